@@ -263,7 +263,7 @@ def model_parallel_seeds(
     tp_rank`` (model-parallel) and ``base + 1024 + 100 ep_rank + etp_rank`` (expert-parallel).
 
     Args:
-        seed: >= 0.
+        seed: seed >= 0.
         tp_rank, ep_rank, etp_rank, pp_rank: tensor, expert, expert-tensor and pipeline rank.
         dp_rank: data-parallel rank under Megatron's ``data_parallel_random_init``; else 0.
 
@@ -291,7 +291,7 @@ def model_parallel_seed(seed: int, tracker: RNGStatesTracker | None = None) -> R
     All devices have the same seed; keys differ between devices only where they are drawn, see `RNGStatesTracker`.
 
     Args:
-        seed: >= 0, and such that no stream's integer exceeds 2^32 - 1.
+        seed: seed >= 0, and such that no stream's integer exceeds 2^32 - 1.
         tracker: a tracker to `reset` and fill; None for a new one.
 
     Raises:

@@ -59,8 +59,8 @@ def autocast(
     """Return the context of `jax_te.recipe.autocast`, with the arguments of ``transformer_engine.pytorch.autocast``.
 
     Args:
-        enabled: quantize.
-        calibrating: False. Transformer Engine gathers amaxes in high precision if it is True.
+        enabled: whether to quantize.
+        calibrating: must be False. Transformer Engine gathers amaxes in high precision if it is True.
         recipe: None: ``DelayedScaling()``.
         amax_reduction_group: None; the recipe says over which part of the mesh amaxes are reduced.
 
@@ -98,7 +98,7 @@ def fp8_autocast(
     """Return the context of `autocast`, under the older names of its arguments.
 
     Args:
-        enabled: quantize. The first releases' default was False.
+        enabled: whether to quantize. The first releases' default was False.
         calibrating, fp8_recipe, fp8_group: arguments ``calibrating``, ``recipe`` and ``amax_reduction_group`` of
             `autocast`.
 

@@ -12,7 +12,7 @@ class Words(NamedTuple):
     """Words of a message about an argument, beside its type in ``Annotated``.
 
     Args:
-        words: description of an allowed value. Empty: that of the type.
+        words: description of an allowed value. Empty: the type's own.
         remedy: remedy to name at the end of the message.
         error: type of the exception, where a reference's differs from the usual one.
 

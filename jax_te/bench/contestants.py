@@ -55,7 +55,7 @@ class Contestant:
 
     Attributes:
         compile_s, seconds: seconds to compile, and seconds of a step in each round.
-        error: why it has no measurements.
+        error: reason why it has no measurements.
         times: times of its kernels, if they were traced.
     """
 
@@ -141,7 +141,7 @@ class CompiledStep(Contestant):
         name: name of the row.
         state: initial state of the step.
         lower: ``() -> jax.stages.Lowered`` of ``(state, tokens) -> (state, result)``.
-        prepare: turns a state that another contestant has left into one for this step; copies nothing.
+        prepare: function that turns the state which another contestant left into one for this step; copies nothing.
     """
 
     state: SharedState = field(kw_only=True)
@@ -182,7 +182,7 @@ def rows_of(contestants: Sequence[Contestant], tokens: int) -> list[Row]:
     """Return a row for each contestant, with its ratios to the first that ran if there are several.
 
     Args:
-        contestants: after their rounds.
+        contestants: contestants after their rounds.
         tokens: number of tokens in a step.
     """
     first = next((contestant for contestant in contestants if contestant.error is None), None)

@@ -37,7 +37,7 @@ class Case:
         shape: batch, sequence, hidden size, heads, feed-forward size.
         recipe: None for bf16.
         mesh: None for one device.
-        sequence_parallel: shard activations over the tensor axis between the tensor-parallel parts.
+        sequence_parallel: whether to shard activations over the tensor axis between the tensor-parallel parts.
     """
 
     module: str

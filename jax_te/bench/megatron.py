@@ -194,7 +194,7 @@ def megatron_model(sizes: Sizes, recipe: Recipe | None, *, fp32_gradients: bool 
         sizes: sizes of the model, the batch and the mesh, whose axes ``data`` and ``fsdp`` are both Megatron-Core's
             data parallelism. Stages of its ``pipeline`` axis run Megatron-Core's 1F1B, each with one chunk of layers.
         recipe: recipe's name in `MEGATRON_RECIPES`, or None for bf16.
-        fp32_gradients: several ranks, and microbatches, add up gradients in fp32; else in bf16.
+        fp32_gradients: whether several ranks, and microbatches, accumulate gradients in fp32; else in bf16.
 
     Source: ``megatron.core.transformer.TransformerConfig``.
 

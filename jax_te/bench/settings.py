@@ -25,8 +25,8 @@ class Settings:
 
     Args:
         backend: backend of jax_te's side.
-        rounds: times that every contestant has its turn; the median counts.
-        calls: calls of a turn.
+        rounds: number of turns of every contestant, of which the median counts.
+        calls: number of calls in a turn.
         profile: folder for traces of train steps, one for each contestant. None: nothing is traced.
     """
 
@@ -46,7 +46,7 @@ class Sizes:
         batch, sequence: sizes of a step's tokens.
         microbatches: number of microbatches in a step.
         mesh: mesh that the step runs on, or None.
-        distributed_optimizer: replicas split masters and optimizer state.
+        distributed_optimizer: whether replicas split masters and optimizer state.
         tied: the embedding's rows are the head's, too.
     """
 

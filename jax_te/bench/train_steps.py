@@ -40,7 +40,7 @@ class Variant:
     Args:
         name: name of the row.
         recipe: recipe that the step runs under, or None.
-        build: makes the model. Those of one measurement have the same arrays.
+        build: function that makes the model. All models of one measurement have the same arrays.
         pipeline: pipeline schedule, on a mesh with a pipeline axis.
         wgrad_dtype: dtype of kernel gradients.
         reduce_gradients: when devices sum kernel gradients, see `make_train_step`.

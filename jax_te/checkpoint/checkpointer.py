@@ -58,10 +58,10 @@ class TrainCheckpointer:
     - Every array is stored with a checksum, and restored only if its checksum is right.
 
     Args:
-        directory: created by the first save.
+        directory: folder of the checkpoints, created by the first save.
         keep: number of newest checkpoints to keep, >= 1.
-        keep_every: keep those whose step is a multiple of this, too.
-        keep_best: keep so many of the best, too, by a metric that each save is given.
+        keep_every: interval of steps: checkpoints whose step is a multiple of it are kept, too.
+        keep_best: number of best checkpoints to keep, too, by a metric that each save is given.
         metric: name of that metric.
         best: whether its smallest or its largest value is the best; nan is the worst.
         timeout: seconds without progress after which a save of several processes has failed: none of them has written
@@ -527,7 +527,7 @@ class _Save(NamedTuple):
 
     Args:
         step: number of the step.
-        written: done when all is.
+        written: future of the write.
         logged: errors of Orbax in this process, which wait for the other processes before anybody can raise them.
     """
 

@@ -36,11 +36,11 @@ class Sign(NamedTuple):
 
     Args:
         beat: number of the sign. It grows as long as the process runs.
-        life: grows as long as the process gets on; that of process 0 also when another one does.
-        saved: grows as long as a save under way gets on, likewise.
+        life: number that grows as long as the process makes progress; that of process 0 also when another one does.
+        saved: number that grows as long as a save under way makes progress, likewise.
         place: number of the things that it has begun: the same in all processes at the same point of the program.
         doing: the last of these, in words.
-        error: why the run cannot go on. Empty: it can.
+        error: reason why the run cannot go on. Empty: it can.
     """
 
     beat: int = 0

@@ -43,7 +43,7 @@ def counted(config: RunConfig, count: Count | None = None) -> tuple[Rows, list[s
 
     Args:
         config: configuration with a mesh.
-        count: counts each of several configurations. None: `count_in_process`.
+        count: function that counts the collectives of several configurations. None: `count_in_process`.
 
     Raises:
         ValueError: for a mesh that is too large for these rules, and for what a train step refuses.

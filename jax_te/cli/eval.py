@@ -101,7 +101,7 @@ def evaluate(model: GPTModel, data: Tokens, *, batch_size: int, seq_len: int) ->
     """Return the mean loss in nats, the perplexity, the number of tokens that were predicted, and bits per byte.
 
     Args:
-        model: evaluated under the ambient recipe.
+        model: model to evaluate under the ambient recipe.
         data: tokens, at least two.
         batch_size, seq_len: size of what is computed at once; a token is predicted from those before it in its window.
 

@@ -27,9 +27,9 @@ class LoopPlan:
 
     Args:
         steps: the run ends after this step.
-        save_every, eval_every: checkpoints and held-out losses; both also come at the end.
-        eval_saved: held-out losses also come with checkpoints, but for one that a signal asks for.
-        log_every: lines and TensorBoard points. ``metrics.jsonl`` has every step.
+        save_every, eval_every: intervals of checkpoints and of held-out losses; both also come at the end.
+        eval_saved: whether held-out losses also come with checkpoints, except one that a signal requests.
+        log_every: interval of lines and TensorBoard points. ``metrics.jsonl`` has every step.
         inspect_every: steps that are inspected; 0 for none.
         work: work of a step, from which the speed is computed.
         give_up_after: steps in a row that made no update, or whose loss or gradient norm was not finite, after which a
@@ -55,7 +55,7 @@ class LoopActions:
 
     Args:
         step: ``(state, batch) -> (state, metrics)``, metrics being scalars with a ``"loss"``.
-        evaluate: returns the held-out loss of a state.
+        evaluate: function that returns the held-out loss of a state.
         save: ``(step, state, heldout_loss)``, the loss None where it was not computed; writes a checkpoint, and may
             return before it is on disk.
         check: function called at each step, which raises errors that occurred in the background since the last one.
@@ -161,8 +161,8 @@ def run_loop(
         batches: batches of the steps, in order.
         actions: functions of the run's states.
         plan: length of the run, and intervals of its actions.
-        log: gets the records.
-        progress: shows the run.
+        log: log that gets the records.
+        progress: display of the run's progress.
         first: steps done already.
         skipped: steps before ``first`` that made no update.
 

@@ -25,7 +25,7 @@ def meet(launch: Launch, bound: float, say: Callable[[str], None]) -> None:
     Args:
         launch: launch with a coordinator and a count.
         bound: seconds without another process that comes.
-        say: shows a line on the wait.
+        say: function that shows a line about the wait.
 
     Raises:
         ValueError: if one does not come in time, or has the number or the count of another run.

@@ -16,7 +16,7 @@ def check_memory(config: RunConfig, *, training: bool = True) -> None:
 
     Args:
         config: configuration of the run.
-        training: False: the parameters are loaded alone.
+        training: whether memory for training is needed; False: the parameters are loaded alone.
 
     Raises:
         ValueError: also for a mesh of more devices than there are.
@@ -35,7 +35,7 @@ def check_fits(needed: int, devices: int, advice: str) -> None:
     Args:
         needed: bytes on each device.
         devices: number of these devices.
-        advice: what to lower, for the message.
+        advice: advice for the message: what to lower.
     """
     # CPU devices share the memory of the host.
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // devices
@@ -52,7 +52,7 @@ def least_memory(config: RunConfig, *, training: bool = True) -> int:
 
     Args:
         config: configuration of the run.
-        training: False: the parameters alone.
+        training: whether memory for training is needed; False: the parameters alone.
     """
     sizes = config.parallel_config() or ParallelConfig()
     hidden, item = config.hidden_size, np.dtype(config.params_dtype).itemsize

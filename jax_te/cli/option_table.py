@@ -22,8 +22,8 @@ class Option:
 
     Args:
         kind: kind of the value, see `jax_te.cli.option_values`.
-        help: noun phrase or sentence about its effect, without the default.
-        shown: default in words. None: the field's default, that of ``recipes``, or the preset's if there is neither.
+        help: noun phrase, or sentence about the option's effect, without the default.
+        shown: default as text. None: the field's default, that of ``recipes``, or the preset's if there is neither.
         several: whether it takes one or more values, separated by spaces; the field is a tuple.
         positional: whether it is given by position, without a flag.
         may_change: a resumed run may be given another value: it changes where, how long or how often, not what is

@@ -22,7 +22,7 @@ class Text:
 
     Args:
         metavar: name of the value in ``--help``.
-        parse: argparse type. It gives the same again for the text of its own result.
+        parse: argparse type, which maps the text of its own result to the same result.
     """
 
     metavar: str

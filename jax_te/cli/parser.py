@@ -164,8 +164,8 @@ def add_options(group: argparse._ActionsContainer, table: type, *, given_only: b
     Args:
         group: a parser, or a group of its arguments.
         table: a dataclass with the fields that `jax_te.cli.option_table.option` makes.
-        given_only: leave an option out of the namespace that is not given: a resumed run takes it from its folder, a
-            new one from its preset.
+        given_only: whether options that are not given are left out of the namespace: a resumed run takes them from its
+            folder, a new one from its preset.
     """
     for field in fields(table):
         row, default = field.metadata["option"], field.default

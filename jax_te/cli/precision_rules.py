@@ -34,7 +34,8 @@ def quantization_rules(text: str, factory_modules: str | None = None) -> RecipeC
 
     Args:
         text: text of the file.
-        factory_modules: modules, separated by commas, whose functions it may name; a file alone makes no code run.
+        factory_modules: modules, separated by commas, whose functions the rules may name; a file alone makes no code
+            run.
 
     Raises:
         ValueError: if it cannot be used.

@@ -56,7 +56,7 @@ def joined(launch: Launch | None, output: Path, bounds: Bounds, *, debug: bool =
         launch: launch of `find_launch`. None: one process, or processes that are connected already.
         output: folder of the run, in which the signs are.
         bounds: timeouts of all waits.
-        debug: show the traceback of an error.
+        debug: whether to show the traceback of an error.
 
     Raises:
         ValueError: if the processes do not find each other.

@@ -81,7 +81,7 @@ def continue_text(
         model: model, whose layers lose recipes of their own, which might quantize one token at a time.
         tokenizer: tokenizer of the model.
         prompt: tokens of the prompt, at least one.
-        length: >= 1.
+        length: number of tokens to sample, >= 1.
         seed: seed of the sampling.
         temperature, top_k: sampling options, see `generate`; ``top_k`` 0 samples from all tokens.
         copies: rows of the batch, all alike, for a mesh that splits the batch.

@@ -35,7 +35,7 @@ class LimitedFunction:
     Args:
         function: name of a function in `ACTIVATIONS`, or a function of one array.
         low, high: limits of its argument, where its slope is still 1. None: no limit.
-        offset: added to its value.
+        offset: constant added to its value.
 
     Raises:
         ValueError: for an unknown function, a limit that is no finite number, or limits in another order.
@@ -120,9 +120,9 @@ class ActivationParams:
     ``a * sigmoid(alpha * a) * (b + linear_offset)``.
 
     Args:
-        limit: > 0.
+        limit: limit of the components, > 0.
         alpha: slope of the sigmoid; 1.702 makes the first factor an approximation of GELU.
-        linear_offset: added to the second component.
+        linear_offset: constant added to the second component.
 
     Raises:
         ValueError: for a limit that is not positive, and for what is no finite number.

@@ -33,8 +33,8 @@ class RouterOptions:
         score_function: function of the logits: ``"softmax"`` over the experts, or of each logit ``"sigmoid"`` or
             ``"sqrtsoftplus"``, the square root of ``log(1 + exp(x))``. The last two are divided by their sum over the
             chosen experts if there are several.
-        pre_softmax: take the softmax over all experts, before the choice, and leave it as it is. False: choose by the
-            logits, and take the softmax over those of the chosen experts.
+        pre_softmax: whether to take the softmax over all experts, before the choice, and leave it as it is. False:
+            choose by the logits, and take the softmax over those of the chosen experts.
         topk_scaling_factor: factor of the probabilities. None: 1.
         num_groups: number of groups of ``e / num_groups`` consecutive experts, of which each token uses ``group_topk``.
             A group's score is the sum of its ``topk // group_topk`` largest.
@@ -48,21 +48,22 @@ class RouterOptions:
         z_loss_coeff: coefficient of ``mean(logsumexp(logits)^2)``. None: no such loss.
         aux_loss_groups: number of parts of a batch, along its first axis, of which each has losses of its own, and the
             mean of these counts: Megatron's numbers for as many data ranks. 1: the losses of all rows.
-        enable_expert_bias: add a bias of each expert to the scores for the choice. Once a step it grows for experts
-            with less than the mean load and shrinks for those with more.
+        enable_expert_bias: whether to add a bias of each expert to the scores for the choice. Once a step it grows for
+            experts with less than the mean load and shrinks for those with more.
         bias_update_rate: size of a bias update.
         quantile_balancing_ema: share of the old bias in the new one of ``"quantile_balancing"``.
-        input_jitter_eps: multiply the router's input by uniform factors in ``[1 - eps, 1 + eps]``, in training.
+        input_jitter_eps: half-width of the interval ``[1 - eps, 1 + eps]`` of uniform factors by which the router's
+            input is multiplied in training.
         expert_capacity_factor: an expert takes ``ceil(t k / e * factor)`` of ``t`` tokens; what is more is dropped, and
             the token's other experts are left as they are. None, or below 0: as many as come.
-        pad_expert_input_to_capacity: give each expert so many rows, the last of them zeros.
+        pad_expert_input_to_capacity: whether each expert gets as many rows as its capacity, the last of them zeros.
         token_drop_policy: rule by which an expert selects the tokens that it keeps: ``"probs"``, those with its largest
             probabilities; ``"position"``, those of the first positions of all sequences.
         dtype: dtype of the router's GEMM and of its probabilities, ``"fp32"`` or ``"fp64"``. None: the GEMM is in the
             dtype of the input, and all that follows in fp32.
-        force_load_balancing: choose at random, for measurements under equal load.
-        force_biased: choose at random, with a normal random bias of each expert of this standard deviation; below 0:
-            the same bias in each call.
+        force_load_balancing: whether to choose at random, for measurements under equal load.
+        force_biased: standard deviation of a normal random bias of each expert, for a choice at random; below 0: the
+            same bias in each call.
 
     Raises:
         ValueError: for more chosen experts than there are; groups that do not divide the experts or offer fewer than
@@ -284,23 +285,24 @@ class ExpertsConfig:
             see `RouterOptions`.
         moe_router_topk_limited_devices: Megatron's former name of ``moe_router_group_topk`` for as many groups as there
             are expert-parallel devices.
-        moe_enable_routing_replay: keep the choice of each call in the router, and take one that was set, see
+        moe_enable_routing_replay: whether to keep the choice of each call in the router, and take one that was set, see
             `jax_te.megatron.TopKRouter`.
         moe_shared_expert_intermediate_size: ``f`` of a feed-forward block that all tokens pass, beside their experts.
             None: there is none.
-        moe_shared_expert_gate: multiply its output by the sigmoid of a product of the input with a learned vector.
-        moe_apply_probs_on_input: multiply an expert's input by the probability, in place of its activation; for one
-            expert a token.
+        moe_shared_expert_gate: whether to multiply its output by the sigmoid of a product of the input with a learned
+            vector.
+        moe_apply_probs_on_input: whether to multiply an expert's input by the probability, in place of its activation;
+            for one expert a token.
         moe_latent_size: features of the experts' inputs and outputs, to and from which two linear layers project.
             None: ``h``.
-        moe_per_layer_logging: report the losses of each layer, not their mean over the layers alone.
-        moe_layer_recompute: Megatron's former way to name ``"moe"`` in ``recompute_modules``.
-        moe_token_dispatcher_type: way of tokens to experts on other devices. On one device all are the same.
+        moe_per_layer_logging: whether to report the losses of each layer, not their mean over the layers alone.
+        moe_layer_recompute: Megatron's former name of ``"moe"`` in ``recompute_modules``.
+        moe_token_dispatcher_type: transport of tokens to experts on other devices. On one device all are the same.
         moe_expert_rank_capacity_factor: bound of the tokens that a device takes from others. On one device there are
             none.
         activation_func_clamp_value: limit of a gated activation's two components before the function: the first from
             above, the second on both sides. None: no limit.
-        glu_linear_offset: added to the second component of a gated activation.
+        glu_linear_offset: constant added to the second component of a gated activation.
 
     Raises:
         ValueError: as `RouterOptions`, with these names; for sizes that are not positive; for options of experts that

@@ -42,7 +42,7 @@ class ParallelConfig:
         fsdp: devices that shard the batch, and parameters, gradients and optimizer state too (ZeRO-3).
         context: devices that shard the sequence, in attention and everywhere else (Megatron's context-parallel size).
         tensor: devices that shard heads, feed-forward and vocabulary (Megatron's tensor-parallel size).
-        expert: reserved; 1.
+        expert: must be 1: the axis is reserved.
 
     Raises:
         ValueError: for a size that is not an integer >= 1; for a reserved axis.

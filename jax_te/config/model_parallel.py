@@ -23,13 +23,14 @@ class ModelParallelConfig:
     Args:
         tensor_model_parallel_size: devices on the mesh's tensor axis. 1 leaves it to the mesh; any other size must be
             the mesh's where a layer is built or called under one.
-        sequence_parallel: between the tensor-parallel parts of a layer, shard activations over the tensor axis along
-            the sequence.
+        sequence_parallel: whether to shard activations over the tensor axis along the sequence between the
+            tensor-parallel parts of a layer.
         context_parallel_size: devices on the mesh's context axis, in the same way.
-        expert_model_parallel_size: 1; the mesh's axis for experts is reserved and not there yet. Every device holds all
-            of them.
+        expert_model_parallel_size: must be 1: the mesh's axis for experts is reserved, and every device holds all
+            experts.
         expert_tensor_parallel_size: None or 1: the tensor axis does not shard an expert's kernels.
-        perform_initialization: False: kernels start as zeros, for a model whose weights are loaded anyway.
+        perform_initialization: whether to initialize kernels. False: they start as zeros, for a model whose weights are
+            loaded anyway.
         use_cpu_initialization: Megatron's way to weights that do not depend on the tensor-parallel size. Here they
             never do, so both values give the same. To draw them on the host, build the model under
             ``jax.default_device(jax.devices("cpu")[0])``.

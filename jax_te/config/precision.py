@@ -27,19 +27,20 @@ class PrecisionConfig:
     Args:
         fp8: ``"e4m3"``, ``"hybrid"`` (E5M2 for gradients) or None: no FP8; the other ``fp8_`` fields then say nothing.
         fp8_recipe: ``"delayed"``, ``"tensorwise"``, ``"blockwise"``, ``"mxfp8"`` or ``"custom"``.
-        fp8_param, fp4_param: hold kernels in quantized form: `create_train_state` does, for a model with this
+        fp8_param, fp4_param: whether to store kernels quantized: `create_train_state` does, for a model with this
             configuration. Layers are always built with exact kernels, because masters are taken from those.
         fp8_quantizer_factory, fp4_quantizer_factory: dotted path of a ``"custom"`` recipe's ``qfactory``.
         fp8_margin, fp8_amax_history_len, fp8_amax_compute_algo, tp_only_amax_red: options of delayed scaling, see
             `jax_te.recipe.DelayedScaling`; the defaults are Megatron's. No effect under another recipe.
-        fp8_wgrad: False: weight gradients in high precision. Megatron's has no effect; here it holds, and for every
-            recipe of FP8.
+        fp8_wgrad: whether to quantize weight gradients' GEMMs. False: they run in high precision. Megatron's option has
+            no effect; here it has, and for every recipe of FP8.
         fp8_output_proj: the models' output head follows the ambient recipe, too, whichever that is; in Megatron only
             MXFP8. False: it stays in the compute dtype.
         fp8_dot_product_attention, fp8_multi_head_attention: must be False: attention does not run in FP8 here.
         fp4: ``"e2m1"`` or None.
         fp4_recipe: ``"nvfp4"`` or ``"custom"``.
-        first_last_layers_bf16: keep the first and last layers in high precision, whatever the ambient recipe is.
+        first_last_layers_bf16: whether to keep the first and last layers in high precision, whatever the ambient recipe
+            is.
         num_layers_at_start_in_bf16, num_layers_at_end_in_bf16: number of such layers, if ``first_last_layers_bf16``;
             each in [0, ``num_layers``].
 

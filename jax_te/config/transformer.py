@@ -35,24 +35,26 @@ class TransformerConfig(
     in their place.
 
     Args:
-        num_layers: transformer layers.
+        num_layers: number of transformer layers.
         hidden_size: ``h``.
         num_attention_heads: query heads ``n``.
         num_query_groups: key/value heads ``g``; must divide ``n``. None: ``n`` (multi-head attention).
         ffn_hidden_size: ``f``. None: ``4 h``.
         kv_channels: size ``d`` of a head. None: ``h / n``.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
-        layernorm_epsilon: added to the variance.
-        layernorm_zero_centered_gamma: store the norm's scale as an offset from 1.
-        block_output_layernorm: normalize each block's output, too, before it is added (Gemma 2 and 3).
+        layernorm_epsilon: constant added to the variance.
+        layernorm_zero_centered_gamma: whether to store the norm's scale as an offset from 1.
+        block_output_layernorm: whether to normalize each block's output, too, before it is added (Gemma 2 and 3).
         fused_residual_rmsnorm: a `jax_te.megatron.TENorm` with ``has_residual=True`` returns its input, too.
         activation: a key of `ACTIVATIONS`; the gated ones have two components. Or a function of one array, elementwise,
             or a tuple with a function for each component, such as ``(jnp.tanh, "linear")``.
-        activation_func: Megatron-Core's way to say the same: a function, or its name. It sets ``activation``.
-        gated_linear_unit: multiply the function of a first component by a second one: ``"silu"`` becomes ``"swiglu"``.
-        add_bias_linear: biases in all linear layers.
-        add_qkv_bias: biases in the projections to queries, keys and values of self-attention in any case (Qwen 2).
-        attention_dropout, hidden_dropout: probabilities in [0, 1).
+        activation_func: Megatron-Core's name of ``activation``, which it sets: a function, or its name.
+        gated_linear_unit: whether to multiply the function of a first component by a second one: ``"silu"`` becomes
+            ``"swiglu"``.
+        add_bias_linear: whether all linear layers have biases.
+        add_qkv_bias: whether the projections to queries, keys and values of self-attention have biases in any case
+            (Qwen 2).
+        attention_dropout, hidden_dropout: dropout probabilities in [0, 1).
         init_method_std: standard deviation of initial weights.
         init_method: initializer of weights, ``init(key, shape, dtype)`` as in ``jax.nn.initializers``. None: normal
             with ``init_method_std``.

@@ -20,7 +20,7 @@ def dropout(x: Array, rate: float, key: Array | None, *, axes: LogicalAxes, zigz
 
     Args:
         x: array of any shape and floating dtype; the result has the same.
-        rate: probability in [0, 1).
+        rate: dropout probability in [0, 1).
         key: ``jax.random.key``, or None.
         axes: logical axes of ``x``.
         zigzag: the sequence is in zig-zag order if context devices split it.
@@ -61,7 +61,7 @@ def drop_path(x: Array, rate: float, key: Array | None, *, axes: LogicalAxes) ->
 
     Args:
         x: ``[b, ...]`` of any floating dtype; the result has the same.
-        rate: probability in [0, 1).
+        rate: dropout probability in [0, 1).
         key: ``jax.random.key``, or None.
         axes: logical axes of ``x``.
 

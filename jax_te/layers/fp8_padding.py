@@ -21,7 +21,7 @@ class Fp8Padding:
 
     Args:
         num_gemms: number of groups.
-        align_size: multiple of rows. None: that of the ambient recipe (`Recipe.alignment`), 16 without one.
+        align_size: multiple of rows. None: the ambient recipe's (`Recipe.alignment`), 16 without one.
 
     Source: ``transformer_engine.pytorch.Fp8Padding``. There NVFP4's multiple is 64; the GEMMs here take 32.
 

@@ -25,13 +25,13 @@ class LayerNormLinear(Linear):
     Args:
         in_features: ``h``.
         out_features: ``n``, or several sizes.
-        eps: added to the variance or mean square.
-        bias: learn an additive bias.
+        eps: constant added to the variance or mean square.
+        bias: whether to learn an additive bias.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
-        zero_centered_gamma: store the norm's scale as an offset from 1.
+        zero_centered_gamma: whether to store the norm's scale as an offset from 1.
         return_layernorm_output: whether to return the norm's output, too, e.g. for a residual connection that starts
             there. It then exists in high precision in memory, so the norm is no longer fused with quantization.
-        skip_weight_param_allocation: have no kernel and no bias, as in `Linear`; the norm has its parameters.
+        skip_weight_param_allocation: whether there is no kernel and no bias, see `Linear`; the norm has its parameters.
         init_method, sequence_parallel, tp_group, tp_size, parallel_mode, fuse_wgrad_accumulation, return_bias,
             params_dtype, kernel_axes, out_axes, rngs: as in `Linear`. Under sequence parallelism each device of the
             tensor axis normalizes its shard of the sequence, and returns the norm's output so.

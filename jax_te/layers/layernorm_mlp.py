@@ -42,22 +42,23 @@ class LayerNormMLP(TensorParallelModule):
     Args:
         hidden_size: ``h``.
         ffn_hidden_size: ``f``.
-        eps: added to the variance or mean square.
-        bias: learn biases in both projections.
+        eps: constant added to the variance or mean square.
+        bias: whether to learn biases in both projections.
         activation: a key of `jax_te.config.ACTIVATIONS`, an elementwise function, or a tuple with one for each
             component, see `jax_te.ops.activation`.
         activation_params: parameters of ``"clamped_swiglu"``. None: ``ActivationParams()``.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
-        zero_centered_gamma: store the norm's scale as an offset from 1.
+        zero_centered_gamma: whether to store the norm's scale as an offset from 1.
         init_method: initializer of ``wi_kernel``. None: N(0, 0.023²).
         output_layer_init_method: initializer of ``wo_kernel``. None: N(0, 0.023²).
         return_layernorm_output: whether to return the norm's output, too; then the norm is not fused with quantization.
-        set_parallel_mode: split the projections as said above, which TE does if told to; here the mesh decides whether
-            there is something to split. False: every tensor device holds them whole and computes the same.
+        set_parallel_mode: whether to split the projections as described above, which TE does only on request; here the
+            mesh decides whether there is something to split. False: every tensor device holds them whole and computes
+            the same.
         sequence_parallel: input, output and the norm's output ``[b, s, h]`` are sharded over the tensor axis along
             ``s``, as in `Linear`.
         tp_group, tp_size, fuse_wgrad_accumulation: see `Linear`.
-        return_bias: do not add ``wo_bias`` but return it beside the output.
+        return_bias: whether to return ``wo_bias`` beside the output instead of adding it.
         seq_length, micro_batch_size: sizes that TE warms its kernels up with; without effect, since ``jax.jit``
             compiles for the shapes of each call.
         params_dtype: dtype of ``scale [h]``, ``ln_bias [h]``, ``wi_kernel [h, n_act, f]``, ``wi_bias [n_act, f]``,

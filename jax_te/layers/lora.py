@@ -46,7 +46,7 @@ class LoRA(nnx.Module):
             updated.
         rank: ``r``.
         alpha: numerator of the scale. None: ``r``, so that the scale is 1.
-        freeze_base: set ``base.frozen``. False: train both.
+        freeze_base: whether to set ``base.frozen``. False: both are trained.
         init_method: initializer of ``lora_a [k, r]``. None: N(0, 1 / k). ``lora_b [r, *n]`` starts as zeros, so that
             ``y = base(x)`` at first.
         params_dtype: dtype of both.

@@ -74,12 +74,12 @@ class LayerNorm(_Norm):
 
     Args:
         hidden_size: ``h``.
-        eps: added to the variance.
-        sequence_parallel: normalize an activation ``[b, s, h]`` that is sharded over the tensor axis along ``s``
-            (logical axis ``sequence_parallel``). Values are the same.
+        eps: constant added to the variance.
+        sequence_parallel: whether to normalize an activation ``[b, s, h]`` that is sharded over the tensor axis along
+            ``s`` (logical axis ``sequence_parallel``). Values are the same.
         params_dtype: dtype of ``scale`` and ``bias``, ``[h]`` each; replicated on a mesh.
-        zero_centered_gamma: store the scale as an offset from 1, so that weight decay pulls the factor to 1.
-        rngs: taken like in every layer; the initial values are constants.
+        zero_centered_gamma: whether to store the scale as an offset from 1, so that weight decay pulls the factor to 1.
+        rngs: random streams, accepted as in every layer; the initial values are constants.
 
     Raises:
         ValueError: for a size or ``eps`` that is not positive, or an unknown dtype; when called with

@@ -32,12 +32,13 @@ class QuantizableModule(TrainingMode):
         kernels: name of each kernel -> name of its quantizer state.
 
     Attributes:
-        high_precision: take no ambient recipe, as if inside ``autocast(None)``: for a model's first and last layers.
+        high_precision: whether to take no ambient recipe, as if inside ``autocast(None)``: for a model's first and last
+            layers.
         module_recipe: the layer's own recipe, see `ModuleRecipe`; None: the ambient one.
         kernel_recipes: recipes of single kernels in place of ``module_recipe``: pairs of a kernel's name and a
             `ModuleRecipe` or None.
-        deterministic: evaluation instead of training (``model.eval()`` sets it): which of ``module_recipe``'s two
-            recipes holds.
+        deterministic: whether to evaluate instead of training (``model.eval()`` sets it): it selects one of
+            ``module_recipe``'s two recipes.
         is_first_microbatch: default of the call's argument. True: quantize the kernels anew and keep them, for this
             call alone, after which the attribute is False; False: use the kept ones; None: keep nothing.
         module_name: the layer's path in its model, as `name_modules` gives it; used where tensors are observed.
@@ -313,7 +314,8 @@ def quantize_parameters(model: nnx.Module, *, only_marked: bool = False) -> nnx.
 
     Args:
         model: changed in place.
-        only_marked: only in layers whose own `ModuleRecipe` sets ``fp8_param`` or ``fp4_param``.
+        only_marked: whether only kernels of layers whose own `ModuleRecipe` sets ``fp8_param`` or ``fp4_param`` are
+            meant.
 
     Raises:
         ValueError: for layers of Flax under `quantize_model`, which hold arrays alone.

@@ -21,8 +21,8 @@ class TensorParallel:
 
     Args:
         group: None or ``"tensor"``, which both leave the split to the mesh.
-        size: 1 leaves it to the mesh. Any other size must be that of the mesh in use.
-        sequence_parallel: shard activations over the tensor axis along the sequence outside of the layer.
+        size: size of the tensor axis; 1 leaves it to the mesh. Any other size must be that of the mesh in use.
+        sequence_parallel: whether to shard activations over the tensor axis along the sequence outside of the layer.
         split: the layer's kernels are sharded over the tensor axis.
 
     Raises:

@@ -41,17 +41,18 @@ class TransformerLayer(ContextParallelModule):
         hidden_size: ``h``.
         ffn_hidden_size: ``f``.
         num_attention_heads: query heads ``n``.
-        layernorm_epsilon: added to the variance or mean square in every norm.
+        layernorm_epsilon: constant added to the variance or mean square in every norm.
         hidden_dropout: dropout probability of the blocks' outputs.
         attention_dropout: dropout probability of the softmax's result.
         init_method: initializer of the projections into attention and of the first MLP kernel. None: N(0, 0.023²).
         output_layer_init_method: initializer of the output projections. None: N(0, 0.023²).
-        apply_residual_connection_post_layernorm: begin the residual connections at the norms' outputs.
+        apply_residual_connection_post_layernorm: whether residual connections begin at the norms' outputs.
         layer_number: the layer's number in the stack, from 1; stored as an attribute.
         apply_query_key_layer_scaling: option without effect. TE divides scores by ``layer_number`` in half precision
             and multiplies them again in fp32; here scores are always fp32.
-        output_layernorm: normalize the layer's output instead of the self-attention block's input.
-        block_output_layernorm: normalize the blocks' outputs, too, each by a norm of its own (Gemma 2 and 3).
+        output_layernorm: whether to normalize the layer's output instead of the self-attention block's input.
+        block_output_layernorm: whether to normalize the blocks' outputs, too, each by a norm of its own (Gemma 2 and
+            3).
         attention_softmax_in_fp32: option without effect; the softmax is always fp32.
         layer_type: ``"encoder"``: self-attention, causal or not by its mask type; ``"decoder"``: self-attention, then
             cross-attention to an encoder's output.
@@ -61,16 +62,17 @@ class TransformerLayer(ContextParallelModule):
         enc_dec_attn_mask_type, enc_dec_window_size: mask type and window of cross-attention.
         qk_norm_type, qk_norm_before_rope, fuse_qkv_params: see `MultiheadAttention`.
         qkv_bias: see `MultiheadAttention`; applies to self-attention.
-        set_parallel_mode: split the projections over the mesh's tensor axis; False replicates them.
-        sequence_parallel: between the blocks, split activations over the mesh's tensor axis along the sequence.
+        set_parallel_mode: whether to split the projections over the mesh's tensor axis; False replicates them.
+        sequence_parallel: whether to split activations between the blocks over the mesh's tensor axis along the
+            sequence.
         tp_group, tp_size, fuse_wgrad_accumulation: options of all projections, see `Linear`.
         drop_path_rate: probability with which an example skips a block.
         num_gqa_groups: key/value heads ``g``. None: ``n``.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
-        zero_centered_gamma: store the norms' scales as offsets from 1.
+        zero_centered_gamma: whether to store the norms' scales as offsets from 1.
         activation: a key of `jax_te.config.ACTIVATIONS`, or a function, as in `LayerNormMLP`.
         bias: biases in all linear layers.
-        return_max_logit: calls also return the max logit of each head of self-attention, for `clip_qk`.
+        return_max_logit: whether calls also return the max logit of each head of self-attention, for `clip_qk`.
         seq_length, micro_batch_size: options without effect; TE warms its kernels up with these sizes.
         params_dtype: dtype of the parameters.
         rngs: the ``params`` stream draws the kernels.
@@ -233,11 +235,12 @@ class TransformerLayer(ContextParallelModule):
             rotary_pos_emb: rotary embedding of the positions of ``x``, see `rotary_embedding`.
             core_attention_bias_type, core_attention_bias, alibi_slopes: options of self-attention, see
                 `DotProductAttention`.
-            self_attn_mask_type, enc_dec_attn_mask_type: used in place of the layer's own.
+            self_attn_mask_type, enc_dec_attn_mask_type: mask types in place of the layer's own.
             dropout_key: ``jax.random.key`` that dropout and stochastic depth draw from, another one at each step;
                 needed in training unless the rates are 0. Evaluation (``layer.eval()``) drops nothing.
             cache: keys and values of the tokens before ``x``, for self-attention (TE's ``inference_params``).
-            checkpoint_core_attention: recompute the attention cores in backward instead of saving their residuals.
+            checkpoint_core_attention: whether to recompute the attention cores in backward instead of saving their
+                residuals.
             is_first_microbatch: mode of the kernel cache for all projections, see `Linear`.
 
         Returns:

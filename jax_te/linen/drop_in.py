@@ -166,7 +166,7 @@ class _Choice(NamedTuple):
     """What decides about the layers of a model: hashable, since it is part of the jit cache key.
 
     Args:
-        rules: patterns and what they give, in order.
+        rules: patterns and the recipes they assign, in order.
         gemms: GEMMs of the model.
         own: parameters of modules of the user's own that a rule fits.
     """

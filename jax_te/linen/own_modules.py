@@ -111,7 +111,7 @@ def quantized_call(module: Any, recipes: dict[str, Any], args: Any, kwargs: Any)
     """Return what a call of a module of the user's own returns, the contractions of its parameters quantized.
 
     Args:
-        module: bound, with its parameters.
+        module: bound module, with its parameters.
         recipes: name of each parameter -> its own recipe, or None.
     """
     gemms = parameter_gemms(module, recipes)

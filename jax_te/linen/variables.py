@@ -28,7 +28,7 @@ def collections_of(module: nnx.Module, *, boxed: bool) -> dict[str, Any]:
 
     Args:
         module: an NNX module.
-        boxed: put arrays with logical axes into ``nn.LogicallyPartitioned``.
+        boxed: whether to put arrays with logical axes into ``nn.LogicallyPartitioned``.
 
     Raises:
         TypeError: for a module that holds random state.

@@ -70,11 +70,11 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
             `jax_te.ops.ContextParallel`. None: ``"p2p"``. As in Megatron, this argument is read instead of
             ``config.cp_comm_type``, which the caller may pass.
         pg_collection: None. Process groups are axes of the mesh that ``jax.set_mesh`` sets.
-        cp_load_balanced: sequences come in zig-zag order, as Megatron's batches do under context parallelism; see
-            `jax_te.ops.zigzag_positions`. None: the configuration's.
-        padding_at_end: padding masks hide nothing but the end of each sequence, so that their lengths say the same.
-            Fused attention kernels take lengths; without this promise a padding mask is an arbitrary one to them, and
-            runs in plain JAX.
+        cp_load_balanced: whether sequences come in zig-zag order, as Megatron's batches do under context parallelism;
+            see `jax_te.ops.zigzag_positions`. None: the configuration's.
+        padding_at_end: whether padding masks hide nothing but the end of each sequence, so that lengths can replace
+            them. Fused attention kernels take lengths; without this promise a padding mask is an arbitrary one to them,
+            and runs in plain JAX.
         rngs: unused, because nothing is random.
 
     Raises:
@@ -160,10 +160,10 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
                 ``padding_at_end`` only the lengths are read, which ``padding_causal_bottom_right`` needs. For
                 ``arbitrary`` broadcastable to ``[b, n, sq, skv]``. For the other types it is ignored, as in Transformer
                 Engine.
-            attn_mask_type: replaces the layer's own. With ``packed_seq_params``, ``causal`` counts as
+            attn_mask_type: mask type in place of the layer's own. With ``packed_seq_params``, ``causal`` counts as
                 ``padding_causal`` and ``no_mask`` as ``padding``.
-            attention_bias: added to the scaled scores, broadcastable to ``[b, n, sq, skv]``.
-            packed_seq_params: several sequences in each row.
+            attention_bias: bias added to the scaled scores, broadcastable to ``[b, n, sq, skv]``.
+            packed_seq_params: boundaries of several sequences in each row.
             num_splits: option without effect, see the class.
             others: other arguments of `DotProductAttention`, such as ``dropout_key``, lengths or ``alibi_slopes``; None
                 means not given.
@@ -201,7 +201,7 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
         Args:
             mask_type: name of a type.
             mask: ``attention_mask`` of the call.
-            packed: several sequences in each row, or None.
+            packed: boundaries of several sequences in each row, or None.
             sq: length of the queries.
         """
         if packed is not None:

@@ -56,7 +56,7 @@ class CapturedGraphs:
             module: module whose variables are inputs of the graph; it is not changed.
             inputs: ``(args, kwargs)`` with arrays, and static values, which can be hashed.
             first: whether this is a step's first microbatch.
-            capture: capture the call if it is new.
+            capture: whether to capture the call if it is new.
 
         Raises:
             ValueError: for a call that was not captured, unless ``capture``.

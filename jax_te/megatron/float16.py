@@ -146,7 +146,7 @@ class Float16Module(MegatronModule):
         pre_process: whether this is the first pipeline stage, so that inputs are cast. None: the module's own
             ``pre_process``, or True if it has none; JAX has no process groups that could tell.
         post_process: whether this is the last pipeline stage, so that outputs are cast back. None: likewise.
-        vp_size: virtual pipeline stages on each pipeline rank; None or 1 without a virtual pipeline.
+        vp_size: number of virtual pipeline stages on each pipeline rank; None or 1 without a virtual pipeline.
         vp_stage: number of this virtual stage, from 0. None: the module's own ``vp_stage``, if it has one.
             Inputs are cast on the first, outputs on the last.
 
@@ -202,9 +202,9 @@ class Float16Module(MegatronModule):
 
         Args:
             inputs: fp32 arrays, also in nested tuples and lists, are cast on the first stage.
-            fp32_output: cast fp16 and bf16 results to fp32 on the last stage; no effect on other stages.
-            kwargs: passed on unchanged. Megatron's documentation says that they are cast; its code does not cast them,
-                and must not: sums over a loss mask, for example, need fp32.
+            fp32_output: whether to cast fp16 and bf16 results to fp32 on the last stage; no effect on other stages.
+            kwargs: arguments passed on unchanged. Megatron's documentation says that they are cast; its code does not
+                cast them, and must not: sums over a loss mask, for example, need fp32.
 
         Raises:
             TypeError: if ``fp32_output`` is not a bool.

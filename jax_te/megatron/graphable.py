@@ -41,7 +41,7 @@ class GraphableMegatronModule(MegatronModule):
 
     Args:
         config: `jax_te.config.TransformerConfig`.
-        vp_stage: stored, without effect, as in Megatron.
+        vp_stage: option without effect, stored as an attribute, as in Megatron.
 
     Attributes:
         cuda_graphs: the `CapturedGraphs`; ``len`` counts them.

@@ -37,7 +37,7 @@ class TEGroupedLinear(TELayer, GroupedLinear):
             ``expert_tensor_parallel_size=1``).
         tp_comm_buffer_name: option without effect.
         pg_collection: None.
-        name: under which the rules of ``config.quant_recipe`` know the layer, as in `TELinear`.
+        name: name of the layer in the rules of ``config.quant_recipe``, see `TELinear`.
         rngs: random streams; ``expert-parallel-rng`` draws the kernels, or if it is missing a stream derived from
             ``params``.
 
@@ -126,7 +126,7 @@ class TEColumnParallelGroupedLinear(TEGroupedLinear):
 
     Args:
         num_gemms, input_size, output_size, config, init_method, bias, skip_bias_add, is_expert, tp_comm_buffer_name,
-            pg_collection, name, rngs: as in `TEGroupedLinear`.
+            pg_collection, name, rngs: see `TEGroupedLinear`.
 
     Raises:
         ValueError, AssertionError, TypeError: as `TEGroupedLinear`.
@@ -177,7 +177,7 @@ class TERowParallelGroupedLinear(TEGroupedLinear):
 
     Args:
         num_gemms, input_size, output_size, config, init_method, bias, skip_bias_add, is_expert, tp_comm_buffer_name,
-            pg_collection, name, rngs: as in `TEGroupedLinear`.
+            pg_collection, name, rngs: see `TEGroupedLinear`.
 
     Raises:
         ValueError, AssertionError, TypeError: as `TEGroupedLinear`.

@@ -22,10 +22,9 @@ class TELayerNormColumnParallelLinear(TELayer, LayerNormLinear):
     Parameters are ``scale [k]``, ``ln_bias [k]`` (LayerNorm only), ``kernel [k, n]`` and ``bias [n]``.
 
     Args:
-        is_expert: False; experts take `TENorm` and `TEColumnParallelLinear`.
+        is_expert: must be False; experts take `TENorm` and `TEColumnParallelLinear`.
         input_size, output_size, config, init_method, gather_output, bias, skip_bias_add, skip_weight_param_allocation,
-            tp_comm_buffer_name, tp_group, stride, name, pg_collection, kernel_axes, rngs: as in
-            `TEColumnParallelLinear`.
+            tp_comm_buffer_name, tp_group, stride, name, pg_collection, kernel_axes, rngs: see `TEColumnParallelLinear`.
 
     Attributes are those of `TELinear` except ``save_original_input``: the GEMM's input is the norm's output.
 

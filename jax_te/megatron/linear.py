@@ -34,7 +34,7 @@ class TELinear(TELayer, Linear):
         init_method: initializer of the kernel ``[k, n]``: ``init(key, shape, dtype)``, e.g. ``config.init_method``.
         bias: whether there is a bias ``[n]``, initially 0.
         skip_bias_add: whether to return the bias instead of adding it, for a fused operation to add.
-        skip_weight_param_allocation: False.
+        skip_weight_param_allocation: must be False.
         tp_comm_buffer_name: name of user buffers, such as ``"qkv"``, or None; JAX has none, so it has no effect.
         is_expert: the layer belongs to one expert of a mixture. It computes the tokens that each device has, in forward
             without any communication over the tensor axis, over which its kernel is not sharded (Megatron's
@@ -44,7 +44,7 @@ class TELinear(TELayer, Linear):
             ``rngs`` (``nnx.Rngs(0, **{"expert-parallel-rng": 1})``), else from one that follows from ``params``.
         symmetric_ar_type: None, ``"two_shot"``, ``"one_shot"`` or ``"multimem_all_reduce"``, without effect.
         tp_group: None or ``"tensor"``, the mesh axis that takes the role of Megatron's process group.
-        name: under which the rules of ``config.quant_recipe`` know the layer. None: the rules are not applied, until
+        name: name of the layer in the rules of ``config.quant_recipe``. None: the rules are not applied, until
             `apply_quantization_config` or `finish_init` gives the layer a precision.
         rngs: the ``params`` stream draws the kernel.
 
@@ -155,12 +155,12 @@ class TEColumnParallelLinear(TELinear):
     Args:
         output_size: ``n``; or several sizes, of which the tensor axis shards the last. The output has an axis for
             each: with ``(2, f)`` gate and factor of a gated MLP are on one device.
-        gather_output: False: the output stays sharded.
+        gather_output: must be False: the output stays sharded.
         is_expert: see `TELinear`.
         kernel_axes: logical axes of the kernel, as in `Linear`. None: those of a column-parallel layer.
         input_size, config, init_method, bias, skip_bias_add, skip_weight_param_allocation, tp_comm_buffer_name,
-            tp_group, name, rngs: as in `TELinear`; the kind of all-reduce is ``config.symmetric_ar_type``.
-        stride, pg_collection: 1 and None.
+            tp_group, name, rngs: see `TELinear`; the kind of all-reduce is ``config.symmetric_ar_type``.
+        stride, pg_collection: must be 1 and None.
 
     Raises:
         ValueError: for ``gather_output`` and another ``stride``; and as `TELinear`.
@@ -210,7 +210,7 @@ class TERowParallelLinear(TELinear):
     """`TELinear` whose input features are sharded over the tensor axis, such as the output of a column-parallel layer.
 
     Args:
-        input_is_parallel: True: the input is sharded already.
+        input_is_parallel: must be True: the input is sharded already.
         is_expert: see `TELinear`.
         kernel_axes: logical axes of the kernel, as in `Linear`. None: those of a row-parallel layer.
         input_size, output_size, config, init_method, bias, skip_bias_add, tp_comm_buffer_name, tp_group, name, rngs:

@@ -33,7 +33,7 @@ class TopKRouter(StateDicts, Router):
     Args:
         config: see `jax_te.config.ExpertsConfig`; ``add_bias_linear`` gives it a bias.
         pg_collection: None.
-        is_mtp_layer: False: there is no prediction of several tokens.
+        is_mtp_layer: must be False: there is no multi-token prediction.
         layer_number: number of the layer in its stack, from 1.
         aux_loss_groups: Megatron's number of data ranks, see `jax_te.config.RouterOptions`. 1: the losses of all rows.
         rngs: the ``params`` stream draws the weight.
@@ -145,8 +145,8 @@ class SharedExpertMLP(MegatronModule):
     Args:
         config: configuration whose ``moe_shared_expert_intermediate_size`` is ``f``.
         submodules: None: the layers are `TEColumnParallelLinear` and `TERowParallelLinear`.
-        gate: multiply the output by the sigmoid of the product of the input with ``gate_kernel [h, 1]``, Megatron's
-            ``gate_weight [1, h]``.
+        gate: whether to multiply the output by the sigmoid of the product of the input with ``gate_kernel [h, 1]``,
+            Megatron's ``gate_weight [1, h]``.
         pg_collection: None.
         name: prefix of the names under which the rules of ``config.quant_recipe`` know the layers.
         rngs: the ``params`` stream draws the kernels.
@@ -210,7 +210,7 @@ class MoELayer(MegatronModule, MixtureOfExperts):
             `SharedExpertMLP`.
         layer_number: number of the layer in its stack, from 1.
         pg_collection: None.
-        is_mtp_layer: False.
+        is_mtp_layer: must be False.
         name: prefix of the names under which the rules of ``config.quant_recipe`` know the layers, such as
             ``{name}.experts.linear_fc1``.
         aux_loss_groups: see `TopKRouter`.

@@ -39,7 +39,8 @@ class TENorm:
         config: configuration, of which the fields ``normalization``, ``layernorm_zero_centered_gamma``,
             ``sequence_parallel`` and ``params_dtype`` are read.
         hidden_size: ``h``.
-        eps: added to the variance or mean square. As in Megatron, ``config.layernorm_epsilon`` is not read: pass it.
+        eps: constant added to the variance or mean square. As in Megatron, ``config.layernorm_epsilon`` is not read:
+            pass it.
         has_residual: a residual connection starts at the norm's input. If ``config.fused_residual_rmsnorm`` is True,
             too, a call returns ``(output, input)``, as Megatron's fused kernel does, and the attribute
             ``returns_residual`` is True.

@@ -29,9 +29,10 @@ def te_checkpoint(
 
     Args:
         forward_func: function of arrays and pytrees of arrays, or a module.
-        distribute_saved_activations: save the first array argument sharded over the tensor axis.
-        get_rng_state_tracker: returns the tracker whose streams ``forward_func`` forks. Both passes draw the same keys,
-            and the tracker advances as it would without the checkpoint. None: ``forward_func`` forks no stream.
+        distribute_saved_activations: whether to save the first array argument sharded over the tensor axis.
+        get_rng_state_tracker: function that returns the tracker whose streams ``forward_func`` forks. Both passes draw
+            the same keys, and the tracker advances as it would without the checkpoint. None: ``forward_func`` forks no
+            stream.
         tp_group: None or ``"tensor"``, the mesh axis over which the saved argument is sharded.
         *args, **kwargs: arguments of ``forward_func``.
 

@@ -31,7 +31,8 @@ def sharded_state_dict(
         module: module, whose arrays may be abstract (``nnx.eval_shape``).
         prefix: prefix of every name, with its dot.
         sharded_offsets: ``()``.
-        metadata: passed on to submodules. Megatron's has process groups and formats, which have no effect here.
+        metadata: metadata passed on to submodules. Megatron's has process groups and formats, which have no effect
+            here.
 
     Returns:
         Descriptions by name, with ``NamedSharding`` on the mesh of ``jax.set_mesh``; without a mesh, the sharding is

@@ -43,7 +43,8 @@ def state_dict(module: nnx.Module, prefix: str = "", keep_vars: bool = False) ->
     Args:
         module: any NNX module.
         prefix: prefix of every name, with its dot: ``"model."``.
-        keep_vars: return the Variables themselves, not their arrays. Their arrays have this package's layout.
+        keep_vars: whether to return the Variables themselves, not their arrays. Their arrays have this package's
+            layout.
 
     Source: ``torch.nn.Module.state_dict``.
 
@@ -66,7 +67,7 @@ def load_state_dict(
     Args:
         module: changed in place.
         arrays: JAX or NumPy arrays by dotted name, or tensors of files (`jax_te.interop.megatron.read_megatron`).
-        strict: False: skip names that only one of the two has.
+        strict: whether names must match exactly. False: skip names that only one of the two has.
         prefix: prefix of the names in ``arrays``, before the module's names.
 
     Returns:
@@ -140,7 +141,7 @@ class StateDicts:
         Args:
             destination: a dict to which the arrays are added, and which is returned.
             prefix: prefix of every name, with its dot.
-            keep_vars: return the Variables, not their arrays.
+            keep_vars: whether to return the Variables, not their arrays.
         """
         destination = {} if destination is None else destination
         # In place, as torch's: callers collect several modules in one dict and may ignore the result.
@@ -191,7 +192,7 @@ def arrays_of(
 
     Args:
         layout: layout of the array, if it differs from the Variable's own.
-        abstract: return shapes and dtypes alone where there is a layout, which then computes nothing.
+        abstract: whether to return shapes and dtypes alone where there is a layout, which then computes nothing.
 
     >>> list(arrays_of("state", nnx.Variable({"x": jnp.ones(1), "y": jnp.ones(1)})))
     ['state.x', 'state.y']

@@ -103,7 +103,7 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
             precision.
         layer_type: ``"encoder"``, or ``"decoder"``, which attends to a ``context``, too.
         self_attn_mask_type: ``"causal"``, ``"no_mask"`` or ``"arbitrary"``.
-        vp_stage: stored, without effect.
+        vp_stage: option without effect, stored as an attribute.
         rngs: the ``params`` stream draws the kernels.
 
     Raises:
@@ -193,7 +193,7 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
             context: ``[b, skv, h]``, an encoder's output, for a decoder.
             context_mask: bool, broadcastable to ``[b, n, s, skv]``, True is masked out. None: nothing is.
             rotary_pos_emb: rotary embedding, see `jax_te.layers.rotary_embedding`.
-            attention_bias: added to the scaled scores of self-attention.
+            attention_bias: bias added to the scaled scores of self-attention.
             packed_seq_params: boundaries of several sequences in each row; causal and no mask then mean the padding
                 types, as in Megatron.
             dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training

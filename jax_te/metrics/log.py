@@ -120,7 +120,7 @@ def plot_losses(directory: str | os.PathLike[str], *, bigram_entropy: float | No
 
     Args:
         directory: the run's folder.
-        bigram_entropy: drawn as a horizontal line for reference.
+        bigram_entropy: reference value, drawn as a horizontal line.
 
     Returns:
         The file's path; None if there is nothing to draw.

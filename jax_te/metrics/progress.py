@@ -33,7 +33,7 @@ class Progress(Protocol):
         Args:
             first: steps done before.
             steps: steps of the whole run.
-            speed: measured by the loop, which shows tokens per second and the time left.
+            speed: speed that the loop measures, for tokens per second and the time left.
         """
         ...
 
@@ -43,7 +43,7 @@ class Progress(Protocol):
         Args:
             step: the step's number.
             loss: the step's loss.
-            line: print a line for it if there is no live display.
+            line: whether to print a line for it if there is no live display.
         """
         ...
 

@@ -49,8 +49,8 @@ def train_flops(config: TransformerConfig, *, vocab_size: int, batch_size: int, 
 
     Args:
         config: configuration of the layers.
-        vocab_size: columns of the output head.
-        batch_size: sequences of a step, over all devices and microbatches.
+        vocab_size: number of columns of the output head.
+        batch_size: number of sequences in a step, over all devices and microbatches.
         sequence_length: ``s``.
 
     Source: appendix B of PaLM (arXiv 2204.02311), with causal attention counted once.
@@ -78,7 +78,7 @@ class StepWork:
         tokens: number of tokens of a step, over all devices.
         devices: number of devices that share it.
         flops: see `train_flops`. None: unknown.
-        peak: FLOP/s of one device, see `peak_flops`. None: unknown.
+        peak: peak FLOP/s of one device, see `peak_flops`. None: unknown.
 
     Raises:
         ValueError: unless all are > 0, ``tokens`` and ``devices`` integers.
@@ -157,7 +157,7 @@ class Speed:
         """Leave the time of what is entered out of the speed; the device must have done all steps before.
 
         Args:
-            recurs: evaluations and checkpoints, whose time counts for `seconds_left`. False: work that comes once.
+            recurs: whether it recurs, as evaluations and checkpoints do, and its time counts for `seconds_left`.
         """
         begin = time.perf_counter()
         yield

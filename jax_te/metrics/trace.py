@@ -50,7 +50,7 @@ class KernelTime:
     Args:
         name: name of the kernel.
         kind: see `kernel_kind`.
-        ms: milliseconds of a step, on one device.
+        ms: milliseconds in a step, on one device.
         calls: number of calls in a step, on one device.
     """
 
@@ -67,7 +67,7 @@ class KernelTimes:
     Args:
         device: device that ran them, ``"GPU"`` or ``"CPU"``.
         kernels: the longest first. Of several GPUs the mean; of a CPU the sum over its threads, of all its devices.
-        span_ms: milliseconds of a step from the first kernel's begin to the last one's end.
+        span_ms: milliseconds of a step from the first kernel's start to the last one's end.
 
     >>> kernel = KernelTime(name="nvjet", kind="GEMM", ms=3.0, calls=2.0)
     >>> KernelTimes(device="GPU", kernels=(kernel,), span_ms=4.0).kinds

@@ -37,7 +37,7 @@ class BertModel(LanguageModel):
     Args:
         config: sizes and choices of the layers; the head has its ``activation``, without a gate, and its norm.
         vocab_size: ``v``.
-        max_sequence_length: longest input, and rows of the learned positions.
+        max_sequence_length: longest input, and number of rows of the learned positions.
         num_tokentypes: rows of the table of token types. 0: there are none.
         add_lm_head: a head for masked tokens: dense layer, activation, norm, the embedding table transposed, and a
             bias. Without it a call returns the encoder's output.

@@ -48,7 +48,7 @@ def transformer_layer(
         config: configuration of the stack.
         number: index of the layer, from 0.
         layer_type, self_attn_mask_type: see `TransformerLayer`.
-        post_norm: norms behind the residual sums, as in BERT, in place of norms in front of the blocks.
+        post_norm: whether the norms are behind the residual sums, as in BERT, in place of in front of the blocks.
         rngs: the ``params`` stream draws all weights.
 
     >>> config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4)

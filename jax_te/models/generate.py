@@ -33,13 +33,13 @@ def generate(
     batch and the heads are sharded, but no sequence: context and sequence parallelism are for training.
 
     Args:
-        model: run without dropout.
+        model: model, which runs without dropout.
         prompt: integers ``[b, s]``, ``s >= 1``. Every token is read: shorter prompts end in padding and have
             ``lengths``.
         steps: number of tokens to generate after the longest prompt.
         key: ``jax.random.key``. The same key gives the same tokens on every mesh, up to rounding of the logits.
-        temperature: divides the logits; 0 takes the most likely token.
-        top_k: sample among the ``k`` most likely tokens only. None: all.
+        temperature: divisor of the logits; 0 takes the most likely token.
+        top_k: number ``k`` of most likely tokens to sample from. None: all.
         lengths: number of tokens of each prompt, in ``[1, s]``; what follows them in ``prompt`` is not read. The
             shortest is a constant of the compiled program. None: all are ``s``.
 

@@ -45,12 +45,12 @@ class GPTModel(LanguageModel):
     Args:
         config: sizes and choices of the layers; ``compute_dtype`` is the dtype of activations and logits.
         vocab_size: ``v``.
-        max_sequence_length: longest input, and rows of the learned positions.
+        max_sequence_length: longest input, and number of rows of the learned positions.
         position_embedding_type: ``"learned_absolute"``, ``"rope"``, a `RotaryPositions` (``"rope"`` with its options)
             or ``"none"``.
         share_embeddings_and_output_weights: the head is the embedding table, transposed. Else a kernel ``[h, v]`` of
             its own.
-        execution: recomputation inside of layers, loop over layers, loss in chunks.
+        execution: options of recomputation inside of layers, the loop over layers, and the loss in chunks.
         rngs: the ``params`` stream draws all weights.
 
     Raises:

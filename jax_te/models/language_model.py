@@ -47,7 +47,7 @@ class OutputHead(Linear):
     Args:
         config: configuration of the model.
         vocab_size: ``v``.
-        bias: each call is given a bias ``[v]``.
+        bias: whether each call is given a bias ``[v]``.
         own_kernel: whether it has a kernel ``[h, v]``. False: each call is given one.
         rngs: the ``params`` stream draws the kernel.
 

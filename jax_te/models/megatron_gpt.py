@@ -61,17 +61,17 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         vocab_size, max_sequence_length: see `GPTModel`.
         pre_process, post_process: whether it has the embedding, and the head with the norm before it. A stage of a
             pipeline that lacks one of them is for schedules of your own, see below.
-        fp16_lm_cross_entropy: False: the loss is in fp32.
+        fp16_lm_cross_entropy: must be False: the loss is in fp32.
         logit_dtype: None: logits are in the compute dtype.
-        parallel_output: False: logits are whole on every tensor rank.
+        parallel_output: must be False: logits are whole on every tensor rank.
         share_embeddings_and_output_weights: see `GPTModel`, but False by default, as in Megatron.
         position_embedding_type: ``"learned_absolute"``, ``"rope"`` or ``"none"``.
         rotary_percent, rotary_base: options of ``"rope"``, see `RotaryPositions`.
-        rope_scaling, rope_scaling_factor: Llama 3.1's scaling, see `Llama3Scaling`.
-        scatter_embedding_sequence_parallel: True.
-        seq_len_interpolation_factor: divides positions, see `LinearScaling`.
+        rope_scaling, rope_scaling_factor: scaling of Llama 3.1, see `Llama3Scaling`.
+        scatter_embedding_sequence_parallel: must be True.
+        seq_len_interpolation_factor: divisor of the positions, see `LinearScaling`.
         mtp_block_spec, pg_collection: None.
-        vp_stage: stored; ``stage_layers`` says which layers the stage has.
+        vp_stage: option without effect, stored as an attribute; ``stage_layers`` says which layers the stage has.
         execution: see `GPTModel`.
         stage_layers: numbers of the layers of a stage, from 0: ``range(6, 12)``. None: all. Megatron reads them off its
             process groups, of which JAX has none; `jax_te.training.pipeline.split_layers` counts them.
@@ -196,12 +196,12 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             decoder_input: hidden states ``[b, s, h]`` that the stage before gave; None: what `set_input_tensor` was
                 given. The first stage takes none.
             labels: integers ``[b, s]``; without effect before the last stage.
-            runtime_gather_output: True: logits whole on every tensor rank. None: as ``parallel_output`` says.
+            runtime_gather_output: whether logits are whole on every tensor rank. None: as ``parallel_output`` says.
             dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
                 unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
             cache: cache of a whole model, see `GPTModel`; ``inference_context`` is Megatron's way.
-            others: Megatron's other arguments, None; ``loss_mask`` has no effect, as in Megatron, where
-                the caller weights the losses. `GPTModel.loss` takes weights.
+            others: Megatron's other arguments, which must be None, apart from ``loss_mask``. That has no effect, as in
+                Megatron, where the caller weights the losses. `GPTModel.loss` takes weights.
 
         Returns:
             Logits ``[b, s, v]``, with a ``cache`` ``(logits, cache)``; with ``labels`` losses, fp32 ``[b, s]``.

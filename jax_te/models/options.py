@@ -21,8 +21,8 @@ class Execution:
     Args:
         recompute_policy: `jax_te.remat.RecomputePolicy` or its name: the residuals that are saved inside of layers that
             ``config.recompute_granularity="full"`` recomputes. ``"full"``: none.
-        scan_layers: run the layers in a loop, see `run_layers`; the same parameters, compiled sooner. ``"auto"``: only
-            stacks of many layers, see `runs_scanned`.
+        scan_layers: whether to run the layers in a loop, see `run_layers`; the same parameters, compiled sooner.
+            ``"auto"``: only stacks of many layers, see `runs_scanned`.
         loss_chunks: number of pieces of the sequence whose logits the loss computes one after the other, see
             `linear_cross_entropy`; must divide the sequence length. 1: all at once, as it must be for
             ``config.fp8_output_proj``.
@@ -101,7 +101,8 @@ class RotaryPositions:
     """Rotary position embeddings of a `GPTModel`, see `jax_te.layers.rotary_embedding`.
 
     Args:
-        base: wavelengths grow from 2π to 2π times this number. Llama 3.1 has ``500000.0``.
+        base: base of the geometric series of wavelengths, which grow from 2π to 2π times this number. Llama 3.1 has
+            ``500000.0``.
         percent: the part of each head that is rotated, in (0, 1].
         scaling: scaling of the frequencies, for sequences longer than those of training. Llama 3.1 has `Llama3Scaling`.
         window_base: base in the layers that attend in a window, where nothing is scaled. Gemma 3 has ``10000.0`` beside

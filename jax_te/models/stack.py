@@ -40,7 +40,7 @@ def runs_scanned(scan: bool | str, num_layers: int) -> bool:
     ``jax-te bench model`` measures both; docs/recompute.md has the figures.
 
     Args:
-        scan: True, False, or ``"auto"``.
+        scan: whether to run in a loop: True, False, or ``"auto"``.
         num_layers: number of layers in the stack. The two stacks of a `T5Model` are decided separately.
 
     Raises:
@@ -132,10 +132,10 @@ def run_layers(
         recompute: layers, or modules of layers, that backward recomputes.
         policy: residuals that full recomputation saves inside of the layers, see `jax_te.remat.remat`. Leave it at its
             default without full recomputation.
-        scan: run consecutive layers of the same structure in one ``jax.lax.scan``, whose body is compiled once; if
-            groups of layers are recomputed together, the loop is over the groups. ``"auto"``: see `runs_scanned`.
-            The parameters remain those of the single layers, and are stacked before the loop. A layer that differs from
-            its neighbours, because it has its own recipe or name, runs outside of the loop.
+        scan: whether to run consecutive layers of the same structure in one ``jax.lax.scan``, whose body is compiled
+            once; if groups of layers are recomputed together, the loop is over the groups. ``"auto"``: see
+            `runs_scanned`. The parameters remain those of the single layers, and are stacked before the loop. A layer
+            that differs from its neighbours, because it has its own recipe or name, runs outside of the loop.
         batch_parts: number of parts of the batch, see `Execution`.
         mask_types: arguments that are strings: ``self_attn_mask_type``, ``enc_dec_attn_mask_type``,
             ``core_attention_bias_type``.

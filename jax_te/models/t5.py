@@ -39,7 +39,7 @@ class T5Model(LanguageModel):
     Args:
         config: sizes and choices of the layers; ``num_layers`` are the decoder's.
         vocab_size: ``v``.
-        max_sequence_length: longest input of encoder and decoder, and rows of the learned positions.
+        max_sequence_length: longest input of encoder and decoder, and number of rows of the learned positions.
         encoder_num_layers: None: as many as the decoder's.
         position_embedding_type: ``"relative"``: a bias of the scores by distance, one table in the encoder and one
             in the decoder, shared by their layers; a `RelativePositions` (``"relative"`` with its options);

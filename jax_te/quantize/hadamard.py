@@ -20,7 +20,7 @@ def hadamard_rows(x: Array, *, inverse: bool = False) -> Array:
 
     Args:
         x: ``[R, C]``, ``R`` a multiple of 16.
-        inverse: rotate back.
+        inverse: whether to rotate back.
 
     Raises:
         ValueError: for another number of rows.

@@ -33,10 +33,11 @@ class NVFP4Quantizer(Quantizer):
     ``x * s / e4m3(...)`` rounded to E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
 
     Args:
-        two_dimensional: blocks of 16 x 16 instead of 1 x 16, for kernels.
-        hadamard: rotate by `hadamard_rows` before the columnwise quantization, which the weight gradient reads.
-        stochastic_rounding: round up with a probability that is the distance from the value below. The random bits are
-            a function of the tensor's own values, so the same tensor is always rounded the same way.
+        two_dimensional: whether blocks are 16 x 16 instead of 1 x 16, for kernels.
+        hadamard: whether to rotate by `hadamard_rows` before the columnwise quantization, which the weight gradient
+            reads.
+        stochastic_rounding: whether to round up with a probability that is the distance from the value below. The
+            random bits are a function of the tensor's own values, so the same tensor is always rounded the same way.
 
     Source: ``transformer_engine.jax.quantize.NVFP4Quantizer``; NVIDIA 2025, "Pretraining Large Language Models with
         NVFP4", appendix C.

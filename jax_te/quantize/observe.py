@@ -132,7 +132,7 @@ def stacked_statistics(x: Array, q: QuantizedTensor, elements: Array | int) -> d
 
     Args:
         x: the tensors, stacked along a first axis.
-        q: quantized, each by itself, their arrays stacked likewise.
+        q: results of quantizing each matrix by itself, with their arrays stacked likewise.
         elements: number of the elements of ``x`` that count; all others are zeros.
     """
     values, inverse = jax.vmap(lambda q: (q.values(), _inverse_scales(q)))(q)

@@ -87,7 +87,7 @@ class TensorQuantizer(Quantizer):
     Args:
         dtype: float8_e4m3fn or float8_e5m2.
         scaling: ``"delayed"``: the scale is given; ``"current"``: it is ``max(dtype) / amax(x)``.
-        power_of_two: current scales are rounded down to powers of two.
+        power_of_two: whether current scales are rounded down to powers of two.
         amax_scope: scope of current scales on a mesh, see `jax_te.recipe.Float8CurrentScaling`.
 
     Source: ``transformer_engine.jax.quantize.DelayedScaleQuantizer``, ``CurrentScaleQuantizer``.

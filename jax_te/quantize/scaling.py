@@ -60,7 +60,7 @@ def compute_scale(amax: Array, dtype: DTypeLike, *, margin: int = 0, old_scale: 
     Args:
         amax: fp32, any shape.
         dtype: FP8 dtype that values are scaled into.
-        margin: powers of two of head-room.
+        margin: powers of two of headroom.
         old_scale: fp32, same shape as ``amax``.
 
     Source: Transformer Engine, delayed-scaling recipe.

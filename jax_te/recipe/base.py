@@ -17,8 +17,8 @@ class MMParams:
     """How one FP8 GEMM accumulates.
 
     Args:
-        use_split_accumulator: True: products are promoted to fp32 registers at short intervals ("precise"). False: they
-            stay in the tensor core's accumulator, which keeps fewer bits on Hopper ("fast"). Only GPUs of compute
+        use_split_accumulator: whether products are promoted to fp32 registers at short intervals ("precise"). False:
+            they stay in the tensor core's accumulator, which keeps fewer bits on Hopper ("fast"). Only GPUs of compute
             capability 9.0 (and 8.9) differ; everything else always accumulates in fp32.
 
     Raises:

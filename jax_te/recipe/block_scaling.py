@@ -38,7 +38,7 @@ class Float8BlockScaling(_BlockScaling):
     direction, both times from the original values. GEMMs multiply 128 values in FP8, scale the sum and add it in fp32.
 
     Args:
-        use_f32_scales: keep the scales as they come, not rounded to powers of two.
+        use_f32_scales: whether to keep the scales as they come, not rounded to powers of two.
         fp8_format: `Format.E4M3` (default) or `Format.HYBRID`.
         override_linear_precision: see `Recipe`.
         fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accumulation is always split; anything else is refused.
@@ -111,7 +111,7 @@ class NVFP4BlockScaling(_BlockScaling):
 
     Args:
         disable_rht: whether the Hadamard transform is off.
-        disable_stochastic_rounding: round gradients to nearest.
+        disable_stochastic_rounding: whether to round gradients to nearest.
         disable_2d_quantization: kernels have 1 x 16 blocks, too.
         fp4_format: `Format.E2M1`.
         fp8_format: `Format.E4M3`, of the block scales.

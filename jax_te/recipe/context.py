@@ -23,7 +23,7 @@ def autocast(recipe: Recipe | None, *, enabled: bool = True) -> Iterator[None]:
 
     Args:
         recipe: a `Recipe`, or None.
-        enabled: False to run in high precision whatever ``recipe`` is.
+        enabled: whether to use ``recipe``; False runs in high precision whatever ``recipe`` is.
 
     Raises:
         TypeError: if ``recipe`` is not a recipe, e.g. a class instead of an instance, or ``enabled`` is no bool.

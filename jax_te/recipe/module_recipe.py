@@ -18,10 +18,11 @@ class ModuleRecipe:
     Args:
         training: recipe in training; None is high precision.
         evaluation: recipe in evaluation; None is high precision, ``"training"`` (default) the one of training.
-        override_quantized_autocast: take effect where the ambient recipe quantizes.
-        override_nonquantized_autocast: take effect where nothing is quantized. False by default, so that a rule for all
-            modules does not reach those that were put under ``autocast(None)``, e.g. a model's first and last layers.
-        fp8_param, fp4_param: hold the module's kernels in the quantized form, see ``create_train_state``.
+        override_quantized_autocast: whether to take effect where the ambient recipe quantizes.
+        override_nonquantized_autocast: whether to take effect where nothing is quantized. False by default, so that a
+            rule for all modules does not reach those that were put under ``autocast(None)``, e.g. a model's first and
+            last layers.
+        fp8_param, fp4_param: whether to hold the module's kernels in the quantized form, see ``create_train_state``.
 
     Raises:
         TypeError: for what is no recipe, and a flag that is not True or False.

@@ -71,7 +71,7 @@ class Float8CurrentScaling(Recipe):
     No state, one more pass over the tensor than `DelayedScaling`. An amax that is 0, inf or nan gives scale 1.
 
     Args:
-        use_power_2_scales: round every scale down to a power of two.
+        use_power_2_scales: whether to round every scale down to a power of two.
         amax_scope: shards of a tensor on a mesh that share a scale. ``"group"``: those that an all-gather joins before
             a GEMM, that is of an input or gradient the shards of its sequence over the tensor axis, of a kernel those
             over the fsdp axis; no device waits for data-parallel ones, and values depend on the mesh. ``"whole"``: all

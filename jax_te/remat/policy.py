@@ -36,7 +36,8 @@ class RecomputePolicy:
 
     Args:
         save: names of arrays that are saved on the device.
-        save_all_but: save all named arrays except these; ``()`` saves all. Not together with the other two.
+        save_all_but: names of arrays not to save, where all other named arrays are saved; ``()`` saves all. Not
+            together with the other two.
         offload: names of arrays that forward moves to the host's memory, and backward moves back.
 
     There is no counterpart of ``jax.checkpoint_policies.save_anything_except_these_names``. It also saves unnamed
@@ -154,9 +155,9 @@ def remat(
             arrays, like strings and flags, are passed on unchanged.
         *args, **kwargs: arguments of ``function``.
         policy: see `RecomputePolicy`. With None or ``"none"`` this is a plain call.
-        distribute_saved_activations: save the first array argument, ``[b, s, ...]``, sharded over the mesh's tensor
-            axis along the sequence (logical axis ``sequence_parallel``), and all-gather it in backward. Forward reads
-            it unsharded. Without a mesh, and on one tensor rank, the array itself is saved.
+        distribute_saved_activations: whether to save the first array argument, ``[b, s, ...]``, sharded over the mesh's
+            tensor axis along the sequence (logical axis ``sequence_parallel``), and all-gather it in backward. Forward
+            reads it unsharded. Without a mesh, and on one tensor rank, the array itself is saved.
 
     Raises:
         ValueError: for an unknown policy; with ``distribute_saved_activations`` also for any policy but full

@@ -27,7 +27,7 @@ def selective_recompute(*modules: str) -> Iterator[None]:
     quantize the kernel again unless it is a cached kernel.
 
     Args:
-        *modules: some of `jax_te.config.RECOMPUTE_MODULES`; without any, nothing is recomputed.
+        *modules: names among `jax_te.config.RECOMPUTE_MODULES`; without any, nothing is recomputed.
 
     Raises:
         ValueError: for another name.

@@ -113,7 +113,7 @@ class Network:
         They run one after the other, and nothing else may run meanwhile. Links to other hosts are the default's.
 
         Args:
-            devices: two or more. None: those of this process.
+            devices: two or more devices. None: those of this process.
             mib: MiB of the arrays that all-gathers give on each device, the smaller first.
 
         Raises:

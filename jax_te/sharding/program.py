@@ -32,7 +32,7 @@ class Moved(NamedTuple):
         devices: number of devices in a group.
         bytes: bytes of the whole array on a device: the result of an all-gather, and the operand of the others.
         times: number of times that it runs.
-        alike: collectives of one computation that could be made one, were they independent, have the same.
+        alike: key of collectives of one computation that could be combined into one if they were independent.
         level: number of collectives in its computation, among those with an equal ``alike``, that it waits for one
             after another. Those of the same level are independent.
     """

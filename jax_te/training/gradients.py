@@ -123,8 +123,9 @@ def value_and_grad(
         argnums: position of the model, or ``nnx.DiffState(position, filter)`` to differentiate some of its Variables
             in place of all of its parameters.
         has_aux: ``loss_fn`` returns a pair whose second element, a pytree of arrays, is passed on.
-        scaler: multiplies the loss while it is differentiated; the gradients are unscaled again. An `Optimizer` that
-            was given one takes gradients under its `Optimizer.scaler` alone, which their metadata say.
+        scaler: loss scaler, which multiplies the loss while it is differentiated; the gradients are unscaled again. An
+            `Optimizer` that was given one takes gradients under its `Optimizer.scaler` alone, which their metadata
+            identify.
 
     Returns:
         A function of the same arguments that returns ``(loss, grads)``, or ``((loss, aux), grads)``. The loss is fp32
@@ -307,14 +308,14 @@ def differentiate(
     """Return loss and gradients of ``fn(model, *inputs) -> loss, aux``.
 
     Args:
-        fn: may change the model's other state.
+        fn: function, which may change the model's other state.
         parts: parts of the model.
         split: function that returns the parts of a model.
-        scaler: multiplies the loss.
+        scaler: loss scaler, which multiplies the loss.
         cached: the quantized form of each kernel in `quantizable_kernels`, if the caller has it already.
         inputs: other arrays to differentiate by.
         kernels: computation of the kernels' gradients; summands are given as ``waiting``.
-        like: Variables in whose axes the gradients come. None: the parameters.
+        like: Variables whose axes the gradients have. None: the parameters.
     """
     graphdef, params, quantizers, rest = parts
     plain, quantized = split_parameters(params)
@@ -360,8 +361,8 @@ def vjp_of_model(
     """Return ``fn(model, x)`` and its backward pass.
 
     Args:
-        fn: differentiable. It gets a copy of the model.
-        model: may have cached kernels, and kernels that are stored quantized.
+        fn: differentiable function. It gets a copy of the model.
+        model: model, which may have cached kernels, and kernels that are stored quantized.
         x: an array.
         kernels: see `differentiate`.
 

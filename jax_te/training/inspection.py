@@ -72,7 +72,7 @@ def inspect_precision(
         model: any model with layers of `jax_te.layers`, in training mode.
         loss_fn: ``(model, batch, key) -> [ ]``.
         batch, key: arguments of ``loss_fn``. Without a key layers drop nothing.
-        loss_scale: multiplies the loss, as in fp16 training.
+        loss_scale: factor of the loss, as in fp16 training.
 
     Returns:
         One entry for each quantized tensor: layers in the model's order, roles in the order x, kernel, grad.

@@ -38,8 +38,8 @@ class Optimizer(nnx.Optimizer):
         wrt: filter of the Variables to update.
         scaler: loss scale, which `value_and_grad` must be given, too, ``scaler=optimizer.scaler``; None for
             `ConstantLossScale` of 1.
-        fp8_param: store all kernels of the model quantized, see `create_train_state`. Create the optimizer, and update,
-            under the recipe.
+        fp8_param: whether to store all kernels of the model quantized, see `create_train_state`. Create the optimizer,
+            and update, under the recipe.
 
     Attributes:
         step: uint32 ``[]``, updates taken, skipped ones included.

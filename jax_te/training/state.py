@@ -41,7 +41,7 @@ class TrainState:
         scaler: a `LossScale`.
         rng: typed key ``[]``; constant, since steps fold in their number.
         skipped_steps: i32 ``[]``, steps whose loss or gradients were not finite.
-        graphdef: static, the model's graph definition.
+        graphdef: graph definition of the model, static.
     """
 
     # Any: jax.tree fills the fields with shapes, shardings and placeholders as well.
@@ -99,13 +99,14 @@ def create_train_state(
         key: ``jax.random.key``: one half seeds the model (of a function), the other becomes ``rng``.
         scaler: None for `ConstantLossScale` of 1.
         mesh: None for the mesh set by ``jax.set_mesh``, if any.
-        fp8_param: store all kernels quantized, see `quantize_parameters`, beside fp32 masters, as do ``fp8_param``
-            and ``fp4_param`` of a model's configuration; False: else only kernels of layers whose own `ModuleRecipe`
-            says so. Create the state, and call the step, under the recipe. Kernels are quantized from their fp32
-            values: fp32 parameters give the same bits as without ``fp8_param``, bf16 ones leave out a rounding.
-        distributed_optimizer: split masters and optimizer state of parameters with ``logical_axes`` over the mesh's
-            data axis, too, whose devices hold the same parameters (ZeRO-1 and 2): they reduce-scatter gradients, and
-            all-gather the new parameters once a step, in the parameters' dtype. fp32 kernels get masters for that.
+        fp8_param: whether to store all kernels quantized, see `quantize_parameters`, beside fp32 masters, as do
+            ``fp8_param`` and ``fp4_param`` of a model's configuration; False: else only kernels of layers whose own
+            `ModuleRecipe` says so. Create the state, and call the step, under the recipe. Kernels are quantized from
+            their fp32 values: fp32 parameters give the same bits as without ``fp8_param``, bf16 ones leave out a
+            rounding.
+        distributed_optimizer: whether to split masters and optimizer state of parameters with ``logical_axes`` over the
+            mesh's data axis, too, whose devices hold the same parameters (ZeRO-1 and 2): they reduce-scatter gradients,
+            and all-gather the new parameters once a step, in the parameters' dtype. fp32 kernels get masters for that.
             Without a data axis nothing is split.
 
     Source of ``distributed_optimizer``: Rajbhandari et al. 2020; ``--use-distributed-optimizer`` of Megatron-LM.
@@ -217,7 +218,7 @@ def abstract_train_state(
     Nothing is allocated.
 
     Args:
-        key: only its kind matters. None: the default kind.
+        key: random key, of which only the kind matters. None: the default kind.
         model_or_fn, tx, scaler, mesh, fp8_param, distributed_optimizer: see `create_train_state`.
 
     >>> import optax

@@ -81,9 +81,9 @@ def make_train_step(
             ``grad``, and ``value_fn`` (the loss of the same batch at other fp32 parameters, by the scales of now), also
             as ``obj_fn``; ``grad_fn(params, index)`` is its gradient.
         microbatches: number of microbatches, >= 1.
-        keep_kernels: quantize each kernel once a step and cache it for all microbatches. False: quantize it in each
-            of them, which takes longer and saves the memory of one quantized copy of all kernels; the values are the
-            same.
+        keep_kernels: whether to quantize each kernel once a step and cache it for all microbatches. False: quantize it
+            in each of them, which takes longer and saves the memory of one quantized copy of all kernels; the values
+            are the same.
         wgrad_dtype: dtype in which devices sum kernel gradients; fp32 or bf16. bf16 halves the communicated bytes and
             rounds each microbatch's gradient; microbatches are accumulated in fp32 either way. Gradients of other
             parameters, a model's own head among them, have the parameter's dtype.

@@ -60,7 +60,7 @@ def transformed(
     """Return parameters and optimizer state after an update, and the updates.
 
     Args:
-        tx: gets those of ``kwargs`` that its signature names.
+        tx: transformation, which gets those of ``kwargs`` that its signature names.
         grads, opt_state, params: Variables in the same structure, or parts of it.
         kwargs: pytrees of arrays and functions.
 

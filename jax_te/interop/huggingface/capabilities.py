@@ -138,15 +138,15 @@ class Architecture:
         model_type: name of the architecture in ``config.json``.
         model: the class here.
         fields: field of ``config.json`` → our option, and its value where the field is absent.
-        read: completes the options by the fields that are no such pair.
-        write: returns those fields.
-        table: returns the tensors of a form.
-        options: returns the options of a model.
+        read: function that completes the options by the fields that are no such pair.
+        write: function that returns those fields.
+        table: function that returns the tensors of a form.
+        options: function that returns the options of a model.
         base: prefix of the names, which a checkpoint of the model without its head lacks.
-        twins: tensors that some files have although they are another one, as a head that is the embedding: name of
-            the tensor → the other one's.
+        twins: tensors that some files contain although they equal another, such as a head that is the embedding: name
+            of the tensor → the other one's.
         ignored: a pattern of tensors that are no parameters of the model.
-        older: ends of names in older files, as patterns, and what they are now.
+        older: ends of names in older files, as patterns, and their present forms.
         described_by: source of the fields, for messages.
     """
 

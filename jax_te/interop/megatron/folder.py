@@ -40,7 +40,7 @@ class MegatronCheckpoint(NamedTuple):
     Args:
         tensors: the model's, by Megatron-Core's names, each whole: objects with ``shape`` and ``dtype`` that
             ``np.asarray`` reads over a memory map, comparing the checksum that the file has of each.
-        args: Megatron-LM's arguments of plain values; empty if there are none.
+        args: Megatron-LM's arguments that are plain values; empty if there are none.
         iteration: iteration of the checkpoint, None if it is not recorded.
         files: open files, whose ``release()`` drops what has been read from memory.
     """

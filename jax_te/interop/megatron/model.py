@@ -202,7 +202,7 @@ def load_megatron(
     Args:
         path: path of the checkpoint, in format ``torch`` or ``torch_dist``; see `read_megatron`.
         iteration, vocab_size: see `read_megatron`.
-        args: arguments of Megatron-LM by name, beside or in the place of those that the checkpoint holds.
+        args: arguments of Megatron-LM by name, beside or instead of those in the checkpoint.
         dtype, config, execution, on_progress: see `jax_te.interop.huggingface.load_huggingface`.
 
     Returns:
@@ -250,8 +250,8 @@ def save_megatron(
     Args:
         model: a `GPTModel` or `MegatronGPTModel`.
         path: the folder; or a file ``*.pt``, for one rank.
-        format: Megatron-LM's word.
-        tensor_parallel: files to split the model over, in the format ``torch``.
+        format: Megatron-LM's name of the format.
+        tensor_parallel: number of files to split the model over, in the format ``torch``.
         dtype: dtype of the tensors. None: the parameters'.
         on_progress: function called after each tensor with the number of tensors done and the number of all.
 

@@ -70,7 +70,7 @@ def read_pickle(data: Any, what: object, handlers: Handlers, persistent: Callabl
         data: the bytes.
         what: the file, for messages.
         handlers: handlers of the names for which a value is built.
-        persistent: returns the value of a persistent id.
+        persistent: function that returns the value of a persistent id.
 
     Raises:
         ValueError: for other names, damaged data, and more than `MAX_PICKLE` bytes.

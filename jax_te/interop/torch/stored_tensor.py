@@ -33,7 +33,7 @@ class StoredTensor:
     Args:
         shape: shape of the whole tensor.
         dtype: dtype of all pieces.
-        pieces: they fill the whole, and none overlaps another.
+        pieces: pieces of the tensor, which fill it and do not overlap.
         what: the tensor, for messages.
 
     Raises:

@@ -76,15 +76,15 @@ class DotProductAttention(ContextParallelModule):
         softmax_type: ``"vanilla"``; ``"off-by-one"``: add 1 to the denominator; ``"learnable"``: add
             ``exp(softmax_offset)`` to it, where ``softmax_offset [n]`` is an fp32 parameter with initial value 0.
         logit_softcap: ``cap tanh(scores / cap)`` in place of the scaled scores. None: no cap.
-        return_max_logit: calls also return the max logit of each head, for `clip_qk`.
-        num_splits: stored as an attribute; it tunes one CUDA kernel and has no effect on results.
+        return_max_logit: whether calls also return the max logit of each head, for `clip_qk`.
+        num_splits: option of one CUDA kernel; it is stored as an attribute and has no effect on results.
         cp_comm_type: exchange of keys and values between devices along the mesh's context axis: ``"p2p"``,
             ``"all_gather"``, ``"a2a"`` or ``"a2a+p2p"``, see `jax_te.ops.ContextParallel`. It has no effect if that
             axis has one device.
         hierarchical_context_parallel_sizes: sizes for ``"a2a+p2p"``: number of devices that exchange heads, and number
             of such groups in the ring.
-        cp_load_balanced: sequences come in zig-zag order, see `jax_te.ops.zigzag_positions`.
-        rngs: accepted as in every layer; there is nothing to draw.
+        cp_load_balanced: whether sequences come in zig-zag order, see `jax_te.ops.zigzag_positions`.
+        rngs: random streams, accepted as in every layer; they are not used.
 
     Raises:
         ValueError: for sizes that do not divide and unknown types; when called, for a mask, bias or lengths that the
@@ -178,14 +178,14 @@ class DotProductAttention(ContextParallelModule):
             attention_mask: bool, broadcastable to ``[b, n, sq, skv]``, True is masked out; for ``"arbitrary"``.
             q_lengths, kv_lengths: int32 ``[b]``, number of valid tokens at the start of each sequence; for the padding
                 types. ``q_lengths`` None: ``kv_lengths``.
-            packed_seq_params: boundaries of several sequences in each row; for the padding types.
+            packed_seq_params: boundaries of several sequences in each row, for the padding types.
             core_attention_bias_type: ``"no_bias"``, ``"pre_scale_bias"``, ``"post_scale_bias"`` or ``"alibi"``.
-            core_attention_bias: broadcastable to ``[b, n, sq, skv]``.
+            core_attention_bias: bias broadcastable to ``[b, n, sq, skv]``.
             alibi_slopes: ``[n]`` or ``[b, n]``. None: those of `alibi_slopes`.
             dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
                 unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
-            attn_mask_type, window_size: used in place of the layer's own.
-            checkpoint_core_attention: recompute attention in backward instead of saving its residuals.
+            attn_mask_type, window_size: mask type and window in place of the layer's own.
+            checkpoint_core_attention: whether to recompute attention in backward instead of saving its residuals.
 
         Returns:
             ``y [b, sq, n, dv]`` in the dtype of ``query``; with ``return_max_logit`` the NamedTuple ``(y, max_logit)``,

@@ -59,13 +59,14 @@ class MultiheadAttention(ContextParallelModule):
             cp_comm_type, hierarchical_context_parallel_sizes, cp_load_balanced: see `DotProductAttention`.
         qk_norm_type: ``"LayerNorm"`` or ``"RMSNorm"``: normalize every head of queries and of keys over its ``d``
             channels, each with parameters of its own. None: no such norms.
-        qk_norm_before_rope: normalize before the rotation by position, not after it.
-        qkv_bias: learn biases in the projections to queries, keys and values, also if ``bias`` is False.
-        fuse_qkv_params: False: ``query``, ``key`` and ``value`` are separate layers after a norm that they share.
-        set_parallel_mode: split the projections over the mesh's tensor axis; False replicates them.
+        qk_norm_before_rope: whether to normalize before the rotation by position, not after it.
+        qkv_bias: whether to learn biases in the projections to queries, keys and values, also if ``bias`` is False.
+        fuse_qkv_params: whether ``query``, ``key`` and ``value`` are one layer. False: they are separate layers after a
+            norm that they share.
+        set_parallel_mode: whether to split the projections over the mesh's tensor axis; False replicates them.
         sequence_parallel, tp_group, tp_size, fuse_wgrad_accumulation: options of all projections, see `Linear`.
-        return_bias: return the output projection's bias instead of adding it.
-        bias: learn biases in all projections.
+        return_bias: whether to return the output projection's bias instead of adding it.
+        bias: whether to learn biases in all projections.
         init_method: initializer of the query, key and value projections. None: N(0, 0.023²).
         output_layer_init_method: initializer of the output projection. None: N(0, 0.023²).
         params_dtype: dtype of the parameters.
@@ -244,7 +245,7 @@ class MultiheadAttention(ContextParallelModule):
             dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
                 unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
             cache: keys and values of the tokens before ``x``; causal self-attention only.
-            checkpoint_core_attention: recompute the attention core in backward.
+            checkpoint_core_attention: whether to recompute the attention core in backward.
             is_first_microbatch: mode of the kernel cache for all projections, see `Linear`.
 
         Returns:

@@ -18,7 +18,7 @@ def padding_pair(mask: Any, sq: int, *, of_self: bool) -> tuple[Array, Array]:
     Args:
         mask: the pair itself, or one mask: of both in self-attention, of the keys alone in cross-attention and where
             the keys are those of a KV cache.
-        sq: queries.
+        sq: number of queries.
         of_self: whether it is self-attention.
 
     Raises:

@@ -22,7 +22,7 @@ def clip_qk(
     may run under jit. The fp32 masters of `jax_te.training` follow at the next update.
 
     Args:
-        attention: self-attention with ``return_max_logit``; changed in place.
+        attention: self-attention with ``return_max_logit``; it is changed in place.
         max_logit: fp32 ``[n]``, the maximum over the layer's calls since the last clipping.
         threshold: the max logit above which kernels are scaled down.
         alpha: exponent of ``eta`` for query kernels; key kernels have ``1 - alpha``.

@@ -54,7 +54,7 @@ class RelativePositionBias(nnx.Module):
         num_attention_heads: ``n``.
         num_buckets: number of buckets; even, and with ``bidirectional`` divisible by four.
         max_distance: distance from which on all distances share a bucket.
-        bidirectional: distinguish keys ahead of the query from keys behind it, for encoders.
+        bidirectional: whether to distinguish keys ahead of the query from keys behind it, for encoders.
         init_method: initializer of the table. None: N(0, 0.023²).
         params_dtype: dtype of ``embedding [num_buckets, n]``; its heads are split over the mesh's tensor axis.
         rngs: the ``params`` stream draws the table.

@@ -53,7 +53,8 @@ def rotary_embedding(
         base: base of the geometric series of wavelengths, > 0.
         rotary_percent: fraction of a head's features that is rotated: the first ``r = int(d rotary_percent)``, an even
             number. The other features stay as they are.
-        interleaved: rotate the pairs ``(x[2 i], x[2 i + 1])``, as GPT-J does; False: ``(x[i], x[i + r/2])``, as Llama.
+        interleaved: whether to rotate the pairs ``(x[2 i], x[2 i + 1])``, as GPT-J does; False: ``(x[i], x[i + r/2])``,
+            as Llama.
         scaling: change of the frequencies for longer contexts: `LinearScaling`, `Llama3Scaling` or `YarnScaling`.
 
     Returns:

@@ -93,7 +93,7 @@ class YarnScaling:
         original_max_position_embeddings: length of the original context.
         beta_fast: a frequency is kept if it turns more often than this over the original context.
         beta_slow: a frequency is divided by ``factor`` if it turns less often than this.
-        mscale, mscale_all_dim: cosines and sines are multiplied by ``m(mscale) / m(mscale_all_dim)`` with
+        mscale, mscale_all_dim: coefficients of the factor ``m(mscale) / m(mscale_all_dim)`` of cosines and sines, with
             ``m(t) = 0.1 t ln(factor) + 1``. The defaults give the paper's ``0.1 ln(factor) + 1``.
         attention_factor: factor of cosines and sines that replaces this ratio. None: use the ratio.
         round_range: round the ends of the ramp outward to whole indices, as in the paper's code.

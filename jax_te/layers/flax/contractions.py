@@ -64,7 +64,7 @@ class Contraction(NamedTuple):
         kernel: the parameter.
         order: axes of input and parameter.
         summed, features: sizes of the parameter's axes that are summed over, and of the others.
-        why: why no recipe can quantize it, or None.
+        why: reason why no recipe can quantize it, or None.
     """
 
     kernel: Kernel

@@ -238,7 +238,7 @@ class FlaxLinear(NamedTuple):
 
     Args:
         summed, features: sizes of the kernel's axes that are summed over, and of the others.
-        why: why no recipe can quantize it, or None.
+        why: reason why no recipe can quantize it, or None.
         op: the class that quantizes it.
         as_placed: computation without a recipe, see `dot_general_as_placed`.
         default: value of the attribute ``op.attribute`` if the user gave none.

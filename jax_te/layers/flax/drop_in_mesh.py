@@ -91,7 +91,7 @@ def _operand_dims(
         order: order of their axes.
         typed: Explicit axes, from their types.
         of_rows: Auto axes of the input's first rows.
-        of_kernel: Auto axes of the kernel's dimensions; of none if it has no names.
+        of_kernel: Auto axes of the kernel's dimensions, empty if it has no names.
         auto: mesh axes of type Auto.
     """
     x_dims, kernel_dims = map(list, typed)
@@ -171,7 +171,7 @@ def _unknown(auto: set[str], rows: set[str], of_kernel: set[str] | None) -> str 
     """Return why the names do not tell how a GEMM lies over the Auto axes, or None.
 
     Args:
-        auto: these axes.
+        auto: mesh axes of type Auto.
         rows: mesh axes that rules assign to the input's rows.
         of_kernel: mesh axes that the kernel's names assign to it; None if it has no names.
     """

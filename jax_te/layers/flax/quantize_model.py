@@ -28,7 +28,7 @@ class DropInLayer:
         path: path of the layer, or of a parameter that a rule reaches in a module of the user's own.
         kind: name of the class of the layer or module.
         rule: the pattern that gave it its recipe; None: it follows the ambient recipe.
-        why: why it stays in high precision; None: a recipe quantizes it.
+        why: reason why it stays in high precision; None: a recipe quantizes it.
     """
 
     path: str
@@ -43,7 +43,7 @@ class DropInReport:
 
     Args:
         layers: all modules with a kernel, and kernels that a rule matches, in the order of their paths.
-        unused_rules: patterns that decided about no layer.
+        unused_rules: patterns that applied to no layer.
     """
 
     layers: tuple[DropInLayer, ...]

@@ -28,7 +28,8 @@ class Experts(TrainingMode):
         linear_fc1: `GroupedLinear` to the components of the activation, ``[e, h, n_act, f]``.
         linear_fc2: `GroupedLinear` back, ``[e, f, h]``, which returns its bias.
         function: the activation.
-        apply_probs_on_input: multiply the input by the probability ``p``, in place of the activation and the bias.
+        apply_probs_on_input: whether to multiply the input by the probability ``p``, in place of the activation and the
+            bias.
 
     >>> from jax_te.layers import GroupedLinear
     >>> fc1 = GroupedLinear(2, 16, (1, 32), bias=False, rngs=nnx.Rngs(0))
@@ -92,7 +93,7 @@ class SharedExperts(TrainingMode):
         hidden_size: ``h``.
         ffn_hidden_size: ``f``.
         activation, activation_params: see `LayerNormMLP`.
-        gate: multiply the output by the sigmoid of the product of the input with ``gate_kernel [h, 1]``.
+        gate: whether to multiply the output by the sigmoid of the product of the input with ``gate_kernel [h, 1]``.
         init_method: initializer of ``linear_fc1`` and the gate. None: N(0, 0.023²).
         output_layer_init_method: initializer of ``linear_fc2``. None: N(0, 0.023²).
         sequence_parallel, tp_group, tp_size: see `Linear`.

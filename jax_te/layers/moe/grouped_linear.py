@@ -34,14 +34,14 @@ class GroupedLinear(TensorParallelModule):
         num_gemms: ``e``, the number of groups.
         in_features: ``k``, size of the input's last axis.
         out_features: ``n``, size of the output's last axis, or sizes of several.
-        bias: learn an additive bias for each group.
+        bias: whether to learn an additive bias for each group.
         init_method: initializer of one group's kernel, ``init(key, shape, dtype)`` with its shape ``(k, *n)``. None:
             N(0, 0.023²).
         tp_group: None or ``"tensor"``, as in `Linear`.
         tp_size: see `Linear`.
         parallel_mode: ``"column"``, ``"row"`` or None, as in `Linear`. On a mesh the compiler partitions the layer.
-        fuse_wgrad_accumulation: stored, without effect, as in `Linear`.
-        return_bias: do not add the bias but return it beside the output, for a fused operation to add.
+        fuse_wgrad_accumulation: option without effect, see `Linear`.
+        return_bias: whether to return the bias beside the output instead of adding it, for a fused operation to add.
         params_dtype: dtype of ``kernel [e, k, *n]`` and ``bias [e, *n]``.
         kernel_axes: logical axes of the kernel, in place of ``"expert"`` and those that ``parallel_mode`` stands for.
         rngs: the stream ``expert-parallel-rng`` draws the kernels, if there is one; else a stream that follows from
@@ -123,10 +123,10 @@ class GroupedLinear(TensorParallelModule):
             x: ``[rows, k]``; its dtype is the dtype of computation and of the output.
             group_sizes: int32 ``[e]`` (or integers), the number of rows of each group. Rows beyond them all are
                 padding.
-            is_first_microbatch: True: quantize the kernels and keep them for later calls; False: use what was kept;
-                None: what the attribute of that name says, by default neither.
-            alignment: each group starts at a multiple of it, behind the rows of padding of the group before, see
-                `jax_te.ops.RowGroups`. 1: at the end of that.
+            is_first_microbatch: mode of the kernel cache. True: quantize the kernels and keep them for later calls;
+                False: use the kept ones; None: the value of the attribute of that name, by default neither.
+            alignment: multiple at which each group starts, behind the previous group's rows of padding, see
+                `jax_te.ops.RowGroups`.
 
         Returns:
             ``y [rows, *n]``, zeros in rows of padding; with ``return_bias`` ``(y, bias)``, the biases ``[e, *n]`` in

@@ -104,9 +104,9 @@ class MoE(MixtureOfExperts):
         ffn_hidden_size: ``f`` of an expert.
         router: number of experts, how they are chosen, and how their load is kept equal.
         activation, activation_params: see `LayerNormMLP`.
-        bias: learn biases in all linear layers, of the router, too.
-        apply_probs_on_input: multiply an expert's input by the probability, in place of its activation; for one expert
-            a token.
+        bias: whether to learn biases in all linear layers, of the router, too.
+        apply_probs_on_input: whether to multiply an expert's input by the probability, in place of its activation; for
+            one expert a token.
         latent_size: features of the experts' inputs and outputs, to and from which two linear layers project. None:
             ``h``.
         shared_expert_intermediate_size: ``f`` of `SharedExperts`, which all tokens pass besides. None: there are none.
@@ -116,7 +116,7 @@ class MoE(MixtureOfExperts):
         tp_group, tp_size: tensor-parallel group and size of the shared experts, see `Linear`. The tensor axis does not
             shard an expert's kernels.
         layer_number: see `Router`.
-        return_routing: calls also return the `Routing`.
+        return_routing: whether calls also return the `Routing`.
         params_dtype: dtype of the parameters.
         rngs: the ``params`` stream draws the kernels; those of experts as `GroupedLinear`.
 

@@ -53,8 +53,8 @@ class Router(TrainingMode):
 
     Args:
         hidden_size: ``h``.
-        options: choice of experts, and what keeps their load equal.
-        bias: learn a bias of the logits.
+        options: choice of experts, and methods that keep their load equal.
+        bias: whether to learn a bias of the logits.
         init_method: initializer of the kernel, and of the bias. None: N(0, 0.023²).
         layer_number: number of the layer, for the random bias of ``force_biased`` below 0.
         params_dtype: dtype of ``kernel [h, e]`` and ``bias [e]``.

@@ -58,7 +58,7 @@ class QuantizationReport:
         unused_matchers: rules that match no quantizable layer's path.
         shadowed_matchers: rules that match some paths, to each of which an earlier rule applied.
         disabled_matchers: rules that are not enabled.
-        unused_configs: configs that were given to no layer.
+        unused_configs: configs that no layer received.
     """
 
     modules: tuple[ModuleQuantization, ...]

@@ -96,7 +96,7 @@ class GlobMatcher(Matcher):
 
     Args:
         pattern: pattern of `fnmatch`.
-        config_key: given to modules that match.
+        config_key: config key of modules that match.
         name: label for reports.
 
     Source: ``megatron.core.quantization.quant_config.GlobMatcher``.

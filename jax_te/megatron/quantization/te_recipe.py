@@ -45,10 +45,10 @@ class TEQuantizationRecipe:
         custom_recipe_factory: ``"package.module.function"``, the ``qfactory`` of `jax_te.recipe.CustomRecipe`; required
             if a recipe is ``"custom"``. `to_recipe` imports it.
         fp8_format: ``"e4m3"`` or ``"hybrid"`` (E4M3 forward, E5M2 for gradients).
-        override_quantized_autocast: take effect if the ambient context is quantized.
-        override_nonquantized_autocast: take effect if the ambient context is not quantized.
+        override_quantized_autocast: whether to take effect if the ambient context is quantized.
+        override_nonquantized_autocast: whether to take effect if the ambient context is not quantized.
         tp_only_amax_red: see below.
-        fp8_param, fp4_param: store the layer's kernels quantized.
+        fp8_param, fp4_param: whether to store the layer's kernels quantized.
 
     Differences from Megatron: instances are frozen and hashable, since they select code under ``jit``. A flag that is
     no bool is refused at once (Megatron takes the text ``"no"`` as true). `to_recipe` checks names, so that errors

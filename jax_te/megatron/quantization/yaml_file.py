@@ -69,7 +69,7 @@ def parse_yaml(text: str, name: str = "the text") -> Any:
     """Return the content of a YAML text, ``{}`` for an empty one. PyYAML's safe loader reads it: plain data only.
 
     Args:
-        text: YAML.
+        text: text of the YAML file.
         name: name of the text in error messages.
 
     Raises:

@@ -35,7 +35,7 @@ def attention_spec(
     Args:
         qkv: queries, keys and values, or anything with their shapes and dtype.
         mask_type, scale, dropout_rate, window: see `dot_product_attention`.
-        **options: other fields of `AttentionSpec` than sizes.
+        **options: other fields of `AttentionSpec`, apart from sizes.
 
     Raises:
         ValueError: for shapes that do not agree, an unknown mask, bias or softmax type, or a softcap that is not

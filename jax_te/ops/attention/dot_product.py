@@ -68,17 +68,19 @@ def dot_product_attention(
             their length give zeros, as do all queries of a call without keys.
         mask: bool, broadcastable to ``[b, n, sq, skv]`` with four axes; True is masked out.
         q_lengths, kv_lengths: int32 ``[b]`` valid positions; ``q_lengths`` None: ``kv_lengths``.
-        segments: several sequences in each row (``thd``), each of which attends to itself only. Padding mask types.
+        segments: boundaries of several sequences in each row (``thd``), each of which attends to itself only. Padding
+            mask types.
         window: ``(left, right)`` positions attended to beside a query's own; -1: all. Counted along the mask type's
             diagonal.
         bias_type: ``"pre_scale_bias"`` is added to ``q k^T``, ``"post_scale_bias"`` to ``scale q k^T``; ``"alibi"``
             takes slopes and subtracts slope times distance (Press et al. 2021).
-        bias: floating point, broadcastable to ``[b, n, sq, skv]`` with four axes; for ALiBi ``[n]`` or ``[b, n]``.
+        bias: floating-point array, broadcastable to ``[b, n, sq, skv]`` with four axes; for ALiBi ``[n]`` or ``[b,
+            n]``.
         softmax_type: ``"off-by-one"`` adds 1 to the denominator, ``"learnable"`` ``exp(softmax_offset)``.
         softmax_offset: ``[n]``.
         logit_softcap: ``cap tanh(scores / cap)`` in place of the scaled scores, before a bias (Gemma Team 2024).
         scale: None: ``1 / sqrt(d)``.
-        dropout_rate: probability with which a probability is dropped; needs ``dropout_key`` unless it is 0.
+        dropout_rate: dropout probability of attention; needs ``dropout_key`` unless it is 0.
         return_max_logit: whether to return the max logit of each head, too, after scale, softcap and bias.
         context_parallel: exchange of keys and values between devices if the mesh in use shards the sequence. None:
             `ContextParallel`'s defaults.

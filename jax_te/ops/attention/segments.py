@@ -55,7 +55,7 @@ def segments_from_cu_seqlens(
     Args:
         cu_seqlens_q: int32 ``[m + 1]`` or ``[b, m + 1]``: 0, then the sum of the lengths so far. Unused entries at the
             end repeat the last one.
-        cu_seqlens_kv: likewise for keys and values. None: those of the queries.
+        cu_seqlens_kv: boundaries of keys and values, likewise. None: those of the queries.
         cu_seqlens_q_padded, cu_seqlens_kv_padded: start of each sequence in memory, if there is padding between
             sequences. None: no padding. Where both arrays for keys are None, those of the queries are taken.
 

@@ -16,7 +16,7 @@ class NormSpec:
     Args:
         kind: ``"layernorm"`` (subtract the mean, divide by the standard deviation, scale, add bias) or ``"rmsnorm"``
             (divide by the root mean square, scale; no bias).
-        epsilon: added to the variance or mean square.
+        epsilon: constant added to the variance or mean square.
         zero_centered_gamma: the stored scale is an offset from 1.
 
     >>> NormSpec(kind="rmsnorm").epsilon

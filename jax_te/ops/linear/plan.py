@@ -39,8 +39,8 @@ class LinearOptions(NamedTuple):
         kernel_axes: logical axes of the kernel, and of its gradient. With these and ``out_axes`` named, each device of
             a mesh runs the GEMMs of its shards, and communicates what `jax_te.ops.linear.plan.Plan` says.
         out_axes: logical axes of the output; required on a mesh with Explicit axes.
-        save_original_input: keep the input itself as the residual, and quantize it again in backward, instead of its
-            quantized copy: less memory where the input is alive anyway. Not with delayed scaling.
+        save_original_input: whether to keep the input itself as the residual, and quantize it again in backward,
+            instead of its quantized copy: less memory where the input is alive anyway. Not with delayed scaling.
         name: the layer's path, under which its quantized tensors are observed, see
             `jax_te.quantize.observe_quantization`.
         evaluation: the layer is evaluated, not trained: its state may be left out of what is differentiated.
@@ -68,7 +68,7 @@ class Plan:
 
     Args:
         mesh: None: on one device, or as the compiler partitions it.
-        reason: why there is a mesh of several devices, and they cannot run the op by themselves.
+        reason: reason why devices cannot run the op by themselves, on a mesh of several devices.
         constrained: whether there is a mesh, and the compiler partitions the op by constraints on its arrays.
         x_all_gather, out_reduce_scatter: mesh axes for each leading dimension of input and output.
         kernel_all_gather: mesh axes for each dimension of the kernel.

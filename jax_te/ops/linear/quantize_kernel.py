@@ -63,8 +63,8 @@ def quantize_kernel(
         recipe: the recipe of the calls.
         state: the recipe's state, if it has any.
         kernel_axes: logical axes of the kernel; required on a mesh with Explicit axes.
-        portable: make it of plain arrays, which any backend reads and a checkpoint holds, instead of what this backend
-            reads fastest.
+        portable: whether to make it of plain arrays, which any backend reads and a checkpoint holds, instead of the
+            form that this backend reads fastest.
         grouped: whether there are several kernels ``[e, k, *n]`` for `grouped_dense`, each quantized by itself.
         backend: backend of the calls; None for the ambient one.
 

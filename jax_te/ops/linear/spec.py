@@ -59,8 +59,8 @@ class LinearSpec:
         kernel_all_gather: mesh axes along which the kernel is all-gathered; one stored in blocks was, when it was
             quantized.
         saves_original: the residual of the input is the input itself, which is quantized again in backward.
-        sink: kind of sink that gets the kernel's gradient; None: it is the kernel's own cotangent.
-        observer: collects statistics of the quantized tensors, or None.
+        sink: kind of sink for the kernel's gradient; None: it is the kernel's own cotangent.
+        observer: function that collects statistics of the quantized tensors, or None.
         frozen_scales: the state stays as it is, see `jax_te.quantize.frozen_scales`.
     """
 
@@ -101,7 +101,7 @@ class KernelGemm:
     Args:
         layer: the layer.
         x, g: residual of the input, and the output's gradient as this GEMM reads it.
-        multiply: runs the GEMM, ``multiply(layer, x, g)``.
+        multiply: function that runs the GEMM, ``multiply(layer, x, g)``.
     """
 
     layer: LinearSpec

@@ -58,7 +58,7 @@ def reduced_loss(
 
     Args:
         losses: function that returns losses in fp32, of the labels' shape, 0 where a label is ignored.
-        arrays: e.g. logits; their dtypes are what it computes in.
+        arrays: arrays such as logits; their dtypes are those of the computation.
         labels, weights, options, reduction, out_axes: see `softmax_cross_entropy`.
 
     Raises:

@@ -47,7 +47,7 @@ def plan_permutation(
         kept: bool ``[t, k]``, False for assignments that are dropped. None: all are kept.
         alignment: see `RowGroups`: each expert's rows begin at a multiple of it, rows between are zeros.
         capacity: the largest number of tokens that ``kept`` leaves an expert. None: any.
-        pad_to_capacity: give each expert ``capacity`` rows, the last of them zeros.
+        pad_to_capacity: whether each expert gets ``capacity`` rows, the last of them zeros.
 
     Raises:
         ValueError: for ``pad_to_capacity`` without a capacity, or sizes that are not positive.

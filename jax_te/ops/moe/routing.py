@@ -151,8 +151,8 @@ def route_by_sinkhorn(logits: Array, topk: int, *, balanced: bool, tol: float = 
     Args:
         logits: ``[t, e]``.
         topk: ``k``.
-        balanced: choose by `sinkhorn`'s matrix, as in training. False: by the logits, as in evaluation, where a token's
-            experts may not depend on the others.
+        balanced: whether to choose by `sinkhorn`'s matrix, as in training. False: by the logits, as in evaluation,
+            where a token's experts may not depend on the others.
         tol: tolerance of `sinkhorn`.
 
     Returns:

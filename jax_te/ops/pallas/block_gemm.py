@@ -73,7 +73,7 @@ def block_gemm(
         b_scale_inv: inverse scale of ``b``, like ``a_scale_inv``; one scale for 128x128 is faster here.
         bias: ``[n]``, any float dtype.
         out_dtype: float32, bfloat16 or float16.
-        interpret: run in Pallas's interpreter, on any device.
+        interpret: whether to run in Pallas's interpreter, on any device.
 
     Returns:
         ``out_dtype [m, n]``, rounded once from fp32.

@@ -29,9 +29,9 @@ def block_quantize(
     Args:
         x: fp32, bf16 or fp16 ``[m, k]``, sizes multiples of 16.
         dtype: float8_e4m3fn or float8_e5m2.
-        power_of_two: round scales down to powers of two. If False, a scale errs by up to 2 units in the last place on
-            the GPU, whose division is not rounded exactly.
-        interpret: run in Pallas's interpreter, on any device.
+        power_of_two: whether to round scales down to powers of two. If False, a scale errs by up to 2 units in the last
+            place on the GPU, whose division is not rounded exactly.
+        interpret: whether to run in Pallas's interpreter, on any device.
 
     Returns:
         rows: ``dtype [m, k]``.
@@ -66,8 +66,8 @@ def block_quantize_2d(
     Args:
         w: fp32, bf16 or fp16 ``[k, n]``, sizes multiples of 16.
         dtype: float8_e4m3fn or float8_e5m2.
-        power_of_two: round scales down to powers of two.
-        interpret: run in Pallas's interpreter, on any device.
+        power_of_two: whether to round scales down to powers of two.
+        interpret: whether to run in Pallas's interpreter, on any device.
 
     Returns:
         ``dtype [k, n]``, its transpose ``[n, k]``, and 1 / scale, fp32 ``[ceil(k / 128), ceil(n / 128)]``.

@@ -34,7 +34,7 @@ class Rows:
         scale_inv: fp32 ``[e]``, for FP8.
         sizes: ``[e]``, rows of each group with its padding, in fp32: operands of deferred kernel gradients are
             cotangents, among which JAX has no integers.
-        dtype: before quantization.
+        dtype: dtype before quantization.
         features: shape of one row.
     """
 

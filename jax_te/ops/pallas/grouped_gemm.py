@@ -43,9 +43,10 @@ class Tiling:
     Args:
         warpgroups: number of those that multiply; one more loads.
         pieces: number of pieces of 64 rows for each of them.
-        columns: columns of a tile, at most 256.
-        pair: 2 if two thread blocks, side by side along the columns, share what they read of the rows; else 1.
-        swath: tiles along the rows whose columns are worked off together, so that operands are found in the cache.
+        columns: number of columns of a tile, at most 256.
+        pair: number of thread blocks, side by side along the columns, that share what they read of the rows: 1 or 2.
+        swath: number of tiles along the rows whose columns are processed together, so that operands are found in the
+            cache.
         stages: number of buffers of the ring.
         registers: number of registers of a multiplying thread, and of a loading one.
     """

@@ -26,7 +26,7 @@ class BlockOperand:
         rows, rows_scale_inv: ``[R, C]`` for GEMMs that sum over the columns, and its scales.
         columns, columns_scale_inv: ``[C, R]`` for those that sum over the rows. None where nobody reads it.
         shape, axis: shape of the tensor, and axis where the columns of its matrix view begin.
-        dtype: before quantization.
+        dtype: dtype before quantization.
     """
 
     rows: Any

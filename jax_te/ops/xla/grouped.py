@@ -58,7 +58,7 @@ def quantize_operand(x: GroupedRows | Array, how: Quantization, *, axis: int) ->
     Args:
         x: the rows or kernels.
         how: quantizer; its scale, if any, is fp32 ``[e]``.
-        axis: 1, where the columns of a tile and of one kernel begin.
+        axis: axis 1, where the columns of a tile and of one kernel begin.
     """
     quantizer, scale, _ = how
     if not isinstance(x, GroupedRows):

@@ -47,7 +47,7 @@ class Cut(NamedTuple):
         graphdefs: graph definitions of the layers at each position in a chunk, the same in all chunks.
         numbers: ``[p, v, l]``, the layer at each position of each chunk of each stage.
         counts: ``[p, v]``, layers of each chunk; positions from there on hold a copy of one that is not run.
-        run: runs layers.
+        run: function that runs layers.
         static: arguments that are not arrays.
     """
 

@@ -46,7 +46,7 @@ def pipelined_gradients(
 
     Args:
         loss_fn, state: loss function and state of the run.
-        batches: leaves ``[m, b / m, ...]``.
+        batches: batches with leaves ``[m, b / m, ...]``.
         key: random key of the step.
         microbatches, keep_kernels, kernels: see `accumulated_gradients`.
         config: schedule and split.

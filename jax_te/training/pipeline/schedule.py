@@ -16,7 +16,7 @@ class Slots(NamedTuple):
     """Places of one kind of buffer on every stage.
 
     Args:
-        count: places.
+        count: number of places.
         put: int32 ``[ticks, stages]``, the place that a tick fills on a stage; ``count``, one more than there are, if
             it fills none.
         take: int32 ``[ticks, stages]``, the place that a tick reads; -1 if it reads none.
@@ -40,9 +40,10 @@ class Schedule:
 
     Args:
         name: name of the schedule.
-        stages: p, devices along the mesh's pipeline axis.
-        microbatches: m, of a step.
-        virtual_stages: v, chunks of layers on each stage. Stage ``s`` has chunks ``s``, ``s + p``, ``s + 2 p``, ….
+        stages: number p of devices along the mesh's pipeline axis.
+        microbatches: number m of microbatches in a step.
+        virtual_stages: number v of chunks of layers on each stage. Stage ``s`` has chunks ``s``, ``s + p``, ``s + 2
+            p``, ….
         forward, backward: int32 ``[ticks, p]``, tasks.
         weight: int32 ``[ticks, p]``, tasks whose kernel gradients are computed; all -1 where these come with B.
         inputs: buffers of activations from the stage before, from their arrival to F.
@@ -109,9 +110,9 @@ def make_schedule(name: str, *, stages: int, microbatches: int, virtual_stages: 
 
     Args:
         name: name of the schedule, one of `PIPELINE_SCHEDULES`.
-        stages: p, at least 2.
-        microbatches: m; a multiple of ``p`` with several virtual stages.
-        virtual_stages: v, chunks of layers on each stage.
+        stages: number p of stages, at least 2.
+        microbatches: number m of microbatches; a multiple of ``p`` with several virtual stages.
+        virtual_stages: number v of chunks of layers on each stage.
 
     Raises:
         ValueError: for another name, sizes that are not positive, and numbers that do not go together.
@@ -143,7 +144,7 @@ def split_layers(num_layers: int, chunks: int, *, first: int | None = None, last
 
     Args:
         num_layers: number of layers in the stack.
-        chunks: stages, or stages times virtual stages.
+        chunks: number of parts: stages, or stages times virtual stages.
         first, last: layers of the first and of the last part, which also have the embedding and the head. None: as many
             as any other.
 

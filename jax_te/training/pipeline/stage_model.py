@@ -32,7 +32,7 @@ class Program(NamedTuple):
         scaler: loss scaler.
         cut: points at which the model is cut.
         schedule: schedule of the step.
-        keep_kernels: quantize each kernel once a step.
+        keep_kernels: whether to quantize each kernel once a step.
         kernels: computation of the kernels' gradients.
     """
 

@@ -28,7 +28,7 @@ class ContextParallel:
             2023); ``"a2a+p2p"``: Ulysses in groups of neighbours, a ring of groups (Fang and Zhao 2024).
         hierarchical_context_parallel_sizes: number of neighbouring devices that exchange heads, and number of such
             groups in a ring. Read, and then needed, by ``"a2a+p2p"`` on a mesh whose context axis is larger than 1.
-        cp_load_balanced: sequences are in zig-zag order, see `zigzag_positions`.
+        cp_load_balanced: whether sequences are in zig-zag order, see `zigzag_positions`.
 
     Raises:
         ValueError: for an unknown type, or sizes that are not two positive integers.
@@ -69,7 +69,7 @@ class AttentionSharding:
         gathers: whether every device all-gathers keys and values.
         ulysses_size: number of neighbours that exchange shards of the sequence for heads; 1: no exchange.
         ring_size: number of devices, or groups of such neighbours, in a ring; 1: no ring.
-        load_balanced: sequences are in zig-zag order.
+        load_balanced: whether sequences are in zig-zag order.
         backend: backend that runs on each device.
     """
 
