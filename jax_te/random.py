@@ -124,7 +124,7 @@ class RNGStatesTracker:
 
         Raises:
             RuntimeError: if the name or the seed is taken.
-            ValueError, TypeError: for a seed out of range, or one that is no Python integer.
+            ValueError, TypeError: for a seed out of range, or one that is not a Python integer.
         """
         check_seed(seed)
         self._check_trace()
@@ -295,7 +295,7 @@ def model_parallel_seed(seed: int, tracker: RNGStatesTracker | None = None) -> R
         tracker: a tracker to `reset` and fill; None for a new one.
 
     Raises:
-        ValueError, TypeError: as `model_parallel_seeds`.
+        ValueError, TypeError: see `model_parallel_seeds`.
 
     >>> sorted(model_parallel_seed(1234).get_states())
     ['data-parallel-rng', 'expert-parallel-rng', 'model-parallel-rng']

@@ -66,7 +66,7 @@ def autocast(
 
     Raises:
         ValueError: for ``calibrating=True``.
-        TypeError: for a group; for what is no recipe or no bool.
+        TypeError: for a group, a recipe that is not one, or a flag that is not a bool.
 
     Source: ``transformer_engine.pytorch.autocast``.
 
@@ -103,7 +103,7 @@ def fp8_autocast(
             `autocast`.
 
     Raises:
-        ValueError, TypeError: as `autocast`.
+        ValueError, TypeError: see `autocast`.
 
     Source: ``transformer_engine.pytorch.fp8_autocast``.
 
@@ -139,7 +139,7 @@ def checkpoint(
         use_reentrant: option without effect: it chooses among PyTorch's implementations.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as `jax_te.megatron.te_checkpoint`.
+        TypeError, ValueError, RuntimeError: see `jax_te.megatron.te_checkpoint`.
 
     Source: ``transformer_engine.pytorch.checkpoint``.
 

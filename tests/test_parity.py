@@ -184,7 +184,7 @@ def test_every_test_exists_and_every_row_has_one():
         file = ""
         for test in row.tests:
             match = TEST.fullmatch(test)
-            assert match, f"{identify(row)}: {test} is no test"
+            assert match, f"{identify(row)}: {test} is not a test"
             file = match[1] or file
             assert (TESTS / file).is_file(), f"{identify(row)}: there is no tests/{file}"
             assert match[2] in functions_in(file), f"{identify(row)}: tests/{file} has no {match[2]}"

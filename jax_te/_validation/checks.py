@@ -73,7 +73,7 @@ def check_positive(**sizes: int) -> None:
 
 
 def check_rate(**rates: float) -> None:
-    """Raise ValueError for what is no number, and for a probability outside [0, 1)."""
+    """Raise ValueError for anything but a number, and for a probability outside [0, 1)."""
     check_number(**rates)
     for name, rate in rates.items():
         # Written so that an array's nan, for which every comparison is False, is refused as well.
@@ -82,7 +82,7 @@ def check_rate(**rates: float) -> None:
 
 
 def check_number(**numbers: float) -> None:
-    """Raise ValueError for what is no finite number."""
+    """Raise ValueError for anything but a finite number."""
     for name, number in numbers.items():
         PLAIN[float].check(name, number)
 
@@ -94,7 +94,7 @@ def check_bool(**flags: object) -> None:
 
 
 def check_seed(seed: Any) -> None:
-    """Raise TypeError for a seed that is no Python integer, ValueError for one outside [0, 2^32).
+    """Raise TypeError for a seed that is not a Python integer, ValueError for one outside [0, 2^32).
 
     JAX and grain take seeds of 32 bits, and drop higher bits without a word.
     """

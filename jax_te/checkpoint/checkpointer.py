@@ -143,10 +143,10 @@ class TrainCheckpointer:
             OSError: if the save before this one could not be written, e.g. to a full disk, or the folder cannot be
                 opened; with several processes also if another one cannot write its part, is gone, or shows no progress
                 within ``timeout``. Earlier checkpoints are still there. If this save fails, a later call raises.
-            ValueError: if the step is saved already, or is no integer >= 0; if ``metrics`` lacks that by which the best
-                checkpoints are kept.
+            ValueError: if the step is saved already, or is not an integer >= 0; if ``metrics`` lacks that by which the
+                best checkpoints are kept.
             TypeError: if JSON cannot hold ``data_state``, or Orbax an array's dtype or its size of zero; for a leaf of
-                the state that is no array.
+                the state that is not an array.
         """
         step = _check_step(step)
         self.wait()
@@ -289,7 +289,7 @@ class TrainCheckpointer:
             Parameters, step.
 
         Raises:
-            FileNotFoundError, CheckpointMismatchError, ValueError: as in `restore`.
+            FileNotFoundError, CheckpointMismatchError, ValueError: see `restore`.
 
         >>> import optax, tempfile
         >>> from jax_te.training import create_train_state

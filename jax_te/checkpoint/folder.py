@@ -18,7 +18,7 @@ CLOUDS = ("/gs/", "/s3/", "/az/", "/hf/")
 
 
 class Folder(PosixGPath):
-    """A path whose own name is no pattern: with etils' ``glob``, Orbax finds nothing in a folder ``run[1]``."""
+    """A path whose own name is not a pattern: with etils' ``glob``, Orbax finds nothing in a folder ``run[1]``."""
 
     def glob(self, pattern: str) -> Iterator[Folder]:
         return map(type(self), glob.glob(os.path.join(glob.escape(os.fspath(self)), pattern)))

@@ -53,7 +53,7 @@ def in_all_processes(read: Callable[..., Any], *args: Any) -> Any:
         result = read(*args)
     except Exception as error:
         failure, text = error, f"{isinstance(error, DamagedError):d}{error}"
-    failures = sorted(filter(None, gather_texts(text)))  # those that are no damage come first
+    failures = sorted(filter(None, gather_texts(text)))  # those that are not damage come first
     if failure is not None and not isinstance(failure, DamagedError):
         raise failure
     if failures:
@@ -160,7 +160,7 @@ def describe_checkpoint(path: Path) -> tuple[int, dict[str, tuple[str, tuple[int
             for name, (dtype, shape) in arrays.items()
         }
     except (DamagedError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is no checkpoint that can be read ({error})") from None
+        raise ValueError(f"{path} is not a checkpoint that can be read ({error})") from None
 
 
 def read_arrays(path: Path, wanted: dict[Name, jax.ShapeDtypeStruct]) -> dict[Name, Any]:

@@ -82,7 +82,7 @@ def load(path: Path, what: str, target: Target) -> tuple[PyTree, Any]:
 
     Raises:
         DamagedError: if something cannot be read, or is not as it was written.
-        CheckpointMismatchError: if an array cannot be had, or not without what is not allowed.
+        CheckpointMismatchError: if an array cannot be made, or only by a conversion that is not allowed.
         ValueError: for another format, and for kernels to be quantized under another recipe than the state's.
     """
     body = in_all_processes(read_metadata, path)
@@ -114,7 +114,7 @@ def make_plan(saved: dict[str, Record], target: Target, what: str) -> Plan:
         what: subject of messages.
 
     Raises:
-        CheckpointMismatchError: listing what cannot be made, or not without what is not allowed.
+        CheckpointMismatchError: for arrays that cannot be made, or only by a conversion that is not allowed; the message lists them.
     """
     forms = Forms(saved, target.wanted)
     ways = {name: forms.find(name, target.wanted["/".join(name)]) for name in target.leaves}
@@ -131,7 +131,7 @@ class _Refused:
     """What keeps a checkpoint from filling a state.
 
     Args:
-        names: arrays that cannot be had, or not without what is not allowed.
+        names: arrays that cannot be made, or only by a conversion that is not allowed.
         needs: names of `ALLOWED` that would allow it.
     """
 

@@ -55,7 +55,7 @@ def array_leaves(tree: PyTree) -> list[Any]:
     """Return the leaves of a pytree of arrays, in the order of `named_leaves`.
 
     Raises:
-        TypeError: for one that is no array.
+        TypeError: for one that is not an array.
 
     >>> array_leaves({"b": np.ones(2), "a": np.zeros(1)})
     [array([0.]), array([1., 1.])]
@@ -65,8 +65,8 @@ def array_leaves(tree: PyTree) -> list[Any]:
         for name, leaf in named_leaves(tree).items():
             if not isinstance(leaf, jax.Array | np.ndarray):
                 raise TypeError(
-                    f"{'/'.join(name)} is no array but {type(leaf).__name__}: give the state its jnp.asarray, or store "
-                    "it in data_state"
+                    f"{'/'.join(name)} is not an array but {type(leaf).__name__}: give the state its jnp.asarray, or "
+                    "store it in data_state"
                 )
     return leaves
 

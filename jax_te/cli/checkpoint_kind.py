@@ -30,7 +30,7 @@ def kind_of(path: Path) -> Kind:
     if names & {CHECKPOINT_FOLDER, "_CHECKPOINT_METADATA"} or any(name.isdecimal() for name in names):
         return "jax-te"
     raise ValueError(
-        f"{path} is no checkpoint: a run of jax-te train, its checkpoints or one of them; a folder of Hugging Face "
+        f"{path} is not a checkpoint: a run of jax-te train, its checkpoints or one of them; a folder of Hugging Face "
         f"with {SINGLE} or {INDEX}; a folder of Megatron-LM or torch.distributed; a file *.pt of torch.save"
     )
 

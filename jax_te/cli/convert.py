@@ -31,8 +31,8 @@ def run(options: ConvertOptions) -> int:
     """Return the exit status, 0, once the model is written.
 
     Raises:
-        ValueError: if FROM is no checkpoint, TO exists, an option belongs to another kind of checkpoint, or the target
-            format cannot represent the model.
+        ValueError: if FROM is not a checkpoint, TO exists, an option belongs to another kind of checkpoint, or the
+            target format cannot represent the model.
     """
     source, target = Path(options.source), Path(options.target)
     kind = kind_of(source)

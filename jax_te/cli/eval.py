@@ -82,7 +82,7 @@ def _of_folder(options: EvalOptions, folder: str) -> dict[str, Any]:
     data = read_tokens(options.data, tokenizer=tokenizer)
     model = load_huggingface(folder, ignore_fields=field_names(options.ignore_fields))
     if not isinstance(model, GPTModel):
-        raise ValueError(f"--init-from {folder} is no decoder, whose loss is that of the next token")
+        raise ValueError(f"--init-from {folder} is not a decoder, whose loss is that of the next token")
     length = options.seq_len or min(model.max_sequence_length, _LENGTH)
     found = evaluate(model, data, batch_size=options.batch_size or 1, seq_len=length)
     print(f"{folder} on {data.source}", file=sys.stderr, flush=True)

@@ -49,7 +49,7 @@ from jax_te.typing import BackendName, WriterName
 BACKENDS: tuple[str, ...] = get_args(BackendName)
 POLICIES = tuple(name for name in RECOMPUTE_POLICIES if name != "none")  # that is --recompute-granularity none
 METHODS = literal_names(RecomputeConfig, "recompute_method")
-CP_COMM_TYPES = tuple(kind for kind in ALL_CP_COMM_TYPES if kind != "a2a+p2p")  # which needs sizes that are no option
+CP_COMM_TYPES = tuple(kind for kind in ALL_CP_COMM_TYPES if kind != "a2a+p2p")  # which needs sizes that are not options
 QUANTIZED = tuple(name for name in RECIPES if name != "none")
 WGRAD_DTYPES = ("float32", "bfloat16")
 REDUCTIONS = ("microbatch", "step")

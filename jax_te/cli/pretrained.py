@@ -91,7 +91,7 @@ def pretrained_form(architecture: str, ignored: str | None = None) -> tuple[Arch
     """
     values = json.loads(architecture)
     if not isinstance(values, dict):
-        raise ValueError(f"--init-from: {CONFIG} is no JSON object")
+        raise ValueError(f"--init-from: {CONFIG} is not a JSON object")
     found, form = read_form(values, f"--init-from: {CONFIG}", _MAX_LAYERS, field_names(ignored))
     if found.model is not GPTModel:
         raise ValueError(f"--init-from: jax-te train is for decoders, and this is a {found.model_type}")

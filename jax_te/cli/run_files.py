@@ -72,7 +72,7 @@ def read_config(directory: Path) -> RunConfig | None:
     try:
         values = json.loads(read_text(path))
         if not isinstance(values, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
         version, crc32 = values.pop("version", 0), values.pop("crc32", None)  # version 0 had neither
         if version not in range(VERSION + 1):
             raise ValueError(f"its version is {brief(version)}, and this jax-te reads those up to {VERSION}")

@@ -23,7 +23,7 @@ def tokenizer_values(path: str, vocab_size: int | None) -> dict[str, Any]:
         vocab_size: vocabulary size of the model that has been chosen; None: of a new model.
 
     Raises:
-        ValueError: for a file that is no tokenizer, and one with more tokens than the model's embedding has rows.
+        ValueError: for a file that is not a tokenizer, and one with more tokens than the model's embedding has rows.
     """
     tokenizer = Tokenizer(path)
     rows = vocab_size or -(-tokenizer.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE

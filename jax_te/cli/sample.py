@@ -72,7 +72,7 @@ def continue_text(
 ) -> str:
     """Return ``length`` tokens that follow ``prompt``, as text.
 
-    Bytes that are no UTF-8, and characters that would steer a terminal, are U+FFFD.
+    Bytes that are not UTF-8, and characters that would steer a terminal, are U+FFFD.
 
     Runs without quantization, on the backends that support decoding whatever the model was trained with. When the
     model's context, or `LONGEST` tokens of it, is full, generation goes on from its second half.

@@ -198,7 +198,7 @@ def _train(
     # A run that was complete already took no step, and so has no held-out loss.
     heldout = trainer.evaluate(result.state) if result.heldout_loss is None else result.heldout_loss
     prompt = tokenizer.encode(PROMPT)
-    if not of_bytes:  # PROMPT may be no word of the tokenizer's
+    if not of_bytes:  # PROMPT may not be a word of the tokenizer's
         prompt = data.heldout[: min(16, config.seq_len // 2)]
     losses = _losses(data, heldout, bigram, unit(tokenizer))
     progress.facts(_outcome(result, losses, output, inspected, tokenizer.decode(prompt)))

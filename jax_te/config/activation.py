@@ -38,7 +38,7 @@ class LimitedFunction:
         offset: constant added to its value.
 
     Raises:
-        ValueError: for an unknown function, a limit that is no finite number, or limits in another order.
+        ValueError: for an unknown function, a limit that is not a finite number, or limits in another order.
         TypeError: for what is neither a name nor a function that can be hashed.
 
     Source: ``activation_func_clamp_value`` and ``glu_linear_offset`` of
@@ -125,7 +125,7 @@ class ActivationParams:
         linear_offset: constant added to the second component.
 
     Raises:
-        ValueError: for a limit that is not positive, and for what is no finite number.
+        ValueError: for a limit that is not positive, or not a finite number.
 
     Source: ``transformer_engine.jax.cpp_extensions.activation.ClampedSwigluParams``; the GPT-OSS models.
 

@@ -36,7 +36,7 @@ class CudaGraphConfig:
 
     Raises:
         ValueError: for an unknown name, and for parts of a layer.
-        TypeError: for a flag that is no bool.
+        TypeError: for a flag that is not bool.
         AssertionError: for two fields that say the same in different names, as in Megatron.
 
     Source: ``megatron.core.transformer.TransformerConfig``.

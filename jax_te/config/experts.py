@@ -149,7 +149,7 @@ def checked_router_options(
         name_of: function that returns a field's name for messages.
 
     Raises:
-        ValueError: as `RouterOptions`.
+        ValueError: see `RouterOptions`.
     """
     n, balancing, coefficients = name_of, given["load_balancing_type"], given["aux_loss_coeff"]
     check_positive(**{n("num_experts"): given["num_experts"], n("topk"): given["topk"]})
@@ -307,7 +307,7 @@ class ExpertsConfig:
     Raises:
         ValueError: as `RouterOptions`, with these names; for sizes that are not positive; for options of experts that
             contradict each other.
-        TypeError: for a flag that is no bool.
+        TypeError: for a flag that is not bool.
 
     Source: ``megatron.core.transformer.TransformerConfig``.
 

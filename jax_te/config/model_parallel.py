@@ -56,7 +56,7 @@ class ModelParallelConfig:
             bf16; an unknown dtype or kind of all-reduce; for what JAX does another way: ``init_model_with_meta_device``
             (``nnx.eval_shape``), ``tp_comm_overlap`` (`jax_te.models.Execution`), ``deterministic_mode`` (XLA flags and
             an environment variable); for expert parallelism.
-        TypeError: for a flag that is no bool, a ``quant_recipe`` that is not hashable.
+        TypeError: for a flag that is not bool, a ``quant_recipe`` that is not hashable.
 
     Source: ``megatron.core.ModelParallelConfig``, and what ``TELinear`` reads of ``TransformerConfig``.
 

@@ -44,7 +44,7 @@ class PipelineConfig:
         """Return the configuration in ``"1f1b,virtual_stages=2,last_layers=3"``: a schedule, then what differs.
 
         Raises:
-            ValueError: for another schedule, an unknown or repeated name, and a value that is no integer >= 1.
+            ValueError: for another schedule, an unknown or repeated name, and a value that is not an integer >= 1.
 
         >>> PipelineConfig.parse("zero_bubble,last_layers=3")
         PipelineConfig(schedule='zero_bubble', virtual_stages=1, first_layers=None, last_layers=3)

@@ -40,7 +40,7 @@ class RecomputeConfig:
         ValueError: for an unknown name; for a field without effect: a method or number of layers without full
             recomputation, modules without selective; for full recomputation without a method or number of layers.
         AssertionError: for an unknown module, or none, as in Megatron.
-        TypeError: for a flag that is no bool.
+        TypeError: for a flag that is not bool.
 
     Source: ``megatron.core.transformer.TransformerConfig``; Chen et al. 2016 (full); Korthikanti et al. 2022
     (selective).

@@ -57,10 +57,10 @@ def read_tokens(
             read = _READERS.get(path.suffix, _text)
             before = text_bytes
             for document in read(path, text_key):
-                # Of a folder, what is no text is left out; a file that is named is read as it is.
+                # In a folder, files that are not text are skipped; a file that is named is read as it is.
                 if read is _text and not (_is_utf8(document) or (single and isinstance(tokenizer, ByteTokenizer))):
                     if single:
-                        raise ValueError(f"{path} is no text in UTF-8; a tokenizer takes no other")
+                        raise ValueError(f"{path} is not text in UTF-8; a tokenizer takes no other")
                     continue
                 text_bytes += len(document)
                 yield document

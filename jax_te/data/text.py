@@ -73,7 +73,7 @@ def load_text(
 
     Raises:
         ValueError: if the path does not exist, holds no text or too little text; for a damaged file, whose line or
-            column is named; with a tokenizer, for a file that is no UTF-8.
+            column is named; with a tokenizer, for a file that is not UTF-8.
 
     >>> data = load_text(os.__file__, seq_len=64)
     >>> data.train.dtype, data.files, round(len(data.heldout) / len(data.train), 2)

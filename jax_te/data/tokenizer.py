@@ -55,7 +55,7 @@ class Tokenizer:
         content = self.path.read_bytes()
         self.sha256 = hashlib.sha256(content).hexdigest()
         library = require_extra("tokenizers")
-        with _errors_of(f"{self.path} is no tokenizer"):
+        with _errors_of(f"{self.path} is not a tokenizer"):
             self._tokenizer: Any = library.Tokenizer.from_str(content.decode("utf-8"))
             # Both are for the input of another program's model; a document would be cut off, or filled up.
             self._tokenizer.no_truncation()
@@ -138,7 +138,7 @@ class ByteTokenizer:
         yield np.frombuffer(b"".join(parts), np.uint8)
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """Return the text of bytes; those that are no UTF-8 are U+FFFD."""
+        """Return the text of bytes; those that are not UTF-8 are U+FFFD."""
         return np.asarray(tokens, np.uint8).tobytes().decode("utf-8", "replace")
 
 
@@ -184,5 +184,5 @@ def _errors_of(what: str) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException as error:  # its panics are no Exception
+    except BaseException as error:  # its panics are not an Exception
         raise ValueError(f"{what}: {str(error)[:200] or type(error).__name__}") from None

@@ -33,7 +33,7 @@ class LayerNormLinear(Linear):
             there. It then exists in high precision in memory, so the norm is no longer fused with quantization.
         skip_weight_param_allocation: whether there is no kernel and no bias, see `Linear`; the norm has its parameters.
         init_method, sequence_parallel, tp_group, tp_size, parallel_mode, fuse_wgrad_accumulation, return_bias,
-            params_dtype, kernel_axes, out_axes, rngs: as in `Linear`. Under sequence parallelism each device of the
+            params_dtype, kernel_axes, out_axes, rngs: see `Linear`. Under sequence parallelism each device of the
             tensor axis normalizes its shard of the sequence, and returns the norm's output so.
 
     Parameters are ``scale [h]``, ``ln_bias [h]`` (LayerNorm only), ``kernel [h, *n]`` and ``bias [*n]``. Errors as in

@@ -70,7 +70,7 @@ class TransformerLayer(ContextParallelModule):
         num_gqa_groups: key/value heads ``g``. None: ``n``.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         zero_centered_gamma: whether to store the norms' scales as offsets from 1.
-        activation: a key of `jax_te.config.ACTIVATIONS`, or a function, as in `LayerNormMLP`.
+        activation: a key of `jax_te.config.ACTIVATIONS`, or a function, see `LayerNormMLP`.
         bias: biases in all linear layers.
         return_max_logit: whether calls also return the max logit of each head of self-attention, for `clip_qk`.
         seq_length, micro_batch_size: options without effect; TE warms its kernels up with these sizes.

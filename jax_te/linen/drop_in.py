@@ -105,7 +105,7 @@ def quantize_model(model: nn.Module, *args: Any, rules: Rules | None = None, **k
             recipe, a `ModuleRecipe`, ``"ambient"``, or None for high precision, as in `jax_te.layers.quantize_model`.
 
     Raises:
-        TypeError: for a rule that is no recipe, a model that is no module of Linen, or no arguments of a call.
+        TypeError: for a rule that is not a recipe, a model that is not a module of Linen, or no arguments of a call.
         ValueError: for a model that is bound to variables; if no layer is reached: what was seen is in the message;
             for a rule that fits a parameter of a module of your own whose contractions no recipe can quantize.
 

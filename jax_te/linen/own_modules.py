@@ -77,7 +77,7 @@ def own_kernels(module: Any) -> list[str]:
 
 
 def could_be_kernel(name: str, value: Any) -> bool:
-    """Return whether a parameter could be a kernel: it has two or more axes, and is no stack of norms'."""
+    """Return whether a parameter could be a kernel: it has two or more axes, and is not a stack of norms'."""
     return value.ndim > 1 and name not in ("scale", "bias")
 
 

@@ -82,7 +82,7 @@ class CapturedGraphs:
                 copy = nnx.merge(graphdef, state)
                 before = _contents(copy)
                 out = copy.forward(*args, **kwargs)
-                # Variables that the call left alone are no outputs, since an output is a copy of the parameter.
+                # Variables that the call left alone are not outputs, since an output is a copy of the parameter.
                 after = _contents(copy)
                 return out, nnx.filter_state(nnx.state(copy), lambda path, _: before.get(path) != after[path])
 

@@ -100,8 +100,8 @@ def convert_module_to_dtype_except_fp32_marked(module: nnx.Module, dtype: DTypeL
     """Cast a module's floating-point Variables in place, except those marked by `mark_keep_in_fp32`.
 
     Variables of every kind that hold an array are cast, including abstract ones (``jax.ShapeDtypeStruct``). Not cast
-    are quantizer state, which is fp32 by definition (in Transformer Engine it is no buffer of the module); parameters
-    stored quantized; and arrays in 8 bits or fewer, which are quantized values. Cached kernels are dropped.
+    are quantizer state, which is fp32 by definition (in Transformer Engine it is not a buffer of the module);
+    parameters stored quantized; and arrays in 8 bits or fewer, which are quantized values. Cached kernels are dropped.
 
     Args:
         module: changed in place.

@@ -48,7 +48,7 @@ class GraphableMegatronModule(MegatronModule):
 
     Raises:
         AssertionError: unless ``config`` is a TransformerConfig.
-        ValueError: for a ``vp_stage`` that is no integer.
+        ValueError: for a ``vp_stage`` that is not an integer.
 
     Source: ``megatron.core.transformer.module.GraphableMegatronModule``.
 
@@ -134,7 +134,7 @@ class GraphableMegatronModule(MegatronModule):
         """Return the result of a captured call, the one of ``current_microbatch``. Hooks run before.
 
         Raises:
-            AssertionError: for an argument that is no array, as in Megatron.
+            AssertionError: for an argument that is not an array, as in Megatron.
             ValueError: for a call that was not captured.
         """
         return self._run(*self._get_te_cuda_graph_replay_args(*args, **kwargs), capture=False)

@@ -28,7 +28,7 @@ class TEGroupedLinear(TELayer, GroupedLinear):
         input_size: ``k``, of the global input, not of a shard.
         output_size: ``n``, of the global output; or several sizes: with ``(2, f)`` gate and factor of a gated MLP have
             an axis of their own.
-        parallel_mode: ``"column"``, ``"row"`` or None, as in `TELinear`; without effect for an expert.
+        parallel_mode: ``"column"``, ``"row"`` or None, see `TELinear`; without effect for an expert.
         config: `ModelParallelConfig` lists the fields that are read.
         init_method: initializer of one expert's kernel ``[k, n]``: ``init(key, shape, dtype)``.
         bias: whether there are biases ``[e, n]``, initially 0.
@@ -129,7 +129,7 @@ class TEColumnParallelGroupedLinear(TEGroupedLinear):
             pg_collection, name, rngs: see `TEGroupedLinear`.
 
     Raises:
-        ValueError, AssertionError, TypeError: as `TEGroupedLinear`.
+        ValueError, AssertionError, TypeError: see `TEGroupedLinear`.
 
     Source: ``megatron.core.extensions.transformer_engine.TEColumnParallelGroupedLinear``.
 
@@ -180,7 +180,7 @@ class TERowParallelGroupedLinear(TEGroupedLinear):
             pg_collection, name, rngs: see `TEGroupedLinear`.
 
     Raises:
-        ValueError, AssertionError, TypeError: as `TEGroupedLinear`.
+        ValueError, AssertionError, TypeError: see `TEGroupedLinear`.
 
     Source: ``megatron.core.extensions.transformer_engine.TERowParallelGroupedLinear``.
 

@@ -31,7 +31,7 @@ class TELayerNormColumnParallelLinear(TELayer, LayerNormLinear):
     Raises:
         ValueError: in this order for ``gather_output``, ``is_expert``, ``skip_weight_param_allocation``; and as
             `TELinear`.
-        AssertionError, TypeError: as `TELinear`.
+        AssertionError, TypeError: see `TELinear`.
 
     Source: ``megatron.core.extensions.transformer_engine.TELayerNormColumnParallelLinear``.
 

@@ -157,14 +157,14 @@ class TEColumnParallelLinear(TELinear):
             each: with ``(2, f)`` gate and factor of a gated MLP are on one device.
         gather_output: must be False: the output stays sharded.
         is_expert: see `TELinear`.
-        kernel_axes: logical axes of the kernel, as in `Linear`. None: those of a column-parallel layer.
+        kernel_axes: logical axes of the kernel, see `Linear`. None: those of a column-parallel layer.
         input_size, config, init_method, bias, skip_bias_add, skip_weight_param_allocation, tp_comm_buffer_name,
             tp_group, name, rngs: see `TELinear`; the kind of all-reduce is ``config.symmetric_ar_type``.
         stride, pg_collection: must be 1 and None.
 
     Raises:
         ValueError: for ``gather_output`` and another ``stride``; and as `TELinear`.
-        AssertionError, TypeError: as `TELinear`.
+        AssertionError, TypeError: see `TELinear`.
 
     Source: ``megatron.core.extensions.transformer_engine.TEColumnParallelLinear``.
 
@@ -212,14 +212,14 @@ class TERowParallelLinear(TELinear):
     Args:
         input_is_parallel: must be True: the input is sharded already.
         is_expert: see `TELinear`.
-        kernel_axes: logical axes of the kernel, as in `Linear`. None: those of a row-parallel layer.
+        kernel_axes: logical axes of the kernel, see `Linear`. None: those of a row-parallel layer.
         input_size, output_size, config, init_method, bias, skip_bias_add, tp_comm_buffer_name, tp_group, name, rngs:
             see `TELinear`; the kind of all-reduce is ``config.symmetric_ar_type``. The bias is replicated.
         pg_collection: None.
 
     Raises:
         ValueError: for ``input_is_parallel=False``; and as `TELinear`.
-        AssertionError, TypeError: as `TELinear`.
+        AssertionError, TypeError: see `TELinear`.
 
     Source: ``megatron.core.extensions.transformer_engine.TERowParallelLinear``.
 

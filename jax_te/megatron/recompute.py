@@ -39,7 +39,7 @@ def te_checkpoint(
     Raises:
         TypeError: for another ``tp_group``, a ``distribute_saved_activations`` that is not True or False, or a
             ``get_rng_state_tracker`` that does not give a tracker.
-        ValueError: as `jax_te.remat.remat`.
+        ValueError: see `jax_te.remat.remat`.
         RuntimeError: if ``forward_func`` forks a stream of a tracker from outside of the function that is being traced.
 
     Source: ``megatron.core.extensions.transformer_engine.te_checkpoint``.

@@ -47,7 +47,7 @@ def split_te_layernorm_column_parallel_linear(
 
     Raises:
         ValueError: if ``config`` describes another norm than the fused layer has.
-        AssertionError, TypeError: as `TEColumnParallelLinear`.
+        AssertionError, TypeError: see `TEColumnParallelLinear`.
 
     Source: ``megatron.core.extensions.transformer_engine.split_te_layernorm_column_parallel_linear``.
 

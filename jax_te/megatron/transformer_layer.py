@@ -107,8 +107,8 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
         rngs: the ``params`` stream draws the kernels.
 
     Raises:
-        ValueError: for another mask or layer type, a ``vp_stage`` that is no integer, and a layer number that the stack
-            does not have.
+        ValueError: for another mask or layer type, a ``vp_stage`` that is not an integer, and a layer number that the
+            stack does not have.
 
     Source: ``megatron.core.transformer.transformer_layer.TransformerLayer``.
 

@@ -44,7 +44,7 @@ class MetricsLog:
 
     Raises:
         ModuleNotFoundError: for a writer whose package is not installed.
-        ValueError, TypeError: for another name, and for what is no writer.
+        ValueError, TypeError: for an unknown name, and for an object that is not a writer.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())

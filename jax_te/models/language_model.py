@@ -52,7 +52,7 @@ class OutputHead(Linear):
         rngs: the ``params`` stream draws the kernel.
 
     Raises:
-        ValueError: when called, for a vocabulary that is no multiple of the recipe's ``alignment``.
+        ValueError: when called, for a vocabulary that is not a multiple of the recipe's ``alignment``.
 
     Source: ``TELMHeadColumnParallelLinear`` of Megatron-Core.
     """
@@ -82,8 +82,8 @@ class OutputHead(Linear):
         multiple = precision_of(recipe).alignment
         if size % multiple:
             raise ValueError(
-                f"vocab_size {size} is no multiple of {multiple}, as it must be for fp8_output_proj=True under recipe "
-                f"{recipe.name!r}; leave fp8_output_proj out of its config, or build a new model with "
+                f"vocab_size {size} is not a multiple of {multiple}, as it must be for fp8_output_proj=True under "
+                f"recipe {recipe.name!r}; leave fp8_output_proj out of its config, or build a new model with "
                 f"vocab_size={size + -size % multiple}, whose last logits stand for no token"
             )
         return super()._dense(x, weights)

@@ -49,7 +49,7 @@ def model_order(config: TransformerConfig, x: Array) -> Array:
         x: ``[b, s]`` or ``[s]``: tokens, labels, weights, positions.
 
     Raises:
-        ValueError: for zig-zag order if ``s`` is no multiple of twice the context shards.
+        ValueError: for zig-zag order if ``s`` is not a multiple of twice the context shards.
 
     >>> import jax.numpy as jnp
     >>> config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, cp_load_balanced=True)

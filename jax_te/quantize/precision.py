@@ -101,7 +101,7 @@ class Precision:
         return math.lcm(_ROW_TILE, self.alignment, *blocks)
 
     def misfit(self, label: str, name: str, size: int, shapes: str) -> ValueError:
-        """Return the error of a size that is no multiple of ``alignment``.
+        """Return the error of a size that is not a multiple of ``alignment``.
 
         Args:
             label: name of the op or layer.
@@ -127,7 +127,7 @@ class Precision:
         sizes = {"tokens in a row": tokens[-1] if tokens else 1, "input size": kernel[0], "output size": kernel[-1]}
         for name, size in sizes.items():
             if size % multiple:
-                return f"{name} of one device, {size}, is no multiple of the {multiple} values of a scale"
+                return f"{name} of one device, {size}, is not a multiple of the {multiple} values of a scale"
         return None
 
     def scale(self, state: GemmState | None, role: TensorRole) -> Array | None:

@@ -167,7 +167,7 @@ class Quantization(NamedTuple):
         quantizer: None: not at all.
         scale: fp32 ``[]``, for delayed scaling only.
         amax_axes: mesh axes over which an amax of the array at hand, one device's shard, is reduced. None: the array is
-            no shard.
+            not a shard.
     """
 
     quantizer: Quantizer | None = None

@@ -132,11 +132,11 @@ class Recipe:
         if device.platform not in ("gpu", "cuda"):
             return Support(False, f"{device.platform} has no {self.name} GEMM; {EMULATED}")
         capability = str(getattr(device, "compute_capability", ""))
-        # A GPU that is not NVIDIA's has a compute capability that is no number, or none.
+        # A GPU that is not NVIDIA's has a compute capability that is not a number, or none.
         try:
             return self._native(float(capability))
         except ValueError:
-            return Support(False, f"{device.device_kind} is no NVIDIA GPU with a compute capability; {EMULATED}")
+            return Support(False, f"{device.device_kind} is not an NVIDIA GPU with a compute capability; {EMULATED}")
 
     def _native(self, capability: float) -> Support:
         if capability >= 8.9:

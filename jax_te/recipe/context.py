@@ -26,7 +26,7 @@ def autocast(recipe: Recipe | None, *, enabled: bool = True) -> Iterator[None]:
         enabled: whether to use ``recipe``; False runs in high precision whatever ``recipe`` is.
 
     Raises:
-        TypeError: if ``recipe`` is not a recipe, e.g. a class instead of an instance, or ``enabled`` is no bool.
+        TypeError: if ``recipe`` is not a recipe, e.g. a class instead of an instance, or ``enabled`` is not bool.
 
     Source: ``transformer_engine.jax.autocast`` / ``transformer_engine.pytorch.fp8_autocast``.
 

@@ -25,7 +25,7 @@ class ModuleRecipe:
         fp8_param, fp4_param: whether to hold the module's kernels in the quantized form, see ``create_train_state``.
 
     Raises:
-        TypeError: for what is no recipe, and a flag that is not True or False.
+        TypeError: for anything but a recipe, and a flag that is not True or False.
 
     Source: Megatron-Core's ``TEQuantizationParams`` and the autocast helpers beside it.
 

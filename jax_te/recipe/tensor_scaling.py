@@ -47,7 +47,7 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # 2**margin of a fraction is no power of two, and multiplying by it would round.
+        # 2**margin of a fraction is not a power of two, and multiplying by it would round.
         if self.margin < 0:
             raise ValueError(f"margin must be an integer >= 0, got {self.margin!r}")
         # Products of two inverse scales would then overflow fp32, and 0 times inf is nan.

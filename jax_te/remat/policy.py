@@ -45,7 +45,7 @@ class RecomputePolicy:
 
     Raises:
         ValueError: for a name in both ``save`` and ``offload``, and for ``save_all_but`` with another field.
-        TypeError: for a field that is no tuple of strings.
+        TypeError: for a field that is not a tuple of strings.
 
     Source: ``jax.checkpoint_policies``; ``transformer_engine.jax.checkpoint_policies``.
 

@@ -91,7 +91,7 @@ class Network:
         """Return the network of a text such as ``"intra_host=400e9,latency=1e-5"``; others are the defaults.
 
         Raises:
-            ValueError: for an unknown or repeated name, and a value that is no number.
+            ValueError: for an unknown or repeated name, and a value that is not a number.
         """
         kinds = {field.name: int if field.name == "devices_per_host" else float for field in fields(cls)}
         values: dict[str, float] = {}

@@ -107,7 +107,7 @@ def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
             body = computations[start[2]] = []
             entry = start[2] if start[1] else entry
     if not entry:
-        raise ValueError("the text is no HLO program; give that of compiled.as_text()")
+        raise ValueError("the text is not an HLO program; give that of compiled.as_text()")
     return computations, entry
 
 
@@ -217,7 +217,7 @@ def _called(body: list[_Instruction], computations: Mapping[str, list[_Instructi
 
 
 def _trips(instruction: _Instruction, computations: Mapping[str, list[_Instruction]]) -> int:
-    """Return how often the body of a while loop runs; 1 for what is no loop."""
+    """Return how often the body of a while loop runs; 1 for other instructions."""
     if instruction.opcode != "while":
         return 1
     known = _TRIPS.search(instruction.rest)

@@ -37,7 +37,7 @@ class ShardingRules:
     rule may name axes of a mesh of one's own; `logical_to_spec` refuses those that its mesh does not have.
 
     Logical rules that are set in Flax (``nn.logical_axis_rules``, ``nnx.logical_axis_rules``) join them: for names that
-    are no field here, and in the place of a field's default. The first rule of a name counts, as in Linen.
+    are not fields here, and in the place of a field's default. The first rule of a name counts, as in Linen.
 
     Args:
         batch: examples, over the data and FSDP axes alike: devices of the FSDP axis that saw the same data would
@@ -71,7 +71,7 @@ class ShardingRules:
             shard of every component, and any number of devices shards in the same way.
 
     Raises:
-        TypeError: for a rule that is no tuple of strings.
+        TypeError: for a rule that is not a tuple of strings.
         ValueError: for a mesh axis whose name is reserved.
 
     Source: Megatron-Core's column/row rules; ``flax.linen.logical_axis_rules``.
@@ -119,7 +119,7 @@ class ShardingRules:
 
 @dataclass(frozen=True, kw_only=True)
 class _WithFlax(ShardingRules):
-    """The library's rules with Flax's among them; ``others`` are Flax's for names that are no field."""
+    """The library's rules with Flax's among them; ``others`` are Flax's for names that are not fields."""
 
     others: tuple[tuple[str, MeshAxes], ...] = ()
 
@@ -188,7 +188,7 @@ def _checked(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:
     for axis in jax.tree.leaves(tuple(spec)):
         if axis not in mesh.axis_names:
             raise ValueError(
-                f"{axis!r} of {spec} is no axis of the mesh, whose axes are {', '.join(map(str, mesh.axis_names))}, "
+                f"{axis!r} of {spec} is not an axis of the mesh ({', '.join(map(str, mesh.axis_names))}), "
                 "and Flax's logical rules do not map it to one; set them: nnx.logical_axis_rules([(name, axis), ...])"
             )
     return spec
@@ -458,7 +458,7 @@ def named_sharding(axes: LogicalAxes | PartitionSpec, mesh: Mesh | AbstractMesh)
     """Return the NamedSharding on ``mesh`` of an array with these logical axes, by the ambient rules.
 
     Raises:
-        ValueError: as `logical_to_spec`.
+        ValueError: see `logical_to_spec`.
 
     >>> sharding = named_sharding(("batch", "ffn"), AbstractMesh((2, 4), ("data", "tensor")))
     >>> sharding.shard_shape((8, 16))

@@ -133,7 +133,7 @@ def value_and_grad(
 
     Raises:
         TypeError: for several ``argnums``; when called, if the argument there is no NNX module.
-        ValueError: when called, for a loss that is no scalar.
+        ValueError: when called, for a loss that is not a scalar.
 
     Source: ``flax.nnx.value_and_grad``.
 
@@ -334,7 +334,7 @@ def differentiate(
         drop_cached_kernels(model)
         return scaler.scale_loss(loss), (loss, split(model)[3], weight, aux)
 
-    # allow_int: the dtype of with_max_gradients is no ordinary float.
+    # allow_int: the dtype of with_max_gradients is not an ordinary float.
     differentiated = jax.grad(scaled_loss, argnums=(0, 1, 2, 3), has_aux=True, allow_int=True)
     (grads, sink_grads, quantizers, input_grads), (loss, rest, weight, aux) = differentiated(
         plain, grad_sinks, with_max_gradients(quantizers), inputs
@@ -446,7 +446,7 @@ def _behind_a_conditional(flag: Array) -> Array:
 
 
 def mean_loss(loss: Array | WeightedMean) -> Array:
-    """Return what a `LossFn` gave as fp32 ``[]``; raise ValueError if it is no scalar."""
+    """Return what a `LossFn` gave as fp32 ``[]``; raise ValueError if it is not a scalar."""
     mean = loss.mean if isinstance(loss, WeightedMean) else loss
     if jnp.shape(mean) != ():
         raise ValueError(f"loss_fn must give a scalar, the mean loss of its batch, got shape {jnp.shape(mean)}")

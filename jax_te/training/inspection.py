@@ -231,7 +231,7 @@ def _probe(loss_fn: LossFn) -> Callable[..., Array]:
                 model.set_attributes(without_dropout=True, raise_if_not_found=False)
             return mean_loss(loss_fn(model, batch, key)) * loss_scale
 
-        # allow_int: the dtype of with_max_gradients is no ordinary float. XLA drops the
+        # allow_int: the dtype of with_max_gradients is not an ordinary float. XLA drops the
         # gradients, which are not returned, but not the callbacks that record tensors of the backward pass.
         differentiate = jax.value_and_grad(scaled_loss, argnums=(0, 1), allow_int=True)
         return differentiate(params, with_max_gradients(quantizers))[0]

@@ -105,7 +105,7 @@ def make_train_step(
 
     Raises:
         ValueError: when called, for a batch whose leaves differ in ``b``, or a ``b`` that does not divide into
-            microbatches and over the mesh's batch axes, or a loss that is no scalar; on a mesh of several processes,
+            microbatches and over the mesh's batch axes, or a loss that is not a scalar; on a mesh of several processes,
             for arrays that are not global.
 
     Source: ``megatron.core.pipeline_parallel.forward_backward_no_pipelining``,

@@ -105,8 +105,8 @@ def test_a_run_is_converted(trained, tmp_path):
     ("argv", "message"),
     [
         (["{llama}", "{llama}"], "exists"),
-        (["{tmp}", "{tmp}/new"], "is no checkpoint"),
-        (["{tmp}/absent", "{tmp}/new"], "is no checkpoint"),
+        (["{tmp}", "{tmp}/new"], "is not a checkpoint"),
+        (["{tmp}/absent", "{tmp}/new"], "is not a checkpoint"),
         (["{noted}", "{tmp}/new"], "my_note='x'; name those that do not in ignore_fields (--ignore-fields"),
         (["{noted}", "{tmp}/new", "--ignore-fields", "my_note,hidden_size"], "hidden_size cannot be ignored"),
         (["{noted}", "{tmp}/new", "--ignore-fields", "a b"], "must be names of fields"),

@@ -105,7 +105,7 @@ def test_a_folder_of_several_kinds_in_order(tmp_path, tokenizer):
 def test_a_tokenizer_takes_no_binary_file(tmp_path, tokenizer):
     (tmp_path / "text").write_bytes(b"\xff" * 100)
     assert len(read_tokens(tmp_path / "text").tokens) == 100
-    with pytest.raises(ValueError, match="text is no text in UTF-8"):
+    with pytest.raises(ValueError, match="text is not text in UTF-8"):
         read_tokens(tmp_path / "text", tokenizer=tokenizer)
 
 

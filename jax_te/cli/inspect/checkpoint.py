@@ -38,7 +38,7 @@ def run(options: InspectCheckpoint) -> int:
     """Return the exit status, 0, once names, shapes, dtypes, shardings and sizes of a checkpoint are printed.
 
     Raises:
-        ValueError: if CHECKPOINT is no checkpoint.
+        ValueError: if CHECKPOINT is not a checkpoint.
     """
     path = Path(options.checkpoint)
     kind = kind_of(path)

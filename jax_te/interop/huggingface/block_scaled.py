@@ -133,7 +133,7 @@ def hold_block_scaled(model: nnx.Module, entries: Mapping[str, Entry], tensors: 
         if len(scales) < len(pieces):
             why = "its tensors are not all in FP8"
         elif same and quantizer.power_of_two and not all(map(_powers_of_two, scales)):
-            why = "its scales are no powers of two, and the recipe's are"
+            why = "its scales are not powers of two, and the recipe's are"
         if why:
             raise ValueError(
                 f"block_scaled='keep' cannot keep {'/'.join(map(str, path))}: {why}; load it inside of "
@@ -192,7 +192,7 @@ def _blocks(scales: np.ndarray, name: str, shape: tuple[int, ...], instead: str)
     if not np.array_equal(BlockScaled(scales, blocks).scales(), scales):
         raise ValueError(
             f"block_scaled='keep' cannot keep {name} {list(shape)}: its blocks of {_BLOCK} x {_BLOCK} are not those of "
-            f"its tensors, since heads or features are no multiples of that; {instead}"
+            f"its tensors, since heads or features are not multiples of that; {instead}"
         )
     return blocks
 
@@ -225,7 +225,7 @@ def written_scales(path: str, kernel: QuantizedKernel, entry: Entry, sizes: Size
     """Return the scales of the tensors of a kernel whose arrays are on the host, by name.
 
     Raises:
-        ValueError: for blocks of ours that are no blocks of theirs.
+        ValueError: for blocks of ours that are not blocks of theirs.
         TypeError: if arithmetic was done on the kernel's arrays.
     """
     if kernel.guard is not None:

@@ -145,7 +145,7 @@ class Architecture:
         base: prefix of the names, which a checkpoint of the model without its head lacks.
         twins: tensors that some files contain although they equal another, such as a head that is the embedding: name
             of the tensor → the other one's.
-        ignored: a pattern of tensors that are no parameters of the model.
+        ignored: a pattern of tensors that are not parameters of the model.
         older: ends of names in older files, as patterns, and their present forms.
         described_by: source of the fields, for messages.
     """

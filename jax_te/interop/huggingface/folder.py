@@ -50,7 +50,7 @@ def open_tensors(folder: Path) -> tuple[dict[str, np.ndarray], list[TensorFile]]
     for name in index.values():
         # A name and no path: what an index names is read, and shall be nothing but a file of this folder.
         if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,200}\.safetensors", name):
-            raise ValueError(f"{folder / INDEX} names {str(name)[:200]!r}, which is no name of a .safetensors file")
+            raise ValueError(f"{folder / INDEX} names {str(name)[:200]!r}, which is not a name of a .safetensors file")
     files = {name: TensorFile(folder / name) for name in sorted(set(index.values()))}
     tensors: dict[str, np.ndarray] = {}
     found: dict[str, Any] = {}

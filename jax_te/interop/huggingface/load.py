@@ -119,7 +119,7 @@ def load_tensors(
         dtype, config, execution: see `load_huggingface`.
 
     Raises:
-        ValueError, CheckpointMismatchError: as `load_huggingface`.
+        ValueError, CheckpointMismatchError: see `load_huggingface`.
     """
     entries = {path: Entry.of(pieces) for path, pieces in architecture.table(form).items()}
     sizes = form.sizes()

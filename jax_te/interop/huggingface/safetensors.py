@@ -37,7 +37,7 @@ def read_json(text: bytes, what: object) -> dict[str, Any]:
     """Return a JSON object.
 
     Raises:
-        ValueError: for text that is no object, is nested too deeply or has a name twice; its message begins with
+        ValueError: for text that is not an object, is nested too deeply or has a name twice; its message begins with
             ``what``.
 
     >>> read_json(b'{"a": 1}', "a header")
@@ -46,7 +46,7 @@ def read_json(text: bytes, what: object) -> dict[str, Any]:
     try:
         found = json.loads(text.decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{what} is no JSON: {str(error)[:200]}") from None
+        raise ValueError(f"{what} is not JSON: {str(error)[:200]}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{what} must be a JSON object, got {str(found)[:50]!r}")
     return found
@@ -64,7 +64,7 @@ class TensorFile:
 
     def __init__(self, path: Path):
         if not path.is_file():  # nor a pipe, whose opening would wait
-            raise ValueError(f"{path} is no file")
+            raise ValueError(f"{path} is not a file")
         with path.open("rb") as file:
             size = path.stat().st_size
             length = int.from_bytes(file.read(8), "little")

@@ -49,7 +49,7 @@ def save_huggingface(
 
     The files are written tensor by tensor under other names, and take the place of older ones when all are whole. On
     several processes all call this, and the first one writes, one parameter after the other; if it cannot, all raise.
-    Quantizer states are no part of such a folder.
+    Quantizer states are not part of such a folder.
 
     Args:
         model: a model of `jax_te.models`.

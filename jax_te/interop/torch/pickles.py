@@ -157,7 +157,7 @@ class _Machine:
 
     def call(self, function: Any, args: tuple[Any, ...]) -> Any:
         if not isinstance(function, Global) or not isinstance(args, tuple):
-            raise TypeError("what is called is no name, or its arguments are no tuple")
+            raise TypeError("what is called is not a name, or its arguments are not a tuple")
         if function == "torch._tensor._rebuild_from_type_v2":  # of a class derived from Tensor, with its attributes
             return self.call(args[0], args[2])
         # By name: whatever stands under it in this process is never looked up.
@@ -199,7 +199,7 @@ class _Machine:
         owner = self.stack[-1]
         target = owner.items if isinstance(owner, Record) else owner
         if not isinstance(target, list):
-            raise TypeError("items of what is no list")
+            raise TypeError("items of what is not a list")
         target.extend(items)
 
     def do_setitem(self, _: Any) -> None:
@@ -216,7 +216,7 @@ class _Machine:
         elif isinstance(owner, dict):
             owner.update((_key(key), value) for key, value in pairs)
         else:
-            raise TypeError("items of what is no dict")
+            raise TypeError("items of what is not a dict")
 
     def do_list(self, _: Any) -> None:
         items = self.since_mark()
@@ -250,5 +250,5 @@ def _key(key: Any) -> Any:
     # Of tuples only flat ones: Python hashes nested ones recursively, which a deep one ends with a crash.
     parts = key if type(key) is tuple else (key,)
     if not all(isinstance(part, (*_PLAIN, Record)) for part in parts):
-        raise TypeError("a key of a dict that is no plain value")
+        raise TypeError("a key of a dict that is not a plain value")
     return key

@@ -25,7 +25,7 @@ class Distributed(NamedTuple):
 
     Args:
         tensors: tensors by their names.
-        others: functions that read what is no tensor, by name.
+        others: functions that read the other values, by name.
         files: open files, to be released when a tensor has been used.
     """
 
@@ -37,7 +37,7 @@ class Distributed(NamedTuple):
 def read_torch_distributed(folder: str | Path) -> Distributed:
     """Return the tensors of a checkpoint of ``torch.distributed.checkpoint``, merged, without torch.
 
-    Each is read, chunk by chunk, and the chunks' checksums compared, when ``np.asarray`` gets it; what is no tensor,
+    Each is read, chunk by chunk, and the chunks' checksums compared, when ``np.asarray`` gets it; what is not a tensor,
     when its function is called.
 
     Args:
@@ -62,7 +62,7 @@ def read_torch_distributed(folder: str | Path) -> Distributed:
     try:
         entries, places = _tables(described)
     except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no description of a checkpoint of torch.distributed ({error})") from None
+        raise ValueError(f"{path} is not a description of a checkpoint of torch.distributed ({error})") from None
     files: dict[str, Mapped] = {}
     tensors: dict[str, StoredTensor] = {}
     others: dict[str, Callable[[], Any]] = {}
@@ -111,7 +111,7 @@ def _place(folder: Path, place: Any, files: dict[str, Mapped], what: str) -> mem
     name, offset, length = (get(field) for field in ("relative_path", "offset", "length"))
     # A name and no path: what the description names is read, and shall be nothing but a file of this folder.
     if not isinstance(name, str) or not _FILE.fullmatch(name):
-        raise ValueError(f"{what} is in {str(name)[:200]!r}, which is no name of a .distcp file")
+        raise ValueError(f"{what} is in {str(name)[:200]!r}, which is not a name of a .distcp file")
     if get("transform_descriptors"):
         raise ValueError(f"{what} is packed ({str(get('transform_descriptors'))[:100]}); save it without extensions")
     # One map for each file, however many chunks lie in it.
@@ -140,7 +140,7 @@ class _Chunk:
     def _tensor(self) -> StoredTensor:
         found = load_archive(self._data, self._what)
         if not isinstance(found, StoredTensor):
-            raise ValueError(f"{self._what} is damaged: a chunk is no tensor")
+            raise ValueError(f"{self._what} is damaged: a chunk is not a tensor")
         return found
 
     def read(self) -> np.ndarray:

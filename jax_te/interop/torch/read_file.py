@@ -32,7 +32,7 @@ class Mapped:
 
     def __init__(self, path: Path):
         if not path.is_file():  # nor a pipe, whose opening would wait
-            raise ValueError(f"{path} is no file")
+            raise ValueError(f"{path} is not a file")
         with path.open("rb") as file:
             if not path.stat().st_size:
                 raise ValueError(f"{path} is empty")
@@ -121,13 +121,13 @@ def load_archive(data: memoryview, what: object, file: Any = None) -> Any:
         file: the same to seek and read in, where there is one.
 
     Raises:
-        ValueError: as `read_torch_file`.
+        ValueError: see `read_torch_file`.
     """
     # zipfile reads the directory alone of a whole file; of a chunk in a file of several it gets a copy.
     entries = _entries(data, what, file or io.BytesIO(data))
     root = next((name[: -len("data.pkl")] for name in entries if name.endswith("/data.pkl")), None)
     if root is None or not all(name.startswith(root) for name in entries):
-        raise ValueError(f"{what} is no file of torch.save: it has no data.pkl, or entries outside of its folder")
+        raise ValueError(f"{what} is not a file of torch.save: it has no data.pkl, or entries outside of its folder")
     order = entries.get(f"{root}byteorder")
     if order is not None and bytes(order.checked()) != b"little":
         raise ValueError(f"{what} was written on a big-endian machine; save it again on another one")
@@ -135,7 +135,7 @@ def load_archive(data: memoryview, what: object, file: Any = None) -> Any:
     def storage(found: Any) -> _Storage:
         kind, dtype, key, _, count = found
         if kind != "storage" or not isinstance(dtype, Global) or type(key) is not str or type(count) is not int:
-            raise TypeError("a persistent id that is no storage")
+            raise TypeError("a persistent id that is not a storage")
         # A name in the archive, never one of the disk.
         stored = entries.get(f"{root}data/{key}")
         known = np.dtype(np.uint8) if dtype in _UNTYPED else _STORAGE_DTYPES.get(dtype)
@@ -185,7 +185,7 @@ def _strided(storage: _Storage, dtype: np.dtype[Any], offset: Any, size: Any, st
     shape, steps = tuple(size), tuple(stride)
     numbers = (offset, *shape, *steps)
     if not all(type(number) is int and 0 <= number < 2**62 for number in numbers) or len(shape) != len(steps):
-        raise ValueError("a tensor whose sizes are no numbers")
+        raise ValueError("a tensor whose sizes are not numbers")
     count = len(storage.entry.data) // dtype.itemsize
     last = offset + sum((dim - 1) * step for dim, step in zip(shape, steps, strict=True))
     # An expanded tensor has more elements than its storage: a small file could ask for any amount of memory.
@@ -227,8 +227,8 @@ def _entries(data: memoryview, what: object, file: Any) -> dict[str, _Entry]:
     """
     if bytes(data[:4]) != b"PK\x03\x04":
         raise ValueError(
-            f"{what} is no zip file, as torch.save writes them since torch 1.6; let torch write an older file again: "
-            "torch.save(torch.load(OLD, weights_only=True), NEW)"
+            f"{what} is not a zip file, as torch.save writes them since torch 1.6; let torch write an older file "
+            "again: torch.save(torch.load(OLD, weights_only=True), NEW)"
         )
     try:
         infos = zipfile.ZipFile(file).infolist()

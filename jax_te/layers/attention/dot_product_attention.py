@@ -36,8 +36,8 @@ def check_heads(num_attention_heads: int, num_gqa_groups: int | None) -> int:
 def alibi_slopes(num_attention_heads: int) -> Array:
     """Return ALiBi's slopes, fp32 ``[n]``: ``2**(-8 i / n)`` for ``i = 1 … n``.
 
-    If ``n`` is no power of two, the slopes are those of the next smaller power ``p``, followed by every second one of
-    the slopes of ``2 p`` heads.
+    If ``n`` is not a power of two, the slopes are those of the next smaller power ``p``, followed by every second one
+    of the slopes of ``2 p`` heads.
 
     Args:
         num_attention_heads: ``n``.

@@ -296,12 +296,12 @@ def size_reason(summed: Sequence[int], features: Sequence[int], recipe: Recipe |
     """Return why ``recipe``, or None for any FP8 recipe, cannot quantize a kernel of these sizes, or None.
 
     >>> size_reason((32,), (50,), None)
-    'its output size 50 is no multiple of 16'
+    'its output size 50 is not a multiple of 16'
     """
     multiple = Recipe.alignment if recipe is None else recipe.alignment
     for name, size in {"input": prod(summed), "output": prod(features)}.items():
         if size % multiple:
-            return f"its {name} size {size} is no multiple of {multiple}"
+            return f"its {name} size {size} is not a multiple of {multiple}"
     return None
 
 

@@ -143,7 +143,7 @@ def _misfit(name: str, sizes: Sequence[int], dims: Dims, mesh: AbstractMesh, mul
     # XLA pads such a GEMM; TE's cannot run it.
     if ranks == 1 or size % multiple == 0:
         return None
-    return f"the {name} size of one device, {size}, is no multiple of {multiple}"
+    return f"the {name} size of one device, {size}, is not a multiple of {multiple}"
 
 
 def kernel_names(kernel: nnx.Variable, rank: int) -> tuple[Any, ...] | None:

@@ -78,7 +78,7 @@ def check_rules(rules: Rules | None) -> Rules:
     """Return ``rules``, or none, after a check of their values.
 
     Raises:
-        TypeError: for a rule that is no recipe, no ``"ambient"`` and not None.
+        TypeError: for a rule that is not a recipe, no ``"ambient"`` and not None.
     """
     for pattern, value in (rules or {}).items():
         if not (value is None or value == "ambient"):
@@ -90,7 +90,7 @@ def check_rules(rules: Rules | None) -> Rules:
 
 
 def check_flax(model: Any, kind: type) -> None:
-    """Refuse a model that is no module of ``kind``, ``nnx.Module`` or ``nn.Module``.
+    """Refuse a model that is not a module of ``kind``, ``nnx.Module`` or ``nn.Module``.
 
     Raises:
         TypeError: with the way for this model.
@@ -271,13 +271,14 @@ def quantize_model(
             ``__call__``.
 
     Returns:
-        Which layers recipes quantize, and why others stay in high precision: a size that is no multiple of the recipe's
+        Which layers recipes quantize, and why others stay in high precision: a size that is not a multiple of the
+            recipe's
         ``alignment`` (16 without a recipe), a rule, batch axes, a ``precision``, a ``dot_general`` or a ``__call__`` of
         their own, the head; print it.
 
     Raises:
-        TypeError: for a rule that is no recipe, a model that is no NNX module or has no ``__call__``, or a call without
-            arguments.
+        TypeError: for a rule that is not a recipe, a model that is not an NNX module or has no ``__call__``, or a call
+            without arguments.
         ValueError: if no layer is reached; the report of what was seen is in the message. For a rule that fits a
             parameter of a module of your own that no recipe can quantize: its contraction has batch axes, a
             ``precision``, or two parameters.

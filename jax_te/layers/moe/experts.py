@@ -101,7 +101,7 @@ class SharedExperts(TrainingMode):
         rngs: the ``params`` stream draws the kernels.
 
     Raises:
-        ValueError: as `LayerNormMLP`.
+        ValueError: see `LayerNormMLP`.
 
     Source: ``megatron.core.transformer.moe.shared_experts.SharedExpertMLP``.
 

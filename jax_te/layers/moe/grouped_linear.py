@@ -37,9 +37,9 @@ class GroupedLinear(TensorParallelModule):
         bias: whether to learn an additive bias for each group.
         init_method: initializer of one group's kernel, ``init(key, shape, dtype)`` with its shape ``(k, *n)``. None:
             N(0, 0.023²).
-        tp_group: None or ``"tensor"``, as in `Linear`.
+        tp_group: None or ``"tensor"``, see `Linear`.
         tp_size: see `Linear`.
-        parallel_mode: ``"column"``, ``"row"`` or None, as in `Linear`. On a mesh the compiler partitions the layer.
+        parallel_mode: ``"column"``, ``"row"`` or None, see `Linear`. On a mesh the compiler partitions the layer.
         fuse_wgrad_accumulation: option without effect, see `Linear`.
         return_bias: whether to return the bias beside the output instead of adding it, for a fused operation to add.
         params_dtype: dtype of ``kernel [e, k, *n]`` and ``bias [e, *n]``.
@@ -53,7 +53,7 @@ class GroupedLinear(TensorParallelModule):
         module_recipe, deterministic, is_first_microbatch, module_name: see `QuantizableModule`.
 
     Raises:
-        TypeError: for another ``tp_group``; when called, for sizes of groups that are no integers.
+        TypeError: for another ``tp_group``; when called, for sizes of groups that are not integers.
         ValueError: for a size that is not positive, an unknown mode or dtype; when called, for sizes that do not fit
             (FP8 needs features in multiples of 16), a mesh with another number of tensor devices than ``tp_size``.
         QuantizerStateError: when called under a recipe with state, if the layer was built without it.

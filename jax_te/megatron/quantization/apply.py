@@ -113,7 +113,7 @@ def apply_quantization_config(model: nnx.Module, recipe_config: RecipeConfig | N
     Raises:
         ValueError: if the model has no quantizable layer, or as `finish_init`.
         KeyError: if a rule that applies names a config that does not exist.
-        AssertionError, TypeError: as `finish_init`.
+        AssertionError, TypeError: see `finish_init`.
 
     Source: the walk over ``named_modules()`` in Megatron's model builders; the report is not in Megatron.
 

@@ -24,7 +24,7 @@ def finish_init(module: QuantizableModule, quantization_config: QuantizationConf
         quantization_config: result of `get_quant_config_or_none`.
 
     Raises:
-        TypeError: if ``module`` is no quantizable layer.
+        TypeError: if ``module`` is not a quantizable layer.
         ValueError, AssertionError: as `TEQuantizationParams.parse_from_config` and
             `TEQuantizationParams.to_module_recipe`. The layer is then unchanged.
 
@@ -53,7 +53,7 @@ def will_execute_quantized(module: QuantizableModule, is_context_quantized: bool
     """Return whether a layer runs quantized in its current mode, given whether the ambient context is quantized.
 
     Raises:
-        TypeError: if ``module`` is no quantizable layer.
+        TypeError: if ``module`` is not a quantizable layer.
 
     Source: ``TELinear.will_execute_quantized``.
 

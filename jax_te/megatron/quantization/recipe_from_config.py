@@ -38,7 +38,7 @@ class TEDelayedScaling(DelayedScaling):
     Raises:
         ValueError: if ``fp8_dot_product_attention`` or ``fp8_multi_head_attention`` is set, because attention does not
             run in FP8 here; for values that `DelayedScaling` refuses.
-        TypeError: for a format that is no `Format`.
+        TypeError: for a format that is not a `Format`.
 
     Source: ``megatron.core.extensions.transformer_engine.TEDelayedScaling``.
 

@@ -30,8 +30,8 @@ class MatchContext:
         layer_number: index of the module's layer, from 0 within the pipeline stage; None outside the layers.
 
     Raises:
-        TypeError: for a path that is no text.
-        ValueError: for a layer number that is no integer >= 0.
+        TypeError: for a path that is not text.
+        ValueError: for a layer number that is not an integer >= 0.
 
     Source: ``megatron.core.quantization.quant_config.MatchContext``.
 
@@ -165,7 +165,7 @@ class RecipeConfig:
         Raises:
             AssertionError: for an enabled rule without ``type``, ``pattern`` or ``config``.
             NotImplementedError: for a type other than ``"glob"``.
-            TypeError: for sections and rules that are no mappings, and flags that are no bools.
+            TypeError: for sections and rules that are not mappings, and flags that are not bools.
             ValueError: for unknown sections, and unknown keys of an enabled rule (Megatron ignores both, so a misspelt
                 key has no effect there).
 
@@ -242,7 +242,7 @@ def load_quantization_recipe(recipe_path: str | Path, factory_modules: Iterable[
         factory_modules: modules whose functions the file may name as ``custom_recipe_factory``.
 
     Raises:
-        ValueError, TypeError, AssertionError, NotImplementedError: as `RecipeConfig.from_yaml_file`.
+        ValueError, TypeError, AssertionError, NotImplementedError: see `RecipeConfig.from_yaml_file`.
 
     Source: ``megatron.core.quantization.utils.load_quantization_recipe``.
 
@@ -271,7 +271,7 @@ def get_quant_config_or_none(module_path: str | None, recipe: RecipeConfig | Non
     """Return the config that ``recipe`` gives to a module; None if no rule applies, or without a path or a recipe.
 
     Raises:
-        KeyError: as `RecipeConfig.match`.
+        KeyError: see `RecipeConfig.match`.
 
     Source: ``megatron.core.quantization.utils.get_quant_config_or_none``.
 

@@ -51,7 +51,7 @@ class TEQuantizationRecipe:
         fp8_param, fp4_param: whether to store the layer's kernels quantized.
 
     Differences from Megatron: instances are frozen and hashable, since they select code under ``jit``. A flag that is
-    no bool is refused at once (Megatron takes the text ``"no"`` as true). `to_recipe` checks names, so that errors
+    not bool is refused at once (Megatron takes the text ``"no"`` as true). `to_recipe` checks names, so that errors
     appear when a recipe is attached to a layer, not in its first forward pass. `to_recipe` also refuses fields that
     have no effect, which Megatron ignores: ``custom_recipe_factory`` without a custom recipe, ``fp8_param`` and
     ``fp4_param`` without a recipe of their kind. ``fp8_format`` other than ``"e4m3"`` without an FP8 recipe of a fixed

@@ -74,8 +74,8 @@ def dot_product_attention(
             diagonal.
         bias_type: ``"pre_scale_bias"`` is added to ``q k^T``, ``"post_scale_bias"`` to ``scale q k^T``; ``"alibi"``
             takes slopes and subtracts slope times distance (Press et al. 2021).
-        bias: floating-point array, broadcastable to ``[b, n, sq, skv]`` with four axes; for ALiBi ``[n]`` or ``[b,
-            n]``.
+        bias: floating-point array, broadcastable to ``[b, n, sq, skv]`` with four axes; for ALiBi ``[n]`` or
+            ``[b, n]``.
         softmax_type: ``"off-by-one"`` adds 1 to the denominator, ``"learnable"`` ``exp(softmax_offset)``.
         softmax_offset: ``[n]``.
         logit_softcap: ``cap tanh(scores / cap)`` in place of the scaled scores, before a bias (Gemma Team 2024).

@@ -91,7 +91,7 @@ def layernorm_dense(
         ``[..., *n]`` in the dtype of ``x``.
 
     Raises:
-        ValueError, QuantizerStateError, TypeError, BackendUnavailableError: as `dense`.
+        ValueError, QuantizerStateError, TypeError, BackendUnavailableError: see `dense`.
 
     Source: ``transformer_engine.jax.layernorm_dense.layernorm_dense``.
 

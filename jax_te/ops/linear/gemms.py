@@ -256,7 +256,7 @@ def next_state(spec: LinearSpec, residuals: LinearResiduals, grad: Operand) -> G
     scales, amaxes = zip(*residuals.used, grad.used, strict=True)
     # Reduced here, not where each was taken: nothing in this step reads them, and one collective does for all three.
     if spec.plan.mesh is not None and spec.precision.amax_rule is not None:
-        # None is no leaf: an operand that no GEMM read quantized has no amax.
+        # None is not a leaf: an operand that no GEMM read quantized has no amax.
         seen, treedef = jax.tree.flatten(amaxes)
         amaxes = jax.tree.unflatten(treedef, list(reduce_max(jnp.stack(seen), spec.plan.amax_axes)) if seen else [])
     return spec.precision.next_state(residuals.state, dict(zip(ROLES, zip(scales, amaxes, strict=True), strict=True)))

@@ -66,7 +66,7 @@ def layernorm_mlp(
         ``[..., h]`` in the dtype of ``x``.
 
     Raises:
-        ValueError, QuantizerStateError, TypeError, BackendUnavailableError: as `dense`.
+        ValueError, QuantizerStateError, TypeError, BackendUnavailableError: see `dense`.
 
     Source: ``transformer_engine.jax.layernorm_mlp.layernorm_mlp``. There FFN2's output gradient uses FFN1's
     quantizer and the other way round; here each state belongs to its own layer.

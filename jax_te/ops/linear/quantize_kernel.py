@@ -55,7 +55,7 @@ def quantize_kernel(
     """Return a kernel in the form that the GEMMs read, for several calls with the same values.
 
     A call with it gives the bits that a call with the kernel itself gives, unless the recipe keeps one of the kernel's
-    GEMMs in high precision: then that one reads the quantized values, too. It is no differentiable function of the
+    GEMMs in high precision: then that one reads the quantized values, too. It is not a differentiable function of the
     kernel: give the call a ``grad_sink`` (see `dense`).
 
     Args:

@@ -85,7 +85,7 @@ def run_op(
         recipe, backend: recipe and backend of the call.
 
     Raises:
-        ValueError, TypeError, QuantizerStateError, BackendUnavailableError: as `jax_te.ops.dense`.
+        ValueError, TypeError, QuantizerStateError, BackendUnavailableError: see `jax_te.ops.dense`.
     """
     precision = precision_of(recipe)
     _check_arrays(name, x, layers, norm)

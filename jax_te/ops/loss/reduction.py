@@ -23,7 +23,7 @@ class LossOptions:
             formula, which spreads it over the other ``v - 1``.
 
     Raises:
-        ValueError: for an ``ignore_index`` that is no int32, or another ``label_smoothing``.
+        ValueError: for an ``ignore_index`` that is not an int32, or another ``label_smoothing``.
 
     >>> LossOptions(label_smoothing=0.1).ignore_index
     -100

@@ -66,8 +66,8 @@ def grouped_dense(
             numbers of rows are free, and rows whose groups do not start at multiples of `group_alignment` are copied.
         state: the recipe's state, if it has any, with a scale and an amax history for each group: ``[e]``, ``[e, n]``.
             Its gradient is its next value. A group without rows keeps its scale.
-        grad_sink: ``[e, k, *n]``, as in `dense`.
-        options: logical axes of kernel and output, ``name`` and ``evaluation``, as in `dense`. On a mesh the compiler
+        grad_sink: ``[e, k, *n]``, see `dense`.
+        options: logical axes of kernel and output, ``name`` and ``evaluation``, see `dense`. On a mesh the compiler
             partitions the op.
         backend: None for the ambient one; Transformer Engine does not run it, see `explain_backend`.
 

@@ -89,7 +89,7 @@ def grouped_gemm(
 
     Args:
         a: bf16, fp16, float8_e4m3fn or float8_e5m2 ``[rows, k]``: one group's rows after another's. Operands whose
-            sizes are no multiples of 128 are copied.
+            sizes are not multiples of 128 are copied.
         b: ``[e, k, n]``, or ``[e, n, k]`` if ``b_transposed``, which FP8 operands must be. FP8 operands may be of
             different dtypes, others share theirs.
         sizes: int32 ``[e]``, the number of rows of each group, multiples of 128 whose sum is at most ``rows``. Values
@@ -106,7 +106,7 @@ def grouped_gemm(
         ``out_dtype [rows, n]``, rounded once from fp32.
 
     Raises:
-        ValueError: for shapes that do not fit, ``rows`` that are no multiple of 128, and FP8 operands without
+        ValueError: for shapes that do not fit, ``rows`` that are not a multiple of 128, and FP8 operands without
             ``b_transposed``.
         TypeError: for other dtypes.
 
@@ -150,9 +150,9 @@ def grouped_gemm_over_rows(
 
     Args:
         a: bf16, fp16 or FP8 ``[rows, m]``, or ``[m, rows]`` if ``rows_last``, which FP8 operands must be. Operands
-            whose sizes are no multiples of 128 are copied.
+            whose sizes are not multiples of 128 are copied.
         b: ``[rows, n]``, or ``[n, rows]``.
-        sizes: int32 ``[e]``, as in `grouped_gemm`. A group without rows gives zeros.
+        sizes: int32 ``[e]``, see `grouped_gemm`. A group without rows gives zeros.
         scale: fp32 ``[e]``, or None for 1.
         rows_last: whether both operands have their rows last.
         split_accumulator: whether FP8 products are added up in fp32 every 128 rows.
@@ -164,7 +164,7 @@ def grouped_gemm_over_rows(
         ``out_dtype [e, m, n]``, rounded once from fp32.
 
     Raises:
-        ValueError, TypeError: as `grouped_gemm`.
+        ValueError, TypeError: see `grouped_gemm`.
 
     >>> if jax.__version_info__ >= (0, 11):
     ...     a, b = jnp.ones((384, 64), jnp.bfloat16), jnp.ones((384, 128), jnp.bfloat16)

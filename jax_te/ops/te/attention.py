@@ -49,7 +49,7 @@ def _layout(spec: AttentionSpec) -> QKVLayout:
 
 
 def _window(spec: AttentionSpec) -> tuple[int, int]:
-    """Return the window in TE's form, in which a causal mask alone is no window."""
+    """Return the window in TE's form, in which a causal mask alone is not a window."""
     return spec.window if spec.window[0] >= 0 or not spec.is_causal else (-1, -1)
 
 

@@ -143,7 +143,7 @@ def _dot_parts(lhs: QuantizedTensor, rhs: QuantizedTensor, contract: Contract, p
     """Return a product in FP8 where each part of the batch has its own scales, fp32."""
     split = lhs.data.reshape(lhs.parts, -1, *lhs.shape[1:])
     scales = lhs.scale_inv * rhs.scale_inv
-    if not rhs.parts:  # the batch is no axis of the kernel: scale the rows of the result
+    if not rhs.parts:  # the batch is not an axis of the kernel: scale the rows of the result
         dims = ((tuple(axis + 1 for axis in contract[0]), contract[1]), ((), ()))
         product = jax.lax.dot_general(split, rhs.data, dims, precision=precision, preferred_element_type=jnp.float32)
         product = product * scales.reshape(-1, *(1,) * (product.ndim - 1))

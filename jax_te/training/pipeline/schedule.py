@@ -42,8 +42,8 @@ class Schedule:
         name: name of the schedule.
         stages: number p of devices along the mesh's pipeline axis.
         microbatches: number m of microbatches in a step.
-        virtual_stages: number v of chunks of layers on each stage. Stage ``s`` has chunks ``s``, ``s + p``, ``s + 2
-            p``, ….
+        virtual_stages: number v of chunks of layers on each stage. Stage ``s`` has chunks ``s``, ``s + p``,
+            ``s + 2 p``, ….
         forward, backward: int32 ``[ticks, p]``, tasks.
         weight: int32 ``[ticks, p]``, tasks whose kernel gradients are computed; all -1 where these come with B.
         inputs: buffers of activations from the stage before, from their arrival to F.

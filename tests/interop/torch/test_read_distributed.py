@@ -45,7 +45,7 @@ def test_a_chunk_with_another_checksum_is_refused_when_it_is_read(tmp_path):
     [
         ({"relative_path": "../__0_0.distcp"}, "no name of a .distcp file"),
         ({"relative_path": "/etc/passwd"}, "no name of a .distcp file"),
-        ({"relative_path": "__9_0.distcp"}, "is no file"),
+        ({"relative_path": "__9_0.distcp"}, "is not a file"),
         ({"offset": -1}, "damaged"),
         ({"length": 2**40}, "damaged"),
         ({"transform_descriptors": ["zstd"]}, "is packed"),
