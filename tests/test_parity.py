@@ -119,7 +119,7 @@ def test_every_name_of_the_documents_has_one_row():
     assert len(ROWS) == len(ROW) == 414
     for broken in ({"TENorm": {"eps": {}}}, {"TENorm": {"epsilon": {}}}, {"TENorm": {"config": {"why": ""}}}):
         data = {"documents": {"a": {"api": {"TENorm": {"at": "b", "names": "TENorm(config)"}}, "rows": broken}}}
-        with pytest.raises(ValueError, match=r"no row|without a name|no keys"):
+        with pytest.raises(ValueError, match=r"no row|without a name|not keys"):
             parity_table.rows_of(data)
 
 

@@ -114,7 +114,8 @@ def make_plan(saved: dict[str, Record], target: Target, what: str) -> Plan:
         what: subject of messages.
 
     Raises:
-        CheckpointMismatchError: for arrays that cannot be made, or only by a conversion that is not allowed; the message lists them.
+        CheckpointMismatchError: for arrays that cannot be made, or only by a conversion that is not allowed; the
+            message lists them.
     """
     forms = Forms(saved, target.wanted)
     ways = {name: forms.find(name, target.wanted["/".join(name)]) for name in target.leaves}

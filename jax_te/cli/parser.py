@@ -44,11 +44,11 @@ COMMANDS: dict[str, type] = {
     "bench checkpoint": BenchCheckpoint,
     "bench microbatches": BenchMicrobatches,
 }
-"""Every command, and the table of its options. What runs it is ``jax_te.cli.NAME.run``, a dot for each space."""
+"""Every command, and the table of its options. The command is run by ``jax_te.cli.NAME.run``, with dots for spaces."""
 
 _FAMILIES = {
     "inspect": "look at the precision, sharding and communication of a run, or list a checkpoint",
-    "bench": "measure layers, train steps, attention and checkpoints beside other libraries'",
+    "bench": "measure layers, train steps, attention and checkpoints, next to other libraries'",
 }
 
 
@@ -56,7 +56,7 @@ _WIDTH = 100
 """Columns of ``--help``."""
 
 _LONG_CHOICE = 70
-"""Columns of choices above which they stand in an option's help, where lines are broken."""
+"""Width of a list of choices above which it moves into the option's help, where lines are wrapped."""
 
 
 class Parser(argparse.ArgumentParser):

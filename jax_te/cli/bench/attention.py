@@ -1,4 +1,4 @@
-"""``jax-te bench attention``: causal attention alone, with context parallelism, beside te.jax's."""
+"""``jax-te bench attention``: causal attention alone, also with context parallelism, next to te.jax's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``jax-te bench checkpoint``: how a train state is saved and restored, beside Orbax alone."""
+"""``jax-te bench checkpoint``: saving and restoring of a train state, next to plain Orbax."""
 
 from __future__ import annotations
 

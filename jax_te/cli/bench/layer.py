@@ -1,4 +1,4 @@
-"""``jax-te bench layer``: single layers beside te.jax's."""
+"""``jax-te bench layer``: single layers, next to te.jax's."""
 
 from __future__ import annotations
 

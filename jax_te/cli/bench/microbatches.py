@@ -1,4 +1,4 @@
-"""``jax-te bench microbatches``: train steps whose kernels are quantized once a step, beside in every microbatch."""
+"""``jax-te bench microbatches``: train steps that quantize kernels once per step or once per microbatch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``jax-te bench model``: train steps of a preset's model, beside te.jax's or Megatron-Core's."""
+"""``jax-te bench model``: train steps of a preset's model, next to te.jax's or Megatron-Core's."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(options: BenchModel) -> int:
 
 
 def _check_te(options: BenchModel) -> None:
-    """Raise ValueError if te.jax's GPT cannot be measured beside the model."""
+    """Raise ValueError if te.jax's GPT cannot be compared with the model."""
     if options.mesh is not None or options.microbatches > 1:
         raise ValueError("--peer te is a GPT on one device, without microbatches; leave out --mesh and --microbatches")
     form = PRESETS[options.preset].values
@@ -51,7 +51,7 @@ def _check_te(options: BenchModel) -> None:
 
 
 def _check_megatron(options: BenchModel) -> None:
-    """Raise ValueError if Megatron-Core's GPT cannot be measured beside the model."""
+    """Raise ValueError if Megatron-Core's GPT cannot be compared with the model."""
     sizes = ParallelConfig() if options.mesh is None else ParallelConfig.parse(options.mesh)
     if sizes.num_devices != sizes.pipeline * sizes.data * sizes.fsdp * sizes.tensor:
         raise ValueError(f"--peer megatron has the axes pipeline, data, fsdp and tensor; got --mesh {options.mesh}")

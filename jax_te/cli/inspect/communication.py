@@ -1,4 +1,4 @@
-"""``jax-te inspect communication``: what the devices of a mesh send each other in a train step."""
+"""``jax-te inspect communication``: collective communication of a train step on a mesh."""
 
 from __future__ import annotations
 
