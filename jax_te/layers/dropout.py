@@ -40,8 +40,7 @@ def dropout(x: Array, rate: float, key: Array | None, *, axes: LogicalAxes, zigz
 
 def _keep_mask(key: Array, probability: float, shape: tuple[int, ...], axes: LogicalAxes, zigzag: bool) -> Array:
     """Return True for each element that is not dropped."""
-    # Each position has a key of its own: a device draws only for its own positions, and the order in which positions
-    # are stored (zig-zag) does not matter.
+    # Each position has its own key, so that a device draws only for its own positions, in any storage order (zig-zag).
     axis = next((axis for axis, name in enumerate(axes) if name in _SEQUENCE), None)
     if axis is None:
         return jax.random.bernoulli(key, probability, shape)

@@ -15,9 +15,9 @@ from jax_te.typing import Array
 
 @checked
 class Fp8Padding:
-    """Append rows of zeros to each group of rows, so that each has a number of rows that low-precision GEMMs take.
+    """Append rows of zeros to each group, up to a number of rows that low-precision GEMMs accept.
 
-    The layers of this package pad by themselves; a grouped GEMM or a kernel of one's own needs groups that fit.
+    The layers of this package pad automatically; use this for your own grouped GEMMs and kernels.
 
     Args:
         num_gemms: number of groups.
@@ -85,7 +85,7 @@ class Fp8Unpadding(Fp8Padding):
             m_splits: rows of each group before it was padded.
 
         Raises:
-            ValueError: as `Fp8Padding`, with the padded groups' rows.
+            ValueError: see `Fp8Padding`, for the padded groups' rows.
         """
         sizes = self._padded_sizes(m_splits)
         rows = inp.reshape(-1, inp.shape[-1])

@@ -101,14 +101,14 @@ class LayerNormLinear(Linear):
             weight, bias, is_first_microbatch: see `Linear`.
 
         Returns:
-            ``y [..., *n]``, or a tuple of it and what was asked for, in this order: the bias, the norm's output
+            ``y [..., *n]``, or a tuple of it and the requested results, in this order: the bias, the norm's output
             ``[..., h]``.
         """
         with jax.named_scope("LayerNormLinear"):
             x = self.tensor_parallel.enter(x, self._input_axes(x))
             weights = self._weights(weight, bias, is_first_microbatch)
             extra: dict[str, Any] = {"bias": self._returned_bias(weights, x)} if self.return_bias else {}
-            # Two ops: the fused one may write the norm's output quantized only, and the caller wants its values.
+            # Two ops: the fused one may write only the quantized norm's output, and the caller needs its values.
             if self.return_layernorm_output:
                 normed = self._normalize(x)
                 return layer_output(self._dense(normed, weights), **extra, layernorm_output=normed)
@@ -122,7 +122,7 @@ class LayerNormLinear(Linear):
             return layer_output(run_recomputed(run, x, kept={"layernorm": ()}), **extra)
 
     def operand(self, x: Array) -> Array:
-        """What the kernel multiplies in a call with ``x``: the norm's output ``[..., h]``."""
+        """Return the kernel's GEMM input in a call with ``x``: the norm's output ``[..., h]``."""
         return self._normalize(self.tensor_parallel.enter(x, self._input_axes(x)))
 
     def _norm_parameters(self) -> tuple[Array, Array | None]:

@@ -80,8 +80,8 @@ class Linear(TensorParallelModule):
         ValueError: for a size that is not positive, an unknown mode or dtype, ``sequence_parallel`` without a
             ``parallel_mode``; when called, for sizes that do not fit (FP8 needs multiples of 16), a mesh with another
             number of tensor devices than ``tp_size``, a sequence that does not divide over them, weights or biases that
-            are missing, not wanted or of another shape.
-        QuantizerStateError: when called under a recipe with state, if the layer was built without it.
+                are missing, unexpected or of another shape. QuantizerStateError: when called under a recipe with state,
+                if the layer was built without it.
 
     Source: ``transformer_engine.pytorch.Linear``.
 
@@ -123,7 +123,7 @@ class Linear(TensorParallelModule):
         self.kernel_shape = (in_features, *features)
         self.kernel_axes = axes
         self._contracted_axis = activation_axis(axes[0])
-        # Over the hidden axis a bias stays whole, as a norm's parameters do: too small to be worth an all-gather.
+        # A bias is replicated over the hidden axis, like a norm's parameters: too small to be worth an all-gather.
         bias_axes = tuple("norm" if activation_axis(name) == "hidden" else name for name in axes[1:])
         self.feature_axes = tuple(activation_axis(name) for name in axes[1:]) if out_axes is None else out_axes
         skip = skip_weight_param_allocation
@@ -170,7 +170,7 @@ class Linear(TensorParallelModule):
             return layer_output(y, bias=self._returned_bias(weights, x)) if self.return_bias else y
 
     def operand(self, x: Array) -> Array:
-        """What the kernel multiplies in a call with ``x``: ``x``."""
+        """Return the kernel's GEMM input in a call with ``x``: ``x``."""
         return self.tensor_parallel.enter(x, self._input_axes(x))
 
     def output_axes(self, x: Array) -> LogicalAxes:
@@ -208,7 +208,7 @@ class Linear(TensorParallelModule):
         )
 
     def _weights(self, weight: Array | None, bias: Array | None, is_first_microbatch: bool | None) -> LinearWeights:
-        """Return the arrays of a call: those that it was given, or the layer's own."""
+        """Return the arrays of a call: the given ones, or the layer's own."""
         if weight is not None or bias is not None or self.skip_weight_param_allocation:
             self._check_given(weight, bias)
         if bias is None and self.bias is not None:
@@ -221,7 +221,7 @@ class Linear(TensorParallelModule):
         return LinearWeights(kernel, bias, weights.state)
 
     def _check_given(self, weight: Array | None, bias: Array | None) -> None:
-        """Raise ValueError for weights or biases that are missing, not wanted or of another shape."""
+        """Raise ValueError for weights or biases that are missing, unexpected or of another shape."""
         wants_bias = self.use_bias or self.return_bias
         if self.skip_weight_param_allocation:
             for name, value, wanted, shape in (

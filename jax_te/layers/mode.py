@@ -8,7 +8,7 @@ from jax_te.typing import Array
 
 
 class TrainingMode(nnx.Module):
-    """Base of modules that tell whether they train, as torch's do.
+    """Base of modules that know whether they are in training mode, as torch's do.
 
     Attributes:
         deterministic: whether to evaluate instead of training; Flax's ``model.eval()`` and ``model.train()`` set it.
@@ -40,7 +40,7 @@ class TrainingMode(nnx.Module):
             **rates: dropout probabilities, by the names of the module's attributes.
 
         Raises:
-            ValueError: in training, for a rate above 0 without a key, as ``flax.nnx.Dropout``.
+            ValueError: in training, for a rate above 0 without a key, as in ``flax.nnx.Dropout``.
 
         >>> TrainingMode().used_dropout_key(None, hidden_dropout=0.1)
         Traceback (most recent call last):

@@ -16,7 +16,7 @@ from jax_te.ops import NormSpec, layernorm
 from jax_te.typing import Array, DTypeLike
 
 NORMALIZATIONS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
-"""Names of normalizations in Transformer Engine, and the kind of `NormSpec` they stand for."""
+"""Transformer Engine's names of normalizations, and the corresponding kind of `NormSpec`."""
 
 
 def norm_spec(normalization: str, eps: float, zero_centered_gamma: bool) -> NormSpec:
@@ -42,7 +42,7 @@ def norm_parameters(norm: NormSpec, hidden_size: int, dtype: DTypeLike) -> tuple
 
 @checked
 class _Norm(TrainingMode):
-    """What `LayerNorm` and `RMSNorm` share."""
+    """Common base of `LayerNorm` and `RMSNorm`."""
 
     normalization: str
 
@@ -95,7 +95,8 @@ class LayerNorm(_Norm):
 
 
 class RMSNorm(_Norm):
-    """``x / sqrt(mean(x²) + eps) * scale`` over the last axis. Arguments and errors as `LayerNorm`; no bias.
+    """``x / sqrt(mean(x²) + eps) * scale`` over the last axis. Arguments and errors are those of `LayerNorm`; there is
+    no bias.
 
     Source: ``transformer_engine.pytorch.RMSNorm``; Zhang and Sennrich 2019.
 

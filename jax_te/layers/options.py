@@ -1,4 +1,4 @@
-"""Arguments that travel from a layer to the layers inside of it, in groups."""
+"""Groups of arguments that a layer passes to the layers inside of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax_te.typing import Array, DTypeLike, Initializer, TensorGroup
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Base of the groups. A field has the name of the constructors' keyword that it stands for.
+    """Base of the groups. A field has the name of the constructor keyword that it holds.
 
     Constructors spell out their keywords, so that help() and editors show them. A constructor collects its keywords by
     name (`of`) and spreads them again, all or those that an inner layer takes (`keywords`). A new option is therefore a
@@ -69,7 +69,7 @@ class LinearOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockOptions(NormOptions, LinearOptions):
-    """Options that the attention block and the feed-forward block share: of a norm and the projections after it."""
+    """Options shared by the attention block and the feed-forward block: norm and subsequent projections."""
 
     bias: bool
     init_method: Initializer | None
@@ -88,7 +88,7 @@ class CoreOptions(Options):
     softmax_scale: float | None
     softmax_type: str
     logit_softcap: float | None
-    return_max_logit: bool = False  # here and below, a default stands where `TransformerLayer` has no such keyword
+    return_max_logit: bool = False  # here and below, fields have defaults if `TransformerLayer` lacks the keyword
     num_splits: int | None
     cp_comm_type: str
     hierarchical_context_parallel_sizes: tuple[int, int] | None
@@ -112,7 +112,7 @@ class AttentionOptions(CoreOptions, BlockOptions):
 
 
 class CoreCall(NamedTuple):
-    """Arguments of one call of `DotProductAttention` beside queries, keys and values."""
+    """Arguments of one call of `DotProductAttention`, apart from queries, keys and values."""
 
     attention_mask: Array | None
     q_lengths: Array | None

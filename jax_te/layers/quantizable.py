@@ -21,7 +21,7 @@ from jax_te.typing import Array, LogicalAxes
 class CachedKernel(nnx.Variable):
     """NNX Variable ``(quantized, sink)``: a kernel's quantized form between microbatches, and its ``grad_sink``.
 
-    A sink without arrays, a `Probe`, stands in the metadata ``probe``, which is part of the graph definition.
+    A sink without arrays, a `Probe`, is stored in the metadata ``probe``, which is part of the graph definition.
     """
 
 
@@ -63,7 +63,7 @@ class QuantizableModule(TrainingMode):
 
     @property
     def recipe(self) -> Recipe | None:
-        """The recipe that a call runs under here and now."""
+        """Recipe of a call in the current context."""
         ambient = None if self.high_precision else ambient_recipe.value
         if self.module_recipe is None:
             return ambient
@@ -74,7 +74,7 @@ class QuantizableModule(TrainingMode):
         return dict(self.kernel_recipes).get(kernel, self.module_recipe)
 
     def recipe_of(self, kernel: str) -> Recipe | None:
-        """The recipe that the GEMMs of one kernel run under here and now."""
+        """Recipe of one kernel's GEMMs in the current context."""
         own, ambient = self.own_recipe(kernel), None if self.high_precision else ambient_recipe.value
         return ambient if own is None else own.resolve(ambient, training=self.training)
 
@@ -101,18 +101,19 @@ class QuantizableModule(TrainingMode):
         return (None,) * len(variable.get_value().shape) if axes is None else axes
 
     def stack_shape(self, kernel: str, owner: nnx.Module | None = None) -> tuple[int, ...]:
-        """Sizes of the axes that ``nnx.vmap`` put before those of a kernel; ``owner`` is what holds this layer."""
+        """Sizes of the leading axes that ``nnx.vmap`` added to a kernel; ``owner`` is the module that holds this
+        layer."""
         if getattr(self, kernel) is None:
             return ()
         shape = getattr(self, kernel).get_value().shape
         return shape[: len(shape) - len(self.axes_of(kernel))]
 
     def layer_path(self, path: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Path under which rules and reports know this layer, which stands at ``path`` in its model."""
+        """Path of this layer, which is at ``path`` in its model, in rules and reports."""
         return path
 
     def quantized(self, kernel: str, value: Array, *, portable: bool = False) -> QuantizedKernel:
-        """``value`` as a kernel of this layer, in the form its recipe gives it; see `quantize_kernel`."""
+        """Return ``value`` quantized by the recipe of a kernel of this layer; see `quantize_kernel`."""
         recipe, axes = self.recipe_of(kernel), self.axes_of(kernel)
         assert recipe is not None
         quantize = functools.partial(
@@ -120,7 +121,7 @@ class QuantizableModule(TrainingMode):
         )
 
         def of_layers(value: Array, state: GemmState | None) -> QuantizedKernel:
-            # Layers that nnx.vmap stacked have one axis more: each layer's kernel is quantized by itself.
+            # Layers stacked by nnx.vmap have a leading axis: each layer's kernel is quantized by itself.
             stacked = value.ndim > len(axes)
             return jax.vmap(of_layers)(value, state) if stacked else quantize(value, state=state)
 
@@ -132,10 +133,10 @@ class QuantizableModule(TrainingMode):
         variable.set_value(self.quantized(kernel, variable.get_value(), portable=True))
 
     def requantized(self, kernel: str, value: Array, old: QuantizedKernel) -> QuantizedKernel:
-        """``value`` in the quantized form that a kernel is stored in.
+        """Return ``value`` in the quantized form in which a kernel is stored.
 
         Raises:
-            ValueError: if that is of another recipe than the one here and now.
+            ValueError: if that belongs to another recipe than the one in the current context.
         """
         recipe = self.recipe_of(kernel)
         if quantizer_for(recipe, "kernel") != old.quantizer:
@@ -144,8 +145,8 @@ class QuantizableModule(TrainingMode):
                 "work under the recipe that the state was created with"
             )
         new = self.quantized(kernel, value, portable=True)
-        # In the old structure, whose static dtype is that of the parameter: the value may be an fp32 master, and
-        # another structure would compile the next step again.
+        # In the old structure, whose static dtype is the parameter's: the value may be an fp32 master, and another
+        # structure would recompile the next step.
         return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new))
 
     def linear_weights(
@@ -153,7 +154,7 @@ class QuantizableModule(TrainingMode):
     ) -> LinearWeights:
         """Return the arrays that an op takes for one kernel: the kernel or its cached form, bias, state, `grad_sink`.
 
-        A cached kernel that was made under another recipe than the call's is passed over.
+        A kernel cached under another recipe than the call's is ignored.
 
         Args:
             kernel: name of the kernel.
@@ -163,7 +164,7 @@ class QuantizableModule(TrainingMode):
                 one in each call.
 
         Raises:
-            ValueError: if a cached kernel is asked for and there is none.
+            ValueError: if a cached kernel is requested and there is none.
             TypeError: for an ``is_first_microbatch`` that is not True, False or None.
         """
         first = self.is_first_microbatch if is_first_microbatch is None else is_first_microbatch
@@ -184,7 +185,8 @@ class QuantizableModule(TrainingMode):
         if first:
             cached = self.quantized(kernel, value)
             setattr(self, cache_name(kernel), CachedKernel((cached, None)))
-            # Armed for one call, as Megatron's layers: the last kernel's use disarms it, since all are of one call.
+            # Set for one call, as in Megatron's layers: the use of the last kernel resets it, since all kernels belong
+            # to one call.
             if is_first_microbatch is None and kernel == tuple(self.kernels)[-1]:
                 self.is_first_microbatch = False
         if cached is None:
@@ -194,7 +196,7 @@ class QuantizableModule(TrainingMode):
             )
         if cached.quantizer != quantizer:
             return LinearWeights(value, bias, state, grad_sink)
-        # The kernel is its own sink: nothing else reads it then, and its gradient arrives where it always does.
+        # The kernel is its own sink: nothing else reads it then, and its gradient is returned as usual.
         sink = value if grad_sink is None else grad_sink
         return LinearWeights(cached.of_layer(len(self.axes_of(kernel))), bias, state, sink)
 
@@ -234,7 +236,7 @@ def quantizable_modules(model: nnx.Module) -> list[tuple[str, QuantizableModule]
 
 
 def natural_order(path: str) -> list[tuple[int, str]]:
-    """Return a sorting key for paths with which layer 2 comes before layer 10.
+    """Return a sorting key for paths that orders layer 2 before layer 10.
 
     >>> sorted(["layers.10", "layers.2"], key=natural_order)
     ['layers.2', 'layers.10']
@@ -255,7 +257,7 @@ def name_modules(model: nnx.Module) -> nnx.Module:
 
 
 def keep_in_high_precision(model: nnx.Module) -> nnx.Module:
-    """Return ``model``, whose layers no ambient recipe reaches any more, as if it were inside ``autocast(None)``.
+    """Return ``model`` with its layers set to ignore ambient recipes, as if inside ``autocast(None)``.
 
     A `ModuleRecipe` with ``override_nonquantized_autocast`` still does.
 
@@ -283,9 +285,9 @@ def quantizable_kernels(model: nnx.Module) -> list[tuple[tuple[Any, ...], Quanti
 
 
 def given_kernels(model: nnx.Module) -> list[tuple[QuantizableModule, str, Array]]:
-    """Return layer, kernel's name and value of every kernel that a module in ``model`` gives one of its layers.
+    """Return layer, kernel's name and value of every kernel that a module in ``model`` passes to one of its layers.
 
-    A module says so by a method ``given_kernels``: the kernel is a parameter of its own, or made of one, as a head's
+    Such a module has a method ``given_kernels``: the kernel is its own parameter or derived from one, such as a head's
     that is tied to the embedding.
     """
     methods = [getattr(module, "given_kernels", None) for _, module in nnx.iter_modules(model)]
@@ -293,7 +295,8 @@ def given_kernels(model: nnx.Module) -> list[tuple[QuantizableModule, str, Array
 
 
 def quantize_kernels(model: nnx.Module) -> list[QuantizedKernel | None]:
-    """Return every kernel of `quantizable_kernels` and `given_kernels`, quantized as its recipe says here, or None."""
+    """Return every kernel of `quantizable_kernels` and `given_kernels`, quantized by its recipe in this context, or
+    None."""
     own = [(module, kernel, getattr(module, kernel).get_value()) for _, module, kernel in quantizable_kernels(model)]
     return [
         None
@@ -304,11 +307,11 @@ def quantize_kernels(model: nnx.Module) -> list[QuantizedKernel | None]:
 
 
 def quantize_parameters(model: nnx.Module, *, only_marked: bool = False) -> nnx.Module:
-    """Return ``model``, its kernels stored quantized as their layers' recipes say, in place of fp32 or bf16.
+    """Return ``model``, its kernels stored quantized by their layers' recipes, in place of fp32 or bf16.
 
     A kernel then takes about one byte a value (half of one under NVFP4), and no call quantizes it again. Its exact
-    value is gone: `jax_te.training.create_train_state` with ``fp8_param=True`` keeps fp32 masters beside. Kernels of
-    layers that run in high precision stay as they are.
+    value is gone: `jax_te.training.create_train_state` with ``fp8_param=True`` keeps fp32 masters. Kernels of layers
+    that run in high precision stay as they are.
 
     Call it under the recipe, ``with autocast(recipe):``.
 
@@ -318,7 +321,7 @@ def quantize_parameters(model: nnx.Module, *, only_marked: bool = False) -> nnx.
             meant.
 
     Raises:
-        ValueError: for layers of Flax under `quantize_model`, which hold arrays alone.
+        ValueError: for layers of Flax under `quantize_model`, which hold only plain arrays.
 
     Source: ``transformer_engine.pytorch.quantized_model_init``; Megatron-Core's ``--fp8-param-gather``.
 
@@ -346,8 +349,8 @@ def quantize_parameters(model: nnx.Module, *, only_marked: bool = False) -> nnx.
 def use_cached_kernels(model: nnx.Module, kept: list[QuantizedKernel | None], gradients: list[Array | None]) -> None:
     """Give every kernel of `quantizable_kernels` its quantized form and the place for its gradient, and use them.
 
-    Where ``kept`` is longer, as `quantize_kernels` gives it, kernels of `given_kernels` get their forms, too. The
-    gradient of such a kernel goes to what the call is given.
+    ``kept`` may continue with the kernels of `given_kernels`, in the order of `quantize_kernels`. The gradient of such
+    a kernel goes to the array that the call is given.
     """
     layers = [(module, kernel) for _, module, kernel in quantizable_kernels(model)]
     if len(kept) > len(layers):
@@ -361,13 +364,13 @@ def use_cached_kernels(model: nnx.Module, kept: list[QuantizedKernel | None], gr
 
 
 def set_grad_sinks(model: nnx.Module, sinks: dict[Any, Any]) -> None:
-    """Give kernels of `quantizable_kernels` the sinks that stand under their paths; cached kernels stay."""
+    """Set the sinks of kernels of `quantizable_kernels` by their paths; cached kernels stay."""
     for path, module, kernel in quantizable_kernels(model):
         name, sink = cache_name(kernel), sinks.get(path)
         if sink is None:
             continue
         cache = getattr(module, name)
-        # The cached kernel goes on, since devices may be unable to run an op on its form.
+        # The cached kernel is unchanged, since devices may be unable to run an op on a new form.
         cached = None if cache is None else cache.get_value()[0]
         if isinstance(sink, Probe):
             # In the graph definition: layers with different probes differ, so that no loop runs them as one.
@@ -379,7 +382,7 @@ def set_grad_sinks(model: nnx.Module, sinks: dict[Any, Any]) -> None:
 
 
 def drop_cached_kernels(model: nnx.Module) -> None:
-    """Take away the quantized forms that layers keep between microbatches, e.g. because the parameters have changed.
+    """Remove the quantized kernels that layers keep between microbatches, e.g. because the parameters have changed.
 
     >>> from jax_te.layers import Linear
     >>> from jax_te.recipe import Float8CurrentScaling, autocast

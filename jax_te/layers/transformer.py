@@ -32,7 +32,7 @@ _AXES: LogicalAxes = ("batch", "sequence", "hidden")
 
 @checked
 class TransformerLayer(ContextParallelModule):
-    """Self-attention, in a decoder cross-attention, and feed-forward block, each with a residual connection.
+    """Self-attention, cross-attention in a decoder, and feed-forward block, each with a residual connection.
 
     Each block computes ``x = x + drop_path(dropout(block(norm(x))))``, with ``block_output_layernorm`` a norm of the
     block's output in front of the dropout.
@@ -159,7 +159,7 @@ class TransformerLayer(ContextParallelModule):
             return_layernorm_output=from_norm and not output_layernorm,
         )
         heads = num_attention_heads
-        # Attention is made before the feed-forward block, and self-attention first: each draws keys from ``rngs``.
+        # Attention is created before the feed-forward block, and self-attention first: each draws keys from ``rngs``.
         self.self_attention = MultiheadAttention(hidden_size, heads, **options.keywords(), rngs=rngs)
         # `output_layernorm` moves the norm of self-attention only.
         cross = replace(
@@ -253,7 +253,7 @@ class TransformerLayer(ContextParallelModule):
             raise ValueError(
                 "an encoder layer takes no encoder_output and no enc_dec_attn_mask; build it with layer_type='decoder'"
             )
-        # Without a mask nothing of this runs: lengths, packed sequences and causal masks need no array.
+        # Skipped without a mask: lengths, packed sequences and causal masks need no array.
         masks = {"attention_mask": None, "attn_mask_type": self_attn_mask_type}
         if attention_mask is not None:
             masks = _masks(self.self_attention, x, attention_mask, self_attn_mask_type)
@@ -281,7 +281,7 @@ class TransformerLayer(ContextParallelModule):
                 is_first_microbatch=is_first_microbatch,
             )
             extra: dict[str, Any] = {}
-            # Before these there may be the norm's output, which `_add` reads.
+            # The norm's output may come before these; `_add` reads it.
             if cache is not None:
                 *attended, extra["cache"] = attended
             if self.self_attention.core_attention.return_max_logit:
@@ -293,7 +293,7 @@ class TransformerLayer(ContextParallelModule):
                     x,
                     **cross_masks,
                     encoder_output=encoder_output,
-                    # Lengths of the queries count only beside those of the keys.
+                    # Query lengths apply only together with key lengths.
                     sequence_lengths=sequence_lengths if encoder_lengths is not None else None,
                     encoder_lengths=encoder_lengths,
                     dropout_key=keys[3],
@@ -323,24 +323,24 @@ class TransformerLayer(ContextParallelModule):
         return constrain((normed[0] if normed else x) + y, axes)
 
     def _rates(self) -> dict[str, float]:
-        # A core of one's own need not have a rate.
+        # A user-defined core need not have a rate.
         attention = getattr(self.self_attention.core_attention, "attention_dropout", 0.0)
         hidden = {"hidden_dropout": self.hidden_dropout, "drop_path_rate": self.drop_path_rate}
         return {**hidden, "attention_dropout": attention}
 
     def set_tensor_parallel_group(self, tp_group: TensorGroup) -> None:
-        """As `Linear.set_tensor_parallel_group`, for all projections."""
+        """Set the tensor-parallel group of all projections, see `Linear.set_tensor_parallel_group`."""
         set_tensor_parallel_group(self, tp_group)
 
 
 def _keys(key: Array) -> tuple[Array, ...]:
     """Return the keys of self-attention, its output, the feed-forward block, cross-attention and its output."""
-    # Cross-attention folds its keys in, so that a decoder draws what an encoder of the same key draws.
+    # Cross-attention folds its keys in, so that a decoder draws the same numbers as an encoder with the same key.
     return (*jax.random.split(key, 3), *jax.random.split(jax.random.fold_in(key, 1)))
 
 
 def _masks(attention: Any, x: Array, mask: Any, mask_type: str | None) -> dict[str, Any]:
-    """Return the arguments of an attention block that say what a mask of a call hides."""
+    """Return the arguments of an attention block that correspond to a call's mask."""
     core = attention.core_attention
     kind: str = core.attn_mask_type if mask_type is None else mask_type
     return read_mask(mask, kind, core.window_size, x.shape[1], of_self=attention.attention_type == "self")

@@ -36,7 +36,7 @@ def check_cp_group(cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = 
 
 
 class ContextParallelModule(TrainingMode):
-    """Base of the layers that have attention inside."""
+    """Base of layers that contain attention."""
 
     def set_context_parallel_group(
         self,
@@ -67,6 +67,6 @@ class ContextParallelModule(TrainingMode):
         check_cp_group(cp_group, cp_global_ranks, cp_stream)
         layer: Any
         for _, layer in nnx.iter_modules(self):
-            # By attribute and not by class: a core of one's own in place of `DotProductAttention` is found, too.
+            # By attribute, not by class, so that a custom core in place of `DotProductAttention` is found, too.
             if hasattr(layer, "context_parallel"):
                 layer.context_parallel = replace(layer.context_parallel, cp_comm_type=cp_comm_type)

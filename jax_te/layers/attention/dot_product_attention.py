@@ -21,7 +21,7 @@ from jax_te.typing import Array
 
 
 def check_heads(num_attention_heads: int, num_gqa_groups: int | None) -> int:
-    """Return the number of key/value heads ``g``, by default that of the query heads.
+    """Return the number of key/value heads ``g``, by default the number of query heads.
 
     Raises:
         ValueError: for numbers that are not positive, or groups that do not divide the query heads.
@@ -88,7 +88,7 @@ class DotProductAttention(ContextParallelModule):
 
     Raises:
         ValueError: for sizes that do not divide and unknown types; when called, for a mask, bias or lengths that the
-            mask type requires or does not use, or heads of another number or size.
+            mask type requires or does not use, or a wrong number or size of heads.
 
     Source: ``transformer_engine.pytorch.DotProductAttention``; Vaswani et al. 2017.
 
@@ -117,7 +117,7 @@ class DotProductAttention(ContextParallelModule):
         rngs: nnx.Rngs | None = None,
     ):
         del rngs
-        # Checked here and not at the first call, so that the traceback shows where the layer was built.
+        # Checked here rather than at the first call, so that the traceback shows where the layer was built.
         self.num_gqa_groups = check_heads(num_attention_heads, num_gqa_groups)
         d, dv = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
         check_positive(kv_channels=d, v_channels=dv)
@@ -144,7 +144,7 @@ class DotProductAttention(ContextParallelModule):
             hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
             cp_load_balanced=cp_load_balanced,
         )
-        # In fp32 whatever the dtype of computation: TE's kernels read it so, and it enters an exponential.
+        # In fp32 whatever the compute dtype: TE's kernels require it, and it enters an exponential.
         self.softmax_offset = (
             constant(0.0, (num_attention_heads,), jnp.float32, ("heads",)) if softmax_type == "learnable" else None
         )
@@ -220,7 +220,8 @@ class DotProductAttention(ContextParallelModule):
                 mask=arrays.mask,
                 q_lengths=arrays.q_lengths,
                 kv_lengths=arrays.kv_lengths,
-                # Made inside, so that a recomputed call saves the cumulative lengths, and not what is made of them.
+                # Made inside, so that a recomputed call saves only the cumulative lengths, not the arrays derived from
+                # them.
                 segments=None if packed is None else packed.segments,
                 window=self.window_size if window_size is None else window_size,
                 bias_type=bias_type,
@@ -238,7 +239,8 @@ class DotProductAttention(ContextParallelModule):
 
         with jax.named_scope("DotProductAttention"):
             qkv = (query,) if key is None or value is None else (query, key, value)
-            # The core alone: in plain JAX its probabilities [b, n, sq, skv] are the largest residual of a layer.
+            # Only the core is recomputed: in plain JAX its probabilities [b, n, sq, skv] are a layer's largest
+            # residual.
             recompute = checkpoint_core_attention or "core_attn" in ambient_modules.value
             run = jax.checkpoint(attend) if recompute else attend
             result = run(qkv, arrays, packed_seq_params)
@@ -247,7 +249,7 @@ class DotProductAttention(ContextParallelModule):
         return layer_output(y, max_logit=max_logit[0]) if max_logit else y
 
     def _check_operands(self, query: Array, key: Array | None, value: Array | None) -> None:
-        """Raise ValueError for heads of another number or size than the layer's."""
+        """Raise ValueError if the number or size of heads differs from the layer's."""
         n, g, d, dv = self.num_attention_heads, self.num_gqa_groups, self.kv_channels, self.v_channels
         q_shape = query.shape[2:]
         # The op would accept any shapes that agree with each other.

@@ -145,7 +145,7 @@ class MultiheadAttention(ContextParallelModule):
         self._make_projections(hidden_size, options, rngs)
 
     def _make_projections(self, h: int, options: AttentionOptions, rngs: nnx.Rngs) -> None:
-        """Create the norms and projections. Their order is that of the keys that they draw."""
+        """Create the norms and projections, in the order in which they draw random keys."""
         core = self.core_attention
         n, g, d = core.num_attention_heads, core.num_gqa_groups, core.kv_channels
         r, epsilon, split = n // g, options.layernorm_epsilon, options.set_parallel_mode
@@ -175,7 +175,7 @@ class MultiheadAttention(ContextParallelModule):
             )
 
         separate = self.attention_type == "self" and not options.fuse_qkv_params
-        # One norm in front of the three projections, which fused layers would each compute anew.
+        # One norm shared by the three projections; fused layers would each compute it again.
         self.layernorm = (
             make_norm(options.normalization, h, epsilon, sequence_parallel=options.sequence_parallel, **norm)
             if separate and options.input_layernorm
@@ -204,7 +204,7 @@ class MultiheadAttention(ContextParallelModule):
         )
 
     def set_tensor_parallel_group(self, tp_group: TensorGroup) -> None:
-        """As `Linear.set_tensor_parallel_group`, for all projections."""
+        """Set the tensor-parallel group of all projections, see `Linear.set_tensor_parallel_group`."""
         set_tensor_parallel_group(self, tp_group)
 
     def __call__(
@@ -258,7 +258,7 @@ class MultiheadAttention(ContextParallelModule):
         else:
             q_lengths, kv_lengths = sequence_lengths, encoder_lengths
             if encoder_lengths is not None and sequence_lengths is None:
-                # Lengths of keys alone would count for the queries, too.
+                # Without query lengths, the keys' lengths would also apply to the queries.
                 q_lengths = jnp.full(x.shape[:1], x.shape[1], jnp.int32)
         call = CoreCall(
             attention_mask=attention_mask,
@@ -281,7 +281,7 @@ class MultiheadAttention(ContextParallelModule):
                 cache = cache.append(key, value)
                 operands = query, cache.k, cache.v
                 mask_type, masks = cache.masks(*x.shape[:2])
-                # The mask of a ring says which keys are in the window: their order is not that of their positions.
+                # The ring buffer's mask selects the keys in the window, because slots are not ordered by position.
                 window = (-1, -1) if isinstance(cache, WindowKVCache) else call.window_size
                 call = call._replace(attn_mask_type=mask_type, window_size=window, **masks)
             attended = core(*operands, **call._asdict())
@@ -359,13 +359,14 @@ class MultiheadAttention(ContextParallelModule):
             result = self.qkv(x, **first)
             projected, *normed = result if isinstance(result, tuple) else (result,)
             if g == n and rotary is None and cache is None and self.q_norm is None:
-                # cuDNN reads the packed projection as it is. What follows changes or keeps queries or keys alone.
+                # cuDNN reads the packed projection as it is. The cases below change or cache queries or keys
+                # separately.
                 return (pack_qkv(projected, g, d),), normed
             q, k, v = split_qkv(projected, g, d)
         else:
             inner = x if self.layernorm is None else self.layernorm(x)
             normed = [inner] if self.return_layernorm_output else []
-            # Arrays: these layers are built without extra results.
+            # These layers are built without extra results, so they return arrays.
             q = split_query(self.query(inner, **first), g, d)  # type: ignore[arg-type]
             k = split_key(self.key(inner, **first), g, d)  # type: ignore[arg-type]
             v = split_key(self.value(inner, **first), g, d)  # type: ignore[arg-type]
@@ -382,7 +383,7 @@ class MultiheadAttention(ContextParallelModule):
         q_norm, k_norm = self.q_norm, self.k_norm
         if q_norm is None or k_norm is None:
             return q, k
-        # Not by calling the norm layers: the logical axes that they name would leave the heads unsharded.
+        # The norm layers are not called: their logical axes would leave the heads unsharded.
         q = layernorm(q, q_norm.scale[...], value_or_none(q_norm.bias), norm=q_norm.norm, out_axes=HEAD_AXES)
         k = layernorm(k, k_norm.scale[...], value_or_none(k_norm.bias), norm=k_norm.norm, out_axes=HEAD_AXES)
         return q, k

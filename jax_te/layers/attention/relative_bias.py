@@ -19,9 +19,9 @@ from jax_te.typing import Array, DTypeLike, Initializer
 def relative_buckets(distance: np.ndarray, num_buckets: int, max_distance: int, *, bidirectional: bool) -> np.ndarray:
     """Return the bucket of each distance, the key's position minus the query's.
 
-    Half of the buckets stand for one distance each. The other half divides the distances up to ``max_distance``
-    evenly by their logarithm; larger distances share the last bucket. If ``bidirectional``, half of all buckets are for
-    keys ahead of the query; else keys ahead share bucket 0 with distance 0.
+    Half of the buckets hold one distance each. The other half divides the distances up to ``max_distance`` evenly by
+    their logarithm; larger distances share the last bucket. If ``bidirectional``, half of all buckets are for keys
+    ahead of the query; else keys ahead share bucket 0 with distance 0.
 
     Args:
         distance: integers of any shape.

@@ -82,7 +82,7 @@ def rotary_embedding(
     frequency = frequency if scaling is None else scaling.stretch(frequency, base)
     frequency = frequency.astype(np.float32).reshape((1,) * positions.ndim + (r // 2,))
     angle = positions.astype(jnp.float32)[..., None] * frequency
-    # The amplitude of a scaling is applied here, so that no layer needs to know of it.
+    # The amplitude of a scaling is applied here, so that layers are independent of it.
     amplitude = 1.0 if scaling is None else scaling.amplitude
     cos, sin = (fn(angle) if amplitude == 1.0 else fn(angle) * amplitude for fn in (jnp.cos, jnp.sin))
     return Rotary(cos=cos, sin=sin, head_size=d, interleaved=interleaved)

@@ -1,4 +1,4 @@
-"""Scaling of rotary frequencies, for contexts longer than the one that a model was first trained on."""
+"""Scaling of rotary frequencies, for contexts longer than the original training context."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LinearScaling:
     """
 
     factor: float
-    amplitude = 1.0  # of the cosines and sines; no field
+    amplitude = 1.0  # factor of the cosines and sines; not a field
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -41,7 +41,7 @@ class LinearScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Llama 3's scaling, which stretches long wavelengths by ``factor`` and keeps short ones.
+    """Llama 3's scaling, which multiplies long wavelengths by ``factor`` and keeps short ones.
 
     Wavelengths between the two limits are interpolated.
 

@@ -1,7 +1,7 @@
-"""Contractions of inputs with parameters in a traced call: found, and computed by quantized GEMMs.
+"""Detection of contractions of inputs with parameters in a traced call, and their computation by quantized GEMMs.
 
 JAX traces a call to a jaxpr, in which ``x @ w``, ``jnp.einsum``, ``jnp.dot`` and ``lax.dot_general`` are the same
-equation. So no function of JAX is replaced, and what other modules and threads compute is not touched.
+equation. No function of JAX is replaced, and computations of other modules and threads are unaffected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax_te.layers.flax.drop_in_mesh import GemmOrder
 from jax_te.layers.flax.model_gemms import split_leaves
 from jax_te.typing import Array
 
-# What leaves a parameter the same matrix: another dtype, shape, order of axes or place.
+# Primitives whose result is still the same matrix, in another dtype, shape, axis order or placement.
 _SAME_VALUES = frozenset(
     {
         "broadcast_in_dim",
@@ -44,7 +44,7 @@ _CHECKPOINTS = frozenset({"checkpoint", "remat", "remat2"})
 
 
 class Kernel(NamedTuple):
-    """A parameter, or what casts, reshapes and transpositions made of it.
+    """A parameter, possibly after casts, reshapes and transpositions.
 
     Args:
         name: name of the parameter.
@@ -75,7 +75,7 @@ class Contraction(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What calls of a module's ``__call__`` do with one of its parameters.
+    """Uses of one parameter in calls of its module's ``__call__``.
 
     Args:
         contractions: contractions of the parameter with an input.
@@ -87,12 +87,12 @@ class Seen(NamedTuple):
 
     @property
     def why(self) -> str | None:
-        """Why no recipe can quantize one of the contractions, or None."""
+        """Reason why no recipe can quantize one of the contractions, or None."""
         return next((one.why for one in self.contractions if one.why is not None), None)
 
 
 class Visitor(NamedTuple):
-    """What `compute` calls.
+    """Functions that `compute` calls.
 
     Args:
         gemm: function of a contraction, its input, its kernel, and dtype and sharding of the product, the input's axes
@@ -105,7 +105,7 @@ class Visitor(NamedTuple):
 
 
 def noting(seen: dict[str, Seen], path: Callable[[str], str]) -> Visitor:
-    """Return a visitor that quantizes nothing, and notes what it is called with.
+    """Return a visitor that quantizes nothing and records its arguments.
 
     Args:
         seen: path of each parameter -> what was seen; changed in place.
@@ -129,8 +129,8 @@ def compute(
 ) -> Any:
     """Return ``function(tree)``, whose contractions ``visitor`` computes; the rest is computed as JAX does.
 
-    Contractions in functions under ``jax.jit`` and ``jax.checkpoint`` are found, too; those in loops, branches and
-    functions with derivatives of their own are not.
+    Contractions in functions under ``jax.jit`` and ``jax.checkpoint`` are found, too; contractions in loops, branches
+    and functions with custom derivatives are not.
 
     Args:
         function: function of a pytree of arrays. It is traced.
@@ -213,7 +213,7 @@ class _Run:
             axes = [*axes[features:], *axes[:features]]
         sharding, mesh = None, jax.sharding.get_abstract_mesh()
         if not mesh.empty and AxisType.Explicit in mesh.axis_types:
-            # What follows was traced with this sharding.
+            # The following equations were traced with this sharding.
             sharding = PartitionSpec(*(aval.sharding.spec[axis] for axis in axes))
         y = self.visitor.gemm(contraction, x, kernel, aval.dtype, sharding)
         return None if y is None else jnp.transpose(y, [axes.index(axis) for axis in range(aval.ndim)])
@@ -226,7 +226,7 @@ def _contraction(eqn: Any, taken: Sequence[Kernel | None]) -> Contraction:
     kernel: Any = taken[1]
     if kernel is None:
         kernel, x, rhs, summed, rhs_summed = taken[0], rhs, x, rhs_summed, summed
-    # In the input's order, which is that of `EinsumOp`, too.
+    # In the input's order, as in `EinsumOp`.
     pairs = sorted(zip(summed, rhs_summed, strict=True))
     order = GemmOrder(
         tuple(axis for axis in range(x.ndim) if axis not in summed),
@@ -246,7 +246,7 @@ def _contraction(eqn: Any, taken: Sequence[Kernel | None]) -> Contraction:
 
 
 def _same_kernel(eqn: Any, taken: Sequence[Kernel | None]) -> Kernel | None:
-    """Return the parameter that an equation's result is another form of, or None."""
+    """Return the parameter if an equation's result is another form of it, else None."""
     if len(taken) != 1 or taken[0] is None or eqn.primitive.name not in _SAME_VALUES:
         return None
     axes = taken[0].axes
@@ -262,7 +262,7 @@ def _same_kernel(eqn: Any, taken: Sequence[Kernel | None]) -> Kernel | None:
 
 def _as_jax_does(jaxpr: Any, eqn: Any, operands: list[Any]) -> list[Any]:
     """Return the results of one equation, in the context in which it was traced."""
-    # A variable may be taken twice, and an argument must be there once.
+    # A variable may occur twice, but arguments must be unique.
     given = {atom: value for atom, value in zip(eqn.invars, operands, strict=True) if not isinstance(atom, Literal)}
     one = jaxpr.replace(constvars=(), invars=list(given), outvars=list(eqn.outvars), eqns=[eqn], effects=eqn.effects)
     return jaxpr_as_fun(ClosedJaxpr(one, ()))(*given.values())

@@ -1,4 +1,4 @@
-"""Quantized GEMMs for the linear layers of Flax: what stands in the place of ``lax.dot_general`` and ``jnp.einsum``."""
+"""Quantized GEMMs for Flax's linear layers: drop-in replacements of ``lax.dot_general`` and ``jnp.einsum``."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class DotGeneral(QuantizableModule):
     """``lax.dot_general`` whose three GEMMs a recipe quantizes: the ``dot_general`` of Flax's linear layers.
 
     Give one to each ``nnx.Linear``, ``nnx.LinearGeneral`` or module with such an argument; `quantize_model` does it for
-    a whole model. Where no recipe is in force, it is ``lax.dot_general`` itself. It holds the state of delayed scaling,
-    so layers must not share one, and ``dot_general_cls=``, which makes a new one at each call, is for recipes without
-    state. In Linen `jax_te.linen.DotGeneral` is that class.
+    a whole model. Without a recipe it is ``lax.dot_general`` itself. It holds the state of delayed scaling, so layers
+    must not share one, and ``dot_general_cls=``, which makes a new one at each call, is for recipes without state. In
+    Linen `jax_te.linen.DotGeneral` is that class.
 
     Args:
         recipe: recipe of this GEMM, in force whatever the ambient one is; or a `ModuleRecipe`, which says when. None:
@@ -39,8 +39,8 @@ class DotGeneral(QuantizableModule):
 
     Raises:
         TypeError: for another type of recipe.
-        ValueError: when called under a recipe with batch axes, or with a ``precision`` above the default, whose sums a
-            recipe does not give; for sizes that do not fit, see `jax_te.ops.dense`.
+        ValueError: when called under a recipe with batch axes, or with a ``precision`` above the default, which a
+            recipe cannot provide; for sizes that do not fit, see `jax_te.ops.dense`.
         QuantizerStateError: when called under a recipe with state, if there is none.
 
     Source: ``transformer_engine.jax.flax.make_dot_general_cls``.
@@ -55,12 +55,12 @@ class DotGeneral(QuantizableModule):
     kernels: ClassVar[dict[str, str]] = {"kernel": "quantizers"}
     of_flax: ClassVar[bool] = True
     attribute: ClassVar[str] = "dot_general"
-    """The attribute of Flax's layers in which it stands."""
+    """Attribute of Flax's layers that holds it."""
 
     def __init__(self, recipe: Recipe | ModuleRecipe | None = None, kernel_axes: Sequence[Any] | None = None):
         self._init_quantization()
         self.kernel_axes = None if kernel_axes is None else tuple(kernel_axes)
-        self.kernel = None  # each call is given one
+        self.kernel = None  # each call receives a kernel
         if recipe is not None:
             self.module_recipe = own_recipe(recipe)
             prepare_quantization(self, current_recipe())
@@ -122,7 +122,7 @@ class DotGeneral(QuantizableModule):
         x = lhs if dtype is None else lhs.astype(dtype)
         found, backend = gemm_axes(lhs, rhs, order, kernel_axes, recipe.alignment), None
         if found.why is not None:
-            # The compiler partitions the GEMMs then, as it does Flax's own; if te was asked for, it raises the reason.
+            # The compiler then partitions the GEMMs, as it does Flax's; if te was requested, the reason is raised.
             backend = explain_backend("dense", recipe=recipe, unsharded=found.why).backend
         options = LinearOptions(*found[:3], name=self.module_name, evaluation=self.deterministic)
         gemm = functools.partial(_gemm, order=order, recipe=recipe, options=options, backend=backend)
@@ -160,7 +160,7 @@ class EinsumOp(DotGeneral):
 
 
 class ParameterGemm(DotGeneral):
-    """`DotGeneral` of a parameter that a module of the user's own holds, which holds this beside the parameter.
+    """`DotGeneral` of a parameter of a user-defined module, which holds it next to the parameter.
 
     Args:
         parameter: name of the parameter.
@@ -187,7 +187,7 @@ class ParameterGemm(DotGeneral):
     def __call__(  # type: ignore[override]
         self, x: Array, kernel: Array, order: GemmOrder, kernel_axes: Sequence[Any] | None, dtype: Any, out: Any
     ) -> Array:
-        """Return the product of an input and the parameter, or what casts, reshapes and transpositions made of it.
+        """Return the product of an input and the parameter, or a cast, reshaped or transposed form of it.
 
         Args:
             x: input.
@@ -234,7 +234,7 @@ def einsum_as_placed(equation: str, lhs: Array, rhs: Array, *, out_sharding: Any
 
 
 class FlaxLinear(NamedTuple):
-    """What one of Flax's linear layers computes.
+    """Description of the computation of one of Flax's linear layers.
 
     Args:
         summed, features: sizes of the kernel's axes that are summed over, and of the others.
@@ -255,7 +255,7 @@ class FlaxLinear(NamedTuple):
 
 
 def flax_linear(module: Any) -> FlaxLinear | None:
-    """Return the description of one of Flax's linear layers; None for another module.
+    """Return the description of one of Flax's linear layers; None for other modules.
 
     >>> flax_linear(nnx.Linear(32, 16, rngs=nnx.Rngs(0))).features
     (16,)
@@ -293,7 +293,7 @@ def einsum_linear(kernel: str, out: str, shape: Sequence[int], why: str | None) 
 
 
 def size_reason(summed: Sequence[int], features: Sequence[int], recipe: Recipe | None) -> str | None:
-    """Return why ``recipe``, or None for any FP8 recipe, cannot quantize a kernel of these sizes, or None.
+    """Return the reason why ``recipe`` (None: any FP8 recipe) cannot quantize a kernel of these sizes, or None.
 
     >>> size_reason((32,), (50,), None)
     'its output size 50 is not a multiple of 16'
@@ -306,7 +306,7 @@ def size_reason(summed: Sequence[int], features: Sequence[int], recipe: Recipe |
 
 
 def precision_reason(precision: Any) -> str | None:
-    """Return why a GEMM of this ``precision`` is not to be quantized, or None.
+    """Return the reason not to quantize a GEMM of this ``precision``, or None.
 
     >>> precision_reason("highest")
     "its precision is 'highest'"
@@ -357,7 +357,7 @@ def _einsum(
 
 
 def _gemm(x: Array, kernel: Array, state: Any, *, order: GemmOrder, **options: Any) -> Array:
-    """Return ``x [*rows, *summed] @ kernel [*summed, *features]`` after both were brought into this order."""
+    """Return ``x [*rows, *summed] @ kernel [*summed, *features]`` after transposing both to this order."""
     rows, summed, kernel_summed, features = order
     x, kernel = jnp.transpose(x, (*rows, *summed)), jnp.transpose(kernel, (*kernel_summed, *features))
     if len(summed) != 1:
@@ -370,7 +370,7 @@ def _others(x: Array, axes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _out_spec(lhs: Array, rhs: Array, rows: Sequence[int], features: Sequence[int]) -> PartitionSpec | None:
-    """Return the sharding of the product on a mesh with Explicit axes, from those of its operands; else None."""
+    """Return the sharding of the product on a mesh with Explicit axes, derived from its operands; else None."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or AxisType.Explicit not in mesh.axis_types:
         return None

@@ -1,4 +1,4 @@
-"""How the arrays of a GEMM in one of Flax's layers lie on the mesh in use, so that each device can run its part."""
+"""Placement of a GEMM's arrays on the mesh in use, for Flax's layers, so that each device can run its part."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax_te.typing import Array
 
 
 class GemmOrder(NamedTuple):
-    """Which axes of input and kernel a ``dot_general`` sums over, in pairs, and which are left, in order."""
+    """Contracted axes of a ``dot_general``'s input and kernel, in pairs, and the remaining axes, in order."""
 
     rows: Sequence[int]
     summed: Sequence[int]
@@ -24,9 +24,9 @@ class GemmOrder(NamedTuple):
 
 
 class GemmAxes(NamedTuple):
-    """Where ``x [*rows, k]``, ``kernel [k, *n]`` and their product lie on the mesh.
+    """Placement of ``x [*rows, k]``, ``kernel [k, *n]`` and their product on the mesh.
 
-    Or why that is unknown; all None without a mesh.
+    Or the reason why it is unknown; all None without a mesh.
     """
 
     x: PartitionSpec | None = None
@@ -36,10 +36,11 @@ class GemmAxes(NamedTuple):
 
 
 def gemm_axes(x: Array, kernel: Array, order: GemmOrder, names: Sequence[Any] | None, multiple: int = 1) -> GemmAxes:
-    """Return where the arrays of a GEMM lie on the mesh in use.
+    """Return the placement of a GEMM's arrays on the mesh in use.
 
-    Along Explicit axes their types say it. Along Auto axes the kernel's names do, and of the input the rules of
-    ``"batch"`` and ``"sequence"``: its first two axes, unless these are summed over. Values do not depend on it.
+    Along Explicit axes their types determine it. Along Auto axes it follows from the kernel's names and, for the
+    input's first two axes unless they are contracted, from the rules of ``"batch"`` and ``"sequence"``. Values do not
+    depend on it.
 
     Args:
         x, kernel: input and kernel, as ``dot_general`` received them.
@@ -85,7 +86,7 @@ class _GemmDims(NamedTuple):
 def _operand_dims(
     order: GemmOrder, typed: tuple[Dims, Dims], of_rows: Dims, of_kernel: Dims, auto: set[str]
 ) -> tuple[Dims, Dims]:
-    """Return the mesh axes for each dimension of input and kernel as ``dot_general`` got them.
+    """Return the mesh axes for each dimension of input and kernel as ``dot_general`` received them.
 
     Args:
         order: order of their axes.
@@ -101,7 +102,7 @@ def _operand_dims(
         kernel_dims[axis] += found
     taken = _of_batch(order, tuple(x_dims))
     for axis, other in zip(order.summed, order.kernel_summed, strict=True):
-        # A row-parallel layer: its input is what a column-parallel one computed. Fully sharded kernels are gathered.
+        # A row-parallel layer: its input is the output of a column-parallel one. Fully sharded kernels are gathered.
         x_dims[axis] += tuple(name for name in kernel_dims[other] if name in auto and name not in taken)
     return tuple(x_dims), tuple(kernel_dims)
 
@@ -112,7 +113,7 @@ def _of_batch(order: GemmOrder, x_dims: Dims) -> set[str]:
 
 
 def _gemm_dims(order: GemmOrder, x_dims: Dims, kernel_dims: Dims) -> _GemmDims:
-    """Return the mesh axes of the GEMM's arrays in its own order, where several axes of a sum are one."""
+    """Return the mesh axes of the GEMM's arrays in its own order, with contracted axes merged into one."""
     rows = tuple(x_dims[axis] for axis in order.rows)
     summed = tuple(x_dims[axis] for axis in order.summed)[:1]
     kernel_summed = tuple(kernel_dims[axis] for axis in order.kernel_summed)[:1]
@@ -124,23 +125,23 @@ def _gemm_dims(order: GemmOrder, x_dims: Dims, kernel_dims: Dims) -> _GemmDims:
 
 
 def _summed_apart(order: GemmOrder, x_dims: Dims, kernel_dims: Dims) -> str | None:
-    """Return why axes of a sum that are one in the GEMM cannot be split so, or None."""
+    """Return the reason why merged contraction axes cannot be sharded this way, or None."""
     later = [x_dims[axis] for axis in order.summed[1:]] + [kernel_dims[axis] for axis in order.kernel_summed[1:]]
     return "it sums over several axes, and another than the first of them is split" if flat(tuple(later)) else None
 
 
 def _indivisible(name: str, shape: tuple[int, ...], dims: Dims, mesh: AbstractMesh) -> str | None:
-    """Return why an array does not divide over its mesh axes, or None."""
+    """Return the reason why an array does not divide over its mesh axes, or None."""
     if local_shape(shape, dims, mesh) is not None:
         return None
     return f"the {name} {shape} does not divide over {partition_spec(dims)} of the mesh {dict(mesh.shape)}"
 
 
 def _misfit(name: str, sizes: Sequence[int], dims: Dims, mesh: AbstractMesh, multiple: int) -> str | None:
-    """Return why one device's GEMM cannot run on its part of the features of ``sizes``, or None."""
+    """Return the reason why one device's GEMM cannot run on its shard of the features, or None."""
     ranks = math.prod(mesh.shape[axis] for axis in flat(dims))
     size = math.prod(sizes) // ranks
-    # XLA pads such a GEMM; TE's cannot run it.
+    # XLA pads such a GEMM; TE cannot run it.
     if ranks == 1 or size % multiple == 0:
         return None
     return f"the {name} size of one device, {size}, is not a multiple of {multiple}"
@@ -168,7 +169,7 @@ def kernel_names(kernel: nnx.Variable, rank: int) -> tuple[Any, ...] | None:
 
 
 def _unknown(auto: set[str], rows: set[str], of_kernel: set[str] | None) -> str | None:
-    """Return why the names do not tell how a GEMM lies over the Auto axes, or None.
+    """Return the reason why names do not determine a GEMM's placement over the Auto axes, or None.
 
     Args:
         auto: mesh axes of type Auto.
@@ -181,7 +182,7 @@ def _unknown(auto: set[str], rows: set[str], of_kernel: set[str] | None) -> str 
             "kernel_init=nnx.with_partitioning(init, names) before quantize_model, DotGeneral(kernel_axes=names), or "
             "nn.with_logical_partitioning in Linen"
         )
-    # Otherwise each device would compute the whole batch, where the rules call it by a name of their own.
+    # Otherwise each device would compute the whole batch if the rules use another name for it.
     if of_kernel is not None and not rows and auto - of_kernel:
         return (
             f"no rule says which mesh axis splits the batch, of {', '.join(sorted(auto - of_kernel))}; give one: "
@@ -191,7 +192,7 @@ def _unknown(auto: set[str], rows: set[str], of_kernel: set[str] | None) -> str 
 
 
 def _auto_axes(mesh: AbstractMesh) -> set[str]:
-    """Return the axes of several devices along which types do not say how an array lies."""
+    """Return the axes with several devices along which types do not determine an array's placement."""
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return {name for name, kind in types if kind == AxisType.Auto and mesh.shape[name] > 1}
 
@@ -205,11 +206,11 @@ def _typed(x: Array, mesh: AbstractMesh) -> Dims:
 
 
 def _resolved(names: Iterable[Any], mesh: AbstractMesh, auto: set[str]) -> Dims:
-    """Return the Auto axes that rules give each name, each once: the first name keeps it."""
+    """Return the Auto axes that rules assign to each name, each axis once: the first name keeps it."""
     rules, free, taken, dims = current_rules(mesh), free_axes(mesh), set[str](), []
     known = known_names(rules)
     for name in names:
-        # None or PartitionSpec.UNCONSTRAINED: no axis.
+        # None and PartitionSpec.UNCONSTRAINED name no axis.
         parts = (name,) if isinstance(name, str) else name if isinstance(name, (tuple, list)) else ()
         # A name without a rule may be a mesh axis itself: nnx.with_partitioning(init, (None, "model")).
         axes = [axis for part in parts for axis in (rules.mesh_axes(part) if part in known else (part,))]

@@ -45,7 +45,7 @@ class Experts(TrainingMode):
 
     @property
     def alignment(self) -> int:
-        """Rows at whose multiples an expert's rows must start for the recipes here and now to read them as they are."""
+        """Alignment of an expert's rows with which the recipes in this context read them without a copy."""
         layers = [getattr(layer, "base", layer) for layer in (self.linear_fc1, self.linear_fc2)]
         return math.lcm(*(group_alignment(layer.recipe) for layer in layers))
 
@@ -63,12 +63,12 @@ class Experts(TrainingMode):
         """
         if self.apply_probs_on_input:
             x = (x.astype(probs.dtype) * probs[:, None]).astype(x.dtype)
-            # They are applied; padding stays without a bias.
+            # The probabilities are applied already; padding rows get no bias.
             probs = (groups.of_rows() < groups.count).astype(probs.dtype)
         call: dict[str, Any] = {"is_first_microbatch": is_first_microbatch, "alignment": groups.alignment}
         hidden = _output(self.linear_fc1(x, groups.sizes, **call))
 
-        # Its layer is an argument, since that of jax.checkpoint is a copy.
+        # The layer is an argument, since jax.checkpoint passes a copy.
         def rest(parts: Any) -> Array:
             linear_fc2, hidden, probs, sizes = parts
             z = activation(hidden, self.function.name, params=self.function.params, out_axes=(None, "ffn"))
@@ -78,7 +78,8 @@ class Experts(TrainingMode):
             if bias is None:
                 return y
             of = RowGroups(sizes=sizes, rows=groups.rows, alignment=groups.alignment)
-            # As a GEMM with one feature, whose gradients add rows up in an order that does not depend on the device.
+            # Computed as a GEMM with one feature, whose gradients sum rows in an order that does not depend on the
+            # device.
             weighted = grouped_dense(probs.astype(jnp.float32)[:, None], bias[:, None].astype(jnp.float32), groups=of)
             return (y.astype(jnp.float32) + weighted).astype(y.dtype)
 
@@ -155,7 +156,7 @@ def gate_parameter(
 
 
 def shared_experts(layer: Any, x: Array, is_first_microbatch: bool | None) -> Array:
-    """Return what a layer with ``linear_fc1``, ``linear_fc2``, ``function`` and ``gate_kernel`` makes of ``x``.
+    """Return the output for ``x`` of a layer with ``linear_fc1``, ``linear_fc2``, ``function`` and ``gate_kernel``.
 
     >>> shared_experts(SharedExperts(16, 32, rngs=nnx.Rngs(0)), jnp.ones((2, 4, 16)), None).shape
     (2, 4, 16)
@@ -171,5 +172,5 @@ def shared_experts(layer: Any, x: Array, is_first_microbatch: bool | None) -> Ar
 
 
 def _output(result: Any) -> Array:
-    """Return the output of a layer, which may come with a bias that it has added already, as Megatron's do."""
+    """Return the output of a layer, without a bias that Megatron's layers return after adding it."""
     return result[0] if isinstance(result, tuple) else result

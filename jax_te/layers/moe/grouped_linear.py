@@ -26,9 +26,9 @@ from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, TensorGrou
 class GroupedLinear(TensorParallelModule):
     """``y = x @ kernel[g] + bias[g]`` for the rows of each group ``g``: linear layers of experts in one array.
 
-    Rows are sorted by group. Each group's GEMMs are quantized as those of a `Linear` that it has to itself: scales and
-    amaxes are its own, delayed scaling has a state for each, and results do not depend on other groups' rows. Sizes of
-    groups are values on the device, which the host does not wait for; a group may have no rows, or all.
+    Rows are sorted by group. Each group's GEMMs are quantized like a separate `Linear`: it has its own scales and
+    amaxes, and its own state under delayed scaling, and results do not depend on other groups' rows. Group sizes are
+    values on the device, for which the host does not wait; a group may have no rows, or all.
 
     Args:
         num_gemms: ``e``, the number of groups.
@@ -151,7 +151,7 @@ class GroupedLinear(TensorParallelModule):
             return layer_output(y, bias=None if weights.bias is None else weights.bias.astype(x.dtype))
 
     def row_groups(self, x: Array, group_sizes: Array | Sequence[int], alignment: int = 1) -> RowGroups:
-        """Where the rows of each group lie in a call's ``x``; sizes that are known are checked.
+        """Return the location of each group's rows in a call's ``x``; concrete sizes are checked.
 
         Args:
             x, group_sizes, alignment: see `GroupedLinear.__call__`.
@@ -170,7 +170,7 @@ class GroupedLinear(TensorParallelModule):
         return RowGroups(sizes=group_sizes.astype(jnp.int32), rows=x.shape[0], alignment=alignment)
 
     def _options(self) -> LinearOptions:
-        # Rows are not named: on a mesh they are those of all devices.
+        # Rows have no logical axis: on a mesh every device has all of them.
         return LinearOptions(
             kernel_axes=self.kernel_axes,
             out_axes=(None, *self.feature_axes),

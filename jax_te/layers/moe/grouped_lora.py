@@ -34,7 +34,7 @@ class GroupedLoRA(LoRA):
 
     Raises:
         TypeError: for another base.
-        ValueError: for a rank that is not positive, and as the base.
+        ValueError: for a rank that is not positive; see also the base.
 
     Source: Hu et al. 2021, "LoRA: low-rank adaptation of large language models".
 
@@ -64,7 +64,7 @@ class GroupedLoRA(LoRA):
         *,
         alignment: int = 1,
     ) -> Any:
-        """What the base returns for the same arguments, with the adapters' products added.
+        """Return the base's result for the same arguments, with the adapters' products added.
 
         Args:
             x, group_sizes, is_first_microbatch, alignment: see `GroupedLinear`.

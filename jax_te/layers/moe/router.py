@@ -37,18 +37,18 @@ class Routing(NamedTuple):
 
 
 class AuxLossScale(nnx.Variable):
-    """NNX Variable that holds by how much the model's loss is scaled while it is differentiated, fp32 ``[]``."""
+    """NNX Variable of the factor by which the model's loss is scaled while it is differentiated, fp32 ``[]``."""
 
 
 @checked
 class Router(TrainingMode):
-    """Choose each token's experts, and give its losses to the gradients.
+    """Choose each token's experts, and add the gradients of the load-balancing losses.
 
     The losses change no value: their gradients are added to those of the probabilities. A train step scales them as it
     scales the model's loss, over microbatches, too.
 
     Its states are fp32, and no parameters: the expert bias, the bias of quantile balancing, the counts of
-    ``"global_aux_loss"``, and what `expert_metrics` reads. They go on once a step, by what training counted:
+    ``"global_aux_loss"``, and what `expert_metrics` reads. They are updated once a step, from the counts of training:
     `jax_te.quantize.Counting`.
 
     Args:
@@ -66,7 +66,7 @@ class Router(TrainingMode):
 
     Raises:
         ValueError: for ``dtype="fp64"`` unless JAX's 64-bit mode is on; when called, for an input that is not
-            ``[..., h]``, a batch that does not divide into ``aux_loss_groups``, no key where one is drawn from, and as
+            ``[..., h]``, a batch that does not divide into ``aux_loss_groups``, a missing random key; and see
             `jax_te.config.RouterOptions` for a number of tokens.
 
     Source: ``megatron.core.transformer.moe.router.TopKRouter``.
@@ -113,7 +113,7 @@ class Router(TrainingMode):
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """What ``last_step`` holds behind the tokens of each expert."""
+        """Entries of ``last_step`` after the tokens of each expert."""
         z_loss = () if self.options.z_loss_coeff is None else ("z_loss",)
         return ("calls", "chosen", "dropped", *self.options.losses, *z_loss)
 
@@ -125,7 +125,7 @@ class Router(TrainingMode):
         key: Array | None = None,
         experts: Array | None = None,
     ) -> Any:
-        """Return what `assign` does."""
+        """Return the result of `assign`."""
         return self.assign(x, padding_mask=padding_mask, key=key, experts=experts)
 
     def assign(
@@ -237,14 +237,14 @@ class Router(TrainingMode):
         return jnp.take_along_axis(by_position(room, s, b), chosen.experts, axis=-1)
 
     def capacity(self, tokens: int) -> int | None:
-        """Return how many of ``tokens`` an expert takes; None: as many as come."""
+        """Return the capacity of an expert for ``tokens``; None: unlimited."""
         options = self.options
         if options.expert_capacity_factor is None:
             return None
         return routing.expert_capacity(tokens, options.num_experts, options.topk, options.expert_capacity_factor)
 
     def _losses(self, logits: Array, counted: Array | None) -> tuple[dict[str, Array], Array | None]:
-        """Return the losses without coefficients, and what ``counts_so_far`` gets; of logits ``[b, s, e]``."""
+        """Return the losses without coefficients, and the next ``counts_so_far``, for logits ``[b, s, e]``."""
         options, found, added = self.options, {}, None
         parts, (b, s, _) = options.aux_loss_groups, logits.shape
         if b % parts:
@@ -291,11 +291,11 @@ class Router(TrainingMode):
         found: dict[str, Array],
         so_far: Array | None,
     ) -> Array:
-        """Return the probabilities, in whose backward pass the states get what this call counted."""
+        """Return the probabilities, whose backward pass adds this call's counts to the states."""
         e = self.options.num_experts
         tokens = None if counted is None else counted.reshape(-1, 1)
         chosen = routing.tokens_per_expert(experts, e, tokens)
-        # Behind the capacity, as in Megatron: the load that an expert had.
+        # After dropping by capacity, as in Megatron: the actual load of an expert.
         within = kept if kept is None or tokens is None else kept & tokens
         load = chosen if kept is None else routing.tokens_per_expert(experts, e, within)
         sums = {"calls": jnp.float32(1.0), "chosen": jnp.sum(chosen), "dropped": jnp.sum(chosen - load), **found}
@@ -314,9 +314,9 @@ def _state(size: int, rule: Any) -> QuantizerState:
 
 
 def set_aux_loss_scale(model: nnx.Module, scale: Array | float | None) -> None:
-    """Say by how much the loss is scaled while it is differentiated, so that routers scale their losses alike.
+    """Set the factor by which the loss is scaled while it is differentiated, for the routers' losses, too.
 
-    `jax_te.training` does so itself. It is for loops of one's own that scale the loss.
+    `jax_te.training` calls it itself. Call it in your own training loop if that scales the loss.
 
     Args:
         model: changed in place.
@@ -363,7 +363,7 @@ def aux_losses_scaled(model: nnx.Module, scale: Array | float) -> Iterator[None]
 
 
 def expert_metrics(model: nnx.Module) -> dict[str, Array]:
-    """Return what the last step counted, over all routers of a model and for each.
+    """Return the counts of the last step, over all routers of a model and for each.
 
     Args:
         model: model whose states a train step has written back, e.g. ``state.model``.
@@ -371,7 +371,7 @@ def expert_metrics(model: nnx.Module) -> dict[str, Array]:
     Returns:
         By name, fp32: each loss, the mean over calls and layers; ``dropped_share``, of all choices of experts;
         ``max_over_mean_load``, the largest load of an expert over the mean one, in the layer where that is largest.
-        And for each router, behind its path and a ``/``: the same, and ``tokens_per_expert [e]``. Empty without
+        For each router, prefixed with its path and a ``/``: the same, and ``tokens_per_expert [e]``. Empty without
         routers.
 
     >>> router = Router(16, RouterOptions(num_experts=8), rngs=nnx.Rngs(0))

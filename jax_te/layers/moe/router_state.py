@@ -1,4 +1,4 @@
-"""How the states of a router go on: once a step, from what its calls counted."""
+"""Updates of a router's states: once a step, from the counts of its calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from jax_te.typing import Array
 
 @dataclass(frozen=True)
 class ExpertBias(Counting):
-    """The bias ``[e]`` of each expert's scores: it grows where fewer tokens came than the mean, and shrinks where more.
+    """The bias ``[e]`` of each expert's scores: it grows for experts with fewer tokens than the mean, and shrinks for
+    experts with more.
 
     Args:
         rate: size of a step.
@@ -34,7 +35,8 @@ class ExpertBias(Counting):
 
 @dataclass(frozen=True)
 class QuantileBias(Counting):
-    """The bias ``[e]`` of quantile balancing, and behind it a 0: ``[e + 1]``, as calls count quantiles and themselves.
+    """The bias ``[e]`` of quantile balancing, followed by a 0: ``[e + 1]``, the shape of the calls' sum of quantiles
+    and number of calls.
 
     Args:
         ema: share of the old bias in the new one.
@@ -58,7 +60,7 @@ class QuantileBias(Counting):
 
 @dataclass(frozen=True)
 class CountsSoFar(Counting):
-    """The tokens of each expert in a step's microbatches so far, and the number of these: ``[e + 1]``.
+    """The tokens of each expert in a step's microbatches so far, and the number of microbatches: ``[e + 1]``.
 
     Each step begins at 0.
 
@@ -80,7 +82,7 @@ class CountsSoFar(Counting):
 
 @dataclass(frozen=True)
 class LastStep(Counting):
-    """What the last step counted, for metrics.
+    """Counts of the last step, for metrics.
 
     >>> LastStep().advance(jnp.ones(1), jnp.zeros(1)).tolist()
     [0.0]
