@@ -94,7 +94,7 @@ def dot_product_attention(
 
     Raises:
         ValueError: for shapes that do not agree, and for an array that is missing or unused; for sizes that do not
-            divide over the context axis, and options that the kind of exchange does not have; for numbers that are
+            divide over the context axis, and options that the kind of exchange does not support; for numbers that are
             not finite.
         TypeError: for inputs or a bias that are not floating point, a mask that is not bool, lengths that are not
             integers, and a ``return_max_logit`` that is not True or False.
@@ -134,7 +134,7 @@ def dot_product_attention(
     )
     arrays = AttentionArrays(mask, q_lengths, kv_lengths, segments, bias, softmax_offset, dropout_key)
     check_arrays(spec, arrays)
-    # The same array, not a copy: identity is how `same_lengths` knows that both lengths agree.
+    # The same array, not a copy: `same_lengths` compares the lengths by identity.
     if q_lengths is None:
         arrays = arrays._replace(q_lengths=kv_lengths)
     mesh, sharding = jax.sharding.get_abstract_mesh(), None
@@ -154,7 +154,7 @@ def dot_product_attention(
         def attend(qkv: QKV, arrays: AttentionArrays) -> Any:
             assert chosen is not None
             out, max_logit = chosen.attention(qkv, spec, arrays)
-            # Named behind the constraint, so that a policy saves it in the sharding in which the next layer reads it.
+            # Named after the constraint, so that a policy saves it in the sharding that the next layer reads.
             out = checkpoint_name(constrain(out, out_axes), "context")
             return (out, max_logit) if return_max_logit else out
 
@@ -162,7 +162,7 @@ def dot_product_attention(
         return auto_region(attend, axes)(qkv, arrays)
 
 
-# Cached, because every attention layer of a model asks the same; ``rules`` and ``supports`` are part of the key.
+# Cached, because the attention layers of a model make the same call; ``rules`` and ``supports`` are part of the key.
 @functools.lru_cache(maxsize=1024)
 def _resolve(
     mesh: AbstractMesh,
@@ -173,12 +173,13 @@ def _resolve(
     backend: BackendName,
     ambient: tuple[Any, ...],
 ) -> tuple[Backend | None, AttentionSharding | None]:
-    """Return how a call on a mesh runs on each device by itself, or the backend where the compiler partitions it.
+    """Return the sharding of a call on a mesh that each device runs by itself, or the backend if the compiler
+    partitions it.
 
     The other one is None. ``facts`` are whether there is a mask array, and whether
     queries and keys have the same lengths.
     """
-    # A sharded sequence without axes would be computed as one device's, zig-zag order taken for natural order.
+    # Without axes a sharded sequence would be treated as unsharded, and zig-zag order as natural order.
     if axes is None and context_parallel is not None:
         _check_whole_sequences(spec, mesh, context_parallel)
     cp, (has_mask, same) = context_parallel or ContextParallel(), facts
@@ -198,13 +199,13 @@ def _resolve(
         return primitives(select("dot_product_attention", attention=spec, backend=backend, unsharded=reason)), None
     name = choose_backend(sharding, same, backend).backend
     if name == "xla" and not sharding.context:
-        # The compiler partitions plain JAX, and jax.nn's call of cuDNN, as well as rules of our own would.
+        # The compiler partitions plain JAX, and jax.nn's cuDNN call, as well as explicit rules would.
         return primitives(name), None
     return None, replace(sharding, backend=name)
 
 
 def _check_whole_sequences(spec: AttentionSpec, mesh: AbstractMesh, context_parallel: ContextParallel) -> None:
-    """Raise ValueError where the mesh shards sequences and a call without axes does not say so."""
+    """Raise ValueError if the mesh shards sequences but the call specifies no axes."""
     sharding = attention_sharding(spec, (None, "sequence", None, None), mesh, context_parallel)
     if sharding is not None and sharding.context:
         raise ValueError(

@@ -14,7 +14,7 @@ from jax_te.typing import Array
 
 
 class Segments(NamedTuple):
-    """Where the packed sequences of every row of a batch begin, and how long they are.
+    """Starts and lengths of the packed sequences in every row of a batch.
 
     Args:
         q_offsets, kv_offsets: int32 ``[b, m]``, first position of each of at most ``m`` sequences, in rising order.
@@ -72,8 +72,8 @@ def segments_from_cu_seqlens(
     q_offsets, q_lengths = _offsets_and_lengths("q", cu_seqlens_q, cu_seqlens_q_padded)
     if cu_seqlens_kv is None:
         if cu_seqlens_kv_padded is None:
-            # The same arrays, not equal ones: that keys have the queries' lengths is then known while tracing, which
-            # lets an all-gather align both at the end of each sequence.
+            # The same arrays, not copies: equality of lengths is then known while tracing, and an all-gather can align
+            # queries and keys at the end of each sequence.
             return Segments(q_offsets, q_lengths, q_offsets, q_lengths)
         cu_seqlens_kv = cu_seqlens_q
     kv_offsets, kv_lengths = _offsets_and_lengths("kv", cu_seqlens_kv, cu_seqlens_kv_padded)
@@ -126,7 +126,7 @@ def segment_positions_at(offsets: Array, lengths: Array, positions: Array) -> Se
 
 
 def check_boundaries(which: str, lengths: Array, padded: Array | None, size: int | None = None) -> None:
-    """Raise ValueError for cumulative lengths and offsets that have values and cannot be those of rows.
+    """Raise ValueError for concrete cumulative lengths and offsets that are not valid for rows.
 
     Args:
         which: ``"q"`` or ``"kv"``, for messages.
@@ -150,7 +150,7 @@ def check_boundaries(which: str, lengths: Array, padded: Array | None, size: int
 
 
 def _values(boundaries: Any) -> np.ndarray | None:
-    """Return boundaries as rows; None if they have no values here: in ``jit``, or on other processes' devices."""
+    """Return boundaries as rows; None if their values are unknown here: in ``jit``, or on other processes' devices."""
     if not isinstance(boundaries, jax.Array | np.ndarray) or isinstance(boundaries, Tracer):
         return None
     if isinstance(boundaries, jax.Array) and not boundaries.is_fully_addressable:

@@ -66,7 +66,7 @@ class _Spec(NamedTuple):
     out_axes: LogicalAxes | None
 
     def constrain(self, x: Array) -> Array:
-        """Return ``x`` in the sharding that the call names, where the compiler partitions the op."""
+        """Return ``x`` in the sharding that the call specifies, where the compiler partitions the op."""
         return constrain(x, self.out_axes) if self.plan.constrained else x
 
 

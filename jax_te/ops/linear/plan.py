@@ -1,4 +1,4 @@
-"""Where the GEMMs of a linear layer run on a mesh, and which collectives stand between them."""
+"""Placement of a linear layer's GEMMs on a mesh, and the collectives between them."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Plan:
     out_spec: PartitionSpec = REPLICATED
 
     def without_mesh(self, reason: str | None) -> Plan:
-        """Return the plan that leaves the op to the compiler for ``reason``; the plan itself for None."""
+        """Return the plan that leaves the op to the compiler because of ``reason``; None: the plan itself."""
         return self if reason is None or self.mesh is None else _partitioned(reason)
 
     def by_rows(self) -> Plan:
@@ -117,7 +117,7 @@ class Plan:
         return replace(self, x_all_gather=gathered, out_reduce_scatter=scattered, rows=(prod(self.rows or ()),))
 
     def shards(self, args: Any, out: Any) -> Shards | None:
-        """Return where arrays lie around an op that runs by this plan; None without a mesh.
+        """Return the sharding of an op's arrays under this plan; None without a mesh.
 
         Args:
             args: PartitionSpecs of the arguments and of their cotangents, a tree prefix of them.
@@ -133,7 +133,7 @@ def linear_plan(
     precision: Precision = Precision(),
     state: GemmState | None = None,
 ) -> Plan:
-    """Return how a linear layer runs on the mesh in use.
+    """Return the plan of a linear layer on the mesh in use.
 
     Args:
         x_shape: shape of the whole input.
@@ -150,16 +150,16 @@ def linear_plan(
         return _partitioned("the call does not name the logical axes of its output and kernel (out_axes, kernel_axes)")
     if ambient_observer.value is not None:
         return _partitioned("its quantized tensors are observed, which is done on whole arrays")
-    # A plan has one scale for each tensor, and here every part of the batch has its own.
+    # A plan has one scale for each tensor, but here every part of the batch has its own.
     if state is not None and state["x"]["scale"].ndim > 0:
         return _partitioned("each part of the batch has scales of its own (tp_only_amax_red)")
     if x_axes is None:
         x_axes = (*out_axes[: len(x_shape) - 1], activation_axis(kernel_axes[0]))
     whole = kernel.lacks_shards if isinstance(kernel, QuantizedKernel) else None
-    # Named before the sizes of blocks: no other size would help a kernel that has no shards.
+    # This reason comes before those of block sizes: no other size would help a kernel without shards.
     precision = precision if whole is None else Precision()
     dims = (mesh_dims(x_axes, mesh), mesh_dims(kernel_axes, mesh), mesh_dims(out_axes, mesh))
-    # Quantizing a kernel beforehand knows its own axes alone, and shares scales along these. A layer of Flax, whose
+    # Quantization of a kernel in advance knows only its own axes, and shares scales along these. A layer of Flax, whose
     # axes are a PartitionSpec, has no such kernel.
     ahead = None if isinstance(kernel_axes, PartitionSpec) else gathered_axes(kernel_axes, mesh)
     return plan_of_dims(mesh, (x_shape, kernel.shape), dims, precision, ahead).without_mesh(whole)
@@ -174,7 +174,7 @@ def plan_of_dims(
     precision: Precision,
     ahead: MeshAxes | None,
 ) -> Plan:
-    """Return how a linear layer runs whose arrays lie on a mesh in this way, whoever said so.
+    """Return the plan of a linear layer whose arrays are placed on a mesh in this way.
 
     Args:
         mesh: the mesh in use.
@@ -203,7 +203,7 @@ def plan_of_dims(
         bias_spec=partition_spec(features),
         out_spec=partition_spec(out),
     )
-    # What an all-gather joins has one scale.
+    # Shards that an all-gather joins have one scale.
     joined = zip(ROLES, (plan.x_all_gather, plan.kernel_all_gather, plan.out_reduce_scatter), strict=True)
     shared = (free_axes(mesh) if getattr(precision, role).whole_amax else flat(dims) for role, dims in joined)
     plan = replace(plan, scale_axes=tuple(shared))
@@ -230,8 +230,9 @@ def plan_of_dims(
 def rows_may_be_reordered(first: Plan, last: Plan) -> bool:
     """Return whether the layers of a feed-forward block may run on rows in the order in which devices gather them.
 
-    Nothing in such a block depends on the order of rows but blocks of scales, and along another axis than the first,
-    such as the sequence, XLA transposes what NCCL gathers and scatters. The rows must come back in the order they had.
+    Only blocks of scales depend on the order of rows in such a block, and along an axis other than the first, such as
+    the sequence, XLA transposes the arrays that NCCL gathers and scatters. The rows must come back in the order they
+    had.
     """
     come_back_in_order = (first.x_all_gather, first.x_row_axes) == (last.out_reduce_scatter, last.out_row_axes)
     gathered_once = not last.x_all_gather
@@ -241,7 +242,7 @@ def rows_may_be_reordered(first: Plan, last: Plan) -> bool:
 
 
 def row_plan(shape: tuple[int, ...], axes: LogicalAxes | None, out_axes: LogicalAxes | None, *, whole: int) -> Plan:
-    """Return how an op that treats each row of ``x`` by itself runs on the mesh in use.
+    """Return the plan of a row-wise op on ``x`` on the mesh in use.
 
     Args:
         shape: shape of ``x``.
@@ -254,7 +255,7 @@ def row_plan(shape: tuple[int, ...], axes: LogicalAxes | None, out_axes: Logical
     if axes is None or out_axes is None:
         return _partitioned("the call does not name the logical axes of its output (out_axes)")
     spec = partition_spec(dims := mesh_dims(axes, mesh))
-    # A norm's statistics are of whole rows.
+    # A norm's statistics need whole rows.
     if flat(dims[len(dims) - whole :]):
         return _partitioned(f"its rows are split over devices: {spec}")
     if local_shape(shape, dims, mesh) is None:

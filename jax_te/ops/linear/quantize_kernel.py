@@ -1,4 +1,4 @@
-"""Quantizing a kernel before the calls that use it."""
+"""Quantization of a kernel before the calls that use it."""
 
 from __future__ import annotations
 
@@ -104,10 +104,10 @@ def quantize_kernel(
         form, amax = _on_devices((chosen, quantizer, shards, group), shards, (kernel, scale))
     else:
         operand, amax = _in_region(run, kernel, scale, kernel_axes)
-        # Plain arrays pass through checkpoints and any transformation; a backend's own classes need not.
+        # Plain arrays pass through checkpoints and any transformation; a backend's classes may not.
         form = operand if portable else OpaqueTree.pack(operand)
     guard = Guard.new() if portable else None
-    if grouped:  # each of its kernels has one, as those of a stack have
+    if grouped:  # one for each kernel, as in a stack
         guard = jax.tree.map(lambda constant: jnp.full(kernel.shape[:1], constant), guard)
     return QuantizedKernel(
         form=form, amax=amax, guard=guard, quantizer=quantizer, shape=kernel.shape, dtype=kernel.dtype
@@ -115,8 +115,8 @@ def quantize_kernel(
 
 
 def _shards(kernel: Array, axes: LogicalAxes | None, quantizer: Quantizer, state: GemmState | None) -> Shards | None:
-    """Return how the kernel lies on the mesh where each device can quantize its shard by itself, and the calls that
-    read it run so (`jax_te.ops.linear.plan.linear_plan`); else None.
+    """Return the kernel's sharding on the mesh if each device can quantize its shard by itself and the calls that read
+    it run this way (`jax_te.ops.linear.plan.linear_plan`); else None.
     """
     mesh, whole = device_mesh(), state is None or state["x"]["scale"].ndim == 0
     if mesh is None or axes is None or not isinstance(quantizer, TensorQuantizer) or ambient_observer.value is not None:

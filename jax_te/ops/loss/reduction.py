@@ -1,4 +1,4 @@
-"""Which tokens count in a loss, and how the losses of tokens become one number."""
+"""Selection of the tokens that count in a loss, and reduction of their losses."""
 
 from __future__ import annotations
 

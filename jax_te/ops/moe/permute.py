@@ -15,7 +15,7 @@ from jax_te.typing import Array
 
 
 class Permutation(NamedTuple):
-    """Where the rows of a batch come from and go to. An assignment is one expert of one token, number ``t k + slot``.
+    """Sources and destinations of a batch's rows. An assignment is one expert of one token, with index ``t k + slot``.
 
     Args:
         groups: rows of each expert.
@@ -99,7 +99,7 @@ def permute(x: Array, permutation: Permutation) -> Array:
 
 
 def unpermute(rows: Array, permutation: Permutation) -> Array:
-    """Return the sum over each token's rows, ``[t, ...]`` of ``[rows, ...]``, added up in fp32; dropped ones give 0.
+    """Return the sum over each token's rows, ``[t, ...]`` of ``[rows, ...]``, accumulated in fp32; dropped ones give 0.
 
     >>> plan = plan_permutation(jnp.array([[1, 0], [0, 1]]), 2)
     >>> unpermute(jnp.array([[1.0], [2.0], [4.0], [8.0]]), plan).tolist()
@@ -117,7 +117,7 @@ def permute_probs(probs: Array, permutation: Permutation) -> Array:
     return _permute_probs(probs, permutation.sources, permutation.rows)
 
 
-# Each is the other's transpose, so that neither direction adds into rows in an order that a device chooses.
+# Each is the other's transpose, so that neither direction scatters sums in a device-dependent order.
 @jax.custom_vjp
 def _permute(x: Array, sources: Array, rows: Array) -> Array:
     # The source behind the last one is padding, and so is its token.

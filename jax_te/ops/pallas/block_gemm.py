@@ -20,7 +20,7 @@ _PAIR = 2
 """Thread blocks of a cluster: side by side along ``n``, with one read of ``a`` between them."""
 
 _SWATH = 8
-"""Tiles along ``m`` whose columns are worked off together, so that operands are found in the cache."""
+"""Tiles along ``m`` whose columns are processed together, so that operands are found in the cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,7 @@ def _gemm(
 ) -> Array:
     """The kernel. ``k`` and ``n`` are multiples of 128.
 
-    As many thread blocks as the GPU has multiprocessors work off the tiles. One warpgroup of each loads operands and
+    As many thread blocks as the GPU has multiprocessors process the tiles. One warpgroup of each loads operands and
     scales into a ring of ``stages``, across tiles without a pause; the others multiply. ``filled`` and ``emptied`` are
     the ring's barriers. Rows past ``m`` and columns past ``n`` read as zeros and are not written.
     """

@@ -1,4 +1,4 @@
-"""FP8 quantization with one scale for each block: each tile is read once and written as it is and transposed."""
+"""FP8 quantization with one scale for each block: each tile is read once and written both plain and transposed."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def block_quantize_2d(
 ) -> tuple[Array, Array, Array]:
     """Quantize in blocks of 128x128; the transposed copy has the same values and (transposed) the same scales.
 
-    Arguments and arithmetic as in `block_quantize`.
+    Arguments and arithmetic are those of `block_quantize`.
 
     Args:
         w: fp32, bf16 or fp16 ``[k, n]``, sizes multiples of 16.

@@ -1,8 +1,8 @@
-"""Matrix products of rows sorted by group, each group with a matrix of its own: one kernel, nothing read by the host.
+"""Matrix products of rows sorted by group, each group with its own matrix: one kernel, nothing read by the host.
 
-Both products cut their result into tiles, which as many thread blocks as the GPU has multiprocessors work off. One
-warpgroup of a thread block loads operands into a ring of buffers, across tiles without a pause; the others multiply.
-A tile belongs to one group: it reads that group's matrix, or sums over that group's rows.
+Both products cut their result into tiles, which as many thread blocks as the GPU has multiprocessors process. One
+warpgroup of a thread block loads operands into a ring of buffers, across tiles without a pause; the others multiply. A
+tile belongs to one group: it reads that group's matrix, or sums over that group's rows.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from jax_te.ops.pallas.support import check_jax, multiprocessors
 from jax_te.typing import Array, DTypeLike
 
 GROUP_ALIGNMENT = 128
-"""Rows of which each group has a multiple: so no step of a sum over rows, and no piece of a tile, is of two groups."""
+"""Alignment of groups in rows, so that no step of a sum over rows, and no piece of a tile, spans two groups."""
 
 _PIECE = 64
 """Rows of one wgmma, and of one store: a tile that reaches past its group's end leaves out the pieces behind it."""
 
 _STEP_BYTES = 128
-"""Bytes of a line of an operand's tile: the longest pattern in which shared memory is swizzled for wgmma."""
+"""Bytes of a line of an operand's tile: the longest swizzle pattern of shared memory for wgmma."""
 
 _LINE = 128
 """Multiple to which operands are padded: the most values that a line of a tile has."""
@@ -38,7 +38,7 @@ _FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """How a product is cut up: a thread block computes ``[64 * pieces * warpgroups, columns]`` at a time.
+    """Tiling of a product: a thread block computes ``[64 * pieces * warpgroups, columns]`` at a time.
 
     Args:
         warpgroups: number of those that multiply; one more loads.
@@ -215,7 +215,7 @@ def _tiling_of(rows: int, columns: int, split: bool) -> Tiling:
 
 
 class _Form(NamedTuple):
-    """What is static about a product beside shapes and dtypes.
+    """Static facts about a product, apart from shapes and dtypes.
 
     Args:
         over_rows: whether it sums over the rows of groups, and not over ``k``.
@@ -334,7 +334,7 @@ _Problem = _RowsTimesMatrices | _OverRows
 
 
 def _step_of(a: Any) -> int:
-    """Return how many values of each line of its operands a step multiplies."""
+    """Return the number of values of each line of its operands that a step multiplies."""
     return _STEP_BYTES // a.dtype.itemsize
 
 
@@ -412,7 +412,7 @@ def _product(a: Array, b: Array, sizes: Array, scale: Array | None, form: _Form,
 
 
 def _load(problem: _Problem, operands: Any, ring: Any, staged: Any, filled: Any, emptied: Any) -> None:
-    """Fill the ring with what each step of each tile reads."""
+    """Fill the ring with the operands of each step of each tile."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -451,7 +451,7 @@ def _load(problem: _Problem, operands: Any, ring: Any, staged: Any, filled: Any,
 def _multiply(
     problem: _Problem, table: Any, scales: Any, out: Any, ring: Any, staged: Any, filled: Any, emptied: Any
 ) -> None:
-    """Multiply what the ring holds, and write each tile."""
+    """Multiply the operands in the ring, and write each tile."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -523,7 +523,7 @@ def _multiply(
         def _store() -> None:
             for i in range(t.columns // width):
                 buffer = staged.at[i % 2]
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the one before may still be on its way
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the previous copy may still be in flight
                 buffer[...] = values[:, i * width : (i + 1) * width].astype(form.out_dtype)
                 plgpu.commit_smem()
                 columns = pl.ds(tile.column + i * width, width)

@@ -1,4 +1,4 @@
-"""How an attention call is sharded over a mesh: known before it runs."""
+"""Static sharding of an attention call over a mesh."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class AttentionSharding:
     def shard_spec(
         self, q_length: int, kv_length: int, mask_type: MaskType | None = None, **changes: Any
     ) -> AttentionSpec:
-        """Return the description of what one device computes at a time: some of its queries and some keys.
+        """Return the spec of one block of a device: some of its queries and some keys.
 
         Args:
             q_length, kv_length: numbers of queries and keys.
@@ -122,7 +122,7 @@ class AttentionSharding:
 def attention_sharding(
     spec: AttentionSpec, axes: LogicalAxes, mesh: AbstractMesh, cp: ContextParallel
 ) -> AttentionSharding | None:
-    """Return how a call whose result has logical axes ``axes`` is sharded over ``mesh``.
+    """Return the sharding over ``mesh`` of a call whose result has logical axes ``axes``.
 
     The result is None if a surrounding ``shard_map`` has made all axes larger than 1 manual, and if head sizes are
     sharded.
@@ -135,7 +135,7 @@ def attention_sharding(
     if head_dim:
         return None
     if spec.is_bottom_right and not spec.is_padding and spec.q_length == spec.kv_length:
-        # The same mask under the name for which the ring and cuDNN have more kernels.
+        # The same mask, under a name for which the ring and cuDNN support more cases.
         spec = dataclasses.replace(spec, mask_type="causal")
     batch_shards, context_shards, head_shards = [prod([mesh.shape[name] for name in dim]) for dim in dims[:3]]
     gathers = cp.cp_comm_type == "all_gather" and context_shards > 1
