@@ -34,7 +34,7 @@ def block_amax(x: Array, block: tuple[int, int]) -> Array:
 
 
 def directed_block(block: tuple[int, int], columnwise: bool) -> tuple[int, int]:
-    """Return the block turned so that it lies along the axis that the GEMM sums over.
+    """Return the block oriented along the axis that the GEMM sums over.
 
     >>> directed_block((1, 128), columnwise=True)
     (128, 1)

@@ -77,7 +77,7 @@ def observe_quantization(observer: Observer | None = None) -> Iterator[Observer]
     """Yield an `Observer` that records statistics of every tensor that functions called inside quantize.
 
     Functions are traced again under an observer, and run slower: quantization is not fused into other operations.
-    Leaving the context waits for all records. Modules have the names that `name_modules` gave them.
+    Leaving the context waits for all records. Modules have the names that `name_modules` assigned.
 
     Args:
         observer: an observer to continue with; functions that were traced under it are not traced again. None: a new
@@ -140,7 +140,7 @@ def stacked_statistics(x: Array, q: QuantizedTensor, elements: Array | int) -> d
 
 
 def _statistics(x: Array, data: Array, values: Array, inverse: Array, elements: int | Array) -> dict[str, Array]:
-    """Return the statistics of ``x``, of whose values ``elements`` count and the others are zeros."""
+    """Return the statistics of ``x``, of which ``elements`` values count and the others are padding zeros."""
     wide = x.astype(jnp.float32)
     nonzero = wide != 0.0
     # NVFP4's scale rounds to 0 for a block that is tiny compared with the tensor's amax, and the whole block with it.
@@ -163,7 +163,7 @@ def _statistics(x: Array, data: Array, values: Array, inverse: Array, elements: 
 
 def _inverse_scales(q: QuantizedTensor) -> Array:
     """The reciprocal scale at every value (or the one of all), fp32."""
-    # Values of 1 times the scales: `values` knows how blocks and parts lie.
+    # Values of 1 times the scales: `values` handles the layout of blocks and parts.
     return QuantizedTensor(
         data=jnp.ones(q.shape, jnp.float32),
         scale_inv=q.scale_inv,

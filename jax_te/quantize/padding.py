@@ -1,6 +1,6 @@
-"""Rows of zeros behind those of a matrix, for GEMMs that take multiples of 16 or 32 rows only.
+"""Zero rows appended to a matrix, for GEMMs that require multiples of 16 or 32 rows.
 
-Rows of zeros change no scale but those of their own blocks, and add nothing to a sum over rows.
+Zero rows affect only the scales of their own blocks, and add nothing to a sum over rows.
 """
 
 from __future__ import annotations

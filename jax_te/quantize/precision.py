@@ -1,4 +1,4 @@
-"""What a recipe does to the operands of a linear layer's three GEMMs."""
+"""Quantization of the operands of a linear layer's three GEMMs under a recipe."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class GemmState(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class OperandPrecision:
-    """How one operand is quantized, and in which form its two GEMMs read it.
+    """Quantization of one operand, and the form in which its two GEMMs read it.
 
     Args:
         quantizer: None: the operand is not quantized.
@@ -65,7 +65,7 @@ class OperandPrecision:
 
     @property
     def whole_amax(self) -> bool:
-        """Whether a current scale on a mesh is that of the whole tensor, not of the shards that one GEMM reads."""
+        """Whether a current scale on a mesh covers the whole tensor, not only the shards that one GEMM reads."""
         return isinstance(self.quantizer, TensorQuantizer) and self.quantizer.amax_scope == "whole"
 
 
@@ -95,7 +95,7 @@ class Precision:
 
     @property
     def group_alignment(self) -> int:
-        """What groups of rows in one array start at multiples of, so that no two share a block or a tile of a GEMM."""
+        """Alignment of groups of rows in one array with which no two groups share a block or a tile of a GEMM."""
         quantizers = [getattr(self, role).quantizer for role in ROLES]
         blocks = [quantizer.shard_multiple or 1 for quantizer in quantizers if quantizer is not None]
         return math.lcm(_ROW_TILE, self.alignment, *blocks)
@@ -115,7 +115,7 @@ class Precision:
         )
 
     def split_misfit(self, tokens: Any, kernel: Any) -> str | None:
-        """Return why quantizing shards is not quantizing the whole, or None.
+        """Return the reason why quantizing shards differs from quantizing the whole tensor, or None.
 
         Args:
             tokens: shape of one device's rows.
@@ -173,7 +173,7 @@ def check_state(state: GemmState | None, recipe: DelayedScaling) -> None:
         )
 
 
-# Cached, because every call of every layer asks, and a model has few recipes; a recipe is hashable data.
+# Cached, because every call of every layer needs it, and a model has few recipes; a recipe is hashable data.
 @functools.lru_cache(maxsize=512)
 def precision_of(recipe: Recipe | None) -> Precision:
     """Return a recipe as ops read it.
@@ -227,7 +227,7 @@ def quantizer_for(recipe: Recipe | None, role: TensorRole) -> Quantizer | None:
     if isinstance(recipe, MXFP8BlockScaling):
         return MXQuantizer(dtype=dtype)
     if isinstance(recipe, NVFP4BlockScaling):
-        # As NVIDIA's recipe for training in NVFP4: squares for kernels, so that forward and backward read the same
+        # As in NVIDIA's recipe for training in NVFP4: squares for kernels, so that forward and backward read the same
         # values; stochastic rounding for gradients, whose rounding to nearest would be biased.
         return NVFP4Quantizer(
             two_dimensional=role == "kernel" and not recipe.disable_2d_quantization,

@@ -1,4 +1,4 @@
-"""Quantizers: static descriptions of how one tensor becomes low-precision values and scales."""
+"""Quantizers: static descriptions of the conversion of one tensor into low-precision values and scales."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Quantizer(abc.ABC):
     """
 
     alignment: ClassVar[int] = 16
-    """Sizes of the matrices that GEMMs read quantized so must be multiples of this."""
+    """Sizes of matrices quantized for GEMMs must be multiples of this."""
 
     shard_multiple: ClassVar[int | None] = None
-    """Sizes of a tensor's shards must be multiples of this for the quantized shards to be the quantized tensor's, under
-    the amax of the whole tensor; None: a shard's values depend on more of the tensor."""
+    """Multiple of the sizes of a tensor's shards with which quantizing shards, under the amax of the whole tensor,
+    equals quantizing the tensor; None: a shard's values depend on more of the tensor."""
 
     directional: ClassVar[bool] = True
     """Whether the two GEMMs that read a tensor need it quantized differently."""
@@ -48,7 +48,7 @@ class Quantizer(abc.ABC):
     def quantize_tiles(
         self, x: Array, tiles: GroupTiles, scale: Array | None, *, columnwise: bool
     ) -> tuple[QuantizedTensor, Array | None]:
-        """Quantize the rows of several groups, each as `quantize` does its rows alone, behind which are zeros.
+        """Quantize the rows of several groups, padded with zeros, each as `quantize` would its rows alone.
 
         Args:
             x: ``[tiles, t, *c]``.
@@ -176,20 +176,20 @@ class Quantization(NamedTuple):
 
     @property
     def needs_amax(self) -> bool:
-        """Whether the tensor must be there before it is quantized, because the amax of its shard gives the scale."""
+        """Whether the tensor must exist before it is quantized, because the amax of its shard gives the scale."""
         quantizer = self.quantizer
         return self.amax_axes is not None and isinstance(quantizer, TensorQuantizer) and quantizer.scaling == "current"
 
     def of_shard(self, x: Array) -> Quantization:
         """Return the quantization of the shard ``x`` that gives the shard of the quantized tensor.
 
-        All shards take this way, also those that share their scale with no other: backends tell delayed from current
-        scaling, and a GEMM takes operands of one kind.
+        All shards are quantized this way, also those that share their scale with no other: backends distinguish delayed
+        from current scaling, and a GEMM takes operands of one kind.
         """
         quantizer = self.quantizer
         if not isinstance(quantizer, TensorQuantizer) or quantizer.scaling == "delayed":
             return self
-        # With the amax of all shards that share it, current scaling is delayed scaling under a scale that is known.
+        # With the amax of all shards that share it, current scaling becomes delayed scaling with a known scale.
         scale = quantizer.scale_for(reduce_max(amax(x), self.amax_axes or ()), None)
         return Quantization(dataclasses.replace(quantizer, scaling="delayed"), scale)
 

@@ -13,7 +13,7 @@ from jax_te.quantize.hadamard import hadamard_rows
 from jax_te.typing import Array, DTypeLike
 
 _NEAR = 2.0**-20
-"""Relative distance in fp32 by which a value may miss the boundary between two quantized ones, see ``holds``."""
+"""Relative tolerance in fp32 at the boundary between two quantized values, see ``holds``."""
 
 
 @jax.tree_util.register_dataclass
@@ -52,7 +52,7 @@ class QuantizedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array it stands for."""
+        """Shape of the array that it represents."""
         return self.data.shape
 
     @property
@@ -62,7 +62,7 @@ class QuantizedTensor:
 
     def values(self) -> Array:
         """Return ``data`` times its scales, fp32, in the shape of the data; rotated if the tensor is."""
-        # Without the barrier XLA drops the cast to FP8 and this one back as a pair, and nothing is quantized.
+        # Without the barrier XLA drops the cast to FP8 and back as a pair, and nothing is quantized.
         wide = jax.lax.optimization_barrier(self.data).astype(jnp.float32)
         if self.parts:
             rows = wide.reshape(self.parts, -1)
@@ -84,7 +84,7 @@ class QuantizedTensor:
         return values.astype(self.dtype)
 
     def holds(self, x: Array) -> Array:
-        """Return where ``x``, fp32 in the shape of the data, rounds to these values under these scales: bool.
+        """Return a bool mask of where ``x``, fp32 in the shape of the data, rounds to these values under these scales.
 
         One that lies between two values within fp32's rounding of a scale counts as rounding to either, since the
         reciprocal of a stored scale need not be the scale that the values were made with.
@@ -129,7 +129,7 @@ class QuantizedOperand:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class OpaqueTree:
-    """The arrays of a tree whose own classes must not pass through JAX's transformations.
+    """The arrays of a tree whose classes must not pass through JAX's transformations.
 
     Args:
         leaves: the arrays; with ``per_device`` each has a leading dimension with one entry for each device.
@@ -166,8 +166,8 @@ def same_values(x: Array, y: Array) -> Array:
     >>> same_values(jnp.array([jnp.nan, 0.0, 1.0]), jnp.array([jnp.nan, -0.0, 2.0])).tolist()
     [True, True, False]
     """
-    # Of bit patterns: XLA may compare 16 or fewer bits as fp32, and drop a cast to them in front of that, so that what
-    # is compared was never rounded.
+    # Compared as bit patterns: XLA may compare 16 or fewer bits as fp32, and drop the preceding cast, so that unrounded
+    # values would be compared.
     word = jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}")
     ours, theirs = (jax.lax.bitcast_convert_type(each, word) for each in (x, y))
     magnitudes = (ours | theirs) & (jnp.iinfo(word).max >> 1)

@@ -10,7 +10,7 @@ import jax
 from jax_te._validation import checked
 from jax_te.recipe.base import Recipe
 
-# A user context takes part in the jit cache key: a function traced under one recipe is traced again under another.
+# A user context is part of the jit cache key: a function traced under one recipe is traced again under another.
 ambient_recipe = jax.make_user_context(None)
 
 

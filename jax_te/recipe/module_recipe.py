@@ -13,7 +13,7 @@ from jax_te.recipe.base import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleRecipe:
-    """A module's own recipe in training and evaluation, and when it takes effect.
+    """A module's own recipe in training and evaluation, and the conditions under which it takes effect.
 
     Args:
         training: recipe in training; None is high precision.
@@ -47,14 +47,14 @@ class ModuleRecipe:
 
     @property
     def holds_kernels(self) -> bool:
-        """Whether the module's kernels are parameters in quantized form."""
+        """Whether the module's kernels are stored quantized."""
         return self.fp8_param or self.fp4_param
 
     def resolve(self, ambient: Recipe | None, *, training: bool) -> Recipe | None:
         """Return the recipe to run under if ``ambient`` is the ambient one.
 
         The flag is ``override_quantized_autocast`` if there is an ambient recipe, else
-        ``override_nonquantized_autocast``. Where it is set the module's recipe counts, otherwise the ambient one.
+        ``override_nonquantized_autocast``. If it is set the module's recipe is used, otherwise the ambient one.
         """
         acts = self.override_nonquantized_autocast if ambient is None else self.override_quantized_autocast
         if not acts:
@@ -65,7 +65,7 @@ class ModuleRecipe:
 
 
 def own_recipe(recipe: Recipe | ModuleRecipe) -> ModuleRecipe:
-    """Return the recipe of one module as a `ModuleRecipe`; a plain one is in force whatever the ambient one is.
+    """Return the recipe of one module as a `ModuleRecipe`; a plain one overrides any ambient one.
 
     Raises:
         TypeError: for anything else.
@@ -78,6 +78,7 @@ def own_recipe(recipe: Recipe | ModuleRecipe) -> ModuleRecipe:
 
 
 def first_rule(patterns: Iterable[str], path: str) -> str | None:
-    """Return the first glob pattern that fits a module's whole path, or None; ``*`` fits dots, too, and case counts."""
+    """Return the first glob pattern that matches a module's whole path, or None; ``*`` matches dots, too, and matching
+    is case-sensitive."""
     # Not fnmatch.fnmatch, which ignores case on some operating systems.
     return next((pattern for pattern in patterns if fnmatch.fnmatchcase(path, pattern)), None)

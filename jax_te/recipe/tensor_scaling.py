@@ -11,7 +11,7 @@ from jax_te.recipe.base import Recipe
 AmaxScope = Literal["group", "whole"]
 
 MAX_MARGIN = 17
-"""With 18 the largest value of a tensor would be below E4M3's smallest, 448 / 2**18 < 2**-9."""
+"""Largest margin: with 18 the largest value of a tensor would be below E4M3's smallest, 448 / 2**18 < 2**-9."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""AdamW as language models are usually trained with, composed from optax."""
+"""AdamW as commonly used for language models, composed from optax."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def adamw_with_schedule(
         clip_norm: largest global norm of the gradients; larger ones are scaled down to it. None: no clipping.
 
     Raises:
-        TypeError, ValueError: for numbers that are none or outside of their range.
+        TypeError, ValueError: for arguments that are not numbers or out of range.
 
     Source: Megatron's defaults for GPT; Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization".
 

@@ -94,7 +94,7 @@ def inspect_precision(
 def _observed(
     model: nnx.Module, loss_fn: LossFn, batch: PyTree, key: Array | None, loss_scale: float | Array
 ) -> Observer:
-    """Return what was observed in a loss and its gradients; raises as `inspect_precision`."""
+    """Return the observations of a loss and its gradients; raises like `inspect_precision`."""
     graphdef, params, quantizers, rest = split_model(model)
     if any(isinstance(variable.get_value(), QuantizedKernel) for _, variable in nnx.to_flat_state(params)):
         raise ValueError(
@@ -119,8 +119,8 @@ def make_inspection(
     """Return ``inspect(state, batch)``, which returns the statistics of the train step that would follow.
 
     ``inspect`` computes that step's gradients separately, from the same parameters, scales, loss scale, dropout keys
-    and microbatches, and discards them. So a step is the same, bit for bit, whether it was inspected or not. It is
-    compiled at the first call. In several processes all call it, with a global batch, and get the same.
+    and microbatches, and discards them. Thus inspection does not change a step by a bit. It is compiled at the first
+    call. In several processes all call it, with a global batch, and get the same.
 
     Args:
         loss_fn, microbatches: see `make_train_step`.
@@ -137,13 +137,13 @@ def make_inspection(
     ...     len(inspect(state, jnp.ones((16, 32))))
     3
     """
-    # One observer for all calls: it takes part in the jit cache key, so another one would compile the probe again.
+    # One observer for all calls: it is part of the jit cache key, so another one would recompile the probe.
     observer, probe = Observer(), _probe(loss_fn)
 
     def inspect(state: TrainState, batch: PyTree) -> list[TensorStatistics]:
         check_global(batch, state.step)
         params, key = _exact_parameters(state), jax.random.fold_in(state.rng, state.step)
-        # Of the call before.
+        # Records of the previous call.
         observer.records.clear()
         observer.group_amaxes.clear()
         with observe_quantization(observer):
@@ -175,8 +175,8 @@ def exact_model(state: TrainState) -> Any:
 def calibrate_delayed_scaling(model: nnx.Module, loss_fn: LossFn, batch: PyTree, recipe: Recipe) -> None:
     """Fill the delayed-scaling states of ``model`` with the amaxes of one batch, so that the first scales fit.
 
-    With empty histories, delayed scaling quantizes its first step with scale 1, which loses nearly all gradients. The
-    amaxes come from a pass under `Float8CurrentScaling` of the same format.
+    With empty histories, delayed scaling quantizes its first step with scale 1, in which nearly all gradients
+    underflow. The amaxes come from a pass under `Float8CurrentScaling` of the same format.
 
     Args:
         model: changed in place: its states become fresh ones for ``recipe``, with these amaxes as the newest.
@@ -210,7 +210,7 @@ def calibrate_delayed_scaling(model: nnx.Module, loss_fn: LossFn, batch: PyTree,
 
 
 def _probe(loss_fn: LossFn) -> Callable[..., Array]:
-    """A jitted forward and backward pass, run for the tensors that are observed in it."""
+    """A jitted forward and backward pass, run only to observe its tensors."""
 
     @functools.partial(jax.jit, static_argnums=0)
     def probe(
@@ -240,7 +240,7 @@ def _probe(loss_fn: LossFn) -> Callable[..., Array]:
 
 
 def _share(observer: Observer, params: PyTree) -> None:
-    """Give every process of the parameters' mesh the records, which arrive in that of its first device alone."""
+    """Send the records, which arrive only in the process of the mesh's first device, to all processes of the mesh."""
     text = from_first(
         json.dumps(
             [
@@ -284,7 +284,7 @@ def _statistics(observer: Observer) -> list[TensorStatistics]:
 
 
 def _merged(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Several observations of one tensor as one; nan wins."""
+    """Return several observations of one tensor merged into one; nan wins."""
     # max and min of Python drop or keep nan depending on the order of their arguments, hence the tests for it below.
     columns = {name: [row[name] for row in rows] for name in STATISTICS}
     return {name: _MERGE.get(name, _mean)(values) for name, values in columns.items()}

@@ -1,4 +1,4 @@
-"""The update of parameters: an optimizer with fp32 masters and a loss scale, in the interface of Flax's own."""
+"""Update of parameters: an optimizer with fp32 masters and a loss scale, with the interface of Flax's optimizer."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Optimizer(nnx.Optimizer):
 
     - ``tx`` updates fp32 masters, of which half-precision and quantized parameters are the rounded copies, and the
       other parameters directly.
-    - A parameter that was changed beside the updates (loaded, pruned, merged) is taken over, element by element:
+    - A parameter that was changed outside of the updates (loaded, pruned, merged) is taken over, element by element:
       where it is not its master's rounding, the update begins at the parameter. Elsewhere masters keep their bits.
     - If a gradient is not finite, only ``step``, ``skipped_steps`` and the scaler change.
 
-    Its gradients are those of `value_and_grad`, which gives the model its next quantizer state. `make_train_step` does
-    the same for a `TrainState`, and has microbatches.
+    Its gradients come from `value_and_grad`, which sets the model's next quantizer state. `make_train_step` does the
+    same for a `TrainState`, and has microbatches.
 
     Args:
         model: model whose parameters are updated.
@@ -49,7 +49,7 @@ class Optimizer(nnx.Optimizer):
 
     Raises:
         ValueError: for kernels that are stored quantized already, whose exact values are gone; for ``fp8_param``
-            without a recipe, as `create_train_state`; for ``optax.lookahead``, whose parameters are pairs.
+            without a recipe, see `create_train_state`; for ``optax.lookahead``, whose parameters are pairs.
 
     Source: ``flax.nnx.Optimizer``; ``Float16OptimizerWithFloat16Params`` of Megatron-Core.
 
@@ -95,7 +95,7 @@ class Optimizer(nnx.Optimizer):
         stored = nnx.state(model, wrt)
         masters = masters_of(exact, stored)
         tx, full = as_transformation(tx), full_precision(stored, masters)
-        jax.eval_shape(lambda full: initial(tx, full), full)  # which refuses what cannot be
+        jax.eval_shape(lambda full: initial(tx, full), full)  # which refuses unsupported cases
         with promotion():
             super().__init__(full, tx, wrt=wrt)
         self.masters = nnx.data(jax.tree.map(_as_opt_state, masters, is_leaf=_is_variable))
@@ -122,7 +122,7 @@ class Optimizer(nnx.Optimizer):
             The updates of the parameters, fp32; zeros for a skipped step.
 
         Raises:
-            ValueError: if ``tx`` gives updates or a state of other shapes than it was given; if the optimizer has a
+            ValueError: if ``tx`` returns updates or a state of other shapes than it received; if the optimizer has a
                 scaler, and the gradients are Variables that were computed without one.
         """
         variables = any(map(_is_variable, jax.tree.leaves(grads, is_leaf=_is_variable)))
@@ -135,7 +135,7 @@ class Optimizer(nnx.Optimizer):
             )
         params = nnx.state(model, self.wrt)
         full = full_precision(params, taken_over(params, self.masters))
-        # Variables, as at creation: functions that choose parameters read their names and axes there and here alike.
+        # Variables, as at creation: functions that select parameters read their names and axes in both places.
         wanted = jax.tree.map(lambda grad, value: grad.astype(value.dtype), _like(full, given), full)
         finite, tx = all_finite(wanted), as_transformation(self.tx)
         structure = jax.tree.structure(jax.eval_shape(lambda full: initial(tx, full), full))
@@ -164,7 +164,8 @@ def _as_opt_state(variable: nnx.Variable) -> nnx.OptVariable:
 
 
 def _like(full: nnx.State, tree: PyTree) -> PyTree:
-    """Return a tree that has an array for each of the parameters, as gradients, in their Variables; others as given."""
+    """Return a tree with an array for each parameter, such as gradients, in the parameters' Variables; other trees are
+    returned unchanged."""
     pure, wanted = nnx.as_pure(tree), jax.tree.structure(full)
     same = isinstance(tree, nnx.State) and jax.tree.structure(pure) == jax.tree.structure(nnx.as_pure(full))
     return jax.tree.unflatten(wanted, jax.tree.leaves(pure)) if same else pure

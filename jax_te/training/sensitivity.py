@@ -53,8 +53,8 @@ def sensitivity(
     with a switch for each layer; it runs once for each layer and batch. Delayed scaling is calibrated on the first
     batch, see `calibrate_delayed_scaling`.
 
-    The gradient's error is the better signal: it is never negative, and far from 0 where rounding hides the loss's
-    difference. The loss's increase shows whether the ranking matters at all.
+    The gradient's error is the better signal: it is never negative, and clearly above 0 even where rounding hides the
+    loss's difference. The loss's increase shows whether the ranking matters at all.
 
     Args:
         model: model to measure; it is not changed. Gradients of kernels are computed in fp32, those of other parameters
@@ -86,7 +86,7 @@ def sensitivity(
     kinds = {path: type(module).__name__ for path, module in quantizable_modules(model)}
     measure, off = _switched_measure(model, loss_fn)
     totals, norm = {path: [0.0, 0.0] for path in kinds}, 0.0
-    # Every measurement under the calibrated scales: only then do they differ in the layer alone.
+    # All measurements use the calibrated scales, so that they differ only in the layer.
     with autocast(recipe), frozen_scales():
         for batch in batches:
             loss0, gradient0 = measure(off, batch)
@@ -194,7 +194,8 @@ def _switched_measure(model: Any, loss_fn: LossFn) -> tuple[Measure, nnx.State]:
 
         def loss(params: PyTree, sinks: list[Array | None]) -> Array:
             model = nnx.merge(graphdef, switches, params, rest, copy=True)
-            model.set_attributes(without_dropout=True, raise_if_not_found=False)  # its noise would hide small errors
+            # Noise of dropout would hide small errors.
+            model.set_attributes(without_dropout=True, raise_if_not_found=False)
             use_cached_kernels(model, [None] * len(sinks), sinks)
             return mean_loss(loss_fn(model, batch, None))
 

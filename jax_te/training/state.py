@@ -90,7 +90,8 @@ def create_train_state(
     With a mesh, one compiled function creates parameters, masters and optimizer state in the sharding of each Param's
     ``logical_axes``, or of Flax's own names (``nnx.with_partitioning``) by Flax's rules: no device ever holds a whole
     sharded parameter that a function built. Everything else is replicated; matrices that no rule splits are logged once
-    if the mesh could split them. Values do not depend on the mesh. Under a recipe with state call it there, too.
+    if the mesh could split them. Values do not depend on the mesh. With a recipe that has state, call it inside of the
+    recipe's context.
 
     Args:
         model_or_fn: a function of ``nnx.Rngs`` that builds the model, or a model, whose arrays are copied.
@@ -126,7 +127,8 @@ def create_train_state(
     mesh = _mesh(mesh)
     build, variables = _builder(model_or_fn, tx, scaler, mesh, fp8_param, distributed_optimizer)
     if mesh is None:
-        # Not as one program: XLA compiles the draws of each layer anew, for as long as the layers' own step.
+        # Not as one program: XLA would compile the draws of each layer separately, which takes as long as their train
+        # step.
         before = set[int]().union(*map(_buffers, jax.live_arrays()))
         return _without_shared_buffers(build(key, variables), before)
     with _use(mesh):
@@ -141,7 +143,7 @@ def create_train_state(
 
 
 def _without_shared_buffers(state: TrainState, taken: set[int]) -> TrainState:
-    """Return a state of which a step may donate each array: with copies of those in ``taken``, and of second uses."""
+    """Return a state whose arrays a step may donate: with copies of arrays in ``taken``, and of repeated arrays."""
 
     def own(leaf: Any) -> Array:
         array, buffers = jnp.asarray(leaf), _buffers(leaf)
@@ -153,8 +155,8 @@ def _without_shared_buffers(state: TrainState, taken: set[int]) -> TrainState:
 
 
 def _buffers(leaf: Any) -> set[int]:
-    """Return where the parts of an array lie in the devices' memory; none for what has no such memory."""
-    # One that a thread of a checkpointer is done with may be deleted meanwhile.
+    """Return the addresses of an array's parts in device memory; none for arrays without addresses."""
+    # An array that a checkpointer's thread has finished with may be deleted concurrently.
     with contextlib.suppress(RuntimeError):
         if isinstance(leaf, jax.Array) and not leaf.is_deleted():
             data = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
@@ -189,7 +191,7 @@ def change_recipe(state: TrainState, recipe: Recipe | None) -> TrainState:
         raise ValueError("kernels are stored quantized (fp8_param), so there must be a recipe to quantize them with")
     exact = dict(nnx.to_flat_state(state.masters))
     for path, module, kernel in stored:
-        # The parameter's own dtype, which the quantized kernel stands for, not the master's fp32.
+        # The parameter's own dtype, which the quantized kernel represents, not the master's fp32.
         getattr(module, kernel).set_value(exact[path].get_value().astype(getattr(module, kernel).get_value().dtype))
     with autocast(recipe):
         for _, module, kernel in stored:
@@ -233,7 +235,7 @@ def abstract_train_state(
     with _use(mesh):
         abstract = jax.eval_shape(build, key, variables)
         leaves, treedef = jax.tree.flatten(abstract)
-        # Without a mesh every array is on the default device, whose sharding an array made there has.
+        # Without a mesh every array is on the default device and has its sharding.
         shardings = [jnp.zeros(()).sharding] * len(leaves) if mesh is None else _places(abstract, mesh)
     described = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -273,7 +275,7 @@ def _builder(
         model = nnx.merge(definition, params, quantizers, rest, copy=True)
         store_quantized(model, fp8_param)
         definition, params, quantizers, rest = split_model(model)
-        # Masters of the values before quantization, which loses them.
+        # Masters of the values before quantization, which discards them.
         masters = masters_of(exact, params, distributed=distributed)
         opt_state = initial(as_transformation(tx), full_precision(params, masters))
         return TrainState(

@@ -67,7 +67,7 @@ def make_train_step(
       in fp32. Microbatch ``i`` gets the key ``fold_in(fold_in(state.rng, state.step), i)``.
     - All microbatches start from the same quantizer state; their next states merge by maximum (`merge_quantizers`).
       Quantizer state is in no norm, and ``tx`` never sees it.
-    - What routers of experts counted in the microbatches adds up, and their states go on once (`Counting`).
+    - Counts of experts' routers are summed over the microbatches, and their states are updated once (`Counting`).
     - ``tx`` updates the fp32 masters, of which half-precision parameters are the rounded copies, and the other
       parameters directly.
     - If the loss or a gradient is not finite, only ``step``, ``skipped_steps`` and the scaler change.
@@ -133,7 +133,7 @@ def make_train_step(
             with use_rules(stage_rules()):
                 batches = _shard_batch(batch, microbatches)
             found = pipelined_gradients(loss_fn, state, batches, key, microbatches, keep_kernels, kernels, pipeline)
-        # A scan over one microbatch would hold fp32 sums beside its gradients.
+        # A scan over one microbatch would hold fp32 sums in addition to its gradients.
         elif microbatches == 1:
             batches = _shard_batch(batch)
             found = gradients(loss_fn, state, batches, jax.random.fold_in(key, 0), kernels)
@@ -154,7 +154,7 @@ def make_train_step(
             microbatches=microbatches,
         )
         asked_for = {"value": found.loss, "grad": grads, "value_fn": loss_at}
-        # Other names for the same, of optax.contrib's Sophia and SAM.
+        # Other names for the same arguments, in optax.contrib's Sophia and SAM.
         asked_for |= {"obj_fn": loss_at, "grad_fn": lambda params, index: loss_at.grad(params, index)}
         metrics = {
             "loss": found.loss,
@@ -207,7 +207,7 @@ def _apply(
     grads: PyTree,
     asked_for: dict[str, Any],
 ) -> dict[str, Any]:
-    """Parameters, masters and optimizer state after an update; those before where gradients are not finite."""
+    """Return parameters, masters and optimizer state after an update, unchanged if gradients are not finite."""
     full = full_precision(state.params, taken_over(state.params, state.masters))
     new, opt_state, _ = transformed(tx, grads, state.opt_state, full, **asked_for)
     model = nnx.merge(state.graphdef, state.params, quantizers, state.rest)
@@ -218,7 +218,7 @@ def _apply(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class _LossAt:
-    """A step's loss as a function of fp32 parameters, for transformations that ask for it; it changes no state.
+    """A step's loss as a function of fp32 parameters, for transformations that need it; it changes no state.
 
     A pytree of its arrays, which on Explicit axes cannot be a function's own.
     """
@@ -231,7 +231,7 @@ class _LossAt:
     loss_fn: LossFn = field(metadata={"static": True})
     microbatches: int = field(metadata={"static": True})
 
-    # Line searches pass on what others are given, and refuse arguments that the function does not name.
+    # Line searches pass on the other arguments, and refuse those that the function does not name.
     def __call__(self, params: PyTree, obj_fn: Any = None, grad_fn: Any = None) -> Array:
         del obj_fn, grad_fn
         if pipeline_stages() > 1:
@@ -260,7 +260,7 @@ class _LossAt:
 
 
 def _rules_of(batch: PyTree) -> ShardingRules:
-    """Return the rules for a batch outside of a pipeline: stages split it, or all compute what does not divide."""
+    """Return the rules for a batch outside of a pipeline: stages shard it, or all compute it if it does not divide."""
     mesh, rules = current_mesh(), current_rules()
     if mesh is None or pipeline_stages() == 1:
         return rules
@@ -293,7 +293,7 @@ def _shard_batch(batch: PyTree, microbatches: int | None = None) -> PyTree:
             # All-gathered along the pipeline axis first: XLA's partitioner warns of a reshape that would do it.
             leaf = constrain(leaf, ("batch", *(None,) * (leaf.ndim - 1)))
         axes = (None, "batch", *(None,) * (leaf.ndim - 1))
-        # An Explicit mesh cannot split a sharded axis by reshape, so its axes are Auto inside.
+        # An Explicit mesh cannot reshape a sharded axis into two, so its axes are Auto inside.
         cut = auto_region(lambda x: x.reshape(parts, size // parts, *x.shape[1:]), axes)
         return constrain(cut(leaf), axes)
 

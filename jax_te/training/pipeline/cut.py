@@ -1,4 +1,4 @@
-"""Where a model is cut into stages: which layers are whose, and their Variables stacked by stage."""
+"""Partition of a model into stages: the layers of each stage, and their Variables stacked by stage."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def pipeline_stages() -> int:
 
 
 def stage_rules() -> ShardingRules:
-    """Return the rules in use without the pipeline axis: those of arrays that a stage has to itself."""
+    """Return the rules in use without the pipeline axis, for arrays that belong to one stage."""
     rules = current_rules()
     names = [rule.name for rule in dataclasses.fields(ShardingRules)]
     without = {name: tuple(axis for axis in getattr(rules, name) if axis != AXIS) for name in names}
@@ -40,7 +40,7 @@ def stage_rules() -> ShardingRules:
 
 
 class Cut(NamedTuple):
-    """Which layers of a model are whose.
+    """Assignment of a model's layers to stages.
 
     Args:
         paths: paths of the layers in the model.
@@ -92,7 +92,7 @@ class Cut(NamedTuple):
         """Return the Variables of all layers by their path in the model: the inverse of `stacked`."""
         found: Flat = {}
         for j, stacked in enumerate(positions):
-            # All-to-all first: a slice of an axis that the stages split would be sent to all of them.
+            # All-to-all first: a slice of an axis that is sharded over the stages would be sent to all of them.
             everywhere = _placed(stacked, on_stages=False)
             for (s, c), count in np.ndenumerate(self.counts):
                 if j < count:
@@ -113,7 +113,7 @@ def _placed(stacked: Flat, *, on_stages: bool) -> Flat:
 
 
 def cut_model(model: nnx.Module, call_model: Callable[[], Any], stages: int, config: PipelineConfig) -> Cut:
-    """Return where a model is cut whose one stack of layers ``call_model()`` runs.
+    """Return the partition of a model whose only stack of layers ``call_model()`` runs.
 
     Raises:
         ValueError: if it runs none or several, inside of another transformation, or layers that are not the model's own
@@ -145,7 +145,7 @@ def _without_number(layer: nnx.Module) -> Any:
     """Return a layer's graph definition without its number, by which this package's layers compute nothing."""
     copy = nnx.clone(layer)
     for _, module in nnx.iter_modules(copy):
-        # A layer of the user's own may read its number, and then it differs from another.
+        # A user-defined layer may read its number, and then differs from others.
         if hasattr(module, "layer_number") and type(module).__module__.startswith("jax_te."):
             setattr(module, "layer_number", None)  # noqa: B010
     return nnx.split(copy)[0]
@@ -157,7 +157,7 @@ def _only_call(call_model: Callable[[], Any]) -> StackCall:
     outside = get_opaque_trace_state()
 
     def note(call: StackCall) -> Array:
-        # A stage takes the call's arrays out of the function around it, which JAX allows in the same trace only.
+        # A stage takes the call's arrays out of the surrounding function, which JAX allows only within one trace.
         if get_opaque_trace_state() != outside:
             raise ValueError(
                 "a pipeline cuts loss_fn where it runs the layers, and there they are inside of another transformation "
@@ -178,7 +178,7 @@ def _only_call(call_model: Callable[[], Any]) -> StackCall:
 
 
 def _paths(model: nnx.Module, layers: Sequence[nnx.Module]) -> list[tuple[Any, ...]]:
-    """Return the path of each layer in the model; raise ValueError for one that has not all Variables to itself."""
+    """Return the path of each layer in the model; raise ValueError for a layer that shares Variables."""
     places = {id(module): path for path, module in nnx.iter_modules(model)}
     if any(id(layer) not in places for layer in layers):
         raise ValueError(

@@ -38,10 +38,10 @@ def pipelined_gradients(
     kernels: KernelGradients,
     config: PipelineConfig,
 ) -> Gradients:
-    """Return what `accumulated_gradients` does, from the stages of a pipeline.
+    """Return the results of `accumulated_gradients`, from the stages of a pipeline.
 
-    Around this function arrays are sharded as everywhere, with the pipeline axis as one more ``fsdp`` axis. Here the
-    layers' parameters are stacked, and one all-to-all gives each stage those of its own layers; another one brings
+    Outside of this function arrays are sharded as usual, with the pipeline axis as an additional ``fsdp`` axis. Here
+    the layers' parameters are stacked, and one all-to-all gives each stage those of its own layers; another one brings
     their gradients back. Embedding and head are all-gathered along the axis, and run on the stages that need them.
 
     Args:
@@ -93,15 +93,15 @@ def pipelined_gradients(
 def _manual_axes() -> set[str]:
     """Return the mesh axes that are manual in a stage.
 
-    Axes that split a stage's arrays stay the compiler's, or those of the ops' own shard_map. Those of size 1 are
-    manual, so that where nothing else is split a stage is one device's program, without a shard_map for each op.
+    Axes that shard a stage's arrays are left to the compiler, or to the ops' own shard_map. Those of size 1 are manual,
+    so that where nothing else is split a stage is one device's program, without a shard_map for each op.
     """
     mesh = current_mesh()
     return {AXIS, *[name for name, size in (mesh.shape.items() if mesh is not None else ()) if size == 1]}
 
 
 def _check(state: TrainState, config: PipelineConfig) -> None:
-    """Raise ValueError for a state, or a schedule on the mesh in use, that stages cannot run."""
+    """Raise ValueError for a state, or a schedule on the mesh in use, that a pipeline does not support."""
     if jax.tree.leaves(state.rest):
         names = ", ".join("/".join(map(str, path)) for path, _ in nnx.to_flat_state(state.rest))
         raise ValueError(
@@ -130,7 +130,7 @@ def _check(state: TrainState, config: PipelineConfig) -> None:
 
 
 def _cut(loss_fn: LossFn, state: TrainState, batch: PyTree, key: Array, config: PipelineConfig) -> tuple[Cut, bool]:
-    """Return where the model that ``loss_fn`` calls is cut, and whether its loss is a `WeightedMean`."""
+    """Return the partition of the model that ``loss_fn`` calls, and whether its loss is a `WeightedMean`."""
     found: Any = None
 
     def look(params: nnx.State, quantizers: nnx.State, batch: PyTree, key: Array) -> None:
@@ -139,7 +139,7 @@ def _cut(loss_fn: LossFn, state: TrainState, batch: PyTree, key: Array, config: 
         cut = cut_model(model, lambda: losses.append(loss_fn(model, batch, key)), pipeline_stages(), config)
         found = cut, isinstance(losses[0], WeightedMean)
 
-    # As a stage has it: a microbatch need not divide over the pipeline axis, too.
+    # As in a stage: a microbatch need not divide over the pipeline axis.
     with use_rules(stage_rules()):
         jax.eval_shape(look, state.params, state.quantizers, batch, key)
         _check_around(loss_fn, state, batch, key, found[0])
@@ -152,7 +152,7 @@ def _cut(loss_fn: LossFn, state: TrainState, batch: PyTree, key: Array, config: 
 
 
 def _check_around(loss_fn: LossFn, state: TrainState, batch: PyTree, key: Array, cut: Cut) -> None:
-    """Raise ValueError if what ``loss_fn`` does around the stack needs what is on other stages."""
+    """Raise ValueError if ``loss_fn``'s computation around the stack needs arrays of other stages."""
     flat = dict(nnx.to_flat_state(state.params))
     layers = {path: variable for path, variable in flat.items() if cut.layer_of(path) is not None}
 

@@ -1,4 +1,4 @@
-"""Pipeline schedules: which stage runs which microbatch when, as tables that one loop executes."""
+"""Pipeline schedules: tables of the microbatch that each stage runs in each tick, executed by one loop."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Slots(NamedTuple):
 class Schedule:
     """A pipeline's train step in ticks, between which neighbouring stages exchange activations and gradients.
 
-    In a tick a stage runs at most one forward pass (F), then one backward pass (B), then the kernel gradients of one
-    backward pass that have waited (W). A task is the number ``microbatch * virtual_stages + chunk`` of one microbatch
-    in one of the stage's chunks of layers; -1 is none.
+    In a tick a stage runs at most one forward pass (F), then one backward pass (B), then the deferred kernel gradients
+    of one backward pass (W). A task is the number ``microbatch * virtual_stages + chunk`` of one microbatch in one of
+    the stage's chunks of layers; -1 is none.
 
     Args:
         name: name of the schedule.
@@ -79,12 +79,12 @@ class Schedule:
 
     @property
     def waits(self) -> bool:
-        """Whether kernel gradients wait."""
+        """Whether kernel gradients are deferred."""
         return bool((self.weight >= 0).any())
 
     @property
     def bubble(self) -> float:
-        """The part of a step in which a stage waits, if F, B and W take the same time.
+        """Fraction of a step in which a stage is idle, if F, B and W take the same time.
 
         >>> round(make_schedule("1f1b", stages=4, microbatches=8).bubble, 3)  # 3 / 11
         0.273
@@ -101,10 +101,10 @@ def make_schedule(name: str, *, stages: int, microbatches: int, virtual_stages: 
     - ``"1f1b"``: each stage begins a backward pass as soon as it can, so that a stage holds residuals of at most
       ``2 p - 1`` microbatches. (Stages run in step here, F and B in each tick: Megatron's, whose stages do not wait for
       one another, hold ``p`` with the same bubble.) With ``virtual_stages`` it is Megatron's interleaved schedule.
-    - ``"zero_bubble"``: 1F1B whose kernel gradients wait, of at most ``2 p - 2`` microbatches at a time, and fill the
-      ticks in which other stages have more to do.
+    - ``"zero_bubble"``: 1F1B with deferred kernel gradients, of at most ``2 p - 2`` microbatches at a time, which fill
+      the ticks in which other stages have more to do.
 
-    The part of a step in which a stage waits is, with F, B and W of the same time and ``m`` at least ``2 p - 2``,
+    The fraction of a step in which a stage is idle is, with F, B and W of the same time and ``m`` at least ``2 p - 2``,
     ``(p - 1) / (m + p - 1)`` for the first two, ``(p - 1) / (v m + p - 1)`` interleaved, and
     ``(p - 1) / (3 m + p - 1)`` for the last.
 
@@ -140,7 +140,7 @@ def make_schedule(name: str, *, stages: int, microbatches: int, virtual_stages: 
 
 
 def split_layers(num_layers: int, chunks: int, *, first: int | None = None, last: int | None = None) -> tuple[int, ...]:
-    """Return how many layers each of ``chunks`` consecutive parts of a stack has.
+    """Return the number of layers in each of ``chunks`` consecutive parts of a stack.
 
     Args:
         num_layers: number of layers in the stack.
@@ -174,7 +174,7 @@ def split_layers(num_layers: int, chunks: int, *, first: int | None = None, last
 
 
 class _Run:
-    """A schedule under construction: what each stage has done, tick by tick."""
+    """A schedule under construction: the work of each stage, tick by tick."""
 
     def __init__(self, stages: int, microbatches: int, virtual_stages: int):
         self.p, self.m, self.v = stages, microbatches, virtual_stages
@@ -226,7 +226,7 @@ class _Run:
         self.now += 1
 
     def _run_waiting(self, work: list[int]) -> None:
-        """Run a W on stages that have less to do than the longest; so at most 2 p - 2 wait."""
+        """Run a W on stages that have less to do than the busiest one; so at most 2 p - 2 are pending."""
         longest = max(work)
         # Where nothing else is left, and where every stage is busy, W is what makes the tick longer.
         if longest == 0 or min(work) == 2:

@@ -1,4 +1,4 @@
-"""A pipelined train step as one of its stages runs it, tick by tick."""
+"""The part of a pipelined train step that one stage runs, tick by tick."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jax_te.typing import Array
 
 
 class Sums(NamedTuple):
-    """What a stage adds up over microbatches.
+    """Sums of a stage over microbatches.
 
     Args:
         loss: sum of the losses times their weights; 0 on all stages but the last.
@@ -41,7 +41,7 @@ class Sums(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """What a stage carries from tick to tick: buffers with one place more than slots, and sums."""
+    """Carry of a stage from tick to tick: buffers (one spare slot for idle passes) and running sums."""
 
     inputs: Array
     gradients: Array
@@ -52,7 +52,7 @@ class _Carry(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """A pass of a microbatch through a chunk of layers; one that does not count runs for nothing.
+    """A pass of a microbatch through a chunk of layers; the result of an idle pass is discarded.
 
     Args:
         counts: bool ``[]``.
@@ -109,9 +109,9 @@ class Stage:
 
     def _tick(self, carry: _Carry, row: dict[str, Array]) -> _Carry:
         stages = self.schedule.stages
-        # Stages run the same passes in a tick, some of them for nothing, and the same holds for embedding and loss: a
-        # pass may hold exchanges among all devices (a ring along the context axis, which would wait for ever), and a
-        # tick is as long as its longest stage anyway. Not so under zero_bubble, whose stages differ on purpose.
+        # Stages run the same passes in a tick, some of them idle, and the same holds for embedding and loss: a pass may
+        # hold exchanges among all devices (a ring along the context axis, which would wait for ever), and a tick is as
+        # long as its longest stage anyway. Not so under zero_bubble, whose stages differ on purpose.
         column = "{}" if self.schedule.waits else "any_{}"
         runs = {name: row[column.format(name)] >= 0 for name in ("forward", "backward")}
         # Each branch gets and returns what it changes, so that the compiler updates buffers in place.
@@ -191,7 +191,7 @@ class Stage:
         states = self._add_states(states, next_states, task)
 
         def with_embedding(changed: Any) -> Any:
-            # The gradient of what the stack was given, through all that is in front of it.
+            # The gradient of the stack's input, through everything before it.
             def of_input(model: Any) -> Array:
                 x = self.model.call(model, number).x
                 return jnp.sum(x.astype(jnp.float32) * dx.astype(jnp.float32))
@@ -215,9 +215,9 @@ class Stage:
             j, inner = _place(path)
             total = layers[j][inner]
             added = self.model.weighted(grad.get_value().astype(jnp.float32), task.number)
-            # Not times 0: what a pass for nothing gives may be nan.
+            # jnp.where, not a factor 0: an idle pass may produce nan.
             added = jnp.where(task.counts, added, jnp.zeros_like(added))
-            if added.ndim < total.get_value().ndim - 1:  # zero_bubble has some summed up already
+            if added.ndim < total.get_value().ndim - 1:  # zero_bubble has summed some already
                 added = self._as_summands(self.places[j, inner], total.get_value()[0], added)
             layers[j][inner] = total.replace(total.get_value().at[task.chunk].add(added))
         return self._placed(layers)
@@ -226,7 +226,7 @@ class Stage:
         return place._replace(lead=place.lead - 1).with_sum(jnp.zeros_like(like), added)
 
     def _of_places(self, layers: list[Flat], fn: Callable[[SummandPlace, Array], Array]) -> list[Flat]:
-        """Return sums with ``fn`` applied to those of kernels whose gradients wait."""
+        """Return sums with ``fn`` applied to those of kernels with deferred gradients."""
         return [
             {
                 inner: var.replace(fn(place, var.get_value())) if (place := self.places.get((j, inner))) else var
@@ -280,7 +280,7 @@ def _zeros(tree: Any, chunks: int | None = None) -> Any:
 
     def zeros(variable: nnx.Variable) -> nnx.Variable:
         value = variable.get_value()
-        # A kernel that is stored quantized says the shape of one layer's, also where its arrays are stacked.
+        # A kernel that is stored quantized has the shape of one layer's kernel, even if its arrays are stacked.
         stacked = chunks is not None and isinstance(value, QuantizedKernel)
         return variable.replace(jnp.zeros((chunks, *value.shape) if stacked else value.shape, jnp.float32))
 

@@ -1,4 +1,4 @@
-"""The model as one stage of a pipeline has it: its own layers, and what is around the stack of layers."""
+"""The model on one stage of a pipeline: its own layers, and the parts around the stack of layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jax_te.typing import Array, PyTree
 
 
 class Program(NamedTuple):
-    """What all stages run.
+    """Program of all stages.
 
     Args:
         loss_fn: loss function of a microbatch.
@@ -102,7 +102,7 @@ class StageModel:
     def forward(self, chunk: Array | int, x: Array, arrays: dict[str, Any], keys: Array | None) -> tuple[Array, PyTree]:
         """Return the output ``[b, s, h]`` of a chunk of layers, and its backward pass.
 
-        That is one of `deferred_vjp` where kernel gradients wait, else one of `vjp_of_model`.
+        The backward pass is `deferred_vjp`'s if kernel gradients are deferred, else `vjp_of_model`'s.
         """
         model = self._module(chunk)
         if self._cached is not None:
@@ -116,12 +116,12 @@ class StageModel:
             own = [None] * len(layers) if keys is None else [keys[number] for number in self._numbers[chunk]]
             x = self.cut.run(layers[:common], x, own[:common], **options)
             for j in range(common, len(layers)):
-                # A chunk with fewer layers than others runs one for nothing, in the time that the others take.
+                # A chunk with fewer layers than others runs an idle one, in the time that the others need.
                 y = self.cut.run([layers[j]], x, [own[j]], **options)
                 x = jnp.where(j < count, y, x)
             return x
 
-        # Where kernel gradients need not wait, they come in the ordinary way, which has no limits.
+        # Kernel gradients that need not be deferred are computed in the ordinary way, which has no restrictions.
         y, backward = (
             self._deferred(run, model, x)
             if self.schedule.waits
@@ -158,7 +158,7 @@ class StageModel:
 
         nothing = nnx.State({})
         graphdef, layers, params, states = nnx.split(self.outer_model(), of_layer, nnx.Param, QuantizerState)
-        # Around the stack devices add up at once: few parameters there belong to layers.
+        # Outside of the stack devices sum at once: few parameters there belong to layers.
         return gradients.differentiate(
             lambda *args: (fn(*args), None),
             (graphdef, params, states, layers),
@@ -180,7 +180,7 @@ class StageModel:
         return call
 
     def _check_arrays(self) -> None:
-        """Raise ValueError if parameters around the stack reach its layers by another way than its input."""
+        """Raise ValueError if parameters around the stack affect its layers other than through its input."""
 
         def arrays(values: list[Array]) -> list[Array]:
             outer = jax.tree.unflatten(treedef, values)
@@ -201,10 +201,10 @@ class StageModel:
             return self.program.loss_fn(model, *self.microbatch(number))
 
     def _weights(self) -> Array | None:
-        """Return the weight of each microbatch, fp32 ``[m]``; None for a loss that has none."""
+        """Return the weight of each microbatch, fp32 ``[m]``; None for a loss without weights."""
 
         def weight(number: Array) -> Array | None:
-            # Of the labels alone, so the compiler drops everything else.
+            # It depends only on the labels, so the compiler drops everything else.
             value = self.loss(self.outer_model(), number, lambda call: call.x)
             return jnp.asarray(value.weight, jnp.float32) if isinstance(value, WeightedMean) else None
 
@@ -217,7 +217,7 @@ class StageModel:
 
 
 def arguments(call: StackCall) -> tuple[dict[str, Any], Array | None]:
-    """Return the arrays that a stack is called with beside its input, and its layers' keys as one array."""
+    """Return the stack's array arguments other than its input, and its layers' keys as one array."""
     arrays = {name: value for name, value in call.options.items() if is_array_tree(value)}
     keys: Any = call.keys
     return arrays, None if keys[0] is None else jnp.stack(keys)

@@ -1,4 +1,4 @@
-"""What a stage keeps of a forward pass for its backward pass, in buffers that a loop can carry."""
+"""Residuals that a stage keeps from a forward pass for its backward pass, in buffers that a loop can carry."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax_te.typing import Array, PyTree
 
 
 class Residuals:
-    """What a chunk's backward pass is made of, found by tracing it once.
+    """Structure of a chunk's backward pass, found by tracing it once.
 
     Args:
         model: model of the stage.
@@ -39,7 +39,7 @@ class Residuals:
         self._varies, shapes = depends(leaves, *args)
         self._keys = [_key_impl(shape) for shape in shapes]
         self.residuals = jax.eval_shape(lambda args: self._chosen(leaves(*args), varying=True), args)
-        # The others, once: of inputs that do not matter, so the compiler drops what would come of them.
+        # The others are computed once, from arbitrary inputs, so the compiler drops the unused results.
         zeros: Any = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), (args[0], args[1]))
         key = None if args[2] is None else jax.random.split(model.key, args[2].shape[0])
         each = []
