@@ -1,4 +1,4 @@
-"""A training state as a tree of names and arrays, which is what a checkpoint stores."""
+"""A training state as a tree of names and arrays, as stored in a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ STATE = "state"
 """The tree of all arrays: one, because Orbax writes the first of several while it copies the next from the devices."""
 
 PARAMETERS = "params"
-"""What the names of parameters in a training state begin with."""
+"""Prefix of parameters' names in a training state."""
 
 NO_MESH = jax.sharding.Mesh(np.empty((), object), ())
-"""Under it, arrays may be on any devices; under another one JAX takes arrays on its devices only, in its order."""
+"""No mesh: arrays may be on any devices; under a mesh JAX accepts only arrays on its devices, in its order."""
 
 
 def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[Name, Any]:
@@ -55,7 +55,7 @@ def array_leaves(tree: PyTree) -> list[Any]:
     """Return the leaves of a pytree of arrays, in the order of `named_leaves`.
 
     Raises:
-        TypeError: for one that is not an array.
+        TypeError: for a leaf that is not an array.
 
     >>> array_leaves({"b": np.ones(2), "a": np.zeros(1)})
     [array([0.]), array([1., 1.])]
@@ -119,7 +119,7 @@ def _unwrap(node: Any) -> Any:
 
 
 def _part(entry: Any) -> str:
-    # Entries of a path have one of these, by the kind of their node: dict, dataclass, list.
+    # Attribute of a path's entry, by the kind of its node: dict, dataclass, list.
     for attribute in ("key", "name", "idx"):
         if hasattr(entry, attribute):
             return str(getattr(entry, attribute))

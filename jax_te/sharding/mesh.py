@@ -43,6 +43,6 @@ def make_mesh(
             f"the mesh {sizes} takes {config.num_devices} devices, but there are {len(devices)}; make it smaller"
             " (on CPU, XLA_FLAGS=--xla_force_host_platform_device_count=N makes N devices)"
         )
-    # Row-major: devices that follow one another share a tensor group, which communicates in every layer.
+    # Row-major: consecutive devices share a tensor group, which communicates in every layer.
     grid = np.asarray(devices[: config.num_devices], dtype=object).reshape(config.shape)
     return Mesh(grid, MESH_AXES, axis_types=(types[axis_type],) * len(MESH_AXES))

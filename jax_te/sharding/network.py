@@ -1,4 +1,4 @@
-"""The links between devices: the time that collectives take, by data sheets or measured."""
+"""The links between devices: times of collectives, by data sheets or measured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_te._validation import check_annotations
 
 CHAINS = (4, 24)
-"""All-gathers in the two programs whose times are compared: the difference is without that of starting a program."""
+"""Numbers of all-gathers in the two programs whose times are compared; the difference excludes the launch time of a
+program."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,9 +140,9 @@ class Network:
     def seconds(self, row: CollectiveCount, mesh_shape: Mapping[str, int]) -> float:
         """Return the time that collectives of a mesh take, one after the other.
 
-        In a ring every host passes on through the links of all of its devices in the group, so that a group with ``m``
-        devices on each of its hosts has the bandwidth ``min(intra_host, m * inter_host)``. In an all-to-all a device
-        sends each part over its own link; a permutation is as fast as the slowest link that it takes.
+        In a ring every host sends over the links of all of its devices in the group, so that a group with ``m`` devices
+        on each of its hosts has the bandwidth ``min(intra_host, m * inter_host)``. In an all-to-all a device sends each
+        part over its own link; a permutation is as fast as the slowest link that it takes.
 
         >>> row = CollectiveCount(axes=("data",), kind="all-gather", devices=2, count=1, launches=1, bytes=200)
         >>> Network(devices_per_host=1, inter_host=10.0, latency=1.0).seconds(row, {"data": 2})
@@ -161,7 +162,7 @@ class Network:
 
 
 def _hosts(axes: Sequence[str], mesh_shape: Mapping[str, int], per_host: int) -> int:
-    """Return on how many hosts the devices of a group are, at most."""
+    """Return the maximum number of hosts of a group's devices."""
     sizes = tuple(mesh_shape.values())
     numbers = np.arange(math.prod(sizes)).reshape(sizes) // per_host
     along = [list(mesh_shape).index(axis) for axis in axes]
@@ -176,7 +177,7 @@ def _seconds_of_all_gather(devices: Sequence[Any], size: float) -> float:
     def chained(length: int, x: jax.Array) -> jax.Array:
         token = jnp.zeros((), x.dtype)
         for _ in range(length):
-            # The barrier makes each wait for the one before; else XLA makes one collective of all.
+            # The barrier orders them; otherwise XLA would combine them into one collective.
             x, _ = lax.optimization_barrier((x, token))
             token = lax.all_gather(x, "x", tiled=True)[0]
         return token[None]

@@ -18,26 +18,26 @@ from jax_te.typing import LogicalAxes
 
 MeshAxes = tuple[str, ...]
 Dims = tuple[MeshAxes, ...]
-"""How an array is sharded: the mesh axes of each of its dimensions, the outermost first; ``()``: not along this one."""
+"""Sharding of an array: the mesh axes of each of its dimensions, the outermost first; ``()``: not sharded."""
 
-# The tensor axis outermost: an all-gather over fsdp then leaves each device its tensor shard, in one piece. The tokens
+# The tensor axis is outermost: an all-gather over fsdp then yields each device's tensor shard, contiguously. The tokens
 # of experts, [tokens, h], are those of [b, s, h] under sequence parallelism.
 _COMPOSED = {"tokens": ("batch", "sequence_parallel"), "heads_fsdp": ("heads", "fsdp"), "ffn_fsdp": ("ffn", "fsdp")}
 _SHARDED_KERNELS = {name: _COMPOSED.get(name, (name,)) for name in ("fsdp", "heads_fsdp", "ffn_fsdp")}
 _COMPOSED |= {f"{name}_replicas": (*parts, "replicas") for name, parts in _SHARDED_KERNELS.items()}
-# What fsdp splits of a kernel is all-gathered before its GEMM: to an activation it is the whole axis.
+# Kernel axes sharded by fsdp are all-gathered before the GEMM: for an activation the axis is whole.
 _OF_ACTIVATIONS: dict[str | None, str | None] = {"fsdp": "hidden", "heads_fsdp": "heads", "ffn_fsdp": "ffn"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingRules:
-    """Which mesh axes each logical axis is sharded over, and why.
+    """Mesh axes over which each logical axis is sharded, with the reasons.
 
     Axes of `jax_te.config.MESH_AXES` that the mesh does not have, and axes that it has with size 1, are left out. A
-    rule may name axes of a mesh of one's own; `logical_to_spec` refuses those that its mesh does not have.
+    rule may name axes of a custom mesh; `logical_to_spec` refuses those that its mesh does not have.
 
     Logical rules that are set in Flax (``nn.logical_axis_rules``, ``nnx.logical_axis_rules``) join them: for names that
-    are not fields here, and in the place of a field's default. The first rule of a name counts, as in Linen.
+    are not fields here, and in the place of a field's default. The first rule of a name is used, as in Linen.
 
     Args:
         batch: examples, over the data and FSDP axes alike: devices of the FSDP axis that saw the same data would
@@ -105,7 +105,7 @@ class ShardingRules:
         >>> ShardingRules().mesh_axes("ffn_fsdp")
         ('tensor', 'fsdp', 'pipeline')
         """
-        # Each axis once: batch and sequence_parallel may name the same, where no array has both.
+        # Each axis once: batch and sequence_parallel may name the same axis, since no array has both.
         return tuple(dict.fromkeys(axis for part in _COMPOSED.get(name, (name,)) for axis in getattr(self, part)))
 
     def __post_init__(self) -> None:
@@ -172,8 +172,8 @@ def logical_to_spec(
         rules: None for the ambient rules, with those that are set in Flax.
 
     Raises:
-        ValueError: for a name that neither the rules nor Flax's have, a rule with a mesh axis that is neither one of
-            `jax_te.config.MESH_AXES` nor the mesh's, or two dimensions on one mesh axis; for a rule that is set both
+        ValueError: for a name that neither these rules nor Flax's contain, a rule with a mesh axis that is neither one
+            of `jax_te.config.MESH_AXES` nor the mesh's, or two dimensions on one mesh axis; for a rule that is set both
             here and in Flax, and differs; for a PartitionSpec with an axis that the mesh lacks.
 
     >>> tuple(logical_to_spec(("batch", "sequence", "ffn"), jax.sharding.AbstractMesh((2, 2), ("data", "tensor"))))
@@ -225,7 +225,7 @@ def _resolved(axes: LogicalAxes, mesh: Mesh | AbstractMesh, rules: ShardingRules
                     "one array cannot be split twice over one mesh axis: change one of the two rules"
                 )
             taken[axis] = name
-        # An axis of size 1 splits nothing, and naming it would make another type of the array on an Explicit mesh.
+        # An axis of size 1 shards nothing, and naming it would change the array's type on an Explicit mesh.
         mesh_axes = tuple(axis for axis in mesh_axes if mesh.shape[axis] > 1 and axis in free)
         spec.append(mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes or None)
     return PartitionSpec(*spec)
@@ -273,7 +273,7 @@ def _combined(rules: ShardingRules, flax: tuple[tuple[str, Any], ...], mesh: Mes
             "are set in Flax (logical_axis_rules); let one of them name it, or both the same"
         )
 
-    # Reversed: of several rules of a name the first is kept.
+    # Reversed, so that the first of several rules for a name is kept.
     theirs = {name: () if axes is None else (axes,) if isinstance(axes, str) else axes for name, axes in flax[::-1]}
     default, changed = ShardingRules(), {}
     for rule in fields(ShardingRules):
@@ -294,9 +294,10 @@ def _combined(rules: ShardingRules, flax: tuple[tuple[str, Any], ...], mesh: Mes
 
 
 def row_axis(axis: str | None) -> str:
-    """Return the logical name of the first axis of a kernel whose inputs the tensor axis splits along ``axis``.
+    """Return the logical name of the first axis of a kernel whose inputs are sharded over the tensor axis along
+    ``axis``.
 
-    ``axis`` None: it does not split them.
+    ``axis`` None: they are not sharded.
 
     >>> row_axis("ffn"), row_axis(None)
     ('ffn_fsdp', 'fsdp')
@@ -305,7 +306,7 @@ def row_axis(axis: str | None) -> str:
 
 
 def replica_axes(axes: Any) -> Any:
-    """Return the logical axes under which replicas split what is sharded like a parameter among them; others stay.
+    """Return the logical axes under which replicas shard optimizer state of a parameter; other axes stay.
 
     >>> replica_axes(("ffn_fsdp", None)), replica_axes(("norm",))
     (('ffn_fsdp_replicas', None), ('norm',))
@@ -369,7 +370,7 @@ def current_mesh() -> AbstractMesh | None:
 def free_axes(mesh: Mesh | AbstractMesh) -> MeshAxes:
     """Return the mesh axes that no surrounding ``shard_map`` has made manual.
 
-    Along those it has, an array is a device's own, and whole: no rule splits it there.
+    Along manual axes an array belongs to one device and is whole: no rule shards it there.
 
     >>> free_axes(AbstractMesh((2, 2), ("data", "tensor")))
     ('data', 'tensor')
@@ -391,7 +392,7 @@ def mesh_dims(axes: LogicalAxes | PartitionSpec, mesh: AbstractMesh) -> Dims:
 
 
 def partition_spec(dims: Dims) -> PartitionSpec:
-    """Return JAX's form of `Dims`.
+    """Return `Dims` as a PartitionSpec.
 
     >>> tuple(partition_spec((("data", "fsdp"), (), ("tensor",))))
     (('data', 'fsdp'), None, 'tensor')
@@ -413,7 +414,8 @@ def gathered_axes(kernel_axes: LogicalAxes, mesh: AbstractMesh) -> MeshAxes:
 def summed_axes(
     kernel_axes: LogicalAxes | PartitionSpec | None, mesh: AbstractMesh | None, summands: tuple[int, ...] | None = None
 ) -> MeshAxes:
-    """Return the mesh axes over which a kernel's gradient is summed and not scattered: they split tokens, not it.
+    """Return the mesh axes over which a kernel's gradient is summed and not scattered: they shard tokens, not the
+    kernel.
 
     Args:
         kernel_axes: logical axes of the kernel. None: it has none.
@@ -427,7 +429,7 @@ def summed_axes(
     if mesh is None:
         return ()
     own = flat(mesh_dims(kernel_axes or (), mesh))
-    # One after the other, since both may name the same axis where no array has both.
+    # One after the other, since both may name the same axis if no array has both.
     tokens = dict.fromkeys(flat(mesh_dims(("batch",), mesh)) + flat(mesh_dims(("sequence",), mesh)))
     axes = tuple(axis for axis in tokens if axis not in own)
     return axes if summands in (None, (math.prod(mesh.shape[axis] for axis in axes),)) else ()

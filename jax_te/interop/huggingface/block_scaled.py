@@ -44,7 +44,7 @@ class BlockScaled:
 
 
 Tensor = Any
-"""An array, what ``np.asarray`` reads, or a `BlockScaled`."""
+"""An array, anything that ``np.asarray`` reads, or a `BlockScaled`."""
 
 
 def read_block_scaled(
@@ -58,7 +58,7 @@ def read_block_scaled(
         choice: treatment of tensors in FP8.
 
     Raises:
-        ValueError: for another form than this one, without a choice, and for a choice where nothing is quantized.
+        ValueError: for another format than this one, without a choice, and for a choice if nothing is quantized.
         CheckpointMismatchError: for tensors without scales, scales without tensors, and scales that do not fit.
     """
     name = "quantization_config"
@@ -75,7 +75,7 @@ def read_block_scaled(
     form.expect("scale_fmt", "ue8m0", "float")  # how activations are scaled elsewhere; scales of weights are stored
     if form.take("weight_block_size", list, []) != [_BLOCK, _BLOCK]:
         raise form.refused("weight_block_size", said.get("weight_block_size"), f"only [{_BLOCK}, {_BLOCK}] is followed")
-    # Which modules those are can be seen from the tensors.
+    # The tensors show which modules those are.
     form.take("modules_to_not_convert", list, [])
     form.take("ignored_layers", list, [])
     form.finish()
@@ -112,7 +112,7 @@ def _problem(data: np.ndarray, scale: np.ndarray) -> str:
 
 
 def hold_block_scaled(model: nnx.Module, entries: Mapping[str, Entry], tensors: Mapping[str, Tensor]) -> None:
-    """Store those kernels of a model of shapes quantized, as the ambient recipe says, that FP8 tensors are kept in.
+    """Replace kernels of a model of shapes that keep FP8 tensors by quantized ones, under the ambient recipe.
 
     Raises:
         ValueError: for a kernel that the recipe stores in another form.
@@ -167,14 +167,14 @@ def reader(
         sizes: sizes of the axes.
 
     Raises:
-        ValueError: for scales that are not those of whole blocks any more where our kernel has the values.
+        ValueError: for scales that do not cover whole blocks in our kernel's layout.
     """
     _, guard, constant = path.rpartition("/guard/")
     if guard:
         return lambda index, dtype: np.asarray(getattr(Guard.new(), constant), dtype)[..., *index]
     name, kept, part = path.partition("/form/rowwise/")
     entry = entries[name]
-    # The tensors of this parameter alone: what is multiplied out is in memory no longer than it is read.
+    # Only this parameter's tensors: dequantized values stay in memory only while they are read.
     pieces = {each: tensors[each] for each, _ in entry.pieces}
     if part != "scale_inv":
         plain = {each: _values(piece, multiplied=not kept) for each, piece in pieces.items()}
@@ -187,7 +187,7 @@ def reader(
 
 
 def _blocks(scales: np.ndarray, name: str, shape: tuple[int, ...], instead: str) -> np.ndarray:
-    """Return the scale of each block of a matrix, from that of each value."""
+    """Return the scale of each block of a matrix, from the scale of each value."""
     blocks = scales[::_BLOCK, ::_BLOCK].copy()
     if not np.array_equal(BlockScaled(scales, blocks).scales(), scales):
         raise ValueError(
@@ -225,7 +225,7 @@ def written_scales(path: str, kernel: QuantizedKernel, entry: Entry, sizes: Size
     """Return the scales of the tensors of a kernel whose arrays are on the host, by name.
 
     Raises:
-        ValueError: for blocks of ours that are not blocks of theirs.
+        ValueError: for blocks that are not blocks in their layout.
         TypeError: if arithmetic was done on the kernel's arrays.
     """
     if kernel.guard is not None:

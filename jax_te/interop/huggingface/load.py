@@ -1,4 +1,4 @@
-"""Models from folders in the form of Hugging Face."""
+"""Models from Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jax_te.sharding import leaves_with_axes, shardings_of
 from jax_te.typing import Array, DTypeLike
 
 OnProgress = Callable[[int, int], None]
-"""Is called after each parameter with the number of those that are done and of all."""
+"""Function called after each parameter with the number of parameters done and the number of all."""
 
 _EXECUTION = Execution()
 _SHOWN = 20
@@ -43,11 +43,11 @@ def load_huggingface(
     """Return the model of a folder that transformers wrote, with its weights.
 
     The weights are read from ``model.safetensors``, or from the files of an index, parameter by parameter, and each
-    device's part by itself: a process reads what its devices hold, and has one parameter in host memory at a time. On
-    a mesh (``jax.set_mesh``) parameters are sharded by the ambient `jax_te.sharding.ShardingRules`. Under a recipe with
-    state (`jax_te.recipe.autocast`) the model has new quantizer states.
+    device's part separately: a process reads only its devices' parts, and has one parameter in host memory at a time.
+    On a mesh (``jax.set_mesh``) parameters are sharded by the ambient `jax_te.sharding.ShardingRules`. Under a recipe
+    with state (`jax_te.recipe.autocast`) the model has new quantizer states.
 
-    Every field of ``config.json`` is followed, known to change no number, or refused by name. No code of the folder
+    Every field of ``config.json`` is supported, known to have no effect, or refused by name. No code of the folder
     runs.
 
     Args:
@@ -67,9 +67,9 @@ def load_huggingface(
         A model of `jax_te.models`: a `GPTModel` for decoders.
 
     Raises:
-        ValueError: for a file that is missing, damaged or outside of the folder; an architecture or a field that is not
-            followed; tensors of several dtypes without ``dtype``; a parameter that does not divide over the mesh;
-            FP8 tensors without a choice, or which the recipe cannot keep.
+        ValueError: for a file that is missing, damaged or outside of the folder; an unsupported architecture or field;
+            tensors of several dtypes without ``dtype``; a parameter that does not divide over the mesh; FP8 tensors
+            without a choice, or which the recipe cannot keep.
         CheckpointMismatchError: for missing, unexpected and wrongly shaped tensors, all of which it lists.
 
     Source: ``from_pretrained`` of transformers.
@@ -86,7 +86,7 @@ def load_huggingface(
 
 
 def release_after_each(files: Collection[Any], on_progress: OnProgress | None) -> OnProgress:
-    """Return what `load_tensors` calls after each parameter: it drops what has been read of the files from memory."""
+    """Return a function for `load_tensors` to call after each parameter, which releases the files' memory."""
 
     def after(done: int, count: int) -> None:
         for file in files:
@@ -129,7 +129,7 @@ def load_tensors(
     hold_block_scaled(model, entries, tensors)
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     if jax.tree.leaves(rest):
-        # Quantizer states have initial values; the compiler drops the parameters that are drawn beside them.
+        # Quantizer states get initial values; the compiler drops the random parameters.
         rest = jax.jit(lambda: nnx.state(architecture.build(form, execution), nnx.Not(nnx.Param)))()
     mesh = jax.sharding.get_mesh()
     leaves = leaves_with_axes(params)
@@ -148,7 +148,7 @@ def _checked(
     sizes: Sizes,
     folder: Path,
 ) -> dict[str, Any]:
-    """Return the tensors that the entries name, if they are those of the folder."""
+    """Return the tensors that the entries name, after a check against the folder's."""
     wanted = {name: shape for entry in entries.values() for name, shape in entry.their_shapes(sizes).items()}
     tensors = _by_their_names(architecture, stored, wanted)
     lines = _differences(tensors, wanted)
@@ -162,12 +162,12 @@ def _checked(
 
 
 def _by_their_names(architecture: Architecture, stored: Mapping[str, Any], wanted: Collection[str]) -> dict[str, Any]:
-    """Return the tensors under the names that entries have, without those that the model is built without."""
+    """Return the tensors under the entries' names, without those that the model does not have."""
     for ending, name in architecture.older:
         stored = {re.sub(rf"{ending}$", name, each): tensor for each, tensor in stored.items()}
     base = architecture.base
     if not any(name.startswith(base) for name in stored):
-        # Of the model without its head, whose names begin behind the base.
+        # Names of the model without its head lack the base's prefix.
         stored = {name if name in wanted else base + name: tensor for name, tensor in stored.items()}
     tensors = {name: tensor for name, tensor in stored.items() if not re.fullmatch(architecture.ignored, name)}
     for name, other in architecture.twins.items():
@@ -200,7 +200,7 @@ def _one_dtype(dtype: DTypeLike | None, tensors: Mapping[str, Any], folder: Path
 
 
 def _placed(read: Any, leaf: Any, place: Any) -> Array:
-    """Return an array on its devices, of which each gets its part."""
+    """Return an array on its devices, each with its part."""
     if place is None:
         return jnp.asarray(read((slice(None),) * leaf.ndim, leaf.dtype))
     # Devices that hold the same part get it from one read.

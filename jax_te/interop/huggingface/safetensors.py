@@ -27,10 +27,10 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 MAX_JSON = 100_000_000
-"""The most bytes of a header, which is the format's own limit, and of a JSON file."""
+"""Maximum bytes of a header, which is the format's own limit, and of a JSON file."""
 
 Plan = tuple[str, np.dtype[Any], tuple[int, ...]]
-"""Name, dtype and shape of a tensor that is to be written."""
+"""Name, dtype and shape of a tensor to write."""
 
 
 def read_json(text: bytes, what: object) -> dict[str, Any]:
@@ -56,14 +56,14 @@ class TensorFile:
     """The tensors of one file, over a memory map: nothing is read before a tensor is.
 
     Attributes:
-        tensors: name → array that cannot be written to.
+        tensors: name → read-only array.
 
     Raises:
         ValueError: for a file that is not whole, or whose header does not describe its bytes.
     """
 
     def __init__(self, path: Path):
-        if not path.is_file():  # nor a pipe, whose opening would wait
+        if not path.is_file():  # nor a pipe, which would block on opening
             raise ValueError(f"{path} is not a file")
         with path.open("rb") as file:
             size = path.stat().st_size
@@ -85,13 +85,13 @@ class TensorFile:
             raise ValueError(f"{path} is damaged: its tensors take {end} bytes, and it has {data.size} for them")
 
     def release(self) -> None:
-        """Drop what has been read from memory; it is read again when it is needed."""
+        """Release memory of pages read; they are read again when needed."""
         if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
             self._map.madvise(mmap.MADV_DONTNEED)
 
 
 def write_file(path: Path, plan: list[Plan], tensors: Iterable[tuple[str, np.ndarray]]) -> None:
-    """Write a file of tensors, each when it comes, so that no two need be in memory.
+    """Write a file of tensors one by one, so that no two need be in memory.
 
     Args:
         path: path of the file.
@@ -144,7 +144,7 @@ def shards(plan: list[Plan], limit: int) -> Iterator[list[Plan]]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        # A reader that takes the first would see another file than one that takes the last.
+        # Readers that use the first one would see another file than readers that use the last.
         raise ValueError("a name is there twice")
     return found
 

@@ -1,4 +1,4 @@
-"""The architectures that are read and written."""
+"""The supported architectures."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def named_architecture(given: Fields) -> Architecture:
 def read_form(
     values: Mapping[str, Any], what: str, tensors: Collection[Any], ignore: Collection[str] = ()
 ) -> tuple[Architecture, Form]:
-    """Return what the fields of a ``config.json`` say.
+    """Return the form that a ``config.json`` describes.
 
     Args:
         values: the fields.
@@ -54,7 +54,7 @@ def read_form(
         ignore: names of unknown fields that a caller knows to change no number.
 
     Raises:
-        ValueError: for another architecture, and for a field that is not followed.
+        ValueError: for another architecture, and for an unsupported field.
     """
     given = Fields(values, what, tensors)
     architecture = named_architecture(given)
