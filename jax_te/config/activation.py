@@ -114,7 +114,7 @@ def named_activation(parts: tuple[Any, ...]) -> ActivationLike:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationParams:
-    """The numbers in ``clamped_swiglu``, the one activation that has any.
+    """The parameters of ``clamped_swiglu``, the only activation that has any.
 
     With ``a = min(x0, limit)`` and ``b = clip(x1, -limit, limit)`` it is
     ``a * sigmoid(alpha * a) * (b + linear_offset)``.

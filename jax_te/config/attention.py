@@ -80,7 +80,7 @@ class AttentionConfig:
         )
         for name in ("window_size", "window_attn_skip_freq", "cp_comm_type", "hierarchical_context_parallel_sizes"):
             value = getattr(self, name)
-            # YAML and JSON have lists only, and a configuration must be hashable: it is part of jit cache keys.
+            # YAML and JSON only have lists, but a configuration must be hashable: it is part of jit cache keys.
             object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
         pairs = {
             "window_size": (-1, "e.g. (128, 0)"),

@@ -1,4 +1,4 @@
-"""Captured graphs, in Megatron's words."""
+"""Captured graphs, with Megatron's field names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WHOLE_LAYER = ((), ("full",), ("attn", "mlp"))
 
 @dataclass(frozen=True, kw_only=True)
 class CudaGraphConfig:
-    """Which calls run as captured graphs; `TransformerConfig` has these fields, too.
+    """Selection of calls that run as captured graphs; `TransformerConfig` has these fields, too.
 
     A captured graph is here an executable that XLA compiled ahead of time, see
     `jax_te.megatron.GraphableMegatronModule`. They concern calls outside of ``jax.jit``: a jitted function is one graph
@@ -37,7 +37,7 @@ class CudaGraphConfig:
     Raises:
         ValueError: for an unknown name, and for parts of a layer.
         TypeError: for a flag that is not bool.
-        AssertionError: for two fields that say the same in different names, as in Megatron.
+        AssertionError: for two equivalent fields with different names, as in Megatron.
 
     Source: ``megatron.core.transformer.TransformerConfig``.
 
@@ -70,7 +70,7 @@ class CudaGraphConfig:
                     )
                 _deprecated(f"{old}=True", f"cuda_graph_impl={impl!r}")
                 fill(self, "cuda_graph_impl", impl)
-                # Said in the new name now, so that dataclasses.replace does not say it twice.
+                # Moved to the new field, so that dataclasses.replace does not set both.
                 fill(self, old, False)
         modules = _names(self.cuda_graph_modules)
         if self.cuda_graph_scope is not None:

@@ -17,15 +17,15 @@ from jax_te._validation import (
 )
 
 AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
-"""Load-balancing losses, in Megatron's words."""
+"""Load-balancing losses, by Megatron's names."""
 
 LOAD_BALANCING_TYPES = (*AUX_LOSSES, "sinkhorn", "quantile_balancing", "none")
-"""Ways of a router to give all experts the same load."""
+"""Methods of a router to balance the experts' load."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterOptions:
-    """Which experts a token goes to, and how their load is kept equal; in Megatron-Core's words without ``moe_``.
+    """Choice of a token's experts, and balancing of their load; field names are Megatron-Core's without ``moe_``.
 
     Args:
         num_experts: ``e``.
@@ -107,7 +107,7 @@ class RouterOptions:
 
     @property
     def losses(self) -> dict[str, float]:
-        """Coefficients of the load-balancing losses that take part.
+        """Coefficients of the load-balancing losses in use.
 
         >>> RouterOptions(num_experts=8, aux_loss_coeff=0.01).losses
         {'aux_loss': 0.01}
@@ -188,7 +188,7 @@ def _check_scores(given: Mapping[str, Any], n: Callable[[str], str], balancing: 
         if balancing == "sinkhorn":
             unused |= {"topk_scaling_factor": None, "score_function": "softmax", "pre_softmax": False}
         for name in [name for name, default in unused.items() if given[name] != default]:
-            # As in Megatron, whose programs may have it; but not without a word.
+            # As in Megatron, whose programs may use it; but with a warning.
             log_once(f"{n(name)}={given[name]!r} has no effect under {n('load_balancing_type')}={balancing!r}")
 
 
@@ -250,7 +250,7 @@ def _check_losses(given: Mapping[str, Any], n: Callable[[str], str], balancing: 
 
 def _check_capacity(given: Mapping[str, Any], n: Callable[[str], str], balancing: Any) -> dict[str, Any]:
     factor = given["expert_capacity_factor"]
-    if factor is not None and factor < 0.0:  # Megatron's other way to say None
+    if factor is not None and factor < 0.0:  # Megatron's other spelling of None
         factor = None
     if factor == 0.0:
         raise ValueError(
@@ -270,7 +270,7 @@ def _check_capacity(given: Mapping[str, Any], n: Callable[[str], str], balancing
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """Options of mixtures of experts, in Megatron-Core's words; `TransformerConfig` has these fields, too.
+    """Options of mixtures of experts, with Megatron-Core's names; `TransformerConfig` has these fields, too.
 
     Args:
         num_moe_experts: ``e``. None: no layer has experts.
@@ -305,7 +305,7 @@ class ExpertsConfig:
         glu_linear_offset: constant added to the second component of a gated activation.
 
     Raises:
-        ValueError: as `RouterOptions`, with these names; for sizes that are not positive; for options of experts that
+        ValueError: see `RouterOptions`, with these names; for sizes that are not positive; for options of experts that
             contradict each other.
         TypeError: for a flag that is not bool.
 
@@ -413,7 +413,7 @@ class ExpertsConfig:
         return RouterOptions(**given, aux_loss_groups=aux_loss_groups)
 
     def _moe_layers(self, num_layers: int) -> tuple[bool, ...]:
-        """Return which layers have experts; raise ValueError for a ``moe_layer_freq`` that does not say it."""
+        """Return the layers with experts; raise ValueError for an invalid ``moe_layer_freq``."""
         freq: Any = self.moe_layer_freq
         if is_integer(freq) and freq >= 1:
             return tuple(self.num_moe_experts is not None and layer % freq == 0 for layer in range(num_layers))

@@ -12,10 +12,10 @@ MESH_AXES = ("pipeline", "data", "fsdp", "context", "tensor")
 
 Neighbouring devices have the fastest links, so the axes lie in the order of what they communicate: the tensor axis
 twice a block, the context axis once a block, FSDP once a layer, data parallelism once a step, and a pipeline's stages
-pass on activations alone. It is Megatron's default order ``tp-cp-dp-pp``, read from the last axis."""
+only exchange activations. It is Megatron's default order ``tp-cp-dp-pp``, read from the last axis."""
 
 RESERVED_AXES = {"expert": "experts of a mixture"}
-"""Names that meshes will use, and what for. No mesh has them yet, and no other axis may be called so."""
+"""Reserved axis names, with their purpose. No mesh has them yet, and other axes must not use them."""
 
 
 def check_mesh_axis(name: str) -> None:
@@ -63,7 +63,7 @@ class ParallelConfig:
     axis_names: tuple[str, ...] = field(default=MESH_AXES, init=False, repr=False)
 
     def __post_init__(self, expert: int) -> None:
-        # The reserved axis is an argument already, so that a program that asks for it is told why it cannot have it.
+        # The reserved axis is an argument already, so that requesting it gives an explanatory error.
         if expert != 1:
             check_mesh_axis("expert")
         check_positive(**{name: getattr(self, name) for name in MESH_AXES})

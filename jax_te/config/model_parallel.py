@@ -12,13 +12,13 @@ from jax_te.config.megatron_fields import accepts_megatron_fields
 from jax_te.typing import DTypeLike
 
 SYMMETRIC_AR_TYPES = (None, "two_shot", "one_shot", "multimem_all_reduce")
-"""Kinds of all-reduce over symmetric memory, in Megatron's words."""
+"""Kinds of all-reduce over symmetric memory, by Megatron's names."""
 
 
 @accepts_megatron_fields
 @dataclass(frozen=True, kw_only=True)
 class ModelParallelConfig:
-    """Parallelism, initialization and dtypes, in Megatron-Core's words; `TransformerConfig` has these fields, too.
+    """Parallelism, initialization and dtypes, with Megatron-Core's names; `TransformerConfig` has these fields, too.
 
     Args:
         tensor_model_parallel_size: devices on the mesh's tensor axis. 1 leaves it to the mesh; any other size must be
@@ -53,12 +53,12 @@ class ModelParallelConfig:
 
     Raises:
         ValueError: for a size that is not positive; sequence parallelism without tensor parallelism; both fp16 and
-            bf16; an unknown dtype or kind of all-reduce; for what JAX does another way: ``init_model_with_meta_device``
+            bf16; an unknown dtype or kind of all-reduce; for options that JAX replaces: ``init_model_with_meta_device``
             (``nnx.eval_shape``), ``tp_comm_overlap`` (`jax_te.models.Execution`), ``deterministic_mode`` (XLA flags and
             an environment variable); for expert parallelism.
         TypeError: for a flag that is not bool, a ``quant_recipe`` that is not hashable.
 
-    Source: ``megatron.core.ModelParallelConfig``, and what ``TELinear`` reads of ``TransformerConfig``.
+    Source: ``megatron.core.ModelParallelConfig``, and the fields of ``TransformerConfig`` that ``TELinear`` reads.
 
     >>> ModelParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True).params_dtype
     dtype('float32')
@@ -90,7 +90,7 @@ class ModelParallelConfig:
         self._check_sizes()
         if self.fp16 and self.bf16:
             raise ValueError("fp16 and bf16 are both True; a model has one of them")
-        # These ask for something that JAX does another way. They are refused, so that nobody believes to have it.
+        # JAX does these in another way. They are refused instead of silently having no effect.
         if self.init_model_with_meta_device:
             raise ValueError(
                 "init_model_with_meta_device=True: nnx.eval_shape(lambda: Model(...)) gives a module without arrays; "

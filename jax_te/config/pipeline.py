@@ -1,4 +1,4 @@
-"""How a model runs as the stages of a pipeline."""
+"""Pipeline schedule of a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PIPELINE_SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
 @checked
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """How the layers of a model run as the stages of a pipeline, see `jax_te.training.pipeline`.
+    """Schedule and split of a model's layers into pipeline stages, see `jax_te.training.pipeline`.
 
     Args:
         schedule: name of the schedule, one of `PIPELINE_SCHEDULES`.
@@ -41,7 +41,8 @@ class PipelineConfig:
 
     @classmethod
     def parse(cls, text: str) -> PipelineConfig:
-        """Return the configuration in ``"1f1b,virtual_stages=2,last_layers=3"``: a schedule, then what differs.
+        """Return the configuration in ``"1f1b,virtual_stages=2,last_layers=3"``: a schedule, then fields that differ
+        from the defaults.
 
         Raises:
             ValueError: for another schedule, an unknown or repeated name, and a value that is not an integer >= 1.

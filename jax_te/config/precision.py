@@ -1,4 +1,4 @@
-"""The precision of a whole model, in Megatron's words."""
+"""The precision of a whole model, with Megatron's field names."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _DELAYED_ONLY = {
 class PrecisionConfig:
     """The recipe of a whole model; `TransformerConfig` has these fields, too.
 
-    They say which recipe; `jax_te.megatron.recipe_from_config` gives it, and layers run under it inside of
+    They select a recipe; `jax_te.megatron.recipe_from_config` returns it, and layers run under it inside of
     ``autocast(recipe)``, as Megatron's do inside of the context that its transformer block opens. Only
-    ``first_last_layers_bf16`` and ``fp8_output_proj`` say where it applies.
+    ``first_last_layers_bf16`` and ``fp8_output_proj`` determine where it applies.
 
     Args:
         fp8: ``"e4m3"``, ``"hybrid"`` (E5M2 for gradients) or None: no FP8; the other ``fp8_`` fields then say nothing.
@@ -109,6 +109,6 @@ class PrecisionConfig:
                 f"{kind}_recipe 'custom' needs {kind}_quantizer_factory, the dotted path of its factory, "
                 "e.g. 'my_package.recipes.make_quantizer'"
             )
-        # Without fp8 or fp4 the factory says nothing, like their other fields.
+        # Without fp8 or fp4 the factory has no effect, like their other fields.
         if on and factory and not custom:
             raise ValueError(f"{kind}_quantizer_factory={factory!r} has no effect, because {kind}_recipe is not custom")

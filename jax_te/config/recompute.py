@@ -1,4 +1,4 @@
-"""Recomputation of activations, in Megatron's words."""
+"""Recomputation of activations, with Megatron's field names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RECOMPUTE_MODULES = (*DENSE_RECOMPUTE_MODULES, "moe", "moe_act", "shared_experts
 """Parts of a transformer layer that selective recomputation may name."""
 
 _OTHER_MODULES = ("mla_up_proj", "gdn_norm_out", "gdp_in_proj", "gdp_qkv", "mhc")
-"""Megatron's other names: of latent attention, Mamba and hyper-connections."""
+"""Megatron's other names, for latent attention, Mamba and hyper-connections."""
 
 RECOMPUTE_POLICIES = ("none", "full", "save_gemms", "save_quantized", "offload_gemms")
 """Names of the policies in `jax_te.remat.POLICIES`."""
@@ -20,7 +20,7 @@ RECOMPUTE_POLICIES = ("none", "full", "save_gemms", "save_quantized", "offload_g
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeConfig:
-    """Which activations of a stack of layers backward computes again; `TransformerConfig` has these fields, too.
+    """Selection of activations that backward recomputes; `TransformerConfig` has these fields, too.
 
     Args:
         recompute_granularity: ``"full"``: whole layers; ``"selective"``: the modules named below; None: nothing.
@@ -57,7 +57,7 @@ class RecomputeConfig:
 
     def __post_init__(self) -> None:
         check_annotations(self, RecomputeConfig)
-        # Megatron's default, in every granularity; that it was given cannot be told from it.
+        # Megatron's default, in every granularity, so that an explicit value cannot be distinguished from it.
         given = self.recompute_modules
         modules = ("core_attn",) if given is None else tuple(given)
         if isinstance(given, str) or not modules or set(modules) - set(RECOMPUTE_MODULES):

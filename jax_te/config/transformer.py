@@ -19,7 +19,7 @@ from jax_te.config.recompute import RecomputeConfig
 from jax_te.typing import DTypeLike
 
 POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
-"""Kinds of position embedding in `jax_te.models.GPTModel`, in Megatron-Core's words."""
+"""Kinds of position embedding in `jax_te.models.GPTModel`, by Megatron-Core's names."""
 
 
 @accepts_megatron_fields
@@ -27,7 +27,7 @@ POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
 class TransformerConfig(
     ModelParallelConfig, PrecisionConfig, AttentionConfig, ExpertsConfig, RecomputeConfig, CudaGraphConfig
 ):
-    """Sizes and choices of a stack of transformer layers, in Megatron-Core's words.
+    """Sizes and options of a stack of transformer layers, with Megatron-Core's names.
 
     It has the fields of `ModelParallelConfig`, `PrecisionConfig`, `AttentionConfig`, `ExpertsConfig`, `RecomputeConfig`
     and `CudaGraphConfig`, too, all keyword-only. Other fields of Megatron-Core's are taken without effect if they have
@@ -63,13 +63,12 @@ class TransformerConfig(
         compute_dtype: dtype of activations. None: ``params_dtype``.
 
     Raises:
-        ValueError: for a size that is not positive or does not divide, or an unknown name; for an ``activation`` beside
-            an ``activation_func`` that says something else; a limit or offset of an activation that is not gated;
-            biases beside shared experts, which have none;
-            ``distribute_saved_activations`` under sequence parallelism, which splits them already; and as the other
-            six.
-        TypeError: for an initializer or activation that cannot be called or hashed; and as the other six.
-        AssertionError: as `AttentionConfig`, `RecomputeConfig` and `CudaGraphConfig`.
+        ValueError: for a size that is not positive or does not divide, or an unknown name; for an ``activation`` that
+            contradicts ``activation_func``; a limit or offset of an activation that is not gated; biases beside shared
+            experts, which have none; ``distribute_saved_activations`` under sequence parallelism, which shards them
+            already; see also the other six.
+        TypeError: for an initializer or activation that cannot be called or hashed; see also the other six.
+        AssertionError: see `AttentionConfig`, `RecomputeConfig` and `CudaGraphConfig`.
 
     Source: ``megatron.core.transformer.TransformerConfig``.
 
@@ -198,7 +197,7 @@ class TransformerConfig(
             )
 
     def has_experts(self, layer: int) -> bool:
-        """Return whether layer number ``layer``, from 0, has experts in the place of its feed-forward block.
+        """Return whether layer number ``layer``, from 0, has experts in place of its feed-forward block.
 
         >>> config = TransformerConfig(
         ...     num_layers=4, hidden_size=8, num_attention_heads=1, num_moe_experts=4, moe_layer_freq=[0, 0, 1, 1]
@@ -227,7 +226,7 @@ class TransformerConfig(
         if self.gated_linear_unit and len(parts) == 1:
             parts = (*parts, "linear")
         chosen = named_activation(parts)
-        # What was filled in before, or the default: dataclasses.replace gives both fields again.
+        # Filled in before, or the default: dataclasses.replace passes both fields.
         if func is not None and given not in ("gelu", chosen):
             raise ValueError(
                 f"activation={given!r} and activation_func={func!r}, gated_linear_unit={self.gated_linear_unit} name "
@@ -240,7 +239,7 @@ class TransformerConfig(
         scaled = self.init_method_std / math.sqrt(2.0 * self.num_layers)
         for name, std in (("init_method", self.init_method_std), ("output_layer_init_method", scaled)):
             given = getattr(self, name)
-            # One that was filled in is replaced by dataclasses.replace(config, init_method_std=...).
+            # A value that was filled in is recomputed by dataclasses.replace(config, init_method_std=...).
             if given is None or isinstance(given, FilledInit):
                 object.__setattr__(self, name, FilledInit(std))
             elif not callable(given) or type(given).__hash__ is None:

@@ -177,7 +177,7 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
             log_hints(num_splits=num_splits)
         asked = self.attn_mask_type if attn_mask_type is None else _name(attn_mask_type)
         mask_type, window, masks = self._masks(asked, attention_mask, packed_seq_params, query.shape[1])
-        # Megatron packs into one row without a batch axis; the layer wants the axis.
+        # Megatron packs into one row without a batch axis; the layer requires the axis.
         row = packed_seq_params is not None and query.ndim == 3
         if row:
             query = query[None]
@@ -196,7 +196,7 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
     def _masks(
         self, mask_type: Any, mask: Array | tuple[Array, Array] | None, packed: PackedSeqParams | None, sq: int
     ) -> tuple[Any, Any, dict[str, Any]]:
-        """Return mask type, window and masks of the core's call, for those of Megatron's.
+        """Return mask type, window and masks of the core's call, from Megatron's.
 
         Args:
             mask_type: name of a type.
@@ -205,7 +205,7 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
             sq: length of the queries.
         """
         if packed is not None:
-            # Packed sequences have lengths of their own, so each is padded to the row, as in Megatron.
+            # Packed sequences have different lengths, so each is padded to the row, as in Megatron.
             mask_type = {"causal": "padding_causal", "no_mask": "padding"}.get(mask_type, mask_type)
         elif mask_type == "no_mask" and self.has_window and sq == 1:
             # One token of a decoder: its key is the last one, so the window must be aligned to the end.

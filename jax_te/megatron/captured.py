@@ -18,14 +18,14 @@ from jax_te.typing import Array, PyTree
 
 
 class CapturedGraphs:
-    """The captured calls of one module, by what they are called with.
+    """The captured calls of one module, by their arguments.
 
     A graph is captured for shapes, dtypes and shardings of the arguments' arrays and of the module's variables, all
-    other arguments, the module's static attributes, and what is ambient: recipe, backend, mesh and rules, JAX's own
+    other arguments, the module's static attributes, and the context: recipe, backend, mesh and rules, JAX's own
     options. A derivative's two executables are compiled when it is first taken.
 
-    Modules hold it as a static attribute. Any two are equal, so that captured graphs tell no modules apart: functions
-    under ``jax.jit`` are not traced again, and the copies that Flax makes of a module share them.
+    Modules hold it as a static attribute. Any two compare equal, so that captured graphs do not distinguish modules:
+    functions under ``jax.jit`` are not traced again, and the copies that Flax makes of a module share them.
 
     Attributes:
         hooks: pairs of a function and its arguments, called before each replay.
@@ -64,7 +64,7 @@ class CapturedGraphs:
         graphdef, state = nnx.split(module)
         leaves, treedef = jax.tree.flatten((jax.tree.map(_plain, state, is_leaf=_is_variable), inputs))
         arrays = [leaf for leaf in leaves if is_array(leaf)]
-        # Of the arrays only that they are some: a graph must not keep them alive.
+        # Arrays are replaced by a placeholder: a graph must not keep them alive.
         template = tuple(_ARRAY if is_array(leaf) else leaf for leaf in leaves)
         kinds = tuple((jax.typeof(array), getattr(array, "sharding", None)) for array in map(_value, arrays))
         # JAX keeps one trace for each state of its own options and of all contexts, of which not all are known here.
@@ -139,13 +139,13 @@ class _Graph:
                 return self._call(*(next(at) if want else array for array, want in zip(arrays, wanted, strict=True)))
 
             some = [array for array, want in zip(arrays, wanted, strict=True) if want]
-            # Only with respect to what is asked for: the rest costs time, and layers check what is left out.
+            # Only with respect to the requested arrays: the rest costs time, and layers check which ones are left out.
             out, vjp, changed = jax.vjp(of_wanted, *some, has_aux=True)
             residuals, treedef = jax.tree.flatten(vjp)
             return out, changed, residuals
 
         compiled = jax.jit(forward).lower(*arrays).compile()
-        # Lowered for the residuals themselves: on a mesh only they know how XLA sharded them.
+        # Lowered for the actual residuals: on a mesh only they reveal how XLA sharded them.
         out, _, residuals = compiled(*arrays)
         backward = jax.jit(lambda residuals, g: jax.tree.unflatten(treedef, residuals)(g))
         return compiled, backward.lower(residuals, out).compile()
@@ -161,7 +161,7 @@ def _transposed(residuals: Any, cotangents: Any) -> tuple[Any, ...]:
 
 
 class _Same:
-    """A key that is equal to itself alone, by identity; it keeps the object alive, so that no other gets its id."""
+    """A key that compares by identity; it keeps the object alive, so that no other object gets its id."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -192,7 +192,7 @@ def is_array(value: Any) -> bool:
 
 
 def is_traced(values: PyTree) -> bool:
-    """Return whether any array has no value yet: inside of ``jit``, ``scan``, ``vmap``, though not of ``grad`` alone.
+    """Return whether any array is traced: inside of ``jit``, ``scan``, ``vmap``, though not of ``grad`` alone.
 
     >>> is_traced([jnp.ones(2)])
     False
@@ -206,7 +206,7 @@ def _is_variable(node: Any) -> bool:
 
 
 def _plain(variable: Any) -> Any:
-    """Return a state of delayed scaling in fp32, whatever dtype its gradient is to have."""
+    """Return a state of delayed scaling in fp32, whatever the dtype of its gradient."""
     if not isinstance(variable, QuantizerState):
         return variable
     return variable.replace(as_float32_inside(variable.get_value()))

@@ -17,8 +17,8 @@ def vocab_parallel_cross_entropy(
 ) -> Array:
     """Return `jax_te.ops.softmax_cross_entropy` of each position with Megatron's label smoothing.
 
-    A target that is smoothed by ``a`` has ``1 - a`` at the label and ``a / (v - 1)`` at each other entry. ``v`` is the
-    whole vocabulary, on every mesh; Megatron takes that of one tensor-parallel rank.
+    A target smoothed by ``a`` has ``1 - a`` at the label and ``a / (v - 1)`` at each other entry. ``v`` is the whole
+    vocabulary, on every mesh; Megatron takes that of one tensor-parallel rank.
 
     Args:
         vocab_parallel_logits: ``[..., v]``, the global array: in Megatron each rank has its shard.
@@ -31,7 +31,7 @@ def vocab_parallel_cross_entropy(
         fp32 ``[...]``.
 
     Raises:
-        ValueError, TypeError: as `jax_te.ops.softmax_cross_entropy`; for another ``tp_group`` or ``label_smoothing``.
+        ValueError, TypeError: see `jax_te.ops.softmax_cross_entropy`; for another ``tp_group`` or ``label_smoothing``.
 
     Source: ``megatron.core.tensor_parallel.vocab_parallel_cross_entropy``.
 

@@ -122,7 +122,7 @@ def convert_module_to_dtype_except_fp32_marked(module: nnx.Module, dtype: DTypeL
     for variable in _variables(module):
         if isinstance(variable, QuantizerState) or variable.get_metadata("keep_in_fp32", False):
             continue
-        # Only arrays: values that are trees, such as quantized kernels, have dtypes of their own.
+        # Only arrays: trees, such as quantized kernels, have several dtypes.
         value: Any = variable.get_value()
         if isinstance(value, jax.ShapeDtypeStruct) and value.dtype.name in _WIDE_FLOATS:
             variable.set_value(value.update(dtype=dtype))
@@ -284,7 +284,7 @@ def _variables(module: nnx.Module) -> list[nnx.Variable]:
 
 
 def _as_dtype_of(own: Any, array: Any) -> Any:
-    """Return ``array`` in the dtype of ``own`` if both are floating-point arrays; quantized values are none."""
+    """Return ``array`` in the dtype of ``own`` if both are floating-point arrays; quantized values are not."""
     cast = _has_dtype(own, *_WIDE_FLOATS) and _has_dtype(array, *_WIDE_FLOATS)
     return array.astype(own.dtype) if cast else array
 

@@ -71,11 +71,11 @@ class GraphableMegatronModule(MegatronModule):
 
     @property
     def current_microbatch(self) -> int:
-        """Return which microbatch of a step comes next: set it before each, from 0.
+        """Return the index of the next microbatch of a step: set it before each, from 0.
 
-        The first quantizes kernels anew, if the config quantizes; the others use these.
+        The first quantizes kernels, if the config quantizes; the others reuse them.
         """
-        # Not an attribute of the module: that would be static, and so tell its microbatches' graphs apart.
+        # Not an attribute of the module, which would be static and distinguish the graphs of its microbatches.
         return self.cuda_graphs.current_microbatch
 
     @current_microbatch.setter
@@ -107,9 +107,9 @@ class GraphableMegatronModule(MegatronModule):
         return {"hidden_states": constrain(ones, ("batch", "sequence", "hidden"))}
 
     def setup_manual_hooks(self, make_hook_func: Callable[[], Callable[[nnx.Module], Any]]) -> None:
-        """Set ``cuda_graph_manual_hooks``: ``make_hook_func()`` for each submodule that has parameters of its own.
+        """Set ``cuda_graph_manual_hooks``: ``make_hook_func()`` for each submodule with its own parameters.
 
-        Each replay calls ``hook(submodule)`` first. What it sets in the submodule's variables, the replay reads.
+        Each replay calls ``hook(submodule)`` first, and reads the submodule's variables as the hook sets them.
         """
         modules = {
             id(module): module
@@ -167,7 +167,7 @@ class GraphableMegatronModule(MegatronModule):
         return chosen and len(self.cuda_graphs) > 0 and not self._traced(args, kwargs)
 
     def _traced(self, *inputs: Any) -> bool:
-        # The program that is being traced is the graph then, and an executable cannot be part of it.
+        # The program being traced is then the graph, and an executable cannot be part of it.
         return is_traced((inputs, nnx.state(self)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -184,11 +184,12 @@ class GraphableMegatronModule(MegatronModule):
             hook(*arguments)
         called = self
         if self._quantizes:
-            # A copy, with the same arrays: the flag of a replay is not that of the module's other calls.
+            # A copy, with the same arrays: the flag of a replay does not apply to the module's other calls.
             called = nnx.merge(*nnx.split(self))
             called._set_everywhere("is_first_microbatch", first, unless="disable_parameter_transpose_cache")
             if first:
-                drop_cached_kernels(called)  # quantized anew in any case, and a graph is for the variables there are
+                # They are quantized again in any case, and a graph depends on the existing variables.
+                drop_cached_kernels(called)
         out, changed = self.cuda_graphs.run(called, (args, kwargs), first, capture=capture)
         write_back(self, changed)
         return out

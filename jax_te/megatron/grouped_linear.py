@@ -1,4 +1,4 @@
-"""Linear layers of experts in Megatron's vocabulary."""
+"""Linear layers of experts with Megatron's interface."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jax_te.typing import Array, Initializer, NoProcessGroups
 
 @checked
 class TEGroupedLinear(TELayer, GroupedLinear):
-    """`jax_te.layers.GroupedLinear` with Megatron's arguments; a call gives ``(y, biases or None)``.
+    """`jax_te.layers.GroupedLinear` with Megatron's arguments; a call returns ``(y, biases or None)``.
 
     Arguments are Megatron's in name and order, followed by ``rngs``. In a state dict the experts' arrays are
     ``weight0 [n, k]``, ``weight1``, …, ``bias0 [n]``, …; in the layer they are one, ``kernel [e, k, n]`` and

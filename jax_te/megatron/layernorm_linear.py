@@ -1,4 +1,4 @@
-"""Normalization followed by a column-parallel linear layer, in Megatron's vocabulary."""
+"""Normalization followed by a column-parallel linear layer, with Megatron's interface."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax_te.typing import Array, Initializer, LogicalAxes, NoProcessGroups, Tens
 
 @checked
 class TELayerNormColumnParallelLinear(TELayer, LayerNormLinear):
-    """`jax_te.layers.LayerNormLinear` with Megatron's arguments; a call gives ``(y, bias or None)``.
+    """`jax_te.layers.LayerNormLinear` with Megatron's arguments; a call returns ``(y, bias or None)``.
 
     The norm is ``config.normalization`` with ``config.layernorm_epsilon`` and ``config.layernorm_zero_centered_gamma``.
     Parameters are ``scale [k]``, ``ln_bias [k]`` (LayerNorm only), ``kernel [k, n]`` and ``bias [n]``.
@@ -29,7 +29,7 @@ class TELayerNormColumnParallelLinear(TELayer, LayerNormLinear):
     Attributes are those of `TELinear` except ``save_original_input``: the GEMM's input is the norm's output.
 
     Raises:
-        ValueError: in this order for ``gather_output``, ``is_expert``, ``skip_weight_param_allocation``; and as
+        ValueError: in this order for ``gather_output``, ``is_expert``, ``skip_weight_param_allocation``; see also
             `TELinear`.
         AssertionError, TypeError: see `TELinear`.
 
@@ -97,10 +97,11 @@ class TELayerNormColumnParallelLinear(TELayer, LayerNormLinear):
             is_first_microbatch: see `Linear`.
 
         Returns:
-            ``(y [..., n], bias [n] or None)``, as `TELinear`; the norm's output is not returned.
+            ``(y [..., n], bias [n] or None)``, as in `TELinear`; the norm's output is not returned.
         """
         check_context_size(self.config.context_parallel_size)
-        # As in Megatron, where an fp32 residual stream meets half-precision layers; the GEMM would else run in fp32.
+        # As in Megatron, where an fp32 residual stream meets half-precision layers; the GEMM would otherwise run in
+        # fp32.
         x = in_dtype_of(x, self.scale)
         result: Any = super().__call__(x, is_first_microbatch=is_first_microbatch)
         # Always a pair, so that callers need not know how the layer was built.

@@ -1,4 +1,4 @@
-"""Linear layers in Megatron's vocabulary."""
+"""Linear layers with Megatron's interface."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jax_te.typing import Array, Initializer, LogicalAxes, NoProcessGroups, Tens
 
 @checked
 class TELinear(TELayer, Linear):
-    """`jax_te.layers.Linear` with Megatron's arguments; a call gives ``(y, bias or None)``.
+    """`jax_te.layers.Linear` with Megatron's arguments; a call returns ``(y, bias or None)``.
 
     Arguments are Megatron's in name and order, followed by ``rngs``, as every NNX layer takes. Megatron draws weights
     from a global tracker of CUDA states, with a stream for each kind of layer and rank. JAX has no global random state,
@@ -55,7 +55,7 @@ class TELinear(TELayer, Linear):
 
     Raises:
         ValueError: for ``skip_weight_param_allocation``; an unknown mode or name; a mesh in use whose tensor axis is
-            not of the size ``config.tensor_model_parallel_size``, unless that is 1; as `Linear`.
+            not of the size ``config.tensor_model_parallel_size``, unless that is 1; see also `Linear`.
         AssertionError: for a duplicated layer with a ``tp_group``; an unknown ``symmetric_ar_type``; a size that the
             tensor axis does not divide.
         TypeError: for another ``tp_group``; an ``init_method`` that cannot be called.
@@ -95,7 +95,7 @@ class TELinear(TELayer, Linear):
             raise AssertionError(
                 f"a duplicated layer has no tensor parallelism, so tp_group must be None, got {tp_group!r}"
             )
-        # Transformer Engine's layers have no word for a layer that every tensor rank has whole.
+        # Transformer Engine's layers have no mode for a layer that is replicated over tensor ranks.
         mode = None if parallel_mode == "duplicated" else parallel_mode
         options = TELayerOptions(
             mode, bias, skip_bias_add, is_expert, tp_comm_buffer_name, symmetric_ar_type, tp_group, name
@@ -163,7 +163,7 @@ class TEColumnParallelLinear(TELinear):
         stride, pg_collection: must be 1 and None.
 
     Raises:
-        ValueError: for ``gather_output`` and another ``stride``; and as `TELinear`.
+        ValueError: for ``gather_output`` and another ``stride``; see also `TELinear`.
         AssertionError, TypeError: see `TELinear`.
 
     Source: ``megatron.core.extensions.transformer_engine.TEColumnParallelLinear``.
@@ -201,7 +201,7 @@ class TEColumnParallelLinear(TELinear):
         )
         self._build((input_size, output_size), config, init_method, rngs, options, kernel_axes=kernel_axes)
 
-    # TELinear's own is for duplicated layers, as in Megatron.
+    # TELinear's method is for duplicated layers, as in Megatron.
     sharded_state_dict = TELayer.sharded_state_dict  # type: ignore[assignment]
 
 
@@ -218,7 +218,7 @@ class TERowParallelLinear(TELinear):
         pg_collection: None.
 
     Raises:
-        ValueError: for ``input_is_parallel=False``; and as `TELinear`.
+        ValueError: for ``input_is_parallel=False``; see also `TELinear`.
         AssertionError, TypeError: see `TELinear`.
 
     Source: ``megatron.core.extensions.transformer_engine.TERowParallelLinear``.

@@ -22,15 +22,15 @@ from jax_te.typing import Array
 class MLP(MegatronModule):
     """Norm, ``linear_fc1``, activation and ``linear_fc2``, as `jax_te.layers.LayerNormMLP` in two layers.
 
-    The kernel of ``linear_fc1`` is ``[h, n_act, f]``: a gated activation has its two components on an axis of their
-    own, so that no device needs what another computed. In a `state_dict` it is Megatron's ``[n_act · f, h]``.
+    The kernel of ``linear_fc1`` is ``[h, n_act, f]``: a gated activation has its two components on a separate axis, so
+    that no device needs another one's results. In a `state_dict` it is Megatron's ``[n_act · f, h]``.
 
     Args:
         config: sizes, norm, activation and initializers.
         rngs: the ``params`` stream draws the kernels.
 
     Raises:
-        ValueError: for an activation function that is not elementwise; as `TELinear`.
+        ValueError: for an activation function that is not elementwise; see also `TELinear`.
 
     Source: ``megatron.core.transformer.mlp.MLP``.
 
@@ -45,7 +45,7 @@ class MLP(MegatronModule):
         super().__init__(config)
         sizes: Any = (config.hidden_size, config.ffn_hidden_size)  # the config has filled the second in
         (h, f), n_act = sizes, component_count(Activation(config.limited_activation, None))
-        # Biases are added by the layers, at the end of their GEMMs, which costs nothing; so nothing skips them.
+        # Biases are added by the layers, at the end of their GEMMs, at no cost; so ``skip_bias_add`` is not used.
         common: dict[str, Any] = {"config": config, "bias": config.add_bias_linear, "skip_bias_add": False}
         common |= {"is_expert": False, "rngs": rngs}
         fc1: dict[str, Any] = {"init_method": config.init_method, "tp_comm_buffer_name": "fc1"}
@@ -66,8 +66,8 @@ class MLP(MegatronModule):
         parts: Any = (self.linear_fc1, self.linear_fc2, hidden_states)
         if not recomputed("mlp"):
             return self._run(parts, is_first_microbatch), None
-        # Nothing inside is recomputed apart from the whole. The layers are arguments, since those of jax.checkpoint are
-        # copies: a layer that kept a kernel inside of it would keep a tracer.
+        # Recomputed as a whole, without recomputation inside. The layers are arguments, since jax.checkpoint passes
+        # copies: a kernel cached on the outer layers would be a tracer.
         with selective_recompute():
             return jax.checkpoint(lambda parts: self._run(parts, is_first_microbatch))(parts), None
 

@@ -53,7 +53,7 @@ class MegatronModule(StateDicts, TrainingMode):
     def __init__(self, config: Any):
         super().__init__()
         try:
-            # Tried, not looked up: a frozen dataclass with a list as a field has a __hash__ that raises.
+            # Tested by calling: a frozen dataclass with a list as a field has a __hash__ that raises.
             hash(config)
         except TypeError:
             raise TypeError(
@@ -74,8 +74,8 @@ class MegatronModule(StateDicts, TrainingMode):
         A configuration quantizes if ``fp8``, ``fp4`` or ``quant_recipe`` exists and is not None. Submodules whose
         ``disable_parameter_transpose_cache`` is true are skipped. A layer's next call quantizes its kernels, keeps them
         and sets the attribute to False, so that later calls use what was kept: call this method once a step, before
-        the first microbatch. The attribute is static: a jitted function is traced again when it changes, and gives it
-        and the kept kernels back only with its model (``nnx.jit`` does).
+        the first microbatch. The attribute is static: a jitted function is traced again when it changes, and returns it
+        and the kept kernels only with its model (``nnx.jit`` does).
         """
         # Looked up in each call: nnx.merge makes new modules, so the first call's, which Megatron caches, may be gone.
         if self._quantizes:
@@ -106,6 +106,6 @@ class MegatronModule(StateDicts, TrainingMode):
 
     def _set_everywhere(self, name: str, value: Any, *, unless: str = "") -> None:
         for _, module in nnx.iter_modules(self):
-            # hasattr, not a class: layers of users take part by having the attribute.
+            # hasattr, not a class, so that users' layers with the attribute take part.
             if hasattr(module, name) and not getattr(module, unless, False):
                 setattr(module, name, value)

@@ -1,4 +1,4 @@
-"""Mixtures of experts in Megatron's vocabulary."""
+"""Mixtures of experts with Megatron's interface."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from jax_te.typing import Array, NoProcessGroups
 
 
 class ReplayedExperts(nnx.Variable):
-    """NNX Variable that holds the experts of each token, int32 ``[b, s, k]``, which a router takes for its choice."""
+    """NNX Variable that holds the experts of each token, int32 ``[b, s, k]``, which a router uses as its choice."""
 
 
 @checked
 class TopKRouter(StateDicts, Router):
-    """`jax_te.layers.Router` of a configuration; a call gives Megatron's ``(probs, routing_map)``.
+    """`jax_te.layers.Router` of a configuration; a call returns Megatron's ``(probs, routing_map)``.
 
-    Its ``kernel [h, e]`` is Megatron's ``weight [e, h]`` in a `state_dict`. The bias is drawn as the weight is.
+    Its ``kernel [h, e]`` is Megatron's ``weight [e, h]`` in a `state_dict`. The bias is initialized like the weight.
 
     Args:
         config: see `jax_te.config.ExpertsConfig`; ``add_bias_linear`` gives it a bias.
@@ -39,7 +39,7 @@ class TopKRouter(StateDicts, Router):
         rngs: the ``params`` stream draws the weight.
 
     Raises:
-        ValueError: for a configuration without experts; for ``is_mtp_layer``; as `Router`.
+        ValueError: for a configuration without experts; for ``is_mtp_layer``; see also `Router`.
 
     Source: ``megatron.core.transformer.moe.router.TopKRouter``.
 
@@ -90,8 +90,8 @@ class TopKRouter(StateDicts, Router):
             padding_mask, key, experts: see `Router`.
 
         Returns:
-            Probabilities fp32 ``[b s, e]``, 0 for experts that a token does not use or that have no room for it, and
-            bool ``[b s, e]``.
+            Probabilities fp32 ``[b s, e]``, 0 for experts that a token does not use or that drop it, and bool
+            ``[b s, e]``.
         """
         routing, e = self.assign(input, padding_mask=padding_mask, key=key, experts=experts), self.options.num_experts
         chosen, k = routing.experts, routing.experts.shape[-1]
@@ -112,13 +112,13 @@ class TopKRouter(StateDicts, Router):
         key: Array | None = None,
         experts: Array | None = None,
     ) -> Any:
-        """Return the experts of each token as `Router.assign` does; those that were set, if any were."""
+        """Return the experts of each token like `Router.assign`; the ones set for replay, if any."""
         if experts is None and self.replayed is not None:
             experts = self.replayed.get_value()
         return super().assign(x, padding_mask=padding_mask, key=key, experts=experts)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Say which layer of its stack the router is in, from 1."""
+        """Set the number of the router's layer in its stack, from 1."""
         self.layer_number = layer_number
 
     def set_target_indices(self, topk_indices: Array) -> None:
@@ -140,7 +140,7 @@ class TopKRouter(StateDicts, Router):
 
 @checked
 class SharedExpertMLP(MegatronModule):
-    """The feed-forward block that all tokens pass beside their experts, without norm and biases.
+    """The feed-forward block that all tokens pass in addition to their experts, without norm and biases.
 
     Args:
         config: configuration whose ``moe_shared_expert_intermediate_size`` is ``f``.
@@ -202,7 +202,7 @@ class SharedExpertMLP(MegatronModule):
 
 @checked
 class MoELayer(MegatronModule, MixtureOfExperts):
-    """A mixture of experts of a configuration, in the place of an `MLP` behind a norm; see `jax_te.layers.MoE`.
+    """A mixture of experts of a configuration, in place of an `MLP` after a norm; see `jax_te.layers.MoE`.
 
     Args:
         config: see `jax_te.config.ExpertsConfig`.
@@ -217,7 +217,7 @@ class MoELayer(MegatronModule, MixtureOfExperts):
         rngs: the ``params`` stream draws the router and plain kernels, ``expert-parallel-rng`` those of experts.
 
     Raises:
-        ValueError: for a configuration without experts; for ``is_mtp_layer``; as `jax_te.layers.MoE`.
+        ValueError: for a configuration without experts; for ``is_mtp_layer``; see also `jax_te.layers.MoE`.
 
     Source: ``megatron.core.transformer.moe.moe_layer.MoELayer``.
 
@@ -274,11 +274,11 @@ class MoELayer(MegatronModule, MixtureOfExperts):
             return self.mixed(hidden_states, padding_mask, key, experts, is_first_microbatch)[0], None
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Say which layer of its stack this is, from 1."""
+        """Set the number of this layer in its stack, from 1."""
         self.router.set_layer_number(layer_number)
 
     def backward_dw(self, routed_experts: bool = True, shared_experts: bool = False) -> None:
-        """Nothing, or a RuntimeError that says where weight gradients wait, as `TELinear.backward_dw`."""
+        """Do nothing, or raise a RuntimeError about deferred weight gradients, see `TELinear.backward_dw`."""
         if routed_experts:
             self.experts.linear_fc1.backward_dw()
         if shared_experts and self.shared_experts is not None:

@@ -14,12 +14,12 @@ from jax_te.typing import Array
 
 
 class _Norm(StateDicts):
-    """What Megatron's norms have beside those of `jax_te.layers`."""
+    """Attributes of Megatron's norms that those of `jax_te.layers` lack."""
 
     returns_residual: bool = False
 
     def __call__(self, x: Array) -> Any:
-        # The norm comes behind this class, which a type checker cannot know here.
+        # The norm follows this class in the resolution order, which a type checker cannot know here.
         y = super().__call__(in_dtype_of(x, self.scale))  # type: ignore[misc, attr-defined]  # pyright: ignore
         return (y, x) if self.returns_residual else y
 

@@ -38,7 +38,7 @@ def te_checkpoint(
 
     Raises:
         TypeError: for another ``tp_group``, a ``distribute_saved_activations`` that is not True or False, or a
-            ``get_rng_state_tracker`` that does not give a tracker.
+            ``get_rng_state_tracker`` that does not return a tracker.
         ValueError: see `jax_te.remat.remat`.
         RuntimeError: if ``forward_func`` forks a stream of a tracker from outside of the function that is being traced.
 
@@ -60,7 +60,7 @@ def te_checkpoint(
         forward_func=forward_func,
         kwargs=kwargs,
     )
-    # A tracker from outside of the trace stays as it is: as a constant, its states would be those of every later call.
+    # A tracker from outside of the trace is left unchanged: as a constant, its states would apply to every later call.
     # The function's own fork then raises.
     if tracker is None or not tracker.is_initialized() or not tracker.belongs_here():
         return call(states=None)[0]

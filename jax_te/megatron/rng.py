@@ -48,7 +48,7 @@ class TECudaRNGStatesTracker(RNGStatesTracker):
 
 @register_pytree_with_keys_class
 class InferenceCudaRNGStatesTracker(TECudaRNGStatesTracker):
-    """A tracker without streams: `add` and `set_states` do nothing, and a `fork` of any name gives None.
+    """A tracker without streams: `add` and `set_states` do nothing, and a `fork` of any name yields None.
 
     None is a ``dropout_key`` for evaluation: ``model.eval()``.
 
@@ -113,7 +113,7 @@ def initialize_rng_tracker(
 def get_cuda_rng_tracker(
     use_te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False
 ) -> TECudaRNGStatesTracker:
-    """Return the process's tracker, created if there is none; arguments as `initialize_rng_tracker`.
+    """Return the process's tracker, created if there is none; arguments are those of `initialize_rng_tracker`.
 
     Jitted functions take the tracker as an argument and return it, or its states (``get_states``, ``set_states``): see
     `RNGStatesTracker`. A function in `te_checkpoint` may use the tracker directly.
@@ -194,7 +194,7 @@ def get_data_parallel_rng_tracker_name() -> str:
 
 
 def get_expert_parallel_rng_tracker_name() -> str:
-    """Return the name of the stream from which every expert-parallel and tensor rank draws keys of its own.
+    """Return the name of the stream from which every expert-parallel and tensor rank draws different keys.
 
     >>> get_expert_parallel_rng_tracker_name()
     'expert-parallel-rng'

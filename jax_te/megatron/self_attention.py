@@ -21,7 +21,7 @@ from jax_te.typing import Array
 
 @checked
 class SelfAttention(MultiheadAttention, MegatronModule):
-    """`jax_te.layers.MultiheadAttention` made of Megatron's layers, under Megatron's names.
+    """`jax_te.layers.MultiheadAttention` composed of Megatron's layers, under Megatron's names.
 
     They are ``linear_qkv``, with the norm in front, ``core_attention``, ``linear_proj``, and with
     ``config.qk_layernorm`` ``q_layernorm`` and ``k_layernorm``. The kernel of ``linear_qkv`` is ``[h, r + 2, g · d]``;
@@ -38,7 +38,7 @@ class SelfAttention(MultiheadAttention, MegatronModule):
         rngs: the ``params`` stream draws the kernels.
 
     Raises:
-        ValueError: as `TEDotProductAttention` and `TELinear`.
+        ValueError: see `TEDotProductAttention` and `TELinear`.
 
     Source: ``megatron.core.transformer.attention.SelfAttention``.
 
@@ -59,7 +59,7 @@ class SelfAttention(MultiheadAttention, MegatronModule):
         rngs: nnx.Rngs,
     ):
         MegatronModule.__init__(self, config)
-        # What a MultiheadAttention calls these options.
+        # MultiheadAttention's names of these options.
         self.attention_type = "self"
         self.return_layernorm_output, self.fuse_qkv_params, self.qk_norm_before_rope = False, True, True
         self.layernorm = None
@@ -68,7 +68,7 @@ class SelfAttention(MultiheadAttention, MegatronModule):
         core.return_max_logit = False
         self.core_attention = core
         n, g, d, h = core.num_attention_heads, core.num_gqa_groups, core.kv_channels, config.hidden_size
-        # Biases are added by the layers, at the end of their GEMMs, which costs nothing; so nothing skips them.
+        # Biases are added by the layers, at the end of their GEMMs, at no cost; so ``skip_bias_add`` is not used.
         common: dict[str, Any] = {"config": config, "skip_bias_add": False, "is_expert": False, "rngs": rngs}
         qkv: dict[str, Any] = {"init_method": config.init_method, "tp_comm_buffer_name": "qkv", **common}
         proj: dict[str, Any] = {"init_method": config.output_layer_init_method, "tp_comm_buffer_name": "proj", **common}
@@ -92,5 +92,5 @@ class SelfAttention(MultiheadAttention, MegatronModule):
     k_norm = property(lambda self: self.k_layernorm)
 
     def _operands(self, *arguments: Any) -> tuple[tuple[Array, ...], list[Any]]:
-        # Beside its output linear_qkv returns its bias, None, where another layer returns its norm's output.
+        # linear_qkv returns its output and its bias, None, where another layer returns its norm's output.
         return super()._operands(*arguments)[0], []

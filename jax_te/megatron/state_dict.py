@@ -38,7 +38,7 @@ def state_dict(module: nnx.Module, prefix: str = "", keep_vars: bool = False) ->
     In a `MegatronModule`, and in the layers of `jax_te.megatron` alone, linear layers, norms and embeddings of this
     package have Megatron-Core's names and layouts: ``weight [out, in]``, ``layer_norm_weight``, a `SelfAttention`'s
     queries, keys and values group by group. So a checkpoint of Megatron-Core loads into a module whose attributes have
-    Megatron's names. Everything else has the names of attributes, and its arrays as they are.
+    Megatron's names. Everything else has attribute names and unchanged arrays.
 
     Args:
         module: any NNX module.
@@ -94,7 +94,7 @@ def load_variables(
     strict: bool = True,
     prefix: str = "",
 ) -> IncompatibleKeys:
-    """Load arrays into Variables of a module as `load_state_dict` does.
+    """Load arrays into Variables of a module like `load_state_dict`.
 
     Args:
         module: module that has the Variables.
@@ -126,7 +126,7 @@ def load_variables(
 
 
 class StateDicts:
-    """Torch's methods ``state_dict`` and ``load_state_dict``, for NNX modules that derive from this class, too.
+    """Torch's methods ``state_dict`` and ``load_state_dict``, also a base for your own NNX modules.
 
     Inside of such a module arrays have Megatron's names and layouts, see `state_dict`.
     """
@@ -165,7 +165,7 @@ def _arrays(
 
 
 def variables_of(module: nnx.Module) -> list[tuple[str, nnx.Variable, Layout | None]]:
-    """Return name, Variable and, if it differs, Megatron's layout of everything that a `state_dict` holds.
+    """Return name, Variable and, if it differs, Megatron's layout of each entry of a `state_dict`.
 
     >>> [name for name, *_ in variables_of(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))]
     ['bias', 'kernel']

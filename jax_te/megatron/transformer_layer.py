@@ -1,4 +1,4 @@
-"""A transformer layer that a configuration describes."""
+"""A transformer layer built from a configuration."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jax_te.typing import Array, LogicalAxes
 def layer_options(
     config: TransformerConfig, number: int, *, layer_type: Any, self_attn_mask_type: str
 ) -> dict[str, Any]:
-    """Return the arguments of `jax_te.layers.TransformerLayer`, but for ``rngs``, of layer ``number``, from 0.
+    """Return the arguments of `jax_te.layers.TransformerLayer`, except ``rngs``, of layer ``number``, from 0.
 
     >>> config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
     >>> layer_options(config, 0, layer_type="encoder", self_attn_mask_type="causal")["ffn_hidden_size"]
@@ -76,9 +76,9 @@ def layer_options(
 
 
 def layer_precision(config: TransformerConfig, number: int) -> contextlib.AbstractContextManager[Any]:
-    """Return the context to build layer ``number``, from 0, in: without a recipe if it stays in high precision.
+    """Return the context for building layer ``number``, from 0: without a recipe if it stays in high precision.
 
-    It then has no quantizer state, which no call would ever update.
+    It then has no quantizer state, which no call would update.
     """
     return autocast(None) if config.in_high_precision(number) else contextlib.nullcontext()
 
@@ -92,7 +92,7 @@ def _cross_attention(options: dict[str, Any], rngs: nnx.Rngs) -> layers.Multihea
 
 
 class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
-    """`jax_te.layers.TransformerLayer` made of Megatron's layers, under Megatron's names; its calls can be captured.
+    """`jax_te.layers.TransformerLayer` composed of Megatron's layers, under Megatron's names; calls can be captured.
 
     The layers are ``self_attention`` (`SelfAttention`), ``mlp`` (`MLP`), and in a decoder ``cross_attention``, a
     `jax_te.layers.MultiheadAttention`. A `state_dict` has Megatron's names and layouts.
@@ -140,7 +140,7 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
                 "padding build it with 'arbitrary' and give a mask, or use jax_te.layers.TransformerLayer with lengths"
             )
         number = layer_number - 1
-        # What jax_te.layers.TransformerLayer calls these options.
+        # jax_te.layers.TransformerLayer's names of these options.
         self.hidden_size, self.hidden_dropout, self.drop_path_rate = config.hidden_size, config.hidden_dropout, 0.0
         self.layer_number, self.sequence_parallel, self.layernorm = layer_number, config.sequence_parallel, None
         options = layer_options(config, number, layer_type=layer_type, self_attn_mask_type=self_attn_mask_type)
@@ -164,11 +164,11 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
     layernorm_mlp = property(lambda self: self.mlp)
 
     def _add(self, x: Array, block: Any, key: Array | None, axes: LogicalAxes, norm: Any) -> Array:
-        # Megatron's blocks return their bias beside the output, here None.
+        # Megatron's blocks also return their bias, here None.
         return super()._add(x, block[0] if isinstance(block, tuple | list) else block, key, axes, norm)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return `forward`'s results, perhaps those of a captured graph, see `GraphableMegatronModule`."""
+        """Return `forward`'s results, possibly from a captured graph, see `GraphableMegatronModule`."""
         return GraphableMegatronModule.__call__(self, *args, **kwargs)
 
     def forward(
@@ -201,7 +201,7 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
             others: other arguments of `jax_te.layers.TransformerLayer`, such as ``cache``.
 
         Returns:
-            The output ``[b, s, h]`` and ``context``, then what else `jax_te.layers.TransformerLayer` returns.
+            The output ``[b, s, h]`` and ``context``, then further results of `jax_te.layers.TransformerLayer`.
         """
         kind: str = self.self_attn_mask_type
         if packed_seq_params is not None:
@@ -244,7 +244,7 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
         mask = kwargs.pop("attention_mask", None)
         if self.self_attn_mask_type == "arbitrary":
             b, s, _ = args[0].shape
-            # No mask is one that masks nothing, so that one graph serves both.
+            # No mask is replaced by one that masks nothing, so that one graph serves both.
             mask = constrain(jnp.zeros((b, 1, s, s), bool), ("batch", None, None, None)) if mask is None else mask
             kwargs["attention_mask"] = mask
         return args, kwargs

@@ -1,4 +1,4 @@
-"""How the models follow a configuration: layers that are built from it, and fields that the models refuse."""
+"""Construction of layers from a configuration, and checks for fields that the models do not support."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENCODER_NOT_FOLLOWED = {
     "cp_load_balanced": ": zig-zag order shares out the work of a causal mask, and an encoder has none (T5's relative "
     "positions are of natural order, too)",
 }
-"""Fields that models with an encoder do not follow."""
+"""Fields that models with an encoder do not support."""
 
 
 def transformer_layer(
@@ -42,7 +42,7 @@ def transformer_layer(
 
     Some fields of the configuration depend on the number: the first and last layers may stay in high precision
     (``first_last_layers_bf16``), some layers may attend in a window (``window_attn_skip_freq``), and each may exchange
-    keys in a way of its own (``cp_comm_type``).
+    keys in a different way (``cp_comm_type``).
 
     Args:
         config: configuration of the stack.
@@ -70,7 +70,7 @@ def transformer_layer(
 def check_config(
     config: TransformerConfig, *, also: Mapping[str, str] | None = None, follows: Collection[str] = ()
 ) -> None:
-    """Raise ValueError for a field that the models do not follow, unless the field has its default.
+    """Raise ValueError for a field that the models do not support, unless the field has its default.
 
     ``fp8`` and ``fp4`` are followed if the model is built inside of ``autocast(recipe_from_config(config))``, and
     refused otherwise. ``context_parallel_size`` must be the size of the mesh in use, unless it is 1.

@@ -54,9 +54,9 @@ class GPTModel(LanguageModel):
         rngs: the ``params`` stream draws all weights.
 
     Raises:
-        ValueError: for sizes that are not positive and unknown names; for fields of ``config`` that the model does not
-            follow, see `check_config`; when called, for tokens that are not ``[b, s]`` or too long, positions that do
-            not fit the tokens, and a sequence that cannot be cut into zig-zag order.
+        ValueError: for sizes that are not positive and unknown names; for unsupported fields of ``config``, see
+            `check_config`; when called, for tokens that are not ``[b, s]`` or too long, positions that do not fit the
+            tokens, and a sequence that cannot be cut into zig-zag order.
         TypeError: when called, for tokens that are not integers.
         QuantizerStateError: when called under a recipe with state, if the model was built without it.
 
@@ -194,7 +194,7 @@ class GPTModel(LanguageModel):
         return jnp.stack(found)
 
     def clip_qk(self, max_logits: Array) -> None:
-        """Scale down query and key projections, as ``config.qk_clip_threshold`` and ``config.qk_clip_alpha`` say.
+        """Scale down query and key projections, by ``config.qk_clip_threshold`` and ``config.qk_clip_alpha``.
 
         Call it after the optimizer's update, on the model or on its masters; see `jax_te.layers.clip_qk`.
 
@@ -202,7 +202,7 @@ class GPTModel(LanguageModel):
             max_logits: fp32 ``[num_layers, n]``, of `max_logits`; the maximum of several calls.
 
         Raises:
-            ValueError: as `jax_te.layers.clip_qk`; without ``config.qk_clip``; for another shape, or None.
+            ValueError: see `jax_te.layers.clip_qk`; without ``config.qk_clip``; for another shape, or None.
         """
         if not self.config.qk_clip:
             raise ValueError("the model's config has qk_clip=False; build the model with qk_clip=True")
@@ -255,7 +255,7 @@ class GPTModel(LanguageModel):
         self._check(tokens, positions)
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) if positions is None else positions
         tokens, positions = model_order(self.config, tokens), model_order(self.config, positions)
-        # The embedding's key comes last, so that a layer's key is that of its number.
+        # The embedding's key comes last, so that a layer's key has the layer's index.
         *keys, embedding_key = layer_keys(dropout_key, 1 + len(self.layers))
         return self._decode(self._embed(tokens, positions, embedding_key), positions, keys)
 

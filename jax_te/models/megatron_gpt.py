@@ -1,4 +1,4 @@
-"""GPT made of Megatron's modules, under Megatron-Core's names."""
+"""GPT composed of Megatron's modules, under Megatron-Core's names."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ _FIXED: dict[str, tuple[Any, str]] = {
     "output_processor": (None, "call the model without labels, and process its logits"),
     "output_processor_context": (None, "it is for an output_processor"),
 }
-"""Arguments of Megatron's that have one value here, and why."""
+"""Megatron's arguments with only one allowed value here, and the reason."""
 
 
 @checked
 class MegatronGPTModel(GPTModel, GraphableMegatronModule):
-    """`GPTModel` made of Megatron's modules, with Megatron-Core's arguments, names and checkpoints.
+    """`GPTModel` composed of Megatron's modules, with Megatron-Core's arguments, names and checkpoints.
 
     ``model.decoder.layers[0].self_attention.linear_qkv`` is a `TELayerNormColumnParallelLinear`, and `state_dict`,
     `load_state_dict` and `sharded_state_dict` have Megatron-Core's names and layouts
     (``decoder.layers.0.self_attention.linear_qkv.weight``, ``[out, in]``, group by group). Values, initial ones
     included, are those of a `GPTModel`, and so are the methods ``loss``, ``max_logits``, ``clip_qk``, ``init_cache``.
 
-    The ``config`` says what is recomputed, and what is captured: see `GraphableMegatronModule`. Its ``quant_recipe`` is
+    The ``config`` determines recomputation and captured graphs: see `GraphableMegatronModule`. Its ``quant_recipe`` is
     applied to the layers by Megatron's names.
 
     Args:
@@ -78,10 +78,10 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         rngs: the ``params`` stream draws all weights.
 
     Raises:
-        ValueError: for an argument that differs from what is said above; for ``stage_layers`` that the stack has not,
-            or that do not begin or end where the embedding and the head are; for a tied head without the embedding; as
-            `GPTModel`.
-        TypeError: for a ``transformer_layer_spec`` that is no such class.
+        ValueError: for an argument with a value other than described above; for ``stage_layers`` outside of the stack,
+            or that do not begin or end where the embedding and the head are; for a tied head without the embedding; see
+            also `GPTModel`.
+        TypeError: for a ``transformer_layer_spec`` that is not such a class.
 
     Source: ``megatron.core.models.gpt.GPTModel``.
 
@@ -170,7 +170,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         return self.decoder(x, rotary_pos_emb=self._angles(positions), keys=keys)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return `forward`'s results, perhaps those of a captured graph, see `GraphableMegatronModule`."""
+        """Return `forward`'s results, possibly from a captured graph, see `GraphableMegatronModule`."""
         return GraphableMegatronModule.__call__(self, *args, **kwargs)
 
     def forward(
@@ -207,8 +207,8 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             Logits ``[b, s, v]``, with a ``cache`` ``(logits, cache)``; with ``labels`` losses, fp32 ``[b, s]``.
 
         Raises:
-            ValueError: for an argument that must be None; for a stage without its input; as `GPTModel`.
-            TypeError: for an argument that Megatron has not.
+            ValueError: for an argument that must be None; for a stage without its input; see also `GPTModel`.
+            TypeError: for an argument that Megatron does not have.
         """
         others.pop("loss_mask", None)
         _check_fixed(others)
@@ -269,7 +269,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         return caller_order(self.config, loss, ("batch", "sequence"))
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """Give a stage of a pipeline the hidden states that its next call takes.
+        """Set the hidden states for the next call of a pipeline stage.
 
         The call takes them away. They are state of the module until then: in a jitted function set them on the module
         that the function was given, or pass ``decoder_input``.
@@ -341,7 +341,7 @@ def _check_stage(numbers: range, num_layers: int, ends: tuple[bool, bool], tied:
 
 
 def _check_fixed(given: dict[str, Any]) -> None:
-    """Raise for arguments of Megatron's that have another value than the one that the model takes."""
+    """Raise for Megatron's arguments with a value other than the one that the model supports."""
     for name, value in given.items():
         if name not in _FIXED:
             raise TypeError(f"unexpected argument {name!r}; Megatron's are also {', '.join(_FIXED)}")

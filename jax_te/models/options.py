@@ -15,8 +15,8 @@ from jax_te.remat import RecomputePolicy
 @checked
 @dataclass(frozen=True)
 class Execution:
-    """How a model runs: options that trade memory, speed and compile time, and change no result but by rounding (and
-    dropout masks, of a batch in parts).
+    """Execution of a model: options that trade memory, speed and compile time, and affect results only by rounding (and
+    by dropout masks, for a batch in parts).
 
     Args:
         recompute_policy: `jax_te.remat.RecomputePolicy` or its name: the residuals that are saved inside of layers that
@@ -49,11 +49,11 @@ class Execution:
 
     def __post_init__(self) -> None:
         check_positive(loss_chunks=self.loss_chunks, batch_parts=self.batch_parts)
-        # For its error: a wrong choice is reported where it is made, not in the first call.
+        # Called for its error, so that a wrong choice is reported where it is made, not in the first call.
         runs_scanned(self.scan_layers, 1)
 
     def of_stack(self) -> dict[str, Any]:
-        """Return what `run_layers` takes of these.
+        """Return the options for `run_layers`.
 
         >>> Execution().of_stack()
         {'policy': 'full', 'scan': 'auto', 'batch_parts': 1}

@@ -1,4 +1,4 @@
-"""Running a stack of layers: unrolled or scanned, with the recomputation of a configuration."""
+"""Execution of a stack of layers: unrolled or scanned, with the recomputation of a configuration."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Parts = tuple[Array, ...]
 """A batch ``[b, s, h]`` in parts, see `split_batch`."""
 
 UNROLL_LIMIT = 96
-"""Layers of a stack that ``"auto"`` unrolls at most, see `runs_scanned`."""
+"""Maximum number of layers that ``"auto"`` unrolls, see `runs_scanned`."""
 
 
 def runs_scanned(scan: bool | str, num_layers: int) -> bool:
@@ -156,7 +156,7 @@ def run_layers(
     distribute = recompute.distribute_saved_activations
     if batch_parts > 1 and distribute:
         raise ValueError("distribute_saved_activations=True saves one input of each layer; it goes with batch_parts=1")
-    # Bound, not passed along: jax.checkpoint and jax.lax.scan take arrays, and mask types are strings.
+    # Bound, not passed: jax.checkpoint and jax.lax.scan take arrays, and mask types are strings.
     plain = functools.partial(_run_group, mask_types or {})
     saved = functools.partial(remat, plain, policy=policy, distribute_saved_activations=distribute)
     calls: dict[bool, Callable[..., Parts]] = {False: plain, True: saved}
@@ -185,7 +185,7 @@ def _run_group(
     each: Any = zip(layers, keys, strict=True)
     for i, (layer, key) in enumerate(each):
         with jax.named_scope("layer" if first is None else f"layer_{first + i}"):
-            # Each part of the batch has masks of its own.
+            # Each part of the batch has its own dropout masks.
             own = [key] if len(xs) == 1 else layer_keys(key, len(xs))
             parts: Any = zip(xs, own, given, strict=True)
             xs = tuple(_run_layer(layer, x, key, mask_types, arrays) for x, key, arrays in parts)

@@ -1,4 +1,4 @@
-"""Tokens and what belongs to them: checks, and their order while a model runs."""
+"""Checks of tokens and arrays that belong to them, and their order while a model runs."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def apply_quantization_config(model: nnx.Module, recipe_config: RecipeConfig | N
         The precision of each layer, and the entries of the file that had no effect; print it.
 
     Raises:
-        ValueError: if the model has no quantizable layer, or as `finish_init`.
+        ValueError: if the model has no quantizable layer; see also `finish_init`.
         KeyError: if a rule that applies names a config that does not exist.
         AssertionError, TypeError: see `finish_init`.
 
@@ -150,7 +150,7 @@ def apply_quantization_config(model: nnx.Module, recipe_config: RecipeConfig | N
 
 
 class _Unit(NamedTuple):
-    """A layer, or a kernel of one whose kernels are under different rules, and what the rules say of it."""
+    """A layer, or one of its kernels if these are under different rules, and the rules' decision."""
 
     path: str
     layer: QuantizableModule

@@ -1,4 +1,4 @@
-"""The own precision of one quantizable layer."""
+"""Precision of one quantizable layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def finish_init(module: QuantizableModule, quantization_config: QuantizationConf
 
     Raises:
         TypeError: if ``module`` is not a quantizable layer.
-        ValueError, AssertionError: as `TEQuantizationParams.parse_from_config` and
+        ValueError, AssertionError: see `TEQuantizationParams.parse_from_config` and
             `TEQuantizationParams.to_module_recipe`. The layer is then unchanged.
 
     Source: ``TELinear.finish_init``.
@@ -43,7 +43,7 @@ def finish_init(module: QuantizableModule, quantization_config: QuantizationConf
 
 
 def own_recipe(quantization_config: QuantizationConfig | None) -> ModuleRecipe | None:
-    """Return the ``module_recipe`` that a quantization config stands for, see `finish_init`."""
+    """Return the ``module_recipe`` that corresponds to a quantization config, see `finish_init`."""
     if quantization_config is None:
         return None
     return TEQuantizationParams.parse_from_config(quantization_config).to_module_recipe()
@@ -62,7 +62,7 @@ def will_execute_quantized(module: QuantizableModule, is_context_quantized: bool
     True
     """
     _check_quantizable(module, "will_execute_quantized")
-    # Through resolve, which layers use, so that this answer and a call cannot differ.
+    # By resolve, which layers use, so that this answer agrees with a call.
     ambient = _ANY_RECIPE if is_context_quantized else None
     own = [module.own_recipe(kernel) for kernel in module.kernels]
     return any(

@@ -75,7 +75,7 @@ class TEQuantizationParams:
         """Return the ``module_recipe`` of a quantizable layer with this precision.
 
         Raises:
-            ValueError: as `TEQuantizationRecipe.to_recipe`; if only ``evaluation_recipe`` stores kernels quantized,
+            ValueError: see `TEQuantizationRecipe.to_recipe`; if only ``evaluation_recipe`` stores kernels quantized,
                 which happens in training.
 
         >>> TEQuantizationParams(TEQuantizationRecipe()).to_module_recipe().training is None
@@ -90,7 +90,7 @@ class TEQuantizationParams:
         common["training"] = training.to_recipe()
         if self.evaluation_recipe is None:
             return ModuleRecipe(**common)
-        # A plain ModuleRecipe if it says everything, so that equal precisions compare equal however they were written.
+        # A plain ModuleRecipe if it suffices, so that equal precisions compare equal however they were written.
         common["evaluation"] = evaluation.to_recipe()
         flags = {name: getattr(evaluation, name) for name in _FLAGS}
         if all(common[name] == flag for name, flag in flags.items()):
@@ -129,7 +129,7 @@ def _check_payload_type(config: Mapping[Any, Any], where: str) -> None:
     if TE_CONFIG_TYPE_KEY not in config:
         raise ValueError(f"{where} lacks {TE_CONFIG_TYPE_KEY}; allowed values: {', '.join(kinds)}")
     kind = config[TE_CONFIG_TYPE_KEY]
-    # Not a call of the class: for an unknown value Enum makes its whole repr.
+    # Not a call of the class: for an unknown value Enum builds the value's whole repr.
     if kind not in (*kinds, *TransformerEngineConfigType):
         raise ValueError(f"{where} has {TE_CONFIG_TYPE_KEY} {brief(kind)}; allowed values: {', '.join(kinds)}")
 
@@ -141,6 +141,6 @@ def _parse_recipe(quant_config: QuantizationConfig, name: str, where: str) -> TE
         raise TypeError(f"{name} of {where} is blank: {omit}write {{}} for high precision")
     try:
         return TEQuantizationRecipe.parse_from_config(value, quant_config.factory_modules)
-    # Raised again with the place in the file: a recipe does not know where it stands.
+    # Raised again with the position in the file, which a recipe does not know.
     except (ValueError, TypeError) as error:
         raise type(error)(f"{name} of {where}: {error}") from error

@@ -173,7 +173,7 @@ class TEQuantizationRecipe:
     def _refuse_fields_without_effect(self) -> None:
         fp8, fp4 = self.fp8_quantization_recipe, self.fp4_quantization_recipe
         custom = "custom" in (fp8, fp4)
-        # Files name these two for every recipe; Megatron reads one for delayed scaling alone, the other for FP8.
+        # Files name these two for every recipe; Megatron reads one only for delayed scaling, the other for FP8.
         if self.tp_only_amax_red:
             log_once("tp_only_amax_red is for delayed scaling, which no layer has of its own, and has no effect")
         if self.fp8_format != "e4m3" and (custom or fp8 is None):
@@ -192,7 +192,7 @@ def resolve_factory(path: str | None) -> Callable[[str], Any]:
     """Return the function at a dotted path.
 
     Raises:
-        ValueError: if the path is empty or no string, has no dot, names a module that cannot be imported, or an
+        ValueError: if the path is empty or not a string, has no dot, names a module that cannot be imported, or an
             attribute that does not exist or cannot be called.
 
     Source: the resolution of ``custom_recipe_factory`` in ``megatron.core.fp8_utils``.
