@@ -7,11 +7,11 @@ Record = tuple[str, tuple[int, ...]]
 
 
 class BackendUnavailableError(ValueError):
-    """A backend asked for by name cannot run this operation here; the message says why."""
+    """A backend requested by name cannot run this operation here; the message gives the reason."""
 
 
 class QuantizerStateError(ValueError):
-    """Delayed scaling was asked for where no quantizer state is attached, or it has another shape; or a derivative
+    """Delayed scaling was requested where no quantizer state is attached, or it has another shape; or a derivative
     leaves out that state, or a router's.
     """
 
@@ -21,11 +21,11 @@ class CheckpointMismatchError(ValueError):
 
 
 SHOWN = 8
-"""The largest number of differences of a kind in a message."""
+"""Maximum number of differences of a kind in a message."""
 
 
 def differences(there: Mapping[str, Record], here: Mapping[str, Record], names: Iterable[str]) -> str:
-    """Return what is missing, unexpected, of another shape or of another dtype, for a `CheckpointMismatchError`.
+    """Return missing and unexpected names and wrong shapes and dtypes, as text for a `CheckpointMismatchError`.
 
     Args:
         there, here: dtype and shape of each array of what is read and of what it should fill; None: no such array.

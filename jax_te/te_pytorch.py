@@ -1,4 +1,4 @@
-"""The functions of `transformer_engine.pytorch`, and its calling conventions where `jax_te`'s own differ.
+"""The functions of `transformer_engine.pytorch`, and its calling conventions where `jax_te`'s differ.
 
 ``import jax_te.te_pytorch as te`` takes the place of ``import transformer_engine.pytorch as te``: the other layers are
 those of `jax_te.layers`, under the same names, with the same arguments and ``rngs``.
@@ -149,7 +149,7 @@ def checkpoint(
     """
     log_hints(use_reentrant=not use_reentrant)
     options: tuple[Any, ...] = (distribute_saved_activations, get_rng_state_tracker or get_cuda_rng_tracker, tp_group)
-    # A function whose own first arguments look so is called with the options as keywords, or with its own as keywords.
+    # A function whose own first arguments match this pattern needs the options, or its own arguments, as keywords.
     flag, tracker, group = (*args, *(options,) * 3)[:3]
     if isinstance(flag, bool) and (tracker is None or callable(tracker)) and (group is None or isinstance(group, str)):
         options, args = args[:3], args[3:]
@@ -188,7 +188,7 @@ class TransformerLayer(layers.TransformerLayer):
                 see `jax_te.layers.TransformerLayer`.
 
         Returns:
-            As there.
+            The results of `jax_te.layers.TransformerLayer`.
         """
         return super().__call__(
             hidden_states,

@@ -32,7 +32,7 @@ class _HasDType(Protocol):
 
 
 DTypeLike: TypeAlias = str | type[Any] | np.dtype | _HasDType
-"""What ``jax.numpy.dtype`` takes, as in ``jax.typing``."""
+"""A dtype for ``jax.numpy.dtype``, as in ``jax.typing``."""
 
 LogicalAxes: TypeAlias = tuple[str | None, ...]
 """One logical axis name (or None) for each dimension of an array."""
@@ -40,7 +40,7 @@ LogicalAxes: TypeAlias = tuple[str | None, ...]
 PyTree: TypeAlias = Any
 
 BackendName: TypeAlias = Literal["auto", "te", "xla"]
-"""Names that choose what runs an op; ``"auto"`` leaves the choice to the library."""
+"""Names of backends; ``"auto"`` leaves the choice to the library."""
 
 WriterName: TypeAlias = Literal["jsonl", "tensorboard", "wandb"]
 """Names of the writers of `jax_te.metrics.MetricsLog`."""
@@ -52,7 +52,7 @@ TensorGroup: TypeAlias = Annotated[
         "JAX has no process groups: the mesh that jax.set_mesh sets says which devices split a layer",
     ),
 ]
-"""What stands in the place of Transformer Engine's tensor-parallel process group."""
+"""Replacement of Transformer Engine's tensor-parallel process group."""
 
 NoProcessGroups: TypeAlias = Annotated[
     None,

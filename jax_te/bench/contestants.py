@@ -36,13 +36,13 @@ class SharedState:
         self._create, self._held = create, None
 
     def take(self) -> Any:
-        """Return the state, which is the caller's until `put`."""
+        """Return the state, which the caller owns until `put`."""
         # Not kept here while it is out: a step donates its buffers, and a second reference would keep them alive.
         held, self._held = self._held, None
         return self._create() if held is None else held
 
     def put(self, state: Any) -> None:
-        """Give it back after some steps."""
+        """Return the state after some steps."""
         self._held = state
 
 
@@ -66,7 +66,7 @@ class Contestant:
     times: KernelTimes | None = None
 
     def launch(self) -> None:
-        """Begin what takes time beside the start of others: nothing, unless a subclass says so."""
+        """Start preparations that can overlap with others'; by default nothing."""
 
     def begin(self) -> None:
         """Make it ready; a `CompiledStep` is compiled, and its state not made yet."""
@@ -95,7 +95,7 @@ class Contestant:
             self._try(lambda: self._traced(tokens, trace))
 
     def close(self) -> None:
-        """Give back what it has outside of this process: nothing, unless a subclass says so."""
+        """Release resources outside of this process; by default nothing."""
 
     def _begin(self) -> None:
         raise NotImplementedError
@@ -129,7 +129,7 @@ class Contestant:
 
     @property
     def free_bytes(self) -> int | None:
-        """Bytes of a device that are free beside it once it is ready; None if it takes its memory from JAX."""
+        """Free bytes of a device once it is ready; None if it uses JAX's memory."""
         return None
 
 

@@ -1,4 +1,4 @@
-"""Megatron-Core's GPT as a contestant: it runs in a process of its own, and waits there while others are measured."""
+"""Megatron-Core's GPT as a contestant: it runs in a separate process, and waits there while others are measured."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jax_te.recipe import DelayedScaling, Format, Recipe
 from jax_te.typing import Array
 
 MEGATRON_RECIPES = {"delayed": "delayed", "current": "tensorwise", "block": "blockwise"}
-"""Megatron-Core's names of recipes; others are measured beside what it does in bf16."""
+"""Megatron-Core's names of recipes; others are compared with its bf16 step."""
 
 PATIENCE_S = 20.0
 _PROGRAM = Path(__file__).parent / "peers" / "megatron_gpt.py"
@@ -52,7 +52,7 @@ class MegatronProcess:
             print(json.dumps(request), file=self.process.stdin, flush=True)
 
     def receive(self) -> dict[str, Any]:
-        """Wait for an answer and return it. The first comes unasked: ``missing`` packages, with the reasons.
+        """Wait for an answer and return it. The first comes without a request: ``missing`` packages, with the reasons.
 
         Raises:
             RuntimeError: with its message, if the process failed.
@@ -104,7 +104,7 @@ def close_all(processes: Sequence[MegatronProcess]) -> None:
 
 
 def check_megatron() -> None:
-    """Raise ValueError if Megatron-Core's GPT cannot be measured beside jax_te here, with what to change."""
+    """Raise ValueError, with the remedy, if Megatron-Core's GPT cannot be measured here."""
     process = MegatronProcess(0, 1)
     try:
         found = process.receive()

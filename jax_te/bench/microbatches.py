@@ -1,4 +1,4 @@
-"""Train steps over microbatches: kernels quantized once a step, beside in every microbatch."""
+"""Train steps over microbatches: kernels quantized once per step, and once per microbatch."""
 
 from __future__ import annotations
 

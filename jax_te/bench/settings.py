@@ -1,4 +1,4 @@
-"""What measurements take: how often they run, and the sizes of a GPT."""
+"""Settings of measurements: numbers of rounds and calls, and the sizes of a GPT."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax_te.typing import BackendName
 
 GIB = 2**30
 Row = dict[str, Any]
-"""A row of results, as JSON can hold it."""
+"""A row of results, JSON-serializable."""
 
 Shape = tuple[int, int, int, int, int]
 """Batch, sequence, hidden size, heads, feed-forward size."""
@@ -21,7 +21,7 @@ Shape = tuple[int, int, int, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How something is measured.
+    """Settings of a measurement.
 
     Args:
         backend: backend of jax_te's side.

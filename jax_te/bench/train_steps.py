@@ -30,7 +30,7 @@ from jax_te.typing import Array, BackendName, DTypeLike
 _TX = optax.adamw(1e-4)
 
 _ALLOCATED = 1.6
-"""What JAX takes of a GPU over XLA's own figure: 48.9 GiB for a step of 31.7 (llama-1b on an H100), and a margin."""
+"""JAX's memory over XLA's estimate: 48.9 GiB for a step of 31.7 (llama-1b on an H100), and a margin."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ def bench_train_steps(variants: Sequence[Variant], sizes: Sizes, settings: Setti
 
 
 def _groups(contestants: list[Contestant]) -> list[list[Contestant]]:
-    """Return those that are measured in turn, one group after another: all, or the peer and then the rest."""
+    """Return groups of contestants that are measured in turn: all together, or the peer and then the rest."""
     peer, *own = contestants
     needed = _ALLOCATED * max((each.memory.get("peak_gib", 0.0) * GIB for each in own), default=0.0)
     if peer.free_bytes is None or needed <= peer.free_bytes:

@@ -1,4 +1,4 @@
-"""What kind of checkpoint a path is."""
+"""Detection of a checkpoint's kind from its path."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def kind_of(path: Path) -> Kind:
     """Return the kind of a checkpoint: ``"megatron"`` is also a folder of torch.distributed, ``"torch"`` a file.
 
     Raises:
-        ValueError: for what is none.
+        ValueError: for a path without a checkpoint.
     """
     if path.is_file() and path.suffix in (".pt", ".pth", ".bin"):
         return "torch"
     names = {each.name for each in path.iterdir()} if path.is_dir() else set()
-    # A run has a config.json, too, so it is the files of tensors that tell the kinds apart.
+    # A run has a config.json, too, so the kinds are distinguished by their tensor files.
     if names & {METADATA, TRACKER, "model_optim_rng.pt"} or any(name.startswith("mp_rank_") for name in names):
         return "megatron"
     if names & {SINGLE, INDEX}:
@@ -36,7 +36,7 @@ def kind_of(path: Path) -> Kind:
 
 
 def checkpoint_folder(path: Path) -> Path:
-    """Return the folder of one checkpoint of jax-te: the newest of a run, or the one that the path is.
+    """Return the folder of one jax-te checkpoint: the newest of a run, or the path itself.
 
     Raises:
         ValueError: if there is none yet.

@@ -23,7 +23,7 @@ from jax_te.typing import PyTree
 
 @dataclass(frozen=True, kw_only=True)
 class LoopPlan:
-    """How long a run lasts and what happens how often, in steps.
+    """Length of a run, and intervals of its actions, in steps.
 
     Args:
         steps: the run ends after this step.
@@ -51,7 +51,7 @@ class LoopPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopActions:
-    """What a run does with its states.
+    """Functions that a run calls with its states.
 
     Args:
         step: ``(state, batch) -> (state, metrics)``, metrics being scalars with a ``"loss"``.
@@ -77,14 +77,14 @@ class LoopActions:
     signs: Signs | None = None
 
     def begin(self, doing: str, *, waits: bool = False) -> None:
-        """Tell the other processes what this one begins."""
+        """Report the next activity to the other processes."""
         if self.signs is not None:
             self.signs.begin(doing, waits=waits)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopResult:
-    """What a run came to.
+    """Result of a run.
 
     Args:
         state: the last state.
@@ -247,7 +247,8 @@ class _Run:
             self.stopped_by = self._actions.agree(self.stopped_by)
 
     def evaluate_if_due(self) -> None:
-        """Compute the held-out loss at the end, every ``eval_every`` steps, and beside a checkpoint that is due."""
+        """Compute the held-out loss at the end, every ``eval_every`` steps, and together with a checkpoint that is
+        due."""
         plan = self._plan
         beside_save = plan.eval_saved and self._save_is_due and self.stopped_by is None
         self.heldout = None
@@ -270,7 +271,7 @@ class _Run:
             self._actions.save(self.step, self.state, self.heldout)
 
     def result(self, seconds: float) -> LoopResult:
-        """Return what the run came to."""
+        """Return the result of the run."""
         per_step = self.speed.seconds_per_step
         return LoopResult(
             state=self.state,

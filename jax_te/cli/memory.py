@@ -1,4 +1,4 @@
-"""An estimate of a run's memory, from its sizes alone: what cannot fit is refused before anything is allocated."""
+"""A lower bound of a run's memory, from its sizes alone: runs that cannot fit are refused before any allocation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax_te.config import ACTIVATIONS, ParallelConfig
 
 
 def check_memory(config: RunConfig, *, training: bool = True) -> None:
-    """Raise ValueError if a device has less memory than `least_memory`, unless the configuration says not to check.
+    """Raise ValueError if a device has less memory than `least_memory`, unless the configuration disables the check.
 
     Args:
         config: configuration of the run.
@@ -48,7 +48,7 @@ def check_fits(needed: int, devices: int, advice: str) -> None:
 
 
 def least_memory(config: RunConfig, *, training: bool = True) -> int:
-    """Return bytes that each device holds at the very least: what is left out here only adds to it.
+    """Return a lower bound of the bytes on each device: other memory only adds to it.
 
     Args:
         config: configuration of the run.

@@ -1,8 +1,8 @@
 """Rows of the tables of options: a dataclass for each command, in which a field is an option.
 
 Everything else about options comes from the rows: the parser, ``--help``, and for ``jax-te train`` its configuration
-(`jax_te.cli.run_config.RunConfig` has the fields of all groups), ``config.json``, what a resumed run may be given anew,
-and the flags in messages. The tables import no jax, so that ``--help`` is instant.
+(`jax_te.cli.run_config.RunConfig` has the fields of all groups), ``config.json``, the options that may change on
+resume, and the flags in messages. The tables import no jax, so that ``--help`` is instant.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def flag(name: str) -> str:
 
 
 def either(names: tuple[str, ...]) -> str:
-    """Return names as a choice in words.
+    """Return names as a choice in a sentence.
 
     >>> either(("fprop", "dgrad", "wgrad"))
     'fprop, dgrad or wgrad'

@@ -1,4 +1,4 @@
-"""Kinds of values that options take, each read from a text by an argparse type. Imports no jax."""
+"""Kinds of option values, each parsed from text by an argparse type. Imports no jax."""
 
 from __future__ import annotations
 
@@ -120,5 +120,5 @@ PROCESSES = Text("HOW", matching(r"auto|none|[^,\s]+:\d+,\d+,\d+", "auto, none o
 MODULE_NAMES = Text("MODULES", matching(r"[^\W\d][\w.]*(,[^\W\d][\w.]*)*", "names of modules like my.module,other"))
 FIELD_NAMES = Text("FIELDS", matching(r"[\w.-]+(,[\w.-]+)*", "names of fields like my_note,other"))
 ARCHITECTURE = Text("NAME", architecture)
-# Clocks and JAX take more, but no week is a bound.
+# Clocks and JAX accept more, but a longer timeout is useless.
 SECONDS = Text("SECONDS", number(float, 0, above=True, below=7 * 24 * 3600 + 1))

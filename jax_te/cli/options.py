@@ -56,7 +56,7 @@ REDUCTIONS = ("microbatch", "step")
 _GRANULARITIES = ("none", *literal_names(RecomputeConfig, "recompute_granularity"))
 _FORMATS = (Format.HYBRID.value, Format.E4M3.value)
 _ALGORITHMS = literal_names(DelayedScaling, "amax_compute_algo")
-_SCALED_ONCE = ("delayed", "current")  # one scale for a whole tensor, so that their GEMMs have a choice of accumulation
+_SCALED_ONCE = ("delayed", "current")  # one scale for a whole tensor, which allows both kinds of accumulation
 _GEMM_NAMES, _MODULES, _WRITERS = (
     Text(metavar, some_of(names))
     for metavar, names in (("GEMMS", GEMMS), ("NAMES", DENSE_RECOMPUTE_MODULES), ("NAMES", get_args(WriterName)))
@@ -95,7 +95,7 @@ class TrainOptions:
         "single process), or HOST:PORT,COUNT,NUMBER (process 0's address, process count, this process's number from 0)",
         shown="auto",
     )
-    # Not of the run: how long others may be silent depends on where it is started.
+    # Not saved with the run: suitable timeouts depend on where it is started.
     start_timeout: float = option(SECONDS, "seconds to wait for another process of the run to start", 300.0)
     save_timeout: float = option(SECONDS, "seconds without progress after which a multi-process save fails", 60.0)
     step_timeout: float = option(
@@ -107,7 +107,7 @@ class TrainOptions:
 class DataOptions:
     """Training text and its tokenization."""
 
-    # Both may have moved. The data's state has a checksum, the run a hash, which hold the run to the same ones.
+    # Both files may have moved. The data's checksum and the run's hash ensure that they are the same.
     data: str | None = _free(
         PATH, "text or tokens to train on, a file or a folder", None, shown="the Python standard library's sources"
     )
@@ -299,7 +299,7 @@ class ExecutionOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """How often a run saves, evaluates and reports."""
+    """Intervals of checkpoints, evaluations and reports."""
 
     # Presets set three of these; the defaults are for configurations of older versions, which lack fields.
     save_every: int = _free(SIZE, "steps between checkpoints", 100, shown=_PRESET)
@@ -311,7 +311,7 @@ class OutputOptions:
         None,
     )
     eval_every: int = _free(SIZE, "steps between held-out losses", 100, shown=_PRESET)
-    # An evaluation of more would seem to hang.
+    # A longer evaluation would seem to hang.
     eval_batches: int = _free(Text("N", number(int, 1, below=10**6)), "number of batches for a held-out loss", 16)
     log_every: int = _free(SIZE, "steps between progress lines and chart points", 10, shown=_PRESET)
     inspect_every: int = _free(COUNT, "steps between statistics of quantized tensors", 0, shown="0, never")

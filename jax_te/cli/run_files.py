@@ -22,16 +22,16 @@ CHECKPOINT_FOLDER = "checkpoints"
 LOCK_FILE = ".lock"
 SIGNS_FOLDER = ".processes"
 PARTIAL = ".partial"
-"""Suffix of a file that is not whole yet."""
+"""Suffix of an incomplete file."""
 VERSION = 1
-"""Of ``config.json``."""
+"""Format version of ``config.json``."""
 
 _RECORDED = options_of(Recorded)
 _KEPT = {"preset", *_RECORDED, *(name for name, row in OPTIONS.items() if row.kept)}
 
 
 def write_config(config: RunConfig, directory: Path) -> None:
-    """Write ``config.json``, whole or not at all."""
+    """Write ``config.json`` atomically."""
     values = {name: value for name, value in dataclasses.asdict(config).items() if name in _KEPT}
     text = json.dumps({"version": VERSION, "crc32": _crc32(values), **values}, indent=2) + "\n"
     partial = directory / (CONFIG_FILE + PARTIAL)
@@ -94,7 +94,7 @@ def _crc32(values: dict[str, Any]) -> int:
 
 
 def changed_fields(saved: RunConfig, given: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the fields whose ``given`` values keep the run from being resumed: name -> (saved, given)."""
+    """Return the fields whose ``given`` values prevent resuming the run: name -> (saved, given)."""
     pairs = {name: (getattr(saved, name), value) for name, value in given.items() if name not in MAY_CHANGE}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 

@@ -17,15 +17,15 @@ MAX_POSITIONS = 2**32 - 1
 """grain shuffles with 32 bits."""
 
 PIECE, _PIECES = 2**20, 64
-"""Bytes of a piece of a memory map, and how many its checksum is of."""
+"""Bytes of a piece of a memory map, and number of pieces in its checksum."""
 
 
 @checked
 class TrainBatches:
     """Endless batches of windows at random positions of a text, through grain.
 
-    Each epoch visits every position once, in a random order of its own, which ``seed`` determines; beyond 2^32
-    positions, as many evenly spaced ones.
+    Each epoch visits every position once, in its own random order, which ``seed`` determines; beyond 2^32 positions, as
+    many evenly spaced ones.
 
     Args:
         text: tokens, integers ``[n]``, ``n > seq_len``; only the windows that are asked for are read of a memory map.
@@ -219,7 +219,7 @@ def _positions(text: np.ndarray, seq_len: int) -> int:
 
 
 def text_crc32(text: np.ndarray) -> int:
-    """Return a checksum that tells a text from another one.
+    """Return a checksum that identifies a text.
 
     Of an array in memory it is that of all bytes. A memory map may be larger than memory and take minutes to read: of
     one beyond 64 MiB it is that of 64 pieces of a MiB, evenly spaced from the first to the last, and of the length.

@@ -1,4 +1,4 @@
-"""Text to learn: reading it, holding a part out, and the byte-bigram entropy, a reference for losses of bytes."""
+"""Training text: reading, a held-out part, and the byte-bigram entropy as a reference for losses of bytes."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def load_text(
     the result (and of the shorter piece at its end) is held out; training and held-out text are the concatenations of
     these pieces. Of a file of tokens, which stays on the disk, the end is held out.
 
-    A file's ending says what it is:
+    A file's extension determines its format:
 
     - ``.jsonl``: an object a line, whose ``text_key`` is a document.
     - ``.parquet``: a column ``text_key`` of documents, through pyarrow (the extra ``parquet``).
     - ``.npy``: a 1-D array of integers, which are tokens. ``.idx`` or ``.bin``: tokens of Megatron's
-      ``preprocess_data.py``, if both files are there. Their documents end as the file says.
+      ``preprocess_data.py``, if both files are there. Their documents end where the file specifies.
     - any other: text, a document for each file.
 
     Args:

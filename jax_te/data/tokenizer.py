@@ -15,13 +15,13 @@ from jax_te._validation import checked, require_extra
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_BYTES = 2**28
-"""Of a ``tokenizer.json``; the largest known ones have 35 MB."""
+"""Maximum bytes of a ``tokenizer.json``; the largest known ones have 35 MB."""
 
 _PIECE = 2**20
 """Characters that are encoded at once."""
 
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|endofdocument|>", "</s>", "<eos>")
-"""Names of the token behind a document, of GPT-2 and Qwen, Llama 3, Llama 2 and Gemma; the file does not say which."""
+"""Names of the end-of-text token of GPT-2 and Qwen, Llama 3, Llama 2 and Gemma; the file does not specify it."""
 
 
 @checked
@@ -41,7 +41,7 @@ class Tokenizer:
 
     Raises:
         ModuleNotFoundError: without the package, which is in the extra ``train``.
-        ValueError: for a file that is missing, too large or no tokenizer; for an ``end_of_text`` that it lacks.
+        ValueError: for a file that is missing, too large or not a tokenizer; for an ``end_of_text`` that it lacks.
 
     Source: ``PreTrainedTokenizerFast`` of transformers; Megatron-Core's ``HuggingFaceTokenizer``.
 
@@ -88,7 +88,7 @@ class Tokenizer:
         A document of more than a million characters is encoded in pieces that end at a line's end, where there is one.
 
         Raises:
-            ValueError: for one that the tokenizer cannot encode.
+            ValueError: for a document that the tokenizer cannot encode.
         """
         ends = np.array([] if self.end_of_text is None else [self.end_of_text], self.dtype)
         texts: list[str] = []
@@ -118,7 +118,7 @@ class Tokenizer:
 
 
 class ByteTokenizer:
-    """Tokens that are bytes; what a `Tokenizer` can be asked for."""
+    """Tokens that are bytes, with the interface of `Tokenizer`."""
 
     vocab_size, end_of_text, dtype = 256, None, np.dtype(np.uint8)
 

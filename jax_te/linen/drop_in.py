@@ -137,9 +137,9 @@ def dequantize_model(model: nn.Module) -> Any:
 
 
 def quantization_report(model: Any, *args: Any, **kwargs: Any) -> DropInReport:
-    """Return which layers of a model recipes quantize, and why others stay in high precision.
+    """Return the layers of a model that recipes quantize, and the reasons why others stay in high precision.
 
-    Call it under the recipe that is to be in force. It warns of rules that fit no layer.
+    Call it under the recipe to be used. It warns of rules that fit no layer.
 
     Args:
         model: result of `quantize_model`. It is traced, not run.
@@ -163,7 +163,7 @@ def quantization_report(model: Any, *args: Any, **kwargs: Any) -> DropInReport:
 
 
 class _Choice(NamedTuple):
-    """What decides about the layers of a model: hashable, since it is part of the jit cache key.
+    """Rules for the layers of a model: hashable, since it is part of the jit cache key.
 
     Args:
         rules: patterns and the recipes they assign, in order.
@@ -304,7 +304,7 @@ def _as_class(model: nn.Module, cls: type[nn.Module]) -> Any:
 def _quantizing(
     choice: _Choice, found: dict[str, DropInLayer | None] | None = None, *, quantize: bool = True
 ) -> Iterator[None]:
-    """Quantize the linear layers that run inside as ``choice`` says; note in ``found`` what is done."""
+    """Quantize the linear layers that run inside by ``choice``; record the decisions in ``found``."""
     rules, running = dict(choice.rules), Running()
 
     def intercept(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -384,7 +384,7 @@ def _is_ours(module: Any) -> bool:
 
 
 def _einsum(module: Any, recipe: Any, inputs: Any, einsum_str: str | None = None) -> Array:
-    """Return what ``nn.Einsum`` returns, from inside of a call of ``module``."""
+    """Return ``nn.Einsum``'s result, from inside of a call of ``module``."""
     equation = nn.merge_param("einsum_str", module.einsum_str, einsum_str)
     _, names, out, _ = read_einsum(equation, inputs.ndim)
     sizes = dict(zip(names, module.shape, strict=True))

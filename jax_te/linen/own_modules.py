@@ -1,4 +1,4 @@
-"""Linen modules of other classes than Flax's layers, whose ``__call__`` computes contractions by quantized GEMMs."""
+"""User-defined Linen modules whose ``__call__`` computes contractions by quantized GEMMs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ParameterGemm(LinenModule, nnx_class=NnxParameterGemm, init=False):
 
 
 class OwnParameter(NamedTuple):
-    """A parameter of a module of the user's own.
+    """A parameter of a user-defined module.
 
     Args:
         scope: path of the scope that holds it.
@@ -82,7 +82,8 @@ def could_be_kernel(name: str, value: Any) -> bool:
 
 
 def call_apart(module: Any, names: Sequence[str], visitor: Visitor, args: Any, kwargs: Any) -> Any:
-    """Return what a call of ``module`` returns, whose contractions of parameters in its scope ``visitor`` computes."""
+    """Return the result of a call of ``module`` in which ``visitor`` computes the contractions of parameters in its
+    scope."""
     values = unboxed({name: module.scope.get_variable("params", name) for name in names})
 
     def kernel_of(path: Any, leaf: Any) -> Kernel | None:

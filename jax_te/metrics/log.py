@@ -1,4 +1,4 @@
-"""A run's metrics, in the files and services that it asks for, and the loss plot."""
+"""A run's metrics, in the selected files and services, and the loss plot."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class MetricsLog:
       truncates the file after that step's records, so that a run that was killed and resumed leaves the same file as
       an unbroken run, measured speeds apart. Numbers that are not finite are null.
     - ``"tensorboard"`` writes events in the folder ``tensorboard``, by tensorboardX.
-    - ``"wandb"`` writes to a run of Weights & Biases, which a resumed run goes on with; its settings are those of the
+    - ``"wandb"`` writes to a run of Weights & Biases, which a resumed run continues; its settings are those of the
       package ``wandb``.
-    - A `MetricsWriter` of one's own.
+    - Your own `MetricsWriter`.
 
     Processes other than the first write nothing.
 

@@ -1,4 +1,4 @@
-"""How fast a run trains: tokens per second, and model FLOPs utilization (MFU)."""
+"""Training speed: tokens per second, and model FLOPs utilization (MFU)."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def train_flops(config: TransformerConfig, *, vocab_size: int, batch_size: int, 
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """What a train step does, for its speed.
+    """Work of a train step, for its speed.
 
     Args:
         tokens: number of tokens of a step, over all devices.
@@ -154,7 +154,7 @@ class Speed:
 
     @contextlib.contextmanager
     def pause(self, *, recurs: bool) -> Iterator[None]:
-        """Leave the time of what is entered out of the speed; the device must have done all steps before.
+        """Exclude the time of the block from the speed; the device must have done all steps before.
 
         Args:
             recurs: whether it recurs, as evaluations and checkpoints do, and its time counts for `seconds_left`.
@@ -179,5 +179,6 @@ class Speed:
         return {} if self._newest is None else self.work.rates(self._newest)
 
     def seconds_left(self, steps: int) -> float | None:
-        """Return how long so many more steps take, with the work between them; None before the second moment."""
+        """Return the seconds that so many more steps take, with the work between them; None before the second
+        moment."""
         return steps * (self._seconds + self._recurring) / self._steps if self._steps else None

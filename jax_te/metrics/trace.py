@@ -155,8 +155,8 @@ def kernel_times(folder: str | os.PathLike[str], *, steps: int = 1) -> KernelTim
 class StepTrace:
     """Traces some steps of a loop, for TensorBoard and Perfetto, and sums up the times of their kernels.
 
-    Leave it to `before` and `after` when to begin and to end: both are called at every step. The device's work must
-    be done by then (``jax.block_until_ready``). ``kernel_times.json`` in the folder has what `after` returns.
+    Call `before` and `after` at every step; they start and stop the trace. The device's work must be done by then
+    (``jax.block_until_ready``). ``kernel_times.json`` in the folder has what `after` returns.
 
     Args:
         folder: folder of the trace; made if missing.

@@ -1,4 +1,4 @@
-"""Remat policies: which arrays of a function are saved for backward, and where; `remat`, which applies one."""
+"""Remat policies: the arrays of a function saved for backward, and where; and `remat`, which applies a policy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _GEMMS = ("gemm", "ffn1", "ffn2", "context")
 @checked
 @dataclass(frozen=True, kw_only=True)
 class RecomputePolicy:
-    """The arrays of a function that are saved for backward, beside its inputs. Backward recomputes all others.
+    """The arrays of a function that are saved for backward, in addition to its inputs. Backward recomputes all others.
 
     Arrays are named: by this package, see `CHECKPOINT_NAMES`, or by ``jax.ad_checkpoint.checkpoint_name``.
     Without any field the policy saves nothing, which is full recomputation.
@@ -112,7 +112,7 @@ _POLICIES = (
 POLICIES: dict[str, RecomputePolicy | None] = dict(zip(RECOMPUTE_POLICIES, _POLICIES, strict=True))
 """Policies by name. ``"none"`` saves everything; ``"full"`` nothing; ``"save_gemms"`` outputs of linear layers and of
 attention cores, so that neither runs again; ``"save_quantized"`` quantized operands as well, so that nothing is
-quantized twice; ``"offload_gemms"`` is ``"save_gemms"`` in the host's memory, which on a CPU is the same memory."""
+quantized twice; ``"offload_gemms"`` is ``"save_gemms"`` in host memory, which on a CPU is the same memory."""
 
 
 def recompute_policy(policy: RecomputePolicy | str | None) -> RecomputePolicy | None:

@@ -1,4 +1,4 @@
-"""Selective recomputation: components of a layer that backward computes again, by name."""
+"""Selective recomputation: components of a layer that backward recomputes, by name."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def recomputed(module: str) -> bool:
 
 
 def run_recomputed(function: Callable[..., Any], x: Any, *, kept: dict[str, tuple[str, ...]]) -> Any:
-    """Return ``function(x)``; backward recomputes it as the ambient `selective_recompute` says.
+    """Return ``function(x)``; backward recomputes it under the ambient `selective_recompute`.
 
     Args:
         function: a component of a layer, with its parameters.

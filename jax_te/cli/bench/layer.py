@@ -21,7 +21,7 @@ def run(options: BenchLayer) -> int:
     """Return the exit status, 0, once the rows are printed.
 
     Raises:
-        ValueError: for a mesh that the options do not fit, and for sizes that take more memory than there is.
+        ValueError: for a mesh that the options do not fit, and for sizes that exceed the memory.
     """
     sizes = None if options.mesh is None else ParallelConfig.parse(options.mesh)
     if options.sequence_parallel and (sizes is None or sizes.tensor == 1):
@@ -31,7 +31,7 @@ def run(options: BenchLayer) -> int:
 
 
 def _check_sizes(options: BenchLayer, devices: int) -> None:
-    """Raise ValueError, before anything is allocated, for sizes that take more memory than there is."""
+    """Raise ValueError, before any allocation, for sizes that exceed the memory."""
     tokens, hidden, ffn = options.batch_size * options.seq_len, options.hidden_size, options.ffn_hidden_size
     # In bf16, and at the very least: the input, its gradient and the output's, a kernel and its gradient.
     values = tokens * (2 * hidden + min(hidden, ffn)) + 2 * hidden * ffn
