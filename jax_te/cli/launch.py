@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 PLACE = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _LAUNCHERS = (
-    # Environment variables of JAX's launcher: coordinator address, process count, and this process's index.
+    # For each launcher: a variable that its processes have, the process count and this process's index, as in JAX.
     ("SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("JOB_COMPLETION_INDEX", None, "JOB_COMPLETION_INDEX"),

@@ -120,5 +120,5 @@ PROCESSES = Text("HOW", matching(r"auto|none|[^,\s]+:\d+,\d+,\d+", "auto, none o
 MODULE_NAMES = Text("MODULES", matching(r"[^\W\d][\w.]*(,[^\W\d][\w.]*)*", "names of modules like my.module,other"))
 FIELD_NAMES = Text("FIELDS", matching(r"[\w.-]+(,[\w.-]+)*", "names of fields like my_note,other"))
 ARCHITECTURE = Text("NAME", architecture)
-# Clocks and JAX accept more, but a longer timeout is useless.
+# Clocks and JAX accept more, but a timeout above a week bounds nothing.
 SECONDS = Text("SECONDS", number(float, 0, above=True, below=7 * 24 * 3600 + 1))
