@@ -188,8 +188,8 @@ def test_public_names_are_in_a_written_page(package):
 def test_optional_packages(path):
     for line, dotted in imported(path):
         top = dotted.split(".")[0]
-        # A program that another process runs, and that is not a part of the library.
-        program = path == PACKAGE / "bench" / "peers" / "megatron_gpt.py"
+        # A program that another process runs, and that is no part of the library.
+        program = path == PACKAGE / "bench" / "peers" / "megatron_core.py"
         assert program or top not in ("torch", "megatron"), f"{name_of(path)}:{line} imports {dotted}"
         if top in ("transformer_engine", "transformer_engine_jax"):
             peer = program or (path.parent == PACKAGE / "bench" / "peers" and path.name.startswith("te_jax"))
@@ -200,7 +200,7 @@ def test_optional_packages(path):
 
 def test_the_program_of_megatron_runs_without_the_library():
     """Nor does it need what it measures before it has said what is missing: such imports are in its functions."""
-    path = PACKAGE / "bench" / "peers" / "megatron_gpt.py"
+    path = PACKAGE / "bench" / "peers" / "megatron_core.py"
     assert not [dotted for _, dotted in imported(path) if dotted.split(".")[0] == "jax_te"]
     nodes = ast.parse(path.read_text()).body
     at_top = [ast.unparse(node) for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]

@@ -115,6 +115,7 @@ def test_nnx_layers_are_reached_and_keep_their_parameters():
     assert quantizable_modules(model) == []
 
 
+@pytest.mark.costly
 def test_a_linen_model_is_reached_and_keeps_its_parameters():
     model = LinenNet()
     variables = model.init(jax.random.key(1), X)
@@ -148,6 +149,7 @@ def test_a_linen_model_is_reached_and_keeps_its_parameters():
 RECIPES = [DELAYED, CURRENT, Float8BlockScaling(), MXFP8BlockScaling(), NVFP4BlockScaling()]
 
 
+@pytest.mark.costly("nvfp4")
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_the_gemm_is_that_of_the_library(recipe):
     """Forward and backward, bit for bit: with a plain kernel, several summed axes, and a kernel in another order."""
@@ -385,6 +387,7 @@ SPLIT = {
 }
 
 
+@pytest.mark.costly("tensor")
 @pytest.mark.parametrize(("rules", "on_devices"), SPLIT.values(), ids=SPLIT)
 def test_where_names_say_how_a_gemm_lies_each_device_runs_its_part(rules, on_devices):
     """A row-parallel layer over two axes of its input; else the compiler partitions it: the same values."""
@@ -411,6 +414,7 @@ def test_where_names_say_how_a_gemm_lies_each_device_runs_its_part(rules, on_dev
         np.testing.assert_allclose(a, e, rtol=2.0**-16, atol=2.0**-16 * np.abs(e).max())
 
 
+@pytest.mark.costly
 def test_drop_ins_under_transformations_are_those_without():
     """Per example, and so each example with a scale of its own."""
     dense = nn.Dense(32)
@@ -445,6 +449,7 @@ class Scanned(nn.Module):
         return scan(nn.Dense(32, name="up"), x, None)[0]
 
 
+@pytest.mark.costly
 def test_a_scan_that_leaves_the_state_out_is_told_what_to_list():
     listed, not_listed = (te.quantize_model(Scanned(names), X) for names in (("params", STATE), ("params",)))
     told = rf'nn.scan and nn.vmap, such as variable_axes={{"params": 0, "{STATE}": 0}}'

@@ -55,6 +55,7 @@ def test_epsilon_is_that_of_every_norm(output_norm: bool) -> None:
     assert_close(quick_jit(lambda mlp, x: mlp(x))(mlp, x), reference.mlp_block(np, p, normed, form), TOLERANCE)
 
 
+@pytest.mark.costly
 def test_attention_dropout_is_of_the_softmax_alone() -> None:
     """Without hidden dropout a key drops attention's weights; where rows have one weight, it keeps or drops all."""
     call = quick_jit(lambda layer, x, key: layer(x, dropout_key=key))
@@ -83,6 +84,7 @@ def test_arguments_without_effect_on_a_transformer_layer() -> None:
         assert layer.fuse_wgrad_accumulation
 
 
+@pytest.mark.costly
 def test_tp_size_of_a_transformer_layer_is_the_meshs() -> None:
     layer, x = build(tp_size=2), draw("x", (4, S, H))
     with jax.set_mesh(make_mesh(ParallelConfig(tensor=2))):
@@ -195,6 +197,7 @@ def test_recomputed_core_attention_saves_no_scores() -> None:
     assert kept(checkpoint_core_attention=False) == kept()
 
 
+@pytest.mark.costly
 def test_a_decoder_is_called_in_transformer_engines_order() -> None:
     """Behind the input stand its mask, the encoder's output and the mask of that."""
     options: dict[str, Any] = {"self_attn_mask_type": "padding", "enc_dec_attn_mask_type": "padding"}

@@ -98,6 +98,7 @@ def test_checkpoint_replays_a_trackers_streams(name: str):
     assert tracker.get_states()["dropout"].count == 1
 
 
+@pytest.mark.costly
 def test_a_layer_is_called_with_transformer_engines_arguments(caplog: pytest.LogCaptureFixture):
     x = draw("x", (2, 4, 32))
     kinds = te_pytorch.TransformerLayer, layers.TransformerLayer

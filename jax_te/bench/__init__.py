@@ -2,6 +2,7 @@
 
 from jax_te.bench.attention import AttentionSizes, bench_attention
 from jax_te.bench.checkpoints import bench_checkpoints
+from jax_te.bench.experts import ExpertsCase, bench_experts
 from jax_te.bench.layers import Case, bench_layer
 from jax_te.bench.megatron import check_megatron
 from jax_te.bench.microbatches import bench_microbatches

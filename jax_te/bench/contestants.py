@@ -14,11 +14,13 @@ from typing import Any
 
 import jax
 
-from jax_te.bench.settings import GIB, Row
+from jax_te.bench.settings import GIB, Row, Settings
 from jax_te.metrics import KernelTimes, StepTrace
-from jax_te.typing import Array
 
 TRACED_STEPS = 2
+
+_ALLOCATED = 1.6
+"""What JAX takes of a GPU over XLA's own figure: 48.9 GiB for a step of 31.7 (llama-1b on an H100), and a margin."""
 
 
 class SharedState:
@@ -72,27 +74,27 @@ class Contestant:
         """Make it ready; a `CompiledStep` is compiled, and its state not made yet."""
         self._try(self._begin)
 
-    def start(self, tokens: Array) -> None:
+    def start(self, arrays: Any) -> None:
         """Take a step that does not count, unless it has failed before."""
         if self.error is None:
-            self._try(lambda: self._steps(tokens, 1))  # the first step of a program also loads it
+            self._try(lambda: self._steps(arrays, 1))  # the first step of a program also loads it
 
-    def round(self, tokens: Array, calls: int) -> None:
+    def round(self, arrays: Any, calls: int) -> None:
         """Take this many steps and note their mean time, unless it has failed before.
 
         A step before them does not count. After another contestant's turn it may find its arrays at other addresses,
         for which CUDA graphs must be updated; a program that runs alone finds them where they were.
         """
         if self.error is None:
-            self._try(lambda: self._steps(tokens, 1))
+            self._try(lambda: self._steps(arrays, 1))
         if self.error is None:
-            self._try(lambda: self.seconds.append(self._steps(tokens, calls)))
+            self._try(lambda: self.seconds.append(self._steps(arrays, calls)))
 
-    def trace(self, tokens: Array, folder: Path) -> None:
+    def trace(self, arrays: Any, folder: Path) -> None:
         """Trace some steps into a folder in this one, and note their kernels' times, unless it has failed before."""
         trace = StepTrace(folder / re.sub(r"\W+", "_", self.name), 1, TRACED_STEPS)
         if self.error is None:
-            self._try(lambda: self._traced(tokens, trace))
+            self._try(lambda: self._traced(arrays, trace))
 
     def close(self) -> None:
         """Release resources outside of this process; by default nothing."""
@@ -100,14 +102,14 @@ class Contestant:
     def _begin(self) -> None:
         raise NotImplementedError
 
-    def _steps(self, tokens: Array, calls: int) -> float:
+    def _steps(self, arrays: Any, calls: int) -> float:
         """Return the mean seconds of a step over this many."""
         raise NotImplementedError
 
-    def _traced(self, tokens: Array, trace: StepTrace) -> None:
+    def _traced(self, arrays: Any, trace: StepTrace) -> None:
         trace.before(1)
         try:
-            self._steps(tokens, TRACED_STEPS)
+            self._steps(arrays, TRACED_STEPS)
             self.times = trace.after(TRACED_STEPS)
         finally:
             trace.close()
@@ -155,12 +157,12 @@ class CompiledStep(Contestant):
         self.compile_s = time.perf_counter() - start
         print(f"compiled {self.name} in {self.compile_s:.1f} s", file=sys.stderr, flush=True)
 
-    def _steps(self, tokens: Array, calls: int) -> float:
+    def _steps(self, arrays: Any, calls: int) -> float:
         # Waiting first, so that no work of the contestant before is timed.
         state, result = jax.block_until_ready(self.prepare(self.state.take())), None
         start = time.perf_counter()
         for _ in range(calls):
-            state, result = self.compiled(state, tokens)
+            state, result = self.compiled(state, arrays)
         jax.block_until_ready(result)
         seconds = (time.perf_counter() - start) / calls
         self.state.put(state)
@@ -168,14 +170,70 @@ class CompiledStep(Contestant):
 
     @property
     def memory(self) -> dict[str, float]:
-        """GiB of its arguments and temporary arrays by XLA's analysis, and of what it keeps in the host's memory."""
+        """GiB of its arguments, results and temporary arrays by XLA's analysis, and of what it keeps on the host."""
         analysis = None if self.compiled is None else self.compiled.memory_analysis()
         if analysis is None:
             return {}
         host = analysis.host_temp_size_in_bytes
-        # Outputs take over the arguments' buffers, so they are not counted again.
-        peak = (analysis.argument_size_in_bytes + analysis.temp_size_in_bytes) / GIB
+        # Outputs that take over arguments' buffers are not counted again.
+        outputs = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        peak = (analysis.argument_size_in_bytes + outputs + analysis.temp_size_in_bytes) / GIB
         return {"peak_gib": round(peak, 4)} | ({"host_gib": round(host / GIB, 4)} if host else {})
+
+
+def run_contestants(contestants: Sequence[Contestant], arrays: Any, tokens: int, settings: Settings) -> list[Row]:
+    """Return a row for each contestant, timed in turn.
+
+    A peer that has memory of its own, and leaves too little for the others, is measured before them and ended: JAX
+    never gives memory back to the driver, so it cannot come after them.
+
+    Args:
+        contestants: contestants that have not begun; a peer comes first.
+        arrays: second argument of every step.
+        tokens: number of tokens of a step.
+        settings: settings of the measurement.
+    """
+    try:
+        for contestant in contestants:
+            contestant.launch()
+        for contestant in reversed(contestants):  # the peer comes first, and its processes import meanwhile
+            contestant.begin()
+        for group in _groups(contestants):
+            _measure(group, arrays, settings)
+            for contestant in group:
+                contestant.close()
+        return rows_of(contestants, tokens)
+    finally:
+        for contestant in contestants:
+            contestant.close()
+
+
+def _groups(contestants: Sequence[Contestant]) -> list[Sequence[Contestant]]:
+    """Return those that are measured in turn, one group after another: all, or the peer and then the rest."""
+    peer, *own = contestants
+    needed = _ALLOCATED * max((each.memory.get("peak_gib", 0.0) * GIB for each in own), default=0.0)
+    if peer.free_bytes is None or needed <= peer.free_bytes:
+        return [contestants]
+    free, needed = peer.free_bytes / GIB, needed / GIB
+    print(
+        f"{peer.name} leaves {free:.1f} GiB of a GPU, and jax_te may take {needed:.1f}: measured one after the other",
+        file=sys.stderr,
+        flush=True,
+    )
+    return [[peer], own]
+
+
+def _measure(contestants: Sequence[Contestant], arrays: Any, settings: Settings) -> None:
+    for contestant in reversed(contestants):
+        contestant.start(arrays)
+    for _ in range(settings.rounds):
+        for contestant in contestants:
+            contestant.round(arrays, settings.calls)
+    for contestant in contestants:
+        # Another process would have a profiler of its own.
+        if settings.profile is not None and isinstance(contestant, CompiledStep):
+            contestant.trace(arrays, settings.profile)
+            print(f"{contestant.name}\n{contestant.times}\n", file=sys.stderr, flush=True)
 
 
 def rows_of(contestants: Sequence[Contestant], tokens: int) -> list[Row]:

@@ -1,4 +1,4 @@
-"""Megatron-Core's GPT as a contestant: it runs in a separate process, and waits there while others are measured."""
+"""Megatron-Core as a contestant: it runs in a separate process, and waits there while others are measured."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ import jax
 
 from jax_te.bench.contestants import Contestant
 from jax_te.bench.settings import GIB, Sizes
+from jax_te.config import RouterOptions
 from jax_te.recipe import DelayedScaling, Format, Recipe
-from jax_te.typing import Array
 
 MEGATRON_RECIPES = {"delayed": "delayed", "current": "tensorwise", "block": "blockwise"}
 """Megatron-Core's names of recipes; others are compared with its bf16 step."""
 
 PATIENCE_S = 20.0
-_PROGRAM = Path(__file__).parent / "peers" / "megatron_gpt.py"
+_PROGRAM = Path(__file__).parent / "peers" / "megatron_core.py"
 
 
 class MegatronProcess:
-    """A running `jax_te.bench.peers.megatron_gpt`, with which torch's libraries stay out of this process.
+    """A running `jax_te.bench.peers.megatron_core`, with which torch's libraries stay out of this process.
 
     Args:
         rank, ranks: index of this process, and number of processes, of one model.
@@ -104,7 +104,7 @@ def close_all(processes: Sequence[MegatronProcess]) -> None:
 
 
 def check_megatron() -> None:
-    """Raise ValueError, with the remedy, if Megatron-Core's GPT cannot be measured here."""
+    """Raise ValueError, with the remedy, if Megatron-Core cannot be measured here."""
     process = MegatronProcess(0, 1)
     try:
         found = process.receive()
@@ -131,16 +131,16 @@ def _reasons(first: dict[str, Any]) -> str:
 
 
 @dataclass
-class MegatronGPT(Contestant):
-    """Megatron-Core's GPT.
+class Megatron(Contestant):
+    """Megatron-Core's GPT or expert layer.
 
     Args:
         name: name of the row.
-        model: description of the model, see `megatron_model`.
-        ranks: processes that run it, one for each GPU.
+        request: description of its model: `megatron_model` or `megatron_experts`.
+        ranks: number of processes that run it, one for each GPU.
     """
 
-    model: dict[str, Any] = field(kw_only=True)
+    request: dict[str, Any] = field(kw_only=True)
     ranks: int = field(default=1, kw_only=True)
     _processes: list[MegatronProcess] = field(default_factory=list)
     _peak_bytes: int = 0
@@ -157,9 +157,9 @@ class MegatronGPT(Contestant):
         with socket.socket() as probe:  # only now: other programs may take a free port meanwhile
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self._ask(self.model | {"port": port})
+        self._ask(self.request | {"port": port})
 
-    def _steps(self, tokens: Array, calls: int) -> float:
+    def _steps(self, arrays: Any, calls: int) -> float:
         return self._ask(calls)
 
     def _ask(self, request: Any) -> float:
@@ -188,7 +188,7 @@ class MegatronGPT(Contestant):
 
 
 def megatron_model(sizes: Sizes, recipe: Recipe | None, *, fp32_gradients: bool = False) -> dict[str, Any]:
-    """Return a GPT and its train step as `jax_te.bench.peers.megatron_gpt` takes them.
+    """Return a GPT and its train step as `jax_te.bench.peers.megatron_core` takes them.
 
     Args:
         sizes: sizes of the model, the batch and the mesh, whose axes ``data`` and ``fsdp`` are both Megatron-Core's
@@ -224,13 +224,8 @@ def megatron_model(sizes: Sizes, recipe: Recipe | None, *, fp32_gradients: bool 
         "cross_entropy_loss_fusion": True,
         "apply_rope_fusion": llama,
         "attention_softmax_in_fp32": False,
+        **_recipe_fields(recipe),
     }
-    if recipe is not None:
-        fields["fp8"] = "hybrid" if recipe.fp8_format is Format.HYBRID else "e4m3"
-        fields["fp8_recipe"] = MEGATRON_RECIPES[recipe.name]
-    if isinstance(recipe, DelayedScaling):
-        names = ("margin", "amax_history_len", "amax_compute_algo")
-        fields |= {f"fp8_{name}": getattr(recipe, name) for name in names}
     return {
         "config": fields,
         "activation": "silu" if llama else "gelu",
@@ -246,3 +241,60 @@ def megatron_model(sizes: Sizes, recipe: Recipe | None, *, fp32_gradients: bool 
         "distributed_optimizer": sizes.distributed_optimizer or axes.get("data", 1) == 1,
         "fp32_gradients": fp32_gradients,
     }
+
+
+def megatron_experts(
+    *, tokens: int, hidden_size: int, ffn_hidden_size: int, router: RouterOptions, recipe: Recipe | None
+) -> dict[str, Any]:
+    """Return an expert layer, forward and backward, as `jax_te.bench.peers.megatron_core` takes it.
+
+    It is dropless, gated by SiLU, without biases, with all that Megatron-Core fuses.
+
+    Args:
+        tokens: number of tokens.
+        hidden_size, ffn_hidden_size: sizes of the hidden states, and of an expert's activation.
+        router: number of experts, experts of a token, and the loss that balances them.
+        recipe: recipe's name in `MEGATRON_RECIPES`, or None for bf16.
+
+    Source: ``megatron.core.transformer.moe.moe_layer.MoELayer``.
+
+    >>> router = RouterOptions(num_experts=8, aux_loss_coeff=1e-2)
+    >>> layer = megatron_experts(tokens=64, hidden_size=32, ffn_hidden_size=16, router=router, recipe=None)
+    >>> layer["config"]["num_moe_experts"]
+    8
+    """
+    fields: dict[str, Any] = {
+        "hidden_size": hidden_size,
+        "num_attention_heads": 1,  # of a layer that is not built
+        "ffn_hidden_size": ffn_hidden_size,
+        "moe_ffn_hidden_size": ffn_hidden_size,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "num_moe_experts": router.num_experts,
+        "moe_router_topk": router.topk,
+        "moe_router_load_balancing_type": router.load_balancing_type,
+        "moe_aux_loss_coeff": router.aux_loss_coeff,
+        "moe_router_dtype": router.dtype,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": True,
+        "moe_permute_fusion": True,
+        "moe_router_fusion": True,
+        "bias_activation_fusion": True,
+        "gradient_accumulation_fusion": False,
+        **_recipe_fields(recipe),
+    }
+    return {"config": fields, "activation": "silu", "tokens": tokens}
+
+
+def _recipe_fields(recipe: Recipe | None) -> dict[str, Any]:
+    """Return the fields of Megatron-Core's configuration that choose a recipe."""
+    if recipe is None:
+        return {}
+    fields: dict[str, Any] = {
+        "fp8": "hybrid" if recipe.fp8_format is Format.HYBRID else "e4m3",
+        "fp8_recipe": MEGATRON_RECIPES[recipe.name],
+    }
+    if isinstance(recipe, DelayedScaling):
+        names = ("margin", "amax_history_len", "amax_compute_algo")
+        fields |= {f"fp8_{name}": getattr(recipe, name) for name in names}
+    return fields

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -15,22 +14,19 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jax_te.bench.contestants import CompiledStep, Contestant, SharedState, rows_of
+from jax_te.bench.contestants import CompiledStep, Contestant, SharedState, run_contestants
 from jax_te.bench.layers import TE_RECIPES
-from jax_te.bench.megatron import MEGATRON_RECIPES, MegatronGPT, megatron_model
-from jax_te.bench.settings import GIB, Row, Settings, Sizes
+from jax_te.bench.megatron import MEGATRON_RECIPES, Megatron, megatron_model
+from jax_te.bench.settings import Row, Settings, Sizes
 from jax_te.config import PipelineConfig
 from jax_te.models import GPTModel
 from jax_te.ops import use_backend
 from jax_te.recipe import Recipe, autocast
 from jax_te.sharding import named_sharding
 from jax_te.training import TrainState, abstract_train_state, create_train_state, make_train_step
-from jax_te.typing import Array, BackendName, DTypeLike
+from jax_te.typing import BackendName, DTypeLike
 
 _TX = optax.adamw(1e-4)
-
-_ALLOCATED = 1.6
-"""JAX's memory over XLA's estimate: 48.9 GiB for a step of 31.7 (llama-1b on an H100), and a margin."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +39,7 @@ class Variant:
         build: function that makes the model. All models of one measurement have the same arrays.
         pipeline: pipeline schedule, on a mesh with a pipeline axis.
         wgrad_dtype: dtype of kernel gradients.
-        reduce_gradients: when devices sum kernel gradients, see `make_train_step`.
+        reduce_gradients: time at which devices sum kernel gradients, see `make_train_step`.
     """
 
     name: str
@@ -64,9 +60,6 @@ class Variant:
 def bench_train_steps(variants: Sequence[Variant], sizes: Sizes, settings: Settings, *, peer: str | None) -> list[Row]:
     """Return rows of train steps (AdamW on fp32 masters) that were timed in turn, all on one state.
 
-    A peer that has memory of its own, and leaves too little for jax_te's steps, is measured before them and ended: JAX
-    never gives memory back to the driver, so it cannot come after them.
-
     Args:
         variants: variants of one model under one recipe.
         sizes: sizes of the model.
@@ -84,47 +77,7 @@ def bench_train_steps(variants: Sequence[Variant], sizes: Sizes, settings: Setti
     if peer is not None:
         contestants.append(_te_jax(first.recipe, sizes, tokens) if peer == "te" else _megatron(first, sizes))
     contestants += [_contestant(variant, state, tokens, sizes, settings.backend) for variant in variants]
-    try:
-        for contestant in contestants:
-            contestant.launch()
-        for contestant in reversed(contestants):  # the peer comes first, and its processes import meanwhile
-            contestant.begin()
-        for group in _groups(contestants):
-            _measure(group, tokens, settings)
-            for contestant in group:
-                contestant.close()
-        return rows_of(contestants, sizes.batch * sizes.sequence)
-    finally:
-        for contestant in contestants:
-            contestant.close()
-
-
-def _groups(contestants: list[Contestant]) -> list[list[Contestant]]:
-    """Return groups of contestants that are measured in turn: all together, or the peer and then the rest."""
-    peer, *own = contestants
-    needed = _ALLOCATED * max((each.memory.get("peak_gib", 0.0) * GIB for each in own), default=0.0)
-    if peer.free_bytes is None or needed <= peer.free_bytes:
-        return [contestants]
-    free, needed = peer.free_bytes / GIB, needed / GIB
-    print(
-        f"{peer.name} leaves {free:.1f} GiB of a GPU, and jax_te may take {needed:.1f}: measured one after the other",
-        file=sys.stderr,
-        flush=True,
-    )
-    return [[peer], own]
-
-
-def _measure(contestants: Sequence[Contestant], tokens: Array, settings: Settings) -> None:
-    for contestant in reversed(contestants):
-        contestant.start(tokens)
-    for _ in range(settings.rounds):
-        for contestant in contestants:
-            contestant.round(tokens, settings.calls)
-    for contestant in contestants:
-        # Another process would have a profiler of its own.
-        if settings.profile is not None and isinstance(contestant, CompiledStep):
-            contestant.trace(tokens, settings.profile)
-            print(f"{contestant.name}\n{contestant.times}\n", file=sys.stderr, flush=True)
+    return run_contestants(contestants, tokens, sizes.batch * sizes.sequence, settings)
 
 
 def create_bench_state(variant: Variant, sizes: Sizes, backend: BackendName) -> TrainState:
@@ -153,13 +106,13 @@ def _contestant(variant: Variant, state: SharedState, tokens: Any, sizes: Sizes,
     return CompiledStep(variant.name, state=state, lower=lower, prepare=prepare)
 
 
-def _megatron(variant: Variant, sizes: Sizes) -> MegatronGPT:
+def _megatron(variant: Variant, sizes: Sizes) -> Megatron:
     """Return Megatron-Core's GPT under the variant's recipe, or in bf16 where Megatron-Core does not have it."""
     recipe = variant.recipe
     taken = recipe if recipe is not None and recipe.name in MEGATRON_RECIPES else None
     model = megatron_model(sizes, taken, fp32_gradients=jnp.dtype(variant.wgrad_dtype) == jnp.float32)
     name = f"{'none' if taken is None else taken.name}, Megatron-Core"
-    return MegatronGPT(name, model=model, ranks=1 if sizes.mesh is None else sizes.mesh.size)
+    return Megatron(name, request=model, ranks=1 if sizes.mesh is None else sizes.mesh.size)
 
 
 def _te_jax(recipe: Recipe | None, sizes: Sizes, tokens: Any) -> CompiledStep:

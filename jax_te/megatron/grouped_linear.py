@@ -12,6 +12,7 @@ from jax_te.config import ModelParallelConfig
 from jax_te.layers import GroupedLinear, check_context_size
 from jax_te.megatron.te_kwargs import in_dtype_of
 from jax_te.megatron.te_layer import TELayer, TELayerOptions
+from jax_te.ops import RowGroups
 from jax_te.typing import Array, Initializer, NoProcessGroups
 
 
@@ -93,17 +94,17 @@ class TEGroupedLinear(TELayer, GroupedLinear):
     def __call__(
         self,
         x: Array,
-        m_splits: Array | Sequence[int],
+        m_splits: Array | Sequence[int] | RowGroups,
         *,
         is_first_microbatch: bool | None = None,
-        alignment: int = 1,
     ) -> tuple[Array, Array | None]:
         """Apply the layer.
 
         Args:
             x: ``[rows, k]``, sorted by expert; in fp32 it is cast to the dtype of kernels in half precision.
             m_splits: int32 ``[e]`` (or integers), the number of rows of each expert. The host does not wait for them.
-            is_first_microbatch, alignment: see `GroupedLinear`.
+                Or a `jax_te.ops.RowGroups`, as in `GroupedLinear`.
+            is_first_microbatch: see `GroupedLinear`.
 
         Returns:
             ``(y [rows, n], None)`` with the biases, if any, added to ``y``; with ``skip_bias_add`` and ``bias``
@@ -112,7 +113,7 @@ class TEGroupedLinear(TELayer, GroupedLinear):
         # A layer may be built without a mesh and called on one, so the size is checked again.
         check_context_size(self.config.context_parallel_size)
         x = in_dtype_of(x, self.kernel)
-        result: Any = super().__call__(x, m_splits, is_first_microbatch, alignment=alignment)
+        result: Any = super().__call__(x, m_splits, is_first_microbatch)
         # Always a pair, so that callers need not know how the layer was built.
         return result if self.te_return_bias else (result, None)
 

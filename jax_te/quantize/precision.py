@@ -75,8 +75,8 @@ class Precision:
 
     Args:
         x, kernel, grad: the three operands.
-        overridden: for each of `GEMMS`, whether it multiplies the operands as they are, in the compute dtype.
-        split_accumulator: for each of `GEMMS`, whether partial sums are promoted to fp32 on the way.
+        overridden: whether each of `GEMMS` multiplies its operands unquantized, in the compute dtype.
+        split_accumulator: whether each of `GEMMS` promotes partial sums to fp32 on the way.
         amax_rule: amax rule of delayed scaling; None for recipes without state.
         alignment: sizes of quantized matrices must be multiples of it.
         shard_multiple: sizes of shards likewise, for devices to quantize theirs by themselves; None: they cannot.

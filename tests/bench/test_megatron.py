@@ -9,7 +9,7 @@ import pytest
 
 from jax_te.bench import contestants, megatron, train_steps
 from jax_te.bench.megatron import MegatronProcess, megatron_model
-from jax_te.bench.peers import megatron_gpt
+from jax_te.bench.peers import megatron_core
 from jax_te.bench.settings import Sizes
 from jax_te.cli.bench import model as command
 from jax_te.cli.main import main
@@ -42,6 +42,10 @@ arange = Generator = Anything()
 nn = type("nn", (), {"functional": type("functional", (), {"gelu": "gelu", "silu": "silu"})})
 
 def randint(low, high, shape, **options):
+    note(tokens=shape)
+    return Anything()
+
+def randn(shape, **options):
     note(tokens=shape)
     return Anything()
 
@@ -152,6 +156,45 @@ def get_forward_backward_func():
 from torch import Anything
 get_gpt_layer_with_transformer_engine_spec = lambda: "te layers"
 """,
+    "megatron/core/fp8_utils.py": """
+import contextlib
+import torch
+
+@contextlib.contextmanager
+def get_fp8_context(config):
+    torch.note(context=config.fields.get("fp8_recipe"))
+    yield
+""",
+    "megatron/core/models/gpt/moe_module_specs.py": """
+import time
+import torch
+
+class Experts(torch.Anything):
+    def modules(self):
+        return [self, *made]
+
+    def cuda(self):
+        return self
+
+    def to(self, dtype):
+        return self
+
+    def zero_grad(self, set_to_none):
+        assert set_to_none
+
+    def __call__(self, x):
+        time.sleep(0.02)
+        torch.note(first=[module.is_first_microbatch for module in made])
+        for module in made:
+            module.is_first_microbatch = False
+        return x, None
+
+made = [type("Linear", (), {"is_first_microbatch": None})() for _ in range(2)]
+
+def get_moe_module_spec(*, use_te, num_experts, moe_grouped_gemm):
+    assert use_te and moe_grouped_gemm and num_experts == 4
+    return lambda config, layer_number: Experts()
+""",
     "megatron/core/models/gpt/gpt_model.py": """
 import torch
 
@@ -171,9 +214,11 @@ class TransformerConfig:
     def __init__(self, **fields):
         if os.environ.get("STAND_IN") == "no such form":
             raise ValueError("no such form")
-        self.fields = fields
-        self.tensor_model_parallel_size = fields["tensor_model_parallel_size"]
-        self.pipeline_model_parallel_size = fields["pipeline_model_parallel_size"]
+        self.fields = {name: value for name, value in fields.items() if not callable(value)}
+        self.__dict__.update(fields)
+        if "num_moe_experts" in fields:
+            import torch
+            torch.note(config=self.fields)
 """,
 }
 OPTIONS = ["--preset", "tiny", "--vocab-size", "64", "--rounds", "3", "--calls", "2", "--backend", "xla"]
@@ -258,9 +303,9 @@ def test_rows_and_turns(capsys, stand_in, processes, tmp_path):
     assert "fp8" not in made["config"]
     assert {"groups": [1, 1], "rank": 0} in found
     # A step before each round does not count.
-    assert len([line for line in found if "step" in line]) == megatron_gpt.WARM_UP + 1 + 3 * (1 + 2)
+    assert len([line for line in found if "step" in line]) == megatron_core.WARM_UP + 1 + 3 * (1 + 2)
     # Each step quantizes its kernels.
-    assert len([line for line in found if "first" in line]) == megatron_gpt.WARM_UP + 1 + 3 * (1 + 2)
+    assert len([line for line in found if "first" in line]) == megatron_core.WARM_UP + 1 + 3 * (1 + 2)
 
 
 @pytest.mark.parametrize(("free", "apart"), [(2**40, False), (2**16, True)])
@@ -289,6 +334,7 @@ def test_a_peer_that_leaves_too_little_memory_is_ended_before_jax_te_begins(
     assert steps == list(range(1, len(steps) + 1))
 
 
+@pytest.mark.costly
 def test_ranks_on_a_mesh(capsys, stand_in, processes):
     options = ["--mesh", "data=2,fsdp=2,tensor=2", "--sequence-parallel", "--microbatches", "2", "--batch-size", "16"]
     options += ["--distributed-optimizer"]
@@ -313,7 +359,7 @@ def test_ranks_on_a_mesh(capsys, stand_in, processes):
     assert all(line["reduction"]["use_distributed_optimizer"] for line in of("reduction"))
     assert all(line["reduction"]["overlap_grad_reduce"] for line in of("reduction"))
     assert all(line["reduction"]["grad_reduce_in_fp32"] for line in of("reduction"))
-    steps = megatron_gpt.WARM_UP + 1 + 3 * (1 + 2)
+    steps = megatron_core.WARM_UP + 1 + 3 * (1 + 2)
     # Only the last microbatch of a step reduces gradients.
     assert len(of("finalized")) == len(of("unreduced")) == len(of("step")) == 8 * steps
 
@@ -356,7 +402,7 @@ def test_stages_without_replicas_have_nothing_to_overlap(capsys, stand_in):
     assert [line["reduction"]["overlap_grad_reduce"] for line in stand_in() if "reduction" in line] == [False, False]
 
 
-@pytest.mark.costly("False")
+@pytest.mark.costly
 @pytest.mark.parametrize("split", [False, True])
 def test_replicas_split_the_state_where_those_of_jax_te_do(capsys, stand_in, split):
     options = ["--distributed-optimizer", "--wgrad-dtype", "bfloat16"] if split else []
@@ -368,6 +414,7 @@ def test_replicas_split_the_state_where_those_of_jax_te_do(capsys, stand_in, spl
     assert [fields["grad_reduce_in_fp32"] for fields in found] == 2 * [not split]
 
 
+@pytest.mark.costly
 def test_microbatches_on_one_device_are_added_up_in_buffers(capsys, stand_in):
     status, rows, _ = bench(capsys, "--recipes", "none", "--microbatches", "2")
     assert status == 0
@@ -377,6 +424,7 @@ def test_microbatches_on_one_device_are_added_up_in_buffers(capsys, stand_in):
     assert not fields["overlap_grad_reduce"]
 
 
+@pytest.mark.costly
 def test_a_rank_that_lacks_a_package(capsys, monkeypatch, processes):
     monkeypatch.setattr(command, "check_megatron", lambda: None)
     monkeypatch.setenv("STAND_IN", "no GPU")
@@ -385,6 +433,7 @@ def test_a_rank_that_lacks_a_package(capsys, monkeypatch, processes):
     assert rows[0]["error"] == "RuntimeError: Megatron-Core: a rank cannot use packages: torch: it finds no GPU"
 
 
+@pytest.mark.costly
 def test_a_rank_that_fails_ends_all(capsys, monkeypatch, processes):
     """The others may wait for it in a collective: they do not answer."""
     monkeypatch.setenv("STAND_IN", "out of memory")
@@ -397,6 +446,7 @@ def test_a_rank_that_fails_ends_all(capsys, monkeypatch, processes):
     assert [process.returncode for process in processes] == [0, -signal.SIGKILL, 1]
 
 
+@pytest.mark.costly
 def test_a_model_of_llamas_form(capsys, stand_in, processes):
     status, rows, _ = bench(capsys, "--recipes", "none", "--preset", "llama-1b")
     assert status == 0
@@ -409,6 +459,7 @@ def test_a_model_of_llamas_form(capsys, stand_in, processes):
     assert expected.items() <= made["config"].items()
 
 
+@pytest.mark.costly
 def test_recipes_reach_it_and_others_are_beside_its_bf16(capsys, stand_in, monkeypatch, processes):
     def begin_not(_):
         raise RuntimeError("not compiled: this test is not about it")
@@ -475,6 +526,9 @@ def test_recipes_in_megatrons_words(recipe, fields):
     assert {"activation": "gelu", "batch": 2, "sequence": 8, "microbatches": 1}.items() <= made.items()
 
 
+@pytest.mark.costly(
+    "out of memory-RuntimeError: Megatron-Core: RuntimeError: CUDA out of memory. Tried to allocate 2 GiB"
+)
 @pytest.mark.parametrize(
     ("kind", "error"),
     [
@@ -490,6 +544,7 @@ def test_a_peer_that_fails_is_a_row_and_jax_te_goes_on(capsys, monkeypatch, proc
     assert rows[1]["speed_ratio"] == rows[1]["memory_ratio"] == 1.0
 
 
+@pytest.mark.costly
 def test_a_peer_that_cannot_be_built(capsys, monkeypatch, processes):
     monkeypatch.setenv("STAND_IN", "no such form")
     status, rows, _ = bench(capsys, "--recipes", "none")
@@ -567,3 +622,44 @@ def test_jax_must_leave_memory_of_a_gpu(monkeypatch):
 def test_other_meshes_are_refused_before_a_process_starts(capsys, monkeypatch, argv, message):
     monkeypatch.setattr(command, "check_megatron", lambda: pytest.fail("started"))
     assert message in refused(capsys, *argv)
+
+
+EXPERTS = ["--batch-size", "2", "--seq-len", "16", "--hidden-size", "32", "--ffn-hidden-size", "48"]
+EXPERTS += ["--num-experts", "4", "--moe-router-topk", "2", "--rounds", "2", "--calls", "1", "--backend", "xla"]
+
+
+def test_an_expert_layer_beside_megatrons(capsys, stand_in, processes):
+    status = main(["bench", "layer", "--modules", "moe", *EXPERTS, "--recipes", "delayed", "--peer", "megatron"])
+    shown = capsys.readouterr()
+    rows = [json.loads(line) for line in shown.out.splitlines() if line.startswith("{")]
+    assert status == 0, shown.err
+    assert [row["name"] for row in rows] == ["Megatron-Core moe delayed", "jax_te moe delayed (xla)"]
+    peer, own = rows
+    assert peer["ms"] >= 20.0
+    assert own["speed_ratio"] == pytest.approx(peer["ms"] / own["ms"], 0.01)
+    flops = 3 * 2 * (2 * 16 * 2) * 3 * 32 * 48
+    assert own["tflops"] == pytest.approx(flops / own["ms"] / 1e9, 1e-2)
+    # Its kernels in bf16 twice, as parameters and as gradients.
+    assert own["peak_gib"] * 2**30 > 2 * 2 * 4 * 3 * 32 * 48
+    found = stand_in()
+    (config,) = (line["config"] for line in found if "config" in line)
+    expected = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 48, "hidden_size": 32}
+    assert (expected | {"fp8_recipe": "delayed", "moe_aux_loss_coeff": 0.01}).items() <= config.items()
+    assert [line["tokens"] for line in found if "tokens" in line] == 2 * [[32, 1, 32]]  # and the gradient
+    steps = [line["first"] for line in found if "first" in line]
+    assert len(steps) == megatron_core.WARM_UP + 1 + 2 * (1 + 1)
+    assert all(step == [True, True] for step in steps)  # kernels are quantized in every step
+    assert [line["context"] for line in found if "context" in line] == ["delayed"] * len(steps)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--modules", "layernorm_mlp", "--peer", "megatron"], "add moe to --modules, or leave out --peer"),
+        (["--modules", "moe", "--mesh", "tensor=2"], "measured on one device"),
+        (["--modules", "moe", "--moe-router-topk", "5"], "topk"),
+    ],
+)
+def test_what_the_expert_layer_lacks_is_refused(capsys, argv, message):
+    assert main(["bench", "layer", *EXPERTS, *argv]) == 2
+    assert message in capsys.readouterr().err

@@ -266,6 +266,7 @@ checkpointer.save(state, None, 2)
 """
 
 
+@pytest.mark.costly
 def test_a_process_that_ends_without_closing_leaves_whole_checkpoints(tmp_path):
     with start(FORGETFUL, tmp_path, stderr=subprocess.DEVNULL) as process:
         assert process.wait(timeout=60) == 0

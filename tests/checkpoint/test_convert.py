@@ -129,7 +129,7 @@ FORMS = {f"{s} {f}": {"stacked": s == "stacked", "fused": f == "fused"}
          for s in ("unrolled", "stacked") for f in ("fused", "separate")}  # fmt: skip
 
 
-@pytest.mark.costly("unrolled fused-stacked separate")
+@pytest.mark.costly
 @pytest.mark.wide("unrolled fused-stacked separate", "unrolled separate-stacked fused")
 @pytest.mark.parametrize("target", FORMS)
 @pytest.mark.parametrize("source", FORMS)
@@ -165,6 +165,7 @@ def test_dtypes_of_parameters_whose_masters_hold_the_values(tmp_path):
     assert_same(values(other.params), values(jax.tree.map(lambda x: x.astype(jnp.float16), half.masters)))
 
 
+@pytest.mark.costly
 def test_parameters_quantized_or_not(tmp_path, caplog):
     """With masters that are not what the parameters were quantized from, so that it shows which are read."""
     stored = state_of(CURRENT, fp8_param=True)
@@ -207,6 +208,7 @@ def test_kernels_quantized_on_a_mesh_have_the_bits_of_one_device(tmp_path, mode,
 RECIPES = [CURRENT, Float8BlockScaling(), MXFP8BlockScaling(), NVFP4BlockScaling()]
 
 
+@pytest.mark.costly("nvfp4")
 @pytest.mark.wide("current", "nvfp4")
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_quantized_kernels_without_masters(tmp_path, recipe):
@@ -223,6 +225,7 @@ def test_quantized_kernels_without_masters(tmp_path, recipe):
     assert_same_layers(nnx.as_pure(exact), expected)
 
 
+@pytest.mark.costly
 def test_delayed_scaling_begun_left_out_and_of_another_length(tmp_path):
     plain, delayed = state_of(), state_of(DELAYED)
     assert 'allow={"quantizers"}' in refused(tmp_path / "1", plain, wanted(DELAYED))

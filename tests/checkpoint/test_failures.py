@@ -239,6 +239,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.costly
 def test_a_damaged_checkpoint_is_one_warning_on_stderr(tmp_path):
     """And not what Orbax's other reads say, which end at any time after the one that failed."""
     with TrainCheckpointer(tmp_path) as checkpointer:
@@ -343,6 +344,7 @@ checkpointer.close()
 """
 
 
+@pytest.mark.costly
 def test_a_write_that_fails_is_one_oserror_and_keeps_what_there_was(tmp_path):
     with start(FULL, tmp_path, stderr=subprocess.PIPE) as process:
         output, errors = process.communicate(timeout=120)

@@ -126,6 +126,7 @@ def contents(folder):
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock"}
 
 
+@pytest.mark.costly
 def test_an_output_of_another_configuration(run, capsys):
     before = contents(run)
     texts = ["--hidden-size is 32 there, 64 here", "--seed is 0 there, 1 here", "--output"]
@@ -160,6 +161,7 @@ def damage(folder):
     path.write_bytes(data)
 
 
+@pytest.mark.costly
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(run, trained, capsys):
     damage(run / "checkpoints" / "12")
     assert main(["train", "--output", str(run)]) == 0

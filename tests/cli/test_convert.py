@@ -60,6 +60,7 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(found[path], array, err_msg=str(path))
 
 
+@pytest.mark.costly
 def test_there_and_back(llama, tmp_path, capsys):
     folder, expected = llama
     assert main(["convert", str(folder), str(tmp_path / "megatron"), "--tensor-parallel", "2"]) == 0

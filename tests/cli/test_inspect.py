@@ -40,6 +40,7 @@ def rules(folder, pattern, recipe="{}"):
     return folder / "rules.yaml"
 
 
+@pytest.mark.costly
 def test_a_table_of_every_quantized_tensor(quantized, capsys):
     capsys.readouterr()
     with bytes_read() as read:
@@ -99,6 +100,7 @@ def test_another_precision_file_on_the_same_model(quantized, tmp_path, capsys):
     assert found["unused_matchers"] == []
 
 
+@pytest.mark.costly
 def test_sensitivity_writes_rules_that_train_takes(quantized, tmp_path, capsys):
     file = tmp_path / "keep.yaml"
     found = as_json(capsys, quantized, "sensitivity", "--batches", "1", "--keep-bf16", "2", "--write", file)
@@ -164,6 +166,7 @@ def test_a_run_that_quantizes_nothing_needs_a_recipe(trained, capsys):
     assert "no ambient recipe" in capsys.readouterr().out
 
 
+@pytest.mark.costly
 def test_tokens_that_a_recipe_pads(trained, tmp_path, capsys):
     configured(tmp_path, *MICRO, "--seq-len", "24")
     (tmp_path / "checkpoints").symlink_to(trained / "checkpoints")  # rotary positions: a state for every length

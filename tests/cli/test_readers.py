@@ -70,7 +70,7 @@ def refuse(checkpointer, state):
     raise ValueError("nothing is restored here")
 
 
-@pytest.mark.costly("train")
+@pytest.mark.costly("train", "sample")
 @pytest.mark.parametrize(
     "command", ["train", "sample", "eval", "inspect precision", "inspect recipes", "inspect sharding"]
 )
@@ -340,6 +340,7 @@ def load_tokenizer(path, seq_len):
     tokenizer.decode(tokenizer.encode("a the of in")[:seq_len])
 
 
+@pytest.mark.costly
 @settings(FUZZ, max_examples=20)
 @given(data=st.data())
 def test_any_metadata_of_a_checkpoint_is_refused(data, trained, tmp_path_factory):
@@ -356,6 +357,7 @@ def test_any_metadata_of_a_checkpoint_is_refused(data, trained, tmp_path_factory
         assert len(message_of(lambda: checkpointer.restore(target), ValueError, CheckpointMismatchError)) < 2000
 
 
+@pytest.mark.costly("1.5")
 @pytest.mark.parametrize("seconds", [0.5, 1.5])
 def test_an_interrupt_at_the_start_is_one_line(seconds, tmp_path):
     argv, given = command("train", "--output", tmp_path / "run")

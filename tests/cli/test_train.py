@@ -52,6 +52,7 @@ main(sys.argv[1:])
     assert (stopped.returncode, stopped.stdout) == (7, "loading JAX\n"), stopped.stderr
 
 
+@pytest.mark.costly
 def test_it_says_what_it_does_and_what_came_of_it(tmp_path, capsys):
     assert train(tmp_path / "run", "--metrics-writers", "jsonl", "--profile", "5:6") == 0
     shown = capsys.readouterr().out

@@ -64,6 +64,7 @@ def check(actual: Any, expected: Any) -> None:
             assert_close(a, e, TOLERANCE, what=jax.tree_util.keystr(path))
 
 
+@pytest.mark.costly
 @pytest.mark.wide("auto")
 def test_decoder_follows_the_formulas_on_every_mesh(mesh_mode: str) -> None:
     layer = randomize(decoder(num_gqa_groups=2))
@@ -114,7 +115,7 @@ def test_decoder_with_other_norms(form: Form) -> None:
     assert_close(quick_jit(lambda layer, *a: layer(a[0], encoder_output=a[1]))(layer, x, encoded), expected, TOLERANCE)
 
 
-@pytest.mark.costly("qk norm, then rope", "separate kernels", "learnable softmax")
+@pytest.mark.costly
 @pytest.mark.wide("qk norm, then rope", "separate kernels", "block output", "learnable softmax")
 @pytest.mark.parametrize(
     ("options", "form"),
@@ -154,6 +155,7 @@ def test_biases_of_queries_keys_and_values_alone() -> None:
     }
 
 
+@pytest.mark.costly
 def test_packed_sequences_with_rotary_positions_equal_each_one_alone() -> None:
     layer = randomize(TransformerLayer(H, F, N, **NO_DROPOUT, self_attn_mask_type="padding_causal", rngs=nnx.Rngs(0)))
     x = draw("x", (2, 12, H))
@@ -238,6 +240,7 @@ def test_sequence_parallelism_and_whole_kernels_change_no_value(mesh_mode: str) 
         decoder().set_tensor_parallel_group("tp")
 
 
+@pytest.mark.costly
 def test_drop_path_takes_or_leaves_a_whole_example() -> None:
     layer = TransformerLayer(
         H,

@@ -23,6 +23,7 @@ def values(model: nnx.Module) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
 
 
+@pytest.mark.costly
 def test_no_mesh_changes_them() -> None:
     alone = values(build())
     assert len(alone) == 12

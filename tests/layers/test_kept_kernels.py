@@ -48,7 +48,9 @@ def forward(layer, x, **options):
     return y[0] if isinstance(y, tuple) else y
 
 
-@pytest.mark.costly("nvfp4-LayerNormLinear", "nvfp4-returning the norm", "delayed-LayerNormMLP")
+@pytest.mark.costly(
+    "nvfp4-LayerNormLinear", "nvfp4-returning the norm", "delayed-LayerNormMLP", "delayed-TransformerLayer"
+)
 @pytest.mark.wide
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("recipe", ["delayed", "nvfp4"])
@@ -163,6 +165,7 @@ def gpt_loss(model, tokens, key):
 TOKENS = jax.random.randint(jax.random.key(5), (4, 17), 0, 64)
 
 
+@pytest.mark.costly
 def test_first_and_last_layers_stay_in_high_precision():
     build = small_gpt(first_last_layers_bf16=True, num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=2)
     with autocast(DelayedScaling(amax_history_len=2)):

@@ -104,6 +104,7 @@ def test_a_frozen_base_gets_no_gradient_and_costs_no_gemm_for_it(build: Any) -> 
     assert gemms[0] == gemms[1] - 1 > 0
 
 
+@pytest.mark.costly
 @pytest.mark.wide("delayed")
 @pytest.mark.parametrize("name", ["none", "delayed", "current", "block", "mxfp8", "nvfp4"])
 def test_trains_the_adapter_alone_under_every_recipe(name: str) -> None:
@@ -224,7 +225,7 @@ def mlp_formula(p: dict[str, Any], x: Any) -> Any:
     return reference.mlp_block(jnp, base, reference.norm(jnp, x, base["scale"], base["ln_bias"], form), form)
 
 
-@pytest.mark.costly("auto")
+@pytest.mark.costly("auto", "explicit")
 def test_an_mlps_two_kernels_follow_the_formula_on_every_mesh(mesh_mode: str) -> None:
     layer = adapted(mlp(sequence_parallel=mesh_mode == "explicit"), freeze_base=False)
     x, g = draw("x", (B, S, H)), draw("g", (B, S, H))

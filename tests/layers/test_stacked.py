@@ -80,7 +80,7 @@ def of_layers(tree: Any) -> Any:
     return jax.tree.map(lambda *leaves: np.stack(leaves), *layers.values()) if 0 in layers else layers
 
 
-@pytest.mark.costly("delayed-explicit-one_after_the_other")
+@pytest.mark.costly
 @pytest.mark.wide("block-no mesh-side_by_side", "delayed-explicit-one_after_the_other")
 @pytest.mark.parametrize(
     ("recipe", "mode", "run"),
@@ -108,7 +108,7 @@ def test_values_and_gradients_are_those_of_each_layer(recipe: str, mode: str, ru
         assert_same_rounding(other, leaf, TOLERANCE["float32"], what=jax.tree_util.keystr(path))
 
 
-@pytest.mark.costly("current-explicit")
+@pytest.mark.costly
 @pytest.mark.wide("current-explicit", "block-no mesh")
 @pytest.mark.parametrize("mode", ["no mesh", "explicit"])
 @pytest.mark.parametrize("recipe", ["current", "block"])
@@ -157,6 +157,7 @@ def test_a_state_made_later_is_that_of_each_layer() -> None:
     assert_same(nnx.state(later, QuantizerState), expected)
 
 
+@pytest.mark.costly
 @pytest.mark.wide("explicit")
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 def test_they_are_split_over_the_mesh_as_each_layer_is(mode: str) -> None:

@@ -59,6 +59,7 @@ def formula(p: dict[str, Any], x: Any) -> Any:
     return x + mlp_block(jnp, p["mlp"], norm(jnp, x, p["mlp"]["scale"], None, FORM), FORM)
 
 
+@pytest.mark.costly
 @pytest.mark.wide("explicit")
 def test_sequence_parallelism_changes_no_value(mesh_mode: str) -> None:
     x, g = draw("x", (B, S, H)), draw("g", (B, S, H))

@@ -79,7 +79,7 @@ def check(form: Form, actual: Any) -> None:
         assert_close(a, e, TOLERANCE, what=jax.tree_util.keystr(path))
 
 
-@pytest.mark.costly("auto-llama")
+@pytest.mark.costly("auto-llama", "no mesh-gpt2")
 @pytest.mark.wide
 @pytest.mark.parametrize("form", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_forward_and_gradients_follow_the_formulas_on_every_mesh(form: Form, mesh_mode: str) -> None:
@@ -95,7 +95,7 @@ def test_forward_and_gradients_follow_the_formulas_on_every_mesh(form: Form, mes
         assert gradients["self_attention"]["proj"]["kernel"].sharding.spec[0] == ("tensor", "fsdp")
 
 
-@pytest.mark.costly("residual post norm")
+@pytest.mark.costly
 @pytest.mark.wide("residual post norm", "output norm")
 @pytest.mark.parametrize(
     "form",

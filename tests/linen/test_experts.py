@@ -20,6 +20,7 @@ OPTIONS = RouterOptions(num_experts=4, score_function="sigmoid", enable_expert_b
 STATE = "_overwrite_with_gradient"
 
 
+@pytest.mark.costly
 def test_states_go_on_as_in_nnx():
     layer, same = MoE(16, 32, OPTIONS), layers.MoE(16, 32, OPTIONS, rngs=nnx.Rngs(0))
     variables = layer.init(jax.random.key(0), X)
@@ -37,6 +38,7 @@ def test_states_go_on_as_in_nnx():
         np.testing.assert_allclose(found["params"]["router"]["kernel"], grads.router.kernel[...], rtol=1e-5)
 
 
+@pytest.mark.costly
 def test_flax_train_state_overwrites_it():
     layer = MoE(16, 32, OPTIONS)
     state = TrainState.create(apply_fn=layer.apply, params=layer.init(jax.random.key(0), X), tx=optax.sgd(0.1))

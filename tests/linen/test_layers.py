@@ -178,6 +178,7 @@ class GPT(te.LinenModule, nnx_class=GPTModel, init=False):
     """GPT for Linen."""
 
 
+@pytest.mark.costly
 def test_an_nnx_model_becomes_a_linen_module():
     model = GPT(
         TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4), vocab_size=32, max_sequence_length=8
@@ -262,6 +263,7 @@ def test_nnx_modules_that_cannot_be_linen_modules():
         type("LinenAny", (te.LinenModule,), {}, nnx_class=Any)
 
 
+@pytest.mark.costly
 def test_jax_te_does_not_import_it():
     code = "import sys, jax_te.layers; sys.exit('jax_te.linen' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -124,6 +124,13 @@ def loss_of(model: nn.Module) -> Any:
 OTHERS = [("BTNH,NHD->BTD", recipe) for recipe in (DELAYED, Float8BlockScaling())]
 
 
+@pytest.mark.costly(
+    "...F,NHF->...NH-current",
+    "BSD,CKDH->CBSKH-current",
+    "BTD,NDH->BTNH-current",
+    "BTD,SNDH->SBTNH-current",
+    "BTNH,NHD->BTD-block",
+)
 @pytest.mark.parametrize(
     ("equation", "recipe"),
     [*((equation, CURRENT) for equation in EQUATIONS), *OTHERS],
@@ -149,6 +156,7 @@ def test_an_einsum_of_a_module_is_the_gemm_of_flax_s(equation, recipe):
     assert actual[0] != plain[0]
 
 
+@pytest.mark.costly
 def test_modules_are_reached_in_their_scopes_and_nothing_else_changes():
     model, keys = Model(), {"dropout": jax.random.key(5)}
     variables = model.init(jax.random.key(1), X)
@@ -209,6 +217,7 @@ class Layers(nn.Module):
         return scan(name="layers")(x, None)[0]
 
 
+@pytest.mark.costly
 def test_scanned_layers_are_those_of_a_loop_and_train():
     scanned = te.quantize_model(Layers(scan=True), X, rules={"layers.*": "ambient"})
     looped = te.quantize_model(Layers(scan=False), X, rules={"layer_?.*": "ambient"})
@@ -234,6 +243,7 @@ def test_scanned_layers_are_those_of_a_loop_and_train():
     assert losses[scanned][2] < losses[scanned][0]
 
 
+@pytest.mark.costly("Auto")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 def test_on_a_mesh_the_numbers_are_those_of_one_device(kind):
     """Fully sharded along one axis of the mesh, columns and then rows split along the other one."""

@@ -43,6 +43,7 @@ def create(params, tx=None):
     return TrainState.create(apply_fn=LAYER.apply, params=params, tx=optimizer() if tx is None else tx)
 
 
+@pytest.mark.costly
 @pytest.mark.wide("delayed")
 @pytest.mark.parametrize("recipe", [DELAYED, CURRENT], ids=["delayed", "current"])
 def test_flax_train_state_gives_what_make_train_step_gives(recipe):
@@ -86,6 +87,7 @@ def test_the_next_state_is_written_back_untouched_by_clipping_and_optimizer():
         assert jax.tree.structure(moments) == jax.tree.structure(state.params["params"])
 
 
+@pytest.mark.costly
 def test_a_run_changes_its_recipe_in_the_middle():
     """Between bf16, delayed and current, with one optimizer state; and variables that know nothing of quantization."""
     plain = nn.unbox(LAYER.init(jax.random.key(0), X))
@@ -135,6 +137,7 @@ def test_prepare_quantization_leaves_others_alone():
         te.prepare_quantization(nn.Dense(2), nn.Dense(2).init(jax.random.key(0), X), DELAYED, X)
 
 
+@pytest.mark.costly
 def test_layers_called_twice_and_not_at_all():
     layer, x = te.Linear(32, 32, False), X
 

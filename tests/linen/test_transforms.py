@@ -89,6 +89,7 @@ def test_a_function_under_nn_jit_is_traced_again_under_another_recipe():
     assert all((results[i] != results[j]).any() for i, j in ((0, 1), (0, 2), (1, 2)))
 
 
+@pytest.mark.costly
 @pytest.mark.wide("scan of remat")
 @pytest.mark.parametrize("body", [Body, nn.remat(Body, prevent_cse=False)], ids=["scan", "scan of remat"])
 def test_scan_over_layers(body):

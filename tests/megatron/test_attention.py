@@ -124,6 +124,7 @@ def test_a_bias_is_added_to_the_scaled_scores():
     assert_bitwise(core()(*qkv(), None, attention_bias=bias), merged(expected))
 
 
+@pytest.mark.costly
 def test_packed_sequences_of_one_row_and_of_a_batch():
     packed = PackedSeqParams(cu_seqlens_q=jnp.array([0, 3, 8]))
     row = tuple(a[0] for a in qkv())

@@ -159,6 +159,7 @@ def by_hand_fp32(x: jax.Array, g: jax.Array) -> Any:
     return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(mlp(), x)
 
 
+@pytest.mark.costly("config0-bfloat16")
 @pytest.mark.parametrize(("config", "dtype"), HALVES)
 def test_numbers_in_a_jitted_gradient(config: Config, dtype: Any):
     """Bitwise the layer in half precision with casts written by hand; near fp32's, but not equal."""

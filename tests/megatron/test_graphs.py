@@ -157,6 +157,7 @@ def test_arguments_of_a_replay(x: jax.Array):
     assert_bitwise(block(hidden_states=x), block(x))
 
 
+@pytest.mark.costly
 def test_rotary_positions_are_an_argument_of_a_graph():
     layer = TransformerLayer(config(), rngs=nnx.Rngs(0))
     x = draw("x", (2, 8, 16))
@@ -213,7 +214,7 @@ def quantized(request: pytest.FixtureRequest) -> Iterator[TransformerConfig]:
         yield made
 
 
-@pytest.mark.costly("delayed")
+@pytest.mark.costly("delayed", "tensorwise")
 def test_a_replay_differentiates_as_the_call_does(quantized: TransformerConfig, x: jax.Array):
     """Gradients of all arrays, and with them delayed scaling's next state, on a first and on a later microbatch."""
     block = captured(Block(quantized), x, microbatches=2)

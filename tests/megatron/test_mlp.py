@@ -103,7 +103,7 @@ def test_a_gate_on_an_axis_of_its_own_needs_no_permutes():
     assert permutes((2, F)) == 0 < permutes(2 * F)
 
 
-@pytest.mark.costly("auto-True", "explicit-False")
+@pytest.mark.costly("auto-True", "explicit-False", "auto-False")
 @pytest.mark.parametrize("bias", [True, False])
 def test_it_is_the_formula(bias: bool, mesh_mode: str):
     parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -129,6 +129,7 @@ def test_it_is_the_formula(bias: bool, mesh_mode: str):
             assert_close(parameters(d_model)[layer][name], gradient, TOLERANCE, what=f"{layer} {name}")
 
 
+@pytest.mark.costly
 def test_it_trains_under_its_configurations_recipe():
     """Megatron's delayed scaling in bf16, kernels quantized once a step: the loss falls, the scales follow."""
     config = TransformerConfig(**SIZES, init_method_std=0.2, bf16=True, fp8="hybrid", fp8_amax_history_len=4)

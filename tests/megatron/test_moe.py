@@ -36,6 +36,7 @@ def config(**fields):
 SHARED = {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_gate": True}
 
 
+@pytest.mark.costly
 def test_a_router_gives_megatrons_pair():
     router = TopKRouter(config(moe_expert_capacity_factor=0.5), rngs=nnx.Rngs(0))
     probs, routing_map = router(X)
@@ -50,6 +51,7 @@ def test_a_router_gives_megatrons_pair():
             assert float(probs[t, experts[t, slot]]) == want
 
 
+@pytest.mark.costly
 def test_names_of_a_state_dict_are_megatrons():
     layer = MoELayer(config(moe_latent_size=8, **SHARED), rngs=nnx.Rngs(0))
     shapes = {name: array.shape for name, array in layer.state_dict().items()}
@@ -129,6 +131,7 @@ def test_limits_of_the_activation_are_in_every_block():
         config(activation_func_clamp_value=0.5)
 
 
+@pytest.mark.costly
 def test_fp8_of_all_parts():
     with autocast(Float8CurrentScaling()):
         layer = MoELayer(config(moe_latent_size=16, **SHARED), rngs=nnx.Rngs(0))

@@ -136,6 +136,7 @@ def test_quantized_parameters_are_split_like_the_kernel_and_their_scales_are_who
     assert all(not any(spec) for spec in specs.values())
 
 
+@pytest.mark.costly
 def test_a_parameter_that_two_layers_share_is_described_once_and_restored(tmp_path):
     def tied(seed: int) -> Mlp:
         model = Mlp(seed=seed)

@@ -77,6 +77,7 @@ def test_forms_of_the_stack(execution, fields):
     assert_close(whole, after_a_step(parts, RECIPES["delayed"], **fields))
 
 
+@pytest.mark.costly
 def test_under_current_scaling_each_part_has_its_own_amaxes():
     """Rows that are 2^20 times as large as the others would leave nothing of these under one scale."""
     layers = [TransformerLayer(32, 64, 2, hidden_dropout=0.0, attention_dropout=0.0, rngs=nnx.Rngs(0))]
@@ -111,7 +112,7 @@ def masked(model):
     return model.encode(TOKENS[:, :-1], lengths=jnp.arange(1, B + 1))
 
 
-@pytest.mark.costly("bert", "t5")
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("build", "call"),
     [
@@ -174,6 +175,7 @@ def test_flags_are_those_of_all_parts():
     assert_close(run_layers(layers, x, [None]), run_layers(layers, x, [None], batch_parts=2, **flags))
 
 
+@pytest.mark.costly
 def test_zero_bubble_is_refused():
     """It would defer nothing: each layer is called once for each part."""
     with jax.set_mesh(make_mesh(ParallelConfig(pipeline=2))):

@@ -53,6 +53,7 @@ def formula(p: Any, tokens: np.ndarray, types: np.ndarray) -> Any:
     return reference.norm(jnp, y, **p["head_norm"], form=FORM) @ p["embedding"]["embedding"].T + p["output_bias"]
 
 
+@pytest.mark.costly
 @pytest.mark.wide("explicit")
 def test_loss_and_gradients_follow_the_formulas_on_every_mesh(mesh_mode: str) -> None:
     tokens, labels, types = batch()
@@ -73,6 +74,7 @@ def test_loss_and_gradients_follow_the_formulas_on_every_mesh(mesh_mode: str) ->
         assert_close(a, e, TOLERANCE, what=jax.tree_util.keystr(path))
 
 
+@pytest.mark.costly
 def test_padding_is_not_seen_and_the_first_token_is_pooled() -> None:
     with use_mesh("explicit"):
         _check_padding_and_pooler(shard(build(add_pooler=True, add_lm_head=False)))
@@ -138,6 +140,7 @@ def test_bad_options_say_what_is_allowed(options: dict[str, Any], message: str) 
         build(**options)
 
 
+@pytest.mark.costly
 def test_bad_calls_say_what_is_missing() -> None:
     tokens, labels, types = batch()
     encoder = build(add_lm_head=False, num_tokentypes=0)

@@ -84,6 +84,7 @@ def test_a_model_whose_sequences_are_split_in_training_generates(mode: Any) -> N
     np.testing.assert_array_equal(jax.device_get(tokens), expected)
 
 
+@pytest.mark.costly
 @pytest.mark.wide("gpt2")
 @pytest.mark.parametrize("form", CONFIGS)
 def test_logits_with_a_cache_are_those_of_a_full_pass(form: str) -> None:
@@ -99,6 +100,7 @@ def test_logits_with_a_cache_are_those_of_a_full_pass(form: str) -> None:
     assert_close(jnp.concatenate(parts, axis=1), full(model, tokens), tolerance)
 
 
+@pytest.mark.costly
 @pytest.mark.wide("llama-explicit")
 @pytest.mark.parametrize(("form", "mode"), [("gpt2", "no mesh"), ("llama", "explicit")])
 def test_prompts_of_different_lengths_go_on_as_each_one_alone(form: str, mode: str) -> None:
@@ -113,6 +115,7 @@ def test_prompts_of_different_lengths_go_on_as_each_one_alone(form: str, mode: s
         assert (chosen >= logits[i, length - 1 : -1].max(-1) - 1e-4).all()  # equal up to rounding
 
 
+@pytest.mark.costly
 def test_sampling_follows_the_key_and_the_distribution() -> None:
     model = build("gpt2")
     prompts = jnp.tile(PROMPT[:1], (2048, 1))
@@ -133,6 +136,7 @@ def test_sampling_follows_the_key_and_the_distribution() -> None:
         assert (np.abs(counts - 2048 * p) <= 5 * spread + 1).all(), options
 
 
+@pytest.mark.costly
 def test_every_step_draws_anew() -> None:
     model = build("gpt2")
     nnx.update(

@@ -82,7 +82,7 @@ def expected(form: str) -> tuple[np.ndarray, Any, Any]:
     return reference.gpt(np, p, tokens, FORMS[form][2]), value, gradient
 
 
-@pytest.mark.costly("explicit-llama")
+@pytest.mark.costly
 @pytest.mark.wide("no mesh-gpt2", "explicit-llama")
 @pytest.mark.parametrize("form", FORMS)
 def test_loss_and_gradients_follow_the_formulas_on_every_mesh(form: str, mesh_mode: str) -> None:
@@ -96,6 +96,7 @@ def test_loss_and_gradients_follow_the_formulas_on_every_mesh(form: str, mesh_mo
         assert_close(a, e, TOLERANCE, what=jax.tree_util.keystr(path))
 
 
+@pytest.mark.costly("llama")
 @pytest.mark.parametrize("form", FORMS)
 def test_logits_follow_the_formulas(form: str) -> None:
     assert_close(call(randomize(build(form)), batch()[0]), expected(form)[0], TOLERANCE)
@@ -226,6 +227,7 @@ def test_sequence_parallelism_changes_no_number(mode: str, options: dict[str, An
         assert relative_l2(jax.device_get(a), jax.device_get(e)) < TOLERANCE
 
 
+@pytest.mark.costly
 def test_rotary_options_reach_the_layers() -> None:
     scaling = Llama3Scaling(factor=4.0, original_max_position_embeddings=8)
     model = randomize(build(position_embedding_type=RotaryPositions(percent=0.5, scaling=scaling)))
@@ -358,6 +360,7 @@ def test_a_mask_of_zeros_gives_zero_and_no_mask_the_mean() -> None:
     assert abs(float(mean) - np.log(V)) < 0.1  # at the start every token is about equally likely
 
 
+@pytest.mark.costly
 def test_ignored_labels_options_and_reductions_reach_the_loss() -> None:
     tokens, labels, _ = batch()
     counted = jnp.asarray(np.random.default_rng(0).random((B, S)) < 0.5)
@@ -372,6 +375,7 @@ def test_ignored_labels_options_and_reductions_reach_the_loss() -> None:
         assert_close(model.loss(tokens, ignored, options=smoothed), other, TOLERANCE)
 
 
+@pytest.mark.costly
 def test_compute_dtype_is_that_of_the_logits_and_gradients_keep_their_parameters() -> None:
     config = dataclasses.replace(GPT2, compute_dtype=jnp.bfloat16)
     model = randomize(GPTModel(config, vocab_size=V, max_sequence_length=S, rngs=nnx.Rngs(0)))

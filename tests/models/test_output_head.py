@@ -143,7 +143,7 @@ def test_values_and_gradients_are_those_of_the_quantized_operands(kind: str, rec
         assert float(history[0]) == float(amax)
 
 
-@pytest.mark.costly("auto-gpt, tied", "auto-gpt")
+@pytest.mark.costly("auto-gpt, tied", "auto-gpt", "explicit-gpt, tied")
 @pytest.mark.parametrize("kind", ["gpt, tied", "gpt"])
 def test_every_mesh_gives_one_devices_values(kind: str, mesh_mode: str) -> None:
     with autocast(DELAYED):
@@ -186,6 +186,7 @@ def test_without_the_option_or_a_recipe_nothing_changes(kind: str) -> None:
         assert_bitwise(on(TOKENS), off(TOKENS))
 
 
+@pytest.mark.costly
 def test_a_tied_tables_gradient_is_the_sum_of_the_embeddings_and_the_heads() -> None:
     with autocast(CURRENT):
         tied, untied = build(), build("gpt")

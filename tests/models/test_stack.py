@@ -47,6 +47,7 @@ def test_auto_is_the_explicit_choice(layers: int, monkeypatch: pytest.MonkeyPatc
     assert (" scan[" in programs["auto"]) == (layers > 2)
 
 
+@pytest.mark.costly
 def test_the_stacks_of_t5_decide_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stack, "UNROLL_LIMIT", 2)
     counts = []
@@ -67,7 +68,7 @@ class Block(nnx.Module):
         return x + y
 
 
-@pytest.mark.costly("recipe1")
+@pytest.mark.costly
 @pytest.mark.parametrize("recipe", [None, DelayedScaling(amax_history_len=2)])
 def test_what_a_loop_stores_is_behind_a_barrier(recipe: Any) -> None:
     """A GPU would run Transformer Engine's kernels twice: for the stacked array, and for what reads their result."""

@@ -63,6 +63,7 @@ def loss_and_gradient(model: T5Model, **arguments: Any) -> Any:
     return quick_jit(jax.value_and_grad(lambda model, *a: model.loss(*a, **arguments)))(model, *batch())
 
 
+@pytest.mark.costly
 @pytest.mark.wide("explicit")
 def test_loss_and_gradients_follow_the_formulas_on_every_mesh(mesh_mode: str) -> None:
     model = build()
@@ -106,6 +107,7 @@ def test_other_positions_and_a_head_of_its_own(position: str) -> None:
     assert_close(quick_jit(lambda model, *a: model(*a))(model, source, target), expected, TOLERANCE)
 
 
+@pytest.mark.costly
 def test_nobody_attends_beyond_the_encoders_lengths() -> None:
     model, (source, target, *_) = build(), batch()
     call = quick_jit(lambda model, *a: model(a[0], a[1], encoder_lengths=a[2]))

@@ -112,6 +112,7 @@ def test_logits_are_in_natural_order(mode: Any) -> None:
         assert_close(got, want, 8 * TOLERANCE["float32"])
 
 
+@pytest.mark.costly
 def test_layers_run_in_zigzag_order_where_context_ranks_are() -> None:
     zigzag, x = config(cp_load_balanced=True), jnp.arange(S)
     assert model_order(zigzag, x) is x

@@ -84,6 +84,7 @@ def test_there_are_as_many_meshes_as_ways_to_split_8_4_and_2_devices() -> None:
     assert len(every_mesh()) == len(set(every_mesh())) == 20 + 10 + 4
 
 
+@pytest.mark.costly
 def test_dropout_shows_in_the_losses() -> None:
     model = GPTModel(CONFIG, vocab_size=VOCAB, max_sequence_length=SEQUENCE, rngs=nnx.Rngs(0))
     tokens = jnp.arange(BATCH * SEQUENCE).reshape(BATCH, SEQUENCE) % VOCAB

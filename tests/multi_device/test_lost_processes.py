@@ -66,6 +66,7 @@ def test_a_process_that_waits_shows_no_progress_and_one_that_gets_on_does(two):
     assert first.late() == []
 
 
+@pytest.mark.costly
 def test_time_of_the_cpu_counts_while_a_process_does_not_wait(two):
     first, second = two
     first.begin("step 1", waits=True)
@@ -167,7 +168,7 @@ def save_with_a_fault(folder, fault):
     os._exit(0)  # as docs/checkpoints.md says: Orbax's threads wait still
 
 
-@pytest.mark.costly("hangs-")
+@pytest.mark.costly
 @pytest.mark.parametrize(("fault", "expected"), [("size", "File too large"), ("hangs", "")])
 def test_a_process_that_cannot_write_its_part_is_an_error_in_all(tmp_path, fault, expected):
     with pytest.raises(FileNotFoundError):  # the harness misses the results of processes that end at once
@@ -216,7 +217,7 @@ def test_a_save_of_three_times_its_bound_that_gets_on_is_whole(tmp_path):
 # Runs of jax-te train.
 
 
-@pytest.mark.costly("output")
+@pytest.mark.costly
 @pytest.mark.parametrize("bounded", ["start", "output"])
 def test_a_start_that_cannot_be_ends_with_a_line(tmp_path, bounded):
     if bounded == "start":

@@ -273,7 +273,7 @@ def first_step(layer: type[Own], mesh: ParallelConfig | None) -> list[float]:
     return [float(metrics["loss"]), float(metrics["grad_norm"])]
 
 
-@pytest.mark.costly("Own")
+@pytest.mark.costly
 @pytest.mark.parametrize("layer", [Own, Partitioned])
 def test_layers_of_ones_own_do_what_they_do_without_a_pipeline(layer):
     found = first_step(layer, ParallelConfig(pipeline=2))

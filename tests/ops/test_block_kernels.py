@@ -89,6 +89,7 @@ def many_scales(shape, dtype=jnp.float32):
     return (draw("x", shape) * sizes).astype(dtype)
 
 
+@pytest.mark.costly("float32-True-E4M3")
 @pytest.mark.wide
 @interpreted
 @each_dtype
@@ -166,7 +167,7 @@ def test_gemm(shape, forms):
     assert_close(out, expected_product(*operands), 2.0**-20)
 
 
-@pytest.mark.costly("E4M3 E5M2-float32", "E4M3 E5M2-float16")
+@pytest.mark.costly
 @pytest.mark.wide
 @interpreted
 @pytest.mark.parametrize("out_dtype", ["float32", "bfloat16", "float16"])
@@ -275,6 +276,7 @@ def test_old_jax_is_refused():
         block_quantize(jnp.ones((16, 16)), E4M3, interpret=True)
 
 
+@pytest.mark.costly
 def test_pallas_is_imported_only_where_it_is_used():
     code = "import sys, jax_te.ops.pallas as p; p.supported(); assert 'jax.experimental.pallas' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

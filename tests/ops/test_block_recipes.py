@@ -128,6 +128,7 @@ def test_dense_multiplies_what_numpy_quantized(recipe, dtype):
         assert relative_l2(actual, plain[key]) > 0.01, f"{key}: quantization matters"
 
 
+@pytest.mark.costly
 def test_dense_under_nvfp4_with_stochastic_rounding():
     """The gradient is what `quantize` makes of it (tested by itself); all else is NumPy's."""
     dtype, recipe = "bfloat16", NVFP4BlockScaling()
@@ -170,6 +171,7 @@ def test_layernorm_dense(recipe):
         assert_same_rounding(actual, expected[name], 1e-3 if actual.ndim == 1 else 4 * TOLERANCE["float32"], what=name)
 
 
+@pytest.mark.costly
 @pytest.mark.wide("nvfp4 bare")
 @pytest.mark.parametrize("recipe", FUSED)
 def test_layernorm_mlp(recipe):
@@ -201,7 +203,7 @@ def on_one_device(name, recipe):
     return quick_jit(lambda *a: with_vjp(lambda a: case.run(a, recipe=RECIPES[recipe][0]), *a))((case.args,), case.g)
 
 
-@pytest.mark.costly("layernorm_mlp swiglu-block-auto", "dense-block-auto")
+@pytest.mark.costly("layernorm_mlp swiglu-block-auto", "dense-block-auto", "layernorm_mlp swiglu-block-explicit")
 @pytest.mark.parametrize(
     ("name", "recipe", "mode"),
     [(name, "block", mode) for name in ("dense", "layernorm_mlp swiglu") for mode in ("auto", "explicit")]

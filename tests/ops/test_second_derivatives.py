@@ -119,7 +119,7 @@ def test_a_recipe_refuses_them(twice: str, layer: str, recipe: str) -> None:
             TWICE[twice](loss, params, x)
 
 
-@pytest.mark.costly("linear in the cotangent-vmap-False")
+@pytest.mark.costly("linear in the cotangent-vmap-False", "Hessian, reverse over reverse-remat-False")
 @pytest.mark.wide
 @pytest.mark.parametrize("outside", [False, True])
 @pytest.mark.parametrize("around", AROUND)
@@ -186,6 +186,7 @@ def test_operands_that_stay_in_high_precision_keep_them() -> None:
         assert_close(jax.grad(penalty(loss))(kernel, x), plain, 1e-5)
 
 
+@pytest.mark.costly("True")
 @pytest.mark.parametrize("jit", [False, True])
 def test_first_derivatives_beside_a_gradient_that_counts_as_constant(jit: bool) -> None:
     """Adversarial examples, made inside of the loss from a gradient whose own derivative is zero."""
@@ -252,12 +253,13 @@ WITHOUT: dict[str, Callable[[], tuple[Callable[..., jax.Array], tuple[Any, ...]]
 }
 
 
-@pytest.mark.costly("transformer_layer")
+@pytest.mark.costly("transformer_layer", "attention", "cross-entropy of chunks", "layernorm_mlp")
 @pytest.mark.parametrize("name", WITHOUT)
 def test_without_a_recipe_they_are_right(name: str) -> None:
     second(*WITHOUT[name]())
 
 
+@pytest.mark.costly("auto")
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_without_a_recipe_they_are_right_on_meshes(mode: str) -> None:
     run, (params, _) = squares(LAYERS["layernorm_mlp"]())

@@ -71,7 +71,7 @@ def test_scan(name, recipe):
     assert_same(ours, jax.tree.map(lambda *leaves: jnp.stack(leaves), *alone))
 
 
-@pytest.mark.costly("dense-nvfp4")
+@pytest.mark.costly("dense-nvfp4", "layernorm_mlp gelu-block")
 @pytest.mark.wide(
     "dense-nvfp4",
     "layernorm_dense-delayed",
@@ -121,6 +121,7 @@ def test_vmap(name):
     assert_same(ours, jax.tree.map(lambda *leaves: jnp.stack(leaves), *alone))
 
 
+@pytest.mark.costly("nvfp4")
 @pytest.mark.wide("delayed", "nvfp4")
 @pytest.mark.parametrize("recipe", [recipe for recipe in RECIPES if recipe != "none"])
 def test_vmap_over_layers_gives_each_its_own_scales(recipe):

@@ -157,6 +157,7 @@ def test_write_back():
         assert_bitwise(ours, expected)
 
 
+@pytest.mark.costly
 def test_write_back_of_states_that_differ():
     """Those of a kind are written at once: shapes, types and, on an Explicit mesh, shardings stay what they were."""
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Explicit,))

@@ -52,6 +52,7 @@ def counts(report: CommunicationReport) -> dict[tuple[str, str], tuple[int, int]
     return {("*".join(row.axes), row.kind): (row.count, row.bytes) for row in report.rows}
 
 
+@pytest.mark.costly
 def test_sequence_parallelism_gathers_and_scatters_twice_a_layer_and_direction() -> None:
     """Gathered: what attention, MLP and head read, and in backward the gradients of what attention, MLP and embedding
     gave. Scattered: what attention and MLP gave, and the gradients of what attention, MLP and head read.
@@ -71,6 +72,7 @@ def test_sequence_parallelism_gathers_and_scatters_twice_a_layer_and_direction()
     assert not [line for line in text.splitlines() if "slice(" in line and any(f"({name}," in line for name in sums)]
 
 
+@pytest.mark.costly
 def test_tensor_parallelism_sums_twice_a_layer_and_direction_in_the_dtype_of_a_gpu() -> None:
     """The CPU's own program moves bf16 as fp32."""
     with jax.set_mesh(make_mesh(ParallelConfig(tensor=2))):
@@ -79,6 +81,7 @@ def test_tensor_parallelism_sums_twice_a_layer_and_direction_in_the_dtype_of_a_g
     assert found[1][1] - 6 * 2 * B * S * H - 3 * 4 * B * S in range(SCALARS)
 
 
+@pytest.mark.costly
 def test_fsdp_gathers_kernels_in_each_direction_and_scatters_their_gradients() -> None:
     with jax.set_mesh(make_mesh(ParallelConfig(fsdp=2))):
         found = counts(communication_report(lowered()))
@@ -89,6 +92,7 @@ def test_fsdp_gathers_kernels_in_each_direction_and_scatters_their_gradients() -
     assert len(found) == 2
 
 
+@pytest.mark.costly
 def test_data_parallelism_sums_each_gradient_once() -> None:
     with jax.set_mesh(make_mesh(ParallelConfig(data=4))):
         (row,) = communication_report(lowered()).rows

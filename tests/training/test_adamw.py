@@ -85,6 +85,7 @@ def test_the_first_moment_may_be_bf16():
     np.testing.assert_allclose(updates["kernel"], expected["kernel"], rtol=2**-7)
 
 
+@pytest.mark.costly
 @jax.numpy_dtype_promotion("standard")
 def test_muon_takes_each_matrix_of_a_fused_kernel_by_itself():
     """The update of a fused kernel is that of its parts; embeddings, heads, norms, biases and adapters are Adam's."""

@@ -130,6 +130,7 @@ def test_layers_have_input_gradient_gemms_first_and_weight_gradient_gemms_second
             assert len(re.findall(r"= \S+ dot\(", text)) == gemms
 
 
+@pytest.mark.costly
 @pytest.mark.wide("delayed")
 @pytest.mark.parametrize(
     ("recipe", "layer"),
@@ -163,7 +164,7 @@ def mesh_cases() -> list[Any]:
     ]
 
 
-@pytest.mark.costly("auto-delayed-LayerNormMLP")
+@pytest.mark.costly
 @pytest.mark.parametrize(("mode", "recipe", "layer"), mesh_cases())
 def test_on_every_mesh(mode: str, recipe: Any, layer: str) -> None:
     with use_mesh(mode), autocast(recipe):
@@ -235,6 +236,7 @@ def test_models(granularity: Any, scan: bool, recipe: Any) -> None:
         assert_near(by_halves(model, scale, fn), by_vjp(model, scale, fn), 8 * TOLERANCE["float32"])
 
 
+@pytest.mark.costly
 def test_stacked_layers_in_a_loop() -> None:
     """Kernels that are stacked for good: the loop takes a slice of each."""
 
@@ -253,6 +255,7 @@ def test_stacked_layers_in_a_loop() -> None:
         assert_same(by_halves(model, x, fn), by_vjp(model, x, fn))
 
 
+@pytest.mark.costly
 def test_a_layer_that_is_called_twice_does_not_wait() -> None:
     def fn(model: Any, x: jax.Array) -> jax.Array:
         return model(jnp.tanh(model(x)))
@@ -336,6 +339,7 @@ def test_gradients_of_gradients_are_refused() -> None:
         jax.grad(lambda later: sum(map(jnp.sum, jax.tree.leaves(later()))))(later)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("mode", ["no mesh", *(pytest.param(mode, marks=pytest.mark.slow) for mode in MESHES)])
 def test_stacked_by_one_scan_and_carried_by_another(mode: str) -> None:
     """Microbatches: the kernel gradient of each in a loop of its own, or in the step of the next microbatch."""

@@ -58,6 +58,7 @@ def step_of(tx=None, **options):
     return make_train_step(loss_fn, optax.sgd(0.1) if tx is None else tx, **options)
 
 
+@pytest.mark.costly("1", "4")
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 def test_the_bias_goes_on_once_a_step_by_the_whole_batch(microbatches):
     state, expected = state_of(BIASED), np.zeros(E)
@@ -71,6 +72,7 @@ def test_the_bias_goes_on_once_a_step_by_the_whole_batch(microbatches):
     assert np.any(expected)
 
 
+@pytest.mark.costly
 def test_quantiles_are_the_mean_over_microbatches():
     from jax_te.ops.moe.routing import expert_quantiles
 
@@ -86,6 +88,7 @@ def test_quantiles_are_the_mean_over_microbatches():
     np.testing.assert_allclose(router_of(state).quantile_bias[...], [*(want - want.mean()), 0.0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.costly
 def test_later_microbatches_see_the_counts_of_earlier_ones():
     """As Megatron's: the second of two has the mean of both; the next step begins anew."""
     state = state_of(GLOBAL, bias=False)
@@ -110,6 +113,7 @@ def test_later_microbatches_see_the_counts_of_earlier_ones():
     np.testing.assert_array_equal(router_of(after).counts_so_far[...], np.zeros(E + 1))
 
 
+@pytest.mark.costly
 def test_a_skipped_step_changes_nothing():
     state, _ = step_of(microbatches=2)(state_of(BIASED | GLOBAL), X)
     before = jax.tree.map(np.asarray, (state.params, state.quantizers))
@@ -124,6 +128,7 @@ def test_evaluation_counts_nothing():
     assert not np.any(router_of(state).expert_bias[...])
 
 
+@pytest.mark.costly
 def test_no_optimizer_sees_the_states():
     seen = []
 
@@ -156,6 +161,7 @@ def test_routers_and_biases_can_be_groups_of_the_optimizer():
     assert np.any(np.asarray(after.params.experts.linear_fc1.kernel[...]) != kept.experts.linear_fc1.kernel[...])
 
 
+@pytest.mark.costly("scaler0")
 @pytest.mark.parametrize("scaler", [ConstantLossScale(scale=64.0), DynamicLossScale(initial_scale=2.0**12)])
 def test_losses_are_scaled_as_the_models_loss(scaler):
     options = {"aux_loss_coeff": 0.5, "z_loss_coeff": 0.5}
@@ -170,6 +176,7 @@ def test_losses_are_scaled_as_the_models_loss(scaler):
     np.testing.assert_allclose(grads.router.kernel[...], want.router.kernel[...], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.costly("False")
 @pytest.mark.parametrize("own", [False, True])
 def test_own_loops(own):
     """`value_and_grad` with `Optimizer`, and Flax's with the states among what is differentiated."""
@@ -194,6 +201,7 @@ def test_own_loops(own):
     np.testing.assert_allclose(model.router.kernel[...], expected.params.router.kernel[...], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.costly
 def test_resumed_bit_by_bit(tmp_path):
     step, tx = step_of(optax.adam(0.01), microbatches=2), optax.adam(0.01)
     options = BIASED | GLOBAL
@@ -241,10 +249,11 @@ class Stack(nnx.Module):
 FULL = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
+@pytest.mark.costly("batch in parts", "unrolled, recomputed", "scanned")
 @pytest.mark.parametrize(
     "how",
     [{"scan": True}, {"scan": False, "recompute": FULL}, {"scan": True, "recompute": FULL}, {"batch_parts": 2}],
-    ids=str,
+    ids=["scanned", "unrolled, recomputed", "scanned, recomputed", "batch in parts"],
 )
 def test_stacks_of_layers_count_alike(how):
     """Unrolled and scanned, recomputed, and with a batch in parts, which are losses of their own."""
@@ -264,6 +273,7 @@ def test_stacks_of_layers_count_alike(how):
     assert sum(path[-1] == "expert_bias" and bool(np.any(state[...])) for path, state in found) == 2
 
 
+@pytest.mark.costly
 def test_a_layer_that_is_called_twice_counts_both():
     state = state_of(BIASED)
 

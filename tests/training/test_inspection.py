@@ -115,6 +115,7 @@ def test_statistics_are_those_that_numpy_computes():
     assert found["x"].error_db == pytest.approx(10 * np.log10(found["x"].relative_mse))
 
 
+@pytest.mark.costly
 def test_a_scale_from_smaller_amaxes_saturates():
     batch, recipe = linear_batch(), DelayedScaling(amax_history_len=2)
     with autocast(recipe):
@@ -202,6 +203,7 @@ def steps(count, recipe, inspect):
     return state, metrics, seen
 
 
+@pytest.mark.costly
 @pytest.mark.wide("delayed")
 @pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=4), NVFP4BlockScaling()], ids=["delayed", "nvfp4"])
 def test_looking_changes_nothing(recipe):

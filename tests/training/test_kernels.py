@@ -71,6 +71,7 @@ def run(recipe, *, steps: int = 3, microbatches: int = 1, dtype=jnp.float32, cal
     return state, losses
 
 
+@pytest.mark.costly
 @pytest.mark.wide("delayed-2")
 @pytest.mark.parametrize(
     ("name", "microbatches"),
@@ -121,6 +122,7 @@ def test_bf16_parameters_held_quantized_train():
     assert state.masters["head"]["kernel"].dtype == jnp.float32
 
 
+@pytest.mark.costly
 def test_held_quantized_says_what_it_is_quantized_with():
     state, _ = run(Float8CurrentScaling(), fp8_param=True, steps=1)
     step = make_train_step(loss_fn, TX)
@@ -275,7 +277,7 @@ def flat(state):
     return {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
 
 
-@pytest.mark.costly("fp32-delayed", "bf16-delayed")
+@pytest.mark.costly("fp32-delayed", "bf16-delayed", "bf16-none")
 @pytest.mark.parametrize("recipe", [None, DelayedScaling()], ids=["none", "delayed"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["fp32", "bf16"])
 def test_gradients_of_kernels_in_bf16(recipe, dtype):
@@ -300,7 +302,7 @@ def test_gradients_of_kernels_in_bf16(recipe, dtype):
             np.testing.assert_array_equal(exact[path], low[path])
 
 
-@pytest.mark.costly("pipeline=2,data=2", "fsdp=2")
+@pytest.mark.costly
 @pytest.mark.parametrize("mesh", ["fsdp=2", "data=2", "pipeline=2,data=2"])
 def test_devices_add_up_gradients_of_kernels_in_bf16(mesh):
     """The program as it is lowered: CPUs add up in fp32. Microbatches are added in fp32."""

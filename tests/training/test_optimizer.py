@@ -117,6 +117,7 @@ def _is_quantized(node: Any) -> bool:
     return isinstance(node, QuantizedKernel)
 
 
+@pytest.mark.costly
 def test_a_step_that_is_not_finite_changes_only_counters_and_scaler():
     with autocast(RECIPE):
         model = build(jnp.bfloat16)
@@ -129,6 +130,7 @@ def test_a_step_that_is_not_finite_changes_only_counters_and_scaler():
     assert (int(optimizer.step[...]), int(optimizer.skipped_steps[...]), float(optimizer.scaler.scale)) == (2, 1, 4.0)
 
 
+@pytest.mark.costly
 def test_masters_keep_what_half_precision_would_lose():
     model = build(jnp.bfloat16)
     optimizer = Optimizer(model, optax.sgd(1.0))
@@ -244,6 +246,7 @@ def test_what_is_refused():
         Optimizer(quantize_parameters(build()), optax.sgd(0.1))
 
 
+@pytest.mark.costly
 def test_next_quantizer_states_among_the_gradients_are_written_back():
     """Of Flax's own ``value_and_grad``, asked for them as well."""
     x, wrt = jnp.linspace(-2.0, 3.0, 16 * 16).reshape(16, 16), nnx.DiffState(0, nnx.Any(nnx.Param, QuantizerState))
@@ -261,7 +264,7 @@ def test_next_quantizer_states_among_the_gradients_are_written_back():
     assert max(float(leaf.max()) for leaf in jax.tree.leaves(nnx.to_pure_dict(nnx.state(model, QuantizerState)))) > 1
 
 
-@pytest.mark.costly("dynamic")
+@pytest.mark.costly
 @pytest.mark.parametrize("scaler", [DynamicLossScale(), ConstantLossScale(scale=8.0)], ids=["dynamic", "constant"])
 def test_gradients_without_the_optimizers_loss_scale_are_refused(scaler):
     """Also behind a jit and a tree.map; a refused update changes nothing."""

@@ -95,6 +95,7 @@ def replace(monkeypatch, function, other):
         monkeypatch.setattr(module, name, other)
 
 
+@pytest.mark.costly
 def test_steps_match_a_loop_by_hand():
     check()
 
@@ -167,6 +168,7 @@ def test_metrics_norm_is_of_the_parameters_alone():
     assert float(expected) < 0.01 * float(nnx.as_pure(state.quantizers["quantizers"])["x"]["amax_history"][0])
 
 
+@pytest.mark.costly
 def test_state_is_the_same_for_any_number_of_microbatches():
     states = [run_steps(microbatches=count)[0] for count in (1, 2, 4)]
     for state in states[1:]:

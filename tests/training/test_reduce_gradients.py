@@ -219,6 +219,8 @@ CASES = {
     "stages of stacks",
     "delayed",
     "explicit",
+    "fsdp alone",
+    "kernel read by the loss",
 )
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_the_same(case):
@@ -229,7 +231,7 @@ def test_gradients_are_the_same(case):
         np.testing.assert_allclose(once[path], grad, rtol=0, atol=TOLERANCE * np.abs(grad).max(), err_msg=str(path))
 
 
-@pytest.mark.costly("distributed-1f1b", "whole-zero_bubble", "distributed-zero_bubble")
+@pytest.mark.costly("distributed-1f1b", "whole-zero_bubble", "distributed-zero_bubble", "whole-1f1b", "whole-None")
 @pytest.mark.parametrize("schedule", [None, "1f1b", "zero_bubble"])
 @pytest.mark.parametrize("distributed", [False, True], ids=["whole", "distributed"])
 def test_devices_add_up_kernels_once(schedule, distributed):
@@ -253,7 +255,7 @@ def test_devices_add_up_kernels_once(schedule, distributed):
         assert sums() == [expected, 0]
 
 
-@pytest.mark.costly("data=2,fsdp=2")
+@pytest.mark.costly
 @pytest.mark.parametrize("mesh", ["data=2", "data=2,fsdp=2"])
 def test_the_sum_over_devices_is_in_wgrad_dtype(mesh):
     """And that over microbatches in fp32: the program as it is lowered."""

@@ -88,6 +88,7 @@ def test_abstract_state_describes_the_real_one(mesh_mode):
         assert leaf.sharding.is_equivalent_to(described.sharding, leaf.ndim)
 
 
+@pytest.mark.costly
 @pytest.mark.wide("explicit")
 def test_a_model_is_copied(mesh_mode):
     model = Toy(nnx.Rngs(0), jnp.bfloat16)
@@ -107,6 +108,7 @@ def test_model_gives_the_current_values():
     assert float(jnp.sum(jnp.abs(state.params["w_in"][...]))) > 0.0
 
 
+@pytest.mark.costly
 def test_another_kind_of_optimizer():
     """Adafactor's factored moments have other shapes than their parameters: they are replicated, and it trains."""
     tx = optax.adafactor(1e-2, min_dim_size_to_factor=8)
@@ -225,7 +227,7 @@ def run_distributed(distributed, mode="auto", dtype=jnp.bfloat16, mesh="data=2,f
     return state, losses
 
 
-@pytest.mark.costly("pipeline=2,data=2-fp32-auto", "data=2,fsdp=2,tensor=2-bf16-explicit")
+@pytest.mark.costly
 @pytest.mark.wide
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["fp32", "bf16"])
@@ -259,7 +261,7 @@ def test_nothing_to_split_without_a_data_axis():
     assert np.isfinite(float(step(state, make_batch(0))[1]["loss"]))
 
 
-@pytest.mark.costly("bf16")
+@pytest.mark.costly
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["fp32", "bf16"])
 def test_a_checkpoint_of_replicas_restores_whole_and_split(tmp_path, dtype):
     """Of fp32 parameters masters are copies, which a state without a distributed optimizer lacks."""

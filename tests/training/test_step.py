@@ -38,6 +38,7 @@ def half_toy(rngs):
     return Toy(rngs, jnp.bfloat16)
 
 
+@pytest.mark.costly("Toy")
 @pytest.mark.parametrize("build", [Toy, half_toy])
 def test_microbatches_equal_one_batch(build):
     results = []
@@ -295,6 +296,7 @@ def three_steps(microbatches):
     return state, losses
 
 
+@pytest.mark.costly
 @pytest.mark.wide("2-explicit")
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize("microbatches", [1, 2])

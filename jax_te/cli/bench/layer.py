@@ -1,4 +1,4 @@
-"""``jax-te bench layer``: single layers, next to te.jax's."""
+"""``jax-te bench layer``: single layers, next to te.jax's, and an expert layer, next to Megatron-Core's."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 
-from jax_te.bench import Case, Row, Settings, bench_layer
+from jax_te.bench import Case, ExpertsCase, Row, Settings, bench_experts, bench_layer, check_megatron
 from jax_te.cli.bench.options import BenchLayer
 from jax_te.cli.bench.rows import show_rows
 from jax_te.cli.memory import check_fits
-from jax_te.config import ParallelConfig
-from jax_te.recipe import recipe_from_name
+from jax_te.config import ParallelConfig, RouterOptions
+from jax_te.recipe import Recipe, recipe_from_name
 from jax_te.sharding import make_mesh
 
 
@@ -21,8 +21,10 @@ def run(options: BenchLayer) -> int:
     """Return the exit status, 0, once the rows are printed.
 
     Raises:
-        ValueError: for a mesh that the options do not fit, and for sizes that exceed the memory.
+        ValueError: for a mesh that the options do not fit, a peer that is not installed, and for sizes that exceed the
+            memory.
     """
+    _check_experts(options)
     sizes = None if options.mesh is None else ParallelConfig.parse(options.mesh)
     if options.sequence_parallel and (sizes is None or sizes.tensor == 1):
         raise ValueError("--sequence-parallel shards activations over the tensor axis; give --mesh with tensor=N")
@@ -30,11 +32,26 @@ def run(options: BenchLayer) -> int:
     return show_rows(_rows(options, sizes), options.output)
 
 
+def _check_experts(options: BenchLayer) -> None:
+    """Raise ValueError for options that the expert layer and its peer do not fit."""
+    if "moe" not in options.modules:
+        if options.peer is not None:
+            raise ValueError("--peer is measured beside the module moe; add moe to --modules, or leave out --peer")
+        return
+    if options.mesh is not None or options.hlo is not None:
+        raise ValueError("the module moe is measured on one device, without --hlo; leave out --mesh and --hlo")
+    RouterOptions(num_experts=options.num_experts, topk=options.moe_router_topk)
+    if options.peer == "megatron":
+        check_megatron()
+
+
 def _check_sizes(options: BenchLayer, devices: int) -> None:
     """Raise ValueError, before any allocation, for sizes that exceed the memory."""
     tokens, hidden, ffn = options.batch_size * options.seq_len, options.hidden_size, options.ffn_hidden_size
     # In bf16, and at the very least: the input, its gradient and the output's, a kernel and its gradient.
     values = tokens * (2 * hidden + min(hidden, ffn)) + 2 * hidden * ffn
+    if "moe" in options.modules:
+        values = max(values, 2 * options.num_experts * 3 * hidden * ffn)
     # Fused kernels of GPUs keep no attention scores.
     if "transformer_layer" in options.modules and jax.default_backend() == "cpu":
         values += tokens * options.num_heads * options.seq_len
@@ -48,8 +65,30 @@ def _rows(options: BenchLayer, sizes: ParallelConfig | None) -> Iterator[Row]:
     cases = [
         Case(module=module, shape=shape, recipe=recipe, mesh=mesh, sequence_parallel=options.sequence_parallel)
         for module in options.modules
+        if module != "moe"
         for recipe in recipes
     ]
     backend: Any = options.backend  # one of the names that the option allows
-    settings = Settings(backend=backend, rounds=options.rounds, calls=options.calls)
+    profile = None if options.profile is None else Path(options.profile)
+    settings = Settings(backend=backend, rounds=options.rounds, calls=options.calls, profile=profile)
     yield from bench_layer(cases, settings, hlo=None if options.hlo is None else Path(options.hlo))
+    if "moe" in options.modules:
+        yield from bench_experts(_expert_cases(options, recipes), settings, peer=options.peer)
+
+
+def _expert_cases(options: BenchLayer, recipes: list[Recipe | None]) -> list[ExpertsCase]:
+    """Return the expert layer under each recipe, with the loss and the router's dtype that models are trained with."""
+    router = RouterOptions(
+        num_experts=options.num_experts, topk=options.moe_router_topk, aux_loss_coeff=1e-2, dtype="fp32"
+    )
+    return [
+        ExpertsCase(
+            batch=options.batch_size,
+            sequence=options.seq_len,
+            hidden_size=options.hidden_size,
+            ffn_hidden_size=options.ffn_hidden_size,
+            router=router,
+            recipe=recipe,
+        )
+        for recipe in recipes
+    ]

@@ -13,7 +13,7 @@ from jax_te.cli.presets import PRESETS
 from jax_te.config import DENSE_RECOMPUTE_MODULES
 from jax_te.recipe import RECIPES
 
-MODULES = ("transformer_layer", "layernorm_mlp", "layernorm_linear")
+MODULES = ("transformer_layer", "layernorm_mlp", "layernorm_linear", "moe")
 STACKS = ("unrolled", "scanned")
 PEERS = ("te", "megatron")
 _COUNTED = " or ".join(f"{method}:LAYERS" for method in METHODS)
@@ -103,11 +103,15 @@ def _vocab_size() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchLayer:
-    """Measure forward and backward of single layers, next to te.jax's.
+    """Measure forward and backward of single layers, next to te.jax's or Megatron-Core's.
 
     Layers are causal, with GELU and biases, in bf16. jax_te's and te.jax's are measured in turn in one
     process; for a recipe that te.jax does not have, its bf16 layer is the peer. speed_ratio is the peer's time over
     the row's, memory_ratio the row's temporary memory over the peer's.
+
+    The module moe is a router with softmax and the auxiliary loss, and experts gated by SiLU, without biases and
+    without dropped tokens, on one device. With --peer megatron Megatron-Core's layer is measured in turn with it, in a
+    separate process; peak_gib and memory_ratio then count parameters, gradients and temporary arrays.
     """
 
     modules: tuple[str, ...] = _several(MODULES, "layers to measure", MODULES[0])
@@ -116,13 +120,19 @@ class BenchLayer:
     seq_len: int = _size("sequence length in tokens", 2048)
     hidden_size: int = _size("size of the hidden states", 4096)
     num_heads: int = _size("number of attention heads", 32)
-    ffn_hidden_size: int = _size("hidden size of the feed-forward block, output size of layernorm_linear", 16384)
+    ffn_hidden_size: int = _size(
+        "hidden size of the feed-forward block or of one expert, output size of layernorm_linear", 16384
+    )
+    num_experts: int = _size("number of experts of moe", 8)
+    moe_router_topk: int = _size("number of experts of each token of moe", 2)
+    peer: str | None = option(("megatron",), "peer of moe, which needs Megatron-Core and torch", None)
     backend: str = _backend()
     mesh: str | None = _mesh()
     sequence_parallel: bool = _sequence_parallel()
     rounds: int = _rounds()
     calls: int = _calls("calls")
     output: str | None = _rows_file()
+    profile: str | None = option(FOLDER, "folder to write traces of moe to, for times by kind of kernel", None)
     hlo: str | None = option(FOLDER, "folder to write the compiled programs to", None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -35,7 +36,7 @@ class Experts(TrainingMode):
     >>> fc1 = GroupedLinear(2, 16, (1, 32), bias=False, rngs=nnx.Rngs(0))
     >>> fc2 = GroupedLinear(2, 32, 16, bias=False, return_bias=True, rngs=nnx.Rngs(1))
     >>> experts, groups = Experts(fc1, fc2, Activation("gelu")), RowGroups(sizes=jnp.array([2, 1]), rows=4)
-    >>> experts(jnp.ones((4, 16)), jnp.ones(4), groups).shape
+    >>> experts(jnp.ones((4, 16)).at[3].set(0), jnp.array([1.0, 1.0, 1.0, 0.0]), groups).shape
     (4, 16)
     """
 
@@ -53,7 +54,7 @@ class Experts(TrainingMode):
         """Apply the experts.
 
         Args:
-            x: ``[rows, h]``, zeros in rows of padding.
+            x: ``[rows, h]``, zeros in rows of padding. So must the output's gradient be.
             probs: ``[rows]``, 0 in rows of padding.
             groups: rows of each expert.
             is_first_microbatch: see `GroupedLinear`.
@@ -65,25 +66,29 @@ class Experts(TrainingMode):
             x = (x.astype(probs.dtype) * probs[:, None]).astype(x.dtype)
             # The probabilities are applied already; padding rows get no bias.
             probs = (groups.of_rows() < groups.count).astype(probs.dtype)
-        call: dict[str, Any] = {"is_first_microbatch": is_first_microbatch, "alignment": groups.alignment}
-        hidden = _output(self.linear_fc1(x, groups.sizes, **call))
+        call: dict[str, Any] = {"is_first_microbatch": is_first_microbatch}
+        # Rows of padding were zeros in x, and their gradients are, since whoever reads y leaves them out.
+        groups = dataclasses.replace(groups, zero_padding=True)
+        hidden = _output(self.linear_fc1(x, groups, **call))
 
         # The layer is an argument, since jax.checkpoint passes a copy.
         def rest(parts: Any) -> Array:
-            linear_fc2, hidden, probs, sizes = parts
+            linear_fc2, hidden, probs, groups = parts
             z = activation(hidden, self.function.name, params=self.function.params, out_axes=(None, "ffn"))
             if not self.apply_probs_on_input:
                 z = (z.astype(probs.dtype) * probs[:, None]).astype(z.dtype)
-            y, bias = linear_fc2(z, sizes, **call)
+            else:  # nothing has multiplied the activation of rows of padding by 0
+                groups = dataclasses.replace(groups, zero_padding=False)
+            y, bias = linear_fc2(z, groups, **call)
             if bias is None:
                 return y
-            of = RowGroups(sizes=sizes, rows=groups.rows, alignment=groups.alignment)
-            # Computed as a GEMM with one feature, whose gradients sum rows in an order that does not depend on the
-            # device.
-            weighted = grouped_dense(probs.astype(jnp.float32)[:, None], bias[:, None].astype(jnp.float32), groups=of)
+            # A GEMM with one feature, whose gradients sum rows in an order that does not depend on the device.
+            weighted = grouped_dense(
+                probs.astype(jnp.float32)[:, None], bias[:, None].astype(jnp.float32), groups=groups
+            )
             return (y.astype(jnp.float32) + weighted).astype(y.dtype)
 
-        return run_recomputed(rest, (self.linear_fc2, hidden, probs, groups.sizes), kept={"moe_act": ()})
+        return run_recomputed(rest, (self.linear_fc2, hidden, probs, groups), kept={"moe_act": ()})
 
 
 @checked

@@ -112,21 +112,17 @@ class GroupedLinear(TensorParallelModule):
     def __call__(
         self,
         x: Array,
-        group_sizes: Array | Sequence[int],
+        group_sizes: Array | Sequence[int] | RowGroups,
         is_first_microbatch: bool | None = None,
-        *,
-        alignment: int = 1,
     ) -> Array | tuple[Array | None, ...]:
         """Apply the layer.
 
         Args:
             x: ``[rows, k]``; its dtype is the dtype of computation and of the output.
-            group_sizes: int32 ``[e]`` (or integers), the number of rows of each group. Rows beyond them all are
-                padding.
+            group_sizes: int32 ``[e]`` (or integers), the number of rows of each group, one behind the other. Rows
+                beyond them all are padding. Or a `jax_te.ops.RowGroups`, whose groups may have padding between them.
             is_first_microbatch: mode of the kernel cache. True: quantize the kernels and keep them for later calls;
                 False: use the kept ones; None: the value of the attribute of that name, by default neither.
-            alignment: multiple at which each group starts, behind the previous group's rows of padding, see
-                `jax_te.ops.RowGroups`.
 
         Returns:
             ``y [rows, *n]``, zeros in rows of padding; with ``return_bias`` ``(y, bias)``, the biases ``[e, *n]`` in
@@ -134,7 +130,7 @@ class GroupedLinear(TensorParallelModule):
         """
         with jax.named_scope("GroupedLinear"):
             x = self.tensor_parallel.enter(x, (None, "hidden"))
-            groups = self.row_groups(x, group_sizes, alignment)
+            groups = self.row_groups(x, group_sizes)
             weights = self._weights(is_first_microbatch)
             y = grouped_dense(
                 x,
@@ -150,12 +146,14 @@ class GroupedLinear(TensorParallelModule):
                 return y
             return layer_output(y, bias=None if weights.bias is None else weights.bias.astype(x.dtype))
 
-    def row_groups(self, x: Array, group_sizes: Array | Sequence[int], alignment: int = 1) -> RowGroups:
+    def row_groups(self, x: Array, group_sizes: Array | Sequence[int] | RowGroups) -> RowGroups:
         """Return the location of each group's rows in a call's ``x``; concrete sizes are checked.
 
         Args:
-            x, group_sizes, alignment: see `GroupedLinear.__call__`.
+            x, group_sizes: arguments of the call.
         """
+        if isinstance(group_sizes, RowGroups):
+            return group_sizes
         if not isinstance(group_sizes, jax.Array):
             sizes = list(group_sizes)
             if not all(map(is_integer, sizes)):
@@ -167,7 +165,7 @@ class GroupedLinear(TensorParallelModule):
             raise TypeError(f"group_sizes must be integers, got {group_sizes.dtype}")
         if group_sizes.shape != (self.num_gemms,):
             raise ValueError(f"group_sizes must have shape ({self.num_gemms},), one size each, got {group_sizes.shape}")
-        return RowGroups(sizes=group_sizes.astype(jnp.int32), rows=x.shape[0], alignment=alignment)
+        return RowGroups(sizes=group_sizes.astype(jnp.int32), rows=x.shape[0])
 
     def _options(self) -> LinearOptions:
         # Rows have no logical axis: on a mesh every device has all of them.

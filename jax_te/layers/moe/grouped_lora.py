@@ -59,20 +59,18 @@ class GroupedLoRA(LoRA):
     def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         x: Array,
-        group_sizes: Array | Sequence[int],
+        group_sizes: Array | Sequence[int] | RowGroups,
         is_first_microbatch: bool | None = None,
-        *,
-        alignment: int = 1,
     ) -> Any:
         """Return the base's result for the same arguments, with the adapters' products added.
 
         Args:
-            x, group_sizes, is_first_microbatch, alignment: see `GroupedLinear`.
+            x, group_sizes, is_first_microbatch: arguments of `GroupedLinear`.
         """
         with jax.named_scope("GroupedLoRA"):
-            result: Any = self.base(x, group_sizes, is_first_microbatch=is_first_microbatch, alignment=alignment)
+            result: Any = self.base(x, group_sizes, is_first_microbatch=is_first_microbatch)
             y, *more = result if isinstance(result, tuple) else (result,)
-            y = y + self._product(x, self.base.row_groups(x, group_sizes, alignment))
+            y = y + self._product(x, self.base.row_groups(x, group_sizes))
             return (y, *more) if isinstance(result, tuple) else y
 
     def _product(self, x: Array, groups: RowGroups) -> Array:

@@ -80,7 +80,7 @@ def run_op(
         op: op that `jax_te.ops.sharded_vjp.sharded_vjp` made, over an `OpSpec` and `LinearArgs`.
         name: name of the op, see `jax_te.ops.explain_backend`.
         x: the input.
-        layers: one or two layers, one after another; where the devices cannot run one, the compiler partitions both.
+        layers: one or two layers, in order; where the devices cannot run one, the compiler partitions both.
         norm, activation: norm before the first layer, and activation function between the two.
         recipe, backend: recipe and backend of the call.
 

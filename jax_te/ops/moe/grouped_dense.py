@@ -61,7 +61,7 @@ def grouped_dense(
             quantized before the call, see `quantize_kernel`.
         bias: ``[e, *n]`` or None.
         groups: places of the rows of each group. Rows of no group give zeros, whatever they hold, and have zero
-            gradients.
+            gradients; with ``groups.zero_padding`` they must hold zeros, and their gradients, too.
         recipe: None for high precision. FP8 needs ``k`` and ``prod(n)`` to be multiples of 16 (``recipe.alignment``);
             numbers of rows are free, and rows whose groups do not start at multiples of `group_alignment` are copied.
         state: the recipe's state, if it has any, with a scale and an amax history for each group: ``[e]``, ``[e, n]``.
@@ -98,7 +98,7 @@ def grouped_dense(
     backend_for("grouped_dense", backend or ambient_backend.value, recipe, reason)  # raises for TE by name
     how = tiling(groups, precision)
     linear, sink = _resolved(x, usable._replace(grad_sink=grad_sink), precision, how.tile, reason, options)
-    spec = _Spec((linear,), how, groups.rows, groups.alignment)
+    spec = _Spec((linear,), how, groups.rows, groups.alignment, groups.zero_padding)
     return _grouped(spec, None, _Args(x, groups.sizes, (usable,)), (sink,), options.out_axes)
 
 
@@ -113,9 +113,11 @@ class _Spec(NamedTuple):
     tiling: Tiling
     rows: int
     alignment: int
+    zero_padding: bool
 
     def groups(self, sizes: Array) -> TiledGroups:
-        return TiledGroups(RowGroups(sizes=sizes, rows=self.rows, alignment=self.alignment), self.tiling)
+        groups = RowGroups(sizes=sizes, rows=self.rows, alignment=self.alignment, zero_padding=self.zero_padding)
+        return TiledGroups(groups, self.tiling)
 
 
 def _fwd(spec: _Spec, args: _Args) -> tuple[Array, Any]:

@@ -32,6 +32,9 @@ class RowGroups:
         rows: number of rows of the array. `row_bound` is enough for any sizes of a known sum.
         alignment: alignment of the groups' starts, >= 1. An op whose recipe needs another one
             (`jax_te.ops.group_alignment`) copies the rows.
+        zero_padding: whether the caller promises that all rows of padding hold zeros, in the arrays of forward and in
+            their gradients. Ops then leave out the passes that make them zeros, and promise the same of their results
+            as long as kernels are finite.
 
     Raises:
         ValueError: for an alignment that is not positive, or a negative number of rows.
@@ -45,6 +48,7 @@ class RowGroups:
     sizes: Any
     rows: int = field(metadata={"static": True})
     alignment: int = field(default=1, metadata={"static": True})
+    zero_padding: bool = field(default=False, metadata={"static": True})
 
     def __post_init__(self) -> None:
         check_positive(alignment=self.alignment)

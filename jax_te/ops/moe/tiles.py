@@ -18,11 +18,13 @@ class Tiling(NamedTuple):
         rows: number of rows of all tiles together.
         tile: rows of one tile.
         in_place: the rows lie as the tiles do, but for zeros behind the last.
+        zero_padding: rows of padding hold zeros already.
     """
 
     rows: int
     tile: int
     in_place: bool
+    zero_padding: bool
 
 
 def tiling(groups: RowGroups, precision: Precision) -> Tiling:
@@ -30,11 +32,11 @@ def tiling(groups: RowGroups, precision: Precision) -> Tiling:
     if groups.count == 1:
         # One tile, padded as one layer's rows are: its GEMMs are that layer's.
         rows = padded_size(max(groups.rows, 1), precision.alignment)
-        return Tiling(rows, rows, True)
+        return Tiling(rows, rows, True, groups.zero_padding)
     tile = tile_of(precision)
     if groups.rows > 0 and groups.alignment % tile == 0:
-        return Tiling(padded_size(groups.rows, groups.alignment), groups.alignment, True)
-    return Tiling(row_bound(groups.rows, groups.count, alignment=tile), tile, False)
+        return Tiling(padded_size(groups.rows, groups.alignment), groups.alignment, True, groups.zero_padding)
+    return Tiling(row_bound(groups.rows, groups.count, alignment=tile), tile, False, groups.zero_padding)
 
 
 class TiledGroups:
@@ -88,7 +90,9 @@ class TiledGroups:
         return self.tiles.sum(jnp.sum(tiles, axis=1, dtype=jnp.float32))
 
     def without_padding(self, x: Array) -> Array:
-        """Return ``x [rows, *c]`` with padding set to zero."""
+        """Return ``x [rows, *c]`` with zeros in the place of padding."""
+        if self._how.zero_padding:
+            return x
         valid = (self._group < self._count).reshape(-1, *(1,) * (x.ndim - 1))
         return jnp.where(valid, x, jnp.zeros((), x.dtype))
 

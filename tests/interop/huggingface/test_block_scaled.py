@@ -108,6 +108,7 @@ def ours(model: Any) -> dict[str, Any]:
     return {name: variable.get_value() for name, variable in variables.items()}
 
 
+@pytest.mark.costly("no mesh")
 @pytest.mark.parametrize("mode", ["no mesh", "explicit"])
 def test_dequantized_values_are_the_products_rounded_once(mode: str, folder: Path) -> None:
     with use_mesh(mode):
@@ -118,6 +119,7 @@ def test_dequantized_values_are_the_products_rounded_once(mode: str, folder: Pat
                 assert_bitwise(array, jnp.asarray(kernels(folder)[name]).astype(stored), what=name)
 
 
+@pytest.mark.costly
 def test_kept_kernels_are_the_files_bytes_and_run(folder: Path, tmp_path: Path) -> None:
     plain = load_huggingface(folder, block_scaled="dequantize", dtype=jnp.float32)
     with autocast(EXACT):
@@ -177,6 +179,7 @@ def test_kept_kernels_are_written_as_they_were_read(mode: str, folder: Path, tmp
     load_huggingface(tmp_path)
 
 
+@pytest.mark.costly
 def test_kernels_that_a_run_stores_quantized_are_written(tmp_path: Path) -> None:
     sizes = {"num_layers": 1, "hidden_size": 128, "num_attention_heads": 2, "num_query_groups": 1}
     sizes |= {"ffn_hidden_size": 192, "kv_channels": 128}

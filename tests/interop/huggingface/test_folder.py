@@ -143,6 +143,7 @@ def test_a_part_is_read_alone() -> None:
         np.testing.assert_array_equal(entry.read(tensors, sizes, index, np.dtype("float64")), whole[index])
 
 
+@pytest.mark.costly
 def test_memory_stays_below_two_files(tmp_path: Path) -> None:
     model = llama(hidden_size=64, ffn_hidden_size=512, num_layers=4)
     limit = 300_000
@@ -166,6 +167,7 @@ def test_memory_stays_below_two_files(tmp_path: Path) -> None:
     assert peak(lambda: save_huggingface(model, tmp_path / "again", max_shard_size=limit)) < 2 * limit
 
 
+@pytest.mark.costly
 def test_quantizer_states_are_new_and_compute_dtype_is_followed(folder: Path) -> None:
     with autocast(DelayedScaling(amax_history_len=3)):
         model = load_huggingface(folder, config={"compute_dtype": "bfloat16"}, execution=Execution(scan_layers=True))
@@ -529,6 +531,7 @@ def test_any_bytes_are_read_or_refused(data: Any, folder: Path, tmp_path: Path) 
     refused(tmp_path)
 
 
+@pytest.mark.costly
 @FUZZ
 @given(data=st.data())
 def test_any_values_are_read_or_refused(data: Any, folder: Path, tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ def test_kernels_that_were_cached_are_dropped():
     assert layer.qkv.kernel_cache is None
 
 
+@pytest.mark.costly
 def test_through_a_transformer_layer():
     """Its self-attention returns them; a cache comes behind, and the norm's output stays inside."""
     options = {"return_max_logit": True, "apply_residual_connection_post_layernorm": True, "layer_type": "decoder"}

@@ -187,6 +187,7 @@ def square(model: Any, x: jax.Array = X, key: Any = None) -> jax.Array:
     return jnp.mean(jnp.square(model(x)))
 
 
+@pytest.mark.costly
 def test_only_what_a_rule_fits_is_reached_and_the_report_lists_it():
     model = Net(nnx.Rngs(0))
     before, value = nnx.state(model), model(X)
@@ -219,6 +220,7 @@ def test_only_what_a_rule_fits_is_reached_and_the_report_lists_it():
     assert jax.tree.structure(nnx.state(model)) == jax.tree.structure(before)
 
 
+@pytest.mark.costly
 def test_what_else_a_call_does_is_done_once():
     plain, model = Block(nnx.Rngs(0)), Block(nnx.Rngs(0))
     quantize_model(model, X, rules={"": "ambient", "out": "ambient"})
@@ -239,6 +241,7 @@ def test_what_else_a_call_does_is_done_once():
     assert set(gradients) == {"up", "down", "out"}
 
 
+@pytest.mark.costly
 def test_a_model_of_own_modules_trains_under_delayed_scaling():
     losses = []
     with autocast(DELAYED):
@@ -267,6 +270,7 @@ def test_a_model_of_own_modules_trains_under_delayed_scaling():
         np.testing.assert_array_equal(model(X), value)
 
 
+@pytest.mark.costly
 def test_stacked_modules_have_a_state_each():
     make = nnx.split_rngs(splits=3)(nnx.vmap(lambda rngs: Matmul((32, 32), rngs)))
     model = nnx.Dict(layers=make(nnx.Rngs(0)))
@@ -309,6 +313,7 @@ class Sharded(nnx.Module):
         return jnp.matmul(hidden, self.linear[...].T, out_sharding=self.out[1])
 
 
+@pytest.mark.costly("Auto")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 def test_on_a_mesh_the_numbers_are_those_of_one_device(kind):
     """Fully sharded along one axis of the mesh, columns and then rows split along the other one."""

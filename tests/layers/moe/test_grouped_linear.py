@@ -12,7 +12,7 @@ from flax import nnx
 from jax_te import linen
 from jax_te.errors import QuantizerStateError
 from jax_te.layers import GroupedLinear, GroupedLoRA, Linear, lora_labels, prepare_quantization, quantize_parameters
-from jax_te.ops import group_alignment
+from jax_te.ops import RowGroups, group_alignment
 from jax_te.random import EXPERT_PARALLEL_RNG
 from jax_te.recipe import (
     DelayedScaling,
@@ -61,6 +61,7 @@ def x():
     return draw("x", (ROWS, K), jnp.bfloat16)
 
 
+@pytest.mark.costly
 def test_each_expert_is_a_linear_layer_of_its_own(x):
     experts, g = layer(CURRENT), draw("g", (ROWS, N), jnp.bfloat16)
     with autocast(CURRENT):
@@ -89,13 +90,14 @@ def test_one_expert_is_a_linear_layer_bitwise(x):
         assert_bitwise(np.asarray(mine).reshape(other.shape), other)
 
 
+@pytest.mark.costly
 def test_sizes_are_a_list_or_an_array_and_rows_may_be_aligned(x):
     experts = layer()
     y = experts(x, SIZES)
     assert_bitwise(experts(x, jnp.asarray(SIZES, jnp.int16)), y)
     # The same rows with a gap, which is filled with zeros.
     spread = jnp.concatenate([x[:20], jnp.ones((12, K), x.dtype), x[20:45]])
-    aligned = experts(spread, SIZES, alignment=16)
+    aligned = experts(spread, RowGroups(sizes=jnp.array(SIZES), rows=len(spread), alignment=16))
     assert_bitwise(jnp.concatenate([aligned[:20], aligned[32:]]), y[:45])
     assert not np.asarray(aligned[20:32]).any()
     for sizes, error, match in (
@@ -131,7 +133,7 @@ def test_kernels_are_drawn_one_by_one_from_the_stream_of_experts():
     assert layer(parallel_mode="column").bias.get_metadata("logical_axes") == ("expert", "ffn")
 
 
-@pytest.mark.costly("nvfp4")
+@pytest.mark.costly("nvfp4", "block")
 @pytest.mark.parametrize("recipe", [DELAYED, Float8BlockScaling(), NVFP4BlockScaling()], ids=lambda recipe: recipe.name)
 def test_quantized_kernels_are_kept_and_stored(x, recipe):
     experts = layer(recipe)
@@ -202,6 +204,7 @@ def batch_of(x):
     return jnp.stack([x, 2 * x]), jnp.asarray([SIZES, (0, 40, 8)], jnp.int32)
 
 
+@pytest.mark.costly
 def test_a_train_step_merges_the_experts_states_of_microbatches(x):
     tx, batch = optax.sgd(1.0), batch_of(x)
     with autocast(DELAYED):
@@ -219,6 +222,7 @@ def test_a_train_step_merges_the_experts_states_of_microbatches(x):
     assert (state.params["up"]["kernel"][...] != before).any(axis=(1, 2, 3)).all()
 
 
+@pytest.mark.costly
 def test_kernels_stored_quantized_are_trained_like_others(x):
     tx, batch, losses = optax.sgd(1.0), batch_of(x), []
     for fp8_param in (False, True):
@@ -231,6 +235,7 @@ def test_kernels_stored_quantized_are_trained_like_others(x):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.costly
 def test_kernel_gradients_may_wait(x):
     with autocast(CURRENT):
         model = Block(nnx.Rngs(0))
@@ -243,6 +248,7 @@ def test_kernel_gradients_may_wait(x):
         assert_close(later[name]["kernel"][...], grads[name]["kernel"][...], TOLERANCE["float32"])
 
 
+@pytest.mark.costly
 def test_calibration_gives_each_expert_its_own_amax(x):
     model = Block(nnx.Rngs(0))
     calibrate_delayed_scaling(model, loss_fn, batch_of(x), DELAYED)
@@ -253,6 +259,7 @@ def test_calibration_gives_each_expert_its_own_amax(x):
     assert model.down.quantizers["kernel"]["amax_history"][...][:, 0].tolist() == kernels.tolist()
 
 
+@pytest.mark.costly
 def test_layers_in_a_stack_run_as_a_loop(x):
     with autocast(DELAYED):
         stack = nnx.vmap(lambda key: GroupedLinear(E, K, K, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 2))
@@ -271,6 +278,7 @@ def test_layers_in_a_stack_run_as_a_loop(x):
         assert stack.kernel.get_value().dequantize().shape == (2, E, K, K)
 
 
+@pytest.mark.costly
 def test_adapters_of_experts(x):
     sizes, base = jnp.asarray(SIZES), layer(CURRENT)
     with autocast(CURRENT):

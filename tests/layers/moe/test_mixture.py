@@ -39,6 +39,7 @@ def assert_same(one, two, tolerance=0.0):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance, err_msg=jax.tree_util.keystr(path))
 
 
+@pytest.mark.costly("gelu-False")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", ["gelu", "swiglu"])
 def test_equal_experts_are_one_dense_layer(name, bias):
@@ -62,6 +63,7 @@ def test_equal_experts_are_one_dense_layer(name, bias):
     assert np.abs(grads["router"]["kernel"]).max() < 1e-3  # no choice is better
 
 
+@pytest.mark.costly
 def test_one_expert_is_a_feed_forward_block():
     layer = MoE(H, F, RouterOptions(num_experts=1, topk=1, pre_softmax=True), activation="swiglu", rngs=nnx.Rngs(0))
     block = LayerNormMLP(H, F, 1e-12, activation="swiglu", rngs=nnx.Rngs(1))
@@ -73,6 +75,7 @@ def test_one_expert_is_a_feed_forward_block():
     assert_close(layer(x), block(x), 8 * TOLERANCE["float32"])
 
 
+@pytest.mark.costly
 def test_an_expert_without_tokens_has_zero_gradients():
     layer = make({"topk": 1, "score_function": "sigmoid"})
     experts = jnp.where(jnp.arange(S)[None, :, None] % 2 == 0, 1, 3) * jnp.ones((B, 1, 1), jnp.int32)
@@ -83,6 +86,7 @@ def test_an_expert_without_tokens_has_zero_gradients():
             assert [bool(np.any(found[e])) for e in range(E)] == [False, True, False, True]
 
 
+@pytest.mark.costly
 def test_dropped_tokens_keep_their_other_experts():
     layer = make({"expert_capacity_factor": 0.5}, return_routing=True, bias=False)
     y, routing = layer(X)
@@ -99,6 +103,7 @@ def test_dropped_tokens_keep_their_other_experts():
     assert_close(y[b, s], z @ fc2, 4 * TOLERANCE["float32"])
 
 
+@pytest.mark.costly
 def test_padding_to_capacity_changes_nothing():
     router = {"expert_capacity_factor": 0.75, "score_function": "sigmoid", "enable_expert_bias": True}
     assert_same(run(make(router)), run(make(router | {"pad_expert_input_to_capacity": True})), 1e-6)
@@ -107,6 +112,7 @@ def test_padding_to_capacity_changes_nothing():
     assert_same(plain, run(make(once | {"pad_expert_input_to_capacity": True}, apply_probs_on_input=True)), 1e-6)
 
 
+@pytest.mark.costly
 def test_shared_experts_see_every_token():
     options = {"bias": False, "shared_expert_intermediate_size": 24, "shared_expert_gate": True, "activation": "swiglu"}
     layer = make(**options)
@@ -119,6 +125,7 @@ def test_shared_experts_see_every_token():
     assert isinstance(shared, SharedExperts)
 
 
+@pytest.mark.costly("modules0", "modules2", "modules3")
 @pytest.mark.parametrize("modules", [("moe",), ("moe_act",), ("shared_experts",), ("moe_act", "shared_experts")])
 def test_recomputation_changes_nothing_and_counts_once(modules):
     router = {"score_function": "sigmoid", "enable_expert_bias": True, "aux_loss_coeff": 0.1}
@@ -130,6 +137,7 @@ def test_recomputation_changes_nothing_and_counts_once(modules):
     assert np.sum(plain[2]["router"]["expert_bias"]) == 2 * B * S
 
 
+@pytest.mark.costly("recipe1", "recipe2")
 @pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=2), Float8CurrentScaling(), Float8BlockScaling()])
 def test_recipes(recipe):
     """Close to high precision, with rows aligned for the recipe, and each expert's state its own."""
@@ -155,6 +163,7 @@ def test_one_program_for_all_loads():
     assert call._cache_size() == 1
 
 
+@pytest.mark.costly
 def test_half_precision_and_latent_experts():
     layer = make(latent_size=16, activation="swiglu")
     assert layer.experts.linear_fc1.kernel.shape == (E, 16, 2, F)
@@ -163,6 +172,7 @@ def test_half_precision_and_latent_experts():
     assert_close(y, layer(X), 4 * TOLERANCE["bfloat16"])
 
 
+@pytest.mark.costly
 def test_what_does_not_go_together():
     with pytest.raises(ValueError, match="one expert a token"):
         make(apply_probs_on_input=True)

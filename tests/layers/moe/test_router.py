@@ -53,6 +53,7 @@ def test_probabilities_are_fp32_and_the_gemm_in_the_dtype_that_was_asked_for():
     assert np.any(np.asarray(low(x).probs) != np.asarray(high(x).probs))
 
 
+@pytest.mark.costly
 def test_fp64_needs_the_64_bit_mode():
     with pytest.raises(ValueError, match=r"moe_router_dtype.*jax_enable_x64"):
         make(dtype="fp64")
@@ -82,6 +83,7 @@ ALL = {
 }
 
 
+@pytest.mark.costly("whole")
 @pytest.mark.parametrize("mask", [None, MASK], ids=["whole", "padded"])
 def test_losses_are_in_gradients_alone(mask):
     router, plain = make(**ALL), make()
@@ -120,6 +122,7 @@ def test_no_losses_and_no_counts_in_evaluation():
     nnx.grad(lambda router: jnp.sum(router(X).probs))(router)
 
 
+@pytest.mark.costly
 def test_groups_are_megatrons_data_ranks():
     """The mean over ranks of each rank's losses; one group's numbers differ."""
     options = {"load_balancing_type": ("aux_loss", "seq_aux_loss"), "aux_loss_coeff": (0.1, 0.1), "z_loss_coeff": 0.1}

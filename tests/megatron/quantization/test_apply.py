@@ -139,6 +139,7 @@ def test_a_rule_that_matches_nothing_is_logged_once(caplog: pytest.LogCaptureFix
     assert "decoder.layers.0.self_attention.linear_qkv" in record.getMessage()
 
 
+@pytest.mark.costly
 def test_the_two_gemms_of_an_mlp_under_recipes_of_their_own():
     """Forward and gradients are those of the two layers one after the other, each under its recipe."""
     layer: Any = LayerNormMLP(32, 64, rngs=nnx.Rngs(0))
@@ -174,6 +175,7 @@ def test_the_two_gemms_of_an_mlp_under_recipes_of_their_own():
     assert not isinstance(layer.wo_kernel.get_value(), QuantizedKernel)
 
 
+@pytest.mark.costly
 def test_what_the_example_computes(tmp_path: Path):
     plain, model = gpt(), gpt()
     apply_quantization_config(model, load(tmp_path, EXAMPLE.replace("*fc2", "no such path")))

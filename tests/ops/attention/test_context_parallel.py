@@ -62,7 +62,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 NOT_ON_A_RING = ("bias", "bias by key", "mask")
 
 
-@pytest.mark.costly("p2p-causal-natural")
+@pytest.mark.costly("p2p-causal-natural", "p2p-causal-zigzag")
 @pytest.mark.wide(
     "p2p-causal-natural",
     "p2p-causal-zigzag",
@@ -109,7 +109,7 @@ def test_options(kind: str, option: str) -> None:
     compare(context_mesh(context=size), way(kind, size, zigzag=True), OPTIONS[option])
 
 
-@pytest.mark.costly("alibi")
+@pytest.mark.costly
 @pytest.mark.wide("alibi", "dropout")
 @pytest.mark.parametrize("option", ["alibi", "learnable", "dropout", "max logits"])
 def test_heads_split_among_tensor_ranks_and_in_groups_of_context_ranks(option: str) -> None:
@@ -144,6 +144,7 @@ def test_layers_in_a_scan_share_their_mask() -> None:
     assert "bool[3," not in str(jaxpr)
 
 
+@pytest.mark.costly("p2p")
 @pytest.mark.parametrize("kind", WAYS[:3])
 def test_keys_of_another_length(kind: str) -> None:
     arguments: dict[str, Any] = {"mask_type": "causal_bottom_right"}
@@ -188,7 +189,7 @@ def barriers_hold() -> bool:
     return len(re.findall(r" sine\(", text)) == 2
 
 
-@pytest.mark.costly("a2a+p2p")
+@pytest.mark.costly
 @pytest.mark.wide("p2p", "a2a+p2p")
 @pytest.mark.parametrize("kind", WAYS)
 def test_what_is_communicated(kind: str) -> None:

@@ -171,6 +171,7 @@ def test_the_group_of_a_layer() -> None:
         layer("ring")
 
 
+@pytest.mark.costly("explicit-True")
 @pytest.mark.parametrize(("mode", "packed"), [("auto", False), ("explicit", True)])
 def test_a_kernel_that_cannot_be_split_sees_one_devices_arrays(diagonals: Diagonals, mode: str, packed: bool) -> None:
     """A mesh without context parallelism: the backend's own call, on each device's examples and heads."""

@@ -164,7 +164,7 @@ def test_options_on_meshes(mesh_mode):
     assert all(np.isfinite(np.asarray(a)).all() and np.asarray(a).any() for a in gradients)
 
 
-@pytest.mark.costly("None-padding", "window1-padding_causal")
+@pytest.mark.costly
 @pytest.mark.wide
 @pytest.mark.parametrize("mask_type", ["padding", "padding_causal", "padding_causal_bottom_right"])
 @pytest.mark.parametrize("window", [None, (2, 0)])

@@ -86,7 +86,7 @@ def test_each_gemm_alone_is_in_high_precision(kind, flags):
         assert_bitwise(next_state[role]["amax_history"], expected["amax_history"].at[0].set(newest), what=role)
 
 
-@pytest.mark.costly("flags1", "flags0")
+@pytest.mark.costly("flags1", "flags0", "flags2")
 @pytest.mark.parametrize(
     "flags", [(True, False, False), (False, True, False), (False, False, True), (True, True, True)]
 )
@@ -126,6 +126,7 @@ def test_save_original_input_changes_no_value(kind):
         assert_bitwise(ours, expected)
 
 
+@pytest.mark.costly("block")
 @pytest.mark.parametrize("kind", ["current", "block"])
 def test_save_original_input_keeps_it_and_no_quantized_copy(kind):
     case = make_case("dense").astype(jnp.bfloat16)

@@ -65,6 +65,7 @@ def test_a_call_with_it_is_the_call_with_the_kernel(recipe, portable):
         assert_bitwise(ours, wanted)
 
 
+@pytest.mark.costly("nvfp4")
 @pytest.mark.wide("delayed", "nvfp4")
 @by_name
 def test_it_crosses_jit_scan_and_remat(recipe):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -119,6 +120,25 @@ def rows_of(groups, group):
     return slice(start, start + int(groups.sizes[group]))
 
 
+@pytest.mark.parametrize("name", ["high precision", "delayed"])
+def test_padding_that_is_promised_to_be_zeros_is_left_alone(name):
+    """Where it holds zeros all values are the same; where it does not, it is not made zeros."""
+    recipe, state = RECIPES[name], init_gemm_state(RECIPES[name], groups=E)
+    groups = layout(alignment=group_alignment(recipe))
+    promised, padding = dataclasses.replace(groups, zero_padding=True), groups.of_rows() == E
+    x, kernel, _, g = arrays(groups)
+    clean = [jnp.where(padding[:, None], 0, rows).astype(rows.dtype) for rows in (x, g)]
+
+    def call(groups, x, g):
+        fn = lambda *args: grouped_dense(args[0], args[1], groups=groups, recipe=recipe, state=args[2], backend="xla")  # noqa: E731
+        return jax.jit(lambda *args: with_vjp(fn, args, g))(x, kernel, state)
+
+    for mine, expected in zip(*map(jax.tree.leaves, (call(promised, *clean), call(groups, *clean))), strict=True):
+        assert_bitwise(mine, expected)
+    assert np.asarray(call(promised, x, g)[0])[np.asarray(padding)].any()
+
+
+@pytest.mark.costly("block-True", "current-False", "custom-False", "delayed-True", "mxfp8-False", "nvfp4-True")
 @pytest.mark.wide
 @pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize("name", RECIPES)
@@ -147,7 +167,7 @@ def test_a_group_is_dense_on_its_rows(name, aligned):
     assert not np.asarray(dx)[padding].any()
 
 
-@pytest.mark.costly("high precision", "current", "mxfp8", "custom")
+@pytest.mark.costly("high precision", "current", "mxfp8", "custom", "delayed", "nvfp4")
 @pytest.mark.parametrize("name", RECIPES)
 def test_one_group_is_dense_bitwise(name):
     recipe = RECIPES[name]
@@ -162,6 +182,7 @@ def test_one_group_is_dense_bitwise(name):
             assert_bitwise(mine[0], expected)
 
 
+@pytest.mark.costly("(0, 0, 0)")
 @pytest.mark.parametrize("sizes", [(0, 0, 0), (0, 1, 0), (0, 57, 0), (1, 1, 1)], ids=str)
 def test_sizes_at_the_edge(sizes):
     recipe = RECIPES["delayed"]
@@ -247,6 +268,7 @@ def test_a_program_serves_all_sizes_and_has_no_callback():
     assert "f8e4m3fn[" in compiled_text(call, x, kernel, groups.sizes)
 
 
+@pytest.mark.costly
 def test_a_gated_kernel_has_an_axis_of_components():
     groups = layout()
     x, kernel, bias, g = arrays(groups, out=(2, 16))
@@ -258,7 +280,7 @@ def test_a_gated_kernel_has_an_axis_of_components():
         assert_close(mine.reshape(expected.shape), expected, TOLERANCE["bfloat16"])
 
 
-@pytest.mark.costly("block")
+@pytest.mark.costly("block", "nvfp4")
 @pytest.mark.parametrize("name", ["delayed", "block", "nvfp4"])
 def test_kernels_quantized_before_the_call_give_the_same_bits(name):
     recipe = RECIPES[name]
@@ -311,6 +333,7 @@ def test_gemms_that_a_recipe_keeps_in_high_precision():
         assert_bitwise(mine, expected)
 
 
+@pytest.mark.costly
 def test_second_derivatives():
     groups = layout((3, 0, 4), more=1)
     x, kernel, _, _ = arrays(groups, jnp.float32)
@@ -334,6 +357,7 @@ def test_second_derivatives():
         twice(functools.partial(call, recipe=RECIPES["current"]))
 
 
+@pytest.mark.costly
 def test_statistics_are_of_all_groups_rows():
     groups, quantizer = layout((20, 0, 12), alignment=16), TensorQuantizer(dtype=jnp.float8_e4m3fn)
     x, kernel, _, _ = arrays(groups)
@@ -352,7 +376,7 @@ def test_statistics_are_of_all_groups_rows():
     assert found["amax"] == np.abs(np.asarray(kernel)).max()
 
 
-@pytest.mark.costly("high precision", "block")
+@pytest.mark.costly
 @pytest.mark.parametrize("name", ["high precision", "delayed", "block"])
 def test_a_mesh_changes_nothing(name):
     recipe, groups = RECIPES[name], layout()

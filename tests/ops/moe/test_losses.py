@@ -64,6 +64,7 @@ def test_z_loss(masked):
     assert_close(got, squares[mask].mean(), TOLERANCE["float32"])
 
 
+@pytest.mark.costly
 def test_padding_alone_has_no_loss():
     none = jnp.zeros((1, S), bool)
     scores, experts = losses.balance_scores(LOGITS[:1], K, "softmax", none)

@@ -1,9 +1,9 @@
-"""A program: train steps of Megatron-Core's GPT, taken when the process that started it says so.
+"""A program: steps of Megatron-Core's GPT or of its expert layer, taken when the process that started it says so.
 
 It is run as a file and imports nothing of jax_te, one process for each GPU, with torchrun's environment variables.
 Requests are lines of JSON on stdin, each with an answer on stdout: the first answer comes unasked and says what cannot
-be imported, the first request is a model, each later one a number of steps. It ends with stdin. `jax_te.bench.megatron`
-is the other side.
+be imported, the first request is a model or an expert layer, each later one a number of steps. It ends with stdin.
+`jax_te.bench.megatron` is the other side.
 """
 
 from __future__ import annotations
@@ -44,14 +44,55 @@ def summarize(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:400]
 
 
-def build_step(model: dict[str, Any]) -> Callable[[], None]:
+def build_step(request: dict[str, Any]) -> Callable[[], None]:
+    """Return a function that takes a step of what the first request describes."""
+    os.environ["MASTER_PORT"] = str(request["port"])
+    return build_layer_step(request) if "tokens" in request else build_train_step(request)
+
+
+def build_layer_step(layer: dict[str, Any]) -> Callable[[], None]:
+    """Return a function that takes a step: forward and backward of an expert layer on random tokens.
+
+    Args:
+        layer: ``config``, arguments of Megatron-Core's ``TransformerConfig``; ``activation``, a name in
+            ``torch.nn.functional``; ``tokens``, their number.
+    """
+    import torch
+    from megatron.core.fp8_utils import get_fp8_context
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    start_ranks(1, 1)
+    bf16, activation = torch.bfloat16, getattr(torch.nn.functional, layer["activation"])
+    fields = {"bf16": True, "params_dtype": bf16, "activation_func": activation, "num_layers": 1}
+    config = TransformerConfig(**fields, hidden_dropout=0.0, attention_dropout=0.0, **layer["config"])
+    build = get_moe_module_spec(use_te=True, num_experts=config.num_moe_experts, moe_grouped_gemm=True)
+    experts = build(config=config, layer_number=1).cuda().to(bf16)
+    quantizing = [module for module in experts.modules() if hasattr(module, "is_first_microbatch")]
+    shape = (layer["tokens"], 1, config.hidden_size)
+    x = torch.randn(shape, device="cuda", dtype=bf16, requires_grad=True)
+    dy = torch.randn(shape, device="cuda", dtype=bf16)
+
+    def step() -> None:
+        for module in quantizing:  # else its layers would quantize their kernels in the first step alone
+            module.is_first_microbatch = True
+        with get_fp8_context(config):
+            y, _ = experts(x)
+        y.backward(dy)
+        experts.zero_grad(set_to_none=True)
+        x.grad = None
+
+    return step
+
+
+def build_train_step(model: dict[str, Any]) -> Callable[[], None]:
     """Return a function that takes a train step: forward, backward, AdamW on fp32 masters of bf16 parameters.
 
     Args:
         model: ``config``, arguments of Megatron-Core's ``TransformerConfig``; ``activation``, a name in
             ``torch.nn.functional``; ``form``, arguments of its ``GPTModel``; ``batch`` and ``sequence``, of what one
             rank runs at a time; ``microbatches``; ``distributed_optimizer``; ``fp32_gradients``, whether buffers add up
-            and reduce them in fp32; ``port``, free, for the ranks to meet at.
+            and reduce them in fp32.
     """
     import torch
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -60,7 +101,6 @@ def build_step(model: dict[str, Any]) -> Callable[[], None]:
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    os.environ["MASTER_PORT"] = str(model["port"])
     stages = model["config"]["pipeline_model_parallel_size"]
     first, last = start_ranks(model["config"]["tensor_model_parallel_size"], stages)
     together = torch.distributed.get_world_size() > 1 or model["microbatches"] > 1
