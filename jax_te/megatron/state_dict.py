@@ -236,7 +236,7 @@ def _placed(array: Any, own: Any) -> Array:
 def _record(array: Any) -> Record:
     if hasattr(array, "dtype") and hasattr(array, "shape"):
         return str(array.dtype), tuple(array.shape)
-    return f"no array ({type(array).__name__}), shape ", ()
+    return f"not an array ({type(array).__name__}), shape ", ()
 
 
 def _part(entry: Any) -> str:

@@ -197,7 +197,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, capsys):
     folder.mkdir()
     (folder / "_CHECKPOINT_METADATA").write_text("{}")
     assert_refused(
-        main(["inspect", "checkpoint", str(folder)]), capsys.readouterr().err, "no checkpoint that can be read"
+        main(["inspect", "checkpoint", str(folder)]), capsys.readouterr().err, "not a checkpoint that can be read"
     )
     (tmp_path / "checkpoints").mkdir()
     folder.joinpath("_CHECKPOINT_METADATA").unlink()

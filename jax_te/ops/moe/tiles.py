@@ -90,7 +90,7 @@ class TiledGroups:
         return self.tiles.sum(jnp.sum(tiles, axis=1, dtype=jnp.float32))
 
     def without_padding(self, x: Array) -> Array:
-        """Return ``x [rows, *c]`` with zeros in the place of padding."""
+        """Return ``x [rows, *c]`` with padding set to zero."""
         if self._how.zero_padding:
             return x
         valid = (self._group < self._count).reshape(-1, *(1,) * (x.ndim - 1))
