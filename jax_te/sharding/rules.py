@@ -414,13 +414,13 @@ def gathered_axes(kernel_axes: LogicalAxes, mesh: AbstractMesh) -> MeshAxes:
 def summed_axes(
     kernel_axes: LogicalAxes | PartitionSpec | None, mesh: AbstractMesh | None, summands: tuple[int, ...] | None = None
 ) -> MeshAxes:
-    """Return the mesh axes over which a kernel's gradient is summed and not scattered: they shard tokens, not the
-    kernel.
+    """Return the mesh axes over which a kernel's gradient is summed, not scattered: they shard tokens, not the kernel.
 
     Args:
         kernel_axes: logical axes of the kernel. None: it has none.
-        mesh: None: no axes.
-        summands: ``(n,)``: no axes if theirs are not ``n`` devices, as under other rules, or inside of a ``shard_map``.
+        mesh: mesh of the kernel. None: no axes.
+        summands: ``(n,)``, to get no axes unless they have exactly ``n`` devices, as they may not under other rules or
+            inside of a ``shard_map``. None: all axes.
 
     >>> mesh = AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor"))
     >>> summed_axes(("fsdp", "ffn"), mesh), summed_axes(("fsdp", "ffn"), mesh, (4,))

@@ -110,8 +110,8 @@ class Stage:
     def _tick(self, carry: _Carry, row: dict[str, Array]) -> _Carry:
         stages = self.schedule.stages
         # Stages run the same passes in a tick, some of them idle, and the same holds for embedding and loss: a pass may
-        # hold exchanges among all devices (a ring along the context axis, which would wait for ever), and a tick is as
-        # long as its longest stage anyway. Not so under zero_bubble, whose stages differ on purpose.
+        # hold exchanges among all devices (a ring along the context axis, which would deadlock), and a tick is as long
+        # as its longest stage anyway. Not so under zero_bubble, whose stages differ on purpose.
         column = "{}" if self.schedule.waits else "any_{}"
         runs = {name: row[column.format(name)] >= 0 for name in ("forward", "backward")}
         # Each branch gets and returns what it changes, so that the compiler updates buffers in place.
