@@ -44,7 +44,7 @@ def find_differences(given: Any, kept: Any, where: str = "") -> Iterator[str]:
         for name in given.keys() | kept.keys():
             here = f"{where}.{name}"
             if name not in kept:
-                yield f"{here} is no field of the schema, or empty"
+                yield f"{here} is not a field of the schema, or empty"
             elif name not in given:
                 yield f"{here} is required"
             else:

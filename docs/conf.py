@@ -35,7 +35,7 @@ autodoc_default_options = {
     "exclude-members": "nnx_class, params_dtype",  # class attributes that autodoc takes for documented ones
 }
 
-# Docstrings refer to names in single backticks. Some of those are arguments, which are no targets: a name that is not
+# Docstrings refer to names in single backticks. Some of those are arguments, which are not targets: a name that is not
 # found stays text.
 default_role = "py:obj"
 

@@ -77,7 +77,7 @@ def rows_of(data: dict[str, Any]) -> list[Row]:
         for sections, entries in contents["rows"].items():
             for names, entry in entries.items():
                 if unknown := entry.keys() - KEYS:
-                    raise ValueError(f"{sections}, {names}: {sorted(unknown)} are no keys of a row")
+                    raise ValueError(f"{sections}, {names}: {sorted(unknown)} are not keys of a row")
                 for section in sections.split(", "):
                     for name in names.split(", "):
                         if (document, section, name) in stated:

@@ -72,7 +72,7 @@ def main():
     for name, build in LAYERS.items():
         reference = None
         for label, recipe in RECIPES.items():
-            with autocast(recipe):  # the one line; None is no quantization
+            with autocast(recipe):  # the one line; None turns quantization off
                 layer = build(nnx.Rngs(0))
                 found = f8_multiplications(forward_backward.lower(layer, x, dy).as_text())
                 for _ in range(3 if label == "delayed" else 1):

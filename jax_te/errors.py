@@ -7,11 +7,11 @@ Record = tuple[str, tuple[int, ...]]
 
 
 class BackendUnavailableError(ValueError):
-    """A backend asked for by name cannot run this operation here; the message says why."""
+    """A backend requested by name cannot run this operation here; the message gives the reason."""
 
 
 class QuantizerStateError(ValueError):
-    """Delayed scaling was asked for where no quantizer state is attached, or it has another shape; or a derivative
+    """Delayed scaling was requested where no quantizer state is attached, or it has another shape; or a derivative
     leaves out that state, or a router's.
     """
 
@@ -21,15 +21,15 @@ class CheckpointMismatchError(ValueError):
 
 
 SHOWN = 8
-"""The largest number of differences of a kind in a message."""
+"""Maximum number of differences of a kind in a message."""
 
 
 def differences(there: Mapping[str, Record], here: Mapping[str, Record], names: Iterable[str]) -> str:
-    """Return what is missing, unexpected, of another shape or of another dtype, for a `CheckpointMismatchError`.
+    """Return missing and unexpected names and wrong shapes and dtypes, as text for a `CheckpointMismatchError`.
 
     Args:
         there, here: dtype and shape of each array of what is read and of what it should fill; None: no such array.
-        names: of those that differ.
+        names: names that differ.
 
     >>> differences({"a": ("int32", (2,)), "b": ("int32", ())}, {"a": ("int32", (3,))}, ["a", "b"])
     '1 unexpected: b is int32[] there, absent here. 1 of another shape: a is int32[2] there, int32[3] here'

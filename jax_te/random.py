@@ -122,11 +122,11 @@ class RNGStatesTracker:
 
         Args:
             name: a checksum of the name is folded into the stream's key.
-            seed: in [0, 2^32).
+            seed: seed of the stream, in [0, 2^32).
 
         Raises:
             RuntimeError: if the name or the seed is taken.
-            ValueError, TypeError: for a seed out of range, or one that is no Python integer.
+            ValueError, TypeError: for a seed out of range, or one that is not a Python integer.
         """
         check_seed(seed)
         self._check_trace()
@@ -149,7 +149,7 @@ class RNGStatesTracker:
         inside of the block; here the key is passed on, for example as a layer's ``dropout_key``.
 
         Args:
-            name: of the stream.
+            name: name of the stream.
 
         Raises:
             KeyError: for an unknown stream.
@@ -267,7 +267,7 @@ def model_parallel_seeds(
     tp_rank`` (model-parallel) and ``base + 1024 + 100 ep_rank + etp_rank`` (expert-parallel).
 
     Args:
-        seed: >= 0.
+        seed: seed >= 0.
         tp_rank, ep_rank, etp_rank, pp_rank: tensor, expert, expert-tensor and pipeline rank.
         dp_rank: data-parallel rank under Megatron's ``data_parallel_random_init``; else 0.
 
@@ -300,11 +300,11 @@ def model_parallel_seed(seed: int, tracker: RNGStatesTracker | None = None) -> R
     All devices have the same seed; keys differ between devices only where they are drawn, see `RNGStatesTracker`.
 
     Args:
-        seed: >= 0, and such that no stream's integer exceeds 2^32 - 1.
+        seed: seed >= 0, and such that no stream's integer exceeds 2^32 - 1.
         tracker: a tracker to `reset` and fill; None for a new one.
 
     Raises:
-        ValueError, TypeError: as `model_parallel_seeds`.
+        ValueError, TypeError: see `model_parallel_seeds`.
 
     >>> sorted(model_parallel_seed(1234).get_states())
     ['data-parallel-rng', 'expert-parallel-rng', 'model-parallel-rng']

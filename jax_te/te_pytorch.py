@@ -1,4 +1,4 @@
-"""The functions of `transformer_engine.pytorch`, and its calling conventions where `jax_te`'s own differ.
+"""The functions of `transformer_engine.pytorch`, and its calling conventions where `jax_te`'s differ.
 
 ``import jax_te.te_pytorch as te`` takes the place of ``import transformer_engine.pytorch as te``: the other layers are
 those of `jax_te.layers`, under the same names, with the same arguments and ``rngs``.
@@ -71,14 +71,14 @@ def autocast(
     """Return the context of `jax_te.recipe.autocast`, with the arguments of ``transformer_engine.pytorch.autocast``.
 
     Args:
-        enabled: quantize.
-        calibrating: False. Transformer Engine gathers amaxes in high precision if it is True.
+        enabled: whether to quantize.
+        calibrating: must be False. Transformer Engine gathers amaxes in high precision if it is True.
         recipe: None: ``DelayedScaling()``.
         amax_reduction_group: None; the recipe says over which part of the mesh amaxes are reduced.
 
     Raises:
         ValueError: for ``calibrating=True``.
-        TypeError: for a group; for what is no recipe or no bool.
+        TypeError: for a group, a recipe that is not one, or a flag that is not a bool.
 
     Source: ``transformer_engine.pytorch.autocast``.
 
@@ -105,11 +105,12 @@ def fp8_autocast(
     """Return the context of `autocast`, under the older names of its arguments.
 
     Args:
-        enabled: quantize. The first releases' default was False.
-        calibrating, fp8_recipe, fp8_group: as ``calibrating``, ``recipe`` and ``amax_reduction_group`` of `autocast`.
+        enabled: whether to quantize. The first releases' default was False.
+        calibrating, fp8_recipe, fp8_group: arguments ``calibrating``, ``recipe`` and ``amax_reduction_group`` of
+            `autocast`.
 
     Raises:
-        ValueError, TypeError: as `autocast`.
+        ValueError, TypeError: see `autocast`.
 
     Source: ``transformer_engine.pytorch.fp8_autocast``.
 
@@ -140,13 +141,13 @@ def checkpoint(
 
     Args:
         function: function of arrays and pytrees of arrays, or a module.
-        *args, **kwargs: of ``function``.
+        *args, **kwargs: arguments of ``function``.
         distribute_saved_activations, get_rng_state_tracker, tp_group: see `jax_te.megatron.te_checkpoint`.
         get_cuda_rng_tracker: the older name of ``get_rng_state_tracker``.
-        use_reentrant: without effect: it chooses among PyTorch's implementations.
+        use_reentrant: option without effect: it chooses among PyTorch's implementations.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as `jax_te.megatron.te_checkpoint`.
+        TypeError, ValueError, RuntimeError: see `jax_te.megatron.te_checkpoint`.
 
     Source: ``transformer_engine.pytorch.checkpoint``.
 
@@ -156,7 +157,7 @@ def checkpoint(
     """
     log_hints(use_reentrant=not use_reentrant)
     options: tuple[Any, ...] = (distribute_saved_activations, get_rng_state_tracker or get_cuda_rng_tracker, tp_group)
-    # A function whose own first arguments look so is called with the options as keywords, or with its own as keywords.
+    # A function whose own first arguments match this pattern needs the options, or its own arguments, as keywords.
     flag, tracker, group = (*args, *(options,) * 3)[:3]
     if isinstance(flag, bool) and (tracker is None or callable(tracker)) and (group is None or isinstance(group, str)):
         options, args = args[:3], args[3:]
@@ -290,12 +291,12 @@ class TransformerLayer(layers.TransformerLayer):
 
         Args:
             hidden_states: ``[b, s, h]``, the ``x`` of `jax_te.layers.TransformerLayer`.
-            inference_params: its ``cache``; a call with one also returns it, with the new tokens appended.
+            inference_params: object with a ``cache``; a call with one also returns it, with the new tokens appended.
             attention_mask, encoder_output, enc_dec_attn_mask, is_first_microbatch, checkpoint_core_attention, options:
-                as there.
+                see `jax_te.layers.TransformerLayer`.
 
         Returns:
-            As there.
+            The results of `jax_te.layers.TransformerLayer`.
         """
         return super().__call__(
             hidden_states,

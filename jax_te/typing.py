@@ -12,8 +12,8 @@ class Words(NamedTuple):
     """Words of a message about an argument, beside its type in ``Annotated``.
 
     Args:
-        words: description of an allowed value. Empty: that of the type.
-        remedy: what to give instead, for the end of the message.
+        words: description of an allowed value. Empty: the type's own.
+        remedy: remedy to name at the end of the message.
         error: type of the exception, where a reference's differs from the usual one.
         holds: test of a value, where the type says too little.
 
@@ -54,7 +54,7 @@ LogicalAxes: TypeAlias = tuple[str | None, ...]
 PyTree: TypeAlias = Any
 
 BackendName: TypeAlias = Literal["auto", "te", "xla"]
-"""Names that choose what runs an op; ``"auto"`` leaves the choice to the library."""
+"""Names of backends; ``"auto"`` leaves the choice to the library."""
 
 WriterName: TypeAlias = Literal["jsonl", "tensorboard", "wandb"]
 """Names of the writers of `jax_te.metrics.MetricsLog`."""
@@ -66,7 +66,7 @@ TensorGroup: TypeAlias = Annotated[
         "JAX has no process groups: the mesh that jax.set_mesh sets says which devices split a layer",
     ),
 ]
-"""What stands in the place of Transformer Engine's tensor-parallel process group."""
+"""Replacement of Transformer Engine's tensor-parallel process group."""
 
 NoProcessGroups: TypeAlias = Annotated[
     None,

@@ -188,7 +188,7 @@ def test_public_names_are_in_a_written_page(package):
 def test_optional_packages(path):
     for line, dotted in imported(path):
         top = dotted.split(".")[0]
-        # A program that another process runs, and that is no part of the library.
+        # A program that another process runs, and that is not a part of the library.
         program = path == PACKAGE / "bench" / "peers" / "megatron_core.py"
         assert program or top not in ("torch", "megatron"), f"{name_of(path)}:{line} imports {dotted}"
         if top in ("transformer_engine", "transformer_engine_jax"):

@@ -221,7 +221,7 @@ LEFT = {
     "its precision is 'highest'": lambda r: nnx.Linear(32, 32, precision="highest", rngs=r),
     "it has a dot_general of its own": lambda r: nnx.Linear(32, 32, dot_general=lambda *a, **k: None, rngs=r),
     "overrides the __call__ of nnx.Linear": lambda r: OwnCall(32, 32, rngs=r),
-    "its input size 24 is no multiple of 16": lambda r: nnx.Linear(24, 32, rngs=r),
+    "its input size 24 is not a multiple of 16": lambda r: nnx.Linear(24, 32, rngs=r),
     "it is none of Flax's linear layers": lambda r: nnx.Conv(32, 32, 3, rngs=r),
 }
 
@@ -234,7 +234,7 @@ def test_what_is_left_in_high_precision_says_why():
     assert report.quantized == ("good",)
     for name, why in names.items():
         assert why in report.left[name]
-    with autocast(MXFP8BlockScaling()), pytest.raises(ValueError, match="48 is no multiple of 32"):
+    with autocast(MXFP8BlockScaling()), pytest.raises(ValueError, match="48 is not a multiple of 32"):
         quantize_model(nnx.Linear(48, 48, rngs=rngs), jnp.ones((16, 48)))
 
 

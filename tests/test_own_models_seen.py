@@ -55,7 +55,7 @@ class LinenOwnNet(nn.Module):
 
 @pytest.mark.parametrize("linen", [False, True], ids=["NNX", "Linen"])
 def test_a_model_in_which_nothing_is_reached_is_refused_with_what_was_seen(linen):
-    seen = r"(?s)head .*output size 10 is no multiple.*out .*GEMMs take w.*qkv .*GEMMs take w"
+    seen = r"(?s)head .*output size 10 is not a multiple.*out .*GEMMs take w.*qkv .*GEMMs take w"
     with pytest.raises(ValueError, match=seen):
         te.quantize_model(LinenOwnNet(), X) if linen else quantize_model(OwnNet(nnx.Rngs(0)), X)
     with pytest.raises(TypeError, match=r"give it the call's arguments, quantize_model\(model, x\)"):

@@ -119,7 +119,7 @@ def test_every_name_of_the_documents_has_one_row():
     assert len(ROWS) == len(ROW) == 441
     for broken in ({"TENorm": {"eps": {}}}, {"TENorm": {"epsilon": {}}}, {"TENorm": {"config": {"why": ""}}}):
         data = {"documents": {"a": {"api": {"TENorm": {"at": "b", "names": "TENorm(config)"}}, "rows": broken}}}
-        with pytest.raises(ValueError, match=r"no row|without a name|no keys"):
+        with pytest.raises(ValueError, match=r"no row|without a name|not keys"):
             parity_table.rows_of(data)
 
 
@@ -184,7 +184,7 @@ def test_every_test_exists_and_every_row_has_one():
         file = ""
         for test in row.tests:
             match = TEST.fullmatch(test)
-            assert match, f"{identify(row)}: {test} is no test"
+            assert match, f"{identify(row)}: {test} is not a test"
             file = match[1] or file
             assert (TESTS / file).is_file(), f"{identify(row)}: there is no tests/{file}"
             assert match[2] in functions_in(file), f"{identify(row)}: tests/{file} has no {match[2]}"

@@ -193,8 +193,8 @@ CALLS: dict[str, dict[str, Callable[[], Any]]] = {
         "`set_symmetric_ar` with another name": lambda: MegatronModule(CONFIG).set_symmetric_ar("ring"),
     },
     "GraphableMegatronModule": {
-        "a config that is no `TransformerConfig`": lambda: Graph(ModelParallelConfig()),
-        "a replay of what is no array": lambda: replay(X, 2),
+        "a config that is not a `TransformerConfig`": lambda: Graph(ModelParallelConfig()),
+        "a replay of what is not an array": lambda: replay(X, 2),
         "a replay without `hidden_states`": lambda: replay(scale=X),
         "a replay with `hidden_states` twice": lambda: replay(X, hidden_states=X),
     },

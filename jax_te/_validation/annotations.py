@@ -129,8 +129,8 @@ def check_annotations(config: Any, base: type, names: Iterable[str] = ()) -> Non
 
     Args:
         config: a dataclass.
-        base: it or a base, whose fields are checked.
-        names: of these fields; empty: all.
+        base: the class itself or one of its bases, whose fields are checked.
+        names: names of the fields to check; empty: all.
     """
     kinds = kinds_of(base)
     for name in names or [field.name for field in dataclasses.fields(base) if field.init]:

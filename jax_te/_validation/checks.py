@@ -25,7 +25,7 @@ def float_dtype(name: str, value: DTypeLike) -> np.dtype:
     """Return ``value`` as a dtype.
 
     Args:
-        name: of the argument, for the message.
+        name: argument's name, for the message.
         value: anything that ``np.dtype`` takes.
 
     Raises:
@@ -52,7 +52,7 @@ def check_float(op: str, *arrays: Any) -> None:
     """Raise TypeError for an array, None apart, whose dtype is not in `COMPUTE_DTYPES`.
 
     Args:
-        op: what takes the arrays, for the message.
+        op: operation that takes the arrays, for the message.
         arrays: arrays or `QuantizedKernel`, with the dtype that it was quantized from.
     """
     for array in arrays:
@@ -89,7 +89,7 @@ def check_positive(**sizes: int) -> None:
 
 
 def check_rate(**rates: float) -> None:
-    """Raise ValueError for what is no number, and for a probability outside [0, 1)."""
+    """Raise ValueError for anything but a number, and for a probability outside [0, 1)."""
     check_number(**rates)
     for name, rate in rates.items():
         # Written so that an array's nan, for which every comparison is False, is refused as well.
@@ -98,7 +98,7 @@ def check_rate(**rates: float) -> None:
 
 
 def check_number(**numbers: float) -> None:
-    """Raise ValueError for what is no finite number."""
+    """Raise ValueError for anything but a finite number."""
     for name, number in numbers.items():
         PLAIN[float].check(name, number)
 
@@ -110,7 +110,7 @@ def check_bool(**flags: object) -> None:
 
 
 def check_seed(seed: Any) -> None:
-    """Raise TypeError for a seed that is no Python integer, ValueError for one outside [0, 2^32).
+    """Raise TypeError for a seed that is not a Python integer, ValueError for one outside [0, 2^32).
 
     JAX and grain take seeds of 32 bits, and drop higher bits without a word.
     """

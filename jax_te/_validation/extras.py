@@ -11,7 +11,7 @@ def require_extra(name: str, extra: str = "train") -> ModuleType:
 
     Args:
         name: dotted name of the module.
-        extra: that has the package.
+        extra: extra that installs the package.
 
     Raises:
         ModuleNotFoundError: if the package is missing, or a module that it needs; the message names the extra, the

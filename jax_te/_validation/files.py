@@ -38,4 +38,4 @@ def read_text(path: str | os.PathLike[str]) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8: {error.reason} at byte {error.start}") from None
+        raise ValueError(f"{path} is not text in UTF-8: {error.reason} at byte {error.start}") from None

@@ -1,4 +1,4 @@
-"""Measurements of layers, attention, train steps and models beside their peers."""
+"""Measurements of layers, attention, train steps and models next to their peers."""
 
 from jax_te.bench.attention import AttentionSizes, bench_attention
 from jax_te.bench.checkpoints import bench_checkpoints

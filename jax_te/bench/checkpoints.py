@@ -1,4 +1,4 @@
-"""Saving and restoring the state of a training run, beside Orbax alone."""
+"""Saving and restoring of a training state, next to plain Orbax."""
 
 from __future__ import annotations
 
@@ -26,27 +26,26 @@ _NUMBERS = ("blocked_s", "stalled_s", "save_s", "restore_s")
 def bench_checkpoints(state: TrainState, folder: Path, rounds: int, name: str) -> list[Row]:
     """Return two rows: of Orbax, which saves and restores the state's arrays as a list, and of `TrainCheckpointer`.
 
-    They take turns. Each round of each writes a folder of its own, which is removed. ``blocked_s`` is the time until
-    a save returns, when a step may donate the state; ``stalled_s`` that until a program has run to which all arrays
-    were donated, and which waits for copies that are still under way. ``copy_s`` is this time with a copy to pinned
-    memory in the place of the save, and ``beyond_copy_s`` what a save stalls a loop for besides. ``save_s`` is the time
-    until all is written, ``restore_s`` that until it is on the devices again. Numbers are medians, ratios those of
-    Orbax's time to the row's. A round before the others does not count, and neither does the first save of a run, which
-    does more.
+    They take turns. Each round of each writes a separate folder, which is removed. ``blocked_s`` is the time until a
+    save returns, when a step may donate the state; ``stalled_s`` the time until a program has run to which all arrays
+    were donated, and which waits for pending copies. ``copy_s`` is this time with a copy to pinned memory in place of
+    the save, and ``beyond_copy_s`` the difference. ``save_s`` is the time until everything is written, ``restore_s``
+    the time until it is on the devices again. Numbers are medians, ratios are Orbax's time over the row's. The first
+    round does not count, and neither does the first save of a run, which does more.
 
     Args:
         state: a run's; its numbers are replaced by random ones. Orbax gets random keys as data, since it has no form
             for them.
-        folder: on the file system to measure; made if missing.
-        rounds: of each.
-        name: of the state.
+        folder: folder on the file system to measure; made if missing.
+        rounds: number of measured rounds.
+        name: name of the state.
 
     Raises:
         OSError: if the folder cannot be written.
 
     >>> bench_checkpoints(state, Path("/scratch"), 3, "delayed")[1]["restore_ratio"]  # doctest: +SKIP
     """
-    # Numbers that no compression shortens, as those of a trained model, where a new state has zeros.
+    # Incompressible numbers, like those of a trained model; a new state has zeros.
     state = jax.tree.map(lambda leaf: _random(leaf) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, state)
     leaves = [_data(leaf) for leaf in jax.tree.leaves(state)]
     size = sum(leaf.nbytes for leaf in leaves) / GIB
@@ -125,7 +124,7 @@ def _jax_te(state: TrainState, path: Path) -> list[float]:
 
 @partial(jax.jit, donate_argnums=0)
 def _overwritten(arrays: list[Any]) -> list[Any]:
-    """Return other values in the same memory: what a train step does to its state, without the step."""
+    """Return other values in the same memory, as a train step would."""
     return [leaf + jnp.ones((), leaf.dtype) for leaf in arrays]
 
 

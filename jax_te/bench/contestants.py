@@ -38,13 +38,13 @@ class SharedState:
         self._create, self._held = create, None
 
     def take(self) -> Any:
-        """Return the state, which is the caller's until `put`."""
+        """Return the state, which the caller owns until `put`."""
         # Not kept here while it is out: a step donates its buffers, and a second reference would keep them alive.
         held, self._held = self._held, None
         return self._create() if held is None else held
 
     def put(self, state: Any) -> None:
-        """Give it back after some steps."""
+        """Return the state after some steps."""
         self._held = state
 
 
@@ -53,12 +53,12 @@ class Contestant:
     """A train step and its measurements; a subclass says how it begins and takes steps.
 
     Args:
-        name: of its row.
+        name: name of the row.
 
     Attributes:
-        compile_s, seconds: to compile, and of a step in each round.
-        error: why it has no measurements.
-        times: of its kernels, where they were traced.
+        compile_s, seconds: seconds to compile, and seconds of a step in each round.
+        error: reason why it has no measurements.
+        times: times of its kernels, if they were traced.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Contestant:
     times: KernelTimes | None = None
 
     def launch(self) -> None:
-        """Begin what takes time beside the start of others: nothing, unless a subclass says so."""
+        """Start preparations that can overlap with others'; by default nothing."""
 
     def begin(self) -> None:
         """Make it ready; a `CompiledStep` is compiled, and its state not made yet."""
@@ -97,7 +97,7 @@ class Contestant:
             self._try(lambda: self._traced(arrays, trace))
 
     def close(self) -> None:
-        """Give back what it has outside of this process: nothing, unless a subclass says so."""
+        """Release resources outside of this process; by default nothing."""
 
     def _begin(self) -> None:
         raise NotImplementedError
@@ -131,7 +131,7 @@ class Contestant:
 
     @property
     def free_bytes(self) -> int | None:
-        """Bytes of a device that are free beside it once it is ready; None if it takes its memory from JAX."""
+        """Free bytes of a device once it is ready; None if it uses JAX's memory."""
         return None
 
 
@@ -140,10 +140,10 @@ class CompiledStep(Contestant):
     """A train step that JAX compiles.
 
     Args:
-        name: of its row.
-        state: what it steps.
+        name: name of the row.
+        state: initial state of the step.
         lower: ``() -> jax.stages.Lowered`` of ``(state, tokens) -> (state, result)``.
-        prepare: turns a state that another contestant has left into one for this step; copies nothing.
+        prepare: function that turns the state which another contestant left into one for this step; copies nothing.
     """
 
     state: SharedState = field(kw_only=True)
@@ -240,8 +240,8 @@ def rows_of(contestants: Sequence[Contestant], tokens: int) -> list[Row]:
     """Return a row for each contestant, with its ratios to the first that ran if there are several.
 
     Args:
-        contestants: after their rounds.
-        tokens: of a step.
+        contestants: contestants after their rounds.
+        tokens: number of tokens in a step.
     """
     first = next((contestant for contestant in contestants if contestant.error is None), None)
     rows = []

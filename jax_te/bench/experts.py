@@ -1,4 +1,4 @@
-"""Expert layers of jax_te beside Megatron-Core's, forward and backward, on one device."""
+"""Expert layers of jax_te next to Megatron-Core's, forward and backward, on one device."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class ExpertsCase:
 
 
 def bench_experts(cases: Sequence[ExpertsCase], settings: Settings, *, peer: str | None) -> Iterator[Row]:
-    """Yield rows of each case: Megatron-Core's layer, if asked for, then jax_te's, timed in turn.
+    """Yield rows of each case: Megatron-Core's layer, if requested, then jax_te's, timed in turn.
 
     Args:
-        cases: what to measure. For a recipe that Megatron-Core does not have, its bf16 layer is the peer.
+        cases: layers and recipes to measure. For a recipe that Megatron-Core does not have, its bf16 layer is the peer.
         settings: settings of the measurement.
         peer: ``"megatron"``, or None.
     """

@@ -35,8 +35,8 @@ class Gradient:
         """Return its row: median time, rate and memory of a device.
 
         Args:
-            flops: of a call, on all devices.
-            devices: that it runs on.
+            flops: floating-point operations of a call, over all devices.
+            devices: number of devices that it runs on.
         """
         median = statistics.median(self.seconds)
         row = {
@@ -54,11 +54,11 @@ def gradient(name: str, fn: Callable[..., Array], args: Sequence[Any], dy: Array
     """Return the compiled gradient of ``sum(fn(*args) * dy)``.
 
     Args:
-        name: of its row.
-        fn: gives an array of ``dy``'s shape.
-        args: of ``fn``: arrays and trees of arrays, all of which are differentiated.
+        name: name of the row.
+        fn: function that returns an array of ``dy``'s shape.
+        args: arguments of ``fn``: arrays and trees of arrays, all of which are differentiated.
         dy: random numbers, since the compiler could fold a gradient of ones.
-        shardings: of the gradients. None: the compiler's choice.
+        shardings: shardings of the gradients. None: the compiler's choice.
     """
 
     # A list of arrays, because a call takes trees apart and builds those of its results: of an nnx.State that is Python

@@ -1,4 +1,4 @@
-"""Single layers of jax_te beside te.jax's, forward and backward, on one device or on a mesh."""
+"""Single layers of jax_te next to te.jax's, forward and backward, on one device or on a mesh."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from jax_te.training import split_model
 from jax_te.typing import Array, BackendName, LogicalAxes
 
 TE_RECIPES = ("none", "delayed", "current")
-"""Recipes that te.jax has on every GPU with FP8; others are measured beside what it does in bf16."""
+"""Recipes that te.jax supports on every GPU with FP8; others are compared with its bf16 layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is measured: forward and backward of a module, causal, GELU, biases, bf16, no dropout.
+    """A measured case: forward and backward of a module, causal, GELU, biases, bf16, no dropout.
 
     Args:
         module: ``"transformer_layer"``, ``"layernorm_mlp"`` or ``"layernorm_linear"``.
         shape: batch, sequence, hidden size, heads, feed-forward size.
         recipe: None for bf16.
         mesh: None for one device.
-        sequence_parallel: shard activations over the tensor axis between the tensor-parallel parts.
+        sequence_parallel: whether to shard activations over the tensor axis between the tensor-parallel parts.
     """
 
     module: str
@@ -66,7 +66,7 @@ class Case:
         return f"{of} {self.module} {'none' if self.recipe is None else self.recipe.name}"
 
     def draw(self, seed: int, shape: tuple[int, ...], axes: LogicalAxes) -> Array:
-        """Return a random bf16 array, sharded as its axes say."""
+        """Return a random bf16 array, sharded by its axes."""
         x = jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
         return x if self.mesh is None else jax.device_put(x, named_sharding(axes, self.mesh))
 
@@ -86,8 +86,8 @@ def bench_layer(cases: Sequence[Case], settings: Settings, *, hlo: Path | None =
     """Yield rows of each case: te.jax's layer, where that is here, then jax_te's, timed in turn.
 
     Args:
-        cases: what to measure. For a recipe that te.jax does not have, its bf16 layer is the peer.
-        settings: of the measurement.
+        cases: layers and recipes to measure. For a recipe that te.jax does not have, its bf16 layer is the peer.
+        settings: settings of the measurement.
         hlo: folder for the compiled programs.
     """
     for case in cases:

@@ -1,4 +1,4 @@
-"""Megatron-Core as a contestant: it runs in a process of its own, and waits there while others are measured."""
+"""Megatron-Core as a contestant: it runs in a separate process, and waits there while others are measured."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jax_te.config import RouterOptions
 from jax_te.recipe import DelayedScaling, Format, Recipe
 
 MEGATRON_RECIPES = {"delayed": "delayed", "current": "tensorwise", "block": "blockwise"}
-"""Megatron-Core's names of recipes; others are measured beside what it does in bf16."""
+"""Megatron-Core's names of recipes; others are compared with its bf16 step."""
 
 PATIENCE_S = 20.0
 _PROGRAM = Path(__file__).parent / "peers" / "megatron_core.py"
@@ -33,7 +33,7 @@ class MegatronProcess:
     """A running `jax_te.bench.peers.megatron_core`, with which torch's libraries stay out of this process.
 
     Args:
-        rank, ranks: its place among the processes of one model.
+        rank, ranks: index of this process, and number of processes, of one model.
     """
 
     def __init__(self, rank: int, ranks: int):
@@ -52,7 +52,7 @@ class MegatronProcess:
             print(json.dumps(request), file=self.process.stdin, flush=True)
 
     def receive(self) -> dict[str, Any]:
-        """Wait for an answer and return it. The first comes unasked: ``missing`` packages, with the reasons.
+        """Wait for an answer and return it. The first comes without a request: ``missing`` packages, with the reasons.
 
         Raises:
             RuntimeError: with its message, if the process failed.
@@ -104,7 +104,7 @@ def close_all(processes: Sequence[MegatronProcess]) -> None:
 
 
 def check_megatron() -> None:
-    """Raise ValueError if Megatron-Core cannot be measured beside jax_te here, with what to change."""
+    """Raise ValueError, with the remedy, if Megatron-Core cannot be measured here."""
     process = MegatronProcess(0, 1)
     try:
         found = process.receive()
@@ -135,8 +135,8 @@ class Megatron(Contestant):
     """Megatron-Core's GPT or expert layer.
 
     Args:
-        name: name of its row.
-        request: what it builds: `megatron_model` or `megatron_experts`.
+        name: name of the row.
+        request: description of its model: `megatron_model` or `megatron_experts`.
         ranks: number of processes that run it, one for each GPU.
     """
 
@@ -191,10 +191,10 @@ def megatron_model(sizes: Sizes, recipe: Recipe | None, *, fp32_gradients: bool 
     """Return a GPT and its train step as `jax_te.bench.peers.megatron_core` takes them.
 
     Args:
-        sizes: of the model, the batch and the mesh, whose axes ``data`` and ``fsdp`` are both Megatron-Core's data
-            parallelism. Stages of its ``pipeline`` axis run Megatron-Core's 1F1B, each with one chunk of layers.
-        recipe: one of `MEGATRON_RECIPES`, or None for bf16.
-        fp32_gradients: several ranks, and microbatches, add up gradients in fp32; else in bf16.
+        sizes: sizes of the model, the batch and the mesh, whose axes ``data`` and ``fsdp`` are both Megatron-Core's
+            data parallelism. Stages of its ``pipeline`` axis run Megatron-Core's 1F1B, each with one chunk of layers.
+        recipe: recipe's name in `MEGATRON_RECIPES`, or None for bf16.
+        fp32_gradients: whether several ranks, and microbatches, accumulate gradients in fp32; else in bf16.
 
     Source: ``megatron.core.transformer.TransformerConfig``.
 
@@ -254,7 +254,7 @@ def megatron_experts(
         tokens: number of tokens.
         hidden_size, ffn_hidden_size: sizes of the hidden states, and of an expert's activation.
         router: number of experts, experts of a token, and the loss that balances them.
-        recipe: one of `MEGATRON_RECIPES`, or None for bf16.
+        recipe: recipe's name in `MEGATRON_RECIPES`, or None for bf16.
 
     Source: ``megatron.core.transformer.moe.moe_layer.MoELayer``.
 

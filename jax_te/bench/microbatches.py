@@ -1,4 +1,4 @@
-"""Train steps over microbatches: kernels quantized once a step, beside in every microbatch."""
+"""Train steps over microbatches: kernels quantized once per step, and once per microbatch."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def bench_microbatches(recipes: Sequence[str], shape: Shape, microbatches: int, 
 
     Args:
         recipes: names of recipes.
-        shape: of the layers; the batch is a microbatch's.
-        microbatches: of a step.
-        settings: of the measurement.
+        shape: sizes of the layers; the batch is a microbatch's.
+        microbatches: number of microbatches in a step.
+        settings: settings of the measurement.
     """
     batch, sequence = shape[0] * microbatches, shape[1]
     tokens = jax.random.randint(jax.random.key(1), (batch, sequence + 1), 0, VOCABULARY)

@@ -1,4 +1,4 @@
-"""What measurements take: how often they run, and the sizes of a GPT."""
+"""Settings of measurements: numbers of rounds and calls, and the sizes of a GPT."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax_te.typing import BackendName
 
 GIB = 2**30
 Row = dict[str, Any]
-"""A row of results, as JSON can hold it."""
+"""A row of results, JSON-serializable."""
 
 Shape = tuple[int, int, int, int, int]
 """Batch, sequence, hidden size, heads, feed-forward size."""
@@ -21,12 +21,12 @@ Shape = tuple[int, int, int, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How something is measured.
+    """Settings of a measurement.
 
     Args:
-        backend: of jax_te's side.
-        rounds: times that every contestant has its turn; the median counts.
-        calls: calls of a turn.
+        backend: backend of jax_te's side.
+        rounds: number of turns of every contestant, of which the median counts.
+        calls: number of calls in a turn.
         profile: folder for traces of train steps, one for each contestant. None: nothing is traced.
     """
 
@@ -41,12 +41,12 @@ class Sizes:
     """Sizes of a GPT and of its batch.
 
     Args:
-        config: of the model's layers.
+        config: configuration of the model's layers.
         vocabulary: rows of the embedding.
         batch, sequence: sizes of a step's tokens.
-        microbatches: of a step.
-        mesh: that it runs on, or None.
-        distributed_optimizer: replicas split masters and optimizer state.
+        microbatches: number of microbatches in a step.
+        mesh: mesh that the step runs on, or None.
+        distributed_optimizer: whether replicas split masters and optimizer state.
         tied: the embedding's rows are the head's, too.
     """
 

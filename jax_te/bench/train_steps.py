@@ -38,12 +38,12 @@ class Variant:
     """jax_te's model in one form.
 
     Args:
-        name: of its row.
-        recipe: that it runs under, or None.
-        build: makes the model. Those of one measurement have the same arrays.
-        pipeline: its schedule, on a mesh with a pipeline axis.
-        wgrad_dtype: of the gradients of kernels.
-        reduce_gradients: when devices add them up, as for `make_train_step`.
+        name: name of the row.
+        recipe: recipe that the step runs under, or None.
+        build: function that makes the model. All models of one measurement have the same arrays.
+        pipeline: pipeline schedule, on a mesh with a pipeline axis.
+        wgrad_dtype: dtype of kernel gradients.
+        reduce_gradients: time at which devices sum kernel gradients, see `make_train_step`.
     """
 
     name: str
@@ -65,10 +65,10 @@ def bench_train_steps(variants: Sequence[Variant], sizes: Sizes, settings: Setti
     """Return rows of train steps (AdamW on fp32 masters) that were timed in turn, all on one state.
 
     Args:
-        variants: of one model under one recipe.
-        sizes: of the model.
-        settings: of the measurement.
-        peer: whose GPT comes first: ``"te"`` (in GPT-2's form, on one device), ``"megatron"`` or none's.
+        variants: variants of one model under one recipe.
+        sizes: sizes of the model.
+        settings: settings of the measurement.
+        peer: peer whose GPT comes first: ``"te"`` (GPT-2's architecture, on one device), ``"megatron"``, or none.
     """
     first = variants[0]
 

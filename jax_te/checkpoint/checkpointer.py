@@ -33,10 +33,10 @@ from jax_te.checkpoint.write import call_orbax, in_thread, kept_by, new_writer, 
 from jax_te.typing import PyTree
 
 SIGNS = ".processes"
-"""Folder in the checkpoints', or in the run's, for the signs of life of several processes."""
+"""Name of the folder, inside of the checkpoints' or the run's folder, for the signs of life of several processes."""
 
 _SOON = 0.002
-"""Seconds between two looks whether Orbax has begun to write, for which a step waits."""
+"""Seconds between checks whether Orbax has begun to write, for which a step waits."""
 
 
 class DamagedCheckpointWarning(UserWarning):
@@ -50,18 +50,18 @@ class TrainCheckpointer:
     A state is any pytree of arrays, such as a `TrainState`: typed keys, FP8 arrays and arrays sharded over a mesh
     included. Static fields (a graph definition) are not stored: `restore` takes them from the state that it fills.
 
-    - Saving returns once copies of the arrays to the host are under way; all else is done in a thread of its own. An
-      error in it is raised by the next call, also by `check`, `wait` and `close`.
-    - A checkpoint appears whole or not at all; the rest of a killed save is ignored, and the next run's first save
-      removes it. A process that ends without `close` or `wait` may lose the save under way.
+    - Saving returns once copies of the arrays to the host are under way; the rest is done in a separate thread. An
+      error there is raised by the next call, also by `check`, `wait` and `close`.
+    - A checkpoint appears whole or not at all; the remains of a killed save are ignored, and the next run's first save
+      removes them. A process that ends without `close` or `wait` may lose the save under way.
     - A save takes as much memory of the host as this process's devices hold of the state, replicas counted once.
     - Every array is stored with a checksum, and restored only if its checksum is right.
 
     Args:
-        directory: created by the first save.
+        directory: folder of the checkpoints, created by the first save.
         keep: number of newest checkpoints to keep, >= 1.
-        keep_every: keep those whose step is a multiple of this, too.
-        keep_best: keep so many of the best, too, by a metric that each save is given.
+        keep_every: interval of steps: checkpoints whose step is a multiple of it are kept, too.
+        keep_best: number of best checkpoints to keep, too, by a metric that each save is given.
         metric: name of that metric.
         best: whether its smallest or its largest value is the best; nan is the worst.
         timeout: seconds without progress after which a save of several processes has failed: none of them has written
@@ -114,13 +114,13 @@ class TrainCheckpointer:
 
     def __exit__(self, error: object, *_: object) -> None:
         if error is not None and jax.process_count() > 1:
-            # The others may be gone, and would be waited for. What is under way is whole or is ignored.
+            # Other processes may be gone, and would be waited for. A save under way becomes whole or is ignored.
             self._abandon()
         else:
             self.close()
 
     def share_signs(self, signs: Signs) -> None:
-        """Take the signs of life that the run's processes give already, rather than make some in the folder."""
+        """Use the signs of life that the run's processes already write, instead of new ones in the folder."""
         self._signs = signs
 
     def save(
@@ -135,7 +135,7 @@ class TrainCheckpointer:
 
         Args:
             state: pytree of arrays.
-            data_state: any value that JSON can hold, for example the state of a data iterator.
+            data_state: JSON-serializable value, for example the state of a data iterator.
             step: name of the checkpoint, an integer >= 0.
             metrics: numbers by name, stored beside the arrays.
 
@@ -143,10 +143,10 @@ class TrainCheckpointer:
             OSError: if the save before this one could not be written, e.g. to a full disk, or the folder cannot be
                 opened; with several processes also if another one cannot write its part, is gone, or shows no progress
                 within ``timeout``. Earlier checkpoints are still there. If this save fails, a later call raises.
-            ValueError: if the step is saved already, or is no integer >= 0; if ``metrics`` lacks that by which the best
-                checkpoints are kept.
+            ValueError: if the step is saved already, or is not an integer >= 0; if ``metrics`` lacks the metric by
+                which the best checkpoints are kept.
             TypeError: if JSON cannot hold ``data_state``, or Orbax an array's dtype or its size of zero; for a leaf of
-                the state that is no array.
+                the state that is not an array.
         """
         step = _check_step(step)
         self.wait()
@@ -160,7 +160,7 @@ class TrainCheckpointer:
         arrays = array_leaves(state)
         several = jax.process_count() > 1
         with contextlib.ExitStack() as quiet:
-            # The log stays quiet until all is written, because Orbax writes, and logs, in threads of its own.
+            # The log is filtered until everything is written, because Orbax writes, and logs, in its own threads.
             logged = quiet.enter_context(quiet_orbax())
             with self._explained(step):
                 writer = self._opened_together(step, logged) if several else self._open_writer()
@@ -175,9 +175,9 @@ class TrainCheckpointer:
                 stored = {name: leaf if copy is None else copy for (name, leaf), copy in pairs}
                 call = partial(call_orbax, writer, step, stored, body, start_checksums(leaves, stored), numbers)
                 with self._explained(step):
-                    # What is not copied Orbax copies before its call returns.
-                    # With several processes its call runs programs on all devices, which must start in one order with
-                    # those of the steps: this thread waits for the call.
+                    # Orbax copies the other arrays before its call returns. With several processes its call runs
+                    # programs on all devices, which must start in one order with those of the steps: this thread waits
+                    # for the call.
                     begun = threading.Event()
                     if missing and not several:
                         call = partial(_same, call())
@@ -203,7 +203,8 @@ class TrainCheckpointer:
                 save.written.result()
 
     def check(self) -> None:
-        """Raise the error of a save under way if it has failed by now, without waiting: a training loop asks each step.
+        """Raise the error of a save under way if it has failed by now, without waiting: a training loop calls it at
+        each step.
 
         Raises:
             OSError: if it could not be written.
@@ -228,14 +229,14 @@ class TrainCheckpointer:
         """Restore the newest checkpoint that can be read, or that of a step.
 
         A damaged checkpoint is skipped with a `DamagedCheckpointWarning` if there is an older one to use instead; the
-        next save renames it to ``<step>.damaged``. Of several processes, all of which must call this, all take the
-        same checkpoint: one that none of them finds damaged.
+        next save renames it to ``<step>.damaged``. With several processes, all must call this, and all take the same
+        checkpoint: one that none of them finds damaged.
 
         Args:
             abstract_state: a pytree like the saved one, of ``jax.ShapeDtypeStruct`` or of arrays, with the shardings to
                 restore to (on any mesh, whatever it was saved from). A leaf without one, such as ``jax.eval_shape``
                 gives, gets that of its Variable's logical axes on the mesh of ``jax.set_mesh``, or is replicated.
-            step: of the checkpoint; None: the newest. A damaged one that is named is an error.
+            step: step of the checkpoint; None: the newest. A damaged checkpoint that is named is an error.
             allow: names of conversions that lose or add something, which are refused otherwise:
 
                 - ``"cast"``: ``value.astype(dtype)``, where no master holds the value.
@@ -259,9 +260,8 @@ class TrainCheckpointer:
             FileNotFoundError: if there is no checkpoint, or none of ``step``.
             CheckpointMismatchError: if the newest readable one, or that of ``step``, differs from ``abstract_state`` in
                 names, shapes or dtypes.
-            ValueError: if there are checkpoints and none can be read, if that of ``step`` cannot, if it has another
-                format than this version of the package writes, or for a dimension that does not divide over its mesh
-                axes.
+            ValueError: if none of the checkpoints, or not that of ``step``, can be read, if it has another format than
+                this version of the package writes, or for a dimension that does not divide over its mesh axes.
 
         >>> import optax, tempfile
         >>> from dataclasses import replace
@@ -280,18 +280,18 @@ class TrainCheckpointer:
     def restore_parameters(
         self, abstract_params: PyTree, *, step: int | np.integer | None = None, allow: Collection[str] = ()
     ) -> tuple[PyTree, int]:
-        """Restore a `TrainState`'s parameters alone. Nothing else is read, but masters for parameters in another form.
+        """Restore only a `TrainState`'s parameters. Nothing else is read, except masters of parameters in another form.
 
         Args:
             abstract_params: the ``params`` of a `TrainState`, or a model's ``nnx.state(model, nnx.Param)``, as in
                 `restore`. Of a model with other state, restore that by ``restore``, too.
-            step, allow: as in `restore`.
+            step, allow: see `restore`.
 
         Returns:
             Parameters, step.
 
         Raises:
-            FileNotFoundError, CheckpointMismatchError, ValueError: as in `restore`.
+            FileNotFoundError, CheckpointMismatchError, ValueError: see `restore`.
 
         >>> import optax, tempfile
         >>> from jax_te.training import create_train_state
@@ -366,7 +366,7 @@ class TrainCheckpointer:
         return load(self._directory / str(step), f"checkpoint step {step} in {self._directory}", target)
 
     def _copies(self, leaves: list[Any]) -> list[Any]:
-        """Return copies in the host's memory; None for those that Orbax has to make."""
+        """Return copies in host memory; None for those that Orbax has to make."""
         if self._can_pin:
             try:
                 return host_copies(leaves)
@@ -398,7 +398,7 @@ class TrainCheckpointer:
 
         Raises:
             Exception: with several processes, if this one cannot write its part.
-            TimeoutError: if another one cannot, is gone, or none shows progress.
+            TimeoutError: if another one cannot, is gone, or none makes progress.
         """
         if self._signs is None:
             wait_for([save.written])
@@ -431,7 +431,7 @@ class TrainCheckpointer:
                 try:
                     jax.block_until_ready(copies)
                 except jax.errors.JaxRuntimeError as error:
-                    # This state is gone; the next save does without.
+                    # This state is lost; the next save does not need it.
                     self._stop_pinning(error)
                     raise
                 response = call()
@@ -440,7 +440,7 @@ class TrainCheckpointer:
             finally:
                 free(copies)
             if not self._read_back:
-                # A folder in which Orbax writes something else than it reads is noticed before much is lost.
+                # This detects early a folder in which Orbax does not read what it wrote.
                 self._damaged.add(step)
                 read_back(self._directory / str(step))
                 self._damaged.remove(step)
@@ -473,7 +473,7 @@ class TrainCheckpointer:
                 writer.close()
 
     def _abandon(self) -> None:
-        """Wait for nothing any more: Orbax and its threads would wait for the other processes."""
+        """Stop waiting: Orbax and its threads would wait for the other processes."""
         self._pending, self._writer = None, None
         self._end_signs()
 
@@ -497,7 +497,7 @@ class TrainCheckpointer:
             # Several processes of a run share the folder: one of them renames.
             if jax.process_index() == 0:
                 (self._directory / str(step)).rename(target)
-        gather_texts("renamed")  # none goes on before
+        gather_texts("renamed")  # none continues before
         self._damaged.clear()
 
     @contextlib.contextmanager
@@ -516,7 +516,7 @@ class TrainCheckpointer:
             good = "there is no earlier checkpoint" if last is None else f"checkpoint step {last} is still good"
             cause = "no space left on the disk" if full else shortened(texts[-1])
             advice = "Free some space, or save elsewhere"
-            if isinstance(error, TimeoutError):  # `_raise_if_lost`'s
+            if isinstance(error, TimeoutError):  # raised by `_raise_if_lost`
                 advice = "End this process and start all again" if texts[0].startswith("process") else advice
             text = f"checkpoint step {step} could not be saved: {cause}; {good}. {advice}"
             if self._signs is not None:
@@ -529,8 +529,8 @@ class _Save(NamedTuple):
     """A save under way.
 
     Args:
-        step: its step.
-        written: done when all is.
+        step: number of the step.
+        written: future of the write.
         logged: errors of Orbax in this process, which wait for the other processes before anybody can raise them.
     """
 
@@ -557,7 +557,7 @@ def _check_storable(arrays: dict[str, list[Any]]) -> None:
 
 
 def _through_json(data_state: Any) -> Any:
-    """Return a copy of what JSON can hold."""
+    """Return a copy of a JSON-serializable value."""
     with contextlib.suppress(TypeError, ValueError):
         copy = json.loads(json.dumps(data_state))
         if copy == data_state:

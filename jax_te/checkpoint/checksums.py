@@ -21,7 +21,7 @@ SMALL = 2**20
 def checksums(leaves: dict[Name, Array]) -> dict[str, int]:
     """Return a checksum of each leaf: 32 bits, that do not depend on the leaf's sharding.
 
-    Any change of one element changes it, and so do (but for one case in 2**32) elements in another order.
+    Any change of one element changes it, and so does (except for one case in 2**32) a permutation of elements.
 
     Args:
         leaves: arrays by name.
@@ -47,11 +47,11 @@ def start_checksums(leaves: dict[Name, Any], copies: dict[Name, Any]) -> Callabl
     with jax.set_mesh(NO_MESH):
         held = {"/".join(name): _data(leaf) for name, leaf in copies.items()}
         names = {"/".join(name): leaf for name, leaf in leaves.items()}
-        # An array of NumPy may be changed meanwhile.
+        # A NumPy array may be changed meanwhile.
         arrays = {name: _data(leaf) if isinstance(leaf, jax.Array) else held[name] for name, leaf in names.items()}
         small = {name: held[name] for name, leaf in arrays.items() if _is_small(leaf)}
         large = {name: leaf for name, leaf in arrays.items() if name not in small}
-        # Copies to the host start together, and are there when it comes to them.
+        # Copies to the host start together, and are ready when they are needed.
         for leaf in small.values():
             if leaf.sharding.memory_kind != PINNED:
                 leaf.copy_to_host_async()
@@ -107,7 +107,8 @@ def _sums_of_words(batch: dict[str, np.ndarray]) -> dict[str, np.uint32]:
 
 @jax.jit
 def _sum_on_devices(leaf: Array) -> Array:
-    """The same of an array where it is. A sum of integers, unlike one of floats, does not depend on the sharding."""
+    """Return the checksum of an array on its devices. A sum of integers, unlike one of floats, does not depend on the
+    sharding."""
     words = _words(leaf)
     # Positions of elements in the flat array; iotas are made in shards, where flattening would gather the whole.
     strides = np.cumprod([1, *words.shape[:0:-1]], dtype=np.uint64)[::-1].astype(np.uint32)
@@ -131,8 +132,8 @@ def _words(leaf: Array) -> Array:
 def _mix(words: Any, position: Any) -> Any:
     """Return words that depend on their position, for NumPy and JAX arrays: the last steps of MurmurHash3.
 
-    At any one position it is a bijection, so that another word there is another result. A mere product of word and
-    position would miss that 1.0 and -1.0 have changed places: their words differ by 2**31.
+    At each position it is a bijection, so that another word gives another result. A mere product of word and position
+    would miss that 1.0 and -1.0 have changed places: their words differ by 2**31.
     """
     words = words + position * np.uint32(0x9E3779B9)
     words = (words ^ (words >> np.uint32(16))) * np.uint32(0x85EBCA6B)

@@ -1,4 +1,4 @@
-"""How the arrays of a state are made of those of a checkpoint that holds them in another form."""
+"""Conversion of saved arrays to another layout or dtype."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ ALLOWED = {
     "requantize": "kernels quantized by the recipe here",
     "unexpected": "arrays that the state lacks, left out",
 }
-"""What `TrainCheckpointer.restore` does only if it is told to, since it loses or adds something."""
+"""Conversions that `TrainCheckpointer.restore` makes only on request, since they lose or add something."""
 
 MASTERS, QUANTIZERS = "masters", "quantizers"
 DATA, SCALES, TENSOR_SCALES = (("form", "rowwise", name) for name in ("data", "scale_inv", "tensor_scale_inv"))
-"""Names of a stored quantized kernel's arrays behind the kernel's own."""
+"""Names of a stored quantized kernel's arrays, after the kernel's own name."""
 
 SIDES = (1, 16, MX_BLOCK, BLOCK)
 """Of blocks with a scale."""
 
 PROJECTIONS = {"query": None, "key": -2, "value": -1}
-"""Layers of attention, and their components of a fused one; None: all but the last two."""
+"""Separate projections of attention, and their components of the fused one; None: all but the last two."""
 
 NORMS = {"scale": "scale", "ln_bias": "bias"}
-"""Names of a norm's parameters in a fused layer and in a layer of its own."""
+"""Names of a norm's parameters in a fused layer and in a separate layer."""
 
 Axes = tuple[Any, ...]
 """Mesh axes of each dimension."""
@@ -49,12 +49,13 @@ class Made:
     """An array as it is read, or made of others.
 
     Args:
-        shape, dtype: of it.
-        parts: what it is made of.
+        shape, dtype: shape and dtype of the array.
+        parts: arrays that it is made of.
         make: function of the parts' arrays; None: it is read under the name ``source``.
-        axes_of_parts: how each part is sharded, so that a device makes its shard of what it holds.
-        sliced: it is a piece of its only part.
-        note: what is done, for the log.
+        axes_of_parts: function that returns how each part is sharded, so that a device makes its shard from what it
+            holds.
+        sliced: whether it is a slice of its only part.
+        note: description of the conversion, for the log.
         needs: names of `ALLOWED`.
     """
 
@@ -69,40 +70,40 @@ class Made:
     needs: frozenset[str] = frozenset()
 
     def reads(self, axes: Axes) -> dict[str, tuple[Made, Axes]]:
-        """Return what is read by name, with its mesh axes where this has ``axes``."""
+        """Return the arrays to read by name, with their mesh axes if this array has ``axes``."""
         if self.make is None:
             return {self.source: (self, axes)}
         below = zip(self.parts, self.axes_of_parts(axes), strict=True)
         return {name: found for part, axes in below for name, found in part.reads(axes).items()}
 
     def value(self, arrays: dict[str, Array]) -> Array:
-        """Return the array, of what was read by name."""
+        """Return the array, made from the arrays read."""
         if self.make is None:
             return arrays[self.source]
         return self.make(*(part.value(arrays) for part in self.parts))
 
     def used(self) -> Counter[str]:
-        """Return how many elements of what is read come into this array."""
+        """Return the number of read elements that this array uses."""
         if self.make is None:
             return Counter({self.source: prod(self.shape)})
         found = sum((part.used() for part in self.parts), Counter[str]())
         return Counter(dict.fromkeys(found, prod(self.shape))) if self.sliced else found
 
     def all_needs(self) -> frozenset[str]:
-        """Return what must be allowed for it and its parts."""
+        """Return the names that must be allowed for it and its parts."""
         return self.needs.union(*(part.all_needs() for part in self.parts))
 
     def notes(self) -> list[str]:
-        """Return what is done to its parts, and then to it."""
+        """Return the conversions of its parts, and then its own."""
         return [note for part in self.parts[:1] for note in part.notes()] + [self.note] * bool(self.note)
 
 
 class Forms:
-    """What arrays of other names, shapes and dtypes can be made of those of a checkpoint.
+    """Arrays of other names, shapes and dtypes that can be made from a checkpoint's arrays.
 
     Args:
         saved: record of each array of the checkpoint.
-        wanted: of each array of the state.
+        wanted: record of each array of the state.
     """
 
     def __init__(self, saved: dict[str, Record], wanted: dict[str, Record]):
@@ -110,7 +111,7 @@ class Forms:
         self._adapted = any("base" in name.split("/") for name in saved)
 
     def find(self, name: Name, record: Record) -> Made | None:
-        """Return how the array of a name is made, with as little loss as there is a way to."""
+        """Return the conversion with the least loss that makes the array of a name, or None."""
         (dtype, shape), (first, *rest) = record, name
         alike = None
         for made in self._layouts(name):
@@ -126,7 +127,7 @@ class Forms:
         other = self._of_shape((others[first], *rest), shape) if first in others else None
         exact = first == PARAMETERS and "/".join((MASTERS, *rest)) in self._wanted
         if other is not None and (other.dtype == dtype or first == PARAMETERS):
-            # Rounded where the exact values stay beside, in masters here.
+            # Rounded if the exact values are kept, too, in masters.
             lossless = other.dtype == dtype or exact
             return _cast(other, dtype, f"{first} taken from {others[first]}", () if lossless else ("cast",))
         if (found := alike or other) and jnp.issubdtype(jnp.dtype(found.dtype), jnp.floating):
@@ -135,15 +136,15 @@ class Forms:
         return self._dequantized(name, record) if first == PARAMETERS else None
 
     def exact(self, name: Name, shape: tuple[int, ...]) -> Made | None:
-        """Return the most exact values that there are of a parameter."""
+        """Return the most exact available values of a parameter."""
         found = self._of_shape((MASTERS, *name[1:]), shape) or self._of_shape(name, shape)
         return None if found is None or not jnp.issubdtype(jnp.dtype(found.dtype), jnp.floating) else found
 
     def left_over(self, made: dict[Name, Made]) -> list[str]:
-        """Return the names of what the checkpoint has and ``made`` does not hold, in part or whole."""
+        """Return the names of the checkpoint's arrays that ``made`` does not contain, in part or whole."""
         groups: dict[str, Counter[str]] = {}
         for name, each in made.items():
-            # Parameters and masters may both be made of the same array: each must hold all of it.
+            # Parameters and masters may both be made from the same array: each must contain all of it.
             groups.setdefault(name[0], Counter()).update(each.used())
         sizes = {name: prod(shape) for name, (_, shape) in self._saved.items()}
         held = {name for group in groups.values() for name, count in group.items() if count >= sizes[name]}
@@ -158,9 +159,9 @@ class Forms:
         return next((made for made in self._layouts(name) if made.shape == shape), None)
 
     def _layouts(self, name: Name, rules: tuple[str, ...] = ("lora", "qkv", "stack")) -> Iterator[Made]:
-        """Yield what has the values of a name, as it was saved or in another layout; each rule applies once at most."""
+        """Yield arrays with the values of a name, as saved or in another layout; each rule applies once at most."""
         text = "/".join(name)
-        # As it is first: most names need no rule.
+        # The saved array first: most names need no rule.
         if text in self._saved:
             dtype, shape = self._saved[text]
             yield Made(shape, dtype, source=text)
@@ -169,7 +170,7 @@ class Forms:
             yield from getattr(self, f"_{rule}")(name, rest)
 
     def _lora(self, name: Name, rules: tuple[str, ...]) -> Iterator[Made]:
-        """The base of an adapted layer, or a layer that becomes one: `jax_te.layers.LoRA` has it as ``base``."""
+        """Convert between a layer and the ``base`` of an adapted layer, see `jax_te.layers.LoRA`."""
         for place in range(1, len(name)):
             if name[place] == "base":
                 yield from self._layouts((*name[:place], *name[place + 1 :]), rules)
@@ -177,7 +178,7 @@ class Forms:
                 yield from self._layouts((*name[:place], "base", *name[place:]), rules)
 
     def _qkv(self, name: Name, rules: tuple[str, ...]) -> Iterator[Made]:
-        """The projections of `MultiheadAttention` in one kernel ``[…, r + 2, g·d]``, or in three."""
+        """Convert between projections of `MultiheadAttention` in one kernel ``[…, r + 2, g·d]`` and in three."""
         if len(name) < 2:
             return
         *path, layer, last = name
@@ -198,14 +199,14 @@ class Forms:
                     yield _projection(fused, PROJECTIONS[layer])
 
     def _stack(self, name: Name, rules: tuple[str, ...]) -> Iterator[Made]:
-        """Layers that `nnx.vmap` stacked along a leading axis, or of which each stands under its number."""
+        """Convert between layers stacked by `nnx.vmap` along a leading axis and layers with numbered names."""
         for place in range(1, len(name)):
             if name[place].isdecimal():
                 for stack in self._layouts((*name[:place], *name[place + 1 :]), rules):
                     if stack.shape and int(name[place]) < stack.shape[0]:
                         yield _layer(stack, int(name[place]))
             layers = []
-            # As many as there are: a stack of fewer has another shape, and is refused.
+            # All layers of the checkpoint: a stack of fewer has another shape, and is refused.
             while found := next(self._layouts((*name[:place], str(len(layers)), *name[place:]), rules), None):
                 layers.append(found)
             if len({(layer.shape, layer.dtype) for layer in layers}) == 1:
@@ -227,14 +228,14 @@ class Forms:
         if data is None or scales is None or data.shape != shape:
             return None
         parts = (data, scales, tensor) if tensor else (data, scales)
-        # A scale may be of more than one device's values.
+        # A scale may cover more than one device's values.
         axes = partial(_first_axes, ranks=[len(part.shape) for part in parts[1:]])
         needs = frozenset({"dequantize"})
         return Made(shape, dtype, parts, partial(_dequantize, dtype), axes, note="kernels dequantized", needs=needs)
 
 
 def _is_derived(name: str, held: set[str]) -> bool:
-    """Whether a parameter, or an array of a quantized one, is held as its master or its quantized values are."""
+    """Whether ``held`` has the master, or the quantized values, of a parameter or of a quantized one's array."""
     first, *rest = name.split("/")
     paths = ["/".join(rest[:size]) for size in range(1, len(rest) + 1)]
     return first == PARAMETERS and any(
@@ -283,7 +284,7 @@ def _first_axes(axes: Axes, ranks: list[int]) -> tuple[Axes, ...]:
 
 
 def _of_length(history: Array, length: int) -> Array:
-    """Return an amax history with another number of entries, of which the newest is the first."""
+    """Return an amax history with another number of entries, newest first."""
     more = max(0, length - history.shape[-1])
     return jnp.pad(history[..., :length], [(0, 0)] * (history.ndim - 1) + [(0, more)])
 

@@ -1,4 +1,4 @@
-"""Names of folders that reach the disk as they are, through Orbax and etils."""
+"""Names of folders that Orbax and etils use unchanged."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 from etils.epath.gpath import PosixGPath
 
 INSIDE = 200
-"""Bytes that the path of a file inside of a checkpoint may add to the folder's."""
+"""Maximum length in bytes of a file's path inside of a checkpoint."""
 
 CLOUDS = ("/gs/", "/s3/", "/az/", "/hf/")
-"""Folders of the root that etils takes for the services of these names."""
+"""Root folders that etils interprets as cloud services."""
 
 
 class Folder(PosixGPath):
-    """A path whose own name is no pattern: with etils' ``glob``, Orbax finds nothing in a folder ``run[1]``."""
+    """A path whose own name is not a pattern: with etils' ``glob``, Orbax finds nothing in a folder ``run[1]``."""
 
     def glob(self, pattern: str) -> Iterator[Folder]:
         return map(type(self), glob.glob(os.path.join(glob.escape(os.fspath(self)), pattern)))
@@ -28,7 +28,7 @@ def checked_folder(given: str | os.PathLike[str]) -> Path:
     """Return the absolute path of a folder.
 
     Raises:
-        ValueError: if it is a file, or if its name does not reach the disk as it is.
+        ValueError: if it is a file, or if Orbax would change its name.
     """
     # Absolute, because the process may change its working directory during a run.
     path, refused = Path(given).absolute(), None
@@ -40,7 +40,7 @@ def checked_folder(given: str | os.PathLike[str]) -> Path:
         refused = "has a backslash, or a character that is not Unicode, in its absolute path"
     elif f"{path}/".startswith(CLOUDS) or any(part.endswith(":") for part in path.parts):
         refused = "looks like the address of a service, not a folder"
-    elif not os.fspath(given):  # pathlib reads it as the working directory, which nobody means by it
+    elif not os.fspath(given):  # pathlib reads it as the working directory, which is never intended
         refused = "names none"
     elif not refused and path.is_symlink() and not path.exists():
         refused = f"is a symbolic link to {os.readlink(path)}, which does not exist"

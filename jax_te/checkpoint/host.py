@@ -1,4 +1,4 @@
-"""Copies of a state in the host's memory, from which a checkpoint is written while the state changes."""
+"""Copies of a state in host memory, from which a checkpoint is written while the state changes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 PINNED = "pinned_host"
-"""Memory of the host that devices write to by themselves, without a copy through pages that may be moved."""
+"""Memory kind of pinned host memory, to which devices write directly."""
 
 
 class _Memory:
-    """Bytes of the copies that there are, and the most that there were at a time: XLA keeps the memory of these."""
+    """Bytes of existing copies, and their maximum so far: XLA keeps that memory allocated."""
 
     lock, held, most = threading.Lock(), 0, 0
 
     @classmethod
     def change(cls, size: int) -> bool:
-        """Return whether there are more bytes than ever; ``size`` of them are new, or free again."""
+        """Add ``size`` bytes (negative: freed), and return whether the total is a new maximum."""
         with cls.lock:
             cls.held += size
             more, cls.most = cls.held > cls.most, max(cls.most, cls.held)
@@ -33,20 +33,20 @@ class _Memory:
 def host_copies(leaves: list[Any]) -> list[Any]:
     """Return copies of the leaves that can be made by one call: in pinned memory, without a program to compile.
 
-    Each has its leaf's sharding, in the other memory. Of replicas of one process there is one copy. None stands for a
-    copy that cannot be made so.
+    Each has its leaf's sharding, in the other memory. Of replicas of one process there is one copy. None stands for an
+    array that cannot be copied this way.
 
     Args:
         leaves: arrays. For a larger state than those before, this waits until all is copied.
 
     Raises:
-        jax.errors.JaxRuntimeError: if there is too little memory that can be pinned.
+        jax.errors.JaxRuntimeError: if there is too little memory to pin.
 
     >>> copies = host_copies([jnp.ones(2), np.zeros(2)])
     >>> copies[0].sharding.memory_kind, type(copies[1])
     ('pinned_host', <class 'numpy.ndarray'>)
     """
-    # What is done before the call the devices wait for: little.
+    # Work before the call delays the devices, so there is little.
     sources, places, numbers = list[jax.Array](), list[Sharding](), list[int]()
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, jax.Array):
@@ -81,7 +81,7 @@ def host_copies(leaves: list[Any]) -> list[Any]:
 
 
 def free(copies: list[Any]) -> None:
-    """Give the memory of copies back, whoever still refers to them."""
+    """Free the memory of copies, even if they are still referenced."""
     for copy in copies:
         if isinstance(copy, jax.Array) and not copy.is_deleted():
             data = jax.random.key_data(copy) if _is_key(copy.dtype) else copy
@@ -90,11 +90,11 @@ def free(copies: list[Any]) -> None:
 
 
 def _one_replica(leaf: jax.Array, number: int) -> jax.Array | None:
-    """Return an array of the same values of which each part is on one device; None if that takes more than views.
+    """Return an array of the same values with each part on one device only; None if that needs more than views.
 
     Args:
-        leaf: of any sharding.
-        number: of the leaf; replicas take turns, so that each device copies its share.
+        leaf: array of any sharding.
+        number: index of the leaf; replicas take turns, so that each device copies its share.
     """
     sharding = leaf.sharding
     if sharding.num_devices * math.prod(sharding.shard_shape(leaf.shape)) == leaf.size:
@@ -110,7 +110,7 @@ def _one_replica(leaf: jax.Array, number: int) -> jax.Array | None:
 
 @lru_cache(maxsize=1024)
 def _one_of_replicas(sharding: NamedSharding, number: int) -> NamedSharding:
-    """Return the sharding over the same axes, those that it does not name cut to one device."""
+    """Return the sharding over the same axes, with unnamed axes reduced to one device."""
     mesh: Any = sharding.mesh
     named = {axis for entry in sharding.spec for axis in (entry if isinstance(entry, tuple) else (entry,))}
     index = []
@@ -124,7 +124,7 @@ def _one_of_replicas(sharding: NamedSharding, number: int) -> NamedSharding:
 @lru_cache(maxsize=1024)
 def _pinned(sharding: Sharding, dtype: np.dtype[Any]) -> Sharding | None:
     """Return the sharding in pinned memory; None if there is no such memory, or if NumPy could not read it there."""
-    # What NumPy would see of two elements in one byte depends on the device.
+    # The layout of two elements in one byte depends on the device.
     if jnp.issubdtype(dtype, jnp.number) and _bits(dtype) < 8:
         return None
     device = next(iter(sharding.addressable_devices))

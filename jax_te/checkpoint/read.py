@@ -1,4 +1,4 @@
-"""Reading a checkpoint: alone in each process, with all processes agreeing on what was found."""
+"""Reading of a checkpoint: in each process separately, with agreement of all processes on the result."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class DamagedError(Exception):
 
 
 _NOT_DAMAGE = (MemoryError, PermissionError, Warning, jax.errors.JaxRuntimeError)
-"""Errors of a read that say nothing about the checkpoint."""
+"""Errors of a read that are not caused by the checkpoint."""
 
 
 def _reading(read: Callable[..., Any], *args: Any) -> Any:
-    """Return what ``read`` returns. A failed read is a `DamagedError`, unless it says nothing about the checkpoint."""
+    """Return the result of ``read``. A failed read raises `DamagedError`, unless the checkpoint is not the cause."""
     try:
         return read(*args)
     except Exception as error:
@@ -38,7 +38,7 @@ def _reading(read: Callable[..., Any], *args: Any) -> Any:
 
 
 def _damage(error: Exception) -> str:
-    """Return what an error says about the checkpoint, or raise its cause if that is nothing."""
+    """Return an error's description of the damage, or raise its cause if the checkpoint is not damaged."""
     links = chain(error)
     for link in links:
         if not isinstance(link, Exception) or isinstance(link, _NOT_DAMAGE):
@@ -47,13 +47,13 @@ def _damage(error: Exception) -> str:
 
 
 def in_all_processes(read: Callable[..., Any], *args: Any) -> Any:
-    """Return what ``read`` returns, or raise in all processes if it raises in one: they would wait for each other."""
+    """Return the result of ``read``, or raise in all processes if it raises in one: they would wait for each other."""
     result, failure, text = None, None, ""
     try:
         result = read(*args)
     except Exception as error:
         failure, text = error, f"{isinstance(error, DamagedError):d}{error}"
-    failures = sorted(filter(None, gather_texts(text)))  # those that are no damage come first
+    failures = sorted(filter(None, gather_texts(text)))  # those that are not damage come first
     if failure is not None and not isinstance(failure, DamagedError):
         raise failure
     if failures:
@@ -62,7 +62,7 @@ def in_all_processes(read: Callable[..., Any], *args: Any) -> Any:
 
 
 def gather_texts(text: str) -> list[str]:
-    """Return the texts of all processes, in their order; all must call this, and 400 bytes of a text arrive."""
+    """Return the texts of all processes, in their order; all must call this, and texts are cut to 400 bytes."""
     if jax.process_count() == 1:
         return [text]
     sent = np.frombuffer(text.encode()[:400].ljust(400, b"\0"), np.uint8)
@@ -72,7 +72,7 @@ def gather_texts(text: str) -> list[str]:
 
 @contextlib.contextmanager
 def quiet_orbax() -> Iterator[list[BaseException]]:
-    """Yield the errors that Orbax logs, and drop them and its warnings from the log: callers get them as ours."""
+    """Yield the errors that Orbax logs, and drop them and its warnings from the log: callers raise them."""
     # A new object for each use, so that leaving one of several open uses does not take the filter from the others.
     logger, log_filter = logging.getLogger("absl"), _NotFromOrbax()
     logger.addFilter(log_filter)
@@ -106,26 +106,26 @@ def read_metadata(path: Path) -> dict[str, Any]:
     """Return ``format``, ``data``, ``arrays`` and ``checksums`` of a checkpoint, verified by their own checksum.
 
     Raises:
-        DamagedError: if they are not there, or not as they were written.
+        DamagedError: if they are missing or corrupted.
     """
     stored: dict[str, Any] = _reading(_custom_metadata, path)
     if stored.pop("crc32", None) != crc32(stored):
         raise DamagedError("its metadata cannot be read")
-    if str(stored.get("step", path.name)) != path.name:  # one that says no step has another format, too
+    if str(stored.get("step", path.name)) != path.name:  # metadata without a step have another format, too
         raise DamagedError(f"it is that of step {stored['step']}, in a folder of another name; rename it back")
     return stored
 
 
 def _custom_metadata(path: Path) -> dict[str, Any]:
-    # Orbax's own file. Its function for it also reads what it stored of each array, one by one.
+    # Orbax's own file. Orbax's function also reads the metadata of each array, one by one.
     return dict(json.loads((path / "_CHECKPOINT_METADATA").read_bytes())["custom_metadata"] or {})
 
 
 def read_back(path: Path) -> None:
-    """Read all that is stored of a checkpoint but the arrays' values, through Orbax.
+    """Read everything in a checkpoint except the arrays' values, through Orbax.
 
     Raises:
-        DamagedError: if something is not there.
+        DamagedError: if something is missing.
     """
     read_metadata(path)
     _reading(_array_metadata, path)
@@ -139,9 +139,9 @@ def _array_metadata(path: Path) -> None:
 
 
 def describe_checkpoint(path: Path) -> tuple[int, dict[str, tuple[str, tuple[int, ...], str]]]:
-    """Return the step of one checkpoint of a `TrainCheckpointer`, and dtype, shape and sharding as saved of each array.
+    """Return the step of one checkpoint of a `TrainCheckpointer`, and each array's dtype, shape and saved sharding.
 
-    Nothing of the arrays is read.
+    No array is read.
 
     Raises:
         ValueError: if it is damaged.
@@ -160,7 +160,7 @@ def describe_checkpoint(path: Path) -> tuple[int, dict[str, tuple[str, tuple[int
             for name, (dtype, shape) in arrays.items()
         }
     except (DamagedError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is no checkpoint that can be read ({error})") from None
+        raise ValueError(f"{path} is not a checkpoint that can be read ({error})") from None
 
 
 def read_arrays(path: Path, wanted: dict[Name, jax.ShapeDtypeStruct]) -> dict[Name, Any]:

@@ -1,4 +1,4 @@
-"""From a checkpoint to the arrays of a state, which may hold them in another form."""
+"""Restoring of a state's arrays from a checkpoint, which may hold them in another form."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Target:
     """A state to fill.
 
     Args:
-        tree: of arrays or their descriptions.
+        tree: tree of arrays or their descriptions.
         allow: names of `ALLOWED`.
-        part: what its names begin with, and all that is asked for; "" for a whole state.
+        part: prefix of the names; only arrays under it are restored. "": the whole state.
 
     Raises:
         ValueError: for an unknown name in ``allow``.
@@ -50,20 +50,20 @@ class Target:
         }
 
     def filled(self, arrays: dict[Name, Any]) -> PyTree:
-        """Return the tree with these arrays, and descriptions of those that are not there."""
+        """Return the tree with these arrays, and descriptions of the missing ones."""
         leaves = [arrays.get(name, leaf) for name, leaf in self.leaves.items()]
         return jax.tree.unflatten(jax.tree.structure(self.tree), leaves)
 
 
 @dataclass
 class Plan:
-    """How the arrays of a state come about.
+    """Sources of a state's arrays.
 
     Args:
-        made: of the checkpoint's arrays.
+        made: arrays read or made from the checkpoint's arrays.
         kernels: exact values of kernels, which are quantized here.
-        kept: those given with the state.
-        left_out: what the checkpoint has and the state lacks.
+        kept: names of arrays kept from the given state.
+        left_out: names of the checkpoint's arrays that the state lacks.
     """
 
     made: dict[Name, Made] = field(default_factory=dict)
@@ -76,13 +76,13 @@ def load(path: Path, what: str, target: Target) -> tuple[PyTree, Any]:
     """Return a state and the data state.
 
     Args:
-        path: of the checkpoint.
+        path: path of the checkpoint.
         what: subject of messages.
         target: the state to fill.
 
     Raises:
-        DamagedError: if something cannot be read, or is not as it was written.
-        CheckpointMismatchError: if an array cannot be had, or not without what is not allowed.
+        DamagedError: if something cannot be read or is corrupted.
+        CheckpointMismatchError: if an array cannot be made, or only by a conversion that is not allowed.
         ValueError: for another format, and for kernels to be quantized under another recipe than the state's.
     """
     body = in_all_processes(read_metadata, path)
@@ -106,7 +106,7 @@ def load(path: Path, what: str, target: Target) -> tuple[PyTree, Any]:
 
 
 def make_plan(saved: dict[str, Record], target: Target, what: str) -> Plan:
-    """Return how the arrays of a state are made of those that are saved.
+    """Return the plan that makes a state's arrays from the saved ones.
 
     Args:
         saved: records of the checkpoint.
@@ -114,7 +114,8 @@ def make_plan(saved: dict[str, Record], target: Target, what: str) -> Plan:
         what: subject of messages.
 
     Raises:
-        CheckpointMismatchError: listing what cannot be made, or not without what is not allowed.
+        CheckpointMismatchError: for arrays that cannot be made, or only by a conversion that is not allowed; the
+            message lists them.
     """
     forms = Forms(saved, target.wanted)
     ways = {name: forms.find(name, target.wanted["/".join(name)]) for name in target.leaves}
@@ -128,10 +129,10 @@ def make_plan(saved: dict[str, Record], target: Target, what: str) -> Plan:
 
 @dataclass
 class _Refused:
-    """What keeps a checkpoint from filling a state.
+    """Reasons why a checkpoint cannot fill a state.
 
     Args:
-        names: arrays that cannot be had, or not without what is not allowed.
+        names: arrays that cannot be made, or only by a conversion that is not allowed.
         needs: names of `ALLOWED` that would allow it.
     """
 
@@ -139,7 +140,7 @@ class _Refused:
     needs: set[str] = field(default_factory=set)
 
     def error(self, saved: dict[str, Record], target: Target, what: str) -> CheckpointMismatchError:
-        """Return the error that lists the names and what to allow."""
+        """Return the error that lists the names and the conversions to allow."""
         advice = [f'give allow={{"{name}"}}: {ALLOWED[name]}' for name in sorted(self.needs)]
         remedies = "; or ".join(["Use the configuration it was saved with, or another folder", *advice])
         found = differences(saved, target.wanted, self.names)
@@ -147,24 +148,24 @@ class _Refused:
 
 
 def _quantized_here(forms: Forms, ways: dict[Name, Made | None], target: Target) -> dict[Name, Made]:
-    """Return the exact values of the kernels that are quantized anew, for which there must be a model."""
+    """Return the exact values of the kernels to quantize again, which needs a model."""
     if not hasattr(target.tree, "graphdef"):
         return {}
     kernels: dict[Name, Made] = {}
     for kernel, stored in target.kernels.items():
         own = [ways[name] for name, owner in target.kernel_of.items() if owner == kernel]
         exact = forms.exact(kernel, stored.shape)
-        # Read as it is, or quantized anew in all of its arrays: they are decided together.
+        # All arrays of a kernel are either read or quantized again: they are decided together.
         if exact and any(made is None or made.all_needs() for made in own):
             kernels[kernel] = replace(exact, note="kernels quantized", needs=frozenset({"requantize"}))
     return kernels
 
 
 def _decide_leaves(plan: Plan, refused: _Refused, ways: dict[Name, Made | None], target: Target) -> None:
-    """Add to ``plan`` how each array of the state is made or kept, and those that cannot be had to ``refused``."""
+    """Add the source of each array of the state to ``plan``, and arrays without one to ``refused``."""
     for name, way in ways.items():
         kernel = target.kernel_of.get(name)
-        # The arrays of a kernel that is quantized here come of its exact values, not by their own ways.
+        # The arrays of a kernel that is quantized here come from its exact values, not from conversions of each.
         made = way if kernel is None else plan.kernels.get(kernel, way)
         may_be_kept = "missing" in target.allow and isinstance(target.given[name], jax.Array | np.ndarray)
         if made is not None and made.all_needs() <= target.allow:
@@ -178,10 +179,10 @@ def _decide_leaves(plan: Plan, refused: _Refused, ways: dict[Name, Made | None],
 
 
 def _decide_left_over(plan: Plan, refused: _Refused, forms: Forms, target: Target) -> None:
-    """Add to ``plan`` what the checkpoint has beside the state, or to ``refused`` where that is not allowed."""
+    """Add the checkpoint's surplus arrays to ``plan``, or to ``refused`` if that is not allowed."""
     for name in forms.left_over(plan.made | plan.kernels):
         first = name.split("/")[0]
-        # Wanted, but made of other arrays; or outside of the part that is asked for.
+        # Wanted, but made from other arrays; or outside of the requested part.
         if name in target.wanted or first != (target.part or first):
             continue
         of_quantizers = first == QUANTIZERS
@@ -193,10 +194,11 @@ def _decide_left_over(plan: Plan, refused: _Refused, forms: Forms, target: Targe
 
 
 def _reads(plan: Plan, target: Target) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return what is read by name: an array that is used as it is in its place, what others are made of near theirs."""
+    """Return the arrays to read by name: unconverted ones with their final sharding, sources of others with a similar
+    one."""
     reads = {made.source: target.leaves[name] for name, made in plan.made.items() if made.make is None}
     for name, made in (plan.made | plan.kernels).items():
-        # Of an array for several others, the first decides; the others are moved to where they belong.
+        # If an array serves several others, the first one decides; for the others it is moved.
         sharding = target.leaves[name].sharding if name in plan.made else _of_kernel(target, name)
         for source, (each, axes) in made.reads(_axes(sharding, len(made.shape))).items():
             placed = jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=_auto(sharding, axes))
@@ -206,10 +208,10 @@ def _reads(plan: Plan, target: Target) -> dict[str, jax.ShapeDtypeStruct]:
 
 def _arrays(plan: Plan, target: Target, read: dict[str, Any]) -> dict[Name, Any]:
     arrays, taken = {}, set[str]()
-    # Of whatever meshes, with axes of type Auto: no mesh is set meanwhile, as for checksums.
+    # On any meshes, with axes of type Auto: no mesh is set meanwhile, as for checksums.
     with jax.set_mesh(NO_MESH):
         for name, made in plan.made.items():
-            # One buffer must not be in a state twice: a step donates it.
+            # A buffer must not occur twice in a state, since a step donates it.
             again = made.make is None and made.source in taken
             taken.add(made.source)
             arrays[name] = jax.device_put(made.value(read), target.leaves[name].sharding, may_alias=not again)
@@ -230,7 +232,7 @@ def _arrays(plan: Plan, target: Target, read: dict[str, Any]) -> dict[Name, Any]
 
 
 def _of_kernel(target: Target, kernel: Name) -> Sharding:
-    """Return the sharding of a quantized kernel's values, which is that of its exact ones."""
+    """Return the sharding of a quantized kernel's values, the same as that of its exact ones."""
     shape = target.kernels[kernel].shape
     own = [target.leaves[name] for name, owner in target.kernel_of.items() if owner == kernel]
     return next((leaf for leaf in own if leaf.shape == shape), own[0]).sharding

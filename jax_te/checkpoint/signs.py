@@ -1,4 +1,4 @@
-"""Signs of life: small files by which the processes of one run tell each other that they get on, or why they end."""
+"""Signs of life: small files in which the processes of a run report progress to each other, or why they end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _SIZE = 4096
-"""Bytes of a file: always the same, so that a disk that is full has room for the next sign."""
+"""Bytes of a file: always the same, so that the next sign fits even on a full disk."""
 _TEXT = 300
 """Characters of an error or an occupation, of up to 6 bytes each in JSON."""
 _BUSY = 0.05
@@ -22,7 +22,7 @@ _LONGEST_INTERVAL = 2.0
 
 
 def shortened(text: str, length: int = _TEXT) -> str:
-    """Return a text of at most so many characters, without its middle: the reason stands at the end of an error.
+    """Return a text cut in the middle to at most so many characters: an error's reason is at its end.
 
     >>> shortened("Failed writing in a/very/long/path: File too large", 33)
     'Failed writing … File too large'
@@ -32,15 +32,15 @@ def shortened(text: str, length: int = _TEXT) -> str:
 
 
 class Sign(NamedTuple):
-    """What a process says of itself.
+    """Report of a process about itself.
 
     Args:
         beat: number of the sign. It grows as long as the process runs.
-        life: grows as long as the process gets on; that of process 0 also when another one does.
-        saved: grows as long as a save under way gets on, likewise.
+        life: number that grows as long as the process makes progress; that of process 0 also when another one does.
+        saved: number that grows as long as a save under way makes progress, likewise.
         place: number of the things that it has begun: the same in all processes at the same point of the program.
         doing: the last of these, in words.
-        error: why the run cannot go on. Empty: it can.
+        error: reason why the run cannot go on. Empty: it can.
     """
 
     beat: int = 0
@@ -52,7 +52,7 @@ class Sign(NamedTuple):
 
 
 class _Watched:
-    """Another process as this one sees it: its last sign, when each number in it grew, and whether it has ended."""
+    """Another process as seen by this one: its last sign, the times when its numbers grew, and whether it has ended."""
 
     def __init__(self, now: float):
         self.sign = Sign()
@@ -70,17 +70,17 @@ class _Watched:
 class Signs:
     """The signs of life of one run's processes, while entered.
 
-    Each process writes its own file, of a name that only this start of the run has. Process 0 reads those of all, and
-    the others read its file alone: what process 0 finds out stands in it. A process that ends in an orderly way takes
-    its file away, unless that says why. The lock on a file tells of one that was killed, where the file system has
-    locks.
+    Each process writes its own file, whose name is unique to this start of the run. Process 0 reads all files, and the
+    others read only its file, which contains its findings. A process that ends in an orderly way removes its file,
+    unless it contains an error. Where the file system supports locks, the lock on a file reveals that a process was
+    killed.
 
     Args:
-        folder: one that all processes share; made if it is not there.
+        folder: folder that all processes share; made if missing.
         run: a name that is the same in all processes, and no other start has.
         index, count: number of this process, and of all.
-        bounds: all bounds of waiting in seconds; signs come ten times as often as the shortest asks for.
-        look: called after every look at the others, in a thread of its own. It may end the process.
+        bounds: all timeouts in seconds; signs are written ten times as often as the shortest one needs.
+        look: function called after every look at the other processes, in a thread of its own. It may end the process.
     """
 
     def __init__(
@@ -131,12 +131,12 @@ class Signs:
                 self._folder.rmdir()
 
     def begin(self, doing: str, *, waits: bool = False) -> None:
-        """Say that this process begins something; all processes begin the same things in the same order.
+        """Report that this process begins something; all processes begin the same things in the same order.
 
         Args:
             doing: a few words, behind which a line says "in".
-            waits: it is a wait for other processes. Otherwise time of the CPU counts as getting on: the process
-                compiles, say.
+            waits: whether it is a wait for other processes. Otherwise CPU time counts as progress, such as that of
+                compilation.
         """
         with self._of_own:
             self._own = self._own._replace(place=self._own.place + 1, doing=doing[:_TEXT])
@@ -144,18 +144,18 @@ class Signs:
         self._got_on("life")
 
     def measure(self, of_save: Callable[[], int] | None) -> None:
-        """Take a number that changes while the save under way gets on; None: there is no save."""
+        """Set a function whose number changes while the save under way makes progress; None: there is no save."""
         self._measure = of_save
         self._got_on("saved", "life")
 
     def fail(self, text: str) -> None:
-        """Tell the others why this process ends, at once."""
+        """Tell the others immediately why this process ends."""
         self._take_error(text)
         with contextlib.suppress(OSError):
             self._tell()
 
     def lost(self, bound: float, *, clock: str = "life") -> str | None:
-        """Return a line on the process for which this one waits in vain, None as long as all is well.
+        """Return a line about the process for which this one has waited too long, None if there is none.
 
         Args:
             bound: seconds without a sign.
@@ -190,14 +190,14 @@ class Signs:
         return None
 
     def late(self) -> list[tuple[int, str]]:
-        """Return number and occupation of the processes for which this one waits: they are behind it."""
+        """Return index and activity of the processes for which this one waits, because they are behind it."""
         if not self._waits:
             return []
         signs = [(other, seen.sign) for other, seen in self._watched.items() if not seen.ended]
         return [(other, sign.doing) for other, sign in signs if sign.place < self._own.place]
 
     def waited(self) -> float:
-        """Return for how many seconds this process has been where it is."""
+        """Return the number of seconds for which this process has been at its present point."""
         return self._now - self._own_grew["life"]
 
     def _got_on(self, *clocks: str) -> None:
@@ -206,20 +206,21 @@ class Signs:
             self._own_grew[clock] = self._now
 
     def _count(self, number: str) -> None:
-        with self._of_own:  # the loop's thread begins things, that of the signs counts
+        with self._of_own:  # the loop's thread begins things, the signs' thread counts
             self._own = self._own._replace(**{number: getattr(self._own, number) + 1})
 
     def _take_error(self, text: str) -> None:
-        """Keep the first error: others follow from it."""
+        """Keep only the first error: others follow from it."""
         with self._of_own:
             self._own = self._own._replace(error=self._own.error or shortened(text))
 
     def _watch(self) -> None:
-        """Count the time, and see what it means: without files, which may be what hangs."""
+        """Measure time and draw conclusions without reading files, since these may hang."""
         before = time.monotonic()
         while not self._over.wait(self.interval):
             now = time.monotonic()
-            # Not more than this thread has seen of it: a process that was stopped itself finds no other one late.
+            # Not more time than this thread has observed: a process that was stopped itself must not consider others
+            # late.
             self._now += min(now - before, 2 * self.interval)
             before = now
             if self._look_then is not None:
@@ -230,7 +231,7 @@ class Signs:
             self._see_oneself()
             for other in self._watched:
                 self._see(other)
-            # Full disks and folders that cannot be reached show in the time since the last sign.
+            # Full disks and unreachable folders become visible in the time since the last sign.
             with contextlib.suppress(OSError):
                 self._tell()
 
@@ -253,10 +254,10 @@ class Signs:
             seen.ended, seen.locks = seen.sign.beat > 0, False  # in an orderly way, if it had begun
             return
         except (OSError, ValueError, TypeError):
-            return  # half of a sign; the next look shows the whole
+            return  # an incomplete sign; the next read returns the whole
         for clock in ("life", "saved"):
             if self._index == 0 and getattr(sign, clock) != getattr(seen.sign, clock):
-                self._count(clock)  # the others see there that one of them gets on
+                self._count(clock)  # it shows the others that one of them makes progress
         seen.take(sign, self._now)
         held = _is_locked(_lock_of(path))
         seen.ended = seen.locks and held is False
@@ -302,7 +303,7 @@ def _read(path: Path) -> bytes:
 
 
 def _is_locked(path: Path) -> bool | None:
-    """Return whether a process holds the lock of a file; None if there is none, or that cannot be told."""
+    """Return whether a process holds the lock of a file; None if there is no file, or it is unknown."""
     try:
         file = _open(path, os.O_RDWR)
     except OSError:

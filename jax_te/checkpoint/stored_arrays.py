@@ -2,7 +2,7 @@
 
 Orbax itself would read all arrays of a tree at once in an event loop, which it closes when one read fails. The other
 reads then report their errors from TensorStore's threads at any later time, and only a hook of the whole process could
-keep these from the screen. Here a failed read is an exception of this call, and nothing of the process is changed.
+keep these from the screen. Here a failed read raises in this call, and no process-wide state changes.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from jax_te.checkpoint.tree import STATE, Name
 from jax_te.typing import Array
 
 IN_FLIGHT = 2**32
-"""Bytes of arrays that are being read at a time."""
+"""Maximum bytes of arrays being read at a time."""
 
 _INDEX_CACHE = 2**27
-"""Bytes of the database's index that are kept in memory."""
+"""Bytes of the database's index cached in memory."""
 
 Reads: TypeAlias = dict[tuple[tuple[int, ...], ...], tensorstore.Future]
-"""Reads under way of the parts of one array that this process needs, by place."""
+"""Pending reads of the parts of one array that this process needs, by index."""
 
 
 class Database:
-    """The arrays of a checkpoint, which are not read yet.
+    """The arrays of a checkpoint, not read yet.
 
     Args:
         path: folder of the tree of all arrays.
@@ -41,7 +41,7 @@ class Database:
     """
 
     def __init__(self, path: Path):
-        # The index alone is cached: values are read once.
+        # Only the index is cached: values are read once.
         self._context = tensorstore.Context({"cache_pool#index": {"total_bytes_limit": _INDEX_CACHE}})
         base = {"driver": "file", "path": f"{path}/"}
         self._spec = {"driver": "ocdbt", "base": base, "cache_pool": "cache_pool#index"}
@@ -59,14 +59,14 @@ class Database:
 
 
 def read_arrays(path: Path, wanted: dict[Name, jax.ShapeDtypeStruct]) -> dict[Name, Array]:
-    """Return arrays of a checkpoint, each in the sharding of its description; this process reads its own parts alone.
+    """Return arrays of a checkpoint, each in the sharding of its description; this process reads only its own parts.
 
     Args:
         path: folder of the checkpoint.
         wanted: descriptions of the arrays.
 
     Raises:
-        ValueError: if an array is not there, is another than described, or cannot be read.
+        ValueError: if an array is missing, does not match its description, or cannot be read.
     """
     if not wanted:
         return {}
@@ -85,7 +85,7 @@ def _key(name: Name) -> str:
 
 
 def _begin(opening: tensorstore.Future, stored: Any, name: str) -> Reads:
-    """Return the reads of an array's parts, begun, after a check of what is stored."""
+    """Check an array's stored metadata, start the reads of its parts, and return them."""
     store = opening.result()
     found = store.dtype.numpy_dtype, tuple(store.shape)
     if found != (stored.dtype, stored.shape):
@@ -97,7 +97,7 @@ def _begin(opening: tensorstore.Future, stored: Any, name: str) -> Reads:
 def _ahead(
     begun: Iterable[tuple[Name, Reads]], wanted: dict[Name, jax.ShapeDtypeStruct]
 ) -> Iterator[tuple[Name, Reads]]:
-    """Yield reads in their order, while those behind them are begun, as far as `IN_FLIGHT` allows."""
+    """Yield reads in order, starting subsequent ones as far as `IN_FLIGHT` allows."""
     waiting: collections.deque[tuple[Name, Reads]] = collections.deque()
     in_flight = 0
     for name, reads in begun:
@@ -130,7 +130,7 @@ def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
 
 
 def _indices(stored: Any) -> list[Any]:
-    """Return where the parts are that this process's devices hold, each once."""
+    """Return the indices of the parts that this process's devices hold, each once."""
     of_devices = stored.sharding.addressable_devices_indices_map(stored.shape).values()
     return list({_place(index, stored.shape): index for index in of_devices}.values())
 
@@ -140,7 +140,7 @@ def _place(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 def _as_stored(leaf: jax.ShapeDtypeStruct) -> Any:
-    """Return the description of an array as it is stored: of typed keys that of their data."""
+    """Return the description of an array as stored; for typed keys that of their data."""
     if not _is_key(leaf):
         return leaf
     data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))

@@ -1,4 +1,4 @@
-"""What a restore fills: the name, shape, dtype and sharding of each array."""
+"""Target of a restore: the name, shape, dtype and sharding of each array."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from jax_te.typing import LogicalAxes, PyTree
 def described(tree: PyTree) -> dict[Name, jax.ShapeDtypeStruct]:
     """Return shape, dtype and the sharding to restore to of each leaf, in leaf order.
 
-    A leaf that has a sharding on devices keeps it. Others (those of ``jax.eval_shape``, NumPy arrays) get that of the
-    logical axes of their Variable on the mesh that is set, and what has no axes is replicated. Without a mesh they go
-    to the default device.
+    A leaf that has a sharding on devices keeps it. Others (those of ``jax.eval_shape``, NumPy arrays) are sharded by
+    the logical axes of their Variable on the mesh in use, or replicated without axes. Without a mesh they go to the
+    default device.
 
     Raises:
         ValueError: for a dimension that does not divide over its mesh axes.
@@ -36,13 +36,13 @@ def described(tree: PyTree) -> dict[Name, jax.ShapeDtypeStruct]:
 
 def _sharding(name: str, leaf: Any, axes: LogicalAxes | PartitionSpec, mesh: Mesh) -> Sharding:
     given = getattr(leaf, "sharding", None)
-    # Of a shape that was traced under a mesh: it names axes, but no devices.
+    # The sharding of a shape traced under a mesh names axes, but no devices.
     traced = given if isinstance(given, NamedSharding) and isinstance(given.mesh, AbstractMesh) else None
     if given is not None and traced is None:
         return given
     if mesh.empty:
         return jnp.zeros(()).sharding
-    # Axes of type Auto are in no shape's spec: an empty one says nothing.
+    # A shape's spec never contains axes of type Auto, so an empty one carries no information.
     if traced is not None and any(traced.spec):
         return NamedSharding(mesh, traced.spec)
     check_divides(name, leaf.shape, axes, mesh)

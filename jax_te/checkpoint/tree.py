@@ -1,4 +1,4 @@
-"""A training state as a tree of names and arrays, which is what a checkpoint stores."""
+"""A training state as a tree of names and arrays, as stored in a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ STATE = "state"
 """The tree of all arrays: one, because Orbax writes the first of several while it copies the next from the devices."""
 
 PARAMETERS = "params"
-"""What the names of parameters in a training state begin with."""
+"""Prefix of parameters' names in a training state."""
 
 NO_MESH = jax.sharding.Mesh(np.empty((), object), ())
-"""Under it, arrays may be on any devices; under another one JAX takes arrays on its devices only, in its order."""
+"""No mesh: arrays may be on any devices; under a mesh JAX accepts only arrays on its devices, in its order."""
 
 
 def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[Name, Any]:
@@ -35,7 +35,7 @@ def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> 
 
     Args:
         tree: the pytree.
-        is_leaf: as in ``jax.tree.leaves``.
+        is_leaf: predicate for leaves, see ``jax.tree.leaves``.
 
     Raises:
         ValueError: if two leaves have the same name.
@@ -73,8 +73,8 @@ def array_leaves(tree: PyTree) -> list[Any]:
         for name, leaf in named_leaves(tree).items():
             if not isinstance(leaf, jax.Array | np.ndarray):
                 raise TypeError(
-                    f"{'/'.join(name)} is no array but {type(leaf).__name__}: give the state its jnp.asarray, or store "
-                    "it in data_state"
+                    f"{'/'.join(name)} is not an array but {type(leaf).__name__}: give the state its jnp.asarray, or "
+                    "store it in data_state"
                 )
     return leaves
 
@@ -127,7 +127,7 @@ def _unwrap(node: Any) -> Any:
 
 
 def _part(entry: Any) -> str:
-    # Entries of a path have one of these, by the kind of their node: dict, dataclass, list.
+    # Attribute of a path's entry, by the kind of its node: dict, dataclass, list.
     for attribute in ("key", "name", "idx"):
         if hasattr(entry, attribute):
             return str(getattr(entry, attribute))

@@ -1,4 +1,4 @@
-"""Writing a checkpoint through Orbax."""
+"""Writing of a checkpoint through Orbax."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NO_BOUND = 7 * 24 * 3600
 
 
 def kept_by(keep: int, keep_every: int | None, keep_best: int | None, metric: str, best: Literal["min", "max"]) -> Any:
-    """Return Orbax's policy for the arguments of a `TrainCheckpointer`: what one of the rules keeps stays."""
+    """Return Orbax's policy for the arguments of a `TrainCheckpointer`: a checkpoint that any rule keeps stays."""
     policies = ocp.training.preservation_policies
     kept: list[Any] = [policies.LatestN(keep)]
     if keep_every is not None:
@@ -37,26 +37,26 @@ def kept_by(keep: int, keep_every: int | None, keep_best: int | None, metric: st
 
 
 def _rank(metrics: Mapping[str, float] | None, *, name: str, sign: float) -> float:
-    """Return a number that is larger for a better checkpoint; of one that has no such metric, the smallest."""
+    """Return a number that is larger for a better checkpoint; the smallest number without the metric."""
     value = sign * (metrics or {}).get(name, math.nan)
     return -math.inf if math.isnan(value) else value
 
 
 def new_writer(directory: Path, kept: Any) -> ocp.training.Checkpointer:
-    """Return Orbax's writer of a folder, in which it removes what a killed save left.
+    """Return Orbax's writer of a folder, from which it removes the remains of a killed save.
 
     Raises:
         ValueError: if a checkpoint's metadata is malformed.
     """
     context = ocp.Context()
-    # Random floating-point numbers, as parameters nearly are, lose a tenth of their size, and a save of them takes
-    # two to four times as long.
+    # Compression shrinks nearly random floating-point numbers, such as parameters, by a tenth, and makes a save two to
+    # four times as long.
     context.array.saving.use_compression = False
-    # Orbax counts from the start of a save, however it gets on; `TrainCheckpointer` has a bound of its own.
+    # Orbax measures from the start of a save, regardless of progress; `TrainCheckpointer` has its own timeout.
     if jax.process_count() > 1:
         context.asynchronous.timeout_secs = _NO_BOUND
-    # Otherwise Orbax waits for the folders by the number of the operation, which is one for the whole process: a call
-    # in another thread meanwhile would change it, and the save would wait for ever, or find folders of its own.
+    # Otherwise Orbax waits for the folders by the number of the operation, which is one for the whole process: a
+    # concurrent call in another thread would change it, and the save would wait forever, or find its own folders.
     if jax.process_count() == 1:
         context.asynchronous.create_directories_asynchronously = False
     options: dict[str, Any] = {"preservation_policy": kept, "cleanup_tmp_directories": True}
@@ -71,19 +71,19 @@ def call_orbax(
     checksums: Callable[[], dict[str, int]],
     metrics: dict[str, Any],
 ) -> Any:
-    """Return Orbax's response, whose ``result`` waits until all is written."""
+    """Return Orbax's response, whose ``result`` waits until everything is written."""
     body["checksums"] = checksums()
-    # The metadata has a checksum of its own, since it holds those of the arrays. force: whether to save was decided by
-    # the caller, not by a policy of Orbax.
+    # The metadata has its own checksum, since it holds those of the arrays. force: whether to save was decided by the
+    # caller, not by a policy of Orbax.
     return writer.save_checkpointables_async(
         step, {STATE: nest(leaves)}, force=True, metrics=metrics or None, custom_metadata={**body, "crc32": crc32(body)}
     )
 
 
 def in_thread(call: Callable[..., T], *args: Any) -> Future[T]:
-    """Return the future of a call in a thread of its own.
+    """Return the future of a call in its own thread.
 
-    At its end a process waits for the thread, but not where it could wait for another process.
+    At exit a process waits for the thread, unless the thread could wait for another process.
     """
     if jax.process_count() > 1:
         future = Future[T]()
@@ -104,10 +104,10 @@ def _fill(future: Future[T], call: Callable[..., T], args: tuple[Any, ...]) -> N
 
 
 def size_of_save(directory: Path, step: int) -> int:
-    """Return a number that changes while a save gets on: a checksum of names and sizes of the files.
+    """Return a number that changes while a save makes progress: a checksum of names and sizes of the files.
 
-    The first process, which puts the checkpoint together and removes older ones, looks at the whole folder, the others
-    at their own parts.
+    The first process, which assembles the checkpoint and removes older ones, reads the whole folder, the others only
+    their own parts.
     """
     here = jax.process_index()
     pattern = "**/*" if here == 0 else f"{step}.*/*/ocdbt.process_{here}/**/*"

@@ -1,4 +1,4 @@
-"""From a `RunConfig` to what its run is made of: model, optimizer, data, steps, and the contexts they run in."""
+"""Construction of a run from its `RunConfig`: model, optimizer, data, steps, and their contexts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def model_builder(config: RunConfig) -> Callable[[nnx.Rngs], GPTModel]:
 
 
 def first_model(config: RunConfig) -> GPTModel | Callable[[nnx.Rngs], GPTModel]:
-    """Return what a run begins with: `model_builder`'s model, with the weights of ``--init-from`` if it is given.
+    """Return a run's initial model: `model_builder`'s model, with the weights of ``--init-from`` if it is given.
 
     Raises:
         ValueError: for a folder that cannot be read.
@@ -67,7 +67,7 @@ def _finished(config: RunConfig, model: GPTModel, rngs: nnx.Rngs) -> GPTModel:
     rules = config.quantization_rules()
     if rules is not None:
         apply_rules(model, rules)
-    if config.lora_rank is not None:  # behind the rules, which go by the layers' names
+    if config.lora_rank is not None:  # after the rules, which select layers by name
         add_adapters(model, config.lora_rank, config.lora_alpha, rngs)
     return model
 
@@ -80,8 +80,8 @@ def build_model(config: RunConfig, *, execution: Execution | None = None) -> Cal
     """Return a function that builds the run's model, without the rules of its precision file and without adapters.
 
     Args:
-        config: of the run.
-        execution: of the layers and the loss. None: the run's.
+        config: configuration of the run.
+        execution: execution options of the layers and the loss. None: the run's.
     """
     execution = execution or _execution(config)
 
@@ -116,11 +116,11 @@ def _schedule(config: RunConfig) -> optax.Schedule:
 
 
 def optimizer(config: RunConfig) -> optax.GradientTransformation:
-    """Return AdamW with the run's schedule; of adapters alone, if there are any."""
+    """Return AdamW with the run's schedule, only for the adapters if there are any."""
     tx = adamw_with_schedule(_schedule(config), weight_decay=config.weight_decay, clip_norm=config.clip_norm)
     if config.lora_rank is None:
         return tx
-    # The label "frozen" leaves out decay and moments, too.
+    # The label "frozen" also omits decay and moments.
     return optax.multi_transform({"lora": tx, "frozen": optax.set_to_zero()}, lora_labels)
 
 
@@ -143,7 +143,7 @@ def contexts(config: RunConfig) -> Iterator[Mesh | None]:
     sizes = config.parallel_config()
     mesh = None if sizes is None else make_mesh(sizes, axis_type=config.mesh_axis_type)  # type: ignore[arg-type]
     with contextlib.ExitStack() as stack:
-        # All three are part of the jit cache key, so whatever is traced for the run must be traced inside.
+        # All three are part of the jit cache key, so all tracing for the run must happen inside.
         stack.enter_context(autocast(config.make_recipe()))
         stack.enter_context(use_backend(config.backend))  # type: ignore[arg-type]
         if mesh is not None:
@@ -166,12 +166,12 @@ def train_step(config: RunConfig, tx: optax.GradientTransformation) -> Callable[
 
 
 class Trainer:
-    """The parts of a run, put together. Make and use it inside `contexts`.
+    """The parts of a run. Create and use it inside `contexts`.
 
     Args:
         config: the run.
-        data: its tokens.
-        checkpointer: where states go.
+        data: tokens to train on and to evaluate.
+        checkpointer: checkpointer that writes states.
     """
 
     def __init__(self, config: RunConfig, data: TextData, checkpointer: TrainCheckpointer):
@@ -201,13 +201,14 @@ class Trainer:
         return create_train_state(first_model(self.config), self._parts[1], key=key, **_state_options(self.config)), 0
 
     def restore(self) -> tuple[TrainState, int]:
-        """Return the newest checkpoint's state and step, and let the batches go on from there."""
+        """Return the newest checkpoint's state and step, and resume the batches from there."""
         state, data_state, step = self.checkpointer.restore(abstract_state(self.config))
         self.batches.set_state(data_state)
         return state, step
 
     def save(self, step: int, state: TrainState, heldout_loss: float | None) -> None:
-        """Start writing a checkpoint. One without a held-out loss, which a signal asked for, is none of the best."""
+        """Start writing a checkpoint. A checkpoint without a held-out loss, requested by a signal, is never among the
+        best."""
         loss = math.nan if heldout_loss is None else heldout_loss
         self.checkpointer.save(state, self.batches.get_state(), step, metrics={HELDOUT: loss})
 
@@ -227,7 +228,7 @@ class Trainer:
 
 
 def abstract_state(config: RunConfig) -> TrainState:
-    """Return what a checkpoint of the run restores into; call it inside `contexts`."""
+    """Return the target into which a checkpoint of the run is restored; call it inside `contexts`."""
     return abstract_train_state(model_builder(config), optimizer(config), **_state_options(config))
 
 
@@ -237,7 +238,7 @@ def _state_options(config: RunConfig) -> dict[str, Any]:
 
 
 def abstract_model_state(config: RunConfig, *, masters: bool = False) -> TrainState:
-    """Return `abstract_state` without the optimizer's state and, unless asked for, without masters.
+    """Return `abstract_state` without the optimizer's state and, unless requested, without masters.
 
     Much less is read for it: the model's parameters and state, and a few scalars.
     """

@@ -1,4 +1,4 @@
-"""What kind of checkpoint a path is."""
+"""Detection of a checkpoint's kind from its path."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def kind_of(path: Path) -> Kind:
     """Return the kind of a checkpoint: ``"megatron"`` is also a folder of torch.distributed, ``"torch"`` a file.
 
     Raises:
-        ValueError: for what is none.
+        ValueError: for a path without a checkpoint.
     """
     if path.is_file() and path.suffix in (".pt", ".pth", ".bin"):
         return "torch"
     names = {each.name for each in path.iterdir()} if path.is_dir() else set()
-    # A run has a config.json, too, so it is the files of tensors that tell the kinds apart.
+    # A run has a config.json, too, so the kinds are distinguished by their tensor files.
     if names & {METADATA, TRACKER, "model_optim_rng.pt"} or any(name.startswith("mp_rank_") for name in names):
         return "megatron"
     if names & {SINGLE, INDEX}:
@@ -30,13 +30,13 @@ def kind_of(path: Path) -> Kind:
     if names & {CHECKPOINT_FOLDER, "_CHECKPOINT_METADATA"} or any(name.isdecimal() for name in names):
         return "jax-te"
     raise ValueError(
-        f"{path} is no checkpoint: a run of jax-te train, its checkpoints or one of them; a folder of Hugging Face "
+        f"{path} is not a checkpoint: a run of jax-te train, its checkpoints or one of them; a folder of Hugging Face "
         f"with {SINGLE} or {INDEX}; a folder of Megatron-LM or torch.distributed; a file *.pt of torch.save"
     )
 
 
 def checkpoint_folder(path: Path) -> Path:
-    """Return the folder of one checkpoint of jax-te: the newest of a run, or the one that the path is.
+    """Return the folder of one jax-te checkpoint: the newest of a run, or the path itself.
 
     Raises:
         ValueError: if there is none yet.

@@ -45,7 +45,7 @@ class EvalOptions:
     """Show the loss and the perplexity of a model on a text.
 
     Every token of the text but the first is predicted once, in windows that follow each other without overlap,
-    under the run's recipe and on one device. The text may be of every kind that jax-te train takes.
+    under the run's recipe and on one device. The text may have any format that jax-te train accepts.
     """
 
     output: str = option(FOLDER, "folder of the run", "runs/tiny")
@@ -53,16 +53,16 @@ class EvalOptions:
     init_from: str | None = option(FOLDER, "Hugging Face model folder to evaluate in place of a run", None)
     ignore_fields: str | None = option(FIELD_NAMES, IGNORED_FIELDS.format("--init-from"), None, shown="none")
     tokenizer: str | None = option(
-        PATH, "tokenizer.json file, or a folder that has one; needs --init-from", None, shown="--init-from's"
+        PATH, "tokenizer.json file, or a folder that contains one; needs --init-from", None, shown="--init-from's"
     )
     data: str | None = option(
         PATH, "text to evaluate on, a file or a folder; needed with --init-from", None, shown="the run's held-out text"
     )
     batch_size: int | None = option(
-        SIZE, "windows that are computed at once", None, shown="a microbatch of the run; 1 with --init-from"
+        SIZE, "number of windows per batch", None, shown="a microbatch of the run; 1 with --init-from"
     )
     seq_len: int | None = option(
-        SIZE, "tokens of a window", None, shown="the run's; with --init-from the model's, at most 1024"
+        SIZE, "window length in tokens", None, shown="the run's; with --init-from the model's, at most 1024"
     )
     factory_modules: str | None = option(MODULE_NAMES, FACTORY_MODULES, None)
     json: bool = option(SWITCH, "print JSON", False, shown="lines")
@@ -74,8 +74,8 @@ class ConvertOptions:
 
     FROM is a run of jax-te train or one of its checkpoints, a Hugging Face folder, a Megatron-LM folder (formats
     torch and torch_dist) or the *.pt file of one rank. TO is a new folder, or for Megatron-LM also a new *.pt file.
-    LoRA adapters of a run are merged. Optimizer states and FP8 scales are left behind, and to and from Megatron-LM
-    tokenizers, too.
+    LoRA adapters of a run are merged. Optimizer states and FP8 scales are not converted; neither are tokenizers to
+    or from Megatron-LM.
     """
 
     source: str = positional(Text("FROM", str), "checkpoint to read")
@@ -87,16 +87,14 @@ class ConvertOptions:
     step: int | None = option(
         SIZE, "step of the checkpoint to read, if FROM is a run or a Megatron-LM folder", None, shown="the newest"
     )
-    megatron_args: str | None = option(
-        FILE, "JSON file with arguments of Megatron-LM that its checkpoint FROM lacks", None
-    )
+    megatron_args: str | None = option(FILE, "JSON file with Megatron-LM arguments that checkpoint FROM lacks", None)
     vocab_size: int | None = option(
-        SIZE, "rows of the vocabulary of a Megatron-LM checkpoint FROM, without padding", None, shown="all rows"
+        SIZE, "vocabulary size of a Megatron-LM checkpoint FROM, without padding rows", None, shown="all rows"
     )
     tensor_parallel: int = option(SIZE, "number of tensor-parallel ranks of a Megatron-LM checkpoint TO", 1)
     architecture: str | None = option(
         ARCHITECTURE,
-        "Hugging Face architecture of TO, e.g. LlamaForCausalLM; a wrong name lists all",
+        "Hugging Face architecture of TO, e.g. LlamaForCausalLM; an unknown name lists all",
         None,
         shown="the first that can represent the model",
     )
@@ -110,5 +108,5 @@ class ConvertOptions:
 class DoctorOptions:
     """Show versions, devices, backends, and which recipes run here.
 
-    Every recipe is tried on a small layer with each backend; where one cannot run the line says what to do.
+    Every recipe is tried on a small layer with each backend; if one cannot run, its line says what to do.
     """

@@ -1,4 +1,4 @@
-"""Compiled programs of the command line, kept on disk between runs."""
+"""Persistent cache of the command line's compiled programs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from jax_te import training
 
 
 def keep_compiled_programs() -> None:
-    """Keep compiled programs as `jax_te.training.keep_compiled_programs` does; a run goes on where they cannot be."""
+    """Cache compiled programs by `jax_te.training.keep_compiled_programs`; a run continues if that fails."""
     try:
         training.keep_compiled_programs()
-    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: there is no home
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no home folder
         print(f"jax-te: compiled programs are not kept on disk: {error}", file=sys.stderr)

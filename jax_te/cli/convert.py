@@ -31,13 +31,13 @@ def run(options: ConvertOptions) -> int:
     """Return the exit status, 0, once the model is written.
 
     Raises:
-        ValueError: if FROM is no checkpoint, TO exists, an option belongs to another kind of checkpoint, or the target
-            format cannot represent the model.
+        ValueError: if FROM is not a checkpoint, TO exists, an option belongs to another kind of checkpoint, or the
+            target format cannot represent the model.
     """
     source, target = Path(options.source), Path(options.target)
     kind = kind_of(source)
     megatron = target.suffix == ".pt" if options.to is None else options.to == "megatron"
-    # From one form into another: to itself only when it is asked for.
+    # Convert to the other format by default, to the same one only on request.
     megatron |= options.to is None and kind == "huggingface"
     if target.exists():
         raise ValueError(f"{target} exists; give another name, or delete it")
@@ -50,7 +50,7 @@ def run(options: ConvertOptions) -> int:
         if megatron:
             save_megatron(model, target, tensor_parallel=options.tensor_parallel, **common)
         else:
-            # The tokenizer, and fields that say of tokens what a model does not.
+            # The tokenizer, and the fields about tokens that a model does not contain.
             like = source if kind == "huggingface" else None
             if config is not None:
                 like = stack.enter_context(_beside_run(_run_of(source), config))
@@ -102,7 +102,7 @@ def _megatron_args(file: str) -> dict[str, Any]:
 
 
 def _run_of(source: Path) -> Path:
-    """Return the folder of the run that a checkpoint is of."""
+    """Return the folder of a checkpoint's run."""
     return next((each for each in checkpoint_folder(source).parents[:2] if (each / CONFIG_FILE).is_file()), source)
 
 
@@ -110,7 +110,7 @@ def _model_of_run(options: ConvertOptions, source: Path, config: RunConfig) -> A
     """Return the model of a run, with the masters of kernels that are stored quantized, and adapters merged."""
     folder = checkpoint_folder(source)
     step = int(folder.name) if options.step is None else options.step
-    # One device and whatever kernels there are, wherever it was trained.
+    # One device and any available backend, wherever it was trained.
     config = config.on_one_device(options.factory_modules)
     with contexts(config), TrainCheckpointer(folder.parent) as checkpointer, warnings_as_lines():
         wanted = abstract_model_state(config, masters=True)
@@ -132,7 +132,7 @@ def _architecture(config: RunConfig | None) -> str | None:
 @contextlib.contextmanager
 def _beside_run(run: Path, config: RunConfig) -> Iterator[Path]:
     """Yield a folder with the ``config.json`` of ``--init-from``, for its tokens, and the run's tokenizer."""
-    # Tokens of another tokenizer have other numbers.
+    # Another tokenizer has other token IDs.
     known = config.architecture is not None and config.tokenizer == config.init_from
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / CONFIG).write_text(str(config.architecture) if known else "{}")

@@ -1,4 +1,4 @@
-"""The collectives of a run's train step, counted in a process of its own that has as many CPU devices as the mesh."""
+"""Counts of the collectives of a run's train step, from a separate process with as many CPU devices as the mesh."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Count = Callable[[list[RunConfig]], list[Rows]]
 
 
 def counted(config: RunConfig, count: Count | None = None) -> tuple[Rows, list[str]]:
-    """Return the collectives of one train step, and in words how they follow from programs that were compiled.
+    """Return the collectives of one train step, and a description of how they were derived from compiled programs.
 
     - A ``data`` axis of more than two devices is compiled with two, and as many examples for each: the arrays stay the
       same, and the groups have more devices.
@@ -42,11 +42,11 @@ def counted(config: RunConfig, count: Count | None = None) -> tuple[Rows, list[s
       ``a + b * n``, since a ring has a step for each device.
 
     Args:
-        config: with a mesh.
-        count: counts each of several configurations. None: `count_in_process`.
+        config: configuration with a mesh.
+        count: function that counts the collectives of several configurations. None: `count_in_process`.
 
     Raises:
-        ValueError: for a mesh that is too large for these rules, and for what a train step refuses.
+        ValueError: for a mesh that is too large for these rules, and for options that a train step refuses.
     """
     count = count or count_in_process
     sizes, notes = config.parallel_config() or ParallelConfig(), []
@@ -126,7 +126,8 @@ def _of_all_layers(tables: list[Rows], layers: tuple[int, ...], wanted: int) -> 
 
 
 def _extended(half: Rows, quarter: Rows, axis: str) -> Rows:
-    """Return the rows for twice as many devices along an axis as ``half`` is for, and four times as ``quarter`` is."""
+    """Return the rows for an axis with twice as many devices as in ``half`` and four times as many as in
+    ``quarter``."""
     rows = _combined(half, quarter, lambda h, q: h + 2 * (h - q), lambda h, q: h - (q - h) // 2)
     return tuple(dataclasses.replace(row, devices=row.devices * 2) if axis in row.axes else row for row in rows)
 
@@ -163,7 +164,7 @@ def count_in_process(configs: list[RunConfig]) -> list[Rows]:
     """Return the collectives of a train step of each configuration; nothing runs.
 
     Raises:
-        ValueError: for what a train step refuses.
+        ValueError: for options that a train step refuses.
     """
     values = [dataclasses.asdict(config) for config in configs]
     # Whatever devices this process has, the other one has CPU devices only, and as many as it needs.

@@ -1,4 +1,4 @@
-"""``jax-te doctor``: versions, devices, backends, and which recipes run here."""
+"""``jax-te doctor``: versions, devices, backends, and supported recipes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def run(options: DoctorOptions) -> int:
     _rows(native_recipes())
     _section("recipes: a linear layer's forward and backward, run here")
     tried = {(name, backend): make() if make else None for name, make in RECIPES.items() for backend in ("xla", "te")}
-    # Compiling, which takes most of the time, runs beside other work. The last recipes compile longest, so they begin.
+    # Compilation, which takes most of the time, overlaps with other work. The last recipes compile longest, so they
+    # begin.
     with ThreadPoolExecutor() as threads:
         running = {key: threads.submit(try_recipe, tried[key], key[1]) for key in reversed(tried)}
     found = {key: running[key].result() for key in tried}
@@ -50,7 +51,7 @@ def run(options: DoctorOptions) -> int:
 
 
 def versions() -> dict[str, str]:
-    """Return package -> version, or what installs it."""
+    """Return a dict from package to version, or to the command that installs it."""
     rows = {"jax-te": __version__}
     for package in _NEEDED:
         rows[package] = _version(package) or "missing; pip install jax-te"
@@ -67,7 +68,7 @@ def versions() -> dict[str, str]:
 
 
 def devices() -> dict[str, str]:
-    """Return what JAX computes on: the platform, and a line for each device."""
+    """Return JAX's platform, and a line for each device."""
     client = jax.devices()[0].client
     rows = {"platform": f"{jax.default_backend()}, {' '.join(client.platform_version.split()) or 'no version'}"}
     if client.platform_version.strip() in ("", "cpu", "<unknown>"):
@@ -83,7 +84,7 @@ def devices() -> dict[str, str]:
 
 
 def native_recipes() -> dict[str, str]:
-    """Return recipe -> whether the device multiplies its operands natively, and why (not)."""
+    """Return a dict from recipe to whether the device supports it natively, with the reason."""
     rows = {}
     for name, recipe_type in RECIPES.items():
         if recipe_type is not None:
@@ -117,7 +118,7 @@ def try_recipe(recipe: Recipe | None, backend: str) -> tuple[bool, str]:
         value, gradients = jax.device_get(differentiate(x, kernel, state))
         # 128 products of 1 and 0.25 are 32, squared 1024; the tolerance is for FP8's and FP4's rounding.
         right = abs(float(value) - 1024.0) < 64.0 and all(np.isfinite(g).all() for g in jax.tree.leaves(gradients))
-    except Exception as error:  # whatever a broken installation raises is what the user came to read
+    except Exception as error:  # show any error of a broken installation to the user
         return False, f"fails: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
     if not right:
         return False, f"runs, but gives {float(value):g} where 1024 is right; please report this with the above"

@@ -25,14 +25,14 @@ from jax_te.models import GPTModel
 from jax_te.typing import Array
 
 _LENGTH = 1024
-"""Tokens of an example for a folder of Hugging Face, whose model may have positions for far more than fit."""
+"""Sequence length for a Hugging Face folder, whose model may support far more positions than fit into memory."""
 
 
 def run(options: EvalOptions) -> int:
-    """Return the exit status, 0, once the losses are on stdout, and on stderr what they are of.
+    """Return the exit status, 0, once the losses are on stdout, and their description on stderr.
 
     Raises:
-        ValueError: for options that do not go together, and a folder without a checkpoint.
+        ValueError: for conflicting options, and a folder without a checkpoint.
     """
     found = _of_run(options) if options.init_from is None else _of_folder(options, options.init_from)
     if options.json:
@@ -58,7 +58,7 @@ def _of_run(options: EvalOptions) -> dict[str, Any]:
     config = read_config(output)
     if config is None or not holds_run(output):
         raise ValueError(f"{output} holds no trained model; train one with: jax-te train --output {output}")
-    # One device and whatever kernels there are, wherever it was trained.
+    # One device and any available backend, wherever it was trained.
     config = config.on_one_device(options.factory_modules)
     size, length = options.batch_size or config.batch_size // config.microbatches, options.seq_len or config.seq_len
     check_memory(dataclasses.replace(config, batch_size=size, microbatches=1), training=False)
@@ -82,7 +82,7 @@ def _of_folder(options: EvalOptions, folder: str) -> dict[str, Any]:
     data = read_tokens(options.data, tokenizer=tokenizer)
     model = load_huggingface(folder, ignore_fields=field_names(options.ignore_fields))
     if not isinstance(model, GPTModel):
-        raise ValueError(f"--init-from {folder} is no decoder, whose loss is that of the next token")
+        raise ValueError(f"--init-from {folder} is not a decoder, whose loss is that of the next token")
     length = options.seq_len or min(model.max_sequence_length, _LENGTH)
     found = evaluate(model, data, batch_size=options.batch_size or 1, seq_len=length)
     print(f"{folder} on {data.source}", file=sys.stderr, flush=True)
@@ -101,9 +101,9 @@ def evaluate(model: GPTModel, data: Tokens, *, batch_size: int, seq_len: int) ->
     """Return the mean loss in nats, the perplexity, the number of tokens that were predicted, and bits per byte.
 
     Args:
-        model: evaluated under the ambient recipe.
-        data: at least two tokens.
-        batch_size, seq_len: of what is computed at once; a token is predicted from those before it in its window.
+        model: model to evaluate under the ambient recipe.
+        data: tokens, at least two.
+        batch_size, seq_len: size of what is computed at once; a token is predicted from those before it in its window.
 
     Raises:
         ValueError: for a text that is too short, for tokens that the model does not know, and for windows that are

@@ -29,7 +29,7 @@ _BUILD = {"NVTE_BUILD_USE_NVIDIA_WHEELS": "1"}
 
 
 def _steps(cuda: str) -> list[tuple[str, dict[str, str], list[str]]]:
-    """Return what is done: in words, the variables that are set, the command."""
+    """Return the steps: a description, the variables to set, and the command."""
     pip = [sys.executable, "-m", "pip", "install"]
     engine = f"transformer-engine[core-cu{cuda},jax]=={_VERSION}"
     return [
@@ -41,7 +41,7 @@ def _steps(cuda: str) -> list[tuple[str, dict[str, str], list[str]]]:
 
 
 def problems_of_installing(system: bool) -> list[str]:
-    """Return why the installation would fail, or touch more than a virtual environment."""
+    """Return the reason why the installation would fail, or change more than a virtual environment."""
     found = []
     if not sys.platform.startswith("linux"):
         found.append(f"Transformer Engine needs Linux, and this is {sys.platform}")
@@ -57,7 +57,7 @@ def problems_of_installing(system: bool) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit status of the command: 0; 2 where it refuses to begin; or that of the step which failed.
+    """Return the exit status of the command: 0; 2 where it refuses to begin; or the failed step's status.
 
     >>> main(["--cuda", "13", "--dry-run"])  # doctest: +SKIP
     """

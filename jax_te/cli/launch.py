@@ -1,4 +1,4 @@
-"""Where a process stands among those of its run, as its command line or its launcher says. Imports no jax."""
+"""Index and count of a run's processes, from the command line or the launcher. Imports no jax."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 PLACE = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _LAUNCHERS = (
-    # A variable of the processes that it starts, how many they are, and which one this is; the names that JAX looks at.
+    # For each launcher: a variable that its processes have, the process count and this process's index, as in JAX.
     ("SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("JOB_COMPLETION_INDEX", None, "JOB_COMPLETION_INDEX"),
@@ -17,11 +17,11 @@ _LAUNCHERS = (
 
 
 class Launch(NamedTuple):
-    """A process's place among those of its run.
+    """Coordinator, index and count of a run's processes.
 
     Args:
-        index: its number, from 0.
-        count: of processes; None: JAX finds it.
+        index: index of this process, from 0.
+        count: number of processes; None: JAX finds it.
         coordinator: ``host:port`` of process 0; None: JAX finds it.
     """
 
@@ -34,9 +34,9 @@ class Bounds(NamedTuple):
     """Seconds that a process waits for others of its run, counted from their last sign of life.
 
     Args:
-        start: until another one has come.
-        save: until another file has grown, while a checkpoint is written.
-        step: until one has got on, anywhere else.
+        start: timeout until another process has joined.
+        save: timeout until another file has grown, while a checkpoint is written.
+        step: timeout until a process has made progress, at any other time.
     """
 
     start: float = 300.0
@@ -45,19 +45,19 @@ class Bounds(NamedTuple):
 
 
 def find_bounds(options: argparse.Namespace) -> Bounds:
-    """Return the bounds that the options of ``jax-te train`` give, and the defaults of the others."""
+    """Return the timeouts given by the options of ``jax-te train``, or their defaults."""
     given = {name: getattr(options, f"{name}_timeout", default) for name, default in Bounds()._asdict().items()}
     return Bounds(**given)
 
 
 def find_launch(processes: str = "auto") -> Launch | None:
-    """Return this process's place as ``--processes`` or the environment says it, None for a run of one process.
+    """Return this process's launch from ``--processes`` or the environment, None for a run of one process.
 
     In ``auto`` the variables of `PLACE` count first, then what SLURM, Open MPI or an indexed Job of
     Kubernetes set.
 
     Raises:
-        ValueError: for variables of which some are missing or no numbers, and a number that is not below the count.
+        ValueError: for variables that are missing or not numbers, and an index that is not below the count.
     """
     environ = os.environ
     if processes == "none":

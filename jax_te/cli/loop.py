@@ -24,7 +24,7 @@ from jax_te.typing import PyTree
 
 @dataclass(frozen=True, kw_only=True)
 class LoopPlan:
-    """How long a run lasts and what happens how often, in steps.
+    """Length of a run, and intervals of its actions, in steps.
 
     Args:
         steps: the run ends after this step.
@@ -32,10 +32,11 @@ class LoopPlan:
         eval_saved: held-out losses also come with checkpoints, but for one that a signal asks for.
         log_every: lines and TensorBoard points. ``metrics.jsonl`` has every step, and vectors at these points.
         inspect_every: steps that are inspected; 0 for none.
-        work: of a step, for the speed.
+        work: work of a step, from which the speed is computed.
         give_up_after: steps in a row that made no update, or whose loss or gradient norm was not finite, after which a
             run is lost.
-        learning_rate: gives the rate of an update by its number, from 0, for the record. None: not recorded.
+        learning_rate: function from an update's number, from 0, to its learning rate, for the record. None: not
+            recorded.
     """
 
     steps: int
@@ -51,19 +52,20 @@ class LoopPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopActions:
-    """What a run does with its states.
+    """Functions that a run calls with its states.
 
     Args:
         step: ``(state, batch) -> (state, metrics)``, metrics being numbers, with a ``"loss"``, and vectors.
         evaluate: returns the held-out loss of a state.
         save: ``(step, state, heldout_loss)``, the loss None where it was not computed; writes a checkpoint, and may
             return before it is on disk.
-        check: called at each step; raises what went wrong in the background since then. None: nothing.
+        check: function called at each step, which raises errors that occurred in the background since the last one.
+            None: nothing.
         inspect: ``(step, state, batch)``, with the number of a step, the state before it and its batch. None: nothing.
-        trace: of some steps. None: of none.
-        agree: called at each step with the signal that this process got, or None; returns the one to end on. None: its
-            own.
-        signs: of life, for the other processes. None: there are none.
+        trace: trace of some steps. None: no trace.
+        agree: function called at each step with the signal that this process received, or None; returns the signal to
+            stop on. None: the process's own.
+        signs: signs of life for the other processes. None: no signs.
     """
 
     step: Callable[[PyTree, Any], tuple[PyTree, dict[str, Any]]]
@@ -76,20 +78,20 @@ class LoopActions:
     signs: Signs | None = None
 
     def begin(self, doing: str, *, waits: bool = False) -> None:
-        """Tell the other processes what this one begins."""
+        """Report the next activity to the other processes."""
         if self.signs is not None:
             self.signs.begin(doing, waits=waits)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopResult:
-    """What a run came to.
+    """Result of a run.
 
     Args:
         state: the last state.
         step: the last step done.
         stopped_by: the signal that ended the run early, or None.
-        heldout_loss: of the last state if it was computed in this run, else None.
+        heldout_loss: held-out loss of the last state if it was computed in this run, else None.
         seconds: wall time of the loop.
         tokens_per_second: mean of the steps that were timed (`jax_te.metrics.Speed`), without work between steps;
             None if there were none.
@@ -157,11 +159,11 @@ def run_loop(
 
     Args:
         state: the state after step ``first``.
-        batches: of the steps, in order.
-        actions: what is done with states.
-        plan: how long and how often.
-        log: gets the records.
-        progress: shows the run.
+        batches: batches of the steps, in order.
+        actions: functions of the run's states.
+        plan: length of the run, and intervals of its actions.
+        log: log that gets the records.
+        progress: display of the run's progress.
         first: steps done already.
         skipped: steps before ``first`` that made no update.
 
@@ -246,7 +248,8 @@ class _Run:
             self.stopped_by = self._actions.agree(self.stopped_by)
 
     def evaluate_if_due(self) -> None:
-        """Compute the held-out loss at the end, every ``eval_every`` steps, and beside a checkpoint that is due."""
+        """Compute the held-out loss at the end, every ``eval_every`` steps, and together with a checkpoint that is
+        due."""
         plan = self._plan
         beside_save = plan.eval_saved and self._save_is_due and self.stopped_by is None
         self.heldout = None
@@ -269,7 +272,7 @@ class _Run:
             self._actions.save(self.step, self.state, self.heldout)
 
     def result(self, seconds: float) -> LoopResult:
-        """Return what the run came to."""
+        """Return the result of the run."""
         per_step = self.speed.seconds_per_step
         return LoopResult(
             state=self.state,

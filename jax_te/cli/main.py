@@ -1,4 +1,4 @@
-"""Entry point of ``jax-te``: picks the command, and turns what went wrong into one line."""
+"""Entry point of ``jax-te``: selects the command, and turns errors into one line."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ INPUT_ERROR = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit status of ``jax-te`` run with these arguments (None: the process's).
 
-    ValueError, TypeError, OSError and a lack of memory or of an extra become one line on stderr and status 2;
+    ValueError, TypeError, OSError, lack of memory and a missing extra become one line on stderr and status 2;
     ``--debug`` shows the traceback instead. Ctrl-C outside the training loop gives 130.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a model may say what the terminal cannot show
+            stream.reconfigure(errors="replace")  # a model's text may contain characters that the terminal cannot show
     argv = sys.argv[1:] if argv is None else list(argv)
     options, interrupt = argparse.Namespace(debug=False), None
     if threading.current_thread() is threading.main_thread():  # Python gives signals to no other
         interrupt = signal.signal(signal.SIGINT, _end)
     try:
-        # Imported only now, so that Ctrl-C ends this, too, without a traceback.
+        # Imported only now, so that Ctrl-C during the import also ends without a traceback.
         from jax_te.cli.parser import build_parser, options_from
 
         options = build_parser().parse_args(argv)

@@ -1,4 +1,4 @@
-"""How the processes of a run meet at the port of the first one, before JAX connects them there."""
+"""Rendezvous of a run's processes at the port of the first one, before JAX connects them there."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from jax_te.cli.launch import Launch
 _PAUSE = 0.2
 """Seconds between two attempts to reach process 0."""
 _PATIENCE = 1.0
-"""Seconds before a process says that it waits, so that a start without delay is silent."""
+"""Seconds before a process reports that it waits, so that a start without delay is silent."""
 _NAME = b"jax_te"
 
 
 def meet(launch: Launch, bound: float, say: Callable[[str], None]) -> None:
     """Wait until all processes of a run with a known coordinator have reached process 0.
 
-    JAX would wait for as long without a word, and then abort.
+    JAX would wait silently for as long, and then abort.
 
     Args:
-        launch: with a coordinator and a count.
+        launch: launch with a coordinator and a count.
         bound: seconds without another process that comes.
-        say: shows a line on the wait.
+        say: function that shows a line about the wait.
 
     Raises:
         ValueError: if one does not come in time, or has the number or the count of another run.
@@ -70,17 +70,17 @@ def _receive(coordinator: str, count: int, bound: float, say: Callable[[str], No
             with contextlib.suppress(OSError):
                 visitor.sendall(_NAME + b" go\n")
                 visitor.shutdown(socket.SHUT_WR)
-        # Who closes first keeps the port for minutes; JAX's service needs it.
+        # The side that closes first blocks the port for minutes; JAX's service needs it.
         for visitor in came.values():
             with contextlib.suppress(OSError):
                 visitor.recv(1)
 
 
 def _number_of(visitor: socket.socket, count: int) -> int | None:
-    """Return the number of a process of this run; None for whoever else comes to the port.
+    """Return the index of a process of this run; None for any other connection to the port.
 
     Raises:
-        ValueError: for a process of a run of another count.
+        ValueError: for a process of a run with another count.
     """
     visitor.settimeout(1.0)
     with contextlib.suppress(OSError, ValueError):
@@ -120,7 +120,7 @@ def _come(coordinator: str, index: int, count: int, bound: float, say: Callable[
 
 
 def _answer(link: socket.socket, bound: float) -> str | None:
-    """Return what process 0 says once all have come; None if it ends, or somebody else answers."""
+    """Return process 0's answer once all have joined; None if it ends, or another program answers."""
     # Empty lines are its signs of life; it counts from the last process that came.
     link.settimeout(bound)
     received = b""
@@ -134,7 +134,7 @@ def _answer(link: socket.socket, bound: float) -> str | None:
 
 
 def _server(coordinator: str) -> socket.socket:
-    given = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")  # which JAX takes for its service
+    given = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")  # which JAX uses for its service
     host, _, port = (given or f":{coordinator.rpartition(':')[2]}").rpartition(":")
     host = host.strip("[]")
     both = host in ("", "::") and socket.has_dualstack_ipv6()

@@ -1,4 +1,4 @@
-"""An estimate of a run's memory, from its sizes alone: what cannot fit is refused before anything is allocated."""
+"""A lower bound of a run's memory, from its sizes alone: runs that cannot fit are refused before any allocation."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from jax_te.config import ACTIVATIONS, ParallelConfig
 
 
 def check_memory(config: RunConfig, *, training: bool = True) -> None:
-    """Raise ValueError if a device has less memory than `least_memory`, unless the configuration says not to check.
+    """Raise ValueError if a device has less memory than `least_memory`, unless the configuration disables the check.
 
     Args:
-        config: of the run.
-        training: False: the parameters are loaded alone.
+        config: configuration of the run.
+        training: whether memory for training is needed; False: the parameters are loaded alone.
 
     Raises:
         ValueError: also for a mesh of more devices than there are.
@@ -34,8 +34,8 @@ def check_fits(needed: int, devices: int, advice: str) -> None:
 
     Args:
         needed: bytes on each device.
-        devices: how many there are of them.
-        advice: what the message says to lower.
+        devices: number of these devices.
+        advice: advice for the message: what to lower.
     """
     # CPU devices share the memory of the host.
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // devices
@@ -48,11 +48,11 @@ def check_fits(needed: int, devices: int, advice: str) -> None:
 
 
 def least_memory(config: RunConfig, *, training: bool = True) -> int:
-    """Return bytes that each device holds at the very least: what is left out here only adds to it.
+    """Return a lower bound of the bytes on each device: other memory only adds to it.
 
     Args:
-        config: of the run.
-        training: False: the parameters alone.
+        config: configuration of the run.
+        training: whether memory for training is needed; False: the parameters alone.
     """
     sizes = config.parallel_config() or ParallelConfig()
     hidden, item = config.hidden_size, np.dtype(config.params_dtype).itemsize

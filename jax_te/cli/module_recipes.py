@@ -1,4 +1,4 @@
-"""Which recipe each layer of a model runs under, and why."""
+"""The recipe of each layer of a model, with the reason."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class LayerRecipes:
     """The recipes of one quantizable layer.
 
     Args:
-        module: its path in the model.
+        module: path of the module in the model.
         kind: name of its class.
         training, evaluation: recipe in each mode; None is high precision.
-        why: what decided it, in words.
+        why: reason for these recipes, as text.
         layer, kernels: the layer, and the names of those of its kernels that this is about.
     """
 
@@ -66,7 +66,7 @@ def _describe(path: str, module: QuantizableModule, kernels: tuple[str, ...]) ->
     training, evaluation = (ambient if own is None else own.resolve(ambient, training=mode) for mode in (True, False))
     reasons = [_why(module, own, ambient, training=mode) for mode in (True, False)]
     why = reasons[0] if reasons[0] == reasons[1] else f"in training: {reasons[0]}; in evaluation: {reasons[1]}"
-    # Where the kernels run under different recipes, each has a row of its own.
+    # If the kernels run under different recipes, each has its own row.
     name = f"{path}.{kernels[0]}".lstrip(".") if len(kernels) < len(module.kernels) else path
     modes = {"training": training, "evaluation": evaluation}
     return LayerRecipes(module=name, kind=type(module).__name__, why=why, layer=module, kernels=kernels, **modes)

@@ -1,8 +1,8 @@
 """Rows of the tables of options: a dataclass for each command, in which a field is an option.
 
 Everything else about options comes from the rows: the parser, ``--help``, and for ``jax-te train`` its configuration
-(`jax_te.cli.run_config.RunConfig` has the fields of all groups), ``config.json``, what a resumed run may be given anew,
-and the flags in messages. The tables import no jax, so that ``--help`` is instant.
+(`jax_te.cli.run_config.RunConfig` has the fields of all groups), ``config.json``, the options that may change on
+resume, and the flags in messages. The tables import no jax, so that ``--help`` is instant.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ class Option:
 
     Args:
         kind: kind of the value, see `jax_te.cli.option_values`.
-        help: noun phrase or sentence about its effect, without the default.
-        shown: default in words. None: the field's default, that of ``recipes``, or the preset's if there is neither.
-        several: one or more values are given, separated by spaces; the field is a tuple.
-        positional: it is given by its place, without a flag.
+        help: noun phrase, or sentence about the option's effect, without the default.
+        shown: default as text. None: the field's default, that of ``recipes``, or the preset's if there is neither.
+        several: whether it takes one or more values, separated by spaces; the field is a tuple.
+        positional: whether it is given by position, without a flag.
         may_change: a resumed run may be given another value: it changes where, how long or how often, not what is
             trained.
-        of_mesh: it has no effect without a mesh.
-        kept: it is in ``config.json``. False for what only a command line may give, and gives anew each time.
+        of_mesh: whether it has no effect without a mesh.
+        kept: whether it is saved in ``config.json``. False for options that belong to one command line and are given
+            again each time.
         recipes: names of the recipes that have this field.
         library: the library's names for it, where they differ.
     """
@@ -87,7 +88,7 @@ def flag(name: str) -> str:
 
 
 def either(names: tuple[str, ...]) -> str:
-    """Return names as a choice in words.
+    """Return names as a choice in a sentence.
 
     >>> either(("fprop", "dgrad", "wgrad"))
     'fprop, dgrad or wgrad'

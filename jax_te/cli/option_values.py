@@ -1,4 +1,4 @@
-"""Kinds of values that options take, each read from a text by an argparse type. Imports no jax."""
+"""Kinds of option values, each parsed from text by an argparse type. Imports no jax."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Text:
 
     Args:
         metavar: name of the value in ``--help``.
-        parse: argparse type. It gives the same again for the text of its own result.
+        parse: argparse type, which maps the text of its own result to the same result.
     """
 
     metavar: str
@@ -120,5 +120,5 @@ PROCESSES = Text("HOW", matching(r"auto|none|[^,\s]+:\d+,\d+,\d+", "auto, none o
 MODULE_NAMES = Text("MODULES", matching(r"[^\W\d][\w.]*(,[^\W\d][\w.]*)*", "names of modules like my.module,other"))
 FIELD_NAMES = Text("FIELDS", matching(r"[\w.-]+(,[\w.-]+)*", "names of fields like my_note,other"))
 ARCHITECTURE = Text("NAME", architecture)
-# Clocks and JAX take more, but no week is a bound.
+# Clocks and JAX accept more, but a timeout above a week bounds nothing.
 SECONDS = Text("SECONDS", number(float, 0, above=True, below=7 * 24 * 3600 + 1))

@@ -49,14 +49,14 @@ from jax_te.typing import BackendName, WriterName
 BACKENDS: tuple[str, ...] = get_args(BackendName)
 POLICIES = tuple(name for name in RECOMPUTE_POLICIES if name != "none")  # that is --recompute-granularity none
 METHODS = literal_names(RecomputeConfig, "recompute_method")
-CP_COMM_TYPES = tuple(kind for kind in ALL_CP_COMM_TYPES if kind != "a2a+p2p")  # which needs sizes that are no option
+CP_COMM_TYPES = tuple(kind for kind in ALL_CP_COMM_TYPES if kind != "a2a+p2p")  # which needs sizes that are not options
 QUANTIZED = tuple(name for name in RECIPES if name != "none")
 WGRAD_DTYPES = ("float32", "bfloat16")
 REDUCTIONS = ("microbatch", "step")
 _GRANULARITIES = ("none", *literal_names(RecomputeConfig, "recompute_granularity"))
 _FORMATS = (Format.HYBRID.value, Format.E4M3.value)
 _ALGORITHMS = literal_names(DelayedScaling, "amax_compute_algo")
-_SCALED_ONCE = ("delayed", "current")  # one scale for a whole tensor, so that their GEMMs have a choice of accumulation
+_SCALED_ONCE = ("delayed", "current")  # one scale for a whole tensor, which allows both kinds of accumulation
 _GEMM_NAMES, _MODULES, _WRITERS = (
     Text(metavar, some_of(names))
     for metavar, names in (("GEMMS", GEMMS), ("NAMES", DENSE_RECOMPUTE_MODULES), ("NAMES", get_args(WriterName)))
@@ -81,7 +81,7 @@ class TrainOptions:
 
     Without options it trains the tiny preset on the bytes of the Python standard library's source files.
     --data takes a text file, .jsonl or .parquet (documents under "text"), a folder of these, or tokens: .npy,
-    or Megatron's .bin with its .idx. --init-from fine-tunes a Hugging Face model, whose sizes it takes.
+    or Megatron's .bin with its .idx. --init-from fine-tunes a Hugging Face model, and takes the sizes from it.
 
     Started again with the same --output it resumes from the newest checkpoint, and options that are not
     given keep the values of that run. SIGTERM or Ctrl-C ends it with a checkpoint.
@@ -91,39 +91,37 @@ class TrainOptions:
     output: str = option(FOLDER, "folder of the run", shown="runs/PRESET, or runs/PRESET-RECIPE")
     processes: str = option(
         PROCESSES,
-        "processes of this run: auto asks the launcher (SLURM, Open MPI, Kubernetes, or JAX's variables), none is a "
-        "run of one process, and HOST:PORT,COUNT,NUMBER says process 0's address, their number and this one's number",
+        "processes of the run: auto (from the launcher: SLURM, Open MPI, Kubernetes, or JAX's variables), none (a "
+        "single process), or HOST:PORT,COUNT,NUMBER (process 0's address, process count, this process's number from 0)",
         shown="auto",
     )
-    # Not of the run: how long others may be silent depends on where it is started.
+    # Not saved with the run: suitable timeouts depend on where it is started.
     start_timeout: float = option(SECONDS, "seconds to wait for another process of the run to start", 300.0)
-    save_timeout: float = option(
-        SECONDS, "seconds without progress after which a save of several processes fails", 60.0
-    )
+    save_timeout: float = option(SECONDS, "seconds without progress after which a multi-process save fails", 60.0)
     step_timeout: float = option(
-        SECONDS, "seconds without a sign of life of another process after which the run ends", 600.0
+        SECONDS, "seconds without a sign of life from another process after which the run ends", 600.0
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """The text that a run learns, and its tokens."""
+    """Training text and its tokenization."""
 
-    # Both may have moved. The data's state has a checksum, the run a hash, which hold the run to the same ones.
+    # Both files may have moved. The data's checksum and the run's hash ensure that they are the same.
     data: str | None = _free(
         PATH, "text or tokens to train on, a file or a folder", None, shown="the Python standard library's sources"
     )
     tokenizer: str | None = _free(
-        PATH, "tokenizer.json file, or a folder that has one", None, shown="--init-from's, or bytes"
+        PATH, "tokenizer.json file, or a folder that contains one", None, shown="--init-from's, or bytes"
     )
     seq_len: int = option(
-        Text("N", number(int, 2)), "tokens of an example", shown="the preset's, or with --init-from at most 512"
+        Text("N", number(int, 2)), "sequence length in tokens", shown="the preset's, or with --init-from at most 512"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Sizes and form of the model, and its first weights."""
+    """Sizes and architecture of the model, and its initial weights."""
 
     num_layers: int = option(Text("N", number(int, 1, below=10_000)), "number of transformer layers")
     hidden_size: int = option(SIZE, "size of the hidden states")
@@ -131,7 +129,7 @@ class ModelOptions:
     # The next two follow a size that is given, which the preset's value would not fit.
     num_query_groups: int = option(
         SIZE,
-        "number of key/value heads; fewer than --num-heads is grouped-query attention",
+        "number of key/value heads; fewer than --num-heads means grouped-query attention",
         shown="--num-heads if given, else the preset's",
     )
     ffn_hidden_size: int = option(
@@ -141,7 +139,7 @@ class ModelOptions:
     activation: str = option(tuple(ACTIVATIONS), "activation of the feed-forward blocks")
     position_embedding: str = option(POSITION_EMBEDDINGS, "position embedding")
     bias: bool = option(FLAG, "biases in linear layers", library=("add_bias_linear",))
-    tie_embeddings: bool = option(FLAG, "one table for the embedding and the output head")
+    tie_embeddings: bool = option(FLAG, "one weight for the embedding and the output head")
     dropout: float = option(
         RATE,
         "dropout rate of attention weights and hidden states",
@@ -151,7 +149,7 @@ class ModelOptions:
     init_from: str | None = option(FOLDER, "Hugging Face model folder to fine-tune", None)
     ignore_fields: str | None = option(FIELD_NAMES, IGNORED_FIELDS.format("--init-from"), None, shown="none")
     lora_rank: int | None = option(
-        SIZE, "rank of LoRA adapters, which are then all that is trained; needs --init-from", None, shown="no adapters"
+        SIZE, "rank of LoRA adapters, which alone are then trained; needs --init-from", None, shown="no adapters"
     )
     lora_alpha: float | None = option(
         POSITIVE, "numerator of the adapters' scale, --lora-alpha / --lora-rank", None, shown="--lora-rank"
@@ -160,11 +158,11 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions:
-    """Batches, optimizer and schedule: linear warm-up, then a cosine that reaches its minimum at ``decay_steps``."""
+    """Batches, optimizer and schedule: linear warm-up, then cosine decay to the minimum at ``decay_steps``."""
 
     steps: int = _free(SIZE, "number of optimizer steps")
-    batch_size: int = option(SIZE, "examples of a step, on all devices together")
-    microbatches: int = _free(SIZE, "equal parts of a batch, one after the other, whose gradients are added up", 1)
+    batch_size: int = option(SIZE, "sequences per step, over all devices")
+    microbatches: int = _free(SIZE, "number of microbatches per step, over which gradients are accumulated", 1)
     learning_rate: float = option(
         POSITIVE, "highest learning rate, after warm-up", shown="the preset's; with --init-from 2e-5, with LoRA 2e-4"
     )
@@ -178,26 +176,26 @@ class TrainingOptions:
     clip_norm: float = option(POSITIVE, "global norm to which gradients are clipped", 1.0)
     seed: int = option(SEED, "seed of weights, data order and dropout", 0)
     give_up_after: int = _free(
-        SIZE, "failed steps in a row (loss or gradient not finite, or update skipped) that end the run", 50
+        SIZE, "number of consecutive failed steps (loss or gradient not finite, or update skipped) that end the run", 50
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionOptions:
-    """The recipe and its fields, which are None under recipes without them; what is not quantized; dtypes."""
+    """The recipe and its fields (None under recipes without them), exceptions in high precision, and dtypes."""
 
-    recipe: str = option(tuple(RECIPES), "precision recipe of the linear layers' GEMMs; none is unquantized", "none")
+    recipe: str = option(tuple(RECIPES), "precision recipe of the linear layers' GEMMs; none: no quantization", "none")
     fp8_format: str | None = _field(
         (*_SCALED_ONCE, "block", "mxfp8"),
         _FORMATS,
         "FP8 format: e4m3, or hybrid (E4M3 forward, E5M2 gradients)",
         shown="hybrid for delayed and current, e4m3 for block and mxfp8",
     )
-    amax_history_len: int | None = _field(("delayed",), SIZE, "steps that a scale looks back (delayed)")
+    amax_history_len: int | None = _field(("delayed",), SIZE, "length of the amax history in steps (delayed)")
     amax_compute_algo: str | None = _field(
-        ("delayed",), _ALGORITHMS, "amax that makes the scale: the largest of the history, or the newest (delayed)"
+        ("delayed",), _ALGORITHMS, "amax that sets the scale: maximum of the history, or the most recent (delayed)"
     )
-    margin: int | None = _field(("delayed",), MARGIN, "head-room of scales, as a power of two (delayed)")
+    margin: int | None = _field(("delayed",), MARGIN, "headroom of scales, as a power of two (delayed)")
     use_power_2_scales: bool | None = _field(("current",), FLAG, "scales rounded to powers of two (current)")
     use_f32_scales: bool | None = _field(("block",), FLAG, "fp32 scales in place of powers of two (block)")
     rht: bool | None = _field(("nvfp4",), FLAG, "random Hadamard transform before weight-gradient GEMMs (nvfp4)")
@@ -209,7 +207,7 @@ class PrecisionOptions:
     override_linear_precision: str | None = _field(
         QUANTIZED, _GEMM_NAMES, f"GEMMs to keep in high precision: any of {','.join(GEMMS)}", shown="none"
     )
-    fp8_param: bool = option(FLAG, "kernels stored quantized, beside fp32 master copies", False)
+    fp8_param: bool = option(FLAG, "kernels stored quantized, with fp32 master copies", False)
     bf16_layers_start: int = option(
         COUNT, "number of first layers to keep in high precision", 0, library=("num_layers_at_start_in_bf16",)
     )
@@ -217,11 +215,11 @@ class PrecisionOptions:
         COUNT, "number of last layers to keep in high precision", 0, library=("num_layers_at_end_in_bf16",)
     )
     precision_config: str | None = option(
-        FILE, "YAML file with the precision of single layers; the run keeps its text", None
+        FILE, "YAML file with precision rules for individual layers; the run stores a copy", None
     )
-    # A run folder may be somebody else's: what it names is not imported, only what the command line names.
+    # A run folder may be somebody else's: only modules named on the command line are imported.
     factory_modules: str | None = _free(MODULE_NAMES, FACTORY_MODULES, None, kept=False)
-    # The defaults in words are resolved when a run is made, since they depend on its device.
+    # The defaults shown are resolved when a run is made, since they depend on its device.
     params_dtype: str = option(
         FLOAT_DTYPES,
         "dtype of parameters; half-precision parameters get fp32 master copies",
@@ -234,7 +232,7 @@ class PrecisionOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ExecutionOptions:
-    """Where and how the steps run."""
+    """Devices and execution of the steps."""
 
     backend: str = _free(
         BACKENDS, "kernels: te (Transformer Engine's), xla (XLA's), or auto (te where it can run)", "auto"
@@ -248,7 +246,7 @@ class ExecutionOptions:
         SCHEDULE, "schedule of the pipeline axis: gpipe, 1f1b, 1f1b,virtual_stages=N or zero_bubble", "1f1b"
     )
     sequence_parallel: bool = _on_mesh(
-        FLAG, "sequence parallelism: activations sharded over the tensor axis between its GEMMs", False
+        FLAG, "sequence parallelism: activations sharded over the tensor axis between tensor-parallel GEMMs", False
     )
     distributed_optimizer: bool = _on_mesh(
         FLAG, "masters and optimizer state sharded over the data axis as well", False
@@ -259,14 +257,16 @@ class ExecutionOptions:
         "microbatch",
     )
     batch_parts: int = _on_mesh(
-        SIZE, "parts of the batch that take turns in each layer; 2 overlaps GEMMs with tensor-parallel collectives", 1
+        SIZE, "number of parts of the batch in each layer; 2 overlaps GEMMs with tensor-parallel collectives", 1
     )
     cp_comm_type: str = _on_mesh(
         CP_COMM_TYPES, "exchange of keys and values along the context axis: ring, all-gather or all-to-all", "p2p"
     )
     cp_load_balanced: bool = _on_mesh(FLAG, "zig-zag order of tokens along the context axis", False)
     recompute_granularity: str = _free(
-        _GRANULARITIES, "activations to compute again in backward: none, those of some modules, or whole layers", "none"
+        _GRANULARITIES,
+        "activations to recompute in backward: none, whole layers (full), or some modules (selective)",
+        "none",
     )
     recompute_method: str | None = _free(
         METHODS,
@@ -294,27 +294,29 @@ class ExecutionOptions:
         "one loop over all layers, which compiles faster: yes, no, or auto (yes for deep models)",
         "auto",
     )
-    check_memory: bool = _free(FLAG, "refuse sizes that by an estimate cannot fit into memory", True, kept=False)
+    check_memory: bool = _free(FLAG, "refuse sizes that, by an estimate, do not fit into memory", True, kept=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """How often a run saves, evaluates and reports."""
+    """Intervals of checkpoints, evaluations and reports."""
 
     # Presets set three of these; the defaults are for configurations of older versions, which lack fields.
     save_every: int = _free(SIZE, "steps between checkpoints", 100, shown=_PRESET)
     keep: int = _free(SIZE, "number of newest checkpoints to keep", 3)
-    keep_every: int | None = _free(SIZE, "checkpoints to keep for good: those whose step is a multiple of N", None)
+    keep_every: int | None = _free(SIZE, "steps between checkpoints that are kept permanently: multiples of N", None)
     keep_best: int | None = _free(
-        SIZE, "number of checkpoints of lowest held-out loss to keep, too; the loss is then computed at each save", None
+        SIZE,
+        "number of checkpoints with the lowest held-out loss to keep as well; adds an evaluation to each save",
+        None,
     )
     eval_every: int = _free(SIZE, "steps between held-out losses", 100, shown=_PRESET)
-    # An evaluation of more would seem to hang.
-    eval_batches: int = _free(Text("N", number(int, 1, below=10**6)), "batches of a held-out loss", 16)
-    log_every: int = _free(SIZE, "steps between progress lines and points of charts", 10, shown=_PRESET)
+    # A longer evaluation would seem to hang.
+    eval_batches: int = _free(Text("N", number(int, 1, below=10**6)), "number of batches for a held-out loss", 16)
+    log_every: int = _free(SIZE, "steps between progress lines and chart points", 10, shown=_PRESET)
     inspect_every: int = _free(COUNT, "steps between statistics of quantized tensors", 0, shown="0, never")
     metrics_writers: str = _free(
-        _WRITERS, f"places that metrics are written to: any of {','.join(get_args(WriterName))}", "jsonl,tensorboard"
+        _WRITERS, f"destinations of metrics: any of {','.join(get_args(WriterName))}", "jsonl,tensorboard"
     )
     profile: str | None = _free(
         STEPS, "first and last step to trace with the profiler, for a table of kernel times", None, kept=False
@@ -323,7 +325,7 @@ class OutputOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """What a run notes of files that are given: no options."""
+    """Facts about the given files that a run records; they are not options."""
 
     vocab_size: int = option(SIZE, "rows of the embedding", 256)
     tokenizer_sha256: str | None = option(
@@ -337,7 +339,7 @@ class Recorded:
 class RunOptions(
     Recorded, OutputOptions, ExecutionOptions, PrecisionOptions, TrainingOptions, ModelOptions, DataOptions
 ):
-    """All that ``config.json`` has of a run, except the preset."""
+    """All fields of a run's ``config.json``, except the preset."""
 
 
 GROUPS: dict[str, type] = {
@@ -354,7 +356,7 @@ OPTIONS: dict[str, Option] = {name: row for group in GROUPS.values() for name, r
 """Every row of the table by the name of its field."""
 
 MAY_CHANGE = {name for name, row in OPTIONS.items() if row.may_change}
-"""Fields that a resumed run may be given anew."""
+"""Fields that may change when a run is resumed."""
 
 OF_MESH = {name for name, row in OPTIONS.items() if row.of_mesh}
-"""Fields without effect where there is no mesh."""
+"""Fields without effect if there is no mesh."""

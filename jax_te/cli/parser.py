@@ -1,4 +1,4 @@
-"""The command line's parser, made from the tables of options. Imports no jax, so that ``--help`` is instant."""
+"""The command line's parser, built from the tables of options. Imports no jax, so that ``--help`` is instant."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ COMMANDS: dict[str, type] = {
     "bench checkpoint": BenchCheckpoint,
     "bench microbatches": BenchMicrobatches,
 }
-"""Every command, and the table of its options. What runs it is ``jax_te.cli.NAME.run``, a dot for each space."""
+"""Every command, and the table of its options. The command is run by ``jax_te.cli.NAME.run``, with dots for spaces."""
 
 _FAMILIES = {
     "inspect": "look at the precision, sharding and communication of a run, or list a checkpoint",
-    "bench": "measure layers, train steps, attention and checkpoints beside other libraries'",
+    "bench": "measure layers, train steps, attention and checkpoints, next to other libraries'",
 }
 
 
@@ -56,14 +56,14 @@ _WIDTH = 100
 """Columns of ``--help``."""
 
 _LONG_CHOICE = 70
-"""Columns of choices above which they stand in an option's help, where lines are broken."""
+"""Width of a list of choices above which it moves into the option's help, where lines are wrapped."""
 
 
 class Parser(argparse.ArgumentParser):
     """ArgumentParser whose errors are one line, with the nearest option where one was misspelt."""
 
     def __init__(self, **kwargs: Any):
-        # Abbreviations would make every new option a change of what the old command lines mean.
+        # With abbreviations, every new option could change the meaning of old command lines.
         super().__init__(**({"allow_abbrev": False, "formatter_class": _Formatter} | kwargs))
 
     def parse_known_args(self, args=None, namespace=None):
@@ -85,8 +85,8 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 def build_parser() -> Parser:
     """Return the parser of ``jax-te`` and its commands.
 
-    The namespace that it gives has the name of the ``command``, None if only a family of commands is named, and the
-    parser whose ``--help`` lists that family's (``lists``).
+    Its namespace has the name of the ``command`` (None if only a family of commands is named), and the parser whose
+    ``--help`` lists that family (``lists``).
     """
     parser = Parser(
         prog="jax-te",
@@ -108,7 +108,7 @@ def build_parser() -> Parser:
 def options_from(namespace: argparse.Namespace) -> Any:
     """Return the options of a command: an instance of its table, for ``train`` the namespace itself.
 
-    A run takes what is not given from its folder or its preset, so it is left out of the namespace of ``train``.
+    Options that are not given are left out of the namespace of ``train``: a run takes them from its folder or preset.
     """
     table = COMMANDS[namespace.command]
     if table is TrainOptions:
@@ -143,7 +143,7 @@ def _add_command(commands: argparse._SubParsersAction, name: str, last: str, tab
     made.add_argument("--debug", action="store_true", help="show the traceback of an error")
     add_options(made, table, given_only=table is TrainOptions)
     if table is TrainOptions:
-        made.epilog = preset_table()  # behind the options, which it refers to
+        made.epilog = preset_table()  # after the options, to which it refers
         for title, group in GROUPS.items():
             add_options(made.add_argument_group(title), group, given_only=True)
 
@@ -164,8 +164,8 @@ def add_options(group: argparse._ActionsContainer, table: type, *, given_only: b
     Args:
         group: a parser, or a group of its arguments.
         table: a dataclass with the fields that `jax_te.cli.option_table.option` makes.
-        given_only: leave an option out of the namespace that is not given: a resumed run takes it from its folder, a
-            new one from its preset.
+        given_only: whether options that are not given are left out of the namespace: a resumed run takes them from its
+            folder, a new one from its preset.
     """
     for field in fields(table):
         row, default = field.metadata["option"], field.default

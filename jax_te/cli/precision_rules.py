@@ -1,4 +1,4 @@
-"""The rules of a precision file, ``--precision-config``: which layers of a run's model have which precision."""
+"""The rules of a precision file, ``--precision-config``, for the precision of a model's layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read_rules(path: str | Path) -> str:
 
     Raises:
         OSError: if it cannot be read.
-        ValueError: if it holds no rules that can be used.
+        ValueError: if it contains no valid rules.
     """
     # Checked here, where the file has a name; a run keeps its text only.
     with _naming(f"--precision-config {path}"):
@@ -33,11 +33,12 @@ def quantization_rules(text: str, factory_modules: str | None = None) -> RecipeC
     """Return the rules of a precision file's text, see `jax_te.megatron.RecipeConfig`.
 
     Args:
-        text: of the file.
-        factory_modules: modules, separated by commas, whose functions it may name; a file alone makes no code run.
+        text: text of the file.
+        factory_modules: modules, separated by commas, whose functions the rules may name; a file alone makes no code
+            run.
 
     Raises:
-        ValueError: if it cannot be used.
+        ValueError: if it is invalid.
 
     >>> quantization_rules("configs: {}").matchers
     ()
@@ -50,10 +51,10 @@ def apply_rules(model: nnx.Module, rules: RecipeConfig) -> QuantizationReport:
     """Give every layer of ``model`` its precision, and the quantizer state it then needs under the ambient recipe.
 
     Returns:
-        Which rule each layer got, and the rules that none got.
+        The rule of each layer, and the rules that matched none.
 
     Raises:
-        ValueError: if a rule that applies cannot be used: as `apply_quantization_config`, and for ``fp8_param`` and
+        ValueError: if a rule that applies is invalid, see `apply_quantization_config`; for ``fp8_param`` and
             ``fp4_param``, which a run has for all of its layers or for none (``--fp8-param``).
 
     >>> from jax_te.layers import Linear
@@ -75,7 +76,7 @@ def apply_rules(model: nnx.Module, rules: RecipeConfig) -> QuantizationReport:
 
 
 def rules_without_effect(report: QuantizationReport) -> str | None:
-    """Return what in a precision file does nothing for a model, in one line; None if everything has an effect.
+    """Return one line about the parts of a precision file without effect on a model; None if all have one.
 
     >>> from jax_te.layers import Linear
     >>> rules_without_effect(apply_rules(Linear(16, 16, rngs=nnx.Rngs(0)), quantization_rules("")))
@@ -95,7 +96,7 @@ def rules_without_effect(report: QuantizationReport) -> str | None:
 
 @contextlib.contextmanager
 def _naming(what: str) -> Iterator[None]:
-    """Turn what a precision file is refused with into a ValueError that names the option."""
+    """Turn errors about a precision file into a ValueError that names the option."""
     try:
         yield
     except (AssertionError, NotImplementedError, KeyError, TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Presets of ``jax-te train``: model shapes with settings that train them."""
+"""Presets of ``jax-te train``: model sizes with training settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Preset:
     """Values of options under one name.
 
     Args:
-        summary: one line for ``--help``.
+        summary: summary in one line, for ``--help``.
         values: fields of `jax_te.cli.run_config.RunConfig`.
     """
 
@@ -39,7 +39,7 @@ PRESETS: dict[str, Preset] = {
     "gpt-125m": _preset("GPT-3 Small's layers", _GPT, (12, 768, 12, 12, 3072, 1024, 16), 6e-4),
     "gpt-1.3b": _preset("GPT-3 XL's layers with heads of 128", _GPT, (24, 2048, 16, 16, 8192, 2048, 8), 2e-4),
     "llama-1b": _preset("Llama 3.2 1B's layers", _LLAMA, (16, 2048, 32, 8, 8192, 2048, 8), 3e-4),
-    # Not to train: one layer of a model that does not fit, so that its step can be measured on one device.
+    # Not for training: one layer of a model that does not fit, to measure its step on one device.
     "llama-8b-layer": _preset(
         *("one layer of Llama 3 8B, to measure with", _LLAMA, (1, 4096, 32, 8, 14336, 2048, 4), 3e-4),
         steps=200,

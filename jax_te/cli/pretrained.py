@@ -1,4 +1,4 @@
-"""Runs that begin with a model of Hugging Face: its configuration, its weights, and adapters."""
+"""Runs that fine-tune a Hugging Face model: its configuration, its weights, and adapters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORM = {name: row for name, row in options_of(ModelOptions).items() if name not 
 _SAID = {name for field, row in FORM.items() for name in row.library or (field,)} | {"params_dtype"}
 _MAX_LAYERS = range(10_000)
 _LENGTH = 512
-"""Tokens of an example unless they are given."""
+"""Default sequence length."""
 
 
 def pretrained_values(given: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def pretrained_values(given: dict[str, Any]) -> dict[str, Any]:
         "bias": config.add_bias_linear,
         "tie_embeddings": others["share_embeddings_and_output_weights"],
         "seq_len": min(_LENGTH, others["max_sequence_length"]),
-        # Weights that are trained already: a tenth and less of what new ones take. Adapters are new.
+        # Pretrained weights need at most a tenth of the learning rate of new ones. Adapters are new.
         "learning_rate": 2e-4 if "lora_rank" in given else 2e-5,
     }
 
@@ -80,18 +80,18 @@ def field_names(ignored: str | None) -> list[str]:
 # A run's configuration asks for it whenever it makes a TransformerConfig.
 @functools.lru_cache(maxsize=4)
 def pretrained_form(architecture: str, ignored: str | None = None) -> tuple[Architecture, Form]:
-    """Return what the text of a ``config.json`` says.
+    """Return the architecture and form that a ``config.json`` describes.
 
     Args:
         architecture: the text.
         ignored: fields to ignore, as ``--ignore-fields`` names them.
 
     Raises:
-        ValueError: for one that cannot be followed, or of another model than a decoder.
+        ValueError: for an unsupported one, or one of a model other than a decoder.
     """
     values = json.loads(architecture)
     if not isinstance(values, dict):
-        raise ValueError(f"--init-from: {CONFIG} is no JSON object")
+        raise ValueError(f"--init-from: {CONFIG} is not a JSON object")
     found, form = read_form(values, f"--init-from: {CONFIG}", _MAX_LAYERS, field_names(ignored))
     if found.model is not GPTModel:
         raise ValueError(f"--init-from: jax-te train is for decoders, and this is a {found.model_type}")
@@ -99,7 +99,7 @@ def pretrained_form(architecture: str, ignored: str | None = None) -> tuple[Arch
 
 
 def check_pretrained(config: Any) -> None:
-    """Raise ValueError for options of fine-tuning that do not go together.
+    """Raise ValueError for conflicting options of fine-tuning.
 
     Args:
         config: a `jax_te.cli.run_config.RunConfig`.
@@ -123,7 +123,7 @@ def as_run(architecture: str, ignored: str | None, fields: dict[str, Any]) -> Fo
 
     Args:
         architecture, ignored: see `pretrained_form`.
-        fields: of a `TransformerConfig`, from the options.
+        fields: fields of a `TransformerConfig`, from the options.
     """
     changes = {name: value for name, value in fields.items() if name not in _SAID}
     return pretrained_form(architecture, ignored)[1].run_as(changes, fields["params_dtype"])
@@ -140,7 +140,7 @@ def load_pretrained(
     """Return the model with the folder's weights; other arguments are those of `as_run`.
 
     Raises:
-        ValueError: also if the folder's configuration is another one by now.
+        ValueError: also if the folder's configuration has changed.
     """
     # A run that has saved nothing yet starts again, by when the folder may hold another model.
     if json_file(Path(folder) / CONFIG) != json.loads(architecture):
@@ -161,7 +161,7 @@ def add_adapters(model: GPTModel, rank: int, alpha: float | None, rngs: nnx.Rngs
 
 
 def merge_adapters(model: GPTModel) -> None:
-    """Put every layer, with the product of its adapters added to its kernels, in the place of its `LoRA`."""
+    """Replace every `LoRA` by its layer, with the product of its adapters added to the kernels."""
     layers: Any = model.layers
     for layer in layers:
         attention = layer.self_attention

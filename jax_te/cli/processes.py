@@ -1,4 +1,4 @@
-"""Several processes of one run: how they join, which one speaks, what they agree upon, how they end."""
+"""Several processes of one run: joining, output, agreement and orderly end."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ from jax_te.cli.meeting import meet
 from jax_te.cli.run_files import SIGNS_FOLDER
 
 _LATER = 60
-"""Seconds by which the bounds of JAX, at which it aborts in C++, are longer than those of the run."""
+"""Seconds by which JAX's timeouts, at which it aborts in C++, exceed those of the run."""
 _FAREWELL = 1.0
-"""Seconds in which the others can say why they end, before the first process does."""
+"""Seconds in which the others can report why they end, before the first process ends."""
 _NOTICE = 10.0
-"""Seconds of waiting after which a process says for whom; again whenever that has doubled."""
+"""Seconds of waiting after which a process reports for whom; repeated whenever that has doubled."""
 _GONE = ("Gloo ", "NCCL operation", "ncclRemoteError", "coordination service", "CoordinationService")
-"""Words of JAX's errors where another process is gone."""
+"""Texts of JAX's errors when another process is gone."""
 _LONGEST = 400
 _OTHER, _RESUMES = "another process ended or cannot be reached", "; the same command resumes"
 _SEEN_WITHIN = 5.0
-"""Seconds after which a shared folder shows to other hosts what one has made."""
+"""Seconds after which changes in a shared folder are visible to other hosts."""
 
 T = TypeVar("T")
 
 
 @contextlib.contextmanager
 def joined(launch: Launch | None, output: Path, bounds: Bounds, *, debug: bool = False) -> Iterator[Signs | None]:
-    """Yield in JAX's program of all processes their signs of life; None if this process is the only one.
+    """Connect all processes in JAX, and yield their signs of life; None if this process is the only one.
 
     Where there are several, only the first one's stdout is shown, and nothing that C++ libraries print there.
 
-    A process that fails says so in one line and ends at once, whatever the others are doing; they end when they miss
-    it, and the same command resumes.
+    A process that fails reports this in one line and ends at once, whatever the others are doing; they end when they
+    notice it, and the same command resumes.
 
     Args:
-        launch: of `find_launch`. None: one process, or those that are connected already.
+        launch: launch of `find_launch`. None: one process, or processes that are connected already.
         output: folder of the run, in which the signs are.
-        bounds: of all waiting.
-        debug: show the traceback of an error.
+        bounds: timeouts of all waits.
+        debug: whether to show the traceback of an error.
 
     Raises:
         ValueError: if the processes do not find each other.
@@ -83,7 +83,7 @@ def joined(launch: Launch | None, output: Path, bounds: Bounds, *, debug: bool =
 
 @contextlib.contextmanager
 def _own_stdout() -> Iterator[None]:
-    """Yield with Python's stdout where it was, in the first process, and that of C++ libraries nowhere."""
+    """Yield with Python's stdout where it was, in the first process, and C++ libraries' stdout discarded."""
     sys.stdout.flush()
     with open(os.devnull, "w") as silent, contextlib.ExitStack() as stack:
         shown = silent
@@ -106,7 +106,8 @@ def _own_stdout() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _within(seconds: float, what: str) -> Iterator[None]:
-    """Yield, and end this process with a line if that takes longer: it waits in C++, where nothing else reaches it."""
+    """Yield, and end this process with a line if the block exceeds the timeout, since waits in C++ cannot be
+    interrupted."""
     timer = threading.Timer(seconds, lambda: _leave(f"{what} for {seconds:g} s; the same command resumes"))
     timer.daemon = True
     timer.start()
@@ -123,7 +124,7 @@ def _shared_token(output: Path, token: str) -> str:
         ValueError: in all of them, if one does not.
     """
     token = _gathered(token)[0]
-    mark = output / f".{token}"  # a name that nobody has asked for, so that no answer is kept anywhere
+    mark = output / f".{token}"  # a name that was never requested, so that no cache has an answer
 
     def look() -> None:
         deadline = time.monotonic() + _SEEN_WITHIN
@@ -149,7 +150,7 @@ def _shared_token(output: Path, token: str) -> str:
 
 
 class _Guard:
-    """Looks at the signs of life all the time: ends this process when it waits in vain, and says for whom it waits."""
+    """Thread that watches the signs of life: it ends this process when it waits in vain, and reports for whom."""
 
     def __init__(self, bound: float):
         self._bound, self._notice = bound, min(_NOTICE, bound / 2)
@@ -169,7 +170,7 @@ class _Guard:
 
 def _connect(launch: Launch, bounds: Bounds) -> None:
     meet(launch, bounds.start, lambda line: print(line, file=sys.stderr if launch.index else sys.stdout, flush=True))
-    # Its handler would take SIGTERM from a run that is still starting; the loop has its own agreement.
+    # JAX's handler would intercept SIGTERM in a run that is still starting; the loop has its own agreement.
     jax.config.update("jax_enable_preemption_service", False)
     given = {} if launch.coordinator is None else {"cluster_detection_method": "deactivate"}
     if not given and launch.index == 0:
@@ -199,7 +200,7 @@ def is_first() -> bool:
 
 
 def agreed(work: Callable[[], T]) -> T:
-    """Return ``work()`` once it has gone well in every process; all must call this.
+    """Return ``work()`` once it has succeeded in every process; all must call this.
 
     Raises:
         Exception: what ``work`` raised here.
@@ -235,9 +236,8 @@ def check_same(**values: object) -> None:
 class SharedSignal:
     """Tells every process of the signal that one of them got, so that all end after the same step.
 
-    All call it once a step, inside of ``jax.set_mesh``. It says what was heard before the step before: a tiny program
-    behind each step finds the largest number over all devices, and is read when the device has done it, so that no
-    process waits.
+    All call it once a step, inside of ``jax.set_mesh``. The result is delayed by a step: a tiny program after each step
+    takes the maximum over all devices, and is read when the device has finished it, so that no process waits.
     """
 
     def __init__(self) -> None:
@@ -277,7 +277,7 @@ def _end(error: Exception, debug: bool, signs: Signs | None) -> None:
     if text is None:
         traceback.print_exc()
     if signs is not None and text is not None and text.startswith(_OTHER):
-        deadline = time.monotonic() + 3 * signs.interval  # its own words say more, if it had any
+        deadline = time.monotonic() + 3 * signs.interval  # its own message says more, if there is one
         while signs.told() is None and time.monotonic() < deadline:
             time.sleep(signs.interval / 4)
         text = text if signs.told() is None else f"{signs.told()}; the same command resumes"

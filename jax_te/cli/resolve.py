@@ -1,4 +1,4 @@
-"""From the options that are given to a `RunConfig`: the run in the folder, presets and defaults fill in the rest."""
+"""Resolution of the given options to a `RunConfig`: the run in the folder, presets and defaults supply the rest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FIELDS = {field.name for field in dataclasses.fields(RunConfig)}
 
 
 def output_folder(options: argparse.Namespace) -> Path:
-    """Return ``--output``, or ``runs/PRESET``, with the recipe's name behind it if there is one.
+    """Return ``--output``, or ``runs/PRESET``, followed by the recipe's name if there is one.
 
     Raises:
         ValueError: if it is a file.
@@ -38,10 +38,10 @@ def resolve(options: argparse.Namespace, output: Path) -> tuple[RunConfig, bool]
     """Return the run's configuration, and whether ``output`` holds checkpoints of it.
 
     An option that is not given has the value of the run there; in a new run, its preset's value or its default. A run
-    that has saved nothing yet starts again, and gives way to one of another configuration.
+    that has saved nothing yet starts again, and may be replaced by one of another configuration.
 
     Raises:
-        ValueError: if the folder holds another run, or the values do not go together.
+        ValueError: if the folder holds another run, or the values conflict.
     """
     given = {name: value for name, value in vars(options).items() if name in _FIELDS}
     for name in {"data", "tokenizer", "init_from"} & given.keys():
@@ -49,7 +49,7 @@ def resolve(options: argparse.Namespace, output: Path) -> tuple[RunConfig, bool]
     if "tokenizer" in given:
         given["tokenizer_sha256"] = tokenizer_values(given["tokenizer"], None)["tokenizer_sha256"]
     if "precision_config" in given:
-        # The text, not the name: the run goes on with its rules whatever becomes of the file.
+        # The text, not the name: the run keeps its rules even if the file changes.
         given["precision_config"] = read_rules(given["precision_config"])
     saved = read_config(output)
     if not holds_run(output):

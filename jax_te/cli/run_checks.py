@@ -23,7 +23,7 @@ _LINEAR_OPS = ("dense", "layernorm_dense", "layernorm_mlp")
 
 
 def explain_backends(config: RunConfig) -> list[str]:
-    """Return what runs each op of the model and why, a line per backend and reason; call it inside `contexts`.
+    """Return the backend of each op of the model, a line per backend and reason; call it inside `contexts`.
 
     Raises:
         BackendUnavailableError: if the backend asked for cannot run one of them.
@@ -36,7 +36,7 @@ def explain_backends(config: RunConfig) -> list[str]:
             choice = explain_backend(op, recipe=recipe, attention=attention)
             label = op if len(recipes) == 1 or op not in _LINEAR_OPS else f"{op} ({recipe_label(recipe)})"
             grouped.setdefault((choice.backend, choice.reason), []).append(label)
-    if len({backend for backend, _ in grouped}) == 1:  # then the reason that most ops have says it all
+    if len({backend for backend, _ in grouped}) == 1:  # then the most common reason suffices
         (backend, reason), _ = max(grouped.items(), key=lambda item: len(item[1]))
         return [f"{backend} for every op: {reason}"]
     return [f"{backend} for {', '.join(ops)}: {reason}" for (backend, reason), ops in grouped.items()]
@@ -45,10 +45,10 @@ def explain_backends(config: RunConfig) -> list[str]:
 def check_te_on_mesh(config: RunConfig) -> None:
     """Raise ValueError if ``--backend te`` cannot run all linear layers on the run's mesh; call it inside `contexts`.
 
-    Transformer Engine's kernels run on each device's shard of a layer; XLA runs what reads whole tensors.
+    Transformer Engine's kernels run on each device's shard of a layer; XLA runs operations on whole tensors.
 
     Raises:
-        ValueError: for what would fail once the run is under way, naming the options.
+        ValueError: for options that would fail during the run; the message names them.
     """
     sizes = config.parallel_config()
     if config.backend != "te" or sizes is None or sizes.num_devices == 1:
@@ -87,12 +87,12 @@ def check_mesh_of_processes(config: RunConfig) -> None:
 
 
 def check_precision(config: RunConfig) -> QuantizationReport | None:
-    """Return what the run's rules do to its model, None without rules; call it inside `contexts`.
+    """Return the effect of the run's rules on its model, None without rules; call it inside `contexts`.
 
     Rules that have no effect are a warning on stderr.
 
     Raises:
-        ValueError: if they cannot be used; if nothing is quantized and an option is for runs that quantize; for a size
+        ValueError: if they are invalid; if nothing is quantized and an option is for runs that quantize; for a size
             that a layer's recipe cannot take; for ``--fp8-param`` with kernels that evaluation quantizes otherwise.
     """
     rules = config.quantization_rules()

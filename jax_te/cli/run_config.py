@@ -20,7 +20,7 @@ from jax_te.models import check_recompute_policy, runs_scanned
 from jax_te.recipe import Recipe
 
 _FLAGS = {name: flag(field) for field, row in OPTIONS.items() for name in row.library or (field,)}
-"""Options by the library's names of what they set."""
+"""Options by the library's names of the fields that they set."""
 
 _OF_THE_MODEL = {field.name for field in dataclasses.fields(TransformerConfig)} - {"fp8_param"}  # of the train state
 
@@ -37,8 +37,8 @@ class RunConfig(RunOptions):
         preset: name of the preset that defaults came from.
 
     Raises:
-        ValueError: for a value that the command line would refuse, for sizes that do not divide, for values that do not
-            go together, and for options that have no effect on this mesh or recipe. The message names the option.
+        ValueError: for a value that the command line would refuse, for sizes that do not divide, for conflicting
+            values, and for options that have no effect on this mesh or recipe. The message names the option.
     """
 
     preset: str
@@ -56,7 +56,7 @@ class RunConfig(RunOptions):
         with _options_named():
             check_recompute_policy(self.transformer_config(), self.recompute_policy)
             runs_scanned(self.scan_layers, self.num_layers)
-        recipe, _ = self.make_recipe(), self.quantization_rules()  # these raise for what cannot be used
+        recipe, _ = self.make_recipe(), self.quantization_rules()  # these raise for invalid values
         for name, default in recipe_defaults(self.recipe).items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default)
@@ -79,7 +79,7 @@ class RunConfig(RunOptions):
         return as_run(self.architecture, self.ignore_fields, fields).config
 
     def library_fields(self) -> dict[str, Any]:
-        """Return the fields of a `TransformerConfig` that the options say."""
+        """Return the fields of a `TransformerConfig` that the options set."""
         names = {name: field for field, row in OPTIONS.items() for name in row.library or (field,)}
         fields: dict[str, Any] = {name: getattr(self, field) for name, field in names.items() if name in _OF_THE_MODEL}
         fields["first_last_layers_bf16"] = bool(self.bf16_layers_start or self.bf16_layers_end)
@@ -107,7 +107,7 @@ class RunConfig(RunOptions):
         return None if self.mesh is None else ParallelConfig.parse(self.mesh)
 
     def on_one_device(self, factory_modules: str | None = None) -> RunConfig:
-        """Return the same model and training without a mesh and its options, on whatever backend is there.
+        """Return the same model and training without a mesh and its options, on any available backend.
 
         Args:
             factory_modules: see `PrecisionOptions`; given anew, because a run does not keep them.
@@ -175,7 +175,7 @@ class RunConfig(RunOptions):
             )
 
     def _divisions(self, recipe: Recipe | None, mesh: ParallelConfig) -> Iterator[tuple[str, int, int, str]]:
-        """Yield ``(option, size, number, what)``: sizes, and what must divide them.
+        """Yield ``(option, size, number, what)``: sizes, and numbers that must divide them.
 
         The library refuses most of these, too, but only while the model is built or run, where no option has a name.
         """
@@ -204,12 +204,12 @@ class RunConfig(RunOptions):
             why = f"two chunks for each of context={mesh.context} of --mesh {self.mesh}, for --cp-load-balanced"
             yield "--seq-len", self.seq_len, 2 * mesh.context, f"{2 * mesh.context}, {why}"
         if recipe is None or self.precision_config is not None:
-            return  # rules may keep a layer out, and then its sizes do not matter
+            return  # rules may exclude a layer, and then its sizes do not matter
         multiple, why = recipe.alignment, f"{recipe.alignment}, as it must be for --recipe {self.recipe}"
         yield "--hidden-size", self.hidden_size, multiple, why
         yield "--ffn-hidden-size", self.ffn_hidden_size, multiple, why
         yield "--num-query-groups x head size =", self.num_query_groups * head, multiple, why
-        if self.mesh is not None:  # kernels quantized once a step lie on each device, which pads no tokens
+        if self.mesh is not None:  # kernels are quantized once a step on each device, without padding of tokens
             what = "tokens of a microbatch, --batch-size x --seq-len / --microbatches ="
             yield what, self.tokens_per_step // parts, multiple, f"{why} on a mesh"
 

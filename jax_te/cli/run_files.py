@@ -22,16 +22,16 @@ CHECKPOINT_FOLDER = "checkpoints"
 LOCK_FILE = ".lock"
 SIGNS_FOLDER = ".processes"
 PARTIAL = ".partial"
-"""Suffix of a file that is not whole yet."""
+"""Suffix of an incomplete file."""
 VERSION = 1
-"""Of ``config.json``."""
+"""Format version of ``config.json``."""
 
 _RECORDED = options_of(Recorded)
 _KEPT = {"preset", *_RECORDED, *(name for name, row in OPTIONS.items() if row.kept)}
 
 
 def write_config(config: RunConfig, directory: Path) -> None:
-    """Write ``config.json``, whole or not at all."""
+    """Write ``config.json`` atomically."""
     values = {name: value for name, value in dataclasses.asdict(config).items() if name in _KEPT}
     text = json.dumps({"version": VERSION, "crc32": _crc32(values), **values}, indent=2) + "\n"
     partial = directory / (CONFIG_FILE + PARTIAL)
@@ -73,7 +73,7 @@ def read_config(directory: Path) -> RunConfig | None:
     try:
         values = json.loads(read_text(path))
         if not isinstance(values, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
         version, crc32 = values.pop("version", 0), values.pop("crc32", None)  # version 0 had neither
         if version not in range(VERSION + 1):
             raise ValueError(f"its version is {brief(version)}, and this jax-te reads those up to {VERSION}")
@@ -95,7 +95,7 @@ def _crc32(values: dict[str, Any]) -> int:
 
 
 def changed_fields(saved: RunConfig, given: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the fields whose ``given`` values keep the run from being resumed: name -> (saved, given)."""
+    """Return the fields whose ``given`` values prevent resuming the run: name -> (saved, given)."""
     pairs = {name: (getattr(saved, name), value) for name, value in given.items() if name not in MAY_CHANGE}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 

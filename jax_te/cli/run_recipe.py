@@ -1,4 +1,4 @@
-"""The recipe of a run: from the fields of its options to a `Recipe`, and back for the defaults."""
+"""The recipe of a run: conversion of its option fields to a `Recipe`, and of defaults back."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def recipe_defaults(name: str) -> dict[str, Any]:
         if field == "fp8_format":
             return recipe.fp8_format.value
         if field == "override_linear_precision":
-            return None  # config.json has names of GEMMs, and no name for none of them
+            return None  # config.json has names of GEMMs, and null for none
         if field == "fp8_accumulation":
             return "precise" if recipe.fp8_gemm_fprop.use_split_accumulator else "fast"
         return not getattr(recipe, _INVERTED[field]) if field in _INVERTED else getattr(recipe, field)
@@ -41,7 +41,7 @@ def recipe_defaults(name: str) -> dict[str, Any]:
 
 
 def build_recipe(name: str, given: Mapping[str, Any]) -> Recipe | None:
-    """Return the recipe of a name with fields as a command line gives them; None for ``"none"``.
+    """Return the recipe of a name with the command line's fields; None for ``"none"``.
 
     Args:
         name: a key of `jax_te.recipe.RECIPES`.

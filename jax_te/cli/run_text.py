@@ -1,4 +1,4 @@
-"""The tokenizer of a run, a copy of which its folder keeps, and the text in its tokens."""
+"""The tokenizer of a run, with a copy in its folder, and the tokenized text."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from jax_te.cli.run_files import PARTIAL
 from jax_te.data import TOKENIZER_FILE, ByteTokenizer, TextData, Tokenizer, load_text
 
 VOCABULARY_MULTIPLE = 128
-"""A new model's embedding has a multiple of so many rows: Megatron's ``--make-vocab-size-divisible-by``."""
+"""A new model's vocabulary size is a multiple of this: Megatron's ``--make-vocab-size-divisible-by``."""
 
 
 def tokenizer_values(path: str, vocab_size: int | None) -> dict[str, Any]:
     """Return the fields of a run's configuration that follow from ``--tokenizer``.
 
     Args:
-        path: of the file, or of its folder.
-        vocab_size: of the model that has been chosen; None: of a new one.
+        path: path of the file, or of its folder.
+        vocab_size: vocabulary size of the model that has been chosen; None: of a new model.
 
     Raises:
-        ValueError: for a file that is no tokenizer, and one with more tokens than the model's embedding has rows.
+        ValueError: for a file that is not a tokenizer, and one with more tokens than the model's embedding has rows.
     """
     tokenizer = Tokenizer(path)
     rows = vocab_size or -(-tokenizer.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
@@ -39,7 +39,7 @@ def run_tokenizer(config: RunConfig, output: Path) -> Tokenizer | ByteTokenizer:
     """Return the tokenizer of a run: of the copy in its folder, or of the file that it names if there is no copy yet.
 
     Raises:
-        ValueError: for another tokenizer than that with which the run began.
+        ValueError: for a tokenizer other than the one with which the run began.
     """
     if config.tokenizer_sha256 is None:
         return ByteTokenizer()
@@ -55,7 +55,7 @@ def run_tokenizer(config: RunConfig, output: Path) -> Tokenizer | ByteTokenizer:
 
 
 def keep_tokenizer(tokenizer: Tokenizer | ByteTokenizer, output: Path) -> None:
-    """Copy the tokenizer's file into the run's folder, whole or not at all."""
+    """Copy the tokenizer's file into the run's folder atomically."""
     copy = output / TOKENIZER_FILE
     if isinstance(tokenizer, Tokenizer) and tokenizer.path != copy:
         # A rename is atomic: a run that is killed here has the whole copy or none.
@@ -65,10 +65,10 @@ def keep_tokenizer(tokenizer: Tokenizer | ByteTokenizer, output: Path) -> None:
 
 
 def run_text(config: RunConfig, tokenizer: Tokenizer | ByteTokenizer, data: str | None = None) -> TextData:
-    """Return the text of a run, or another one, in the run's tokens."""
+    """Return the text of a run, or another one, tokenized by the run's tokenizer."""
     return load_text(config.data if data is None else data, seq_len=config.seq_len, tokenizer=tokenizer)
 
 
 def unit(tokenizer: Tokenizer | ByteTokenizer) -> str:
-    """Return what a token is called."""
+    """Return the term for a token."""
     return "byte" if isinstance(tokenizer, ByteTokenizer) else "token"

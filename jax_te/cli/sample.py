@@ -23,7 +23,7 @@ from jax_te.ops import use_backend
 from jax_te.recipe import autocast
 
 LONGEST = 2048
-"""Tokens that are kept in a key/value cache: models of other libraries have positions for far more than fit."""
+"""Maximum number of tokens in the key/value cache: models of other libraries support far more than fit into memory."""
 
 
 def run(options: SampleOptions) -> int:
@@ -36,7 +36,7 @@ def run(options: SampleOptions) -> int:
     config = read_config(output)
     if config is None or not holds_run(output):
         raise ValueError(f"{output} holds no trained model; train one with: jax-te train --output {output}")
-    # One device and whatever kernels there are, wherever it was trained.
+    # One device and any available backend, wherever it was trained.
     config = config.on_one_device(options.factory_modules)
     check_memory(config, training=False)
     tokenizer = run_tokenizer(config, output)
@@ -72,23 +72,23 @@ def continue_text(
 ) -> str:
     """Return ``length`` tokens that follow ``prompt``, as text.
 
-    Bytes that are no UTF-8, and characters that would steer a terminal, are U+FFFD.
+    Bytes that are not UTF-8, and control characters, become U+FFFD.
 
     Runs without quantization, on the backends that support decoding whatever the model was trained with. When the
     model's context, or `LONGEST` tokens of it, is full, generation goes on from its second half.
 
     Args:
-        model: its layers lose recipes of their own, which might quantize one token at a time.
-        tokenizer: of the model.
-        prompt: at least one token.
-        length: >= 1.
-        seed: of the drawing.
-        temperature, top_k: as for `generate`; ``top_k`` 0 draws from all.
+        model: model, whose layers lose recipes of their own, which might quantize one token at a time.
+        tokenizer: tokenizer of the model.
+        prompt: tokens of the prompt, at least one.
+        length: number of tokens to sample, >= 1.
+        seed: seed of the sampling.
+        temperature, top_k: sampling options, see `generate`; ``top_k`` 0 samples from all tokens.
         copies: rows of the batch, all alike, for a mesh that splits the batch.
     """
     text = prompt.tolist()
     for _, module in quantizable_modules(model):
-        # Decoding has few rows of tokens, which gain nothing by a recipe.
+        # Decoding has few rows of tokens, which a recipe does not accelerate.
         module.module_recipe, module.kernel_recipes = None, ()
     window, begin, key = min(model.max_sequence_length, LONGEST), len(text), jax.random.key(seed)
     part = 0
@@ -111,6 +111,6 @@ def continue_text(
         text += np.asarray(tokens)[0, len(context) :].tolist()
         part += 1
     before, whole = tokenizer.decode(text[:begin]), tokenizer.decode(text[: begin + length])
-    # Many tokenizers leave out the space in front of a text's first word, so that the rest is not decoded by itself.
+    # Many tokenizers omit the space before a text's first word, so the continuation is not decoded separately.
     characters = whole.removeprefix(before) if whole.startswith(before) else tokenizer.decode(text[begin:][:length])
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in characters)

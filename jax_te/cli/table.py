@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, right: int = 0) -> str:
-    """Return columns that line up, under a ruled header; the last ``right`` ones to the right.
+    """Return aligned columns under a ruled header; the last ``right`` ones are right-aligned.
 
     >>> print(table(["tensor", "amax"], [["x", "1.5"], ["kernel", "12"]], right=1))
     tensor  amax

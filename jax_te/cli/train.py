@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
     """Return the exit status of a training run: 0, or 128 + the signal that ended it.
 
     Raises:
-        ValueError: for options that do not go together, and a folder that holds another run or is in use.
+        ValueError: for conflicting options, and a folder that holds another run or is in use.
     """
     launch, bounds = find_launch(getattr(options, "processes", "auto")), find_bounds(options)
     output = output_folder(options)
@@ -99,7 +99,7 @@ def _run(options: argparse.Namespace, output: Path, signs: Signs | None, bounds:
                 state, first = trainer.restore() if resumes else trainer.create()
             if trace is not None and trace.first <= first:
                 raise ValueError(f"--profile {config.profile}: the run has done {first} steps; give later ones")
-            # Only now: a start that fails leaves no configuration that the next start would take up.
+            # Only now: a failed start must not leave a configuration that the next start would use.
             if is_first():
                 keep_tokenizer(tokenizer, output)
                 write_config(config, output)
@@ -110,7 +110,7 @@ def _run(options: argparse.Namespace, output: Path, signs: Signs | None, bounds:
 def _read(
     options: argparse.Namespace, output: Path, progress: Progress
 ) -> tuple[RunConfig, bool, StepTrace | None, Tokenizer | ByteTokenizer, TextData]:
-    """Return all that a run reads before it makes anything, and whether it resumes."""
+    """Return everything that a run reads before it writes anything, and whether it resumes."""
     # Said before anything is made: a run that could not write its charts would fail at its end.
     # Those of their modules that need most: what a package itself imports may be less.
     for module in ("grain", "matplotlib.backends.backend_agg", "rich.progress"):
@@ -201,7 +201,7 @@ def _train(
     # A run that was complete already took no step, and so has no held-out loss.
     heldout = trainer.evaluate(result.state) if result.heldout_loss is None else result.heldout_loss
     prompt = tokenizer.encode(PROMPT)
-    if not of_bytes:  # PROMPT may be no word of the tokenizer's
+    if not of_bytes:  # PROMPT may not be a word of the tokenizer's
         prompt = data.heldout[: min(16, config.seq_len // 2)]
     losses = _losses(data, heldout, bigram, unit(tokenizer))
     progress.facts(_outcome(result, losses, output, drawn, tokenizer.decode(prompt)))
@@ -219,7 +219,7 @@ def _no_link(path: str, flags: int) -> int:
 
 @contextmanager
 def _locked(output: Path) -> Iterator[None]:
-    """Make the folder, and keep other runs out of it until this process ends."""
+    """Create the folder, and lock it against other runs until this process ends."""
     output.mkdir(parents=True, exist_ok=True)
     refuse_links(output)
     if not is_first():  # one process locks for all of them
@@ -244,7 +244,7 @@ def _facts(
     first: int,
     report: QuantizationReport | None,
 ) -> dict[str, str]:
-    """Return what a user should see at the start, one line each."""
+    """Return the lines to show at the start."""
     size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     groups = "" if config.num_query_groups == config.num_heads else f" in {config.num_query_groups} groups"
     dtypes = config.params_dtype
@@ -276,7 +276,7 @@ def _facts(
 
 
 def _tokenizer_facts(config: RunConfig, data: TextData) -> dict[str, str]:
-    """Return what makes tokens, and what adapts the model, where a run has them."""
+    """Return the lines about the tokenizer and the adapters of a run, if it has them."""
     rows = {}
     if config.tokenizer is not None:
         size = "" if data.bytes_per_token is None else f", {data.bytes_per_token:.2f} bytes each"

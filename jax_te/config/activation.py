@@ -33,12 +33,12 @@ class LimitedFunction:
     """A function of one component, ``function(min(max(x, low), high)) + offset``.
 
     Args:
-        function: one of the functions in `ACTIVATIONS`, by name, or a function of one array.
+        function: name of a function in `ACTIVATIONS`, or a function of one array.
         low, high: limits of its argument, where its slope is still 1. None: no limit.
-        offset: added to its value.
+        offset: constant added to its value.
 
     Raises:
-        ValueError: for an unknown function, a limit that is no finite number, or limits in another order.
+        ValueError: for an unknown function, a limit that is not a finite number, or limits in another order.
         TypeError: for what is neither a name nor a function that can be hashed.
 
     Source: ``activation_func_clamp_value`` and ``glu_linear_offset`` of
@@ -74,7 +74,7 @@ def activation_parts(activation: ActivationLike, name: str = "activation") -> tu
 
     Args:
         activation: a name, a function, or a tuple of them.
-        name: of the argument, for the message.
+        name: argument's name, for the message.
 
     Raises:
         ValueError: for an unknown name, or no function at all.
@@ -114,18 +114,18 @@ def named_activation(parts: tuple[Any, ...]) -> ActivationLike:
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationParams:
-    """The numbers in ``clamped_swiglu``, the one activation that has any.
+    """The parameters of ``clamped_swiglu``, the only activation that has any.
 
     With ``a = min(x0, limit)`` and ``b = clip(x1, -limit, limit)`` it is
     ``a * sigmoid(alpha * a) * (b + linear_offset)``.
 
     Args:
-        limit: > 0.
+        limit: limit of the components, > 0.
         alpha: slope of the sigmoid; 1.702 makes the first factor an approximation of GELU.
-        linear_offset: added to the second component.
+        linear_offset: constant added to the second component.
 
     Raises:
-        ValueError: for a limit that is not positive, and for what is no finite number.
+        ValueError: for a limit that is not positive, or not a finite number.
 
     Source: ``transformer_engine.jax.cpp_extensions.activation.ClampedSwigluParams``; the GPT-OSS models.
 

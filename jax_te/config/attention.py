@@ -16,30 +16,30 @@ class AttentionConfig:
     """Options of the attention core; `TransformerConfig` has these fields, too.
 
     Args:
-        softmax_scale: of the scores. None: ``1 / sqrt(d)``.
+        softmax_scale: factor of the scores. None: ``1 / sqrt(d)``.
         softmax_type: ``"vanilla"``, ``"off-by-one"`` (1 is added to the denominator) or ``"learnable"`` (the
             exponential of a learnable parameter of each head is added).
         logit_softcap: ``cap tanh(scores / cap)`` in place of the scaled scores (Gemma 2). None: no cap.
         window_size: ``(left, right)`` positions that a query attends to beside its own; -1: all. None: no window.
         window_attn_skip_freq: the layers without the window. An integer ``N``: every ``N``-th layer. A list with one
             entry for each layer: those whose entry is 0. None: no layer.
-        qk_layernorm: normalize every head of queries and keys, with the model's ``normalization``, before the rotary
-            embedding (Qwen 3).
-        apply_query_key_layer_scaling: without effect. Megatron divides scores by the layer's number, and multiplies by
-            it in the softmax, against overflow in fp16; here scores are fp32.
-        attention_softmax_in_fp32: without effect: the softmax is always in fp32, as in Transformer Engine.
-        batch_invariant_mode: without effect: it sets ``num_splits`` of a CUDA kernel that JAX does not call.
-        qk_clip: return each head's max logit beside the output, for clipping the query and key weights.
+        qk_layernorm: whether to normalize every head of queries and keys, with the model's ``normalization``, before
+            the rotary embedding (Qwen 3).
+        apply_query_key_layer_scaling: option without effect. Megatron divides scores by the layer's number, and
+            multiplies by it in the softmax, against overflow in fp16; here scores are fp32.
+        attention_softmax_in_fp32: option without effect: the softmax is always in fp32, as in Transformer Engine.
+        batch_invariant_mode: option without effect: it sets ``num_splits`` of a CUDA kernel that JAX does not call.
+        qk_clip: whether to return each head's max logit beside the output, for clipping the query and key weights.
         qk_clip_alpha, qk_clip_threshold: the arguments of `jax_te.layers.clip_qk`, which the training loop calls: the
             exponent for the query weights, and the max logit above which weights are clipped.
-        log_max_attention_logit: return each head's max logit beside the output, for the log.
-        cp_comm_type: how the context axis exchanges keys and values: one of `CP_COMM_TYPES`, or a list with one for
-            each layer. None: ``"p2p"``. Without effect where the mesh's context axis is 1.
-        hierarchical_context_parallel_sizes: for ``"a2a+p2p"``: how many neighbouring devices exchange heads, and how
-            many such groups form the ring. None for the other types.
-        cp_load_balanced: shard the tokens of a sequence over the context axis in zig-zag order, so that every device
-            has the same work under a causal mask; see `jax_te.ops.zigzag_positions`. Inputs and outputs of `GPTModel`
-            stay in natural order. Without effect where the mesh's context axis is 1.
+        log_max_attention_logit: whether to return each head's max logit beside the output, for the log.
+        cp_comm_type: exchange of keys and values along the context axis: one of `CP_COMM_TYPES`, or a list with one for
+            each layer. None: ``"p2p"``. No effect where the mesh's context axis is 1.
+        hierarchical_context_parallel_sizes: sizes for ``"a2a+p2p"``: number of neighbouring devices that exchange
+            heads, and number of such groups in the ring. None for the other types.
+        cp_load_balanced: whether to shard the tokens of a sequence over the context axis in zig-zag order, so that
+            every device has the same work under a causal mask; see `jax_te.ops.zigzag_positions`. Inputs and outputs of
+            `GPTModel` stay in natural order. Without effect where the mesh's context axis is 1.
 
     Lists become tuples, as a hashable configuration needs.
 
@@ -80,7 +80,7 @@ class AttentionConfig:
         )
         for name in ("window_size", "window_attn_skip_freq", "cp_comm_type", "hierarchical_context_parallel_sizes"):
             value = getattr(self, name)
-            # YAML and JSON have lists only, and a configuration must be hashable: it is part of jit cache keys.
+            # YAML and JSON only have lists, but a configuration must be hashable: it is part of jit cache keys.
             object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
         pairs = {
             "window_size": (-1, "e.g. (128, 0)"),

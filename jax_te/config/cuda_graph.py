@@ -1,4 +1,4 @@
-"""Captured graphs, in Megatron's words."""
+"""Captured graphs, with Megatron's field names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WHOLE_LAYER = ((), ("full",), ("attn", "mlp"))
 
 @dataclass(frozen=True, kw_only=True)
 class CudaGraphConfig:
-    """Which calls run as captured graphs; `TransformerConfig` has these fields, too.
+    """Selection of calls that run as captured graphs; `TransformerConfig` has these fields, too.
 
     A captured graph is here an executable that XLA compiled ahead of time, see
     `jax_te.megatron.GraphableMegatronModule`. They concern calls outside of ``jax.jit``: a jitted function is one graph
@@ -23,21 +23,21 @@ class CudaGraphConfig:
         cuda_graph_impl: ``"none"``; ``"local"``: a module captures each new call; ``"transformer_engine"``: in training
             a module runs the calls that it was made to capture; ``"full_iteration"``: the whole step is one program,
             which `jax_te.training.make_train_step` under ``jax.jit`` is in any case, so modules capture nothing.
-        cuda_graph_modules: what is captured: ``"full"``, an empty list or ``["attn", "mlp"]``, the whole layer. It
-            becomes ``()``. Parts of a layer are refused: Megatron captures parts where others cannot be captured,
-            such as experts, whose sizes change from step to step; here sizes are static, and XLA makes CUDA graphs of
-            the kernels inside of a program.
+        cuda_graph_modules: modules to capture: ``"full"``, an empty list or ``["attn", "mlp"]``, the whole layer. It
+            becomes ``()``. Parts of a layer are refused: Megatron captures parts where others cannot be captured, such
+            as experts, whose sizes change from step to step; here sizes are static, and XLA makes CUDA graphs of the
+            kernels inside of a program.
         cuda_graph_scope: the deprecated name of ``cuda_graph_modules``; its ``"full_iteration"`` is now a
             ``cuda_graph_impl``. It becomes None.
         enable_cuda_graph, external_cuda_graph: the deprecated names of ``cuda_graph_impl="local"`` and
             ``"transformer_engine"``. They become False.
-        cuda_graph_warmup_steps, cuda_graph_use_single_mempool, cuda_graph_retain_backward_graph: without effect; XLA
-            allocates and needs no warm-up.
+        cuda_graph_warmup_steps, cuda_graph_use_single_mempool, cuda_graph_retain_backward_graph: options without
+            effect; XLA allocates memory and needs no warm-up.
 
     Raises:
         ValueError: for an unknown name, and for parts of a layer.
-        TypeError: for a flag that is no bool.
-        AssertionError: for two fields that say the same in different names, as in Megatron.
+        TypeError: for a flag that is not bool.
+        AssertionError: for two equivalent fields with different names, as in Megatron.
 
     Source: ``megatron.core.transformer.TransformerConfig``.
 
@@ -70,7 +70,7 @@ class CudaGraphConfig:
                     )
                 _deprecated(f"{old}=True", f"cuda_graph_impl={impl!r}")
                 fill(self, "cuda_graph_impl", impl)
-                # Said in the new name now, so that dataclasses.replace does not say it twice.
+                # Moved to the new field, so that dataclasses.replace does not set both.
                 fill(self, old, False)
         modules = _names(self.cuda_graph_modules)
         if self.cuda_graph_scope is not None:

@@ -18,15 +18,15 @@ from jax_te._validation import (
 )
 
 AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
-"""Load-balancing losses, in Megatron's words."""
+"""Load-balancing losses, by Megatron's names."""
 
 LOAD_BALANCING_TYPES = (*AUX_LOSSES, "sinkhorn", "quantile_balancing", "none")
-"""Ways of a router to give all experts the same load."""
+"""Methods of a router to balance the experts' load."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterOptions:
-    """Which experts a token goes to, and how their load is kept equal; in Megatron-Core's words without ``moe_``.
+    """Choice of a token's experts, and balancing of their load; field names are Megatron-Core's without ``moe_``.
 
     Args:
         num_experts: ``e``.
@@ -34,31 +34,32 @@ class RouterOptions:
         score_function: function of the logits: ``"softmax"`` over the experts, or of each logit ``"sigmoid"`` or
             ``"sqrtsoftplus"``, the square root of ``log(1 + exp(x))``. The last two are divided by their sum over the
             chosen experts if there are several.
-        pre_softmax: take the softmax over all experts, before the choice, and leave it as it is. False: choose by the
-            logits, and take the softmax over those of the chosen experts.
+        pre_softmax: whether to take the softmax over all experts, before the choice, and leave it as it is. False:
+            choose by the logits, and take the softmax over those of the chosen experts.
         topk_scaling_factor: factor of the probabilities. None: 1.
         num_groups: number of groups of ``e / num_groups`` consecutive experts, of which each token uses ``group_topk``.
             A group's score is the sum of its ``topk // group_topk`` largest.
         group_topk: number of groups that a token uses.
-        load_balancing_type: one of `LOAD_BALANCING_TYPES`, or several of the losses among them. ``"aux_loss"``: a loss
-            over all tokens of a microbatch; ``"seq_aux_loss"``: over each sequence; ``"global_aux_loss"``: by the mean
-            counts of a step's microbatches so far; ``"sinkhorn"``: the choice is an optimal transport, in training;
-            ``"quantile_balancing"``: the choice is by logits less a bias of each expert, which follows the quantiles of
-            its logits.
+        load_balancing_type: load-balancing method, one of `LOAD_BALANCING_TYPES`, or several of the losses among them.
+            ``"aux_loss"``: a loss over all tokens of a microbatch; ``"seq_aux_loss"``: over each sequence;
+            ``"global_aux_loss"``: by the mean counts of a step's microbatches so far; ``"sinkhorn"``: the choice is an
+            optimal transport, in training; ``"quantile_balancing"``: the choice is by logits less a bias of each
+            expert, which follows the quantiles of its logits.
         aux_loss_coeff: coefficient of the loss, or of each. 0: no loss.
         z_loss_coeff: coefficient of ``mean(logsumexp(logits)^2)``. None: no such loss.
         aux_loss_groups: number of parts of a batch, along its first axis, of which each has losses of its own, and the
             mean of these counts: Megatron's numbers for as many data ranks. 1: the losses of all rows.
-        enable_expert_bias: add a bias of each expert to the scores for the choice. Once a step it grows for experts
-            with less than the mean load and shrinks for those with more.
-        bias_update_rate: by how much.
+        enable_expert_bias: whether to add a bias of each expert to the scores for the choice. Once a step it grows for
+            experts with less than the mean load and shrinks for those with more.
+        bias_update_rate: size of a bias update.
         quantile_balancing_ema: share of the old bias in the new one of ``"quantile_balancing"``.
-        input_jitter_eps: multiply the router's input by uniform factors in ``[1 - eps, 1 + eps]``, in training.
+        input_jitter_eps: half-width of the interval ``[1 - eps, 1 + eps]`` of uniform factors by which the router's
+            input is multiplied in training.
         expert_capacity_factor: an expert takes ``ceil(t k / e * factor)`` of ``t`` tokens; what is more is dropped, and
             the token's other experts are left as they are. None, or below 0: as many as come.
-        pad_expert_input_to_capacity: give each expert so many rows, the last of them zeros.
-        token_drop_policy: which tokens an expert keeps: ``"probs"``, those with its largest probabilities;
-            ``"position"``, those of the first positions of all sequences.
+        pad_expert_input_to_capacity: whether each expert gets as many rows as its capacity, the last of them zeros.
+        token_drop_policy: rule by which an expert selects the tokens that it keeps: ``"probs"``, those with its largest
+            probabilities; ``"position"``, those of the first positions of all sequences.
         dtype: dtype of the router's GEMM and of its probabilities, ``"fp32"`` or ``"fp64"``. None: the GEMM is in the
             dtype of the input, and all that follows in fp32.
         force_load_balancing: choose at random, for measurements under equal load.
@@ -110,7 +111,7 @@ class RouterOptions:
 
     @property
     def losses(self) -> dict[str, float]:
-        """Coefficients of the load-balancing losses that take part.
+        """Coefficients of the load-balancing losses in use.
 
         >>> RouterOptions(num_experts=8, aux_loss_coeff=0.01).losses
         {'aux_loss': 0.01}
@@ -149,10 +150,10 @@ def checked_router_options(
 
     Args:
         given: values by the names of `RouterOptions`.
-        name_of: gives the name of a field for messages.
+        name_of: function that returns a field's name for messages.
 
     Raises:
-        ValueError: as `RouterOptions`.
+        ValueError: see `RouterOptions`.
     """
     n, balancing, coefficients = name_of, given["load_balancing_type"], given["aux_loss_coeff"]
     check_positive(**{n("num_experts"): given["num_experts"], n("topk"): given["topk"]})
@@ -191,7 +192,7 @@ def _check_scores(given: Mapping[str, Any], n: Callable[[str], str], balancing: 
         if balancing == "sinkhorn":
             unused |= {"topk_scaling_factor": None, "score_function": "softmax", "pre_softmax": False}
         for name in [name for name, default in unused.items() if given[name] != default]:
-            # As in Megatron, whose programs may have it; but not without a word.
+            # As in Megatron, whose programs may use it; but with a warning.
             log_once(f"{n(name)}={given[name]!r} has no effect under {n('load_balancing_type')}={balancing!r}")
 
 
@@ -253,7 +254,7 @@ def _check_losses(given: Mapping[str, Any], n: Callable[[str], str], balancing: 
 
 def _check_capacity(given: Mapping[str, Any], n: Callable[[str], str], balancing: Any) -> dict[str, Any]:
     factor = given["expert_capacity_factor"]
-    if factor is not None and factor < 0.0:  # Megatron's other way to say None
+    if factor is not None and factor < 0.0:  # Megatron's other spelling of None
         factor = None
     if factor == 0.0:
         raise ValueError(
@@ -273,12 +274,12 @@ def _check_capacity(given: Mapping[str, Any], n: Callable[[str], str], balancing
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """Options of mixtures of experts, in Megatron-Core's words; `TransformerConfig` has these fields, too.
+    """Options of mixtures of experts, with Megatron-Core's names; `TransformerConfig` has these fields, too.
 
     Args:
         num_moe_experts: ``e``. None: no layer has experts.
-        moe_layer_freq: which layers have experts: every ``N``-th, from the first on, or a list with 1 (experts) or 0
-            for each layer.
+        moe_layer_freq: layers with experts: every ``N``-th, from the first on, or a list with 1 (experts) or 0 for each
+            layer.
         moe_ffn_hidden_size: ``f`` of an expert. None: ``ffn_hidden_size``.
         moe_router_topk, moe_router_load_balancing_type, moe_router_score_function, moe_router_pre_softmax,
             moe_router_topk_scaling_factor, moe_router_num_groups, moe_router_group_topk, moe_router_dtype,
@@ -288,13 +289,14 @@ class ExpertsConfig:
             moe_per_layer_logging: see `RouterOptions`.
         moe_router_topk_limited_devices: Megatron's former name of ``moe_router_group_topk`` for as many groups as there
             are expert-parallel devices.
-        moe_enable_routing_replay: keep the choice of each call in the router, and take one that was set, see
+        moe_enable_routing_replay: whether to keep the choice of each call in the router, and take one that was set, see
             `jax_te.megatron.TopKRouter`.
         moe_shared_expert_intermediate_size: ``f`` of a feed-forward block that all tokens pass, beside their experts.
             None: there is none.
-        moe_shared_expert_gate: multiply its output by the sigmoid of a product of the input with a learned vector.
-        moe_apply_probs_on_input: multiply an expert's input by the probability, in place of its activation; for one
-            expert a token.
+        moe_shared_expert_gate: whether to multiply its output by the sigmoid of a product of the input with a learned
+            vector.
+        moe_apply_probs_on_input: whether to multiply an expert's input by the probability, in place of its activation;
+            for one expert a token.
         moe_latent_size: features of the experts' inputs and outputs, to and from which two linear layers project.
             None: ``h``.
         moe_layer_recompute: Megatron's former way to name ``"moe"`` in ``recompute_modules``.
@@ -303,12 +305,12 @@ class ExpertsConfig:
             none.
         activation_func_clamp_value: limit of a gated activation's two components before the function: the first from
             above, the second on both sides. None: no limit.
-        glu_linear_offset: added to the second component of a gated activation.
+        glu_linear_offset: constant added to the second component of a gated activation.
 
     Raises:
-        ValueError: as `RouterOptions`, with these names; for sizes that are not positive; for options of experts that
+        ValueError: see `RouterOptions`, with these names; for sizes that are not positive; for options of experts that
             contradict each other.
-        TypeError: for a flag that is no bool.
+        TypeError: for a flag that is not bool.
 
     Source: ``megatron.core.transformer.TransformerConfig``.
 
@@ -415,7 +417,7 @@ class ExpertsConfig:
         return RouterOptions(**given, aux_loss_groups=aux_loss_groups)
 
     def _moe_layers(self, num_layers: int) -> tuple[bool, ...]:
-        """Return which layers have experts; raise ValueError for a ``moe_layer_freq`` that does not say it."""
+        """Return the layers with experts; raise ValueError for an invalid ``moe_layer_freq``."""
         freq: Any = self.moe_layer_freq
         if is_integer(freq) and freq >= 1:
             return tuple(self.num_moe_experts is not None and layer % freq == 0 for layer in range(num_layers))

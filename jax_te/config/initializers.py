@@ -1,4 +1,4 @@
-"""Initial distributions of weights, as layers take them and configurations hold them."""
+"""Initial distributions of weights, for layers and configurations."""
 
 from __future__ import annotations
 

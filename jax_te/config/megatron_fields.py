@@ -1,4 +1,4 @@
-"""Fields of Megatron-Core's configurations that this package's do not have: hints to CUDA, and those it refuses."""
+"""Megatron-Core's configuration fields that this package lacks: hints to CUDA, and unsupported options."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _OTHER_NUMBERS = {
     "zeros, always. Megatron pads them with tokens that did not choose the expert, and its expert bias counts these: "
     "numbers differ from Megatron's",
 }
-"""Fields without effect, in whose place Megatron's numbers are others -> in what."""
+"""Fields without effect here that change numbers in Megatron -> what they change."""
 
 _REFUSED = {
     "pipeline_model_parallel_size=1 virtual_pipeline_model_parallel_size=None num_layers_in_first_pipeline_stage=None "
@@ -115,7 +115,7 @@ delay_offload_until_cuda_graph delta_offload_bytes_across_pp_ranks activation_of
 fine_grained_offloading_max_inflight_offloads
 """.split()  # noqa: SIM905 - a list of a hundred strings is hard to read
 )
-"""Fields that say nothing while a field of `_REFUSED` is off, which they would describe."""
+"""Fields that are irrelevant while the field of `_REFUSED` that they refine is off."""
 
 _LATENT = frozenset(
     """
@@ -128,7 +128,7 @@ mla_down_proj_fusion
 
 
 def accepts_megatron_fields(config: T) -> T:
-    """Return a configuration class whose constructor knows all fields of Megatron-Core's.
+    """Return a configuration class whose constructor accepts all of Megatron-Core's fields.
 
     A field that the class lacks is dropped if it has Megatron's default or only tunes CUDA, which is logged once, and
     refused if it would change numbers or communication.

@@ -12,10 +12,10 @@ MESH_AXES = ("pipeline", "data", "fsdp", "context", "tensor")
 
 Neighbouring devices have the fastest links, so the axes lie in the order of what they communicate: the tensor axis
 twice a block, the context axis once a block, FSDP once a layer, data parallelism once a step, and a pipeline's stages
-pass on activations alone. It is Megatron's default order ``tp-cp-dp-pp``, read from the last axis."""
+only exchange activations. It is Megatron's default order ``tp-cp-dp-pp``, read from the last axis."""
 
 RESERVED_AXES = {"expert": "experts of a mixture"}
-"""Names that meshes will use, and what for. No mesh has them yet, and no other axis may be called so."""
+"""Reserved axis names, with their purpose. No mesh has them yet, and other axes must not use them."""
 
 
 def check_mesh_axis(name: str) -> None:
@@ -42,7 +42,7 @@ class ParallelConfig:
         fsdp: devices that shard the batch, and parameters, gradients and optimizer state too (ZeRO-3).
         context: devices that shard the sequence, in attention and everywhere else (Megatron's context-parallel size).
         tensor: devices that shard heads, feed-forward and vocabulary (Megatron's tensor-parallel size).
-        expert: reserved; 1.
+        expert: must be 1: the axis is reserved.
 
     Raises:
         ValueError: for a size that is not an integer >= 1; for a reserved axis.
@@ -63,7 +63,7 @@ class ParallelConfig:
     axis_names: tuple[str, ...] = field(default=MESH_AXES, init=False, repr=False)
 
     def __post_init__(self, expert: int) -> None:
-        # The reserved axis is an argument already, so that a program that asks for it is told why it cannot have it.
+        # The reserved axis is an argument already, so that requesting it gives an explanatory error.
         if expert != 1:
             check_mesh_axis("expert")
         check_positive(**{name: getattr(self, name) for name in MESH_AXES})

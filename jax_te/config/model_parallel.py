@@ -12,52 +12,53 @@ from jax_te.config.megatron_fields import accepts_megatron_fields
 from jax_te.typing import DTypeLike
 
 SYMMETRIC_AR_TYPES = (None, "two_shot", "one_shot", "multimem_all_reduce")
-"""Kinds of all-reduce over symmetric memory, in Megatron's words."""
+"""Kinds of all-reduce over symmetric memory, by Megatron's names."""
 
 
 @accepts_megatron_fields
 @dataclass(frozen=True, kw_only=True)
 class ModelParallelConfig:
-    """Parallelism, initialization and dtypes, in Megatron-Core's words; `TransformerConfig` has these fields, too.
+    """Parallelism, initialization and dtypes, with Megatron-Core's names; `TransformerConfig` has these fields, too.
 
     Args:
         tensor_model_parallel_size: devices on the mesh's tensor axis. 1 leaves it to the mesh; any other size must be
             the mesh's where a layer is built or called under one.
-        sequence_parallel: between the tensor-parallel parts of a layer, shard activations over the tensor axis along
-            the sequence.
+        sequence_parallel: whether to shard activations over the tensor axis along the sequence between the
+            tensor-parallel parts of a layer.
         context_parallel_size: devices on the mesh's context axis, in the same way.
-        expert_model_parallel_size: 1; the mesh's axis for experts is reserved and not there yet. Every device holds all
-            of them.
+        expert_model_parallel_size: must be 1: the mesh's axis for experts is reserved, and every device holds all
+            experts.
         expert_tensor_parallel_size: None or 1: the tensor axis does not shard an expert's kernels.
-        perform_initialization: False: kernels start as zeros, for a model whose weights are loaded anyway.
+        perform_initialization: whether to initialize kernels. False: they start as zeros, for a model whose weights are
+            loaded anyway.
         use_cpu_initialization: Megatron's way to weights that do not depend on the tensor-parallel size. Here they
             never do, so both values give the same. To draw them on the host, build the model under
             ``jax.default_device(jax.devices("cpu")[0])``.
-        init_model_with_meta_device: refused if True, see below.
-        fp16, bf16: what `jax_te.megatron.Float16Module` casts to; not both.
+        init_model_with_meta_device: must be False, see below.
+        fp16, bf16: whether `jax_te.megatron.Float16Module` casts to fp16 or to bf16; not both.
         params_dtype: dtype parameters are stored in.
-        deterministic_mode: refused if True, see below.
-        gradient_accumulation_fusion: without effect: XLA fuses the addition, and the train step always adds
-            microbatches up in fp32.
+        deterministic_mode: must be False, see below.
+        gradient_accumulation_fusion: option without effect: XLA fuses the addition, and the train step always
+            accumulates microbatches in fp32.
         delay_wgrad_compute: weight gradients are computed apart from input gradients: by
             `jax_te.training.deferred_vjp`, to which a layer's ``backward_dw`` then refers.
-        tp_comm_overlap: refused if True, see below.
-        tp_comm_overlap_disable_qkv, tp_comm_overlap_disable_fc1: without effect, as in Megatron where
+        tp_comm_overlap: must be False, see below.
+        tp_comm_overlap_disable_qkv, tp_comm_overlap_disable_fc1: options without effect, as in Megatron where
             ``tp_comm_overlap`` is False.
-        symmetric_ar_type: one of `SYMMETRIC_AR_TYPES`. It chooses a CUDA kernel for all-reduces; NCCL chooses here, so
-            it has no effect.
+        symmetric_ar_type: kind of all-reduce, one of `SYMMETRIC_AR_TYPES`. In Megatron it chooses a CUDA kernel; here
+            NCCL chooses, so it has no effect.
         disable_parameter_transpose_cache: `MegatronModule.set_is_first_microbatch` leaves the layers alone, so that
             they keep no quantized kernels between microbatches.
         quant_recipe: a `jax_te.megatron.RecipeConfig`. A layer that is given its ``name`` takes its precision from it.
 
     Raises:
         ValueError: for a size that is not positive; sequence parallelism without tensor parallelism; both fp16 and
-            bf16; an unknown dtype or kind of all-reduce; for what JAX does another way: ``init_model_with_meta_device``
+            bf16; an unknown dtype or kind of all-reduce; for options that JAX replaces: ``init_model_with_meta_device``
             (``nnx.eval_shape``), ``tp_comm_overlap`` (`jax_te.models.Execution`), ``deterministic_mode`` (XLA flags and
             an environment variable); for expert parallelism.
-        TypeError: for a flag that is no bool, a ``quant_recipe`` that is not hashable.
+        TypeError: for a flag that is not bool, a ``quant_recipe`` that is not hashable.
 
-    Source: ``megatron.core.ModelParallelConfig``, and what ``TELinear`` reads of ``TransformerConfig``.
+    Source: ``megatron.core.ModelParallelConfig``, and the fields of ``TransformerConfig`` that ``TELinear`` reads.
 
     >>> ModelParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True).params_dtype
     dtype('float32')
@@ -89,7 +90,7 @@ class ModelParallelConfig:
         self._check_sizes()
         if self.fp16 and self.bf16:
             raise ValueError("fp16 and bf16 are both True; a model has one of them")
-        # These ask for something that JAX does another way. They are refused, so that nobody believes to have it.
+        # JAX does these in another way. They are refused instead of silently having no effect.
         if self.init_model_with_meta_device:
             raise ValueError(
                 "init_model_with_meta_device=True: nnx.eval_shape(lambda: Model(...)) gives a module without arrays; "

@@ -1,4 +1,4 @@
-"""How a model runs as the stages of a pipeline."""
+"""Pipeline schedule of a model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ PIPELINE_SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
 @checked
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """How the layers of a model run as the stages of a pipeline, see `jax_te.training.pipeline`.
+    """Schedule and split of a model's layers into pipeline stages, see `jax_te.training.pipeline`.
 
     Args:
-        schedule: one of `PIPELINE_SCHEDULES`.
+        schedule: name of the schedule, one of `PIPELINE_SCHEDULES`.
         virtual_stages: chunks of layers on each stage (Megatron's ``virtual_pipeline_model_parallel_size``).
         first_layers, last_layers: layers of the first and of the last chunk, which run the embedding and the loss as
             well. None: as many as any other.
@@ -41,10 +41,11 @@ class PipelineConfig:
 
     @classmethod
     def parse(cls, text: str) -> PipelineConfig:
-        """Return the configuration in ``"1f1b,virtual_stages=2,last_layers=3"``: a schedule, then what differs.
+        """Return the configuration in ``"1f1b,virtual_stages=2,last_layers=3"``: a schedule, then fields that differ
+        from the defaults.
 
         Raises:
-            ValueError: for another schedule, an unknown or repeated name, and a value that is no integer >= 1.
+            ValueError: for another schedule, an unknown or repeated name, and a value that is not an integer >= 1.
 
         >>> PipelineConfig.parse("zero_bubble,last_layers=3")
         PipelineConfig(schedule='zero_bubble', virtual_stages=1, first_layers=None, last_layers=3)

@@ -1,4 +1,4 @@
-"""The precision of a whole model, in Megatron's words."""
+"""The precision of a whole model, with Megatron's field names."""
 
 from __future__ import annotations
 
@@ -20,33 +20,35 @@ _DELAYED_ONLY = {
 class PrecisionConfig:
     """The recipe of a whole model; `TransformerConfig` has these fields, too.
 
-    They say which recipe; `jax_te.megatron.recipe_from_config` gives it, and layers run under it inside of
+    They select a recipe; `jax_te.megatron.recipe_from_config` returns it, and layers run under it inside of
     ``autocast(recipe)``, as Megatron's do inside of the context that its transformer block opens. Only
-    ``first_last_layers_bf16`` and ``fp8_output_proj`` say where it applies.
+    ``first_last_layers_bf16`` and ``fp8_output_proj`` determine where it applies.
 
     Args:
         fp8: ``"e4m3"``, ``"hybrid"`` (E5M2 for gradients) or None: no FP8; the other ``fp8_`` fields then say nothing.
         fp8_recipe: ``"delayed"``, ``"tensorwise"``, ``"blockwise"``, ``"mxfp8"`` or ``"custom"``.
-        fp8_param, fp4_param: hold kernels in quantized form: `create_train_state` does, for a model with this
+        fp8_param, fp4_param: whether to store kernels quantized: `create_train_state` does, for a model with this
             configuration. Layers are always built with exact kernels, because masters are taken from those.
         fp8_quantizer_factory, fp4_quantizer_factory: dotted path of a ``"custom"`` recipe's ``qfactory``.
-        fp8_margin, fp8_amax_history_len, fp8_amax_compute_algo, tp_only_amax_red: of delayed scaling, see
-            `jax_te.recipe.DelayedScaling`; the defaults are Megatron's. Without effect under another recipe.
-        fp8_wgrad: False: weight gradients in high precision. Megatron's has no effect; here it holds, and for every
-            recipe of FP8.
+        fp8_margin, fp8_amax_history_len, fp8_amax_compute_algo, tp_only_amax_red: options of delayed scaling, see
+            `jax_te.recipe.DelayedScaling`; the defaults are Megatron's. No effect under another recipe.
+        fp8_wgrad: whether to quantize weight gradients' GEMMs. False: they run in high precision. Megatron's option has
+            no effect; here it has, and for every recipe of FP8.
         fp8_output_proj: the models' output head follows the ambient recipe, too, whichever that is; in Megatron only
             MXFP8. False: it stays in the compute dtype.
-        fp8_dot_product_attention, fp8_multi_head_attention: refused if True: attention does not run in FP8 here.
+        fp8_dot_product_attention, fp8_multi_head_attention: must be False: attention does not run in FP8 here.
         fp4: ``"e2m1"`` or None.
         fp4_recipe: ``"nvfp4"`` or ``"custom"``.
-        first_last_layers_bf16: keep the first and last layers in high precision, whatever the ambient recipe is.
-        num_layers_at_start_in_bf16, num_layers_at_end_in_bf16: how many, if so; each in [0, ``num_layers``].
+        first_last_layers_bf16: whether to keep the first and last layers in high precision, whatever the ambient recipe
+            is.
+        num_layers_at_start_in_bf16, num_layers_at_end_in_bf16: number of such layers, if ``first_last_layers_bf16``;
+            each in [0, ``num_layers``].
 
     Raises:
         ValueError: for an unknown name; fp8 and fp4 together; ``fp8_param`` without fp8 and ``fp4_param`` without fp4;
             a custom recipe without its factory, and a factory without it; ``first_last_layers_bf16`` with fp8 and
             delayed scaling.
-        TypeError: for a flag that is no bool.
+        TypeError: for a flag that is not bool.
 
     Source: ``megatron.core.transformer.TransformerConfig``.
 
@@ -107,6 +109,6 @@ class PrecisionConfig:
                 f"{kind}_recipe 'custom' needs {kind}_quantizer_factory, the dotted path of its factory, "
                 "e.g. 'my_package.recipes.make_quantizer'"
             )
-        # Without fp8 or fp4 the factory says nothing, like their other fields.
+        # Without fp8 or fp4 the factory has no effect, like their other fields.
         if on and factory and not custom:
             raise ValueError(f"{kind}_quantizer_factory={factory!r} has no effect, because {kind}_recipe is not custom")

@@ -1,4 +1,4 @@
-"""Recomputation of activations, in Megatron's words."""
+"""Recomputation of activations, with Megatron's field names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RECOMPUTE_MODULES = (*DENSE_RECOMPUTE_MODULES, "moe", "moe_act", "shared_experts
 """Parts of a transformer layer that selective recomputation may name."""
 
 _OTHER_MODULES = ("mla_up_proj", "gdn_norm_out", "gdp_in_proj", "gdp_qkv", "mhc")
-"""Megatron's other names: of latent attention, Mamba and hyper-connections."""
+"""Megatron's other names, for latent attention, Mamba and hyper-connections."""
 
 RECOMPUTE_POLICIES = ("none", "full", "save_gemms", "save_quantized", "offload_gemms")
 """Names of the policies in `jax_te.remat.POLICIES`."""
@@ -20,27 +20,27 @@ RECOMPUTE_POLICIES = ("none", "full", "save_gemms", "save_quantized", "offload_g
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeConfig:
-    """Which activations of a stack of layers backward computes again; `TransformerConfig` has these fields, too.
+    """Selection of activations that backward recomputes; `TransformerConfig` has these fields, too.
 
     Args:
         recompute_granularity: ``"full"``: whole layers; ``"selective"``: the modules named below; None: nothing.
-        recompute_method: of full recomputation. ``"uniform"``: of every ``recompute_num_layers`` consecutive layers
-            (fewer in the last group) only the first one's input is kept; ``"block"``: so many layers at the start of
-            the stack keep only their inputs, the others keep everything.
-        recompute_num_layers: of full recomputation, how many.
-        recompute_modules: of selective recomputation, some of `RECOMPUTE_MODULES`: ``"core_attn"``, scores and softmax;
-            ``"layernorm"``, outputs of the norms in front of linear layers; ``"activation"``, the activation function's
-            output; ``"mlp"``, the feed-forward block with its norm; ``"moe"``, the whole of a layer of experts;
-            ``"moe_act"``, its activation; ``"shared_experts"``, what all tokens pass. None: the attention core. Lists
-            become tuples.
-        distribute_saved_activations: of full recomputation: shard the saved inputs over the tensor axis, and all-gather
-            them in backward.
+        recompute_method: method of full recomputation. ``"uniform"``: of every ``recompute_num_layers`` consecutive
+            layers (fewer in the last group) only the first one's input is kept; ``"block"``: ``recompute_num_layers``
+            layers at the start of the stack keep only their inputs, the others keep everything.
+        recompute_num_layers: number of layers for full recomputation, see ``recompute_method``.
+        recompute_modules: modules to recompute selectively, among `RECOMPUTE_MODULES`: ``"core_attn"``, scores and
+            softmax; ``"layernorm"``, outputs of the norms in front of linear layers; ``"activation"``, the activation
+            function's output; ``"mlp"``, the feed-forward block with its norm; ``"moe"``, the whole of a layer of
+            experts; ``"moe_act"``, its activation; ``"shared_experts"``, the experts that all tokens pass. None: the
+            attention core. Lists become tuples.
+        distribute_saved_activations: whether full recomputation shards the saved inputs over the tensor axis, and
+            all-gathers them in backward.
 
     Raises:
         ValueError: for an unknown name; for a field without effect: a method or number of layers without full
             recomputation, modules without selective; for full recomputation without a method or number of layers.
         AssertionError: for an unknown module, or none, as in Megatron.
-        TypeError: for a flag that is no bool.
+        TypeError: for a flag that is not bool.
 
     Source: ``megatron.core.transformer.TransformerConfig``; Chen et al. 2016 (full); Korthikanti et al. 2022
     (selective).
@@ -57,7 +57,7 @@ class RecomputeConfig:
 
     def __post_init__(self) -> None:
         check_annotations(self, RecomputeConfig)
-        # Megatron's default, in every granularity; that it was given cannot be told from it.
+        # Megatron's default, in every granularity, so that an explicit value cannot be distinguished from it.
         given = self.recompute_modules
         modules = ("core_attn",) if given is None else tuple(given)
         if isinstance(given, str) or not modules or set(modules) - set(RECOMPUTE_MODULES):

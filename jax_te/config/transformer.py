@@ -27,7 +27,7 @@ from jax_te.config.recompute import RecomputeConfig
 from jax_te.typing import DTypeLike
 
 POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
-"""Kinds of position embedding in `jax_te.models.GPTModel`, in Megatron-Core's words."""
+"""Kinds of position embedding in `jax_te.models.GPTModel`, by Megatron-Core's names."""
 
 
 @accepts_megatron_fields
@@ -35,7 +35,7 @@ POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
 class TransformerConfig(
     ModelParallelConfig, PrecisionConfig, AttentionConfig, ExpertsConfig, RecomputeConfig, CudaGraphConfig
 ):
-    """Sizes and choices of a stack of transformer layers, in Megatron-Core's words.
+    """Sizes and options of a stack of transformer layers, with Megatron-Core's names.
 
     It has the fields of `ModelParallelConfig`, `PrecisionConfig`, `AttentionConfig`, `ExpertsConfig`, `RecomputeConfig`
     and `CudaGraphConfig`, too, all keyword-only. Other fields of Megatron-Core's are taken without effect if they have
@@ -43,24 +43,26 @@ class TransformerConfig(
     in their place.
 
     Args:
-        num_layers: transformer layers.
+        num_layers: number of transformer layers.
         hidden_size: ``h``.
         num_attention_heads: query heads ``n``.
         num_query_groups: key/value heads ``g``; must divide ``n``. None: ``n`` (multi-head attention).
         ffn_hidden_size: ``f``. None: ``4 h``.
         kv_channels: size ``d`` of a head. None: ``h / n``.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
-        layernorm_epsilon: added to the variance.
-        layernorm_zero_centered_gamma: store the norm's scale as an offset from 1.
-        block_output_layernorm: normalize each block's output, too, before it is added (Gemma 2 and 3).
+        layernorm_epsilon: constant added to the variance.
+        layernorm_zero_centered_gamma: whether to store the norm's scale as an offset from 1.
+        block_output_layernorm: whether to normalize each block's output, too, before it is added (Gemma 2 and 3).
         fused_residual_rmsnorm: a `jax_te.megatron.TENorm` with ``has_residual=True`` returns its input, too.
         activation: a key of `ACTIVATIONS`; the gated ones have two components. Or a function of one array, elementwise,
             or a tuple with a function for each component, such as ``(jnp.tanh, "linear")``.
-        activation_func: Megatron-Core's way to say the same: a function, or its name. It sets ``activation``.
-        gated_linear_unit: multiply the function of a first component by a second one: ``"silu"`` becomes ``"swiglu"``.
-        add_bias_linear: biases in all linear layers.
-        add_qkv_bias: biases in the projections to queries, keys and values of self-attention in any case (Qwen 2).
-        attention_dropout, hidden_dropout: probabilities in [0, 1).
+        activation_func: Megatron-Core's name of ``activation``, which it sets: a function, or its name.
+        gated_linear_unit: whether to multiply the function of a first component by a second one: ``"silu"`` becomes
+            ``"swiglu"``.
+        add_bias_linear: whether all linear layers have biases.
+        add_qkv_bias: whether the projections to queries, keys and values of self-attention have biases in any case
+            (Qwen 2).
+        attention_dropout, hidden_dropout: dropout probabilities in [0, 1).
         init_method_std: standard deviation of initial weights.
         init_method: initializer of weights, ``init(key, shape, dtype)`` as in ``jax.nn.initializers``. None: normal
             with ``init_method_std``.
@@ -69,13 +71,12 @@ class TransformerConfig(
         compute_dtype: dtype of activations. None: ``params_dtype``.
 
     Raises:
-        ValueError: for a size that is not positive or does not divide, or an unknown name; for an ``activation`` beside
-            an ``activation_func`` that says something else; a limit or offset of an activation that is not gated;
-            biases beside shared experts, which have none;
-            ``distribute_saved_activations`` under sequence parallelism, which splits them already; and as the other
-            six.
-        TypeError: for an initializer or activation that cannot be called or hashed; and as the other six.
-        AssertionError: as `AttentionConfig`, `RecomputeConfig` and `CudaGraphConfig`.
+        ValueError: for a size that is not positive or does not divide, or an unknown name; for an ``activation`` that
+            contradicts ``activation_func``; a limit or offset of an activation that is not gated; biases beside shared
+            experts, which have none; ``distribute_saved_activations`` under sequence parallelism, which shards them
+            already; see also the other six.
+        TypeError: for an initializer or activation that cannot be called or hashed; see also the other six.
+        AssertionError: see `AttentionConfig`, `RecomputeConfig` and `CudaGraphConfig`.
 
     Source: ``megatron.core.transformer.TransformerConfig``.
 
@@ -205,7 +206,7 @@ class TransformerConfig(
 
     @checked
     def has_experts(self, layer: int) -> bool:
-        """Return whether layer number ``layer``, from 0, has experts in the place of its feed-forward block.
+        """Return whether layer number ``layer``, from 0, has experts in place of its feed-forward block.
 
         Raises:
             ValueError: for a number that none of the layers has.
@@ -239,7 +240,7 @@ class TransformerConfig(
         if self.gated_linear_unit and len(parts) == 1:
             parts = (*parts, "linear")
         chosen = named_activation(parts)
-        # What was filled in before, or the default: dataclasses.replace gives both fields again.
+        # Filled in before, or the default: dataclasses.replace passes both fields.
         if func is not None and given not in ("gelu", chosen):
             raise ValueError(
                 f"activation={given!r} and activation_func={func!r}, gated_linear_unit={self.gated_linear_unit} name "
@@ -252,7 +253,7 @@ class TransformerConfig(
         scaled = self.init_method_std / math.sqrt(2.0 * self.num_layers)
         for name, std in (("init_method", self.init_method_std), ("output_layer_init_method", scaled)):
             given = getattr(self, name)
-            # One that was filled in is replaced by dataclasses.replace(config, init_method_std=...).
+            # A value that was filled in is recomputed by dataclasses.replace(config, init_method_std=...).
             if given is None or isinstance(given, FilledInit):
                 object.__setattr__(self, name, FilledInit(std))
             elif not callable(given) or type(given).__hash__ is None:

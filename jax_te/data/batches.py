@@ -17,24 +17,25 @@ MAX_POSITIONS = 2**32 - 1
 """grain shuffles with 32 bits."""
 
 PIECE, _PIECES = 2**20, 64
-"""Bytes of a piece of a memory map, and how many its checksum is of."""
+"""Bytes of a piece of a memory map, and number of pieces in its checksum."""
 
 
 @checked
 class TrainBatches:
     """Endless batches of windows at random positions of a text, through grain.
 
-    Each epoch visits every position once, in a random order of its own, which ``seed`` determines; beyond 2^32
-    positions, as many evenly spaced ones.
+    Each epoch visits every position once, in its own random order, which ``seed`` determines; beyond 2^32 positions, as
+    many evenly spaced ones.
 
     Args:
         text: tokens, integers ``[n]``, ``n > seq_len``; only the windows that are asked for are read of a memory map.
         batch_size: ``b``.
         seq_len: ``s``.
-        seed: in [0, 2^32).
+        seed: seed of the order of windows, in [0, 2^32).
         vocab_size: tokens must be from 0 to below it. None: of any size that int32 holds.
-        sharding: of a batch ``[b, s]``: batches are global ``jax.Array``, of which each process reads the rows that its
-            devices hold. The windows and their order are the same without it, and for every number of processes.
+        sharding: sharding of a batch ``[b, s]``: batches are global ``jax.Array``, of which each process reads the rows
+            that its devices hold. The windows and their order are the same without it, and for every number of
+            processes.
 
     Iterating yields ``{"tokens": i32[b, s], "labels": i32[b, s]}``; a label is its token's successor.
 
@@ -128,7 +129,7 @@ def heldout_batches(
 
     Args:
         text: tokens, integers ``[n]``, ``n > seq_len``.
-        batch_size, seq_len, vocab_size, sharding: as for `TrainBatches`; the batches have the same form.
+        batch_size, seq_len, vocab_size, sharding: see `TrainBatches`; the batches have the same form.
         num_batches: number of batches.
 
     Raises:
@@ -174,7 +175,7 @@ def whole_batches(
 
     Args:
         text: tokens, integers ``[n]``.
-        batch_size, seq_len, vocab_size: as for `TrainBatches`; the batches have the same form.
+        batch_size, seq_len, vocab_size: see `TrainBatches`; the batches have the same form.
 
     Raises:
         ValueError: for fewer than two tokens, and for one outside of the vocabulary.
@@ -219,7 +220,7 @@ def _positions(text: np.ndarray, seq_len: int) -> int:
 
 
 def text_crc32(text: np.ndarray) -> int:
-    """Return a checksum that tells a text from another one.
+    """Return a checksum that identifies a text.
 
     Of an array in memory it is that of all bytes. A memory map may be larger than memory and take minutes to read: of
     one beyond 64 MiB it is that of 64 pieces of a MiB, evenly spaced from the first to the last, and of the length.

@@ -1,4 +1,4 @@
-"""Where tokens come from: files and folders of text, JSON lines and Parquet, and files of tokens."""
+"""Sources of tokens: files and folders of text, JSON lines and Parquet, and files of tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Tokens:
 
     Args:
         tokens: integers ``[n]``; over a memory map if the source is a file of tokens.
-        source: its name, for messages.
+        source: name of the source, for messages.
         files: number of files read.
         text_bytes: bytes of the text in UTF-8; None for a file of tokens.
         vocab_size: tokens must be below.
@@ -57,10 +57,10 @@ def read_tokens(
             read = _READERS.get(path.suffix, _text)
             before = text_bytes
             for document in read(path, text_key):
-                # Of a folder, what is no text is left out; a file that is named is read as it is.
+                # In a folder, files that are not text are skipped; a file that is named is read as it is.
                 if read is _text and not (_is_utf8(document) or (single and isinstance(tokenizer, ByteTokenizer))):
                     if single:
-                        raise ValueError(f"{path} is no text in UTF-8; a tokenizer takes no other")
+                        raise ValueError(f"{path} is not text in UTF-8; a tokenizer takes no other")
                     continue
                 text_bytes += len(document)
                 yield document
@@ -80,7 +80,7 @@ def read_tokens(
 
 
 def _paths(source: str | os.PathLike[str] | None) -> tuple[str, list[Path], bool]:
-    """Return a name for the source, its files, and whether it is one file that was named."""
+    """Return a name for the source, its files, and whether it is a single named file."""
     if source is None:
         root = Path(sysconfig.get_path("stdlib"))
         # _sysconfigdata holds paths of the machine: the text would differ between installations of one version.
@@ -145,7 +145,7 @@ def _json_lines(path: Path, text_key: str) -> Iterator[bytes]:
 def _parquet(path: Path, text_key: str) -> Iterator[bytes]:
     arrow, parquet = require_extra("pyarrow", "parquet"), require_extra("pyarrow.parquet", "parquet")
     try:
-        # Pages have checksums where the writer was asked for them.
+        # Pages have checksums if the writer added them.
         with parquet.ParquetFile(path, page_checksum_verification=True) as file:
             columns = {field.name: field.type for field in file.schema_arrow}
             kind = columns.get(text_key)
@@ -162,4 +162,4 @@ def _parquet(path: Path, text_key: str) -> Iterator[bytes]:
 
 
 _READERS: dict[str, Callable[[Path, str], Iterator[Any]]] = {".jsonl": _json_lines, ".parquet": _parquet}
-"""By a file's ending; other files are text."""
+"""Readers by file extension; other files are text."""

@@ -1,4 +1,4 @@
-"""Text to learn: reading it, holding a part out, and the byte-bigram entropy, a reference for losses of bytes."""
+"""Training text: reading, a held-out part, and the byte-bigram entropy as a reference for losses of bytes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ class TextData:
             memory map.
         source: the origin of the text, for messages.
         files: number of files read.
-        vocab_size: every token is to be below it.
-        bytes_per_token: of the whole text in UTF-8; None for files of tokens, whose text is not known.
+        vocab_size: upper bound (exclusive) of token IDs.
+        bytes_per_token: mean number of UTF-8 bytes in a token, over the whole text; None for files of tokens, whose
+            text is not known.
     """
 
     train: np.ndarray
@@ -53,12 +54,12 @@ def load_text(
     the result (and of the shorter piece at its end) is held out; training and held-out text are the concatenations of
     these pieces. Of a file of tokens, which stays on the disk, the end is held out.
 
-    A file's ending says what it is:
+    A file's extension determines its format:
 
     - ``.jsonl``: an object a line, whose ``text_key`` is a document.
     - ``.parquet``: a column ``text_key`` of documents, through pyarrow (the extra ``parquet``).
     - ``.npy``: a 1-D array of integers, which are tokens. ``.idx`` or ``.bin``: tokens of Megatron's
-      ``preprocess_data.py``, if both files are there. Their documents end as the file says.
+      ``preprocess_data.py``, if both files are there. Their documents end where the file specifies.
     - any other: text, a document for each file.
 
     Args:
@@ -66,14 +67,14 @@ def load_text(
             about 11 MB. A file, or a folder: of it all files in it and below that decode as UTF-8, ``.jsonl`` and
             ``.parquet`` are read, except those whose name or folder begins with a dot.
         seq_len: tokens of an example; training and held-out text must each be long enough for one.
-        heldout_fraction: in (0, 1).
-        tokenizer: of the text; its ``end_of_text`` follows each document. None: a `ByteTokenizer`, with nothing between
-            documents.
-        text_key: of JSON lines and Parquet.
+        heldout_fraction: fraction of the text that is held out, in (0, 1).
+        tokenizer: tokenizer of the text; its ``end_of_text`` follows each document. None: a `ByteTokenizer`, with
+            nothing between documents.
+        text_key: key of the text in JSON lines and Parquet.
 
     Raises:
         ValueError: if the path does not exist, holds no text or too little text; for a damaged file, whose line or
-            column is named; with a tokenizer, for a file that is no UTF-8.
+            column is named; with a tokenizer, for a file that is not UTF-8.
 
     >>> data = load_text(os.__file__, seq_len=64)
     >>> data.train.dtype, data.files, round(len(data.heldout) / len(data.train), 2)

@@ -37,7 +37,7 @@ def _npy(path: Path) -> np.ndarray:
         # Not np.load, which also reads zip files and, if allowed, pickles.
         found = np.lib.format.open_memmap(path, mode="r")
     except Exception as error:  # the header is parsed as Python, whose tokenizer has errors of its own
-        raise ValueError(f"{path} is no .npy file of tokens: {str(error)[:200]}") from None
+        raise ValueError(f"{path} is not a .npy file of tokens: {str(error)[:200]}") from None
     if found.ndim != 1 or found.dtype.kind not in "iu":
         raise ValueError(f"{path} must hold a 1-D array of integers, and holds {found.dtype} {found.shape}")
     return found
@@ -50,7 +50,7 @@ def _megatron(index: Path, tokens: Path) -> np.ndarray:
     with index.open("rb") as file:
         header = file.read(_HEADER.size)
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-        raise ValueError(f"{index} is no index of Megatron's data (MMapIndexedDataset)")
+        raise ValueError(f"{index} is not an index of Megatron's data (MMapIndexedDataset)")
     _, version, code, sequences, documents = _HEADER.unpack(header)
     if version != 1 or code not in _DTYPES:
         raise ValueError(

@@ -15,13 +15,13 @@ from jax_te._validation import brief, checked, require_extra
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_BYTES = 2**28
-"""Of a ``tokenizer.json``; the largest known ones have 35 MB."""
+"""Maximum bytes of a ``tokenizer.json``; the largest known ones have 35 MB."""
 
 _PIECE = 2**20
 """Characters that are encoded at once."""
 
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|endofdocument|>", "</s>", "<eos>")
-"""Names of the token behind a document, of GPT-2 and Qwen, Llama 3, Llama 2 and Gemma; the file does not say which."""
+"""Names of the end-of-text token of GPT-2 and Qwen, Llama 3, Llama 2 and Gemma; the file does not specify it."""
 
 
 @checked
@@ -41,7 +41,7 @@ class Tokenizer:
 
     Raises:
         ModuleNotFoundError: without the package, which is in the extra ``train``.
-        ValueError: for a file that is missing, too large or no tokenizer; for an ``end_of_text`` that it lacks.
+        ValueError: for a file that is missing, too large or not a tokenizer; for an ``end_of_text`` that it lacks.
 
     Source: ``PreTrainedTokenizerFast`` of transformers; Megatron-Core's ``HuggingFaceTokenizer``.
 
@@ -55,7 +55,7 @@ class Tokenizer:
         content = self.path.read_bytes()
         self.sha256 = hashlib.sha256(content).hexdigest()
         library = require_extra("tokenizers")
-        with _errors_of(f"{self.path} is no tokenizer"):
+        with _errors_of(f"{self.path} is not a tokenizer"):
             self._tokenizer: Any = library.Tokenizer.from_str(content.decode("utf-8"))
             # Both are for the input of another program's model; a document would be cut off, or filled up.
             self._tokenizer.no_truncation()
@@ -88,7 +88,7 @@ class Tokenizer:
         A document of more than a million characters is encoded in pieces that end at a line's end, where there is one.
 
         Raises:
-            ValueError: for one that the tokenizer cannot encode.
+            ValueError: for a document that the tokenizer cannot encode.
         """
         ends = np.array([] if self.end_of_text is None else [self.end_of_text], self.dtype)
         texts: list[str] = []
@@ -119,7 +119,7 @@ class Tokenizer:
 
 
 class ByteTokenizer:
-    """Tokens that are bytes; what a `Tokenizer` can be asked for."""
+    """Tokens that are bytes, with the interface of `Tokenizer`."""
 
     vocab_size, end_of_text, dtype = 256, None, np.dtype(np.uint8)
 
@@ -200,5 +200,5 @@ def _errors_of(what: str) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException as error:  # its panics are no Exception
+    except BaseException as error:  # its panics are not an Exception
         raise ValueError(f"{what}: {str(error)[:200] or type(error).__name__}") from None

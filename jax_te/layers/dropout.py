@@ -22,7 +22,7 @@ def dropout(x: Array, rate: float, key: Key | None, *, axes: LogicalAxes, zigzag
 
     Args:
         x: array of any shape and floating dtype; the result has the same.
-        rate: probability in [0, 1).
+        rate: dropout probability in [0, 1).
         key: ``jax.random.key``, or None.
         axes: logical axes of ``x``.
         zigzag: the sequence is in zig-zag order if context devices split it.
@@ -50,8 +50,7 @@ def _check(x: Array, rate: float, axes: LogicalAxes) -> None:
 
 def _keep_mask(key: Array, probability: float, shape: tuple[int, ...], axes: LogicalAxes, zigzag: bool) -> Array:
     """Return True for each element that is not dropped."""
-    # Each position has a key of its own: a device draws only for its own positions, and the order in which positions
-    # are stored (zig-zag) does not matter.
+    # Each position has its own key, so that a device draws only for its own positions, in any storage order (zig-zag).
     axis = next((axis for axis, name in enumerate(axes) if name in _SEQUENCE), None)
     if axis is None:
         return jax.random.bernoulli(key, probability, shape)
@@ -72,7 +71,7 @@ def drop_path(x: Array, rate: float, key: Key | None, *, axes: LogicalAxes) -> A
 
     Args:
         x: ``[b, ...]`` of any floating dtype; the result has the same.
-        rate: probability in [0, 1).
+        rate: dropout probability in [0, 1).
         key: ``jax.random.key``, or None.
         axes: logical axes of ``x``.
 

@@ -84,7 +84,7 @@ def _look_up_on_devices(
     table: Array, ids: Array, axes: LogicalAxes, ids_axes: LogicalAxes, mesh: AbstractMesh
 ) -> Array:
     """Return rows of a table whose vocabulary is split: each device's own rows, summed over devices."""
-    # XLA's partitioner ends the process on a lookup in a split table with split ids, where a surrounding shard_map has
+    # XLA's partitioner aborts the process on a lookup with a sharded table and sharded ids inside a shard_map over
     # another axis of the mesh (jax 0.10 to 0.12, CPU).
     table_dims, ids_dims = mesh_dims(axes, mesh), mesh_dims(ids_axes, mesh)
     over = flat(table_dims)
@@ -96,7 +96,7 @@ def _look_up_on_devices(
         found = jnp.where(
             inside[..., None], table.at[jnp.where(inside, own, 0)].get(mode="clip"), jnp.zeros((), table.dtype)
         )
-        # One summand is not zero, so the sum is exact. An id outside of the whole table was inside of none.
+        # Only one summand is nonzero, so the sum is exact. An id outside of the whole table is in no shard.
         count = inside.astype(jnp.int32)
         count, found = jax.lax.psum((count, found), over) if over else (count, found)
         return jnp.where((count > 0)[..., None], found, jnp.asarray(jnp.nan, found.dtype))

@@ -15,13 +15,13 @@ from jax_te.typing import Array
 
 @checked
 class Fp8Padding:
-    """Append rows of zeros to each group of rows, so that each has a number of rows that low-precision GEMMs take.
+    """Append rows of zeros to each group, up to a number of rows that low-precision GEMMs accept.
 
-    The layers of this package pad by themselves; a grouped GEMM or a kernel of one's own needs groups that fit.
+    The layers of this package pad automatically; use this for your own grouped GEMMs and kernels.
 
     Args:
         num_gemms: number of groups.
-        align_size: multiple of rows. None: that of the ambient recipe (`Recipe.alignment`), 16 without one.
+        align_size: multiple of rows. None: the ambient recipe's (`Recipe.alignment`), 16 without one.
 
     Source: ``transformer_engine.pytorch.Fp8Padding``. There NVFP4's multiple is 64; the GEMMs here take 32.
 
@@ -70,7 +70,7 @@ class Fp8Unpadding(Fp8Padding):
     """Take away the rows that `Fp8Padding` has appended to each group.
 
     Args:
-        num_gemms, align_size: those of the `Fp8Padding`.
+        num_gemms, align_size: values of the `Fp8Padding`.
 
     Source: ``transformer_engine.pytorch.Fp8Unpadding``.
 
@@ -87,7 +87,7 @@ class Fp8Unpadding(Fp8Padding):
             m_splits: rows of each group before it was padded.
 
         Raises:
-            ValueError: as `Fp8Padding`, with the padded groups' rows.
+            ValueError: see `Fp8Padding`, for the padded groups' rows.
         """
         check_axes("inp", inp)
         sizes = self._padded_sizes(m_splits)

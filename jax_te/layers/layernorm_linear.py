@@ -24,15 +24,15 @@ class LayerNormLinear(Linear):
     Args:
         in_features: ``h``.
         out_features: ``n``, or several sizes.
-        eps: added to the variance or mean square.
-        bias: learn an additive bias.
+        eps: constant added to the variance or mean square.
+        bias: whether to learn an additive bias.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
-        zero_centered_gamma: store the norm's scale as an offset from 1.
-        return_layernorm_output: also return the norm's output, e.g. for a residual connection that starts there. It
-            then exists in full precision in memory, so the norm is no longer fused with quantization.
-        skip_weight_param_allocation: have no kernel and no bias, as in `Linear`; the norm has its parameters.
+        zero_centered_gamma: whether to store the norm's scale as an offset from 1.
+        return_layernorm_output: whether to return the norm's output, too, e.g. for a residual connection that starts
+            there. It then exists in high precision in memory, so the norm is no longer fused with quantization.
+        skip_weight_param_allocation: whether there is no kernel and no bias, see `Linear`; the norm has its parameters.
         init_method, sequence_parallel, tp_group, tp_size, parallel_mode, fuse_wgrad_accumulation, return_bias,
-            params_dtype, kernel_axes, out_axes, rngs: as in `Linear`. Under sequence parallelism each device of the
+            params_dtype, kernel_axes, out_axes, rngs: see `Linear`. Under sequence parallelism each device of the
             tensor axis normalizes its shard of the sequence, and returns the norm's output so.
 
     Parameters are ``scale [h]``, ``ln_bias [h]`` (LayerNorm only), ``kernel [h, *n]`` and ``bias [*n]``. Errors as in
@@ -101,17 +101,17 @@ class LayerNormLinear(Linear):
 
         Args:
             x: ``[..., h]``; its dtype is the dtype of computation and of the outputs.
-            weight, bias, is_first_microbatch: as in `Linear`.
+            weight, bias, is_first_microbatch: see `Linear`.
 
         Returns:
-            ``y [..., *n]``, or a tuple of it and what was asked for, in this order: the bias, the norm's output
+            ``y [..., *n]``, or a tuple of it and the requested results, in this order: the bias, the norm's output
             ``[..., h]``.
         """
         with jax.named_scope("LayerNormLinear"):
             x = self.tensor_parallel.enter(x, self._input_axes(x))
             weights = self._weights(weight, bias, is_first_microbatch)
             extra: dict[str, Any] = {"bias": self._returned_bias(weights, x)} if self.return_bias else {}
-            # Two ops: the fused one may write the norm's output quantized only, and the caller wants its values.
+            # Two ops: the fused one may write only the quantized norm's output, and the caller needs its values.
             if self.return_layernorm_output:
                 normed = self._normalize(x)
                 return layer_output(self._dense(normed, weights), **extra, layernorm_output=normed)
@@ -125,7 +125,7 @@ class LayerNormLinear(Linear):
             return layer_output(run_recomputed(run, x, kept={"layernorm": ()}), **extra)
 
     def operand(self, x: Array) -> Array:
-        """What the kernel multiplies in a call with ``x``: the norm's output ``[..., h]``."""
+        """Return the kernel's GEMM input in a call with ``x``: the norm's output ``[..., h]``."""
         return self._normalize(self.tensor_parallel.enter(x, self._input_axes(x)))
 
     def _norm_parameters(self) -> tuple[Array, Array | None]:

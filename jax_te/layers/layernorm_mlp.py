@@ -27,8 +27,8 @@ Adapter: TypeAlias = Callable[[Array, LogicalAxes], Array]
 _Norm: TypeAlias = tuple[Array, Array | None]
 
 _KEPT = {"mlp": (), "layernorm": ("ffn1", "gemm", "activation"), "activation": ("ffn1", "gemm", "norm")}
-"""What stays when a module of selective recomputation is computed again: the first GEMM's output, so that no GEMM runs
-again, and what the other module computes."""
+"""Arrays that stay saved when a module is recomputed selectively: the first GEMM's output, so that no GEMM runs again,
+and the other module's output."""
 
 
 @checked
@@ -42,22 +42,23 @@ class LayerNormMLP(TensorParallelModule):
     Args:
         hidden_size: ``h``.
         ffn_hidden_size: ``f``.
-        eps: added to the variance or mean square.
-        bias: learn biases in both projections.
+        eps: constant added to the variance or mean square.
+        bias: whether to learn biases in both projections.
         activation: a key of `jax_te.config.ACTIVATIONS`, an elementwise function, or a tuple with one for each
             component, see `jax_te.ops.activation`.
-        activation_params: of ``"clamped_swiglu"``. None: ``ActivationParams()``.
+        activation_params: parameters of ``"clamped_swiglu"``. None: ``ActivationParams()``.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
-        zero_centered_gamma: store the norm's scale as an offset from 1.
+        zero_centered_gamma: whether to store the norm's scale as an offset from 1.
         init_method: initializer of ``wi_kernel``. None: N(0, 0.023²).
         output_layer_init_method: initializer of ``wo_kernel``. None: N(0, 0.023²).
-        return_layernorm_output: also return the norm's output; then the norm is not fused with quantization.
-        set_parallel_mode: split the projections as said above, which TE does if told to; here the mesh decides whether
-            there is something to split. False: every tensor device holds them whole and computes the same.
+        return_layernorm_output: whether to return the norm's output, too; then the norm is not fused with quantization.
+        set_parallel_mode: whether to split the projections as described above, which TE does only on request; here the
+            mesh decides whether there is something to split. False: every tensor device holds them whole and computes
+            the same.
         sequence_parallel: input, output and the norm's output ``[b, s, h]`` are sharded over the tensor axis along
             ``s``, as in `Linear`.
-        tp_group, tp_size, fuse_wgrad_accumulation: as in `Linear`.
-        return_bias: do not add ``wo_bias`` but return it beside the output.
+        tp_group, tp_size, fuse_wgrad_accumulation: see `Linear`.
+        return_bias: whether to return ``wo_bias`` beside the output instead of adding it.
         seq_length, micro_batch_size: sizes that TE warms its kernels up with; without effect, since ``jax.jit``
             compiles for the shapes of each call.
         params_dtype: dtype of ``scale [h]``, ``ln_bias [h]``, ``wi_kernel [h, n_act, f]``, ``wi_bias [n_act, f]``,
@@ -68,7 +69,7 @@ class LayerNormMLP(TensorParallelModule):
         TypeError: for another ``tp_group`` than None and ``"tensor"``.
         ValueError: for a size that is not positive, an unknown activation, normalization or dtype, an activation that
             is not elementwise, parameters of one that has none, ``sequence_parallel`` without ``set_parallel_mode``;
-            when called, as `Linear`.
+            when called, see `Linear`.
         QuantizerStateError: when called under a recipe with state, if the layer was built without it.
 
     Source: ``transformer_engine.pytorch.LayerNormMLP``; Shazeer 2020, "GLU variants improve Transformer".
@@ -118,13 +119,13 @@ class LayerNormMLP(TensorParallelModule):
         wi_init = normal_init() if init_method is None else init_method
         wo_init = normal_init() if output_layer_init_method is None else output_layer_init_method
         ffn = "ffn" if set_parallel_mode else None
-        # Components are whole: gate and up of one feature are multiplied, so that one device needs both.
+        # The component axis is not sharded: a device needs gate and up of a feature, which it multiplies.
         self.wi_axes: LogicalAxes = ("fsdp", "components", ffn)
         self.wo_axes: LogicalAxes = (row_axis(ffn), None)
         self.wi_kernel = parameter(wi_init, rngs, (h, n_act, f), params_dtype, self.wi_axes)
         self.wi_bias = constant(0.0, (n_act, f), params_dtype, self.wi_axes[1:]) if bias else None
         self.wo_kernel = parameter(wo_init, rngs, (f, h), params_dtype, self.wo_axes)
-        # Whole on every device, since it is added once, behind the sum over tensor devices.
+        # Replicated, since it is added once, after the sum over tensor devices.
         self.wo_bias = constant(0.0, (h,), params_dtype, ("norm",)) if bias else None
         self._init_quantization()
         self.activation, self.activation_params = activation, activation_params
@@ -144,20 +145,20 @@ class LayerNormMLP(TensorParallelModule):
 
         Args:
             x: ``[..., h]``; its dtype is the dtype of computation and of the outputs.
-            is_first_microbatch: as in `Linear`.
+            is_first_microbatch: see `Linear`.
             adapters: ``f(z, out_axes)`` for each kernel, added to its product with ``z``: `LoRA`'s two. With them the
                 norm and the activation are not fused with quantization.
 
         Returns:
-            ``y [..., h]``, or a tuple of it and what was asked for, in this order: ``wo_bias`` in the dtype of ``x``,
-            the norm's output.
+            ``y [..., h]``, or a tuple of it and the requested results, in this order: ``wo_bias`` in the dtype of
+            ``x``, the norm's output.
         """
         axes = (*sequence_axes(x, self.tensor_parallel.sequence_parallel), "hidden")
         x = self.tensor_parallel.enter(x, axes)
         with jax.named_scope("LayerNormMLP"):
             norm, wi, wo = self._arrays(is_first_microbatch)
             options = self._options(x, axes)
-            # The fused op may write the norm's output quantized only, and here its values are needed; and it has one
+            # The fused op may write only the quantized norm's output, whose values are needed here, and has a single
             # recipe.
             apart = self.return_layernorm_output or adapters or self.kernel_recipes
 
@@ -230,7 +231,7 @@ def component_count(activation: Activation) -> int:
     """Return the activation's number of components; raises ValueError for a function that is not elementwise."""
     inner = [part.function if isinstance(part, LimitedFunction) else part for part in activation.parts()]
     for function in (part for part in inner if not isinstance(part, str)):
-        # A softmax would give other values on a mesh, where a device has a part of the features, and no error.
+        # A softmax would silently give other values on a mesh, where a device has only a part of the features.
         with jax.ensure_compile_time_eval():
             x = jnp.asarray([-1.5, -0.5, 0.25, 2.0], jnp.float32)
             whole, each = function(x), [function(x[i : i + 1]) for i in range(4)]

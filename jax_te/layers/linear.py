@@ -47,20 +47,21 @@ class Linear(TensorParallelModule):
     Args:
         in_features: ``k``, size of the input's last axis.
         out_features: ``n``, size of the output's last axis, or sizes of several.
-        bias: learn an additive bias.
+        bias: whether to learn an additive bias.
         init_method: initializer of the kernel, ``init(key, shape, dtype)``. None: N(0, 0.023²).
         sequence_parallel: outside of the layer activations ``[b, s, h]`` are sharded over the tensor axis along ``s``:
             a column-parallel layer takes its input so, a row-parallel layer gives its output so (logical axis
             ``sequence_parallel``). Values are the same; with a tensor axis of 1, or no mesh, nothing is different.
         tp_group: None or ``"tensor"``, the mesh axis that stands for TE's process group; the mesh says how many devices
             it has.
-        tp_size: 1 leaves it to the mesh; any other size must be that of the mesh's tensor axis, where one is set.
+        tp_size: size of the tensor axis; 1 leaves it to the mesh, any other size must be that of the mesh's tensor
+            axis, where one is set.
         parallel_mode: ``"column"`` splits the output features over the mesh's tensor axis, ``"row"`` the input
             features, None neither. It is a choice of logical axes; collectives follow from them.
-        skip_weight_param_allocation: have no parameters; each call is given ``weight`` and ``bias``.
-        fuse_wgrad_accumulation: stored, without effect: `jax_te.training.make_train_step` always adds kernel gradients
-            to fp32 sums, in a buffer that it reuses, where they are made.
-        return_bias: do not add the bias but return it beside the output, for a fused operation to add.
+        skip_weight_param_allocation: whether there are no parameters; each call is given ``weight`` and ``bias``.
+        fuse_wgrad_accumulation: option without effect, stored as an attribute: `jax_te.training.make_train_step` always
+            adds kernel gradients to fp32 sums, in a buffer that it reuses, where they are made.
+        return_bias: whether to return the bias beside the output instead of adding it, for a fused operation to add.
         params_dtype: dtype of ``kernel [k, *n]`` and ``bias [*n]``.
         kernel_axes: logical axes of the kernel, in place of those that ``parallel_mode`` stands for.
         out_axes: logical axes of the output features. None: those that the kernel's stand for, see
@@ -68,8 +69,10 @@ class Linear(TensorParallelModule):
         rngs: the ``params`` stream draws the kernel.
 
     Attributes:
-        frozen: no gradient reaches the parameters, and none is computed for the kernel. False. `LoRA` sets it.
-        save_original_input: keep the input itself for backward and quantize it there again, see `dense`. False.
+        frozen: whether the parameters are frozen: no gradient reaches them, and none is computed for the kernel.
+            Initially False; `LoRA` sets it.
+        save_original_input: whether to keep the input itself for backward and quantize it there again, see `dense`.
+            Initially False.
         module_recipe, deterministic, is_first_microbatch, module_name: see `QuantizableModule`.
 
     Raises:
@@ -77,8 +80,8 @@ class Linear(TensorParallelModule):
         ValueError: for a size that is not positive, an unknown mode or dtype, ``sequence_parallel`` without a
             ``parallel_mode``; when called, for sizes that do not fit (FP8 needs multiples of 16), a mesh with another
             number of tensor devices than ``tp_size``, a sequence that does not divide over them, weights or biases that
-            are missing, not wanted or of another shape.
-        QuantizerStateError: when called under a recipe with state, if the layer was built without it.
+                are missing, unexpected or of another shape. QuantizerStateError: when called under a recipe with state,
+                if the layer was built without it.
 
     Source: ``transformer_engine.pytorch.Linear``.
 
@@ -124,7 +127,7 @@ class Linear(TensorParallelModule):
         self.kernel_shape = (in_features, *features)
         self.kernel_axes = axes
         self._contracted_axis = activation_axis(axes[0])
-        # Over the hidden axis a bias stays whole, as a norm's parameters do: too small to be worth an all-gather.
+        # A bias is replicated over the hidden axis, like a norm's parameters: too small to be worth an all-gather.
         bias_axes = tuple("norm" if activation_axis(name) == "hidden" else name for name in axes[1:])
         self.feature_axes = tuple(activation_axis(name) for name in axes[1:]) if out_axes is None else out_axes
         skip = skip_weight_param_allocation
@@ -157,8 +160,8 @@ class Linear(TensorParallelModule):
             x: ``[..., k]``; its dtype is the dtype of computation and of the output.
             weight: kernel ``[k, *n]`` to use in place of the layer's own; required if it has none.
             bias: ``[*n]``, likewise; required of a layer without parameters if ``bias`` or ``return_bias`` was set.
-            is_first_microbatch: True: quantize the kernel and keep it for later calls; False: use what was kept; None:
-                what the attribute of that name says, by default neither.
+            is_first_microbatch: mode of the kernel cache. True: quantize the kernel and keep it for later calls; False:
+                use the kept one; None: the value of the attribute of that name, by default neither.
 
         Returns:
             ``y [..., *n]``; with ``return_bias`` ``(y, bias)``, the bias in the dtype of ``x`` (None if the layer has
@@ -171,7 +174,7 @@ class Linear(TensorParallelModule):
             return layer_output(y, bias=self._returned_bias(weights, x)) if self.return_bias else y
 
     def operand(self, x: Array) -> Array:
-        """What the kernel multiplies in a call with ``x``: ``x``."""
+        """Return the kernel's GEMM input in a call with ``x``: ``x``."""
         return self.tensor_parallel.enter(x, self._input_axes(x))
 
     def output_axes(self, x: Array) -> LogicalAxes:
@@ -209,7 +212,7 @@ class Linear(TensorParallelModule):
         )
 
     def _weights(self, weight: Array | None, bias: Array | None, is_first_microbatch: bool | None) -> LinearWeights:
-        """Return the arrays of a call: those that it was given, or the layer's own."""
+        """Return the arrays of a call: the given ones, or the layer's own."""
         if weight is not None or bias is not None or self.skip_weight_param_allocation:
             self._check_given(weight, bias)
         if bias is None and self.bias is not None:
@@ -222,7 +225,7 @@ class Linear(TensorParallelModule):
         return LinearWeights(kernel, bias, weights.state)
 
     def _check_given(self, weight: Array | None, bias: Array | None) -> None:
-        """Raise ValueError for weights or biases that are missing, not wanted or of another shape."""
+        """Raise ValueError for weights or biases that are missing, unexpected or of another shape."""
         wants_bias = self.use_bias or self.return_bias
         if self.skip_weight_param_allocation:
             for name, value, wanted, shape in (

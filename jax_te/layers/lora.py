@@ -28,7 +28,7 @@ _BASE = Words(
 
 @checked
 class LoRA(nnx.Module):
-    """``y = base(x) + alpha / r * (z @ lora_a) @ lora_b``, where ``z`` is what the base's kernel multiplies.
+    """``y = base(x) + alpha / r * (z @ lora_a) @ lora_b``, where ``z`` is the GEMM input of the base's kernel.
 
     That is ``x`` for a `Linear` and the norm's output for a `LayerNormLinear`. A `LayerNormMLP` gets an adapter for
     each of its two kernels: ``wi_lora_a``, ``wi_lora_b``, ``wo_lora_a`` and ``wo_lora_b``. The adapted layer is called
@@ -37,16 +37,16 @@ class LoRA(nnx.Module):
         layer.self_attention.qkv = LoRA(layer.self_attention.qkv, 8, rngs=rngs)
         layer.layernorm_mlp = LoRA(layer.layernorm_mlp, 8, rngs=rngs)
 
-    The base runs under its recipe, and is trained no more: no gradient reaches its parameters, and the GEMM of its
-    kernel's gradient is left out. The two products of the adapter are computed in the dtype of ``x`` under every
-    recipe: the rank ``r`` is small against FP8's blocks, and need not be a multiple of anything.
+    The base runs under its recipe and is no longer trained: no gradient reaches its parameters, and the GEMM of its
+    kernel's gradient is omitted. The two products of the adapter are computed in the dtype of ``x`` under every recipe:
+    the rank ``r`` is small against FP8's blocks, and need not be a multiple of a block size.
 
     Args:
         base: a `Linear`, `LayerNormLinear` or `LayerNormMLP`; taken over, not copied. Its quantizer states go on being
             updated.
         rank: ``r``.
         alpha: numerator of the scale. None: ``r``, so that the scale is 1.
-        freeze_base: set ``base.frozen``. False: train both.
+        freeze_base: whether to set ``base.frozen``. False: both are trained.
         init_method: initializer of ``lora_a [k, r]``. None: N(0, 1 / k). ``lora_b [r, *n]`` starts as zeros, so that
             ``y = base(x)`` at first.
         params_dtype: dtype of both.
@@ -58,7 +58,7 @@ class LoRA(nnx.Module):
 
     Raises:
         TypeError: for another base.
-        ValueError: for a rank that is not positive, and as the base.
+        ValueError: for a rank that is not positive; see also the base.
 
     Source: Hu et al. 2021, "LoRA: low-rank adaptation of large language models"; ``enable_low_rank_adaptation`` of
     ``transformer_engine.jax.flax.DenseGeneral``.
@@ -91,7 +91,7 @@ class LoRA(nnx.Module):
         params_dtype: DTypeLike,
         rngs: nnx.Rngs,
     ) -> None:
-        """Take over the base, and make an adapter for each of its kernels; of experts' kernels, one for each expert."""
+        """Store the base, and create an adapter for each of its kernels, for experts' kernels one per expert."""
         check_positive(rank=rank)
         self.base = base
         self.base.frozen = freeze_base
@@ -116,12 +116,12 @@ class LoRA(nnx.Module):
         bias: Array | None = None,
         is_first_microbatch: bool | None = None,
     ) -> Any:
-        """What the base returns for the same arguments, with the adapters' products added.
+        """Return the base's result for the same arguments, with the adapters' products added.
 
         Args:
             x: ``[..., k]``.
-            weight, bias: as in `Linear`, which alone takes them.
-            is_first_microbatch: as in `Linear`.
+            weight, bias: see `Linear`, which alone takes them.
+            is_first_microbatch: see `Linear`.
 
         Raises:
             ValueError: for ``weight`` or ``bias`` given to a `LayerNormMLP`.
@@ -151,8 +151,7 @@ class LoRA(nnx.Module):
     def merge(self) -> Any:
         """The base, with ``alpha / r * lora_a @ lora_b`` added to each kernel; trained again like any other layer.
 
-        ``lora_b`` becomes zero, so that this layer goes on giving what it gave. Quantized forms of the kernel that were
-        kept are dropped.
+        ``lora_b`` becomes zero, so that this layer's output stays the same. Cached quantized kernels are dropped.
 
         Raises:
             ValueError: if the base has no kernel of its own, or holds it quantized.
@@ -188,7 +187,7 @@ def _names(kernel: str) -> tuple[str, str]:
 def _adapter(
     init: Initializer, rngs: nnx.Rngs, shape: tuple[int, ...], dtype: DTypeLike, axes: LogicalAxes
 ) -> nnx.LoRAParam:
-    # Its type, not its name, is what filters and `lora_labels` go by.
+    # Filters and `lora_labels` select it by type, not by name.
     return nnx.LoRAParam(parameter(init, rngs, shape, dtype, axes).get_value(), logical_axes=axes)
 
 

@@ -8,12 +8,12 @@ from jax_te.typing import Array, Key
 
 
 class TrainingMode(nnx.Module):
-    """Base of modules that tell whether they train, as torch's do.
+    """Base of modules that know whether they are in training mode, as torch's do.
 
     Attributes:
-        deterministic: evaluation in place of training; Flax's ``model.eval()`` and ``model.train()`` set it.
-        without_dropout: no dropout in training either, whatever the rates: ``model.set_attributes(without_dropout=
-            True)`` sets it in all layers. Generation and measurements do so.
+        deterministic: whether to evaluate instead of training; Flax's ``model.eval()`` and ``model.train()`` set it.
+        without_dropout: whether dropout is off in training, too, whatever the rates:
+            ``model.set_attributes(without_dropout= True)`` sets it in all layers. Generation and measurements do so.
 
     >>> class Block(TrainingMode):
     ...     pass
@@ -37,10 +37,10 @@ class TrainingMode(nnx.Module):
 
         Args:
             dropout_key: the call's argument.
-            **rates: probabilities of dropout, by the names of the module's attributes.
+            **rates: dropout probabilities, by the names of the module's attributes.
 
         Raises:
-            ValueError: in training, for a rate above 0 without a key, as ``flax.nnx.Dropout``.
+            ValueError: in training, for a rate above 0 without a key, as in ``flax.nnx.Dropout``.
 
         >>> TrainingMode().used_dropout_key(None, hidden_dropout=0.1)
         Traceback (most recent call last):

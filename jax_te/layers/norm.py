@@ -16,7 +16,7 @@ from jax_te.ops import NormSpec, layernorm
 from jax_te.typing import Array, DTypeLike
 
 NORMALIZATIONS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
-"""Names of normalizations in Transformer Engine, and the kind of `NormSpec` they stand for."""
+"""Transformer Engine's names of normalizations, and the corresponding kind of `NormSpec`."""
 
 
 def norm_spec(normalization: str, eps: float, zero_centered_gamma: bool) -> NormSpec:
@@ -42,7 +42,7 @@ def norm_parameters(norm: NormSpec, hidden_size: int, dtype: DTypeLike) -> tuple
 
 @checked
 class _Norm(TrainingMode):
-    """What `LayerNorm` and `RMSNorm` share."""
+    """Common base of `LayerNorm` and `RMSNorm`."""
 
     normalization: str
 
@@ -74,12 +74,12 @@ class LayerNorm(_Norm):
 
     Args:
         hidden_size: ``h``.
-        eps: added to the variance.
-        sequence_parallel: normalize an activation ``[b, s, h]`` that is sharded over the tensor axis along ``s``
-            (logical axis ``sequence_parallel``). Values are the same.
+        eps: constant added to the variance.
+        sequence_parallel: whether to normalize an activation ``[b, s, h]`` that is sharded over the tensor axis along
+            ``s`` (logical axis ``sequence_parallel``). Values are the same.
         params_dtype: dtype of ``scale`` and ``bias``, ``[h]`` each; replicated on a mesh.
-        zero_centered_gamma: store the scale as an offset from 1, so that weight decay pulls the factor to 1.
-        rngs: taken like in every layer; the initial values are constants.
+        zero_centered_gamma: whether to store the scale as an offset from 1, so that weight decay pulls the factor to 1.
+        rngs: random streams, accepted as in every layer; the initial values are constants.
 
     Raises:
         ValueError: for a size or ``eps`` that is not positive, or an unknown dtype; when called with
@@ -95,7 +95,8 @@ class LayerNorm(_Norm):
 
 
 class RMSNorm(_Norm):
-    """``x / sqrt(mean(x²) + eps) * scale`` over the last axis. Arguments and errors as `LayerNorm`; no bias.
+    """``x / sqrt(mean(x²) + eps) * scale`` over the last axis. Arguments and errors are those of `LayerNorm`; there is
+    no bias.
 
     Source: ``transformer_engine.pytorch.RMSNorm``; Zhang and Sennrich 2019.
 

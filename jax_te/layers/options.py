@@ -1,4 +1,4 @@
-"""Arguments that travel from a layer to the layers inside of it, in groups."""
+"""Groups of arguments that a layer passes to the layers inside of it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class AttentionOptions:
 
 
 class CoreCall(NamedTuple):
-    """Arguments of one call of `DotProductAttention` beside queries, keys and values."""
+    """Arguments of one call of `DotProductAttention`, apart from queries, keys and values."""
 
     attention_mask: Array | None
     q_lengths: Array | None

@@ -1,4 +1,4 @@
-"""How layers make parameters, and the logical axes that parameters and activations carry."""
+"""Creation of parameters, and logical axes of parameters and activations."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def parameter(
     """Return a parameter with one logical axis name for each dimension in its metadata, as ``logical_axes``.
 
     The initializer runs in fp32 and the result is cast, so one seed gives the same weights, rounded, in every dtype.
-    Values depend on the key and the shape alone, never on the mesh. Under a mesh it is created split as its axes say:
-    inside of ``jax.jit`` no device holds the whole of it, outside the default device does until it is split.
+    Values depend on the key and the shape alone, never on the mesh. Under a mesh it is created sharded by its axes:
+    inside of ``jax.jit`` no device holds all of it; outside, the default device does until it is sharded.
 
     Args:
         init: ``init(key, shape, dtype)``.
-        rngs: its ``params`` stream gives the key.
-        shape: of the parameter.
+        rngs: random streams, whose ``params`` stream gives the key.
+        shape: shape of the parameter.
         dtype: fp32, bf16 or fp16.
         axes: logical axes, see `jax_te.sharding.ShardingRules`.
 
@@ -73,7 +73,7 @@ def constant(value: float, shape: tuple[int, ...], dtype: DTypeLike, axes: Logic
 def expert_rngs(rngs: nnx.Rngs) -> nnx.Rngs:
     """Return the stream from which kernels of experts are drawn, as ``params``.
 
-    It is ``expert-parallel-rng`` of ``rngs``, else one that follows from its ``params``.
+    It is ``expert-parallel-rng`` of ``rngs`` if present, else derived from its ``params``.
 
     >>> expert_rngs(nnx.Rngs(0)).params() == nnx.Rngs(0).params()
     Array(False, dtype=bool)
@@ -85,7 +85,8 @@ def expert_rngs(rngs: nnx.Rngs) -> nnx.Rngs:
 
 
 def init_of_each(init: Initializer, key: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-    """Return kernels ``[e, k, *n]``, each initialized by itself: an initializer may go by the sizes of its axes.
+    """Return kernels ``[e, k, *n]``, each initialized by itself, since an initializer may depend on the sizes of its
+    axes.
 
     >>> init_of_each(jax.nn.initializers.lecun_normal(), jax.random.key(0), (3, 4, 8), jnp.float32).shape
     (3, 4, 8)
@@ -94,7 +95,7 @@ def init_of_each(init: Initializer, key: Array, shape: tuple[int, ...], dtype: D
 
 
 def value_or_none(variable: nnx.Variable | None) -> Array | None:
-    """Return the array of a parameter that a layer may lack."""
+    """Return the array of an optional parameter, or None."""
     return None if variable is None else variable.get_value()
 
 

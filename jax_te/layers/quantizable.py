@@ -33,9 +33,10 @@ class QuantizableModule(TrainingMode):
         kernels: name of each kernel -> name of its quantizer state.
 
     Attributes:
-        high_precision: take no ambient recipe, as if inside ``autocast(None)``: for a model's first and last layers.
+        high_precision: whether to take no ambient recipe, as if inside ``autocast(None)``: for a model's first and last
+            layers.
         module_recipe: the layer's own recipe, see `ModuleRecipe`; None: the ambient one.
-        kernel_recipes: what single kernels have in place of ``module_recipe``: pairs of a kernel's name and a
+        kernel_recipes: recipes of single kernels in place of ``module_recipe``: pairs of a kernel's name and a
             `ModuleRecipe` or None.
         deterministic: evaluation instead of training (``model.eval()`` sets it): which of ``module_recipe``'s two
             recipes holds.
@@ -96,7 +97,7 @@ class QuantizableModule(TrainingMode):
 
     @property
     def recipe(self) -> Recipe | None:
-        """The recipe that a call runs under here and now."""
+        """Recipe of a call in the current context."""
         ambient = None if self.high_precision else ambient_recipe.value
         if self.module_recipe is None:
             return ambient
@@ -107,7 +108,7 @@ class QuantizableModule(TrainingMode):
         return dict(self.kernel_recipes).get(kernel, self.module_recipe)
 
     def recipe_of(self, kernel: str) -> Recipe | None:
-        """The recipe that the GEMMs of one kernel run under here and now."""
+        """Recipe of one kernel's GEMMs in the current context."""
         own, ambient = self.own_recipe(kernel), None if self.high_precision else ambient_recipe.value
         return ambient if own is None else own.resolve(ambient, training=self.training)
 
@@ -134,18 +135,19 @@ class QuantizableModule(TrainingMode):
         return (None,) * len(variable.get_value().shape) if axes is None else axes
 
     def stack_shape(self, kernel: str, owner: nnx.Module | None = None) -> tuple[int, ...]:
-        """Sizes of the axes that ``nnx.vmap`` put before those of a kernel; ``owner`` is what holds this layer."""
+        """Sizes of the leading axes that ``nnx.vmap`` added to a kernel; ``owner`` is the module that holds this
+        layer."""
         if getattr(self, kernel) is None:
             return ()
         shape = getattr(self, kernel).get_value().shape
         return shape[: len(shape) - len(self.axes_of(kernel))]
 
     def layer_path(self, path: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Path under which rules and reports know this layer, which stands at ``path`` in its model."""
+        """Path of this layer, which is at ``path`` in its model, in rules and reports."""
         return path
 
     def quantized(self, kernel: str, value: Array, *, portable: bool = False) -> QuantizedKernel:
-        """``value`` as a kernel of this layer, in the form its recipe gives it; see `quantize_kernel`."""
+        """Return ``value`` quantized by the recipe of a kernel of this layer; see `quantize_kernel`."""
         recipe, axes = self.recipe_of(kernel), self.axes_of(kernel)
         assert recipe is not None
         quantize = functools.partial(
@@ -153,7 +155,7 @@ class QuantizableModule(TrainingMode):
         )
 
         def of_layers(value: Array, state: GemmState | None) -> QuantizedKernel:
-            # Layers that nnx.vmap stacked have one axis more: each layer's kernel is quantized by itself.
+            # Layers stacked by nnx.vmap have a leading axis: each layer's kernel is quantized by itself.
             stacked = value.ndim > len(axes)
             return jax.vmap(of_layers)(value, state) if stacked else quantize(value, state=state)
 
@@ -165,10 +167,10 @@ class QuantizableModule(TrainingMode):
         variable.set_value(self.quantized(kernel, variable.get_value(), portable=True))
 
     def requantized(self, kernel: str, value: Array, old: QuantizedKernel) -> QuantizedKernel:
-        """``value`` in the quantized form that a kernel is stored in.
+        """Return ``value`` in the quantized form in which a kernel is stored.
 
         Raises:
-            ValueError: if that is of another recipe than the one here and now.
+            ValueError: if that belongs to another recipe than the one in the current context.
         """
         recipe = self.recipe_of(kernel)
         if quantizer_for(recipe, "kernel") != old.quantizer:
@@ -177,8 +179,8 @@ class QuantizableModule(TrainingMode):
                 "work under the recipe that the state was created with"
             )
         new = self.quantized(kernel, value, portable=True)
-        # In the old structure, whose static dtype is that of the parameter: the value may be an fp32 master, and
-        # another structure would compile the next step again.
+        # In the old structure, whose static dtype is the parameter's: the value may be an fp32 master, and another
+        # structure would recompile the next step.
         return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new))
 
     def linear_weights(
@@ -186,17 +188,17 @@ class QuantizableModule(TrainingMode):
     ) -> LinearWeights:
         """Return the arrays that an op takes for one kernel: the kernel or its cached form, bias, state, `grad_sink`.
 
-        A cached kernel that was made under another recipe than the call's is passed over.
+        A kernel cached under another recipe than the call's is ignored.
 
         Args:
-            kernel: its name.
-            bias: of the call.
-            is_first_microbatch: as in a layer's call.
+            kernel: name of the kernel.
+            bias: bias of the call.
+            is_first_microbatch: see the call of a layer.
             given: the kernel that the call was given. None: the layer's own. A layer that has its own quantizes another
                 one in each call.
 
         Raises:
-            ValueError: if a cached kernel is asked for and there is none.
+            ValueError: if a cached kernel is requested and there is none.
             TypeError: for an ``is_first_microbatch`` that is not True, False or None.
         """
         keeps = self.keeps_kernels if is_first_microbatch is None else is_first_microbatch
@@ -257,7 +259,7 @@ def quantizable_modules(model: nnx.Module) -> list[tuple[str, QuantizableModule]
 
 
 def natural_order(path: str) -> list[tuple[int, str]]:
-    """Return a sorting key for paths with which layer 2 comes before layer 10.
+    """Return a sorting key for paths that orders layer 2 before layer 10.
 
     >>> sorted(["layers.10", "layers.2"], key=natural_order)
     ['layers.2', 'layers.10']
@@ -280,7 +282,7 @@ def name_modules(model: nnx.Module) -> nnx.Module:
 
 @checked
 def keep_in_high_precision(model: nnx.Module) -> nnx.Module:
-    """Return ``model``, whose layers no ambient recipe reaches any more, as if it were inside ``autocast(None)``.
+    """Return ``model`` with its layers set to ignore ambient recipes, as if inside ``autocast(None)``.
 
     A `ModuleRecipe` with ``override_nonquantized_autocast`` still does.
 
@@ -308,9 +310,9 @@ def quantizable_kernels(model: nnx.Module) -> list[tuple[tuple[Any, ...], Quanti
 
 
 def given_kernels(model: nnx.Module) -> list[tuple[QuantizableModule, str, Array]]:
-    """Return layer, kernel's name and value of every kernel that a module in ``model`` gives one of its layers.
+    """Return layer, kernel's name and value of every kernel that a module in ``model`` passes to one of its layers.
 
-    A module says so by a method ``given_kernels``: the kernel is a parameter of its own, or made of one, as a head's
+    Such a module has a method ``given_kernels``: the kernel is its own parameter or derived from one, such as a head's
     that is tied to the embedding.
     """
     methods = [getattr(module, "given_kernels", None) for _, module in nnx.iter_modules(model)]
@@ -319,20 +321,21 @@ def given_kernels(model: nnx.Module) -> list[tuple[QuantizableModule, str, Array
 
 @checked
 def quantize_parameters(model: nnx.Module, *, only_marked: bool = False) -> nnx.Module:
-    """Return ``model``, its kernels stored quantized as their layers' recipes say, in place of fp32 or bf16.
+    """Return ``model``, its kernels stored quantized by their layers' recipes, in place of fp32 or bf16.
 
     A kernel then takes about one byte a value (half of one under NVFP4), and no call quantizes it again. Its exact
-    value is gone: `jax_te.training.create_train_state` with ``fp8_param=True`` keeps fp32 masters beside. Kernels of
-    layers that run in high precision stay as they are.
+    value is gone: `jax_te.training.create_train_state` with ``fp8_param=True`` keeps fp32 masters. Kernels of layers
+    that run in high precision stay as they are.
 
     Call it under the recipe, ``with autocast(recipe):``.
 
     Args:
         model: changed in place.
-        only_marked: only in layers whose own `ModuleRecipe` sets ``fp8_param`` or ``fp4_param``.
+        only_marked: whether only kernels of layers whose own `ModuleRecipe` sets ``fp8_param`` or ``fp4_param`` are
+            meant.
 
     Raises:
-        ValueError: for layers of Flax under `quantize_model`, which hold arrays alone.
+        ValueError: for layers of Flax under `quantize_model`, which hold only plain arrays.
 
     Source: ``transformer_engine.pytorch.quantized_model_init``; Megatron-Core's ``--fp8-param-gather``.
 

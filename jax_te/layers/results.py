@@ -1,4 +1,4 @@
-"""Results of calls that were asked for more than their output."""
+"""Results of calls with more than one output."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from jax_te.typing import Array
 
 @functools.cache
 def _output_type(names: tuple[str, ...]) -> Any:
-    # Cached, because JAX compares the types of tuples: a carry of lax.scan or the branches of lax.cond must have one
-    # and the same type at every call.
+    # Cached, because JAX compares the types of tuples: a carry of lax.scan or the branches of lax.cond must have the
+    # same type at every call.
     return collections.namedtuple("LayerOutput", ("y", *names))
 
 
 def layer_output(y: Array, **extra: Any) -> Any:
-    """Return a layer's output ``y``, or where there are extra results a NamedTuple of ``y`` and exactly those.
+    """Return a layer's output ``y``, or if there are extra results a NamedTuple of ``y`` and those.
 
     Args:
         y: the output.

@@ -21,8 +21,8 @@ class TensorParallel:
 
     Args:
         group: None or ``"tensor"``, which both leave the split to the mesh.
-        size: 1 leaves it to the mesh. Any other size must be that of the mesh in use.
-        sequence_parallel: shard activations over the tensor axis along the sequence outside of the layer.
+        size: size of the tensor axis; 1 leaves it to the mesh. Any other size must be that of the mesh in use.
+        sequence_parallel: whether to shard activations over the tensor axis along the sequence outside of the layer.
         split: the layer's kernels are sharded over the tensor axis.
 
     Raises:
@@ -48,10 +48,10 @@ class TensorParallel:
             )
 
     def enter(self, x: Array, axes: LogicalAxes) -> Array:
-        """A layer's input ``x``, split along the sequence where its logical axes say so.
+        """Return a layer's input ``x``, sharded along the sequence if its logical axes require it.
 
         Raises:
-            ValueError: if a size was asked for, and a mesh is set whose tensor axis has another one.
+            ValueError: if a size was given, and the mesh in use has a tensor axis of another size.
         """
         ranks, mesh = axis_ranks("ffn"), current_mesh()
         # Without a mesh, and in a shard_map over the axis, one device computes the whole layer, whatever its size.
@@ -89,7 +89,7 @@ def check_context_size(size: int) -> None:
 
 
 def sequence_axes(x: Array, sequence_parallel: bool = True) -> LogicalAxes:
-    """Return the logical axes of all axes of an activation but its last; with the sequence split if asked for.
+    """Return the logical axes of all axes of an activation but its last; with the sequence sharded if requested.
 
     Raises:
         ValueError: with ``sequence_parallel``, if ``x`` is not ``[b, s, ..., h]`` or ``s`` does not divide over the
@@ -126,7 +126,7 @@ class TensorParallelModule(QuantizableModule):
 
     @checked
     def set_tensor_parallel_group(self, tp_group: TensorGroup) -> None:
-        """Say which mesh axis the layer is split over, if it was not said when the layer was built.
+        """Set the mesh axis over which the layer is sharded, if it was not given when the layer was built.
 
         There is one such axis, so the call changes nothing; Transformer Engine needs it where ``tp_size > 1``.
 
@@ -147,7 +147,7 @@ class TensorParallelModule(QuantizableModule):
 
 
 def set_tensor_parallel_group(module: nnx.Module, tp_group: TensorGroup) -> None:
-    """Call the method of that name of every layer inside of ``module``."""
+    """Call the same method of every layer inside of ``module``."""
     check_tp_group(tp_group)
     for _, layer in nnx.iter_modules(module):
         if isinstance(layer, TensorParallelModule):

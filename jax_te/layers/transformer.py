@@ -32,7 +32,7 @@ _AXES: LogicalAxes = ("batch", "sequence", "hidden")
 
 @checked
 class TransformerLayer(ContextParallelModule):
-    """Self-attention, in a decoder cross-attention, and feed-forward block, each with a residual connection.
+    """Self-attention, cross-attention in a decoder, and feed-forward block, each with a residual connection.
 
     Each block computes ``x = x + drop_path(dropout(block(norm(x))))``, with ``block_output_layernorm`` a norm of the
     block's output in front of the dropout.
@@ -41,18 +41,19 @@ class TransformerLayer(ContextParallelModule):
         hidden_size: ``h``.
         ffn_hidden_size: ``f``.
         num_attention_heads: query heads ``n``.
-        layernorm_epsilon: added to the variance or mean square in every norm.
+        layernorm_epsilon: constant added to the variance or mean square in every norm.
         hidden_dropout: dropout probability of the blocks' outputs.
         attention_dropout: dropout probability of the softmax's result.
         init_method: initializer of the projections into attention and of the first MLP kernel. None: N(0, 0.023²).
         output_layer_init_method: initializer of the output projections. None: N(0, 0.023²).
-        apply_residual_connection_post_layernorm: begin the residual connections at the norms' outputs.
+        apply_residual_connection_post_layernorm: whether residual connections begin at the norms' outputs.
         layer_number: the layer's number in the stack, from 1; stored as an attribute.
-        apply_query_key_layer_scaling: without effect. TE divides scores by ``layer_number`` in half precision and
-            multiplies them again in fp32; here scores are always fp32.
-        output_layernorm: normalize the layer's output instead of the self-attention block's input.
-        block_output_layernorm: normalize the blocks' outputs, too, each by a norm of its own (Gemma 2 and 3).
-        attention_softmax_in_fp32: without effect; the softmax is always fp32.
+        apply_query_key_layer_scaling: option without effect. TE divides scores by ``layer_number`` in half precision
+            and multiplies them again in fp32; here scores are always fp32.
+        output_layernorm: whether to normalize the layer's output instead of the self-attention block's input.
+        block_output_layernorm: whether to normalize the blocks' outputs, too, each by a norm of its own (Gemma 2 and
+            3).
+        attention_softmax_in_fp32: option without effect; the softmax is always fp32.
         layer_type: ``"encoder"``: self-attention, causal or not by its mask type; ``"decoder"``: self-attention, then
             cross-attention to an encoder's output.
         kv_channels: head size ``d``. None: ``h / n``.
@@ -60,18 +61,19 @@ class TransformerLayer(ContextParallelModule):
             hierarchical_context_parallel_sizes, cp_load_balanced: see `DotProductAttention`.
         enc_dec_attn_mask_type, enc_dec_window_size: mask type and window of cross-attention.
         qk_norm_type, qk_norm_before_rope, fuse_qkv_params: see `MultiheadAttention`.
-        qkv_bias: as there, in self-attention.
-        set_parallel_mode: split the projections over the mesh's tensor axis; False replicates them.
-        sequence_parallel: between the blocks, split activations over the mesh's tensor axis along the sequence.
-        tp_group, tp_size, fuse_wgrad_accumulation: as in `Linear`, for all projections.
+        qkv_bias: see `MultiheadAttention`; applies to self-attention.
+        set_parallel_mode: whether to split the projections over the mesh's tensor axis; False replicates them.
+        sequence_parallel: whether to split activations between the blocks over the mesh's tensor axis along the
+            sequence.
+        tp_group, tp_size, fuse_wgrad_accumulation: options of all projections, see `Linear`.
         drop_path_rate: probability with which an example skips a block.
         num_gqa_groups: key/value heads ``g``. None: ``n``.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
-        zero_centered_gamma: store the norms' scales as offsets from 1.
-        activation: a key of `jax_te.config.ACTIVATIONS`, or a function, as in `LayerNormMLP`.
+        zero_centered_gamma: whether to store the norms' scales as offsets from 1.
+        activation: a key of `jax_te.config.ACTIVATIONS`, or a function, see `LayerNormMLP`.
         bias: biases in all linear layers.
-        return_max_logit: calls also return the max logit of each head of self-attention, for `clip_qk`.
-        seq_length, micro_batch_size: without effect; TE warms its kernels up with these sizes.
+        return_max_logit: whether calls also return the max logit of each head of self-attention, for `clip_qk`.
+        seq_length, micro_batch_size: options without effect; TE warms its kernels up with these sizes.
         params_dtype: dtype of the parameters.
         rngs: the ``params`` stream draws the kernels.
 
@@ -278,9 +280,10 @@ class TransformerLayer(ContextParallelModule):
                 padding types.
             encoder_lengths: the same for ``encoder_output``.
             packed_seq_params: boundaries of several sequences in each row of ``x``; for the padding types.
-            rotary_pos_emb: from `rotary_embedding`, for the positions of ``x``.
-            core_attention_bias_type, core_attention_bias, alibi_slopes: for self-attention, see `DotProductAttention`.
-            self_attn_mask_type, enc_dec_attn_mask_type: used in place of the layer's own.
+            rotary_pos_emb: rotary embedding of the positions of ``x``, see `rotary_embedding`.
+            core_attention_bias_type, core_attention_bias, alibi_slopes: options of self-attention, see
+                `DotProductAttention`.
+            self_attn_mask_type, enc_dec_attn_mask_type: mask types in place of the layer's own.
             dropout_key: ``jax.random.key`` that dropout and stochastic depth draw from, another one at each step;
                 needed in training unless the rates are 0. Evaluation (``layer.eval()``) drops nothing.
             cache: keys and values of the tokens before ``x``, for self-attention (TE's ``inference_params``).
@@ -334,7 +337,7 @@ class TransformerLayer(ContextParallelModule):
                 return_max_logit=return_max_logit,
             )
             extra: dict[str, Any] = {}
-            # Before these there may be the norm's output, which `_add` reads.
+            # The norm's output may come before these; `_add` reads it.
             if cache is not None:
                 *attended, extra["cache"] = attended
             own = self.self_attention.core_attention.return_max_logit
@@ -347,7 +350,7 @@ class TransformerLayer(ContextParallelModule):
                     x,
                     attention_mask=cross_masks.attention_mask,
                     encoder_output=encoder_output,
-                    # Lengths of the queries count only beside those of the keys.
+                    # Query lengths apply only together with key lengths.
                     sequence_lengths=sequence_lengths if encoder_lengths is not None else None,
                     encoder_lengths=encoder_lengths,
                     attn_mask_type=cross_masks.attn_mask_type,
@@ -379,19 +382,19 @@ class TransformerLayer(ContextParallelModule):
         return constrain((normed[0] if normed else x) + y, axes)
 
     def _rates(self) -> dict[str, float]:
-        # A core of one's own need not have a rate.
+        # A user-defined core need not have a rate.
         attention = getattr(self.self_attention.core_attention, "attention_dropout", 0.0)
         hidden = {"hidden_dropout": self.hidden_dropout, "drop_path_rate": self.drop_path_rate}
         return {**hidden, "attention_dropout": attention}
 
     def set_tensor_parallel_group(self, tp_group: TensorGroup) -> None:
-        """As `Linear.set_tensor_parallel_group`, for all projections."""
+        """Set the tensor-parallel group of all projections, see `Linear.set_tensor_parallel_group`."""
         set_tensor_parallel_group(self, tp_group)
 
 
 def _keys(key: Array) -> tuple[Array, ...]:
     """Return the keys of self-attention, its output, the feed-forward block, cross-attention and its output."""
-    # Cross-attention folds its keys in, so that a decoder draws what an encoder of the same key draws.
+    # Cross-attention folds its keys in, so that a decoder draws the same numbers as an encoder with the same key.
     return (*jax.random.split(key, 3), *jax.random.split(jax.random.fold_in(key, 1)))
 
 

@@ -20,7 +20,7 @@ def from_nnx(module: nnx.Module) -> dict[str, Any]:
     collection.
 
     Args:
-        module: of `jax_te.layers`, or any NNX module without random state.
+        module: module of `jax_te.layers`, or any NNX module without random state.
 
     Raises:
         TypeError: for a module that holds random state.
@@ -41,7 +41,7 @@ def to_nnx(source: LinenModule | nnx.Module | Callable[[nnx.Rngs], nnx.Module], 
     Args:
         source: the module's Linen form; an NNX module, which is not changed and whose values are not read; or a
             function of ``nnx.Rngs`` that builds one, which is traced, not run.
-        variables: of the Linen form, boxed or not. Values are shared, not copied.
+        variables: variables of the Linen form, boxed or not. Values are shared, not copied.
 
     Raises:
         TypeError: for another type of source.

@@ -101,14 +101,15 @@ def quantize_model(model: nn.Module, *args: Any, rules: Rules | None = None, **k
     ``__call__`` apart: interceptors and ``capture_intermediates`` see it twice.
 
     Args:
-        model: not changed. The result is an instance of a subclass of its class, with the same fields.
+        model: Linen model; it is not changed. The result is an instance of a subclass of its class, with the same
+            fields.
         args, kwargs: arguments of ``model.init`` after its ``rngs``, arrays or their shapes (``jax.ShapeDtypeStruct``).
             The call is traced, not run.
         rules: glob pattern of paths (``"block_*.mlp.up"``: the names of the parameters' scopes, joined by dots) -> a
             recipe, a `ModuleRecipe`, ``"ambient"``, or None for high precision, as in `jax_te.layers.quantize_model`.
 
     Raises:
-        TypeError: for a rule that is no recipe, a model that is no module of Linen, or no arguments of a call.
+        TypeError: for a rule that is not a recipe, a model that is not a module of Linen, or no arguments of a call.
         ValueError: for a model that is bound to variables; if no layer is reached: what was seen is in the message;
             for a rule that fits a parameter of a module of your own whose contractions no recipe can quantize.
 
@@ -141,12 +142,12 @@ def dequantize_model(model: nn.Module) -> Any:
 
 
 def quantization_report(model: Any, *args: Any, **kwargs: Any) -> DropInReport:
-    """Return which layers of a model recipes quantize, and why others stay in high precision.
+    """Return the layers of a model that recipes quantize, and the reasons why others stay in high precision.
 
-    Call it under the recipe that is to be in force. It warns of rules that fit no layer.
+    Call it under the recipe to be used. It warns of rules that fit no layer.
 
     Args:
-        model: of `quantize_model`. It is traced, not run.
+        model: result of `quantize_model`. It is traced, not run.
         args, kwargs: arguments of ``model.init`` after its ``rngs``.
 
     Raises:
@@ -167,11 +168,11 @@ def quantization_report(model: Any, *args: Any, **kwargs: Any) -> DropInReport:
 
 
 class _Choice(NamedTuple):
-    """What decides about the layers of a model: hashable, since it is part of the jit cache key.
+    """Rules for the layers of a model: hashable, since it is part of the jit cache key.
 
     Args:
-        rules: patterns and what they give, in order.
-        gemms: of the model.
+        rules: patterns and the recipes they assign, in order.
+        gemms: GEMMs of the model.
         own: parameters of modules of the user's own that a rule fits.
     """
 
@@ -308,7 +309,7 @@ def _as_class(model: nn.Module, cls: type[nn.Module]) -> Any:
 def _quantizing(
     choice: _Choice, found: dict[str, DropInLayer | None] | None = None, *, quantize: bool = True
 ) -> Iterator[None]:
-    """Quantize the linear layers that run inside as ``choice`` says; note in ``found`` what is done."""
+    """Quantize the linear layers that run inside by ``choice``; record the decisions in ``found``."""
     rules, running = dict(choice.rules), Running()
 
     def intercept(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -389,7 +390,7 @@ def _is_ours(module: Any) -> bool:
 
 
 def _einsum(module: Any, recipe: Any, inputs: Any, einsum_str: str | None = None) -> Array:
-    """Return what ``nn.Einsum`` returns, from inside of a call of ``module``."""
+    """Return ``nn.Einsum``'s result, from inside of a call of ``module``."""
     equation = nn.merge_param("einsum_str", module.einsum_str, einsum_str)
     x, names, out, _ = read_einsum(equation, inputs.ndim)
     sizes = dict(zip(names, module.shape, strict=True))

@@ -118,7 +118,7 @@ class LinenModule(nn.Module):
     @nn.nowrap
     def bound_module(self) -> nnx.Module:
         """Return the NNX module with this module's variables, which ``init`` creates."""
-        # Flax's capture_intermediates stores outputs in this collection, which are no variables of the module.
+        # Flax's capture_intermediates stores outputs in this collection, which are not variables of the module.
         held = {name: tree for name, tree in self.variables.items() if name != "intermediates"}
         if self.is_initializing() and not jax.tree.leaves(held):
             module = self.nnx_module(nnx.Rngs(_typed(self.make_rng("params"))))

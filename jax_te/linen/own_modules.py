@@ -1,4 +1,4 @@
-"""Linen modules of other classes than Flax's layers, whose ``__call__`` computes contractions by quantized GEMMs."""
+"""User-defined Linen modules whose ``__call__`` computes contractions by quantized GEMMs."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class GemmOptions(NamedTuple):
 
 
 class OwnParameter(NamedTuple):
-    """A parameter of a module of the user's own.
+    """A parameter of a user-defined module.
 
     Args:
         scope: path of the scope that holds it.
-        name: its name there.
+        name: name of the parameter in its module.
         kind: name of the module's class.
         seen: uses of the parameter in the module's ``__call__``.
     """
@@ -84,12 +84,13 @@ def own_kernels(module: Any) -> list[str]:
 
 
 def could_be_kernel(name: str, value: Any) -> bool:
-    """Return whether a parameter could be a kernel: it has two or more axes, and is no stack of norms'."""
+    """Return whether a parameter could be a kernel: it has two or more axes, and is not a stack of norms'."""
     return value.ndim > 1 and name not in ("scale", "bias")
 
 
 def call_apart(module: Any, names: Sequence[str], visitor: Visitor, args: Any, kwargs: Any) -> Any:
-    """Return what a call of ``module`` returns, whose contractions of parameters in its scope ``visitor`` computes."""
+    """Return the result of a call of ``module`` in which ``visitor`` computes the contractions of parameters in its
+    scope."""
     values = unboxed({name: module.scope.get_variable("params", name) for name in names})
 
     def kernel_of(path: Any, leaf: Any) -> Kernel | None:

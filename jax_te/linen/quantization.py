@@ -28,7 +28,7 @@ def prepare_quantization(
 
     Args:
         model: a Linen model with layers of `jax_te.linen`. It is traced under ``recipe``, not run.
-        variables: of the model.
+        variables: variables of the model.
         recipe: None and recipes without state remove the state.
         args, kwargs: arguments of ``model.init`` after its ``rngs``.
 

@@ -1,4 +1,4 @@
-"""Sharding rules in Flax's form."""
+"""Sharding rules in Flax's format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FlaxRules = tuple[tuple[str, str | tuple[str, ...] | None], ...]
 
 @checked
 def logical_axis_rules(mesh: Mesh | AbstractMesh, rules: ShardingRules | None = None) -> FlaxRules:
-    """Return `jax_te.sharding.ShardingRules` in the form of ``nn.logical_to_mesh_sharding`` and its kin.
+    """Return `jax_te.sharding.ShardingRules` in the format of ``nn.logical_to_mesh_sharding`` and related functions.
 
     Behind them are the rules that are set in Flax (``nn.logical_axis_rules``) for other names. Add pairs for logical
     axes of your own, such as the axis that ``nn.scan`` adds.

@@ -28,7 +28,7 @@ def collections_of(module: nnx.Module, *, boxed: bool) -> dict[str, Any]:
 
     Args:
         module: an NNX module.
-        boxed: put arrays with logical axes into ``nn.LogicallyPartitioned``.
+        boxed: whether to put arrays with logical axes into ``nn.LogicallyPartitioned``.
 
     Raises:
         TypeError: for a module that holds random state.
@@ -69,7 +69,7 @@ def with_variables(module: nnx.Module, variables: Mapping[str, Any], scope: str 
     """Return a copy of ``module`` that holds ``variables``; a layer has quantizer state only if the variables have it.
 
     Args:
-        module: with arrays, or with shapes.
+        module: module with arrays, or with shapes.
         variables: collections as `collections_of` returns them, boxed or not.
         scope: name for errors.
 

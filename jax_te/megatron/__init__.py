@@ -1,4 +1,4 @@
-"""Megatron-Core's vocabulary over the layers: linear layers and norms, quantization files, module base classes."""
+"""Megatron-Core's interfaces over the layers: linear layers and norms, quantization files, module base classes."""
 
 from jax_te.megatron.attention import TEDotProductAttention, is_layer_window_attention
 from jax_te.megatron.cross_entropy import vocab_parallel_cross_entropy
@@ -147,8 +147,8 @@ __all__ = [
     "will_execute_quantized",
 ]
 
-# Megatron spells these functions with an underscore. Code that was written for it finds them under that spelling here;
-# they are the functions of the same names without it, which `__all__` has.
+# Megatron spells these functions with an underscore. Code written for it finds them under that spelling here; they are
+# the functions of the same names without it, which `__all__` has.
 _get_extra_te_kwargs = get_extra_te_kwargs
 _get_fp8_autocast_for_quant_params = get_fp8_autocast_for_quant_params
 _get_fp8_autocast_for_quant_recipe = get_fp8_autocast_for_quant_recipe

@@ -29,9 +29,9 @@ def is_layer_window_attention(
 
     Args:
         window_size: None: no layer has a window.
-        window_attn_skip_freq: which layers have one. None: all; an integer ``N``: all but every ``N``-th; a sequence
-            with an entry for each layer: those whose entry is true.
-        layer_number: of the layer, from 1.
+        window_attn_skip_freq: layers with window attention. None: all; an integer ``N``: all but every ``N``-th; a
+            sequence with an entry for each layer: those whose entry is true.
+        layer_number: number of the layer, from 1.
 
     Raises:
         ValueError: for a ``window_attn_skip_freq`` of another type, or without an entry for the layer.
@@ -69,23 +69,23 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
 
     Args:
         config: sizes, softmax type, softcap, window, dropout, and whether a call returns max logits.
-        layer_number: of the layer, from 1; whether it attends in a window may depend on it.
+        layer_number: number of the layer, from 1; whether it attends in a window may depend on it.
         attn_mask_type: an `AttnMaskType`, or its name.
         attention_type: ``"self"`` or ``"cross"``.
         attention_dropout: None: the configuration's.
         softmax_scale: None: the configuration's, or ``1 / sqrt(d)``.
         k_channels, v_channels: head sizes of keys and values, if both are given. Else ``config.kv_channels``.
         num_splits: an attribute without effect; it tunes one CUDA kernel. None: 1 if ``config.batch_invariant_mode``.
-        cp_comm_type: how the devices of the mesh's context axis exchange keys and values, see
+        cp_comm_type: exchange of keys and values between devices of the mesh's context axis, see
             `jax_te.ops.ContextParallel`. None: ``"p2p"``. As in Megatron, this argument is read instead of
             ``config.cp_comm_type``, which the caller may pass.
         pg_collection: None. Process groups are axes of the mesh that ``jax.set_mesh`` sets.
-        cp_load_balanced: sequences come in zig-zag order, as Megatron's batches do under context parallelism; see
-            `jax_te.ops.zigzag_positions`. None: the configuration's.
-        padding_at_end: padding masks hide nothing but the end of each sequence, so that their lengths say the same.
-            Fused attention kernels take lengths; without this promise a padding mask is an arbitrary one to them, and
-            runs in plain JAX.
-        rngs: not needed, because nothing is drawn.
+        cp_load_balanced: whether sequences come in zig-zag order, as Megatron's batches do under context parallelism;
+            see `jax_te.ops.zigzag_positions`. None: the configuration's.
+        padding_at_end: whether padding masks hide nothing but the end of each sequence, so that lengths can replace
+            them. Fused attention kernels take lengths; without this promise a padding mask is an arbitrary one to them,
+            and runs in plain JAX.
+        rngs: unused, because nothing is random.
 
     Raises:
         ValueError: for unknown names; when called, for masks that are missing or have no effect.
@@ -171,7 +171,7 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
                 ``padding_at_end`` only the lengths are read, which ``padding_causal_bottom_right`` needs. For
                 ``arbitrary`` broadcastable to ``[b, n, sq, skv]``. For the other types it is ignored, as in Transformer
                 Engine.
-            attn_mask_type: replaces the layer's own. With ``packed_seq_params``, ``causal`` counts as
+            attn_mask_type: mask type in place of the layer's own. With ``packed_seq_params``, ``causal`` counts as
                 ``padding_causal`` and ``no_mask`` as ``padding``.
             attention_bias: added to the scaled scores, broadcastable to ``[b, n, sq, skv]``.
             packed_seq_params: several sequences in each row.
@@ -190,7 +190,7 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
             log_hints(num_splits=num_splits)
         asked = self.attn_mask_type if attn_mask_type is None else _name(attn_mask_type)
         mask_type, window, masks = self._masks(asked, attention_mask, packed_seq_params, query.shape[1])
-        # Megatron packs into one row without a batch axis; the layer wants the axis.
+        # Megatron packs into one row without a batch axis; the layer requires the axis.
         row = packed_seq_params is not None and query.ndim == 3
         if row:
             query = query[None]
@@ -210,16 +210,16 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
     def _masks(
         self, mask_type: Any, mask: Array | tuple[Array, Array] | None, packed: PackedSeqParams | None, sq: int
     ) -> tuple[Any, Any, dict[str, Any]]:
-        """Return mask type, window and masks of the core's call, for those of Megatron's.
+        """Return mask type, window and masks of the core's call, from Megatron's.
 
         Args:
             mask_type: name of a type.
             mask: ``attention_mask`` of the call.
-            packed: several sequences in each row, or None.
+            packed: boundaries of several sequences in each row, or None.
             sq: length of the queries.
         """
         if packed is not None:
-            # Packed sequences have lengths of their own, so each is padded to the row, as in Megatron.
+            # Packed sequences have different lengths, so each is padded to the row, as in Megatron.
             mask_type = {"causal": "padding_causal", "no_mask": "padding"}.get(mask_type, mask_type)
         elif mask_type == "no_mask" and self.has_window and sq == 1:
             # One token of a decoder: its key is the last one, so the window must be aligned to the end.

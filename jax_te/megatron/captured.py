@@ -24,7 +24,7 @@ class CapturedGraphs:
     """The calls that a module has captured; ``len`` counts them.
 
     A graph is captured for shapes, dtypes and shardings of the arguments' arrays and of the module's variables, all
-    other arguments, the module's static attributes, and what is ambient: recipe, backend, mesh and rules, JAX's own
+    other arguments, the module's static attributes, and the context: recipe, backend, mesh and rules, JAX's own
     options. A derivative's two executables are compiled when it is first taken.
 
     The executables are in JAX's caches, which modules with equal static attributes share, and from which
@@ -54,10 +54,10 @@ class CapturedGraphs:
         """Return the result of a captured ``forward``, and the variables that it changed.
 
         Args:
-            module: its variables are inputs of the graph; it is not changed.
+            module: module whose variables are inputs of the graph; it is not changed.
             inputs: ``(args, kwargs)`` with arrays, and static values, which can be hashed.
-            first: this is a step's first microbatch.
-            capture: capture the call if it is new.
+            first: whether this is a step's first microbatch.
+            capture: whether to capture the call if it is new.
 
         Raises:
             ValueError: for a call that was not captured, unless ``capture``.
@@ -65,7 +65,7 @@ class CapturedGraphs:
         graphdef, state = nnx.split(module)
         leaves, treedef = jax.tree.flatten((jax.tree.map(_plain, state, is_leaf=_is_variable), inputs))
         arrays = [leaf for leaf in leaves if is_array(leaf)]
-        # Of the arrays only that they are some: a graph must not keep them alive.
+        # Arrays are replaced by a placeholder: a graph must not keep them alive.
         template = tuple(_ARRAY if is_array(leaf) else leaf for leaf in leaves)
         kinds = tuple((jax.typeof(array), getattr(array, "sharding", None)) for array in map(_value, arrays))
         call = _Call(graphdef, treedef, template, kinds, first, may_be_new=capture)
@@ -224,7 +224,7 @@ def is_array(value: Any) -> bool:
 
 
 def is_traced(values: PyTree) -> bool:
-    """Return whether any array has no value yet: inside of ``jit``, ``scan``, ``vmap``, though not of ``grad`` alone.
+    """Return whether any array is traced: inside of ``jit``, ``scan``, ``vmap``, though not of ``grad`` alone.
 
     >>> is_traced([jnp.ones(2)])
     False
@@ -238,7 +238,7 @@ def _is_variable(node: Any) -> bool:
 
 
 def _plain(variable: Any) -> Any:
-    """Return a state of delayed scaling in fp32, whatever dtype its gradient is to have."""
+    """Return a state of delayed scaling in fp32, whatever the dtype of its gradient."""
     if not isinstance(variable, QuantizerState):
         return variable
     return variable.replace(as_float32_inside(variable.get_value()))

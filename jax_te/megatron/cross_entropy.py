@@ -19,21 +19,21 @@ def vocab_parallel_cross_entropy(
 ) -> Array:
     """Return `jax_te.ops.softmax_cross_entropy` of each position with Megatron's label smoothing.
 
-    A target that is smoothed by ``a`` has ``1 - a`` at the label and ``a / (v - 1)`` at each other entry. ``v`` is the
-    whole vocabulary, on every mesh; Megatron takes that of one tensor-parallel rank.
+    A target smoothed by ``a`` has ``1 - a`` at the label and ``a / (v - 1)`` at each other entry. ``v`` is the whole
+    vocabulary, on every mesh; Megatron takes that of one tensor-parallel rank.
 
     Args:
         vocab_parallel_logits: ``[..., v]``, the global array: in Megatron each rank has its shard.
         target: integers ``[...]`` in ``[0, v)``; -100 gives 0, another label nan.
-        label_smoothing: in ``[0, 1 - 1 / v)``.
+        label_smoothing: label smoothing in ``[0, 1 - 1 / v)``.
         tp_group: None or ``"tensor"``.
-        out_axes: as in `jax_te.ops.softmax_cross_entropy`.
+        out_axes: see `jax_te.ops.softmax_cross_entropy`.
 
     Returns:
         fp32 ``[...]``.
 
     Raises:
-        ValueError, TypeError: as `jax_te.ops.softmax_cross_entropy`; for another ``tp_group`` or ``label_smoothing``.
+        ValueError, TypeError: see `jax_te.ops.softmax_cross_entropy`; for another ``tp_group`` or ``label_smoothing``.
 
     Source: ``megatron.core.tensor_parallel.vocab_parallel_cross_entropy``.
 

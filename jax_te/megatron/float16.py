@@ -99,8 +99,8 @@ def convert_module_to_dtype_except_fp32_marked(module: nnx.Module, dtype: DTypeL
     """Cast a module's floating-point Variables in place, except those marked by `mark_keep_in_fp32`.
 
     Variables of every kind that hold an array are cast, including abstract ones (``jax.ShapeDtypeStruct``). Not cast
-    are quantizer state, which is fp32 by definition (in Transformer Engine it is no buffer of the module); parameters
-    stored quantized; and arrays in 8 bits or fewer, which are quantized values. Cached kernels are dropped.
+    are quantizer state, which is fp32 by definition (in Transformer Engine it is not a buffer of the module);
+    parameters stored quantized; and arrays in 8 bits or fewer, which are quantized values. Cached kernels are dropped.
 
     Args:
         module: changed in place.
@@ -121,7 +121,7 @@ def convert_module_to_dtype_except_fp32_marked(module: nnx.Module, dtype: DTypeL
     for variable in _variables(module):
         if isinstance(variable, QuantizerState) or variable.get_metadata("keep_in_fp32", False):
             continue
-        # Only arrays: values that are trees, such as quantized kernels, have dtypes of their own.
+        # Only arrays: trees, such as quantized kernels, have several dtypes.
         value: Any = variable.get_value()
         if isinstance(value, jax.ShapeDtypeStruct) and value.dtype.name in _WIDE_FLOATS:
             variable.set_value(value.update(dtype=dtype))
@@ -140,12 +140,12 @@ class Float16Module(MegatronModule):
     PyTorch. `jax_te.training.TrainState` holds fp32 masters.
 
     Args:
-        config: its attribute ``fp16`` or ``bf16`` is True; hashable.
+        config: hashable object whose attribute ``fp16`` or ``bf16`` is True.
         module: the model; cast in place.
-        pre_process: this is the first pipeline stage, so inputs are cast. None: what the module's own ``pre_process``
-            says, and without one True; JAX has no process groups that could tell.
-        post_process: this is the last pipeline stage, so outputs are cast back. None: likewise.
-        vp_size: virtual pipeline stages on each pipeline rank; None or 1 without a virtual pipeline.
+        pre_process: whether this is the first pipeline stage, so that inputs are cast. None: the module's own
+            ``pre_process``, or True if it has none; JAX has no process groups that could tell.
+        post_process: whether this is the last pipeline stage, so that outputs are cast back. None: likewise.
+        vp_size: number of virtual pipeline stages on each pipeline rank; None or 1 without a virtual pipeline.
         vp_stage: number of this virtual stage, from 0. None: the module's own ``vp_stage``, if it has one.
             Inputs are cast on the first, outputs on the last.
 
@@ -278,7 +278,7 @@ def _variables(module: nnx.Module) -> list[nnx.Variable]:
 
 
 def _as_dtype_of(own: Any, array: Any) -> Any:
-    """Return ``array`` in the dtype of ``own`` if both are floating-point arrays; quantized values are none."""
+    """Return ``array`` in the dtype of ``own`` if both are floating-point arrays; quantized values are not."""
     cast = _has_dtype(own, *_WIDE_FLOATS) and _has_dtype(array, *_WIDE_FLOATS)
     return array.astype(own.dtype) if cast else array
 

@@ -44,7 +44,7 @@ class GraphableMegatronModule(MegatronModule):
 
     Args:
         config: `jax_te.config.TransformerConfig`.
-        vp_stage: stored, without effect, as in Megatron.
+        vp_stage: option without effect, stored as an attribute, as in Megatron.
 
     Attributes:
         current_microbatch: which microbatch of a step comes next: set it before each, from 0. The first quantizes
@@ -56,7 +56,7 @@ class GraphableMegatronModule(MegatronModule):
 
     Raises:
         AssertionError: unless ``config`` is a TransformerConfig.
-        ValueError: for a ``vp_stage`` that is no integer.
+        ValueError: for a ``vp_stage`` that is not an integer.
 
     Source: ``megatron.core.transformer.module.GraphableMegatronModule``.
 
@@ -105,9 +105,9 @@ class GraphableMegatronModule(MegatronModule):
         return {"hidden_states": constrain(ones, ("batch", "sequence", "hidden"))}
 
     def setup_manual_hooks(self, make_hook_func: Callable[[], Callable[[nnx.Module], Any]]) -> None:
-        """Set ``cuda_graph_manual_hooks``: ``make_hook_func()`` for each submodule that has parameters of its own.
+        """Set ``cuda_graph_manual_hooks``: ``make_hook_func()`` for each submodule with its own parameters.
 
-        Each replay calls ``hook(submodule)`` first. What it sets in the submodule's variables, the replay reads.
+        Each replay calls ``hook(submodule)`` first, and reads the submodule's variables as the hook sets them.
         """
         covered = {
             id(module)
@@ -135,7 +135,7 @@ class GraphableMegatronModule(MegatronModule):
         """Return the result of a captured call, the one of ``current_microbatch``. Hooks run before.
 
         Raises:
-            AssertionError: for an argument that is no array, as in Megatron.
+            AssertionError: for an argument that is not an array, as in Megatron.
             ValueError: for a call that was not captured.
         """
         return self._run(*self._get_te_cuda_graph_replay_args(*args, **kwargs), capture=False)
@@ -168,7 +168,7 @@ class GraphableMegatronModule(MegatronModule):
         return chosen and len(self.cuda_graphs) > 0 and not self._traced(args, kwargs)
 
     def _traced(self, *inputs: Any) -> bool:
-        # The program that is being traced is the graph then, and an executable cannot be part of it.
+        # The program being traced is then the graph, and an executable cannot be part of it.
         return is_traced((inputs, nnx.state(self)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -190,7 +190,8 @@ class GraphableMegatronModule(MegatronModule):
         if self._quantizes:
             called._set_everywhere("is_first_microbatch", first, unless="disable_parameter_transpose_cache")
             if first:
-                drop_cached_kernels(called)  # quantized anew in any case, and a graph is for the variables there are
+                # They are quantized again in any case, and a graph depends on the existing variables.
+                drop_cached_kernels(called)
         out, changed = self.cuda_graphs.run(called, (args, kwargs), first, capture=capture)
         write_back(self, changed)
         return out

@@ -1,4 +1,4 @@
-"""Linear layers of experts in Megatron's vocabulary."""
+"""Linear layers of experts with Megatron's interface."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jax_te.typing import Array, Initializer, NoProcessGroups
 
 @checked
 class TEGroupedLinear(TELayer, GroupedLinear):
-    """`jax_te.layers.GroupedLinear` with Megatron's arguments; a call gives ``(y, biases or None)``.
+    """`jax_te.layers.GroupedLinear` with Megatron's arguments; a call returns ``(y, biases or None)``.
 
     Arguments are Megatron's in name and order, followed by ``rngs``. In a state dict the experts' arrays are
     ``weight0 [n, k]``, ``weight1``, …, ``bias0 [n]``, …; in the layer they are one, ``kernel [e, k, n]`` and
@@ -29,17 +29,18 @@ class TEGroupedLinear(TELayer, GroupedLinear):
         input_size: ``k``, of the global input, not of a shard.
         output_size: ``n``, of the global output; or several sizes: with ``(2, f)`` gate and factor of a gated MLP have
             an axis of their own.
-        parallel_mode: ``"column"``, ``"row"`` or None, as in `TELinear`; without effect for an expert.
+        parallel_mode: ``"column"``, ``"row"`` or None, see `TELinear`; without effect for an expert.
         config: `ModelParallelConfig` lists the fields that are read.
         init_method: initializer of one expert's kernel ``[k, n]``: ``init(key, shape, dtype)``.
-        bias: there are biases ``[e, n]``, initially 0.
-        skip_bias_add: with ``bias``, return the biases instead of adding them, for a fused operation to add.
+        bias: whether there are biases ``[e, n]``, initially 0.
+        skip_bias_add: whether to return the biases instead of adding them, for a fused operation to add.
         is_expert: the layer is that of a mixture's experts, whose kernels the tensor axis does not shard (Megatron's
             ``expert_tensor_parallel_size=1``).
-        tp_comm_buffer_name: any name or None, without effect.
+        tp_comm_buffer_name: option without effect.
         pg_collection: None.
-        name: under which the rules of ``config.quant_recipe`` know the layer, as in `TELinear`.
-        rngs: its stream ``expert-parallel-rng`` draws the kernels, else one that follows from ``params``.
+        name: name of the layer in the rules of ``config.quant_recipe``, see `TELinear`.
+        rngs: random streams; ``expert-parallel-rng`` draws the kernels, or if it is missing a stream derived from
+            ``params``.
 
     Attributes:
         is_first_microbatch, module_recipe, deterministic, module_name: see `TELinear`.
@@ -127,7 +128,7 @@ class TEGroupedLinear(TELayer, GroupedLinear):
             x: ``[rows, k]``, sorted by expert; in fp32 it is cast to the dtype of kernels in half precision.
             m_splits: int32 ``[e]`` (or integers), the number of rows of each expert. The host does not wait for them.
                 Or a `jax_te.ops.RowGroups`, as in `GroupedLinear`.
-            is_first_microbatch: as in `GroupedLinear`.
+            is_first_microbatch: see `GroupedLinear`.
 
         Returns:
             ``(y [rows, n], None)`` with the biases, if any, added to ``y``; with ``skip_bias_add`` and ``bias``
@@ -150,10 +151,10 @@ class TEColumnParallelGroupedLinear(TEGroupedLinear):
 
     Args:
         num_gemms, input_size, output_size, config, init_method, bias, skip_bias_add, is_expert, tp_comm_buffer_name,
-            pg_collection, name, rngs: as in `TEGroupedLinear`.
+            pg_collection, name, rngs: see `TEGroupedLinear`.
 
     Raises:
-        ValueError, AssertionError, TypeError: as `TEGroupedLinear`.
+        ValueError, AssertionError, TypeError: see `TEGroupedLinear`.
 
     Source: ``megatron.core.extensions.transformer_engine.TEColumnParallelGroupedLinear``.
 
@@ -201,10 +202,10 @@ class TERowParallelGroupedLinear(TEGroupedLinear):
 
     Args:
         num_gemms, input_size, output_size, config, init_method, bias, skip_bias_add, is_expert, tp_comm_buffer_name,
-            pg_collection, name, rngs: as in `TEGroupedLinear`.
+            pg_collection, name, rngs: see `TEGroupedLinear`.
 
     Raises:
-        ValueError, AssertionError, TypeError: as `TEGroupedLinear`.
+        ValueError, AssertionError, TypeError: see `TEGroupedLinear`.
 
     Source: ``megatron.core.extensions.transformer_engine.TERowParallelGroupedLinear``.
 

@@ -1,4 +1,4 @@
-"""Normalization followed by a column-parallel linear layer, in Megatron's vocabulary."""
+"""Normalization followed by a column-parallel linear layer, with Megatron's interface."""
 
 from __future__ import annotations
 
@@ -16,23 +16,22 @@ from jax_te.typing import Array, Initializer, LogicalAxes, NoProcessGroups, Tens
 
 @checked
 class TELayerNormColumnParallelLinear(TELayer, LayerNormLinear):
-    """`jax_te.layers.LayerNormLinear` with Megatron's arguments; a call gives ``(y, bias or None)``.
+    """`jax_te.layers.LayerNormLinear` with Megatron's arguments; a call returns ``(y, bias or None)``.
 
     The norm is ``config.normalization`` with ``config.layernorm_epsilon`` and ``config.layernorm_zero_centered_gamma``.
     Parameters are ``scale [k]``, ``ln_bias [k]`` (LayerNorm only), ``kernel [k, n]`` and ``bias [n]``.
 
     Args:
-        is_expert: False; experts take `TENorm` and `TEColumnParallelLinear`.
+        is_expert: must be False; experts take `TENorm` and `TEColumnParallelLinear`.
         input_size, output_size, config, init_method, gather_output, bias, skip_bias_add, skip_weight_param_allocation,
-            tp_comm_buffer_name, tp_group, stride, name, pg_collection, kernel_axes, rngs: as in
-            `TEColumnParallelLinear`.
+            tp_comm_buffer_name, tp_group, stride, name, pg_collection, kernel_axes, rngs: see `TEColumnParallelLinear`.
 
     Attributes are those of `TELinear` except ``save_original_input``: the GEMM's input is the norm's output.
 
     Raises:
-        ValueError: in this order for ``gather_output``, ``is_expert``, ``skip_weight_param_allocation``; and as
+        ValueError: in this order for ``gather_output``, ``is_expert``, ``skip_weight_param_allocation``; see also
             `TELinear`.
-        AssertionError, TypeError: as `TELinear`.
+        AssertionError, TypeError: see `TELinear`.
 
     Source: ``megatron.core.extensions.transformer_engine.TELayerNormColumnParallelLinear``.
 
@@ -114,13 +113,14 @@ class TELayerNormColumnParallelLinear(TELayer, LayerNormLinear):
             x: ``[..., k]``; its dtype is the dtype of computation and of the output. If the norm's parameters are in
                 half precision and ``x`` is in fp32, such as an fp32 residual stream, ``x`` is cast to their dtype; its
                 gradient is in fp32.
-            is_first_microbatch: as in `Linear`.
+            is_first_microbatch: see `Linear`.
 
         Returns:
-            ``(y [..., n], bias [n] or None)``, as `TELinear`; the norm's output is not returned.
+            ``(y [..., n], bias [n] or None)``, as in `TELinear`; the norm's output is not returned.
         """
         check_context_size(self.config.context_parallel_size)
-        # As in Megatron, where an fp32 residual stream meets half-precision layers; the GEMM would else run in fp32.
+        # As in Megatron, where an fp32 residual stream meets half-precision layers; the GEMM would otherwise run in
+        # fp32.
         x = in_dtype_of(x, self.scale)
         result: Any = super().__call__(x, is_first_microbatch=is_first_microbatch)
         # Always a pair, so that callers need not know how the layer was built.

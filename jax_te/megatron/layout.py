@@ -1,4 +1,4 @@
-"""The layouts of Megatron-Core's checkpoints: names and forms of single arrays."""
+"""The layouts of Megatron-Core's checkpoints: names and shapes of single arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jax_te.quantize import QuantizerState
 from jax_te.sharding import auto_region, variable_axes
 from jax_te.typing import LogicalAxes
 
-# Layers whose arrays Megatron names otherwise; a module that holds a kernel itself says so by ``megatron_layout``.
+# Layers whose arrays have other names in Megatron; a module with its own kernel declares it by ``megatron_layout``.
 _LAYERS = (Linear, GroupedLinear, LayerNormLinear, LayerNorm, RMSNorm, Embedding)
 _FUSED = {"kernel": "weight", "scale": "layer_norm_weight", "ln_bias": "layer_norm_bias"}
 _NAMES = {
@@ -31,12 +31,12 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Megatron's form of one array: ``[out, in]`` of a kernel, ``[out]`` of a bias.
+    """Megatron's layout of one array: ``[out, in]`` for a kernel, ``[out]`` for a bias.
 
     Args:
         shape: the array's own shape: a kernel's ``[in, *out]``, a bias's ``[*out]``.
-        own_axes: its logical axes.
-        is_kernel: its first axis is that of the input.
+        own_axes: logical axes of the array.
+        is_kernel: whether its first axis is the input's.
         groups: key/value groups whose components Megatron stores group by group, where they are in the outer axes.
         experts: number of arrays of this form that are one here, ``[e, in, *out]``, and that Megatron numbers; None:
             the array is one.
@@ -78,7 +78,7 @@ class Layout:
 
     @property
     def axes(self) -> LogicalAxes:
-        """Logical axes of Megatron's form: of several axes of outputs the last is sharded."""
+        """Logical axes of Megatron's layout: of several output axes the last is sharded."""
         return (self.own_axes[-1], self.own_axes[0]) if self.is_kernel else (self.own_axes[-1],)
 
     def to_megatron(self, array: Any) -> Any:
@@ -93,7 +93,7 @@ class Layout:
         return auto_region(to, self.axes)(array)
 
     def from_megatron(self, array: Any) -> Any:
-        """Return an array of Megatron's layout in this package's; NumPy's stay in the host's memory."""
+        """Return an array of Megatron's layout in this package's; NumPy arrays stay in host memory."""
         rows, components, groups, channels = self._split
 
         def to(array: Any) -> Any:
@@ -111,12 +111,12 @@ class Layout:
 def megatron_layout(
     path: tuple[Any, ...], outside: int, variable: nnx.Variable, owners: Mapping[tuple[Any, ...], Any]
 ) -> tuple[str, Layout | None]:
-    """Return Megatron's name of a Variable, and its layout where that is another one than the Variable's.
+    """Return Megatron's name of a Variable, and its layout if that differs from the Variable's.
 
     Args:
-        path: of the Variable.
+        path: path of the Variable.
         outside: the length of the path to the module with Megatron's names; the length of ``path`` where there is none.
-        variable: of one array; other ones, such as quantizer state and kernels stored quantized, keep their names.
+        variable: Variable of one array; others, such as quantizer state and kernels stored quantized, keep their names.
         owners: the modules by their paths.
 
     >>> layer = Linear(32, (2, 64), rngs=nnx.Rngs(0))

@@ -1,4 +1,4 @@
-"""Linear layers in Megatron's vocabulary."""
+"""Linear layers with Megatron's interface."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jax_te.typing import Array, Initializer, LogicalAxes, NoProcessGroups, Tens
 
 @checked
 class TELinear(TELayer, Linear):
-    """`jax_te.layers.Linear` with Megatron's arguments; a call gives ``(y, bias or None)``.
+    """`jax_te.layers.Linear` with Megatron's arguments; a call returns ``(y, bias or None)``.
 
     Arguments are Megatron's in name and order, followed by ``rngs``, as every NNX layer takes. Megatron draws weights
     from a global tracker of CUDA states, with a stream for each kind of layer and rank. JAX has no global random state,
@@ -32,10 +32,10 @@ class TELinear(TELayer, Linear):
             (or None) neither; a duplicated layer takes and gives whole sequences.
         config: `ModelParallelConfig` lists the fields that are read.
         init_method: initializer of the kernel ``[k, n]``: ``init(key, shape, dtype)``, e.g. ``config.init_method``.
-        bias: there is a bias ``[n]``, initially 0.
-        skip_bias_add: with ``bias``, return the bias instead of adding it, for a fused operation to add.
-        skip_weight_param_allocation: False.
-        tp_comm_buffer_name: any name, such as ``"qkv"``, or None: of user buffers; JAX has none, so it has no effect.
+        bias: whether there is a bias ``[n]``, initially 0.
+        skip_bias_add: whether to return the bias instead of adding it, for a fused operation to add.
+        skip_weight_param_allocation: must be False.
+        tp_comm_buffer_name: name of user buffers, such as ``"qkv"``, or None; JAX has none, so it has no effect.
         is_expert: the layer belongs to one expert of a mixture. It computes the tokens that each device has, in forward
             without any communication over the tensor axis, over which its kernel is not sharded (Megatron's
             ``expert_tensor_parallel_size=1``). Its input is ``[tokens, k]`` or ``[b, s, k]``; under sequence
@@ -44,7 +44,7 @@ class TELinear(TELayer, Linear):
             ``rngs`` (``nnx.Rngs(0, **{"expert-parallel-rng": 1})``), else from one that follows from ``params``.
         symmetric_ar_type: None, ``"two_shot"``, ``"one_shot"`` or ``"multimem_all_reduce"``, without effect.
         tp_group: None or ``"tensor"``, the mesh axis that takes the role of Megatron's process group.
-        name: under which the rules of ``config.quant_recipe`` know the layer. None: the rules are not applied, until
+        name: name of the layer in the rules of ``config.quant_recipe``. None: the rules are not applied, until
             `apply_quantization_config` or `finish_init` gives the layer a precision.
         rngs: the ``params`` stream draws the kernel.
 
@@ -55,7 +55,7 @@ class TELinear(TELayer, Linear):
 
     Raises:
         ValueError: for ``skip_weight_param_allocation``; an unknown mode or name; a mesh in use whose tensor axis is
-            not of the size ``config.tensor_model_parallel_size``, unless that is 1; as `Linear`.
+            not of the size ``config.tensor_model_parallel_size``, unless that is 1; see also `Linear`.
         AssertionError: for a duplicated layer with a ``tp_group``; an unknown ``symmetric_ar_type``; a size that the
             tensor axis does not divide.
         TypeError: for another ``tp_group``; an ``init_method`` that cannot be called.
@@ -95,7 +95,7 @@ class TELinear(TELayer, Linear):
             raise AssertionError(
                 f"a duplicated layer has no tensor parallelism, so tp_group must be None, got {tp_group!r}"
             )
-        # Transformer Engine's layers have no word for a layer that every tensor rank has whole.
+        # Transformer Engine's layers have no mode for a layer that is replicated over tensor ranks.
         mode = None if parallel_mode == "duplicated" else parallel_mode
         options = TELayerOptions(
             config=config,
@@ -145,7 +145,7 @@ class TELinear(TELayer, Linear):
         Args:
             x: ``[..., k]``; its dtype is the dtype of computation and of the output. In fp32 it is cast to the dtype of
                 a kernel in half precision, as `TELayerNormColumnParallelLinear` and `TENorm` do.
-            is_first_microbatch: as in `Linear`.
+            is_first_microbatch: see `Linear`.
 
         Returns:
             ``(y [..., n], None)`` with the bias, if any, added to ``y``; with ``skip_bias_add`` and ``bias``
@@ -192,16 +192,16 @@ class TEColumnParallelLinear(TELinear):
     Args:
         output_size: ``n``; or several sizes, of which the tensor axis shards the last. The output has an axis for
             each: with ``(2, f)`` gate and factor of a gated MLP are on one device.
-        gather_output: False: the output stays sharded.
-        is_expert: as in `TELinear`.
-        kernel_axes: logical axes of the kernel, as in `Linear`. None: those of a column-parallel layer.
+        gather_output: must be False: the output stays sharded.
+        is_expert: see `TELinear`.
+        kernel_axes: logical axes of the kernel, see `Linear`. None: those of a column-parallel layer.
         input_size, config, init_method, bias, skip_bias_add, skip_weight_param_allocation, tp_comm_buffer_name,
-            tp_group, name, rngs: as in `TELinear`; the kind of all-reduce is ``config.symmetric_ar_type``.
-        stride, pg_collection: 1 and None.
+            tp_group, name, rngs: see `TELinear`; the kind of all-reduce is ``config.symmetric_ar_type``.
+        stride, pg_collection: must be 1 and None.
 
     Raises:
-        ValueError: for ``gather_output`` and another ``stride``; and as `TELinear`.
-        AssertionError, TypeError: as `TELinear`.
+        ValueError: for ``gather_output`` and another ``stride``; see also `TELinear`.
+        AssertionError, TypeError: see `TELinear`.
 
     Source: ``megatron.core.extensions.transformer_engine.TEColumnParallelLinear``.
 
@@ -247,7 +247,7 @@ class TEColumnParallelLinear(TELinear):
         )
         self._build(input_size, output_size, options, kernel_axes, rngs)
 
-    # TELinear's own is for duplicated layers, as in Megatron.
+    # TELinear's method is for duplicated layers, as in Megatron.
     sharded_state_dict = TELayer.sharded_state_dict  # type: ignore[assignment]
 
 
@@ -256,16 +256,16 @@ class TERowParallelLinear(TELinear):
     """`TELinear` whose input features are sharded over the tensor axis, such as the output of a column-parallel layer.
 
     Args:
-        input_is_parallel: True: the input is sharded already.
-        is_expert: as in `TELinear`.
-        kernel_axes: logical axes of the kernel, as in `Linear`. None: those of a row-parallel layer.
+        input_is_parallel: must be True: the input is sharded already.
+        is_expert: see `TELinear`.
+        kernel_axes: logical axes of the kernel, see `Linear`. None: those of a row-parallel layer.
         input_size, output_size, config, init_method, bias, skip_bias_add, tp_comm_buffer_name, tp_group, name, rngs:
-            as in `TELinear`; the kind of all-reduce is ``config.symmetric_ar_type``. The bias is replicated.
+            see `TELinear`; the kind of all-reduce is ``config.symmetric_ar_type``. The bias is replicated.
         pg_collection: None.
 
     Raises:
-        ValueError: for ``input_is_parallel=False``; and as `TELinear`.
-        AssertionError, TypeError: as `TELinear`.
+        ValueError: for ``input_is_parallel=False``; see also `TELinear`.
+        AssertionError, TypeError: see `TELinear`.
 
     Source: ``megatron.core.extensions.transformer_engine.TERowParallelLinear``.
 

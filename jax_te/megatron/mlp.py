@@ -22,15 +22,15 @@ from jax_te.typing import Array
 class MLP(MegatronModule):
     """Norm, ``linear_fc1``, activation and ``linear_fc2``, as `jax_te.layers.LayerNormMLP` in two layers.
 
-    The kernel of ``linear_fc1`` is ``[h, n_act, f]``: a gated activation has its two components on an axis of their
-    own, so that no device needs what another computed. In a `state_dict` it is Megatron's ``[n_act · f, h]``.
+    The kernel of ``linear_fc1`` is ``[h, n_act, f]``: a gated activation has its two components on a separate axis, so
+    that no device needs another one's results. In a `state_dict` it is Megatron's ``[n_act · f, h]``.
 
     Args:
         config: sizes, norm, activation and initializers.
         rngs: the ``params`` stream draws the kernels.
 
     Raises:
-        ValueError: for an activation function that is not elementwise; as `TELinear`.
+        ValueError: for an activation function that is not elementwise; see also `TELinear`.
 
     Source: ``megatron.core.transformer.mlp.MLP``.
 
@@ -76,7 +76,7 @@ class MLP(MegatronModule):
 
         Args:
             hidden_states: ``[b, s, h]``.
-            is_first_microbatch: as in `Linear`.
+            is_first_microbatch: see `Linear`.
 
         Returns:
             ``(output [b, s, h], None)``: the bias is in the output.
@@ -84,8 +84,8 @@ class MLP(MegatronModule):
         parts: Any = (self.linear_fc1, self.linear_fc2, hidden_states)
         if not recomputed("mlp"):
             return self._run(parts, is_first_microbatch), None
-        # Nothing inside is recomputed apart from the whole. The layers are arguments, since those of jax.checkpoint are
-        # copies: a layer that kept a kernel inside of it would keep a tracer.
+        # Recomputed as a whole, without recomputation inside. The layers are arguments, since jax.checkpoint passes
+        # copies: a kernel cached on the outer layers would be a tracer.
         with selective_recompute():
             return jax.checkpoint(lambda parts: self._run(parts, is_first_microbatch))(parts), None
 

@@ -53,7 +53,7 @@ class MegatronModule(StateDicts, TrainingMode):
     def __init__(self, config: Any):
         super().__init__()
         try:
-            # Tried, not looked up: a frozen dataclass with a list as a field has a __hash__ that raises.
+            # Tested by calling: a frozen dataclass with a list as a field has a __hash__ that raises.
             hash(config)
         except TypeError:
             raise TypeError(
@@ -107,6 +107,6 @@ class MegatronModule(StateDicts, TrainingMode):
 
     def _set_everywhere(self, name: str, value: Any, *, unless: str = "") -> None:
         for _, module in nnx.iter_modules(self):
-            # hasattr, not a class: layers of users take part by having the attribute.
+            # hasattr, not a class, so that users' layers with the attribute take part.
             if hasattr(module, name) and not getattr(module, unless, False):
                 setattr(module, name, value)

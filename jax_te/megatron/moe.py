@@ -1,4 +1,4 @@
-"""Mixtures of experts in Megatron's vocabulary."""
+"""Mixtures of experts with Megatron's interface."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ class ReplayedExperts(StepState):
 
 @checked
 class TopKRouter(StateDicts, Router):
-    """`jax_te.layers.Router` of a configuration; a call gives Megatron's ``(probs, routing_map)``.
+    """`jax_te.layers.Router` of a configuration; a call returns Megatron's ``(probs, routing_map)``.
 
-    Its ``kernel [h, e]`` is Megatron's ``weight [e, h]`` in a `state_dict`. The bias is drawn as the weight is.
+    Its ``kernel [h, e]`` is Megatron's ``weight [e, h]`` in a `state_dict`. The bias is initialized like the weight.
 
     Args:
         config: see `jax_te.config.ExpertsConfig`; ``add_bias_linear`` gives it a bias.
         pg_collection: None.
-        is_mtp_layer: False: there is no prediction of several tokens.
+        is_mtp_layer: must be False: there is no multi-token prediction.
         layer_number: number of the layer in its stack, from 1.
         aux_loss_groups: Megatron's number of data ranks, see `jax_te.config.RouterOptions`. 1: the losses of all rows.
         rngs: the ``params`` stream draws the weight.
 
     Raises:
-        ValueError: for a configuration without experts; for ``is_mtp_layer``; as `Router`.
+        ValueError: for a configuration without experts; for ``is_mtp_layer``; see also `Router`.
 
     Source: ``megatron.core.transformer.moe.router.TopKRouter``.
 
@@ -95,11 +95,11 @@ class TopKRouter(StateDicts, Router):
 
         Args:
             input: ``[b, s, h]``.
-            padding_mask, key, experts: as in `Router`.
+            padding_mask, key, experts: see `Router`.
 
         Returns:
-            Probabilities fp32 ``[b s, e]``, 0 for experts that a token does not use or that have no room for it, and
-            bool ``[b s, e]``.
+            Probabilities fp32 ``[b s, e]``, 0 for experts that a token does not use or that drop it, and bool
+            ``[b s, e]``.
         """
         routing, e = self.assign(input, padding_mask=padding_mask, key=key, experts=experts), self.options.num_experts
         chosen, k = routing.experts, routing.experts.shape[-1]
@@ -120,13 +120,13 @@ class TopKRouter(StateDicts, Router):
         key: Key | None = None,
         experts: Array | None = None,
     ) -> Any:
-        """Return the experts of each token as `Router.assign` does; those that were set, if any were."""
+        """Return the experts of each token like `Router.assign`; the ones set for replay, if any."""
         if experts is None and self.replayed is not None:
             experts = self.replayed.get_value()
         return super().assign(x, padding_mask=padding_mask, key=key, experts=experts)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Say which layer of its stack the router is in, from 1."""
+        """Set the number of the router's layer in its stack, from 1."""
         self.layer_number = layer_number
 
     def set_target_indices(self, topk_indices: Array) -> None:
@@ -148,13 +148,13 @@ class TopKRouter(StateDicts, Router):
 
 @checked
 class SharedExpertMLP(MegatronModule):
-    """The feed-forward block that all tokens pass beside their experts, without norm and biases.
+    """The feed-forward block that all tokens pass in addition to their experts, without norm and biases.
 
     Args:
-        config: its ``moe_shared_expert_intermediate_size`` is ``f``.
+        config: configuration whose ``moe_shared_expert_intermediate_size`` is ``f``.
         submodules: None: the layers are `TEColumnParallelLinear` and `TERowParallelLinear`.
-        gate: multiply the output by the sigmoid of the product of the input with ``gate_kernel [h, 1]``, Megatron's
-            ``gate_weight [1, h]``.
+        gate: whether to multiply the output by the sigmoid of the product of the input with ``gate_kernel [h, 1]``,
+            Megatron's ``gate_weight [1, h]``.
         pg_collection: None.
         name: prefix of the names under which the rules of ``config.quant_recipe`` know the layers.
         rngs: the ``params`` stream draws the kernels.
@@ -225,7 +225,7 @@ class SharedExpertMLP(MegatronModule):
 
 @checked
 class MoELayer(MegatronModule, MixtureOfExperts):
-    """A mixture of experts of a configuration, in the place of an `MLP` behind a norm; see `jax_te.layers.MoE`.
+    """A mixture of experts of a configuration, in place of an `MLP` after a norm; see `jax_te.layers.MoE`.
 
     Args:
         config: see `jax_te.config.ExpertsConfig`.
@@ -233,14 +233,14 @@ class MoELayer(MegatronModule, MixtureOfExperts):
             `SharedExpertMLP`.
         layer_number: number of the layer in its stack, from 1.
         pg_collection: None.
-        is_mtp_layer: False.
+        is_mtp_layer: must be False.
         name: prefix of the names under which the rules of ``config.quant_recipe`` know the layers, such as
             ``{name}.experts.linear_fc1``.
-        aux_loss_groups: as in `TopKRouter`.
+        aux_loss_groups: see `TopKRouter`.
         rngs: the ``params`` stream draws the router and plain kernels, ``expert-parallel-rng`` those of experts.
 
     Raises:
-        ValueError: for a configuration without experts; for ``is_mtp_layer``; as `jax_te.layers.MoE`.
+        ValueError: for a configuration without experts; for ``is_mtp_layer``; see also `jax_te.layers.MoE`.
 
     Source: ``megatron.core.transformer.moe.moe_layer.MoELayer``.
 
@@ -288,8 +288,8 @@ class MoELayer(MegatronModule, MixtureOfExperts):
             hidden_states: ``[b, s, h]``.
             intermediate_tensors: None: the layer runs as one.
             padding_mask: bool ``[b, s]``, True for padding.
-            key, experts: as in `Router`.
-            is_first_microbatch: as in `Linear`.
+            key, experts: see `Router`.
+            is_first_microbatch: see `Linear`.
 
         Returns:
             ``(output [b, s, h], None)``: the bias is in the output.
@@ -298,11 +298,11 @@ class MoELayer(MegatronModule, MixtureOfExperts):
             return self.mixed(hidden_states, padding_mask, key, experts, is_first_microbatch)[0], None
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Say which layer of its stack this is, from 1."""
+        """Set the number of this layer in its stack, from 1."""
         self.router.set_layer_number(layer_number)
 
     def backward_dw(self, routed_experts: bool = True, shared_experts: bool = False) -> None:
-        """Nothing, or a RuntimeError that says where weight gradients wait, as `TELinear.backward_dw`."""
+        """Do nothing, or raise a RuntimeError about deferred weight gradients, see `TELinear.backward_dw`."""
         if routed_experts:
             self.experts.linear_fc1.backward_dw()
         if shared_experts and self.shared_experts is not None:

@@ -14,12 +14,12 @@ from jax_te.typing import Array
 
 
 class _Norm(StateDicts):
-    """What Megatron's norms have beside those of `jax_te.layers`."""
+    """Attributes of Megatron's norms that those of `jax_te.layers` lack."""
 
     returns_residual: bool = False
 
     def __call__(self, x: Array) -> Any:
-        # The norm comes behind this class, which a type checker cannot know here.
+        # The norm follows this class in the resolution order, which a type checker cannot know here.
         y = super().__call__(in_dtype_of(x, self.scale))  # type: ignore[misc, attr-defined]  # pyright: ignore
         return (y, x) if self.returns_residual else y
 
@@ -36,14 +36,15 @@ class TENorm:
     """Constructor of the norm that ``config.normalization`` names: a `LayerNorm` or `RMSNorm`, never a TENorm.
 
     Args:
-        config: its fields ``normalization``, ``layernorm_zero_centered_gamma``, ``sequence_parallel`` and
-            ``params_dtype`` are read.
+        config: configuration, of which the fields ``normalization``, ``layernorm_zero_centered_gamma``,
+            ``sequence_parallel`` and ``params_dtype`` are read.
         hidden_size: ``h``.
-        eps: added to the variance or mean square. As in Megatron, ``config.layernorm_epsilon`` is not read: pass it.
+        eps: constant added to the variance or mean square. As in Megatron, ``config.layernorm_epsilon`` is not read:
+            pass it.
         has_residual: a residual connection starts at the norm's input. If ``config.fused_residual_rmsnorm`` is True,
             too, a call returns ``(output, input)``, as Megatron's fused kernel does, and the attribute
             ``returns_residual`` is True.
-        rngs: not needed, because the initial values are constants.
+        rngs: unused, because the initial values are constants.
 
     Raises:
         Exception: for another normalization; exactly this class, as in Megatron.

@@ -29,16 +29,17 @@ def te_checkpoint(
 
     Args:
         forward_func: function of arrays and pytrees of arrays, or a module.
-        distribute_saved_activations: save the first array argument sharded over the tensor axis.
-        get_rng_state_tracker: returns the tracker whose streams ``forward_func`` forks. Both passes draw the same keys,
-            and the tracker advances as it would without the checkpoint. None: ``forward_func`` forks no stream.
+        distribute_saved_activations: whether to save the first array argument sharded over the tensor axis.
+        get_rng_state_tracker: function that returns the tracker whose streams ``forward_func`` forks. Both passes draw
+            the same keys, and the tracker advances as it would without the checkpoint. None: ``forward_func`` forks no
+            stream.
         tp_group: None or ``"tensor"``, the mesh axis over which the saved argument is sharded.
-        *args, **kwargs: of ``forward_func``.
+        *args, **kwargs: arguments of ``forward_func``.
 
     Raises:
         TypeError: for another ``tp_group``, a ``distribute_saved_activations`` that is not True or False, or a
-            ``get_rng_state_tracker`` that does not give a tracker.
-        ValueError: as `jax_te.remat.remat`.
+            ``get_rng_state_tracker`` that does not return a tracker.
+        ValueError: see `jax_te.remat.remat`.
         RuntimeError: if ``forward_func`` forks a stream of a tracker from outside of the function that is being traced.
 
     Source: ``megatron.core.extensions.transformer_engine.te_checkpoint``.
@@ -59,7 +60,7 @@ def te_checkpoint(
         forward_func=forward_func,
         kwargs=kwargs,
     )
-    # A tracker from outside of the trace stays as it is: as a constant, its states would be those of every later call.
+    # A tracker from outside of the trace is left unchanged: as a constant, its states would apply to every later call.
     # The function's own fork then raises.
     if tracker is None or not tracker.is_initialized() or not tracker.belongs_here():
         return call(states=None)[0]

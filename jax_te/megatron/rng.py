@@ -25,8 +25,8 @@ class TECudaRNGStatesTracker(RNGStatesTracker):
     """`jax_te.random.RNGStatesTracker` under Megatron's name.
 
     Args:
-        is_inference_rng_tracker: stored, as in Megatron, whose CUDA graphs read it; `InferenceCudaRNGStatesTracker`
-            draws nothing.
+        is_inference_rng_tracker: option without effect, stored as in Megatron, whose CUDA graphs read it;
+            `InferenceCudaRNGStatesTracker` draws nothing.
 
     Raises:
         RuntimeError: from `add`, for a name or seed that is taken.
@@ -48,7 +48,7 @@ class TECudaRNGStatesTracker(RNGStatesTracker):
 
 @register_pytree_with_keys_class
 class InferenceCudaRNGStatesTracker(TECudaRNGStatesTracker):
-    """A tracker without streams: `add` and `set_states` do nothing, and a `fork` of any name gives None.
+    """A tracker without streams: `add` and `set_states` do nothing, and a `fork` of any name yields None.
 
     None is a ``dropout_key`` for evaluation: ``model.eval()``.
 
@@ -93,9 +93,10 @@ def initialize_rng_tracker(
     """Create the process's tracker, which `get_cuda_rng_tracker` returns, unless there is one.
 
     Args:
-        use_te_rng_tracker, use_cudagraphable_rng: choose between CUDA implementations in Megatron; without effect.
+        use_te_rng_tracker, use_cudagraphable_rng: options that choose between CUDA implementations in Megatron; no
+            effect.
         inference_rng_tracker: the tracker is an `InferenceCudaRNGStatesTracker`, which draws nothing.
-        force_reset: replace an existing tracker.
+        force_reset: whether to replace an existing tracker.
 
     Raises:
         TypeError: for a flag that is not True or False.
@@ -116,7 +117,7 @@ def initialize_rng_tracker(
 def get_cuda_rng_tracker(
     use_te_rng_tracker: bool = False, inference_rng_tracker: bool = False, use_cudagraphable_rng: bool = False
 ) -> TECudaRNGStatesTracker:
-    """Return the process's tracker, created if there is none; arguments as `initialize_rng_tracker`.
+    """Return the process's tracker, created if there is none; arguments are those of `initialize_rng_tracker`.
 
     Jitted functions take the tracker as an argument and return it, or its states (``get_states``, ``set_states``): see
     `RNGStatesTracker`. A function in `te_checkpoint` may use the tracker directly.
@@ -162,11 +163,11 @@ def model_parallel_cuda_manual_seed(
     """Seed the process's tracker with Megatron's streams, see `jax_te.random.model_parallel_seed`.
 
     Args:
-        seed: >= 0, and such that no stream's integer exceeds 2^32 - 1.
-        te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng: as `initialize_rng_tracker`.
+        seed: seed >= 0, and such that no stream's integer exceeds 2^32 - 1.
+        te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng: see `initialize_rng_tracker`.
         tp_rank, ep_rank, etp_rank: None or 0. One program runs on all devices, and each folds its position into the key
             when it draws; `jax_te.random.model_parallel_seeds` returns the integers of Megatron's ranks.
-        force_reset_rng: replace an existing tracker.
+        force_reset_rng: whether to replace an existing tracker.
 
     Raises:
         ValueError: for a rank, and for a seed out of range.
@@ -199,7 +200,7 @@ def get_data_parallel_rng_tracker_name() -> str:
 
 
 def get_expert_parallel_rng_tracker_name() -> str:
-    """Return the name of the stream from which every expert-parallel and tensor rank draws keys of its own.
+    """Return the name of the stream from which every expert-parallel and tensor rank draws different keys.
 
     >>> get_expert_parallel_rng_tracker_name()
     'expert-parallel-rng'

@@ -21,7 +21,7 @@ from jax_te.typing import Array
 
 @checked
 class SelfAttention(MultiheadAttention, MegatronModule):
-    """`jax_te.layers.MultiheadAttention` made of Megatron's layers, under Megatron's names.
+    """`jax_te.layers.MultiheadAttention` composed of Megatron's layers, under Megatron's names.
 
     They are ``linear_qkv``, with the norm in front, ``core_attention``, ``linear_proj``, and with
     ``config.qk_layernorm`` ``q_layernorm`` and ``k_layernorm``. The kernel of ``linear_qkv`` is ``[h, r + 2, g · d]``;
@@ -32,13 +32,13 @@ class SelfAttention(MultiheadAttention, MegatronModule):
 
     Args:
         config: sizes, norms, initializers and the options of the core.
-        layer_number: of the layer, from 1.
+        layer_number: number of the layer, from 1.
         attn_mask_type: an `AttnMaskType`, or its name.
-        cp_comm_type: as in `TEDotProductAttention`. None: ``"p2p"``.
+        cp_comm_type: see `TEDotProductAttention`. None: ``"p2p"``.
         rngs: the ``params`` stream draws the kernels.
 
     Raises:
-        ValueError: as `TEDotProductAttention` and `TELinear`.
+        ValueError: see `TEDotProductAttention` and `TELinear`.
 
     Source: ``megatron.core.transformer.attention.SelfAttention``.
 
@@ -59,7 +59,7 @@ class SelfAttention(MultiheadAttention, MegatronModule):
         rngs: nnx.Rngs,
     ):
         MegatronModule.__init__(self, config)
-        # What a MultiheadAttention calls these options.
+        # MultiheadAttention's names of these options.
         self.attention_type = "self"
         self.return_layernorm_output, self.fuse_qkv_params, self.qk_norm_before_rope = False, True, True
         self.layernorm = None
@@ -107,5 +107,5 @@ class SelfAttention(MultiheadAttention, MegatronModule):
     k_norm = property(lambda self: self.k_layernorm)
 
     def _operands(self, *arguments: Any) -> tuple[tuple[Array, ...], list[Any]]:
-        # Beside its output linear_qkv returns its bias, None, where another layer returns its norm's output.
+        # linear_qkv returns its output and its bias, None, where another layer returns its norm's output.
         return super()._operands(*arguments)[0], []

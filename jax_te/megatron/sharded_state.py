@@ -30,10 +30,11 @@ def sharded_state_dict(
     A submodule's own method ``sharded_state_dict``, if it has one, gives its part of the dict.
 
     Args:
-        module: its arrays may be abstract (``nnx.eval_shape``).
-        prefix: of every name, with its dot.
+        module: module, whose arrays may be abstract (``nnx.eval_shape``).
+        prefix: prefix of every name, with its dot.
         sharded_offsets: ``()``.
-        metadata: passed on to submodules. Megatron's has process groups and formats, which have no effect here.
+        metadata: metadata passed on to submodules. Megatron's has process groups and formats, which have no effect
+            here.
 
     Returns:
         Descriptions by name, with ``NamedSharding`` on the mesh of ``jax.set_mesh``; without a mesh, the sharding is
@@ -52,7 +53,7 @@ def sharded_state_dict(
             f"sharded_offsets must be (), got {sharded_offsets!r}: arrays are global, so a parent has no offsets to "
             "hand down; layers of a pipeline stage keep their own names"
         )
-    # The mesh of now, not of the arrays: the dict describes where a restore will put them.
+    # The mesh in use, not the arrays': the dict describes where a restore will put them.
     mesh = jax.sharding.get_mesh()
     described: dict[str, jax.ShapeDtypeStruct] = {}
     for key, variable, layout in variables_of(module):
@@ -65,7 +66,7 @@ def sharded_state_dict(
         # The child may name its arrays differently, so its default names go first.
         part = f"{prefix}{'.'.join(map(str, path))}."
         described = {name: leaf for name, leaf in described.items() if not name.startswith(part)}
-        # A parameter that an earlier module shares stands under that module's name, as in `state_dict`.
+        # A parameter shared with an earlier module has that module's name, as in `state_dict`.
         tied = state_dict(child, part).keys() - own
         given = child.sharded_state_dict(part, sharded_offsets, metadata)
         described |= {name: leaf for name, leaf in given.items() if name not in tied}

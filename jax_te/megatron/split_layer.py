@@ -1,4 +1,4 @@
-"""Splitting a fused layer into its two parts."""
+"""Splitting of a fused layer into its two parts."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def split_te_layernorm_column_parallel_linear(
     init_method: Initializer | None = None,
     tp_group: TensorGroup = None,
 ) -> tuple[LayerNorm | RMSNorm, TEColumnParallelLinear]:
-    """Return the norm and the linear layer that a fused layer is made of, with copies of its arrays.
+    """Return the norm and the linear layer of a fused layer, with copies of its arrays.
 
     One after the other they compute the same as the fused layer, on the XLA backend to the last bit. Arrays keep their
     dtypes and shardings. In Megatron the linear layer loses the fused layer's own precision (that of a quantization
     file); here the linear layer gets it, along with the state of delayed scaling.
 
     Args:
-        fused_layer: not changed.
-        config: of the new layers; its normalization must be the fused layer's.
+        fused_layer: layer to split; it is not changed.
+        config: configuration of the new layers; its normalization must be the fused layer's.
         init_method: initializer that the linear layer is built with, before the kernel is copied into it. None: zeros.
-        tp_group: as in `TELinear`. None: the fused layer's.
+        tp_group: see `TELinear`. None: the fused layer's.
 
     Raises:
         ValueError: if ``config`` describes another norm than the fused layer has.
-        AssertionError, TypeError: as `TEColumnParallelLinear`.
+        AssertionError, TypeError: see `TEColumnParallelLinear`.
 
     Source: ``megatron.core.extensions.transformer_engine.split_te_layernorm_column_parallel_linear``.
 
@@ -72,7 +72,7 @@ def split_te_layernorm_column_parallel_linear(
         fused_layer.in_features,
         fused_layer.kernel_shape[1:],
         config=config,
-        # Any initializer does, because the kernel is replaced; zeros are the cheapest.
+        # Any initializer works, because the kernel is replaced; zeros are the cheapest.
         init_method=jax.nn.initializers.zeros if init_method is None else init_method,
         gather_output=False,
         bias=fused_layer.use_bias,
@@ -95,8 +95,8 @@ def _take_over(fused: Any, norm: Any, linear: Any) -> None:
     linear.kernel.set_value(_copy(fused.kernel))
     if linear.bias is not None:
         linear.bias.set_value(_copy(fused.bias))
-    # State and cached kernel may be there although the linear layer was built without them, or the other way around:
-    # the recipe that is ambient now need not be the one that the fused layer was built under.
+    # State and cached kernel may exist although the linear layer was built without them, or vice versa: the present
+    # ambient recipe may differ from the one under which the fused layer was built.
     state, cached = fused.quantizers, fused.kernel_cache
     linear.quantizers = nnx.data(jax.tree.map(jnp.copy, state))
     linear.kernel_cache = nnx.data(None if cached is None else CachedKernel(_copy(cached)))
@@ -106,5 +106,5 @@ def _take_over(fused: Any, norm: Any, linear: Any) -> None:
 
 
 def _copy(variable: Any) -> Any:
-    # Arrays of its own, so that donating the fused layer's does not delete those of its parts.
+    # Separate arrays, so that donating the fused layer's does not delete those of its parts.
     return jax.tree.map(jnp.copy, variable.get_value())

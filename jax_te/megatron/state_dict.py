@@ -22,8 +22,8 @@ class IncompatibleKeys(NamedTuple):
     """Names that `load_state_dict` left out with ``strict=False``.
 
     Args:
-        missing_keys: in the module, but not in the dict; their arrays are unchanged.
-        unexpected_keys: in the dict, but not in the module.
+        missing_keys: names in the module, but not in the dict; their arrays are unchanged.
+        unexpected_keys: names in the dict, but not in the module.
     """
 
     missing_keys: list[str]
@@ -40,12 +40,13 @@ def state_dict(module: nnx.Module, prefix: str = "", keep_vars: bool = False) ->
     In a `MegatronModule`, and in the layers of `jax_te.megatron` alone, linear layers, norms and embeddings of this
     package have Megatron-Core's names and layouts: ``weight [out, in]``, ``layer_norm_weight``, a `SelfAttention`'s
     queries, keys and values group by group. So a checkpoint of Megatron-Core loads into a module whose attributes have
-    Megatron's names. Everything else has the names of attributes, and its arrays as they are.
+    Megatron's names. Everything else has attribute names and unchanged arrays.
 
     Args:
         module: any NNX module.
-        prefix: of every name, with its dot: ``"model."``.
-        keep_vars: return the Variables themselves, not their arrays. Their arrays have this package's layout.
+        prefix: prefix of every name, with its dot: ``"model."``.
+        keep_vars: whether to return the Variables themselves, not their arrays. Their arrays have this package's
+            layout.
 
     Source: ``torch.nn.Module.state_dict``.
 
@@ -69,8 +70,8 @@ def load_state_dict(
     Args:
         module: changed in place.
         arrays: JAX or NumPy arrays by dotted name, or tensors of files (`jax_te.interop.megatron.read_megatron`).
-        strict: False: skip names that only one of the two has.
-        prefix: of the names of ``arrays``, before the module's names.
+        strict: whether names must match exactly. False: skip names that only one of the two has.
+        prefix: prefix of the names in ``arrays``, before the module's names.
 
     Returns:
         The names that were skipped.
@@ -96,10 +97,10 @@ def load_variables(
     strict: bool = True,
     prefix: str = "",
 ) -> IncompatibleKeys:
-    """Load arrays into Variables of a module as `load_state_dict` does.
+    """Load arrays into Variables of a module like `load_state_dict`.
 
     Args:
-        module: whose Variables they are.
+        module: module that has the Variables.
         found: name in ``arrays`` without ``prefix``, Variable and layout of each, as `variables_of` gives them.
         arrays, strict, prefix: see `load_state_dict`.
 
@@ -128,7 +129,7 @@ def load_variables(
 
 
 class StateDicts:
-    """Torch's methods ``state_dict`` and ``load_state_dict``, for NNX modules that derive from this class, too.
+    """Torch's methods ``state_dict`` and ``load_state_dict``, also a base for your own NNX modules.
 
     Inside of such a module arrays have Megatron's names and layouts, see `state_dict`.
     """
@@ -143,8 +144,8 @@ class StateDicts:
 
         Args:
             destination: a dict to which the arrays are added, and which is returned.
-            prefix: of every name, with its dot.
-            keep_vars: return the Variables, not their arrays.
+            prefix: prefix of every name, with its dot.
+            keep_vars: whether to return the Variables, not their arrays.
         """
         destination = {} if destination is None else destination
         # In place, as torch's: callers collect several modules in one dict and may ignore the result.
@@ -169,7 +170,7 @@ def _arrays(
 
 
 def variables_of(module: nnx.Module) -> list[tuple[str, nnx.Variable, Layout | None]]:
-    """Return name, Variable and, if it differs, Megatron's layout of everything that a `state_dict` holds.
+    """Return name, Variable and, if it differs, Megatron's layout of each entry of a `state_dict`.
 
     >>> [name for name, *_ in variables_of(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))]
     ['bias', 'kernel']
@@ -195,8 +196,8 @@ def arrays_of(
     """Return the arrays of one Variable by name; ``key`` is the name of the Variable.
 
     Args:
-        layout: of the array, if it is not the Variable's own.
-        abstract: return shapes and dtypes alone where there is a layout, which then computes nothing.
+        layout: layout of the array, if it differs from the Variable's own.
+        abstract: whether to return shapes and dtypes alone where there is a layout, which then computes nothing.
 
     >>> list(arrays_of("state", nnx.Variable({"x": jnp.ones(1), "y": jnp.ones(1)})))
     ['state.x', 'state.y']
@@ -240,7 +241,7 @@ def _placed(array: Any, own: Any) -> Array:
 def _record(array: Any) -> Record:
     if hasattr(array, "dtype") and hasattr(array, "shape"):
         return str(array.dtype), tuple(array.shape)
-    return f"no array ({type(array).__name__}), shape ", ()
+    return f"not an array ({type(array).__name__}), shape ", ()
 
 
 def _part(entry: Any) -> str:

@@ -41,8 +41,8 @@ class TELayerOptions:
     def sharded(self) -> bool:
         """Whether the tensor axis shards the kernel, and the layer has a part in sequence parallelism.
 
-        An expert's has none: it computes the tokens that a device has, as Megatron's does behind its token dispatcher.
-        A layer that is not sharded takes and gives whole sequences.
+        An expert's layer does not: it computes the device's tokens, like Megatron's after its token dispatcher. A layer
+        that is not sharded takes and returns whole sequences.
         """
         return self.parallel_mode is not None and not self.is_expert
 
@@ -106,8 +106,8 @@ class TELayer(StateDicts, QuantizableModule):
     sharded_state_dict = sharded_state_dict
 
     def _follow_rules(self, name: str | None) -> None:
-        """Take the precision that ``config.quant_recipe`` has for a layer of this name."""
-        # Without a name the rules are not consulted: a rule for "*" would apply to layers that it was not written for.
+        """Set the precision that ``config.quant_recipe`` assigns to a layer of this name."""
+        # Without a name the rules are not applied: a rule for "*" would match layers for which it was not intended.
         if name is not None:
             finish_init(self, get_quant_config_or_none(name, self.config.quant_recipe))
 
@@ -144,20 +144,20 @@ class TELayer(StateDicts, QuantizableModule):
 
     @property
     def tp_size(self) -> int:
-        """Number of shards of the kernel on the mesh in use; without a mesh, as the configuration says.
+        """Number of shards of the kernel on the mesh in use; without a mesh, the configured number.
 
-        1 for a layer that is not sharded, as that of an expert.
+        1 for a layer that is not sharded, such as an expert's.
         """
         if self.parallel_mode is None or self.is_expert:
             return 1
         return self.config.tensor_model_parallel_size if current_mesh() is None else axis_ranks("ffn")
 
     def backward_dw(self) -> None:
-        """Nothing, where ``config.delay_wgrad_compute`` is False: gradients are there already.
+        """Do nothing if ``config.delay_wgrad_compute`` is False: gradients are already complete.
 
         Raises:
-            RuntimeError: where it is True. The weight gradients that wait are not in the layer, which holds no queue,
-                but in the function that `jax_te.training.deferred_vjp` gave.
+            RuntimeError: where it is True. Deferred weight gradients are not in the layer, which has no queue, but in
+                the function that `jax_te.training.deferred_vjp` returned.
         """
         if self.config.delay_wgrad_compute:
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""A transformer layer that a configuration describes."""
+"""A transformer layer built from a configuration."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def layer_cp_comm_type(config: TransformerConfig, number: int) -> str:
 
 
 def layer_precision(config: TransformerConfig, number: int) -> contextlib.AbstractContextManager[Any]:
-    """Return the context to build layer ``number``, from 0, in: without a recipe if it stays in high precision.
+    """Return the context for building layer ``number``, from 0: without a recipe if it stays in high precision.
 
-    It then has no quantizer state, which no call would ever update.
+    It then has no quantizer state, which no call would update.
     """
     return autocast(None) if config.in_high_precision(number) else contextlib.nullcontext()
 
@@ -86,22 +86,23 @@ def _cross_attention(config: TransformerConfig, number: int, rngs: nnx.Rngs) -> 
 
 
 class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
-    """`jax_te.layers.TransformerLayer` made of Megatron's layers, under Megatron's names; its calls can be captured.
+    """`jax_te.layers.TransformerLayer` composed of Megatron's layers, under Megatron's names; calls can be captured.
 
     The layers are ``self_attention`` (`SelfAttention`), ``mlp`` (`MLP`), and in a decoder ``cross_attention``, a
     `jax_te.layers.MultiheadAttention`. A `state_dict` has Megatron's names and layouts.
 
     Args:
-        config: of the stack; it says whether calls are captured (``cuda_graph_impl``), see `GraphableMegatronModule`.
-        layer_number: from 1. Some fields depend on it: windows, first and last layers in high precision.
+        config: configuration of the stack, also of captured calls (``cuda_graph_impl``), see `GraphableMegatronModule`.
+        layer_number: number of the layer, from 1. Some fields depend on it: windows, first and last layers in high
+            precision.
         layer_type: ``"encoder"``, or ``"decoder"``, which attends to a ``context``, too.
         self_attn_mask_type: ``"causal"``, ``"no_mask"`` or ``"arbitrary"``.
-        vp_stage: stored, without effect.
+        vp_stage: option without effect, stored as an attribute.
         rngs: the ``params`` stream draws the kernels.
 
     Raises:
-        ValueError: for another mask or layer type, a ``vp_stage`` that is no integer, and a layer number that the stack
-            does not have.
+        ValueError: for another mask or layer type, a ``vp_stage`` that is not an integer, and a layer number that the
+            stack does not have.
 
     Source: ``megatron.core.transformer.transformer_layer.TransformerLayer``.
 
@@ -133,7 +134,7 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
                 "padding build it with 'arbitrary' and give a mask, or use jax_te.layers.TransformerLayer with lengths"
             )
         number = layer_number - 1
-        # What jax_te.layers.TransformerLayer calls these options.
+        # jax_te.layers.TransformerLayer's names of these options.
         self.hidden_size, self.hidden_dropout, self.drop_path_rate = config.hidden_size, config.hidden_dropout, 0.0
         self.layer_number, self.sequence_parallel, self.layernorm = layer_number, config.sequence_parallel, None
         refuse_experts(config, number)
@@ -157,11 +158,11 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
     layernorm_mlp = property(lambda self: self.mlp)
 
     def _add(self, x: Array, block: Any, key: Array | None, axes: LogicalAxes, norm: Any) -> Array:
-        # Megatron's blocks return their bias beside the output, here None.
+        # Megatron's blocks also return their bias, here None.
         return super()._add(x, block[0] if isinstance(block, tuple | list) else block, key, axes, norm)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return `forward`'s results, perhaps those of a captured graph, see `GraphableMegatronModule`."""
+        """Return `forward`'s results, possibly from a captured graph, see `GraphableMegatronModule`."""
         return GraphableMegatronModule.__call__(self, *args, **kwargs)
 
     @checked
@@ -186,16 +187,16 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
                 type is ``"arbitrary"``, as in Transformer Engine.
             context: ``[b, skv, h]``, an encoder's output, for a decoder.
             context_mask: bool, broadcastable to ``[b, n, s, skv]``, True is masked out. None: nothing is.
-            rotary_pos_emb: from `jax_te.layers.rotary_embedding`.
-            attention_bias: added to the scaled scores of self-attention.
+            rotary_pos_emb: rotary embedding, see `jax_te.layers.rotary_embedding`.
+            attention_bias: bias added to the scaled scores of self-attention.
             packed_seq_params: boundaries of several sequences in each row; causal and no mask then mean the padding
                 types, as in Megatron.
             dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
                 unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
-            others: as in `jax_te.layers.TransformerLayer`, such as ``cache``.
+            others: other arguments of `jax_te.layers.TransformerLayer`, such as ``cache``.
 
         Returns:
-            The output ``[b, s, h]`` and ``context``, then what else `jax_te.layers.TransformerLayer` returns.
+            The output ``[b, s, h]`` and ``context``, then further results of `jax_te.layers.TransformerLayer`.
         """
         kind: str = self.self_attn_mask_type
         if packed_seq_params is not None:
@@ -239,7 +240,7 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
         mask = kwargs.pop("attention_mask", None)
         if self.self_attn_mask_type == "arbitrary":
             b, s, _ = args[0].shape
-            # No mask is one that masks nothing, so that one graph serves both.
+            # No mask is replaced by one that masks nothing, so that one graph serves both.
             mask = constrain(jnp.zeros((b, 1, s, s), bool), ("batch", None, None, None)) if mask is None else mask
             kwargs["attention_mask"] = mask
         return args, kwargs

@@ -1,4 +1,4 @@
-"""A run's metrics, in the files and services that it asks for, and the loss plot."""
+"""A run's metrics, in the selected files and services, and the loss plot."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class MetricsLog:
       truncates the file after that step's records, so that a run that was killed and resumed leaves the same file as
       an unbroken run, measured speeds apart. Numbers that are not finite are null, vectors are lists.
     - ``"tensorboard"`` writes events in the folder ``tensorboard``, by tensorboardX.
-    - ``"wandb"`` writes to a run of Weights & Biases, which a resumed run goes on with; its settings are those of the
+    - ``"wandb"`` writes to a run of Weights & Biases, which a resumed run continues; its settings are those of the
       package ``wandb``.
-    - A `MetricsWriter` of one's own.
+    - Your own `MetricsWriter`.
 
     Writers other than ``"jsonl"`` get the numbers of a vector one by one, as ``name/0``, ``name/1``, ….
 
@@ -48,7 +48,7 @@ class MetricsLog:
 
     Raises:
         ModuleNotFoundError: for a writer whose package is not installed.
-        ValueError, TypeError: for another name, and for what is no writer.
+        ValueError, TypeError: for an unknown name, and for an object that is not a writer.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -136,7 +136,7 @@ def plot_losses(directory: str | os.PathLike[str], *, bigram_entropy: float | No
 
     Args:
         directory: the run's folder.
-        bigram_entropy: drawn as a horizontal line for reference.
+        bigram_entropy: reference value, drawn as a horizontal line.
 
     Returns:
         The file's path; None if there is nothing to draw.

@@ -33,7 +33,7 @@ class Progress(Protocol):
         Args:
             first: steps done before.
             steps: steps of the whole run.
-            speed: measured by the loop, which shows tokens per second and the time left.
+            speed: speed that the loop measures, for tokens per second and the time left.
         """
         ...
 

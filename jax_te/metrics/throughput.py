@@ -1,4 +1,4 @@
-"""How fast a run trains: tokens per second, and model FLOPs utilization (MFU)."""
+"""Training speed: tokens per second, and model FLOPs utilization (MFU)."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def train_flops(config: TransformerConfig, *, vocab_size: int, batch_size: int, 
     ``n`` heads of size ``d``. What backward computes again is not counted, nor is less for attention in windows.
 
     Args:
-        config: of the layers.
-        vocab_size: columns of the output head.
-        batch_size: sequences of a step, over all devices and microbatches.
+        config: configuration of the layers.
+        vocab_size: number of columns of the output head.
+        batch_size: number of sequences in a step, over all devices and microbatches.
         sequence_length: ``s``.
 
     Source: appendix B of PaLM (arXiv 2204.02311), with causal attention counted once.
@@ -79,13 +79,13 @@ def train_flops(config: TransformerConfig, *, vocab_size: int, batch_size: int, 
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """What a train step does, for its speed.
+    """Work of a train step, for its speed.
 
     Args:
-        tokens: of a step, over all devices.
-        devices: that share it.
+        tokens: number of tokens of a step, over all devices.
+        devices: number of devices that share it.
         flops: see `train_flops`. None: unknown.
-        peak: FLOP/s of one device, see `peak_flops`. None: unknown.
+        peak: peak FLOP/s of one device, see `peak_flops`. None: unknown.
 
     Raises:
         ValueError: unless all are > 0, ``tokens`` and ``devices`` integers.
@@ -125,7 +125,7 @@ class Speed:
     steps (`pause`) counts for the time left alone, and only if it recurs.
 
     Args:
-        work: of a step.
+        work: work of a step.
 
     >>> speed = Speed(StepWork(tokens=4096))
     >>> for step in (1, 2):
@@ -162,10 +162,10 @@ class Speed:
 
     @contextlib.contextmanager
     def pause(self, *, recurs: bool) -> Iterator[None]:
-        """Leave the time of what is entered out of the speed; the device must have done all steps before.
+        """Exclude the time of the block from the speed; the device must have done all steps before.
 
         Args:
-            recurs: evaluations and checkpoints, whose time counts for `seconds_left`. False: work that comes once.
+            recurs: whether it recurs, as evaluations and checkpoints do, and its time counts for `seconds_left`.
         """
         begin = time.perf_counter()
         yield
@@ -187,5 +187,6 @@ class Speed:
         return {} if self._newest is None else self.work.rates(self._newest)
 
     def seconds_left(self, steps: int) -> float | None:
-        """Return how long so many more steps take, with the work between them; None before the second moment."""
+        """Return the seconds that so many more steps take, with the work between them; None before the second
+        moment."""
         return steps * (self._seconds + self._recurring) / self._steps if self._steps else None

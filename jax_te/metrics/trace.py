@@ -49,10 +49,10 @@ class KernelTime:
     """One kernel of a step.
 
     Args:
-        name: of the kernel.
+        name: name of the kernel.
         kind: see `kernel_kind`.
-        ms: milliseconds of a step, on one device.
-        calls: in a step, on one device.
+        ms: milliseconds in a step, on one device.
+        calls: number of calls in a step, on one device.
     """
 
     name: str
@@ -66,9 +66,9 @@ class KernelTimes:
     """Times of kernels, from the trace of some steps. ``str()`` is a table of kinds, and of the longest kernels.
 
     Args:
-        device: what ran them, ``"GPU"`` or ``"CPU"``.
+        device: device that ran them, ``"GPU"`` or ``"CPU"``.
         kernels: the longest first. Of several GPUs the mean; of a CPU the sum over its threads, of all its devices.
-        span_ms: milliseconds of a step from the first kernel's begin to the last one's end.
+        span_ms: milliseconds of a step from the first kernel's start to the last one's end.
 
     >>> kernel = KernelTime(name="nvjet", kind="GEMM", ms=3.0, calls=2.0)
     >>> KernelTimes(device="GPU", kernels=(kernel,), span_ms=4.0).kinds
@@ -108,8 +108,8 @@ def kernel_times(folder: str | os.PathLike[str], *, steps: int = 1) -> KernelTim
     """Return the times of the kernels in a trace.
 
     Args:
-        folder: that ``jax.profiler.trace`` or `StepTrace` wrote; the newest trace in it counts.
-        steps: how many steps were traced: times are those of one.
+        folder: folder that ``jax.profiler.trace`` or `StepTrace` wrote; the newest trace in it counts.
+        steps: number of traced steps: times are per step.
 
     Raises:
         ValueError: for a folder without a trace, and a trace without kernels.
@@ -157,11 +157,11 @@ def kernel_times(folder: str | os.PathLike[str], *, steps: int = 1) -> KernelTim
 class StepTrace:
     """Traces some steps of a loop, for TensorBoard and Perfetto, and sums up the times of their kernels.
 
-    Leave it to `before` and `after` when to begin and to end: both are called at every step. The device's work must
-    be done by then (``jax.block_until_ready``). ``kernel_times.json`` in the folder has what `after` returns.
+    Call `before` and `after` at every step; they start and stop the trace. The device's work must be done by then
+    (``jax.block_until_ready``). ``kernel_times.json`` in the folder has what `after` returns.
 
     Args:
-        folder: of the trace; made if missing.
+        folder: folder of the trace; made if missing.
         first: the first step that is traced. The first step of a process compiles, which hides the others.
         last: the last one.
 

@@ -1,4 +1,4 @@
-"""Where metrics go: JSON Lines, TensorBoard, Weights & Biases, or a writer of one's own."""
+"""Destinations of metrics: JSON Lines, TensorBoard, Weights & Biases, or your own writer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Recorded = int | float | list[float]
 
 @runtime_checkable
 class MetricsWriter(Protocol):
-    """What `MetricsLog` writes to: a class with these three methods.
+    """Interface of the writers of `MetricsLog`: a class with these three methods.
 
     >>> class Printer:
     ...     def write(self, step, values):
@@ -36,15 +36,15 @@ class MetricsWriter(Protocol):
     """
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Take numbers by name; a step may come more than once, with other names."""
+        """Write numbers by name; a step may occur more than once, with other names."""
         ...
 
     def flush(self) -> None:
-        """Put what was taken where a crash of the machine does not lose it."""
+        """Write buffered data to durable storage."""
         ...
 
     def close(self) -> None:
-        """End it."""
+        """Close the writer."""
         ...
 
 
@@ -122,7 +122,7 @@ class _WandbWriter:
 
 _WRITERS: dict[str, Any] = {"jsonl": JsonLinesWriter, "tensorboard": _TensorBoardWriter, "wandb": _WandbWriter}
 _PACKAGES = {"tensorboard": ("tensorboardX", "train"), "wandb": ("wandb", "wandb")}
-"""What a writer needs, and the extra that has it."""
+"""Package that a writer needs, and the extra that installs it."""
 
 
 def require_writers(names: Iterable[str]) -> None:

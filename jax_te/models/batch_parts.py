@@ -1,4 +1,4 @@
-"""A batch in parts, which take turns in every layer of a stack."""
+"""Splitting of a batch into parts, which are interleaved in every layer of a stack."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RANKS = {
     "sequence_lengths": 1,
     "encoder_lengths": 1,
 }
-"""Arguments of `TransformerLayer`, and the rank from which on their arrays begin with the batch, or with 1 for all."""
+"""Arguments of `TransformerLayer`, and the minimum rank with which their arrays begin with the batch, or 1 for all."""
 
 
 def split_batch(x: Array, parts: int) -> tuple[Array, ...]:
@@ -51,7 +51,7 @@ def split_batch(x: Array, parts: int) -> tuple[Array, ...]:
 
 
 def join_batch(parts: tuple[Array, ...]) -> Array:
-    """Return the array that `split_batch` split.
+    """Return the inverse of `split_batch`.
 
     >>> join_batch(split_batch(jnp.arange(4), 2)).tolist()
     [0, 1, 2, 3]

@@ -1,4 +1,4 @@
-"""BERT: an encoder of tokens, whose layers have their norms behind the residual sums."""
+"""BERT: an encoder of tokens, whose layers have their norms after the residual sums."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _EXECUTION, _OPTIONS = Execution(), LossOptions()
 
 @checked
 class BertModel(LanguageModel):
-    """Embeddings of tokens, learned positions and token types with a norm behind them, and layers in post-norm form.
+    """Embeddings of tokens, learned positions and token types followed by a norm, and layers in post-norm form.
 
     Every token sees all others. BERT's own form is ``TransformerConfig(activation="gelu_exact",
     layernorm_epsilon=1e-12, hidden_dropout=0.1, attention_dropout=0.1, …)``.
@@ -37,7 +37,7 @@ class BertModel(LanguageModel):
     Args:
         config: sizes and choices of the layers; the head has its ``activation``, without a gate, and its norm.
         vocab_size: ``v``.
-        max_sequence_length: longest input, and rows of the learned positions.
+        max_sequence_length: longest input, and number of rows of the learned positions.
         num_tokentypes: rows of the table of token types. 0: there are none.
         add_lm_head: a head for masked tokens: dense layer, activation, norm, the embedding table transposed, and a
             bias. Without it a call returns the encoder's output.
@@ -46,9 +46,8 @@ class BertModel(LanguageModel):
         rngs: the ``params`` stream draws all weights.
 
     Raises:
-        ValueError: for sizes that are not positive, fields of ``config`` that the model does not follow, a gated
-            activation beside the head; when called, for tokens that are not ``[b, s]`` or too long, and token types
-            that do not fit them.
+        ValueError: for sizes that are not positive, unsupported fields of ``config``, a gated activation together with
+            the head; when called, for tokens that are not ``[b, s]`` or too long, and token types that do not fit them.
         TypeError: when called, for tokens that are not integers.
         QuantizerStateError: when called under a recipe with state, if the model was built without it.
 
@@ -218,7 +217,7 @@ class BertModel(LanguageModel):
         return self._loss(self._transform(y), labels, loss_mask, options, reduction)
 
     def _transform(self, x: Array) -> Array:
-        """Return what the head multiplies by the embedding table."""
+        """Return the input of the head's product with the embedding table."""
         if self.head_dense is None or self.head_norm is None:
             raise ValueError("the model has no head for tokens; build it with add_lm_head=True")
         y = constrain(self.head_dense(x), self._axes)  # type: ignore[arg-type]  # an array: it returns no bias

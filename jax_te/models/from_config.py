@@ -1,4 +1,4 @@
-"""How the models follow a configuration: layers that are built from it, and fields that the models refuse."""
+"""Construction of layers from a configuration, and checks for fields that the models do not support."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ENCODER_NOT_FOLLOWED = {
     "cp_load_balanced": ": zig-zag order shares out the work of a causal mask, and an encoder has none (T5's relative "
     "positions are of natural order, too)",
 }
-"""Fields that models with an encoder do not follow."""
+"""Fields that models with an encoder do not support."""
 
 
 @checked
@@ -50,13 +50,13 @@ def transformer_layer(
 
     Some fields of the configuration depend on the number: the first and last layers may stay in high precision
     (``first_last_layers_bf16``), some layers may attend in a window (``window_attn_skip_freq``), and each may exchange
-    keys in a way of its own (``cp_comm_type``).
+    keys in a different way (``cp_comm_type``).
 
     Args:
-        config: of the stack.
-        number: from 0.
+        config: configuration of the stack.
+        number: index of the layer, from 0.
         layer_type, self_attn_mask_type: see `TransformerLayer`.
-        post_norm: norms behind the residual sums, as in BERT, in place of norms in front of the blocks.
+        post_norm: whether the norms are behind the residual sums, as in BERT, in place of in front of the blocks.
         rngs: the ``params`` stream draws all weights.
 
     >>> config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
@@ -114,13 +114,13 @@ def transformer_layer(
 def check_config(
     config: TransformerConfig, *, also: Mapping[str, str] | None = None, follows: Collection[str] = ()
 ) -> None:
-    """Raise ValueError for a field that the models do not follow, unless the field has its default.
+    """Raise ValueError for a field that the models do not support, unless the field has its default.
 
     ``fp8`` and ``fp4`` are followed if the model is built inside of ``autocast(recipe_from_config(config))``, and
     refused otherwise. ``context_parallel_size`` must be the size of the mesh in use, unless it is 1.
 
     Args:
-        config: of the model.
+        config: configuration of the model.
         also: extra unsupported fields: name → hint appended to the error message.
         follows: fields that this model follows, unlike the others.
 

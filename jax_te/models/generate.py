@@ -34,13 +34,13 @@ def generate(
     batch and the heads are sharded, but no sequence: context and sequence parallelism are for training.
 
     Args:
-        model: run without dropout.
+        model: model, which runs without dropout.
         prompt: integers ``[b, s]``, ``s >= 1``. Every token is read: shorter prompts end in padding and have
             ``lengths``.
         steps: number of tokens to generate after the longest prompt.
         key: ``jax.random.key``. The same key gives the same tokens on every mesh, up to rounding of the logits.
-        temperature: divides the logits; 0 takes the most likely token.
-        top_k: sample among the ``k`` most likely tokens only. None: all.
+        temperature: divisor of the logits; 0 takes the most likely token.
+        top_k: number ``k`` of most likely tokens to sample from. None: all.
         lengths: number of tokens of each prompt, in ``[1, s]``; what follows them in ``prompt`` is not read. The
             shortest is a constant of the compiled program. None: all are ``s``.
 
@@ -73,13 +73,13 @@ def generate(
             f"max_sequence_length {model.max_sequence_length}; shorten one of them"
         )
     prompt, following = _split(prompt, lengths, steps)
-    greedy = temperature == 0.0  # static: the temperature is traced, so that another one compiles nothing anew
+    greedy = temperature == 0.0  # static: the temperature is traced, so that another value needs no compilation
     with whole_sequences():
         return _generate(model, prompt, following, key, jnp.float32(temperature), top_k=top_k, greedy=greedy)
 
 
 def _split(prompt: Array, lengths: Sequence[int] | None, steps: int) -> tuple[Array, Array]:
-    """Return what all prompts have, and the tokens that follow it, -1 where they are to be generated."""
+    """Return the part that all rows of the prompt have, and the tokens after it, -1 where they are to be generated."""
     b, s = prompt.shape
     sizes = (s,) * b if lengths is None else tuple(map(operator.index, lengths))
     if len(sizes) != b or not all(1 <= size <= s for size in sizes):
@@ -100,15 +100,16 @@ def _generate(
 ) -> Array:
     """Return ``prompt [b, s]`` with the tokens that follow, where ``following [b, steps]`` is -1: generated ones.
 
-    All rows go on from the shortest prompt's end, at one position: longer prompts are read token by token, so that a
-    cache needs one length, and no row has padding in front that a later token would see.
+    All rows continue from the shortest prompt's end, at one position: longer prompts are read token by token, so that a
+    cache has one length, and no row has leading padding that a later token would see.
     """
     model.set_attributes(without_dropout=True)  # of a copy: each trace has its own
     cached = cast(Callable[..., tuple[Array, Cache]], model)  # with a cache, a call returns a pair
     pick = partial(_sample, top_k=top_k, greedy=greedy)
 
     def next_token(logits: Array, index: Array, known: Array) -> Array:
-        # Logits are sharded over the vocabulary; sampling needs whole rows, and bits that no sharding changes.
+        # Logits are sharded over the vocabulary; sampling needs whole rows, and bits that do not depend on the
+        # sharding.
         sample = auto_region(pick, ("batch",))
         return sample(logits, known, temperature, jax.random.fold_in(key, index)).astype(prompt.dtype)
 

@@ -45,18 +45,18 @@ class GPTModel(LanguageModel):
     Args:
         config: sizes and choices of the layers; ``compute_dtype`` is the dtype of activations and logits.
         vocab_size: ``v``.
-        max_sequence_length: longest input, and rows of the learned positions.
+        max_sequence_length: longest input, and number of rows of the learned positions.
         position_embedding_type: ``"learned_absolute"``, ``"rope"``, a `RotaryPositions` (``"rope"`` with its options)
             or ``"none"``.
         share_embeddings_and_output_weights: the head is the embedding table, transposed. Else a kernel ``[h, v]`` of
             its own.
-        execution: recomputation inside of layers, loop over layers, loss in chunks.
+        execution: options of recomputation inside of layers, the loop over layers, and the loss in chunks.
         rngs: the ``params`` stream draws all weights.
 
     Raises:
-        ValueError: for sizes that are not positive and unknown names; for fields of ``config`` that the model does not
-            follow, see `check_config`; when called, for tokens that are not ``[b, s]`` or too long, positions that do
-            not fit the tokens, and a sequence that cannot be cut into zig-zag order.
+        ValueError: for sizes that are not positive and unknown names; for unsupported fields of ``config``, see
+            `check_config`; when called, for tokens that are not ``[b, s]`` or too long, positions that do not fit the
+            tokens, and a sequence that cannot be cut into zig-zag order.
         TypeError: when called, for tokens that are not integers.
         QuantizerStateError: when called under a recipe with state, if the model was built without it.
 
@@ -155,9 +155,9 @@ class GPTModel(LanguageModel):
             labels: integers ``[b, s]``: the token after each, or ``options.ignore_index`` (-100) for a token that does
                 not count.
             loss_mask: ``[b, s]``, the weight of each token, e.g. 0 for padding. None: all 1.
-            dropout_key: as in a call.
-            options, reduction: as in `jax_te.ops.softmax_cross_entropy`; a mean of no token is 0.
-            positions: as in a call.
+            dropout_key: see the call.
+            options, reduction: see `jax_te.ops.softmax_cross_entropy`; a mean over no tokens is 0.
+            positions: see the call.
 
         Raises:
             ValueError: if the shapes differ.
@@ -217,7 +217,7 @@ class GPTModel(LanguageModel):
         return jnp.stack(found)
 
     def clip_qk(self, max_logits: Array) -> None:
-        """Scale down query and key projections, as ``config.qk_clip_threshold`` and ``config.qk_clip_alpha`` say.
+        """Scale down query and key projections, by ``config.qk_clip_threshold`` and ``config.qk_clip_alpha``.
 
         Call it after the optimizer's update, on the model or on its masters; see `jax_te.layers.clip_qk`.
 
@@ -225,7 +225,7 @@ class GPTModel(LanguageModel):
             max_logits: fp32 ``[num_layers, n]``, of `max_logits`; the maximum of several calls.
 
         Raises:
-            ValueError: as `jax_te.layers.clip_qk`; without ``config.qk_clip``; for another shape, or None.
+            ValueError: see `jax_te.layers.clip_qk`; without ``config.qk_clip``; for another shape, or None.
         """
         if not self.config.qk_clip:
             raise ValueError("the model's config has qk_clip=False; build the model with qk_clip=True")

@@ -1,4 +1,4 @@
-"""What language models have around their layers: embeddings in front, a head and a loss behind."""
+"""The parts of language models around their layers: embeddings, head and loss."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ class OutputHead(Linear):
     """The projection to logits of a model with ``config.fp8_output_proj``, whose three GEMMs a recipe quantizes.
 
     It is a `Linear` with the path ``output_layer``, Megatron's: rules, quantizer state, statistics and cached kernels
-    have it as they have any other layer. Without a recipe it computes what a model without the option computes.
+    have it as they have any other layer. Without a recipe it computes the same as a model without the option.
 
     Args:
-        config: of the model.
+        config: configuration of the model.
         vocab_size: ``v``.
-        bias: each call is given a bias ``[v]``.
-        own_kernel: it has a kernel ``[h, v]``. False: each call is given one.
+        bias: whether each call is given a bias ``[v]``.
+        own_kernel: whether it has a kernel ``[h, v]``. False: each call is given one.
         rngs: the ``params`` stream draws the kernel.
 
     Raises:
-        ValueError: when called, for a vocabulary that is no multiple of the recipe's ``alignment``.
+        ValueError: when called, for a vocabulary that is not a multiple of the recipe's ``alignment``.
 
     Source: ``TELMHeadColumnParallelLinear`` of Megatron-Core.
     """
@@ -82,8 +82,8 @@ class OutputHead(Linear):
         multiple = precision_of(recipe).alignment
         if size % multiple:
             raise ValueError(
-                f"vocab_size {size} is no multiple of {multiple}, as it must be for fp8_output_proj=True under recipe "
-                f"{recipe.name!r}; leave fp8_output_proj out of its config, or build a new model with "
+                f"vocab_size {size} is not a multiple of {multiple}, as it must be for fp8_output_proj=True under "
+                f"recipe {recipe.name!r}; leave fp8_output_proj out of its config, or build a new model with "
                 f"vocab_size={size + -size % multiple}, whose last logits stand for no token"
             )
         return super()._dense(x, weights)
@@ -101,7 +101,7 @@ class LanguageModel(TrainingMode):
     """
 
     output_bias: Any = None
-    """Added to the logits, ``[v]``, where a model has it."""
+    """Bias of the logits, ``[v]``, if a model has one."""
 
     output_layer: Any = None
     """The `OutputHead` of a model whose head a recipe quantizes (``config.fp8_output_proj``)."""
@@ -115,7 +115,7 @@ class LanguageModel(TrainingMode):
         not_followed: Mapping[str, str] | None = None,
         follows: Collection[str] = (),
     ) -> None:
-        """Check the arguments that all models have, and keep them."""
+        """Check and store the arguments that all models have."""
         check_positive(vocab_size=vocab_size, max_sequence_length=max_sequence_length)
         execution.check(config)
         if config.fp8_output_proj and execution.loss_chunks > 1:
@@ -184,7 +184,7 @@ class LanguageModel(TrainingMode):
         if self.position_embedding is not None:
             ids_axes = ("sequence",) if positions.ndim == 1 else ("batch", "sequence")
             at = self.position_embedding(positions, ids_axes=ids_axes)
-            # Added in params_dtype and cast once behind the sum: one rounding to the compute dtype, not two.
+            # Added in params_dtype and cast once after the sum: one rounding to the compute dtype, not two.
             x = x + (at[None] if positions.ndim == 1 else at)
         x = sum(others, x)
         return constrain(x.astype(self.compute_dtype), self._axes)
@@ -199,7 +199,7 @@ class LanguageModel(TrainingMode):
         return self.embedding.embedding[...].T if self.output_kernel is None else self.output_kernel[...]
 
     def given_kernels(self) -> list[tuple[Linear, str, Array]]:
-        """Return the layers that calls give a kernel of the model's, its name there and its value."""
+        """Return the layers that receive a kernel of the model in calls, its name there and its value."""
         head = self.output_layer if self.config.fp8_output_proj else None
         base = getattr(head, "base", head)  # of a LoRA
         return [] if base is None or base.kernel is not None else [(base, "kernel", self._head_kernel())]
@@ -237,7 +237,8 @@ class LanguageModel(TrainingMode):
                     f"loss_chunks={chunks} computes logits without softcap and bias, and the model's have one; build "
                     "it with Execution(loss_chunks=1)"
                 )
-            # All-gathered over tensor shards before the loop over chunks, which would else do it in every step.
+            # All-gathered over tensor shards before the loop over chunks, which would otherwise do it in every
+            # iteration.
             x = _times(constrain(x, (*axes, "hidden")), self.multipliers.head)
             return linear_cross_entropy(
                 x,

@@ -1,4 +1,4 @@
-"""What a `MegatronGPTModel` is made of: embeddings, a block of layers and a head, under Megatron-Core's names."""
+"""Parts of a `MegatronGPTModel`: embeddings, a block of layers and a head, under Megatron-Core's names."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class TransformerBlock(MegatronModule):
 class OutputLayer(MegatronModule):
     """The head's kernel ``[h, v]``; None if the head is tied to the embedding. No recipe quantizes it.
 
-    With ``config.fp8_output_proj`` an `OutputHead` stands in its place.
+    With ``config.fp8_output_proj`` an `OutputHead` replaces it.
 
     Source: ``megatron.core.tensor_parallel.ColumnParallelLinear``.
     """

@@ -1,4 +1,4 @@
-"""GPT made of Megatron's modules, under Megatron-Core's names."""
+"""GPT composed of Megatron's modules, under Megatron-Core's names."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _FIXED: dict[str, tuple[Any, str]] = {
     "output_processor": (None, "call the model without labels, and process its logits"),
     "output_processor_context": (None, "it is for an output_processor"),
 }
-"""Arguments of Megatron's that have one value here, and why."""
+"""Megatron's arguments with only one allowed value here, and the reason."""
 
 
 class StageInput(StepState):
@@ -46,45 +46,45 @@ class StageInput(StepState):
 
 @checked
 class MegatronGPTModel(GPTModel, GraphableMegatronModule):
-    """`GPTModel` made of Megatron's modules, with Megatron-Core's arguments, names and checkpoints.
+    """`GPTModel` composed of Megatron's modules, with Megatron-Core's arguments, names and checkpoints.
 
     ``model.decoder.layers[0].self_attention.linear_qkv`` is a `TELayerNormColumnParallelLinear`, and `state_dict`,
     `load_state_dict` and `sharded_state_dict` have Megatron-Core's names and layouts
     (``decoder.layers.0.self_attention.linear_qkv.weight``, ``[out, in]``, group by group). Values, initial ones
     included, are those of a `GPTModel`, and so are the methods ``loss``, ``max_logits``, ``clip_qk``, ``init_cache``.
 
-    The ``config`` says what is recomputed, and what is captured: see `GraphableMegatronModule`. Its ``quant_recipe`` is
+    The ``config`` determines recomputation and captured graphs: see `GraphableMegatronModule`. Its ``quant_recipe`` is
     applied to the layers by Megatron's names.
 
     Args:
-        config: as in `GPTModel`. With ``fp8`` or ``fp4`` build and call the model inside of
+        config: see `GPTModel`. With ``fp8`` or ``fp4`` build and call the model inside of
             ``autocast(recipe_from_config(config))``.
         transformer_layer_spec: the class of the layers: `jax_te.megatron.TransformerLayer`, or one derived from it.
             None: `TransformerLayer`. Megatron's takes a ``ModuleSpec``.
-        vocab_size, max_sequence_length: as in `GPTModel`.
+        vocab_size, max_sequence_length: see `GPTModel`.
         pre_process, post_process: whether it has the embedding, and the head with the norm before it. A stage of a
             pipeline that lacks one of them is for schedules of your own, see below.
-        fp16_lm_cross_entropy: False: the loss is in fp32.
+        fp16_lm_cross_entropy: must be False: the loss is in fp32.
         logit_dtype: None: logits are in the compute dtype.
-        parallel_output: False: logits are whole on every tensor rank.
-        share_embeddings_and_output_weights: as in `GPTModel`, but False unless given, as in Megatron.
+        parallel_output: must be False: logits are whole on every tensor rank.
+        share_embeddings_and_output_weights: see `GPTModel`, but False by default, as in Megatron.
         position_embedding_type: ``"learned_absolute"``, ``"rope"`` or ``"none"``.
-        rotary_percent, rotary_base: of ``"rope"``, see `RotaryPositions`.
-        rope_scaling, rope_scaling_factor: Llama 3.1's scaling, see `Llama3Scaling`.
-        scatter_embedding_sequence_parallel: True.
-        seq_len_interpolation_factor: divides positions, see `LinearScaling`.
+        rotary_percent, rotary_base: options of ``"rope"``, see `RotaryPositions`.
+        rope_scaling, rope_scaling_factor: scaling of Llama 3.1, see `Llama3Scaling`.
+        scatter_embedding_sequence_parallel: must be True.
+        seq_len_interpolation_factor: divisor of the positions, see `LinearScaling`.
         mtp_block_spec, pg_collection: None.
-        vp_stage: stored; ``stage_layers`` says which layers the stage has.
-        execution: as in `GPTModel`.
+        vp_stage: option without effect, stored as an attribute; ``stage_layers`` says which layers the stage has.
+        execution: see `GPTModel`.
         stage_layers: numbers of the layers of a stage, from 0: ``range(6, 12)``. None: all. Megatron reads them off its
             process groups, of which JAX has none; `jax_te.training.pipeline.split_layers` counts them.
         rngs: the ``params`` stream draws all weights.
 
     Raises:
-        ValueError: for an argument that differs from what is said above; for ``stage_layers`` that the stack has not,
-            or that do not begin or end where the embedding and the head are; for a tied head without the embedding; as
-            `GPTModel`.
-        TypeError: for a ``transformer_layer_spec`` that is no such class.
+        ValueError: for an argument with a value other than described above; for ``stage_layers`` outside of the stack,
+            or that do not begin or end where the embedding and the head are; for a tied head without the embedding; see
+            also `GPTModel`.
+        TypeError: for a ``transformer_layer_spec`` that is not such a class.
 
     Source: ``megatron.core.models.gpt.GPTModel``.
 
@@ -173,7 +173,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
     _is_whole = property(lambda self: self.pre_process and self.post_process)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return `forward`'s results, perhaps those of a captured graph, see `GraphableMegatronModule`."""
+        """Return `forward`'s results, possibly from a captured graph, see `GraphableMegatronModule`."""
         return GraphableMegatronModule.__call__(self, *args, **kwargs)
 
     def forward(
@@ -195,23 +195,23 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             input_ids: integers ``[b, s]``; without effect behind the first stage.
             position_ids: ``[s]`` or ``[b, s]``; None: 0, 1, 2, …. They also rotate, where Megatron's rotation counts
                 positions by itself.
-            attention_mask: without effect: the layers are causal, as in Megatron.
+            attention_mask: argument without effect: the layers are causal, as in Megatron.
             decoder_input: hidden states ``[b, s, h]`` that the stage before gave; None: what `set_input_tensor` was
                 given. The first stage takes none.
             labels: integers ``[b, s]``; without effect before the last stage.
-            runtime_gather_output: True: logits whole on every tensor rank. None: as ``parallel_output`` says.
+            runtime_gather_output: whether logits are whole on every tensor rank. None: as ``parallel_output`` says.
             dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
                 unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
-            cache: as in `GPTModel`, of a whole model; ``inference_context`` is Megatron's way.
-            others: Megatron's other arguments, None; ``loss_mask`` has no effect, as in Megatron, where
-                the caller weights the losses. `GPTModel.loss` takes weights.
+            cache: cache of a whole model, see `GPTModel`; ``inference_context`` is Megatron's way.
+            others: Megatron's other arguments, which must be None, apart from ``loss_mask``. That has no effect, as in
+                Megatron, where the caller weights the losses. `GPTModel.loss` takes weights.
 
         Returns:
             Logits ``[b, s, v]``, with a ``cache`` ``(logits, cache)``; with ``labels`` losses, fp32 ``[b, s]``.
 
         Raises:
-            ValueError: for an argument that must be None; for a stage without its input; as `GPTModel`.
-            TypeError: for an argument that Megatron has not.
+            ValueError: for an argument that must be None; for a stage without its input; see also `GPTModel`.
+            TypeError: for an argument that Megatron does not have.
         """
         others.pop("loss_mask", None)
         _check_fixed(**others)
@@ -274,7 +274,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         return caller_order(self.config, loss, ("batch", "sequence"))
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """Give a stage of a pipeline the hidden states that its next call takes.
+        """Set the hidden states for the next call of a pipeline stage.
 
         The call takes them away. They are state of the module until then: in a jitted function set them on the module
         that the function was given, or pass ``decoder_input``.

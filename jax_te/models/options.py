@@ -15,14 +15,14 @@ from jax_te.remat import RecomputePolicy
 @checked
 @dataclass(frozen=True)
 class Execution:
-    """How a model runs: options that trade memory, speed and compile time, and change no result but by rounding (and
-    dropout masks, of a batch in parts).
+    """Execution of a model: options that trade memory, speed and compile time, and affect results only by rounding (and
+    by dropout masks, for a batch in parts).
 
     Args:
-        recompute_policy: which residuals are saved inside of layers that ``config.recompute_granularity="full"``
-            recomputes, a `jax_te.remat.RecomputePolicy` or its name. ``"full"``: none.
-        scan_layers: run the layers in a loop, see `run_layers`; the same parameters, compiled sooner. ``"auto"``: only
-            stacks of many layers, see `runs_scanned`.
+        recompute_policy: `jax_te.remat.RecomputePolicy` or its name: the residuals that are saved inside of layers that
+            ``config.recompute_granularity="full"`` recomputes. ``"full"``: none.
+        scan_layers: whether to run the layers in a loop, see `run_layers`; the same parameters, compiled sooner.
+            ``"auto"``: only stacks of many layers, see `runs_scanned`.
         loss_chunks: number of pieces of the sequence whose logits the loss computes one after the other, see
             `linear_cross_entropy`; must divide the sequence length. 1: all at once, as it must be for
             ``config.fp8_output_proj``.
@@ -49,11 +49,11 @@ class Execution:
 
     def __post_init__(self) -> None:
         check_positive(loss_chunks=self.loss_chunks, batch_parts=self.batch_parts)
-        # For its error: a wrong choice is reported where it is made, not in the first call.
+        # Called for its error, so that a wrong choice is reported where it is made, not in the first call.
         runs_scanned(self.scan_layers, 1)
 
     def of_stack(self) -> dict[str, Any]:
-        """Return what `run_layers` takes of these.
+        """Return the options for `run_layers`.
 
         >>> Execution().of_stack()
         {'policy': 'full', 'scan': 'auto', 'batch_parts': 1}
@@ -71,10 +71,10 @@ class Multipliers:
     """Constants of a model, its attribute ``multipliers``: ``model.multipliers = Multipliers(...)``.
 
     Args:
-        embedding: of the embeddings of tokens, in the parameters' dtype. Gemma has ``h**0.5``.
-        head: of the head's input. T5 with a tied head has ``h**-0.5``.
-        softcap: of the head's output: logits are ``cap tanh(logits / cap)``, computed in fp32. Gemma 2 has 30. None: no
-            cap.
+        embedding: factor of the token embeddings, in the parameters' dtype. Gemma has ``h**0.5``.
+        head: factor of the head's input. T5 with a tied head has ``h**-0.5``.
+        softcap: softcap of the head's output: logits are ``cap tanh(logits / cap)``, computed in fp32. Gemma 2 has 30.
+            None: no cap.
 
     Raises:
         ValueError: for a number that is not positive.
@@ -101,9 +101,10 @@ class RotaryPositions:
     """Rotary position embeddings of a `GPTModel`, see `jax_te.layers.rotary_embedding`.
 
     Args:
-        base: wavelengths grow from 2π to 2π times this number. Llama 3.1 has ``500000.0``.
+        base: base of the geometric series of wavelengths, which grow from 2π to 2π times this number. Llama 3.1 has
+            ``500000.0``.
         percent: the part of each head that is rotated, in (0, 1].
-        scaling: of the frequencies, for sequences longer than those of training. Llama 3.1 has `Llama3Scaling`.
+        scaling: scaling of the frequencies, for sequences longer than those of training. Llama 3.1 has `Llama3Scaling`.
         window_base: base in the layers that attend in a window, where nothing is scaled. Gemma 3 has ``10000.0`` beside
             a ``base`` of ``1000000.0``. None: those layers are as the others.
 
@@ -124,7 +125,7 @@ class RelativePositions:
 
     Args:
         num_buckets: rows of the table of biases.
-        max_distance: all larger distances share one bucket.
+        max_distance: distance from which on all share one bucket.
 
     >>> RelativePositions(num_buckets=8).max_distance
     128

@@ -1,4 +1,4 @@
-"""Running a stack of layers: unrolled or scanned, with the recomputation of a configuration."""
+"""Execution of a stack of layers: unrolled or scanned, with the recomputation of a configuration."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Parts = tuple[Array, ...]
 """A batch ``[b, s, h]`` in parts, see `split_batch`."""
 
 UNROLL_LIMIT = 96
-"""Layers of a stack that ``"auto"`` unrolls at most, see `runs_scanned`."""
+"""Maximum number of layers that ``"auto"`` unrolls, see `runs_scanned`."""
 
 
 @checked
@@ -41,8 +41,8 @@ def runs_scanned(scan: bool | str, num_layers: int) -> bool:
     ``jax-te bench model`` measures both; docs/recompute.md has the figures.
 
     Args:
-        scan: True, False, or ``"auto"``.
-        num_layers: of the stack. The two stacks of a `T5Model` are decided separately.
+        scan: whether to run in a loop: True, False, or ``"auto"``.
+        num_layers: number of layers in the stack. The two stacks of a `T5Model` are decided separately.
 
     Raises:
         ValueError: for another ``scan``.
@@ -126,17 +126,17 @@ def run_layers(
     """Return the output ``[b, s, h]`` of a stack of layers.
 
     Args:
-        layers: of one stack: `TransformerLayer`, or modules of your own that are called in the same way,
+        layers: layers of one stack: `TransformerLayer`, or modules of your own that are called in the same way,
             ``layer(x, dropout_key=key, **arrays)``.
         x: ``[b, s, h]``.
         keys: dropout key of each layer, or None for each.
-        recompute: which layers, or which of their modules, backward recomputes.
-        policy: which residuals full recomputation saves inside of the layers, see `jax_te.remat.remat`. Leave it
-            at its default without full recomputation.
-        scan: run consecutive layers of the same structure in one ``jax.lax.scan``, whose body is compiled once; if
-            groups of layers are recomputed together, the loop is over the groups. ``"auto"``: see `runs_scanned`.
-            The parameters remain those of the single layers, and are stacked before the loop. A layer that differs from
-            its neighbours, because it has its own recipe or name, runs outside of the loop.
+        recompute: layers, or modules of layers, that backward recomputes.
+        policy: residuals that full recomputation saves inside of the layers, see `jax_te.remat.remat`. Leave it at its
+            default without full recomputation.
+        scan: whether to run consecutive layers of the same structure in one ``jax.lax.scan``, whose body is compiled
+            once; if groups of layers are recomputed together, the loop is over the groups. ``"auto"``: see
+            `runs_scanned`. The parameters remain those of the single layers, and are stacked before the loop. A layer
+            that differs from its neighbours, because it has its own recipe or name, runs outside of the loop.
         batch_parts: number of parts of the batch, see `Execution`.
         mask_types: arguments that are strings: ``self_attn_mask_type``, ``enc_dec_attn_mask_type``,
             ``core_attention_bias_type``.
@@ -157,7 +157,7 @@ def run_layers(
     distribute = recompute.distribute_saved_activations
     if batch_parts > 1 and distribute:
         raise ValueError("distribute_saved_activations=True saves one input of each layer; it goes with batch_parts=1")
-    # Bound, not passed along: jax.checkpoint and jax.lax.scan take arrays, and mask types are strings.
+    # Bound, not passed: jax.checkpoint and jax.lax.scan take arrays, and mask types are strings.
     plain = functools.partial(_run_group, mask_types or {})
     saved = functools.partial(remat, plain, policy=policy, distribute_saved_activations=distribute)
     calls: dict[bool, Callable[..., Parts]] = {False: plain, True: saved}
@@ -257,7 +257,7 @@ def _run_group(
     each: Any = zip(layers, keys, strict=True)
     for i, (layer, key) in enumerate(each):
         with jax.named_scope("layer" if first is None else f"layer_{first + i}"):
-            # Each part of the batch has masks of its own.
+            # Each part of the batch has its own dropout masks.
             own = [key] if len(xs) == 1 else layer_keys(key, len(xs))
             parts: Any = zip(xs, own, given, strict=True)
             xs = tuple(_run_layer(layer, x, key, mask_types, arrays) for x, key, arrays in parts)

@@ -31,7 +31,7 @@ class T5Model(LanguageModel):
     """Encoder over one sequence, decoder with cross-attention over another; both share the embedding.
 
     T5's own form is ``TransformerConfig(normalization="RMSNorm", activation="relu", add_bias_linear=False,
-    softmax_scale=1.0, …)`` with relative positions; T5 v1.1's has ``activation="geglu"`` and a head of its own.
+    softmax_scale=1.0, …)`` with relative positions; T5 v1.1's has ``activation="geglu"`` and a separate head.
 
     The layers' linear operations follow the ambient recipe, and with ``config.fp8_output_proj`` the head's; embedding
     and attention cores stay in the compute dtype, and without it the head.
@@ -39,7 +39,7 @@ class T5Model(LanguageModel):
     Args:
         config: sizes and choices of the layers; ``num_layers`` are the decoder's.
         vocab_size: ``v``.
-        max_sequence_length: longest input of encoder and decoder, and rows of the learned positions.
+        max_sequence_length: longest input of encoder and decoder, and number of rows of the learned positions.
         encoder_num_layers: None: as many as the decoder's.
         position_embedding_type: ``"relative"``: a bias of the scores by distance, one table in the encoder and one
             in the decoder, shared by their layers; a `RelativePositions` (``"relative"`` with its options);
@@ -51,8 +51,8 @@ class T5Model(LanguageModel):
         rngs: the ``params`` stream draws all weights.
 
     Raises:
-        ValueError: for sizes that are not positive, unknown names and fields of ``config`` that the model does not
-            follow; when called, for tokens that are not ``[b, s]`` or too long.
+        ValueError: for sizes that are not positive, unknown names and unsupported fields of ``config``; when called,
+            for tokens that are not ``[b, s]`` or too long.
         TypeError: when called, for tokens that are not integers.
         QuantizerStateError: when called under a recipe with state, if the model was built without it.
 
@@ -76,7 +76,7 @@ class T5Model(LanguageModel):
         execution: Execution = _EXECUTION,
         rngs: nnx.Rngs,
     ):
-        # First: what follows reads the attributes that it sets.
+        # First: the following lines read the attributes that it sets.
         self._configure(config, vocab_size, max_sequence_length, execution, ENCODER_NOT_FOLLOWED)
         encoders = config.num_layers if encoder_num_layers is None else encoder_num_layers
         check_positive(encoder_num_layers=encoders)

@@ -1,4 +1,4 @@
-"""Tokens and what belongs to them: checks, and their order while a model runs."""
+"""Checks of tokens and arrays that belong to them, and their order while a model runs."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def model_order(config: TransformerConfig, x: Array) -> Array:
     """Return an array with one entry for each token, in the order in which the model's layers see the tokens.
 
     Args:
-        config: of the model.
+        config: configuration of the model.
         x: ``[b, s]`` or ``[s]``: tokens, labels, weights, positions.
 
     Raises:
-        ValueError: for zig-zag order if ``s`` is no multiple of twice the context shards.
+        ValueError: for zig-zag order if ``s`` is not a multiple of twice the context shards.
 
     >>> import jax.numpy as jnp
     >>> config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, cp_load_balanced=True)

@@ -1,4 +1,4 @@
-"""Which backend runs an op, and why."""
+"""Choice of the backend that runs an op, with the reason."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ambient_backend = jax.make_user_context("auto")
 @checked
 @contextlib.contextmanager
 def use_backend(name: BackendName) -> Iterator[None]:
-    """Return a context that asks for a backend for every op traced inside; it is part of the jit cache key.
+    """Return a context that requests a backend for every op traced inside; it is part of the jit cache key.
 
     Args:
         name: ``"te"`` or ``"xla"`` runs there or raises; ``"auto"`` takes TE on a GPU where TE supports the op, XLA
@@ -67,16 +67,16 @@ def explain_backend(
     backend: BackendName | None = None,
     unsharded: str | None = None,
 ) -> BackendChoice:
-    """Return what would run ``op`` here and why, without running it.
+    """Return the backend that would run ``op`` in this context and the reason, without running it.
 
     Args:
         op: ``"dense"``, ``"grouped_dense"``, ``"layernorm"``, ``"layernorm_dense"``, ``"layernorm_mlp"``,
             ``"activation"``, ``"dot_product_attention"`` or ``"softmax_cross_entropy"``.
         recipe: the recipe it would run under.
         attention: the call's description, for attention.
-        activation: of an op that has one: the reason says if TE's backend computes it in JAX.
+        activation: activation function of an op that has one: the reason says if TE's backend computes it in JAX.
         backend: None for the ambient one (`use_backend`).
-        unsharded: on a mesh, why the op cannot run on each device by itself; None: it can, or there is no mesh.
+        unsharded: reason why the op cannot run on each device of a mesh by itself; None: it can, or there is no mesh.
 
     Raises:
         BackendUnavailableError: if the backend asked for by name cannot run it.
@@ -107,7 +107,7 @@ def explain_backend(
 
 
 def _in_jax(activation: ActivationLike | None) -> str:
-    """Return what `explain_backend` adds to its reason for an activation that TE has no kernel for."""
+    """Return `explain_backend`'s addition to its reason for an activation without a TE kernel."""
     if activation is None or te.primitives().has_kernel(Activation(activation)):
         return ""
     return f"; but the activation {activation!r} in JAX, since TE has no kernel for it"
@@ -137,7 +137,7 @@ def select(
     return explain_backend(op, recipe=recipe, attention=attention, backend=backend, unsharded=unsharded).backend
 
 
-# Cached, because every call of every layer asks; the answer depends on these arguments and on the installation.
+# Cached, because every call of every layer needs it; it depends on these arguments and on the installation.
 @functools.lru_cache(maxsize=1024)
 def backend_for(op: str, asked: BackendName, recipe: Recipe | None = None, unsharded: str | None = None) -> Backend:
     """Return the backend that runs a linear op, a norm or an activation; raises as `explain_backend`.

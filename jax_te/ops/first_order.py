@@ -1,4 +1,4 @@
-"""Results that have no derivatives: one that is asked for raises an error, instead of being zero without a word."""
+"""Results without derivatives: requesting one raises an error instead of silently returning zero."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def refuse_derivatives(arrays: Any, inputs: Any, why: str) -> Any:
 
 
 def why_quantized(recipe_name: str) -> str:
-    """Return why an op whose GEMMs are quantized has no second derivatives."""
+    """Return the reason why an op with quantized GEMMs has no second derivatives."""
     return (
         f"second derivatives do not exist under recipe {recipe_name!r}: rounding to FP8 or FP4 has none, and a "
         "gradient of a gradient (gradient penalty, MAML, a Hessian, also the value that jax.vjp or value_and_grad "
@@ -53,7 +53,7 @@ def why_quantized(recipe_name: str) -> str:
 
 
 def why_backend(name: str) -> str | None:
-    """Return why ops of a backend have no second derivatives; None if they have."""
+    """Return the reason why ops of a backend have no second derivatives; None if they have them."""
     if name == "pallas":
         return (
             "second derivatives do not exist in the kernels that multiply groups of rows in 16 bits on a Hopper GPU. "
@@ -85,7 +85,7 @@ def _refused_jvp(why: str, primals: Any, tangents: Any) -> Any:
 
 
 # A tangent that can be traced and dropped, but neither computed nor transposed. An error in the rule above would come
-# too early: JAX asks for tangents, too, that nothing uses afterwards.
+# too early: JAX also computes tangents that nothing uses afterwards.
 _tangent = Primitive("refused_tangent")
 
 

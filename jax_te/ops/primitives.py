@@ -1,4 +1,4 @@
-"""The primitives that ops are made of, which each backend has."""
+"""Primitives of which ops are composed, provided by each backend."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from jax_te.typing import Array, DTypeLike
 
 @runtime_checkable
 class GemmBackend(Protocol):
-    """The primitives of a linear layer's three GEMMs. Those of grouped layers have the same, on rows of several groups.
+    """The primitives of a linear layer's three GEMMs. Grouped layers have the same primitives, on rows of several
+    groups.
 
-    An *operand* is an array, or where a quantizer is given the form that the backend's GEMMs read best: ``te`` has TE's
-    tensor classes with rowwise and transposed values (Hopper's FP8 GEMM contracts the last axis of both operands only),
+    An *operand* is an array, or with a quantizer the form that the backend's GEMMs read best: ``te`` has TE's tensor
+    classes with rowwise and transposed values (Hopper's FP8 GEMM contracts the last axis of both operands only),
     ``xla`` a `jax_te.quantize.QuantizedOperand`, or a `BlockOperand` where the Pallas kernels run. A `Quantization`
-    says how a tensor is quantized. Amaxes are fp32 ``[]``, of the array at hand; None where the quantizer takes none.
+    specifies how a tensor is quantized. Amaxes are fp32 ``[]``, of the given array; None if the quantizer needs none.
     """
 
     NAME: str
@@ -54,7 +55,7 @@ class GemmBackend(Protocol):
 
 @runtime_checkable
 class Backend(GemmBackend, Protocol):
-    """The primitives that ops are made of. A backend is a module with these functions."""
+    """Primitives of which ops are composed. A backend is a module with these functions."""
 
     def quantize_dbias(
         self, g: Array, how: Quantization, *, axis: int, bias_dtype: DTypeLike | None
@@ -105,7 +106,7 @@ class Backend(GemmBackend, Protocol):
         ...
 
     def attention(self, qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays) -> tuple[Array, Array | None]:
-        """Return attention's output and max logits ``[n]`` (None if not asked for), differentiable."""
+        """Return attention's output and max logits ``[n]`` (None if not requested), differentiable."""
         ...
 
     def attention_forward(self, qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays) -> Any:
@@ -115,5 +116,5 @@ class Backend(GemmBackend, Protocol):
     def attention_backward(
         self, qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays, out: Array, log_sum: Array, g: Array
     ) -> Any:
-        """Return the gradients of `attention_forward`, which may have been one of several shards of the keys."""
+        """Return the gradients of `attention_forward`, which may be for one of several shards of the keys."""
         ...

@@ -23,16 +23,16 @@ from jax_te.typing import LogicalAxes
 
 @dataclass(frozen=True, kw_only=True)
 class Shards:
-    """How an op's arrays lie on a mesh whose devices run its rules by themselves. Hashable.
+    """Sharding of an op's arrays on a mesh whose devices run its rules by themselves. Hashable.
 
     Args:
         mesh: the mesh in use.
         args: PartitionSpecs of the arguments, a tree prefix of them.
-        out: of the output.
-        cotangents: of the arguments' cotangents.
-        out_cotangents: of the output's cotangents; None in place of one that the backward rule does not read. None: as
-            ``out``.
-        sinks: of the sinks' cotangents.
+        out: specs of the output.
+        cotangents: specs of the arguments' cotangents.
+        out_cotangents: specs of the output's cotangents; None in place of one that the backward rule does not read.
+            None: those of ``out``.
+        sinks: specs of the sinks' cotangents.
         axis_names: mesh axes that are manual inside of the rules; None: all that are not so already.
     """
 
@@ -64,10 +64,10 @@ class Shards:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Residuals:
-    """What forward keeps for backward: arrays, and static facts about them.
+    """Residuals of an op: arrays, and static facts about them.
 
     ``witness`` is an array without elements that depends on the op's arguments where second derivatives are refused,
-    see `sharded_vjp`: the other arrays may have lost that they do.
+    see `sharded_vjp`: the other arrays may no longer do so.
     """
 
     tree: Any
@@ -153,7 +153,7 @@ def sharded_vjp(
             g = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x, g)  # type: ignore[arg-type]
         tree, used, why = residuals.tree, (residuals.witness, g), once(spec) if once else None
         if why is not None:
-            # Derivatives of what follows are never needed, and kernels of a GPU have none.
+            # Derivatives of the following are never needed, and GPU kernels have none.
             tree, g = jax.lax.stop_gradient((tree, g))
         if shards is None:
             cotangents, sinks = bwd(spec, tree, g)
@@ -181,23 +181,23 @@ def sharded_vjp(
 def _run_once(run: Callable[..., Any], args: Any, sinks: Any, why: str) -> tuple[Any, Any, Any]:
     """Return ``run(args)``, an output and residuals, and the witness of the residuals.
 
-    These are values that forward gives beside an inner derivative, as in ``jax.vjp``. An outer derivative would go
-    through forward's own arithmetic, in which rounding has the derivative zero.
+    Forward returns these values next to an inner derivative, as in ``jax.vjp``. An outer derivative would go through
+    forward's own arithmetic, in which rounding has the derivative zero.
     """
     # Without elements it costs nothing. Named, because a remat policy that does not save it would save or recompute the
     # arguments for it, even if it saves the operands that were made of them.
     witness = checkpoint_name(refuse_derivatives(jnp.zeros((0,)), (args, sinks), why), WITNESS)
     inside = jax.lax.stop_gradient(args)
     out, residuals = run(inside)
-    # A residual that is an argument stays the array that it is: a loop over layers would stack another one.
+    # A residual that is an argument stays the same array: a loop over layers would stack a copy.
     given = {id(own): leaf for own, leaf in zip(jax.tree.leaves(inside), jax.tree.leaves(args), strict=True)}
     residuals = jax.tree.map(lambda leaf: given.get(id(leaf), leaf), residuals)
     return refuse_derivatives(out, witness, why), residuals, witness
 
 
 def _forward_on_devices(fwd: Callable[..., Any], spec: Any, shards: Shards, args: Any) -> tuple[Any, _Residuals]:
-    # Residuals that are arguments of the op stay the arrays that they are. One that passed through shard_map would be
-    # another array to JAX: a scan over layers would then stack a mask that is the same in all of them.
+    # Residuals that are arguments of the op stay the arrays that they are. One that passed through shard_map would be a
+    # new array to JAX: a scan over layers would then stack a mask that all layers share.
     out, residuals = _run_forward(fwd, spec, shards, args)
     sources, treedef = residuals.static
     leaves, specs = jax.tree.leaves(args), jax.tree.leaves(jax.tree.broadcast(shards.args, args))
@@ -207,7 +207,7 @@ def _forward_on_devices(fwd: Callable[..., Any], spec: Any, shards: Shards, args
     return out, _Residuals((arguments, residuals.tree), (arg_specs, sources, treedef))
 
 
-# Both under a jit of their own, for calls that no jit surrounds: an eager shard_map runs one operation at a time.
+# Both under their own jit, for eager calls: an eager shard_map runs one operation at a time.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _run_forward(fwd: Callable[..., Any], spec: Any, shards: Shards, args: Any) -> tuple[Any, _Residuals]:
     def on_device(args: Any) -> tuple[Any, _Residuals]:
@@ -241,7 +241,7 @@ def _backward_on_devices(bwd: Callable[..., Any], spec: Any, shards: Shards, res
 
 def _as_float32(args: Any) -> tuple[Any, tuple[Any, ...] | None]:
     """Return ``args`` without extended dtypes; and their structure and dtypes, None where there were none to cast."""
-    # A dtype whose gradients merge by maximum is for JAX's transposition alone: inside of a rule nothing is merged.
+    # The dtype whose gradients merge by maximum serves only JAX's transposition: inside of a rule nothing is merged.
     leaves, treedef = jax.tree.flatten(args)
     dtypes = tuple(leaf.dtype for leaf in leaves)
     is_cast = [_is_state(dtype) for dtype in dtypes]

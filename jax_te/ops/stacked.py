@@ -1,4 +1,4 @@
-"""Residuals of ops: their checkpoint names, and what a loop over layers needs that stacks those of its turns."""
+"""Residuals of ops: their checkpoint names, and a barrier for loops over layers that stack them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def behind_barrier(out: Any, residuals: Any, args: Any) -> tuple[Any, Any]:
     XLA for GPUs has a custom call write its result into the stacked array, and calls it once more where the result is
     also used otherwise (jax 0.11.2, compiled for an H200: attention and half of forward's GEMMs). A barrier stops it.
     """
-    # An argument stays the array that it is: a loop does not stack again what it has sliced from a stack.
+    # An argument stays the same array: a loop does not stack again what it has sliced from a stack.
     leaves, treedef = jax.tree.flatten(residuals)
     own = _not_in(leaves, args)
     out, own = jax.lax.optimization_barrier((out, own))
@@ -46,9 +46,9 @@ def behind_barrier(out: Any, residuals: Any, args: Any) -> tuple[Any, Any]:
 
 
 def named(residuals: Any, name: str, *, given: Any) -> Any:
-    """Return residuals under a checkpoint name, but for those in ``given``, which no remat policy has to save.
+    """Return residuals under a checkpoint name, except those in ``given``, which no remat policy has to save.
 
-    A name makes another array of one: `behind_barrier` would no longer know a kernel that is an argument.
+    A named array is a new array: `behind_barrier` would no longer recognize a kernel that is an argument.
     """
     leaves, treedef = jax.tree.flatten(residuals)
     own = checkpoint_name(_not_in(leaves, given), name)

@@ -1,4 +1,4 @@
-"""Quantized arrays, quantizers, statistics of what they lose, and the state of delayed scaling."""
+"""Quantized arrays, quantizers, statistics of quantization errors, and the state of delayed scaling."""
 
 from jax_te.quantize.block import BLOCK, MX_BLOCK, BlockQuantizer, MXQuantizer
 from jax_te.quantize.group_tiles import GroupTiles

@@ -34,7 +34,7 @@ def block_amax(x: Array, block: tuple[int, int]) -> Array:
 
 
 def directed_block(block: tuple[int, int], columnwise: bool) -> tuple[int, int]:
-    """Return the block turned so that it lies along the axis that the GEMM sums over.
+    """Return the block oriented along the axis that the GEMM sums over.
 
     >>> directed_block((1, 128), columnwise=True)
     (128, 1)
@@ -49,8 +49,8 @@ class BlockQuantizer(Quantizer):
 
     Args:
         dtype: float8_e4m3fn or float8_e5m2.
-        two_dimensional: blocks of 128 x 128 instead of 1 x 128.
-        power_of_two: round scales down to powers of two.
+        two_dimensional: whether blocks are 128 x 128 instead of 1 x 128.
+        power_of_two: whether to round scales down to powers of two.
 
     Source: ``transformer_engine.pytorch.Float8BlockQuantizer``.
 

@@ -1,4 +1,4 @@
-"""Rows of several groups, cut into tiles of one group each: what a scale of a whole group needs to know."""
+"""Rows of several groups, cut into tiles of one group each: the group of each tile, for scales of whole groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jax_te.typing import Array
 
 
 class GroupTiles(NamedTuple):
-    """Which group each tile ``[t, *c]`` of an array ``[tiles, t, *c]`` is of. Rows that are of no group are zeros.
+    """Group of each tile ``[t, *c]`` of an array ``[tiles, t, *c]``. Rows that belong to no group are zeros.
 
     Args:
         group: int32 ``[tiles]``, the group of each tile.
@@ -42,8 +42,8 @@ class GroupTiles(NamedTuple):
 
     def _of_groups(self, of_tiles: Array) -> Array:
         """Return ``[e, tiles, ...]``: each group's tiles in their places, and zeros in the others'."""
-        # Selected, not multiplied by 0 or added by scatter: a nan of one group is none of another's, and the order of
-        # additions on a GPU is always the same.
+        # Selected, not multiplied by 0 or added by scatter: a nan stays in its group, and the order of additions on a
+        # GPU is fixed.
         own = self.group[None] == jnp.arange(self.count, dtype=self.group.dtype)[:, None]
         own = own.reshape(*own.shape, *(1,) * (of_tiles.ndim - 1))
         return jnp.where(own, of_tiles[None], jnp.zeros((), of_tiles.dtype))

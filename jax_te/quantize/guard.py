@@ -1,4 +1,4 @@
-"""What gives away that arithmetic was done on the arrays of a quantized kernel."""
+"""Detection of arithmetic on the arrays of a quantized kernel."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 
 from jax_te.typing import Array
 
-# An odd number too long for fp32 and too large to be doubled: what is computed in floating point does not come back to
-# it by a cast to int32, and sums of two leave int32.
+# An odd number too long for fp32 and too large to be doubled: a result computed in floating point does not equal it
+# after a cast to int32, and sums of two overflow int32.
 WORD = 0x5A3C1E97
 # Below any threshold, so that a mask of small values reaches it.
 SPECK = 2.0**-100
@@ -27,10 +27,10 @@ _REFUSAL = (
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Guard:
-    """Two constants beside a kernel's codes and scales, which a function that computes with each array changes.
+    """Two constants next to a kernel's codes and scales, which arithmetic on all arrays changes.
 
     Where a dtype changes (``0.5 * (a + b)``, a moving average), no tree can be built of the results. Where all dtypes
-    stay (``a + b``, a cast back), only values tell, on the device: `intact` is False.
+    stay (``a + b``, a cast back), only the values on the device show it: `intact` is False.
 
     Args:
         word: `WORD`, int32, of each layer in a stack.
@@ -55,13 +55,13 @@ class Guard:
         return Guard(word=jnp.asarray(WORD, jnp.int32), speck=jnp.asarray(SPECK, jnp.float32))
 
     def intact(self, layers: int) -> Array:
-        """Return whether nothing was computed with it: bool, of each layer.
+        """Return whether it is unchanged: bool, for each layer.
 
         Args:
             layers: number of axes of the stack.
 
         Raises:
-            TypeError: where dtype or shape tell.
+            TypeError: if its dtype or shape has changed.
         """
         self._check_dtype()
         if self.word.ndim != layers:  # broadcast with a mask in the kernel's shape
@@ -72,7 +72,7 @@ class Guard:
         """Wait for the values.
 
         Raises:
-            TypeError: if something was computed with it.
+            TypeError: if the values have changed.
         """
         if not bool(jnp.all(self.intact(self.word.ndim))):
             raise TypeError(_REFUSAL)

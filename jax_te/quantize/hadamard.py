@@ -20,7 +20,7 @@ def hadamard_rows(x: Array, *, inverse: bool = False) -> Array:
 
     Args:
         x: ``[R, C]``, ``R`` a multiple of 16.
-        inverse: rotate back.
+        inverse: whether to rotate back.
 
     Raises:
         ValueError: for another number of rows.
@@ -41,7 +41,7 @@ def hadamard_rows(x: Array, *, inverse: bool = False) -> Array:
     info = jnp.finfo(x.dtype)
     rounded = jax.lax.reduce_precision(rotated, info.nexp, info.nmant)
     if info.nexp == 5:
-        # reduce_precision has no subnormal numbers of fp16, which are multiples of 2^-24.
+        # reduce_precision does not support fp16's subnormal numbers, which are multiples of 2^-24.
         subnormal = jnp.round(rotated * 2.0**24) * 2.0**-24
         rounded = jnp.where(jnp.abs(rotated) < 2.0**-14, subnormal, rounded)
     return rounded.reshape(x.shape).astype(x.dtype)

@@ -33,8 +33,8 @@ class QuantizedKernel:
         quantizer: the quantizer that made it.
         amax: fp32 ``[]``, of the kernel it was made from, or ``[e]`` of experts'; None where the recipe takes none.
         guard: constants by which arithmetic on a parameter is noticed; None in a cache.
-        shape: of the kernel, or of the stack of all layers' kernels, also inside of the loop over the layers.
-        dtype: of the kernel before quantization.
+        shape: shape of the kernel, or of the stack of all layers' kernels, also inside of the loop over the layers.
+        dtype: dtype of the kernel before quantization.
     """
 
     form: Any
@@ -68,7 +68,7 @@ class QuantizedKernel:
 
     @property
     def lacks_shards(self) -> str | None:
-        """Why devices of a mesh have no shard of it to work with by themselves, or None."""
+        """Reason why devices of a mesh have no usable shard of it, or None."""
         if isinstance(self.form, OpaqueTree):
             return None if self.form.per_device else "its kernel was quantized as a whole, for one device"
         one_scale = isinstance(self.quantizer, TensorQuantizer)
@@ -76,25 +76,25 @@ class QuantizedKernel:
 
     @checked
     def partition_specs(self, kernel: PartitionSpec, per_device: PartitionSpec) -> QuantizedKernel:
-        """Return the PartitionSpecs of its arrays, of a kernel with this one; every device has the one scale."""
+        """Return the PartitionSpecs of its arrays from the kernel's; the scale is replicated."""
         if isinstance(self.form, OpaqueTree):
             form: Any = per_device
         else:
-            # Values lie as the kernel does; a scale of the whole tensor is the same on every device.
+            # Values are sharded like the kernel; a scale of the whole tensor is replicated.
             form = jax.tree.map(lambda leaf: kernel if leaf.shape == self.shape else PartitionSpec(), self.form)
         amax, guard = jax.tree.map(lambda _: PartitionSpec(), (self.amax, self.guard))
         return replace(self, form=form, amax=amax, guard=guard)
 
     @checked
     def of_layer(self, ndim: int) -> QuantizedKernel:
-        """Return it with ``shape`` that of one layer's kernel, of ``ndim`` axes, where a loop took it from a stack."""
+        """Return it with the ``shape`` of one layer's kernel, of ``ndim`` axes, if a loop sliced it from a stack."""
         return self if self.ndim == ndim else replace(self, shape=self.shape[-ndim:])
 
     def dequantize(self) -> Array:
         """Return the values in ``dtype``, of a kernel in plain arrays.
 
         Raises:
-            TypeError: for one in a backend's own form.
+            TypeError: for a kernel in a backend's own form.
         """
         if self.is_opaque:
             raise TypeError("this kernel is in its backend's own form; quantize it with portable=True to dequantize it")
@@ -107,7 +107,7 @@ class QuantizedKernel:
 
     @checked
     def taken_over(self, exact: Array) -> Array:
-        """Return the exact values, with the kernel's own in the place of those that do not round to it.
+        """Return the exact values, replaced by the kernel's values where they do not round to it.
 
         Args:
             exact: fp32, in the shape of the kernel, which is one in plain arrays.
@@ -127,7 +127,7 @@ class QuantizedKernel:
         name = "scale_inv" if tensor.tensor_scale_inv is None else "tensor_scale_inv"
         scale = getattr(tensor, name)
         blocks = 2 if name == "scale_inv" and tensor.block is not None else 0
-        # A kernel has two axes or more behind those of a stack.
+        # A kernel has two or more axes after those of a stack.
         layers = min(scale.ndim - blocks, tensor.ndim - 2)
         intact = self.guard.intact(layers)
         return replace(tensor, **{name: jnp.where(intact[..., *(None,) * blocks], scale, jnp.nan)})

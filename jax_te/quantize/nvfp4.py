@@ -33,10 +33,11 @@ class NVFP4Quantizer(Quantizer):
     ``x * s / e4m3(...)`` rounded to E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
 
     Args:
-        two_dimensional: blocks of 16 x 16 instead of 1 x 16, for kernels.
-        hadamard: rotate by `hadamard_rows` before the columnwise quantization, which the weight gradient reads.
-        stochastic_rounding: round up with a probability that is the distance from the value below. The random bits are
-            a function of the tensor's own values, so the same tensor is always rounded the same way.
+        two_dimensional: whether blocks are 16 x 16 instead of 1 x 16, for kernels.
+        hadamard: whether to rotate by `hadamard_rows` before the columnwise quantization, which the weight gradient
+            reads.
+        stochastic_rounding: whether to round up with a probability that is the distance from the value below. The
+            random bits are a function of the tensor's own values, so the same tensor is always rounded the same way.
 
     Source: ``transformer_engine.jax.quantize.NVFP4Quantizer``; NVIDIA 2025, "Pretraining Large Language Models with
         NVFP4", appendix C.
@@ -82,7 +83,8 @@ class NVFP4Quantizer(Quantizer):
         ), None
 
     def _rotated(self, matrix: Array, columnwise: bool) -> Array:
-        # The weight gradient reads this form. Its other operand is rotated alike, so the rotation cancels out.
+        # The weight gradient reads this form. Its other operand is rotated in the same way, so the rotation cancels
+        # out.
         return hadamard_rows(matrix) if self.hadamard and columnwise else matrix
 
     def _quantize(
@@ -97,7 +99,7 @@ class NVFP4Quantizer(Quantizer):
             (tensor_scale, block_amax(matrix, block) * (1.0 / E2M1_MAX))
         )
         tensor_scale_inv = 1.0 / tensor_scale
-        # The values are scaled by the rounded scale, because that is the one that the GEMM divides by.
+        # The values are scaled by the rounded scale, because the GEMM divides by it.
         block_inv = jax.lax.optimization_barrier(_round_e4m3(jnp.minimum(block_inv * tensor_scale, E4M3_MAX)))
         scales = jnp.minimum(1.0 / (block_inv * tensor_scale_inv), _LARGEST)
         scaled = matrix.astype(jnp.float32) * expand_blocks(scales, block, matrix.shape)
@@ -116,8 +118,9 @@ class NVFP4Quantizer(Quantizer):
 
 def _round_e4m3(x: Array) -> Array:
     """``x`` in [0, 448] rounded to E4M3, as fp32."""
-    # Not by a cast to E4M3 and back, which compilers may drop as a pair. reduce_precision has no subnormal numbers of
-    # the narrow format, which are multiples of 2^-9 below 2^-6; 8 exponent bits, as with 4 the 448 would be inf.
+    # Not by a cast to E4M3 and back, which compilers may drop as a pair. reduce_precision does not support the narrow
+    # format's subnormal numbers, which are multiples of 2^-9 below 2^-6; 8 exponent bits, since with 4 bits 448 would
+    # be inf.
     subnormal = jnp.round(x * 2.0**9) * 2.0**-9
     return jnp.where(x < 2.0**-6, subnormal, jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=3))
 
@@ -138,15 +141,16 @@ def _round_e2m1(x: Array, bits: Array | None) -> Array:
 def rounding_key(x: Array) -> Array:
     """Return the key of a tensor's stochastic rounding: a checksum of the values of ``x [R, C]`` and their positions.
 
-    With a key that is a function of the tensor there is no random state, recomputation rounds as the first pass did,
-    and the sharding changes nothing.
+    Because the key is a function of the tensor, there is no random state, recomputation rounds like the first pass, and
+    results do not depend on the sharding.
     """
     rows = jax.lax.broadcasted_iota(jnp.uint32, x.shape, 0)
     return _key_of(*(jnp.sum(words, dtype=jnp.uint32) for words in _checked_words(x, rows)))
 
 
 def _checked_words(x: Array, rows: Array) -> tuple[Array, Array]:
-    """Return what two checksums of ``x [R, C]`` add up: uint32, in its shape. ``rows`` are the numbers of its rows."""
+    """Return the summands of two checksums of ``x [R, C]``: uint32, in its shape. ``rows`` are the indices of its
+    rows."""
     words = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     columns = jax.lax.broadcasted_iota(jnp.uint32, x.shape, 1)
     words = _mixed(_mixed(words + rows * jnp.uint32(0x9E3779B1)) + columns * jnp.uint32(0x85EBCA77))
@@ -155,7 +159,7 @@ def _checked_words(x: Array, rows: Array) -> tuple[Array, Array]:
 
 
 def _key_of(*checksums: Array) -> Array:
-    """Return the key that two checksums, uint32 ``[]``, give."""
+    """Return the key derived from two checksums, uint32 ``[]``."""
     # threefry, whatever the default is: the bits of rbg depend on the sharding.
     key = jax.random.key(0, impl="threefry2x32")
     for checksum in checksums:
@@ -169,7 +173,8 @@ def _random_bits(x: Array, columnwise: bool) -> Array:
 
 
 def _random_bits_of_tiles(x: Array, tiles: GroupTiles, columnwise: bool) -> Array:
-    """uint16 like ``x [tiles, t, C]``: of each group the bits that `_random_bits` gives its rows alone."""
+    """Return uint16 like ``x [tiles, t, C]``: for each group the bits that `_random_bits` returns for its rows
+    alone."""
     _, t, columns = x.shape
     rows = (tiles.first[:, None] + jnp.arange(t, dtype=tiles.first.dtype)[None]).astype(jnp.uint32)
     # A GEMM's operand has a multiple of `alignment` rows, see `jax_te.quantize.padding`. Zeros count in the checksum.
@@ -181,8 +186,8 @@ def _random_bits_of_tiles(x: Array, tiles: GroupTiles, columnwise: bool) -> Arra
     keys = jax.vmap(lambda *sums: jax.random.fold_in(_key_of(*sums), columnwise))(*checksums)
 
     def of_tile(key: Array, rows: Array) -> Array:
-        # As `jax.random.bits` does with ``jax_threefry_partitionable``, JAX's default: the bits of an element are those
-        # of its place in the whole array, which a tile is a part of.
+        # As `jax.random.bits` does with ``jax_threefry_partitionable``, JAX's default: the bits of an element depend on
+        # its position in the whole array, of which a tile is a part.
         high, low = _place(rows, columns)
         words = threefry_2x32(key, jnp.concatenate([high.ravel(), low.ravel()]))  # type: ignore[arg-type]
         return (words[: t * columns] ^ words[t * columns :]).astype(jnp.uint16).reshape(t, columns)
@@ -204,7 +209,7 @@ def _place(rows: Array, columns: int) -> tuple[Array, Array]:
 
 def _mixed(words: Array) -> Array:
     """A bijection of uint32 in which every bit depends on every other (MurmurHash3's finalizer)."""
-    # Sums of unmixed words would hardly differ: the lower half of a bf16 value is 0, and so is that of its square.
+    # Sums of unmixed words would hardly differ: the lower half of a bf16 value and of its square is 0.
     words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
     words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
     return words ^ (words >> 16)

@@ -47,7 +47,7 @@ class Observer:
 
         Args:
             name, role: name of its layer, and its role in it.
-            quantizer: its quantizer.
+            quantizer: quantizer of the tensor.
             statistics: values for the names in `STATISTICS`; and ``"group_amaxes"``, fp32 ``[e]``, of one that
                 has several groups.
 
@@ -86,7 +86,7 @@ def observe_quantization(observer: Observer | None = None) -> Iterator[Observer]
     """Yield an `Observer` that records statistics of every tensor that functions called inside quantize.
 
     Functions are traced again under an observer, and run slower: quantization is not fused into other operations.
-    Leaving the context waits for all records. Modules have the names that `name_modules` gave them.
+    Leaving the context waits for all records. Modules have the names that `name_modules` assigned.
 
     Args:
         observer: an observer to continue with; functions that were traced under it are not traced again. None: a new
@@ -126,7 +126,7 @@ def quantization_statistics(
     - ``mse``: mean squared error of the quantized values; ``relative_mse``: divided by the mean square of ``x``.
 
     Args:
-        x, quantizer, scale, axis: as in `quantize`.
+        x, quantizer, scale, axis: see `quantize`.
 
     >>> from jax_te.quantize import TensorQuantizer
     >>> stats = quantization_statistics(jnp.array([[448.0, 0.0, 1e-4]]), TensorQuantizer(dtype=jnp.float8_e4m3fn))
@@ -142,7 +142,7 @@ def stacked_statistics(x: Array, q: QuantizedTensor, elements: Array | int) -> d
 
     Args:
         x: the tensors, stacked along a first axis.
-        q: quantized, each by itself, their arrays stacked likewise.
+        q: results of quantizing each matrix by itself, with their arrays stacked likewise.
         elements: number of the elements of ``x`` that count; all others are zeros.
     """
     values, inverse = jax.vmap(lambda q: (q.values(), _inverse_scales(q)))(q)
@@ -150,7 +150,7 @@ def stacked_statistics(x: Array, q: QuantizedTensor, elements: Array | int) -> d
 
 
 def _statistics(x: Array, data: Array, values: Array, inverse: Array, elements: int | Array) -> dict[str, Array]:
-    """Return the statistics of ``x``, of whose values ``elements`` count and the others are zeros."""
+    """Return the statistics of ``x``, of which ``elements`` values count and the others are padding zeros."""
     wide = x.astype(jnp.float32)
     nonzero = wide != 0.0
     # NVFP4's scale rounds to 0 for a block that is tiny compared with the tensor's amax, and the whole block with it.
@@ -173,7 +173,7 @@ def _statistics(x: Array, data: Array, values: Array, inverse: Array, elements: 
 
 def _inverse_scales(q: QuantizedTensor) -> Array:
     """The reciprocal scale at every value (or the one of all), fp32."""
-    # Values of 1 times the scales: `values` knows how blocks and parts lie.
+    # Values of 1 times the scales: `values` handles the layout of blocks and parts.
     return QuantizedTensor(
         data=jnp.ones(q.shape, jnp.float32),
         scale_inv=q.scale_inv,

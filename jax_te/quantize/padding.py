@@ -1,6 +1,6 @@
-"""Rows of zeros behind those of a matrix, for GEMMs that take multiples of 16 or 32 rows only.
+"""Zero rows appended to a matrix, for GEMMs that require multiples of 16 or 32 rows.
 
-Rows of zeros change no scale but those of their own blocks, and add nothing to a sum over rows.
+Zero rows affect only the scales of their own blocks, and add nothing to a sum over rows.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def pad_rows(x: Array, axis: int, multiple: int) -> Array:
 
     Args:
         x: ``[..., *c]``.
-        axis: where its columns ``*c`` begin.
-        multiple: of the rows; there is at least one of it.
+        axis: axis where its columns ``*c`` begin.
+        multiple: multiple to which the number of rows is padded; at least one multiple.
 
     Returns:
         ``[rows, *c]``.

@@ -1,4 +1,4 @@
-"""What a recipe does to the operands of a linear layer's three GEMMs."""
+"""Quantization of the operands of a linear layer's three GEMMs under a recipe."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class GemmState(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class OperandPrecision:
-    """How one operand is quantized, and in which form its two GEMMs read it.
+    """Quantization of one operand, and the form in which its two GEMMs read it.
 
     Args:
         quantizer: None: the operand is not quantized.
@@ -66,7 +66,7 @@ class OperandPrecision:
 
     @property
     def whole_amax(self) -> bool:
-        """Whether a current scale on a mesh is that of the whole tensor, not of the shards that one GEMM reads."""
+        """Whether a current scale on a mesh covers the whole tensor, not only the shards that one GEMM reads."""
         return isinstance(self.quantizer, TensorQuantizer) and self.quantizer.amax_scope == "whole"
 
 
@@ -76,12 +76,12 @@ class Precision:
 
     Args:
         x, kernel, grad: the three operands.
-        overridden: for each of `GEMMS`, whether it multiplies the operands as they are, in the compute dtype.
-        split_accumulator: for each of `GEMMS`, whether partial sums are promoted to fp32 on the way.
-        amax_rule: of delayed scaling; None for recipes without state.
+        overridden: whether each of `GEMMS` multiplies its operands unquantized, in the compute dtype.
+        split_accumulator: whether each of `GEMMS` promotes partial sums to fp32 on the way.
+        amax_rule: amax rule of delayed scaling; None for recipes without state.
         alignment: sizes of quantized matrices must be multiples of it.
         shard_multiple: sizes of shards likewise, for devices to quantize theirs by themselves; None: they cannot.
-        recipe_name: for messages.
+        recipe_name: recipe's name, for messages.
     """
 
     x: OperandPrecision = OperandPrecision()
@@ -96,18 +96,18 @@ class Precision:
 
     @property
     def group_alignment(self) -> int:
-        """What groups of rows in one array start at multiples of, so that no two share a block or a tile of a GEMM."""
+        """Alignment of groups of rows in one array with which no two groups share a block or a tile of a GEMM."""
         quantizers = [getattr(self, role).quantizer for role in ROLES]
         blocks = [quantizer.shard_multiple or 1 for quantizer in quantizers if quantizer is not None]
         return math.lcm(_ROW_TILE, self.alignment, *blocks)
 
     def misfit(self, label: str, name: str, size: int, shapes: str) -> ValueError:
-        """Return the error of a size that is no multiple of ``alignment``.
+        """Return the error of a size that is not a multiple of ``alignment``.
 
         Args:
-            label: of the op or layer.
-            name, size: of the size.
-            shapes: of its arrays, in words.
+            label: name of the op or layer.
+            name, size: name and value of the size.
+            shapes: shapes of its arrays, as text.
         """
         return ValueError(
             f"{label} under recipe {self.recipe_name!r}: {name} {size} must be a multiple of {self.alignment} (the "
@@ -116,7 +116,7 @@ class Precision:
         )
 
     def split_misfit(self, tokens: Any, kernel: Any) -> str | None:
-        """Return why quantizing shards is not quantizing the whole, or None.
+        """Return the reason why quantizing shards differs from quantizing the whole tensor, or None.
 
         Args:
             tokens: shape of one device's rows.
@@ -128,7 +128,7 @@ class Precision:
         sizes = {"tokens in a row": tokens[-1] if tokens else 1, "input size": kernel[0], "output size": kernel[-1]}
         for name, size in sizes.items():
             if size % multiple:
-                return f"{name} of one device, {size}, is no multiple of the {multiple} values of a scale"
+                return f"{name} of one device, {size}, is not a multiple of the {multiple} values of a scale"
         return None
 
     def scale(self, state: GemmState | None, role: TensorRole) -> Array | None:
@@ -146,8 +146,8 @@ class Precision:
 
         Args:
             state: fp32.
-            used: for each role the scale in use and the amax that was seen. If no GEMM read the operand quantized, its
-                amax is None and 0 is pushed to its history; zeros do not affect the scale.
+            used: scale in use and amax that was seen, for each role. If no GEMM read the operand quantized, its amax is
+                None and 0 is pushed to its history; zeros do not affect the scale.
         """
         if state is None or self.amax_rule is None:
             return state
@@ -174,7 +174,7 @@ def check_state(state: GemmState | None, recipe: DelayedScaling) -> None:
         )
 
 
-# Cached, because every call of every layer asks, and a model has few recipes; a recipe is hashable data.
+# Cached, because every call of every layer needs it, and a model has few recipes; a recipe is hashable data.
 @functools.lru_cache(maxsize=512)
 def precision_of(recipe: Recipe | None) -> Precision:
     """Return a recipe as ops read it.
@@ -229,7 +229,7 @@ def quantizer_for(recipe: Recipe | None, role: TensorRole) -> Quantizer | None:
     if isinstance(recipe, MXFP8BlockScaling):
         return MXQuantizer(dtype=dtype)
     if isinstance(recipe, NVFP4BlockScaling):
-        # As NVIDIA's recipe for training in NVFP4: squares for kernels, so that forward and backward read the same
+        # As in NVIDIA's recipe for training in NVFP4: squares for kernels, so that forward and backward read the same
         # values; stochastic rounding for gradients, whose rounding to nearest would be biased.
         return NVFP4Quantizer(
             two_dimensional=role == "kernel" and not recipe.disable_2d_quantization,

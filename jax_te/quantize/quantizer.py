@@ -1,4 +1,4 @@
-"""Quantizers: static descriptions of how one tensor becomes low-precision values and scales."""
+"""Quantizers: static descriptions of the conversion of one tensor into low-precision values and scales."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class Quantizer(abc.ABC):
     """Base of all quantizers: hashable data.
 
     Args:
-        dtype: of the values.
+        dtype: dtype of the values.
     """
 
     alignment: ClassVar[int] = 16
-    """Sizes of the matrices that GEMMs read quantized so must be multiples of this."""
+    """Sizes of matrices quantized for GEMMs must be multiples of this."""
 
     shard_multiple: ClassVar[int | None] = None
-    """Sizes of a tensor's shards must be multiples of this for the quantized shards to be the quantized tensor's, under
-    the amax of the whole tensor; None: a shard's values depend on more of the tensor."""
+    """Multiple of the sizes of a tensor's shards with which quantizing shards, under the amax of the whole tensor,
+    equals quantizing the tensor; None: a shard's values depend on more of the tensor."""
 
     directional: ClassVar[bool] = True
     """Whether the two GEMMs that read a tensor need it quantized differently."""
@@ -49,13 +49,13 @@ class Quantizer(abc.ABC):
     def quantize_tiles(
         self, x: Array, tiles: GroupTiles, scale: Array | None, *, columnwise: bool
     ) -> tuple[QuantizedTensor, Array | None]:
-        """Quantize the rows of several groups, each as `quantize` does its rows alone, behind which are zeros.
+        """Quantize the rows of several groups, padded with zeros, each as `quantize` would its rows alone.
 
         Args:
             x: ``[tiles, t, *c]``.
             tiles: the group of each tile.
             scale: fp32 ``[e]``, for delayed scaling only.
-            columnwise: as in `quantize`.
+            columnwise: see `quantize`.
 
         Returns:
             The tensor of each tile, their arrays stacked along a first axis ``[tiles]``; and the amax of each group's
@@ -88,8 +88,8 @@ class TensorQuantizer(Quantizer):
     Args:
         dtype: float8_e4m3fn or float8_e5m2.
         scaling: ``"delayed"``: the scale is given; ``"current"``: it is ``max(dtype) / amax(x)``.
-        power_of_two: current scales are rounded down to powers of two.
-        amax_scope: of current scales on a mesh, see `jax_te.recipe.Float8CurrentScaling`.
+        power_of_two: whether current scales are rounded down to powers of two.
+        amax_scope: scope of current scales on a mesh, see `jax_te.recipe.Float8CurrentScaling`.
 
     Source: ``transformer_engine.jax.quantize.DelayedScaleQuantizer``, ``CurrentScaleQuantizer``.
 
@@ -171,7 +171,7 @@ class Quantization(NamedTuple):
         quantizer: None: not at all.
         scale: fp32 ``[]``, for delayed scaling only.
         amax_axes: mesh axes over which an amax of the array at hand, one device's shard, is reduced. None: the array is
-            no shard.
+            not a shard.
     """
 
     quantizer: Quantizer | None = None
@@ -180,20 +180,20 @@ class Quantization(NamedTuple):
 
     @property
     def needs_amax(self) -> bool:
-        """Whether the tensor must be there before it is quantized, because the amax of its shard gives the scale."""
+        """Whether the tensor must exist before it is quantized, because the amax of its shard gives the scale."""
         quantizer = self.quantizer
         return self.amax_axes is not None and isinstance(quantizer, TensorQuantizer) and quantizer.scaling == "current"
 
     def of_shard(self, x: Array) -> Quantization:
         """Return the quantization of the shard ``x`` that gives the shard of the quantized tensor.
 
-        All shards take this way, also those that share their scale with no other: backends tell delayed from current
-        scaling, and a GEMM takes operands of one kind.
+        All shards are quantized this way, also those that share their scale with no other: backends distinguish delayed
+        from current scaling, and a GEMM takes operands of one kind.
         """
         quantizer = self.quantizer
         if not isinstance(quantizer, TensorQuantizer) or quantizer.scaling == "delayed":
             return self
-        # With the amax of all shards that share it, current scaling is delayed scaling under a scale that is known.
+        # With the amax of all shards that share it, current scaling becomes delayed scaling with a known scale.
         scale = quantizer.scale_for(reduce_max(amax(x), self.amax_axes or ()), None)
         return Quantization(dataclasses.replace(quantizer, scaling="delayed"), scale)
 
@@ -217,11 +217,11 @@ def quantize(
 
     Args:
         x: fp32, bf16 or fp16 ``[...]``, seen as the matrix ``[R, C]`` whose columns are the axes from ``axis`` on.
-        quantizer: how.
+        quantizer: quantizer of the tensor.
         scale: fp32 ``[]``, for delayed scaling only.
-        axis: where the columns begin.
-        columnwise: for a GEMM that sums over the rows of the matrix, not over its columns. Blocks lie along the axis
-            that is summed over.
+        axis: axis where the columns begin.
+        columnwise: whether it is for a GEMM that sums over the rows of the matrix, not over its columns. Blocks lie
+            along the axis that is summed over.
 
     Returns:
         The quantized tensor, and the amax of ``x`` (fp32 ``[]``) where the quantizer takes one of the whole tensor,

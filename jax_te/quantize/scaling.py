@@ -20,7 +20,7 @@ With a scale for each of ``d`` parts of the batch, ``f32[d]`` and ``f32[d, n]``.
 
 
 class AmaxRule(NamedTuple):
-    """How delayed scaling takes a scale from a history, see `jax_te.recipe.DelayedScaling`, which has these fields."""
+    """Computation of a delayed scale from a history, see the same fields of `jax_te.recipe.DelayedScaling`."""
 
     margin: int
     amax_compute_algo: str
@@ -42,12 +42,12 @@ def amax(x: Array, axis: int | tuple[int, ...] | None = None) -> Array:
     x = x if x.dtype.itemsize == 2 else x.astype(jnp.float32)
     word = jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32
     bits = (jax.lax.bitcast_convert_type(x, word) & (jnp.iinfo(word).max >> 1)).astype(jnp.int32)
-    # The maximum of no elements must be said: the amax of an empty tensor is 0.
+    # A maximum of no elements needs an initial value: the amax of an empty tensor is 0.
     largest = jnp.max(bits, axis=axis) if bits.size else jnp.max(bits, axis=axis, initial=0)
     bits = jax.lax.bitcast_convert_type(
         jax.lax.bitcast_convert_type(largest.astype(word), x.dtype).astype(jnp.float32), jnp.int32
     )
-    # 0x00800000 is the least normal number. CPUs and GPUs differ in whether they flush what is below it to 0.
+    # 0x00800000 is the least normal number. CPUs and GPUs differ in whether they flush smaller numbers to 0.
     return jax.lax.bitcast_convert_type(jnp.where(bits < 0x00800000, 0, bits), jnp.float32)
 
 
@@ -60,7 +60,7 @@ def compute_scale(amax: Array, dtype: DTypeLike, *, margin: int = 0, old_scale: 
     Args:
         amax: fp32, any shape.
         dtype: FP8 dtype that values are scaled into.
-        margin: powers of two of head-room.
+        margin: powers of two of headroom.
         old_scale: fp32, same shape as ``amax``.
 
     Source: Transformer Engine, delayed-scaling recipe.

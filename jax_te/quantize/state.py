@@ -1,12 +1,12 @@
 """State outside of gradients, of delayed scaling and of routers: no other file creates, merges or writes it.
 
-What a call has to say about a state leaves backward as the state's gradient. It therefore must not reach anything that
-treats gradients as gradients (clipping, norms, the optimizer). There are two kinds:
+A call's information about a state leaves backward as the state's gradient. It therefore must not reach code that treats
+it as a gradient (clipping, norms, the optimizer). There are two kinds:
 
 - A scale or an amax history of delayed scaling: its gradient is its next value. Values of several uses, microbatches,
   loops and stages merge by maximum, and the result is written back unchanged.
 - A state with a rule of `Counting`: its gradient is a count. Counts of all uses of a step add up, and once a step the
-  rule makes the next value of the old one and the sum.
+  rule computes the next value from the old one and the sum.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from jax_te.sharding import batch_ranks
 from jax_te.typing import PyTree
 
 _TOGETHER = 32
-"""States that are written at once: XLA for GPUs does not fuse what reads and writes many more arrays."""
+"""Number of states written at once: XLA for GPUs does not fuse operations on many more arrays."""
 
-# A user context takes part in the jit cache key: what was traced with frozen scales is traced again without.
+# A user context is part of the jit cache key: functions traced with frozen scales are traced again without them.
 scales_are_frozen = jax.make_user_context(False)
 
 counts_are_next_values = jax.make_user_context(False)
-"""Whether the gradient of a state that counts is its next value, as that of a scale is, where nothing merges counts: in
-Linen, whose collections have no rules. Then a state may be used once in a step."""
+"""Whether the gradient of a counting state is its next value, like a scale's, because nothing merges counts: in Linen,
+whose collections have no rules. Then a state may be used once in a step."""
 
 
 @contextlib.contextmanager
 def frozen_scales() -> Iterator[None]:
-    """Yield with the state of delayed scaling held fast in every call that is traced or made inside.
+    """Yield with the state of delayed scaling frozen in every call that is traced or made inside.
 
     The scales stay those of the histories that the state has: backward takes no amax, the state's gradient is the state
-    itself, and the state may be left out of what is differentiated. A call outside that leaves it out raises
-    `jax_te.errors.QuantizerStateError`, since its scales would never fit what it quantizes.
+    itself, and the state may be left out of what is differentiated. A call outside of the context that leaves it out
+    raises `jax_te.errors.QuantizerStateError`, since its scales would never fit what it quantizes.
 
     >>> from jax_te.ops import dense
     >>> recipe = DelayedScaling(amax_history_len=1)
@@ -62,17 +62,17 @@ def frozen_scales() -> Iterator[None]:
 
 @nnx.register_variable_name("_overwrite_with_gradient")
 class QuantizerState(nnx.Variable):
-    """NNX Variable that holds one array of state outside of gradients: one of a `GemmState`, or one that counts.
+    """NNX Variable of one array of state outside of gradients: an array of a `GemmState`, or a counting state.
 
     A layer holds a `GemmState` of these: a scale and an amax history for each operand, whose gradients are their next
-    values. One that counts has its rule in its metadata, ``QuantizerState(value, counting=rule)``, see `Counting`.
+    values. A counting state has its rule in its metadata, ``QuantizerState(value, counting=rule)``, see `Counting`.
     Linen shows it as the collection ``_overwrite_with_gradient``.
     """
 
 
 @dataclass(frozen=True)
 class Counting:
-    """Base of the rules of states that count. A rule is static, and compared by its fields.
+    """Base of the rules of counting states. A rule is static, and compared by its fields.
 
     Class attributes:
         needed: a derivative of a layer in training that leaves the state out raises, since it would never change.
@@ -96,12 +96,12 @@ class Counting:
         raise NotImplementedError
 
     def so_far(self, old: jax.Array, total: jax.Array) -> jax.Array:
-        """Return what the step's next microbatch reads, ``total`` being the sum of the earlier ones' counts."""
+        """Return the state that the step's next microbatch reads; ``total`` is the sum of the earlier ones' counts."""
         return old
 
 
 def counting_of(variable: Any) -> Counting | None:
-    """Return the rule of a state that counts, None for any other Variable or array."""
+    """Return the rule of a counting state, None for any other Variable or array."""
     return variable.get_metadata().get("counting") if isinstance(variable, nnx.Variable) else None
 
 
@@ -145,7 +145,7 @@ def init_gemm_state(recipe: Recipe | None, *, groups: int | None = None) -> Gemm
 
 def quantizer_variables(state: PyTree) -> PyTree:
     """Return a `GemmState` in the Variables that a layer holds; None for None."""
-    # One array in each: Flax's tools and Orbax take the value of a Variable for an array.
+    # One array in each: Flax's tools and Orbax expect the value of a Variable to be an array.
     return jax.tree.map(QuantizerState, state)
 
 
@@ -168,7 +168,7 @@ def with_max_gradients(quantizers: PyTree) -> PyTree:
 
 
 def map_amax_states(fn: Callable[..., Any], states: PyTree) -> PyTree:
-    """Return states with ``fn`` applied to each array of delayed scaling's; those that count stay."""
+    """Return states with ``fn`` applied to each array of delayed scaling; counting states stay."""
 
     def mapped(node: Any) -> Any:
         return jax.tree.map(fn, node) if counting_of(node) is None else node
@@ -205,7 +205,7 @@ def _as_float32_inside(leaf: jax.Array) -> jax.Array:
     return jax.lax.convert_element_type(leaf, jnp.float32)
 
 
-# A derivative of our own, because JAX's transpose of the conversion fails on arrays of this dtype.
+# A custom derivative, because JAX's transpose of the conversion fails on arrays of this dtype.
 _as_float32_inside.defvjp(
     lambda leaf: (_as_float32_inside(leaf), None),
     lambda _, gradient: (jax.lax.convert_element_type(gradient, fp32_max_grad),),
@@ -237,7 +237,7 @@ _with_max_gradients_inside.defvjp(
 def merge_quantizers(stacked: PyTree) -> PyTree:
     """Return one gradient of states for several that started from the same states.
 
-    It is the maximum over the leading axis, and the sum for states that count. A nan amax stays nan, so that the next
+    It is the maximum over the leading axis, and the sum for counting states. A nan amax stays nan, so that the next
     scale is the old one, as for a single microbatch.
 
     Args:
@@ -249,15 +249,15 @@ def merge_quantizers(stacked: PyTree) -> PyTree:
         check_axes("a leaf of stacked", leaf)
 
     def merged(node: Any) -> Any:
-        # A maximum is right for all leaves of delayed scaling: the scales are equal, because all were taken from the
-        # common state, and the histories differ in slot 0 alone, the newest amax.
+        # A maximum is right for all leaves of delayed scaling: the scales are equal, because all were computed from the
+        # common state, and the histories differ only in slot 0, the newest amax.
         return jax.tree.map(_largest if counting_of(node) is None else lambda leaf: jnp.sum(leaf, axis=0), node)
 
     return jax.tree.map(merged, stacked, is_leaf=lambda node: counting_of(node) is not None)
 
 
 def counts_within_step(quantizers: PyTree) -> dict[Any, Any]:
-    """Return zeros for the states of which a step's later microbatches read what the earlier ones counted, by path."""
+    """Return zeros, by path, for the states whose counts a step's later microbatches read."""
     found = nnx.to_flat_state(quantizers) if isinstance(quantizers, nnx.State) else []
     rules = [(path, variable, counting_of(variable)) for path, variable in found]
     return {path: variable.replace(jnp.zeros_like(variable.get_value())) for path, variable, rule in rules
@@ -265,7 +265,7 @@ def counts_within_step(quantizers: PyTree) -> dict[Any, Any]:
 
 
 def with_counts(quantizers: PyTree, counts: dict[Any, Any]) -> PyTree:
-    """Return states as a step's next microbatch reads them; ``counts`` are those of the earlier ones, added up."""
+    """Return states as a step's next microbatch reads them; ``counts`` are the sums of the earlier ones' counts."""
     if not counts:
         return quantizers
 
@@ -353,12 +353,12 @@ def _largest(leaf: jax.Array) -> jax.Array:
 def write_back(old: PyTree, gradient: PyTree, *, keep_old: jax.Array | None = None) -> PyTree:
     """Return the states of the next step.
 
-    They are the gradients of ``old``, or ``old`` for layers that did not run; of states that count, what their rules
-    say.
+    They are the gradients of ``old``, or ``old`` for layers that did not run; for counting states, the results of their
+    rules.
 
     Args:
         old: states of this step; Variables if some count.
-        gradient: their gradients, in fp32.
+        gradient: gradients of the states, in fp32.
         keep_old: bool ``[]``, true for a skipped step, which keeps ``old``.
     """
     check_leaves("old", old)
@@ -398,7 +398,7 @@ def _rules(states: PyTree) -> list[Counting | None]:
 
 
 def _carry_on(before: list[PyTree], after: list[PyTree], keep_old: jax.Array | None) -> list[PyTree]:
-    """Return the next states of some whose arrays have the same types."""
+    """Return the next states of several states whose arrays have the same types."""
     stack = functools.partial(jax.tree.map, lambda *leaves: jnp.stack(leaves))
     # With the barrier a few kernels read all states, and a few others write them. Without it XLA for GPUs has three
     # for each, two of them copies: a history that moves by a slot cannot be written over the one that is read.

@@ -14,7 +14,7 @@ from jax_te.quantize.hadamard import hadamard_rows
 from jax_te.typing import Array, DTypeLike
 
 _NEAR = 2.0**-20
-"""Relative distance in fp32 by which a value may miss the boundary between two quantized ones, see ``holds``."""
+"""Relative tolerance in fp32 at the boundary between two quantized values, see ``holds``."""
 
 
 @jax.tree_util.register_dataclass
@@ -53,7 +53,7 @@ class QuantizedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array it stands for."""
+        """Shape of the array that it represents."""
         return self.data.shape
 
     @property
@@ -63,7 +63,7 @@ class QuantizedTensor:
 
     def values(self) -> Array:
         """Return ``data`` times its scales, fp32, in the shape of the data; rotated if the tensor is."""
-        # Without the barrier XLA drops the cast to FP8 and this one back as a pair, and nothing is quantized.
+        # Without the barrier XLA drops the cast to FP8 and back as a pair, and nothing is quantized.
         wide = jax.lax.optimization_barrier(self.data).astype(jnp.float32)
         if self.parts:
             rows = wide.reshape(self.parts, -1)
@@ -86,7 +86,7 @@ class QuantizedTensor:
 
     @checked
     def holds(self, x: Array) -> Array:
-        """Return where ``x``, fp32 in the shape of the data, rounds to these values under these scales: bool.
+        """Return a bool mask of where ``x``, fp32 in the shape of the data, rounds to these values under these scales.
 
         One that lies between two values within fp32's rounding of a scale counts as rounding to either, since the
         reciprocal of a stored scale need not be the scale that the values were made with.
@@ -113,8 +113,8 @@ class QuantizedOperand:
     """A tensor quantized for the GEMMs that read it.
 
     Args:
-        rowwise: for GEMMs that sum over its columns: blocks lie along the rows. None if no GEMM needs it.
-        columnwise: for GEMMs that sum over its rows. None if no GEMM needs it, or if ``rowwise`` serves both.
+        rowwise: tensor for GEMMs that sum over its columns: blocks lie along the rows. None if no GEMM needs it.
+        columnwise: tensor for GEMMs that sum over its rows. None if no GEMM needs it, or if ``rowwise`` serves both.
     """
 
     rowwise: Any
@@ -131,12 +131,12 @@ class QuantizedOperand:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class OpaqueTree:
-    """The arrays of a tree whose own classes must not pass through JAX's transformations.
+    """The arrays of a tree whose classes must not pass through JAX's transformations.
 
     Args:
         leaves: the arrays; with ``per_device`` each has a leading dimension with one entry for each device.
-        treedef: their structure.
-        per_device: every device of a mesh has a tree of its own, which no other device reads.
+        treedef: structure of the tree.
+        per_device: whether every device of a mesh has a tree of its own, which no other device reads.
     """
 
     leaves: tuple[Any, ...]
@@ -168,8 +168,8 @@ def same_values(x: Array, y: Array) -> Array:
     >>> same_values(jnp.array([jnp.nan, 0.0, 1.0]), jnp.array([jnp.nan, -0.0, 2.0])).tolist()
     [True, True, False]
     """
-    # Of bit patterns: XLA may compare 16 or fewer bits as fp32, and drop a cast to them in front of that, so that what
-    # is compared was never rounded.
+    # Compared as bit patterns: XLA may compare 16 or fewer bits as fp32, and drop the preceding cast, so that unrounded
+    # values would be compared.
     word = jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}")
     ours, theirs = (jax.lax.bitcast_convert_type(each, word) for each in (x, y))
     magnitudes = (ours | theirs) & (jnp.iinfo(word).max >> 1)

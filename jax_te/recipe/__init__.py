@@ -1,4 +1,4 @@
-"""Precision recipes and where they apply: data only, no arrays."""
+"""Precision recipes and their scope: data only, no arrays."""
 
 from typing import TYPE_CHECKING, Any
 

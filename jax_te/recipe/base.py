@@ -17,8 +17,8 @@ class MMParams:
     """How one FP8 GEMM accumulates.
 
     Args:
-        use_split_accumulator: True: products are promoted to fp32 registers at short intervals ("precise"). False: they
-            stay in the tensor core's accumulator, which keeps fewer bits on Hopper ("fast"). Only GPUs of compute
+        use_split_accumulator: whether products are promoted to fp32 registers at short intervals ("precise"). False:
+            they stay in the tensor core's accumulator, which keeps fewer bits on Hopper ("fast"). Only GPUs of compute
             capability 9.0 (and 8.9) differ; everything else always accumulates in fp32.
 
     Raises:
@@ -43,7 +43,7 @@ class Support:
     native: bool
     reason: str
 
-    # So that "if recipe.supports():" reads as it is meant; an object is true otherwise.
+    # So that "if recipe.supports():" works as expected; other objects are always true.
     def __bool__(self) -> bool:
         return self.native
 
@@ -75,7 +75,7 @@ class Recipe:
     fp8_gemm_wgrad: MMParams = FAST
 
     def __post_init__(self) -> None:
-        # Numbers are checked here, once: a recipe is data, and what reads it does not check it again.
+        # Numbers are checked here, once: code that reads a recipe does not check it again.
         self._check_format()
         flags = self.override_linear_precision
         if not isinstance(flags, tuple) or len(flags) != 3 or not all(isinstance(flag, bool) for flag in flags):
@@ -114,8 +114,8 @@ class Recipe:
     def supports(self, device: Any = None) -> Support:
         """Return whether ``device`` multiplies this recipe's quantized operands natively.
 
-        Where it does not, the same numbers come out: operands are quantized as the recipe says and multiplied in high
-        precision, which is for tests and debugging, not for speed.
+        Otherwise the results are the same: operands are quantized by the recipe and multiplied in high precision, which
+        is for tests and debugging, not for speed.
 
         Args:
             device: a JAX device. None: the default one.
@@ -132,11 +132,11 @@ class Recipe:
         if device.platform not in ("gpu", "cuda"):
             return Support(False, f"{device.platform} has no {self.name} GEMM; {EMULATED}")
         capability = str(getattr(device, "compute_capability", ""))
-        # A GPU that is not NVIDIA's has a compute capability that is no number, or none.
+        # A GPU that is not NVIDIA's has a compute capability that is not a number, or none.
         try:
             return self._native(float(capability))
         except ValueError:
-            return Support(False, f"{device.device_kind} is no NVIDIA GPU with a compute capability; {EMULATED}")
+            return Support(False, f"{device.device_kind} is not an NVIDIA GPU with a compute capability; {EMULATED}")
 
     def _native(self, capability: float) -> Support:
         if capability >= 8.9:

@@ -11,7 +11,7 @@ from jax_te.recipe.format import Format
 
 @dataclass(frozen=True, kw_only=True)
 class _BlockScaling(Recipe):
-    """Base of these recipes: E4M3 everywhere, and sums of blocks that are scaled in fp32."""
+    """Base of these recipes: E4M3 everywhere, with the products of blocks scaled and summed in fp32."""
 
     fp8_format: Format = Format.E4M3
     fp8_gemm_fprop: MMParams = PRECISE
@@ -20,7 +20,7 @@ class _BlockScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Sums of blocks with scales of their own cannot stay in the tensor core's accumulator.
+        # Products of blocks with different scales cannot be summed in the tensor core's accumulator.
         for name in ("fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"):
             if not getattr(self, name).use_split_accumulator:
                 raise ValueError(
@@ -38,7 +38,7 @@ class Float8BlockScaling(_BlockScaling):
     direction, both times from the original values. GEMMs multiply 128 values in FP8, scale the sum and add it in fp32.
 
     Args:
-        use_f32_scales: keep the scales as they come, not rounded to powers of two.
+        use_f32_scales: whether to keep the scales as they come, not rounded to powers of two.
         fp8_format: `Format.E4M3` (default) or `Format.HYBRID`.
         override_linear_precision: see `Recipe`.
         fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accumulation is always split; anything else is refused.
@@ -107,11 +107,11 @@ class NVFP4BlockScaling(_BlockScaling):
     Three measures keep training accurate: kernels share a scale over 16 x 16 blocks, so that both directions see the
     same values; inputs and gradients are rotated by a random 16 x 16 Hadamard transform for the weight gradient; and
     gradients are rounded stochastically. The random bits of that are a function of the gradient itself, so there is no
-    state to carry: a step that is computed again rounds the same way, on every mesh.
+    random state: a recomputed step rounds in the same way, on every mesh.
 
     Args:
-        disable_rht: no Hadamard transform.
-        disable_stochastic_rounding: round gradients to nearest.
+        disable_rht: whether the Hadamard transform is off.
+        disable_stochastic_rounding: whether to round gradients to nearest.
         disable_2d_quantization: kernels have 1 x 16 blocks, too.
         fp4_format: `Format.E2M1`.
         fp8_format: `Format.E4M3`, of the block scales.
@@ -153,7 +153,7 @@ class NVFP4BlockScaling(_BlockScaling):
 
 
 def _blackwell(kind: str, capability: float) -> Support:
-    # Hopper's tensor cores know no scales of blocks.
+    # Hopper's tensor cores do not support block scales.
     if capability >= 10.0:
         return Support(True, f"{kind} tensor cores of compute capability {capability:g}")
     return Support(False, f"{kind} needs compute capability 10.0 (Blackwell), this is {capability:g}; {EMULATED}")

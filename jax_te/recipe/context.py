@@ -10,7 +10,7 @@ import jax
 from jax_te._validation import checked
 from jax_te.recipe.base import Recipe
 
-# A user context takes part in the jit cache key: a function traced under one recipe is traced again under another.
+# A user context is part of the jit cache key: a function traced under one recipe is traced again under another.
 ambient_recipe = jax.make_user_context(None)
 
 
@@ -23,10 +23,10 @@ def autocast(recipe: Recipe | None, *, enabled: bool = True) -> Iterator[None]:
 
     Args:
         recipe: a `Recipe`, or None.
-        enabled: False to run in high precision whatever ``recipe`` is.
+        enabled: whether to use ``recipe``; False runs in high precision whatever ``recipe`` is.
 
     Raises:
-        TypeError: if ``recipe`` is not a recipe, e.g. a class instead of an instance, or ``enabled`` is no bool.
+        TypeError: if ``recipe`` is not a recipe, e.g. a class instead of an instance, or ``enabled`` is not bool.
 
     Source: ``transformer_engine.jax.autocast`` / ``transformer_engine.pytorch.fp8_autocast``.
 

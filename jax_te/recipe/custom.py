@@ -1,4 +1,4 @@
-"""A recipe made of quantizers of one's own choice."""
+"""A recipe composed of quantizers of your choice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax_te.recipe.format import Format
 class CustomRecipe(Recipe):
     """A quantizer for each tensor role, chosen by a function.
 
-    A GEMM multiplies quantized operands where the quantizers of both go together; an operand without a quantizer makes
+    A GEMM multiplies quantized operands if the quantizers of both are compatible; an operand without a quantizer makes
     its GEMMs run in the compute dtype, with the other operand's quantized values.
 
     Args:
@@ -46,7 +46,7 @@ class CustomRecipe(Recipe):
         # The base's default stands for "not given".
         if self.fp8_format is not Format.HYBRID:
             raise ValueError("CustomRecipe takes no fp8_format: give the quantizers that qfactory makes a dtype")
-        # Compared and hashed at every call of a jitted function, so an object with arrays in it does not do.
+        # Compared and hashed at every call of a jitted function, so it must not contain arrays.
         try:
             hash(self.qfactory)
         except TypeError:

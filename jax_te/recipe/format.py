@@ -1,4 +1,4 @@
-"""Low-precision number formats and which tensors use which."""
+"""Low-precision number formats, and their assignment to tensors."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _FORWARD = {  # not jax.numpy's names of the same dtypes: formats import without
 _LARGEST = {"float8_e4m3fn": E4M3_MAX, "float8_e5m2": E5M2_MAX}
 
 
-# Cached, because every quantization of every operand asks.
+# Cached, because every quantization of an operand needs it.
 @functools.cache
 def fp8_max(dtype: DTypeLike) -> float:
     """Return the largest finite value of an FP8 dtype: 448 for E4M3, 57344 for E5M2.

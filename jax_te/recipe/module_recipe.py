@@ -13,18 +13,19 @@ from jax_te.recipe.base import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleRecipe:
-    """A module's own recipe in training and evaluation, and when it takes effect.
+    """A module's own recipe in training and evaluation, and the conditions under which it takes effect.
 
     Args:
         training: recipe in training; None is high precision.
         evaluation: recipe in evaluation; None is high precision, ``"training"`` (default) the one of training.
-        override_quantized_autocast: take effect where the ambient recipe quantizes.
-        override_nonquantized_autocast: take effect where nothing is quantized. False by default, so that a rule for all
-            modules does not reach those that were put under ``autocast(None)``, e.g. a model's first and last layers.
-        fp8_param, fp4_param: hold the module's kernels in the quantized form, see ``create_train_state``.
+        override_quantized_autocast: whether to take effect where the ambient recipe quantizes.
+        override_nonquantized_autocast: whether to take effect where nothing is quantized. False by default, so that a
+            rule for all modules does not reach those that were put under ``autocast(None)``, e.g. a model's first and
+            last layers.
+        fp8_param, fp4_param: whether to hold the module's kernels in the quantized form, see ``create_train_state``.
 
     Raises:
-        TypeError: for what is no recipe, and a flag that is not True or False.
+        TypeError: for anything but a recipe, and a flag that is not True or False.
 
     Source: Megatron-Core's ``TEQuantizationParams`` and the autocast helpers beside it.
 
@@ -46,7 +47,7 @@ class ModuleRecipe:
 
     @property
     def holds_kernels(self) -> bool:
-        """Whether the module's kernels are parameters in quantized form."""
+        """Whether the module's kernels are stored quantized."""
         return self.fp8_param or self.fp4_param
 
     @checked
@@ -54,7 +55,7 @@ class ModuleRecipe:
         """Return the recipe to run under if ``ambient`` is the ambient one.
 
         The flag is ``override_quantized_autocast`` if there is an ambient recipe, else
-        ``override_nonquantized_autocast``. Where it is set the module's recipe counts, otherwise the ambient one.
+        ``override_nonquantized_autocast``. If it is set the module's recipe is used, otherwise the ambient one.
         """
         acts = self.override_nonquantized_autocast if ambient is None else self.override_quantized_autocast
         if not acts:
@@ -65,7 +66,7 @@ class ModuleRecipe:
 
 
 def own_recipe(recipe: Recipe | ModuleRecipe) -> ModuleRecipe:
-    """Return the recipe of one module as a `ModuleRecipe`; a plain one is in force whatever the ambient one is.
+    """Return the recipe of one module as a `ModuleRecipe`; a plain one overrides any ambient one.
 
     Raises:
         TypeError: for anything else.
@@ -78,6 +79,7 @@ def own_recipe(recipe: Recipe | ModuleRecipe) -> ModuleRecipe:
 
 
 def first_rule(patterns: Iterable[str], path: str) -> str | None:
-    """Return the first glob pattern that fits a module's whole path, or None; ``*`` fits dots, too, and case counts."""
+    """Return the first glob pattern that matches a module's whole path, or None; ``*`` matches dots, too, and matching
+    is case-sensitive."""
     # Not fnmatch.fnmatch, which ignores case on some operating systems.
     return next((pattern for pattern in patterns if fnmatch.fnmatchcase(path, pattern)), None)

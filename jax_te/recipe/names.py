@@ -16,7 +16,7 @@ RECIPES: dict[str, type[Recipe] | None] = {
     "mxfp8": MXFP8BlockScaling,
     "nvfp4": NVFP4BlockScaling,
 }
-"""Names of the recipes that need no argument; ``"none"`` is no quantization."""
+"""Names of the recipes that need no argument; ``"none"`` is not quantization."""
 
 
 @checked

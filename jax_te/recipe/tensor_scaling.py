@@ -11,7 +11,7 @@ from jax_te.recipe.base import Recipe
 AmaxScope = Literal["group", "whole"]
 
 MAX_MARGIN = 17
-"""With 18 the largest value of a tensor would be below E4M3's smallest, 448 / 2**18 < 2**-9."""
+"""Largest margin: with 18 the largest value of a tensor would be below E4M3's smallest, 448 / 2**18 < 2**-9."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # 2**margin of a fraction is no power of two, and multiplying by it would round.
+        # 2**margin of a fraction is not a power of two, and multiplying by it would round.
         if self.margin < 0:
             raise ValueError(f"margin must be an integer >= 0, got {self.margin!r}")
         # Products of two inverse scales would then overflow fp32, and 0 times inf is nan.
@@ -71,13 +71,13 @@ class Float8CurrentScaling(Recipe):
     No state, one more pass over the tensor than `DelayedScaling`. An amax that is 0, inf or nan gives scale 1.
 
     Args:
-        use_power_2_scales: round every scale down to a power of two.
-        amax_scope: on a mesh, which shards of a tensor share a scale. ``"group"``: those that an all-gather joins
-            before a GEMM, that is of an input or gradient the shards of its sequence over the tensor axis, of a kernel
-            those over the fsdp axis; no device waits for data-parallel ones, and values depend on the mesh.
-            ``"whole"``: all shards, so that values are those of one device, for an all-reduce over all devices for
-            each tensor. Kernels that are stored quantized have one scale under both, and so have tensors of a layer
-            whose devices cannot run it by themselves (`jax_te.ops.explain_backend` says why).
+        use_power_2_scales: whether to round every scale down to a power of two.
+        amax_scope: shards of a tensor on a mesh that share a scale. ``"group"``: those that an all-gather joins before
+            a GEMM, that is of an input or gradient the shards of its sequence over the tensor axis, of a kernel those
+            over the fsdp axis; no device waits for data-parallel ones, and values depend on the mesh. ``"whole"``: all
+            shards, so that values equal those on one device, at the cost of an all-reduce over all devices for each
+            tensor. Kernels that are stored quantized have one scale under both, and so have tensors of a layer whose
+            devices cannot run it by themselves (`jax_te.ops.explain_backend` says why).
         fp8_format, override_linear_precision, fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: see `Recipe`.
 
     Source: ``transformer_engine.common.recipe.Float8CurrentScaling``; the groups are those of

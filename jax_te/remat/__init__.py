@@ -1,4 +1,4 @@
-"""Rematerialization: which arrays backward reads as forward saved them, and which it computes again."""
+"""Rematerialization: the arrays that forward saves for backward, and the arrays that backward recomputes."""
 
 from jax_te.remat.policy import CHECKPOINT_NAMES, POLICIES, WITNESS, RecomputePolicy, recompute_policy, remat
 from jax_te.remat.selective import ambient_modules, recomputed, run_recomputed, selective_recompute

@@ -1,4 +1,4 @@
-"""Remat policies: which arrays of a function are saved for backward, and where; `remat`, which applies one."""
+"""Remat policies: the arrays of a function saved for backward, and where; and `remat`, which applies a policy."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ _GEMMS = ("gemm", "ffn1", "ffn2", "context")
 @checked
 @dataclass(frozen=True, kw_only=True)
 class RecomputePolicy:
-    """The arrays of a function that are saved for backward, beside its inputs. Backward recomputes all others.
+    """The arrays of a function that are saved for backward, in addition to its inputs. Backward recomputes all others.
 
     Arrays are named: by this package, see `CHECKPOINT_NAMES`, or by ``jax.ad_checkpoint.checkpoint_name``.
     Without any field the policy saves nothing, which is full recomputation.
 
     Args:
         save: names of arrays that are saved on the device.
-        save_all_but: save all named arrays except these; ``()`` saves all. Not together with the other two.
+        save_all_but: names of arrays not to save, where all other named arrays are saved; ``()`` saves all. Not
+            together with the other two.
         offload: names of arrays that forward moves to the host's memory, and backward moves back.
 
     There is no counterpart of ``jax.checkpoint_policies.save_anything_except_these_names``. It also saves unnamed
@@ -44,7 +45,7 @@ class RecomputePolicy:
 
     Raises:
         ValueError: for a name in both ``save`` and ``offload``, and for ``save_all_but`` with another field.
-        TypeError: for a field that is no tuple of strings.
+        TypeError: for a field that is not a tuple of strings.
 
     Source: ``jax.checkpoint_policies``; ``transformer_engine.jax.checkpoint_policies``.
 
@@ -111,7 +112,7 @@ _POLICIES = (
 POLICIES: dict[str, RecomputePolicy | None] = dict(zip(RECOMPUTE_POLICIES, _POLICIES, strict=True))
 """Policies by name. ``"none"`` saves everything; ``"full"`` nothing; ``"save_gemms"`` outputs of linear layers and of
 attention cores, so that neither runs again; ``"save_quantized"`` quantized operands as well, so that nothing is
-quantized twice; ``"offload_gemms"`` is ``"save_gemms"`` in the host's memory, which on a CPU is the same memory."""
+quantized twice; ``"offload_gemms"`` is ``"save_gemms"`` in host memory, which on a CPU is the same memory."""
 
 
 @checked
@@ -154,9 +155,9 @@ def remat(
             arrays, like strings and flags, are passed on unchanged.
         *args, **kwargs: arguments of ``function``.
         policy: see `RecomputePolicy`. With None or ``"none"`` this is a plain call.
-        distribute_saved_activations: save the first array argument, ``[b, s, ...]``, sharded over the mesh's tensor
-            axis along the sequence (logical axis ``sequence_parallel``), and all-gather it in backward. Forward reads
-            it unsharded. Without a mesh, and on one tensor rank, the array itself is saved.
+        distribute_saved_activations: whether to save the first array argument, ``[b, s, ...]``, sharded over the mesh's
+            tensor axis along the sequence (logical axis ``sequence_parallel``), and all-gather it in backward. Forward
+            reads it unsharded. Without a mesh, and on one tensor rank, the array itself is saved.
 
     Raises:
         ValueError: for an unknown policy; with ``distribute_saved_activations`` also for any policy but full

@@ -1,4 +1,4 @@
-"""Selective recomputation: components of a layer that backward computes again, by name."""
+"""Selective recomputation: components of a layer that backward recomputes, by name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def selective_recompute(*modules: str) -> Iterator[None]:
     quantize the kernel again unless it is a cached kernel.
 
     Args:
-        *modules: some of `jax_te.config.RECOMPUTE_MODULES`; without any, nothing is recomputed.
+        *modules: names among `jax_te.config.RECOMPUTE_MODULES`; without any, nothing is recomputed.
 
     Raises:
         ValueError: for another name.
@@ -51,7 +51,7 @@ def recomputed(module: str) -> bool:
     """Return whether the innermost `selective_recompute` names this module.
 
     Args:
-        module: one of `jax_te.config.RECOMPUTE_MODULES`.
+        module: name of a module in `jax_te.config.RECOMPUTE_MODULES`.
 
     >>> recomputed("mlp")
     False
@@ -60,13 +60,13 @@ def recomputed(module: str) -> bool:
 
 
 def run_recomputed(function: Callable[..., Any], x: Any, *, kept: dict[str, tuple[str, ...]]) -> Any:
-    """Return ``function(x)``; backward recomputes it as the ambient `selective_recompute` says.
+    """Return ``function(x)``; backward recomputes it under the ambient `selective_recompute`.
 
     Args:
         function: a component of a layer, with its parameters.
         x: array or pytree of arrays.
-        kept: for each of the component's module names, the checkpoint names that stay saved if that module is
-            recomputed. If several modules are recomputed, the names that all of them list stay saved.
+        kept: checkpoint names that stay saved if a module is recomputed, by the component's module names. If several
+            modules are recomputed, the names that all of them list stay saved.
 
     >>> import jax.numpy as jnp
     >>> with selective_recompute("mlp"):

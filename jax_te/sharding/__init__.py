@@ -1,4 +1,4 @@
-"""Meshes, logical axes, where arrays live on a mesh, and code that runs on each device of it."""
+"""Meshes, logical axes, placement of arrays on a mesh, and code that runs on each of its devices."""
 
 from jax_te.sharding.collectives import REPLICATED, all_gather, device_mesh, reduce_max, reduce_sum, reshard
 from jax_te.sharding.communication import CommunicationReport, communication_report

@@ -1,8 +1,8 @@
-"""Code that runs on each device of a mesh, on that device's shard of every array, with its collectives written out.
+"""Code that runs on each device of a mesh, on the device's shards of arrays, with explicit collectives.
 
 `jax_te.sharding.constrain` leaves collectives to the compiler. Here they are explicit: FP8 values are all-gathered as
-FP8, sums are reduce-scattered where a shard is enough, and kernels that the compiler cannot partition (Transformer
-Engine's custom calls, Pallas kernels) see one device's arrays.
+FP8, sums are reduce-scattered where a shard suffices, and kernels that the compiler cannot partition (Transformer
+Engine's custom calls, Pallas kernels) receive one device's arrays.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ def device_mesh() -> AbstractMesh | None:
     >>> device_mesh()
     """
     mesh = current_mesh()
-    # Beside manual axes those of size 1 count, too: TE's kernels have a partitioning of their own, and where some axes
-    # are manual and others are not, JAX cannot read the shardings that XLA calls it with.
+    # Next to manual axes, axes of size 1 count, too: TE's kernels have their own partitioning, and if only some axes
+    # are manual, JAX cannot read the shardings with which XLA calls it.
     return None if mesh is None or mesh.size == 1 or not free_axes(mesh) else mesh
 
 
 def reshard(tree: Any, specs: Any, mesh: AbstractMesh) -> Any:
     """Return arrays sharded by ``specs``, a tree prefix of PartitionSpecs. Differentiable.
 
-    On Auto axes nothing is done: ``shard_map`` moves the arrays, and only Explicit axes make shardings part of types.
+    On Auto axes it is the identity: ``shard_map`` moves the arrays, and only Explicit axes make shardings part of
+    types.
     """
     if AxisType.Explicit not in mesh.axis_types:
         return tree
@@ -63,7 +64,8 @@ def reduce_sum(x: Array, axes: MeshAxes, scatter: Dims = (), later: MeshAxes = (
     Args:
         x: array of one device.
         axes: mesh axes to sum over.
-        scatter: for each dimension those of ``axes`` along which each device keeps its shard of the sum alone.
+        scatter: mesh axes, among ``axes``, along which each device keeps its shard of the sum alone, for each
+            dimension.
         later: mesh axes over which the caller sums up afterwards: the result has an axis in front, for one summand of
             each of their devices.
     """
@@ -75,7 +77,7 @@ def reduce_sum(x: Array, axes: MeshAxes, scatter: Dims = (), later: MeshAxes = (
     x = jax.lax.psum(x, summed) if summed else x
     if not later:
         return x
-    # Devices that have computed the same are to count once.
+    # Devices that computed the same summand must count once.
     same = tuple([axis for axis in later if axis not in axes])
     x = jnp.where(jax.lax.axis_index(same) == 0, x, jnp.zeros_like(x)) if same else x
     return x[None]

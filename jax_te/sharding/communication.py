@@ -1,4 +1,4 @@
-"""What the devices of a mesh send each other in a program, counted, and an estimate of the time that takes."""
+"""Collective communication of a program on a mesh: counts, bytes, and estimated times."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from jax_te.sharding.network import CollectiveCount, Network
 from jax_te.sharding.program import Moved, collectives_of
 
 COMBINED_BYTES = 30 * 1024 * 1024 + 7
-"""XLA's GPU compiler makes one collective of independent ones up to this size (``kDefault...CombineThreshold``)."""
+"""XLA's GPU compiler combines independent collectives up to this size (``kDefault...CombineThreshold``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicationReport:
-    """What `communication_report` found. ``str()`` gives a table.
+    """Result of `communication_report`. ``str()`` gives a table.
 
     Args:
-        rows: one for each kind of collective and combination of axes, in the order of the axes.
+        rows: rows of the report, one for each kind of collective and combination of axes, in the order of the axes.
         mesh_shape: sizes of the mesh's axes by name.
-        network: that times are estimated for.
+        network: network for which times are estimated.
 
     >>> row = CollectiveCount(axes=("data",), kind="all-reduce", devices=2, count=1, launches=1, bytes=4 * 2**20)
     >>> print(CommunicationReport(rows=(row,), mesh_shape={"data": 2}, network=Network(latency=0.0)))
@@ -51,7 +51,7 @@ class CommunicationReport:
 
     @property
     def seconds(self) -> float:
-        """Of all collectives, one after the other: those that run beside computation hide a part of it."""
+        """Seconds of all collectives, one after the other; overlap with computation hides a part of it."""
         return sum(self.row_seconds())
 
     def row_seconds(self) -> list[float]:
@@ -90,16 +90,16 @@ def communication_report(
             and counted is what XLA's SPMD partitioner gave, before the passes in which CPU and GPU differ: a program
             that is lowered for CPU devices has the collectives of one for as many GPUs, in their dtypes. Or a compiled
             program or its text, counted as it is.
-        mesh: that the program is for. None: the one in use.
+        mesh: mesh of the program. None: the one in use.
         network: links of the mesh's devices. None: hosts with eight H200s.
 
     Returns:
-        A `CommunicationReport`. Its times are sums over all collectives, as if none ran beside another or beside
+        A `CommunicationReport`. Its times are sums over all collectives, as if none overlapped with another or with
         computation.
 
     Raises:
-        ValueError: without a mesh; for a program of another mesh; for a loop with collectives that does not say how
-            often it runs.
+        ValueError: without a mesh; for a program of another mesh; for a loop with collectives and an unknown number of
+            iterations.
         RuntimeError: if XLA does not write the partitioned program.
 
     >>> from jax.sharding import NamedSharding, PartitionSpec
@@ -119,11 +119,11 @@ def communication_report(
 
 
 def partitioned_text(program: Lowered) -> str:
-    """Return what XLA's SPMD partitioner makes of a program."""
+    """Return a program as XLA's SPMD partitioner writes it."""
     with tempfile.TemporaryDirectory() as folder:
         options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         options["xla_dump_hlo_pass_re"] = "spmd-partitioning|call-inliner"  # and what puts its pieces into one
-        # Code that nothing runs.
+        # Dead code.
         options |= {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
         with _without_cache():
             program.compile(options)
@@ -139,10 +139,10 @@ def partitioned_text(program: Lowered) -> str:
 
 @contextlib.contextmanager
 def _without_cache() -> Iterator[None]:
-    """Yield without JAX's cache on disk, with a program of which XLA would compile nothing, and so write nothing."""
+    """Yield without JAX's persistent cache: for a cached program XLA would compile, and thus write, nothing."""
     cached = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
-    reset_cache()  # JAX looks at the option only until it has opened a folder
+    reset_cache()  # JAX reads the option only until it has opened a folder
     try:
         yield
     finally:

@@ -16,13 +16,13 @@ from jax_te.typing import Array, LogicalAxes
 
 @checked
 def constrain(x: Array, axes: LogicalAxes | PartitionSpec | None) -> Array:
-    """Return ``x`` with the sharding its logical axes stand for.
+    """Return ``x`` with the sharding that corresponds to its logical axes.
 
     The identity without a mesh and for ``axes=None``; a sharding constraint over the mesh's Auto axes, a reshard
     over its Explicit axes. Axes that a surrounding ``shard_map`` made manual are left alone.
 
     Raises:
-        ValueError: if ``axes`` does not name every dimension, or as `logical_to_spec`.
+        ValueError: if ``axes`` does not name every dimension; see also `logical_to_spec`.
 
     >>> constrain(jax.numpy.ones((2, 4)), ("batch", "hidden")).shape
     (2, 4)
@@ -42,7 +42,7 @@ def constrain(x: Array, axes: LogicalAxes | PartitionSpec | None) -> Array:
     return x
 
 
-# Under a jit of its own, because an eager constraint, or its transpose, refuses arrays that are not on the mesh yet.
+# Under its own jit, because an eager constraint, or its transpose, refuses arrays that are not on the mesh yet.
 @functools.partial(jax.jit, static_argnums=1)
 def _constrain_auto(x: Array, spec: PartitionSpec) -> Array:
     return jax.lax.with_sharding_constraint(x, spec)

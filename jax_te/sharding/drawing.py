@@ -1,4 +1,4 @@
-"""A sharding as text: which devices hold which part."""
+"""A sharding as text: the devices that hold each shard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 SHOWN = 8
-"""Devices of one part that are written out; more are cut short."""
+"""Maximum number of devices listed for one shard; longer lists are abbreviated."""
 
 
 def mesh_axes_of(spec: PartitionSpec, ndim: int) -> tuple[tuple[str, ...], ...]:
@@ -27,11 +27,11 @@ def mesh_axes_of(spec: PartitionSpec, ndim: int) -> tuple[tuple[str, ...], ...]:
 def draw_layout(spec: PartitionSpec, mesh_shape: Mapping[str, int], devices: Sequence[Any]) -> str:
     """Return a drawn grid of an array's shards with the devices that hold each.
 
-    Columns are the parts of the last dimension that is split, rows those of the others; a single dimension is drawn
-    as rows.
+    Columns are shards along the last sharded dimension, rows shards along the others; a single dimension is drawn as
+    rows.
 
     Args:
-        spec: of the array.
+        spec: spec of the array.
         mesh_shape: sizes of the mesh's axes by name.
         devices: numbers of the mesh's devices, in its order.
 
@@ -62,7 +62,7 @@ def draw_layout(spec: PartitionSpec, mesh_shape: Mapping[str, int], devices: Seq
 
 
 def _parts(axes: tuple[str, ...], mesh_shape: Mapping[str, int]) -> list[dict[str, int]]:
-    """The coordinates on ``axes`` of each part of a dimension, in order."""
+    """Return the coordinates on ``axes`` of each shard of a dimension, in order."""
     axes = tuple(axis for axis in axes if mesh_shape[axis] > 1)
     ranges = (range(mesh_shape[axis]) for axis in axes)
     return [dict(zip(axes, at, strict=True)) for at in itertools.product(*ranges)]

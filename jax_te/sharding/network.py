@@ -1,4 +1,4 @@
-"""The links between devices: the time that collectives take, by data sheets or measured."""
+"""The links between devices: times of collectives, by data sheets or measured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_te._validation import check_annotations, checked
 
 CHAINS = (4, 24)
-"""All-gathers in the two programs whose times are compared: the difference is without that of starting a program."""
+"""Numbers of all-gathers in the two programs whose times are compared; the difference excludes the launch time of a
+program."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +28,12 @@ class CollectiveCount:
     """The collectives of one kind over the same axes of a mesh.
 
     Args:
-        axes: of the mesh, along which the devices of a group differ.
+        axes: mesh axes along which the devices of a group differ.
         kind: ``all-gather``, ``all-reduce``, ``reduce-scatter``, ``all-to-all`` or ``collective-permute``.
-        devices: of a group.
-        count: how many run.
-        launches: how many are left when XLA's GPU compiler has made one of those that are independent, each of up to
-            30 MiB.
-        bytes: of their arrays: of what all-gathers give on a device, and of what the others take there.
+        devices: number of devices in a group.
+        count: number of collectives that run.
+        launches: number of launches when XLA's GPU compiler has combined independent collectives, each of up to 30 MiB.
+        bytes: bytes of their arrays on a device: the results of all-gathers, and the operands of the others.
 
     >>> CollectiveCount(axes=("tensor",), kind="all-reduce", devices=4, count=1, launches=1, bytes=400).sent
     600.0
@@ -93,7 +93,7 @@ class Network:
         """Return the network of a text such as ``"intra_host=400e9,latency=1e-5"``; others are the defaults.
 
         Raises:
-            ValueError: for an unknown or repeated name, and a value that is no number.
+            ValueError: for an unknown or repeated name, and a value that is not a number.
         """
         kinds = {field.name: int if field.name == "devices_per_host" else float for field in fields(cls)}
         values: dict[str, float] = {}
@@ -116,7 +116,7 @@ class Network:
         They run one after the other, and nothing else may run meanwhile. Links to other hosts are the default's.
 
         Args:
-            devices: two or more. None: those of this process.
+            devices: two or more devices. None: those of this process.
             mib: MiB of the arrays that all-gathers give on each device, the smaller first.
 
         Raises:
@@ -143,9 +143,9 @@ class Network:
     def seconds(self, row: CollectiveCount, mesh_shape: Mapping[str, int]) -> float:
         """Return the time that collectives of a mesh take, one after the other.
 
-        In a ring every host passes on through the links of all of its devices in the group, so that a group with ``m``
-        devices on each of its hosts has the bandwidth ``min(intra_host, m * inter_host)``. In an all-to-all a device
-        sends each part over its own link; a permutation is as fast as the slowest link that it takes.
+        In a ring every host sends over the links of all of its devices in the group, so that a group with ``m`` devices
+        on each of its hosts has the bandwidth ``min(intra_host, m * inter_host)``. In an all-to-all a device sends each
+        part over its own link; a permutation is as fast as the slowest link that it takes.
 
         >>> row = CollectiveCount(axes=("data",), kind="all-gather", devices=2, count=1, launches=1, bytes=200)
         >>> Network(devices_per_host=1, inter_host=10.0, latency=1.0).seconds(row, {"data": 2})
@@ -167,7 +167,7 @@ class Network:
 
 
 def _hosts(axes: Sequence[str], mesh_shape: Mapping[str, int], per_host: int) -> int:
-    """Return on how many hosts the devices of a group are, at most."""
+    """Return the maximum number of hosts of a group's devices."""
     sizes = tuple(mesh_shape.values())
     numbers = np.arange(math.prod(sizes)).reshape(sizes) // per_host
     along = [list(mesh_shape).index(axis) for axis in axes]
@@ -182,7 +182,7 @@ def _seconds_of_all_gather(devices: Sequence[Any], size: float) -> float:
     def chained(length: int, x: jax.Array) -> jax.Array:
         token = jnp.zeros((), x.dtype)
         for _ in range(length):
-            # The barrier makes each wait for the one before; else XLA makes one collective of all.
+            # The barrier orders them; otherwise XLA would combine them into one collective.
             x, _ = lax.optimization_barrier((x, token))
             token = lax.all_gather(x, "x", tiled=True)[0]
         return token[None]

@@ -1,4 +1,4 @@
-"""Where the arrays of a model or a train state belong on a mesh, by the axes that their Variables carry."""
+"""Placement of the arrays of a model or a train state on a mesh, by the axes of their Variables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jax_te.sharding.rules import current_mesh, current_rules, known_names, logi
 from jax_te.typing import Array, LogicalAxes, PyTree
 
 Axes = LogicalAxes | PartitionSpec
-"""Logical axes of this package, or where Flax's own names put an array."""
+"""Logical axes of this package, or a placement by Flax's own names."""
 
 
 def leaves_with_axes(tree: PyTree) -> list[tuple[str, Any, Axes]]:
@@ -42,7 +42,7 @@ def leaves_with_axes(tree: PyTree) -> list[tuple[str, Any, Axes]]:
 
 
 def variable_axes(variable: Any, leaf: Any) -> Axes:
-    """Return the axes of an array of a Variable: the logical ones in its metadata, behind None for the axes of a stack.
+    """Return the axes of a Variable's array: the logical ones in its metadata, after None for the axes of a stack.
 
     Axes in Flax's metadata (``nnx.with_partitioning``, ``out_sharding``) become a PartitionSpec, by the rules that are
     set in Flax and the Variable's own. None for every dimension where there are no axes, or the array has another shape
@@ -59,7 +59,7 @@ def variable_axes(variable: Any, leaf: Any) -> Axes:
     # A quantized kernel has the shape of its values; its scales may have as many axes, but other sizes.
     if axes is None or leaf.ndim < len(axes) or leaf.shape != getattr(variable.get_value(), "shape", None):
         return (None,) * leaf.ndim
-    # Layers that nnx.vmap stacked have one axis more than each of them named.
+    # Layers stacked by nnx.vmap have one axis more than each layer named.
     return (None,) * (leaf.ndim - len(axes)) + tuple(axes)
 
 
@@ -77,7 +77,7 @@ def _is_variable(node: Any) -> bool:
 
 
 def check_divides(name: str, shape: tuple[int, ...], axes: Axes, mesh: Mesh | AbstractMesh) -> None:
-    """Raise ValueError if a dimension does not divide over the mesh axes that its logical axis stands for.
+    """Raise ValueError if a dimension does not divide over the mesh axes of its logical axis.
 
     >>> check_divides("kernel", (4, 6), ("fsdp", "ffn"), AbstractMesh((2, 3), ("fsdp", "tensor")))
     """
@@ -96,7 +96,7 @@ def shardings_of(tree: PyTree, mesh: Mesh | AbstractMesh) -> list[NamedSharding]
     """Return the sharding on ``mesh`` of every leaf of ``tree``, in the order of ``jax.tree.leaves``.
 
     Raises:
-        ValueError: for a dimension that does not divide over its mesh axes; as `logical_to_spec`.
+        ValueError: for a dimension that does not divide over its mesh axes; see also `logical_to_spec`.
 
     >>> kernel = nnx.Param(jnp.ones((2, 2)), logical_axes=("fsdp", "ffn"))
     >>> tuple(shardings_of(kernel, AbstractMesh((2, 2), ("fsdp", "tensor")))[0].spec)
@@ -109,15 +109,15 @@ def shardings_of(tree: PyTree, mesh: Mesh | AbstractMesh) -> list[NamedSharding]
 
 
 def log_whole_parameters(params: PyTree, mesh: Mesh | AbstractMesh) -> None:
-    """Log, once a process for the same ones, which matrices no rule splits although an axis of the mesh could.
+    """Log matrices that no rule shards although an axis of the mesh could, once a process for the same ones.
 
     That is a matrix whose axes have no names while the mesh has an axis for parameters, or whose names have rules for
-    other axes than the mesh's while the mesh has an axis that no rule names. Left out are norms, which are whole on
-    purpose, vectors, and what Flax's names put somewhere.
+    other axes than the mesh's while the mesh has an axis that no rule names. Norms, which are replicated on purpose,
+    vectors, and arrays placed by Flax's names are left out.
 
     Args:
         params: a tree of Variables.
-        mesh: where they are, or are going to be.
+        mesh: mesh that holds the arrays, or will.
     """
     large = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
     unnamed, unused = _axes_left(large, mesh)
@@ -141,7 +141,7 @@ def log_whole_parameters(params: PyTree, mesh: Mesh | AbstractMesh) -> None:
 
 
 class _Whole(NamedTuple):
-    """A matrix that no rule splits: its name, shape and axes, and the mesh axes that could split it."""
+    """A matrix that no rule shards: its name, shape and axes, and the mesh axes that could shard it."""
 
     name: str
     shape: tuple[int, ...]
@@ -154,9 +154,9 @@ class _Whole(NamedTuple):
 
 
 def _axes_left(large: list[str], mesh: Mesh | AbstractMesh) -> tuple[list[str], list[str]]:
-    """Return those of a mesh's axes that could split a matrix without names, and one with names.
+    """Return the mesh axes that could shard a matrix without names, and one with names.
 
-    One without names could be split over whatever does not split tokens alone, one with names over what is left.
+    The former are all axes that do not shard only tokens, the latter those that no rule names.
     """
     rules = current_rules(mesh)
     used = {axis for name in known_names(rules) for axis in rules.mesh_axes(name)}
@@ -165,7 +165,8 @@ def _axes_left(large: list[str], mesh: Mesh | AbstractMesh) -> tuple[list[str], 
 
 
 def _is_whole_matrix(axes: LogicalAxes | PartitionSpec, mesh: Mesh | AbstractMesh) -> bool:
-    """Return whether an array with these axes is a matrix, no norm, that neither rules nor Flax's names place."""
+    """Return whether an array with these axes is a matrix other than a norm that neither rules nor Flax's names
+    place."""
     if isinstance(axes, PartitionSpec):
         return False
     is_vector = sum(name != "components" for name in axes) < 2
@@ -173,19 +174,19 @@ def _is_whole_matrix(axes: LogicalAxes | PartitionSpec, mesh: Mesh | AbstractMes
 
 
 def create_sharded(make: Callable[..., Array], *args: Array, shape: tuple[int, ...], axes: LogicalAxes) -> Array:
-    """Return ``make(*args)``, placed where its logical axes put it on the mesh in use.
+    """Return ``make(*args)``, placed on the mesh in use by its logical axes.
 
     Inside ``jax.jit`` every device makes its own part and none holds the whole. Outside, the whole is made on the
     default device first, so that its values are those without a mesh, bit by bit.
 
     Args:
-        make: gives an array of ``shape``.
+        make: function that returns an array of ``shape``.
         *args: the arrays that it needs, e.g. a key; it closes over none.
-        shape: of the result.
+        shape: shape of the result.
         axes: a logical name or None for each dimension.
 
     Raises:
-        ValueError: for a dimension that does not divide over its mesh axes; as `logical_to_spec`.
+        ValueError: for a dimension that does not divide over its mesh axes; see also `logical_to_spec`.
 
     >>> create_sharded(lambda: jnp.ones((2, 4)), shape=(2, 4), axes=("fsdp", "ffn")).shape
     (2, 4)

@@ -1,4 +1,4 @@
-"""The collectives of a program in XLA's text form: what they move, over which mesh axes, and how often."""
+"""The collectives of a program in XLA's text form: their arrays, mesh axes and counts."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ class Moved(NamedTuple):
     """One collective of a program.
 
     Args:
-        kind: one of `KINDS`.
-        axes: of the mesh; those along which the devices of a group differ.
-        devices: of a group.
-        bytes: of the whole array: what an all-gather gives on each device, and what the others take there.
-        times: that it runs.
-        alike: collectives of one computation that could be made one, were they independent, have the same.
-        level: in its computation, how many of those ``alike`` it waits for. Those of the same level are independent.
+        kind: kind of the collective, one of `KINDS`.
+        axes: mesh axes along which the devices of a group differ.
+        devices: number of devices in a group.
+        bytes: bytes of the whole array on a device: the result of an all-gather, and the operand of the others.
+        times: number of times that it runs.
+        alike: key of collectives of one computation that could be combined into one if they were independent.
+        level: number of collectives in its computation, among those with an equal ``alike``, that it waits for one
+            after another. Those of the same level are independent.
     """
 
     kind: str
@@ -58,12 +59,12 @@ def collectives_of(text: str, mesh_shape: Mapping[str, int]) -> Iterator[Moved]:
     """Yield the collectives of a partitioned program, each once for each computation that has it.
 
     Args:
-        text: of ``compiled.as_text()``, or of a dump behind XLA's SPMD partitioner.
+        text: text of ``compiled.as_text()``, or of a dump behind XLA's SPMD partitioner.
         mesh_shape: sizes of the mesh's axes by name; the program's devices are numbered in its order.
 
     Raises:
-        ValueError: for a collective that is in none of `KINDS`, groups that are not of this mesh, and a loop with
-            collectives that does not say how often it runs.
+        ValueError: for a collective that is not in `KINDS`, groups of another mesh, and a loop with collectives and an
+            unknown number of iterations.
 
     >>> program = '''ENTRY %main (p: f32[4]) -> f32[4] {
     ...   %p = f32[4]{0} parameter(0)
@@ -106,7 +107,7 @@ def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
             body = computations[start[2]] = []
             entry = start[2] if start[1] else entry
     if not entry:
-        raise ValueError("the text is no HLO program; give that of compiled.as_text()")
+        raise ValueError("the text is not an HLO program; give that of compiled.as_text()")
     return computations, entry
 
 
@@ -120,7 +121,7 @@ def _instruction(name: str, text: str) -> _Instruction:
 
 
 def _closing(text: str) -> int:
-    """Return the index behind the bracket that closes the first one."""
+    """Return the index after the bracket that closes the first one."""
     depth = 0
     for index, letter in enumerate(text):
         depth += (letter in "([{") - (letter in ")]}")
@@ -148,7 +149,7 @@ def _own_collectives(
         if kind == "all-reduce" and _is_sliced(instruction, body, size // devices):
             kind = "reduce-scatter"
         reducer = re.search(r"to_apply=%([\w.\-]+)", instruction.rest)
-        # XLA makes one of several only if dtype and reduction are the same.
+        # XLA combines collectives only if dtype and reduction are the same.
         reduced = computations[reducer[1]][-1].opcode if reducer and reducer[1] in computations else ""
         alike = (kind, *axes, str(devices), arrays[0].partition("[")[0], reduced)
         found.append((instruction.name, Moved(kind, axes, devices, size, 1, alike, 0)))
@@ -156,7 +157,7 @@ def _own_collectives(
 
 
 def _is_sliced(reduced: _Instruction, body: list[_Instruction], size: int) -> bool:
-    """Return whether nothing but a slice of so many bytes is used of a sum: a GPU's compiler scatters it."""
+    """Return whether only a slice of so many bytes of a sum is used: the GPU compiler then reduce-scatters it."""
     users = [each for each in body if any(name == reduced.name for name, _ in each.operands)]
     while len(users) == 1 and users[0].opcode in ("bitcast", "copy", "reshape"):
         (user,) = users
@@ -167,7 +168,7 @@ def _is_sliced(reduced: _Instruction, body: list[_Instruction], size: int) -> bo
 def _with_levels(body: list[_Instruction], found: dict[str, Moved]) -> list[Moved]:
     levels: dict[str, int] = {}
     for alike in {moved.alike for moved in found.values()}:
-        behind: dict[str, int] = {}  # how many in a row lie before a value
+        behind: dict[str, int] = {}  # number of collectives in a chain before a value
         for instruction in body:
             level = max((behind.get(name, 0) for name, _ in instruction.operands), default=0)
             moved = found.get(instruction.name)
@@ -208,7 +209,7 @@ def _bytes(type: str) -> int:
 def _called(body: list[_Instruction], computations: Mapping[str, list[_Instruction]]) -> list[str]:
     names = []
     for instruction in body:
-        # The end of an asynchronous operation names what its start has called.
+        # The end of an asynchronous operation names the operation that its start has called.
         if not instruction.opcode.endswith(("-done", "-update")) and "=" in instruction.rest:
             for called in _CALLED.findall(instruction.rest):
                 names += re.findall(r"[\w.\-]+", called)
@@ -216,13 +217,13 @@ def _called(body: list[_Instruction], computations: Mapping[str, list[_Instructi
 
 
 def _trips(instruction: _Instruction, computations: Mapping[str, list[_Instruction]]) -> int:
-    """Return how often the body of a while loop runs; 1 for what is no loop."""
+    """Return the number of iterations of a while loop; 1 for other instructions."""
     if instruction.opcode != "while":
         return 1
     known = _TRIPS.search(instruction.rest)
     if known:
         return int(known[1])
-    # XLA has not written it down yet. A loop of jax.lax.scan counts from 0, by 1, while it is below a constant.
+    # XLA has not recorded it yet. A loop of jax.lax.scan counts from 0, by 1, while it is below a constant.
     condition = re.search(r"condition=%([\w.\-]+)", instruction.rest)
     body = computations.get(condition[1], []) if condition else []
     steps = {each.name: each for each in body}
@@ -260,7 +261,7 @@ def _first_group(text: str, total: int) -> np.ndarray:
     iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=(\S+)", text)
     if iota:
         return _iota(iota[3]).reshape(int(iota[1]), int(iota[2]))[0]
-    # Of a mesh of the compiler's own, whose axes it may have split: 'axis':(2)4 are 4 parts behind 2.
+    # The compiler's own mesh, whose axes it may have split: 'axis':(2)4 are 4 parts after 2.
     named = re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^{}]*)\}", text)
     if named is None:
         raise ValueError(f"cannot read the groups of a collective: {text[:200]}")

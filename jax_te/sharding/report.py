@@ -1,4 +1,4 @@
-"""How the arrays of a model or a train state are split over a mesh, and what a device holds of them."""
+"""Sharding of the arrays of a model or a train state over a mesh, and their bytes on a device."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from jax_te.typing import LogicalAxes, PyTree
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayPlacement:
-    """One array, and where it is.
+    """One array and its placement.
 
     Args:
         path: names from the root, joined by dots.
-        shape: of the whole array.
-        dtype: its name.
+        shape: shape of the whole array.
+        dtype: name of the dtype.
         logical_axes: a name of `ShardingRules` or None for each dimension.
         spec: the mesh axes of each dimension.
         mesh_axes: ``spec`` as text, e.g. ``fsdp, -, tensor``; ``one device`` for an array that is on no mesh.
-        bytes: of the whole array, with a whole byte for each number of four bits.
-        bytes_per_device: of one device's part.
+        bytes: bytes of the whole array, with a whole byte for each number of four bits.
+        bytes_per_device: bytes of one device's part.
 
     >>> kernel = nnx.Param(jnp.ones((4, 8)), logical_axes=("fsdp", "ffn"))
     >>> placed = sharding_report({"kernel": kernel}, AbstractMesh((2, 2), ("fsdp", "tensor"))).arrays[0]
@@ -48,12 +48,12 @@ class ArrayPlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingReport:
-    """What `sharding_report` found. ``str()`` gives a table, `draw` a picture of each way to split.
+    """Result of `sharding_report`. ``str()`` gives a table, `draw` a picture of each kind of sharding.
 
     Args:
-        arrays: in the order of ``jax.tree.leaves``.
+        arrays: placements of the arrays, in the order of ``jax.tree.leaves``.
         mesh_shape: sizes of the mesh's axes by name.
-        device_ids: of the mesh's devices, in its order.
+        device_ids: IDs of the mesh's devices, in its order.
 
     >>> kernel = nnx.Param(jnp.ones((4, 8)), logical_axes=("fsdp", "ffn"))
     >>> report = sharding_report({"params": {"kernel": kernel}}, AbstractMesh((2,), ("fsdp",)))
@@ -71,13 +71,13 @@ class ShardingReport:
 
     @property
     def bytes(self) -> int:
-        """Of all arrays, each counted once."""
+        """Bytes of all arrays, each counted once."""
         return sum(array.bytes for array in self.arrays)
 
     @property
     def bytes_per_device(self) -> int:
-        """Of one part of each array. Every device of the mesh holds as many if all arrays are on it; arrays that are on
-        single devices count as if they were all on the same one.
+        """Bytes of one shard of each array. Every device of the mesh holds as many if all arrays are on it; arrays that
+        are on single devices count as if they were all on the same one.
         """
         return sum(array.bytes_per_device for array in self.arrays)
 
@@ -107,14 +107,14 @@ class ShardingReport:
         yield ""
         yield f"{devices} device{'s' * (devices != 1)}: {sizes or 'no mesh'}"
         for name, (whole, part) in self.parts().items():
-            # A name that is itself an array stands in the table already.
+            # A name that is itself an array is in the table already.
             if any(array.path != name and array.path.startswith(f"{name}.") for array in self.arrays):
                 yield f"{name}: {_size(whole)} in all, {_size(part)} on each device"
         yield f"{len(self.arrays)} arrays: {_size(self.bytes)} in all, {_size(self.bytes_per_device)} on each device"
 
     @checked
     def draw(self, path: str | None = None) -> str:
-        """Which devices hold which part of an array, as text.
+        """Return the devices that hold each shard of an array, as text.
 
         Args:
             path: an array's. None: one picture for every way to split that there is, with the names of its arrays.
@@ -136,22 +136,22 @@ class ShardingReport:
 
 @checked
 def sharding_report(model_or_state: PyTree, mesh: Mesh | AbstractMesh | None = None) -> ShardingReport:
-    """Every array of a model or a train state: its axes, how it is split, and its bytes on each device.
+    """Report every array of a model or a train state: its axes, sharding, and bytes on each device.
 
     Args:
         model_or_state: a pytree of arrays or ``jax.ShapeDtypeStruct``, e.g. a module, also an abstract one
             (``nnx.eval_shape``), or a `jax_te.training.TrainState`.
-        mesh: where the arrays would be by their logical axes. It needs no devices: ``jax.sharding.AbstractMesh((2, 4),
-            ("fsdp", "tensor"))`` will do. None: where they are. Abstract arrays that do not say where are taken to be
-            on the mesh in use, by their logical axes.
+        mesh: mesh over which to place the arrays by their logical axes. It needs no devices:
+            ``jax.sharding.AbstractMesh((2, 4), ("fsdp", "tensor"))`` will do. None: their present placement. Abstract
+            arrays without a sharding are placed on the mesh in use, by their logical axes.
 
     Returns:
-        A `ShardingReport`. Its numbers are those of arrays between steps; what a step needs besides is in
+        A `ShardingReport`. Its numbers cover arrays between steps; a step's additional memory is in
         ``compiled.memory_analysis()``.
 
     Raises:
         ValueError: for a dimension that does not divide over its mesh axes; for arrays on several meshes; without a
-            mesh, for arrays that are nowhere.
+            mesh, for arrays without a placement.
 
     Source: ``jax.debug.visualize_array_sharding`` draws one array.
 
@@ -181,7 +181,7 @@ def sharding_report(model_or_state: PyTree, mesh: Mesh | AbstractMesh | None = N
         )
     mesh_shape = {name: size for found_on in meshes for name, size in found_on.shape.items()}
     numbers = range(math.prod(mesh_shape.values()))
-    # An AbstractMesh has no devices: numbers in the order of the mesh stand for them.
+    # An AbstractMesh has no devices: they are numbered in the order of the mesh.
     for used in meshes.values():
         numbers = [device.id for device in used.devices.flat] if isinstance(used, Mesh) else numbers
     return ShardingReport(
@@ -192,9 +192,9 @@ def sharding_report(model_or_state: PyTree, mesh: Mesh | AbstractMesh | None = N
 
 
 def _place(leaf: Any) -> Sharding | None:
-    """Where an array is; None for one that is nowhere."""
+    """Return the placement of an array; None for one without a placement."""
     sharding = getattr(leaf, "sharding", None)
-    # What nnx.eval_shape gives under a mesh has the sharding of its type, which leaves the mesh's Auto axes open.
+    # Arrays of nnx.eval_shape under a mesh have their type's sharding, which leaves the mesh's Auto axes open.
     is_type = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
     return None if is_type else sharding
 
@@ -203,13 +203,13 @@ def _placement(name: str, leaf: Any, axes: LogicalAxes | PartitionSpec, sharding
     named = isinstance(sharding, NamedSharding)
     spec = sharding.spec if named else PartitionSpec()
     texts = ["*".join(entry) or "-" for entry in mesh_axes_of(spec, leaf.ndim)]
-    # Sharding knows its shards whatever its kind; only a NamedSharding has a spec.
+    # Any kind of Sharding has shards; only a NamedSharding has a spec.
     part = sharding.shard_shape(leaf.shape)
     return ArrayPlacement(
         path=name.replace("/", "."),
         shape=tuple(leaf.shape),
         dtype=str(leaf.dtype),
-        # Where Flax's names put it: the rules have been applied, and only they know the names.
+        # Placed by Flax's names: the rules, which alone know the names, have been applied.
         logical_axes=axes if isinstance(axes, tuple) else (None,) * leaf.ndim,
         spec=spec,
         mesh_axes=", ".join(texts) if named else "one device" if len(sharding.device_set) == 1 else str(sharding),

@@ -19,26 +19,26 @@ from jax_te.typing import LogicalAxes
 
 MeshAxes = tuple[str, ...]
 Dims = tuple[MeshAxes, ...]
-"""How an array is sharded: the mesh axes of each of its dimensions, the outermost first; ``()``: not along this one."""
+"""Sharding of an array: the mesh axes of each of its dimensions, the outermost first; ``()``: not sharded."""
 
-# The tensor axis outermost: an all-gather over fsdp then leaves each device its tensor shard, in one piece. The tokens
+# The tensor axis is outermost: an all-gather over fsdp then yields each device's tensor shard, contiguously. The tokens
 # of experts, [tokens, h], are those of [b, s, h] under sequence parallelism.
 _COMPOSED = {"tokens": ("batch", "sequence_parallel"), "heads_fsdp": ("heads", "fsdp"), "ffn_fsdp": ("ffn", "fsdp")}
 _SHARDED_KERNELS = {name: _COMPOSED.get(name, (name,)) for name in ("fsdp", "heads_fsdp", "ffn_fsdp")}
 _COMPOSED |= {f"{name}_replicas": (*parts, "replicas") for name, parts in _SHARDED_KERNELS.items()}
-# What fsdp splits of a kernel is all-gathered before its GEMM: to an activation it is the whole axis.
+# Kernel axes sharded by fsdp are all-gathered before the GEMM: for an activation the axis is whole.
 _OF_ACTIVATIONS: dict[str | None, str | None] = {"fsdp": "hidden", "heads_fsdp": "heads", "ffn_fsdp": "ffn"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingRules:
-    """Which mesh axes each logical axis is sharded over, and why.
+    """Mesh axes over which each logical axis is sharded, with the reasons.
 
     Axes of `jax_te.config.MESH_AXES` that the mesh does not have, and axes that it has with size 1, are left out. A
-    rule may name axes of a mesh of one's own; `logical_to_spec` refuses those that its mesh does not have.
+    rule may name axes of a custom mesh; `logical_to_spec` refuses those that its mesh does not have.
 
     Logical rules that are set in Flax (``nn.logical_axis_rules``, ``nnx.logical_axis_rules``) join them: for names that
-    are no field here, and in the place of a field's default. The first rule of a name counts, as in Linen.
+    are not fields here, and in the place of a field's default. The first rule of a name is used, as in Linen.
 
     Args:
         batch: examples, over the data and FSDP axes alike: devices of the FSDP axis that saw the same data would
@@ -63,16 +63,16 @@ class ShardingRules:
             Kernels that the tensor axis shards along that axis too (row-parallel ones) name it ``heads_fsdp``
             or ``ffn_fsdp``, which is the rule of ``heads`` or ``ffn`` and then that of ``fsdp``. Embeddings have it on
             their hidden axis.
-        replicas: what masters and optimizer state are split over besides, along the axis of ``fsdp``, by
-            ``create_train_state(distributed_optimizer=True)``: the data axis, whose devices hold the same parameters.
-            The names are ``fsdp_replicas``, ``heads_fsdp_replicas`` and ``ffn_fsdp_replicas``.
+        replicas: mesh axes, besides those of ``fsdp``, over which ``create_train_state(distributed_optimizer=True)``
+            splits masters and optimizer state: the data axis, whose devices hold the same parameters. The names are
+            ``fsdp_replicas``, ``heads_fsdp_replicas`` and ``ffn_fsdp_replicas``.
         expert: the first axis of experts' kernels, over nothing: every device has all experts.
         norm: parameters of norms, and biases over the hidden axis, over nothing: too small to be worth all-gathering.
         components: component axes of fused kernels (query/key/value, gate/up), over nothing: so each device has its
             shard of every component, and any number of devices shards in the same way.
 
     Raises:
-        TypeError: for a rule that is no tuple of strings.
+        TypeError: for a rule that is not a tuple of strings.
         ValueError: for a mesh axis whose name is reserved.
 
     Source: Megatron-Core's column/row rules; ``flax.linen.logical_axis_rules``.
@@ -123,7 +123,7 @@ class ShardingRules:
 
 @dataclass(frozen=True, kw_only=True)
 class _WithFlax(ShardingRules):
-    """The library's rules with Flax's among them; ``others`` are Flax's for names that are no field."""
+    """The library's rules with Flax's among them; ``others`` are Flax's for names that are not fields."""
 
     others: tuple[tuple[str, MeshAxes], ...] = ()
 
@@ -178,8 +178,8 @@ def logical_to_spec(
         rules: None for the ambient rules, with those that are set in Flax.
 
     Raises:
-        ValueError: for a name that neither the rules nor Flax's have, a rule with a mesh axis that is neither one of
-            `jax_te.config.MESH_AXES` nor the mesh's, or two dimensions on one mesh axis; for a rule that is set both
+        ValueError: for a name that neither these rules nor Flax's contain, a rule with a mesh axis that is neither one
+            of `jax_te.config.MESH_AXES` nor the mesh's, or two dimensions on one mesh axis; for a rule that is set both
             here and in Flax, and differs; for a PartitionSpec with an axis that the mesh lacks.
 
     >>> tuple(logical_to_spec(("batch", "sequence", "ffn"), jax.sharding.AbstractMesh((2, 2), ("data", "tensor"))))
@@ -194,7 +194,7 @@ def _checked(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:
     for axis in jax.tree.leaves(tuple(spec)):
         if axis not in mesh.axis_names:
             raise ValueError(
-                f"{axis!r} of {spec} is no axis of the mesh, whose axes are {', '.join(map(str, mesh.axis_names))}, "
+                f"{axis!r} of {spec} is not an axis of the mesh ({', '.join(map(str, mesh.axis_names))}), "
                 "and Flax's logical rules do not map it to one; set them: nnx.logical_axis_rules([(name, axis), ...])"
             )
     return spec
@@ -231,7 +231,7 @@ def _resolved(axes: LogicalAxes, mesh: Mesh | AbstractMesh, rules: ShardingRules
                     "one array cannot be split twice over one mesh axis: change one of the two rules"
                 )
             taken[axis] = name
-        # An axis of size 1 splits nothing, and naming it would make another type of the array on an Explicit mesh.
+        # An axis of size 1 shards nothing, and naming it would change the array's type on an Explicit mesh.
         mesh_axes = tuple(axis for axis in mesh_axes if mesh.shape[axis] > 1 and axis in free)
         spec.append(mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes or None)
     return PartitionSpec(*spec)
@@ -251,7 +251,7 @@ def current_rules(mesh: Mesh | AbstractMesh | None = None) -> ShardingRules:
     """Return the rules of the innermost `use_rules`, with those that are set in Flax.
 
     Args:
-        mesh: where both may say the same in other words, such as an axis that it lacks. None: the mesh in use.
+        mesh: mesh on which this package's and Flax's rules are compared. None: the mesh in use.
 
     Raises:
         ValueError: for a rule that is set both here and in Flax, and differs.
@@ -279,7 +279,7 @@ def _combined(rules: ShardingRules, flax: tuple[tuple[str, Any], ...], mesh: Mes
             "are set in Flax (logical_axis_rules); let one of them name it, or both the same"
         )
 
-    # Reversed: of several rules of a name the first is kept.
+    # Reversed, so that the first of several rules for a name is kept.
     theirs = {name: () if axes is None else (axes,) if isinstance(axes, str) else axes for name, axes in flax[::-1]}
     default, changed = ShardingRules(), {}
     for rule in fields(ShardingRules):
@@ -300,9 +300,10 @@ def _combined(rules: ShardingRules, flax: tuple[tuple[str, Any], ...], mesh: Mes
 
 
 def row_axis(axis: str | None) -> str:
-    """Return the logical name of the first axis of a kernel whose inputs the tensor axis splits along ``axis``.
+    """Return the logical name of the first axis of a kernel whose inputs are sharded over the tensor axis along
+    ``axis``.
 
-    ``axis`` None: it does not split them.
+    ``axis`` None: they are not sharded.
 
     >>> row_axis("ffn"), row_axis(None)
     ('ffn_fsdp', 'fsdp')
@@ -311,7 +312,7 @@ def row_axis(axis: str | None) -> str:
 
 
 def replica_axes(axes: Any) -> Any:
-    """Return the logical axes under which replicas split what is sharded like a parameter among them; others stay.
+    """Return the logical axes under which replicas shard optimizer state of a parameter; other axes stay.
 
     >>> replica_axes(("ffn_fsdp", None)), replica_axes(("norm",))
     (('ffn_fsdp_replicas', None), ('norm',))
@@ -375,7 +376,7 @@ def current_mesh() -> AbstractMesh | None:
 def free_axes(mesh: Mesh | AbstractMesh) -> MeshAxes:
     """Return the mesh axes that no surrounding ``shard_map`` has made manual.
 
-    Along those it has, an array is a device's own, and whole: no rule splits it there.
+    Along manual axes an array belongs to one device and is whole: no rule shards it there.
 
     >>> free_axes(AbstractMesh((2, 2), ("data", "tensor")))
     ('data', 'tensor')
@@ -397,7 +398,7 @@ def mesh_dims(axes: LogicalAxes | PartitionSpec, mesh: AbstractMesh) -> Dims:
 
 
 def partition_spec(dims: Dims) -> PartitionSpec:
-    """Return JAX's form of `Dims`.
+    """Return `Dims` as a PartitionSpec.
 
     >>> tuple(partition_spec((("data", "fsdp"), (), ("tensor",))))
     (('data', 'fsdp'), None, 'tensor')
@@ -419,12 +420,13 @@ def gathered_axes(kernel_axes: LogicalAxes, mesh: AbstractMesh) -> MeshAxes:
 def summed_axes(
     kernel_axes: LogicalAxes | PartitionSpec | None, mesh: AbstractMesh | None, summands: tuple[int, ...] | None = None
 ) -> MeshAxes:
-    """Return the mesh axes over which a kernel's gradient is summed and not scattered: they split tokens, not it.
+    """Return the mesh axes over which a kernel's gradient is summed, not scattered: they shard tokens, not the kernel.
 
     Args:
-        kernel_axes: of the kernel. None: it has none.
-        mesh: None: no axes.
-        summands: ``(n,)``: no axes if theirs are not ``n`` devices, as under other rules, or inside of a ``shard_map``.
+        kernel_axes: logical axes of the kernel. None: it has none.
+        mesh: mesh of the kernel. None: no axes.
+        summands: ``(n,)``, to get no axes unless they have exactly ``n`` devices, as they may not under other rules or
+            inside of a ``shard_map``. None: all axes.
 
     >>> mesh = AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor"))
     >>> summed_axes(("fsdp", "ffn"), mesh), summed_axes(("fsdp", "ffn"), mesh, (4,))
@@ -433,7 +435,7 @@ def summed_axes(
     if mesh is None:
         return ()
     own = flat(mesh_dims(kernel_axes or (), mesh))
-    # One after the other, since both may name the same axis where no array has both.
+    # One after the other, since both may name the same axis if no array has both.
     tokens = dict.fromkeys(flat(mesh_dims(("batch",), mesh)) + flat(mesh_dims(("sequence",), mesh)))
     axes = tuple(axis for axis in tokens if axis not in own)
     return axes if summands in (None, (math.prod(mesh.shape[axis] for axis in axes),)) else ()
@@ -465,7 +467,7 @@ def named_sharding(axes: LogicalAxes | PartitionSpec, mesh: Mesh | AbstractMesh)
     """Return the NamedSharding on ``mesh`` of an array with these logical axes, by the ambient rules.
 
     Raises:
-        ValueError: as `logical_to_spec`.
+        ValueError: see `logical_to_spec`.
 
     >>> sharding = named_sharding(("batch", "ffn"), AbstractMesh((2, 4), ("data", "tensor")))
     >>> sharding.shard_shape((8, 16))

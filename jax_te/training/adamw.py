@@ -1,4 +1,4 @@
-"""AdamW as language models are usually trained with, composed from optax."""
+"""AdamW as commonly used for language models, composed from optax."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def learning_rate_schedule(
     Args:
         learning_rate: the largest value, reached after ``warmup_steps``.
         total_steps: steps of warm-up and decay together; the learning rate is constant afterwards.
-        warmup_steps: in [0, total_steps).
+        warmup_steps: number of warmup steps, in [0, total_steps).
         final_fraction: the decay ends at this fraction of ``learning_rate``; in [0, 1].
 
     Raises:
@@ -86,14 +86,15 @@ def adamw_with_schedule(
 
     Args:
         schedule: learning rate, or a function of the step's number such as `learning_rate_schedule` returns.
-        b1, b2, eps: of Adam.
-        weight_decay: of the parameters that `weight_decay_mask` selects.
-        mu_dtype: of the first moment, which may be bf16: two bytes a parameter less. None: the parameters'. The second
-            one stays: with ``b2 = 0.999`` a step lowers it by less than bf16 resolves, so that it would never shrink.
+        b1, b2, eps: coefficients of Adam.
+        weight_decay: weight decay of the parameters that `weight_decay_mask` selects.
+        mu_dtype: dtype of the first moment. bf16 saves two bytes a parameter. None: the parameters'. The second moment
+            keeps its dtype: with ``b2 = 0.999`` a step lowers it by less than bf16 resolves, so that it would never
+            shrink.
         clip_norm: largest global norm of the gradients; larger ones are scaled down to it. None: no clipping.
 
     Raises:
-        TypeError, ValueError: for numbers that are none or outside of their range.
+        TypeError, ValueError: for arguments that are not numbers or out of range.
 
     Source: Megatron's defaults for GPT; Loshchilov and Hutter 2019, "Decoupled Weight Decay Regularization".
 

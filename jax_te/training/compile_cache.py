@@ -1,4 +1,4 @@
-"""Compiled programs, kept on disk between runs."""
+"""Persistent cache of compiled programs."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from jax_te._validation import checked
 
 @checked
 def keep_compiled_programs(folder: str | Path | None = None) -> Path | None:
-    """Return the folder in which JAX now keeps compiled programs, so that the same program does not compile again.
+    """Return the folder in which JAX now caches compiled programs, so that the same program is not compiled again.
 
     They are found again for the same program, shapes and shardings, devices, XLA flags and versions of jax and jaxlib,
     and compiled anew otherwise. Captured graphs are among them. Programs are kept however little time they take to
     compile, unless JAX's option ``jax_persistent_cache_min_compile_time_secs`` has another value than its default, 1.
 
-    Loading a program runs it: the folder is the user's alone, and neither a run nor a checkpoint says where it is.
+    Loading a program runs it, so the folder belongs to the user alone, and neither runs nor checkpoints refer to it.
 
     Args:
-        folder: made with mode 0700 where it is missing. None: ``$XDG_CACHE_HOME/jax_te``, ``~/.cache/jax_te``, unless
-            JAX's own options name a folder, or turn its cache off: they stay, and None is returned.
+        folder: folder of the cache; made with mode 0700 if missing. None: ``$XDG_CACHE_HOME/jax_te`` or
+            ``~/.cache/jax_te``, unless JAX's own options name a folder, or turn its cache off: they stay, and None is
+            returned.
 
     Raises:
-        ValueError: for a folder that another user owns or can write to, and one inside of a run or a checkpoint, which
-            people pass on.
+        ValueError: for a folder that another user owns or can write to, and one inside of a run or a checkpoint, since
+            these may be shared.
         OSError, RuntimeError: for a folder that cannot be made, and if the user has no home.
 
     >>> keep_compiled_programs("programs").name
@@ -57,7 +58,7 @@ def keep_compiled_programs(folder: str | Path | None = None) -> Path | None:
         )
     path.chmod(0o700)  # it may have been there before, for others to read
     if jax.config.jax_compilation_cache_dir != str(path):
-        reset_cache()  # JAX looks at the option only until it has opened a folder
+        reset_cache()  # JAX reads the option only until it has opened a folder
         jax.config.update("jax_compilation_cache_dir", str(path))
     if jax.config.jax_persistent_cache_min_compile_time_secs == 1.0:
         # The draws of a model's parameters are small programs, which take a second or two together.

@@ -1,4 +1,4 @@
-"""Backward passes in two halves: the input's gradient first, the GEMMs of the kernels' gradients when asked for."""
+"""Backward passes in two halves: the input's gradient first, the GEMMs of the kernels' gradients on request."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from jax_te.typing import DTypeLike, PyTree
 
 
 class FirstHalf(NamedTuple):
-    """What the first half of a backward pass gives, see `deferred_vjp`.
+    """Result of the first half of a backward pass, see `deferred_vjp`.
 
     Args:
-        inputs: one gradient for each input.
+        inputs: gradients of the inputs, one for each.
         params: ``nnx.State``, gradients of the parameters that do not wait: biases, norms, embeddings.
         quantizers: ``nnx.State``, next states of delayed scaling.
         backward_dw: ``backward_dw()`` returns the ``nnx.State`` of the gradients that wait. A pytree of the operands of
@@ -52,9 +52,9 @@ def deferred_vjp(
     """Return ``fn(model, *inputs)`` and its backward pass in two halves, kernel gradients in the second.
 
     A pipeline stage can pass its input's gradient on before it computes those of its kernels. The kernels of `Linear`,
-    `LayerNormLinear` and `LayerNormMLP`, wherever they are in the model, wait; every other gradient comes at once. The
-    first half runs no GEMM of a kernel's gradient and keeps the two operands of each, as these are quantized; the
-    second half runs only these GEMMs.
+    `LayerNormLinear` and `LayerNormMLP`, anywhere in the model, are deferred; all other gradients are returned at once.
+    The first half runs no GEMM of a kernel's gradient and keeps the two operands of each in quantized form; the second
+    half runs only these GEMMs.
 
     ``backward`` and ``backward_dw`` are ``jax.tree_util.Partial``: pytrees of the arrays they need, which may be
     returned from one jitted function and given to another, stacked or carried by ``lax.scan``, or kept in a queue.
@@ -62,17 +62,17 @@ def deferred_vjp(
     Args:
         fn: ``fn(model, *inputs) -> y``, differentiable. It gets a copy of the model, whose changes are lost. It reads
             the kernels that wait by calling their layers; the gradient of any other use is left out.
-        model: whose kernels' gradients wait. Kernels may be stored quantized.
+        model: model whose kernel gradients are deferred. Kernels may be stored quantized.
         inputs: pytrees whose gradients are needed at once.
         has_aux: ``fn`` returns ``(y, aux)``; only ``y`` is differentiated.
-        wgrad_dtype: of the gradients that wait. None: each kernel's own, fp32 for one that is stored quantized.
+        wgrad_dtype: dtype of the deferred gradients. None: each kernel's own, fp32 for one that is stored quantized.
 
     Returns:
         ``(y, backward)``, or ``(y, backward, aux)``. ``backward(dy)`` gives a `FirstHalf`, and its ``backward_dw()``
-        the gradients of the kernels, any number of times; on a mesh with the same mesh in use.
+        the gradients of the kernels, any number of times; on a mesh it needs the same mesh in use.
 
-    A layer that ``fn`` calls more than once does not wait. One that a loop inside of ``fn`` repeats on the same kernel
-    (not on a slice of stacked kernels) cannot: its gradient is nan.
+    A layer that ``fn`` calls more than once is not deferred. One that a loop inside of ``fn`` repeats on the same
+    kernel (not on a slice of stacked kernels) cannot: its gradient is nan.
 
     Source: Megatron-Core's ``delay_wgrad_compute`` and ``backward_dw``, Transformer Engine's ``WeightGradStore``; the
     split into B and W of Qi et al. 2023, "Zero Bubble Pipeline Parallelism".
@@ -97,7 +97,7 @@ def deferred_vjp(
 
     def run(sinks: PyTree, plain: PyTree, quantizers: PyTree, *inputs: PyTree) -> Any:
         merged = nnx.merge_state(plain, kept)
-        # A copy: what fn changes in its model, tracers among it, must not reach the caller's Variables.
+        # A copy: changes that fn makes to its model, which may be tracers, must not reach the caller's Variables.
         used = nnx.merge(graphdef, merged, quantizers, rest, copy=True)
         set_grad_sinks(used, sinks)
         return fn(used, *inputs)
@@ -109,16 +109,16 @@ def deferred_vjp(
 
     def total(*args: PyTree) -> Any:
         y = run(probes, *args)
-        # All of y: a part without a cotangent would leave out the backward passes that only it reaches.
+        # For all of y: a part without a cotangent would omit the backward passes that only it reaches.
         leaves = [leaf for leaf in jax.tree.leaves(y[0] if has_aux else y) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
         return sum(jnp.sum(leaf).astype(jnp.float32) for leaf in leaves)
 
-    # A state that is used several times has several next values, whose maximum counts, not their sum.
+    # A state that is used several times has several next values, which merge by maximum, not by sum.
     states = with_max_gradients(quantizers)
     jax.eval_shape(lambda *args: jax.vjp(total, *args)[1](jnp.ones(())), plain, states, *inputs)
     sinks: dict[Any, Any] = {}
     gemms, stored, variables = [], dict(nnx.to_flat_state(kept)), dict(nnx.to_flat_state(params))
-    # Gradients have the metadata of their parameters, without which jax.tree.map and optax take no pair of them.
+    # Gradients have the metadata of their parameters, which jax.tree.map and optax require to pair them.
     like = {path: jax.tree.structure(variables[path].replace(0.0)) for path in values if path in variables}
     for path, value in values.items():
         probe = probes[path]
@@ -130,20 +130,20 @@ def deferred_vjp(
             sinks[path] = deferred_sink(spec, probe.operands, lead)
             gemms.append((path, replace(spec, wgrad_dtype=dtype), lead))
         elif probe.calls and path in stored:
-            # It has no gradient of its own: without a sink none would come.
+            # It has no gradient itself: without a sink none would be returned.
             sinks[path] = jnp.zeros(value.shape, wgrad_dtype or jnp.float32)
 
     waiting = {path for path, *_ in gemms}
     flat = nnx.to_flat_state(plain)
     plain = nnx.from_flat_state([(path, leaf) for path, leaf in flat if path not in waiting])
-    # Constants of the first half, whose gradients of them would be arrays of zeros.
+    # Constants of the first half, whose gradients would be arrays of zeros.
     kept = nnx.merge_state(kept, nnx.from_flat_state([(path, leaf) for path, leaf in flat if path in waiting]))
     y, vjp, *aux = jax.vjp(run, sinks, plain, states, *inputs, has_aux=has_aux)
     return (y, Partial(_First(tuple(gemms), tuple(like.items())), vjp), *aux)
 
 
 def with_summands(backward: Partial, places: dict[Path, SummandPlace]) -> Partial:
-    """Return ``backward`` of `deferred_vjp`, with summands for those kernels that wait and lie in ``places``."""
+    """Return ``backward`` of `deferred_vjp`, with summands for the deferred kernels in ``places``."""
     gemms = [
         (path, replace(spec, sink=Summands(places[path].over), wgrad_dtype=jnp.float32), lead)
         if path in places and spec.plan.mesh is not None
@@ -157,7 +157,7 @@ def with_summands(backward: Partial, places: dict[Path, SummandPlace]) -> Partia
 # a stack of microbatches compare.
 @dataclass(frozen=True)
 class _First:
-    """The first half: GEMMs that wait, and the structure of each kernel's Variable."""
+    """The first half: the deferred GEMMs, and the structure of each kernel's Variable."""
 
     gemms: tuple[tuple[Any, ...], ...]
     like: tuple[tuple[Path, Any], ...]
@@ -171,7 +171,7 @@ class _First:
 
 @dataclass(frozen=True)
 class _Second:
-    """The second half: the GEMMs that have waited."""
+    """The second half: the deferred GEMMs."""
 
     gemms: tuple[tuple[Any, ...], ...]
     like: tuple[tuple[Path, Any], ...]

@@ -1,4 +1,4 @@
-"""Batches of several processes: one global array, made of the parts that the processes have."""
+"""Batches of several processes: one global array, assembled from the processes' parts."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from jax_te.typing import PyTree
 
 
 def global_batch(local: PyTree) -> PyTree:
-    """Return the global batch of which each process gives the rows that its own devices hold.
+    """Return the global batch, to which each process contributes the rows that its devices hold.
 
     Call it in every process, inside ``jax.set_mesh``. On a mesh whose axis ``data`` or ``fsdp`` crosses all processes,
-    process ``i`` of ``n`` gives the ``i``-th of ``n`` equal parts. Processes that are told apart by ``tensor`` or
-    ``context`` alone hold the same rows, and give the same arrays: their checksums are compared, at each call. In one
+    process ``i`` of ``n`` gives the ``i``-th of ``n`` equal parts. Processes that differ only along ``tensor`` or
+    ``context`` hold the same rows and must pass the same arrays: their checksums are compared at each call. In one
     process the batch becomes a global array with the same values.
 
     Args:
@@ -59,7 +59,7 @@ def global_batch(local: PyTree) -> PyTree:
 
 
 def _check_same_rows(local: PyTree, sharding: NamedSharding) -> None:
-    size = sharding.mesh.size  # any that divides over all axes
+    size = sharding.mesh.size  # any size that divides over all axes
     held: list[set[int]] = [set() for _ in range(jax.process_count())]
     for device, index in sharding.devices_indices_map((size,)).items():
         held[device.process_index].add(index[0].indices(size)[0])
@@ -81,7 +81,7 @@ def _check_same_rows(local: PyTree, sharding: NamedSharding) -> None:
 def of_global_batches(step: Callable[..., Any]) -> Callable[..., Any]:
     """Return a step that, on a mesh of several processes, refuses batches that are not global.
 
-    JAX takes host arrays for the same in every process, and where they differ, trains on a mixture of them.
+    JAX assumes that host arrays are the same in every process, and where they differ, trains on a mixture of them.
     """
     if not jax.distributed.is_initialized() or jax.process_count() == 1:
         return step
@@ -96,11 +96,11 @@ def of_global_batches(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_global(batch: PyTree, arrays: PyTree) -> None:
-    """Raise ValueError if ``arrays`` are on a mesh of several processes, and one of the batch is of this process alone.
+    """Raise ValueError if ``arrays`` are on a mesh of several processes, and one of the batch is local to this process.
 
     Args:
-        batch: its arrays may be on the host.
-        arrays: that it is computed with, e.g. a model's parameters.
+        batch: batch; its arrays may be on the host.
+        arrays: arrays in the same computation, e.g. a model's parameters.
     """
     if not jax.distributed.is_initialized() or jax.process_count() == 1 or all(map(_is_local, jax.tree.leaves(arrays))):
         return
@@ -116,7 +116,7 @@ def check_global(batch: PyTree, arrays: PyTree) -> None:
 def from_first(text: str, arrays: PyTree) -> str:
     """Return the text of the process with the first device of the mesh that ``arrays`` are on, in all of them.
 
-    It is this process's own where the arrays are on no mesh of several processes.
+    It is this process's own text if the arrays are not on a mesh of several processes.
     """
     meshes = [leaf.sharding.mesh for leaf in jax.tree.leaves(arrays) if not _is_local(leaf)]
     if not meshes:

@@ -35,7 +35,7 @@ from jax_te.typing import Array, PyTree
 
 _NO_CACHE = KernelCache({})
 _SMALL = 2**15
-"""The largest number of elements of a bias or a norm's scale, of which there are many."""
+"""Largest number of elements of a small parameter, such as a bias or a norm's scale, of which there are many."""
 
 
 class WeightedMean(NamedTuple):
@@ -62,12 +62,12 @@ class WeightedMean(NamedTuple):
 
 
 LossFn = Callable[[Any, PyTree, Array | None], Array | WeightedMean]
-"""``loss_fn(model, batch, key)``: the mean loss over a batch, a scalar or a `WeightedMean`, which also says
-how much the batch counts beside others. ``key`` is None in evaluation: no dropout."""
+"""``loss_fn(model, batch, key)``: the mean loss over a batch, a scalar or a `WeightedMean`, which also gives the weight
+of the batch. ``key`` is None in evaluation: no dropout."""
 
 
 class Gradients(NamedTuple):
-    """What one derivative gives.
+    """Result of one differentiation.
 
     Args:
         loss: fp32 ``[]``.
@@ -75,7 +75,7 @@ class Gradients(NamedTuple):
         quantizers: next quantizer states.
         rest: the model's other state.
         weight: fp32 ``[]``, of the batch, if the loss is a `WeightedMean`.
-        aux: what else the loss function returned.
+        aux: auxiliary output of the loss function.
         inputs: gradients of the function's other inputs, in their dtypes.
         waiting: summands of kernels' gradients, which ``grads`` lacks, see `KernelGradients`.
     """
@@ -121,31 +121,33 @@ def value_and_grad(
     has_aux: bool = False,
     scaler: LossScale | None = None,
 ) -> Callable[..., Any]:
-    """Differentiate as ``nnx.value_and_grad`` does, and give the model its next quantizer state.
+    """Differentiate like ``nnx.value_and_grad``, and set the model's next quantizer state.
 
     It takes the place of ``nnx.value_and_grad``, before `Optimizer` or Flax's own. Call it inside of ``nnx.jit``:
     outside, every call compiles anew.
 
-    - Quantizer states are written to the model, as are the other changes that ``loss_fn`` makes to it and to other NNX
-      objects among its arguments, e.g. an ``nnx.Rngs``. If loss or a gradient is not finite, quantizer states stay.
+    - Quantizer states are written to the model, together with the other changes that ``loss_fn`` makes to it and to
+      other NNX objects among its arguments, e.g. an ``nnx.Rngs``. If loss or a gradient is not finite, quantizer states
+      stay.
     - A layer that is called more than once gets the maximum of its next states; one that is not called keeps its own.
-    - The gradients of half-precision and quantized kernels are fp32, without a rounding between.
+    - The gradients of half-precision and quantized kernels are fp32, without intermediate rounding.
 
     Args:
         loss_fn: ``(model, ...) -> [ ]``, a scalar or a `WeightedMean`.
         argnums: position of the model, or ``nnx.DiffState(position, filter)`` to differentiate some of its Variables
             in place of all of its parameters.
         has_aux: ``loss_fn`` returns a pair whose second element, a pytree of arrays, is passed on.
-        scaler: multiplies the loss while it is differentiated; the gradients are unscaled again. An `Optimizer` that
-            was given one takes gradients under its `Optimizer.scaler` alone, which their metadata say.
+        scaler: loss scaler, which multiplies the loss while it is differentiated; the gradients are unscaled again. An
+            `Optimizer` that was given one takes gradients under its `Optimizer.scaler` alone, which their metadata
+            identify.
 
     Returns:
         A function of the same arguments that returns ``(loss, grads)``, or ``((loss, aux), grads)``. The loss is fp32
         ``[]``, and ``grads`` an ``nnx.State`` with the names and shapes of the parameters, in fp32.
 
     Raises:
-        TypeError: for several ``argnums``; when called, if the argument there is no NNX module.
-        ValueError: when called, for a loss that is no scalar.
+        TypeError: for several ``argnums``; when called, if that argument is not an NNX module.
+        ValueError: when called, for a loss that is not a scalar.
 
     Source: ``flax.nnx.value_and_grad``.
 
@@ -200,15 +202,15 @@ def value_and_grad(
 
 
 def marked_as_scaled(grads: nnx.State) -> nnx.State:
-    """Return gradients whose Variables say that a loss scale was used; `was_scaled` reads it."""
-    # In metadata, which outlive jit and jax.tree.map, as an attribute of the State would not.
+    """Return gradients whose Variables record that a loss scale was used; `was_scaled` reads it."""
+    # In metadata, which survive jit and jax.tree.map, unlike an attribute of the State.
     return nnx.from_flat_state(
         [(path, grad.replace(grad.get_value(), loss_scaled=True)) for path, grad in nnx.to_flat_state(grads)]
     )
 
 
 def was_scaled(grads: PyTree) -> bool:
-    """Return False for gradients in Variables that say of no loss scale; of bare arrays nothing is known."""
+    """Return False for gradients in Variables without a recorded loss scale; bare arrays cannot record one."""
     found = jax.tree.leaves(grads, is_leaf=lambda node: isinstance(node, nnx.Variable))
     return all(grad.get_metadata().get("loss_scaled", False) for grad in found if isinstance(grad, nnx.Variable))
 
@@ -217,7 +219,7 @@ class _Objects(nnx.Module):
     """The NNX objects among a call's arguments as one graph, since they may share Variables."""
 
     def __init__(self, model: nnx.Module, others: dict[Any, Any]):
-        # Variables that both have stand under the name that comes first in the alphabet.
+        # Shared Variables are listed under the alphabetically first name.
         self.model = model
         self.others = nnx.data(others)
 
@@ -243,8 +245,8 @@ def accumulated_gradients(
 ) -> Gradients:
     """Return the means of `gradients` over microbatches, from one scan; ``batches`` has leaves ``[m, b / m, ...]``.
 
-    Means are weighted if ``loss_fn`` gives weights. Kernels are quantized before the scan if ``keep_kernels``. Devices
-    add up gradients of kernels behind the scan if ``kernels.once``.
+    Means are weighted if ``loss_fn`` returns weights. Kernels are quantized before the scan if ``keep_kernels``.
+    Devices sum kernel gradients after the scan if ``kernels.once``.
     """
     model = nnx.merge(state.graphdef, state.params, state.quantizers, state.rest)
     cached = quantize_kernels(model) if keep_kernels else _NO_CACHE
@@ -259,7 +261,7 @@ def accumulated_gradients(
         loss, quantizers, rest, weight = found.loss, found.quantizers, found.rest, found.weight
         grads = found.grads, found.waiting
         if weight is not None:
-            # Not gradients of the totals: these would be so much larger that fp16 overflows sooner.
+            # Not gradients of the totals, which would be so much larger that fp16 overflows sooner.
             loss, grads = jax.tree.map(lambda mean: mean * weight, (loss, grads))
         # Each gradient is added to its sum where it is computed, so that no second copy of all gradients exists.
         counts = added_counts(counts, quantizers)
@@ -279,7 +281,7 @@ def accumulated_gradients(
         return total / microbatches if weights is None else WeightedMean(total, jnp.sum(weights)).mean
 
     found = dict(nnx.to_flat_state(sums))
-    for path, place in places.items():  # devices add up, once for all microbatches
+    for path, place in places.items():  # devices sum, once for all microbatches
         axes = variable_axes(names[path], names[path].get_value())
         # Where Flax's own names put a kernel, `as_created` takes it.
         wanted = None if isinstance(axes, PartitionSpec) else axes[place.lead :]
@@ -338,7 +340,7 @@ def differentiate(
         weight = jnp.asarray(value.weight, jnp.float32) if isinstance(value, WeightedMean) else None
         return how.scaler.scale_loss(loss), (loss, how.split(model)[3], weight, aux)
 
-    # allow_int: the dtype of with_max_gradients is no ordinary float.
+    # allow_int: the dtype of with_max_gradients is not an ordinary float.
     differentiated = jax.grad(scaled_loss, argnums=(0, 1, 2, 3), has_aux=True, allow_int=True)
     (grads, sink_grads, quantizers, input_grads), (loss, rest, weight, aux) = differentiated(
         plain, grad_sinks, with_max_gradients(quantizers), inputs
@@ -371,8 +373,8 @@ def vjp_of_model(
         kernels: as in `Differentiation`.
 
     Returns:
-        ``(y, backward)``. ``backward(dy)`` gives an ``nnx.State`` of the parameters' gradients, in fp32 (summands, of
-        kernels that wait), the next quantizer states and the gradient of ``x``. A pytree of its residuals, as
+        ``(y, backward)``. ``backward(dy)`` gives an ``nnx.State`` of the parameters' gradients, in fp32 (summands for
+        deferred kernels), the next quantizer states and the gradient of ``x``. It is a pytree of its residuals, like
         `deferred_vjp`'s.
     """
     graphdef, params, quantizers, rest = split_model(model)
@@ -396,7 +398,7 @@ class _Backward:
     def __call__(self, vjp: Any, dy: Array) -> tuple[nnx.State, nnx.State, PyTree]:
         grads, sink_grads, quantizers, dx = vjp(dy)
         total = {path: grad.get_value() for path, grad in nnx.to_flat_state(_wide(grads))}
-        # As in `differentiate`: what the model reads of a kernel outside of its op is the kernel's own gradient.
+        # As in `differentiate`: uses of a kernel outside of its op contribute to the kernel's own gradient.
         for path, place in self.places:
             total[path] = place.with_sum(sink_grads.pop(path), total.get(path))
         for path, grad in sink_grads.items():
@@ -422,7 +424,7 @@ def as_created(tree: PyTree) -> PyTree:
     mesh, leaves = current_mesh(), []
     known = set() if mesh is None else set(mesh.axis_names)
     for _, leaf, axes in leaves_with_axes(tree):
-        # Flax's own names, outside of the rules that gave them mesh axes: the compiler carries on where Flax put them.
+        # Flax's own names, outside of the rules that assigned mesh axes: the compiler propagates Flax's placement.
         unknown = isinstance(axes, PartitionSpec) and not known.issuperset(jax.tree.leaves(tuple(axes)))
         leaves.append(leaf if unknown else constrain(leaf, axes))
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
@@ -435,8 +437,8 @@ def all_finite(tree: PyTree) -> Array:
         whole = jax.typeof(leaf).sharding.mesh.empty
         (small if whole and jnp.size(leaf) <= _SMALL else flags).append(jnp.isfinite(leaf))
     if small:
-        # One kernel for all biases, because each of their own takes as long to launch as to run; the barrier keeps XLA
-        # from making them anew. On a mesh shards would have to be gathered.
+        # One kernel for all biases, because separate kernels take as long to launch as to run; the barrier keeps XLA
+        # from splitting it. On a mesh shards would have to be gathered.
         flags.append(jax.lax.optimization_barrier(jnp.concatenate([flag.ravel() for flag in small])))
     finite = jnp.all(jnp.stack([jnp.all(flag) for flag in flags]))
     # Without the barrier XLA computes this from its parts again in each kernel that reads it, that is in each
@@ -450,7 +452,7 @@ def _behind_a_conditional(flag: Array) -> Array:
 
 
 def mean_loss(loss: Array | WeightedMean) -> Array:
-    """Return what a `LossFn` gave as fp32 ``[]``; raise ValueError if it is no scalar."""
+    """Return the result of a `LossFn` as fp32 ``[]``; raise ValueError if it is not a scalar."""
     mean = loss.mean if isinstance(loss, WeightedMean) else loss
     if jnp.shape(mean) != ():
         raise ValueError(f"loss_fn must give a scalar, the mean loss of its batch, got shape {jnp.shape(mean)}")

@@ -75,7 +75,7 @@ def inspect_precision(
         model: any model with layers of `jax_te.layers`, in training mode.
         loss_fn: ``(model, batch, key) -> [ ]``.
         batch, key: arguments of ``loss_fn``. Without a key layers drop nothing.
-        loss_scale: multiplies the loss, as in fp16 training.
+        loss_scale: factor of the loss, as in fp16 training.
 
     Returns:
         One entry for each quantized tensor: layers in the model's order, roles in the order x, kernel, grad.
@@ -97,7 +97,7 @@ def inspect_precision(
 def _observed(
     model: nnx.Module, loss_fn: LossFn, batch: PyTree, key: Array | None, loss_scale: float | Array
 ) -> Observer:
-    """Return what was observed in a loss and its gradients; raises as `inspect_precision`."""
+    """Return the observations of a loss and its gradients; raises like `inspect_precision`."""
     graphdef, params, quantizers, rest = split_model(model)
     if any(isinstance(variable.get_value(), QuantizedKernel) for _, variable in nnx.to_flat_state(params)):
         raise ValueError(
@@ -123,11 +123,11 @@ def make_inspection(
     """Return ``inspect(state, batch)``, which returns the statistics of the train step that would follow.
 
     ``inspect`` computes that step's gradients separately, from the same parameters, scales, loss scale, dropout keys
-    and microbatches, and discards them. So a step is the same, bit for bit, whether it was inspected or not. It is
-    compiled at the first call. In several processes all call it, with a global batch, and get the same.
+    and microbatches, and discards them. Thus inspection does not change a step by a bit. It is compiled at the first
+    call. In several processes all call it, with a global batch, and get the same.
 
     Args:
-        loss_fn, microbatches: as for `make_train_step`.
+        loss_fn, microbatches: see `make_train_step`.
 
     Raises:
         ValueError: when called on a mesh of several processes, for a batch that is not global.
@@ -141,13 +141,13 @@ def make_inspection(
     ...     len(inspect(state, jnp.ones((16, 32))))
     3
     """
-    # One observer for all calls: it takes part in the jit cache key, so another one would compile the probe again.
+    # One observer for all calls: it is part of the jit cache key, so another one would recompile the probe.
     observer, probe = Observer(), _probe(loss_fn)
 
     def inspect(state: TrainState, batch: PyTree) -> list[TensorStatistics]:
         check_global(batch, state.step)
         params, key = _exact_parameters(state), jax.random.fold_in(state.rng, state.step)
-        # Of the call before.
+        # Records of the previous call.
         observer.records.clear()
         observer.group_amaxes.clear()
         with observe_quantization(observer):
@@ -181,13 +181,13 @@ def exact_model(state: TrainState) -> Any:
 def calibrate_delayed_scaling(model: nnx.Module, loss_fn: LossFn, batch: PyTree, recipe: Recipe) -> None:
     """Fill the delayed-scaling states of ``model`` with the amaxes of one batch, so that the first scales fit.
 
-    With empty histories, delayed scaling quantizes its first step with scale 1, which loses nearly all gradients. The
-    amaxes come from a pass under `Float8CurrentScaling` of the same format.
+    With empty histories, delayed scaling quantizes its first step with scale 1, in which nearly all gradients
+    underflow. The amaxes come from a pass under `Float8CurrentScaling` of the same format.
 
     Args:
         model: changed in place: its states become fresh ones for ``recipe``, with these amaxes as the newest.
-        loss_fn, batch: as for `inspect_precision`.
-        recipe: if it has no state, the model's states are removed and nothing is computed.
+        loss_fn, batch: see `inspect_precision`.
+        recipe: recipe of the states; if it has no state, the model's states are removed and nothing is computed.
 
     >>> from jax_te.layers import Linear
     >>> model, recipe = Linear(32, 16, rngs=nnx.Rngs(0)), DelayedScaling(amax_history_len=2)
@@ -219,7 +219,7 @@ def calibrate_delayed_scaling(model: nnx.Module, loss_fn: LossFn, batch: PyTree,
 
 
 def _probe(loss_fn: LossFn) -> Callable[..., Array]:
-    """A jitted forward and backward pass, run for the tensors that are observed in it."""
+    """A jitted forward and backward pass, run only to observe its tensors."""
 
     @functools.partial(jax.jit, static_argnums=0)
     def probe(
@@ -240,7 +240,7 @@ def _probe(loss_fn: LossFn) -> Callable[..., Array]:
                 model.set_attributes(without_dropout=True, raise_if_not_found=False)
             return mean_loss(loss_fn(model, batch, key)) * loss_scale
 
-        # allow_int: the dtype of with_max_gradients is no ordinary float. XLA drops the
+        # allow_int: the dtype of with_max_gradients is not an ordinary float. XLA drops the
         # gradients, which are not returned, but not the callbacks that record tensors of the backward pass.
         differentiate = jax.value_and_grad(scaled_loss, argnums=(0, 1), allow_int=True)
         return differentiate(params, with_max_gradients(quantizers))[0]
@@ -249,7 +249,7 @@ def _probe(loss_fn: LossFn) -> Callable[..., Array]:
 
 
 def _share(observer: Observer, params: PyTree) -> None:
-    """Give every process of the parameters' mesh the records, which arrive in that of its first device alone."""
+    """Send the records, which arrive only in the process of the mesh's first device, to all processes of the mesh."""
     text = from_first(
         json.dumps(
             [
@@ -293,7 +293,7 @@ def _statistics(observer: Observer) -> list[TensorStatistics]:
 
 
 def _merged(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Several observations of one tensor as one; nan wins."""
+    """Return several observations of one tensor merged into one; nan wins."""
     # max and min of Python drop or keep nan depending on the order of their arguments, hence the tests for it below.
     columns = {name: [row[name] for row in rows] for name in STATISTICS}
     return {name: _MERGE.get(name, _mean)(values) for name, values in columns.items()}

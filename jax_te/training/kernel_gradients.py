@@ -1,4 +1,4 @@
-"""Gradients of layers' kernels: the sinks that they go to, and summands that devices add up once a step."""
+"""Gradients of layers' kernels: their sinks, and summands that devices add once a step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Path = tuple[Any, ...]
 
 
 class SummandPlace(NamedTuple):
-    """Where the summands of a kernel's gradient lie: an array ``[*lead, d, k, *n]``, of each device its own.
+    """Placement of the summands of a kernel's gradient: an array ``[*lead, d, k, *n]``, one summand on each device.
 
     Args:
         lead: number of axes in front, of a stack of layers.
@@ -47,7 +47,7 @@ class SummandPlace(NamedTuple):
         return PartitionSpec(*[None] * self.lead, self.over, *self.dims)
 
     def zeros(self, shape: tuple[int, ...]) -> Array:
-        """Return fp32 zeros in the place of summands; ``shape`` is that of the sum."""
+        """Return fp32 zeros for summands; ``shape`` is that of the sum."""
         (_, count), lead = ranks_of(self.over, current_mesh()), self.lead  # type: ignore[arg-type]
         return constrain(jnp.zeros((*shape[:lead], count, *shape[lead:]), jnp.float32), self.spec)
 
@@ -63,7 +63,7 @@ class SummandPlace(NamedTuple):
 
         Args:
             summands: fp32.
-            dtype: of what devices send.
+            dtype: dtype of the communicated gradients.
             axes: logical axes of the sum without ``lead``, reduce-scattered along mesh axes that do not split the
                 kernel. None: the kernel's.
         """
@@ -84,10 +84,10 @@ class SummandPlace(NamedTuple):
 
 
 class KernelGradients(NamedTuple):
-    """How gradients of the kernels of `quantizable_kernels` are computed.
+    """Computation of the gradients of `quantizable_kernels`.
 
     Args:
-        dtype: that devices add them up in.
+        dtype: dtype in which devices sum kernel gradients.
         once: devices that hold the same shard of a kernel add up once a step; until then each has the sum over its own
             tokens, in fp32. Else they add up in each layer's backward pass.
     """
@@ -96,14 +96,14 @@ class KernelGradients(NamedTuple):
     once: bool = False
 
     def waiting(self, model: nnx.Module, params: nnx.State) -> dict[Path, SummandPlace]:
-        """Return the kernels among ``params`` whose gradients come as summands."""
+        """Return the kernels among ``params`` whose gradients are kept as summands."""
         mesh = current_mesh()
         if mesh is None or not self.once:
             return {}
         names, found = {path for path, _ in nnx.to_flat_state(params)}, {}
         for path, module, name in quantizable_kernels(model):
             axes, shape = module.axes_of(name), getattr(module, name).get_value().shape
-            # SummandPlace are fp32, and so would be what FSDP's axis reduce-scatters of them in each microbatch.
+            # Summands are fp32, and so would be their reduce-scatter along FSDP's axis in each microbatch.
             whole = self.dtype == jnp.float32 or not gathered_axes(axes, mesh)
             if path in names and whole and (over := summed_axes(axes, mesh)):
                 found[path] = SummandPlace(len(shape) - len(axes), over, mesh_dims(axes, mesh))

@@ -50,7 +50,7 @@ class ConstantLossScale(LossScale):
     """A scale that never changes. The default, 1, leaves loss and gradients alone: right for fp32 and bf16.
 
     Args:
-        scale: finite, > 0.
+        scale: finite scale > 0.
 
     Raises:
         ValueError: for another scale.
@@ -85,10 +85,10 @@ class DynamicLossScale(LossScale):
 
     Args:
         initial_scale: scale of the first step.
-        growth_interval: finite steps between growths, >= 1.
-        growth_factor: > 1.
-        backoff_factor: in (0, 1).
-        hysteresis: non-finite steps before the scale backs off, >= 1.
+        growth_interval: number of consecutive finite steps between growths, >= 1.
+        growth_factor: factor by which the scale grows, > 1.
+        backoff_factor: factor by which the scale is lowered, in (0, 1).
+        hysteresis: number of non-finite steps before the scale backs off, >= 1.
         min_scale: the scale never falls below it, > 0.
         max_scale: the scale never rises above it; finite in fp32, so the scale cannot reach inf (Megatron has no such
             bound).

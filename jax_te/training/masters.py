@@ -29,14 +29,14 @@ def full_precision(params: nnx.State, masters: nnx.State) -> nnx.State:
 
 
 def taken_over(params: nnx.State, masters: nnx.State) -> nnx.State:
-    """Return the masters, with the parameters' values in the place of those that do not round to them.
+    """Return the masters, replaced by the parameters' values where they do not round to them.
 
     Parameters that were changed outside of the update, such as loaded or pruned ones, count; elements that were not
     changed keep their masters' bits.
 
     Args:
-        params: as the model stores them.
-        masters: of some of them, as after the last update.
+        params: parameters as the model stores them.
+        masters: masters of some of them, as after the last update.
     """
     stored = dict(nnx.to_flat_state(params))
     return nnx.from_flat_state(
@@ -47,12 +47,12 @@ def taken_over(params: nnx.State, masters: nnx.State) -> nnx.State:
 def _taken_over(variable: nnx.Variable, master: nnx.Variable) -> jax.Array:
     value, exact = variable.get_value(), master.get_value()
     if isinstance(value, QuantizedKernel):
-        # Blocks are reshaped, for which an Explicit mesh would ask where each array lies.
+        # Blocks are reshaped, for which an Explicit mesh would require the sharding of each array.
         return auto_region(QuantizedKernel.taken_over, variable_axes(master, exact))(value, exact)
     value = _as_split(value, master)
     wide = value.astype(exact.dtype)
     if value.dtype == jnp.bfloat16:
-        # In fp32, which XLA fuses with the update; a cast to bf16 would be a pass over the masters of its own on a CPU,
+        # In fp32, which XLA fuses with the update; a cast to bf16 would be a separate pass over the masters on a CPU,
         # and be dropped if it is cast back. Not for fp16, whose subnormal numbers this rounds to 0.
         rounding = jax.lax.reduce_precision(exact, exponent_bits=8, mantissa_bits=7)
         same = (rounding == wide) | (jnp.isnan(rounding) & jnp.isnan(wide))
@@ -62,7 +62,7 @@ def _taken_over(variable: nnx.Variable, master: nnx.Variable) -> jax.Array:
 
 
 def _as_split(value: jax.Array, master: nnx.Variable) -> jax.Array:
-    """Return a device's part of a parameter that its master, which replicas split, has values for."""
+    """Return a device's part of a parameter that corresponds to its shard of the master, which replicas split."""
     axes = _axes(master)
     return value if axes is None else constrain(value, variable_axes(master, master.get_value()))
 
@@ -70,8 +70,8 @@ def _as_split(value: jax.Array, master: nnx.Variable) -> jax.Array:
 def rounded(params: nnx.State) -> nnx.State:
     """Return new parameters, of which every reader in the same program sees the rounded values.
 
-    XLA for GPUs drops a cast to bf16 whose result is cast back: of a program that draws parameters, too, masters and
-    quantized kernels would have the bits of the draws before they were rounded.
+    XLA for GPUs drops a cast to bf16 whose result is cast back: in a program that also draws parameters, masters and
+    quantized kernels would have the values before rounding.
     """
     traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(params))
     return jax.lax.optimization_barrier(params) if traced else params
@@ -81,9 +81,10 @@ def masters_of(params: nnx.State, stored: nnx.State | None = None, *, distribute
     """Return fp32 copies of half-precision and quantized parameters, without the others.
 
     Args:
-        params: in their own dtypes.
+        params: parameters in their own dtypes.
         stored: the same parameters as the model stores them, some of them quantized. None: ``params``.
-        distributed: of all parameters that replicas can split on the mesh in use, and in their logical axes for that.
+        distributed: whether to include all parameters that replicas can split on the mesh in use, in their logical axes
+            for that.
 
     Raises:
         ValueError: if replicas can split none of them.
@@ -113,7 +114,7 @@ def masters_of(params: nnx.State, stored: nnx.State | None = None, *, distribute
 
 
 def like_full_precision(grads: nnx.State, params: nnx.State, masters: nnx.State) -> nnx.State:
-    """Return gradients of parameters as the optimizer takes them: in the axes of `full_precision`."""
+    """Return gradients of parameters in the sharding that the optimizer uses: that of `full_precision`."""
     full = dict(nnx.to_flat_state(full_precision(params, masters)))
     return nnx.from_flat_state([(path, full[path].replace(g.get_value())) for path, g in nnx.to_flat_state(grads)])
 
@@ -138,8 +139,8 @@ def updated(
         finite: bool ``[]``; where it is false, nothing changes: neither masters, nor parameters that differ from them.
         new: the values after the update, in Variables or not.
         params: the parameters before it, which determine forms and dtypes.
-        masters: those before it.
-        model: with the quantizer states to quantize with.
+        masters: masters before the update.
+        model: model with the quantizer states to quantize with.
 
     Raises:
         ValueError: if a parameter was quantized by another recipe than the ambient one.
@@ -158,7 +159,7 @@ def updated(
             # Rounded from the selected master, which is written in any case: for a second use of the values before the
             # selection, XLA keeps them in fp32.
             after = kept.get(path, values[path]).astype(before.dtype)
-            # Replicas select what they have of it, and all-gather the result.
+            # Replicas select in their shards, and all-gather the result.
             before = _as_split(before, split[path]) if path in split else before
         stored.append((path, variable.replace(select(finite, after, before))))
     written = [(path, master.replace(kept[path])) for path, master in split.items()]
@@ -174,7 +175,7 @@ def store_quantized(model: nnx.Module, fp8_param: bool) -> None:
     """Quantize in place the kernels that ``fp8_param``, the model's configuration or their layer's own recipe names.
 
     Raises:
-        ValueError: if all kernels are to be stored quantized, and there is no recipe that quantizes one.
+        ValueError: if all kernels are to be stored quantized, but no recipe quantizes any.
     """
     own = [module.own_recipe(kernel) for _, module in quantizable_modules(model) for kernel in module.kernels]
     config = getattr(model, "config", None)  # of the models of this package

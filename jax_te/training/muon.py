@@ -1,4 +1,4 @@
-"""Which parameters Muon orthogonalizes, and along which axes."""
+"""Selection of the parameters that Muon orthogonalizes, and of their axes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from jax_te.typing import PyTree
 
 
 def muon_dimension_numbers(params: PyTree) -> PyTree:
-    """Return which axes of each kernel are a matrix's, and None for parameters that stay with Adam.
+    """Return the matrix axes of each kernel, and None for parameters that Adam updates.
 
     It is the argument ``muon_weight_dimension_numbers`` of ``optax.contrib.muon``, which without it takes all
     arrays of two axes, embeddings among them, and no fused kernel. Here a kernel is a parameter with two or more
     axes whose name ends in "kernel", but for the output head's, ``output_kernel`` or inside of ``output_layer``.
-    Its first axis is what the GEMM sums over, its last the output. The axes between them count matrices of their
-    own: query, key and value in ``[h, r + 2, g·d]``, gate and up in ``[h, n_act, f]``. Norms, biases, embeddings,
-    heads and adapters of `jax_te.layers.LoRA` stay with Adam.
+    Its first axis is what the GEMM sums over, its last the output. The axes between them index separate matrices:
+    query, key and value in ``[h, r + 2, g·d]``, gate and up in ``[h, n_act, f]``. Norms, biases, embeddings, heads and
+    adapters of `jax_te.layers.LoRA` are updated by Adam.
 
     Args:
         params: nested dictionaries, or a state of Variables as `make_train_step` gives it to the optimizer. Of layers
@@ -42,9 +42,9 @@ def muon_dimension_numbers(params: PyTree) -> PyTree:
         variable = leaf if isinstance(leaf, nnx.Variable) else None
         value = leaf if variable is None else variable.get_value()
         axes = None if variable is None else variable.get_metadata().get("logical_axes")
-        # Inside of Muon the parameters that are Adam's have no value, hence the 0.
+        # Inside of Muon, Adam's parameters have no value, hence the 0.
         count = getattr(value, "ndim", 0)
-        # An axis of experts counts matrices of their own, as those of a stack of layers.
+        # An axis of experts indexes separate matrices, like that of a stack of layers.
         own = count if axes is None else min(count, len(axes)) - (axes[0] == "expert")
         head = {"output_kernel", "output_layer"} & {*names}
         kernel = bool(names) and names[-1].endswith("kernel") and not head and own > 1

@@ -1,4 +1,4 @@
-"""The update of parameters: an optimizer with fp32 masters and a loss scale, in the interface of Flax's own."""
+"""Update of parameters: an optimizer with fp32 masters and a loss scale, with the interface of Flax's optimizer."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ class Optimizer(nnx.Optimizer):
 
     - ``tx`` updates fp32 masters, of which half-precision and quantized parameters are the rounded copies, and the
       other parameters directly.
-    - A parameter that was changed beside the updates (loaded, pruned, merged) is taken over, element by element:
+    - A parameter that was changed outside of the updates (loaded, pruned, merged) is taken over, element by element:
       where it is not its master's rounding, the update begins at the parameter. Elsewhere masters keep their bits.
     - If a gradient is not finite, only ``step``, ``skipped_steps`` and the scaler change.
 
-    Its gradients are those of `value_and_grad`, which gives the model its next quantizer state. `make_train_step` does
-    the same for a `TrainState`, and has microbatches.
+    Its gradients come from `value_and_grad`, which sets the model's next quantizer state. `make_train_step` does the
+    same for a `TrainState`, and has microbatches.
 
     Args:
-        model: whose parameters it updates.
+        model: model whose parameters are updated.
         tx: any optax transformation, or ``optax.MultiSteps``. It sees fp32 masters in place of half-precision
             parameters.
         wrt: filter of the Variables to update.
         scaler: loss scale, which `value_and_grad` must be given, too, ``scaler=optimizer.scaler``; None for
             `ConstantLossScale` of 1.
-        fp8_param: store all kernels of the model quantized, see `create_train_state`. Create the optimizer, and update,
-            under the recipe.
+        fp8_param: whether to store all kernels of the model quantized, see `create_train_state`. Create the optimizer,
+            and update, under the recipe.
 
     Attributes:
         step: uint32 ``[]``, updates taken, skipped ones included.
         skipped_steps: int32 ``[]``, updates whose gradients were not finite.
-        opt_state: of ``tx``.
+        opt_state: state of ``tx``.
         masters: fp32 copies of half-precision and quantized parameters, under the same names.
 
     Raises:
         ValueError: for kernels that are stored quantized already, whose exact values are gone; for ``fp8_param``
-            without a recipe, as `create_train_state`; for ``optax.lookahead``, whose parameters are pairs.
+            without a recipe, see `create_train_state`; for ``optax.lookahead``, whose parameters are pairs.
 
     Source: ``flax.nnx.Optimizer``; ``Float16OptimizerWithFloat16Params`` of Megatron-Core.
 
@@ -95,7 +95,7 @@ class Optimizer(nnx.Optimizer):
         stored = nnx.state(model, wrt)
         masters = masters_of(exact, stored)
         tx, full = as_transformation(tx), full_precision(stored, masters)
-        jax.eval_shape(lambda full: initial(tx, full), full)  # which refuses what cannot be
+        jax.eval_shape(lambda full: initial(tx, full), full)  # which refuses unsupported cases
         with promotion():
             super().__init__(full, tx, wrt=wrt)
         self.masters = nnx.data(jax.tree.map(_as_opt_state, masters, is_leaf=_is_variable))
@@ -111,18 +111,18 @@ class Optimizer(nnx.Optimizer):
         """Update the model's parameters, the masters, the optimizer state and the scaler.
 
         Args:
-            model: as given at creation, with the values of now; changed ones are taken over. A skipped update leaves
-                them, and their masters, as they are.
-            grads: from `value_and_grad` of the same model, or any gradients in its shape; unscaled. Those of quantizer
-                states, which `nnx.value_and_grad` gives beside the others if it is asked for, are their next values.
-            kwargs: what ``tx`` asks for besides, e.g. ``value=loss``; functions such as ``value_fn`` are called with an
+            model: model given at creation, with its present values; parameters that were changed since are taken over.
+                A skipped update leaves them, and their masters, as they are.
+            grads: unscaled gradients, from `value_and_grad` of the same model, or in its shape. For quantizer states,
+                which `nnx.value_and_grad` differentiates on request, the "gradient" is the next state.
+            kwargs: further arguments of ``tx``, e.g. ``value=loss``; functions such as ``value_fn`` are called with an
                 ``nnx.State`` of fp32 parameters, which ``nnx.merge`` takes.
 
         Returns:
             The updates of the parameters, fp32; zeros for a skipped step.
 
         Raises:
-            ValueError: if ``tx`` gives updates or a state of other shapes than it was given; if the optimizer has a
+            ValueError: if ``tx`` returns updates or a state of other shapes than it received; if the optimizer has a
                 scaler, and the gradients are Variables that were computed without one.
         """
         check_leaves("grads", grads)
@@ -168,7 +168,8 @@ def _as_opt_state(variable: nnx.Variable) -> nnx.OptVariable:
 
 
 def _like(full: nnx.State, tree: PyTree) -> PyTree:
-    """Return a tree that has an array for each of the parameters, as gradients, in their Variables; others as given."""
+    """Return a tree with an array for each parameter, such as gradients, in the parameters' Variables; other trees are
+    returned unchanged."""
     pure, wanted = nnx.as_pure(tree), jax.tree.structure(full)
     same = isinstance(tree, nnx.State) and jax.tree.structure(pure) == jax.tree.structure(nnx.as_pure(full))
     return jax.tree.unflatten(wanted, jax.tree.leaves(pure)) if same else pure

@@ -55,13 +55,14 @@ def sensitivity(
     with a switch for each layer; it runs once for each layer and batch. Delayed scaling is calibrated on the first
     batch, see `calibrate_delayed_scaling`.
 
-    The gradient's error is the better signal: it is never negative, and far from 0 where rounding hides the loss's
-    difference. The loss's increase shows whether the ranking matters at all.
+    The gradient's error is the better signal: it is never negative, and clearly above 0 even where rounding hides the
+    loss's difference. The loss's increase shows whether the ranking matters at all.
 
     Args:
-        model: not changed. Gradients of kernels are computed in fp32, those of other parameters in their dtype.
+        model: model to measure; it is not changed. Gradients of kernels are computed in fp32, those of other parameters
+            in their dtype.
         loss_fn: ``(model, batch, key) -> [ ]``; its key is None, and layers drop nothing.
-        batches: at least one.
+        batches: batches, at least one.
         recipe: the recipe to quantize with.
 
     Raises:
@@ -86,7 +87,7 @@ def sensitivity(
     places = _places(model)
     measure, off = _switched_measure(model, loss_fn)
     totals, norm = {path: [0.0, 0.0] for path in kinds}, 0.0
-    # Every measurement under the calibrated scales: only then do they differ in the layer alone.
+    # All measurements use the calibrated scales, so that they differ only in the layer.
     with autocast(recipe), frozen_scales():
         for batch in batches:
             loss0, gradient0 = measure(off, batch)

@@ -41,7 +41,7 @@ class TrainState:
         scaler: a `LossScale`.
         rng: typed key ``[]``; constant, since steps fold in their number.
         skipped_steps: i32 ``[]``, steps whose loss or gradients were not finite.
-        graphdef: static, the model's graph definition.
+        graphdef: graph definition of the model, static.
     """
 
     # Any: jax.tree fills the fields with shapes, shardings and placeholders as well.
@@ -91,7 +91,8 @@ def create_train_state(
     With a mesh, one compiled function creates parameters, masters and optimizer state in the sharding of each Param's
     ``logical_axes``, or of Flax's own names (``nnx.with_partitioning``) by Flax's rules: no device ever holds a whole
     sharded parameter that a function built. Everything else is replicated; matrices that no rule splits are logged once
-    if the mesh could split them. Values do not depend on the mesh. Under a recipe with state call it there, too.
+    if the mesh could split them. Values do not depend on the mesh. With a recipe that has state, call it inside of the
+    recipe's context.
 
     Args:
         model_or_fn: a function of ``nnx.Rngs`` that builds the model, or a model, whose arrays are copied.
@@ -100,13 +101,14 @@ def create_train_state(
         key: ``jax.random.key``: one half seeds the model (of a function), the other becomes ``rng``.
         scaler: None for `ConstantLossScale` of 1.
         mesh: None for the mesh set by ``jax.set_mesh``, if any.
-        fp8_param: store all kernels quantized, see `quantize_parameters`, beside fp32 masters, as do ``fp8_param``
-            and ``fp4_param`` of a model's configuration; False: else only kernels of layers whose own `ModuleRecipe`
-            says so. Create the state, and call the step, under the recipe. Kernels are quantized from their fp32
-            values: fp32 parameters give the same bits as without ``fp8_param``, bf16 ones leave out a rounding.
-        distributed_optimizer: split masters and optimizer state of parameters with ``logical_axes`` over the mesh's
-            data axis, too, whose devices hold the same parameters (ZeRO-1 and 2): they reduce-scatter gradients, and
-            all-gather the new parameters once a step, in the parameters' dtype. fp32 kernels get masters for that.
+        fp8_param: whether to store all kernels quantized, see `quantize_parameters`, beside fp32 masters, as do
+            ``fp8_param`` and ``fp4_param`` of a model's configuration; False: else only kernels of layers whose own
+            `ModuleRecipe` says so. Create the state, and call the step, under the recipe. Kernels are quantized from
+            their fp32 values: fp32 parameters give the same bits as without ``fp8_param``, bf16 ones leave out a
+            rounding.
+        distributed_optimizer: whether to split masters and optimizer state of parameters with ``logical_axes`` over the
+            mesh's data axis, too, whose devices hold the same parameters (ZeRO-1 and 2): they reduce-scatter gradients,
+            and all-gather the new parameters once a step, in the parameters' dtype. fp32 kernels get masters for that.
             Without a data axis nothing is split.
 
     Source of ``distributed_optimizer``: Rajbhandari et al. 2020; ``--use-distributed-optimizer`` of Megatron-LM.
@@ -126,7 +128,8 @@ def create_train_state(
     mesh = _mesh(mesh)
     build, variables = _builder(model_or_fn, tx, scaler, mesh, fp8_param, distributed_optimizer)
     if mesh is None:
-        # Not as one program: XLA compiles the draws of each layer anew, for as long as the layers' own step.
+        # Not as one program: XLA would compile the draws of each layer separately, which takes as long as their train
+        # step.
         before = set[int]().union(*map(_buffers, jax.live_arrays()))
         return _without_shared_buffers(build(key, variables), before)
     with _use(mesh):
@@ -141,7 +144,7 @@ def create_train_state(
 
 
 def _without_shared_buffers(state: TrainState, taken: set[int]) -> TrainState:
-    """Return a state of which a step may donate each array: with copies of those in ``taken``, and of second uses."""
+    """Return a state whose arrays a step may donate: with copies of arrays in ``taken``, and of repeated arrays."""
 
     def own(leaf: Any) -> Array:
         array, buffers = jnp.asarray(leaf), _buffers(leaf)
@@ -153,8 +156,8 @@ def _without_shared_buffers(state: TrainState, taken: set[int]) -> TrainState:
 
 
 def _buffers(leaf: Any) -> set[int]:
-    """Return where the parts of an array lie in the devices' memory; none for what has no such memory."""
-    # One that a thread of a checkpointer is done with may be deleted meanwhile.
+    """Return the addresses of an array's parts in device memory; none for arrays without addresses."""
+    # An array that a checkpointer's thread has finished with may be deleted concurrently.
     with contextlib.suppress(RuntimeError):
         if isinstance(leaf, jax.Array) and not leaf.is_deleted():
             data = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
@@ -170,7 +173,7 @@ def change_recipe(state: TrainState, recipe: Recipe | None) -> TrainState:
     masters; everything else stays. Call the train step under the new recipe from then on.
 
     Args:
-        state: of a run; its buffers are shared with the result.
+        state: state of a run; its buffers are shared with the result.
         recipe: None for no quantization.
 
     Raises:
@@ -190,7 +193,7 @@ def change_recipe(state: TrainState, recipe: Recipe | None) -> TrainState:
         raise ValueError("kernels are stored quantized (fp8_param), so there must be a recipe to quantize them with")
     exact = dict(nnx.to_flat_state(state.masters))
     for path, module, kernel in stored:
-        # The parameter's own dtype, which the quantized kernel stands for, not the master's fp32.
+        # The parameter's own dtype, which the quantized kernel represents, not the master's fp32.
         getattr(module, kernel).set_value(exact[path].get_value().astype(getattr(module, kernel).get_value().dtype))
     with autocast(recipe):
         for _, module, kernel in stored:
@@ -219,8 +222,8 @@ def abstract_train_state(
     Nothing is allocated.
 
     Args:
-        key: only its kind matters. None: the default kind.
-        model_or_fn, tx, scaler, mesh, fp8_param, distributed_optimizer: as for `create_train_state`.
+        key: random key, of which only the kind matters. None: the default kind.
+        model_or_fn, tx, scaler, mesh, fp8_param, distributed_optimizer: see `create_train_state`.
 
     >>> import optax
     >>> state = abstract_train_state(lambda rngs: nnx.Linear(2, 3, rngs=rngs), optax.sgd(0.1))
@@ -234,7 +237,7 @@ def abstract_train_state(
     with _use(mesh):
         abstract = jax.eval_shape(build, key, variables)
         leaves, treedef = jax.tree.flatten(abstract)
-        # Without a mesh every array is on the default device, whose sharding an array made there has.
+        # Without a mesh every array is on the default device and has its sharding.
         shardings = [jnp.zeros(()).sharding] * len(leaves) if mesh is None else _places(abstract, mesh)
     described = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -274,7 +277,7 @@ def _builder(
         model = nnx.merge(definition, params, quantizers, rest, copy=True)
         store_quantized(model, fp8_param)
         definition, params, quantizers, rest = split_model(model)
-        # Masters of the values before quantization, which loses them.
+        # Masters of the values before quantization, which discards them.
         masters = masters_of(exact, params, distributed=distributed)
         opt_state = initial(as_transformation(tx), full_precision(params, masters))
         return TrainState(

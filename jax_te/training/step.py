@@ -67,7 +67,7 @@ def make_train_step(
       in fp32. Microbatch ``i`` gets the key ``fold_in(fold_in(state.rng, state.step), i)``.
     - All microbatches start from the same quantizer state; their next states merge by maximum (`merge_quantizers`).
       Quantizer state is in no norm, and ``tx`` never sees it.
-    - What routers of experts counted in the microbatches adds up, and their states go on once (`Counting`).
+    - Counts of experts' routers are summed over the microbatches, and their states are updated once (`Counting`).
     - ``tx`` updates the fp32 masters, of which half-precision parameters are the rounded copies, and the other
       parameters directly.
     - If the loss or a gradient is not finite, only ``step``, ``skipped_steps`` and the scaler change.
@@ -81,20 +81,20 @@ def make_train_step(
             ``grad``, and ``value_fn`` (the loss of the same batch at other fp32 parameters, by the scales of now), also
             as ``obj_fn``; ``grad_fn(params, index)`` is its gradient.
         microbatches: number of microbatches, >= 1.
-        keep_kernels: quantize each kernel once a step and cache it for all microbatches. False: quantize it in each
-            of them, which takes longer and saves the memory of one quantized copy of all kernels; the values are the
-            same.
-        wgrad_dtype: of the gradients of layers' kernels, which devices add up in it; fp32 or bf16. bf16 moves half of
-            the bytes and rounds each microbatch's gradient; microbatches are added up in fp32 either way. Gradients of
-            other parameters, a model's own head among them, have the parameter's dtype.
-        reduce_gradients: when devices that hold the same shard of a layer's kernel, those of the data and context axes,
-            add up its gradient: in each microbatch, or once a step. Once a step they communicate less where devices run
-            the layers' GEMMs by themselves; each holds the fp32 sum of its own microbatches, which with a distributed
-            optimizer, and of stacked fp32 kernels, takes more memory. Along the FSDP axis gradients are still
-            reduce-scattered in each microbatch; with a bf16 ``wgrad_dtype`` kernels that this axis shards are summed
-            in each microbatch over all axes. Not for a loss that sets sharding rules or runs the model inside a
+        keep_kernels: whether to quantize each kernel once a step and cache it for all microbatches. False: quantize it
+            in each of them, which takes longer and saves the memory of one quantized copy of all kernels; the values
+            are the same.
+        wgrad_dtype: dtype in which devices sum kernel gradients; fp32 or bf16. bf16 halves the communicated bytes and
+            rounds each microbatch's gradient; microbatches are accumulated in fp32 either way. Gradients of other
+            parameters, a model's own head among them, have the parameter's dtype.
+        reduce_gradients: time at which devices that hold the same shard of a layer's kernel, along the data and context
+            axes, sum its gradient: in each microbatch, or once a step. Once a step they communicate less where devices
+            run the layers' GEMMs by themselves; each holds the fp32 sum of its own microbatches, which with a
+            distributed optimizer, and of stacked fp32 kernels, takes more memory. Along the FSDP axis gradients are
+            still reduce-scattered in each microbatch; with a bf16 ``wgrad_dtype`` kernels that this axis shards are
+            summed in each microbatch over all axes. Not for a loss that sets sharding rules or runs the model inside a
             ``shard_map`` of its own.
-        pipeline: how the model's layers run as stages on a mesh with a ``pipeline`` axis; no other mesh has stages.
+        pipeline: schedule and split of the model's layers on a mesh with a ``pipeline`` axis; no other mesh has stages.
 
     Returns:
         The step. Its ``batch`` is a pytree of arrays ``[b, ...]``; on a mesh each microbatch is sharded over the
@@ -107,7 +107,7 @@ def make_train_step(
 
     Raises:
         ValueError: when called, for a batch whose leaves differ in ``b``, or a ``b`` that does not divide into
-            microbatches and over the mesh's batch axes, or a loss that is no scalar; on a mesh of several processes,
+            microbatches and over the mesh's batch axes, or a loss that is not a scalar; on a mesh of several processes,
             for arrays that are not global.
 
     Source: ``megatron.core.pipeline_parallel.forward_backward_no_pipelining``,
@@ -135,7 +135,7 @@ def make_train_step(
             with use_rules(stage_rules()):
                 batches = _shard_batch(batch, microbatches)
             found = pipelined_gradients(loss_fn, state, batches, key, microbatches, keep_kernels, kernels, pipeline)
-        # A scan over one microbatch would hold fp32 sums beside its gradients.
+        # A scan over one microbatch would hold fp32 sums in addition to its gradients.
         elif microbatches == 1:
             batches = _shard_batch(batch)
             found = gradients(loss_fn, state, batches, jax.random.fold_in(key, 0), kernels)
@@ -156,7 +156,7 @@ def make_train_step(
             microbatches=microbatches,
         )
         asked_for = {"value": found.loss, "grad": grads, "value_fn": loss_at}
-        # Other names for the same, of optax.contrib's Sophia and SAM.
+        # Other names for the same arguments, in optax.contrib's Sophia and SAM.
         asked_for |= {"obj_fn": loss_at, "grad_fn": lambda params, index: loss_at.grad(params, index)}
         metrics = {
             "loss": found.loss,
@@ -232,7 +232,7 @@ def _apply(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class _LossAt:
-    """A step's loss as a function of fp32 parameters, for transformations that ask for it; it changes no state.
+    """A step's loss as a function of fp32 parameters, for transformations that need it; it changes no state.
 
     A pytree of its arrays, which on Explicit axes cannot be a function's own.
     """
@@ -245,7 +245,7 @@ class _LossAt:
     loss_fn: LossFn = field(metadata={"static": True})
     microbatches: int = field(metadata={"static": True})
 
-    # Line searches pass on what others are given, and refuse arguments that the function does not name.
+    # Line searches pass on the other arguments, and refuse those that the function does not name.
     def __call__(self, params: PyTree, obj_fn: Any = None, grad_fn: Any = None) -> Array:
         del obj_fn, grad_fn
         if pipeline_stages() > 1:
@@ -274,7 +274,7 @@ class _LossAt:
 
 
 def _rules_of(batch: PyTree) -> ShardingRules:
-    """Return the rules for a batch outside of a pipeline: stages split it, or all compute what does not divide."""
+    """Return the rules for a batch outside of a pipeline: stages shard it, or all compute it if it does not divide."""
     mesh, rules = current_mesh(), current_rules()
     if mesh is None or pipeline_stages() == 1:
         return rules
@@ -307,7 +307,7 @@ def _shard_batch(batch: PyTree, microbatches: int | None = None) -> PyTree:
             # All-gathered along the pipeline axis first: XLA's partitioner warns of a reshape that would do it.
             leaf = constrain(leaf, ("batch", *(None,) * (leaf.ndim - 1)))
         axes = (None, "batch", *(None,) * (leaf.ndim - 1))
-        # An Explicit mesh cannot split a sharded axis by reshape, so its axes are Auto inside.
+        # An Explicit mesh cannot reshape a sharded axis into two, so its axes are Auto inside.
         cut = auto_region(lambda x: x.reshape(parts, size // parts, *x.shape[1:]), axes)
         return constrain(cut(leaf), axes)
 

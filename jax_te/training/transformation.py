@@ -1,4 +1,4 @@
-"""Transformations of optax on the parameters, masters in place of the rounded ones, and what they ask for."""
+"""Optax transformations of the parameters (masters in place of rounded ones), and their extra arguments."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from jax_te.sharding import auto_region
 from jax_te.typing import Array, PyTree
 
 Transformation: TypeAlias = optax.GradientTransformation | MultiSteps
-"""What an optimizer is made of: any transformation of optax."""
+"""Update rule of an optimizer: any optax transformation."""
 
 
 def as_transformation(tx: Transformation) -> optax.GradientTransformationExtraArgs:
-    """Return ``tx`` in the one form of transformation; `optax.MultiSteps` has another."""
+    """Return ``tx`` as a transformation; `optax.MultiSteps` has another interface."""
     if isinstance(tx, MultiSteps):
-        # Its own gradient_transformation() drops extra arguments. It names its state's type, the protocol any type's.
+        # Its own gradient_transformation() drops extra arguments. It declares its state's type, the protocol an
+        # arbitrary one.
         return optax.GradientTransformationExtraArgs(tx.init, tx.update)  # type: ignore[arg-type]
     return optax.with_extra_args_support(tx)
 
@@ -31,7 +32,7 @@ def initial(tx: optax.GradientTransformationExtraArgs, params: PyTree) -> PyTree
     """Return the optimizer state of ``params``.
 
     Raises:
-        ValueError: for a transformation that takes other parameters than those of a model.
+        ValueError: for a transformation that expects parameters of another form than a model's.
     """
     with promotion():
         state = tx.init(params)
@@ -45,7 +46,7 @@ def initial(tx: optax.GradientTransformationExtraArgs, params: PyTree) -> PyTree
 
 @contextlib.contextmanager
 def promotion() -> Iterator[None]:
-    """Let dtypes and ranks promote, on which optax relies; a caller may have forbidden it."""
+    """Allow promotion of dtypes and ranks, on which optax relies; a caller may have disabled it."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
@@ -60,7 +61,7 @@ def transformed(
     """Return parameters and optimizer state after an update, and the updates.
 
     Args:
-        tx: gets those of ``kwargs`` that its signature names.
+        tx: transformation, which gets those of ``kwargs`` that its signature names.
         grads, opt_state, params: Variables in the same structure, or parts of it.
         kwargs: pytrees of arrays and functions.
 
@@ -82,14 +83,14 @@ def transformed(
             _check_shapes("optimizer state", new_state, opt_state)
             return jax.tree.leaves((optax.apply_updates(params, updates), new_state, updates))
 
-    # In a region, because on Explicit axes products and selections, such as Muon's, ask for the sharding of a result.
+    # In a region, because on Explicit axes products and selections, such as Muon's, require a result's sharding.
     leaves, structure = jax.tree.flatten((params, opt_state, params))
     found = auto_region(run, [jax.typeof(leaf).sharding.spec for leaf in leaves])(grads, opt_state, params, arrays)
     return jax.tree.unflatten(structure, found)
 
 
 def _check_shapes(name: str, new: PyTree, old: PyTree) -> None:
-    """Raise ValueError if arrays, which broadcasting would let pass, have other shapes than those they update."""
+    """Raise ValueError for arrays whose shapes differ from those they update, even if they would broadcast."""
     shapes, expected = ([jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (new, old))
     if shapes != expected:
         raise ValueError(

@@ -249,7 +249,7 @@ def test_what_is_refused_is_refused_by_save_itself(tmp_path, monkeypatch, change
 @pytest.mark.parametrize("leaf", [3, 2.0, "a", jax.ShapeDtypeStruct((2,), jnp.float32)], ids=str)
 def test_what_is_no_array_is_refused_by_name(tmp_path, leaf):
     with TrainCheckpointer(tmp_path) as checkpointer:
-        with pytest.raises(TypeError, match="layers/1 is no array"):
+        with pytest.raises(TypeError, match="layers/1 is not an array"):
             checkpointer.save({"layers": [jnp.ones(2), leaf]}, None, 1)
         checkpointer.save({"layers": [jnp.ones(2)]}, None, 1)
         assert checkpointer.latest_step() == 1

@@ -106,8 +106,8 @@ def test_a_run_is_converted(trained, tmp_path):
     ("argv", "message"),
     [
         (["{llama}", "{llama}"], "exists"),
-        (["{tmp}", "{tmp}/new"], "is no checkpoint"),
-        (["{tmp}/absent", "{tmp}/new"], "is no checkpoint"),
+        (["{tmp}", "{tmp}/new"], "is not a checkpoint"),
+        (["{tmp}/absent", "{tmp}/new"], "is not a checkpoint"),
         (["{noted}", "{tmp}/new"], "my_note='x'; name those that do not in ignore_fields (--ignore-fields"),
         (["{noted}", "{tmp}/new", "--ignore-fields", "my_note,hidden_size"], "hidden_size cannot be ignored"),
         (["{noted}", "{tmp}/new", "--ignore-fields", "a b"], "must be names of fields"),
@@ -197,7 +197,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, capsys):
     folder.mkdir()
     (folder / "_CHECKPOINT_METADATA").write_text("{}")
     assert_refused(
-        main(["inspect", "checkpoint", str(folder)]), capsys.readouterr().err, "no checkpoint that can be read"
+        main(["inspect", "checkpoint", str(folder)]), capsys.readouterr().err, "not a checkpoint that can be read"
     )
     (tmp_path / "checkpoints").mkdir()
     folder.joinpath("_CHECKPOINT_METADATA").unlink()

@@ -231,7 +231,7 @@ def edited(**changes):
         (edited(bias="no"), "--bias must be True or False, got 'no'"),
         (edited(bias=1), "--bias must be True or False, got 1"),
         (edited(recompute_granularity="selective", recompute_modules="moe"), "--recompute-modules must be some of"),
-        (lambda values: [values], "it is no JSON object"),
+        (lambda values: [values], "it is not a JSON object"),
         (lambda values: {}, "RunConfig.*missing"),
     ],
 )

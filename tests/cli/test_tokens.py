@@ -169,5 +169,5 @@ def test_a_run_that_saved_nothing_gives_way_to_one_with_another_tokenizer(words,
 def test_an_option_that_is_no_tokenizer(tmp_path, capsys):
     (tmp_path / "tokenizer.json").write_text("{")
     status = main(["train", *MICRO, "--output", str(tmp_path / "run"), "--tokenizer", str(tmp_path)])
-    assert_refused(status, capsys.readouterr().err, "tokenizer.json is no tokenizer")
+    assert_refused(status, capsys.readouterr().err, "tokenizer.json is not a tokenizer")
     assert not (tmp_path / "run" / CONFIG_FILE).exists()

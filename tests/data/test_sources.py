@@ -105,7 +105,7 @@ def test_a_folder_of_several_kinds_in_order(tmp_path, tokenizer):
 def test_a_tokenizer_takes_no_binary_file(tmp_path, tokenizer):
     (tmp_path / "text").write_bytes(b"\xff" * 100)
     assert len(read_tokens(tmp_path / "text").tokens) == 100
-    with pytest.raises(ValueError, match="text is no text in UTF-8"):
+    with pytest.raises(ValueError, match="text is not text in UTF-8"):
         read_tokens(tmp_path / "text", tokenizer=tokenizer)
 
 
@@ -147,7 +147,7 @@ class Planted:
 def test_a_pickle_in_a_npy_file_does_not_run(tmp_path):
     mark = tmp_path / "run"
     np.save(tmp_path / "t.npy", np.array([Planted(mark)], object), allow_pickle=True)
-    with pytest.raises(ValueError, match=r"t\.npy is no \.npy file of tokens"):
+    with pytest.raises(ValueError, match=r"t\.npy is not a \.npy file of tokens"):
         load_text(tmp_path / "t.npy", seq_len=2)
     assert not mark.exists()
 
@@ -184,8 +184,8 @@ def test_megatrons_index_must_fit_its_data(tmp_path):
             read_tokens(data)
         assert len(str(error.value)) < 600
 
-    refused("no index of Megatron's data", b"x" * 100)
-    refused("no index of Megatron's data", content[:20])
+    refused("not an index of Megatron's data", b"x" * 100)
+    refused("not an index of Megatron's data", content[:20])
     refused("has version 2", content[:9] + struct.pack("<Q", 2) + content[17:])
     refused("dtype code 7", content[:17] + b"\x07" + content[18:])
     refused(r"bytes, and its \d+ sequences", content[:18] + struct.pack("<Q", 2**63) + content[26:])

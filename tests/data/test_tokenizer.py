@@ -135,6 +135,6 @@ def test_a_text_that_cannot_be_encoded_is_named(tmp_path):
 
 
 def test_bytes():
-    text = "\u00fcber \udc80"  # a byte that is no UTF-8, as Python gives it in a command line
+    text = "\u00fcber \udc80"  # a byte that is not UTF-8, as Python gives it in a command line
     assert ByteTokenizer().encode(text).tolist() == [*"\u00fcber ".encode(), 0x80]
     assert ByteTokenizer().decode([*"\u00fc".encode(), 0x80]) == "\u00fc\ufffd"

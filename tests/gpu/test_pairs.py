@@ -1,7 +1,7 @@
 """Norms, activations, linear layers and MLPs: options and sizes in pairs, TE beside plain JAX.
 
-Sizes are no multiples of 128, and of 16 only where FP8 needs that. Without a recipe the other side is plain JAX in fp32
-on the same values. Limits, as relative L2 distances:
+Sizes are not multiples of 128, and of 16 only where FP8 needs that. Without a recipe the other side is plain JAX in
+fp32 on the same values. Limits, as relative L2 distances:
 
 - A result rounded once to bf16 or fp16, from operands that were rounded once more (a norm's scale): one epsilon;
   gradients, which are products of two such, two epsilons. In fp32 a sum of some thousand terms and the approximate exp,

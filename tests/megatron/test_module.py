@@ -116,11 +116,11 @@ def test_every_difference_is_listed_and_nothing_loaded():
         ({"kernel": good["kernel"]}, [r"1 missing: bias is absent there, float32\[16\] here"]),
         (
             {**good, "scale": jnp.ones(1), "b": 1},
-            [r"2 unexpected: b is no array \(int\), .* there, absent here; scale is float32\[1\] there, absent here"],
+            [r"2 unexpected: b is not an array \(int\), .* there, absent here; scale is float32\[1\] there, absent"],
         ),
         ({**good, "bias": jnp.zeros(8)}, [r"1 of another shape: bias is float32\[8\] there, float32\[16\] here"]),
         ({**good, "bias": np.zeros(16, np.float16)}, [r"1 of another dtype: bias is float16\[16\] there, float32\["]),
-        ({**good, "bias": [0.0] * 16}, [r"bias is no array \(list\)"]),
+        ({**good, "bias": [0.0] * 16}, [r"bias is not an array \(list\)"]),
         (
             {"kernel": good["kernel"][:8], "x": good["bias"]},
             [r"1 missing: bias is", r"1 unexpected: x is", r"1 of another shape: kernel is float32\[8, 16\] there"],

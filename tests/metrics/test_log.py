@@ -80,7 +80,7 @@ def test_the_plot_is_a_png(tmp_path):
 
 
 def test_values_that_are_no_numbers_are_not_drawn(tmp_path):
-    """And a folder's name is no formula."""
+    """And a folder's name is not a formula."""
     folder = tmp_path / "a$\\frac$"
     write(folder, (1, 2))
     with (folder / METRICS_FILE).open("a") as file:

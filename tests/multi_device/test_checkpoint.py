@@ -115,7 +115,7 @@ def restore_parts(folder):
     described = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     expected = local(state)
     small = random_state(mesh, 2**16)
-    with TrainCheckpointer(folder / "small") as checkpointer:  # what a first use takes is no part of the measurement
+    with TrainCheckpointer(folder / "small") as checkpointer:  # what a first use takes is not a part of the measurement
         checkpointer.save(small, None, 1)
         checkpointer.restore(small)
         # A conversion of arrays on the devices of both processes, to another sharding.

@@ -25,7 +25,7 @@ VARIABLES += ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "J
         ({"SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "16", "SLURM_PROCID": "9"}, Launch(9)),
         # One process has all of the job's devices, where JAX would take the first alone.
         ({"SLURM_STEP_NODELIST": "n1", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
-        # A batch script is no step.
+        # A batch script is not a step.
         ({"SLURM_NTASKS": "16", "SLURM_PROCID": "0"}, None),
         ({"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}, Launch(1)),
         ({"JOB_COMPLETION_INDEX": "5"}, Launch(5)),

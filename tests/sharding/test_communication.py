@@ -274,7 +274,7 @@ def test_a_loop_that_does_not_say_how_often_it_runs_is_refused_if_it_communicate
 def test_a_program_needs_a_mesh_and_a_text() -> None:
     with pytest.raises(ValueError, match="give mesh="):
         communication_report(program_text(P))
-    with pytest.raises(ValueError, match="no HLO program"):
+    with pytest.raises(ValueError, match="not an HLO program"):
         communication_report("nothing", MESH)
 
 

@@ -43,7 +43,7 @@ def quantize(x: np.ndarray, dtype: np.dtype, scale: np.float32) -> np.ndarray:
 
 
 def scale_from_amax(amax: np.float32, dtype: np.dtype, *, margin: int = 0, old: float = 1.0) -> np.float32:
-    """``max / amax / 2**margin`` in fp32; the old scale where amax is no positive finite number."""
+    """``max / amax / 2**margin`` in fp32; the old scale where amax is not a positive finite number."""
     amax = F32(flush(amax))
     if not (np.isfinite(amax) and amax > 0):
         return F32(old)

@@ -84,7 +84,7 @@ def test_devices_of_a_mesh_give_what_one_gives(recipe: str, sequence_parallel: b
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence parallel"])
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_each_device_pads_tokens_that_fp8_does_not_take(recipe: str, sequence_parallel: bool) -> None:
-    """10 of 40, which is no multiple of 16 either."""
+    """10 of 40, which is not a multiple of 16 either."""
     with autocast(RECIPES[recipe]), use_backend("te"):
         expected = gradients(sequence_parallel, None, 10)
         mesh = make_mesh(ParallelConfig(data=2, fsdp=2, tensor=2), axis_type="auto")

@@ -101,11 +101,11 @@ REFUSED = {
     "contrib.differentially_private_aggregate": "takes gradients of single examples",
     "contrib.dpsgd": "takes gradients of single examples",
     "contrib.scale_by_muon": "a part of muon, which gives it the dimension numbers",
-    "contrib.hutchinson_estimator_diag_hessian": "a part of sophia, whose updates are no updates of parameters",
+    "contrib.hutchinson_estimator_diag_hessian": "a part of sophia, whose updates are not updates of parameters",
 }
 
 
-# Functions without an annotation of their result that are no transformations.
+# Functions without an annotation of their result that are not transformations.
 OTHERS = {
     "matrix_inverse_pth_root",
     "sigmoid_binary_cross_entropy",

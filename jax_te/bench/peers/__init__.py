@@ -1,3 +1,3 @@
-"""What jax_te is measured beside: other libraries' own layers, imported only where the library is there."""
+"""Peers in measurements: other libraries' layers, imported only if the library is installed."""
 
 __all__: list[str] = []

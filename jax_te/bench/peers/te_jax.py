@@ -85,10 +85,10 @@ def raw_module(
     Args:
         kind: ``"transformer_layer"`` (causal, GELU), ``"layernorm_mlp"`` (GELU) or ``"layernorm_linear"`` (from
             ``hidden`` to ``ffn`` features).
-        sizes: of the layer.
+        sizes: sizes of the layer.
         x: an input to initialize with.
-        key: of the initial weights.
-        mesh: that the variables are sharded over, or None.
+        key: random key of the initial weights.
+        mesh: mesh over which the variables are sharded, or None.
 
     Raises:
         ValueError: for a mesh and another kind than the layer, whose axes te.jax names by itself.

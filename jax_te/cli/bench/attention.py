@@ -1,4 +1,4 @@
-"""``jax-te bench attention``: causal attention alone, with context parallelism, beside te.jax's."""
+"""``jax-te bench attention``: causal attention alone, also with context parallelism, next to te.jax's."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ def run(options: BenchAttention) -> int:
     """Return the exit status, 0, once the rows are printed.
 
     Raises:
-        ValueError: for a mesh without a context axis, and for sizes that do not divide or take more memory than there
-            is.
+        ValueError: for a mesh without a context axis, and for sizes that do not divide or exceed the memory.
     """
     mesh = None if options.mesh is None else ParallelConfig.parse(options.mesh)
     if mesh is not None and mesh.context == 1:
@@ -42,7 +41,7 @@ def run(options: BenchAttention) -> int:
 
 
 def _check_sizes(options: BenchAttention, groups: int) -> None:
-    """Raise ValueError, before anything is allocated, for sizes that take more memory than one device has."""
+    """Raise ValueError, before any allocation, for sizes that exceed the memory of a device."""
     # In bf16: queries, keys, values, and the output's gradient.
     tokens, heads = options.batch_size * options.seq_len, options.num_heads
     values = tokens * options.head_dim * 2 * (heads + groups)

@@ -1,4 +1,4 @@
-"""``jax-te bench checkpoint``: how a train state is saved and restored, beside Orbax alone."""
+"""``jax-te bench checkpoint``: saving and restoring of a train state, next to plain Orbax."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run(options: BenchCheckpoint) -> int:
     """Return the exit status, 0, once the rows are printed.
 
     Raises:
-        ValueError: for a mesh that could not train the model, and a model that takes more memory than there is.
+        ValueError: for a mesh that could not train the model, and for a model that exceeds the memory.
     """
     configs = [_config(options, recipe) for recipe in options.recipes]
     for config in configs:
@@ -36,7 +36,7 @@ def _config(options: BenchCheckpoint, recipe: str) -> RunConfig:
         vocab_size=options.vocab_size,
         mesh=options.mesh,
         distributed_optimizer=options.distributed_optimizer,
-        # No step is taken: as many examples as every mesh can split.
+        # No step is run, so the batch size only has to divide over every mesh.
         batch_size=PRESETS[options.preset].values["batch_size"] * sizes.data * sizes.fsdp,
     )
 

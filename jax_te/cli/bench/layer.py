@@ -1,4 +1,4 @@
-"""``jax-te bench layer``: single layers beside te.jax's, and an expert layer beside Megatron-Core's."""
+"""``jax-te bench layer``: single layers, next to te.jax's, and an expert layer, next to Megatron-Core's."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def run(options: BenchLayer) -> int:
     """Return the exit status, 0, once the rows are printed.
 
     Raises:
-        ValueError: for a mesh that the options do not fit, a peer that is not here, and for sizes that take more
-            memory than there is.
+        ValueError: for a mesh that the options do not fit, a peer that is not installed, and for sizes that exceed the
+            memory.
     """
     _check_experts(options)
     sizes = None if options.mesh is None else ParallelConfig.parse(options.mesh)
@@ -46,7 +46,7 @@ def _check_experts(options: BenchLayer) -> None:
 
 
 def _check_sizes(options: BenchLayer, devices: int) -> None:
-    """Raise ValueError, before anything is allocated, for sizes that take more memory than there is."""
+    """Raise ValueError, before any allocation, for sizes that exceed the memory."""
     tokens, hidden, ffn = options.batch_size * options.seq_len, options.hidden_size, options.ffn_hidden_size
     # In bf16, and at the very least: the input, its gradient and the output's, a kernel and its gradient.
     values = tokens * (2 * hidden + min(hidden, ffn)) + 2 * hidden * ffn

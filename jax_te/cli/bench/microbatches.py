@@ -1,4 +1,4 @@
-"""``jax-te bench microbatches``: train steps whose kernels are quantized once a step, beside in every microbatch."""
+"""``jax-te bench microbatches``: train steps that quantize kernels once per step or once per microbatch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def run(options: BenchMicrobatches) -> int:
     """Return the exit status, 0, once the rows are printed.
 
     Raises:
-        ValueError: for a batch that is not divisible, and for sizes that take more memory than there is.
+        ValueError: for a batch that is not divisible, and for sizes that exceed the memory.
     """
     rows, rest = divmod(options.batch_size, options.microbatches)
     if rest:
@@ -29,7 +29,7 @@ def run(options: BenchMicrobatches) -> int:
 
 
 def _check_sizes(options: BenchMicrobatches, rows: int) -> None:
-    """Raise ValueError, before anything is allocated, for sizes that take more memory than there is."""
+    """Raise ValueError, before any allocation, for sizes that exceed the memory."""
     tokens, hidden, ffn = rows * options.seq_len, options.hidden_size, options.ffn_hidden_size
     # In bf16, and at the very least: a layer's input, its gradient and the output's, a kernel and its gradient; the
     # tokens of all microbatches are int32.

@@ -1,4 +1,4 @@
-"""``jax-te bench model``: train steps of a preset's model, beside te.jax's or Megatron-Core's."""
+"""``jax-te bench model``: train steps of a preset's model, next to te.jax's or Megatron-Core's."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def run(options: BenchModel) -> int:
     """Return the exit status, 0, once the rows are printed.
 
     Raises:
-        ValueError: for options that do not go together, a peer that is not here, a model that takes more memory than
-            there is, and if no train step ran, with the first one's error.
+        ValueError: for conflicting options, a peer that is not installed, a model that exceeds the memory, and if no
+            train step ran, with the first one's error.
     """
     forms = {recipe: _forms(options, recipe) for recipe in options.recipes}
     if options.peer == "te":
@@ -37,7 +37,7 @@ def run(options: BenchModel) -> int:
 
 
 def _check_te(options: BenchModel) -> None:
-    """Raise ValueError if te.jax's GPT cannot be measured beside the model."""
+    """Raise ValueError if te.jax's GPT cannot be compared with the model."""
     if options.mesh is not None or options.microbatches > 1:
         raise ValueError("--peer te is a GPT on one device, without microbatches; leave out --mesh and --microbatches")
     form = PRESETS[options.preset].values
@@ -51,7 +51,7 @@ def _check_te(options: BenchModel) -> None:
 
 
 def _check_megatron(options: BenchModel) -> None:
-    """Raise ValueError if Megatron-Core's GPT cannot be measured beside the model."""
+    """Raise ValueError if Megatron-Core's GPT cannot be compared with the model."""
     sizes = ParallelConfig() if options.mesh is None else ParallelConfig.parse(options.mesh)
     if sizes.num_devices != sizes.pipeline * sizes.data * sizes.fsdp * sizes.tensor:
         raise ValueError(f"--peer megatron has the axes pipeline, data, fsdp and tensor; got --mesh {options.mesh}")
@@ -62,7 +62,7 @@ def _rows(options: BenchModel, forms: dict[str, list[tuple[str, RunConfig, Execu
     profile = None if options.profile is None else Path(options.profile)
     backend: Any = options.backend  # one of the names that the option allows
     settings = Settings(backend=backend, rounds=options.rounds, calls=options.calls, profile=profile)
-    for made in filter(None, forms.values()):  # no form of a model where an option that names some is empty
+    for made in filter(None, forms.values()):  # no variant of the model if an option is an empty list
         variants = [_variant(*each) for each in made]
         _, config, _ = made[-1]
         yield from bench_train_steps(variants, sizes_of(config), settings, peer=options.peer)
@@ -80,7 +80,7 @@ def _variant(name: str, config: RunConfig, execution: Execution) -> Variant:
 
 
 def _forms(options: BenchModel, recipe: str) -> list[tuple[str, RunConfig, Execution]]:
-    """Return name, configuration and execution of every form in which the model is measured under a recipe."""
+    """Return name, configuration and execution of every variant of the model to measure under a recipe."""
     found = []
     names = ("stack", "recompute", "pipeline", "batch_parts", "wgrad_dtype", "reduce_gradients")
     for form in itertools.product(*(getattr(options, name) for name in names)):
@@ -108,7 +108,7 @@ def _forms(options: BenchModel, recipe: str) -> list[tuple[str, RunConfig, Execu
 
 
 def _name(config: RunConfig, stack: str, way: str) -> str:
-    """Return the name of a form's row: the recipe, the stack, the recomputation, and what differs from the defaults."""
+    """Return the name of a variant's row: the recipe, the stack, the recomputation, and non-default options."""
     name, sizes = f"{config.recipe}, {stack}, recompute {way}", config.parallel_config()
     if sizes is not None and sizes.pipeline > 1:
         name += f", {config.pipeline}"

@@ -64,7 +64,7 @@ def _mesh(shown: str = "one device") -> Any:
 
 
 def _sequence_parallel() -> Any:
-    help = "sequence parallelism: activations sharded over the tensor axis of --mesh between its GEMMs"
+    help = "sequence parallelism: activations sharded over the tensor axis of --mesh between tensor-parallel GEMMs"
     return option(SWITCH, help, False)
 
 
@@ -78,11 +78,11 @@ def _size(help: str, default: int) -> Any:
 
 
 def _rounds() -> Any:
-    return option(SIZE, "rounds in which everything that is measured has its turn; the median counts", 7)
+    return option(SIZE, "number of rounds, each of which measures every row once; the median is reported", 7)
 
 
 def _calls(what: str) -> Any:
-    return option(SIZE, f"{what} in a turn", 10)
+    return option(SIZE, f"number of {what} per row and round", 10)
 
 
 def _rows_file() -> Any:
@@ -98,26 +98,26 @@ def _num_layers() -> Any:
 
 
 def _vocab_size() -> Any:
-    return option(SIZE, "rows of the embedding", Recorded.vocab_size, shown=f"{Recorded.vocab_size}, bytes")
+    return option(SIZE, "vocabulary size", Recorded.vocab_size, shown=f"{Recorded.vocab_size}, bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchLayer:
-    """Measure forward and backward of single layers beside te.jax's, and of an expert layer beside Megatron-Core's.
+    """Measure forward and backward of single layers, next to te.jax's or Megatron-Core's.
 
-    Layers are causal, with GELU and biases, in bf16. Those of jax_te and of te.jax are measured in turn in one
+    Layers are causal, with GELU and biases, in bf16. jax_te's and te.jax's are measured in turn in one
     process; for a recipe that te.jax does not have, its bf16 layer is the peer. speed_ratio is the peer's time over
     the row's, memory_ratio the row's temporary memory over the peer's.
 
     The module moe is a router with softmax and the auxiliary loss, and experts gated by SiLU, without biases and
     without dropped tokens, on one device. With --peer megatron Megatron-Core's layer is measured in turn with it, in a
-    process of its own; peak_gib and memory_ratio then count parameters, gradients and temporary arrays.
+    separate process; peak_gib and memory_ratio then count parameters, gradients and temporary arrays.
     """
 
     modules: tuple[str, ...] = _several(MODULES, "layers to measure", MODULES[0])
     recipes: tuple[str, ...] = _recipes("none", "delayed", "current")
-    batch_size: int = _size("sequences of a batch", 4)
-    seq_len: int = _size("tokens of a sequence", 2048)
+    batch_size: int = _size("sequences per batch", 4)
+    seq_len: int = _size("sequence length in tokens", 2048)
     hidden_size: int = _size("size of the hidden states", 4096)
     num_heads: int = _size("number of attention heads", 32)
     ffn_hidden_size: int = _size(
@@ -138,69 +138,69 @@ class BenchLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchModel:
-    """Measure train steps of a whole model, beside te.jax's or Megatron-Core's.
+    """Measure train steps of a whole model, next to te.jax's or Megatron-Core's.
 
     A step is forward, backward and AdamW on fp32 masters, with bf16 parameters. There is a row for every
-    combination of --stack, --recompute, --pipeline, --batch-parts, --wgrad-dtype and --reduce-gradients, and those
-    of a recipe step one state in turn. speed_ratio and memory_ratio are to the first row of the recipe that ran,
-    the peer's if there is one. peak_gib is a device's arguments and temporary arrays, by XLA's analysis.
+    combination of --stack, --recompute, --pipeline, --batch-parts, --wgrad-dtype and --reduce-gradients, and rows
+    of one recipe take turns on one state. speed_ratio and memory_ratio are relative to the recipe's first row that
+    ran, the peer's if there is one. peak_gib is a device's arguments and temporary arrays, by XLA's analysis.
 
     --peer te is a GPT of te.jax's own layers, on one device. --peer megatron is Megatron-Core's GPT, in processes
     of its own that start while jax_te compiles. Its peak_gib is what torch allocated. Where jax_te has the axis
     fsdp, it shards optimizer state alone; a pipeline has equally many layers in each stage and runs 1F1B; several
-    devices or microbatches add up gradients in the first --wgrad-dtype, else in bf16.
+    devices or microbatches sum gradients in the first --wgrad-dtype, else in bf16.
     """
 
     preset: str = _preset()
     num_layers: int | None = _num_layers()
     vocab_size: int = _vocab_size()
-    batch_size: int | None = option(SIZE, "sequences of a step, on all devices together", None, shown="the preset's")
-    microbatches: int = _size("equal parts of a batch, one after the other, whose gradients are added up", 1)
+    batch_size: int | None = option(SIZE, "sequences per step, over all devices", None, shown="the preset's")
+    microbatches: int = _size("number of microbatches per step, over which gradients are accumulated", 1)
     recipes: tuple[str, ...] = _recipes("none", "delayed", "current")
-    peer: str | None = option(PEERS, "library to measure beside jax_te, see above", None)
+    peer: str | None = option(PEERS, "library to compare with, see above", None)
     backend: str = _backend()
     mesh: str | None = _mesh()
     sequence_parallel: bool = _sequence_parallel()
     distributed_optimizer: bool = _distributed_optimizer()
-    stack: tuple[str, ...] = _several(STACKS, "forms of the layer stack", STACKS[0])
+    stack: tuple[str, ...] = _several(STACKS, "implementations of the layer stack", STACKS[0])
     recompute: tuple[str, ...] = _several(
         WAY,
-        f"activations to compute again in backward: none; any of {_MODULE_NAMES}; or whole layers, which keep the "
-        f"arrays of a policy ({', '.join(POLICIES)}) or none ({_COUNTED})",
+        f"activations to recompute in backward: none; modules (any of {_MODULE_NAMES}); or whole layers, except for "
+        f"the arrays that a policy saves ({', '.join(POLICIES)}), or by Megatron's methods ({_COUNTED})",
         "none",
     )
     pipeline: tuple[str, ...] = _several(
         SCHEDULE, "schedules of the pipeline axis: gpipe, 1f1b, 1f1b,virtual_stages=N or zero_bubble", "1f1b"
     )
-    batch_parts: tuple[int, ...] = _several(SIZE, "numbers of parts of the batch that take turns in each layer", 1)
+    batch_parts: tuple[int, ...] = _several(SIZE, "numbers of parts of the batch in each layer", 1)
     wgrad_dtype: tuple[str, ...] = _several(WGRAD_DTYPES, "dtypes in which devices sum kernel gradients", "float32")
     reduce_gradients: tuple[str, ...] = _several(
         REDUCTIONS,
         "times at which data-parallel devices sum kernel gradients: after each microbatch, or once a step",
         "microbatch",
     )
-    loss_chunks: int = _size("parts of the sequence whose logits the loss computes one after the other", 1)
+    loss_chunks: int = _size("number of parts of the sequence for which the loss computes logits separately", 1)
     rounds: int = _rounds()
     calls: int = _calls("steps")
     output: str | None = _rows_file()
     profile: str | None = option(
         FOLDER,
-        "folder for traces of two steps of each row of jax_te and te.jax, shown as times by kind of kernel",
+        "folder for traces of two steps of each row of jax_te and te.jax, summarized as time per kind of kernel",
         None,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchAttention:
-    """Measure causal attention alone, with context parallelism, beside te.jax's.
+    """Measure causal attention alone, also with context parallelism, next to te.jax's.
 
     Forward and backward in bf16. The first row of each library is on one device; with --mesh there is a row for
     each --cp-comm-type, with sequences sharded over the context axis in zig-zag order. Of these te.jax has p2p and
-    all_gather. of_one_device is the rate of a device over that of the same library on one device.
+    all_gather. of_one_device is the rate per device, relative to the same library's rate on one device.
     """
 
-    batch_size: int = _size("sequences of a batch", 4)
-    seq_len: int = _size("tokens of a sequence", 2048)
+    batch_size: int = _size("sequences per batch", 4)
+    seq_len: int = _size("sequence length in tokens", 2048)
     num_heads: int = _size("number of attention heads", 32)
     num_query_groups: int | None = option(SIZE, "number of key/value heads", None, shown="--num-heads")
     head_dim: int = _size("size of a head", 128)
@@ -216,15 +216,17 @@ class BenchAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchCheckpoint:
-    """Measure how a train state is saved and restored, beside Orbax alone.
+    """Measure saving and restoring of a train state, next to plain Orbax.
 
     The state is that of a preset: bf16 parameters, fp32 masters and AdamW's moments, with random numbers. Orbax
-    saves and restores its arrays as a list. blocked_s is the time until a save returns, stalled_s that until a
-    program has run to which the state was donated, copy_s the same with a copy to pinned memory in place of the
+    saves and restores its arrays as a list. blocked_s is the time until a save returns, stalled_s the time until
+    a program has run to which the state was donated, copy_s the same with a copy to pinned memory in place of the
     save, and beyond_copy_s their difference.
     """
 
-    folder: str = positional(FOLDER, "folder on the file system to measure, made if missing; what is saved is removed")
+    folder: str = positional(
+        FOLDER, "folder on the file system to measure, made if missing; the saved files are removed"
+    )
     preset: str = _preset()
     num_layers: int | None = _num_layers()
     vocab_size: int = _vocab_size()
@@ -237,17 +239,17 @@ class BenchCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchMicrobatches:
-    """Measure train steps whose kernels are quantized once a step, beside in every microbatch.
+    """Compare train steps that quantize kernels once per step and once per microbatch.
 
     A step is that of a GPT of 4 layers on one device (GELU, biases, bf16 parameters, Adam, 256 rows of
     vocabulary). quantizations_in_loop and quantizations_outside count operations of the compiled program, in and
     outside of the loop over microbatches.
     """
 
-    microbatches: int = _size("equal parts of a batch", 8)
+    microbatches: int = _size("number of microbatches per step", 8)
     recipes: tuple[str, ...] = _recipes("none", "delayed", "current")
-    batch_size: int = _size("sequences of a step", 32)
-    seq_len: int = _size("tokens of a sequence", 2048)
+    batch_size: int = _size("sequences per step", 32)
+    seq_len: int = _size("sequence length in tokens", 2048)
     hidden_size: int = _size("size of the hidden states", 4096)
     num_heads: int = _size("number of attention heads", 32)
     ffn_hidden_size: int = _size("hidden size of the feed-forward blocks", 16384)

@@ -14,12 +14,12 @@ def preset_config(preset: str, recipe: str, way: str = "none", **fields: object)
     """Return the configuration of a preset in bf16 under a recipe.
 
     Args:
-        preset, recipe: their names.
+        preset, recipe: names of a preset and a recipe.
         way: way of recomputation, as `jax_te.cli.bench.options.recompute` reads it.
         fields: other fields of `RunConfig`. None: the preset's.
 
     Raises:
-        ValueError: for values that do not go together.
+        ValueError: for conflicting values.
     """
     # The dtype of a GPU, also where this runs on a CPU.
     given: dict[str, object] = {"preset": preset, "recipe": recipe, "params_dtype": "bfloat16"}
@@ -35,7 +35,7 @@ def preset_config(preset: str, recipe: str, way: str = "none", **fields: object)
 
 
 def check_parameters_fit(config: RunConfig) -> None:
-    """Raise ValueError, before anything is allocated, for a model whose parameters take more memory than there is."""
+    """Raise ValueError, before any allocation, for a model whose parameters exceed the memory."""
     sizes = config.parallel_config()
     devices = 1 if sizes is None else sizes.num_devices
     check_fits(

@@ -30,7 +30,7 @@ def show_rows(rows: Iterable[Row], output: str | None) -> int:
         shown.append(row)
     if not shown:  # an empty list, which argparse of Python 3.11 makes of `--recipes=--`
         raise ValueError("there is nothing to measure: an option that names what to measure is empty; name something")
-    # A contestant that fails is a row, so that the others go on; no row that was measured is an error.
+    # A contestant that fails becomes a row, so that the others continue; it is an error if none was measured.
     if all("error" in row for row in shown):
         raise ValueError(f"nothing could be measured; {shown[0]['name']}: {shown[0]['error']}")
     if output is not None:

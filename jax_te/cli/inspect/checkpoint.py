@@ -1,4 +1,4 @@
-"""``jax-te inspect checkpoint``: the arrays of a checkpoint of any kind, and what it says of itself."""
+"""``jax-te inspect checkpoint``: the arrays and metadata of a checkpoint of any kind."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(options: InspectCheckpoint) -> int:
     """Return the exit status, 0, once names, shapes, dtypes, shardings and sizes of a checkpoint are printed.
 
     Raises:
-        ValueError: if CHECKPOINT is no checkpoint.
+        ValueError: if CHECKPOINT is not a checkpoint.
     """
     path = Path(options.checkpoint)
     kind = kind_of(path)
@@ -90,7 +90,7 @@ _SHOWN = {"jax-te": _ours, "huggingface": _huggingface, "megatron": _megatron, "
 def _arrays(value: Any, name: str, shown: set[int], depth: int = 0) -> Iterator[tuple[str, Any]]:
     if hasattr(value, "shape"):
         yield name or "(the file)", value
-    # A container that is in the file many times, or inside of itself, is shown once.
+    # A container that occurs many times, or inside of itself, is shown once.
     elif isinstance(value, Mapping | list | tuple) and id(value) not in shown and depth < _DEPTH:
         shown.add(id(value))
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
@@ -99,6 +99,6 @@ def _arrays(value: Any, name: str, shown: set[int], depth: int = 0) -> Iterator[
 
 
 def _row(name: str, tensor: Any) -> _Row:
-    # Files hold no mesh: into how many pieces a tensor was cut is all that they say.
+    # Files contain no mesh, only the number of pieces of each tensor.
     pieces = len(tensor.pieces) if isinstance(tensor, StoredTensor) else 1
     return _Row(name, tensor.dtype.name, tuple(tensor.shape), "whole" if pieces == 1 else f"{pieces} pieces")

@@ -1,4 +1,4 @@
-"""``jax-te inspect communication``: what the devices of a mesh send each other in a train step."""
+"""``jax-te inspect communication``: collective communication of a train step on a mesh."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from jax_te.sharding import CommunicationReport, Network
 
 
 def run(options: InspectCommunication) -> int:
-    """Return the exit status, 0, once it is printed what a train step of the run, or of a preset, communicates.
+    """Return the exit status, 0, once the communication of a train step of the run, or of a preset, is printed.
 
     Raises:
-        ValueError: for a folder without a run, for options that do not go together, and without a mesh.
+        ValueError: for a folder without a run, for conflicting options, and without a mesh.
     """
     network = Network.measured() if options.network == "measured" else Network.parse(options.network or "")
     given = _train_options(options.train_options or "")
@@ -63,7 +63,7 @@ def _train_options(text: str) -> dict[str, Any]:
 
 
 def _config(options: InspectCommunication, given: dict[str, Any]) -> tuple[RunConfig, str]:
-    """Return the configuration with its mesh, and whose it is."""
+    """Return the configuration with its mesh, and the name of its source."""
     given = given | {"factory_modules": options.factory_modules}
     if "precision_config" in given:
         given["precision_config"] = read_rules(given["precision_config"])
@@ -74,12 +74,12 @@ def _config(options: InspectCommunication, given: dict[str, Any]) -> tuple[RunCo
     sizes = ParallelConfig.parse(mesh)
     ranks = sizes.data * sizes.fsdp
     if saved is None:
-        # A GPU's default, whatever is here: the mesh is one of GPUs.
+        # A GPU's default, whatever the present device: the mesh consists of GPUs.
         preset = str(options.preset)
         values = {"params_dtype": "bfloat16", "batch_size": ranks * PRESETS[preset].values["batch_size"]}
         return new_config(values | given | {"preset": preset, "mesh": mesh}), name
     old = saved.parallel_config() or ParallelConfig()
-    # As many examples for each rank; kernels of whatever backend communicate the same.
+    # As many examples for each rank; all backends communicate the same.
     values = {"batch_size": saved.batch_size * ranks // (old.data * old.fsdp), "backend": "auto"}
     return dataclasses.replace(saved, **(values | given | {"mesh": mesh})), name
 

@@ -23,7 +23,7 @@ def _recipe() -> Any:
 
 
 def _precision_config() -> Any:
-    help = "YAML file with the precision of single layers, in place of the run's; what its rules do is shown, too"
+    help = "YAML file with precision rules for individual layers, in place of the run's; their effect is shown, too"
     return option(FILE, help, None, shown="the run's")
 
 
@@ -36,11 +36,11 @@ def _data() -> Any:
 
 
 def _batch_size() -> Any:
-    return option(SIZE, "examples of a batch", None, shown="a microbatch of the run")
+    return option(SIZE, "sequences per batch", None, shown="a microbatch of the run")
 
 
 def _check_memory() -> Any:
-    return option(FLAG, "refuse a batch that by an estimate cannot fit into memory", True)
+    return option(FLAG, "refuse a batch that, by an estimate, does not fit into memory", True)
 
 
 def _json() -> Any:
@@ -52,7 +52,7 @@ def _run_or_none() -> Any:
 
 
 def _preset() -> Any:
-    return option(tuple(PRESETS), "preset to look at in place of a run", None)
+    return option(tuple(PRESETS), "preset to show in place of a run", None)
 
 
 def _mesh(shown: str) -> Any:
@@ -66,9 +66,9 @@ class InspectPrecision:
     """Show how much precision the quantized tensors of a run lose.
 
     One batch of held-out text runs forward and backward through the newest checkpoint of a run. For every tensor
-    that is quantized the table has its largest value, its scale, the share of values lost to 0 (underflow) or to
-    the format's largest (saturation), and the squared error over the tensor's mean square, in decibels. It runs on
-    one device, which may be a CPU, whatever the run was trained on.
+    that is quantized the table has its largest value, its scale, the share of values that become 0 (underflow)
+    or the format's largest value (saturation), and the squared error relative to the tensor's mean square, in decibels.
+    It runs on one device, which may be a CPU, whatever the run was trained on.
 
     With another --recipe or --precision-config delayed scaling has no history: its scales come from one pass over
     the batch under current scaling.
@@ -86,7 +86,7 @@ class InspectPrecision:
 
 @dataclass(frozen=True, kw_only=True)
 class InspectRecipes:
-    """List the recipe of every layer of a run, and why it has it.
+    """List the recipe of every layer of a run, with the reason for it.
 
     Nothing is computed, and the run needs no checkpoint yet.
     """
@@ -107,11 +107,11 @@ class InspectSensitivity:
     scaling.
 
       gradient error  |g - g0| / |g0|, g and g0 the gradients of all parameters with and without
-                      quantization of this layer: the noise that it adds to an update. The rows
-                      are in this order.
+                      quantization of this layer: the noise that it adds to an update. Rows are
+                      sorted by it.
       loss increase   Loss with quantization of this layer, minus loss without. It may be negative,
-                      and says little where it is small beside the loss's spread over batches
-                      (--batches).
+                      and means little if it is small compared with the spread of the loss
+                      over batches (--batches).
     """
 
     output: str = _output()
@@ -121,7 +121,9 @@ class InspectSensitivity:
     batch_size: int | None = _batch_size()
     batches: int = option(SIZE, "number of batches", 2)
     check_memory: bool = _check_memory()
-    keep_bf16: int | None = option(Text("K", SIZE.parse), "number of worst layers to mark as kept in bf16", None)
+    keep_bf16: int | None = option(
+        Text("K", SIZE.parse), "number of most sensitive layers to mark as kept in bf16", None
+    )
     write: str | None = option(
         FILE, "new file for jax-te train --precision-config that keeps the layers of --keep-bf16 in bf16", None
     )
@@ -148,10 +150,10 @@ class InspectSharding:
 
 @dataclass(frozen=True, kw_only=True)
 class InspectCommunication:
-    """Show what the devices of a mesh send each other in a train step.
+    """Show the collective communication of a train step on a mesh.
 
-    A train step of a run or a preset is compiled for as many CPU devices as the mesh has, or for fewer by rules
-    that the report names; nothing runs. For the collectives of each combination of mesh axes the table has their
+    A train step of a run or a preset is compiled for as many CPU devices as the mesh has, or for fewer, by rules
+    that the report states; nothing runs. For the collectives of each combination of mesh axes the table has their
     number, the bytes of their arrays, the bytes that a device sends, and the time that the network takes for them,
     one after the other.
 
@@ -180,7 +182,7 @@ class InspectCheckpoint:
 
     The table has name, dtype, shape, sharding as saved and bytes of every array; no array is read. CHECKPOINT is a
     run of jax-te train or one of its checkpoints, a folder of Hugging Face, Megatron-LM or torch.distributed, or a
-    file of torch.save (*.pt).
+    file written by torch.save (*.pt).
     """
 
     checkpoint: str = positional(Text("CHECKPOINT", str), "checkpoint to list")

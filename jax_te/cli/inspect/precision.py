@@ -1,4 +1,4 @@
-"""``jax-te inspect precision``: what quantization does to the tensors of a trained model."""
+"""``jax-te inspect precision``: quantization errors of a trained model's tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HEADER = ("module", "tensor", "format", "amax", "scale", "underflow %", "satura
 
 
 def run(options: InspectPrecision) -> int:
-    """Return the exit status, 0, once the statistics are on stdout, and the run and step that they are of on stderr.
+    """Return the exit status, 0, once the statistics are on stdout, and their run and step on stderr.
 
     Raises:
         ValueError: for a folder without a checkpoint, rules that cannot be used, and if no layer is quantized.

@@ -1,4 +1,4 @@
-"""``jax-te inspect recipes``: the recipe of every layer of a run, and why it has it."""
+"""``jax-te inspect recipes``: the recipe of every layer of a run, with the reason."""
 
 from __future__ import annotations
 

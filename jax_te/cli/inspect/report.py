@@ -10,13 +10,13 @@ from jax_te.recipe import Recipe
 
 
 def print_rules(report: QuantizationReport | None) -> None:
-    """Print what the rules of a precision file did, if there are any."""
+    """Print the effect of a precision file's rules, if there are any."""
     if report is not None:
         print(f"{report}\n")
 
 
 def rules_values(report: QuantizationReport | None) -> dict[str, Any]:
-    """Return what the rules of a precision file did as JSON can hold it."""
+    """Return the effect of a precision file's rules as a JSON value."""
     if report is None:
         return {}
     rules = [{"module": m.path, "matcher": m.matcher, "config": m.config_key} for m in report.modules]

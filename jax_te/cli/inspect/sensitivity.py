@@ -17,11 +17,10 @@ from jax_te.training import ModuleSensitivity, exact_model, keep_in_bf16_rules, 
 
 
 def run(options: InspectSensitivity) -> int:
-    """Return the exit status, 0, once the ranking is on stdout, and the run and step that it is of on stderr.
+    """Return the exit status, 0, once the ranking is on stdout, and its run and step on stderr.
 
     Raises:
-        ValueError: for a folder without a checkpoint, a run without a recipe, and a file or a number of layers that
-            cannot be.
+        ValueError: for a folder without a checkpoint, a run without a recipe, and an invalid file or number of layers.
     """
     _check_file(options)
     config, recipe = run_and_recipe(options)

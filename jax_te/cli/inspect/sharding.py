@@ -1,4 +1,4 @@
-"""``jax-te inspect sharding``: how the arrays of a run, or of a preset, are split over a mesh."""
+"""``jax-te inspect sharding``: sharding of the arrays of a run, or of a preset, over a mesh."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_DEVICES = 2**16
 
 
 def run(options: InspectSharding) -> int:
-    """Return the exit status, 0, once it is printed how the training state of the run, or of a preset, is sharded.
+    """Return the exit status, 0, once the sharding of the training state of the run, or of a preset, is printed.
 
     Raises:
         ValueError: for a folder without a run, and for a mesh that could not train the model.
@@ -35,7 +35,7 @@ def run(options: InspectSharding) -> int:
     # A run's other options are for its own mesh; none of them splits an array of its state.
     base, mesh = (config, config.mesh) if options.mesh is None else (config.on_one_device(), options.mesh)
     config = dataclasses.replace(base, batch_size=examples, mesh=mesh)
-    # Built on one device, as shapes alone: the mesh needs no devices then.
+    # Built on one device, as shapes only, so that the mesh needs no devices.
     config = config.on_one_device(options.factory_modules)
     with contexts(config):
         report = sharding_report(abstract_state(config), AbstractMesh(sizes.shape, MESH_AXES))

@@ -1,4 +1,4 @@
-"""A trained run to look at: its configuration and recipe, its newest state, and held-out batches."""
+"""Loading of a trained run: its configuration and recipe, its newest state, and held-out batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jax_te.training import TrainState
 def run_and_recipe(
     options: InspectPrecision | InspectRecipes | InspectSensitivity,
 ) -> tuple[RunConfig, Recipe | None]:
-    """Return the configuration of a run, on one device, and the recipe to look at.
+    """Return the configuration of a run, on one device, and the recipe to inspect.
 
     Raises:
         ValueError: for a folder without a run.
@@ -31,13 +31,13 @@ def run_and_recipe(
     config = read_config(Path(options.output))
     if config is None:
         raise ValueError(f"{options.output} holds no run; train one with: jax-te train --output {options.output}")
-    # One device and whatever kernels there are, wherever it was trained.
+    # One device and any available backend, wherever it was trained.
     config = config.on_one_device(options.factory_modules)
     return config, config.make_recipe() if options.recipe is None else recipe_from_name(options.recipe)
 
 
 def run_or_preset(output: str | None, preset: str | None) -> tuple[RunConfig | None, str]:
-    """Return the configuration of a run, None for a preset, and the name of what is looked at.
+    """Return the configuration of a run, None for a preset, and the name of the inspected run or preset.
 
     Raises:
         ValueError: for a folder without a run, and for both a run and a preset.
@@ -71,7 +71,7 @@ def batches_of(options: InspectPrecision | InspectSensitivity, config: RunConfig
     """Return batches of held-out text on the device.
 
     Raises:
-        ValueError: for batches that take more memory than there is.
+        ValueError: for batches that exceed the memory.
     """
     size = options.batch_size or config.batch_size // config.microbatches
     # As one step of so many examples, in as many parts as there are batches.

@@ -44,7 +44,7 @@ class BlockScaled:
 
 
 Tensor = Any
-"""An array, what ``np.asarray`` reads, or a `BlockScaled`."""
+"""An array, anything that ``np.asarray`` reads, or a `BlockScaled`."""
 
 
 def read_block_scaled(
@@ -54,11 +54,11 @@ def read_block_scaled(
 
     Args:
         values: the fields of ``config.json``, of which ``quantization_config`` is taken out.
-        stored: all tensors.
-        choice: what becomes of tensors in FP8.
+        stored: all stored tensors.
+        choice: treatment of tensors in FP8.
 
     Raises:
-        ValueError: for another form than this one, without a choice, and for a choice where nothing is quantized.
+        ValueError: for another format than this one, without a choice, and for a choice if nothing is quantized.
         CheckpointMismatchError: for tensors without scales, scales without tensors, and scales that do not fit.
     """
     name = "quantization_config"
@@ -75,7 +75,7 @@ def read_block_scaled(
     form.expect("scale_fmt", "ue8m0", "float")  # how activations are scaled elsewhere; scales of weights are stored
     if form.take("weight_block_size", list, []) != [_BLOCK, _BLOCK]:
         raise form.refused("weight_block_size", said.get("weight_block_size"), f"only [{_BLOCK}, {_BLOCK}] is followed")
-    # Which modules those are can be seen from the tensors.
+    # The tensors show which modules those are.
     form.take("modules_to_not_convert", list, [])
     form.take("ignored_layers", list, [])
     form.finish()
@@ -112,7 +112,7 @@ def _problem(data: np.ndarray, scale: np.ndarray) -> str:
 
 
 def hold_block_scaled(model: nnx.Module, entries: Mapping[str, Entry], tensors: Mapping[str, Tensor]) -> None:
-    """Store those kernels of a model of shapes quantized, as the ambient recipe says, that FP8 tensors are kept in.
+    """Replace kernels of a model of shapes that keep FP8 tensors by quantized ones, under the ambient recipe.
 
     Raises:
         ValueError: for a kernel that the recipe stores in another form.
@@ -133,7 +133,7 @@ def hold_block_scaled(model: nnx.Module, entries: Mapping[str, Entry], tensors: 
         if len(scales) < len(pieces):
             why = "its tensors are not all in FP8"
         elif same and quantizer.power_of_two and not all(map(_powers_of_two, scales)):
-            why = "its scales are no powers of two, and the recipe's are"
+            why = "its scales are not powers of two, and the recipe's are"
         if why:
             raise ValueError(
                 f"block_scaled='keep' cannot keep {'/'.join(map(str, path))}: {why}; load it inside of "
@@ -161,20 +161,20 @@ def reader(
     """Return a function of an index and a dtype that reads this part of an array of the parameters.
 
     Args:
-        path: of the array, inside of a kernel that is kept behind the kernel's.
-        entries: of all parameters.
-        tensors: of the folder.
-        sizes: of the axes.
+        path: path of the array; for an array of a kernel that is kept quantized, a path below the kernel's.
+        entries: entries of all parameters.
+        tensors: tensors of the folder.
+        sizes: sizes of the axes.
 
     Raises:
-        ValueError: for scales that are not those of whole blocks any more where our kernel has the values.
+        ValueError: for scales that do not cover whole blocks in our kernel's layout.
     """
     _, guard, constant = path.rpartition("/guard/")
     if guard:
         return lambda index, dtype: np.asarray(getattr(Guard.new(), constant), dtype)[..., *index]
     name, kept, part = path.partition("/form/rowwise/")
     entry = entries[name]
-    # The tensors of this parameter alone: what is multiplied out is in memory no longer than it is read.
+    # Only this parameter's tensors: dequantized values stay in memory only while they are read.
     pieces = {each: tensors[each] for each, _ in entry.pieces}
     if part != "scale_inv":
         plain = {each: _values(piece, multiplied=not kept) for each, piece in pieces.items()}
@@ -187,12 +187,12 @@ def reader(
 
 
 def _blocks(scales: np.ndarray, name: str, shape: tuple[int, ...], instead: str) -> np.ndarray:
-    """Return the scale of each block of a matrix, from that of each value."""
+    """Return the scale of each block of a matrix, from the scale of each value."""
     blocks = scales[::_BLOCK, ::_BLOCK].copy()
     if not np.array_equal(BlockScaled(scales, blocks).scales(), scales):
         raise ValueError(
             f"block_scaled='keep' cannot keep {name} {list(shape)}: its blocks of {_BLOCK} x {_BLOCK} are not those of "
-            f"its tensors, since heads or features are no multiples of that; {instead}"
+            f"its tensors, since heads or features are not multiples of that; {instead}"
         )
     return blocks
 
@@ -225,7 +225,7 @@ def written_scales(path: str, kernel: QuantizedKernel, entry: Entry, sizes: Size
     """Return the scales of the tensors of a kernel whose arrays are on the host, by name.
 
     Raises:
-        ValueError: for blocks of ours that are no blocks of theirs.
+        ValueError: for blocks that are not blocks in their layout.
         TypeError: if arithmetic was done on the kernel's arrays.
     """
     if kernel.guard is not None:

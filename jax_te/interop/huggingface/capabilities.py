@@ -1,4 +1,4 @@
-"""What a model is beside its weights: the options that an architecture can or cannot say."""
+"""A model's options, and which of them each architecture can represent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Options = dict[str, Any]
 """Fields of a `TransformerConfig`, arguments of a model's constructor, and its multipliers."""
 
 _CONFIG_FIELDS = frozenset(field.name for field in fields(TransformerConfig))
-# How a model is run, how its first weights are drawn, and what changes training alone.
+# Options of execution, of weight initialization, and of training only.
 _ALSO_NO_OUTPUT = """
 activation_func gated_linear_unit init_method init_method_std output_layer_init_method compute_dtype attention_dropout
 hidden_dropout apply_query_key_layer_scaling attention_softmax_in_fp32 batch_invariant_mode qk_clip qk_clip_alpha
@@ -54,7 +54,7 @@ class Form:
 
     @classmethod
     def make(cls, options: Options) -> Form:
-        """Return the form that options say.
+        """Return the form with the given options.
 
         Raises:
             ValueError: for options that do not fit each other.
@@ -66,7 +66,7 @@ class Form:
     def options(self) -> Options:
         """Return all options that change the outputs of a model."""
         found = {name: getattr(self.config, name) for name in sorted(_CONFIG_FIELDS - _NO_OUTPUT)} | self.others
-        # The two fields say the same in several ways.
+        # The two fields have several equivalent spellings.
         windows = {"window_size": layer_windows(found), "window_attn_skip_freq": None}
         return found | (windows if found["window_size"] else {})
 
@@ -74,7 +74,7 @@ class Form:
         """Return a form whose configuration has other fields that change no output.
 
         Raises:
-            ValueError: for a field that the outputs depend on, and for one that says what an argument says.
+            ValueError: for a field that the outputs depend on, and for one that an argument sets.
         """
         wrong = sorted(name for name in changes if name not in _NO_OUTPUT or name in _SAID_TWICE)
         if wrong:
@@ -107,11 +107,11 @@ class Form:
 
 
 def model_options(model: Any, positions: Any) -> Options:
-    """Return the options that every model has, beside its configuration.
+    """Return the options of every model, apart from its configuration.
 
     Args:
-        model: of `jax_te.models`.
-        positions: its rotary or relative positions, or None.
+        model: a model of `jax_te.models`.
+        positions: rotary or relative positions of the model, or None.
     """
     learned = "none" if model.position_embedding is None else "learned_absolute"
     return {
@@ -135,19 +135,19 @@ class Architecture:
     """A model of transformers, in tables that are read in both directions.
 
     Args:
-        model_type: its name in ``config.json``.
+        model_type: name of the architecture in ``config.json``.
         model: the class here.
         fields: field of ``config.json`` → our option, and its value where the field is absent.
-        read: completes the options by the fields that are no such pair.
-        write: returns those fields.
-        table: returns the tensors of a form.
-        options: returns the options of a model.
-        base: what the names begin with that a checkpoint of the model without its head has without it.
-        twins: tensors that some files have although they are another one, as a head that is the embedding: name of
-            the tensor → the other one's.
-        ignored: a pattern of tensors that are no parameters of the model.
-        older: ends of names in older files, as patterns, and what they are now.
-        described_by: what says the fields.
+        read: function that completes the options by the fields that are no such pair.
+        write: function that returns those fields.
+        table: function that returns the tensors of a form.
+        options: function that returns the options of a model.
+        base: prefix of the names, which a checkpoint of the model without its head lacks.
+        twins: tensors that some files contain although they equal another, such as a head that is the embedding: name
+            of the tensor → the other one's.
+        ignored: a pattern of tensors that are not parameters of the model.
+        older: ends of names in older files, as patterns, and their present forms.
+        described_by: source of the fields, for messages.
     """
 
     model_type: str
@@ -164,11 +164,11 @@ class Architecture:
     described_by: str = "config.json"
 
     def form(self, given: Fields) -> Form:
-        """Return the form that a ``config.json`` says.
+        """Return the form that a ``config.json`` describes.
 
         Raises:
-            ValueError: for fields that are not followed, and for more layers than tensors, which would take endless
-                time and memory.
+            ValueError: for unsupported fields, and for more layers than tensors, which would take unlimited time and
+                memory.
         """
         options = {
             ours: given.take(name, _KINDS.get(ours, int), default) for name, (ours, default) in self.fields.items()
@@ -177,7 +177,7 @@ class Architecture:
         if layers > len(given.tensors):
             raise given.refused("the number of layers", layers, f"there are {len(given.tensors)} tensors")
         self.read(given, options)
-        # Fields of every class of transformers, which older files have with their defaults.
+        # Fields of every transformers class, which older files contain with their defaults.
         for name in ("is_decoder", "add_cross_attention", "tie_encoder_decoder"):
             given.expect(name, False)
         given.expect("pruned_heads", {})

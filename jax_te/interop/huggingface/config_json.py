@@ -1,4 +1,4 @@
-"""The fields of a ``config.json``: each is read, known to change no number, or refused by name."""
+"""The fields of a ``config.json``: each is read, known to have no effect, or refused by name."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FULL, WINDOW = "full_attention", "sliding_attention"
 """transformers' names of the kinds of layers."""
 
 REQUIRED: Any = object()
-"""The default of a field that must be there."""
+"""Default of a required field."""
 
 # transformers' name: ours without and with a gate.
 ACTIVATIONS: dict[str, tuple[Any, Any]] = {
@@ -53,7 +53,7 @@ ACTIVATIONS: dict[str, tuple[Any, Any]] = {
 
 
 class Fields:
-    """The fields of a ``config.json``, which remembers those that were read, and the names of the tensors beside it.
+    """The fields of a ``config.json``, with a record of those that were read, and the names of the folder's tensors.
 
     >>> fields = Fields({"hidden_size": 8, "use_cache": True}, "config.json")
     >>> fields.take("hidden_size", int, 4), fields.take("num_layers", int, 2)
@@ -87,7 +87,7 @@ class Fields:
         return self._values.pop(name, None)
 
     def optional(self, name: str, kind: type, default: Any) -> Any:
-        """Return a field of which null is a value; ``default`` where it is absent. Raises as `take`."""
+        """Return a field that may be null; ``default`` where it is absent. Raises like `take`."""
         return self.take(name, kind, None if name in self._values else default)
 
     def expect(self, name: str, *allowed: Any) -> None:
@@ -97,12 +97,12 @@ class Fields:
             raise self.refused(name, value, f"only {' or '.join(map(repr, allowed))} is followed")
 
     def skip(self, *names: str) -> None:
-        """Leave out fields that change no number."""
+        """Skip fields without effect."""
         for name in names:
             self._values.pop(name, None)
 
     def refused(self, name: str, value: Any, why: str) -> ValueError:
-        """Return the error about a field that is not followed."""
+        """Return the error about an unsupported field."""
         return ValueError(f"{self._what}: {name} is {_short(value)}; {why}")
 
     def activation(self, name: str, default: str, *, gated: bool, allowed: Collection[str] = ACTIVATIONS) -> Any:
@@ -136,7 +136,7 @@ class Fields:
             values = {name: self._values.pop(name, None), **values}
         rope = Fields(values, f"{self._what}: rope_scaling")
         base = rope.take("rope_theta", float, default)
-        # transformers' classes of these architectures turn the whole head whatever this says, or fail.
+        # transformers' classes of these architectures rotate the whole head regardless of this field, or fail.
         rope.expect("partial_rotary_factor", 1.0, 1)
         kind = rope.take("type", str, "default")
         kind = rope.take("rope_type", str, kind)
@@ -177,9 +177,9 @@ def activation_name(activation: Any, *, gated: bool) -> str | None:
 
 
 def rotary_fields(rotary: Any) -> dict[str, Any]:
-    """Return the fields of `RotaryPositions`, in a form that every version of transformers reads.
+    """Return `RotaryPositions` as fields that every version of transformers reads.
 
-    Partial rotary positions have none: no architecture that is written follows them. `save_huggingface` refuses them.
+    Partial rotary positions are not written: no supported architecture has them, and `save_huggingface` refuses them.
 
     >>> rotary_fields(RotaryPositions(base=5e5, scaling=LinearScaling(factor=2.0)))
     {'rope_theta': 500000.0, 'rope_scaling': {'rope_type': 'linear', 'factor': 2.0}}
@@ -216,7 +216,7 @@ def _scaling(rope: Fields, kind: str, max_positions: int) -> RotaryScaling | Non
         return Llama3Scaling(**given, original_max_position_embeddings=original)
     if kind == "yarn":
         given = {name: rope.take(name, float, default) for name, default in _YARN.items()}
-        if not (given["mscale"] and given["mscale_all_dim"]):  # transformers follows the two together only
+        if not (given["mscale"] and given["mscale_all_dim"]):  # transformers uses the two only together
             given |= {"mscale": 1.0, "mscale_all_dim": 0.0}
         truncate = rope.take("truncate", bool, True)
         return YarnScaling(**given, original_max_position_embeddings=original, round_range=truncate)

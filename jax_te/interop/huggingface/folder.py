@@ -1,4 +1,4 @@
-"""Folders in the form of Hugging Face: ``config.json``, and the tensors in one file or in several with an index."""
+"""Hugging Face folders: ``config.json``, and the tensors in one file or in several with an index."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def open_tensors(folder: Path) -> tuple[dict[str, np.ndarray], list[TensorFile]]
     if not isinstance(index, dict) or not index:
         raise ValueError(f"{folder / INDEX} has no weight_map")
     for name in index.values():
-        # A name and no path: what an index names is read, and shall be nothing but a file of this folder.
+        # A name, not a path: files that an index names are read, and must be in this folder.
         if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,200}\.safetensors", name):
-            raise ValueError(f"{folder / INDEX} names {str(name)[:200]!r}, which is no name of a .safetensors file")
+            raise ValueError(f"{folder / INDEX} names {str(name)[:200]!r}, which is not a name of a .safetensors file")
     files = {name: TensorFile(folder / name) for name in sorted(set(index.values()))}
     tensors: dict[str, np.ndarray] = {}
     found: dict[str, Any] = {}
@@ -69,13 +69,13 @@ def open_tensors(folder: Path) -> tuple[dict[str, np.ndarray], list[TensorFile]]
 def write_tensors(
     folder: Path, plan: list[Plan], tensors: Iterable[tuple[str, np.ndarray]], max_shard_size: int
 ) -> None:
-    """Write tensors to one file, or to several with an index, in the place of those that are there.
+    """Write tensors to one file, or to several with an index, replacing existing ones.
 
     Args:
-        folder: of the files.
-        plan: of all tensors.
+        folder: folder of the files.
+        plan: plan of all tensors.
         tensors: the same, in the same order; each is asked for when the one before it is written.
-        max_shard_size: of a file, in bytes.
+        max_shard_size: maximum size of a file, in bytes.
     """
     parts = list(shards(plan, max_shard_size))
     names = [f"model-{i:05}-of-{len(parts):05}.safetensors" for i in range(1, len(parts) + 1)]

@@ -1,4 +1,4 @@
-"""Models from folders in the form of Hugging Face."""
+"""Models from Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jax_te.sharding import leaves_with_axes, shardings_of
 from jax_te.typing import Array, DTypeLike
 
 OnProgress = Callable[[int, int], None]
-"""Is called after each parameter with the number of those that are done and of all."""
+"""Function called after each parameter with the number of parameters done and the number of all."""
 
 _EXECUTION = Execution()
 _SHOWN = 20
@@ -45,17 +45,17 @@ def load_huggingface(
     """Return the model of a folder that transformers wrote, with its weights.
 
     The weights are read from ``model.safetensors``, or from the files of an index, parameter by parameter, and each
-    device's part by itself: a process reads what its devices hold, and has one parameter in host memory at a time. On
-    a mesh (``jax.set_mesh``) parameters are sharded by the ambient `jax_te.sharding.ShardingRules`. Under a recipe with
-    state (`jax_te.recipe.autocast`) the model has new quantizer states.
+    device's part separately: a process reads only its devices' parts, and has one parameter in host memory at a time.
+    On a mesh (``jax.set_mesh``) parameters are sharded by the ambient `jax_te.sharding.ShardingRules`. Under a recipe
+    with state (`jax_te.recipe.autocast`) the model has new quantizer states.
 
-    Every field of ``config.json`` is followed, known to change no number, or refused by name. No code of the folder
+    Every field of ``config.json`` is supported, known to have no effect, or refused by name. No code of the folder
     runs.
 
     Args:
-        folder: with ``config.json``, whose ``architectures`` names one of `ARCHITECTURES`.
-        dtype: of the parameters. None: that of the tensors, which must be one.
-        block_scaled: what becomes of tensors in FP8 with a scale for each block of 128 x 128 (``quantization_config``).
+        folder: folder with ``config.json``, whose ``architectures`` names one of `ARCHITECTURES`.
+        dtype: dtype of the parameters. None: the tensors' dtype, which must be the same for all.
+        block_scaled: treatment of tensors in FP8 with a scale for each block of 128 x 128 (``quantization_config``).
             ``"dequantize"``: their products in fp32, rounded once to ``dtype``. ``"keep"``: kernels stay as they are,
             under the ambient recipe `jax_te.recipe.Float8BlockScaling`. None: such a folder is refused.
         config: fields of `jax_te.config.TransformerConfig` that say how the model runs, such as ``compute_dtype``,
@@ -63,15 +63,15 @@ def load_huggingface(
         execution: see `jax_te.models.Execution`.
         ignore_fields: names of fields of ``config.json`` that are unknown here and that you know to change no number.
             One that the model is built by is refused.
-        on_progress: is called after each parameter with the number of those that are done and of all.
+        on_progress: function called after each parameter with the number of parameters done and the number of all.
 
     Returns:
         A model of `jax_te.models`: a `GPTModel` for decoders.
 
     Raises:
-        ValueError: for a file that is missing, damaged or outside of the folder; an architecture or a field that is not
-            followed; tensors of several dtypes without ``dtype``; a parameter that does not divide over the mesh;
-            FP8 tensors without a choice, or which the recipe cannot keep.
+        ValueError: for a file that is missing, damaged or outside of the folder; an unsupported architecture or field;
+            tensors of several dtypes without ``dtype``; a parameter that does not divide over the mesh; FP8 tensors
+            without a choice, or which the recipe cannot keep.
         CheckpointMismatchError: for missing, unexpected and wrongly shaped tensors, all of which it lists.
 
     Source: ``from_pretrained`` of transformers.
@@ -88,7 +88,7 @@ def load_huggingface(
 
 
 def release_after_each(files: Collection[Any], on_progress: OnProgress | None) -> OnProgress:
-    """Return what `load_tensors` calls after each parameter: it drops what has been read of the files from memory."""
+    """Return a function for `load_tensors` to call after each parameter, which releases the files' memory."""
 
     def after(done: int, count: int) -> None:
         for file in files:
@@ -113,15 +113,15 @@ def load_tensors(
     """Return the model of a form with the tensors of a checkpoint.
 
     Args:
-        architecture: whose table names the tensors.
-        form: of the model.
+        architecture: architecture whose table names the tensors.
+        form: form of the model.
         stored: arrays, or what ``np.asarray`` reads, by name.
-        folder: of the checkpoint, for messages.
-        after: is called after each parameter.
-        dtype, config, execution: as in `load_huggingface`.
+        folder: folder of the checkpoint, for messages.
+        after: function called after each parameter.
+        dtype, config, execution: see `load_huggingface`.
 
     Raises:
-        ValueError, CheckpointMismatchError: as `load_huggingface`.
+        ValueError, CheckpointMismatchError: see `load_huggingface`.
     """
     entries = {path: Entry.of(pieces) for path, pieces in architecture.table(form).items()}
     sizes = form.sizes()
@@ -131,7 +131,7 @@ def load_tensors(
     hold_block_scaled(model, entries, tensors)
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
     if jax.tree.leaves(rest):
-        # Quantizer states have initial values; the compiler drops the parameters that are drawn beside them.
+        # Quantizer states get initial values; the compiler drops the random parameters.
         rest = jax.jit(lambda: nnx.state(architecture.build(form, execution), nnx.Not(nnx.Param)))()
     mesh = jax.sharding.get_mesh()
     leaves = leaves_with_axes(params)
@@ -150,7 +150,7 @@ def _checked(
     sizes: Sizes,
     folder: Path,
 ) -> dict[str, Any]:
-    """Return the tensors that the entries name, if they are those of the folder."""
+    """Return the tensors that the entries name, after a check against the folder's."""
     wanted = {name: shape for entry in entries.values() for name, shape in entry.their_shapes(sizes).items()}
     tensors = _by_their_names(architecture, stored, wanted)
     lines = _differences(tensors, wanted)
@@ -164,12 +164,12 @@ def _checked(
 
 
 def _by_their_names(architecture: Architecture, stored: Mapping[str, Any], wanted: Collection[str]) -> dict[str, Any]:
-    """Return the tensors under the names that entries have, without those that the model is built without."""
+    """Return the tensors under the entries' names, without those that the model does not have."""
     for ending, name in architecture.older:
         stored = {re.sub(rf"{ending}$", name, each): tensor for each, tensor in stored.items()}
     base = architecture.base
     if not any(name.startswith(base) for name in stored):
-        # Of the model without its head, whose names begin behind the base.
+        # Names of the model without its head lack the base's prefix.
         stored = {name if name in wanted else base + name: tensor for name, tensor in stored.items()}
     tensors = {name: tensor for name, tensor in stored.items() if not re.fullmatch(architecture.ignored, name)}
     for name, other in architecture.twins.items():
@@ -202,7 +202,7 @@ def _one_dtype(dtype: DTypeLike | None, tensors: Mapping[str, Any], folder: Path
 
 
 def _placed(read: Any, leaf: Any, place: Any) -> Array:
-    """Return an array on its devices, of which each gets its part."""
+    """Return an array on its devices, each with its part."""
     if place is None:
         return jnp.asarray(read((slice(None),) * leaf.ndim, leaf.dtype))
     # Devices that hold the same part get it from one read.

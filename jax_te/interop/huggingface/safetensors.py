@@ -27,17 +27,17 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 MAX_JSON = 100_000_000
-"""The most bytes of a header, which is the format's own limit, and of a JSON file."""
+"""Maximum bytes of a header, which is the format's own limit, and of a JSON file."""
 
 Plan = tuple[str, np.dtype[Any], tuple[int, ...]]
-"""Name, dtype and shape of a tensor that is to be written."""
+"""Name, dtype and shape of a tensor to write."""
 
 
 def read_json(text: bytes, what: object) -> dict[str, Any]:
     """Return a JSON object.
 
     Raises:
-        ValueError: for text that is no object, is nested too deeply or has a name twice; its message begins with
+        ValueError: for text that is not an object, is nested too deeply or has a name twice; its message begins with
             ``what``.
 
     >>> read_json(b'{"a": 1}', "a header")
@@ -46,7 +46,7 @@ def read_json(text: bytes, what: object) -> dict[str, Any]:
     try:
         found = json.loads(text.decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{what} is no JSON: {str(error)[:200]}") from None
+        raise ValueError(f"{what} is not JSON: {str(error)[:200]}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{what} must be a JSON object, got {str(found)[:50]!r}")
     return found
@@ -56,15 +56,15 @@ class TensorFile:
     """The tensors of one file, over a memory map: nothing is read before a tensor is.
 
     Attributes:
-        tensors: name → array that cannot be written to.
+        tensors: name → read-only array.
 
     Raises:
         ValueError: for a file that is not whole, or whose header does not describe its bytes.
     """
 
     def __init__(self, path: Path):
-        if not path.is_file():  # nor a pipe, whose opening would wait
-            raise ValueError(f"{path} is no file")
+        if not path.is_file():  # nor a pipe, which would block on opening
+            raise ValueError(f"{path} is not a file")
         with path.open("rb") as file:
             size = path.stat().st_size
             length = int.from_bytes(file.read(8), "little")
@@ -85,17 +85,17 @@ class TensorFile:
             raise ValueError(f"{path} is damaged: its tensors take {end} bytes, and it has {data.size} for them")
 
     def release(self) -> None:
-        """Drop what has been read from memory; it is read again when it is needed."""
+        """Release memory of pages read; they are read again when needed."""
         if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
             self._map.madvise(mmap.MADV_DONTNEED)
 
 
 def write_file(path: Path, plan: list[Plan], tensors: Iterable[tuple[str, np.ndarray]]) -> None:
-    """Write a file of tensors, each when it comes, so that no two need be in memory.
+    """Write a file of tensors one by one, so that no two need be in memory.
 
     Args:
-        path: of the file.
-        plan: of all tensors.
+        path: path of the file.
+        plan: plan of all tensors.
         tensors: the same, in the same order.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # without it transformers refuses the file
@@ -144,7 +144,7 @@ def shards(plan: list[Plan], limit: int) -> Iterator[list[Plan]]:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        # A reader that takes the first would see another file than one that takes the last.
+        # Readers that use the first one would see another file than readers that use the last.
         raise ValueError("a name is there twice")
     return found
 

@@ -1,4 +1,4 @@
-"""Models to folders in the form of Hugging Face."""
+"""Saving of models as Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -49,15 +49,16 @@ def save_huggingface(
 ) -> None:
     """Write a model so that transformers loads it: ``config.json`` and safetensors.
 
-    The files are written tensor by tensor under other names, and take the place of older ones when all are whole. On
-    several processes all call this, and the first one writes, one parameter after the other; if it cannot, all raise.
-    Quantizer states are no part of such a folder.
+    The files are written tensor by tensor under other names, and replace older ones when all are complete. With several
+    processes all must call this, and the first one writes, one parameter after the other; if it cannot, all raise.
+    Quantizer states are not part of such a folder.
 
     Args:
         model: a model of `jax_te.models`.
-        folder: made if it is not there.
-        architecture: one of `ARCHITECTURES`. None: the first that can say all options of the model.
-        dtype: of the tensors. None: that of the parameters.
+        folder: folder to write; made if missing.
+        architecture: name of the architecture, one of `ARCHITECTURES`. None: the first that can represent all options
+            of the model.
+        dtype: dtype of the tensors. None: the parameters'.
         block_scaled: ``"keep"``: kernels stored as `jax_te.recipe.Float8BlockScaling` stores them are written as they
             are, with fp32 scales for blocks of 128 x 128 and a ``quantization_config``: DeepSeek's form. ``dtype`` is
             that of the others.
@@ -65,10 +66,10 @@ def save_huggingface(
             an index.
         like: a folder from which the fields of ``config.json`` that say nothing of the model are taken, such as
             ``eos_token_id``, and the files of the tokenizer and of generation; the one that the model was loaded from.
-        on_progress: is called after each parameter with the number of those that are done and of all.
+        on_progress: function called after each parameter with the number of parameters done and the number of all.
 
     Raises:
-        ValueError: for a model that no architecture, or not this one, can say; the message names the options. For
+        ValueError: for a model that no architecture, or not this one, can represent; the message names the options. For
             parameters that adapters added; that are stored quantized, without ``block_scaled`` or in another form.
 
     Source: ``save_pretrained`` of transformers.
@@ -94,13 +95,13 @@ def save_huggingface(
         stored = np.dtype(arrays[path].dtype if dtype is None or path in held else dtype)
         found = [(tensor, stored, shape) for tensor, shape in entry.their_shapes(sizes).items()]
         if path in held:
-            # Now, so that what cannot be written is refused before a file is.
+            # Now, so that unsupported parameters are refused before a file is written.
             scales[path] = written_scales(path, jax.tree.map(on_host, held[path]), entry, sizes)
         else:
             plain += found
         plan += [*found, *((each, array.dtype, array.shape) for each, array in scales.get(path, {}).items())]
     widest = max((stored for _, stored, _ in plain), key=lambda stored: stored.itemsize)
-    # Null, since transformers' own default for a token that is absent would be one of another vocabulary.
+    # Null, since transformers' default for a missing token would be one of another vocabulary.
     values: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     if like is not None:
         values |= {key: value for key, value in json_file(Path(like) / CONFIG).items() if key in NO_NUMBERS}
@@ -130,7 +131,7 @@ def save_huggingface(
 
 
 def _write_by_the_first(write: Callable[[Iterator[Any]], None], stream: Iterator[Any], folder: Path) -> None:
-    """Let the first process write what comes; no process returns before all is written, and all raise if it is not."""
+    """Let the first process write; no process returns before everything is written, and all raise if it fails."""
     problem = None
     try:
         if jax.process_index() == 0:
@@ -138,7 +139,7 @@ def _write_by_the_first(write: Callable[[Iterator[Any]], None], stream: Iterator
     except Exception as error:
         problem = error
     if jax.process_count() > 1:
-        # Each tensor is gathered by all processes together, which would wait for ever for one that stops at an error.
+        # All processes gather each tensor together, and would wait forever for one that stops at an error.
         for _ in stream:
             pass
         told = gather_texts("" if problem is None else f"{type(problem).__name__}: {problem}")[0]
@@ -151,10 +152,11 @@ def _write_by_the_first(write: Callable[[Iterator[Any]], None], stream: Iterator
 def placed_arrays(
     model: Any, name: str, table: Table, sizes: Sizes, held: Mapping[str, QuantizedKernel] = MappingProxyType({})
 ) -> tuple[dict[str, Entry], dict[str, jax.Array]]:
-    """Return the entries of a table and the model's parameters, both by the parameters' paths; of ``held`` the values.
+    """Return the entries of a table and the model's parameters, both by the parameters' paths; with the values of
+    ``held``.
 
     Raises:
-        ValueError: for parameters that are not those of the table.
+        ValueError: for parameters that differ from the table's.
     """
     entries = {path: Entry.of(pieces) for path, pieces in table.items()}
     leaves = leaves_with_axes(nnx.state(model, nnx.Param))
@@ -171,7 +173,7 @@ def placed_arrays(
 
 
 def architecture_of(model: Any, known: Mapping[str, Architecture]) -> tuple[str, Form]:
-    """Return the name of the first architecture that can say what the model is, and the model's form.
+    """Return the name of the first architecture that can represent the model, and the model's form.
 
     Raises:
         ValueError: if there is none.
@@ -183,7 +185,7 @@ def architecture_of(model: Any, known: Mapping[str, Architecture]) -> tuple[str,
         form = Form(model.config, each.options(model))
         try:
             lost = _lost(each, form)
-        except ValueError as error:  # a field that says the option is refused by the reader of this architecture
+        except ValueError as error:  # the architecture's reader refuses a field for the option
             lost = [str(error)]
         if not lost:
             return name, form
@@ -195,7 +197,7 @@ def architecture_of(model: Any, known: Mapping[str, Architecture]) -> tuple[str,
 
 
 def _lost(architecture: Architecture, form: Form) -> list[str]:
-    """Return the options that are others once they were written and read again."""
+    """Return the options that change when written and read again."""
     written = architecture.config_fields(form)
     tensors = [name for pieces in architecture.table(form).values() for name in pieces]
     said = architecture.form(Fields(written, architecture.described_by, tensors)).options()
@@ -203,6 +205,6 @@ def _lost(architecture: Architecture, form: Form) -> list[str]:
 
 
 def on_host(array: jax.Array) -> np.ndarray:
-    """Return an array of all processes in the host's memory; all of them must call this."""
+    """Return an array of all processes in host memory; all of them must call this."""
     whole = array.is_fully_addressable or array.is_fully_replicated
     return np.asarray(array if whole else multihost_utils.process_allgather(array, tiled=True))

@@ -1,4 +1,4 @@
-"""How the tensors of a foreign checkpoint lie in our parameters: patterns that are read in both directions."""
+"""Layout of a foreign checkpoint's tensors in our parameters: patterns that are applied in both directions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Index = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Pattern:
-    """Two forms of an array, in letters: ``"(g r d) h -> h r (g d)"``; axes in brackets are merged to one.
+    """Two layouts of an array, in letters: ``"(g r d) h -> h r (g d)"``; axes in brackets are merged to one.
 
     ``1`` is an axis of size 1 that the first form lacks.
 
@@ -50,13 +50,13 @@ class Pattern:
     def read(self, tensor: Any, sizes: Sizes, index: Index, dtype: np.dtype[Any]) -> np.ndarray:
         """Return the part ``index`` of our form of ``tensor``, a new array. No more than that part is read."""
         theirs, ours = self._axes()
-        # Splitting and transposing axes copies nothing; merging them does, and so comes last, behind the cut.
+        # Splitting and transposing axes copies nothing; merging them does, and therefore comes last, after slicing.
         view = np.asarray(tensor).reshape(self.shape(tuple((axis,) for axis in theirs), sizes))
         view = view.transpose([theirs.index(axis) for axis in ours])
         covering: list[slice] = []
         shape, cut = [], []
         for axes, part in zip(self.ours, index, strict=True):
-            # Of merged axes the first is cut to what covers the part, and the others are read whole.
+            # The first of merged axes is sliced to cover the part, and the others are read whole.
             inner = self.shape((axes[1:],), sizes)[0]
             first, last = part.start // inner, -(-part.stop // inner)
             covering += [slice(first, last), *(slice(None),) * (len(axes) - 1)]
@@ -65,7 +65,7 @@ class Pattern:
         return np.array(view[tuple(covering)], dtype, order="C").reshape(shape)[tuple(cut)]
 
     def write(self, array: np.ndarray, sizes: Sizes) -> np.ndarray:
-        """Return their form of an array in our form."""
+        """Return their layout of an array in our layout."""
         theirs, ours = self._axes()
         view = array.reshape(self.shape(tuple((axis,) for axis in ours), sizes))
         return view.transpose([ours.index(axis) for axis in theirs]).reshape(self.shape(self.theirs, sizes))
@@ -133,7 +133,7 @@ class Entry:
 
 
 def layer_rows(table: Table, count: int, **names: str) -> Table:
-    """Return the rows of all layers: ``{i}`` stands for a layer's number, ``names`` for other words.
+    """Return the rows of all layers: ``{i}`` is replaced by a layer's number, other fields by ``names``.
 
     >>> layer_rows({"layers/{i}/a": {"h.{i}.b": "h -> h"}}, 2)
     {'layers/0/a': {'h.0.b': 'h -> h'}, 'layers/1/a': {'h.1.b': 'h -> h'}}

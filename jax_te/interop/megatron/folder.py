@@ -15,9 +15,10 @@ from jax_te.interop.torch import METADATA, Mapped, Record, StoredTensor, Tensor,
 
 TRACKER, RANK_FILE, COMMON = "latest_checkpointed_iteration.txt", "model_optim_rng.pt", "common.pt"
 ARGS = "jax_te_args"
-"""The entry of files written here for what Megatron-LM keeps in a Namespace, which ``weights_only`` refuses."""
+"""Entry of files written by jax_te for arguments that Megatron-LM keeps in a Namespace, which ``weights_only``
+refuses."""
 
-# Megatron-Core from 0.19 on has no file common.pt: one entry of the checkpoint is a list with what was in it.
+# Megatron-Core from 0.19 on has no file common.pt: one entry of the checkpoint is a list with its contents.
 _COMMON_ENTRY = "common_state/shard_0_1"
 _LOG = logging.getLogger("jax_te")
 _LAYER = re.compile(r"(.*\blayers\.)(\d{1,6})(\..*)")
@@ -36,14 +37,14 @@ _NORMS = {
 
 
 class MegatronCheckpoint(NamedTuple):
-    """What `read_megatron` found.
+    """Result of `read_megatron`.
 
     Args:
         tensors: the model's, by Megatron-Core's names, each whole: objects with ``shape`` and ``dtype`` that
             ``np.asarray`` reads over a memory map, comparing the checksum that the file has of each.
-        args: Megatron-LM's arguments of plain values; empty if there are none.
-        iteration: of the checkpoint, None if it says none.
-        files: whose ``release()`` drops what has been read from memory.
+        args: Megatron-LM's arguments that are plain values; empty if there are none.
+        iteration: iteration of the checkpoint, None if it is not recorded.
+        files: open files, whose ``release()`` drops what has been read from memory.
     """
 
     tensors: dict[str, Any]
@@ -59,8 +60,8 @@ def read_megatron(
     """Return the model of a checkpoint of Megatron-LM, without torch, for `MegatronGPTModel.load_state_dict`.
 
     Both formats are read: ``torch``, a file for each tensor and pipeline rank, which are merged; and ``torch_dist``, of
-    any sharding. Norms that stand alone (``transformer_impl="local"``) get the names of the fused ones.
-    ``_extra_state`` and optimizer states are left out; the log of ``jax_te`` says so at level INFO.
+    any sharding. Separate norms (``transformer_impl="local"``) get the names of the fused ones. ``_extra_state`` and
+    optimizer states are left out; the log of ``jax_te`` says so at level INFO.
 
     Args:
         path: the folder that ``--save`` named, one of its ``iter_*`` or ``release`` folders, or one file of a single
@@ -70,8 +71,8 @@ def read_megatron(
         vocab_size: rows of the embedding and the head to keep of those that Megatron padded. None: all.
 
     Raises:
-        ValueError: for a folder of another form, missing ranks, tensors that do not fit each other, formats and names
-            that are not known.
+        ValueError: for a folder of another form, missing ranks, tensors that do not fit each other, and unknown formats
+            and names.
 
     Source: ``load_checkpoint`` of Megatron-LM; ``megatron.core.dist_checkpointing``.
 
@@ -89,13 +90,13 @@ def read_megatron(
 
 
 def split_axis(name: str, gated: bool) -> tuple[int, int] | None:
-    """Return the axis along which Megatron's tensor ranks split a tensor, and into how many blocks; None: they do not.
+    """Return the axis along which Megatron's tensor ranks shard a tensor, and the number of blocks; None: they do not.
 
     >>> split_axis("decoder.layers.0.mlp.linear_fc1.weight", True), split_axis("decoder.final_layernorm.weight", True)
     ((0, 2), None)
 
     Raises:
-        ValueError: for a name that is not known.
+        ValueError: for an unknown name.
     """
     if _VOCABULARY.search(name) or _COLUMN.search(name):
         return 0, 2 if gated and "linear_fc1" in name else 1
@@ -142,7 +143,7 @@ def _distributed(path: Path) -> MegatronCheckpoint:
             tensors[name] = tensor
     tensors = _model_tensors(dict.fromkeys(found.others) | tensors, path)
     for name in [name for name in tensors if re.search(r"\.(weight|bias)_w$", name)]:
-        # Gate and the other component in tensors of their own, as singleton_local_shards has them.
+        # Gate and the other component in separate tensors, as with singleton_local_shards.
         other = name[:-1] + "v"
         if other not in tensors:
             raise ValueError(f"{path} has {name[:200]!r} without its other component")
@@ -151,7 +152,7 @@ def _distributed(path: Path) -> MegatronCheckpoint:
 
 
 def _ranks(path: Path, gated: bool | None) -> MegatronCheckpoint:
-    """Return the model of a file for each rank: merged over tensor ranks, one pipeline stage behind the other."""
+    """Return the model of one file per rank: merged over tensor ranks, with pipeline stages concatenated."""
     paths = _rank_files(path)
     width, depth = (1 + max((rank[at] for rank in paths), default=-1) for at in (0, 1))
     if not paths or len(paths) != width * depth:
@@ -200,7 +201,7 @@ def _numbered_from(first_layer: int, name: str) -> str:
 
 
 def _layer_count(names: Iterable[str]) -> int:
-    """Return the number of layers that tensors of these names belong to."""
+    """Return the number of layers to which tensors of these names belong."""
     return max((int(at[2]) + 1 for name in names if (at := _LAYER.fullmatch(name))), default=0)
 
 
@@ -242,7 +243,7 @@ def _bits(tensor: Tensor) -> tuple[str, tuple[int, ...], bytes]:
 
 
 def _model_tensors(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the parameters, without the prefix of a wrapper; say what is left out."""
+    """Return the parameters, without the prefix of a wrapper; log what is left out."""
     extra = [name for name in found if re.search(r"_extra_state(/|$)", name)]
     rest = [name for name in found if _NOT_OF_THE_MODEL.fullmatch(name)]
     if extra or rest:
@@ -257,7 +258,7 @@ def _model_tensors(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _said(state: Any, path: Path) -> tuple[dict[str, Any], int | None]:
-    """Return arguments of plain values and the iteration."""
+    """Return the arguments with plain values, and the iteration."""
     state = state if isinstance(state, dict) else {}
     version = state.get("checkpoint_version", 3.0)
     if not isinstance(version, int | float) or version < 2.0:

@@ -38,7 +38,7 @@ from jax_te.typing import DTypeLike
 
 _EXECUTION = Execution()
 _KIND = "Megatron-LM"
-# Flags that change what a model computes and have no place here, with the value that stands for their absence.
+# Unsupported flags that change a model's computation, with the value that is equivalent to their absence.
 _EXPECTED: dict[str, Any] = {
     **dict.fromkeys(("num_experts", "mtp_num_layers", "experimental_attention_variant", "spec", "no_rope_freq")),
     **dict.fromkeys(("heterogeneous_layers_config_path", "hybrid_layer_pattern", "mrope_section", "softmax_scale")),
@@ -98,7 +98,7 @@ def _table(form: Any) -> Table:
 def _read(given: Fields, options: Options) -> None:
     for name, value in _EXPECTED.items():
         given.expect(name, value)
-    # Megatron-LM has a number of groups without the flag, too, which it then ignores.
+    # Megatron-LM also has a number of groups without the flag, and then ignores it.
     grouped, groups = given.take("group_query_attention", bool, False), given.raw("num_query_groups")
     options["num_query_groups"] = groups if grouped else None
     options[TIED] = not given.take("untie_embeddings_and_output_weights", bool, False)
@@ -202,16 +202,16 @@ def load_megatron(
     """Return the model of a checkpoint of Megatron-LM, with its weights, without torch.
 
     Args:
-        path: as in `read_megatron`: formats ``torch`` and ``torch_dist``.
-        iteration, vocab_size: as there.
-        args: arguments of Megatron-LM by name, beside or in the place of those that the checkpoint holds.
-        dtype, config, execution, on_progress: as in `jax_te.interop.huggingface.load_huggingface`.
+        path: path of the checkpoint, in format ``torch`` or ``torch_dist``; see `read_megatron`.
+        iteration, vocab_size: see `read_megatron`.
+        args: arguments of Megatron-LM by name, beside or instead of those in the checkpoint.
+        dtype, config, execution, on_progress: see `jax_te.interop.huggingface.load_huggingface`.
 
     Returns:
         A `GPTModel`, sharded over the mesh of ``jax.set_mesh``.
 
     Raises:
-        ValueError: as `read_megatron`; for arguments that change what a model computes and are not followed.
+        ValueError: see `read_megatron`; for unsupported arguments that change a model's computation.
         CheckpointMismatchError: for missing, unexpected and wrongly shaped tensors.
 
     Source: ``load_checkpoint`` of Megatron-LM with ``--use-checkpoint-args``.
@@ -222,7 +222,7 @@ def load_megatron(
     gated = bool(given.get("swiglu") or given.get("quick_geglu")) if args else None
     found = read_megatron(path, iteration=iteration, gated=gated, vocab_size=vocab_size)
     given = found.args | given
-    # The model is one of the rows that are kept.
+    # The model has only the rows that are kept.
     if vocab_size is not None:
         given["padded_vocab_size"] = vocab_size
     if "norm_epsilon" not in given and "layernorm_epsilon" in given:  # its older name
@@ -253,14 +253,14 @@ def save_megatron(
     Args:
         model: a `GPTModel` or `MegatronGPTModel`.
         path: the folder; or a file ``*.pt``, for one rank.
-        format: Megatron-LM's word.
-        tensor_parallel: files to split the model over, in the format ``torch``.
-        dtype: of the tensors. None: that of the parameters.
-        on_progress: is called after each tensor with the number of those that are done and of all.
+        format: Megatron-LM's name of the format.
+        tensor_parallel: number of files to split the model over, in the format ``torch``.
+        dtype: dtype of the tensors. None: the parameters'.
+        on_progress: function called after each tensor with the number of tensors done and the number of all.
 
     Raises:
-        ValueError: for a model that has options which Megatron-LM's arguments cannot say; for sizes that do not divide;
-            on several processes.
+        ValueError: for a model with options that Megatron-LM's arguments cannot represent; for sizes that do not
+            divide; on several processes.
 
     Source: ``save_checkpoint`` of Megatron-LM.
 
@@ -308,7 +308,7 @@ def save_megatron(
         file.parent.mkdir(parents=True, exist_ok=True)
         write_torch_file(file, common | {"model": part_of(rank)})
     if not single:
-        # Megatron-LM's word for weights without a training state; it then begins with iteration 0.
+        # Megatron-LM's name of weights without a training state; it then begins with iteration 0.
         (path / TRACKER).write_text("release")
 
 
@@ -326,7 +326,7 @@ def _write_whole(folder: Path, tensors: Mapping[str, StoredTensor], common: Mapp
                 for i, one in enumerate(each)
             ]
             entries[layer[1] + layer[3]] = StoredTensor((layers, *tensor.shape), tensor.dtype, pieces, name)
-    # Megatron-LM asks for the state of each of TE's modules, which without FP8 is none.
+    # Megatron-LM requires the state of each of TE's modules, which is empty without FP8.
     for module in _MODULES:
         entries |= {f"decoder.layers.{module}._extra_state/shard_{i}_{layers}": [None] for i in range(layers)}
     entries["decoder.final_layernorm._extra_state/shard_0_1"] = [None]
@@ -374,7 +374,7 @@ def _cast(read: Any, dtype: np.dtype[Any]) -> np.ndarray:
 
 
 def _rank_part(name: str, tensor: Tensor, rank: int, ranks: int, gated: bool) -> Tensor:
-    """Return what one tensor rank holds."""
+    """Return the part of one tensor rank."""
     split = split_axis(name, gated)
     if split is None or ranks == 1:
         return tensor
@@ -387,6 +387,6 @@ def _rank_part(name: str, tensor: Tensor, rank: int, ranks: int, gated: bool) ->
 
 
 def _part(tensor: Tensor, axis: int, blocks: int, rank: int, size: int) -> np.ndarray:
-    # Of gate and factor a rank has its part of each.
+    # A rank has its parts of gate and factor.
     by_block = np.split(np.asarray(tensor), blocks, axis)
     return np.concatenate([np.take(block, range(rank * size, (rank + 1) * size), axis) for block in by_block], axis)

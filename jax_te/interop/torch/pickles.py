@@ -1,4 +1,4 @@
-"""A reader of pickles that runs nothing: an interpreter of their opcodes, in which a name of Python stays a name."""
+"""A reader of pickles that runs no code: an interpreter of their opcodes that never resolves Python names."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 MAX_PICKLE = 2**29
-"""The most bytes of a pickle. What it becomes takes a few ten times as much memory."""
+"""Maximum bytes of a pickle. Its value takes a few tens of times as much memory."""
 
 _PLAIN = (str, int, float, bool, bytes, type(None))
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _EMPTY: dict[str, Callable[[], Any]] = {"EMPTY_LIST": list, "EMPTY_DICT": dict, "EMPTY_SET": list, "EMPTY_TUPLE": tuple}
-# Words in the names of opcodes whose argument is the value itself.
+# Parts of the names of opcodes whose argument is the value itself.
 _VALUES = ("INT", "LONG", "FLOAT", "UNICODE", "BYTES", "STRING")
 
 
@@ -23,15 +23,15 @@ class Global(str):
 
 
 class Record:
-    """What a pickle makes with a class or function that is not known here: its name and arguments, and nothing else.
+    """Placeholder for the result of an unknown class or function in a pickle: its name and arguments, nothing else.
 
     Args:
-        name: of the class or function.
-        args: that it would be called with.
+        name: name of the class or function.
+        args: arguments that it would be called with.
 
     Attributes:
         state: attributes, or what ``__setstate__`` would get; None if there are none.
-        items: what would be appended or set by key.
+        items: items that would be appended or set by key.
     """
 
     def __init__(self, name: str, args: Any):
@@ -46,7 +46,7 @@ class Record:
 
 
 Handlers = Mapping[str, Callable[..., Any]]
-"""Dotted name → what builds a value from the arguments."""
+"""Dotted name → function that builds a value from the arguments."""
 
 _RECORDED_MODULES = (
     *("megatron.", "torch.", "transformer_engine.", "transformer_engine_torch.", "numpy.", "collections."),
@@ -57,7 +57,7 @@ _RECORDED = frozenset(
     ["argparse.Namespace", "types.SimpleNamespace", "functools.partial", "_codecs.encode", "_io.BytesIO", "io.BytesIO"]
     + [f"{module}.{name}" for module in ("builtins", "__builtin__") for name in _BUILTINS]
 )
-"""Names that become a `Record`, as do those of these modules."""
+"""Names that become a `Record`, like those of these modules."""
 
 
 def read_pickle(data: Any, what: object, handlers: Handlers, persistent: Callable[[Any], Any] | None = None) -> Any:
@@ -69,8 +69,8 @@ def read_pickle(data: Any, what: object, handlers: Handlers, persistent: Callabl
     Args:
         data: the bytes.
         what: the file, for messages.
-        handlers: of the names that a value is built for.
-        persistent: returns the value of a persistent id.
+        handlers: handlers of the names for which a value is built.
+        persistent: function that returns the value of a persistent id.
 
     Raises:
         ValueError: for other names, damaged data, and more than `MAX_PICKLE` bytes.
@@ -91,17 +91,17 @@ def read_pickle(data: Any, what: object, handlers: Handlers, persistent: Callabl
             machine.step(opcode.name, argument)
     except _Refused as error:
         raise ValueError(str(error)) from None
-    except Exception as error:  # of Python's own functions on what a damaged file says
+    except Exception as error:  # raised by Python's functions on values of a damaged file
         raise ValueError(f"{what} is damaged: its pickle cannot be read ({str(error)[:200]})") from None
     raise ValueError(f"{what} is damaged: its pickle has no end")
 
 
 class _Refused(ValueError):
-    """What a pickle asks for is refused; the message says it all."""
+    """A pickle's request is refused; the message contains all details."""
 
 
 class _Machine:
-    """A stack, a memo, and what each opcode does with them."""
+    """A stack, a memo, and the effect of each opcode on them."""
 
     def __init__(self, what: object, handlers: Handlers, persistent: Callable[[Any], Any] | None):
         self.what, self.handlers, self.persistent = what, handlers, persistent
@@ -120,7 +120,7 @@ class _Machine:
         elif name in ("GET", "BINGET", "LONG_BINGET"):
             stack.append(self.memo[int(argument)])
         elif name == "MARK":
-            # What follows goes to a stack of its own, so that damaged data cannot reach below the mark.
+            # The following values go to a separate stack, so that damaged data cannot reach below the mark.
             self.marks.append(stack)
             self.stack = []
         elif name in ("TUPLE1", "TUPLE2", "TUPLE3"):
@@ -157,10 +157,10 @@ class _Machine:
 
     def call(self, function: Any, args: tuple[Any, ...]) -> Any:
         if not isinstance(function, Global) or not isinstance(args, tuple):
-            raise TypeError("what is called is no name, or its arguments are no tuple")
+            raise TypeError("what is called is not a name, or its arguments are not a tuple")
         if function == "torch._tensor._rebuild_from_type_v2":  # of a class derived from Tensor, with its attributes
             return self.call(args[0], args[2])
-        # By name: whatever stands under it in this process is never looked up.
+        # By name only: it is never looked up in this process.
         if function in self.handlers:
             return self.handlers[function](*args)
         if function in _RECORDED or function.startswith(_RECORDED_MODULES):
@@ -199,7 +199,7 @@ class _Machine:
         owner = self.stack[-1]
         target = owner.items if isinstance(owner, Record) else owner
         if not isinstance(target, list):
-            raise TypeError("items of what is no list")
+            raise TypeError("items of what is not a list")
         target.extend(items)
 
     def do_setitem(self, _: Any) -> None:
@@ -216,7 +216,7 @@ class _Machine:
         elif isinstance(owner, dict):
             owner.update((_key(key), value) for key, value in pairs)
         else:
-            raise TypeError("items of what is no dict")
+            raise TypeError("items of what is not a dict")
 
     def do_list(self, _: Any) -> None:
         items = self.since_mark()
@@ -247,8 +247,8 @@ class _Machine:
 
 
 def _key(key: Any) -> Any:
-    # Of tuples only flat ones: Python hashes nested ones recursively, which a deep one ends with a crash.
+    # Only flat tuples: Python hashes nested ones recursively, and crashes on deep ones.
     parts = key if type(key) is tuple else (key,)
     if not all(isinstance(part, (*_PLAIN, Record)) for part in parts):
-        raise TypeError("a key of a dict that is no plain value")
+        raise TypeError("a key of a dict that is not a plain value")
     return key

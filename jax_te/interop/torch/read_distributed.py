@@ -1,4 +1,4 @@
-"""Checkpoints of ``torch.distributed.checkpoint``: a pickled description, and files of chunks behind one another."""
+"""Checkpoints of ``torch.distributed.checkpoint``: a pickled description, and files of concatenated chunks."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _FILE = re.compile(r"[\w.-]{1,200}\.distcp")
 
 
 class Distributed(NamedTuple):
-    """What a checkpoint of ``torch.distributed`` holds.
+    """Contents of a checkpoint of ``torch.distributed``.
 
     Args:
-        tensors: by their names.
-        others: functions that read what is no tensor, by name.
-        files: to be released when a tensor has been used.
+        tensors: tensors by their names.
+        others: functions that read the other values, by name.
+        files: open files, to be released when a tensor has been used.
     """
 
     tensors: dict[str, StoredTensor]
@@ -39,11 +39,11 @@ class Distributed(NamedTuple):
 def read_torch_distributed(folder: str | Path) -> Distributed:
     """Return the tensors of a checkpoint of ``torch.distributed.checkpoint``, merged, without torch.
 
-    Each is read, chunk by chunk, and the chunks' checksums compared, when ``np.asarray`` gets it; what is no tensor,
-    when its function is called.
+    ``np.asarray`` reads a tensor chunk by chunk and compares the chunks' checksums; other values are read when their
+    function is called.
 
     Args:
-        folder: with a file ``.metadata`` and files ``*.distcp``, as ``FileSystemWriter`` writes them.
+        folder: folder with a file ``.metadata`` and files ``*.distcp``, as ``FileSystemWriter`` writes them.
 
     Returns:
         The tensors and the rest by name, and the files.
@@ -64,7 +64,7 @@ def read_torch_distributed(folder: str | Path) -> Distributed:
     try:
         entries, places = _tables(described)
     except (AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no description of a checkpoint of torch.distributed ({error})") from None
+        raise ValueError(f"{path} is not a description of a checkpoint of torch.distributed ({error})") from None
     files: dict[str, Mapped] = {}
     tensors: dict[str, StoredTensor] = {}
     others: dict[str, Callable[[], Any]] = {}
@@ -111,12 +111,12 @@ def _place(folder: Path, place: Any, files: dict[str, Mapped], what: str) -> mem
     """Return the bytes of a chunk."""
     get = place.get if isinstance(place, Record) else {}.get
     name, offset, length = (get(field) for field in ("relative_path", "offset", "length"))
-    # A name and no path: what the description names is read, and shall be nothing but a file of this folder.
+    # A name, not a path: files that the description names are read, and must be in this folder.
     if not isinstance(name, str) or not _FILE.fullmatch(name):
-        raise ValueError(f"{what} is in {str(name)[:200]!r}, which is no name of a .distcp file")
+        raise ValueError(f"{what} is in {str(name)[:200]!r}, which is not a name of a .distcp file")
     if get("transform_descriptors"):
         raise ValueError(f"{what} is packed ({str(get('transform_descriptors'))[:100]}); save it without extensions")
-    # One map for each file, however many chunks lie in it.
+    # One memory map for each file, whatever its number of chunks.
     if name not in files:
         files[name] = Mapped(folder / name)
     data = files[name].bytes
@@ -130,7 +130,7 @@ def _object(folder: Path, place: Any, files: dict[str, Mapped], what: str) -> An
 
 
 class _Chunk:
-    """A chunk of a tensor, which is an archive of its own: opened once, so that its checksum is compared once.
+    """A chunk of a tensor, which is a separate archive, opened once so that its checksum is compared once.
 
     A chunk of stacked layers is read for each of them.
     """
@@ -142,7 +142,7 @@ class _Chunk:
     def _tensor(self) -> StoredTensor:
         found = load_archive(self._data, self._what)
         if not isinstance(found, StoredTensor):
-            raise ValueError(f"{self._what} is damaged: a chunk is no tensor")
+            raise ValueError(f"{self._what} is damaged: a chunk is not a tensor")
         return found
 
     def read(self) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Files of ``torch.save``: a zip file of a pickle and, stored as they are, the bytes of the tensors."""
+"""Files of ``torch.save``: a zip file of a pickle and the uncompressed bytes of the tensors."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _NAME_LIMIT = 10**6
 
 
 class Mapped:
-    """A file over a memory map: nothing is read before it is needed."""
+    """A memory-mapped file: nothing is read before it is needed."""
 
     def __init__(self, path: Path):
-        if not path.is_file():  # nor a pipe, whose opening would wait
-            raise ValueError(f"{path} is no file")
+        if not path.is_file():  # nor a pipe, which would block on opening
+            raise ValueError(f"{path} is not a file")
         with path.open("rb") as file:
             if not path.stat().st_size:
                 raise ValueError(f"{path} is empty")
@@ -41,28 +41,28 @@ class Mapped:
         self.bytes, self._path = memoryview(self._map), path
 
     def load(self) -> Any:
-        """Return the value of the archive that the file is; its tensors are `StoredTensor`."""
+        """Return the value of the file, an archive; its tensors are `StoredTensor`."""
         return load_archive(self.bytes, self._path, self._map)
 
     def release(self) -> None:
-        """Drop what has been read from memory; it is read again when it is needed."""
+        """Release memory of pages read; they are read again when needed."""
         if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
             self._map.madvise(mmap.MADV_DONTNEED)
 
 
 @checked
 def read_torch_file(path: str | Path) -> Any:
-    """Return what ``torch.save`` wrote to a file, without torch and without running code of the file.
+    """Return the value that ``torch.save`` wrote to a file, without torch and without running code of the file.
 
     Tensors are NumPy arrays over a memory map, which cannot be written to. The checksums of all of them are compared,
     which reads each once. An ``OrderedDict`` becomes a dict, a set a list. Other classes of Megatron, torch and NumPy
     become a record of their names and arguments.
 
     Args:
-        path: of a file of torch 1.6 or newer.
+        path: path of a file of torch 1.6 or newer.
 
     Raises:
-        ValueError: for another or a damaged file; for one that names a function that is not known to be harmless.
+        ValueError: for another or a damaged file; for a file that names a function not known to be harmless.
 
     Source: ``torch.load(path, weights_only=True, mmap=True)``.
 
@@ -73,7 +73,7 @@ def read_torch_file(path: str | Path) -> Any:
 
 
 def open_torch_file(path: str | Path) -> Any:
-    """Return what `read_torch_file` returns, with `StoredTensor` in place of arrays: nothing of them is read yet."""
+    """Return the value of `read_torch_file` with `StoredTensor` in place of arrays, which are not read yet."""
     return Mapped(Path(path)).load()
 
 
@@ -81,11 +81,11 @@ def with_arrays(value: Any, what: object) -> Any:
     """Return the value of an archive with its tensors as arrays, which compares their checksums.
 
     Args:
-        value: what `load_archive` returned; its dicts and lists are changed.
+        value: value that `load_archive` returned; its dicts and lists are changed.
         what: the file, for messages.
 
     Raises:
-        ValueError: for a damaged tensor, and containers within containers without end.
+        ValueError: for a damaged tensor, and infinitely nested containers.
     """
     try:
         return _read(value, {})
@@ -94,7 +94,7 @@ def with_arrays(value: Any, what: object) -> Any:
 
 
 def _read(value: Any, read: dict[int, Any]) -> Any:
-    # What is there several times, or inside of itself, is read once.
+    # Values that occur several times, or inside of themselves, are read once.
     if id(value) in read:
         return read[id(value)]
     if isinstance(value, StoredTensor):
@@ -123,13 +123,13 @@ def load_archive(data: memoryview, what: object, file: Any = None) -> Any:
         file: the same to seek and read in, where there is one.
 
     Raises:
-        ValueError: as `read_torch_file`.
+        ValueError: see `read_torch_file`.
     """
-    # zipfile reads the directory alone of a whole file; of a chunk in a file of several it gets a copy.
+    # For a whole file zipfile reads only the directory; a chunk in a file of several is copied for it.
     entries = _entries(data, what, file or io.BytesIO(data))
     root = next((name[: -len("data.pkl")] for name in entries if name.endswith("/data.pkl")), None)
     if root is None or not all(name.startswith(root) for name in entries):
-        raise ValueError(f"{what} is no file of torch.save: it has no data.pkl, or entries outside of its folder")
+        raise ValueError(f"{what} is not a file of torch.save: it has no data.pkl, or entries outside of its folder")
     order = entries.get(f"{root}byteorder")
     if order is not None and bytes(order.checked()) != b"little":
         raise ValueError(f"{what} was written on a big-endian machine; save it again on another one")
@@ -137,8 +137,8 @@ def load_archive(data: memoryview, what: object, file: Any = None) -> Any:
     def storage(found: Any) -> _Storage:
         kind, dtype, key, _, count = found
         if kind != "storage" or not isinstance(dtype, Global) or type(key) is not str or type(count) is not int:
-            raise TypeError("a persistent id that is no storage")
-        # A name in the archive, never one of the disk.
+            raise TypeError("a persistent id that is not a storage")
+        # A name in the archive, never on disk.
         stored = entries.get(f"{root}data/{key}")
         known = np.dtype(np.uint8) if dtype in _UNTYPED else _STORAGE_DTYPES.get(dtype)
         if stored is None or known is None or len(stored.data) != count * known.itemsize:
@@ -187,10 +187,10 @@ def _strided(storage: _Storage, dtype: np.dtype[Any], offset: Any, size: Any, st
     shape, steps = tuple(size), tuple(stride)
     numbers = (offset, *shape, *steps)
     if not all(type(number) is int and 0 <= number < 2**62 for number in numbers) or len(shape) != len(steps):
-        raise ValueError("a tensor whose sizes are no numbers")
+        raise ValueError("a tensor whose sizes are not numbers")
     count = len(storage.entry.data) // dtype.itemsize
     last = offset + sum((dim - 1) * step for dim, step in zip(shape, steps, strict=True))
-    # An expanded tensor has more elements than its storage: a small file could ask for any amount of memory.
+    # An expanded tensor has more elements than its storage: a small file could request any amount of memory.
     if (math.prod(shape) and (last >= count or math.prod(shape) > count)) or len(shape) > 32:
         raise ValueError(f"a tensor {list(shape)[:32]} that its storage of {count} elements does not hold")
     strides = [step * dtype.itemsize for step in steps]
@@ -225,12 +225,12 @@ def _entries(data: memoryview, what: object, file: Any) -> dict[str, _Entry]:
     """Return the entries of a zip file by name.
 
     Raises:
-        ValueError: for entries that are packed or encrypted, outside of the file, above each other, or there twice.
+        ValueError: for entries that are compressed or encrypted, outside of the file, overlapping, or duplicated.
     """
     if bytes(data[:4]) != b"PK\x03\x04":
         raise ValueError(
-            f"{what} is no zip file, as torch.save writes them since torch 1.6; let torch write an older file again: "
-            "torch.save(torch.load(OLD, weights_only=True), NEW)"
+            f"{what} is not a zip file, as torch.save writes them since torch 1.6; let torch write an older file "
+            "again: torch.save(torch.load(OLD, weights_only=True), NEW)"
         )
     try:
         infos = zipfile.ZipFile(file).infolist()

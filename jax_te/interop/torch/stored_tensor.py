@@ -1,4 +1,4 @@
-"""Arrays that are read when they are asked for, from one part of a file or from many."""
+"""Arrays that are read on demand, from one part of a file or from many."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(getattr(ml_dtypes, name, name
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a tensor: where it begins in each axis, its shape, and how it is read."""
+    """A part of a tensor: its start in each axis, its shape, and a function that reads it."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -28,12 +28,12 @@ class Piece:
 
 
 class StoredTensor:
-    """A tensor of several pieces, which NumPy's functions read when they get it (``np.asarray(tensor)``).
+    """A tensor of several pieces, which NumPy's functions read on demand (``np.asarray(tensor)``).
 
     Args:
-        shape: of the whole.
-        dtype: of all pieces.
-        pieces: they fill the whole, and none overlaps another.
+        shape: shape of the whole tensor.
+        dtype: dtype of all pieces.
+        pieces: pieces of the tensor, which fill it and do not overlap.
         what: the tensor, for messages.
 
     Raises:
@@ -58,13 +58,13 @@ class StoredTensor:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if len(self.pieces) == 1:
-            # Perhaps over a memory map, where it cannot be written to.
+            # It may be memory-mapped and read-only.
             return np.array(self._read(self.pieces[0]), dtype, copy=copy or None)
         whole = self._joined()
         return whole if dtype is None else whole.astype(dtype)
 
     def _joined(self) -> np.ndarray:
-        # Nothing of it stays unset, since the pieces were found to fill it.
+        # No element stays unset, since the pieces are known to fill it.
         whole = np.empty(self.shape, self.dtype)
         for piece in self.pieces:
             at = tuple(slice(at, at + size) for at, size in zip(piece.offsets, piece.shape, strict=True))
@@ -103,7 +103,7 @@ def _row(piece: Piece, index: int) -> np.ndarray:
 
 
 def join_tensors(tensors: Sequence[Tensor], axis: int, blocks: int, what: str) -> Tensor:
-    """Return tensors one behind another along an axis, each of which is cut into blocks: all first ones come first.
+    """Return tensors concatenated along an axis block by block: first the first blocks of all, then the second ones.
 
     >>> two = [np.array([0, 2]), np.array([1, 3])]
     >>> np.asarray(join_tensors(two, 0, 1, "a")).tolist(), np.asarray(join_tensors(two, 0, 2, "a")).tolist()
@@ -140,7 +140,7 @@ def _check_cover(shape: tuple[int, ...], pieces: Sequence[Piece], what: str) -> 
     begin = np.array([piece.offsets for piece in pieces], np.int64).reshape(len(pieces), rank)
     end = begin + np.array([piece.shape for piece in pieces], np.int64).reshape(len(pieces), rank)
     inside = bool((begin >= 0).all() and (end >= begin).all() and (end <= np.array(shape, np.int64)).all())
-    # Of the right size in all and none above another: there is no gap.
+    # The total size is right and no pieces overlap: there is no gap.
     whole = inside and sum(math.prod(piece.shape) for piece in pieces) == math.prod(shape)
     for i in range(len(pieces) if whole else 0):
         shared = (np.maximum(begin[i], begin[i + 1 :]) < np.minimum(end[i], end[i + 1 :])).all(axis=1)

@@ -16,7 +16,7 @@ from jax_te.megatron import Layout, load_variables
 _NAMES = {"kernel": "weight", "scale": "weight", "wi_kernel": "fc1_weight", "wi_bias": "fc1_bias"}
 _NAMES |= {"wo_kernel": "fc2_weight", "wo_bias": "fc2_bias"}
 _FUSED = {"scale": "layer_norm_weight", "ln_bias": "layer_norm_bias"}
-# Ours → theirs behind a norm, and without one.
+# Our name → te.pytorch's name with a norm, and without one.
 _PROJECTIONS = {"qkv": ("layernorm_qkv", "qkv"), "query": ("layernorm_query", "query_layer")}
 _SEPARATE = ("query", "key", "value")
 
@@ -35,8 +35,8 @@ def load_te_state_dict(module: nnx.Module, arrays: Mapping[str, Any], *, prefix:
     Args:
         module: a layer of `jax_te.layers`: `Linear`, `LayerNormLinear`, `LayerNormMLP`, a norm, `MultiheadAttention`,
             `TransformerLayer`, or a module of these.
-        arrays: by name, as `read_torch_file` gives them.
-        prefix: of the names of ``arrays``, with its dot.
+        arrays: arrays by name, as `read_torch_file` returns them.
+        prefix: prefix of the names in ``arrays``, with its dot.
 
     Raises:
         CheckpointMismatchError: for missing and unexpected names, and for other shapes and dtypes.
@@ -49,7 +49,7 @@ def load_te_state_dict(module: nnx.Module, arrays: Mapping[str, Any], *, prefix:
     >>> layer.kernel[...].shape
     (2, 3)
     """
-    # By the attributes' own names, also inside of modules whose state dicts have Megatron's.
+    # By attribute names, also inside of modules whose state dicts have Megatron's names.
     variables = {".".join(map(str, path)): each for path, each in nnx.to_flat_state(nnx.state(module, nnx.Param))}
     own = {name: tuple(each.shape) for name, each in variables.items() if hasattr(each.get_value(), "shape")}
     owners = {".".join(map(str, path)): node for path, node in nnx.iter_graph(module)}
@@ -66,7 +66,7 @@ def load_te_state_dict(module: nnx.Module, arrays: Mapping[str, Any], *, prefix:
 
 
 def _wanted(name: str, own: Mapping[str, _Shape], arrays: Mapping[str, Any], prefix: str) -> dict[str, _Shape]:
-    """Return the arrays of te.pytorch that a parameter is made of, each with the shape that it must have."""
+    """Return te.pytorch's arrays that make up a parameter, each with its required shape."""
     theirs = prefix + _their_name(name, own)
     parts = _separate(theirs, name, own[name])
     whole = _whole(theirs)
@@ -80,7 +80,7 @@ def _wanted(name: str, own: Mapping[str, _Shape], arrays: Mapping[str, Any], pre
 
 
 def _their_shape(name: str, shape: _Shape) -> _Shape:
-    """Return te.pytorch's form of a shape: ``[out, in]`` of a kernel, ``[out]`` of a bias."""
+    """Return te.pytorch's layout of a shape: ``[out, in]`` of a kernel, ``[out]`` of a bias."""
     if name.endswith("kernel"):
         return math.prod(shape[1:]), shape[0]
     return (math.prod(shape),) if name.endswith("bias") else shape
@@ -93,7 +93,7 @@ def _check(
     arrays: Mapping[str, Any],
     prefix: str,
 ) -> None:
-    """Raise CheckpointMismatchError with all names and shapes of ``arrays`` that are not those that are wanted."""
+    """Raise CheckpointMismatchError with all unexpected or missing names and wrong shapes of ``arrays``."""
     shapes = {part: (name, shape) for name, parts in wanted.items() for part, shape in parts.items()}
     given = {name for name in arrays if name.startswith(prefix) and not name.endswith("_extra_state")}
     missing, unexpected = sorted(shapes.keys() - given), sorted(given - shapes.keys())
@@ -103,7 +103,7 @@ def _check(
     for part in sorted(shapes.keys() & given):
         (name, shape), found = shapes[part], tuple(np.shape(arrays[part]))
         if found != shape:
-            # A kernel of te.jax has as many elements, so only its shape tells it apart.
+            # A kernel of te.jax has the same number of elements, so only its shape distinguishes it.
             turned = name.endswith("kernel") and found in (shape[::-1], own[name])
             hint = " ([in, out] kernels of te.jax: transpose)" if turned else ""
             problems.append(f"{part} is {list(found)} and must be {list(shape)}{hint}")
@@ -123,7 +123,7 @@ def _their_name(name: str, own: Mapping[str, _Shape]) -> str:
         kind = _NAMES.get(attribute, attribute)
         last = f"layer_norm_{kind}" if part == "layernorm" else f"{part}_{kind}"
         return ".".join((*outer, _PROJECTIONS["qkv"][0 if normed else 1], last))
-    # A kernel with a norm in front has the norm's parameters beside it.
+    # A kernel with a preceding norm is stored next to the norm's parameters.
     behind_norm = sum(".".join((*path, each)) in own for each in ("scale", "kernel", "wi_kernel")) > 1
     if path and path[-1] in _PROJECTIONS:
         path[-1] = _PROJECTIONS[path[-1]][0 if behind_norm else 1]
@@ -132,7 +132,7 @@ def _their_name(name: str, own: Mapping[str, _Shape]) -> str:
 
 
 def _separate(theirs: str, name: str, shape: _Shape) -> dict[str, _Shape]:
-    """Return the parts of a parameter under ``fuse_qkv_params=False`` with their shapes; none, if it has no parts."""
+    """Return the parts of a parameter under ``fuse_qkv_params=False`` with their shapes; empty if it has none."""
     *path, last = theirs.split(".")
     layer = name.split(".")[-2:-1]
     if layer not in (["qkv"], ["key_value"]) or len(shape) < 2 or not name.endswith(("kernel", "bias")):
@@ -143,7 +143,7 @@ def _separate(theirs: str, name: str, shape: _Shape) -> dict[str, _Shape]:
 
 
 def _is_separate(name: str, own: Mapping[str, _Shape]) -> bool:
-    """Return whether a parameter is one of an attention whose queries, keys and values are layers of their own."""
+    """Return whether a parameter belongs to an attention with separate layers for queries, keys and values."""
     path = name.split(".")
     part = path[-2] if len(path) > 1 else None
     return part in (*_SEPARATE, "layernorm") and ".".join((*path[:-2], "value.kernel")) in own
@@ -157,7 +157,7 @@ def _whole(theirs: str) -> str:
 
 
 def _part(array: np.ndarray, name: str, own: Mapping[str, _Shape], groups: int) -> np.ndarray:
-    """Return the queries, keys or values of an array that has them group by group."""
+    """Return the queries, keys or values of an array that contains them group by group."""
     *outer, part, attribute = name.split(".")
     sizes = [math.prod(own[".".join((*outer, each, attribute))]) for each in _SEPARATE]
     rows = [size * len(array) // sum(sizes) // groups for size in sizes]
@@ -167,14 +167,14 @@ def _part(array: np.ndarray, name: str, own: Mapping[str, _Shape], groups: int) 
 
 
 def _groups(name: str, owners: Mapping[str, Any]) -> int:
-    """Return into how many groups of heads te.pytorch orders the rows of a parameter."""
+    """Return the number of groups of heads into which te.pytorch orders the rows of a parameter."""
     *path, last = name.split(".")[:-1] or [""]
     core = getattr(owners.get(".".join(path)), "core_attention", None)
     return core.num_gqa_groups if core is not None and last in ("qkv", "key_value", *_SEPARATE) else 1
 
 
 def _fused(parts: list[np.ndarray], groups: int) -> np.ndarray:
-    """Return queries, keys and values as one array: of each group its queries, its key and its value."""
+    """Return queries, keys and values as one array: each group's queries, key and value in turn."""
     if len(parts) == 1:
         return parts[0]
     split = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
@@ -182,7 +182,7 @@ def _fused(parts: list[np.ndarray], groups: int) -> np.ndarray:
 
 
 def _laid_out(array: np.ndarray, shape: _Shape, kernel: bool, groups: int) -> np.ndarray:
-    """Return an array of te.pytorch's form in our layout."""
+    """Return an array in te.pytorch's layout in ours."""
     if not (kernel or len(shape) > 1):
         return array
     return Layout(shape, (), kernel, groups if len(shape) > 1 + kernel else 1).from_megatron(array)

@@ -1,4 +1,4 @@
-"""Writing checkpoints of ``torch.distributed.checkpoint`` without torch: a file for each chunk, and a description."""
+"""Writing of ``torch.distributed.checkpoint`` checkpoints without torch: a file for each chunk, and a description."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _DESCRIPTION = "torch.distributed.checkpoint.metadata"
 
 @checked
 def write_torch_distributed(folder: str | Path, entries: Mapping[str, Any]) -> None:
-    """Write what ``torch.distributed.checkpoint.load`` reads, without torch.
+    """Write a checkpoint for ``torch.distributed.checkpoint.load``, without torch.
 
-    Every chunk gets a file of its own, as ``FileSystemWriter(single_file_per_rank=False)`` writes them, and is read and
-    written when the one before it is. The files take the place of an older checkpoint of the folder when all are whole.
+    Every chunk gets its own file, as with ``FileSystemWriter(single_file_per_rank=False)``, and chunks are read and
+    written one after the other. The files replace an older checkpoint in the folder when all are complete.
 
     Args:
-        folder: made if it is not there.
-        entries: by name. NumPy and JAX arrays become tensors, whose parts any number of ranks can load; those that
-            `read_torch_distributed` gives keep their chunks. Other values that `write_torch_file` takes become objects.
+        folder: folder to write; made if missing.
+        entries: values by name. NumPy and JAX arrays become tensors, whose parts any number of ranks can load; tensors
+            from `read_torch_distributed` keep their chunks. Other values that `write_torch_file` takes become objects.
 
     Raises:
-        TypeError: for other values, and for dtypes that torch has not.
+        TypeError: for other values, and for dtypes that torch lacks.
 
     Source: ``torch.distributed.checkpoint.FileSystemWriter``.
 
@@ -39,7 +39,7 @@ def write_torch_distributed(folder: str | Path, entries: Mapping[str, Any]) -> N
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     older = list(folder.glob("*.distcp"))
-    # Ranks' numbers in names mean nothing to a reader: here they tell the files apart from those they replace.
+    # Rank numbers in names have no meaning to readers: here they distinguish the files from those they replace.
     rank = next(n for n in itertools.count() if not any(folder.glob(f"__{n}_*.distcp")))
     files = (folder / f"__{rank}_{number}.distcp" for number in itertools.count())
     described: list[bytes] = []
@@ -59,7 +59,7 @@ def write_torch_distributed(folder: str | Path, entries: Mapping[str, Any]) -> N
             described += [_made("BytesStorageMetadata", b"}")]
             places += _written(next(files), name, value, {"offset": b"N", "index": b"N"})
     tables = {"state_dict_metadata": _table(described), "storage_data": _table(places)}
-    # The way to each entry through the dicts of a state: here there is one dict.
+    # Path of each entry through the dicts of a state: here there is one dict.
     tables["planner_data"] = _plain({name: (name,) for name in entries})
     partial = folder / f"{METADATA}.part"
     partial.write_bytes(b"\x80\x02" + _made("Metadata", _dict(tables)) + b".")
@@ -106,7 +106,7 @@ def _size(shape: tuple[int, ...]) -> bytes:
 
 
 def _properties(dtype: Any) -> bytes:
-    # Of these, torch reads the dtype alone; the others are what every tensor without a gradient has.
+    # torch reads only the dtype of these; the others have the values of any tensor without a gradient.
     encoding = f"c{_DESCRIPTION}\n_MEM_FORMAT_ENCODING\n".encode() + b"(" + _plain(0) + b"tR"
     name = TORCH_NAMES[np.dtype(dtype)].encode()
     return _made("TensorProperties", b"(ctorch\n" + name + b"\nctorch\nstrided\n\x89" + encoding + b"\x89t")

@@ -1,4 +1,4 @@
-"""Writing files of ``torch.save`` without torch: pickles of protocol 2 in zip files whose entries are stored."""
+"""Writing of ``torch.save`` files without torch: pickles of protocol 2 in zip files with uncompressed entries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TORCH_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _ALIGNMENT = 64
 _WHEN = (1980, 1, 1, 0, 0, 0)
-"""Of all entries: the same tensors give the same file."""
+"""Time stamp of all entries: the same tensors give the same file."""
 
 
 class _Written(NamedTuple):
@@ -29,17 +29,17 @@ class _Written(NamedTuple):
 
 @checked
 def write_torch_file(path: str | Path, value: Any) -> None:
-    """Write what ``torch.load(path, weights_only=True)`` reads, without torch.
+    """Write a file for ``torch.load(path, weights_only=True)``, without torch.
 
-    Tensors are written one by one; the file takes its name when it is whole.
+    Tensors are written one by one; the file gets its name when it is complete.
 
     Args:
-        path: of the file.
+        path: path of the file.
         value: dicts with str keys, lists, tuples, str, int, float, bool, None, and NumPy and JAX arrays, which become
             tensors.
 
     Raises:
-        TypeError: for other values, and for dtypes that torch has not.
+        TypeError: for other values, and for dtypes that torch lacks.
 
     Source: ``torch.save``.
 
@@ -67,8 +67,8 @@ def _add(archive: zipfile.ZipFile, name: str, data: Any) -> None:
     info = zipfile.ZipInfo(name, _WHEN)
     assert archive.fp is not None
     large = memoryview(data).nbytes >= zipfile.ZIP64_LIMIT // 2
-    # Tensors begin at multiples of 64 bytes, so that torch can map them: an extra field of no meaning fills the gap.
-    # zipfile puts sizes of 64 bits in front of it.
+    # Tensors begin at multiples of 64 bytes, so that torch can map them: an unused extra field fills the gap. zipfile
+    # puts 64-bit sizes before it.
     begin = archive.fp.tell() + 30 + len(name.encode()) + 20 * large
     fill = -(begin + 4) % _ALIGNMENT
     info.extra = struct.pack("<HH", 0x4246, fill) + b"Z" * fill
@@ -94,7 +94,7 @@ def pickled(value: Any, tensors: list[_Written]) -> Iterator[bytes]:
     elif value is None or isinstance(value, bool):
         yield {None: b"N", True: b"\x88", False: b"\x89"}[value]
     elif isinstance(value, int):
-        # One byte more than is needed for some values, which says the sign of all.
+        # One byte more than some values need, so that all signs are represented.
         data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
         yield b"\x8a" + bytes([len(data)]) + data
     elif isinstance(value, float):
@@ -109,7 +109,7 @@ def pickled(value: Any, tensors: list[_Written]) -> Iterator[bytes]:
 
 def _tensor(value: Any, tensors: list[_Written]) -> Iterator[bytes]:
     dtype, shape = np.dtype(value.dtype), tuple(value.shape)
-    # Older torch knows no storages of the newer dtypes, which all lie in untyped ones.
+    # Older torch has no storages of the newer dtypes, which all use untyped ones.
     if dtype not in TORCH_NAMES:
         raise TypeError(f"torch has no dtype {dtype}; convert the array to one of {', '.join(DTYPES)}")
     key = str(len(tensors))

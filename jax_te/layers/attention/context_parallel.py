@@ -37,7 +37,7 @@ NoStream = Annotated[
 
 
 class ContextParallelModule(TrainingMode):
-    """Base of the layers that have attention inside."""
+    """Base of layers that contain attention."""
 
     @checked
     def set_context_parallel_group(
@@ -53,7 +53,7 @@ class ContextParallelModule(TrainingMode):
             cp_group: None or ``"context"``, which both leave the devices to the mesh.
             cp_global_ranks: None: the order is that of the mesh's devices.
             cp_stream: None: XLA orders exchange and computation by itself.
-            cp_comm_type: as in the constructor.
+            cp_comm_type: see the class.
 
         Raises:
             TypeError: for a process group, ranks or a CUDA stream.
@@ -67,6 +67,6 @@ class ContextParallelModule(TrainingMode):
         """
         layer: Any
         for _, layer in nnx.iter_modules(self):
-            # By attribute and not by class: a core of one's own in place of `DotProductAttention` is found, too.
+            # By attribute, not by class, so that a custom core in place of `DotProductAttention` is found, too.
             if hasattr(layer, "context_parallel"):
                 layer.context_parallel = replace(layer.context_parallel, cp_comm_type=cp_comm_type)

@@ -21,7 +21,7 @@ from jax_te.typing import Array, Key
 
 
 def check_heads(num_attention_heads: int, num_gqa_groups: int | None) -> int:
-    """Return the number of key/value heads ``g``, by default that of the query heads.
+    """Return the number of key/value heads ``g``, by default the number of query heads.
 
     Raises:
         ValueError: for numbers that are not positive, or groups that do not divide the query heads.
@@ -37,8 +37,8 @@ def check_heads(num_attention_heads: int, num_gqa_groups: int | None) -> int:
 def alibi_slopes(num_attention_heads: int) -> Array:
     """Return ALiBi's slopes, fp32 ``[n]``: ``2**(-8 i / n)`` for ``i = 1 … n``.
 
-    If ``n`` is no power of two, the slopes are those of the next smaller power ``p``, followed by every second one of
-    the slopes of ``2 p`` heads.
+    If ``n`` is not a power of two, the slopes are those of the next smaller power ``p``, followed by every second one
+    of the slopes of ``2 p`` heads.
 
     Args:
         num_attention_heads: ``n``.
@@ -78,19 +78,19 @@ class DotProductAttention(ContextParallelModule):
         softmax_type: ``"vanilla"``; ``"off-by-one"``: add 1 to the denominator; ``"learnable"``: add
             ``exp(softmax_offset)`` to it, where ``softmax_offset [n]`` is an fp32 parameter with initial value 0.
         logit_softcap: ``cap tanh(scores / cap)`` in place of the scaled scores. None: no cap.
-        return_max_logit: calls also return the max logit of each head, for `clip_qk`.
-        num_splits: stored as an attribute; it tunes one CUDA kernel and has no effect on results.
-        cp_comm_type: how the devices along the mesh's context axis exchange keys and values: ``"p2p"``,
+        return_max_logit: whether calls also return the max logit of each head, for `clip_qk`.
+        num_splits: option of one CUDA kernel; it is stored as an attribute and has no effect on results.
+        cp_comm_type: exchange of keys and values between devices along the mesh's context axis: ``"p2p"``,
             ``"all_gather"``, ``"a2a"`` or ``"a2a+p2p"``, see `jax_te.ops.ContextParallel`. It has no effect if that
             axis has one device.
-        hierarchical_context_parallel_sizes: for ``"a2a+p2p"``: number of devices that exchange heads, and number of
-            such groups in the ring.
-        cp_load_balanced: sequences come in zig-zag order, see `jax_te.ops.zigzag_positions`.
-        rngs: accepted as in every layer; there is nothing to draw.
+        hierarchical_context_parallel_sizes: sizes for ``"a2a+p2p"``: number of devices that exchange heads, and number
+            of such groups in the ring.
+        cp_load_balanced: whether sequences come in zig-zag order, see `jax_te.ops.zigzag_positions`.
+        rngs: random streams, accepted as in every layer; they are not used.
 
     Raises:
         ValueError: for sizes that do not divide and unknown types; when called, for a mask, bias or lengths that the
-            mask type requires or does not use, or heads of another number or size.
+            mask type requires or does not use, or a wrong number or size of heads.
 
     Source: ``transformer_engine.pytorch.DotProductAttention``; Vaswani et al. 2017.
 
@@ -119,7 +119,7 @@ class DotProductAttention(ContextParallelModule):
         rngs: nnx.Rngs | None = None,
     ):
         del rngs
-        # Checked here and not at the first call, so that the traceback shows where the layer was built.
+        # Checked here rather than at the first call, so that the traceback shows where the layer was built.
         self.num_gqa_groups = check_heads(num_attention_heads, num_gqa_groups)
         d, dv = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
         check_positive(kv_channels=d, v_channels=dv)
@@ -146,7 +146,7 @@ class DotProductAttention(ContextParallelModule):
             hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
             cp_load_balanced=cp_load_balanced,
         )
-        # In fp32 whatever the dtype of computation: TE's kernels read it so, and it enters an exponential.
+        # In fp32 whatever the compute dtype: TE's kernels require it, and it enters an exponential.
         self.softmax_offset = (
             constant(0.0, (num_attention_heads,), jnp.float32, ("heads",)) if softmax_type == "learnable" else None
         )
@@ -181,9 +181,9 @@ class DotProductAttention(ContextParallelModule):
             attention_mask: bool, broadcastable to ``[b, n, sq, skv]``, True is masked out; for ``"arbitrary"``.
             q_lengths, kv_lengths: int32 ``[b]``, number of valid tokens at the start of each sequence; for the padding
                 types. ``q_lengths`` None: ``kv_lengths``.
-            packed_seq_params: boundaries of several sequences in each row; for the padding types.
+            packed_seq_params: boundaries of several sequences in each row, for the padding types.
             core_attention_bias_type: ``"no_bias"``, ``"pre_scale_bias"``, ``"post_scale_bias"`` or ``"alibi"``.
-            core_attention_bias: broadcastable to ``[b, n, sq, skv]``.
+            core_attention_bias: bias broadcastable to ``[b, n, sq, skv]``.
             alibi_slopes: ``[n]`` or ``[b, n]``. None: those of `alibi_slopes`.
             dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
                 unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
@@ -224,7 +224,8 @@ class DotProductAttention(ContextParallelModule):
                 mask=arrays.mask,
                 q_lengths=arrays.q_lengths,
                 kv_lengths=arrays.kv_lengths,
-                # Made inside, so that a recomputed call saves the cumulative lengths, and not what is made of them.
+                # Made inside, so that a recomputed call saves only the cumulative lengths, not the arrays derived from
+                # them.
                 segments=None if packed is None else packed.segments,
                 window=self.window_size if window_size is None else window_size,
                 bias_type=bias_type,
@@ -242,7 +243,8 @@ class DotProductAttention(ContextParallelModule):
 
         with jax.named_scope("DotProductAttention"):
             qkv = (query,) if key is None or value is None else (query, key, value)
-            # The core alone: in plain JAX its probabilities [b, n, sq, skv] are the largest residual of a layer.
+            # Only the core is recomputed: in plain JAX its probabilities [b, n, sq, skv] are a layer's largest
+            # residual.
             recompute = checkpoint_core_attention or "core_attn" in ambient_modules.value
             run = jax.checkpoint(attend) if recompute else attend
             result = run(qkv, arrays, packed_seq_params)
@@ -251,7 +253,7 @@ class DotProductAttention(ContextParallelModule):
         return layer_output(y, max_logit=max_logit[0]) if max_logit else y
 
     def _check_operands(self, query: Array, key: Array | None, value: Array | None) -> None:
-        """Raise ValueError for heads of another number or size than the layer's."""
+        """Raise ValueError if the number or size of heads differs from the layer's."""
         n, g, d, dv = self.num_attention_heads, self.num_gqa_groups, self.kv_channels, self.v_channels
         q_shape = query.shape[2:]
         # The op would accept any shapes that agree with each other.

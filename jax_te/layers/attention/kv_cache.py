@@ -36,7 +36,7 @@ class KVCache:
 
     @property
     def max_len(self) -> int:
-        """Number of tokens for which there is room."""
+        """Capacity in tokens."""
         return self.k.shape[1]
 
     @checked
@@ -54,7 +54,7 @@ class KVCache:
             raise ValueError(f"{k.shape[1]} tokens do not fit a KV cache of max_len {self.max_len}; make it longer")
 
         def write(old: Array, new: Array, start: Array) -> Array:
-            # Past the end JAX moves the slice back, over tokens that are needed: nan shows it, other tokens would not.
+            # Past the end JAX moves the slice back over tokens that are needed; nan makes this visible.
             fits = start + new.shape[1] <= self.max_len
             new = jnp.where(fits, new.astype(old.dtype), jnp.asarray(jnp.nan, old.dtype))
             # Neighbouring positions are one slice, which XLA writes in place where the step donates its cache.
@@ -75,7 +75,7 @@ class KVCache:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["k", "v", "length"], meta_fields=["left"])
 @dataclass(frozen=True, kw_only=True)
 class WindowKVCache:
-    """A `KVCache` for attention in a window: a ring buffer that overwrites tokens that no later token sees.
+    """A `KVCache` for sliding-window attention: a ring buffer that overwrites tokens that no later token sees.
 
     Args:
         k, v: ``[b, c, g, d]``; the token at position ``p`` is in slot ``p % c``.
@@ -128,7 +128,7 @@ class WindowKVCache:
         """Return the mask type and the mask for the newest ``sq`` tokens, already appended."""
         check_positive(b=b, sq=sq)
         last = self.length - 1
-        # The position in each slot: the newest one that falls into it. Slots that are still empty come out negative.
+        # Position held by each slot: the newest one that maps to it. Slots that are still empty get negative positions.
         key = last - (last - jnp.arange(self.places, dtype=jnp.int32)) % self.places
         query = (last - sq + 1 + jnp.arange(sq, dtype=jnp.int32))[:, None]
         hidden = (key[None] < 0) | (key[None] > query) | (key[None] < query - self.left)
@@ -158,7 +158,7 @@ def init_kv_cache(
     check_positive(batch=batch, max_len=max_len, num_gqa_groups=num_gqa_groups, kv_channels=kv_channels)
     shape = (batch, max_len, num_gqa_groups, kv_channels)
     dtype = float_dtype("dtype", dtype)
-    # Two arrays and not one used twice: a jitted step may donate its cache, and a buffer can be donated once only.
+    # Two separate arrays: a jitted step may donate its cache, and a buffer can be donated only once.
     k, v = (constrain(jnp.zeros(shape, dtype), _AXES) for _ in range(2))
     return KVCache(k=k, v=v, length=jnp.zeros((), jnp.int32))
 
@@ -175,7 +175,7 @@ def init_window_kv_cache(
     """Return an empty `WindowKVCache` for tokens that see ``left`` positions before their own.
 
     Args:
-        batch, num_gqa_groups, kv_channels, dtype: as in `init_kv_cache`.
+        batch, num_gqa_groups, kv_channels, dtype: see `init_kv_cache`.
         left: see `WindowKVCache`.
         tokens_per_call: largest number of tokens that are appended in one call.
 

@@ -53,19 +53,20 @@ class MultiheadAttention(ContextParallelModule):
         attention_dropout: dropout probability of the softmax's result.
         layernorm_epsilon, normalization, zero_centered_gamma: options of the norm in front, see `LayerNormLinear`.
         input_layernorm: whether there is a norm in front.
-        return_layernorm_output: also return the norm's output.
+        return_layernorm_output: whether to return the norm's output, too.
         attention_type: ``"self"`` or ``"cross"``.
         attn_mask_type, window_size, softmax_scale, softmax_type, logit_softcap, return_max_logit, num_splits,
             cp_comm_type, hierarchical_context_parallel_sizes, cp_load_balanced: see `DotProductAttention`.
         qk_norm_type: ``"LayerNorm"`` or ``"RMSNorm"``: normalize every head of queries and of keys over its ``d``
             channels, each with parameters of its own. None: no such norms.
-        qk_norm_before_rope: normalize before the rotation by position, not after it.
-        qkv_bias: learn biases in the projections to queries, keys and values, also if ``bias`` is False.
-        fuse_qkv_params: False: ``query``, ``key`` and ``value`` are separate layers after a norm that they share.
-        set_parallel_mode: split the projections over the mesh's tensor axis; False replicates them.
-        sequence_parallel, tp_group, tp_size, fuse_wgrad_accumulation: as in `Linear`, for all projections.
-        return_bias: return the output projection's bias instead of adding it.
-        bias: learn biases in all projections.
+        qk_norm_before_rope: whether to normalize before the rotation by position, not after it.
+        qkv_bias: whether to learn biases in the projections to queries, keys and values, also if ``bias`` is False.
+        fuse_qkv_params: whether ``query``, ``key`` and ``value`` are one layer. False: they are separate layers after a
+            norm that they share.
+        set_parallel_mode: whether to split the projections over the mesh's tensor axis; False replicates them.
+        sequence_parallel, tp_group, tp_size, fuse_wgrad_accumulation: options of all projections, see `Linear`.
+        return_bias: whether to return the output projection's bias instead of adding it.
+        bias: whether to learn biases in all projections.
         init_method: initializer of the query, key and value projections. None: N(0, 0.023²).
         output_layer_init_method: initializer of the output projection. None: N(0, 0.023²).
         params_dtype: dtype of the parameters.
@@ -218,7 +219,7 @@ class MultiheadAttention(ContextParallelModule):
         self._make_projections(h, options, rngs)
 
     def _make_projections(self, h: int, options: AttentionOptions, rngs: nnx.Rngs) -> None:
-        """Create the norms and projections. Their order is that of the keys that they draw."""
+        """Create the norms and projections, in the order in which they draw random keys."""
         core = self.core_attention
         n, g, d = core.num_attention_heads, core.num_gqa_groups, core.kv_channels
         r, separate = n // g, options.attention_type == "self" and not options.fuse_qkv_params
@@ -263,7 +264,7 @@ class MultiheadAttention(ContextParallelModule):
         )
 
     def set_tensor_parallel_group(self, tp_group: TensorGroup) -> None:
-        """As `Linear.set_tensor_parallel_group`, for all projections."""
+        """Set the tensor-parallel group of all projections, see `Linear.set_tensor_parallel_group`."""
         set_tensor_parallel_group(self, tp_group)
 
     def __call__(
@@ -299,7 +300,7 @@ class MultiheadAttention(ContextParallelModule):
             encoder_lengths: the same for ``encoder_output``. If it is given, ``sequence_lengths`` None means all of
                 ``x``.
             packed_seq_params: boundaries of several sequences in each row.
-            rotary_pos_emb: from `rotary_embedding`, for the positions of ``x``; self-attention only.
+            rotary_pos_emb: rotary embedding of the positions of ``x``, see `rotary_embedding`; self-attention only.
             core_attention_bias_type, core_attention_bias, alibi_slopes, attn_mask_type, window_size: see
                 `DotProductAttention`.
             dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
@@ -319,7 +320,7 @@ class MultiheadAttention(ContextParallelModule):
         else:
             q_lengths, kv_lengths = sequence_lengths, encoder_lengths
             if encoder_lengths is not None and sequence_lengths is None:
-                # Lengths of keys alone would count for the queries, too.
+                # Without query lengths, the keys' lengths would also apply to the queries.
                 q_lengths = jnp.full(x.shape[:1], x.shape[1], jnp.int32)
         call = CoreCall(
             attention_mask=attention_mask,
@@ -342,7 +343,7 @@ class MultiheadAttention(ContextParallelModule):
                 cache = cache.append(key, value)
                 operands = query, cache.k, cache.v
                 mask_type, masks = cache.masks(*x.shape[:2])
-                # The mask of a ring says which keys are in the window: their order is not that of their positions.
+                # The ring buffer's mask selects the keys in the window, because slots are not ordered by position.
                 window = (-1, -1) if isinstance(cache, WindowKVCache) else call.window_size
                 call = call._replace(attn_mask_type=mask_type, window_size=window, **masks)
             # A core of one's own need not take the argument, unless a call asks for the result.
@@ -436,13 +437,14 @@ class MultiheadAttention(ContextParallelModule):
             result = self.qkv(x, **first)
             projected, *normed = result if isinstance(result, tuple) else (result,)
             if g == n and rotary is None and cache is None and self.q_norm is None:
-                # cuDNN reads the packed projection as it is. What follows changes or keeps queries or keys alone.
+                # cuDNN reads the packed projection as it is. The cases below change or cache queries or keys
+                # separately.
                 return (pack_qkv(projected, g, d),), normed
             q, k, v = split_qkv(projected, g, d)
         else:
             inner = x if self.layernorm is None else self.layernorm(x)
             normed = [inner] if self.return_layernorm_output else []
-            # Arrays: these layers are built without extra results.
+            # These layers are built without extra results, so they return arrays.
             q = split_query(self.query(inner, **first), g, d)  # type: ignore[arg-type]
             k = split_key(self.key(inner, **first), g, d)  # type: ignore[arg-type]
             v = split_key(self.value(inner, **first), g, d)  # type: ignore[arg-type]
@@ -459,7 +461,7 @@ class MultiheadAttention(ContextParallelModule):
         q_norm, k_norm = self.q_norm, self.k_norm
         if q_norm is None or k_norm is None:
             return q, k
-        # Not by calling the norm layers: the logical axes that they name would leave the heads unsharded.
+        # The norm layers are not called: their logical axes would leave the heads unsharded.
         q = layernorm(q, q_norm.scale[...], value_or_none(q_norm.bias), norm=q_norm.norm, out_axes=HEAD_AXES)
         k = layernorm(k, k_norm.scale[...], value_or_none(k_norm.bias), norm=k_norm.norm, out_axes=HEAD_AXES)
         return q, k

@@ -1,4 +1,4 @@
-"""Packed sequences, described in Megatron's words."""
+"""Packed sequences, described as in Megatron."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jax_te.typing import Array
 )
 @dataclass(frozen=True, kw_only=True)
 class PackedSeqParams:
-    """Boundaries of sequences that are packed one after another into a row of tokens (``thd``).
+    """Boundaries of sequences that are concatenated into a row of tokens (``thd``).
 
     A token attends to tokens of its own sequence only. The number of sequences ``m`` follows from the arrays' size and
     is static: to describe fewer sequences, repeat the last entry.
@@ -59,7 +59,7 @@ class PackedSeqParams:
     total_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        # Not the arrays: jax.tree fills their fields with shapes, shardings and placeholders as well.
+        # The arrays are not checked: jax.tree fills their fields with shapes, shardings and placeholders as well.
         check_annotations(self, PackedSeqParams, ("max_seqlen_q", "max_seqlen_kv", "total_tokens"))
         if self.qkv_format != "thd":
             raise ValueError(
@@ -70,7 +70,7 @@ class PackedSeqParams:
     @property
     def segments(self) -> Segments:
         """Offsets and lengths of the sequences, as `jax_te.ops.dot_product_attention` takes them."""
-        # Computed at each use and not stored: arrays that follow from others would be leaves of the pytree, too.
+        # Computed at each use instead of stored: derived arrays would become leaves of the pytree.
         return segments_from_cu_seqlens(
             self.cu_seqlens_q, self.cu_seqlens_kv, self.cu_seqlens_q_padded, self.cu_seqlens_kv_padded
         )
@@ -79,8 +79,8 @@ class PackedSeqParams:
     def seq_idx(self) -> Array | None:
         """Number of each token's sequence, from 0, int32 ``[b, total_tokens]``; None without ``total_tokens``.
 
-        Padding between sequences has the number of the one before it, the rest of the row one more than the last, as in
-        Megatron's packed convolutions and scans.
+        Padding between sequences has the preceding sequence's number, the rest of the row the last number plus one, as
+        in Megatron's packed convolutions and scans.
         """
         if self.total_tokens is None:
             return None
@@ -90,7 +90,7 @@ class PackedSeqParams:
 
     @checked
     def check(self, q_size: int, kv_size: int | None = None) -> None:
-        """Raise ValueError for boundaries that cannot be those of a row; without effect where they are traced.
+        """Raise ValueError for boundaries that are not valid for a row; traced boundaries are not checked.
 
         Args:
             q_size: tokens of a row of queries.

@@ -1,4 +1,4 @@
-"""Padding masks in Transformer Engine's form, which say which tokens are padding."""
+"""Padding masks in Transformer Engine's format, which mark padding tokens."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def padding_pair(mask: Any, sq: int, *, of_self: bool) -> tuple[Array, Array]:
     Args:
         mask: the pair itself, or one mask: of both in self-attention, of the keys alone in cross-attention and where
             the keys are those of a KV cache.
-        sq: queries.
-        of_self: in self-attention.
+        sq: number of queries.
+        of_self: whether it is self-attention.
 
     Raises:
         TypeError: for another dtype.
@@ -30,7 +30,7 @@ def padding_pair(mask: Any, sq: int, *, of_self: bool) -> tuple[Array, Array]:
     [(1, 1, 1, 2), (1, 1, 1, 4)]
     """
     if not isinstance(mask, tuple):
-        # A single mask of self-attention is that of queries and keys, unless the keys are those of a KV cache.
+        # In self-attention a single mask applies to queries and keys, unless the keys come from a KV cache.
         shared = of_self and mask.shape[-1] == sq
         mask = (mask if shared else jnp.zeros((*mask.shape[:-1], sq), bool), mask)
     for one in mask:
@@ -42,7 +42,7 @@ def padding_pair(mask: Any, sq: int, *, of_self: bool) -> tuple[Array, Array]:
 
 
 def arbitrary_mask(pair: tuple[Array, Array], mask_type: str, window: Window | None) -> tuple[Array, Window]:
-    """Return the mask and window with which type ``"arbitrary"`` hides what the padding type ``mask_type`` hides.
+    """Return a mask and window for type ``"arbitrary"`` that are equivalent to the padding type ``mask_type``.
 
     Raises:
         ValueError: for the bottom-right type.
@@ -58,7 +58,7 @@ def arbitrary_mask(pair: tuple[Array, Array], mask_type: str, window: Window | N
             "padding anywhere; give lengths (TEDotProductAttention: padding_at_end=True), or a mask of type 'arbitrary'"
         )
     q_hidden, kv_hidden = pair
-    # The core's padding types know lengths alone. Causality is a window that ends at the query.
+    # The core's padding types accept only lengths. Causality is expressed as a window that ends at the query.
     return q_hidden.swapaxes(2, 3) | kv_hidden, normal_window(window, mask_type)
 
 
@@ -73,15 +73,15 @@ class MaskArguments(NamedTuple):
 def read_mask(mask: Any, mask_type: str, window: Window | None, sq: int, *, of_self: bool) -> MaskArguments:
     """Return the arguments of `MultiheadAttention` for a mask under any mask type, as Transformer Engine reads it.
 
-    ``"arbitrary"`` takes it as it is, the padding types read which tokens are padding, and the others ignore it, which
-    is logged once.
+    ``"arbitrary"`` uses it as it is, the padding types read the padding tokens from it, and the others ignore it and
+    log this once.
 
     Args:
         mask, sq, of_self: see `padding_pair`.
-        mask_type, window: of the layer or the call.
+        mask_type, window: mask type and window of the layer or the call.
 
     Raises:
-        TypeError, ValueError: as `padding_pair` and `arbitrary_mask`.
+        TypeError, ValueError: see `padding_pair` and `arbitrary_mask`.
 
     >>> read_mask(jnp.zeros((1, 1, 4, 4), bool), "causal", None, 4, of_self=True).attention_mask is None
     True
@@ -90,7 +90,7 @@ def read_mask(mask: Any, mask_type: str, window: Window | None, sq: int, *, of_s
         mask, window = arbitrary_mask(padding_pair(mask, sq, of_self=of_self), mask_type, window)
         mask_type = "arbitrary"
     elif mask_type != "arbitrary":
-        # Programs for Transformer Engine pass a mask with every call, and most kernels ignore it.
+        # Programs written for Transformer Engine pass a mask with every call, and most kernels ignore it.
         log_once(f"attention masks have no effect under mask type {mask_type!r}, as in Transformer Engine")
         mask = None
     return MaskArguments(mask, mask_type, window)

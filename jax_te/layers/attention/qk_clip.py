@@ -71,7 +71,7 @@ def clip_qk(
 
 
 def _check(attention: MultiheadAttention, max_logit: Array, threshold: float, alpha: float) -> None:
-    """Raise ValueError where `clip_qk` does."""
+    """Raise `clip_qk`'s ValueErrors."""
     core = attention.core_attention
     fused = attention.attention_type == "self" and attention.fuse_qkv_params
     if not fused or not isinstance(attention.qkv, Linear):

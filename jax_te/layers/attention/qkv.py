@@ -17,7 +17,7 @@ HEAD_AXES: LogicalAxes = ("batch", "sequence", "heads", None)
 
 def pack_qkv(qkv: Array, groups: int, d: int) -> Array:
     """Return the fused projection ``[b, s, 3, g·d]`` as ``[b, s, 3, g, d]``, which cuDNN reads without a copy."""
-    # The shape is bound and not an argument: a function in an auto_region takes arrays only.
+    # The shape is bound, because a function in an auto_region takes only arrays as arguments.
     reshape = functools.partial(jnp.reshape, shape=(*qkv.shape[:3], groups, d))
     return auto_region(reshape, ("batch", "sequence", "components", "heads", None))(qkv)
 
@@ -60,7 +60,7 @@ def split_key(k: Array, groups: int, d: int) -> Array:
 
 def _interleave(q: Array) -> Array:
     """Return ``[b, s, r, g, d]`` as ``[b, s, g·r, d]``."""
-    # Components are outermost in the kernel, and attention wants the heads of a group to be neighbours.
+    # Components are outermost in the kernel, but attention requires the heads of a group to be adjacent.
     return jnp.swapaxes(q, 2, 3).reshape(*q.shape[:2], q.shape[2] * q.shape[3], q.shape[4])
 
 

@@ -19,9 +19,9 @@ from jax_te.typing import Array, DTypeLike, Initializer
 def relative_buckets(distance: np.ndarray, num_buckets: int, max_distance: int, *, bidirectional: bool) -> np.ndarray:
     """Return the bucket of each distance, the key's position minus the query's.
 
-    Half of the buckets stand for one distance each. The other half divides the distances up to ``max_distance``
-    evenly by their logarithm; larger distances share the last bucket. If ``bidirectional``, half of all buckets are for
-    keys ahead of the query; else keys ahead share bucket 0 with distance 0.
+    Half of the buckets hold one distance each. The other half divides the distances up to ``max_distance`` evenly by
+    their logarithm; larger distances share the last bucket. If ``bidirectional``, half of all buckets are for keys
+    ahead of the query; else keys ahead share bucket 0 with distance 0.
 
     Args:
         distance: integers of any shape.
@@ -54,7 +54,7 @@ class RelativePositionBias(nnx.Module):
         num_attention_heads: ``n``.
         num_buckets: number of buckets; even, and with ``bidirectional`` divisible by four.
         max_distance: distance from which on all distances share a bucket.
-        bidirectional: distinguish keys ahead of the query from keys behind it, for encoders.
+        bidirectional: whether to distinguish keys ahead of the query from keys behind it, for encoders.
         init_method: initializer of the table. None: N(0, 0.023²).
         params_dtype: dtype of ``embedding [num_buckets, n]``; its heads are split over the mesh's tensor axis.
         rngs: the ``params`` stream draws the table.

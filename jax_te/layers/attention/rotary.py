@@ -54,7 +54,8 @@ def rotary_embedding(
         base: base of the geometric series of wavelengths, > 0.
         rotary_percent: fraction of a head's features that is rotated: the first ``r = int(d rotary_percent)``, an even
             number. The other features stay as they are.
-        interleaved: rotate the pairs ``(x[2 i], x[2 i + 1])``, as GPT-J does; False: ``(x[i], x[i + r/2])``, as Llama.
+        interleaved: whether to rotate the pairs ``(x[2 i], x[2 i + 1])``, as GPT-J does; False: ``(x[i], x[i + r/2])``,
+            as Llama.
         scaling: change of the frequencies for longer contexts: `LinearScaling`, `Llama3Scaling` or `YarnScaling`.
 
     Returns:
@@ -82,7 +83,7 @@ def rotary_embedding(
     frequency = frequency if scaling is None else scaling.stretch(frequency, base)
     frequency = frequency.astype(np.float32).reshape((1,) * positions.ndim + (r // 2,))
     angle = positions.astype(jnp.float32)[..., None] * frequency
-    # The amplitude of a scaling is applied here, so that no layer needs to know of it.
+    # The amplitude of a scaling is applied here, so that layers are independent of it.
     amplitude = 1.0 if scaling is None else scaling.amplitude
     cos, sin = (fn(angle) if amplitude == 1.0 else fn(angle) * amplitude for fn in (jnp.cos, jnp.sin))
     return Rotary(cos=cos, sin=sin, head_size=d, interleaved=interleaved)
@@ -94,7 +95,7 @@ def apply_rotary(x: Array, rotary: Rotary) -> Array:
 
     Args:
         x: ``[b, s, n, d]``.
-        rotary: from `rotary_embedding`, for positions ``[s]`` or ``[b, s]``.
+        rotary: rotary embedding, see `rotary_embedding`, of positions ``[s]`` or ``[b, s]``.
 
     Returns:
         Array like ``x``; the rotation is computed in fp32.

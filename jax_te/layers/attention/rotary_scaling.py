@@ -1,4 +1,4 @@
-"""Scaling of rotary frequencies, for contexts longer than the one that a model was first trained on."""
+"""Scaling of rotary frequencies, for contexts longer than the original training context."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LinearScaling:
     """
 
     factor: float
-    amplitude = 1.0  # of the cosines and sines; no field
+    amplitude = 1.0  # factor of the cosines and sines; not a field
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -42,7 +42,7 @@ class LinearScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Llama 3's scaling, which stretches long wavelengths by ``factor`` and keeps short ones.
+    """Llama 3's scaling, which multiplies long wavelengths by ``factor`` and keeps short ones.
 
     Wavelengths between the two limits are interpolated.
 
@@ -95,7 +95,7 @@ class YarnScaling:
         original_max_position_embeddings: length of the original context.
         beta_fast: a frequency is kept if it turns more often than this over the original context.
         beta_slow: a frequency is divided by ``factor`` if it turns less often than this.
-        mscale, mscale_all_dim: cosines and sines are multiplied by ``m(mscale) / m(mscale_all_dim)`` with
+        mscale, mscale_all_dim: coefficients of the factor ``m(mscale) / m(mscale_all_dim)`` of cosines and sines, with
             ``m(t) = 0.1 t ln(factor) + 1``. The defaults give the paper's ``0.1 ln(factor) + 1``.
         attention_factor: factor of cosines and sines that replaces this ratio. None: use the ratio.
         round_range: round the ends of the ramp outward to whole indices, as in the paper's code.

@@ -1,4 +1,4 @@
-"""Quantization of models that are built of Flax's own layers, and of modules of people's own."""
+"""Quantization of models built from Flax's layers and from user-defined modules."""
 
 from jax_te.layers.flax.contractions import Contraction, Kernel, Seen, Visitor, compute, noting
 from jax_te.layers.flax.drop_in import FlaxLinear, ParameterGemm, einsum_linear, precision_reason, read_einsum

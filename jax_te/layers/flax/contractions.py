@@ -1,7 +1,7 @@
-"""Contractions of inputs with parameters in a traced call: found, and computed by quantized GEMMs.
+"""Detection of contractions of inputs with parameters in a traced call, and their computation by quantized GEMMs.
 
 JAX traces a call to a jaxpr, in which ``x @ w``, ``jnp.einsum``, ``jnp.dot`` and ``lax.dot_general`` are the same
-equation. So no function of JAX is replaced, and what other modules and threads compute is not touched.
+equation. No function of JAX is replaced, and computations of other modules and threads are unaffected.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax_te.layers.flax.drop_in_mesh import GemmOrder
 from jax_te.layers.flax.model_gemms import split_leaves
 from jax_te.typing import Array
 
-# What leaves a parameter the same matrix: another dtype, shape, order of axes or place.
+# Primitives whose result is still the same matrix, in another dtype, shape, axis order or placement.
 _SAME_VALUES = frozenset(
     {
         "broadcast_in_dim",
@@ -44,7 +44,7 @@ _CHECKPOINTS = frozenset({"checkpoint", "remat", "remat2"})
 
 
 class Kernel(NamedTuple):
-    """A parameter, or what casts, reshapes and transpositions made of it.
+    """A parameter, possibly after casts, reshapes and transpositions.
 
     Args:
         name: name of the parameter.
@@ -77,7 +77,7 @@ class Contraction(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What calls of a module's ``__call__`` do with one of its parameters.
+    """Uses of one parameter in calls of its module's ``__call__``.
 
     Args:
         contractions: contractions of the parameter with an input.
@@ -101,7 +101,7 @@ class Seen(NamedTuple):
 
 
 class Visitor(NamedTuple):
-    """What `compute` calls.
+    """Functions that `compute` calls.
 
     Args:
         gemm: function of a contraction, its input, its kernel, and dtype and sharding of the product, the axes that
@@ -114,7 +114,7 @@ class Visitor(NamedTuple):
 
 
 def noting(seen: dict[str, Seen], path: Callable[[str], str]) -> Visitor:
-    """Return a visitor that quantizes nothing, and notes what it is called with.
+    """Return a visitor that quantizes nothing and records its arguments.
 
     Args:
         seen: path of each parameter -> what was seen; changed in place.
@@ -138,14 +138,14 @@ def compute(
 ) -> Any:
     """Return ``function(tree)``, whose contractions ``visitor`` computes; the rest is computed as JAX does.
 
-    Contractions in functions under ``jax.jit`` and ``jax.checkpoint`` are found, too; those in loops, branches and
-    functions with derivatives of their own are not.
+    Contractions in functions under ``jax.jit`` and ``jax.checkpoint`` are found, too; contractions in loops, branches
+    and functions with custom derivatives are not.
 
     Args:
         function: function of a pytree of arrays. It is traced.
-        tree: its argument.
+        tree: argument of the computation, a tree.
         kernel_of: function of a key path and an array in ``tree`` that returns the parameter that this is, or None.
-        visitor: called in the order of the traced operations.
+        visitor: function called in the order of the traced operations.
     """
     fill: Callable[[Sequence[Any]], Any] = lambda arrays: arrays  # noqa: E731
 
@@ -222,7 +222,7 @@ class _Run:
             axes = [*axes[:stay], *axes[stay + features :], *axes[stay : stay + features]]
         sharding, mesh = None, jax.sharding.get_abstract_mesh()
         if not mesh.empty and AxisType.Explicit in mesh.axis_types:
-            # What follows was traced with this sharding.
+            # The following equations were traced with this sharding.
             sharding = PartitionSpec(*(aval.sharding.spec[axis] for axis in axes))
         y = self.visitor.gemm(contraction, x, kernel, aval.dtype, sharding)
         return None if y is None else jnp.transpose(y, [axes.index(axis) for axis in range(aval.ndim)])
@@ -257,7 +257,7 @@ def _contraction(eqn: Any, taken: Sequence[Kernel | None]) -> Contraction:
 
 
 def _same_kernel(eqn: Any, taken: Sequence[Kernel | None]) -> Kernel | None:
-    """Return the parameter that an equation's result is another form of, or None."""
+    """Return the parameter if an equation's result is another form of it, else None."""
     if len(taken) != 1 or taken[0] is None or eqn.primitive.name not in _SAME_VALUES:
         return None
     axes = taken[0].axes
@@ -273,7 +273,7 @@ def _same_kernel(eqn: Any, taken: Sequence[Kernel | None]) -> Kernel | None:
 
 def _as_jax_does(jaxpr: Any, eqn: Any, operands: list[Any]) -> list[Any]:
     """Return the results of one equation, in the context in which it was traced."""
-    # A variable may be taken twice, and an argument must be there once.
+    # A variable may occur twice, but arguments must be unique.
     given = {atom: value for atom, value in zip(eqn.invars, operands, strict=True) if not isinstance(atom, Literal)}
     one = jaxpr.replace(constvars=(), invars=list(given), outvars=list(eqn.outvars), eqns=[eqn], effects=eqn.effects)
     return jaxpr_as_fun(ClosedJaxpr(one, ()))(*given.values())

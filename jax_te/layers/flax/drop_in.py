@@ -1,4 +1,4 @@
-"""Quantized GEMMs for the linear layers of Flax: what stands in the place of ``lax.dot_general`` and ``jnp.einsum``."""
+"""Quantized GEMMs for Flax's linear layers: drop-in replacements of ``lax.dot_general`` and ``jnp.einsum``."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class DotGeneral(QuantizableModule):
     """``lax.dot_general`` whose three GEMMs a recipe quantizes: the ``dot_general`` of Flax's linear layers.
 
     Give one to each ``nnx.Linear``, ``nnx.LinearGeneral`` or module with such an argument; `quantize_model` does it for
-    a whole model. Where no recipe is in force, it is ``lax.dot_general`` itself. It holds the state of delayed scaling,
-    so layers must not share one, and ``dot_general_cls=``, which makes a new one at each call, is for recipes without
-    state. In Linen `jax_te.linen.DotGeneral` is that class.
+    a whole model. Without a recipe it is ``lax.dot_general`` itself. It holds the state of delayed scaling, so layers
+    must not share one, and ``dot_general_cls=``, which makes a new one at each call, is for recipes without state. In
+    Linen `jax_te.linen.DotGeneral` is that class.
 
     Args:
         recipe: recipe of this GEMM, in force whatever the ambient one is; or a `ModuleRecipe`, which says when. None:
@@ -59,7 +59,7 @@ class DotGeneral(QuantizableModule):
     kernels: ClassVar[dict[str, str]] = {"kernel": "quantizers"}
     of_flax: ClassVar[bool] = True
     attribute: ClassVar[str] = "dot_general"
-    """The attribute of Flax's layers in which it stands."""
+    """Attribute of Flax's layers that holds it."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class DotGeneral(QuantizableModule):
         self.groups = groups  # first: the state's shape depends on it
         self._init_quantization()
         self.kernel_axes = None if kernel_axes is None else tuple(kernel_axes)
-        self.kernel = None  # each call is given one
+        self.kernel = None  # each call receives a kernel
         if recipe is not None:
             self.module_recipe = own_recipe(recipe)
             prepare_quantization(self, current_recipe())
@@ -132,7 +132,7 @@ class DotGeneral(QuantizableModule):
 
         Args:
             lhs, rhs: input and kernel.
-            order: their axes.
+            order: order of their axes.
             kernel_axes: names of the kernel's axes, or None.
             dtype: dtype of the product; None: that of ``lhs``.
             out: sharding of the product on a mesh with Explicit axes, or None.
@@ -147,7 +147,7 @@ class DotGeneral(QuantizableModule):
             return run(x, rhs, self.gemm_state("kernel"))
         found, backend = gemm_axes(lhs, rhs, order, kernel_axes, recipe.alignment), None
         if found.why is not None:
-            # The compiler partitions the GEMMs then, as it does Flax's own; if te was asked for, it raises the reason.
+            # The compiler then partitions the GEMMs, as it does Flax's; if te was requested, the reason is raised.
             backend = explain_backend("dense", recipe=recipe, unsharded=found.why).backend
         options = LinearOptions(*found[:3], name=self.module_name, evaluation=self.deterministic)
         gemm = functools.partial(_gemm, order=order, recipe=recipe, options=options, backend=backend)
@@ -195,7 +195,7 @@ class EinsumOp(DotGeneral):
 
 
 class ParameterGemm(DotGeneral):
-    """`DotGeneral` of a parameter that a module of the user's own holds, which holds this beside the parameter.
+    """`DotGeneral` of a parameter of a user-defined module, which holds it next to the parameter.
 
     Args:
         parameter: name of the parameter.
@@ -228,7 +228,7 @@ class ParameterGemm(DotGeneral):
     def __call__(  # type: ignore[override]
         self, x: Array, kernel: Array, order: GemmOrder, kernel_axes: Sequence[Any] | None, dtype: Any, out: Any
     ) -> Array:
-        """Return the product of an input and the parameter, or what casts, reshapes and transpositions made of it.
+        """Return the product of an input and the parameter, or a cast, reshaped or transposed form of it.
 
         Args:
             x: input.
@@ -280,14 +280,14 @@ def einsum_as_placed(equation: str, lhs: Array, rhs: Array, *, out_sharding: Any
 
 
 class FlaxLinear(NamedTuple):
-    """What one of Flax's linear layers computes.
+    """Description of the computation of one of Flax's linear layers.
 
     Args:
         summed, features: sizes of the kernel's axes that are summed over, and of the others.
-        why: why no recipe can quantize it, or None.
+        why: reason why no recipe can quantize it, or None.
         op: the class that quantizes it.
-        as_placed: what computes it without a recipe, see `dot_general_as_placed`.
-        default: what its attribute ``op.attribute`` is if the user gave nothing.
+        as_placed: computation without a recipe, see `dot_general_as_placed`.
+        default: value of the attribute ``op.attribute`` if the user gave none.
         stack: sizes of the axes that ``nnx.vmap`` put before the kernel's.
         groups: number of kernels along its batch axes; None: it has none.
     """
@@ -303,7 +303,7 @@ class FlaxLinear(NamedTuple):
 
 
 def flax_linear(module: Any) -> FlaxLinear | None:
-    """Return the description of one of Flax's linear layers; None for another module.
+    """Return the description of one of Flax's linear layers; None for other modules.
 
     >>> flax_linear(nnx.Linear(32, 16, rngs=nnx.Rngs(0))).features
     (16,)
@@ -343,20 +343,20 @@ def einsum_linear(x: str, kernel: str, out: str, shape: Sequence[int], why: str 
 
 
 def size_reason(summed: Sequence[int], features: Sequence[int], recipe: Recipe | None) -> str | None:
-    """Return why ``recipe``, or None for any FP8 recipe, cannot quantize a kernel of these sizes, or None.
+    """Return the reason why ``recipe`` (None: any FP8 recipe) cannot quantize a kernel of these sizes, or None.
 
     >>> size_reason((32,), (50,), None)
-    'its output size 50 is no multiple of 16'
+    'its output size 50 is not a multiple of 16'
     """
     multiple = Recipe.alignment if recipe is None else recipe.alignment
     for name, size in {"input": prod(summed), "output": prod(features)}.items():
         if size % multiple:
-            return f"its {name} size {size} is no multiple of {multiple}"
+            return f"its {name} size {size} is not a multiple of {multiple}"
     return None
 
 
 def precision_reason(precision: Any) -> str | None:
-    """Return why a GEMM of this ``precision`` is not to be quantized, or None.
+    """Return the reason not to quantize a GEMM of this ``precision``, or None.
 
     >>> precision_reason("highest")
     "its precision is 'highest'"
@@ -372,8 +372,8 @@ def read_einsum(equation: str, rank: int | None = None) -> tuple[str, str, str, 
     An equation with axes that all three share, those of experts, is a GEMM for each of their places.
 
     Args:
-        equation: of ``jnp.einsum``, explicit, with two operands.
-        rank: of the input, whose axes ``...`` are named by it; None: as one axis.
+        equation: equation of ``jnp.einsum``, explicit, with two operands.
+        rank: rank of the input, by which its axes ``...`` are named; None: ``...`` is one axis.
 
     >>> read_einsum("...d,df->...f", 3)
     ('ABd', 'df', 'ABf', None)
@@ -439,7 +439,7 @@ def _others(x: Array, axes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _out_spec(lhs: Array, rhs: Array, rows: Sequence[int], features: Sequence[int]) -> PartitionSpec | None:
-    """Return the sharding of the product on a mesh with Explicit axes, from those of its operands; else None."""
+    """Return the sharding of the product on a mesh with Explicit axes, derived from its operands; else None."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or AxisType.Explicit not in mesh.axis_types:
         return None

@@ -1,4 +1,4 @@
-"""How the arrays of a GEMM in one of Flax's layers lie on the mesh in use, so that each device can run its part."""
+"""Placement of a GEMM's arrays on the mesh in use, for Flax's layers, so that each device can run its part."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class GemmOrder(NamedTuple):
 
 
 class GemmAxes(NamedTuple):
-    """Where ``x [*rows, k]``, ``kernel [k, *n]`` and their product lie on the mesh.
+    """Placement of ``x [*rows, k]``, ``kernel [k, *n]`` and their product on the mesh.
 
-    Or why that is unknown; all None without a mesh.
+    Or the reason why it is unknown; all None without a mesh.
     """
 
     x: PartitionSpec | None = None
@@ -41,16 +41,17 @@ class GemmAxes(NamedTuple):
 
 
 def gemm_axes(x: Array, kernel: Array, order: GemmOrder, names: Sequence[Any] | None, multiple: int = 1) -> GemmAxes:
-    """Return where the arrays of a GEMM lie on the mesh in use.
+    """Return the placement of a GEMM's arrays on the mesh in use.
 
-    Along Explicit axes their types say it. Along Auto axes the kernel's names do, and of the input the rules of
-    ``"batch"`` and ``"sequence"``: its first two axes, unless these are summed over. Values do not depend on it.
+    Along Explicit axes their types determine it. Along Auto axes it follows from the kernel's names and, for the
+    input's first two axes unless they are contracted, from the rules of ``"batch"`` and ``"sequence"``. Values do not
+    depend on it.
 
     Args:
-        x, kernel: as ``dot_general`` got them.
-        order: of their axes.
-        names: of the kernel's axes, in Flax's or this package's rules, or mesh axes; None: it has none.
-        multiple: of the features that one device's GEMMs take.
+        x, kernel: input and kernel, as ``dot_general`` received them.
+        order: order of their axes.
+        names: names of the kernel's axes, in Flax's or this package's rules, or mesh axes; None: it has none.
+        multiple: multiple that one device's GEMMs require of features.
 
     >>> gemm_axes(jax.numpy.ones((2, 4)), jax.numpy.ones((4, 8)), GemmOrder([0], [1], [0], [1]), None).x is None
     True
@@ -90,14 +91,14 @@ class _GemmDims(NamedTuple):
 def _operand_dims(
     order: GemmOrder, typed: tuple[Dims, Dims], of_rows: Dims, of_kernel: Dims, auto: set[str]
 ) -> tuple[Dims, Dims]:
-    """Return the mesh axes for each dimension of input and kernel as ``dot_general`` got them.
+    """Return the mesh axes for each dimension of input and kernel as ``dot_general`` received them.
 
     Args:
-        order: of their axes.
+        order: order of their axes.
         typed: Explicit axes, from their types.
         of_rows: Auto axes of the input's first rows.
-        of_kernel: Auto axes of the kernel's dimensions; of none if it has no names.
-        auto: all Auto axes.
+        of_kernel: Auto axes of the kernel's dimensions, empty if it has no names.
+        auto: mesh axes of type Auto.
     """
     x_dims, kernel_dims = map(list, typed)
     for axis, found in zip(order.rows, of_rows, strict=False):
@@ -106,7 +107,7 @@ def _operand_dims(
         kernel_dims[axis] += found
     taken = _of_batch(order, tuple(x_dims))
     for axis, other in zip(order.summed, order.kernel_summed, strict=True):
-        # A row-parallel layer: its input is what a column-parallel one computed. Fully sharded kernels are gathered.
+        # A row-parallel layer: its input is the output of a column-parallel one. Fully sharded kernels are gathered.
         x_dims[axis] += tuple(name for name in kernel_dims[other] if name in auto and name not in taken)
     return tuple(x_dims), tuple(kernel_dims)
 
@@ -117,7 +118,7 @@ def _of_batch(order: GemmOrder, x_dims: Dims) -> set[str]:
 
 
 def _gemm_dims(order: GemmOrder, x_dims: Dims, kernel_dims: Dims) -> _GemmDims:
-    """Return the mesh axes of the GEMM's arrays in its own order, where several axes of a sum are one."""
+    """Return the mesh axes of the GEMM's arrays in its own order, with contracted axes merged into one."""
     rows = tuple(x_dims[axis] for axis in order.rows)
     summed = tuple(x_dims[axis] for axis in order.summed)[:1]
     kernel_summed = tuple(kernel_dims[axis] for axis in order.kernel_summed)[:1]
@@ -129,33 +130,33 @@ def _gemm_dims(order: GemmOrder, x_dims: Dims, kernel_dims: Dims) -> _GemmDims:
 
 
 def _summed_apart(order: GemmOrder, x_dims: Dims, kernel_dims: Dims) -> str | None:
-    """Return why axes of a sum that are one in the GEMM cannot be split so, or None."""
+    """Return the reason why merged contraction axes cannot be sharded this way, or None."""
     later = [x_dims[axis] for axis in order.summed[1:]] + [kernel_dims[axis] for axis in order.kernel_summed[1:]]
     return "it sums over several axes, and another than the first of them is split" if flat(tuple(later)) else None
 
 
 def _indivisible(name: str, shape: tuple[int, ...], dims: Dims, mesh: AbstractMesh) -> str | None:
-    """Return why an array does not divide over its mesh axes, or None."""
+    """Return the reason why an array does not divide over its mesh axes, or None."""
     if local_shape(shape, dims, mesh) is not None:
         return None
     return f"the {name} {shape} does not divide over {partition_spec(dims)} of the mesh {dict(mesh.shape)}"
 
 
 def _misfit(name: str, sizes: Sequence[int], dims: Dims, mesh: AbstractMesh, multiple: int) -> str | None:
-    """Return why one device's GEMM cannot run on its part of the features of ``sizes``, or None."""
+    """Return the reason why one device's GEMM cannot run on its shard of the features, or None."""
     ranks = math.prod(mesh.shape[axis] for axis in flat(dims))
     size = math.prod(sizes) // ranks
-    # XLA pads such a GEMM; TE's cannot run it.
+    # XLA pads such a GEMM; TE cannot run it.
     if ranks == 1 or size % multiple == 0:
         return None
-    return f"the {name} size of one device, {size}, is no multiple of {multiple}"
+    return f"the {name} size of one device, {size}, is not a multiple of {multiple}"
 
 
 def kernel_names(kernel: nnx.Variable, rank: int) -> tuple[Any, ...] | None:
     """Return the names of a kernel's axes in its metadata, without those of a stack; None if it has none.
 
     Args:
-        kernel: of a layer of Flax.
+        kernel: kernel of a layer of Flax.
         rank: number of its axes without those of a stack, which are in front.
 
     >>> kernel_names(nnx.Param(jax.numpy.ones((4, 8)), logical_axes=("embed", "mlp")), 2)
@@ -173,12 +174,12 @@ def kernel_names(kernel: nnx.Variable, rank: int) -> tuple[Any, ...] | None:
 
 
 def _unknown(auto: set[str], rows: set[str], of_kernel: set[str] | None) -> str | None:
-    """Return why the names do not tell how a GEMM lies over the Auto axes, or None.
+    """Return the reason why names do not determine a GEMM's placement over the Auto axes, or None.
 
     Args:
-        auto: these axes.
-        rows: those that rules give the input's rows.
-        of_kernel: those that the kernel's names give it; None if it has no names.
+        auto: mesh axes of type Auto.
+        rows: mesh axes that rules assign to the input's rows.
+        of_kernel: mesh axes that the kernel's names assign to it; None if it has no names.
     """
     if of_kernel is None and auto - rows:
         return (
@@ -186,7 +187,7 @@ def _unknown(auto: set[str], rows: set[str], of_kernel: set[str] | None) -> str 
             "kernel_init=nnx.with_partitioning(init, names) before quantize_model, DotGeneral(kernel_axes=names), or "
             "nn.with_logical_partitioning in Linen"
         )
-    # Otherwise each device would compute the whole batch, where the rules call it by a name of their own.
+    # Otherwise each device would compute the whole batch if the rules use another name for it.
     if of_kernel is not None and not rows and auto - of_kernel:
         return (
             f"no rule says which mesh axis splits the batch, of {', '.join(sorted(auto - of_kernel))}; give one: "
@@ -196,7 +197,7 @@ def _unknown(auto: set[str], rows: set[str], of_kernel: set[str] | None) -> str 
 
 
 def _auto_axes(mesh: AbstractMesh) -> set[str]:
-    """Return the axes of several devices along which types do not say how an array lies."""
+    """Return the axes with several devices along which types do not determine an array's placement."""
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return {name for name, kind in types if kind == AxisType.Auto and mesh.shape[name] > 1}
 
@@ -210,11 +211,11 @@ def _typed(x: Array, mesh: AbstractMesh) -> Dims:
 
 
 def _resolved(names: Iterable[Any], mesh: AbstractMesh, auto: set[str]) -> Dims:
-    """Return the Auto axes that rules give each name, each once: the first name keeps it."""
+    """Return the Auto axes that rules assign to each name, each axis once: the first name keeps it."""
     rules, free, taken, dims = current_rules(mesh), free_axes(mesh), set[str](), []
     known = known_names(rules)
     for name in names:
-        # None or PartitionSpec.UNCONSTRAINED: no axis.
+        # None and PartitionSpec.UNCONSTRAINED name no axis.
         parts = (name,) if isinstance(name, str) else name if isinstance(name, (tuple, list)) else ()
         # A name without a rule may be a mesh axis itself: nnx.with_partitioning(init, (None, "model")).
         axes = [axis for part in parts for axis in (rules.mesh_axes(part) if part in known else (part,))]

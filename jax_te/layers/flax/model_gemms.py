@@ -1,4 +1,4 @@
-"""Which parameters a model's GEMMs take, and which GEMMs are its heads, read from the jaxpr of a call.
+"""Parameters that a model's GEMMs take, and GEMMs that are its heads, read from the jaxpr of a call.
 
 In a jaxpr ``x @ w``, ``jnp.einsum``, ``jnp.dot`` and Flax's layers are all the same equation.
 """
@@ -28,7 +28,7 @@ def gemms_of_model(jaxpr: Any, parameters: Mapping[Any, str]) -> ModelGemms:
     """Return which parameters a model's GEMMs take, and which of them are its heads.
 
     Args:
-        jaxpr: of a traced call of the model.
+        jaxpr: jaxpr of a traced call of the model.
         parameters: the jaxpr's variables that are parameters -> their names.
     """
     flow = _Flow()
@@ -46,7 +46,7 @@ _Place = tuple[int, ...]
 
 
 class _Value(NamedTuple):
-    """What is known of a value.
+    """Known facts about a value.
 
     Args:
         parameters: parameters that it is made of, if it is made of nothing else.
@@ -60,7 +60,7 @@ class _Value(NamedTuple):
 
 
 class _Flow:
-    """Which GEMMs with parameters take the results of which others."""
+    """Dependencies between GEMMs with parameters."""
 
     def __init__(self) -> None:
         self.kernels: dict[_Place, set[str]] = {}
@@ -79,7 +79,7 @@ class _Flow:
         return [read(atom) for atom in jaxpr.outvars]
 
     def loop(self, body: Any, operands: list[_Value], carry: slice, here: _Place) -> list[_Value]:
-        """Return the results of a loop whose ``body`` runs until nothing new is known of what it carries."""
+        """Return the results of a loop; ``body`` is repeated until the facts about its carry reach a fixed point."""
         while True:
             out = self.run(body, operands, here)
             carried = [_joined(pair) for pair in zip(operands[carry], out, strict=False)]
@@ -98,14 +98,14 @@ class _Flow:
                 return [_Value(set(), frozenset({here}), False)]
         if name == "scan":
             body = inner[0]
-            # The names of its counts differ between versions of JAX. What is stacked has one axis more outside.
+            # The names of its counts differ between versions of JAX. Stacked values have one leading axis more outside.
             stacked = len(_with_other_rank(eqn.invars, body.invars))
             carried = len(eqn.outvars) - len(_with_other_rank(eqn.outvars, body.outvars))
             first = len(operands) - stacked - carried
             return self.loop(body, operands, slice(first, first + carried), here)
         if name == "while":
             body = eqn.params["body_jaxpr"].jaxpr
-            # What only its condition takes comes first, what it carries last.
+            # Inputs of the condition alone come first, the carry last.
             return self.loop(body, operands[-len(body.invars) :], slice(-len(body.outvars), None), here)
         if name == "cond":
             branches = [self.run(branch, operands[1:], here) for branch in inner]

@@ -1,4 +1,4 @@
-"""NNX modules of other classes than Flax's layers, whose ``__call__`` computes contractions by quantized GEMMs."""
+"""User-defined NNX modules whose ``__call__`` computes contractions by quantized GEMMs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from jax_te.typing import Array
 
 
 class _Watch:
-    """What is seen while `watching`; each is its own key in JAX's caches."""
+    """Observations made while `watching`; each is its own key in JAX's caches."""
 
     def __init__(self) -> None:
         self.seen: dict[str, Seen] = {}
 
 
-# A user context takes part in the key of jit's and checkpoint's caches: what was traced before is traced again.
+# A user context is part of the key of jit's and checkpoint's caches, so that functions are traced again.
 _watch = jax.make_user_context(None)
 
 
@@ -40,7 +40,7 @@ def watching() -> Iterator[dict[str, Seen]]:
 
 
 def own_kernels(module: nnx.Module) -> dict[str, nnx.Param]:
-    """Return the parameters of a module that could be kernels: of two or more axes, and no stacks of norms'.
+    """Return the parameters of a module that could be kernels: two or more axes, and not stacked norm parameters.
 
     >>> list(own_kernels(nnx.Conv(4, 4, (3,), rngs=nnx.Rngs(0))))
     ['kernel']
@@ -50,7 +50,7 @@ def own_kernels(module: nnx.Module) -> dict[str, nnx.Param]:
 
 
 def gemms_of(module: nnx.Module) -> dict[str, ParameterGemm]:
-    """Return name of the parameter -> what computes its contractions."""
+    """Return a dict from parameter names to the modules that compute their contractions."""
     return {value.parameter: value for value in vars(module).values() if isinstance(value, ParameterGemm)}
 
 
@@ -112,7 +112,7 @@ def _call(module: Any, function: Callable[..., Any], gemms: dict[str, ParameterG
             inner_args, inner_kwargs = fill(copied)
             out = function(copy, *inner_args, **inner_kwargs)
             if _same(before, nnx.split((copy, copied))):
-                # Nothing is to be written: the module's Variables may be of a trace outside of this one.
+                # Nothing must be written: the module's Variables may belong to an outer trace.
                 return out, None
             with nnx.split_context(tag) as context:
                 changed, after = context.split((copy, copied))

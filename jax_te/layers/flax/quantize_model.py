@@ -1,4 +1,4 @@
-"""Quantization of models of Flax's own layers and of modules of people's own, and a report of what it reaches."""
+"""Quantization of models built from Flax's layers and user-defined modules, with a report."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from jax_te.recipe import ModuleRecipe, Recipe, autocast, current_recipe, first_
 
 @dataclass(frozen=True)
 class DropInLayer:
-    """What `quantize_model` did to one layer.
+    """Effect of `quantize_model` on one layer.
 
     Args:
         path: path of the layer, or of a parameter that a rule reaches in a module of the user's own.
         kind: name of the class of the layer or module.
         rule: the pattern that gave it its recipe; None: it follows the ambient recipe.
-        why: why it stays in high precision; None: a recipe quantizes it.
+        why: reason why it stays in high precision; None: a recipe quantizes it.
     """
 
     path: str
@@ -43,8 +43,8 @@ class DropInReport:
     """Result of `quantize_model`; as text, a table.
 
     Args:
-        layers: every module with a kernel, or kernel that a rule reaches, in the order of their paths.
-        unused_rules: patterns that decided about no layer.
+        layers: all modules with a kernel, and kernels that a rule matches, in the order of their paths.
+        unused_rules: patterns that applied to no layer.
     """
 
     layers: tuple[DropInLayer, ...]
@@ -57,7 +57,7 @@ class DropInReport:
 
     @property
     def left(self) -> dict[str, str]:
-        """Path of each layer that stays in high precision -> why."""
+        """Path of each layer that stays in high precision -> reason."""
         return {layer.path: layer.why for layer in self.layers if layer.why is not None}
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ def check_rules(rules: Rules | None) -> Rules:
     """Return ``rules``, or none, after a check of their values.
 
     Raises:
-        TypeError: for a rule that is no recipe, no ``"ambient"`` and not None.
+        TypeError: for a rule that is not a recipe, no ``"ambient"`` and not None.
     """
     for pattern, value in (rules or {}).items():
         if not (value is None or value == "ambient"):
@@ -91,10 +91,10 @@ def check_rules(rules: Rules | None) -> Rules:
 
 
 def check_flax(model: Any, kind: type) -> None:
-    """Refuse a model that is no module of ``kind``, ``nnx.Module`` or ``nn.Module``.
+    """Refuse a model that is not a module of ``kind``, ``nnx.Module`` or ``nn.Module``.
 
     Raises:
-        TypeError: with the way for this model.
+        TypeError: naming the function for this model.
     """
     if isinstance(model, kind):
         return
@@ -116,7 +116,7 @@ def check_inputs(model: Any, args: Any, kwargs: Any) -> None:
     """Refuse a call of `quantize_model` without the arguments of a call of ``model``.
 
     Raises:
-        TypeError: with the form of the call.
+        TypeError: showing the form of the call.
     """
     if not args and not kwargs:
         raise TypeError(
@@ -126,16 +126,16 @@ def check_inputs(model: Any, args: Any, kwargs: Any) -> None:
 
 
 def decide_layer(path: str, kind: str, rules: Rules, layer: FlaxLinear, gemms: ModelGemms) -> tuple[DropInLayer, Any]:
-    """Return what happens to a layer, and its own recipe, if a rule gives it one."""
+    """Return the decision about a layer, and its recipe if a rule assigns one."""
     pattern = first_rule(rules, path)
     own = _own_recipe(rules, pattern)
     why = layer.why or size_reason(layer.summed, layer.features, training_recipe(own))
     if pattern is None:
-        # A layer that is the whole model is what the user asked for.
+        # A layer that is the whole model was requested by the user.
         if why is None and path != "" and f"{path}.kernel" in gemms.heads:
             why = "it is a head: no other GEMM takes its result; a rule quantizes it"
     elif rules[pattern] is None:
-        # What the user asked for comes before what would have been in the way.
+        # The user's request takes precedence over obstacles.
         why = f"the rule {pattern!r}"
     return DropInLayer(path, kind, pattern, why), own
 
@@ -153,15 +153,15 @@ def rule_of_parameter(rules: Rules, path: str) -> str | None:
 
 
 def decide_parameter(path: str, kind: str, rules: Rules, seen: Seen, present: bool) -> tuple[DropInLayer, Any] | None:
-    """Return what happens to a parameter of a module of the user's own, and its recipe, if a rule gives it one.
+    """Return the decision about a parameter of a user-defined module, and its recipe if a rule assigns one.
 
-    None: no contraction takes it in the module's ``__call__``, or nobody asked for it.
+    None: no contraction in the module's ``__call__`` uses it, or no rule matches it.
 
     Args:
-        path: of the parameter.
+        path: path of the parameter.
         kind: name of the module's class.
-        rules: of `quantize_model`.
-        seen: what the module's ``__call__`` does with it.
+        rules: rules of `quantize_model`.
+        seen: use of the parameter in the module's ``__call__``.
         present: whether a recipe can quantize it already.
 
     Raises:
@@ -194,21 +194,21 @@ def _own_recipe(rules: Rules, pattern: str | None) -> Any:
 
 
 def training_recipe(own: Any) -> Recipe | None:
-    """Return the recipe that a layer trains under here, which has a recipe of its own or None."""
+    """Return the recipe that a layer, with or without its own recipe, trains under in this context."""
     ambient = current_recipe()
     return ambient if own is None else own_recipe(own).resolve(ambient, training=True)
 
 
 def other_module(path: str, kind: str, parameters: Mapping[str, Seen], rules: Rules, gemms: ModelGemms) -> DropInLayer:
-    """Return the entry of a module with kernels that is none of Flax's linear layers.
+    """Return the report entry of a module with kernels that is not one of Flax's linear layers.
 
     Args:
-        path: of the module.
+        path: path of the module.
         kind: name of its class.
         parameters: names of its parameters that could be kernels and are not reached, and what its ``__call__`` does
             with those that a rule fits.
-        rules: of `quantize_model`.
-        gemms: of the model.
+        rules: rules of `quantize_model`.
+        gemms: GEMMs of the model.
     """
     why = "it is none of Flax's linear layers"
     paths = {name: f"{path}.{name}" if path else name for name in parameters}
@@ -241,7 +241,7 @@ def quantize_model(
     method: Callable[..., Any] | None = None,
     **kwargs: Any,
 ) -> DropInReport:
-    """Let recipes quantize the linear layers of a model that is written in plain Flax NNX; return what it reaches.
+    """Let recipes quantize the linear layers of a model written in plain Flax NNX, and return a report.
 
     Every ``nnx.Linear``, ``nnx.LinearGeneral`` (with it the projections of ``nnx.MultiHeadAttention``) and
     ``nnx.Einsum`` that is a GEMM gets a `DotGeneral` or `EinsumOp`. Axes of a kernel that stay one for one with the
@@ -251,14 +251,14 @@ def quantize_model(
     the model computes what it computed before. Layers that have a `DotGeneral` already keep it if no rule fits them,
     with fresh state.
 
-    A module of your own is reached where a rule fits it, or one of its parameters (``"block.qkv"``, ``"block.qkv.w"``).
-    Each ``x @ w``, ``jnp.einsum``, ``jnp.dot`` or ``lax.dot_general`` of an input with that parameter in its
-    ``__call__`` is then quantized, also in functions under ``jax.jit`` and ``jax.checkpoint``, whatever casts, reshapes
-    and transpositions stand between. The module gets a subclass as its class, which traces the ``__call__`` under a
-    recipe, and holds the quantizer state as ``<parameter>_gemm``.
+    A user-defined module is quantized if a rule matches it or one of its parameters (``"block.qkv"``,
+    ``"block.qkv.w"``). Each ``x @ w``, ``jnp.einsum``, ``jnp.dot`` or ``lax.dot_general`` of an input with that
+    parameter in its ``__call__`` is then quantized, also in functions under ``jax.jit`` and ``jax.checkpoint``,
+    also behind casts, reshapes and transpositions. The module gets a subclass as its class, which traces the
+    ``__call__`` under a recipe, and holds the quantizer state as ``<parameter>_gemm``.
 
     A head, that is a layer whose result no other GEMM with a parameter takes, stays in high precision unless a rule
-    fits it: logits and classifiers, and the last layer of a model without these. A model that is one layer has no head.
+    fits it: logits and classifiers, and the last layer of a model without these. A model of one layer has no head.
 
     Call it under the recipe, or `prepare_quantization` afterwards, if the recipe has state.
 
@@ -280,8 +280,8 @@ def quantize_model(
         their own, the head; print it.
 
     Raises:
-        TypeError: for a rule that is no recipe, a model that is no NNX module or has no ``__call__``, or a call without
-            arguments.
+        TypeError: for a rule that is not a recipe, a model that is not an NNX module or has no ``__call__``, or a call
+            without arguments.
         ValueError: if no layer is reached; the report of what was seen is in the message. For a rule that fits a
             parameter of a module of your own that no recipe can quantize: its contraction has a ``precision``, or two
             parameters, or it is taken as one kernel and as several.
@@ -351,7 +351,7 @@ def dequantize_model(model: nnx.Module) -> nnx.Module:
 def _own_module(
     parts: tuple[Any, ...], module: nnx.Module, rules: Rules, gemms: ModelGemms, seen: Mapping[str, Seen]
 ) -> tuple[list[DropInLayer], dict[str, ParameterGemm]]:
-    """Return the entries of a module of the user's own, and what is to compute the GEMMs of its parameters."""
+    """Return the report entries of a user-defined module, and the modules that compute its parameters' GEMMs."""
     kind, present = original_class(type(module)).__name__, gemms_of(module)
     entries, ops, others = list[DropInLayer](), dict[str, ParameterGemm](), dict[str, Seen]()
     for name, parameter in own_kernels(module).items():
@@ -374,7 +374,7 @@ def _own_module(
 
 
 def _set_op(module: Any, layer: FlaxLinear, op: DotGeneral | None) -> None:
-    """Give a layer of Flax what quantizes it; None: what it had before."""
+    """Set a Flax layer's drop-in; None: restore the previous function."""
     if op is not None:
         if op.kernel_axes is None:
             op.kernel_axes = kernel_names(module.kernel, module.kernel.ndim - len(layer.stack))
@@ -387,9 +387,9 @@ def _set_op(module: Any, layer: FlaxLinear, op: DotGeneral | None) -> None:
 def _look(
     model: nnx.Module, method: Callable[..., Any], rules: Rules, args: Any, kwargs: Any
 ) -> tuple[ModelGemms, dict[str, Seen]]:
-    """Return the GEMMs of a call, and what modules of the user's own do with the parameters that a rule fits.
+    """Return the GEMMs of a call, and the uses of parameters that a rule matches in user-defined modules.
 
-    They are the same under every recipe, and without one can be read.
+    They are the same under every recipe, and are read from a call without one.
     """
     graphdef, state = nnx.split(model)
     arrays, fill = as_inputs((args, kwargs))
@@ -400,7 +400,7 @@ def _look(
         for parts, module in nnx.iter_modules(copy):
             layer = flax_linear(module)
             if layer is not None and layer.why is None:
-                # Some models run on an Explicit mesh only with drop-ins, which say where a result lies.
+                # Some models run on an Explicit mesh only with drop-ins, which specify the output sharding.
                 setattr(module, layer.op.attribute, nnx.static(layer.as_placed))
             elif layer is None and not isinstance(module, QuantizableModule):
                 reach(module, _watched_gemms(parts, module, rules))
@@ -418,7 +418,7 @@ def _look(
 
 
 def _watched_gemms(parts: tuple[Any, ...], module: nnx.Module, rules: Rules) -> dict[str, ParameterGemm]:
-    """Return what is to note the uses of those parameters of a module that a rule fits, or that are reached already."""
+    """Return recorders for the parameters of a module that a rule matches or that are quantized already."""
     gemms, present = {}, gemms_of(module)
     for name in own_kernels(module) if callable(module) else ():
         path = ".".join(map(str, (*parts, name)))

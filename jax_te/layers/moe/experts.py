@@ -29,7 +29,8 @@ class Experts(TrainingMode):
         linear_fc1: `GroupedLinear` to the components of the activation, ``[e, h, n_act, f]``.
         linear_fc2: `GroupedLinear` back, ``[e, f, h]``, which returns its bias.
         function: the activation.
-        apply_probs_on_input: multiply the input by the probability ``p``, in place of the activation and the bias.
+        apply_probs_on_input: whether to multiply the input by the probability ``p``, in place of the activation and the
+            bias.
 
     >>> from jax_te.layers import GroupedLinear
     >>> fc1 = GroupedLinear(2, 16, (1, 32), bias=False, rngs=nnx.Rngs(0))
@@ -45,7 +46,7 @@ class Experts(TrainingMode):
 
     @property
     def alignment(self) -> int:
-        """Rows at whose multiples an expert's rows must start for the recipes here and now to read them as they are."""
+        """Alignment of an expert's rows with which the recipes in this context read them without a copy."""
         layers = [getattr(layer, "base", layer) for layer in (self.linear_fc1, self.linear_fc2)]
         return math.lcm(*(group_alignment(layer.recipe) for layer in layers))
 
@@ -55,21 +56,21 @@ class Experts(TrainingMode):
         Args:
             x: ``[rows, h]``, zeros in rows of padding. So must the output's gradient be.
             probs: ``[rows]``, 0 in rows of padding.
-            groups: which rows are of which expert.
-            is_first_microbatch: as in `GroupedLinear`.
+            groups: rows of each expert.
+            is_first_microbatch: see `GroupedLinear`.
 
         Returns:
             ``[rows, h]`` in the dtype of ``x``.
         """
         if self.apply_probs_on_input:
             x = (x.astype(probs.dtype) * probs[:, None]).astype(x.dtype)
-            # They are applied; padding stays without a bias.
+            # The probabilities are applied already; padding rows get no bias.
             probs = (groups.of_rows() < groups.count).astype(probs.dtype)
         # Rows of padding were zeros in x, and their gradients are, since whoever reads y leaves them out.
         groups = dataclasses.replace(groups, zero_padding=True)
         hidden = _output(self.linear_fc1(x, groups, is_first_microbatch=is_first_microbatch))
 
-        # Its layer is an argument, since that of jax.checkpoint is a copy.
+        # The layer is an argument, since jax.checkpoint passes a copy.
         def rest(parts: Any) -> Array:
             linear_fc2, hidden, probs, groups = parts
             z = activation(hidden, self.function.name, params=self.function.params, out_axes=(None, "ffn"))
@@ -80,7 +81,7 @@ class Experts(TrainingMode):
             y, bias = linear_fc2(z, groups, is_first_microbatch=is_first_microbatch)
             if bias is None:
                 return y
-            # As a GEMM with one feature, whose gradients add rows up in an order that does not depend on the device.
+            # A GEMM with one feature, whose gradients sum rows in an order that does not depend on the device.
             weighted = grouped_dense(
                 probs.astype(jnp.float32)[:, None], bias[:, None].astype(jnp.float32), groups=groups
             )
@@ -96,16 +97,16 @@ class SharedExperts(TrainingMode):
     Args:
         hidden_size: ``h``.
         ffn_hidden_size: ``f``.
-        activation, activation_params: as in `LayerNormMLP`.
-        gate: multiply the output by the sigmoid of the product of the input with ``gate_kernel [h, 1]``.
+        activation, activation_params: see `LayerNormMLP`.
+        gate: whether to multiply the output by the sigmoid of the product of the input with ``gate_kernel [h, 1]``.
         init_method: initializer of ``linear_fc1`` and the gate. None: N(0, 0.023²).
         output_layer_init_method: initializer of ``linear_fc2``. None: N(0, 0.023²).
-        sequence_parallel, tp_group, tp_size: as in `Linear`.
+        sequence_parallel, tp_group, tp_size: see `Linear`.
         params_dtype: dtype of the kernels.
         rngs: the ``params`` stream draws the kernels.
 
     Raises:
-        ValueError: as `LayerNormMLP`.
+        ValueError: see `LayerNormMLP`.
 
     Source: ``megatron.core.transformer.moe.shared_experts.SharedExpertMLP``.
 
@@ -176,7 +177,7 @@ def gate_parameter(
 
 
 def shared_experts(layer: Any, x: Array, is_first_microbatch: bool | None) -> Array:
-    """Return what a layer with ``linear_fc1``, ``linear_fc2``, ``function`` and ``gate_kernel`` makes of ``x``.
+    """Return the output for ``x`` of a layer with ``linear_fc1``, ``linear_fc2``, ``function`` and ``gate_kernel``.
 
     >>> shared_experts(SharedExperts(16, 32, rngs=nnx.Rngs(0)), jnp.ones((2, 4, 16)), None).shape
     (2, 4, 16)
@@ -192,5 +193,5 @@ def shared_experts(layer: Any, x: Array, is_first_microbatch: bool | None) -> Ar
 
 
 def _output(result: Any) -> Array:
-    """Return the output of a layer, which may come with a bias that it has added already, as Megatron's do."""
+    """Return the output of a layer, without a bias that Megatron's layers return after adding it."""
     return result[0] if isinstance(result, tuple) else result

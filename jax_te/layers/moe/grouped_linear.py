@@ -26,33 +26,34 @@ from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, TensorGrou
 class GroupedLinear(TensorParallelModule):
     """``y = x @ kernel[g] + bias[g]`` for the rows of each group ``g``: linear layers of experts in one array.
 
-    Rows are sorted by group. Each group's GEMMs are quantized as those of a `Linear` that it has to itself: scales and
-    amaxes are its own, delayed scaling has a state for each, and results do not depend on other groups' rows. Sizes of
-    groups are values on the device, which the host does not wait for; a group may have no rows, or all.
+    Rows are sorted by group. Each group's GEMMs are quantized like a separate `Linear`: it has its own scales and
+    amaxes, and its own state under delayed scaling, and results do not depend on other groups' rows. Group sizes are
+    values on the device, for which the host does not wait; a group may have no rows, or all.
 
     Args:
         num_gemms: ``e``, the number of groups.
         in_features: ``k``, size of the input's last axis.
         out_features: ``n``, size of the output's last axis, or sizes of several.
-        bias: learn an additive bias for each group.
+        bias: whether to learn an additive bias for each group.
         init_method: initializer of one group's kernel, ``init(key, shape, dtype)`` with its shape ``(k, *n)``. None:
             N(0, 0.023²).
-        tp_group: None or ``"tensor"``, as in `Linear`.
-        tp_size: as in `Linear`.
-        parallel_mode: ``"column"``, ``"row"`` or None, as in `Linear`. On a mesh the compiler partitions the layer.
-        fuse_wgrad_accumulation: stored, without effect, as in `Linear`.
-        return_bias: do not add the bias but return it beside the output, for a fused operation to add.
+        tp_group: None or ``"tensor"``, see `Linear`.
+        tp_size: see `Linear`.
+        parallel_mode: ``"column"``, ``"row"`` or None, see `Linear`. On a mesh the compiler partitions the layer.
+        fuse_wgrad_accumulation: option without effect, see `Linear`.
+        return_bias: whether to return the bias beside the output instead of adding it, for a fused operation to add.
         params_dtype: dtype of ``kernel [e, k, *n]`` and ``bias [e, *n]``.
         kernel_axes: logical axes of the kernel, in place of ``"expert"`` and those that ``parallel_mode`` stands for.
         rngs: the stream ``expert-parallel-rng`` draws the kernels, if there is one; else a stream that follows from
             ``params``.
 
     Attributes:
-        frozen: no gradient reaches the parameters, and none is computed for the kernels. False. `GroupedLoRA` sets it.
+        frozen: whether the parameters are frozen: no gradient reaches them, and none is computed for the kernels.
+            Initially False; `GroupedLoRA` sets it.
         module_recipe, deterministic, is_first_microbatch, module_name: see `QuantizableModule`.
 
     Raises:
-        TypeError: for another ``tp_group``; when called, for sizes of groups that are no integers.
+        TypeError: for another ``tp_group``; when called, for sizes of groups that are not integers.
         ValueError: for a size that is not positive, an unknown mode or dtype; when called, for sizes that do not fit
             (FP8 needs features in multiples of 16), a mesh with another number of tensor devices than ``tp_size``.
         QuantizerStateError: when called under a recipe with state, if the layer was built without it.
@@ -122,8 +123,8 @@ class GroupedLinear(TensorParallelModule):
             x: ``[rows, k]``; its dtype is the dtype of computation and of the output.
             group_sizes: int32 ``[e]`` (or integers), the number of rows of each group, one behind the other. Rows
                 beyond them all are padding. Or a `jax_te.ops.RowGroups`, whose groups may have padding between them.
-            is_first_microbatch: True: quantize the kernels and keep them for later calls; False: use what was kept;
-                None: what the attribute of that name says, by default neither.
+            is_first_microbatch: mode of the kernel cache. True: quantize the kernels and keep them for later calls;
+                False: use the kept ones; None: the value of the attribute of that name, by default neither.
 
         Returns:
             ``y [rows, *n]``, zeros in rows of padding; with ``return_bias`` ``(y, bias)``, the biases ``[e, *n]`` in
@@ -148,7 +149,7 @@ class GroupedLinear(TensorParallelModule):
             return layer_output(y, bias=None if weights.bias is None else weights.bias.astype(x.dtype))
 
     def row_groups(self, x: Array, group_sizes: Array | Sequence[int] | RowGroups) -> RowGroups:
-        """Return where the rows of each group lie in a call's ``x``; sizes that are known are checked.
+        """Return the location of each group's rows in a call's ``x``; concrete sizes are checked.
 
         Args:
             x, group_sizes: arguments of the call.
@@ -170,7 +171,7 @@ class GroupedLinear(TensorParallelModule):
         return RowGroups(sizes=group_sizes.astype(jnp.int32), rows=x.shape[0])
 
     def _options(self) -> LinearOptions:
-        # Rows are not named: on a mesh they are those of all devices.
+        # Rows have no logical axis: on a mesh every device has all of them.
         return LinearOptions(
             kernel_axes=self.kernel_axes,
             out_axes=(None, *self.feature_axes),

@@ -28,13 +28,13 @@ class GroupedLoRA(LoRA):
 
     Args:
         base: the layer of experts; taken over, not copied.
-        rank, alpha, freeze_base, params_dtype: as in `LoRA`.
+        rank, alpha, freeze_base, params_dtype: see `LoRA`.
         init_method: initializer of one expert's ``lora_a``, with its shape ``(k, r)``. None: N(0, 1 / k).
         rngs: the ``params`` stream draws ``lora_a``.
 
     Raises:
         TypeError: for another base.
-        ValueError: for a rank that is not positive, and as the base.
+        ValueError: for a rank that is not positive; see also the base.
 
     Source: Hu et al. 2021, "LoRA: low-rank adaptation of large language models".
 
@@ -62,7 +62,7 @@ class GroupedLoRA(LoRA):
         group_sizes: Array | Sequence[int] | RowGroups,
         is_first_microbatch: bool | None = None,
     ) -> Any:
-        """What the base returns for the same arguments, with the adapters' products added.
+        """Return the base's result for the same arguments, with the adapters' products added.
 
         Args:
             x, group_sizes, is_first_microbatch: arguments of `GroupedLinear`.

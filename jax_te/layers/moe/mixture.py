@@ -23,7 +23,7 @@ from jax_te.typing import Array, DTypeLike, Initializer, Key, TensorGroup
 
 
 class MixtureOfExperts(TrainingMode):
-    """Base of layers with a router and experts: what a call computes; a subclass builds the parts.
+    """Base of layers with a router and experts. It defines the computation; subclasses build the parts.
 
     Attributes:
         router: `Router`.
@@ -49,8 +49,8 @@ class MixtureOfExperts(TrainingMode):
         """Return the sum of each token's experts, and the routing."""
         if not recomputed("moe"):
             return self._mixed(x, padding_mask, key, chosen, is_first_microbatch)
-        # Nothing inside is recomputed apart from the whole. The layer is an argument, since that of jax.checkpoint is a
-        # copy: a layer that kept a kernel inside of it would keep a tracer.
+        # Recomputed as a whole, without recomputation inside. The layer is an argument, since jax.checkpoint passes a
+        # copy: a kernel cached on the outer layer would be a tracer.
         with selective_recompute():
             return jax.checkpoint(lambda layer, *arrays: layer._mixed(*arrays, is_first_microbatch))(
                 self, x, padding_mask, key, chosen
@@ -96,32 +96,33 @@ class MoE(MixtureOfExperts):
     """The sum over each token's experts of ``p (act(x @ fc1 + b1) @ fc2 + b2)``, in the place of a feed-forward block.
 
     The probability ``p`` multiplies the activation, in front of ``fc2``, and the bias behind it. There is no norm in
-    front. Every shape is static, nothing waits for the host, and sums have one order on every device: tokens are
-    gathered into rows sorted by expert, each expert's padded with zeros to what the recipe's GEMMs need.
+    front. All shapes are static, nothing waits for the host, and sums have the same order on every device: tokens are
+    gathered into rows sorted by expert, padded with zeros for each expert as the recipe's GEMMs require.
 
     Args:
         hidden_size: ``h``.
         ffn_hidden_size: ``f`` of an expert.
         router: number of experts, how they are chosen, and how their load is kept equal.
-        activation, activation_params: as in `LayerNormMLP`.
-        bias: learn biases in all linear layers, of the router, too.
-        apply_probs_on_input: multiply an expert's input by the probability, in place of its activation; for one expert
-            a token.
+        activation, activation_params: see `LayerNormMLP`.
+        bias: whether to learn biases in all linear layers, of the router, too.
+        apply_probs_on_input: whether to multiply an expert's input by the probability, in place of its activation; for
+            one expert a token.
         latent_size: features of the experts' inputs and outputs, to and from which two linear layers project. None:
             ``h``.
         shared_expert_intermediate_size: ``f`` of `SharedExperts`, which all tokens pass besides. None: there are none.
-        shared_expert_gate: as ``gate`` in `SharedExperts`.
+        shared_expert_gate: see ``gate`` of `SharedExperts`.
         init_method: initializer of the router and of kernels into an activation or the experts. None: N(0, 0.023²).
         output_layer_init_method: initializer of kernels out of them. None: N(0, 0.023²).
-        tp_group, tp_size: as in `Linear`, for the shared experts. The tensor axis does not shard an expert's kernels.
-        layer_number: as in `Router`.
-        return_routing: calls also return the `Routing`.
+        tp_group, tp_size: tensor-parallel group and size of the shared experts, see `Linear`. The tensor axis does not
+            shard an expert's kernels.
+        layer_number: see `Router`.
+        return_routing: whether calls also return the `Routing`.
         params_dtype: dtype of the parameters.
         rngs: the ``params`` stream draws the kernels; those of experts as `GroupedLinear`.
 
     Raises:
         ValueError: for sizes that are not positive; ``apply_probs_on_input`` with several experts a token; biases
-            beside shared experts, which have none; when called, as `Router` and `GroupedLinear`.
+            beside shared experts, which have none; when called, see `Router` and `GroupedLinear`.
         QuantizerStateError: when called under a recipe with state, if the layer was built without it; when
             differentiated in training without the router's states.
 
@@ -219,8 +220,8 @@ class MoE(MixtureOfExperts):
 
         Args:
             x: ``[b, s, h]``; its dtype is the dtype of computation and of the output.
-            is_first_microbatch: as in `Linear`.
-            padding_mask, key, experts: as in `Router`.
+            is_first_microbatch: see `Linear`.
+            padding_mask, key, experts: see `Router`.
 
         Returns:
             ``y [b, s, h]``; with ``return_routing`` a NamedTuple of it and ``routing``.
@@ -231,5 +232,5 @@ class MoE(MixtureOfExperts):
 
 
 def _output(result: Any) -> Array:
-    """Return the output of a linear layer, which may come with a bias that it has added already, as Megatron's do."""
+    """Return the output of a linear layer, without a bias that Megatron's layers return after adding it."""
     return result[0] if isinstance(result, tuple) else result

@@ -37,24 +37,24 @@ class Routing(NamedTuple):
 
 
 class AuxLossScale(nnx.Variable):
-    """NNX Variable that holds by how much the model's loss is scaled while it is differentiated, fp32 ``[]``."""
+    """NNX Variable of the factor by which the model's loss is scaled while it is differentiated, fp32 ``[]``."""
 
 
 @checked
 class Router(TrainingMode):
-    """Choose each token's experts, and give its losses to the gradients.
+    """Choose each token's experts, and add the gradients of the load-balancing losses.
 
     The losses change no value: their gradients are added to those of the probabilities. A train step scales them as it
     scales the model's loss, over microbatches, too.
 
     Its states are fp32, and no parameters: the expert bias, the bias of quantile balancing, the counts of
-    ``"global_aux_loss"``, and what `expert_metrics` reads. They go on once a step, by what training counted:
+    ``"global_aux_loss"``, and what `expert_metrics` reads. They are updated once a step, from the counts of training:
     `jax_te.quantize.Counting`.
 
     Args:
         hidden_size: ``h``.
-        options: choice of experts, and what keeps their load equal.
-        bias: learn a bias of the logits.
+        options: choice of experts, and methods that keep their load equal.
+        bias: whether to learn a bias of the logits.
         init_method: initializer of the kernel, and of the bias. None: N(0, 0.023²).
         layer_number: number of the layer, for the random bias of ``force_biased`` below 0.
         params_dtype: dtype of ``kernel [h, e]`` and ``bias [e]``.
@@ -115,7 +115,7 @@ class Router(TrainingMode):
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """What ``last_step`` holds behind the tokens of each expert."""
+        """Entries of ``last_step`` after the tokens of each expert."""
         z_loss = () if self.options.z_loss_coeff is None else ("z_loss",)
         return ("calls", "chosen", "dropped", *self.options.losses, *z_loss)
 
@@ -127,7 +127,7 @@ class Router(TrainingMode):
         key: Key | None = None,
         experts: Array | None = None,
     ) -> Any:
-        """Return what `assign` does."""
+        """Return the result of `assign`."""
         return self.assign(x, padding_mask=padding_mask, key=key, experts=experts)
 
     def assign(
@@ -144,7 +144,7 @@ class Router(TrainingMode):
             x: ``[b, s, h]``, or ``[s, h]`` for one sequence.
             padding_mask: bool ``[b, s]``, True for padding, which losses and counts leave out; it is routed like any
                 token.
-            key: for ``input_jitter_eps`` in training, and for choices at random.
+            key: random key of ``input_jitter_eps`` in training, and of random choices.
             experts: int32 ``[b, s, k]``, a choice made before, which is taken in place of this router's own.
 
         Returns:
@@ -259,7 +259,7 @@ class Router(TrainingMode):
         return routing.expert_capacity(tokens, options.num_experts, options.topk, options.expert_capacity_factor)
 
     def _losses(self, logits: Array, counted: Array | None) -> tuple[dict[str, Array], Array | None]:
-        """Return the losses without coefficients, and what ``counts_so_far`` gets; of logits ``[b, s, e]``."""
+        """Return the losses without coefficients, and the next ``counts_so_far``, for logits ``[b, s, e]``."""
         options, found, added = self.options, {}, None
         parts, (b, s, _) = options.aux_loss_groups, logits.shape
         if b % parts:
@@ -306,11 +306,11 @@ class Router(TrainingMode):
         found: dict[str, Array],
         so_far: Array | None,
     ) -> Array:
-        """Return the probabilities, in whose backward pass the states get what this call counted."""
+        """Return the probabilities, whose backward pass adds this call's counts to the states."""
         e = self.options.num_experts
         tokens = None if counted is None else counted.reshape(-1, 1)
         chosen = routing.tokens_per_expert(experts, e, tokens)
-        # Behind the capacity, as in Megatron: the load that an expert had.
+        # After dropping by capacity, as in Megatron: the actual load of an expert.
         within = kept if kept is None or tokens is None else kept & tokens
         load = chosen if kept is None else routing.tokens_per_expert(experts, e, within)
         sums = {"calls": jnp.float32(1.0), "chosen": jnp.sum(chosen), "dropped": jnp.sum(chosen - load), **found}
@@ -330,9 +330,9 @@ def _state(size: int, rule: Any) -> QuantizerState:
 
 @checked
 def set_aux_loss_scale(model: nnx.Module, scale: Array | float | None) -> None:
-    """Say by how much the loss is scaled while it is differentiated, so that routers scale their losses alike.
+    """Set the factor by which the loss is scaled while it is differentiated, for the routers' losses, too.
 
-    `jax_te.training` does so itself. It is for loops of one's own that scale the loss.
+    `jax_te.training` calls it itself. Call it in your own training loop if that scales the loss.
 
     Args:
         model: changed in place.

@@ -16,7 +16,8 @@ from jax_te.typing import Array
 
 @dataclass(frozen=True)
 class ExpertBias(Counting):
-    """The bias ``[e]`` of each expert's scores: it grows where fewer tokens came than the mean, and shrinks where more.
+    """The bias ``[e]`` of each expert's scores: it grows for experts with fewer tokens than the mean, and shrinks for
+    experts with more.
 
     Args:
         rate: size of a step.
@@ -37,7 +38,8 @@ class ExpertBias(Counting):
 
 @dataclass(frozen=True)
 class QuantileBias(Counting):
-    """The bias ``[e]`` of quantile balancing, and behind it a 0: ``[e + 1]``, as calls count quantiles and themselves.
+    """The bias ``[e]`` of quantile balancing, followed by a 0: ``[e + 1]``, the shape of the calls' sum of quantiles
+    and number of calls.
 
     Args:
         ema: share of the old bias in the new one.
@@ -62,7 +64,7 @@ class QuantileBias(Counting):
 
 @dataclass(frozen=True)
 class CountsSoFar(Counting):
-    """The tokens of each expert in a step's microbatches so far, and the number of these: ``[e + 1]``.
+    """The tokens of each expert in a step's microbatches so far, and the number of microbatches: ``[e + 1]``.
 
     Each step begins at 0.
 
@@ -84,7 +86,7 @@ class CountsSoFar(Counting):
 
 @dataclass(frozen=True)
 class LastStep(Counting):
-    """What the last step counted, for metrics.
+    """Counts of the last step, for metrics.
 
     >>> LastStep().advance(jnp.ones(1), jnp.zeros(1)).tolist()
     [0.0]

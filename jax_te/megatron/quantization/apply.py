@@ -55,11 +55,11 @@ class QuantizationReport:
     "quantized": only under an ambient recipe (``override_quantized_autocast``, ``override_nonquantized_autocast``).
 
     Args:
-        modules: every quantizable layer, in the order of the model's layers.
+        modules: all quantizable layers, in the order of the model's layers.
         unused_matchers: rules that match no quantizable layer's path.
         shadowed_matchers: rules that match some paths, to each of which an earlier rule applied.
         disabled_matchers: rules that are not enabled.
-        unused_configs: configs that were given to no layer.
+        unused_configs: configs that no layer received.
     """
 
     modules: tuple[ModuleQuantization, ...]
@@ -107,15 +107,15 @@ def apply_quantization_config(model: nnx.Module, recipe_config: RecipeConfig | N
     Args:
         model: changed in place. Its layers' recipes are static: call this before jitting, or jitted functions are
             traced again.
-        recipe_config: from `load_quantization_recipe`. None removes all layers' own recipes.
+        recipe_config: result of `load_quantization_recipe`. None removes all layers' own recipes.
 
     Returns:
         The precision of each layer, and the entries of the file that had no effect; print it.
 
     Raises:
-        ValueError: if the model has no quantizable layer, or as `finish_init`.
+        ValueError: if the model has no quantizable layer; see also `finish_init`.
         KeyError: if a rule that applies names a config that does not exist.
-        AssertionError, TypeError: as `finish_init`.
+        AssertionError, TypeError: see `finish_init`.
 
     Source: the walk over ``named_modules()`` in Megatron's model builders; the report is not in Megatron.
 
@@ -152,7 +152,7 @@ def apply_quantization_config(model: nnx.Module, recipe_config: RecipeConfig | N
 
 
 class _Unit(NamedTuple):
-    """A layer, or a kernel of one whose kernels are under different rules, and what the rules say of it."""
+    """A layer, or one of its kernels if these are under different rules, and the rules' decision."""
 
     path: str
     layer: QuantizableModule

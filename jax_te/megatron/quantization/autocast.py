@@ -1,4 +1,4 @@
-"""Autocast contexts of quantization recipes, and what runs quantized inside them.
+"""Autocast contexts of quantization recipes, and the precision of operations inside them.
 
 Only the flag of the ambient state is read. It decides whether the layer's recipe takes effect:
 
@@ -36,7 +36,7 @@ def get_fp8_autocast_for_quant_recipe(
     """Return the context of an operation with its own recipe: an `autocast`, or a context that changes nothing.
 
     Raises:
-        ValueError: as `TEQuantizationRecipe.to_recipe`, if the recipe takes effect.
+        ValueError: see `TEQuantizationRecipe.to_recipe`, if the recipe takes effect.
 
     Source: ``_get_fp8_autocast_for_quant_recipe``.
 
@@ -100,5 +100,5 @@ def get_should_context_be_quantized_params(
 
 
 def _takes_effect(qrecipe: TEQuantizationRecipe, quantized: bool) -> bool:
-    # The other flag says nothing about this state, see the table above.
+    # The other flag does not matter in this state, see the table above.
     return qrecipe.override_quantized_autocast if quantized else qrecipe.override_nonquantized_autocast

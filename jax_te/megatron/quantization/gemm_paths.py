@@ -1,4 +1,4 @@
-"""The names of GEMMs that the rules of a quantization file are matched with: this package's and Megatron's."""
+"""Names of GEMMs for the rules of a quantization file: this package's and Megatron's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MEGATRON = (
 
 
 def megatron_path(path: str) -> str:
-    """Return Megatron's name of a layer, or of a kernel of a LayerNormMLP, by the path that it has here.
+    """Return Megatron's name of a layer, or of a kernel of a LayerNormMLP, from its path here.
 
     >>> megatron_path("layers.0.self_attention.qkv"), megatron_path("decoder_layers.1.layernorm_mlp.wo_kernel")
     ('decoder.layers.0.self_attention.linear_qkv', 'decoder.layers.1.mlp.linear_fc2')

@@ -1,4 +1,4 @@
-"""The own precision of one quantizable layer."""
+"""Precision of one quantizable layer."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def finish_init(module: Layer, quantization_config: QuantizationConfig | None) -
 
     Args:
         module: changed in place.
-        quantization_config: from `get_quant_config_or_none`.
+        quantization_config: result of `get_quant_config_or_none`.
 
     Raises:
-        TypeError: if ``module`` is no quantizable layer.
-        ValueError, AssertionError: as `TEQuantizationParams.parse_from_config` and
+        TypeError: if ``module`` is not a quantizable layer.
+        ValueError, AssertionError: see `TEQuantizationParams.parse_from_config` and
             `TEQuantizationParams.to_module_recipe`. The layer is then unchanged.
 
     Source: ``TELinear.finish_init``.
@@ -47,7 +47,7 @@ def finish_init(module: Layer, quantization_config: QuantizationConfig | None) -
 
 
 def own_recipe(quantization_config: QuantizationConfig | None) -> ModuleRecipe | None:
-    """Return the ``module_recipe`` that a quantization config stands for, see `finish_init`."""
+    """Return the ``module_recipe`` that corresponds to a quantization config, see `finish_init`."""
     if quantization_config is None:
         return None
     return TEQuantizationParams.parse_from_config(quantization_config).to_module_recipe()
@@ -58,7 +58,7 @@ def will_execute_quantized(module: Layer, is_context_quantized: bool) -> bool:
     """Return whether a layer runs quantized in its current mode, given whether the ambient context is quantized.
 
     Raises:
-        TypeError: if ``module`` is no quantizable layer.
+        TypeError: if ``module`` is not a quantizable layer.
 
     Source: ``TELinear.will_execute_quantized``.
 

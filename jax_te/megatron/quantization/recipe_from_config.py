@@ -26,19 +26,19 @@ class TEDelayedScaling(DelayedScaling):
     """The model-wide delayed-scaling recipe of a Megatron configuration, equal to a `DelayedScaling` of its fields.
 
     Args:
-        config: any object; its attributes ``fp8_margin`` (default 0), ``fp8_amax_history_len`` (1),
+        config: object whose attributes ``fp8_margin`` (default 0), ``fp8_amax_history_len`` (1),
             ``fp8_amax_compute_algo`` (``"most_recent"``) and ``tp_only_amax_red`` (False) are read. These defaults are
             Megatron's; those of `DelayedScaling` itself are Transformer Engine's.
         fp8_format: `Format.HYBRID` or `Format.E4M3`.
         override_linear_precision: whether the forward GEMM, the input gradient's and the weight gradient's stay in high
             precision. Megatron passes ``(False, False, not config.fp8_wgrad)``, which Transformer Engine ignores, so
             its weight gradients are in FP8 nevertheless; here the argument has its effect.
-        fields: of `DelayedScaling`, in place of the configuration's.
+        fields: fields of `DelayedScaling`, in place of the configuration's.
 
     Raises:
         ValueError: if ``fp8_dot_product_attention`` or ``fp8_multi_head_attention`` is set, because attention does not
             run in FP8 here; for values that `DelayedScaling` refuses.
-        TypeError: for a format that is no `Format`.
+        TypeError: for a format that is not a `Format`.
 
     Source: ``megatron.core.extensions.transformer_engine.TEDelayedScaling``.
 

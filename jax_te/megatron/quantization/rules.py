@@ -30,8 +30,8 @@ class MatchContext:
         layer_number: index of the module's layer, from 0 within the pipeline stage; None outside the layers.
 
     Raises:
-        TypeError: for a path that is no text.
-        ValueError: for a layer number that is no integer >= 0.
+        TypeError: for a path that is not text.
+        ValueError: for a layer number that is not an integer >= 0.
 
     Source: ``megatron.core.quantization.quant_config.MatchContext``.
 
@@ -59,7 +59,7 @@ class QuantizationConfig:
         config: a copy of the entry of the ``configs`` section.
         match_input: description of the module.
         config_key: name of the entry.
-        factory_modules: of the `RecipeConfig`.
+        factory_modules: modules of the `RecipeConfig` whose recipes are made by a factory.
 
     Source: ``megatron.core.quantization.quant_config.QuantizationConfig``.
 
@@ -96,8 +96,8 @@ class GlobMatcher(Matcher):
     write ``*layers.1.*``. The layer number is not used.
 
     Args:
-        pattern: of `fnmatch`.
-        config_key: given to modules that match.
+        pattern: pattern of `fnmatch`.
+        config_key: config key of modules that match.
         name: label for reports.
 
     Source: ``megatron.core.quantization.quant_config.GlobMatcher``.
@@ -122,7 +122,7 @@ class RecipeConfig:
     """Named payloads and ordered rules that give them to modules; the first rule that applies wins.
 
     Args:
-        matchers: in order.
+        matchers: matchers, in order.
         config_dict: payload by config key.
         disabled: labels of the rules in a file that are not enabled, for reports.
         factory_modules: modules whose functions payloads may name as ``custom_recipe_factory``. A file alone cannot
@@ -166,7 +166,7 @@ class RecipeConfig:
         Raises:
             AssertionError: for an enabled rule without ``type``, ``pattern`` or ``config``.
             NotImplementedError: for a type other than ``"glob"``.
-            TypeError: for sections and rules that are no mappings, and flags that are no bools.
+            TypeError: for sections and rules that are not mappings, and flags that are not bools.
             ValueError: for unknown sections, and unknown keys of an enabled rule (Megatron ignores both, so a misspelt
                 key has no effect there).
 
@@ -240,11 +240,11 @@ def load_quantization_recipe(recipe_path: str | Path, factory_modules: Iterable[
     """Return the rules of a quantization file.
 
     Args:
-        recipe_path: of the file.
+        recipe_path: path of the file.
         factory_modules: modules whose functions the file may name as ``custom_recipe_factory``.
 
     Raises:
-        ValueError, TypeError, AssertionError, NotImplementedError: as `RecipeConfig.from_yaml_file`.
+        ValueError, TypeError, AssertionError, NotImplementedError: see `RecipeConfig.from_yaml_file`.
 
     Source: ``megatron.core.quantization.utils.load_quantization_recipe``.
 
@@ -275,7 +275,7 @@ def get_quant_config_or_none(module_path: str | None, recipe: RecipeConfig | Non
     """Return the config that ``recipe`` gives to a module; None if no rule applies, or without a path or a recipe.
 
     Raises:
-        KeyError: as `RecipeConfig.match`.
+        KeyError: see `RecipeConfig.match`.
 
     Source: ``megatron.core.quantization.utils.get_quant_config_or_none``.
 

@@ -19,8 +19,8 @@ class TEQuantizationParams:
     """The precision of a layer in training and in evaluation.
 
     Args:
-        training_recipe: in training, and in evaluation if ``evaluation_recipe`` is None.
-        evaluation_recipe: in evaluation. None: ``training_recipe``.
+        training_recipe: recipe of training, and of evaluation if ``evaluation_recipe`` is None.
+        evaluation_recipe: recipe of evaluation. None: ``training_recipe``.
 
     Source: ``megatron.core.extensions.transformer_engine.TEQuantizationParams``.
 
@@ -73,7 +73,7 @@ class TEQuantizationParams:
         """Return the ``module_recipe`` of a quantizable layer with this precision.
 
         Raises:
-            ValueError: as `TEQuantizationRecipe.to_recipe`; if only ``evaluation_recipe`` stores kernels quantized,
+            ValueError: see `TEQuantizationRecipe.to_recipe`; if only ``evaluation_recipe`` stores kernels quantized,
                 which happens in training.
 
         >>> TEQuantizationParams(TEQuantizationRecipe()).to_module_recipe().training is None
@@ -121,8 +121,8 @@ class TwoModeRecipe(ModuleRecipe):
     """A `ModuleRecipe` whose override flags differ between training and evaluation.
 
     Args:
-        training, evaluation, override_quantized_autocast, override_nonquantized_autocast, fp8_param, fp4_param: as in
-            `ModuleRecipe`; the flags are those of training.
+        training, evaluation, override_quantized_autocast, override_nonquantized_autocast, fp8_param, fp4_param: recipes
+            of the two modes and training's flags, see `ModuleRecipe`.
         in_evaluation: recipe and flags of evaluation; its field ``training`` is the recipe.
 
     >>> never = ModuleRecipe(training=None, override_quantized_autocast=False)
@@ -146,7 +146,7 @@ def _check_payload_type(config: Mapping[Any, Any], where: str) -> None:
     if TE_CONFIG_TYPE_KEY not in config:
         raise ValueError(f"{where} lacks {TE_CONFIG_TYPE_KEY}; allowed values: {', '.join(kinds)}")
     kind = config[TE_CONFIG_TYPE_KEY]
-    # Not a call of the class: for an unknown value Enum makes its whole repr.
+    # Not a call of the class: for an unknown value Enum builds the value's whole repr.
     if kind not in (*kinds, *TransformerEngineConfigType):
         raise ValueError(f"{where} has {TE_CONFIG_TYPE_KEY} {brief(kind)}; allowed values: {', '.join(kinds)}")
 
@@ -158,6 +158,6 @@ def _parse_recipe(quant_config: QuantizationConfig, name: str, where: str) -> TE
         raise TypeError(f"{name} of {where} is blank: {omit}write {{}} for high precision")
     try:
         return TEQuantizationRecipe.parse_from_config(value, quant_config.factory_modules)
-    # Raised again with the place in the file: a recipe does not know where it stands.
+    # Raised again with the position in the file, which a recipe does not know.
     except (ValueError, TypeError) as error:
         raise type(error)(f"{name} of {where}: {error}") from error

@@ -45,13 +45,13 @@ class TEQuantizationRecipe:
         custom_recipe_factory: ``"package.module.function"``, the ``qfactory`` of `jax_te.recipe.CustomRecipe`; required
             if a recipe is ``"custom"``. `to_recipe` imports it.
         fp8_format: ``"e4m3"`` or ``"hybrid"`` (E4M3 forward, E5M2 for gradients).
-        override_quantized_autocast: take effect if the ambient context is quantized.
-        override_nonquantized_autocast: take effect if the ambient context is not quantized.
+        override_quantized_autocast: whether to take effect if the ambient context is quantized.
+        override_nonquantized_autocast: whether to take effect if the ambient context is not quantized.
         tp_only_amax_red: see below.
-        fp8_param, fp4_param: store the layer's kernels quantized.
+        fp8_param, fp4_param: whether to store the layer's kernels quantized.
 
     Differences from Megatron: instances are frozen and hashable, since they select code under ``jit``. A flag that is
-    no bool is refused at once (Megatron takes the text ``"no"`` as true). `to_recipe` checks names, so that errors
+    not bool is refused at once (Megatron takes the text ``"no"`` as true). `to_recipe` checks names, so that errors
     appear when a recipe is attached to a layer, not in its first forward pass. `to_recipe` also refuses fields that
     have no effect, which Megatron ignores: ``custom_recipe_factory`` without a custom recipe, ``fp8_param`` and
     ``fp4_param`` without a recipe of their kind. ``fp8_format`` other than ``"e4m3"`` without an FP8 recipe of a fixed
@@ -173,7 +173,7 @@ class TEQuantizationRecipe:
     def _refuse_fields_without_effect(self) -> None:
         fp8, fp4 = self.fp8_quantization_recipe, self.fp4_quantization_recipe
         custom = "custom" in (fp8, fp4)
-        # Files name these two for every recipe; Megatron reads one for delayed scaling alone, the other for FP8.
+        # Files name these two for every recipe; Megatron reads one only for delayed scaling, the other for FP8.
         if self.tp_only_amax_red:
             log_once("tp_only_amax_red is for delayed scaling, which no layer has of its own, and has no effect")
         if self.fp8_format != "e4m3" and (custom or fp8 is None):
@@ -193,7 +193,7 @@ def resolve_factory(path: str | None) -> Callable[[str], Any]:
     """Return the function at a dotted path.
 
     Raises:
-        ValueError: if the path is empty or no string, has no dot, names a module that cannot be imported, or an
+        ValueError: if the path is empty or not a string, has no dot, names a module that cannot be imported, or an
             attribute that does not exist or cannot be called.
 
     Source: the resolution of ``custom_recipe_factory`` in ``megatron.core.fp8_utils``.

@@ -1,4 +1,4 @@
-"""Reading YAML within limits, with an error for keys that occur twice."""
+"""Reading of YAML within limits, with an error for duplicate keys."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import yaml
 from jax_te._validation import brief, read_text
 
 MAX_CHARACTERS = 2**18
-"""Of a YAML text, which PyYAML reads in some seconds. A rule for each of 1,000 layers takes half of it."""
+"""Maximum size of a YAML text, which PyYAML reads in some seconds. Rules for 1,000 layers take half of it."""
 
 MAX_DEPTH, MAX_VALUES = 50, 100_000
-"""Nesting of the content, and its values, where an alias counts as all that it stands for."""
+"""Maximum nesting of the content, and maximum number of values, with aliases expanded."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -30,7 +30,7 @@ class _Loader(yaml.SafeLoader):
             seen.add((key.tag, key.value))
         return node
 
-    # Before values are made: an alias or a merge key in one node could stand for a billion values of others.
+    # Before values are built: an alias or a merge key in one node could expand to a billion values.
     def get_single_node(self) -> Any:
         node = super().get_single_node()
         if node is not None:
@@ -69,12 +69,12 @@ def parse_yaml(text: str, name: str = "the text") -> Any:
     """Return the content of a YAML text, ``{}`` for an empty one. PyYAML's safe loader reads it: plain data only.
 
     Args:
-        text: YAML.
-        name: of the text in error messages.
+        text: text of the YAML file.
+        name: name of the text in error messages.
 
     Raises:
-        ValueError: if the text is not YAML, a mapping has a key twice, or the content is nested too deeply or stands
-            for too many values; the message names the text.
+        ValueError: if the text is not YAML, a mapping has a key twice, or the content is nested too deeply or expands
+            to too many values; the message names the text.
 
     >>> parse_yaml("a: 1")
     {'a': 1}
@@ -86,7 +86,7 @@ def parse_yaml(text: str, name: str = "the text") -> Any:
         content = yaml.load(text, Loader=_Loader)
     except RecursionError:
         problem = "it is nested too deeply"
-    except (AttributeError, LookupError):  # what PyYAML does with `!!timestamp foo` and `!!bool foo`
+    except (AttributeError, LookupError):  # raised by PyYAML for `!!timestamp foo` and `!!bool foo`
         problem = "a value does not fit its tag"
     except (yaml.YAMLError, ArithmeticError, TypeError, ValueError) as error:
         problem = str(error)[:500]

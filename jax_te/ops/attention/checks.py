@@ -35,7 +35,7 @@ def attention_spec(
     Args:
         qkv: queries, keys and values, or anything with their shapes and dtype.
         mask_type, scale, dropout_rate, window: see `dot_product_attention`.
-        **options: other fields of `AttentionSpec` than sizes.
+        **options: other fields of `AttentionSpec`, apart from sizes.
 
     Raises:
         ValueError: for shapes that do not agree, an unknown mask, bias or softmax type, or a softcap that is not
@@ -67,7 +67,7 @@ def attention_spec(
     )
     if spec.logit_softcap is not None and not spec.logit_softcap > 0.0:
         raise ValueError(f"logit_softcap must be > 0, or None for no cap; got {spec.logit_softcap!r}")
-    # TE has its packed layouts with padding masks only: one rule for both backends.
+    # TE supports its packed layouts only with padding masks; the rule is the same for both backends.
     if spec.max_segments and not spec.is_padding:
         raise ValueError(
             f"packed sequences need a padding mask type, got {mask_type!r}; take 'padding' in place of 'no_mask', "
@@ -155,7 +155,7 @@ def _check_lengths(spec: AttentionSpec, arrays: AttentionArrays) -> None:
         raise ValueError(
             f"mask_type {spec.mask_type!r} {'needs kv_lengths' if spec.is_padding else 'takes no lengths'}"
         )
-    # Lengths alone, not masks [b, s]: padding is at the end, which is all that cuDNN's kernels know.
+    # Lengths, not masks [b, s]: padding is at the end, the only case that cuDNN's kernels support.
     for name, lengths in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths)):
         if lengths is None:
             continue
@@ -173,7 +173,7 @@ def _check_bias(spec: AttentionSpec, bias: Array | None) -> None:
         raise ValueError(missing if bias is None else "bias_type 'no_bias' takes no bias")
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise TypeError(f"a bias must be floating point, got {bias.dtype}")
-    # Slopes alone: the bias [b, n, sq, skv] follows from them and from positions, which each shard has its own of.
+    # Only slopes: the bias [b, n, sq, skv] follows from them and from the positions of each shard.
     if spec.bias_type == "alibi":
         if bias.shape not in ((spec.heads,), (spec.batch, spec.heads)):
             raise ValueError(f"ALiBi slopes must be [n] = ({spec.heads},) or [b, n], got {bias.shape}")

@@ -69,19 +69,21 @@ def dot_product_attention(
             their length give zeros, as do all queries of a call without keys.
         mask: bool, broadcastable to ``[b, n, sq, skv]`` with four axes; True is masked out.
         q_lengths, kv_lengths: int32 ``[b]`` valid positions; ``q_lengths`` None: ``kv_lengths``.
-        segments: several sequences in each row (``thd``), each of which attends to itself only. Padding mask types.
+        segments: boundaries of several sequences in each row (``thd``), each of which attends to itself only. Padding
+            mask types.
         window: ``(left, right)`` positions attended to beside a query's own; -1: all. Counted along the mask type's
             diagonal.
         bias_type: ``"pre_scale_bias"`` is added to ``q k^T``, ``"post_scale_bias"`` to ``scale q k^T``; ``"alibi"``
             takes slopes and subtracts slope times distance (Press et al. 2021).
-        bias: floating point, broadcastable to ``[b, n, sq, skv]`` with four axes; for ALiBi ``[n]`` or ``[b, n]``.
+        bias: floating-point array, broadcastable to ``[b, n, sq, skv]`` with four axes; for ALiBi ``[n]`` or
+            ``[b, n]``.
         softmax_type: ``"off-by-one"`` adds 1 to the denominator, ``"learnable"`` ``exp(softmax_offset)``.
         softmax_offset: ``[n]``.
         logit_softcap: ``cap tanh(scores / cap)`` in place of the scaled scores, before a bias (Gemma Team 2024).
         scale: None: ``1 / sqrt(d)``.
-        dropout_rate: probability with which a probability is dropped; needs ``dropout_key`` unless it is 0.
-        return_max_logit: also return the max logit of each head, after scale, softcap and bias.
-        context_parallel: how devices exchange keys and values if the mesh in use shards the sequence. None:
+        dropout_rate: dropout probability of attention; needs ``dropout_key`` unless it is 0.
+        return_max_logit: whether to return the max logit of each head, too, after scale, softcap and bias.
+        context_parallel: exchange of keys and values between devices if the mesh in use shards the sequence. None:
             `ContextParallel`'s defaults.
         out_axes: logical axes of the result ``[b, sq, n, dv]``, and of queries, keys and values; required on a mesh
             with Explicit axes, for context parallelism and for ``te`` on a mesh.
@@ -93,7 +95,7 @@ def dot_product_attention(
 
     Raises:
         ValueError: for shapes that do not agree, and for an array that is missing or unused; for sizes that do not
-            divide over the context axis, and options that the kind of exchange does not have; for numbers that are
+            divide over the context axis, and options that the kind of exchange does not support; for numbers that are
             not finite.
         TypeError: for inputs or a bias that are not floating point, a mask that is not bool, lengths that are not
             integers, and a ``return_max_logit`` that is not True or False.
@@ -132,7 +134,7 @@ def dot_product_attention(
     )
     arrays = AttentionArrays(mask, q_lengths, kv_lengths, segments, bias, softmax_offset, dropout_key)
     check_arrays(spec, arrays)
-    # The same array, not a copy: identity is how `same_lengths` knows that both lengths agree.
+    # The same array, not a copy: `same_lengths` compares the lengths by identity.
     if q_lengths is None:
         arrays = arrays._replace(q_lengths=kv_lengths)
     mesh, sharding = jax.sharding.get_abstract_mesh(), None
@@ -152,7 +154,7 @@ def dot_product_attention(
         def attend(qkv: QKV, arrays: AttentionArrays) -> Any:
             assert chosen is not None
             out, max_logit = chosen.attention(qkv, spec, arrays)
-            # Named behind the constraint, so that a policy saves it in the sharding in which the next layer reads it.
+            # Named after the constraint, so that a policy saves it in the sharding that the next layer reads.
             out = checkpoint_name(constrain(out, out_axes), "context")
             return (out, max_logit) if return_max_logit else out
 
@@ -160,7 +162,7 @@ def dot_product_attention(
         return auto_region(attend, axes)(qkv, arrays)
 
 
-# Cached, because every attention layer of a model asks the same; ``rules`` and ``supports`` are part of the key.
+# Cached, because the attention layers of a model make the same call; ``rules`` and ``supports`` are part of the key.
 @functools.lru_cache(maxsize=1024)
 def _resolve(
     mesh: AbstractMesh,
@@ -171,12 +173,13 @@ def _resolve(
     backend: BackendName,
     ambient: tuple[Any, ...],
 ) -> tuple[Backend | None, AttentionSharding | None]:
-    """Return how a call on a mesh runs on each device by itself, or the backend where the compiler partitions it.
+    """Return the sharding of a call on a mesh that each device runs by itself, or the backend if the compiler
+    partitions it.
 
     The other one is None. ``facts`` are whether there is a mask array, and whether
     queries and keys have the same lengths.
     """
-    # A sharded sequence without axes would be computed as one device's, zig-zag order taken for natural order.
+    # Without axes a sharded sequence would be treated as unsharded, and zig-zag order as natural order.
     if axes is None and context_parallel is not None:
         _check_whole_sequences(spec, mesh, context_parallel)
     cp, (has_mask, same) = context_parallel or ContextParallel(), facts
@@ -196,13 +199,13 @@ def _resolve(
         return primitives(select("dot_product_attention", attention=spec, backend=backend, unsharded=reason)), None
     name = choose_backend(sharding, same, backend).backend
     if name == "xla" and not sharding.context:
-        # The compiler partitions plain JAX, and jax.nn's call of cuDNN, as well as rules of our own would.
+        # The compiler partitions plain JAX, and jax.nn's cuDNN call, as well as explicit rules would.
         return primitives(name), None
     return None, replace(sharding, backend=name)
 
 
 def _check_whole_sequences(spec: AttentionSpec, mesh: AbstractMesh, context_parallel: ContextParallel) -> None:
-    """Raise ValueError where the mesh shards sequences and a call without axes does not say so."""
+    """Raise ValueError if the mesh shards sequences but the call specifies no axes."""
     sharding = attention_sharding(spec, (None, "sequence", None, None), mesh, context_parallel)
     if sharding is not None and sharding.context:
         raise ValueError(

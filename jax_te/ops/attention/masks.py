@@ -1,6 +1,6 @@
 """Attention masks: sliding windows, causal diagonals, sequence lengths and packed sequences.
 
-cuDNN builds these masks itself. What is computed here is for plain JAX: a window and a causal mask are both bounds on
+cuDNN builds these masks itself. The functions here serve plain JAX: a window and a causal mask are both bounds on
 `distance`, how far a key is from its query along the mask type's diagonal.
 """
 
@@ -41,7 +41,7 @@ def normal_window(window: Window | None, mask_type: str) -> Window:
             f"window_size {tuple(window)} shows {right} positions ahead, mask type {mask_type!r} none; take "
             f"({left}, 0), or a mask type that is not causal"
         )
-    # From here on a causal mask is a window that ends at the query: backends need no second rule for it.
+    # From here on a causal mask is a window that ends at the query, so that backends need no separate rule.
     return (left, 0 if causal else right)
 
 
@@ -80,7 +80,7 @@ def hidden(spec: AttentionSpec, arrays: AttentionArrays, away: Array | None = No
     """Return the keys that are masked out for each query, bool ``[b | 1, 1 | n, sq, skv]``; None: no key is.
 
     Args:
-        spec, arrays: of the call.
+        spec, arrays: spec and arrays of the call.
         away: `distance`, if it was computed already.
     """
     left, right = spec.window

@@ -14,7 +14,7 @@ from jax_te.typing import Array
 
 
 class Segments(NamedTuple):
-    """Where the packed sequences of every row of a batch begin, and how long they are.
+    """Starts and lengths of the packed sequences in every row of a batch.
 
     Args:
         q_offsets, kv_offsets: int32 ``[b, m]``, first position of each of at most ``m`` sequences, in rising order.
@@ -56,9 +56,9 @@ def segments_from_cu_seqlens(
     Args:
         cu_seqlens_q: int32 ``[m + 1]`` or ``[b, m + 1]``: 0, then the sum of the lengths so far. Unused entries at the
             end repeat the last one.
-        cu_seqlens_kv: likewise for keys and values. None: those of the queries.
-        cu_seqlens_q_padded, cu_seqlens_kv_padded: where each sequence begins in memory, if there is padding between
-            sequences. None: there is none. Where both arrays for keys are None, those of the queries are taken.
+        cu_seqlens_kv: boundaries of keys and values, likewise. None: those of the queries.
+        cu_seqlens_q_padded, cu_seqlens_kv_padded: start of each sequence in memory, if there is padding between
+            sequences. None: no padding. Where both arrays for keys are None, those of the queries are taken.
 
     Raises:
         TypeError: for arrays that are not integers.
@@ -73,8 +73,8 @@ def segments_from_cu_seqlens(
     q_offsets, q_lengths = _offsets_and_lengths("q", cu_seqlens_q, cu_seqlens_q_padded)
     if cu_seqlens_kv is None:
         if cu_seqlens_kv_padded is None:
-            # The same arrays, not equal ones: that keys have the queries' lengths is then known while tracing, which
-            # lets an all-gather align both at the end of each sequence.
+            # The same arrays, not copies: equality of lengths is then known while tracing, and an all-gather can align
+            # queries and keys at the end of each sequence.
             return Segments(q_offsets, q_lengths, q_offsets, q_lengths)
         cu_seqlens_kv = cu_seqlens_q
     kv_offsets, kv_lengths = _offsets_and_lengths("kv", cu_seqlens_kv, cu_seqlens_kv_padded)
@@ -127,7 +127,7 @@ def segment_positions_at(offsets: Array, lengths: Array, positions: Array) -> Se
 
 
 def check_boundaries(which: str, lengths: Array, padded: Array | None, size: int | None = None) -> None:
-    """Raise ValueError for cumulative lengths and offsets that have values and cannot be those of rows.
+    """Raise ValueError for concrete cumulative lengths and offsets that are not valid for rows.
 
     Args:
         which: ``"q"`` or ``"kv"``, for messages.
@@ -151,7 +151,7 @@ def check_boundaries(which: str, lengths: Array, padded: Array | None, size: int
 
 
 def _values(boundaries: Any) -> np.ndarray | None:
-    """Return boundaries as rows; None if they have no values here: in ``jit``, or on other processes' devices."""
+    """Return boundaries as rows; None if their values are unknown here: in ``jit``, or on other processes' devices."""
     if not isinstance(boundaries, jax.Array | np.ndarray) or isinstance(boundaries, Tracer):
         return None
     if isinstance(boundaries, jax.Array) and not boundaries.is_fully_addressable:

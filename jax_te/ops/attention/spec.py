@@ -1,4 +1,4 @@
-"""The static description of an attention call, and its arrays: what the op and the backends share."""
+"""The static description of an attention call, and its arrays, shared by the op and the backends."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
 SOFTMAX_TYPES: tuple[str, ...] = get_args(SoftmaxType)
 
 Window = tuple[int, int]
-"""How many positions to the left and to the right of a query's own it attends to, beside its own; -1 means all."""
+"""Numbers of positions to the left and right of its own that a query attends to; -1 means all."""
 
 QKV = tuple[Array] | tuple[Array, Array, Array]
 """``(packed [b, s, 3, n, d],)`` or ``(q [b, sq, n, d], k [b, skv, g, d], v [b, skv, g, dv])``."""
 
 
 class AttentionArrays(NamedTuple):
-    """The arrays of a call beside queries, keys and values; see `dot_product_attention`.
+    """Arrays of a call other than queries, keys and values; see `dot_product_attention`.
 
     The last three locate a device's shard within the whole call, for plain JAX: int32 positions ``[sq]`` and ``[skv]``
     of its queries and keys, and for dropout int32 ``[b, n]``, the global index of each head's first softmax row. None:
@@ -54,7 +54,7 @@ class AttentionArrays(NamedTuple):
 
     def same_lengths(self) -> bool:
         """Return whether queries and keys have the same lengths."""
-        # By identity: while tracing nothing else says that two arrays are equal.
+        # By identity: while tracing nothing else shows that two arrays are equal.
         s = self.segments
         same = s is None or (s.q_lengths is s.kv_lengths and s.q_offsets is s.kv_offsets)
         return same and self.q_lengths is self.kv_lengths
@@ -62,14 +62,14 @@ class AttentionArrays(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """Everything about an attention call that is known before it runs; backends accept or refuse it by this.
+    """Static facts about an attention call, by which backends accept or refuse it.
 
     Args:
-        dtype: of queries, keys and values.
+        dtype: dtype of queries, keys and values.
         batch, q_length, kv_length, heads, groups, head_dim, v_head_dim: ``b, sq, skv, n, g, d, dv``.
         mask_type, window, bias_type, softmax_type, scale, logit_softcap, dropout_rate, return_max_logit: see
             `dot_product_attention`.
-        bias_shape: of the bias array.
+        bias_shape: shape of the bias array.
         max_segments: the most packed sequences in a row; 0: each row holds one sequence.
         packed: whether queries, keys and values are one array.
     """
@@ -111,7 +111,7 @@ class AttentionSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the call has nothing but scores, a mask type and dropout."""
+        """Whether the call uses only scores, a mask type and dropout."""
         # Under a causal mask window[1] is 0: that is the mask, not a window.
         return (
             self.window[0] < 0
@@ -126,7 +126,7 @@ class AttentionSpec:
 
 
 def unpack(qkv: QKV) -> tuple[Array, Array, Array]:
-    """Return query, key and value of either form."""
+    """Return query, key and value, packed or not."""
     if len(qkv) == 1:
         # For plain JAX, which fuses these slices; cuDNN is handed the packed array itself.
         packed = qkv[0]

@@ -37,14 +37,14 @@ def activation(
     ``"swiglu"`` (SiLU), ``"glu"`` (the sigmoid) and ``"clamped_swiglu"``, see `jax_te.config.ActivationParams`.
 
     A function of one array in place of the name is called with fp32 values and differentiated by ``jax.vjp``. It must
-    be elementwise, and have no arrays of its own that are to be learned. With several components there is a tuple of
-    functions or names, as in te.jax: ``("gelu_exact", "linear")``. Transformer Engine has kernels for its own names,
-    and no exact GELU: backend ``"te"`` computes that and users' functions in JAX, and so it says in `explain_backend`.
+    be elementwise, and must not contain arrays to be learned. With several components there is a tuple of functions or
+    names, as in te.jax: ``("gelu_exact", "linear")``. Transformer Engine has kernels for its own names, and no exact
+    GELU: backend ``"te"`` computes that and users' functions in JAX, as `explain_backend` reports.
 
     Args:
         x: ``[..., n_act, f]``, fp32, bf16 or fp16; computed in fp32.
         name: a key of `jax_te.config.ACTIVATIONS`, a function, or a tuple of them.
-        params: of ``"clamped_swiglu"``. None: ``ActivationParams()``.
+        params: parameters of ``"clamped_swiglu"``. None: ``ActivationParams()``.
         out_axes: logical axes of the result; required on a mesh with Explicit axes.
         backend: None for the ambient one.
 

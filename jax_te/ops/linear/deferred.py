@@ -1,4 +1,4 @@
-"""Kernel gradients that wait: backward gives the operands of their GEMM, which `deferred_wgrad` multiplies later."""
+"""Deferred kernel gradients: backward returns the operands of their GEMM, which `deferred_wgrad` multiplies later."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def deferred_wgrad(spec: LinearSpec, operands: OpaqueTree, lead: tuple[int, ...]
 
     For a layer with a `jax_te.ops.linear.spec.Summands` sink these are the summands, ``[*lead, d, k, *n]``.
 
-    It is nan if the sink was read more than once, as by a layer that a loop repeats: JAX has then added up operands.
+    It is nan if the sink was read more than once, as by a layer that a loop repeats, because JAX has then summed
+    operands.
     """
     assert spec.sink is not None
     shards = spec.plan.shards(PartitionSpec(spec.plan.amax_axes), spec.sink.spec(spec.plan))

@@ -1,4 +1,4 @@
-"""The linear transformation and its quantized form, by itself and behind a norm that writes its output quantized."""
+"""The linear transformation and its quantized form, alone and after a norm that writes its output quantized."""
 
 from __future__ import annotations
 
@@ -87,14 +87,14 @@ def layernorm_dense(
         x: ``[..., h]`` fp32, bf16 or fp16: the compute dtype.
         scale, ln_bias: ``[h]``; the bias may be None and must be for RMS norm.
         linear: kernel ``[h, *n]``, bias, quantizer state and ``grad_sink``.
-        norm: which norm, its epsilon, and whether the scale is an offset from 1.
-        recipe, options, backend: as in `dense`; the quantized input is the norm's output.
+        norm: kind of norm, its epsilon, and whether the scale is an offset from 1.
+        recipe, options, backend: see `dense`; the quantized input is the norm's output.
 
     Returns:
         ``[..., *n]`` in the dtype of ``x``.
 
     Raises:
-        ValueError, QuantizerStateError, TypeError, BackendUnavailableError: as `dense`.
+        ValueError, QuantizerStateError, TypeError, BackendUnavailableError: see `dense`.
 
     Source: ``transformer_engine.jax.layernorm_dense.layernorm_dense``.
 
@@ -111,7 +111,7 @@ def layernorm_dense(
 def normed_operand(
     spec: LinearSpec, norm: NormSpec, x: Array, scale: Array, bias: Array | None, state: GemmState | None
 ) -> tuple[Operand, Any]:
-    """Return the norm's output as the GEMMs read it, and the statistics that backward needs."""
+    """Return the norm's output as a GEMM operand, and the statistics that backward needs."""
     how = gemms.fused_quantization(spec, state, "x")
     if how is None:
         y, stats = spec.primitives.norm(x, scale, bias, norm)
@@ -144,12 +144,12 @@ def _fwd(spec: OpSpec, args: LinearArgs) -> tuple[Array, Any]:
     x, norm, (weights,) = args
     (linear,), stats = spec.layers, None
     if spec.norm is None:
-        # Nothing writes the input as an operand: it comes from outside of the op.
+        # The input is not written as an operand: it comes from outside of the op.
         operand = gemms.make_operand(linear, "x", x, weights.state, axis=-1)
     else:
         operand, stats = normed_operand(linear, spec.norm, x, *norm, weights.state)  # type: ignore[misc]
     y, saved = gemms.forward(linear, operand, weights, x)
-    # The kernel that quantizes a norm's output writes the statistics, too: unnamed, they would make it run again.
+    # The kernel that quantizes a norm's output writes the statistics, too; without a name they would be recomputed.
     stats, saved = named((stats, saved), "quantized", given=weights)
     normed = None if norm is None else (x, stats, *norm)
     return y, (normed, LinearResiduals(*saved, weights.state))  # type: ignore[misc]

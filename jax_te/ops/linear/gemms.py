@@ -1,8 +1,8 @@
 """The three GEMMs of a linear layer and the quantization of their operands, as functions over explicit residuals.
 
-Every op with a linear layer in it is made of these. On a mesh they run on one device's shards: an operand with one
-scale is quantized as a shard, under the amax of the shards that share it, and all-gathered in FP8; other operands are
-all-gathered first, so that no block of scales lies on two devices.
+Every op with a linear layer is composed of these. On a mesh they run on one device's shards: an operand with one scale
+is quantized as a shard, under the amax of the shards that share it, and all-gathered in FP8; other operands are
+all-gathered first, so that no block of scales spans two devices.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from jax_te.sharding import all_gather, constrain, reduce_max, reduce_sum
 from jax_te.typing import Array
 
 Used = tuple[Array | None, Array | None]
-"""The scale an operand was quantized with, and the amax that was seen: what its next state is made of."""
+"""Scale with which an operand was quantized, and the amax seen, from which the next state is computed."""
 
 
 class Operand(NamedTuple):
-    """One tensor as the GEMMs read it: unquantized, quantized, or both; and what its quantization saw."""
+    """One tensor as a GEMM operand: unquantized, quantized, or both; and the scale and amax of its quantization."""
 
     unquantized: Any = None
     quantized: Any = None
@@ -44,7 +44,7 @@ class Operand(NamedTuple):
 
 
 class LinearResiduals(NamedTuple):
-    """What backward needs of one linear layer's forward pass.
+    """Residuals of one linear layer's forward pass.
 
     Args:
         x: the input, as the kernel gradient's GEMM reads it.
@@ -60,7 +60,7 @@ class LinearResiduals(NamedTuple):
 
 
 def quantization(spec: LinearSpec, state: GemmState | None, role: TensorRole) -> Quantization:
-    """Return how an operand of this layer is quantized."""
+    """Return the quantization of an operand of this layer."""
     precision, plan = spec.precision, spec.plan
     scale = None if precision.amax_rule is None else precision.scale(state, role)
     axes = None if plan.scale_axes is None else plan.scale_axes[ROLES.index(role)]
@@ -68,10 +68,10 @@ def quantization(spec: LinearSpec, state: GemmState | None, role: TensorRole) ->
 
 
 def fused_quantization(spec: LinearSpec, state: GemmState | None, role: TensorRole) -> Quantization | None:
-    """Return how the op that computes this tensor quantizes it, if it may; None if something else reads its values.
+    """Return the quantization that the op which computes this tensor can fuse; None if something else reads its values.
 
-    On a mesh a tensor that is all-gathered before its quantization does not qualify; nor does one that gets more rows,
-    which must be zeros: a norm's bias and an activation would make others of them.
+    On a mesh a tensor that is all-gathered before its quantization does not qualify; nor does one that is padded with
+    rows of zeros, which a norm's bias or an activation would change.
     """
     precision = getattr(spec.precision, role)
     dims = spec.plan.x_all_gather if role == "x" else spec.plan.out_reduce_scatter
@@ -89,7 +89,7 @@ def fused_quantization(spec: LinearSpec, state: GemmState | None, role: TensorRo
 
 
 def adopt(spec: LinearSpec, role: TensorRole, written: Any, used: Used) -> Operand:
-    """Return the operand of a tensor that its op has written as one (see `fused_quantization`), all-gathered."""
+    """Return the operand of a tensor that its op wrote quantized (see `fused_quantization`), all-gathered."""
     dims = spec.plan.x_all_gather if role == "x" else spec.plan.out_reduce_scatter
     if dims:
         written = spec.primitives.all_gather_operand(written, dims)
@@ -111,7 +111,7 @@ def make_operand(spec: LinearSpec, role: TensorRole, x: Any, state: GemmState | 
     if not dims:
         return _quantized(spec, role, x, state, axis=axis)
     if not getattr(spec.precision, role).one_scale or spec.lead is not None:
-        # Blocks of the whole tensor's rows may begin inside of a shard; and rows are added behind all of a device's.
+        # Blocks of the whole tensor's rows may begin inside of a shard; padding rows are added after all of a device's.
         return _quantized(spec, role, all_gather(x, dims), state, axis=axis)
     # FP8 moves half of bf16's bytes, and each device quantizes its shard alone, not the whole tensor again.
     shard = _quantized(spec, role, x, state, axis=axis)
@@ -132,13 +132,13 @@ def forward(spec: LinearSpec, x: Operand, weights: LinearWeights, original: Arra
 def backward(
     spec: LinearSpec, residuals: LinearResiduals, g: Operand, dbias: Array | None, *, after: Array
 ) -> tuple[Array, LinearWeights, Any]:
-    """Return the cotangents of a layer's input, of its arrays, and of its ``grad_sink``.
+    """Return the cotangents of a layer's input, arrays and ``grad_sink``.
 
     Args:
         spec: the layer.
-        residuals: of its forward pass.
+        residuals: residuals of the forward pass.
         g: the gradient of its output.
-        dbias: of its bias, on a mesh summed over this device's rows.
+        dbias: gradient of the bias, on a mesh summed over this device's rows.
         after: the gradient of the op's output.
     """
     if dbias is not None and spec.plan.mesh is not None:
@@ -146,23 +146,23 @@ def backward(
     dx = dgrad(spec, residuals.kernel, g, after=after)
     gemm = KernelGemm(spec, residuals.x, g.read_by(spec, "wgrad"), wgrad)
     dsink = None if spec.sink is None else spec.sink.cotangent(gemm)
-    # A kernel stored quantized has no gradient of its own: the fp32 master's goes to the sink.
+    # A kernel stored quantized has no gradient itself: the fp32 master's gradient goes to the sink.
     has_gradient = spec.sink is None and not spec.stored_quantized
     dkernel: Any = gemm.gradient() if has_gradient else None
     return dx, LinearWeights(dkernel, dbias, next_state(spec, residuals, g)), dsink
 
 
 def kernel_operand(spec: LinearSpec, kernel: Array | QuantizedKernel, state: GemmState | None) -> tuple[Operand, Any]:
-    """Return the kernel as forward reads it, and its residual: on a mesh the shard, not what was all-gathered of it."""
+    """Return the kernel as forward reads it, and its residual: on a mesh the shard, not the all-gathered kernel."""
     dims = spec.kernel_all_gather
     if isinstance(kernel, QuantizedKernel):
         unquantized = None
-        # The exact values are gone: GEMMs in high precision read those that it was quantized to.
+        # The exact values are gone: GEMMs in high precision read the dequantized values.
         if spec.precision.kernel.read_unquantized:
             unquantized, _ = spec.backend.quantize_operand(kernel.dequantize(), Quantization(), axis=1)
         operand = Operand(unquantized, kernel.operand, (quantization(spec, state, "kernel").scale, kernel.amax))
     elif dims and not spec.precision.kernel.one_scale:
-        # The residual is the shard as it came: what was gathered would hold the whole kernel until backward.
+        # The residual is the original shard: the all-gathered kernel would stay in memory until backward.
         return _quantized(spec, "kernel", all_gather(kernel, dims), state, axis=1), kernel
     else:
         if dims and spec.precision.kernel.quantizer is None:
@@ -179,7 +179,7 @@ def kernel_operand(spec: LinearSpec, kernel: Array | QuantizedKernel, state: Gem
 def fprop(spec: LinearSpec, x: Operand, kernel: Operand, bias: Array | None) -> Array:
     """Return ``x @ kernel + bias``; where the sum over ``k`` is sharded, all-reduced or reduce-scattered."""
     plan, operands = spec.plan, (x.read_by(spec, "fprop"), kernel.read_by(spec, "fprop"))
-    # The bias once, behind the sum over the devices, not on each of them.
+    # The bias is added once, after the sum over the devices.
     added = None if plan.contracting_axes else bias
     y = spec.backend.gemm_fprop(*operands, added, spec.precision.split_accumulator[0])
     y = y if spec.lead is None else unpad_rows(y, spec.lead)
@@ -192,7 +192,7 @@ def fprop(spec: LinearSpec, x: Operand, kernel: Operand, bias: Array | None) -> 
 def grad_operand(spec: LinearSpec, g: Array, state: GemmState | None) -> tuple[Operand, Array | None]:
     """Return the output's gradient as an operand, and the bias gradient, on a mesh of this device's rows."""
     if spec.plan.constrained:
-        # Cotangents come without a constraint of their own, and the compiler may have split them in another way.
+        # Cotangents have no sharding constraint, so the compiler may have sharded them differently.
         g = constrain(g, spec.options.out_axes)
     axis, how = g.ndim - spec.kernel_rank + 1, fused_quantization(spec, state, "grad")
     # The bias gradient sums unquantized values either way, as TE's fused kernel does.
@@ -209,7 +209,7 @@ def dgrad(spec: LinearSpec, kernel: Any, g: Operand, *, after: Array) -> Array:
 
     Args:
         spec: the layer.
-        kernel: its residual.
+        kernel: residual of the kernel.
         g: the gradient of the output.
         after: the gradient of the op's output.
     """
@@ -221,7 +221,7 @@ def dgrad(spec: LinearSpec, kernel: Any, g: Operand, *, after: Array) -> Array:
         if spec.precision.kernel.one_scale:
             kernel = spec.primitives.all_gather_kernel(kernel, dims, "dgrad")
         else:
-            # No state: what has it (delayed scaling) has one scale.
+            # No state: recipes with state (delayed scaling) have one scale.
             kernel = spec.backend.residual_for_dgrad(kernel_operand(spec, kernel, None)[0].read_by(spec, "dgrad"))
     dx = spec.backend.gemm_dgrad(g.read_by(spec, "dgrad"), kernel, spec.precision.split_accumulator[1])
     dx = dx if spec.lead is None else unpad_rows(dx, spec.lead)
@@ -254,9 +254,10 @@ def next_state(spec: LinearSpec, residuals: LinearResiduals, grad: Operand) -> G
     if residuals.state is None or spec.frozen_scales:
         return residuals.state
     scales, amaxes = zip(*residuals.used, grad.used, strict=True)
-    # Reduced here, not where each was taken: nothing in this step reads them, and one collective does for all three.
+    # Reduced here, not where each was computed: nothing in this step reads them, and one collective suffices for all
+    # three.
     if spec.plan.mesh is not None and spec.precision.amax_rule is not None:
-        # None is no leaf: an operand that no GEMM read quantized has no amax.
+        # None is not a leaf: an operand that no GEMM read quantized has no amax.
         seen, treedef = jax.tree.flatten(amaxes)
         amaxes = jax.tree.unflatten(treedef, list(reduce_max(jnp.stack(seen), spec.plan.amax_axes)) if seen else [])
     return spec.precision.next_state(residuals.state, dict(zip(ROLES, zip(scales, amaxes, strict=True), strict=True)))
@@ -273,7 +274,7 @@ def show_overflow(x: Array) -> Array:
 
 
 def _quantized(spec: LinearSpec, role: TensorRole, x: Any, state: GemmState | None, *, axis: int) -> Operand:
-    """Return ``x`` in the forms that the GEMMs read, as it is at hand."""
+    """Return ``x``, which is available unquantized, in the forms that the GEMMs read."""
     precision, how = getattr(spec.precision, role), quantization(spec, state, role)
     unquantized = quantized = seen = None
     if spec.lead is not None and role != "kernel":

@@ -34,7 +34,7 @@ def layernorm(
     Args:
         x: ``[..., h]`` fp32, bf16 or fp16.
         scale, bias: ``[h]``; the bias may be None and must be for RMS norm.
-        norm: which norm, its epsilon, and whether the scale is an offset from 1.
+        norm: kind of norm, its epsilon, and whether the scale is an offset from 1.
         out_axes: logical axes of the result (and of ``x``); required on a mesh with Explicit axes.
         backend: None for the ambient one.
 
@@ -68,7 +68,7 @@ class _Spec(NamedTuple):
     out_axes: LogicalAxes | None
 
     def constrain(self, x: Array) -> Array:
-        """Return ``x`` in the sharding that the call names, where the compiler partitions the op."""
+        """Return ``x`` in the sharding that the call specifies, where the compiler partitions the op."""
         return constrain(x, self.out_axes) if self.plan.constrained else x
 
 

@@ -26,7 +26,7 @@ class MlpOptions(NamedTuple):
     """The static options of `layernorm_mlp`.
 
     Args:
-        norm: which norm, its epsilon, and whether the scale is an offset from 1.
+        norm: kind of norm, its epsilon, and whether the scale is an offset from 1.
         activation: see `jax_te.ops.activation`.
         wi, wo: options of the two linear layers. ``wi.out_axes`` are the logical axes of ``[..., n_act, f]``,
             ``wo.x_axes`` those of the activated tensor ``[..., f]``, ``wo.out_axes`` those of the result.
@@ -62,13 +62,13 @@ def layernorm_mlp(
             ``n_act`` is the activation's number of components.
         wo: kernel ``[f, h]`` and bias ``[h]`` or None, likewise.
         options: norm, activation, and the options of the two linear layers.
-        recipe, backend: as in `dense`.
+        recipe, backend: see `dense`.
 
     Returns:
         ``[..., h]`` in the dtype of ``x``.
 
     Raises:
-        ValueError, QuantizerStateError, TypeError, BackendUnavailableError: as `dense`.
+        ValueError, QuantizerStateError, TypeError, BackendUnavailableError: see `dense`.
 
     Source: ``transformer_engine.jax.layernorm_mlp.layernorm_mlp``. There FFN2's output gradient uses FFN1's
     quantizer and the other way round; here each state belongs to its own layer.
@@ -95,7 +95,7 @@ def layernorm_mlp(
 
 
 def _as_planned(spec: OpSpec, x: Array, rows: tuple[int, ...] = (-1,)) -> Array:
-    """Return ``x [..., k]`` as ``[*rows, k]`` if the plan is one by rows, else as it is."""
+    """Return ``x [..., k]`` as ``[*rows, k]`` if the plan is by rows, else unchanged."""
     return x.reshape(*rows, x.shape[-1]) if len(spec.layers[0].plan.x_all_gather) == 1 else x
 
 
@@ -103,10 +103,10 @@ def _fwd(spec: OpSpec, args: LinearArgs) -> tuple[Array, Any]:
     shape, x, norm, (wi, wo) = args.x.shape, _as_planned(spec, args.x), *args[1:]
     operand, stats = normed_operand(spec.layers[0], spec.norm, x, *norm, wi.state)  # type: ignore[arg-type]
     pre, saved = gemms.forward(spec.layers[0], operand, wi)
-    # te.jax's names, so that its users' policies hold here.
+    # te.jax's names, so that remat policies written for it apply here.
     pre = checkpoint_name(pre, "ffn1")
     out, wo_saved = gemms.forward(spec.layers[1], _activated(spec, pre, wo.state), wo)
-    # A kernel that quantizes writes all of its group: one array without the name, and it would run again.
+    # A quantizing kernel writes several arrays: if one had no name, recomputation would run the kernel again.
     saved, stats, wo_saved = named((saved, stats, wo_saved), "quantized", given=(wi, wo))
     (y, wi_kernel, (y_used, wi_used)), (z, wo_kernel, (z_used, wo_used)) = saved, wo_saved
     y, stats, y_used = checkpoint_name((y, stats, y_used), "norm")

@@ -1,4 +1,4 @@
-"""Which norm stands in front of a linear layer, and which activation function behind it."""
+"""The norm before a linear layer, and the activation function after it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from jax_te.config import ACTIVATIONS, ActivationLike, ActivationParams, activat
 
 @dataclass(frozen=True, kw_only=True)
 class NormSpec:
-    """Which normalization over the last axis.
+    """Kind of normalization over the last axis.
 
     Args:
         kind: ``"layernorm"`` (subtract the mean, divide by the standard deviation, scale, add bias) or ``"rmsnorm"``
             (divide by the root mean square, scale; no bias).
-        epsilon: added to the variance or mean square.
+        epsilon: constant added to the variance or mean square.
         zero_centered_gamma: the stored scale is an offset from 1.
 
     >>> NormSpec(kind="rmsnorm").epsilon
@@ -34,7 +34,7 @@ class NormSpec:
 
 
 class Activation(NamedTuple):
-    """An activation function by name or itself, see `jax_te.ops.activation`, and parameters of ``"clamped_swiglu"``.
+    """An activation function or its name, see `jax_te.ops.activation`, and parameters of ``"clamped_swiglu"``.
 
     >>> Activation("swiglu").parts()
     ('silu', 'linear')
@@ -48,7 +48,7 @@ class Activation(NamedTuple):
 
         Raises:
             ValueError: for an unknown activation, or for parameters that it does not have.
-            TypeError: for what is neither a name nor a function.
+            TypeError: for a value that is neither a name nor a function.
         """
         parts = activation_parts(self.name)
         if self.params is not None and parts != ACTIVATIONS["clamped_swiglu"]:

@@ -1,4 +1,4 @@
-"""Where the GEMMs of a linear layer run on a mesh, and which collectives stand between them."""
+"""Placement of a linear layer's GEMMs on a mesh, and the collectives between them."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class LinearOptions(NamedTuple):
         kernel_axes: logical axes of the kernel, and of its gradient. With these and ``out_axes`` named, each device of
             a mesh runs the GEMMs of its shards, and communicates what `jax_te.ops.linear.plan.Plan` says.
         out_axes: logical axes of the output; required on a mesh with Explicit axes.
-        save_original_input: keep the input itself as the residual, and quantize it again in backward, instead of its
-            quantized copy: less memory where the input is alive anyway. Not with delayed scaling.
+        save_original_input: whether to keep the input itself as the residual, and quantize it again in backward,
+            instead of its quantized copy: less memory where the input is alive anyway. Not with delayed scaling.
         name: the layer's path, under which its quantized tensors are observed, see
             `jax_te.quantize.observe_quantization`.
         evaluation: the layer is evaluated, not trained: its state may be left out of what is differentiated.
@@ -68,8 +68,8 @@ class Plan:
 
     Args:
         mesh: None: on one device, or as the compiler partitions it.
-        reason: why there is a mesh of several devices, and they cannot run the op by themselves.
-        constrained: there is a mesh, and the compiler partitions the op by constraints on its arrays.
+        reason: reason why devices cannot run the op by themselves, on a mesh of several devices.
+        constrained: whether there is a mesh, and the compiler partitions the op by constraints on its arrays.
         x_all_gather, out_reduce_scatter: mesh axes for each leading dimension of input and output.
         kernel_all_gather: mesh axes for each dimension of the kernel.
         contracting_axes: mesh axes that shard the sum over ``k``.
@@ -78,7 +78,7 @@ class Plan:
         x_row_axes, out_row_axes: mesh axes that shard the rows of input and output outside of the GEMMs.
         rows: sizes of the rows of the GEMMs on one device; None: no mesh.
         amax_axes: mesh axes that reduce a shard's amax to the tensor's.
-        scale_axes: for input, kernel and gradient the mesh axes whose shards share a current scale. None: no mesh.
+        scale_axes: mesh axes whose shards share a current scale, for input, kernel and gradient. None: no mesh.
         x_spec, kernel_spec, bias_spec, out_spec: PartitionSpecs of the arrays outside of the GEMMs.
 
     Source: Shoeybi et al. 2019 (tensor parallelism), Korthikanti et al. 2022 (sequence parallelism), Rajbhandari et al.
@@ -105,7 +105,7 @@ class Plan:
     out_spec: PartitionSpec = REPLICATED
 
     def without_mesh(self, reason: str | None) -> Plan:
-        """Return the plan that leaves the op to the compiler for ``reason``; the plan itself for None."""
+        """Return the plan that leaves the op to the compiler because of ``reason``; None: the plan itself."""
         return self if reason is None or self.mesh is None else _partitioned(reason)
 
     def by_rows(self) -> Plan:
@@ -117,11 +117,11 @@ class Plan:
         return replace(self, x_all_gather=gathered, out_reduce_scatter=scattered, rows=(prod(self.rows or ()),))
 
     def shards(self, args: Any, out: Any) -> Shards | None:
-        """Return where arrays lie around an op that runs by this plan; None without a mesh.
+        """Return the sharding of an op's arrays under this plan; None without a mesh.
 
         Args:
             args: PartitionSpecs of the arguments and of their cotangents, a tree prefix of them.
-            out: of the output.
+            out: specs of the output.
         """
         return None if self.mesh is None else Shards(mesh=self.mesh, args=args, out=out, cotangents=args)
 
@@ -133,10 +133,10 @@ def linear_plan(
     precision: Precision = Precision(),
     state: GemmState | None = None,
 ) -> Plan:
-    """Return how a linear layer runs on the mesh in use.
+    """Return the plan of a linear layer on the mesh in use.
 
     Args:
-        x_shape: of the whole input.
+        x_shape: shape of the whole input.
         kernel: ``[k, *n]``.
         options: logical axes of input, kernel and output.
         precision: blocks of the quantizers' scales must not lie on two devices.
@@ -150,16 +150,16 @@ def linear_plan(
         return _partitioned("the call does not name the logical axes of its output and kernel (out_axes, kernel_axes)")
     if ambient_observer.value is not None:
         return _partitioned("its quantized tensors are observed, which is done on whole arrays")
-    # A plan has one scale for each tensor, and here every part of the batch has its own.
+    # A plan has one scale for each tensor, but here every part of the batch has its own.
     if state is not None and state["x"]["scale"].ndim > 0:
         return _partitioned("each part of the batch has scales of its own (tp_only_amax_red)")
     if x_axes is None:
         x_axes = (*out_axes[: len(x_shape) - 1], activation_axis(kernel_axes[0]))
     whole = kernel.lacks_shards if isinstance(kernel, QuantizedKernel) else None
-    # Named before the sizes of blocks: no other size would help a kernel that has no shards.
+    # This reason comes before those of block sizes: no other size would help a kernel without shards.
     precision = precision if whole is None else Precision()
     dims = (mesh_dims(x_axes, mesh), mesh_dims(kernel_axes, mesh), mesh_dims(out_axes, mesh))
-    # Quantizing a kernel beforehand knows its own axes alone, and shares scales along these. A layer of Flax, whose
+    # Quantization of a kernel in advance knows only its own axes, and shares scales along these. A layer of Flax, whose
     # axes are a PartitionSpec, has no such kernel.
     ahead = None if isinstance(kernel_axes, PartitionSpec) else gathered_axes(kernel_axes, mesh)
     return plan_of_dims(mesh, (x_shape, kernel.shape), dims, precision, ahead).without_mesh(whole)
@@ -174,7 +174,7 @@ def plan_of_dims(
     precision: Precision,
     ahead: MeshAxes | None,
 ) -> Plan:
-    """Return how a linear layer runs whose arrays lie on a mesh in this way, whoever said so.
+    """Return the plan of a linear layer whose arrays are placed on a mesh in this way.
 
     Args:
         mesh: the mesh in use.
@@ -203,7 +203,7 @@ def plan_of_dims(
         bias_spec=partition_spec(features),
         out_spec=partition_spec(out),
     )
-    # What an all-gather joins has one scale.
+    # Shards that an all-gather joins have one scale.
     joined = zip(ROLES, (plan.x_all_gather, plan.kernel_all_gather, plan.out_reduce_scatter), strict=True)
     shared = (free_axes(mesh) if getattr(precision, role).whole_amax else flat(dims) for role, dims in joined)
     plan = replace(plan, scale_axes=tuple(shared))
@@ -230,8 +230,9 @@ def plan_of_dims(
 def rows_may_be_reordered(first: Plan, last: Plan) -> bool:
     """Return whether the layers of a feed-forward block may run on rows in the order in which devices gather them.
 
-    Nothing in such a block depends on the order of rows but blocks of scales, and along another axis than the first,
-    such as the sequence, XLA transposes what NCCL gathers and scatters. The rows must come back in the order they had.
+    Only blocks of scales depend on the order of rows in such a block, and along an axis other than the first, such as
+    the sequence, XLA transposes the arrays that NCCL gathers and scatters. The rows must come back in the order they
+    had.
     """
     come_back_in_order = (first.x_all_gather, first.x_row_axes) == (last.out_reduce_scatter, last.out_row_axes)
     gathered_once = not last.x_all_gather
@@ -241,10 +242,10 @@ def rows_may_be_reordered(first: Plan, last: Plan) -> bool:
 
 
 def row_plan(shape: tuple[int, ...], axes: LogicalAxes | None, out_axes: LogicalAxes | None, *, whole: int) -> Plan:
-    """Return how an op that treats each row of ``x`` by itself runs on the mesh in use.
+    """Return the plan of a row-wise op on ``x`` on the mesh in use.
 
     Args:
-        shape: of ``x``.
+        shape: shape of ``x``.
         axes, out_axes: logical axes of ``x`` and of the output.
         whole: number of trailing dimensions that must be whole on every device.
     """
@@ -254,7 +255,7 @@ def row_plan(shape: tuple[int, ...], axes: LogicalAxes | None, out_axes: Logical
     if axes is None or out_axes is None:
         return _partitioned("the call does not name the logical axes of its output (out_axes)")
     spec = partition_spec(dims := mesh_dims(axes, mesh))
-    # A norm's statistics are of whole rows.
+    # A norm's statistics need whole rows.
     if flat(dims[len(dims) - whole :]):
         return _partitioned(f"its rows are split over devices: {spec}")
     if local_shape(shape, dims, mesh) is None:

@@ -1,4 +1,4 @@
-"""Quantizing a kernel before the calls that use it."""
+"""Quantization of a kernel before the calls that use it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def quantize_kernel(
     """Return a kernel in the form that the GEMMs read, for several calls with the same values.
 
     A call with it gives the bits that a call with the kernel itself gives, unless the recipe keeps one of the kernel's
-    GEMMs in high precision: then that one reads the quantized values, too. It is no differentiable function of the
+    GEMMs in high precision: then that one reads the quantized values, too. It is not a differentiable function of the
     kernel: give the call a ``grad_sink`` (see `dense`).
 
     Args:
@@ -65,10 +65,10 @@ def quantize_kernel(
         recipe: the recipe of the calls.
         state: the recipe's state, if it has any.
         kernel_axes: logical axes of the kernel; required on a mesh with Explicit axes.
-        portable: make it of plain arrays, which any backend reads and a checkpoint holds, instead of what this backend
-            reads fastest.
-        grouped: for `grouped_dense`: there are several kernels ``[e, k, *n]``, each quantized by itself.
-        backend: of the calls; None for the ambient one.
+        portable: whether to make it of plain arrays, which any backend reads and a checkpoint holds, instead of the
+            form that this backend reads fastest.
+        grouped: whether there are several kernels ``[e, k, *n]`` for `grouped_dense`, each quantized by itself.
+        backend: backend of the calls; None for the ambient one.
 
     Raises:
         ValueError: if the recipe does not quantize kernels.
@@ -107,10 +107,10 @@ def quantize_kernel(
         form, amax = _on_devices((chosen, quantizer, shards, group), shards, (kernel, scale))
     else:
         operand, amax = _in_region(run, kernel, scale, kernel_axes)
-        # Plain arrays pass through checkpoints and any transformation; a backend's own classes need not.
+        # Plain arrays pass through checkpoints and any transformation; a backend's classes may not.
         form = operand if portable else OpaqueTree.pack(operand)
     guard = Guard.new() if portable else None
-    if grouped:  # each of its kernels has one, as those of a stack have
+    if grouped:  # one for each kernel, as in a stack
         guard = jax.tree.map(lambda constant: jnp.full(kernel.shape[:1], constant), guard)
     return QuantizedKernel(
         form=form, amax=amax, guard=guard, quantizer=quantizer, shape=kernel.shape, dtype=kernel.dtype
@@ -118,8 +118,8 @@ def quantize_kernel(
 
 
 def _shards(kernel: Array, axes: LogicalAxes | None, quantizer: Quantizer, state: GemmState | None) -> Shards | None:
-    """Return how the kernel lies on the mesh where each device can quantize its shard by itself, and the calls that
-    read it run so (`jax_te.ops.linear.plan.linear_plan`); else None.
+    """Return the kernel's sharding on the mesh if each device can quantize its shard by itself and the calls that read
+    it run this way (`jax_te.ops.linear.plan.linear_plan`); else None.
     """
     mesh, whole = device_mesh(), state is None or state["x"]["scale"].ndim == 0
     if mesh is None or axes is None or not isinstance(quantizer, TensorQuantizer) or ambient_observer.value is not None:

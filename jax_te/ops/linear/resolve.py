@@ -56,7 +56,7 @@ class Layer(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """The norm in front of the first layer: which one, and its arrays ``[h]``."""
+    """The norm before the first layer, and its arrays ``[h]``."""
 
     spec: NormSpec
     scale: Array
@@ -77,15 +77,15 @@ def run_op(
     """Return the result of a linear op, after its call was checked and resolved.
 
     Args:
-        op: made by `jax_te.ops.sharded_vjp.sharded_vjp`, over an `OpSpec` and `LinearArgs`.
-        name: of the op, see `jax_te.ops.explain_backend`.
+        op: op that `jax_te.ops.sharded_vjp.sharded_vjp` made, over an `OpSpec` and `LinearArgs`.
+        name: name of the op, see `jax_te.ops.explain_backend`.
         x: the input.
-        layers: one or two, one after another; where the devices cannot run one, the compiler partitions both.
-        norm, activation: in front of the first layer, and between the two.
-        recipe, backend: of the call.
+        layers: one or two layers, in order; where the devices cannot run one, the compiler partitions both.
+        norm, activation: norm before the first layer, and activation function between the two.
+        recipe, backend: recipe and backend of the call.
 
     Raises:
-        ValueError, TypeError, QuantizerStateError, BackendUnavailableError: as `jax_te.ops.dense`.
+        ValueError, TypeError, QuantizerStateError, BackendUnavailableError: see `jax_te.ops.dense`.
     """
     check_axes("x", x)
     precision = precision_of(recipe)
@@ -124,7 +124,8 @@ def check_differentiated(spec: Any, args: Any, perturbed: Any, sinks: tuple[Any,
 
 
 def why_once(spec: Any) -> str | None:
-    """Return why a linear op has no second derivatives; None if it has. ``spec`` as in `check_differentiated`."""
+    """Return the reason why a linear op has no second derivatives; None if it has them. ``spec``: see
+    `check_differentiated`."""
     for layer in spec.layers:
         operands = [getattr(layer.precision, role) for role in ROLES]
         if any(operand.quantizer is not None and operand.read_quantized for operand in operands):
@@ -177,7 +178,7 @@ def check_norm(op: str, hidden: int, scale: Array, bias: Array | None, norm: Nor
 
 
 def _check_arrays(name: str, x: Array, layers: Sequence[Layer], norm: Norm | None) -> None:
-    """Raise for a norm's arrays of another shape, and for arrays in a dtype that nothing is computed in."""
+    """Raise for a norm's arrays of another shape, and for arrays of an unsupported dtype."""
     if norm is not None:
         check_norm(name, x.shape[-1], norm.scale, norm.bias, norm.spec)
     arrays: list[Any] = [x] if norm is None else [x, norm.scale, norm.bias]
@@ -195,7 +196,8 @@ def _plans(
     activation: Activation | None,
     precision: Precision,
 ) -> list[Plan]:
-    """Return how the layers of a call run; one region runs the whole op, so a reason of one layer is that of both."""
+    """Return the plans of a call's layers; one region runs the whole op, so a reason against one layer applies to
+    both."""
     plans = [
         linear_plan(layer.x_shape, used.kernel, layer.options, precision, used.state)
         for layer, used in zip(layers, weights, strict=True)
@@ -244,12 +246,12 @@ def _resolved(
 def _padded_rows(layer: Layer, plan: Plan, precision: Precision) -> tuple[int, ...] | None:
     """Return the sizes of the rows that a device's GEMMs have, if zeros are added to them; else None."""
     rows = layer.x_shape[:-1] if plan.rows is None else plan.rows
-    # FP8 tensor cores read 16 bytes at once, also along the tokens; a tensor without any has no maximum.
+    # FP8 tensor cores read 16 bytes at once, also along the tokens; an empty tensor has no maximum.
     return rows if prod(rows) == 0 or prod(rows) % precision.alignment else None
 
 
 def _check_layer(layer: Layer, plan: Plan, precision: Precision, lead: tuple[int, ...] | None) -> None:
-    """Raise ValueError for shapes that do not fit each other, the recipe or the mesh, or an option that does not."""
+    """Raise ValueError for shapes or options that do not fit each other, the recipe or the mesh."""
     label, shape, (kernel, bias, state, _), options = layer
     if kernel.ndim < 2 or shape[-1] != kernel.shape[0]:
         raise ValueError(
@@ -289,7 +291,7 @@ def _saves_original(options: LinearOptions, precision: Precision) -> bool:
 
 
 def _shards(layers: Sequence[LinearSpec], weights: Sequence[LinearWeights]) -> Shards | None:
-    """Return where the arrays of a call lie on the mesh, around these layers; None without a mesh."""
+    """Return the sharding of a call's arrays on the mesh; None without a mesh."""
     first, last = layers[0].plan, layers[-1].plan
     if first.mesh is None:
         return None

@@ -1,4 +1,4 @@
-"""The static description of a linear layer, its arrays, and the kinds of sinks that its kernel's gradient may go to."""
+"""The static description of a linear layer, its arrays, and the kinds of sinks for its kernel's gradient."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class LinearSpec:
         backend: the module of primitives.
         precision: the recipe, resolved.
         plan: the mesh and the collectives, or the reason why the compiler partitions the GEMMs.
-        options: as the call gave them.
+        options: options of the call.
         x_dtype: the compute dtype.
         wgrad_dtype: dtype of the kernel's gradient.
         kernel_rank: number of axes of the kernel.
@@ -59,8 +59,8 @@ class LinearSpec:
         kernel_all_gather: mesh axes along which the kernel is all-gathered; one stored in blocks was, when it was
             quantized.
         saves_original: the residual of the input is the input itself, which is quantized again in backward.
-        sink: kind of sink that gets the kernel's gradient; None: it is the kernel's own cotangent.
-        observer: collects statistics of the quantized tensors, or None.
+        sink: kind of sink for the kernel's gradient; None: it is the kernel's own cotangent.
+        observer: function that collects statistics of the quantized tensors, or None.
         frozen_scales: the state stays as it is, see `jax_te.quantize.frozen_scales`.
     """
 
@@ -82,7 +82,7 @@ class LinearSpec:
 
     @property
     def primitives(self) -> Backend:
-        """The backend with all its primitives, which one layer has; several layers in groups have GEMMs alone."""
+        """The backend with all its primitives, for ungrouped layers; grouped layers only have GEMMs."""
         return cast(Backend, self.backend)
 
 
@@ -96,12 +96,12 @@ class OpSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelGemm:
-    """The GEMM of a kernel's gradient, which has not run.
+    """The pending GEMM of a kernel's gradient.
 
     Args:
         layer: the layer.
         x, g: residual of the input, and the output's gradient as this GEMM reads it.
-        multiply: runs the GEMM, ``multiply(layer, x, g)``.
+        multiply: function that runs the GEMM, ``multiply(layer, x, g)``.
     """
 
     layer: LinearSpec
@@ -114,7 +114,7 @@ class KernelGemm:
         return self.multiply(self.layer, self.x, self.g)
 
     def operands(self) -> OpaqueTree:
-        """Return the operands, and a 1 that counts the uses of the sink: JAX adds up the cotangents of several."""
+        """Return the operands, and a 1 that counts uses of the sink: JAX sums the cotangents of several uses."""
         operands = self.x, self.layer.backend.residual_for_wgrad(self.g), jnp.ones((), jnp.float32)
         return OpaqueTree.pack(operands, per_device=self.layer.plan.mesh is not None)
 
@@ -136,7 +136,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Summands:
-    """A sink ``[d, k, *n]``, which gets what each of ``d`` devices has of the kernel's gradient, from its own tokens.
+    """A sink ``[d, k, *n]`` for the summands of the kernel's gradient from each of ``d`` devices' tokens.
 
     Args:
         summed_later: mesh axes of the ``d`` devices, over which the caller adds up.
@@ -170,7 +170,7 @@ class Deferred:
 
 @jax.tree_util.register_static
 class Probe:
-    """A sink without arrays, for an abstract pass through a model: it learns what a `Deferred` one would get.
+    """A sink without arrays, for an abstract pass through a model: it records what a `Deferred` sink would receive.
 
     A pytree without leaves. Compared by identity, so that no cached trace of another pass takes the place of this one,
     and that a stack of layers does not run as a loop.
@@ -196,17 +196,17 @@ class Probe:
         return PartitionSpec(plan.amax_axes)
 
     def cotangent(self, gemm: KernelGemm) -> None:
-        """Take note of the layer, and of the shapes and dtypes of its operands."""
+        """Record the layer, and the shapes and dtypes of its operands."""
         self.layer = replace(gemm.layer, sink=Whole())
         self.operands = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), gemm.operands())
 
 
 GradSink: TypeAlias = Whole | Summands | Deferred | Probe
-"""What the gradient of a kernel goes to: the kinds of sinks that an op can have in place of the kernel itself."""
+"""Destination of a kernel's gradient in place of the kernel itself: the kinds of sinks of an op."""
 
 
 GivenSink: TypeAlias = Array | OpaqueTree | Probe
-"""A ``grad_sink`` as a call is given it, see `LinearWeights`."""
+"""A call's ``grad_sink``, see `LinearWeights`."""
 
 
 def grad_sink_of(

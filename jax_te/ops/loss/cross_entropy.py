@@ -28,7 +28,7 @@ def softmax_cross_entropy(
     """Return ``logsumexp(logits) - logits[label]`` for each position, in nats, or their weighted mean or sum.
 
     Computed in fp32; residuals are the logits in their own dtype and one fp32 number per position. On a mesh, mean and
-    sum are those of the whole arrays, however these are sharded.
+    sum are over the whole arrays, whatever their sharding.
 
     Args:
         logits: ``[..., v]`` fp32, bf16 or fp16.

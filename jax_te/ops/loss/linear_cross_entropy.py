@@ -41,9 +41,9 @@ def linear_cross_entropy(
         kernel: ``[h, v]``; multiplied in the dtype of ``x``.
         labels: integers ``[b, s]`` in ``[0, v)``, or ``options.ignore_index``. Another label gives a loss and gradients
             of nan.
-        chunks: how many; must divide ``s``, and a device's shard of it.
+        chunks: number of chunks; must divide ``s``, and a device's shard of it.
         weights: ``[b, s]``, multiplies the losses. None: all 1.
-        options, reduction, out_axes: as in `softmax_cross_entropy`.
+        options, reduction, out_axes: see `softmax_cross_entropy`.
 
     Returns:
         fp32 ``[b, s]``, or ``[]``. Gradients have the dtypes of ``x`` and ``kernel``; the kernel's is summed in fp32.

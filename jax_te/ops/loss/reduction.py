@@ -1,4 +1,4 @@
-"""Which tokens count in a loss, and how the losses of tokens become one number."""
+"""Selection of the tokens that count in a loss, and reduction of their losses."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class LossOptions:
 
     Args:
         ignore_index: a label whose token adds no loss, no gradient and no part of a mean. None: there is no such label.
-        label_smoothing: in [0, 1), the part of the target that is spread evenly over all ``v`` entries, the label's
-            among them, as in PyTorch and Transformer Engine. `jax_te.megatron.vocab_parallel_cross_entropy` has
-            Megatron's formula, which spreads it over the other ``v - 1``.
+        label_smoothing: part of the target, in [0, 1), that is spread evenly over all ``v`` entries, the label's among
+            them, as in PyTorch and Transformer Engine. `jax_te.megatron.vocab_parallel_cross_entropy` has Megatron's
+            formula, which spreads it over the other ``v - 1``.
 
     Raises:
-        ValueError: for an ``ignore_index`` that is no int32, or another ``label_smoothing``.
+        ValueError: for an ``ignore_index`` that is not an int32, or another ``label_smoothing``.
 
     >>> LossOptions(label_smoothing=0.1).ignore_index
     -100
@@ -58,9 +58,9 @@ def reduced_loss(
     """Return ``losses(options, *arrays, labels)`` times the weights, or their sum or mean over the whole arrays.
 
     Args:
-        losses: gives fp32 of the labels' shape, 0 where a label is ignored.
-        arrays: e.g. logits; their dtypes are what it computes in.
-        labels, weights, options, reduction, out_axes: as in `softmax_cross_entropy`.
+        losses: function that returns losses in fp32, of the labels' shape, 0 where a label is ignored.
+        arrays: arrays such as logits; their dtypes are those of the computation.
+        labels, weights, options, reduction, out_axes: see `softmax_cross_entropy`.
 
     Raises:
         ValueError: for an unknown reduction, or weights that do not have the labels' shape.

@@ -1,4 +1,4 @@
-"""Linear transformations of one shape, each of the rows of its own group."""
+"""Linear transformations of one shape, each applied to the rows of one group."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def grouped_dense(
 ) -> Array:
     """Return ``x @ kernel[g] + bias[g]`` for the rows of each group ``g``, with the three GEMMs of each quantized.
 
-    Each group has what `dense` gives its rows alone: scales, amaxes and quantized values are the same bits, products
-    the same to the order of sums. Nothing depends on other groups, nothing waits for the host, and results are
-    deterministic. On one Hopper GPU the kernels of `jax_te.ops.pallas` multiply bf16 and fp16, and FP8 under delayed
-    and current scaling; elsewhere, and under other recipes, XLA does, one tile of rows after another.
+    Each group gets the results of `dense` on its rows alone: scales, amaxes and quantized values have the same bits,
+    products differ only by the order of sums. Nothing depends on other groups, nothing waits for the host, and results
+    are deterministic. On one Hopper GPU the kernels of `jax_te.ops.pallas` multiply bf16 and fp16, and FP8 under
+    delayed and current scaling; elsewhere, and under other recipes, XLA does, one tile of rows after another.
 
     Args:
         x: ``[rows, k]`` fp32, bf16 or fp16: the compute dtype.
@@ -67,8 +67,8 @@ def grouped_dense(
             numbers of rows are free, and rows whose groups do not start at multiples of `group_alignment` are copied.
         state: the recipe's state, if it has any, with a scale and an amax history for each group: ``[e]``, ``[e, n]``.
             Its gradient is its next value. A group without rows keeps its scale.
-        grad_sink: ``[e, k, *n]``, as in `dense`.
-        options: logical axes of kernel and output, ``name`` and ``evaluation``, as in `dense`. On a mesh the compiler
+        grad_sink: ``[e, k, *n]``, see `dense`.
+        options: logical axes of kernel and output, ``name`` and ``evaluation``, see `dense`. On a mesh the compiler
             partitions the op.
         backend: None for the ambient one; Transformer Engine does not run it, see `explain_backend`.
 
@@ -189,7 +189,7 @@ def _resolved(
     """Return the layer as the op runs it, and the arrays of its sink."""
     kernel, bias, _, given_sink = weights
     backend: Any = hopper if hopper.runs_here(x.dtype, kernel.shape[0], tile, precision) else grouped
-    # The op constrains its rows itself: those of the tiles lie otherwise.
+    # The op constrains its rows itself, because the rows of tiles have another layout.
     plan = Plan(reason=reason, constrained=not jax.sharding.get_abstract_mesh().empty)
     sink, arrays = grad_sink_of(given_sink, plan, options.kernel_axes, kernel.ndim)
     spec = LinearSpec(

@@ -14,14 +14,14 @@ _SMALLEST_SUM = 1e-20
 def balance_scores(
     logits: Array, topk: int, score_function: ScoreFunction, counted: Array | None = None
 ) -> tuple[Array, Array]:
-    """Return what `balance_loss` is made of: each token's scores of all experts, and its experts by these scores.
+    """Return the inputs of `balance_loss`: each token's scores of all experts, and its experts by these scores.
 
-    They know of no expert bias, no groups of experts and no capacity.
+    They ignore expert bias, groups of experts and capacity.
 
     Args:
         logits: ``[..., t, e]``.
         topk: ``k``.
-        score_function: as in `jax_te.config.RouterOptions`; sigmoid and sqrtsoftplus are divided by their sum over all
+        score_function: see `jax_te.config.RouterOptions`; sigmoid and sqrtsoftplus are divided by their sum over all
             experts.
         counted: bool ``[..., t]``, False for padding. None: all tokens count.
 
@@ -43,8 +43,8 @@ def balance_scores(
 def balance_loss(scores: Array, counts: Array, tokens: Array | float, topk: int) -> Array:
     """Return the load-balancing loss of each group of tokens, ``e / (k T^2) sum_e(P_e C_e)``, without its coefficient.
 
-    ``P`` is the sum of the scores over the group's tokens, ``C`` how many tokens use each expert. It is 1 where all
-    experts have the same load.
+    ``P`` is the sum of the scores over the group's tokens, ``C`` the number of tokens that use each expert. It is 1
+    where all experts have the same load.
 
     Args:
         scores: ``[..., t, e]`` of `balance_scores`.
@@ -146,7 +146,7 @@ def z_loss(logits: Array, counted: Array | None = None) -> Array:
     squares = jnp.square(jax.nn.logsumexp(wide, axis=-1))
     if counted is None:
         return jnp.mean(squares)
-    # Not times 0: padding may be anything.
+    # jnp.where, not a factor 0: padding may hold nan.
     total, number = (jnp.sum(x, axis=-1) for x in (jnp.where(counted, squares, 0.0), counted.astype(squares.dtype)))
     return jnp.mean(total / jnp.maximum(number, 1.0))
 

@@ -15,10 +15,10 @@ from jax_te.typing import Array
 
 
 class Permutation(NamedTuple):
-    """Where the rows of a batch come from and go to. An assignment is one expert of one token, number ``t k + slot``.
+    """Sources and destinations of a batch's rows. An assignment is one expert of one token, with index ``t k + slot``.
 
     Args:
-        groups: which rows belong to which expert.
+        groups: rows of each expert.
         sources: int32 ``[rows]``, the assignment that a row stands for; ``t k`` for padding.
         rows: int32 ``[t, k]``, the row of each assignment; the number of rows for one that is dropped.
     """
@@ -45,9 +45,9 @@ def plan_permutation(
         experts: int32 ``[t, k]``.
         num_experts: ``e``.
         kept: bool ``[t, k]``, False for assignments that are dropped. None: all are kept.
-        alignment: as in `RowGroups`: each expert's rows begin at a multiple of it, rows between are zeros.
+        alignment: see `RowGroups`: each expert's rows begin at a multiple of it, rows between are zeros.
         capacity: the largest number of tokens that ``kept`` leaves an expert. None: any.
-        pad_to_capacity: give each expert ``capacity`` rows, the last of them zeros.
+        pad_to_capacity: whether each expert gets ``capacity`` rows, the last of them zeros.
 
     Raises:
         ValueError: for ``pad_to_capacity`` without a capacity, or sizes that are not positive.
@@ -99,7 +99,7 @@ def permute(x: Array, permutation: Permutation) -> Array:
 
 
 def unpermute(rows: Array, permutation: Permutation) -> Array:
-    """Return the sum over each token's rows, ``[t, ...]`` of ``[rows, ...]``, added up in fp32; dropped ones give 0.
+    """Return the sum over each token's rows, ``[t, ...]`` of ``[rows, ...]``, accumulated in fp32; dropped ones give 0.
 
     >>> plan = plan_permutation(jnp.array([[1, 0], [0, 1]]), 2)
     >>> unpermute(jnp.array([[1.0], [2.0], [4.0], [8.0]]), plan).tolist()
@@ -117,7 +117,7 @@ def permute_probs(probs: Array, permutation: Permutation) -> Array:
     return _permute_probs(probs, permutation.sources, permutation.rows)
 
 
-# Each is the other's transpose, so that neither direction adds into rows in an order that a device chooses.
+# Each is the other's transpose, so that neither direction scatters sums in a device-dependent order.
 @jax.custom_vjp
 def _permute(x: Array, sources: Array, rows: Array) -> Array:
     # The source behind the last one is padding, and so is its token.

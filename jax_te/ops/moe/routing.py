@@ -1,4 +1,4 @@
-"""Routing: which experts get a token, and with which probabilities."""
+"""Routing: the experts of each token, and their probabilities."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 DropPolicy = Literal["probs", "position"]
 
 _SMALLEST_SUM = 1e-20
-"""Added to the sum that scores are divided by, so that scores that are all 0 give 0 and not nan."""
+"""Constant added to the sum that divides the scores, so that all-zero scores give 0 instead of nan."""
 
 
 class Assignment(NamedTuple):
@@ -35,7 +35,7 @@ def scores_of(logits: Array, score_function: ScoreFunction) -> Array:
 
     Args:
         logits: ``[..., e]``.
-        score_function: as in `jax_te.config.RouterOptions`.
+        score_function: see `jax_te.config.RouterOptions`.
 
     >>> scores_of(jnp.zeros((1, 2)), "softmax").tolist()
     [[0.5, 0.5]]
@@ -64,7 +64,7 @@ def largest(scores: Array, count: int) -> Array:
 
 def _top_k(scores: Array, count: int) -> tuple[Array, Array]:
     scores = jax.lax.stop_gradient(scores)
-    # JAX's top_k takes -0.0 for smaller than 0.0, and nan for what the device likes.
+    # JAX's top_k orders -0.0 before 0.0, and nan depending on the device.
     scores = jnp.where(scores == 0.0, 0.0, jnp.where(jnp.isnan(scores), -jnp.inf, scores))
     values, indices = jax.lax.top_k(scores, count)
     return values, indices.astype(jnp.int32)
@@ -136,12 +136,13 @@ def route(
         probs = jax.nn.softmax(probs, axis=-1)
     elif options.score_function != "softmax" and options.topk > 1:
         total = jnp.broadcast_to(jnp.sum(probs, axis=-1, keepdims=True) + _SMALLEST_SUM, probs.shape)
-        # XLA multiplies by the reciprocal of what is broadcast, unless it cannot see that. Of two equal scores that
-        # gives 0.5 or the number below, by their size, and a capacity drops the tokens with the lower probability.
+        # XLA multiplies by the reciprocal of a broadcast divisor, unless that is hidden. For two equal scores the
+        # result is 0.5 or the number below, depending on their size, and a capacity drops the tokens with the lower
+        # probability.
         probs = probs / jax.lax.optimization_barrier(total)
     if options.topk_scaling_factor is not None:
         probs = probs * options.topk_scaling_factor
-    # A nan that no score of the chosen experts has would go unseen.
+    # A nan in the score of an expert that was not chosen would go unnoticed.
     return Assignment(jnp.where(jnp.any(jnp.isnan(logits), axis=-1, keepdims=True), jnp.nan, probs), experts)
 
 
@@ -151,8 +152,8 @@ def route_by_sinkhorn(logits: Array, topk: int, *, balanced: bool, tol: float = 
     Args:
         logits: ``[t, e]``.
         topk: ``k``.
-        balanced: choose by `sinkhorn`'s matrix, as in training. False: by the logits, as in evaluation, where a token's
-            experts may not depend on the others.
+        balanced: whether to choose by `sinkhorn`'s matrix, as in training. False: by the logits, as in evaluation,
+            where a token's experts may not depend on the others.
         tol: tolerance of `sinkhorn`.
 
     Returns:
@@ -199,7 +200,7 @@ def sinkhorn(logits: Array, *, tol: float = 1e-4) -> Array:
 def expert_quantiles(logits: Array, bias: Array, topk: int) -> Array:
     """Return the bias of each expert with which it would get ``t k / e`` tokens, fp32 ``[e]``, without a gradient.
 
-    The choice is by ``logits - bias``; each token's threshold is taken from the biases of now.
+    The choice is by ``logits - bias``; each token's threshold is computed with the present biases.
 
     Args:
         logits: ``[t, e]``.
@@ -228,10 +229,10 @@ def expert_quantiles(logits: Array, bias: Array, topk: int) -> Array:
 
 
 def expert_capacity(tokens: int, num_experts: int, topk: int, factor: float) -> int:
-    """Return how many tokens an expert takes, ``ceil(tokens k / e * factor)``; all of them at most.
+    """Return the capacity of an expert in tokens, ``ceil(tokens k / e * factor)``, at most all tokens.
 
     Raises:
-        ValueError: for a factor that leaves none.
+        ValueError: for a factor that gives a capacity of 0.
 
     >>> expert_capacity(64, 8, 2, 1.25)
     20
@@ -252,9 +253,9 @@ def within_capacity(assignment: Assignment, num_experts: int, capacity: int, pol
     Args:
         assignment: choice of experts for the tokens.
         num_experts: ``e``.
-        capacity: as `expert_capacity` returns it, at most the number of tokens.
-        policy: which tokens an expert keeps: ``"probs"``, those with its largest probabilities; ``"position"``, the
-            first ones. Of equal probabilities the first.
+        capacity: result of `expert_capacity`, at most the number of tokens.
+        policy: rule by which an expert selects the tokens that it keeps: ``"probs"``, those with its largest
+            probabilities; ``"position"``, the first ones. Ties go to the first token.
 
     Source: ``megatron.core.transformer.moe.moe_utils.apply_router_token_dropping``.
 
@@ -264,10 +265,10 @@ def within_capacity(assignment: Assignment, num_experts: int, capacity: int, pol
     """
     probs, experts = assignment
     t, chosen = len(probs), one_of_each(experts, num_experts)
-    # From here on no gradient is wanted: a token is kept or it is not.
+    # No gradient from here on: a token is kept or dropped.
     first = chosen if policy == "position" else dense_probs(jax.lax.stop_gradient(assignment), num_experts)
     kept = largest(first.T.astype(jnp.float32 if policy == "position" else probs.dtype), capacity)
-    # Not by `one_of_each`, which compares every index with every number: here are as many as there are tokens.
+    # Not by `one_of_each`, which compares every index with every number: here there are as many numbers as tokens.
     rows = jnp.arange(num_experts, dtype=kept.dtype)[:, None]
     return jnp.zeros((num_experts, t), bool).at[rows, kept].set(True, unique_indices=True).T
 
@@ -284,7 +285,7 @@ def dense_probs(assignment: Assignment, num_experts: int) -> Array:
 
 
 def tokens_per_expert(experts: Array, num_experts: int, counted: Array | None = None) -> Array:
-    """Return how many tokens use each expert, fp32 ``[..., e]``, of ``[..., t, k]``.
+    """Return the number of tokens that use each expert, fp32 ``[..., e]``, of ``[..., t, k]``.
 
     Args:
         experts: int, ``[..., t, k]``.
@@ -301,7 +302,7 @@ def tokens_per_expert(experts: Array, num_experts: int, counted: Array | None = 
 
 
 def balanced_at_random(logits: Array, key: Array) -> Array:
-    """Return normal random logits in the place of these, whose gradient these get: for measurements under equal load.
+    """Return normal random logits, whose gradient goes to ``logits``, for measurements under equal load.
 
     Source: ``megatron.core.transformer.moe.moe_utils.apply_random_logits``.
 

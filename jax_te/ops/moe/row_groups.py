@@ -1,4 +1,4 @@
-"""How the rows of several groups lie in one array: the contract between the permutation and the grouped GEMMs."""
+"""Layout of several groups' rows in one array: the contract between the permutation and the grouped GEMMs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from jax_te.typing import Array
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class RowGroups:
-    """Where the rows of each group lie in an array ``[rows, ...]``: one group after another, each from its own start.
+    """Location of each group's rows in an array ``[rows, ...]``: one group after another, each from its own start.
 
     Group ``g`` has the rows ``[starts[g], starts[g] + sizes[g])``; ``starts`` are the sums of the sizes before ``g``,
-    each rounded up to a multiple of ``alignment``. So no block of ``alignment`` rows is of two groups. All other rows,
-    between the groups and behind the last, are padding: whoever writes the array makes them zeros, and whoever reads it
-    gives zeros for them, in forward and in gradients. Sizes are values on the device; every shape is static.
+    each rounded up to a multiple of ``alignment``. So no block of ``alignment`` rows spans two groups. All other rows,
+    between the groups and behind the last, are padding: writers of the array set them to zero, and readers return zeros
+    for them, in forward and in gradients. Sizes are values on the device; every shape is static.
 
     Args:
         sizes: int32 ``[e]``, the number of rows of each group, >= 0. Those that do not fit into ``rows`` are cut off.
@@ -78,7 +78,8 @@ class RowGroups:
 
 @checked
 def row_bound(rows: int, groups: int, *, alignment: int) -> int:
-    """Return how many rows an array needs for ``rows`` rows in ``groups`` groups of any sizes: `RowGroups`'s ``rows``.
+    """Return the number of rows of an array for ``rows`` rows in ``groups`` groups of any sizes: `RowGroups`'s
+    ``rows``.
 
     Each group leaves at most ``alignment - 1`` rows empty.
 
@@ -96,8 +97,8 @@ def row_bound(rows: int, groups: int, *, alignment: int) -> int:
 def group_alignment(recipe: Recipe | None) -> int:
     """Return the alignment that the rows of groups need for `grouped_dense` to read them as they are under a recipe.
 
-    It is 32 under MXFP8 and NVFP4, 128 under block scaling, so that no block of scales is of two groups, and else 16;
-    on a Hopper GPU always a multiple of 128, so that no step of its kernels is of two groups.
+    It is 32 under MXFP8 and NVFP4, 128 under block scaling, so that no block of scales spans two groups, and 16
+    otherwise; on a Hopper GPU always a multiple of 128, so that no step of its kernels spans two groups.
 
     >>> from jax_te.recipe import Float8BlockScaling
     >>> group_alignment(None), group_alignment(Float8BlockScaling())
@@ -107,5 +108,5 @@ def group_alignment(recipe: Recipe | None) -> int:
 
 
 def tile_of(precision: Precision) -> int:
-    """Return how many rows at once are quantized and multiplied as of one group, on the device at hand."""
+    """Return the number of rows that are quantized and multiplied together as one group, on the default device."""
     return math.lcm(precision.group_alignment, GROUP_ALIGNMENT if supported()[0] else 1)

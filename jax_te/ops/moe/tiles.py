@@ -1,4 +1,4 @@
-"""Rows of groups brought into tiles of one group each, and back: the way in and out of the grouped GEMMs."""
+"""Conversion of groups' rows into tiles of one group each, and back, around the grouped GEMMs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax_te.typing import Array
 
 
 class Tiling(NamedTuple):
-    """How rows that lie as some `RowGroups` say are cut into tiles: static.
+    """Static tiling of rows laid out by `RowGroups`.
 
     Args:
         rows: number of rows of all tiles together.
@@ -40,7 +40,7 @@ def tiling(groups: RowGroups, precision: Precision) -> Tiling:
 
 
 class TiledGroups:
-    """The values that go with a `Tiling`: for each row its place among the tiles, for each tile its group."""
+    """Values of a `Tiling` at run time: each row's position among the tiles, and each tile's group."""
 
     def __init__(self, groups: RowGroups, how: Tiling):
         self._how, self._count, self._rows = how, groups.count, groups.rows
@@ -66,7 +66,7 @@ class TiledGroups:
         return self._group
 
     def cut(self, x: Array) -> Array:
-        """Return ``x [rows, *c]`` in tiles ``[tiles, t, *c]``, with zeros in the place of padding."""
+        """Return ``x [rows, *c]`` in tiles ``[tiles, t, *c]``, with padding set to zero."""
         if self._from is None:
             x = self.without_padding(x)
             x = jnp.pad(x, ((0, self._how.rows - self._rows), *((0, 0) for _ in x.shape[1:])))
@@ -77,20 +77,20 @@ class TiledGroups:
         return x.reshape(-1, self._how.tile, *x.shape[1:])
 
     def joined(self, y: Array) -> Array:
-        """Return ``[rows, *c]`` from the rows of all tiles, with zeros in the place of padding."""
+        """Return ``[rows, *c]`` from the rows of all tiles, with padding set to zero."""
         if self._to is None:
             return self.without_padding(y[: self._rows])
         return jnp.take(y, self._to, axis=0, mode="fill", fill_value=0)
 
     def sums(self, x: Array, tiles: Array) -> Array:
-        """Return the sum of each group's rows, fp32 ``[e, *c]``, of ``x [rows, *c]`` or as it is `cut`, ``tiles``."""
+        """Return the sum of each group's rows, fp32 ``[e, *c]``, of ``x [rows, *c]`` or of its ``tiles``."""
         if self._count == 1:
-            # The rows alone: with the zeros behind them a sum may have another order.
+            # Without the padding, with which a sum may have another order.
             return jnp.sum(self.without_padding(x), axis=0, dtype=jnp.float32)[None]
         return self.tiles.sum(jnp.sum(tiles, axis=1, dtype=jnp.float32))
 
     def without_padding(self, x: Array) -> Array:
-        """Return ``x [rows, *c]`` with zeros in the place of padding."""
+        """Return ``x [rows, *c]`` with padding set to zero."""
         if self._how.zero_padding:
             return x
         valid = (self._group < self._count).reshape(-1, *(1,) * (x.ndim - 1))
@@ -98,6 +98,6 @@ class TiledGroups:
 
 
 def _places(group: Array, shift: Array, bound: int) -> Array:
-    """Return where each row comes from: its own place and its group's shift; ``bound`` for rows of no group."""
+    """Return the source index of each row: its own index plus its group's shift; ``bound`` for padding."""
     row, count = jnp.arange(group.shape[0], dtype=jnp.int32), shift.shape[0]
     return jnp.where(group < count, row + shift[jnp.minimum(group, count - 1)], bound)

@@ -20,7 +20,7 @@ _PAIR = 2
 """Thread blocks of a cluster: side by side along ``n``, with one read of ``a`` between them."""
 
 _SWATH = 8
-"""Tiles along ``m`` whose columns are worked off together, so that operands are found in the cache."""
+"""Tiles along ``m`` whose columns are processed together, so that operands are found in the cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +28,10 @@ class Tiling:
     """How the product is cut up: a thread block computes ``[64 * pieces * warpgroups, 128]`` at a time.
 
     Args:
-        warpgroups: that multiply; one more loads.
-        pieces: of 64 rows, for each of them.
+        warpgroups: number of warpgroups that multiply; one more loads.
+        pieces: number of pieces of 64 rows for each warpgroup.
         stages: blocks of k in shared memory.
-        registers: of a multiplying thread, and of a loading one.
+        registers: number of registers of a multiplying thread, and of a loading one.
     """
 
     warpgroups: int
@@ -70,10 +70,10 @@ def block_gemm(
         a: float8_e4m3fn or float8_e5m2 ``[m, k]``, sizes multiples of 16.
         a_scale_inv: fp32 ``[m, ceil(k / 128)]`` or, one scale for 128x128, ``[ceil(m / 128), ceil(k / 128)]``.
         b: float8_e4m3fn or float8_e5m2 ``[n, k]``, of either dtype whichever ``a`` has.
-        b_scale_inv: as ``a_scale_inv``, for ``b``; one scale for 128x128 is faster here.
+        b_scale_inv: inverse scale of ``b``, like ``a_scale_inv``; one scale for 128x128 is faster here.
         bias: ``[n]``, any float dtype.
         out_dtype: float32, bfloat16 or float16.
-        interpret: run in Pallas's interpreter, on any device.
+        interpret: whether to run in Pallas's interpreter, on any device.
 
     Returns:
         ``out_dtype [m, n]``, rounded once from fp32.
@@ -137,7 +137,7 @@ def _gemm(
 ) -> Array:
     """The kernel. ``k`` and ``n`` are multiples of 128.
 
-    As many thread blocks as the GPU has multiprocessors work off the tiles. One warpgroup of each loads operands and
+    As many thread blocks as the GPU has multiprocessors process the tiles. One warpgroup of each loads operands and
     scales into a ring of ``stages``, across tiles without a pause; the others multiply. ``filled`` and ``emptied`` are
     the ring's barriers. Rows past ``m`` and columns past ``n`` read as zeros and are not written.
     """

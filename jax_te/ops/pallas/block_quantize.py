@@ -1,4 +1,4 @@
-"""FP8 quantization with one scale for each block: each tile is read once and written as it is and transposed."""
+"""FP8 quantization with one scale for each block: each tile is read once and written both plain and transposed."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def block_quantize(
     Args:
         x: fp32, bf16 or fp16 ``[m, k]``, sizes multiples of 16.
         dtype: float8_e4m3fn or float8_e5m2.
-        power_of_two: round scales down to powers of two. If False, a scale errs by up to 2 units in the last place on
-            the GPU, whose division is not rounded exactly.
-        interpret: run in Pallas's interpreter, on any device.
+        power_of_two: whether to round scales down to powers of two. If False, a scale errs by up to 2 units in the last
+            place on the GPU, whose division is not rounded exactly.
+        interpret: whether to run in Pallas's interpreter, on any device.
 
     Returns:
         rows: ``dtype [m, k]``.
@@ -61,13 +61,13 @@ def block_quantize_2d(
 ) -> tuple[Array, Array, Array]:
     """Quantize in blocks of 128x128; the transposed copy has the same values and (transposed) the same scales.
 
-    Arguments and arithmetic as in `block_quantize`.
+    Arguments and arithmetic are those of `block_quantize`.
 
     Args:
         w: fp32, bf16 or fp16 ``[k, n]``, sizes multiples of 16.
         dtype: float8_e4m3fn or float8_e5m2.
-        power_of_two: round scales down to powers of two.
-        interpret: run in Pallas's interpreter, on any device.
+        power_of_two: whether to round scales down to powers of two.
+        interpret: whether to run in Pallas's interpreter, on any device.
 
     Returns:
         ``dtype [k, n]``, its transpose ``[n, k]``, and 1 / scale, fp32 ``[ceil(k / 128), ceil(n / 128)]``.

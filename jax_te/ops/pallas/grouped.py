@@ -1,4 +1,4 @@
-"""GEMMs of several linear layers of one shape, each on rows of its own, by Hopper's grouped kernels.
+"""GEMMs of several linear layers of one shape, each on its own rows, by Hopper's grouped kernels.
 
 The same primitives as `jax_te.ops.xla.grouped`, for operands in 16 bits and for FP8 with one scale a tensor.
 """
@@ -34,7 +34,7 @@ class Rows:
         scale_inv: fp32 ``[e]``, for FP8.
         sizes: ``[e]``, rows of each group with its padding, in fp32: operands of deferred kernel gradients are
             cotangents, among which JAX has no integers.
-        dtype: before quantization.
+        dtype: dtype before quantization.
         features: shape of one row.
     """
 
@@ -70,7 +70,7 @@ class Kernels:
 
 
 def runs_here(dtype: DTypeLike, groups: int, tile: int, precision: Precision) -> bool:
-    """Return whether these primitives run a layer on the device at hand: on one Hopper GPU.
+    """Return whether these primitives run a layer on the default device: on one Hopper GPU.
 
     Args:
         dtype: the compute dtype.
@@ -209,7 +209,7 @@ def gemm_dgrad(g: Rows, kernels: Any, split_accumulator: bool) -> Array:
 
 
 def gemm_wgrad(x: Rows, g: Rows, dtype: DTypeLike, split_accumulator: bool) -> Array:
-    """Return ``x^T @ g`` of each group's rows, ``[e, k, *n]``, accumulated in fp32 and given in ``dtype``."""
+    """Return ``x^T @ g`` of each group's rows, ``[e, k, *n]``, accumulated in fp32 and returned in ``dtype``."""
     if x.columns is None:
         dkernels = grouped_gemm_over_rows(x.rows, g.rows, x.group_sizes, out_dtype=dtype)
     else:

@@ -1,8 +1,8 @@
-"""Matrix products of rows sorted by group, each group with a matrix of its own: one kernel, nothing read by the host.
+"""Matrix products of rows sorted by group, each group with its own matrix: one kernel, nothing read by the host.
 
-Both products cut their result into tiles, which as many thread blocks as the GPU has multiprocessors work off. One
-warpgroup of a thread block loads operands into a ring of buffers, across tiles without a pause; the others multiply.
-A tile belongs to one group: it reads that group's matrix, or sums over that group's rows.
+Both products cut their result into tiles, which as many thread blocks as the GPU has multiprocessors process. One
+warpgroup of a thread block loads operands into a ring of buffers, across tiles without a pause; the others multiply. A
+tile belongs to one group: it reads that group's matrix, or sums over that group's rows.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from jax_te.ops.pallas.support import check_jax, multiprocessors
 from jax_te.typing import Array, DTypeLike
 
 GROUP_ALIGNMENT = 128
-"""Rows of which each group has a multiple: so no step of a sum over rows, and no piece of a tile, is of two groups."""
+"""Alignment of groups in rows, so that no step of a sum over rows, and no piece of a tile, spans two groups."""
 
 _PIECE = 64
 """Rows of one wgmma, and of one store: a tile that reaches past its group's end leaves out the pieces behind it."""
 
 _STEP_BYTES = 128
-"""Bytes of a line of an operand's tile: the longest pattern in which shared memory is swizzled for wgmma."""
+"""Bytes of a line of an operand's tile: the longest swizzle pattern of shared memory for wgmma."""
 
 _LINE = 128
 """Multiple to which operands are padded: the most values that a line of a tile has."""
@@ -38,14 +38,15 @@ _FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """How a product is cut up: a thread block computes ``[64 * pieces * warpgroups, columns]`` at a time.
+    """Tiling of a product: a thread block computes ``[64 * pieces * warpgroups, columns]`` at a time.
 
     Args:
         warpgroups: number of those that multiply; one more loads.
         pieces: number of pieces of 64 rows for each of them.
-        columns: columns of a tile, at most 256.
-        pair: 2 if two thread blocks, side by side along the columns, share what they read of the rows; else 1.
-        swath: tiles along the rows whose columns are worked off together, so that operands are found in the cache.
+        columns: number of columns of a tile, at most 256.
+        pair: number of thread blocks, side by side along the columns, that share what they read of the rows: 1 or 2.
+        swath: number of tiles along the rows whose columns are processed together, so that operands are found in the
+            cache.
         stages: number of buffers of the ring.
         registers: number of registers of a multiplying thread, and of a loading one.
     """
@@ -88,15 +89,15 @@ def grouped_gemm(
 
     Args:
         a: bf16, fp16, float8_e4m3fn or float8_e5m2 ``[rows, k]``: one group's rows after another's. Operands whose
-            sizes are no multiples of 128 are copied.
+            sizes are not multiples of 128 are copied.
         b: ``[e, k, n]``, or ``[e, n, k]`` if ``b_transposed``, which FP8 operands must be. FP8 operands may be of
             different dtypes, others share theirs.
         sizes: int32 ``[e]``, the number of rows of each group, multiples of 128 whose sum is at most ``rows``. Values
             on the device: a call with other sizes is the same program.
         scale: fp32 ``[e]``, the product of the inverse scales of FP8 operands; None for 1.
         b_transposed: whether ``b`` has ``k`` last.
-        split_accumulator: for FP8 operands, whether every 128 of ``k`` leave the tensor cores, which keep about 14
-            bits of a sum, and are added up in fp32. Others are summed in fp32 throughout.
+        split_accumulator: whether, for FP8 operands, every 128 of ``k`` leave the tensor cores, which keep about 14
+            bits of a sum, and are accumulated in fp32. Others are summed in fp32 throughout.
         out_dtype: float32, bfloat16 or float16.
         tiling: None for one that suits the shape.
         interpret: whether to run in Pallas's interpreter, on any device.
@@ -105,7 +106,7 @@ def grouped_gemm(
         ``out_dtype [rows, n]``, rounded once from fp32.
 
     Raises:
-        ValueError: for shapes that do not fit, ``rows`` that are no multiple of 128, and FP8 operands without
+        ValueError: for shapes that do not fit, ``rows`` that are not a multiple of 128, and FP8 operands without
             ``b_transposed``.
         TypeError: for other dtypes.
 
@@ -149,9 +150,9 @@ def grouped_gemm_over_rows(
 
     Args:
         a: bf16, fp16 or FP8 ``[rows, m]``, or ``[m, rows]`` if ``rows_last``, which FP8 operands must be. Operands
-            whose sizes are no multiples of 128 are copied.
+            whose sizes are not multiples of 128 are copied.
         b: ``[rows, n]``, or ``[n, rows]``.
-        sizes: int32 ``[e]``, as in `grouped_gemm`. A group without rows gives zeros.
+        sizes: int32 ``[e]``, see `grouped_gemm`. A group without rows gives zeros.
         scale: fp32 ``[e]``, or None for 1.
         rows_last: whether both operands have their rows last.
         split_accumulator: whether FP8 products are added up in fp32 every 128 rows.
@@ -163,7 +164,7 @@ def grouped_gemm_over_rows(
         ``out_dtype [e, m, n]``, rounded once from fp32.
 
     Raises:
-        ValueError, TypeError: as `grouped_gemm`.
+        ValueError, TypeError: see `grouped_gemm`.
 
     >>> if jax.__version_info__ >= (0, 11):
     ...     a, b = jnp.ones((384, 64), jnp.bfloat16), jnp.ones((384, 128), jnp.bfloat16)
@@ -214,7 +215,7 @@ def _tiling_of(rows: int, columns: int, split: bool) -> Tiling:
 
 
 class _Form(NamedTuple):
-    """What is static about a product beside shapes and dtypes.
+    """Static facts about a product, apart from shapes and dtypes.
 
     Args:
         over_rows: whether it sums over the rows of groups, and not over ``k``.
@@ -333,7 +334,7 @@ _Problem = _RowsTimesMatrices | _OverRows
 
 
 def _step_of(a: Any) -> int:
-    """Return how many values of each line of its operands a step multiplies."""
+    """Return the number of values of each line of its operands that a step multiplies."""
     return _STEP_BYTES // a.dtype.itemsize
 
 
@@ -411,7 +412,7 @@ def _product(a: Array, b: Array, sizes: Array, scale: Array | None, form: _Form,
 
 
 def _load(problem: _Problem, operands: Any, ring: Any, staged: Any, filled: Any, emptied: Any) -> None:
-    """Fill the ring with what each step of each tile reads."""
+    """Fill the ring with the operands of each step of each tile."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -450,7 +451,7 @@ def _load(problem: _Problem, operands: Any, ring: Any, staged: Any, filled: Any,
 def _multiply(
     problem: _Problem, table: Any, scales: Any, out: Any, ring: Any, staged: Any, filled: Any, emptied: Any
 ) -> None:
-    """Multiply what the ring holds, and write each tile."""
+    """Multiply the operands in the ring, and write each tile."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -522,7 +523,7 @@ def _multiply(
         def _store() -> None:
             for i in range(t.columns // width):
                 buffer = staged.at[i % 2]
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the one before may still be on its way
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the previous copy may still be in flight
                 buffer[...] = values[:, i * width : (i + 1) * width].astype(form.out_dtype)
                 plgpu.commit_smem()
                 columns = pl.ds(tile.column + i * width, width)

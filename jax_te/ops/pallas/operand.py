@@ -20,13 +20,13 @@ from jax_te.typing import Array, DTypeLike
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class BlockOperand:
-    """A tensor of matrix view ``[R, C]`` as Hopper's GEMM reads it: what is summed over comes last.
+    """A tensor with matrix view ``[R, C]`` as Hopper's GEMM reads it: the contracted axis comes last.
 
     Args:
         rows, rows_scale_inv: ``[R, C]`` for GEMMs that sum over the columns, and its scales.
         columns, columns_scale_inv: ``[C, R]`` for those that sum over the rows. None where nobody reads it.
-        shape, axis: of the tensor, and where the columns of its matrix view begin.
-        dtype: before quantization.
+        shape, axis: shape of the tensor, and axis where the columns of its matrix view begin.
+        dtype: dtype before quantization.
     """
 
     rows: Any
@@ -44,7 +44,7 @@ class BlockOperand:
 
 
 def runs_here(quantizer: Quantizer | None) -> bool:
-    """Return whether the kernels quantize so on the device at hand: block scaling, on one Hopper GPU."""
+    """Return whether the kernels support this quantization on the default device: block scaling, on one Hopper GPU."""
     mesh = current_mesh()
     return isinstance(quantizer, BlockQuantizer) and (mesh is None or mesh.size == 1) and supported()[0]
 
@@ -64,7 +64,7 @@ def quantize_operand(x: Array, quantizer: BlockQuantizer, *, axis: int) -> Block
 def adopt(operand: QuantizedOperand) -> BlockOperand:
     """Return a kernel that is stored as plain arrays as an operand."""
     form = operand.rowwise
-    # Stored once; wgmma reads FP8 operands only with what is summed over last, hence the transposed copy.
+    # Stored once; wgmma reads FP8 operands only with the contracted axis last, hence the transposed copy.
     rows, scale_inv = as_matrix(form.data, form.axis), form.scale_inv
     return _operand(rows, scale_inv, rows.T, scale_inv.T, shape=form.shape, axis=form.axis, dtype=form.dtype)
 
@@ -126,7 +126,7 @@ def _tensor(x: BlockOperand, data: Array, scale_inv: Array, *, columnwise: bool)
     size = prod(x.shape[: x.axis]) if columnwise else prod(x.shape[x.axis :])
     other = data.size // size
     lines = scale_inv.shape[1] if columnwise else scale_inv.shape[0]
-    # The number of scales across the blocks tells 1x128 from 128x128: the operand does not say which it is.
+    # The number of scales distinguishes 1x128 from 128x128; the operand does not record it.
     across = 1 if lines == other else BLOCK
     block = (BLOCK, across) if columnwise else (across, BLOCK)
     return QuantizedTensor(data=data, scale_inv=scale_inv, dtype=x.dtype, block=block, axis=x.axis)

@@ -1,4 +1,4 @@
-"""FP8 quantization by given scales: each tile is read once, and written as it is and transposed."""
+"""FP8 quantization by given scales: each tile is read once, and written both plain and transposed."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _quantize(x: Array, scale: Array, dtype: DTypeLike, interpret: bool) -> tupl
             out[pl.ds(start, BLOCK // 2)] = jnp.clip(scaled, -limit, limit).astype(dtype)
 
     def amax_of(tile: Any) -> Array:
-        """The largest magnitude; nan if there is one, which a GPU's maximum passes over."""
+        """The largest magnitude; nan if there is one, which a GPU's maximum ignores."""
 
         def add_half(half: Any, seen: tuple[Array, Array]) -> tuple[Array, Array]:
             values = jnp.abs(load(tile, half * (BLOCK // 2), BLOCK // 2))

@@ -1,4 +1,4 @@
-"""Where the kernels run, and what they ask of their arguments."""
+"""Devices on which the kernels run, and requirements on their arguments."""
 
 from __future__ import annotations
 

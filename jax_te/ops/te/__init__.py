@@ -24,7 +24,7 @@ __all__ = ["available", "primitives", "supports"]
 
 
 def primitives() -> ModuleType:
-    """Return the module of primitives; call only where `available` says yes."""
+    """Return the module of primitives; call it only if `available` returns True."""
     return importlib.import_module("jax_te.ops.te.kernels")
 
 

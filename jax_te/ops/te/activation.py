@@ -24,7 +24,7 @@ from jax_te.typing import Array, DTypeLike
 
 
 def has_kernel(activation: Activation) -> bool:
-    """Return whether TE has one: not for the exact GELU, nor for a user's function."""
+    """Return whether TE has a kernel: not for the exact GELU, nor for a user's function."""
     return activation.parts() in ActivationEnum
 
 
@@ -120,8 +120,8 @@ def _differentiated_with_bias(
 def act_backward(dz: Array, x: Array, activation: Activation) -> Array:
     """Return the input gradient ``[..., n_act, f]`` in the dtype of ``x``.
 
-    XLA's kernel takes the bias gradient or the amax along, TE's does not; but XLA's of a gated activation takes 1.4 to
-    1.6 times as long (measured in docs/performance.md).
+    XLA's kernel also computes the bias gradient or the amax, TE's does not; but XLA's takes 1.4 to 1.6 times as long
+    for a gated activation (measured in docs/performance.md).
     """
     if len(activation.parts()) == 1 or not has_kernel(activation) or x.size == 0:
         return xla.act_backward(dz, x, activation)

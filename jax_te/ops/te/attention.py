@@ -49,7 +49,7 @@ def _layout(spec: AttentionSpec) -> QKVLayout:
 
 
 def _window(spec: AttentionSpec) -> tuple[int, int]:
-    """Return the window in TE's form, in which a causal mask alone is no window."""
+    """Return the window in TE's form, in which a causal mask alone is not a window."""
     return spec.window if spec.window[0] >= 0 or not spec.is_causal else (-1, -1)
 
 
@@ -59,7 +59,7 @@ _SHORTEST = 128
 
 
 def unsupported(spec: AttentionSpec) -> str | None:
-    """Return why TE cannot run the call on any GPU, or None."""
+    """Return the reason why TE cannot run the call on any GPU, or None."""
     if spec.mask_type not in _MASKS:
         return f"TE's fused attention has no {spec.mask_type!r} mask"
     if spec.bias_type not in _BIASES:
@@ -73,7 +73,8 @@ def unsupported(spec: AttentionSpec) -> str | None:
     if spec.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN attention takes bfloat16 or float16, not {jnp.dtype(spec.dtype).name}"
     if spec.bias_shape is not None and spec.bias_shape[2:] != (spec.q_length, spec.kv_length):
-        # cuDNN's check takes such a bias, and its kernel reads past the array's end: other numbers, illegal addresses.
+        # cuDNN's check accepts such a bias, but its kernel reads past the array's end: wrong numbers or illegal
+        # addresses.
         return (
             f"cuDNN reads a bias {list(spec.bias_shape)} of one row or column as if it had all {spec.q_length} x "
             f"{spec.kv_length} (cuDNN 9.19, Transformer Engine 2.20.2, H200)"
@@ -91,7 +92,7 @@ def unsupported(spec: AttentionSpec) -> str | None:
 
 
 def unsupported_if_packed(spec: AttentionSpec) -> str | None:
-    """Return why TE cannot run a call of packed sequences on any GPU, or None."""
+    """Return the reason why TE cannot run a call of packed sequences on any GPU, or None."""
     if spec.bias_type != "no_bias":
         # A sequence is an example to cuDNN, whose first query and key read the bias's first row and column.
         return "cuDNN counts a bias of packed sequences from the beginning of each, not of the row"
@@ -106,7 +107,7 @@ def unsupported_if_packed(spec: AttentionSpec) -> str | None:
     return None
 
 
-# Cached: every layer of a model asks about the same call.
+# Cached: the layers of a model make the same call.
 @functools.cache
 def attention_supports(spec: AttentionSpec) -> tuple[bool, str]:
     """Return whether cuDNN has a kernel for the call, and its answer if not."""
@@ -150,7 +151,7 @@ def attention_supports(spec: AttentionSpec) -> tuple[bool, str]:
 
 
 def attention(qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays) -> tuple[Array, Array | None]:
-    """Return output and max logits as `xla.attention`, by cuDNN's kernel.
+    """Return output and max logits, see `xla.attention`, by cuDNN's kernel.
 
     `attention_supports` refuses calls with a mask, ALiBi slopes or dropout.
     """
@@ -162,7 +163,7 @@ def attention(qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays) -> tuple[A
 
 
 def _is_empty(spec: AttentionSpec) -> bool:
-    """Return whether there are no queries or no keys: cuDNN is not asked."""
+    """Return whether there are no queries or no keys, in which case cuDNN is not called."""
     return 0 in (spec.batch, spec.q_length, spec.kv_length)
 
 
@@ -212,11 +213,11 @@ def attention_forward(qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays) ->
 def attention_backward(
     qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays, out: Array, log_sum: Array, g: Array
 ) -> tuple[QKV, Array | None, Array | None]:
-    """Return the gradients of queries, keys and values, in their own form, of the bias, and of the softmax's offset.
+    """Return the gradients of queries, keys and values (packed like them), of the bias, and of the softmax's offset.
 
     Args:
-        qkv, spec, arrays: as in forward; the keys may be one block of those that the output attends to.
-        out, log_sum: of `attention_forward`, or of all blocks merged.
+        qkv, spec, arrays: arguments of forward; the keys may be one block of those that the output attends to.
+        out, log_sum: results of `attention_forward`, or of all blocks merged.
         g: gradient of the output.
     """
     softmax_aux = jnp.transpose(log_sum, _order(spec))[..., None]

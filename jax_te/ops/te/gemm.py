@@ -1,7 +1,7 @@
 """GEMMs of a linear layer and the quantization of their operands, by Transformer Engine.
 
-An operand is TE's own tensor object: rowwise and transposed copies with one scale, or a plain array in a wrapper. What
-TE does not quantize is jax_te's own `QuantizedOperand`, and its GEMMs are those of the ``xla`` backend.
+An operand is TE's own tensor object: rowwise and transposed copies with one scale, or a plain array in a wrapper.
+Tensors that TE does not quantize are jax_te's `QuantizedOperand`, and their GEMMs are those of the ``xla`` backend.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def gemm_dgrad(g: Any, kernel: Any, split_accumulator: bool) -> Array:
 
 
 def gemm_wgrad(x: Any, g: Any, dtype: DTypeLike, split_accumulator: bool) -> Array:
-    """Return ``x [..., k]^T @ g [..., *n]``, ``[k, *n]``, accumulated in fp32 and given in ``dtype``."""
+    """Return ``x [..., k]^T @ g [..., *n]``, ``[k, *n]``, accumulated in fp32 and returned in ``dtype``."""
     if isinstance(x, OURS):
         return xla.gemm_wgrad(x, g, dtype, split_accumulator)
     rows = tuple(range(x.ndim - 1))
@@ -186,9 +186,9 @@ def _gemm(lhs: Any, rhs: Any, contract: Any, split_accumulator: bool, bias: Arra
 
 
 def _adopted(kernel: QuantizedOperand, other: Any) -> Any:
-    """TE's tensor object of a kernel that is held quantized, with one scale for all of it.
+    """TE's tensor object of a kernel that is stored quantized with one scale.
 
-    ``other`` is what it is multiplied with: TE wants both to say that they were scaled alike.
+    ``other`` is its other operand: TE requires both to have the same scaling mode.
     """
     form = kernel.rowwise
     assert form.block is None

@@ -1,4 +1,4 @@
-"""Import Transformer Engine once, early, and remember why if it cannot be."""
+"""Import of Transformer Engine, once and early, with the reason if it fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import jax
 
 @functools.cache
 def available() -> tuple[bool, str]:
-    """Return whether ``transformer_engine.jax`` imports here and can run; if not why, and what to do."""
+    """Return whether ``transformer_engine.jax`` can be imported and run here; if not, the reason and the remedy."""
     if importlib.util.find_spec("transformer_engine") is None:
         return False, "transformer_engine is not installed (see docs/install.md)"
     try:
@@ -36,7 +36,8 @@ def available() -> tuple[bool, str]:
 def _import_te() -> None:
     with warnings.catch_warnings(), _cuda_12_wheels():
         _preload("nccl", "libnccl.so.*")  # which TE looks for on the system's library path only
-        # It speaks of TE's PyTorch half, which nothing here uses; under warnings-as-errors it would stop the import.
+        # The warning is about TE's PyTorch half, which is unused here; under warnings-as-errors it would stop the
+        # import.
         warnings.filterwarnings("ignore", message="Detected a PyTorch installation", category=RuntimeWarning)
         importlib.import_module("transformer_engine.jax")
 
@@ -45,8 +46,8 @@ def _import_te() -> None:
 def _cuda_12_wheels() -> Iterator[None]:
     """Let TE find the libraries of CUDA 12's wheels while it is imported.
 
-    It looks for the runtime under the name that its wheel has for CUDA 13 alone, unless it takes CUDA for installed on
-    the system, which a folder of cuRAND makes it do. Then it expects the runtime and cuBLAS to be loaded.
+    It looks for the runtime only under the name of CUDA 13's wheel, unless it assumes that CUDA is installed on the
+    system, which it concludes from a folder of cuRAND. Then it expects the runtime and cuBLAS to be loaded.
     """
     curand = _wheel("curand")
     if _wheel("cu13") is not None or _wheel("cuda_runtime") is None or curand is None or "CURAND_HOME" in os.environ:
@@ -95,7 +96,7 @@ def import_early() -> None:
     try:
         _import_te()
     except Exception:
-        return  # available() tries again and reports the reason to whoever asks for the backend
+        return  # available() tries again and reports the reason when the backend is requested
 
 
 import_early()

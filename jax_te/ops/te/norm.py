@@ -17,14 +17,15 @@ from jax_te.typing import Array
 
 
 def _gamma(scale: Array, x: Array, spec: NormSpec) -> tuple[Array, bool]:
-    """Return the scale in the dtype of ``x``, and whether TE is to add 1 to it: for RMS norm it refuses to."""
+    """Return the scale in the dtype of ``x``, and whether TE is to add 1 to it: it does not support that for RMS
+    norm."""
     if spec.kind == "rmsnorm" and spec.zero_centered_gamma:
         return (scale.astype(jnp.float32) + 1.0).astype(x.dtype), False
     return scale.astype(x.dtype), spec.zero_centered_gamma
 
 
 def _beta(bias: Array | None, gamma: Array, spec: NormSpec) -> Array | None:
-    """Return the bias in the dtype of the scale; zeros for a layer norm without, which TE does not have."""
+    """Return the bias in the dtype of the scale; zeros for a layer norm without bias, which TE does not support."""
     if bias is None:
         return jnp.zeros_like(gamma) if spec.kind == "layernorm" else None
     return bias.astype(gamma.dtype)
@@ -56,7 +57,7 @@ def norm_quantize(
 
 def norm(x: Array, scale: Array, bias: Array | None, spec: NormSpec) -> tuple[Array, Any]:
     """Return ``x [..., h]`` normalized over its last axis, in its dtype, and the statistics for backward."""
-    # CUDA refuses to launch TE's kernels over no rows, and the process's context is lost with that error.
+    # CUDA refuses to launch TE's kernels on zero rows, and that error destroys the process's context.
     if x.size == 0:
         return xla.norm(x, scale, bias, spec)
     operand, stats, _ = norm_quantize(x, scale, bias, spec, Quantization())

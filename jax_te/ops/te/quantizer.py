@@ -1,4 +1,4 @@
-"""Transformer Engine's quantizer objects from ours, and its amax out of them."""
+"""Conversion of our quantizers to Transformer Engine's quantizer objects, and access to their amaxes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def inside_te() -> Iterator[None]:
     """Return a context that TE's code needs around it while it is traced.
 
     It reads a global description of the mesh (no axis of it is in use here), relies on JAX's implicit promotions, which
-    users may have turned off, and warns of names of axes that it uses itself.
+    users may have turned off, and warns about axis names that it uses itself.
     """
     with (
         global_shard_guard(MeshResource()),
@@ -35,7 +35,7 @@ def inside_te() -> Iterator[None]:
 
 
 def recipe_supports(recipe: Recipe) -> tuple[bool, str]:
-    """Return whether the device has the hardware for a recipe, and if not why."""
+    """Return whether the device has the hardware for a recipe, and if not the reason."""
     mode = te_quantize.ScalingMode
     modes = {
         DelayedScaling: mode.DELAYED_TENSOR_SCALING,
@@ -48,7 +48,7 @@ def recipe_supports(recipe: Recipe) -> tuple[bool, str]:
 
 
 def is_te_quantizer(quantizer: Quantizer | None) -> bool:
-    """Return whether TE's kernels quantize so; the others are jax_te's own (`jax_te.ops.xla`)."""
+    """Return whether TE's kernels support this quantization; otherwise jax_te's do it (`jax_te.ops.xla`)."""
     if isinstance(quantizer, TensorQuantizer):
         # TE's current scales are quotients; it does not round those of whole tensors to powers of two.
         return not quantizer.power_of_two
@@ -56,7 +56,7 @@ def is_te_quantizer(quantizer: Quantizer | None) -> bool:
 
 
 def te_quantizer(quantizer: Quantizer | None, scale: Array | None, x: Array | None = None) -> Any:
-    """Return TE's quantizer that does what ``quantizer`` says, or None.
+    """Return TE's equivalent of ``quantizer``, or None.
 
     Hopper's FP8 GEMM contracts the last axis of both operands only, so each tensor is kept rowwise and transposed where
     the hardware needs it. MXFP8 and NVFP4 are quantized once for each direction. Stochastic rounding takes its random
@@ -105,7 +105,7 @@ def seen_amax(quantizer: Any) -> Array | None:
 
 
 def two_sided(quantizer: Any, rows: Array, columns: Array, scale_inv: Array, *, dtype: DTypeLike, axis: int) -> Any:
-    """Return TE's tensor object of what one of its kernels wrote: rowwise and transposed values under one scale."""
+    """Return TE's tensor object for the output of one of its kernels: rowwise and transposed values with one scale."""
     return te_quantize.ScaledTensorFactory.create(
         data=rows,
         scale_inv=scale_inv,

@@ -22,7 +22,7 @@ _gelu = jax.custom_jvp(functools.partial(jax.nn.gelu, approximate=True))
 
 @_gelu.defjvp
 def _gelu_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    # Written out: its arithmetic, not memory, limits the kernel on a GPU, and what JAX derives has more of it. By a
+    # Written out: arithmetic, not memory, limits the kernel on a GPU, and JAX's derivative has more of it. By a
     # sigmoid, (1 + tanh(u)) / 2 = sigmoid(2 u), which keeps its digits where tanh is near -1.
     (x,), (dx,) = primals, tangents
     square = x * x

@@ -11,7 +11,7 @@ from jax_te.typing import Array
 
 
 def attention_supports(spec: AttentionSpec) -> tuple[bool, str]:
-    """Return True, since plain JAX runs every combination, and what would run the call."""
+    """Return True, since plain JAX runs every combination, and the name of the implementation."""
     kernel = "cuDNN through jax.nn" if _use_cudnn(spec) else "plain JAX"
     return True, kernel
 
@@ -24,7 +24,7 @@ _LENGTH_MULTIPLE = 128
 
 
 def _use_cudnn(spec: AttentionSpec) -> bool:
-    # What cuDNN takes through jax.nn, which raises for anything else that is handed to it by name; less its faults.
+    # Calls that cuDNN accepts through jax.nn, which raises for others if cuDNN is requested by name; minus its defects.
     return (
         jax.default_backend() == "gpu"
         and spec.is_plain
@@ -39,14 +39,14 @@ def _use_cudnn(spec: AttentionSpec) -> bool:
 
 
 def attention(qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays) -> tuple[Array, Array | None]:
-    """Return ``softmax(q k^T scale) v`` with the options of the spec, and the max logit of each head if asked for.
+    """Return ``softmax(q k^T scale) v`` with the options of the spec, and the max logit of each head if requested.
 
     Scores and softmax are fp32; the output is ``[b, sq, n, dv]`` in the input's dtype. It is zero for a query that
     attends to no key.
     """
     q, k, v = unpack(qkv)
     if q.size == 0 or k.size == 0:
-        # Not left to the softmax, which has no maximum here. Without logits the largest is that of a masked row.
+        # Not left to the softmax, which has no maximum here. Without keys the max logit is that of a masked row.
         max_logit = jnp.full(spec.heads, -jnp.inf) if spec.return_max_logit else None
         return jnp.zeros((*q.shape[:3], spec.v_head_dim), v.dtype), max_logit
     if _use_cudnn(spec):
@@ -61,7 +61,7 @@ def attention(qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays) -> tuple[A
 
 def _softmax(scores: Array, masked: Array | None, spec: AttentionSpec, offset: Array | None) -> Array:
     if masked is not None:
-        # The lowest number, not -inf: softmax over a row of -inf is nan, and so would its gradient be.
+        # The lowest number, not -inf: the softmax over a row of -inf, and its gradient, would be nan.
         scores = jnp.where(masked, jnp.finfo(jnp.float32).min, scores)
     probs = jax.nn.softmax(scores, axis=-1)
     if spec.softmax_type != "vanilla":
@@ -70,5 +70,5 @@ def _softmax(scores: Array, masked: Array | None, spec: AttentionSpec, offset: A
         if offset is not None:
             a = offset.astype(jnp.float32).reshape(1, spec.groups, -1, 1, 1)
         probs = probs * jax.nn.sigmoid(jax.nn.logsumexp(scores, axis=-1, keepdims=True) - a)
-    # A row that is masked out as a whole has equal probabilities, not zeros.
+    # A fully masked row would have equal probabilities instead of zeros.
     return probs if masked is None else jnp.where(masked, 0.0, probs)

@@ -30,15 +30,15 @@ def attention_forward(qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays) ->
 def attention_backward(
     qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays, out: Array, log_sum: Array, g: Array
 ) -> tuple[QKV, Array | None, Array | None]:
-    """Return the gradients of queries, keys and values, in their own form, of the bias, and of the softmax's offset.
+    """Return the gradients of queries, keys and values (packed like them), of the bias, and of the softmax's offset.
 
     Args:
-        qkv, spec, arrays: as in forward; the keys may be one block of those that the output attends to.
-        out, log_sum: of `attention_forward`, or of all blocks merged.
+        qkv, spec, arrays: arguments of forward; the keys may be one block of those that the output attends to.
+        out, log_sum: results of `attention_forward`, or of all blocks merged.
         g: gradient of the output.
     """
     q, k, v = unpack(qkv)
-    # JAX differentiates scores, softcap and biases; not the softmax, whose denominator is that of all blocks.
+    # JAX differentiates scores, softcap and biases, but not the softmax, whose denominator covers all blocks.
     _, masked = scores_of(q, k, spec, arrays)
     scores, vjp = jax.vjp(lambda q, k, bias: scores_of(q, k, spec, arrays._replace(bias=bias))[0], q, k, arrays.bias)
     visible = scores if masked is None else jnp.where(masked, -jnp.inf, scores)

@@ -20,7 +20,7 @@ def by_group(x: Array, spec: AttentionSpec) -> Array:
 
 def scores_of(q: Array, k: Array, spec: AttentionSpec, arrays: AttentionArrays) -> tuple[Array, Array | None]:
     """Return logits, fp32 ``[b, g, r, sq, skv]``, and a mask of those that count as minus infinity, or None."""
-    # Query heads are grouped rather than keys repeated: no copy of the keys for each of r heads.
+    # Query heads are grouped instead of repeating the keys for each of r heads.
     grouped = q.reshape(*q.shape[:2], spec.groups, -1, spec.head_dim)
     scores = jnp.einsum("bsgrd,btgd->bgrst", grouped, k, preferred_element_type=jnp.float32)
     bias = None if arrays.bias is None else arrays.bias.astype(jnp.float32)
@@ -52,8 +52,8 @@ def max_logits(scores: Array, masked: Array | None) -> Array:
 def drop(probs: Array, spec: AttentionSpec, arrays: AttentionArrays) -> Array:
     """Return probabilities ``[b, g, r, sq, skv]`` with some dropped and the others scaled up; linear in them.
 
-    Which are dropped depends on the key, and on example, head and positions in the whole call: a device that has a
-    shard of them, in any order, drops the same ones as a single device.
+    The dropped ones depend on the key, and on example, head and positions in the whole call: a device with a shard of
+    them, in any order, drops the same ones as a single device would.
     """
     if arrays.dropout_key is None or spec.dropout_rate == 0.0:
         return probs

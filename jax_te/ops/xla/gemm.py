@@ -1,6 +1,6 @@
 """GEMMs of a linear layer and the quantization of their operands, in plain JAX.
 
-Where the kernels of `jax_te.ops.pallas` run, block scaling is theirs.
+Where the kernels of `jax_te.ops.pallas` run, they compute block scaling.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _dot(
 ) -> Array:
     dims = (contract, ((), ()))
     if isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor):
-        # Anything but DEFAULT leaves out the tensor cores' fast accumulation.
+        # Any precision other than DEFAULT disables the tensor cores' fast accumulation.
         precision = jax.lax.Precision.HIGHEST if split_accumulator else jax.lax.Precision.DEFAULT
         if lhs.parts:
             return _dot_parts(lhs, rhs, contract, precision).astype(dtype)
@@ -126,7 +126,7 @@ def _dot(
                 lhs.data, rhs.data, dims, precision=precision, preferred_element_type=jnp.float32
             )
             return (product * (lhs.scale_inv * rhs.scale_inv)).astype(dtype)
-        # Products of the values are exact in fp32: what remains is the order of the sum.
+        # Products of the values are exact in fp32: only the order of the sum can differ.
         left, right = (lhs.values(), rhs.values()) if lhs.rotated == rhs.rotated else (_wide(lhs), _wide(rhs))
         product = jax.lax.dot_general(left, right, dims, precision="highest", preferred_element_type=jnp.float32)
         return product.astype(dtype)
@@ -143,7 +143,7 @@ def _dot_parts(lhs: QuantizedTensor, rhs: QuantizedTensor, contract: Contract, p
     """Return a product in FP8 where each part of the batch has its own scales, fp32."""
     split = lhs.data.reshape(lhs.parts, -1, *lhs.shape[1:])
     scales = lhs.scale_inv * rhs.scale_inv
-    if not rhs.parts:  # the batch is no axis of the kernel: scale the rows of the result
+    if not rhs.parts:  # the batch is not an axis of the kernel: scale the rows of the result
         dims = ((tuple(axis + 1 for axis in contract[0]), contract[1]), ((), ()))
         product = jax.lax.dot_general(split, rhs.data, dims, precision=precision, preferred_element_type=jnp.float32)
         product = product * scales.reshape(-1, *(1,) * (product.ndim - 1))
@@ -187,7 +187,7 @@ def gemm_dgrad(g: Operand, kernel: Operand, split_accumulator: bool) -> Array:
 
 
 def gemm_wgrad(x: Operand, g: Operand, dtype: DTypeLike, split_accumulator: bool) -> Array:
-    """Return ``x [..., k]^T @ g [..., *n]``, ``[k, *n]``, accumulated in fp32 and given in ``dtype``."""
+    """Return ``x [..., k]^T @ g [..., *n]``, ``[k, *n]``, accumulated in fp32 and returned in ``dtype``."""
     if isinstance(x, BlockOperand) and isinstance(g, BlockOperand):
         return hopper.gemm_wgrad(x, g, dtype)
     lhs = _form(x, "rows")

@@ -1,11 +1,11 @@
-"""GEMMs of several linear layers of one shape, each on rows of its own, in plain JAX: a `Backend` beside ``xla``.
+"""GEMMs of several linear layers of one shape, each on its own rows, in plain JAX: a variant of backend ``xla``.
 
 Its other primitives are those of ``xla``, which treat each row by itself.
 
 Rows lie in tiles of one group each. A tile is quantized with its group's scales and multiplied by its group's kernel by
-the primitives of one layer, so each group has that layer's numbers. The tiles take turns in a loop whose length is
-static: no shape depends on the sizes of groups, the host waits for nothing, and what is multiplied beyond the groups'
-rows is the padding of their last tiles.
+the primitives of one layer, so each group gets the same numbers as a separate layer. A loop of static length iterates
+over the tiles: no shape depends on the sizes of groups, the host waits for nothing, and the only surplus work is the
+padding of the groups' last tiles.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def quantize_operand(x: GroupedRows | Array, how: Quantization, *, axis: int) ->
 
     Args:
         x: the rows or kernels.
-        how: its scale, if any, is fp32 ``[e]``.
-        axis: 1, where the columns of a tile and of one kernel begin.
+        how: quantizer; its scale, if any, is fp32 ``[e]``.
+        axis: axis 1, where the columns of a tile and of one kernel begin.
     """
     quantizer, scale, _ = how
     if not isinstance(x, GroupedRows):
@@ -81,7 +81,7 @@ def _quantize_each(x: Array, quantizer: Quantizer, scale: Array | None) -> tuple
         return quantize_both(x, quantizer, scale, axis=1)
 
     if x.shape[0] == 1:
-        # Not by vmap, with which XLA may order the sums of the GEMM behind in another way.
+        # Not by vmap, with which XLA may order the sums of the subsequent GEMM differently.
         return jax.tree.map(lambda leaf: leaf[None], one(*_only((x, scale))))
     return jax.vmap(one)(x, scale)
 
@@ -111,7 +111,7 @@ residual_for_dgrad = gemm.residual_for_dgrad
 
 def gemm_fprop(x: GroupedOperand, kernel: Any, bias: Array | None, split_accumulator: bool) -> Array:
     """Return ``x [rows, k] @ kernel [e, k, *n]`` of each row's group, ``[rows, *n]`` in the dtype of ``x``."""
-    assert bias is None  # the op adds it, to the rows of no padding alone
+    assert bias is None  # the op adds it, except to padding rows
     return _by_tiles(lambda tile, kernel: gemm.gemm_fprop(tile, kernel, None, split_accumulator), x, kernel)
 
 
@@ -121,7 +121,7 @@ def gemm_dgrad(g: GroupedOperand, kernel: Any, split_accumulator: bool) -> Array
 
 
 def gemm_wgrad(x: GroupedOperand, g: GroupedOperand, dtype: DTypeLike, split_accumulator: bool) -> Array:
-    """Return ``x^T @ g`` of each group's rows, ``[e, k, *n]``, accumulated in fp32 and given in ``dtype``."""
+    """Return ``x^T @ g`` of each group's rows, ``[e, k, *n]``, accumulated in fp32 and returned in ``dtype``."""
     if _is_one_gemm(x):
         only_x, only_g = _only((x.form, g.form))
         return gemm.gemm_wgrad(only_x, only_g, dtype, split_accumulator)[None]
@@ -151,12 +151,12 @@ def _by_tiles(multiply: Callable[[Any, Any], Array], rows: GroupedOperand, kerne
 
 
 def _is_one_gemm(rows: GroupedOperand) -> bool:
-    """Return whether there is one group in one tile, whose GEMM then is that of one layer, to the last bit."""
+    """Return whether there is one group in one tile, whose GEMM is then bitwise that of one layer."""
     return rows.count == 1 and rows.group.shape == (1,)
 
 
 def _only(operand: Any) -> Any:
-    """Return the one operand of a stack of one."""
+    """Return the only operand of a stack of one."""
     return jax.tree.map(lambda leaf: jax.lax.squeeze(leaf, (0,)), operand)
 
 

@@ -30,7 +30,7 @@ def norm(x: Array, scale: Array, bias: Array | None, spec: NormSpec) -> tuple[Ar
     if spec.kind == "layernorm":
         mean = jnp.mean(wide, axis=-1, keepdims=True)
     else:
-        # About zero instead of the mean, which makes RMS norm of the lines below.
+        # Centered at zero instead of the mean, which turns the lines below into RMS norm.
         mean = jnp.zeros((*x.shape[:-1], 1), jnp.float32)
     centred = wide - mean
     # Of the centred values: mean(x²) - mean(x)² cancels where the mean is large.

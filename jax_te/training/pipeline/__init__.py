@@ -1,4 +1,4 @@
-"""Pipeline parallelism: schedules, where a stack of layers is cut into stages, and a step as a stage runs it."""
+"""Pipeline parallelism: schedules, partition of a stack of layers into stages, and the train step of a stage."""
 
 from jax_te.training.pipeline.schedule import Schedule, Slots, make_schedule, split_layers
 

@@ -33,7 +33,7 @@ def pipeline_stages() -> int:
 
 
 def stage_rules() -> ShardingRules:
-    """Return the rules in use without the pipeline axis: those of arrays that a stage has to itself."""
+    """Return the rules in use without the pipeline axis, for arrays that belong to one stage."""
     rules = current_rules()
     names = [rule.name for rule in dataclasses.fields(ShardingRules)]
     without = {name: tuple(axis for axis in getattr(rules, name) if axis != AXIS) for name in names}
@@ -41,7 +41,7 @@ def stage_rules() -> ShardingRules:
 
 
 class Cut(NamedTuple):
-    """Which layers of a model are whose.
+    """Assignment of a model's layers to stages.
 
     Args:
         places: path in the model of each layer's Variables, by their path in the layer.
@@ -84,7 +84,7 @@ class Cut(NamedTuple):
         """Return the Variables of all layers by their path in the model: the inverse of `stacked`."""
         found: Flat = {}
         for j, stacked in enumerate(positions):
-            # All-to-all first: a slice of an axis that the stages split would be sent to all of them.
+            # All-to-all first: a slice of an axis that is sharded over the stages would be sent to all of them.
             everywhere = _placed(stacked, on_stages=False)
             for (s, c), count in np.ndenumerate(self.counts):
                 if j < count:
@@ -174,7 +174,7 @@ def _without_number(layer: nnx.Module) -> Any:
     """Return a layer's graph definition without its number, by which this package's layers compute nothing."""
     copy = nnx.clone(layer)
     for _, module in nnx.iter_modules(copy):
-        # A layer of the user's own may read its number, and then it differs from another.
+        # A user-defined layer may read its number, and then differs from others.
         if hasattr(module, "layer_number") and type(module).__module__.startswith("jax_te."):
             setattr(module, "layer_number", None)  # noqa: B010
     return nnx.split(copy)[0]

@@ -36,10 +36,10 @@ def pipelined_gradients(
     kernels: KernelGradients,
     config: PipelineConfig,
 ) -> Gradients:
-    """Return what `accumulated_gradients` does, from the stages of a pipeline.
+    """Return the results of `accumulated_gradients`, from the stages of a pipeline.
 
-    Around this function arrays are sharded as everywhere, with the pipeline axis as one more ``fsdp`` axis. Here the
-    layers' parameters are stacked, and one all-to-all gives each stage those of its own layers; another one brings
+    Outside of this function arrays are sharded as usual, with the pipeline axis as an additional ``fsdp`` axis. Here
+    the layers' parameters are stacked, and one all-to-all gives each stage those of its own layers; another one brings
     their gradients back. Embedding and head are all-gathered along the axis, and run on the stages that need them.
 
     Args:
@@ -103,15 +103,15 @@ def pipelined_gradients(
 def _manual_axes() -> set[str]:
     """Return the mesh axes that are manual in a stage.
 
-    Axes that split a stage's arrays stay the compiler's, or those of the ops' own shard_map. Those of size 1 are
-    manual, so that where nothing else is split a stage is one device's program, without a shard_map for each op.
+    Axes that shard a stage's arrays are left to the compiler, or to the ops' own shard_map. Those of size 1 are manual,
+    so that where nothing else is split a stage is one device's program, without a shard_map for each op.
     """
     mesh = current_mesh()
     return {AXIS, *[name for name, size in (mesh.shape.items() if mesh is not None else ()) if size == 1]}
 
 
 def _check(state: TrainState, config: PipelineConfig) -> None:
-    """Raise ValueError for a state, or a schedule on the mesh in use, that stages cannot run."""
+    """Raise ValueError for a state, or a schedule on the mesh in use, that a pipeline does not support."""
     if jax.tree.leaves(state.rest):
         names = ", ".join("/".join(map(str, path)) for path, _ in nnx.to_flat_state(state.rest))
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Pipeline schedules: which stage runs which microbatch when, as tables that one loop executes."""
+"""Pipeline schedules: tables of the microbatch that each stage runs in each tick, executed by one loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Slots(NamedTuple):
     """Places of one kind of buffer on every stage.
 
     Args:
-        count: places.
+        count: number of places.
         put: int32 ``[ticks, stages]``, the place that a tick fills on a stage; ``count``, one more than there are, if
             it fills none.
         take: int32 ``[ticks, stages]``, the place that a tick reads; -1 if it reads none.
@@ -34,22 +34,23 @@ class Slots(NamedTuple):
 class Schedule:
     """A pipeline's train step in ticks, between which neighbouring stages exchange activations and gradients.
 
-    In a tick a stage runs at most one forward pass (F), then one backward pass (B), then the kernel gradients of one
-    backward pass that have waited (W). A task is the number ``microbatch * virtual_stages + chunk`` of one microbatch
-    in one of the stage's chunks of layers; -1 is none.
+    In a tick a stage runs at most one forward pass (F), then one backward pass (B), then the deferred kernel gradients
+    of one backward pass (W). A task is the number ``microbatch * virtual_stages + chunk`` of one microbatch in one of
+    the stage's chunks of layers; -1 is none.
 
     Args:
-        name: of the schedule.
-        stages: p, devices along the mesh's pipeline axis.
-        microbatches: m, of a step.
-        virtual_stages: v, chunks of layers on each stage. Stage ``s`` has chunks ``s``, ``s + p``, ``s + 2 p``, ….
+        name: name of the schedule.
+        stages: number p of devices along the mesh's pipeline axis.
+        microbatches: number m of microbatches in a step.
+        virtual_stages: number v of chunks of layers on each stage. Stage ``s`` has chunks ``s``, ``s + p``,
+            ``s + 2 p``, ….
         forward, backward: int32 ``[ticks, p]``, tasks.
         weight: int32 ``[ticks, p]``, tasks whose kernel gradients are computed; all -1 where these come with B.
         inputs: buffers of activations from the stage before, from their arrival to F.
-        residuals: of residuals, from F to B.
-        gradients: of gradients from the stage behind, from their arrival to B.
-        losses: of the loss's gradients on the last stage, from F to B.
-        operands: of operands of kernel gradients, from B to W.
+        residuals: buffers of residuals, from F to B.
+        gradients: buffers of gradients from the next stage, from their arrival to B.
+        losses: buffers of gradients of the loss on the last stage, from F to B.
+        operands: buffers of operands of kernel gradients, from B to W.
 
     >>> schedule = make_schedule("1f1b", stages=2, microbatches=3)
     >>> schedule.forward.T.tolist()
@@ -78,12 +79,12 @@ class Schedule:
 
     @property
     def waits(self) -> bool:
-        """Whether kernel gradients wait."""
+        """Whether kernel gradients are deferred."""
         return bool((self.weight >= 0).any())
 
     @property
     def bubble(self) -> float:
-        """The part of a step in which a stage waits, if F, B and W take the same time.
+        """Fraction of a step in which a stage is idle, if F, B and W take the same time.
 
         >>> round(make_schedule("1f1b", stages=4, microbatches=8).bubble, 3)  # 3 / 11
         0.273
@@ -101,18 +102,18 @@ def make_schedule(name: str, *, stages: int, microbatches: int, virtual_stages: 
     - ``"1f1b"``: each stage begins a backward pass as soon as it can, so that a stage holds residuals of at most
       ``2 p - 1`` microbatches. (Stages run in step here, F and B in each tick: Megatron's, whose stages do not wait for
       one another, hold ``p`` with the same bubble.) With ``virtual_stages`` it is Megatron's interleaved schedule.
-    - ``"zero_bubble"``: 1F1B whose kernel gradients wait, of at most ``2 p - 2`` microbatches at a time, and fill the
-      ticks in which other stages have more to do.
+    - ``"zero_bubble"``: 1F1B with deferred kernel gradients, of at most ``2 p - 2`` microbatches at a time, which fill
+      the ticks in which other stages have more to do.
 
-    The part of a step in which a stage waits is, with F, B and W of the same time and ``m`` at least ``2 p - 2``,
+    The fraction of a step in which a stage is idle is, with F, B and W of the same time and ``m`` at least ``2 p - 2``,
     ``(p - 1) / (m + p - 1)`` for the first two, ``(p - 1) / (v m + p - 1)`` interleaved, and
     ``(p - 1) / (3 m + p - 1)`` for the last.
 
     Args:
-        name: one of `PIPELINE_SCHEDULES`.
-        stages: p, at least 2.
-        microbatches: m; a multiple of ``p`` with several virtual stages.
-        virtual_stages: v, chunks of layers on each stage.
+        name: name of the schedule, one of `PIPELINE_SCHEDULES`.
+        stages: number p of stages, at least 2.
+        microbatches: number m of microbatches; a multiple of ``p`` with several virtual stages.
+        virtual_stages: number v of chunks of layers on each stage.
 
     Raises:
         ValueError: for another name, sizes that are not positive, and numbers that do not go together.
@@ -141,11 +142,11 @@ def make_schedule(name: str, *, stages: int, microbatches: int, virtual_stages: 
 
 @checked
 def split_layers(num_layers: int, chunks: int, *, first: int | None = None, last: int | None = None) -> tuple[int, ...]:
-    """Return how many layers each of ``chunks`` consecutive parts of a stack has.
+    """Return the number of layers in each of ``chunks`` consecutive parts of a stack.
 
     Args:
-        num_layers: of the stack.
-        chunks: stages, or stages times virtual stages.
+        num_layers: number of layers in the stack.
+        chunks: number of parts: stages, or stages times virtual stages.
         first, last: layers of the first and of the last part, which also have the embedding and the head. None: as many
             as any other.
 
@@ -178,7 +179,7 @@ def split_layers(num_layers: int, chunks: int, *, first: int | None = None, last
 
 
 class _Run:
-    """A schedule under construction: what each stage has done, tick by tick."""
+    """A schedule under construction: the work of each stage, tick by tick."""
 
     def __init__(self, stages: int, microbatches: int, virtual_stages: int):
         self.p, self.m, self.v = stages, microbatches, virtual_stages
@@ -230,7 +231,7 @@ class _Run:
         self.now += 1
 
     def _run_waiting(self, work: list[int]) -> None:
-        """Run a W on stages that have less to do than the longest; so at most 2 p - 2 wait."""
+        """Run a W on stages that have less to do than the busiest one; so at most 2 p - 2 are pending."""
         longest = max(work)
         # Where nothing else is left, and where every stage is busy, W is what makes the tick longer.
         if longest == 0 or min(work) == 2:

@@ -1,4 +1,4 @@
-"""A pipelined train step as one of its stages runs it, tick by tick."""
+"""The part of a pipelined train step that one stage runs, tick by tick."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jax_te.typing import Array
 
 
 class Sums(NamedTuple):
-    """What a stage adds up over microbatches.
+    """Sums of a stage over microbatches.
 
     Args:
         loss: sum of the losses times their weights; 0 on all stages but the last.
@@ -57,12 +57,12 @@ class _Carry(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """A pass of a microbatch through a chunk of layers; one that does not count runs for nothing.
+    """A pass of a microbatch through a chunk of layers; the result of an idle pass is discarded.
 
     Args:
         counts: bool ``[]``.
-        number: of the microbatch.
-        chunk: of the stage.
+        number: index of the microbatch.
+        chunk: chunk of the stage.
         starts, ends: the embedding is in front of it, the loss behind it.
     """
 
@@ -116,9 +116,9 @@ class Stage:
 
     def _tick(self, carry: _Carry, row: dict[str, Array]) -> _Carry:
         stages = self.schedule.stages
-        # Stages run the same passes in a tick, some of them for nothing, and the same holds for embedding and loss: a
-        # pass may hold exchanges among all devices (a ring along the context axis, which would wait for ever), and a
-        # tick is as long as its longest stage anyway. Not so under zero_bubble, whose stages differ on purpose.
+        # Stages run the same passes in a tick, some of them idle, and the same holds for embedding and loss: a pass may
+        # hold exchanges among all devices (a ring along the context axis, which would deadlock), and a tick is as long
+        # as its longest stage anyway. Not so under zero_bubble, whose stages differ on purpose.
         column = "{}" if self.schedule.waits else "any_{}"
         runs = {name: row[column.format(name)] >= 0 for name in ("forward", "backward")}
         # Each branch gets and returns what it changes, so that the compiler updates buffers in place.
@@ -217,9 +217,9 @@ class Stage:
             j, inner = _place(path)
             total = layers[j][inner]
             added = self.model.weighted(grad.get_value().astype(jnp.float32), task.number)
-            # Not times 0: what a pass for nothing gives may be nan.
+            # jnp.where, not a factor 0: an idle pass may produce nan.
             added = jnp.where(task.counts, added, jnp.zeros_like(added))
-            if added.ndim < total.get_value().ndim - 1:  # zero_bubble has some summed up already
+            if added.ndim < total.get_value().ndim - 1:  # zero_bubble has summed some already
                 added = self._as_summands(self.places[j, inner], total.get_value()[0], added)
             layers[j][inner] = total.replace(total.get_value().at[task.chunk].add(added))
         return self._placed(layers)
@@ -228,7 +228,7 @@ class Stage:
         return place._replace(lead=place.lead - 1).with_sum(jnp.zeros_like(like), added)
 
     def _of_places(self, layers: list[Flat], fn: Callable[[SummandPlace, Array], Array]) -> list[Flat]:
-        """Return sums with ``fn`` applied to those of kernels whose gradients wait."""
+        """Return sums with ``fn`` applied to those of kernels with deferred gradients."""
         return [
             {
                 inner: var.replace(fn(place, var.get_value())) if (place := self.places.get((j, inner))) else var
@@ -282,7 +282,7 @@ def _zeros(tree: Any, chunks: int | None = None) -> Any:
 
     def zeros(variable: nnx.Variable) -> nnx.Variable:
         value = variable.get_value()
-        # A kernel that is stored quantized says the shape of one layer's, also where its arrays are stacked.
+        # A kernel that is stored quantized has the shape of one layer's kernel, even if its arrays are stacked.
         stacked = chunks is not None and isinstance(value, QuantizedKernel)
         return variable.replace(jnp.zeros((chunks, *value.shape) if stacked else value.shape, jnp.float32))
 

@@ -39,7 +39,7 @@ class Look(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What all stages run.
+    """Program of all stages.
 
     Args:
         loss: loss of a microbatch, in its parts.
@@ -73,7 +73,7 @@ class StageModel:
     """Layers, embedding, head and loss for one stage, inside of a ``shard_map`` over the pipeline axis.
 
     Args:
-        program: what all stages run.
+        program: program of all stages.
         stacked: parameters and quantizer states of the stage's layers, ``[v, ...]`` for each position of a chunk.
         outer: parameters and quantizer states around the stack.
         batches: microbatches, leaves ``[m, b / m, ...]``.
@@ -120,7 +120,7 @@ class StageModel:
     def forward(self, chunk: Array | int, given: StackArrays) -> tuple[Array, PyTree]:
         """Return the output ``[b, s, h]`` of a chunk of layers, and its backward pass by ``(x, learned)``.
 
-        That is one of `deferred_vjp` where kernel gradients wait, else one of `vjp_of_model`.
+        The backward pass is `deferred_vjp`'s if kernel gradients are deferred, else `vjp_of_model`'s.
         """
         model, options = self._module(chunk), self.program.look.options
         if self._cached is not None:

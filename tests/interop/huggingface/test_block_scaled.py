@@ -144,7 +144,7 @@ def test_kept_kernels_are_the_files_bytes_and_run(folder: Path, tmp_path: Path) 
 
 def test_what_a_recipe_does_not_keep_exactly_is_refused(folder: Path, tmp_path: Path) -> None:
     recipes = (None, Float8CurrentScaling(), Float8BlockScaling())
-    for recipe, why in zip(recipes, ("stores it as None", "stores it as", "no powers of two"), strict=True):
+    for recipe, why in zip(recipes, ("stores it as None", "stores it as", "not powers of two"), strict=True):
         with autocast(recipe), pytest.raises(ValueError, match=rf"cannot keep layers/0/.*{why}.*use_f32_scales=True"):
             load_huggingface(folder, block_scaled="keep")
     with autocast(Float8BlockScaling()):  # whose scales are powers of two, as these are

@@ -419,7 +419,7 @@ def test_no_index_names_a_file_outside_of_its_folder(name: Any, folder: Path, tm
     index = json.loads(path.read_text())
     index["weight_map"] = dict.fromkeys(index["weight_map"], name)
     path.write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"which is no name of a \.safetensors file"):
+    with pytest.raises(ValueError, match=r"which is not a name of a \.safetensors file"):
         load_huggingface(inside)
 
 
@@ -430,11 +430,11 @@ def test_files_that_are_not_there(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"neither model\.safetensors nor model\.safetensors\.index\.json"):
         load_huggingface(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_bytes((folder / "model.safetensors.index.json").read_bytes())
-    with pytest.raises(ValueError, match="is no file"):
+    with pytest.raises(ValueError, match="is not a file"):
         load_huggingface(tmp_path)
     copied(folder, tmp_path)
     (tmp_path / "model.safetensors").mkdir()
-    with pytest.raises(ValueError, match="is no file"):
+    with pytest.raises(ValueError, match="is not a file"):
         load_huggingface(tmp_path)
 
 
@@ -454,8 +454,8 @@ WHOLE = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (b"\xff" * 8, "cannot hold a header of 18446744073709551615"),
         (struct.pack("<Q", 9) + b"{}", "2 bytes|10 bytes"),
         (struct.pack("<Q", 2) + b"[]", "must be a JSON object"),
-        (struct.pack("<Q", 2) + b"\xff{", "is no JSON"),
-        (struct.pack("<Q", 40_000) + b"[" * 40_000, "is no JSON"),
+        (struct.pack("<Q", 2) + b"\xff{", "is not JSON"),
+        (struct.pack("<Q", 40_000) + b"[" * 40_000, "is not JSON"),
         (struct.pack("<Q", 14) + b'{"a":1,"a":{}}', "twice"),
         (header(a=1) + b"12345678", "has dtype"),
         (header(a=WHOLE | {"dtype": "F9"}) + b"12345678", "'F9'; known: F16"),

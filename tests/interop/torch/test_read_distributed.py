@@ -43,9 +43,9 @@ def test_a_chunk_with_another_checksum_is_refused_when_it_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"relative_path": "../__0_0.distcp"}, "no name of a .distcp file"),
-        ({"relative_path": "/etc/passwd"}, "no name of a .distcp file"),
-        ({"relative_path": "__9_0.distcp"}, "is no file"),
+        ({"relative_path": "../__0_0.distcp"}, "not a name of a .distcp file"),
+        ({"relative_path": "/etc/passwd"}, "not a name of a .distcp file"),
+        ({"relative_path": "__9_0.distcp"}, "is not a file"),
         ({"offset": -1}, "damaged"),
         ({"length": 2**40}, "damaged"),
         ({"transform_descriptors": ["zstd"]}, "is packed"),
@@ -75,7 +75,7 @@ def test_a_description_runs_nothing(tmp_path, monkeypatch):
         read_torch_distributed(tmp_path)
     assert not (tmp_path / "ran").exists()
     (tmp_path / ".metadata").write_bytes(pickle.dumps({"state_dict_metadata": 1}))
-    with pytest.raises(ValueError, match="no description of a checkpoint"):
+    with pytest.raises(ValueError, match="not a description of a checkpoint"):
         read_torch_distributed(tmp_path)
     with pytest.raises(ValueError, match=r"has no \.metadata"):
         read_torch_distributed(tmp_path / "other")

@@ -213,13 +213,13 @@ def test_bad_archives_are_refused(tmp_path):
             read_torch_file(archive(path, tensor(), [FOUR], **changes))
     for content, message in {
         b"": "is empty",
-        b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.": r"no zip file.*torch\.save\(torch\.load",
+        b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.": r"not a zip file.*torch\.save\(torch\.load",
         b"PK\x03\x04" + bytes(100): "damaged",
     }.items():
         path.write_bytes(content)
         with pytest.raises(ValueError, match=message):
             read_torch_file(path)
-    with pytest.raises(ValueError, match="no file"):
+    with pytest.raises(ValueError, match="not a file"):
         read_torch_file(tmp_path)
 
 

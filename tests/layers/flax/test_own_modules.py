@@ -155,7 +155,7 @@ def test_a_contraction_is_reached_however_it_is_written(kind):
 
 
 class Block(nnx.Module):
-    """Two parameters in one module, another module inside, dropout, a cache, and results that are no arrays."""
+    """Two parameters in one module, another module inside, dropout, a cache, and results that are not arrays."""
 
     def __init__(self, rngs: nnx.Rngs):
         init = nnx.initializers.lecun_normal()

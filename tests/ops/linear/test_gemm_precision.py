@@ -160,7 +160,7 @@ def test_the_kernels_gradient_goes_where_it_is_asked_for(kind, dtype):
     unread = jnp.full(kernel.shape, jnp.nan, dtype)
 
     def call(x, kernel, gradient):
-        with frozen_scales():  # the states are no argument here
+        with frozen_scales():  # the states are not an argument here
             return dense(x, kernel, grad_sink=gradient, recipe=recipe, state=case.states(recipe), backend="xla")
 
     y, (dx, dkernel, dgradient) = quick_jit(lambda *a: with_vjp(call, *a))((x, kernel, unread), case.g)

@@ -111,7 +111,7 @@ LAYERS = {
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_each_device_of_a_mesh_pads_its_tokens(mode, layer, recipe):
-    """Where its part alone is no multiple: 48 tokens in 4 parts of 12."""
+    """Where its part alone is not a multiple: 48 tokens in 4 parts of 12."""
     x, kernel, bias, options = draw("x", (4, 12, 32)), draw("k", (32, 32)), draw("b", (32,)), LAYERS[layer]
     g = draw("g", (4, 12, 32))
     expected = with_gradients(recipe, x, kernel, bias, g)

@@ -72,8 +72,8 @@ def test_rows() -> None:
         (COLUMN | {"kernel_axes": ("fsdp", None)}, "are split in ways that do not go together"),
         (COLUMN | {"x_axes": ("batch", "sequence", "ffn")}, "are split in ways that do not go together"),
         (COLUMN | {"recipe": NVFP4BlockScaling()}, "has scales of the whole tensor beside those of its blocks"),
-        (COLUMN | {"recipe": Float8BlockScaling()}, "tokens in a row of one device, 32, is no multiple of the 128"),
-        (COLUMN | {"recipe": MXFP8BlockScaling(), "x_shape": (8, 16, 64)}, "16, is no multiple of the 32 values"),
+        (COLUMN | {"recipe": Float8BlockScaling()}, "tokens in a row of one device, 32, is not a multiple of the 128"),
+        (COLUMN | {"recipe": MXFP8BlockScaling(), "x_shape": (8, 16, 64)}, "16, is not a multiple of the 32 values"),
         (
             COLUMN | {"recipe": CURRENT, "kernel": quantize_kernel(jnp.zeros(KERNEL), recipe=CURRENT)},
             "its kernel was quantized as a whole",

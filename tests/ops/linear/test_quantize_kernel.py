@@ -82,7 +82,7 @@ def test_it_crosses_jit_scan_and_remat(recipe):
         return jax.lax.scan(lambda carry, x: (carry, jax.checkpoint(call)(x, kernel)), (), xs)[1]
 
     xs, gs = jnp.stack([x, 2 * x]), jnp.stack([case.g, case.g / 3])
-    with frozen_scales():  # the states are no argument here
+    with frozen_scales():  # the states are not an argument here
         ys, (dxs,) = quick_jit(lambda q, xs, gs: with_vjp(lambda xs: scanned(xs, q), (xs,), gs))(quantized, xs, gs)
         alone = quick_jit(lambda x, g: with_vjp(lambda x: call(x, kernel), (x,), g))
         for i in range(2):

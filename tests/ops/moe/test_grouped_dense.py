@@ -300,7 +300,7 @@ def test_kernels_quantized_before_the_call_give_the_same_bits(name):
                 g,
             )
 
-        with frozen_scales():  # the state is no argument of the call
+        with frozen_scales():  # the state is not an argument of the call
             again, (again_dx, sink) = call(x, kernel)
         for mine, expected in ((again, y), (again_dx, dx), (sink, dkernel)):
             assert_bitwise(mine, expected)

@@ -1,1 +1,1 @@
-"""A table for each architecture: which tensors of Hugging Face are which parameters."""
+"""A table for each architecture, which maps Hugging Face tensors to parameters."""

@@ -30,7 +30,7 @@ _LAYER: Table = {
     },
     "layers/{i}/self_attention/proj/kernel": {"{base}encoder.layer.{i}.attention.output.dense.weight": "h q -> q h"},
     "layers/{i}/self_attention/proj/bias": {"{base}encoder.layer.{i}.attention.output.dense.bias": "h -> h"},
-    # Behind the first residual sum, which is in front of the feed-forward block.
+    # After the first residual sum, before the feed-forward block.
     "layers/{i}/layernorm_mlp/scale": {"{base}encoder.layer.{i}.attention.output.LayerNorm.weight": "h -> h"},
     "layers/{i}/layernorm_mlp/ln_bias": {"{base}encoder.layer.{i}.attention.output.LayerNorm.bias": "h -> h"},
     "layers/{i}/layernorm_mlp/wi_kernel": {"{base}encoder.layer.{i}.intermediate.dense.weight": "f h -> h 1 f"},
@@ -66,7 +66,7 @@ def _read(given: Fields, options: Options) -> None:
     given.expect("tie_word_embeddings", True)
     given.expect("is_decoder", False)
     given.expect("add_cross_attention", False)
-    # In files of Google's multilingual and Chinese models: the pooler of its own program, and both directions.
+    # In files of Google's multilingual and Chinese models: fields of the original program's pooler and attention.
     given.expect("directionality", "bidi")
     given.expect("pooler_type", "first_token_transform")
     given.skip("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head")
@@ -118,7 +118,7 @@ BERT = Architecture(
     ignored=r"embeddings\.position_ids",
     older=((r"\.LayerNorm\.gamma", ".LayerNorm.weight"), (r"\.LayerNorm\.beta", ".LayerNorm.bias")),
 )
-# Published files of this class have the pooler and the other head of pre-training, too, which it does not compute.
+# Published files of this class also contain the pooler and the other pre-training head, which the class does not use.
 MASKED_BERT = replace(
     BERT,
     read=_read_masked,

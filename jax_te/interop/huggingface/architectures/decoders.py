@@ -1,4 +1,4 @@
-"""Decoders: GPT-2, and Llama with its kin."""
+"""Decoders: GPT-2, and Llama with related architectures."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ def _read_gpt2(given: Fields, options: Options) -> None:
     given.take("reorder_and_upcast_attn", bool, False)  # scores are fp32 in any case
     rate, of_embeddings = options["hidden_dropout"], given.take("embd_pdrop", float, 0.1)
     if of_embeddings != rate:
-        # No refusal: without dropout, as in evaluation and generation, nothing depends on it.
+        # Not refused: without dropout, as in evaluation and generation, nothing depends on it.
         warnings.warn(
             f"embd_pdrop is {of_embeddings}, resid_pdrop {rate}: here one rate, hidden_dropout={rate}, is for both. "
             "Outputs without dropout are the same; another rate is said with config={'hidden_dropout': RATE}",
             stacklevel=1,
         )
-    given.skip("n_ctx")  # an older name of n_positions' value, which transformers reads no more
+    given.skip("n_ctx")  # an older name of n_positions, which transformers no longer reads
     given.skip("summary_activation", "summary_first_dropout", "summary_proj_to_labels")  # a head for other tasks
     given.skip("summary_type", "summary_use_proj")
-    given.expect("n_special", 0)  # rows behind the vocabulary, in files of the first release (gpt2-medium)
+    given.expect("n_special", 0)  # rows after the vocabulary, in files of the first release (gpt2-medium)
     given.skip("predict_special_tokens")  # of which there are none
     options["position_embedding_type"] = "learned_absolute"
 
@@ -141,7 +141,7 @@ _QK_NORMS: Table = {
     f"{_ATTENTION}/q_norm/scale": {"model.layers.{i}.self_attn.q_norm.weight": "d -> d"},
     f"{_ATTENTION}/k_norm/scale": {"model.layers.{i}.self_attn.k_norm.weight": "d -> d"},
 }
-# With norms behind blocks a name of Llama's stands for another norm.
+# With norms after blocks, a name of Llama's denotes another norm.
 _OUTPUT_NORMS: Table = {
     "layers/{i}/self_attention_norm/scale": {"model.layers.{i}.post_attention_layernorm.weight": "h -> h"},
     f"{_MLP}/scale": {"model.layers.{i}.pre_feedforward_layernorm.weight": "h -> h"},
@@ -166,8 +166,8 @@ def _llama_table(form: Form) -> Table:
 def _read_llama(given: Fields, options: Options) -> None:
     _read_rotary(given, options, "silu")
     given.skip("is_llama_config")  # a mark of the program that trained SmolLM
-    given.expect("rope_interleaved", False)  # from there, too; transformers' Llama turns halves in any case
-    given.expect("max_sequence_length", options["max_sequence_length"])  # in the first files of Llama: said twice
+    given.expect("rope_interleaved", False)  # likewise; transformers' Llama always rotates halves
+    given.expect("max_sequence_length", options["max_sequence_length"])  # redundant, in the first files of Llama
     options["add_bias_linear"] = bias = given.take("attention_bias", bool, False)
     if given.take("mlp_bias", bool, False) != bias:
         raise given.refused(
@@ -176,7 +176,7 @@ def _read_llama(given: Fields, options: Options) -> None:
 
 
 def _read_rotary(given: Fields, options: Options, activation: str) -> None:
-    """What Llama and its kin share."""
+    """Common base of Llama and related architectures."""
     options["activation"] = given.activation("hidden_act", activation, gated=True)
     if "position_embedding_type" not in options:
         options["position_embedding_type"] = given.rotary(options["max_sequence_length"])
@@ -220,13 +220,13 @@ LLAMA = Architecture(
 
 
 def _read_windows(given: Fields, options: Options, size: int | None, default: Sequence[bool]) -> None:
-    """Which layers attend in a window: as ``layer_types`` says, or ``default``."""
+    """Return the layers with window attention: from ``layer_types``, or ``default``."""
     count = options["num_layers"]
     kinds = given.take("layer_types", list, [WINDOW if windowed else FULL for windowed in default])
     if len(kinds) != count or not {*map(str, kinds)} <= {FULL, WINDOW} or (WINDOW in kinds and not size):
         raise given.refused("layer_types", kinds, f"{count} of {FULL!r} and, with a sliding_window, {WINDOW!r} fit")
     if WINDOW in kinds and size:
-        # Theirs counts the query's own position.
+        # transformers' window includes the query's own position.
         options["window_size"] = (size - 1, 0)
         options["window_attn_skip_freq"] = tuple(int(kind == WINDOW) for kind in kinds)
 
@@ -234,7 +234,7 @@ def _read_windows(given: Fields, options: Options, size: int | None, default: Se
 def _write_windows(options: Options) -> dict[str, Any]:
     windows = layer_windows(options)
     left, right = next(filter(None, windows), (None, 0))
-    # A window that they cannot say becomes another one, which `save_huggingface` notices.
+    # A window that transformers cannot represent becomes another one, which `save_huggingface` detects.
     size = None if left is None else left + 1 if left >= 0 and right == 0 else 1
     return {"sliding_window": size, "layer_types": [WINDOW if window else FULL for window in windows]}
 
@@ -318,7 +318,7 @@ def _read_gemma2(given: Fields, options: Options) -> None:
 
 
 def _read_gemma3(given: Fields, options: Options) -> None:
-    # First, since what Gemma's kin share reads the positions of all layers.
+    # First, since Gemma's common fields include the positions of all layers.
     options["position_embedding_type"] = given.rotary(options["max_sequence_length"], 1e6, window_default=1e4)
     period = given.take("sliding_window_pattern", int, given.take("_sliding_window_pattern", int, 6))
     if period < 1:
@@ -332,7 +332,7 @@ def _read_gemma3(given: Fields, options: Options) -> None:
 def _read_output_norms(
     given: Fields, options: Options, windowed: Sequence[bool], caps: tuple[float | None, float | None]
 ) -> None:
-    """What Gemma 2 and 3 share; ``caps`` are the defaults of those of scores and logits."""
+    """Common base of Gemma 2 and 3; ``caps`` are the default softcaps of scores and logits."""
     _read_gemma(given, options)
     size, scalar = given.take("sliding_window", int, 4096), given.take("query_pre_attn_scalar", float, 256.0)
     if not scalar > 0.0:
@@ -352,7 +352,7 @@ def _write_gemma2(options: Options) -> dict[str, Any]:
     scale = options["softmax_scale"]
     windows = _write_windows(options)
     if windows["sliding_window"] is None:
-        # transformers makes the mask of windows for every Gemma 2 and 3, also for one whose layers have none.
+        # transformers creates the window mask for every Gemma 2 and 3, even if no layer has a window.
         windows["sliding_window"] = 4096
     return {
         **_write_gemma(options),

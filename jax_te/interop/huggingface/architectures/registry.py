@@ -1,4 +1,4 @@
-"""The architectures that are read and written."""
+"""The supported architectures."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def named_architecture(given: Fields) -> Architecture:
 def read_form(
     values: Mapping[str, Any], what: str, tensors: Collection[Any], ignore: Collection[str] = ()
 ) -> tuple[Architecture, Form]:
-    """Return what the fields of a ``config.json`` say.
+    """Return the form that a ``config.json`` describes.
 
     Args:
         values: the fields.
         what: the file's name, for messages.
-        tensors: of the model; there are not more layers.
+        tensors: tensors of the model; it has no more layers than these name.
         ignore: names of unknown fields that a caller knows to change no number.
 
     Raises:
-        ValueError: for another architecture, and for a field that is not followed.
+        ValueError: for another architecture, and for an unsupported field.
     """
     given = Fields(values, what, tensors)
     architecture = named_architecture(given)

@@ -1,4 +1,4 @@
-"""Attention on a mesh, where every device has a shard of the batch, the heads and the sequence.
+"""Attention on a mesh whose devices hold shards of the batch, the heads and the sequence.
 
 `on_mesh` runs it, by one of the schemes in `ring`, `all_gather` and `ulysses`; `zigzag` is the load-balanced order.
 """

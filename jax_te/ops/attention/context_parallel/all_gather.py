@@ -1,9 +1,9 @@
-"""All-gather: every device has the keys and values of all, and its own shard of the queries.
+"""All-gather: every device has all keys and values, and its own shard of the queries.
 
 Plain JAX takes the positions of queries and keys, in any order. cuDNN has masks along a diagonal only: for it, keys are
 put in natural order, and each chunk of queries attends to the keys up to its own end, aligned with its last query.
-Which keys those are depends on the device: every device has a branch of its own, or, where sequence lengths are known
-on the devices only, tells cuDNN how many keys there are.
+Which keys those are depends on the device: every device has its own branch, or, where sequence lengths are known only
+at run time, passes cuDNN the number of keys.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jax_te.typing import Array
 
 
 class QueryChunk(NamedTuple):
-    """Some of a device's queries, and the keys that cuDNN is given with them."""
+    """A chunk of a device's queries, and the keys that cuDNN receives with them."""
 
     rows: slice
     columns: slice
@@ -59,7 +59,7 @@ def backward(
 ) -> BlockGradients:
     """Return the gradients of a device's queries, and of its keys and values, summed over all devices."""
     q, k, v = unpack(qkv)
-    # All-gathered again: residuals are shards, and a layer's gathered keys would live until its backward.
+    # All-gathered again: residuals are shards, because a layer's gathered keys would stay in memory until its backward.
     k, v = _all_gather(sharding, k), _all_gather(sharding, v)
 
     def differentiate(device: Any) -> BlockGradients:
@@ -87,7 +87,7 @@ def backward(
 
 
 def block_specs(sharding: AttentionSharding) -> list[AttentionSpec]:
-    """Return the descriptions of all calls of cuDNN."""
+    """Return the specs of all calls of cuDNN."""
     if not _is_static(sharding):
         return [_dynamic_spec(sharding)]
     chunks = [chunk for device in range(sharding.context_shards) for chunk in _chunks(sharding, device)]
@@ -103,7 +103,7 @@ def _on_device(sharding: AttentionSharding, compute: Any) -> Any:
     index = jax.lax.axis_index(sharding.context)
     if not _is_static(sharding):
         return compute(index)
-    # A branch for each device, with just the keys that its queries attend to: cuDNN's sizes are static, and the first
+    # A branch for each device, with only the keys that its queries attend to: cuDNN's sizes are static, so the first
     # device would otherwise compute as much as the last.
     return jax.lax.switch(index, [functools.partial(compute, device) for device in range(sharding.context_shards)])
 
@@ -155,7 +155,8 @@ def _reduce_scatter(sharding: AttentionSharding, x: Array) -> Array:
 
 
 def _needs_natural_order(sharding: AttentionSharding) -> bool:
-    # Plain JAX compares positions, and without a mask the order of keys changes nothing: both save a copy of all keys.
+    # Plain JAX compares positions, and without a mask the order of keys is irrelevant: neither needs a copy of all
+    # keys.
     return sharding.load_balanced and sharding.backend != "xla" and sharding.spec.mask_type != "no_mask"
 
 

@@ -1,4 +1,4 @@
-"""One device's attention of some queries to some keys, and how such blocks are put together."""
+"""One device's attention of a block of queries to a block of keys, and merging of such blocks."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def with_positions(
     arrays = arrays._replace(q_positions=q_positions, kv_positions=kv_positions)
     mask_type = sharding.spec.mask_type
     if mask_type == "causal_bottom_right":
-        # The diagonal ends at the last query and key of the whole call, of which a block knows only by their lengths.
+        # The diagonal ends at the last query and key of the whole call, which a block knows only from lengths.
         mask_type = "padding_causal_bottom_right"
         b = sharding.spec.batch // sharding.batch_shards
         arrays = arrays._replace(

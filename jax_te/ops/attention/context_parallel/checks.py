@@ -75,7 +75,7 @@ def _block_specs(sharding: AttentionSharding) -> list[AttentionSpec]:
 
 
 def _te_lacks(sharding: AttentionSharding, same_lengths: bool) -> str | None:
-    """Return why blocks that cuDNN has kernels for do not make up the call, or None."""
+    """Return the reason why the call cannot be composed of blocks that cuDNN supports, or None."""
     spec, kind = sharding.spec, sharding.cp.cp_comm_type
     if sharding.ring_size > 1 and (not ring.is_structured(sharding) or spec.bias_type != "no_bias"):
         return (
@@ -95,6 +95,6 @@ def _te_lacks(sharding: AttentionSharding, same_lengths: bool) -> str | None:
             "differ 'a2a' keeps them aligned at its beginning"
         )
     if spec.is_causal and not spec.is_padding and spec.q_length > spec.kv_length:
-        # The first devices' queries would attend to no key, and cuDNN takes no call without keys.
+        # The first devices' queries would attend to no key, and cuDNN does not accept calls without keys.
         return "cp_comm_type 'all_gather' has causal masks with no more queries than keys; 'a2a' has others"
     return None

@@ -1,7 +1,7 @@
 """Attention on each device of a mesh, forward and backward.
 
-The rules write their collectives out, so that JAX differentiates none, and kernels that the compiler cannot partition
-see one device's arrays.
+The derivative rules contain explicit collectives, so that JAX need not differentiate them, and kernels that the
+compiler cannot partition receive one device's arrays.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Operands(NamedTuple):
 
 
 class _Residuals(NamedTuple):
-    """What backward reads: ``qkv``, ``out`` and ``log_sum`` as attention ran, after an exchange for heads."""
+    """Residuals of attention: ``qkv``, ``out`` and ``log_sum``, after an exchange for heads."""
 
     qkv: Any
     arrays: AttentionArrays
@@ -64,8 +64,8 @@ def _backward(sharding: AttentionSharding, residuals: _Residuals, g: tuple[Array
     qkv, arrays, out, log_sum = residuals
     dout, _ = g
     if sharding.gathers or sharding.ring_size > 1:
-        # Without the barrier the compiler finds that forward gathered or moved the same keys, and keeps those of all
-        # devices from forward to backward.
+        # Without the barrier the compiler finds that forward gathered or moved the same keys, and keeps all devices'
+        # keys in memory until backward.
         qkv, log_sum, dout = jax.lax.optimization_barrier((qkv, log_sum, dout))
     if sharding.ulysses_size > 1:
         dout = ulysses.to_heads(sharding, dout)
@@ -86,14 +86,14 @@ _attention = sharded_vjp(_forward, _backward, once=lambda sharding: why_backend(
 
 
 def _strategy(sharding: AttentionSharding) -> tuple[Any, Any]:
-    """Return the forward and backward rules for how keys and values reach the queries."""
+    """Return the forward and backward rules of a kind of key/value exchange."""
     if sharding.gathers:
         return all_gather.forward, all_gather.backward
     return (ring.forward, ring.backward) if sharding.ring_size > 1 else (_own_forward, _own_backward)
 
 
 def _own_forward(sharding: AttentionSharding, qkv: QKV, arrays: AttentionArrays) -> block.BlockOutput:
-    """Return attention of a device that has all positions of its heads."""
+    """Return the attention of a device that holds all positions of its heads."""
     return block.forward(sharding, qkv, sharding.shard_spec(sharding.spec.q_length, sharding.spec.kv_length), arrays)
 
 

@@ -1,5 +1,5 @@
-"""Ring attention: keys and values travel around a ring of devices, and each adds its queries' attention to the keys at
-hand.
+"""Ring attention: keys and values travel around a ring of devices, and each adds its queries' attention to the local
+keys.
 
 Under a causal mask in natural order, a device's queries attend to all keys of an earlier shard and to none of a later
 one. In zig-zag order they attend to one half of the scores of any other shard: all queries to the early keys of an
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class RingStep(NamedTuple):
-    """The scores that a device computes at a step: which rows (queries) and columns (keys), under which mask."""
+    """Scores that a device computes at a step: rows (queries), columns (keys) and mask."""
 
     rows: slice
     columns: slice
@@ -36,7 +36,7 @@ class RingStep(NamedTuple):
 
 
 class RingGradients(NamedTuple):
-    """Gradients of one step, of all of a device's queries, of the keys and values at hand, and of the bias."""
+    """Gradients of one step: of all of a device's queries, of the local keys and values, and of the bias."""
 
     q: Array
     k: Array
@@ -71,7 +71,7 @@ def forward(sharding: AttentionSharding, qkv: QKV, arrays: AttentionArrays) -> B
             blocks = [block.merge(blocks)]
         k, v = received
     out, log_sum, max_logit = blocks[0]
-    # Blocks are vanilla softmaxes, and the offset enters once, at the end: it would otherwise count once a step.
+    # Blocks are plain softmaxes, and the offset is added once, at the end; otherwise it would count once per step.
     offset = offset_of(sharding.shard_spec(q.shape[1], k.shape[1]), arrays)
     if offset is not None:
         total = jnp.logaddexp(log_sum, jnp.broadcast_to(offset, log_sum.shape))
@@ -149,8 +149,8 @@ def _zeros(like: RingGradients) -> RingGradients:
 def _parts_of_step(
     sharding: AttentionSharding, step: int, sizes: tuple[int, int]
 ) -> tuple[RingStep | None, RingStep | None]:
-    """Return what a device computes with the keys from ``step`` devices before it: of an earlier shard, and, where the
-    ring has wrapped around, of a later one.
+    """Return the parts that a device computes with the keys from ``step`` devices before it: for an earlier shard, and
+    for a later one after the ring has wrapped around.
     """
     queries, keys = slice(0, sizes[0]), slice(0, sizes[1])
     if step == 0 or not is_structured(sharding) or sharding.spec.mask_type == "no_mask":
@@ -169,12 +169,13 @@ def _at_step(
     nothing: Callable[[T], T],
     sizes: tuple[int, int],
 ) -> T:
-    """Return ``attend`` of what a device computes at a step; where that is nothing, ``nothing`` of a result's shape."""
+    """Return ``attend`` of the part that a device computes at a step, or ``nothing`` of a result's shape if there is
+    none."""
     earlier, later = _parts_of_step(sharding, step, sizes)
     assert earlier is not None
     if earlier == later:
         return attend(earlier)
-    # A branch, not a mask: half of the devices would otherwise compute scores that they drop.
+    # A branch, not a mask: half of the devices would otherwise compute scores that are discarded.
     return jax.lax.cond(
         step <= _index(sharding),
         lambda: attend(earlier),
@@ -207,7 +208,7 @@ def _index(sharding: AttentionSharding) -> Array:
 
 
 def _send(sharding: AttentionSharding, *arrays: Array) -> tuple[Array, ...]:
-    """Return what the device before sends while ``arrays`` are sent to the next one."""
+    """Send ``arrays`` to the next device, and return those of the previous one."""
     shards, stride = sharding.context_shards, sharding.ulysses_size
     to_next = [(device, (device + stride) % shards) for device in range(shards)]
     if len({(x.shape, x.dtype) for x in arrays}) > 1:

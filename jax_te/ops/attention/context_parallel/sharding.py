@@ -1,4 +1,4 @@
-"""How an attention call is sharded over a mesh: known before it runs."""
+"""Static sharding of an attention call over a mesh."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class ContextParallel:
         cp_comm_type: ``"p2p"``: keys and values travel around a ring (Liu et al. 2023); ``"all_gather"``: every device
             all-gathers them; ``"a2a"``: devices exchange shards of the sequence for heads (Ulysses, Jacobs et al.
             2023); ``"a2a+p2p"``: Ulysses in groups of neighbours, a ring of groups (Fang and Zhao 2024).
-        hierarchical_context_parallel_sizes: how many neighbouring devices exchange heads, and how many such groups are
-            on a ring. Read, and then needed, by ``"a2a+p2p"`` on a mesh whose context axis is larger than 1.
-        cp_load_balanced: sequences are in zig-zag order, see `zigzag_positions`.
+        hierarchical_context_parallel_sizes: number of neighbouring devices that exchange heads, and number of such
+            groups in a ring. Read, and then needed, by ``"a2a+p2p"`` on a mesh whose context axis is larger than 1.
+        cp_load_balanced: whether sequences are in zig-zag order, see `zigzag_positions`.
 
     Raises:
         ValueError: for an unknown type, or sizes that are not two positive integers.
@@ -62,15 +62,15 @@ class AttentionSharding:
     Args:
         spec: the whole call, as if it ran on one device.
         mesh: the mesh in use.
-        axis_names: its axes that no surrounding ``shard_map`` has made manual.
+        axis_names: mesh axes that no surrounding ``shard_map`` has made manual.
         batch, context, heads: mesh axes larger than 1 that shard examples, sequence and heads.
-        batch_shards, context_shards, head_shards: how many shards these make.
-        cp: how devices exchange keys and values.
-        gathers: every device all-gathers keys and values.
-        ulysses_size: how many neighbours exchange shards of the sequence for heads; 1: none do.
-        ring_size: how many devices, or groups of such neighbours, a ring has; 1: there is none.
-        load_balanced: sequences are in zig-zag order.
-        backend: what runs on each device.
+        batch_shards, context_shards, head_shards: numbers of shards along these axes.
+        cp: exchange of keys and values between devices.
+        gathers: whether every device all-gathers keys and values.
+        ulysses_size: number of neighbours that exchange shards of the sequence for heads; 1: no exchange.
+        ring_size: number of devices, or groups of such neighbours, in a ring; 1: no ring.
+        load_balanced: whether sequences are in zig-zag order.
+        backend: backend that runs on each device.
     """
 
     spec: AttentionSpec
@@ -92,10 +92,10 @@ class AttentionSharding:
     def shard_spec(
         self, q_length: int, kv_length: int, mask_type: MaskType | None = None, **changes: Any
     ) -> AttentionSpec:
-        """Return the description of what one device computes at a time: some of its queries and some keys.
+        """Return the spec of one block of a device: some of its queries and some keys.
 
         Args:
-            q_length, kv_length: how many queries and keys.
+            q_length, kv_length: numbers of queries and keys.
             mask_type: None: the whole call's.
             **changes: fields that differ from the whole call's.
         """
@@ -122,7 +122,7 @@ class AttentionSharding:
 def attention_sharding(
     spec: AttentionSpec, axes: LogicalAxes, mesh: AbstractMesh, cp: ContextParallel
 ) -> AttentionSharding | None:
-    """Return how a call whose result has logical axes ``axes`` is sharded over ``mesh``.
+    """Return the sharding over ``mesh`` of a call whose result has logical axes ``axes``.
 
     The result is None if a surrounding ``shard_map`` has made all axes larger than 1 manual, and if head sizes are
     sharded.
@@ -135,7 +135,7 @@ def attention_sharding(
     if head_dim:
         return None
     if spec.is_bottom_right and not spec.is_padding and spec.q_length == spec.kv_length:
-        # The same mask under the name for which the ring and cuDNN have more kernels.
+        # The same mask, under a name for which the ring and cuDNN support more cases.
         spec = dataclasses.replace(spec, mask_type="causal")
     batch_shards, context_shards, head_shards = [prod([mesh.shape[name] for name in dim]) for dim in dims[:3]]
     gathers = cp.cp_comm_type == "all_gather" and context_shards > 1

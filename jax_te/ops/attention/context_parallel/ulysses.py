@@ -1,4 +1,4 @@
-"""Ulysses: an all-to-all from a shard of the sequence with all heads to more of the sequence with some heads, and back.
+"""Ulysses: an all-to-all that exchanges a sequence shard of all heads for a longer sequence of a shard of the heads.
 
 Source: Jacobs et al. 2023, "DeepSpeed Ulysses"; in groups of neighbours, Fang and Zhao 2024, "USP".
 """
@@ -58,7 +58,7 @@ def gradient_of_all_heads(sharding: AttentionSharding, gradient: Array | None, l
         return None
     for axis, (size, total) in enumerate(zip(gradient.shape, like.shape, strict=True)):
         if size != total:
-            # Zeros elsewhere: the sum over devices that follows puts the heads of all together.
+            # Zeros elsewhere: the subsequent sum over devices combines all heads.
             full = jnp.zeros((*gradient.shape[:axis], total, *gradient.shape[axis + 1 :]), gradient.dtype)
             gradient = jax.lax.dynamic_update_slice_in_dim(full, gradient, _index(sharding) * size, axis)
     return _natural_order(sharding, gradient, back=True) if gradient.ndim == 4 else gradient

@@ -1,4 +1,4 @@
-"""The zig-zag order of a sequence, in which a causal mask gives every device as many scores to compute as any other."""
+"""The zig-zag order of a sequence, which balances the work of a causal mask over the devices."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def chunk_order(shards: int) -> list[int]:
 def zigzag_positions(s: int, ranks: int | None = None) -> Array:
     """Return the position of every token of a sequence in zig-zag order, int32 ``[s]``.
 
-    Rotary and other position embeddings need it, and ``labels`` that are made later. A sequence is cut into twice as
+    Rotary and other position embeddings need it, and so do ``labels`` derived later. A sequence is cut into twice as
     many chunks as the context axis has devices, ``C``; device ``i`` has chunks ``i`` and ``2 C - 1 - i``, an early one
     that attends to few keys and a late one that attends to many.
 
