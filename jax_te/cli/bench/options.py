@@ -103,15 +103,15 @@ def _vocab_size() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchLayer:
-    """Measure forward and backward of single layers, next to te.jax's or Megatron-Core's.
+    """Measure forward and backward of single layers beside te.jax's and Megatron-Core's.
 
     Layers are causal, with GELU and biases, in bf16. jax_te's and te.jax's are measured in turn in one
     process; for a recipe that te.jax does not have, its bf16 layer is the peer. speed_ratio is the peer's time over
     the row's, memory_ratio the row's temporary memory over the peer's.
 
-    The module moe is a router with softmax and the auxiliary loss, and experts gated by SiLU, without biases and
-    without dropped tokens, on one device. With --peer megatron Megatron-Core's layer is measured in turn with it, in a
-    separate process; peak_gib and memory_ratio then count parameters, gradients and temporary arrays.
+    The module moe is an expert layer on one device: a router with softmax and the auxiliary loss, and experts gated
+    by SiLU, without biases and without dropped tokens. --peer megatron measures Megatron-Core's layer in turn with
+    it, in a process of its own. peak_gib and memory_ratio of moe count parameters, gradients and temporary arrays.
     """
 
     modules: tuple[str, ...] = _several(MODULES, "layers to measure", MODULES[0])
