@@ -216,7 +216,7 @@ class OwnCall(nnx.Linear):
 
 
 LEFT = {
-    "its output size 24 is no multiple of 16": lambda r: nnx.Einsum("bsd,bdf->bsf", (2, 32, 24), rngs=r),
+    "its output size 24 is not a multiple of 16": lambda r: nnx.Einsum("bsd,bdf->bsf", (2, 32, 24), rngs=r),
     "'bsd,df->bf' is more than a sum": lambda r: nnx.Einsum("bsd,df->bf", (32, 32), rngs=r),
     "its precision is 'highest'": lambda r: nnx.Linear(32, 32, precision="highest", rngs=r),
     "it has a dot_general of its own": lambda r: nnx.Linear(32, 32, dot_general=lambda *a, **k: None, rngs=r),

@@ -36,7 +36,6 @@ from jax_te.layers.moe.router import (
     Router,
     Routing,
     aux_losses_scaled,
-    routers_of,
     set_aux_loss_scale,
 )
 from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm, norm_spec

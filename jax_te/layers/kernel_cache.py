@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jax_te._validation import checked
 from jax_te.layers.quantizable import (
     CachedKernel,
     GradSinks,
@@ -36,6 +37,7 @@ class KernelCache:
     kernels: dict[str, QuantizedKernel]
 
 
+@checked
 def quantize_kernels(model: nnx.Module) -> KernelCache:
     """Return the quantized form of each kernel that the recipe in use quantizes in forward and backward.
 
@@ -67,6 +69,7 @@ def quantize_kernels(model: nnx.Module) -> KernelCache:
     )
 
 
+@checked
 @contextlib.contextmanager
 def cached_kernels(model: nnx.Module, cache: KernelCache) -> Iterator[nnx.Module]:
     """Yield ``model``, whose layers use the kernels of ``cache`` in calls that do not give ``is_first_microbatch``.

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_te._validation import require_extra
+from jax_te._validation import checked, require_extra
 from jax_te.metrics.writers import METRICS_FILE, curve, is_number, read_records
 
 EXPERTS_PLOT = "experts.png"
@@ -18,6 +18,7 @@ _PREFIX, _TOKENS = "experts/", "tokens_per_expert"
 """Of the metrics' names, as `jax_te.training.make_train_step` gives them."""
 
 
+@checked
 def plot_experts(directory: str | os.PathLike[str]) -> Path | None:
     """Draw ``experts.png`` from a run's records.
 

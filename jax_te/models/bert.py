@@ -147,7 +147,7 @@ class BertModel(LanguageModel):
         *,
         tokentypes: Array | None = None,
         lengths: Array | None = None,
-        dropout_key: Array | None = None,
+        dropout_key: Key | None = None,
     ) -> StackInput:
         """Return what the layers are called with; the arguments are those of a call. See `ModelInParts`."""
         check_tokens(tokens, self.max_sequence_length)

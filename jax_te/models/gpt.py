@@ -167,7 +167,7 @@ class GPTModel(LanguageModel):
             y = self.before(tokens, positions=positions, dropout_key=dropout_key).output(self.layers)
         return self.after(y, labels, loss_mask, options=options, reduction=reduction)
 
-    def before(self, tokens: Array, *, positions: Array | None = None, dropout_key: Array | None = None) -> StackInput:
+    def before(self, tokens: Array, *, positions: Array | None = None, dropout_key: Key | None = None) -> StackInput:
         """Return what the layers are called with; the arguments are those of a call. See `ModelInParts`."""
         self._check(tokens, positions)
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) if positions is None else positions

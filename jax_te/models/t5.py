@@ -176,7 +176,7 @@ class T5Model(LanguageModel):
             return self._normed(y, dropout_key)
 
     def _decoder_input(
-        self, tokens: Array, encoded: Array, encoder_lengths: Array | None, dropout_key: Array | None
+        self, tokens: Array, encoded: Array, encoder_lengths: Array | None, dropout_key: Key | None
     ) -> StackInput:
         """Return what the decoder's layers are called with."""
         *keys, embedding_key, _ = layer_keys(dropout_key, len(self.decoder_layers) + 2)
@@ -188,7 +188,7 @@ class T5Model(LanguageModel):
         x = self._enter(tokens, embedding_key)
         return self._stack_input(self.decoder_bias, x, keys, mask_types, arrays, {"encoder_output": encoded})
 
-    def _normed(self, y: Array, dropout_key: Array | None) -> Array:
+    def _normed(self, y: Array, dropout_key: Key | None) -> Array:
         """Return the head's input ``[b, t, h]`` from the decoder's layers' output."""
         last_key = layer_keys(dropout_key, len(self.decoder_layers) + 2)[-1]
         return self._dropout(self.decoder_norm(y), last_key)
@@ -226,7 +226,7 @@ class T5Model(LanguageModel):
         decoder_tokens: Array,
         *,
         encoder_lengths: Array | None = None,
-        dropout_key: Array | None = None,
+        dropout_key: Key | None = None,
     ) -> StackInput:
         """Return what the decoder's layers are called with; the arguments are those of a call. See `ModelInParts`."""
         keys = layer_keys(dropout_key, 2)
@@ -240,7 +240,7 @@ class T5Model(LanguageModel):
         labels: Array,
         loss_mask: Array | None = None,
         *,
-        dropout_key: Array | None = None,
+        dropout_key: Key | None = None,
         options: LossOptions = _OPTIONS,
         reduction: str = "mean",
     ) -> Array:

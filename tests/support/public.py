@@ -39,7 +39,7 @@ def public_callables() -> dict[str, Callable[..., Any]]:
     for name, thing in public_names():
         if inspect.isfunction(thing):
             found.setdefault(id(thing), (name, thing))
-        elif isinstance(thing, type):
+        elif isinstance(thing, type) and not getattr(thing, "_is_protocol", False):  # a protocol's are its classes'
             package = name.rpartition(".")[0]
             for base in thing.__mro__:
                 for method, member in vars(base).items():

@@ -392,6 +392,10 @@ CALLS: dict[str, Callable[[Path], Call]] = {
         layers.LoRA(linear(), 2, rngs=nnx.Rngs(0)),
         {"x": X, "weight": None, "bias": None, "is_first_microbatch": None},
     ),
+    "layers.quantize_kernels": lambda f: Call(layers.quantize_kernels, {"model": linear()}),
+    "layers.cached_kernels": lambda f: Call(
+        layers.cached_kernels, {"model": linear(), "cache": layers.quantize_kernels(linear())}
+    ),
     "layers.MultiheadAttention.__call__": lambda f: Call(
         layers.MultiheadAttention(16, 2, attention_dropout=0.0, rngs=nnx.Rngs(0)),
         {
@@ -769,6 +773,7 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "metrics.StepWork.rates": lambda f: Call(metrics.StepWork(tokens=1).rates, {"seconds": 1.0}),
     "metrics.kernel_kind": lambda f: Call(metrics.kernel_kind, {"name": "gemm"}),
     "metrics.peak_flops": lambda f: Call(metrics.peak_flops, {"device": jax.devices()[0]}),
+    "metrics.plot_experts": lambda f: Call(metrics.plot_experts, {"directory": losses(f)}),
     "metrics.plot_losses": lambda f: Call(metrics.plot_losses, {"directory": losses(f), "bigram_entropy": None}),
     "metrics.plot_precision": lambda f: Call(metrics.plot_precision, {"directory": losses(f)}),
     "metrics.train_flops": lambda f: Call(
@@ -776,6 +781,13 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     ),
     "models.BertModel.__call__": lambda f: Call(
         bert(), {"tokens": IDS, "tokentypes": None, "lengths": None, "dropout_key": None}
+    ),
+    "models.BertModel.before": lambda f: Call(
+        bert().before, {"tokens": IDS, "tokentypes": None, "lengths": None, "dropout_key": None}
+    ),
+    "models.BertModel.after": lambda f: Call(
+        bert().after,
+        {"y": X, "labels": IDS, "loss_mask": None, "options": ops.LossOptions(), "reduction": "mean"},
     ),
     "models.BertModel.encode": lambda f: Call(
         bert().encode, {"tokens": IDS, "tokentypes": None, "lengths": None, "dropout_key": None}
@@ -794,6 +806,11 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "models.GPTModel.__call__": lambda f: Call(
         gpt(), {"tokens": IDS, "positions": None, "dropout_key": None, "cache": None}
     ),
+    "models.GPTModel.before": lambda f: Call(gpt().before, {"tokens": IDS, "positions": None, "dropout_key": None}),
+    "models.GPTModel.after": lambda f: Call(
+        gpt().after, {"y": X, "labels": IDS, "loss_mask": None, "options": ops.LossOptions(), "reduction": "mean"}
+    ),
+    "models.StackInput.output": lambda f: Call(gpt().before(IDS).output, {"layers": list(gpt().layers)}),
     "models.GPTModel.init_cache": lambda f: Call(gpt().init_cache, {"batch": 1, "max_len": 4}),
     "models.GPTModel.loss": lambda f: Call(
         gpt().loss,
@@ -806,6 +823,9 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "models.GPTModel.clip_qk": lambda f: Call(
         gpt(config=config.TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, qk_clip=True)).clip_qk,
          {"max_logits": jnp.ones((1, 2))}),
+    "models.MegatronGPTModel.before": lambda f: Call(
+        megatron_gpt().before, {"tokens": IDS, "positions": None, "dropout_key": None}
+    ),
     "models.MegatronGPTModel.forward": lambda f: Call(
         megatron_gpt().forward,
         {
@@ -818,6 +838,16 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     ),
     "models.T5Model.__call__": lambda f: Call(
         t5(), {"encoder_tokens": IDS, "decoder_tokens": IDS, "encoder_lengths": None, "dropout_key": None}
+    ),
+    "models.T5Model.before": lambda f: Call(
+        t5().before, {"encoder_tokens": IDS, "decoder_tokens": IDS, "encoder_lengths": None, "dropout_key": None}
+    ),
+    "models.T5Model.after": lambda f: Call(
+        t5().after,
+        {
+            "y": X, "labels": IDS, "loss_mask": None, "dropout_key": None, "options": ops.LossOptions(),
+            "reduction": "mean",
+        },
     ),
     "models.T5Model.decode": lambda f: Call(
         t5().decode, {"tokens": IDS, "encoded": X, "encoder_lengths": None, "dropout_key": None}
@@ -1031,6 +1061,10 @@ CALLS: dict[str, Callable[[Path], Call]] = {
         sharding.shardings_of, {"tree": nnx.state(linear(), nnx.Param), "mesh": MESH}
     ),
     "sharding.use_rules": lambda f: Call(sharding.use_rules, {"rules": sharding.ShardingRules()}),
+    "te_pytorch.GroupedLinear.__call__": lambda f: Call(
+        te_pytorch.GroupedLinear(2, 16, 16, rngs=nnx.Rngs(0)),
+        {"inp": X[0], "m_splits": [2, 1], "is_first_microbatch": None},
+    ),
     "te_pytorch.TransformerLayer.__call__": lambda f: Call(
         te_pytorch.TransformerLayer(16, 16, 2, **NO_DROPOUT, rngs=nnx.Rngs(0)),
         {
@@ -1158,6 +1192,13 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "training.make_eval_step": lambda f: Call(training.make_eval_step, {"loss_fn": loss_fn}),
     "training.make_inspection": lambda f: Call(
         training.make_inspection, {"loss_fn": loss_fn, "microbatches": 1}
+    ),
+    "training.PipelinedLoss.__call__": lambda f: Call(
+        training.PipelinedLoss(
+            before=lambda model, tokens, key: model.before(tokens, dropout_key=key),
+            after=lambda model, y, tokens, key: model.after(y, tokens),
+        ),
+        {"model": gpt(), "batch": IDS, "key": None},
     ),
     "training.make_train_step": lambda f: Call(
         training.make_train_step,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jax_te._validation import checked
 from jax_te.layers.moe.router import Router, routers_of
 from jax_te.typing import Array
 
@@ -16,6 +17,7 @@ TOKENS = "tokens_per_expert"
 """Name of the one metric that is a vector."""
 
 
+@checked
 def expert_metrics(model: nnx.Module) -> dict[str, Array]:
     """Return what the last step counted, over all routers of a model and for each.
 
