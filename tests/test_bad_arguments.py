@@ -228,9 +228,9 @@ NOT_MADE_BY_USERS: dict[str, list[type]] = {
         training.ModuleSensitivity, training.TensorStatistics,
     ],
     "what functions and layers make and hand on, in pytrees": [
-        layers.KVCache, layers.KernelCache, layers.Rotary, layers.WindowKVCache, ops.AttentionSpec, quantize.GemmState, quantize.Observer,
-        quantize.QuantizedKernel, quantize.QuantizedOperand, quantize.QuantizedTensor, quantize.QuantizerState,
-        training.TrainState,
+        layers.KVCache, layers.KernelCache, layers.Rotary, layers.WindowKVCache, ops.AttentionSpec, quantize.GemmState,
+        quantize.Observer, quantize.QuantizedKernel, quantize.QuantizedOperand, quantize.QuantizedTensor,
+        quantize.QuantizerState, training.TrainState,
     ],
     "no arguments": [
         data.ByteTokenizer, layers.QuantizableModule, megatron.InferenceCudaRNGStatesTracker, megatron.Matcher,
