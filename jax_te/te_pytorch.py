@@ -258,7 +258,7 @@ class GroupedLinear(layers.GroupedLinear):
             is_first_microbatch: as there.
 
         Returns:
-            As there.
+            The results of `jax_te.layers.TransformerLayer`.
         """
         return super().__call__(inp, m_splits, is_first_microbatch)
 

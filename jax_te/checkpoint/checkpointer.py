@@ -164,7 +164,7 @@ class TrainCheckpointer:
             logged = quiet.enter_context(quiet_orbax())
             with self._explained(step):
                 writer = self._opened_together(step, logged) if several else self._open_writer()
-            # Before anything else that takes time with each leaf: the host does that while devices copy.
+            # Before other work on each leaf, which the host does while devices copy.
             copies = self._copies(arrays)
             try:
                 leaves = named_leaves(state)

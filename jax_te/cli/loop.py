@@ -56,7 +56,7 @@ class LoopActions:
 
     Args:
         step: ``(state, batch) -> (state, metrics)``, metrics being numbers, with a ``"loss"``, and vectors.
-        evaluate: returns the held-out loss of a state.
+        evaluate: function that returns the held-out loss of a state.
         save: ``(step, state, heldout_loss)``, the loss None where it was not computed; writes a checkpoint, and may
             return before it is on disk.
         check: function called at each step, which raises errors that occurred in the background since the last one.

@@ -62,9 +62,9 @@ class RouterOptions:
             probabilities; ``"position"``, those of the first positions of all sequences.
         dtype: dtype of the router's GEMM and of its probabilities, ``"fp32"`` or ``"fp64"``. None: the GEMM is in the
             dtype of the input, and all that follows in fp32.
-        force_load_balancing: choose at random, for measurements under equal load.
-        force_biased: choose at random, with a normal random bias of each expert of this standard deviation; below 0:
-            the same bias in each call.
+        force_load_balancing: whether to choose at random, for measurements under equal load.
+        force_biased: standard deviation of a normal random bias of each expert, for a choice at random; below 0: the
+            same bias in each call.
         per_layer_logging: give the losses, dropped share and largest load of this layer, too, among a train step's
             metrics, and not only their means over all layers.
 

@@ -220,7 +220,7 @@ class QuantizableModule(TrainingMode):
         cached = self._cached_kernel(kernel, value, anew=bool(is_first_microbatch), may_be_new=bool(keeps))
         if cached.quantizer != quantizer:
             return exact
-        # The kernel is its own sink: nothing else reads it then, and its gradient arrives where it always does.
+        # The kernel is its own sink: nothing else reads it then, and its gradient is returned as usual.
         sink = value if sink is None else sink
         return LinearWeights(cached.of_layer(len(self.axes_of(kernel))), bias, state, sink)
 

@@ -119,7 +119,7 @@ def quantized_call(module: Any, options: dict[str, GemmOptions], args: Any, kwar
     """Return what a call of a module of the user's own returns, the contractions of its parameters quantized.
 
     Args:
-        module: bound, with its parameters.
+        module: bound module, with its parameters.
         options: name of each parameter -> options of its GEMMs.
     """
     gemms = parameter_gemms(module, options)

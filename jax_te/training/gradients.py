@@ -367,8 +367,8 @@ def vjp_of_model(
     """Return ``fn(model, x)`` and its backward pass.
 
     Args:
-        fn: differentiable. It gets a copy of the model.
-        model: may have cached kernels, and kernels that are stored quantized.
+        fn: differentiable function. It gets a copy of the model.
+        model: model, which may have cached kernels, and kernels that are stored quantized.
         x: pytree of arrays.
         kernels: as in `Differentiation`.
 

@@ -426,7 +426,7 @@ def _grouped_gemm(
 
 
 def _gemm(x: Array, kernel: Array, state: Any, *, order: GemmOrder, **options: Any) -> Array:
-    """Return ``x [*rows, *summed] @ kernel [*summed, *features]`` after both were brought into this order."""
+    """Return ``x [*rows, *summed] @ kernel [*summed, *features]`` after transposing both to this order."""
     rows, summed, kernel_summed, features, *_ = order
     x, kernel = jnp.transpose(x, (*rows, *summed)), jnp.transpose(kernel, (*kernel_summed, *features))
     if len(summed) != 1:

@@ -275,7 +275,8 @@ def quantize_model(
             ``__call__``.
 
     Returns:
-        Which layers recipes quantize, and why others stay in high precision: a size that is no multiple of the recipe's
+        Which layers recipes quantize, and why others stay in high precision: a size that is not a multiple of the
+            recipe's
         ``alignment`` (16 without a recipe), a rule, a ``precision``, a ``dot_general`` or a ``__call__`` of
         their own, the head; print it.
 

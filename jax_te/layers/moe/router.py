@@ -251,7 +251,7 @@ class Router(TrainingMode):
         return jnp.take_along_axis(by_position(room, s, b), chosen.experts, axis=-1)
 
     def capacity(self, tokens: int) -> int | None:
-        """Return how many of ``tokens`` an expert takes; None: as many as come."""
+        """Return the capacity of an expert for ``tokens``; None: unlimited."""
         check_positive(tokens=tokens)
         options = self.options
         if options.expert_capacity_factor is None:

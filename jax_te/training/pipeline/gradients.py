@@ -59,7 +59,7 @@ def pipelined_gradients(
     loss, stages = in_parts(loss_fn), pipeline_stages()
     _check(state, config)
     cut = cut_model(state, loss.layers, stages, config)
-    # As a stage has it: a microbatch need not divide over the pipeline axis, too.
+    # As in a stage: a microbatch need not divide over the pipeline axis.
     with use_rules(stage_rules()):
         look = _look(loss, state, jax.tree.map(lambda leaf: leaf[0], batches), key, cut)
     if config.schedule == "zero_bubble" and (parts := look.options.get("batch_parts", 1)) > 1:

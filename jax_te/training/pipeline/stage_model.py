@@ -143,7 +143,7 @@ class StageModel:
                     x = jnp.where(j < count, output(slice(j, j + 1), x), x)
             return x
 
-        # Where kernel gradients need not wait, they come in the ordinary way, which has no limits.
+        # Kernel gradients that need not be deferred are computed in the ordinary way, which has no restrictions.
         x, inputs, kernels = given.x, (given.x, given.learned), self.program.kernels
         if self.schedule.waits:
             y, backward = deferred_vjp(run, model, inputs, wgrad_dtype=kernels.dtype)
