@@ -137,7 +137,7 @@ class TrainCheckpointer:
             state: pytree of arrays.
             data_state: JSON-serializable value, for example the state of a data iterator.
             step: name of the checkpoint, an integer >= 0.
-            metrics: numbers by name, stored beside the arrays.
+            metrics: numbers by name, stored with the arrays.
 
         Raises:
             OSError: if the save before this one could not be written, e.g. to a full disk, or the folder cannot be

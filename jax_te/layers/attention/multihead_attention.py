@@ -168,7 +168,7 @@ class MultiheadAttention(ContextParallelModule):
         """Return the layer for options that travel as an object, as those of a `TransformerLayer` do.
 
         Args:
-            hidden_size, num_attention_heads, rngs: as in the constructor.
+            hidden_size, num_attention_heads, rngs: see the constructor.
             options: its other keywords.
 
         Returns:
