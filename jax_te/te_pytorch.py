@@ -175,7 +175,8 @@ class GroupedLinear(layers.GroupedLinear):
             by expert have no sequence that could be split.
         ub_overlap_rs, ub_overlap_ag: options that must be False, as in Transformer Engine.
         ub_name: option without effect: XLA has no user buffers.
-        delay_wgrad_compute: option that must be False; `jax_te.training.deferred_vjp` gives the kernels' gradients later.
+        delay_wgrad_compute: option that must be False; `jax_te.training.deferred_vjp` gives the kernels' gradients
+            later.
         save_original_input: option that must be False: backward reads the quantized input.
         single_grouped_weight, single_grouped_bias, use_grouped_tensor: options without effect: kernels are one
             array ``[e, k, *n]``, biases one array ``[e, *n]``.
