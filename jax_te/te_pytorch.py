@@ -1,6 +1,6 @@
 """The functions of `transformer_engine.pytorch`, and its calling conventions where `jax_te`'s differ.
 
-``import jax_te.te_pytorch as te`` takes the place of ``import transformer_engine.pytorch as te``: the other layers are
+``import jax_te.te_pytorch as te`` replaces ``import transformer_engine.pytorch as te``: the other layers are
 those of `jax_te.layers`, under the same names, with the same arguments and ``rngs``.
 """
 
@@ -170,19 +170,20 @@ class GroupedLinear(layers.GroupedLinear):
 
     Args:
         num_gemms, in_features, out_features, bias, init_method, tp_group, tp_size, parallel_mode,
-            fuse_wgrad_accumulation, return_bias, params_dtype, rngs: as there.
-        sequence_parallel: without effect without a ``parallel_mode``, and else False: rows sorted by expert have no
-            sequence that could be split.
-        ub_overlap_rs, ub_overlap_ag: False, as in Transformer Engine.
-        ub_name: without effect: XLA has no user buffers.
-        delay_wgrad_compute: False; `jax_te.training.deferred_vjp` gives the kernels' gradients later.
-        save_original_input: False: backward reads the quantized input.
-        single_grouped_weight, single_grouped_bias, use_grouped_tensor: without effect: kernels are one array
-            ``[e, k, *n]``, biases one array ``[e, *n]``.
+            fuse_wgrad_accumulation, return_bias, params_dtype, rngs: see `jax_te.layers.GroupedLinear`.
+        sequence_parallel: option without effect unless ``parallel_mode`` is given, then it must be False: rows sorted
+            by expert have no sequence that could be split.
+        ub_overlap_rs, ub_overlap_ag: options that must be False, as in Transformer Engine.
+        ub_name: option without effect: XLA has no user buffers.
+        delay_wgrad_compute: option that must be False; `jax_te.training.deferred_vjp` gives the kernels' gradients
+            later.
+        save_original_input: option that must be False: backward reads the quantized input.
+        single_grouped_weight, single_grouped_bias, use_grouped_tensor: options without effect: kernels are one
+            array ``[e, k, *n]``, biases one array ``[e, *n]``.
 
     Raises:
-        ValueError: for options that cannot be followed; as `jax_te.layers.GroupedLinear`.
-        TypeError: as `jax_te.layers.GroupedLinear`.
+        ValueError: for options that are not supported; see also `jax_te.layers.GroupedLinear`.
+        TypeError: see `jax_te.layers.GroupedLinear`.
 
     Source: ``transformer_engine.pytorch.GroupedLinear``.
 
@@ -254,11 +255,11 @@ class GroupedLinear(layers.GroupedLinear):
 
         Args:
             inp: ``[rows, k]``, the ``x`` of `jax_te.layers.GroupedLinear`.
-            m_splits: its ``group_sizes``.
-            is_first_microbatch: as there.
+            m_splits: number of rows of each kernel, the ``group_sizes`` of `jax_te.layers.GroupedLinear`.
+            is_first_microbatch: mode of the kernel cache, see `jax_te.layers.GroupedLinear`.
 
         Returns:
-            As there.
+            The results of `jax_te.layers.GroupedLinear`.
         """
         return super().__call__(inp, m_splits, is_first_microbatch)
 

@@ -46,7 +46,7 @@ def _is_dtype(value: Any) -> bool:
 DTypeLike: TypeAlias = Annotated[
     str | type[Any] | np.dtype | _HasDType, Words("a dtype, such as 'bfloat16'", error=ValueError, holds=_is_dtype)
 ]
-"""What ``jax.numpy.dtype`` takes, as in ``jax.typing``."""
+"""A dtype for ``jax.numpy.dtype``, as in ``jax.typing``."""
 
 LogicalAxes: TypeAlias = tuple[str | None, ...]
 """One logical axis name (or None) for each dimension of an array."""

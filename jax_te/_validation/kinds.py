@@ -39,9 +39,8 @@ class Kind(NamedTuple):
         holds: test of a value.
         error: type of the exception for any other value.
         plain: whether it is a flag, a number or one of a few names.
-        remedy: what to give instead, for the end of a message.
-        types: classes of which every direct instance is allowed, so that the test is spared: calls of layers come
-            here.
+        remedy: remedy to name at the end of a message.
+        types: classes of which every direct instance is allowed without the test, for the speed of layers' calls.
     """
 
     words: str

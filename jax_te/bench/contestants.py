@@ -20,13 +20,13 @@ from jax_te.metrics import KernelTimes, StepTrace
 TRACED_STEPS = 2
 
 _ALLOCATED = 1.6
-"""What JAX takes of a GPU over XLA's own figure: 48.9 GiB for a step of 31.7 (llama-1b on an H100), and a margin."""
+"""Ratio of JAX's GPU memory to XLA's figure: 48.9 GiB for a step of 31.7 (llama-1b on an H100), and a margin."""
 
 
 class SharedState:
-    """The state that several contestants step in turn, made when it is first taken.
+    """The state that several contestants step in turn, created when it is first taken.
 
-    A contestant that fails takes the state with it, since a step takes its buffers over: it is then made anew.
+    When a contestant fails, the state is lost, since a step donates its buffers: it is then created again.
 
     >>> state = SharedState(lambda: "new")
     >>> state.put(state.take() + "er")
@@ -50,7 +50,7 @@ class SharedState:
 
 @dataclass
 class Contestant:
-    """A train step and its measurements; a subclass says how it begins and takes steps.
+    """A train step and its measurements; a subclass defines how it begins and takes steps.
 
     Args:
         name: name of the row.
@@ -71,7 +71,7 @@ class Contestant:
         """Start preparations that can overlap with others'; by default nothing."""
 
     def begin(self) -> None:
-        """Make it ready; a `CompiledStep` is compiled, and its state not made yet."""
+        """Prepare it; a `CompiledStep` is compiled, and its state not created yet."""
         self._try(self._begin)
 
     def start(self, arrays: Any) -> None:
@@ -122,11 +122,11 @@ class Contestant:
             self.error = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         if self.error is not None:
             self.close()
-            gc.collect()  # what the traceback held may be most of the memory
+            gc.collect()  # the traceback's objects may hold most of the memory
 
     @property
     def memory(self) -> dict[str, float]:
-        """Its ``peak_gib``, as far as it is known."""
+        """The contestant's ``peak_gib``, if it is known."""
         return {}
 
     @property
@@ -143,7 +143,7 @@ class CompiledStep(Contestant):
         name: name of the row.
         state: initial state of the step.
         lower: ``() -> jax.stages.Lowered`` of ``(state, tokens) -> (state, result)``.
-        prepare: function that turns the state which another contestant left into one for this step; copies nothing.
+        prepare: function that converts another contestant's state for this step without copies.
     """
 
     state: SharedState = field(kw_only=True)
@@ -158,7 +158,7 @@ class CompiledStep(Contestant):
         print(f"compiled {self.name} in {self.compile_s:.1f} s", file=sys.stderr, flush=True)
 
     def _steps(self, arrays: Any, calls: int) -> float:
-        # Waiting first, so that no work of the contestant before is timed.
+        # Waits first, so that no work of the previous contestant is timed.
         state, result = jax.block_until_ready(self.prepare(self.state.take())), None
         start = time.perf_counter()
         for _ in range(calls):
@@ -209,7 +209,7 @@ def run_contestants(contestants: Sequence[Contestant], arrays: Any, tokens: int,
 
 
 def _groups(contestants: Sequence[Contestant]) -> list[Sequence[Contestant]]:
-    """Return those that are measured in turn, one group after another: all, or the peer and then the rest."""
+    """Return the contestants that are measured in turn, one group after another: all, or the peer and then the rest."""
     peer, *own = contestants
     needed = _ALLOCATED * max((each.memory.get("peak_gib", 0.0) * GIB for each in own), default=0.0)
     if peer.free_bytes is None or needed <= peer.free_bytes:
@@ -254,7 +254,7 @@ def rows_of(contestants: Sequence[Contestant], tokens: int) -> list[Row]:
                 "spread_ms": round(1e3 * (max(contestant.seconds) - min(contestant.seconds)), 3),
                 "tokens_s": round(tokens / median),
             }
-            if len(contestants) > 1:  # one alone has nothing to be compared with
+            if len(contestants) > 1:  # a single contestant has no ratio
                 row["speed_ratio"] = round(peer / median, 3)
         row |= contestant.memory
         if len(contestants) > 1 and first is not None and "peak_gib" in row and first.memory.get("peak_gib"):

@@ -29,7 +29,7 @@ class ExpertsCase:
         batch, sequence: sizes of the batch, whose tokens the layer takes at once.
         hidden_size: size of the hidden states, ``h``.
         ffn_hidden_size: size of an expert's activation, ``f``.
-        router: number of experts, and how they are chosen.
+        router: number of experts, and method of choosing them.
         recipe: precision recipe. None for bf16.
     """
 
@@ -69,7 +69,7 @@ def bench_experts(cases: Sequence[ExpertsCase], settings: Settings, *, peer: str
             if "ms" in row:
                 row["tflops"] = float(f"{case.flops / row['ms'] / 1e9:.4g}")
             yield row
-        del contestants  # their arrays and programs, before the next case's are made
+        del contestants  # their arrays and programs, before the next case's are created
 
 
 def _megatron(case: ExpertsCase) -> Megatron:
@@ -85,8 +85,8 @@ def _megatron(case: ExpertsCase) -> Megatron:
 
 
 def _ours(case: ExpertsCase, backend: BackendName, batch: tuple[Array, Array]) -> CompiledStep:
-    """Return jax_te's layer as a step whose state are its variables, and whose result are the gradients."""
-    graphdefs: list[Any] = []  # static, so it leaves the jitted function beside its results
+    """Return jax_te's layer as a step: its state are the layer's variables, its result the gradients."""
+    graphdefs: list[Any] = []  # static, so it leaves the jitted function separately from its results
 
     def create() -> Any:
         with autocast(case.recipe):

@@ -113,7 +113,7 @@ def bench_layer(cases: Sequence[Case], settings: Settings, *, hlo: Path | None =
 def _ours(case: Case, backend: BackendName) -> Gradient:
     """Return jax_te's layer."""
     _, _, hidden, heads, ffn = case.shape
-    graphdefs: list[Any] = []  # static, so it leaves the jitted function beside its results
+    graphdefs: list[Any] = []  # static, so it leaves the jitted function separately from its results
 
     def make() -> Any:
         options: dict[str, Any] = {"params_dtype": jnp.bfloat16, "rngs": nnx.Rngs(1)}

@@ -48,7 +48,7 @@ class MegatronProcess:
     def send(self, request: Any) -> None:
         """Send a request, whose answer `receive` returns."""
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended; what it said before is still to be read
+        with contextlib.suppress(BrokenPipeError):  # it has ended; its earlier output is still to be read
             print(json.dumps(request), file=self.process.stdin, flush=True)
 
     def receive(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class MegatronProcess:
         line = self.process.stdout.readline()
         if not line:
             status = self.process.wait()
-            raise RuntimeError(f"Megatron-Core's process ended with status {status}; what it said is on stderr")
+            raise RuntimeError(f"Megatron-Core's process ended with status {status}; its output is on stderr")
         answer = json.loads(line)
         if "error" in answer:
             raise RuntimeError(f"Megatron-Core: {answer['error']}")
@@ -87,7 +87,7 @@ def receive_all(processes: Sequence[MegatronProcess]) -> list[dict[str, Any]]:
 
 
 def close_all(processes: Sequence[MegatronProcess]) -> None:
-    """End processes, which gives their memory back."""
+    """End processes, which frees their memory."""
     for each in processes:
         assert each.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # a request that it has not read
@@ -117,7 +117,7 @@ def check_megatron() -> None:
     device = jax.devices()[0].device_kind
     if device != found["device"]:
         raise ValueError(f"--peer megatron: torch runs on {found['device']}, JAX on {device}; let both use one device")
-    # As jaxlib reads it.
+    # Parsed as jaxlib does.
     shared = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") in ("0", "false", "False")
     if jax.default_backend() == "gpu" and not shared:
         raise ValueError(
@@ -188,7 +188,7 @@ class Megatron(Contestant):
 
 
 def megatron_model(sizes: Sizes, recipe: Recipe | None, *, fp32_gradients: bool = False) -> dict[str, Any]:
-    """Return a GPT and its train step as `jax_te.bench.peers.megatron_core` takes them.
+    """Return the description of a GPT and its train step for `jax_te.bench.peers.megatron_core`.
 
     Args:
         sizes: sizes of the model, the batch and the mesh, whose axes ``data`` and ``fsdp`` are both Megatron-Core's
@@ -218,7 +218,7 @@ def megatron_model(sizes: Sizes, recipe: Recipe | None, *, fp32_gradients: bool 
         "tensor_model_parallel_size": axes.get("tensor", 1),
         "pipeline_model_parallel_size": axes.get("pipeline", 1),
         "sequence_parallel": config.sequence_parallel,
-        # All that it fuses, but for sums of gradients, on which the program itself decides.
+        # All of its fusions except sums of gradients, which the program itself decides.
         "bias_activation_fusion": True,
         "bias_dropout_fusion": True,
         "cross_entropy_loss_fusion": True,
@@ -237,7 +237,7 @@ def megatron_model(sizes: Sizes, recipe: Recipe | None, *, fp32_gradients: bool 
         "batch": sizes.batch // sizes.microbatches // (axes.get("data", 1) * axes.get("fsdp", 1)),
         "sequence": sizes.sequence,
         "microbatches": sizes.microbatches,
-        # Without replicas it costs nothing, and with fsdp's shards of parameters it is the nearest that there is.
+        # Without replicas it costs nothing, and with fsdp's shards of parameters it is the closest equivalent.
         "distributed_optimizer": sizes.distributed_optimizer or axes.get("data", 1) == 1,
         "fp32_gradients": fp32_gradients,
     }
@@ -246,7 +246,7 @@ def megatron_model(sizes: Sizes, recipe: Recipe | None, *, fp32_gradients: bool 
 def megatron_experts(
     *, tokens: int, hidden_size: int, ffn_hidden_size: int, router: RouterOptions, recipe: Recipe | None
 ) -> dict[str, Any]:
-    """Return an expert layer, forward and backward, as `jax_te.bench.peers.megatron_core` takes it.
+    """Return the description of an expert layer, forward and backward, for `jax_te.bench.peers.megatron_core`.
 
     It is dropless, gated by SiLU, without biases, with all that Megatron-Core fuses.
 

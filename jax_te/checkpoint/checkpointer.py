@@ -137,7 +137,7 @@ class TrainCheckpointer:
             state: pytree of arrays.
             data_state: JSON-serializable value, for example the state of a data iterator.
             step: name of the checkpoint, an integer >= 0.
-            metrics: numbers by name, stored beside the arrays.
+            metrics: numbers by name, stored with the arrays.
 
         Raises:
             OSError: if the save before this one could not be written, e.g. to a full disk, or the folder cannot be
@@ -164,7 +164,7 @@ class TrainCheckpointer:
             logged = quiet.enter_context(quiet_orbax())
             with self._explained(step):
                 writer = self._opened_together(step, logged) if several else self._open_writer()
-            # Before anything else that takes time with each leaf: the host does that while devices copy.
+            # Before other work on each leaf, which the host does while devices copy.
             copies = self._copies(arrays)
             try:
                 leaves = named_leaves(state)

@@ -303,8 +303,8 @@ def _block_of(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int
     """Return the sides of the blocks of each kernel, or None if it has one scale.
 
     Args:
-        shape: of the data: axes of kernels, and behind them a kernel's own.
-        scales: of the scales: the same axes of kernels, and behind them the numbers of blocks, or nothing.
+        shape: shape of the data: axes of kernels, followed by a kernel's own.
+        scales: shape of the scales: the same axes of kernels, followed by the numbers of blocks, or nothing.
     """
     kernels = len(scales) - 2
     if kernels < 0 or scales[:kernels] != shape[:kernels]:
@@ -314,6 +314,6 @@ def _block_of(shape: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, int
         [side for side in SIDES if -(-size // side) == count]
         for size, count in zip(sizes, scales[kernels:], strict=True)
     )
-    # No two sides give the same number of blocks, but where there is one: then the larger is as good. Two axes of
-    # kernels are not taken for numbers of blocks: a row of a block has fewer values than a kernel.
+    # No two block sizes give the same number of blocks, unless it is 1: then the larger works as well. Two axes of
+    # kernels are not mistaken for numbers of blocks: a row of a block has fewer values than a kernel.
     return (max(rows), max(columns)) if rows and columns else None

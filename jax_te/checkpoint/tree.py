@@ -62,7 +62,7 @@ def array_leaves(tree: PyTree) -> list[Any]:
     """Return the leaves of a pytree of arrays, in the order of `named_leaves`.
 
     Raises:
-        TypeError: for one that is no array, and for a tree that is a leaf, which has no name.
+        TypeError: for a leaf that is not an array, and for a tree that is a leaf, which has no name.
 
     >>> array_leaves({"b": np.ones(2), "a": np.zeros(1)})
     [array([0.]), array([1., 1.])]

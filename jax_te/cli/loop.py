@@ -28,8 +28,8 @@ class LoopPlan:
 
     Args:
         steps: the run ends after this step.
-        save_every, eval_every: checkpoints and held-out losses; both also come at the end.
-        eval_saved: held-out losses also come with checkpoints, but for one that a signal asks for.
+        save_every, eval_every: intervals of checkpoints and of held-out losses; both also come at the end.
+        eval_saved: whether held-out losses also come with checkpoints, except one that a signal requests.
         log_every: lines and TensorBoard points. ``metrics.jsonl`` has every step, and vectors at these points.
         inspect_every: steps that are inspected; 0 for none.
         work: work of a step, from which the speed is computed.
@@ -55,8 +55,8 @@ class LoopActions:
     """Functions that a run calls with its states.
 
     Args:
-        step: ``(state, batch) -> (state, metrics)``, metrics being numbers, with a ``"loss"``, and vectors.
-        evaluate: returns the held-out loss of a state.
+        step: function ``(state, batch) -> (state, metrics)``; metrics are numbers, with a ``"loss"``, and vectors.
+        evaluate: function that returns the held-out loss of a state.
         save: ``(step, state, heldout_loss)``, the loss None where it was not computed; writes a checkpoint, and may
             return before it is on disk.
         check: function called at each step, which raises errors that occurred in the background since the last one.

@@ -26,7 +26,7 @@ def explain_backends(config: RunConfig) -> list[str]:
     """Return the backend of each op of the model, a line per backend and reason; call it inside `contexts`.
 
     Raises:
-        BackendUnavailableError: if the backend asked for cannot run one of them.
+        BackendUnavailableError: if the requested backend cannot run one of them.
     """
     grouped: dict[tuple[str, str], list[str]] = {}
     recipes = _recipes_in_use(config)
@@ -65,7 +65,7 @@ def check_te_on_mesh(config: RunConfig) -> None:
         quantizers = {role: quantizer_for(recipe, role) for role in ROLES}
         if isinstance(recipe, NVFP4BlockScaling) and any(quantizers.values()):
             raise ValueError(
-                f"recipe {recipe_label(recipe)} scales whole tensors beside their blocks, {where}; give --backend "
+                f"recipe {recipe_label(recipe)} scales whole tensors and their blocks, {where}; give --backend "
                 "auto, under which XLA runs these layers"
             )
         in_blocks = quantizers["kernel"] is not None and not isinstance(quantizers["kernel"], TensorQuantizer)

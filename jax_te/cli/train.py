@@ -337,7 +337,7 @@ def _losses(data: TextData, heldout: float, bigram: float | None, word: str) -> 
 
 
 def _outcome(result: LoopResult, losses: dict[str, str], output: Path, drawn: list[str], prompt: str) -> dict[str, str]:
-    """Return what a user should see at the end; ``drawn``: files of what not every run has."""
+    """Return the rows to show at the end; ``drawn``: files that only some runs have."""
     rows = dict(losses)
     if result.tokens_per_second is not None:
         rows["speed"] = f"{result.tokens_per_second:,.0f} tokens/s; {clock(result.seconds)} in all"

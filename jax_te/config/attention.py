@@ -20,7 +20,7 @@ class AttentionConfig:
         softmax_type: ``"vanilla"``, ``"off-by-one"`` (1 is added to the denominator) or ``"learnable"`` (the
             exponential of a learnable parameter of each head is added).
         logit_softcap: ``cap tanh(scores / cap)`` in place of the scaled scores (Gemma 2). None: no cap.
-        window_size: ``(left, right)`` positions that a query attends to beside its own; -1: all. None: no window.
+        window_size: ``(left, right)`` positions that a query attends to besides its own; -1: all. None: no window.
         window_attn_skip_freq: the layers without the window. An integer ``N``: every ``N``-th layer. A list with one
             entry for each layer: those whose entry is 0. None: no layer.
         qk_layernorm: whether to normalize every head of queries and keys, with the model's ``normalization``, before
@@ -29,10 +29,10 @@ class AttentionConfig:
             multiplies by it in the softmax, against overflow in fp16; here scores are fp32.
         attention_softmax_in_fp32: option without effect: the softmax is always in fp32, as in Transformer Engine.
         batch_invariant_mode: option without effect: it sets ``num_splits`` of a CUDA kernel that JAX does not call.
-        qk_clip: whether to return each head's max logit beside the output, for clipping the query and key weights.
+        qk_clip: whether to return each head's max logit with the output, for clipping the query and key weights.
         qk_clip_alpha, qk_clip_threshold: the arguments of `jax_te.layers.clip_qk`, which the training loop calls: the
             exponent for the query weights, and the max logit above which weights are clipped.
-        log_max_attention_logit: whether to return each head's max logit beside the output, for the log.
+        log_max_attention_logit: whether to return each head's max logit with the output, for the log.
         cp_comm_type: exchange of keys and values along the context axis: one of `CP_COMM_TYPES`, or a list with one for
             each layer. None: ``"p2p"``. No effect where the mesh's context axis is 1.
         hierarchical_context_parallel_sizes: sizes for ``"a2a+p2p"``: number of neighbouring devices that exchange

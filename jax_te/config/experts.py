@@ -55,18 +55,18 @@ class RouterOptions:
         quantile_balancing_ema: share of the old bias in the new one of ``"quantile_balancing"``.
         input_jitter_eps: half-width of the interval ``[1 - eps, 1 + eps]`` of uniform factors by which the router's
             input is multiplied in training.
-        expert_capacity_factor: an expert takes ``ceil(t k / e * factor)`` of ``t`` tokens; what is more is dropped, and
-            the token's other experts are left as they are. None, or below 0: as many as come.
+        expert_capacity_factor: factor of the capacity ``ceil(t k / e * factor)`` of an expert for ``t`` tokens; tokens
+            beyond it are dropped, and their other experts stay the same. None, or below 0: unlimited.
         pad_expert_input_to_capacity: whether each expert gets as many rows as its capacity, the last of them zeros.
         token_drop_policy: rule by which an expert selects the tokens that it keeps: ``"probs"``, those with its largest
             probabilities; ``"position"``, those of the first positions of all sequences.
         dtype: dtype of the router's GEMM and of its probabilities, ``"fp32"`` or ``"fp64"``. None: the GEMM is in the
             dtype of the input, and all that follows in fp32.
-        force_load_balancing: choose at random, for measurements under equal load.
-        force_biased: choose at random, with a normal random bias of each expert of this standard deviation; below 0:
-            the same bias in each call.
-        per_layer_logging: give the losses, dropped share and largest load of this layer, too, among a train step's
-            metrics, and not only their means over all layers.
+        force_load_balancing: whether to choose at random, for measurements under equal load.
+        force_biased: standard deviation of a normal random bias of each expert, for a choice at random; below 0: the
+            same bias in each call.
+        per_layer_logging: whether a train step's metrics have the losses, dropped share and largest load of this layer,
+            too, and not only their means over all layers.
 
     Raises:
         ValueError: for more chosen experts than there are; groups that do not divide the experts or offer fewer than
@@ -299,8 +299,8 @@ class ExpertsConfig:
             for one expert a token.
         moe_latent_size: features of the experts' inputs and outputs, to and from which two linear layers project.
             None: ``h``.
-        moe_layer_recompute: Megatron's former way to name ``"moe"`` in ``recompute_modules``.
-        moe_token_dispatcher_type: way of tokens to experts on other devices. On one device all are the same.
+        moe_layer_recompute: Megatron's former name of ``"moe"`` in ``recompute_modules``.
+        moe_token_dispatcher_type: transport of tokens to experts on other devices. On one device all are the same.
         moe_expert_rank_capacity_factor: bound of the tokens that a device takes from others. On one device there are
             none.
         activation_func_clamp_value: limit of a gated activation's two components before the function: the first from

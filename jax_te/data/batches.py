@@ -28,7 +28,7 @@ class TrainBatches:
     many evenly spaced ones.
 
     Args:
-        text: tokens, integers ``[n]``, ``n > seq_len``; only the windows that are asked for are read of a memory map.
+        text: tokens, integers ``[n]``, ``n > seq_len``; only the requested windows are read from a memory map.
         batch_size: ``b``.
         seq_len: ``s``.
         seed: seed of the order of windows, in [0, 2^32).
@@ -149,7 +149,7 @@ def heldout_batches(
 def _batch(
     example: Callable[[int], dict[str, np.ndarray]], places: Sequence[int], seq_len: int, sharding: Sharding | None
 ) -> dict[str, Any]:
-    """Return a batch of the examples of these places; with a sharding, only rows of this process are asked for."""
+    """Return a batch of the examples of these places; with a sharding, only rows of this process are read."""
 
     @cache  # devices that hold the same rows, and tokens and labels
     def rows(start: int, stop: int) -> dict[str, np.ndarray]:

@@ -142,7 +142,7 @@ class ByteTokenizer:
 
     @checked
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """Return the text of bytes; those that are no UTF-8 are U+FFFD."""
+        """Return the text of bytes; those that are not UTF-8 are U+FFFD."""
         return _numbers(tokens).astype(np.uint8).tobytes().decode("utf-8", "replace")
 
 

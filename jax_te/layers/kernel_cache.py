@@ -28,7 +28,7 @@ class KernelCache:
     """Quantized forms of a model's kernels, as `quantize_kernels` makes them and `cached_kernels` uses them. A pytree.
 
     Args:
-        kernels: by path in the model, e.g. ``"layers.0.self_attention.qkv.kernel"``.
+        kernels: quantized kernels by path in the model, e.g. ``"layers.0.self_attention.qkv.kernel"``.
 
     >>> KernelCache({}).kernels
     {}
@@ -42,12 +42,12 @@ def quantize_kernels(model: nnx.Module) -> KernelCache:
     """Return the quantized form of each kernel that the recipe in use quantizes in forward and backward.
 
     Call it once a step, under the recipe, ``with autocast(recipe):``, and use the kernels in each microbatch by
-    `cached_kernels`. `jax_te.training.make_train_step` does so by itself. Kernels that are stored quantized are left
-    out, and those of layers in high precision.
+    `cached_kernels`. `jax_te.training.make_train_step` does so by itself. Kernels that are stored quantized are
+    left out, as are those of layers in high precision.
 
     Args:
-        model: not changed. Also kernels that a model gives one of its layers in a call are quantized, such as a head's
-            that is tied to the embedding.
+        model: model, which is not changed. Kernels that it passes to one of its layers in a call are quantized, too,
+            such as that of a head tied to the embedding.
 
     Source: ``is_first_microbatch`` of ``transformer_engine.pytorch``.
 
@@ -74,14 +74,14 @@ def quantize_kernels(model: nnx.Module) -> KernelCache:
 def cached_kernels(model: nnx.Module, cache: KernelCache) -> Iterator[nnx.Module]:
     """Yield ``model``, whose layers use the kernels of ``cache`` in calls that do not give ``is_first_microbatch``.
 
-    Gradients go to the kernels themselves. The cached kernels are state of the layers meanwhile, NNX Variables: loops
-    over layers, recomputation and transformations pass them on with the layers' other state, and slice them where they
-    slice the kernels. So enter the context outside of a function under ``nnx.jit`` or ``nnx.grad``, or inside, on the
-    module that the function was given. Behind it the layers are as they were.
+    Gradients go to the kernels themselves. Inside the context the cached kernels are state of the layers, NNX
+    Variables: loops over layers, recomputation and transformations pass them on with the layers' other state, and slice
+    them where they slice the kernels. So enter the context outside of a function under ``nnx.jit`` or
+    ``nnx.grad``, or inside, on the module that the function was given. On exit the layers are restored.
 
     Args:
-        model: the model that the kernels were quantized of, or a copy.
-        cache: from `quantize_kernels`, of the parameters as they are now.
+        model: model whose kernels were quantized, or a copy.
+        cache: result of `quantize_kernels` for the current parameters.
 
     Raises:
         ValueError: for a kernel that the model does not have.
@@ -110,7 +110,7 @@ def cached_kernels(model: nnx.Module, cache: KernelCache) -> Iterator[nnx.Module
 
 
 def use_cached_kernels(model: nnx.Module, cache: KernelCache) -> None:
-    """Let the layers of ``model`` use the kernels of ``cache``, as inside of `cached_kernels`.
+    """Set the cached kernels of the layers of ``model`` to those of ``cache``, as inside of `cached_kernels`.
 
     Raises:
         ValueError: for a kernel that the model does not have; no layer is changed then.
@@ -131,7 +131,7 @@ def use_cached_kernels(model: nnx.Module, cache: KernelCache) -> None:
 
 
 def drop_cached_kernels(model: nnx.Module) -> None:
-    """Take away the cached kernels of all layers, e.g. because the parameters have changed.
+    """Remove the cached kernels of all layers, e.g. because the parameters have changed.
 
     >>> from jax_te.layers import Linear
     >>> from jax_te.recipe import Float8CurrentScaling, autocast
@@ -147,7 +147,7 @@ def drop_cached_kernels(model: nnx.Module) -> None:
 
 
 def set_grad_sinks(model: nnx.Module, sinks: Mapping[Any, Any]) -> None:
-    """Give the kernels of `quantizable_kernels` the sinks that stand under their paths; None is no sink."""
+    """Set the sinks of kernels of `quantizable_kernels` by their paths; None means no sink."""
     of_modules: dict[int, tuple[QuantizableModule, dict[str, Any]]] = {}
     for path, module, kernel in quantizable_kernels(model):
         if sinks.get(path) is not None:

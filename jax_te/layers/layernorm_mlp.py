@@ -58,7 +58,7 @@ class LayerNormMLP(TensorParallelModule):
         sequence_parallel: input, output and the norm's output ``[b, s, h]`` are sharded over the tensor axis along
             ``s``, as in `Linear`.
         tp_group, tp_size, fuse_wgrad_accumulation: see `Linear`.
-        return_bias: whether to return ``wo_bias`` beside the output instead of adding it.
+        return_bias: whether to return ``wo_bias`` with the output instead of adding it.
         seq_length, micro_batch_size: sizes that TE warms its kernels up with; without effect, since ``jax.jit``
             compiles for the shapes of each call.
         params_dtype: dtype of ``scale [h]``, ``ln_bias [h]``, ``wi_kernel [h, n_act, f]``, ``wi_bias [n_act, f]``,

@@ -61,7 +61,7 @@ class Linear(TensorParallelModule):
         skip_weight_param_allocation: whether there are no parameters; each call is given ``weight`` and ``bias``.
         fuse_wgrad_accumulation: option without effect, stored as an attribute: `jax_te.training.make_train_step` always
             adds kernel gradients to fp32 sums, in a buffer that it reuses, where they are made.
-        return_bias: whether to return the bias beside the output instead of adding it, for a fused operation to add.
+        return_bias: whether to return the bias with the output instead of adding it, for a fused operation to add.
         params_dtype: dtype of ``kernel [k, *n]`` and ``bias [*n]``.
         kernel_axes: logical axes of the kernel, in place of those that ``parallel_mode`` stands for.
         out_axes: logical axes of the output features. None: those that the kernel's stand for, see
@@ -248,5 +248,5 @@ class Linear(TensorParallelModule):
             )
 
     def _returned_bias(self, weights: LinearWeights, x: Array) -> Array | None:
-        """Return the bias beside the output, in its dtype, for ``return_bias``."""
+        """Return the bias with the output, in its dtype, for ``return_bias``."""
         return None if weights.bias is None else weights.bias.astype(x.dtype)

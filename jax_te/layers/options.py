@@ -12,9 +12,9 @@ from jax_te.typing import Array, DTypeLike, Initializer, TensorGroup
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-    """Options of `MultiheadAttention`, one field for each keyword of its constructor but ``rngs``.
+    """Options of `MultiheadAttention`, one field for each keyword of its constructor except ``rngs``.
 
-    No field has a default: who builds a group says each option, and type checkers report one that is missing.
+    No field has a default: code that builds a group gives each option, and type checkers report a missing one.
     """
 
     num_gqa_groups: int | None

@@ -38,10 +38,10 @@ class QuantizableModule(TrainingMode):
         module_recipe: the layer's own recipe, see `ModuleRecipe`; None: the ambient one.
         kernel_recipes: recipes of single kernels in place of ``module_recipe``: pairs of a kernel's name and a
             `ModuleRecipe` or None.
-        deterministic: evaluation instead of training (``model.eval()`` sets it): which of ``module_recipe``'s two
-            recipes holds.
-        is_first_microbatch: what a call that does not say takes, see the property.
-        keeps_kernels: what ``is_first_microbatch`` was last set to.
+        deterministic: whether to evaluate instead of training (``model.eval()`` sets it): it selects one of
+            ``module_recipe``'s two recipes.
+        is_first_microbatch: default of the call's argument, see the property.
+        keeps_kernels: value that ``is_first_microbatch`` was last set to.
         kernel_cache: the layer's cached kernels, state that calls write; None: none.
         grad_sinks: sinks of the kernels' gradients, in the copy of a model that is differentiated; None: none.
         module_name: the layer's path in its model, as `name_modules` gives it; used where tensors are observed.
@@ -67,7 +67,7 @@ class QuantizableModule(TrainingMode):
 
     @property
     def is_first_microbatch(self) -> bool | None:
-        """What a call that does not say takes.
+        """Default of the call's argument.
 
         - None: cache no kernel.
         - True: no kernel is cached yet; a call quantizes and caches those that it uses.
@@ -220,7 +220,7 @@ class QuantizableModule(TrainingMode):
         cached = self._cached_kernel(kernel, value, anew=bool(is_first_microbatch), may_be_new=bool(keeps))
         if cached.quantizer != quantizer:
             return exact
-        # The kernel is its own sink: nothing else reads it then, and its gradient arrives where it always does.
+        # The kernel is its own sink: nothing else reads it then, and its gradient is returned as usual.
         sink = value if sink is None else sink
         return LinearWeights(cached.of_layer(len(self.axes_of(kernel))), bias, state, sink)
 

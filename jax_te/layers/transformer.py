@@ -199,7 +199,7 @@ class TransformerLayer(ContextParallelModule):
             qkv_bias=False,
         )
         heads, decodes = num_attention_heads, layer_type == "decoder"
-        # Attention is made before the feed-forward block, and self-attention first: each draws keys from ``rngs``.
+        # Attention is created before the feed-forward block, and self-attention first: each draws keys from ``rngs``.
         self.self_attention = MultiheadAttention.of(hidden_size, heads, of_self, rngs=rngs)
         self.inter_attention = MultiheadAttention.of(hidden_size, heads, of_cross, rngs=rngs) if decodes else None
         self.layernorm_mlp = LayerNormMLP(
@@ -287,8 +287,9 @@ class TransformerLayer(ContextParallelModule):
             dropout_key: ``jax.random.key`` that dropout and stochastic depth draw from, another one at each step;
                 needed in training unless the rates are 0. Evaluation (``layer.eval()``) drops nothing.
             cache: keys and values of the tokens before ``x``, for self-attention (TE's ``inference_params``).
-            checkpoint_core_attention: recompute the attention cores in backward instead of saving their residuals.
-            is_first_microbatch: as in `Linear`, for all projections.
+            checkpoint_core_attention: whether to recompute the attention cores in backward instead of saving their
+                residuals.
+            is_first_microbatch: mode of the kernel cache for all projections, see `Linear`.
             return_max_logit: used in place of the layer's own.
 
         Returns:
@@ -306,7 +307,7 @@ class TransformerLayer(ContextParallelModule):
                 "an encoder layer takes no encoder_lengths and no enc_dec_attn_mask_type; build it with "
                 "layer_type='decoder'"
             )
-        # Without a mask nothing of this runs: lengths, packed sequences and causal masks need no array.
+        # Skipped without a mask: lengths, packed sequences and causal masks need no array.
         masks = MaskArguments(None, self_attn_mask_type)
         if attention_mask is not None:
             masks = _masks(self.self_attention, x, attention_mask, self_attn_mask_type)
@@ -399,7 +400,7 @@ def _keys(key: Array) -> tuple[Array, ...]:
 
 
 def _masks(attention: Any, x: Array, mask: Any, mask_type: str | None) -> MaskArguments:
-    """Return the arguments of an attention block that say what a mask of a call hides."""
+    """Return the arguments of an attention block that correspond to a call's mask."""
     core = attention.core_attention
     kind: str = core.attn_mask_type if mask_type is None else mask_type
     return read_mask(mask, kind, core.window_size, x.shape[1], of_self=attention.attention_type == "self")

@@ -20,7 +20,7 @@ from jax_te.typing import Array
 
 class ParameterGemm(LinenModule, nnx_class=NnxParameterGemm, init=False):
     """
-    In Linen it stands in the scope of the module that holds the parameter.
+    In Linen it is in the scope of the module that holds the parameter.
 
     >>> ParameterGemm("w").parameter
     'w'
@@ -28,7 +28,7 @@ class ParameterGemm(LinenModule, nnx_class=NnxParameterGemm, init=False):
 
 
 class GemmOptions(NamedTuple):
-    """What is decided about the GEMMs of a parameter: its own recipe, or None, and as of `DotGeneral` ``groups``."""
+    """Decision about the GEMMs of a parameter: its own recipe, or None, and the ``groups`` of `DotGeneral`."""
 
     recipe: Any
     groups: int | None
@@ -119,7 +119,7 @@ def quantized_call(module: Any, options: dict[str, GemmOptions], args: Any, kwar
     """Return what a call of a module of the user's own returns, the contractions of its parameters quantized.
 
     Args:
-        module: bound, with its parameters.
+        module: bound module, with its parameters.
         options: name of each parameter -> options of its GEMMs.
     """
     gemms = parameter_gemms(module, options)

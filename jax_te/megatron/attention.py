@@ -173,12 +173,12 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
                 Engine.
             attn_mask_type: mask type in place of the layer's own. With ``packed_seq_params``, ``causal`` counts as
                 ``padding_causal`` and ``no_mask`` as ``padding``.
-            attention_bias: added to the scaled scores, broadcastable to ``[b, n, sq, skv]``.
-            packed_seq_params: several sequences in each row.
-            num_splits: without effect, see the class.
+            attention_bias: bias added to the scaled scores, broadcastable to ``[b, n, sq, skv]``.
+            packed_seq_params: boundaries of several sequences in each row.
+            num_splits: option without effect, see the class.
             return_max_logit: used in place of the layer's own.
-            others: as in `DotProductAttention`, such as ``dropout_key``, lengths or ``alibi_slopes``; None is no
-                argument.
+            others: other arguments of `DotProductAttention`, such as ``dropout_key``, lengths or ``alibi_slopes``; None
+                means not given.
 
         Returns:
             ``[b, sq, n·dv]``, or ``[t, n·dv]``. With ``config.qk_clip`` or ``config.log_max_attention_logit``

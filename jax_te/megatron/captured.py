@@ -30,9 +30,9 @@ class CapturedGraphs:
     The executables are in JAX's caches, which modules with equal static attributes share, and from which
     ``jax.clear_caches()`` drops them. A call then has to be captured again.
 
-    Modules hold it as a static attribute. Any two are equal, so that captured graphs tell no modules apart: functions
-    under ``jax.jit`` are not traced again. So Flax may put one module's record in the place of another's that is equal
-    to it; then both replay what either has captured, to the same values.
+    Modules hold it as a static attribute. Any two compare equal, so that captured graphs do not distinguish modules:
+    functions under ``jax.jit`` are not traced again. So Flax may replace one module's record by an equal one of another
+    module; then both replay what either has captured, to the same values.
     """
 
     def __init__(self) -> None:
@@ -98,12 +98,12 @@ class _Call:
     """Everything about a call that is static: the key of its executables in JAX's caches.
 
     Args:
-        graphdef: of the module.
+        graphdef: graph definition of the module.
         treedef: structure of the module's state and the call's inputs.
         template: their leaves, with `_ARRAY` for each array.
         kinds: type and sharding of each array.
-        first: this is a step's first microbatch.
-        may_be_new: whether it may be captured now.
+        first: whether this is a step's first microbatch.
+        may_be_new: whether the call may be captured now.
     """
 
     graphdef: Any
@@ -128,7 +128,7 @@ class _Call:
         module: Any = nnx.merge(self.graphdef, state)
         before = _contents(module)
         out = module.forward(*args, **kwargs)
-        # Variables that the call left alone are no outputs, since an output is a copy of the parameter.
+        # Variables that the call left alone are not outputs, since an output is a copy of the parameter.
         after = _contents(module)
         return out, nnx.filter_state(nnx.state(module), lambda path, _: before.get(path) != after[path])
 
@@ -188,7 +188,7 @@ def _forward_and_vjp(call: _Call, wanted: tuple[bool, ...], *arrays: Array) -> t
         return call.forward(*(next(at) if want else array for array, want in zip(arrays, wanted, strict=True)))
 
     some = [array for array, want in zip(arrays, wanted, strict=True) if want]
-    # Only with respect to what is asked for: the rest costs time, and layers check what is left out.
+    # Only with respect to the requested arrays: the rest costs time, and layers check which ones are left out.
     out, vjp, changed = jax.vjp(of_wanted, *some, has_aux=True)
     return out, changed, vjp
 

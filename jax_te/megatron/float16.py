@@ -201,9 +201,9 @@ class Float16Module(MegatronModule):
 
         Args:
             inputs: fp32 arrays, also in nested tuples and lists, are cast on the first stage.
-            fp32_output: cast fp16 and bf16 results to fp32 on the last stage; no effect on other stages.
-            kwargs: passed on unchanged. Megatron's documentation says that they are cast; its code does not cast them,
-                and must not: sums over a loss mask, for example, need fp32.
+            fp32_output: whether to cast fp16 and bf16 results to fp32 on the last stage; no effect on other stages.
+            kwargs: arguments passed on unchanged. Megatron's documentation says that they are cast; its code does not
+                cast them, and must not: sums over a loss mask, for example, need fp32.
         """
         if self.casts_inputs:
             inputs = fp32_to_float16(inputs, lambda x: x.astype(self.dtype))

@@ -47,8 +47,8 @@ class GraphableMegatronModule(MegatronModule):
         vp_stage: option without effect, stored as an attribute, as in Megatron.
 
     Attributes:
-        current_microbatch: which microbatch of a step comes next: set it before each, from 0. The first quantizes
-            kernels anew, if the config quantizes; the others use these. Each module has its own, and a copy starts with
+        current_microbatch: index of the next microbatch of a step: set it before each, from 0. The first quantizes
+            kernels, if the config quantizes; the others reuse them. Each module has its own, and a copy starts with
             its original's. It is static, so a function under ``jax.jit`` that gets the module is traced again when it
             changes: set it for calls that run as graphs.
         cuda_graphs: the calls that were captured, `CapturedGraphs`; ``len`` counts them.
@@ -183,7 +183,7 @@ class GraphableMegatronModule(MegatronModule):
         first = kwargs.pop("is_first_microbatch")
         for hook, arguments in self.cuda_graph_manual_hooks:
             hook(*arguments)
-        # A copy, with the same arrays: what chooses a replay is no part of the graph, and of no other call.
+        # A copy, with the same arrays: the selection of a replay belongs neither to the graph nor to other calls.
         called = nnx.merge(*nnx.split(self))
         called._set_everywhere("current_microbatch", 0)
         called._set_everywhere("replay_hooks", nnx.static(()))

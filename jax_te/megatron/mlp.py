@@ -45,7 +45,7 @@ class MLP(MegatronModule):
         super().__init__(config)
         sizes: Any = (config.hidden_size, config.ffn_hidden_size)  # the config has filled the second in
         (h, f), n_act = sizes, component_count(Activation(config.limited_activation, None))
-        # Biases are added by the layers, at the end of their GEMMs, which costs nothing; so nothing skips them.
+        # Biases are added by the layers, at the end of their GEMMs, at no cost; so ``skip_bias_add`` is not used.
         self.linear_fc1 = TELayerNormColumnParallelLinear(
             h,
             (n_act, f),

@@ -29,7 +29,7 @@ from jax_te.typing import Array, Initializer, Key, NoProcessGroups
 
 
 class ReplayedExperts(StepState):
-    """NNX Variable that holds the experts of each token, int32 ``[b, s, k]``, which a router takes for its choice."""
+    """NNX Variable that holds the experts of each token, int32 ``[b, s, k]``, which a router uses as its choice."""
 
 
 @checked

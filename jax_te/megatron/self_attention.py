@@ -69,7 +69,7 @@ class SelfAttention(MultiheadAttention, MegatronModule):
         self.core_attention = core
         n, g, d, h = core.num_attention_heads, core.num_gqa_groups, core.kv_channels, config.hidden_size
         norm: Any = (config, d, config.layernorm_epsilon)
-        # Biases are added by the layers, at the end of their GEMMs, which costs nothing; so nothing skips them.
+        # Biases are added by the layers, at the end of their GEMMs, at no cost; so ``skip_bias_add`` is not used.
         self.linear_qkv = TELayerNormColumnParallelLinear(
             h,
             (n // g + 2, g * d),

@@ -21,7 +21,7 @@ from jax_te.typing import Initializer, TensorGroup
 
 @dataclass(frozen=True, kw_only=True)
 class TELayerOptions:
-    """Arguments of Megatron's linear layers beside their sizes and ``rngs``, see `TELinear`.
+    """Arguments of Megatron's linear layers other than their sizes and ``rngs``, see `TELinear`.
 
     The properties say them in the words of the layers of `jax_te.layers`.
     """

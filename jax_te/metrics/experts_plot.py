@@ -15,7 +15,7 @@ from jax_te.metrics.writers import METRICS_FILE, curve, is_number, read_records
 EXPERTS_PLOT = "experts.png"
 
 _PREFIX, _TOKENS = "experts/", "tokens_per_expert"
-"""Of the metrics' names, as `jax_te.training.make_train_step` gives them."""
+"""Prefix and last part of the metrics' names, as `jax_te.training.make_train_step` gives them."""
 
 
 @checked

@@ -79,7 +79,8 @@ class MetricsLog:
         Args:
             step: the step's number.
             values: numbers by name, also as arrays ``[]``; and vectors ``[n]``, such as the tokens of each expert.
-            chart: for all writers. False: for ``metrics.jsonl`` alone, which can take every step of a long run.
+            chart: whether all writers get the metrics. False: ``metrics.jsonl`` alone, which can take every step of a
+                long run.
         """
         plain = _plain(values)
         for writer in self._writers:

@@ -43,7 +43,7 @@ class Progress(Protocol):
         Args:
             step: the step's number.
             values: the step's metrics, of which the ``"loss"`` is shown, and those of `make_train_step` of experts.
-            line: print a line for it if there is no live display.
+            line: whether to print a line for it if there is no live display.
         """
         ...
 

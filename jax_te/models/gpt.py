@@ -172,7 +172,7 @@ class GPTModel(LanguageModel):
         self._check(tokens, positions)
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) if positions is None else positions
         tokens, positions = model_order(self.config, tokens), model_order(self.config, positions)
-        # The embedding's key comes last, so that a layer's key is that of its number.
+        # The embedding's key comes last, so that a layer's key has the layer's index.
         *keys, embedding_key = layer_keys(dropout_key, 1 + len(self.layers))
         return self._stack_input(self._embed(tokens, positions, embedding_key), positions, keys)
 

@@ -347,7 +347,7 @@ def _check_stage(numbers: range, num_layers: int, ends: tuple[bool, bool], tied:
 
 
 def _check_fixed(**given: Any) -> None:
-    """Raise for arguments of Megatron's that have another value than the one that the model takes."""
+    """Raise for Megatron's arguments with a value other than the one that the model supports."""
     for name, value in given.items():
         if name not in _FIXED:
             raise TypeError(f"unexpected argument {name!r}; Megatron's are also {', '.join(_FIXED)}")

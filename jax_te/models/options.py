@@ -36,7 +36,7 @@ class Execution:
         ValueError: for another ``scan_layers``, or ``loss_chunks`` or ``batch_parts`` below 1.
 
     Source of ``batch_parts``: Wang et al. 2024, "Domino: Eliminating Communication in LLM Training via Generic Tensor
-    Slicing and Overlapping"; in the place of ``tp_comm_overlap`` of Megatron-Core.
+    Slicing and Overlapping"; in place of ``tp_comm_overlap`` of Megatron-Core.
 
     >>> Execution(scan_layers=True).loss_chunks
     1

@@ -177,17 +177,17 @@ def run_layers(
 @checked
 @dataclass(frozen=True)
 class StackInput:
-    """What a stack of layers is called with: the arguments of `run_layers` beside the layers.
+    """Input of a stack of layers: the arguments of `run_layers` other than the layers.
 
     It ends the first part of a model in parts, see `ModelInParts`.
 
     Args:
         x: ``[b, s, h]``, input of the first layer.
         keys: dropout key of each layer. None: no layer drops anything.
-        arrays: other arguments of all layers that no parameter has a part in, such as masks, lengths and rotations.
+        arrays: other arguments of all layers that do not depend on parameters, such as masks, lengths and rotations.
         learned: other arguments of all layers that are computed from parameters, such as a bias of attention scores or
             an encoder's output. Their gradients pass on to these parameters.
-        options: arguments of `run_layers` that are no arrays: ``recompute``, ``policy``, ``scan``, ``batch_parts``,
+        options: arguments of `run_layers` that are not arrays: ``recompute``, ``policy``, ``scan``, ``batch_parts``,
             ``mask_types``.
 
     >>> layers = [TransformerLayer(16, 32, 2, layer_number=number, rngs=nnx.Rngs(number)) for number in (1, 2)]
@@ -211,7 +211,7 @@ class ModelInParts(Protocol):
     """A model in three parts, which the stages of a pipeline run: before its layers, the layers, and after them.
 
     `GPTModel`, `BertModel`, `T5Model` and `MegatronGPTModel` are such models, and so is one of your own that has these
-    three. What ``before`` and ``after`` are given is the model's choice; a `jax_te.training.PipelinedLoss` calls them.
+    three. The model chooses the arguments of ``before`` and ``after``; a `jax_te.training.PipelinedLoss` calls them.
 
     >>> class Own(nnx.Module):
     ...     def __init__(self, rngs):
@@ -340,7 +340,7 @@ def _scan(
             states = [_merging(state) for state in states]
         return call(xs, [nnx.merge(*pair) for pair in zip(graphdefs, states, strict=True)], keys, given)
 
-    # One step needs no loop, which would stack and slice for nothing.
+    # One step needs no loop, which would stack and slice needlessly.
     if len(steps) == 1:
         return run(xs, steps[0])
     stacked = jax.tree.map(lambda *leaves: jnp.stack([_behind_barrier(leaf) for leaf in leaves]), *steps)

@@ -79,7 +79,7 @@ def explain_backend(
         unsharded: reason why the op cannot run on each device of a mesh by itself; None: it can, or there is no mesh.
 
     Raises:
-        BackendUnavailableError: if the backend asked for by name cannot run it.
+        BackendUnavailableError: if the backend requested by name cannot run it.
         ValueError: for an unknown op or backend.
 
     >>> explain_backend("dense", backend="xla")

@@ -100,7 +100,7 @@ def sharded_vjp(
             for zero.
         name: checkpoint name of the output, for remat policies.
         check: ``check(spec, args, perturbed, sinks)`` raises for what cannot be differentiated; ``perturbed`` is a tree
-            of bools like ``args``. It is called when a derivative is asked for.
+            of bools like ``args``. It is called when a derivative is requested.
         once: ``once(spec)`` returns why the op has no second derivatives, the message of the error that asking for one
             raises; None: JAX differentiates both rules, which then are to be differentiable themselves.
 

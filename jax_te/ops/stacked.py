@@ -33,7 +33,7 @@ def loop_over_layers() -> Iterator[None]:
 
 
 def behind_barrier(out: Any, residuals: Any, args: Any) -> tuple[Any, Any]:
-    """Return both behind a barrier, but for residuals that are arguments; for a `loop_over_layers`.
+    """Return both behind a barrier, except residuals that are arguments; used in a `loop_over_layers`.
 
     XLA for GPUs has a custom call write its result into the stacked array, and calls it once more where the result is
     also used otherwise (jax 0.11.2, compiled for an H200: attention and half of forward's GEMMs). A barrier stops it.

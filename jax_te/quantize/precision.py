@@ -124,7 +124,7 @@ class Precision:
         """
         multiple = self.shard_multiple
         if multiple is None:
-            return f"recipe {self.recipe_name!r} has scales of the whole tensor beside those of its blocks"
+            return f"recipe {self.recipe_name!r} has scales of the whole tensor in addition to those of its blocks"
         sizes = {"tokens in a row": tokens[-1] if tokens else 1, "input size": kernel[0], "output size": kernel[-1]}
         for name, size in sizes.items():
             if size % multiple:

@@ -170,7 +170,7 @@ class Quantization(NamedTuple):
     Args:
         quantizer: None: not at all.
         scale: fp32 ``[]``, for delayed scaling only.
-        amax_axes: mesh axes over which an amax of the array at hand, one device's shard, is reduced. None: the array is
+        amax_axes: mesh axes over which an amax of the array, one device's shard, is reduced. None: the array is
             not a shard.
     """
 

@@ -46,6 +46,6 @@ def make_mesh(
     for device in devices:
         if not hasattr(device, "device_kind"):
             raise TypeError(f"devices must be devices of JAX, such as jax.devices(), got {brief(device)}")
-    # Row-major: devices that follow one another share a tensor group, which communicates in every layer.
+    # Row-major: consecutive devices share a tensor group, which communicates in every layer.
     grid = np.asarray(devices[: config.num_devices], dtype=object).reshape(config.shape)
     return Mesh(grid, MESH_AXES, axis_types=(types[axis_type],) * len(MESH_AXES))

@@ -65,8 +65,8 @@ class Network:
         devices_per_host: devices that follow each other in the mesh and share the fast links.
         intra_host: bytes/s that a device can send to those of its host (NVLink: 900 GB/s, both directions together).
         inter_host: bytes/s that a device can send to other hosts (one ConnectX-7 for each device: 400 Gbit/s).
-        latency: seconds of a collective beside its bytes. The default is what NCCL itself reckons with for a ring
-            (``baseLat`` in ``src/graph/tuning.cc``).
+        latency: seconds of a collective in addition to the time for its bytes. The default is NCCL's own figure for a
+            ring (``baseLat`` in ``src/graph/tuning.cc``).
 
     Raises:
         ValueError: for a bandwidth or a number of devices that is not positive, or a negative latency.

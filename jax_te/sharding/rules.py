@@ -109,7 +109,7 @@ class ShardingRules:
         """
         if name not in self.names():
             raise ValueError(f"name must be one of {', '.join(self.names())}, got {name!r}")
-        # Each axis once: batch and sequence_parallel may name the same, where no array has both.
+        # Each axis once: batch and sequence_parallel may name the same axis, since no array has both.
         return tuple(dict.fromkeys(axis for part in _COMPOSED.get(name, (name,)) for axis in getattr(self, part)))
 
     def __post_init__(self) -> None:

@@ -96,14 +96,14 @@ Parts = tuple[Any, nnx.State, nnx.State, nnx.State]
 
 @dataclass(frozen=True, kw_only=True)
 class Differentiation:
-    """How `differentiate` takes a model apart, and computes its gradients.
+    """Partition of a model by `differentiate`, and computation of its gradients.
 
     Args:
-        split: gives the parts of a model.
+        split: function that returns the parts of a model.
         scaler: multiplier of the loss.
-        kernels: how gradients of kernels are computed; summands are given as ``waiting``.
+        kernels: computation of the kernels' gradients; summands are given as ``waiting``.
         cached: kernels that the caller has quantized already.
-        like: Variables in whose axes the gradients come. None: the parameters.
+        like: Variables whose axes the gradients have. None: the parameters.
     """
 
     split: Callable[[Any], Parts]
@@ -123,7 +123,7 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """Differentiate like ``nnx.value_and_grad``, and set the model's next quantizer state.
 
-    It takes the place of ``nnx.value_and_grad``, before `Optimizer` or Flax's own. Call it inside of ``nnx.jit``:
+    It replaces ``nnx.value_and_grad``, before `Optimizer` or Flax's own. Call it inside of ``nnx.jit``:
     outside, every call compiles anew.
 
     - Quantizer states are written to the model, together with the other changes that ``loss_fn`` makes to it and to
@@ -319,9 +319,9 @@ def differentiate(
     """Return loss and gradients of ``fn(model, *inputs) -> loss, aux``.
 
     Args:
-        fn: may change the model's other state.
-        parts: of the model.
-        how: the loss scale, and what happens to kernels.
+        fn: function, which may change the model's other state.
+        parts: parts of the model.
+        how: loss scale, and treatment of kernels.
         inputs: other arrays to differentiate by.
     """
     graphdef, params, quantizers, rest = parts
@@ -332,7 +332,7 @@ def differentiate(
 
     def scaled_loss(plain: PyTree, grad_sinks: PyTree, quantizers: PyTree, inputs: PyTree) -> tuple[Array, Any]:
         model = nnx.merge(graphdef, nnx.merge_state(plain, quantized), quantizers, rest, copy=True)
-        # Both belong to this pass: they must not be among the model's other state that is returned.
+        # Both belong to this pass: they must not be part of the returned model's other state.
         with cached_kernels(model, how.cached), aux_losses_scaled(model, how.scaler.scale):
             set_grad_sinks(model, grad_sinks)
             value, aux = fn(model, *inputs)
@@ -367,10 +367,10 @@ def vjp_of_model(
     """Return ``fn(model, x)`` and its backward pass.
 
     Args:
-        fn: differentiable. It gets a copy of the model.
-        model: may have cached kernels, and kernels that are stored quantized.
+        fn: differentiable function. It gets a copy of the model.
+        model: model, which may have cached kernels, and kernels that are stored quantized.
         x: pytree of arrays.
-        kernels: as in `Differentiation`.
+        kernels: see `Differentiation`.
 
     Returns:
         ``(y, backward)``. ``backward(dy)`` gives an ``nnx.State`` of the parameters' gradients, in fp32 (summands for

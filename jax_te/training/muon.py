@@ -17,7 +17,7 @@ def muon_dimension_numbers(params: PyTree) -> PyTree:
 
     It is the argument ``muon_weight_dimension_numbers`` of ``optax.contrib.muon``, which without it takes all
     arrays of two axes, embeddings among them, and no fused kernel. Here a kernel is a parameter with two or more
-    axes whose name ends in "kernel", but for the output head's, ``output_kernel`` or inside of ``output_layer``.
+    axes whose name ends in "kernel", except the output head's, ``output_kernel`` or inside of ``output_layer``.
     Its first axis is what the GEMM sums over, its last the output. The axes between them index separate matrices:
     query, key and value in ``[h, r + 2, g·d]``, gate and up in ``[h, n_act, f]``. Norms, biases, embeddings, heads and
     adapters of `jax_te.layers.LoRA` are updated by Adam.

@@ -139,7 +139,7 @@ class Optimizer(nnx.Optimizer):
         like = _like(full, given)
         if jax.tree.structure(nnx.as_pure(like)) != jax.tree.structure(nnx.as_pure(full)):
             raise ValueError(f"grads must have the structure of the model's {self.wrt}, got {brief(given)}")
-        # Variables, as at creation: functions that choose parameters read their names and axes there and here alike.
+        # Variables, as at creation: functions that select parameters read their names and axes in both places.
         wanted = jax.tree.map(lambda grad, value: grad.astype(value.dtype), like, full)
         finite, tx = all_finite(wanted), as_transformation(self.tx)
         structure = jax.tree.structure(jax.eval_shape(lambda full: initial(tx, full), full))

@@ -197,7 +197,8 @@ def _switched_measure(model: Any, loss_fn: LossFn) -> tuple[Measure, nnx.State]:
 
         def loss(params: PyTree, sinks: dict[Any, Array]) -> Array:
             model = nnx.merge(graphdef, switches, params, rest, copy=True)
-            model.set_attributes(without_dropout=True, raise_if_not_found=False)  # its noise would hide small errors
+            # Noise of dropout would hide small errors.
+            model.set_attributes(without_dropout=True, raise_if_not_found=False)
             set_grad_sinks(model, sinks)
             return mean_loss(loss_fn(model, batch, None))
 

@@ -101,7 +101,7 @@ def create_train_state(
         key: ``jax.random.key``: one half seeds the model (of a function), the other becomes ``rng``.
         scaler: None for `ConstantLossScale` of 1.
         mesh: None for the mesh set by ``jax.set_mesh``, if any.
-        fp8_param: whether to store all kernels quantized, see `quantize_parameters`, beside fp32 masters, as do
+        fp8_param: whether to store all kernels quantized, see `quantize_parameters`, with fp32 masters, as do
             ``fp8_param`` and ``fp4_param`` of a model's configuration; False: else only kernels of layers whose own
             `ModuleRecipe` says so. Create the state, and call the step, under the recipe. Kernels are quantized from
             their fp32 values: fp32 parameters give the same bits as without ``fp8_param``, bf16 ones leave out a

@@ -206,7 +206,7 @@ def make_eval_step(loss_fn: LossFn) -> Callable[[TrainState, PyTree], Array]:
 
 
 class _Updated(NamedTuple):
-    """What a transformation changes of a state."""
+    """The parts of a state that a transformation changes."""
 
     params: nnx.State
     masters: Any
@@ -221,7 +221,7 @@ def _apply(
     grads: PyTree,
     asked_for: dict[str, Any],
 ) -> _Updated:
-    """Return parameters, masters and optimizer state after an update; those before if gradients are not finite."""
+    """Return parameters, masters and optimizer state after an update, unchanged if gradients are not finite."""
     full = full_precision(state.params, taken_over(state.params, state.masters))
     new, opt_state, _ = transformed(tx, grads, state.opt_state, full, **asked_for)
     model = nnx.merge(state.graphdef, state.params, quantizers, state.rest)

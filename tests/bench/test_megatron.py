@@ -533,7 +533,7 @@ def test_recipes_in_megatrons_words(recipe, fields):
     ("kind", "error"),
     [
         ("out of memory", "RuntimeError: Megatron-Core: RuntimeError: CUDA out of memory. Tried to allocate 2 GiB"),
-        ("dies", "RuntimeError: Megatron-Core's process ended with status 77; what it said is on stderr"),
+        ("dies", "RuntimeError: Megatron-Core's process ended with status 77; its output is on stderr"),
     ],
 )
 def test_a_peer_that_fails_is_a_row_and_jax_te_goes_on(capsys, monkeypatch, processes, kind, error):

@@ -180,7 +180,7 @@ def test_the_table_names_what_it_reckons_with(capsys: pytest.CaptureFixture[str]
     assert rest.splitlines() == [
         "8 devices: pipeline=1, data=4, fsdp=2, context=1, tensor=1",
         "network: 2 devices on a host, each sends 450 GB/s there, 50 GB/s to other hosts; 10 us a launch",
-        "times: one collective after the other, none beside computation",
+        "times: one collective after the other, none overlapping computation",
         "counted with data=2, and groups made as large as data=4 makes them",
         "counted with 2 and 3 of 4 layers, the others in proportion",
     ]

@@ -36,7 +36,7 @@ def _check_experts(options: BenchLayer) -> None:
     """Raise ValueError for options that the expert layer and its peer do not fit."""
     if "moe" not in options.modules:
         if options.peer is not None:
-            raise ValueError("--peer is measured beside the module moe; add moe to --modules, or leave out --peer")
+            raise ValueError("--peer is measured with the module moe; add moe to --modules, or leave out --peer")
         return
     if options.mesh is not None or options.hlo is not None:
         raise ValueError("the module moe is measured on one device, without --hlo; leave out --mesh and --hlo")

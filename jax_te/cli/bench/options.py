@@ -103,7 +103,7 @@ def _vocab_size() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchLayer:
-    """Measure forward and backward of single layers beside te.jax's and Megatron-Core's.
+    """Measure forward and backward of single layers, next to te.jax's and Megatron-Core's.
 
     Layers are causal, with GELU and biases, in bf16. jax_te's and te.jax's are measured in turn in one
     process; for a recipe that te.jax does not have, its bf16 layer is the peer. speed_ratio is the peer's time over

@@ -48,7 +48,7 @@ def run(options: InspectCommunication) -> int:
         f"network: {network.devices_per_host} devices on a host, each sends {network.intra_host / 1e9:g} GB/s there, "
         f"{network.inter_host / 1e9:g} GB/s to other hosts; {1e6 * network.latency:g} us a launch"
     )
-    print("\n".join(["times: one collective after the other, none beside computation", *notes]))
+    print("\n".join(["times: one collective after the other, none overlapping computation", *notes]))
     return 0
 
 

@@ -74,7 +74,7 @@ def write_tensors(
     Args:
         folder: folder of the files.
         plan: plan of all tensors.
-        tensors: the same, in the same order; each is asked for when the one before it is written.
+        tensors: the same, in the same order; each is read when the previous one is written.
         max_shard_size: maximum size of a file, in bytes.
     """
     parts = list(shards(plan, max_shard_size))

@@ -204,7 +204,7 @@ def load_megatron(
     Args:
         path: path of the checkpoint, in format ``torch`` or ``torch_dist``; see `read_megatron`.
         iteration, vocab_size: see `read_megatron`.
-        args: arguments of Megatron-LM by name, beside or instead of those in the checkpoint.
+        args: arguments of Megatron-LM by name, in addition to or instead of those in the checkpoint.
         dtype, config, execution, on_progress: see `jax_te.interop.huggingface.load_huggingface`.
 
     Returns:
@@ -245,7 +245,7 @@ def save_megatron(
 ) -> None:
     """Write a model as a checkpoint of Megatron-LM, without torch.
 
-    The folder is one for ``--load`` with ``--ckpt-format`` as here, without an optimizer:
+    The folder is one for ``--load`` with this ``--ckpt-format``, without an optimizer:
     ``release/mp_rank_XX/model_optim_rng.pt``, or for ``torch_dist`` a folder of torch.distributed, which any number of
     ranks and stages loads. Megatron-LM's arguments must be those of the model; the entry ``jax_te_args`` has them.
     Tensors are written one by one.

@@ -72,7 +72,7 @@ class DotProductAttention(ContextParallelModule):
         attn_mask_type: ``"causal"``, ``"no_mask"``, ``"padding"``, ``"padding_causal"``, ``"causal_bottom_right"``,
             ``"padding_causal_bottom_right"`` or ``"arbitrary"``. The bottom-right types align the last query with the
             last key. The padding types take lengths or `PackedSeqParams` at the call, ``"arbitrary"`` takes a mask.
-        window_size: number of positions to the ``(left, right)`` that a query sees beside its own; -1: all. None: no
+        window_size: number of positions to the ``(left, right)`` that a query sees besides its own; -1: all. None: no
             window.
         softmax_scale: None: ``1 / sqrt(d)``.
         softmax_type: ``"vanilla"``; ``"off-by-one"``: add 1 to the denominator; ``"learnable"``: add
@@ -188,7 +188,7 @@ class DotProductAttention(ContextParallelModule):
             dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
                 unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
             attn_mask_type, window_size, return_max_logit: used in place of the layer's own.
-            checkpoint_core_attention: recompute attention in backward instead of saving its residuals.
+            checkpoint_core_attention: whether to recompute attention in backward instead of saving its residuals.
 
         Returns:
             ``y [b, sq, n, dv]`` in the dtype of ``query``; with ``return_max_logit`` the NamedTuple ``(y, max_logit)``,

@@ -67,7 +67,7 @@ class KVCache:
     def masks(self, b: int, sq: int) -> tuple[str, dict[str, Array]]:
         """Return the mask type and the lengths for the newest ``sq`` tokens of ``b`` sequences, already appended."""
         check_positive(b=b, sq=sq)
-        # Bottom-right: the newest query stands beside the last valid key, wherever the unused positions begin.
+        # Bottom-right: the newest query is aligned with the last valid key, wherever the unused positions begin.
         ones = jnp.ones((b,), jnp.int32)
         return "padding_causal_bottom_right", {"q_lengths": ones * sq, "kv_lengths": ones * self.length}
 

@@ -168,7 +168,7 @@ class MultiheadAttention(ContextParallelModule):
         """Return the layer for options that travel as an object, as those of a `TransformerLayer` do.
 
         Args:
-            hidden_size, num_attention_heads, rngs: as in the constructor.
+            hidden_size, num_attention_heads, rngs: see the constructor.
             options: its other keywords.
 
         Returns:
@@ -223,7 +223,7 @@ class MultiheadAttention(ContextParallelModule):
         core = self.core_attention
         n, g, d = core.num_attention_heads, core.num_gqa_groups, core.kv_channels
         r, separate = n // g, options.attention_type == "self" and not options.fuse_qkv_params
-        # One norm in front of the three projections, which fused layers would each compute anew.
+        # One norm shared by the three projections; fused layers would each compute it again.
         self.layernorm = (
             make_norm(
                 options.normalization,
@@ -306,8 +306,8 @@ class MultiheadAttention(ContextParallelModule):
             dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
                 unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
             cache: keys and values of the tokens before ``x``; causal self-attention only.
-            checkpoint_core_attention: recompute the attention core in backward.
-            is_first_microbatch: as in `Linear`, for all projections.
+            checkpoint_core_attention: whether to recompute the attention core in backward.
+            is_first_microbatch: mode of the kernel cache for all projections, see `Linear`.
             return_max_logit: used in place of the layer's own.
 
         Returns:

@@ -24,10 +24,10 @@ def clip_qk(
     may run under jit. The fp32 masters of `jax_te.training` follow at the next update.
 
     Args:
-        attention: self-attention; changed in place.
-        max_logit: fp32 ``[n]``, as calls with ``return_max_logit`` give it; the maximum over those since the last
+        attention: self-attention layer; it is changed in place.
+        max_logit: fp32 ``[n]``, as calls with ``return_max_logit`` return it; the maximum over calls since the last
             clipping.
-        threshold: the max logit above which kernels are scaled down.
+        threshold: max logit above which kernels are scaled down.
         alpha: exponent of ``eta`` for query kernels; key kernels have ``1 - alpha``.
 
     Returns:

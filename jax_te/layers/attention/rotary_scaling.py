@@ -98,7 +98,7 @@ class YarnScaling:
         mscale, mscale_all_dim: coefficients of the factor ``m(mscale) / m(mscale_all_dim)`` of cosines and sines, with
             ``m(t) = 0.1 t ln(factor) + 1``. The defaults give the paper's ``0.1 ln(factor) + 1``.
         attention_factor: factor of cosines and sines that replaces this ratio. None: use the ratio.
-        round_range: round the ends of the ramp outward to whole indices, as in the paper's code.
+        round_range: whether to round the ends of the ramp outward to whole indices, as in the paper's code.
 
     Raises:
         ValueError: for a factor below 1, or unless ``0 < beta_slow < beta_fast``; when used, for a base of 1 or less.

@@ -65,7 +65,7 @@ class Contraction(NamedTuple):
         order: axes of input and parameter.
         summed, features: sizes of the parameter's axes that are summed over, and of the others.
         groups: number of kernels in the parameter, along axes that stay one for one with the input's; None: it is one.
-        why: why no recipe can quantize it, or None.
+        why: reason why no recipe can quantize it, or None.
     """
 
     kernel: Kernel
@@ -89,7 +89,7 @@ class Seen(NamedTuple):
 
     @property
     def why(self) -> str | None:
-        """Why no recipe can quantize one of the contractions, or None."""
+        """Reason why no recipe can quantize one of the contractions, or None."""
         if len({one.groups for one in self.contractions}) > 1:
             return "others take it with other axes that stay, so that it would be another number of kernels"
         return next((one.why for one in self.contractions if one.why is not None), None)
@@ -236,7 +236,7 @@ def _contraction(eqn: Any, taken: Sequence[Kernel | None]) -> Contraction:
     if kernel is None:
         kernel, x, rhs, summed, rhs_summed = taken[0], rhs, x, rhs_summed, summed
         batch, rhs_batch = rhs_batch, batch
-    # In the input's order, which is that of `EinsumOp`, too.
+    # In the input's order, as in `EinsumOp`.
     pairs = sorted(zip(summed, rhs_summed, strict=True))
     order = GemmOrder(
         tuple(axis for axis in range(x.ndim) if axis not in (*summed, *batch)),

@@ -159,11 +159,11 @@ class EinsumOp(DotGeneral):
     """``jnp.einsum`` of an input and a kernel whose GEMMs a recipe quantizes: the ``einsum_op`` of ``nnx.Einsum``.
 
     Args:
-        recipe, kernel_axes, groups: as of `DotGeneral`.
+        recipe, kernel_axes, groups: see `DotGeneral`.
 
     Raises:
         ValueError: when called under a recipe with an equation that is not one GEMM, or one for each of ``groups``
-            kernels, and as `DotGeneral`.
+            kernels; and see `DotGeneral`.
 
     >>> from jax_te.recipe import Float8CurrentScaling
     >>> op = EinsumOp(Float8CurrentScaling())
@@ -200,7 +200,7 @@ class ParameterGemm(DotGeneral):
     Args:
         parameter: name of the parameter.
         stack: sizes of the axes that ``nnx.vmap`` put before the parameter's.
-        recipe, groups: as of `DotGeneral`.
+        recipe, groups: see `DotGeneral`.
 
     >>> ParameterGemm("w").layer_path(("layers", 0, "w_gemm"))
     ('layers', 0, 'w')
@@ -367,7 +367,7 @@ def precision_reason(precision: Any) -> str | None:
 
 
 def read_einsum(equation: str, rank: int | None = None) -> tuple[str, str, str, str | None]:
-    """Return the axes of input, kernel and output of an equation, and why it is no GEMM, or None.
+    """Return the axes of input, kernel and output of an equation, and why it is not a GEMM, or None.
 
     An equation with axes that all three share, those of experts, is a GEMM for each of their places.
 
@@ -426,7 +426,7 @@ def _grouped_gemm(
 
 
 def _gemm(x: Array, kernel: Array, state: Any, *, order: GemmOrder, **options: Any) -> Array:
-    """Return ``x [*rows, *summed] @ kernel [*summed, *features]`` after both were brought into this order."""
+    """Return ``x [*rows, *summed] @ kernel [*summed, *features]`` after transposing both to this order."""
     rows, summed, kernel_summed, features, *_ = order
     x, kernel = jnp.transpose(x, (*rows, *summed)), jnp.transpose(kernel, (*kernel_summed, *features))
     if len(summed) != 1:

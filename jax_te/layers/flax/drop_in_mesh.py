@@ -15,7 +15,7 @@ from jax_te.typing import Array
 
 
 class GemmOrder(NamedTuple):
-    """Which axes of input and kernel a ``dot_general`` sums over, in pairs, and which are left, in order.
+    """Contracted axes of a ``dot_general``'s input and kernel, in pairs, and the remaining axes, in order.
 
     ``batch`` and ``kernel_batch`` are pairs of axes that stay: the parameter holds a kernel for each of their places.
     """

@@ -275,9 +275,9 @@ def quantize_model(
             ``__call__``.
 
     Returns:
-        Which layers recipes quantize, and why others stay in high precision: a size that is no multiple of the recipe's
-        ``alignment`` (16 without a recipe), a rule, a ``precision``, a ``dot_general`` or a ``__call__`` of
-        their own, the head; print it.
+        The layers that recipes quantize, and the reasons why others stay in high precision: a size that is not a
+        multiple of the recipe's ``alignment`` (16 without a recipe), a rule, a ``precision``, a ``dot_general`` or a
+        ``__call__`` of their own, the head; print it.
 
     Raises:
         TypeError: for a rule that is not a recipe, a model that is not an NNX module or has no ``__call__``, or a call

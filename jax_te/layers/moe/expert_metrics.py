@@ -1,4 +1,4 @@
-"""What a train step counted in the routers of a model, as metrics."""
+"""Metrics of the counts that a train step made in the routers of a model."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ TOKENS = "tokens_per_expert"
 
 @checked
 def expert_metrics(model: nnx.Module) -> dict[str, Array]:
-    """Return what the last step counted, over all routers of a model and for each.
+    """Return the counts of the last step, over all routers of a model and for each.
 
     Args:
-        model: whose states a train step has written back, e.g. ``state.model``.
+        model: model whose states a train step has written back, e.g. ``state.model``.
 
     Returns:
-        By name, fp32: each loss, the mean over calls and layers; ``dropped_share``, of all choices of experts;
+        fp32 values by name: each loss, the mean over calls and layers; ``dropped_share``, of all choices of experts;
         ``max_over_mean_load``, the largest load of an expert over the mean one, in the layer where that is largest.
-        And for each router, behind its path and a ``/``: the same, and ``tokens_per_expert [e]``. The path of one that
-        ``nnx.vmap`` stacked ends with its number, as in ``layers.router[2]``. Empty without routers.
+        For each router, prefixed with its path and a ``/``: the same, and ``tokens_per_expert [e]``. The path of a
+        router that ``nnx.vmap`` stacked ends with its index, as in ``layers.router[2]``. Empty without routers.
 
     >>> from jax_te.config import RouterOptions
     >>> router = Router(16, RouterOptions(num_experts=8), rngs=nnx.Rngs(0))
@@ -46,10 +46,10 @@ def expert_metrics(model: nnx.Module) -> dict[str, Array]:
 
 
 def step_metrics(model: nnx.Module) -> dict[str, Array]:
-    """Return those of `expert_metrics` that are among the metrics of a train step, under ``experts/``.
+    """Return the metrics of `expert_metrics` that a train step reports, under ``experts/``.
 
-    They are those over all routers, and of each router ``tokens_per_expert [e]``; all of its own if its options have
-    ``per_layer_logging``.
+    They are the metrics over all routers, and ``tokens_per_expert [e]`` of each router; all of a router's metrics if
+    its options have ``per_layer_logging``.
 
     >>> from jax_te.config import RouterOptions
     >>> router = Router(16, RouterOptions(num_experts=8), rngs=nnx.Rngs(0))
@@ -76,7 +76,7 @@ def _counts(model: nnx.Module) -> Iterator[tuple[str, Router, Array, dict[str, A
 
 
 def _metrics_of(router: Router, values: Array) -> tuple[Array, dict[str, Array]]:
-    """Return the load of each expert ``[e]``, and the other metrics, from what a router has in ``last_step``."""
+    """Return the load of each expert ``[e]``, and the other metrics, from a router's ``last_step``."""
     e = router.options.num_experts
     load, sums = values[:e], dict(zip(router.metric_names, values[e:], strict=True))
     calls, chosen = jnp.maximum(sums.pop("calls"), 1.0), jnp.maximum(sums.pop("chosen"), 1.0)

@@ -41,7 +41,7 @@ class GroupedLinear(TensorParallelModule):
         tp_size: see `Linear`.
         parallel_mode: ``"column"``, ``"row"`` or None, see `Linear`. On a mesh the compiler partitions the layer.
         fuse_wgrad_accumulation: option without effect, see `Linear`.
-        return_bias: whether to return the bias beside the output instead of adding it, for a fused operation to add.
+        return_bias: whether to return the bias with the output instead of adding it, for a fused operation to add.
         params_dtype: dtype of ``kernel [e, k, *n]`` and ``bias [e, *n]``.
         kernel_axes: logical axes of the kernel, in place of ``"expert"`` and those that ``parallel_mode`` stands for.
         rngs: the stream ``expert-parallel-rng`` draws the kernels, if there is one; else a stream that follows from

@@ -1,4 +1,4 @@
-"""A mixture of experts in the place of a feed-forward block."""
+"""A mixture of experts in place of a feed-forward block."""
 
 from __future__ import annotations
 
@@ -93,9 +93,9 @@ class MixtureOfExperts(TrainingMode):
 
 @checked
 class MoE(MixtureOfExperts):
-    """The sum over each token's experts of ``p (act(x @ fc1 + b1) @ fc2 + b2)``, in the place of a feed-forward block.
+    """The sum over each token's experts of ``p (act(x @ fc1 + b1) @ fc2 + b2)``, in place of a feed-forward block.
 
-    The probability ``p`` multiplies the activation, in front of ``fc2``, and the bias behind it. There is no norm in
+    The probability ``p`` multiplies the activation, before ``fc2``, and the bias after it. There is no norm in
     front. All shapes are static, nothing waits for the host, and sums have the same order on every device: tokens are
     gathered into rows sorted by expert, padded with zeros for each expert as the recipe's GEMMs require.
 
@@ -109,7 +109,7 @@ class MoE(MixtureOfExperts):
             one expert a token.
         latent_size: features of the experts' inputs and outputs, to and from which two linear layers project. None:
             ``h``.
-        shared_expert_intermediate_size: ``f`` of `SharedExperts`, which all tokens pass besides. None: there are none.
+        shared_expert_intermediate_size: ``f`` of `SharedExperts`, which all tokens pass, too. None: no shared experts.
         shared_expert_gate: see ``gate`` of `SharedExperts`.
         init_method: initializer of the router and of kernels into an activation or the experts. None: N(0, 0.023²).
         output_layer_init_method: initializer of kernels out of them. None: N(0, 0.023²).

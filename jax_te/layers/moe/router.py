@@ -65,10 +65,10 @@ class Router(TrainingMode):
         quantile_bias: `QuantizerState` ``[e + 1]``, or None.
 
     Raises:
-        TypeError: when called, for a mask that is not bool, or experts that are no integers.
+        TypeError: when called, for a mask that is not bool, or experts that are not integers.
         ValueError: for ``dtype="fp64"`` unless JAX's 64-bit mode is on; when called, for an input that is not
             ``[..., h]`` or has no token, arrays that do not have its shape, a batch that does not divide into
-            ``aux_loss_groups``, no key where one is drawn from, and as `jax_te.config.RouterOptions` for a number of
+            ``aux_loss_groups``, a missing random key; and see `jax_te.config.RouterOptions` for a number of
             tokens.
 
     Source: ``megatron.core.transformer.moe.router.TopKRouter``.
@@ -145,7 +145,7 @@ class Router(TrainingMode):
             padding_mask: bool ``[b, s]``, True for padding, which losses and counts leave out; it is routed like any
                 token.
             key: random key of ``input_jitter_eps`` in training, and of random choices.
-            experts: int32 ``[b, s, k]``, a choice made before, which is taken in place of this router's own.
+            experts: int32 ``[b, s, k]``, a previous choice, which replaces this router's own.
 
         Returns:
             The routing, with the leading axes of ``x``.
@@ -251,7 +251,7 @@ class Router(TrainingMode):
         return jnp.take_along_axis(by_position(room, s, b), chosen.experts, axis=-1)
 
     def capacity(self, tokens: int) -> int | None:
-        """Return how many of ``tokens`` an expert takes; None: as many as come."""
+        """Return the capacity of an expert for ``tokens``; None: unlimited."""
         check_positive(tokens=tokens)
         options = self.options
         if options.expert_capacity_factor is None:

@@ -1,4 +1,4 @@
-"""How the states of a router go on: once a step, from what its calls counted.
+"""Updates of a router's states: once a step, from the counts of its calls.
 
 States of routers that ``nnx.vmap`` stacked have axes in front, and each goes on by itself.
 """

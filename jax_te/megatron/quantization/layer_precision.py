@@ -66,7 +66,7 @@ def will_execute_quantized(module: Layer, is_context_quantized: bool) -> bool:
     >>> will_execute_quantized(Linear(16, 16, rngs=nnx.Rngs(0)), is_context_quantized=True)
     True
     """
-    # Through resolve, which layers use, so that this answer and a call cannot differ.
+    # By resolve, which layers use, so that this answer agrees with a call.
     ambient = _ANY_RECIPE if is_context_quantized else None
     own = [module.own_recipe(kernel) for kernel in module.kernels]
     return any(

@@ -151,7 +151,7 @@ class RecipeConfig:
 
         Raises:
             ValueError: for a key that occurs twice in a mapping (plain PyYAML would drop the first entry), for text
-                that is not YAML, and as `from_config_dict`.
+                that is not YAML, and see `from_config_dict`.
         """
         return RecipeConfig.from_config_dict(read_yaml(recipe_yaml_path), factory_modules)
 

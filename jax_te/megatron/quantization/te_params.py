@@ -98,7 +98,7 @@ class TEQuantizationParams:
             override_quantized_autocast=evaluation.override_quantized_autocast,
             override_nonquantized_autocast=evaluation.override_nonquantized_autocast,
         )
-        # A plain ModuleRecipe if it says everything, so that equal precisions compare equal however they were written.
+        # A plain ModuleRecipe if it suffices, so that equal precisions compare equal however they were written.
         if (
             in_training.override_quantized_autocast == in_evaluation.override_quantized_autocast
             and in_training.override_nonquantized_autocast == in_evaluation.override_nonquantized_autocast

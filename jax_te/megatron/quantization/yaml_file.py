@@ -56,7 +56,7 @@ def read_yaml(path: str | Path) -> Any:
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if the file is too large or not UTF-8, and as `parse_yaml`.
+        ValueError: if the file is too large or not UTF-8, and see `parse_yaml`.
 
     >>> _ = Path("example.yaml").write_text("a: {b: [1, 2]}")
     >>> read_yaml("example.yaml")

@@ -71,7 +71,7 @@ def dot_product_attention(
         q_lengths, kv_lengths: int32 ``[b]`` valid positions; ``q_lengths`` None: ``kv_lengths``.
         segments: boundaries of several sequences in each row (``thd``), each of which attends to itself only. Padding
             mask types.
-        window: ``(left, right)`` positions attended to beside a query's own; -1: all. Counted along the mask type's
+        window: ``(left, right)`` positions attended to besides a query's own; -1: all. Counted along the mask type's
             diagonal.
         bias_type: ``"pre_scale_bias"`` is added to ``q k^T``, ``"post_scale_bias"`` to ``scale q k^T``; ``"alibi"``
             takes slopes and subtracts slope times distance (Press et al. 2021).

@@ -56,7 +56,7 @@ def dense(
         QuantizerStateError: if the recipe has state and none is given.
         TypeError: for an input that is not floating point; if a quantized kernel is differentiated and no
             ``grad_sink`` is given.
-        BackendUnavailableError: if the backend asked for cannot run it.
+        BackendUnavailableError: if the requested backend cannot run it.
 
     Source: ``transformer_engine.jax.dense.dense``.
 

@@ -172,7 +172,7 @@ class Deferred:
 class Probe:
     """A sink without arrays, for an abstract pass through a model: it records what a `Deferred` sink would receive.
 
-    A pytree without leaves. Compared by identity, so that no cached trace of another pass takes the place of this one,
+    A pytree without leaves. Compared by identity, so that no cached trace of another pass is used for this one,
     and that a stack of layers does not run as a loop.
 
     Attributes:

@@ -111,7 +111,7 @@ def route(
         experts: int32 ``[t, k]``, the choice made elsewhere: that of another run that is replayed, or by another rule.
 
     Raises:
-        ValueError: for logits of another shape; a bias beside a softmax; a choice of another shape.
+        ValueError: for logits of another shape; a bias with a softmax; a choice of another shape.
 
     Source: ``megatron.core.transformer.moe.moe_utils.topk_routing_with_score_function``.
 

@@ -17,7 +17,7 @@ class Tiling(NamedTuple):
     Args:
         rows: number of rows of all tiles together.
         tile: rows of one tile.
-        in_place: the rows lie as the tiles do, but for zeros behind the last.
+        in_place: whether the rows lie as the tiles do, except zeros after the last.
         zero_padding: rows of padding hold zeros already.
     """
 

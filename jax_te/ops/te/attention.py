@@ -167,7 +167,7 @@ def _is_empty(spec: AttentionSpec) -> bool:
     return 0 in (spec.batch, spec.q_length, spec.kv_length)
 
 
-# A derivative rule of our own: in TE's, backward would run outside of `inside_te`.
+# A custom derivative rule: in TE's, backward would run outside of `inside_te`.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _fused(spec: AttentionSpec, in_loop: bool, qkv: QKV, arrays: AttentionArrays) -> tuple[Array, Array | None]:
     return _forward(spec, in_loop, qkv, arrays)[0]

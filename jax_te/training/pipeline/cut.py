@@ -1,4 +1,4 @@
-"""Which layers of a model are whose: their Variables stacked by stage, and all others around them."""
+"""Partition of a model into stages: the layers' Variables stacked by stage, and all others around them."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class Cut(NamedTuple):
     """Assignment of a model's layers to stages.
 
     Args:
-        places: path in the model of each layer's Variables, by their path in the layer.
-        graphdefs: of the layers at each position in a chunk, the same in all chunks.
-        numbers: ``[p, v, l]``, the layer at each position of each chunk of each stage.
-        counts: ``[p, v]``, layers of each chunk; positions from there on hold a copy of one that is not run.
+        places: paths in the model of each layer's Variables, by their path in the layer.
+        graphdefs: graph definitions of the layers at each position in a chunk, the same in all chunks.
+        numbers: index ``[p, v, l]`` of the layer at each position of each chunk of each stage.
+        counts: number ``[p, v]`` of layers of each chunk; later positions hold a copy of a layer, which is not run.
     """
 
     places: list[dict[Path, Path]]
@@ -115,7 +115,7 @@ def _placed(stacked: Flat, *, on_stages: bool) -> Flat:
 def cut_model(
     state: TrainState, layers_of: Callable[[Any], Sequence[nnx.Module]], stages: int, config: PipelineConfig
 ) -> Cut:
-    """Return where the model of a state is cut, whose layers ``layers_of(model)`` are.
+    """Return the partition of a state's model, whose layers are ``layers_of(model)``.
 
     Raises:
         ValueError: for layers that are not the model's own, share parameters, or differ between stages.
@@ -171,7 +171,7 @@ def _places(state: TrainState, layers_of: Callable[[Any], Sequence[nnx.Module]])
 
 
 def _without_number(layer: nnx.Module) -> Any:
-    """Return a layer's graph definition without its number, by which this package's layers compute nothing."""
+    """Return a layer's graph definition without its number, which this package's layers do not use."""
     copy = nnx.clone(layer)
     for _, module in nnx.iter_modules(copy):
         # A user-defined layer may read its number, and then differs from others.

@@ -43,23 +43,23 @@ def pipelined_gradients(
     their gradients back. Embedding and head are all-gathered along the axis, and run on the stages that need them.
 
     Args:
-        loss_fn: a `PipelinedLoss`.
+        loss_fn: loss function, a `PipelinedLoss`.
         state: state of the run.
-        batches: leaves ``[m, b / m, ...]``.
-        key: key of the step.
-        microbatches, keep_kernels, kernels: as for `accumulated_gradients`.
+        batches: batches with leaves ``[m, b / m, ...]``.
+        key: random key of the step.
+        microbatches, keep_kernels, kernels: see `accumulated_gradients`.
         config: schedule and split.
 
     Raises:
         TypeError: for another ``loss_fn``.
-        ValueError: for layers that differ between stages, or share parameters; for a model with state beside parameters
-            and quantizers; for a loss that reads parameters of layers itself, or whose weight depends on the layers'
-            output.
+        ValueError: for layers that differ between stages, or share parameters; for a model with state other than
+            parameters and quantizers; for a loss that reads parameters of layers itself, or whose weight depends on the
+            layers' output.
     """
     loss, stages = in_parts(loss_fn), pipeline_stages()
     _check(state, config)
     cut = cut_model(state, loss.layers, stages, config)
-    # As a stage has it: a microbatch need not divide over the pipeline axis, too.
+    # As in a stage: a microbatch need not divide over the pipeline axis.
     with use_rules(stage_rules()):
         look = _look(loss, state, jax.tree.map(lambda leaf: leaf[0], batches), key, cut)
     if config.schedule == "zero_bubble" and (parts := look.options.get("batch_parts", 1)) > 1:
@@ -133,7 +133,7 @@ def _check(state: TrainState, config: PipelineConfig) -> None:
 
 
 def _look(loss: PipelinedLoss, state: TrainState, batch: PyTree, key: Array, cut: Cut) -> Look:
-    """Return what a microbatch shows; raise ValueError for parts that read parameters of the layers."""
+    """Return the results of tracing a microbatch; raise ValueError for parts that read parameters of the layers."""
     flat = dict(nnx.to_flat_state(state.params))
     plain, _ = split_parameters(as_state(cut.of_layers(flat)))
     found: Any = None

@@ -1,4 +1,4 @@
-"""The loss of a model in parts, as the stages of a pipeline run it."""
+"""A model's loss in parts, which the stages of a pipeline run."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from jax_te.typing import Array, Key, PyTree
 @checked
 @dataclass(frozen=True)
 class PipelinedLoss:
-    """A ``loss_fn`` in three parts: what is before the layers, the layers, and what is after them.
+    """A ``loss_fn`` in three parts: the part before the layers, the layers, and the part after them.
 
-    On a mesh with a ``pipeline`` axis `make_train_step` needs these. Everywhere else a `PipelinedLoss` is called as any
-    other ``loss_fn``: it calls its parts one after the other.
+    On a mesh with a ``pipeline`` axis `make_train_step` needs these. Everywhere else a `PipelinedLoss` is called like
+    any other ``loss_fn`` and calls its parts in order.
 
     The parts are traced as JAX traces any function, so they may raise, catch and call what they like. The layers'
     parameters are on the stages of the layers: ``before`` and ``after`` do not read them.
 
     Args:
-        before: ``(model, batch, key) -> StackInput``, what the layers are called with, such as embedded tokens.
+        before: ``(model, batch, key) -> StackInput``, the layers' input, such as embedded tokens.
         after: ``(model, y, batch, key) -> [ ]``, the mean loss over the batch, or a `WeightedMean` whose weight comes
             from the batch alone. ``y`` is the layers' output.
-        layers: ``(model) -> layers``, the modules that the stages split. They are the model's own, and each has its
-            parameters to itself. The default is ``model.layers``, see `jax_te.models.ModelInParts`.
+        layers: ``(model) -> layers``, the modules that the stages split. They belong to the model and
+            share no parameters. The default is ``model.layers``, see `jax_te.models.ModelInParts`.
 
     Example:
-        Next tokens, of a model whose ``before`` and ``after`` get what its ``loss`` does:
+        Prediction of next tokens, for a model whose ``before`` and ``after`` take the arguments of its ``loss``:
 
         >>> loss_fn = PipelinedLoss(
         ...     before=lambda model, tokens, key: model.before(tokens[:, :-1], dropout_key=key),
@@ -71,7 +71,7 @@ class StackArrays(NamedTuple):
 
 
 def arrays_of(stack: StackInput) -> StackArrays:
-    """Return the arrays of what a stack is called with."""
+    """Return the arrays of a stack's input."""
     given = [] if stack.keys is None else [key for key in stack.keys if key is not None]
     return StackArrays(stack.x, dict(stack.learned), dict(stack.arrays), jnp.stack(given) if given else None)
 
@@ -91,12 +91,12 @@ def without_gradient(tree: PyTree, error: str) -> PyTree:
 
 
 def in_parts(loss_fn: LossFn) -> PipelinedLoss:
-    """Return a ``loss_fn`` of which a pipeline can call the parts; raise TypeError for another one."""
+    """Return a ``loss_fn`` whose parts a pipeline can call; raise TypeError for any other."""
     if isinstance(loss_fn, PipelinedLoss):
         return loss_fn
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
     raise TypeError(
         "on a mesh with a pipeline axis loss_fn must be a jax_te.training.PipelinedLoss(before, after), whose parts "
-        f"the stages call, got {name}; for a model of jax_te it is made of model.before and model.after in the place "
-        "of model.loss (docs: parallelism, Pipeline); or take a mesh without a pipeline axis"
+        f"the stages call, got {name}; for a model of jax_te use model.before and model.after in "
+        "place of model.loss (docs: parallelism, Pipeline); or take a mesh without a pipeline axis"
     )

@@ -252,7 +252,7 @@ class _Run:
 
     def schedule(self, name: str) -> Schedule:
         last = self.p * self.v - 1
-        # Each use is (stage, tick that fills a place, tick that reads it). What is sent in a tick arrives behind it.
+        # Each use is (stage, tick that fills a place, tick that reads it). Data sent in a tick arrive after it.
         forward, backward = self.forward_at.items(), self.backward_at.items()
         inputs = [(at % self.p, self.forward_at[i, at - 1], tick) for (i, at), tick in forward if at > 0]
         residuals = [(at % self.p, tick, self.backward_at[i, at]) for (i, at), tick in forward]
@@ -285,7 +285,7 @@ class _Run:
         places: list[tuple[int, int, int, int]] = []
         for stage, put, take in sorted(uses, key=lambda use: use[1:]):
             free = free_from[stage]
-            # Behind the tick that reads it: within a tick F fills its places before B reads.
+            # After the tick that reads it: within a tick F fills its places before B reads.
             slot = next((i for i, tick in enumerate(free) if tick < put), len(free))
             free[slot : slot + 1] = [take]
             places.append((stage, put, take, slot))

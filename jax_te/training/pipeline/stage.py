@@ -42,7 +42,7 @@ class Sums(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """What a stage carries from tick to tick: buffers with one place more than slots, and sums.
+    """Carry of a stage from tick to tick: buffers (one spare slot for idle passes) and running sums.
 
     Activations go from stage to stage; so do their gradients, with those of the stack's learned arguments, to which
     each stage adds its layers' part: ``(x, learned)``.
@@ -83,7 +83,7 @@ class Stage:
     def __init__(self, model: StageModel):
         self.model, self.kept = model, Residuals(model)
         self.schedule = model.schedule
-        # In the sums, kernels have an axis more: that of the chunks.
+        # In the sums, kernels have an additional axis, over the chunks.
         self.places = {_place(path): place._replace(lead=place.lead + 1) for path, place in model.places.items()}
 
     def run(self, rows: dict[str, Array]) -> Sums:
@@ -192,7 +192,7 @@ class Stage:
         else:
             grads, next_states, given = backward(dy)
         dx, own = given
-        # A stage behind has added its part; behind the last one there is none.
+        # The next stage has added its part; the last stage has no next one.
         learned = jax.tree.map(lambda sum, part: jnp.where(ends, part, sum + part), learned, own)
         layers = self._add_layers(layers, grads, task)
         states = self._add_states(states, next_states, task)

@@ -1,4 +1,4 @@
-"""A model as one stage has it: the layers of its chunks, and what is around the stack of layers."""
+"""The model on one stage of a pipeline: the layers of its chunks, and the parts around the stack of layers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from jax_te.typing import Array, PyTree
 
 
 class Look(NamedTuple):
-    """What a first trace of the parts around the layers shows.
+    """Results of a first trace of the parts around the layers.
 
     Args:
-        inputs: shapes of what the layers are called with.
-        options: arguments of `run_layers` that are no arrays.
+        inputs: shapes of the layers' arguments.
+        options: arguments of `run_layers` that are not arrays.
         weighted: whether the loss is a `WeightedMean`.
     """
 
@@ -44,12 +44,12 @@ class Program(NamedTuple):
     Args:
         loss: loss of a microbatch, in its parts.
         graphdef: graph definition of the model.
-        scaler: scale of the loss.
-        cut: where the model is cut.
-        look: what the layers are called with.
+        scaler: loss scaler.
+        cut: points at which the model is cut.
+        look: results of a first trace.
         schedule: schedule of the step.
-        keep_kernels: quantize each kernel once a step.
-        kernels: how their gradients are computed.
+        keep_kernels: whether to quantize each kernel once a step.
+        kernels: computation of the kernels' gradients.
     """
 
     loss: PipelinedLoss
@@ -77,12 +77,12 @@ class StageModel:
         stacked: parameters and quantizer states of the stage's layers, ``[v, ...]`` for each position of a chunk.
         outer: parameters and quantizer states around the stack.
         batches: microbatches, leaves ``[m, b / m, ...]``.
-        key: key of the step.
+        key: random key of the step.
 
     Attributes:
-        index: number of the stage.
-        weights: weight of each microbatch, fp32 ``[m]``; None for a loss that has none.
-        places: places of summands, for the kernels of a chunk whose gradients wait.
+        index: index of the stage.
+        weights: weight of each microbatch, fp32 ``[m]``; None for a loss without weights.
+        places: places of summands, for the kernels of a chunk whose gradients are deferred.
     """
 
     def __init__(self, program: Program, stacked: Any, outer: Any, batches: PyTree, key: Array):
@@ -139,11 +139,11 @@ class StageModel:
             with aux_losses_scaled(model, self.program.scaler.scale):
                 x = output(slice(common), x)
                 for j in range(common, len(layers)):
-                    # A chunk with fewer layers than others runs one for nothing, in the time that the others take.
+                    # A chunk with fewer layers than others runs an idle one, in the time that the others need.
                     x = jnp.where(j < count, output(slice(j, j + 1), x), x)
             return x
 
-        # Where kernel gradients need not wait, they come in the ordinary way, which has no limits.
+        # Kernel gradients that need not be deferred are computed in the ordinary way, which has no restrictions.
         x, inputs, kernels = given.x, (given.x, given.learned), self.program.kernels
         if self.schedule.waits:
             y, backward = deferred_vjp(run, model, inputs, wgrad_dtype=kernels.dtype)
@@ -165,17 +165,17 @@ class StageModel:
         return batch, jax.random.fold_in(self.key, number)
 
     def outer_model(self) -> Any:
-        """Return the model with the Variables around the stack; those of its layers hold no arrays."""
+        """Return the model with the Variables around the stack; Variables of its layers hold no arrays."""
         outer = as_state(self.outer), as_state(self.outer_states)
         layers = self.cut.without_arrays(self.params) | self.cut.without_arrays(self.states)
         return nnx.merge(self.program.graphdef, *outer, as_state(layers))
 
     def before(self, model: Any, number: Array) -> StackInput:
-        """Return what the layers are called with for a microbatch."""
+        """Return the layers' input for a microbatch."""
         return self.program.loss.before(model, *self.microbatch(number))
 
     def loss_gradients(self, y: Array, number: Array) -> Gradients:
-        """Return loss and gradients of what is after the layers, by the Variables there and by ``y``."""
+        """Return loss and gradients of the part after the layers, by the Variables there and by ``y``."""
 
         def after(model: Any, y: Array) -> Array | WeightedMean:
             value = self.program.loss.after(model, y, *self.microbatch(number))
@@ -186,7 +186,7 @@ class StageModel:
         return self._differentiate(after, self.program.scaler, y)
 
     def input_gradients(self, number: Array, given: tuple[Array, dict[str, Any]]) -> Gradients:
-        """Return gradients of what is before the layers, whose results' gradients are ``given``: ``(x, learned)``."""
+        """Return gradients of the part before the layers, whose results' gradients are ``given``: ``(x, learned)``."""
 
         def before(model: Any) -> Array:
             # The gradients are those of a loss that is scaled already.
@@ -212,7 +212,7 @@ class StageModel:
         how = gradients.Differentiation(
             split=lambda model: (None, nothing, nothing, nothing),
             scaler=scaler,
-            # Around the stack devices add up at once: few parameters there belong to layers.
+            # Outside of the stack devices sum at once: few parameters there belong to layers.
             kernels=self.program.kernels._replace(once=False),
         )
         parts = graphdef, params, states, layers
@@ -223,7 +223,7 @@ class StageModel:
         y = jnp.zeros(self.program.look.inputs.x.shape, self.program.look.inputs.x.dtype)
 
         def weight(number: Array) -> Array:
-            # Of the batch alone, so the compiler drops everything else.
+            # It depends only on the batch, so the compiler drops everything else.
             value: Any = self.program.loss.after(self.outer_model(), y, *self.microbatch(number))
             return jnp.asarray(value.weight, jnp.float32)
 

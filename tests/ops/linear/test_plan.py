@@ -71,7 +71,7 @@ def test_rows() -> None:
         (COLUMN | {"kernel": jnp.zeros((64, 63))}, r"the kernel (64, 63) does not divide"),
         (COLUMN | {"kernel_axes": ("fsdp", None)}, "are split in ways that do not go together"),
         (COLUMN | {"x_axes": ("batch", "sequence", "ffn")}, "are split in ways that do not go together"),
-        (COLUMN | {"recipe": NVFP4BlockScaling()}, "has scales of the whole tensor beside those of its blocks"),
+        (COLUMN | {"recipe": NVFP4BlockScaling()}, "has scales of the whole tensor in addition to those of its blocks"),
         (COLUMN | {"recipe": Float8BlockScaling()}, "tokens in a row of one device, 32, is not a multiple of the 128"),
         (COLUMN | {"recipe": MXFP8BlockScaling(), "x_shape": (8, 16, 64)}, "16, is not a multiple of the 32 values"),
         (

@@ -112,7 +112,7 @@ def backward(
             dq, d_bias = [block.sum_float32(dq)], [block.sum_float32(d_bias)] if d_bias else []
         behind = (gradients.k + behind[0], gradients.v + behind[1]) if behind else (gradients.k, gradients.v)
         k, v = ahead
-    # A last send: the keys at hand are the next device's own.
+    # A last send: the current keys are the next device's own.
     dk, dv = _send(sharding, *behind)
     offset = arrays.softmax_offset
     d_offset = None if offset is None else offset_gradient(offset, log_sum, out, g).astype(offset.dtype)
