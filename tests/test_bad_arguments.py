@@ -350,7 +350,7 @@ def test_nothing_runs_before_a_refusal(constructor: Any, tmp_path: Path, monkeyp
         assert entered != [], "calls are not seen"
 
 
-@pytest.mark.costly("layers.TransformerLayer")
+@pytest.mark.costly("layers.TransformerLayer", "te_pytorch.TransformerLayer")
 @pytest.mark.parametrize("constructor", CONSTRUCTORS, ids=name_of)
 def test_a_number_of_any_size_is_taken_or_refused(constructor: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """Annotations do not say what is in range; but nothing may hang, nor end in an error that names no argument."""

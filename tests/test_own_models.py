@@ -149,7 +149,7 @@ def test_a_linen_model_is_reached_and_keeps_its_parameters():
 RECIPES = [DELAYED, CURRENT, Float8BlockScaling(), MXFP8BlockScaling(), NVFP4BlockScaling()]
 
 
-@pytest.mark.costly("nvfp4")
+@pytest.mark.costly("nvfp4", "mxfp8")
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_the_gemm_is_that_of_the_library(recipe):
     """Forward and backward, bit for bit: with a plain kernel, several summed axes, and a kernel in another order."""
@@ -337,6 +337,7 @@ def stacked(rngs: nnx.Rngs) -> nnx.Module:
     return nnx.Dict(layers=make(rngs))
 
 
+@pytest.mark.costly
 def test_stacked_layers_have_a_state_each():
     model = stacked(nnx.Rngs(0))
 
@@ -356,6 +357,7 @@ def test_stacked_layers_have_a_state_each():
     np.testing.assert_array_equal(op.quantizers["kernel"]["amax_history"][:, 0], kernels)
 
 
+@pytest.mark.costly
 def test_drop_ins_on_an_explicit_mesh_compute_what_they_do_without_one():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     model, x = nnx.Linear(32, 64, use_bias=False, rngs=nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (4, 8, 32))

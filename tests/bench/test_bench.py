@@ -91,14 +91,14 @@ def model_rows(capsys, *argv):
 
 @pytest.mark.costly
 def test_a_models_rows_share_a_state(capsys, states, monkeypatch):
-    steps = []
+    steps, found_rows = [], bench_contestants.rows_of
 
     def rows_of(contestants, tokens):
         assert len({contestant.state for contestant in contestants}) == 1
         steps.append(int(contestants[0].state.take().step))
-        return bench_contestants.rows_of(contestants, tokens)
+        return found_rows(contestants, tokens)
 
-    monkeypatch.setattr(train_steps, "rows_of", rows_of)
+    monkeypatch.setattr(bench_contestants, "rows_of", rows_of)
     ways = ["--stack", "scanned", "unrolled", "--recompute", "mlp,core_attn"]
     status, found, _ = model_rows(capsys, *ways, "--recipes", "none")
     assert status == 0
@@ -223,6 +223,7 @@ def test_a_contestant_that_fails_is_a_row_and_the_others_go_on(capsys, states, m
     assert len(states) == 2  # the one that failed took the first with it
 
 
+@pytest.mark.costly
 def test_nothing_to_measure_is_an_error(capsys):
     status, _, error = model_rows(capsys, "--loss-chunks", "3", "--recipes", "none")
     assert status == 2

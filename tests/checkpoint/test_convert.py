@@ -262,6 +262,7 @@ def test_delayed_scaling_begun_left_out_and_of_another_length(tmp_path):
             assert found.tobytes() == expected.astype(np.float32).tobytes()
 
 
+@pytest.mark.costly
 def test_adapters(tmp_path):
     """A base into an adapted model and back, and adapters alone."""
     base, adapted = state_of(), state_of(lora=True)
@@ -336,7 +337,7 @@ HALVES = {
 }
 
 
-@pytest.mark.costly("all-explicit-another form")
+@pytest.mark.costly
 @pytest.mark.wide("context-auto-same form", "all-explicit-another form")
 @pytest.mark.parametrize("form", [{}, {"stacked": True, "fused": False}], ids=["same form", "another form"])
 @pytest.mark.parametrize("mode", ["auto", "explicit"])

@@ -96,6 +96,7 @@ def mean_loss(model, tokens, length):
     return np.mean(losses)
 
 
+@pytest.mark.costly
 def test_eval_is_the_mean_over_all_tokens(run, words, tmp_path, capsys):
     text = "the cat is a self . " * 20
     (tmp_path / "text").write_text(text)

@@ -58,6 +58,7 @@ def test_layernorm_mlp_follows_the_formula() -> None:
     check(layer, formula, draw("x", (2, 4, H)))
 
 
+@pytest.mark.costly
 def test_layernorm_mlp_passes_the_numbers_of_its_activation_on() -> None:
     params = ActivationParams(limit=0.5, alpha=1.1, linear_offset=0.25)
     options: dict[str, Any] = {"activation": "clamped_swiglu", "normalization": "RMSNorm", "rngs": nnx.Rngs(0)}

@@ -62,6 +62,7 @@ def formula(p: dict[str, Any], x: Any) -> Any:
     return z @ base["kernel"] + base["bias"] + ALPHA / R * update
 
 
+@pytest.mark.costly("explicit-column-False")
 @pytest.mark.wide
 @pytest.mark.parametrize(("build", "sequence_parallel"), [(column, False), (column, True), (row, True)])
 def test_follows_the_formula_on_every_mesh(build: Any, sequence_parallel: bool, mesh_mode: str) -> None:
@@ -254,6 +255,7 @@ def test_a_frozen_mlp_trains_its_adapters_alone_and_is_merged() -> None:
         layer(x, x)
 
 
+@pytest.mark.costly
 def test_reaches_every_gemm_of_a_transformer_layer_under_fp8() -> None:
     """What the zero-initialized adapters leave alone; and the states of the base's quantizers."""
     x = draw("x", (2, S, H))

@@ -111,6 +111,7 @@ def test_quantized_output_and_gradients_are_near_and_the_gemms_are_fp8(recipe: R
     assert sum("f8E5M2" in line for line in products) == 8
 
 
+@pytest.mark.costly
 def test_recomputation_leaves_the_next_states_alone() -> None:
     layer, x, g = build(DELAYED), draw("x", (B, S, H)), draw("g", (B, S, H))
 

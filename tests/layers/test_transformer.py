@@ -130,6 +130,7 @@ def test_fp32_parameters_get_fp32_gradients_under_bf16_computation() -> None:
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(grads, nnx.Param))} == {jnp.dtype(jnp.float32)}
 
 
+@pytest.mark.costly
 def test_recomputing_core_attention_changes_nothing() -> None:
     """But that backward computes the scores a second time."""
     layer = randomize(build(LLAMA))

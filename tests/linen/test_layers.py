@@ -113,6 +113,7 @@ def test_numbers_gradients_and_next_states_are_those_of_nnx_bit_by_bit(name):
     assert (STATE in grads) == bool(kernels)
 
 
+@pytest.mark.costly("recipe3")
 @pytest.mark.parametrize("recipe", [None, Float8CurrentScaling(), Float8BlockScaling(), NVFP4BlockScaling()])
 def test_recipes_without_state(recipe):
     layer, x = nnx_layer("LayerNormMLP"), draw("x", (4, 8, 32))
@@ -160,6 +161,7 @@ class SetUp(nn.Module):
         return self.blocks[1](self.blocks[0](self.first(self.first(x))))
 
 
+@pytest.mark.costly
 def test_layers_inside_of_linen_models():
     with autocast(RECIPE):
         y, variables = Compact().init_with_output(jax.random.key(0), X)

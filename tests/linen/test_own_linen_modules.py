@@ -130,6 +130,8 @@ OTHERS = [("BTNH,NHD->BTD", recipe) for recipe in (DELAYED, Float8BlockScaling()
     "BTD,NDH->BTNH-current",
     "BTD,SNDH->SBTNH-current",
     "BTNH,NHD->BTD-block",
+    "...F,NFH->...NH-current",
+    "BTNH,NHD->BTD-current",
 )
 @pytest.mark.parametrize(
     ("equation", "recipe"),

@@ -196,6 +196,7 @@ def test_kernels_kept_between_microbatches():
             LAYER.apply(variables, X, is_first_microbatch=True)
 
 
+@pytest.mark.costly("nnx")
 @pytest.mark.parametrize("first", ["nnx", "linen"])
 def test_checkpoints_go_from_one_to_the_other(first, tmp_path):
     """Parameters and state of a run are saved in one form and read in the other."""

@@ -13,6 +13,7 @@ from tests.support.numerics import TOLERANCE, assert_close, draw, wide
 V = 8
 
 
+@pytest.mark.costly("0.0")
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
 def test_the_other_entries_share_the_smoothed_part(smoothing: float) -> None:
     logits, labels = draw("logits", (3, 5, V)), np.arange(15).reshape(3, 5) % V

@@ -352,6 +352,7 @@ def test_cleared_caches_have_no_graphs(x: jax.Array):
     assert (len(block.calls), len(block.cuda_graphs)) == (traced + 1, 1)
 
 
+@pytest.mark.costly
 def test_a_sharded_call_is_captured_as_it_is_sharded():
     with jax.set_mesh(make_mesh(ParallelConfig(data=2), devices=jax.devices()[:2])):
         block = Block(config())

@@ -91,6 +91,7 @@ class Gated(MegatronModule):
         return self.linear_fc2(jax.nn.silu(gate) * up)[0]
 
 
+@pytest.mark.costly
 def test_a_gate_on_an_axis_of_its_own_needs_no_permutes():
     """Cut out of one array of ``2 f``, the gate of a token and its factor lie on different devices."""
 

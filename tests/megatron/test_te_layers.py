@@ -112,7 +112,7 @@ def test_what_a_call_returns(kind: Any):
             assert_bitwise(y, expected)
 
 
-@pytest.mark.costly("auto-True")
+@pytest.mark.costly("auto-True", "explicit-False")
 @pytest.mark.wide
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_column_then_row_is_the_two_formulas(sequence_parallel: bool, mesh_mode: str):

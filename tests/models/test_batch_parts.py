@@ -88,6 +88,7 @@ def test_under_current_scaling_each_part_has_its_own_amaxes():
         assert_close(small, run_layers(layers, x, [None], batch_parts=2)[:2])
 
 
+@pytest.mark.costly
 def test_each_part_has_its_own_dropout_masks():
     layers = [TransformerLayer(32, 64, 2, hidden_dropout=0.5, attention_dropout=0.0, rngs=nnx.Rngs(0))]
     x = jnp.broadcast_to(jax.random.normal(jax.random.key(1), (1, S, 32)), (4, S, 32))

@@ -70,6 +70,7 @@ def test_tensor_parallelism_sums_activations_where_megatron_does(form: str) -> N
     }
 
 
+@pytest.mark.costly
 @pytest.mark.wide("gpt2")
 @pytest.mark.parametrize("form", FORMS)
 def test_sequence_parallelism_gathers_and_scatters_in_place_of_sums(form: str) -> None:
@@ -119,6 +120,7 @@ def of_kind(found: Counter[tuple[str, str]], kind: str) -> Counter[str]:
     return Counter({shape: count for (other, shape), count in found.items() if other == kind})
 
 
+@pytest.mark.costly
 def test_a_loss_in_parts_is_vocabulary_parallel_too() -> None:
     """No rank ever has the head's kernel, the embedding or the logits of more than its part of the vocabulary."""
     assert collectives("llama", loss_chunks=2, tensor=4) == {

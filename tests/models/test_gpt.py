@@ -282,6 +282,7 @@ def test_without_position_embedding_one_layer_does_not_see_the_order_of_earlier_
     assert_close(logits[0, -1], logits[1, -1], TOLERANCE)
 
 
+@pytest.mark.costly("gpt2")
 @pytest.mark.parametrize("form", FORMS)
 def test_positions_may_be_given(form: str) -> None:
     model, tokens = randomize(build(form)), batch()[0]
@@ -338,6 +339,7 @@ def test_dropout_reaches_the_embedding() -> None:
     assert relative_l2(dropped, call(model, batch()[0])) > 0.1
 
 
+@pytest.mark.costly
 def test_generation_and_measurements_drop_nothing_in_training_either() -> None:
     config = dataclasses.replace(GPT2, num_layers=1, hidden_dropout=0.5, attention_dropout=0.5)
     model = randomize(GPTModel(config, vocab_size=V, max_sequence_length=S, rngs=nnx.Rngs(0)))

@@ -140,6 +140,7 @@ def test_modules_have_megatrons_names_and_classes(form: str):
     assert_close(hidden, model._hidden(TOKENS, None, None), 64 * EPS)
 
 
+@pytest.mark.costly
 def test_options_of_gemma_and_qwen_are_followed_as_in_gpt():
     fields: Any = {"add_qkv_bias": True, "block_output_layernorm": True, "logit_softcap": 2.0, "window_size": (3, 0)}
     config = dataclasses.replace(LLAMA, **fields)
@@ -288,7 +289,7 @@ def test_rules_are_for_megatrons_names():
     assert model.decoder.layers[1].mlp.linear_fc1.module_recipe is None
 
 
-@pytest.mark.costly("mlp", "activation", "core_attn")
+@pytest.mark.costly("mlp", "activation", "core_attn", "full")
 @pytest.mark.parametrize("module", ["core_attn", "layernorm", "activation", "mlp", "full"])
 def test_backward_recomputes_what_the_configuration_says(module: str):
     """The same loss and gradients, from more operations."""
@@ -529,6 +530,7 @@ class OwnMLP(MegatronModule):
         self.kernel = nnx.Param(jnp.ones((2, 3)))
 
 
+@pytest.mark.costly
 def test_weights_go_from_a_model_into_a_module_of_ones_own_and_back():
     config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2)
     model = MegatronGPTModel(config, None, 32, 8, rngs=nnx.Rngs(0))

@@ -357,6 +357,7 @@ def test_adapters_on_the_head_train(kind: str) -> None:
     assert not np.array_equal(before, state.params["output_layer"]["lora_b"][...])
 
 
+@pytest.mark.costly
 def test_muon_leaves_every_head_to_adam() -> None:
     for kind in ("gpt", "megatron"):
         numbers = muon_dimension_numbers(nnx.state(build(kind), nnx.Param))

@@ -120,6 +120,7 @@ def test_fp8(name, recipe, mesh):
             assert_bitwise(actual, wanted)
 
 
+@pytest.mark.costly("auto")
 def test_amax_spans_every_mesh_axis(mesh):
     """An outlier on one shard of x, kernel and grad sets the scale of all."""
     case = make_case("dense")
@@ -154,6 +155,7 @@ def test_arguments_on_no_mesh_are_placed():
     assert_close(y, on_one_device("layernorm_mlp gelu", "none")[0], 2 * TOLERANCE["float32"])
 
 
+@pytest.mark.costly("attention causal")
 @pytest.mark.parametrize("name", ["dense", "layernorm", "attention causal"])
 def test_eager_calls_and_gradients_under_an_auto_mesh(name):
     case = make_case(name)

@@ -459,6 +459,7 @@ def test_layers_that_share_parameters_are_refused():
         lower(shared)
 
 
+@pytest.mark.costly
 def test_numbers_of_layers_make_no_difference_but_in_layers_of_ones_own():
     def megatron(rngs: nnx.Rngs) -> MegatronGPTModel:
         sizes: Options = SIZES | {"num_layers": 2}

@@ -155,6 +155,7 @@ def test_dense_under_nvfp4_with_stochastic_rounding():
 FUSED = ["block", "mxfp8", "nvfp4 bare"]
 
 
+@pytest.mark.costly
 @pytest.mark.wide("block")
 @pytest.mark.parametrize("recipe", FUSED)
 def test_layernorm_dense(recipe):
@@ -203,7 +204,9 @@ def on_one_device(name, recipe):
     return quick_jit(lambda *a: with_vjp(lambda a: case.run(a, recipe=RECIPES[recipe][0]), *a))((case.args,), case.g)
 
 
-@pytest.mark.costly("layernorm_mlp swiglu-block-auto", "dense-block-auto", "layernorm_mlp swiglu-block-explicit")
+@pytest.mark.costly(
+    "layernorm_mlp swiglu-block-auto", "dense-block-auto", "layernorm_mlp swiglu-block-explicit", "dense-block-explicit"
+)
 @pytest.mark.parametrize(
     ("name", "recipe", "mode"),
     [(name, "block", mode) for name in ("dense", "layernorm_mlp swiglu") for mode in ("auto", "explicit")]

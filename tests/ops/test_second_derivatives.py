@@ -105,7 +105,9 @@ TWICE: dict[str, Callable[[Loss, Any, jax.Array], Any]] = {
 
 
 @pytest.mark.costly(
-    "Hessian, reverse over reverse-layernorm_mlp-block", "linear in the cotangent-layernorm_linear-nvfp4"
+    "Hessian, reverse over reverse-layernorm_mlp-block",
+    "linear in the cotangent-layernorm_linear-nvfp4",
+    "value beside a gradient-layernorm_mlp-current",
 )
 @pytest.mark.wide
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -253,7 +255,7 @@ WITHOUT: dict[str, Callable[[], tuple[Callable[..., jax.Array], tuple[Any, ...]]
 }
 
 
-@pytest.mark.costly("transformer_layer", "attention", "cross-entropy of chunks", "layernorm_mlp")
+@pytest.mark.costly("transformer_layer", "attention", "cross-entropy of chunks", "layernorm_mlp", "linear")
 @pytest.mark.parametrize("name", WITHOUT)
 def test_without_a_recipe_they_are_right(name: str) -> None:
     second(*WITHOUT[name]())

@@ -39,7 +39,7 @@ def assert_same(ours, expected, tolerance=TOLERANCE["float32"]):
         assert_close(actual, wanted, tolerance)
 
 
-@pytest.mark.costly("layernorm_mlp gelu-block")
+@pytest.mark.costly("layernorm_mlp gelu-block", "layernorm_dense-current")
 @pytest.mark.wide(
     "dense-delayed",
     "dense row-none",

@@ -143,6 +143,7 @@ def test_delayed_scaling_without_a_scale_is_refused():
         quantize(jnp.ones((2, 2)), TensorQuantizer(dtype=jnp.float8_e4m3fn, scaling="delayed"))
 
 
+@pytest.mark.costly
 def test_a_block_whose_nvfp4_scale_rounds_to_zero_does_not_count_in_the_statistics():
     quantizer = quantizer_for(NVFP4BlockScaling(), "x")
     x = jnp.concatenate([jnp.ones((1, 16)), jnp.full((1, 16), 1e-7)], axis=1)

@@ -79,6 +79,7 @@ def test_rules_that_differ() -> None:
         assert logical_to_spec(("batch", "ffn"), mesh) == P(("data", "tensor"), None)
 
 
+@pytest.mark.costly("auto")
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 def test_layers_under_rules_that_only_flax_has(axis_type: str) -> None:
     """The library's kernels were whole on every device of such a mesh."""

@@ -72,6 +72,7 @@ def test_options_outside_their_range(options, match):
         learning_rate_schedule(**{"learning_rate": 0.1, "total_steps": 10, **options})
 
 
+@pytest.mark.costly
 @jax.numpy_dtype_promotion("standard")  # optax relies on implicit promotion, here and below
 def test_the_first_moment_may_be_bf16():
     params = {"kernel": jnp.ones((4, 4))}

@@ -186,6 +186,7 @@ def test_kernels_stored_quantized(kind, recipe):
     np.testing.assert_array_equal(bits(changed.masters["wi_kernel",]), bits(twin.masters["wi_kernel",]))
 
 
+@pytest.mark.costly
 def test_merged_adapters_stay():
     model: Any = LoRA(Linear(32, 16, params_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)), 4, rngs=nnx.Rngs(1))
     model.lora_b.set_value(jnp.ones_like(model.lora_b.get_value()))

@@ -149,6 +149,7 @@ def test_no_optimizer_sees_the_states():
     assert metrics["grad_norm"] < 10.0
 
 
+@pytest.mark.costly
 def test_routers_and_biases_can_be_groups_of_the_optimizer():
     def labels(params):
         return nnx.from_flat_state(
@@ -383,6 +384,7 @@ class Sum(Counting):
         return old + self.factor * total
 
 
+@pytest.mark.costly
 def test_counts_merge_by_sums_and_scales_by_maxima():
     counted = QuantizerState(jnp.zeros(2), counting=Sum(2.0))
     scales = {"scale": QuantizerState(jnp.ones(())), "amax_history": QuantizerState(jnp.zeros(2))}

@@ -196,6 +196,7 @@ def test_kernels_quantized_in_every_microbatch_give_the_same_bits():
     assert_same(*(jax.tree.leaves(state.params) for state in states))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_gradients_of_bf16_kernels_are_not_rounded_to_bf16(microbatches):
     """The masters move by an fp32 gradient: with sgd(1) the update of a master has bits that bf16 has not."""
@@ -254,6 +255,7 @@ def _normed(mlp, x):
     return (x - mean) / jnp.sqrt(jnp.mean(jnp.square(x - mean), axis=-1, keepdims=True) + 1e-5)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
 def test_kernels_read_directly_by_the_loss_keep_their_values_and_gradients(dtype):
     """A penalty on the kernels themselves: its gradient is added to that of the layers' GEMMs."""

@@ -143,6 +143,7 @@ def test_masters_keep_what_half_precision_would_lose():
         np.testing.assert_allclose(new, old - 2.0**-10, rtol=2.0**-22)
 
 
+@pytest.mark.costly
 def test_flax_own_optimizer_takes_the_gradients():
     # Optax relies on implicit promotion.
     with autocast(RECIPE), jax.numpy_dtype_promotion("standard"):

@@ -34,6 +34,7 @@ def branches_loss(model, x, key):
     return jnp.mean(jnp.square(model(x)[1:] - 1.0))  # the outlier's row counts for nothing but its amax
 
 
+@pytest.mark.costly("recipe1")
 @pytest.mark.parametrize("recipe", [Float8CurrentScaling(), DelayedScaling(amax_history_len=3)])
 def test_a_layer_with_an_outlier_in_its_input_is_found(recipe):
     found = sensitivity(Branches(nnx.Rngs(0)), branches_loss, [draw("x", (16, 32))], recipe)
@@ -104,6 +105,7 @@ def test_layers_of_a_half_precision_model_whatever_their_rules():
     assert all(bool((a == b).all()) for a, b in zip(*map(jax.tree.leaves, (before[1], after[1])), strict=True))
 
 
+@pytest.mark.costly
 def test_rules_keep_the_named_layers_out():
     model = Branches(nnx.Rngs(0))
     rules = quantization_rules(keep_in_bf16_rules(["b", "c"]))

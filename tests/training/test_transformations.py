@@ -233,6 +233,7 @@ def test_what_cannot_be_is_refused():
         make_train_step(loss_fn, private)(state, X[:, :2])
 
 
+@pytest.mark.costly
 def test_gradients_of_single_examples():
     private = optax.chain(contrib.differentially_private_aggregate(1e3, 0.0, key=jax.random.key(0)), SGD)
     models = [build(), build()]
@@ -244,6 +245,7 @@ def test_gradients_of_single_examples():
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.costly
 def test_evaluation_parameters_of_schedule_free_are_of_the_masters():
     """Its formula, on the fp32 masters of bf16 parameters, which optax's own function takes from both loops."""
     tx = contrib.schedule_free(optax.sgd(0.1), 0.1, b1=0.75)
@@ -262,6 +264,7 @@ def test_evaluation_parameters_of_schedule_free_are_of_the_masters():
             np.testing.assert_allclose(x_, y / 0.75 - z / 3.0, atol=4 * 2.0**-23)
 
 
+@pytest.mark.costly("True")
 @pytest.mark.parametrize("distributed", [False, True])
 def test_frozen_half_precision_parameters_and_their_masters_keep_their_bits(distributed):
     """Masks that a distributed optimizer's split masters and optimizer state follow, too."""

@@ -105,6 +105,7 @@ def test_a_second_save_takes_the_place_of_the_first(folder: Path, tmp_path: Path
     jax.tree.map(assert_bitwise, params_of(load_huggingface(tmp_path)), params_of(model))
 
 
+@pytest.mark.costly("auto")
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 def test_on_a_mesh_each_device_gets_its_part(folder: Path, tmp_path: Path, mode: str) -> None:
     model = llama()

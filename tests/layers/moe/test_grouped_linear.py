@@ -83,6 +83,7 @@ def test_each_expert_is_a_linear_layer_of_its_own(x):
     assert not np.asarray(y)[start:].any()
 
 
+@pytest.mark.costly
 def test_one_expert_is_a_linear_layer_bitwise(x):
     with autocast(DELAYED):
         experts, own = GroupedLinear(1, K, N, rngs=nnx.Rngs(0)), Linear(K, N, rngs=nnx.Rngs(0))

@@ -33,6 +33,7 @@ def gradients(router, x=X, g=None, **call):
     return nnx.to_pure_dict(nnx.grad(lambda router: jnp.sum(router(x, **call).probs * g), argnums=wrt)(router))
 
 
+@pytest.mark.costly
 def test_a_call_is_the_functions():
     router = make(bias=True, score_function="sigmoid", topk=3)
     got = router(X)

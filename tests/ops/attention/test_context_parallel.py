@@ -62,7 +62,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 NOT_ON_A_RING = ("bias", "bias by key", "mask")
 
 
-@pytest.mark.costly("p2p-causal-natural", "p2p-causal-zigzag")
+@pytest.mark.costly("p2p-causal-natural", "p2p-causal-zigzag", "a2a+p2p-causal-zigzag")
 @pytest.mark.wide(
     "p2p-causal-natural",
     "p2p-causal-zigzag",
@@ -83,7 +83,7 @@ def test_every_way_gives_one_devices_numbers(kind: str, mask_type: str, zigzag: 
     compare(mesh, way(kind, mesh.shape["context"], zigzag=zigzag), {"mask_type": mask_type})
 
 
-@pytest.mark.costly("p2p-dropout", "p2p-max logits", "all_gather-packed")
+@pytest.mark.costly("p2p-dropout", "p2p-max logits", "all_gather-packed", "p2p-packed, causal, window", "p2p-window")
 @pytest.mark.wide(
     "p2p-window",
     "p2p-lengths, bottom right",
@@ -329,6 +329,7 @@ def test_what_cannot_be_split_is_refused(case: str) -> None:
         dot_product_attention(qkv, **arguments, out_axes=AXES, context_parallel=context_parallel)
 
 
+@pytest.mark.costly
 def test_a_way_without_axes_is_refused() -> None:
     """It would be computed as one device's, tokens in zig-zag order taken for those in natural order."""
     zigzag = ContextParallel(cp_load_balanced=True)
@@ -426,6 +427,7 @@ def test_cudnn_is_handed_parts_along_diagonals(diagonals: Diagonals, kind: str, 
     assert diagonals.ran > 0
 
 
+@pytest.mark.costly
 def test_cudnn_in_natural_order(diagonals: Diagonals) -> None:
     for kind in ("p2p", "all_gather"):
         compare(context_mesh(context=2), way(kind, 2), {"mask_type": "causal"})

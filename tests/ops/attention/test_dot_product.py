@@ -124,6 +124,7 @@ def test_packed_is_unpacked(mask_type):
     assert_close(packed_gradient, jnp.stack(gradients, axis=2), TOLERANCE["float32"])
 
 
+@pytest.mark.costly
 def test_queries_past_their_length_give_zeros_and_keys_past_theirs_are_not_read():
     q, k, v = qkv()
     arguments, _ = CASES["padding"]
@@ -168,6 +169,7 @@ def _dropped(rate, seed, shape=(2, 32, 4, 32)):
     )
 
 
+@pytest.mark.costly
 def test_dropout_statistics():
     rate = 0.3
     plain, dropped = np.asarray(_dropped(0.0, None)), np.asarray(_dropped(rate, 0))

@@ -177,6 +177,7 @@ def test_the_kernels_gradient_goes_where_it_is_asked_for(kind, dtype):
         assert float(jnp.mean(representable)) < 0.1, "accumulated in fp32, and not rounded on the way"
 
 
+@pytest.mark.costly
 def test_gradients_of_the_mlps_two_kernels():
     case = make_case("layernorm_mlp swiglu")
     keys = ("x", "scale", "ln_bias", "wi_kernel", "wi_bias", "wo_kernel", "wo_bias")

@@ -106,7 +106,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.costly("auto-column-delayed")
+@pytest.mark.costly("auto-column-delayed", "auto-column-current")
 @pytest.mark.parametrize("recipe", [DELAYED, WHOLE], ids=lambda recipe: recipe.name)
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("mode", MODES[1:])

@@ -91,6 +91,7 @@ def test_it_crosses_jit_scan_and_remat(recipe):
             assert_bitwise(dxs[i], dx)
 
 
+@pytest.mark.costly("layernorm_dense")
 @pytest.mark.parametrize("op", ["layernorm_dense", "layernorm_mlp"])
 def test_the_other_ops_take_it(op):
     recipe = Float8BlockScaling()

@@ -215,6 +215,7 @@ def test_an_input_without_rows():
     assert not np.asarray(dkernel).any()
 
 
+@pytest.mark.costly
 def test_padding_may_hold_anything_and_sizes_that_do_not_fit_are_cut_off():
     groups = layout((20, 3, 37), alignment=16)
     x, kernel, bias, g = arrays(groups)
@@ -247,6 +248,7 @@ def test_nothing_depends_on_another_group():
         assert_bitwise(mine[1:], expected[1:])
 
 
+@pytest.mark.costly
 def test_a_program_serves_all_sizes_and_has_no_callback():
     traces = []
 
