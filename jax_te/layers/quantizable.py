@@ -40,7 +40,6 @@ class QuantizableModule(TrainingMode):
             `ModuleRecipe` or None.
         deterministic: whether to evaluate instead of training (``model.eval()`` sets it): it selects one of
             ``module_recipe``'s two recipes.
-        is_first_microbatch: default of the call's argument, see the property.
         keeps_kernels: value that ``is_first_microbatch`` was last set to.
         kernel_cache: the layer's cached kernels, state that calls write; None: none.
         grad_sinks: sinks of the kernels' gradients, in the copy of a model that is differentiated; None: none.
