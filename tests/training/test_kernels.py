@@ -81,7 +81,9 @@ def run(recipe, *, steps: int = 3, microbatches: int = 1, dtype=jnp.float32, cal
         *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ("mxfp8", "nvfp4")),
     ],
 )
-def test_held_quantized_equals_quantized_anew_bitwise(name, microbatches):
+def test_held_quantized_is_quantized_anew(name, microbatches):
+    """Quantized values, and so losses and states, are the same bits. The update is compiled in two programs, of which
+    one may contract a product and a sum that the other rounds apart: each of the three steps may add one rounding."""
     plain, losses = run(recipe_from_name(name), microbatches=microbatches)
     held, held_losses = run(recipe_from_name(name), microbatches=microbatches, fp8_param=True)
     assert losses == held_losses
@@ -89,7 +91,8 @@ def test_held_quantized_equals_quantized_anew_bitwise(name, microbatches):
     kernel = held.params["head"]["kernel"].get_value()
     assert isinstance(kernel, QuantizedKernel)
     assert kernel.operand.rowwise.data.dtype.itemsize == 1
-    assert_same(jax.tree.leaves(plain.params["head"]["kernel"]), jax.tree.leaves(held.masters["head"]["kernel"]))
+    exact, master = (state["head"]["kernel"].get_value() for state in (plain.params, held.masters))
+    np.testing.assert_allclose(master, exact, rtol=0, atol=3 * np.finfo(np.float32).eps * np.max(np.abs(exact)))
     assert_same(plain.quantizers, held.quantizers)
 
 

@@ -56,7 +56,7 @@ class PipelinedLoss:
     after: Callable[[Any, Array, PyTree, Array | None], Array | WeightedMean]
     layers: Callable[[Any], Sequence[nnx.Module]] = operator.attrgetter("layers")
 
-    def __call__(self, model: Any, batch: PyTree, key: Key | None = None) -> Array | WeightedMean:
+    def __call__(self, model: nnx.Module, batch: PyTree, key: Key | None = None) -> Array | WeightedMean:
         """Return the loss of a batch."""
         return self.after(model, self.before(model, batch, key).output(self.layers(model)), batch, key)
 
