@@ -26,13 +26,22 @@ def modules() -> list[str]:
     ]
 
 
+class Runner(doctest.DocTestRunner):
+    """Runs examples; an error of XLA is raised as it is, since conftest.py skips what XLA lacks on a CPU."""
+
+    def report_unexpected_exception(self, out, test, example, exc_info):
+        if isinstance(exc_info[1], jax.errors.JaxRuntimeError):
+            raise exc_info[1]
+        super().report_unexpected_exception(out, test, example, exc_info)
+
+
 @pytest.mark.parametrize("name", modules())
 def test_examples(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     module = importlib.import_module(name)
     tests = [test for test in doctest.DocTestFinder(exclude_empty=True).find(module, name) if test.examples]
     output: list[str] = []
-    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    runner = Runner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
     # As a reader runs them, not as strictly as the other tests.
     with (
         jax.numpy_dtype_promotion("standard"),
