@@ -108,7 +108,7 @@ class _Contents:
         entries: entries of the architecture's table by paths of parameters.
         arrays: parameters by the same paths, of those stored quantized the FP8 values.
         dtypes: dtypes that they are written in, by the same paths.
-        scales: for parameters stored quantized, the tensors of their scales by name.
+        scales: tensors of scales by name, by the paths of parameters that are stored quantized.
     """
 
     sizes: Sizes
