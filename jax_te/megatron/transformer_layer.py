@@ -177,7 +177,13 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
         attention_bias: Array | None = None,
         packed_seq_params: layers.PackedSeqParams | None = None,
         dropout_key: Key | None = None,
-        **others: Any,
+        sequence_lengths: Array | None = None,
+        encoder_lengths: Array | None = None,
+        alibi_slopes: Array | None = None,
+        cache: layers.KVCache | layers.WindowKVCache | None = None,
+        checkpoint_core_attention: bool = False,
+        is_first_microbatch: bool | None = None,
+        return_max_logit: bool | None = None,
     ) -> tuple[Any, ...]:
         """Apply the layer.
 
@@ -193,7 +199,9 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
                 types, as in Megatron.
             dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
                 unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
-            others: other arguments of `jax_te.layers.TransformerLayer`, such as ``cache``.
+            sequence_lengths, encoder_lengths, cache, checkpoint_core_attention: see `jax_te.layers.TransformerLayer`.
+            is_first_microbatch, return_max_logit: see `jax_te.layers.TransformerLayer`.
+            alibi_slopes: slopes of ALiBi, ``[n]`` or ``[b, n]``, in place of ``attention_bias``.
 
         Returns:
             The output ``[b, s, h]`` and ``context``, then further results of `jax_te.layers.TransformerLayer`.
@@ -201,6 +209,7 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
         kind: str = self.self_attn_mask_type
         if packed_seq_params is not None:
             kind = {"causal": "padding_causal", "no_mask": "padding"}.get(kind, kind)
+        bias_type = "no_bias" if attention_bias is None else "post_scale_bias"
         output = layers.TransformerLayer.__call__(
             self,
             hidden_states,
@@ -209,12 +218,18 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
             context_mask,
             packed_seq_params=packed_seq_params,
             rotary_pos_emb=rotary_pos_emb,
-            core_attention_bias_type="no_bias" if attention_bias is None else "post_scale_bias",
+            core_attention_bias_type=bias_type if alibi_slopes is None else "alibi",
             core_attention_bias=attention_bias,
+            alibi_slopes=alibi_slopes,
+            sequence_lengths=sequence_lengths,
+            encoder_lengths=encoder_lengths,
+            cache=cache,
+            checkpoint_core_attention=checkpoint_core_attention,
+            is_first_microbatch=is_first_microbatch,
+            return_max_logit=return_max_logit,
             self_attn_mask_type=kind,
             enc_dec_attn_mask_type=None if context_mask is None else "arbitrary",
             dropout_key=dropout_key,
-            **others,
         )
         output, *more = output if isinstance(output, tuple) else (output,)
         return output, context, *more

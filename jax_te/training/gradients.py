@@ -239,6 +239,7 @@ def accumulated_gradients(
     state: TrainState,
     batches: PyTree,
     key: Array,
+    *,
     microbatches: int,
     keep_kernels: bool,
     kernels: KernelGradients,

@@ -134,14 +134,25 @@ def make_train_step(
         if pipeline_stages() > 1:
             with use_rules(stage_rules()):
                 batches = _shard_batch(batch, microbatches)
-            found = pipelined_gradients(loss_fn, state, batches, key, microbatches, keep_kernels, kernels, pipeline)
+            found = pipelined_gradients(
+                loss_fn,
+                state,
+                batches,
+                key,
+                microbatches=microbatches,
+                keep_kernels=keep_kernels,
+                kernels=kernels,
+                config=pipeline,
+            )
         # A scan over one microbatch would hold fp32 sums in addition to its gradients.
         elif microbatches == 1:
             batches = _shard_batch(batch)
             found = gradients(loss_fn, state, batches, jax.random.fold_in(key, 0), kernels)
         else:
             batches = _shard_batch(batch, microbatches)
-            found = accumulated_gradients(loss_fn, state, batches, key, microbatches, keep_kernels, kernels)
+            found = accumulated_gradients(
+                loss_fn, state, batches, key, microbatches=microbatches, keep_kernels=keep_kernels, kernels=kernels
+            )
         grads = state.scaler.unscale(found.grads)
         finite = all_finite((found.loss, grads))
         # Before the update, which quantizes parameters with these states. Amaxes of a skipped step may be inf or nan.

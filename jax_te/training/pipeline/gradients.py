@@ -31,6 +31,7 @@ def pipelined_gradients(
     state: TrainState,
     batches: PyTree,
     key: Array,
+    *,
     microbatches: int,
     keep_kernels: bool,
     kernels: KernelGradients,
@@ -70,7 +71,16 @@ def pipelined_gradients(
     schedule = make_schedule(
         config.schedule, stages=stages, microbatches=microbatches, virtual_stages=config.virtual_stages
     )
-    program = Program(loss, state.graphdef, state.scaler, cut, look, schedule, keep_kernels, kernels)
+    program = Program(
+        loss=loss,
+        graphdef=state.graphdef,
+        scaler=state.scaler,
+        cut=cut,
+        look=look,
+        schedule=schedule,
+        keep_kernels=keep_kernels,
+        kernels=kernels,
+    )
 
     def on_stage(stacked: Any, outer: Any, batches: PyTree, key: Array, rows: dict[str, Array]) -> Sums:
         stage = Stage(StageModel(program, jax.tree.map(lambda leaf: leaf[0], stacked), outer, batches, key))
