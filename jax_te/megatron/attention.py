@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -15,7 +15,8 @@ from jax_te.layers.attention import arbitrary_mask, merge_heads, padding_pair
 from jax_te.megatron.enums import AttnMaskType
 from jax_te.megatron.sharded_state import sharded_state_dict
 from jax_te.megatron.state_dict import StateDicts
-from jax_te.typing import Array, NoProcessGroups, TensorGroup, Words
+from jax_te.ops import Window
+from jax_te.typing import Array, Key, NoProcessGroups, TensorGroup, Words
 
 # Megatron-Core's error for another type is a ValueError.
 SkipFrequency = Annotated[int | Sequence[int] | None, Words("", error=ValueError)]
@@ -59,6 +60,16 @@ def is_layer_window_attention(
         f"window_attn_skip_freq must be an integer, a sequence with an entry for each layer or None, got "
         f"{window_attn_skip_freq!r}"
     )
+
+
+class _Masks(NamedTuple):
+    """Mask type, window and masks of a call of `DotProductAttention`."""
+
+    mask_type: Any
+    window: Window | None
+    attention_mask: Any = None  # a pair of masks, which this type does not take, is left to the layer's own check
+    q_lengths: Array | None = None
+    kv_lengths: Array | None = None
 
 
 @checked
@@ -157,7 +168,15 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
         packed_seq_params: PackedSeqParams | None = None,
         num_splits: int | None = None,
         return_max_logit: bool | None = None,
-        **others: Any,
+        *,
+        q_lengths: Array | None = None,
+        kv_lengths: Array | None = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Array | None = None,
+        alibi_slopes: Array | None = None,
+        dropout_key: Key | None = None,
+        window_size: Window | None = None,
+        checkpoint_core_attention: bool = False,
     ) -> Any:
         """Apply attention.
 
@@ -177,8 +196,11 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
             packed_seq_params: boundaries of several sequences in each row.
             num_splits: option without effect, see the class.
             return_max_logit: used in place of the layer's own.
-            others: other arguments of `DotProductAttention`, such as ``dropout_key``, lengths or ``alibi_slopes``; None
-                means not given.
+            q_lengths, kv_lengths: used in place of the mask's lengths, see `DotProductAttention`.
+            core_attention_bias_type, core_attention_bias: bias as `DotProductAttention` takes it. Not with
+                ``attention_bias``.
+            window_size: used in place of the layer's own.
+            alibi_slopes, dropout_key, checkpoint_core_attention: see `DotProductAttention`.
 
         Returns:
             ``[b, sq, n·dv]``, or ``[t, n·dv]``. With ``config.qk_clip`` or ``config.log_max_attention_logit``
@@ -189,18 +211,37 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
         if num_splits is not None:
             log_hints(num_splits=num_splits)
         asked = self.attn_mask_type if attn_mask_type is None else _name(attn_mask_type)
-        mask_type, window, masks = self._masks(asked, attention_mask, packed_seq_params, query.shape[1])
+        masks = self._masks(asked, attention_mask, packed_seq_params, query.shape[1])
         # Megatron packs into one row without a batch axis; the layer requires the axis.
         row = packed_seq_params is not None and query.ndim == 3
         if row:
             query = query[None]
             key, value = None if key is None else key[None], None if value is None else value[None]
-        masks |= {"packed_seq_params": packed_seq_params, "attn_mask_type": mask_type, "window_size": window}
-        bias: dict[str, Any] = {"core_attention_bias_type": "no_bias" if attention_bias is None else "post_scale_bias"}
-        bias |= {"core_attention_bias": attention_bias}
-        given = {name: value for name, value in others.items() if value is not None}
+        if attention_bias is not None:
+            if core_attention_bias_type != "no_bias" or core_attention_bias is not None:
+                raise ValueError(
+                    "attention_bias is Megatron's name of a core_attention_bias of type 'post_scale_bias', and both "
+                    f"were given (core_attention_bias_type={core_attention_bias_type!r}); leave one out"
+                )
+            core_attention_bias_type, core_attention_bias = "post_scale_bias", attention_bias
         with_logit = self.return_max_logit if return_max_logit is None else return_max_logit
-        result = super().__call__(query, key, value, **(masks | bias | given), return_max_logit=with_logit)
+        result = super().__call__(
+            query,
+            key,
+            value,
+            attention_mask=masks.attention_mask,
+            q_lengths=masks.q_lengths if q_lengths is None else q_lengths,
+            kv_lengths=masks.kv_lengths if kv_lengths is None else kv_lengths,
+            packed_seq_params=packed_seq_params,
+            core_attention_bias_type=core_attention_bias_type,
+            core_attention_bias=core_attention_bias,
+            alibi_slopes=alibi_slopes,
+            dropout_key=dropout_key,
+            attn_mask_type=masks.mask_type,
+            window_size=masks.window if window_size is None else window_size,
+            checkpoint_core_attention=checkpoint_core_attention,
+            return_max_logit=with_logit,
+        )
         # Returned, not stored: an attribute that jit writes would hold a tracer.
         context, *logits = result if with_logit else (result,)
         merged = merge_heads(context)
@@ -209,8 +250,8 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
 
     def _masks(
         self, mask_type: Any, mask: Array | tuple[Array, Array] | None, packed: PackedSeqParams | None, sq: int
-    ) -> tuple[Any, Any, dict[str, Any]]:
-        """Return mask type, window and masks of the core's call, from Megatron's.
+    ) -> _Masks:
+        """Return the masks of the core's call, from Megatron's.
 
         Args:
             mask_type: name of a type.
@@ -225,22 +266,22 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
             # One token of a decoder: its key is the last one, so the window must be aligned to the end.
             mask_type = "causal_bottom_right"
         if mask_type == "arbitrary":
-            return mask_type, self.layer_window, {"attention_mask": mask}
+            return _Masks(mask_type, self.layer_window, attention_mask=mask)
         if mask_type.startswith("padding") and packed is None and mask is not None:
             return self._padding(mask_type, mask, sq)
-        return mask_type, self.layer_window, {}
+        return _Masks(mask_type, self.layer_window)
 
-    def _padding(self, mask_type: str, mask: Array | tuple[Array, Array], sq: int) -> tuple[str, Any, dict[str, Any]]:
-        """Return mask type, window and masks of the core's call, for padding masks ``[b, 1, 1, s]``."""
+    def _padding(self, mask_type: Any, mask: Array | tuple[Array, Array], sq: int) -> _Masks:
+        """Return the masks of the core's call, for padding masks ``[b, 1, 1, s]``."""
         mask = padding_pair(mask, sq, of_self=self.attention_type == "self")
         q_hidden, kv_hidden = mask
         if self.padding_at_end:
             q_lengths, kv_lengths = (jnp.sum(~one[:, 0, 0], axis=-1, dtype=jnp.int32) for one in mask)
             # None: the op then knows that both have the same lengths.
-            lengths = {"q_lengths": None if q_hidden is kv_hidden else q_lengths, "kv_lengths": kv_lengths}
-            return mask_type, self.layer_window, lengths
+            q_lengths = None if q_hidden is kv_hidden else q_lengths
+            return _Masks(mask_type, self.layer_window, q_lengths=q_lengths, kv_lengths=kv_lengths)
         hidden, window = arbitrary_mask(mask, mask_type, self.layer_window)
-        return "arbitrary", window, {"attention_mask": hidden}
+        return _Masks("arbitrary", window, attention_mask=hidden)
 
     def set_tensor_parallel_group(self, tp_group: TensorGroup) -> None:
         """Check the argument. There is nothing to set: heads are sharded over the tensor axis of the mesh in use.

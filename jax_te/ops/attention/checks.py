@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 
-from jax_te._validation import COMPUTE_DTYPES, check_choice, check_float, checked
+from jax_te._validation import COMPUTE_DTYPES, check_float, checked
 from jax_te.ops.attention.masks import normal_window
 from jax_te.ops.attention.spec import (
-    BIAS_TYPES,
     QKV,
-    SOFTMAX_TYPES,
     AttentionArrays,
     AttentionSpec,
+    BiasType,
     MaskType,
+    SoftmaxType,
     Window,
 )
 from jax_te.typing import Array
@@ -28,14 +26,20 @@ def attention_spec(
     dropout_rate: float = 0.0,
     *,
     window: Window | None = None,
-    **options: Any,
+    bias_type: BiasType = "no_bias",
+    bias_shape: tuple[int, ...] | None = None,
+    softmax_type: SoftmaxType = "vanilla",
+    logit_softcap: float | None = None,
+    return_max_logit: bool = False,
+    max_segments: int = 0,
 ) -> AttentionSpec:
     """Return the description of a call, checked.
 
     Args:
         qkv: queries, keys and values, or anything with their shapes and dtype.
-        mask_type, scale, dropout_rate, window: see `dot_product_attention`.
-        **options: other fields of `AttentionSpec`, apart from sizes.
+        mask_type, scale, dropout_rate, window, bias_type, softmax_type, logit_softcap, return_max_logit: see
+            `dot_product_attention`.
+        bias_shape, max_segments: see `AttentionSpec`.
 
     Raises:
         ValueError: for shapes that do not agree, an unknown mask, bias or softmax type, or a softcap that is not
@@ -47,8 +51,6 @@ def attention_spec(
     (-1, 0)
     """
     b, sq, skv, n, g, d, dv = shape_of(qkv)
-    check_choice(BIAS_TYPES, bias_type=options.get("bias_type", "no_bias"))
-    check_choice(SOFTMAX_TYPES, softmax_type=options.get("softmax_type", "vanilla"))
     spec = AttentionSpec(
         dtype=jnp.dtype(qkv[0].dtype),
         batch=b,
@@ -63,7 +65,12 @@ def attention_spec(
         scale=d**-0.5 if scale is None else float(scale),
         dropout_rate=float(dropout_rate),
         packed=len(qkv) == 1,
-        **options,
+        bias_type=bias_type,
+        bias_shape=bias_shape,
+        softmax_type=softmax_type,
+        logit_softcap=logit_softcap,
+        return_max_logit=return_max_logit,
+        max_segments=max_segments,
     )
     if spec.logit_softcap is not None and not spec.logit_softcap > 0.0:
         raise ValueError(f"logit_softcap must be > 0, or None for no cap; got {spec.logit_softcap!r}")

@@ -14,27 +14,22 @@ from jax.sharding import PartitionSpec
 from jax_te.config import PipelineConfig
 from jax_te.quantize import counts_within_step, merge_quantizers
 from jax_te.sharding import auto_region, current_mesh, leaves_with_axes, use_rules
-from jax_te.training.gradients import Gradients, LossFn, WeightedMean, as_created, mean_loss, split_parameters
-from jax_te.training.kernel_gradients import KernelGradients
+from jax_te.training.gradients import Accumulation, Gradients, WeightedMean, as_created, mean_loss, split_parameters
 from jax_te.training.masters import like_full_precision
-from jax_te.training.pipeline.cut import AXIS, Cut, Flat, cut_model, pipeline_stages, stage_rules
+from jax_te.training.pipeline.around import AroundLayers
+from jax_te.training.pipeline.cut import AXIS, Cut, Flat, as_state, cut_model, pipeline_stages, stage_rules
+from jax_te.training.pipeline.layers import StageLayers
 from jax_te.training.pipeline.loss import PipelinedLoss, StackArrays, arrays_of, in_parts, without_gradient
+from jax_te.training.pipeline.program import Look, Program
 from jax_te.training.pipeline.schedule import Schedule, make_schedule
-from jax_te.training.pipeline.stage import Stage, Sums
-from jax_te.training.pipeline.stage_model import Look, Program, StageModel, as_state
+from jax_te.training.pipeline.stage import Stage
+from jax_te.training.pipeline.sums import Sums
 from jax_te.training.state import TrainState
 from jax_te.typing import Array, PyTree
 
 
 def pipelined_gradients(
-    loss_fn: LossFn,
-    state: TrainState,
-    batches: PyTree,
-    key: Array,
-    microbatches: int,
-    keep_kernels: bool,
-    kernels: KernelGradients,
-    config: PipelineConfig,
+    how: Accumulation, state: TrainState, batches: PyTree, key: Array, config: PipelineConfig
 ) -> Gradients:
     """Return the results of `accumulated_gradients`, from the stages of a pipeline.
 
@@ -43,20 +38,19 @@ def pipelined_gradients(
     their gradients back. Embedding and head are all-gathered along the axis, and run on the stages that need them.
 
     Args:
-        loss_fn: loss function, a `PipelinedLoss`.
+        how: accumulation of the gradients; its ``loss_fn`` is a `PipelinedLoss`.
         state: state of the run.
         batches: batches with leaves ``[m, b / m, ...]``.
         key: random key of the step.
-        microbatches, keep_kernels, kernels: see `accumulated_gradients`.
         config: schedule and split.
 
     Raises:
-        TypeError: for another ``loss_fn``.
+        TypeError: for another ``how.loss_fn``.
         ValueError: for layers that differ between stages, or share parameters; for a model with state other than
             parameters and quantizers; for a loss that reads parameters of layers itself, or whose weight depends on the
             layers' output.
     """
-    loss, stages = in_parts(loss_fn), pipeline_stages()
+    loss, stages = in_parts(how.loss_fn), pipeline_stages()
     _check(state, config)
     cut = cut_model(state, loss.layers, stages, config)
     # As in a stage: a microbatch need not divide over the pipeline axis.
@@ -68,12 +62,23 @@ def pipelined_gradients(
             "for each part of a microbatch; take the schedule '1f1b', or batch_parts=1"
         )
     schedule = make_schedule(
-        config.schedule, stages=stages, microbatches=microbatches, virtual_stages=config.virtual_stages
+        config.schedule, stages=stages, microbatches=how.microbatches, virtual_stages=config.virtual_stages
     )
-    program = Program(loss, state.graphdef, state.scaler, cut, look, schedule, keep_kernels, kernels)
+    variables = dict(nnx.to_flat_state(nnx.merge_state(state.params, state.quantizers)))
+    program = Program(
+        loss=loss,
+        how=how,
+        schedule=schedule,
+        graphdef=state.graphdef,
+        cut=cut,
+        layers=jax.tree.map(_shape, cut.split(variables)[0]),
+        scaler=state.scaler,
+        look=look,
+    )
 
-    def on_stage(stacked: Any, outer: Any, batches: PyTree, key: Array, rows: dict[str, Array]) -> Sums:
-        stage = Stage(StageModel(program, jax.tree.map(lambda leaf: leaf[0], stacked), outer, batches, key))
+    def on_stage(stacked: list[Flat], outer: list[Flat], batches: PyTree, key: Array, rows: dict[str, Array]) -> Sums:
+        layers = StageLayers(program, *jax.tree.map(lambda leaf: leaf[0], stacked))
+        stage = Stage(program, layers, AroundLayers(program, *outer, batches, key))
         return jax.tree.map(lambda leaf: leaf[None], stage.run(jax.tree.map(lambda row: row[:, 0], rows)))
 
     everywhere, per_stage = PartitionSpec(), PartitionSpec(AXIS)
@@ -86,8 +91,8 @@ def pipelined_gradients(
     )
 
     def run(params: nnx.State, quantizers: nnx.State, batches: PyTree, key: Array) -> list[Array]:
-        flat = [dict(nnx.to_flat_state(part)) for part in (params, quantizers)]
-        stacked, outer = [cut.stacked(part) for part in flat], [cut.around(part) for part in flat]
+        parts = [cut.split(dict(nnx.to_flat_state(part))) for part in (params, quantizers)]
+        stacked, outer = [cut.stacked(layers) for layers, _ in parts], [others for _, others in parts]
         sums = on_stages(stacked, outer, batches, key, _rows(schedule))
         return jax.tree.leaves(_joined(cut, schedule, look.weighted, sums))
 
@@ -135,7 +140,7 @@ def _check(state: TrainState, config: PipelineConfig) -> None:
 def _look(loss: PipelinedLoss, state: TrainState, batch: PyTree, key: Array, cut: Cut) -> Look:
     """Return the results of tracing a microbatch; raise ValueError for parts that read parameters of the layers."""
     flat = dict(nnx.to_flat_state(state.params))
-    plain, _ = split_parameters(as_state(cut.of_layers(flat)))
+    plain, _ = split_parameters(as_state(cut.split(flat)[0]))
     found: Any = None
 
     def parts(layers: nnx.State, others: Flat, quantizers: nnx.State, batch: PyTree, key: Array) -> Any:
@@ -154,7 +159,11 @@ def _look(loss: PipelinedLoss, state: TrainState, batch: PyTree, key: Array, cut
     others = {path: variable for path, variable in flat.items() if path not in dict(nnx.to_flat_state(plain))}
     inputs = jax.eval_shape(differentiated, plain, others, state.quantizers, batch, key)
     # Without the sharding over Explicit axes, which a stage does not see.
-    return Look(jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape.shape, shape.dtype), inputs), *found)
+    return Look(jax.tree.map(_shape, inputs), *found)
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 _READS_LAYERS = (
