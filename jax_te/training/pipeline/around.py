@@ -35,7 +35,7 @@ class AroundLayers:
     def __init__(self, program: Program, params: Flat, states: Flat, batches: PyTree, key: Array):
         self.program, self.params, self.states = program, params, states
         self.batches, self.key = batches, key
-        self.weights = self._weights() if program.look.weighted else None
+        self.weights = self._weights() if program.weighted else None
 
     def _microbatch(self, number: Array) -> tuple[PyTree, Array]:
         """Return a microbatch and its key."""
@@ -94,7 +94,7 @@ class AroundLayers:
 
     def _weights(self) -> Array:
         """Return the weight of each microbatch, fp32 ``[m]``."""
-        y = jnp.zeros(self.program.look.inputs.x.shape, self.program.look.inputs.x.dtype)
+        y = jnp.zeros(self.program.inputs.x.shape, self.program.inputs.x.dtype)
 
         def weight(number: Array) -> Array:
             # It depends only on the batch, so the compiler drops everything else.

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jax_te.config import PipelineConfig
+from jax_te.models import StackOptions
 from jax_te.quantize import counts_within_step, merge_quantizers
 from jax_te.sharding import auto_region, current_mesh, leaves_with_axes, use_rules
 from jax_te.training.gradients import Accumulation, Gradients, WeightedMean, as_created, mean_loss, split_parameters
@@ -20,7 +21,7 @@ from jax_te.training.pipeline.around import AroundLayers
 from jax_te.training.pipeline.cut import AXIS, Cut, Flat, as_state, cut_model, pipeline_stages, stage_rules
 from jax_te.training.pipeline.layers import StageLayers
 from jax_te.training.pipeline.loss import PipelinedLoss, StackArrays, arrays_of, in_parts, without_gradient
-from jax_te.training.pipeline.program import Look, Program
+from jax_te.training.pipeline.program import Program
 from jax_te.training.pipeline.schedule import Schedule, make_schedule
 from jax_te.training.pipeline.stage import Stage
 from jax_te.training.pipeline.sums import Sums
@@ -55,11 +56,12 @@ def pipelined_gradients(
     cut = cut_model(state, loss.layers, stages, config)
     # As in a stage: a microbatch need not divide over the pipeline axis.
     with use_rules(stage_rules()):
-        look = _look(loss, state, jax.tree.map(lambda leaf: leaf[0], batches), key, cut)
-    if config.schedule == "zero_bubble" and (parts := look.options.get("batch_parts", 1)) > 1:
+        inputs, options, weighted = _look(loss, state, jax.tree.map(lambda leaf: leaf[0], batches), key, cut)
+    if config.schedule == "zero_bubble" and options.batch_parts > 1:
         raise ValueError(
-            f"zero_bubble defers the gradients of layers that are called once, and batch_parts={parts} calls each once "
-            "for each part of a microbatch; take the schedule '1f1b', or batch_parts=1"
+            "zero_bubble defers the gradients of layers that are called once, and "
+            f"batch_parts={options.batch_parts} calls each once for each part of a microbatch; take the schedule "
+            "'1f1b', or batch_parts=1"
         )
     schedule = make_schedule(
         config.schedule, stages=stages, microbatches=how.microbatches, virtual_stages=config.virtual_stages
@@ -73,7 +75,9 @@ def pipelined_gradients(
         cut=cut,
         layers=jax.tree.map(_shape, cut.split(variables)[0]),
         scaler=state.scaler,
-        look=look,
+        inputs=inputs,
+        options=options,
+        weighted=weighted,
     )
 
     def on_stage(stacked: list[Flat], outer: list[Flat], batches: PyTree, key: Array, rows: dict[str, Array]) -> Sums:
@@ -94,7 +98,7 @@ def pipelined_gradients(
         parts = [cut.split(dict(nnx.to_flat_state(part))) for part in (params, quantizers)]
         stacked, outer = [cut.stacked(layers) for layers, _ in parts], [others for _, others in parts]
         sums = on_stages(stacked, outer, batches, key, _rows(schedule))
-        return jax.tree.leaves(_joined(cut, schedule, look.weighted, sums))
+        return jax.tree.leaves(_joined(cut, schedule, weighted, sums))
 
     like = _like(state)
     leaves = auto_region(run, [axes for _, _, axes in leaves_with_axes(like)])(
@@ -137,8 +141,14 @@ def _check(state: TrainState, config: PipelineConfig) -> None:
         )
 
 
-def _look(loss: PipelinedLoss, state: TrainState, batch: PyTree, key: Array, cut: Cut) -> Look:
-    """Return the results of tracing a microbatch; raise ValueError for parts that read parameters of the layers."""
+def _look(
+    loss: PipelinedLoss, state: TrainState, batch: PyTree, key: Array, cut: Cut
+) -> tuple[StackArrays, StackOptions, bool]:
+    """Return shapes of the layers' arguments, their execution, and whether the loss is a `WeightedMean`.
+
+    Raises:
+        ValueError: for parts that read parameters of the layers.
+    """
     flat = dict(nnx.to_flat_state(state.params))
     plain, _ = split_parameters(as_state(cut.split(flat)[0]))
     found: Any = None
@@ -159,7 +169,7 @@ def _look(loss: PipelinedLoss, state: TrainState, batch: PyTree, key: Array, cut
     others = {path: variable for path, variable in flat.items() if path not in dict(nnx.to_flat_state(plain))}
     inputs = jax.eval_shape(differentiated, plain, others, state.quantizers, batch, key)
     # Without the sharding over Explicit axes, which a stage does not see.
-    return Look(jax.tree.map(_shape, inputs), *found)
+    return jax.tree.map(_shape, inputs), *found
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:

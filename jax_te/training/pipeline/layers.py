@@ -63,7 +63,7 @@ class StageLayers:
 
         The backward pass is `deferred_vjp`'s if kernel gradients are deferred, else `vjp_of_model`'s.
         """
-        layers, options = self._modules(chunk), self.program.look.options
+        layers, options = self._modules(chunk), self.program.options
         if self._cached is not None:
             use_cached_kernels(layers, self.chunk(self._cached, chunk))
         common, count = int(self.program.cut.counts.min()), self._counts[chunk]

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from jax_te.models import StackOptions
 from jax_te.training.gradients import Accumulation
 from jax_te.training.loss_scale import LossScale
 from jax_te.training.pipeline.cut import Cut, Flat
 from jax_te.training.pipeline.loss import PipelinedLoss, StackArrays
 from jax_te.training.pipeline.schedule import Schedule
-
-
-class Look(NamedTuple):
-    """Results of a first trace of the parts around the layers.
-
-    Args:
-        inputs: shapes of the layers' arguments.
-        options: arguments of `run_layers` that are not arrays.
-        weighted: whether the loss is a `WeightedMean`.
-    """
-
-    inputs: StackArrays
-    options: Mapping[str, Any]
-    weighted: bool
 
 
 class Program(NamedTuple):
@@ -37,7 +23,9 @@ class Program(NamedTuple):
         cut: points at which the model is cut.
         layers: shapes of the layers' Variables, by their path in the model.
         scaler: loss scaler.
-        look: results of a first trace.
+        inputs: shapes of the layers' arguments.
+        options: execution of the layers.
+        weighted: whether the loss is a `WeightedMean`.
     """
 
     loss: PipelinedLoss
@@ -47,4 +35,6 @@ class Program(NamedTuple):
     cut: Cut
     layers: Flat
     scaler: LossScale
-    look: Look
+    inputs: StackArrays
+    options: StackOptions
+    weighted: bool

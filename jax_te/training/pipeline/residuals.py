@@ -30,7 +30,7 @@ class Residuals:
     def __init__(self, layers: StageLayers, key: Array):
         self._layers = layers
         self._treedef: Any = None
-        given = layers.program.look.inputs
+        given = layers.program.inputs
 
         def forward(chunk: Array, given: StackArrays) -> list[Array]:
             y, backward = layers.forward(chunk, given)

@@ -55,7 +55,7 @@ class Stage:
         def buffer(slots: Slots, shapes: Any) -> Any:
             return jax.tree.map(lambda shape: jnp.zeros((slots.count + 1, *shape.shape), shape.dtype), shapes)
 
-        schedule, kept, given = self.schedule, self.kept, self.program.look.inputs
+        schedule, kept, given = self.schedule, self.kept, self.program.inputs
         return _Carry(
             inputs=buffer(schedule.inputs, given.x),
             gradients=buffer(schedule.gradients, (given.x, given.learned)),
