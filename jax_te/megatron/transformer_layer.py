@@ -177,7 +177,13 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
         attention_bias: Array | None = None,
         packed_seq_params: layers.PackedSeqParams | None = None,
         dropout_key: Key | None = None,
-        **others: Any,
+        sequence_lengths: Array | None = None,
+        encoder_lengths: Array | None = None,
+        alibi_slopes: Array | None = None,
+        cache: layers.KVCache | layers.WindowKVCache | None = None,
+        checkpoint_core_attention: bool = False,
+        is_first_microbatch: bool | None = None,
+        return_max_logit: bool | None = None,
     ) -> tuple[Any, ...]:
         """Apply the layer.
 
@@ -193,7 +199,8 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
                 types, as in Megatron.
             dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
                 unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
-            others: other arguments of `jax_te.layers.TransformerLayer`, such as ``cache``.
+            sequence_lengths, encoder_lengths, alibi_slopes, cache, checkpoint_core_attention, is_first_microbatch,
+                return_max_logit: see `jax_te.layers.TransformerLayer`.
 
         Returns:
             The output ``[b, s, h]`` and ``context``, then further results of `jax_te.layers.TransformerLayer`.
@@ -214,7 +221,13 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
             self_attn_mask_type=kind,
             enc_dec_attn_mask_type=None if context_mask is None else "arbitrary",
             dropout_key=dropout_key,
-            **others,
+            sequence_lengths=sequence_lengths,
+            encoder_lengths=encoder_lengths,
+            alibi_slopes=alibi_slopes,
+            cache=cache,
+            checkpoint_core_attention=checkpoint_core_attention,
+            is_first_microbatch=is_first_microbatch,
+            return_max_logit=return_max_logit,
         )
         output, *more = output if isinstance(output, tuple) else (output,)
         return output, context, *more

@@ -82,7 +82,8 @@ def pipelined_gradients(
 
     def on_stage(stacked: list[Flat], outer: list[Flat], batches: PyTree, key: Array, rows: dict[str, Array]) -> Sums:
         layers = StageLayers(program, *jax.tree.map(lambda leaf: leaf[0], stacked))
-        stage = Stage(program, layers, AroundLayers(program, *outer, batches, key))
+        params, states = outer
+        stage = Stage(program, layers, AroundLayers(program, params, states, batches, key))
         return jax.tree.map(lambda leaf: leaf[None], stage.run(jax.tree.map(lambda row: row[:, 0], rows)))
 
     everywhere, per_stage = PartitionSpec(), PartitionSpec(AXIS)
