@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
@@ -23,7 +22,7 @@ from jax_te.training.pipeline.layers import StageLayers
 from jax_te.training.pipeline.loss import PipelinedLoss, StackArrays, arrays_of, in_parts, without_gradient
 from jax_te.training.pipeline.program import Program
 from jax_te.training.pipeline.schedule import Schedule, make_schedule
-from jax_te.training.pipeline.stage import Stage
+from jax_te.training.pipeline.stage import Stage, schedule_rows
 from jax_te.training.pipeline.sums import Sums
 from jax_te.training.state import TrainState
 from jax_te.typing import Array, PyTree
@@ -98,7 +97,7 @@ def pipelined_gradients(
     def run(params: nnx.State, quantizers: nnx.State, batches: PyTree, key: Array) -> list[Array]:
         parts = [cut.split(dict(nnx.to_flat_state(part))) for part in (params, quantizers)]
         stacked, outer = [cut.stacked(layers) for layers, _ in parts], [others for _, others in parts]
-        sums = on_stages(stacked, outer, batches, key, _rows(schedule))
+        sums = on_stages(stacked, outer, batches, key, schedule_rows(schedule))
         return jax.tree.leaves(_joined(cut, schedule, weighted, sums))
 
     like = _like(state)
@@ -189,24 +188,6 @@ def _like(state: TrainState) -> tuple[Any, Flat, Flat]:
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     params = {path: var.replace(shape(var.get_value().shape)) for path, var in nnx.to_flat_state(state.params)}
     return shape(()), params, dict(nnx.to_flat_state(state.quantizers))
-
-
-def _rows(schedule: Schedule) -> dict[str, Array]:
-    """Return the schedule as arrays ``[ticks, p]``."""
-    rows = {name: getattr(schedule, name) for name in ("forward", "backward", "weight")}
-    rows |= {f"any_{name}": np.broadcast_to(rows[name].max(1, keepdims=True), rows[name].shape) for name in list(rows)}
-    # Ticks in which the first stage embeds (backward), and in which the last has a loss (forward).
-    last = schedule.virtual_stages - 1
-    starts = (rows["backward"][:, :1] >= 0) & (rows["backward"][:, :1] % schedule.virtual_stages == 0)
-    ends = (rows["forward"][:, -1:] >= 0) & (rows["forward"][:, -1:] % schedule.virtual_stages == last)
-    rows |= {
-        name: np.broadcast_to(row, rows["forward"].shape).astype(np.int32)
-        for name, row in {"starts": starts, "ends": ends}.items()
-    }
-    for kind in ("inputs", "residuals", "gradients", "losses", "operands"):
-        slots = getattr(schedule, kind)
-        rows |= {f"{kind}_put": slots.put, f"{kind}_take": np.maximum(slots.take, 0)}
-    return jax.tree.map(jnp.asarray, rows)
 
 
 def _joined(cut: Cut, schedule: Schedule, weighted: bool, sums: Sums) -> tuple[Array, Flat, Flat]:

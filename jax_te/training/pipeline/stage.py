@@ -6,15 +6,34 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_te.training.pipeline.around import AroundLayers
 from jax_te.training.pipeline.cut import AXIS, Flat
 from jax_te.training.pipeline.layers import StageLayers
 from jax_te.training.pipeline.program import Program
 from jax_te.training.pipeline.residuals import Residuals
-from jax_te.training.pipeline.schedule import Slots
+from jax_te.training.pipeline.schedule import Schedule, Slots
 from jax_te.training.pipeline.sums import Summation, Sums, Task
 from jax_te.typing import Array
+
+
+def schedule_rows(schedule: Schedule) -> dict[str, Array]:
+    """Return the schedule as arrays ``[ticks, p]``; a `Stage` runs its own column, one row a tick."""
+    rows = {name: getattr(schedule, name) for name in ("forward", "backward", "weight")}
+    rows |= {f"any_{name}": np.broadcast_to(rows[name].max(1, keepdims=True), rows[name].shape) for name in list(rows)}
+    # Ticks in which the first stage embeds (backward), and in which the last has a loss (forward).
+    last = schedule.virtual_stages - 1
+    starts = (rows["backward"][:, :1] >= 0) & (rows["backward"][:, :1] % schedule.virtual_stages == 0)
+    ends = (rows["forward"][:, -1:] >= 0) & (rows["forward"][:, -1:] % schedule.virtual_stages == last)
+    rows |= {
+        name: np.broadcast_to(row, rows["forward"].shape).astype(np.int32)
+        for name, row in {"starts": starts, "ends": ends}.items()
+    }
+    for kind in ("inputs", "residuals", "gradients", "losses", "operands"):
+        slots = getattr(schedule, kind)
+        rows |= {f"{kind}_put": slots.put, f"{kind}_take": np.maximum(slots.take, 0)}
+    return jax.tree.map(jnp.asarray, rows)
 
 
 class _Carry(NamedTuple):
@@ -47,7 +66,7 @@ class Stage:
         self.kept, self.summation = Residuals(layers, around.key), Summation(layers, around)
 
     def run(self, rows: dict[str, Array]) -> Sums:
-        """Return the sums of the whole step; ``rows`` are the schedule's columns for this stage, ``[ticks]``."""
+        """Return the sums of the whole step; ``rows`` are this stage's column of `schedule_rows`, ``[ticks]``."""
         carry, _ = jax.lax.scan(lambda carry, row: (self._tick(carry, row), None), self._start(), rows)
         return self.summation.total(carry.sums)
 
