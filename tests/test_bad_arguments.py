@@ -180,6 +180,7 @@ CONSTRUCTORS: dict[Any, dict[str, Any]] = {
     models.MegatronGPTModel: MODEL | {"transformer_layer_spec": None},
     models.Multipliers: {},
     models.StackInput: {"x": jnp.ones((1, 2, 4))},
+    models.StackOptions: {},
     training.PipelinedLoss: {"before": len, "after": len},
     config.PipelineConfig: {},
     quantize.BlockQuantizer: {"dtype": jnp.float8_e4m3fn},

@@ -199,13 +199,10 @@ class Linear(TensorParallelModule):
 
     def _options(self, x: Array) -> LinearOptions:
         """Return the op's static options for a call with ``x``."""
-        sequence_parallel = self.tensor_parallel.sequence_parallel
-        lead = sequence_axes(x, False)
-        split = sequence_axes(x) if sequence_parallel else lead
         return LinearOptions(
-            x_axes=(*(split if self.parallel_mode == "column" else lead), self._contracted_axis),
+            x_axes=(*self._input_axes(x)[:-1], self._contracted_axis),
             kernel_axes=self.kernel_axes,
-            out_axes=(*(split if self.parallel_mode == "row" else lead), *self.feature_axes),
+            out_axes=self.output_axes(x),
             save_original_input=self.can_save_original_input and self.save_original_input,
             name=self.module_name,
             evaluation=self.deterministic,

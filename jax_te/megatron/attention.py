@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -63,11 +63,11 @@ def is_layer_window_attention(
 
 
 class _Masks(NamedTuple):
-    """Masks of a call as `DotProductAttention` takes them."""
+    """Mask type, window and masks of a call of `DotProductAttention`."""
 
-    mask_type: str
+    mask_type: Any
     window: Window | None
-    attention_mask: Array | None = None
+    attention_mask: Any = None  # a pair of masks, which this type does not take, is left to the layer's own check
     q_lengths: Array | None = None
     kv_lengths: Array | None = None
 
@@ -196,14 +196,11 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
             packed_seq_params: boundaries of several sequences in each row.
             num_splits: option without effect, see the class.
             return_max_logit: used in place of the layer's own.
-            q_lengths, kv_lengths: int32 ``[b]``, number of valid tokens at the start of each sequence, for the padding
-                types; in place of ``attention_mask``.
-            core_attention_bias_type, core_attention_bias, alibi_slopes: see `DotProductAttention`; in place of
+            q_lengths, kv_lengths: used in place of the mask's lengths, see `DotProductAttention`.
+            core_attention_bias_type, core_attention_bias: bias as `DotProductAttention` takes it. Not with
                 ``attention_bias``.
-            dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
-                unless the rate is 0.
             window_size: used in place of the layer's own.
-            checkpoint_core_attention: whether to recompute attention in backward instead of saving its residuals.
+            alibi_slopes, dropout_key, checkpoint_core_attention: see `DotProductAttention`.
 
         Returns:
             ``[b, sq, n·dv]``, or ``[t, n·dv]``. With ``config.qk_clip`` or ``config.log_max_attention_logit``
@@ -215,14 +212,17 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
             log_hints(num_splits=num_splits)
         asked = self.attn_mask_type if attn_mask_type is None else _name(attn_mask_type)
         masks = self._masks(asked, attention_mask, packed_seq_params, query.shape[1])
-        if q_lengths is not None or kv_lengths is not None:
-            masks = masks._replace(q_lengths=q_lengths, kv_lengths=kv_lengths)
         # Megatron packs into one row without a batch axis; the layer requires the axis.
         row = packed_seq_params is not None and query.ndim == 3
         if row:
             query = query[None]
             key, value = None if key is None else key[None], None if value is None else value[None]
         if attention_bias is not None:
+            if core_attention_bias_type != "no_bias" or core_attention_bias is not None:
+                raise ValueError(
+                    "attention_bias is Megatron's name of a core_attention_bias of type 'post_scale_bias', and both "
+                    f"were given (core_attention_bias_type={core_attention_bias_type!r}); leave one out"
+                )
             core_attention_bias_type, core_attention_bias = "post_scale_bias", attention_bias
         with_logit = self.return_max_logit if return_max_logit is None else return_max_logit
         result = super().__call__(
@@ -230,8 +230,8 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
             key,
             value,
             attention_mask=masks.attention_mask,
-            q_lengths=masks.q_lengths,
-            kv_lengths=masks.kv_lengths,
+            q_lengths=masks.q_lengths if q_lengths is None else q_lengths,
+            kv_lengths=masks.kv_lengths if kv_lengths is None else kv_lengths,
             packed_seq_params=packed_seq_params,
             core_attention_bias_type=core_attention_bias_type,
             core_attention_bias=core_attention_bias,
@@ -249,9 +249,9 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
         return (merged, *logits) if logits else merged
 
     def _masks(
-        self, mask_type: str, mask: Array | tuple[Array, Array] | None, packed: PackedSeqParams | None, sq: int
+        self, mask_type: Any, mask: Array | tuple[Array, Array] | None, packed: PackedSeqParams | None, sq: int
     ) -> _Masks:
-        """Return the core's masks for Megatron's.
+        """Return the masks of the core's call, from Megatron's.
 
         Args:
             mask_type: name of a type.
@@ -266,13 +266,13 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
             # One token of a decoder: its key is the last one, so the window must be aligned to the end.
             mask_type = "causal_bottom_right"
         if mask_type == "arbitrary":
-            return _Masks(mask_type, self.layer_window, attention_mask=cast("Array | None", mask))
+            return _Masks(mask_type, self.layer_window, attention_mask=mask)
         if mask_type.startswith("padding") and packed is None and mask is not None:
             return self._padding(mask_type, mask, sq)
         return _Masks(mask_type, self.layer_window)
 
-    def _padding(self, mask_type: str, mask: Array | tuple[Array, Array], sq: int) -> _Masks:
-        """Return the core's masks for padding masks ``[b, 1, 1, s]``."""
+    def _padding(self, mask_type: Any, mask: Array | tuple[Array, Array], sq: int) -> _Masks:
+        """Return the masks of the core's call, for padding masks ``[b, 1, 1, s]``."""
         mask = padding_pair(mask, sq, of_self=self.attention_type == "self")
         q_hidden, kv_hidden = mask
         if self.padding_at_end:

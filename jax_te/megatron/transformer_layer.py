@@ -199,9 +199,8 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
                 types, as in Megatron.
             dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
                 unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
-            sequence_lengths, encoder_lengths, cache, checkpoint_core_attention: see `jax_te.layers.TransformerLayer`.
-            is_first_microbatch, return_max_logit: see `jax_te.layers.TransformerLayer`.
-            alibi_slopes: slopes of ALiBi, ``[n]`` or ``[b, n]``, in place of ``attention_bias``.
+            sequence_lengths, encoder_lengths, alibi_slopes, cache, checkpoint_core_attention, is_first_microbatch,
+                return_max_logit: see `jax_te.layers.TransformerLayer`.
 
         Returns:
             The output ``[b, s, h]`` and ``context``, then further results of `jax_te.layers.TransformerLayer`.
@@ -209,7 +208,6 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
         kind: str = self.self_attn_mask_type
         if packed_seq_params is not None:
             kind = {"causal": "padding_causal", "no_mask": "padding"}.get(kind, kind)
-        bias_type = "no_bias" if attention_bias is None else "post_scale_bias"
         output = layers.TransformerLayer.__call__(
             self,
             hidden_states,
@@ -218,18 +216,18 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
             context_mask,
             packed_seq_params=packed_seq_params,
             rotary_pos_emb=rotary_pos_emb,
-            core_attention_bias_type=bias_type if alibi_slopes is None else "alibi",
+            core_attention_bias_type="no_bias" if attention_bias is None else "post_scale_bias",
             core_attention_bias=attention_bias,
-            alibi_slopes=alibi_slopes,
+            self_attn_mask_type=kind,
+            enc_dec_attn_mask_type=None if context_mask is None else "arbitrary",
+            dropout_key=dropout_key,
             sequence_lengths=sequence_lengths,
             encoder_lengths=encoder_lengths,
+            alibi_slopes=alibi_slopes,
             cache=cache,
             checkpoint_core_attention=checkpoint_core_attention,
             is_first_microbatch=is_first_microbatch,
             return_max_logit=return_max_logit,
-            self_attn_mask_type=kind,
-            enc_dec_attn_mask_type=None if context_mask is None else "arbitrary",
-            dropout_key=dropout_key,
         )
         output, *more = output if isinstance(output, tuple) else (output,)
         return output, context, *more

@@ -160,10 +160,9 @@ class BertModel(LanguageModel):
         *keys, embedding_key = layer_keys(dropout_key, len(self.layers) + 1)
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         x = self._dropout(self.embedding_norm(self._embedded(tokens, positions, *others)), embedding_key)
-        options: dict[str, Any] = {"recompute": self.config, **self.execution.of_stack()}
         if lengths is None:
-            return StackInput(x, keys, options=options)
-        options["mask_types"] = {"self_attn_mask_type": "padding"}
+            return StackInput(x, keys, options=self.execution.of_stack(self.config))
+        options = self.execution.of_stack(self.config, {"self_attn_mask_type": "padding"})
         return StackInput(x, keys, {"sequence_lengths": lengths}, options=options)
 
     def pool(self, encoded: Array) -> Array:

@@ -275,5 +275,5 @@ class GPTModel(LanguageModel):
 
     def _stack_input(self, x: Array, positions: Array, keys: Sequence[Array | None]) -> StackInput:
         """Return what layers are called with that get ``x``; everything is in `model_order`."""
-        options = {"recompute": self.config, **self.execution.of_stack()}
-        return StackInput(x, keys, {"rotary_pos_emb": self._angles(positions)}, options=options)
+        arrays = {"rotary_pos_emb": self._angles(positions)}
+        return StackInput(x, keys, arrays, options=self.execution.of_stack(self.config))

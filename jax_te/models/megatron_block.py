@@ -10,7 +10,7 @@ from jax_te.config import TransformerConfig
 from jax_te.layers import Embedding, Rotary, parameter
 from jax_te.megatron import MegatronModule, TENorm, TransformerLayer
 from jax_te.models.options import Execution
-from jax_te.models.stack import run_layers
+from jax_te.models.stack import StackInput
 from jax_te.typing import Array
 
 
@@ -77,9 +77,9 @@ class TransformerBlock(MegatronModule):
     ) -> Array:
         """Return the head's or the next stage's input ``[b, s, h]``; ``keys`` are the layers' dropout keys."""
         del attention_mask  # the layers are causal
-        keys = [None] * len(self.layers) if keys is None else keys
-        how = self.execution.of_stack()
-        x = run_layers(self.layers, hidden_states, keys, recompute=self.config, rotary_pos_emb=rotary_pos_emb, **how)
+        options = self.execution.of_stack(self.config)
+        stack = StackInput(hidden_states, keys, {"rotary_pos_emb": rotary_pos_emb}, options=options)
+        x = stack.output(self.layers)
         return x if self.final_layernorm is None else self.final_layernorm(x)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from jax_te._validation import check_positive, checked
 from jax_te.config import RecomputeConfig
 from jax_te.layers import RotaryScaling
-from jax_te.models.stack import check_recompute_policy, runs_scanned
+from jax_te.models.stack import StackOptions, check_recompute_policy, runs_scanned
 from jax_te.remat import RecomputePolicy
 
 
@@ -52,13 +52,23 @@ class Execution:
         # Called for its error, so that a wrong choice is reported where it is made, not in the first call.
         runs_scanned(self.scan_layers, 1)
 
-    def of_stack(self) -> dict[str, Any]:
-        """Return the options for `run_layers`.
+    def of_stack(self, config: RecomputeConfig, mask_types: Mapping[str, str] | None = None) -> StackOptions:
+        """Return the options of the model's stack of layers.
 
-        >>> Execution().of_stack()
-        {'policy': 'full', 'scan': 'auto', 'batch_parts': 1}
+        Args:
+            config: layers, or modules of layers, that backward recomputes.
+            mask_types: see `run_layers`.
+
+        >>> Execution(batch_parts=2).of_stack(RecomputeConfig()).batch_parts
+        2
         """
-        return {"policy": self.recompute_policy, "scan": self.scan_layers, "batch_parts": self.batch_parts}
+        return StackOptions(
+            recompute=config,
+            policy=self.recompute_policy,
+            scan=self.scan_layers,
+            batch_parts=self.batch_parts,
+            mask_types={} if mask_types is None else mask_types,
+        )
 
     def check(self, config: RecomputeConfig) -> None:
         """Raise ValueError for a recompute policy that is unknown or has no effect under ``config``."""

@@ -176,6 +176,25 @@ def run_layers(
 
 @checked
 @dataclass(frozen=True)
+class StackOptions:
+    """Execution of a stack of layers: the arguments of `run_layers` that are not arrays, see there.
+
+    >>> StackOptions(batch_parts=2).scan
+    'auto'
+    """
+
+    recompute: RecomputeConfig = _NO_RECOMPUTE
+    policy: RecomputePolicy | str | None = "full"
+    scan: bool | str = "auto"
+    batch_parts: int = 1
+    mask_types: Mapping[str, str] = field(default_factory=dict)
+
+
+_OPTIONS = StackOptions()
+
+
+@checked
+@dataclass(frozen=True)
 class StackInput:
     """Input of a stack of layers: the arguments of `run_layers` other than the layers.
 
@@ -187,8 +206,7 @@ class StackInput:
         arrays: other arguments of all layers that do not depend on parameters, such as masks, lengths and rotations.
         learned: other arguments of all layers that are computed from parameters, such as a bias of attention scores or
             an encoder's output. Their gradients pass on to these parameters.
-        options: arguments of `run_layers` that are not arrays: ``recompute``, ``policy``, ``scan``, ``batch_parts``,
-            ``mask_types``.
+        options: execution of the layers.
 
     >>> layers = [TransformerLayer(16, 32, 2, layer_number=number, rngs=nnx.Rngs(number)) for number in (1, 2)]
     >>> StackInput(jnp.ones((2, 8, 16)), layer_keys(jax.random.key(0), 2)).output(layers).shape
@@ -199,12 +217,24 @@ class StackInput:
     keys: Sequence[Array | None] | None = None
     arrays: Mapping[str, Any] = field(default_factory=dict)
     learned: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: StackOptions = _OPTIONS
 
     def output(self, layers: Sequence[nnx.Module]) -> Array:
         """Return the output ``[b, s, h]`` of layers: of the whole stack, or of one that begins at this input."""
         keys = [None] * len(layers) if self.keys is None else self.keys
-        return run_layers(layers, self.x, keys, **self.options, **self.arrays, **self.learned)
+        how = self.options
+        return run_layers(
+            layers,
+            self.x,
+            keys,
+            recompute=how.recompute,
+            policy=how.policy,
+            scan=how.scan,
+            batch_parts=how.batch_parts,
+            mask_types=dict(how.mask_types),
+            **self.arrays,
+            **self.learned,
+        )
 
 
 class ModelInParts(Protocol):

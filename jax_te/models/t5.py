@@ -269,5 +269,4 @@ class T5Model(LanguageModel):
             # Computed once for all layers: T5 shares one table in each stack.
             mask_types = {**mask_types, "core_attention_bias_type": "post_scale_bias"}
             learned = {**learned, "core_attention_bias": bias(x.shape[1], x.shape[1])}
-        options = {"recompute": self.config, **self.execution.of_stack(), "mask_types": mask_types}
-        return StackInput(x, keys, arrays, learned, options)
+        return StackInput(x, keys, arrays, learned, self.execution.of_stack(self.config, mask_types))

@@ -234,23 +234,31 @@ def gradients(loss_fn: LossFn, state: TrainState, batch: PyTree, key: Array, ker
     return _of_batch(loss_fn, state, state.rest, batch, key, kernels._replace(once=False))
 
 
-def accumulated_gradients(
-    loss_fn: LossFn,
-    state: TrainState,
-    batches: PyTree,
-    key: Array,
-    *,
-    microbatches: int,
-    keep_kernels: bool,
-    kernels: KernelGradients,
-) -> Gradients:
+@dataclass(frozen=True, kw_only=True)
+class Accumulation:
+    """Accumulation of a step's gradients over microbatches, in a loop or in the stages of a pipeline.
+
+    Args:
+        loss_fn: loss of a microbatch.
+        microbatches: number ``m`` of microbatches.
+        keep_kernels: whether kernels are quantized once a step, before the first microbatch.
+        kernels: computation of the kernels' gradients; devices sum them after the last microbatch if ``kernels.once``.
+    """
+
+    loss_fn: LossFn
+    microbatches: int
+    keep_kernels: bool
+    kernels: KernelGradients
+
+
+def accumulated_gradients(how: Accumulation, state: TrainState, batches: PyTree, key: Array) -> Gradients:
     """Return the means of `gradients` over microbatches, from one scan; ``batches`` has leaves ``[m, b / m, ...]``.
 
-    Means are weighted if ``loss_fn`` returns weights. Kernels are quantized before the scan if ``keep_kernels``.
-    Devices sum kernel gradients after the scan if ``kernels.once``.
+    Means are weighted if ``how.loss_fn`` returns weights.
     """
+    kernels = how.kernels
     model = nnx.merge(state.graphdef, state.params, state.quantizers, state.rest)
-    cached = quantize_kernels(model) if keep_kernels else _NO_CACHE
+    cached = quantize_kernels(model) if how.keep_kernels else _NO_CACHE
     places, full = kernels.waiting(model, state.params), full_precision(state.params, state.masters)
     names = dict(nnx.to_flat_state(full))
 
@@ -258,7 +266,7 @@ def accumulated_gradients(
         total, sums, rest, counts = carry
         batch, index = microbatch
         now = replace(state, quantizers=with_counts(state.quantizers, counts))
-        found = _of_batch(loss_fn, now, rest, batch, jax.random.fold_in(key, index), kernels, cached)
+        found = _of_batch(how.loss_fn, now, rest, batch, jax.random.fold_in(key, index), kernels, cached)
         loss, quantizers, rest, weight = found.loss, found.quantizers, found.rest, found.weight
         grads = found.grads, found.waiting
         if weight is not None:
@@ -275,11 +283,11 @@ def accumulated_gradients(
     counts = counts_within_step(state.quantizers)
     start = (jnp.zeros((), jnp.float32), (zeros, summands), as_created(state.rest), counts)
     (total, (sums, waiting), rest, _), (stacked, weights) = jax.lax.scan(
-        body, start, (batches, jnp.arange(microbatches, dtype=jnp.int32))
+        body, start, (batches, jnp.arange(how.microbatches, dtype=jnp.int32))
     )
 
     def mean(total: Array) -> Array:
-        return total / microbatches if weights is None else WeightedMean(total, jnp.sum(weights)).mean
+        return total / how.microbatches if weights is None else WeightedMean(total, jnp.sum(weights)).mean
 
     found = dict(nnx.to_flat_state(sums))
     for path, place in places.items():  # devices sum, once for all microbatches

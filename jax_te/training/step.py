@@ -29,6 +29,7 @@ from jax_te.sharding import (
 )
 from jax_te.training.global_batch import of_global_batches
 from jax_te.training.gradients import (
+    Accumulation,
     LossFn,
     WeightedMean,
     accumulated_gradients,
@@ -126,6 +127,7 @@ def make_train_step(
     if (wgrad_dtype := float_dtype("wgrad_dtype", wgrad_dtype)) == jnp.float16:
         raise ValueError("wgrad_dtype=float16 overflows where devices add up gradients; take float32 or bfloat16")
     kernels = KernelGradients(wgrad_dtype, once=reduce_gradients == "step")
+    how = Accumulation(loss_fn=loss_fn, microbatches=microbatches, keep_kernels=keep_kernels, kernels=kernels)
     transformation = as_transformation(tx)
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -134,25 +136,14 @@ def make_train_step(
         if pipeline_stages() > 1:
             with use_rules(stage_rules()):
                 batches = _shard_batch(batch, microbatches)
-            found = pipelined_gradients(
-                loss_fn,
-                state,
-                batches,
-                key,
-                microbatches=microbatches,
-                keep_kernels=keep_kernels,
-                kernels=kernels,
-                config=pipeline,
-            )
+            found = pipelined_gradients(how, state, batches, key, pipeline)
         # A scan over one microbatch would hold fp32 sums in addition to its gradients.
         elif microbatches == 1:
             batches = _shard_batch(batch)
             found = gradients(loss_fn, state, batches, jax.random.fold_in(key, 0), kernels)
         else:
             batches = _shard_batch(batch, microbatches)
-            found = accumulated_gradients(
-                loss_fn, state, batches, key, microbatches=microbatches, keep_kernels=keep_kernels, kernels=kernels
-            )
+            found = accumulated_gradients(how, state, batches, key)
         grads = state.scaler.unscale(found.grads)
         finite = all_finite((found.loss, grads))
         # Before the update, which quantizes parameters with these states. Amaxes of a skipped step may be inf or nan.

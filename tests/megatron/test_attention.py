@@ -122,6 +122,16 @@ def test_a_bias_is_added_to_the_scaled_scores():
     bias = draw("bias", (1, N, S, S))
     expected = plain()(*qkv(), core_attention_bias_type="post_scale_bias", core_attention_bias=bias)
     assert_bitwise(core()(*qkv(), None, attention_bias=bias), merged(expected))
+    own_names = {"core_attention_bias_type": "post_scale_bias", "core_attention_bias": bias}
+    assert_bitwise(core()(*qkv(), **own_names), merged(expected))
+    with pytest.raises(ValueError, match="both were given"):
+        core()(*qkv(), attention_bias=bias, core_attention_bias_type="alibi")
+
+
+def test_lengths_and_a_window_of_the_call_replace_the_layers():
+    lengths = jnp.array([5, 8])
+    expected = plain(attn_mask_type="padding_causal", window_size=(2, 0))(*qkv(), kv_lengths=lengths)
+    assert_bitwise(core("padding_causal")(*qkv(), kv_lengths=lengths, window_size=(2, 0)), merged(expected))
 
 
 @pytest.mark.costly

@@ -17,7 +17,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 
 from jax_te.config import ParallelConfig, PipelineConfig, TransformerConfig
 from jax_te.layers import Linear, LoRA, lora_labels
-from jax_te.models import BertModel, GPTModel, MegatronGPTModel, StackInput, T5Model, run_layers
+from jax_te.models import BertModel, GPTModel, MegatronGPTModel, StackInput, StackOptions, T5Model, run_layers
 from jax_te.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -349,7 +349,7 @@ def weighted_by_output(model: Any, y: Any, batch: Any, key: Any) -> WeightedMean
 
 def biased_by_a_parameter(model: Any, batch: Any, key: Any) -> StackInput:
     stack = before(model, batch, key)
-    options = {"mask_types": {"core_attention_bias_type": "post_scale_bias"}}
+    options = StackOptions(mask_types={"core_attention_bias_type": "post_scale_bias"})
     bias = jnp.zeros((1, 4, SEQUENCE, SEQUENCE)) + model.embedding.embedding[0, 0]
     return StackInput(stack.x, stack.keys, arrays={"core_attention_bias": bias}, options=options)
 

@@ -12,7 +12,7 @@ from jax_te.checkpoint import TrainCheckpointer
 from jax_te.config import ParallelConfig
 from jax_te.errors import BackendUnavailableError
 from jax_te.layers import LayerNorm, LayerNormMLP, Linear
-from jax_te.models import StackInput
+from jax_te.models import StackInput, StackOptions
 from jax_te.ops import dense, quantize_kernel, use_backend
 from jax_te.quantize import init_gemm_state
 from jax_te.recipe import autocast, recipe_from_name
@@ -129,7 +129,7 @@ class Stack(nnx.Module):
         return self.norm(self.before(x).output(self.layers))
 
     def before(self, x):
-        return StackInput(x, options={"batch_parts": self.parts})
+        return StackInput(x, options=StackOptions(batch_parts=self.parts))
 
 
 def losses(mesh: ParallelConfig | None, name: str, microbatches: int, parts: int = 1) -> list[float]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from jax_te._validation import COMPUTE_DTYPES, check_choice, check_float, checked
+from jax_te._validation import COMPUTE_DTYPES, check_float, checked
 from jax_te.ops.attention.masks import normal_window
 from jax_te.ops.attention.spec import (
-    BIAS_TYPES,
     QKV,
-    SOFTMAX_TYPES,
     AttentionArrays,
     AttentionSpec,
     BiasType,
@@ -53,8 +51,6 @@ def attention_spec(
     (-1, 0)
     """
     b, sq, skv, n, g, d, dv = shape_of(qkv)
-    check_choice(BIAS_TYPES, bias_type=bias_type)
-    check_choice(SOFTMAX_TYPES, softmax_type=softmax_type)
     spec = AttentionSpec(
         dtype=jnp.dtype(qkv[0].dtype),
         batch=b,

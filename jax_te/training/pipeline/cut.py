@@ -23,7 +23,12 @@ AXIS = "pipeline"
 Path = tuple[Any, ...]
 
 Flat = dict[Path, Any]
-"""Variables by their path in a model, or in a layer."""
+"""Variables by their path in a model, or in a chunk of layers."""
+
+
+def as_state(flat: Flat) -> nnx.State:
+    """Return Variables by path as an ``nnx.State``."""
+    return nnx.from_flat_state(flat.items())
 
 
 def pipeline_stages() -> int:
@@ -43,62 +48,54 @@ def stage_rules() -> ShardingRules:
 class Cut(NamedTuple):
     """Assignment of a model's layers to stages.
 
+    A chunk of layers is an ``nnx.List``, in which a Variable's path is ``(l, *path in the layer)``, with the layer's
+    position ``l`` in the chunk.
+
     Args:
         places: paths in the model of each layer's Variables, by their path in the layer.
-        graphdefs: graph definitions of the layers at each position in a chunk, the same in all chunks.
+        graphdef: graph definition of a chunk, the same for all.
         numbers: index ``[p, v, l]`` of the layer at each position of each chunk of each stage.
         counts: number ``[p, v]`` of layers of each chunk; later positions hold a copy of a layer, which is not run.
     """
 
     places: list[dict[Path, Path]]
-    graphdefs: list[Any]
+    graphdef: Any
     numbers: np.ndarray
     counts: np.ndarray
 
-    def of_layers(self, flat: Flat) -> Flat:
-        """Return the Variables that belong to layers."""
+    def split(self, flat: Flat) -> tuple[Flat, Flat]:
+        """Return the Variables that belong to layers, and the others."""
         own = {path for places in self.places for path in places.values()}
-        return {path: variable for path, variable in flat.items() if path in own}
-
-    def around(self, flat: Flat) -> Flat:
-        """Return the Variables that belong to no layer."""
-        own = self.of_layers(flat)
-        return {path: variable for path, variable in flat.items() if path not in own}
-
-    def stacked(self, flat: Flat) -> list[Flat]:
-        """Return for each position of a chunk its layers' Variables, ``[p, v, ...]``, each stage's on its devices."""
-        layers = [{inner: flat[path] for inner, path in places.items() if path in flat} for places in self.places]
-        return [self._stack([layers[i] for i in column]) for column in self.columns()]
+        layers = {path: variable for path, variable in flat.items() if path in own}
+        return layers, {path: variable for path, variable in flat.items() if path not in own}
 
     def columns(self) -> list[list[int]]:
         """Return the numbers of the layers at each position of a chunk, over all chunks of all stages."""
         return self.numbers.reshape(-1, self.numbers.shape[2]).T.tolist()
 
-    def _stack(self, layers: list[Flat]) -> Flat:
+    def stacked(self, flat: Flat) -> Flat:
+        """Return the layers' Variables by their path in a chunk, ``[p, v, ...]``, each stage's on its devices."""
+
         def join(*leaves: Array) -> Array:
             return jnp.stack(leaves).reshape(*self.counts.shape, *leaves[0].shape)
 
-        return _placed(jax.tree.map(join, *layers), on_stages=True)
+        found: Flat = {}
+        for position, column in enumerate(self.columns()):
+            for inner in self.places[column[0]]:
+                paths = [self.places[number][inner] for number in column]
+                if paths[0] in flat:
+                    found[position, *inner] = jax.tree.map(join, *[flat[path] for path in paths])
+        return _placed(found, on_stages=True)
 
-    def unstacked(self, positions: list[Flat]) -> Flat:
+    def unstacked(self, stacked: Flat) -> Flat:
         """Return the Variables of all layers by their path in the model: the inverse of `stacked`."""
-        found: Flat = {}
-        for j, stacked in enumerate(positions):
-            # All-to-all first: a slice of an axis that is sharded over the stages would be sent to all of them.
-            everywhere = _placed(stacked, on_stages=False)
+        # All-to-all first: a slice of an axis that is sharded over the stages would be sent to all of them.
+        everywhere, found = _placed(stacked, on_stages=False), {}
+        for (position, *inner), variable in everywhere.items():
             for (s, c), count in np.ndenumerate(self.counts):
-                if j < count:
-                    places = self.places[self.numbers[s, c, j]]
-                    one = jax.tree.map(lambda leaf, at=(s, c): leaf[at], everywhere)
-                    found |= {places[inner]: variable for inner, variable in one.items()}
-        return found
-
-    def without_arrays(self, positions: list[Flat]) -> Flat:
-        """Return the shapes of all layers' Variables by their path in the model; leaves are ``[v, ...]``."""
-        found: Flat = {}
-        for j, column in enumerate(self.columns()):
-            shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), positions[j])
-            found |= {self.places[i][inner]: shape for i in column for inner, shape in shapes.items()}
+                if position < count:
+                    path = self.places[self.numbers[s, c, position]][tuple(inner)]
+                    found[path] = jax.tree.map(lambda leaf, at=(s, c): leaf[at], variable)
         return found
 
 
@@ -129,7 +126,7 @@ def cut_model(
         own = list(range(end - size, end))
         numbers[at % stages, at // stages] = own + own[:1] * (max(sizes) - size)
     counts = np.asarray(sizes, np.int32).reshape(chunks, stages).T
-    cut = Cut(places, [nnx.split(layers[i])[0] for i in numbers[0, 0]], numbers, counts)
+    cut = Cut(places, nnx.split(nnx.List([layers[i] for i in numbers[0, 0]]))[0], numbers, counts)
     kinds = [_without_number(layer) for layer in layers]
     for column in cut.columns():
         other = next((i for i in column if kinds[i] != kinds[column[0]]), None)

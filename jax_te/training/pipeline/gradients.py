@@ -7,35 +7,29 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jax_te.config import PipelineConfig
+from jax_te.models import StackOptions
 from jax_te.quantize import counts_within_step, merge_quantizers
 from jax_te.sharding import auto_region, current_mesh, leaves_with_axes, use_rules
-from jax_te.training.gradients import Gradients, LossFn, WeightedMean, as_created, mean_loss, split_parameters
-from jax_te.training.kernel_gradients import KernelGradients
+from jax_te.training.gradients import Accumulation, Gradients, WeightedMean, as_created, mean_loss, split_parameters
 from jax_te.training.masters import like_full_precision
-from jax_te.training.pipeline.cut import AXIS, Cut, Flat, cut_model, pipeline_stages, stage_rules
+from jax_te.training.pipeline.around import AroundLayers
+from jax_te.training.pipeline.cut import AXIS, Cut, Flat, as_state, cut_model, pipeline_stages, stage_rules
+from jax_te.training.pipeline.layers import StageLayers
 from jax_te.training.pipeline.loss import PipelinedLoss, StackArrays, arrays_of, in_parts, without_gradient
+from jax_te.training.pipeline.program import Program
 from jax_te.training.pipeline.schedule import Schedule, make_schedule
-from jax_te.training.pipeline.stage import Stage, Sums
-from jax_te.training.pipeline.stage_model import Look, Program, StageModel, as_state
+from jax_te.training.pipeline.stage import Stage, schedule_rows
+from jax_te.training.pipeline.sums import Sums
 from jax_te.training.state import TrainState
 from jax_te.typing import Array, PyTree
 
 
 def pipelined_gradients(
-    loss_fn: LossFn,
-    state: TrainState,
-    batches: PyTree,
-    key: Array,
-    *,
-    microbatches: int,
-    keep_kernels: bool,
-    kernels: KernelGradients,
-    config: PipelineConfig,
+    how: Accumulation, state: TrainState, batches: PyTree, key: Array, config: PipelineConfig
 ) -> Gradients:
     """Return the results of `accumulated_gradients`, from the stages of a pipeline.
 
@@ -44,46 +38,51 @@ def pipelined_gradients(
     their gradients back. Embedding and head are all-gathered along the axis, and run on the stages that need them.
 
     Args:
-        loss_fn: loss function, a `PipelinedLoss`.
+        how: accumulation of the gradients; its ``loss_fn`` is a `PipelinedLoss`.
         state: state of the run.
         batches: batches with leaves ``[m, b / m, ...]``.
         key: random key of the step.
-        microbatches, keep_kernels, kernels: see `accumulated_gradients`.
         config: schedule and split.
 
     Raises:
-        TypeError: for another ``loss_fn``.
+        TypeError: for another ``how.loss_fn``.
         ValueError: for layers that differ between stages, or share parameters; for a model with state other than
             parameters and quantizers; for a loss that reads parameters of layers itself, or whose weight depends on the
             layers' output.
     """
-    loss, stages = in_parts(loss_fn), pipeline_stages()
+    loss, stages = in_parts(how.loss_fn), pipeline_stages()
     _check(state, config)
     cut = cut_model(state, loss.layers, stages, config)
     # As in a stage: a microbatch need not divide over the pipeline axis.
     with use_rules(stage_rules()):
-        look = _look(loss, state, jax.tree.map(lambda leaf: leaf[0], batches), key, cut)
-    if config.schedule == "zero_bubble" and (parts := look.options.get("batch_parts", 1)) > 1:
+        inputs, options, weighted = _look(loss, state, jax.tree.map(lambda leaf: leaf[0], batches), key, cut)
+    if config.schedule == "zero_bubble" and options.batch_parts > 1:
         raise ValueError(
-            f"zero_bubble defers the gradients of layers that are called once, and batch_parts={parts} calls each once "
-            "for each part of a microbatch; take the schedule '1f1b', or batch_parts=1"
+            "zero_bubble defers the gradients of layers that are called once, and "
+            f"batch_parts={options.batch_parts} calls each once for each part of a microbatch; take the schedule "
+            "'1f1b', or batch_parts=1"
         )
     schedule = make_schedule(
-        config.schedule, stages=stages, microbatches=microbatches, virtual_stages=config.virtual_stages
+        config.schedule, stages=stages, microbatches=how.microbatches, virtual_stages=config.virtual_stages
     )
+    variables = dict(nnx.to_flat_state(nnx.merge_state(state.params, state.quantizers)))
     program = Program(
         loss=loss,
-        graphdef=state.graphdef,
-        scaler=state.scaler,
-        cut=cut,
-        look=look,
+        how=how,
         schedule=schedule,
-        keep_kernels=keep_kernels,
-        kernels=kernels,
+        graphdef=state.graphdef,
+        cut=cut,
+        layers=jax.tree.map(_shape, cut.split(variables)[0]),
+        scaler=state.scaler,
+        inputs=inputs,
+        options=options,
+        weighted=weighted,
     )
 
-    def on_stage(stacked: Any, outer: Any, batches: PyTree, key: Array, rows: dict[str, Array]) -> Sums:
-        stage = Stage(StageModel(program, jax.tree.map(lambda leaf: leaf[0], stacked), outer, batches, key))
+    def on_stage(stacked: list[Flat], outer: list[Flat], batches: PyTree, key: Array, rows: dict[str, Array]) -> Sums:
+        layers = StageLayers(program, *jax.tree.map(lambda leaf: leaf[0], stacked))
+        params, states = outer
+        stage = Stage(program, layers, AroundLayers(program, params, states, batches, key))
         return jax.tree.map(lambda leaf: leaf[None], stage.run(jax.tree.map(lambda row: row[:, 0], rows)))
 
     everywhere, per_stage = PartitionSpec(), PartitionSpec(AXIS)
@@ -96,10 +95,10 @@ def pipelined_gradients(
     )
 
     def run(params: nnx.State, quantizers: nnx.State, batches: PyTree, key: Array) -> list[Array]:
-        flat = [dict(nnx.to_flat_state(part)) for part in (params, quantizers)]
-        stacked, outer = [cut.stacked(part) for part in flat], [cut.around(part) for part in flat]
-        sums = on_stages(stacked, outer, batches, key, _rows(schedule))
-        return jax.tree.leaves(_joined(cut, schedule, look.weighted, sums))
+        parts = [cut.split(dict(nnx.to_flat_state(part))) for part in (params, quantizers)]
+        stacked, outer = [cut.stacked(layers) for layers, _ in parts], [others for _, others in parts]
+        sums = on_stages(stacked, outer, batches, key, schedule_rows(schedule))
+        return jax.tree.leaves(_joined(cut, schedule, weighted, sums))
 
     like = _like(state)
     leaves = auto_region(run, [axes for _, _, axes in leaves_with_axes(like)])(
@@ -142,10 +141,16 @@ def _check(state: TrainState, config: PipelineConfig) -> None:
         )
 
 
-def _look(loss: PipelinedLoss, state: TrainState, batch: PyTree, key: Array, cut: Cut) -> Look:
-    """Return the results of tracing a microbatch; raise ValueError for parts that read parameters of the layers."""
+def _look(
+    loss: PipelinedLoss, state: TrainState, batch: PyTree, key: Array, cut: Cut
+) -> tuple[StackArrays, StackOptions, bool]:
+    """Return shapes of the layers' arguments, their execution, and whether the loss is a `WeightedMean`.
+
+    Raises:
+        ValueError: for parts that read parameters of the layers.
+    """
     flat = dict(nnx.to_flat_state(state.params))
-    plain, _ = split_parameters(as_state(cut.of_layers(flat)))
+    plain, _ = split_parameters(as_state(cut.split(flat)[0]))
     found: Any = None
 
     def parts(layers: nnx.State, others: Flat, quantizers: nnx.State, batch: PyTree, key: Array) -> Any:
@@ -164,7 +169,11 @@ def _look(loss: PipelinedLoss, state: TrainState, batch: PyTree, key: Array, cut
     others = {path: variable for path, variable in flat.items() if path not in dict(nnx.to_flat_state(plain))}
     inputs = jax.eval_shape(differentiated, plain, others, state.quantizers, batch, key)
     # Without the sharding over Explicit axes, which a stage does not see.
-    return Look(jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape.shape, shape.dtype), inputs), *found)
+    return jax.tree.map(_shape, inputs), *found
+
+
+def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 _READS_LAYERS = (
@@ -179,24 +188,6 @@ def _like(state: TrainState) -> tuple[Any, Flat, Flat]:
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     params = {path: var.replace(shape(var.get_value().shape)) for path, var in nnx.to_flat_state(state.params)}
     return shape(()), params, dict(nnx.to_flat_state(state.quantizers))
-
-
-def _rows(schedule: Schedule) -> dict[str, Array]:
-    """Return the schedule as arrays ``[ticks, p]``."""
-    rows = {name: getattr(schedule, name) for name in ("forward", "backward", "weight")}
-    rows |= {f"any_{name}": np.broadcast_to(rows[name].max(1, keepdims=True), rows[name].shape) for name in list(rows)}
-    # Ticks in which the first stage embeds (backward), and in which the last has a loss (forward).
-    last = schedule.virtual_stages - 1
-    starts = (rows["backward"][:, :1] >= 0) & (rows["backward"][:, :1] % schedule.virtual_stages == 0)
-    ends = (rows["forward"][:, -1:] >= 0) & (rows["forward"][:, -1:] % schedule.virtual_stages == last)
-    rows |= {
-        name: np.broadcast_to(row, rows["forward"].shape).astype(np.int32)
-        for name, row in {"starts": starts, "ends": ends}.items()
-    }
-    for kind in ("inputs", "residuals", "gradients", "losses", "operands"):
-        slots = getattr(schedule, kind)
-        rows |= {f"{kind}_put": slots.put, f"{kind}_take": np.maximum(slots.take, 0)}
-    return jax.tree.map(jnp.asarray, rows)
 
 
 def _joined(cut: Cut, schedule: Schedule, weighted: bool, sums: Sums) -> tuple[Array, Flat, Flat]:

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal, jaxpr_as_fun
 
+from jax_te.training.pipeline.layers import StageLayers
 from jax_te.training.pipeline.loss import StackArrays
-from jax_te.training.pipeline.stage_model import StageModel
 from jax_te.typing import Array
 
 
@@ -18,7 +18,8 @@ class Residuals:
     """A chunk's forward pass, which is traced once, and what its backward pass is made of.
 
     Args:
-        model: model of the stage.
+        layers: layers of the stage.
+        key: any random key.
 
     Attributes:
         residuals: shapes of the residuals that differ between microbatches; others, e.g. kernels, are not stored.
@@ -26,13 +27,13 @@ class Residuals:
         later: structure of the function of `operands`.
     """
 
-    def __init__(self, model: StageModel):
-        self._model = model
+    def __init__(self, layers: StageLayers, key: Array):
+        self._layers = layers
         self._treedef: Any = None
-        given = model.program.look.inputs
+        given = layers.program.inputs
 
         def forward(chunk: Array, given: StackArrays) -> list[Array]:
-            y, backward = model.forward(chunk, given)
+            y, backward = layers.forward(chunk, given)
             leaves, self._treedef = jax.tree.flatten(backward)
             return [y, *leaves]
 
@@ -41,20 +42,20 @@ class Residuals:
         self._varies = _reached(closed, first=1)[1:]
         self._keys = [_key_impl(shape) for shape in shapes]
         self.residuals = jax.eval_shape(lambda leaves: self._chosen(leaves, varying=True), shapes)
-        self._fixed = self._computed_once(given)
+        self._fixed = self._computed_once(given, key)
         self.operands, self.later = [], None
-        if model.schedule.waits:
+        if layers.schedule.waits:
             half = jax.eval_shape(lambda leaves, dy: jax.tree.unflatten(self._treedef, leaves)(dy), shapes, given.x)
             self.operands, self.later = jax.tree.flatten(half.backward_dw)
 
-    def _computed_once(self, given: StackArrays) -> list[Array]:
+    def _computed_once(self, given: StackArrays, key: Array) -> list[Array]:
         """Return the residuals that do not differ between microbatches, ``[v, ...]``."""
         # Of inputs that do not matter, so the compiler drops what would come of them.
         zeros: Any = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), given._replace(keys=None))
-        key = None if given.keys is None else jax.random.split(self._model.key, given.keys.shape[0])
+        keys = None if given.keys is None else jax.random.split(key, given.keys.shape[0])
         each = []
-        for chunk in range(self._model.schedule.virtual_stages):
-            _, *leaves = self._run(jnp.int32(chunk), zeros._replace(keys=key))
+        for chunk in range(self._layers.schedule.virtual_stages):
+            _, *leaves = self._run(jnp.int32(chunk), zeros._replace(keys=keys))
             each.append(self._chosen(leaves, varying=False))
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
 
@@ -74,7 +75,7 @@ class Residuals:
 
     def backward(self, residuals: list[Array], chunk: Array) -> Callable[[Array], Any]:
         """Return the backward pass whose residuals of `forward` are given."""
-        fixed, varying = iter(self._model.chunk(self._fixed, chunk)), iter(residuals)
+        fixed, varying = iter(self._layers.chunk(self._fixed, chunk)), iter(residuals)
         leaves = [next(varying if varies else fixed) for varies in self._varies]
         typed = [
             leaf if key is None else jax.random.wrap_key_data(leaf, impl=key)

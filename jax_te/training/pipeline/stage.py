@@ -2,43 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+import numpy as np
 
-from jax_te.quantize import QuantizedKernel, merge_quantizers
-from jax_te.sharding import constrain
-from jax_te.training.gradients import Gradients, as_created
-from jax_te.training.kernel_gradients import SummandPlace
+from jax_te.training.pipeline.around import AroundLayers
 from jax_te.training.pipeline.cut import AXIS, Flat
-from jax_te.training.pipeline.loss import arrays_of
+from jax_te.training.pipeline.layers import StageLayers
+from jax_te.training.pipeline.program import Program
 from jax_te.training.pipeline.residuals import Residuals
-from jax_te.training.pipeline.schedule import Slots
-from jax_te.training.pipeline.stage_model import StageModel
+from jax_te.training.pipeline.schedule import Schedule, Slots
+from jax_te.training.pipeline.sums import Summation, Sums, Task
 from jax_te.typing import Array
 
 
-class Sums(NamedTuple):
-    """Sums of a stage over microbatches.
-
-    Args:
-        loss: sum of the losses times their weights; 0 on all stages but the last.
-        weight: sum of the weights, on every stage.
-        layers: sums of the gradients of the stage's layers, ``[v, ...]`` for each position of a chunk; until the step's
-            end ``[v, *lead, d, k, *n]`` of kernels whose gradients come as summands.
-        states: maxima of the next quantizer states of the stage's layers.
-        outer, outer_states: the same for the Variables around the stack.
-    """
-
-    loss: Array
-    weight: Array
-    layers: list[Flat]
-    states: list[Flat]
-    outer: Flat
-    outer_states: Flat
+def schedule_rows(schedule: Schedule) -> dict[str, Array]:
+    """Return the schedule as arrays ``[ticks, p]``; a `Stage` runs its own column, one row a tick."""
+    rows = {name: getattr(schedule, name) for name in ("forward", "backward", "weight")}
+    rows |= {f"any_{name}": np.broadcast_to(rows[name].max(1, keepdims=True), rows[name].shape) for name in list(rows)}
+    # Ticks in which the first stage embeds (backward), and in which the last has a loss (forward).
+    last = schedule.virtual_stages - 1
+    starts = (rows["backward"][:, :1] >= 0) & (rows["backward"][:, :1] % schedule.virtual_stages == 0)
+    ends = (rows["forward"][:, -1:] >= 0) & (rows["forward"][:, -1:] % schedule.virtual_stages == last)
+    rows |= {
+        name: np.broadcast_to(row, rows["forward"].shape).astype(np.int32)
+        for name, row in {"starts": starts, "ends": ends}.items()
+    }
+    for kind in ("inputs", "residuals", "gradients", "losses", "operands"):
+        slots = getattr(schedule, kind)
+        rows |= {f"{kind}_put": slots.put, f"{kind}_take": np.maximum(slots.take, 0)}
+    return jax.tree.map(jnp.asarray, rows)
 
 
 class _Carry(NamedTuple):
@@ -56,62 +51,37 @@ class _Carry(NamedTuple):
     sums: Sums
 
 
-class _Task(NamedTuple):
-    """A pass of a microbatch through a chunk of layers; the result of an idle pass is discarded.
-
-    Args:
-        counts: bool ``[]``.
-        number: index of the microbatch.
-        chunk: chunk of the stage.
-        starts, ends: the embedding is in front of it, the loss behind it.
-    """
-
-    counts: Array
-    number: Array
-    chunk: Array
-    starts: Array
-    ends: Array
-
-
 class Stage:
     """One stage of a pipelined train step, inside of a ``shard_map`` over the pipeline axis.
 
     Args:
-        model: the stage's part of the model, and its batches.
+        program: program of all stages.
+        layers: layers of the stage.
+        around: parts before and after all stages' layers.
     """
 
-    def __init__(self, model: StageModel):
-        self.model, self.kept = model, Residuals(model)
-        self.schedule = model.schedule
-        # In the sums, kernels have an additional axis, over the chunks.
-        self.places = {_place(path): place._replace(lead=place.lead + 1) for path, place in model.places.items()}
+    def __init__(self, program: Program, layers: StageLayers, around: AroundLayers):
+        self.program, self.schedule, self.around = program, program.schedule, around
+        self.index = jax.lax.axis_index(AXIS)
+        self.kept, self.summation = Residuals(layers, around.key), Summation(layers, around)
 
     def run(self, rows: dict[str, Array]) -> Sums:
-        """Return the sums of the whole step; ``rows`` are the schedule's columns for this stage, ``[ticks]``."""
+        """Return the sums of the whole step; ``rows`` are this stage's column of `schedule_rows`, ``[ticks]``."""
         carry, _ = jax.lax.scan(lambda carry, row: (self._tick(carry, row), None), self._start(), rows)
-        layers = self._of_places(
-            carry.sums.layers, lambda place, sums: place.total(sums, self.model.program.kernels.dtype)
-        )
-        return carry.sums._replace(layers=layers)
+        return self.summation.total(carry.sums)
 
     def _start(self) -> _Carry:
         def buffer(slots: Slots, shapes: Any) -> Any:
             return jax.tree.map(lambda shape: jnp.zeros((slots.count + 1, *shape.shape), shape.dtype), shapes)
 
-        schedule, kept, model = self.schedule, self.kept, self.model
-        given = model.program.look.inputs
-        weight = jnp.float32(schedule.microbatches) if model.weights is None else jnp.sum(model.weights)
-        chunks = schedule.virtual_stages
-        of_layers = _zeros(model.params, chunks), _zeros(model.states, chunks)
-        layers = self._of_places(of_layers[0], lambda place, sums: place.zeros(sums.shape))
-        sums = Sums(jnp.float32(0.0), weight, *of_layers, _zeros(model.outer), _zeros(model.outer_states))
+        schedule, kept, given = self.schedule, self.kept, self.program.inputs
         return _Carry(
             inputs=buffer(schedule.inputs, given.x),
             gradients=buffer(schedule.gradients, (given.x, given.learned)),
             losses=buffer(schedule.losses, given.x),
             residuals=buffer(schedule.residuals, kept.residuals),
             operands=buffer(schedule.operands, kept.operands),
-            sums=sums._replace(layers=self._placed(layers), outer=as_created(sums.outer)),
+            sums=self.summation.start(),
         )
 
     def _tick(self, carry: _Carry, row: dict[str, Array]) -> _Carry:
@@ -150,29 +120,29 @@ class Stage:
         sums = Sums(loss, carry.sums.weight, layers, states, outer, outer_states)
         return _Carry(inputs, gradients, losses, residuals, operands, sums)
 
-    def _task(self, task: Array) -> _Task:
+    def _task(self, task: Array) -> Task:
         counts, last = task >= 0, self.schedule.virtual_stages - 1
         task = jnp.maximum(task, 0)
         number, chunk = task // self.schedule.virtual_stages, task % self.schedule.virtual_stages
-        starts = counts & (self.model.index == 0) & (chunk == 0)
-        ends = counts & (self.model.index == self.schedule.stages - 1) & (chunk == last)
-        return _Task(counts, number, chunk, starts, ends)
+        starts = counts & (self.index == 0) & (chunk == 0)
+        ends = counts & (self.index == self.schedule.stages - 1) & (chunk == last)
+        return Task(counts, number, chunk, starts, ends)
 
     def _forward(self, changed: Any, inputs: Array, row: dict[str, Array]) -> Any:
         residuals, losses, loss, outer, outer_states = changed
         _, number, chunk, starts, ends = self._task(row["forward"])
         received = _get(inputs, row["inputs_take"])
-        given = arrays_of(self.model.before(self.model.outer_model(), number))
+        given = self.around.stack_input(number)
         y, varying = self.kept.forward(chunk, given._replace(x=jnp.where(starts, given.x, received)))
         residuals = _put(residuals, varying, row["residuals_put"])
 
         def with_loss(changed: Any) -> Any:
             losses, loss, outer, outer_states = changed
             # Forward and backward at once, so that logits are not kept.
-            found = self.model.loss_gradients(y, number)
+            found = self.around.loss_gradients(y, number)
             losses = _put(losses, found.inputs[0], row["losses_put"])
-            added = jnp.where(ends, self.model.weighted(found.loss, number), 0.0)
-            sums = self._add_outer((outer, outer_states), found, number, ends)
+            added = jnp.where(ends, self.around.weighted(found.loss, number), 0.0)
+            sums = self.summation.add_outer((outer, outer_states), found, number, ends)
             return losses, loss + added, *sums
 
         changed = jax.lax.cond(row["ends"] > 0, with_loss, lambda changed: changed, (losses, loss, outer, outer_states))
@@ -194,99 +164,20 @@ class Stage:
         dx, own = given
         # The next stage has added its part; the last stage has no next one.
         learned = jax.tree.map(lambda sum, part: jnp.where(ends, part, sum + part), learned, own)
-        layers = self._add_layers(layers, grads, task)
-        states = self._add_states(states, next_states, task)
+        layers = self.summation.add_layers(layers, grads, task)
+        states = self.summation.add_states(states, next_states, task)
 
         def with_embedding(changed: Any) -> Any:
-            found = self.model.input_gradients(number, (dx, learned))
-            return self._add_outer(changed, found, number, starts)
+            found = self.around.input_gradients(number, (dx, learned))
+            return self.summation.add_outer(changed, found, number, starts)
 
         sums = outer, outer_states
         outer, outer_states = jax.lax.cond(row["starts"] > 0, with_embedding, lambda changed: changed, sums)
         return (layers, states, outer, outer_states, operands), (dx, learned)
 
-    def _weight(self, layers: list[Flat], operands: list[Array], row: dict[str, Array]) -> list[Flat]:
+    def _weight(self, layers: Flat, operands: list[Array], row: dict[str, Array]) -> Flat:
         backward_dw = jax.tree.unflatten(self.kept.later, _get(operands, row["operands_take"]))
-        return self._add_layers(layers, backward_dw(), self._task(row["weight"]))
-
-    # --- sums
-
-    def _add_layers(self, layers: list[Flat], grads: nnx.State, task: _Task) -> list[Flat]:
-        layers = [dict(position) for position in layers]
-        for path, grad in nnx.to_flat_state(grads):
-            j, inner = _place(path)
-            total = layers[j][inner]
-            added = self.model.weighted(grad.get_value().astype(jnp.float32), task.number)
-            # jnp.where, not a factor 0: an idle pass may produce nan.
-            added = jnp.where(task.counts, added, jnp.zeros_like(added))
-            if added.ndim < total.get_value().ndim - 1:  # zero_bubble has summed some already
-                added = self._as_summands(self.places[j, inner], total.get_value()[0], added)
-            layers[j][inner] = total.replace(total.get_value().at[task.chunk].add(added))
-        return self._placed(layers)
-
-    def _as_summands(self, place: SummandPlace, like: Array, added: Array) -> Array:
-        return place._replace(lead=place.lead - 1).with_sum(jnp.zeros_like(like), added)
-
-    def _of_places(self, layers: list[Flat], fn: Callable[[SummandPlace, Array], Array]) -> list[Flat]:
-        """Return sums with ``fn`` applied to those of kernels with deferred gradients."""
-        return [
-            {
-                inner: var.replace(fn(place, var.get_value())) if (place := self.places.get((j, inner))) else var
-                for inner, var in position.items()
-            }
-            for j, position in enumerate(layers)
-        ]
-
-    def _placed(self, layers: list[Flat]) -> list[Flat]:
-        """Return sums in the sharding that they keep."""
-        others = [
-            {inner: var for inner, var in position.items() if (j, inner) not in self.places}
-            for j, position in enumerate(layers)
-        ]
-        placed = self._of_places(layers, lambda place, sums: constrain(sums, place.spec))
-        return [position | own for position, own in zip(placed, as_created(others), strict=True)]
-
-    def _add_states(self, states: list[Flat], found: nnx.State, task: _Task) -> list[Flat]:
-        states = [dict(position) for position in states]
-        for path, state in nnx.to_flat_state(found):
-            j, inner = _place(path)
-            old = states[j][inner]
-            before = old.get_value()[task.chunk]
-            both = merge_quantizers(old.replace(jnp.stack([before, state.get_value()]))).get_value()
-            merged = jnp.where(task.counts, both, before)
-            states[j][inner] = old.replace(old.get_value().at[task.chunk].set(merged))
-        return states
-
-    def _add_outer(self, sums: Any, found: Gradients, number: Array, counts: Array) -> Any:
-        """Return sums of gradients and next states around the stack with a microbatch's, if it ``counts``."""
-        outer, states = map(dict, sums)
-        for path, grad in nnx.to_flat_state(found.grads):
-            total = outer[path]
-            added = self.model.weighted(grad.get_value(), number)
-            outer[path] = total.replace(total.get_value() + jnp.where(counts, added, jnp.zeros_like(added)))
-        for path, state in nnx.to_flat_state(found.quantizers):
-            old = states[path]
-            merged = merge_quantizers(old.replace(jnp.stack([old.get_value(), state.get_value()]))).get_value()
-            states[path] = old.replace(jnp.where(counts, merged, old.get_value()))
-        return outer, states
-
-
-def _place(path: Any) -> tuple[int, tuple[Any, ...]]:
-    """Return the position of a layer in `ChunkModel`, and the path of a Variable in that layer."""
-    _, position, *inner = path
-    return position, tuple(inner)
-
-
-def _zeros(tree: Any, chunks: int | None = None) -> Any:
-    """Return fp32 zeros in the shape of Variables; with ``chunks``, of those stacked over a stage's chunks."""
-
-    def zeros(variable: nnx.Variable) -> nnx.Variable:
-        value = variable.get_value()
-        # A kernel that is stored quantized has the shape of one layer's kernel, even if its arrays are stacked.
-        stacked = chunks is not None and isinstance(value, QuantizedKernel)
-        return variable.replace(jnp.zeros((chunks, *value.shape) if stacked else value.shape, jnp.float32))
-
-    return jax.tree.map(zeros, tree, is_leaf=lambda node: isinstance(node, nnx.Variable))
+        return self.summation.add_layers(layers, backward_dw(), self._task(row["weight"]))
 
 
 def _put(buffer: Any, value: Any, slot: Array) -> Any:

@@ -1,0 +1,99 @@
+"""The layers of one stage of a pipeline, in chunks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_te.layers import aux_losses_scaled, quantize_kernels, use_cached_kernels
+from jax_te.models import StackInput
+from jax_te.training.deferred import deferred_vjp, with_summands
+from jax_te.training.gradients import vjp_of_model
+from jax_te.training.kernel_gradients import Path, SummandPlace
+from jax_te.training.pipeline.cut import AXIS, Flat, as_state
+from jax_te.training.pipeline.loss import StackArrays
+from jax_te.training.pipeline.program import Program
+from jax_te.typing import Array, PyTree
+
+
+class StageLayers:
+    """Layers of one stage, inside of a ``shard_map`` over the pipeline axis.
+
+    Args:
+        program: program of all stages.
+        params, states: parameters and quantizer states of the stage's layers, by their path in a chunk, ``[v, ...]``.
+
+    Attributes:
+        places: places of summands, for the kernels of a chunk whose gradients are summed over devices once a step.
+    """
+
+    def __init__(self, program: Program, params: Flat, states: Flat):
+        self.program, self.schedule = program, program.schedule
+        self.params, self.states = params, states
+        index, cut = jax.lax.axis_index(AXIS), program.cut
+        self._counts, self._numbers = (jnp.asarray(table)[index] for table in (cut.counts, cut.numbers))
+        self.places = self._places()
+        self._cached = self._quantized_kernels() if program.how.keep_kernels else None
+
+    def chunk(self, tree: PyTree, chunk: Array | int) -> PyTree:
+        """Return one chunk of leaves ``[v, ...]``."""
+        if self.schedule.virtual_stages == 1:
+            return jax.tree.map(lambda leaf: leaf[0], tree)
+        return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, chunk, keepdims=False), tree)
+
+    def _modules(self, chunk: Array | int) -> Any:
+        """Return the ``nnx.List`` of a chunk's layers."""
+        own = self.chunk((self.params, self.states), chunk)
+        return nnx.merge(self.program.cut.graphdef, *map(as_state, own))
+
+    def _places(self) -> dict[Path, SummandPlace]:
+        layers = self._modules(0)
+        return self.program.how.kernels.waiting(layers, nnx.state(layers, nnx.Param))
+
+    def _quantized_kernels(self) -> Any:
+        """Return the stage's `KernelCache`, ``[v, ...]``."""
+        found = [quantize_kernels(self._modules(chunk)) for chunk in range(self.schedule.virtual_stages)]
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
+
+    def forward(self, chunk: Array | int, given: StackArrays) -> tuple[Array, PyTree]:
+        """Return the output ``[b, s, h]`` of a chunk of layers, and its backward pass by ``(x, learned)``.
+
+        The backward pass is `deferred_vjp`'s if kernel gradients are deferred, else `vjp_of_model`'s.
+        """
+        layers, options = self._modules(chunk), self.program.options
+        if self._cached is not None:
+            use_cached_kernels(layers, self.chunk(self._cached, chunk))
+        common, count = int(self.program.cut.counts.min()), self._counts[chunk]
+
+        def run(layers: Any, inputs: tuple[Array, dict[str, Any]]) -> Array:
+            x, learned = inputs
+            keys: Any = [None] * len(layers)
+            if given.keys is not None:
+                keys = [given.keys[number] for number in self._numbers[chunk]]
+
+            def output(first: int, end: int, x: Array) -> Array:
+                return StackInput(x, keys[first:end], given.arrays, learned, options).output(list(layers)[first:end])
+
+            with aux_losses_scaled(layers, self.program.scaler.scale):
+                x = output(0, common, x)
+                for j in range(common, len(layers)):
+                    # A chunk with fewer layers than others runs an idle one, in the time that the others need.
+                    x = jnp.where(j < count, output(j, j + 1, x), x)
+            return x
+
+        # Kernel gradients that need not be deferred are computed in the ordinary way, which has no restrictions.
+        x, inputs, kernels = given.x, (given.x, given.learned), self.program.how.kernels
+        if self.schedule.waits:
+            y, backward = deferred_vjp(run, layers, inputs, wgrad_dtype=kernels.dtype)
+            backward = with_summands(backward, self.places)
+        else:
+            y, backward = vjp_of_model(run, layers, inputs, kernels)
+        if (y.shape, y.dtype) != (x.shape, x.dtype):
+            raise ValueError(
+                f"stages of a pipeline pass on activations of one kind, and the layers get {x.dtype}{list(x.shape)} "
+                f"and give {y.dtype}{list(y.shape)}; cast the stack's input, or take a mesh without a pipeline axis"
+            )
+        return y, backward

@@ -1,0 +1,40 @@
+"""What all stages of a pipelined step have in common."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from jax_te.models import StackOptions
+from jax_te.training.gradients import Accumulation
+from jax_te.training.loss_scale import LossScale
+from jax_te.training.pipeline.cut import Cut, Flat
+from jax_te.training.pipeline.loss import PipelinedLoss, StackArrays
+from jax_te.training.pipeline.schedule import Schedule
+
+
+class Program(NamedTuple):
+    """Program of all stages.
+
+    Args:
+        loss: loss of a microbatch, in its parts.
+        how: accumulation of the gradients.
+        schedule: schedule of the step.
+        graphdef: graph definition of the model.
+        cut: points at which the model is cut.
+        layers: shapes of the layers' Variables, by their path in the model.
+        scaler: loss scaler.
+        inputs: shapes of the layers' arguments.
+        options: execution of the layers.
+        weighted: whether the loss is a `WeightedMean`.
+    """
+
+    loss: PipelinedLoss
+    how: Accumulation
+    schedule: Schedule
+    graphdef: Any
+    cut: Cut
+    layers: Flat
+    scaler: LossScale
+    inputs: StackArrays
+    options: StackOptions
+    weighted: bool
