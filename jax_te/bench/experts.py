@@ -116,6 +116,8 @@ def _ours(case: ExpertsCase, backend: BackendName, batch: tuple[Array, Array]) -
             return nnx.merge(graphdefs[0], params, quantizers, rest)(x)
 
         y, backward = jax.vjp(apply, params, quantizers, x)
+        # As in training, where the output's gradient depends on the output: backward begins when forward has ended.
+        y, dy = jax.lax.optimization_barrier((y, dy))
         dparams, next_quantizers, dx = backward(dy)
         # With the output, for gradients alone do not need the last GEMM of forward, and the compiler would remove it.
         return (params, next_quantizers, rest), (y, dparams, dx)
