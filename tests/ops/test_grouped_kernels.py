@@ -158,11 +158,11 @@ def test_sums_over_rows_with_a_scale_for_each_block(sizes):
 
 def test_scales_of_blocks_that_do_not_fit_are_refused():
     a, b = zeros(128, 256, dtype=E4M3), zeros(1, 128, 256, dtype=E4M3)
+    scales = BlockScales(jnp.ones((2, 128)), jnp.ones((1, 2, 128)))
     with pytest.raises(ValueError, match=r"float32 \(2, 128\) and \(1, 2, 1\)"):
-        scales = BlockScales(jnp.ones((2, 128)), jnp.ones((1, 2, 128)))
         grouped_gemm(a, b, jnp.array([128]), scales, b_transposed=True, out_dtype=BF16)
+    scales = BlockScales(jnp.ones((1, 64)), jnp.ones((1, 64)))
     with pytest.raises(TypeError, match="must be FP8, got bfloat16"):
-        scales = BlockScales(jnp.ones((1, 64)), jnp.ones((1, 64)))
         grouped_gemm_over_rows(zeros(128, 64), zeros(128, 64), jnp.array([128]), scales, out_dtype=BF16)
 
 
