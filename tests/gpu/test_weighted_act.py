@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_te.ops import Activation
-from jax_te.ops.moe.weighted_act import runs_here, weighted_act
+from jax_te.ops import Activation, weighted_activation
+from jax_te.ops.moe.weighted_act import runs_here
 from tests.ops.moe.test_weighted_act import ACTIVATIONS, arrays, check
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +26,7 @@ def test_an_input_that_is_read_later_keeps_its_values():
     @jax.jit
     def both(x, weights, dy):
         hidden = x * 2
-        _, backward = jax.vjp(lambda hidden: weighted_act(hidden, weights, Activation("swiglu")), hidden)
+        _, backward = jax.vjp(lambda hidden: weighted_activation(hidden, weights, Activation("swiglu")), hidden)
         return backward(dy)[0], jnp.sin(hidden.astype(jnp.float32))
 
     _, later = both(x, weights, dy)

@@ -110,8 +110,9 @@ class BenchLayer:
     the row's, memory_ratio the row's temporary memory over the peer's.
 
     The module moe is an expert layer on one device: a router with softmax and the auxiliary loss, and gated experts,
-    without dropped tokens. Its time is that of output and gradients. --peer megatron measures Megatron-Core's layer in turn with
-    it, in a process of its own. peak_gib and memory_ratio of moe count parameters, gradients and temporary arrays.
+    without dropped tokens. Its time is that of output and gradients. --peer megatron measures Megatron-Core's layer in
+    turn with it, in a process of its own. peak_gib and memory_ratio of moe count parameters, gradients and temporary
+    arrays.
     """
 
     modules: tuple[str, ...] = _several(MODULES, "layers to measure", MODULES[0])

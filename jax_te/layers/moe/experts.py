@@ -17,9 +17,7 @@ from jax_te.layers.linear import Linear
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.parameters import parameter
 from jax_te.layers.tensor_parallel import sequence_axes
-from jax_te.ops import Activation, RowGroups, activation, group_alignment, grouped_dense
-from jax_te.ops.moe.weighted_act import runs_here as weighted_act_runs_here
-from jax_te.ops.moe.weighted_act import weighted_act
+from jax_te.ops import Activation, RowGroups, activation, group_alignment, grouped_dense, weighted_activation
 from jax_te.remat import run_recomputed
 from jax_te.typing import Array, DTypeLike, Initializer, TensorGroup
 
@@ -76,9 +74,10 @@ class Experts(TrainingMode):
         def rest(parts: Any) -> Array:
             linear_fc2, hidden, probs, groups = parts
             if not self.apply_probs_on_input:
-                z = self._weighted_activation(hidden, probs)
+                z = weighted_activation(hidden, probs, self.function)
             else:  # nothing has multiplied the activation of rows of padding by 0
-                z, groups = self._activation(hidden), dataclasses.replace(groups, zero_padding=False)
+                z = activation(hidden, self.function.name, params=self.function.params, out_axes=(None, "ffn"))
+                groups = dataclasses.replace(groups, zero_padding=False)
             y, bias = linear_fc2(z, groups, is_first_microbatch=is_first_microbatch)
             if bias is None:
                 return y
@@ -89,15 +88,6 @@ class Experts(TrainingMode):
             return (y.astype(jnp.float32) + weighted).astype(y.dtype)
 
         return run_recomputed(rest, (self.linear_fc2, hidden, probs, groups), kept={"moe_act": ()})
-
-    def _activation(self, hidden: Array) -> Array:
-        return activation(hidden, self.function.name, params=self.function.params, out_axes=(None, "ffn"))
-
-    def _weighted_activation(self, hidden: Array, probs: Array) -> Array:
-        if weighted_act_runs_here(hidden, probs):
-            return weighted_act(hidden, probs, self.function)
-        z = self._activation(hidden)
-        return (z.astype(probs.dtype) * probs[:, None]).astype(z.dtype)
 
 
 @checked

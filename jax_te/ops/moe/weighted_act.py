@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from jax_te.ops.linear.activation import activation
 from jax_te.ops.linear.norm_and_activation import Activation
 from jax_te.ops.pallas.support import supported
 from jax_te.ops.pallas.weighted_act import columns_of, weighted_act_backward
@@ -23,7 +24,7 @@ _ONCE = "the activation of experts has no second derivatives on a Hopper GPU: it
 
 
 def runs_here(x: Array, weights: Array) -> bool:
-    """Return whether `weighted_act` runs for these arrays on the default device: on one Hopper GPU."""
+    """Return whether the kernel runs for these arrays on the default device: on one Hopper GPU."""
     mesh = current_mesh()
     return (
         (mesh is None or mesh.size == 1)
@@ -36,12 +37,28 @@ def runs_here(x: Array, weights: Array) -> bool:
     )
 
 
-def weighted_act(x: Array, weights: Array, activation: Activation) -> Array:
-    """Return ``act(x) * weights[:, None]``, whose backward is one kernel that writes over ``x [rows, n_act, f]``.
+def weighted_activation(x: Array, weights: Array, function: Activation) -> Array:
+    """Return the activation of each row times its weight.
 
-    Both products are rounded to the dtype of ``x``, with the numbers of two separate operations.
+    On one Hopper GPU backward is one kernel, which writes the gradient over ``x``. Elsewhere these are two operations,
+    with the same roundings to the dtype of ``x``.
+
+    Args:
+        x: ``[rows, n_act, f]``, fp32, bf16 or fp16.
+        weights: ``[rows]``, fp32 or wider.
+        function: the activation of the ``n_act`` components.
+
+    Returns:
+        ``[rows, f]`` in the dtype of ``x``.
+
+    >>> x, weights = jnp.array([[[-1.0, 2.0]], [[1.0, 3.0]]]), jnp.array([2.0, 4.0])
+    >>> weighted_activation(x, weights, Activation("relu")).tolist()
+    [[0.0, 4.0], [4.0, 12.0]]
     """
-    return _weighted_act(_Spec(activation), None, _Args(x, weights), None, None)
+    if runs_here(x, weights):
+        return _weighted_act(_Spec(function), None, _Args(x, weights), None, None)
+    z = activation(x, function.name, params=function.params, out_axes=(None, "ffn"))
+    return (z.astype(weights.dtype) * weights[:, None]).astype(z.dtype)
 
 
 class _Spec(NamedTuple):

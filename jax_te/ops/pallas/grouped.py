@@ -1,6 +1,7 @@
 """GEMMs of several linear layers of one shape, each on its own rows, by Hopper's grouped kernels.
 
-The same primitives as `jax_te.ops.xla.grouped`, for operands in 16 bits, and for FP8 with one scale a tensor or one for each block of 128 values.
+The same primitives as `jax_te.ops.xla.grouped`, for operands in 16 bits, and for FP8 with one scale a tensor or one for
+each block of 128 values.
 """
 
 from __future__ import annotations

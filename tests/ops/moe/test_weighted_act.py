@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_te.ops import Activation, activation
+from jax_te.ops import Activation, activation, weighted_activation
 from jax_te.ops.moe import weighted_act as op
 from tests.support.numerics import assert_bitwise, draw, relative_l2
 
@@ -22,6 +22,12 @@ def separate(x, weights, name):
     return (z.astype(jnp.float32) * weights[:, None]).astype(z.dtype)
 
 
+def interpret(monkeypatch):
+    """As on a Hopper GPU, with the kernel in the interpreter."""
+    monkeypatch.setattr(op, "supported", lambda: (True, "interpreted"))
+    monkeypatch.setattr(op, "weighted_act_backward", functools.partial(op.weighted_act_backward, interpret=True))
+
+
 def arrays(name, f=192, rows=128, dtype=jnp.bfloat16):
     x, dy = draw("x", (rows, ACTIVATIONS[name], f), dtype), draw("dy", (rows, f), dtype)
     return x, jnp.abs(draw("w", (rows,))), dy
@@ -29,7 +35,7 @@ def arrays(name, f=192, rows=128, dtype=jnp.bfloat16):
 
 def check(name, x, weights, dy):
     """Compare with two operations. Their fp32 arithmetic may differ by a rounding, which turns another one over."""
-    y, backward = jax.vjp(lambda x, w: op.weighted_act(x, w, Activation(name)), x, weights)
+    y, backward = jax.vjp(lambda x, w: weighted_activation(x, w, Activation(name)), x, weights)
     expected, expected_backward = jax.vjp(lambda x, w: separate(x, w, name), x, weights)
     assert_bitwise(y, expected)
     (dx, dw), (expected_dx, expected_dw) = backward(dy), expected_backward(dy)
@@ -40,17 +46,15 @@ def check(name, x, weights, dy):
 @interpreted
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
 def test_it_has_the_numbers_of_two_operations(monkeypatch, name):
-    kernel = functools.partial(op.weighted_act_backward, interpret=True)
-    monkeypatch.setattr(op, "weighted_act_backward", kernel)
+    interpret(monkeypatch)
     check(name, *arrays(name))
 
 
 @interpreted
 def test_second_derivatives_are_refused(monkeypatch):
-    kernel = functools.partial(op.weighted_act_backward, interpret=True)
-    monkeypatch.setattr(op, "weighted_act_backward", kernel)
+    interpret(monkeypatch)
     x, weights, _ = arrays("swiglu")
-    slope = jax.grad(lambda x: jnp.sum(op.weighted_act(x, weights, Activation("swiglu")).astype(jnp.float32) ** 2))
+    slope = jax.grad(lambda x: jnp.sum(weighted_activation(x, weights, Activation("swiglu")).astype(jnp.float32) ** 2))
     with pytest.raises(TypeError, match="second derivatives"):
         jax.grad(lambda x: jnp.sum(slope(x).astype(jnp.float32)))(x)
 
