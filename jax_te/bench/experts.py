@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +23,15 @@ from jax_te.typing import Array, BackendName
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsCase:
-    """An expert layer: a router, and experts gated by SiLU without biases, in bf16; every token is kept.
+    """An expert layer: a router and gated experts, in bf16; every token is kept.
 
     Args:
         batch, sequence: sizes of the batch, whose tokens the layer takes at once.
         hidden_size: size of the hidden states, ``h``.
         ffn_hidden_size: size of an expert's activation, ``f``.
         router: number of experts, and method of choosing them.
+        activation: activation of the experts: ``"swiglu"``, or gpt-oss's ``"clamped_swiglu"``.
+        bias: whether router and experts have biases.
         recipe: precision recipe. None for bf16.
     """
 
@@ -39,6 +41,8 @@ class ExpertsCase:
     ffn_hidden_size: int
     router: RouterOptions
     recipe: Recipe | None
+    activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
+    bias: bool = False
 
     @property
     def tokens(self) -> int:
@@ -80,12 +84,14 @@ def _megatron(case: ExpertsCase) -> Megatron:
         ffn_hidden_size=case.ffn_hidden_size,
         router=case.router,
         recipe=taken,
+        activation=case.activation,
+        bias=case.bias,
     )
     return Megatron(f"Megatron-Core moe {'none' if taken is None else taken.name}", request=request)
 
 
 def _ours(case: ExpertsCase, backend: BackendName, batch: tuple[Array, Array]) -> CompiledStep:
-    """Return jax_te's layer as a step: its state are the layer's variables, its result the gradients."""
+    """Return jax_te's layer as a step: its state are the layer's variables, its result output and gradients."""
     graphdefs: list[Any] = []  # static, so it leaves the jitted function separately from its results
 
     def create() -> Any:
@@ -94,8 +100,8 @@ def _ours(case: ExpertsCase, backend: BackendName, batch: tuple[Array, Array]) -
                 case.hidden_size,
                 case.ffn_hidden_size,
                 case.router,
-                activation="swiglu",
-                bias=False,
+                activation=case.activation,
+                bias=case.bias,
                 params_dtype=jnp.bfloat16,
                 rngs=nnx.Rngs(2),
             )
@@ -109,9 +115,12 @@ def _ours(case: ExpertsCase, backend: BackendName, batch: tuple[Array, Array]) -
         def apply(params: Any, quantizers: Any, x: Array) -> Array:
             return nnx.merge(graphdefs[0], params, quantizers, rest)(x)
 
-        _, backward = jax.vjp(apply, params, quantizers, x)
+        y, backward = jax.vjp(apply, params, quantizers, x)
+        # As in training, where the output's gradient depends on the output: backward begins when forward has ended.
+        y, dy = jax.lax.optimization_barrier((y, dy))
         dparams, next_quantizers, dx = backward(dy)
-        return (params, next_quantizers, rest), (dparams, dx)
+        # With the output, for gradients alone do not need the last GEMM of forward, and the compiler would remove it.
+        return (params, next_quantizers, rest), (y, dparams, dx)
 
     def lower() -> Any:
         with autocast(case.recipe), use_backend(backend):

@@ -13,13 +13,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
 from jax_te.bench.contestants import Contestant
 from jax_te.bench.settings import GIB, Sizes
-from jax_te.config import RouterOptions
+from jax_te.config import ActivationParams, RouterOptions
 from jax_te.recipe import DelayedScaling, Format, Recipe
 
 MEGATRON_RECIPES = {"delayed": "delayed", "current": "tensorwise", "block": "blockwise"}
@@ -244,17 +244,26 @@ def megatron_model(sizes: Sizes, recipe: Recipe | None, *, fp32_gradients: bool 
 
 
 def megatron_experts(
-    *, tokens: int, hidden_size: int, ffn_hidden_size: int, router: RouterOptions, recipe: Recipe | None
+    *,
+    tokens: int,
+    hidden_size: int,
+    ffn_hidden_size: int,
+    router: RouterOptions,
+    recipe: Recipe | None,
+    activation: Literal["swiglu", "clamped_swiglu"] = "swiglu",
+    bias: bool = False,
 ) -> dict[str, Any]:
     """Return the description of an expert layer, forward and backward, for `jax_te.bench.peers.megatron_core`.
 
-    It is dropless, gated by SiLU, without biases, with all that Megatron-Core fuses.
+    It is dropless, with all that Megatron-Core fuses.
 
     Args:
         tokens: number of tokens.
         hidden_size, ffn_hidden_size: sizes of the hidden states, and of an expert's activation.
         router: number of experts, experts of a token, and the loss that balances them.
         recipe: recipe's name in `MEGATRON_RECIPES`, or None for bf16.
+        activation: activation of the experts, with jax_te's default parameters.
+        bias: whether router and experts have biases.
 
     Source: ``megatron.core.transformer.moe.moe_layer.MoELayer``.
 
@@ -268,13 +277,14 @@ def megatron_experts(
         "num_attention_heads": 1,  # of a layer that is not built
         "ffn_hidden_size": ffn_hidden_size,
         "moe_ffn_hidden_size": ffn_hidden_size,
-        "add_bias_linear": False,
+        "add_bias_linear": bias,
         "gated_linear_unit": True,
         "num_moe_experts": router.num_experts,
         "moe_router_topk": router.topk,
         "moe_router_load_balancing_type": router.load_balancing_type,
         "moe_aux_loss_coeff": router.aux_loss_coeff,
         "moe_router_dtype": router.dtype,
+        "moe_router_force_biased": router.force_biased,
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": True,
         "moe_permute_fusion": True,
@@ -283,7 +293,11 @@ def megatron_experts(
         "gradient_accumulation_fusion": False,
         **_recipe_fields(recipe),
     }
-    return {"config": fields, "activation": "silu", "tokens": tokens}
+    name = "silu"
+    if activation == "clamped_swiglu":
+        params, name = ActivationParams(), "quick_gelu"
+        fields |= {"activation_func_clamp_value": params.limit, "glu_linear_offset": params.linear_offset}
+    return {"config": fields, "activation": name, "tokens": tokens}
 
 
 def _recipe_fields(recipe: Recipe | None) -> dict[str, Any]:

@@ -109,6 +109,7 @@ def architecture(text: str) -> str:
 SIZE, COUNT = Text("N", number(int, 1)), Text("N", number(int, 0))
 POSITIVE, NON_NEGATIVE = (Text("X", number(float, 0, above=above, below=3e38)) for above in (True, False))
 RATE = Text("P", number(float, 0, below=1))
+SPREAD = Text("STD", number(float, 0))
 MARGIN = Text("N", number(int, 0, below=MAX_MARGIN + 1))
 SEED = Text("N", number(int, 0, below=2**32))  # JAX and grain take seeds of 32 bits, and would drop higher ones
 FOLDER, PATH = (Text(metavar, matching(".+", "a name")) for metavar in ("DIR", "PATH"))

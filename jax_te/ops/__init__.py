@@ -21,6 +21,7 @@ from jax_te.ops.loss.reduction import LossOptions
 from jax_te.ops.moe import losses, permute, routing
 from jax_te.ops.moe.grouped_dense import grouped_dense
 from jax_te.ops.moe.row_groups import RowGroups, group_alignment, row_bound
+from jax_te.ops.moe.weighted_act import weighted_activation
 from jax_te.ops.stacked import loop_over_layers
 
 # For users. The other names above are for the other packages of jax_te.

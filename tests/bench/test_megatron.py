@@ -7,14 +7,14 @@ import signal
 import jax
 import pytest
 
-from jax_te.bench import contestants, megatron, train_steps
+from jax_te.bench import ExpertsCase, Settings, bench_experts, contestants, experts, megatron, train_steps
 from jax_te.bench.megatron import MegatronProcess, megatron_model
 from jax_te.bench.peers import megatron_core
 from jax_te.bench.settings import Sizes
 from jax_te.cli.bench import model as command
 from jax_te.cli.main import main
 from jax_te.cli.presets import PRESETS, Preset
-from jax_te.config import TransformerConfig
+from jax_te.config import RouterOptions, TransformerConfig
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format
 
 # Everything else of it is an object that can be called and has every attribute: the path through it is what is tested.
@@ -195,6 +195,8 @@ def get_moe_module_spec(*, use_te, num_experts, moe_grouped_gemm):
     assert use_te and moe_grouped_gemm and num_experts == 4
     return lambda config, layer_number: Experts()
 """,
+    "megatron/core/fusions/__init__.py": "",
+    "megatron/core/fusions/fused_bias_geglu.py": "def quick_gelu(x):\n    return x",
     "megatron/core/models/gpt/gpt_model.py": """
 import torch
 
@@ -652,6 +654,33 @@ def test_an_expert_layer_beside_megatrons(capsys, stand_in, processes):
     assert len(steps) == megatron_core.WARM_UP + 1 + 2 * (1 + 1)
     assert all(step == [True, True] for step in steps)  # kernels are quantized in every step
     assert [line["context"] for line in found if "context" in line] == ["delayed"] * len(steps)
+
+
+def test_the_form_of_the_expert_layer_is_the_peers_too(capsys, stand_in, processes):
+    form = ["--moe-bias", "--moe-activation", "clamped_swiglu", "--moe-router-force-biased", "0.5"]
+    status = main(["bench", "layer", "--modules", "moe", *EXPERTS, *form, "--recipes", "none", "--peer", "megatron"])
+    shown = capsys.readouterr()
+    assert status == 0, shown.err
+    assert "error" not in shown.out
+    (config,) = (line["config"] for line in stand_in() if "config" in line)
+    expected = {"add_bias_linear": True, "moe_router_force_biased": 0.5}
+    assert (expected | {"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}).items() <= config.items()
+
+
+def test_an_expert_layers_step_has_the_output(monkeypatch):
+    """Gradients alone do not need forward's last GEMM, and the compiler would remove it from the measurement."""
+    router = RouterOptions(num_experts=2, topk=1, pre_softmax=True)
+    case = ExpertsCase(batch=1, sequence=8, hidden_size=16, ffn_hidden_size=32, router=router, recipe=None)
+    lowered = []
+
+    def run(contestants, arrays, *_):
+        lowered.append(contestants[0].lower().out_info)
+        return []
+
+    monkeypatch.setattr(experts, "run_contestants", run)
+    list(bench_experts([case], Settings(backend="xla", rounds=1, calls=1), peer=None))
+    ((_, (y, _, dx)),) = lowered
+    assert y.shape == dx.shape == (1, 8, 16)
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,17 @@ from jax_te.ops import RowGroups, dense, explain_backend, group_alignment, group
 from jax_te.ops.pallas import grouped as hopper
 from jax_te.ops.pallas import supported
 from jax_te.quantize import init_gemm_state, precision_of
-from jax_te.recipe import DelayedScaling, Float8CurrentScaling
+from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from tests.support.numerics import assert_bitwise, draw, relative_l2
 
 pytestmark = pytest.mark.gpu
 
-RECIPES = {"none": None, "delayed": DelayedScaling(), "current": Float8CurrentScaling()}
+RECIPES = {
+    "none": None,
+    "delayed": DelayedScaling(),
+    "current": Float8CurrentScaling(),
+    "block": Float8BlockScaling(),
+}
 SIZES = {"uneven": [100, 0, 513, 128], "one has all": [0, 741, 0, 0], "nobody": [0, 0, 0, 0]}
 KERNELS = {"plain": (256, 384), "gated": (256, 2, 192)}
 

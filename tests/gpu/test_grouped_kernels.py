@@ -11,7 +11,7 @@ import pytest
 
 from jax_te.ops.pallas import grouped_gemm, grouped_gemm_over_rows, supported
 from jax_te.ops.pallas.scaled_quantize import scaled_quantize
-from tests.ops.test_grouped_kernels import group_slices
+from tests.ops.test_grouped_kernels import block_operands, block_operands_over_rows, group_slices
 from tests.ops.test_scaled_quantize import check as check_bits
 from tests.ops.test_scaled_quantize import expected, operands
 from tests.support.numerics import draw, relative_l2
@@ -94,6 +94,23 @@ def test_sums_over_each_groups_rows(sizes, shape, dtypes, split):
     ))(jnp.array(sizes))  # fmt: skip
     expected = [product(a[rows].T, b[rows]) * float(s) for rows, s in zip(group_slices(sizes), scale, strict=True)]
     check(actual, np.stack(expected), of_a)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtypes", ["E4 E4", "E5 E4", "E4 E5"])
+@pytest.mark.parametrize("sizes", ["uneven", "nobody"])
+def test_a_scale_for_each_block(sizes, dtypes, shape):
+    sizes, dtypes = SIZES[sizes], DTYPES[dtypes]
+    a, b, scales, expected = block_operands(sizes, ROWS, *shape, dtypes)
+    actual = jax.jit(lambda sizes: grouped_gemm(
+        a, b, sizes, scales, b_transposed=True, out_dtype=jnp.float32
+    ))(jnp.array(sizes))  # fmt: skip
+    check(actual, expected, dtypes[0])
+    a, b, scales, expected = block_operands_over_rows(sizes, ROWS, *shape, dtypes)
+    actual = jax.jit(lambda sizes: grouped_gemm_over_rows(
+        a.T, b.T, sizes, scales, rows_last=True, out_dtype=jnp.float32
+    ))(jnp.array(sizes))  # fmt: skip
+    check(actual, expected, dtypes[0])
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["E4M3", "E5M2"])

@@ -7,7 +7,7 @@ import pytest
 
 from jax_te.errors import BackendUnavailableError
 from jax_te.ops.pallas import grouped_gemm, grouped_gemm_over_rows
-from jax_te.ops.pallas.grouped_gemm import LARGE, SMALL, SPLIT, Tiling
+from jax_te.ops.pallas.grouped_gemm import BLOCK_OVER_ROWS, LARGE, SMALL, SPLIT, BlockScales, Tiling
 from tests.support.numerics import assert_close, draw
 
 E4M3, E5M2, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16
@@ -103,6 +103,69 @@ def test_sums_over_rows_of_fp8(split):
     assert_close(out, expected_over_rows(a, b, sizes, scale), tolerance("float32"))
 
 
+def powers_of_two(name, *shape):
+    """Scales whose products with FP8 values are exact."""
+    return jnp.exp2(jnp.round(draw(name, shape)))
+
+
+def spread(scales, *shape, over):
+    """The scale of each value: ``scales`` along ``shape``, each for 128 of the axes ``over``."""
+    out = exact(scales)
+    for axis in over:
+        out = np.repeat(out, 128, axis)
+    return out[tuple(slice(size) for size in shape)]
+
+
+def block_operands(sizes, rows, k, n, dtypes=(E4M3, E4M3)):
+    """Operands of `grouped_gemm` with `BlockScales`, and the expected product."""
+    e, blocks = len(sizes), -(-k // 128)
+    a, b = draw("a", (rows, k)).astype(dtypes[0]), draw("b", (e, n, k)).astype(dtypes[1])
+    scales = BlockScales(powers_of_two("sa", blocks, rows), powers_of_two("sb", e, blocks, -(-n // 128)))
+    wide_a = exact(a) * spread(scales.a.T, rows, k, over=(1,))
+    wide_b = exact(b).swapaxes(1, 2) * spread(scales.b, e, k, n, over=(1, 2))
+    return a, b, scales, expected_rows(wide_a, wide_b, sizes, np.ones(e))
+
+
+def block_operands_over_rows(sizes, rows, m, n, dtypes=(E4M3, E4M3)):
+    """Operands of `grouped_gemm_over_rows` with `BlockScales`, rows first, and the expected product."""
+    a, b = draw("a", (rows, m)).astype(dtypes[0]), draw("b", (rows, n)).astype(dtypes[1])
+    scales = BlockScales(powers_of_two("sa", rows // 128, m), powers_of_two("sb", rows // 128, n))
+    wide_a, wide_b = exact(a) * spread(scales.a, rows, m, over=(0,)), exact(b) * spread(scales.b, rows, n, over=(0,))
+    return a, b, scales, expected_over_rows(wide_a, wide_b, sizes, np.ones(len(sizes)))
+
+
+@pytest.mark.costly
+@interpreted
+@pytest.mark.parametrize("sizes", ["uneven", "nobody"])
+def test_rows_with_a_scale_for_each_block(sizes):
+    sizes = SIZES[sizes]
+    a, b, scales, expected = block_operands(sizes, ROWS, 272, 144)
+    out = grouped_gemm(a, b, jnp.array(sizes), scales, b_transposed=True, out_dtype="float32", interpret=True)
+    assert_close(out, expected, tolerance("float32"))
+
+
+@pytest.mark.costly
+@interpreted
+@pytest.mark.parametrize("sizes", ["uneven", "nobody"])
+def test_sums_over_rows_with_a_scale_for_each_block(sizes):
+    sizes = SIZES[sizes]
+    a, b, scales, expected = block_operands_over_rows(sizes, ROWS, 272, 144, (E4M3, E5M2))
+    out = grouped_gemm_over_rows(
+        a.T, b.T, jnp.array(sizes), scales, rows_last=True, out_dtype="float32", interpret=True
+    )
+    assert_close(out, expected, tolerance("float32"))
+
+
+def test_scales_of_blocks_that_do_not_fit_are_refused():
+    a, b = zeros(128, 256, dtype=E4M3), zeros(1, 128, 256, dtype=E4M3)
+    scales = BlockScales(jnp.ones((2, 128)), jnp.ones((1, 2, 128)))
+    with pytest.raises(ValueError, match=r"float32 \(2, 128\) and \(1, 2, 1\)"):
+        grouped_gemm(a, b, jnp.array([128]), scales, b_transposed=True, out_dtype=BF16)
+    scales = BlockScales(jnp.ones((1, 64)), jnp.ones((1, 64)))
+    with pytest.raises(TypeError, match="must be FP8, got bfloat16"):
+        grouped_gemm_over_rows(zeros(128, 64), zeros(128, 64), jnp.array([128]), scales, out_dtype=BF16)
+
+
 @pytest.mark.costly
 @interpreted
 def test_sizes_are_values():
@@ -164,6 +227,6 @@ def test_old_jax_is_told():
 
 
 def test_tilings_fit_the_registers_of_a_multiprocessor():
-    for tiling in (LARGE, SMALL, SPLIT):
+    for tiling in (LARGE, SMALL, SPLIT, BLOCK_OVER_ROWS):
         multiplying, loading = tiling.registers
         assert 128 * (tiling.warpgroups * multiplying + loading) <= 65536

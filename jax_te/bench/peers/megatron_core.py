@@ -55,7 +55,7 @@ def build_layer_step(layer: dict[str, Any]) -> Callable[[], None]:
 
     Args:
         layer: ``config``, arguments of Megatron-Core's ``TransformerConfig``; ``activation``, a name in
-            ``torch.nn.functional``; ``tokens``, their number.
+            ``torch.nn.functional``, or Megatron-Core's own ``quick_gelu``; ``tokens``, their number.
     """
     import torch
     from megatron.core.fp8_utils import get_fp8_context
@@ -63,7 +63,11 @@ def build_layer_step(layer: dict[str, Any]) -> Callable[[], None]:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     start_ranks(1, 1)
-    bf16, activation = torch.bfloat16, getattr(torch.nn.functional, layer["activation"])
+    bf16 = torch.bfloat16
+    if layer["activation"] == "quick_gelu":
+        from megatron.core.fusions.fused_bias_geglu import quick_gelu as activation
+    else:
+        activation = getattr(torch.nn.functional, layer["activation"])
     fields = {"bf16": True, "params_dtype": bf16, "activation_func": activation, "num_layers": 1}
     config = TransformerConfig(**fields, hidden_dropout=0.0, attention_dropout=0.0, **layer["config"])
     build = get_moe_module_spec(use_te=True, num_experts=config.num_moe_experts, moe_grouped_gemm=True)

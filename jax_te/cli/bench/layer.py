@@ -79,8 +79,13 @@ def _rows(options: BenchLayer, sizes: ParallelConfig | None) -> Iterator[Row]:
 def _expert_cases(options: BenchLayer, recipes: list[Recipe | None]) -> list[ExpertsCase]:
     """Return the expert layer under each recipe, with the loss and the router's dtype that models are trained with."""
     router = RouterOptions(
-        num_experts=options.num_experts, topk=options.moe_router_topk, aux_loss_coeff=1e-2, dtype="fp32"
+        num_experts=options.num_experts,
+        topk=options.moe_router_topk,
+        aux_loss_coeff=1e-2,
+        dtype="fp32",
+        force_biased=options.moe_router_force_biased,
     )
+    activation: Any = options.moe_activation  # one of the names that the option allows
     return [
         ExpertsCase(
             batch=options.batch_size,
@@ -89,6 +94,8 @@ def _expert_cases(options: BenchLayer, recipes: list[Recipe | None]) -> list[Exp
             ffn_hidden_size=options.ffn_hidden_size,
             router=router,
             recipe=recipe,
+            activation=activation,
+            bias=options.moe_bias,
         )
         for recipe in recipes
     ]

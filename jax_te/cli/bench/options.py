@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_te.cli.option_table import option, positional
-from jax_te.cli.option_values import FILE, FOLDER, MESH, SCHEDULE, SIZE, SWITCH, Text, some_of
+from jax_te.cli.option_values import FILE, FOLDER, MESH, SCHEDULE, SIZE, SPREAD, SWITCH, Text, some_of
 from jax_te.cli.options import BACKENDS, CP_COMM_TYPES, METHODS, POLICIES, REDUCTIONS, WGRAD_DTYPES, Recorded
 from jax_te.cli.presets import PRESETS
 from jax_te.config import DENSE_RECOMPUTE_MODULES
@@ -109,9 +109,10 @@ class BenchLayer:
     process; for a recipe that te.jax does not have, its bf16 layer is the peer. speed_ratio is the peer's time over
     the row's, memory_ratio the row's temporary memory over the peer's.
 
-    The module moe is an expert layer on one device: a router with softmax and the auxiliary loss, and experts gated
-    by SiLU, without biases and without dropped tokens. --peer megatron measures Megatron-Core's layer in turn with
-    it, in a process of its own. peak_gib and memory_ratio of moe count parameters, gradients and temporary arrays.
+    The module moe is an expert layer on one device: a router with softmax and the auxiliary loss, and gated experts,
+    without dropped tokens. Its time is that of output and gradients. --peer megatron measures Megatron-Core's layer in
+    turn with it, in a process of its own. peak_gib and memory_ratio of moe count parameters, gradients and temporary
+    arrays.
     """
 
     modules: tuple[str, ...] = _several(MODULES, "layers to measure", MODULES[0])
@@ -125,6 +126,11 @@ class BenchLayer:
     )
     num_experts: int = _size("number of experts of moe", 8)
     moe_router_topk: int = _size("number of experts of each token of moe", 2)
+    moe_router_force_biased: float | None = option(
+        SPREAD, "standard deviation of a random bias of each expert of moe, for an uneven load", None, shown="even load"
+    )
+    moe_activation: str = option(("swiglu", "clamped_swiglu"), "activation of the experts of moe", "swiglu")
+    moe_bias: bool = option(SWITCH, "biases in router and experts of moe", False)
     peer: str | None = option(("megatron",), "peer of moe, which needs Megatron-Core and torch", None)
     backend: str = _backend()
     mesh: str | None = _mesh()

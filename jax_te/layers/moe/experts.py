@@ -17,7 +17,7 @@ from jax_te.layers.linear import Linear
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.parameters import parameter
 from jax_te.layers.tensor_parallel import sequence_axes
-from jax_te.ops import Activation, RowGroups, activation, group_alignment, grouped_dense
+from jax_te.ops import Activation, RowGroups, activation, group_alignment, grouped_dense, weighted_activation
 from jax_te.remat import run_recomputed
 from jax_te.typing import Array, DTypeLike, Initializer, TensorGroup
 
@@ -73,10 +73,10 @@ class Experts(TrainingMode):
         # The layer is an argument, since jax.checkpoint passes a copy.
         def rest(parts: Any) -> Array:
             linear_fc2, hidden, probs, groups = parts
-            z = activation(hidden, self.function.name, params=self.function.params, out_axes=(None, "ffn"))
             if not self.apply_probs_on_input:
-                z = (z.astype(probs.dtype) * probs[:, None]).astype(z.dtype)
+                z = weighted_activation(hidden, probs, self.function)
             else:  # nothing has multiplied the activation of rows of padding by 0
+                z = activation(hidden, self.function.name, params=self.function.params, out_axes=(None, "ffn"))
                 groups = dataclasses.replace(groups, zero_padding=False)
             y, bias = linear_fc2(z, groups, is_first_microbatch=is_first_microbatch)
             if bias is None:

@@ -54,7 +54,7 @@ def grouped_dense(
     Each group gets the results of `dense` on its rows alone: scales, amaxes and quantized values have the same bits,
     products differ only by the order of sums. Nothing depends on other groups, nothing waits for the host, and results
     are deterministic. On one Hopper GPU the kernels of `jax_te.ops.pallas` multiply bf16 and fp16, and FP8 under
-    delayed and current scaling; elsewhere, and under other recipes, XLA does, one tile of rows after another.
+    delayed, current and block scaling; elsewhere, and under other recipes, XLA does, one tile of rows after another.
 
     Args:
         x: ``[rows, k]`` fp32, bf16 or fp16: the compute dtype.

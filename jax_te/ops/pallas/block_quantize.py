@@ -50,8 +50,9 @@ def block_quantize(
     check_float("x", x)
     m, k = x.shape
     # Zeros change no block's amax, so whole tiles can be quantized and cut afterwards.
-    rows, columns, rows_inv, columns_inv = _quantize(
-        pad(x, BLOCK, BLOCK), jnp.dtype(dtype), power_of_two, False, interpret
+    whole = pad(x, BLOCK, BLOCK)[None]
+    rows, columns, rows_inv, columns_inv = (
+        part[0] for part in _quantize(whole, jnp.dtype(dtype), power_of_two, False, interpret)
     )
     return rows[:m, :k], rows_inv.T[:m], columns[:k, :m], columns_inv.T[:k]
 
@@ -64,13 +65,14 @@ def block_quantize_2d(
     Arguments and arithmetic are those of `block_quantize`.
 
     Args:
-        w: fp32, bf16 or fp16 ``[k, n]``, sizes multiples of 16.
+        w: fp32, bf16 or fp16 ``[k, n]``, sizes multiples of 16, or several such matrices ``[e, k, n]``.
         dtype: float8_e4m3fn or float8_e5m2.
         power_of_two: whether to round scales down to powers of two.
         interpret: whether to run in Pallas's interpreter, on any device.
 
     Returns:
-        ``dtype [k, n]``, its transpose ``[n, k]``, and 1 / scale, fp32 ``[ceil(k / 128), ceil(n / 128)]``.
+        ``dtype [k, n]``, its transpose ``[n, k]``, and 1 / scale, fp32 ``[ceil(k / 128), ceil(n / 128)]``; each with
+        the leading axis of ``w``, if it has one.
 
     Source: Transformer Engine, ``Float8BlockScaling`` in two dimensions.
 
@@ -79,10 +81,16 @@ def block_quantize_2d(
     ...     assert (scale_inv.tolist(), float(w[0, 0])) == ([[0.0078125, 0.0078125]], 448.0)
     ...     assert transposed.shape == (256, 128)
     """
-    check_float("w", w)
-    k, n = w.shape
-    data, transposed, scale_inv, _ = _quantize(pad(w, BLOCK, BLOCK), jnp.dtype(dtype), power_of_two, True, interpret)
-    return data[:k, :n], transposed[:n, :k], scale_inv
+    several = w.ndim == 3
+    matrices = w if several else w[None]
+    _, k, n = matrices.shape
+    check_float("w", matrices.reshape(-1, n) if several else w)
+    if k % 16:
+        raise ValueError(f"the matrices of w must have sizes that are multiples of 16, got shape {w.shape}; pad them")
+    whole = jnp.pad(matrices, ((0, 0), (0, -k % BLOCK), (0, -n % BLOCK))) if k % BLOCK or n % BLOCK else matrices
+    data, transposed, scale_inv, _ = _quantize(whole, jnp.dtype(dtype), power_of_two, True, interpret)
+    parts = data[:, :k, :n], transposed[:, :n, :k], scale_inv
+    return parts if several else tuple(part[0] for part in parts)  # type: ignore[return-value]
 
 
 def _scale(amax: Array, dtype: DTypeLike, power_of_two: bool) -> Array:
@@ -108,7 +116,7 @@ def exponent_scale(amax: Array, dtype: DTypeLike) -> Array:
 # Under a jit of its own: all layers whose shapes agree share one lowering, which takes a second or two.
 @functools.partial(jax.jit, static_argnames=("dtype", "power_of_two", "square", "interpret"))
 def _quantize(x: Array, dtype: DTypeLike, power_of_two: bool, square: bool, interpret: bool) -> tuple[Array, ...]:
-    """Data as it is and transposed, and their scale_inv, the blocked axis first. Sizes are multiples of 128.
+    """Data ``[e, m, k]`` as it is and transposed, and their scale_inv, the blocked axis first, sizes multiples of 128.
 
     One thread block per tile, two warpgroups: one writes the tile, the other its transpose.
     """
@@ -117,8 +125,8 @@ def _quantize(x: Array, dtype: DTypeLike, power_of_two: bool, square: bool, inte
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    m, k = x.shape
-    grid = (m // BLOCK, k // BLOCK)
+    e, m, k = x.shape
+    blocks = m // BLOCK, k // BLOCK
 
     def load(tile: Any, start: Any, size: int) -> Array:
         part = tile.at[pl.ds(start, size)]
@@ -140,13 +148,14 @@ def _quantize(x: Array, dtype: DTypeLike, power_of_two: bool, square: bool, inte
             write(tile, start, BLOCK // 2, _scale(amax, dtype, power_of_two), out, out_inv)
 
     def kernel(x, rows, columns, rows_inv, columns_inv, tile, out, out_inv, shared, arrived, scaled):
-        row, column, side = lax.axis_index("row"), lax.axis_index("column"), lax.axis_index("side")
+        line, column, side = lax.axis_index("line"), lax.axis_index("column"), lax.axis_index("side")
+        matrix, row = lax.div(line, jnp.int32(blocks[0])), lax.rem(line, jnp.int32(blocks[0]))
         here, there = pl.ds(row * BLOCK, BLOCK), pl.ds(column * BLOCK, BLOCK)
 
         @pl.when(side == 0)
         def _load() -> None:
             # Once for both warpgroups: the tile is read from memory a single time, which is what the kernel is for.
-            plgpu.copy_gmem_to_smem(x.at[here, there], tile, arrived)
+            plgpu.copy_gmem_to_smem(x.at[matrix, here, there], tile, arrived)
 
         plgpu.barrier_wait(arrived)
 
@@ -163,11 +172,11 @@ def _quantize(x: Array, dtype: DTypeLike, power_of_two: bool, square: bool, inte
             else:
                 quantize(tile, out.at[0], out_inv.at[0])
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out.at[0], rows.at[here, there])
+            plgpu.copy_smem_to_gmem(out.at[0], rows.at[matrix, here, there])
             if square:
-                rows_inv[row, column] = out_inv[0, 0]
+                rows_inv[matrix, row, column] = out_inv[0, 0]
             else:
-                plgpu.copy_smem_to_gmem(out_inv.at[0], rows_inv.at[column, here])
+                plgpu.copy_smem_to_gmem(out_inv.at[0], rows_inv.at[matrix, column, here])
 
         @pl.when(side == 1)
         def _columns() -> None:
@@ -179,8 +188,8 @@ def _quantize(x: Array, dtype: DTypeLike, power_of_two: bool, square: bool, inte
             else:
                 quantize(turned, out.at[1], out_inv.at[1])
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out.at[1], columns.at[there, here])
-            plgpu.copy_smem_to_gmem(out_inv.at[1], columns_inv.at[row, there])
+            plgpu.copy_smem_to_gmem(out.at[1], columns.at[matrix, there, here])
+            plgpu.copy_smem_to_gmem(out_inv.at[1], columns_inv.at[matrix, row, there])
 
         plgpu.wait_smem_to_gmem(0)
 
@@ -191,10 +200,10 @@ def _quantize(x: Array, dtype: DTypeLike, power_of_two: bool, square: bool, inte
     return plgpu.kernel(
         kernel,
         out_type=(
-            jax.ShapeDtypeStruct((m, k), dtype),
-            jax.ShapeDtypeStruct((k, m), dtype),
-            jax.ShapeDtypeStruct(grid if square else (grid[1], m), f32),
-            jax.ShapeDtypeStruct((grid[0], k), f32),
+            jax.ShapeDtypeStruct((e, m, k), dtype),
+            jax.ShapeDtypeStruct((e, k, m), dtype),
+            jax.ShapeDtypeStruct((e, *(blocks if square else (blocks[1], m))), f32),
+            jax.ShapeDtypeStruct((e, blocks[0], k), f32),
         ),
         scratch_types=[
             plgpu.SMEM((BLOCK, BLOCK), x.dtype, transforms=swizzled(x.dtype.itemsize)),
@@ -204,8 +213,8 @@ def _quantize(x: Array, dtype: DTypeLike, power_of_two: bool, square: bool, inte
             plgpu.Barrier(),
             plgpu.Barrier(),
         ],
-        grid=grid,
-        grid_names=("row", "column"),
+        grid=(e * blocks[0], blocks[1]),
+        grid_names=("line", "column"),
         num_threads=2,
         thread_name="side",
         interpret=plgpu.InterpretGPUParams() if interpret else None,

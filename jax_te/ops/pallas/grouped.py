@@ -1,22 +1,24 @@
 """GEMMs of several linear layers of one shape, each on its own rows, by Hopper's grouped kernels.
 
-The same primitives as `jax_te.ops.xla.grouped`, for operands in 16 bits and for FP8 with one scale a tensor.
+The same primitives as `jax_te.ops.xla.grouped`, for operands in 16 bits, and for FP8 with one scale a tensor or one for
+each block of 128 values.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_te.ops.pallas.grouped_gemm import GROUP_ALIGNMENT, grouped_gemm, grouped_gemm_over_rows
+from jax_te.ops.pallas.block_quantize import block_quantize, block_quantize_2d
+from jax_te.ops.pallas.grouped_gemm import GROUP_ALIGNMENT, BlockScales, grouped_gemm, grouped_gemm_over_rows
 from jax_te.ops.pallas.scaled_quantize import scaled_quantize
 from jax_te.ops.pallas.support import BLOCK, supported
 from jax_te.ops.xla.grouped import GroupedRows
 from jax_te.ops.xla.grouped import statistics as statistics  # the same here
-from jax_te.quantize import Precision, Quantization, QuantizedOperand, TensorQuantizer, amax
+from jax_te.quantize import BlockQuantizer, Precision, Quantization, QuantizedOperand, TensorQuantizer, amax
 from jax_te.sharding import current_mesh
 from jax_te.typing import Array, DTypeLike
 
@@ -31,7 +33,8 @@ class Rows:
     Args:
         rows: ``[R, c]``, 16 bits or FP8.
         columns: the same transposed, ``[c, R]``; None for 16 bits, which the kernels read from ``rows``.
-        scale_inv: fp32 ``[e]``, for FP8.
+        scale_inv: fp32 ``[e]``, for FP8; with a scale for each block of a row ``[c / 128, R]``.
+        columns_scale_inv: None, or with a scale for each block of a column ``[R / 128, c]``.
         sizes: ``[e]``, rows of each group with its padding, in fp32: operands of deferred kernel gradients are
             cotangents, among which JAX has no integers.
         dtype: dtype before quantization.
@@ -41,6 +44,7 @@ class Rows:
     rows: Any
     columns: Any
     scale_inv: Any
+    columns_scale_inv: Any
     sizes: Any
     dtype: DTypeLike = field(metadata={"static": True})
     features: tuple[int, ...] = field(metadata={"static": True})
@@ -59,7 +63,7 @@ class Kernels:
     Args:
         stored: ``[e, k, n]``, for the input's gradient.
         transposed: ``[e, n, k]``, for forward; None in what backward keeps.
-        scale_inv: fp32 ``[e]``.
+        scale_inv: fp32 ``[e]``, or ``[e, k / 128, n / 128]``.
         features: ``(k, *n)``.
     """
 
@@ -84,9 +88,25 @@ def runs_here(dtype: DTypeLike, groups: int, tile: int, precision: Precision) ->
         groups > 1
         and (mesh is None or mesh.size == 1)
         and jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
-        and all(quantizer is None or isinstance(quantizer, TensorQuantizer) for quantizer in quantizers)
+        and (
+            all(quantizer is None or isinstance(quantizer, TensorQuantizer) for quantizer in quantizers)
+            or _scales_blocks(precision)
+        )
         and tile % GROUP_ALIGNMENT == 0
         and supported()[0]
+    )
+
+
+def _scales_blocks(precision: Precision) -> bool:
+    """Return whether rows and gradients have scales for 1 x 128 values, and kernels for 128 x 128."""
+    x, kernel, grad = precision.x.quantizer, precision.kernel.quantizer, precision.grad.quantizer
+    return (
+        isinstance(x, BlockQuantizer)
+        and isinstance(kernel, BlockQuantizer)
+        and isinstance(grad, BlockQuantizer)
+        and kernel.two_dimensional
+        and not x.two_dimensional
+        and not grad.two_dimensional
     )
 
 
@@ -102,8 +122,15 @@ def quantize_operand(x: GroupedRows | Array, how: Quantization, *, axis: int) ->
 def _rows(x: GroupedRows, how: Quantization) -> tuple[Rows, Array | None]:
     tiles, (count, height, *features) = x.tiles, x.x.shape
     matrix, quantizer = x.x.reshape(count * height, -1), how.quantizer
+    columns_scale_inv = None
     if quantizer is None:
         rows, columns, scale_inv, amaxes = matrix, None, None, None
+    elif isinstance(quantizer, BlockQuantizer):
+        rows, scale_inv, columns, columns_scale_inv = block_quantize(
+            matrix, quantizer.dtype, power_of_two=quantizer.power_of_two
+        )
+        # Blocks first, as the quantizing kernel wrote them and the product reads them.
+        scale_inv, columns_scale_inv, amaxes = scale_inv.T, columns_scale_inv.T, None
     else:
         assert isinstance(quantizer, TensorQuantizer)
         # Under delayed scaling the amaxes are taken in the pass that quantizes.
@@ -116,13 +143,24 @@ def _rows(x: GroupedRows, how: Quantization) -> tuple[Rows, Array | None]:
         scale_inv = 1.0 / scale
     sizes = tiles.sum(jnp.full(count, height, jnp.float32))
     parts = Rows(
-        rows=rows, columns=columns, scale_inv=scale_inv, sizes=sizes, dtype=x.x.dtype, features=tuple(features)
+        rows=rows,
+        columns=columns,
+        scale_inv=scale_inv,
+        columns_scale_inv=columns_scale_inv,
+        sizes=sizes,
+        dtype=x.x.dtype,
+        features=tuple(features),
     )
     return parts, amaxes
 
 
-def _kernels(x: Array, how: Quantization) -> tuple[Kernels, Array]:
+def _kernels(x: Array, how: Quantization) -> tuple[Kernels, Array | None]:
     quantizer, (e, k, *_) = how.quantizer, x.shape
+    if isinstance(quantizer, BlockQuantizer):
+        stored, transposed, scale_inv = block_quantize_2d(
+            x.reshape(e, k, -1), quantizer.dtype, power_of_two=quantizer.power_of_two
+        )
+        return Kernels(stored=stored, transposed=transposed, scale_inv=scale_inv, features=x.shape[1:]), None
     assert isinstance(quantizer, TensorQuantizer)
     seen = amax(x, axis=tuple(range(1, x.ndim))) if quantizer.scaling == "current" else None
     scale = how.scale if seen is None else quantizer.scale_for(seen, None)
@@ -151,15 +189,17 @@ def adopt(kernels: QuantizedOperand) -> Kernels:
     return Kernels(
         stored=stored,
         transposed=stored.swapaxes(1, 2),
-        scale_inv=form.scale_inv.reshape(e),
+        scale_inv=form.scale_inv.reshape(e) if form.block is None else form.scale_inv,
         features=tuple(features),
     )
 
 
 def residual_for_wgrad(x: Rows) -> Rows:
     """Return the form of the rows that the GEMM of the kernels' gradients reads."""
-    rows = x.rows if x.columns is None else None
-    return Rows(rows=rows, columns=x.columns, scale_inv=x.scale_inv, sizes=x.sizes, dtype=x.dtype, features=x.features)
+    if x.columns is None:
+        return x
+    own = x.scale_inv if x.columns_scale_inv is None else None
+    return replace(x, rows=None, scale_inv=own)
 
 
 def residual_for_dgrad(kernels: Any) -> Any:
@@ -181,7 +221,7 @@ def gemm_fprop(x: Rows, kernels: Any, bias: None, split_accumulator: bool) -> Ar
             x.rows,
             kernels.transposed,
             x.group_sizes,
-            x.scale_inv * kernels.scale_inv,
+            _scale_of_rows(x, kernels.scale_inv),
             b_transposed=True,
             split_accumulator=split_accumulator,
             out_dtype=x.dtype,
@@ -192,6 +232,11 @@ def gemm_fprop(x: Rows, kernels: Any, bias: None, split_accumulator: bool) -> Ar
     return y.reshape(-1, *features)
 
 
+def _scale_of_rows(rows: Rows, of_kernels: Array) -> Array | BlockScales:
+    """Return the inverse scale of the products of rows with kernels whose scales are those of their last axis."""
+    return BlockScales(rows.scale_inv, of_kernels) if of_kernels.ndim == 3 else rows.scale_inv * of_kernels
+
+
 def gemm_dgrad(g: Rows, kernels: Any, split_accumulator: bool) -> Array:
     """Return ``g [rows, *n] @ kernels [e, k, *n]^T`` of each row's group, ``[rows, k]`` in the dtype of ``g``."""
     if isinstance(kernels, Kernels):
@@ -199,7 +244,7 @@ def gemm_dgrad(g: Rows, kernels: Any, split_accumulator: bool) -> Array:
             g.rows,
             kernels.stored,
             g.group_sizes,
-            g.scale_inv * kernels.scale_inv,
+            _scale_of_rows(g, kernels.scale_inv.swapaxes(1, -1) if kernels.scale_inv.ndim == 3 else kernels.scale_inv),
             b_transposed=True,
             split_accumulator=split_accumulator,
             out_dtype=g.dtype,
@@ -217,7 +262,9 @@ def gemm_wgrad(x: Rows, g: Rows, dtype: DTypeLike, split_accumulator: bool) -> A
             x.columns,
             g.columns,
             x.group_sizes,
-            x.scale_inv * g.scale_inv,
+            x.scale_inv * g.scale_inv
+            if x.columns_scale_inv is None
+            else BlockScales(x.columns_scale_inv, g.columns_scale_inv),
             rows_last=True,
             split_accumulator=split_accumulator,
             out_dtype=dtype,

@@ -49,6 +49,7 @@ class Tiling:
             cache.
         stages: number of buffers of the ring.
         registers: number of registers of a multiplying thread, and of a loading one.
+        outputs: number of buffers through which a warpgroup writes its results: 1 or 2.
     """
 
     warpgroups: int
@@ -58,6 +59,7 @@ class Tiling:
     swath: int
     stages: int
     registers: tuple[int, int]
+    outputs: int = 2
 
     @property
     def rows(self) -> int:
@@ -71,13 +73,28 @@ LARGE = Tiling(warpgroups=2, pieces=2, columns=128, pair=2, swath=16, stages=4, 
 SMALL = Tiling(warpgroups=2, pieces=1, columns=256, pair=1, swath=8, stages=4, registers=(240, 24))
 # Sums outside of the tensor cores take as many registers again.
 SPLIT = Tiling(warpgroups=3, pieces=1, columns=128, pair=2, swath=8, stages=4, registers=(160, 32))
+# A scale for each column takes more registers than three warpgroups have, and scales need shared memory, too.
+BLOCK_OVER_ROWS = Tiling(warpgroups=2, pieces=2, columns=128, pair=2, swath=8, stages=4, registers=(240, 24), outputs=1)
+
+
+class BlockScales(NamedTuple):
+    """Inverse scales of FP8 operands, one for each block of 128 values along what is summed over, fp32.
+
+    Args:
+        a: ``[k / 128, rows]``: a scale for 128 values of a row. Over rows ``[rows / 128, m]``.
+        b: ``[e, k / 128, n / 128]``: a scale for 128 x 128 values of a matrix. Over rows ``[rows / 128, n]``. Sizes
+            that are not multiples of 128 are rounded up.
+    """
+
+    a: Array
+    b: Array
 
 
 def grouped_gemm(
     a: Array,
     b: Array,
     sizes: Array,
-    scale: Array | None = None,
+    scale: Array | BlockScales | None = None,
     *,
     b_transposed: bool = False,
     split_accumulator: bool = False,
@@ -94,7 +111,8 @@ def grouped_gemm(
             different dtypes, others share theirs.
         sizes: int32 ``[e]``, the number of rows of each group, multiples of 128 whose sum is at most ``rows``. Values
             on the device: a call with other sizes is the same program.
-        scale: fp32 ``[e]``, the product of the inverse scales of FP8 operands; None for 1.
+        scale: fp32 ``[e]``, the product of the inverse scales of FP8 operands; or `BlockScales` of both, with which
+            every 128 of ``k`` leave the tensor cores, are scaled, and accumulated in fp32. None for 1.
         b_transposed: whether ``b`` has ``k`` last.
         split_accumulator: whether, for FP8 operands, every 128 of ``k`` leave the tensor cores, which keep about 14
             bits of a sum, and are accumulated in fp32. Others are summed in fp32 throughout.
@@ -127,10 +145,14 @@ def grouped_gemm(
     if a.dtype in _FP8 and not b_transposed:
         raise ValueError("Hopper multiplies FP8 operands that have k last; give b as [e, n, k] with b_transposed=True")
     n = b.shape[1 if b_transposed else 2]
-    tiling = tiling or _tiling_of(rows // sizes.shape[0], n, split_accumulator)
-    form = _Form(
-        tiling, jnp.dtype(out_dtype), over_rows=False, a_last=True, b_last=b_transposed, split=split_accumulator
-    )
+    scaling = _scaling(split_accumulator, scale)
+    if isinstance(scale, BlockScales):
+        blocks = -(-k // GROUP_ALIGNMENT)
+        _check_block_scales(a, scale, (blocks, rows), (b.shape[0], blocks, -(-n // GROUP_ALIGNMENT)))
+        # As a scale for each column, since copies into shared memory have at least 16 bytes.
+        scale = BlockScales(scale.a, jnp.repeat(scale.b, GROUP_ALIGNMENT, axis=2))
+    tiling = tiling or _tiling_of(rows // sizes.shape[0], n, scaling)
+    form = _Form(tiling, jnp.dtype(out_dtype), over_rows=False, a_last=True, b_last=b_transposed, scaling=scaling)
     return _product(_padded(a), _padded(b), sizes, scale, form, interpret)[:, :n]
 
 
@@ -138,7 +160,7 @@ def grouped_gemm_over_rows(
     a: Array,
     b: Array,
     sizes: Array,
-    scale: Array | None = None,
+    scale: Array | BlockScales | None = None,
     *,
     rows_last: bool = False,
     split_accumulator: bool = False,
@@ -153,7 +175,7 @@ def grouped_gemm_over_rows(
             whose sizes are not multiples of 128 are copied.
         b: ``[rows, n]``, or ``[n, rows]``.
         sizes: int32 ``[e]``, see `grouped_gemm`. A group without rows gives zeros.
-        scale: fp32 ``[e]``, or None for 1.
+        scale: fp32 ``[e]``, `BlockScales`, or None for 1.
         rows_last: whether both operands have their rows last.
         split_accumulator: whether FP8 products are added up in fp32 every 128 rows.
         out_dtype: float32, bfloat16 or float16.
@@ -182,11 +204,15 @@ def grouped_gemm_over_rows(
         raise ValueError(f"the rows must be a multiple of {GROUP_ALIGNMENT}, got {a.shape[along]}; pad them with zeros")
     if a.dtype in _FP8 and not rows_last:
         raise ValueError("Hopper multiplies FP8 operands that have what is summed over last: [m, rows], rows_last=True")
-    tiling = tiling or _tiling_of(a.shape[1 - along], b.shape[1 - along], split_accumulator)
-    form = _Form(
-        tiling, jnp.dtype(out_dtype), over_rows=True, a_last=rows_last, b_last=rows_last, split=split_accumulator
-    )
     m, n = a.shape[1 - along], b.shape[1 - along]
+    scaling = _scaling(split_accumulator, scale)
+    if isinstance(scale, BlockScales):
+        blocks = a.shape[along] // GROUP_ALIGNMENT
+        _check_block_scales(a, scale, (blocks, m), (blocks, n))
+        scale = BlockScales(*(jnp.pad(each, ((0, 0), (0, -each.shape[1] % _LINE))) for each in scale))
+        tiling = tiling or BLOCK_OVER_ROWS
+    tiling = tiling or _tiling_of(m, n, scaling)
+    form = _Form(tiling, jnp.dtype(out_dtype), over_rows=True, a_last=rows_last, b_last=rows_last, scaling=scaling)
     return _product(_padded(a), _padded(b), sizes, scale, form, interpret)[:, :m, :n]
 
 
@@ -201,15 +227,29 @@ def _check_operands(a: Array, b: Array, out_dtype: DTypeLike) -> None:
         raise ValueError(f"a must be a matrix, and neither operand empty, got shapes {a.shape} and {b.shape}")
 
 
+def _scaling(split_accumulator: bool, scale: Array | BlockScales | None) -> str:
+    return "block" if isinstance(scale, BlockScales) else "split" if split_accumulator else "none"
+
+
+def _check_block_scales(a: Array, scales: BlockScales, of_a: tuple[int, ...], of_b: tuple[int, ...]) -> None:
+    if a.dtype not in _FP8:
+        raise TypeError(f"blocks with scales must be FP8, got {a.dtype.name}")
+    if (scales.a.shape, scales.b.shape) != (of_a, of_b) or {scales.a.dtype, scales.b.dtype} != {jnp.dtype("float32")}:
+        raise ValueError(
+            f"the scales of blocks must be float32 {of_a} and {of_b} for these operands, got {scales.a.dtype.name} "
+            f"{scales.a.shape} and {scales.b.dtype.name} {scales.b.shape}"
+        )
+
+
 def _padded(x: Array) -> Array:
     """Return ``x`` with zeros behind its last two axes, to sizes that can be copied in swizzled tiles."""
     missing = [(0, -size % _LINE) for size in x.shape[-2:]]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + missing) if any(after for _, after in missing) else x
 
 
-def _tiling_of(rows: int, columns: int, split: bool) -> Tiling:
+def _tiling_of(rows: int, columns: int, scaling: str) -> Tiling:
     """Return the tiling for a result of which each group has ``[rows, columns]``."""
-    if split:
+    if scaling != "none":
         return SPLIT
     return LARGE if rows >= 2048 and columns >= 2048 else SMALL
 
@@ -220,7 +260,7 @@ class _Form(NamedTuple):
     Args:
         over_rows: whether it sums over the rows of groups, and not over ``k``.
         a_last, b_last: whether what is summed over is the last axis of each.
-        split: whether each step's sum leaves the tensor cores.
+        scaling: whether each step's sum leaves the tensor cores (``"split"``) and is scaled there (``"block"``).
     """
 
     tiling: Tiling
@@ -228,7 +268,7 @@ class _Form(NamedTuple):
     over_rows: bool
     a_last: bool
     b_last: bool
-    split: bool
+    scaling: str
 
 
 class _Tile(NamedTuple):
@@ -363,7 +403,9 @@ def _for_each_tile(problem: _Problem, table: Any, body: Callable[[_Tile, Any], N
 
 # Under a jit of its own: all layers whose shapes agree share one lowering.
 @functools.partial(jax.jit, static_argnames=("form", "interpret"))
-def _product(a: Array, b: Array, sizes: Array, scale: Array | None, form: _Form, interpret: bool) -> Array:
+def _product(
+    a: Array, b: Array, sizes: Array, scale: Array | BlockScales | None, form: _Form, interpret: bool
+) -> Array:
     check_jax()
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -378,14 +420,21 @@ def _product(a: Array, b: Array, sizes: Array, scale: Array | None, form: _Form,
     def swizzled(columns: int) -> tuple[Any, ...]:
         return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(_STEP_BYTES)  # type: ignore
 
+    of_blocks = tuple(scale) if isinstance(scale, BlockScales) else ()
+    of_groups = () if scale is None or of_blocks else (scale,)
+
     def kernel(table: Any, a: Any, b: Any, *refs: Any) -> None:
-        scales, (out, *scratch) = (refs[0], refs[1:]) if scale is not None else (None, refs)
+        scales, (out, *scratch) = refs[: len(of_blocks + of_groups)], refs[len(of_blocks + of_groups) :]
         loads = lax.axis_index("warpgroup") == t.warpgroups
         lax.cond(
             loads,
-            lambda: _load(problem, (table, a, b), *scratch),
-            lambda: _multiply(problem, table, scales, out, *scratch),
+            lambda: _load(problem, (table, a, b, *(scales if of_blocks else ())), *scratch),
+            lambda: _multiply(problem, table, scales[0] if of_groups else None, out, *scratch),
         )
+
+    ring = [buffers(t.rows, form.a_last, a.dtype), buffers(t.columns, form.b_last, b.dtype)]
+    if of_blocks:
+        ring += [plgpu.SMEM((t.stages, lines), jnp.float32) for lines in (t.rows, t.columns)]
 
     emptied = plgpu.Barrier(num_arrivals=t.warpgroups, num_barriers=t.stages)
     cluster: dict[str, Any] = {}
@@ -397,9 +446,9 @@ def _product(a: Array, b: Array, sizes: Array, scale: Array | None, form: _Form,
         kernel,
         out_type=jax.ShapeDtypeStruct(problem.out_shape, form.out_dtype),
         scratch_types=[
-            (buffers(t.rows, form.a_last, a.dtype), buffers(t.columns, form.b_last, b.dtype)),
-            plgpu.SMEM((t.warpgroups, 2, _PIECE, width), form.out_dtype, transforms=swizzled(width)),
-            plgpu.Barrier(num_arrivals=2, num_barriers=t.stages),
+            tuple(ring),
+            plgpu.SMEM((t.warpgroups, t.outputs, _PIECE, width), form.out_dtype, transforms=swizzled(width)),
+            plgpu.Barrier(num_arrivals=len(ring), num_barriers=t.stages),
             emptied,
         ],
         grid=(min(multiprocessors() // t.pair, prod(problem.grid)),),
@@ -408,7 +457,7 @@ def _product(a: Array, b: Array, sizes: Array, scale: Array | None, form: _Form,
         num_threads=t.warpgroups + 1,
         thread_name="warpgroup",
         interpret=plgpu.InterpretGPUParams() if interpret else None,
-    )(problem.table, a, b, *(() if scale is None else (scale,)))
+    )(problem.table, a, b, *of_blocks, *of_groups)
 
 
 def _load(problem: _Problem, operands: Any, ring: Any, staged: Any, filled: Any, emptied: Any) -> None:
@@ -416,7 +465,7 @@ def _load(problem: _Problem, operands: Any, ring: Any, staged: Any, filled: Any,
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    form, (table, a, b), (a_ring, b_ring) = problem.form, operands, ring
+    form, (table, a, b, *scales), (a_ring, b_ring, *scale_rings) = problem.form, operands, ring
     t = form.tiling
     plgpu.set_max_registers(t.registers[1], action="decrease")
 
@@ -439,6 +488,11 @@ def _load(problem: _Problem, operands: Any, ring: Any, staged: Any, filled: Any,
             of_a, of_b = part(a, form.a_last, rows, block), part(matrix, form.b_last, columns, block)
             plgpu.copy_gmem_to_smem(of_a, a_ring.at[slot], filled.at[slot], collective_axes=shared)
             plgpu.copy_gmem_to_smem(of_b, b_ring.at[slot], filled.at[slot])
+            if scales:
+                index = lax.div(tile.begin, jnp.int32(problem.step)) + step
+                of_rows, of_columns = scales[0].at[index, rows], problem.matrix(scales[1], tile).at[index, columns]
+                plgpu.copy_gmem_to_smem(of_rows, scale_rings[0].at[slot], filled.at[slot], collective_axes=shared)
+                plgpu.copy_gmem_to_smem(of_columns, scale_rings[1].at[slot], filled.at[slot])
 
     steps = _for_each_tile(problem, table, load_tile)
     for slot in range(t.stages):  # a thread block may not end while its neighbour signals it
@@ -455,12 +509,12 @@ def _multiply(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    form, (a_ring, b_ring) = problem.form, ring
+    form, (a_ring, b_ring, *scale_rings) = problem.form, ring
     t, width = form.tiling, _STEP_BYTES // form.out_dtype.itemsize
     plgpu.set_max_registers(t.registers[0], action="increase")
     warpgroup = lax.axis_index("warpgroup")
     staged = staged.at[warpgroup]
-    piece_shape = _PIECE, t.columns
+    piece_shape, layout = (_PIECE, t.columns), plgpu.Layout.WGMMA
 
     def row_of(piece: int) -> Any:
         return (warpgroup * t.pieces + piece) * _PIECE
@@ -496,10 +550,28 @@ def _multiply(
 
         return pl.run_scoped(run, *(plgpu.ACC(piece_shape, jnp.float32),) * t.pieces)  # type: ignore
 
+    def block_scale(slot: Any) -> Callable[[int], Callable[[Any], Any]]:
+        """Return a function of a piece that reads its scales of a step, and returns one that scales its sum."""
+        of_rows, of_columns = (scales.at[slot] for scales in scale_rings)
+        square = not form.over_rows  # one scale for all columns of a tile
+        columns = of_columns[0] if square else plgpu.load(of_columns, layout=layout.reduce(0), optimized=False)
+
+        def of_piece(piece: int) -> Callable[[Any], Any]:
+            rows = plgpu.load(of_rows.at[pl.ds(row_of(piece), _PIECE)], layout=layout.reduce(1), optimized=False)
+            if square:
+                return lambda values: values * wide(rows * columns, 0)
+            return lambda values: values * wide(columns, 1) * wide(rows, 0)
+
+        return of_piece
+
+    def wide(vector: Any, axis: int) -> Any:
+        return lax.broadcast_in_dim(vector, piece_shape, (axis,))
+
     def summed_outside(tile: _Tile, first: Any) -> tuple[Any, ...]:
         def add_step(step: Any, sums: tuple[Any, ...]) -> tuple[Any, ...]:
             slot = _slot(t, first + step)
             plgpu.barrier_wait(filled.at[slot])
+            scale_of = block_scale(slot) if scale_rings else None
             new = []
             for piece, before in enumerate(sums):
 
@@ -507,13 +579,14 @@ def _multiply(
                     add_product(values, slot, piece)
                     return values[...]
 
+                scale = scale_of(piece) if scale_of else None
                 values = pl.run_scoped(product, plgpu.ACC(piece_shape, jnp.float32))  # type: ignore
                 if piece == t.pieces - 1:
                     plgpu.barrier_arrive(emptied.at[slot])
-                new.append(before + values)
+                new.append(before + (values if scale is None else scale(values)))
             return tuple(new)
 
-        zeros = plgpu.layout_cast(jnp.zeros(piece_shape, jnp.float32), plgpu.Layout.WGMMA)
+        zeros = plgpu.layout_cast(jnp.zeros(piece_shape, jnp.float32), layout)
         return lax.fori_loop(0, tile.steps, add_step, (zeros,) * t.pieces)
 
     def store(values: Any, tile: _Tile, piece: int) -> None:
@@ -522,15 +595,17 @@ def _multiply(
         @pl.when(row < tile.end)
         def _store() -> None:
             for i in range(t.columns // width):
-                buffer = staged.at[i % 2]
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the previous copy may still be in flight
+                buffer = staged.at[i % t.outputs]
+                plgpu.wait_smem_to_gmem(
+                    t.outputs - 1, wait_read_only=True
+                )  # copies from other buffers may be in flight
                 buffer[...] = values[:, i * width : (i + 1) * width].astype(form.out_dtype)
                 plgpu.commit_smem()
                 columns = pl.ds(tile.column + i * width, width)
                 plgpu.copy_smem_to_gmem(buffer, target.at[pl.ds(row, _PIECE), columns])
 
     def multiply_tile(tile: _Tile, first: Any) -> None:
-        sums = (summed_outside if form.split else summed_in_tensor_cores)(tile, first)
+        sums = (summed_in_tensor_cores if form.scaling == "none" else summed_outside)(tile, first)
         for piece, values in enumerate(sums):
             store(values if scales is None else values * scales[tile.group], tile, piece)
 

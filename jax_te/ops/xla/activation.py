@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -73,11 +73,16 @@ def _apply(part: Any, x: Array, params: ActivationParams) -> Array:
 
 
 def _wide(x: Array, activation: Activation) -> Array:
+    return act_of_parts(activation, [x[..., i, :] for i in range(x.shape[-2])])
+
+
+def act_of_parts(activation: Activation, components: Sequence[Array]) -> Array:
+    """Return the product of the functions of each component, in the components' dtype."""
     params = activation.params or _DEFAULT_PARAMS
-    first, *others = activation.parts()
-    wide = _apply(first, x[..., 0, :], params)
-    for i, part in enumerate(others, 1):
-        wide = wide * _apply(part, x[..., i, :], params)
+    first, *others = zip(activation.parts(), components, strict=True)
+    wide = _apply(*first, params)
+    for part, x in others:
+        wide = wide * _apply(part, x, params)
     return wide
 
 

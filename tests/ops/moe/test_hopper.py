@@ -17,7 +17,7 @@ def interpreted(monkeypatch):
     """The primitives as on a Hopper GPU, with their kernels in the interpreter."""
     for module in (row_groups, grouped):
         monkeypatch.setattr(module, "supported", lambda: (True, "interpreted"))
-    for name in ("grouped_gemm", "grouped_gemm_over_rows", "scaled_quantize"):
+    for name in ("grouped_gemm", "grouped_gemm_over_rows", "scaled_quantize", "block_quantize", "block_quantize_2d"):
         monkeypatch.setattr(grouped, name, functools.partial(getattr(grouped, name), interpret=True))
 
 
@@ -25,8 +25,8 @@ def interpreted(monkeypatch):
 @pytest.mark.skipif(jax.__version_info__[:2] < (0, 11), reason="JAX before 0.11 has no interpreter for these kernels")
 @pytest.mark.parametrize(
     ("recipe", "kernel"),
-    [("none", "gated"), ("delayed", "plain"), ("delayed", "gated"), ("current", "plain")],
-    ids=["none-gated", "delayed-plain", "delayed-gated", "current-plain"],
+    [("none", "gated"), ("delayed", "plain"), ("delayed", "gated"), ("current", "plain"), ("block", "gated")],
+    ids=["none-gated", "delayed-plain", "delayed-gated", "current-plain", "block-gated"],
 )
 def test_each_group_is_one_layer(recipe, kernel):
     on_gpu.test_each_group_is_one_layer(recipe, "uneven", kernel)
