@@ -149,6 +149,7 @@ CONSTRUCTORS: dict[Any, dict[str, Any]] = {
     config.CudaGraphConfig: {},
     config.ExpertsConfig: {},
     config.LimitedFunction: {"function": "gelu"},
+    config.MoEOptions: {"router": EXPERTS},
     config.RouterOptions: {"num_experts": 4},
     config.NormalInit: {"std": 1.0},
     config.ParallelConfig: {},

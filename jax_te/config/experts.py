@@ -273,6 +273,36 @@ def _check_capacity(given: Mapping[str, Any], n: Callable[[str], str], balancing
 
 
 @dataclass(frozen=True, kw_only=True)
+class MoEOptions:
+    """Mixture of experts of a transformer layer, in place of its feed-forward block.
+
+    Args:
+        router: number of experts, how they are chosen, and how their load is kept equal.
+        ffn_hidden_size: ``f`` of an expert. None: the layer's.
+        apply_probs_on_input, latent_size, shared_expert_intermediate_size, shared_expert_gate: see `jax_te.layers.MoE`.
+
+    Raises:
+        TypeError: for a field of another type.
+        ValueError: for sizes that are not positive.
+
+    >>> MoEOptions(router=RouterOptions(num_experts=8), ffn_hidden_size=32).latent_size
+    """
+
+    router: RouterOptions
+    ffn_hidden_size: int | None = None
+    apply_probs_on_input: bool = False
+    latent_size: int | None = None
+    shared_expert_intermediate_size: int | None = None
+    shared_expert_gate: bool = False
+
+    def __post_init__(self) -> None:
+        check_annotations(self, MoEOptions)
+        names = ("ffn_hidden_size", "latent_size", "shared_expert_intermediate_size")
+        given = {name: getattr(self, name) for name in names}
+        check_positive(**{name: size for name, size in given.items() if size is not None})
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
     """Options of mixtures of experts, with Megatron-Core's names; `TransformerConfig` has these fields, too.
 
@@ -415,6 +445,21 @@ class ExpertsConfig:
             raise ValueError("num_moe_experts is None, so that no layer has experts; give their number")
         given = {name: getattr(self, field) for name, field in _ROUTER_FIELDS.items()}
         return RouterOptions(**given, aux_loss_groups=aux_loss_groups)
+
+    def moe_options(self) -> MoEOptions:
+        """Return the options of a layer with experts.
+
+        Raises:
+            ValueError: if the layers have no experts.
+        """
+        return MoEOptions(
+            router=self.router_options(),
+            ffn_hidden_size=self.moe_ffn_hidden_size,
+            apply_probs_on_input=self.moe_apply_probs_on_input,
+            latent_size=self.moe_latent_size,
+            shared_expert_intermediate_size=self.moe_shared_expert_intermediate_size,
+            shared_expert_gate=self.moe_shared_expert_gate,
+        )
 
     def _moe_layers(self, num_layers: int) -> tuple[bool, ...]:
         """Return the layers with experts; raise ValueError for an invalid ``moe_layer_freq``."""
