@@ -9,13 +9,14 @@ import optax
 import pytest
 from flax import nnx
 
+from jax_te.checkpoint import TrainCheckpointer
 from jax_te.config import ParallelConfig, TransformerConfig
 from jax_te.layers import expert_metrics
 from jax_te.models import BertModel, Execution, GPTModel, MegatronGPTModel, T5Model, generate
 from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling, autocast
 from jax_te.sharding import make_mesh
-from jax_te.training import PipelinedLoss, create_train_state, make_eval_step, make_train_step
+from jax_te.training import PipelinedLoss, abstract_train_state, create_train_state, make_eval_step, make_train_step
 
 H, F, E, TOPK, V, S = 32, 48, 4, 2, 64, 8
 TOKENS = jax.random.randint(jax.random.key(7), (2, S), 0, V)
@@ -153,11 +154,11 @@ def test_generation_with_a_cache_is_that_without(kind):
     np.testing.assert_array_equal(found, prompt)
 
 
-def after_steps(frequency, *, mesh=None):
+def after_steps(frequency, *, mesh=None, **fields):
     """Parameters and states after two steps of two microbatches, on a pipeline of two stages or on one device."""
 
     def build(rngs):
-        return gpt(rngs, moe_layer_freq=frequency, moe_aux_loss_coeff=0.1)
+        return gpt(rngs, moe_layer_freq=frequency, moe_aux_loss_coeff=0.1, **fields)
 
     loss_fn = PipelinedLoss(
         lambda model, batch, key: model.before(batch["tokens"]),
@@ -183,6 +184,44 @@ def test_stages_of_a_pipeline_have_dense_layers_and_layers_with_experts():
             np.testing.assert_allclose(a[...], b[...], rtol=2.0**-16, atol=2.0**-18, err_msg=str(path))
     with pytest.raises(ValueError, match="stand at the same place of two pipeline stages and differ"):
         after_steps([0, 0, 1, 1], mesh=ParallelConfig(pipeline=2))
+    # Random choices are those of a layer's number, and stages run one program.
+    with pytest.raises(ValueError, match="stand at the same place of two pipeline stages and differ"):
+        after_steps([0, 1, 0, 1], mesh=ParallelConfig(pipeline=2), moe_router_force_load_balancing=True)
+
+
+@pytest.mark.costly
+def test_a_checkpoint_keeps_experts_biases_counts_and_scales_for_another_mesh(tmp_path):
+    """Bitwise, and the next step on the first mesh is the one that was not interrupted."""
+    fields = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "ffn_hidden_size": 64}
+    fields |= {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.1}
+    tx = optax.adam(1e-2)
+    tokens = jax.random.randint(jax.random.key(8), (8, S), 0, V)
+    batch = {"tokens": tokens, "labels": jnp.roll(tokens, -1, axis=1)}
+    step = make_train_step(lambda model, batch, key: model.loss(batch["tokens"], batch["labels"]), tx, microbatches=2)
+
+    def values(state):
+        arrays = jax.tree.map(np.asarray, (state.params, state.quantizers, state.opt_state))
+        return jax.tree.leaves_with_path(arrays)
+
+    def assert_equal(found, expected):
+        assert [path for path, _ in found] == [path for path, _ in expected]
+        for (path, a), (_, b) in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(a, b, err_msg=str(path))
+
+    with autocast(DelayedScaling()):
+        state, _ = step(create_train_state(lambda rngs: gpt(rngs, **fields), tx, key=jax.random.key(0)), batch)
+        with TrainCheckpointer(tmp_path) as checkpoints:
+            checkpoints.save(state, None, 1)
+        saved = values(state)
+        after, _ = step(state, batch)
+        for mesh in (None, ParallelConfig(data=2, fsdp=2, tensor=2)):
+            with contextlib.nullcontext() if mesh is None else jax.set_mesh(make_mesh(mesh)):
+                target = abstract_train_state(lambda rngs: gpt(rngs, **fields), tx)
+                with TrainCheckpointer(tmp_path) as checkpoints:
+                    restored, _, _ = checkpoints.restore(target)
+                assert_equal(values(restored), saved)
+                if mesh is None:
+                    assert_equal(values(step(restored, batch)[0]), values(after))
 
 
 def test_jitter_needs_a_key_in_training():

@@ -109,6 +109,11 @@ class Router(TrainingMode):
         self.frozen = False
 
     @property
+    def draws_choices(self) -> bool:
+        """Whether choices are random, by ``layer_number``: ``force_load_balancing`` or ``force_biased``."""
+        return self.options.force_load_balancing or self.options.force_biased is not None
+
+    @property
     def has_losses(self) -> bool:
         """Whether training has losses of the router."""
         return bool(self.options.losses or self.options.z_loss_coeff)
@@ -203,7 +208,7 @@ class Router(TrainingMode):
         logits = jnp.matmul(x.astype(dtype), kernel.astype(dtype), precision="highest")
         if bias is not None:
             logits = logits + jnp.expand_dims(bias.astype(dtype), range(logits.ndim - 1))
-        if not options.force_load_balancing and options.force_biased is None:
+        if not self.draws_choices:
             return logits
         fixed = jax.random.key(self.layer_number or 0)
         drawn = jax.random.fold_in(fixed if key is None else key, 1)
