@@ -61,8 +61,8 @@ class QuantizableModule(TrainingMode):
         self.module_name: str | None = None
         self.kernel_cache: CachedKernel | None = nnx.data(None)
         self.grad_sinks: GradSinks | None = nnx.data(None)
-        for quantizers in self.kernels.values():
-            setattr(self, quantizers, nnx.data(quantizer_variables(self.new_state(ambient_recipe.value))))
+        for kernel, quantizers in self.kernels.items():
+            setattr(self, quantizers, nnx.data(self.state_variables(kernel, self.new_state(ambient_recipe.value))))
 
     @property
     def is_first_microbatch(self) -> bool | None:
@@ -126,6 +126,16 @@ class QuantizableModule(TrainingMode):
     def new_state(self, recipe: Recipe | None) -> GemmState | None:
         """Fresh state of a kernel's GEMMs under a recipe; None if it has no state."""
         return init_gemm_state(recipe, groups=self.groups)
+
+    def state_variables(self, kernel: str, state: GemmState | None, *, stack: int = 0) -> Any:
+        """Return the state of a kernel's GEMMs in Variables; that of groups is sharded as the kernel's first axis.
+
+        Args:
+            kernel: name of the kernel.
+            state: the state.
+            stack: number of axes in front, of a stack of layers.
+        """
+        return quantizer_variables(state, None if self.groups is None else self.axes_of(kernel)[0], stack=stack)
 
     def axes_of(self, kernel: str) -> LogicalAxes:
         """Logical axes of a kernel; None for each of its dimensions where its Variable names none."""

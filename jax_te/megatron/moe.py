@@ -263,6 +263,7 @@ class MoELayer(MegatronModule, MixtureOfExperts):
         rngs: nnx.Rngs,
     ):
         super().__init__(config)
+        self.dispatch, self.sequence_parallel = config.dispatch_options(), config.sequence_parallel
         self.router = TopKRouter(
             config, None, is_mtp_layer, layer_number=layer_number, aux_loss_groups=aux_loss_groups, rngs=rngs
         )

@@ -141,7 +141,7 @@ def test_sensitivity_as_a_table(quantized, capsys):
         ("sensitivity", ["--write", "new.yaml"], ["--write", "--keep-bf16"]),
         ("sensitivity", ["--keep-bf16", "1", "--write", __file__], ["--write", "exists"]),
         ("sensitivity", ["--keep-bf16", "7"], ["--keep-bf16 7", "6 layers"]),
-        ("sharding", ["--mesh", "expert=2"], ["mesh axis 'expert' is reserved"]),
+        ("sharding", ["--mesh", "experts=2"], ["unknown mesh axis 'experts'"]),
         ("sharding", ["--output", "nowhere"], ["nowhere holds no run", "--preset"]),
         ("sharding", ["--preset", "tiny"], ["--output", "--preset", "one of them"]),
     ],

@@ -76,7 +76,7 @@ MODEL: dict[str, Any] = {"config": CONFIG, "vocab_size": 16, "max_sequence_lengt
 TE: dict[str, Any] = {"config": config.ModelParallelConfig(), "init_method": jax.nn.initializers.normal(0.02)}
 TE |= {"bias": True, "skip_bias_add": False, "is_expert": False}
 CURRENT, DELAYED = recipe.Float8CurrentScaling(), recipe.DelayedScaling(amax_history_len=1)
-MESH = AbstractMesh((1, 1, 1, 1, 1), config.MESH_AXES, axis_types=(AxisType.Auto,) * 5)
+MESH = AbstractMesh((1,) * 6, config.MESH_AXES, axis_types=(AxisType.Auto,) * 6)
 TOKENS = np.arange(256, dtype=np.uint8) % 16
 TENSOR = quantize.TensorQuantizer(dtype=jnp.float8_e4m3fn)
 RULES = {"matchers": {"all": {"type": "glob", "enabled": True, "pattern": "*", "config": "own"}}}

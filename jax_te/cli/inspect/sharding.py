@@ -31,7 +31,7 @@ def run(options: InspectSharding) -> int:
     if sizes.num_devices > MAX_DEVICES:
         raise ValueError(f"a mesh of {sizes.num_devices} devices is too large to draw; at most {MAX_DEVICES}")
     # Raises for a mesh that could not train it, were there only enough examples.
-    examples = config.batch_size * sizes.data * sizes.fsdp
+    examples = config.batch_size * sizes.batch_devices
     # A run's other options are for its own mesh; none of them splits an array of its state.
     base, mesh = (config, config.mesh) if options.mesh is None else (config.on_one_device(), options.mesh)
     config = dataclasses.replace(base, batch_size=examples, mesh=mesh)

@@ -10,15 +10,27 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te._validation import check_positive, checked
+from jax.sharding import PartitionSpec
+
+from jax_te._validation import check_positive, checked, log_once
 from jax_te.config import ActivationLike, ActivationParams, normal_init
 from jax_te.layers.layernorm_mlp import component_count
 from jax_te.layers.linear import Linear
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.parameters import parameter
 from jax_te.layers.tensor_parallel import sequence_axes
-from jax_te.ops import Activation, RowGroups, activation, group_alignment, grouped_dense
+from jax_te.ops import (
+    Activation,
+    ExpertPlacement,
+    LinearOptions,
+    RowGroups,
+    activation,
+    expert_placement,
+    group_alignment,
+    grouped_dense,
+)
 from jax_te.remat import run_recomputed
+from jax_te.sharding import axis_ranks
 from jax_te.typing import Array, DTypeLike, Initializer, TensorGroup
 
 
@@ -50,11 +62,31 @@ class Experts(TrainingMode):
         layers = [getattr(layer, "base", layer) for layer in (self.linear_fc1, self.linear_fc2)]
         return math.lcm(*(group_alignment(layer.recipe) for layer in layers))
 
+    def placement(self, x: Array, sequence_parallel: bool) -> ExpertPlacement | None:
+        """Return the placement of the experts of tokens ``x [b, s, h]`` on the mesh in use; None if one array has the
+        rows of all experts.
+
+        Args:
+            x: the tokens.
+            sequence_parallel: whether tokens are sharded over the tensor axis along the sequence.
+        """
+        layers = [getattr(layer, "base", layer) for layer in (self.linear_fc1, self.linear_fc2)]
+        kernels = tuple((layer.kernel_shape, layer.axes_of("kernel")) for layer in layers)
+        found = expert_placement(x.shape, kernels, sequence_parallel=sequence_parallel)
+        reasons = [found, *(layer.why_not_placed() for layer in layers)] if found is not None else []
+        reason = next((reason for reason in reasons if isinstance(reason, str)), None)
+        if reason is None:
+            return found  # type: ignore[return-value]
+        if axis_ranks("expert") > 1:
+            log_once(f"the compiler partitions the experts, which then may gather all of them: {reason}")
+        return None
+
     def __call__(self, x: Array, probs: Array, groups: RowGroups, is_first_microbatch: bool | None = None) -> Array:
         """Apply the experts.
 
         Args:
-            x: ``[rows, h]``, zeros in rows of padding. So must the output's gradient be.
+            x: ``[rows, h]``, on a mesh the rows of all devices (`jax_te.ops.RowGroups`); zeros in rows of padding. So
+                must the output's gradient be.
             probs: ``[rows]``, 0 in rows of padding.
             groups: rows of each expert.
             is_first_microbatch: see `GroupedLinear`.
@@ -65,15 +97,18 @@ class Experts(TrainingMode):
         if self.apply_probs_on_input:
             x = (x.astype(probs.dtype) * probs[:, None]).astype(x.dtype)
             # The probabilities are applied already; padding rows get no bias.
-            probs = (groups.of_rows() < groups.count).astype(probs.dtype)
+            probs = groups.filled().astype(probs.dtype)
         # Rows of padding were zeros in x, and their gradients are, since whoever reads y leaves them out.
         groups = dataclasses.replace(groups, zero_padding=True)
         hidden = _output(self.linear_fc1(x, groups, is_first_microbatch=is_first_microbatch))
+        placement, axes, summands = groups.placement, (None, "ffn"), 1
+        if placement is not None:
+            axes, summands = PartitionSpec(*placement.row_spec, None), placement.size(placement.features)
 
         # The layer is an argument, since jax.checkpoint passes a copy.
         def rest(parts: Any) -> Array:
             linear_fc2, hidden, probs, groups = parts
-            z = activation(hidden, self.function.name, params=self.function.params, out_axes=(None, "ffn"))
+            z = activation(hidden, self.function.name, params=self.function.params, out_axes=axes)
             if not self.apply_probs_on_input:
                 z = (z.astype(probs.dtype) * probs[:, None]).astype(z.dtype)
             else:  # nothing has multiplied the activation of rows of padding by 0
@@ -81,9 +116,13 @@ class Experts(TrainingMode):
             y, bias = linear_fc2(z, groups, is_first_microbatch=is_first_microbatch)
             if bias is None:
                 return y
-            # A GEMM with one feature, whose gradients sum rows in an order that does not depend on the device.
+            # A GEMM with one feature, whose gradients sum rows in an order that does not depend on the device. Each
+            # device among which features are split adds an equal part.
             weighted = grouped_dense(
-                probs.astype(jnp.float32)[:, None], bias[:, None].astype(jnp.float32), groups=groups
+                probs.astype(jnp.float32)[:, None] / summands,
+                bias[:, None].astype(jnp.float32),
+                groups=groups,
+                options=LinearOptions(kernel_axes=("expert", None, None)),
             )
             return (y.astype(jnp.float32) + weighted).astype(y.dtype)
 

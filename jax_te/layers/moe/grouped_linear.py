@@ -18,6 +18,7 @@ from jax_te.layers.parameters import constant, expert_rngs, init_of_each, parame
 from jax_te.layers.results import layer_output
 from jax_te.layers.tensor_parallel import TensorParallel, TensorParallelModule
 from jax_te.ops import LinearOptions, LinearWeights, RowGroups, grouped_dense
+from jax_te.quantize import QuantizedKernel, precision_of
 from jax_te.sharding import activation_axis
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, TensorGroup
 
@@ -169,6 +170,13 @@ class GroupedLinear(TensorParallelModule):
         if group_sizes.shape != (self.num_gemms,):
             raise ValueError(f"group_sizes must have shape ({self.num_gemms},), one size each, got {group_sizes.shape}")
         return RowGroups(sizes=group_sizes.astype(jnp.int32), rows=x.shape[0])
+
+    def why_not_placed(self) -> str | None:
+        """Return the reason why the devices of a mesh cannot run the layer on their own rows of experts, or None."""
+        if precision_of(self.recipe).shard_multiple is None:
+            return f"recipe {self.recipe!r} has scales of whole tensors beside those of blocks"
+        kernel = self.kernel.get_value()
+        return kernel.lacks_shards if isinstance(kernel, QuantizedKernel) else None
 
     def _options(self) -> LinearOptions:
         # Rows have no logical axis: on a mesh every device has all of them.

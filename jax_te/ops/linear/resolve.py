@@ -295,7 +295,7 @@ def _shards(layers: Sequence[LinearSpec], weights: Sequence[LinearWeights]) -> S
     first, last = layers[0].plan, layers[-1].plan
     if first.mesh is None:
         return None
-    given, plain, per_device = [], [], PartitionSpec(first.amax_axes)
+    given, plain, per_device = [], [], first.per_device
     for layer, (kernel, *_) in zip(layers, weights, strict=True):
         spec: Any = layer.plan.kernel_spec
         plain.append(LinearWeights(spec, layer.plan.bias_spec, REPLICATED))  # type: ignore[arg-type]

@@ -1,0 +1,162 @@
+"""Experts on every kind of mesh have the losses, gradients and states of one device."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_te.config import DispatchOptions, ParallelConfig, RouterOptions
+from jax_te.layers import MoE
+from jax_te.quantize import QuantizerState
+from jax_te.sharding import ShardingRules, communication_report, make_mesh, use_rules
+from tests.support.numerics import draw
+
+B, S, H, F, E, K = 8, 8, 32, 32, 8, 2
+X, G = draw("x", (B, S, H)), draw("g", (B, S, H))
+
+# fp32: sums over devices in another order, 2^-24 each; 1e-5 of an array's largest element is what is promised.
+TOLERANCE = 1e-5
+
+
+@contextlib.contextmanager
+def on_mesh(sizes: dict[str, int] | None, axis_type: Any = "auto", **rules: Any) -> Any:
+    with use_rules(ShardingRules(**rules)):
+        if sizes is None:
+            yield
+        else:
+            with jax.set_mesh(make_mesh(ParallelConfig(**sizes), axis_type=axis_type)):
+                yield
+
+
+def build(router: dict[str, Any] | None = None, **options: Any) -> MoE:
+    router = {"aux_loss_coeff": 0.1, "z_loss_coeff": 0.01} | (router or {})
+    return MoE(H, F, RouterOptions(num_experts=E, topk=K, **router), rngs=nnx.Rngs(0), **options)
+
+
+def both(layer: Any, **call: Any) -> Any:
+    """Function of parameters, states and input that returns output and gradients."""
+    graphdef, params, states, rest = nnx.split(layer, nnx.Param, QuantizerState, ...)
+
+    def run(params: Any, states: Any, x: Any) -> Any:
+        y, vjp = jax.vjp(lambda *args: nnx.merge(graphdef, *args[:2], rest)(args[2], **call), params, states, x)
+        # On an Explicit mesh a cotangent has the sharding of its output, which is part of its type.
+        return y, vjp(jax.sharding.reshard(G, jax.typeof(y).sharding.spec) if has_explicit_axes() else G)
+
+    return jax.jit(run), (params, states)
+
+
+def has_explicit_axes() -> bool:
+    return jax.sharding.AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+
+
+def results(layer: Any, **call: Any) -> Any:
+    run, parts = both(layer, **call)
+    return jax.tree.map(np.asarray, run(*parts, X))
+
+
+@functools.cache
+def one_device() -> Any:
+    return results(build())
+
+
+def assert_same(found: Any, wanted: Any, tolerance: float = TOLERANCE) -> None:
+    for (path, mine), theirs in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
+        scale = np.max(np.abs(theirs)) if theirs.size else 0.0
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=tolerance * scale, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize("axis_type", ["auto", pytest.param("explicit", marks=pytest.mark.costly)])
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+@pytest.mark.parametrize("sizes", [{"fsdp": 2, "expert": 2, "tensor": 2}], ids=lambda sizes: "-".join(sizes))
+def test_every_dispatcher_gives_one_devices_gradients(sizes: Any, dispatcher: Any, axis_type: Any) -> None:
+    with on_mesh(sizes, axis_type):
+        found = results(build(dispatch=DispatchOptions(dispatcher=dispatcher), sequence_parallel=True))
+    assert_same(found, one_device())
+
+
+CASES: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
+    "no expert axis": ({"data": 2, "context": 2, "tensor": 2}, {}, {}),
+    "one expert a device": ({"expert": 8}, {}, {}),
+    "whole sequences": ({"data": 2, "expert": 2, "tensor": 2}, {}, {}),
+    "experts whole along tensor": ({"expert": 2, "tensor": 2}, {}, {"expert_tensor_parallel": False}),
+    "whole, sequences split": (
+        {"expert": 2, "tensor": 2}, {}, {"expert_tensor_parallel": False, "sequence_parallel": True},
+    ),
+    "within data": ({"data": 2, "fsdp": 2}, {"expert": ("data",)}, {}),
+    "within fsdp": ({"data": 2, "fsdp": 2}, {"expert": ("fsdp",)}, {}),
+    "over expert and tensor": ({"expert": 2, "tensor": 2}, {"expert": ("expert", "tensor")}, {}),
+    "with context": ({"context": 2, "expert": 2, "pipeline": 2}, {}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.costly(*(name for name in CASES if name not in ("within fsdp", "whole sequences")))
+@pytest.mark.parametrize("name", CASES)
+def test_axes_may_be_named_in_every_way(name: str) -> None:
+    sizes, rules, options = CASES[name]
+    with on_mesh(sizes, **rules):
+        found = results(build(dispatch=DispatchOptions(dispatcher="alltoall"), **options))
+    assert_same(found, one_device())
+
+
+def test_experts_must_lie_where_tokens_are_split() -> None:
+    with on_mesh({"data": 2, "tensor": 2}, batch=("data",), expert=("fsdp",)):
+        build()(X)  # the mesh has no devices along fsdp
+    with (
+        on_mesh({"data": 2, "fsdp": 2}, batch=("data",), expert=("fsdp",)),
+        pytest.raises(ValueError, match="experts are split over mesh axis 'fsdp', which does not split tokens"),
+    ):
+        build()(X)
+
+
+def test_kernels_and_states_are_sharded_over_experts() -> None:
+    with on_mesh({"fsdp": 2, "expert": 2, "tensor": 2}):
+        experts = build().experts
+        fc1, fc2 = (layer.kernel.get_value().sharding.spec for layer in (experts.linear_fc1, experts.linear_fc2))
+    assert tuple(fc1) == ("expert", "fsdp", None, "tensor")
+    assert tuple(fc2)[:2] == ("expert", ("tensor", "fsdp"))
+
+
+def collectives(sizes: dict[str, int], **options: Any) -> dict[str, int]:
+    """Numbers of collectives of forward and backward, by kind and mesh axes."""
+    with on_mesh(sizes):
+        run, parts = both(build({"aux_loss_coeff": 0.0, "z_loss_coeff": None}, bias=False, **options))
+        rows = communication_report(run.lower(*parts, X)).rows
+    return {f"{row.kind} {'*'.join(row.axes)}": row.count for row in rows if row.kind != "all-reduce"}
+
+
+# Forward and backward each move tokens to experts and back once. Numbers of experts and probabilities go with the
+# tokens, the gradients of probabilities back.
+WANTED: dict[str, Any] = {
+    "allgather": ({"all-gather expert": 4, "reduce-scatter expert": 3}),
+    "alltoall": ({"all-to-all expert": 7}),
+}
+
+
+@pytest.mark.parametrize("dispatcher", WANTED)
+def test_tokens_travel_once_in_each_direction(dispatcher: Any) -> None:
+    dispatch = DispatchOptions(dispatcher=dispatcher)
+    assert collectives({"expert": 4}, dispatch=dispatch) == WANTED[dispatcher]
+
+
+def test_kernels_are_gathered_along_fsdp_alone() -> None:
+    """Each of two kernels once in each direction, and its gradient is scattered; nothing of them crosses experts."""
+    found = collectives({"fsdp": 2, "expert": 2})
+    assert found == WANTED["allgather"] | {"all-gather fsdp": 4, "reduce-scatter fsdp": 2}
+
+
+def test_tensor_parallel_experts_add_up_tokens_not_rows() -> None:
+    """Whole sequences: no rows are gathered, and each token's sum is all-reduced once in each direction."""
+    with on_mesh({"expert": 2, "tensor": 2}):
+        run, parts = both(build({"aux_loss_coeff": 0.0, "z_loss_coeff": None}, bias=False))
+        rows = communication_report(run.lower(*parts, X)).rows
+    tokens = 4 * B * S * H  # of the two devices along expert, fp32
+    summed = [row for row in rows if row.axes == ("tensor",) and row.kind == "all-reduce"]
+    assert [row.kind for row in rows if "tensor" in row.axes and row.kind != "all-reduce"] == []
+    assert sum(row.bytes for row in summed) < 2.2 * tokens
