@@ -93,8 +93,7 @@ def test_parallel_config():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("model=2", "unknown mesh axis 'model' in 'model=2'; allowed: pipeline, data, fsdp, expert, context, "
-        "tensor"),
+        ("model=2", "unknown mesh axis 'model' in 'model=2'; allowed: pipeline, data, fsdp, expert, context, tensor"),
         ("data=2,data=4", "mesh axis 'data' is given twice"),
         ("data", "mesh axis 'data' needs an integer size >= 1, got ''"),
         ("data=two", "mesh axis 'data' needs an integer size >= 1, got 'two'"),

@@ -427,8 +427,8 @@ class ExpertsConfig:
             )
         object.__setattr__(self, "moe_router_group_topk", devices)
         object.__setattr__(self, "moe_router_topk_limited_devices", None)
-        # One device has all experts, so that there is one group.
-        object.__setattr__(self, "moe_router_num_groups", 1)
+        # Megatron's groups are the experts of one device.
+        object.__setattr__(self, "moe_router_num_groups", getattr(self, "expert_model_parallel_size", 1))
 
     @checked
     def router_options(self, *, aux_loss_groups: int = 1) -> RouterOptions:

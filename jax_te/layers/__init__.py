@@ -51,7 +51,13 @@ from jax_te.layers.quantizable import (
     quantizable_modules,
     quantize_parameters,
 )
-from jax_te.layers.tensor_parallel import TensorParallel, check_context_size, check_tp_group, sequence_axes
+from jax_te.layers.tensor_parallel import (
+    TensorParallel,
+    check_context_size,
+    check_expert_size,
+    check_tp_group,
+    sequence_axes,
+)
 from jax_te.layers.transformer import TransformerLayer
 
 # For users. The other names above are for the other packages of jax_te.

@@ -8,7 +8,6 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.layers.quantizable import QuantizableModule
-from jax_te.quantize import quantizer_variables
 from jax_te.recipe import Recipe
 
 

@@ -77,6 +77,7 @@ class TopKRouter(StateDicts, Router):
             bias=config.add_bias_linear,
             init_method=condition_init_method(config, config.init_method),
             layer_number=layer_number,
+            counts_overflow=config.moe_expert_rank_capacity_factor is not None,
             params_dtype=config.params_dtype,
             rngs=rngs,
         )

@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_te.config import DispatchOptions, ParallelConfig, RouterOptions
-from jax_te.layers import MoE
+from jax_te.config import DispatchOptions, ParallelConfig, RouterOptions, TransformerConfig
+from jax_te.layers import MoE, expert_metrics
+from jax_te.megatron import MoELayer
 from jax_te.quantize import QuantizerState
 from jax_te.sharding import ShardingRules, communication_report, make_mesh, use_rules
 from tests.support.numerics import draw
 
 B, S, H, F, E, K = 8, 8, 32, 32, 8, 2
 X, G = draw("x", (B, S, H)), draw("g", (B, S, H))
+WRT = nnx.DiffState(0, (nnx.Param, QuantizerState))
 
 # fp32: sums over devices in another order, 2^-24 each; 1e-5 of an array's largest element is what is promised.
 TOLERANCE = 1e-5
@@ -123,6 +125,32 @@ def test_kernels_and_states_are_sharded_over_experts() -> None:
     assert tuple(fc2)[:2] == ("expert", ("tensor", "fsdp"))
 
 
+@pytest.mark.costly
+def test_megatrons_layer_is_that_of_one_device() -> None:
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=H,
+        num_attention_heads=2,
+        num_moe_experts=E,
+        moe_ffn_hidden_size=F,
+        moe_aux_loss_coeff=0.1,
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        expert_model_parallel_size=2,
+        moe_token_dispatcher_type="flex",
+    )
+
+    def of_layer() -> Any:
+        layer = MoELayer(config, rngs=nnx.Rngs(0))
+        return jax.tree.map(np.asarray, nnx.value_and_grad(lambda layer: jnp.sum(layer(X)[0] * G), argnums=WRT)(layer))
+
+    wanted = of_layer()
+    with on_mesh({"data": 2, "expert": 2, "tensor": 2}):
+        assert_same(of_layer(), wanted)
+    with on_mesh({"expert": 4, "tensor": 2}), pytest.raises(ValueError, match="splits experts over 4 devices"):
+        of_layer()
+
+
 def collectives(sizes: dict[str, int], **options: Any) -> dict[str, int]:
     """Numbers of collectives of forward and backward, by kind and mesh axes."""
     with on_mesh(sizes):
@@ -160,3 +188,35 @@ def test_tensor_parallel_experts_add_up_tokens_not_rows() -> None:
     summed = [row for row in rows if row.axes == ("tensor",) and row.kind == "all-reduce"]
     assert [row.kind for row in rows if "tensor" in row.axes and row.kind != "all-reduce"] == []
     assert sum(row.bytes for row in summed) < 2.2 * tokens
+
+
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+def test_a_bound_drops_the_last_tokens_and_counts_them(dispatcher: Any) -> None:
+    """All tokens choose the experts of one device, which has room for as many rows as each has under equal load."""
+    chosen = jnp.broadcast_to(jnp.array([0, 1], jnp.int32), (B, S, K))
+    router: dict[str, Any] = {"aux_loss_coeff": 0.0, "z_loss_coeff": None}
+    bound = DispatchOptions(dispatcher=dispatcher, rank_capacity_factor=1.0)
+    unbound = results(build(router, bias=False), experts=chosen)[0].reshape(-1, H)
+    with on_mesh({"expert": 4}):
+        layer = build(router, bias=False, dispatch=bound)
+        run, parts = both(layer, experts=chosen)
+        y, (_, states, _) = run(*parts, X)
+        nnx.update(layer, states)  # what the calls counted
+        share = float(expert_metrics(layer)["overflow_share"])
+        again, _ = run(*parts, X)
+    y = np.asarray(y).reshape(-1, H)
+    np.testing.assert_array_equal(y, np.asarray(again).reshape(-1, H))
+    kept = np.any(y != 0.0, axis=-1)
+    # One device takes 16 tokens' assignments: of 16 tokens of each device the first 4, and by all-to-all sends of 8.
+    np.testing.assert_array_equal(kept, np.tile(np.arange(16) < 4, 4))
+    np.testing.assert_allclose(y[kept], unbound[kept], rtol=0, atol=TOLERANCE * np.max(np.abs(unbound)))
+    assert share == 0.75
+
+
+def test_a_bound_that_suffices_changes_nothing() -> None:
+    with on_mesh({"expert": 4}):
+        layer = build(dispatch=DispatchOptions(dispatcher="alltoall", rank_capacity_factor=8.0))
+        found = results(layer)
+    found[1][1]["router"].pop("last_step")
+    wanted = one_device()
+    np.testing.assert_allclose(found[0], wanted[0], rtol=0, atol=TOLERANCE * np.max(np.abs(wanted[0])))

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-
 from jax.sharding import PartitionSpec
 
 from jax_te._validation import check_positive, checked, log_once

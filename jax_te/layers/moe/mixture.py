@@ -83,7 +83,8 @@ class MixtureOfExperts(TrainingMode):
         """Return the sum of the outputs of each token's experts."""
         call = self._dispatch_of(x, routing)
         if call is not None:
-            rows, probs = dispatch.dispatch(x, routing.probs, call)
+            probs = self.router.with_overflow(routing.probs, call.overflow)
+            rows, probs = dispatch.dispatch(x, probs, call)
             return dispatch.combine(self.experts(rows, probs, call.groups, first), call)
         options, features = self.router.options, x.shape[-1]
         tokens, k = x.reshape(-1, features), options.topk
@@ -98,7 +99,6 @@ class MixtureOfExperts(TrainingMode):
         probs = permute.permute_probs(routing.probs.reshape(-1, k), plan)
         rows = self.experts(permute.permute(tokens, plan), probs, plan.groups, first)
         return permute.unpermute(rows, plan).reshape(x.shape)
-
 
     def _dispatch_of(self, x: Array, routing: Routing) -> Any:
         """Return the exchange of tokens between the devices of the mesh in use; None if one array has all rows."""
@@ -205,6 +205,7 @@ class MoE(MixtureOfExperts):
             bias=bias,
             init_method=into,
             layer_number=layer_number,
+            counts_overflow=dispatch.rank_capacity_factor is not None,
             params_dtype=params_dtype,
             rngs=rngs,
         )

@@ -7,7 +7,6 @@ from math import prod
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import PartitionSpec
 
 from jax_te._validation import COMPUTE_DTYPES, check_axes, check_float
 from jax_te.errors import QuantizerStateError

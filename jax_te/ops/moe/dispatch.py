@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from jax_te.ops.moe import permute
 from jax_te.ops.moe.permute import plan_permutation
@@ -35,6 +34,7 @@ class Transport:
         lead: sizes of the leading axes of one device's tokens ``[b, s, h]``.
         experts: number of experts on each device.
         rows: number of rows of each device.
+        limit: number of assignments of a token to an expert that a device takes. None: all.
         alignment: alignment of the rows of each expert, see `RowGroups`.
         slots: tokens that a device sends to each other one by all-to-all. None: tokens are all-gathered, and outputs
             reduce-scattered.
@@ -44,6 +44,7 @@ class Transport:
     lead: tuple[int, ...]
     experts: int
     rows: int
+    limit: int | None
     alignment: int
     slots: int | None
 
@@ -126,9 +127,12 @@ def transport_of(
     rows = row_bound(received * min(topk, local), local, alignment=alignment)
     if capacity is not None:
         rows = min(rows, local * padded_size(min(capacity, received), alignment))
-    if factor is not None:
-        rows = min(rows, row_bound(math.ceil(own * copied * topk * factor), local, alignment=alignment))
-    return Transport(placement=placement, lead=lead, experts=local, rows=rows, alignment=alignment, slots=slots)
+    limit = None if factor is None else math.ceil(own * copied * topk * factor)
+    if limit is not None:
+        rows = min(rows, row_bound(limit, local, alignment=alignment))
+    return Transport(
+        placement=placement, lead=lead, experts=local, rows=rows, limit=limit, alignment=alignment, slots=slots
+    )
 
 
 def plan_dispatch(transport: Transport, experts: Array, kept: Array | None) -> Dispatch:
@@ -197,10 +201,9 @@ def _plan(transport: Transport, args: tuple[Array, Array]) -> tuple[Any, None]:
     first = jax.lax.axis_index(placement.experts) * transport.experts if placement.experts else 0
     own = received - first
     mine = (own >= 0) & (own < transport.experts)
-    plan = plan_permutation(
-        own, transport.experts, kept=mine, alignment=transport.alignment, bound=transport.rows
-    )
-    lost = jnp.sum(mine & (plan.rows >= transport.rows), dtype=jnp.int32)
+    taken = mine if transport.limit is None else _first(mine, transport)
+    plan = plan_permutation(own, transport.experts, kept=taken, alignment=transport.alignment, bound=transport.rows)
+    lost = jnp.sum(mine & ~taken, dtype=jnp.int32)
     # Devices that have the same rows lose the same ones, and count a part each.
     parts = placement.size(transport.copied)
     overflow = unsent.astype(jnp.float32) + lost.astype(jnp.float32) / parts
@@ -227,6 +230,16 @@ def _sent(experts: Array, transport: Transport) -> tuple[Array, Array, Array]:
     filled = jnp.full((count, slots), t, jnp.int32).at[to_each, places].set(tokens, mode="drop")
     own = jnp.take_along_axis(places, jnp.minimum(to, count - 1), axis=1)
     return filled, places, jnp.sum((to < count) & (own >= slots), dtype=jnp.int32)
+
+
+def _first(mine: Array, transport: Transport) -> Array:
+    """Return the assignments ``[n, k]`` within the limit: the first tokens of all devices before the second ones."""
+    assert transport.limit is not None
+    placement, (_, k) = transport.placement, mine.shape
+    sources = transport.destinations * placement.size(transport.copied)
+    in_order = jnp.swapaxes(mine.reshape(sources, -1, k), 0, 1)
+    number = jnp.cumsum(in_order.reshape(-1), dtype=jnp.int32).reshape(in_order.shape)
+    return mine & (jnp.swapaxes(number, 0, 1).reshape(mine.shape) <= transport.limit)
 
 
 def _exchange(x: Array, transport: Transport, slots: Array | None, fill: int = 0) -> Array:

@@ -81,7 +81,7 @@ class ExpertPlacement:
         """Return the mesh axes along which a kernel stays split in its GEMMs."""
         return mesh_dims(tuple(map(activation_axis, kernel_axes)), self.mesh)
 
-    def plan(self, kernel_axes: LogicalAxes, precision: Precision) -> Plan:
+    def plan(self, kernel_axes: LogicalAxes | PartitionSpec, precision: Precision) -> Plan:
         """Return the plan of experts' linear layer, ``x [rows, k] @ kernel [e, k, *n]``, on each device's rows.
 
         A kernel that is sharded along other axes than ``experts`` and ``features`` is all-gathered.

@@ -172,7 +172,7 @@ def residual_for_dgrad(kernels: Any) -> Any:
 
 
 def all_gather_kernel(kernels: Any, dims: Dims, gemm: Gemm) -> Any:
-    """Return kernels ``[e, k, *n]`` all-gathered along mesh axes of each dimension, of which only ``k`` may have any."""
+    """Return kernels ``[e, k, *n]`` all-gathered along mesh axes of each dimension; only ``k`` may have any."""
     if isinstance(kernels, QuantizedOperand):
         kernels = adopt(kernels)
     if not isinstance(kernels, Kernels):
