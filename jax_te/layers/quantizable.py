@@ -53,6 +53,12 @@ class QuantizableModule(TrainingMode):
     """Number of kernels in each array ``[e, k, *n]``, which a recipe quantizes each by itself; None: the array is one.
     """
 
+    @property
+    def rows_on_devices(self) -> bool:
+        """Whether calls of several groups have rows that are placed on a mesh, so that devices quantize their own
+        kernels."""
+        return False
+
     def _init_quantization(self) -> None:
         self.high_precision = False
         self.module_recipe: ModuleRecipe | None = None
@@ -160,7 +166,12 @@ class QuantizableModule(TrainingMode):
         recipe, axes = self.recipe_of(kernel), self.axes_of(kernel)
         assert recipe is not None
         quantize = functools.partial(
-            quantize_kernel, recipe=recipe, kernel_axes=axes, portable=portable, grouped=self.groups is not None
+            quantize_kernel,
+            recipe=recipe,
+            kernel_axes=axes,
+            portable=portable,
+            grouped=self.groups is not None,
+            on_devices=self.rows_on_devices,
         )
 
         def of_layers(value: Array, state: GemmState | None) -> QuantizedKernel:

@@ -71,7 +71,8 @@ class ShardingRules:
         expert: the first axis of experts' kernels, biases and states, over the expert axis; tokens travel to their
             experts. It may name other axes that shard tokens, such as ``("fsdp",)``, or ``("expert", "tensor")`` under
             sequence parallelism. In an array with experts no other dimension is sharded over the axes of this rule.
-        norm: parameters of norms, and biases over the hidden axis, over nothing: too small to be worth all-gathering.
+        norm: parameters of norms and routers, and biases over the hidden axis, over nothing: too small to be worth
+            all-gathering.
         components: component axes of fused kernels (query/key/value, gate/up), over nothing: so each device has its
             shard of every component, and any number of devices shards in the same way.
 

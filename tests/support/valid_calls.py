@@ -363,6 +363,9 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "layers.Router.assign": lambda f: Call(
         router().assign, {"x": X, "padding_mask": None, "key": None, "experts": None}
     ),
+    "layers.Router.with_overflow": lambda f: Call(
+        router().with_overflow, {"probs": jnp.ones((2, 4, 2)), "overflow": jnp.float32(1.0)}
+    ),
     "layers.Router.capacity": lambda f: Call(router().capacity, {"tokens": 4}),
     "layers.SharedExperts.__call__": lambda f: Call(
         layers.SharedExperts(16, 16, rngs=nnx.Rngs(0)), {"x": X, "is_first_microbatch": None}

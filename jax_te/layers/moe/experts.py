@@ -54,6 +54,8 @@ class Experts(TrainingMode):
     def __init__(self, linear_fc1: Any, linear_fc2: Any, function: Activation, *, apply_probs_on_input: bool = False):
         self.linear_fc1, self.linear_fc2 = linear_fc1, linear_fc2
         self.function, self.apply_probs_on_input = function, apply_probs_on_input
+        for layer in (linear_fc1, linear_fc2):
+            layer.of_mixture = True
 
     @property
     def alignment(self) -> int:
@@ -72,8 +74,9 @@ class Experts(TrainingMode):
         layers = [getattr(layer, "base", layer) for layer in (self.linear_fc1, self.linear_fc2)]
         kernels = tuple((layer.kernel_shape, layer.axes_of("kernel")) for layer in layers)
         found = expert_placement(x.shape, kernels, sequence_parallel=sequence_parallel)
-        reasons = [found, *(layer.why_not_placed() for layer in layers)] if found is not None else []
-        reason = next((reason for reason in reasons if isinstance(reason, str)), None)
+        reason = found if isinstance(found, str) else None
+        if isinstance(found, ExpertPlacement):
+            reason = next((why for layer in layers if (why := layer.why_not_placed()) is not None), None)
         if reason is None:
             return found  # type: ignore[return-value]
         if axis_ranks("expert") > 1:

@@ -100,7 +100,7 @@ class Router(TrainingMode):
             )
         e, init = options.num_experts, normal_init() if init_method is None else init_method
         self.options, self.layer_number = options, layer_number
-        self.kernel = parameter(init, rngs, (hidden_size, e), params_dtype, (None, None))
+        self.kernel = parameter(init, rngs, (hidden_size, e), params_dtype, ("norm", None))
         self.bias = parameter(init, rngs, (e,), params_dtype, (None,)) if bias else None
         self.expert_bias = _state(e, ExpertBias(options.bias_update_rate)) if options.enable_expert_bias else None
         by_quantiles = options.load_balancing_type == "quantile_balancing"

@@ -299,7 +299,9 @@ def _shards(layers: Sequence[LinearSpec], weights: Sequence[LinearWeights]) -> S
         spec: Any = layer.plan.kernel_spec
         plain.append(LinearWeights(spec, layer.plan.bias_spec, REPLICATED))  # type: ignore[arg-type]
         stored = isinstance(kernel, QuantizedKernel)
-        given.append(plain[-1]._replace(kernel=kernel.partition_specs(spec, per_device) if stored else spec))
+        given.append(
+            plain[-1]._replace(kernel=kernel.partition_specs(spec, per_device, REPLICATED) if stored else spec)
+        )
     args = LinearArgs(first.x_spec, REPLICATED, tuple(given))
     cotangents = args._replace(layers=tuple(plain))
     sinks = tuple(None if layer.sink is None else layer.sink.spec(layer.plan) for layer in layers)

@@ -194,6 +194,11 @@ def _plan(groups: RowGroups, weights: LinearWeights, precision: Precision, optio
     if groups.placement is None:
         mesh = None if jax.sharding.get_abstract_mesh().empty else device_mesh()
         reason = None if mesh is None else "the rows of a group may lie on any device"
+        if isinstance(weights.kernel, QuantizedKernel) and weights.kernel.is_per_device:
+            raise ValueError(
+                f"grouped_dense: its kernels were quantized on each device of a mesh, and here {reason}. Quantize them "
+                "where they are used (is_first_microbatch=None), or take sizes that divide over the mesh"
+            )
         # The op constrains its rows itself, because the rows of tiles have another layout.
         return Plan(reason=reason, constrained=not jax.sharding.get_abstract_mesh().empty)
     if options.kernel_axes is None:
@@ -218,7 +223,7 @@ def _shards(linear: LinearSpec, weights: LinearWeights) -> Shards | None:
     plain = LinearWeights(plan.kernel_spec, plan.bias_spec, experts)  # type: ignore[arg-type]
     given = plain
     if isinstance(kernel, QuantizedKernel):
-        given = plain._replace(kernel=kernel.partition_specs(plan.kernel_spec, plan.per_device))
+        given = plain._replace(kernel=kernel.partition_specs(plan.kernel_spec, plan.per_device, experts))
     sink = None if linear.sink is None else linear.sink.spec(plan)
     return Shards(
         mesh=plan.mesh,
