@@ -132,6 +132,8 @@ class DispatchOptions:
             all experts get the same number of tokens; under ``"alltoall"`` also of the tokens that it takes from each
             other device. Assignments of tokens to experts beyond it are dropped, the last tokens first, and counted in
             the metric ``overflow_share``. None: room for any choice of experts.
+        fp8: whether tokens travel to their experts in E4M3, and gradients of outputs in E5M2, with a scale for each
+            token. Sums, outputs and gradients of tokens, travel in the compute dtype.
 
     Raises:
         ValueError: for an unknown dispatcher, or a factor that is not positive.
@@ -144,6 +146,7 @@ class DispatchOptions:
 
     dispatcher: Literal["allgather", "alltoall"] = "allgather"
     rank_capacity_factor: float | None = None
+    fp8: bool = False
 
     def __post_init__(self) -> None:
         check_annotations(self, DispatchOptions)

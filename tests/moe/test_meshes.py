@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from flax import nnx
 from jax_te.config import DispatchOptions, ParallelConfig, RouterOptions, TransformerConfig
 from jax_te.layers import MoE, expert_metrics
 from jax_te.megatron import MoELayer
+from jax_te.ops import dispatch, expert_placement
 from jax_te.quantize import QuantizerState
 from jax_te.sharding import ShardingRules, communication_report, make_mesh, use_rules
 from tests.support.numerics import draw
@@ -220,3 +222,42 @@ def test_a_bound_that_suffices_changes_nothing() -> None:
     found[1][1]["router"].pop("last_step")
     wanted = one_device()
     np.testing.assert_allclose(found[0], wanted[0], rtol=0, atol=TOLERANCE * np.max(np.abs(wanted[0])))
+
+
+@pytest.mark.parametrize("dispatcher", [pytest.param("allgather", marks=pytest.mark.costly), "alltoall"])
+def test_tokens_and_gradients_may_travel_in_fp8(dispatcher: Any) -> None:
+    """E4M3 forward, E5M2 backward, each token with a scale of its own; sums in the compute dtype."""
+    sizes, options = {"expert": 2, "tensor": 2}, {"sequence_parallel": True, "bias": False}
+    with on_mesh(sizes):
+        layer = build(dispatch=DispatchOptions(dispatcher=dispatcher, fp8=True), **options)
+        run, parts = both(layer)
+        text = run.lower(*parts, X).compile().as_text() or ""
+        found = jax.tree.map(np.asarray, run(*parts, X))
+    assert_same(found[0], results(build(bias=False))[0], 2.0**-4)  # half of E4M3's last place
+    sent = re.findall(rf"(\w+)\[[\d,]+,{H}\]\S* (all-gather|all-to-all|reduce-scatter)\(", text)
+    exchange, back = ("all-gather", "reduce-scatter") if dispatcher == "allgather" else ("all-to-all", "all-to-all")
+    there = [("u8", "all-gather"), ("u8", exchange)]  # along tensor, and along expert
+    assert sorted(sent) == sorted(2 * (there + [("f32", "reduce-scatter"), ("f32", back)]))
+
+
+def test_what_travels_in_fp8_is_rounded_once_a_token() -> None:
+    """One expert that copies its input: the sums are the tokens in E4M3, their gradients the outputs' in E5M2."""
+    x, g = draw("x", (4, 2, 16)) * 8.0, draw("g", (4, 2, 16))
+    chosen = jnp.broadcast_to(jnp.array([[0], [3]], jnp.int32), (4, 2, 1))
+
+    def both_ways(x: Any, probs: Any) -> Any:
+        placement: Any = expert_placement(x.shape, (((4, 16, 16), ("expert", None, None)),), sequence_parallel=False)
+        options = {"alignment": 1, "dispatcher": "alltoall", "capacity": None, "factor": None, "fp8": True}
+        call = dispatch.plan_dispatch(dispatch.transport_of(placement, x.shape, 1, 4, **options), chosen, None)
+        return dispatch.combine(dispatch.dispatch(x, probs, call)[0], call)
+
+    with on_mesh({"expert": 4}):
+        y, vjp = jax.vjp(both_ways, x, jnp.ones((4, 2, 1)))
+        dx = vjp(g)[0]
+
+    def rounded(x: Any, dtype: Any) -> Any:
+        scale = float(jnp.finfo(dtype).max) / np.max(np.abs(x), axis=-1, keepdims=True)
+        return np.asarray((x * scale).astype(dtype), np.float32) / scale
+
+    np.testing.assert_allclose(y, rounded(x, jnp.float8_e4m3fn), rtol=2.0**-21)
+    np.testing.assert_allclose(dx, rounded(g, jnp.float8_e5m2), rtol=2.0**-21)

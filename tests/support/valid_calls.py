@@ -1007,7 +1007,7 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     ),
     "quantize.QuantizedKernel.of_layer": lambda f: Call(quantized().of_layer, {"ndim": 2}),
     "quantize.QuantizedKernel.partition_specs": lambda f: Call(
-        quantized().partition_specs, {"kernel": PartitionSpec(), "per_device": PartitionSpec()}
+        quantized().partition_specs, dict.fromkeys(("kernel", "per_device", "scales"), PartitionSpec())
     ),
     "quantize.QuantizedKernel.taken_over": lambda f: Call(quantized().taken_over, {"exact": KERNEL}),
     "quantize.QuantizedTensor.holds": lambda f: Call(tensor().holds, {"x": KERNEL}),

@@ -115,6 +115,7 @@ class MixtureOfExperts(TrainingMode):
             dispatcher=self.dispatch.dispatcher,
             capacity=self.router.capacity(math.prod(x.shape[:-1])),
             factor=self.dispatch.rank_capacity_factor,
+            fp8=self.dispatch.fp8,
         )
         return dispatch.plan_dispatch(transport, routing.experts, routing.kept)
 

@@ -14,15 +14,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_te.ops.first_order import why_quantized
 from jax_te.ops.moe import permute
 from jax_te.ops.moe.permute import plan_permutation
 from jax_te.ops.moe.placement import ExpertPlacement
 from jax_te.ops.moe.routing import wide_dtype
 from jax_te.ops.moe.row_groups import RowGroups, row_bound
 from jax_te.ops.sharded_vjp import sharded_vjp
-from jax_te.quantize import padded_size
-from jax_te.sharding import REPLICATED, all_gather, flat, reduce_sum
-from jax_te.typing import Array
+from jax_te.quantize import TensorQuantizer, padded_size
+from jax_te.sharding import REPLICATED, all_gather, all_to_all, flat, reduce_sum
+from jax_te.typing import Array, DTypeLike
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,7 @@ class Transport:
         alignment: alignment of the rows of each expert, see `RowGroups`.
         slots: tokens that a device sends to each other one by all-to-all. None: tokens are all-gathered, and outputs
             reduce-scattered.
+        fp8: whether tokens, and gradients of outputs, travel in FP8.
     """
 
     placement: ExpertPlacement
@@ -47,6 +49,7 @@ class Transport:
     limit: int | None
     alignment: int
     slots: int | None
+    fp8: bool
 
     @property
     def destinations(self) -> int:
@@ -101,6 +104,7 @@ def transport_of(
     dispatcher: str,
     capacity: int | None,
     factor: float | None,
+    fp8: bool,
 ) -> Transport:
     """Return the exchange for tokens ``[b, s, h]`` of the whole batch.
 
@@ -114,6 +118,7 @@ def transport_of(
         capacity: the largest number of tokens that the router leaves an expert. None: any.
         factor: bound of the rows of a device, and under ``"alltoall"`` of the tokens that it takes from each other one,
             as a multiple of what it has if all experts get the same number of tokens. None: no bound.
+        fp8: whether tokens travel to their experts, and gradients of outputs, in FP8.
     """
     parts = map(placement.size, placement.tokens)
     lead = tuple(size // number for size, number in zip(shape[:-1], parts, strict=True))
@@ -131,7 +136,14 @@ def transport_of(
     if limit is not None:
         rows = min(rows, row_bound(limit, local, alignment=alignment))
     return Transport(
-        placement=placement, lead=lead, experts=local, rows=rows, limit=limit, alignment=alignment, slots=slots
+        placement=placement,
+        lead=lead,
+        experts=local,
+        rows=rows,
+        limit=limit,
+        alignment=alignment,
+        slots=slots,
+        fp8=fp8 and devices * copied > 1,
     )
 
 
@@ -247,7 +259,7 @@ def _exchange(x: Array, transport: Transport, slots: Array | None, fill: int = 0
     axes = transport.placement.experts
     if slots is not None:
         sent = x.at[slots].get(mode="fill", fill_value=fill)
-        x = jax.lax.all_to_all(sent, axes, 0, 0, tiled=True).reshape(-1, *x.shape[1:])
+        x = all_to_all(sent, axes).reshape(-1, *x.shape[1:])
     elif axes:
         x = all_gather(x, (axes,))
     return all_gather(x, (transport.copied,)) if transport.copied else x
@@ -261,7 +273,7 @@ def _returned(x: Array, transport: Transport, places: Array | None) -> Array:
     if places is None:
         return reduce_sum(x, placement.experts, (placement.experts,) if placement.experts else ())
     back = x.reshape(places.shape[1], -1, *x.shape[1:])
-    back = jax.lax.all_to_all(back, placement.experts, 0, 0, tiled=True)
+    back = all_to_all(back, placement.experts)
     wide = wide_dtype(x.dtype)
     found = (own.at[place].get(mode="fill", fill_value=0) for own, place in zip(back, places.T, strict=True))
     return sum(y.astype(wide) for y in found).astype(x.dtype)  # type: ignore[union-attr]
@@ -271,8 +283,16 @@ def _of_device(assignments: Assignments) -> Assignments:
     return jax.tree.map(lambda x: x[0], assignments)
 
 
-def _rows_of(x: Array, transport: Transport, own: Assignments) -> Array:
-    return permute.permute(_exchange(x, transport, own.slots), own.permutation)
+def _rows_of(x: Array, transport: Transport, own: Assignments, dtype: DTypeLike) -> Array:
+    """Return the rows of a device's experts, of tokens that travel in FP8 ``dtype`` if the transport says so."""
+    if not transport.fp8:
+        return permute.permute(_exchange(x, transport, own.slots), own.permutation)
+    quantizer = TensorQuantizer(dtype=dtype)
+    # Quantization clips inf to a finite value; nan stays nan.
+    shown = jnp.where(jnp.isinf(x), jnp.nan, x)[:, None]
+    sent, _ = jax.vmap(lambda token: quantizer.quantize(token, None, axis=1, columnwise=False))(shown)
+    received = jax.tree.map(lambda leaf: _exchange(leaf, transport, own.slots), sent)
+    return permute.permute(jax.vmap(lambda token: token.dequantize())(received)[:, 0], own.permutation)
 
 
 def _tokens_of(rows: Array, transport: Transport, own: Assignments) -> Array:
@@ -281,7 +301,7 @@ def _tokens_of(rows: Array, transport: Transport, own: Assignments) -> Array:
 
 def _dispatch_fwd(transport: Transport, args: _Tokens) -> tuple[tuple[Array, Array], Any]:
     x, probs, own = args.x, args.probs, _of_device(args.assignments)
-    rows = _rows_of(x.reshape(-1, x.shape[-1]), transport, own)
+    rows = _rows_of(x.reshape(-1, x.shape[-1]), transport, own, jnp.float8_e4m3fn)
     received = _exchange(probs.reshape(-1, probs.shape[-1]), transport, own.slots)
     return (rows, permute.permute_probs(received, own.permutation)), args.assignments
 
@@ -300,9 +320,13 @@ def _combine_fwd(transport: Transport, args: _Rows) -> tuple[Array, Assignments]
 
 def _combine_bwd(transport: Transport, assignments: Assignments, g: Array) -> tuple[_Rows, None]:
     g = g.reshape(-1, g.shape[-1])
-    return _Rows(_rows_of(g, transport, _of_device(assignments)), None), None
+    return _Rows(_rows_of(g, transport, _of_device(assignments), jnp.float8_e5m2), None), None
+
+
+def _why_once(transport: Transport) -> str | None:
+    return why_quantized("DispatchOptions(fp8=True)") if transport.fp8 else None
 
 
 _planned = sharded_vjp(_plan, lambda *_: ((None, None), None))
-_dispatch = sharded_vjp(_dispatch_fwd, _dispatch_bwd)
-_combine = sharded_vjp(_combine_fwd, _combine_bwd)
+_dispatch = sharded_vjp(_dispatch_fwd, _dispatch_bwd, once=_why_once)
+_combine = sharded_vjp(_combine_fwd, _combine_bwd, once=_why_once)
