@@ -10,15 +10,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh
 
 from jax_te.config import DispatchOptions, ParallelConfig, RouterOptions, TransformerConfig
-from jax_te.layers import MoE, expert_metrics
+from jax_te.layers import GroupedLoRA, MoE, expert_metrics, expert_rows
 from jax_te.megatron import MoELayer
 from jax_te.ops import dispatch, expert_placement
 from jax_te.quantize import QuantizerState
+from jax_te.recipe import Float8CurrentScaling, autocast
+from jax_te.remat import selective_recompute
 from jax_te.sharding import ShardingRules, communication_report, make_mesh, use_rules
+from jax_te.training import create_train_state, make_train_step
 from tests.support.numerics import draw
 
 B, S, H, F, E, K = 8, 8, 32, 32, 8, 2
@@ -41,7 +46,7 @@ def on_mesh(sizes: dict[str, int] | None, axis_type: Any = "auto", **rules: Any)
 
 def build(router: dict[str, Any] | None = None, **options: Any) -> MoE:
     router = {"aux_loss_coeff": 0.1, "z_loss_coeff": 0.01} | (router or {})
-    return MoE(H, F, RouterOptions(num_experts=E, topk=K, **router), rngs=nnx.Rngs(0), **options)
+    return MoE(H, F, RouterOptions(**{"num_experts": E, "topk": K} | router), rngs=nnx.Rngs(0), **options)
 
 
 def both(layer: Any, **call: Any) -> Any:
@@ -107,6 +112,57 @@ def test_axes_may_be_named_in_every_way(name: str) -> None:
     with on_mesh(sizes, **rules):
         found = results(build(dispatch=DispatchOptions(dispatcher="alltoall"), **options))
     assert_same(found, one_device())
+
+
+LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "probs on input": ({"topk": 1, "score_function": "sigmoid"}, {"apply_probs_on_input": True}),
+    "capacity by probs": ({"expert_capacity_factor": 1.0, "pad_expert_input_to_capacity": True}, {}),
+    "capacity by position": ({"expert_capacity_factor": 0.5, "token_drop_policy": "position"}, {}),
+    "groups": ({"topk": 4, "num_groups": 4, "group_topk": 2, "score_function": "sigmoid"}, {}),
+    "losses of sequences": (
+        {"load_balancing_type": ("seq_aux_loss", "global_aux_loss"), "aux_loss_coeff": (0.1, 0.1)}, {},
+    ),
+    "sinkhorn": ({"load_balancing_type": "sinkhorn", "aux_loss_coeff": 0.0}, {}),
+    "quantiles": ({"load_balancing_type": "quantile_balancing", "aux_loss_coeff": 0.0}, {}),
+    "shared and latent": (
+        {}, {"bias": False, "shared_expert_intermediate_size": 16, "shared_expert_gate": True, "latent_size": 16},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.costly(*(name for name in LAYERS if name not in ("probs on input", "capacity by probs")))
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_option_of_the_layer_is_that_of_one_device(name: str) -> None:
+    router, options = LAYERS[name]
+    wanted = results(build(router, **options))
+    with on_mesh({"data": 2, "expert": 2, "tensor": 2}):
+        layer = build(router, dispatch=DispatchOptions(dispatcher="alltoall"), sequence_parallel=True, **options)
+        found = results(layer)
+    assert_same(found, wanted)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("module", ["moe", "moe_act"])
+def test_recomputation_changes_nothing_on_a_mesh(module: Any) -> None:
+    with on_mesh({"expert": 2, "tensor": 2}), selective_recompute(module):
+        found = results(build())
+    assert_same(found, one_device())
+
+
+@pytest.mark.costly
+def test_adapters_run_on_their_experts_devices() -> None:
+    def adapted() -> Any:
+        layer = build()
+        for name in ("linear_fc1", "linear_fc2"):
+            adapter = GroupedLoRA(getattr(layer.experts, name), 4, freeze_base=False, rngs=nnx.Rngs(1))
+            adapter.lora_b.set_value(draw(name, adapter.lora_b.shape))
+            setattr(layer.experts, name, adapter)
+        return layer
+
+    wanted = results(adapted())
+    with on_mesh({"fsdp": 2, "expert": 2, "tensor": 2}):
+        found = results(adapted())
+    assert_same(found, wanted)
 
 
 def test_experts_must_lie_where_tokens_are_split() -> None:
@@ -237,7 +293,7 @@ def test_tokens_and_gradients_may_travel_in_fp8(dispatcher: Any) -> None:
     sent = re.findall(rf"(\w+)\[[\d,]+,{H}\]\S* (all-gather|all-to-all|reduce-scatter)\(", text)
     exchange, back = ("all-gather", "reduce-scatter") if dispatcher == "allgather" else ("all-to-all", "all-to-all")
     there = [("u8", "all-gather"), ("u8", exchange)]  # along tensor, and along expert
-    assert sorted(sent) == sorted(2 * (there + [("f32", "reduce-scatter"), ("f32", back)]))
+    assert sorted(sent) == sorted(2 * [*there, ("f32", "reduce-scatter"), ("f32", back)])
 
 
 def test_what_travels_in_fp8_is_rounded_once_a_token() -> None:
@@ -261,3 +317,69 @@ def test_what_travels_in_fp8_is_rounded_once_a_token() -> None:
 
     np.testing.assert_allclose(y, rounded(x, jnp.float8_e4m3fn), rtol=2.0**-21)
     np.testing.assert_allclose(dx, rounded(g, jnp.float8_e5m2), rtol=2.0**-21)
+
+
+def trained(sizes: dict[str, int] | None, *, recipe: Any = None, dtype: Any = jnp.float32, **options: Any) -> Any:
+    """Train state after two steps of two microbatches."""
+    tx = optax.sgd(1.0)
+    step_options = {name: options.pop(name) for name in ("reduce_gradients",) if name in options}
+    with on_mesh(sizes), autocast(recipe):
+        state = create_train_state(
+            lambda rngs: MoE(H, F, RouterOptions(num_experts=E), params_dtype=dtype, rngs=rngs),
+            tx,
+            key=jax.random.key(0),
+            **options,
+        )
+        step = make_train_step(
+            lambda model, x, key: jnp.mean((model(x) - G[: len(x)]) ** 2), tx, microbatches=2, **step_options
+        )
+        for _ in range(2):
+            state, _ = step(state, jnp.concatenate([X, X]))
+    return state
+
+
+@pytest.mark.costly("summands", "fp8_param")
+@pytest.mark.parametrize(
+    ("options", "recipe"),
+    [
+        pytest.param({"dtype": jnp.bfloat16, "distributed_optimizer": True}, None, id="masters"),
+        pytest.param({"reduce_gradients": "step"}, None, id="summands"),
+        pytest.param({"fp8_param": True}, Float8CurrentScaling(amax_scope="whole"), id="fp8_param"),
+    ],
+)
+def test_masters_are_split_and_train_as_on_one_device(options: dict[str, Any], recipe: Any) -> None:
+    sizes = {"data": 2, "expert": 2, "tensor": 2}
+    found, wanted = (trained(mesh, recipe=recipe, **options) for mesh in (sizes, None))
+    mine, theirs = (state.params if state.masters is None else state.masters for state in (found, wanted))
+    for (path, a), (_, b) in zip(nnx.to_flat_state(mine), nnx.to_flat_state(theirs), strict=True):
+        a, b = np.asarray(a[...]), np.asarray(b[...])
+        # Gradients of bf16 biases and of the router are rounded to bf16 on each device, before their sum.
+        rounded = options.get("dtype") == jnp.bfloat16 and ("router" in path or path[-1] == "bias")
+        tolerance = 2.0**-6 if rounded else 2 * TOLERANCE
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.max(np.abs(b)), err_msg=str(path))
+    if found.masters is not None and "distributed_optimizer" in options:
+        for layer in ("linear_fc1", "linear_fc2"):
+            assert spec_of(found.masters["experts"][layer]["kernel"]) == {"expert", "data", "tensor"}
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "tokens", "rows"),
+    [
+        # 16 tokens a device, of 2 experts each; a device has 2 experts, whose rows begin at multiples of 16.
+        (DispatchOptions(), 64, 64 * 2 + 32),
+        (DispatchOptions(dispatcher="alltoall"), 64, 64 * 2 + 32),
+        (DispatchOptions(dispatcher="alltoall", rank_capacity_factor=1.0), 32, 32 + 32),
+        (DispatchOptions(rank_capacity_factor=1.5), 64, 48 + 32),
+    ],
+)
+def test_room_for_rows_is_reported(dispatch: DispatchOptions, tokens: int, rows: int) -> None:
+    with jax.sharding.use_abstract_mesh(AbstractMesh((4,), ("expert",))):
+        layer = nnx.eval_shape(lambda: build(bias=False, dispatch=dispatch))
+        (found,) = expert_rows(layer, B, S, dtype=jnp.bfloat16)
+    assert (found.tokens, found.rows, found.equal_load) == (tokens, rows, 32)
+    assert found.bytes == 2 * (tokens * H + rows * (2 * H + 2 * F))
+    assert expert_rows(layer, B, S) == []
+
+
+def spec_of(variable: Any) -> set[str]:
+    return {*jax.tree.leaves(tuple(variable.get_value().sharding.spec))}

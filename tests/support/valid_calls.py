@@ -363,6 +363,9 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "layers.Router.assign": lambda f: Call(
         router().assign, {"x": X, "padding_mask": None, "key": None, "experts": None}
     ),
+    "layers.expert_rows": lambda f: Call(
+        layers.expert_rows, {"model": router(), "batch": 2, "sequence": 4, "dtype": jnp.bfloat16}
+    ),
     "layers.Router.with_overflow": lambda f: Call(
         router().with_overflow, {"probs": jnp.ones((2, 4, 2)), "overflow": jnp.float32(1.0)}
     ),

@@ -60,20 +60,23 @@ class Experts(TrainingMode):
     @property
     def alignment(self) -> int:
         """Alignment of an expert's rows with which the recipes in this context read them without a copy."""
-        layers = [getattr(layer, "base", layer) for layer in (self.linear_fc1, self.linear_fc2)]
-        return math.lcm(*(group_alignment(layer.recipe) for layer in layers))
+        return math.lcm(*(group_alignment(layer.recipe) for layer in self.base_layers()))
 
-    def placement(self, x: Array, sequence_parallel: bool) -> ExpertPlacement | None:
-        """Return the placement of the experts of tokens ``x [b, s, h]`` on the mesh in use; None if one array has the
-        rows of all experts.
+    def base_layers(self) -> tuple[Any, Any]:
+        """Return both layers, without adapters around them."""
+        fc1, fc2 = self.linear_fc1, self.linear_fc2
+        return getattr(fc1, "base", fc1), getattr(fc2, "base", fc2)
+
+    def placement(self, shape: tuple[int, ...], sequence_parallel: bool) -> ExpertPlacement | None:
+        """Return the placement of the experts on the mesh in use; None if one array has the rows of all experts.
 
         Args:
-            x: the tokens.
+            shape: shape of the tokens ``[b, s, h]``.
             sequence_parallel: whether tokens are sharded over the tensor axis along the sequence.
         """
-        layers = [getattr(layer, "base", layer) for layer in (self.linear_fc1, self.linear_fc2)]
+        layers = self.base_layers()
         kernels = tuple((layer.kernel_shape, layer.axes_of("kernel")) for layer in layers)
-        found = expert_placement(x.shape, kernels, sequence_parallel=sequence_parallel)
+        found = expert_placement(shape, kernels, sequence_parallel=sequence_parallel)
         reason = found if isinstance(found, str) else None
         if isinstance(found, ExpertPlacement):
             reason = next((why for layer in layers if (why := layer.why_not_placed()) is not None), None)

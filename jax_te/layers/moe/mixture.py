@@ -81,8 +81,9 @@ class MixtureOfExperts(TrainingMode):
 
     def _routed(self, x: Array, routing: Routing, first: bool | None) -> Array:
         """Return the sum of the outputs of each token's experts."""
-        call = self._dispatch_of(x, routing)
-        if call is not None:
+        transport = self.transport(x.shape)
+        if transport is not None:
+            call = dispatch.plan_dispatch(transport, routing.experts, routing.kept)
             probs = self.router.with_overflow(routing.probs, call.overflow)
             rows, probs = dispatch.dispatch(x, probs, call)
             return dispatch.combine(self.experts(rows, probs, call.groups, first), call)
@@ -100,24 +101,27 @@ class MixtureOfExperts(TrainingMode):
         rows = self.experts(permute.permute(tokens, plan), probs, plan.groups, first)
         return permute.unpermute(rows, plan).reshape(x.shape)
 
-    def _dispatch_of(self, x: Array, routing: Routing) -> Any:
-        """Return the exchange of tokens between the devices of the mesh in use; None if one array has all rows."""
-        placement = self.experts.placement(x, self.sequence_parallel)
+    def transport(self, shape: tuple[int, ...]) -> dispatch.Transport | None:
+        """Return the exchange of tokens between the devices of the mesh in use; None if one array has all rows.
+
+        Args:
+            shape: shape of the experts' input ``[b, s, h]``.
+        """
+        placement = self.experts.placement(shape, self.sequence_parallel)
         if placement is None:
             return None
         options = self.router.options
-        transport = dispatch.transport_of(
+        return dispatch.transport_of(
             placement,
-            x.shape,
+            shape,
             options.topk,
             options.num_experts,
             alignment=self.experts.alignment,
             dispatcher=self.dispatch.dispatcher,
-            capacity=self.router.capacity(math.prod(x.shape[:-1])),
+            capacity=self.router.capacity(math.prod(shape[:-1])),
             factor=self.dispatch.rank_capacity_factor,
             fp8=self.dispatch.fp8,
         )
-        return dispatch.plan_dispatch(transport, routing.experts, routing.kept)
 
 
 @checked

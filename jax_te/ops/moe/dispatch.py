@@ -34,7 +34,9 @@ class Transport:
         placement: mesh axes of tokens and experts.
         lead: sizes of the leading axes of one device's tokens ``[b, s, h]``.
         experts: number of experts on each device.
-        rows: number of rows of each device.
+        received: number of tokens that each device receives, with its own; there may be fewer.
+        balanced: number of rows of each device if all experts get the same number of tokens.
+        rows: number of rows for which each device has room.
         limit: number of assignments of a token to an expert that a device takes. None: all.
         alignment: alignment of the rows of each expert, see `RowGroups`.
         slots: tokens that a device sends to each other one by all-to-all. None: tokens are all-gathered, and outputs
@@ -45,6 +47,8 @@ class Transport:
     placement: ExpertPlacement
     lead: tuple[int, ...]
     experts: int
+    received: int
+    balanced: int
     rows: int
     limit: int | None
     alignment: int
@@ -139,6 +143,8 @@ def transport_of(
         placement=placement,
         lead=lead,
         experts=local,
+        received=received,
+        balanced=own * copied * topk,
         rows=rows,
         limit=limit,
         alignment=alignment,
