@@ -268,6 +268,12 @@ def merge_quantizers(stacked: PyTree) -> PyTree:
     return jax.tree.map(merged, stacked, is_leaf=lambda node: counting_of(node) is not None)
 
 
+def has_counts(quantizers: PyTree) -> bool:
+    """Return whether there are counting states, as those of routers."""
+    found = nnx.to_flat_state(quantizers) if isinstance(quantizers, nnx.State) else []
+    return any(counting_of(variable) is not None for _, variable in found)
+
+
 def counts_within_step(quantizers: PyTree) -> dict[Any, Any]:
     """Return zeros, by path, for the states whose counts a step's later microbatches read."""
     found = nnx.to_flat_state(quantizers) if isinstance(quantizers, nnx.State) else []

@@ -105,9 +105,14 @@ class Plan:
     out_spec: PartitionSpec = REPLICATED
 
     @property
+    def device_axes(self) -> MeshAxes:
+        """Mesh axes of the devices that run the op by themselves."""
+        return () if self.mesh is None else free_axes(self.mesh)
+
+    @property
     def per_device(self) -> PartitionSpec:
         """PartitionSpec of an array with one entry for each device in front."""
-        return PartitionSpec(() if self.mesh is None else free_axes(self.mesh))
+        return PartitionSpec(self.device_axes)
 
     def without_mesh(self, reason: str | None) -> Plan:
         """Return the plan that leaves the op to the compiler because of ``reason``; None: the plan itself."""
