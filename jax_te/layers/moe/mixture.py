@@ -20,6 +20,7 @@ from jax_te.layers.moe.router import Router, Routing
 from jax_te.layers.results import layer_output
 from jax_te.ops import Activation, dispatch, permute
 from jax_te.remat import recomputed, selective_recompute
+from jax_te.sharding import constrain
 from jax_te.typing import Array, DTypeLike, Initializer, Key, TensorGroup
 
 
@@ -87,17 +88,19 @@ class MixtureOfExperts(TrainingMode):
             probs = self.router.with_overflow(routing.probs, call.overflow)
             rows, probs = dispatch.dispatch(x, probs, call)
             return dispatch.combine(self.experts(rows, probs, call.groups, first), call)
-        options, features = self.router.options, x.shape[-1]
-        tokens, k = x.reshape(-1, features), options.topk
+        # Whole on each device of a mesh, if there is one: XLA cannot partition these gathers on every mesh.
+        tokens, probs = _whole_rows(x), _whole_rows(routing.probs)
+        experts, kept = _whole_rows(routing.experts), _whole_rows(routing.kept)
+        options = self.router.options
         plan = permute.plan_permutation(
-            routing.experts.reshape(-1, k),
+            experts,
             options.num_experts,
-            kept=None if routing.kept is None else routing.kept.reshape(-1, k),
+            kept=kept,
             alignment=self.experts.alignment,
             capacity=self.router.capacity(len(tokens)),
             pad_to_capacity=options.pad_expert_input_to_capacity,
         )
-        probs = permute.permute_probs(routing.probs.reshape(-1, k), plan)
+        probs = permute.permute_probs(probs, plan)
         rows = self.experts(permute.permute(tokens, plan), probs, plan.groups, first)
         return permute.unpermute(rows, plan).reshape(x.shape)
 
@@ -274,6 +277,13 @@ class MoE(MixtureOfExperts):
         with jax.named_scope("MoE"):
             y, routing = self.mixed(x, padding_mask, key, experts, is_first_microbatch)
             return layer_output(y, routing=routing) if self.return_routing else y
+
+
+def _whole_rows(x: Array | None) -> Any:
+    """Return ``[b, s, c]`` as rows ``[t, c]``, whole on each device of a mesh; None for None."""
+    if x is None:
+        return None
+    return constrain(x, (None,) * x.ndim).reshape(-1, x.shape[-1])
 
 
 def _output(result: Any) -> Array:

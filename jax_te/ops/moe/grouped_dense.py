@@ -35,7 +35,7 @@ from jax_te.quantize import (
 )
 from jax_te.recipe import Recipe
 from jax_te.sharding import constrain, device_mesh
-from jax_te.typing import Array, BackendName
+from jax_te.typing import Array, BackendName, LogicalAxes
 
 
 @checked
@@ -128,6 +128,8 @@ def _fwd(spec: _Spec, args: _Args) -> tuple[Array, Any]:
     (linear,), (weights,), groups = spec.layers, args.layers, spec.groups(args.sizes)
     rows = grouped.GroupedRows(x=groups.cut(args.x), tiles=groups.tiles)
     operand = gemms.make_operand(linear, "x", rows, weights.state, axis=1)
+    if linear.plan.constrained and linear.options.kernel_axes is not None:
+        weights = _with_all_groups(weights, linear.options.kernel_axes)
     y, saved = gemms.forward(linear, operand, weights._replace(bias=None))
     y = groups.joined(y)
     if weights.bias is not None:
@@ -135,6 +137,19 @@ def _fwd(spec: _Spec, args: _Args) -> tuple[Array, Any]:
         y = y + jnp.take(bias, groups.group_of_rows, axis=0, mode="fill", fill_value=0)
     y = constrain(y, linear.options.out_axes) if linear.plan.constrained else y
     return y, (args.sizes, LinearResiduals(*named(saved, "quantized", given=weights), weights.state))  # type: ignore[misc]
+
+
+def _with_all_groups(weights: LinearWeights, kernel_axes: LogicalAxes | PartitionSpec) -> LinearWeights:
+    """Return the arrays of a layer with all groups on each device of a mesh, any of which may have rows of any group.
+
+    XLA cannot partition a gather along the groups on every mesh.
+    """
+    kernel, bias = weights.kernel, weights.bias
+    if isinstance(kernel, jax.Array):
+        kernel = constrain(kernel, (None, *kernel_axes[1:]))
+    if bias is not None:
+        bias = constrain(bias, (None, *kernel_axes[2:]))
+    return weights._replace(kernel=kernel, bias=bias)
 
 
 def _bwd(spec: _Spec, residuals: tuple[Array, LinearResiduals], g: Array) -> tuple[_Args, Any]:
