@@ -190,6 +190,23 @@ def test_stages_of_a_pipeline_have_dense_layers_and_layers_with_experts():
 
 
 @pytest.mark.costly
+@pytest.mark.parametrize("fields", [{}, {"moe_token_dispatcher_type": "alltoall"}, {"expert_tensor_parallel_size": 1}])
+@pytest.mark.parametrize("kind", ["own", "megatron"])
+def test_experts_on_several_devices_compute_what_one_device_does(kind, fields):
+    """Losses and gradients; the expert axis shards the experts, and the tensor axis their kernels or not."""
+
+    def found(**on_mesh):
+        options = {"moe_aux_loss_coeff": 0.1, "ffn_hidden_size": 64} | on_mesh
+        if kind == "own":
+            return loss_and_gradients(gpt(**options))
+        return loss_and_gradients(MegatronGPTModel(config(**options), None, V, 2 * S, rngs=nnx.Rngs(0)))
+
+    expected = found()
+    with jax.set_mesh(make_mesh(ParallelConfig(expert=2, tensor=2))):
+        assert_close(found(tensor_model_parallel_size=2, expert_model_parallel_size=2, **fields), expected)
+
+
+@pytest.mark.costly
 def test_a_checkpoint_keeps_experts_biases_counts_and_scales_for_another_mesh(tmp_path):
     """Bitwise, and the next step on the first mesh is the one that was not interrupted."""
     fields = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "ffn_hidden_size": 64}
@@ -214,7 +231,7 @@ def test_a_checkpoint_keeps_experts_biases_counts_and_scales_for_another_mesh(tm
             checkpoints.save(state, None, 1)
         saved = values(state)
         after, _ = step(state, batch)
-        for mesh in (None, ParallelConfig(data=2, fsdp=2, tensor=2)):
+        for mesh in (None, ParallelConfig(data=2, fsdp=2, tensor=2), ParallelConfig(expert=4, tensor=2)):
             with contextlib.nullcontext() if mesh is None else jax.set_mesh(make_mesh(mesh)):
                 target = abstract_train_state(lambda rngs: gpt(rngs, **fields), tx)
                 with TrainCheckpointer(tmp_path) as checkpoints:
