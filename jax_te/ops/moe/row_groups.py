@@ -43,7 +43,7 @@ class RowGroups:
 
     Raises:
         ValueError: for an alignment that is not positive, or a negative number of rows.
-        TypeError: for a ``zero_padding`` that is not a bool.
+        TypeError: for a ``zero_padding`` that is not a bool, or a ``placement`` of another type.
 
     >>> groups = RowGroups(sizes=jnp.array([3, 0, 4]), rows=row_bound(7, 3, alignment=4), alignment=4)
     >>> groups.rows, groups.starts.tolist(), groups.of_rows()[:9].tolist()
@@ -60,6 +60,8 @@ class RowGroups:
     def __post_init__(self) -> None:
         check_positive(alignment=self.alignment)
         check_bool(zero_padding=self.zero_padding)
+        if self.placement is not None and not isinstance(self.placement, ExpertPlacement):
+            raise TypeError(f"placement must be an ExpertPlacement or None, got {self.placement!r}")
         if not is_integer(self.rows) or self.rows < 0:
             raise ValueError(f"rows must be an integer >= 0, got {self.rows!r}")
 
