@@ -147,8 +147,10 @@ CONSTRUCTORS: dict[Any, dict[str, Any]] = {
     training.adamw_with_schedule: {"schedule": 0.1},
     checkpoint.TrainCheckpointer: {"directory": "checkpoints"},
     config.CudaGraphConfig: {},
+    config.DispatchOptions: {},
     config.ExpertsConfig: {},
     config.LimitedFunction: {"function": "gelu"},
+    config.MoEOptions: {"router": EXPERTS},
     config.RouterOptions: {"num_experts": 4},
     config.NormalInit: {"std": 1.0},
     config.ParallelConfig: {},
@@ -223,10 +225,10 @@ def name_of(constructor: Any) -> str:
 # Public classes without an entry above, and why.
 NOT_MADE_BY_USERS: dict[str, list[type]] = {
     "what a function found, to be read": [
-        layers.DropInLayer, layers.DropInReport, megatron.ModuleQuantization, megatron.QuantizationReport,
-        metrics.KernelTime, metrics.KernelTimes, ops.BackendChoice, training.pipeline.Schedule, recipe.Support,
-        sharding.ArrayPlacement, sharding.CollectiveCount, sharding.CommunicationReport, sharding.ShardingReport,
-        training.ModuleSensitivity, training.TensorStatistics,
+        layers.DropInLayer, layers.DropInReport, layers.ExpertRows, megatron.ModuleQuantization,
+        megatron.QuantizationReport, metrics.KernelTime, metrics.KernelTimes, ops.BackendChoice,
+        training.pipeline.Schedule, recipe.Support, sharding.ArrayPlacement, sharding.CollectiveCount,
+        sharding.CommunicationReport, sharding.ShardingReport, training.ModuleSensitivity, training.TensorStatistics,
     ],
     "what functions and layers make and hand on, in pytrees": [
         layers.KVCache, layers.KernelCache, layers.Rotary, layers.WindowKVCache, ops.AttentionSpec, quantize.GemmState,

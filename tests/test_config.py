@@ -80,12 +80,11 @@ def test_unknown_fields_are_refused():
 
 def test_parallel_config():
     config = ParallelConfig(pipeline=7, data=2, fsdp=3, context=5, tensor=4)
-    assert (config.shape, config.num_devices) == ((7, 2, 3, 5, 4), 840)
-    assert config.axis_names == ("pipeline", "data", "fsdp", "context", "tensor")
+    assert (config.shape, config.num_devices) == ((7, 2, 3, 1, 5, 4), 840)
+    assert config.axis_names == ("pipeline", "data", "fsdp", "expert", "context", "tensor")
     assert ParallelConfig.parse("data=2, fsdp=3,context=5,tensor=4,pipeline=7") == config
     assert dataclasses.replace(config, context=1) == ParallelConfig(pipeline=7, data=2, fsdp=3, tensor=4)
-    with pytest.raises(ValueError, match=r"mesh axis 'expert' is reserved for .* and not there yet"):
-        ParallelConfig(expert=2)
+    assert (ParallelConfig(data=3, expert=2, tensor=4).batch_devices, ParallelConfig(context=2).batch_devices) == (6, 1)
     assert ParallelConfig.parse("") == ParallelConfig()
     with without_type_checker(), pytest.raises(ValueError, match="tensor must be an integer >= 1, got 0"):
         ParallelConfig(tensor=0)
@@ -94,8 +93,7 @@ def test_parallel_config():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("model=2", "unknown mesh axis 'model' in 'model=2'; allowed: pipeline, data, fsdp, context, tensor"),
-        ("data=2,expert=2", "mesh axis 'expert' is reserved for experts of a mixture and not there yet"),
+        ("model=2", "unknown mesh axis 'model' in 'model=2'; allowed: pipeline, data, fsdp, expert, context, tensor"),
         ("data=2,data=4", "mesh axis 'data' is given twice"),
         ("data", "mesh axis 'data' needs an integer size >= 1, got ''"),
         ("data=two", "mesh axis 'data' needs an integer size >= 1, got 'two'"),

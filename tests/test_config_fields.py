@@ -57,12 +57,12 @@ def test_defaults_are_megatrons():
         ({"sequence_parallel": True}, ValueError, "sequence_parallel=True needs tensor parallelism"),
         ({"sequence_parallel": 1}, TypeError, "sequence_parallel must be True or False, got 1"),
         ({"context_parallel_size": 0}, ValueError, "context_parallel_size must be an integer >= 1, got 0"),
+        ({"expert_model_parallel_size": 0}, ValueError, "expert_model_parallel_size must be an integer >= 1, got 0"),
         (
-            {"expert_model_parallel_size": 4},
+            {"expert_tensor_parallel_size": 2, "tensor_model_parallel_size": 4},
             ValueError,
-            "expert_model_parallel_size must be 1, got 4: the mesh axis 'e",
+            "must be None, 1 or tensor_model_parallel_size=4, got 2",
         ),
-        ({"expert_tensor_parallel_size": 2}, ValueError, "must be None or 1, got 2"),
         ({"fp16": True, "bf16": True}, ValueError, "fp16 and bf16 are both True"),
         ({"init_model_with_meta_device": True}, ValueError, r"nnx\.eval_shape"),
         ({"deterministic_mode": True}, ValueError, "--xla_gpu_exclude_nondeterministic_ops"),
@@ -134,6 +134,7 @@ def test_what_cannot_be_honoured_is_refused(fields: dict[str, Any], error: type[
 
 def test_what_goes_together_is_taken():
     config(tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=1)
+    config(tensor_model_parallel_size=2, expert_tensor_parallel_size=2, expert_model_parallel_size=4)
     config(fp8="hybrid", fp8_recipe="tensorwise", first_last_layers_bf16=True, fp8_param=True)
     config(first_last_layers_bf16=True)
     lists = config(window_size=[4, 0], window_attn_skip_freq=[1, 0], cp_comm_type=["p2p", "a2a"])

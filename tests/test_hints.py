@@ -43,7 +43,6 @@ GIVEN = [
     (config, {"gradient_accumulation_fusion": True, "symmetric_ar_type": "one_shot", "use_cpu_initialization": True}),
     # Of these a call that gives none has nothing to log, so that any value but the default will do.
     (config, dict.fromkeys(parsed(HINTS), "other")),
-    (config, {"moe_expert_rank_capacity_factor": 1.5}),
     (config, {"tp_comm_overlap_disable_fc1": True, "tp_comm_overlap_disable_qkv": True}),
     (
         config,

@@ -35,7 +35,7 @@ CALLABLES = [row for row in ROWS if row.name.signature]
 
 # What may be open: why -> the sections, or the first names of rows.
 OPEN = {
-    "expert dispatch": {"is_expert"},
+    "single experts": {"is_expert"},
 }
 
 # Arguments of jax_te without a default that no document has: JAX has no global random state.

@@ -64,7 +64,8 @@ UNCHECKED = {
     ],
     "steps of a layer's own call, which subclasses override": [
         "layers.QuantizableModule", "layers.TrainingMode", "layers.DotGeneral.stack_shape",
-        "layers.DotGeneral.layer_path", "layers.GroupedLinear.axes_of", "layers.MixtureOfExperts",
+        "layers.DotGeneral.layer_path", "layers.GroupedLinear.axes_of", "layers.GroupedLinear.kernel_quantizer",
+        "layers.MixtureOfExperts",
         "layers.LayerNormLinear.operand", "layers.LayerNormMLP.axes_of", "layers.Linear.axes_of",
         "layers.Linear.operand", "layers.Linear.output_axes",
     ],

@@ -75,7 +75,7 @@ def _with_axis(config: RunConfig, axis: str, size: int) -> RunConfig:
     shape = {name: getattr(sizes, name) for name in sizes.axis_names}
     before, shape[axis] = shape[axis], size
     # Examples are split over two of the axes, and each device keeps as many.
-    batch = config.batch_size * size // before if axis in ("data", "fsdp") else config.batch_size
+    batch = config.batch_size * size // before if axis in ("data", "fsdp", "expert") else config.batch_size
     mesh = ",".join(f"{name}={number}" for name, number in shape.items())
     return dataclasses.replace(config, mesh=mesh, batch_size=batch)
 
@@ -85,7 +85,8 @@ def _axis_to_extend(config: RunConfig) -> str | None:
     if sizes.num_devices <= MAX_DEVICES:
         return None
     # A quarter of one device would be another program: without the axis.
-    able = [axis for axis in ("fsdp", "context", "tensor") if getattr(sizes, axis) % 4 == 0 != getattr(sizes, axis) - 4]
+    axes = ("fsdp", "expert", "context", "tensor")
+    able = [axis for axis in axes if getattr(sizes, axis) % 4 == 0 != getattr(sizes, axis) - 4]
     axis = max(able, key=lambda name: getattr(sizes, name), default=None)
     if axis is None or sizes.num_devices // 2 > MAX_DEVICES:
         raise ValueError(

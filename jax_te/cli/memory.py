@@ -66,7 +66,7 @@ def least_memory(config: RunConfig, *, training: bool = True) -> int:
         return parameters * item
     # Gradients, two fp32 moments, and fp32 masters of what is held in fewer bits.
     moments = 8 if config.lora_rank is None else 0  # those of adapters are small
-    split, masters = (sizes.data, 4) if config.distributed_optimizer else (1, 4 if item < 4 else 0)
+    split, masters = (sizes.data * sizes.expert, 4) if config.distributed_optimizer else (1, 4 if item < 4 else 0)
     held = item if config.lora_rank is not None else 2 * item
     state = parameters * (held + (moments + masters) // split) // (sizes.fsdp * sizes.tensor)
     rows = config.batch_size // config.microbatches

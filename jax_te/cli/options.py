@@ -238,7 +238,7 @@ class ExecutionOptions:
         BACKENDS, "kernels: te (Transformer Engine's), xla (XLA's), or auto (te where it can run)", "auto"
     )
     mesh: str | None = _on_mesh(
-        MESH, "sizes of the mesh axes pipeline, data, fsdp, context and tensor, e.g. data=2,tensor=4", None,
+        MESH, "sizes of the mesh axes pipeline, data, fsdp, expert, context and tensor, e.g. data=2,tensor=4", None,
         shown="one device",
     )  # fmt: skip
     mesh_axis_type: str = _on_mesh(("auto", "explicit"), "JAX's type of the mesh axes", "auto")

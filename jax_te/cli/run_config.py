@@ -179,12 +179,13 @@ class RunConfig(RunOptions):
 
         The library refuses most of these, too, but only while the model is built or run, where no option has a name.
         """
-        head, parts, ranks = self.transformer_config().kv_channels or 1, self.microbatches, mesh.data * mesh.fsdp
+        head, parts, ranks = self.transformer_config().kv_channels or 1, self.microbatches, mesh.batch_devices
         if self.position_embedding == "rope":
             size = f"--hidden-size {self.hidden_size} / --num-heads {self.num_heads} ="
             yield size, head, 2, "2, as --position-embedding rope needs it"
         yield "--batch-size", self.batch_size, parts, f"--microbatches {parts}"
-        turns, spread = self.batch_parts, f"--microbatches {parts} times data*fsdp = {ranks} of --mesh {self.mesh}"
+        spread = f"--microbatches {parts} times data*fsdp*expert = {ranks} of --mesh {self.mesh}"
+        turns = self.batch_parts
         yield "--batch-size", self.batch_size, parts * ranks, spread
         yield "--batch-size", self.batch_size, parts * ranks * turns, f"{spread} times --batch-parts {turns}"
         # One axis of a kernel is split over all of these.

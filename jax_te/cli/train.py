@@ -207,7 +207,7 @@ def _train(
     progress.facts(_outcome(result, losses, output, drawn, tokenizer.decode(prompt)))
     sizes = config.parallel_config()
     # On a mesh the batch is split: as many copies of the prompt as it has shards.
-    copies = 1 if sizes is None else sizes.data * sizes.fsdp
+    copies = 1 if sizes is None else sizes.batch_devices
     text = continue_text(result.state.model, tokenizer, prompt, SAMPLE_LENGTH, seed=config.seed, copies=copies)
     progress.text("sample", tokenizer.decode(prompt) + text)
     return 0

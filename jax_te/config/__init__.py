@@ -3,9 +3,9 @@
 from jax_te.config.activation import ACTIVATIONS, ActivationLike, ActivationParams, LimitedFunction, activation_parts
 from jax_te.config.attention import CP_COMM_TYPES, AttentionConfig
 from jax_te.config.cuda_graph import CudaGraphConfig
-from jax_te.config.experts import LOAD_BALANCING_TYPES, ExpertsConfig, RouterOptions
+from jax_te.config.experts import LOAD_BALANCING_TYPES, DispatchOptions, ExpertsConfig, MoEOptions, RouterOptions
 from jax_te.config.initializers import NormalInit, normal_init, scaled_normal_init
-from jax_te.config.mesh import MESH_AXES, ParallelConfig, check_mesh_axis
+from jax_te.config.mesh import MESH_AXES, ParallelConfig
 from jax_te.config.model_parallel import SYMMETRIC_AR_TYPES, ModelParallelConfig
 from jax_te.config.pipeline import PIPELINE_SCHEDULES, PipelineConfig
 from jax_te.config.precision import PrecisionConfig
@@ -24,8 +24,10 @@ __all__ = [
     "ActivationParams",
     "AttentionConfig",
     "CudaGraphConfig",
+    "DispatchOptions",
     "ExpertsConfig",
     "LimitedFunction",
+    "MoEOptions",
     "ModelParallelConfig",
     "NormalInit",
     "ParallelConfig",

@@ -13,7 +13,6 @@ from jax_te._validation import (
     check_positive,
     checked,
     is_integer,
-    log_hints,
     log_once,
 )
 
@@ -120,6 +119,39 @@ class RouterOptions:
         kinds = (kinds,) if isinstance(kinds, str) else kinds
         coefficients = coefficients if isinstance(coefficients, tuple) else (coefficients,)
         return {kind: c for kind, c in zip(kinds, coefficients, strict=True) if kind in AUX_LOSSES and c > 0.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchOptions:
+    """Transport of tokens to experts on other devices of a mesh; without effect on one device.
+
+    Args:
+        dispatcher: ``"allgather"``: each device gets all tokens of the devices among which the experts are split, and
+            outputs are reduce-scattered; ``"alltoall"``: each device sends a token to those that have an expert of it.
+        rank_capacity_factor: factor of the number of rows for which a device has room, as a multiple of its rows where
+            all experts get the same number of tokens; under ``"alltoall"`` also of the tokens that it takes from each
+            other device. Assignments of tokens to experts beyond it are dropped, the last tokens first, and counted in
+            the metric ``overflow_share``. None: room for any choice of experts.
+        fp8: whether tokens travel to their experts in E4M3, and gradients of outputs in E5M2, with a scale for each
+            token. Sums, outputs and gradients of tokens, travel in the compute dtype.
+
+    Raises:
+        ValueError: for an unknown dispatcher, or a factor that is not positive.
+
+    Source: ``megatron.core.transformer.moe.token_dispatcher``.
+
+    >>> DispatchOptions(dispatcher="alltoall").rank_capacity_factor is None
+    True
+    """
+
+    dispatcher: Literal["allgather", "alltoall"] = "allgather"
+    rank_capacity_factor: float | None = None
+    fp8: bool = False
+
+    def __post_init__(self) -> None:
+        check_annotations(self, DispatchOptions)
+        if self.rank_capacity_factor is not None and not self.rank_capacity_factor > 0.0:
+            raise ValueError(f"rank_capacity_factor must be > 0 or None, got {self.rank_capacity_factor!r}")
 
 
 _ROUTER_FIELDS = {
@@ -273,6 +305,39 @@ def _check_capacity(given: Mapping[str, Any], n: Callable[[str], str], balancing
 
 
 @dataclass(frozen=True, kw_only=True)
+class MoEOptions:
+    """Mixture of experts of a transformer layer, in place of its feed-forward block.
+
+    Args:
+        router: number of experts, how they are chosen, and how their load is kept equal.
+        ffn_hidden_size: ``f`` of an expert. None: the layer's.
+        apply_probs_on_input, latent_size, shared_expert_intermediate_size, shared_expert_gate, dispatch,
+            expert_tensor_parallel: see `jax_te.layers.MoE`.
+
+    Raises:
+        TypeError: for a field of another type.
+        ValueError: for sizes that are not positive.
+
+    >>> MoEOptions(router=RouterOptions(num_experts=8), ffn_hidden_size=32).latent_size
+    """
+
+    router: RouterOptions
+    ffn_hidden_size: int | None = None
+    apply_probs_on_input: bool = False
+    latent_size: int | None = None
+    shared_expert_intermediate_size: int | None = None
+    shared_expert_gate: bool = False
+    dispatch: DispatchOptions = DispatchOptions()
+    expert_tensor_parallel: bool = True
+
+    def __post_init__(self) -> None:
+        check_annotations(self, MoEOptions)
+        names = ("ffn_hidden_size", "latent_size", "shared_expert_intermediate_size")
+        given = {name: getattr(self, name) for name in names}
+        check_positive(**{name: size for name, size in given.items() if size is not None})
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
     """Options of mixtures of experts, with Megatron-Core's names; `TransformerConfig` has these fields, too.
 
@@ -300,9 +365,10 @@ class ExpertsConfig:
         moe_latent_size: features of the experts' inputs and outputs, to and from which two linear layers project.
             None: ``h``.
         moe_layer_recompute: Megatron's former name of ``"moe"`` in ``recompute_modules``.
-        moe_token_dispatcher_type: transport of tokens to experts on other devices. On one device all are the same.
-        moe_expert_rank_capacity_factor: bound of the tokens that a device takes from others. On one device there are
-            none.
+        moe_token_dispatcher_type: transport of tokens to experts on other devices, see `DispatchOptions`; ``"flex"`` is
+            ``"alltoall"``. On one device all are the same.
+        moe_expert_rank_capacity_factor: see ``rank_capacity_factor`` of `DispatchOptions`. On one device it has no
+            effect.
         activation_func_clamp_value: limit of a gated activation's two components before the function: the first from
             above, the second on both sides. None: no limit.
         glu_linear_offset: constant added to the second component of a gated activation.
@@ -359,7 +425,6 @@ class ExpertsConfig:
             object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
         check_annotations(self, ExpertsConfig)
         self._check_expert_sizes()
-        log_hints(moe_expert_rank_capacity_factor=self.moe_expert_rank_capacity_factor)
         if self.num_moe_experts is None:
             return
         self._fill_expert_groups()
@@ -398,8 +463,8 @@ class ExpertsConfig:
             )
         object.__setattr__(self, "moe_router_group_topk", devices)
         object.__setattr__(self, "moe_router_topk_limited_devices", None)
-        # One device has all experts, so that there is one group.
-        object.__setattr__(self, "moe_router_num_groups", 1)
+        # Megatron's groups are the experts of one device.
+        object.__setattr__(self, "moe_router_num_groups", getattr(self, "expert_model_parallel_size", 1))
 
     @checked
     def router_options(self, *, aux_loss_groups: int = 1) -> RouterOptions:
@@ -415,6 +480,29 @@ class ExpertsConfig:
             raise ValueError("num_moe_experts is None, so that no layer has experts; give their number")
         given = {name: getattr(self, field) for name, field in _ROUTER_FIELDS.items()}
         return RouterOptions(**given, aux_loss_groups=aux_loss_groups)
+
+    def moe_options(self) -> MoEOptions:
+        """Return the options of a layer with experts.
+
+        Raises:
+            ValueError: if the layers have no experts.
+        """
+        return MoEOptions(
+            router=self.router_options(),
+            ffn_hidden_size=self.moe_ffn_hidden_size,
+            apply_probs_on_input=self.moe_apply_probs_on_input,
+            latent_size=self.moe_latent_size,
+            shared_expert_intermediate_size=self.moe_shared_expert_intermediate_size,
+            shared_expert_gate=self.moe_shared_expert_gate,
+            dispatch=self.dispatch_options(),
+            # The field is `ModelParallelConfig`'s, beside which `TransformerConfig` has these.
+            expert_tensor_parallel=getattr(self, "expert_tensor_parallel_size", None) != 1,
+        )
+
+    def dispatch_options(self) -> DispatchOptions:
+        """Return the options of the transport of tokens to experts on other devices."""
+        kind: Any = "allgather" if self.moe_token_dispatcher_type == "allgather" else "alltoall"
+        return DispatchOptions(dispatcher=kind, rank_capacity_factor=self.moe_expert_rank_capacity_factor)
 
     def _moe_layers(self, num_layers: int) -> tuple[bool, ...]:
         """Return the layers with experts; raise ValueError for an invalid ``moe_layer_freq``."""

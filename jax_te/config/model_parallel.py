@@ -26,9 +26,10 @@ class ModelParallelConfig:
         sequence_parallel: whether to shard activations over the tensor axis along the sequence between the
             tensor-parallel parts of a layer.
         context_parallel_size: devices on the mesh's context axis, in the same way.
-        expert_model_parallel_size: must be 1: the mesh's axis for experts is reserved, and every device holds all
-            experts.
-        expert_tensor_parallel_size: None or 1: the tensor axis does not shard an expert's kernels.
+        expert_model_parallel_size: devices among which the experts are split, by default those of the mesh's expert
+            axis, in the same way.
+        expert_tensor_parallel_size: None or ``tensor_model_parallel_size``: the tensor axis shards an expert's kernels,
+            too. 1: it does not.
         perform_initialization: whether to initialize kernels. False: they start as zeros, for a model whose weights are
             loaded anyway.
         use_cpu_initialization: Megatron's way to weights that do not depend on the tensor-parallel size. Here they
@@ -139,14 +140,9 @@ class ModelParallelConfig:
                 "sequence_parallel=True needs tensor parallelism: set tensor_model_parallel_size to the size of the "
                 "mesh's tensor axis"
             )
-        # The mesh has no such axis yet: experts would silently be on every device.
-        if self.expert_model_parallel_size != 1:
+        if self.expert_tensor_parallel_size not in (None, 1, tensor):
             raise ValueError(
-                f"expert_model_parallel_size must be 1, got {self.expert_model_parallel_size}: the mesh axis 'expert' "
-                "is reserved and not there yet"
-            )
-        if self.expert_tensor_parallel_size not in (None, 1):
-            raise ValueError(
-                f"expert_tensor_parallel_size must be None or 1, got {self.expert_tensor_parallel_size!r}: the tensor "
-                "axis shards no expert's kernels, and experts do not communicate over it"
+                f"expert_tensor_parallel_size must be None, 1 or tensor_model_parallel_size={tensor}, got "
+                f"{self.expert_tensor_parallel_size!r}: the tensor axis of the mesh shards an expert's kernels as a "
+                "whole, or not at all"
             )

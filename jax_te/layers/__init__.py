@@ -28,6 +28,7 @@ from jax_te.layers.linear import Linear
 from jax_te.layers.lora import LoRA, lora_labels
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.moe.expert_metrics import expert_metrics, step_metrics
+from jax_te.layers.moe.expert_rows import ExpertRows, expert_rows
 from jax_te.layers.moe.experts import Experts, SharedExperts, gate_parameter, shared_experts
 from jax_te.layers.moe.grouped_linear import GroupedLinear
 from jax_te.layers.moe.grouped_lora import GroupedLoRA
@@ -51,7 +52,13 @@ from jax_te.layers.quantizable import (
     quantizable_modules,
     quantize_parameters,
 )
-from jax_te.layers.tensor_parallel import TensorParallel, check_context_size, check_tp_group, sequence_axes
+from jax_te.layers.tensor_parallel import (
+    TensorParallel,
+    check_context_size,
+    check_expert_size,
+    check_tp_group,
+    sequence_axes,
+)
 from jax_te.layers.transformer import TransformerLayer
 
 # For users. The other names above are for the other packages of jax_te.
@@ -62,6 +69,7 @@ __all__ = [
     "DropInReport",
     "EinsumOp",
     "Embedding",
+    "ExpertRows",
     "Fp8Padding",
     "Fp8Unpadding",
     "GroupedLinear",
@@ -97,6 +105,7 @@ __all__ = [
     "drop_path",
     "dropout",
     "expert_metrics",
+    "expert_rows",
     "init_kv_cache",
     "init_window_kv_cache",
     "keep_in_high_precision",

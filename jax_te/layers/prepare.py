@@ -8,7 +8,6 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.layers.quantizable import QuantizableModule
-from jax_te.quantize import quantizer_variables
 from jax_te.recipe import Recipe
 
 
@@ -51,7 +50,7 @@ def prepare_quantization(model: nnx.Module, recipe: Recipe | None) -> nnx.Module
             # Layers that nnx.vmap stacked have a state each.
             state, stack = module.new_state(effective), module.stack_shape(kernel, found.get(path[:-1]))
             state = jax.tree.map(lambda leaf, stack=stack: jnp.broadcast_to(leaf, (*stack, *leaf.shape)), state)
-            setattr(module, name, nnx.data(quantizer_variables(state)))
+            setattr(module, name, nnx.data(module.state_variables(kernel, state, stack=len(stack))))
         # Cached kernels were quantized under the recipe before.
         module.kernel_cache = nnx.data(None)
     return model

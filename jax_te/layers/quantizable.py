@@ -53,6 +53,12 @@ class QuantizableModule(TrainingMode):
     """Number of kernels in each array ``[e, k, *n]``, which a recipe quantizes each by itself; None: the array is one.
     """
 
+    @property
+    def rows_on_devices(self) -> bool:
+        """Whether calls of several groups have rows that are placed on a mesh, so that devices quantize their own
+        kernels."""
+        return False
+
     def _init_quantization(self) -> None:
         self.high_precision = False
         self.module_recipe: ModuleRecipe | None = None
@@ -61,8 +67,8 @@ class QuantizableModule(TrainingMode):
         self.module_name: str | None = None
         self.kernel_cache: CachedKernel | None = nnx.data(None)
         self.grad_sinks: GradSinks | None = nnx.data(None)
-        for quantizers in self.kernels.values():
-            setattr(self, quantizers, nnx.data(quantizer_variables(self.new_state(ambient_recipe.value))))
+        for kernel, quantizers in self.kernels.items():
+            setattr(self, quantizers, nnx.data(self.state_variables(kernel, self.new_state(ambient_recipe.value))))
 
     @property
     def is_first_microbatch(self) -> bool | None:
@@ -127,6 +133,16 @@ class QuantizableModule(TrainingMode):
         """Fresh state of a kernel's GEMMs under a recipe; None if it has no state."""
         return init_gemm_state(recipe, groups=self.groups)
 
+    def state_variables(self, kernel: str, state: GemmState | None, *, stack: int = 0) -> Any:
+        """Return the state of a kernel's GEMMs in Variables; that of groups is sharded as the kernel's first axis.
+
+        Args:
+            kernel: name of the kernel.
+            state: the state.
+            stack: number of axes in front, of a stack of layers.
+        """
+        return quantizer_variables(state, None if self.groups is None else self.axes_of(kernel)[0], stack=stack)
+
     def axes_of(self, kernel: str) -> LogicalAxes:
         """Logical axes of a kernel; None for each of its dimensions where its Variable names none."""
         variable = getattr(self, kernel)
@@ -150,7 +166,12 @@ class QuantizableModule(TrainingMode):
         recipe, axes = self.recipe_of(kernel), self.axes_of(kernel)
         assert recipe is not None
         quantize = functools.partial(
-            quantize_kernel, recipe=recipe, kernel_axes=axes, portable=portable, grouped=self.groups is not None
+            quantize_kernel,
+            recipe=recipe,
+            kernel_axes=axes,
+            portable=portable,
+            grouped=self.groups is not None,
+            on_devices=self.rows_on_devices,
         )
 
         def of_layers(value: Array, state: GemmState | None) -> QuantizedKernel:

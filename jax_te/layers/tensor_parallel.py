@@ -88,6 +88,20 @@ def check_context_size(size: int) -> None:
         )
 
 
+def check_expert_size(size: int) -> None:
+    """Raise ValueError unless ``size``, an ``expert_model_parallel_size``, is 1 or the number of devices among which
+    the mesh in use splits experts, if there is a mesh.
+
+    >>> check_expert_size(4)  # without a mesh one device has all experts
+    """
+    ranks, mesh = axis_ranks("expert"), current_mesh()
+    if size not in (1, ranks) and mesh is not None and not mesh.manual_axes:
+        raise ValueError(
+            f"expert_model_parallel_size is {size}, and the mesh in use splits experts over {ranks} devices; set one "
+            "with that many (jax.set_mesh), or leave it 1, which takes the mesh's"
+        )
+
+
 def sequence_axes(x: Array, sequence_parallel: bool = True) -> LogicalAxes:
     """Return the logical axes of all axes of an activation but its last; with the sequence sharded if requested.
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te._validation import check_positive, check_rate, checked, log_hints
-from jax_te.config import ActivationLike
+from jax_te.config import ActivationLike, MoEOptions
 from jax_te.layers.attention.context_parallel import ContextParallelModule
 from jax_te.layers.attention.kv_cache import KVCache, WindowKVCache
 from jax_te.layers.attention.multihead_attention import MultiheadAttention
@@ -19,6 +19,7 @@ from jax_te.layers.attention.padding_mask import MaskArguments, read_mask
 from jax_te.layers.attention.rotary import Rotary
 from jax_te.layers.dropout import drop_path, dropout
 from jax_te.layers.layernorm_mlp import LayerNormMLP
+from jax_te.layers.moe.mixture import MoE
 from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm
 from jax_te.layers.options import AttentionOptions
 from jax_te.layers.results import layer_output
@@ -72,6 +73,7 @@ class TransformerLayer(ContextParallelModule):
         zero_centered_gamma: whether to store the norms' scales as offsets from 1.
         activation: a key of `jax_te.config.ACTIVATIONS`, or a function, see `LayerNormMLP`.
         bias: biases in all linear layers.
+        experts: mixture of experts in place of the feed-forward block, behind a norm of its own. None: the block.
         return_max_logit: whether calls also return the max logit of each head of self-attention, for `clip_qk`.
         seq_length, micro_batch_size: options without effect; TE warms its kernels up with these sizes.
         params_dtype: dtype of the parameters.
@@ -134,6 +136,7 @@ class TransformerLayer(ContextParallelModule):
         zero_centered_gamma: bool = False,
         activation: ActivationLike = "gelu",
         bias: bool = True,
+        experts: MoEOptions | None = None,
         return_max_logit: bool = False,
         seq_length: int | None = None,
         micro_batch_size: int | None = None,
@@ -202,27 +205,8 @@ class TransformerLayer(ContextParallelModule):
         # Attention is created before the feed-forward block, and self-attention first: each draws keys from ``rngs``.
         self.self_attention = MultiheadAttention.of(hidden_size, heads, of_self, rngs=rngs)
         self.inter_attention = MultiheadAttention.of(hidden_size, heads, of_cross, rngs=rngs) if decodes else None
-        self.layernorm_mlp = LayerNormMLP(
-            hidden_size,
-            ffn_hidden_size,
-            layernorm_epsilon,
-            bias,
-            activation=activation,
-            normalization=normalization,
-            zero_centered_gamma=zero_centered_gamma,
-            init_method=init_method,
-            output_layer_init_method=output_layer_init_method,
-            return_layernorm_output=from_norm,
-            set_parallel_mode=set_parallel_mode,
-            sequence_parallel=sequence_parallel,
-            tp_group=tp_group,
-            tp_size=tp_size,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            params_dtype=params_dtype,
-            rngs=rngs,
-        )
 
-        def make_output_norm() -> LayerNorm | RMSNorm:
+        def make_norm_here() -> LayerNorm | RMSNorm:
             return make_norm(
                 normalization,
                 hidden_size,
@@ -233,11 +217,60 @@ class TransformerLayer(ContextParallelModule):
                 rngs=rngs,
             )
 
+        def make_mlp() -> LayerNormMLP:
+            return LayerNormMLP(
+                hidden_size,
+                ffn_hidden_size,
+                layernorm_epsilon,
+                bias,
+                activation=activation,
+                normalization=normalization,
+                zero_centered_gamma=zero_centered_gamma,
+                init_method=init_method,
+                output_layer_init_method=output_layer_init_method,
+                return_layernorm_output=from_norm,
+                set_parallel_mode=set_parallel_mode,
+                sequence_parallel=sequence_parallel,
+                tp_group=tp_group,
+                tp_size=tp_size,
+                fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+                params_dtype=params_dtype,
+                rngs=rngs,
+            )
+
+        def make_moe(experts: MoEOptions) -> MoE:
+            return MoE(
+                hidden_size,
+                ffn_hidden_size if experts.ffn_hidden_size is None else experts.ffn_hidden_size,
+                experts.router,
+                activation=activation,
+                bias=bias,
+                apply_probs_on_input=experts.apply_probs_on_input,
+                latent_size=experts.latent_size,
+                shared_expert_intermediate_size=experts.shared_expert_intermediate_size,
+                shared_expert_gate=experts.shared_expert_gate,
+                init_method=init_method,
+                output_layer_init_method=output_layer_init_method,
+                dispatch=experts.dispatch,
+                expert_tensor_parallel=experts.expert_tensor_parallel,
+                sequence_parallel=sequence_parallel,
+                tp_group=tp_group,
+                tp_size=tp_size,
+                layer_number=layer_number,
+                params_dtype=params_dtype,
+                rngs=rngs,
+            )
+
+        # Either the block, which has its norm inside, or a norm and experts, under Megatron's names.
+        self.layernorm_mlp = make_mlp() if experts is None else None
+        self.pre_mlp_layernorm = None if experts is None else make_norm_here()
+        self.mlp: Any = None if experts is None else make_moe(experts)
         behind = block_output_layernorm
-        self.layernorm = make_output_norm() if output_layernorm else None
-        self.self_attention_norm = make_output_norm() if behind else None
-        self.inter_attention_norm = make_output_norm() if behind and decodes else None
-        self.mlp_norm = make_output_norm() if behind else None
+        self.layernorm = make_norm_here() if output_layernorm else None
+        self.self_attention_norm = make_norm_here() if behind else None
+        self.inter_attention_norm = make_norm_here() if behind and decodes else None
+        self.mlp_norm = make_norm_here() if behind else None
+        self.residual_from_norm = from_norm
         self.layer_number = layer_number
         self.hidden_size = hidden_size
         self.hidden_dropout = hidden_dropout
@@ -361,11 +394,21 @@ class TransformerLayer(ContextParallelModule):
                     is_first_microbatch=is_first_microbatch,
                 )
                 x = self._add(x, attended, keys[4], axes, self.inter_attention_norm)
-            computed: Any = self.layernorm_mlp(x, is_first_microbatch=is_first_microbatch)
+            computed = self._feed_forward(x, dropout_key, is_first_microbatch)
             x = self._add(x, computed, keys[2], axes, self.mlp_norm)
             if self.layernorm is not None:
                 x = self.layernorm(x)
         return layer_output(x, **extra) if extra else x
+
+    def _feed_forward(self, x: Array, dropout_key: Key | None, first: bool | None) -> Any:
+        """Return the output of the feed-forward block or experts; also the norm's, if the residual begins there."""
+        if self.pre_mlp_layernorm is None:
+            return self.layernorm_mlp(x, is_first_microbatch=first)
+        normed = self.pre_mlp_layernorm(x)
+        # Not one of `_keys`, which only layers that drop something have.
+        key = None if dropout_key is None else jax.random.fold_in(dropout_key, 2)
+        y = self.mlp(normed, key=key, is_first_microbatch=first)
+        return (y, normed) if self.residual_from_norm else y
 
     def _add(
         self, x: Array, block: Any, key: Array | None, axes: LogicalAxes, norm: LayerNorm | RMSNorm | None

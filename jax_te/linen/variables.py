@@ -133,7 +133,9 @@ def _checked(value: Any, variable: nnx.Variable, path: tuple[Any, ...], scope: s
 
 def _boxed(variable: nnx.Variable) -> Any:
     axes, value = variable.get_metadata().get("logical_axes"), variable.get_value()
-    if axes is None or isinstance(value, QuantizedKernel):  # several arrays, and a box holds one
+    # A quantized kernel has several arrays, and a box holds one. The gradient of a state is its next value, and Flax's
+    # train state reads both as arrays.
+    if axes is None or isinstance(value, QuantizedKernel) or isinstance(variable, QuantizerState):
         return value
     return nn.LogicallyPartitioned(value, _without_repeats(axes))
 

@@ -9,7 +9,7 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.config import ModelParallelConfig
-from jax_te.layers import GroupedLinear, check_context_size
+from jax_te.layers import GroupedLinear, check_context_size, check_expert_size
 from jax_te.megatron.te_kwargs import in_dtype_of
 from jax_te.megatron.te_layer import TELayer, TELayerOptions
 from jax_te.ops import RowGroups
@@ -29,13 +29,13 @@ class TEGroupedLinear(TELayer, GroupedLinear):
         input_size: ``k``, of the global input, not of a shard.
         output_size: ``n``, of the global output; or several sizes: with ``(2, f)`` gate and factor of a gated MLP have
             an axis of their own.
-        parallel_mode: ``"column"``, ``"row"`` or None, see `TELinear`; without effect for an expert.
+        parallel_mode: ``"column"``, ``"row"`` or None, see `TELinear`.
         config: `ModelParallelConfig` lists the fields that are read.
         init_method: initializer of one expert's kernel ``[k, n]``: ``init(key, shape, dtype)``.
         bias: whether there are biases ``[e, n]``, initially 0.
         skip_bias_add: whether to return the biases instead of adding them, for a fused operation to add.
-        is_expert: the layer is that of a mixture's experts, whose kernels the tensor axis does not shard (Megatron's
-            ``expert_tensor_parallel_size=1``).
+        is_expert: the layer is that of a mixture's experts. The tensor axis shards its kernels as ``parallel_mode``
+            says, unless ``config.expert_tensor_parallel_size`` is 1; rows are not those of a sequence.
         tp_comm_buffer_name: option without effect.
         pg_collection: None.
         name: name of the layer in the rules of ``config.quant_recipe``, see `TELinear`.
@@ -98,6 +98,7 @@ class TEGroupedLinear(TELayer, GroupedLinear):
                 "expert have none; set is_expert=True, with which the tensor axis does not shard the layer"
             )
         self._describe(input_size, output_size, options)
+        mode = options.parallel_mode if is_expert and config.expert_tensor_parallel_size != 1 else options.sharded_mode
         GroupedLinear.__init__(
             self,
             num_gemms,
@@ -107,7 +108,7 @@ class TEGroupedLinear(TELayer, GroupedLinear):
             init_method=options.kernel_init,
             tp_group=options.tp_group,
             tp_size=options.tp_size,
-            parallel_mode=options.sharded_mode,
+            parallel_mode=mode,
             fuse_wgrad_accumulation=config.gradient_accumulation_fusion,
             return_bias=options.return_bias,
             params_dtype=config.params_dtype,
@@ -136,6 +137,8 @@ class TEGroupedLinear(TELayer, GroupedLinear):
         """
         # A layer may be built without a mesh and called on one, so the size is checked again.
         check_context_size(self.config.context_parallel_size)
+        if self.is_expert:
+            check_expert_size(self.config.expert_model_parallel_size)
         x = in_dtype_of(x, self.kernel)
         result: Any = super().__call__(x, m_splits, is_first_microbatch)
         # Always a pair, so that callers need not know how the layer was built.

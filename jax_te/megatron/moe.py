@@ -77,6 +77,7 @@ class TopKRouter(StateDicts, Router):
             bias=config.add_bias_linear,
             init_method=condition_init_method(config, config.init_method),
             layer_number=layer_number,
+            counts_overflow=config.moe_expert_rank_capacity_factor is not None,
             params_dtype=config.params_dtype,
             rngs=rngs,
         )
@@ -263,6 +264,7 @@ class MoELayer(MegatronModule, MixtureOfExperts):
         rngs: nnx.Rngs,
     ):
         super().__init__(config)
+        self.dispatch, self.sequence_parallel = config.dispatch_options(), config.sequence_parallel
         self.router = TopKRouter(
             config, None, is_mtp_layer, layer_number=layer_number, aux_loss_groups=aux_loss_groups, rngs=rngs
         )

@@ -13,24 +13,12 @@ from jax_te._validation import check_choice, check_positive, checked
 from jax_te.config import TransformerConfig
 from jax_te.megatron.graphable import GraphableMegatronModule
 from jax_te.megatron.mlp import MLP
+from jax_te.megatron.moe import MoELayer
 from jax_te.megatron.norm import TENorm
 from jax_te.megatron.self_attention import SelfAttention
 from jax_te.recipe import autocast
 from jax_te.sharding import constrain
 from jax_te.typing import Array, Key, LogicalAxes
-
-
-def refuse_experts(config: TransformerConfig, number: int) -> None:
-    """Raise ValueError if layer ``number``, from 0, has experts, which no TransformerLayer has.
-
-    >>> refuse_experts(TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4), 0)
-    """
-    if config.has_experts(number):
-        raise ValueError(
-            f"layer {number + 1} has experts (num_moe_experts={config.num_moe_experts}, "
-            f"moe_layer_freq={config.moe_layer_freq}), and a TransformerLayer's feed-forward block has none: "
-            "jax_te.megatron.MoELayer(config) is a block with experts, for a layer of your own"
-        )
 
 
 def layer_cp_comm_type(config: TransformerConfig, number: int) -> str:
@@ -88,8 +76,9 @@ def _cross_attention(config: TransformerConfig, number: int, rngs: nnx.Rngs) -> 
 class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
     """`jax_te.layers.TransformerLayer` composed of Megatron's layers, under Megatron's names; calls can be captured.
 
-    The layers are ``self_attention`` (`SelfAttention`), ``mlp`` (`MLP`), and in a decoder ``cross_attention``, a
-    `jax_te.layers.MultiheadAttention`. A `state_dict` has Megatron's names and layouts.
+    The layers are ``self_attention`` (`SelfAttention`), ``mlp`` (`MLP`; with experts `MoELayer`, behind
+    ``pre_mlp_layernorm``), and in a decoder ``cross_attention``, a `jax_te.layers.MultiheadAttention`. A `state_dict`
+    has Megatron's names and layouts.
 
     Args:
         config: configuration of the stack, also of captured calls (``cuda_graph_impl``), see `GraphableMegatronModule`.
@@ -137,14 +126,19 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
         # jax_te.layers.TransformerLayer's names of these options.
         self.hidden_size, self.hidden_dropout, self.drop_path_rate = config.hidden_size, config.hidden_dropout, 0.0
         self.layer_number, self.sequence_parallel, self.layernorm = layer_number, config.sequence_parallel, None
-        refuse_experts(config, number)
+        self.residual_from_norm = False
+        norm: Any = (config, config.hidden_size, config.layernorm_epsilon)
+        has_experts = config.has_experts(number)
         with layer_precision(config, number):
             self.self_attention = SelfAttention(
                 config, layer_number, self_attn_mask_type, layer_cp_comm_type(config, number), rngs=rngs
             )
             self.cross_attention = _cross_attention(config, number, rngs) if layer_type == "decoder" else None
-            self.mlp = MLP(config, rngs=rngs)
-        norm: Any = (config, config.hidden_size, config.layernorm_epsilon)
+            # The norm of an MLP is in its first layer.
+            self.pre_mlp_layernorm = TENorm(*norm) if has_experts else None
+            self.mlp: Any = (
+                MoELayer(config, layer_number=layer_number, rngs=rngs) if has_experts else MLP(config, rngs=rngs)
+            )
         behind = config.block_output_layernorm
         self.self_attention_norm = TENorm(*norm) if behind else None
         self.inter_attention_norm = TENorm(*norm) if behind and layer_type == "decoder" else None

@@ -16,12 +16,12 @@ from jax_te.megatron import (
     layer_cp_comm_type,
     layer_precision,
     recipe_from_config,
-    refuse_experts,
 )
 from jax_te.recipe import current_recipe
 
 _NOT_FOLLOWED = {
     "perform_initialization": "; nnx.eval_shape gives a model without arrays",
+    "moe_enable_routing_replay": "; MegatronGPTModel does",
     "delay_wgrad_compute": "; jax_te.training.deferred_vjp computes weight gradients apart",
     "disable_parameter_transpose_cache": "; kernels are kept between microbatches only where a call asks for it",
     "quant_recipe": "; jax_te.megatron.apply_quantization_config(model, config.quant_recipe) does",
@@ -30,6 +30,7 @@ _NOT_FOLLOWED = {
 ENCODER_NOT_FOLLOWED = {
     "qk_clip": "; GPTModel does",
     "log_max_attention_logit": "; GPTModel does",
+    "num_moe_experts": "; GPTModel and MegatronGPTModel do",
     "cp_load_balanced": ": zig-zag order shares out the work of a causal mask, and an encoder has none (T5's relative "
     "positions are of natural order, too)",
 }
@@ -49,8 +50,8 @@ def transformer_layer(
     """Return layer ``number`` of a stack that ``config`` describes.
 
     Some fields of the configuration depend on the number: the first and last layers may stay in high precision
-    (``first_last_layers_bf16``), some layers may attend in a window (``window_attn_skip_freq``), and each may exchange
-    keys in a different way (``cp_comm_type``).
+    (``first_last_layers_bf16``), some layers may have experts (``moe_layer_freq``), some may attend in a window
+    (``window_attn_skip_freq``), and each may exchange keys in a different way (``cp_comm_type``).
 
     Args:
         config: configuration of the stack.
@@ -65,7 +66,7 @@ def transformer_layer(
     """
     if number < 0:
         raise ValueError(f"number must be that of a layer, from 0, got {number}")
-    refuse_experts(config, number)
+    forced = config.moe_router_force_load_balancing or config.moe_router_force_biased is not None
     windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number + 1)
     with layer_precision(config, number):
         layer = TransformerLayer(
@@ -103,6 +104,9 @@ def transformer_layer(
             zero_centered_gamma=config.layernorm_zero_centered_gamma,
             activation=config.limited_activation,
             bias=config.add_bias_linear,
+            experts=config.moe_options() if config.has_experts(number) else None,
+            # Only random choices read it, and layers that differ in a number are not alike for `run_layers`.
+            layer_number=number + 1 if forced and config.has_experts(number) else None,
             params_dtype=config.params_dtype,
             rngs=rngs,
         )

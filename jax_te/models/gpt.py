@@ -33,7 +33,11 @@ class GPTModel(LanguageModel):
     ``normalization="RMSNorm"``, ``activation="swiglu"``, ``add_bias_linear=False``, ``num_query_groups``, with the
     model's ``position_embedding_type="rope"``, ``share_embeddings_and_output_weights=False``; Qwen 3's is Llama's with
     ``qk_layernorm=True``; Gemma 2's has ``layernorm_zero_centered_gamma``, ``block_output_layernorm``,
-    ``logit_softcap`` and `Multipliers`.
+    ``logit_softcap`` and `Multipliers`; Mixtral's and Qwen 3 MoE's is Llama's or Qwen 3's with ``num_moe_experts``.
+
+    With ``config.num_moe_experts`` the layers that ``config.moe_layer_freq`` names have experts, see
+    `jax_te.layers.MoE`; a train step adds the routers' losses to its gradients, and `jax_te.layers.expert_metrics`
+    reads their counts. A loop over layers runs each sequence of layers with experts, and of those without, by itself.
 
     The layers' linear operations follow the ambient recipe, and with ``config.fp8_output_proj`` the head's; embedding
     and attention core stay in the compute dtype, and without it the head.

@@ -124,6 +124,12 @@ class LanguageModel(TrainingMode):
                 "quantizes the head's GEMMs; build the model with Execution(loss_chunks=1), or leave fp8_output_proj "
                 "out of its config"
             )
+        if execution.batch_parts > 1 and config.num_moe_experts is not None:
+            raise ValueError(
+                f"batch_parts={execution.batch_parts} gives each part of the batch to its experts by itself, with a "
+                f"loss, counts and capacity of its own, and the config has num_moe_experts={config.num_moe_experts}; "
+                "build the model with Execution(batch_parts=1)"
+            )
         check_config(config, also=not_followed, follows=follows)
         self.config = config
         self.vocab_size = vocab_size

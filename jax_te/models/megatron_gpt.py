@@ -22,7 +22,7 @@ from jax_te.sharding import constrain
 from jax_te.typing import Array, Key, NoProcessGroups, Words
 
 _EXECUTION = Execution()
-_FOLLOWED = ("quant_recipe", "cuda_graph_impl", "disable_parameter_transpose_cache")
+_FOLLOWED = ("quant_recipe", "cuda_graph_impl", "disable_parameter_transpose_cache", "moe_enable_routing_replay")
 _CACHE = "give cache=model.init_cache(batch, length)"
 _LOGITS = Words("None", "logits are in config.compute_dtype", ValueError)
 _NO_MTP = Words("None", "there is no multi-token prediction", ValueError)

@@ -18,8 +18,9 @@ from jax_te.ops.linear.spec import LinearWeights
 from jax_te.ops.loss.cross_entropy import softmax_cross_entropy
 from jax_te.ops.loss.linear_cross_entropy import linear_cross_entropy
 from jax_te.ops.loss.reduction import LossOptions
-from jax_te.ops.moe import losses, permute, routing
+from jax_te.ops.moe import dispatch, losses, permute, routing
 from jax_te.ops.moe.grouped_dense import grouped_dense
+from jax_te.ops.moe.placement import ExpertPlacement, expert_placement
 from jax_te.ops.moe.row_groups import RowGroups, group_alignment, row_bound
 from jax_te.ops.moe.weighted_act import weighted_activation
 from jax_te.ops.stacked import loop_over_layers

@@ -40,6 +40,10 @@ class GemmBackend(Protocol):
         """Return the part of the kernel's operand that the input gradient's GEMM reads."""
         ...
 
+    def all_gather_kernel(self, kernel: Any, dims: Dims, gemm: Gemm) -> Any:
+        """Return a kernel with one scale all-gathered, in the form that ``"fprop"`` or ``"dgrad"`` reads."""
+        ...
+
     def gemm_fprop(self, x: Any, kernel: Any, bias: Array | None, split_accumulator: bool) -> Array:
         """Return ``x [..., k] @ kernel [k, *n] + bias [*n]`` in the dtype of ``x``."""
         ...
@@ -65,10 +69,6 @@ class Backend(GemmBackend, Protocol):
 
     def all_gather_operand(self, operand: Any, dims: Dims) -> Any:
         """Return an operand with one scale, all-gathered along mesh axes of each leading dimension."""
-        ...
-
-    def all_gather_kernel(self, kernel: Any, dims: Dims, gemm: Gemm) -> Any:
-        """Return a kernel with one scale all-gathered, in the form that ``"fprop"`` or ``"dgrad"`` reads."""
         ...
 
     def norm(self, x: Array, scale: Array, bias: Array | None, norm: NormSpec) -> tuple[Array, Any]:

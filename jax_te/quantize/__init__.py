@@ -44,6 +44,7 @@ from jax_te.quantize.state import (
     counts_are_next_values,
     counts_within_step,
     frozen_scales,
+    has_counts,
     init_gemm_state,
     merge_quantizers,
     quantizer_variables,

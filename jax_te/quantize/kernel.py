@@ -75,14 +75,16 @@ class QuantizedKernel:
         return None if one_scale else "its kernel was quantized in blocks as a whole"
 
     @checked
-    def partition_specs(self, kernel: PartitionSpec, per_device: PartitionSpec) -> QuantizedKernel:
-        """Return the PartitionSpecs of its arrays from the kernel's; the scale is replicated."""
+    def partition_specs(
+        self, kernel: PartitionSpec, per_device: PartitionSpec, scales: PartitionSpec
+    ) -> QuantizedKernel:
+        """Return the PartitionSpecs of its arrays from those of the kernel, and of its scale or scales."""
         if isinstance(self.form, OpaqueTree):
             form: Any = per_device
         else:
-            # Values are sharded like the kernel; a scale of the whole tensor is replicated.
-            form = jax.tree.map(lambda leaf: kernel if leaf.shape == self.shape else PartitionSpec(), self.form)
-        amax, guard = jax.tree.map(lambda _: PartitionSpec(), (self.amax, self.guard))
+            # Values are sharded like the kernel.
+            form = jax.tree.map(lambda leaf: kernel if leaf.shape == self.shape else scales, self.form)
+        amax, guard = jax.tree.map(lambda _: scales, (self.amax, self.guard))
         return replace(self, form=form, amax=amax, guard=guard)
 
     @checked

@@ -143,10 +143,22 @@ def init_gemm_state(recipe: Recipe | None, *, groups: int | None = None) -> Gemm
     return GemmState(**entries)  # type: ignore[typeddict-item]
 
 
-def quantizer_variables(state: PyTree) -> PyTree:
-    """Return a `GemmState` in the Variables that a layer holds; None for None."""
+def quantizer_variables(state: PyTree, group_axis: str | None = None, *, stack: int = 0) -> PyTree:
+    """Return a `GemmState` in the Variables that a layer holds; None for None.
+
+    Args:
+        state: the state.
+        group_axis: logical axis of the first axis ``[e]`` of a state of several groups. None: it has no name.
+        stack: number of axes in front, of a stack of layers.
+    """
+
     # One array in each: Flax's tools and Orbax expect the value of a Variable to be an array.
-    return jax.tree.map(QuantizerState, state)
+    def variable(array: jax.Array) -> QuantizerState:
+        if group_axis is None:
+            return QuantizerState(array)
+        return QuantizerState(array, logical_axes=(group_axis, *(None,) * (array.ndim - stack - 1)))
+
+    return jax.tree.map(variable, state)
 
 
 def with_max_gradients(quantizers: PyTree) -> PyTree:
@@ -254,6 +266,12 @@ def merge_quantizers(stacked: PyTree) -> PyTree:
         return jax.tree.map(_largest if counting_of(node) is None else lambda leaf: jnp.sum(leaf, axis=0), node)
 
     return jax.tree.map(merged, stacked, is_leaf=lambda node: counting_of(node) is not None)
+
+
+def has_counts(quantizers: PyTree) -> bool:
+    """Return whether there are counting states, as those of routers."""
+    found = nnx.to_flat_state(quantizers) if isinstance(quantizers, nnx.State) else []
+    return any(counting_of(variable) is not None for _, variable in found)
 
 
 def counts_within_step(quantizers: PyTree) -> dict[Any, Any]:

@@ -48,14 +48,24 @@ def reshard(tree: Any, specs: Any, mesh: AbstractMesh) -> Any:
 
 def all_gather(x: Array, dims: Dims) -> Array:
     """Return a device's shard all-gathered along the mesh axes that are named for each dimension."""
-    dtype = x.dtype
-    # Not every XLA backend has collectives of 8-bit floats; moving values needs their bytes only.
-    if dtype.itemsize == 1 and jnp.issubdtype(dtype, jnp.floating):
-        x = jax.lax.bitcast_convert_type(x, jnp.uint8)
+    dtype, x = x.dtype, _as_bytes(x)
     for dim, axes in enumerate(dims):
         if axes:
             x = jax.lax.all_gather(x, axes, axis=dim, tiled=True)
     return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
+
+
+def all_to_all(x: Array, axes: MeshAxes) -> Array:
+    """Return the parts ``[n, ...]`` that ``n`` devices along mesh axes send to this one, of those that it sends."""
+    sent = _as_bytes(x)
+    received = jax.lax.all_to_all(sent, axes, 0, 0, tiled=True)
+    return received if sent.dtype == x.dtype else jax.lax.bitcast_convert_type(received, x.dtype)
+
+
+def _as_bytes(x: Array) -> Array:
+    # Not every XLA backend has collectives of 8-bit floats; moving values needs their bytes only.
+    is_fp8 = x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating)
+    return jax.lax.bitcast_convert_type(x, jnp.uint8) if is_fp8 else x
 
 
 def reduce_sum(x: Array, axes: MeshAxes, scatter: Dims = (), later: MeshAxes = ()) -> Array:

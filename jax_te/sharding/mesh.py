@@ -33,7 +33,7 @@ def make_mesh(
         ValueError: if there are fewer devices than the mesh takes, or an unknown axis type.
 
     >>> make_mesh(ParallelConfig(data=1)).axis_names
-    ('pipeline', 'data', 'fsdp', 'context', 'tensor')
+    ('pipeline', 'data', 'fsdp', 'expert', 'context', 'tensor')
     """
     types = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
     devices = jax.devices() if devices is None else devices

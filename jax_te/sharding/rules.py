@@ -14,7 +14,7 @@ from flax.core.spmd import get_logical_axis_rules
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_te._validation import checked
-from jax_te.config import MESH_AXES, check_mesh_axis
+from jax_te.config import MESH_AXES
 from jax_te.typing import LogicalAxes
 
 MeshAxes = tuple[str, ...]
@@ -41,8 +41,9 @@ class ShardingRules:
     are not fields here, and in the place of a field's default. The first rule of a name is used, as in Linen.
 
     Args:
-        batch: examples, over the data and FSDP axes alike: devices of the FSDP axis that saw the same data would
-            compute the same. So would those of the pipeline axis where no pipeline runs, as in evaluation.
+        batch: examples, over the data, FSDP and expert axes alike: devices of the FSDP axis that saw the same data
+            would compute the same, and those of the expert axis outside of experts. So would those of the pipeline axis
+            where no pipeline runs, as in evaluation.
         sequence: positions of activations, over the context axis: everything but attention treats each position
             alone, so only attention communicates, and activations of a long sequence fit.
         sequence_parallel: positions between the tensor-parallel parts of a layer, over the context and tensor axes:
@@ -64,21 +65,24 @@ class ShardingRules:
             or ``ffn_fsdp``, which is the rule of ``heads`` or ``ffn`` and then that of ``fsdp``. Embeddings have it on
             their hidden axis.
         replicas: mesh axes, besides those of ``fsdp``, over which ``create_train_state(distributed_optimizer=True)``
-            splits masters and optimizer state: the data axis, whose devices hold the same parameters. The names are
-            ``fsdp_replicas``, ``heads_fsdp_replicas`` and ``ffn_fsdp_replicas``.
-        expert: the first axis of experts' kernels, over nothing: every device has all experts.
-        norm: parameters of norms, and biases over the hidden axis, over nothing: too small to be worth all-gathering.
+            splits masters and optimizer state: the data axis, whose devices hold the same parameters, and the expert
+            axis, whose devices hold the same parameters other than experts'. The names are ``fsdp_replicas``,
+            ``heads_fsdp_replicas`` and ``ffn_fsdp_replicas``.
+        expert: the first axis of experts' kernels, biases and states, over the expert axis; tokens travel to their
+            experts. It may name other axes that shard tokens, such as ``("fsdp",)``, or ``("expert", "tensor")`` under
+            sequence parallelism. In an array with experts no other dimension is sharded over the axes of this rule.
+        norm: parameters of norms and routers, and biases over the hidden axis, over nothing: too small to be worth
+            all-gathering.
         components: component axes of fused kernels (query/key/value, gate/up), over nothing: so each device has its
             shard of every component, and any number of devices shards in the same way.
 
     Raises:
         TypeError: for a rule that is not a tuple of strings.
-        ValueError: for a mesh axis whose name is reserved.
 
     Source: Megatron-Core's column/row rules; ``flax.linen.logical_axis_rules``.
     """
 
-    batch: MeshAxes = ("data", "fsdp", "pipeline")
+    batch: MeshAxes = ("data", "fsdp", "expert", "pipeline")
     sequence: MeshAxes = ("context",)
     sequence_parallel: MeshAxes = ("context", "tensor")
     hidden: MeshAxes = ()
@@ -86,8 +90,8 @@ class ShardingRules:
     ffn: MeshAxes = ("tensor",)
     vocab: MeshAxes = ("tensor",)
     fsdp: MeshAxes = ("fsdp", "pipeline")
-    replicas: MeshAxes = ("data",)
-    expert: MeshAxes = ()
+    replicas: MeshAxes = ("data", "expert")
+    expert: MeshAxes = ("expert",)
     norm: MeshAxes = ()
     components: MeshAxes = ()
 
@@ -117,8 +121,6 @@ class ShardingRules:
             value = getattr(self, rule.name)
             if not isinstance(value, tuple) or not all(isinstance(axis, str) for axis in value):
                 raise TypeError(f"rule {rule.name!r} must be a tuple of mesh axis names, got {value!r}")
-            for axis in value:
-                check_mesh_axis(axis)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +207,7 @@ def _checked(spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> PartitionSpec:
 def _resolved(axes: LogicalAxes, mesh: Mesh | AbstractMesh, rules: ShardingRules) -> PartitionSpec:
     known = known_names(rules)
     free = free_axes(mesh)
+    of_experts = rules.mesh_axes("expert") if "expert" in axes else ()
     taken: dict[str, str] = {}
     spec: list[Any] = []
     for name in axes:
@@ -224,6 +227,9 @@ def _resolved(axes: LogicalAxes, mesh: Mesh | AbstractMesh, rules: ShardingRules
                     f"{', '.join(map(str, mesh.axis_names))}; name one of them, or of {', '.join(MESH_AXES)}"
                 )
         mesh_axes = tuple(axis for axis in rules.mesh_axes(name) if axis in mesh.axis_names)
+        if name != "expert":
+            # Experts may be split over axes that split other kernels by their inputs or outputs.
+            mesh_axes = tuple(axis for axis in mesh_axes if axis not in of_experts)
         for axis in mesh_axes:
             if axis in taken:
                 raise ValueError(

@@ -28,10 +28,10 @@ def refuse(capsys, output, *argv):
         (["--hidden-size", "36", "--num-heads", "8"], ["--hidden-size 36", "--num-heads 8", "40"]),
         (["--num-query-groups", "3"], ["--num-heads 2", "--num-query-groups 3"]),
         (["--microbatches", "3"], ["--batch-size 4", "--microbatches 3", "6"]),
-        (["--mesh", "data=3"], ["data*fsdp = 3", "--batch-size", "6"]),
+        (["--mesh", "data=3"], ["data*fsdp*expert = 3", "--batch-size", "6"]),
         (["--mesh", "tensor=4"], ["--num-query-groups 2", "tensor=4"]),
         (["--mesh", "context=8", "--seq-len", "40", "--cp-load-balanced"], ["--seq-len 40", "context=8", "16", "48"]),
-        (["--mesh", "rows=4"], ["unknown mesh axis 'rows'", "data, fsdp, context, tensor"]),
+        (["--mesh", "rows=4"], ["unknown mesh axis 'rows'", "data, fsdp, expert, context, tensor"]),
         (["--recipe", "delayed", "--ffn-hidden-size", "60"], ["--ffn-hidden-size 60", "by 16", "64"]),
         (
             ["--recipe", "current", "--seq-len", "30", "--batch-size", "2", "--mesh", "data=2"],

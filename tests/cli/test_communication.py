@@ -139,7 +139,7 @@ def test_what_is_compiled_and_what_follows() -> None:
         return made(configs)
 
     rows, notes = counted(config("data=8,fsdp=64,tensor=2", 10, batch_size=512, ffn_hidden_size=1024), watched)
-    mesh = "pipeline=1,data=2,fsdp=64,context=1,tensor=2"
+    mesh = "pipeline=1,data=2,fsdp=64,expert=1,context=1,tensor=2"
     assert seen == [(mesh, 2, 128), (mesh, 3, 128)]
     assert (rows[0].bytes, rows[0].count, rows[0].devices) == (10 * 1064, 30, 64)
     assert rows[1].devices == 512
@@ -148,7 +148,8 @@ def test_what_is_compiled_and_what_follows() -> None:
     seen.clear()
     large = config("fsdp=512,tensor=8", 1, batch_size=512, hidden_size=4096, ffn_hidden_size=4096)
     rows, _ = counted(large, watched)
-    assert [mesh for mesh, _, _ in seen] == [f"pipeline=1,data=1,fsdp={size},context=1,tensor=8" for size in (256, 128)]
+    others = "expert=1,context=1,tensor=8"
+    assert [mesh for mesh, _, _ in seen] == [f"pipeline=1,data=1,fsdp={size},{others}" for size in (256, 128)]
     assert (rows[0].bytes, rows[0].devices) == (1008, 512)
 
 
@@ -178,7 +179,7 @@ def test_the_table_names_what_it_reckons_with(capsys: pytest.CaptureFixture[str]
     table, rest = shown.out.split("\n\n")
     assert [line.split()[0] for line in table.splitlines()[2:]] == ["fsdp", "data*fsdp", "sum"]
     assert rest.splitlines() == [
-        "8 devices: pipeline=1, data=4, fsdp=2, context=1, tensor=1",
+        "8 devices: pipeline=1, data=4, fsdp=2, expert=1, context=1, tensor=1",
         "network: 2 devices on a host, each sends 450 GB/s there, 50 GB/s to other hosts; 10 us a launch",
         "times: one collective after the other, none overlapping computation",
         "counted with data=2, and groups made as large as data=4 makes them",

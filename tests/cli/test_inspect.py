@@ -141,7 +141,7 @@ def test_sensitivity_as_a_table(quantized, capsys):
         ("sensitivity", ["--write", "new.yaml"], ["--write", "--keep-bf16"]),
         ("sensitivity", ["--keep-bf16", "1", "--write", __file__], ["--write", "exists"]),
         ("sensitivity", ["--keep-bf16", "7"], ["--keep-bf16 7", "6 layers"]),
-        ("sharding", ["--mesh", "expert=2"], ["mesh axis 'expert' is reserved"]),
+        ("sharding", ["--mesh", "experts=2"], ["unknown mesh axis 'experts'"]),
         ("sharding", ["--output", "nowhere"], ["nowhere holds no run", "--preset"]),
         ("sharding", ["--preset", "tiny"], ["--output", "--preset", "one of them"]),
     ],
@@ -182,11 +182,11 @@ def test_how_a_run_is_split(quantized, capsys):
     assert shown.err == f"{quantized}, training state\n"
     table, totals, *pictures = shown.out.strip().split("\n\n")
     assert any(line.split()[0] == "opt_state.1.0.mu.layers.1.layernorm_mlp.wo_kernel" for line in table.splitlines())
-    assert totals.splitlines()[0] == "8 devices: pipeline=1, data=1, fsdp=2, context=2, tensor=2"
+    assert totals.splitlines()[0] == "8 devices: pipeline=1, data=1, fsdp=2, expert=1, context=2, tensor=2"
     drawn = next(picture for picture in pictures if picture.startswith("(fsdp, -, tensor)"))
     assert drawn.splitlines()[1:] == ["        tensor=0  tensor=1", "fsdp=0  0 2       1 3", "fsdp=1  4 6       5 7"]
     whole = as_json(capsys, quantized, "sharding")
-    assert whole["mesh"] == {"pipeline": 1, "data": 1, "fsdp": 1, "context": 1, "tensor": 1}
+    assert whole["mesh"] == {"pipeline": 1, "data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1}
     assert whole["bytes"] == whole["bytes_per_device"] == sum(array["bytes"] for array in whole["arrays"])
     held = next(array for array in whole["arrays"] if array["path"].startswith("params.layers.1.layernorm_mlp.wo_kern"))
     assert held["path"].endswith("wo_kernel.form.rowwise.data")

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from jax_te.config import MoEOptions, RouterOptions
 from jax_te.layers import LayerNormLinear, Linear, MultiheadAttention, TransformerLayer
 from jax_te.layers.options import AttentionOptions
 from tests.support.numerics import assert_bitwise
@@ -53,6 +54,7 @@ REACHED: dict[str, tuple[Any, tuple[str, ...]]] = {
     "zero_centered_gamma": (True, BLOCKS),
     "activation": ("swiglu", (MLP,)),
     "bias": (True, BLOCKS),
+    "experts": (MoEOptions(router=RouterOptions(num_experts=4)), (MLP,)),
     "return_max_logit": (True, (SELF,)),
     "params_dtype": (jnp.bfloat16, BLOCKS),
 }

@@ -42,7 +42,11 @@ def test_a_class_is_its_layer_bitwise(kind):
         assert bias is None
         assert_bitwise(y, plain(x, SIZES))
         assert_bitwise(layer(x, jnp.asarray(SIZES), is_first_microbatch=True)[0], y)
-    assert layer.kernel.get_metadata("logical_axes") == ("expert", "fsdp", None)
+    names = {TEColumnParallelGroupedLinear: ("fsdp", "ffn"), TERowParallelGroupedLinear: ("ffn_fsdp", None)}
+    assert layer.kernel.get_metadata("logical_axes") == ("expert", *names.get(kind, ("fsdp", None)))
+    options = {"parallel_mode": None} if kind is TEGroupedLinear else {}
+    whole = build(kind, ModelParallelConfig(expert_tensor_parallel_size=1), **options)
+    assert whole.kernel.get_metadata("logical_axes") == ("expert", "fsdp", None)
     layer.backward_dw()
     assert repr(layer) == f"{kind.__name__}(num_gemms=3, in_features=32, out_features=64, bias=True, TP=1)"
 

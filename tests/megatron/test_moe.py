@@ -20,7 +20,6 @@ from jax_te.megatron import (
     TransformerLayer,
     will_execute_quantized,
 )
-from jax_te.models import GPTModel
 from jax_te.recipe import Float8CurrentScaling, autocast
 from tests.support.numerics import TOLERANCE, assert_close, draw
 
@@ -187,14 +186,17 @@ def test_rows_of_tokens_that_megatron_adds_are_told(caplog):
     assert ["numbers differ from Megatron's" in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_layers_without_a_place_for_experts_say_so():
-    for build in (
-        TransformerLayer,
-        lambda config, rngs: GPTModel(config, vocab_size=16, max_sequence_length=8, rngs=rngs),
-    ):
-        with pytest.raises(ValueError, match=r"layer 1 has experts .* jax_te\.megatron\.MoELayer"):
-            build(config(), rngs=nnx.Rngs(0))
-    TransformerLayer(config(moe_layer_freq=[0, 1]), rngs=nnx.Rngs(0))
+def test_the_layers_that_a_frequency_names_have_experts():
+    """Behind a norm of their own, as `MoELayer` computes them."""
+    frequency = config(num_layers=2, moe_layer_freq=[0, 1], hidden_dropout=0.0, attention_dropout=0.0)
+    dense, layer = (TransformerLayer(frequency, number, rngs=nnx.Rngs(0)) for number in (1, 2))
+    assert isinstance(dense.mlp, MLP)
+    assert dense.pre_mlp_layernorm is None
+    assert isinstance(layer.mlp, MoELayer)
+    x = jax.random.normal(jax.random.key(1), (2, 4, frequency.hidden_size))
+    attended = x + layer.self_attention(x)[0]
+    expected = attended + layer.mlp(layer.pre_mlp_layernorm(attended))[0]
+    np.testing.assert_allclose(layer(x)[0], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_what_there_is_not():

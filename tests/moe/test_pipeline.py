@@ -73,3 +73,12 @@ def test_states_are_those_without_a_pipeline(pipeline: str, scale: float) -> Non
             np.testing.assert_allclose(a[...], b[...], rtol=2.0**-16, atol=2.0**-20, err_msg=str(path))
             biases += "expert_bias" in path and bool(np.any(b[...]))
     assert biases == 3
+
+
+@pytest.mark.costly
+def test_stages_that_differ_are_refused_beside_other_axes() -> None:
+    """The compiler partitions the router, and may exchange its arrays among the devices of all stages."""
+    with pytest.raises(
+        ValueError, match=r"zero_bubble .* communicate among all devices of the mesh, here along expert"
+    ):
+        after_steps(ParallelConfig(pipeline=2, expert=2), "zero_bubble")

@@ -9,12 +9,13 @@ from tests.support.numerics import without_type_checker
 
 def test_axes_sizes_and_order():
     mesh = make_mesh(ParallelConfig(fsdp=2, context=2, tensor=2))
-    assert list(mesh.shape.items()) == [("pipeline", 1), ("data", 1), ("fsdp", 2), ("context", 2), ("tensor", 2)]
+    assert mesh.axis_names == ("pipeline", "data", "fsdp", "expert", "context", "tensor")
+    assert mesh.devices.shape == (1, 1, 2, 1, 2, 2)
     assert [device.id for device in mesh.devices.flat] == [device.id for device in jax.devices()[:8]]
-    first = mesh.devices[0, 0, 0, 0, 0].id
-    assert mesh.devices[0, 0, 0, 0, 1].id == first + 1, "tensor ranks are neighbours"
-    assert mesh.devices[0, 0, 0, 1, 0].id == first + 2, "context ranks are the next"
-    assert mesh.devices[0, 0, 1, 0, 0].id == first + 4
+    first = mesh.devices[0, 0, 0, 0, 0, 0].id
+    assert mesh.devices[0, 0, 0, 0, 0, 1].id == first + 1, "tensor ranks are neighbours"
+    assert mesh.devices[0, 0, 0, 0, 1, 0].id == first + 2, "context ranks are the next"
+    assert mesh.devices[0, 0, 1, 0, 0, 0].id == first + 4
 
 
 @pytest.mark.parametrize(("name", "kind"), [("auto", AxisType.Auto), ("explicit", AxisType.Explicit)])

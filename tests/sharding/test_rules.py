@@ -97,8 +97,6 @@ def test_rules():
     with use_rules(rules):
         assert logical_to_spec(("batch", "sequence"), MESH) == P(("data", "fsdp"), "tensor")
     assert logical_to_spec(("batch", "sequence"), MESH) == P(("data", "fsdp"), None)
-    with pytest.raises(ValueError, match=r"mesh axis 'expert' is reserved for .* not there yet"):
-        ShardingRules(batch=("data", "expert"))
     for wrong in ("tensor", ["tensor"], (1,), None):
         with without_type_checker(), pytest.raises(TypeError, match="rule 'ffn' must be a tuple of mesh axis names"):
             ShardingRules(ffn=wrong)
@@ -147,7 +145,7 @@ def test_rules_are_part_of_the_jit_cache_key():
 def test_current_mesh():
     assert current_mesh() is None
     with jax.set_mesh(make_mesh(ALL)):
-        assert current_mesh().axis_names == ("pipeline", "data", "fsdp", "context", "tensor")
+        assert current_mesh().axis_names == ("pipeline", "data", "fsdp", "expert", "context", "tensor")
     assert current_mesh() is None
 
 

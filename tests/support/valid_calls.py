@@ -76,7 +76,7 @@ MODEL: dict[str, Any] = {"config": CONFIG, "vocab_size": 16, "max_sequence_lengt
 TE: dict[str, Any] = {"config": config.ModelParallelConfig(), "init_method": jax.nn.initializers.normal(0.02)}
 TE |= {"bias": True, "skip_bias_add": False, "is_expert": False}
 CURRENT, DELAYED = recipe.Float8CurrentScaling(), recipe.DelayedScaling(amax_history_len=1)
-MESH = AbstractMesh((1, 1, 1, 1, 1), config.MESH_AXES, axis_types=(AxisType.Auto,) * 5)
+MESH = AbstractMesh((1,) * 6, config.MESH_AXES, axis_types=(AxisType.Auto,) * 6)
 TOKENS = np.arange(256, dtype=np.uint8) % 16
 TENSOR = quantize.TensorQuantizer(dtype=jnp.float8_e4m3fn)
 RULES = {"matchers": {"all": {"type": "glob", "enabled": True, "pattern": "*", "config": "own"}}}
@@ -362,6 +362,12 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "layers.Router.__call__": lambda f: Call(router(), {"x": X, "padding_mask": None, "key": None, "experts": None}),
     "layers.Router.assign": lambda f: Call(
         router().assign, {"x": X, "padding_mask": None, "key": None, "experts": None}
+    ),
+    "layers.expert_rows": lambda f: Call(
+        layers.expert_rows, {"model": router(), "batch": 2, "sequence": 4, "dtype": jnp.bfloat16}
+    ),
+    "layers.Router.with_overflow": lambda f: Call(
+        router().with_overflow, {"probs": jnp.ones((2, 4, 2)), "overflow": jnp.float32(1.0)}
     ),
     "layers.Router.capacity": lambda f: Call(router().capacity, {"tokens": 4}),
     "layers.SharedExperts.__call__": lambda f: Call(
@@ -1004,7 +1010,7 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     ),
     "quantize.QuantizedKernel.of_layer": lambda f: Call(quantized().of_layer, {"ndim": 2}),
     "quantize.QuantizedKernel.partition_specs": lambda f: Call(
-        quantized().partition_specs, {"kernel": PartitionSpec(), "per_device": PartitionSpec()}
+        quantized().partition_specs, dict.fromkeys(("kernel", "per_device", "scales"), PartitionSpec())
     ),
     "quantize.QuantizedKernel.taken_over": lambda f: Call(quantized().taken_over, {"exact": KERNEL}),
     "quantize.QuantizedTensor.holds": lambda f: Call(tensor().holds, {"x": KERNEL}),

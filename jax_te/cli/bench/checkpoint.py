@@ -37,7 +37,7 @@ def _config(options: BenchCheckpoint, recipe: str) -> RunConfig:
         mesh=options.mesh,
         distributed_optimizer=options.distributed_optimizer,
         # No step is run, so the batch size only has to divide over every mesh.
-        batch_size=PRESETS[options.preset].values["batch_size"] * sizes.data * sizes.fsdp,
+        batch_size=PRESETS[options.preset].values["batch_size"] * sizes.batch_devices,
     )
 
 

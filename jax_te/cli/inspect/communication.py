@@ -72,7 +72,7 @@ def _config(options: InspectCommunication, given: dict[str, Any]) -> tuple[RunCo
     if mesh is None:
         raise ValueError("one device sends nothing; give a --mesh, e.g. --mesh data=2,tensor=4")
     sizes = ParallelConfig.parse(mesh)
-    ranks = sizes.data * sizes.fsdp
+    ranks = sizes.batch_devices
     if saved is None:
         # A GPU's default, whatever the present device: the mesh consists of GPUs.
         preset = str(options.preset)
@@ -80,7 +80,7 @@ def _config(options: InspectCommunication, given: dict[str, Any]) -> tuple[RunCo
         return new_config(values | given | {"preset": preset, "mesh": mesh}), name
     old = saved.parallel_config() or ParallelConfig()
     # As many examples for each rank; all backends communicate the same.
-    values = {"batch_size": saved.batch_size * ranks // (old.data * old.fsdp), "backend": "auto"}
+    values = {"batch_size": saved.batch_size * ranks // old.batch_devices, "backend": "auto"}
     return dataclasses.replace(saved, **(values | given | {"mesh": mesh})), name
 
 

@@ -26,6 +26,7 @@ def expert_metrics(model: nnx.Module) -> dict[str, Array]:
 
     Returns:
         fp32 values by name: each loss, the mean over calls and layers; ``dropped_share``, of all choices of experts;
+        ``overflow_share``, likewise, of those for which a device of a mesh had no room, if there is a bound;
         ``max_over_mean_load``, the largest load of an expert over the mean one, in the layer where that is largest.
         For each router, prefixed with its path and a ``/``: the same, and ``tokens_per_expert [e]``. The path of a
         router that ``nnx.vmap`` stacked ends with its index, as in ``layers.router[2]``. Empty without routers.
@@ -81,5 +82,7 @@ def _metrics_of(router: Router, values: Array) -> tuple[Array, dict[str, Array]]
     load, sums = values[:e], dict(zip(router.metric_names, values[e:], strict=True))
     calls, chosen = jnp.maximum(sums.pop("calls"), 1.0), jnp.maximum(sums.pop("chosen"), 1.0)
     own = {"dropped_share": sums.pop("dropped") / chosen}
+    if "overflow" in sums:
+        own["overflow_share"] = sums.pop("overflow") / chosen
     own["max_over_mean_load"] = jnp.max(load) / jnp.maximum(jnp.mean(load), 1.0 / e)
     return load, own | {name: total / calls for name, total in sums.items()}

@@ -9,16 +9,28 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
-from jax_te._validation import check_positive, checked
+from jax_te._validation import check_positive, checked, log_once
 from jax_te.config import ActivationLike, ActivationParams, normal_init
 from jax_te.layers.layernorm_mlp import component_count
 from jax_te.layers.linear import Linear
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.parameters import parameter
 from jax_te.layers.tensor_parallel import sequence_axes
-from jax_te.ops import Activation, RowGroups, activation, group_alignment, grouped_dense, weighted_activation
+from jax_te.ops import (
+    Activation,
+    ExpertPlacement,
+    LinearOptions,
+    RowGroups,
+    activation,
+    expert_placement,
+    group_alignment,
+    grouped_dense,
+    weighted_activation,
+)
 from jax_te.remat import run_recomputed
+from jax_te.sharding import axis_ranks
 from jax_te.typing import Array, DTypeLike, Initializer, TensorGroup
 
 
@@ -43,18 +55,44 @@ class Experts(TrainingMode):
     def __init__(self, linear_fc1: Any, linear_fc2: Any, function: Activation, *, apply_probs_on_input: bool = False):
         self.linear_fc1, self.linear_fc2 = linear_fc1, linear_fc2
         self.function, self.apply_probs_on_input = function, apply_probs_on_input
+        for layer in (linear_fc1, linear_fc2):
+            layer.of_mixture = True
 
     @property
     def alignment(self) -> int:
         """Alignment of an expert's rows with which the recipes in this context read them without a copy."""
-        layers = [getattr(layer, "base", layer) for layer in (self.linear_fc1, self.linear_fc2)]
-        return math.lcm(*(group_alignment(layer.recipe) for layer in layers))
+        return math.lcm(*(group_alignment(layer.recipe) for layer in self.base_layers()))
+
+    def base_layers(self) -> tuple[Any, Any]:
+        """Return both layers, without adapters around them."""
+        fc1, fc2 = self.linear_fc1, self.linear_fc2
+        return getattr(fc1, "base", fc1), getattr(fc2, "base", fc2)
+
+    def placement(self, shape: tuple[int, ...], sequence_parallel: bool) -> ExpertPlacement | None:
+        """Return the placement of the experts on the mesh in use; None if one array has the rows of all experts.
+
+        Args:
+            shape: shape of the tokens ``[b, s, h]``.
+            sequence_parallel: whether tokens are sharded over the tensor axis along the sequence.
+        """
+        layers = self.base_layers()
+        kernels = tuple((layer.kernel_shape, layer.axes_of("kernel")) for layer in layers)
+        found = expert_placement(shape, kernels, sequence_parallel=sequence_parallel)
+        reason = found if isinstance(found, str) else None
+        if isinstance(found, ExpertPlacement):
+            reason = next((why for layer in layers if (why := layer.why_not_placed()) is not None), None)
+        if reason is None:
+            return found  # type: ignore[return-value]
+        if axis_ranks("expert") > 1:
+            log_once(f"the compiler partitions the experts, which then may gather all of them: {reason}")
+        return None
 
     def __call__(self, x: Array, probs: Array, groups: RowGroups, is_first_microbatch: bool | None = None) -> Array:
         """Apply the experts.
 
         Args:
-            x: ``[rows, h]``, zeros in rows of padding. So must the output's gradient be.
+            x: ``[rows, h]``, on a mesh the rows of all devices (`jax_te.ops.RowGroups`); zeros in rows of padding. So
+                must the output's gradient be.
             probs: ``[rows]``, 0 in rows of padding.
             groups: rows of each expert.
             is_first_microbatch: see `GroupedLinear`.
@@ -65,25 +103,32 @@ class Experts(TrainingMode):
         if self.apply_probs_on_input:
             x = (x.astype(probs.dtype) * probs[:, None]).astype(x.dtype)
             # The probabilities are applied already; padding rows get no bias.
-            probs = (groups.of_rows() < groups.count).astype(probs.dtype)
+            probs = groups.filled().astype(probs.dtype)
         # Rows of padding were zeros in x, and their gradients are, since whoever reads y leaves them out.
         groups = dataclasses.replace(groups, zero_padding=True)
         hidden = _output(self.linear_fc1(x, groups, is_first_microbatch=is_first_microbatch))
+        placement, axes, summands = groups.placement, (None, "ffn"), 1
+        if placement is not None:
+            axes, summands = PartitionSpec(*placement.row_spec, None), placement.size(placement.features)
 
         # The layer is an argument, since jax.checkpoint passes a copy.
         def rest(parts: Any) -> Array:
             linear_fc2, hidden, probs, groups = parts
             if not self.apply_probs_on_input:
-                z = weighted_activation(hidden, probs, self.function)
+                z = weighted_activation(hidden, probs, self.function, out_axes=axes)
             else:  # nothing has multiplied the activation of rows of padding by 0
-                z = activation(hidden, self.function.name, params=self.function.params, out_axes=(None, "ffn"))
+                z = activation(hidden, self.function.name, params=self.function.params, out_axes=axes)
                 groups = dataclasses.replace(groups, zero_padding=False)
             y, bias = linear_fc2(z, groups, is_first_microbatch=is_first_microbatch)
             if bias is None:
                 return y
-            # A GEMM with one feature, whose gradients sum rows in an order that does not depend on the device.
+            # A GEMM with one feature, whose gradients sum rows in an order that does not depend on the device. Each
+            # device among which features are split adds an equal part.
             weighted = grouped_dense(
-                probs.astype(jnp.float32)[:, None], bias[:, None].astype(jnp.float32), groups=groups
+                probs.astype(jnp.float32)[:, None] / summands,
+                bias[:, None].astype(jnp.float32),
+                groups=groups,
+                options=LinearOptions(kernel_axes=("expert", None, None)),
             )
             return (y.astype(jnp.float32) + weighted).astype(y.dtype)
 

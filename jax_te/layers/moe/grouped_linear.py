@@ -18,7 +18,8 @@ from jax_te.layers.parameters import constant, expert_rngs, init_of_each, parame
 from jax_te.layers.results import layer_output
 from jax_te.layers.tensor_parallel import TensorParallel, TensorParallelModule
 from jax_te.ops import LinearOptions, LinearWeights, RowGroups, grouped_dense
-from jax_te.sharding import activation_axis
+from jax_te.quantize import QuantizedKernel, Quantizer, TensorQuantizer, precision_of
+from jax_te.sharding import activation_axis, axis_ranks, device_mesh, gathered_axes
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, TensorGroup
 
 
@@ -48,6 +49,7 @@ class GroupedLinear(TensorParallelModule):
             ``params``.
 
     Attributes:
+        of_mixture: whether it is a layer of `Experts`, whose rows are placed on a mesh. Initially False.
         frozen: whether the parameters are frozen: no gradient reaches them, and none is computed for the kernels.
             Initially False; `GroupedLoRA` sets it.
         module_recipe, deterministic, is_first_microbatch, module_name: see `QuantizableModule`.
@@ -106,6 +108,20 @@ class GroupedLinear(TensorParallelModule):
         log_hints(fuse_wgrad_accumulation=fuse_wgrad_accumulation)
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.frozen = False
+        self.of_mixture = False
+
+    @property
+    def rows_on_devices(self) -> bool:
+        """Whether calls have rows that are placed on the devices of the mesh in use."""
+        return self.of_mixture and device_mesh() is not None and self.why_not_placed() is None
+
+    def kernel_quantizer(self, kernel: str) -> Quantizer | None:
+        """Quantizer of a kernel that is cached; None if each call quantizes it."""
+        found = super().kernel_quantizer(kernel)
+        mesh = device_mesh() if self.rows_on_devices else None
+        # Blocks of scales are those of whole kernels, which a cache would hold for all layers at once.
+        in_blocks = mesh is not None and not isinstance(found, TensorQuantizer)
+        return None if in_blocks and mesh and gathered_axes(self.kernel_axes, mesh) else found
 
     def axes_of(self, kernel: str) -> LogicalAxes:
         """Logical axes of the kernel."""
@@ -169,6 +185,17 @@ class GroupedLinear(TensorParallelModule):
         if group_sizes.shape != (self.num_gemms,):
             raise ValueError(f"group_sizes must have shape ({self.num_gemms},), one size each, got {group_sizes.shape}")
         return RowGroups(sizes=group_sizes.astype(jnp.int32), rows=x.shape[0])
+
+    def why_not_placed(self) -> str | None:
+        """Return the reason why the devices of a mesh cannot run the layer on their own rows of experts, or None."""
+        multiple, kernel = precision_of(self.recipe).shard_multiple, self.kernel.get_value()
+        if multiple is None:
+            return f"recipe {self.recipe!r} has scales of whole tensors beside those of blocks"
+        for size, axis in zip(self.kernel_shape[1:], map(activation_axis, self.kernel_axes[1:]), strict=True):
+            parts = 1 if axis is None else axis_ranks(axis)
+            if parts > 1 and size // parts % multiple:
+                return f"features of one device, {size // parts}, are no multiple of the {multiple} values of a scale"
+        return kernel.lacks_shards if isinstance(kernel, QuantizedKernel) else None
 
     def _options(self) -> LinearOptions:
         # Rows have no logical axis: on a mesh every device has all of them.

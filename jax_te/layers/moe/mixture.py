@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te._validation import check_positive, checked
-from jax_te.config import ActivationLike, ActivationParams, RouterOptions
+from jax_te.config import ActivationLike, ActivationParams, DispatchOptions, RouterOptions
 from jax_te.layers.layernorm_mlp import component_count
 from jax_te.layers.linear import Linear
 from jax_te.layers.mode import TrainingMode
@@ -17,8 +18,9 @@ from jax_te.layers.moe.experts import Experts, SharedExperts
 from jax_te.layers.moe.grouped_linear import GroupedLinear
 from jax_te.layers.moe.router import Router, Routing
 from jax_te.layers.results import layer_output
-from jax_te.ops import Activation, permute
+from jax_te.ops import Activation, dispatch, permute
 from jax_te.remat import recomputed, selective_recompute
+from jax_te.sharding import constrain
 from jax_te.typing import Array, DTypeLike, Initializer, Key, TensorGroup
 
 
@@ -28,12 +30,16 @@ class MixtureOfExperts(TrainingMode):
     Attributes:
         router: `Router`.
         experts: `Experts`.
+        dispatch: transport of tokens to experts on other devices.
+        sequence_parallel: whether tokens are sharded over the tensor axis along the sequence.
         shared_experts: a layer that all tokens pass, or None.
         fc1_latent_proj, fc2_latent_proj: linear layers to the features of the experts and back, or None.
     """
 
     router: Any
     experts: Experts
+    dispatch: DispatchOptions
+    sequence_parallel: bool
     shared_experts: Any
     fc1_latent_proj: Any
     fc2_latent_proj: Any
@@ -76,19 +82,49 @@ class MixtureOfExperts(TrainingMode):
 
     def _routed(self, x: Array, routing: Routing, first: bool | None) -> Array:
         """Return the sum of the outputs of each token's experts."""
-        options, features = self.router.options, x.shape[-1]
-        tokens, k = x.reshape(-1, features), options.topk
+        transport = self.transport(x.shape)
+        if transport is not None:
+            call = dispatch.plan_dispatch(transport, routing.experts, routing.kept)
+            probs = self.router.with_overflow(routing.probs, call.overflow)
+            rows, probs = dispatch.dispatch(x, probs, call)
+            return dispatch.combine(self.experts(rows, probs, call.groups, first), call)
+        # Whole on each device of a mesh, if there is one: XLA cannot partition these gathers on every mesh.
+        tokens, probs = _whole_rows(x), _whole_rows(routing.probs)
+        experts, kept = _whole_rows(routing.experts), _whole_rows(routing.kept)
+        options = self.router.options
         plan = permute.plan_permutation(
-            routing.experts.reshape(-1, k),
+            experts,
             options.num_experts,
-            kept=None if routing.kept is None else routing.kept.reshape(-1, k),
+            kept=kept,
             alignment=self.experts.alignment,
             capacity=self.router.capacity(len(tokens)),
             pad_to_capacity=options.pad_expert_input_to_capacity,
         )
-        probs = permute.permute_probs(routing.probs.reshape(-1, k), plan)
+        probs = permute.permute_probs(probs, plan)
         rows = self.experts(permute.permute(tokens, plan), probs, plan.groups, first)
         return permute.unpermute(rows, plan).reshape(x.shape)
+
+    def transport(self, shape: tuple[int, ...]) -> dispatch.Transport | None:
+        """Return the exchange of tokens between the devices of the mesh in use; None if one array has all rows.
+
+        Args:
+            shape: shape of the experts' input ``[b, s, h]``.
+        """
+        placement = self.experts.placement(shape, self.sequence_parallel)
+        if placement is None:
+            return None
+        options = self.router.options
+        return dispatch.transport_of(
+            placement,
+            shape,
+            options.topk,
+            options.num_experts,
+            alignment=self.experts.alignment,
+            dispatcher=self.dispatch.dispatcher,
+            capacity=self.router.capacity(math.prod(shape[:-1])),
+            factor=self.dispatch.rank_capacity_factor,
+            fp8=self.dispatch.fp8,
+        )
 
 
 @checked
@@ -113,8 +149,11 @@ class MoE(MixtureOfExperts):
         shared_expert_gate: see ``gate`` of `SharedExperts`.
         init_method: initializer of the router and of kernels into an activation or the experts. None: N(0, 0.023²).
         output_layer_init_method: initializer of kernels out of them. None: N(0, 0.023²).
-        tp_group, tp_size: tensor-parallel group and size of the shared experts, see `Linear`. The tensor axis does not
-            shard an expert's kernels.
+        dispatch: transport of tokens to experts on other devices of a mesh.
+        expert_tensor_parallel: whether the tensor axis of a mesh shards an expert's kernels, unless the rule of
+            ``expert`` names it (Megatron's ``expert_tensor_parallel_size``).
+        sequence_parallel: whether tokens are sharded over the tensor axis along the sequence, see `Linear`.
+        tp_group, tp_size: tensor-parallel group and size, see `Linear`.
         layer_number: see `Router`.
         return_routing: whether calls also return the `Routing`.
         params_dtype: dtype of the parameters.
@@ -148,6 +187,9 @@ class MoE(MixtureOfExperts):
         shared_expert_gate: bool = False,
         init_method: Initializer | None = None,
         output_layer_init_method: Initializer | None = None,
+        dispatch: DispatchOptions = DispatchOptions(),
+        expert_tensor_parallel: bool = True,
+        sequence_parallel: bool = False,
         tp_group: TensorGroup = None,
         tp_size: int = 1,
         layer_number: int | None = None,
@@ -162,6 +204,7 @@ class MoE(MixtureOfExperts):
             )
         if bias and shared_expert_intermediate_size is not None:
             raise ValueError("shared experts have no biases, as in Megatron: set bias=False, or leave them out")
+        self.dispatch, self.sequence_parallel = dispatch, sequence_parallel
         function, e = Activation(activation, activation_params), router.num_experts
         into, out = init_method, output_layer_init_method
         self.router = Router(
@@ -170,14 +213,18 @@ class MoE(MixtureOfExperts):
             bias=bias,
             init_method=into,
             layer_number=layer_number,
+            counts_overflow=dispatch.rank_capacity_factor is not None,
             params_dtype=params_dtype,
             rngs=rngs,
         )
         inner, wide = hidden_size if latent_size is None else latent_size, (component_count(function), ffn_hidden_size)
+        split: Any = {"tp_group": tp_group, "tp_size": tp_size} if expert_tensor_parallel else {}
+        modes = ("column", "row") if expert_tensor_parallel else (None, None)
+        split |= {"params_dtype": params_dtype, "rngs": rngs}
         self.experts = Experts(
-            GroupedLinear(e, inner, wide, bias, init_method=into, params_dtype=params_dtype, rngs=rngs),
+            GroupedLinear(e, inner, wide, bias, init_method=into, parallel_mode=modes[0], **split),
             GroupedLinear(
-                e, ffn_hidden_size, inner, bias, init_method=out, return_bias=True, params_dtype=params_dtype, rngs=rngs
+                e, ffn_hidden_size, inner, bias, init_method=out, parallel_mode=modes[1], return_bias=True, **split
             ),
             function,
             apply_probs_on_input=apply_probs_on_input,
@@ -199,6 +246,7 @@ class MoE(MixtureOfExperts):
                 gate=shared_expert_gate,
                 init_method=into,
                 output_layer_init_method=out,
+                sequence_parallel=sequence_parallel,
                 tp_group=tp_group,
                 tp_size=tp_size,
                 params_dtype=params_dtype,
@@ -229,6 +277,13 @@ class MoE(MixtureOfExperts):
         with jax.named_scope("MoE"):
             y, routing = self.mixed(x, padding_mask, key, experts, is_first_microbatch)
             return layer_output(y, routing=routing) if self.return_routing else y
+
+
+def _whole_rows(x: Array | None) -> Any:
+    """Return ``[b, s, c]`` as rows ``[t, c]``, whole on each device of a mesh; None for None."""
+    if x is None:
+        return None
+    return constrain(x, (None,) * x.ndim).reshape(-1, x.shape[-1])
 
 
 def _output(result: Any) -> Array:

@@ -57,6 +57,7 @@ class Router(TrainingMode):
         bias: whether to learn a bias of the logits.
         init_method: initializer of the kernel, and of the bias. None: N(0, 0.023²).
         layer_number: number of the layer, for the random bias of ``force_biased`` below 0.
+        counts_overflow: whether metrics have the share of choices for which a device of a mesh had no room.
         params_dtype: dtype of ``kernel [h, e]`` and ``bias [e]``.
         rngs: the ``params`` stream draws them.
 
@@ -87,6 +88,7 @@ class Router(TrainingMode):
         bias: bool = False,
         init_method: Initializer | None = None,
         layer_number: int | None = None,
+        counts_overflow: bool = False,
         params_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
@@ -98,15 +100,21 @@ class Router(TrainingMode):
             )
         e, init = options.num_experts, normal_init() if init_method is None else init_method
         self.options, self.layer_number = options, layer_number
-        self.kernel = parameter(init, rngs, (hidden_size, e), params_dtype, (None, None))
+        self.kernel = parameter(init, rngs, (hidden_size, e), params_dtype, ("norm", None))
         self.bias = parameter(init, rngs, (e,), params_dtype, (None,)) if bias else None
         self.expert_bias = _state(e, ExpertBias(options.bias_update_rate)) if options.enable_expert_bias else None
         by_quantiles = options.load_balancing_type == "quantile_balancing"
         self.quantile_bias = _state(e + 1, QuantileBias(options.quantile_balancing_ema)) if by_quantiles else None
         self.counts_so_far = _state(e + 1, CountsSoFar()) if "global_aux_loss" in options.losses else None
+        self.counts_overflow = counts_overflow
         self.last_step = _state(e + len(self.metric_names), LastStep())
         self.loss_scale: Any = nnx.data(None)
         self.frozen = False
+
+    @property
+    def draws_choices(self) -> bool:
+        """Whether choices are random, by ``layer_number``: ``force_load_balancing`` or ``force_biased``."""
+        return self.options.force_load_balancing or self.options.force_biased is not None
 
     @property
     def has_losses(self) -> bool:
@@ -117,7 +125,8 @@ class Router(TrainingMode):
     def metric_names(self) -> tuple[str, ...]:
         """Entries of ``last_step`` after the tokens of each expert."""
         z_loss = () if self.options.z_loss_coeff is None else ("z_loss",)
-        return ("calls", "chosen", "dropped", *self.options.losses, *z_loss)
+        overflow = ("overflow",) if self.counts_overflow else ()
+        return ("calls", "chosen", "dropped", *overflow, *self.options.losses, *z_loss)
 
     def __call__(
         self,
@@ -203,7 +212,7 @@ class Router(TrainingMode):
         logits = jnp.matmul(x.astype(dtype), kernel.astype(dtype), precision="highest")
         if bias is not None:
             logits = logits + jnp.expand_dims(bias.astype(dtype), range(logits.ndim - 1))
-        if not options.force_load_balancing and options.force_biased is None:
+        if not self.draws_choices:
             return logits
         fixed = jax.random.key(self.layer_number or 0)
         drawn = jax.random.fold_in(fixed if key is None else key, 1)
@@ -314,6 +323,7 @@ class Router(TrainingMode):
         within = kept if kept is None or tokens is None else kept & tokens
         load = chosen if kept is None else routing.tokens_per_expert(experts, e, within)
         sums = {"calls": jnp.float32(1.0), "chosen": jnp.sum(chosen), "dropped": jnp.sum(chosen - load), **found}
+        sums["overflow"] = jnp.float32(0.0)  # counted where tokens are sent, see `with_overflow`
         metrics = jnp.stack([sums[name].astype(jnp.float32) for name in self.metric_names])
         quantiles = None
         if self.quantile_bias is not None:
@@ -322,6 +332,19 @@ class Router(TrainingMode):
             quantiles = jnp.append(routing.expert_quantiles(flat, bias, self.options.topk), 1.0)
         states = (self.expert_bias, self.quantile_bias, self.counts_so_far, self.last_step)
         return count(probs, states, (load, quantiles, so_far, jnp.concatenate([load, metrics])))
+
+    def with_overflow(self, probs: Array, overflow: Array) -> Array:
+        """Return ``probs``, whose backward pass adds to the counts how many choices had no room on a device.
+
+        Args:
+            probs: any array of the forward pass on which the model's loss depends.
+            overflow: fp32 ``[]``.
+        """
+        if not self.counts_overflow or not self.training:
+            return probs
+        place = self.options.num_experts + self.metric_names.index("overflow")
+        counts = jnp.zeros_like(self.last_step.get_value()).at[place].set(overflow)
+        return count(probs, (self.last_step,), (counts,))
 
 
 def _state(size: int, rule: Any) -> QuantizerState:

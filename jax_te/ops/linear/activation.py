@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from jax.sharding import PartitionSpec
+
 from jax_te._validation import check_float, checked
 from jax_te.config import ActivationLike, ActivationParams
 from jax_te.ops.backend import ambient_backend, backend_for
@@ -21,7 +23,7 @@ def activation(
     name: ActivationLike,
     *,
     params: ActivationParams | None = None,
-    out_axes: LogicalAxes | None = None,
+    out_axes: LogicalAxes | PartitionSpec | None = None,
     backend: BackendName | None = None,
 ) -> Array:
     """Return the product of the named functions of each component of ``x``.
@@ -45,7 +47,7 @@ def activation(
         x: ``[..., n_act, f]``, fp32, bf16 or fp16; computed in fp32.
         name: a key of `jax_te.config.ACTIVATIONS`, a function, or a tuple of them.
         params: parameters of ``"clamped_swiglu"``. None: ``ActivationParams()``.
-        out_axes: logical axes of the result; required on a mesh with Explicit axes.
+        out_axes: logical axes or PartitionSpec of the result; required on a mesh with Explicit axes.
         backend: None for the ambient one.
 
     Returns:
@@ -67,7 +69,9 @@ def activation(
     if x.ndim < 2 or x.shape[-2] != n_act:
         raise ValueError(f"activation: x must be [..., {n_act}, f] for {name!r}, got {x.shape}")
     check_float("activation", x)
-    axes = None if out_axes is None else (*out_axes[:-1], "components", out_axes[-1])
+    axes: Any = None if out_axes is None else (*out_axes[:-1], "components", out_axes[-1])
+    if isinstance(out_axes, PartitionSpec):
+        axes = PartitionSpec(*out_axes[:-1], None, out_axes[-1])
     plan = row_plan(x.shape, axes, out_axes, whole=0)
     chosen = backend_for("activation", backend or ambient_backend.value, None, plan.reason)
     return _activation(_Spec(chosen, function), plan.shards(plan.x_spec, plan.out_spec), x, None, out_axes)

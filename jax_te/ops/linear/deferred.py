@@ -25,7 +25,7 @@ def deferred_sink(spec: LinearSpec, operands: OpaqueTree, lead: tuple[int, ...])
         operands: shapes and dtypes that the probe saw, on a mesh those of one device.
         lead: axes in front, of a kernel that a loop over layers takes slices of.
     """
-    mesh, axes = spec.plan.mesh, spec.plan.amax_axes
+    mesh, axes = spec.plan.mesh, spec.plan.device_axes
 
     def zeros(seen: Any) -> Array:
         if mesh is None:
@@ -46,7 +46,7 @@ def deferred_wgrad(spec: LinearSpec, operands: OpaqueTree, lead: tuple[int, ...]
     operands.
     """
     assert spec.sink is not None
-    shards = spec.plan.shards(PartitionSpec(spec.plan.amax_axes), spec.sink.spec(spec.plan))
+    shards = spec.plan.shards(spec.plan.per_device, spec.sink.spec(spec.plan))
     multiply: Any = functools.partial(_wgrad, spec, shards, out_axes=spec.options.kernel_axes)
     for _ in lead:
         multiply = functools.partial(jax.lax.map, multiply)

@@ -173,7 +173,7 @@ def kernel_operand(spec: LinearSpec, kernel: Array | QuantizedKernel, state: Gem
     residual = spec.backend.residual_for_dgrad(operand.read_by(spec, "dgrad"))
     if not dims:
         return operand, residual
-    return operand.map(lambda form: spec.primitives.all_gather_kernel(form, dims, "fprop")), residual
+    return operand.map(lambda form: spec.backend.all_gather_kernel(form, dims, "fprop")), residual
 
 
 def fprop(spec: LinearSpec, x: Operand, kernel: Operand, bias: Array | None) -> Array:
@@ -219,7 +219,7 @@ def dgrad(spec: LinearSpec, kernel: Any, g: Operand, *, after: Array) -> Array:
         # kernels of the model would be whole at once.
         kernel, _ = jax.lax.optimization_barrier((kernel, after))
         if spec.precision.kernel.one_scale:
-            kernel = spec.primitives.all_gather_kernel(kernel, dims, "dgrad")
+            kernel = spec.backend.all_gather_kernel(kernel, dims, "dgrad")
         else:
             # No state: recipes with state (delayed scaling) have one scale.
             kernel = spec.backend.residual_for_dgrad(kernel_operand(spec, kernel, None)[0].read_by(spec, "dgrad"))

@@ -77,7 +77,7 @@ class Plan:
         feature_axes: mesh axes that shard the output's features.
         x_row_axes, out_row_axes: mesh axes that shard the rows of input and output outside of the GEMMs.
         rows: sizes of the rows of the GEMMs on one device; None: no mesh.
-        amax_axes: mesh axes that reduce a shard's amax to the tensor's.
+        amax_axes: mesh axes that reduce a shard's amax to the tensor's; of experts, those that do not split them.
         scale_axes: mesh axes whose shards share a current scale, for input, kernel and gradient. None: no mesh.
         x_spec, kernel_spec, bias_spec, out_spec: PartitionSpecs of the arrays outside of the GEMMs.
 
@@ -103,6 +103,16 @@ class Plan:
     kernel_spec: PartitionSpec = REPLICATED
     bias_spec: PartitionSpec = REPLICATED
     out_spec: PartitionSpec = REPLICATED
+
+    @property
+    def device_axes(self) -> MeshAxes:
+        """Mesh axes of the devices that run the op by themselves."""
+        return () if self.mesh is None else free_axes(self.mesh)
+
+    @property
+    def per_device(self) -> PartitionSpec:
+        """PartitionSpec of an array with one entry for each device in front."""
+        return PartitionSpec(self.device_axes)
 
     def without_mesh(self, reason: str | None) -> Plan:
         """Return the plan that leaves the op to the compiler because of ``reason``; None: the plan itself."""
@@ -189,9 +199,9 @@ def plan_of_dims(
     weights = (x[-1], *features)
     plan = Plan(
         mesh=mesh,
-        x_all_gather=_beyond(x[:-1], rows),
-        out_reduce_scatter=_beyond(out[:lead], rows),
-        kernel_all_gather=_beyond(kernel, weights),
+        x_all_gather=beyond(x[:-1], rows),
+        out_reduce_scatter=beyond(out[:lead], rows),
+        kernel_all_gather=beyond(kernel, weights),
         contracting_axes=x[-1],
         row_axes=flat(rows),
         feature_axes=flat(features),
@@ -241,7 +251,13 @@ def rows_may_be_reordered(first: Plan, last: Plan) -> bool:
     return come_back_in_order and gathered_once and along_a_later_axis and has_rows
 
 
-def row_plan(shape: tuple[int, ...], axes: LogicalAxes | None, out_axes: LogicalAxes | None, *, whole: int) -> Plan:
+def row_plan(
+    shape: tuple[int, ...],
+    axes: LogicalAxes | PartitionSpec | None,
+    out_axes: LogicalAxes | PartitionSpec | None,
+    *,
+    whole: int,
+) -> Plan:
     """Return the plan of a row-wise op on ``x`` on the mesh in use.
 
     Args:
@@ -271,8 +287,12 @@ def _indivisible(name: str, shape: tuple[int, ...], dims: Dims, mesh: AbstractMe
     return f"the {name} {shape} does not divide over {partition_spec(dims)} of the mesh {dict(mesh.shape)}"
 
 
-def _beyond(dims: Dims, without: Dims) -> Dims:
-    """Return the axes of ``dims`` behind those of ``without``; () for none."""
+def beyond(dims: Dims, without: Dims) -> Dims:
+    """Return the axes of ``dims`` behind those of ``without``; () for none.
+
+    >>> beyond((("data", "fsdp"), ()), (("data",), ()))
+    (('fsdp',), ())
+    """
     rest = tuple(axes[len(part) :] for axes, part in zip(dims, without, strict=False))
     return rest if any(rest) else ()
 

@@ -52,6 +52,7 @@ def quantize_kernel(
     kernel_axes: LogicalAxes | None = None,
     portable: bool = False,
     grouped: bool = False,
+    on_devices: bool = False,
     backend: BackendName | None = None,
 ) -> QuantizedKernel:
     """Return a kernel in the form that the GEMMs read, for several calls with the same values.
@@ -68,6 +69,7 @@ def quantize_kernel(
         portable: whether to make it of plain arrays, which any backend reads and a checkpoint holds, instead of the
             form that this backend reads fastest.
         grouped: whether there are several kernels ``[e, k, *n]`` for `grouped_dense`, each quantized by itself.
+        on_devices: whether the calls of `grouped_dense` have rows that are placed on a mesh (`RowGroups`).
         backend: backend of the calls; None for the ambient one.
 
     Raises:
@@ -100,11 +102,14 @@ def quantize_kernel(
             return quantize_operand(kernel, quantizer, scale, axis=1)
         return chosen.quantize_operand(kernel, Quantization(quantizer, scale), axis=1)
 
-    shards = None if portable or grouped else _shards(kernel, kernel_axes, quantizer, state)
+    ahead = not portable and on_devices >= grouped
+    shards = _shards(kernel, kernel_axes, quantizer, state, grouped) if ahead else None
     if shards is not None:
-        whole = precision.kernel.whole_amax
-        group = shards.manual_axes if whole else gathered_axes(kernel_axes or (), shards.mesh)
-        form, amax = _on_devices((chosen, quantizer, shards, group), shards, (kernel, scale))
+        # Devices with other experts have other scales.
+        experts = mesh_dims(kernel_axes or (), shards.mesh)[0] if grouped else ()
+        others = tuple(axis for axis in shards.manual_axes if axis not in experts)
+        group = others if precision.kernel.whole_amax else gathered_axes(kernel_axes or (), shards.mesh)
+        form, amax = _on_devices((chosen, quantizer, others, group), shards, (kernel, scale))
     else:
         operand, amax = _in_region(run, kernel, scale, kernel_axes)
         # Plain arrays pass through checkpoints and any transformation; a backend's classes may not.
@@ -117,23 +122,30 @@ def quantize_kernel(
     )
 
 
-def _shards(kernel: Array, axes: LogicalAxes | None, quantizer: Quantizer, state: GemmState | None) -> Shards | None:
+def _shards(
+    kernel: Array, axes: LogicalAxes | None, quantizer: Quantizer, state: GemmState | None, grouped: bool
+) -> Shards | None:
     """Return the kernel's sharding on the mesh if each device can quantize its shard by itself and the calls that read
     it run this way (`jax_te.ops.linear.plan.linear_plan`); else None.
     """
-    mesh, whole = device_mesh(), state is None or state["x"]["scale"].ndim == 0
-    if mesh is None or axes is None or not isinstance(quantizer, TensorQuantizer) or ambient_observer.value is not None:
+    mesh, whole = device_mesh(), state is None or state["x"]["scale"].ndim == grouped
+    if mesh is None or axes is None or ambient_observer.value is not None:
+        return None
+    # Blocks are those of a whole kernel. The plan of one layer needs its kernel's own shards in any case.
+    in_shards = isinstance(quantizer, TensorQuantizer) or (grouped and not gathered_axes(axes, mesh))
+    if not in_shards:
         return None
     if not whole or local_shape(kernel.shape, mesh_dims(axes, mesh), mesh) is None:
         return None
-    specs, per_device = (logical_to_spec(axes, mesh), PartitionSpec()), PartitionSpec(free_axes(mesh))
-    return Shards(mesh=mesh, args=specs, out=(per_device, PartitionSpec()), cotangents=specs)
+    spec, per_device = logical_to_spec(axes, mesh), PartitionSpec(free_axes(mesh))
+    each = PartitionSpec(*spec[:1]) if grouped else PartitionSpec()
+    return Shards(mesh=mesh, args=(spec, each), out=(per_device, each), cotangents=(spec, each))
 
 
 def _fwd(spec: tuple[Any, ...], args: tuple[Array, Array | None]) -> tuple[Any, None]:
-    (backend, quantizer, shards, group), (kernel, scale) = spec, args
+    (backend, quantizer, others, group), (kernel, scale) = spec, args
     operand, amax = backend.quantize_operand(kernel, Quantization(quantizer, scale, group), axis=1)
-    amax = None if amax is None else reduce_max(amax, shards.manual_axes)
+    amax = None if amax is None else reduce_max(amax, others)
     return (OpaqueTree.pack(operand, per_device=True), amax), None
 
 

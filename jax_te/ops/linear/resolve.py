@@ -7,7 +7,6 @@ from math import prod
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import PartitionSpec
 
 from jax_te._validation import COMPUTE_DTYPES, check_axes, check_float
 from jax_te.errors import QuantizerStateError
@@ -295,12 +294,14 @@ def _shards(layers: Sequence[LinearSpec], weights: Sequence[LinearWeights]) -> S
     first, last = layers[0].plan, layers[-1].plan
     if first.mesh is None:
         return None
-    given, plain, per_device = [], [], PartitionSpec(first.amax_axes)
+    given, plain, per_device = [], [], first.per_device
     for layer, (kernel, *_) in zip(layers, weights, strict=True):
         spec: Any = layer.plan.kernel_spec
         plain.append(LinearWeights(spec, layer.plan.bias_spec, REPLICATED))  # type: ignore[arg-type]
         stored = isinstance(kernel, QuantizedKernel)
-        given.append(plain[-1]._replace(kernel=kernel.partition_specs(spec, per_device) if stored else spec))
+        given.append(
+            plain[-1]._replace(kernel=kernel.partition_specs(spec, per_device, REPLICATED) if stored else spec)
+        )
     args = LinearArgs(first.x_spec, REPLICATED, tuple(given))
     cotangents = args._replace(layers=tuple(plain))
     sinks = tuple(None if layer.sink is None else layer.sink.spec(layer.plan) for layer in layers)

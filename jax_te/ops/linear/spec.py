@@ -161,7 +161,7 @@ class Deferred:
 
     def spec(self, plan: Plan) -> PartitionSpec:
         """Return the sharding of the operands, which differ from device to device, also where the kernel is whole."""
-        return PartitionSpec(plan.amax_axes)
+        return plan.per_device
 
     def cotangent(self, gemm: KernelGemm) -> OpaqueTree:
         """Return the operands."""
@@ -193,7 +193,7 @@ class Probe:
 
     def spec(self, plan: Plan) -> PartitionSpec:
         """Return the sharding of the operands."""
-        return PartitionSpec(plan.amax_axes)
+        return plan.per_device
 
     def cotangent(self, gemm: KernelGemm) -> None:
         """Record the layer, and the shapes and dtypes of its operands."""

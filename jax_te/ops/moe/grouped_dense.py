@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from math import prod
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jax_te._validation import COMPUTE_DTYPES, check_float, checked
 from jax_te.errors import QuantizerStateError
@@ -19,7 +21,7 @@ from jax_te.ops.linear.spec import GivenSink, LinearSpec, LinearWeights, grad_si
 from jax_te.ops.moe.row_groups import RowGroups
 from jax_te.ops.moe.tiles import TiledGroups, Tiling, tiling
 from jax_te.ops.pallas import grouped as hopper
-from jax_te.ops.sharded_vjp import sharded_vjp
+from jax_te.ops.sharded_vjp import Shards, sharded_vjp
 from jax_te.ops.stacked import named
 from jax_te.ops.xla import grouped
 from jax_te.quantize import (
@@ -33,7 +35,7 @@ from jax_te.quantize import (
 )
 from jax_te.recipe import Recipe
 from jax_te.sharding import constrain, device_mesh
-from jax_te.typing import Array, BackendName
+from jax_te.typing import Array, BackendName, LogicalAxes
 
 
 @checked
@@ -62,22 +64,25 @@ def grouped_dense(
             quantized before the call, see `quantize_kernel`.
         bias: ``[e, *n]`` or None.
         groups: places of the rows of each group. Rows of no group give zeros, whatever they hold, and have zero
-            gradients; with ``groups.zero_padding`` they must hold zeros, and their gradients, too.
+            gradients; with ``groups.zero_padding`` they must hold zeros, and their gradients, too. With a
+            ``placement`` each device multiplies its own rows by its own kernels: ``x`` is ``[d rows, k]``, and where
+            the placement splits features, an axis of features has the size of one device's part.
         recipe: None for high precision. FP8 needs ``k`` and ``prod(n)`` to be multiples of 16 (``recipe.alignment``);
             numbers of rows are free, and rows whose groups do not start at multiples of `group_alignment` are copied.
         state: the recipe's state, if it has any, with a scale and an amax history for each group: ``[e]``, ``[e, n]``.
             Its gradient is its next value. A group without rows keeps its scale.
         grad_sink: ``[e, k, *n]``, see `dense`.
         options: logical axes of kernel and output, ``name`` and ``evaluation``, see `dense`. On a mesh the compiler
-            partitions the op.
+            partitions the op, unless ``groups`` has a placement, which takes the logical axes of the kernel.
         backend: None for the ambient one; Transformer Engine does not run it, see `explain_backend`.
 
     Returns:
         ``[rows, *n]`` in the dtype of ``x``. Gradients of kernels are accumulated in fp32 and have the kernels' dtype.
 
     Raises:
-        ValueError: for shapes that do not fit, and for a quantizer of a ``CustomRecipe`` whose scales depend on more
-            than blocks of `group_alignment` rows.
+        ValueError: for shapes that do not fit; for rows that are placed on a mesh under a recipe with scales of whole
+            tensors beside those of blocks, or with kernels that were quantized as a whole; and for a quantizer of a
+            ``CustomRecipe`` whose scales depend on more than blocks of `group_alignment` rows.
         QuantizerStateError: if the recipe has state, and none is given or it is not that of ``e`` groups.
         TypeError: for an input that is not floating point; if a quantized kernel is differentiated and no
             ``grad_sink`` is given.
@@ -94,13 +99,12 @@ def grouped_dense(
     precision = precision_of(recipe)
     _check_call(x, weights, groups, precision, options)
     usable = usable_weights(weights, precision, recipe)
-    mesh = None if jax.sharding.get_abstract_mesh().empty else device_mesh()
-    reason = None if mesh is None else "the rows of a group may lie on any device"
-    backend_for("grouped_dense", backend or ambient_backend.value, recipe, reason)  # raises for TE by name
+    plan = _plan(groups, weights, precision, options)
+    backend_for("grouped_dense", backend or ambient_backend.value, recipe, plan.reason)  # raises for TE by name
     how = tiling(groups, precision)
-    linear, sink = _resolved(x, usable._replace(grad_sink=grad_sink), precision, how.tile, reason, options)
-    spec = _Spec((linear,), how, groups.rows, groups.alignment, groups.zero_padding)
-    return _grouped(spec, None, _Args(x, groups.sizes, (usable,)), (sink,), options.out_axes)
+    linear, sink = _resolved(x, usable._replace(grad_sink=grad_sink), precision, how.tile, plan, options)
+    spec = _Spec((linear,), how, dataclasses.replace(groups, sizes=None, placement=None))
+    return _grouped(spec, _shards(linear, usable), _Args(x, groups.sizes, (usable,)), (sink,), options.out_axes)
 
 
 class _Args(NamedTuple):
@@ -112,19 +116,20 @@ class _Args(NamedTuple):
 class _Spec(NamedTuple):
     layers: tuple[LinearSpec, ...]
     tiling: Tiling
-    rows: int
-    alignment: int
-    zero_padding: bool
+    of_device: RowGroups
+    """Groups of one device, without their sizes."""
 
     def groups(self, sizes: Array) -> TiledGroups:
-        groups = RowGroups(sizes=sizes, rows=self.rows, alignment=self.alignment, zero_padding=self.zero_padding)
-        return TiledGroups(groups, self.tiling)
+        # On a mesh the sizes are one device's, [1, e].
+        return TiledGroups(dataclasses.replace(self.of_device, sizes=sizes.reshape(-1)), self.tiling)
 
 
 def _fwd(spec: _Spec, args: _Args) -> tuple[Array, Any]:
     (linear,), (weights,), groups = spec.layers, args.layers, spec.groups(args.sizes)
     rows = grouped.GroupedRows(x=groups.cut(args.x), tiles=groups.tiles)
     operand = gemms.make_operand(linear, "x", rows, weights.state, axis=1)
+    if linear.plan.constrained and linear.options.kernel_axes is not None:
+        weights = _with_all_groups(weights, linear.options.kernel_axes)
     y, saved = gemms.forward(linear, operand, weights._replace(bias=None))
     y = groups.joined(y)
     if weights.bias is not None:
@@ -132,6 +137,19 @@ def _fwd(spec: _Spec, args: _Args) -> tuple[Array, Any]:
         y = y + jnp.take(bias, groups.group_of_rows, axis=0, mode="fill", fill_value=0)
     y = constrain(y, linear.options.out_axes) if linear.plan.constrained else y
     return y, (args.sizes, LinearResiduals(*named(saved, "quantized", given=weights), weights.state))  # type: ignore[misc]
+
+
+def _with_all_groups(weights: LinearWeights, kernel_axes: LogicalAxes | PartitionSpec) -> LinearWeights:
+    """Return the arrays of a layer with all groups on each device of a mesh, any of which may have rows of any group.
+
+    XLA cannot partition a gather along the groups on every mesh.
+    """
+    kernel, bias = weights.kernel, weights.bias
+    if isinstance(kernel, jax.Array):
+        kernel = constrain(kernel, (None, *kernel_axes[1:]))
+    if bias is not None:
+        bias = constrain(bias, (None, *kernel_axes[2:]))
+    return weights._replace(kernel=kernel, bias=bias)
 
 
 def _bwd(spec: _Spec, residuals: tuple[Array, LinearResiduals], g: Array) -> tuple[_Args, Any]:
@@ -158,15 +176,18 @@ def _check_call(
     for array in (x, kernel, bias):
         if array is not None and jnp.dtype(array.dtype).name not in COMPUTE_DTYPES:
             check_float("grouped_dense", array)
-    if x.ndim != 2 or kernel.ndim < 3 or x.shape[1] != kernel.shape[1]:
+    split = 1
+    if groups.placement is not None and kernel.ndim > 2 and options.kernel_axes is not None:
+        split = groups.placement.parts(options.kernel_axes)[1]
+    if x.ndim != 2 or kernel.ndim < 3 or x.shape[1] * split != kernel.shape[1]:
         raise ValueError(
             f"grouped_dense: input {x.shape} and kernel {kernel.shape} do not go together; they must be [rows, k] and "
-            "[e, k, *n]"
+            f"[e, k, *n]{f', k split over {split} devices' * (split > 1)}"
         )
     e, k, *n = kernel.shape
-    if groups.count != e or groups.rows != x.shape[0]:
+    if groups.count != e or groups.all_rows != x.shape[0]:
         raise ValueError(
-            f"grouped_dense: groups are {groups.count} in {groups.rows} rows, and input and kernel have {e} and "
+            f"grouped_dense: groups are {groups.count} in {groups.all_rows} rows, and input and kernel have {e} and "
             f"{x.shape[0]}"
         )
     if bias is not None and bias.shape != (e, *n):
@@ -183,14 +204,57 @@ def _check_call(
         )
 
 
+def _plan(groups: RowGroups, weights: LinearWeights, precision: Precision, options: LinearOptions) -> Plan:
+    """Return the plan of a call: of rows on their devices, or of an op that the compiler partitions, if any."""
+    if groups.placement is None:
+        mesh = None if jax.sharding.get_abstract_mesh().empty else device_mesh()
+        reason = None if mesh is None else "the rows of a group may lie on any device"
+        if isinstance(weights.kernel, QuantizedKernel) and weights.kernel.is_per_device:
+            raise ValueError(
+                f"grouped_dense: its kernels were quantized on each device of a mesh, and here {reason}. Quantize them "
+                "where they are used (is_first_microbatch=None), or take sizes that divide over the mesh"
+            )
+        # The op constrains its rows itself, because the rows of tiles have another layout.
+        return Plan(reason=reason, constrained=not jax.sharding.get_abstract_mesh().empty)
+    if options.kernel_axes is None:
+        raise ValueError("grouped_dense of rows that are placed on a mesh takes options with kernel_axes")
+    if precision.shard_multiple is None:
+        raise ValueError(
+            f"grouped_dense: recipe {precision.recipe_name!r} has scales of whole tensors beside those of blocks, "
+            "which no device can compute from its own rows; give RowGroups without a placement"
+        )
+    plan = groups.placement.plan(options.kernel_axes, precision)
+    if isinstance(weights.kernel, QuantizedKernel) and (whole := weights.kernel.lacks_shards):
+        raise ValueError(f"grouped_dense: rows are placed on a mesh, and {whole}")
+    return plan
+
+
+def _shards(linear: LinearSpec, weights: LinearWeights) -> Shards | None:
+    """Return the sharding of a call's arrays on the mesh; None if devices do not run it by themselves."""
+    plan, kernel = linear.plan, weights.kernel
+    if plan.mesh is None:
+        return None
+    experts = PartitionSpec(*plan.kernel_spec[:1])
+    plain = LinearWeights(plan.kernel_spec, plan.bias_spec, experts)  # type: ignore[arg-type]
+    given = plain
+    if isinstance(kernel, QuantizedKernel):
+        given = plain._replace(kernel=kernel.partition_specs(plan.kernel_spec, plan.per_device, experts))
+    sink = None if linear.sink is None else linear.sink.spec(plan)
+    return Shards(
+        mesh=plan.mesh,
+        args=_Args(plan.x_spec, plan.x_spec, (given,)),
+        out=plan.out_spec,
+        cotangents=_Args(plan.x_spec, plan.x_spec, (plain,)),
+        sinks=(sink,),
+    )
+
+
 def _resolved(
-    x: Array, weights: LinearWeights, precision: Precision, tile: int, reason: str | None, options: LinearOptions
+    x: Array, weights: LinearWeights, precision: Precision, tile: int, plan: Plan, options: LinearOptions
 ) -> tuple[LinearSpec, Array | OpaqueTree | None]:
     """Return the layer as the op runs it, and the arrays of its sink."""
     kernel, bias, _, given_sink = weights
     backend: Any = hopper if hopper.runs_here(x.dtype, kernel.shape[0], tile, precision) else grouped
-    # The op constrains its rows itself, because the rows of tiles have another layout.
-    plan = Plan(reason=reason, constrained=not jax.sharding.get_abstract_mesh().empty)
     sink, arrays = grad_sink_of(given_sink, plan, options.kernel_axes, kernel.ndim)
     spec = LinearSpec(
         backend=backend,
@@ -203,6 +267,7 @@ def _resolved(
         lead=None,
         stored_quantized=isinstance(kernel, QuantizedKernel),
         bias_dtype=None if bias is None else bias.dtype,
+        kernel_all_gather=plan.kernel_all_gather,
         sink=sink,
         observer=ambient_observer.value,
         frozen_scales=scales_are_frozen.value,

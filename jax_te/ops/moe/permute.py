@@ -18,14 +18,14 @@ class Permutation(NamedTuple):
     """Sources and destinations of a batch's rows. An assignment is one expert of one token, with index ``t k + slot``.
 
     Args:
-        groups: rows of each expert.
+        groups: rows of each expert; None where only the places of rows are of interest.
         sources: int32 ``[rows]``, the assignment that a row stands for; ``t k`` for padding.
         rows: int32 ``[t, k]``, the row of each assignment; the number of rows for one that is dropped.
     """
 
-    groups: RowGroups
-    sources: Array
-    rows: Array
+    groups: Any
+    sources: Any
+    rows: Any
 
 
 def plan_permutation(
@@ -36,6 +36,7 @@ def plan_permutation(
     alignment: int = 1,
     capacity: int | None = None,
     pad_to_capacity: bool = False,
+    bound: int | None = None,
 ) -> Permutation:
     """Return the permutation that sorts assignments by expert, those of one expert by token.
 
@@ -48,6 +49,8 @@ def plan_permutation(
         alignment: see `RowGroups`: each expert's rows begin at a multiple of it, rows between are zeros.
         capacity: the largest number of tokens that ``kept`` leaves an expert. None: any.
         pad_to_capacity: whether each expert gets ``capacity`` rows, the last of them zeros.
+        bound: number of rows, if they may be fewer than what any choice of experts needs: assignments behind the last
+            row are dropped. None: as many as needed.
 
     Raises:
         ValueError: for ``pad_to_capacity`` without a capacity, or sizes that are not positive.
@@ -68,11 +71,12 @@ def plan_permutation(
     rank = jnp.zeros_like(order).at[order].set(jnp.arange(len(flat), dtype=jnp.int32), unique_indices=True)
     before = jnp.cumsum(counts) - counts
 
-    bound = row_bound(len(flat), num_experts, alignment=alignment)
-    if capacity is not None:
-        check_positive(capacity=capacity)
-        full = num_experts * padded_size(capacity, alignment)
-        bound = full if pad_to_capacity else min(bound, full)
+    if bound is None:
+        bound = row_bound(len(flat), num_experts, alignment=alignment)
+        if capacity is not None:
+            check_positive(capacity=capacity)
+            full = num_experts * padded_size(capacity, alignment)
+            bound = full if pad_to_capacity else min(bound, full)
     sizes = counts if padded is None else jnp.full_like(counts, padded)
     groups = RowGroups(sizes=sizes, rows=bound, alignment=alignment)
 
@@ -82,7 +86,7 @@ def plan_permutation(
     filled = (group < num_experts) & (offset < counts[inside])
     sources = jnp.where(filled, order[jnp.minimum(before[inside] + offset, len(flat) - 1)], len(flat))
     inside = jnp.minimum(flat, num_experts - 1)
-    rows = jnp.where(flat < num_experts, starts[inside] + rank - before[inside], bound)
+    rows = jnp.where(flat < num_experts, jnp.minimum(starts[inside] + rank - before[inside], bound), bound)
     return Permutation(groups, sources, rows.reshape(experts.shape))
 
 
@@ -115,6 +119,16 @@ def permute_probs(probs: Array, permutation: Permutation) -> Array:
     [0.75, 0.25]
     """
     return _permute_probs(probs, permutation.sources, permutation.rows)
+
+
+def unpermute_probs(probs: Array, permutation: Permutation) -> Array:
+    """Return the values ``[t, k]`` of each token's rows, ``[rows]``; 0 for dropped ones. The transpose of
+    `permute_probs`.
+
+    >>> unpermute_probs(jnp.array([0.75, 0.25]), plan_permutation(jnp.array([[1, 0]]), 2)).tolist()
+    [[0.25, 0.75]]
+    """
+    return _unpermute_probs(probs, permutation.sources, permutation.rows)
 
 
 # Each is the other's transpose, so that neither direction scatters sums in a device-dependent order.

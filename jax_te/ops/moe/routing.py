@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_te.config import RouterOptions
+from jax_te.sharding import device_mesh
 from jax_te.typing import Array, DTypeLike
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
@@ -66,8 +67,13 @@ def _top_k(scores: Array, count: int) -> tuple[Array, Array]:
     scores = jax.lax.stop_gradient(scores)
     # JAX's top_k orders -0.0 before 0.0, and nan depending on the device.
     scores = jnp.where(scores == 0.0, 0.0, jnp.where(jnp.isnan(scores), -jnp.inf, scores))
-    values, indices = jax.lax.top_k(scores, count)
-    return values, indices.astype(jnp.int32)
+    if device_mesh() is None:
+        values, indices = jax.lax.top_k(scores, count)
+        return values, indices.astype(jnp.int32)
+    # XLA all-gathers the operand of a top-k on a mesh; a sort along an axis that is whole stays on its device.
+    index = jnp.broadcast_to(jnp.arange(scores.shape[-1], dtype=jnp.int32), scores.shape)
+    values, indices = jax.lax.sort((-scores, index), dimension=-1, is_stable=True, num_keys=1)
+    return -values[..., :count], indices[..., :count]
 
 
 def choose_experts(scores: Array, options: RouterOptions) -> Array:

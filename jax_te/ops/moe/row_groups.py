@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_te._validation import check_bool, check_positive, checked, is_integer
+from jax_te.ops.moe.placement import ExpertPlacement
 from jax_te.ops.pallas.grouped_gemm import GROUP_ALIGNMENT
 from jax_te.ops.pallas.support import supported
 from jax_te.quantize import Precision, padded_size, precision_of
@@ -35,10 +37,13 @@ class RowGroups:
         zero_padding: whether the caller promises that all rows of padding hold zeros, in the arrays of forward and in
             their gradients. Ops then leave out the passes that make them zeros, and promise the same of their results
             as long as kernels are finite.
+        placement: placement of the rows on a mesh, where each device has its own rows of its own groups: ``sizes`` are
+            int32 ``[d, e / p]`` for ``d`` devices and experts split over ``p``, and ``rows`` is the number of rows of
+            one device, in an array ``[d rows, ...]``. None: one array with the rows of all groups.
 
     Raises:
         ValueError: for an alignment that is not positive, or a negative number of rows.
-        TypeError: for a ``zero_padding`` that is not a bool.
+        TypeError: for a ``zero_padding`` that is not a bool, or a ``placement`` of another type.
 
     >>> groups = RowGroups(sizes=jnp.array([3, 0, 4]), rows=row_bound(7, 3, alignment=4), alignment=4)
     >>> groups.rows, groups.starts.tolist(), groups.of_rows()[:9].tolist()
@@ -50,17 +55,30 @@ class RowGroups:
     rows: int = field(metadata={"static": True})
     alignment: int = field(default=1, metadata={"static": True})
     zero_padding: bool = field(default=False, metadata={"static": True})
+    placement: ExpertPlacement | None = field(default=None, metadata={"static": True})
 
     def __post_init__(self) -> None:
         check_positive(alignment=self.alignment)
         check_bool(zero_padding=self.zero_padding)
+        if self.placement is not None and not isinstance(self.placement, ExpertPlacement):
+            raise TypeError(f"placement must be an ExpertPlacement or None, got {self.placement!r}")
         if not is_integer(self.rows) or self.rows < 0:
             raise ValueError(f"rows must be an integer >= 0, got {self.rows!r}")
 
     @property
     def count(self) -> int:
         """Number of groups, ``e``."""
-        return self.sizes.shape[0]
+        return self.own_count * (1 if self.placement is None else self.placement.size(self.placement.experts))
+
+    @property
+    def own_count(self) -> int:
+        """Number of groups of one device."""
+        return self.sizes.shape[-1]
+
+    @property
+    def all_rows(self) -> int:
+        """Number of rows of the array, on all devices."""
+        return self.rows * (1 if self.placement is None else self.placement.devices)
 
     @property
     def starts(self) -> Array:
@@ -68,8 +86,20 @@ class RowGroups:
         taken = -(-self.sizes // self.alignment) * self.alignment
         return jnp.cumsum(taken, dtype=jnp.int32) - taken
 
+    def filled(self) -> Array:
+        """Return which rows belong to a group, bool ``[rows]``, or ``[d rows]`` of all devices."""
+        if self.placement is None:
+            return self.of_rows() < self.count
+        of_device = dataclasses.replace(self, placement=None)
+
+        def on_device(sizes: Array) -> Array:
+            return dataclasses.replace(of_device, sizes=sizes.reshape(-1)).filled()
+
+        spec = self.placement.row_spec
+        return self.placement.shards(spec, spec).map(on_device, (spec,), spec)(self.sizes)
+
     def of_rows(self) -> Array:
-        """Return the group of each row, int32 ``[rows]``; ``e`` for padding."""
+        """Return the group of each row, int32 ``[rows]``; ``e`` for padding. Not of rows on several devices."""
         row, starts = jnp.arange(self.rows, dtype=jnp.int32), self.starts
         # The last group that starts at the row or before it: a group without rows starts where the next one does.
         group = jnp.sum(row[:, None] >= starts[None], axis=1, dtype=jnp.int32) - 1

@@ -29,14 +29,14 @@ class Tiling(NamedTuple):
 
 def tiling(groups: RowGroups, precision: Precision) -> Tiling:
     """Return the tiles in which the rows of ``groups`` are quantized and multiplied."""
-    if groups.count == 1:
+    if groups.own_count == 1:
         # One tile, padded as one layer's rows are: its GEMMs are that layer's.
         rows = padded_size(max(groups.rows, 1), precision.alignment)
         return Tiling(rows, rows, True, groups.zero_padding)
     tile = tile_of(precision)
     if groups.rows > 0 and groups.alignment % tile == 0:
         return Tiling(padded_size(groups.rows, groups.alignment), groups.alignment, True, groups.zero_padding)
-    return Tiling(row_bound(groups.rows, groups.count, alignment=tile), tile, False, groups.zero_padding)
+    return Tiling(row_bound(groups.rows, groups.own_count, alignment=tile), tile, False, groups.zero_padding)
 
 
 class TiledGroups:

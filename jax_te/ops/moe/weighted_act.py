@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jax_te.ops.linear.activation import activation
 from jax_te.ops.linear.norm_and_activation import Activation
@@ -15,7 +16,7 @@ from jax_te.ops.pallas.weighted_act import columns_of, weighted_act_backward
 from jax_te.ops.sharded_vjp import sharded_vjp
 from jax_te.ops.xla.activation import act, act_of_parts
 from jax_te.sharding import current_mesh
-from jax_te.typing import Array
+from jax_te.typing import Array, LogicalAxes
 
 _SMALLEST = 64
 """The fewest columns of a tile with which the kernel reads whole lines of memory."""
@@ -37,7 +38,9 @@ def runs_here(x: Array, weights: Array) -> bool:
     )
 
 
-def weighted_activation(x: Array, weights: Array, function: Activation) -> Array:
+def weighted_activation(
+    x: Array, weights: Array, function: Activation, *, out_axes: LogicalAxes | PartitionSpec = (None, "ffn")
+) -> Array:
     """Return the activation of each row times its weight.
 
     On one Hopper GPU backward is one kernel, which writes the gradient over ``x``. Elsewhere these are two operations,
@@ -47,6 +50,7 @@ def weighted_activation(x: Array, weights: Array, function: Activation) -> Array
         x: ``[rows, n_act, f]``, fp32, bf16 or fp16.
         weights: ``[rows]``, fp32 or wider.
         function: the activation of the ``n_act`` components.
+        out_axes: sharding of the result, see `jax_te.ops.activation`.
 
     Returns:
         ``[rows, f]`` in the dtype of ``x``.
@@ -57,7 +61,7 @@ def weighted_activation(x: Array, weights: Array, function: Activation) -> Array
     """
     if runs_here(x, weights):
         return _weighted_act(_Spec(function), None, _Args(x, weights), None, None)
-    z = activation(x, function.name, params=function.params, out_axes=(None, "ffn"))
+    z = activation(x, function.name, params=function.params, out_axes=out_axes)
     return (z.astype(weights.dtype) * weights[:, None]).astype(z.dtype)
 
 

@@ -18,8 +18,8 @@ from jax_te.ops.pallas.scaled_quantize import scaled_quantize
 from jax_te.ops.pallas.support import BLOCK, supported
 from jax_te.ops.xla.grouped import GroupedRows
 from jax_te.ops.xla.grouped import statistics as statistics  # the same here
-from jax_te.quantize import BlockQuantizer, Precision, Quantization, QuantizedOperand, TensorQuantizer, amax
-from jax_te.sharding import current_mesh
+from jax_te.quantize import BlockQuantizer, Gemm, Precision, Quantization, QuantizedOperand, TensorQuantizer, amax
+from jax_te.sharding import Dims, all_gather, current_mesh
 from jax_te.typing import Array, DTypeLike
 
 NAME: str = "pallas"
@@ -209,6 +209,18 @@ def residual_for_dgrad(kernels: Any) -> Any:
     if not isinstance(kernels, Kernels):
         return kernels
     return Kernels(stored=kernels.stored, transposed=None, scale_inv=kernels.scale_inv, features=kernels.features)
+
+
+def all_gather_kernel(kernels: Any, dims: Dims, gemm: Gemm) -> Any:
+    """Return kernels ``[e, k, *n]`` all-gathered along mesh axes of each dimension; only ``k`` may have any."""
+    if isinstance(kernels, QuantizedOperand):
+        kernels = adopt(kernels)
+    if not isinstance(kernels, Kernels):
+        return all_gather(kernels, dims)
+    stored = all_gather(kernels.stored, ((), dims[1]))
+    transposed = None if kernels.transposed is None else all_gather(kernels.transposed, ((), (), dims[1]))
+    features = (stored.shape[1], *kernels.features[1:])
+    return Kernels(stored=stored, transposed=transposed, scale_inv=kernels.scale_inv, features=features)
 
 
 def gemm_fprop(x: Rows, kernels: Any, bias: None, split_accumulator: bool) -> Array:

@@ -10,6 +10,7 @@ padding of the groups' last tiles.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import prod
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 from jax_te.ops.xla import gemm
 from jax_te.quantize import GroupTiles, Quantization, Quantizer, amax, quantize_tiles, stacked_statistics
 from jax_te.quantize import quantize_operand as quantize_both
+from jax_te.sharding import reduce_max
 from jax_te.typing import Array, DTypeLike
 
 NAME: str = "xla"
@@ -60,11 +62,24 @@ def quantize_operand(x: GroupedRows | Array, how: Quantization, *, axis: int) ->
         how: quantizer; its scale, if any, is fp32 ``[e]``.
         axis: axis 1, where the columns of a tile and of one kernel begin.
     """
-    quantizer, scale, _ = how
+    quantizer, scale, _ = how = _of_shards(x, how)
     if not isinstance(x, GroupedRows):
         return (x, None) if quantizer is None else _quantize_each(x, quantizer, scale)
     form, amaxes = (x.x, None) if quantizer is None else _quantize_rows(x, quantizer, scale)
     return GroupedOperand(form=form, group=x.tiles.group.astype(jnp.float32), count=x.tiles.count), amaxes
+
+
+def _of_shards(x: GroupedRows | Array, how: Quantization) -> Quantization:
+    """Return the quantization of the shards ``x``, whose groups share their scales with those of other devices."""
+    if not how.needs_amax or not how.amax_axes:
+        return how
+    quantizer: Any = how.quantizer
+    rows = x.x if isinstance(x, GroupedRows) else x
+    amaxes = amax(rows, axis=tuple(range(1, rows.ndim)))
+    amaxes = x.tiles.amax(amaxes) if isinstance(x, GroupedRows) else amaxes
+    scale = quantizer.scale_for(reduce_max(amaxes, how.amax_axes), None)
+    # As `Quantization.of_shard`: current scaling becomes delayed scaling with a known scale.
+    return Quantization(dataclasses.replace(quantizer, scaling="delayed"), scale)
 
 
 def _quantize_rows(rows: GroupedRows, quantizer: Quantizer, scale: Array | None) -> tuple[Any, Any]:
@@ -107,6 +122,7 @@ def residual_for_wgrad(x: GroupedOperand) -> GroupedOperand:
 
 
 residual_for_dgrad = gemm.residual_for_dgrad
+all_gather_kernel = gemm.all_gather_kernel
 
 
 def gemm_fprop(x: GroupedOperand, kernel: Any, bias: Array | None, split_accumulator: bool) -> Array:

@@ -168,10 +168,11 @@ def _places(state: TrainState, layers_of: Callable[[Any], Sequence[nnx.Module]])
 
 
 def _without_number(layer: nnx.Module) -> Any:
-    """Return a layer's graph definition without its number, which this package's layers do not use."""
+    """Return a layer's graph definition without the numbers that its modules do not read."""
     copy = nnx.clone(layer)
     for _, module in nnx.iter_modules(copy):
-        # A user-defined layer may read its number, and then differs from others.
-        if hasattr(module, "layer_number") and type(module).__module__.startswith("jax_te."):
+        # A user-defined layer may read its number, and a router draws random choices by it: these differ from others.
+        unread = type(module).__module__.startswith("jax_te.") and not getattr(module, "draws_choices", False)
+        if hasattr(module, "layer_number") and unread:
             setattr(module, "layer_number", None)  # noqa: B010
     return nnx.split(copy)[0]

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jax_te.config import PipelineConfig
 from jax_te.models import StackOptions
-from jax_te.quantize import counts_within_step, merge_quantizers
+from jax_te.quantize import counts_within_step, has_counts, merge_quantizers
 from jax_te.sharding import auto_region, current_mesh, leaves_with_axes, use_rules
 from jax_te.training.gradients import Accumulation, Gradients, WeightedMean, as_created, mean_loss, split_parameters
 from jax_te.training.masters import like_full_precision
@@ -138,6 +138,13 @@ def _check(state: TrainState, config: PipelineConfig) -> None:
         raise ValueError(
             "zero_bubble runs different passes on different stages at a time, and a ring along the mesh's context axis "
             "takes all devices; take the schedule '1f1b', or a mesh without a context axis"
+        )
+    others = [name for name, size in ({} if mesh is None else mesh.shape).items() if size > 1 and name != AXIS]
+    if config.schedule == "zero_bubble" and others and has_counts(state.quantizers):
+        raise ValueError(
+            "zero_bubble runs different passes on different stages at a time, and the compiler may let a router's "
+            f"choice of experts communicate among all devices of the mesh, here along {', '.join(others)}; take the "
+            "schedule '1f1b', or a mesh of pipeline devices alone"
         )
 
 

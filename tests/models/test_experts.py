@@ -1,0 +1,260 @@
+"""Models whose layers have experts."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jax_te.checkpoint import TrainCheckpointer
+from jax_te.config import ParallelConfig, TransformerConfig
+from jax_te.layers import expert_metrics
+from jax_te.models import BertModel, Execution, GPTModel, MegatronGPTModel, T5Model, generate
+from jax_te.quantize import QuantizerState
+from jax_te.recipe import DelayedScaling, autocast
+from jax_te.sharding import make_mesh
+from jax_te.training import PipelinedLoss, abstract_train_state, create_train_state, make_eval_step, make_train_step
+
+H, F, E, TOPK, V, S = 32, 48, 4, 2, 64, 8
+TOKENS = jax.random.randint(jax.random.key(7), (2, S), 0, V)
+LABELS = jnp.roll(TOKENS, -1, axis=1)
+
+
+def config(**fields):
+    sizes = {"num_layers": 4, "hidden_size": H, "num_attention_heads": 4, "ffn_hidden_size": F}
+    form = {"normalization": "RMSNorm", "activation": "swiglu", "add_bias_linear": False}
+    form |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    experts = {"num_moe_experts": E, "moe_router_topk": TOPK, "moe_layer_freq": [0, 1, 1, 0]}
+    return TransformerConfig(**sizes | form | experts | fields)
+
+
+def gpt(rngs=None, *, execution=None, **fields):
+    return GPTModel(
+        config(**fields),
+        vocab_size=V,
+        max_sequence_length=2 * S,
+        execution=Execution() if execution is None else execution,
+        rngs=nnx.Rngs(0) if rngs is None else rngs,
+    )
+
+
+def loss_and_gradients(model, key=None):
+    @nnx.jit
+    def run(model):
+        def loss(model):
+            return model.loss(TOKENS, LABELS, None, key)
+
+        return nnx.value_and_grad(loss, argnums=nnx.DiffState(0, (nnx.Param, QuantizerState)))(model)
+
+    loss, gradients = run(model)
+    return float(loss), {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(gradients)}
+
+
+def assert_close(found, expected):
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    assert found[1].keys() == expected[1].keys()
+    for path, gradient in expected[1].items():
+        np.testing.assert_allclose(found[1][path], gradient, rtol=1e-4, atol=1e-6, err_msg=str(path))
+
+
+def with_equal_experts(model, dense):
+    """Give every expert of ``model`` the kernels of the dense model's feed-forward blocks, and all else its weights."""
+    for layer, plain in zip(model.layers, dense.layers, strict=True):
+        nnx.update(layer.self_attention, nnx.state(plain.self_attention))
+        if layer.mlp is None:
+            nnx.update(layer.layernorm_mlp, nnx.state(plain.layernorm_mlp))
+            continue
+        block, experts = plain.layernorm_mlp, layer.mlp.experts
+        layer.pre_mlp_layernorm.scale[...] = block.scale[...]
+        for linear, kernel in ((experts.linear_fc1, block.wi_kernel), (experts.linear_fc2, block.wo_kernel)):
+            linear.kernel[...] = jnp.broadcast_to(kernel[...], linear.kernel.shape)
+    nnx.update(model.embedding, nnx.state(dense.embedding))
+    nnx.update(model.position_embedding, nnx.state(dense.position_embedding))
+    return model
+
+
+def test_equal_experts_are_the_dense_model():
+    dense = gpt(num_moe_experts=None, moe_layer_freq=1)
+    model = with_equal_experts(gpt(nnx.Rngs(1)), dense)
+    assert [layer.mlp is not None for layer in model.layers] == [False, True, True, False]
+    np.testing.assert_allclose(model(TOKENS), dense(TOKENS), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("fields", [{}, {"moe_shared_expert_intermediate_size": 16, "moe_router_pre_softmax": True}])
+def test_both_models_compute_the_same_and_megatrons_has_its_names(fields):
+    model = gpt(**fields)
+    theirs = MegatronGPTModel(
+        config(**fields), None, V, 2 * S, share_embeddings_and_output_weights=True, rngs=nnx.Rngs(0)
+    )
+    np.testing.assert_allclose(theirs(TOKENS), model(TOKENS), rtol=1e-5, atol=1e-6)
+    names = set(theirs.state_dict())
+    of_layer = "decoder.layers.1.mlp"
+    assert {"decoder.layers.1.pre_mlp_layernorm.weight", f"{of_layer}.router.weight"} <= names
+    assert {f"{of_layer}.experts.linear_fc{n}.weight{e}" for n in (1, 2) for e in range(E)} <= names
+    assert "decoder.layers.0.mlp.linear_fc1.weight" in names
+    assert (f"{of_layer}.shared_experts.linear_fc1.weight" in names) == bool(fields)
+
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe", "core_attn"]}
+
+
+@pytest.mark.parametrize(
+    ("execution", "fields"), [(Execution(scan_layers=True), {}), (Execution(), FULL), (Execution(), SELECTIVE)]
+)
+def test_loops_and_recomputation_change_neither_gradients_nor_counts(execution, fields):
+    options = {"moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
+    expected = loss_and_gradients(gpt(**options))
+    assert_close(loss_and_gradients(gpt(execution=execution, **options, **fields)), expected)
+    # The losses of routers reach the gradients, and the value is without them.
+    plain = loss_and_gradients(gpt())
+    path = ("layers", 1, "mlp", "router", "kernel")
+    assert plain[0] == expected[0]
+    assert np.abs(plain[1][path] - expected[1][path]).max() > 1e-4
+
+
+@pytest.mark.parametrize("recipe", [None, DelayedScaling()])
+def test_a_train_step_counts_and_moves_the_bias_and_evaluation_does_not(recipe):
+    fields = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_aux_loss_coeff": 0.01}
+    fields |= {"moe_input_jitter_eps": 0.01}
+
+    def loss_fn(model, batch, key):
+        return model.loss(batch["tokens"], batch["labels"], dropout_key=key)
+
+    tx, batch = optax.adam(1e-2), {"tokens": TOKENS, "labels": LABELS}
+    with autocast(recipe):
+        state = create_train_state(lambda rngs: gpt(rngs, **fields), tx, key=jax.random.key(0))
+        step, losses = make_train_step(loss_fn, tx, microbatches=2), []
+        for _ in range(8):
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["loss"]))
+        assert losses[-1] < 0.8 * losses[0]
+        for number in (1, 2):
+            counts = metrics[f"experts/layers.{number}.mlp.router/tokens_per_expert"]
+            assert float(jnp.sum(counts)) == TOKENS.size * TOPK
+            assert float(jnp.max(jnp.abs(state.model.layers[number].mlp.router.expert_bias[...]))) > 0.0
+        before = jax.tree.map(np.asarray, nnx.state(state.model, QuantizerState))
+        make_eval_step(loss_fn)(state, batch)
+        jax.tree.map(np.testing.assert_array_equal, before, nnx.state(state.model, QuantizerState))
+    assert float(expert_metrics(state.model)["aux_loss"]) > 0.0
+
+
+@pytest.mark.parametrize("kind", ["own", "megatron"])
+def test_generation_with_a_cache_is_that_without(kind):
+    rngs, fields = nnx.Rngs(3), {"init_method_std": 0.3}
+    model = gpt(rngs, **fields) if kind == "own" else MegatronGPTModel(config(**fields), None, V, 2 * S, rngs=rngs)
+    model.eval()
+    prompt = TOKENS[:, :3]
+    found = generate(model, prompt, steps=5, key=jax.random.key(0), temperature=0.0)
+    for _ in range(5):
+        prompt = jnp.concatenate([prompt, jnp.argmax(model(prompt)[:, -1:], axis=-1)], axis=1)
+    np.testing.assert_array_equal(found, prompt)
+
+
+def after_steps(frequency, *, mesh=None, **fields):
+    """Parameters and states after two steps of two microbatches, on a pipeline of two stages or on one device."""
+
+    def build(rngs):
+        return gpt(rngs, moe_layer_freq=frequency, moe_aux_loss_coeff=0.1, **fields)
+
+    loss_fn = PipelinedLoss(
+        lambda model, batch, key: model.before(batch["tokens"]),
+        lambda model, y, batch, key: model.after(y, batch["labels"]),
+    )
+    tx = optax.sgd(0.1)
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(make_mesh(mesh)):
+        state = create_train_state(build, tx, key=jax.random.key(0))
+        step = make_train_step(loss_fn, tx, microbatches=2)
+        for _ in range(2):
+            state, _ = step(state, {"tokens": TOKENS, "labels": LABELS})
+        return jax.tree.map(np.asarray, nnx.to_flat_state(state.params)), jax.tree.map(
+            np.asarray, nnx.to_flat_state(state.quantizers)
+        )
+
+
+@pytest.mark.costly
+def test_stages_of_a_pipeline_have_dense_layers_and_layers_with_experts():
+    found, expected = after_steps([0, 1, 0, 1], mesh=ParallelConfig(pipeline=2)), after_steps([0, 1, 0, 1])
+    for mine, theirs in zip(found, expected, strict=True):
+        assert [path for path, _ in mine] == [path for path, _ in theirs]
+        for (path, a), (_, b) in zip(mine, theirs, strict=True):
+            np.testing.assert_allclose(a[...], b[...], rtol=2.0**-16, atol=2.0**-18, err_msg=str(path))
+    with pytest.raises(ValueError, match="stand at the same place of two pipeline stages and differ"):
+        after_steps([0, 0, 1, 1], mesh=ParallelConfig(pipeline=2))
+    # Random choices are those of a layer's number, and stages run one program.
+    with pytest.raises(ValueError, match="stand at the same place of two pipeline stages and differ"):
+        after_steps([0, 1, 0, 1], mesh=ParallelConfig(pipeline=2), moe_router_force_load_balancing=True)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("fields", [{}, {"moe_token_dispatcher_type": "alltoall"}, {"expert_tensor_parallel_size": 1}])
+@pytest.mark.parametrize("kind", ["own", "megatron"])
+def test_experts_on_several_devices_compute_what_one_device_does(kind, fields):
+    """Losses and gradients; the expert axis shards the experts, and the tensor axis their kernels or not."""
+
+    def found(**on_mesh):
+        options = {"moe_aux_loss_coeff": 0.1, "ffn_hidden_size": 64} | on_mesh
+        if kind == "own":
+            return loss_and_gradients(gpt(**options))
+        return loss_and_gradients(MegatronGPTModel(config(**options), None, V, 2 * S, rngs=nnx.Rngs(0)))
+
+    expected = found()
+    with jax.set_mesh(make_mesh(ParallelConfig(expert=2, tensor=2))):
+        assert_close(found(tensor_model_parallel_size=2, expert_model_parallel_size=2, **fields), expected)
+
+
+@pytest.mark.costly
+def test_a_checkpoint_keeps_experts_biases_counts_and_scales_for_another_mesh(tmp_path):
+    """Bitwise, and the next step on the first mesh is the one that was not interrupted."""
+    fields = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "ffn_hidden_size": 64}
+    fields |= {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.1}
+    tx = optax.adam(1e-2)
+    tokens = jax.random.randint(jax.random.key(8), (8, S), 0, V)
+    batch = {"tokens": tokens, "labels": jnp.roll(tokens, -1, axis=1)}
+    step = make_train_step(lambda model, batch, key: model.loss(batch["tokens"], batch["labels"]), tx, microbatches=2)
+
+    def values(state):
+        arrays = jax.tree.map(np.asarray, (state.params, state.quantizers, state.opt_state))
+        return jax.tree.leaves_with_path(arrays)
+
+    def assert_equal(found, expected):
+        assert [path for path, _ in found] == [path for path, _ in expected]
+        for (path, a), (_, b) in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(a, b, err_msg=str(path))
+
+    with autocast(DelayedScaling()):
+        state, _ = step(create_train_state(lambda rngs: gpt(rngs, **fields), tx, key=jax.random.key(0)), batch)
+        with TrainCheckpointer(tmp_path) as checkpoints:
+            checkpoints.save(state, None, 1)
+        saved = values(state)
+        after, _ = step(state, batch)
+        for mesh in (None, ParallelConfig(data=2, fsdp=2, tensor=2), ParallelConfig(expert=4, tensor=2)):
+            with contextlib.nullcontext() if mesh is None else jax.set_mesh(make_mesh(mesh)):
+                target = abstract_train_state(lambda rngs: gpt(rngs, **fields), tx)
+                with TrainCheckpointer(tmp_path) as checkpoints:
+                    restored, _, _ = checkpoints.restore(target)
+                assert_equal(values(restored), saved)
+                if mesh is None:
+                    assert_equal(values(step(restored, batch)[0]), values(after))
+
+
+def test_jitter_needs_a_key_in_training():
+    model = gpt(moe_input_jitter_eps=0.1)
+    with pytest.raises(ValueError, match=r"input_jitter_eps=0\.1"):
+        model(TOKENS)
+    first, second = (model(TOKENS, dropout_key=jax.random.key(seed)) for seed in (0, 1))
+    assert float(jnp.max(jnp.abs(first - second))) > 0.0
+
+
+def test_what_does_not_go_with_experts_is_refused():
+    with pytest.raises(ValueError, match="build the model with Execution"):
+        gpt(execution=Execution(batch_parts=2))
+    with pytest.raises(ValueError, match="moe_enable_routing_replay=True; MegatronGPTModel does"):
+        gpt(moe_enable_routing_replay=True)
+    with pytest.raises(ValueError, match="num_moe_experts=4; GPTModel and MegatronGPTModel do"):
+        BertModel(config(), vocab_size=V, max_sequence_length=S, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="num_moe_experts=4; GPTModel and MegatronGPTModel do"):
+        T5Model(config(), vocab_size=V, max_sequence_length=S, rngs=nnx.Rngs(0))
