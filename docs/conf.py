@@ -13,7 +13,10 @@ from flax import nnx
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.inspect import signature, stringify_signature
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 import jax_te
+from inventory import write_inventories
 from jax_te.cli.parser import COMMANDS, build_parser
 
 project = "jax_te"
@@ -42,6 +45,7 @@ autodoc_typehints_format = "short"
 autodoc_type_aliases = {name: name for name in ("Array", "DTypeLike", "Initializer", "Key", "LogicalAxes", "PyTree")}
 autodoc_preserve_defaults = True
 maximum_signature_line_length = 1  # an argument on each line
+intersphinx_mapping = write_inventories(Path(__file__).parent / "inventories", Path(__file__).parent / "_build")
 autosummary_generate = False  # the pages of names are written below
 autodoc_default_options = {
     "members": True,
@@ -88,6 +92,7 @@ def write_api_pages() -> None:
     A name that two modules offer has one page, of the first: Sphinx allows one description of an object.
     """
     folder = Path(__file__).parent / "api"
+    index = ["# Every public name", "", "The names of each module, with what they are for.", ""]
     for part in PARTS:
         module = importlib.import_module(f"jax_te.{part}")
         homes = {name: home_of(name, module) for name in module.__all__}
@@ -103,15 +108,19 @@ def write_api_pages() -> None:
             directive = "data"  # constants and aliases of types
             if inspect.isclass(value) or inspect.isfunction(value):
                 directive = "class" if inspect.isclass(value) else "function"
-            write_page(names / f"{name}.md", f"# {name}\n\n```{{eval-rst}}\n.. auto{directive}:: {target}\n```\n")
-        summary = "\n".join(f"   {home}.{name}" for name, home in homes.items())
-        entries = "\n".join(f"{names.name}/{name}" for name in own)
+            # An orphan, for the page of its module links to it: in the toctree it would be in every page's sidebar.
+            head = f"---\norphan: true\n---\n\n# {name}\n\n[{module.__name__}](../{names.name}.md)\n"
+            write_page(names / f"{name}.md", f"{head}\n```{{eval-rst}}\n.. auto{directive}:: {target}\n```\n")
+        summary = "\n".join(f"   {name if name in own else f'{home}.{name}'}" for name, home in homes.items())
         write_page(
             folder / f"{names.name}.md",
             f"# {module.__name__}\n\n```{{eval-rst}}\n.. automodule:: {module.__name__}\n   :no-members:\n\n"
-            f".. autosummary::\n   :nosignatures:\n\n{summary}\n```\n\n"
-            f"```{{toctree}}\n:hidden:\n{entries}\n```\n",
+            f".. autosummary::\n   :nosignatures:\n\n{summary}\n```\n",
         )
+        every = "\n".join(f"   {home}.{name}" for name, home in homes.items())
+        index += [f"## {module.__name__}", ""]
+        index += ["```{eval-rst}", ".. autosummary::", "   :nosignatures:", "", every, "```", ""]
+    write_page(folder / "names.md", "\n".join(index))
 
 
 def home_of(name: str, module: ModuleType) -> str:
@@ -139,10 +148,29 @@ def write_command_pages() -> None:
             text += ["## Examples", "", "```text", transcript.read_text().rstrip(), "```", ""]
         for group in parser._action_groups:
             if group._group_actions:
-                text += [f"## {(group.title or 'Options').capitalize()}", "", *map(option_line, group._group_actions), ""]
+                title = (group.title or "Options").capitalize()
+                text += [f"## {title}", "", *map(option_line, group._group_actions), ""]
         if parser.epilog:
             text += ["```text", parser.epilog, "```", ""]
         write_page(folder / f"{page}.md", "\n".join(text))
+
+
+def write_error_index() -> None:
+    """Write a page with the symptoms of the troubleshooting page, in alphabetical order, and their remedies."""
+    folder = Path(__file__).parent
+    found = re.findall(
+        r"^### (.+?)\n.*?^\*Remedy\.\*\s+(.+?)(?:\n\n|\Z)", (folder / "troubleshooting.md").read_text(), re.M | re.S
+    )
+    text = ["# Errors and their remedies", ""]
+    text += ["Messages and symptoms in alphabetical order. Each leads to its cause.", ""]
+    for symptom, remedy in sorted(found, key=lambda entry: entry[0].strip("`…").lower()):
+        slug = re.sub(r"[^\w\- ]", "", symptom.lower()).replace(" ", "-")
+        line = f"- [{symptom}](troubleshooting.md#{slug}): {' '.join(remedy.split())}"
+        text += [
+            textwrap.fill(line, 118, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False),
+            "",
+        ]
+    write_page(folder / "errors.md", "\n".join(text))
 
 
 def parser_of(path: list[str]) -> argparse.ArgumentParser:
@@ -237,6 +265,7 @@ def setup(app):
     find_constants()
     write_api_pages()
     write_command_pages()
+    write_error_index()
     app.connect("missing-reference", find_public_name)
     app.connect("autodoc-process-signature", write_signature)
     app.connect("html-page-context", make_reachable, priority=900)  # after the theme has wrapped tables
