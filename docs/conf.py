@@ -15,8 +15,9 @@ from sphinx.util.inspect import signature, stringify_signature
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import jax_te
 from inventory import write_inventories
+
+import jax_te
 from jax_te.cli.parser import COMMANDS, build_parser
 
 project = "jax_te"

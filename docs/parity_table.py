@@ -156,7 +156,13 @@ def _sections(rows: list[Row]) -> list[str]:
     for row in rows:
         if row.name.section != section:
             section = row.name.section
-            lines += ["", f"## {section}", "", "| name | in jax_te | how it differs, and why | test |", "|---|---|---|---|"]
+            lines += [
+                "",
+                f"## {section}",
+                "",
+                "| name | in jax_te | how it differs, and why | test |",
+                "|---|---|---|---|",
+            ]
         place = _code(row.place) + (f"; open ({row.open})" if row.open else "")
         how = "; ".join([*deviations_of(row), row.how])
         lines.append(f"| {_code(row.name.name)} | {place} | {how} | {_code(*row.tests)} |")

@@ -48,8 +48,8 @@ def draw_gemms(axes: Axes) -> None:
         for place, (operand, form) in zip((middle + 0.45, middle - 0.45), operands, strict=True):
             box(axes, 0, place, f"{operand}, bf16", HIGH)
             box(axes, 2.6, place, f"× scale, {form}", LOW)
-            arrow(axes, (0.95, place), (1.9, place))
-            arrow(axes, (3.25, place), (4.2, middle))
+            arrow(axes, (1.1, place), (1.95, place))
+            arrow(axes, (3.2, place), (4.25, middle))
         box(axes, 4.8, middle, f"{name}\nFP8 GEMM", LOW)
         arrow(axes, (5.4, middle), (6.2, middle))
         box(axes, 7.4, middle, f"÷ scales: {result}, bf16", HIGH)
@@ -86,6 +86,8 @@ def draw_delayed(axes: Axes) -> None:
     axes.step(steps, limits[1:], where="mid", color="tab:blue", label="largest value that the step's scale can hold")
     lost = [step for step in steps if amaxes[step] > limits[step] * 1.001]
     axes.plot(lost, [amaxes[step] for step in lost], "v", color="tab:red", label="values beyond it saturate")
+    axes.set_xticks(steps[::2])
+    axes.set_xlim(0.3, len(sizes) - 0.3)
     axes.set_xlabel(f"step; amax history of {HISTORY} steps")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper right", frameon=False, fontsize="small")
