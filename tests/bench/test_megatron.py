@@ -636,6 +636,8 @@ def test_an_expert_layer_beside_megatrons(capsys, stand_in, processes):
     assert [row["name"] for row in rows] == ["Megatron-Core moe delayed", "jax_te moe delayed (xla)"]
     peer, own = rows
     assert peer["ms"] >= 20.0
+    if "error" in own:  # of XLA, raised again so that conftest.py tells a CPU without fp16
+        raise jax.errors.JaxRuntimeError(own["error"])
     assert own["speed_ratio"] == pytest.approx(peer["ms"] / own["ms"], 0.01)
     flops = 3 * 2 * (2 * 16 * 2) * 3 * 32 * 48
     assert own["tflops"] == pytest.approx(flops / own["ms"] / 1e9, 1e-2)

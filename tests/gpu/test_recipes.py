@@ -76,6 +76,15 @@ def gemm_call(recipe, *, backend, kernel=None, state=None):
     return y, vjp(g)
 
 
+def same_gemm(one, other, *, backend):
+    """Whether both are sums of the same products: bitwise through TE, whose kernel follows from the shapes.
+
+    XLA measures in each program which kernel is faster, so two programs may add up in different orders. The sums are of
+    fp32 and are rounded to bf16 once: 2^-9. Another quantization of an operand moves them by 2^-6 and more.
+    """
+    return np.array_equal(one, other) if backend == "te" else relative_l2(one, other) < 2**-9
+
+
 @pytest.mark.parametrize("backend", ["te", "xla"])
 @pytest.mark.parametrize("recipe_type", [Float8CurrentScaling, DelayedScaling, Float8BlockScaling])
 def test_overridden_gemms_are_those_of_high_precision(backend, recipe_type):
@@ -84,7 +93,7 @@ def test_overridden_gemms_are_those_of_high_precision(backend, recipe_type):
         recipe = recipe_type(override_linear_precision=flags)
         y, (dx, dw, _) = gemm_call(recipe, backend=backend, state=init_gemm_state(recipe))
         for mine, plain, overridden in zip((y, dx, dw), (high, high_dx, high_dw), flags, strict=True):
-            assert np.array_equal(mine, plain) is overridden
+            assert same_gemm(mine, plain, backend=backend) is overridden
 
 
 @pytest.mark.parametrize("backend", ["te", "xla"])
@@ -108,7 +117,7 @@ def test_precise_accumulation_reaches_the_gemm(backend):
 @pytest.mark.parametrize("backend", ["te", "xla"])
 @pytest.mark.parametrize("name", ["delayed", "current", "block"])
 @pytest.mark.parametrize("portable", [False, True])
-def test_kernel_quantized_ahead_gives_the_same_bits(name, backend, portable):
+def test_kernel_quantized_ahead_gives_the_same(name, backend, portable):
     recipe = recipe_from_name(name)
     state = init_gemm_state(recipe)
 
@@ -118,7 +127,7 @@ def test_kernel_quantized_ahead_gives_the_same_bits(name, backend, portable):
     plain = gemm_call(recipe, backend=backend, state=state)
     kept = gemm_call(recipe, backend=backend, state=state, kernel=ahead)
     for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(kept), strict=True):
-        np.testing.assert_array_equal(one, other)
+        assert same_gemm(one, other, backend=backend)
 
 
 def mixed(role):

@@ -6,6 +6,7 @@ import errno
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -83,51 +84,105 @@ def save_huggingface(
         raise ValueError(f"unknown architecture {architecture!r}; known: {', '.join(ARCHITECTURES)}")
     known = ARCHITECTURES if architecture is None else {architecture: ARCHITECTURES[architecture]}
     name, form = architecture_of(model, known)
-    chosen, sizes = ARCHITECTURES[name], form.sizes()
     if block_scaled not in (None, "keep"):
         raise ValueError(f"block_scaled must be 'keep' or None, got {block_scaled!r}")
-    held = {} if block_scaled is None else held_kernels(model)
-    entries, arrays = placed_arrays(model, name, chosen.table(form), sizes, held)
-    plan: list[Plan] = []
-    plain: list[Plan] = []
-    scales: dict[str, dict[str, np.ndarray]] = {}
-    for path, entry in entries.items():
-        stored = np.dtype(arrays[path].dtype if dtype is None or path in held else dtype)
-        found = [(tensor, stored, shape) for tensor, shape in entry.their_shapes(sizes).items()]
-        if path in held:
-            # Now, so that unsupported parameters are refused before a file is written.
-            scales[path] = written_scales(path, jax.tree.map(on_host, held[path]), entry, sizes)
-        else:
-            plain += found
-        plan += [*found, *((each, array.dtype, array.shape) for each, array in scales.get(path, {}).items())]
+    contents = _contents(model, name, form, dtype, {} if block_scaled is None else held_kernels(model))
+    config = _config(name, form, contents, None if like is None else Path(like))
+
+    def write(stream: Iterator[tuple[str, np.ndarray]]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_tensors(folder, contents.plan(), stream, max_shard_size)
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        if like is not None and not folder.samefile(like):
+            _copy_companions(Path(like), folder)
+
+    _write_by_the_first(write, contents.tensors(on_progress), folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Contents:
+    """Tensors of a folder, known before its first file is written.
+
+    Args:
+        sizes: sizes of the model.
+        entries: entries of the architecture's table by paths of parameters.
+        arrays: parameters by the same paths, of those stored quantized the FP8 values.
+        dtypes: dtypes that they are written in, by the same paths.
+        scales: tensors of scales by name, by the paths of parameters that are stored quantized.
+    """
+
+    sizes: Sizes
+    entries: dict[str, Entry]
+    arrays: dict[str, jax.Array]
+    dtypes: dict[str, np.dtype[Any]]
+    scales: dict[str, dict[str, np.ndarray]]
+
+    def plan_of(self, path: str) -> list[Plan]:
+        """Return name, dtype and shape of each tensor of a parameter, without its scales."""
+        shapes = self.entries[path].their_shapes(self.sizes)
+        return [(tensor, self.dtypes[path], shape) for tensor, shape in shapes.items()]
+
+    def plain(self) -> list[Plan]:
+        """Return the plan of parameters that are not stored quantized."""
+        return [each for path in self.entries if path not in self.scales for each in self.plan_of(path)]
+
+    def plan(self) -> list[Plan]:
+        """Return the plan of all tensors, in the order of `tensors`."""
+        plan: list[Plan] = []
+        for path in self.entries:
+            plan += self.plan_of(path)
+            plan += [(name, array.dtype, array.shape) for name, array in self.scales.get(path, {}).items()]
+        return plan
+
+    def tensors(self, on_progress: OnProgress | None) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield each tensor with its name; each parameter is fetched when its turn comes."""
+        for done, (path, entry) in enumerate(self.entries.items(), 1):
+            for tensor, array in entry.write(on_host(self.arrays[path]), self.sizes):
+                yield tensor, array.astype(self.dtypes[path], copy=False)
+            yield from self.scales.get(path, {}).items()
+            if on_progress is not None:
+                on_progress(done, len(self.entries))
+
+
+def _contents(
+    model: Any, name: str, form: Form, dtype: np.dtype[Any] | None, held: Mapping[str, QuantizedKernel]
+) -> _Contents:
+    """Return the tensors of a model's folder; unsupported parameters are refused before a file is written."""
+    sizes = form.sizes()
+    entries, arrays = placed_arrays(model, name, ARCHITECTURES[name].table(form), sizes, held)
+    own = {path: np.dtype(array.dtype) for path, array in arrays.items()}
+    return _Contents(
+        sizes=sizes,
+        entries=entries,
+        arrays=arrays,
+        dtypes={path: each if dtype is None or path in held else np.dtype(dtype) for path, each in own.items()},
+        scales={
+            path: written_scales(path, jax.tree.map(on_host, kernel), entries[path], sizes)
+            for path, kernel in held.items()
+        },
+    )
+
+
+def _config(name: str, form: Form, contents: _Contents, like: Path | None) -> dict[str, Any]:
+    """Return the fields of ``config.json``."""
+    chosen, plain = ARCHITECTURES[name], contents.plain()
     widest = max((stored for _, stored, _ in plain), key=lambda stored: stored.itemsize)
     # Null, since transformers' default for a missing token would be one of another vocabulary.
     values: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     if like is not None:
-        values |= {key: value for key, value in json_file(Path(like) / CONFIG).items() if key in NO_NUMBERS}
+        values |= {key: value for key, value in json_file(like / CONFIG).items() if key in NO_NUMBERS}
     values |= chosen.config_fields(form)
     values |= {"architectures": [name], "model_type": chosen.model_type, "torch_dtype": widest.name}
-    if held:
+    if contents.scales:
         values["quantization_config"] = quantization_config([name for name, _, shape in plain if len(shape) == 2])
+    return values
 
-    def tensors() -> Iterator[tuple[str, np.ndarray]]:
-        for done, (path, entry) in enumerate(entries.items(), 1):
-            for tensor, array in entry.write(on_host(arrays[path]), sizes):
-                yield tensor, array if dtype is None or path in held else array.astype(dtype)
-            yield from scales.get(path, {}).items()
-            if on_progress is not None:
-                on_progress(done, len(entries))
 
-    def write(stream: Iterator[tuple[str, np.ndarray]]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_tensors(folder, plan, stream, max_shard_size)
-        (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n")
-        copied = [] if like is None or folder.samefile(like) else [Path(like) / each for each in _COMPANIONS]
-        for path in copied:
-            if path.is_file():
-                shutil.copyfile(path, folder / path.name)
-
-    _write_by_the_first(write, tensors(), folder)
+def _copy_companions(source: Path, folder: Path) -> None:
+    """Copy the files of the tokenizer and of generation that there are."""
+    for path in [source / each for each in _COMPANIONS]:
+        if path.is_file():
+            shutil.copyfile(path, folder / path.name)
 
 
 def _write_by_the_first(write: Callable[[Iterator[Any]], None], stream: Iterator[Any], folder: Path) -> None:
