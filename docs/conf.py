@@ -235,6 +235,7 @@ def write_signature(app, what, name, obj, options, arguments, returned):
     arguments, returned = (
         re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", text or "") for text in (arguments, returned)
     )
+    arguments = re.sub(r"Annotated\[(.+?), (?:Words|\w+)\(.*?\)\]", r"\1", arguments)  # what checks say about a type
     return re.sub(r"<class 'jax\.numpy\.(\w+)'>", r"jnp.\1", arguments), returned or None
 
 
@@ -251,7 +252,7 @@ def make_reachable(app, pagename, templatename, context, doctree):
     if pagename.startswith("_modules/"):
         # Code that two pages describe, as of a layer in NNX and Linen, has one link back, with the other one's anchor.
         body = re.sub(r'<a class="viewcode-back".*?</a>', "", body)
-        body = re.sub(r'<li><a href="builtins\.html">.*?</li>', "", body)  # constants, which have no source of their own
+        body = re.sub(r'<li><a href="builtins\.html">.*?</li>', "", body)  # constants, without source
     context["body"] = body
 
 
