@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Run the ```python blocks of Markdown files.
+"""Run the ```python blocks of Markdown files, and the code cells of notebooks.
 
-    python .ci/snippets.py README.md docs/*.md
+    python .ci/snippets.py README.md docs/*.md examples/*.ipynb
 
 The blocks of one file run in order, in one namespace, in a process and an empty folder of their
 own; two files at a time. A block that cannot run here carries an HTML comment on the line above it,
@@ -10,6 +10,7 @@ line.
 """
 
 import dataclasses
+import json
 import pathlib
 import re
 import subprocess
@@ -60,18 +61,27 @@ def find_blocks(text: str, *languages: str) -> list[Block]:
     return blocks
 
 
+def python_blocks(path: pathlib.Path) -> list[Block]:
+    """Return the Python blocks of a Markdown file, or the code cells of a notebook."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".ipynb":
+        return find_blocks(text, "python")
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    return [Block("python", 1, "".join(cell["source"]), None) for cell in cells]
+
+
 def execute(path: pathlib.Path) -> None:
     """Run one file's blocks in this process, as the module `__main__`."""
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
-    for block in find_blocks(path.read_text(encoding="utf-8"), "python"):
+    for block in python_blocks(path):
         if block.skip is None:
             source = "\n" * (block.line - 1) + block.code  # line numbers are the file's
             exec(compile(source, str(path), "exec", dont_inherit=True), main.__dict__)
 
 
 def check(path: pathlib.Path) -> bool:
-    blocks = find_blocks(path.read_text(encoding="utf-8"), "python")
+    blocks = python_blocks(path)
     for block in blocks:
         if block.skip is not None:
             print(f"  not run  {path}:{block.line}  {block.skip}", flush=True)

@@ -1,4 +1,4 @@
-"""Write docs/parity.md from docs/parity.yaml: ``python docs/parity_table.py``.
+"""Write docs/parity*.md from docs/parity.yaml: ``python docs/parity_table.py``.
 
 docs/parity.yaml is what is edited. It has the names and signatures of three reference documents, and a row for each
 name, written once for all classes that share it; tests/test_parity.py checks both against the package. It needs PyYAML.
@@ -16,6 +16,8 @@ from typing import Any
 import yaml
 
 DOCS = Path(__file__).resolve().parent
+
+_WRITTEN = "<!-- written by docs/parity_table.py from docs/parity.yaml -->"
 
 # A row's keys, all optional but `tests`: its place, if the rule of `_place` does not give it; the argument's name, if
 # it is another; why it is open; default and position, where the document has others; why, and what else differs.
@@ -124,23 +126,39 @@ def deviations_of(row: Row) -> list[str]:
     return said
 
 
-def page(data: dict[str, Any]) -> str:
-    """Return docs/parity.md."""
-    lines = ["# Parity", "", "<!-- written by docs/parity_table.py from docs/parity.yaml -->", "", data["introduction"]]
-    lines += ["| group | why it is open |", "|---|---|", *(f"| {k} | {v} |" for k, v in data["open"].items()), ""]
+def pages(data: dict[str, Any]) -> dict[str, str]:
+    """Return the pages by file name: one that introduces the others, one of each document, and one of differences."""
+    titles = {_page_of(document): contents["title"] for document, contents in data["documents"].items()}
+    titles["parity_differences"] = "Documents against code, and errors"
+    lines = ["# Parity", "", _WRITTEN, "", data["introduction"], "| page |", "|---|"]
+    lines += [f"| [{title}]({name}.md) |" for name, title in titles.items()]
+    lines += ["", "| group | why it is open |", "|---|---|", *(f"| {k} | {v} |" for k, v in data["open"].items()), ""]
     lines += ["| argument, field | without effect, because |", "|---|---|"]
     for hint in data["hints"]:
         lines.append(f"| {_code(*hint['names'].split(', '))} | {hint['because']} |")
-    section = document = ""
-    for row in rows_of(data):
-        if row.name.document != document:
-            document, section = row.name.document, ""
-            lines += ["", f"## {data['documents'][document]['title']}"]
+    lines += ["", "```{toctree}", ":hidden:", *titles, "```"]
+    found = {"parity": lines}
+    rows = rows_of(data)
+    for document, contents in data["documents"].items():
+        own = [row for row in rows if row.name.document == document]
+        found[_page_of(document)] = [f"# {contents['title']}", "", _WRITTEN, *_sections(own)]
+    found["parity_differences"] = ["# Documents against code, and errors", "", _WRITTEN, *_differences(data)]
+    return {f"{name}.md": "\n".join([*lines, ""]) for name, lines in found.items()}
+
+
+def _page_of(document: str) -> str:
+    return f"parity_{document.replace('.', '_')}"
+
+
+def _sections(rows: list[Row]) -> list[str]:
+    """Return the lines of a table for each class of a document."""
+    lines, section = [], ""
+    for row in rows:
         if row.name.section != section:
             section = row.name.section
             lines += [
                 "",
-                f"### {section}",
+                f"## {section}",
                 "",
                 "| name | in jax_te | how it differs, and why | test |",
                 "|---|---|---|---|",
@@ -148,7 +166,12 @@ def page(data: dict[str, Any]) -> str:
         place = _code(row.place) + (f"; open ({row.open})" if row.open else "")
         how = "; ".join([*deviations_of(row), row.how])
         lines.append(f"| {_code(row.name.name)} | {place} | {how} | {_code(*row.tests)} |")
-    lines += ["", "## Where a document and the code differ", ""]
+    return lines
+
+
+def _differences(data: dict[str, Any]) -> list[str]:
+    """Return the lines of two tables: where a document is older than the code, and errors."""
+    lines = ["", "## Where a document and the code differ", ""]
     lines += ["The code is that of Megatron-Core 0.19 and Transformer Engine 2.20, the documents are older.", ""]
     lines += ["| of | name | document | code | followed |", "|---|---|---|---|---|"]
     for sections, differences in data["drift"].items():
@@ -163,7 +186,7 @@ def page(data: dict[str, Any]) -> str:
                 error = {"raises": error, "here": "the same", "because": ""}
             here = ": ".join(filter(None, (error["here"], error["because"])))
             lines.append(f"| {_code(of)} | {when} | {error['raises']} | {here} |")
-    return "\n".join([*lines, ""])
+    return lines
 
 
 def _code(*texts: str) -> str:
@@ -171,4 +194,5 @@ def _code(*texts: str) -> str:
 
 
 if __name__ == "__main__":
-    (DOCS / "parity.md").write_text(page(read()))
+    for name, text in pages(read()).items():
+        (DOCS / name).write_text(text)

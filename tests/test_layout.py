@@ -224,8 +224,12 @@ def test_ops_know_nothing_of_flax():
 
 @pytest.mark.parametrize("path", [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("**/*.md"))], ids=name_of)
 def test_pages_have_short_lines(path):
-    """But for the rows of docs/parity.md, some of whose names alone are longer."""
-    exempt = "|" if path.name == "parity.md" else ()
+    """But for the rows of docs/parity*.md, some of whose names alone are longer, and the links of docs/errors.md, which
+    docs/conf.py writes.
+    """
+    if path.name == "errors.md" and path.parent.name == "docs":
+        return
+    exempt = "|" if path.name.startswith("parity") else ()
     lines = enumerate(path.read_text().splitlines(), 1)
     long = [number for number, line in lines if len(line) > 120 and not line.startswith(exempt)]
     assert not long, f"{name_of(path)} has more than 120 columns in lines {long}"

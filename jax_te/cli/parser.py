@@ -15,6 +15,7 @@ from jax_te.cli.command_options import ConvertOptions, DoctorOptions, EvalOption
 from jax_te.cli.inspect.options import (
     InspectCheckpoint,
     InspectCommunication,
+    InspectPipeline,
     InspectPrecision,
     InspectRecipes,
     InspectSensitivity,
@@ -37,6 +38,7 @@ COMMANDS: dict[str, type] = {
     "inspect sensitivity": InspectSensitivity,
     "inspect sharding": InspectSharding,
     "inspect communication": InspectCommunication,
+    "inspect pipeline": InspectPipeline,
     "inspect checkpoint": InspectCheckpoint,
     "bench layer": BenchLayer,
     "bench model": BenchModel,

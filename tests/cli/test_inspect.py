@@ -1,6 +1,7 @@
 """jax-te inspect on a micro run."""
 
 import json
+import re
 
 import pytest
 import yaml
@@ -220,3 +221,20 @@ def test_how_a_preset_would_be_split(tmp_path, monkeypatch, capsys):
         "bytes_per_device": kernel["bytes"] // 64,
     }
     assert_refused(main([*options, "--mesh", "tensor=8"]), capsys.readouterr().err, "--num-query-groups 4", "tensor=8")
+
+
+def test_a_pipeline_runs_every_microbatch_once_on_each_stage(capsys):
+    given = ["inspect", "pipeline", "--stages", "2", "--microbatches", "4", "--schedule", "1f1b,virtual_stages=2"]
+    assert main(given) == 0
+    stages = [line.split() for line in capsys.readouterr().out.splitlines()[-2:]]
+    tasks = sorted(f"{kind}{microbatch}.{chunk}" for kind in "FB" for microbatch in range(4) for chunk in range(2))
+    for number, cells in enumerate(stages):
+        assert cells[0] == str(number)
+        assert sorted(re.findall(r"[FBW]\d+\.\d", "".join(cells[1:]))) == tasks
+    assert main([*given, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["idle"] == pytest.approx(1 / 9)
+
+
+def test_a_pipeline_that_cannot_be_is_one_line(capsys):
+    assert main(["inspect", "pipeline", "--microbatches", "3", "--schedule", "1f1b,virtual_stages=2"]) == 2
+    assert "microbatches=3 must be a multiple of the 4 pipeline stages" in capsys.readouterr().err

@@ -6,7 +6,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_te.cli.option_table import option, positional
-from jax_te.cli.option_values import FILE, FLAG, FOLDER, MESH, MODULE_NAMES, PATH, SIZE, SWITCH, TEXT, Text
+from jax_te.cli.option_values import (
+    FILE,
+    FLAG,
+    FOLDER,
+    MESH,
+    MODULE_NAMES,
+    PATH,
+    SCHEDULE,
+    SIZE,
+    SWITCH,
+    TEXT,
+    Text,
+    number,
+)
 from jax_te.cli.options import FACTORY_MODULES, QUANTIZED
 from jax_te.cli.presets import PRESETS
 
@@ -186,4 +199,20 @@ class InspectCheckpoint:
     """
 
     checkpoint: str = positional(Text("CHECKPOINT", str), "checkpoint to list")
+    json: bool = _json()
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectPipeline:
+    """Show what each stage of a pipeline runs in each tick of a train step.
+
+    The table has a row for each stage and a column for each tick, and says for how much of a step a stage is idle if
+    every pass takes the same time. It needs neither a model nor devices:
+
+      jax-te inspect pipeline --stages 4 --microbatches 8 --schedule zero_bubble
+    """
+
+    stages: int = option(Text("N", number(int, 2, below=257)), "stages: devices along the axis pipeline", 4)
+    microbatches: int = option(Text("N", number(int, 1, below=4097)), "microbatches in a step", 8)
+    schedule: str = option(SCHEDULE, "schedule: gpipe, 1f1b, 1f1b,virtual_stages=N or zero_bubble", "1f1b")
     json: bool = _json()
