@@ -69,7 +69,9 @@ def compute_scale(amax: Array, dtype: DTypeLike, *, margin: int = 0, old_scale: 
     64.0
     """
     old = jnp.ones_like(amax) if old_scale is None else old_scale
-    scale = fp8_max(dtype) / amax / (2.0**margin)
+    scale = fp8_max(dtype) / amax
+    if margin:
+        scale = scale / 2.0**margin
     # An infinite scale would turn the tensor's zeros into nan.
     scale = jnp.minimum(scale, jnp.finfo(jnp.float32).max)
     # Not `amax > 0`: whether a subnormal number is greater than 0 depends on the device.
@@ -106,5 +108,6 @@ def scale_in_use(state: AmaxState, dtype: DTypeLike, rule: AmaxRule | DelayedSca
 
 def next_amax_state(state: AmaxState, scale: Array, new_amax: Array) -> AmaxState:
     """Return the state after a use with ``scale`` on a tensor with amax ``new_amax``; the oldest amax drops out."""
-    history = jnp.roll(state["amax_history"], 1, axis=-1).at[..., 0].set(new_amax)
+    # Not a roll whose first slot is set: XLA lowers that to a scatter, which takes longer to compile and to run.
+    history = jnp.concatenate([new_amax[..., None], state["amax_history"][..., :-1]], axis=-1)
     return {"scale": scale, "amax_history": history}
