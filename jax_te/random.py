@@ -246,7 +246,8 @@ def _fold_rank(name: str, key: Array) -> Array:
     mesh = current_mesh()
     manual = () if mesh is None else mesh.manual_axes
     for axis in RANK_AXES.get(name, ()):
-        if axis in manual:
+        # An axis of one device has nothing to draw apart; the key then does not vary along it.
+        if axis in manual and mesh is not None and mesh.shape[axis] > 1:
             key = jax.random.fold_in(key, jax.lax.axis_index(axis))
     return key
 

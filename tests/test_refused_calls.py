@@ -34,7 +34,8 @@ NAN, INF = float("nan"), float("inf")
 ARRAYS: list[Any] = [
     jnp.float32(1), jnp.int32(1), X, X[0], X[0, 0], X[..., None], X[:, :0], X[..., :15], X.astype(jnp.int32),
     X.astype(jnp.complex64), X.astype(bool), jnp.asarray(np.asarray(X, np.float16)), np.asarray(X),
-    np.ones(2, np.float64), IDS, IDS.astype(jnp.float32), KERNEL, KEY, jnp.ones((2, 4, 2, 8), jnp.int8), jnp.array([0, 3, 2, 4]), np.array(["no"]),
+    np.ones(2, np.float64), IDS, IDS.astype(jnp.float32), KERNEL, KEY, jnp.ones((2, 4, 2, 8), jnp.int8),
+    jnp.array([0, 3, 2, 4]), np.array(["no"]),
     np.array([object()]), np.str_("no"), np.bool_(True), np.int32(-1), np.int64(3), np.float32(0.5), np.float32("nan"),
 ]  # fmt: skip
 WRONG: list[Any] = [

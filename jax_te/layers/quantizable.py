@@ -141,7 +141,9 @@ class QuantizableModule(TrainingMode):
             state: the state.
             stack: number of axes in front, of a stack of layers.
         """
-        return quantizer_variables(state, None if self.groups is None else self.axes_of(kernel)[0], stack=stack)
+        # The drop-in of an einsum is given its kernel in each call, and holds none.
+        grouped = self.groups is not None and hasattr(self, kernel)
+        return quantizer_variables(state, self.axes_of(kernel)[0] if grouped else None, stack=stack)
 
     def axes_of(self, kernel: str) -> LogicalAxes:
         """Logical axes of a kernel; None for each of its dimensions where its Variable names none."""

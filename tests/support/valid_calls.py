@@ -808,6 +808,7 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "models.BertModel.pool": lambda f: Call(
         models.BertModel(**MODEL, add_pooler=True, rngs=nnx.Rngs(0)).pool, {"encoded": X}
     ),
+    "models.Execution.of_stack": lambda f: Call(models.Execution().of_stack, {"config": CONFIG, "mask_types": None}),
     "models.Execution.check": lambda f: Call(models.Execution().check, {"config": CONFIG}),
     "models.GPTModel.__call__": lambda f: Call(
         gpt(), {"tokens": IDS, "positions": None, "dropout_key": None, "cache": None}
