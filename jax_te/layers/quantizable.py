@@ -142,7 +142,7 @@ class QuantizableModule(TrainingMode):
             stack: number of axes in front, of a stack of layers.
         """
         # The drop-in of an einsum is given its kernel in each call, and holds none.
-        grouped = self.groups is not None and hasattr(self, kernel)
+        grouped = self.groups is not None and getattr(self, kernel, None) is not None
         return quantizer_variables(state, self.axes_of(kernel)[0] if grouped else None, stack=stack)
 
     def axes_of(self, kernel: str) -> LogicalAxes:

@@ -402,9 +402,9 @@ class TransformerLayer(ContextParallelModule):
 
     def _feed_forward(self, x: Array, dropout_key: Key | None, first: bool | None) -> Any:
         """Return the output of the feed-forward block or experts; also the norm's, if the residual begins there."""
-        if self.layernorm_mlp is not None:
+        if self.pre_mlp_layernorm is None:
+            assert self.layernorm_mlp is not None
             return self.layernorm_mlp(x, is_first_microbatch=first)
-        assert self.pre_mlp_layernorm is not None
         normed = self.pre_mlp_layernorm(x)
         # Not one of `_keys`, which only layers that drop something have.
         key = None if dropout_key is None else jax.random.fold_in(dropout_key, 2)

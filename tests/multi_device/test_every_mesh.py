@@ -38,8 +38,10 @@ TOLERANCE = 2e-6
 
 
 def every_mesh() -> list[tuple[int, ...]]:
-    """Sizes of `MESH_AXES` for all meshes of 2, 4 and 8 devices without stages that split the model evenly."""
-    limits = {"pipeline": 1, "data": BATCH, "fsdp": BATCH, "context": SEQUENCE, "tensor": CONFIG.num_attention_heads}
+    """Sizes of `MESH_AXES` for all meshes of 2, 4 and 8 devices, without stages and experts, that split the model
+    evenly."""
+    limits = {"pipeline": 1, "expert": 1, "data": BATCH, "fsdp": BATCH, "context": SEQUENCE}
+    limits["tensor"] = CONFIG.num_attention_heads
     sizes = itertools.product((1, 2, 4, 8), repeat=len(MESH_AXES))
     fits = [shape for shape in sizes if all(limits[n] % s == 0 for n, s in zip(MESH_AXES, shape, strict=True))]
     return [shape for shape in fits if np.prod(shape) in (2, 4, 8)]

@@ -82,9 +82,9 @@ def block_quantize_2d(
     ...     assert transposed.shape == (256, 128)
     """
     several = w.ndim == 3
+    check_float("w", w.reshape(-1, w.shape[-1]) if several else w)
     matrices = w if several else w[None]
     _, k, n = matrices.shape
-    check_float("w", matrices.reshape(-1, n) if several else w)
     if k % 16:
         raise ValueError(f"the matrices of w must have sizes that are multiples of 16, got shape {w.shape}; pad them")
     whole = jnp.pad(matrices, ((0, 0), (0, -k % BLOCK), (0, -n % BLOCK))) if k % BLOCK or n % BLOCK else matrices
