@@ -96,7 +96,7 @@ def test_dropout_shows_in_the_losses() -> None:
 
 
 @pytest.mark.costly
-@pytest.mark.wide("1x1x2x2x2-auto")
+@pytest.mark.wide("1x1x2x1x2x2-auto")
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 @pytest.mark.parametrize("shape", every_mesh(), ids=lambda shape: "x".join(map(str, shape)))
 def test_every_mesh_gives_one_devices_losses(shape: tuple[int, ...], axis_type: str) -> None:
