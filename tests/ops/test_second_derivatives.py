@@ -64,16 +64,10 @@ def adapted(loss: Loss) -> Loss:
 
 
 def scanned(loss: Loss) -> Loss:
-    def step(carry: Any, x: jax.Array) -> Any:
-        return carry + loss_value(carry, x), None
-
-    def loss_value(params: Any, x: jax.Array) -> jax.Array:
-        return params * 0.0 + loss(given[0], x)
-
-    given: list[Any] = [None]
-
     def run(params: Any, x: jax.Array) -> jax.Array:
-        given[0] = params
+        def step(carry: jax.Array, x: jax.Array) -> Any:
+            return carry + loss(params, x), None
+
         return jax.lax.scan(step, jnp.zeros(()), jnp.stack([x, x]))[0]
 
     return run
