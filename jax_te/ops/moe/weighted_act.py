@@ -43,8 +43,7 @@ def weighted_activation(
 ) -> Array:
     """Return the activation of each row times its weight.
 
-    On one Hopper GPU backward is one kernel, which writes the gradient over ``x``. Elsewhere these are two operations,
-    with the same roundings to the dtype of ``x``.
+    On one Hopper GPU backward is one kernel, which writes the gradient over ``x``. Elsewhere these are two operations.
 
     Args:
         x: ``[rows, n_act, f]``, fp32, bf16 or fp16.
