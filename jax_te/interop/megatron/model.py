@@ -344,7 +344,7 @@ def _write_folder(
         for rank, tensors in enumerate(ranks):
             file = partial / f"mp_rank_{rank:02d}" / RANK_FILE
             file.parent.mkdir(parents=True)
-            write_torch_file(file, common | {"model": tensors})
+            write_torch_file(file, {**common, "model": tensors})
     partial.replace(path / _RELEASE)
     (path / TRACKER).write_text(_RELEASE)
 
