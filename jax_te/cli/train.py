@@ -192,7 +192,7 @@ def _train(
     actions.begin("the end of the run")
     drawn = list[str]()
     if is_first():
-        plot_losses(output, bigram_entropy=bigram)
+        plot_losses(output, unit=unit(tokenizer), bigram_entropy=bigram)
         drawn += [EXPERTS_PLOT] if plot_experts(output) is not None else []
         drawn += [PRECISION_FILE, PRECISION_PLOT] if plot_precision(output) is not None else []
     if result.stopped_by is not None:

@@ -780,7 +780,9 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "metrics.kernel_kind": lambda f: Call(metrics.kernel_kind, {"name": "gemm"}),
     "metrics.peak_flops": lambda f: Call(metrics.peak_flops, {"device": jax.devices()[0]}),
     "metrics.plot_experts": lambda f: Call(metrics.plot_experts, {"directory": losses(f)}),
-    "metrics.plot_losses": lambda f: Call(metrics.plot_losses, {"directory": losses(f), "bigram_entropy": None}),
+    "metrics.plot_losses": lambda f: Call(
+        metrics.plot_losses, {"directory": losses(f), "unit": "token", "bigram_entropy": None}
+    ),
     "metrics.plot_precision": lambda f: Call(metrics.plot_precision, {"directory": losses(f)}),
     "metrics.train_flops": lambda f: Call(
         metrics.train_flops, {"config": CONFIG, "vocab_size": 16, "batch_size": 1, "sequence_length": 4}
