@@ -119,6 +119,13 @@ def options_from(namespace: argparse.Namespace) -> Any:
     return table(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
+def option_names(command: str) -> set[str]:
+    """Return the names of a command's options, those of the fields of its table."""
+    table = COMMANDS[command]
+    tables = [table, *GROUPS.values()] if table is TrainOptions else [table]
+    return {field.name for each in tables for field in fields(each)}
+
+
 def _add_family(commands: argparse._SubParsersAction, name: str, summary: str) -> argparse._SubParsersAction:
     made = commands.add_parser(
         name, help=summary, usage=f"jax-te {name} WHAT [options]", description=_sentence(summary)

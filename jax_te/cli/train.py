@@ -118,7 +118,7 @@ def _read(
     config, resumes = resolve(options, output)
     require_writers(config.metrics_writers.split(","))
     trace = _trace(config, output)
-    check_memory(config)
+    check_memory(config, "train")
     check_mesh_of_processes(config)
     progress.note("reading the text")
     tokenizer = run_tokenizer(config, output)
