@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +83,9 @@ class MultiheadAttention(ContextParallelModule):
     >>> layer(jnp.ones((2, 8, 32)), dropout_key=jax.random.key(1)).shape
     (2, 8, 32)
     """
+
+    grouped_projections: ClassVar[tuple[str, ...]] = ("qkv", "query", "key", "value", "key_value")
+    """Names of the projections whose outputs Megatron and Transformer Engine order by key/value groups."""
 
     def __init__(
         self,
