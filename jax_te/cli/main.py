@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.command == "train":
             from jax_te.cli.launch import find_launch
 
-            launch = find_launch(getattr(options, "processes", "auto"))
+            launch = find_launch(options.processes)
             if launch is None or launch.index == 0:
                 print("loading JAX", flush=True)
         # Commands import jax, which takes a second that --help and bad options do without.

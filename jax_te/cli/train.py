@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import math
 import os
@@ -18,9 +17,10 @@ from jax_te._validation import require_extra
 from jax_te.checkpoint import Signs, TrainCheckpointer
 from jax_te.cli.build import HELDOUT, Trainer, contexts, warnings_as_lines
 from jax_te.cli.compile_cache import keep_compiled_programs
-from jax_te.cli.launch import Bounds, find_bounds, find_launch
+from jax_te.cli.launch import Bounds, find_launch
 from jax_te.cli.loop import LoopActions, LoopPlan, LoopResult, run_loop
 from jax_te.cli.memory import check_memory
+from jax_te.cli.options import GivenOptions
 from jax_te.cli.processes import SharedSignal, agreed, check_same, is_first, joined
 from jax_te.cli.resolve import output_folder, resolve
 from jax_te.cli.run_checks import check_mesh_of_processes, check_precision, check_te_on_mesh, explain_backends
@@ -63,19 +63,21 @@ SAMPLE_LENGTH = 300
 PROFILE_FOLDER = "profile"
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: GivenOptions) -> int:
     """Return the exit status of a training run: 0, or 128 + the signal that ended it.
 
     Raises:
         ValueError: for conflicting options, and a folder that holds another run or is in use.
     """
-    launch, bounds = find_launch(getattr(options, "processes", "auto")), find_bounds(options)
+    start = options.start
+    launch = find_launch(start.processes)
+    bounds = Bounds(start=start.start_timeout, save=start.save_timeout, step=start.step_timeout)
     output = output_folder(options)
     with joined(launch, output, bounds, debug=options.debug) as signs:
         return _run(options, output, signs, bounds)
 
 
-def _run(options: argparse.Namespace, output: Path, signs: Signs | None, bounds: Bounds) -> int:
+def _run(options: GivenOptions, output: Path, signs: Signs | None, bounds: Bounds) -> int:
     keep_compiled_programs()
     progress = make_progress()
     config, resumes, trace, tokenizer, data = agreed(lambda: _read(options, output, progress))
@@ -108,7 +110,7 @@ def _run(options: argparse.Namespace, output: Path, signs: Signs | None, bounds:
 
 
 def _read(
-    options: argparse.Namespace, output: Path, progress: Progress
+    options: GivenOptions, output: Path, progress: Progress
 ) -> tuple[RunConfig, bool, StepTrace | None, Tokenizer | ByteTokenizer, TextData]:
     """Return everything that a run reads before it writes anything, and whether it resumes."""
     # Said before anything is made: a run that could not write its charts would fail at its end.

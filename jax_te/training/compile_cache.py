@@ -61,8 +61,8 @@ def keep_compiled_programs(folder: str | Path | None = None) -> Path | None:
         path.chmod(0o700)  # it may have been there before, for others to read
     elif found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ValueError(
-            f"other users can read {path} (mode {found.st_mode & 0o777:o}), and compiled programs are yours alone; name "
-            "a folder that is not there yet, or chmod 700 it if nobody else needs it"
+            f"other users can read {path} (mode {found.st_mode & 0o777:o}), and compiled programs are yours alone; "
+            "name a folder that is not there yet, or chmod 700 it if nobody else needs it"
         )
     if jax.config.jax_compilation_cache_dir != str(path):
         reset_cache()  # JAX reads the option only until it has opened a folder

@@ -20,7 +20,7 @@ from jax_te.cli.run_files import write_config
 
 
 def parse(*argv):
-    return build_parser().parse_args(["train", *argv])
+    return options_from(build_parser().parse_args(["train", *argv]))
 
 
 def actions(command):
