@@ -162,6 +162,7 @@ def _train(
     trace: StepTrace | None,
     signs: Signs | None,
 ) -> int:
+    """Run the remaining steps, draw the plots, and show what came of it; return the exit status."""
     config, data = trainer.config, trainer.data
     if first >= config.steps:
         progress.note(f"step {first} of {config.steps}: the run is complete; --steps N with a larger N goes on")
@@ -172,31 +173,14 @@ def _train(
     # Records after the checkpoint are cut: the resumed run writes them again.
     precision = PrecisionLog(output, resume_step=first)
     with MetricsLog(output, resume_step=first, writers=config.metrics_writers.split(",")) as log:  # type: ignore[arg-type]
-
-        def inspect(step: int, state: TrainState, batch: PyTree) -> None:
-            statistics = trainer.inspect(state, batch)
-            precision.write(step, statistics)
-            log.chart(step, chart_values(statistics))
-
-        names = ("steps", "save_every", "eval_every", "log_every", "inspect_every", "give_up_after")
-        given = {name: getattr(config, name) for name in names}
-        eval_saved = config.keep_best is not None
-        plan = LoopPlan(**given, work=_work(config), learning_rate=trainer.learning_rate, eval_saved=eval_saved)
-        works = {"step": trainer.step, "evaluate": trainer.evaluate, "save": trainer.save}
-        agree = SharedSignal() if jax.process_count() > 1 else None
-        works |= {"check": trainer.checkpointer.check, "inspect": inspect, "agree": agree}
-        actions = LoopActions(**works, trace=trace, signs=signs)
+        actions = _actions(trainer, log, precision, trace, signs)
         skipped = int(state.skipped_steps)
         result = run_loop(
-            state, trainer.batches, actions, plan, log=log, progress=progress, first=first, skipped=skipped
+            state, trainer.batches, actions, _plan(trainer), log=log, progress=progress, first=first, skipped=skipped
         )
     trainer.checkpointer.wait()
     actions.begin("the end of the run")
-    drawn = list[str]()
-    if is_first():
-        plot_losses(output, unit=unit(tokenizer), bigram_entropy=bigram)
-        drawn += [EXPERTS_PLOT] if plot_experts(output) is not None else []
-        drawn += [PRECISION_FILE, PRECISION_PLOT] if plot_precision(output) is not None else []
+    drawn = _draw(output, unit(tokenizer), bigram) if is_first() else []
     if result.stopped_by is not None:
         progress.note(f"stopped by {result.stopped_by.name}; step {result.step} is saved, and the same command resumes")
         return 128 + result.stopped_by  # as a shell reports a process that a signal ended
@@ -213,6 +197,48 @@ def _train(
     text = continue_text(result.state.model, tokenizer, prompt, SAMPLE_LENGTH, seed=config.seed, copies=copies)
     progress.text("sample", tokenizer.decode(prompt) + text)
     return 0
+
+
+def _plan(trainer: Trainer) -> LoopPlan:
+    config = trainer.config
+    return LoopPlan(
+        steps=config.steps,
+        save_every=config.save_every,
+        eval_every=config.eval_every,
+        log_every=config.log_every,
+        inspect_every=config.inspect_every,
+        give_up_after=config.give_up_after,
+        work=_work(config),
+        learning_rate=trainer.learning_rate,
+        eval_saved=config.keep_best is not None,
+    )
+
+
+def _actions(
+    trainer: Trainer, log: MetricsLog, precision: PrecisionLog, trace: StepTrace | None, signs: Signs | None
+) -> LoopActions:
+    def inspect(step: int, state: TrainState, batch: PyTree) -> None:
+        statistics = trainer.inspect(state, batch)
+        precision.write(step, statistics)
+        log.chart(step, chart_values(statistics))
+
+    return LoopActions(
+        step=trainer.step,
+        evaluate=trainer.evaluate,
+        save=trainer.save,
+        check=trainer.checkpointer.check,
+        inspect=inspect,
+        agree=SharedSignal() if jax.process_count() > 1 else None,
+        trace=trace,
+        signs=signs,
+    )
+
+
+def _draw(output: Path, word: str, bigram: float | None) -> list[str]:
+    """Draw the plots of a run, and return the files that only some runs have; ``word``: the unit of the loss."""
+    plot_losses(output, unit=word, bigram_entropy=bigram)
+    drawn = [EXPERTS_PLOT] if plot_experts(output) is not None else []
+    return drawn + ([PRECISION_FILE, PRECISION_PLOT] if plot_precision(output) is not None else [])
 
 
 def _no_link(path: str, flags: int) -> int:
@@ -304,7 +330,7 @@ def _layers(config: RunConfig) -> str:
 
 def _recipe(config: RunConfig) -> str:
     if config.recipe == "none":
-        return "none: no quantization" + (" but by the rules below" if config.precision_config is not None else "")
+        return "none: no quantization" + (", except by the rules below" if config.precision_config is not None else "")
     fields = [f"{name} {getattr(config, name)}" for name in RECIPE_FIELDS if getattr(config, name) is not None]
     if config.fp8_param:
         fields.append("kernels held quantized")

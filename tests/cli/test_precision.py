@@ -115,7 +115,7 @@ def test_the_rules_are_reported(tmp_path, capsys):
     text = RULES + '  none: {enabled: true, type: glob, pattern: "*.fc1", config: bf16}\n'
     assert train(tmp_path / "run", "--precision-config", write_rules(tmp_path, text), "--inspect-every", "6") == 0
     shown = capsys.readouterr()
-    assert "recipe   none: no quantization but by the rules below" in shown.out
+    assert "recipe   none: no quantization, except by the rules below" in shown.out
     rows = [line.split() for line in shown.out.splitlines()]
     assert ["layers.0.layernorm_mlp", "LayerNormMLP", "the", "feed-forward", "mxfp8", "mxfp8"] in [
         row[:6] for row in rows

@@ -28,9 +28,9 @@ from jax_te.layers.layernorm_linear import LayerNormLinear
 from jax_te.layers.linear import Linear
 from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm
 from jax_te.layers.options import AttentionOptions, CoreCall
+from jax_te.layers.parallel_arguments import set_tensor_parallel_group
 from jax_te.layers.parameters import value_or_none
 from jax_te.layers.results import layer_output
-from jax_te.layers.tensor_parallel import set_tensor_parallel_group
 from jax_te.ops import MaskType, SoftmaxType, Window, layernorm
 from jax_te.ops.attention import normal_window
 from jax_te.sharding import axis_ranks, row_axis
