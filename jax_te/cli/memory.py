@@ -7,15 +7,18 @@ import os
 import jax
 import numpy as np
 
+from jax_te.cli.option_table import memory_advice
+from jax_te.cli.parser import option_names
 from jax_te.cli.run_config import RunConfig
 from jax_te.config import ACTIVATIONS, ParallelConfig
 
 
-def check_memory(config: RunConfig, *, training: bool = True) -> None:
+def check_memory(config: RunConfig, command: str, *, training: bool = True) -> None:
     """Raise ValueError if a device has less memory than `least_memory`, unless the configuration disables the check.
 
     Args:
         config: configuration of the run.
+        command: name of the command, whose options the message may name.
         training: whether memory for training is needed; False: the parameters are loaded alone.
 
     Raises:
@@ -25,8 +28,10 @@ def check_memory(config: RunConfig, *, training: bool = True) -> None:
     if sizes.num_devices > found:
         raise ValueError(f"--mesh {config.mesh} takes {sizes.num_devices} devices, and there are {found}; lower a size")
     if config.check_memory:
-        advice = "them, give more --microbatches or a larger --mesh, or skip this estimate: --no-check-memory"
-        check_fits(least_memory(config, training=training), sizes.num_devices, advice)
+        # No option makes the parameters fewer.
+        advice = memory_advice(option_names(command) if training else ())
+        skip = "or skip this estimate: --no-check-memory"
+        check_fits(least_memory(config, training=training), sizes.num_devices, f"{advice}, {skip}")
 
 
 def check_fits(needed: int, devices: int, advice: str) -> None:
@@ -35,7 +40,7 @@ def check_fits(needed: int, devices: int, advice: str) -> None:
     Args:
         needed: bytes on each device.
         devices: number of these devices.
-        advice: advice for the message: what to lower.
+        advice: advice for the message: what to do.
     """
     # CPU devices share the memory of the host.
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // devices
@@ -43,7 +48,7 @@ def check_fits(needed: int, devices: int, advice: str) -> None:
     if needed > there:
         raise ValueError(
             f"the sizes take at least {needed / 2**30:,.1f} GiB on each device, which has {there / 2**30:,.1f} GiB; "
-            f"lower {advice}"
+            f"{advice}"
         )
 
 

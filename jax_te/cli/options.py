@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -89,13 +90,13 @@ class TrainOptions:
     given keep the values of that run. SIGTERM or Ctrl-C ends it with a checkpoint.
     """
 
-    preset: str = option(tuple(PRESETS), "model and settings to start from, listed below", shown="tiny")
-    output: str = option(FOLDER, "folder of the run", shown="runs/PRESET, or runs/PRESET-RECIPE")
+    preset: str | None = option(tuple(PRESETS), "model and settings to start from, listed below", None, shown="tiny")
+    output: str | None = option(FOLDER, "folder of the run", None, shown="runs/PRESET, or runs/PRESET-RECIPE")
     processes: str = option(
         PROCESSES,
         "processes of the run: auto (from the launcher: SLURM, Open MPI, Kubernetes, or JAX's variables), none (a "
         "single process), or HOST:PORT,COUNT,NUMBER (process 0's address, process count, this process's number from 0)",
-        shown="auto",
+        "auto",
     )
     # Not saved with the run: suitable timeouts depend on where it is started.
     start_timeout: float = option(SECONDS, "seconds to wait for another process of the run to start", 300.0)
@@ -386,6 +387,22 @@ class RunOptions(
     *(ExpertOptions, ModelOptions, DataOptions),
 ):
     """All fields of a run's ``config.json``, except the preset."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenOptions:
+    """A command line of ``jax-te train``.
+
+    Args:
+        start: options of the start itself.
+        given: values of the run's options that are given, the preset among them. Others are those of the run in the
+            folder, the preset's, or defaults.
+        debug: whether to show the traceback of an error.
+    """
+
+    start: TrainOptions
+    given: Mapping[str, Any]
+    debug: bool = False
 
 
 GROUPS: dict[str, type] = {

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from jax_te.cli.parser import build_parser
+from jax_te.cli.parser import build_parser, options_from
 from jax_te.cli.resolve import resolve
 from jax_te.cli.run_files import write_config
 from jax_te.metrics.log import read_metrics
@@ -50,7 +50,7 @@ def configured(output, *argv):
     To the commands that compute nothing it is a run, and with a folder in ``checkpoints/`` also one to resume.
     """
     output.mkdir(exist_ok=True)
-    run, _ = resolve(build_parser().parse_args(["train", *map(str, argv)]), output)
+    run, _ = resolve(options_from(build_parser().parse_args(["train", *map(str, argv)])), output)
     write_config(run, output)
     return run
 

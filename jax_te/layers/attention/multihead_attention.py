@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +28,9 @@ from jax_te.layers.layernorm_linear import LayerNormLinear
 from jax_te.layers.linear import Linear
 from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm
 from jax_te.layers.options import AttentionOptions, CoreCall
+from jax_te.layers.parallel_arguments import set_tensor_parallel_group
 from jax_te.layers.parameters import value_or_none
 from jax_te.layers.results import layer_output
-from jax_te.layers.tensor_parallel import set_tensor_parallel_group
 from jax_te.ops import MaskType, SoftmaxType, Window, layernorm
 from jax_te.ops.attention import normal_window
 from jax_te.sharding import axis_ranks, row_axis
@@ -83,6 +83,9 @@ class MultiheadAttention(ContextParallelModule):
     >>> layer(jnp.ones((2, 8, 32)), dropout_key=jax.random.key(1)).shape
     (2, 8, 32)
     """
+
+    grouped_projections: ClassVar[tuple[str, ...]] = ("qkv", "query", "key", "value", "key_value")
+    """Names of the projections whose outputs Megatron and Transformer Engine order by key/value groups."""
 
     def __init__(
         self,
