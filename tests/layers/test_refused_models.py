@@ -90,9 +90,9 @@ def test_a_recipe_that_one_layer_refuses_prepares_no_other() -> None:
     """Experts have no scale for each part of the batch, which the linear layer before them gets."""
     model = nnx.List([BASES["Linear"](), BASES["GroupedLinear"]()])
     before = jax.tree.structure(nnx.state(model))
-    with jax.set_mesh(make_mesh(ParallelConfig(data=2), devices=jax.devices()[:2])):
-        with pytest.raises(ValueError, match="tp_only_amax_red"):
-            prepare_quantization(model, DelayedScaling(tp_only_amax_red=True))
+    mesh = make_mesh(ParallelConfig(data=2), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match="tp_only_amax_red"):
+        prepare_quantization(model, DelayedScaling(tp_only_amax_red=True))
     assert jax.tree.structure(nnx.state(model)) == before
 
 

@@ -83,18 +83,28 @@ def runs_here(dtype: DTypeLike, groups: int, tile: int, precision: Precision) ->
         precision: quantizers of the operands.
     """
     mesh = current_mesh()
-    quantizers = (precision.x.quantizer, precision.kernel.quantizer, precision.grad.quantizer)
     return (
         groups > 1
         and (mesh is None or mesh.size == 1)
         and jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
-        and (
-            all(quantizer is None or isinstance(quantizer, TensorQuantizer) for quantizer in quantizers)
-            or _scales_blocks(precision)
-        )
+        and (_scales_nothing(precision) or _scales_tensors(precision) or _scales_blocks(precision))
         and tile % GROUP_ALIGNMENT == 0
         and supported()[0]
     )
+
+
+def _scales_nothing(precision: Precision) -> bool:
+    """Return whether all operands are in 16 bits."""
+    return precision.x.quantizer is precision.kernel.quantizer is precision.grad.quantizer is None
+
+
+def _scales_tensors(precision: Precision) -> bool:
+    """Return whether each operand has one scale for each group.
+
+    A `CustomRecipe` may leave one operand unquantized, and no kernel multiplies FP8 by 16 bits.
+    """
+    operands = (precision.x, precision.kernel, precision.grad)
+    return all(isinstance(operand.quantizer, TensorQuantizer) for operand in operands)
 
 
 def _scales_blocks(precision: Precision) -> bool:
