@@ -17,6 +17,7 @@ from jax_te.ops import te, xla
 from jax_te.ops.attention.spec import AttentionSpec
 from jax_te.ops.linear.norm_and_activation import Activation
 from jax_te.ops.primitives import Backend
+from jax_te.quantize import Quantizer
 from jax_te.recipe import Recipe
 from jax_te.typing import BackendName
 
@@ -66,6 +67,7 @@ def explain_backend(
     activation: ActivationLike | None = None,
     backend: BackendName | None = None,
     unsharded: str | None = None,
+    stored: Quantizer | None = None,
 ) -> BackendChoice:
     """Return the backend that would run ``op`` in this context and the reason, without running it.
 
@@ -77,6 +79,7 @@ def explain_backend(
         activation: activation function of an op that has one: the reason says if TE's backend computes it in JAX.
         backend: None for the ambient one (`use_backend`).
         unsharded: reason why the op cannot run on each device of a mesh by itself; None: it can, or there is no mesh.
+        stored: quantizer of kernels that are stored quantized (``fp8_param``); None: they are not.
 
     Raises:
         BackendUnavailableError: if the backend requested by name cannot run it.
@@ -94,7 +97,7 @@ def explain_backend(
     asked = ambient_backend.value if backend is None else backend
     if asked == "xla":
         return BackendChoice(op, "xla", "asked for")
-    supported, reason = te.supports(op, recipe=recipe, attention=attention, unsharded=unsharded)
+    supported, reason = te.supports(op, recipe=recipe, attention=attention, unsharded=unsharded, stored=stored)
     if asked == "te":
         if not supported:
             raise BackendUnavailableError(f"backend 'te' cannot run {op} here: {reason}; use backend 'xla' or 'auto'")
@@ -139,14 +142,20 @@ def select(
 
 # Cached, because every call of every layer needs it; it depends on these arguments and on the installation.
 @functools.lru_cache(maxsize=1024)
-def backend_for(op: str, asked: BackendName, recipe: Recipe | None = None, unsharded: str | None = None) -> Backend:
+def backend_for(
+    op: str,
+    asked: BackendName,
+    recipe: Recipe | None = None,
+    unsharded: str | None = None,
+    stored: Quantizer | None = None,
+) -> Backend:
     """Return the backend that runs a linear op, a norm or an activation; raises as `explain_backend`.
 
     Args:
-        op, recipe, unsharded: see `explain_backend`.
+        op, recipe, unsharded, stored: see `explain_backend`.
         asked: the backend that the call names, or the ambient one, `ambient_backend`.
     """
-    return primitives(select(op, recipe=recipe, backend=asked, unsharded=unsharded))
+    return primitives(explain_backend(op, recipe=recipe, backend=asked, unsharded=unsharded, stored=stored).backend)
 
 
 def primitives(name: str) -> Backend:

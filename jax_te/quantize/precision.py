@@ -203,8 +203,9 @@ def precision_of(recipe: Recipe | None) -> Precision:
         overridden=overridden,
         split_accumulator=tuple(getattr(recipe, f"fp8_gemm_{gemm}").use_split_accumulator for gemm in GEMMS),  # type: ignore[arg-type]
         amax_rule=AmaxRule(recipe.margin, recipe.amax_compute_algo) if delayed else None,
-        alignment=max((quantizer.alignment for quantizer in quantizers), default=1),
-        shard_multiple=None if None in multiples else max(multiples, default=1),  # type: ignore[type-var]
+        # The least common multiple: the largest of 48 and 32 satisfies one of them.
+        alignment=math.lcm(*(quantizer.alignment for quantizer in quantizers)),
+        shard_multiple=None if None in multiples else math.lcm(*multiples),  # type: ignore[arg-type]
         recipe_name=recipe.name,
     )
 

@@ -59,8 +59,8 @@ def test_supports_is_asked_about_this_call(monkeypatch):
     dot_product_attention(qkv, mask_type="no_mask")
     spec = attention_spec(qkv, "no_mask", None, 0.0)
     assert asked == [
-        (("dense",), {"recipe": recipe, "attention": None, "unsharded": None}),
-        (("dot_product_attention",), {"recipe": None, "attention": spec, "unsharded": None}),
+        (("dense",), {"recipe": recipe, "attention": None, "unsharded": None, "stored": None}),
+        (("dot_product_attention",), {"recipe": None, "attention": spec, "unsharded": None, "stored": None}),
     ]
 
 

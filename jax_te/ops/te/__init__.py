@@ -11,6 +11,7 @@ from types import ModuleType
 
 from jax_te.ops.attention.spec import AttentionSpec
 from jax_te.ops.te.load import available
+from jax_te.quantize import MXQuantizer, NVFP4Quantizer, Quantizer
 from jax_te.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -29,11 +30,19 @@ def primitives() -> ModuleType:
 
 
 def supports(
-    op: str, *, recipe: Recipe | None = None, attention: AttentionSpec | None = None, unsharded: str | None = None
+    op: str,
+    *,
+    recipe: Recipe | None = None,
+    attention: AttentionSpec | None = None,
+    unsharded: str | None = None,
+    stored: Quantizer | None = None,
 ) -> tuple[bool, str]:
     """Return whether TE can run ``op`` here, and if not why.
 
-    On a mesh its kernels run on each device's arrays; ``unsharded`` says why that cannot be.
+    Args:
+        op, recipe, attention: see `jax_te.ops.explain_backend`.
+        unsharded: reason why the devices of a mesh cannot run it by themselves, as its kernels do.
+        stored: quantizer of kernels that are stored quantized, as plain arrays.
     """
     ok, reason = available()
     if not ok:
@@ -46,6 +55,11 @@ def supports(
         ok, reason = _recipe_supports(recipe)
         if not ok:
             return False, reason
+    if isinstance(stored, MXQuantizer | NVFP4Quantizer):
+        return False, (
+            f"its kernel is stored quantized in the blocks of {type(stored).__name__}, and TE's GEMM takes those that "
+            "it has quantized itself; leave out fp8_param, or quantize_parameters"
+        )
     if op == "dot_product_attention" and attention is not None:
         return primitives().attention_supports(attention)
     return True, "TE loads and has this op"

@@ -191,7 +191,7 @@ def _adopted(kernel: QuantizedOperand, other: Any) -> Any:
     ``other`` is its other operand: TE requires both to have the same scaling mode.
     """
     form = kernel.rowwise
-    assert form.block is None
+    assert form.block is None  # `jax_te.ops.te.supports` refuses kernels stored in blocks
     delayed = other.scaling_mode == ScalingMode.DELAYED_TENSOR_SCALING
     quantizer = TensorQuantizer(dtype=form.data.dtype, scaling="delayed" if delayed else "current")
     te_q = te_quantizer(quantizer, jnp.ones((), jnp.float32))
