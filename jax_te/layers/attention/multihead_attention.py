@@ -28,10 +28,9 @@ from jax_te.layers.layernorm_linear import LayerNormLinear
 from jax_te.layers.linear import Linear
 from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm
 from jax_te.layers.options import AttentionOptions, CoreCall
-from jax_te.layers.parameters import value_or_none
 from jax_te.layers.results import layer_output
 from jax_te.layers.tensor_parallel import set_tensor_parallel_group
-from jax_te.ops import MaskType, SoftmaxType, Window, layernorm
+from jax_te.ops import MaskType, SoftmaxType, Window
 from jax_te.ops.attention import normal_window
 from jax_te.sharding import axis_ranks, row_axis
 from jax_te.typing import Array, DTypeLike, Initializer, Key, TensorGroup
@@ -458,13 +457,9 @@ class MultiheadAttention(ContextParallelModule):
         return (q, k, v), normed
 
     def _normalize(self, q: Array, k: Array) -> tuple[Array, Array]:
-        q_norm, k_norm = self.q_norm, self.k_norm
-        if q_norm is None or k_norm is None:
+        if self.q_norm is None or self.k_norm is None:
             return q, k
-        # The norm layers are not called: their logical axes would leave the heads unsharded.
-        q = layernorm(q, q_norm.scale[...], value_or_none(q_norm.bias), norm=q_norm.norm, out_axes=HEAD_AXES)
-        k = layernorm(k, k_norm.scale[...], value_or_none(k_norm.bias), norm=k_norm.norm, out_axes=HEAD_AXES)
-        return q, k
+        return self.q_norm(q, out_axes=HEAD_AXES), self.k_norm(k, out_axes=HEAD_AXES)
 
 
 class _OfOptions(MultiheadAttention):
