@@ -95,10 +95,14 @@ class Precision:
     recipe_name: str | None = None
 
     @property
+    def quantizers(self) -> tuple[Quantizer | None, Quantizer | None, Quantizer | None]:
+        """Quantizers of the three operands."""
+        return self.x.quantizer, self.kernel.quantizer, self.grad.quantizer
+
+    @property
     def group_alignment(self) -> int:
         """Alignment of groups of rows in one array with which no two groups share a block or a tile of a GEMM."""
-        quantizers = [getattr(self, role).quantizer for role in ROLES]
-        blocks = [quantizer.shard_multiple or 1 for quantizer in quantizers if quantizer is not None]
+        blocks = [quantizer.shard_multiple or 1 for quantizer in self.quantizers if quantizer is not None]
         return math.lcm(_ROW_TILE, self.alignment, *blocks)
 
     def misfit(self, label: str, name: str, size: int, shapes: str) -> ValueError:

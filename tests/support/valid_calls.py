@@ -908,6 +908,7 @@ CALLS: dict[str, Callable[[Path], Call]] = {
         ops.explain_backend,
         {
             "op": "dense", "recipe": None, "attention": None, "activation": None, "backend": None, "unsharded": None,
+            "stored": None, "dtype": jnp.bfloat16, "params_dtype": jnp.float32,
         },
     ),
     "ops.group_alignment": lambda f: Call(ops.group_alignment, {"recipe": CURRENT}),

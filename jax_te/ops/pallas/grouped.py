@@ -99,7 +99,7 @@ def runs_here(
 
 def _scales_nothing(precision: Precision) -> bool:
     """Return whether all operands are in 16 bits."""
-    return precision.x.quantizer is precision.kernel.quantizer is precision.grad.quantizer is None
+    return all(quantizer is None for quantizer in precision.quantizers)
 
 
 def _scales_tensors(precision: Precision) -> bool:
@@ -107,13 +107,12 @@ def _scales_tensors(precision: Precision) -> bool:
 
     A `CustomRecipe` may leave one operand unquantized, and no kernel multiplies FP8 by 16 bits.
     """
-    operands = (precision.x, precision.kernel, precision.grad)
-    return all(isinstance(operand.quantizer, TensorQuantizer) for operand in operands)
+    return all(isinstance(quantizer, TensorQuantizer) for quantizer in precision.quantizers)
 
 
 def _scales_blocks(precision: Precision) -> bool:
     """Return whether rows and gradients have scales for 1 x 128 values, and kernels for 128 x 128."""
-    x, kernel, grad = precision.x.quantizer, precision.kernel.quantizer, precision.grad.quantizer
+    x, kernel, grad = precision.quantizers
     return (
         isinstance(x, BlockQuantizer)
         and isinstance(kernel, BlockQuantizer)

@@ -10,6 +10,7 @@ import importlib
 from types import ModuleType
 
 from jax_te.ops.attention.spec import AttentionSpec
+from jax_te.ops.te.capabilities import is_te_quantizer
 from jax_te.ops.te.load import available
 from jax_te.quantize import MXQuantizer, NVFP4Quantizer, Quantizer
 from jax_te.recipe import (
@@ -21,7 +22,7 @@ from jax_te.recipe import (
     Recipe,
 )
 
-__all__ = ["available", "primitives", "supports"]
+__all__ = ["available", "is_te_quantizer", "primitives", "supports"]
 
 
 def primitives() -> ModuleType:
@@ -76,5 +77,5 @@ def _recipe_supports(recipe: Recipe) -> tuple[bool, str]:
     if isinstance(recipe, DelayedScaling | Float8CurrentScaling | MXFP8BlockScaling | NVFP4BlockScaling):
         return primitives().recipe_supports(recipe)
     if isinstance(recipe, Float8BlockScaling):
-        return True, "norms, activations and attention by TE, quantization and GEMMs by jax_te's own kernels"
+        return True, "TE's norms and activations need no hardware for it; GEMMs are those of the xla backend"
     return False, f"recipe {recipe.name!r} runs in XLA only"

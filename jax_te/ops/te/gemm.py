@@ -19,7 +19,8 @@ from transformer_engine.jax.quantize import ScaledTensor, ScaledTensor2x, Scalin
 
 from jax_te.ops import xla
 from jax_te.ops.pallas import BlockOperand
-from jax_te.ops.te.quantizer import inside_te, is_te_quantizer, seen_amax, te_quantizer, two_sided
+from jax_te.ops.te.capabilities import is_te_quantizer
+from jax_te.ops.te.quantizer import inside_te, seen_amax, te_quantizer, two_sided
 from jax_te.quantize import Gemm, Quantization, QuantizedOperand, TensorQuantizer, amax, as_matrix
 from jax_te.sharding import Dims, all_gather
 from jax_te.typing import Array, DTypeLike

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import transformer_engine.jax.quantize as te_quantize
 from transformer_engine.jax.sharding import MeshResource, global_shard_guard
 
+from jax_te.ops.te.capabilities import is_te_quantizer
 from jax_te.quantize import (
-    ROLES,
     MXQuantizer,
     NVFP4Quantizer,
     Quantizer,
@@ -44,9 +44,7 @@ def inside_te() -> Iterator[None]:
 
 def recipe_supports(recipe: Recipe) -> tuple[bool, str]:
     """Return whether the device has the hardware for a recipe, and if not the reason."""
-    precision = precision_of(recipe)
-    for role in ROLES:
-        quantizer = getattr(precision, role).quantizer
+    for quantizer in precision_of(recipe).quantizers:
         if quantizer is not None and is_te_quantizer(quantizer):
             ok, reason = te_quantize.helper.is_scaling_mode_supported(_mode(quantizer), gpu_id=0)
             if not ok:
@@ -63,14 +61,6 @@ def _mode(quantizer: Quantizer) -> Any:
         return mode.NVFP4_2D_SCALING if quantizer.two_dimensional else mode.NVFP4_1D_SCALING
     assert isinstance(quantizer, TensorQuantizer)
     return mode.CURRENT_TENSOR_SCALING if quantizer.scaling == "current" else mode.DELAYED_TENSOR_SCALING
-
-
-def is_te_quantizer(quantizer: Quantizer | None) -> bool:
-    """Return whether TE's kernels support this quantization; otherwise jax_te's do it (`jax_te.ops.xla`)."""
-    if isinstance(quantizer, TensorQuantizer):
-        # TE's current scales are quotients; it does not round those of whole tensors to powers of two.
-        return not quantizer.power_of_two
-    return quantizer is None or isinstance(quantizer, MXQuantizer | NVFP4Quantizer)
 
 
 def te_quantizer(quantizer: Quantizer | None, scale: Array | None, x: Array | None = None) -> Any:
