@@ -91,10 +91,10 @@ class Experts(TrainingMode):
         """Apply the experts.
 
         Args:
-            x: ``[rows, h]``, on a mesh the rows of all devices (`jax_te.ops.RowGroups`); zeros in rows of padding. So
-                must the output's gradient be.
+            x: ``[rows, h]``, on a mesh the rows of all devices (`jax_te.ops.RowGroups`).
             probs: ``[rows]``, 0 in rows of padding.
-            groups: rows of each expert.
+            groups: rows of each expert. With ``zero_padding`` the rows of padding of ``x`` and of the output's gradient
+                must hold zeros.
             is_first_microbatch: see `GroupedLinear`.
 
         Returns:
@@ -104,8 +104,6 @@ class Experts(TrainingMode):
             x = (x.astype(probs.dtype) * probs[:, None]).astype(x.dtype)
             # The probabilities are applied already; padding rows get no bias.
             probs = groups.filled().astype(probs.dtype)
-        # Rows of padding were zeros in x, and their gradients are, since whoever reads y leaves them out.
-        groups = dataclasses.replace(groups, zero_padding=True)
         hidden = _output(self.linear_fc1(x, groups, is_first_microbatch=is_first_microbatch))
         placement, axes, summands = groups.placement, (None, "ffn"), 1
         if placement is not None:
