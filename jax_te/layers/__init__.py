@@ -23,7 +23,7 @@ from jax_te.layers.kernel_cache import (
     use_cached_kernels,
 )
 from jax_te.layers.layernorm_linear import LayerNormLinear
-from jax_te.layers.layernorm_mlp import LayerNormMLP, component_count
+from jax_te.layers.layernorm_mlp import LayerNormMLP, check_elementwise
 from jax_te.layers.linear import Linear
 from jax_te.layers.lora import LoRA, lora_labels
 from jax_te.layers.mode import TrainingMode
@@ -44,6 +44,7 @@ from jax_te.layers.parameters import StepState, expert_rngs, parameter, paramete
 from jax_te.layers.prepare import prepare_quantization
 from jax_te.layers.quantizable import (
     CachedKernel,
+    GivesKernels,
     QuantizableModule,
     keep_in_high_precision,
     name_modules,

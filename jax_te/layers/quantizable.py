@@ -353,14 +353,19 @@ def quantizable_kernels(model: nnx.Module) -> list[tuple[tuple[Any, ...], Quanti
     ]
 
 
-def given_kernels(model: nnx.Module) -> list[tuple[QuantizableModule, str, Array]]:
-    """Return layer, kernel's name and value of every kernel that a module in ``model`` passes to one of its layers.
+class GivesKernels(nnx.Module):
+    """Base of modules that pass a kernel to one of their layers in each call: a parameter of their own, or derived from
+    one, such as a head's that is tied to the embedding."""
 
-    Such a module has a method ``given_kernels``: the kernel is its own parameter or derived from one, such as a head's
-    that is tied to the embedding.
-    """
-    methods = [getattr(module, "given_kernels", None) for _, module in nnx.iter_modules(model)]
-    return [kernel for method in methods if method is not None for kernel in method()]
+    def given_kernels(self) -> list[tuple[QuantizableModule, str, Array]]:
+        """Return the layers that are given a kernel in calls, the kernel's name there and its value."""
+        raise NotImplementedError
+
+
+def given_kernels(model: nnx.Module) -> list[tuple[QuantizableModule, str, Array]]:
+    """Return layer, kernel's name and value of every kernel that a `GivesKernels` in ``model`` passes to a layer."""
+    givers = [module for _, module in nnx.iter_modules(model) if isinstance(module, GivesKernels)]
+    return [kernel for giver in givers for kernel in giver.given_kernels()]
 
 
 @checked

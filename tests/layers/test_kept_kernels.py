@@ -379,3 +379,14 @@ def test_a_running_model_changes_its_recipe(held):
     if held:
         with pytest.raises(ValueError, match="there must be a recipe"):
             change_recipe(state, None)
+
+
+def test_an_attribute_of_a_users_module_is_not_taken_for_a_kernel_that_it_gives():
+    class Users(nnx.Module):
+        given_kernels = 3
+
+        def __init__(self):
+            self.linear = Linear(32, 64, rngs=nnx.Rngs(0))
+
+    with autocast(CURRENT):
+        assert list(quantize_kernels(Users()).kernels) == ["linear.kernel"]

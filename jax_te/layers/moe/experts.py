@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jax_te._validation import check_positive, checked, log_once
 from jax_te.config import ActivationLike, ActivationParams, normal_init
-from jax_te.layers.layernorm_mlp import component_count
+from jax_te.layers.layernorm_mlp import check_elementwise
 from jax_te.layers.linear import Linear
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.parameters import parameter
@@ -175,9 +175,10 @@ class SharedExperts(TrainingMode):
     ):
         check_positive(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         self.function = Activation(activation, activation_params)
+        check_elementwise(self.function)
         self.linear_fc1 = Linear(
             hidden_size,
-            (component_count(self.function), ffn_hidden_size),
+            (len(self.function.parts()), ffn_hidden_size),
             bias=False,
             init_method=init_method,
             sequence_parallel=sequence_parallel,

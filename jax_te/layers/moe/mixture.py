@@ -12,7 +12,7 @@ from flax import nnx
 
 from jax_te._validation import check_positive, checked
 from jax_te.config import ActivationLike, ActivationParams, DispatchOptions, RouterOptions
-from jax_te.layers.layernorm_mlp import component_count
+from jax_te.layers.layernorm_mlp import check_elementwise
 from jax_te.layers.linear import Linear
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.moe.experts import Experts, SharedExperts
@@ -211,6 +211,7 @@ class MoE(MixtureOfExperts):
             raise ValueError("shared experts have no biases, as in Megatron: set bias=False, or leave them out")
         self.dispatch, self.sequence_parallel = dispatch, sequence_parallel
         function, e = Activation(activation, activation_params), router.num_experts
+        check_elementwise(function)
         into, out = init_method, output_layer_init_method
         self.router = Router(
             hidden_size,
@@ -222,7 +223,7 @@ class MoE(MixtureOfExperts):
             params_dtype=params_dtype,
             rngs=rngs,
         )
-        inner, wide = hidden_size if latent_size is None else latent_size, (component_count(function), ffn_hidden_size)
+        inner, wide = hidden_size if latent_size is None else latent_size, (len(function.parts()), ffn_hidden_size)
         split: Any = {"tp_group": tp_group, "tp_size": tp_size} if expert_tensor_parallel else {}
         modes = ("column", "row") if expert_tensor_parallel else (None, None)
         split |= {"params_dtype": params_dtype, "rngs": rngs}
