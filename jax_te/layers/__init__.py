@@ -1,6 +1,7 @@
 """NNX layers in Transformer Engine's vocabulary."""
 
 from jax_te.config import normal_init, scaled_normal_init
+from jax_te.layers.attention.core import AttentionCore
 from jax_te.layers.attention.dot_product_attention import DotProductAttention, alibi_slopes
 from jax_te.layers.attention.kv_cache import KVCache, WindowKVCache, init_kv_cache, init_window_kv_cache
 from jax_te.layers.attention.multihead_attention import MultiheadAttention
@@ -64,6 +65,7 @@ from jax_te.layers.transformer import TransformerLayer
 
 # For users. The other names above are for the other packages of jax_te.
 __all__ = [
+    "AttentionCore",
     "DotGeneral",
     "DotProductAttention",
     "DropInLayer",
