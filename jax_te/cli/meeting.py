@@ -57,7 +57,7 @@ def _receive(coordinator: str, count: int, bound: float, say: Callable[[str], No
                 say(f"waiting for {count} processes at {coordinator}: {said + 1} are there, not {_listed(missing)}")
             for index, visitor in list(came.items()):
                 try:
-                    visitor.sendall(b"\n")  # a sign of life
+                    visitor.sendall(b"\n")  # a heartbeat
                 except OSError:
                     del came[index]
             with contextlib.suppress(TimeoutError, ConnectionError):
@@ -121,7 +121,7 @@ def _come(coordinator: str, index: int, count: int, bound: float, say: Callable[
 
 def _answer(link: socket.socket, bound: float) -> str | None:
     """Return process 0's answer once all have joined; None if it ends, or another program answers."""
-    # Empty lines are its signs of life; it counts from the last process that came.
+    # Empty lines are its heartbeats; it counts from the last process that came.
     link.settimeout(bound)
     received = b""
     while not received.strip() or not received.endswith(b"\n"):

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_te.checkpoint import Signs, TrainCheckpointer
+from jax_te.checkpoint import Heartbeats, TrainCheckpointer
 from jax_te.checkpoint import checkpointer as checkpointer_module
 from jax_te.cli.launch import Launch
 from jax_te.cli.meeting import meet
@@ -37,15 +37,15 @@ def wait_until(condition, seconds=60.0):
         time.sleep(0.01)
 
 
-# Signs of life by themselves, in threads of this process.
+# Heartbeats by themselves, in threads of this process.
 
 
 @pytest.fixture
 def two(tmp_path):
-    """Signs of two processes with bounds of 0.4 s."""
+    """Heartbeats of two processes with bounds of 0.4 s."""
     with (
-        Signs(tmp_path / "signs", "run", 0, 2, (0.4,)) as first,
-        Signs(tmp_path / "signs", "run", 1, 2, (0.4,)) as second,
+        Heartbeats(tmp_path / "heartbeats", "run", 0, 2, (0.4,)) as first,
+        Heartbeats(tmp_path / "heartbeats", "run", 1, 2, (0.4,)) as second,
     ):
         yield first, second
 
@@ -58,12 +58,12 @@ def test_a_process_that_waits_shows_no_progress_and_one_that_gets_on_does(two):
     for _ in range(10):
         second.begin("more", waits=True)
         time.sleep(0.1)
-        assert first.lost(0.4) is None
-        assert second.lost(0.4) is None
-    wait_until(lambda: first.lost(0.4) and second.lost(0.4), 5.0)
-    assert first.lost(0.4) == "no process has got on for 0.4 s: process 0 in step 1, process 1 in more"
-    assert second.late() == [(0, "step 1")]
-    assert first.late() == []
+        assert first.find_problem(0.4) is None
+        assert second.find_problem(0.4) is None
+    wait_until(lambda: first.find_problem(0.4) and second.find_problem(0.4), 5.0)
+    assert first.find_problem(0.4) == "no process has made progress for 0.4 s: process 0 in step 1, process 1 in more"
+    assert second.processes_behind() == [(0, "step 1")]
+    assert first.processes_behind() == []
 
 
 @pytest.mark.costly
@@ -74,22 +74,22 @@ def test_time_of_the_cpu_counts_while_a_process_does_not_wait(two):
     deadline = time.monotonic() + 1.5
     while time.monotonic() < deadline:  # holds the CPU as a compiler does
         sum(range(10_000))
-        assert first.lost(0.4) is None
+        assert first.find_problem(0.4) is None
     second.begin("a wait", waits=True)
-    wait_until(lambda: first.lost(0.4), 5.0)
+    wait_until(lambda: first.find_problem(0.4), 5.0)
 
 
-def test_an_error_reaches_the_others_at_once_and_signs_leave_nothing(tmp_path):
-    three = [Signs(tmp_path / "signs", "run", index, 3, (600.0, 3.0)) for index in range(3)]
+def test_an_error_reaches_the_others_at_once_and_heartbeats_leave_nothing(tmp_path):
+    three = [Heartbeats(tmp_path / "heartbeats", "run", index, 3, (600.0, 3.0)) for index in range(3)]
     with three[0] as first, three[1] as second, three[2] as third:
         time.sleep(1.0)
         second.fail("process 1: the disk is full")
-        wait_until(lambda: first.told() and third.told(), 5.0)
-        assert first.told() == third.told() == "process 1: the disk is full"
+        wait_until(lambda: first.reported_error() and third.reported_error(), 5.0)
+        assert first.reported_error() == third.reported_error() == "process 1: the disk is full"
     for run in ("next", "last"):  # what an error left goes at the next start
-        with Signs(tmp_path / "signs", run, 0, 1, (1.0,)):
-            assert {path.name.split(".")[0] for path in (tmp_path / "signs").iterdir()} == {run}
-    assert not (tmp_path / "signs").exists()
+        with Heartbeats(tmp_path / "heartbeats", run, 0, 1, (1.0,)):
+            assert {path.name.split(".")[0] for path in (tmp_path / "heartbeats").iterdir()} == {run}
+    assert not (tmp_path / "heartbeats").exists()
 
 
 # How processes find each other.
