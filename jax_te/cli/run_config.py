@@ -64,7 +64,7 @@ class RunConfig(RunOptions):
         for what, size, number, why in self._divisions(recipe, self.parallel_config() or ParallelConfig()):
             if size % number:
                 the_next = size + -size % number
-                raise ValueError(f"{what} {size} is not divisible by {why}; the next that is: {the_next}")
+                raise ValueError(f"{what} {size} is not divisible by {why}; the next multiple is {the_next}")
 
     @property
     def tokens_per_step(self) -> int:
@@ -122,7 +122,7 @@ class RunConfig(RunOptions):
         if hidden % heads:
             the_next = hidden + -hidden % heads
             raise ValueError(
-                f"--hidden-size {hidden} is not divisible by --num-heads {heads}; the next that is: {the_next}"
+                f"--hidden-size {hidden} is not divisible by --num-heads {heads}; the next multiple is {the_next}"
             )
         if heads % groups:
             raise ValueError(f"--num-heads {heads} is not divisible by --num-query-groups {groups}")

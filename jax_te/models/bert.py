@@ -138,10 +138,10 @@ class BertModel(LanguageModel):
     ) -> Array:
         """Return the encoder's output ``[b, s, h]``; the arguments are those of a call."""
         with jax.named_scope("BertEncoder"):
-            stack = self.before(tokens, tokentypes=tokentypes, lengths=lengths, dropout_key=dropout_key)
+            stack = self.embed_inputs(tokens, tokentypes=tokentypes, lengths=lengths, dropout_key=dropout_key)
             return stack.output(self.layers)
 
-    def before(
+    def embed_inputs(
         self,
         tokens: Array,
         *,
@@ -201,9 +201,9 @@ class BertModel(LanguageModel):
         """
         check_like_tokens(tokens, labels=labels, loss_mask=loss_mask)
         y = self.encode(tokens, tokentypes=tokentypes, lengths=lengths, dropout_key=dropout_key)
-        return self.after(y, labels, loss_mask, options=options, reduction=reduction)
+        return self.compute_loss(y, labels, loss_mask, options=options, reduction=reduction)
 
-    def after(
+    def compute_loss(
         self,
         y: Array,
         labels: Array,

@@ -790,11 +790,11 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "models.BertModel.__call__": lambda f: Call(
         bert(), {"tokens": IDS, "tokentypes": None, "lengths": None, "dropout_key": None}
     ),
-    "models.BertModel.before": lambda f: Call(
-        bert().before, {"tokens": IDS, "tokentypes": None, "lengths": None, "dropout_key": None}
+    "models.BertModel.embed_inputs": lambda f: Call(
+        bert().embed_inputs, {"tokens": IDS, "tokentypes": None, "lengths": None, "dropout_key": None}
     ),
-    "models.BertModel.after": lambda f: Call(
-        bert().after,
+    "models.BertModel.compute_loss": lambda f: Call(
+        bert().compute_loss,
         {"y": X, "labels": IDS, "loss_mask": None, "options": ops.LossOptions(), "reduction": "mean"},
     ),
     "models.BertModel.encode": lambda f: Call(
@@ -815,11 +815,14 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "models.GPTModel.__call__": lambda f: Call(
         gpt(), {"tokens": IDS, "positions": None, "dropout_key": None, "cache": None}
     ),
-    "models.GPTModel.before": lambda f: Call(gpt().before, {"tokens": IDS, "positions": None, "dropout_key": None}),
-    "models.GPTModel.after": lambda f: Call(
-        gpt().after, {"y": X, "labels": IDS, "loss_mask": None, "options": ops.LossOptions(), "reduction": "mean"}
+    "models.GPTModel.embed_inputs": lambda f: Call(
+        gpt().embed_inputs, {"tokens": IDS, "positions": None, "dropout_key": None}
     ),
-    "models.StackInput.output": lambda f: Call(gpt().before(IDS).output, {"layers": list(gpt().layers)}),
+    "models.GPTModel.compute_loss": lambda f: Call(
+        gpt().compute_loss,
+        {"y": X, "labels": IDS, "loss_mask": None, "options": ops.LossOptions(), "reduction": "mean"},
+    ),
+    "models.StackInput.output": lambda f: Call(gpt().embed_inputs(IDS).output, {"layers": list(gpt().layers)}),
     "models.GPTModel.init_cache": lambda f: Call(gpt().init_cache, {"batch": 1, "max_len": 4}),
     "models.GPTModel.loss": lambda f: Call(
         gpt().loss,
@@ -832,8 +835,8 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "models.GPTModel.clip_qk": lambda f: Call(
         gpt(config=config.TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, qk_clip=True)).clip_qk,
          {"max_logits": jnp.ones((1, 2))}),
-    "models.MegatronGPTModel.before": lambda f: Call(
-        megatron_gpt().before, {"tokens": IDS, "positions": None, "dropout_key": None}
+    "models.MegatronGPTModel.embed_inputs": lambda f: Call(
+        megatron_gpt().embed_inputs, {"tokens": IDS, "positions": None, "dropout_key": None}
     ),
     "models.MegatronGPTModel.forward": lambda f: Call(
         megatron_gpt().forward,
@@ -848,11 +851,11 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "models.T5Model.__call__": lambda f: Call(
         t5(), {"encoder_tokens": IDS, "decoder_tokens": IDS, "encoder_lengths": None, "dropout_key": None}
     ),
-    "models.T5Model.before": lambda f: Call(
-        t5().before, {"encoder_tokens": IDS, "decoder_tokens": IDS, "encoder_lengths": None, "dropout_key": None}
+    "models.T5Model.embed_inputs": lambda f: Call(
+        t5().embed_inputs, {"encoder_tokens": IDS, "decoder_tokens": IDS, "encoder_lengths": None, "dropout_key": None}
     ),
-    "models.T5Model.after": lambda f: Call(
-        t5().after,
+    "models.T5Model.compute_loss": lambda f: Call(
+        t5().compute_loss,
         {
             "y": X, "labels": IDS, "loss_mask": None, "dropout_key": None, "options": ops.LossOptions(),
             "reduction": "mean",
@@ -1230,8 +1233,8 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     ),
     "training.PipelinedLoss.__call__": lambda f: Call(
         training.PipelinedLoss(
-            before=lambda model, tokens, key: model.before(tokens, dropout_key=key),
-            after=lambda model, y, tokens, key: model.after(y, tokens),
+            embed_inputs=lambda model, tokens, key: model.embed_inputs(tokens, dropout_key=key),
+            compute_loss=lambda model, y, tokens, key: model.compute_loss(y, tokens),
         ),
         {"model": gpt(), "batch": IDS, "key": None},
     ),

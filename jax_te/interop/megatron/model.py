@@ -184,7 +184,7 @@ MEGATRON = Architecture(
     table=_table,
     options=lambda model: model_options(model, model.rotary),
     base="",
-    twins={"output_layer.weight": "embedding.word_embeddings.weight"},
+    tied_names={"output_layer.weight": "embedding.word_embeddings.weight"},
     ignored="",
     described_by="arguments",
 )

@@ -19,12 +19,12 @@ from jax_te.recipe import ModuleRecipe, Recipe
 
 _logger = logging.getLogger(__name__)
 
-_HEADER = ("module", "class", "matcher", "config", "training", "evaluation", "acts where")
+_HEADER = ("module", "class", "matcher", "config", "training", "evaluation", "active when")
 _ACTS = {
     (True, True): "everywhere",
     (True, False): "quantized",
     (False, True): "not quantized",
-    (False, False): "nowhere",
+    (False, False): "never",
 }
 
 
@@ -124,7 +124,7 @@ def apply_quantization_config(model: nnx.Module, recipe_config: RecipeConfig | N
     >>> rule = {"enabled": True, "type": "glob", "pattern": "*proj", "config": "bf16"}
     >>> config = RecipeConfig.from_config_dict({"configs": {"bf16": payload}, "matchers": {"proj in bf16": rule}})
     >>> print(apply_quantization_config(TransformerLayer(32, 64, 4, rngs=nnx.Rngs(0)), config))
-    module               class            matcher       config  training        evaluation      acts where
+    module               class            matcher       config  training        evaluation      active when
     -------------------  ---------------  ------------  ------  --------------  --------------  ----------
     layernorm_mlp        LayerNormMLP     -             -       ambient         ambient         -
     self_attention.proj  Linear           proj in bf16  bf16    high precision  high precision  quantized

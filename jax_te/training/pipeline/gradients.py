@@ -164,8 +164,8 @@ def _look(
         nonlocal found
         params = as_state(others | dict(nnx.to_flat_state(layers)))
         model = nnx.merge(state.graphdef, params, quantizers, state.rest)
-        stack = loss.before(model, batch, key)
-        value = loss.after(model, stack.x, batch, key)
+        stack = loss.embed_inputs(model, batch, key)
+        value = loss.compute_loss(model, stack.x, batch, key)
         found = stack.options, isinstance(value, WeightedMean)
         inputs = arrays_of(stack)
         return inputs, without_gradient((inputs, mean_loss(value)), _READS_LAYERS)
