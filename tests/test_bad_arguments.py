@@ -183,7 +183,7 @@ CONSTRUCTORS: dict[Any, dict[str, Any]] = {
     models.Multipliers: {},
     models.StackInput: {"x": jnp.ones((1, 2, 4))},
     models.StackOptions: {},
-    training.PipelinedLoss: {"before": len, "after": len},
+    training.PipelinedLoss: {"embed_inputs": len, "compute_loss": len},
     config.PipelineConfig: {},
     quantize.BlockQuantizer: {"dtype": jnp.float8_e4m3fn},
     quantize.MXQuantizer: {"dtype": jnp.float8_e4m3fn},

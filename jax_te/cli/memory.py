@@ -61,10 +61,13 @@ def least_memory(config: RunConfig, *, training: bool = True) -> int:
     """
     sizes = config.parallel_config() or ParallelConfig()
     hidden, item = config.hidden_size, np.dtype(config.params_dtype).itemsize
-    keys = hidden // config.num_heads * config.num_query_groups
-    layer = hidden * (2 * hidden + 2 * keys + (len(ACTIVATIONS[config.activation]) + 1) * config.ffn_hidden_size)
+    head = config.transformer_config().kv_channels or 1
+    attention = 2 * hidden * head * (config.num_heads + config.num_query_groups)
     positions = config.seq_len if config.position_embedding == "learned_absolute" else 0
-    parameters = config.num_layers * layer + hidden * (config.vocab_size + positions)
+    parameters = config.num_layers * attention + hidden * (config.vocab_size + positions)
+    blocks, experts = _feed_forward_parameters(config)
+    # Parameters of experts are split over their axis as well.
+    parameters += blocks + experts // sizes.expert
     if config.fp8_param:
         item = 1
     if not training:
@@ -83,3 +86,19 @@ def least_memory(config: RunConfig, *, training: bool = True) -> int:
     # Tokens and labels, int32; positions of held-out windows, int64.
     data = 8 * config.batch_size * (config.seq_len + config.eval_batches)
     return state + (rows * config.seq_len * token + scores + data) // sizes.num_devices
+
+
+def _feed_forward_parameters(config: RunConfig) -> tuple[int, int]:
+    """Return the parameters of the feed-forward blocks that all tokens pass, and of the experts."""
+    model = config.transformer_config()
+    # The kernel of each component of the activation, and the one back.
+    per_feature = (len(ACTIVATIONS[config.activation]) + 1) * config.hidden_size
+    blocks = experts = 0
+    for layer in range(config.num_layers):
+        if model.num_moe_experts is None or not model.has_experts(layer):
+            blocks += per_feature * config.ffn_hidden_size
+        else:
+            experts += model.num_moe_experts * per_feature * (model.moe_ffn_hidden_size or config.ffn_hidden_size)
+            blocks += per_feature * (model.moe_shared_expert_intermediate_size or 0)
+            blocks += config.hidden_size * model.num_moe_experts  # the router
+    return blocks, experts

@@ -110,7 +110,10 @@ def test_without_a_command_the_commands_are_listed(capsys):
         (["train", "--preset", "gpt-9t"], "argument --preset: invalid choice: 'gpt-9t'"),
         (["train", "--override-linear-precision", "wgrad,wgrad"], "must be some of fprop,dgrad,wgrad, each once"),
         (["train", "--override-linear-precision", "all"], "argument --override-linear-precision: must be some of"),
-        (["train", "--recompute-modules", "mlp,moe"], "must be some of core_attn,layernorm,activation,mlp, each once"),
+        (
+            ["train", "--recompute-modules", "mlp,head"],
+            "must be some of core_attn,layernorm,activation,mlp,moe,moe_act,shared_experts, each",
+        ),
         (["train", "--scan-layers", "true"], "argument --scan-layers: must be auto, yes or no, got 'true'"),
         (["train", "--recompute-granularity", "some"], "argument --recompute-granularity: invalid choice: 'some'"),
         (["train", "--bf16-layers-start", "-1"], "argument --bf16-layers-start: must be an integer >= 0, got -1"),

@@ -21,6 +21,11 @@ MICRO = [
 """Options of a run of 12 steps that takes no time beside compilation."""
 
 
+EXPERTS = ("--num-experts", "4", "--moe-ffn-hidden-size", "32", "--moe-aux-loss-coeff", "0.01", "--no-bias")
+EXPERTS += ("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias")
+"""Options that give the layers of such a run experts, with a state that the router updates."""
+
+
 def command(*argv, **options):
     """The command line and the keyword arguments that start ``jax-te`` in a process of its own."""
     environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}

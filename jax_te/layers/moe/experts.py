@@ -115,7 +115,7 @@ class Experts(TrainingMode):
         def rest(parts: Any) -> Array:
             linear_fc2, hidden, probs, groups = parts
             if not self.apply_probs_on_input:
-                z = weighted_activation(hidden, probs, self.function, out_axes=axes)
+                z = weighted_activation(hidden, probs, self.function, placement=placement)
             else:  # nothing has multiplied the activation of rows of padding by 0
                 z = activation(hidden, self.function.name, params=self.function.params, out_axes=axes)
                 groups = dataclasses.replace(groups, zero_padding=False)
