@@ -18,8 +18,8 @@ from jax_te.quantize import QuantizedKernel, QuantizerState
 from jax_te.recipe import Recipe, autocast
 from jax_te.sharding import auto_region, leaves_with_axes, log_whole_parameters, shardings_of
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
-from jax_te.training.masters import full_precision, masters_of, rounded, store_quantized
-from jax_te.training.transformation import Transformation, as_transformation, initial
+from jax_te.training.masters import full_precision, make_masters, round_params, store_quantized
+from jax_te.training.transformation import Transformation, as_transformation, init_opt_state
 from jax_te.typing import Array, Key, PyTree
 
 
@@ -272,14 +272,14 @@ def _builder(
         else:
             model: Any = model_or_fn(nnx.Rngs(init_key))
             definition, params, quantizers, rest = split_model(model)
-            params = rounded(params)
+            params = round_params(params)
         exact = params
         model = nnx.merge(definition, params, quantizers, rest, copy=True)
         store_quantized(model, fp8_param)
         definition, params, quantizers, rest = split_model(model)
         # Masters of the values before quantization, which discards them.
-        masters = masters_of(exact, params, distributed=distributed)
-        opt_state = initial(as_transformation(tx), full_precision(params, masters))
+        masters = make_masters(exact, params, distributed=distributed)
+        opt_state = init_opt_state(as_transformation(tx), full_precision(params, masters))
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
