@@ -174,7 +174,6 @@ CONSTRUCTORS: dict[Any, dict[str, Any]] = {
     megatron.TEDelayedScaling: {},
     megatron.TEQuantizationParams: {"training_recipe": megatron.TEQuantizationRecipe()},
     megatron.TEQuantizationRecipe: {},
-    megatron.TwoModeRecipe: {"training": None, "in_evaluation": recipe.ModuleRecipe(training=None)},
     metrics.MetricsLog: {"directory": "metrics"},
     metrics.PrecisionLog: {"directory": "metrics"},
     metrics.StepTrace: {"folder": "trace", "first": 1, "last": 2},

@@ -593,9 +593,8 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "megatron.ModuleRecipe.resolve": lambda f: Call(
         recipe.ModuleRecipe(training=None).resolve, {"ambient": None, "training": True}
     ),
-    "megatron.TwoModeRecipe.resolve": lambda f: Call(
-        megatron.TwoModeRecipe(training=None, in_evaluation=recipe.ModuleRecipe(training=None)).resolve,
-        {"ambient": None, "training": True},
+    "megatron.ModuleRecipe.overrides": lambda f: Call(
+        recipe.ModuleRecipe(training=None).overrides, {"quantized": True, "training": True}
     ),
     "megatron.RNGStatesTracker.add": lambda f: Call(tracker().add, {"name": "a", "seed": 2}),
     "megatron.RNGStatesTracker.fork": lambda f: Call(tracker().fork, {"name": "model-parallel-rng"}),

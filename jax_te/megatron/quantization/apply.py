@@ -14,7 +14,6 @@ from jax_te.megatron.float16 import Float16Module
 from jax_te.megatron.quantization.gemm_paths import kernel_paths
 from jax_te.megatron.quantization.layer_precision import own_recipe
 from jax_te.megatron.quantization.rules import RecipeConfig, get_quant_config_or_none, match_context
-from jax_te.megatron.quantization.te_params import TwoModeRecipe
 from jax_te.recipe import ModuleRecipe, Recipe
 
 _logger = logging.getLogger(__name__)
@@ -223,6 +222,8 @@ def _name(recipe: Recipe | None) -> str:
 
 def _acts(own: ModuleRecipe) -> tuple[str, str]:
     """Return where the recipe takes effect in training and in evaluation."""
-    evaluation = own.in_evaluation if isinstance(own, TwoModeRecipe) else own
-    both = (own, evaluation)
-    return tuple(_ACTS[r.override_quantized_autocast, r.override_nonquantized_autocast] for r in both)  # type: ignore
+    training, evaluation = (
+        _ACTS[own.overrides(quantized=True, training=mode), own.overrides(quantized=False, training=mode)]
+        for mode in (True, False)
+    )
+    return training, evaluation
