@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_te.checkpoint import Heartbeats
 from jax_te.cli.launch import PLACE, Bounds, Launch
 from jax_te.cli.main import explain
-from jax_te.cli.meeting import meet
+from jax_te.cli.rendezvous import rendezvous
 from jax_te.cli.run_files import HEARTBEAT_FOLDER
 
 _LATER = 60
@@ -171,7 +171,9 @@ class _Guard:
 
 
 def _connect(launch: Launch, bounds: Bounds) -> None:
-    meet(launch, bounds.start, lambda line: print(line, file=sys.stderr if launch.index else sys.stdout, flush=True))
+    rendezvous(
+        launch, bounds.start, lambda line: print(line, file=sys.stderr if launch.index else sys.stdout, flush=True)
+    )
     # JAX's handler would intercept SIGTERM in a run that is still starting; the loop has its own agreement.
     jax.config.update("jax_enable_preemption_service", False)
     given = {} if launch.coordinator is None else {"cluster_detection_method": "deactivate"}

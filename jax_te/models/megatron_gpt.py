@@ -234,7 +234,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
                 "a whole model takes input_ids, and no decoder_input; call model.decoder with hidden states"
             )
         elif labels is not None:
-            return self.loss(input_ids, labels, None, dropout_key, reduction="none", positions=position_ids)
+            return self.loss(input_ids, labels, dropout_key=dropout_key, reduction="none", positions=position_ids)
         else:
             out = GPTModel.__call__(self, input_ids, positions=position_ids, dropout_key=dropout_key, cache=cache)
         if labels is not None or not self.post_process:

@@ -44,20 +44,19 @@ class TrainState:
         graphdef: graph definition of the model, static.
     """
 
-    # Any: jax.tree fills the fields with shapes, shardings and placeholders as well.
-    step: Any
-    params: Any
-    masters: Any
-    quantizers: Any
-    rest: Any
-    opt_state: Any
-    scaler: Any
-    rng: Any
-    skipped_steps: Any
-    graphdef: Any = field(metadata={"static": True})
+    step: Array
+    params: nnx.State
+    masters: nnx.State
+    quantizers: nnx.State
+    rest: nnx.State
+    opt_state: PyTree
+    scaler: LossScale
+    rng: Array
+    skipped_steps: Array
+    graphdef: nnx.GraphDef[Any] = field(metadata={"static": True})
 
     @property
-    def model(self) -> Any:
+    def model(self) -> Any:  # of the class that the state was created with
         """The model with the current values. It shares their buffers, which the next train step deletes."""
         return nnx.merge(self.graphdef, self.params, self.quantizers, self.rest, copy=True)
 
@@ -95,7 +94,9 @@ def create_train_state(
     recipe's context.
 
     Args:
-        model_or_fn: a function of ``nnx.Rngs`` that builds the model, or a model, whose arrays are copied.
+        model_or_fn: a function of ``nnx.Rngs`` that builds the model, or a model, whose arrays are copied. Without a
+            mesh, arrays that a function has from outside are copied, too: they are found among all arrays of the
+            process by their addresses, in less than 0.1 ms for each array that is alive.
         tx: any optax transformation, or ``optax.MultiSteps``. It sees fp32 masters in place of half-precision
             parameters, and no quantizer state.
         key: ``jax.random.key``: one half seeds the model (of a function), the other becomes ``rng``.

@@ -45,7 +45,7 @@ def loss_and_gradients(model, key=None):
     @nnx.jit
     def run(model):
         def loss(model):
-            return model.loss(TOKENS, LABELS, None, key)
+            return model.loss(TOKENS, LABELS, dropout_key=key)
 
         return nnx.value_and_grad(loss, argnums=nnx.DiffState(0, (nnx.Param, QuantizerState)))(model)
 

@@ -17,7 +17,7 @@ import pytest
 from jax_te.checkpoint import Heartbeats, TrainCheckpointer
 from jax_te.checkpoint import checkpointer as checkpointer_module
 from jax_te.cli.launch import Launch
-from jax_te.cli.meeting import meet
+from jax_te.cli.rendezvous import rendezvous
 from tests.support.process_runs import ended, started, when_recorded
 from tests.support.processes import run_processes
 
@@ -103,14 +103,16 @@ def free_port():
 
 def test_the_first_process_says_for_whom_it_waits():
     address, said = f"127.0.0.1:{free_port()}", []
-    comes = threading.Thread(target=meet, args=(Launch(2, 3, address), 20.0, said.append))
+    comes = threading.Thread(target=rendezvous, args=(Launch(2, 3, address), 20.0, said.append))
     comes.start()
     begin = time.monotonic()
     with pytest.raises(ValueError, match=f"2 of 3 processes came to {address}, and none for 2 s; missing: 1"):
-        meet(Launch(0, 3, address), 2.0, said.append)
+        rendezvous(Launch(0, 3, address), 2.0, said.append)
     assert time.monotonic() - begin < 6.0
     assert f"waiting for 3 processes at {address}: 2 are there, not 1" in said
-    others = [threading.Thread(target=meet, args=(Launch(index, 3, address), 20.0, said.append)) for index in (0, 1)]
+    others = [
+        threading.Thread(target=rendezvous, args=(Launch(index, 3, address), 20.0, said.append)) for index in (0, 1)
+    ]
     for thread in others:
         thread.start()
     for thread in (*others, comes):  # which has gone on asking
@@ -127,7 +129,7 @@ def test_a_first_process_that_does_not_answer_is_an_error(listens):
             server.close()
         begin = time.monotonic()
         with pytest.raises(ValueError, match=f"{address} .* for 1 s. Start process 0"):
-            meet(Launch(1, 2, address), 1.0, print)
+            rendezvous(Launch(1, 2, address), 1.0, print)
         assert time.monotonic() - begin < 10.0
 
 

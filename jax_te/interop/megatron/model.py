@@ -201,7 +201,7 @@ def load_megatron(
     config: Mapping[str, Any] | None = None,
     execution: Execution = _EXECUTION,
     on_progress: OnProgress | None = None,
-) -> Any:
+) -> GPTModel:
     """Return the model of a checkpoint of Megatron-LM, with its weights, without torch.
 
     Args:
