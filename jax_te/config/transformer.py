@@ -133,7 +133,7 @@ class TransformerConfig(
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
                     f"hidden_size {self.hidden_size} is not divisible by num_attention_heads "
-                    f"{self.num_attention_heads}; the next that is: "
+                    f"{self.num_attention_heads}; the next multiple is "
                     f"{self.hidden_size + -self.hidden_size % self.num_attention_heads}, or give kv_channels"
                 )
             channels = self.hidden_size // self.num_attention_heads

@@ -18,7 +18,9 @@ from jax_te.layers import (
     StepState,
     check_elementwise,
     gate_parameter,
-    shared_experts,
+)
+from jax_te.layers import (
+    shared_experts as apply_shared_experts,
 )
 from jax_te.megatron.grouped_linear import TEColumnParallelGroupedLinear, TERowParallelGroupedLinear
 from jax_te.megatron.linear import TEColumnParallelLinear, TELinear, TERowParallelLinear
@@ -218,7 +220,7 @@ class SharedExpertMLP(MegatronModule):
 
     def __call__(self, hidden_states: Array, *, is_first_microbatch: bool | None = None) -> Array:
         """Apply the block. ``[b, s, h]`` -> the same shape and dtype."""
-        return shared_experts(self, hidden_states, is_first_microbatch)
+        return apply_shared_experts(self, hidden_states, is_first_microbatch)
 
 
 @checked

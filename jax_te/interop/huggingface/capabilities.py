@@ -155,8 +155,8 @@ class Architecture:
         table: function that returns the tensors of a form.
         options: function that returns the options of a model.
         base: prefix of the names, which a checkpoint of the model without its head lacks.
-        twins: tensors that some files contain although they equal another, such as a head that is the embedding: name
-            of the tensor → the other one's.
+        tied_names: tensors that some files contain although they equal another, such as a head that is the embedding:
+            name of the tensor → the other one's.
         ignored: a pattern of tensors that are not parameters of the model.
         older: ends of names in older files, as patterns, and their present forms.
         described_by: source of the fields, for messages.
@@ -170,7 +170,7 @@ class Architecture:
     table: Callable[[Form], Table]
     options: Callable[[Any], Options]
     base: str
-    twins: Mapping[str, str]
+    tied_names: Mapping[str, str]
     ignored: str
     older: tuple[tuple[str, str], ...] = ()
     described_by: str = "config.json"

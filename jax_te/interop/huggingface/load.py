@@ -172,7 +172,7 @@ def _by_their_names(architecture: Architecture, stored: Mapping[str, Any], wante
         # Names of the model without its head lack the base's prefix.
         stored = {name if name in wanted else base + name: tensor for name, tensor in stored.items()}
     tensors = {name: tensor for name, tensor in stored.items() if not re.fullmatch(architecture.ignored, name)}
-    for name, other in architecture.twins.items():
+    for name, other in architecture.tied_names.items():
         twice = name in tensors and name not in wanted and other in tensors
         if twice and np.array_equal(tensors[name], tensors[other]):
             del tensors[name]

@@ -245,8 +245,8 @@ def architecture_of(model: Any, known: Mapping[str, Architecture]) -> tuple[str,
             return name, form
         reasons.append(f"{name}: {', '.join(lost)}")
     raise ValueError(
-        "no architecture of transformers is known that says what the model is; of its options cannot be said "
-        + ("; ".join(reasons) or f"any: it is a {type(model).__name__}")
+        "no supported transformers architecture can represent this model: "
+        + (f"unsupported options: {'; '.join(reasons)}" if reasons else f"it is a {type(model).__name__}")
     )
 
 

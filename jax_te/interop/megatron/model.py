@@ -205,7 +205,7 @@ MEGATRON = Architecture(
     table=_table,
     options=lambda model: model_options(model, model.rotary),
     base="",
-    twins={"output_layer.weight": "embedding.word_embeddings.weight"},
+    tied_names={"output_layer.weight": "embedding.word_embeddings.weight"},
     ignored="",
     described_by="arguments",
 )
@@ -222,7 +222,7 @@ def load_megatron(
     config: Mapping[str, Any] | None = None,
     execution: Execution = _EXECUTION,
     on_progress: OnProgress | None = None,
-) -> Any:
+) -> GPTModel:
     """Return the model of a checkpoint of Megatron-LM, with its weights, without torch.
 
     Args:
