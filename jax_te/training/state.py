@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,13 @@ from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import full_precision, make_masters, round_params, store_quantized
 from jax_te.training.transformation import Transformation, as_transformation, init_opt_state
 from jax_te.typing import Array, Key, PyTree
+
+if TYPE_CHECKING:
+    _Array: TypeAlias = Array
+    _State: TypeAlias = nnx.State
+    _Scaler: TypeAlias = LossScale
+else:  # jax.tree fills the fields with shapes, shardings and placeholders as well, which run-time checks would refuse
+    _Array = _State = _Scaler = Any
 
 
 @jax.tree_util.register_dataclass
@@ -44,15 +51,15 @@ class TrainState:
         graphdef: graph definition of the model, static.
     """
 
-    step: Array
-    params: nnx.State
-    masters: nnx.State
-    quantizers: nnx.State
-    rest: nnx.State
+    step: _Array
+    params: _State
+    masters: _State
+    quantizers: _State
+    rest: _State
     opt_state: PyTree
-    scaler: LossScale
-    rng: Array
-    skipped_steps: Array
+    scaler: _Scaler
+    rng: _Array
+    skipped_steps: _Array
     graphdef: nnx.GraphDef[Any] = field(metadata={"static": True})
 
     @property
