@@ -585,10 +585,10 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "megatron.MegatronModule.state_dict_for_save_checkpoint": lambda f: Call(
         megatron.MLP(CONFIG, rngs=nnx.Rngs(0)).state_dict_for_save_checkpoint, {"prefix": "", "keep_vars": False}
     ),
-    "megatron.ModuleRecipe.resolve": lambda f: Call(
+    "recipe.ModuleRecipe.resolve": lambda f: Call(
         recipe.ModuleRecipe(training=None).resolve, {"ambient": None, "training": True}
     ),
-    "megatron.ModuleRecipe.overrides": lambda f: Call(
+    "recipe.ModuleRecipe.overrides": lambda f: Call(
         recipe.ModuleRecipe(training=None).overrides, {"quantized": True, "training": True}
     ),
     "megatron.RNGStatesTracker.add": lambda f: Call(tracker().add, {"name": "a", "seed": 2}),
@@ -876,6 +876,9 @@ CALLS: dict[str, Callable[[Path], Call]] = {
         },
     ),
     "models.runs_scanned": lambda f: Call(models.runs_scanned, {"scan": "auto", "num_layers": 1}),
+    "models.upcycle": lambda f: Call(
+        models.upcycle, {"model": gpt(), "rngs": nnx.Rngs(0), "num_moe_experts": 2}
+    ),
     "models.transformer_layer": lambda f: Call(
         models.transformer_layer,
         {
