@@ -141,7 +141,7 @@ def name_and_layout(
         return name, None
     # An attention's projections have their components on an axis in front of the groups'.
     several = rank > 1 + is_kernel
-    groups = projection_groups(owners.get(path[:-2]), str(path[-2])) if several else 1
+    groups = projection_groups(owners.get(path[:-2]), str(path[-2:][0])) if several else 1
     axes: Any = variable_axes(variable, value)  # logical ones: the layers are this package's
     shape = tuple(value.shape)
     return name, Layout(shape[-rank:], axes[-rank:], is_kernel, groups, experts)

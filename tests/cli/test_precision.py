@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,7 @@ from jax_te.cli.parser import build_parser, options_from
 from jax_te.cli.resolve import resolve
 from jax_te.cli.run_checks import check_precision, explain_backends
 from jax_te.metrics.precision_log import PRECISION_FILE, PRECISION_PLOT, read_precision
+from jax_te.ops import te
 from tests.support.runs import MICRO, assert_refused, configured, records
 
 SHORT = [*MICRO, "--steps", "6", "--save-every", "3", "--eval-every", "3"]
@@ -176,6 +178,18 @@ def test_a_size_that_does_not_matter_where_a_rule_keeps_the_layer_out(tmp_path):
         lines = explain_backends(config)
     assert report.ambient == ("layers.0.self_attention.proj", "layers.0.self_attention.qkv")
     assert len(lines) == 1
+
+
+def test_a_run_says_what_te_leaves_to_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(te, "supports", lambda op, **_: (op != "grouped_dense", "made up"))
+    monkeypatch.setattr(te, "primitives", lambda: SimpleNamespace(has_kernel=lambda activation: True))
+    options = ["train", *SHORT, "--recipe", "block", "--backend", "te", "--params-dtype", "bfloat16"]
+    config, _ = resolve(build_parser().parse_args(options), tmp_path / "run")
+    with contexts(config):
+        lines = explain_backends(config)
+    ours = "quantization, fprop, dgrad, wgrad: xla"
+    assert f"te for dense, layernorm_dense, layernorm_mlp: asked for; {ours}" in lines
+    assert any(line.startswith("xla for the output head: ") for line in lines)
 
 
 def test_precision_options_that_do_not_go_together(tmp_path, capsys):

@@ -193,8 +193,9 @@ def test_every_axis_may_cross_processes(tmp_path, alone, count, devices, mesh):
     ("count", "devices", "mesh"), [(2, 1, "expert=2"), (2, 2, "expert=2,tensor=2"), (4, 1, "expert=2,fsdp=2")]
 )
 def test_experts_of_several_processes_resume_and_have_the_losses_of_one(tmp_path, count, devices, mesh):
-    assert jax_te("train", "--output", tmp_path / "alone", *MICRO, *EXPERTS).returncode == 0
-    options = (*EXPERTS, "--decay-steps", "12", "--mesh", mesh)
+    experts = (*EXPERTS, "--eval-every", "4")
+    assert jax_te("train", "--output", tmp_path / "alone", *MICRO, *experts).returncode == 0
+    options = (*experts, "--decay-steps", "12", "--mesh", mesh)
     train(count, tmp_path / "run", *options, "--steps", "8", devices=devices)
     first, *_ = train(count, tmp_path / "run", "--mesh", mesh, "--steps", "12", devices=devices)
     assert "resumed after step 8" in first[1]

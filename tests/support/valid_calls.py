@@ -360,9 +360,6 @@ CALLS: dict[str, Callable[[Path], Call]] = {
         {"x": X, "is_first_microbatch": None, "padding_mask": None, "key": None, "experts": None},
     ),
     "layers.Router.__call__": lambda f: Call(router(), {"x": X, "padding_mask": None, "key": None, "experts": None}),
-    "layers.Router.assign": lambda f: Call(
-        router().assign, {"x": X, "padding_mask": None, "key": None, "experts": None}
-    ),
     "layers.expert_rows": lambda f: Call(
         layers.expert_rows, {"model": router(), "batch": 2, "sequence": 4, "dtype": jnp.bfloat16}
     ),
@@ -442,7 +439,7 @@ CALLS: dict[str, Callable[[Path], Call]] = {
             "checkpoint_core_attention": False, "is_first_microbatch": None,
         },
     ),
-    "layers._Norm.__call__": lambda f: Call(layers.LayerNorm(16, rngs=nnx.Rngs(0)), {"x": X}),
+    "layers._Norm.__call__": lambda f: Call(layers.LayerNorm(16, rngs=nnx.Rngs(0)), {"x": X, "out_axes": None}),
     "layers.alibi_slopes": lambda f: Call(layers.alibi_slopes, {"num_attention_heads": 2}),
     "layers.apply_rotary": lambda f: Call(
         layers.apply_rotary, {"x": Q, "rotary": layers.rotary_embedding(jnp.arange(4), 8)}
@@ -569,10 +566,8 @@ CALLS: dict[str, Callable[[Path], Call]] = {
         {"x": KERNEL, "m_splits": [4, 12], "is_first_microbatch": None},
     ),
     "megatron.TopKRouter.__call__": lambda f: Call(
-        megatron_router(), {"input": X, "padding_mask": None, "key": None, "experts": None}
-    ),
-    "megatron.TopKRouter.assign": lambda f: Call(
-        megatron_router().assign, {"x": X, "padding_mask": None, "key": None, "experts": None}
+        megatron_router(),
+        {"input": X, "padding_mask": None, "key": None, "experts": None, "return_routing": False},
     ),
     "megatron.TopKRouter.set_layer_number": lambda f: Call(
         megatron_router().set_layer_number, {"layer_number": 1}
@@ -917,6 +912,7 @@ CALLS: dict[str, Callable[[Path], Call]] = {
         ops.explain_backend,
         {
             "op": "dense", "recipe": None, "attention": None, "activation": None, "backend": None, "unsharded": None,
+            "stored": None, "dtype": jnp.bfloat16, "params_dtype": jnp.float32,
         },
     ),
     "ops.group_alignment": lambda f: Call(ops.group_alignment, {"recipe": CURRENT}),

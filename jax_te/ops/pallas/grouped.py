@@ -86,24 +86,33 @@ def runs_here(
         placed: whether devices of a mesh have rows of their own.
         kernel_all_gather: mesh axes along which a kernel ``[e, k, *n]`` is all-gathered.
     """
-    quantizers = (precision.x.quantizer, precision.kernel.quantizer, precision.grad.quantizer)
     return (
         groups > 1
         and (placed or device_mesh() is None)
         and not any(axes for dim, axes in enumerate(kernel_all_gather) if dim != 1)  # all-gathered along k alone
         and jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
-        and (
-            all(quantizer is None or isinstance(quantizer, TensorQuantizer) for quantizer in quantizers)
-            or _scales_blocks(precision)
-        )
+        and (_scales_nothing(precision) or _scales_tensors(precision) or _scales_blocks(precision))
         and tile % GROUP_ALIGNMENT == 0
         and supported()[0]
     )
 
 
+def _scales_nothing(precision: Precision) -> bool:
+    """Return whether all operands are in 16 bits."""
+    return all(quantizer is None for quantizer in precision.quantizers)
+
+
+def _scales_tensors(precision: Precision) -> bool:
+    """Return whether each operand has one scale for each group.
+
+    A `CustomRecipe` may leave one operand unquantized, and no kernel multiplies FP8 by 16 bits.
+    """
+    return all(isinstance(quantizer, TensorQuantizer) for quantizer in precision.quantizers)
+
+
 def _scales_blocks(precision: Precision) -> bool:
     """Return whether rows and gradients have scales for 1 x 128 values, and kernels for 128 x 128."""
-    x, kernel, grad = precision.x.quantizer, precision.kernel.quantizer, precision.grad.quantizer
+    x, kernel, grad = precision.quantizers
     return (
         isinstance(x, BlockQuantizer)
         and isinstance(kernel, BlockQuantizer)
