@@ -585,10 +585,10 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "megatron.MegatronModule.state_dict_for_save_checkpoint": lambda f: Call(
         megatron.MLP(CONFIG, rngs=nnx.Rngs(0)).state_dict_for_save_checkpoint, {"prefix": "", "keep_vars": False}
     ),
-    "megatron.ModuleRecipe.resolve": lambda f: Call(
+    "recipe.ModuleRecipe.resolve": lambda f: Call(
         recipe.ModuleRecipe(training=None).resolve, {"ambient": None, "training": True}
     ),
-    "megatron.ModuleRecipe.overrides": lambda f: Call(
+    "recipe.ModuleRecipe.overrides": lambda f: Call(
         recipe.ModuleRecipe(training=None).overrides, {"quantized": True, "training": True}
     ),
     "megatron.RNGStatesTracker.add": lambda f: Call(tracker().add, {"name": "a", "seed": 2}),
