@@ -76,7 +76,6 @@ class TransformerConfig(
             experts, which have none; ``distribute_saved_activations`` under sequence parallelism, which shards them
             already; see also the other six.
         TypeError: for an initializer or activation that cannot be called or hashed; see also the other six.
-        AssertionError: see `AttentionConfig`, `RecomputeConfig` and `CudaGraphConfig`.
 
     Source: ``megatron.core.transformer.TransformerConfig``.
 

@@ -876,6 +876,9 @@ CALLS: dict[str, Callable[[Path], Call]] = {
         },
     ),
     "models.runs_scanned": lambda f: Call(models.runs_scanned, {"scan": "auto", "num_layers": 1}),
+    "models.upcycle": lambda f: Call(
+        models.upcycle, {"model": gpt(), "rngs": nnx.Rngs(0), "num_moe_experts": 2}
+    ),
     "models.transformer_layer": lambda f: Call(
         models.transformer_layer,
         {
