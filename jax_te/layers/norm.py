@@ -10,8 +10,8 @@ from flax import nnx
 
 from jax_te._validation import check_positive, checked
 from jax_te.layers.mode import TrainingMode
+from jax_te.layers.parallel_arguments import sequence_axes
 from jax_te.layers.parameters import constant, value_or_none
-from jax_te.layers.tensor_parallel import sequence_axes
 from jax_te.ops import NormSpec, layernorm
 from jax_te.typing import Array, DTypeLike, LogicalAxes
 

@@ -22,8 +22,8 @@ from jax_te.layers.layernorm_mlp import LayerNormMLP
 from jax_te.layers.moe.mixture import MoE
 from jax_te.layers.norm import LayerNorm, Normalization, RMSNorm, make_norm
 from jax_te.layers.options import AttentionOptions
+from jax_te.layers.parallel_arguments import sequence_axes, set_tensor_parallel_group
 from jax_te.layers.results import layer_output
-from jax_te.layers.tensor_parallel import sequence_axes, set_tensor_parallel_group
 from jax_te.ops import BiasType, MaskType, SoftmaxType, Window
 from jax_te.sharding import constrain
 from jax_te.typing import Array, DTypeLike, Initializer, Key, LogicalAxes, TensorGroup

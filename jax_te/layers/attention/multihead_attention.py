@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,8 @@ from jax_te.layers.layernorm_linear import LayerNormLinear
 from jax_te.layers.linear import Linear
 from jax_te.layers.norm import LayerNorm, Normalization, RMSNorm, make_norm
 from jax_te.layers.options import AttentionOptions, CoreCall
+from jax_te.layers.parallel_arguments import set_tensor_parallel_group
 from jax_te.layers.results import layer_output
-from jax_te.layers.tensor_parallel import set_tensor_parallel_group
 from jax_te.ops import BiasType, MaskType, SoftmaxType, Window
 from jax_te.ops.attention import normal_window
 from jax_te.sharding import axis_ranks, row_axis
@@ -84,6 +84,9 @@ class MultiheadAttention(ContextParallelModule):
     >>> layer(jnp.ones((2, 8, 32)), dropout_key=jax.random.key(1)).shape
     (2, 8, 32)
     """
+
+    grouped_projections: ClassVar[tuple[str, ...]] = ("qkv", "query", "key", "value", "key_value")
+    """Names of the projections whose outputs Megatron and Transformer Engine order by key/value groups."""
 
     def __init__(
         self,

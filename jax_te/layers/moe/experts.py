@@ -16,8 +16,8 @@ from jax_te.config import ActivationLike, ActivationParams, normal_init
 from jax_te.layers.layernorm_mlp import check_elementwise
 from jax_te.layers.linear import Linear
 from jax_te.layers.mode import TrainingMode
+from jax_te.layers.parallel_arguments import sequence_axes
 from jax_te.layers.parameters import parameter
-from jax_te.layers.tensor_parallel import sequence_axes
 from jax_te.ops import (
     Activation,
     ExpertPlacement,
