@@ -22,7 +22,7 @@ from jax_te import layers
 from jax_te._validation import checked, log_hints
 from jax_te.layers import Fp8Padding, Fp8Unpadding, KVCache, Rotary, WindowKVCache
 from jax_te.megatron import te_checkpoint
-from jax_te.ops import RowGroups, Window
+from jax_te.ops import BiasType, MaskType, RowGroups, Window
 from jax_te.random import RNGStatesTracker
 from jax_te.recipe import DelayedScaling, Recipe
 from jax_te.recipe import autocast as _autocast
@@ -581,14 +581,14 @@ class MultiheadAttention(layers.MultiheadAttention):
         hidden_states: Array,
         attention_mask: Any = None,
         encoder_output: Array | None = None,
-        attn_mask_type: str | None = None,
+        attn_mask_type: MaskType | None = None,
         window_size: Window | None = None,
         bottom_right_diagonal: bool | None = None,
         is_first_microbatch: bool | None = None,
         checkpoint_core_attention: bool = False,
         inference_params: KVCache | WindowKVCache | None = None,
         rotary_pos_emb: Rotary | None = None,
-        core_attention_bias_type: str = "no_bias",
+        core_attention_bias_type: BiasType = "no_bias",
         core_attention_bias: Array | None = None,
         alibi_slopes: Array | None = None,
         **options: Any,
@@ -680,19 +680,19 @@ class TransformerLayer(layers.TransformerLayer):
         self,
         hidden_states: Array,
         attention_mask: Any = None,
-        self_attn_mask_type: str | None = None,
+        self_attn_mask_type: MaskType | None = None,
         window_size: Window | None = None,
         bottom_right_diagonal: bool | None = None,
         encoder_output: Array | None = None,
         enc_dec_attn_mask: Any = None,
-        enc_dec_attn_mask_type: str | None = None,
+        enc_dec_attn_mask_type: MaskType | None = None,
         enc_dec_window_size: Window | None = None,
         enc_dec_bottom_right_diagonal: bool | None = None,
         is_first_microbatch: bool | None = None,
         checkpoint_core_attention: bool = False,
         inference_params: KVCache | WindowKVCache | None = None,
         rotary_pos_emb: Rotary | None = None,
-        core_attention_bias_type: str = "no_bias",
+        core_attention_bias_type: BiasType = "no_bias",
         core_attention_bias: Array | None = None,
         alibi_slopes: Array | None = None,
         **options: Any,

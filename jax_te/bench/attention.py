@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jax_te.bench.gradients import Gradient, gradient, measure
 from jax_te.bench.settings import Row, Settings
-from jax_te.config import ParallelConfig
+from jax_te.config import CpCommType, ParallelConfig
 from jax_te.ops import ContextParallel, dot_product_attention
 from jax_te.ops.te import available
 from jax_te.sharding import make_mesh, named_sharding
@@ -45,7 +45,7 @@ class AttentionSizes:
 
 
 def bench_attention(
-    kinds: Sequence[str], sizes: AttentionSizes, mesh: ParallelConfig | None, settings: Settings
+    kinds: Sequence[CpCommType], sizes: AttentionSizes, mesh: ParallelConfig | None, settings: Settings
 ) -> Iterator[Row]:
     """Yield rows of causal attention alone, forward and backward, in bf16, timed in turn.
 
@@ -73,7 +73,7 @@ def bench_attention(
         yield row | {"of_one_device": round(row["tflops"] / alone[library], 3)}
 
 
-def _ours(backend: BackendName, kind: str | None) -> Attend:
+def _ours(backend: BackendName, kind: CpCommType | None) -> Attend:
     context_parallel = ContextParallel() if kind is None else ContextParallel(cp_comm_type=kind, cp_load_balanced=True)
 
     def attend(q: Array, k: Array, v: Array) -> Array:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from jax_te._validation import check_annotations, check_choice, is_integer, log_hints
 
-CP_COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
+CpCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
+"""Exchanges of keys and values between devices that share a sequence, in Transformer Engine's words."""
+
+CP_COMM_TYPES: tuple[CpCommType, ...] = get_args(CpCommType)
 """Ways to exchange keys and values under context parallelism."""
 
 

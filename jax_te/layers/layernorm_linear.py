@@ -10,7 +10,7 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.layers.linear import Linear
-from jax_te.layers.norm import norm_parameters, norm_spec
+from jax_te.layers.norm import Normalization, norm_parameters, norm_spec
 from jax_te.layers.results import layer_output
 from jax_te.ops import layernorm, layernorm_dense
 from jax_te.remat import run_recomputed
@@ -53,7 +53,7 @@ class LayerNormLinear(Linear):
         eps: float = 1e-5,
         bias: bool = True,
         *,
-        normalization: str = "LayerNorm",
+        normalization: Normalization = "LayerNorm",
         zero_centered_gamma: bool = False,
         init_method: Initializer | None = None,
         return_layernorm_output: bool = False,

@@ -12,7 +12,7 @@ from flax import nnx
 
 from jax_te._validation import check_positive, checked, log_hints
 from jax_te.config import ActivationLike, ActivationParams, LimitedFunction, normal_init
-from jax_te.layers.norm import norm_parameters, norm_spec
+from jax_te.layers.norm import Normalization, norm_parameters, norm_spec
 from jax_te.layers.parallel_arguments import TensorParallel, TensorParallelModule, sequence_axes
 from jax_te.layers.parameters import constant, parameter
 from jax_te.layers.results import layer_output
@@ -89,7 +89,7 @@ class LayerNormMLP(TensorParallelModule):
         *,
         activation: ActivationLike = "gelu",
         activation_params: ActivationParams | None = None,
-        normalization: str = "LayerNorm",
+        normalization: Normalization = "LayerNorm",
         zero_centered_gamma: bool = False,
         init_method: Initializer | None = None,
         output_layer_init_method: Initializer | None = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,14 @@ from jax_te.layers.parameters import constant, value_or_none
 from jax_te.ops import NormSpec, layernorm
 from jax_te.typing import Array, DTypeLike, LogicalAxes
 
+Normalization = Literal["LayerNorm", "RMSNorm"]
+"""Transformer Engine's names of normalizations."""
+
 NORMALIZATIONS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
-"""Transformer Engine's names of normalizations, and the corresponding kind of `NormSpec`."""
+"""Name of each normalization, and the corresponding kind of `NormSpec`."""
 
 
-def norm_spec(normalization: str, eps: float, zero_centered_gamma: bool) -> NormSpec:
+def norm_spec(normalization: Normalization, eps: float, zero_centered_gamma: bool) -> NormSpec:
     """Return the `NormSpec` of a normalization by its Transformer Engine name.
 
     Raises:
@@ -44,7 +47,7 @@ def norm_parameters(norm: NormSpec, hidden_size: int, dtype: DTypeLike) -> tuple
 class _Norm(TrainingMode):
     """Common base of `LayerNorm` and `RMSNorm`."""
 
-    normalization: str
+    normalization: Normalization
 
     def __init__(
         self,
@@ -114,7 +117,7 @@ class RMSNorm(_Norm):
 
 @checked
 def make_norm(
-    normalization: str,
+    normalization: Normalization,
     hidden_size: int,
     eps: float = 1e-5,
     *,

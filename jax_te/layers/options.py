@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from jax_te.config import CpCommType
 from jax_te.layers.attention.packed import PackedSeqParams
-from jax_te.ops import Window
+from jax_te.layers.norm import Normalization
+from jax_te.ops import BiasType, MaskType, SoftmaxType, Window
 from jax_te.typing import Array, DTypeLike, Initializer, TensorGroup
 
 
@@ -24,22 +26,22 @@ class AttentionOptions:
     kv_channels: int | None
     attention_dropout: float
     layernorm_epsilon: float
-    normalization: str
+    normalization: Normalization
     zero_centered_gamma: bool
     input_layernorm: bool
     return_layernorm_output: bool
     attention_type: Literal["self", "cross"]
-    attn_mask_type: str
+    attn_mask_type: MaskType
     window_size: Window | None
     softmax_scale: float | None
-    softmax_type: str
+    softmax_type: SoftmaxType
     logit_softcap: float | None
     return_max_logit: bool
     num_splits: int | None
-    cp_comm_type: str
+    cp_comm_type: CpCommType
     hierarchical_context_parallel_sizes: tuple[int, int] | None
     cp_load_balanced: bool
-    qk_norm_type: str | None
+    qk_norm_type: Normalization | None
     qk_norm_before_rope: bool
     qkv_bias: bool
     fuse_qkv_params: bool
@@ -66,10 +68,10 @@ class CoreCall(NamedTuple):
     q_lengths: Array | None
     kv_lengths: Array | None
     packed_seq_params: PackedSeqParams | None
-    core_attention_bias_type: str
+    core_attention_bias_type: BiasType
     core_attention_bias: Array | None
     alibi_slopes: Array | None
     dropout_key: Array | None
-    attn_mask_type: str
+    attn_mask_type: MaskType
     window_size: Window | None
     checkpoint_core_attention: bool

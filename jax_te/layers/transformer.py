@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te._validation import check_positive, check_rate, checked, log_hints
-from jax_te.config import ActivationLike, MoEOptions
+from jax_te.config import ActivationLike, CpCommType, MoEOptions
 from jax_te.layers.attention.context_parallel import ContextParallelModule
 from jax_te.layers.attention.kv_cache import KVCache, WindowKVCache
 from jax_te.layers.attention.multihead_attention import MultiheadAttention
@@ -20,11 +20,11 @@ from jax_te.layers.attention.rotary import Rotary
 from jax_te.layers.dropout import drop_path, dropout
 from jax_te.layers.layernorm_mlp import LayerNormMLP
 from jax_te.layers.moe.mixture import MoE
-from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm
+from jax_te.layers.norm import LayerNorm, Normalization, RMSNorm, make_norm
 from jax_te.layers.options import AttentionOptions
 from jax_te.layers.parallel_arguments import sequence_axes, set_tensor_parallel_group
 from jax_te.layers.results import layer_output
-from jax_te.ops import Window
+from jax_te.ops import BiasType, MaskType, SoftmaxType, Window
 from jax_te.sharding import constrain
 from jax_te.typing import Array, DTypeLike, Initializer, Key, LogicalAxes, TensorGroup
 
@@ -110,18 +110,18 @@ class TransformerLayer(ContextParallelModule):
         attention_softmax_in_fp32: bool = False,
         layer_type: Literal["encoder", "decoder"] = "encoder",
         kv_channels: int | None = None,
-        self_attn_mask_type: str = "causal",
+        self_attn_mask_type: MaskType = "causal",
         window_size: Window | None = None,
-        enc_dec_attn_mask_type: str = "no_mask",
+        enc_dec_attn_mask_type: MaskType = "no_mask",
         enc_dec_window_size: Window | None = None,
         softmax_scale: float | None = None,
-        softmax_type: str = "vanilla",
+        softmax_type: SoftmaxType = "vanilla",
         logit_softcap: float | None = None,
         num_splits: int | None = None,
-        cp_comm_type: str = "p2p",
+        cp_comm_type: CpCommType = "p2p",
         hierarchical_context_parallel_sizes: tuple[int, int] | None = None,
         cp_load_balanced: bool = False,
-        qk_norm_type: str | None = None,
+        qk_norm_type: Normalization | None = None,
         qk_norm_before_rope: bool = False,
         qkv_bias: bool = False,
         fuse_qkv_params: bool = True,
@@ -132,7 +132,7 @@ class TransformerLayer(ContextParallelModule):
         fuse_wgrad_accumulation: bool = False,
         drop_path_rate: float = 0.0,
         num_gqa_groups: int | None = None,
-        normalization: str = "LayerNorm",
+        normalization: Normalization = "LayerNorm",
         zero_centered_gamma: bool = False,
         activation: ActivationLike = "gelu",
         bias: bool = True,
@@ -292,11 +292,11 @@ class TransformerLayer(ContextParallelModule):
         encoder_lengths: Array | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         rotary_pos_emb: Rotary | None = None,
-        core_attention_bias_type: str = "no_bias",
+        core_attention_bias_type: BiasType = "no_bias",
         core_attention_bias: Array | None = None,
         alibi_slopes: Array | None = None,
-        self_attn_mask_type: str | None = None,
-        enc_dec_attn_mask_type: str | None = None,
+        self_attn_mask_type: MaskType | None = None,
+        enc_dec_attn_mask_type: MaskType | None = None,
         dropout_key: Key | None = None,
         cache: KVCache | WindowKVCache | None = None,
         checkpoint_core_attention: bool = False,
@@ -446,8 +446,8 @@ def _keys(key: Array) -> tuple[Array, ...]:
     return (*jax.random.split(key, 3), *jax.random.split(jax.random.fold_in(key, 1)))
 
 
-def _masks(attention: Any, x: Array, mask: Any, mask_type: str | None) -> MaskArguments:
+def _masks(attention: Any, x: Array, mask: Any, mask_type: MaskType | None) -> MaskArguments:
     """Return the arguments of an attention block that correspond to a call's mask."""
     core = attention.core_attention
-    kind: str = core.attn_mask_type if mask_type is None else mask_type
+    kind: MaskType = core.attn_mask_type if mask_type is None else mask_type
     return read_mask(mask, kind, core.window_size, x.shape[1], of_self=attention.attention_type == "self")

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te._validation import check_axes, check_positive, checked, is_integer, log_hints
-from jax_te.config import TransformerConfig
+from jax_te.config import CpCommType, TransformerConfig
 from jax_te.layers import DotProductAttention, PackedSeqParams, check_tp_group
 from jax_te.layers.attention import arbitrary_mask, merge_heads, padding_pair
 from jax_te.megatron.enums import AttnMaskType
 from jax_te.megatron.sharded_state import sharded_state_dict
 from jax_te.megatron.state_dict import StateDicts
-from jax_te.ops import Window
+from jax_te.ops import BiasType, Window
 from jax_te.typing import Array, Key, NoProcessGroups, TensorGroup, Words
 
 # Megatron-Core's error for another type is a ValueError.
@@ -123,7 +123,7 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
         k_channels: int | None = None,
         v_channels: int | None = None,
         num_splits: int | None = None,
-        cp_comm_type: str | None = "p2p",
+        cp_comm_type: CpCommType | None = "p2p",
         pg_collection: NoProcessGroups = None,
         *,
         cp_load_balanced: bool | None = None,
@@ -171,7 +171,7 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
         *,
         q_lengths: Array | None = None,
         kv_lengths: Array | None = None,
-        core_attention_bias_type: str = "no_bias",
+        core_attention_bias_type: BiasType = "no_bias",
         core_attention_bias: Array | None = None,
         alibi_slopes: Array | None = None,
         dropout_key: Key | None = None,

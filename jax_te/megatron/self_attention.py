@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from flax import nnx
 
 from jax_te._validation import checked
-from jax_te.config import TransformerConfig
+from jax_te.config import CpCommType, TransformerConfig
 from jax_te.layers import MultiheadAttention
 from jax_te.megatron.attention import TEDotProductAttention
 from jax_te.megatron.enums import AttnMaskType
@@ -54,7 +54,7 @@ class SelfAttention(MultiheadAttention, MegatronModule):
         config: TransformerConfig,
         layer_number: int = 1,
         attn_mask_type: AttnMaskType | str = AttnMaskType.causal,
-        cp_comm_type: str | None = None,
+        cp_comm_type: CpCommType | None = None,
         *,
         rngs: nnx.Rngs,
     ):

@@ -10,18 +10,19 @@ from flax import nnx
 
 from jax_te import layers
 from jax_te._validation import check_choice, check_positive, checked
-from jax_te.config import TransformerConfig
+from jax_te.config import CpCommType, TransformerConfig
 from jax_te.megatron.graphable import GraphableMegatronModule
 from jax_te.megatron.mlp import MLP
 from jax_te.megatron.moe import MoELayer
 from jax_te.megatron.norm import TENorm
 from jax_te.megatron.self_attention import SelfAttention
+from jax_te.ops import MaskType
 from jax_te.recipe import autocast
 from jax_te.sharding import constrain
 from jax_te.typing import Array, Key, LogicalAxes
 
 
-def layer_cp_comm_type(config: TransformerConfig, number: int) -> str:
+def layer_cp_comm_type(config: TransformerConfig, number: int) -> CpCommType:
     """Return how layer ``number``, from 0, exchanges keys and values along the mesh's context axis.
 
     >>> config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, cp_comm_type=("a2a", "p2p"))
@@ -145,7 +146,7 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
         self.mlp_norm = TENorm(*norm) if behind else None
         if config.in_high_precision(number):
             layers.keep_in_high_precision(self)
-        self.self_attn_mask_type = self_attn_mask_type
+        self.self_attn_mask_type: Literal["causal", "no_mask", "arbitrary"] = self_attn_mask_type
 
     # The names under which jax_te.layers.TransformerLayer knows the blocks.
     inter_attention = property(lambda self: self.cross_attention)
@@ -199,9 +200,10 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
         Returns:
             The output ``[b, s, h]`` and ``context``, then further results of `jax_te.layers.TransformerLayer`.
         """
-        kind: str = self.self_attn_mask_type
+        kind: MaskType = self.self_attn_mask_type
         if packed_seq_params is not None:
-            kind = {"causal": "padding_causal", "no_mask": "padding"}.get(kind, kind)
+            packed: dict[MaskType, MaskType] = {"causal": "padding_causal", "no_mask": "padding"}
+            kind = packed.get(kind, kind)
         output = layers.TransformerLayer.__call__(
             self,
             hidden_states,

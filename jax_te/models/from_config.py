@@ -17,6 +17,7 @@ from jax_te.megatron import (
     layer_precision,
     recipe_from_config,
 )
+from jax_te.ops import MaskType
 from jax_te.recipe import current_recipe
 
 _NOT_FOLLOWED = {
@@ -43,7 +44,7 @@ def transformer_layer(
     number: int = 0,
     *,
     layer_type: Any = "encoder",
-    self_attn_mask_type: str = "causal",
+    self_attn_mask_type: MaskType = "causal",
     post_norm: bool = False,
     rngs: nnx.Rngs,
 ) -> TransformerLayer:

@@ -285,7 +285,7 @@ X = jnp.ones((2, S, H))
             "rotary_pos_emb and cache are for self-attention",
         ),
         (lambda: MultiheadAttention(H, N, attention_type="both", rngs=nnx.Rngs(0)), "attention_type must be one of"),
-        (lambda: MultiheadAttention(H, N, qk_norm_type="L2", rngs=nnx.Rngs(0)), "normalization must be one of"),
+        (lambda: MultiheadAttention(H, N, qk_norm_type="L2", rngs=nnx.Rngs(0)), "qk_norm_type must be one of"),
         (lambda: TransformerLayer(H, F, N, drop_path_rate=1.0, rngs=nnx.Rngs(0)), "drop_path_rate must be in"),
         (lambda: TransformerLayer(H, F, N, layer_number=0, rngs=nnx.Rngs(0)), "layer_number must be an integer >= 1"),
         (lambda: PackedSeqParams(qkv_format="sbhd", cu_seqlens_q=jnp.arange(2)), "qkv_format 'thd', got 'sbhd'"),

@@ -37,7 +37,8 @@ def run(options: BenchAttention) -> int:
     )
     backend: Any = options.backend  # one of the names that the option allows
     settings = Settings(backend=backend, rounds=options.rounds, calls=options.calls)
-    return show_rows(bench_attention(options.cp_comm_type, sizes, mesh, settings), options.output)
+    kinds: Any = options.cp_comm_type  # names that the option allows
+    return show_rows(bench_attention(kinds, sizes, mesh, settings), options.output)
 
 
 def _check_sizes(options: BenchAttention, groups: int) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from flax import nnx
 
 from jax_te._validation import checked
+from jax_te.config import CpCommType
 from jax_te.layers.attention.core import is_core
 from jax_te.layers.mode import TrainingMode
 from jax_te.typing import Words
@@ -46,7 +47,7 @@ class ContextParallelModule(TrainingMode):
         cp_group: ContextGroup,
         cp_global_ranks: NoRanks = None,
         cp_stream: NoStream = None,
-        cp_comm_type: str = "p2p",
+        cp_comm_type: CpCommType = "p2p",
     ) -> None:
         """Choose how the devices along the mesh's context axis exchange keys and values, in all attention of the layer.
 

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te._validation import check_positive, check_rate, checked, log_hints
+from jax_te.config import CpCommType
 from jax_te.layers.attention.context_parallel import ContextParallelModule
 from jax_te.layers.attention.packed import PackedSeqParams
 from jax_te.layers.attention.qkv import HEAD_AXES
 from jax_te.layers.parameters import constant
 from jax_te.layers.results import layer_output
-from jax_te.ops import ContextParallel, MaskType, SoftmaxType, Window, dot_product_attention
+from jax_te.ops import BiasType, ContextParallel, MaskType, SoftmaxType, Window, dot_product_attention
 from jax_te.ops.attention import QKV, AttentionArrays, normal_window
 from jax_te.remat import ambient_modules
 from jax_te.typing import Array, Key
@@ -113,7 +114,7 @@ class DotProductAttention(ContextParallelModule):
         logit_softcap: float | None = None,
         return_max_logit: bool = False,
         num_splits: int | None = None,
-        cp_comm_type: str = "p2p",
+        cp_comm_type: CpCommType = "p2p",
         hierarchical_context_parallel_sizes: tuple[int, int] | None = None,
         cp_load_balanced: bool = False,
         rngs: nnx.Rngs | None = None,
@@ -131,7 +132,7 @@ class DotProductAttention(ContextParallelModule):
         self.kv_channels = d
         self.v_channels = dv
         self.attention_dropout = attention_dropout
-        self.attn_mask_type = attn_mask_type
+        self.attn_mask_type: MaskType = attn_mask_type
         self.window_size = window_size
         self.softmax_scale = softmax_scale
         self.softmax_type: SoftmaxType = softmax_type
@@ -161,11 +162,11 @@ class DotProductAttention(ContextParallelModule):
         q_lengths: Array | None = None,
         kv_lengths: Array | None = None,
         packed_seq_params: PackedSeqParams | None = None,
-        core_attention_bias_type: str = "no_bias",
+        core_attention_bias_type: BiasType = "no_bias",
         core_attention_bias: Array | None = None,
         alibi_slopes: Array | None = None,
         dropout_key: Key | None = None,
-        attn_mask_type: str | None = None,
+        attn_mask_type: MaskType | None = None,
         window_size: Window | None = None,
         checkpoint_core_attention: bool = False,
         return_max_logit: bool | None = None,
@@ -194,8 +195,8 @@ class DotProductAttention(ContextParallelModule):
             ``y [b, sq, n, dv]`` in the dtype of ``query``; with ``return_max_logit`` the NamedTuple ``(y, max_logit)``,
             the latter fp32 ``[n]``.
         """
-        mask_type: Any = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        bias_type: Any = core_attention_bias_type
+        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        bias_type = core_attention_bias_type
         bias = core_attention_bias
         with_logit = self.return_max_logit if return_max_logit is None else return_max_logit
         if bias_type == "alibi":

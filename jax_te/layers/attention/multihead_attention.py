@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jax_te._validation import check_positive, checked
+from jax_te.config import CpCommType
 from jax_te.layers.attention.context_parallel import ContextParallelModule
 from jax_te.layers.attention.core import AttentionCore, check_core
 from jax_te.layers.attention.dot_product_attention import DotProductAttention, check_heads
@@ -27,11 +28,11 @@ from jax_te.layers.attention.qkv import (
 from jax_te.layers.attention.rotary import Rotary
 from jax_te.layers.layernorm_linear import LayerNormLinear
 from jax_te.layers.linear import Linear
-from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm
+from jax_te.layers.norm import LayerNorm, Normalization, RMSNorm, make_norm
 from jax_te.layers.options import AttentionOptions, CoreCall
 from jax_te.layers.parallel_arguments import set_tensor_parallel_group
 from jax_te.layers.results import layer_output
-from jax_te.ops import MaskType, SoftmaxType, Window
+from jax_te.ops import BiasType, MaskType, SoftmaxType, Window
 from jax_te.ops.attention import normal_window
 from jax_te.sharding import axis_ranks, row_axis
 from jax_te.typing import Array, DTypeLike, Initializer, Key, TensorGroup
@@ -96,22 +97,22 @@ class MultiheadAttention(ContextParallelModule):
         kv_channels: int | None = None,
         attention_dropout: float = 0.1,
         layernorm_epsilon: float = 1e-5,
-        normalization: str = "LayerNorm",
+        normalization: Normalization = "LayerNorm",
         zero_centered_gamma: bool = False,
         input_layernorm: bool = True,
         return_layernorm_output: bool = False,
         attention_type: Literal["self", "cross"] = "self",
-        attn_mask_type: str = "causal",
+        attn_mask_type: MaskType = "causal",
         window_size: Window | None = None,
         softmax_scale: float | None = None,
-        softmax_type: str = "vanilla",
+        softmax_type: SoftmaxType = "vanilla",
         logit_softcap: float | None = None,
         return_max_logit: bool = False,
         num_splits: int | None = None,
-        cp_comm_type: str = "p2p",
+        cp_comm_type: CpCommType = "p2p",
         hierarchical_context_parallel_sizes: tuple[int, int] | None = None,
         cp_load_balanced: bool = False,
-        qk_norm_type: str | None = None,
+        qk_norm_type: Normalization | None = None,
         qk_norm_before_rope: bool = False,
         qkv_bias: bool = False,
         fuse_qkv_params: bool = True,
@@ -147,11 +148,10 @@ class MultiheadAttention(ContextParallelModule):
             hidden_size // num_attention_heads if kv_channels is None else kv_channels,
             num_gqa_groups=num_gqa_groups,
             attention_dropout=attention_dropout,
-            # Casts: the core checks both names.
-            attn_mask_type=cast(MaskType, attn_mask_type),
+            attn_mask_type=attn_mask_type,
             window_size=window_size,
             softmax_scale=softmax_scale,
-            softmax_type=cast(SoftmaxType, softmax_type),
+            softmax_type=softmax_type,
             logit_softcap=logit_softcap,
             return_max_logit=return_max_logit,
             num_splits=num_splits,
@@ -255,10 +255,10 @@ class MultiheadAttention(ContextParallelModule):
         encoder_lengths: Array | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         rotary_pos_emb: Rotary | None = None,
-        core_attention_bias_type: str = "no_bias",
+        core_attention_bias_type: BiasType = "no_bias",
         core_attention_bias: Array | None = None,
         alibi_slopes: Array | None = None,
-        attn_mask_type: str | None = None,
+        attn_mask_type: MaskType | None = None,
         window_size: Window | None = None,
         dropout_key: Key | None = None,
         cache: KVCache | WindowKVCache | None = None,

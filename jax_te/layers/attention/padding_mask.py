@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jax_te._validation import log_once
-from jax_te.ops import Window
+from jax_te.ops import MaskType, Window
 from jax_te.ops.attention import normal_window
 from jax_te.typing import Array
 
@@ -41,7 +41,7 @@ def padding_pair(mask: Any, sq: int, *, of_self: bool) -> tuple[Array, Array]:
     return mask
 
 
-def arbitrary_mask(pair: tuple[Array, Array], mask_type: str, window: Window | None) -> tuple[Array, Window]:
+def arbitrary_mask(pair: tuple[Array, Array], mask_type: MaskType, window: Window | None) -> tuple[Array, Window]:
     """Return a mask and window for type ``"arbitrary"`` that are equivalent to the padding type ``mask_type``.
 
     Raises:
@@ -66,11 +66,11 @@ class MaskArguments(NamedTuple):
     """Arguments of a call of `MultiheadAttention` that say what is masked out."""
 
     attention_mask: Array | None
-    attn_mask_type: str | None
+    attn_mask_type: MaskType | None
     window_size: Window | None = None
 
 
-def read_mask(mask: Any, mask_type: str, window: Window | None, sq: int, *, of_self: bool) -> MaskArguments:
+def read_mask(mask: Any, mask_type: MaskType, window: Window | None, sq: int, *, of_self: bool) -> MaskArguments:
     """Return the arguments of `MultiheadAttention` for a mask under any mask type, as Transformer Engine reads it.
 
     ``"arbitrary"`` uses it as it is, the padding types read the padding tokens from it, and the others ignore it and

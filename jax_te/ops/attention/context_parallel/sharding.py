@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from jax_te._validation import check_annotations, check_choice
-from jax_te.config import CP_COMM_TYPES
+from jax_te.config import CP_COMM_TYPES, CpCommType
 from jax_te.ops.attention.spec import AttentionSpec, MaskType
 from jax_te.sharding import MeshAxes, ShardingRules, free_axes, mesh_dims
 from jax_te.typing import LogicalAxes
@@ -38,7 +38,7 @@ class ContextParallel:
     False
     """
 
-    cp_comm_type: str = "p2p"
+    cp_comm_type: CpCommType = "p2p"
     hierarchical_context_parallel_sizes: tuple[int, int] | None = None
     cp_load_balanced: bool = False
 
