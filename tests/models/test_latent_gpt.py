@@ -8,7 +8,7 @@ from flax import nnx
 
 from jax_te.config import LatentAttentionOptions, TransformerConfig
 from jax_te.layers import MultiLatentAttention
-from jax_te.models import GPTModel, RotaryPositions
+from jax_te.models import GPTModel, MegatronGPTModel, RotaryPositions
 
 SIZES = LatentAttentionOptions(q_lora_rank=16, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=8, v_head_dim=16)
 # 36 / 8 heads is no head size: the latents' sizes say what heads have.
@@ -18,9 +18,7 @@ CONFIG = {"num_layers": 2, "hidden_size": 36, "num_attention_heads": 8, "normali
 def build() -> GPTModel:
     config = TransformerConfig(**CONFIG, add_bias_linear=False, latent_attention=SIZES, init_method_std=0.2)
     rotary = RotaryPositions(interleaved=True)
-    return GPTModel(
-        config, vocab_size=50, max_sequence_length=16, position_embedding_type=rotary, rngs=nnx.Rngs(0)
-    )
+    return GPTModel(config, vocab_size=50, max_sequence_length=16, position_embedding_type=rotary, rngs=nnx.Rngs(0))
 
 
 def test_decoding_is_the_full_forward() -> None:
@@ -45,3 +43,9 @@ def test_gradients_reach_every_parameter() -> None:
 def test_options_of_other_attention_are_refused(option: dict) -> None:
     with pytest.raises(ValueError, match="latent_attention is set"):
         TransformerConfig(**CONFIG, latent_attention=SIZES, **option)
+
+
+def test_layers_of_megatrons_names_refuse_it() -> None:
+    config = TransformerConfig(**CONFIG, latent_attention=SIZES)
+    with pytest.raises(ValueError, match="latent_attention"):
+        MegatronGPTModel(config, transformer_layer_spec=None, vocab_size=50, max_sequence_length=16, rngs=nnx.Rngs(0))

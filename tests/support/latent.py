@@ -1,4 +1,4 @@
-"""Multi-latent attention in NumPy and fp64, after Megatron's ``MLASelfAttention``. Nothing here is taken from jax_te."""
+"""Multi-latent attention in NumPy and fp64, after Megatron's ``MLASelfAttention``; nothing is taken from jax_te."""
 
 from __future__ import annotations
 

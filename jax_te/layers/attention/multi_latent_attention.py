@@ -176,9 +176,7 @@ class MultiLatentAttention(MultiheadAttention):
             self.q_down = down(rank)
             self.q_up = up(rank, channels, normalized=latent.latent_layernorm)
         self.kv_down = down(latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
-        self.kv_up = up(
-            latent.kv_lora_rank, latent.qk_head_dim + latent.v_head_dim, normalized=latent.latent_layernorm
-        )
+        self.kv_up = up(latent.kv_lora_rank, latent.qk_head_dim + latent.v_head_dim, normalized=latent.latent_layernorm)
         self.proj = Linear(
             n * latent.v_head_dim,
             hidden_size,

@@ -12,7 +12,7 @@ from flax import nnx
 
 from jax_te import autocast, value_and_grad
 from jax_te.config import LatentAttentionOptions, ParallelConfig
-from jax_te.layers import MultiLatentAttention, TransformerLayer, YarnScaling, init_kv_cache, rotary_embedding
+from jax_te.layers import MultiLatentAttention, TransformerLayer, YarnScaling, clip_qk, init_kv_cache, rotary_embedding
 from jax_te.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -99,9 +99,7 @@ def test_decoding_from_latents_is_the_full_forward(kind: str) -> None:
     assert cache.k.shape[-1] + cache.v.shape[-1] == 32
     # A prompt of several tokens, then one at a time.
     for start, stop in ((0, 3), *((i, i + 1) for i in range(3, S))):
-        part, cache = layer(
-            x[:, start:stop], rotary_pos_emb=angles(jnp.arange(start, stop), 16), cache=cache
-        )
+        part, cache = layer(x[:, start:stop], rotary_pos_emb=angles(jnp.arange(start, stop), 16), cache=cache)
         parts.append(part)
     np.testing.assert_allclose(jnp.concatenate(parts, axis=1), full, rtol=1e-4, atol=1e-5 * float(jnp.abs(full).max()))
 
@@ -190,3 +188,13 @@ def test_a_layer_takes_no_option_of_other_attention() -> None:
     for option in ({"num_gqa_groups": 2}, {"qk_norm_type": "RMSNorm"}, {"layer_type": "decoder"}):
         with pytest.raises(ValueError, match="latent attention"):
             TransformerLayer(32, 64, N, latent=sizes_of(), **option, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("rank", [16, None])
+def test_clipped_logits_meet_the_threshold(rank: int | None) -> None:
+    layer, x = build(sizes_of(q_lora_rank=rank), return_max_logit=True), inputs()
+    rotary = angles(jnp.arange(S), 16)
+    _, before = layer(x, rotary_pos_emb=rotary)
+    threshold = float(jnp.sort(before)[1])  # two heads exceed it
+    _, after = clip_qk(layer, before, threshold=threshold, alpha=0.3)(x, rotary_pos_emb=rotary)
+    np.testing.assert_allclose(after, jnp.minimum(before, threshold), rtol=1e-5)
