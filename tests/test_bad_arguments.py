@@ -45,7 +45,7 @@ from jax_te import (
     training,
 )
 from jax_te._validation import brief, checked
-from jax_te.config import ModelParallelConfig, TransformerConfig
+from jax_te.config import LatentAttentionOptions, ModelParallelConfig, TransformerConfig
 from jax_te.recipe import DelayedScaling
 from tests.support.bad_values import HUGE, NAN, VALUES, allows, calls_of
 from tests.support.numerics import NO_DROPOUT, without_type_checker
@@ -61,6 +61,7 @@ OF_EXPERTS = TransformerConfig(
     **SIZES, num_moe_experts=4, add_bias_linear=False, moe_shared_expert_intermediate_size=16
 )
 QUERIES = jnp.ones((1, 4, 2, 8))
+LATENT = LatentAttentionOptions(kv_lora_rank=16, qk_head_dim=16, qk_pos_emb_head_dim=16, v_head_dim=16)
 LINEAR = layers.Linear(16, 16, rngs=nnx.Rngs(0))
 GROUPED = layers.GroupedLinear(2, 16, 16, rngs=nnx.Rngs(0))
 TOKENS, MATCH = np.arange(16, dtype=np.uint8), megatron.MatchContext("proj")
@@ -80,6 +81,7 @@ CONSTRUCTORS: dict[Any, dict[str, Any]] = {
     layers.Embedding: {"num_embeddings": 16, "hidden_size": 16},
     layers.DotProductAttention: {"num_attention_heads": 1, "kv_channels": 16},
     layers.MultiheadAttention: {"hidden_size": 16, "num_attention_heads": 1},
+    layers.MultiLatentAttention: {"hidden_size": 16, "num_attention_heads": 1, "latent": LATENT},
     layers.TransformerLayer: {"hidden_size": 16, "ffn_hidden_size": 16, "num_attention_heads": 1},
     layers.LoRA: {"base": LINEAR, "rank": 2},
     layers.RelativePositionBias: {"num_attention_heads": 2},

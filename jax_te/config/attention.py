@@ -2,16 +2,56 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from jax_te._validation import check_annotations, check_choice, is_integer, log_hints
+from jax_te._validation import check_annotations, check_choice, check_positive, is_integer, log_hints
 
 CpCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 """Exchanges of keys and values between devices that share a sequence, in Transformer Engine's words."""
 
 CP_COMM_TYPES: tuple[CpCommType, ...] = get_args(CpCommType)
 """Ways to exchange keys and values under context parallelism."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionOptions:
+    """Sizes of multi-latent attention: of the latents, from which queries, keys and values are computed, and of heads.
+
+    Args:
+        q_lora_rank: size of the queries' latent. None: queries are projected from the input.
+        kv_lora_rank: size of the latent of keys and values.
+        qk_head_dim: size of a head's part of queries and keys that is not rotated.
+        qk_pos_emb_head_dim: size of the part that is rotated, whose key all heads share.
+        v_head_dim: size of a head of values.
+        latent_layernorm: whether to normalize both latents.
+
+    Raises:
+        TypeError: for a field of another type.
+        ValueError: for a size that is not positive.
+
+    Source: ``MLATransformerConfig`` of Megatron-Core; DeepSeek-AI 2024, "DeepSeek-V2".
+
+    >>> LatentAttentionOptions(q_lora_rank=None).head_channels
+    192
+    """
+
+    q_lora_rank: int | None = 512
+    kv_lora_rank: int = 512
+    qk_head_dim: int = 128
+    qk_pos_emb_head_dim: int = 64
+    v_head_dim: int = 128
+    latent_layernorm: bool = True
+
+    def __post_init__(self) -> None:
+        check_annotations(self, LatentAttentionOptions)
+        sizes = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "latent_layernorm"}
+        check_positive(**{name: size for name, size in sizes.items() if size is not None})
+
+    @property
+    def head_channels(self) -> int:
+        """Size of a head of queries and keys."""
+        return self.qk_head_dim + self.qk_pos_emb_head_dim
 
 
 @dataclass(frozen=True, kw_only=True)

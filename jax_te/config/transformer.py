@@ -16,7 +16,7 @@ from jax_te._validation import (
     is_integer,
 )
 from jax_te.config.activation import ActivationLike, LimitedFunction, activation_parts, named_activation
-from jax_te.config.attention import AttentionConfig
+from jax_te.config.attention import AttentionConfig, LatentAttentionOptions
 from jax_te.config.cuda_graph import CudaGraphConfig
 from jax_te.config.experts import ExpertsConfig
 from jax_te.config.initializers import FilledInit
@@ -49,6 +49,8 @@ class TransformerConfig(
         num_query_groups: key/value heads ``g``; must divide ``n``. None: ``n`` (multi-head attention).
         ffn_hidden_size: ``f``. None: ``4 h``.
         kv_channels: size ``d`` of a head. None: ``h / n``.
+        latent_attention: sizes of multi-latent attention in all layers, which then has no key/value groups, biases and
+            norms of heads. None: multi-head attention.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         layernorm_epsilon: constant added to the variance.
         layernorm_zero_centered_gamma: whether to store the norm's scale as an offset from 1.
@@ -89,6 +91,7 @@ class TransformerConfig(
     num_query_groups: int | None = None
     ffn_hidden_size: int | None = None
     kv_channels: int | None = None
+    latent_attention: LatentAttentionOptions | None = None
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     layernorm_epsilon: float = 1e-5
     layernorm_zero_centered_gamma: bool = False
@@ -129,6 +132,9 @@ class TransformerConfig(
         groups, ffn, channels = self.num_query_groups, self.ffn_hidden_size, self.kv_channels
         groups = self.num_attention_heads if groups is None else groups
         ffn = 4 * self.hidden_size if ffn is None else ffn
+        if self.latent_attention is not None:
+            self._check_latent(groups)
+            channels = self.latent_attention.head_channels
         if channels is None:
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
@@ -164,6 +170,15 @@ class TransformerConfig(
         self._fill_initializers()
         compute = self.params_dtype if self.compute_dtype is None else self.compute_dtype
         fill(self, "compute_dtype", float_dtype("compute_dtype", compute))
+
+    def _check_latent(self, groups: int) -> None:
+        heads = {"num_query_groups": groups != self.num_attention_heads, "add_qkv_bias": self.add_qkv_bias}
+        for name in [name for name, given in (heads | {"qk_layernorm": self.qk_layernorm}).items() if given]:
+            raise ValueError(
+                f"{name}={getattr(self, name)!r} is for multi-head attention, and latent_attention is set, whose heads "
+                "have keys and values of their own and whose norms are those of latents (latent_layernorm); leave it "
+                "out"
+            )
 
     def _fill_recompute(self) -> None:
         if not self.moe_layer_recompute:

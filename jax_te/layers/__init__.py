@@ -4,6 +4,7 @@ from jax_te.config import normal_init, scaled_normal_init
 from jax_te.layers.attention.core import AttentionCore
 from jax_te.layers.attention.dot_product_attention import DotProductAttention, alibi_slopes
 from jax_te.layers.attention.kv_cache import KVCache, WindowKVCache, init_kv_cache, init_window_kv_cache
+from jax_te.layers.attention.multi_latent_attention import MultiLatentAttention
 from jax_te.layers.attention.multihead_attention import MultiheadAttention
 from jax_te.layers.attention.packed import PackedSeqParams
 from jax_te.layers.attention.qk_clip import clip_qk
@@ -87,6 +88,7 @@ __all__ = [
     "Llama3Scaling",
     "LoRA",
     "MoE",
+    "MultiLatentAttention",
     "MultiheadAttention",
     "PackedSeqParams",
     "QuantizableModule",

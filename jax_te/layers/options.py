@@ -60,6 +60,34 @@ class AttentionOptions:
         """Return the options as keywords of the constructor."""
         return dict(vars(self))
 
+    def latent_keywords(self) -> dict[str, Any]:
+        """Return the options as keywords of `MultiLatentAttention`.
+
+        Raises:
+            ValueError: for an option that it does not have.
+        """
+        given = self.keywords()
+        for name, default in _NOT_LATENT.items():
+            value = given.pop(name)
+            if value != default:
+                raise ValueError(
+                    f"{name}={value!r} does not go with latent attention, whose heads have the sizes and norms of "
+                    "LatentAttentionOptions; leave it out"
+                )
+        return given
+
+
+_NOT_LATENT = {
+    "num_gqa_groups": None,
+    "kv_channels": None,
+    "attention_type": "self",
+    "qk_norm_type": None,
+    "qk_norm_before_rope": False,
+    "qkv_bias": False,
+    "fuse_qkv_params": True,
+}
+"""Options of `MultiheadAttention` alone -> their defaults."""
+
 
 class CoreCall(NamedTuple):
     """Arguments of one call of `DotProductAttention`, apart from queries, keys and values."""

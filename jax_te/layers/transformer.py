@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te._validation import check_positive, check_rate, checked, log_hints
-from jax_te.config import ActivationLike, CpCommType, MoEOptions
+from jax_te.config import ActivationLike, CpCommType, LatentAttentionOptions, MoEOptions
 from jax_te.layers.attention.context_parallel import ContextParallelModule
 from jax_te.layers.attention.kv_cache import KVCache, WindowKVCache
+from jax_te.layers.attention.multi_latent_attention import MultiLatentAttention
 from jax_te.layers.attention.multihead_attention import MultiheadAttention
 from jax_te.layers.attention.packed import PackedSeqParams
 from jax_te.layers.attention.padding_mask import MaskArguments, read_mask
@@ -69,6 +70,8 @@ class TransformerLayer(ContextParallelModule):
         tp_group, tp_size, fuse_wgrad_accumulation: options of all projections, see `Linear`.
         drop_path_rate: probability with which an example skips a block.
         num_gqa_groups: key/value heads ``g``. None: ``n``.
+        latent: sizes of a `MultiLatentAttention` in place of the `MultiheadAttention` for self-attention; not for a
+            decoder. None: there is none.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         zero_centered_gamma: whether to store the norms' scales as offsets from 1.
         activation: a key of `jax_te.config.ACTIVATIONS`, or a function, see `LayerNormMLP`.
@@ -132,6 +135,7 @@ class TransformerLayer(ContextParallelModule):
         fuse_wgrad_accumulation: bool = False,
         drop_path_rate: float = 0.0,
         num_gqa_groups: int | None = None,
+        latent: LatentAttentionOptions | None = None,
         normalization: Normalization = "LayerNorm",
         zero_centered_gamma: bool = False,
         activation: ActivationLike = "gelu",
@@ -206,8 +210,20 @@ class TransformerLayer(ContextParallelModule):
         def make_attention(options: AttentionOptions) -> MultiheadAttention:
             return MultiheadAttention(hidden_size, num_attention_heads, **options.keywords(), rngs=rngs)
 
+        def make_self_attention() -> MultiheadAttention:
+            if latent is None:
+                return make_attention(of_self)
+            if decodes:
+                raise ValueError(
+                    "latent attention is self-attention alone, and layer_type='decoder' has cross-attention, too; "
+                    "leave one out"
+                )
+            return MultiLatentAttention(
+                hidden_size, num_attention_heads, latent, **of_self.latent_keywords(), rngs=rngs
+            )
+
         # Attention is created before the feed-forward block, and self-attention first: each draws keys from ``rngs``.
-        self.self_attention = make_attention(of_self)
+        self.self_attention = make_self_attention()
         self.inter_attention = make_attention(of_cross) if decodes else None
 
         def make_norm_here() -> LayerNorm | RMSNorm:

@@ -93,6 +93,16 @@ class MoE(LinenModule, nnx_class=layers.MoE, init=False):
     """
 
 
+class MultiLatentAttention(LinenModule, nnx_class=layers.MultiLatentAttention, init=False):
+    """
+    >>> from jax_te.config import LatentAttentionOptions
+    >>> sizes = LatentAttentionOptions(q_lora_rank=16, kv_lora_rank=16, qk_head_dim=16, v_head_dim=16)
+    >>> layer, x = MultiLatentAttention(32, 4, sizes), jnp.ones((2, 8, 32))
+    >>> layer.apply(layer.init(jax.random.key(0), x), x, rngs={"dropout": jax.random.key(1)}).shape
+    (2, 8, 32)
+    """
+
+
 class MultiheadAttention(LinenModule, nnx_class=layers.MultiheadAttention, init=False):
     """
     >>> layer, x = MultiheadAttention(32, 4), jnp.ones((2, 8, 32))

@@ -58,6 +58,11 @@ class SelfAttention(MultiheadAttention, MegatronModule):
         *,
         rngs: nnx.Rngs,
     ):
+        if config.latent_attention is not None:
+            raise ValueError(
+                "jax_te.megatron.SelfAttention is multi-head attention, and the config has latent_attention; "
+                "jax_te.models.GPTModel and jax_te.layers.MultiLatentAttention follow it"
+            )
         MegatronModule.__init__(self, config)
         # MultiheadAttention's names of these options.
         self.attention_type = "self"

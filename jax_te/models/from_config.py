@@ -68,6 +68,7 @@ def transformer_layer(
     if number < 0:
         raise ValueError(f"number must be that of a layer, from 0, got {number}")
     forced = config.moe_router_force_load_balancing or config.moe_router_force_biased is not None
+    latent = config.latent_attention
     windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number + 1)
     with layer_precision(config, number):
         layer = TransformerLayer(
@@ -85,7 +86,7 @@ def transformer_layer(
             output_layernorm=post_norm,
             block_output_layernorm=config.block_output_layernorm,
             layer_type=layer_type,
-            kv_channels=config.kv_channels,
+            kv_channels=config.kv_channels if latent is None else None,
             self_attn_mask_type=self_attn_mask_type,
             window_size=config.window_size if windowed else None,
             softmax_scale=config.softmax_scale,
@@ -95,12 +96,13 @@ def transformer_layer(
             hierarchical_context_parallel_sizes=config.hierarchical_context_parallel_sizes,
             cp_load_balanced=config.cp_load_balanced,
             qk_norm_type=config.normalization if config.qk_layernorm else None,
-            qk_norm_before_rope=True,  # Megatron's order; Transformer Engine's default is the other one
+            qk_norm_before_rope=latent is None,  # Megatron's order; Transformer Engine's default is the other one
             qkv_bias=config.add_qkv_bias,
             sequence_parallel=config.sequence_parallel,
             tp_size=config.tensor_model_parallel_size,
             fuse_wgrad_accumulation=config.gradient_accumulation_fusion,
-            num_gqa_groups=config.num_query_groups,
+            num_gqa_groups=config.num_query_groups if latent is None else None,
+            latent=latent,
             normalization=config.normalization,
             zero_centered_gamma=config.layernorm_zero_centered_gamma,
             activation=config.limited_activation,

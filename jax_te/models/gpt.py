@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -254,11 +255,8 @@ class GPTModel(LanguageModel):
         """
         if max_len > self.max_sequence_length:
             raise ValueError(f"max_len {max_len} exceeds the model's max_sequence_length {self.max_sequence_length}")
-        core = self.layers[0].self_attention.core_attention
-        return tuple(
-            init_kv_cache(batch, max_len, core.num_gqa_groups, core.kv_channels, self.compute_dtype)
-            for _ in self.layers
-        )
+        heads = self.layers[0].self_attention.cached_heads
+        return tuple(init_kv_cache(batch, max_len, *heads, self.compute_dtype) for _ in self.layers)
 
     def _check(self, tokens: Array, positions: Array | None) -> None:
         check_tokens(tokens, self.max_sequence_length)
@@ -269,11 +267,12 @@ class GPTModel(LanguageModel):
         rotary = self.rotary
         if rotary is None:
             return None
-        d = self.layers[0].self_attention.core_attention.kv_channels
-        angles = rotary_embedding(positions, d, rotary.base, rotary_percent=rotary.percent, scaling=rotary.scaling)
+        d = self.layers[0].self_attention.rotary_channels
+        options: dict[str, Any] = {"rotary_percent": rotary.percent, "interleaved": rotary.interleaved}
+        angles = rotary_embedding(positions, d, rotary.base, **options, scaling=rotary.scaling)
         if rotary.window_base is None:
             return angles
-        return angles, rotary_embedding(positions, d, rotary.window_base, rotary_percent=rotary.percent)
+        return angles, rotary_embedding(positions, d, rotary.window_base, **options)
 
     def _hidden(self, tokens: Array, positions: Array | None, dropout_key: Key | None) -> Array:
         """Return the head's input ``[b, s, h]``, in `model_order`."""

@@ -118,6 +118,9 @@ class RotaryPositions:
         window_base: base in the layers that attend in a window, where nothing is scaled. Gemma 3 has ``10000.0`` beside
             a ``base`` of ``1000000.0``. None: those layers are as the others.
 
+        interleaved: whether neighbouring features form a pair, as in DeepSeek's latent attention, see
+            `rotary_embedding`.
+
     >>> RotaryPositions(base=500000.0).percent
     1.0
     """
@@ -126,6 +129,7 @@ class RotaryPositions:
     percent: float = 1.0
     scaling: RotaryScaling | None = None
     window_base: float | None = None
+    interleaved: bool = False
 
 
 @checked

@@ -145,9 +145,15 @@ def _check_new(old_k: Array, old_v: Array, k: Array, v: Array) -> None:
 
 @checked
 def init_kv_cache(
-    batch: int, max_len: int, num_gqa_groups: int, kv_channels: int, dtype: DTypeLike = jnp.float32
+    batch: int, max_len: int, num_gqa_groups: int, kv_channels: int | tuple[int, int], dtype: DTypeLike = jnp.float32
 ) -> KVCache:
     """Return an empty cache for ``max_len`` tokens of ``batch`` sequences, with ``g`` key/value heads of size ``d``.
+
+    Args:
+        batch, max_len: numbers of sequences and of tokens.
+        num_gqa_groups: ``g``.
+        kv_channels: ``d``, or ``(d, dv)`` if values have another size than keys.
+        dtype: dtype of keys and values.
 
     Raises:
         ValueError: for a size that is not positive or an unknown dtype.
@@ -155,11 +161,13 @@ def init_kv_cache(
     >>> init_kv_cache(2, 8, 4, 16, jnp.bfloat16).k.shape
     (2, 8, 4, 16)
     """
-    check_positive(batch=batch, max_len=max_len, num_gqa_groups=num_gqa_groups, kv_channels=kv_channels)
-    shape = (batch, max_len, num_gqa_groups, kv_channels)
+    sizes = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
+    check_positive(batch=batch, max_len=max_len, num_gqa_groups=num_gqa_groups)
+    check_positive(kv_channels=sizes[0], v_channels=sizes[1])
+    shape = (batch, max_len, num_gqa_groups)
     dtype = float_dtype("dtype", dtype)
     # Two separate arrays: a jitted step may donate its cache, and a buffer can be donated only once.
-    k, v = (constrain(jnp.zeros(shape, dtype), _AXES) for _ in range(2))
+    k, v = (constrain(jnp.zeros((*shape, size), dtype), _AXES) for size in sizes)
     return KVCache(k=k, v=v, length=jnp.zeros((), jnp.int32))
 
 

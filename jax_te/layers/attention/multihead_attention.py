@@ -292,7 +292,7 @@ class MultiheadAttention(ContextParallelModule):
             ``y [b, s, h]``, or a NamedTuple of ``y`` and those of the following that apply, in this order: ``bias``, of
             the output projection; ``layernorm_output [b, s, h]``; ``max_logit [n]``; ``cache``, with ``x`` appended.
         """
-        core = self.core_attention
+        core: Any = self.core_attention
         check_core(core)
         if self.attention_type == "self":
             q_lengths, kv_lengths = None, sequence_lengths
@@ -320,7 +320,7 @@ class MultiheadAttention(ContextParallelModule):
             if cache is not None:
                 query, key, value = operands
                 cache = cache.append(key, value)
-                operands = query, cache.k, cache.v
+                core, operands = self._cached(query, cache)
                 mask_type, masks = cache.masks(*x.shape[:2])
                 # The ring buffer's mask selects the keys in the window, because slots are not ordered by position.
                 window = (-1, -1) if isinstance(cache, WindowKVCache) else call.window_size
@@ -342,6 +342,7 @@ class MultiheadAttention(ContextParallelModule):
             )
             with_logit = core.return_max_logit if return_max_logit is None else return_max_logit
             context, *max_logit = attended if with_logit else (attended,)
+            context = context if cache is None else self._of_cache(context)
             projected: Any = self.proj(merge_heads(context), is_first_microbatch=is_first_microbatch)
             y, *bias = projected if isinstance(projected, tuple) else (projected,)
         extra: dict[str, Any] = {}
@@ -434,6 +435,25 @@ class MultiheadAttention(ContextParallelModule):
         if not self.qk_norm_before_rope:
             q, k = self._normalize(q, k)
         return (q, k, v), normed
+
+    def _cached(self, query: Array, cache: KVCache | WindowKVCache) -> tuple[Any, tuple[Array, ...]]:
+        """Return the core for a call with a cache, and its operands."""
+        return self.core_attention, (query, cache.k, cache.v)
+
+    def _of_cache(self, context: Array) -> Array:
+        """Return the heads' results ``[b, s, n, dv]`` of what the core gives with a cache."""
+        return context
+
+    @property
+    def rotary_channels(self) -> int:
+        """Head size of the layer's ``rotary_pos_emb``."""
+        return self.core_attention.kv_channels
+
+    @property
+    def cached_heads(self) -> tuple[int, tuple[int, int]]:
+        """Number of heads that a cache of the layer has, and their sizes of keys and values, see `init_kv_cache`."""
+        core = self.core_attention
+        return core.num_gqa_groups, (core.kv_channels, core.kv_channels)
 
     def _normalize(self, q: Array, k: Array) -> tuple[Array, Array]:
         if self.q_norm is None or self.k_norm is None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 
 from jax_te._validation import checked
+from jax_te.layers.attention.multi_latent_attention import MultiLatentAttention
 from jax_te.layers.attention.multihead_attention import MultiheadAttention
 from jax_te.layers.kernel_cache import drop_cached_kernels
 from jax_te.layers.linear import Linear
@@ -24,7 +27,8 @@ def clip_qk(
     may run under jit. The fp32 masters of `jax_te.training` follow at the next update.
 
     Args:
-        attention: self-attention layer; it is changed in place.
+        attention: self-attention layer; it is changed in place. In a `MultiLatentAttention` every head is a group; the
+            rotated part of its queries, whose key all heads share, is multiplied by ``eta``.
         max_logit: fp32 ``[n]``, as calls with ``return_max_logit`` return it; the maximum over calls since the last
             clipping.
         threshold: max logit above which kernels are scaled down.
@@ -50,6 +54,10 @@ def clip_qk(
     """
     _check(attention, max_logit, threshold, alpha)
     core = attention.core_attention
+    if isinstance(attention, MultiLatentAttention):
+        _clip_latent(attention, max_logit, threshold, alpha)
+        drop_cached_kernels(attention)  # they were made from the old values
+        return attention
     r = core.num_attention_heads // core.num_gqa_groups
     # The heads of a group share one key kernel, so the group is scaled by the factor of its max logit.
     group_max = jnp.max(max_logit.reshape(core.num_gqa_groups, r), axis=1)
@@ -58,23 +66,53 @@ def clip_qk(
     factor = jnp.repeat(by_component, core.kv_channels, axis=1)  # [r + 2, g·d]
     for variable in (attention.qkv.kernel, attention.qkv.bias):
         if variable is not None:
-            value = variable.get_value()
-            if isinstance(value, QuantizedKernel):
-                raise ValueError(
-                    "the kernel is stored quantized; clip before quantize_parameters, or without fp8_param"
-                )
-            # In fp32: a factor rounded to bf16 would leave the logits up to 0.4 % above the threshold.
-            scaled = value.astype(jnp.float32) * factor.reshape((1,) * (value.ndim - 2) + factor.shape)
-            variable.set_value(scaled.astype(value.dtype))
+            _scale(variable, factor)
     drop_cached_kernels(attention)  # they were made from the old values
     return attention
+
+
+def _clip_latent(attention: MultiLatentAttention, max_logit: Array, threshold: float, alpha: float) -> None:
+    """Scale the kernels from the latents to queries and keys, by head."""
+    latent = attention.latent
+    eta = jnp.where(max_logit > threshold, threshold / max_logit, jnp.ones((), jnp.float32))[:, None]
+
+    def of_parts(*parts: tuple[Array, int]) -> Array:
+        return jnp.concatenate([jnp.repeat(factor, size, axis=1) for factor, size in parts], axis=1).reshape(-1)
+
+    # The rotated key is shared by all heads, so that the rotated part of queries takes the whole factor.
+    of_queries = of_parts((eta**alpha, latent.qk_head_dim), (eta, latent.qk_pos_emb_head_dim))
+    of_values = of_parts((eta ** (1.0 - alpha), latent.qk_head_dim), (jnp.ones_like(eta), latent.v_head_dim))
+    queries: Any = attention.query if latent.q_lora_rank is None else attention.q_up
+    keys: Any = attention.kv_up
+    # Both are looked at before one is changed.
+    if any(isinstance(layer.kernel.get_value(), QuantizedKernel) for layer in (queries, keys)):
+        raise ValueError(_STORED)
+    _scale(queries.kernel, of_queries)
+    _scale(keys.kernel, of_values)
+
+
+_STORED = "the kernel is stored quantized; clip before quantize_parameters, or without fp8_param"
+
+
+def _scale(variable: Any, factor: Array) -> None:
+    """Multiply a kernel or bias by a factor for each of its outputs."""
+    value = variable.get_value()
+    if isinstance(value, QuantizedKernel):
+        raise ValueError(_STORED)
+    # In fp32: a factor rounded to bf16 would leave the logits up to 0.4 % above the threshold.
+    scaled = value.astype(jnp.float32) * factor.reshape((1,) * (value.ndim - factor.ndim) + factor.shape)
+    variable.set_value(scaled.astype(value.dtype))
 
 
 def _check(attention: MultiheadAttention, max_logit: Array, threshold: float, alpha: float) -> None:
     """Raise `clip_qk`'s ValueErrors."""
     core = attention.core_attention
     fused = attention.attention_type == "self" and attention.fuse_qkv_params
-    if not fused or not isinstance(attention.qkv, Linear):
+    if isinstance(attention, MultiLatentAttention):
+        layers = attention.query if attention.latent.q_lora_rank is None else attention.q_up, attention.kv_up
+        if not all(isinstance(layer, Linear) for layer in layers):
+            raise ValueError("clip_qk scales the kernels to queries and keys, and one has an adapter; merge it first")
+    elif not fused or not isinstance(attention.qkv, Linear):
         raise ValueError("clip_qk takes self-attention with one fused kernel, fuse_qkv_params=True")
     if attention.q_norm is not None:
         raise ValueError("queries and keys are normalized (qk_norm_type): scaling their kernels changes no logit")

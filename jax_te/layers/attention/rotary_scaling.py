@@ -135,6 +135,11 @@ class YarnScaling:
         over, under = (0.1 * scale * math.log(self.factor) + 1.0 for scale in (self.mscale, self.mscale_all_dim))
         return over / under
 
+    @property
+    def score_factor(self) -> float:
+        """Factor ``m(mscale_all_dim)**2`` of multi-latent attention's ``softmax_scale``, as in DeepSeek's models."""
+        return (0.1 * self.mscale_all_dim * math.log(self.factor) + 1.0) ** 2
+
     @checked
     def stretch(self, frequency: np.ndarray, base: float) -> np.ndarray:
         """Return the scaled form of ``frequency [d/2]``, a geometric series that begins with 1."""
