@@ -10,7 +10,6 @@ from pathlib import Path
 from types import ModuleType
 
 from flax import nnx
-from sphinx import addnodes
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.inspect import signature, stringify_signature
 
@@ -226,14 +225,6 @@ def find_public_name(app, env, node, contnode):
     )
 
 
-def keep_module(app, doctree):
-    """Give names in types of attributes the module of their page, by which a name of two modules is that of its own."""
-    for described in doctree.findall(addnodes.desc_signature):
-        for reference in described.findall(addnodes.pending_xref):
-            if reference.get("refdomain") == "py":
-                reference.setdefault("py:module", described.get("module"))
-
-
 def write_signature(app, what, name, obj, options, arguments, returned):
     """As in the source: an NNX module's arguments (its metaclass takes ``*args, **kwargs``), and names of types."""
     if what == "class" and issubclass(obj, nnx.Module):
@@ -281,7 +272,6 @@ def setup(app):
     write_api_pages()
     write_command_pages()
     write_error_index()
-    app.connect("doctree-read", keep_module)
     app.connect("missing-reference", find_public_name)
     app.connect("autodoc-process-signature", write_signature)
     app.connect("html-page-context", make_reachable, priority=900)  # after the theme has wrapped tables
