@@ -235,8 +235,15 @@ def write_signature(app, what, name, obj, options, arguments, returned):
     arguments, returned = (
         re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", text or "") for text in (arguments, returned)
     )
-    arguments = re.sub(r"Annotated\[(.+?), (?:Words|\w+)\(.*?\)\]", r"\1", arguments)  # what checks say about a type
-    return re.sub(r"<class 'jax\.numpy\.(\w+)'>", r"jnp.\1", arguments), returned or None
+    arguments = re.sub(
+        r"(?:~typing\.)?Annotated\[(.+?), (?:Words|\w+)\(.*?\)\]", r"\1", arguments
+    )  # what checks say about a type
+    arguments = re.sub(r"<class 'jax\.numpy\.(\w+)'>", r"jnp.\1", arguments)
+    # Linen's layers have the names of NNX's ones, and annotations without a module.
+    layers = importlib.import_module("jax_te.linen").__all__ if name.startswith("jax_te.linen.") else ()
+    for layer in layers:
+        arguments = re.sub(rf"(?<![\w.])(?={layer}\b)", "~jax_te.linen.", arguments)
+    return arguments, returned or None
 
 
 def join_wrapped_names(app, what, name, obj, options, lines):

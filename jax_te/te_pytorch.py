@@ -1,7 +1,13 @@
-"""The functions of `transformer_engine.pytorch`, and its calling conventions where `jax_te`'s differ.
+"""Layers and functions of `transformer_engine.pytorch`: those of `jax_te`, with its names and its order of arguments.
 
-``import jax_te.te_pytorch as te`` replaces ``import transformer_engine.pytorch as te``: the other layers are
-those of `jax_te.layers`, under the same names, with the same arguments and ``rngs``.
+Activations are ``[b, s, h]``. Transformer Engine's default is ``[s, b, h]``, over which attention here would run along
+the batch. So ``attn_input_format`` and ``qkv_format`` have its default, ``"sbhd"``, and are refused unless a program
+transposes its activations and says ``"bshd"``.
+
+``import jax_te.te_pytorch as te`` takes the place of ``import transformer_engine.pytorch as te``. Arguments that may be
+given by position are Transformer Engine's first ones, in its order; the others are keywords, those of the classes of
+`jax_te.layers`. Constructors take ``rngs``. What PyTorch needs alone is not taken: devices, names, user buffers, random
+state trackers.
 """
 
 from __future__ import annotations
@@ -14,21 +20,9 @@ from flax import nnx
 
 from jax_te import layers
 from jax_te._validation import checked, log_hints
-from jax_te.layers import (
-    DotProductAttention,
-    Fp8Padding,
-    Fp8Unpadding,
-    KVCache,
-    LayerNorm,
-    LayerNormLinear,
-    LayerNormMLP,
-    Linear,
-    MultiheadAttention,
-    RMSNorm,
-    WindowKVCache,
-)
+from jax_te.layers import Fp8Padding, Fp8Unpadding, KVCache, Rotary, WindowKVCache
 from jax_te.megatron import te_checkpoint
-from jax_te.ops import RowGroups
+from jax_te.ops import RowGroups, Window
 from jax_te.random import RNGStatesTracker
 from jax_te.recipe import DelayedScaling, Recipe
 from jax_te.recipe import autocast as _autocast
@@ -197,8 +191,8 @@ class GroupedLinear(layers.GroupedLinear):
         num_gemms: int,
         in_features: int,
         out_features: int | tuple[int, ...],
-        bias: bool = True,
         *,
+        bias: bool = True,
         init_method: Initializer | None = None,
         sequence_parallel: bool = False,
         tp_group: TensorGroup = None,
@@ -264,48 +258,479 @@ class GroupedLinear(layers.GroupedLinear):
         return super().__call__(inp, m_splits, is_first_microbatch)
 
 
+@checked
+class Linear(layers.Linear):
+    """`jax_te.layers.Linear`, called with the names and the order of Transformer Engine's arguments.
+
+    Args:
+        in_features, out_features: see `jax_te.layers.Linear`.
+        rngs: the ``params`` stream draws the kernel.
+        **options: keywords of `jax_te.layers.Linear`, with Transformer Engine's names.
+
+    Source: ``transformer_engine.pytorch.Linear``.
+
+    >>> Linear(16, 32, bias=False, rngs=nnx.Rngs(0))(inp=jnp.ones((2, 8, 16))).shape
+    (2, 8, 32)
+    """
+
+    def __init__(self, in_features: int, out_features: int | tuple[int, ...], *, rngs: nnx.Rngs, **options: Any):
+        super().__init__(in_features, out_features, **options, rngs=rngs)
+
+    def __call__(self, inp: Array, is_first_microbatch: bool | None = None) -> Any:  # type: ignore[override]
+        """Apply the layer.
+
+        Args:
+            inp: ``[..., k]``, the ``x`` of `jax_te.layers.Linear`.
+            is_first_microbatch: mode of the kernel cache, see `jax_te.layers.Linear`.
+
+        Returns:
+            The results of `jax_te.layers.Linear`.
+        """
+        return super().__call__(inp, is_first_microbatch=is_first_microbatch)
+
+
+@checked
+class LayerNormLinear(layers.LayerNormLinear):
+    """`jax_te.layers.LayerNormLinear`, called with the names and the order of Transformer Engine's arguments.
+
+    Args:
+        in_features, out_features, eps: see `jax_te.layers.LayerNormLinear`.
+        rngs: the ``params`` stream draws the kernel.
+        **options: keywords of `jax_te.layers.LayerNormLinear`, with Transformer Engine's names.
+
+    Source: ``transformer_engine.pytorch.LayerNormLinear``.
+
+    >>> LayerNormLinear(16, 32, 1e-6, rngs=nnx.Rngs(0))(inp=jnp.ones((2, 8, 16))).shape
+    (2, 8, 32)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | tuple[int, ...],
+        eps: float = 1e-5,
+        *,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        super().__init__(in_features, out_features, eps, **options, rngs=rngs)
+
+    def __call__(self, inp: Array, is_first_microbatch: bool | None = None) -> Any:  # type: ignore[override]
+        """Apply the layer.
+
+        Args:
+            inp: ``[..., k]``, the ``x`` of `jax_te.layers.LayerNormLinear`.
+            is_first_microbatch: mode of the kernel cache, see `jax_te.layers.Linear`.
+
+        Returns:
+            The results of `jax_te.layers.LayerNormLinear`.
+        """
+        return super().__call__(inp, is_first_microbatch=is_first_microbatch)
+
+
+@checked
+class LayerNormMLP(layers.LayerNormMLP):
+    """`jax_te.layers.LayerNormMLP`, called with the names and the order of Transformer Engine's arguments.
+
+    Args:
+        hidden_size, ffn_hidden_size, eps: see `jax_te.layers.LayerNormMLP`.
+        rngs: the ``params`` stream draws the kernels.
+        **options: keywords of `jax_te.layers.LayerNormMLP`, with Transformer Engine's names.
+
+    Source: ``transformer_engine.pytorch.LayerNormMLP``.
+
+    >>> LayerNormMLP(16, 32, activation="swiglu", rngs=nnx.Rngs(0))(inp=jnp.ones((2, 8, 16))).shape
+    (2, 8, 16)
+    """
+
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, *, rngs: nnx.Rngs, **options: Any):
+        super().__init__(hidden_size, ffn_hidden_size, eps, **options, rngs=rngs)
+
+    def __call__(self, inp: Array, is_first_microbatch: bool | None = None) -> Any:  # type: ignore[override]
+        """Apply the layer.
+
+        Args:
+            inp: ``[..., h]``, the ``x`` of `jax_te.layers.LayerNormMLP`.
+            is_first_microbatch: mode of the kernel cache for both projections, see `jax_te.layers.Linear`.
+
+        Returns:
+            The results of `jax_te.layers.LayerNormMLP`.
+        """
+        return super().__call__(inp, is_first_microbatch)
+
+
+@checked
+class LayerNorm(layers.LayerNorm):
+    """`jax_te.layers.LayerNorm`, made with the names and the order of Transformer Engine's arguments.
+
+    Args:
+        normalized_shape: size of the last axis, the ``hidden_size`` of `jax_te.layers.LayerNorm`.
+        eps, sequence_parallel, params_dtype, zero_centered_gamma: see `jax_te.layers.LayerNorm`.
+        hidden_size: older name of ``normalized_shape``.
+        rngs: accepted for uniformity; the initial values are constants.
+
+    Raises:
+        TypeError: unless exactly one of ``normalized_shape`` and ``hidden_size`` is given.
+
+    Source: ``transformer_engine.pytorch.LayerNorm``.
+
+    >>> LayerNorm(16, rngs=nnx.Rngs(0))(jnp.ones((2, 8, 16))).shape
+    (2, 8, 16)
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        params_dtype: DTypeLike = "float32",
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            _normalized_size(normalized_shape, hidden_size),
+            eps,
+            sequence_parallel=sequence_parallel,
+            params_dtype=params_dtype,
+            zero_centered_gamma=zero_centered_gamma,
+            rngs=rngs,
+        )
+
+
+@checked
+class RMSNorm(layers.RMSNorm):
+    """`jax_te.layers.RMSNorm`, made with the names and the order of Transformer Engine's arguments.
+
+    Args:
+        normalized_shape, eps, sequence_parallel, params_dtype, zero_centered_gamma, hidden_size, rngs: see `LayerNorm`.
+
+    Raises:
+        TypeError: unless exactly one of ``normalized_shape`` and ``hidden_size`` is given.
+
+    Source: ``transformer_engine.pytorch.RMSNorm``.
+
+    >>> RMSNorm(16, rngs=nnx.Rngs(0))(jnp.ones((2, 8, 16))).shape
+    (2, 8, 16)
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        params_dtype: DTypeLike = "float32",
+        zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            _normalized_size(normalized_shape, hidden_size),
+            eps,
+            sequence_parallel=sequence_parallel,
+            params_dtype=params_dtype,
+            zero_centered_gamma=zero_centered_gamma,
+            rngs=rngs,
+        )
+
+
+def _normalized_size(normalized_shape: int | None, hidden_size: int | None) -> int:
+    if normalized_shape is not None and hidden_size is None:
+        return normalized_shape
+    if hidden_size is not None and normalized_shape is None:
+        return hidden_size
+    raise TypeError(
+        f"normalized_shape, or hidden_size, its older name, must be given, and not both, got {normalized_shape!r} and "
+        f"{hidden_size!r}"
+    )
+
+
+def _require_batch_first(**formats: str | None) -> None:
+    """Refuse a format of activations in which the batch is not the first axis."""
+    for name, given in formats.items():
+        if given != "bshd":
+            raise ValueError(
+                f"{name} must be 'bshd', got {given!r}{', the default of Transformer Engine' * (given == 'sbhd')}: "
+                f"activations here are [b, s, h]. Transpose them, x.swapaxes(0, 1), and give {name}='bshd'; packed "
+                "sequences of format 'thd' are packed_seq_params"
+            )
+
+
+def _refuse_in_a_call(**given: Any) -> None:
+    """Refuse options of a call that a constructor or a mask type determines here."""
+    for name, value in given.items():
+        if value is not None:
+            instead = "a mask type, causal or causal_bottom_right" if "diagonal" in name else "it to the constructor"
+            raise ValueError(f"{name}={value!r} cannot be followed in a call; leave it None, and give {instead}")
+
+
+@checked
+class DotProductAttention(layers.DotProductAttention):
+    """`jax_te.layers.DotProductAttention`, called with the names and the order of Transformer Engine's arguments.
+
+    Args:
+        num_attention_heads, kv_channels, num_gqa_groups, attention_dropout: see `jax_te.layers.DotProductAttention`.
+        qkv_format: must be ``"bshd"``: arrays are ``[b, s, n, d]``. Transformer Engine's default is refused.
+        **options: keywords of `jax_te.layers.DotProductAttention`.
+
+    Raises:
+        ValueError: for another ``qkv_format``; see also `jax_te.layers.DotProductAttention`.
+
+    Source: ``transformer_engine.pytorch.DotProductAttention``.
+
+    >>> core, q = DotProductAttention(4, 8, qkv_format="bshd"), jnp.ones((2, 6, 4, 8))
+    >>> core(query_layer=q, key_layer=q, value_layer=q).shape
+    (2, 6, 4, 8)
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        **options: Any,
+    ):
+        _require_batch_first(qkv_format=qkv_format)
+        super().__init__(
+            num_attention_heads,
+            kv_channels,
+            num_gqa_groups=num_gqa_groups,
+            attention_dropout=attention_dropout,
+            **options,
+        )
+
+    def __call__(  # type: ignore[override]  # Transformer Engine's arguments
+        self,
+        query_layer: Array,
+        key_layer: Array | None = None,
+        value_layer: Array | None = None,
+        attention_mask: Array | None = None,
+        qkv_format: str | None = None,
+        **options: Any,
+    ) -> Any:
+        """Apply attention.
+
+        Args:
+            query_layer, key_layer, value_layer: ``query``, ``key`` and ``value`` of
+                `jax_te.layers.DotProductAttention`.
+            attention_mask: see `jax_te.layers.DotProductAttention`.
+            qkv_format: None or ``"bshd"``.
+            **options: keywords of `jax_te.layers.DotProductAttention`.
+
+        Returns:
+            The results of `jax_te.layers.DotProductAttention`: ``y [b, s, n, dv]``, whose last two axes Transformer
+            Engine merges.
+        """
+        _require_batch_first(qkv_format="bshd" if qkv_format is None else qkv_format)
+        return super().__call__(query_layer, key_layer, value_layer, attention_mask=attention_mask, **options)
+
+
+@checked
+class MultiheadAttention(layers.MultiheadAttention):
+    """`jax_te.layers.MultiheadAttention`, called with the names and the order of Transformer Engine's arguments.
+
+    Args:
+        hidden_size, num_attention_heads, kv_channels, attention_dropout, layernorm_epsilon: see
+            `jax_te.layers.MultiheadAttention`.
+        qkv_format: must be ``"bshd"``: activations are ``[b, s, h]``. Transformer Engine's default is refused.
+        input_layernorm: whether there is a norm in front; False by default, as in Transformer Engine.
+        rngs: the ``params`` stream draws the kernels.
+        **options: keywords of `jax_te.layers.MultiheadAttention`, with Transformer Engine's names.
+
+    Raises:
+        ValueError: for another ``qkv_format``; see also `jax_te.layers.MultiheadAttention`.
+
+    Source: ``transformer_engine.pytorch.MultiheadAttention``.
+
+    >>> layer = MultiheadAttention(32, 4, qkv_format="bshd", attention_dropout=0.0, rngs=nnx.Rngs(0))
+    >>> layer(jnp.ones((2, 8, 32)), None, None, "causal").shape
+    (2, 8, 32)
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        *,
+        qkv_format: str = "sbhd",
+        input_layernorm: bool = False,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        _require_batch_first(qkv_format=qkv_format)
+        super().__init__(
+            hidden_size,
+            num_attention_heads,
+            kv_channels=kv_channels,
+            attention_dropout=attention_dropout,
+            layernorm_epsilon=layernorm_epsilon,
+            input_layernorm=input_layernorm,
+            **options,
+            rngs=rngs,
+        )
+
+    def __call__(  # type: ignore[override]  # Transformer Engine's arguments
+        self,
+        hidden_states: Array,
+        attention_mask: Any = None,
+        encoder_output: Array | None = None,
+        attn_mask_type: str | None = None,
+        window_size: Window | None = None,
+        bottom_right_diagonal: bool | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        inference_params: KVCache | WindowKVCache | None = None,
+        rotary_pos_emb: Rotary | None = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Array | None = None,
+        alibi_slopes: Array | None = None,
+        **options: Any,
+    ) -> Any:
+        """Apply the layer.
+
+        Args:
+            hidden_states: ``[b, s, h]``, the ``x`` of `jax_te.layers.MultiheadAttention`.
+            bottom_right_diagonal: must be None: the mask type says it.
+            inference_params: object with a ``cache``; a call with one also returns it, with the new tokens appended.
+            attention_mask, encoder_output, attn_mask_type, window_size, is_first_microbatch, checkpoint_core_attention,
+                rotary_pos_emb, core_attention_bias_type, core_attention_bias, alibi_slopes: see
+                `jax_te.layers.MultiheadAttention`.
+            **options: other keywords of `jax_te.layers.MultiheadAttention`, such as ``dropout_key``.
+
+        Returns:
+            The results of `jax_te.layers.MultiheadAttention`.
+        """
+        _refuse_in_a_call(bottom_right_diagonal=bottom_right_diagonal)
+        return super().__call__(
+            hidden_states,
+            attention_mask,
+            encoder_output,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+            is_first_microbatch=is_first_microbatch,
+            checkpoint_core_attention=checkpoint_core_attention,
+            cache=inference_params,
+            rotary_pos_emb=rotary_pos_emb,
+            core_attention_bias_type=core_attention_bias_type,
+            core_attention_bias=core_attention_bias,
+            alibi_slopes=alibi_slopes,
+            **options,
+        )
+
+
+@checked
 class TransformerLayer(layers.TransformerLayer):
     """`jax_te.layers.TransformerLayer`, called with the names and the order of Transformer Engine's arguments.
 
+    Args:
+        hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups, layernorm_epsilon, hidden_dropout,
+            attention_dropout: see `jax_te.layers.TransformerLayer`.
+        attn_input_format: must be ``"bshd"``: activations are ``[b, s, h]``. Transformer Engine's default is refused.
+        rngs: the ``params`` stream draws the kernels.
+        **options: keywords of `jax_te.layers.TransformerLayer`, with Transformer Engine's names.
+
+    Raises:
+        ValueError: for another ``attn_input_format``; see also `jax_te.layers.TransformerLayer`.
+
     Source: ``transformer_engine.pytorch.TransformerLayer``.
 
-    >>> layer = TransformerLayer(32, 64, 4, self_attn_mask_type="padding", rngs=nnx.Rngs(0))
+    >>> options = {"attn_input_format": "bshd", "self_attn_mask_type": "padding"}
+    >>> layer = TransformerLayer(32, 64, 4, **options, rngs=nnx.Rngs(0))
     >>> padding = jnp.arange(8)[None, None, None] >= 6
     >>> key = jax.random.key(1)
     >>> layer(hidden_states=jnp.ones((1, 8, 32)), attention_mask=padding, dropout_key=key).shape
     (1, 8, 32)
     """
 
-    @checked
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        num_gqa_groups: int | None = None,
+        layernorm_epsilon: float = 1e-5,
+        hidden_dropout: float = 0.1,
+        attention_dropout: float = 0.1,
+        *,
+        attn_input_format: str = "sbhd",
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        _require_batch_first(attn_input_format=attn_input_format)
+        super().__init__(
+            hidden_size,
+            ffn_hidden_size,
+            num_attention_heads,
+            num_gqa_groups=num_gqa_groups,
+            layernorm_epsilon=layernorm_epsilon,
+            hidden_dropout=hidden_dropout,
+            attention_dropout=attention_dropout,
+            **options,
+            rngs=rngs,
+        )
+
     def __call__(  # type: ignore[override]  # Transformer Engine's arguments
         self,
         hidden_states: Array,
         attention_mask: Any = None,
+        self_attn_mask_type: str | None = None,
+        window_size: Window | None = None,
+        bottom_right_diagonal: bool | None = None,
         encoder_output: Array | None = None,
         enc_dec_attn_mask: Any = None,
+        enc_dec_attn_mask_type: str | None = None,
+        enc_dec_window_size: Window | None = None,
+        enc_dec_bottom_right_diagonal: bool | None = None,
         is_first_microbatch: bool | None = None,
         checkpoint_core_attention: bool = False,
         inference_params: KVCache | WindowKVCache | None = None,
+        rotary_pos_emb: Rotary | None = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: Array | None = None,
+        alibi_slopes: Array | None = None,
         **options: Any,
     ) -> Any:
         """Apply the layer.
 
         Args:
             hidden_states: ``[b, s, h]``, the ``x`` of `jax_te.layers.TransformerLayer`.
+            window_size, enc_dec_window_size: must be None: the constructor takes them.
+            bottom_right_diagonal, enc_dec_bottom_right_diagonal: must be None: the mask type says it.
             inference_params: object with a ``cache``; a call with one also returns it, with the new tokens appended.
-            attention_mask, encoder_output, enc_dec_attn_mask, is_first_microbatch, checkpoint_core_attention, options:
-                see `jax_te.layers.TransformerLayer`.
+            attention_mask, self_attn_mask_type, encoder_output, enc_dec_attn_mask, enc_dec_attn_mask_type,
+                is_first_microbatch, checkpoint_core_attention, rotary_pos_emb, core_attention_bias_type,
+                core_attention_bias, alibi_slopes: see `jax_te.layers.TransformerLayer`.
+            **options: other keywords of `jax_te.layers.TransformerLayer`, such as ``dropout_key``.
 
         Returns:
             The results of `jax_te.layers.TransformerLayer`.
         """
+        _refuse_in_a_call(
+            window_size=window_size,
+            bottom_right_diagonal=bottom_right_diagonal,
+            enc_dec_window_size=enc_dec_window_size,
+            enc_dec_bottom_right_diagonal=enc_dec_bottom_right_diagonal,
+        )
         return super().__call__(
             hidden_states,
             attention_mask,
             encoder_output,
             enc_dec_attn_mask,
+            self_attn_mask_type=self_attn_mask_type,
+            enc_dec_attn_mask_type=enc_dec_attn_mask_type,
             is_first_microbatch=is_first_microbatch,
             checkpoint_core_attention=checkpoint_core_attention,
             cache=inference_params,
+            rotary_pos_emb=rotary_pos_emb,
+            core_attention_bias_type=core_attention_bias_type,
+            core_attention_bias=core_attention_bias,
+            alibi_slopes=alibi_slopes,
             **options,
         )

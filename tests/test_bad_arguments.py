@@ -192,7 +192,16 @@ CONSTRUCTORS: dict[Any, dict[str, Any]] = {
     remat.RecomputePolicy: {},
     sharding.ShardingRules: {},
     te_pytorch.GroupedLinear: {"num_gemms": 2, "in_features": 16, "out_features": 16},
-    te_pytorch.TransformerLayer: {"hidden_size": 16, "ffn_hidden_size": 16, "num_attention_heads": 1},
+    te_pytorch.DotProductAttention: {"num_attention_heads": 1, "kv_channels": 16, "qkv_format": "bshd"},
+    te_pytorch.LayerNorm: {"normalized_shape": 16},
+    te_pytorch.LayerNormLinear: {"in_features": 16, "out_features": 16},
+    te_pytorch.LayerNormMLP: {"hidden_size": 16, "ffn_hidden_size": 16},
+    te_pytorch.Linear: {"in_features": 16, "out_features": 16},
+    te_pytorch.MultiheadAttention: {"hidden_size": 16, "num_attention_heads": 1, "qkv_format": "bshd"},
+    te_pytorch.RMSNorm: {"normalized_shape": 16},
+    te_pytorch.TransformerLayer: {
+        "hidden_size": 16, "ffn_hidden_size": 16, "num_attention_heads": 1, "attn_input_format": "bshd",
+    },
     training.Optimizer: {"model": LINEAR, "tx": optax.sgd(0.1)},
 }  # fmt: skip
 

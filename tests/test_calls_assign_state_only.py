@@ -139,6 +139,6 @@ def test_a_call_assigns_state_alone(name: Any, monkeypatch: pytest.MonkeyPatch) 
 
         monkeypatch.setattr(nnx.Pytree, "__setattr__", watched)
         jax.eval_shape(program, state)
-    # The model's copy, which drops nothing.
-    allowed = {"without_dropout"} if name is models.GPTModel else set()
+    # The model's copy, which evaluates.
+    allowed = {"deterministic"} if name is models.GPTModel else set()
     assert {one for one in assigned if one.rpartition(".")[2] not in allowed} == set()

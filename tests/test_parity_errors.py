@@ -83,7 +83,7 @@ def fork(name: str) -> None:
 
 
 def transformer(**options: Any) -> Any:
-    return te_pytorch.TransformerLayer(32, 64, 2, rngs=nnx.Rngs(0), **options)
+    return te_pytorch.TransformerLayer(32, 64, 2, attn_input_format="bshd", rngs=nnx.Rngs(0), **options)
 
 
 def in_fp8(layer: Any) -> Any:

@@ -31,6 +31,7 @@ from tests.support.numerics import (
 from tests.support.reference import ROUNDOFF, Form, parameters, randomize
 
 S, H, F, N = 8, 32, 64, 4
+BATCH_FIRST: dict[str, Any] = {"attn_input_format": "bshd"}
 TOLERANCE = 12 * ROUNDOFF["float32"] * F**0.5  # twelve sums of at most F products follow one another
 
 
@@ -126,7 +127,7 @@ DROPPING: dict[str, tuple[Any, str, tuple[Any, ...]]] = {
     "stochastic depth": (lambda: build(drop_path_rate=0.3), "drop_path_rate=0.3", (X,)),
     "attention": (lambda: layers.MultiheadAttention(H, N, rngs=nnx.Rngs(0)), CORE, (X,)),
     "core": (lambda: layers.DotProductAttention(N, H // N, attention_dropout=0.1), CORE, (Q, Q, Q)),
-    "te_pytorch": (lambda: te_pytorch.TransformerLayer(H, F, N, rngs=nnx.Rngs(0)), BOTH, (X,)),
+    "te_pytorch": (lambda: te_pytorch.TransformerLayer(H, F, N, **BATCH_FIRST, rngs=nnx.Rngs(0)), BOTH, (X,)),
     "megatron": (lambda: megatron.TransformerLayer(dropping(0.1), rngs=nnx.Rngs(0)), CORE, (X,)),
     "its core": (lambda: megatron.TEDotProductAttention(dropping(0.1), 1, "causal", "self"), CORE, (Q, Q, Q, None)),
     "GPT": (lambda: language_model(models.GPTModel, hidden=0.2), HIDDEN, (TOKENS,)),
@@ -184,7 +185,10 @@ def test_layernorm_linear_is_column_or_row_parallel(mode: Any, kernel: P, reduce
 
 def test_recomputed_core_attention_saves_no_scores() -> None:
     """What backward keeps has no array of queries times keys, whose size grows with the square of the length."""
-    layer, x = te_pytorch.TransformerLayer(H, F, N, **NO_DROPOUT, rngs=nnx.Rngs(0)), draw("x", (2, 128, H))
+    layer, x = (
+        te_pytorch.TransformerLayer(H, F, N, **NO_DROPOUT, **BATCH_FIRST, rngs=nnx.Rngs(0)),
+        draw("x", (2, 128, H)),
+    )
     layer.eval()
 
     def kept(**options: bool) -> set[tuple[int, ...]]:
@@ -199,13 +203,13 @@ def test_recomputed_core_attention_saves_no_scores() -> None:
 
 @pytest.mark.costly
 def test_a_decoder_is_called_in_transformer_engines_order() -> None:
-    """Behind the input stand its mask, the encoder's output and the mask of that."""
+    """Behind the input stand its mask and options of that, the encoder's output and the mask of that."""
     options: dict[str, Any] = {"self_attn_mask_type": "padding", "enc_dec_attn_mask_type": "padding"}
     options["layer_type"] = "decoder"
-    layer = randomize(te_pytorch.TransformerLayer(H, F, N, rngs=nnx.Rngs(0), **(NO_DROPOUT | options)))
+    layer = randomize(te_pytorch.TransformerLayer(H, F, N, **BATCH_FIRST, rngs=nnx.Rngs(0), **(NO_DROPOUT | options)))
     x, encoded = draw("x", (2, S, H)), draw("encoded", (2, 6, H))
     own, padding = (jnp.broadcast_to(jnp.arange(size) >= size - 2, (2, 1, 1, size)) for size in (S, 6))
-    call = quick_jit(lambda layer, *a: layer(*a))
+    call = quick_jit(lambda layer, x, own, *encoder: layer(x, own, None, None, None, *encoder))
     y = call(layer, x, own, encoded, padding)
     by_name = {"attention_mask": own, "encoder_output": encoded, "enc_dec_attn_mask": padding}
     assert_bitwise(y, quick_jit(lambda layer, x, a: layer(x, **a))(randomize(build(**options)), x, by_name))
@@ -214,7 +218,10 @@ def test_a_decoder_is_called_in_transformer_engines_order() -> None:
 
 
 def test_a_layer_called_as_transformer_engines_keeps_its_kernels() -> None:
-    layer, x = randomize(te_pytorch.TransformerLayer(H, F, N, **NO_DROPOUT, rngs=nnx.Rngs(0))), draw("x", (2, S, H))
+    layer, x = (
+        randomize(te_pytorch.TransformerLayer(H, F, N, **NO_DROPOUT, **BATCH_FIRST, rngs=nnx.Rngs(0))),
+        draw("x", (2, S, H)),
+    )
     layer.eval()
     with te_pytorch.fp8_autocast(fp8_recipe=Float8CurrentScaling()):
         first = layer(x, is_first_microbatch=True)

@@ -121,7 +121,6 @@ def test_no_body_runs_before_a_refusal(name: str) -> None:
 
 WITHOUT_A_CALL = {
     "checkpoint.TrainCheckpointer.share_signs": "signs of life of several processes",
-    "layers.MultiheadAttention.of": "options that TransformerLayer puts together",
     "metrics.kernel_times": "a trace of a GPU",
     "models.run_layers": "layers and arrays that a model puts together",
     "remat.selective_recompute": "names alone, which may be any number",

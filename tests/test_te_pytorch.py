@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from jax_te import layers, te_pytorch
 from jax_te.layers.attention.kv_cache import init_kv_cache
 from jax_te.random import RNGStatesTracker
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, current_recipe
-from tests.support.numerics import NO_DROPOUT, assert_bitwise, draw, without_type_checker
+from tests.support.numerics import NO_DROPOUT, assert_bitwise, draw, relative_l2, without_type_checker
 
 CURRENT = Float8CurrentScaling()
 
@@ -98,28 +97,98 @@ def test_checkpoint_replays_a_trackers_streams(name: str):
     assert tracker.get_states()["dropout"].count == 1
 
 
-@pytest.mark.costly
-def test_a_layer_is_called_with_transformer_engines_arguments(caplog: pytest.LogCaptureFixture):
+def build(kind: Any = te_pytorch.TransformerLayer, **options: Any) -> Any:
+    format = {"attn_input_format": "bshd"} if kind is te_pytorch.TransformerLayer else {}
+    return kind(32, 64, 2, **NO_DROPOUT, **format, **options, rngs=nnx.Rngs(0))
+
+
+def test_a_layer_is_called_in_transformer_engines_order():
+    """The order of Transformer Engine 2.20: tests/te/test_pytorch_arguments.py reads it from its source."""
+    x, encoded = draw("x", (2, 4, 32)), draw("encoded", (2, 6, 32))
+    options: dict[str, Any] = {"layer_type": "decoder", "enc_dec_attn_mask_type": "padding"}
+    layer, base = build(**options), build(layers.TransformerLayer, **options)
+    own, padding = (jnp.broadcast_to(jnp.arange(size) >= size - 2, (2, 1, 1, size)) for size in (4, 6))
+    y = layer(x, own, "padding", None, None, encoded, padding, "padding", None, None, None, True)
+    expected = base(x, own, encoded, padding, self_attn_mask_type="padding", checkpoint_core_attention=True)
+    assert_bitwise(y, expected)
+    assert relative_l2(layer(x, None, "no_mask", encoder_output=encoded, enc_dec_attn_mask=padding), y) > 1e-3
+
+
+def test_attention_is_called_in_transformer_engines_order():
     x = draw("x", (2, 4, 32))
-    kinds = te_pytorch.TransformerLayer, layers.TransformerLayer
-    layer, base = (kind(32, 64, 2, **NO_DROPOUT, rngs=nnx.Rngs(0)) for kind in kinds)
-    expected = base(x)
-    assert_bitwise(layer(hidden_states=x), expected)
-    with caplog.at_level(logging.INFO, logger="jax_te"):
-        assert_bitwise(layer(x, jnp.ones((2, 1, 4, 4), bool), None, None, None, True), expected)
+    options: dict[str, Any] = {"attention_dropout": 0.0}
+    layer = te_pytorch.MultiheadAttention(32, 2, **options, qkv_format="bshd", rngs=nnx.Rngs(0))
+    base = layers.MultiheadAttention(32, 2, **options, input_layernorm=False, rngs=nnx.Rngs(0))
+    assert_bitwise(layer(x, None, None, "causal", (1, 0)), base(x, attn_mask_type="causal", window_size=(1, 0)))
+    core, q = te_pytorch.DotProductAttention(2, 16, None, 0.0, "bshd"), draw("q", (2, 4, 2, 16))
+    hidden = jnp.arange(4)[None, None, None] == 2
+    expected = layers.DotProductAttention(2, 16)(q, q, q, attention_mask=hidden, attn_mask_type="arbitrary")
+    assert_bitwise(core(q, q, q, hidden, "bshd", attn_mask_type="arbitrary"), expected)
+
+
+@pytest.mark.costly
+def test_a_layer_takes_transformer_engines_names():
+    x = draw("x", (2, 4, 32))
+    layer, base = build(), build(layers.TransformerLayer)
+    assert_bitwise(layer(hidden_states=x), base(x))
     cache = init_kv_cache(2, 8, 2, 16)
     y, after = layer(x, inference_params=cache)
     assert after.length == 4
     assert_bitwise(y, base(x, cache=cache)[0])
 
 
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda **format: te_pytorch.TransformerLayer(32, 64, 2, **format, rngs=nnx.Rngs(0)), "attn_input_format"),
+        (lambda **format: te_pytorch.MultiheadAttention(32, 2, **format, rngs=nnx.Rngs(0)), "qkv_format"),
+        (lambda **format: te_pytorch.DotProductAttention(2, 16, **format), "qkv_format"),
+    ],
+)
+def test_transformer_engines_default_format_is_refused(make: Any, name: str):
+    """Attention would run along the batch of a program that changes only its import."""
+    for given in ({}, {name: "sbhd"}):
+        with pytest.raises(ValueError, match=rf"{name} must be 'bshd', got 'sbhd', the default.*Transpose"):
+            make(**given)
+    with pytest.raises(ValueError, match=rf"{name} must be 'bshd', got 'thd'.*packed_seq_params"):
+        make(**{name: "thd"})
+    assert make(**{name: "bshd"})
+
+
+@pytest.mark.parametrize("name", ["window_size", "enc_dec_window_size", "bottom_right_diagonal"])
+def test_what_a_call_cannot_follow_says_so(name: str):
+    value: Any = False if name == "bottom_right_diagonal" else (2, 0)
+    with pytest.raises(ValueError, match=rf"{name}=.* cannot be followed in a call; leave it None, and give"):
+        build()(jnp.ones((1, 4, 32)), **{name: value})
+
+
+def test_dense_layers_take_transformer_engines_names():
+    x = draw("x", (2, 4, 16))
+    for name, sizes in (("Linear", (16, 8)), ("LayerNormLinear", (16, 8, 1e-6)), ("LayerNormMLP", (16, 8, 1e-6))):
+        layer, base = (getattr(module, name)(*sizes, rngs=nnx.Rngs(0)) for module in (te_pytorch, layers))
+        assert_bitwise(layer(inp=x), base(x))
+        # There, True would be sequence_parallel; in jax_te.layers, the bias.
+        with pytest.raises(TypeError, match="positional argument"):
+            getattr(te_pytorch, name)(*sizes, True, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_norms_take_transformer_engines_names(name: str):
+    x = draw("x", (2, 4, 16))
+    kind, base = getattr(te_pytorch, name), getattr(layers, name)
+    expected = base(16, 1e-3, zero_centered_gamma=True, rngs=nnx.Rngs(0))(x)
+    assert_bitwise(kind(16, 1e-3, False, jnp.float32, True, rngs=nnx.Rngs(0))(x), expected)
+    assert_bitwise(kind(hidden_size=16, eps=1e-3, zero_centered_gamma=True, rngs=nnx.Rngs(0))(x), expected)
+    for sizes in ({}, {"normalized_shape": 16, "hidden_size": 16}):
+        with pytest.raises(TypeError, match="normalized_shape, or hidden_size, its older name, must be given"):
+            kind(**sizes, rngs=nnx.Rngs(0))
+
+
 def test_experts_take_transformer_engines_arguments():
     x, sizes = draw("x", (5, 16)), [4, 1]
     options: dict[str, Any] = {"parallel_mode": "column", "return_bias": True, "params_dtype": "bfloat16"}
-    layer, base = (
-        kind(2, 16, 32, init_method=nnx.initializers.ones, **options, rngs=nnx.Rngs(0))
-        for kind in (te_pytorch.GroupedLinear, layers.GroupedLinear)
-    )
+    kinds: tuple[Any, Any] = te_pytorch.GroupedLinear, layers.GroupedLinear
+    layer, base = (kind(2, 16, 32, init_method=nnx.initializers.ones, **options, rngs=nnx.Rngs(0)) for kind in kinds)
     expected, biases = base(x, sizes)
     y, bias = layer(inp=x, m_splits=jnp.array(sizes), is_first_microbatch=None)
     assert_bitwise(y, expected)
@@ -144,13 +213,8 @@ def test_what_experts_cannot_follow_says_so(options: dict[str, Any], words: str)
         te_pytorch.GroupedLinear(2, 16, 32, **options, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("Linear", "LayerNorm", "LayerNormLinear", "LayerNormMLP", "RMSNorm", "DotProductAttention"),
-        *("MultiheadAttention", "Fp8Padding", "Fp8Unpadding"),
-    ],
-)
-def test_the_other_layers_are_those_of_jax_te(name: str):
-    assert getattr(te_pytorch, name) is getattr(layers, name)
-    assert name in te_pytorch.__all__
+def test_every_layer_is_one_of_jax_te():
+    """So that what jax_te does with its layers, it does with these."""
+    for name in te_pytorch.__all__:
+        if name[0].isupper():
+            assert issubclass(getattr(te_pytorch, name), getattr(layers, name))

@@ -211,8 +211,10 @@ def megatron_model(sizes: Sizes, recipe: Recipe | None, *, fp32_gradients: bool 
         "hidden_size": config.hidden_size,
         "num_attention_heads": config.num_attention_heads,
         "num_query_groups": config.num_query_groups,
+        "kv_channels": config.kv_channels,
         "ffn_hidden_size": config.ffn_hidden_size,
         "normalization": config.normalization,
+        "qk_layernorm": config.qk_layernorm,
         "gated_linear_unit": llama,
         "add_bias_linear": config.add_bias_linear,
         "tensor_model_parallel_size": axes.get("tensor", 1),
@@ -226,6 +228,10 @@ def megatron_model(sizes: Sizes, recipe: Recipe | None, *, fp32_gradients: bool 
         "attention_softmax_in_fp32": False,
         **_recipe_fields(recipe),
     }
+    if config.num_moe_experts is not None:
+        fields |= _experts_fields(config.router_options(), config.moe_ffn_hidden_size)
+        fields["moe_layer_freq"] = config.moe_layer_freq
+        fields["moe_shared_expert_intermediate_size"] = config.moe_shared_expert_intermediate_size
     return {
         "config": fields,
         "activation": "silu" if llama else "gelu",
@@ -276,19 +282,9 @@ def megatron_experts(
         "hidden_size": hidden_size,
         "num_attention_heads": 1,  # of a layer that is not built
         "ffn_hidden_size": ffn_hidden_size,
-        "moe_ffn_hidden_size": ffn_hidden_size,
         "add_bias_linear": bias,
         "gated_linear_unit": True,
-        "num_moe_experts": router.num_experts,
-        "moe_router_topk": router.topk,
-        "moe_router_load_balancing_type": router.load_balancing_type,
-        "moe_aux_loss_coeff": router.aux_loss_coeff,
-        "moe_router_dtype": router.dtype,
-        "moe_router_force_biased": router.force_biased,
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_grouped_gemm": True,
-        "moe_permute_fusion": True,
-        "moe_router_fusion": True,
+        **_experts_fields(router, ffn_hidden_size),
         "bias_activation_fusion": True,
         "gradient_accumulation_fusion": False,
         **_recipe_fields(recipe),
@@ -298,6 +294,28 @@ def megatron_experts(
         params, name = ActivationParams(), "quick_gelu"
         fields |= {"activation_func_clamp_value": params.limit, "glu_linear_offset": params.linear_offset}
     return {"config": fields, "activation": name, "tokens": tokens}
+
+
+def _experts_fields(router: RouterOptions, ffn_hidden_size: int | None) -> dict[str, Any]:
+    """Return the fields of Megatron-Core's configuration of dropless experts, with all that it fuses."""
+    return {
+        "moe_ffn_hidden_size": ffn_hidden_size,
+        "num_moe_experts": router.num_experts,
+        "moe_router_topk": router.topk,
+        "moe_router_score_function": router.score_function,
+        "moe_router_pre_softmax": router.pre_softmax,
+        "moe_router_load_balancing_type": router.load_balancing_type,
+        "moe_aux_loss_coeff": router.aux_loss_coeff,
+        "moe_z_loss_coeff": router.z_loss_coeff,
+        "moe_router_enable_expert_bias": router.enable_expert_bias,
+        "moe_expert_capacity_factor": router.expert_capacity_factor,
+        "moe_router_dtype": router.dtype,
+        "moe_router_force_biased": router.force_biased,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": True,
+        "moe_permute_fusion": True,
+        "moe_router_fusion": True,
+    }
 
 
 def _recipe_fields(recipe: Recipe | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from jax_te.cli.option_values import (
     COUNT,
     FIELD_NAMES,
     FILE,
+    FLAG,
     FOLDER,
     MODULE_NAMES,
     NON_NEGATIVE,
@@ -22,6 +23,9 @@ from jax_te.cli.option_values import (
     Text,
 )
 from jax_te.cli.options import FACTORY_MODULES, IGNORED_FIELDS
+
+DEQUANTIZE = "multiply out the kernels of {} that are stored in FP8 with scales for blocks"
+CHECK_MEMORY = "refuse a model that, by an estimate, does not fit into memory"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,7 @@ class SampleOptions:
     temperature: float = option(NON_NEGATIVE, "temperature of sampling; 0 takes the likeliest token", 0.8)
     top_k: int = option(COUNT, "number of likeliest tokens to sample from; 0 samples from all", 0)
     seed: int = option(SEED, "seed of sampling", 0)
+    check_memory: bool = option(FLAG, CHECK_MEMORY, True)
     factory_modules: str | None = option(MODULE_NAMES, FACTORY_MODULES, None)
 
 
@@ -52,6 +57,7 @@ class EvalOptions:
     step: int | None = option(COUNT, "step of the checkpoint to evaluate", None, shown="the newest")
     init_from: str | None = option(FOLDER, "Hugging Face model folder to evaluate in place of a run", None)
     ignore_fields: str | None = option(FIELD_NAMES, IGNORED_FIELDS.format("--init-from"), None, shown="none")
+    dequantize: bool = option(SWITCH, DEQUANTIZE.format("--init-from"), False)
     tokenizer: str | None = option(
         PATH, "tokenizer.json file, or a folder that contains one; needs --init-from", None, shown="--init-from's"
     )
@@ -64,6 +70,7 @@ class EvalOptions:
     seq_len: int | None = option(
         SIZE, "window length in tokens", None, shown="the run's; with --init-from the model's, at most 1024"
     )
+    check_memory: bool = option(FLAG, CHECK_MEMORY, True)
     factory_modules: str | None = option(MODULE_NAMES, FACTORY_MODULES, None)
     json: bool = option(SWITCH, "print JSON", False, shown="lines")
 
@@ -101,6 +108,7 @@ class ConvertOptions:
     ignore_fields: str | None = option(
         FIELD_NAMES, IGNORED_FIELDS.format("a Hugging Face folder FROM"), None, shown="none"
     )
+    dequantize: bool = option(SWITCH, DEQUANTIZE.format("a Hugging Face folder FROM"), False)
     factory_modules: str | None = option(MODULE_NAMES, FACTORY_MODULES, None)
 
 

@@ -67,6 +67,7 @@ def _check(options: ConvertOptions, kind: str, megatron: bool) -> None:
         "--vocab-size": options.vocab_size is not None and not foreign,
         "--step": options.step is not None and kind not in ("megatron", "jax-te"),
         "--ignore-fields": options.ignore_fields is not None and kind != "huggingface",
+        "--dequantize": options.dequantize and kind != "huggingface",
         "--factory-modules": options.factory_modules is not None and kind != "jax-te",
         "--tensor-parallel": options.tensor_parallel != 1 and not megatron,
         "--architecture": options.architecture is not None and megatron,
@@ -79,8 +80,13 @@ def _check(options: ConvertOptions, kind: str, megatron: bool) -> None:
 
 def _read(options: ConvertOptions, source: Path, kind: str, config: RunConfig | None, on_progress: Any) -> Any:
     if kind == "huggingface":
-        ignored = field_names(options.ignore_fields)
-        return load_huggingface(source, dtype=options.dtype, ignore_fields=ignored, on_progress=on_progress)
+        return load_huggingface(
+            source,
+            dtype=options.dtype,
+            ignore_fields=field_names(options.ignore_fields),
+            block_scaled="dequantize" if options.dequantize else None,
+            on_progress=on_progress,
+        )
     if kind == "jax-te":
         if config is None:
             raise ValueError(f"{_run_of(source)} has no {CONFIG_FILE}, which says what the model is")

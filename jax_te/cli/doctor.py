@@ -127,7 +127,7 @@ def try_recipe(recipe: Recipe | None, backend: str) -> tuple[bool, str]:
 
 def _choice(op: str) -> str:
     choice = explain_backend(op)
-    return f"{choice.backend} ({choice.reason})"
+    return f"{choice.backend} ({choice.reason}){choice.others}"
 
 
 def _version(package: str) -> str | None:

@@ -54,6 +54,8 @@ def _of_run(options: EvalOptions) -> dict[str, Any]:
         )
     if options.ignore_fields is not None:
         raise ValueError("--ignore-fields is for --init-from: a run keeps those that it began with; leave it out")
+    if options.dequantize:
+        raise ValueError("--dequantize is for --init-from: a run's checkpoint has all its kernels; leave it out")
     output = Path(options.output)
     config = read_config(output)
     if config is None or not holds_run(output):
@@ -61,7 +63,8 @@ def _of_run(options: EvalOptions) -> dict[str, Any]:
     # One device and any available backend, wherever it was trained.
     config = config.on_one_device(options.factory_modules)
     size, length = options.batch_size or config.batch_size // config.microbatches, options.seq_len or config.seq_len
-    check_memory(dataclasses.replace(config, batch_size=size, microbatches=1), training=False)
+    sizes = {"batch_size": size, "microbatches": 1, "check_memory": options.check_memory}
+    check_memory(dataclasses.replace(config, **sizes), "eval", training=False)
     tokenizer = run_tokenizer(config, output)
     data = _heldout(config, tokenizer) if options.data is None else read_tokens(options.data, tokenizer=tokenizer)
     with contexts(config), TrainCheckpointer(output / CHECKPOINT_FOLDER) as checkpointer, warnings_as_lines():
@@ -80,7 +83,8 @@ def _of_folder(options: EvalOptions, folder: str) -> dict[str, Any]:
         raise ValueError("--init-from names no run, whose text it could be; give --data")
     tokenizer = Tokenizer(options.tokenizer or folder)
     data = read_tokens(options.data, tokenizer=tokenizer)
-    model = load_huggingface(folder, ignore_fields=field_names(options.ignore_fields))
+    block_scaled = "dequantize" if options.dequantize else None
+    model = load_huggingface(folder, ignore_fields=field_names(options.ignore_fields), block_scaled=block_scaled)
     if not isinstance(model, GPTModel):
         raise ValueError(f"--init-from {folder} is not a decoder, whose loss is that of the next token")
     length = options.seq_len or min(model.max_sequence_length, _LENGTH)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 from typing import NamedTuple
@@ -42,12 +41,6 @@ class Bounds(NamedTuple):
     start: float = 300.0
     save: float = 60.0
     step: float = 600.0
-
-
-def find_bounds(options: argparse.Namespace) -> Bounds:
-    """Return the timeouts given by the options of ``jax-te train``, or their defaults."""
-    given = {name: getattr(options, f"{name}_timeout", default) for name, default in Bounds()._asdict().items()}
-    return Bounds(**given)
 
 
 def find_launch(processes: str = "auto") -> Launch | None:

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.command == "train":
             from jax_te.cli.launch import find_launch
 
-            launch = find_launch(getattr(options, "processes", "auto"))
+            launch = find_launch(options.processes)
             if launch is None or launch.index == 0:
                 print("loading JAX", flush=True)
         # Commands import jax, which takes a second that --help and bad options do without.
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads; no second error at exit
         return 141
     except Exception as error:
-        message = None if options.debug else explain(error)
+        message = None if options.debug else explain(error, getattr(options, "command", None))
         if message is None:
             raise
         print(f"jax-te: error: {message}", file=sys.stderr)
@@ -69,12 +69,20 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:
     os._exit(130)
 
 
-def explain(error: Exception) -> str | None:
-    """Return one line for an error that the user can do something about, None for one that is a bug."""
+def explain(error: Exception, command: str | None = None) -> str | None:
+    """Return one line for an error that the user can do something about, None for one that is a bug.
+
+    Args:
+        error: the error.
+        command: name of the command, whose options the line may name. None: no options.
+    """
     text = " ".join(str(error).split()) or type(error).__name__
     # XLA on a CPU has no status of its own for it.
     if any(sign in text for sign in ("RESOURCE_EXHAUSTED", "Out of memory")) and isinstance(error, RuntimeError):
-        advice = "lower --batch-size or raise --microbatches, or use --recompute-granularity full"
+        from jax_te.cli.option_table import memory_advice
+        from jax_te.cli.parser import option_names
+
+        advice = memory_advice(() if command is None else option_names(command))
         return f"out of memory; {advice} ({text[:160]})"
     if isinstance(error, OSError) and not isinstance(error, ImportError):
         place = f"{error.filename}: " if error.filename else ""

@@ -7,15 +7,18 @@ import os
 import jax
 import numpy as np
 
+from jax_te.cli.option_table import memory_advice
+from jax_te.cli.parser import option_names
 from jax_te.cli.run_config import RunConfig
 from jax_te.config import ACTIVATIONS, ParallelConfig
 
 
-def check_memory(config: RunConfig, *, training: bool = True) -> None:
+def check_memory(config: RunConfig, command: str, *, training: bool = True) -> None:
     """Raise ValueError if a device has less memory than `least_memory`, unless the configuration disables the check.
 
     Args:
         config: configuration of the run.
+        command: name of the command, whose options the message may name.
         training: whether memory for training is needed; False: the parameters are loaded alone.
 
     Raises:
@@ -25,8 +28,10 @@ def check_memory(config: RunConfig, *, training: bool = True) -> None:
     if sizes.num_devices > found:
         raise ValueError(f"--mesh {config.mesh} takes {sizes.num_devices} devices, and there are {found}; lower a size")
     if config.check_memory:
-        advice = "them, give more --microbatches or a larger --mesh, or skip this estimate: --no-check-memory"
-        check_fits(least_memory(config, training=training), sizes.num_devices, advice)
+        # No option makes the parameters fewer.
+        advice = memory_advice(option_names(command) if training else ())
+        skip = "or skip this estimate: --no-check-memory"
+        check_fits(least_memory(config, training=training), sizes.num_devices, f"{advice}, {skip}")
 
 
 def check_fits(needed: int, devices: int, advice: str) -> None:
@@ -35,7 +40,7 @@ def check_fits(needed: int, devices: int, advice: str) -> None:
     Args:
         needed: bytes on each device.
         devices: number of these devices.
-        advice: advice for the message: what to lower.
+        advice: advice for the message: what to do.
     """
     # CPU devices share the memory of the host.
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // devices
@@ -43,7 +48,7 @@ def check_fits(needed: int, devices: int, advice: str) -> None:
     if needed > there:
         raise ValueError(
             f"the sizes take at least {needed / 2**30:,.1f} GiB on each device, which has {there / 2**30:,.1f} GiB; "
-            f"lower {advice}"
+            f"{advice}"
         )
 
 
@@ -56,10 +61,13 @@ def least_memory(config: RunConfig, *, training: bool = True) -> int:
     """
     sizes = config.parallel_config() or ParallelConfig()
     hidden, item = config.hidden_size, np.dtype(config.params_dtype).itemsize
-    keys = hidden // config.num_heads * config.num_query_groups
-    layer = hidden * (2 * hidden + 2 * keys + (len(ACTIVATIONS[config.activation]) + 1) * config.ffn_hidden_size)
+    head = config.transformer_config().kv_channels or 1
+    attention = 2 * hidden * head * (config.num_heads + config.num_query_groups)
     positions = config.seq_len if config.position_embedding == "learned_absolute" else 0
-    parameters = config.num_layers * layer + hidden * (config.vocab_size + positions)
+    parameters = config.num_layers * attention + hidden * (config.vocab_size + positions)
+    blocks, experts = _feed_forward_parameters(config)
+    # Parameters of experts are split over their axis as well.
+    parameters += blocks + experts // sizes.expert
     if config.fp8_param:
         item = 1
     if not training:
@@ -78,3 +86,19 @@ def least_memory(config: RunConfig, *, training: bool = True) -> int:
     # Tokens and labels, int32; positions of held-out windows, int64.
     data = 8 * config.batch_size * (config.seq_len + config.eval_batches)
     return state + (rows * config.seq_len * token + scores + data) // sizes.num_devices
+
+
+def _feed_forward_parameters(config: RunConfig) -> tuple[int, int]:
+    """Return the parameters of the feed-forward blocks that all tokens pass, and of the experts."""
+    model = config.transformer_config()
+    # The kernel of each component of the activation, and the one back.
+    per_feature = (len(ACTIVATIONS[config.activation]) + 1) * config.hidden_size
+    blocks = experts = 0
+    for layer in range(config.num_layers):
+        if model.num_moe_experts is None or not model.has_experts(layer):
+            blocks += per_feature * config.ffn_hidden_size
+        else:
+            experts += model.num_moe_experts * per_feature * (model.moe_ffn_hidden_size or config.ffn_hidden_size)
+            blocks += per_feature * (model.moe_shared_expert_intermediate_size or 0)
+            blocks += config.hidden_size * model.num_moe_experts  # the router
+    return blocks, experts

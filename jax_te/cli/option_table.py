@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Collection
 from dataclasses import MISSING, dataclass
 from typing import Any
 
@@ -71,6 +72,26 @@ def option(kind: Kind, help: str, default: Any = MISSING, **row: Any) -> Any:
 def positional(kind: Text, help: str) -> Any:
     """Return the dataclass field of an argument that must be given, by its place."""
     return option(kind, help, positional=True)
+
+
+_FOR_MEMORY = {
+    "batch_size": "lower --batch-size",
+    "microbatches": "raise --microbatches",
+    "recompute_granularity": "use --recompute-granularity full",
+    "seq_len": "lower --seq-len",
+    "length": "lower --length",
+    "mesh": "give a larger --mesh",
+}
+
+
+def memory_advice(names: Collection[str]) -> str:
+    """Return what a user of a command with these options may do if memory is short.
+
+    >>> memory_advice(["seed", "batch_size", "mesh"]), memory_advice([])
+    ('lower --batch-size or give a larger --mesh', 'use a device with more memory')
+    """
+    advice = [words for name, words in _FOR_MEMORY.items() if name in names]
+    return either(tuple(advice)) if advice else "use a device with more memory"
 
 
 def options_of(table: type) -> dict[str, Option]:

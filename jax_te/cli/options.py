@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -36,9 +37,11 @@ from jax_te.cli.option_values import (
 from jax_te.cli.presets import PRESETS
 from jax_te.config import (
     ACTIVATIONS,
-    DENSE_RECOMPUTE_MODULES,
+    LOAD_BALANCING_TYPES,
     POSITION_EMBEDDINGS,
+    RECOMPUTE_MODULES,
     RECOMPUTE_POLICIES,
+    ExpertsConfig,
     RecomputeConfig,
     TransformerConfig,
 )
@@ -59,7 +62,7 @@ _ALGORITHMS = literal_names(DelayedScaling, "amax_compute_algo")
 _SCALED_ONCE = ("delayed", "current")  # one scale for a whole tensor, which allows both kinds of accumulation
 _GEMM_NAMES, _MODULES, _WRITERS = (
     Text(metavar, some_of(names))
-    for metavar, names in (("GEMMS", GEMMS), ("NAMES", DENSE_RECOMPUTE_MODULES), ("NAMES", get_args(WriterName)))
+    for metavar, names in (("GEMMS", GEMMS), ("NAMES", RECOMPUTE_MODULES), ("NAMES", get_args(WriterName)))
 )
 _PRESET = "the preset's"
 IGNORED_FIELDS = "fields of the config.json of {} to ignore: unknown ones that change no number, e.g. my_note,other"
@@ -87,13 +90,13 @@ class TrainOptions:
     given keep the values of that run. SIGTERM or Ctrl-C ends it with a checkpoint.
     """
 
-    preset: str = option(tuple(PRESETS), "model and settings to start from, listed below", shown="tiny")
-    output: str = option(FOLDER, "folder of the run", shown="runs/PRESET, or runs/PRESET-RECIPE")
+    preset: str | None = option(tuple(PRESETS), "model and settings to start from, listed below", None, shown="tiny")
+    output: str | None = option(FOLDER, "folder of the run", None, shown="runs/PRESET, or runs/PRESET-RECIPE")
     processes: str = option(
         PROCESSES,
         "processes of the run: auto (from the launcher: SLURM, Open MPI, Kubernetes, or JAX's variables), none (a "
         "single process), or HOST:PORT,COUNT,NUMBER (process 0's address, process count, this process's number from 0)",
-        shown="auto",
+        "auto",
     )
     # Not saved with the run: suitable timeouts depend on where it is started.
     start_timeout: float = option(SECONDS, "seconds to wait for another process of the run to start", 300.0)
@@ -135,6 +138,8 @@ class ModelOptions:
     ffn_hidden_size: int = option(
         SIZE, "hidden size of the feed-forward blocks", shown="4 x --hidden-size if given, else the preset's"
     )
+    kv_channels: int | None = option(SIZE, "size of an attention head", None, shown="--hidden-size / --num-heads")
+    qk_layernorm: bool = option(FLAG, "a norm of each head's queries and keys", False)
     normalization: str = option(literal_names(TransformerConfig, "normalization"), "normalization of every layer")
     activation: str = option(tuple(ACTIVATIONS), "activation of the feed-forward blocks")
     position_embedding: str = option(POSITION_EMBEDDINGS, "position embedding")
@@ -153,6 +158,47 @@ class ModelOptions:
     )
     lora_alpha: float | None = option(
         POSITIVE, "numerator of the adapters' scale, --lora-alpha / --lora-rank", None, shown="--lora-rank"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertOptions:
+    """Mixtures of experts in place of feed-forward blocks; without ``num_experts`` no other option may be given."""
+
+    num_experts: int | None = option(
+        SIZE, "number of experts of a layer", None, shown="no experts, or the preset's", library=("num_moe_experts",)
+    )
+    moe_router_topk: int = option(SIZE, "number of experts of each token", 2)
+    moe_ffn_hidden_size: int | None = option(SIZE, "hidden size of an expert", None, shown="--ffn-hidden-size")
+    moe_layer_freq: int = option(SIZE, "distance between layers with experts, of which the first layer is one", 1)
+    moe_router_score_function: str = option(
+        literal_names(ExpertsConfig, "moe_router_score_function"), "function of the router's logits", "softmax"
+    )
+    moe_router_pre_softmax: bool = option(FLAG, "softmax over all experts, before the choice among them", False)
+    moe_router_load_balancing_type: str = option(
+        Text("TYPE", matching("|".join(LOAD_BALANCING_TYPES), f"one of {', '.join(LOAD_BALANCING_TYPES)}")),
+        f"loss or rule that keeps the load of experts alike: one of {', '.join(LOAD_BALANCING_TYPES)}",
+        "aux_loss",
+    )
+    moe_aux_loss_coeff: float = option(NON_NEGATIVE, "coefficient of the load-balancing loss", 0.0)
+    moe_z_loss_coeff: float | None = option(NON_NEGATIVE, "coefficient of the router's z-loss", None, shown="none")
+    moe_router_enable_expert_bias: bool = option(
+        FLAG, "bias of each expert that balances the load, with the sigmoid and sqrtsoftplus score functions", False
+    )
+    moe_expert_capacity_factor: float | None = option(
+        POSITIVE, "capacity of an expert as a multiple of the mean load; tokens beyond it are dropped", None,
+        shown="no bound",
+    )  # fmt: skip
+    moe_shared_expert_intermediate_size: int | None = option(
+        SIZE, "hidden size of shared experts, which all tokens pass", None, shown="no shared experts"
+    )
+    moe_token_dispatcher_type: str = _on_mesh(
+        literal_names(ExpertsConfig, "moe_token_dispatcher_type"),
+        "transport of tokens along the expert axis",
+        "allgather",
+    )
+    moe_expert_rank_capacity_factor: float | None = option(
+        POSITIVE, "rows for which a device has room, as a multiple of those of equal load", None, shown="room for all"
     )
 
 
@@ -279,7 +325,7 @@ class ExecutionOptions:
     )
     recompute_modules: str | None = _free(
         _MODULES,
-        f"modules to recompute under selective: any of {','.join(DENSE_RECOMPUTE_MODULES)}",
+        f"modules to recompute under selective: any of {','.join(RECOMPUTE_MODULES)}",
         None,
         shown="core_attn",
     )
@@ -337,14 +383,32 @@ class Recorded:
 # Dataclasses take the fields of their bases from the last one on: config.json begins with the data.
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(
-    Recorded, OutputOptions, ExecutionOptions, PrecisionOptions, TrainingOptions, ModelOptions, DataOptions
+    *(Recorded, OutputOptions, ExecutionOptions, PrecisionOptions, TrainingOptions),
+    *(ExpertOptions, ModelOptions, DataOptions),
 ):
     """All fields of a run's ``config.json``, except the preset."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenOptions:
+    """A command line of ``jax-te train``.
+
+    Args:
+        start: options of the start itself.
+        given: values of the run's options that are given, the preset among them. Others are those of the run in the
+            folder, the preset's, or defaults.
+        debug: whether to show the traceback of an error.
+    """
+
+    start: TrainOptions
+    given: Mapping[str, Any]
+    debug: bool = False
 
 
 GROUPS: dict[str, type] = {
     "data": DataOptions,
     "model": ModelOptions,
+    "experts": ExpertOptions,
     "training": TrainingOptions,
     "precision": PrecisionOptions,
     "execution": ExecutionOptions,

@@ -23,7 +23,7 @@ from jax_te.cli.inspect.options import (
 )
 from jax_te.cli.option_table import flag
 from jax_te.cli.option_values import Text
-from jax_te.cli.options import GROUPS, TrainOptions
+from jax_te.cli.options import GROUPS, OPTIONS, GivenOptions, TrainOptions
 from jax_te.cli.presets import preset_table
 from jax_te.cli.run_recipe import recipe_defaults
 
@@ -108,15 +108,24 @@ def build_parser() -> Parser:
 
 
 def options_from(namespace: argparse.Namespace) -> Any:
-    """Return the options of a command: an instance of its table, for ``train`` the namespace itself.
-
-    Options that are not given are left out of the namespace of ``train``: a run takes them from its folder or preset.
-    """
+    """Return the options of a command: an instance of its table, for ``train`` a `GivenOptions`."""
     table = COMMANDS[namespace.command]
-    if table is TrainOptions:
-        return namespace
     values = {field.name: getattr(namespace, field.name) for field in fields(table)}
-    return table(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    options = table(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    if table is not TrainOptions:
+        return options
+    # Options that are not given are not in the namespace: a run takes them from its folder or preset.
+    given = {name: value for name, value in vars(namespace).items() if name in OPTIONS}
+    if options.preset is not None:
+        given["preset"] = options.preset
+    return GivenOptions(start=options, given=given, debug=namespace.debug)
+
+
+def option_names(command: str) -> set[str]:
+    """Return the names of a command's options, those of the fields of its table."""
+    table = COMMANDS[command]
+    tables = [table, *GROUPS.values()] if table is TrainOptions else [table]
+    return {field.name for each in tables for field in fields(each)}
 
 
 def _add_family(commands: argparse._SubParsersAction, name: str, summary: str) -> argparse._SubParsersAction:
@@ -143,7 +152,7 @@ def _add_command(commands: argparse._SubParsersAction, name: str, last: str, tab
     )
     made.set_defaults(command=name)
     made.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    add_options(made, table, given_only=table is TrainOptions)
+    add_options(made, table)
     if table is TrainOptions:
         made.epilog = preset_table()  # after the options, to which it refers
         for title, group in GROUPS.items():

@@ -92,6 +92,11 @@ def pretrained_form(architecture: str, ignored: str | None = None) -> tuple[Arch
     values = json.loads(architecture)
     if not isinstance(values, dict):
         raise ValueError(f"--init-from: {CONFIG} is not a JSON object")
+    if values.get("quantization_config"):
+        raise ValueError(
+            "--init-from: the folder's kernels are quantized (quantization_config), and training takes them in full. "
+            "Multiply them out first: jax-te convert FOLDER NEW --to huggingface --dequantize; then --init-from NEW"
+        )
     found, form = read_form(values, f"--init-from: {CONFIG}", _MAX_LAYERS, field_names(ignored))
     if found.model is not GPTModel:
         raise ValueError(f"--init-from: jax-te train is for decoders, and this is a {found.model_type}")

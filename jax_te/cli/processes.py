@@ -268,7 +268,7 @@ def _line(error: Exception) -> str | None:
             cause = " ".join(str(link).split())[:160]
             return f"{_OTHER}; the same command resumes ({cause})"
         link = link.__cause__ or link.__context__
-    return explain(error)
+    return explain(error, "train")  # the one command of several processes
 
 
 def _end(error: Exception, debug: bool, signs: Signs | None) -> None:

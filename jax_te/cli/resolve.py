@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import os
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jax_te.cli.options import GivenOptions
 from jax_te.cli.precision_rules import read_rules
 from jax_te.cli.presets import PRESETS
 from jax_te.cli.pretrained import pretrained_values
@@ -17,24 +17,24 @@ from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CONFIG_FILE, changed_fields, check_resumable, holds_run, read_config
 from jax_te.cli.run_text import tokenizer_values
 
-_FIELDS = {field.name for field in dataclasses.fields(RunConfig)}
+DEFAULT_PRESET = "tiny"
 
 
-def output_folder(options: argparse.Namespace) -> Path:
+def output_folder(options: GivenOptions) -> Path:
     """Return ``--output``, or ``runs/PRESET``, followed by the recipe's name if there is one.
 
     Raises:
         ValueError: if it is a file.
     """
-    preset, recipe = getattr(options, "preset", "tiny"), getattr(options, "recipe", "none")
+    preset, recipe = options.given.get("preset", DEFAULT_PRESET), options.given.get("recipe", "none")
     default = Path("runs") / (preset if recipe == "none" else f"{preset}-{recipe}")
-    output = Path(getattr(options, "output", default))
+    output = default if options.start.output is None else Path(options.start.output)
     if output.exists() and not output.is_dir():
         raise ValueError(f"--output {output} is a file; give a folder")
     return output
 
 
-def resolve(options: argparse.Namespace, output: Path) -> tuple[RunConfig, bool]:
+def resolve(options: GivenOptions, output: Path) -> tuple[RunConfig, bool]:
     """Return the run's configuration, and whether ``output`` holds checkpoints of it.
 
     An option that is not given has the value of the run there; in a new run, its preset's value or its default. A run
@@ -43,7 +43,7 @@ def resolve(options: argparse.Namespace, output: Path) -> tuple[RunConfig, bool]
     Raises:
         ValueError: if the folder holds another run, or the values conflict.
     """
-    given = {name: value for name, value in vars(options).items() if name in _FIELDS}
+    given = dict(options.given)
     for name in {"data", "tokenizer", "init_from"} & given.keys():
         given[name] = os.path.abspath(given[name])  # a resume may be started in another folder
     if "tokenizer" in given:
@@ -66,7 +66,7 @@ def resolve(options: argparse.Namespace, output: Path) -> tuple[RunConfig, bool]
 
 def new_config(given: dict[str, Any]) -> RunConfig:
     """Return the configuration of a new run from the options that are given; others are its preset's or defaults."""
-    name = given.get("preset", "tiny")
+    name = given.get("preset", DEFAULT_PRESET)
     first = pretrained_values(given) if "init_from" in given else {}
     values = {"preset": name} | PRESETS[name].values | first | given
     if "tokenizer" in values:

@@ -23,23 +23,35 @@ _LINEAR_OPS = ("dense", "layernorm_dense", "layernorm_mlp")
 
 
 def explain_backends(config: RunConfig) -> list[str]:
-    """Return the backend of each op of the model, a line per backend and reason; call it inside `contexts`.
+    """Return the backend of each op of the model, a line per backend and reason, with the parts that it leaves to
+    others; call it inside `contexts`.
 
     Raises:
         BackendUnavailableError: if the requested backend cannot run one of them.
     """
-    grouped: dict[tuple[str, str], list[str]] = {}
-    recipes = _recipes_in_use(config)
-    for op in OPS:
+    grouped: dict[tuple[str, str, str], list[str]] = {}
+    recipes, model = _recipes_in_use(config), config.transformer_config()
+    # The experts' op runs in models with experts alone; TE has no kernel for it.
+    for op in OPS if model.num_moe_experts else [op for op in OPS if op != "grouped_dense"]:
         attention = _attention(config) if op == "dot_product_attention" else None
         for recipe in recipes if op in _LINEAR_OPS else (None,):
-            choice = explain_backend(op, recipe=recipe, attention=attention)
+            # Gradients of kernels are computed in fp32: a train step adds them up in it.
+            choice = explain_backend(
+                op,
+                recipe=recipe,
+                attention=attention,
+                activation=config.activation,  # type: ignore[arg-type]  # one of the names
+                dtype=config.compute_dtype,
+            )
             label = op if len(recipes) == 1 or op not in _LINEAR_OPS else f"{op} ({recipe_label(recipe)})"
-            grouped.setdefault((choice.backend, choice.reason), []).append(label)
-    if len({backend for backend, _ in grouped}) == 1:  # then the most common reason suffices
-        (backend, reason), _ = max(grouped.items(), key=lambda item: len(item[1]))
-        return [f"{backend} for every op: {reason}"]
-    return [f"{backend} for {', '.join(ops)}: {reason}" for (backend, reason), ops in grouped.items()]
+            grouped.setdefault((choice.backend, choice.reason, choice.others), []).append(label)
+    if any(backend == "te" for backend, _, _ in grouped) and not model.fp8_output_proj:
+        # `jax_te.models.LanguageModel` runs it there whatever the backend.
+        grouped["xla", "TE's GEMM would copy the table of a tied embedding", ""] = ["the output head"]
+    if len({(backend, others) for backend, _, others in grouped}) == 1:  # then the most common reason suffices
+        (backend, reason, others), _ = max(grouped.items(), key=lambda item: len(item[1]))
+        return [f"{backend} for every op: {reason}{others}"]
+    return [f"{backend} for {', '.join(ops)}: {reason}{others}" for (backend, reason, others), ops in grouped.items()]
 
 
 def check_te_on_mesh(config: RunConfig) -> None:

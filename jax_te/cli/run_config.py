@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_te.cli.option_table import flag
-from jax_te.cli.options import OF_MESH, OPTIONS, RunOptions
+from jax_te.cli.options import OF_MESH, OPTIONS, ExpertOptions, RunOptions
 from jax_te.cli.precision_rules import quantization_rules
 from jax_te.cli.pretrained import as_run, check_pretrained
 from jax_te.cli.run_recipe import RECIPE_FIELDS, build_recipe, recipe_defaults
-from jax_te.config import ParallelConfig, TransformerConfig
+from jax_te.config import DENSE_RECOMPUTE_MODULES, ParallelConfig, TransformerConfig
 from jax_te.megatron import RecipeConfig
 from jax_te.models import check_recompute_policy, runs_scanned
 from jax_te.recipe import Recipe
@@ -51,6 +51,7 @@ class RunConfig(RunOptions):
                 object.__setattr__(self, field.name, row.check(field.name, value))
         check_pretrained(self)
         self._check_heads()
+        self._check_experts()
         self._check_quantized_layers()
         self._check_mesh_options(self.parallel_config() or ParallelConfig())
         with _options_named():
@@ -119,13 +120,30 @@ class RunConfig(RunOptions):
         if self.architecture is not None:
             return  # whose heads may have any size
         hidden, heads, groups = self.hidden_size, self.num_heads, self.num_query_groups
-        if hidden % heads:
+        if hidden % heads and self.kv_channels is None:
             the_next = hidden + -hidden % heads
             raise ValueError(
-                f"--hidden-size {hidden} is not divisible by --num-heads {heads}; the next that is: {the_next}"
+                f"--hidden-size {hidden} is not divisible by --num-heads {heads}, and no --kv-channels are given; the "
+                f"next that is: {the_next}"
             )
         if heads % groups:
             raise ValueError(f"--num-heads {heads} is not divisible by --num-query-groups {groups}")
+
+    def _check_experts(self) -> None:
+        """Raise ValueError for options of layers with experts in a model without them."""
+        if self.num_experts is not None or self.architecture is not None:
+            return
+        for field in dataclasses.fields(ExpertOptions):
+            if (value := getattr(self, field.name)) != field.default:
+                raise ValueError(
+                    f"{flag(field.name)} {value} is for layers with experts; give --num-experts, too, or leave it out"
+                )
+        modules = set((self.recompute_modules or "").split(","))
+        if experts := modules - {"", *DENSE_RECOMPUTE_MODULES}:
+            raise ValueError(
+                f"--recompute-modules {', '.join(sorted(experts))} is for layers with experts; give --num-experts, or "
+                f"take some of {', '.join(DENSE_RECOMPUTE_MODULES)}"
+            )
 
     def _check_schedule(self) -> None:
         if self.min_learning_rate > self.learning_rate:
@@ -181,8 +199,12 @@ class RunConfig(RunOptions):
         """
         head, parts, ranks = self.transformer_config().kv_channels or 1, self.microbatches, mesh.batch_devices
         if self.position_embedding == "rope":
-            size = f"--hidden-size {self.hidden_size} / --num-heads {self.num_heads} ="
-            yield size, head, 2, "2, as --position-embedding rope needs it"
+            size = (
+                f"--kv-channels {head}"
+                if self.kv_channels
+                else f"--hidden-size {self.hidden_size} / --num-heads {self.num_heads}"
+            )
+            yield f"{size} =", head, 2, "2, as --position-embedding rope needs it"
         yield "--batch-size", self.batch_size, parts, f"--microbatches {parts}"
         spread = f"--microbatches {parts} times data*fsdp*expert = {ranks} of --mesh {self.mesh}"
         turns = self.batch_parts
@@ -193,6 +215,11 @@ class RunConfig(RunOptions):
         axes = {"num_query_groups": ("tensor", mesh.tensor), "ffn_hidden_size": kernels, "hidden_size": kernels}
         for name, (axis, ranks) in (axes | {"seq_len": ("context", mesh.context)}).items():
             yield flag(name), getattr(self, name), ranks, f"{axis}={ranks} of --mesh {self.mesh}"
+        if self.num_experts is not None:
+            yield "--num-experts", self.num_experts, mesh.expert, f"expert={mesh.expert} of --mesh {self.mesh}"
+            if self.moe_ffn_hidden_size is not None:
+                axis, ranks = kernels
+                yield "--moe-ffn-hidden-size", self.moe_ffn_hidden_size, ranks, f"{axis}={ranks} of --mesh {self.mesh}"
         ranks = mesh.context * mesh.tensor
         for name in ("sequence_parallel", "distribute_saved_activations"):
             if getattr(self, name):
@@ -209,6 +236,8 @@ class RunConfig(RunOptions):
         multiple, why = recipe.alignment, f"{recipe.alignment}, as it must be for --recipe {self.recipe}"
         yield "--hidden-size", self.hidden_size, multiple, why
         yield "--ffn-hidden-size", self.ffn_hidden_size, multiple, why
+        if self.moe_ffn_hidden_size is not None:
+            yield "--moe-ffn-hidden-size", self.moe_ffn_hidden_size, multiple, why
         yield "--num-query-groups x head size =", self.num_query_groups * head, multiple, why
         if self.mesh is not None:  # kernels are quantized once a step on each device, without padding of tokens
             what = "tokens of a microbatch, --batch-size x --seq-len / --microbatches ="

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 
@@ -37,8 +38,8 @@ def run(options: SampleOptions) -> int:
     if config is None or not holds_run(output):
         raise ValueError(f"{output} holds no trained model; train one with: jax-te train --output {output}")
     # One device and any available backend, wherever it was trained.
-    config = config.on_one_device(options.factory_modules)
-    check_memory(config, training=False)
+    config = dataclasses.replace(config.on_one_device(options.factory_modules), check_memory=options.check_memory)
+    check_memory(config, "sample", training=False)
     tokenizer = run_tokenizer(config, output)
     prompt = tokenizer.encode(options.prompt)
     if not prompt.size:

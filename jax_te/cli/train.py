@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import math
 import os
@@ -18,9 +17,10 @@ from jax_te._validation import require_extra
 from jax_te.checkpoint import Signs, TrainCheckpointer
 from jax_te.cli.build import HELDOUT, Trainer, contexts, warnings_as_lines
 from jax_te.cli.compile_cache import keep_compiled_programs
-from jax_te.cli.launch import Bounds, find_bounds, find_launch
+from jax_te.cli.launch import Bounds, find_launch
 from jax_te.cli.loop import LoopActions, LoopPlan, LoopResult, run_loop
 from jax_te.cli.memory import check_memory
+from jax_te.cli.options import GivenOptions
 from jax_te.cli.processes import SharedSignal, agreed, check_same, is_first, joined
 from jax_te.cli.resolve import output_folder, resolve
 from jax_te.cli.run_checks import check_mesh_of_processes, check_precision, check_te_on_mesh, explain_backends
@@ -63,19 +63,21 @@ SAMPLE_LENGTH = 300
 PROFILE_FOLDER = "profile"
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: GivenOptions) -> int:
     """Return the exit status of a training run: 0, or 128 + the signal that ended it.
 
     Raises:
         ValueError: for conflicting options, and a folder that holds another run or is in use.
     """
-    launch, bounds = find_launch(getattr(options, "processes", "auto")), find_bounds(options)
+    start = options.start
+    launch = find_launch(start.processes)
+    bounds = Bounds(start=start.start_timeout, save=start.save_timeout, step=start.step_timeout)
     output = output_folder(options)
     with joined(launch, output, bounds, debug=options.debug) as signs:
         return _run(options, output, signs, bounds)
 
 
-def _run(options: argparse.Namespace, output: Path, signs: Signs | None, bounds: Bounds) -> int:
+def _run(options: GivenOptions, output: Path, signs: Signs | None, bounds: Bounds) -> int:
     keep_compiled_programs()
     progress = make_progress()
     config, resumes, trace, tokenizer, data = agreed(lambda: _read(options, output, progress))
@@ -108,7 +110,7 @@ def _run(options: argparse.Namespace, output: Path, signs: Signs | None, bounds:
 
 
 def _read(
-    options: argparse.Namespace, output: Path, progress: Progress
+    options: GivenOptions, output: Path, progress: Progress
 ) -> tuple[RunConfig, bool, StepTrace | None, Tokenizer | ByteTokenizer, TextData]:
     """Return everything that a run reads before it writes anything, and whether it resumes."""
     # Said before anything is made: a run that could not write its charts would fail at its end.
@@ -118,7 +120,7 @@ def _read(
     config, resumes = resolve(options, output)
     require_writers(config.metrics_writers.split(","))
     trace = _trace(config, output)
-    check_memory(config)
+    check_memory(config, "train")
     check_mesh_of_processes(config)
     progress.note("reading the text")
     tokenizer = run_tokenizer(config, output)
@@ -160,6 +162,7 @@ def _train(
     trace: StepTrace | None,
     signs: Signs | None,
 ) -> int:
+    """Run the remaining steps, draw the plots, and show what came of it; return the exit status."""
     config, data = trainer.config, trainer.data
     if first >= config.steps:
         progress.note(f"step {first} of {config.steps}: the run is complete; --steps N with a larger N goes on")
@@ -170,31 +173,14 @@ def _train(
     # Records after the checkpoint are cut: the resumed run writes them again.
     precision = PrecisionLog(output, resume_step=first)
     with MetricsLog(output, resume_step=first, writers=config.metrics_writers.split(",")) as log:  # type: ignore[arg-type]
-
-        def inspect(step: int, state: TrainState, batch: PyTree) -> None:
-            statistics = trainer.inspect(state, batch)
-            precision.write(step, statistics)
-            log.chart(step, chart_values(statistics))
-
-        names = ("steps", "save_every", "eval_every", "log_every", "inspect_every", "give_up_after")
-        given = {name: getattr(config, name) for name in names}
-        eval_saved = config.keep_best is not None
-        plan = LoopPlan(**given, work=_work(config), learning_rate=trainer.learning_rate, eval_saved=eval_saved)
-        works = {"step": trainer.step, "evaluate": trainer.evaluate, "save": trainer.save}
-        agree = SharedSignal() if jax.process_count() > 1 else None
-        works |= {"check": trainer.checkpointer.check, "inspect": inspect, "agree": agree}
-        actions = LoopActions(**works, trace=trace, signs=signs)
+        actions = _actions(trainer, log, precision, trace, signs)
         skipped = int(state.skipped_steps)
         result = run_loop(
-            state, trainer.batches, actions, plan, log=log, progress=progress, first=first, skipped=skipped
+            state, trainer.batches, actions, _plan(trainer), log=log, progress=progress, first=first, skipped=skipped
         )
     trainer.checkpointer.wait()
     actions.begin("the end of the run")
-    drawn = list[str]()
-    if is_first():
-        plot_losses(output, bigram_entropy=bigram)
-        drawn += [EXPERTS_PLOT] if plot_experts(output) is not None else []
-        drawn += [PRECISION_FILE, PRECISION_PLOT] if plot_precision(output) is not None else []
+    drawn = _draw(output, unit(tokenizer), bigram) if is_first() else []
     if result.stopped_by is not None:
         progress.note(f"stopped by {result.stopped_by.name}; step {result.step} is saved, and the same command resumes")
         return 128 + result.stopped_by  # as a shell reports a process that a signal ended
@@ -211,6 +197,48 @@ def _train(
     text = continue_text(result.state.model, tokenizer, prompt, SAMPLE_LENGTH, seed=config.seed, copies=copies)
     progress.text("sample", tokenizer.decode(prompt) + text)
     return 0
+
+
+def _plan(trainer: Trainer) -> LoopPlan:
+    config = trainer.config
+    return LoopPlan(
+        steps=config.steps,
+        save_every=config.save_every,
+        eval_every=config.eval_every,
+        log_every=config.log_every,
+        inspect_every=config.inspect_every,
+        give_up_after=config.give_up_after,
+        work=_work(config),
+        learning_rate=trainer.learning_rate,
+        eval_saved=config.keep_best is not None,
+    )
+
+
+def _actions(
+    trainer: Trainer, log: MetricsLog, precision: PrecisionLog, trace: StepTrace | None, signs: Signs | None
+) -> LoopActions:
+    def inspect(step: int, state: TrainState, batch: PyTree) -> None:
+        statistics = trainer.inspect(state, batch)
+        precision.write(step, statistics)
+        log.chart(step, chart_values(statistics))
+
+    return LoopActions(
+        step=trainer.step,
+        evaluate=trainer.evaluate,
+        save=trainer.save,
+        check=trainer.checkpointer.check,
+        inspect=inspect,
+        agree=SharedSignal() if jax.process_count() > 1 else None,
+        trace=trace,
+        signs=signs,
+    )
+
+
+def _draw(output: Path, word: str, bigram: float | None) -> list[str]:
+    """Draw the plots of a run, and return the files that only some runs have; ``word``: the unit of the loss."""
+    plot_losses(output, unit=word, bigram_entropy=bigram)
+    drawn = [EXPERTS_PLOT] if plot_experts(output) is not None else []
+    return drawn + ([PRECISION_FILE, PRECISION_PLOT] if plot_precision(output) is not None else [])
 
 
 def _no_link(path: str, flags: int) -> int:
@@ -302,7 +330,7 @@ def _layers(config: RunConfig) -> str:
 
 def _recipe(config: RunConfig) -> str:
     if config.recipe == "none":
-        return "none: no quantization" + (" but by the rules below" if config.precision_config is not None else "")
+        return "none: no quantization" + (", except by the rules below" if config.precision_config is not None else "")
     fields = [f"{name} {getattr(config, name)}" for name in RECIPE_FIELDS if getattr(config, name) is not None]
     if config.fp8_param:
         fields.append("kernels held quantized")

@@ -59,7 +59,7 @@ def load_text(
     - ``.jsonl``: an object a line, whose ``text_key`` is a document.
     - ``.parquet``: a column ``text_key`` of documents, through pyarrow (the extra ``parquet``).
     - ``.npy``: a 1-D array of integers, which are tokens. ``.idx`` or ``.bin``: tokens of Megatron's
-      ``preprocess_data.py``, if both files are there. Their documents end where the file specifies.
+      ``preprocess_data.py``, which are both files. Their documents end where the file specifies.
     - any other: text, a document for each file.
 
     Args:

@@ -27,7 +27,8 @@ def token_file(path: Path) -> np.ndarray | None:
     index, tokens = path.with_suffix(".idx"), path.with_suffix(".bin")
     if path.suffix == ".npy":
         return _npy(path)
-    if path.suffix == ".idx" or (path.suffix == ".bin" and index.is_file()):
+    # Without this, a .bin whose .idx was left behind would be read as text, a token for each byte.
+    if path.suffix in (".idx", ".bin"):
         return _megatron(index, tokens)
     return None
 
@@ -46,7 +47,10 @@ def _npy(path: Path) -> np.ndarray:
 def _megatron(index: Path, tokens: Path) -> np.ndarray:
     for path in (index, tokens):
         if not path.is_file():
-            raise ValueError(f"{path} is not there; Megatron's data are two files, {index.name} and {tokens.name}")
+            raise ValueError(
+                f"{path} is not there; Megatron's data are two files, {index.name} and {tokens.name}. Put it beside "
+                "the other; text needs a file name with another ending"
+            )
     with index.open("rb") as file:
         header = file.read(_HEADER.size)
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):

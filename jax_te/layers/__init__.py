@@ -40,6 +40,13 @@ from jax_te.layers.moe.router import (
     set_aux_loss_scale,
 )
 from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm, norm_spec
+from jax_te.layers.parallel_arguments import (
+    TensorParallel,
+    check_context_size,
+    check_expert_size,
+    check_tp_group,
+    sequence_axes,
+)
 from jax_te.layers.parameters import StepState, expert_rngs, parameter, parameter_axes
 from jax_te.layers.prepare import prepare_quantization
 from jax_te.layers.quantizable import (
@@ -51,13 +58,6 @@ from jax_te.layers.quantizable import (
     quantizable_kernels,
     quantizable_modules,
     quantize_parameters,
-)
-from jax_te.layers.tensor_parallel import (
-    TensorParallel,
-    check_context_size,
-    check_expert_size,
-    check_tp_group,
-    sequence_axes,
 )
 from jax_te.layers.transformer import TransformerLayer
 

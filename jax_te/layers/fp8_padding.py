@@ -8,7 +8,7 @@ from itertools import accumulate
 import jax.numpy as jnp
 
 from jax_te._validation import check_axes, check_positive, checked
-from jax_te.quantize import pad_rows, padded_size
+from jax_te.quantize import pad_rows, padded_size, precision_of
 from jax_te.recipe import ambient_recipe
 from jax_te.typing import Array
 
@@ -21,7 +21,7 @@ class Fp8Padding:
 
     Args:
         num_gemms: number of groups.
-        align_size: multiple of rows. None: the ambient recipe's (`Recipe.alignment`), 16 without one.
+        align_size: multiple of rows. None: that of the ambient recipe's quantizers, 16 without one.
 
     Source: ``transformer_engine.pytorch.Fp8Padding``. There NVFP4's multiple is 64; the GEMMs here take 32.
 
@@ -58,7 +58,7 @@ class Fp8Padding:
         if len(m_splits) != self.num_gemms or min(m_splits) < 0:
             raise ValueError(f"m_splits must be {self.num_gemms} sizes of groups (num_gemms), got {list(m_splits)}")
         recipe = ambient_recipe.value
-        multiple = self.align_size or (16 if recipe is None else recipe.alignment)
+        multiple = self.align_size or (16 if recipe is None else precision_of(recipe).alignment)
         return [padded_size(size, multiple) for size in m_splits]
 
     def _check(self, wanted: int, rows: int, m_splits: Sequence[int]) -> None:

@@ -13,9 +13,9 @@ from flax import nnx
 from jax_te._validation import check_positive, checked, log_hints
 from jax_te.config import ActivationLike, ActivationParams, LimitedFunction, normal_init
 from jax_te.layers.norm import norm_parameters, norm_spec
+from jax_te.layers.parallel_arguments import TensorParallel, TensorParallelModule, sequence_axes
 from jax_te.layers.parameters import constant, parameter
 from jax_te.layers.results import layer_output
-from jax_te.layers.tensor_parallel import TensorParallel, TensorParallelModule, sequence_axes
 from jax_te.ops import Activation, LinearOptions, LinearWeights, MlpOptions, dense, layernorm, layernorm_mlp
 from jax_te.ops import activation as apply_activation
 from jax_te.recipe import Recipe

@@ -10,9 +10,9 @@ from flax import nnx
 
 from jax_te._validation import check_positive, checked, log_hints
 from jax_te.config import normal_init
+from jax_te.layers.parallel_arguments import TensorParallel, TensorParallelModule, sequence_axes
 from jax_te.layers.parameters import constant, parameter
 from jax_te.layers.results import layer_output
-from jax_te.layers.tensor_parallel import TensorParallel, TensorParallelModule, sequence_axes
 from jax_te.ops import LinearOptions, LinearWeights, dense
 from jax_te.sharding import activation_axis
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, TensorGroup

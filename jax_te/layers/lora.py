@@ -91,10 +91,8 @@ class LoRA(nnx.Module):
         params_dtype: DTypeLike,
         rngs: nnx.Rngs,
     ) -> None:
-        """Store the base, and create an adapter for each of its kernels, for experts' kernels one per expert."""
+        """Create an adapter for each of the base's kernels, for experts' kernels one per expert; then take the base."""
         check_positive(rank=rank)
-        self.base = base
-        self.base.frozen = freeze_base
         self.scale = 1.0 if alpha is None else alpha / rank
         for kernel in base.kernels:
             # A Linear may have no kernel of its own, so that its shape is an attribute.
@@ -108,6 +106,9 @@ class LoRA(nnx.Module):
             setattr(self, a, _adapter(init, rngs, (*lead, k, rank), params_dtype, (*lead_axes, inner, None)))
             zeros = jax.nn.initializers.zeros
             setattr(self, b, _adapter(zeros, rngs, (*lead, rank, *n), params_dtype, (*lead_axes, None, *outer)))
+        # The base is the caller's, so it changes last: a refused adapter leaves it trained as before.
+        self.base = base
+        self.base.frozen = freeze_base
 
     def __call__(
         self,

@@ -13,7 +13,7 @@ class TrainingMode(nnx.Module):
     Attributes:
         deterministic: whether to evaluate instead of training; Flax's ``model.eval()`` and ``model.train()`` set it.
         without_dropout: whether dropout is off in training, too, whatever the rates:
-            ``model.set_attributes(without_dropout= True)`` sets it in all layers. Generation and measurements do so.
+            ``model.set_attributes(without_dropout=True)`` sets it in all layers, as measurements of training do.
 
     >>> class Block(TrainingMode):
     ...     pass

@@ -10,10 +10,10 @@ from flax import nnx
 
 from jax_te._validation import check_positive, checked
 from jax_te.layers.mode import TrainingMode
+from jax_te.layers.parallel_arguments import sequence_axes
 from jax_te.layers.parameters import constant, value_or_none
-from jax_te.layers.tensor_parallel import sequence_axes
 from jax_te.ops import NormSpec, layernorm
-from jax_te.typing import Array, DTypeLike
+from jax_te.typing import Array, DTypeLike, LogicalAxes
 
 NORMALIZATIONS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 """Transformer Engine's names of normalizations, and the corresponding kind of `NormSpec`."""
@@ -62,10 +62,15 @@ class _Norm(TrainingMode):
         self.scale, self.bias = norm_parameters(self.norm, hidden_size, params_dtype)
         self.sequence_parallel = sequence_parallel
 
-    def __call__(self, x: Array) -> Array:
-        """Normalize the last axis. ``x [..., h]`` -> the same shape and dtype; statistics in fp32."""
+    def __call__(self, x: Array, *, out_axes: LogicalAxes | None = None) -> Array:
+        """Normalize the last axis. ``x [..., h]`` -> the same shape and dtype; statistics in fp32.
+
+        Args:
+            x: array to normalize.
+            out_axes: logical axes of input and output. None: those of hidden states ``[b, s, h]``.
+        """
         with jax.named_scope(self.normalization):
-            axes = (*sequence_axes(x, self.sequence_parallel), "hidden")
+            axes = (*sequence_axes(x, self.sequence_parallel), "hidden") if out_axes is None else out_axes
             return layernorm(x, self.scale[...], value_or_none(self.bias), norm=self.norm, out_axes=axes)
 
 

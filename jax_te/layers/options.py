@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jax_te.layers.attention.packed import PackedSeqParams
 from jax_te.ops import Window
@@ -15,6 +15,9 @@ class AttentionOptions:
     """Options of `MultiheadAttention`, one field for each keyword of its constructor except ``rngs``.
 
     No field has a default: code that builds a group gives each option, and type checkers report a missing one.
+    `keywords` gives them to the constructor, of a subclass as well::
+
+        MultiheadAttention(hidden_size, num_attention_heads, **options.keywords(), rngs=rngs)
     """
 
     num_gqa_groups: int | None
@@ -50,6 +53,10 @@ class AttentionOptions:
     init_method: Initializer | None
     output_layer_init_method: Initializer | None
     params_dtype: DTypeLike
+
+    def keywords(self) -> dict[str, Any]:
+        """Return the options as keywords of the constructor."""
+        return dict(vars(self))
 
 
 class CoreCall(NamedTuple):

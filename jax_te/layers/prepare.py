@@ -41,6 +41,7 @@ def prepare_quantization(model: nnx.Module, recipe: Recipe | None) -> nnx.Module
             f"{type(model).__name__} has no layer that a recipe could quantize; jax_te.layers has: Linear, "
             "LayerNormLinear, LayerNormMLP and what is built from them; for layers of Flax call quantize_model"
         )
+    made = []  # all before one is set: a recipe that refuses a layer leaves the model as it was
     for path, module in modules.items():
         ambient = None if module.high_precision else recipe
         for kernel, name in module.kernels.items():
@@ -50,7 +51,10 @@ def prepare_quantization(model: nnx.Module, recipe: Recipe | None) -> nnx.Module
             # Layers that nnx.vmap stacked have a state each.
             state, stack = module.new_state(effective), module.stack_shape(kernel, found.get(path[:-1]))
             state = jax.tree.map(lambda leaf, stack=stack: jnp.broadcast_to(leaf, (*stack, *leaf.shape)), state)
-            setattr(module, name, nnx.data(module.state_variables(kernel, state, stack=len(stack))))
+            made.append((module, name, module.state_variables(kernel, state, stack=len(stack))))
+    for module, name, variables in made:
+        setattr(module, name, nnx.data(variables))
+    for module in modules.values():
         # Cached kernels were quantized under the recipe before.
         module.kernel_cache = nnx.data(None)
     return model

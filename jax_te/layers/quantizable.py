@@ -183,10 +183,9 @@ class QuantizableModule(TrainingMode):
 
         return replace(of_layers(value, self.gemm_state(kernel)), shape=value.shape)
 
-    def hold_quantized(self, kernel: str) -> None:
-        """Replace a kernel's exact value by its quantized form, in plain arrays."""
-        variable = getattr(self, kernel)
-        variable.set_value(self.quantized(kernel, variable.get_value(), portable=True))
+    def stored_form(self, kernel: str) -> QuantizedKernel:
+        """Return the quantized form, in plain arrays, in which a kernel is stored in place of its exact value."""
+        return self.quantized(kernel, getattr(self, kernel).get_value(), portable=True)
 
     def requantized(self, kernel: str, value: Array, old: QuantizedKernel) -> QuantizedKernel:
         """Return ``value`` in the quantized form in which a kernel is stored.
@@ -358,6 +357,7 @@ def quantize_parameters(model: nnx.Module, *, only_marked: bool = False) -> nnx.
 
     Raises:
         ValueError: for layers of Flax under `quantize_model`, which hold only plain arrays.
+        QuantizerStateError: for a recipe with state, if a layer was built without it.
 
     Source: ``transformer_engine.pytorch.quantized_model_init``; Megatron-Core's ``--fp8-param-gather``.
 
@@ -373,10 +373,13 @@ def quantize_parameters(model: nnx.Module, *, only_marked: bool = False) -> nnx.
             "layers of Flax hold their kernels as arrays, which cannot be stored quantized: leave fp8_param out, or "
             "build the model of jax_te's layers"
         )
+    stored = []  # all before one is set: a kernel that cannot be quantized leaves the model as it was
     for _, module, kernel in quantizable_kernels(model):
         own, value = module.own_recipe(kernel), getattr(module, kernel).get_value()
         if only_marked and (own is None or not own.holds_kernels):
             continue
         if not isinstance(value, QuantizedKernel) and quantizer_for(module.recipe_of(kernel), "kernel") is not None:
-            module.hold_quantized(kernel)
+            stored.append((getattr(module, kernel), module.stored_form(kernel)))
+    for variable, form in stored:
+        variable.set_value(form)
     return model

@@ -22,8 +22,8 @@ from jax_te.layers.layernorm_mlp import LayerNormMLP
 from jax_te.layers.moe.mixture import MoE
 from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm
 from jax_te.layers.options import AttentionOptions
+from jax_te.layers.parallel_arguments import sequence_axes, set_tensor_parallel_group
 from jax_te.layers.results import layer_output
-from jax_te.layers.tensor_parallel import sequence_axes, set_tensor_parallel_group
 from jax_te.ops import Window
 from jax_te.sharding import constrain
 from jax_te.typing import Array, DTypeLike, Initializer, Key, LogicalAxes, TensorGroup
@@ -201,10 +201,14 @@ class TransformerLayer(ContextParallelModule):
             return_max_logit=False,
             qkv_bias=False,
         )
-        heads, decodes = num_attention_heads, layer_type == "decoder"
+        decodes = layer_type == "decoder"
+
+        def make_attention(options: AttentionOptions) -> MultiheadAttention:
+            return MultiheadAttention(hidden_size, num_attention_heads, **options.keywords(), rngs=rngs)
+
         # Attention is created before the feed-forward block, and self-attention first: each draws keys from ``rngs``.
-        self.self_attention = MultiheadAttention.of(hidden_size, heads, of_self, rngs=rngs)
-        self.inter_attention = MultiheadAttention.of(hidden_size, heads, of_cross, rngs=rngs) if decodes else None
+        self.self_attention = make_attention(of_self)
+        self.inter_attention = make_attention(of_cross) if decodes else None
 
         def make_norm_here() -> LayerNorm | RMSNorm:
             return make_norm(

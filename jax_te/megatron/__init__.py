@@ -25,7 +25,7 @@ from jax_te.megatron.grouped_linear import (
     TERowParallelGroupedLinear,
 )
 from jax_te.megatron.layernorm_linear import TELayerNormColumnParallelLinear
-from jax_te.megatron.layout import Layout
+from jax_te.megatron.layout import Layout, projection_groups
 from jax_te.megatron.linear import TEColumnParallelLinear, TELinear, TERowParallelLinear
 from jax_te.megatron.mlp import MLP
 from jax_te.megatron.module import SYMMETRIC_AR_TYPES, MegatronModule, param_is_not_shared

@@ -129,7 +129,9 @@ class GraphableMegatronModule(MegatronModule):
 
         Microbatches after the first are captured after it, with ``current_microbatch`` 1: they have cached kernels.
         """
-        return self._run(*self._get_te_cuda_graph_replay_args(*args, **kwargs), capture=True)
+        args, kwargs = self._get_te_cuda_graph_replay_args(*args, **kwargs)
+        first = kwargs.pop("is_first_microbatch")
+        return self._run(args, kwargs, first=first, capture=True)
 
     def _te_cuda_graph_replay(self, *args: Any, **kwargs: Any) -> Any:
         """Return the result of a captured call, the one of ``current_microbatch``. Hooks run before.
@@ -138,10 +140,13 @@ class GraphableMegatronModule(MegatronModule):
             AssertionError: for an argument that is not an array, as in Megatron.
             ValueError: for a call that was not captured.
         """
-        return self._run(*self._get_te_cuda_graph_replay_args(*args, **kwargs), capture=False)
+        args, kwargs = self._get_te_cuda_graph_replay_args(*args, **kwargs)
+        first = kwargs.pop("is_first_microbatch")
+        return self._run(args, kwargs, first=first, capture=False)
 
     def _get_te_cuda_graph_replay_args(self, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a graph: arrays (`Rotary` too), ``hidden_states`` first; ``is_first_microbatch``."""
+        _refuse_microbatch(kwargs)
         for name, value in (*enumerate(args), *kwargs.items()):
             # Megatron's rotary_pos_emb is one tensor; here it is the pytree of two arrays.
             allowed = is_array(value) or isinstance(value, Rotary)
@@ -174,13 +179,14 @@ class GraphableMegatronModule(MegatronModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's result: of ``forward``, or of its captured graph, which has the same values."""
         if self._should_call_local_cudagraph(*args, **kwargs):
-            return self._run(args, kwargs | {"is_first_microbatch": self.current_microbatch == 0}, capture=True)
+            _refuse_microbatch(kwargs)
+            return self._run(args, kwargs, first=self.current_microbatch == 0, capture=True)
         if self._should_call_te_cudagraph(*args, **kwargs):
             return self._te_cuda_graph_replay(*args, **kwargs)
         return self.forward(*args, **kwargs)
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, capture: bool) -> Any:
-        first = kwargs.pop("is_first_microbatch")
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, first: bool, capture: bool) -> Any:
+        """Return the result of a call's graph; ``first``: whether this is a step's first microbatch."""
         for hook, arguments in self.cuda_graph_manual_hooks:
             hook(*arguments)
         # A copy, with the same arrays: the selection of a replay belongs neither to the graph nor to other calls.
@@ -195,6 +201,16 @@ class GraphableMegatronModule(MegatronModule):
         out, changed = self.cuda_graphs.run(called, (args, kwargs), first, capture=capture)
         write_back(self, changed)
         return out
+
+
+def _refuse_microbatch(kwargs: dict[str, Any]) -> None:
+    """Refuse an explicit ``is_first_microbatch``, and take a None away: a graph is chosen by the module's count."""
+    given = kwargs.pop("is_first_microbatch", None)
+    if given is not None:
+        raise ValueError(
+            f"is_first_microbatch={given!r} cannot be followed by a call that runs as a graph: set the module's "
+            "current_microbatch, 0 for the first of a step, and leave the argument out"
+        )
 
 
 def _at(module: Any, path: tuple[Any, ...]) -> Any:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_te.layers import Embedding, GroupedLinear, LayerNorm, LayerNormLinear, Linear, RMSNorm
+from jax_te.layers import Embedding, GroupedLinear, LayerNorm, LayerNormLinear, Linear, MultiheadAttention, RMSNorm
 from jax_te.quantize import QuantizerState
 from jax_te.sharding import auto_region, variable_axes
 from jax_te.typing import LogicalAxes
@@ -108,7 +108,7 @@ class Layout:
         return rows, math.prod(outer[:-1]), self.groups, outer[-1] // self.groups
 
 
-def megatron_layout(
+def name_and_layout(
     path: tuple[Any, ...], outside: int, variable: nnx.Variable, owners: Mapping[tuple[Any, ...], Any]
 ) -> tuple[str, Layout | None]:
     """Return Megatron's name of a Variable, and its layout if that differs from the Variable's.
@@ -120,7 +120,7 @@ def megatron_layout(
         owners: the modules by their paths.
 
     >>> layer = Linear(32, (2, 64), rngs=nnx.Rngs(0))
-    >>> name, layout = megatron_layout(("linear_fc1", "kernel"), 0, layer.kernel, {("linear_fc1",): layer})
+    >>> name, layout = name_and_layout(("linear_fc1", "kernel"), 0, layer.kernel, {("linear_fc1",): layer})
     >>> name, layout.to_megatron(layer.kernel[...]).shape
     ('linear_fc1.weight', (128, 32))
     """
@@ -140,12 +140,26 @@ def megatron_layout(
     if not one_array or not (is_kernel or of_bias):
         return name, None
     # An attention's projections have their components on an axis in front of the groups'.
-    core = getattr(owners.get(path[:-2]), "core_attention", None)
     several = rank > 1 + is_kernel
-    groups = core.num_gqa_groups if core is not None and several else 1
+    groups = projection_groups(owners.get(path[:-2]), str(path[-2:][0])) if several else 1
     axes: Any = variable_axes(variable, value)  # logical ones: the layers are this package's
     shape = tuple(value.shape)
     return name, Layout(shape[-rank:], axes[-rank:], is_kernel, groups, experts)
+
+
+def projection_groups(attention: Any, name: str) -> int:
+    """Return the number of key/value groups by which Megatron and Transformer Engine order a projection's outputs.
+
+    Args:
+        attention: module that contains the projection.
+        name: name of the projection in it.
+
+    Returns:
+        1 for modules that are no attention, and for other layers of one.
+    """
+    if isinstance(attention, MultiheadAttention) and name in attention.grouped_projections:
+        return attention.core_attention.num_gqa_groups
+    return 1
 
 
 def _numbered(path: tuple[Any, ...], owners: Mapping[tuple[Any, ...], Any]) -> tuple[Any, ...]:

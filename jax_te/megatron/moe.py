@@ -14,6 +14,7 @@ from jax_te.layers import (
     Experts,
     MixtureOfExperts,
     Router,
+    Routing,
     StepState,
     component_count,
     gate_parameter,
@@ -91,18 +92,26 @@ class TopKRouter(StateDicts, Router):
         *,
         key: Key | None = None,
         experts: Array | None = None,
-    ) -> tuple[Array, Array]:
+        return_routing: bool = False,
+    ) -> Any:
         """Return probabilities and map of the tokens' experts.
 
         Args:
             input: ``[b, s, h]``.
-            padding_mask, key, experts: see `Router`.
+            padding_mask, key: see `Router`.
+            experts: see `Router`. None: those set for replay, if any.
+            return_routing: whether to return a `jax_te.layers.Routing` instead, as a `MoELayer` reads it.
 
         Returns:
             Probabilities fp32 ``[b s, e]``, 0 for experts that a token does not use or that drop it, and bool
             ``[b s, e]``.
         """
-        routing, e = self.assign(input, padding_mask=padding_mask, key=key, experts=experts), self.options.num_experts
+        if experts is None and self.replayed is not None:
+            experts = self.replayed.get_value()
+        routing = super().__call__(input, padding_mask=padding_mask, key=key, experts=experts)
+        if return_routing:
+            return routing
+        e = self.options.num_experts
         chosen, k = routing.experts, routing.experts.shape[-1]
         kept = jnp.ones(chosen.shape, bool) if routing.kept is None else routing.kept
         rows = jnp.arange(chosen.size // k, dtype=jnp.int32)[:, None]
@@ -113,25 +122,12 @@ class TopKRouter(StateDicts, Router):
 
         return dense(jnp.where(kept, routing.probs, 0.0)), dense(kept)
 
-    def assign(
-        self,
-        x: Array,
-        *,
-        padding_mask: Array | None = None,
-        key: Key | None = None,
-        experts: Array | None = None,
-    ) -> Any:
-        """Return the experts of each token like `Router.assign`; the ones set for replay, if any."""
-        if experts is None and self.replayed is not None:
-            experts = self.replayed.get_value()
-        return super().assign(x, padding_mask=padding_mask, key=key, experts=experts)
-
     def set_layer_number(self, layer_number: int) -> None:
         """Set the number of the router's layer in its stack, from 1."""
         self.layer_number = layer_number
 
     def set_target_indices(self, topk_indices: Array) -> None:
-        """Replay a choice: the next calls take these experts, int32 ``[b, s, k]``, e.g. of another run's `assign`.
+        """Replay a choice: the next calls take these experts, int32 ``[b, s, k]``, e.g. of another run's `Routing`.
 
         Raises:
             ValueError: unless the configuration has ``moe_enable_routing_replay``.
@@ -298,6 +294,10 @@ class MoELayer(MegatronModule, MixtureOfExperts):
         """
         with jax.named_scope("MoELayer"):
             return self.mixed(hidden_states, padding_mask, key, experts, is_first_microbatch)[0], None
+
+    def _routing(self, x: Array, padding_mask: Array | None, key: Key | None, chosen: Array | None) -> Routing:
+        # Megatron's pair does not say which of a token's experts has which place in the sum.
+        return self.router(x, padding_mask, key=key, experts=chosen, return_routing=True)
 
     def set_layer_number(self, layer_number: int) -> None:
         """Set the number of this layer in its stack, from 1."""

@@ -10,7 +10,7 @@ from jax_te._validation import checked
 from jax_te.layers import LayerNorm, RMSNorm
 from jax_te.megatron.state_dict import StateDicts
 from jax_te.megatron.te_kwargs import get_extra_te_kwargs, in_dtype_of
-from jax_te.typing import Array
+from jax_te.typing import Array, LogicalAxes
 
 
 class _Norm(StateDicts):
@@ -18,9 +18,9 @@ class _Norm(StateDicts):
 
     returns_residual: bool = False
 
-    def __call__(self, x: Array) -> Any:
+    def __call__(self, x: Array, *, out_axes: LogicalAxes | None = None) -> Any:
         # The norm follows this class in the resolution order, which a type checker cannot know here.
-        y = super().__call__(in_dtype_of(x, self.scale))  # type: ignore[misc, attr-defined]  # pyright: ignore
+        y = super().__call__(in_dtype_of(x, self.scale), out_axes=out_axes)  # type: ignore[misc, attr-defined]  # pyright: ignore
         return (y, x) if self.returns_residual else y
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from flax import nnx
 
@@ -99,6 +99,8 @@ class SelfAttention(MultiheadAttention, MegatronModule):
             kernel_axes=(row_axis("heads"), None),
             rngs=rngs,
         )
+
+    grouped_projections: ClassVar[tuple[str, ...]] = ("linear_qkv",)
 
     # The names under which MultiheadAttention and `clip_qk` know the layers.
     qkv = property(lambda self: self.linear_qkv)

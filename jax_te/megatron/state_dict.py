@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax_te._validation import checked
 from jax_te.errors import CheckpointMismatchError, Record, differences
 from jax_te.layers import StepState, drop_cached_kernels
-from jax_te.megatron.layout import Layout, megatron_layout
+from jax_te.megatron.layout import Layout, name_and_layout
 from jax_te.quantize import counting_of
 from jax_te.typing import Array
 
@@ -185,7 +185,7 @@ def variables_of(module: nnx.Module) -> list[tuple[str, nnx.Variable, Layout | N
         if isinstance(node, nnx.Variable) and not of_one_step:
             sizes = range(len(path))
             outside = next((n for n in sizes if getattr(owners.get(path[:n]), "megatron_names", False)), len(path))
-            name, layout = megatron_layout(path, outside, node, owners)
+            name, layout = name_and_layout(path, outside, node, owners)
             found.append((name, node, layout))
     return found
 

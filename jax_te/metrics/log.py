@@ -132,11 +132,14 @@ def read_metrics(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 @checked
-def plot_losses(directory: str | os.PathLike[str], *, bigram_entropy: float | None = None) -> Path | None:
+def plot_losses(
+    directory: str | os.PathLike[str], *, unit: str = "token", bigram_entropy: float | None = None
+) -> Path | None:
     """Draw ``loss.png`` from the run's records.
 
     Args:
         directory: the run's folder.
+        unit: name of what the loss is a mean over, for the axis; ``"byte"`` if tokens are bytes.
         bigram_entropy: reference value, drawn as a horizontal line.
 
     Returns:
@@ -156,7 +159,7 @@ def plot_losses(directory: str | os.PathLike[str], *, bigram_entropy: float | No
         axes.plot(*heldout, "o-", color="tab:orange", markersize=4, label="held-out loss")
     if bigram_entropy is not None:
         axes.axhline(bigram_entropy, color="grey", linestyle="--", label="byte-bigram entropy")
-    axes.set(xlabel="step", ylabel="nats per byte")
+    axes.set(xlabel="step", ylabel=f"nats per {unit}")
     axes.set_title(Path(directory).name, parse_math=False)  # a folder may have any name, such as a$b$
     axes.grid(alpha=0.3)
     axes.legend()

@@ -49,10 +49,11 @@ def peak_flops(device: Any) -> float | None:
 def train_flops(config: TransformerConfig, *, vocab_size: int, batch_size: int, sequence_length: int) -> float:
     """Return the FLOPs of a train step of a GPT by the standard formula: ``6 N + 6 L s n d`` for each token.
 
-    ``N`` are the parameters that GEMMs multiply: kernels of the layers and the output head; no embeddings, norms and
-    biases. A GEMM has two FLOPs for each in forward and four in backward. Causal attention has ``2 s n d`` in forward
-    (two products over half of the ``s`` positions on average) and twice that in backward, in each of ``L`` layers of
-    ``n`` heads of size ``d``. What backward computes again is not counted, nor is less for attention in windows.
+    ``N`` are the parameters that GEMMs multiply for a token: kernels of the layers and the output head, of a layer with
+    experts those of the chosen ones, of shared ones and of the router; no embeddings, norms and biases. A GEMM has two
+    FLOPs for each in forward and four in backward. Causal attention has ``2 s n d`` in forward (two products over half
+    of the ``s`` positions on average) and twice that in backward, in each of ``L`` layers of ``n`` heads of size ``d``.
+    What backward computes again is not counted, nor is less for attention in windows.
 
     Args:
         config: configuration of the layers.
@@ -70,11 +71,29 @@ def train_flops(config: TransformerConfig, *, vocab_size: int, batch_size: int, 
     parts = ACTIVATIONS[activation] if isinstance(activation, str) else activation
     gated = len(parts) if isinstance(parts, tuple) else 1
     # Filled in by the configuration itself where they were not given.
-    channels, groups, ffn = config.kv_channels or 0, config.num_query_groups or 0, config.ffn_hidden_size or 0
+    channels, groups = config.kv_channels or 0, config.num_query_groups or 0
     heads = config.num_attention_heads * channels
-    layer = hidden * (2 * heads + 2 * groups * channels + (gated + 1) * ffn)
-    token = 6 * (config.num_layers * layer + hidden * vocab_size) + 6 * config.num_layers * sequence_length * heads
+    layers = config.num_layers * hidden * (2 * heads + 2 * groups * channels)
+    layers += sum(_multiplied(config, layer, gated + 1) for layer in range(config.num_layers))
+    token = 6 * (layers + hidden * vocab_size) + 6 * config.num_layers * sequence_length * heads
     return float(token * batch_size * sequence_length)
+
+
+def _multiplied(config: TransformerConfig, layer: int, matrices: int) -> int:
+    """Return the parameters by which the feed-forward block or the experts of a layer multiply a token.
+
+    Args:
+        config: configuration of the layers.
+        layer: number of the layer, from 0.
+        matrices: number of kernels of a block, with one for each component of its activation.
+    """
+    hidden, latent = config.hidden_size, config.moe_latent_size
+    if config.num_moe_experts is None or not config.has_experts(layer):
+        return matrices * hidden * (config.ffn_hidden_size or 0)
+    experts = config.moe_router_topk * matrices * (latent or hidden) * (config.moe_ffn_hidden_size or 0)
+    shared = matrices * hidden * (config.moe_shared_expert_intermediate_size or 0)
+    projections = 2 * hidden * (latent or 0)
+    return experts + shared + projections + hidden * config.num_moe_experts  # the router
 
 
 @dataclass(frozen=True, kw_only=True)

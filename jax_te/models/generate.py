@@ -29,12 +29,13 @@ def generate(
 ) -> Array:
     """Continue a prompt, one token at a time.
 
-    Generation runs under the ambient recipe. FP8 pads single tokens to a multiple of 16 of them and gains nothing,
+    Generation is evaluation, whatever the model's mode: it runs without dropout, under the ambient recipe and the
+    layers' own for evaluation (`ModuleRecipe`). FP8 pads single tokens to a multiple of 16 of them and gains nothing,
     so generate outside `autocast` (or inside ``autocast(None)``) unless you want FP8's numerics. On a mesh the
     batch and the heads are sharded, but no sequence: context and sequence parallelism are for training.
 
     Args:
-        model: model, which runs without dropout.
+        model: model, in either mode, which stays as it is.
         prompt: integers ``[b, s]``, ``s >= 1``. Every token is read: shorter prompts end in padding and have
             ``lengths``.
         steps: number of tokens to generate after the longest prompt.
@@ -103,7 +104,7 @@ def _generate(
     All rows continue from the shortest prompt's end, at one position: longer prompts are read token by token, so that a
     cache has one length, and no row has leading padding that a later token would see.
     """
-    model.set_attributes(without_dropout=True)  # of a copy: each trace has its own
+    model.eval()  # a copy: each trace has its own
     cached = cast(Callable[..., tuple[Array, Cache]], model)  # with a cache, a call returns a pair
     pick = partial(_sample, top_k=top_k, greedy=greedy)
 

@@ -202,7 +202,8 @@ class GPTModel(LanguageModel):
         """Return the max attention logit of every layer's heads, fp32 ``[num_layers, n]``, from a forward pass.
 
         For the log, and for `clip_qk`: ``config.log_max_attention_logit`` and ``config.qk_clip``. Megatron's layers
-        keep these numbers as attributes, which a jitted training step could not set.
+        keep these numbers as attributes, which a jitted training step could not set. The pass is one of evaluation,
+        whatever the model's mode: without dropout, under the layers' own recipes for evaluation.
 
         Args:
             tokens: integers ``[b, s]``, such as those of a step.
@@ -212,7 +213,7 @@ class GPTModel(LanguageModel):
         tokens, positions = model_order(self.config, tokens), model_order(self.config, positions)
         # A copy of the model's structure, not of its arrays: training steps do not compute these numbers.
         measured = nnx.merge(*nnx.split(self))
-        measured.set_attributes(without_dropout=True)
+        measured.eval()
         x, found = measured._embed(tokens, positions, None), []
         for layer in measured.layers:
             angles = rotary_of(layer, self._angles(positions))

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te._validation import checked
+from jax_te._validation import checked, log_once
 from jax_te.config import TransformerConfig
 from jax_te.layers import LinearScaling, Llama3Scaling, StepState
 from jax_te.megatron import GraphableMegatronModule, TransformerLayer, apply_quantization_config
@@ -195,7 +195,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             input_ids: integers ``[b, s]``; without effect behind the first stage.
             position_ids: ``[s]`` or ``[b, s]``; None: 0, 1, 2, …. They also rotate, where Megatron's rotation counts
                 positions by itself.
-            attention_mask: argument without effect: the layers are causal, as in Megatron.
+            attention_mask: argument without effect, which is logged once: the layers are causal, as in Megatron.
             decoder_input: hidden states ``[b, s, h]`` that the stage before gave; None: what `set_input_tensor` was
                 given. The first stage takes none.
             labels: integers ``[b, s]``; without effect before the last stage.
@@ -203,8 +203,8 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
                 unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
             cache: cache of a whole model, see `GPTModel`; ``inference_context`` is Megatron's way.
-            others: Megatron's other arguments, which must be None, apart from ``loss_mask``. That has no effect, as in
-                Megatron, where the caller weights the losses. `GPTModel.loss` takes weights.
+            others: Megatron's other arguments, which must be None, apart from ``loss_mask``. That has no effect, which
+                is logged once, as in Megatron, where the caller weights the losses. `GPTModel.loss` takes weights.
 
         Returns:
             Logits ``[b, s, v]``, with a ``cache`` ``(logits, cache)``; with ``labels`` losses, fp32 ``[b, s]``.
@@ -213,7 +213,17 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             ValueError: for an argument that must be None; for a stage without its input; see also `GPTModel`.
             TypeError: for an argument that Megatron does not have.
         """
-        others.pop("loss_mask", None)
+        # Megatron-LM's training programs give both in every call, and weight the losses afterwards.
+        if attention_mask is not None:
+            log_once(
+                "attention_mask has no effect on a MegatronGPTModel, whose layers are causal; padding is hidden by "
+                "weights of the loss"
+            )
+        if others.pop("loss_mask", None) is not None:
+            log_once(
+                "loss_mask has no effect on the losses of a MegatronGPTModel, as in Megatron: multiply them by it, "
+                "or call loss(input_ids, labels, loss_mask)"
+            )
         _check_fixed(**others)
         if not self._is_whole:
             if cache is not None:

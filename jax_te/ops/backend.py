@@ -1,24 +1,30 @@
-"""Choice of the backend that runs an op, with the reason."""
+"""Choice of the backend that runs an op, with the reason, and the part that each backend has in it."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import get_args
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from jax_te._validation import checked
+from jax_te._validation import checked, float_dtype
 from jax_te.config import ActivationLike
 from jax_te.errors import BackendUnavailableError
 from jax_te.ops import te, xla
 from jax_te.ops.attention.spec import AttentionSpec
 from jax_te.ops.linear.norm_and_activation import Activation
+from jax_te.ops.moe.row_groups import tile_of
+from jax_te.ops.pallas import grouped as pallas_grouped
+from jax_te.ops.pallas import operand as pallas_operand
 from jax_te.ops.primitives import Backend
-from jax_te.recipe import Recipe
-from jax_te.typing import BackendName
+from jax_te.quantize import Precision, Quantizer, TensorQuantizer, precision_of
+from jax_te.recipe import GEMMS, Recipe
+from jax_te.typing import BackendName, DTypeLike
 
 BACKENDS: tuple[str, ...] = get_args(BackendName)
 
@@ -31,8 +37,9 @@ def use_backend(name: BackendName) -> Iterator[None]:
     """Return a context that requests a backend for every op traced inside; it is part of the jit cache key.
 
     Args:
-        name: ``"te"`` or ``"xla"`` runs there or raises; ``"auto"`` takes TE on a GPU where TE supports the op, XLA
-            elsewhere.
+        name: ``"te"``: TE's kernels wherever it has one for a part of the op, XLA for the other parts, see
+            `explain_backend`; raises where TE cannot run the op. ``"xla"``: none of TE's. ``"auto"``: ``"te"`` on a GPU
+            where TE supports the op, else ``"xla"``.
 
     Raises:
         ValueError: for another name.
@@ -45,16 +52,41 @@ def use_backend(name: BackendName) -> Iterator[None]:
         yield
 
 
+Part = Literal[
+    "norm", "activation", "activation_backward", "quantization", "fprop", "dgrad", "wgrad", "attention", "loss"
+]
+"""A part of an op: ``"fprop"``, ``"dgrad"`` and ``"wgrad"`` are its GEMMs."""
+
+
 @dataclass(frozen=True)
 class BackendChoice:
-    """The backend an op runs on, and the reason."""
+    """The backend an op runs on, and the reason.
+
+    Args:
+        op, backend, reason: the op, its backend, and why it is this one.
+        parts: who runs each part of the op: ``"te"``, ``"xla"``, or ``"pallas"`` for the Hopper kernels of the ``xla``
+            backend.
+
+    >>> print(BackendChoice("dense", "te", "asked for", {"fprop": "te", "dgrad": "te", "wgrad": "xla"}))
+    dense: te (asked for); wgrad: xla
+    """
 
     op: str
     backend: str
     reason: str
+    parts: Mapping[Part, str] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
-        return f"{self.op}: {self.backend} ({self.reason})"
+        return f"{self.op}: {self.backend} ({self.reason}){self.others}"
+
+    @property
+    def others(self) -> str:
+        """The parts that the backend itself does not run, as text; "" if there are none."""
+        runners: dict[str, list[str]] = {}
+        for part, runner in self.parts.items():
+            if runner != self.backend:
+                runners.setdefault(runner, []).append(part)
+        return "".join(f"; {', '.join(parts)}: {runner}" for runner, parts in runners.items())
 
 
 @checked
@@ -66,51 +98,120 @@ def explain_backend(
     activation: ActivationLike | None = None,
     backend: BackendName | None = None,
     unsharded: str | None = None,
+    stored: Quantizer | None = None,
+    dtype: DTypeLike = jnp.bfloat16,
+    params_dtype: DTypeLike = jnp.float32,
 ) -> BackendChoice:
-    """Return the backend that would run ``op`` in this context and the reason, without running it.
+    """Return the backend that would run ``op`` in this context and the reason, and who runs each part of the op.
+
+    Nothing is run. A backend runs its kernels wherever it has one. TE has none for block scaling and scales that are
+    powers of two, for GEMMs of unquantized fp32 operands, for gradients of kernels that are wider than the unquantized
+    operands, and for some activations: ``parts`` names those that it leaves to XLA.
 
     Args:
         op: ``"dense"``, ``"grouped_dense"``, ``"layernorm"``, ``"layernorm_dense"``, ``"layernorm_mlp"``,
             ``"activation"``, ``"dot_product_attention"`` or ``"softmax_cross_entropy"``.
         recipe: the recipe it would run under.
         attention: the call's description, for attention.
-        activation: activation function of an op that has one: the reason says if TE's backend computes it in JAX.
+        activation: activation function of an op that has one. None: ``"gelu"``.
         backend: None for the ambient one (`use_backend`).
         unsharded: reason why the op cannot run on each device of a mesh by itself; None: it can, or there is no mesh.
+        stored: quantizer of kernels that are stored quantized (``fp8_param``); None: they are not.
+        dtype: dtype of the input, in which the op computes.
+        params_dtype: dtype of the kernels' gradients; in a train step it is fp32.
 
     Raises:
         BackendUnavailableError: if the backend requested by name cannot run it.
         ValueError: for an unknown op or backend.
 
-    >>> explain_backend("dense", backend="xla")
-    BackendChoice(op='dense', backend='xla', reason='asked for')
+    >>> explain_backend("dense", backend="xla").parts
+    {'fprop': 'xla', 'dgrad': 'xla', 'wgrad': 'xla'}
     """
-    if activation is not None:
-        Activation(activation)  # which raises for an unknown one
+    function = Activation("gelu" if activation is None else activation)  # which raises for an unknown one
     if op not in OPS:
         raise ValueError(f"unknown op {op!r}; allowed: {', '.join(OPS)}")
+    chosen, reason = _chosen(op, recipe, attention, backend, unsharded, stored)
+    dtype, params_dtype = float_dtype("dtype", dtype), float_dtype("params_dtype", params_dtype)
+    parts = _parts(op, chosen, precision_of(recipe), function, dtype, params_dtype)
+    return BackendChoice(op, chosen, reason, parts)
+
+
+def _chosen(
+    op: str,
+    recipe: Recipe | None,
+    attention: AttentionSpec | None,
+    backend: BackendName | None,
+    unsharded: str | None,
+    stored: Quantizer | None,
+) -> tuple[str, str]:
+    """Return the name of the backend that runs an op, and the reason."""
     if op == "softmax_cross_entropy":
-        return BackendChoice(op, "xla", "Transformer Engine has no kernel for it")
+        return "xla", "Transformer Engine has no kernel for it"
     asked = ambient_backend.value if backend is None else backend
     if asked == "xla":
-        return BackendChoice(op, "xla", "asked for")
-    supported, reason = te.supports(op, recipe=recipe, attention=attention, unsharded=unsharded)
+        return "xla", "asked for"
+    supported, reason = te.supports(op, recipe=recipe, attention=attention, unsharded=unsharded, stored=stored)
     if asked == "te":
         if not supported:
             raise BackendUnavailableError(f"backend 'te' cannot run {op} here: {reason}; use backend 'xla' or 'auto'")
-        return BackendChoice(op, "te", f"asked for{_in_jax(activation)}")
+        return "te", "asked for"
     if not supported:
-        return BackendChoice(op, "xla", f"TE cannot: {reason}")
+        return "xla", f"TE cannot: {reason}"
     if jax.default_backend() != "gpu":
-        return BackendChoice(op, "xla", "no GPU; TE's kernels would run as plain JAX")
-    return BackendChoice(op, "te", f"TE supports it on this GPU{_in_jax(activation)}")
+        return "xla", "no GPU; TE's kernels would run as plain JAX"
+    return "te", "TE supports it on this GPU"
 
 
-def _in_jax(activation: ActivationLike | None) -> str:
-    """Return `explain_backend`'s addition to its reason for an activation without a TE kernel."""
-    if activation is None or te.primitives().has_kernel(Activation(activation)):
-        return ""
-    return f"; but the activation {activation!r} in JAX, since TE has no kernel for it"
+_LINEAR = ("dense", "grouped_dense", "layernorm_dense", "layernorm_mlp")
+
+
+def _parts(
+    op: str, backend: str, precision: Precision, function: Activation, dtype: np.dtype, params_dtype: np.dtype
+) -> dict[Part, str]:
+    """Return who runs each part of an op on a backend, as its primitives decide by themselves."""
+    parts: dict[Part, str] = {}
+    if op in ("layernorm", "layernorm_dense", "layernorm_mlp"):
+        parts["norm"] = backend
+    if op in ("activation", "layernorm_mlp"):
+        parts["activation"], parts["activation_backward"] = _activation_parts(backend, precision, function)
+    if op == "dot_product_attention":
+        parts["attention"] = backend
+    if op == "softmax_cross_entropy":
+        parts["loss"] = backend
+    if op not in _LINEAR:
+        return parts
+    by_quantized = _runner_of_quantized(op, backend, precision, dtype)
+    if any(quantizer is not None for quantizer in precision.quantizers):
+        parts["quantization"] = by_quantized
+    for gemm, overridden in zip(GEMMS, precision.overridden, strict=True):
+        if ("quantization" in parts and not overridden) or op == "grouped_dense":
+            parts[gemm] = by_quantized
+        else:
+            # TE rounds fp32 operands to TF32, and gives results in the operands' dtype.
+            exact = dtype == jnp.float32 or (gemm == "wgrad" and params_dtype != dtype)
+            parts[gemm] = "xla" if exact else backend
+    return parts
+
+
+def _runner_of_quantized(op: str, backend: str, precision: Precision, dtype: np.dtype) -> str:
+    """Return who quantizes the operands of a linear op and multiplies them; of experts, in any dtype."""
+    if op == "grouped_dense":
+        tile = tile_of(precision)
+        on_hopper = pallas_grouped.runs_here(dtype, 2, tile, precision, placed=False, kernel_all_gather=())
+        return "pallas" if on_hopper else "xla"
+    if backend == "te" and all(te.is_te_quantizer(quantizer) for quantizer in precision.quantizers):
+        return "te"
+    return "pallas" if all(pallas_operand.runs_here(quantizer) for quantizer in precision.quantizers) else "xla"
+
+
+def _activation_parts(backend: str, precision: Precision, function: Activation) -> tuple[str, str]:
+    """Return who runs an activation, and who its derivative."""
+    if backend != "te" or not te.primitives().has_kernel(function):
+        return "xla", "xla"
+    # XLA fuses the derivative of one component with the bias gradient; under a given scale TE quantizes in its kernel.
+    quantizer = precision.grad.quantizer
+    delayed = isinstance(quantizer, TensorQuantizer) and quantizer.scaling == "delayed"
+    return "te", "te" if len(function.parts()) > 1 or delayed else "xla"
 
 
 OPS = (
@@ -139,14 +240,20 @@ def select(
 
 # Cached, because every call of every layer needs it; it depends on these arguments and on the installation.
 @functools.lru_cache(maxsize=1024)
-def backend_for(op: str, asked: BackendName, recipe: Recipe | None = None, unsharded: str | None = None) -> Backend:
+def backend_for(
+    op: str,
+    asked: BackendName,
+    recipe: Recipe | None = None,
+    unsharded: str | None = None,
+    stored: Quantizer | None = None,
+) -> Backend:
     """Return the backend that runs a linear op, a norm or an activation; raises as `explain_backend`.
 
     Args:
-        op, recipe, unsharded: see `explain_backend`.
+        op, recipe, unsharded, stored: see `explain_backend`.
         asked: the backend that the call names, or the ambient one, `ambient_backend`.
     """
-    return primitives(select(op, recipe=recipe, backend=asked, unsharded=unsharded))
+    return primitives(explain_backend(op, recipe=recipe, backend=asked, unsharded=unsharded, stored=stored).backend)
 
 
 def primitives(name: str) -> Backend:

@@ -95,10 +95,14 @@ class Precision:
     recipe_name: str | None = None
 
     @property
+    def quantizers(self) -> tuple[Quantizer | None, Quantizer | None, Quantizer | None]:
+        """Quantizers of the three operands."""
+        return self.x.quantizer, self.kernel.quantizer, self.grad.quantizer
+
+    @property
     def group_alignment(self) -> int:
         """Alignment of groups of rows in one array with which no two groups share a block or a tile of a GEMM."""
-        quantizers = [getattr(self, role).quantizer for role in ROLES]
-        blocks = [quantizer.shard_multiple or 1 for quantizer in quantizers if quantizer is not None]
+        blocks = [quantizer.shard_multiple or 1 for quantizer in self.quantizers if quantizer is not None]
         return math.lcm(_ROW_TILE, self.alignment, *blocks)
 
     def misfit(self, label: str, name: str, size: int, shapes: str) -> ValueError:
@@ -203,8 +207,9 @@ def precision_of(recipe: Recipe | None) -> Precision:
         overridden=overridden,
         split_accumulator=tuple(getattr(recipe, f"fp8_gemm_{gemm}").use_split_accumulator for gemm in GEMMS),  # type: ignore[arg-type]
         amax_rule=AmaxRule(recipe.margin, recipe.amax_compute_algo) if delayed else None,
-        alignment=max((quantizer.alignment for quantizer in quantizers), default=1),
-        shard_multiple=None if None in multiples else max(multiples, default=1),  # type: ignore[type-var]
+        # The least common multiple: the largest of 48 and 32 satisfies one of them.
+        alignment=math.lcm(*(quantizer.alignment for quantizer in quantizers)),
+        shard_multiple=None if None in multiples else math.lcm(*multiples),  # type: ignore[arg-type]
         recipe_name=recipe.name,
     )
 

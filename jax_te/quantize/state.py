@@ -356,8 +356,9 @@ _COUNTS_LEFT_OUT = (
     "a derivative of a router in training leaves its state out ({}), whose gradient is what the call counted: it would "
     "never change. jax_te.training.value_and_grad and make_train_step write it back; in a loop of your own, "
     "differentiate it, too, argnums=nnx.DiffState(0, (nnx.Param, jax_te.quantize.QuantizerState)), and give its "
-    "gradients to jax_te.training.Optimizer.update or jax_te.quantize.write_back. In evaluation, model.eval(), nothing "
-    "is counted"
+    "gradients to jax_te.training.Optimizer.update or jax_te.quantize.write_back. Such a loop is for models that call "
+    "each layer once: of a layer that is called twice JAX adds the next scales, which then are nan. In evaluation, "
+    "model.eval(), nothing is counted"
 )
 
 
@@ -372,7 +373,8 @@ def write_back(old: PyTree, gradient: PyTree, *, keep_old: jax.Array | None = No
     """Return the states of the next step.
 
     They are the gradients of ``old``, or ``old`` for layers that did not run; for counting states, the results of their
-    rules.
+    rules. A scale that one derivative of fp32 states used more than once becomes nan, because JAX has added its next
+    values: `jax_te.value_and_grad` and `with_max_gradients` merge them.
 
     Args:
         old: states of this step; Variables if some count.
@@ -425,11 +427,28 @@ def _carry_on(before: list[PyTree], after: list[PyTree], keep_old: jax.Array | N
     keep = ~(new["scale"] > 0.0)
     if keep_old is not None:
         keep = jnp.logical_or(keep, keep_old)
+    added = ~keep & _are_sums(old, new)
     states = {
-        "scale": jnp.where(keep, old["scale"], new["scale"]),
-        "amax_history": jnp.where(keep[..., None], old["amax_history"], new["amax_history"]),
+        "scale": jnp.where(keep, old["scale"], jnp.where(added, jnp.nan, new["scale"])),
+        "amax_history": jnp.where(
+            keep[..., None], old["amax_history"], jnp.where(added[..., None], jnp.nan, new["amax_history"])
+        ),
     }
     return [jax.tree.map(lambda stacked, index=index: stacked[index], states) for index in range(len(before))]
+
+
+def _are_sums(old: PyTree, new: PyTree) -> jax.Array:
+    """Return which next states are sums of several: of fp32 states that one derivative used more than once, bool.
+
+    A use shifts the history by one slot, or leaves it as it is (`frozen_scales`); the sum of two uses has each amax
+    twice. Before the first amax was seen, a use keeps the scale.
+    """
+    history, shifted = old["amax_history"], new["amax_history"]
+    least = float(jnp.finfo(jnp.float32).tiny)  # a GPU's maximum makes smaller values 0
+    frozen = jnp.all(jnp.abs(shifted - history) <= least, axis=-1)
+    twice = jnp.any(shifted[..., 1:] > 1.5 * history[..., :-1] + least, axis=-1)
+    at_first = jnp.all(history == 0.0, axis=-1) & (new["scale"] > 1.5 * old["scale"])
+    return ~frozen & (twice | at_first)
 
 
 def _is_amax_state(node: Any) -> bool:

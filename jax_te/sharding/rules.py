@@ -393,13 +393,13 @@ def free_axes(mesh: Mesh | AbstractMesh) -> MeshAxes:
     return tuple([name for name, kind in types if kind != AxisType.Manual])
 
 
-def mesh_dims(axes: LogicalAxes | PartitionSpec, mesh: AbstractMesh) -> Dims:
+def mesh_dims(axes: LogicalAxes | PartitionSpec, mesh: AbstractMesh, rules: ShardingRules | None = None) -> Dims:
     """Return the mesh axes that shard each dimension of an array with these logical axes, or this PartitionSpec.
 
     >>> mesh_dims(("batch", None, "ffn"), AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor")))
     (('data', 'fsdp'), (), ('tensor',))
     """
-    spec = logical_to_spec(axes, mesh)
+    spec = logical_to_spec(axes, mesh, rules)
     return tuple(() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec)
 
 

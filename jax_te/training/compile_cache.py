@@ -23,18 +23,19 @@ def keep_compiled_programs(folder: str | Path | None = None) -> Path | None:
     Loading a program runs it, so the folder belongs to the user alone, and neither runs nor checkpoints refer to it.
 
     Args:
-        folder: folder of the cache; made with mode 0700 if missing. None: ``$XDG_CACHE_HOME/jax_te`` or
-            ``~/.cache/jax_te``, unless JAX's own options name a folder, or turn its cache off: they stay, and None is
-            returned.
+        folder: folder of the cache; made with mode 0700 if missing, and of that mode if it exists. None:
+            ``$XDG_CACHE_HOME/jax_te`` or ``~/.cache/jax_te``, which gets this mode, unless JAX's own options name a
+            folder, or turn its cache off: they stay, and None is returned.
 
     Raises:
-        ValueError: for a folder that another user owns or can write to, and one inside of a run or a checkpoint, since
-            these may be shared.
+        ValueError: for a folder that another user owns, can write to or can read, and one inside of a run or a
+            checkpoint, since these may be shared.
         OSError, RuntimeError: for a folder that cannot be made, and if the user has no home.
 
     >>> keep_compiled_programs("programs").name
     'programs'
     """
+    ours = folder is None
     if folder is None:
         if jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache:
             return None
@@ -56,7 +57,13 @@ def keep_compiled_programs(folder: str | Path | None = None) -> Path | None:
             f"other users can write to {path} (mode {found.st_mode & 0o777:o}), and what is there would run; empty it "
             "and chmod 700 it, or name another folder"
         )
-    path.chmod(0o700)  # it may have been there before, for others to read
+    if ours:
+        path.chmod(0o700)  # it may have been there before, for others to read
+    elif found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ValueError(
+            f"other users can read {path} (mode {found.st_mode & 0o777:o}), and compiled programs are yours alone; "
+            "name a folder that is not there yet, or chmod 700 it if nobody else needs it"
+        )
     if jax.config.jax_compilation_cache_dir != str(path):
         reset_cache()  # JAX reads the option only until it has opened a folder
         jax.config.update("jax_compilation_cache_dir", str(path))

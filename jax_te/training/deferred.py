@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,10 +14,11 @@ from jax.tree_util import Partial
 
 from jax_te._validation import checked, float_dtype
 from jax_te.layers import quantizable_kernels, set_grad_sinks
-from jax_te.ops.linear import Probe, Summands, deferred_sink, deferred_wgrad
-from jax_te.quantize import as_float32, with_max_gradients
+from jax_te.ops.linear import LinearSpec, Probe, Summands, deferred_sink, deferred_wgrad
+from jax_te.quantize import OpaqueTree, as_float32, with_max_gradients
 from jax_te.training.gradients import split_parameters
 from jax_te.training.kernel_gradients import Path, SummandPlace
+from jax_te.training.repeated import has_loops, uses_of_inputs
 from jax_te.training.state import split_model
 from jax_te.typing import DTypeLike, PyTree
 
@@ -71,8 +73,8 @@ def deferred_vjp(
         ``(y, backward)``, or ``(y, backward, aux)``. ``backward(dy)`` gives a `FirstHalf`, and its ``backward_dw()``
         the gradients of the kernels, any number of times; on a mesh it needs the same mesh in use.
 
-    A layer that ``fn`` calls more than once is not deferred. One that a loop inside of ``fn`` repeats on the same
-    kernel (not on a slice of stacked kernels) cannot: its gradient is nan.
+    A layer that ``fn`` calls more than once is not deferred, nor one that a loop or ``jax.vmap`` inside of ``fn``
+    repeats on the same kernel, not on a slice of stacked kernels: its gradient is among those at once.
 
     Source: Megatron-Core's ``delay_wgrad_compute`` and ``backward_dw``, Transformer Engine's ``WeightGradStore``; the
     split into B and W of Qi et al. 2023, "Zero Bubble Pipeline Parallelism".
@@ -92,65 +94,149 @@ def deferred_vjp(
     >>> [total["kernel"].shape for total in totals]
     [(4, 4), (4, 4)]
     """
-    wgrad_dtype = None if wgrad_dtype is None else float_dtype("wgrad_dtype", wgrad_dtype)
+    dtype = None if wgrad_dtype is None else float_dtype("wgrad_dtype", wgrad_dtype)
     graphdef, params, quantizers, rest = split_model(model)
+    plain, kept = split_parameters(params)
+    # A state that is used several times has several next values, which merge by maximum, not by sum.
+    states = with_max_gradients(quantizers)
 
-    def run(sinks: PyTree, plain: PyTree, quantizers: PyTree, *inputs: PyTree) -> Any:
+    def run(kept: PyTree, sinks: PyTree, plain: PyTree, quantizers: PyTree, *inputs: PyTree) -> Any:
         merged = nnx.merge_state(plain, kept)
         # A copy: changes that fn makes to its model, which may be tracers, must not reach the caller's Variables.
         used = nnx.merge(graphdef, merged, quantizers, rest, copy=True)
         set_grad_sinks(used, sinks)
         return fn(used, *inputs)
 
-    # First an abstract pass, in which every op reports the operands of its kernel gradient: the sinks' shapes.
-    plain, kept = split_parameters(params)
-    values = {path: getattr(module, name).get_value() for path, module, name in quantizable_kernels(model)}
-    probes = {path: Probe() for path in values}
+    kernels = {path: getattr(module, name).get_value() for path, module, name in quantizable_kernels(model)}
+    program = _Program(partial(run, kept), (plain, states, *inputs), has_aux)
+    probes, loops = _probe_kernels(program, kernels)
+    waiting = _choose_deferred(program, probes, kernels, dtype, loops)
+    sinks: dict[Path, Any] = {path: _operand_sink(gemm, probes) for path, gemm in waiting.items()}
+    # A kernel that is stored quantized has no gradient itself: without a sink none would be returned.
+    for path, _ in nnx.to_flat_state(kept):
+        if path in kernels and probes[path].calls and path not in waiting:
+            sinks[path] = jnp.zeros(kernels[path].shape, dtype or jnp.float32)
+    # Constants of the first half, whose gradients would be arrays of zeros.
+    flat = nnx.to_flat_state(plain)
+    constants = nnx.from_flat_state([(path, leaf) for path, leaf in flat if path in waiting])
+    plain = nnx.from_flat_state([(path, leaf) for path, leaf in flat if path not in waiting])
+    run_first = partial(run, nnx.merge_state(kept, constants))
+    y, vjp, *aux = jax.vjp(run_first, sinks, plain, states, *inputs, has_aux=has_aux)
+    # Gradients have the metadata of their parameters, which jax.tree.map and optax require to pair them.
+    variables = dict(nnx.to_flat_state(params))
+    like = {path: jax.tree.structure(variables[path].replace(0.0)) for path in kernels if path in variables}
+    return (y, Partial(_First(tuple(waiting.values()), tuple(like.items())), vjp), *aux)
+
+
+class _DeferredGemm(NamedTuple):
+    """The GEMM of a kernel's gradient that waits.
+
+    Args:
+        path: path of the kernel.
+        layer: the layer as its backward pass saw it, with the dtype of the gradient.
+        lead: axes in front, of a kernel that is stacked.
+    """
+
+    path: Path
+    layer: LinearSpec
+    lead: tuple[int, ...]
+
+
+class _Program(NamedTuple):
+    """A function of sinks and its other arguments, for abstract passes.
+
+    Args:
+        run: ``run(sinks, *args)``.
+        args: the arguments behind the sinks.
+        has_aux: whether ``run`` returns ``(y, aux)``.
+    """
+
+    run: Callable[..., Any]
+    args: tuple[PyTree, ...]
+    has_aux: bool
+
+
+def _probe_kernels(program: _Program, kernels: Mapping[Path, Any]) -> tuple[dict[Path, Probe], bool]:
+    """Return a probe of each kernel, which has seen an abstract forward and backward pass, and whether there are loops.
+
+    Each op reports the operands of its kernel gradient there: the shapes of the sinks.
+    """
+    probes = {path: Probe() for path in kernels}
 
     def total(*args: PyTree) -> Any:
-        y = run(probes, *args)
+        y = program.run(probes, *args)
         # For all of y: a part without a cotangent would omit the backward passes that only it reaches.
-        leaves = [leaf for leaf in jax.tree.leaves(y[0] if has_aux else y) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-        return sum(jnp.sum(leaf).astype(jnp.float32) for leaf in leaves)
+        leaves = jax.tree.leaves(y[0] if program.has_aux else y)
+        return sum(jnp.sum(leaf).astype(jnp.float32) for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact))
 
-    # A state that is used several times has several next values, which merge by maximum, not by sum.
-    states = with_max_gradients(quantizers)
-    jax.eval_shape(lambda *args: jax.vjp(total, *args)[1](jnp.ones(())), plain, states, *inputs)
-    sinks: dict[Any, Any] = {}
-    gemms, stored, variables = [], dict(nnx.to_flat_state(kept)), dict(nnx.to_flat_state(params))
-    # Gradients have the metadata of their parameters, which jax.tree.map and optax require to pair them.
-    like = {path: jax.tree.structure(variables[path].replace(0.0)) for path in values if path in variables}
-    for path, value in values.items():
-        probe = probes[path]
-        # After two calls JAX would add up the operands of two GEMMs; without a layer nothing differentiates the kernel.
-        if probe.calls == 1 and probe.layer is not None and probe.operands is not None:
-            spec = probe.layer
-            lead = value.shape[: len(value.shape) - spec.kernel_rank]
-            dtype = wgrad_dtype or (jnp.float32 if spec.stored_quantized else spec.wgrad_dtype)
-            sinks[path] = deferred_sink(spec, probe.operands, lead)
-            gemms.append((path, replace(spec, wgrad_dtype=dtype), lead))
-        elif probe.calls and path in stored:
-            # It has no gradient itself: without a sink none would be returned.
-            sinks[path] = jnp.zeros(value.shape, wgrad_dtype or jnp.float32)
+    jaxpr = jax.make_jaxpr(lambda *args: jax.vjp(total, *args)[1](jnp.ones(())))(*program.args)
+    return probes, has_loops(jaxpr.jaxpr)
 
-    waiting = {path for path, *_ in gemms}
-    flat = nnx.to_flat_state(plain)
-    plain = nnx.from_flat_state([(path, leaf) for path, leaf in flat if path not in waiting])
-    # Constants of the first half, whose gradients would be arrays of zeros.
-    kept = nnx.merge_state(kept, nnx.from_flat_state([(path, leaf) for path, leaf in flat if path in waiting]))
-    y, vjp, *aux = jax.vjp(run, sinks, plain, states, *inputs, has_aux=has_aux)
-    return (y, Partial(_First(tuple(gemms), tuple(like.items())), vjp), *aux)
+
+def _choose_deferred(
+    program: _Program, probes: Mapping[Path, Probe], kernels: Mapping[Path, Any], dtype: Any, loops: bool
+) -> dict[Path, _DeferredGemm]:
+    """Return the GEMMs of kernels that the program reads once: JAX would add up the operands of several.
+
+    Args:
+        program: the program.
+        probes: probes of the kernels, which have seen it.
+        kernels: the kernels.
+        dtype: dtype of the gradients. None: each kernel's own.
+        loops: whether the program has loops.
+    """
+    gemms = {}
+    for path, probe in probes.items():
+        # Without a layer nothing differentiates the kernel.
+        if probe.calls == 1 and probe.layer is not None:
+            layer, shape = probe.layer, kernels[path].shape
+            own = jnp.float32 if layer.stored_quantized else layer.wgrad_dtype
+            lead = shape[: len(shape) - layer.kernel_rank]
+            gemms[path] = _DeferredGemm(path, replace(layer, wgrad_dtype=dtype or own), lead)
+    # Only a loop or a map runs a call several times.
+    if loops or any(probes[path].mapped for path in gemms):
+        for path in _repeated_kernels(program, gemms, probes):
+            del gemms[path]
+    return gemms
+
+
+def _operand_sink(gemm: _DeferredGemm, probes: Mapping[Path, Probe]) -> OpaqueTree:
+    operands = probes[gemm.path].operands
+    assert operands is not None  # recorded together with the layer
+    return deferred_sink(gemm.layer, operands, gemm.lead)
+
+
+def _repeated_kernels(
+    program: _Program, gemms: Mapping[Path, _DeferredGemm], probes: Mapping[Path, Probe]
+) -> set[Path]:
+    """Return the kernels that a loop or ``jax.vmap`` reads several times in one call.
+
+    A slice of a stacked kernel in each iteration, or one for each that is mapped, is read once.
+    """
+    sinks = {path: _operand_sink(gemm, probes) for path, gemm in gemms.items()}
+    jaxpr = jax.make_jaxpr(program.run)(sinks, *program.args).jaxpr
+    leaves, _ = jax.tree_util.tree_flatten_with_path(sinks)
+    repeated: set[Path] = set()
+    for (keys, leaf), uses in zip(leaves, uses_of_inputs(jaxpr), strict=False):  # the other inputs are no sinks
+        path = keys[0].key
+        for use in uses:
+            # Axes in front that are neither sliced away nor indexed: vmap must map them, and no others.
+            mapped = len(gemms[path].lead) + use.ndim - leaf.ndim
+            if use.repeated or mapped != probes[path].mapped:
+                repeated.add(path)
+    return repeated
 
 
 def with_summands(backward: Partial, places: dict[Path, SummandPlace]) -> Partial:
     """Return ``backward`` of `deferred_vjp`, with summands for the deferred kernels in ``places``."""
+    first: _First = backward.func  # type: ignore[assignment]  # of a Partial of deferred_vjp
     gemms = [
-        (path, replace(spec, sink=Summands(places[path].over), wgrad_dtype=jnp.float32), lead)
-        if path in places and spec.plan.mesh is not None
-        else (path, spec, lead)
-        for path, spec, lead in backward.func.gemms  # type: ignore[attr-defined]
+        gemm._replace(layer=replace(gemm.layer, sink=Summands(places[gemm.path].over), wgrad_dtype=jnp.float32))
+        if gemm.path in places and gemm.layer.plan.mesh is not None
+        else gemm
+        for gemm in first.gemms
     ]
-    return Partial(replace(backward.func, gemms=tuple(gemms)), *backward.args)  # type: ignore[type-var]
+    return Partial(replace(first, gemms=tuple(gemms)), *backward.args)
 
 
 # Classes that compare by value, not closures: a Partial's function is part of its tree structure, which lax.scan and
@@ -159,12 +245,12 @@ def with_summands(backward: Partial, places: dict[Path, SummandPlace]) -> Partia
 class _First:
     """The first half: the deferred GEMMs, and the structure of each kernel's Variable."""
 
-    gemms: tuple[tuple[Any, ...], ...]
+    gemms: tuple[_DeferredGemm, ...]
     like: tuple[tuple[Path, Any], ...]
 
     def __call__(self, vjp: Any, dy: PyTree) -> FirstHalf:
         sinks, params, quantizers, *inputs = vjp(dy)
-        later = Partial(_Second(self.gemms, self.like), {path: sinks.pop(path) for path, *_ in self.gemms})
+        later = Partial(_Second(self.gemms, self.like), {gemm.path: sinks.pop(gemm.path) for gemm in self.gemms})
         at_once = _gradients(self.like, sinks)
         return FirstHalf(tuple(inputs), nnx.merge_state(params, at_once), as_float32(quantizers), later)
 
@@ -173,11 +259,12 @@ class _First:
 class _Second:
     """The second half: the deferred GEMMs."""
 
-    gemms: tuple[tuple[Any, ...], ...]
+    gemms: tuple[_DeferredGemm, ...]
     like: tuple[tuple[Path, Any], ...]
 
     def __call__(self, sinks: PyTree) -> nnx.State:
-        return _gradients(self.like, {path: deferred_wgrad(spec, sinks[path], lead) for path, spec, lead in self.gemms})
+        grads = {gemm.path: deferred_wgrad(gemm.layer, sinks[gemm.path], gemm.lead) for gemm in self.gemms}
+        return _gradients(self.like, grads)
 
 
 def _gradients(like: tuple[tuple[Path, Any], ...], arrays: dict[Path, Any]) -> nnx.State:

@@ -197,7 +197,7 @@ def change_recipe(state: TrainState, recipe: Recipe | None) -> TrainState:
         getattr(module, kernel).set_value(exact[path].get_value().astype(getattr(module, kernel).get_value().dtype))
     with autocast(recipe):
         for _, module, kernel in stored:
-            module.hold_quantized(kernel)
+            getattr(module, kernel).set_value(module.stored_form(kernel))
     graphdef, params, quantizers, rest = split_model(model)
     return replace(state, graphdef=graphdef, params=params, quantizers=quantizers, rest=rest)
 

@@ -154,7 +154,7 @@ def get_forward_backward_func():
     "megatron/core/models/gpt/__init__.py": "",
     "megatron/core/models/gpt/gpt_layer_specs.py": """
 from torch import Anything
-get_gpt_layer_with_transformer_engine_spec = lambda: "te layers"
+get_gpt_layer_with_transformer_engine_spec = lambda qk_layernorm: "te layers"
 """,
     "megatron/core/fp8_utils.py": """
 import contextlib
@@ -526,6 +526,13 @@ def test_recipes_in_megatrons_words(recipe, fields):
     assert {name: value for name, value in made["config"].items() if name.startswith("fp8")} == fields
     assert made["config"]["ffn_hidden_size"] == 4 * 64
     assert {"activation": "gelu", "batch": 2, "sequence": 8, "microbatches": 1}.items() <= made.items()
+
+
+def test_experts_in_megatrons_words():
+    experts = {"num_moe_experts": 8, "moe_ffn_hidden_size": 32, "moe_layer_freq": 2, "moe_aux_loss_coeff": 0.01}
+    config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=2, qk_layernorm=True, **experts)
+    made = megatron_model(Sizes(config=config, vocabulary=64, batch=2, sequence=8), None)["config"]
+    assert (experts | {"moe_router_topk": 2, "qk_layernorm": True}).items() <= made.items()
 
 
 @pytest.mark.costly(

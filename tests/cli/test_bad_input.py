@@ -9,7 +9,7 @@ import pytest
 
 from jax_te.cli.build import contexts
 from jax_te.cli.main import main
-from jax_te.cli.parser import build_parser
+from jax_te.cli.parser import build_parser, options_from
 from jax_te.cli.resolve import resolve
 from jax_te.cli.run_checks import check_te_on_mesh
 from jax_te.ops.te import available
@@ -75,7 +75,7 @@ def test_what_transformer_engine_leaves_to_xla_on_meshes(tmp_path, capsys, argv,
     ],
 )
 def test_what_transformer_engine_runs_on_meshes(tmp_path, argv):
-    config, _ = resolve(build_parser().parse_args(["train", *MICRO, *argv]), tmp_path)
+    config, _ = resolve(options_from(build_parser().parse_args(["train", *MICRO, *argv])), tmp_path)
     with contexts(config):
         check_te_on_mesh(config)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from jax_te.cli import train
 from jax_te.cli.bench import rows
 from jax_te.cli.compile_cache import keep_compiled_programs
+from jax_te.cli.parser import build_parser, options_from
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def called() -> None:
 def test_training_keeps_what_it_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "keep_compiled_programs", called)
     with pytest.raises(CalledError):
-        train.run(Namespace(debug=False))
+        train.run(options_from(build_parser().parse_args(["train"])))
 
 
 def test_measurements_keep_what_they_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

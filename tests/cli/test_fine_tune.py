@@ -12,7 +12,7 @@ from flax import nnx
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_model_state, contexts
 from jax_te.cli.main import main
-from jax_te.cli.parser import build_parser
+from jax_te.cli.parser import build_parser, options_from
 from jax_te.cli.pretrained import FORM
 from jax_te.cli.resolve import resolve
 from jax_te.cli.run_files import read_config
@@ -169,7 +169,7 @@ def test_the_state_of_adapters_has_no_moments_of_the_base(folder, tmp_path):
     from jax_te.cli.build import abstract_state
 
     options = ["train", "--init-from", str(folder), *STEPS, "--lora-rank", "2"]
-    config, _ = resolve(build_parser().parse_args(options), tmp_path)
+    config, _ = resolve(options_from(build_parser().parse_args(options)), tmp_path)
     with contexts(config):
         state = abstract_state(config)
     adapters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(state.model, nnx.LoRAParam)))
@@ -179,7 +179,8 @@ def test_the_state_of_adapters_has_no_moments_of_the_base(folder, tmp_path):
 
 def test_defaults_of_fine_tuning(folder, tmp_path):
     def made(*argv):
-        return resolve(build_parser().parse_args(["train", "--init-from", str(folder), *argv]), tmp_path)[0]
+        argv = ["train", "--init-from", str(folder), *argv]
+        return resolve(options_from(build_parser().parse_args(argv)), tmp_path)[0]
 
     full, adapted = made(), made("--lora-rank", "8")
     assert (full.learning_rate, adapted.learning_rate) == (2e-5, 2e-4)

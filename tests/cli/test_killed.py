@@ -17,7 +17,7 @@ from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_state, contexts
 from jax_te.cli.run_files import read_config
 from tests.support.process_runs import ended, started, train
-from tests.support.runs import MICRO, command, jax_te, records
+from tests.support.runs import EXPERTS, MICRO, command, jax_te, records
 
 LONG = [*MICRO, "--steps", "60", "--save-every", "5", "--eval-every", "20"]
 
@@ -147,14 +147,14 @@ def killed_at(moment, output, count, victim, *argv):
     return found
 
 
-def options_of(count):
+def options_of(count, experts):
     """Options of the runs that are killed, but for the number of steps."""
-    mesh = ("--mesh", f"data={count}") if count > 1 else ()
+    mesh = ("--mesh", f"{'expert' if experts else 'data'}={count}") if count > 1 else ()
     options = ("--recipe", "delayed", "--dropout", "0.1", "--save-every", "5", "--eval-every", "20")
-    return *options, *mesh, "--decay-steps", "400", "--steps"
+    return *options, *mesh, *(EXPERTS if experts else ()), "--decay-steps", "400", "--steps"
 
 
-def kill_often(output, count, kills, random):
+def kill_often(output, count, kills, random, experts):
     """Start a run again and again, and kill one of its processes at a random moment: each start goes on."""
     start = 10.0
     for kill in range(kills):
@@ -167,7 +167,7 @@ def kill_often(output, count, kills, random):
         }
         moment, victim = random.choice(list(moments)), int(random.integers(count))
         begin = time.monotonic()
-        found = killed_at(moments[moment], output, count, victim, *options_of(count), "1000000")
+        found = killed_at(moments[moment], output, count, victim, *options_of(count, experts), "1000000")
         print(
             f"kill {kill + 1} of {kills}: process {victim} of {count}, {moment}; saved {last_saved(output)}", flush=True
         )
@@ -179,25 +179,29 @@ def kill_often(output, count, kills, random):
         assert last_saved(output) >= before
 
 
-def assert_as_unbroken(output, unbroken, count):
+def assert_as_unbroken(output, unbroken, count, experts):
     """The run, taken to its end, is bit for bit one that nothing happened to."""
     steps = str(last_saved(output) // 20 * 20 + 20)
     for folder in (output, unbroken):
-        train(count, folder, *options_of(count), steps)
+        train(count, folder, *options_of(count, experts), steps)
     assert records(output) == records(unbroken)
     assert saved_state(output) == saved_state(unbroken)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("count", "kills"), [(1, 25), (2, 25), (4, 10)], ids=["one", "two", "four"])
-def test_kills_at_random_moments_lose_nothing(tmp_path, monkeypatch, count, kills):
+@pytest.mark.parametrize(
+    ("count", "kills", "experts"),
+    [(1, 25, False), (2, 25, False), (4, 10, False), (2, 10, True)],
+    ids=["one", "two", "four", "experts"],
+)
+def test_kills_at_random_moments_lose_nothing(tmp_path, monkeypatch, count, kills, experts):
     """While the run starts, takes steps or saves."""
     # Kills leave unfinished files in a cache of compiled programs, and other tests share theirs.
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
-    kill_often(tmp_path / "killed", count, kills, np.random.default_rng(count))
+    kill_often(tmp_path / "killed", count, kills, np.random.default_rng(count), experts)
     assert last_saved(tmp_path / "killed") >= 2 * kills  # starts alone would show little
-    assert_as_unbroken(tmp_path / "killed", tmp_path / "unbroken", count)
+    assert_as_unbroken(tmp_path / "killed", tmp_path / "unbroken", count, experts)
 
 
 @pytest.mark.slow

@@ -2,15 +2,17 @@
 
 import argparse
 import dataclasses
+import re
 import subprocess
 import sys
 
 import pytest
 
 from jax_te.cli.main import explain, main
+from jax_te.cli.memory import check_memory
 from jax_te.cli.option_table import flag, options_of
 from jax_te.cli.options import Recorded
-from jax_te.cli.parser import COMMANDS, build_parser, options_from
+from jax_te.cli.parser import COMMANDS, build_parser, option_names, options_from
 from jax_te.cli.presets import PRESETS
 from jax_te.cli.resolve import output_folder, resolve
 from jax_te.cli.run_config import RunConfig
@@ -18,7 +20,7 @@ from jax_te.cli.run_files import write_config
 
 
 def parse(*argv):
-    return build_parser().parse_args(["train", *argv])
+    return options_from(build_parser().parse_args(["train", *argv]))
 
 
 def actions(command):
@@ -108,7 +110,10 @@ def test_without_a_command_the_commands_are_listed(capsys):
         (["train", "--preset", "gpt-9t"], "argument --preset: invalid choice: 'gpt-9t'"),
         (["train", "--override-linear-precision", "wgrad,wgrad"], "must be some of fprop,dgrad,wgrad, each once"),
         (["train", "--override-linear-precision", "all"], "argument --override-linear-precision: must be some of"),
-        (["train", "--recompute-modules", "mlp,moe"], "must be some of core_attn,layernorm,activation,mlp, each once"),
+        (
+            ["train", "--recompute-modules", "mlp,head"],
+            "must be some of core_attn,layernorm,activation,mlp,moe,moe_act,shared_experts, each",
+        ),
         (["train", "--scan-layers", "true"], "argument --scan-layers: must be auto, yes or no, got 'true'"),
         (["train", "--recompute-granularity", "some"], "argument --recompute-granularity: invalid choice: 'some'"),
         (["train", "--bf16-layers-start", "-1"], "argument --bf16-layers-start: must be an integer >= 0, got -1"),
@@ -144,6 +149,28 @@ def test_errors_are_explained_in_a_line_and_bugs_are_not():
     )
     assert explain(KeyError("x")) is None
     assert explain(RuntimeError("INTERNAL")) is None
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_advice_for_memory_names_options_of_the_command_alone(command):
+    line = explain(RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), command)
+    assert line is not None
+    named = {name.replace("-", "_") for name in re.findall(r"--([\w-]+)", line)}
+    assert named <= option_names(command)
+    assert named or "use a device with more memory" in line
+
+
+@pytest.mark.parametrize("command", ["train", "sample", "eval", "inspect precision", "inspect sensitivity"])
+def test_the_estimate_of_memory_can_be_skipped_where_it_refuses(command, tmp_path):
+    config = resolve(parse("--hidden-size", "1048576", "--num-heads", "1"), tmp_path)[0]
+    with pytest.raises(
+        ValueError, match=r"the sizes take at least .*or skip this estimate: --no-check-memory"
+    ) as error:
+        check_memory(config, command, training=command not in ("sample", "eval"))
+    named = {name.replace("-", "_") for name in re.findall(r"--([\w-]+)", str(error.value))}
+    assert named - {"no_check_memory"} <= option_names(command)
+    assert "check_memory" in option_names(command)
+    check_memory(dataclasses.replace(config, check_memory=False), command)
 
 
 def test_a_new_run_has_the_presets_values_and_what_follows_from_the_options(tmp_path):

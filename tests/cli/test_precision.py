@@ -2,15 +2,17 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
 from jax_te.cli.build import contexts
 from jax_te.cli.main import main
-from jax_te.cli.parser import build_parser
+from jax_te.cli.parser import build_parser, options_from
 from jax_te.cli.resolve import resolve
 from jax_te.cli.run_checks import check_precision, explain_backends
 from jax_te.metrics.precision_log import PRECISION_FILE, PRECISION_PLOT, read_precision
+from jax_te.ops import te
 from tests.support.runs import MICRO, assert_refused, configured, records
 
 SHORT = [*MICRO, "--steps", "6", "--save-every", "3", "--eval-every", "3"]
@@ -115,7 +117,7 @@ def test_the_rules_are_reported(tmp_path, capsys):
     text = RULES + '  none: {enabled: true, type: glob, pattern: "*.fc1", config: bf16}\n'
     assert train(tmp_path / "run", "--precision-config", write_rules(tmp_path, text), "--inspect-every", "6") == 0
     shown = capsys.readouterr()
-    assert "recipe   none: no quantization but by the rules below" in shown.out
+    assert "recipe   none: no quantization, except by the rules below" in shown.out
     rows = [line.split() for line in shown.out.splitlines()]
     assert ["layers.0.layernorm_mlp", "LayerNormMLP", "the", "feed-forward", "mxfp8", "mxfp8"] in [
         row[:6] for row in rows
@@ -168,14 +170,26 @@ def test_a_size_that_does_not_matter_where_a_rule_keeps_the_layer_out(tmp_path):
     rules = f"configs: {{a: {{{PAYLOAD}{{}}}}}}\n{ALL.replace('*', '*layernorm_mlp')}"
     options = ["train", *SHORT, "--recipe", "current", "--ffn-hidden-size", "40"]
     with pytest.raises(ValueError, match="--ffn-hidden-size 40"):
-        resolve(build_parser().parse_args(options), tmp_path / "run")
+        resolve(options_from(build_parser().parse_args(options)), tmp_path / "run")
     options += ["--precision-config", write_rules(tmp_path, rules)]
-    config, _ = resolve(build_parser().parse_args(options), tmp_path / "run")
+    config, _ = resolve(options_from(build_parser().parse_args(options)), tmp_path / "run")
     with contexts(config):
         report = check_precision(config)
         lines = explain_backends(config)
     assert report.ambient == ("layers.0.self_attention.proj", "layers.0.self_attention.qkv")
     assert len(lines) == 1
+
+
+def test_a_run_says_what_te_leaves_to_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(te, "supports", lambda op, **_: (op != "grouped_dense", "made up"))
+    monkeypatch.setattr(te, "primitives", lambda: SimpleNamespace(has_kernel=lambda activation: True))
+    options = ["train", *SHORT, "--recipe", "block", "--backend", "te", "--params-dtype", "bfloat16"]
+    config, _ = resolve(build_parser().parse_args(options), tmp_path / "run")
+    with contexts(config):
+        lines = explain_backends(config)
+    ours = "quantization, fprop, dgrad, wgrad: xla"
+    assert f"te for dense, layernorm_dense, layernorm_mlp: asked for; {ours}" in lines
+    assert any(line.startswith("xla for the output head: ") for line in lines)
 
 
 def test_precision_options_that_do_not_go_together(tmp_path, capsys):

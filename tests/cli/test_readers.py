@@ -206,7 +206,14 @@ def test_absurd_sizes_are_refused_before_anything_is_made(argv, tmp_path, monkey
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"preset": "gpt-125m"}, {"fp8_param": True, "recipe": "current"}, {"params_dtype": "bfloat16"}]
+    "changes",
+    [
+        {},
+        {"preset": "gpt-125m"},
+        {"preset": "moe-tiny"},
+        {"fp8_param": True, "recipe": "current"},
+        {"params_dtype": "bfloat16"},
+    ],
 )
 def test_the_estimate_is_below_what_a_state_takes_and_not_far_below(changes):
     config = new_config({"preset": "tiny", "batch_size": 1, "seq_len": 32, "eval_batches": 1} | changes)

@@ -43,7 +43,10 @@ def test_every_preset_is_valid_under_every_recipe(name, recipe):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size": 130}, r"--hidden-size 130 is not divisible by --num-heads 4; the next that is: 132$"),
+        (
+            {"hidden_size": 130},
+            r"--hidden-size 130 is not divisible by --num-heads 4, and no .* the next that is: 132$",
+        ),
         ({"num_query_groups": 3}, r"--num-heads 4 is not divisible by --num-query-groups 3"),
         (
             {"hidden_size": 12},
@@ -56,6 +59,17 @@ def test_every_preset_is_valid_under_every_recipe(name, recipe):
         ({"mesh": "tensors=2"}, r"unknown mesh axis 'tensors'"),
         ({"mesh": "context=3"}, r"--seq-len \d+ is not divisible by context=3 of --mesh context=3"),
         ({"mesh": "expert=3"}, r"--batch-size 8 .* times data\*fsdp\*expert = 3 .* next that is: 9"),
+        ({"moe_router_topk": 4}, r"--moe-router-topk 4 is for layers with experts; give --num-experts"),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": "mlp,moe"},
+            r"--recompute-modules moe is for layers with experts",
+        ),
+        ({"num_experts": 4, "mesh": "expert=8"}, r"--num-experts 4 is not divisible by expert=8 of --mesh expert=8"),
+        ({"num_experts": 4, "moe_router_topk": 5}, r"moe_router_topk 5 .* num_moe_experts 4"),
+        (
+            {"num_experts": 4, "moe_ffn_hidden_size": 40, "recipe": "current"},
+            r"--moe-ffn-hidden-size 40 is not divisible by 16, .* the next that is: 48",
+        ),
         ({"pipeline": "gpipe"}, r"--pipeline gpipe is for pipeline ranks, and --mesh \(none\) has one"),
         ({"mesh": "pipeline=2", "microbatches": 2, "pipeline": "2f2b"}, r"--pipeline schedule must be one of .*1f1b"),
         ({"mesh_axis_type": "explicit"}, r"--mesh-axis-type explicit is for the axes of a --mesh"),
@@ -230,7 +244,7 @@ def edited(**changes):
         (edited(hidden_size=[64]), "--hidden-size must be an integer >= 1"),
         (edited(bias="no"), "--bias must be True or False, got 'no'"),
         (edited(bias=1), "--bias must be True or False, got 1"),
-        (edited(recompute_granularity="selective", recompute_modules="moe"), "--recompute-modules must be some of"),
+        (edited(recompute_granularity="selective", recompute_modules="head"), "--recompute-modules must be some of"),
         (lambda values: [values], "it is not a JSON object"),
         (lambda values: {}, "RunConfig.*missing"),
     ],

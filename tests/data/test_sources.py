@@ -200,6 +200,14 @@ def test_megatrons_index_must_fit_its_data(tmp_path):
         read_tokens(index)
 
 
+def test_a_bin_file_without_its_index_is_no_text(tmp_path, tokenizer):
+    """It would be read as bytes, each a token of its own, and trained on without a word."""
+    (tmp_path / "data.bin").write_bytes(np.arange(1000, dtype=np.uint16).tobytes())
+    for given in (None, tokenizer):
+        with pytest.raises(ValueError, match=r"data\.idx is not there; Megatron's data are two files"):
+            read_tokens(tmp_path / "data.bin", tokenizer=given)
+
+
 def test_tokens_outside_of_the_vocabulary_are_named():
     for tokens, bad in (([1, 2, 300, 4], 300), ([1, -2, 3, 4], -2), ([1, 2, 2**32 + 1, 4], 2**32 + 1)):
         text = np.array(tokens, np.int64)

@@ -51,7 +51,7 @@ def test_each_group_is_one_layer(recipe, sizes, kernel):
     assert alignment == 128
     rows = row_bound(741, len(sizes), alignment=alignment)
     groups = RowGroups(sizes=jnp.array(sizes), rows=rows, alignment=alignment)
-    assert hopper.runs_here(jnp.bfloat16, 4, alignment, precision_of(recipe))
+    assert hopper.runs_here(jnp.bfloat16, 4, alignment, precision_of(recipe), placed=False, kernel_all_gather=())
     valid = (groups.of_rows() < len(sizes)).reshape(-1, *(1,) * len(n))
     x = jnp.where(valid.reshape(-1, 1), draw("x", (rows, k), jnp.bfloat16), 0)
     w, g = draw("w", (len(sizes), k, *n), jnp.bfloat16), draw("g", (rows, *n), jnp.bfloat16)

@@ -111,13 +111,22 @@ def test_initializers_reach_their_kernels() -> None:
     assert found == {name: 2.0 if name in outer else 1.0 for name in found}
 
 
-def test_attention_made_of_a_group_is_that_made_of_keywords() -> None:
+def test_options_are_the_keywords_of_the_constructor() -> None:
+    keywords = inspect.signature(MultiheadAttention.__init__).parameters.values()
+    names = {keyword.name for keyword in keywords if keyword.kind is inspect.Parameter.KEYWORD_ONLY}
+    assert {field.name for field in fields(AttentionOptions)} == names - {"rngs"}
+
+
+def test_a_subclass_is_made_of_options_like_of_keywords() -> None:
+    class Own(MultiheadAttention):
+        """Attention of a user's own."""
+
     keywords: dict[str, Any] = {"num_gqa_groups": 2, "qk_norm_type": "LayerNorm", "logit_softcap": 3.0, "bias": False}
-    expected = MultiheadAttention(32, 4, **keywords, rngs=nnx.Rngs(3))
+    expected = Own(32, 4, **keywords, rngs=nnx.Rngs(3))
     defaults = inspect.signature(MultiheadAttention.__init__).parameters
     options = {field.name: keywords.get(field.name, defaults[field.name].default) for field in fields(AttentionOptions)}
-    actual = MultiheadAttention.of(32, 4, AttentionOptions(**options), rngs=nnx.Rngs(3))
-    assert type(actual) is MultiheadAttention
+    actual = Own(32, 4, **AttentionOptions(**options).keywords(), rngs=nnx.Rngs(3))
+    assert type(actual) is Own
     assert nnx.graphdef(actual) == nnx.graphdef(expected)
     for a, e in zip(jax.tree.leaves(nnx.state(actual)), jax.tree.leaves(nnx.state(expected)), strict=True):
         assert_bitwise(a, e)

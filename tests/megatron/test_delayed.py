@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
+from argparse import Namespace
 from typing import Any
 
 import pytest
@@ -15,14 +15,14 @@ from tests.support.numerics import without_type_checker
 
 def test_defaults_are_megatrons():
     expected = DelayedScaling(margin=0, amax_history_len=1, amax_compute_algo="most_recent", fp8_format=Format.E4M3)
-    assert TEDelayedScaling(SimpleNamespace(), Format.E4M3) == expected
+    assert TEDelayedScaling(None, Format.E4M3) == expected
 
 
 def test_it_is_a_class():
     class Own(TEDelayedScaling):
         pass
 
-    recipe = Own(SimpleNamespace(fp8_margin=1), Format.E4M3)
+    recipe = Own(Namespace(fp8_margin=1), Format.E4M3)
     plain = DelayedScaling(margin=1, amax_history_len=1, amax_compute_algo="most_recent", fp8_format=Format.E4M3)
     assert isinstance(recipe, TEDelayedScaling)
     assert isinstance(recipe, DelayedScaling)
@@ -35,7 +35,7 @@ def test_it_is_a_class():
 
 
 def test_fields_are_mapped():
-    config = SimpleNamespace(
+    config = Namespace(
         fp8_margin=2, fp8_amax_history_len=16, fp8_amax_compute_algo="max", tp_only_amax_red=True, fp8_interval=1
     )
     assert TEDelayedScaling(config, Format.HYBRID, (False, False, True)) == DelayedScaling(
@@ -59,19 +59,33 @@ def test_fields_are_mapped():
 )
 def test_what_is_refused(fields: dict[str, Any], message: str):
     with without_type_checker(), pytest.raises(ValueError, match=message):
-        TEDelayedScaling(SimpleNamespace(**fields), Format.HYBRID)
+        TEDelayedScaling(Namespace(**fields), Format.HYBRID)
 
 
 def test_an_interval_is_ignored_as_in_transformer_engine():
-    config = SimpleNamespace(fp8_interval=2)
-    assert TEDelayedScaling(config, Format.HYBRID) == TEDelayedScaling(SimpleNamespace(), Format.HYBRID)
+    config = Namespace(fp8_margin=0, fp8_interval=2)
+    assert TEDelayedScaling(config, Format.HYBRID) == TEDelayedScaling(None, Format.HYBRID)
 
 
 def test_attention_flags_that_are_off_are_fine():
-    off = SimpleNamespace(fp8_dot_product_attention=False, fp8_multi_head_attention=False)
-    assert TEDelayedScaling(off, Format.HYBRID) == TEDelayedScaling(SimpleNamespace(), Format.HYBRID)
+    off = Namespace(fp8_margin=0, fp8_dot_product_attention=False, fp8_multi_head_attention=False)
+    assert TEDelayedScaling(off, Format.HYBRID) == TEDelayedScaling(None, Format.HYBRID)
 
 
 def test_the_format_is_a_format():
     with without_type_checker(), pytest.raises(TypeError, match="fp8_format"):
-        TEDelayedScaling(SimpleNamespace(), "hybrid")  # type: ignore[arg-type]
+        TEDelayedScaling(None, "hybrid")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"fp8_margin": 3, "fp8_amax_history_len": 1024}, r"config must be .*got .*fp8_margin"),
+        (object(), "config must be "),
+        (Namespace(hidden_size=8), "config must have fields of delayed scaling, fp8_margin, .*none of them"),
+    ],
+)
+def test_a_configuration_without_the_fields_is_refused(config: Any, message: str):
+    """It would give a recipe of the defaults."""
+    with without_type_checker(), pytest.raises(TypeError, match=message):
+        TEDelayedScaling(config, Format.HYBRID)

@@ -143,6 +143,17 @@ def test_a_call_that_was_not_captured_is_refused(x: jax.Array):
         block(x)
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_a_graph_takes_the_microbatch_from_the_module_alone(given: bool, x: jax.Array):
+    local = Block(config("local"))
+    message = rf"is_first_microbatch={given} cannot be followed .* set the module's current_microbatch"
+    for called in (local, captured(Block(config()), x), Block(config())._te_cuda_graph_capture):
+        with pytest.raises(ValueError, match=message):
+            called(x, is_first_microbatch=given)
+    assert len(local.cuda_graphs) == 0
+    assert_bitwise(local(x, is_first_microbatch=None), local(x))
+
+
 def test_arguments_of_a_replay(x: jax.Array):
     block = captured(Block(config()), x)
     args, kwargs = block._get_te_cuda_graph_replay_args(hidden_states=x, scale=None)

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_te.errors import CheckpointMismatchError
-from jax_te.layers import LayerNorm, Linear, TransformerLayer
+from jax_te.layers import DotProductAttention, LayerNorm, Linear, TransformerLayer
 from jax_te.megatron import (
     IncompatibleKeys,
     MegatronModule,
@@ -252,3 +252,21 @@ def test_param_is_not_shared():
 def test_any_module_has_a_state_dict():
     layer = TransformerLayer(32, 64, 4, **NO_DROPOUT, rngs=nnx.Rngs(0))
     assert "self_attention.qkv.ln_bias" in state_dict(layer)
+
+
+def test_the_groups_of_attention_are_its_projections_alone():
+    """An own module may have a core of attention, and a layer of several components beside it."""
+
+    class Mixer(MegatronModule):
+        def __init__(self) -> None:
+            super().__init__(Config())
+            self.core_attention = DotProductAttention(4, 8, num_gqa_groups=2)
+            self.mix = Linear(16, (2, 8), rngs=nnx.Rngs(0))
+
+    kernel = jnp.arange(256.0).reshape(16, 2, 8)
+    model = Mixer()
+    model.mix.kernel.set_value(kernel)
+    assert_bitwise(model.state_dict()["mix.weight"], kernel.reshape(16, 16).T)
+    other = Mixer()
+    other.load_state_dict(model.state_dict())
+    assert_bitwise(other.mix.kernel[...], kernel)

@@ -151,13 +151,13 @@ def test_sums_are_fast_in_all_gemms_by_default(name: str):
     precise = name in ("blockwise", "mxfp8")
     recipes = [recipe_from_config(TransformerConfig(**SIZES, fp8="e4m3", fp8_recipe=name))]
     if name == "delayed":
-        recipes += [TEDelayedScaling(), TEDelayedScaling(object(), Format.HYBRID)]
+        recipes += [TEDelayedScaling(), TEDelayedScaling(None, Format.HYBRID)]
     else:  # a quantization file's
         recipes.append(TEQuantizationRecipe.parse_from_config({"fp8_quantization_recipe": name}).to_recipe())
     assert [precision_of(recipe).split_accumulator for recipe in recipes] == [(precise,) * 3] * len(recipes)
     backward = MMParams(use_split_accumulator=True)
     if name == "delayed":
-        asked = TEDelayedScaling(object(), fp8_gemm_dgrad=backward, fp8_gemm_wgrad=backward)
+        asked = TEDelayedScaling(None, fp8_gemm_dgrad=backward, fp8_gemm_wgrad=backward)
         assert precision_of(asked).split_accumulator == (False, True, True)
 
 

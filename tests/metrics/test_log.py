@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from matplotlib.figure import Figure
 
 from jax_te._validation import require_extra
 from jax_te.cli.main import explain
@@ -77,6 +78,20 @@ def test_the_plot_is_a_png(tmp_path):
     path = plot_losses(tmp_path, bigram_entropy=2.4)
     assert path is not None
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_plot_names_the_unit_of_the_loss(tmp_path, monkeypatch):
+    write(tmp_path, (1, 2))
+    labels, save = [], Figure.savefig
+
+    def watched(figure, *args, **kwargs):
+        labels.append(figure.axes[0].get_ylabel())
+        save(figure, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", watched)
+    plot_losses(tmp_path)
+    plot_losses(tmp_path, unit="byte")
+    assert labels == ["nats per token", "nats per byte"]
 
 
 def test_values_that_are_no_numbers_are_not_drawn(tmp_path):

@@ -31,6 +31,22 @@ def test_flops_are_six_for_each_weight_of_a_gemm_and_those_of_attention(form):
     assert train_flops(config, vocab_size=48, batch_size=3, sequence_length=8) == wanted
 
 
+def test_a_token_multiplies_the_experts_that_it_passes():
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "add_bias_linear": False}
+    experts = {"num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 48, "moe_layer_freq": [0, 1]}
+    experts |= {"moe_shared_expert_intermediate_size": 16, "moe_latent_size": 8, "activation": "swiglu"}
+    config = TransformerConfig(**sizes, **experts)
+    model = nnx.eval_shape(
+        lambda: GPTModel(config, vocab_size=48, max_sequence_length=8, position_embedding_type="rope", rngs=nnx.Rngs(0))
+    )
+    multiplied = 0.0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(model, nnx.Param)):
+        chosen = 2 / 8 if "['experts']" in jax.tree_util.keystr(path) else 1
+        multiplied += chosen * leaf.size if leaf.ndim > 1 else 0
+    wanted = 6 * multiplied * 24 + 2 * 3 * 24 * (2 * 2 * 32 * 8 / 2)
+    assert train_flops(config, vocab_size=48, batch_size=3, sequence_length=8) == wanted
+
+
 @pytest.mark.parametrize(
     ("kind", "peak"),
     [

@@ -13,6 +13,7 @@ from flax import nnx
 
 from jax_te.config import ParallelConfig, TransformerConfig
 from jax_te.models import GPTModel, generate
+from jax_te.recipe import Float8CurrentScaling, ModuleRecipe
 from jax_te.sharding import make_mesh
 from tests.support.meshes import shard, use_mesh
 from tests.support.numerics import assert_close
@@ -116,6 +117,30 @@ def test_prompts_of_different_lengths_go_on_as_each_one_alone(form: str, mode: s
 
 
 @pytest.mark.costly
+@pytest.mark.parametrize("training", [True, False], ids=["training mode", "evaluation mode"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda model: generate(model, PROMPT, steps=2, key=KEY),
+        lambda model: model.max_logits(PROMPT),
+    ],
+    ids=["generate", "max_logits"],
+)
+def test_evaluation_is_under_the_layers_recipes_for_evaluation(program: Any, training: bool) -> None:
+    fp8 = Float8CurrentScaling()
+    for recipe in (
+        ModuleRecipe(training=fp8, evaluation=None, override_nonquantized_autocast=True),
+        ModuleRecipe(training=None, evaluation=fp8, override_nonquantized_autocast=True),
+    ):
+        model = build("gpt2")
+        for layer in model.layers:
+            layer.layernorm_mlp.module_recipe = recipe
+        model.set_attributes(deterministic=not training)
+        traced = str(jax.make_jaxpr(program)(model))
+        assert ("f8_e4m3fn" in traced) == (recipe.evaluation is not None)
+        assert model.training == training
+
+
 def test_sampling_follows_the_key_and_the_distribution() -> None:
     model = build("gpt2")
     prompts = jnp.tile(PROMPT[:1], (2048, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+from jax_te._validation import log_once
 from jax_te.config import ParallelConfig, TransformerConfig
 from jax_te.layers import LayerNorm, RMSNorm
 from jax_te.megatron import (
@@ -485,6 +487,19 @@ def test_a_layer_class_of_ones_own():
 def test_arguments_that_are_refused(options: dict[str, Any], error: Any, message: str):
     with without_type_checker(), pytest.raises(error, match=message):
         build(**options)
+
+
+def test_masks_without_effect_are_logged_once(caplog: pytest.LogCaptureFixture):
+    log_once.cache_clear()
+    model, mask = build(), jnp.ones((B, S))
+    with caplog.at_level(logging.INFO, logger="jax_te"):
+        for _ in range(2):
+            jax.eval_shape(lambda: model(TOKENS, None, mask > 0.0, labels=TOKENS, loss_mask=mask))
+            jax.eval_shape(lambda: model(TOKENS))
+    assert [record.getMessage().partition(" has no effect")[0] for record in caplog.records] == [
+        "attention_mask",
+        "loss_mask",
+    ]
 
 
 @pytest.mark.costly

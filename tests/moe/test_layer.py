@@ -126,7 +126,7 @@ def run(layer: MoELayer, data: Data) -> tuple[Any, Any, Any, Any]:
             layer = nnx.merge(graph, params, states, rest)
             y, bias = layer(x, padding_mask=mask, key=KEY)
             assert bias is None
-            return jnp.sum(y * g), (y, layer.router.assign(x, padding_mask=mask, key=KEY))
+            return jnp.sum(y * g), (y, layer.router(x, padding_mask=mask, key=KEY, return_routing=True))
 
         (_, (y, routing)), grads = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(params, states, x)
         return y, routing, grads[2], nnx.merge(graph, *grads[:2], rest)

@@ -32,13 +32,13 @@ def load_and_save(folder, copy, unwritable):
             save_huggingface(model, unwritable)
         # Half of the tensors are written when the disk is full.
         if jax.process_index() == 0:
-            save.write_tensors = fail_at_the_fifth
+            save.write_folder = fail_at_the_fifth
         with pytest.raises(OSError, match="no space left") as full:
             save_huggingface(model, copy)
     return held / size, str(told.value), str(full.value)
 
 
-def fail_at_the_fifth(folder, plan, tensors, limit):
+def fail_at_the_fifth(folder, config, plan, tensors, limit):
     for _ in range(5):
         next(tensors)
     raise OSError(28, "no space left on device")

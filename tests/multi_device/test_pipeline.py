@@ -165,11 +165,19 @@ def test_four_stages(mesh):
     assert_same(train(mesh, "zero_bubble"), one_device("none"), TOLERANCES["none"])
 
 
-@pytest.mark.slow
-def test_chunks_of_different_sizes_and_virtual_stages():
-    expected = one_device("none", 5)
-    for pipeline in ("1f1b,virtual_stages=2", "1f1b,last_layers=1", "zero_bubble,first_layers=2", "gpipe"):
-        assert_same(train("pipeline=2,fsdp=2", pipeline, build=gpt(num_layers=5)), expected, TOLERANCES["none"])
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        pytest.param("zero_bubble,first_layers=2", marks=pytest.mark.costly),
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ("1f1b,virtual_stages=2", "1f1b,last_layers=1", "gpipe")
+        ),
+    ],
+)
+def test_chunks_of_different_sizes_and_virtual_stages(pipeline):
+    found = train("pipeline=2,fsdp=2", pipeline, build=gpt(num_layers=5))
+    assert_same(found, one_device("none", 5), TOLERANCES["none"])
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 
 from jax_te.cli.launch import Launch, find_launch
 from tests.support.process_runs import assert_same_losses, ended, started, train, when_recorded
-from tests.support.runs import MICRO, jax_te, records
+from tests.support.runs import EXPERTS, MICRO, jax_te, records
 
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS")
 VARIABLES += ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "JOB_COMPLETION_INDEX")
@@ -186,3 +186,17 @@ def test_every_axis_may_cross_processes(tmp_path, alone, count, devices, mesh):
         options += ("--batch-size", "8")
     train(count, tmp_path / "run", "--mesh", mesh, *options, devices=devices)
     assert_same_losses(tmp_path / "run", alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "devices", "mesh"), [(2, 1, "expert=2"), (2, 2, "expert=2,tensor=2"), (4, 1, "expert=2,fsdp=2")]
+)
+def test_experts_of_several_processes_resume_and_have_the_losses_of_one(tmp_path, count, devices, mesh):
+    experts = (*EXPERTS, "--eval-every", "4")
+    assert jax_te("train", "--output", tmp_path / "alone", *MICRO, *experts).returncode == 0
+    options = (*experts, "--decay-steps", "12", "--mesh", mesh)
+    train(count, tmp_path / "run", *options, "--steps", "8", devices=devices)
+    first, *_ = train(count, tmp_path / "run", "--mesh", mesh, "--steps", "12", devices=devices)
+    assert "resumed after step 8" in first[1]
+    assert_same_losses(tmp_path / "run", tmp_path / "alone")

@@ -7,7 +7,9 @@ import pytest
 from jax_te.errors import BackendUnavailableError
 from jax_te.ops import OPS, BackendChoice, dense, dot_product_attention, explain_backend, layernorm, te, use_backend
 from jax_te.ops.attention.checks import attention_spec
-from jax_te.recipe import DelayedScaling, Float8CurrentScaling
+from jax_te.ops.moe import row_groups
+from jax_te.ops.pallas import grouped, operand
+from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from tests.support.numerics import without_type_checker
 
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None
@@ -19,7 +21,8 @@ KERNEL_OPS = tuple(op for op in OPS if op != "softmax_cross_entropy")
 @pytest.mark.parametrize("op", KERNEL_OPS)
 def test_auto_says_why_it_does_not_take_te(op):
     choice = explain_backend(op, backend="auto")
-    assert choice == BackendChoice(op, "xla", "TE cannot: transformer_engine is not installed (see docs/install.md)")
+    assert choice.reason == "TE cannot: transformer_engine is not installed (see docs/install.md)"
+    assert {choice.backend, *choice.parts.values()} == {"xla"}
     assert str(choice) == f"{op}: xla (TE cannot: transformer_engine is not installed (see docs/install.md))"
 
 
@@ -39,13 +42,16 @@ def test_te_asked_for_by_name_raises_with_the_reason(recipe):
 
 def test_a_backend_asked_for_is_the_one_that_runs_or_it_raises(monkeypatch):
     monkeypatch.setattr(te, "supports", lambda op, **_: (True, "made up"))
-    assert explain_backend("dense", backend="te") == BackendChoice("dense", "te", "asked for")
-    assert explain_backend("dense", backend="xla") == BackendChoice("dense", "xla", "asked for")
+    # A kernel's gradient in fp32 is wider than TE's GEMM of bf16 operands gives it.
+    parts = {"fprop": "te", "dgrad": "te", "wgrad": "xla"}
+    assert explain_backend("dense", backend="te") == BackendChoice("dense", "te", "asked for", parts)
+    parts = dict.fromkeys(parts, "xla")
+    assert explain_backend("dense", backend="xla") == BackendChoice("dense", "xla", "asked for", parts)
     assert explain_backend("dense", backend="auto").backend == ("te" if jax.default_backend() == "gpu" else "xla")
     if jax.default_backend() != "gpu":
         assert "no GPU" in explain_backend("dense").reason
     monkeypatch.setattr(te, "supports", lambda op, **_: (False, "a made-up reason"))
-    assert explain_backend("dense") == BackendChoice("dense", "xla", "TE cannot: a made-up reason")
+    assert explain_backend("dense") == BackendChoice("dense", "xla", "TE cannot: a made-up reason", parts)
     with pytest.raises(BackendUnavailableError, match="a made-up reason"):
         explain_backend("dense", backend="te")
 
@@ -59,8 +65,8 @@ def test_supports_is_asked_about_this_call(monkeypatch):
     dot_product_attention(qkv, mask_type="no_mask")
     spec = attention_spec(qkv, "no_mask", None, 0.0)
     assert asked == [
-        (("dense",), {"recipe": recipe, "attention": None, "unsharded": None}),
-        (("dot_product_attention",), {"recipe": None, "attention": spec, "unsharded": None}),
+        (("dense",), {"recipe": recipe, "attention": None, "unsharded": None, "stored": None}),
+        (("dot_product_attention",), {"recipe": None, "attention": spec, "unsharded": None, "stored": None}),
     ]
 
 
@@ -91,9 +97,35 @@ def test_use_backend_is_part_of_the_jit_cache_key():
 
 
 def test_cross_entropy_has_one_implementation():
-    assert explain_backend("softmax_cross_entropy") == BackendChoice(
-        "softmax_cross_entropy", "xla", "Transformer Engine has no kernel for it"
-    )
+    for backend in ("te", "xla", "auto"):
+        assert explain_backend("softmax_cross_entropy", backend=backend) == BackendChoice(
+            "softmax_cross_entropy", "xla", "Transformer Engine has no kernel for it", {"loss": "xla"}
+        )
+
+
+def test_a_backend_asked_for_names_the_parts_that_it_leaves_to_others(monkeypatch):
+    monkeypatch.setattr(te, "supports", lambda op, **_: (True, "made up"))
+    powers = explain_backend("layernorm_dense", recipe=Float8CurrentScaling(use_power_2_scales=True), backend="te")
+    assert str(powers) == "layernorm_dense: te (asked for); quantization, fprop, dgrad, wgrad: xla"
+    assert powers.parts["norm"] == "te"
+    current = explain_backend("dense", recipe=Float8CurrentScaling(), backend="te")
+    assert str(current) == "dense: te (asked for)"
+    exact = Float8CurrentScaling(override_linear_precision=(False, True, True))
+    parts = explain_backend("dense", recipe=exact, backend="te", dtype=jnp.float32).parts
+    assert parts == {"quantization": "te", "fprop": "te", "dgrad": "xla", "wgrad": "xla"}
+    narrow = explain_backend("dense", backend="te", params_dtype=jnp.bfloat16)
+    assert narrow.others == ""
+
+
+def test_kernels_of_hopper_are_named(monkeypatch):
+    for module in (grouped, operand):
+        monkeypatch.setattr(module, "supported", lambda: (True, "as on a Hopper GPU"))
+    monkeypatch.setattr(row_groups, "supported", lambda: (True, "as on a Hopper GPU"))
+    blocks = explain_backend("layernorm_dense", recipe=Float8BlockScaling(), backend="xla")
+    assert blocks.others == "; quantization, fprop, dgrad, wgrad: pallas"
+    assert explain_backend("dense", backend="xla").others == ""
+    assert explain_backend("grouped_dense", backend="xla").others == "; fprop, dgrad, wgrad: pallas"
+    assert explain_backend("grouped_dense", backend="xla", dtype=jnp.float32).others == ""
 
 
 def test_unknown_names():

@@ -13,6 +13,8 @@ from jax_te.quantize import (
     ROLES,
     QuantizerState,
     as_float32,
+    as_float32_inside,
+    frozen_scales,
     init_gemm_state,
     merge_quantizers,
     precision_of,
@@ -145,7 +147,8 @@ def test_merge_keeps_nan():
 
 
 def test_write_back():
-    old, new = init_gemm_state(RECIPE), jax.tree.map(lambda leaf: leaf + 5.0, init_gemm_state(RECIPE))
+    old = jax.tree.map(lambda leaf: leaf + 5.0, init_gemm_state(RECIPE))
+    new = jax.tree.map(lambda leaf: leaf + 1.0, old)
     jax.tree.map(assert_bitwise, write_back(old, new), new)
     jax.tree.map(assert_bitwise, write_back(old, new, keep_old=jnp.array(True)), old)
     jax.tree.map(assert_bitwise, write_back(old, new, keep_old=jnp.array(False)), new)
@@ -169,7 +172,7 @@ def test_write_back_of_states_that_differ():
 
     with jax.set_mesh(mesh):
         old = [state((), 4), state((4,), 3), state((4,), 3, spec=jax.P("data")), state((), 4, jnp.bfloat16)]
-        old += [state((1,), 1) | {"amax_history": jnp.zeros((2, 3))}, *(state((), 4) for _ in range(40))]
+        old += [state((2,), 3), *(state((), 4) for _ in range(40))]
         new = jax.tree.map(lambda leaf: leaf + 1, old)
         for write in (write_back, jax.jit(write_back)):
             found = write(old, new)
@@ -250,3 +253,32 @@ def test_a_state_that_the_recipe_does_not_read_comes_back_as_it_is(form, recipe)
     for actual, expected in zip(jax.tree.leaves(next_state), jax.tree.leaves(state), strict=True):
         assert actual.dtype == expected.dtype
         assert_bitwise(as_float32(actual), as_float32(expected))
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_state_that_a_plain_derivative_used_twice_is_nan(length):
+    """JAX adds the next values of its uses; once, or merged by maximum, it goes on as ever."""
+    recipe = DelayedScaling(amax_history_len=length)
+    x, kernel = draw("x", (16, 16)), draw("kernel", (16, 16))
+
+    def loss(state, uses):
+        y = x
+        for _ in range(uses):
+            y = dense(y, kernel, recipe=recipe, state=state)
+        return jnp.sum(y**2)
+
+    once = merged = init_gemm_state(recipe)
+    for _ in range(3):
+        twice = write_back(once, jax.grad(loss)(once, 2))
+        assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(twice))
+        once = write_back(once, jax.grad(loss)(once, 1))
+        gradient = jax.grad(lambda state: loss(as_float32_inside(state), 1), allow_int=True)(with_max_gradients(merged))
+        merged = write_back(merged, as_float32(gradient))
+        for plain, expected in zip(jax.tree.leaves(once), jax.tree.leaves(merged), strict=True):
+            assert_bitwise(plain, expected)
+        with frozen_scales():
+            same = write_back(once, jax.grad(loss)(once, 1))
+        for frozen, expected in zip(jax.tree.leaves(same), jax.tree.leaves(once), strict=True):
+            assert_bitwise(frozen, expected)
+        if length == 1:  # afterwards nothing in a history of one slot tells two uses from one
+            break

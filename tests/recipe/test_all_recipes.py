@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_te.errors import QuantizerStateError
+from jax_te.layers import Fp8Padding
 from jax_te.ops import dense
 from jax_te.quantize import (
     BlockQuantizer,
@@ -30,6 +31,7 @@ from jax_te.recipe import (
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Recipe,
+    autocast,
     recipe_from_name,
 )
 from tests.support.numerics import without_type_checker
@@ -291,6 +293,24 @@ def test_a_factory_that_gives_something_else():
         quantizer_for(delayed, "grad")
     with pytest.raises(TypeError, match="no quantizers for recipe"):
         quantizer_for(Recipe(), "x")
+
+
+class By48(TensorQuantizer):
+    """A quantizer of a user's own, for hardware that reads 48 values at once."""
+
+    alignment = 48
+    shard_multiple = 48
+
+
+def test_sizes_are_multiples_of_each_quantizers_alignment():
+    recipe = CustomRecipe(qfactory={"x": By48(dtype=E4M3), "kernel": MXQuantizer(dtype=E4M3)}.get)
+    precision = precision_of(recipe)
+    assert (precision.alignment, precision.shard_multiple) == (96, 96)
+    with pytest.raises(ValueError, match="input size 48 must be a multiple of 96"):
+        dense(jnp.ones((96, 48)), jnp.ones((48, 96)), recipe=recipe)
+    with autocast(recipe):
+        padded, sizes = Fp8Padding(1)(jnp.ones((50, 16)), [50])
+    assert (padded.shape[0], sizes) == (96, [96])
 
 
 def test_state_that_is_missing():

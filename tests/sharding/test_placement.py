@@ -112,7 +112,7 @@ def test_a_size_that_does_not_divide_is_named() -> None:
 def test_axes_of_leaves() -> None:
     with autocast(Float8CurrentScaling()):
         layer = Linear(16, 32, parallel_mode="column", rngs=nnx.Rngs(0))
-        layer.hold_quantized("kernel")
+        layer.kernel.set_value(layer.stored_form("kernel"))
     assert isinstance(layer.kernel.get_value(), QuantizedKernel)
     found = leaves_with_axes({"layer": layer, "step": jnp.zeros(())})
     assert [leaf.shape for _, leaf, _ in found] == [

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from jax_te.cli.parser import build_parser
+from jax_te.cli.parser import build_parser, options_from
 from jax_te.cli.resolve import resolve
 from jax_te.cli.run_files import write_config
 from jax_te.metrics.log import read_metrics
@@ -19,6 +19,11 @@ MICRO = [
     *("--save-every", "4", "--eval-every", "6", "--eval-batches", "2", "--log-every", "4", "--data", TEXT),
 ]
 """Options of a run of 12 steps that takes no time beside compilation."""
+
+
+EXPERTS = ("--num-experts", "4", "--moe-ffn-hidden-size", "32", "--moe-aux-loss-coeff", "0.01", "--no-bias")
+EXPERTS += ("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias")
+"""Options that give the layers of such a run experts, with a state that the router updates."""
 
 
 def command(*argv, **options):
@@ -45,7 +50,7 @@ def configured(output, *argv):
     To the commands that compute nothing it is a run, and with a folder in ``checkpoints/`` also one to resume.
     """
     output.mkdir(exist_ok=True)
-    run, _ = resolve(build_parser().parse_args(["train", *map(str, argv)]), output)
+    run, _ = resolve(options_from(build_parser().parse_args(["train", *map(str, argv)])), output)
     write_config(run, output)
     return run
 

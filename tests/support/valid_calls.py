@@ -360,9 +360,6 @@ CALLS: dict[str, Callable[[Path], Call]] = {
         {"x": X, "is_first_microbatch": None, "padding_mask": None, "key": None, "experts": None},
     ),
     "layers.Router.__call__": lambda f: Call(router(), {"x": X, "padding_mask": None, "key": None, "experts": None}),
-    "layers.Router.assign": lambda f: Call(
-        router().assign, {"x": X, "padding_mask": None, "key": None, "experts": None}
-    ),
     "layers.expert_rows": lambda f: Call(
         layers.expert_rows, {"model": router(), "batch": 2, "sequence": 4, "dtype": jnp.bfloat16}
     ),
@@ -442,7 +439,7 @@ CALLS: dict[str, Callable[[Path], Call]] = {
             "checkpoint_core_attention": False, "is_first_microbatch": None,
         },
     ),
-    "layers._Norm.__call__": lambda f: Call(layers.LayerNorm(16, rngs=nnx.Rngs(0)), {"x": X}),
+    "layers._Norm.__call__": lambda f: Call(layers.LayerNorm(16, rngs=nnx.Rngs(0)), {"x": X, "out_axes": None}),
     "layers.alibi_slopes": lambda f: Call(layers.alibi_slopes, {"num_attention_heads": 2}),
     "layers.apply_rotary": lambda f: Call(
         layers.apply_rotary, {"x": Q, "rotary": layers.rotary_embedding(jnp.arange(4), 8)}
@@ -569,10 +566,8 @@ CALLS: dict[str, Callable[[Path], Call]] = {
         {"x": KERNEL, "m_splits": [4, 12], "is_first_microbatch": None},
     ),
     "megatron.TopKRouter.__call__": lambda f: Call(
-        megatron_router(), {"input": X, "padding_mask": None, "key": None, "experts": None}
-    ),
-    "megatron.TopKRouter.assign": lambda f: Call(
-        megatron_router().assign, {"x": X, "padding_mask": None, "key": None, "experts": None}
+        megatron_router(),
+        {"input": X, "padding_mask": None, "key": None, "experts": None, "return_routing": False},
     ),
     "megatron.TopKRouter.set_layer_number": lambda f: Call(
         megatron_router().set_layer_number, {"layer_number": 1}
@@ -780,7 +775,9 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "metrics.kernel_kind": lambda f: Call(metrics.kernel_kind, {"name": "gemm"}),
     "metrics.peak_flops": lambda f: Call(metrics.peak_flops, {"device": jax.devices()[0]}),
     "metrics.plot_experts": lambda f: Call(metrics.plot_experts, {"directory": losses(f)}),
-    "metrics.plot_losses": lambda f: Call(metrics.plot_losses, {"directory": losses(f), "bigram_entropy": None}),
+    "metrics.plot_losses": lambda f: Call(
+        metrics.plot_losses, {"directory": losses(f), "unit": "token", "bigram_entropy": None}
+    ),
     "metrics.plot_precision": lambda f: Call(metrics.plot_precision, {"directory": losses(f)}),
     "metrics.train_flops": lambda f: Call(
         metrics.train_flops, {"config": CONFIG, "vocab_size": 16, "batch_size": 1, "sequence_length": 4}
@@ -913,6 +910,7 @@ CALLS: dict[str, Callable[[Path], Call]] = {
         ops.explain_backend,
         {
             "op": "dense", "recipe": None, "attention": None, "activation": None, "backend": None, "unsharded": None,
+            "stored": None, "dtype": jnp.bfloat16, "params_dtype": jnp.float32,
         },
     ),
     "ops.group_alignment": lambda f: Call(ops.group_alignment, {"recipe": CURRENT}),
@@ -1068,15 +1066,41 @@ CALLS: dict[str, Callable[[Path], Call]] = {
         sharding.shardings_of, {"tree": nnx.state(linear(), nnx.Param), "mesh": MESH}
     ),
     "sharding.use_rules": lambda f: Call(sharding.use_rules, {"rules": sharding.ShardingRules()}),
+    "te_pytorch.DotProductAttention.__call__": lambda f: Call(
+        te_pytorch.DotProductAttention(2, 8, qkv_format="bshd"),
+        {"query_layer": Q, "key_layer": Q, "value_layer": Q, "attention_mask": None, "qkv_format": None},
+    ),
     "te_pytorch.GroupedLinear.__call__": lambda f: Call(
         te_pytorch.GroupedLinear(2, 16, 16, rngs=nnx.Rngs(0)),
         {"inp": X[0], "m_splits": [2, 1], "is_first_microbatch": None},
     ),
-    "te_pytorch.TransformerLayer.__call__": lambda f: Call(
-        te_pytorch.TransformerLayer(16, 16, 2, **NO_DROPOUT, rngs=nnx.Rngs(0)),
+    "te_pytorch.LayerNormLinear.__call__": lambda f: Call(
+        te_pytorch.LayerNormLinear(16, 16, rngs=nnx.Rngs(0)), {"inp": X, "is_first_microbatch": None}
+    ),
+    "te_pytorch.LayerNormMLP.__call__": lambda f: Call(
+        te_pytorch.LayerNormMLP(16, 16, rngs=nnx.Rngs(0)), {"inp": X, "is_first_microbatch": None}
+    ),
+    "te_pytorch.Linear.__call__": lambda f: Call(
+        te_pytorch.Linear(16, 16, rngs=nnx.Rngs(0)), {"inp": X, "is_first_microbatch": None}
+    ),
+    "te_pytorch.MultiheadAttention.__call__": lambda f: Call(
+        te_pytorch.MultiheadAttention(16, 2, attention_dropout=0.0, qkv_format="bshd", rngs=nnx.Rngs(0)),
         {
-            "hidden_states": X, "attention_mask": None, "encoder_output": None, "enc_dec_attn_mask": None,
+            "hidden_states": X, "attention_mask": None, "encoder_output": None, "attn_mask_type": None,
+            "window_size": None, "bottom_right_diagonal": None, "is_first_microbatch": None,
+            "checkpoint_core_attention": False, "inference_params": None, "rotary_pos_emb": None,
+            "core_attention_bias_type": "no_bias", "core_attention_bias": None, "alibi_slopes": None,
+        },
+    ),
+    "te_pytorch.TransformerLayer.__call__": lambda f: Call(
+        te_pytorch.TransformerLayer(16, 16, 2, **NO_DROPOUT, attn_input_format="bshd", rngs=nnx.Rngs(0)),
+        {
+            "hidden_states": X, "attention_mask": None, "self_attn_mask_type": None, "window_size": None,
+            "bottom_right_diagonal": None, "encoder_output": None, "enc_dec_attn_mask": None,
+            "enc_dec_attn_mask_type": None, "enc_dec_window_size": None, "enc_dec_bottom_right_diagonal": None,
             "is_first_microbatch": None, "checkpoint_core_attention": False, "inference_params": None,
+            "rotary_pos_emb": None, "core_attention_bias_type": "no_bias", "core_attention_bias": None,
+            "alibi_slopes": None,
         },
     ),
     "te_pytorch.autocast": lambda f: Call(

@@ -19,8 +19,9 @@ import pytest
 
 from jax_te.config import ACTIVATIONS, ActivationParams
 from jax_te.errors import BackendUnavailableError
-from jax_te.ops import Activation, NormSpec, activation, dot_product_attention, explain_backend, use_backend
+from jax_te.ops import Activation, NormSpec, activation, dense, dot_product_attention, explain_backend, use_backend
 from jax_te.ops.te import gemm as te_gemm
+from jax_te.quantize import init_gemm_state
 from jax_te.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -158,11 +159,47 @@ def test_activations_written_quantized(name):
 
 
 def test_explain_backend_names_an_activation_in_jax():
-    assert explain_backend("layernorm_mlp", activation="swiglu", backend="te").reason == "asked for"
-    assert explain_backend("layernorm_mlp", activation=jax.nn.silu, backend="te").reason == "asked for"
-    reason = explain_backend("layernorm_mlp", activation="gelu_exact", backend="te").reason
-    assert reason == "asked for; but the activation 'gelu_exact' in JAX, since TE has no kernel for it"
-    assert explain_backend("activation", activation="gelu_exact", backend="xla").reason == "asked for"
+    swiglu = explain_backend("layernorm_mlp", activation="swiglu", backend="te", params_dtype=jnp.bfloat16)
+    assert swiglu.others == ""
+    silu = explain_backend("activation", activation=jax.nn.silu, backend="te")
+    assert silu.parts == {"activation": "te", "activation_backward": "xla"}
+    exact = explain_backend("activation", activation="gelu_exact", backend="te")
+    assert str(exact) == "activation: te (asked for); activation, activation_backward: xla"
+    assert explain_backend("activation", activation="gelu_exact", backend="xla").others == ""
+
+
+@pytest.mark.parametrize("params_dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", ["none", "current", "delayed", "powers of two", "block", "dgrad in high precision"])
+def test_the_parts_that_te_is_said_to_run_are_calls_of_te(name, dtype, params_dtype, monkeypatch):
+    recipe = {
+        **RECIPES,
+        "powers of two": Float8CurrentScaling(use_power_2_scales=True),
+        "block": Float8BlockScaling(),
+        "dgrad in high precision": Float8CurrentScaling(override_linear_precision=(False, True, False)),
+    }[name]
+    gemms, quantized = [], []
+    for module, function in ((te_gemm.tex, "gemm"), (te_gemm, "_te_gemm")):
+        theirs = getattr(module, function)
+        monkeypatch.setattr(
+            module, function, lambda *args, theirs=theirs, **options: (gemms.append(1), theirs(*args, **options))[1]
+        )
+    quantize = te_gemm.tex.quantize
+    monkeypatch.setattr(
+        te_gemm.tex, "quantize", lambda x, quantizer=None, **options: (
+            quantized.append(quantizer is not None), quantize(x, quantizer=quantizer, **options)
+        )[1]
+    )  # fmt: skip
+    x, w, g = draw("x", (128, 128), dtype), draw("w", (128, 128), params_dtype), draw("g", (128, 128), dtype)
+    jax.eval_shape(
+        lambda x, w, state: with_vjp(
+            lambda *args: dense(*args[:2], recipe=recipe, state=args[2], backend="te"), (x, w, state), g
+        ),
+        x, w, init_gemm_state(recipe),
+    )  # fmt: skip
+    parts = explain_backend("dense", recipe=recipe, backend="te", dtype=dtype, params_dtype=params_dtype).parts
+    assert len(gemms) == [parts[gemm] for gemm in ("fprop", "dgrad", "wgrad")].count("te")
+    assert any(quantized) == (parts.get("quantization") == "te")
 
 
 def test_states_over_steps():

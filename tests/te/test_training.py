@@ -1,6 +1,7 @@
 """A train step on the ``te`` backend: kernels quantized once a step and kernels held in FP8."""
 
 import contextlib
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,11 @@ from jax_te.config import ParallelConfig
 from jax_te.errors import BackendUnavailableError
 from jax_te.layers import LayerNorm, LayerNormMLP, Linear
 from jax_te.models import StackInput, StackOptions
-from jax_te.ops import dense, quantize_kernel, use_backend
+from jax_te.ops import dense, explain_backend, quantize_kernel, use_backend
+from jax_te.ops.backend import backend_for
+from jax_te.ops.te import kernels
 from jax_te.quantize import init_gemm_state
-from jax_te.recipe import autocast, recipe_from_name
+from jax_te.recipe import DelayedScaling, autocast, recipe_from_name
 from jax_te.sharding import make_mesh
 from jax_te.training import (
     PipelinedLoss,
@@ -25,11 +28,55 @@ from jax_te.training import (
     make_eval_step,
     make_train_step,
 )
-from tests.support.numerics import draw
+from tests.support.numerics import assert_bitwise, draw, with_vjp
 from tests.support.toy import assert_same
 from tests.training.test_kernels import TX, Net, batch, loss_fn, run
 
 pytestmark = pytest.mark.te
+
+
+@dataclass(frozen=True)
+class OwnScaling(DelayedScaling):
+    """A recipe class of a user's own."""
+
+
+def test_a_subclass_of_a_recipe_runs_as_its_base():
+    recipe, own = DelayedScaling(), OwnScaling()
+    x, w, g = draw("x", (64, 96), jnp.bfloat16), draw("w", (96, 128), jnp.bfloat16), draw("g", (64, 128), jnp.bfloat16)
+    assert explain_backend("dense", recipe=own, backend="te").backend == "te"
+
+    def run(recipe):
+        def call(x, w, state):
+            return dense(x, w, recipe=recipe, state=state, backend="te")
+
+        return with_vjp(call, (x, w, init_gemm_state(recipe)), g)
+
+    for mine, expected in zip(jax.tree.leaves(run(own)), jax.tree.leaves(run(recipe)), strict=True):
+        assert_bitwise(mine, expected)
+
+
+@pytest.mark.parametrize("portable", [False, True], ids=["cached", "stored"])
+@pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8", "nvfp4"])
+def test_te_says_which_stored_kernels_it_takes(name, portable, monkeypatch):
+    """As on a GPU whose hardware has every recipe: TE's GEMM takes blocks that it has quantized itself."""
+    monkeypatch.setattr(kernels, "recipe_supports", lambda recipe: (True, "made up"))
+    recipe = recipe_from_name(name)
+    x, w = draw("x", (64, 96), jnp.bfloat16), draw("w", (96, 128), jnp.bfloat16)
+    state = init_gemm_state(recipe)
+
+    def run(x, w):
+        used = quantize_kernel(w, recipe=recipe, state=state, portable=portable, backend="te")
+        return dense(x, used, recipe=recipe, state=state, backend="te")
+
+    backend_for.cache_clear()
+    try:
+        if portable and name in ("mxfp8", "nvfp4"):
+            with pytest.raises(BackendUnavailableError, match="its kernel is stored quantized in the blocks"):
+                jax.eval_shape(run, x, w)
+        else:
+            assert jax.eval_shape(run, x, w).shape == (64, 128)
+    finally:
+        backend_for.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["none", "delayed", "current", "block"])

@@ -41,6 +41,19 @@ def test_a_folder_that_others_can_write_to_is_refused(mode: int, tmp_path: Path)
     assert jax.config.jax_compilation_cache_dir != str(folder)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("mode", [0o755, 0o750, 0o701])
+def test_a_folder_that_others_use_keeps_its_mode(mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Such as the working directory: a chmod would lock colleagues out."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(mode)
+    monkeypatch.chdir(folder)
+    for given in (folder, "."):
+        with pytest.raises(ValueError, match=rf"other users can read .*shared \(mode {mode:o}\).*chmod 700"):
+            keep_compiled_programs(given)
+    assert folder.stat().st_mode & 0o777 == mode
+
+
 def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "getuid", lambda: -1)
     with pytest.raises(ValueError, match="belongs to another user"):

@@ -54,7 +54,7 @@ def router_of(state) -> Router:
 
 def loads(state, x=X):
     """Tokens of each expert as the model of this state routes them."""
-    return np.bincount(np.asarray(router_of(state).assign(x).experts).reshape(-1), minlength=E)
+    return np.bincount(np.asarray(router_of(state)(x).experts).reshape(-1), minlength=E)
 
 
 def step_of(tx=None, **options):
@@ -293,7 +293,7 @@ def test_a_layer_that_is_called_twice_counts_both():
 def test_metrics():
     options = {"expert_capacity_factor": 0.75, "aux_loss_coeff": 0.1, "z_loss_coeff": 0.1}
     state = state_of(options)
-    routings = [router_of(state).assign(x) for x in (X[:2], X[2:])]
+    routings = [router_of(state)(x) for x in (X[:2], X[2:])]
     state, _ = step_of(microbatches=2)(state, X)
     found = expert_metrics(state.model)
     kept = np.concatenate([np.asarray(r.experts)[np.asarray(r.kept)] for r in routings])

@@ -99,7 +99,7 @@ def build_train_step(model: dict[str, Any]) -> Callable[[], None]:
             and reduce them in fp32.
     """
     import torch
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.module import Float16Module
@@ -116,7 +116,10 @@ def build_train_step(model: dict[str, Any]) -> Callable[[], None]:
     # GEMMs that add to the gradients' buffers: the head's needs a kernel of APEX.
     fields["gradient_accumulation_fusion"] = together and find_spec("fused_weight_gradient_mlp_cuda") is not None
     config = TransformerConfig(**fields, **model["config"])
-    spec = get_gpt_layer_with_transformer_engine_spec()
+    if model["config"].get("num_moe_experts") is None:
+        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model["config"]["qk_layernorm"])
+    else:
+        spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True)
     form = {"max_sequence_length": model["sequence"], "pre_process": first, "post_process": last, **model["form"]}
     gpt = GPTModel(config=config, transformer_layer_spec=spec, **form)
     gpt = Float16Module(config, gpt.cuda())

@@ -48,4 +48,4 @@ def _check_sizes(options: BenchAttention, groups: int) -> None:
     # Fused kernels of GPUs keep no attention scores.
     if jax.default_backend() == "cpu":
         values += tokens * heads * options.seq_len
-    check_fits(2 * values, 1, "--batch-size, --seq-len or another size")
+    check_fits(2 * values, 1, "lower --batch-size, --seq-len or another size")

@@ -55,7 +55,7 @@ def _check_sizes(options: BenchLayer, devices: int) -> None:
     # Fused kernels of GPUs keep no attention scores.
     if "transformer_layer" in options.modules and jax.default_backend() == "cpu":
         values += tokens * options.num_heads * options.seq_len
-    check_fits(2 * values // devices, devices, "--batch-size, --seq-len or another size, or give a larger --mesh")
+    check_fits(2 * values // devices, devices, "lower --batch-size, --seq-len or another size, or give a larger --mesh")
 
 
 def _rows(options: BenchLayer, sizes: ParallelConfig | None) -> Iterator[Row]:

@@ -53,6 +53,8 @@ def _check_te(options: BenchModel) -> None:
 def _check_megatron(options: BenchModel) -> None:
     """Raise ValueError if Megatron-Core's GPT cannot be compared with the model."""
     sizes = ParallelConfig() if options.mesh is None else ParallelConfig.parse(options.mesh)
+    if "num_experts" in PRESETS[options.preset].values and sizes.num_devices > 1:
+        raise ValueError(f"--peer megatron runs experts on one device; leave --mesh {options.mesh} out")
     if sizes.num_devices != sizes.pipeline * sizes.data * sizes.fsdp * sizes.tensor:
         raise ValueError(f"--peer megatron has the axes pipeline, data, fsdp and tensor; got --mesh {options.mesh}")
     check_megatron()

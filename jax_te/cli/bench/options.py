@@ -10,14 +10,14 @@ from jax_te.cli.option_table import option, positional
 from jax_te.cli.option_values import FILE, FOLDER, MESH, SCHEDULE, SIZE, SPREAD, SWITCH, Text, some_of
 from jax_te.cli.options import BACKENDS, CP_COMM_TYPES, METHODS, POLICIES, REDUCTIONS, WGRAD_DTYPES, Recorded
 from jax_te.cli.presets import PRESETS
-from jax_te.config import DENSE_RECOMPUTE_MODULES
+from jax_te.config import RECOMPUTE_MODULES
 from jax_te.recipe import RECIPES
 
 MODULES = ("transformer_layer", "layernorm_mlp", "layernorm_linear", "moe")
 STACKS = ("unrolled", "scanned")
 PEERS = ("te", "megatron")
 _COUNTED = " or ".join(f"{method}:LAYERS" for method in METHODS)
-_MODULE_NAMES = ",".join(DENSE_RECOMPUTE_MODULES)
+_MODULE_NAMES = ",".join(RECOMPUTE_MODULES)
 
 
 def recompute(text: str) -> str:
@@ -34,7 +34,7 @@ def recompute(text: str) -> str:
     if colon and method in METHODS and count.isdecimal() and int(count) > 0:
         return text
     try:
-        return some_of(DENSE_RECOMPUTE_MODULES)(text)
+        return some_of(RECOMPUTE_MODULES)(text)
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
             f"must be none, one of {', '.join(POLICIES)}, {_COUNTED}, or some of {_MODULE_NAMES}, each once; got "

@@ -39,7 +39,7 @@ def check_parameters_fit(config: RunConfig) -> None:
     sizes = config.parallel_config()
     devices = 1 if sizes is None else sizes.num_devices
     check_fits(
-        least_memory(config, training=False), devices, "--num-layers or --vocab-size, or take a smaller --preset"
+        least_memory(config, training=False), devices, "lower --num-layers or --vocab-size, or take a smaller --preset"
     )
 
 

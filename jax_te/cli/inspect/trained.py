@@ -76,7 +76,8 @@ def batches_of(options: InspectPrecision | InspectSensitivity, config: RunConfig
     size = options.batch_size or config.batch_size // config.microbatches
     # As one step of so many examples, in as many parts as there are batches.
     parts = {"batch_size": size * count, "microbatches": count, "check_memory": options.check_memory}
-    check_memory(dataclasses.replace(config, **parts))
+    command = "inspect precision" if isinstance(options, InspectPrecision) else "inspect sensitivity"
+    check_memory(dataclasses.replace(config, **parts), command)
     data = run_text(config, run_tokenizer(config, Path(options.output)), options.data)
     sizes: dict[str, Any] = {"seq_len": config.seq_len, "vocab_size": data.vocab_size}
     batches = heldout_batches(data.heldout, batch_size=size, num_batches=count, **sizes)

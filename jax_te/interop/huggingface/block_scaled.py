@@ -65,7 +65,10 @@ def read_block_scaled(
     said = Fields({name: values.pop(name, None)}, "config.json").take(name, dict, {})
     if not said:
         if choice is not None:
-            raise ValueError(f"block_scaled={choice!r} is for a folder with a quantization_config; leave it out")
+            raise ValueError(
+                f"block_scaled={choice!r} is for a folder with a quantization_config; leave it out (of commands: "
+                "--dequantize)"
+            )
         return dict(stored)
     form = Fields(said, "config.json: quantization_config")
     if form.take("quant_method", str, "") != "fp8":
@@ -81,9 +84,9 @@ def read_block_scaled(
     form.finish()
     if choice not in ("dequantize", "keep"):
         raise ValueError(
-            "quantization_config: the folder's kernels are FP8 with a scale for each block. Say what they become: "
-            "block_scaled='dequantize' multiplies them out, and 'keep' stores them as they are, under "
-            f"autocast(Float8BlockScaling(use_f32_scales=True)); got {choice!r}"
+            "quantization_config: the folder's kernels are FP8 with a scale for each block. Choose what they become: "
+            "block_scaled='dequantize' multiplies them out (jax-te convert and eval: --dequantize), and 'keep' stores "
+            f"them as they are, under autocast(Float8BlockScaling(use_f32_scales=True)); got {choice!r}"
         )
     scales = {name.removesuffix(_SCALE): tensor for name, tensor in stored.items() if name.endswith(_SCALE)}
     found: dict[str, Tensor] = {name: tensor for name, tensor in stored.items() if not name.endswith(_SCALE)}

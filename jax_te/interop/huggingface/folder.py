@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +66,22 @@ def open_tensors(folder: Path) -> tuple[dict[str, np.ndarray], list[TensorFile]]
     return tensors, list(files.values())
 
 
-def write_tensors(
-    folder: Path, plan: list[Plan], tensors: Iterable[tuple[str, np.ndarray]], max_shard_size: int
+def write_folder(
+    folder: Path,
+    config: Mapping[str, Any],
+    plan: list[Plan],
+    tensors: Iterable[tuple[str, np.ndarray]],
+    max_shard_size: int,
 ) -> None:
-    """Write tensors to one file, or to several with an index, replacing existing ones.
+    """Write ``config.json``, and tensors to one file or to several with an index, replacing existing ones.
+
+    All files are whole under other names before the first old one goes. While they are exchanged the folder has no
+    ``config.json``: an interrupted call leaves the old model, the new one, or a folder that nothing loads, but never
+    tensors under the configuration of others.
 
     Args:
         folder: folder of the files.
+        config: contents of ``config.json``.
         plan: plan of all tensors.
         tensors: the same, in the same order; each is read when the previous one is written.
         max_shard_size: maximum size of a file, in bytes.
@@ -91,7 +100,10 @@ def write_tensors(
         }
         written[INDEX] = folder / f"{INDEX}.part"
         written[INDEX].write_text(json.dumps(index, indent=2))
-    # All files are whole before the first old one goes. A reader takes the single file before an index.
+    written[CONFIG] = folder / f"{CONFIG}.part"  # the last: it makes the folder a model
+    written[CONFIG].write_text(json.dumps(config, indent=2) + "\n")
+    (folder / CONFIG).unlink(missing_ok=True)
+    # A reader takes the single file before an index.
     for path in folder.iterdir():
         if _OURS.fullmatch(path.name) and path.name not in written:
             path.unlink()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from jax_te.interop.huggingface.architectures.registry import ARCHITECTURES
 from jax_te.interop.huggingface.block_scaled import Choice, held_kernels, quantization_config, written_scales
 from jax_te.interop.huggingface.capabilities import Architecture, Form
 from jax_te.interop.huggingface.config_json import NO_NUMBERS, Fields
-from jax_te.interop.huggingface.folder import CONFIG, json_file, write_tensors
+from jax_te.interop.huggingface.folder import CONFIG, json_file, write_folder
 from jax_te.interop.huggingface.load import OnProgress
 from jax_te.interop.huggingface.safetensors import Plan
 from jax_te.interop.huggingface.tensor_patterns import Entry, Sizes, Table
@@ -50,9 +49,10 @@ def save_huggingface(
 ) -> None:
     """Write a model so that transformers loads it: ``config.json`` and safetensors.
 
-    The files are written tensor by tensor under other names, and replace older ones when all are complete. With several
-    processes all must call this, and the first one writes, one parameter after the other; if it cannot, all raise.
-    Quantizer states are not part of such a folder.
+    The files are written tensor by tensor under other names, and replace older ones when all are complete; an
+    interrupted call never leaves tensors under the ``config.json`` of others. With several processes all must call
+    this, and the first one writes, one parameter after the other; if it cannot, all raise. Quantizer states are not
+    part of such a folder.
 
     Args:
         model: a model of `jax_te.models`.
@@ -91,8 +91,7 @@ def save_huggingface(
 
     def write(stream: Iterator[tuple[str, np.ndarray]]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        write_tensors(folder, contents.plan(), stream, max_shard_size)
-        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        write_folder(folder, config, contents.plan(), stream, max_shard_size)
         if like is not None and not folder.samefile(like):
             _copy_companions(Path(like), folder)
 

@@ -80,6 +80,12 @@ def read_megatron(
     """
     path = _iteration_folder(Path(path), iteration)
     if (path / METADATA).is_file():
+        other = sorted(each.name for each in path.iterdir() if _RANK.fullmatch(each.name))
+        if other:
+            raise ValueError(
+                f"{path} holds two checkpoints: {METADATA} of the format torch_dist, and {', '.join(other[:8])} of the "
+                "format torch; remove the one that is not meant"
+            )
         found = _distributed(path)
     else:
         found = _ranks(path, gated)
@@ -186,11 +192,17 @@ def _rank_files(path: Path) -> dict[tuple[int, int], Path]:
         return {(0, 0): path}
     if (path / RANK_FILE).is_file():
         return {(0, 0): path / RANK_FILE}
-    found = {}
+    found: dict[tuple[int, int], Path] = {}
     for each in sorted(path.iterdir()) if path.is_dir() else []:
         rank = _RANK.fullmatch(each.name)
         if rank and (each / RANK_FILE).is_file():
-            found[int(rank[1]), int(rank[2] or 0)] = each / RANK_FILE
+            numbers = int(rank[1]), int(rank[2] or 0)
+            if numbers in found:
+                raise ValueError(
+                    f"{path} holds two checkpoints: {found[numbers].parent.name} and {each.name} are of the same "
+                    "tensor and pipeline rank; remove the ranks of the one that is not meant"
+                )
+            found[numbers] = each / RANK_FILE
     return found
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ from jax_te.interop.huggingface import (
     release_after_each,
 )
 from jax_te.interop.megatron.folder import ARGS, COMMON, RANK_FILE, TRACKER, read_megatron, split_axis
-from jax_te.interop.torch import Piece, StoredTensor, Tensor, write_torch_distributed, write_torch_file
+from jax_te.interop.torch import Piece, StoredTensor, write_torch_distributed, write_torch_file
 from jax_te.layers import LinearScaling, Llama3Scaling
 from jax_te.megatron import state_dict
 from jax_te.models import Execution, GPTModel, RotaryPositions
@@ -38,6 +39,8 @@ from jax_te.typing import DTypeLike
 
 _EXECUTION = Execution()
 _KIND = "Megatron-LM"
+# Megatron-LM's name of weights without a training state; it then begins with iteration 0.
+_RELEASE = "release"
 # Unsupported flags that change a model's computation, with the value that is equivalent to their absence.
 _EXPECTED: dict[str, Any] = {
     **dict.fromkeys(("num_experts", "mtp_num_layers", "experimental_attention_variant", "spec", "no_rope_freq")),
@@ -248,11 +251,12 @@ def save_megatron(
     The folder is one for ``--load`` with this ``--ckpt-format``, without an optimizer:
     ``release/mp_rank_XX/model_optim_rng.pt``, or for ``torch_dist`` a folder of torch.distributed, which any number of
     ranks and stages loads. Megatron-LM's arguments must be those of the model; the entry ``jax_te_args`` has them.
-    Tensors are written one by one.
+    Tensors are written one by one, and the folder gets its name when it is complete.
 
     Args:
         model: a `GPTModel` or `MegatronGPTModel`.
-        path: the folder; or a file ``*.pt``, for one rank.
+        path: the folder, in which ``release/`` must not hold files; or a file ``*.pt``, for one rank, which is
+            replaced.
         format: Megatron-LM's name of the format.
         tensor_parallel: number of files to split the model over, in the format ``torch``.
         dtype: dtype of the tensors. None: the parameters'.
@@ -260,7 +264,7 @@ def save_megatron(
 
     Raises:
         ValueError: for a model with options that Megatron-LM's arguments cannot represent; for sizes that do not
-            divide; on several processes.
+            divide; for a ``release/`` that holds files; on several processes.
 
     Source: ``save_checkpoint`` of Megatron-LM.
 
@@ -278,38 +282,71 @@ def save_megatron(
         )
     if single and whole:
         raise ValueError(f"torch_dist needs a folder, got {path}")
+    if not single and _holds_files(path / _RELEASE):
+        raise ValueError(
+            f"{path / _RELEASE} holds files already, and a checkpoint of another format or number of ranks would be "
+            "mixed with them; remove it, or give another folder"
+        )
     _, form = architecture_of(model, {_KIND: MEGATRON})
     tensors = _tensors(model, form, dtype)
     gated = form.sizes()["a"] == 2
     arguments = dict(MEGATRON.config_fields(form)) | {"tensor_model_parallel_size": tensor_parallel}
     if form.config.num_query_groups is not None and form.config.num_query_groups % tensor_parallel:
         raise ValueError(f"tensor_parallel {tensor_parallel} does not divide {form.config.num_query_groups} groups")
-    written, count = itertools.count(1), len(tensors) * tensor_parallel
-
-    def counted(tensor: Tensor) -> np.ndarray:
-        found = np.asarray(tensor)
-        if on_progress is not None:
-            on_progress(next(written), count)
-        return found
-
     common = {"checkpoint_version": 3.0, "iteration": 0, ARGS: arguments}
+    count = _counter(on_progress, len(tensors) * tensor_parallel)
+    ranks = [
+        {name: count(_rank_part(name, tensor, rank, tensor_parallel, gated)) for name, tensor in tensors.items()}
+        for rank in range(tensor_parallel)
+    ]
+    if single:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_torch_file(path, common | {"model": ranks[0]})
+    else:
+        layers = form.config.num_layers if whole else None
+        _write_folder(path, ranks, common, stacked_layers=layers)
 
-    def part_of(rank: int) -> dict[str, StoredTensor]:
-        parts = {name: _rank_part(name, tensor, rank, tensor_parallel, gated) for name, tensor in tensors.items()}
-        return {
-            name: StoredTensor.of(part.shape, part.dtype, functools.partial(counted, part), name)
-            for name, part in parts.items()
-        }
 
-    if whole:
-        _write_whole(path / "release", part_of(0), common, form.config.num_layers)
-    for rank in range(0 if whole else tensor_parallel):
-        file = path if single else path / "release" / f"mp_rank_{rank:02d}" / RANK_FILE
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_torch_file(file, common | {"model": part_of(rank)})
-    if not single:
-        # Megatron-LM's name of weights without a training state; it then begins with iteration 0.
-        (path / TRACKER).write_text("release")
+def _holds_files(folder: Path) -> bool:
+    return folder.exists() and not (folder.is_dir() and not any(folder.iterdir()))
+
+
+def _counter(on_progress: OnProgress | None, total: int) -> Callable[[StoredTensor], StoredTensor]:
+    """Return a function that has each tensor report to ``on_progress`` when it is read, that is, written."""
+    done = itertools.count(1)
+
+    def read(tensor: StoredTensor) -> np.ndarray:
+        array = np.asarray(tensor)
+        if on_progress is not None:
+            on_progress(next(done), total)
+        return array
+
+    return lambda tensor: StoredTensor.of(tensor.shape, tensor.dtype, functools.partial(read, tensor), tensor.what)
+
+
+def _write_folder(
+    path: Path, ranks: Sequence[Mapping[str, StoredTensor]], common: Mapping[str, Any], *, stacked_layers: int | None
+) -> None:
+    """Write ``release/`` and the file that names it, the folder under another name until it is complete.
+
+    Args:
+        path: the checkpoint's folder.
+        ranks: tensors of each rank.
+        common: entries of all files besides the model.
+        stacked_layers: number of layers, for the format ``torch_dist``. None: the format ``torch``.
+    """
+    partial = path / f"{_RELEASE}.part"
+    if partial.exists():  # of a call that was interrupted
+        shutil.rmtree(partial)
+    if stacked_layers is not None:
+        _write_whole(partial, ranks[0], common, stacked_layers)
+    else:
+        for rank, tensors in enumerate(ranks):
+            file = partial / f"mp_rank_{rank:02d}" / RANK_FILE
+            file.parent.mkdir(parents=True)
+            write_torch_file(file, {**common, "model": tensors})
+    partial.replace(path / _RELEASE)
+    (path / TRACKER).write_text(_RELEASE)
 
 
 def _write_whole(folder: Path, tensors: Mapping[str, StoredTensor], common: Mapping[str, Any], layers: int) -> None:
@@ -339,7 +376,7 @@ def _row(tensor: StoredTensor) -> np.ndarray:
     return np.asarray(tensor)[None]
 
 
-def _tensors(model: Any, form: Any, dtype: DTypeLike | None) -> dict[str, Tensor]:
+def _tensors(model: Any, form: Any, dtype: DTypeLike | None) -> dict[str, StoredTensor]:
     """Return the model's tensors in Megatron's names and layouts; each is made when it is written."""
     table, sizes = MEGATRON.table(form), form.sizes()
     if getattr(model, "megatron_names", False):
@@ -356,7 +393,7 @@ def _tensors(model: Any, form: Any, dtype: DTypeLike | None) -> dict[str, Tensor
         for path, entry in entries.items():
             ((name, shape),) = entry.their_shapes(sizes).items()
             found[name] = (shape, arrays[path].dtype, functools.partial(_written, entry, arrays[path], sizes))
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for name in (name for pieces in table.values() for name in pieces):
         shape, own, read = found[name]
         stored = np.dtype(own if dtype is None else dtype)
@@ -373,7 +410,7 @@ def _cast(read: Any, dtype: np.dtype[Any]) -> np.ndarray:
     return read().astype(dtype, copy=False)
 
 
-def _rank_part(name: str, tensor: Tensor, rank: int, ranks: int, gated: bool) -> Tensor:
+def _rank_part(name: str, tensor: StoredTensor, rank: int, ranks: int, gated: bool) -> StoredTensor:
     """Return the part of one tensor rank."""
     split = split_axis(name, gated)
     if split is None or ranks == 1:
@@ -386,7 +423,7 @@ def _rank_part(name: str, tensor: Tensor, rank: int, ranks: int, gated: bool) ->
     return StoredTensor.of(shape, tensor.dtype, functools.partial(_part, tensor, axis, blocks, rank, size), name)
 
 
-def _part(tensor: Tensor, axis: int, blocks: int, rank: int, size: int) -> np.ndarray:
+def _part(tensor: StoredTensor, axis: int, blocks: int, rank: int, size: int) -> np.ndarray:
     # A rank has its parts of gate and factor.
     by_block = np.split(np.asarray(tensor), blocks, axis)
     return np.concatenate([np.take(block, range(rank * size, (rank + 1) * size), axis) for block in by_block], axis)

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.errors import CheckpointMismatchError
-from jax_te.megatron import Layout, load_variables
+from jax_te.megatron import Layout, load_variables, projection_groups
 
 _NAMES = {"kernel": "weight", "scale": "weight", "wi_kernel": "fc1_weight", "wi_bias": "fc1_bias"}
 _NAMES |= {"wo_kernel": "fc2_weight", "wo_bias": "fc2_bias"}
@@ -169,8 +169,7 @@ def _part(array: np.ndarray, name: str, own: Mapping[str, _Shape], groups: int) 
 def _groups(name: str, owners: Mapping[str, Any]) -> int:
     """Return the number of groups of heads into which te.pytorch orders the rows of a parameter."""
     *path, last = name.split(".")[:-1] or [""]
-    core = getattr(owners.get(".".join(path)), "core_attention", None)
-    return core.num_gqa_groups if core is not None and last in ("qkv", "key_value", *_SEPARATE) else 1
+    return projection_groups(owners.get(".".join(path)), last)
 
 
 def _fused(parts: list[np.ndarray], groups: int) -> np.ndarray:

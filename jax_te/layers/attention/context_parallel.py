@@ -65,8 +65,9 @@ class ContextParallelModule(TrainingMode):
         >>> core.context_parallel.cp_comm_type
         'all_gather'
         """
-        layer: Any
-        for _, layer in nnx.iter_modules(self):
-            # By attribute, not by class, so that a custom core in place of `DotProductAttention` is found, too.
-            if hasattr(layer, "context_parallel"):
-                layer.context_parallel = replace(layer.context_parallel, cp_comm_type=cp_comm_type)
+        # By attribute, not by class, so that a custom core in place of `DotProductAttention` is found, too.
+        cores: list[Any] = [layer for _, layer in nnx.iter_modules(self) if hasattr(layer, "context_parallel")]
+        # All are made before one is set: an exchange that one core refuses leaves all as they were.
+        chosen = [replace(core.context_parallel, cp_comm_type=cp_comm_type) for core in cores]
+        for core, context_parallel in zip(cores, chosen, strict=True):
+            core.context_parallel = context_parallel

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +28,9 @@ from jax_te.layers.layernorm_linear import LayerNormLinear
 from jax_te.layers.linear import Linear
 from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm
 from jax_te.layers.options import AttentionOptions, CoreCall
-from jax_te.layers.parameters import value_or_none
+from jax_te.layers.parallel_arguments import set_tensor_parallel_group
 from jax_te.layers.results import layer_output
-from jax_te.layers.tensor_parallel import set_tensor_parallel_group
-from jax_te.ops import MaskType, SoftmaxType, Window, layernorm
+from jax_te.ops import MaskType, SoftmaxType, Window
 from jax_te.ops.attention import normal_window
 from jax_te.sharding import axis_ranks, row_axis
 from jax_te.typing import Array, DTypeLike, Initializer, Key, TensorGroup
@@ -84,6 +83,9 @@ class MultiheadAttention(ContextParallelModule):
     (2, 8, 32)
     """
 
+    grouped_projections: ClassVar[tuple[str, ...]] = ("qkv", "query", "key", "value", "key_value")
+    """Names of the projections whose outputs Megatron and Transformer Engine order by key/value groups."""
+
     def __init__(
         self,
         hidden_size: int,
@@ -124,6 +126,38 @@ class MultiheadAttention(ContextParallelModule):
         params_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        check_heads(num_attention_heads, num_gqa_groups)
+        check_positive(hidden_size=hidden_size)
+        if kv_channels is None and hidden_size % num_attention_heads:
+            raise ValueError(
+                f"hidden_size {hidden_size} is not divisible by num_attention_heads {num_attention_heads}; "
+                "change one of them or give kv_channels"
+            )
+        if return_layernorm_output and not input_layernorm:
+            raise ValueError(
+                "return_layernorm_output needs input_layernorm=True: there is no norm whose output could be returned"
+            )
+        self.attention_type = attention_type
+        self.return_layernorm_output = return_layernorm_output
+        self.fuse_qkv_params = fuse_qkv_params
+        self.qk_norm_before_rope = qk_norm_before_rope
+        self.core_attention = DotProductAttention(
+            num_attention_heads,
+            hidden_size // num_attention_heads if kv_channels is None else kv_channels,
+            num_gqa_groups=num_gqa_groups,
+            attention_dropout=attention_dropout,
+            # Casts: the core checks both names.
+            attn_mask_type=cast(MaskType, attn_mask_type),
+            window_size=window_size,
+            softmax_scale=softmax_scale,
+            softmax_type=cast(SoftmaxType, softmax_type),
+            logit_softcap=logit_softcap,
+            return_max_logit=return_max_logit,
+            num_splits=num_splits,
+            cp_comm_type=cp_comm_type,
+            hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
+            cp_load_balanced=cp_load_balanced,
+        )
         options = AttentionOptions(
             num_gqa_groups=num_gqa_groups,
             kv_channels=kv_channels,
@@ -159,64 +193,7 @@ class MultiheadAttention(ContextParallelModule):
             output_layer_init_method=output_layer_init_method,
             params_dtype=params_dtype,
         )
-        self._build(hidden_size, num_attention_heads, options, rngs)
-
-    @staticmethod
-    def of(
-        hidden_size: int, num_attention_heads: int, options: AttentionOptions, *, rngs: nnx.Rngs
-    ) -> MultiheadAttention:
-        """Return the layer for options that travel as an object, as those of a `TransformerLayer` do.
-
-        Args:
-            hidden_size, num_attention_heads, rngs: see the constructor.
-            options: its other keywords.
-
-        Returns:
-            A `MultiheadAttention`, the same that the constructor makes of these keywords.
-
-        Raises:
-            ValueError: as the constructor.
-        """
-        layer: MultiheadAttention = _OfOptions(hidden_size, num_attention_heads, options, rngs)
-        # The class was for its constructor alone. A plain assignment would be that of an attribute of the module.
-        object.__setattr__(layer, "__class__", MultiheadAttention)
-        return layer
-
-    def _build(self, h: int, num_attention_heads: int, options: AttentionOptions, rngs: nnx.Rngs) -> None:
-        """Construct the layer."""
-        check_heads(num_attention_heads, options.num_gqa_groups)
-        check_positive(hidden_size=h)
-        if options.kv_channels is None and h % num_attention_heads:
-            raise ValueError(
-                f"hidden_size {h} is not divisible by num_attention_heads {num_attention_heads}; "
-                "change one of them or give kv_channels"
-            )
-        if options.return_layernorm_output and not options.input_layernorm:
-            raise ValueError(
-                "return_layernorm_output needs input_layernorm=True: there is no norm whose output could be returned"
-            )
-        self.attention_type = options.attention_type
-        self.return_layernorm_output = options.return_layernorm_output
-        self.fuse_qkv_params = options.fuse_qkv_params
-        self.qk_norm_before_rope = options.qk_norm_before_rope
-        self.core_attention = DotProductAttention(
-            num_attention_heads,
-            h // num_attention_heads if options.kv_channels is None else options.kv_channels,
-            num_gqa_groups=options.num_gqa_groups,
-            attention_dropout=options.attention_dropout,
-            # Casts: the core checks both names.
-            attn_mask_type=cast(MaskType, options.attn_mask_type),
-            window_size=options.window_size,
-            softmax_scale=options.softmax_scale,
-            softmax_type=cast(SoftmaxType, options.softmax_type),
-            logit_softcap=options.logit_softcap,
-            return_max_logit=options.return_max_logit,
-            num_splits=options.num_splits,
-            cp_comm_type=options.cp_comm_type,
-            hierarchical_context_parallel_sizes=options.hierarchical_context_parallel_sizes,
-            cp_load_balanced=options.cp_load_balanced,
-        )
-        self._make_projections(h, options, rngs)
+        self._make_projections(hidden_size, options, rngs)
 
     def _make_projections(self, h: int, options: AttentionOptions, rngs: nnx.Rngs) -> None:
         """Create the norms and projections, in the order in which they draw random keys."""
@@ -458,24 +435,9 @@ class MultiheadAttention(ContextParallelModule):
         return (q, k, v), normed
 
     def _normalize(self, q: Array, k: Array) -> tuple[Array, Array]:
-        q_norm, k_norm = self.q_norm, self.k_norm
-        if q_norm is None or k_norm is None:
+        if self.q_norm is None or self.k_norm is None:
             return q, k
-        # The norm layers are not called: their logical axes would leave the heads unsharded.
-        q = layernorm(q, q_norm.scale[...], value_or_none(q_norm.bias), norm=q_norm.norm, out_axes=HEAD_AXES)
-        k = layernorm(k, k_norm.scale[...], value_or_none(k_norm.bias), norm=k_norm.norm, out_axes=HEAD_AXES)
-        return q, k
-
-
-class _OfOptions(MultiheadAttention):
-    """A `MultiheadAttention` that `MultiheadAttention.of` is making.
-
-    NNX prepares a module around the constructor of its class, and nowhere else: a second constructor takes a second
-    class.
-    """
-
-    def __init__(self, hidden_size: int, num_attention_heads: int, options: AttentionOptions, rngs: nnx.Rngs):
-        self._build(hidden_size, num_attention_heads, options, rngs)
+        return self.q_norm(q, out_axes=HEAD_AXES), self.k_norm(k, out_axes=HEAD_AXES)
 
 
 def _heads_axis(options: AttentionOptions) -> str | None:

@@ -17,7 +17,7 @@ from jax_te.layers.flax.drop_in_mesh import GemmOrder, gemm_axes
 from jax_te.layers.prepare import prepare_quantization
 from jax_te.layers.quantizable import QuantizableModule
 from jax_te.ops import LinearOptions, RowGroups, dense, explain_backend, group_alignment, grouped_dense
-from jax_te.quantize import padded_size
+from jax_te.quantize import padded_size, precision_of
 from jax_te.recipe import ModuleRecipe, Recipe, current_recipe, own_recipe
 from jax_te.typing import Array, DTypeLike
 
@@ -145,7 +145,7 @@ class DotGeneral(QuantizableModule):
             grouped = functools.partial(_grouped_gemm, order=order, recipe=recipe, options=options)
             run: Any = grouped if out is None else jax.sharding.auto_axes(grouped, out_sharding=out)
             return run(x, rhs, self.gemm_state("kernel"))
-        found, backend = gemm_axes(lhs, rhs, order, kernel_axes, recipe.alignment), None
+        found, backend = gemm_axes(lhs, rhs, order, kernel_axes, precision_of(recipe).alignment), None
         if found.why is not None:
             # The compiler then partitions the GEMMs, as it does Flax's; if te was requested, the reason is raised.
             backend = explain_backend("dense", recipe=recipe, unsharded=found.why).backend
@@ -348,7 +348,7 @@ def size_reason(summed: Sequence[int], features: Sequence[int], recipe: Recipe |
     >>> size_reason((32,), (50,), None)
     'its output size 50 is not a multiple of 16'
     """
-    multiple = Recipe.alignment if recipe is None else recipe.alignment
+    multiple = Recipe.alignment if recipe is None else precision_of(recipe).alignment
     for name, size in {"input": prod(summed), "output": prod(features)}.items():
         if size % multiple:
             return f"its {name} size {size} is not a multiple of {multiple}"

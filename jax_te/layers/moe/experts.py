@@ -16,8 +16,8 @@ from jax_te.config import ActivationLike, ActivationParams, normal_init
 from jax_te.layers.layernorm_mlp import component_count
 from jax_te.layers.linear import Linear
 from jax_te.layers.mode import TrainingMode
+from jax_te.layers.parallel_arguments import sequence_axes
 from jax_te.layers.parameters import parameter
-from jax_te.layers.tensor_parallel import sequence_axes
 from jax_te.ops import (
     Activation,
     ExpertPlacement,
@@ -115,7 +115,7 @@ class Experts(TrainingMode):
         def rest(parts: Any) -> Array:
             linear_fc2, hidden, probs, groups = parts
             if not self.apply_probs_on_input:
-                z = weighted_activation(hidden, probs, self.function, out_axes=axes)
+                z = weighted_activation(hidden, probs, self.function, placement=placement)
             else:  # nothing has multiplied the activation of rows of padding by 0
                 z = activation(hidden, self.function.name, params=self.function.params, out_axes=axes)
                 groups = dataclasses.replace(groups, zero_padding=False)

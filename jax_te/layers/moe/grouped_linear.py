@@ -14,9 +14,9 @@ from flax import nnx
 from jax_te._validation import check_axes, check_positive, checked, is_integer, log_hints
 from jax_te.config import normal_init
 from jax_te.layers.linear import kernel_logical_axes
+from jax_te.layers.parallel_arguments import TensorParallel, TensorParallelModule
 from jax_te.layers.parameters import constant, expert_rngs, init_of_each, parameter
 from jax_te.layers.results import layer_output
-from jax_te.layers.tensor_parallel import TensorParallel, TensorParallelModule
 from jax_te.ops import LinearOptions, LinearWeights, RowGroups, grouped_dense
 from jax_te.quantize import QuantizedKernel, Quantizer, TensorQuantizer, precision_of
 from jax_te.sharding import activation_axis, axis_ranks, device_mesh, gathered_axes

@@ -66,12 +66,16 @@ class MixtureOfExperts(TrainingMode):
         self, x: Array, padding_mask: Array | None, key: Key | None, chosen: Array | None, first: bool | None
     ) -> tuple[Array, Routing]:
         shared = self._shared(x, first)
-        routing = self.router.assign(x, padding_mask=padding_mask, key=key, experts=chosen)
+        routing = self._routing(x, padding_mask, key, chosen)
         rows = x if self.fc1_latent_proj is None else _output(self.fc1_latent_proj(x, is_first_microbatch=first))
         y = self._routed(rows, routing, first)
         if self.fc2_latent_proj is not None:
             y = _output(self.fc2_latent_proj(y, is_first_microbatch=first))
         return y if shared is None else y + shared, routing
+
+    def _routing(self, x: Array, padding_mask: Array | None, key: Key | None, chosen: Array | None) -> Routing:
+        """Return the router's result for a call."""
+        return self.router(x, padding_mask=padding_mask, key=key, experts=chosen)
 
     def _shared(self, x: Array, first: bool | None) -> Array | None:
         if self.shared_experts is None or not recomputed("shared_experts"):

@@ -135,18 +135,7 @@ class Router(TrainingMode):
         padding_mask: Array | None = None,
         key: Key | None = None,
         experts: Array | None = None,
-    ) -> Any:
-        """Return the result of `assign`."""
-        return self.assign(x, padding_mask=padding_mask, key=key, experts=experts)
-
-    def assign(
-        self,
-        x: Array,
-        *,
-        padding_mask: Array | None = None,
-        key: Key | None = None,
-        experts: Array | None = None,
-    ) -> Routing:
+    ) -> Any:  # a `Routing`; Megatron's subclass returns another form of it
         """Return the experts of each token.
 
         Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 from jax_te._validation import checked, log_hints
@@ -19,6 +20,12 @@ from jax_te.recipe import (
 )
 
 _FORMATS = {"e4m3": Format.E4M3, "hybrid": Format.HYBRID}
+_DELAYED_DEFAULTS = {
+    "fp8_margin": 0,
+    "fp8_amax_history_len": 1,
+    "fp8_amax_compute_algo": "most_recent",
+    "tp_only_amax_red": False,
+}
 
 
 @checked
@@ -26,9 +33,9 @@ class TEDelayedScaling(DelayedScaling):
     """The model-wide delayed-scaling recipe of a Megatron configuration, equal to a `DelayedScaling` of its fields.
 
     Args:
-        config: object whose attributes ``fp8_margin`` (default 0), ``fp8_amax_history_len`` (1),
-            ``fp8_amax_compute_algo`` (``"most_recent"``) and ``tp_only_amax_red`` (False) are read. These defaults are
-            Megatron's; those of `DelayedScaling` itself are Transformer Engine's.
+        config: configuration, or Megatron-LM's arguments, whose ``fp8_margin`` (default 0), ``fp8_amax_history_len``
+            (1), ``fp8_amax_compute_algo`` (``"most_recent"``) and ``tp_only_amax_red`` (False) are read. None: these
+            defaults, which are Megatron's; those of `DelayedScaling` itself are Transformer Engine's.
         fp8_format: `Format.HYBRID` or `Format.E4M3`.
         override_linear_precision: whether the forward GEMM, the input gradient's and the weight gradient's stay in high
             precision. Megatron passes ``(False, False, not config.fp8_wgrad)``, which Transformer Engine ignores, so
@@ -38,33 +45,36 @@ class TEDelayedScaling(DelayedScaling):
     Raises:
         ValueError: if ``fp8_dot_product_attention`` or ``fp8_multi_head_attention`` is set, because attention does not
             run in FP8 here; for values that `DelayedScaling` refuses.
-        TypeError: for a format that is not a `Format`.
+        TypeError: for a format that is not a `Format`; for a configuration of another kind, and a namespace with none
+            of the four names.
 
     Source: ``megatron.core.extensions.transformer_engine.TEDelayedScaling``.
 
-    >>> TEDelayedScaling(object(), Format.HYBRID).amax_compute_algo
-    'most_recent'
+    >>> TEDelayedScaling(argparse.Namespace(fp8_margin=2), Format.HYBRID).margin
+    2
     """
 
     def __init__(
         self,
-        config: Any = None,
+        config: PrecisionConfig | argparse.Namespace | None = None,
         fp8_format: Format = Format.HYBRID,
         override_linear_precision: tuple[bool, bool, bool] = (False, False, False),
         **fields: Any,
     ):
-        # By getattr: Megatron's older configurations and argparse namespaces lack some of these fields.
         # Megatron warns that Transformer Engine has ignored it since version 1.8: scales follow every step's amaxes.
         log_hints(fp8_interval=getattr(config, "fp8_interval", 1) != 1)
         # Refused, not ignored: attention in the compute dtype would change numbers silently.
         for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
             if getattr(config, name, False):
                 raise ValueError(f"{name}=True: attention does not run in FP8 here; set it to False")
+        if isinstance(config, argparse.Namespace) and not vars(config).keys() & _DELAYED_DEFAULTS.keys():
+            raise TypeError(
+                f"config must have fields of delayed scaling, {', '.join(_DELAYED_DEFAULTS)}, and this Namespace has "
+                "none of them; give Megatron-LM's arguments, a TransformerConfig, or None for Megatron's defaults"
+            )
+        # By getattr: the arguments of older Megatron-LM lack some.
         of_config = {
-            "margin": getattr(config, "fp8_margin", 0),
-            "amax_history_len": getattr(config, "fp8_amax_history_len", 1),
-            "amax_compute_algo": getattr(config, "fp8_amax_compute_algo", "most_recent"),
-            "tp_only_amax_red": getattr(config, "tp_only_amax_red", False),
+            name.removeprefix("fp8_"): getattr(config, name, default) for name, default in _DELAYED_DEFAULTS.items()
         }
         # dataclasses.replace calls the class with all fields and no configuration.
         precision: Any = {"fp8_format": fp8_format, "override_linear_precision": override_linear_precision}

@@ -12,7 +12,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh
 
 from jax_te._validation import check_number, check_rate, checked
-from jax_te.ops import te
 from jax_te.ops.attention.checks import attention_spec, check_arrays
 from jax_te.ops.attention.context_parallel import ContextParallel
 from jax_te.ops.attention.context_parallel.checks import check_sharding, choose_backend
@@ -30,7 +29,7 @@ from jax_te.ops.attention.spec import (
 )
 from jax_te.ops.backend import ambient_backend, primitives, select
 from jax_te.ops.primitives import Backend
-from jax_te.sharding import auto_region, constrain, current_rules, free_axes
+from jax_te.sharding import ShardingRules, auto_region, constrain, current_rules, free_axes
 from jax_te.typing import Array, BackendName, Key, LogicalAxes
 
 
@@ -144,8 +143,16 @@ def dot_product_attention(
     elif mesh.empty:
         chosen = primitives(select("dot_product_attention", attention=spec, backend=asked))
     else:
-        facts, ambient = (mask is not None, arrays.same_lengths()), (current_rules(), te.supports)
-        chosen, sharding = _resolve(mesh, spec, out_axes, context_parallel, facts, asked, ambient)
+        chosen, sharding = _resolve(
+            mesh,
+            current_rules(mesh),
+            spec,
+            out_axes,
+            context_parallel,
+            has_mask=mask is not None,
+            same_lengths=arrays.same_lengths(),
+            backend=asked,
+        )
     with jax.named_scope("dot_product_attention"):
         if sharding is not None:
             out, max_logit = attention_on_mesh(sharding, qkv, arrays)
@@ -162,28 +169,29 @@ def dot_product_attention(
         return auto_region(attend, axes)(qkv, arrays)
 
 
-# Cached, because the attention layers of a model make the same call; ``rules`` and ``supports`` are part of the key.
+# Cached, because the attention layers of a model make the same call.
 @functools.lru_cache(maxsize=1024)
 def _resolve(
     mesh: AbstractMesh,
+    rules: ShardingRules,
     spec: AttentionSpec,
     axes: LogicalAxes | None,
     context_parallel: ContextParallel | None,
-    facts: tuple[bool, bool],
+    *,
+    has_mask: bool,
+    same_lengths: bool,
     backend: BackendName,
-    ambient: tuple[Any, ...],
 ) -> tuple[Backend | None, AttentionSharding | None]:
     """Return the sharding of a call on a mesh that each device runs by itself, or the backend if the compiler
     partitions it.
 
-    The other one is None. ``facts`` are whether there is a mask array, and whether
-    queries and keys have the same lengths.
+    The other one is None.
     """
     # Without axes a sharded sequence would be treated as unsharded, and zig-zag order as natural order.
     if axes is None and context_parallel is not None:
-        _check_whole_sequences(spec, mesh, context_parallel)
-    cp, (has_mask, same) = context_parallel or ContextParallel(), facts
-    sharding = None if axes is None else attention_sharding(spec, axes, mesh, cp)
+        _check_whole_sequences(spec, mesh, rules, context_parallel)
+    cp = context_parallel or ContextParallel()
+    sharding = None if axes is None else attention_sharding(spec, axes, mesh, rules, cp)
     reason = None
     if sharding is not None:
         try:
@@ -197,16 +205,18 @@ def _resolve(
         reason = f"out_axes {axes} do not say how heads and examples are split"
     if sharding is None:
         return primitives(select("dot_product_attention", attention=spec, backend=backend, unsharded=reason)), None
-    name = choose_backend(sharding, same, backend).backend
+    name = choose_backend(sharding, same_lengths, backend).backend
     if name == "xla" and not sharding.context:
         # The compiler partitions plain JAX, and jax.nn's cuDNN call, as well as explicit rules would.
         return primitives(name), None
     return None, replace(sharding, backend=name)
 
 
-def _check_whole_sequences(spec: AttentionSpec, mesh: AbstractMesh, context_parallel: ContextParallel) -> None:
+def _check_whole_sequences(
+    spec: AttentionSpec, mesh: AbstractMesh, rules: ShardingRules, context_parallel: ContextParallel
+) -> None:
     """Raise ValueError if the mesh shards sequences but the call specifies no axes."""
-    sharding = attention_sharding(spec, (None, "sequence", None, None), mesh, context_parallel)
+    sharding = attention_sharding(spec, (None, "sequence", None, None), mesh, rules, context_parallel)
     if sharding is not None and sharding.context:
         raise ValueError(
             f"context_parallel is given, the mesh's context axis has {sharding.context_shards} devices, and "

@@ -55,7 +55,8 @@ def deferred_wgrad(spec: LinearSpec, operands: OpaqueTree, lead: tuple[int, ...]
 
 def _fwd(spec: LinearSpec, args: OpaqueTree) -> tuple[Array, None]:
     x, g, uses = args.unpack()
-    # Compared with 1 from above: a frozen layer's sink is not read at all.
+    # `jax_te.training.deferred_vjp` gives such layers no sink; this is for uses that it cannot see in a jaxpr. Compared
+    # with 1 from above: a frozen layer's sink is not read at all.
     return jnp.where(uses <= 1.0, gemms.wgrad(spec, x, g), jnp.nan), None
 
 

@@ -22,6 +22,7 @@ from jax_te.quantize import (
     OpaqueTree,
     Precision,
     QuantizedKernel,
+    Quantizer,
     ambient_observer,
     check_state,
     precision_of,
@@ -91,7 +92,7 @@ def run_op(
     _check_arrays(name, x, layers, norm)
     weights = [usable_weights(layer.weights, precision, recipe) for layer in layers]
     plans = _plans(layers, weights, norm, activation, precision)
-    chosen = backend_for(name, backend or ambient_backend.value, recipe, plans[0].reason)
+    chosen = backend_for(name, backend or ambient_backend.value, recipe, plans[0].reason, _stored(weights))
     resolved = [_resolved(layer, plan, precision, chosen, x.dtype) for layer, plan in zip(layers, plans, strict=True)]
     specs, sinks = zip(*resolved, strict=True)
     args = LinearArgs(x, None if norm is None else (norm.scale, norm.bias), tuple(weights))
@@ -138,7 +139,8 @@ _LEFT_OUT = (
     "    from jax_te import value_and_grad\n"
     "    loss, grads = value_and_grad(loss_fn)(model)\n"
     "For Linen take jax_te.linen.value_and_grad, with the state in its first argument; for functions differentiate the "
-    "state with the rest. For inference call model.eval(); if the scales are to stay, say so: "
+    "state with the rest, by jax_te.quantize.with_max_gradients if it is used several times: JAX adds next values of "
+    "plain fp32 states. For inference call model.eval(); if the scales are to stay, say so: "
     "`with jax_te.quantize.frozen_scales():`"
 )
 
@@ -186,6 +188,12 @@ def _check_arrays(name: str, x: Array, layers: Sequence[Layer], norm: Norm | Non
     for array in arrays:
         if array is not None and array.dtype.name not in COMPUTE_DTYPES:
             check_float(name, array)
+
+
+def _stored(weights: Sequence[LinearWeights]) -> Quantizer | None:
+    """Return the quantizer of kernels that were stored quantized, as plain arrays; None: all are exact, or cached."""
+    kernels = [each.kernel for each in weights if isinstance(each.kernel, QuantizedKernel)]
+    return next((kernel.quantizer for kernel in kernels if not kernel.is_opaque), None)
 
 
 def _plans(

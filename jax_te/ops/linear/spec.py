@@ -179,6 +179,8 @@ class Probe:
         calls: number of calls of the layer.
         layer: the layer as its backward pass saw it, with a `Whole` sink; None if nothing differentiates it.
         operands: shapes and dtypes of the GEMM's operands, likewise.
+        mapped: number of ``jax.vmap`` around the call that map its operands: a sink that they do not map would get sums
+            over them.
 
     >>> Probe().calls
     0
@@ -190,6 +192,7 @@ class Probe:
         self.calls = 0
         self.layer: LinearSpec | None = None
         self.operands: OpaqueTree | None = None
+        self.mapped = 0
 
     def spec(self, plan: Plan) -> PartitionSpec:
         """Return the sharding of the operands."""
@@ -199,6 +202,22 @@ class Probe:
         """Record the layer, and the shapes and dtypes of its operands."""
         self.layer = replace(gemm.layer, sink=Whole())
         self.operands = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), gemm.operands())
+        self._count_maps(0)(*jax.tree.leaves((gemm.x, gemm.g)))
+
+    def _count_maps(self, outside: int) -> Callable[..., Any]:
+        """Return an identity function that counts the ``jax.vmap`` around it; ``outside`` of them have been counted."""
+
+        @jax.custom_batching.custom_vmap
+        def identity(*arrays: Array) -> tuple[Array, ...]:
+            return arrays
+
+        @identity.def_vmap
+        def _(axis_size: int, in_batched: list[bool], *arrays: Array) -> Any:
+            del axis_size
+            self.mapped = max(self.mapped, outside + 1)
+            return self._count_maps(outside + 1)(*arrays), tuple(in_batched)
+
+        return identity
 
 
 GradSink: TypeAlias = Whole | Summands | Deferred | Probe

@@ -55,8 +55,9 @@ def grouped_dense(
 
     Each group gets the results of `dense` on its rows alone: scales, amaxes and quantized values have the same bits,
     products differ only by the order of sums. Nothing depends on other groups, nothing waits for the host, and results
-    are deterministic. On one Hopper GPU the kernels of `jax_te.ops.pallas` multiply bf16 and fp16, and FP8 under
-    delayed, current and block scaling; elsewhere, and under other recipes, XLA does, one tile of rows after another.
+    are deterministic. On Hopper GPUs, one alone or those of a mesh with rows that are placed on them, the kernels of
+    `jax_te.ops.pallas` multiply bf16 and fp16, and FP8 under delayed, current and block scaling; elsewhere, and under
+    other recipes, XLA does, one tile of rows after another.
 
     Args:
         x: ``[rows, k]`` fp32, bf16 or fp16: the compute dtype.
@@ -254,7 +255,15 @@ def _resolved(
 ) -> tuple[LinearSpec, Array | OpaqueTree | None]:
     """Return the layer as the op runs it, and the arrays of its sink."""
     kernel, bias, _, given_sink = weights
-    backend: Any = hopper if hopper.runs_here(x.dtype, kernel.shape[0], tile, precision) else grouped
+    on_hopper = hopper.runs_here(
+        x.dtype,
+        kernel.shape[0],
+        tile,
+        precision,
+        placed=plan.mesh is not None,
+        kernel_all_gather=plan.kernel_all_gather,
+    )
+    backend: Any = hopper if on_hopper else grouped
     sink, arrays = grad_sink_of(given_sink, plan, options.kernel_axes, kernel.ndim)
     spec = LinearSpec(
         backend=backend,

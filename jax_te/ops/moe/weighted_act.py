@@ -11,12 +11,13 @@ from jax.sharding import PartitionSpec
 
 from jax_te.ops.linear.activation import activation
 from jax_te.ops.linear.norm_and_activation import Activation
+from jax_te.ops.moe.placement import ExpertPlacement
 from jax_te.ops.pallas.support import supported
 from jax_te.ops.pallas.weighted_act import columns_of, weighted_act_backward
 from jax_te.ops.sharded_vjp import sharded_vjp
 from jax_te.ops.xla.activation import act, act_of_parts
-from jax_te.sharding import current_mesh
-from jax_te.typing import Array, LogicalAxes
+from jax_te.sharding import device_mesh
+from jax_te.typing import Array
 
 _SMALLEST = 64
 """The fewest columns of a tile with which the kernel reads whole lines of memory."""
@@ -24,32 +25,33 @@ _SMALLEST = 64
 _ONCE = "the activation of experts has no second derivatives on a Hopper GPU: its backward is a kernel"
 
 
-def runs_here(x: Array, weights: Array) -> bool:
-    """Return whether the kernel runs for these arrays on the default device: on one Hopper GPU."""
-    mesh = current_mesh()
+def runs_here(x: Array, weights: Array, placement: ExpertPlacement | None = None) -> bool:
+    """Return whether the kernel runs for these arrays: on Hopper GPUs, each of which has its own rows."""
+    rows = x.shape[0] // (1 if placement is None else placement.devices)
     return (
-        (mesh is None or mesh.size == 1)
+        (placement is not None or device_mesh() is None)
         and x.dtype in (jnp.bfloat16, jnp.float16)
         and weights.dtype == jnp.float32
-        and x.shape[0] % 128 == 0
-        and x.shape[0] > 0
+        and rows % 128 == 0
+        and rows > 0
         and columns_of(x.shape[2]) >= _SMALLEST
         and supported()[0]
     )
 
 
 def weighted_activation(
-    x: Array, weights: Array, function: Activation, *, out_axes: LogicalAxes | PartitionSpec = (None, "ffn")
+    x: Array, weights: Array, function: Activation, *, placement: ExpertPlacement | None = None
 ) -> Array:
     """Return the activation of each row times its weight.
 
-    On one Hopper GPU backward is one kernel, which writes the gradient over ``x``. Elsewhere these are two operations.
+    On Hopper GPUs backward is one kernel, which writes the gradient over ``x``. Elsewhere these are two operations.
 
     Args:
         x: ``[rows, n_act, f]``, fp32, bf16 or fp16.
         weights: ``[rows]``, fp32 or wider.
         function: the activation of the ``n_act`` components.
-        out_axes: sharding of the result, see `jax_te.ops.activation`.
+        placement: placement of the rows on a mesh, see `RowGroups`. None: one array with all rows; the compiler splits
+            ``f`` as the logical axis ``ffn``.
 
     Returns:
         ``[rows, f]`` in the dtype of ``x``.
@@ -58,8 +60,11 @@ def weighted_activation(
     >>> weighted_activation(x, weights, Activation("relu")).tolist()
     [[0.0, 4.0], [4.0, 12.0]]
     """
-    if runs_here(x, weights):
-        return _weighted_act(_Spec(function), None, _Args(x, weights), None, None)
+    each: Any = None if placement is None else placement.row_spec
+    if runs_here(x, weights, placement):
+        shards = None if placement is None else placement.shards(_Args(each, each), each)
+        return _weighted_act(_Spec(function), shards, _Args(x, weights), None, None)
+    out_axes = (None, "ffn") if each is None else PartitionSpec(*each, None)
     z = activation(x, function.name, params=function.params, out_axes=out_axes)
     return (z.astype(weights.dtype) * weights[:, None]).astype(z.dtype)
 

@@ -16,10 +16,10 @@ from jax_te.ops.pallas.block_quantize import block_quantize, block_quantize_2d
 from jax_te.ops.pallas.grouped_gemm import GROUP_ALIGNMENT, BlockScales, grouped_gemm, grouped_gemm_over_rows
 from jax_te.ops.pallas.scaled_quantize import scaled_quantize
 from jax_te.ops.pallas.support import BLOCK, supported
-from jax_te.ops.xla.grouped import GroupedRows
+from jax_te.ops.xla.grouped import GroupedRows, with_shared_scale
 from jax_te.ops.xla.grouped import statistics as statistics  # the same here
 from jax_te.quantize import BlockQuantizer, Gemm, Precision, Quantization, QuantizedOperand, TensorQuantizer, amax
-from jax_te.sharding import Dims, all_gather, current_mesh
+from jax_te.sharding import Dims, all_gather, device_mesh
 from jax_te.typing import Array, DTypeLike
 
 NAME: str = "pallas"
@@ -61,7 +61,7 @@ class Kernels:
     """FP8 kernels of all groups as the kernels of this folder read them.
 
     Args:
-        stored: ``[e, k, n]``, for the input's gradient.
+        stored: ``[e, k, n]``, for the input's gradient; None where only forward reads the kernels.
         transposed: ``[e, n, k]``, for forward; None in what backward keeps.
         scale_inv: fp32 ``[e]``, or ``[e, k / 128, n / 128]``.
         features: ``(k, *n)``.
@@ -73,33 +73,46 @@ class Kernels:
     features: tuple[int, ...] = field(metadata={"static": True})
 
 
-def runs_here(dtype: DTypeLike, groups: int, tile: int, precision: Precision) -> bool:
-    """Return whether these primitives run a layer on the default device: on one Hopper GPU.
+def runs_here(
+    dtype: DTypeLike, groups: int, tile: int, precision: Precision, *, placed: bool, kernel_all_gather: Dims
+) -> bool:
+    """Return whether these primitives run a layer: on Hopper GPUs, each of which runs the op by itself.
 
     Args:
         dtype: the compute dtype.
         groups: number of groups; one alone is a layer, with the numbers and the GEMMs of that layer.
         tile: rows of a tile.
         precision: quantizers of the operands.
+        placed: whether devices of a mesh have rows of their own.
+        kernel_all_gather: mesh axes along which a kernel ``[e, k, *n]`` is all-gathered.
     """
-    mesh = current_mesh()
-    quantizers = (precision.x.quantizer, precision.kernel.quantizer, precision.grad.quantizer)
     return (
         groups > 1
-        and (mesh is None or mesh.size == 1)
+        and (placed or device_mesh() is None)
+        and not any(axes for dim, axes in enumerate(kernel_all_gather) if dim != 1)  # all-gathered along k alone
         and jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
-        and (
-            all(quantizer is None or isinstance(quantizer, TensorQuantizer) for quantizer in quantizers)
-            or _scales_blocks(precision)
-        )
+        and (_scales_nothing(precision) or _scales_tensors(precision) or _scales_blocks(precision))
         and tile % GROUP_ALIGNMENT == 0
         and supported()[0]
     )
 
 
+def _scales_nothing(precision: Precision) -> bool:
+    """Return whether all operands are in 16 bits."""
+    return all(quantizer is None for quantizer in precision.quantizers)
+
+
+def _scales_tensors(precision: Precision) -> bool:
+    """Return whether each operand has one scale for each group.
+
+    A `CustomRecipe` may leave one operand unquantized, and no kernel multiplies FP8 by 16 bits.
+    """
+    return all(isinstance(quantizer, TensorQuantizer) for quantizer in precision.quantizers)
+
+
 def _scales_blocks(precision: Precision) -> bool:
     """Return whether rows and gradients have scales for 1 x 128 values, and kernels for 128 x 128."""
-    x, kernel, grad = precision.x.quantizer, precision.kernel.quantizer, precision.grad.quantizer
+    x, kernel, grad = precision.quantizers
     return (
         isinstance(x, BlockQuantizer)
         and isinstance(kernel, BlockQuantizer)
@@ -112,6 +125,7 @@ def _scales_blocks(precision: Precision) -> bool:
 
 def quantize_operand(x: GroupedRows | Array, how: Quantization, *, axis: int) -> tuple[Any, Array | None]:
     """Return rows of groups, or each group's kernel ``[e, k, *n]``, as an operand, and the groups' amaxes ``[e]``."""
+    how = with_shared_scale(x, how)
     if isinstance(x, GroupedRows):
         return _rows(x, how)
     if how.quantizer is None:
@@ -212,14 +226,19 @@ def residual_for_dgrad(kernels: Any) -> Any:
 
 
 def all_gather_kernel(kernels: Any, dims: Dims, gemm: Gemm) -> Any:
-    """Return kernels ``[e, k, *n]`` all-gathered along mesh axes of each dimension; only ``k`` may have any."""
+    """Return the form of kernels ``[e, k, *n]`` that a GEMM reads, all-gathered along mesh axes of ``k``."""
     if isinstance(kernels, QuantizedOperand):
         kernels = adopt(kernels)
     if not isinstance(kernels, Kernels):
         return all_gather(kernels, dims)
-    stored = all_gather(kernels.stored, ((), dims[1]))
-    transposed = None if kernels.transposed is None else all_gather(kernels.transposed, ((), (), dims[1]))
-    features = (stored.shape[1], *kernels.features[1:])
+    stored = transposed = None
+    if gemm == "fprop":
+        transposed = all_gather(kernels.transposed, ((), (), dims[1]))
+        k = transposed.shape[2]
+    else:
+        stored = all_gather(kernels.stored, ((), dims[1]))
+        k = stored.shape[1]
+    features = (k, *kernels.features[1:])
     return Kernels(stored=stored, transposed=transposed, scale_inv=kernels.scale_inv, features=features)
 
 

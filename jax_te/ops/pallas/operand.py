@@ -13,7 +13,7 @@ from jax_te.ops.pallas.block_gemm import block_gemm
 from jax_te.ops.pallas.block_quantize import block_quantize, block_quantize_2d
 from jax_te.ops.pallas.support import BLOCK, supported
 from jax_te.quantize import BlockQuantizer, QuantizedOperand, QuantizedTensor, Quantizer, as_matrix
-from jax_te.sharding import current_mesh
+from jax_te.sharding import device_mesh
 from jax_te.typing import Array, DTypeLike
 
 
@@ -44,9 +44,8 @@ class BlockOperand:
 
 
 def runs_here(quantizer: Quantizer | None) -> bool:
-    """Return whether the kernels support this quantization on the default device: block scaling, on one Hopper GPU."""
-    mesh = current_mesh()
-    return isinstance(quantizer, BlockQuantizer) and (mesh is None or mesh.size == 1) and supported()[0]
+    """Return whether the kernels run this quantization: block scaling, on a Hopper GPU that runs the op by itself."""
+    return isinstance(quantizer, BlockQuantizer) and device_mesh() is None and supported()[0]
 
 
 def quantize_operand(x: Array, quantizer: BlockQuantizer, *, axis: int) -> BlockOperand:

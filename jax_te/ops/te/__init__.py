@@ -10,7 +10,9 @@ import importlib
 from types import ModuleType
 
 from jax_te.ops.attention.spec import AttentionSpec
+from jax_te.ops.te.capabilities import is_te_quantizer
 from jax_te.ops.te.load import available
+from jax_te.quantize import MXQuantizer, NVFP4Quantizer, Quantizer
 from jax_te.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -20,7 +22,7 @@ from jax_te.recipe import (
     Recipe,
 )
 
-__all__ = ["available", "primitives", "supports"]
+__all__ = ["available", "is_te_quantizer", "primitives", "supports"]
 
 
 def primitives() -> ModuleType:
@@ -29,11 +31,19 @@ def primitives() -> ModuleType:
 
 
 def supports(
-    op: str, *, recipe: Recipe | None = None, attention: AttentionSpec | None = None, unsharded: str | None = None
+    op: str,
+    *,
+    recipe: Recipe | None = None,
+    attention: AttentionSpec | None = None,
+    unsharded: str | None = None,
+    stored: Quantizer | None = None,
 ) -> tuple[bool, str]:
     """Return whether TE can run ``op`` here, and if not why.
 
-    On a mesh its kernels run on each device's arrays; ``unsharded`` says why that cannot be.
+    Args:
+        op, recipe, attention: see `jax_te.ops.explain_backend`.
+        unsharded: reason why the devices of a mesh cannot run it by themselves, as its kernels do.
+        stored: quantizer of kernels that are stored quantized, as plain arrays.
     """
     ok, reason = available()
     if not ok:
@@ -46,6 +56,11 @@ def supports(
         ok, reason = _recipe_supports(recipe)
         if not ok:
             return False, reason
+    if isinstance(stored, MXQuantizer | NVFP4Quantizer):
+        return False, (
+            f"its kernel is stored quantized in the blocks of {type(stored).__name__}, and TE's GEMM takes those that "
+            "it has quantized itself; leave out fp8_param, or quantize_parameters"
+        )
     if op == "dot_product_attention" and attention is not None:
         return primitives().attention_supports(attention)
     return True, "TE loads and has this op"
@@ -62,5 +77,5 @@ def _recipe_supports(recipe: Recipe) -> tuple[bool, str]:
     if isinstance(recipe, DelayedScaling | Float8CurrentScaling | MXFP8BlockScaling | NVFP4BlockScaling):
         return primitives().recipe_supports(recipe)
     if isinstance(recipe, Float8BlockScaling):
-        return True, "norms, activations and attention by TE, quantization and GEMMs by jax_te's own kernels"
+        return True, "TE's norms and activations need no hardware for it; GEMMs are those of the xla backend"
     return False, f"recipe {recipe.name!r} runs in XLA only"

@@ -17,8 +17,9 @@ from transformer_engine.jax.cpp_extensions.amax import AmaxScope
 from jax_te.config import ActivationParams
 from jax_te.ops import xla
 from jax_te.ops.linear.norm_and_activation import Activation
+from jax_te.ops.te.capabilities import is_te_quantizer
 from jax_te.ops.te.gemm import quantize_dbias, quantize_operand
-from jax_te.ops.te.quantizer import inside_te, is_te_quantizer, seen_amax, te_quantizer, two_sided
+from jax_te.ops.te.quantizer import inside_te, seen_amax, te_quantizer, two_sided
 from jax_te.quantize import Quantization, TensorQuantizer
 from jax_te.typing import Array, DTypeLike
 

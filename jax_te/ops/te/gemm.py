@@ -19,7 +19,8 @@ from transformer_engine.jax.quantize import ScaledTensor, ScaledTensor2x, Scalin
 
 from jax_te.ops import xla
 from jax_te.ops.pallas import BlockOperand
-from jax_te.ops.te.quantizer import inside_te, is_te_quantizer, seen_amax, te_quantizer, two_sided
+from jax_te.ops.te.capabilities import is_te_quantizer
+from jax_te.ops.te.quantizer import inside_te, seen_amax, te_quantizer, two_sided
 from jax_te.quantize import Gemm, Quantization, QuantizedOperand, TensorQuantizer, amax, as_matrix
 from jax_te.sharding import Dims, all_gather
 from jax_te.typing import Array, DTypeLike
@@ -191,7 +192,7 @@ def _adopted(kernel: QuantizedOperand, other: Any) -> Any:
     ``other`` is its other operand: TE requires both to have the same scaling mode.
     """
     form = kernel.rowwise
-    assert form.block is None
+    assert form.block is None  # `jax_te.ops.te.supports` refuses kernels stored in blocks
     delayed = other.scaling_mode == ScalingMode.DELAYED_TENSOR_SCALING
     quantizer = TensorQuantizer(dtype=form.data.dtype, scaling="delayed" if delayed else "current")
     te_q = te_quantizer(quantizer, jnp.ones((), jnp.float32))

@@ -10,8 +10,9 @@ from transformer_engine.jax.cpp_extensions.amax import AmaxScope
 
 from jax_te.ops import xla
 from jax_te.ops.linear.norm_and_activation import NormSpec
+from jax_te.ops.te.capabilities import is_te_quantizer
 from jax_te.ops.te.gemm import quantize_operand
-from jax_te.ops.te.quantizer import inside_te, is_te_quantizer, seen_amax, te_quantizer
+from jax_te.ops.te.quantizer import inside_te, seen_amax, te_quantizer
 from jax_te.quantize import Quantization
 from jax_te.typing import Array
 

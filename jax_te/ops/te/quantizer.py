@@ -12,8 +12,16 @@ import jax.numpy as jnp
 import transformer_engine.jax.quantize as te_quantize
 from transformer_engine.jax.sharding import MeshResource, global_shard_guard
 
-from jax_te.quantize import MXQuantizer, NVFP4Quantizer, Quantizer, TensorQuantizer, rounding_key
-from jax_te.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
+from jax_te.ops.te.capabilities import is_te_quantizer
+from jax_te.quantize import (
+    MXQuantizer,
+    NVFP4Quantizer,
+    Quantizer,
+    TensorQuantizer,
+    precision_of,
+    rounding_key,
+)
+from jax_te.recipe import Recipe
 from jax_te.typing import Array, DTypeLike
 
 
@@ -36,23 +44,23 @@ def inside_te() -> Iterator[None]:
 
 def recipe_supports(recipe: Recipe) -> tuple[bool, str]:
     """Return whether the device has the hardware for a recipe, and if not the reason."""
+    for quantizer in precision_of(recipe).quantizers:
+        if quantizer is not None and is_te_quantizer(quantizer):
+            ok, reason = te_quantize.helper.is_scaling_mode_supported(_mode(quantizer), gpu_id=0)
+            if not ok:
+                return False, reason
+    return True, "TE supports it on this device"
+
+
+def _mode(quantizer: Quantizer) -> Any:
+    """Return TE's scaling mode of a quantizer that `is_te_quantizer`."""
     mode = te_quantize.ScalingMode
-    modes = {
-        DelayedScaling: mode.DELAYED_TENSOR_SCALING,
-        Float8CurrentScaling: mode.CURRENT_TENSOR_SCALING,
-        MXFP8BlockScaling: mode.MXFP8_1D_SCALING,
-        NVFP4BlockScaling: mode.NVFP4_1D_SCALING,
-    }
-    ok, reason = te_quantize.helper.is_scaling_mode_supported(modes[type(recipe)], gpu_id=0)
-    return bool(ok), reason or "TE supports it on this device"
-
-
-def is_te_quantizer(quantizer: Quantizer | None) -> bool:
-    """Return whether TE's kernels support this quantization; otherwise jax_te's do it (`jax_te.ops.xla`)."""
-    if isinstance(quantizer, TensorQuantizer):
-        # TE's current scales are quotients; it does not round those of whole tensors to powers of two.
-        return not quantizer.power_of_two
-    return quantizer is None or isinstance(quantizer, MXQuantizer | NVFP4Quantizer)
+    if isinstance(quantizer, MXQuantizer):
+        return mode.MXFP8_1D_SCALING
+    if isinstance(quantizer, NVFP4Quantizer):
+        return mode.NVFP4_2D_SCALING if quantizer.two_dimensional else mode.NVFP4_1D_SCALING
+    assert isinstance(quantizer, TensorQuantizer)
+    return mode.CURRENT_TENSOR_SCALING if quantizer.scaling == "current" else mode.DELAYED_TENSOR_SCALING
 
 
 def te_quantizer(quantizer: Quantizer | None, scale: Array | None, x: Array | None = None) -> Any:
@@ -64,13 +72,13 @@ def te_quantizer(quantizer: Quantizer | None, scale: Array | None, x: Array | No
     """
     if quantizer is None:
         return None
-    mode, layouts = te_quantize.ScalingMode, te_quantize.QuantizeLayout
+    mode, layouts = _mode(quantizer), te_quantize.QuantizeLayout
     if isinstance(quantizer, MXQuantizer):
-        return te_quantize.QuantizerFactory.create(1, mode.MXFP8_1D_SCALING, quantizer.dtype, layouts.ROWWISE_COLWISE)
+        return te_quantize.QuantizerFactory.create(1, mode, quantizer.dtype, layouts.ROWWISE_COLWISE)
     if isinstance(quantizer, NVFP4Quantizer):
         return te_quantize.QuantizerFactory.create(
             1,
-            mode.NVFP4_2D_SCALING if quantizer.two_dimensional else mode.NVFP4_1D_SCALING,
+            mode,
             quantizer.dtype,
             layouts.ROWWISE_COLWISE,
             use_rht=quantizer.hadamard,
@@ -80,12 +88,12 @@ def te_quantizer(quantizer: Quantizer | None, scale: Array | None, x: Array | No
     both = not te_quantize.is_fp8_gemm_with_all_layouts_supported()
     layout = layouts.ROWWISE_COLWISE if both else layouts.ROWWISE
     if quantizer.scaling == "current":
-        return te_quantize.QuantizerFactory.create(1, mode.CURRENT_TENSOR_SCALING, quantizer.dtype, layout)
+        return te_quantize.QuantizerFactory.create(1, mode, quantizer.dtype, layout)
     assert scale is not None
     # The history is a probe of two slots: TE writes the amax into slot 0 and rolls, so that it ends in slot 1.
     probe = jnp.zeros((2,), jnp.float32)
     return te_quantize.QuantizerFactory.create(
-        1, mode.DELAYED_TENSOR_SCALING, quantizer.dtype, layout, scale=scale.reshape(1), amax_history=probe
+        1, mode, quantizer.dtype, layout, scale=scale.reshape(1), amax_history=probe
     )
 
 

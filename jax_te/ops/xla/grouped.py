@@ -62,14 +62,14 @@ def quantize_operand(x: GroupedRows | Array, how: Quantization, *, axis: int) ->
         how: quantizer; its scale, if any, is fp32 ``[e]``.
         axis: axis 1, where the columns of a tile and of one kernel begin.
     """
-    quantizer, scale, _ = how = _of_shards(x, how)
+    quantizer, scale, _ = how = with_shared_scale(x, how)
     if not isinstance(x, GroupedRows):
         return (x, None) if quantizer is None else _quantize_each(x, quantizer, scale)
     form, amaxes = (x.x, None) if quantizer is None else _quantize_rows(x, quantizer, scale)
     return GroupedOperand(form=form, group=x.tiles.group.astype(jnp.float32), count=x.tiles.count), amaxes
 
 
-def _of_shards(x: GroupedRows | Array, how: Quantization) -> Quantization:
+def with_shared_scale(x: GroupedRows | Array, how: Quantization) -> Quantization:
     """Return the quantization of the shards ``x``, whose groups share their scales with those of other devices."""
     if not how.needs_amax or not how.amax_axes:
         return how

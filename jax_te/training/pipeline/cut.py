@@ -126,7 +126,9 @@ def cut_model(
         own = list(range(end - size, end))
         numbers[at % stages, at // stages] = own + own[:1] * (max(sizes) - size)
     counts = np.asarray(sizes, np.int32).reshape(chunks, stages).T
-    cut = Cut(places, nnx.split(nnx.List([layers[i] for i in numbers[0, 0]]))[0], numbers, counts)
+    # Copies: a chunk with fewer layers than others holds one of them twice, and NNX would take both for one.
+    first_chunk = nnx.List([nnx.clone(layers[i]) for i in numbers[0, 0]])
+    cut = Cut(places, nnx.split(first_chunk)[0], numbers, counts)
     kinds = [_without_number(layer) for layer in layers]
     for column in cut.columns():
         other = next((i for i in column if kinds[i] != kinds[column[0]]), None)

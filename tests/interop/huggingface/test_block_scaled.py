@@ -14,9 +14,11 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jax_te.cli.main import main
 from jax_te.errors import CheckpointMismatchError
 from jax_te.interop.huggingface import load_huggingface, save_huggingface
 from jax_te.interop.huggingface.safetensors import TensorFile, write_file
@@ -248,6 +250,17 @@ def test_other_forms_are_refused_by_name(values: dict[str, Any], match: str, fol
     change(copied(folder, tmp_path), quantization_config=CONFIG | values)
     with pytest.raises(ValueError, match=match):
         load_huggingface(tmp_path, block_scaled="dequantize")
+
+
+def test_commands_dequantize_on_request(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["convert", str(folder), str(tmp_path / "new"), "--to", "huggingface"]
+    assert main(argv) == 2
+    assert "jax-te convert and eval: --dequantize" in capsys.readouterr().err
+    assert main(["train", "--init-from", str(folder), "--output", str(tmp_path / "run")]) == 2
+    assert "jax-te convert FOLDER NEW --to huggingface --dequantize" in capsys.readouterr().err
+    assert main([*argv, "--dequantize"]) == 0
+    found, expected = load_huggingface(tmp_path / "new"), load_huggingface(folder, block_scaled="dequantize")
+    jax.tree.map(assert_bitwise, nnx.to_pure_dict(nnx.state(found)), nnx.to_pure_dict(nnx.state(expected)))
 
 
 def test_the_choice_is_the_callers(folder: Path, tmp_path: Path) -> None:

@@ -105,6 +105,40 @@ def test_a_second_save_takes_the_place_of_the_first(folder: Path, tmp_path: Path
     jax.tree.map(assert_bitwise, params_of(load_huggingface(tmp_path)), params_of(model))
 
 
+@pytest.mark.parametrize("method", ["replace", "unlink", "write_text"])
+def test_an_interrupted_save_leaves_no_tensors_under_the_configuration_of_others(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever file was exchanged last: the folder holds the old model, or the new one, or none."""
+    old = llama(RotaryPositions(base=5e5))
+    new = jax.tree.map(lambda x: x + 1.0, llama(RotaryPositions(base=1e4)))
+    real, found = getattr(Path, method), list[str]()
+    for stop in range(20):
+        path = tmp_path / str(stop)
+        save_huggingface(old, path, max_shard_size=20_000)
+        calls = iter(range(stop))
+
+        def interrupted(self: Path, *args: Any, calls: Any = calls, **options: Any) -> Any:
+            if next(calls, None) is None:
+                raise KeyboardInterrupt
+            return real(self, *args, **options)
+
+        with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
+            patched.setattr(Path, method, interrupted)
+            save_huggingface(new, path)
+        try:
+            loaded = load_huggingface(path)
+        except ValueError:
+            found.append("none")
+            continue
+        saved = {5e5: ("old", old), 1e4: ("new", new)}[loaded.rotary.base]
+        jax.tree.map(assert_bitwise, params_of(loaded), params_of(saved[1]))
+        found.append(saved[0])
+        if saved[0] == "new":
+            break
+    assert found[-1] == "new"
+
+
 @pytest.mark.costly("auto")
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 def test_on_a_mesh_each_device_gets_its_part(folder: Path, tmp_path: Path, mode: str) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +72,55 @@ def test_a_model_is_written_and_read(form, tmp_path):
     assert (again.config, again.rotary) == (model.config, model.rotary)
     save_megatron(model, tmp_path / "one.pt", dtype=jnp.bfloat16)
     assert load_megatron(tmp_path / "one.pt").config.params_dtype == jnp.bfloat16
+
+
+WRITTEN = {"torch, 1 rank": {}, "torch, 2 ranks": {"tensor_parallel": 2}, "torch_dist": {"format": "torch_dist"}}
+
+
+@pytest.mark.parametrize("second", WRITTEN)
+@pytest.mark.parametrize("first", WRITTEN)
+def test_a_folder_holds_one_checkpoint(first, second, tmp_path):
+    """A second one, of any format and ranks, neither replaces the first in part nor is left out on loading."""
+    one = build("llama", num_layers=1)
+    save_megatron(one, tmp_path, **WRITTEN[first])
+    two = build("llama", num_layers=1)
+    two.output_kernel[...] += 1.0
+    with pytest.raises(ValueError, match=r"release holds files already.*remove it, or give another folder"):
+        save_megatron(two, tmp_path, **WRITTEN[second])
+    assert_same(load_megatron(tmp_path), one)
+    shutil.rmtree(tmp_path / "release")
+    save_megatron(two, tmp_path, **WRITTEN[second])
+    assert_same(load_megatron(tmp_path), two)
+
+
+@pytest.mark.parametrize("format", ["torch", "torch_dist"])
+def test_an_interrupted_write_leaves_nothing_that_is_read_or_in_the_way(format, tmp_path):
+    model = build("llama", num_layers=1)
+
+    def interrupt(done, _):
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        save_megatron(model, tmp_path, format=format, on_progress=interrupt)
+    with pytest.raises(ValueError, match="holds no checkpoint of Megatron-LM"):
+        load_megatron(tmp_path)
+    save_megatron(model, tmp_path, format=format)
+    assert_same(load_megatron(tmp_path), model)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest_checkpointed_iteration.txt", "release"]
+
+
+def test_folders_of_two_checkpoints_are_refused(tmp_path):
+    model = build("llama", num_layers=1)
+    save_megatron(model, tmp_path / "dist", format="torch_dist")
+    save_megatron(model, tmp_path / "ranks")
+    rank = tmp_path / "ranks" / "release" / "mp_rank_00"
+    shutil.copytree(rank, tmp_path / "dist" / "release" / "mp_rank_00")
+    shutil.copytree(rank, rank.with_name("mp_rank_00_000"))
+    with pytest.raises(ValueError, match=r"two checkpoints: \.metadata of the format torch_dist, and mp_rank_00 of"):
+        read_megatron(tmp_path / "dist")
+    with pytest.raises(ValueError, match="two checkpoints: mp_rank_00 and mp_rank_00_000 are of the same"):
+        read_megatron(tmp_path / "ranks")
 
 
 def test_names_and_layouts_are_those_of_a_megatron_model(tmp_path):

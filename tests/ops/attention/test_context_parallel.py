@@ -14,6 +14,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
+from jax_te.config import ParallelConfig
 from jax_te.errors import BackendUnavailableError
 from jax_te.ops import (
     BackendChoice,
@@ -28,7 +29,7 @@ from jax_te.ops import (
 from jax_te.ops.attention import dot_product
 from jax_te.ops.attention.checks import shape_of
 from jax_te.ops.attention.context_parallel import block, checks
-from jax_te.sharding import named_sharding
+from jax_te.sharding import make_mesh, named_sharding, whole_sequences
 from tests.support.context import AXES, B, D, N, S, attend, compare, context_mesh, host, operands, way
 from tests.support.numerics import TOLERANCE, assert_close, draw, without_type_checker
 
@@ -470,3 +471,19 @@ def test_what_cudnn_cannot_be_handed(diagonals: Diagonals, kind: str, arguments:
 def test_the_backend_that_is_not_there_is_refused_by_name() -> None:
     with jax.set_mesh(context_mesh(context=2)), pytest.raises(BackendUnavailableError, match="backend 'te' cannot run"):
         dot_product_attention(operands(), out_axes=AXES, backend="te")
+
+
+def test_a_call_is_resolved_under_the_rules_in_use() -> None:
+    """The same call twice under each: none takes what was resolved under the other."""
+    qkv = (jnp.ones((1, 8, 2, 8)),) * 3
+
+    def exchanges() -> bool:
+        return "ppermute" in str(jax.make_jaxpr(lambda qkv: dot_product_attention(qkv, out_axes=AXES))(qkv))
+
+    found = []
+    with jax.set_mesh(make_mesh(ParallelConfig(context=2), devices=jax.devices()[:2])):
+        for _ in range(2):
+            found.append(exchanges())
+            with whole_sequences():
+                found.append(exchanges())
+    assert found == [True, False, True, False]

@@ -21,6 +21,8 @@ from jax_te.ops import (
     quantize_kernel,
     row_bound,
 )
+from jax_te.ops.moe import row_groups
+from jax_te.ops.pallas import grouped as pallas_grouped
 from jax_te.quantize import (
     BlockQuantizer,
     TensorQuantizer,
@@ -136,6 +138,27 @@ def test_padding_that_is_promised_to_be_zeros_is_left_alone(name):
     for mine, expected in zip(*map(jax.tree.leaves, (call(promised, *clean), call(groups, *clean))), strict=True):
         assert_bitwise(mine, expected)
     assert np.asarray(call(promised, x, g)[0])[np.asarray(padding)].any()
+
+
+def _only(*roles):
+    return CustomRecipe(qfactory=lambda role: TensorQuantizer(dtype=jnp.float8_e4m3fn) if role in roles else None)
+
+
+@pytest.mark.parametrize("recipe", [_only("x"), _only("kernel", "grad")], ids=["x", "kernel and grad"])
+def test_on_hopper_a_gemm_of_one_quantized_operand_runs_in_xla(recipe, monkeypatch):
+    """Its kernels multiply operands of one kind; the GEMM is dense's, of the quantized values in the compute dtype."""
+    for module in (pallas_grouped, row_groups):
+        monkeypatch.setattr(module, "supported", lambda: (True, "as on a Hopper GPU"))
+    groups = layout(alignment=group_alignment(recipe))
+    assert groups.alignment == 128
+    args = arrays(groups)
+    y, (dx, dkernel, _, _) = run(groups, recipe, args, None)
+    for group in (0, 2):
+        rows = rows_of(groups, group)
+        expected, (dx_own, dkernel_own, _, _) = alone(recipe, args, None, rows, group)
+        assert_close(y[rows], expected, TOLERANCE["bfloat16"], what="y")
+        assert_close(dx[rows], dx_own, TOLERANCE["bfloat16"], what="dx")
+        assert_close(dkernel[group], dkernel_own, TOLERANCE["float32"], what="dkernel")
 
 
 @pytest.mark.costly("block-True", "current-False", "custom-False", "delayed-True", "mxfp8-False", "nvfp4-True")

@@ -234,8 +234,9 @@ def _read_windows(given: Fields, options: Options, size: int | None, default: Se
 def _write_windows(options: Options) -> dict[str, Any]:
     windows = layer_windows(options)
     left, right = next(filter(None, windows), (None, 0))
-    # A window that transformers cannot represent becomes another one, which `save_huggingface` detects.
-    size = None if left is None else left + 1 if left >= 0 and right == 0 else 1
+    if left is not None and (left < 0 or right != 0):
+        raise ValueError(f"window_size={(left, right)}, which is no window of past positions")
+    size = None if left is None else left + 1
     return {"sliding_window": size, "layer_types": [WINDOW if window else FULL for window in windows]}
 
 

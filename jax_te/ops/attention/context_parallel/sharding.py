@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh
 from jax_te._validation import check_annotations, check_choice
 from jax_te.config import CP_COMM_TYPES
 from jax_te.ops.attention.spec import AttentionSpec, MaskType
-from jax_te.sharding import MeshAxes, free_axes, mesh_dims
+from jax_te.sharding import MeshAxes, ShardingRules, free_axes, mesh_dims
 from jax_te.typing import LogicalAxes
 
 
@@ -120,9 +120,9 @@ class AttentionSharding:
 
 
 def attention_sharding(
-    spec: AttentionSpec, axes: LogicalAxes, mesh: AbstractMesh, cp: ContextParallel
+    spec: AttentionSpec, axes: LogicalAxes, mesh: AbstractMesh, rules: ShardingRules, cp: ContextParallel
 ) -> AttentionSharding | None:
-    """Return the sharding over ``mesh`` of a call whose result has logical axes ``axes``.
+    """Return the sharding over ``mesh`` under ``rules`` of a call whose result has logical axes ``axes``.
 
     The result is None if a surrounding ``shard_map`` has made all axes larger than 1 manual, and if head sizes are
     sharded.
@@ -130,7 +130,7 @@ def attention_sharding(
     free = free_axes(mesh)
     if len(axes) != 4 or all(mesh.shape[name] == 1 for name in free):
         return None
-    batch, context, heads, head_dim = dims = mesh_dims(axes, mesh)
+    batch, context, heads, head_dim = dims = mesh_dims(axes, mesh, rules)
     # Scores contract the head size: sharded, every block would need an all-reduce, which the compiler can place.
     if head_dim:
         return None

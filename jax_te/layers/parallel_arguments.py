@@ -1,4 +1,7 @@
-"""The arguments of layers for tensor and sequence parallelism: their checks, and the logical axes that they select."""
+"""Arguments of layers for tensor and sequence parallelism: their checks, and the logical axes that they select.
+
+The collectives themselves are in `jax_te.sharding`.
+"""
 
 from __future__ import annotations
 
