@@ -3,7 +3,7 @@
     python docs/transcripts.py            # all, some minutes on two CPU cores
     python docs/transcripts.py doctor     # those of some commands; most need the run that `train` makes
 
-The commands run one after the other in a new folder. Of what one prints, at most `LINES` lines are kept.
+The commands run one after the other in a new folder. Of what one prints, at most `LINES` lines of `COLUMNS` characters are kept, and … stands for the rest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-LINES = 36
+LINES, COLUMNS = 36, 118
 EXAMPLES = {
     "train": ["jax-te train --num-layers 2 --steps 60 --log-every 20 --recipe current --output run"],
     "sample": ["jax-te sample --output run --prompt 'import ' --length 60"],
@@ -47,6 +47,7 @@ def transcript(commands: list[str], folder: Path) -> str:
             raise SystemExit(f"{command} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
         text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", done.stdout).replace(str(folder), ".")
         lines = [line.rstrip() for line in text.strip().splitlines()]
+        lines = [line if len(line) <= COLUMNS else line[: COLUMNS - 2] + " …" for line in lines]
         if len(lines) > LINES:
             lines = [*lines[:LINES], "…"]
         shown += [f"$ {command}", *lines, ""]
