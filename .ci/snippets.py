@@ -5,8 +5,9 @@
 
 Each block runs as a reader who copies it runs it: alone, in a process and an empty folder of its own. What it prints is
 compared with the ```text block that follows it, if there is one: the words, for numbers depend on the machine. Cells of
-a notebook run in order, in one process. Two files run at a time. A block that cannot run here carries an HTML comment on
-the line above it, `<!-- not run: REASON -->`; it is skipped and listed. Tracebacks name the Markdown file and its line.
+a notebook run in order, in one process. Two files run at a time. A block that cannot run here carries an HTML comment
+on the line above it, `<!-- not run: REASON -->`; it is skipped and listed. Tracebacks name the Markdown file and its
+line.
 
     python .ci/snippets.py --write docs/attention.md  # and write the ```text blocks anew, of every block that prints
 """

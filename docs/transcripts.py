@@ -3,7 +3,8 @@
     python docs/transcripts.py            # all, some minutes on two CPU cores
     python docs/transcripts.py doctor     # those of some commands; most need the run that `train` makes
 
-The commands run one after the other in a new folder. Of what one prints, at most `LINES` lines of `COLUMNS` characters are kept, and … stands for the rest.
+The commands run one after the other in a new folder. Of what one prints, at most `LINES` lines of `COLUMNS` characters
+are kept, and … stands for the rest. Those of `jax-te bench` are not among them: docs/performance*.md has their figures.
 """
 
 from __future__ import annotations
@@ -24,16 +25,14 @@ EXAMPLES = {
     "doctor": ["jax-te doctor"],
     "inspect precision": ["jax-te inspect precision --output run"],
     "inspect recipes": ["jax-te inspect recipes --output run"],
-    "inspect sensitivity": ["jax-te inspect sensitivity --output run --keep-bf16 1 --write rules.yaml", "cat rules.yaml"],
+    "inspect sensitivity": [
+        "jax-te inspect sensitivity --output run --keep-bf16 1 --write rules.yaml",
+        "cat rules.yaml",
+    ],
     "inspect sharding": ["jax-te inspect sharding --preset tiny --mesh fsdp=2,tensor=2"],
     "inspect communication": ["jax-te inspect communication --preset tiny --mesh data=2,tensor=2"],
     "inspect pipeline": ["jax-te inspect pipeline --stages 4 --microbatches 8 --schedule 1f1b"],
     "inspect checkpoint": ["jax-te inspect checkpoint run"],
-    "bench layer": ["jax-te bench layer --modules Linear --hidden-size 64 --num-heads 4 --seq-len 32 --recipes none --rounds 1"],
-    "bench model": ["jax-te bench model --preset tiny --num-layers 2 --recipes none current --rounds 1 --calls 1"],
-    "bench attention": ["jax-te bench attention --batch-size 1 --seq-len 128 --rounds 1"],
-    "bench checkpoint": ["jax-te bench checkpoint saved --preset tiny"],
-    "bench microbatches": ["jax-te bench microbatches --microbatches 4 --hidden-size 64 --seq-len 32 --recipes current"],
 }
 
 
