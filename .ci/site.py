@@ -35,16 +35,15 @@ WIDTHS = (1400, 390)
 MAX_HEIGHT = 8000
 ANY_HEIGHT = ("api/", "parity", "genindex", "py-modindex")  # beginnings of names: indexes and reference pages
 # Guides that are yet to be divided; a page leaves this list when it is short enough, and none is added to it.
-LONG_PAGES = ("attention", "checkpoints", "deployment", "design", "from_megatron", "own_models", "parallelism")
-LONG_PAGES += ("performance", "precision", "quickstart", "recompute", "troubleshooting", "commands/train")
+LONG_PAGES: tuple[str, ...] = ()
 
 SEARCHES = {  # ten words of a reader's, and a page that the search must find for each
-    "autocast": "precision.html",
+    "autocast": "precision_control.html",
     "checkpoint": "checkpoints.html",
-    "einsum": "own_models.html",
-    "pipeline": "parallelism.html",
-    "Kubernetes": "deployment.html",
-    "MFU": "quickstart.html",
+    "einsum": "own_modules.html",
+    "pipeline": "pipeline.html",
+    "Kubernetes": "clusters.html",
+    "MFU": "metrics.html",
     "recompute": "recompute.html",
     "experts": "experts.html",
     "Hopper": "precision.html",

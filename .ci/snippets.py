@@ -3,26 +3,36 @@
 
     python .ci/snippets.py README.md docs/*.md examples/*.ipynb
 
-The blocks of one file run in order, in one namespace, in a process and an empty folder of their
-own; two files at a time. A block that cannot run here carries an HTML comment on the line above it,
-`<!-- not run: REASON -->`; it is skipped and listed. Tracebacks name the Markdown file and its
+Each block runs as a reader who copies it runs it: alone, in a process and an empty folder of its own. What it prints is
+compared with the ```text block that follows it, if there is one: the words, for numbers depend on the machine. Cells of
+a notebook run in order, in one process. Two files run at a time. A block that cannot run here carries an HTML comment
+on the line above it, `<!-- not run: REASON -->`; it is skipped and listed. Tracebacks name the Markdown file and its
 line.
+
+    python .ci/snippets.py --write docs/attention.md  # and write the ```text blocks anew, of every block that prints
 """
 
+import contextlib
 import dataclasses
+import importlib
 import json
+import os
 import pathlib
 import re
 import subprocess
 import sys
 import tempfile
 import textwrap
+import traceback
 import types
 from concurrent.futures import ThreadPoolExecutor
 
 FENCE = re.compile(r"[ \t]*(?P<ticks>`{3,}|~{3,})[ \t]*(?P<language>\w*)[^`]*$")
 NOT_RUN = re.compile(r"<!--\s*not run:\s*(?P<reason>.+?)\s*-->")
+NUMBER = re.compile(r"[-+]?(\d[\d_,]*\.?\d*(e[-+]?\d+)?|\bnan\b|\binf\b)")
 TIMEOUT_S = 600
+# Imported once, before the processes of the blocks are forked. None of them starts JAX's devices.
+COMMON = ("jax.numpy", "flax.nnx", "flax.linen", "optax", "jax_te.layers", "jax_te.training", "jax_te.models")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,14 +80,82 @@ def python_blocks(path: pathlib.Path) -> list[Block]:
     return [Block("python", 1, "".join(cell["source"]), None) for cell in cells]
 
 
-def execute(path: pathlib.Path) -> None:
-    """Run one file's blocks in this process, as the module `__main__`."""
-    main = types.ModuleType("__main__")
-    sys.modules["__main__"] = main
+def execute(path: pathlib.Path) -> bool:
+    """Run one file's blocks from this process, and report what does not run or prints something else."""
+    if path.suffix == ".ipynb":
+        code = "\n".join(block.code for block in python_blocks(path))
+        return run_forked(Block("python", 1, code, None), path)[0]
+    for module in COMMON:
+        importlib.import_module(module)
+    text = path.read_text(encoding="utf-8")
+    passed = True
     for block in python_blocks(path):
-        if block.skip is None:
-            source = "\n" * (block.line - 1) + block.code  # line numbers are the file's
-            exec(compile(source, str(path), "exec", dont_inherit=True), main.__dict__)
+        if block.skip is not None:
+            continue
+        ran, printed = run_forked(block, path)
+        passed = passed and ran
+        expected = printed_block(text, block)
+        if ran and expected is not None and words(printed) != words(expected):
+            print(f"{path}:{block.line} prints\n{printed}and not\n{expected}")
+            passed = False
+    return passed
+
+
+def run_forked(block: Block, path: pathlib.Path) -> tuple[bool, str]:
+    """Run a block in a process and an empty folder of its own, and return whether it ran and what it printed."""
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as output:
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                os.chdir(folder)
+                main = types.ModuleType("__main__")
+                sys.modules["__main__"] = main
+                source = "\n" * (block.line - 1) + block.code  # line numbers are the file's
+                with contextlib.redirect_stdout(output):
+                    exec(compile(source, str(path), "exec", dont_inherit=True), main.__dict__)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                output.flush()
+                os._exit(status)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        output.seek(0)
+        return status == 0, output.read()
+
+
+def words(printed: str) -> list[str]:
+    """Return the words of a text, with every number as the same word."""
+    return NUMBER.sub(" 0 ", printed).split()
+
+
+def printed_block(text: str, block: Block) -> str | None:
+    """Return the ```text block that follows a block at once, or None."""
+    rest = text.splitlines()[block.line - 1 + block.code.count("\n") + 2 :]
+    if len(rest) < 2 or rest[0].strip() or rest[1].strip() != "```text":
+        return None
+    return find_blocks("\n".join(rest), "text")[0].code + "\n"
+
+
+def write_printed(path: pathlib.Path) -> None:
+    """Write behind each block of a file what it prints, in place of what was there."""
+    for module in COMMON:
+        importlib.import_module(module)
+    for block in reversed([block for block in python_blocks(path) if block.skip is None]):
+        ran, printed = run_forked(block, path)
+        if not ran or not printed.strip():
+            continue
+        lines = path.read_text(encoding="utf-8").splitlines()
+        fence = block.line - 1 + block.code.count("\n") + 1  # the index of the line that closes the block
+        indent = re.match(r"\s*", lines[fence])[0]  # pyright: ignore[reportOptionalSubscript]
+        end = fence + 1
+        if printed_block("\n".join(lines), block) is not None:
+            end = next(i for i in range(fence + 3, len(lines)) if lines[i].strip() == "```") + 1
+        shown = ["```text", *printed.rstrip().splitlines(), "```"]
+        lines[fence + 1 : end] = ["", *(indent + line for line in shown)]
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def check(path: pathlib.Path) -> bool:
@@ -112,7 +190,10 @@ def check(path: pathlib.Path) -> bool:
 
 def main(arguments: list[str]) -> int:
     if len(arguments) == 2 and arguments[0] == "--execute":
-        execute(pathlib.Path(arguments[1]))
+        return 0 if execute(pathlib.Path(arguments[1])) else 1
+    if arguments and arguments[0] == "--write":
+        for name in arguments[1:]:
+            write_printed(pathlib.Path(name).resolve())
         return 0
     if not arguments:
         print(__doc__)

@@ -137,7 +137,10 @@ def write_page(path: Path, text: str) -> None:
 
 
 def write_command_pages() -> None:
-    """Write a page for each command of ``jax-te`` from its parser, with what its examples print."""
+    """Write a page for each command of ``jax-te`` from its parser, with what its examples print.
+
+    The later half of a long list of options has a page of its own.
+    """
     folder = Path(__file__).parent / "commands"
     names = {name: name.replace(" ", "_") for name in COMMANDS}
     for name, page in names.items():
@@ -146,26 +149,40 @@ def write_command_pages() -> None:
         transcript = folder / f"{page}.txt"
         if transcript.exists():
             text += ["## Examples", "", "```text", transcript.read_text().rstrip(), "```", ""]
-        for group in parser._action_groups:
-            if group._group_actions:
-                title = (group.title or "Options").capitalize()
-                text += [f"## {title}", "", *map(option_line, group._group_actions), ""]
+        groups = [group for group in parser._action_groups if group._group_actions]
+        first = len(groups) if sum(len(group._group_actions) for group in groups) <= 40 else (len(groups) + 1) // 2
+        text += option_lists(groups[:first])
         if parser.epilog:
             text += ["```text", parser.epilog, "```", ""]
+        if later := groups[first:]:
+            titles = ", ".join((group.title or "").lower() for group in later)
+            text += [f"[More options]({page}_more.md): {titles}.", ""]
+            text += ["```{toctree}", ":hidden:", f"{page}_more", "```", ""]
+            head = [f"# jax-te {name}: {titles}", "", f"[jax-te {name}]({page}.md) has the other options.", ""]
+            write_page(folder / f"{page}_more.md", "\n".join([*head, *option_lists(later)]))
         write_page(folder / f"{page}.md", "\n".join(text))
 
 
+def option_lists(groups: list[argparse._ArgumentGroup]) -> list[str]:
+    """Return a list of options for each group, under its title."""
+    text = []
+    for group in groups:
+        title = (group.title or "Options").capitalize()
+        text += [f"## {title}", "", *map(option_line, group._group_actions), ""]
+    return text
+
+
 def write_error_index() -> None:
-    """Write a page with the symptoms of the troubleshooting page, in alphabetical order, and their remedies."""
+    """Write a page with the symptoms of the troubleshooting pages, in alphabetical order, and their remedies."""
     folder = Path(__file__).parent
-    found = re.findall(
-        r"^### (.+?)\n.*?^\*Remedy\.\*\s+(.+?)(?:\n\n|\Z)", (folder / "troubleshooting.md").read_text(), re.M | re.S
-    )
+    entry = re.compile(r"^### (.+?)\n.*?^\*Remedy\.\*\s+(.+?)(?:\n\n|\Z)", re.MULTILINE | re.DOTALL)
+    pages = sorted(folder.glob("troubleshooting*.md"))
+    found = [(*parts, page.name) for page in pages for parts in entry.findall(page.read_text())]
     text = ["# Errors and their remedies", ""]
     text += ["Messages and symptoms in alphabetical order. Each leads to its cause.", ""]
-    for symptom, remedy in sorted(found, key=lambda entry: entry[0].strip("`…").lower()):
+    for symptom, remedy, page in sorted(found, key=lambda entry: entry[0].strip("`…").lower()):
         slug = re.sub(r"[^\w\- ]", "", symptom.lower()).replace(" ", "-")
-        line = f"- [{symptom}](troubleshooting.md#{slug}): {' '.join(remedy.split())}"
+        line = f"- [{symptom}]({page}#{slug}): {' '.join(remedy.split())}"
         text += [
             textwrap.fill(line, 118, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False),
             "",

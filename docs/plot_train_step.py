@@ -1,6 +1,6 @@
 """Draw a train step beside peers, and where its time goes: ``python docs/plot_train_step.py``.
 
-The figures are those of the tables of docs/performance.md, so that no figure is written down twice. It writes
+The figures are those of the tables of docs/performance*.md, so that no figure is written down twice. It writes
 ``images/train_step.svg`` (tokens/s and MFU beside te.jax and Megatron-Core) and ``images/step_time.svg`` (milliseconds
 by kind of kernel, beside te.jax).
 """
@@ -38,7 +38,7 @@ def table(text: str, *columns: str) -> list[dict[str, str]]:
                     return rows
                 rows.append(dict(zip(heads, cells(row), strict=False)))
             return rows
-    raise ValueError(f"docs/performance.md has no table with the columns {columns}")
+    raise ValueError(f"docs/performance*.md have no table with the columns {columns}")
 
 
 def cells(line: str) -> list[str]:
@@ -83,7 +83,7 @@ def draw_kinds(axes: Axes, rows: list[dict[str, str]]) -> None:
 
 
 def main() -> None:
-    text = (DOCS / "performance.md").read_text()
+    text = "\n".join(page.read_text() for page in sorted(DOCS.glob("performance*.md")))
     flops = train_flops(CONFIG, vocab_size=VOCAB_SIZE, batch_size=BATCH_SIZE, sequence_length=SEQUENCE_LENGTH)
     beside = {
         "te.jax": table(text, "recipe", "te.jax ms", "jax_te ms", "jax_te tokens/s"),

@@ -1,4 +1,4 @@
-"""docs/plot_train_step.py: the committed pictures show the figures of the tables of docs/performance.md."""
+"""docs/plot_train_step.py: the committed pictures show the figures of the tables of docs/performance*.md."""
 
 import importlib.util
 import re
@@ -13,7 +13,7 @@ assert specification.loader is not None
 plot = importlib.util.module_from_spec(specification)
 specification.loader.exec_module(plot)
 
-PAGE = (DOCS / "performance.md").read_text()
+PAGE = "\n".join(path.read_text() for path in sorted(DOCS.glob("performance*.md")))
 
 
 def texts(name: str) -> str:
