@@ -113,7 +113,7 @@ BERT = Architecture(
     table=_table,
     options=_options,
     base="",
-    twins={},
+    tied_names={},
     ignored=r"embeddings\.position_ids",
     older=((r"\.LayerNorm\.gamma", ".LayerNorm.weight"), (r"\.LayerNorm\.beta", ".LayerNorm.bias")),
 )
@@ -122,7 +122,7 @@ MASKED_BERT = replace(
     BERT,
     read=_read_masked,
     base="bert.",
-    twins={
+    tied_names={
         "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     },
