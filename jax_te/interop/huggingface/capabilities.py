@@ -21,8 +21,8 @@ from jax_te.interop.huggingface.tensor_patterns import Sizes, Table
 from jax_te.megatron import is_layer_window_attention
 from jax_te.models import Execution, Multipliers
 
-Options = dict[str, Any]
-"""Fields of a `TransformerConfig`, arguments of a model's constructor, and its multipliers."""
+Options = Mapping[str, Any]
+"""Fields of a `TransformerConfig`, arguments of a model's constructor, and its multipliers; never changed in place."""
 
 _CONFIG_FIELDS = frozenset(field.name for field in fields(TransformerConfig))
 # Options of execution, of weight initialization, and of training only.
@@ -65,9 +65,9 @@ class Form:
         config = {name: value for name, value in options.items() if name in _CONFIG_FIELDS}
         return cls(TransformerConfig(**config), {name: options[name] for name in options.keys() - config.keys()})
 
-    def options(self) -> Options:
+    def options(self) -> dict[str, Any]:
         """Return all options that change the outputs of a model."""
-        found = {name: getattr(self.config, name) for name in sorted(_CONFIG_FIELDS - _NO_OUTPUT)} | self.others
+        found = {**{name: getattr(self.config, name) for name in sorted(_CONFIG_FIELDS - _NO_OUTPUT)}, **self.others}
         # Methods that balance by a loss choose alike.
         if found["moe_router_load_balancing_type"] not in ("sinkhorn", "quantile_balancing"):
             found["moe_router_load_balancing_type"] = "aux_loss"
@@ -118,7 +118,7 @@ class Form:
         return letters | {"b": getattr(self.others.get("position_embedding_type"), "num_buckets", 0)}
 
 
-def model_options(model: Any, positions: Any) -> Options:
+def model_options(model: Any, positions: Any) -> dict[str, Any]:
     """Return the options of every model, apart from its configuration.
 
     Args:
@@ -150,7 +150,7 @@ class Architecture:
         model_type: name of the architecture in ``config.json``.
         model: the class here.
         fields: field of ``config.json`` → our option, and its value where the field is absent.
-        read: function that completes the options by the fields that are no such pair.
+        read: function that returns the options of these pairs, completed by the fields that are no such pair.
         write: function that returns those fields.
         table: function that returns the tensors of a form.
         options: function that returns the options of a model.
@@ -165,7 +165,7 @@ class Architecture:
     model_type: str
     model: type
     fields: Mapping[str, tuple[str, Any]]
-    read: Callable[[Fields, Options], None]
+    read: Callable[[Fields, Options], Options]
     write: Callable[[Options], Mapping[str, Any]]
     table: Callable[[Form], Table]
     options: Callable[[Any], Options]
@@ -188,16 +188,16 @@ class Architecture:
         layers = max(options["num_layers"] or 0, options.get("encoder_num_layers") or 0)
         if layers > len(given.tensors):
             raise given.refused("the number of layers", layers, f"there are {len(given.tensors)} tensors")
-        self.read(given, options)
+        complete = self.read(given, options)
         # Fields of every transformers class, which older files contain with their defaults.
         for name in ("is_decoder", "add_cross_attention", "tie_encoder_decoder"):
             given.expect(name, False)
         given.expect("pruned_heads", {})
-        return Form.make({name: value for name, value in options.items() if value is not None})
+        return Form.make({name: value for name, value in complete.items() if value is not None})
 
     def config_fields(self, form: Form) -> dict[str, Any]:
         """Return the fields of ``config.json`` of a form."""
-        options = {name: getattr(form.config, name) for name in _CONFIG_FIELDS} | form.others
+        options = {**{name: getattr(form.config, name) for name in _CONFIG_FIELDS}, **form.others}
         return {name: options.get(ours) for name, (ours, _) in self.fields.items()} | dict(self.write(options))
 
     def build(self, form: Form, execution: Execution) -> Any:

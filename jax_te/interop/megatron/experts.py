@@ -78,19 +78,19 @@ def expert_rows(config: TransformerConfig) -> Table:
     return rows
 
 
-def read_experts(given: Fields, options: Options) -> None:
-    """Add the options of experts that Megatron-LM's flags describe."""
+def read_experts(given: Fields) -> Options:
+    """Return the options of experts that Megatron-LM's flags describe; none for a model without them."""
     count = given.take("num_experts", int, None)
     if count is None:
-        return
-    options["num_moe_experts"] = count
+        return {}
     frequency = given.raw("moe_layer_freq")
-    options["moe_layer_freq"] = 1 if frequency is None else frequency
-    for name, (kind, default) in _FLAGS.items():
-        options[name] = given.take(name, kind, default)
-    for name in _RAW:
-        if (value := given.raw(name)) is not None:
-            options[name] = value
+    raw = {name: given.raw(name) for name in _RAW}
+    return {
+        "num_moe_experts": count,
+        "moe_layer_freq": 1 if frequency is None else frequency,
+        **{name: given.take(name, kind, default) for name, (kind, default) in _FLAGS.items()},
+        **{name: value for name, value in raw.items() if value is not None},
+    }
 
 
 def write_experts(options: Options) -> Mapping[str, Any]:

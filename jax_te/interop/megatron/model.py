@@ -112,21 +112,15 @@ def _layers(dense: Table, config: TransformerConfig) -> Table:
     return rows
 
 
-def _read(given: Fields, options: Options) -> None:
-    read_experts(given, options)
-    limit = given.take("activation_func_clamp_value", float, None)
-    options["activation_func_clamp_value"] = limit
-    options["glu_linear_offset"] = given.take("glu_linear_offset", float, 0.0)
+def _read(given: Fields, options: Options) -> Options:
+    experts = read_experts(given)
+    limit, offset = given.take("activation_func_clamp_value", float, None), given.take("glu_linear_offset", float, 0.0)
     for name, value in _EXPECTED.items():
         given.expect(name, value)
     # Megatron-LM also has a number of groups without the flag, and then ignores it.
     grouped, groups = given.take("group_query_attention", bool, False), given.raw("num_query_groups")
-    options["num_query_groups"] = groups if grouped else None
-    options[TIED] = not given.take("untie_embeddings_and_output_weights", bool, False)
-    options["activation"] = _activation(given)
+    untied, activation = given.take("untie_embeddings_and_output_weights", bool, False), _activation(given)
     size, skip = given.raw("window_size"), given.raw("window_attn_skip_freq")
-    options["window_size"] = tuple(size) if isinstance(size, list) else size
-    options["window_attn_skip_freq"] = tuple(skip) if isinstance(skip, list) else skip
     kind = given.take("position_embedding_type", str, "learned_absolute")
     if given.take("use_rotary_position_embeddings", bool, False):  # the older flag
         kind = "rope"
@@ -141,7 +135,18 @@ def _read(given: Fields, options: Options) -> None:
     if scaled and stretch:
         raise given.refused("use_rope_scaling", True, "rotary_seq_len_interpolation_factor scales, too; give one")
     rotary = RotaryPositions(base=base, percent=percent, scaling=scaling)
-    options["position_embedding_type"] = rotary if kind == "rope" else kind
+    return {
+        **options,
+        **experts,
+        "activation_func_clamp_value": limit,
+        "glu_linear_offset": offset,
+        "num_query_groups": groups if grouped else None,
+        TIED: not untied,
+        "activation": activation,
+        "window_size": tuple(size) if isinstance(size, list) else size,
+        "window_attn_skip_freq": tuple(skip) if isinstance(skip, list) else skip,
+        "position_embedding_type": rotary if kind == "rope" else kind,
+    }
 
 
 def _activation(given: Fields) -> str:

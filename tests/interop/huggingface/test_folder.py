@@ -249,7 +249,7 @@ def test_fields_and_files_that_the_model_does_not_have_are_kept(folder: Path, tm
     ("changes", "match"),
     [
         ({"softmax_type": "off-by-one"}, "softmax_type='off-by-one'"),
-        ({"window_size": (4, 0)}, "window_size"),
+        ({"window_size": (4, 0), "window_attn_skip_freq": (0, 1)}, "window_size"),
         ({"activation": "srelu"}, "activation='srelu'"),
         ({"layernorm_zero_centered_gamma": True}, "layernorm_zero_centered_gamma=True"),
         ({"normalization": "LayerNorm"}, "normalization='LayerNorm'"),
@@ -260,6 +260,18 @@ def test_a_model_that_no_architecture_says_is_refused(changes: dict[str, Any], m
     with pytest.raises(ValueError, match=f"LlamaForCausalLM: [^;]*{match}".replace("(", r"\(")):
         save_huggingface(model, tmp_path / "none")
     assert not (tmp_path / "none").exists()
+
+
+def test_llamas_form_with_windows_in_all_layers_is_mistrals(tmp_path: Path) -> None:
+    save_huggingface(llama(window_size=(4, 0)), tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert (values["architectures"], values["sliding_window"]) == (["MistralForCausalLM"], 5)
+    assert load_huggingface(tmp_path).config.window_size == (4, 0)
+    kinds = ["full_attention"] + ["sliding_attention"] * (values["num_hidden_layers"] - 1)
+    for changes, match in (({"sliding_window": 0}, "sliding_window is 0"), ({"layer_types": kinds}, "layer_types is")):
+        (tmp_path / "config.json").write_text(json.dumps(values | changes))
+        with pytest.raises(ValueError, match=match):
+            load_huggingface(tmp_path)
 
 
 def test_what_has_no_place_is_refused(tmp_path: Path) -> None:

@@ -72,6 +72,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "mistral": ("Mistral", LLAMA | {"sliding_window": 5, "head_dim": 16}),
+    "mistral, no window": ("Mistral", LLAMA | {"sliding_window": None, "tie_word_embeddings": True}),
     "gemma": ("Gemma", LLAMA | {"num_key_value_heads": 1, "head_dim": 16}),
     "llama, yarn": ("Llama", LLAMA | {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0}}),
 }
@@ -189,6 +191,7 @@ YARN = YarnScaling(factor=4.0, original_max_position_embeddings=8, mscale=2.0, m
 OURS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     # options of the configuration, of the positions, multipliers
     "LlamaForCausalLM": ({}, {"base": 500.0, "scaling": LinearScaling(factor=2.0)}, {}),
+    "MistralForCausalLM": ({"window_size": (4, 0)}, {"base": 500.0}, {}),
     "Qwen2ForCausalLM": ({"add_qkv_bias": True}, {"base": 500.0, "scaling": YARN}, {}),
     "Qwen3ForCausalLM": (
         {"qk_layernorm": True, "window_size": (4, 0), "window_attn_skip_freq": (0, 1)},

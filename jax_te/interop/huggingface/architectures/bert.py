@@ -60,8 +60,8 @@ def _table(form: Form) -> Table:
     return layer_rows(once, 1, base=base) | layer_rows(_LAYER, form.config.num_layers, base=base)
 
 
-def _read(given: Fields, options: Options) -> None:
-    options["activation"] = given.activation("hidden_act", "gelu", gated=False)
+def _read(given: Fields, options: Options) -> Options:
+    activation = given.activation("hidden_act", "gelu", gated=False)
     given.expect("position_embedding_type", "absolute")
     given.expect("tie_word_embeddings", True)
     given.expect("is_decoder", False)
@@ -70,12 +70,11 @@ def _read(given: Fields, options: Options) -> None:
     given.expect("directionality", "bidi")
     given.expect("pooler_type", "first_token_transform")
     given.skip("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head")
-    options |= {"add_lm_head": False, "add_pooler": True}
+    return {**options, "activation": activation, "add_lm_head": False, "add_pooler": True}
 
 
-def _read_masked(given: Fields, options: Options) -> None:
-    _read(given, options)
-    options |= {"add_lm_head": True, "add_pooler": False}
+def _read_masked(given: Fields, options: Options) -> Options:
+    return {**_read(given, options), "add_lm_head": True, "add_pooler": False}
 
 
 def _write(options: Options) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from jax_te.interop.huggingface.capabilities import TIED, Architecture, Form, Options, layer_windows, model_options
 from jax_te.interop.huggingface.config_json import FULL, WINDOW, Fields, activation_name, rotary_fields
 from jax_te.interop.huggingface.tensor_patterns import Table, layer_rows
-from jax_te.models import GPTModel, Multipliers
+from jax_te.models import GPTModel, Multipliers, RotaryPositions
 
 _MLP = "layers/{i}/layernorm_mlp"
 _ATTENTION = "layers/{i}/self_attention"
@@ -51,10 +51,9 @@ def _head(form: Form) -> Table:
     return {} if form.others[TIED] else {"output_kernel": {"lm_head.weight": "v h -> h v"}}
 
 
-def _read_gpt2(given: Fields, options: Options) -> None:
-    options["activation"] = given.activation("activation_function", "gelu_new", gated=False)
-    if not given.take("scale_attn_weights", bool, True):
-        options["softmax_scale"] = 1.0
+def _read_gpt2(given: Fields, options: Options) -> Options:
+    activation = given.activation("activation_function", "gelu_new", gated=False)
+    scaled = given.take("scale_attn_weights", bool, True)
     given.expect("scale_attn_by_inverse_layer_idx", False)
     given.expect("add_cross_attention", False)
     given.take("reorder_and_upcast_attn", bool, False)  # scores are fp32 in any case
@@ -71,7 +70,12 @@ def _read_gpt2(given: Fields, options: Options) -> None:
     given.skip("summary_type", "summary_use_proj")
     given.expect("n_special", 0)  # rows after the vocabulary, in files of the first release (gpt2-medium)
     given.skip("predict_special_tokens")  # of which there are none
-    options["position_embedding_type"] = "learned_absolute"
+    return {
+        **options,
+        "activation": activation,
+        "softmax_scale": None if scaled else 1.0,
+        "position_embedding_type": "learned_absolute",
+    }
 
 
 def _write_gpt2(options: Options) -> dict[str, Any]:
@@ -163,24 +167,30 @@ def _llama_table(form: Form) -> Table:
     }
 
 
-def _read_llama(given: Fields, options: Options) -> None:
-    _read_rotary(given, options, "silu")
+def _read_llama(given: Fields, options: Options) -> Options:
     given.skip("is_llama_config")  # a mark of the program that trained SmolLM
     given.expect("rope_interleaved", False)  # likewise; transformers' Llama always rotates halves
     given.expect("max_sequence_length", options["max_sequence_length"])  # redundant, in the first files of Llama
-    options["add_bias_linear"] = bias = given.take("attention_bias", bool, False)
+    bias = given.take("attention_bias", bool, False)
     if given.take("mlp_bias", bool, False) != bias:
         raise given.refused(
             "mlp_bias", not bias, f"attention_bias is {bias}, and linear layers have biases all or none"
         )
+    return {**_read_block(given, options, _positions(given, options)), "add_bias_linear": bias}
 
 
-def _read_rotary(given: Fields, options: Options, activation: str) -> None:
-    """Common base of Llama and related architectures."""
-    options["activation"] = given.activation("hidden_act", activation, gated=True)
-    if "position_embedding_type" not in options:
-        options["position_embedding_type"] = given.rotary(options["max_sequence_length"])
-    options["normalization"] = "RMSNorm"
+def _positions(given: Fields, options: Options) -> RotaryPositions:
+    return given.rotary(options["max_sequence_length"])
+
+
+def _read_block(given: Fields, options: Options, positions: RotaryPositions, activation: str = "silu") -> Options:
+    """Return the options with those that Llama and related architectures share; ``activation`` is the default."""
+    return {
+        **options,
+        "activation": given.activation("hidden_act", activation, gated=True),
+        "position_embedding_type": positions,
+        "normalization": "RMSNorm",
+    }
 
 
 def _write_llama(options: Options) -> dict[str, Any]:
@@ -219,16 +229,19 @@ LLAMA = Architecture(
 )
 
 
-def _read_windows(given: Fields, options: Options, size: int | None, default: Sequence[bool]) -> None:
-    """Return the layers with window attention: from ``layer_types``, or ``default``."""
+def _read_windows(given: Fields, options: Options, size: int | None, default: Sequence[bool]) -> Options:
+    """Return the options with the windows of layers: of those in ``layer_types``, or in ``default``."""
     count = options["num_layers"]
     kinds = given.take("layer_types", list, [WINDOW if windowed else FULL for windowed in default])
     if len(kinds) != count or not {*map(str, kinds)} <= {FULL, WINDOW} or (WINDOW in kinds and not size):
         raise given.refused("layer_types", kinds, f"{count} of {FULL!r} and, with a sliding_window, {WINDOW!r} fit")
-    if WINDOW in kinds and size:
-        # transformers' window includes the query's own position.
-        options["window_size"] = (size - 1, 0)
-        options["window_attn_skip_freq"] = tuple(int(kind == WINDOW) for kind in kinds)
+    if WINDOW not in kinds or not size:
+        return options
+    return {
+        **options,
+        "window_size": (size - 1, 0),  # transformers' window includes the query's own position
+        "window_attn_skip_freq": tuple(int(kind == WINDOW) for kind in kinds),
+    }
 
 
 def _write_windows(options: Options) -> dict[str, Any]:
@@ -240,19 +253,18 @@ def _write_windows(options: Options) -> dict[str, Any]:
     return {"sliding_window": size, "layer_types": [WINDOW if window else FULL for window in windows]}
 
 
-def _read_qwen2(given: Fields, options: Options) -> None:
-    _read_rotary(given, options, "silu")
+def _read_qwen2(given: Fields, options: Options) -> Options:
     given.expect("use_mrope", False)
     size, first = given.optional("sliding_window", int, 4096), given.take("max_window_layers", int, 28)
     size = size if given.take("use_sliding_window", bool, False) else None
-    _read_windows(given, options, size, [bool(size) and i >= first for i in range(options["num_layers"])])
-    options |= {"add_bias_linear": False, "add_qkv_bias": True}
+    block = _read_block(given, options, _positions(given, options))
+    windowed = [bool(size) and i >= first for i in range(options["num_layers"])]
+    return {**_read_windows(given, block, size, windowed), "add_bias_linear": False, "add_qkv_bias": True}
 
 
-def _read_qwen3(given: Fields, options: Options) -> None:
+def _read_qwen3(given: Fields, options: Options) -> Options:
     given.expect("attention_bias", False)
-    _read_qwen2(given, options)
-    options |= {"add_qkv_bias": False, "qk_layernorm": True}
+    return {**_read_qwen2(given, options), "add_qkv_bias": False, "qk_layernorm": True}
 
 
 def _write_qwen(options: Options) -> dict[str, Any]:
@@ -276,17 +288,56 @@ QWEN2 = replace(
 QWEN3 = replace(QWEN2, model_type="qwen3", fields={**QWEN2.fields, "head_dim": ("kv_channels", 128)}, read=_read_qwen3)
 
 
-def _read_gemma(given: Fields, options: Options) -> None:
+def _read_mistral(given: Fields, options: Options) -> Options:
+    size, layers = given.optional("sliding_window", int, 4096), options["num_layers"]
+    if size is not None and size < 1:
+        raise given.refused("sliding_window", size, "it must be positive")
+    # transformers' class has a window in all layers or in none, whatever layer_types says.
+    given.expect("layer_types", [FULL if size is None else WINDOW] * layers)
+    block = _read_block(given, options, _positions(given, options))
+    return {**_read_windows(given, block, size, [size is not None] * layers), "add_bias_linear": False}
+
+
+def _write_mistral(options: Options) -> dict[str, Any]:
+    windows = _write_windows(options)
+    if len({*windows["layer_types"]}) > 1:
+        raise ValueError("windows in some layers only, where transformers' class has one in all or in none")
+    return {**_write_rotary(options), "sliding_window": windows["sliding_window"]}
+
+
+MISTRAL = replace(
+    LLAMA,
+    model_type="mistral",
+    fields={
+        **LLAMA.fields,
+        "intermediate_size": ("ffn_hidden_size", 14336),
+        "num_key_value_heads": ("num_query_groups", 8),
+        "max_position_embeddings": ("max_sequence_length", 131072),
+    },
+    read=_read_mistral,
+    write=_write_mistral,
+)
+
+
+def _read_gemma(given: Fields, options: Options) -> Options:
+    return _read_gemma_block(given, options, _positions(given, options))
+
+
+def _read_gemma_block(given: Fields, options: Options, positions: RotaryPositions) -> Options:
     # Files of the first release say "gelu" and mean the tanh form.
     gelu = "gelu_pytorch_tanh"
-    _read_rotary(given, options, gelu)
+    block = _read_block(given, options, positions, gelu)
     given.expect("hidden_activation", gelu)
     given.expect("attention_bias", False)
     given.expect("use_bidirectional_attention", False)
-    if options["activation"] == ("gelu_exact", "linear"):
-        options["activation"] = "geglu"
-    scale = Multipliers(embedding=max(options["hidden_size"], 1) ** 0.5)
-    options |= {"add_bias_linear": False, "layernorm_zero_centered_gamma": True, "multipliers": scale}
+    exact = block["activation"] == ("gelu_exact", "linear")
+    return {
+        **block,
+        "activation": "geglu" if exact else block["activation"],
+        "add_bias_linear": False,
+        "layernorm_zero_centered_gamma": True,
+        "multipliers": Multipliers(embedding=max(options["hidden_size"], 1) ** 0.5),
+    }
 
 
 def _write_gemma(options: Options) -> dict[str, Any]:
@@ -314,34 +365,33 @@ GEMMA = replace(
 )
 
 
-def _read_gemma2(given: Fields, options: Options) -> None:
-    _read_output_norms(given, options, [i % 2 == 0 for i in range(options["num_layers"])], (50.0, 30.0))
+def _read_gemma2(given: Fields, options: Options) -> Options:
+    block = _read_gemma(given, options)
+    return _read_output_norms(given, block, [i % 2 == 0 for i in range(options["num_layers"])], (50.0, 30.0))
 
 
-def _read_gemma3(given: Fields, options: Options) -> None:
-    # First, since Gemma's common fields include the positions of all layers.
-    options["position_embedding_type"] = given.rotary(options["max_sequence_length"], 1e6, window_default=1e4)
+def _read_gemma3(given: Fields, options: Options) -> Options:
+    positions = given.rotary(options["max_sequence_length"], 1e6, window_default=1e4)
     period = given.take("sliding_window_pattern", int, given.take("_sliding_window_pattern", int, 6))
     if period < 1:
         raise given.refused("sliding_window_pattern", period, "it must be positive")
     given.expect("attn_logit_softcapping", None)  # transformers ignores another value, and others may not
     windowed = [(i + 1) % period != 0 for i in range(options["num_layers"])]
-    _read_output_norms(given, options, windowed, (None, None))
-    options["qk_layernorm"] = True
+    block = _read_gemma_block(given, options, positions)
+    return {**_read_output_norms(given, block, windowed, (None, None)), "qk_layernorm": True}
 
 
 def _read_output_norms(
     given: Fields, options: Options, windowed: Sequence[bool], caps: tuple[float | None, float | None]
-) -> None:
-    """Common base of Gemma 2 and 3; ``caps`` are the default softcaps of scores and logits."""
-    _read_gemma(given, options)
+) -> Options:
+    """Return Gemma's options with those of Gemma 2 and 3; ``caps`` are the default softcaps of scores and logits."""
     size, scalar = given.take("sliding_window", int, 4096), given.take("query_pre_attn_scalar", float, 256.0)
     if not scalar > 0.0:
         raise given.refused("query_pre_attn_scalar", scalar, "it must be positive")
     given.expect("sliding_window_size", size)
-    _read_windows(given, options, size, windowed)
     softcap = given.optional("final_logit_softcapping", float, caps[1])
-    options |= {
+    return {
+        **_read_windows(given, options, size, windowed),
         "logit_softcap": given.optional("attn_logit_softcapping", float, caps[0]),
         "softmax_scale": None if scalar == options["kv_channels"] else scalar**-0.5,
         "block_output_layernorm": True,

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jax_te.interop.huggingface.architectures.bert import BERT, MASKED_BERT
-from jax_te.interop.huggingface.architectures.decoders import GEMMA, GEMMA2, GEMMA3, GPT2, LLAMA, QWEN2, QWEN3
+from jax_te.interop.huggingface.architectures.decoders import GEMMA, GEMMA2, GEMMA3, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3
 from jax_te.interop.huggingface.architectures.t5 import T5
 from jax_te.interop.huggingface.capabilities import Architecture, Form
 from jax_te.interop.huggingface.config_json import Fields
@@ -14,6 +14,7 @@ from jax_te.interop.huggingface.config_json import Fields
 ARCHITECTURES: dict[str, Architecture] = {
     "GPT2LMHeadModel": GPT2,
     "LlamaForCausalLM": LLAMA,
+    "MistralForCausalLM": MISTRAL,
     "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": QWEN3,
     "GemmaForCausalLM": GEMMA,

@@ -58,7 +58,7 @@ def _table(form: Form) -> Table:
     return table | layer_rows(_CROSS, form.config.num_layers) | head
 
 
-def _read(given: Fields, options: Options) -> None:
+def _read(given: Fields, options: Options) -> Options:
     given.expect("is_decoder", False)
     projection = given.take("feed_forward_proj", str, "relu")
     gated = projection.startswith("gated-")
@@ -73,7 +73,8 @@ def _read(given: Fields, options: Options) -> None:
     # whether the head's input is scaled, and a head that is among the tensors is one of its own.
     shared = given.take("tie_word_embeddings", bool, True)
     scaled = given.take("scale_decoder_outputs", bool, shared)
-    options |= {
+    return {
+        **options,
         "activation": ACTIVATIONS[name][gated],
         "position_embedding_type": positions,
         TIED: (shared and scaled) or "lm_head.weight" not in given.tensors,
