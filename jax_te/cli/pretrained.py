@@ -10,14 +10,18 @@ from typing import Any
 from flax import nnx
 
 from jax_te.cli.option_table import flag, options_of
-from jax_te.cli.options import ModelOptions
+from jax_te.cli.options import ExpertOptions, ModelOptions
 from jax_te.config import ACTIVATIONS, activation_parts
 from jax_te.interop.huggingface import CONFIG, Architecture, Form, json_file, load_huggingface, read_form
 from jax_te.layers import LoRA
 from jax_te.models import Execution, GPTModel, RotaryPositions
 
 _OWN = ("dropout", "init_from", "ignore_fields", "lora_rank", "lora_alpha")
-FORM = {name: row for name, row in options_of(ModelOptions).items() if name not in _OWN}
+_OWN += ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_token_dispatcher_type", "moe_expert_rank_capacity_factor")
+EXPERTS = {name: row for name, row in options_of(ExpertOptions).items() if name not in _OWN}
+"""Those of layers with experts."""
+
+FORM = {name: row for name, row in options_of(ModelOptions).items() if name not in _OWN} | EXPERTS
 """Options that the folder's configuration decides."""
 
 _SAID = {name for field, row in FORM.items() for name in row.library or (field,)} | {"params_dtype"}
@@ -57,6 +61,9 @@ def pretrained_values(given: dict[str, Any]) -> dict[str, Any]:
         "num_heads": heads,
         "num_query_groups": config.num_query_groups or heads,
         "ffn_hidden_size": config.ffn_hidden_size or 4 * hidden,
+        "kv_channels": config.kv_channels,
+        **{name: getattr(config, *(row.library or (name,))) for name, row in EXPERTS.items()},
+        "qk_layernorm": config.qk_layernorm,
         "normalization": config.normalization,
         "activation": named[0],
         "position_embedding": "rope" if isinstance(positions, RotaryPositions) else positions,

@@ -244,5 +244,8 @@ def test_a_tokenizer_with_more_tokens_than_the_model_knows(folder, tmp_path, cap
 def test_only_forms_are_left_to_the_folder():
     assert FORM.keys() == {
         *("num_layers", "hidden_size", "num_heads", "num_query_groups", "ffn_hidden_size", "normalization"),
-        *("activation", "position_embedding", "bias", "tie_embeddings"),
+        *("activation", "position_embedding", "bias", "tie_embeddings", "kv_channels", "qk_layernorm"),
+        *("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq", "moe_router_score_function"),
+        *("moe_router_pre_softmax", "moe_router_load_balancing_type", "moe_router_enable_expert_bias"),
+        *("moe_expert_capacity_factor", "moe_shared_expert_intermediate_size"),
     }

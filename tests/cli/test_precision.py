@@ -184,7 +184,7 @@ def test_a_run_says_what_te_leaves_to_others(tmp_path, monkeypatch):
     monkeypatch.setattr(te, "supports", lambda op, **_: (op != "grouped_dense", "made up"))
     monkeypatch.setattr(te, "primitives", lambda: SimpleNamespace(has_kernel=lambda activation: True))
     options = ["train", *SHORT, "--recipe", "block", "--backend", "te", "--params-dtype", "bfloat16"]
-    config, _ = resolve(build_parser().parse_args(options), tmp_path / "run")
+    config, _ = resolve(options_from(build_parser().parse_args(options)), tmp_path / "run")
     with contexts(config):
         lines = explain_backends(config)
     ours = "quantization, fprop, dgrad, wgrad: xla"

@@ -298,8 +298,8 @@ class MultiLatentAttention(MultiheadAttention):
         own = self.core_attention
         if not isinstance(own, DotProductAttention):
             raise ValueError(
-                f"attention over cached latents needs a DotProductAttention, whose scale and value size it changes; the "
-                f"core is a {type(own).__name__}: call the layer without a cache"
+                "attention over cached latents needs a DotProductAttention, whose scale and value size it changes, and "
+                f"the core is a {type(own).__name__}: call the layer without a cache"
             )
         core = nnx.merge(*nnx.split(own))
         core.softmax_scale = own.softmax_scale or self.latent.head_channels**-0.5
