@@ -33,7 +33,7 @@ _FIXED: dict[str, tuple[Any, str]] = {
     "inference_params": (None, _CACHE),
     "packed_seq_params": (None, "jax_te.megatron.TransformerLayer takes it"),
     "extra_block_kwargs": (None, "the layers take no other arguments"),
-    "padding_mask": (None, "it is for experts, and the model has none"),
+    "padding_mask": (None, "models do not hand it to their experts; jax_te.megatron.MoELayer takes it"),
     "output_processor": (None, "call the model without labels, and process its logits"),
     "output_processor_context": (None, "it is for an output_processor"),
 }
