@@ -74,14 +74,14 @@ class StageLayers:
             if given.keys is not None:
                 keys = [given.keys[number] for number in self._numbers[chunk]]
 
-            def output(first: int, end: int, x: Array) -> Array:
+            def output(first: int, end: int, x: Array, learned: dict[str, Any]) -> Array:
                 return StackInput(x, keys[first:end], given.arrays, learned, options).output(list(layers)[first:end])
 
             with aux_losses_scaled(layers, self.program.scaler.scale):
-                x = output(0, common, x)
+                x = output(0, common, x, learned)
                 for j in range(common, len(layers)):
                     # A chunk with fewer layers than others runs an idle one, in the time that the others need.
-                    x = jnp.where(j < count, output(j, j + 1, x), x)
+                    x = jnp.where(j < count, output(j, j + 1, *_read_by(j < count, (x, learned))), x)
             return x
 
         # Kernel gradients that need not be deferred are computed in the ordinary way, which has no restrictions.
@@ -97,3 +97,11 @@ class StageLayers:
                 f"and give {y.dtype}{list(y.shape)}; cast the stack's input, or take a mesh without a pipeline axis"
             )
         return y, backward
+
+
+def _read_by(runs: Array, arrays: Any) -> Any:
+    """Return arrays as a layer reads them that only counts where ``runs``: no gradient of an idle one reaches them.
+
+    The cotangent of an idle layer's output is 0, but losses of its routers have gradients whatever that is.
+    """
+    return jax.tree.map(lambda leaf: jnp.where(runs, leaf, jax.lax.stop_gradient(leaf)), arrays)
