@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -34,7 +35,7 @@ class StageLayers:
         self.program, self.schedule = program, program.schedule
         self.params, self.states = params, states
         index, cut = jax.lax.axis_index(AXIS), program.cut
-        self._counts, self._numbers = (jnp.asarray(table)[index] for table in (cut.counts, cut.numbers))
+        self._runs, self._numbers = (jnp.asarray(table)[index] for table in (cut.runs, cut.numbers))
         self.places = self._places()
         self._cached = self._quantized_kernels() if program.how.keep_kernels else None
 
@@ -66,7 +67,7 @@ class StageLayers:
         layers, options = self._modules(chunk), self.program.options
         if self._cached is not None:
             use_cached_kernels(layers, self.chunk(self._cached, chunk))
-        common, count = int(self.program.cut.counts.min()), self._counts[chunk]
+        always, runs_here = self.program.cut.runs.all(axis=(0, 1)), self._runs[chunk]
 
         def run(layers: Any, inputs: tuple[Array, dict[str, Any]]) -> Array:
             x, learned = inputs
@@ -78,10 +79,15 @@ class StageLayers:
                 return StackInput(x, keys[first:end], given.arrays, learned, options).output(list(layers)[first:end])
 
             with aux_losses_scaled(layers, self.program.scaler.scale):
-                x = output(0, common, x, learned)
-                for j in range(common, len(layers)):
-                    # A chunk with fewer layers than others runs an idle one, in the time that the others need.
-                    x = jnp.where(j < count, output(j, j + 1, *_read_by(j < count, (x, learned))), x)
+                for together, positions in itertools.groupby(range(len(layers)), key=always.__getitem__):
+                    first, *rest = positions
+                    end = first + 1 + len(rest)
+                    if together:
+                        x = output(first, end, x, learned)
+                        continue
+                    for j in range(first, end):
+                        # An idle layer runs, too, in the time that other stages need for theirs.
+                        x = jnp.where(runs_here[j], output(j, j + 1, *_read_by(runs_here[j], (x, learned))), x)
             return x
 
         # Kernel gradients that need not be deferred are computed in the ordinary way, which has no restrictions.
