@@ -150,6 +150,7 @@ CONSTRUCTORS: dict[Any, dict[str, Any]] = {
     checkpoint.TrainCheckpointer: {"directory": "checkpoints"},
     config.CudaGraphConfig: {},
     config.DispatchOptions: {},
+    config.LatentAttentionOptions: {},
     config.ExpertsConfig: {},
     config.LimitedFunction: {"function": "gelu"},
     config.MoEOptions: {"router": EXPERTS},

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jax_te._validation import (
+    brief,
     check_annotations,
     check_bool,
     check_positive,
@@ -133,6 +134,11 @@ class TransformerConfig(
         groups = self.num_attention_heads if groups is None else groups
         ffn = 4 * self.hidden_size if ffn is None else ffn
         if self.latent_attention is not None:
+            # Before all annotations are checked, since its sizes are read here.
+            if not isinstance(self.latent_attention, LatentAttentionOptions):
+                raise TypeError(
+                    f"latent_attention must be a LatentAttentionOptions or None, got {brief(self.latent_attention)}"
+                )
             self._check_latent(groups)
             channels = self.latent_attention.head_channels
         if channels is None:
