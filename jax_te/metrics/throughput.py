@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_te._validation import brief, check_annotations, check_positive, checked
-from jax_te.config import ACTIVATIONS, TransformerConfig
+from jax_te.config import ACTIVATIONS, LatentAttentionOptions, TransformerConfig
 
 # Dense bf16 FLOP/s that NVIDIA's data sheets give (half of those "with sparsity"), by words of JAX's device_kind; the
 # first that fits counts. Boards of one name with less power have less.
@@ -73,10 +73,27 @@ def train_flops(config: TransformerConfig, *, vocab_size: int, batch_size: int, 
     # Filled in by the configuration itself where they were not given.
     channels, groups = config.kv_channels or 0, config.num_query_groups or 0
     heads = config.num_attention_heads * channels
-    layers = config.num_layers * hidden * (2 * heads + 2 * groups * channels)
+    attention, scored = hidden * (2 * heads + 2 * groups * channels), 2 * heads
+    if (latent := config.latent_attention) is not None:
+        attention, scored = _latent_attention(config, latent)
+    layers = config.num_layers * attention
     layers += sum(_multiplied(config, layer, gated + 1) for layer in range(config.num_layers))
-    token = 6 * (layers + hidden * vocab_size) + 6 * config.num_layers * sequence_length * heads
+    token = 6 * (layers + hidden * vocab_size) + 3 * config.num_layers * sequence_length * scored
     return float(token * batch_size * sequence_length)
+
+
+def _latent_attention(config: TransformerConfig, latent: LatentAttentionOptions) -> tuple[int, int]:
+    """Return the parameters by which multi-latent attention multiplies a token, and the channels of both its products.
+
+    The channels are those of queries and of values, of all heads.
+    """
+    hidden, n, rank = config.hidden_size, config.num_attention_heads, latent.q_lora_rank
+    queries = n * latent.head_channels
+    to_queries = hidden * queries if rank is None else (hidden + queries) * rank
+    to_latent = hidden * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
+    from_latent = latent.kv_lora_rank * n * (latent.qk_head_dim + latent.v_head_dim)
+    values = n * latent.v_head_dim
+    return to_queries + to_latent + from_latent + values * hidden, queries + values
 
 
 def _multiplied(config: TransformerConfig, layer: int, matrices: int) -> int:

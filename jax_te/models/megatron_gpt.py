@@ -233,6 +233,8 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             raise ValueError(
                 "a whole model takes input_ids, and no decoder_input; call model.decoder with hidden states"
             )
+        elif labels is not None and cache is not None:
+            raise ValueError("labels are for losses of whole sequences, and a cache has their first tokens; give one")
         elif labels is not None:
             return self.loss(input_ids, labels, dropout_key=dropout_key, reduction="none", positions=position_ids)
         else:

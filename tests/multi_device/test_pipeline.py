@@ -383,7 +383,7 @@ def test_a_loss_that_is_not_in_parts_is_refused_by_the_name_of_what_is():
     def whole(model: Any, batch: Any, key: Any) -> Any:
         return model.loss(batch[:, :-1], batch[:, 1:], dropout_key=key)
 
-    with pytest.raises(TypeError, match=r"jax_te.training.PipelinedLoss\(before, after\).*got whole"):
+    with pytest.raises(TypeError, match=r"jax_te.training.PipelinedLoss\(embed_inputs, compute_loss\).*got whole"):
         lower(gpt(num_layers=2), whole)
 
 
