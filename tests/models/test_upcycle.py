@@ -24,6 +24,7 @@ def dense(**fields):
     return model
 
 
+@pytest.mark.costly("biases")
 @pytest.mark.parametrize(
     ("fields", "experts"),
     [

@@ -74,6 +74,7 @@ def test_a_model_is_written_and_read(form: str, tmp_path: Any) -> None:
     assert_same(load_megatron(tmp_path / "dist"), model)
 
 
+@pytest.mark.costly
 def test_names_and_layouts_are_those_of_a_megatron_model(tmp_path: Any) -> None:
     """The same weights in Megatron's modules give the same output."""
     model = build("bias of experts, shared experts")
