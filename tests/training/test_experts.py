@@ -387,11 +387,11 @@ class Sum(Counting):
 @pytest.mark.costly
 def test_counts_merge_by_sums_and_scales_by_maxima():
     counted = QuantizerState(jnp.zeros(2), counting=Sum(2.0))
-    scales = {"scale": QuantizerState(jnp.ones(())), "amax_history": QuantizerState(jnp.zeros(2))}
-    old = nnx.State({"a": counted, "q": scales})
+    history = QuantizerState(jnp.array([1.0, 0.0]))
+    old = nnx.State({"a": counted, "q": {"scale": QuantizerState(jnp.ones(())), "amax_history": history}})
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf + 1.0, leaf + 3.0]), old)
-    # Of a history the newest amax alone changes: others are older ones, moved on.
-    stacked["q"]["amax_history"].set_value(jnp.array([[1.0, 0.0], [3.0, 0.0]]))
+    # A step's amax is the newest, and the older ones have moved on.
+    stacked["q"]["amax_history"].set_value(jnp.array([[2.0, 1.0], [4.0, 1.0]]))
     merged = merge_quantizers(stacked)
     np.testing.assert_array_equal(merged["a"][...], [4.0, 4.0])
     assert merged["q"]["scale"][...] == 4.0
