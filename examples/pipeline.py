@@ -43,10 +43,10 @@ class Classifier(nnx.Module):
         self.layers = nnx.List([Block(rngs) for _ in range(4)])
         self.last = nnx.Linear(HIDDEN, CLASSES, rngs=rngs)
 
-    def before(self, x):
+    def embed_inputs(self, x):
         return StackInput(self.first(x))
 
-    def after(self, y, labels):
+    def compute_loss(self, y, labels):
         return optax.softmax_cross_entropy_with_integer_labels(self.last(y), labels).mean()
 
 

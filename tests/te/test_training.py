@@ -175,7 +175,7 @@ class Stack(nnx.Module):
     def __call__(self, x):
         return self.norm(self.embed_inputs(x).output(self.layers))
 
-    def before(self, x):
+    def embed_inputs(self, x):
         return StackInput(x, options=StackOptions(batch_parts=self.parts))
 
 
