@@ -1,6 +1,6 @@
 """A model of one's own trains through the stages of a pipeline.
 
-The model says its three parts: `before` the layers, the `layers`, and `after` them with the loss. The same loss trains
+The model says its three parts: `embed_inputs`, the `layers`, and `compute_loss` behind them. The same loss trains
 it on one device and on a mesh with two stages, which here are two CPU devices.
 
     python examples/pipeline.py
