@@ -27,9 +27,6 @@ class AmaxRule(NamedTuple):
     amax_compute_algo: str
 
 
-# Jitted, as is `scale_in_use`: each quantizer of a model calls both, and JAX traces and lowers one function for all
-# tensors of one type. XLA inlines the calls, so the compiled program is the same.
-@functools.partial(jax.jit, static_argnames="axis")
 def amax(x: Array, axis: int | tuple[int, ...] | None = None) -> Array:
     """Return the largest absolute value of ``x`` over ``axis`` (None: all axes) as fp32, nan if any element is.
 
@@ -39,6 +36,13 @@ def amax(x: Array, axis: int | tuple[int, ...] | None = None) -> Array:
     >>> float(amax(jnp.array([-3.0, 2.0])))
     3.0
     """
+    return _amax(x, axis)
+
+
+# Jitted, as is `scale_in_use`: each quantizer of a model calls both, and JAX traces and lowers one function for all
+# tensors of one type. XLA inlines the calls, so the compiled program is the same.
+@functools.partial(jax.jit, static_argnames="axis")
+def _amax(x: Array, axis: int | tuple[int, ...] | None) -> Array:
     # The maximum is taken of bit patterns, which are ordered as the values are, nan above inf. A maximum of floats
     # loses nan where XLA splits the reduction: over vector lanes on CPU from some thousand elements on, over devices.
     # Those of 16 bits are not widened first: XLA's kernel that also computes such an ``x`` would then compute it twice
