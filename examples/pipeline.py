@@ -51,8 +51,8 @@ class Classifier(nnx.Module):
 
 
 LOSS = PipelinedLoss(
-    before=lambda model, batch, key: model.before(batch["x"]),
-    after=lambda model, y, batch, key: model.after(y, batch["labels"]),
+    embed_inputs=lambda model, batch, key: model.embed_inputs(batch["x"]),
+    compute_loss=lambda model, y, batch, key: model.compute_loss(y, batch["labels"]),
 )
 
 

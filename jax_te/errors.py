@@ -24,29 +24,43 @@ SHOWN = 8
 """Maximum number of differences of a kind in a message."""
 
 
-def differences(there: Mapping[str, Record], here: Mapping[str, Record], names: Iterable[str]) -> str:
+def differences(there: Mapping[str, Record | str], here: Mapping[str, Record | str], names: Iterable[str]) -> str:
     """Return missing and unexpected names and wrong shapes and dtypes, as text for a `CheckpointMismatchError`.
 
     Args:
-        there, here: dtype and shape of each array of what is read and of what it should fill; None: no such array.
+        there, here: dtype and shape of each array of what is read and of what it should fill; of a value that is no
+            array, a description. None: no such value.
         names: names that differ.
 
     >>> differences({"a": ("int32", (2,)), "b": ("int32", ())}, {"a": ("int32", (3,))}, ["a", "b"])
     '1 unexpected: b is int32[] there, absent here. 1 of another shape: a is int32[2] there, int32[3] here'
     """
-    kinds: dict[str, list[str]] = {"missing": [], "unexpected": [], "of another shape": [], "of another dtype": []}
+    kinds: dict[str, list[str]] = {
+        "missing": [],
+        "unexpected": [],
+        "no array": [],
+        "of another shape": [],
+        "of another dtype": [],
+    }
     for name in sorted(names):
         one, other = there.get(name), here.get(name)
-        texts = ["absent" if record is None else f"{record[0]}{list(record[1])}" for record in (one, other)]
         if one is None or other is None:
             kind = "missing" if one is None else "unexpected"
+        elif isinstance(one, str) or isinstance(other, str):
+            kind = "no array"
         else:
             kind = "of another shape" if one[1] != other[1] else "of another dtype"
-        kinds[kind].append(f"{name} is {texts[0]} there, {texts[1]} here")
+        kinds[kind].append(f"{name} is {_shown(one)} there, {_shown(other)} here")
     more = {kind: [f"and {len(lines) - SHOWN} more"] * (len(lines) > SHOWN) for kind, lines in kinds.items()}
     return ". ".join(
         f"{len(lines)} {kind}: {'; '.join(lines[:SHOWN] + more[kind])}" for kind, lines in kinds.items() if lines
     )
+
+
+def _shown(record: Record | str | None) -> str:
+    if record is None or isinstance(record, str):
+        return record or "absent"
+    return f"{record[0]}{list(record[1])}"
 
 
 __all__ = ["BackendUnavailableError", "CheckpointMismatchError", "QuantizerStateError"]

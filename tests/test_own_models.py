@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -544,3 +545,18 @@ def near(losses: list[float], plain: list[float]) -> None:
     np.testing.assert_allclose(losses, plain, rtol=2.0**-4)
     assert losses != plain
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.costly
+def test_a_warning_names_the_line_of_the_caller(tmp_path):
+    """In a process of its own: the type checker of the tests has frames between, too."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import jax\nfrom flax import linen as nn\nfrom flax import nnx\nfrom jax_te import layers, linen\n"
+        "x = jax.numpy.ones((16, 32))\n"
+        "layers.quantize_model(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), x, rules={'no': None})\n"
+        "linen.quantization_report(linen.quantize_model(nn.Dense(32), x, rules={'no': None}), x)\n"
+    )
+    told = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=120, check=True).stderr
+    lines = [line for line in told.splitlines() if "rules that fit no layer: no" in line and "UserWarning" in line]
+    assert [line.split(": ")[0] for line in lines] == [f"{program}:6", f"{program}:7"]

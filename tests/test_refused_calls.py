@@ -62,6 +62,7 @@ UNCHECKED = {
     "without effect": ["models.MegatronGPTModel.set_input_tensor", "megatron.Recipe.supports"],
     "interfaces, whose implementations are others'": [
         "quantize.Counting", "metrics.MetricsWriter", "metrics.Progress", "megatron.Matcher", "quantize.Quantizer",
+        "layers.AttentionCore",
     ],
     "steps of a layer's own call, which subclasses override": [
         "layers.QuantizableModule", "layers.TrainingMode", "layers.DotGeneral.stack_shape",
@@ -120,7 +121,7 @@ def test_no_body_runs_before_a_refusal(name: str) -> None:
 
 
 WITHOUT_A_CALL = {
-    "checkpoint.TrainCheckpointer.share_signs": "signs of life of several processes",
+    "checkpoint.TrainCheckpointer.share_heartbeats": "heartbeats of several processes",
     "metrics.kernel_times": "a trace of a GPU",
     "models.run_layers": "layers and arrays that a model puts together",
     "remat.selective_recompute": "names alone, which may be any number",

@@ -113,7 +113,8 @@ def _ours(case: ExpertsCase, backend: BackendName, batch: tuple[Array, Array]) -
         (params, quantizers, rest), (x, dy) = variables, batch
 
         def apply(params: Any, quantizers: Any, x: Array) -> Array:
-            return nnx.merge(graphdefs[0], params, quantizers, rest)(x)
+            # The same random choices in each step, under force_biased.
+            return nnx.merge(graphdefs[0], params, quantizers, rest)(x, key=jax.random.key(0))
 
         y, backward = jax.vjp(apply, params, quantizers, x)
         # As in training, where the output's gradient depends on the output: backward begins when forward has ended.

@@ -28,8 +28,8 @@ from jax_te.typing import BackendName, DTypeLike
 
 _TX = optax.adamw(1e-4)
 _LOSS = PipelinedLoss(
-    before=lambda model, batch, key: model.before(batch[:, :-1]),
-    after=lambda model, y, batch, key: model.after(y, batch[:, 1:]),
+    embed_inputs=lambda model, batch, key: model.embed_inputs(batch[:, :-1]),
+    compute_loss=lambda model, y, batch, key: model.compute_loss(y, batch[:, 1:]),
 )
 
 

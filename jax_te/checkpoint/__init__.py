@@ -1,8 +1,8 @@
 """Checkpoints of training states."""
 
 from jax_te.checkpoint.checkpointer import DamagedCheckpointWarning, TrainCheckpointer
+from jax_te.checkpoint.heartbeats import Heartbeats
 from jax_te.checkpoint.read import describe_checkpoint, gather_texts
-from jax_te.checkpoint.signs import Signs
 
 # For users. The other names above are for the other packages of jax_te.
 __all__ = ["DamagedCheckpointWarning", "TrainCheckpointer"]

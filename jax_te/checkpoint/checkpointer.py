@@ -24,16 +24,16 @@ from orbax.checkpoint import v1 as ocp
 from jax_te._validation import check_choice, check_positive, checked
 from jax_te.checkpoint.checksums import start_checksums
 from jax_te.checkpoint.folder import checked_folder
+from jax_te.checkpoint.heartbeats import Heartbeats, shortened
 from jax_te.checkpoint.host import free, host_copies
 from jax_te.checkpoint.read import DamagedError, chain, gather_texts, quiet_orbax, read_back
 from jax_te.checkpoint.restore import Target, load
-from jax_te.checkpoint.signs import Signs, shortened
 from jax_te.checkpoint.tree import FORMAT, PARAMETERS, array_leaves, check_named, named_leaves, records
 from jax_te.checkpoint.write import call_orbax, in_thread, kept_by, new_writer, size_of_save
 from jax_te.typing import PyTree
 
-SIGNS = ".processes"
-"""Name of the folder, inside of the checkpoints' or the run's folder, for the signs of life of several processes."""
+HEARTBEAT_FOLDER = ".processes"
+"""Name of the folder, inside of the checkpoints' or the run's folder, for the heartbeats of several processes."""
 
 _SOON = 0.002
 """Seconds between checks whether Orbax has begun to write, for which a step waits."""
@@ -105,8 +105,8 @@ class TrainCheckpointer:
         self._writer: ocp.training.Checkpointer | None = None
         self._pending: _Save | None = None
         self._timeout = timeout
-        self._signs: Signs | None = None
-        self._own_signs: Signs | None = None
+        self._heartbeats: Heartbeats | None = None
+        self._own_heartbeats: Heartbeats | None = None
         self._damaged: set[int] = set()
 
     def __enter__(self) -> TrainCheckpointer:
@@ -119,9 +119,9 @@ class TrainCheckpointer:
         else:
             self.close()
 
-    def share_signs(self, signs: Signs) -> None:
-        """Use the signs of life that the run's processes already write, instead of new ones in the folder."""
-        self._signs = signs
+    def share_heartbeats(self, heartbeats: Heartbeats) -> None:
+        """Use the heartbeats that the run's processes already write, instead of new ones in the folder."""
+        self._heartbeats = heartbeats
 
     def save(
         self, state: PyTree, data_state: Any, step: int | np.integer, *, metrics: Mapping[str, Any] | None = None
@@ -320,7 +320,7 @@ class TrainCheckpointer:
             raise
         finally:
             self._drop_writer()
-            self._end_signs()
+            self._end_heartbeats()
 
     def _steps(self) -> list[int]:
         """Finished checkpoints, without damaged ones: an unfinished one has a longer name."""
@@ -384,11 +384,11 @@ class TrainCheckpointer:
 
     def _opened_together(self, step: int, logged: list[BaseException]) -> ocp.training.Checkpointer:
         """Return the writer, which all processes open together."""
-        if self._signs is None:
-            folder, run = self._directory / SIGNS, gather_texts(uuid.uuid4().hex)[0]
-            signs = Signs(folder, run, jax.process_index(), jax.process_count(), (self._timeout,))
-            self._signs = self._own_signs = signs.__enter__()
-        self._signs.measure(partial(size_of_save, self._directory, step))
+        if self._heartbeats is None:
+            folder, run = self._directory / HEARTBEAT_FOLDER, gather_texts(uuid.uuid4().hex)[0]
+            heartbeats = Heartbeats(folder, run, jax.process_index(), jax.process_count(), (self._timeout,))
+            self._heartbeats = self._own_heartbeats = heartbeats.__enter__()
+        self._heartbeats.measure(partial(size_of_save, self._directory, step))
         opened = in_thread(self._open_writer)
         self._wait_for(_Save(step, opened, logged))
         return opened.result()
@@ -400,20 +400,20 @@ class TrainCheckpointer:
             Exception: with several processes, if this one cannot write its part.
             TimeoutError: if another one cannot, is gone, or none makes progress.
         """
-        if self._signs is None:
+        if self._heartbeats is None:
             wait_for([save.written])
             return
         while not save.written.done() and not (begun is not None and begun.wait(_SOON)):
             if begun is None:
-                wait_for([save.written], timeout=self._signs.interval)
+                wait_for([save.written], timeout=self._heartbeats.interval)
             self._raise_if_lost(save)
 
     def _raise_if_lost(self, save: _Save) -> None:
-        if save.written.done() or self._signs is None:
+        if save.written.done() or self._heartbeats is None:
             return
         if save.logged:
             raise save.logged[0]
-        line = self._signs.lost(self._timeout, clock="saved")
+        line = self._heartbeats.find_problem(self._timeout, clock="save_progress")
         if line is not None:
             raise TimeoutError(line)
 
@@ -445,8 +445,8 @@ class TrainCheckpointer:
                 read_back(self._directory / str(step))
                 self._damaged.remove(step)
                 self._read_back = True
-            if self._signs is not None:
-                self._signs.measure(None)
+            if self._heartbeats is not None:
+                self._heartbeats.measure(None)
 
     def _open_writer(self) -> ocp.training.Checkpointer:
         if self._damaged:
@@ -475,13 +475,13 @@ class TrainCheckpointer:
     def _abandon(self) -> None:
         """Stop waiting: Orbax and its threads would wait for the other processes."""
         self._pending, self._writer = None, None
-        self._end_signs()
+        self._end_heartbeats()
 
-    def _end_signs(self) -> None:
-        signs, self._own_signs = self._own_signs, None
-        if signs is not None:
-            self._signs = None
-            signs.__exit__()
+    def _end_heartbeats(self) -> None:
+        heartbeats, self._own_heartbeats = self._own_heartbeats, None
+        if heartbeats is not None:
+            self._heartbeats = None
+            heartbeats.__exit__()
 
     def _report_damaged(self, step: int, reason: str) -> None:
         self._damaged.add(step)
@@ -506,7 +506,7 @@ class TrainCheckpointer:
         try:
             yield
         except (OSError, RuntimeError, ValueError, DamagedError) as error:
-            if self._signs is None:
+            if self._heartbeats is None:
                 # A writer that failed may fail again when it is closed.
                 with contextlib.suppress(Exception):
                     self._drop_writer()
@@ -519,8 +519,8 @@ class TrainCheckpointer:
             if isinstance(error, TimeoutError):  # raised by `_raise_if_lost`
                 advice = "End this process and start all again" if texts[0].startswith("process") else advice
             text = f"checkpoint step {step} could not be saved: {cause}; {good}. {advice}"
-            if self._signs is not None:
-                self._signs.fail(f"process {jax.process_index()}: {text}")
+            if self._heartbeats is not None:
+                self._heartbeats.fail(f"process {jax.process_index()}: {text}")
                 self._abandon()
             raise OSError(errno.ENOSPC if full else errno.EIO, text, str(self._directory)) from error
 

@@ -44,8 +44,12 @@ Axes = tuple[Any, ...]
 """Mesh axes of each dimension."""
 
 
+_Rules = tuple[Callable[..., Iterator["ArraySource"]], ...]
+"""Rules of `Forms`: each yields arrays with the values of a name by one conversion, given the rules that are left."""
+
+
 @dataclass(frozen=True)
-class Made:
+class ArraySource:
     """An array as it is read, or made of others.
 
     Args:
@@ -54,14 +58,14 @@ class Made:
         make: function of the parts' arrays; None: it is read under the name ``source``.
         axes_of_parts: function that returns how each part is sharded, so that a device makes its shard from what it
             holds.
-        sliced: whether it is a slice of its only part.
+        sliced: whether it is a slice of a single part.
         note: description of the conversion, for the log.
         needs: names of `ALLOWED`.
     """
 
     shape: tuple[int, ...]
     dtype: Any
-    parts: tuple[Made, ...] = ()
+    parts: tuple[ArraySource, ...] = ()
     make: Callable[..., Array] | None = None
     axes_of_parts: Callable[[Axes], tuple[Axes, ...]] = lambda axes: (axes,)
     sliced: bool = False
@@ -69,7 +73,7 @@ class Made:
     note: str = ""
     needs: frozenset[str] = frozenset()
 
-    def reads(self, axes: Axes) -> dict[str, tuple[Made, Axes]]:
+    def reads(self, axes: Axes) -> dict[str, tuple[ArraySource, Axes]]:
         """Return the arrays to read by name, with their mesh axes if this array has ``axes``."""
         if self.make is None:
             return {self.source: (self, axes)}
@@ -110,7 +114,7 @@ class Forms:
         self._saved, self._wanted = saved, wanted
         self._adapted = any("base" in name.split("/") for name in saved)
 
-    def find(self, name: Name, record: Record) -> Made | None:
+    def find(self, name: Name, record: Record) -> ArraySource | None:
         """Return the conversion with the least loss that makes the array of a name, or None."""
         (dtype, shape), (first, *rest) = record, name
         alike = None
@@ -135,12 +139,12 @@ class Forms:
             return _cast(found, dtype, f"{found.dtype} cast to {dtype}", () if lossless else ("cast",))
         return self._dequantized(name, record) if first == PARAMETERS else None
 
-    def exact(self, name: Name, shape: tuple[int, ...]) -> Made | None:
+    def exact(self, name: Name, shape: tuple[int, ...]) -> ArraySource | None:
         """Return the most exact available values of a parameter."""
         found = self._of_shape((MASTERS, *name[1:]), shape) or self._of_shape(name, shape)
         return None if found is None or not jnp.issubdtype(jnp.dtype(found.dtype), jnp.floating) else found
 
-    def left_over(self, made: dict[Name, Made]) -> list[str]:
+    def left_over(self, made: dict[Name, ArraySource]) -> list[str]:
         """Return the names of the checkpoint's arrays that ``made`` does not contain, in part or whole."""
         groups: dict[str, Counter[str]] = {}
         for name, each in made.items():
@@ -155,21 +159,26 @@ class Forms:
                 held.add(master)
         return [name for name in self._saved if name not in held and not _is_derived(name, held)]
 
-    def _of_shape(self, name: Name, shape: tuple[int, ...]) -> Made | None:
+    def _of_shape(self, name: Name, shape: tuple[int, ...]) -> ArraySource | None:
         return next((made for made in self._layouts(name) if made.shape == shape), None)
 
-    def _layouts(self, name: Name, rules: tuple[str, ...] = ("lora", "qkv", "stack")) -> Iterator[Made]:
-        """Yield arrays with the values of a name, as saved or in another layout; each rule applies once at most."""
+    def _layouts(self, name: Name, rules: _Rules | None = None) -> Iterator[ArraySource]:
+        """Yield arrays with the values of a name, as saved or in another layout; each rule applies once at most.
+
+        Args:
+            name: name of the array.
+            rules: rules that may still apply. None: all.
+        """
+        rules = (self._lora, self._qkv, self._stack) if rules is None else rules
         text = "/".join(name)
         # The saved array first: most names need no rule.
         if text in self._saved:
             dtype, shape = self._saved[text]
-            yield Made(shape, dtype, source=text)
+            yield ArraySource(shape, dtype, source=text)
         for rule in rules:
-            rest = tuple(other for other in rules if other != rule)
-            yield from getattr(self, f"_{rule}")(name, rest)
+            yield from rule(name, tuple(other for other in rules if other != rule))
 
-    def _lora(self, name: Name, rules: tuple[str, ...]) -> Iterator[Made]:
+    def _lora(self, name: Name, rules: _Rules) -> Iterator[ArraySource]:
         """Convert between a layer and the ``base`` of an adapted layer, see `jax_te.layers.LoRA`."""
         for place in range(1, len(name)):
             if name[place] == "base":
@@ -177,7 +186,7 @@ class Forms:
             elif self._adapted:
                 yield from self._layouts((*name[:place], "base", *name[place:]), rules)
 
-    def _qkv(self, name: Name, rules: tuple[str, ...]) -> Iterator[Made]:
+    def _qkv(self, name: Name, rules: _Rules) -> Iterator[ArraySource]:
         """Convert between projections of `MultiheadAttention` in one kernel ``[…, r + 2, g·d]`` and in three."""
         if len(name) < 2:
             return
@@ -192,13 +201,13 @@ class Forms:
             q, k, v = (next(self._layouts((*path, each, last), rules), None) for each in PROJECTIONS)
             if q and k and v and (*q.shape[:-2], *q.shape[-1:]) == k.shape == v.shape:
                 shape = (*q.shape[:-2], q.shape[-2] + 2, q.shape[-1])
-                yield Made(shape, q.dtype, (q, k, v), _fuse, _fused_axes, note="query, key and value fused")
+                yield ArraySource(shape, q.dtype, (q, k, v), _fuse, _fused_axes, note="query, key and value fused")
         if layer in PROJECTIONS:
             for fused in self._layouts((*path, "qkv", last), rules):
                 if len(fused.shape) >= 2 and fused.shape[-2] > 2:
                     yield _projection(fused, PROJECTIONS[layer])
 
-    def _stack(self, name: Name, rules: tuple[str, ...]) -> Iterator[Made]:
+    def _stack(self, name: Name, rules: _Rules) -> Iterator[ArraySource]:
         """Convert between layers stacked by `nnx.vmap` along a leading axis and layers with numbered names."""
         for place in range(1, len(name)):
             if name[place].isdecimal():
@@ -212,17 +221,19 @@ class Forms:
             if len({(layer.shape, layer.dtype) for layer in layers}) == 1:
                 yield _stack_of(layers)
 
-    def _quantizer(self, name: Name, record: Record) -> Made:
+    def _quantizer(self, name: Name, record: Record) -> ArraySource:
         dtype, shape = record
         needs, history = frozenset({QUANTIZERS}), name[-1] == "amax_history"
         for made in self._layouts(name) if history else ():
             if made.shape[:-1] == shape[:-1]:
                 resize = partial(_of_length, length=shape[-1])
-                return Made(shape, dtype, (made,), resize, note="amax histories cut or filled with 0", needs=needs)
+                return ArraySource(
+                    shape, dtype, (made,), resize, note="amax histories cut or filled with 0", needs=needs
+                )
         begin = partial(jnp.zeros if history else jnp.ones, shape, dtype)
-        return Made(shape, dtype, (), begin, lambda _: (), note="quantizers begun anew", needs=needs)
+        return ArraySource(shape, dtype, (), begin, lambda _: (), note="quantizers begun anew", needs=needs)
 
-    def _dequantized(self, name: Name, record: Record) -> Made | None:
+    def _dequantized(self, name: Name, record: Record) -> ArraySource | None:
         dtype, shape = record
         data, scales, tensor = (next(self._layouts((*name, *each)), None) for each in (DATA, SCALES, TENSOR_SCALES))
         if data is None or scales is None or data.shape != shape:
@@ -231,7 +242,9 @@ class Forms:
         # A scale may cover more than one device's values.
         axes = partial(_first_axes, ranks=[len(part.shape) for part in parts[1:]])
         needs = frozenset({"dequantize"})
-        return Made(shape, dtype, parts, partial(_dequantize, dtype), axes, note="kernels dequantized", needs=needs)
+        return ArraySource(
+            shape, dtype, parts, partial(_dequantize, dtype), axes, note="kernels dequantized", needs=needs
+        )
 
 
 def _is_derived(name: str, held: set[str]) -> bool:
@@ -243,31 +256,33 @@ def _is_derived(name: str, held: set[str]) -> bool:
     )
 
 
-def _cast(made: Made, dtype: str, note: str, needs: tuple[str, ...]) -> Made:
-    return Made(made.shape, dtype, (made,), lambda a: a.astype(dtype), note=note, needs=frozenset(needs))
+def _cast(made: ArraySource, dtype: str, note: str, needs: tuple[str, ...]) -> ArraySource:
+    return ArraySource(made.shape, dtype, (made,), lambda a: a.astype(dtype), note=note, needs=frozenset(needs))
 
 
-def _layer(stack: Made, number: int) -> Made:
+def _layer(stack: ArraySource, number: int) -> ArraySource:
     take = partial(lax.index_in_dim, index=number, keepdims=False)
     note = "layers taken from a stack"
-    return Made(stack.shape[1:], stack.dtype, (stack,), take, lambda axes: ((None, *axes),), sliced=True, note=note)
+    return ArraySource(
+        stack.shape[1:], stack.dtype, (stack,), take, lambda axes: ((None, *axes),), sliced=True, note=note
+    )
 
 
-def _stack_of(layers: list[Made]) -> Made:
+def _stack_of(layers: list[ArraySource]) -> ArraySource:
     shape, count = (len(layers), *layers[0].shape), len(layers)
     make, axes = (lambda *arrays: jnp.stack(arrays)), (lambda axes: (axes[1:],) * count)
-    return Made(shape, layers[0].dtype, tuple(layers), make, axes, note="layers stacked")
+    return ArraySource(shape, layers[0].dtype, tuple(layers), make, axes, note="layers stacked")
 
 
-def _projection(fused: Made, place: int | None) -> Made:
+def _projection(fused: ArraySource, place: int | None) -> ArraySource:
     *lead, count, last = fused.shape
     note = "query, key and value separated"
     if place is None:
         shape, take = (*lead, count - 2, last), partial(lax.slice_in_dim, start_index=0, limit_index=-2, axis=-2)
-        return Made(shape, fused.dtype, (fused,), take, sliced=True, note=note)
+        return ArraySource(shape, fused.dtype, (fused,), take, sliced=True, note=note)
     take = partial(lax.index_in_dim, index=place, axis=-2, keepdims=False)
     axes = lambda axes: ((*axes[:-1], None, axes[-1]),)  # noqa: E731
-    return Made((*lead, last), fused.dtype, (fused,), take, axes, sliced=True, note=note)
+    return ArraySource((*lead, last), fused.dtype, (fused,), take, axes, sliced=True, note=note)
 
 
 def _fuse(q: Array, k: Array, v: Array) -> Array:

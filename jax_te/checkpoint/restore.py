@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jax_te.checkpoint.checksums import checksums
-from jax_te.checkpoint.convert import ALLOWED, QUANTIZERS, Axes, Forms, Made
+from jax_te.checkpoint.convert import ALLOWED, QUANTIZERS, ArraySource, Axes, Forms
 from jax_te.checkpoint.read import DamagedError, in_all_processes, read_arrays, read_metadata
 from jax_te.checkpoint.target import described
 from jax_te.checkpoint.tree import FORMAT, NO_MESH, PARAMETERS, Name, named_leaves, records
@@ -66,8 +66,8 @@ class Plan:
         left_out: names of the checkpoint's arrays that the state lacks.
     """
 
-    made: dict[Name, Made] = field(default_factory=dict)
-    kernels: dict[Name, Made] = field(default_factory=dict)
+    made: dict[Name, ArraySource] = field(default_factory=dict)
+    kernels: dict[Name, ArraySource] = field(default_factory=dict)
     kept: list[Name] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
@@ -147,11 +147,11 @@ class _Refused:
         return CheckpointMismatchError(f"{what} is not one of this state: {found}. {remedies}")
 
 
-def _quantized_here(forms: Forms, ways: dict[Name, Made | None], target: Target) -> dict[Name, Made]:
+def _quantized_here(forms: Forms, ways: dict[Name, ArraySource | None], target: Target) -> dict[Name, ArraySource]:
     """Return the exact values of the kernels to quantize again, which needs a model."""
     if not hasattr(target.tree, "graphdef"):
         return {}
-    kernels: dict[Name, Made] = {}
+    kernels: dict[Name, ArraySource] = {}
     for kernel, stored in target.kernels.items():
         own = [ways[name] for name, owner in target.kernel_of.items() if owner == kernel]
         exact = forms.exact(kernel, stored.shape)
@@ -161,7 +161,7 @@ def _quantized_here(forms: Forms, ways: dict[Name, Made | None], target: Target)
     return kernels
 
 
-def _decide_leaves(plan: Plan, refused: _Refused, ways: dict[Name, Made | None], target: Target) -> None:
+def _decide_leaves(plan: Plan, refused: _Refused, ways: dict[Name, ArraySource | None], target: Target) -> None:
     """Add the source of each array of the state to ``plan``, and arrays without one to ``refused``."""
     for name, way in ways.items():
         kernel = target.kernel_of.get(name)

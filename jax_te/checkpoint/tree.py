@@ -45,7 +45,7 @@ def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> 
     """
     # Variables are unwrapped, so that a checkpoint does not depend on how NNX names what is inside one.
     plain = jax.tree.map(_unwrap, tree, is_leaf=_is_variable)
-    found = [(tuple(map(_part, path)), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(plain, is_leaf)]
+    found = [(_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(plain, is_leaf)]
     leaves = dict(found)
     if len(leaves) != len(found):
         raise ValueError("two leaves of the state have the same name, so it cannot be stored by name")
@@ -126,9 +126,6 @@ def _unwrap(node: Any) -> Any:
     return node.get_raw_value() if _is_variable(node) else node
 
 
-def _part(entry: Any) -> str:
-    # Attribute of a path's entry, by the kind of its node: dict, dataclass, list.
-    for attribute in ("key", "name", "idx"):
-        if hasattr(entry, attribute):
-            return str(getattr(entry, attribute))
-    return str(entry)
+def _name(path: tuple[Any, ...]) -> Name:
+    # Each entry by itself: a key may contain any separator.
+    return tuple(jax.tree_util.keystr((entry,), simple=True) for entry in path)

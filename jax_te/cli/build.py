@@ -131,8 +131,8 @@ def loss_scaler(config: RunConfig) -> LossScale | None:
 
 
 loss_fn = PipelinedLoss(
-    before=lambda model, batch, key: model.before(batch["tokens"], dropout_key=key),
-    after=lambda model, y, batch, key: model.after(y, batch["labels"]),
+    embed_inputs=lambda model, batch, key: model.embed_inputs(batch["tokens"], dropout_key=key),
+    compute_loss=lambda model, y, batch, key: model.compute_loss(y, batch["labels"]),
 )
 """The mean loss of a batch ``{"tokens": [b, s], "labels": [b, s]}``; the key None is evaluation."""
 

@@ -99,6 +99,10 @@ class ConvertOptions:
         SIZE, "vocabulary size of a Megatron-LM checkpoint FROM, without padding rows", None, shown="all rows"
     )
     tensor_parallel: int = option(SIZE, "number of tensor-parallel ranks of a Megatron-LM checkpoint TO", 1)
+    upcycle: int | None = option(
+        SIZE, "number of experts, copies of each feed-forward block that take its place in TO", None, shown="no experts"
+    )
+    upcycle_topk: int | None = option(SIZE, "number of experts of each token, with --upcycle", None, shown="2")
     architecture: str | None = option(
         ARCHITECTURE,
         "Hugging Face architecture of TO, e.g. LlamaForCausalLM; an unknown name lists all",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from flax import nnx
 
 from jax_te._validation import read_text
 from jax_te.checkpoint import TrainCheckpointer
@@ -24,6 +25,7 @@ from jax_te.data import TOKENIZER_FILE
 from jax_te.interop.huggingface import CONFIG, load_huggingface, save_huggingface
 from jax_te.interop.megatron import load_megatron, save_megatron
 from jax_te.metrics import counting
+from jax_te.models import upcycle
 from jax_te.training import exact_model
 
 
@@ -45,6 +47,13 @@ def run(options: ConvertOptions) -> int:
     config = read_config(_run_of(source)) if kind == "jax-te" else None
     with counting("read") as on_progress:
         model = _read(options, source, kind, config, on_progress)
+    if options.upcycle is not None:
+        model = upcycle(
+            model,
+            num_moe_experts=options.upcycle,
+            moe_router_topk=options.upcycle_topk or 2,
+            rngs=nnx.Rngs(0),
+        )
     with counting("written") as on_progress, contextlib.ExitStack() as stack:
         common: dict[str, Any] = {"dtype": options.dtype, "on_progress": on_progress}
         if megatron:
@@ -71,6 +80,7 @@ def _check(options: ConvertOptions, kind: str, megatron: bool) -> None:
         "--factory-modules": options.factory_modules is not None and kind != "jax-te",
         "--tensor-parallel": options.tensor_parallel != 1 and not megatron,
         "--architecture": options.architecture is not None and megatron,
+        "--upcycle-topk": options.upcycle_topk is not None and options.upcycle is None,
     }
     given = [name for name, wrong in useless.items() if wrong]
     if given:

@@ -23,6 +23,7 @@ REQUIREMENTS = {
 }
 """What TE is built against and with, for each CUDA version: the extras ``te-cu12`` and ``te-cu13``."""
 
+_DESCRIPTION = "Install Transformer Engine for JAX with pip alone, as docs/install.md describes."
 _VERSION = "2.20.2"
 _PYTHON = (3, 12)  # what jax 0.11 needs
 _BUILD = {"NVTE_BUILD_USE_NVIDIA_WHEELS": "1"}
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     >>> main(["--cuda", "13", "--dry-run"])  # doctest: +SKIP
     """
-    parser = argparse.ArgumentParser(prog="python -m jax_te.cli.install_te", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m jax_te.cli.install_te", description=_DESCRIPTION)
     parser.add_argument(
         "--cuda", choices=sorted(REQUIREMENTS), default="13", help="CUDA version (default: %(default)s)"
     )

@@ -30,7 +30,7 @@ class Launch(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Seconds that a process waits for others of its run, counted from their last sign of life.
+    """Seconds that a process waits for others of its run, counted from their last heartbeat.
 
     Args:
         start: timeout until another process has joined.

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_te.checkpoint import Signs
+from jax_te.checkpoint import Heartbeats
 from jax_te.metrics import MetricsLog, Progress, Speed, StepTrace, StepWork
 from jax_te.typing import PyTree
 
@@ -65,7 +65,7 @@ class LoopActions:
         trace: trace of some steps. None: no trace.
         agree: function called at each step with the signal that this process received, or None; returns the signal to
             stop on. None: the process's own.
-        signs: signs of life for the other processes. None: no signs.
+        heartbeats: heartbeats for the other processes. None: no heartbeats.
     """
 
     step: Callable[[PyTree, Any], tuple[PyTree, dict[str, Any]]]
@@ -75,12 +75,12 @@ class LoopActions:
     inspect: Callable[[int, PyTree, Any], None] | None = None
     trace: StepTrace | None = None
     agree: Callable[[signal.Signals | None], signal.Signals | None] | None = None
-    signs: Signs | None = None
+    heartbeats: Heartbeats | None = None
 
     def begin(self, doing: str, *, waits: bool = False) -> None:
         """Report the next activity to the other processes."""
-        if self.signs is not None:
-            self.signs.begin(doing, waits=waits)
+        if self.heartbeats is not None:
+            self.heartbeats.begin(doing, waits=waits)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from flax import nnx
 
 from jax_te.layers import QuantizableModule, quantizable_modules
-from jax_te.megatron import TwoModeRecipe
 from jax_te.recipe import ModuleRecipe, Recipe, current_recipe
 
 
@@ -78,9 +77,7 @@ def _why(module: QuantizableModule, own: ModuleRecipe | None, ambient: Recipe | 
         outside = "kept in high precision, as a first or last layer"
     if own is None:
         return outside
-    flags = own.in_evaluation if isinstance(own, TwoModeRecipe) and not training else own
-    if ambient is None:
-        acts, where = flags.override_nonquantized_autocast, "nothing else is quantized"
-    else:
-        acts, where = flags.override_quantized_autocast, "there is an ambient recipe"
-    return "its own rule" if acts else f"{outside}; its own rule does not act where {where}"
+    if own.overrides(quantized=ambient is not None, training=training):
+        return "its own rule"
+    where = "nothing else is quantized" if ambient is None else "there is an ambient recipe"
+    return f"{outside}; its own rule does not act where {where}"

@@ -102,7 +102,7 @@ class TrainOptions:
     start_timeout: float = option(SECONDS, "seconds to wait for another process of the run to start", 300.0)
     save_timeout: float = option(SECONDS, "seconds without progress after which a multi-process save fails", 60.0)
     step_timeout: float = option(
-        SECONDS, "seconds without a sign of life from another process after which the run ends", 600.0
+        SECONDS, "seconds without a heartbeat from another process after which the run ends", 600.0
     )
 
 

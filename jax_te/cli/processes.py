@@ -21,11 +21,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_te.checkpoint import Signs
+from jax_te.checkpoint import Heartbeats
 from jax_te.cli.launch import PLACE, Bounds, Launch
 from jax_te.cli.main import explain
-from jax_te.cli.meeting import meet
-from jax_te.cli.run_files import SIGNS_FOLDER
+from jax_te.cli.rendezvous import rendezvous
+from jax_te.cli.run_files import HEARTBEAT_FOLDER
 
 _LATER = 60
 """Seconds by which JAX's timeouts, at which it aborts in C++, exceed those of the run."""
@@ -44,8 +44,8 @@ T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def joined(launch: Launch | None, output: Path, bounds: Bounds, *, debug: bool = False) -> Iterator[Signs | None]:
-    """Connect all processes in JAX, and yield their signs of life; None if this process is the only one.
+def joined(launch: Launch | None, output: Path, bounds: Bounds, *, debug: bool = False) -> Iterator[Heartbeats | None]:
+    """Connect all processes in JAX, and yield their heartbeats; None if this process is the only one.
 
     Where there are several, only the first one's stdout is shown, and nothing that C++ libraries print there.
 
@@ -54,7 +54,7 @@ def joined(launch: Launch | None, output: Path, bounds: Bounds, *, debug: bool =
 
     Args:
         launch: launch of `find_launch`. None: one process, or processes that are connected already.
-        output: folder of the run, in which the signs are.
+        output: folder of the run, in which the heartbeats are.
         bounds: timeouts of all waits.
         debug: whether to show the traceback of an error.
 
@@ -66,19 +66,21 @@ def joined(launch: Launch | None, output: Path, bounds: Bounds, *, debug: bool =
     if jax.process_count() == 1:
         yield None
         return
-    signs: Signs | None = None
+    heartbeats: Heartbeats | None = None
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_own_stdout())
             with _within(bounds.start, "the processes of the run have found each other, and now one does not answer"):
                 run = _shared_token(output, uuid.uuid4().hex[:12])
             every, guard = (bounds.save, bounds.step), _Guard(bounds.step)
-            signs = Signs(output / SIGNS_FOLDER, run, jax.process_index(), jax.process_count(), every, guard)
-            yield signs.__enter__()
+            heartbeats = Heartbeats(
+                output / HEARTBEAT_FOLDER, run, jax.process_index(), jax.process_count(), every, guard
+            )
+            yield heartbeats.__enter__()
     except Exception as error:
-        _end(error, debug, signs)  # the signs go on until then: they tell this process why, and the others
+        _end(error, debug, heartbeats)  # the heartbeats go on until then: they tell this process why, and the others
     else:
-        signs.__exit__()
+        heartbeats.__exit__()
 
 
 @contextlib.contextmanager
@@ -150,26 +152,28 @@ def _shared_token(output: Path, token: str) -> str:
 
 
 class _Guard:
-    """Thread that watches the signs of life: it ends this process when it waits in vain, and reports for whom."""
+    """Thread that watches the heartbeats: it ends this process when it waits in vain, and reports for whom."""
 
     def __init__(self, bound: float):
         self._bound, self._notice = bound, min(_NOTICE, bound / 2)
 
-    def __call__(self, signs: Signs) -> None:
-        lost = signs.lost(self._bound)
-        if lost is not None:
-            _leave(f"{lost}; the same command resumes", signs)
-        late, waited = signs.late(), signs.waited()
-        if not late or waited < min(_NOTICE, self._bound / 2):
+    def __call__(self, heartbeats: Heartbeats) -> None:
+        problem = heartbeats.find_problem(self._bound)
+        if problem is not None:
+            _leave(f"{problem}; the same command resumes", heartbeats)
+        behind, waited = heartbeats.processes_behind(), heartbeats.seconds_waited()
+        if not behind or waited < min(_NOTICE, self._bound / 2):
             self._notice = min(_NOTICE, self._bound / 2)
-        elif waited > self._notice and (is_first() or late[0][0] == 0):
+        elif waited > self._notice and (is_first() or behind[0][0] == 0):
             self._notice *= 2
-            whom = ", ".join(f"process {index} ({doing})" for index, doing in late[:8])
+            whom = ", ".join(f"process {index} ({doing})" for index, doing in behind[:8])
             os.write(2, f"jax-te: waiting for {whom}, {waited:.0f} s so far\n".encode(errors="replace"))
 
 
 def _connect(launch: Launch, bounds: Bounds) -> None:
-    meet(launch, bounds.start, lambda line: print(line, file=sys.stderr if launch.index else sys.stdout, flush=True))
+    rendezvous(
+        launch, bounds.start, lambda line: print(line, file=sys.stderr if launch.index else sys.stdout, flush=True)
+    )
     # JAX's handler would intercept SIGTERM in a run that is still starting; the loop has its own agreement.
     jax.config.update("jax_enable_preemption_service", False)
     given = {} if launch.coordinator is None else {"cluster_detection_method": "deactivate"}
@@ -271,31 +275,35 @@ def _line(error: Exception) -> str | None:
     return explain(error, "train")  # the one command of several processes
 
 
-def _end(error: Exception, debug: bool, signs: Signs | None) -> None:
+def _end(error: Exception, debug: bool, heartbeats: Heartbeats | None) -> None:
     """End this process, which cannot wait for others that wait for it."""
     text = None if debug else _line(error)
     if text is None:
         traceback.print_exc()
-    if signs is not None and text is not None and text.startswith(_OTHER):
-        deadline = time.monotonic() + 3 * signs.interval  # its own message says more, if there is one
-        while signs.told() is None and time.monotonic() < deadline:
-            time.sleep(signs.interval / 4)
-        text = text if signs.told() is None else f"{signs.told()}; the same command resumes"
-    _leave(text, signs, 1 if text is None else 2, _line(error) or repr(error))
+    if heartbeats is not None and text is not None and text.startswith(_OTHER):
+        deadline = time.monotonic() + 3 * heartbeats.interval  # its own message says more, if there is one
+        while heartbeats.reported_error() is None and time.monotonic() < deadline:
+            time.sleep(heartbeats.interval / 4)
+        text = (
+            text if heartbeats.reported_error() is None else f"{heartbeats.reported_error()}; the same command resumes"
+        )
+    _leave(text, heartbeats, 1 if text is None else 2, _line(error) or repr(error))
 
 
 _LEAVING = threading.Lock()
 
 
-def _leave(text: str | None, signs: Signs | None = None, status: int = 2, told: str | None = None) -> None:
+def _leave(text: str | None, heartbeats: Heartbeats | None = None, status: int = 2, told: str | None = None) -> None:
     """End this process at once, with a line for its user and one for the other processes, which end, too."""
     _LEAVING.acquire()  # for good: the loop and the guard may both find that it is over
     if text is not None:
         place = f"process {jax.process_index()} of {jax.process_count()}: " if jax.distributed.is_initialized() else ""
         os.write(2, f"jax-te: {place}error: {text}\n".encode(errors="replace"))
     sys.stderr.flush()
-    if signs is not None:
-        signs.fail(signs.told() or f"process {jax.process_index()}: {told or text}".removesuffix(_RESUMES))
+    if heartbeats is not None:
+        heartbeats.fail(
+            heartbeats.reported_error() or f"process {jax.process_index()}: {told or text}".removesuffix(_RESUMES)
+        )
         if is_first():
-            time.sleep(_FAREWELL + 2 * signs.interval)  # JAX aborts the others as soon as the first one is gone
+            time.sleep(_FAREWELL + 2 * heartbeats.interval)  # JAX aborts the others as soon as the first one is gone
     os._exit(status)

@@ -65,7 +65,7 @@ class RunConfig(RunOptions):
         for what, size, number, why in self._divisions(recipe, self.parallel_config() or ParallelConfig()):
             if size % number:
                 the_next = size + -size % number
-                raise ValueError(f"{what} {size} is not divisible by {why}; the next that is: {the_next}")
+                raise ValueError(f"{what} {size} is not divisible by {why}; the next multiple is {the_next}")
 
     @property
     def tokens_per_step(self) -> int:
@@ -124,7 +124,7 @@ class RunConfig(RunOptions):
             the_next = hidden + -hidden % heads
             raise ValueError(
                 f"--hidden-size {hidden} is not divisible by --num-heads {heads}, and no --kv-channels are given; the "
-                f"next that is: {the_next}"
+                f"next multiple is {the_next}"
             )
         if heads % groups:
             raise ValueError(f"--num-heads {heads} is not divisible by --num-query-groups {groups}")

@@ -20,7 +20,7 @@ from jax_te.metrics import EXPERTS_PLOT, METRICS_FILE, PLOT_FILE, PRECISION_FILE
 CONFIG_FILE = "config.json"
 CHECKPOINT_FOLDER = "checkpoints"
 LOCK_FILE = ".lock"
-SIGNS_FOLDER = ".processes"
+HEARTBEAT_FOLDER = ".processes"
 PARTIAL = ".partial"
 """Suffix of an incomplete file."""
 VERSION = 1
@@ -48,7 +48,7 @@ def refuse_links(directory: Path) -> None:
     files = [CONFIG_FILE, LOCK_FILE, METRICS_FILE, PLOT_FILE, EXPERTS_PLOT]
     files += [PRECISION_FILE, PRECISION_PLOT, TOKENIZER_FILE]
     partial = [CONFIG_FILE + PARTIAL, str(Path(TOKENIZER_FILE).with_suffix(PARTIAL))]
-    for path in (directory / name for name in (*files, *partial, SIGNS_FOLDER)):
+    for path in (directory / name for name in (*files, *partial, HEARTBEAT_FOLDER)):
         if path.is_symlink():
             raise ValueError(
                 f"{path} is a symbolic link to {os.readlink(path)}, and a run would write there; remove the link, or "

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jax_te._validation import require_extra
-from jax_te.checkpoint import Signs, TrainCheckpointer
+from jax_te.checkpoint import Heartbeats, TrainCheckpointer
 from jax_te.cli.build import HELDOUT, Trainer, contexts, warnings_as_lines
 from jax_te.cli.compile_cache import keep_compiled_programs
 from jax_te.cli.launch import Bounds, find_launch
@@ -73,11 +73,11 @@ def run(options: GivenOptions) -> int:
     launch = find_launch(start.processes)
     bounds = Bounds(start=start.start_timeout, save=start.save_timeout, step=start.step_timeout)
     output = output_folder(options)
-    with joined(launch, output, bounds, debug=options.debug) as signs:
-        return _run(options, output, signs, bounds)
+    with joined(launch, output, bounds, debug=options.debug) as heartbeats:
+        return _run(options, output, heartbeats, bounds)
 
 
-def _run(options: GivenOptions, output: Path, signs: Signs | None, bounds: Bounds) -> int:
+def _run(options: GivenOptions, output: Path, heartbeats: Heartbeats | None, bounds: Bounds) -> int:
     keep_compiled_programs()
     progress = make_progress()
     config, resumes, trace, tokenizer, data = agreed(lambda: _read(options, output, progress))
@@ -90,8 +90,8 @@ def _run(options: GivenOptions, output: Path, signs: Signs | None, bounds: Bound
         with ExitStack() as stack:
             agreed(lambda: stack.enter_context(_locked(output)))
             checkpointer = stack.enter_context(_checkpointer(config, output, bounds))
-            if signs is not None:
-                checkpointer.share_signs(signs)
+            if heartbeats is not None:
+                checkpointer.share_heartbeats(heartbeats)
             trainer = Trainer(config, data, checkpointer)
             check_same(data=trainer.batches.get_state(), held_out_text=text_crc32(data.heldout))
             progress.note(
@@ -106,7 +106,7 @@ def _run(options: GivenOptions, output: Path, signs: Signs | None, bounds: Bound
                 keep_tokenizer(tokenizer, output)
                 write_config(config, output)
             progress.facts(_facts(config, data, backends, mesh, state, output, first, report))
-            return _train(trainer, tokenizer, state, first, output, progress, trace, signs)
+            return _train(trainer, tokenizer, state, first, output, progress, trace, heartbeats)
 
 
 def _read(
@@ -160,7 +160,7 @@ def _train(
     output: Path,
     progress: Progress,
     trace: StepTrace | None,
-    signs: Signs | None,
+    heartbeats: Heartbeats | None,
 ) -> int:
     """Run the remaining steps, draw the plots, and show what came of it; return the exit status."""
     config, data = trainer.config, trainer.data
@@ -173,7 +173,7 @@ def _train(
     # Records after the checkpoint are cut: the resumed run writes them again.
     precision = PrecisionLog(output, resume_step=first)
     with MetricsLog(output, resume_step=first, writers=config.metrics_writers.split(",")) as log:  # type: ignore[arg-type]
-        actions = _actions(trainer, log, precision, trace, signs)
+        actions = _actions(trainer, log, precision, trace, heartbeats)
         skipped = int(state.skipped_steps)
         result = run_loop(
             state, trainer.batches, actions, _plan(trainer), log=log, progress=progress, first=first, skipped=skipped
@@ -215,7 +215,7 @@ def _plan(trainer: Trainer) -> LoopPlan:
 
 
 def _actions(
-    trainer: Trainer, log: MetricsLog, precision: PrecisionLog, trace: StepTrace | None, signs: Signs | None
+    trainer: Trainer, log: MetricsLog, precision: PrecisionLog, trace: StepTrace | None, heartbeats: Heartbeats | None
 ) -> LoopActions:
     def inspect(step: int, state: TrainState, batch: PyTree) -> None:
         statistics = trainer.inspect(state, batch)
@@ -230,7 +230,7 @@ def _actions(
         inspect=inspect,
         agree=SharedSignal() if jax.process_count() > 1 else None,
         trace=trace,
-        signs=signs,
+        heartbeats=heartbeats,
     )
 
 

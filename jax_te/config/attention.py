@@ -44,8 +44,8 @@ class AttentionConfig:
     Lists become tuples, as a hashable configuration needs.
 
     Raises:
-        ValueError: for unknown names and values out of range.
-        AssertionError: for a list ``cp_comm_type`` without exactly one entry for each layer.
+        ValueError: for unknown names and values out of range; for a list ``cp_comm_type`` without exactly one entry for
+            each layer.
         TypeError: for a flag that is not a bool.
 
     Source: ``megatron.core.transformer.TransformerConfig``.
@@ -114,7 +114,6 @@ class AttentionConfig:
             )
         kinds = self.cp_comm_type
         if isinstance(kinds, tuple) and len(kinds) != num_layers:
-            # An AssertionError, as in Megatron.
-            raise AssertionError(f"cp_comm_type has {len(kinds)} entries for {num_layers} layers; give one for each")
+            raise ValueError(f"cp_comm_type has {len(kinds)} entries for {num_layers} layers; give one for each")
         for kind in kinds if isinstance(kinds, tuple) else (kinds,):
             check_choice((None, *CP_COMM_TYPES), cp_comm_type=kind)

@@ -35,9 +35,8 @@ class CudaGraphConfig:
             effect; XLA allocates memory and needs no warm-up.
 
     Raises:
-        ValueError: for an unknown name, and for parts of a layer.
+        ValueError: for an unknown name, for parts of a layer, and for two equivalent fields with different names.
         TypeError: for a flag that is not bool.
-        AssertionError: for two equivalent fields with different names, as in Megatron.
 
     Source: ``megatron.core.transformer.TransformerConfig``.
 
@@ -65,7 +64,7 @@ class CudaGraphConfig:
         for old, impl in (("enable_cuda_graph", "local"), ("external_cuda_graph", "transformer_engine")):
             if getattr(self, old):
                 if self.cuda_graph_impl != "none":
-                    raise AssertionError(
+                    raise ValueError(
                         f"{old}=True and cuda_graph_impl={self.cuda_graph_impl!r} are both given; leave {old} out"
                     )
                 _deprecated(f"{old}=True", f"cuda_graph_impl={impl!r}")
@@ -75,9 +74,7 @@ class CudaGraphConfig:
         modules = _names(self.cuda_graph_modules)
         if self.cuda_graph_scope is not None:
             if modules not in ((), ("full",)):
-                raise AssertionError(
-                    "cuda_graph_scope and cuda_graph_modules are both given; leave cuda_graph_scope out"
-                )
+                raise ValueError("cuda_graph_scope and cuda_graph_modules are both given; leave cuda_graph_scope out")
             _deprecated("cuda_graph_scope", "cuda_graph_modules")
             modules = _names(self.cuda_graph_scope)
             fill(self, "cuda_graph_scope", None)

@@ -38,8 +38,8 @@ class RecomputeConfig:
 
     Raises:
         ValueError: for an unknown name; for a field without effect: a method or number of layers without full
-            recomputation, modules without selective; for full recomputation without a method or number of layers.
-        AssertionError: for an unknown module, or none, as in Megatron.
+            recomputation, modules without selective; for full recomputation without a method or number of layers;
+            for an unknown module, or none.
         TypeError: for a flag that is not bool.
 
     Source: ``megatron.core.transformer.TransformerConfig``; Chen et al. 2016 (full); Korthikanti et al. 2022
@@ -63,7 +63,7 @@ class RecomputeConfig:
         if isinstance(given, str) or not modules or set(modules) - set(RECOMPUTE_MODULES):
             others = sorted(set(modules) & set(_OTHER_MODULES))
             absent = f"; {', '.join(others)}: parts that no layer of this package has" if others else ""
-            raise AssertionError(
+            raise ValueError(
                 f"recompute_modules must list some of {', '.join(RECOMPUTE_MODULES)}, got {given!r}{absent}"
             )
         object.__setattr__(self, "recompute_modules", modules)

@@ -76,7 +76,6 @@ class TransformerConfig(
             experts, which have none; ``distribute_saved_activations`` under sequence parallelism, which shards them
             already; see also the other six.
         TypeError: for an initializer or activation that cannot be called or hashed; see also the other six.
-        AssertionError: see `AttentionConfig`, `RecomputeConfig` and `CudaGraphConfig`.
 
     Source: ``megatron.core.transformer.TransformerConfig``.
 
@@ -134,7 +133,7 @@ class TransformerConfig(
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
                     f"hidden_size {self.hidden_size} is not divisible by num_attention_heads "
-                    f"{self.num_attention_heads}; the next that is: "
+                    f"{self.num_attention_heads}; the next multiple is "
                     f"{self.hidden_size + -self.hidden_size % self.num_attention_heads}, or give kv_channels"
                 )
             channels = self.hidden_size // self.num_attention_heads

@@ -1,6 +1,7 @@
 """NNX layers in Transformer Engine's vocabulary."""
 
 from jax_te.config import normal_init, scaled_normal_init
+from jax_te.layers.attention.core import AttentionCore
 from jax_te.layers.attention.dot_product_attention import DotProductAttention, alibi_slopes
 from jax_te.layers.attention.kv_cache import KVCache, WindowKVCache, init_kv_cache, init_window_kv_cache
 from jax_te.layers.attention.multihead_attention import MultiheadAttention
@@ -23,7 +24,7 @@ from jax_te.layers.kernel_cache import (
     use_cached_kernels,
 )
 from jax_te.layers.layernorm_linear import LayerNormLinear
-from jax_te.layers.layernorm_mlp import LayerNormMLP, component_count
+from jax_te.layers.layernorm_mlp import LayerNormMLP, check_elementwise
 from jax_te.layers.linear import Linear
 from jax_te.layers.lora import LoRA, lora_labels
 from jax_te.layers.mode import TrainingMode
@@ -51,6 +52,7 @@ from jax_te.layers.parameters import StepState, expert_rngs, parameter, paramete
 from jax_te.layers.prepare import prepare_quantization
 from jax_te.layers.quantizable import (
     CachedKernel,
+    GivesKernels,
     QuantizableModule,
     keep_in_high_precision,
     name_modules,
@@ -63,6 +65,7 @@ from jax_te.layers.transformer import TransformerLayer
 
 # For users. The other names above are for the other packages of jax_te.
 __all__ = [
+    "AttentionCore",
     "DotGeneral",
     "DotProductAttention",
     "DropInLayer",

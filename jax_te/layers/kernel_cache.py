@@ -13,6 +13,7 @@ from flax import nnx
 from jax_te._validation import checked
 from jax_te.layers.quantizable import (
     CachedKernel,
+    CacheMode,
     GradSinks,
     QuantizableModule,
     given_kernels,
@@ -99,13 +100,14 @@ def cached_kernels(model: nnx.Module, cache: KernelCache) -> Iterator[nnx.Module
     ((16, 16), True)
     """
     modules = quantizable_modules(model)
-    before = [(module, module.keeps_kernels, module.kernel_cache, module.grad_sinks) for _, module in modules]
+    modes: list[CacheMode] = [module.cache_mode for _, module in modules]
+    states = [(module.kernel_cache, module.grad_sinks) for _, module in modules]
     use_cached_kernels(model, cache)
     try:
         yield model
     finally:
-        for module, keeps, kernels, sinks in before:
-            module.keeps_kernels = keeps
+        for (_, module), mode, (kernels, sinks) in zip(modules, modes, states, strict=True):
+            module.cache_mode = mode
             module.kernel_cache, module.grad_sinks = nnx.data(kernels), nnx.data(sinks)
 
 
@@ -127,7 +129,7 @@ def use_cached_kernels(model: nnx.Module, cache: KernelCache) -> None:
         forms.setdefault(id(module), (module, {}))[1][kernel] = quantized
     for module, kernels in forms.values():
         module.kernel_cache = CachedKernel(kernels)
-        module.keeps_kernels = False
+        module.cache_mode = "read"
 
 
 def drop_cached_kernels(model: nnx.Module) -> None:

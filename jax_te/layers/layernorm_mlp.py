@@ -109,7 +109,9 @@ class LayerNormMLP(TensorParallelModule):
         warm_up = {"seq_length": seq_length, "micro_batch_size": micro_batch_size}
         check_positive(**{name: size for name, size in warm_up.items() if size is not None})
         log_hints(fuse_wgrad_accumulation=fuse_wgrad_accumulation, **warm_up)
-        n_act = component_count(Activation(activation, activation_params))
+        function = Activation(activation, activation_params)
+        check_elementwise(function)
+        n_act = len(function.parts())
         self.tensor_parallel = TensorParallel(
             group=tp_group, size=tp_size, sequence_parallel=sequence_parallel, split=set_parallel_mode
         )
@@ -227,8 +229,8 @@ def _dense(x: Array, linear: LinearWeights, recipe: Recipe | None, options: Line
     return dense(x, kernel, bias, recipe=recipe, state=state, grad_sink=grad_sink, options=options)
 
 
-def component_count(activation: Activation) -> int:
-    """Return the activation's number of components; raises ValueError for a function that is not elementwise."""
+def check_elementwise(activation: Activation) -> None:
+    """Raise ValueError for an activation with a function that is not elementwise, after calling a user's function."""
     inner = [part.function if isinstance(part, LimitedFunction) else part for part in activation.parts()]
     for function in (part for part in inner if not isinstance(part, str)):
         # A softmax would silently give other values on a mesh, where a device has only a part of the features.
@@ -242,4 +244,3 @@ def component_count(activation: Activation) -> int:
                 f"the activation function {function!r} is not elementwise: f([a, b]) is not [f(a), f(b)]. Devices "
                 "call it with parts of an array; give a function of each element, or a tuple of them if it is gated"
             )
-    return len(activation.parts())

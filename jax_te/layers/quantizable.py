@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 from flax import nnx
@@ -16,6 +16,9 @@ from jax_te.ops import LinearWeights, quantize_kernel
 from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, init_gemm_state, quantizer_for, quantizer_variables
 from jax_te.recipe import ModuleRecipe, Recipe, ambient_recipe
 from jax_te.typing import Array, LogicalAxes
+
+CacheMode = Literal["off", "fill", "read"]
+"""Use of the kernel cache by a call, see `QuantizableModule`."""
 
 
 class CachedKernel(StepState):
@@ -40,7 +43,8 @@ class QuantizableModule(TrainingMode):
             `ModuleRecipe` or None.
         deterministic: whether to evaluate instead of training (``model.eval()`` sets it): it selects one of
             ``module_recipe``'s two recipes.
-        keeps_kernels: value that ``is_first_microbatch`` was last set to.
+        cache_mode: use of the kernel cache by calls that do not give ``is_first_microbatch``. ``"off"``: none;
+            ``"fill"``: quantize and cache the kernels that are not cached; ``"read"``: use the cached kernels alone.
         kernel_cache: the layer's cached kernels, state that calls write; None: none.
         grad_sinks: sinks of the kernels' gradients, in the copy of a model that is differentiated; None: none.
         module_name: the layer's path in its model, as `name_modules` gives it; used where tensors are observed.
@@ -63,7 +67,7 @@ class QuantizableModule(TrainingMode):
         self.high_precision = False
         self.module_recipe: ModuleRecipe | None = None
         self.kernel_recipes: tuple[tuple[str, ModuleRecipe | None], ...] = ()
-        self.keeps_kernels: bool | None = None
+        self.cache_mode: CacheMode = "off"
         self.module_name: str | None = None
         self.kernel_cache: CachedKernel | None = nnx.data(None)
         self.grad_sinks: GradSinks | None = nnx.data(None)
@@ -92,11 +96,15 @@ class QuantizableModule(TrainingMode):
         >>> layer.is_first_microbatch
         False
         """
-        return False if self.keeps_kernels and self.kernel_cache is not None else self.keeps_kernels
+        if self.cache_mode == "off":
+            return None
+        return self.cache_mode == "fill" and self.kernel_cache is None
 
     @is_first_microbatch.setter
     def is_first_microbatch(self, first: bool | None) -> None:
-        self.keeps_kernels = first
+        if first is not None:
+            check_bool(is_first_microbatch=first)
+        self.cache_mode = _cache_mode(first)
         if first:
             self.kernel_cache = nnx.data(None)
 
@@ -209,8 +217,6 @@ class QuantizableModule(TrainingMode):
     ) -> LinearWeights:
         """Return the arrays that an op takes for one kernel: the kernel or its cached form, bias, state, `grad_sink`.
 
-        A kernel cached under another recipe than the call's is ignored.
-
         Args:
             kernel: name of the kernel.
             bias: bias of the call.
@@ -219,12 +225,12 @@ class QuantizableModule(TrainingMode):
                 one in each call.
 
         Raises:
-            ValueError: if a cached kernel is requested and there is none.
+            ValueError: if a cached kernel is requested and there is none, or one of another recipe.
             TypeError: for an ``is_first_microbatch`` that is not True, False or None.
         """
-        keeps = self.keeps_kernels if is_first_microbatch is None else is_first_microbatch
-        if keeps is not None:
-            check_bool(is_first_microbatch=keeps)
+        if is_first_microbatch is not None:
+            check_bool(is_first_microbatch=is_first_microbatch)
+        mode = self.cache_mode if is_first_microbatch is None else _cache_mode(is_first_microbatch)
         state, own = self.gemm_state(kernel), getattr(self, kernel)
         if own is not None and given is not None:
             return LinearWeights(given, bias, state)
@@ -233,32 +239,49 @@ class QuantizableModule(TrainingMode):
             value = value.of_layer(len(self.axes_of(kernel)))
         sink = None if self.grad_sinks is None else self.grad_sinks.get_value().get(kernel)
         exact = LinearWeights(value, bias, state, sink)
-        if keeps is None or isinstance(value, QuantizedKernel):
+        if mode == "off" or isinstance(value, QuantizedKernel):
             return exact
         quantizer = self.kernel_quantizer(kernel)
         if quantizer is None:
             return exact
-        cached = self._cached_kernel(kernel, value, anew=bool(is_first_microbatch), may_be_new=bool(keeps))
-        if cached.quantizer != quantizer:
-            return exact
+        # A call that says itself that it is the first replaces what is cached, of an earlier step.
+        cached = None if is_first_microbatch else self._cached_kernel(kernel, quantizer)
+        if cached is None:
+            cached = self._cache_kernel(kernel, value, mode)
         # The kernel is its own sink: nothing else reads it then, and its gradient is returned as usual.
         sink = value if sink is None else sink
         return LinearWeights(cached.of_layer(len(self.axes_of(kernel))), bias, state, sink)
 
-    def _cached_kernel(self, kernel: str, value: Array, *, anew: bool, may_be_new: bool) -> QuantizedKernel:
-        """Return the cached form of a kernel, after quantizing it ``anew``, or if there is none and it may be new."""
-        others = {} if self.kernel_cache is None else self.kernel_cache.get_value()
-        if kernel in others and not anew:
-            return others[kernel]
-        if not may_be_new:
+    def _cached_kernel(self, kernel: str, quantizer: Quantizer) -> QuantizedKernel | None:
+        """Return the cached form of a kernel; None if there is none."""
+        cached = None if self.kernel_cache is None else self.kernel_cache.get_value().get(kernel)
+        if cached is not None and cached.quantizer != quantizer:
+            raise ValueError(
+                f"the cached {kernel} of {type(self).__name__} was quantized with {cached.quantizer}, and this call's "
+                f"recipe needs {quantizer}; call it with is_first_microbatch=True under this recipe, or None to "
+                "quantize it in the call"
+            )
+        return cached
+
+    def _cache_kernel(self, kernel: str, value: Array, mode: CacheMode) -> QuantizedKernel:
+        """Quantize and cache a kernel, and return it, unless calls are to use cached kernels alone."""
+        if mode == "read":
             raise ValueError(
                 f"is_first_microbatch=False and {type(self).__name__} has kept no quantized {kernel}; call it with "
                 "is_first_microbatch=True on the first microbatch of a step, or None to keep nothing"
             )
+        others = {} if self.kernel_cache is None else self.kernel_cache.get_value()
         cached = self.quantized(kernel, value)
         # A new Variable, since the one before may belong to another trace.
         self.kernel_cache = CachedKernel({**others, kernel: cached})
         return cached
+
+
+def _cache_mode(is_first_microbatch: bool | None) -> CacheMode:
+    """Return the cache mode that an argument or attribute of this name stands for."""
+    if is_first_microbatch is None:
+        return "off"
+    return "fill" if is_first_microbatch else "read"
 
 
 @checked
@@ -330,14 +353,19 @@ def quantizable_kernels(model: nnx.Module) -> list[tuple[tuple[Any, ...], Quanti
     ]
 
 
-def given_kernels(model: nnx.Module) -> list[tuple[QuantizableModule, str, Array]]:
-    """Return layer, kernel's name and value of every kernel that a module in ``model`` passes to one of its layers.
+class GivesKernels(nnx.Module):
+    """Base of modules that pass a kernel to one of their layers in each call: a parameter of their own, or derived from
+    one, such as a head's that is tied to the embedding."""
 
-    Such a module has a method ``given_kernels``: the kernel is its own parameter or derived from one, such as a head's
-    that is tied to the embedding.
-    """
-    methods = [getattr(module, "given_kernels", None) for _, module in nnx.iter_modules(model)]
-    return [kernel for method in methods if method is not None for kernel in method()]
+    def given_kernels(self) -> list[tuple[QuantizableModule, str, Array]]:
+        """Return the layers that are given a kernel in calls, the kernel's name there and its value."""
+        raise NotImplementedError
+
+
+def given_kernels(model: nnx.Module) -> list[tuple[QuantizableModule, str, Array]]:
+    """Return layer, kernel's name and value of every kernel that a `GivesKernels` in ``model`` passes to a layer."""
+    givers = [module for _, module in nnx.iter_modules(model) if isinstance(module, GivesKernels)]
+    return [kernel for giver in givers for kernel in giver.given_kernels()]
 
 
 @checked

@@ -431,8 +431,7 @@ class TransformerLayer(ContextParallelModule):
         return constrain((normed[0] if normed else x) + y, axes)
 
     def _rates(self) -> dict[str, float]:
-        # A user-defined core need not have a rate.
-        attention = getattr(self.self_attention.core_attention, "attention_dropout", 0.0)
+        attention = self.self_attention.core_attention.attention_dropout
         hidden = {"hidden_dropout": self.hidden_dropout, "drop_path_rate": self.drop_path_rate}
         return {**hidden, "attention_dropout": attention}
 

@@ -50,7 +50,7 @@ from jax_te.megatron.quantization.rules import (
     load_quantization_recipe,
     match_context,
 )
-from jax_te.megatron.quantization.te_params import TEQuantizationParams, TwoModeRecipe
+from jax_te.megatron.quantization.te_params import TEQuantizationParams
 from jax_te.megatron.quantization.te_recipe import TEQuantizationRecipe, resolve_factory
 from jax_te.megatron.recompute import te_checkpoint
 from jax_te.megatron.rng import (
@@ -110,7 +110,6 @@ __all__ = [
     "TopKRouter",
     "TransformerEngineConfigType",
     "TransformerLayer",
-    "TwoModeRecipe",
     "apply_quantization_config",
     "condition_init_method",
     "conversion_helper",

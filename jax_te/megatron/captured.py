@@ -82,8 +82,8 @@ class CapturedGraphs:
         captured = sorted(set(self._calls.values()))
         if given in captured:
             why = (
-                "was captured under another recipe, mesh, mode or state of the module, with arrays that lie elsewhere: "
-                "of another sharding; or before jax.clear_caches()"
+                "was captured under a different recipe, mesh, mode, module state or sharding, or before "
+                "jax.clear_caches()"
             )
         else:
             why = f"was not captured; captured are {'; '.join(captured) or 'no calls'}"

@@ -120,7 +120,7 @@ class TELinear(TELayer, Linear):
         rngs: nnx.Rngs,
     ) -> None:
         """Construct the layer, also for the column- and row-parallel ones."""
-        self._describe(input_size, output_size, options)
+        self._check_and_set(input_size, output_size, options)
         Linear.__init__(
             self,
             input_size,

@@ -9,7 +9,7 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.config import TransformerConfig
-from jax_te.layers import component_count, sequence_axes
+from jax_te.layers import check_elementwise, sequence_axes
 from jax_te.megatron.layernorm_linear import TELayerNormColumnParallelLinear
 from jax_te.megatron.linear import TERowParallelLinear
 from jax_te.megatron.module import MegatronModule
@@ -44,11 +44,12 @@ class MLP(MegatronModule):
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         super().__init__(config)
         sizes: Any = (config.hidden_size, config.ffn_hidden_size)  # the config has filled the second in
-        (h, f), n_act = sizes, component_count(Activation(config.limited_activation, None))
+        (h, f), function = sizes, Activation(config.limited_activation, None)
+        check_elementwise(function)
         # Biases are added by the layers, at the end of their GEMMs, at no cost; so ``skip_bias_add`` is not used.
         self.linear_fc1 = TELayerNormColumnParallelLinear(
             h,
-            (n_act, f),
+            (len(function.parts()), f),
             config=config,
             init_method=config.init_method,
             gather_output=False,

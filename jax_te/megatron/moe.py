@@ -16,9 +16,11 @@ from jax_te.layers import (
     Router,
     Routing,
     StepState,
-    component_count,
+    check_elementwise,
     gate_parameter,
-    shared_experts,
+)
+from jax_te.layers import (
+    shared_experts as apply_shared_experts,
 )
 from jax_te.megatron.grouped_linear import TEColumnParallelGroupedLinear, TERowParallelGroupedLinear
 from jax_te.megatron.linear import TEColumnParallelLinear, TELinear, TERowParallelLinear
@@ -188,9 +190,10 @@ class SharedExpertMLP(MegatronModule):
         if (f := config.moe_shared_expert_intermediate_size) is None:
             raise ValueError("moe_shared_expert_intermediate_size is None: give the features of the shared experts")
         self.function, h = Activation(config.limited_activation), config.hidden_size
+        check_elementwise(self.function)
         self.linear_fc1 = TEColumnParallelLinear(
             h,
-            (component_count(self.function), f),
+            (len(self.function.parts()), f),
             config=config,
             init_method=config.init_method,
             gather_output=False,
@@ -217,7 +220,7 @@ class SharedExpertMLP(MegatronModule):
 
     def __call__(self, hidden_states: Array, *, is_first_microbatch: bool | None = None) -> Array:
         """Apply the block. ``[b, s, h]`` -> the same shape and dtype."""
-        return shared_experts(self, hidden_states, is_first_microbatch)
+        return apply_shared_experts(self, hidden_states, is_first_microbatch)
 
 
 @checked
@@ -313,13 +316,14 @@ class MoELayer(MegatronModule, MixtureOfExperts):
 
 def _experts(config: TransformerConfig, name: str | None, rngs: nnx.Rngs) -> Experts:
     function = Activation(config.limited_activation)
+    check_elementwise(function)
     h = config.hidden_size if config.moe_latent_size is None else config.moe_latent_size
     e: Any = config.num_moe_experts
     f: Any = config.moe_ffn_hidden_size  # the configuration has filled it in
     linear_fc1 = TEColumnParallelGroupedLinear(
         e,
         h,
-        (component_count(function), f),
+        (len(function.parts()), f),
         config=config,
         init_method=config.init_method,
         bias=config.add_bias_linear,

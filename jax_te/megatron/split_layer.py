@@ -18,7 +18,7 @@ from jax_te.megatron.norm import TENorm
 from jax_te.typing import Initializer, TensorGroup
 
 _COPIED = (
-    "keeps_kernels",
+    "cache_mode",
     "disable_parameter_transpose_cache",
     "module_recipe",
     "high_precision",

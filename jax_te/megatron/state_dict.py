@@ -206,7 +206,11 @@ def arrays_of(
     if layout is not None:
         return layout.to_named(key, jax.ShapeDtypeStruct(value.shape, value.dtype) if abstract else value)
     leaves = jax.tree_util.tree_leaves_with_path(value)
-    return {".".join([key, *map(_part, path)]): leaf for path, leaf in leaves}
+    return {_leaf_name(key, path): leaf for path, leaf in leaves}
+
+
+def _leaf_name(key: str, path: tuple[Any, ...]) -> str:
+    return f"{key}.{jax.tree_util.keystr(path, simple=True, separator='.')}" if path else key
 
 
 def _fill(key: str, variable: nnx.Variable, layout: Layout | None, arrays: dict[str, Any]) -> None:
@@ -218,7 +222,7 @@ def _fill(key: str, variable: nnx.Variable, layout: Layout | None, arrays: dict[
         return
 
     def pick(path: tuple[Any, ...], own: Any) -> Any:
-        name = ".".join([key, *map(_part, path)])
+        name = _leaf_name(key, path)
         return _placed(_read(arrays[name]), own) if name in arrays else own
 
     variable.set_value(jax.tree_util.tree_map_with_path(pick, variable.get_value()))
@@ -238,15 +242,7 @@ def _placed(array: Any, own: Any) -> Array:
     return jax.device_put(array, own.sharding, may_alias=False)
 
 
-def _record(array: Any) -> Record:
-    if hasattr(array, "dtype") and hasattr(array, "shape"):
-        return str(array.dtype), tuple(array.shape)
-    return f"not an array ({type(array).__name__}), shape ", ()
-
-
-def _part(entry: Any) -> str:
-    # JAX's path entries are of three classes with three names for the same.
-    for attribute in ("key", "name", "idx"):
-        if hasattr(entry, attribute):
-            return str(getattr(entry, attribute))
-    return str(entry)
+def _record(value: Any) -> Record | str:
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return str(value.dtype), tuple(value.shape)
+    return f"not an array ({type(value).__name__})"

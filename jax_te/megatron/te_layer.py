@@ -111,7 +111,7 @@ class TELayer(StateDicts, QuantizableModule):
         if name is not None:
             finish_init(self, get_quant_config_or_none(name, self.config.quant_recipe))
 
-    def _describe(self, input_size: int, output_size: int | tuple[int, ...], options: TELayerOptions) -> None:
+    def _check_and_set(self, input_size: int, output_size: int | tuple[int, ...], options: TELayerOptions) -> None:
         """Check the arguments that the layer behind this class does not check, and set the attributes."""
         config, mode = options.config, options.parallel_mode
         if options.symmetric_ar_type not in SYMMETRIC_AR_TYPES:

@@ -16,6 +16,7 @@ from jax_te.models.stack import (
     runs_scanned,
 )
 from jax_te.models.t5 import T5_POSITION_EMBEDDINGS, T5Model
+from jax_te.models.upcycle import upcycle
 
 # For users. The other names above are for the other packages of jax_te.
 __all__ = [
@@ -37,4 +38,5 @@ __all__ = [
     "run_layers",
     "runs_scanned",
     "transformer_layer",
+    "upcycle",
 ]

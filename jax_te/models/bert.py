@@ -88,8 +88,8 @@ class BertModel(LanguageModel):
                 for i in range(config.num_layers)
             ]
         )
-        self.pooler = self._dense(rngs) if add_pooler else None
-        self.head_dense = self._dense(rngs) if add_lm_head else None
+        self.pooler = self._make_dense(rngs) if add_pooler else None
+        self.head_dense = self._make_dense(rngs) if add_lm_head else None
         self.head_norm = self._make_norm(rngs) if add_lm_head else None
         self.output_kernel = None
         zeros = jax.nn.initializers.zeros
@@ -97,10 +97,10 @@ class BertModel(LanguageModel):
         if add_lm_head:
             self._make_output_layer(rngs, bias=True)
 
-    def _dense(self, rngs: nnx.Rngs) -> Linear:
-        h, options = self.config.hidden_size, self.config
+    def _make_dense(self, rngs: nnx.Rngs) -> Linear:
+        config, h = self.config, self.config.hidden_size
         with autocast(None):  # no recipe reaches it, so it needs no quantizer state
-            layer = Linear(h, h, init_method=options.init_method, params_dtype=options.params_dtype, rngs=rngs)
+            layer = Linear(h, h, init_method=config.init_method, params_dtype=config.params_dtype, rngs=rngs)
         keep_in_high_precision(layer)
         return layer
 
@@ -138,10 +138,10 @@ class BertModel(LanguageModel):
     ) -> Array:
         """Return the encoder's output ``[b, s, h]``; the arguments are those of a call."""
         with jax.named_scope("BertEncoder"):
-            stack = self.before(tokens, tokentypes=tokentypes, lengths=lengths, dropout_key=dropout_key)
+            stack = self.embed_inputs(tokens, tokentypes=tokentypes, lengths=lengths, dropout_key=dropout_key)
             return stack.output(self.layers)
 
-    def before(
+    def embed_inputs(
         self,
         tokens: Array,
         *,
@@ -201,9 +201,9 @@ class BertModel(LanguageModel):
         """
         check_like_tokens(tokens, labels=labels, loss_mask=loss_mask)
         y = self.encode(tokens, tokentypes=tokentypes, lengths=lengths, dropout_key=dropout_key)
-        return self.after(y, labels, loss_mask, options=options, reduction=reduction)
+        return self.compute_loss(y, labels, loss_mask, options=options, reduction=reduction)
 
-    def after(
+    def compute_loss(
         self,
         y: Array,
         labels: Array,

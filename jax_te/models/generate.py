@@ -41,7 +41,7 @@ def generate(
         steps: number of tokens to generate after the longest prompt.
         key: ``jax.random.key``. The same key gives the same tokens on every mesh, up to rounding of the logits.
         temperature: divisor of the logits; 0 takes the most likely token.
-        top_k: number ``k`` of most likely tokens to sample from. None: all.
+        top_k: number ``k`` of most likely tokens to sample from, and those as likely as the last of them. None: all.
         lengths: number of tokens of each prompt, in ``[1, s]``; what follows them in ``prompt`` is not read. The
             shortest is a constant of the compiled program. None: all are ``s``.
 

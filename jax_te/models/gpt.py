@@ -146,8 +146,8 @@ class GPTModel(LanguageModel):
         tokens: Array,
         labels: Array,
         loss_mask: Array | None = None,
-        dropout_key: Key | None = None,
         *,
+        dropout_key: Key | None = None,
         options: LossOptions = _OPTIONS,
         reduction: str = "mean",
         positions: Array | None = None,
@@ -168,10 +168,12 @@ class GPTModel(LanguageModel):
         """
         check_like_tokens(tokens, labels=labels, loss_mask=loss_mask)
         with jax.named_scope("GPTModel"):
-            y = self.before(tokens, positions=positions, dropout_key=dropout_key).output(self.layers)
-        return self.after(y, labels, loss_mask, options=options, reduction=reduction)
+            y = self.embed_inputs(tokens, positions=positions, dropout_key=dropout_key).output(self.layers)
+        return self.compute_loss(y, labels, loss_mask, options=options, reduction=reduction)
 
-    def before(self, tokens: Array, *, positions: Array | None = None, dropout_key: Key | None = None) -> StackInput:
+    def embed_inputs(
+        self, tokens: Array, *, positions: Array | None = None, dropout_key: Key | None = None
+    ) -> StackInput:
         """Return what the layers are called with; the arguments are those of a call. See `ModelInParts`."""
         self._check(tokens, positions)
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) if positions is None else positions
@@ -180,7 +182,7 @@ class GPTModel(LanguageModel):
         *keys, embedding_key = layer_keys(dropout_key, 1 + len(self.layers))
         return self._stack_input(self._embed(tokens, positions, embedding_key), positions, keys)
 
-    def after(
+    def compute_loss(
         self,
         y: Array,
         labels: Array,
@@ -275,7 +277,7 @@ class GPTModel(LanguageModel):
 
     def _hidden(self, tokens: Array, positions: Array | None, dropout_key: Key | None) -> Array:
         """Return the head's input ``[b, s, h]``, in `model_order`."""
-        stack = self.before(tokens, positions=positions, dropout_key=dropout_key)
+        stack = self.embed_inputs(tokens, positions=positions, dropout_key=dropout_key)
         return self.final_norm(stack.output(self.layers))
 
     def _stack_input(self, x: Array, positions: Array, keys: Sequence[Array | None]) -> StackInput:

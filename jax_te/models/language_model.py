@@ -13,8 +13,10 @@ from jax_te._validation import check_positive
 from jax_te.config import TransformerConfig
 from jax_te.layers import (
     Embedding,
+    GivesKernels,
     LayerNorm,
     Linear,
+    QuantizableModule,
     RMSNorm,
     TrainingMode,
     check_context_size,
@@ -89,7 +91,7 @@ class OutputHead(Linear):
         return super()._dense(x, weights)
 
 
-class LanguageModel(TrainingMode):
+class LanguageModel(GivesKernels, TrainingMode):
     """Base of `BertModel`, `GPTModel` and `T5Model`.
 
     Attributes:
@@ -204,7 +206,7 @@ class LanguageModel(TrainingMode):
     def _head_kernel(self) -> Array:
         return self.embedding.embedding[...].T if self.output_kernel is None else self.output_kernel[...]
 
-    def given_kernels(self) -> list[tuple[Linear, str, Array]]:
+    def given_kernels(self) -> list[tuple[QuantizableModule, str, Array]]:
         """Return the layers that receive a kernel of the model in calls, its name there and its value."""
         head = self.output_layer if self.config.fp8_output_proj else None
         base = getattr(head, "base", head)  # of a LoRA

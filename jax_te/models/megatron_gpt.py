@@ -33,7 +33,7 @@ _FIXED: dict[str, tuple[Any, str]] = {
     "inference_params": (None, _CACHE),
     "packed_seq_params": (None, "jax_te.megatron.TransformerLayer takes it"),
     "extra_block_kwargs": (None, "the layers take no other arguments"),
-    "padding_mask": (None, "it is for experts, which the model has not"),
+    "padding_mask": (None, "it is for experts, and the model has none"),
     "output_processor": (None, "call the model without labels, and process its logits"),
     "output_processor_context": (None, "it is for an output_processor"),
 }
@@ -234,7 +234,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
                 "a whole model takes input_ids, and no decoder_input; call model.decoder with hidden states"
             )
         elif labels is not None:
-            return self.loss(input_ids, labels, None, dropout_key, reduction="none", positions=position_ids)
+            return self.loss(input_ids, labels, dropout_key=dropout_key, reduction="none", positions=position_ids)
         else:
             out = GPTModel.__call__(self, input_ids, positions=position_ids, dropout_key=dropout_key, cache=cache)
         if labels is not None or not self.post_process:
@@ -245,13 +245,15 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         logits = constrain(logits, ("batch", "sequence", None))
         return (logits, *more) if more else logits
 
-    def before(self, tokens: Array, *, positions: Array | None = None, dropout_key: Key | None = None) -> StackInput:
-        """Return what the layers of a whole model are called with, see `GPTModel.before`."""
+    def embed_inputs(
+        self, tokens: Array, *, positions: Array | None = None, dropout_key: Key | None = None
+    ) -> StackInput:
+        """Return what the layers of a whole model are called with, see `GPTModel.embed_inputs`."""
         if not self._is_whole:
             raise ValueError(
                 "a stage of a pipeline is called, with labels for losses; its other methods need a whole model"
             )
-        return super().before(tokens, positions=positions, dropout_key=dropout_key)
+        return super().embed_inputs(tokens, positions=positions, dropout_key=dropout_key)
 
     def _stage(
         self,

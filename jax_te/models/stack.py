@@ -241,7 +241,8 @@ class ModelInParts(Protocol):
     """A model in three parts, which the stages of a pipeline run: before its layers, the layers, and after them.
 
     `GPTModel`, `BertModel`, `T5Model` and `MegatronGPTModel` are such models, and so is one of your own that has these
-    three. The model chooses the arguments of ``before`` and ``after``; a `jax_te.training.PipelinedLoss` calls them.
+    three. The model chooses the arguments of ``embed_inputs`` and ``compute_loss``; a `jax_te.training.PipelinedLoss`
+    calls them.
 
     >>> class Own(nnx.Module):
     ...     def __init__(self, rngs):
@@ -249,14 +250,14 @@ class ModelInParts(Protocol):
     ...         rates = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     ...         self.layers = nnx.List([TransformerLayer(16, 32, 2, rngs=rngs, **rates) for _ in range(2)])
     ...
-    ...     def before(self, features):
+    ...     def embed_inputs(self, features):
     ...         return StackInput(self.first(features))
     ...
-    ...     def after(self, y, targets):
+    ...     def compute_loss(self, y, targets):
     ...         return jnp.mean((self.last(y) - targets) ** 2)
     ...
     ...     def loss(self, features, targets):
-    ...         return self.after(self.before(features).output(self.layers), targets)
+    ...         return self.compute_loss(self.embed_inputs(features).output(self.layers), targets)
     >>> Own(nnx.Rngs(0)).loss(jnp.ones((2, 8, 4)), jnp.ones((2, 8, 1))).shape
     ()
     """
@@ -266,11 +267,11 @@ class ModelInParts(Protocol):
         """The layers, all of one kind; no other part reads their parameters."""
         ...
 
-    def before(self, *inputs: Any, **options: Any) -> StackInput:
+    def embed_inputs(self, *inputs: Any, **options: Any) -> StackInput:
         """Return what the layers are called with."""
         ...
 
-    def after(self, y: Array, *targets: Any, **options: Any) -> Array:
+    def compute_loss(self, y: Array, *targets: Any, **options: Any) -> Array:
         """Return the loss, given the layers' output ``[b, s, h]``."""
         ...
 

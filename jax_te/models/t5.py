@@ -210,17 +210,19 @@ class T5Model(LanguageModel):
         ``options`` and ``reduction`` are those of `jax_te.ops.softmax_cross_entropy`; a label of -100 does not count.
         """
         check_like_tokens(decoder_tokens, labels=labels, loss_mask=loss_mask)
-        stack = self.before(encoder_tokens, decoder_tokens, encoder_lengths=encoder_lengths, dropout_key=dropout_key)
+        stack = self.embed_inputs(
+            encoder_tokens, decoder_tokens, encoder_lengths=encoder_lengths, dropout_key=dropout_key
+        )
         with jax.named_scope("T5Decoder"):
             y = stack.output(self.layers)
-        return self.after(y, labels, loss_mask, dropout_key=dropout_key, options=options, reduction=reduction)
+        return self.compute_loss(y, labels, loss_mask, dropout_key=dropout_key, options=options, reduction=reduction)
 
     @property
     def layers(self) -> Sequence[nnx.Module]:
         """The decoder's layers, which the stages of a pipeline split; the encoder stands before them."""
         return self.decoder_layers
 
-    def before(
+    def embed_inputs(
         self,
         encoder_tokens: Array,
         decoder_tokens: Array,
@@ -234,7 +236,7 @@ class T5Model(LanguageModel):
         with jax.named_scope("T5Decoder"):
             return self._decoder_input(decoder_tokens, encoded, encoder_lengths, keys[1])
 
-    def after(
+    def compute_loss(
         self,
         y: Array,
         labels: Array,
@@ -246,7 +248,7 @@ class T5Model(LanguageModel):
     ) -> Array:
         """Return the loss, given the decoder's layers' output ``y [b, t, h]``; the other arguments are those of `loss`.
 
-        The ``dropout_key`` is the one that `before` was given.
+        The ``dropout_key`` is the one that `embed_inputs` was given.
         """
         with jax.named_scope("T5Decoder"):
             x = self._normed(y, layer_keys(dropout_key, 2)[1])

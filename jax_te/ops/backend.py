@@ -210,8 +210,8 @@ def _activation_parts(backend: str, precision: Precision, function: Activation) 
         return "xla", "xla"
     # XLA fuses the derivative of one component with the bias gradient; under a given scale TE quantizes in its kernel.
     quantizer = precision.grad.quantizer
-    delayed = isinstance(quantizer, TensorQuantizer) and quantizer.scaling == "delayed"
-    return "te", "te" if len(function.parts()) > 1 or delayed else "xla"
+    given = isinstance(quantizer, TensorQuantizer) and quantizer.scaling == "given"
+    return "te", "te" if len(function.parts()) > 1 or given else "xla"
 
 
 OPS = (

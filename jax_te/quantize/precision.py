@@ -225,7 +225,7 @@ def quantizer_for(recipe: Recipe | None, role: TensorRole) -> Quantizer | None:
         return None
     dtype = recipe.fp8_format.bwd_dtype if role == "grad" else recipe.fp8_format.fwd_dtype
     if isinstance(recipe, DelayedScaling):
-        return TensorQuantizer(dtype=dtype, scaling="delayed")
+        return TensorQuantizer(dtype=dtype, scaling="given")
     if isinstance(recipe, Float8CurrentScaling):
         return TensorQuantizer(dtype=dtype, power_of_two=recipe.use_power_2_scales, amax_scope=recipe.amax_scope)
     if isinstance(recipe, Float8BlockScaling):
@@ -253,9 +253,9 @@ def _custom(recipe: CustomRecipe, role: TensorRole) -> Quantizer | None:
             f"CustomRecipe's qfactory gave {quantizer!r} for role {role!r}; it must give one of jax_te.quantize's "
             "quantizers, or None for high precision"
         )
-    if isinstance(quantizer, TensorQuantizer) and quantizer.scaling == "delayed":
+    if isinstance(quantizer, TensorQuantizer) and quantizer.scaling == "given":
         raise ValueError(
-            f"CustomRecipe's qfactory gave a delayed-scaling quantizer for role {role!r}, which needs state; use the "
-            "DelayedScaling recipe, or scaling='current'"
+            f"CustomRecipe's qfactory gave a quantizer with scaling='given' for role {role!r}, whose scale needs "
+            "state; use the DelayedScaling recipe, or scaling='current'"
         )
     return quantizer

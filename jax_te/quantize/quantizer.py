@@ -54,7 +54,7 @@ class Quantizer(abc.ABC):
         Args:
             x: ``[tiles, t, *c]``.
             tiles: the group of each tile.
-            scale: fp32 ``[e]``, for delayed scaling only.
+            scale: fp32 ``[e]``, where the quantizer's is given.
             columnwise: see `quantize`.
 
         Returns:
@@ -87,7 +87,8 @@ class TensorQuantizer(Quantizer):
 
     Args:
         dtype: float8_e4m3fn or float8_e5m2.
-        scaling: ``"delayed"``: the scale is given; ``"current"``: it is ``max(dtype) / amax(x)``.
+        scaling: ``"current"``: the scale is ``max(dtype) / amax(x)``; ``"given"``: it is an argument, as under delayed
+            scaling, whose recipe computes it from earlier amaxes.
         power_of_two: whether current scales are rounded down to powers of two.
         amax_scope: scope of current scales on a mesh, see `jax_te.recipe.Float8CurrentScaling`.
 
@@ -101,14 +102,14 @@ class TensorQuantizer(Quantizer):
     shard_multiple: ClassVar[int | None] = 1
     directional: ClassVar[bool] = False
 
-    scaling: Literal["delayed", "current"] = "current"
+    scaling: Literal["given", "current"] = "current"
     power_of_two: bool = False
     amax_scope: AmaxScope = "group"
 
     def __post_init__(self) -> None:
         check_fp8(self.dtype)
         # Not by annotations: on a mesh ops make quantizers at each call.
-        allowed = {"scaling": ("delayed", "current"), "amax_scope": get_args(AmaxScope), "power_of_two": (True, False)}
+        allowed = {"scaling": ("given", "current"), "amax_scope": get_args(AmaxScope), "power_of_two": (True, False)}
         for name, values in allowed.items():
             value = getattr(self, name)
             if not isinstance(value, type(values[0])) or value not in values:
@@ -117,8 +118,8 @@ class TensorQuantizer(Quantizer):
 
     @checked
     def scale_for(self, x_amax: Array, scale: Array | None) -> Array:
-        """The scale to quantize with: ``scale`` if delayed, from the tensor's amax if current."""
-        if self.scaling == "delayed":
+        """The scale to quantize with: ``scale`` if it is given, else from the tensor's amax."""
+        if self.scaling == "given":
             assert scale is not None
             return scale
         return (power_of_two_scale if self.power_of_two else compute_scale)(x_amax, self.dtype)
@@ -142,8 +143,8 @@ class TensorQuantizer(Quantizer):
     ) -> tuple[QuantizedTensor, Array | None]:
         amaxes = tiles.amax(amax(x, axis=tuple(range(1, x.ndim))))
         scales = self.scale_for(amaxes, scale)[tiles.group]
-        with_scale = dataclasses.replace(self, scaling="delayed")
-        quantized, _ = jax.vmap(lambda tile, scale: with_scale.quantize(tile, scale, axis=1, columnwise=columnwise))(
+        with_given = dataclasses.replace(self, scaling="given")
+        quantized, _ = jax.vmap(lambda tile, scale: with_given.quantize(tile, scale, axis=1, columnwise=columnwise))(
             x, scales
         )
         return quantized, amaxes
@@ -169,7 +170,7 @@ class Quantization(NamedTuple):
 
     Args:
         quantizer: None: not at all.
-        scale: fp32 ``[]``, for delayed scaling only.
+        scale: fp32 ``[]``, where the quantizer's is given.
         amax_axes: mesh axes over which an amax of the array, one device's shard, is reduced. None: the array is
             not a shard.
     """
@@ -187,15 +188,15 @@ class Quantization(NamedTuple):
     def of_shard(self, x: Array) -> Quantization:
         """Return the quantization of the shard ``x`` that gives the shard of the quantized tensor.
 
-        All shards are quantized this way, also those that share their scale with no other: backends distinguish delayed
-        from current scaling, and a GEMM takes operands of one kind.
+        All shards are quantized this way, also those that share their scale with no other: backends distinguish given
+        from current scales, and a GEMM takes operands of one kind.
         """
         quantizer = self.quantizer
-        if not isinstance(quantizer, TensorQuantizer) or quantizer.scaling == "delayed":
+        if not isinstance(quantizer, TensorQuantizer) or quantizer.scaling == "given":
             return self
-        # With the amax of all shards that share it, current scaling becomes delayed scaling with a known scale.
+        # With the amax of all shards that share it, the current scale is known, and is given.
         scale = quantizer.scale_for(reduce_max(amax(x), self.amax_axes or ()), None)
-        return Quantization(dataclasses.replace(quantizer, scaling="delayed"), scale)
+        return Quantization(dataclasses.replace(quantizer, scaling="given"), scale)
 
 
 def column_axis(x: Array, axis: int) -> int:
@@ -218,7 +219,7 @@ def quantize(
     Args:
         x: fp32, bf16 or fp16 ``[...]``, seen as the matrix ``[R, C]`` whose columns are the axes from ``axis`` on.
         quantizer: quantizer of the tensor.
-        scale: fp32 ``[]``, for delayed scaling only.
+        scale: fp32 ``[]``, where the quantizer's is given.
         axis: axis where the columns begin.
         columnwise: whether it is for a GEMM that sums over the rows of the matrix, not over its columns. Blocks lie
             along the axis that is summed over.

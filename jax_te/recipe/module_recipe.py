@@ -22,6 +22,8 @@ class ModuleRecipe:
         override_nonquantized_autocast: whether to take effect where nothing is quantized. False by default, so that a
             rule for all modules does not reach those that were put under ``autocast(None)``, e.g. a model's first and
             last layers.
+        override_quantized_in_evaluation, override_nonquantized_in_evaluation: the same flags for evaluation. None: as
+            in training.
         fp8_param, fp4_param: whether to hold the module's kernels in the quantized form, see ``create_train_state``.
 
     Raises:
@@ -39,6 +41,8 @@ class ModuleRecipe:
     evaluation: Recipe | Literal["training"] | None = "training"
     override_quantized_autocast: bool = True
     override_nonquantized_autocast: bool = False
+    override_quantized_in_evaluation: bool | None = None
+    override_nonquantized_in_evaluation: bool | None = None
     fp8_param: bool = False
     fp4_param: bool = False
 
@@ -51,14 +55,28 @@ class ModuleRecipe:
         return self.fp8_param or self.fp4_param
 
     @checked
+    def overrides(self, *, quantized: bool, training: bool) -> bool:
+        """Return whether the module's recipe takes effect.
+
+        Args:
+            quantized: whether there is an ambient recipe, which quantizes.
+            training: whether the module trains; False: it evaluates.
+
+        >>> ModuleRecipe(training=None).overrides(quantized=False, training=True)
+        False
+        """
+        in_evaluation = self.override_quantized_in_evaluation if quantized else self.override_nonquantized_in_evaluation
+        if not training and in_evaluation is not None:
+            return in_evaluation
+        return self.override_quantized_autocast if quantized else self.override_nonquantized_autocast
+
+    @checked
     def resolve(self, ambient: Recipe | None, *, training: bool) -> Recipe | None:
         """Return the recipe to run under if ``ambient`` is the ambient one.
 
-        The flag is ``override_quantized_autocast`` if there is an ambient recipe, else
-        ``override_nonquantized_autocast``. If it is set the module's recipe is used, otherwise the ambient one.
+        It is the module's recipe where that takes effect (`overrides`), otherwise the ambient one.
         """
-        acts = self.override_nonquantized_autocast if ambient is None else self.override_quantized_autocast
-        if not acts:
+        if not self.overrides(quantized=ambient is not None, training=training):
             return ambient
         if training or self.evaluation == "training":
             return self.training

@@ -24,6 +24,9 @@ def selective_recompute(*modules: str) -> Iterator[None]:
     - ``"layernorm"``: outputs of the norms in `LayerNormLinear` and `LayerNormMLP`, and their quantized form.
     - ``"activation"``: the activation function's output in `LayerNormMLP`, and its quantized form.
     - ``"mlp"``: the whole of `LayerNormMLP`, its norm included.
+    - ``"moe"``: the whole of a mixture of experts, its router included.
+    - ``"moe_act"``: the output of the experts' activation function, and its quantized form.
+    - ``"shared_experts"``: the block of a mixture that all tokens pass.
 
     Of nested contexts the innermost alone counts. ``"layernorm"`` and ``"activation"`` run no GEMM twice, but they
     quantize the kernel again unless it is a cached kernel.

@@ -78,7 +78,7 @@ def _check_same_rows(local: PyTree, sharding: NamedSharding) -> None:
             )
 
 
-def of_global_batches(step: Callable[..., Any]) -> Callable[..., Any]:
+def require_global_batches(step: Callable[..., Any]) -> Callable[..., Any]:
     """Return a step that, on a mesh of several processes, refuses batches that are not global.
 
     JAX assumes that host arrays are the same in every process, and where they differ, trains on a mixture of them.
@@ -113,7 +113,7 @@ def check_global(batch: PyTree, arrays: PyTree) -> None:
             )
 
 
-def from_first(text: str, arrays: PyTree) -> str:
+def broadcast_from_first(text: str, arrays: PyTree) -> str:
     """Return the text of the process with the first device of the mesh that ``arrays`` are on, in all of them.
 
     It is this process's own text if the arrays are not on a mesh of several processes.

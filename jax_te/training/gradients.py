@@ -195,13 +195,13 @@ def value_and_grad(
         found = compiled(*states)
         nnx.update(objects, found.quantizers, found.rest)
         grads = found.grads.get("model", nnx.State({}))
-        grads = grads if scaler is None else marked_as_scaled(grads)
+        grads = grads if scaler is None else mark_as_scaled(grads)
         return ((found.loss, found.aux) if has_aux else found.loss), grads
 
     return differentiated
 
 
-def marked_as_scaled(grads: nnx.State) -> nnx.State:
+def mark_as_scaled(grads: nnx.State) -> nnx.State:
     """Return gradients whose Variables record that a loss scale was used; `was_scaled` reads it."""
     # In metadata, which survive jit and jax.tree.map, unlike an attribute of the State.
     return nnx.from_flat_state(
@@ -259,7 +259,7 @@ def accumulated_gradients(how: Accumulation, state: TrainState, batches: PyTree,
     kernels = how.kernels
     model = nnx.merge(state.graphdef, state.params, state.quantizers, state.rest)
     cached = quantize_kernels(model) if how.keep_kernels else _NO_CACHE
-    places, full = kernels.waiting(model, state.params), full_precision(state.params, state.masters)
+    places, full = kernels.find_waiting(model, state.params), full_precision(state.params, state.masters)
     names = dict(nnx.to_flat_state(full))
 
     def body(carry: PyTree, microbatch: PyTree) -> tuple[PyTree, PyTree]:
@@ -278,10 +278,10 @@ def accumulated_gradients(how: Accumulation, state: TrainState, batches: PyTree,
 
     # The carry keeps its sharding over the scan, so it starts in that of the parameters.
     zeros = _wide(nnx.from_flat_state([(path, like) for path, like in names.items() if path not in places]))
-    zeros = as_created(jax.tree.map(jnp.zeros_like, zeros))
+    zeros = constrain_as_created(jax.tree.map(jnp.zeros_like, zeros))
     summands = {path: place.zeros(names[path].get_value().shape) for path, place in places.items()}
     counts = counts_within_step(state.quantizers)
-    start = (jnp.zeros((), jnp.float32), (zeros, summands), as_created(state.rest), counts)
+    start = (jnp.zeros((), jnp.float32), (zeros, summands), constrain_as_created(state.rest), counts)
     (total, (sums, waiting), rest, _), (stacked, weights) = jax.lax.scan(
         body, start, (batches, jnp.arange(how.microbatches, dtype=jnp.int32))
     )
@@ -292,10 +292,10 @@ def accumulated_gradients(how: Accumulation, state: TrainState, batches: PyTree,
     found = dict(nnx.to_flat_state(sums))
     for path, place in places.items():  # devices sum, once for all microbatches
         axes = variable_axes(names[path], names[path].get_value())
-        # Where Flax's own names put a kernel, `as_created` takes it.
+        # Where Flax's own names put a kernel, `constrain_as_created` takes it.
         wanted = None if isinstance(axes, PartitionSpec) else axes[place.lead :]
         found[path] = names[path].replace(place.total(waiting[path], kernels.dtype, wanted))
-    loss, grads = jax.tree.map(mean, (total, as_created(nnx.from_flat_state(found.items()))))
+    loss, grads = jax.tree.map(mean, (total, constrain_as_created(nnx.from_flat_state(found.items()))))
     return Gradients(loss, grads, merge_quantizers(stacked), rest)
 
 
@@ -337,7 +337,7 @@ def differentiate(
     plain, quantized = split_parameters(params)
     names = dict(nnx.to_flat_state(params if how.like is None else how.like))
     model = nnx.merge(graphdef, params, quantizers, rest)
-    grad_sinks, places = how.kernels.sinks(model, params), how.kernels.waiting(model, params)
+    grad_sinks, places = how.kernels.sinks(model, params), how.kernels.find_waiting(model, params)
 
     def scaled_loss(plain: PyTree, grad_sinks: PyTree, quantizers: PyTree, inputs: PyTree) -> tuple[Array, Any]:
         model = nnx.merge(graphdef, nnx.merge_state(plain, quantized), quantizers, rest, copy=True)
@@ -357,7 +357,7 @@ def differentiate(
 
     def placed(found: Iterable[tuple[Any, Array]]) -> dict[Any, Any]:
         # Before the cast: between an all-reduce and a slice of it a cast would keep XLA from a reduce-scatter.
-        state = as_created(nnx.from_flat_state([(path, names[path].replace(grad)) for path, grad in found]))
+        state = constrain_as_created(nnx.from_flat_state([(path, names[path].replace(grad)) for path, grad in found]))
         return dict(nnx.to_flat_state(_wide(state)))
 
     found = {path: grad.get_value() for path, grad in nnx.to_flat_state(grads)}
@@ -367,7 +367,7 @@ def differentiate(
         # The gradient of a plain kernel itself is zero, unless the model also uses it outside of its layer.
         total[path] = grad.replace(total[path] + grad) if path in total else grad
     grads = nnx.from_flat_state(total.items())
-    return Gradients(loss, grads, as_float32(quantizers), as_created(rest), weight, aux, input_grads, waiting)
+    return Gradients(loss, grads, as_float32(quantizers), constrain_as_created(rest), weight, aux, input_grads, waiting)
 
 
 def vjp_of_model(
@@ -396,7 +396,7 @@ def vjp_of_model(
         return fn(used, x)
 
     y, vjp = jax.vjp(run, plain, grad_sinks, with_max_gradients(quantizers), x)
-    return y, Partial(_Backward(tuple(kernels.waiting(model, params).items())), vjp)
+    return y, Partial(_Backward(tuple(kernels.find_waiting(model, params).items())), vjp)
 
 
 # No closure: the function of a Partial is part of its tree structure.
@@ -426,7 +426,7 @@ def split_parameters(params: nnx.State) -> tuple[nnx.State, nnx.State]:
     return nnx.from_flat_state(plain), nnx.from_flat_state(quantized)
 
 
-def as_created(tree: PyTree) -> PyTree:
+def constrain_as_created(tree: PyTree) -> PyTree:
     """Return ``tree`` with every leaf in the sharding that it was created with."""
     # Otherwise the compiler chooses, a step could not take over (donate) its state's buffers, and the next step, with
     # other shardings, would be compiled again.

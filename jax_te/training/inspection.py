@@ -19,7 +19,7 @@ from jax_te.layers import name_modules, natural_order, prepare_quantization, qua
 from jax_te.quantize import ROLES, STATISTICS, Observer, QuantizedKernel, observe_quantization, with_max_gradients
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe, autocast
 from jax_te.sharding import constrain
-from jax_te.training.global_batch import check_global, from_first
+from jax_te.training.global_batch import broadcast_from_first, check_global
 from jax_te.training.gradients import LossFn, mean_loss
 from jax_te.training.masters import full_precision
 from jax_te.training.state import TrainState, split_model
@@ -250,7 +250,7 @@ def _probe(loss_fn: LossFn) -> Callable[..., Array]:
 
 def _share(observer: Observer, params: PyTree) -> None:
     """Send the records, which arrive only in the process of the mesh's first device, to all processes of the mesh."""
-    text = from_first(
+    text = broadcast_from_first(
         json.dumps(
             [
                 [*key, observer.formats[key], rows, observer.group_amaxes.get(key)]

@@ -95,7 +95,7 @@ class KernelGradients(NamedTuple):
     dtype: DTypeLike = jnp.float32
     once: bool = False
 
-    def waiting(self, model: nnx.Module, params: nnx.State) -> dict[Path, SummandPlace]:
+    def find_waiting(self, model: nnx.Module, params: nnx.State) -> dict[Path, SummandPlace]:
         """Return the kernels among ``params`` whose gradients are kept as summands."""
         mesh = current_mesh()
         if mesh is None or not self.once:
@@ -114,7 +114,7 @@ class KernelGradients(NamedTuple):
 
         Its values are never read. It has the shape of the kernel, or that of its summands.
         """
-        names, waiting = {path for path, _ in nnx.to_flat_state(params)}, self.waiting(model, params)
+        names, waiting = {path for path, _ in nnx.to_flat_state(params)}, self.find_waiting(model, params)
         found: dict[Path, Array | None] = {}
         for path, module, name in quantizable_kernels(model):
             kernel = getattr(module, name).get_value()

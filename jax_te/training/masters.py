@@ -28,7 +28,7 @@ def full_precision(params: nnx.State, masters: nnx.State) -> nnx.State:
     return nnx.merge_state(params, masters)
 
 
-def taken_over(params: nnx.State, masters: nnx.State) -> nnx.State:
+def adopt_changed_params(params: nnx.State, masters: nnx.State) -> nnx.State:
     """Return the masters, replaced by the parameters' values where they do not round to them.
 
     Parameters that were changed outside of the update, such as loaded or pruned ones, count; elements that were not
@@ -40,11 +40,11 @@ def taken_over(params: nnx.State, masters: nnx.State) -> nnx.State:
     """
     stored = dict(nnx.to_flat_state(params))
     return nnx.from_flat_state(
-        [(path, master.replace(_taken_over(stored[path], master))) for path, master in nnx.to_flat_state(masters)]
+        [(path, master.replace(_adopt_changes(stored[path], master))) for path, master in nnx.to_flat_state(masters)]
     )
 
 
-def _taken_over(variable: nnx.Variable, master: nnx.Variable) -> jax.Array:
+def _adopt_changes(variable: nnx.Variable, master: nnx.Variable) -> jax.Array:
     value, exact = variable.get_value(), master.get_value()
     if isinstance(value, QuantizedKernel):
         # Blocks are reshaped, for which an Explicit mesh would require the sharding of each array.
@@ -67,7 +67,7 @@ def _as_split(value: jax.Array, master: nnx.Variable) -> jax.Array:
     return value if axes is None else constrain(value, variable_axes(master, master.get_value()))
 
 
-def rounded(params: nnx.State) -> nnx.State:
+def round_params(params: nnx.State) -> nnx.State:
     """Return new parameters, of which every reader in the same program sees the rounded values.
 
     XLA for GPUs drops a cast to bf16 whose result is cast back: in a program that also draws parameters, masters and
@@ -77,7 +77,7 @@ def rounded(params: nnx.State) -> nnx.State:
     return jax.lax.optimization_barrier(params) if traced else params
 
 
-def masters_of(params: nnx.State, stored: nnx.State | None = None, *, distributed: bool = False) -> nnx.State:
+def make_masters(params: nnx.State, stored: nnx.State | None = None, *, distributed: bool = False) -> nnx.State:
     """Return fp32 copies of half-precision and quantized parameters, without the others.
 
     Args:
@@ -90,7 +90,7 @@ def masters_of(params: nnx.State, stored: nnx.State | None = None, *, distribute
         ValueError: if replicas can split none of them.
 
     >>> state = nnx.State({"a": nnx.Param(jnp.ones(2, jnp.bfloat16)), "b": nnx.Param(jnp.ones(2))})
-    >>> list(masters_of(state))
+    >>> list(make_masters(state))
     ['a']
     """
     forms = dict(nnx.to_flat_state(params if stored is None else stored))
@@ -113,7 +113,7 @@ def masters_of(params: nnx.State, stored: nnx.State | None = None, *, distribute
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), nnx.from_flat_state(less))
 
 
-def like_full_precision(grads: nnx.State, params: nnx.State, masters: nnx.State) -> nnx.State:
+def cast_like_full_precision(grads: nnx.State, params: nnx.State, masters: nnx.State) -> nnx.State:
     """Return gradients of parameters in the sharding that the optimizer uses: that of `full_precision`."""
     full = dict(nnx.to_flat_state(full_precision(params, masters)))
     return nnx.from_flat_state([(path, full[path].replace(g.get_value())) for path, g in nnx.to_flat_state(grads)])
@@ -130,7 +130,7 @@ def _is_split(variable: nnx.Variable) -> bool:
     return logical_to_spec(replica_axes(axes), mesh) != logical_to_spec(axes, mesh)
 
 
-def updated(
+def apply_update(
     finite: jax.Array, new: nnx.State, params: nnx.State, masters: nnx.State, model: nnx.Module
 ) -> tuple[nnx.State, nnx.State]:
     """Return parameters, rounded or quantized by the ambient recipe, and masters after an update.

@@ -11,10 +11,24 @@ from flax import nnx
 from jax_te._validation import brief, check_leaves, checked
 from jax_te.quantize import QuantizedKernel, QuantizerState, write_back
 from jax_te.sharding import current_mesh, log_whole_parameters
-from jax_te.training.gradients import all_finite, as_created, was_scaled
+from jax_te.training.gradients import all_finite, constrain_as_created, was_scaled
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
-from jax_te.training.masters import full_precision, masters_of, rounded, select, store_quantized, taken_over, updated
-from jax_te.training.transformation import Transformation, as_transformation, initial, promotion, transformed
+from jax_te.training.masters import (
+    adopt_changed_params,
+    apply_update,
+    full_precision,
+    make_masters,
+    round_params,
+    select,
+    store_quantized,
+)
+from jax_te.training.transformation import (
+    Transformation,
+    allow_promotion,
+    apply_transformation,
+    as_transformation,
+    init_opt_state,
+)
 from jax_te.typing import PyTree
 
 
@@ -79,7 +93,7 @@ class Optimizer(nnx.Optimizer):
     ):
         # Copies of the Variables: those of the model are about to change.
         copies = jax.tree.map(lambda leaf: leaf, nnx.state(model, wrt))
-        exact = rounded(copies)
+        exact = round_params(copies)
         if exact is not copies:
             nnx.update(model, exact)
         for path, variable in nnx.to_flat_state(exact):
@@ -93,10 +107,10 @@ class Optimizer(nnx.Optimizer):
             log_whole_parameters(exact, mesh)
         store_quantized(model, fp8_param)
         stored = nnx.state(model, wrt)
-        masters = masters_of(exact, stored)
+        masters = make_masters(exact, stored)
         tx, full = as_transformation(tx), full_precision(stored, masters)
-        jax.eval_shape(lambda full: initial(tx, full), full)  # which refuses unsupported cases
-        with promotion():
+        jax.eval_shape(lambda full: init_opt_state(tx, full), full)  # which refuses unsupported cases
+        with allow_promotion():
             super().__init__(full, tx, wrt=wrt)
         self.masters = nnx.data(jax.tree.map(_as_opt_state, masters, is_leaf=_is_variable))
         self.skipped_steps = nnx.OptState(jnp.zeros((), jnp.int32))
@@ -135,19 +149,19 @@ class Optimizer(nnx.Optimizer):
                 "hand are given as bare arrays, nnx.as_pure(optimizer.scaler.unscale(grads))"
             )
         params = nnx.state(model, self.wrt)
-        full = full_precision(params, taken_over(params, self.masters))
+        full = full_precision(params, adopt_changed_params(params, self.masters))
         like = _like(full, given)
         if jax.tree.structure(nnx.as_pure(like)) != jax.tree.structure(nnx.as_pure(full)):
             raise ValueError(f"grads must have the structure of the model's {self.wrt}, got {brief(given)}")
         # Variables, as at creation: functions that select parameters read their names and axes in both places.
         wanted = jax.tree.map(lambda grad, value: grad.astype(value.dtype), like, full)
         finite, tx = all_finite(wanted), as_transformation(self.tx)
-        structure = jax.tree.structure(jax.eval_shape(lambda full: initial(tx, full), full))
+        structure = jax.tree.structure(jax.eval_shape(lambda full: init_opt_state(tx, full), full))
         opt_state = jax.tree.unflatten(structure, jax.tree.leaves(self.opt_state))
         kwargs = {name: _like(full, value) for name, value in kwargs.items()}
-        new, new_opt_state, updates = transformed(tx, wanted, opt_state, full, **kwargs)
-        stored, masters = updated(finite, new, params, self.masters, model)
-        nnx.update(model, as_created(stored))
+        new, new_opt_state, updates = apply_transformation(tx, wanted, opt_state, full, **kwargs)
+        stored, masters = apply_update(finite, new, params, self.masters, model)
+        nnx.update(model, constrain_as_created(stored))
         states = nnx.state(grads, QuantizerState) if variables else {}
         if jax.tree.leaves(states):
             before = nnx.state(model, QuantizerState)
@@ -181,4 +195,4 @@ def _write(variables: PyTree, values: PyTree) -> None:
     for variable in found:
         structure = jax.tree.structure(variable)
         new = jax.tree.unflatten(structure, [next(leaves) for _ in range(structure.num_leaves)])
-        variable.set_value(as_created(new).get_value())
+        variable.set_value(constrain_as_created(new).get_value())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,16 @@ from jax_te.quantize import QuantizedKernel, QuantizerState
 from jax_te.recipe import Recipe, autocast
 from jax_te.sharding import auto_region, leaves_with_axes, log_whole_parameters, shardings_of
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
-from jax_te.training.masters import full_precision, masters_of, rounded, store_quantized
-from jax_te.training.transformation import Transformation, as_transformation, initial
+from jax_te.training.masters import full_precision, make_masters, round_params, store_quantized
+from jax_te.training.transformation import Transformation, as_transformation, init_opt_state
 from jax_te.typing import Array, Key, PyTree
+
+if TYPE_CHECKING:
+    _Array: TypeAlias = Array
+    _State: TypeAlias = nnx.State
+    _Scaler: TypeAlias = LossScale
+else:  # jax.tree fills the fields with shapes, shardings and placeholders as well, which run-time checks would refuse
+    _Array = _State = _Scaler = Any
 
 
 @jax.tree_util.register_dataclass
@@ -44,20 +51,19 @@ class TrainState:
         graphdef: graph definition of the model, static.
     """
 
-    # Any: jax.tree fills the fields with shapes, shardings and placeholders as well.
-    step: Any
-    params: Any
-    masters: Any
-    quantizers: Any
-    rest: Any
-    opt_state: Any
-    scaler: Any
-    rng: Any
-    skipped_steps: Any
-    graphdef: Any = field(metadata={"static": True})
+    step: _Array
+    params: _State
+    masters: _State
+    quantizers: _State
+    rest: _State
+    opt_state: PyTree
+    scaler: _Scaler
+    rng: _Array
+    skipped_steps: _Array
+    graphdef: nnx.GraphDef[Any] = field(metadata={"static": True})
 
     @property
-    def model(self) -> Any:
+    def model(self) -> Any:  # of the class that the state was created with
         """The model with the current values. It shares their buffers, which the next train step deletes."""
         return nnx.merge(self.graphdef, self.params, self.quantizers, self.rest, copy=True)
 
@@ -95,7 +101,9 @@ def create_train_state(
     recipe's context.
 
     Args:
-        model_or_fn: a function of ``nnx.Rngs`` that builds the model, or a model, whose arrays are copied.
+        model_or_fn: a function of ``nnx.Rngs`` that builds the model, or a model, whose arrays are copied. Without a
+            mesh, arrays that a function has from outside are copied, too: they are found among all arrays of the
+            process by their addresses, in less than 0.1 ms for each array that is alive.
         tx: any optax transformation, or ``optax.MultiSteps``. It sees fp32 masters in place of half-precision
             parameters, and no quantizer state.
         key: ``jax.random.key``: one half seeds the model (of a function), the other becomes ``rng``.
@@ -272,14 +280,14 @@ def _builder(
         else:
             model: Any = model_or_fn(nnx.Rngs(init_key))
             definition, params, quantizers, rest = split_model(model)
-            params = rounded(params)
+            params = round_params(params)
         exact = params
         model = nnx.merge(definition, params, quantizers, rest, copy=True)
         store_quantized(model, fp8_param)
         definition, params, quantizers, rest = split_model(model)
         # Masters of the values before quantization, which discards them.
-        masters = masters_of(exact, params, distributed=distributed)
-        opt_state = initial(as_transformation(tx), full_precision(params, masters))
+        masters = make_masters(exact, params, distributed=distributed)
+        opt_state = init_opt_state(as_transformation(tx), full_precision(params, masters))
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,

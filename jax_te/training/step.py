@@ -27,23 +27,23 @@ from jax_te.sharding import (
     ranks_of,
     use_rules,
 )
-from jax_te.training.global_batch import of_global_batches
+from jax_te.training.global_batch import require_global_batches
 from jax_te.training.gradients import (
     Accumulation,
     LossFn,
     WeightedMean,
     accumulated_gradients,
     all_finite,
-    as_created,
+    constrain_as_created,
     gradients,
     mean_loss,
 )
 from jax_te.training.kernel_gradients import KernelGradients
-from jax_te.training.masters import full_precision, select, taken_over, updated
+from jax_te.training.masters import adopt_changed_params, apply_update, full_precision, select
 from jax_te.training.pipeline.cut import pipeline_stages, stage_rules
 from jax_te.training.pipeline.gradients import pipelined_gradients
 from jax_te.training.state import TrainState
-from jax_te.training.transformation import Transformation, as_transformation, transformed
+from jax_te.training.transformation import Transformation, apply_transformation, as_transformation
 from jax_te.typing import Array, DTypeLike, PyTree
 
 _PIPELINE = PipelineConfig()
@@ -180,9 +180,9 @@ def make_train_step(
             scaler=state.scaler.update(finite),
             skipped_steps=state.skipped_steps + (~finite).astype(jnp.int32),
         )
-        return as_created(state), metrics
+        return constrain_as_created(state), metrics
 
-    return of_global_batches(train_step)
+    return require_global_batches(train_step)
 
 
 @checked
@@ -204,7 +204,7 @@ def make_eval_step(loss_fn: LossFn) -> Callable[[TrainState, PyTree], Array]:
         with use_rules(_rules_of(batch)):
             return mean_loss(loss_fn(model, _shard_batch(batch), None))
 
-    return of_global_batches(eval_step)
+    return require_global_batches(eval_step)
 
 
 class _Updated(NamedTuple):
@@ -224,10 +224,10 @@ def _apply(
     asked_for: dict[str, Any],
 ) -> _Updated:
     """Return parameters, masters and optimizer state after an update, unchanged if gradients are not finite."""
-    full = full_precision(state.params, taken_over(state.params, state.masters))
-    new, opt_state, _ = transformed(tx, grads, state.opt_state, full, **asked_for)
+    full = full_precision(state.params, adopt_changed_params(state.params, state.masters))
+    new, opt_state, _ = apply_transformation(tx, grads, state.opt_state, full, **asked_for)
     model = nnx.merge(state.graphdef, state.params, quantizers, state.rest)
-    params, masters = updated(finite, new, state.params, state.masters, model)
+    params, masters = apply_update(finite, new, state.params, state.masters, model)
     return _Updated(params, masters, select(finite, opt_state, state.opt_state))
 
 

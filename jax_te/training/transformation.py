@@ -28,13 +28,13 @@ def as_transformation(tx: Transformation) -> optax.GradientTransformationExtraAr
     return optax.with_extra_args_support(tx)
 
 
-def initial(tx: optax.GradientTransformationExtraArgs, params: PyTree) -> PyTree:
+def init_opt_state(tx: optax.GradientTransformationExtraArgs, params: PyTree) -> PyTree:
     """Return the optimizer state of ``params``.
 
     Raises:
         ValueError: for a transformation that expects parameters of another form than a model's.
     """
-    with promotion():
+    with allow_promotion():
         state = tx.init(params)
     if any(_is_lookahead(node) for node in jax.tree.leaves(state, is_leaf=_is_lookahead)):
         raise ValueError(
@@ -45,7 +45,7 @@ def initial(tx: optax.GradientTransformationExtraArgs, params: PyTree) -> PyTree
 
 
 @contextlib.contextmanager
-def promotion() -> Iterator[None]:
+def allow_promotion() -> Iterator[None]:
     """Allow promotion of dtypes and ranks, on which optax relies; a caller may have disabled it."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
@@ -55,7 +55,7 @@ def _is_lookahead(node: Any) -> bool:
     return isinstance(node, optax.LookaheadState)
 
 
-def transformed(
+def apply_transformation(
     tx: optax.GradientTransformationExtraArgs, grads: PyTree, opt_state: PyTree, params: PyTree, **kwargs: Any
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Return parameters and optimizer state after an update, and the updates.
@@ -77,7 +77,7 @@ def transformed(
     def run(grads: PyTree, opt_state: PyTree, params: PyTree, arrays: dict[int, Array]) -> list[Array]:
         # Functions cannot be arguments of a region.
         leaves = [arrays.get(i, leaf) for i, leaf in enumerate(given)]
-        with promotion():
+        with allow_promotion():
             updates, new_state = tx.update(grads, opt_state, params, **jax.tree.unflatten(kwargs_structure, leaves))
             _check_shapes("updates", updates, params)
             _check_shapes("optimizer state", new_state, opt_state)

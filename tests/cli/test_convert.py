@@ -13,7 +13,7 @@ from flax import nnx
 from jax_te.cli.main import main
 from jax_te.config import TransformerConfig
 from jax_te.interop.huggingface import load_huggingface, save_huggingface
-from jax_te.interop.megatron import read_megatron
+from jax_te.interop.megatron import load_megatron, read_megatron
 from jax_te.interop.torch import write_torch_file
 from jax_te.models import GPTModel
 from tests.support.distributed_folder import write_distributed
@@ -80,6 +80,17 @@ def test_there_and_back(llama, tmp_path, capsys):
     assert (small.vocab_size, small.config.params_dtype) == (30, jnp.bfloat16)
     assert main(["convert", str(folder), str(tmp_path / "copy"), "--to", "huggingface"]) == 0
     assert (tmp_path / "copy" / "tokenizer.json").exists()
+
+
+@pytest.mark.costly
+def test_a_dense_model_becomes_one_with_experts(llama, tmp_path):
+    folder, _ = llama
+    assert main(["convert", str(folder), str(tmp_path / "moe"), "--upcycle", "4", "--upcycle-topk", "3"]) == 0
+    dense, experts = load_huggingface(folder), load_megatron(tmp_path / "moe")
+    assert (experts.config.num_moe_experts, experts.config.moe_router_topk) == (4, 3)
+    tokens = jnp.arange(16)[None] % 32
+    # fp32: the sum of the probabilities is 1 up to 2^-23.
+    np.testing.assert_allclose(dense.loss(tokens, tokens), experts.loss(tokens, tokens), rtol=1e-6)
 
 
 def test_unknown_fields_are_ignored_by_name(llama, noted, tmp_path):

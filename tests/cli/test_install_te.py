@@ -109,3 +109,11 @@ def test_te_finds_the_libraries_of_cuda_12s_wheels(wheels, given, seen, tmp_path
     found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     expected = str(tmp_path / "nvidia" / "curand") if seen == "curand" else str(seen)
     assert found.stdout.split() == [expected, expected, str(given)]
+
+
+def test_help_is_plain_text(capsys):
+    with pytest.raises(SystemExit):
+        install_te.main(["--help"])
+    shown = capsys.readouterr().out
+    assert "Install Transformer Engine for JAX" in shown
+    assert "`" not in shown

@@ -203,7 +203,7 @@ def test_precision_options_that_do_not_go_together(tmp_path, capsys):
             "nvfp4",
             "--ffn-hidden-size",
             "48",
-        ): "by 32, as it must be for --recipe nvfp4; the next that is: 64",
+        ): "by 32, as it must be for --recipe nvfp4; the next multiple is 64",
         ("--precision-config", "nowhere.yaml"): "nowhere.yaml: No such file or directory",
     }.items():
         assert_refused(train(tmp_path / "run", *argv), capsys.readouterr().err, text)

@@ -45,20 +45,20 @@ def test_every_preset_is_valid_under_every_recipe(name, recipe):
     [
         (
             {"hidden_size": 130},
-            r"--hidden-size 130 is not divisible by --num-heads 4, and no .* the next that is: 132$",
+            r"--hidden-size 130 is not divisible by --num-heads 4, and no .* the next multiple is 132$",
         ),
         ({"num_query_groups": 3}, r"--num-heads 4 is not divisible by --num-query-groups 3"),
         (
             {"hidden_size": 12},
             r"--hidden-size 12 / --num-heads 4 = 3 is not .* by 2, as --position-embedding rope",
         ),
-        ({"microbatches": 3}, r"--batch-size 8 is not divisible by --microbatches 3; the next that is: 9"),
-        ({"mesh": "data=3"}, r"--batch-size 8 .* --microbatches 1 times data\*fsdp\*expert = 3 .* next that is: 9"),
+        ({"microbatches": 3}, r"--batch-size 8 is not divisible by --microbatches 3; the next multiple is 9"),
+        ({"mesh": "data=3"}, r"--batch-size 8 .* --microbatches 1 times data\*fsdp\*expert = 3 .* next multiple is 9"),
         ({"mesh": "tensor=3"}, r"--num-query-groups 4 is not divisible by tensor=3"),
         ({"mesh": "fsdp=8,data=2"}, r"data\*fsdp\*expert = 16"),
         ({"mesh": "tensors=2"}, r"unknown mesh axis 'tensors'"),
         ({"mesh": "context=3"}, r"--seq-len \d+ is not divisible by context=3 of --mesh context=3"),
-        ({"mesh": "expert=3"}, r"--batch-size 8 .* times data\*fsdp\*expert = 3 .* next that is: 9"),
+        ({"mesh": "expert=3"}, r"--batch-size 8 .* times data\*fsdp\*expert = 3 .* next multiple is 9"),
         ({"moe_router_topk": 4}, r"--moe-router-topk 4 is for layers with experts; give --num-experts"),
         (
             {"recompute_granularity": "selective", "recompute_modules": "mlp,moe"},
@@ -68,7 +68,7 @@ def test_every_preset_is_valid_under_every_recipe(name, recipe):
         ({"num_experts": 4, "moe_router_topk": 5}, r"moe_router_topk 5 .* num_moe_experts 4"),
         (
             {"num_experts": 4, "moe_ffn_hidden_size": 40, "recipe": "current"},
-            r"--moe-ffn-hidden-size 40 is not divisible by 16, .* the next that is: 48",
+            r"--moe-ffn-hidden-size 40 is not divisible by 16, .* the next multiple is 48",
         ),
         ({"pipeline": "gpipe"}, r"--pipeline gpipe is for pipeline ranks, and --mesh \(none\) has one"),
         ({"mesh": "pipeline=2", "microbatches": 2, "pipeline": "2f2b"}, r"--pipeline schedule must be one of .*1f1b"),
@@ -79,31 +79,31 @@ def test_every_preset_is_valid_under_every_recipe(name, recipe):
         ({"cp_comm_type": "all_gather", "mesh": "tensor=2"}, r"--mesh tensor=2 has one; .* or --cp-comm-type p2p"),
         (
             {"sequence_parallel": True, "mesh": "context=2,tensor=4", "seq_len": 36},
-            r"--seq-len 36 .* context\*tensor=8 .* --sequence-parallel splits it; the next that is: 40",
+            r"--seq-len 36 .* context\*tensor=8 .* --sequence-parallel splits it; the next multiple is 40",
         ),
         (
             {"recompute_granularity": "full", "distribute_saved_activations": True, "mesh": "tensor=4", "seq_len": 34},
-            r"--seq-len 34 .* context\*tensor=4 .* --distribute-saved-activations splits it; .* that is: 36",
+            r"--seq-len 34 .* context\*tensor=4 .* --distribute-saved-activations splits it; .* multiple is 36",
         ),
         (
             {"cp_comm_type": "a2a", "mesh": "context=4,tensor=2"},
-            r"--num-query-groups 4 .* context\*tensor=8 .* --cp-comm-type a2a .* p2p and all_gather .* that is: 8",
+            r"--num-query-groups 4 .* context\*tensor=8 .* --cp-comm-type a2a .* p2p and all_gather .* multiple is 8",
         ),
         (
             {"cp_comm_type": "a2a", "mesh": "context=4", "num_query_groups": 2},
-            r"--num-query-groups 2 .* context\*tensor=4 .* --cp-comm-type a2a .* p2p and all_gather .* that is: 4",
+            r"--num-query-groups 2 .* context\*tensor=4 .* --cp-comm-type a2a .* p2p and all_gather .* multiple is 4",
         ),
         (
             {"recipe": "delayed", "ffn_hidden_size": 500},
-            r"--ffn-hidden-size 500 is not divisible by 16, .* --recipe delayed; the next that is: 512",
+            r"--ffn-hidden-size 500 is not divisible by 16, .* --recipe delayed; the next multiple is 512",
         ),
         (
             {"recipe": "current", "hidden_size": 120},
-            r"--hidden-size 120 is not divisible by 16, .* the next that is: 128",
+            r"--hidden-size 120 is not divisible by 16, .* the next multiple is 128",
         ),
         (
             {"recipe": "current", "seq_len": 33, "batch_size": 1, "mesh": "tensor=2"},
-            r"tokens of a microbatch, .* 33 .* on a mesh.* next that is: 48",
+            r"tokens of a microbatch, .* 33 .* on a mesh.* next multiple is 48",
         ),
         ({"recipe": "mxfp9"}, r"--recipe must be none, delayed, current, .* got 'mxfp9'"),
         ({"margin": 1}, r"--margin is for --recipe delayed"),

@@ -64,8 +64,8 @@ def train(recipe: str, seed: int = 0, *, layers: int = 2, options: Any = None, *
 
 
 _loss = PipelinedLoss(
-    before=lambda model, batch, key: model.before(batch[:, :-1], dropout_key=key),
-    after=lambda model, y, batch, key: model.after(y, batch[:, 1:]),
+    embed_inputs=lambda model, batch, key: model.embed_inputs(batch[:, :-1], dropout_key=key),
+    compute_loss=lambda model, y, batch, key: model.compute_loss(y, batch[:, 1:]),
 )
 
 

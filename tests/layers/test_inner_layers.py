@@ -10,6 +10,7 @@ from flax import nnx
 
 from jax_te import layers, megatron
 from jax_te.config import MoEOptions, RouterOptions, TransformerConfig
+from jax_te.ops import ContextParallel
 from tests.support.numerics import NO_DROPOUT, draw
 
 X = draw("x", (2, 8, 16))
@@ -54,6 +55,33 @@ def test_a_subclass_of_an_inner_layer_is_called(name: str) -> None:
     more: dict[str, Any] = {"encoder_output": X} if name == "decoder" else {}
     layer(X, **more)
     assert sorted(called) == sorted(inside)
+
+
+class Plain(nnx.Module):
+    """A core of a user's own, without a base: causal attention to the newest token alone."""
+
+    num_attention_heads = num_gqa_groups = 2
+    kv_channels, attention_dropout, attn_mask_type, window_size = 8, 0.0, "causal", None
+    return_max_logit, context_parallel = False, ContextParallel()
+
+    def __call__(self, query: Any, key: Any = None, value: Any = None, **options: Any) -> Any:
+        assert options.keys() >= {"attention_mask", "dropout_key", "return_max_logit"}
+        return query[:, :, 2] if value is None else value
+
+
+def test_a_core_of_ones_own_needs_the_attributes_of_the_interface() -> None:
+    layer = layers.TransformerLayer(16, 32, 2, **NO_DROPOUT, rngs=nnx.Rngs(0))
+    layer.self_attention.core_attention = Plain()
+    assert layer(X).shape == X.shape
+    layer.set_context_parallel_group(None, cp_comm_type="all_gather")
+    assert layer.self_attention.core_attention.context_parallel.cp_comm_type == "all_gather"
+
+    class Bare(nnx.Module):
+        window_size = None
+
+    layer.self_attention.core_attention = Bare()
+    with pytest.raises(TypeError, match="lacks num_attention_heads, num_gqa_groups, kv_channels, attention_dropout"):
+        layer.self_attention(X)
 
 
 def test_a_replaced_norm_of_queries_takes_effect() -> None:

@@ -110,12 +110,19 @@ def test_without_a_recipe_nothing_is_kept():
     assert layer.kernel_cache is None
 
 
-def test_a_kept_form_of_another_recipe_is_passed_over():
+def test_a_kept_form_of_another_recipe_is_refused():
     layer, x = Linear(32, 64, rngs=nnx.Rngs(0)), draw("x", (16, 32))
     with autocast(CURRENT):
         layer(x, is_first_microbatch=True)
+        cache = quantize_kernels(layer)
     with autocast(Float8BlockScaling()):
-        assert_bitwise(layer(x, is_first_microbatch=False), layer(x))
+        expected = layer(x)
+        with pytest.raises(ValueError, match="the cached kernel of Linear was quantized with TensorQuantizer"):
+            layer(x, is_first_microbatch=False)
+        with cached_kernels(layer, cache), pytest.raises(ValueError, match="needs BlockQuantizer"):
+            layer(x)
+        assert_bitwise(layer(x, is_first_microbatch=True), expected)
+        assert_bitwise(layer(x, is_first_microbatch=False), expected)
 
 
 def armed():
@@ -372,3 +379,14 @@ def test_a_running_model_changes_its_recipe(held):
     if held:
         with pytest.raises(ValueError, match="there must be a recipe"):
             change_recipe(state, None)
+
+
+def test_an_attribute_of_a_users_module_is_not_taken_for_a_kernel_that_it_gives():
+    class Users(nnx.Module):
+        given_kernels = 3
+
+        def __init__(self):
+            self.linear = Linear(32, 64, rngs=nnx.Rngs(0))
+
+    with autocast(CURRENT):
+        assert list(quantize_kernels(Users()).kernels) == ["linear.kernel"]

@@ -133,10 +133,10 @@ def test_a_call_that_was_not_captured_is_refused(x: jax.Array):
         block(x[:, :4])
     with pytest.raises(ValueError, match=r"scale: float32\[\].*Capture it, once, by the module's _te_cuda_graph_c"):
         block(x, scale=jnp.float32(2.0))
-    message = "was captured under another recipe, mesh, mode or state of the module"
+    message = "was captured under a different recipe, mesh, mode, module state or sharding"
     with autocast(Float8CurrentScaling()), pytest.raises(ValueError, match=message):
         block(x)
-    with jax.default_matmul_precision("highest"), pytest.raises(ValueError, match="under another recipe"):
+    with jax.default_matmul_precision("highest"), pytest.raises(ValueError, match="under a different recipe"):
         block(x)
     block.current_microbatch = 3
     with pytest.raises(ValueError, match="is_first_microbatch=False was not captured"):
@@ -374,7 +374,7 @@ def test_a_sharded_call_is_captured_as_it_is_sharded():
         found, expected = derivative(x), jax.jit(derivative)(x)
         assert_close(found[0], expected[0], 32 * EPS)
         assert_close(found[1], expected[1], 32 * EPS)
-        with pytest.raises(ValueError, match="captured under another recipe, mesh, mode"):
+        with pytest.raises(ValueError, match="captured under a different recipe, mesh, mode"):
             block(jax.device_put(x, jax.sharding.NamedSharding(x.sharding.mesh, jax.P())))
 
 

@@ -186,8 +186,8 @@ def test_zero_bubble_is_refused():
         pipeline = PipelineConfig.parse("zero_bubble")
         step = make_train_step(
             PipelinedLoss(
-                lambda model, batch, _: model.before(batch[:, :-1]),
-                lambda model, y, batch, _: model.after(y, batch[:, 1:]),
+                lambda model, batch, _: model.embed_inputs(batch[:, :-1]),
+                lambda model, y, batch, _: model.compute_loss(y, batch[:, 1:]),
             ),
             optax.sgd(1.0),
             microbatches=2,

@@ -45,7 +45,7 @@ def loss_and_gradients(model, key=None):
     @nnx.jit
     def run(model):
         def loss(model):
-            return model.loss(TOKENS, LABELS, None, key)
+            return model.loss(TOKENS, LABELS, dropout_key=key)
 
         return nnx.value_and_grad(loss, argnums=nnx.DiffState(0, (nnx.Param, QuantizerState)))(model)
 
@@ -161,8 +161,8 @@ def after_steps(frequency, *, mesh=None, **fields):
         return gpt(rngs, moe_layer_freq=frequency, moe_aux_loss_coeff=0.1, **fields)
 
     loss_fn = PipelinedLoss(
-        lambda model, batch, key: model.before(batch["tokens"]),
-        lambda model, y, batch, key: model.after(y, batch["labels"]),
+        lambda model, batch, key: model.embed_inputs(batch["tokens"]),
+        lambda model, y, batch, key: model.compute_loss(y, batch["labels"]),
     )
     tx = optax.sgd(0.1)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(make_mesh(mesh)):

@@ -66,8 +66,8 @@ def build(kind: str = "gpt, tied", config: TransformerConfig = ON, rngs: nnx.Rng
 
 
 loss_fn = PipelinedLoss(
-    before=lambda model, tokens, key: model.before(tokens, dropout_key=key),
-    after=lambda model, y, tokens, key: model.after(y, (tokens + 1) % V),
+    embed_inputs=lambda model, tokens, key: model.embed_inputs(tokens, dropout_key=key),
+    compute_loss=lambda model, y, tokens, key: model.compute_loss(y, (tokens + 1) % V),
 )
 """The loss of the token after the next, which is this one plus one."""
 

@@ -14,10 +14,10 @@ import jax
 import numpy as np
 import pytest
 
-from jax_te.checkpoint import Signs, TrainCheckpointer
+from jax_te.checkpoint import Heartbeats, TrainCheckpointer
 from jax_te.checkpoint import checkpointer as checkpointer_module
 from jax_te.cli.launch import Launch
-from jax_te.cli.meeting import meet
+from jax_te.cli.rendezvous import rendezvous
 from tests.support.process_runs import ended, started, when_recorded
 from tests.support.processes import run_processes
 
@@ -37,15 +37,15 @@ def wait_until(condition, seconds=60.0):
         time.sleep(0.01)
 
 
-# Signs of life by themselves, in threads of this process.
+# Heartbeats by themselves, in threads of this process.
 
 
 @pytest.fixture
 def two(tmp_path):
-    """Signs of two processes with bounds of 0.4 s."""
+    """Heartbeats of two processes with bounds of 0.4 s."""
     with (
-        Signs(tmp_path / "signs", "run", 0, 2, (0.4,)) as first,
-        Signs(tmp_path / "signs", "run", 1, 2, (0.4,)) as second,
+        Heartbeats(tmp_path / "heartbeats", "run", 0, 2, (0.4,)) as first,
+        Heartbeats(tmp_path / "heartbeats", "run", 1, 2, (0.4,)) as second,
     ):
         yield first, second
 
@@ -58,12 +58,12 @@ def test_a_process_that_waits_shows_no_progress_and_one_that_gets_on_does(two):
     for _ in range(10):
         second.begin("more", waits=True)
         time.sleep(0.1)
-        assert first.lost(0.4) is None
-        assert second.lost(0.4) is None
-    wait_until(lambda: first.lost(0.4) and second.lost(0.4), 5.0)
-    assert first.lost(0.4) == "no process has got on for 0.4 s: process 0 in step 1, process 1 in more"
-    assert second.late() == [(0, "step 1")]
-    assert first.late() == []
+        assert first.find_problem(0.4) is None
+        assert second.find_problem(0.4) is None
+    wait_until(lambda: first.find_problem(0.4) and second.find_problem(0.4), 5.0)
+    assert first.find_problem(0.4) == "no process has made progress for 0.4 s: process 0 in step 1, process 1 in more"
+    assert second.processes_behind() == [(0, "step 1")]
+    assert first.processes_behind() == []
 
 
 @pytest.mark.costly
@@ -74,22 +74,22 @@ def test_time_of_the_cpu_counts_while_a_process_does_not_wait(two):
     deadline = time.monotonic() + 1.5
     while time.monotonic() < deadline:  # holds the CPU as a compiler does
         sum(range(10_000))
-        assert first.lost(0.4) is None
+        assert first.find_problem(0.4) is None
     second.begin("a wait", waits=True)
-    wait_until(lambda: first.lost(0.4), 5.0)
+    wait_until(lambda: first.find_problem(0.4), 5.0)
 
 
-def test_an_error_reaches_the_others_at_once_and_signs_leave_nothing(tmp_path):
-    three = [Signs(tmp_path / "signs", "run", index, 3, (600.0, 3.0)) for index in range(3)]
+def test_an_error_reaches_the_others_at_once_and_heartbeats_leave_nothing(tmp_path):
+    three = [Heartbeats(tmp_path / "heartbeats", "run", index, 3, (600.0, 3.0)) for index in range(3)]
     with three[0] as first, three[1] as second, three[2] as third:
         time.sleep(1.0)
         second.fail("process 1: the disk is full")
-        wait_until(lambda: first.told() and third.told(), 5.0)
-        assert first.told() == third.told() == "process 1: the disk is full"
+        wait_until(lambda: first.reported_error() and third.reported_error(), 5.0)
+        assert first.reported_error() == third.reported_error() == "process 1: the disk is full"
     for run in ("next", "last"):  # what an error left goes at the next start
-        with Signs(tmp_path / "signs", run, 0, 1, (1.0,)):
-            assert {path.name.split(".")[0] for path in (tmp_path / "signs").iterdir()} == {run}
-    assert not (tmp_path / "signs").exists()
+        with Heartbeats(tmp_path / "heartbeats", run, 0, 1, (1.0,)):
+            assert {path.name.split(".")[0] for path in (tmp_path / "heartbeats").iterdir()} == {run}
+    assert not (tmp_path / "heartbeats").exists()
 
 
 # How processes find each other.
@@ -103,14 +103,16 @@ def free_port():
 
 def test_the_first_process_says_for_whom_it_waits():
     address, said = f"127.0.0.1:{free_port()}", []
-    comes = threading.Thread(target=meet, args=(Launch(2, 3, address), 20.0, said.append))
+    comes = threading.Thread(target=rendezvous, args=(Launch(2, 3, address), 20.0, said.append))
     comes.start()
     begin = time.monotonic()
     with pytest.raises(ValueError, match=f"2 of 3 processes came to {address}, and none for 2 s; missing: 1"):
-        meet(Launch(0, 3, address), 2.0, said.append)
+        rendezvous(Launch(0, 3, address), 2.0, said.append)
     assert time.monotonic() - begin < 6.0
     assert f"waiting for 3 processes at {address}: 2 are there, not 1" in said
-    others = [threading.Thread(target=meet, args=(Launch(index, 3, address), 20.0, said.append)) for index in (0, 1)]
+    others = [
+        threading.Thread(target=rendezvous, args=(Launch(index, 3, address), 20.0, said.append)) for index in (0, 1)
+    ]
     for thread in others:
         thread.start()
     for thread in (*others, comes):  # which has gone on asking
@@ -127,7 +129,7 @@ def test_a_first_process_that_does_not_answer_is_an_error(listens):
             server.close()
         begin = time.monotonic()
         with pytest.raises(ValueError, match=f"{address} .* for 1 s. Start process 0"):
-            meet(Launch(1, 2, address), 1.0, print)
+            rendezvous(Launch(1, 2, address), 1.0, print)
         assert time.monotonic() - begin < 10.0
 
 

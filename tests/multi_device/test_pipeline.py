@@ -63,11 +63,11 @@ Options = dict[str, Any]
 
 
 def before(model: Any, batch: Any, key: Any) -> StackInput:
-    return model.before(batch[:, :-1], dropout_key=key)
+    return model.embed_inputs(batch[:, :-1], dropout_key=key)
 
 
 def after(model: Any, y: Any, batch: Any, key: Any) -> Any:
-    return model.after(y, batch[:, 1:])
+    return model.compute_loss(y, batch[:, 1:])
 
 
 next_token_loss = PipelinedLoss(before, after)
@@ -211,7 +211,7 @@ def test_parameters_in_half_precision_stored_quantized_and_scaled_losses(pipelin
 
 def after_weighted(model: Any, y: Any, batch: Any, key: Any) -> WeightedMean:
     weights = (batch[:, :1] % 3).astype(jnp.float32) + jnp.zeros(batch[:, 1:].shape)
-    return WeightedMean(model.after(y, batch[:, 1:], weights, reduction="sum"), jnp.sum(weights))
+    return WeightedMean(model.compute_loss(y, batch[:, 1:], weights, reduction="sum"), jnp.sum(weights))
 
 
 weighted = PipelinedLoss(before, after_weighted)
@@ -441,8 +441,8 @@ OTHER_MODELS = {
     "t5": (
         t5,
         PipelinedLoss(
-            lambda model, batch, key: model.before(batch[:, :-1], batch[:, :-1], dropout_key=key),
-            lambda model, y, batch, key: model.after(y, batch[:, 1:], dropout_key=key),
+            lambda model, batch, key: model.embed_inputs(batch[:, :-1], batch[:, :-1], dropout_key=key),
+            lambda model, y, batch, key: model.compute_loss(y, batch[:, 1:], dropout_key=key),
         ),
     ),
 }

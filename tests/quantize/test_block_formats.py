@@ -328,5 +328,5 @@ def test_wrong_dtypes():
             quantizer(dtype=jnp.float4_e2m1fn)
     with pytest.raises(TypeError, match="NVFP4Quantizer's dtype must be float4_e2m1fn, got float8_e4m3fn"):
         NVFP4Quantizer(dtype=jnp.float8_e4m3fn)
-    with without_type_checker(), pytest.raises(ValueError, match="'delayed', 'current', got 'block'"):
+    with without_type_checker(), pytest.raises(ValueError, match="'given', 'current', got 'block'"):
         TensorQuantizer(dtype=jnp.float8_e4m3fn, scaling="block")

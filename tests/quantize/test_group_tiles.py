@@ -29,7 +29,7 @@ E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 QUANTIZERS = {
     "current": TensorQuantizer(dtype=E4M3),
     "powers of two": TensorQuantizer(dtype=E5M2, power_of_two=True),
-    "delayed": TensorQuantizer(dtype=E4M3, scaling="delayed"),
+    "delayed": TensorQuantizer(dtype=E4M3, scaling="given"),
     "block": BlockQuantizer(dtype=E4M3),
     "squares": BlockQuantizer(dtype=E4M3, two_dimensional=True),
     "mxfp8": MXQuantizer(dtype=E4M3),

@@ -28,12 +28,12 @@ def _quantize(dtype, scaling, jit):
     return jax.jit(fn) if jit else fn
 
 
-JITTED = {(dtype, scaling): _quantize(dtype, scaling, True) for dtype in DTYPES for scaling in ("delayed", "current")}
+JITTED = {(dtype, scaling): _quantize(dtype, scaling, True) for dtype in DTYPES for scaling in ("given", "current")}
 
 
 def check(x, dtype, *, scale=None, jit=True):
     """``scale`` None: current scaling."""
-    scaling = "current" if scale is None else "delayed"
+    scaling = "current" if scale is None else "given"
     fn = JITTED[dtype, scaling] if jit else _quantize(dtype, scaling, False)
     q, seen = fn(jnp.asarray(x), None if scale is None else jnp.float32(scale))
     expected_amax = oracles.amax(x)
@@ -140,7 +140,7 @@ def test_quantizers_are_hashable():
 
 def test_delayed_scaling_without_a_scale_is_refused():
     with pytest.raises((AssertionError, ValueError)):
-        quantize(jnp.ones((2, 2)), TensorQuantizer(dtype=jnp.float8_e4m3fn, scaling="delayed"))
+        quantize(jnp.ones((2, 2)), TensorQuantizer(dtype=jnp.float8_e4m3fn, scaling="given"))
 
 
 @pytest.mark.costly

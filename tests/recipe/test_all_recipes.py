@@ -246,7 +246,7 @@ def test_supports_elsewhere(kind):
     ("recipe", "x", "kernel", "grad"),
     [
         (None, None, None, None),
-        (DelayedScaling(), *(TensorQuantizer(dtype=d, scaling="delayed") for d in (E4M3, E4M3, E5M2))),
+        (DelayedScaling(), *(TensorQuantizer(dtype=d, scaling="given") for d in (E4M3, E4M3, E5M2))),
         (Float8CurrentScaling(), *(TensorQuantizer(dtype=d) for d in (E4M3, E4M3, E5M2))),
         (
             Float8CurrentScaling(use_power_2_scales=True, fp8_format=Format.E4M3),
@@ -286,10 +286,8 @@ def test_the_quantizer_of_each_role(recipe, x, kernel, grad):
 def test_a_factory_that_gives_something_else():
     with pytest.raises(TypeError, match=r"qfactory gave 'fp8' for role 'x'; it must give one of jax_te.quantize's"):
         quantizer_for(CustomRecipe(qfactory=lambda role: "fp8"), "x")
-    delayed = CustomRecipe(qfactory=lambda role: TensorQuantizer(dtype=E4M3, scaling="delayed"))
-    with pytest.raises(
-        ValueError, match="delayed-scaling quantizer for role 'grad', which needs state; use the Delayed"
-    ):
+    delayed = CustomRecipe(qfactory=lambda role: TensorQuantizer(dtype=E4M3, scaling="given"))
+    with pytest.raises(ValueError, match="scaling='given' for role 'grad', whose scale needs state; use the Delayed"):
         quantizer_for(delayed, "grad")
     with pytest.raises(TypeError, match="no quantizers for recipe"):
         quantizer_for(Recipe(), "x")

@@ -585,12 +585,11 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "megatron.MegatronModule.state_dict_for_save_checkpoint": lambda f: Call(
         megatron.MLP(CONFIG, rngs=nnx.Rngs(0)).state_dict_for_save_checkpoint, {"prefix": "", "keep_vars": False}
     ),
-    "megatron.ModuleRecipe.resolve": lambda f: Call(
+    "recipe.ModuleRecipe.resolve": lambda f: Call(
         recipe.ModuleRecipe(training=None).resolve, {"ambient": None, "training": True}
     ),
-    "megatron.TwoModeRecipe.resolve": lambda f: Call(
-        megatron.TwoModeRecipe(training=None, in_evaluation=recipe.ModuleRecipe(training=None)).resolve,
-        {"ambient": None, "training": True},
+    "recipe.ModuleRecipe.overrides": lambda f: Call(
+        recipe.ModuleRecipe(training=None).overrides, {"quantized": True, "training": True}
     ),
     "megatron.RNGStatesTracker.add": lambda f: Call(tracker().add, {"name": "a", "seed": 2}),
     "megatron.RNGStatesTracker.fork": lambda f: Call(tracker().fork, {"name": "model-parallel-rng"}),
@@ -785,11 +784,11 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "models.BertModel.__call__": lambda f: Call(
         bert(), {"tokens": IDS, "tokentypes": None, "lengths": None, "dropout_key": None}
     ),
-    "models.BertModel.before": lambda f: Call(
-        bert().before, {"tokens": IDS, "tokentypes": None, "lengths": None, "dropout_key": None}
+    "models.BertModel.embed_inputs": lambda f: Call(
+        bert().embed_inputs, {"tokens": IDS, "tokentypes": None, "lengths": None, "dropout_key": None}
     ),
-    "models.BertModel.after": lambda f: Call(
-        bert().after,
+    "models.BertModel.compute_loss": lambda f: Call(
+        bert().compute_loss,
         {"y": X, "labels": IDS, "loss_mask": None, "options": ops.LossOptions(), "reduction": "mean"},
     ),
     "models.BertModel.encode": lambda f: Call(
@@ -810,11 +809,14 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "models.GPTModel.__call__": lambda f: Call(
         gpt(), {"tokens": IDS, "positions": None, "dropout_key": None, "cache": None}
     ),
-    "models.GPTModel.before": lambda f: Call(gpt().before, {"tokens": IDS, "positions": None, "dropout_key": None}),
-    "models.GPTModel.after": lambda f: Call(
-        gpt().after, {"y": X, "labels": IDS, "loss_mask": None, "options": ops.LossOptions(), "reduction": "mean"}
+    "models.GPTModel.embed_inputs": lambda f: Call(
+        gpt().embed_inputs, {"tokens": IDS, "positions": None, "dropout_key": None}
     ),
-    "models.StackInput.output": lambda f: Call(gpt().before(IDS).output, {"layers": list(gpt().layers)}),
+    "models.GPTModel.compute_loss": lambda f: Call(
+        gpt().compute_loss,
+        {"y": X, "labels": IDS, "loss_mask": None, "options": ops.LossOptions(), "reduction": "mean"},
+    ),
+    "models.StackInput.output": lambda f: Call(gpt().embed_inputs(IDS).output, {"layers": list(gpt().layers)}),
     "models.GPTModel.init_cache": lambda f: Call(gpt().init_cache, {"batch": 1, "max_len": 4}),
     "models.GPTModel.loss": lambda f: Call(
         gpt().loss,
@@ -827,8 +829,8 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "models.GPTModel.clip_qk": lambda f: Call(
         gpt(config=config.TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, qk_clip=True)).clip_qk,
          {"max_logits": jnp.ones((1, 2))}),
-    "models.MegatronGPTModel.before": lambda f: Call(
-        megatron_gpt().before, {"tokens": IDS, "positions": None, "dropout_key": None}
+    "models.MegatronGPTModel.embed_inputs": lambda f: Call(
+        megatron_gpt().embed_inputs, {"tokens": IDS, "positions": None, "dropout_key": None}
     ),
     "models.MegatronGPTModel.forward": lambda f: Call(
         megatron_gpt().forward,
@@ -843,11 +845,11 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "models.T5Model.__call__": lambda f: Call(
         t5(), {"encoder_tokens": IDS, "decoder_tokens": IDS, "encoder_lengths": None, "dropout_key": None}
     ),
-    "models.T5Model.before": lambda f: Call(
-        t5().before, {"encoder_tokens": IDS, "decoder_tokens": IDS, "encoder_lengths": None, "dropout_key": None}
+    "models.T5Model.embed_inputs": lambda f: Call(
+        t5().embed_inputs, {"encoder_tokens": IDS, "decoder_tokens": IDS, "encoder_lengths": None, "dropout_key": None}
     ),
-    "models.T5Model.after": lambda f: Call(
-        t5().after,
+    "models.T5Model.compute_loss": lambda f: Call(
+        t5().compute_loss,
         {
             "y": X, "labels": IDS, "loss_mask": None, "dropout_key": None, "options": ops.LossOptions(),
             "reduction": "mean",
@@ -874,6 +876,9 @@ CALLS: dict[str, Callable[[Path], Call]] = {
         },
     ),
     "models.runs_scanned": lambda f: Call(models.runs_scanned, {"scan": "auto", "num_layers": 1}),
+    "models.upcycle": lambda f: Call(
+        models.upcycle, {"model": gpt(), "rngs": nnx.Rngs(0), "num_moe_experts": 2}
+    ),
     "models.transformer_layer": lambda f: Call(
         models.transformer_layer,
         {
@@ -1226,8 +1231,8 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     ),
     "training.PipelinedLoss.__call__": lambda f: Call(
         training.PipelinedLoss(
-            before=lambda model, tokens, key: model.before(tokens, dropout_key=key),
-            after=lambda model, y, tokens, key: model.after(y, tokens),
+            embed_inputs=lambda model, tokens, key: model.embed_inputs(tokens, dropout_key=key),
+            compute_loss=lambda model, y, tokens, key: model.compute_loss(y, tokens),
         ),
         {"model": gpt(), "batch": IDS, "key": None},
     ),

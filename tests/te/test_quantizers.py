@@ -16,7 +16,7 @@ from tests.support.numerics import assert_bitwise, draw
 pytestmark = pytest.mark.te
 
 DTYPES = [jnp.float8_e4m3fn, jnp.float8_e5m2]
-MODES = {"current": te.ScalingMode.CURRENT_TENSOR_SCALING, "delayed": te.ScalingMode.DELAYED_TENSOR_SCALING}
+MODES = {"current": te.ScalingMode.CURRENT_TENSOR_SCALING, "given": te.ScalingMode.DELAYED_TENSOR_SCALING}
 INPUTS = {
     "normal": lambda: draw("x", (32, 48)),
     "wide": lambda: draw("x", (32, 48)) * jnp.exp2(draw("exponent", (32, 48)) * 8.0),
@@ -37,7 +37,7 @@ def theirs(scaling, dtype, **state):
 @pytest.mark.parametrize("jit", [False, True])
 def test_values_and_scales(values, high, dtype, jit):
     x = INPUTS[values]().astype(high)
-    for scaling, scale in (("current", None), ("delayed", 1.0), ("delayed", 37.5)):
+    for scaling, scale in (("current", None), ("given", 1.0), ("given", 37.5)):
         state = {} if scale is None else {"scale": jnp.float32([scale]), "amax_history": jnp.zeros(2)}
 
         def their_quantize(x, scaling=scaling, state=state):
@@ -70,11 +70,11 @@ def test_delayed_scaling_over_steps(algorithm, length, dtype):
     our_state = {"scale": jnp.ones(()), "amax_history": jnp.zeros((length,))}
     for factor in (1.0, 8.0, 0.0, 0.5, 0.0, 0.0, 0.0, 1e-3, jnp.inf, 2.0, 2.0, 2.0, jnp.nan, 4.0, 4.0, 4.0, 4.0):
         x = draw("x", (16, 16)) * factor
-        quantizer = theirs("delayed", dtype, margin=1.0, amax_compute_algo=algo, **their_state)
+        quantizer = theirs("given", dtype, margin=1.0, amax_compute_algo=algo, **their_state)
         with inside_te():
             expected = quantizer.quantize(x)
         scale = scale_in_use(our_state, dtype, recipe)
-        q, seen = quantize(x, TensorQuantizer(dtype=dtype, scaling="delayed"), scale)
+        q, seen = quantize(x, TensorQuantizer(dtype=dtype, scaling="given"), scale)
         our_state = next_amax_state(our_state, scale, seen)
         their_state = {"scale": quantizer.scale, "amax_history": quantizer.amax_history}
         assert_bitwise(q.scale_inv.reshape(1), expected.rowwise_tensor.scale_inv, what=f"x * {factor}")
@@ -89,7 +89,7 @@ def test_the_amax_that_the_backend_reads_out_of_te(dtype):
     """`seen_amax` knows in which slot TE leaves it."""
     for name, make in INPUTS.items():
         x = make()
-        delayed = Quantization(TensorQuantizer(dtype=dtype, scaling="delayed"), jnp.float32(2.0))
+        delayed = Quantization(TensorQuantizer(dtype=dtype, scaling="given"), jnp.float32(2.0))
         _, seen = kernels.quantize_operand(x, delayed, axis=-1)
         assert_bitwise(seen, jnp.max(jnp.abs(x)), what=name)
         current = Quantization(TensorQuantizer(dtype=dtype, scaling="current"))
@@ -102,7 +102,7 @@ def test_the_backends_operands_are_ours():
     x = draw("x", (2, 16, 32))
     for quantizer, scale in (
         (TensorQuantizer(dtype=jnp.float8_e4m3fn, scaling="current"), None),
-        (TensorQuantizer(dtype=jnp.float8_e5m2, scaling="delayed"), jnp.float32(50.0)),
+        (TensorQuantizer(dtype=jnp.float8_e5m2, scaling="given"), jnp.float32(50.0)),
     ):
         theirs, _ = kernels.quantize_operand(x, Quantization(quantizer, scale), axis=-1)
         ours, _ = quantize(x, quantizer, scale)

@@ -173,7 +173,7 @@ class Stack(nnx.Module):
         self.norm = LayerNorm(32, rngs=rngs)
 
     def __call__(self, x):
-        return self.norm(self.before(x).output(self.layers))
+        return self.norm(self.embed_inputs(x).output(self.layers))
 
     def before(self, x):
         return StackInput(x, options=StackOptions(batch_parts=self.parts))
@@ -184,7 +184,7 @@ def losses(mesh: ParallelConfig | None, name: str, microbatches: int, parts: int
     with place, autocast(recipe_from_name(name)), use_backend("te"):
         state = create_train_state(lambda rngs: Stack(rngs, parts), TX, key=jax.random.key(0))
         loss_fn = PipelinedLoss(
-            lambda model, x, key: model.before(x), lambda model, y, x, key: jnp.mean((model.norm(y) - x) ** 2)
+            lambda model, x, key: model.embed_inputs(x), lambda model, y, x, key: jnp.mean((model.norm(y) - x) ** 2)
         )
         step, found = make_train_step(loss_fn, TX, microbatches=microbatches), []
         for i in range(2):

@@ -228,7 +228,8 @@ def run_distributed(distributed, mode="auto", dtype=jnp.bfloat16, mesh="data=2,f
             distributed_optimizer=distributed,
         )
         loss = PipelinedLoss(
-            lambda model, rows, key: model.before(rows[:, :-1]), lambda model, y, rows, key: model.after(y, rows[:, 1:])
+            lambda model, rows, key: model.embed_inputs(rows[:, :-1]),
+            lambda model, y, rows, key: model.compute_loss(y, rows[:, 1:]),
         )
         step = make_train_step(loss, TX, microbatches=2)
         for i in range(steps):

@@ -123,17 +123,19 @@ def hold_block_scaled(model: nnx.Module, entries: Mapping[str, Entry], tensors: 
     waiting = {
         path: entry
         for path, entry in entries.items()
-        if any(getattr(tensors[name], "kept", False) for name, _ in entry.pieces)
+        if any(getattr(tensors[name], "kept", False) for name in entry.names)
     }
     for path, module, kernel in quantizable_kernels(model):
         if (entry := waiting.pop("/".join(map(str, path)), None)) is None:
             continue
         quantizer: Any = module.kernel_quantizer(kernel)
         same = _is_followed(quantizer)
-        pieces = [tensors[name] for name, _ in entry.pieces]
+        pieces = [tensors[name] for name in entry.names]
         scales = [piece.scale for piece in pieces if isinstance(piece, BlockScaled)]
         why = "" if same else f"the recipe stores it as {quantizer}"
-        if len(scales) < len(pieces):
+        if entry.experts is not None:
+            why = "kernels of experts are not kept in FP8"
+        elif len(scales) < len(pieces):
             why = "its tensors are not all in FP8"
         elif same and quantizer.power_of_two and not all(map(_powers_of_two, scales)):
             why = "its scales are not powers of two, and the recipe's are"
@@ -178,7 +180,7 @@ def reader(
     name, kept, part = path.partition("/form/rowwise/")
     entry = entries[name]
     # Only this parameter's tensors: dequantized values stay in memory only while they are read.
-    pieces = {each: tensors[each] for each, _ in entry.pieces}
+    pieces = {each: tensors[each] for each in entry.names}
     if part != "scale_inv":
         plain = {each: _values(piece, multiplied=not kept) for each, piece in pieces.items()}
         return functools.partial(entry.read, plain, sizes)

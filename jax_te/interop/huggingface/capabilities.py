@@ -30,7 +30,9 @@ _ALSO_NO_OUTPUT = """
 activation_func gated_linear_unit init_method init_method_std output_layer_init_method compute_dtype attention_dropout
 hidden_dropout apply_query_key_layer_scaling attention_softmax_in_fp32 batch_invariant_mode qk_clip qk_clip_alpha
 qk_clip_threshold log_max_attention_logit cp_comm_type hierarchical_context_parallel_sizes cp_load_balanced
-fused_residual_rmsnorm
+fused_residual_rmsnorm moe_router_bias_update_rate moe_aux_loss_coeff moe_z_loss_coeff moe_input_jitter_eps
+moe_router_dtype moe_enable_routing_replay moe_per_layer_logging moe_layer_recompute moe_token_dispatcher_type
+moe_expert_rank_capacity_factor moe_router_quantile_balancing_ema
 """
 _RUN = (ModelParallelConfig, PrecisionConfig, RecomputeConfig, CudaGraphConfig)
 _NO_OUTPUT = {*_ALSO_NO_OUTPUT.split(), *(field.name for base in _RUN for field in fields(base))}
@@ -66,6 +68,9 @@ class Form:
     def options(self) -> Options:
         """Return all options that change the outputs of a model."""
         found = {name: getattr(self.config, name) for name in sorted(_CONFIG_FIELDS - _NO_OUTPUT)} | self.others
+        # Methods that balance by a loss choose alike.
+        if found["moe_router_load_balancing_type"] not in ("sinkhorn", "quantile_balancing"):
+            found["moe_router_load_balancing_type"] = "aux_loss"
         # The two fields have several equivalent spellings.
         windows = {"window_size": layer_windows(found), "window_attn_skip_freq": None}
         return found | (windows if found["window_size"] else {})
@@ -87,7 +92,8 @@ class Form:
     def sizes(self) -> Sizes:
         """Return the letters of docs/design.md.
 
-        Here ``a`` is `n_act`, ``b`` buckets, ``c = r + 2``, ``o = h``, ``q = n d``, ``s`` positions, ``t`` token types.
+        Here ``a`` is `n_act`, ``b`` buckets, ``c = r + 2``, ``o = h``, ``q = n d``, ``s`` positions, ``t`` token types,
+        ``e`` experts, ``m`` and ``u`` hidden sizes of an expert and of shared ones, ``k`` an expert's input, ``y`` 1.
         """
         c = self.config
         n, g, d = c.num_attention_heads, c.num_query_groups or 1, c.kv_channels or 1
@@ -101,6 +107,12 @@ class Form:
             "c": n // g + 2,
             "d": d,
         }
+        letters |= {
+            "e": c.num_moe_experts or 0,
+            "m": c.moe_ffn_hidden_size or 0,
+            "k": c.moe_latent_size or c.hidden_size,
+        }
+        letters |= {"u": c.moe_shared_expert_intermediate_size or 0, "y": 1}
         letters |= {"q": n * d, "o": c.hidden_size, "v": self.others["vocab_size"]}
         letters |= {"s": self.others["max_sequence_length"], "t": self.others.get("num_tokentypes", 0)}
         return letters | {"b": getattr(self.others.get("position_embedding_type"), "num_buckets", 0)}
@@ -143,8 +155,8 @@ class Architecture:
         table: function that returns the tensors of a form.
         options: function that returns the options of a model.
         base: prefix of the names, which a checkpoint of the model without its head lacks.
-        twins: tensors that some files contain although they equal another, such as a head that is the embedding: name
-            of the tensor → the other one's.
+        tied_names: tensors that some files contain although they equal another, such as a head that is the embedding:
+            name of the tensor → the other one's.
         ignored: a pattern of tensors that are not parameters of the model.
         older: ends of names in older files, as patterns, and their present forms.
         described_by: source of the fields, for messages.
@@ -158,7 +170,7 @@ class Architecture:
     table: Callable[[Form], Table]
     options: Callable[[Any], Options]
     base: str
-    twins: Mapping[str, str]
+    tied_names: Mapping[str, str]
     ignored: str
     older: tuple[tuple[str, str], ...] = ()
     described_by: str = "config.json"

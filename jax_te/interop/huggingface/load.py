@@ -18,7 +18,7 @@ from jax_te.interop.huggingface.architectures.registry import read_form
 from jax_te.interop.huggingface.block_scaled import BlockScaled, Choice, hold_block_scaled, read_block_scaled, reader
 from jax_te.interop.huggingface.capabilities import Architecture, Form
 from jax_te.interop.huggingface.folder import CONFIG, json_file, open_tensors
-from jax_te.interop.huggingface.tensor_patterns import Entry, Sizes
+from jax_te.interop.huggingface.tensor_patterns import Entry, Sizes, stored_in
 from jax_te.models import Execution
 from jax_te.sharding import leaves_with_axes, shardings_of
 from jax_te.typing import Array, DTypeLike
@@ -123,16 +123,16 @@ def load_tensors(
     Raises:
         ValueError, CheckpointMismatchError: see `load_huggingface`.
     """
-    entries = {path: Entry.of(pieces) for path, pieces in architecture.table(form).items()}
     sizes = form.sizes()
+    entries = {path: Entry.of(pieces, sizes["e"]) for path, pieces in architecture.table(form).items()}
     tensors = _checked(architecture, stored, entries, sizes, folder)
     form = form.run_as(config or {}, _one_dtype(dtype, tensors, folder))
     model = nnx.eval_shape(lambda: architecture.build(form, execution))
     hold_block_scaled(model, entries, tensors)
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    graphdef, params, rest = nnx.split(model, stored_in(entries), ...)
     if jax.tree.leaves(rest):
         # Quantizer states get initial values; the compiler drops the random parameters.
-        rest = jax.jit(lambda: nnx.state(architecture.build(form, execution), nnx.Not(nnx.Param)))()
+        rest = jax.jit(lambda: nnx.state(architecture.build(form, execution), nnx.Not(stored_in(entries))))()
     mesh = jax.sharding.get_mesh()
     leaves = leaves_with_axes(params)
     places = [None] * len(leaves) if mesh.empty else shardings_of(params, mesh)
@@ -172,7 +172,7 @@ def _by_their_names(architecture: Architecture, stored: Mapping[str, Any], wante
         # Names of the model without its head lack the base's prefix.
         stored = {name if name in wanted else base + name: tensor for name, tensor in stored.items()}
     tensors = {name: tensor for name, tensor in stored.items() if not re.fullmatch(architecture.ignored, name)}
-    for name, other in architecture.twins.items():
+    for name, other in architecture.tied_names.items():
         twice = name in tensors and name not in wanted and other in tensors
         if twice and np.array_equal(tensors[name], tensors[other]):
             del tensors[name]

@@ -24,7 +24,7 @@ from jax_te.interop.huggingface.config_json import NO_NUMBERS, Fields
 from jax_te.interop.huggingface.folder import CONFIG, json_file, write_folder
 from jax_te.interop.huggingface.load import OnProgress
 from jax_te.interop.huggingface.safetensors import Plan
-from jax_te.interop.huggingface.tensor_patterns import Entry, Sizes, Table
+from jax_te.interop.huggingface.tensor_patterns import Entry, Sizes, Table, stored_in
 from jax_te.quantize import QuantizedKernel
 from jax_te.sharding import leaves_with_axes
 from jax_te.typing import DTypeLike
@@ -212,8 +212,8 @@ def placed_arrays(
     Raises:
         ValueError: for parameters that differ from the table's.
     """
-    entries = {path: Entry.of(pieces) for path, pieces in table.items()}
-    leaves = leaves_with_axes(nnx.state(model, nnx.Param))
+    entries = {path: Entry.of(pieces, sizes["e"]) for path, pieces in table.items()}
+    leaves = leaves_with_axes(nnx.state(model, stored_in(entries)))
     arrays = {path: leaf for path, leaf, _ in leaves if not any(path.startswith(f"{kernel}/") for kernel in held)}
     arrays |= {path: kernel.form.rowwise.data for path, kernel in held.items()}
     wrong = sorted(arrays.keys() ^ entries.keys())
@@ -245,8 +245,8 @@ def architecture_of(model: Any, known: Mapping[str, Architecture]) -> tuple[str,
             return name, form
         reasons.append(f"{name}: {', '.join(lost)}")
     raise ValueError(
-        "no architecture of transformers is known that says what the model is; of its options cannot be said "
-        + ("; ".join(reasons) or f"any: it is a {type(model).__name__}")
+        "no supported transformers architecture can represent this model: "
+        + (f"unsupported options: {'; '.join(reasons)}" if reasons else f"it is a {type(model).__name__}")
     )
 
 

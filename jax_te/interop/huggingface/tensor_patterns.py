@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import numpy as np
+from flax import nnx
 
 Table = dict[str, dict[str, str]]
 """Path of a parameter → names of the tensors in it, each with its pattern."""
@@ -79,20 +80,43 @@ class Pattern:
 class Entry:
     """One of our parameters: the tensors in it, stacked along its last axis but one if there are several.
 
+    Args:
+        pieces: name and pattern of each tensor.
+        experts: number of experts, each with tensors of its own, whose names have its number in place of ``{e}``; the
+            parameter has an axis of experts in front. None: names are those of tensors.
+
     >>> entry = Entry.of({"gate": "f h -> h 1 f", "up": "f h -> h 1 f"})
     >>> entry.shape(dict(f=4, h=3)), entry.their_shapes(dict(f=4, h=3))
     ((3, 2, 4), {'gate': (4, 3), 'up': (4, 3)})
+    >>> Entry.of({"w{e}": "f h -> h f"}, experts=2).their_shapes(dict(f=4, h=3))
+    {'w0': (4, 3), 'w1': (4, 3)}
     """
 
     pieces: tuple[tuple[str, Pattern], ...]
+    experts: int | None = None
 
     @classmethod
-    def of(cls, pieces: Mapping[str, str]) -> Entry:
-        """Return the entry of a table's row."""
-        return cls(tuple((name, Pattern.parse(text)) for name, text in pieces.items()))
+    def of(cls, pieces: Mapping[str, str], experts: int = 0) -> Entry:
+        """Return the entry of a table's row; ``experts`` is their number in a row whose names have ``{e}``."""
+        several = any("{e}" in name for name in pieces)
+        return cls(tuple((name, Pattern.parse(text)) for name, text in pieces.items()), experts if several else None)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        return [name for part in self.parts() for name, _ in part.pieces]
+
+    def parts(self) -> list[Entry]:
+        """Return the entry of each expert's part of the parameter; the entry itself if it is not that of experts."""
+        if self.experts is None:
+            return [self]
+        numbers = map(str, range(self.experts))
+        return [Entry(tuple((name.replace("{e}", i), pattern) for name, pattern in self.pieces)) for i in numbers]
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
         """Return the shape of our parameter."""
+        if self.experts is not None:
+            return self.experts, *Entry(self.pieces).shape(sizes)
         shapes = [list(Pattern.shape(pattern.ours, sizes)) for _, pattern in self.pieces]
         if len(shapes) > 1:
             shapes[0][-2] = sum(shape[-2] for shape in shapes)
@@ -100,11 +124,14 @@ class Entry:
 
     def their_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         """Return the shape of each tensor."""
-        return {name: Pattern.shape(pattern.theirs, sizes) for name, pattern in self.pieces}
+        return {name: Pattern.shape(pattern.theirs, sizes) for part in self.parts() for name, pattern in part.pieces}
 
     def read(self, tensors: Mapping[str, Any], sizes: Sizes, index: Index, dtype: np.dtype[Any]) -> np.ndarray:
         """Return a part of our parameter, a new array."""
         index = tuple(slice(*part.indices(size)[:2]) for part, size in zip(index, self.shape(sizes), strict=True))
+        if self.experts is not None:
+            chosen = self.parts()[index[0]]
+            return np.stack([part.read(tensors, sizes, index[1:], dtype) for part in chosen])
         if len(self.pieces) == 1:
             (name, pattern), *_ = self.pieces
             return pattern.read(tensors[name], sizes, index, dtype)
@@ -123,6 +150,10 @@ class Entry:
 
     def write(self, array: np.ndarray, sizes: Sizes) -> Iterator[tuple[str, np.ndarray]]:
         """Return their tensors, in order, each with its name."""
+        if self.experts is not None:
+            for part, own in zip(self.parts(), array, strict=True):
+                yield from part.write(own, sizes)
+            return
         if len(self.pieces) == 1:
             array = array[..., None, :]  # stacked, as are those of several tensors
         begin = 0
@@ -133,13 +164,31 @@ class Entry:
 
 
 def layer_rows(table: Table, count: int, **names: str) -> Table:
-    """Return the rows of all layers: ``{i}`` is replaced by a layer's number, other fields by ``names``.
+    """Return the rows of all layers, see `rows_of_layer`.
 
     >>> layer_rows({"layers/{i}/a": {"h.{i}.b": "h -> h"}}, 2)
     {'layers/0/a': {'h.0.b': 'h -> h'}, 'layers/1/a': {'h.1.b': 'h -> h'}}
     """
+    return {path: row for i in range(count) for path, row in rows_of_layer(table, i, **names).items()}
+
+
+def rows_of_layer(table: Table, number: int, **names: str) -> Table:
+    """Return the rows of one layer: ``{i}`` is replaced by its number, other fields but ``{e}`` by ``names``.
+
+    >>> rows_of_layer({"layers/{i}/a": {"h.{i}.b{e}": "h -> h"}}, 2)
+    {'layers/2/a': {'h.2.b{e}': 'h -> h'}}
+    """
+    fields = {"i": number, "e": "{e}"} | names
     return {
-        path.format(i=i, **names): {name.format(i=i, **names): text for name, text in pieces.items()}
-        for i in range(count)
+        path.format(**fields): {name.format(**fields): text for name, text in pieces.items()}
         for path, pieces in table.items()
     }
+
+
+def stored_in(entries: Mapping[str, Entry]) -> Callable[[tuple[Any, ...], Any], bool]:
+    """Return a filter of NNX: parameters, and other Variables of which ``entries`` have tensors, by their paths."""
+
+    def stored(path: tuple[Any, ...], variable: Any) -> bool:
+        return issubclass(getattr(variable, "type", type(variable)), nnx.Param) or "/".join(map(str, path)) in entries
+
+    return stored

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jax_te._validation import brief, checked
+from jax_te.interop.megatron.experts import grouped_name, joined_experts, sequential_names
 from jax_te.interop.torch import METADATA, Mapped, Record, StoredTensor, Tensor, join_tensors, read_torch_distributed
 
 TRACKER, RANK_FILE, COMMON = "latest_checkpointed_iteration.txt", "model_optim_rng.pt", "common.pt"
@@ -22,13 +23,16 @@ refuses."""
 _COMMON_ENTRY = "common_state/shard_0_1"
 _LOG = logging.getLogger("jax_te")
 _LAYER = re.compile(r"(.*\blayers\.)(\d{1,6})(\..*)")
-_RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
+_RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 _NOT_OF_THE_MODEL = re.compile(
     r"(chained_\d+\.)?(optimizer|opt_param_scheduler|rng_state|rerun_state_machine|args|iteration)\b.*"
 )
-_COLUMN, _ROW = re.compile(r"linear_(qkv|fc1)\.(weight|bias)$"), re.compile(r"linear_(proj|fc2)\.weight$")
+_COLUMN, _ROW = re.compile(r"linear_(qkv|fc1)\.(weight|bias)\d*$"), re.compile(r"linear_(proj|fc2)\.weight\d*$")
 _VOCABULARY = re.compile(r"(^|\.)(word_embeddings|output_layer)\.weight$")
-_WHOLE = re.compile(r"(linear_(proj|fc2)\.bias|layer_norm_(weight|bias)|layernorm\.(weight|bias)|embeddings\.weight)$")
+_WHOLE = re.compile(
+    r"(linear_(proj|fc2)\.bias\d*|layer_norm_(weight|bias)|layernorm\.(weight|bias)|embeddings\.weight"
+    r"|router\.(weight|bias|expert_bias)|shared_experts\.gate_weight|latent_proj\.weight)$"
+)
 # transformer_impl="local" has norms apart.
 _NORMS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
@@ -60,8 +64,8 @@ def read_megatron(
     """Return the model of a checkpoint of Megatron-LM, without torch, for `MegatronGPTModel.load_state_dict`.
 
     Both formats are read: ``torch``, a file for each tensor and pipeline rank, which are merged; and ``torch_dist``, of
-    any sharding. Separate norms (``transformer_impl="local"``) get the names of the fused ones. ``_extra_state`` and
-    optimizer states are left out; the log of ``jax_te`` says so at level INFO.
+    any sharding. Separate norms (``transformer_impl="local"``) get the names of the fused ones, and experts those of
+    ``TEGroupedMLP``. ``_extra_state`` and optimizer states are left out; the log of ``jax_te`` says so at level INFO.
 
     Args:
         path: the folder that ``--save`` named, one of its ``iter_*`` or ``release`` folders, or one file of a single
@@ -89,7 +93,9 @@ def read_megatron(
         found = _distributed(path)
     else:
         found = _ranks(path, gated)
-    tensors = {_fused_norms(name): tensor for name, tensor in found.tensors.items()}
+    # Experts have no norm of their own, so that the one in front of them is not fused.
+    mixtures = {name.partition(".mlp.router.")[0] for name in found.tensors if ".mlp.router." in name}
+    tensors = {_fused_norms(name, mixtures): tensor for name, tensor in found.tensors.items()}
     if vocab_size is not None:
         tensors = {name: _cut_vocabulary(name, tensor, vocab_size) for name, tensor in tensors.items()}
     return found._replace(tensors=tensors)
@@ -110,7 +116,7 @@ def split_axis(name: str, gated: bool) -> tuple[int, int] | None:
         return 1, 1
     if _WHOLE.search(name):
         return None
-    raise ValueError(f"it is not known how tensor ranks split {name[:200]!r}; models of GPT's dense layers are read")
+    raise ValueError(f"it is not known how tensor ranks split {name[:200]!r}; models of GPT's layers are read")
 
 
 def _iteration_folder(path: Path, iteration: int | None) -> Path:
@@ -147,6 +153,10 @@ def _distributed(path: Path) -> MegatronCheckpoint:
                 tensors[whole] = tensor.row(layer, f"{path}: {whole}")
         else:
             tensors[name] = tensor
+    for name, tensor in list(tensors.items()):
+        if tensor.shape and (names := sequential_names(name, tensor.shape[0])) is not None:
+            del tensors[name]
+            tensors |= {each: tensor.row(number, f"{path}: {each}") for number, each in enumerate(names)}
     tensors = _model_tensors(dict.fromkeys(found.others) | tensors, path)
     for name in [name for name in tensors if re.search(r"\.(weight|bias)_w$", name)]:
         # Gate and the other component in separate tensors, as with singleton_local_shards.
@@ -154,31 +164,42 @@ def _distributed(path: Path) -> MegatronCheckpoint:
         if other not in tensors:
             raise ValueError(f"{path} has {name[:200]!r} without its other component")
         tensors[name[:-2]] = join_tensors([tensors.pop(name), tensors.pop(other)], 0, 1, f"{path}: {name[:-2]}")
+    tensors = {grouped_name(name): tensor for name, tensor in tensors.items()}
     return MegatronCheckpoint(tensors, *_said(common, path), found.files)
 
 
 def _ranks(path: Path, gated: bool | None) -> MegatronCheckpoint:
-    """Return the model of one file per rank: merged over tensor ranks, with pipeline stages concatenated."""
-    paths = _rank_files(path)
-    width, depth = (1 + max((rank[at] for rank in paths), default=-1) for at in (0, 1))
-    if not paths or len(paths) != width * depth:
+    """Return the model of one file per rank: merged over tensor and expert ranks, pipeline stages concatenated."""
+    named = _rank_files(path)
+    files = {numbers: Mapped(each) for numbers, each in named.items()}
+    loaded = {numbers: file.load() for numbers, file in files.items()}
+    args, iteration = _said(next(iter(loaded.values()), {}), path)
+    states = _states_of_ranks(loaded, args, path)
+    width, depth, experts = (1 + max((rank[at] for rank in states), default=-1) for at in range(3))
+    if not states or len(states) != width * depth * experts:
         raise ValueError(
-            f"{path} holds no checkpoint of Megatron-LM, or not all of its ranks: found {sorted(paths)[:20]}. There "
-            f"must be mp_rank_XX[_YYY]/{RANK_FILE} for all tensor and pipeline ranks, or {METADATA} of the format "
-            "torch_dist; zarr and expert ranks are not read"
+            f"{path} holds no checkpoint of Megatron-LM, or not all of its ranks: found {sorted(named)[:20]}. There "
+            f"must be mp_rank_XX[_YYY][_ZZZ]/{RANK_FILE} for all tensor, pipeline and expert ranks, or {METADATA} of "
+            "the format torch_dist; zarr is not read"
         )
-    files = {rank: Mapped(each) for rank, each in paths.items()}
-    states = {rank: file.load() for rank, file in files.items()}
-    args, iteration = _said(states[0, 0], path)
+    own_tensor_ranks = args.get("expert_tensor_parallel_size")
+    if experts > 1 and own_tensor_ranks not in (None, width):
+        raise ValueError(
+            f"{path} has experts of {own_tensor_ranks} tensor ranks beside {width} of other layers; save it as "
+            "torch_dist, which has no ranks"
+        )
     if gated is None and args:
         gated = bool(args.get("swiglu") or args.get("quick_geglu") or args.get("gated_linear_unit"))
     chunks = {rank: _chunks(states[rank], path) for rank in sorted(states)}
     tensors: dict[str, Any] = {}
     first_layer = 0
     # Of virtual stages: all first chunks hold lower layers than all second ones.
-    for chunk in range(max(len(chunks[0, stage]) for stage in range(depth))):
+    for chunk in range(max(len(chunks[0, stage, 0]) for stage in range(depth))):
         for stage in range(depth):
-            ranks = [_model_tensors(chunks[rank, stage][chunk], path) for rank in range(width)]
+            ranks = []
+            for rank in range(width):
+                parts = [_model_tensors(chunks[rank, stage, expert][chunk], path) for expert in range(experts)]
+                ranks.append(joined_experts([{grouped_name(name): part[name] for name in part} for part in parts]))
             merged = {name: _merged(name, ranks, gated, path) for name in ranks[0]}
             # Each rank and stage counts its layers from 0.
             tensors |= {_numbered_from(first_layer, name): tensor for name, tensor in merged.items()}
@@ -186,24 +207,47 @@ def _ranks(path: Path, gated: bool | None) -> MegatronCheckpoint:
     return MegatronCheckpoint(tensors, args, iteration, list(files.values()))
 
 
-def _rank_files(path: Path) -> dict[tuple[int, int], Path]:
-    """Return the file of each tensor and pipeline rank: in a checkpoint's folder or a rank's, or the one given."""
+def _rank_files(path: Path) -> dict[tuple[int, ...], Path]:
+    """Return the file of each rank by the numbers in its name, of a checkpoint's folder, a rank's, or one file."""
     if path.is_file():
-        return {(0, 0): path}
+        return {(0,): path}
     if (path / RANK_FILE).is_file():
-        return {(0, 0): path / RANK_FILE}
-    found: dict[tuple[int, int], Path] = {}
+        return {(0,): path / RANK_FILE}
+    found: dict[tuple[int, ...], Path] = {}
     for each in sorted(path.iterdir()) if path.is_dir() else []:
         rank = _RANK.fullmatch(each.name)
         if rank and (each / RANK_FILE).is_file():
-            numbers = int(rank[1]), int(rank[2] or 0)
-            if numbers in found:
-                raise ValueError(
-                    f"{path} holds two checkpoints: {found[numbers].parent.name} and {each.name} are of the same "
-                    "tensor and pipeline rank; remove the ranks of the one that is not meant"
-                )
-            found[numbers] = each / RANK_FILE
+            found[tuple(int(number) for number in rank.groups() if number is not None)] = each / RANK_FILE
     return found
+
+
+def _states_of_ranks(
+    loaded: Mapping[tuple[int, ...], Any], args: Mapping[str, Any], path: Path
+) -> dict[tuple[int, int, int], Any]:
+    """Return the contents of the files by tensor, pipeline and expert rank."""
+    stages, experts = (args.get(f"{kind}_model_parallel_size") for kind in ("pipeline", "expert"))
+    # Of two numbers the second is a pipeline rank, or an expert rank if there is one stage: names have no others.
+    of_experts = isinstance(experts, int) and experts > 1 and stages in (None, 1)
+    states: dict[tuple[int, int, int], Any] = {}
+    first_of: dict[tuple[int, int, int], tuple[int, ...]] = {}
+    for numbers, state in loaded.items():
+        tensor, *others = numbers
+        first, *second = others or [0]
+        last = second[0] if second else 0
+        rank = (tensor, 0, first) if of_experts and not second else (tensor, first, last)
+        if rank in states:
+            raise ValueError(
+                f"{path} holds two checkpoints: {_rank_name(first_of[rank])} and {_rank_name(numbers)} are of the same "
+                "tensor, pipeline and expert rank; remove the ranks of the one that is not meant"
+            )
+        states[rank], first_of[rank] = state, numbers
+    return states
+
+
+def _rank_name(numbers: tuple[int, ...]) -> str:
+    """Return the name of the folder of a rank."""
+    tensor, *others = numbers
+    return "_".join([f"mp_rank_{tensor:02d}", *(f"{number:03d}" for number in others)])
 
 
 def _numbered_from(first_layer: int, name: str) -> str:
@@ -283,9 +327,11 @@ def _said(state: Any, path: Path) -> tuple[dict[str, Any], int | None]:
     return values, iteration if type(iteration) is int else None
 
 
-def _fused_norms(name: str) -> str:
+def _fused_norms(name: str, mixtures: Collection[str]) -> str:
     for alone, fused in _NORMS.items():
-        name = name.replace(f".{alone}", f".{fused}")
+        layer, found, rest = name.partition(f".{alone}")
+        if found and not (layer in mixtures and fused.startswith("mlp.")):
+            name = f"{layer}.{fused}{rest}"
     return name
 
 

@@ -14,11 +14,14 @@ import jax
 import numpy as np
 
 from jax_te._validation import checked, float_dtype
+from jax_te.config import TransformerConfig
 from jax_te.interop.huggingface import (
     REQUIRED,
     TIED,
     Architecture,
+    Entry,
     Fields,
+    Form,
     OnProgress,
     Options,
     Table,
@@ -29,7 +32,9 @@ from jax_te.interop.huggingface import (
     on_host,
     placed_arrays,
     release_after_each,
+    rows_of_layer,
 )
+from jax_te.interop.megatron.experts import expert_rows, read_experts, stacked_name, write_experts
 from jax_te.interop.megatron.folder import ARGS, COMMON, RANK_FILE, TRACKER, read_megatron, split_axis
 from jax_te.interop.torch import Piece, StoredTensor, write_torch_distributed, write_torch_file
 from jax_te.layers import LinearScaling, Llama3Scaling
@@ -43,13 +48,11 @@ _KIND = "Megatron-LM"
 _RELEASE = "release"
 # Unsupported flags that change a model's computation, with the value that is equivalent to their absence.
 _EXPECTED: dict[str, Any] = {
-    **dict.fromkeys(("num_experts", "mtp_num_layers", "experimental_attention_variant", "spec", "no_rope_freq")),
+    **dict.fromkeys(("mtp_num_layers", "experimental_attention_variant", "spec", "no_rope_freq")),
     **dict.fromkeys(("heterogeneous_layers_config_path", "hybrid_layer_pattern", "mrope_section", "softmax_scale")),
     **dict.fromkeys(("multi_latent_attention", "qk_l2_norm", "rotary_interleaved", "attention_output_gate"), False),
     **dict.fromkeys(("apply_residual_connection_post_layernorm", "enable_mhc_connections", "use_mup"), False),
     "softmax_type": "vanilla",
-    "activation_func_clamp_value": None,
-    "glu_linear_offset": 0.0,
 }
 _DEFAULT_ACTIVATIONS = {True: "gelu", False: "gelu_exact"}
 _MLP, _ATTENTION = "layers/{i}/layernorm_mlp", "layers/{i}/self_attention"
@@ -92,13 +95,28 @@ def _table(form: Any) -> Table:
     return {
         "embedding/embedding": {"embedding.word_embeddings.weight": "v h -> v h"},
         **(positions if learned else {}),
-        **layer_rows(layer, config.num_layers),
+        **_layers(layer, config),
         **{f"final_norm/{ours}": {f"decoder.final_layernorm.{theirs}": "h -> h"} for ours, theirs in ends.items()},
         **({} if form.others[TIED] else {"output_kernel": {"output_layer.weight": "v h -> h v"}}),
     }
 
 
+def _layers(dense: Table, config: TransformerConfig) -> Table:
+    """Return the rows of all layers: those of ``dense``, or of experts in place of its feed-forward block."""
+    if config.num_moe_experts is None:
+        return layer_rows(dense, config.num_layers)
+    mixture = {path: row for path, row in dense.items() if not path.startswith(_MLP)} | expert_rows(config)
+    rows: Table = {}
+    for number in range(config.num_layers):
+        rows |= rows_of_layer(mixture if config.has_experts(number) else dense, number)
+    return rows
+
+
 def _read(given: Fields, options: Options) -> None:
+    read_experts(given, options)
+    limit = given.take("activation_func_clamp_value", float, None)
+    options["activation_func_clamp_value"] = limit
+    options["glu_linear_offset"] = given.take("glu_linear_offset", float, 0.0)
     for name, value in _EXPECTED.items():
         given.expect(name, value)
     # Megatron-LM also has a number of groups without the flag, and then ignores it.
@@ -143,6 +161,9 @@ def _write(options: Options) -> Mapping[str, Any]:
     rotary = positions if isinstance(positions, RotaryPositions) else RotaryPositions()
     linear, llama = (isinstance(rotary.scaling, kind) for kind in (LinearScaling, Llama3Scaling))
     return {
+        **write_experts(options),
+        "activation_func_clamp_value": options["activation_func_clamp_value"],
+        "glu_linear_offset": options["glu_linear_offset"],
         "group_query_attention": options["num_query_groups"] != options["num_attention_heads"],
         "num_query_groups": options["num_query_groups"],
         "untie_embeddings_and_output_weights": not options[TIED],
@@ -184,7 +205,7 @@ MEGATRON = Architecture(
     table=_table,
     options=lambda model: model_options(model, model.rotary),
     base="",
-    twins={"output_layer.weight": "embedding.word_embeddings.weight"},
+    tied_names={"output_layer.weight": "embedding.word_embeddings.weight"},
     ignored="",
     described_by="arguments",
 )
@@ -201,7 +222,7 @@ def load_megatron(
     config: Mapping[str, Any] | None = None,
     execution: Execution = _EXECUTION,
     on_progress: OnProgress | None = None,
-) -> Any:
+) -> GPTModel:
     """Return the model of a checkpoint of Megatron-LM, with its weights, without torch.
 
     Args:
@@ -303,8 +324,7 @@ def save_megatron(
         path.parent.mkdir(parents=True, exist_ok=True)
         write_torch_file(path, common | {"model": ranks[0]})
     else:
-        layers = form.config.num_layers if whole else None
-        _write_folder(path, ranks, common, stacked_layers=layers)
+        _write_folder(path, ranks, common, whole=form if whole else None)
 
 
 def _holds_files(folder: Path) -> bool:
@@ -325,7 +345,7 @@ def _counter(on_progress: OnProgress | None, total: int) -> Callable[[StoredTens
 
 
 def _write_folder(
-    path: Path, ranks: Sequence[Mapping[str, StoredTensor]], common: Mapping[str, Any], *, stacked_layers: int | None
+    path: Path, ranks: Sequence[Mapping[str, StoredTensor]], common: Mapping[str, Any], *, whole: Form | None
 ) -> None:
     """Write ``release/`` and the file that names it, the folder under another name until it is complete.
 
@@ -333,13 +353,13 @@ def _write_folder(
         path: the checkpoint's folder.
         ranks: tensors of each rank.
         common: entries of all files besides the model.
-        stacked_layers: number of layers, for the format ``torch_dist``. None: the format ``torch``.
+        whole: form of the model, for the format ``torch_dist``. None: the format ``torch``.
     """
     partial = path / f"{_RELEASE}.part"
     if partial.exists():  # of a call that was interrupted
         shutil.rmtree(partial)
-    if stacked_layers is not None:
-        _write_whole(partial, ranks[0], common, stacked_layers)
+    if whole is not None:
+        _write_whole(partial, ranks[0], common, whole)
     else:
         for rank, tensors in enumerate(ranks):
             file = partial / f"mp_rank_{rank:02d}" / RANK_FILE
@@ -349,39 +369,81 @@ def _write_folder(
     (path / TRACKER).write_text(_RELEASE)
 
 
-def _write_whole(folder: Path, tensors: Mapping[str, StoredTensor], common: Mapping[str, Any], layers: int) -> None:
-    """Write the format ``torch_dist``: layers as one tensor with an axis in front, in a chunk for each."""
-    entries: dict[str, Any] = {}
+def _write_whole(folder: Path, tensors: Mapping[str, StoredTensor], common: Mapping[str, Any], form: Form) -> None:
+    """Write the format ``torch_dist``: layers of one form, and experts, as one tensor with axes in front."""
+    # Megatron-LM's own condition: layers that may differ have their numbers in the names.
+    alike = form.config.num_moe_experts is None or form.config.moe_layer_freq == 1
+    parts: dict[str, dict[tuple[int, ...], StoredTensor]] = {}
     for name, tensor in tensors.items():
-        layer = re.fullmatch(r"(decoder\.layers\.)(\d+)\.(.*)", name)
-        if layer is None:
-            entries[name] = tensor
-        elif layer[2] == "0":
-            each = [tensors[f"{layer[1]}{i}.{layer[3]}"] for i in range(layers)]
-            pieces = [
-                Piece((i, *(0,) * one.ndim), (1, *one.shape), functools.partial(_row, one))
-                for i, one in enumerate(each)
-            ]
-            entries[layer[1] + layer[3]] = StoredTensor((layers, *tensor.shape), tensor.dtype, pieces, name)
-    # Megatron-LM requires the state of each of TE's modules, which is empty without FP8.
-    for module in _MODULES:
-        entries |= {f"decoder.layers.{module}._extra_state/shard_{i}_{layers}": [None] for i in range(layers)}
+        key, place = _whole_name(name, alike)
+        parts.setdefault(key, {})[place] = tensor
+    entries: dict[str, Any] = {key: _joined(key, each) for key, each in parts.items()}
+    for number in range(form.config.num_layers):
+        entries |= {name: [None] for name in _extra_states(form.config, number, alike)}
     entries["decoder.final_layernorm._extra_state/shard_0_1"] = [None]
     write_torch_distributed(folder, entries)
     write_torch_file(folder / COMMON, common)
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
 
 
-def _row(tensor: StoredTensor) -> np.ndarray:
-    return np.asarray(tensor)[None]
+def _whole_name(name: str, alike: bool) -> tuple[str, tuple[int, ...]]:
+    """Return the name in ``torch_dist`` of the tensor that holds one, and the place there: layer and expert, if any.
+
+    >>> _whole_name("decoder.layers.2.mlp.experts.linear_fc1.weight3", True)
+    ('decoder.layers.mlp.experts.experts.linear_fc1.weight', (2, 3))
+    """
+    place: tuple[int, ...] = ()
+    if (expert := stacked_name(name)) is not None:
+        name, place = expert[0], (expert[1],)
+    layer = re.fullmatch(r"(decoder\.layers\.)(\d+)\.(.*)", name)
+    return (name, place) if layer is None or not alike else (layer[1] + layer[3], (int(layer[2]), *place))
+
+
+def _joined(name: str, parts: Mapping[tuple[int, ...], StoredTensor]) -> StoredTensor:
+    """Return tensors as one, in which each is at its place along the axes in front."""
+    first = next(iter(parts.values()))
+    axes = tuple(1 + max(numbers) for numbers in zip(*parts, strict=True))
+    if not axes:
+        return first
+    pieces = [
+        Piece((*place, *(0,) * one.ndim), (*(1,) * len(place), *one.shape), functools.partial(_at, one, len(place)))
+        for place, one in parts.items()
+    ]
+    return StoredTensor((*axes, *first.shape), first.dtype, pieces, name)
+
+
+def _extra_states(config: TransformerConfig, layer: int, alike: bool) -> list[str]:
+    """Return the entries of a layer's ``_extra_state``, which Megatron-LM requires, empty without FP8."""
+    mixture = config.num_moe_experts is not None and config.has_experts(layer)
+    prefix = "decoder.layers" if alike else f"decoder.layers.{layer}"
+    place, sizes = ((layer,), (config.num_layers,)) if alike else ((), ())
+    modules = [name for name in _MODULES if not (mixture and name.startswith("mlp."))]
+    modules += ["pre_mlp_layernorm"] if mixture else []
+    if mixture and config.moe_shared_expert_intermediate_size is not None:
+        modules += ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
+    states = [f"{prefix}.{module}._extra_state/{_shard(place or (0,), sizes or (1,))}" for module in modules]
+    for expert in range(config.num_moe_experts or 0 if mixture else 0):
+        shard = _shard((*place, expert), (*sizes, config.num_moe_experts or 0))
+        states += [f"{prefix}.mlp.experts.experts.{name}._extra_state/{shard}" for name in ("linear_fc1", "linear_fc2")]
+    return states
+
+
+def _shard(place: tuple[int, ...], sizes: tuple[int, ...]) -> str:
+    """Return the name of one object among those of a key, as ``ShardedObject`` of Megatron-Core has it."""
+    return f"shard_{'.'.join(map(str, place))}_{'.'.join(map(str, sizes))}"
+
+
+def _at(tensor: StoredTensor, axes: int) -> np.ndarray:
+    return np.asarray(tensor)[(None,) * axes]
 
 
 def _tensors(model: Any, form: Any, dtype: DTypeLike | None) -> dict[str, StoredTensor]:
     """Return the model's tensors in Megatron's names and layouts; each is made when it is written."""
     table, sizes = MEGATRON.table(form), form.sizes()
+    names = [name for pieces in table.values() for name in Entry.of(pieces, sizes["e"]).names]
     if getattr(model, "megatron_names", False):
         named = state_dict(model)
-        missing = [name for pieces in table.values() for name in pieces if name not in named]
+        missing = [name for name in names if name not in named]
         if missing:
             raise ValueError(f"the model has no {', '.join(missing[:8])}; take kernels from their masters")
         found = {
@@ -391,18 +453,20 @@ def _tensors(model: Any, form: Any, dtype: DTypeLike | None) -> dict[str, Stored
         entries, arrays = placed_arrays(model, _KIND, table, sizes)
         found = {}
         for path, entry in entries.items():
-            ((name, shape),) = entry.their_shapes(sizes).items()
-            found[name] = (shape, arrays[path].dtype, functools.partial(_written, entry, arrays[path], sizes))
+            for number, part in enumerate(entry.parts()):
+                ((name, shape),) = part.their_shapes(sizes).items()
+                at = None if entry.experts is None else number
+                found[name] = (shape, arrays[path].dtype, functools.partial(_written, part, arrays[path], at, sizes))
     tensors: dict[str, StoredTensor] = {}
-    for name in (name for pieces in table.values() for name in pieces):
+    for name in names:
         shape, own, read = found[name]
         stored = np.dtype(own if dtype is None else dtype)
         tensors[name] = StoredTensor.of(tuple(shape), stored, functools.partial(_cast, read, stored), name)
     return tensors
 
 
-def _written(entry: Any, array: jax.Array, sizes: Any) -> np.ndarray:
-    ((_, found),) = entry.write(on_host(array), sizes)
+def _written(entry: Entry, array: jax.Array, expert: int | None, sizes: Any) -> np.ndarray:
+    ((_, found),) = entry.write(on_host(array if expert is None else array[expert]), sizes)
     return found
 
 

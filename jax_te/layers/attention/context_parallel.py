@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from flax import nnx
 
 from jax_te._validation import checked
+from jax_te.layers.attention.core import is_core
 from jax_te.layers.mode import TrainingMode
 from jax_te.typing import Words
 
@@ -65,8 +66,7 @@ class ContextParallelModule(TrainingMode):
         >>> core.context_parallel.cp_comm_type
         'all_gather'
         """
-        # By attribute, not by class, so that a custom core in place of `DotProductAttention` is found, too.
-        cores: list[Any] = [layer for _, layer in nnx.iter_modules(self) if hasattr(layer, "context_parallel")]
+        cores: list[Any] = [layer for _, layer in nnx.iter_modules(self) if is_core(layer)]
         # All are made before one is set: an exchange that one core refuses leaves all as they were.
         chosen = [replace(core.context_parallel, cp_comm_type=cp_comm_type) for core in cores]
         for core, context_parallel in zip(cores, chosen, strict=True):

@@ -10,6 +10,7 @@ from flax import nnx
 
 from jax_te._validation import check_positive, checked
 from jax_te.layers.attention.context_parallel import ContextParallelModule
+from jax_te.layers.attention.core import AttentionCore, check_core
 from jax_te.layers.attention.dot_product_attention import DotProductAttention, check_heads
 from jax_te.layers.attention.kv_cache import KVCache, WindowKVCache
 from jax_te.layers.attention.packed import PackedSeqParams
@@ -141,7 +142,7 @@ class MultiheadAttention(ContextParallelModule):
         self.return_layernorm_output = return_layernorm_output
         self.fuse_qkv_params = fuse_qkv_params
         self.qk_norm_before_rope = qk_norm_before_rope
-        self.core_attention = DotProductAttention(
+        self.core_attention: AttentionCore = DotProductAttention(
             num_attention_heads,
             hidden_size // num_attention_heads if kv_channels is None else kv_channels,
             num_gqa_groups=num_gqa_groups,
@@ -292,6 +293,7 @@ class MultiheadAttention(ContextParallelModule):
             the output projection; ``layernorm_output [b, s, h]``; ``max_logit [n]``; ``cache``, with ``x`` appended.
         """
         core = self.core_attention
+        check_core(core)
         if self.attention_type == "self":
             q_lengths, kv_lengths = None, sequence_lengths
         else:
@@ -323,8 +325,6 @@ class MultiheadAttention(ContextParallelModule):
                 # The ring buffer's mask selects the keys in the window, because slots are not ordered by position.
                 window = (-1, -1) if isinstance(cache, WindowKVCache) else call.window_size
                 call = call._replace(attn_mask_type=mask_type, window_size=window, **masks)
-            # A core of one's own need not take the argument, unless a call asks for the result.
-            asked = {} if return_max_logit is None else {"return_max_logit": return_max_logit}
             attended = core(
                 *operands,
                 attention_mask=call.attention_mask,
@@ -338,9 +338,10 @@ class MultiheadAttention(ContextParallelModule):
                 attn_mask_type=call.attn_mask_type,
                 window_size=call.window_size,
                 checkpoint_core_attention=call.checkpoint_core_attention,
-                **asked,
+                return_max_logit=return_max_logit,
             )
-            context, *max_logit = attended if asked.get("return_max_logit", core.return_max_logit) else (attended,)
+            with_logit = core.return_max_logit if return_max_logit is None else return_max_logit
+            context, *max_logit = attended if with_logit else (attended,)
             projected: Any = self.proj(merge_heads(context), is_first_microbatch=is_first_microbatch)
             y, *bias = projected if isinstance(projected, tuple) else (projected,)
         extra: dict[str, Any] = {}

@@ -91,7 +91,7 @@ class Seen(NamedTuple):
     def why(self) -> str | None:
         """Reason why no recipe can quantize one of the contractions, or None."""
         if len({one.groups for one in self.contractions}) > 1:
-            return "others take it with other axes that stay, so that it would be another number of kernels"
+            return "its contractions have different batch axes, so that the number of kernels is ambiguous"
         return next((one.why for one in self.contractions if one.why is not None), None)
 
     @property

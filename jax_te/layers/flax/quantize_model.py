@@ -10,7 +10,7 @@ from typing import Any, Literal
 import jax
 from flax import nnx
 
-from jax_te._validation import checked
+from jax_te._validation import brief, checked
 from jax_te.layers.flax.contractions import Seen
 from jax_te.layers.flax.drop_in import DotGeneral, FlaxLinear, ParameterGemm, flax_linear, size_reason
 from jax_te.layers.flax.drop_in_mesh import kernel_names
@@ -82,11 +82,8 @@ def check_rules(rules: Rules | None) -> Rules:
         TypeError: for a rule that is not a recipe, no ``"ambient"`` and not None.
     """
     for pattern, value in (rules or {}).items():
-        if not (value is None or value == "ambient"):
-            try:
-                own_recipe(value)
-            except TypeError as error:
-                raise TypeError(f'{error}, "ambient" or None for the rule {pattern!r}') from None
+        if not (value is None or value == "ambient" or isinstance(value, Recipe | ModuleRecipe)):
+            raise TypeError(f'rule {pattern!r} must be a recipe, a ModuleRecipe, "ambient" or None, got {brief(value)}')
     return rules or {}
 
 
@@ -316,13 +313,14 @@ def quantize_model(
     report = report_of(layers, rules)
     if not report.quantized:
         raise ValueError(f"no recipe can quantize a layer of {type(model).__name__}:\n{report}")
+    if report.unused_rules:  # before the model changes: a warning may be an error
+        text = f"rules that fit no layer: {', '.join(report.unused_rules)}\n{report}"
+        warnings.warn(text, stacklevel=3)  # the caller's line: the frame between is that of `checked`
     for module, layer, op in chosen:
         _set_op(module, layer, op)
     for module, ops in reached:
         reach(module, ops)
     prepare_quantization(model, current_recipe())  # stacked layers have a state each
-    if report.unused_rules:
-        warnings.warn(f"rules that fit no layer: {', '.join(report.unused_rules)}\n{report}", stacklevel=2)
     return report
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jax_te._validation import check_positive, checked, log_once
 from jax_te.config import ActivationLike, ActivationParams, normal_init
-from jax_te.layers.layernorm_mlp import component_count
+from jax_te.layers.layernorm_mlp import check_elementwise
 from jax_te.layers.linear import Linear
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.parallel_arguments import sequence_axes
@@ -91,10 +91,10 @@ class Experts(TrainingMode):
         """Apply the experts.
 
         Args:
-            x: ``[rows, h]``, on a mesh the rows of all devices (`jax_te.ops.RowGroups`); zeros in rows of padding. So
-                must the output's gradient be.
+            x: ``[rows, h]``, on a mesh the rows of all devices (`jax_te.ops.RowGroups`).
             probs: ``[rows]``, 0 in rows of padding.
-            groups: rows of each expert.
+            groups: rows of each expert. With ``zero_padding`` the rows of padding of ``x`` and of the output's gradient
+                must hold zeros.
             is_first_microbatch: see `GroupedLinear`.
 
         Returns:
@@ -104,8 +104,6 @@ class Experts(TrainingMode):
             x = (x.astype(probs.dtype) * probs[:, None]).astype(x.dtype)
             # The probabilities are applied already; padding rows get no bias.
             probs = groups.filled().astype(probs.dtype)
-        # Rows of padding were zeros in x, and their gradients are, since whoever reads y leaves them out.
-        groups = dataclasses.replace(groups, zero_padding=True)
         hidden = _output(self.linear_fc1(x, groups, is_first_microbatch=is_first_microbatch))
         placement, axes, summands = groups.placement, (None, "ffn"), 1
         if placement is not None:
@@ -177,9 +175,10 @@ class SharedExperts(TrainingMode):
     ):
         check_positive(hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         self.function = Activation(activation, activation_params)
+        check_elementwise(self.function)
         self.linear_fc1 = Linear(
             hidden_size,
-            (component_count(self.function), ffn_hidden_size),
+            (len(self.function.parts()), ffn_hidden_size),
             bias=False,
             init_method=init_method,
             sequence_parallel=sequence_parallel,

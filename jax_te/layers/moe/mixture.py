@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -11,14 +12,14 @@ from flax import nnx
 
 from jax_te._validation import check_positive, checked
 from jax_te.config import ActivationLike, ActivationParams, DispatchOptions, RouterOptions
-from jax_te.layers.layernorm_mlp import component_count
+from jax_te.layers.layernorm_mlp import check_elementwise
 from jax_te.layers.linear import Linear
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.moe.experts import Experts, SharedExperts
 from jax_te.layers.moe.grouped_linear import GroupedLinear
 from jax_te.layers.moe.router import Router, Routing
 from jax_te.layers.results import layer_output
-from jax_te.ops import Activation, dispatch, permute
+from jax_te.ops import Activation, RowGroups, dispatch, permute
 from jax_te.remat import recomputed, selective_recompute
 from jax_te.sharding import constrain
 from jax_te.typing import Array, DTypeLike, Initializer, Key, TensorGroup
@@ -91,7 +92,7 @@ class MixtureOfExperts(TrainingMode):
             call = dispatch.plan_dispatch(transport, routing.experts, routing.kept)
             probs = self.router.with_overflow(routing.probs, call.overflow)
             rows, probs = dispatch.dispatch(x, probs, call)
-            return dispatch.combine(self.experts(rows, probs, call.groups, first), call)
+            return dispatch.combine(self.experts(rows, probs, _of_zeros(call.groups), first), call)
         # Whole on each device of a mesh, if there is one: XLA cannot partition these gathers on every mesh.
         tokens, probs = _whole_rows(x), _whole_rows(routing.probs)
         experts, kept = _whole_rows(routing.experts), _whole_rows(routing.kept)
@@ -105,7 +106,7 @@ class MixtureOfExperts(TrainingMode):
             pad_to_capacity=options.pad_expert_input_to_capacity,
         )
         probs = permute.permute_probs(probs, plan)
-        rows = self.experts(permute.permute(tokens, plan), probs, plan.groups, first)
+        rows = self.experts(permute.permute(tokens, plan), probs, _of_zeros(plan.groups), first)
         return permute.unpermute(rows, plan).reshape(x.shape)
 
     def transport(self, shape: tuple[int, ...]) -> dispatch.Transport | None:
@@ -210,6 +211,7 @@ class MoE(MixtureOfExperts):
             raise ValueError("shared experts have no biases, as in Megatron: set bias=False, or leave them out")
         self.dispatch, self.sequence_parallel = dispatch, sequence_parallel
         function, e = Activation(activation, activation_params), router.num_experts
+        check_elementwise(function)
         into, out = init_method, output_layer_init_method
         self.router = Router(
             hidden_size,
@@ -221,7 +223,7 @@ class MoE(MixtureOfExperts):
             params_dtype=params_dtype,
             rngs=rngs,
         )
-        inner, wide = hidden_size if latent_size is None else latent_size, (component_count(function), ffn_hidden_size)
+        inner, wide = hidden_size if latent_size is None else latent_size, (len(function.parts()), ffn_hidden_size)
         split: Any = {"tp_group": tp_group, "tp_size": tp_size} if expert_tensor_parallel else {}
         modes = ("column", "row") if expert_tensor_parallel else (None, None)
         split |= {"params_dtype": params_dtype, "rngs": rngs}
@@ -281,6 +283,12 @@ class MoE(MixtureOfExperts):
         with jax.named_scope("MoE"):
             y, routing = self.mixed(x, padding_mask, key, experts, is_first_microbatch)
             return layer_output(y, routing=routing) if self.return_routing else y
+
+
+def _of_zeros(groups: RowGroups) -> RowGroups:
+    """Return groups whose rows of padding hold zeros: none are filled above, and none are read, so that their gradients
+    are zeros, too."""
+    return dataclasses.replace(groups, zero_padding=True)
 
 
 def _whole_rows(x: Array | None) -> Any:

@@ -142,7 +142,8 @@ class Router(TrainingMode):
             x: ``[b, s, h]``, or ``[s, h]`` for one sequence.
             padding_mask: bool ``[b, s]``, True for padding, which losses and counts leave out; it is routed like any
                 token.
-            key: random key of ``input_jitter_eps`` in training, and of random choices.
+            key: random key of ``input_jitter_eps`` in training, and of random choices, which need one in training. In
+                evaluation without a key they are those of ``layer_number``, the same in each call.
             experts: int32 ``[b, s, k]``, a previous choice, which replaces this router's own.
 
         Returns:
@@ -203,6 +204,12 @@ class Router(TrainingMode):
             logits = logits + jnp.expand_dims(bias.astype(dtype), range(logits.ndim - 1))
         if not self.draws_choices:
             return logits
+        if key is None and self.training and not self.without_dropout:
+            raise ValueError(
+                "the router chooses experts at random (force_load_balancing, force_biased), and this call in training "
+                "has no key to draw from: give key=, another one at each step; or evaluate: model.eval(), where it "
+                "makes the same choice in each call without one"
+            )
         fixed = jax.random.key(self.layer_number or 0)
         drawn = jax.random.fold_in(fixed if key is None else key, 1)
         if options.force_biased is None:
@@ -388,6 +395,8 @@ def aux_losses_scaled(model: nnx.Module, scale: Array | float) -> Iterator[None]
         return
     before = [(router, router.loss_scale) for router in routers_of(model).values()]
     set_aux_loss_scale(model, scale)
-    yield
-    for router, scale_before in before:
-        router.loss_scale = nnx.data(scale_before)
+    try:
+        yield
+    finally:
+        for router, scale_before in before:
+            router.loss_scale = nnx.data(scale_before)

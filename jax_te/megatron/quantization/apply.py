@@ -14,17 +14,16 @@ from jax_te.megatron.float16 import Float16Module
 from jax_te.megatron.quantization.gemm_paths import kernel_paths
 from jax_te.megatron.quantization.layer_precision import own_recipe
 from jax_te.megatron.quantization.rules import RecipeConfig, get_quant_config_or_none, match_context
-from jax_te.megatron.quantization.te_params import TwoModeRecipe
 from jax_te.recipe import ModuleRecipe, Recipe
 
 _logger = logging.getLogger(__name__)
 
-_HEADER = ("module", "class", "matcher", "config", "training", "evaluation", "acts where")
+_HEADER = ("module", "class", "matcher", "config", "training", "evaluation", "active when")
 _ACTS = {
     (True, True): "everywhere",
     (True, False): "quantized",
     (False, True): "not quantized",
-    (False, False): "nowhere",
+    (False, False): "never",
 }
 
 
@@ -124,7 +123,7 @@ def apply_quantization_config(model: nnx.Module, recipe_config: RecipeConfig | N
     >>> rule = {"enabled": True, "type": "glob", "pattern": "*proj", "config": "bf16"}
     >>> config = RecipeConfig.from_config_dict({"configs": {"bf16": payload}, "matchers": {"proj in bf16": rule}})
     >>> print(apply_quantization_config(TransformerLayer(32, 64, 4, rngs=nnx.Rngs(0)), config))
-    module               class            matcher       config  training        evaluation      acts where
+    module               class            matcher       config  training        evaluation      active when
     -------------------  ---------------  ------------  ------  --------------  --------------  ----------
     layernorm_mlp        LayerNormMLP     -             -       ambient         ambient         -
     self_attention.proj  Linear           proj in bf16  bf16    high precision  high precision  quantized
@@ -223,6 +222,8 @@ def _name(recipe: Recipe | None) -> str:
 
 def _acts(own: ModuleRecipe) -> tuple[str, str]:
     """Return where the recipe takes effect in training and in evaluation."""
-    evaluation = own.in_evaluation if isinstance(own, TwoModeRecipe) else own
-    both = (own, evaluation)
-    return tuple(_ACTS[r.override_quantized_autocast, r.override_nonquantized_autocast] for r in both)  # type: ignore
+    training, evaluation = (
+        _ACTS[own.overrides(quantized=True, training=mode), own.overrides(quantized=False, training=mode)]
+        for mode in (True, False)
+    )
+    return training, evaluation

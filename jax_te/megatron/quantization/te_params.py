@@ -10,7 +10,7 @@ from jax_te._validation import brief, checked
 from jax_te.megatron.enums import TE_CONFIG_TYPE_KEY, TransformerEngineConfigType
 from jax_te.megatron.quantization.rules import QuantizationConfig
 from jax_te.megatron.quantization.te_recipe import TEQuantizationRecipe
-from jax_te.recipe import ModuleRecipe, Recipe
+from jax_te.recipe import ModuleRecipe
 
 
 @checked
@@ -84,7 +84,7 @@ class TEQuantizationParams:
         for name in ("fp8_param", "fp4_param"):
             if getattr(evaluation, name) and not getattr(training, name):
                 raise ValueError(f"{name} holds in training and evaluation alike: set it in training_recipe")
-        in_training = ModuleRecipe(
+        recipe = ModuleRecipe(
             training=training.to_recipe(),
             override_quantized_autocast=training.override_quantized_autocast,
             override_nonquantized_autocast=training.override_nonquantized_autocast,
@@ -92,53 +92,22 @@ class TEQuantizationParams:
             fp4_param=training.fp4_param,
         )
         if self.evaluation_recipe is None:
-            return in_training
-        in_evaluation = ModuleRecipe(
-            training=evaluation.to_recipe(),
-            override_quantized_autocast=evaluation.override_quantized_autocast,
-            override_nonquantized_autocast=evaluation.override_nonquantized_autocast,
-        )
-        # A plain ModuleRecipe if it suffices, so that equal precisions compare equal however they were written.
-        if (
-            in_training.override_quantized_autocast == in_evaluation.override_quantized_autocast
-            and in_training.override_nonquantized_autocast == in_evaluation.override_nonquantized_autocast
-        ):
-            return replace(in_training, evaluation=in_evaluation.training)
-        return TwoModeRecipe(
-            training=in_training.training,
-            evaluation=in_evaluation.training,
-            override_quantized_autocast=in_training.override_quantized_autocast,
-            override_nonquantized_autocast=in_training.override_nonquantized_autocast,
-            fp8_param=in_training.fp8_param,
-            fp4_param=in_training.fp4_param,
-            in_evaluation=in_evaluation,
+            return recipe
+        # None where it suffices, so that equal precisions compare equal however they were written.
+        return replace(
+            recipe,
+            evaluation=evaluation.to_recipe(),
+            override_quantized_in_evaluation=_other(
+                evaluation.override_quantized_autocast, training.override_quantized_autocast
+            ),
+            override_nonquantized_in_evaluation=_other(
+                evaluation.override_nonquantized_autocast, training.override_nonquantized_autocast
+            ),
         )
 
 
-@checked
-@dataclass(frozen=True, kw_only=True)
-class TwoModeRecipe(ModuleRecipe):
-    """A `ModuleRecipe` whose override flags differ between training and evaluation.
-
-    Args:
-        training, evaluation, override_quantized_autocast, override_nonquantized_autocast, fp8_param, fp4_param: recipes
-            of the two modes and training's flags, see `ModuleRecipe`.
-        in_evaluation: recipe and flags of evaluation; its field ``training`` is the recipe.
-
-    >>> never = ModuleRecipe(training=None, override_quantized_autocast=False)
-    >>> from jax_te.recipe import Float8CurrentScaling
-    >>> recipe = TwoModeRecipe(training=None, evaluation=None, in_evaluation=never)
-    >>> [recipe.resolve(Float8CurrentScaling(), training=mode) is None for mode in (True, False)]
-    [True, False]
-    """
-
-    in_evaluation: ModuleRecipe
-
-    def resolve(self, ambient: Recipe | None, *, training: bool) -> Recipe | None:
-        if training:
-            # The base class has one pair of flags, training's; evaluation's are in a recipe of their own.
-            return super().resolve(ambient, training=True)
-        return self.in_evaluation.resolve(ambient, training=True)
+def _other(flag: bool, in_training: bool) -> bool | None:
+    return None if flag == in_training else flag
 
 
 def _check_payload_type(config: Mapping[Any, Any], where: str) -> None:

@@ -14,7 +14,7 @@ from jax_te.ops.backend import ambient_backend, backend_for
 from jax_te.ops.first_order import why_backend, why_quantized
 from jax_te.ops.linear.norm_and_activation import Activation, NormSpec
 from jax_te.ops.linear.plan import LinearOptions, Plan, linear_plan, rows_may_be_reordered
-from jax_te.ops.linear.spec import LinearSpec, LinearWeights, OpSpec, grad_sink_of
+from jax_te.ops.linear.spec import LinearSpec, LinearWeights, OpSpec, Probe, grad_sink_of
 from jax_te.ops.primitives import Backend
 from jax_te.ops.sharded_vjp import Shards
 from jax_te.quantize import (
@@ -230,6 +230,8 @@ def _resolved(
     lead = _padded_rows(layer, plan, precision)
     _check_layer(layer, plan, precision, lead)
     sink, arrays = grad_sink_of(given_sink, plan, options.kernel_axes, kernel.ndim)
+    if isinstance(sink, Probe):
+        sink.count_call()
     spec = LinearSpec(
         backend=backend,
         precision=precision,

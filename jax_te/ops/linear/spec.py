@@ -194,6 +194,10 @@ class Probe:
         self.operands: OpaqueTree | None = None
         self.mapped = 0
 
+    def count_call(self) -> None:
+        """Count a call of the layer."""
+        self.calls += 1
+
     def spec(self, plan: Plan) -> PartitionSpec:
         """Return the sharding of the operands."""
         return plan.per_device
@@ -234,7 +238,7 @@ def grad_sink_of(
     kernel_axes: LogicalAxes | PartitionSpec | None,
     kernel_rank: int,
 ) -> tuple[GradSink | None, Array | OpaqueTree | None]:
-    """Return the kind of a sink, and its arrays as the op takes them. A probe counts the call.
+    """Return the kind of a sink, and its arrays as the op takes them.
 
     Args:
         given: sink of the call, see `LinearWeights`.
@@ -245,7 +249,6 @@ def grad_sink_of(
     if given is None:
         return None, None
     if isinstance(given, Probe):
-        given.calls += 1
         return given, None
     if isinstance(given, OpaqueTree):
         return Deferred(), given

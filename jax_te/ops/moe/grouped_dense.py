@@ -17,7 +17,7 @@ from jax_te.ops.linear import gemms
 from jax_te.ops.linear.gemms import LinearResiduals
 from jax_te.ops.linear.plan import LinearOptions, Plan
 from jax_te.ops.linear.resolve import check_differentiated, usable_weights, why_once
-from jax_te.ops.linear.spec import GivenSink, LinearSpec, LinearWeights, grad_sink_of
+from jax_te.ops.linear.spec import GivenSink, LinearSpec, LinearWeights, Probe, grad_sink_of
 from jax_te.ops.moe.row_groups import RowGroups
 from jax_te.ops.moe.tiles import TiledGroups, Tiling, tiling
 from jax_te.ops.pallas import grouped as hopper
@@ -265,6 +265,8 @@ def _resolved(
     )
     backend: Any = hopper if on_hopper else grouped
     sink, arrays = grad_sink_of(given_sink, plan, options.kernel_axes, kernel.ndim)
+    if isinstance(sink, Probe):
+        sink.count_call()
     spec = LinearSpec(
         backend=backend,
         precision=precision,

@@ -147,7 +147,7 @@ def _rows(x: GroupedRows, how: Quantization) -> tuple[Rows, Array | None]:
         scale_inv, columns_scale_inv, amaxes = scale_inv.T, columns_scale_inv.T, None
     else:
         assert isinstance(quantizer, TensorQuantizer)
-        # Under delayed scaling the amaxes are taken in the pass that quantizes.
+        # Where scales are given the amaxes are taken in the pass that quantizes.
         seen = tiles.amax(amax(x.x, axis=tuple(range(1, x.x.ndim)))) if quantizer.scaling == "current" else None
         scale = how.scale if seen is None else quantizer.scale_for(seen, None)
         assert scale is not None

@@ -66,7 +66,7 @@ def act_backward_quantize(
     sums it: te.jax's own way there writes an fp32 tensor of the same shape first (measured in docs/performance.md).
     """
     quantizer, parts = how.quantizer, activation.parts()
-    if isinstance(quantizer, TensorQuantizer) and quantizer.scaling == "delayed" and has_kernel(activation):
+    if isinstance(quantizer, TensorQuantizer) and quantizer.scaling == "given" and has_kernel(activation):
         # Without rows no kernel, see `jax_te.ops.te.norm.norm`.
         if bias_dtype is None and x.size:
             return _differentiated(dz, x, activation, quantizer, how.scale)

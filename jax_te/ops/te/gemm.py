@@ -193,8 +193,8 @@ def _adopted(kernel: QuantizedOperand, other: Any) -> Any:
     """
     form = kernel.rowwise
     assert form.block is None  # `jax_te.ops.te.supports` refuses kernels stored in blocks
-    delayed = other.scaling_mode == ScalingMode.DELAYED_TENSOR_SCALING
-    quantizer = TensorQuantizer(dtype=form.data.dtype, scaling="delayed" if delayed else "current")
+    given = other.scaling_mode == ScalingMode.DELAYED_TENSOR_SCALING
+    quantizer = TensorQuantizer(dtype=form.data.dtype, scaling="given" if given else "current")
     te_q = te_quantizer(quantizer, jnp.ones((), jnp.float32))
     columns = jnp.transpose(form.data, (*range(1, form.ndim), 0))
     return two_sided(te_q, form.data, columns, form.scale_inv.reshape(1), dtype=form.dtype, axis=1 - form.ndim)

@@ -78,8 +78,8 @@ def with_shared_scale(x: GroupedRows | Array, how: Quantization) -> Quantization
     amaxes = amax(rows, axis=tuple(range(1, rows.ndim)))
     amaxes = x.tiles.amax(amaxes) if isinstance(x, GroupedRows) else amaxes
     scale = quantizer.scale_for(reduce_max(amaxes, how.amax_axes), None)
-    # As `Quantization.of_shard`: current scaling becomes delayed scaling with a known scale.
-    return Quantization(dataclasses.replace(quantizer, scaling="delayed"), scale)
+    # As `Quantization.of_shard`: the current scale is known, and is given.
+    return Quantization(dataclasses.replace(quantizer, scaling="given"), scale)
 
 
 def _quantize_rows(rows: GroupedRows, quantizer: Quantizer, scale: Array | None) -> tuple[Any, Any]:

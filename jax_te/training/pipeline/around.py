@@ -48,13 +48,13 @@ class AroundLayers:
 
     def stack_input(self, number: Array) -> StackArrays:
         """Return the layers' input for a microbatch."""
-        return arrays_of(self.program.loss.before(self._model(), *self._microbatch(number)))
+        return arrays_of(self.program.loss.embed_inputs(self._model(), *self._microbatch(number)))
 
     def loss_gradients(self, y: Array, number: Array) -> Gradients:
         """Return loss and gradients of the part after the layers, by the Variables there and by ``y``."""
 
         def after(model: Any, y: Array) -> Array | WeightedMean:
-            value = self.program.loss.after(model, y, *self._microbatch(number))
+            value = self.program.loss.compute_loss(model, y, *self._microbatch(number))
             if not isinstance(value, WeightedMean):
                 return value
             return value._replace(weight=without_gradient(jnp.asarray(value.weight), _WEIGHT))
@@ -67,7 +67,7 @@ class AroundLayers:
         def before(model: Any) -> Array:
             # The gradients are those of a loss that is scaled already.
             with aux_losses_scaled(model, self.program.scaler.scale):
-                stack = self.program.loss.before(model, *self._microbatch(number))
+                stack = self.program.loss.embed_inputs(model, *self._microbatch(number))
             without_gradient(dict(stack.arrays), _ARRAYS)  # for its error
             products = jax.tree.map(
                 lambda value, gradient: jnp.sum(value.astype(jnp.float32) * gradient.astype(jnp.float32)),
@@ -98,7 +98,7 @@ class AroundLayers:
 
         def weight(number: Array) -> Array:
             # It depends only on the batch, so the compiler drops everything else.
-            value: Any = self.program.loss.after(self._model(), y, *self._microbatch(number))
+            value: Any = self.program.loss.compute_loss(self._model(), y, *self._microbatch(number))
             return jnp.asarray(value.weight, jnp.float32)
 
         return jax.lax.map(weight, jnp.arange(self.program.schedule.microbatches))

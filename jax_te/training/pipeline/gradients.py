@@ -14,8 +14,15 @@ from jax_te.config import PipelineConfig
 from jax_te.models import StackOptions
 from jax_te.quantize import counts_within_step, has_counts, merge_quantizers
 from jax_te.sharding import auto_region, current_mesh, leaves_with_axes, use_rules
-from jax_te.training.gradients import Accumulation, Gradients, WeightedMean, as_created, mean_loss, split_parameters
-from jax_te.training.masters import like_full_precision
+from jax_te.training.gradients import (
+    Accumulation,
+    Gradients,
+    WeightedMean,
+    constrain_as_created,
+    mean_loss,
+    split_parameters,
+)
+from jax_te.training.masters import cast_like_full_precision
 from jax_te.training.pipeline.around import AroundLayers
 from jax_te.training.pipeline.cut import AXIS, Cut, Flat, as_state, cut_model, pipeline_stages, stage_rules
 from jax_te.training.pipeline.layers import StageLayers
@@ -105,8 +112,8 @@ def pipelined_gradients(
         state.params, state.quantizers, batches, key
     )
     loss, grads, quantizers = jax.tree.unflatten(jax.tree.structure(like), leaves)
-    grads = like_full_precision(as_state(grads), state.params, state.masters)
-    return Gradients(loss, as_created(grads), as_state(quantizers), state.rest)
+    grads = cast_like_full_precision(as_state(grads), state.params, state.masters)
+    return Gradients(loss, constrain_as_created(grads), as_state(quantizers), state.rest)
 
 
 def _manual_axes() -> set[str]:
@@ -164,8 +171,8 @@ def _look(
         nonlocal found
         params = as_state(others | dict(nnx.to_flat_state(layers)))
         model = nnx.merge(state.graphdef, params, quantizers, state.rest)
-        stack = loss.before(model, batch, key)
-        value = loss.after(model, stack.x, batch, key)
+        stack = loss.embed_inputs(model, batch, key)
+        value = loss.compute_loss(model, stack.x, batch, key)
         found = stack.options, isinstance(value, WeightedMean)
         inputs = arrays_of(stack)
         return inputs, without_gradient((inputs, mean_loss(value)), _READS_LAYERS)

@@ -51,7 +51,7 @@ class StageLayers:
 
     def _places(self) -> dict[Path, SummandPlace]:
         layers = self._modules(0)
-        return self.program.how.kernels.waiting(layers, nnx.state(layers, nnx.Param))
+        return self.program.how.kernels.find_waiting(layers, nnx.state(layers, nnx.Param))
 
     def _quantized_kernels(self) -> Any:
         """Return the stage's `KernelCache`, ``[v, ...]``."""

@@ -26,21 +26,21 @@ class PipelinedLoss:
     any other ``loss_fn`` and calls its parts in order.
 
     The parts are traced as JAX traces any function, so they may raise, catch and call what they like. The layers'
-    parameters are on the stages of the layers: ``before`` and ``after`` do not read them.
+    parameters are on the stages of the layers: ``embed_inputs`` and ``compute_loss`` do not read them.
 
     Args:
-        before: ``(model, batch, key) -> StackInput``, the layers' input, such as embedded tokens.
-        after: ``(model, y, batch, key) -> [ ]``, the mean loss over the batch, or a `WeightedMean` whose weight comes
-            from the batch alone. ``y`` is the layers' output.
+        embed_inputs: ``(model, batch, key) -> StackInput``, the layers' input, such as embedded tokens.
+        compute_loss: ``(model, y, batch, key) -> [ ]``, the mean loss over the batch, or a `WeightedMean` whose weight
+            comes from the batch alone. ``y`` is the layers' output.
         layers: ``(model) -> layers``, the modules that the stages split. They belong to the model and
             share no parameters. The default is ``model.layers``, see `jax_te.models.ModelInParts`.
 
     Example:
-        Prediction of next tokens, for a model whose ``before`` and ``after`` take the arguments of its ``loss``:
+        Prediction of next tokens, for a model whose methods of these names take the arguments of its ``loss``:
 
         >>> loss_fn = PipelinedLoss(
-        ...     before=lambda model, tokens, key: model.before(tokens[:, :-1], dropout_key=key),
-        ...     after=lambda model, y, tokens, key: model.after(y, tokens[:, 1:]),
+        ...     embed_inputs=lambda model, tokens, key: model.embed_inputs(tokens[:, :-1], dropout_key=key),
+        ...     compute_loss=lambda model, y, tokens, key: model.compute_loss(y, tokens[:, 1:]),
         ... )
         >>> import jax
         >>> from jax_te.config import TransformerConfig
@@ -52,13 +52,13 @@ class PipelinedLoss:
         True
     """
 
-    before: Callable[[Any, PyTree, Array | None], StackInput]
-    after: Callable[[Any, Array, PyTree, Array | None], Array | WeightedMean]
+    embed_inputs: Callable[[Any, PyTree, Array | None], StackInput]
+    compute_loss: Callable[[Any, Array, PyTree, Array | None], Array | WeightedMean]
     layers: Callable[[Any], Sequence[nnx.Module]] = operator.attrgetter("layers")
 
     def __call__(self, model: nnx.Module, batch: PyTree, key: Key | None = None) -> Array | WeightedMean:
         """Return the loss of a batch."""
-        return self.after(model, self.before(model, batch, key).output(self.layers(model)), batch, key)
+        return self.compute_loss(model, self.embed_inputs(model, batch, key).output(self.layers(model)), batch, key)
 
 
 class StackArrays(NamedTuple):
@@ -97,6 +97,6 @@ def in_parts(loss_fn: LossFn) -> PipelinedLoss:
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
     raise TypeError(
         "on a mesh with a pipeline axis loss_fn must be a jax_te.training.PipelinedLoss(before, after), whose parts "
-        f"the stages call, got {name}; for a model of jax_te use model.before and model.after in "
+        f"the stages call, got {name}; for a model of jax_te use model.embed_inputs and model.compute_loss in "
         "place of model.loss (docs: parallelism, Pipeline); or take a mesh without a pipeline axis"
     )

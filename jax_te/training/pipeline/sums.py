@@ -11,7 +11,7 @@ from flax import nnx
 
 from jax_te.quantize import QuantizedKernel, merge_quantizers
 from jax_te.sharding import constrain
-from jax_te.training.gradients import Gradients, as_created
+from jax_te.training.gradients import Gradients, constrain_as_created
 from jax_te.training.kernel_gradients import SummandPlace
 from jax_te.training.pipeline.around import AroundLayers
 from jax_te.training.pipeline.cut import Flat
@@ -79,7 +79,7 @@ class Summation:
             weight=weight,
             layers=self._placed(self._of_places(of_layers, lambda place, sums: place.zeros(sums.shape))),
             states=_zeros(layers.states, schedule.virtual_stages),
-            outer=as_created(_zeros(around.params)),
+            outer=constrain_as_created(_zeros(around.params)),
             outer_states=_zeros(around.states),
         )
 
@@ -127,7 +127,7 @@ class Summation:
 
     def _placed(self, layers: Flat) -> Flat:
         """Return sums in the sharding that they keep."""
-        whole = as_created({path: variable for path, variable in layers.items() if path not in self._places})
+        whole = constrain_as_created({path: variable for path, variable in layers.items() if path not in self._places})
         return self._of_places(layers, lambda place, sums: constrain(sums, place.spec)) | whole
 
 

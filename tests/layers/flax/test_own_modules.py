@@ -407,7 +407,7 @@ class InALoop(Own):
 
 
 REFUSED = {
-    "one kernel and several": (TwoForms, (2, 32, 32), "so that it would be another number of kernels"),
+    "one kernel and several": (TwoForms, (2, 32, 32), "its contractions .* ambiguous"),
     "a precision": (Precise, (32, 32), r"its precision is .*HIGHEST\)"),
     "two parameters": (TwoParameters, (32, 32), "both of its operands are parameters"),
 }

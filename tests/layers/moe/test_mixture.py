@@ -7,8 +7,8 @@ import pytest
 from flax import nnx
 
 from jax_te.config import RouterOptions
-from jax_te.layers import LayerNormMLP, MoE, SharedExperts
-from jax_te.ops import activation
+from jax_te.layers import Experts, GroupedLinear, LayerNormMLP, MoE, SharedExperts
+from jax_te.ops import Activation, RowGroups, activation
 from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, autocast
 from jax_te.remat import selective_recompute
@@ -178,3 +178,13 @@ def test_what_does_not_go_together():
         make(apply_probs_on_input=True)
     with pytest.raises(ValueError, match="shared experts have no biases"):
         make(shared_expert_intermediate_size=16)
+
+
+def test_experts_read_no_rows_of_padding_unless_the_caller_promises_zeros():
+    """Rows of padding with nan, as a buffer of a user's own may have."""
+    fc1 = GroupedLinear(2, 16, (1, 32), bias=False, rngs=nnx.Rngs(0))
+    fc2 = GroupedLinear(2, 32, 16, bias=False, return_bias=True, rngs=nnx.Rngs(1))
+    experts, groups = Experts(fc1, fc2, Activation("gelu")), RowGroups(sizes=jnp.array([2, 1]), rows=4)
+    x, probs = jnp.ones((4, 16)), jnp.array([1.0, 1.0, 1.0, 0.0])
+    expected = experts(x.at[3].set(0.0), probs, groups)
+    np.testing.assert_array_equal(experts(x.at[3].set(jnp.nan), probs, groups), expected)

@@ -8,6 +8,7 @@ from flax import nnx
 
 from jax_te.config import RouterOptions
 from jax_te.layers import Router
+from jax_te.layers.moe.router import aux_losses_scaled
 from jax_te.ops.moe import losses, routing
 from jax_te.quantize import QuantizerState, frozen_scales
 from tests.support.numerics import draw, without_type_checker
@@ -208,6 +209,22 @@ def test_choices_at_random():
     np.testing.assert_array_equal(np.sort(first), np.sort(same(X, key=jax.random.key(1)).experts))
     other = make(force_biased=100.0)
     assert len({tuple(np.sort(other(X, key=jax.random.key(i)).experts[0, 0])) for i in range(6)}) > 1
+
+
+def test_choices_at_random_need_a_key_in_training_alone():
+    for options in ({"force_load_balancing": True}, {"force_biased": -1.0}):
+        router = make(**options)
+        with pytest.raises(ValueError, match="has no key to draw from"):
+            router(X)
+        router.eval()
+        np.testing.assert_array_equal(router(X).experts, router(X).experts)
+
+
+def test_the_scale_of_losses_is_restored_behind_an_error():
+    router = make()
+    with pytest.raises(RuntimeError, match="inside"), aux_losses_scaled(router, 2.0):
+        raise RuntimeError("inside")
+    assert router.loss_scale is None
 
 
 def test_a_choice_that_is_given():

@@ -219,7 +219,7 @@ def test_report_as_text():
     report = apply_quantization_config(gpt(), RecipeConfig(rules, configs, disabled=["off"]))
     assert str(report).splitlines() == [
         "module                        class            matcher                                config"
-        "  training        evaluation      acts where",
+        "  training        evaluation      active when",
         "----------------------------  ---------------  -------------------------------------  ------"
         "  --------------  --------------  ----------------------",
         *(

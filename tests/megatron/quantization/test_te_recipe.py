@@ -18,7 +18,6 @@ from jax_te.megatron import (
     TEQuantizationParams,
     TEQuantizationRecipe,
     TransformerEngineConfigType,
-    TwoModeRecipe,
     resolve_factory,
 )
 from jax_te.recipe import (
@@ -273,8 +272,10 @@ def test_module_recipes():
     same_flags = params(fp8, evaluation_recipe={"override_nonquantized_autocast": True}).to_module_recipe()
     assert same_flags == ModuleRecipe(**common, evaluation=None)
     other_flags = params(fp8, evaluation_recipe={"override_quantized_autocast": False}).to_module_recipe()
-    never = ModuleRecipe(training=None, override_quantized_autocast=False)
-    assert other_flags == TwoModeRecipe(**common, evaluation=None, in_evaluation=never)
+    assert other_flags == ModuleRecipe(
+        **common, evaluation=None, override_quantized_in_evaluation=False, override_nonquantized_in_evaluation=False
+    )
+    assert [other_flags.resolve(None, training=mode) for mode in (True, False)] == [MXFP8BlockScaling(), None]
     assert len({same_flags, other_flags, params(fp8).to_module_recipe()}) == 3
     assert params({"fp4_quantization_recipe": "nvfp4", "fp4_param": True}).to_module_recipe().fp4_param
 

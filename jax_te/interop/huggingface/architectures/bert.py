@@ -114,7 +114,7 @@ BERT = Architecture(
     table=_table,
     options=_options,
     base="",
-    twins={},
+    tied_names={},
     ignored=r"embeddings\.position_ids",
     older=((r"\.LayerNorm\.gamma", ".LayerNorm.weight"), (r"\.LayerNorm\.beta", ".LayerNorm.bias")),
 )
@@ -123,7 +123,7 @@ MASKED_BERT = replace(
     BERT,
     read=_read_masked,
     base="bert.",
-    twins={
+    tied_names={
         "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     },

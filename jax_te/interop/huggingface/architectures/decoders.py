@@ -102,7 +102,7 @@ GPT2 = Architecture(
     table=_gpt2_table,
     options=_options,
     base="transformer.",
-    twins={"lm_head.weight": "transformer.wte.weight"},
+    tied_names={"lm_head.weight": "transformer.wte.weight"},
     ignored=r"transformer\.h\.\d+\.attn\.(masked_)?bias",
 )
 
@@ -214,7 +214,7 @@ LLAMA = Architecture(
     table=_llama_table,
     options=_options,
     base="model.",
-    twins={"lm_head.weight": "model.embed_tokens.weight"},
+    tied_names={"lm_head.weight": "model.embed_tokens.weight"},
     ignored=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
 )
 

@@ -41,7 +41,7 @@ _CROSS: Table = {
     },
 }
 
-_TWINS = ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+_TIED = ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
 
 def _table(form: Form) -> Table:
@@ -128,6 +128,6 @@ T5 = Architecture(
     table=_table,
     options=_options,
     base="",
-    twins=dict.fromkeys(_TWINS, "shared.weight"),
+    tied_names=dict.fromkeys(_TIED, "shared.weight"),
     ignored=r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
 )

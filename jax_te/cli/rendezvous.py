@@ -12,12 +12,12 @@ from jax_te.cli.launch import Launch
 
 _PAUSE = 0.2
 """Seconds between two attempts to reach process 0."""
-_PATIENCE = 1.0
+_QUIET_SECONDS = 1.0
 """Seconds before a process reports that it waits, so that a start without delay is silent."""
 _NAME = b"jax_te"
 
 
-def meet(launch: Launch, bound: float, say: Callable[[str], None]) -> None:
+def rendezvous(launch: Launch, bound: float, say: Callable[[str], None]) -> None:
     """Wait until all processes of a run with a known coordinator have reached process 0.
 
     JAX would wait silently for as long, and then abort.
@@ -33,12 +33,12 @@ def meet(launch: Launch, bound: float, say: Callable[[str], None]) -> None:
     if launch.coordinator is None or launch.count is None:
         return
     if launch.index == 0:
-        _receive(launch.coordinator, launch.count, bound, say)
+        _accept_all(launch.coordinator, launch.count, bound, say)
     else:
-        _come(launch.coordinator, launch.index, launch.count, bound, say)
+        _report_to(launch.coordinator, launch.index, launch.count, bound, say)
 
 
-def _receive(coordinator: str, count: int, bound: float, say: Callable[[str], None]) -> None:
+def _accept_all(coordinator: str, count: int, bound: float, say: Callable[[str], None]) -> None:
     came: dict[int, socket.socket] = {}
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(_server(coordinator))
@@ -52,12 +52,12 @@ def _receive(coordinator: str, count: int, bound: float, say: Callable[[str], No
                     f"{len(came) + 1} of {count} processes came to {coordinator}, and none for {bound:g} s; missing: "
                     f"{_listed(missing)}. Start them, see what they say, or raise --start-timeout"
                 )
-            if now - begin > _PATIENCE and said != len(came):
+            if now - begin > _QUIET_SECONDS and said != len(came):
                 said = len(came)
                 say(f"waiting for {count} processes at {coordinator}: {said + 1} are there, not {_listed(missing)}")
             for index, visitor in list(came.items()):
                 try:
-                    visitor.sendall(b"\n")  # a sign of life
+                    visitor.sendall(b"\n")  # a heartbeat
                 except OSError:
                     del came[index]
             with contextlib.suppress(TimeoutError, ConnectionError):
@@ -93,7 +93,7 @@ def _number_of(visitor: socket.socket, count: int) -> int | None:
     return None
 
 
-def _come(coordinator: str, index: int, count: int, bound: float, say: Callable[[str], None]) -> None:
+def _report_to(coordinator: str, index: int, count: int, bound: float, say: Callable[[str], None]) -> None:
     host, _, port = coordinator.rpartition(":")
     begin = last = time.monotonic()
     said = False
@@ -107,7 +107,7 @@ def _come(coordinator: str, index: int, count: int, bound: float, say: Callable[
             if answer is not None:
                 raise ValueError(f"the processes do not belong together: {answer}; give all the same number of them")
         now = time.monotonic()
-        if now - begin > _PATIENCE and not said:
+        if now - begin > _QUIET_SECONDS and not said:
             said = True
             say(f"process {index} of {count} waits for process 0 at {coordinator}")
         if now - last > bound:
@@ -121,7 +121,7 @@ def _come(coordinator: str, index: int, count: int, bound: float, say: Callable[
 
 def _answer(link: socket.socket, bound: float) -> str | None:
     """Return process 0's answer once all have joined; None if it ends, or another program answers."""
-    # Empty lines are its signs of life; it counts from the last process that came.
+    # Empty lines are its heartbeats; it counts from the last process that came.
     link.settimeout(bound)
     received = b""
     while not received.strip() or not received.endswith(b"\n"):

@@ -1,4 +1,4 @@
-"""Signs of life: small files in which the processes of a run report progress to each other, or why they end."""
+"""Heartbeats: small files in which the processes of a run report progress to each other, or why they end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _SIZE = 4096
-"""Bytes of a file: always the same, so that the next sign fits even on a full disk."""
+"""Bytes of a file: always the same, so that the next heartbeat fits even on a full disk."""
 _TEXT = 300
 """Characters of an error or an occupation, of up to 6 bytes each in JSON."""
 _BUSY = 0.05
@@ -31,44 +31,44 @@ def shortened(text: str, length: int = _TEXT) -> str:
     return text if len(text) <= length else f"{text[:half].rstrip()} … {text[-half:].lstrip()}"
 
 
-class Sign(NamedTuple):
+class Heartbeat(NamedTuple):
     """Report of a process about itself.
 
     Args:
-        beat: number of the sign. It grows as long as the process runs.
-        life: number that grows as long as the process makes progress; that of process 0 also when another one does.
-        saved: number that grows as long as a save under way makes progress, likewise.
-        place: number of the things that it has begun: the same in all processes at the same point of the program.
-        doing: the last of these, in words.
+        sequence: number of the heartbeat. It grows as long as the process runs.
+        progress: number that grows as long as the process makes progress; that of process 0 also when another one does.
+        save_progress: number that grows as long as a save under way makes progress, likewise.
+        phase: number of the things that it has begun: the same in all processes at the same point of the program.
+        activity: the last of these, in words.
         error: reason why the run cannot go on. Empty: it can.
     """
 
-    beat: int = 0
-    life: int = 0
-    saved: int = 0
-    place: int = 0
-    doing: str = "its start"
+    sequence: int = 0
+    progress: int = 0
+    save_progress: int = 0
+    phase: int = 0
+    activity: str = "its start"
     error: str = ""
 
 
 class _Watched:
-    """Another process as seen by this one: its last sign, the times when its numbers grew, and whether it has ended."""
+    """Another process as seen by this one: its last heartbeat, when its numbers changed, and whether it has ended."""
 
     def __init__(self, now: float):
-        self.sign = Sign()
-        self.grew = {"beat": now, "life": now, "saved": now}
+        self.heartbeat = Heartbeat()
+        self.changed_at = {"sequence": now, "progress": now, "save_progress": now}
         self.locks = False
         self.ended = False
 
-    def take(self, sign: Sign, now: float) -> None:
-        for name in self.grew:
-            if getattr(sign, name) != getattr(self.sign, name):
-                self.grew[name] = now
-        self.sign = sign
+    def take(self, heartbeat: Heartbeat, now: float) -> None:
+        for name in self.changed_at:
+            if getattr(heartbeat, name) != getattr(self.heartbeat, name):
+                self.changed_at[name] = now
+        self.heartbeat = heartbeat
 
 
-class Signs:
-    """The signs of life of one run's processes, while entered.
+class Heartbeats:
+    """The heartbeats of one run's processes, while entered.
 
     Each process writes its own file, whose name is unique to this start of the run. Process 0 reads all files, and the
     others read only its file, which contains its findings. A process that ends in an orderly way removes its file,
@@ -79,8 +79,9 @@ class Signs:
         folder: folder that all processes share; made if missing.
         run: a name that is the same in all processes, and no other start has.
         index, count: number of this process, and of all.
-        bounds: all timeouts in seconds; signs are written ten times as often as the shortest one needs.
-        look: function called after every look at the other processes, in a thread of its own. It may end the process.
+        bounds: all timeouts in seconds; heartbeats are written ten times as often as the shortest one needs.
+        after_look: function called after every look at the other processes, in a thread of its own. It may end the
+            process.
     """
 
     def __init__(
@@ -90,22 +91,22 @@ class Signs:
         index: int,
         count: int,
         bounds: tuple[float, ...],
-        look: Callable[[Signs], None] | None = None,
+        after_look: Callable[[Heartbeats], None] | None = None,
     ):
         self.interval = min(_LONGEST_INTERVAL, min(bounds) / 10)
         self._folder, self._run, self._index = folder, run, index
         self._path = folder / f"{run}.{index}"
-        self._look_then, self._measure = look, None
-        self._own = Sign()
+        self._after_look, self._measure = after_look, None
+        self._own = Heartbeat()
         self._of_own, self._of_files, self._over = threading.Lock(), threading.Lock(), threading.Event()
-        self._now, self._told_at = 0.0, 0.0
+        self._now, self._written_at = 0.0, 0.0
         self._watched = {other: _Watched(0.0) for other in (range(1, count) if index == 0 else (0,))}
-        self._own_grew = {"life": 0.0, "saved": 0.0}
+        self._own_changed_at = {"progress": 0.0, "save_progress": 0.0}
         self._waits, self._busy = False, _cpu_seconds()
         self._measured = 0
         self._keeper: int | None = None
 
-    def __enter__(self) -> Signs:
+    def __enter__(self) -> Heartbeats:
         if self._folder.is_symlink():
             raise ValueError(f"{self._folder} is a symbolic link, and runs write only into their own folder; remove it")
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -113,10 +114,10 @@ class Signs:
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(self._keeper, fcntl.LOCK_EX)
         if self._index == 0:
-            self._remove_left_ones()
-        self._tell()
-        for work in (self._tell_and_look, self._watch):
-            threading.Thread(target=work, name="jax_te-signs", daemon=True).start()
+            self._remove_stale_files()
+        self._write()
+        for work in (self._write_and_read, self._watch):
+            threading.Thread(target=work, name="jax_te-heartbeats", daemon=True).start()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -130,83 +131,89 @@ class Signs:
             with contextlib.suppress(OSError):  # other processes' are there
                 self._folder.rmdir()
 
-    def begin(self, doing: str, *, waits: bool = False) -> None:
+    def begin(self, activity: str, *, waits: bool = False) -> None:
         """Report that this process begins something; all processes begin the same things in the same order.
 
         Args:
-            doing: a few words, behind which a line says "in".
+            activity: a few words, behind which a line says "in".
             waits: whether it is a wait for other processes. Otherwise CPU time counts as progress, such as that of
                 compilation.
         """
         with self._of_own:
-            self._own = self._own._replace(place=self._own.place + 1, doing=doing[:_TEXT])
+            self._own = self._own._replace(phase=self._own.phase + 1, activity=activity[:_TEXT])
             self._waits = waits
-        self._got_on("life")
+        self._made_progress("progress")
 
     def measure(self, of_save: Callable[[], int] | None) -> None:
         """Set a function whose number changes while the save under way makes progress; None: there is no save."""
         self._measure = of_save
-        self._got_on("saved", "life")
+        self._made_progress("save_progress", "progress")
 
     def fail(self, text: str) -> None:
         """Tell the others immediately why this process ends."""
         self._take_error(text)
         with contextlib.suppress(OSError):
-            self._tell()
+            self._write()
 
-    def lost(self, bound: float, *, clock: str = "life") -> str | None:
+    def find_problem(self, bound: float, *, clock: str = "progress") -> str | None:
         """Return a line about the process for which this one has waited too long, None if there is none.
 
         Args:
-            bound: seconds without a sign.
-            clock: kind of sign: ``"life"`` of the whole run, ``"saved"`` of a save.
+            bound: seconds without a heartbeat.
+            clock: kind of heartbeat: ``"progress"`` of the whole run, ``"save_progress"`` of a save.
         """
-        error = self.told()
+        error = self.reported_error()
         if error is not None:
             return error
         since = f"for {bound:g} s"
-        if self._now - self._told_at > bound:
-            return f"signs of life cannot be written to {self._folder} {since}"
+        if self._now - self._written_at > bound:
+            return f"heartbeats cannot be written to {self._folder} {since}"
         for other, seen in self._watched.items():
-            if not seen.ended and self._now - seen.grew["beat"] > bound:
-                last = f"the last was in {seen.sign.doing}" if seen.sign.beat else "it may be in another folder"
-                return f"process {other} has given no sign of life {since}; {last}"
-        newest = max([self._own_grew[clock], *(seen.grew[clock] for seen in self._watched.values())])
+            if not seen.ended and self._now - seen.changed_at["sequence"] > bound:
+                last = (
+                    f"the last was in {seen.heartbeat.activity}"
+                    if seen.heartbeat.sequence
+                    else "it may be in another folder"
+                )
+                return f"process {other} has sent no heartbeat {since}; {last}"
+        newest = max([self._own_changed_at[clock], *(seen.changed_at[clock] for seen in self._watched.values())])
         if self._now - newest > bound:
-            if clock == "saved":
+            if clock == "save_progress":
                 return f"no process has written anything {since}"
-            where = {self._index: self._own, **{other: seen.sign for other, seen in self._watched.items()}}
-            each = ", ".join(f"process {other} in {sign.doing}" for other, sign in sorted(where.items())[:8])
-            return f"no process has got on {since}: {each}"
+            where = {self._index: self._own, **{other: seen.heartbeat for other, seen in self._watched.items()}}
+            each = ", ".join(
+                f"process {other} in {heartbeat.activity}" for other, heartbeat in sorted(where.items())[:8]
+            )
+            return f"no process has made progress {since}: {each}"
         return None
 
-    def told(self) -> str | None:
+    def reported_error(self) -> str | None:
         """Return the error of another process, or that one was killed; None if there is none."""
         for other, seen in self._watched.items():
-            if seen.sign.error:
-                return seen.sign.error
+            if seen.heartbeat.error:
+                return seen.heartbeat.error
             if seen.locks and seen.ended:
-                return f"process {other} was ended from outside, in {seen.sign.doing}"
+                return f"process {other} was ended from outside, in {seen.heartbeat.activity}"
         return None
 
-    def late(self) -> list[tuple[int, str]]:
+    def processes_behind(self) -> list[tuple[int, str]]:
         """Return index and activity of the processes for which this one waits, because they are behind it."""
         if not self._waits:
             return []
-        signs = [(other, seen.sign) for other, seen in self._watched.items() if not seen.ended]
-        return [(other, sign.doing) for other, sign in signs if sign.place < self._own.place]
+        heartbeats = [(other, seen.heartbeat) for other, seen in self._watched.items() if not seen.ended]
+        return [(other, heartbeat.activity) for other, heartbeat in heartbeats if heartbeat.phase < self._own.phase]
 
-    def waited(self) -> float:
+    def seconds_waited(self) -> float:
         """Return the number of seconds for which this process has been at its present point."""
-        return self._now - self._own_grew["life"]
+        return self._now - self._own_changed_at["progress"]
 
-    def _got_on(self, *clocks: str) -> None:
+    def _made_progress(self, *clocks: str) -> None:
         for clock in clocks:
             self._count(clock)
-            self._own_grew[clock] = self._now
+            self._own_changed_at[clock] = self._now
 
     def _count(self, number: str) -> None:
-        with self._of_own:  # the loop's thread begins things, the signs' thread counts
+        with self._of_own:  # the loop's thread begins things, the heartbeats' thread counts
             self._own = self._own._replace(**{number: getattr(self._own, number) + 1})
 
     def _take_error(self, text: str) -> None:
@@ -223,66 +230,66 @@ class Signs:
             # late.
             self._now += min(now - before, 2 * self.interval)
             before = now
-            if self._look_then is not None:
-                self._look_then(self)
+            if self._after_look is not None:
+                self._after_look(self)
 
-    def _tell_and_look(self) -> None:
+    def _write_and_read(self) -> None:
         while not self._over.wait(self.interval):
-            self._see_oneself()
+            self._measure_progress()
             for other in self._watched:
-                self._see(other)
-            # Full disks and unreachable folders become visible in the time since the last sign.
+                self._read_other(other)
+            # Full disks and unreachable folders become visible in the time since the last heartbeat.
             with contextlib.suppress(OSError):
-                self._tell()
+                self._write()
 
-    def _see_oneself(self) -> None:
+    def _measure_progress(self) -> None:
         busy = _cpu_seconds()
         if not self._waits and busy - self._busy > _BUSY * self.interval:
-            self._got_on("life")
+            self._made_progress("progress")
         self._busy = busy
         measure = self._measure
         measured = 0 if measure is None else measure()
         if measured != self._measured:
             self._measured = measured
-            self._got_on("saved", "life")
+            self._made_progress("save_progress", "progress")
 
-    def _see(self, other: int) -> None:
+    def _read_other(self, other: int) -> None:
         seen, path = self._watched[other], self._folder / f"{self._run}.{other}"
         try:
-            sign = Sign(*json.loads(_read(path)))
+            heartbeat = Heartbeat(*json.loads(_read(path)))
         except FileNotFoundError:
-            seen.ended, seen.locks = seen.sign.beat > 0, False  # in an orderly way, if it had begun
+            seen.ended, seen.locks = seen.heartbeat.sequence > 0, False  # in an orderly way, if it had begun
             return
         except (OSError, ValueError, TypeError):
-            return  # an incomplete sign; the next read returns the whole
-        for clock in ("life", "saved"):
-            if self._index == 0 and getattr(sign, clock) != getattr(seen.sign, clock):
+            return  # an incomplete heartbeat; the next read returns the whole
+        for clock in ("progress", "save_progress"):
+            if self._index == 0 and getattr(heartbeat, clock) != getattr(seen.heartbeat, clock):
                 self._count(clock)  # it shows the others that one of them makes progress
-        seen.take(sign, self._now)
+        seen.take(heartbeat, self._now)
         held = _is_locked(_lock_of(path))
         seen.ended = seen.locks and held is False
         seen.locks = seen.locks or held is True
         if self._index == 0:
-            self._take_error(self.told() or "")
+            self._take_error(self.reported_error() or "")
 
-    def _tell(self) -> None:
+    def _write(self) -> None:
         with self._of_files:
             if self._over.is_set():
                 return
-            self._count("beat")
+            self._count("sequence")
             text = json.dumps(self._own).encode()
             file = _open(self._path, os.O_CREAT | os.O_WRONLY)
             try:
                 os.pwrite(file, text.ljust(_SIZE), 0)
             finally:
                 os.close(file)  # only then other hosts see it on NFS
-            self._told_at = self._now
+            self._written_at = self._now
 
-    def _remove_left_ones(self) -> None:
+    def _remove_stale_files(self) -> None:
         """Remove the files of processes that were killed."""
         for path in self._folder.iterdir():
-            sign = path.with_suffix("") if path.suffix == ".lock" else path
-            if not path.name.startswith(f"{self._run}.") and not _is_locked(_lock_of(sign)):
+            heartbeat = path.with_suffix("") if path.suffix == ".lock" else path
+            if not path.name.startswith(f"{self._run}.") and not _is_locked(_lock_of(heartbeat)):
                 path.unlink(missing_ok=True)
 
 

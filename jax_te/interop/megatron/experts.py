@@ -1,0 +1,155 @@
+"""Experts in checkpoints of Megatron-LM: flags, tensors, and the parts of expert-parallel ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax_te.config import TransformerConfig
+from jax_te.interop.huggingface import Fields, Options, Table
+
+_FLAGS: dict[str, tuple[type, Any]] = {
+    "moe_ffn_hidden_size": (int, None),
+    "moe_router_topk": (int, 2),
+    "moe_router_score_function": (str, "softmax"),
+    "moe_router_pre_softmax": (bool, False),
+    "moe_router_topk_scaling_factor": (float, None),
+    "moe_router_num_groups": (int, None),
+    "moe_router_group_topk": (int, None),
+    "moe_router_enable_expert_bias": (bool, False),
+    "moe_router_bias_update_rate": (float, 1e-3),
+    "moe_router_dtype": (str, None),
+    "moe_shared_expert_intermediate_size": (int, None),
+    "moe_shared_expert_gate": (bool, False),
+    "moe_latent_size": (int, None),
+    "moe_apply_probs_on_input": (bool, False),
+    "moe_expert_capacity_factor": (float, None),
+    "moe_pad_expert_input_to_capacity": (bool, False),
+    "moe_token_drop_policy": (str, "probs"),
+    "moe_z_loss_coeff": (float, None),
+    "moe_input_jitter_eps": (float, None),
+}
+"""Flags whose names are those of our options, with their types and defaults."""
+
+_RAW = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
+_ROUTER, _EXPERTS = "decoder.layers.{i}.mlp.router", "decoder.layers.{i}.mlp.experts"
+_SHARED = "decoder.layers.{i}.mlp.shared_experts"
+_ROWS: Table = {
+    "layers/{i}/pre_mlp_layernorm/scale": {"decoder.layers.{i}.pre_mlp_layernorm.weight": "h -> h"},
+    "layers/{i}/mlp/router/kernel": {f"{_ROUTER}.weight": "e h -> h e"},
+    "layers/{i}/mlp/experts/linear_fc1/kernel": {f"{_EXPERTS}.linear_fc1.weight{{e}}": "(a m) k -> k a m"},
+    "layers/{i}/mlp/experts/linear_fc2/kernel": {f"{_EXPERTS}.linear_fc2.weight{{e}}": "k m -> m k"},
+}
+_NORM_BIAS: Table = {"layers/{i}/pre_mlp_layernorm/bias": {"decoder.layers.{i}.pre_mlp_layernorm.bias": "h -> h"}}
+_BIASES: Table = {
+    "layers/{i}/mlp/router/bias": {f"{_ROUTER}.bias": "e -> e"},
+    "layers/{i}/mlp/experts/linear_fc1/bias": {f"{_EXPERTS}.linear_fc1.bias{{e}}": "(a m) -> a m"},
+    "layers/{i}/mlp/experts/linear_fc2/bias": {f"{_EXPERTS}.linear_fc2.bias{{e}}": "k -> k"},
+}
+_EXPERT_BIAS: Table = {"layers/{i}/mlp/router/expert_bias": {f"{_ROUTER}.expert_bias": "e -> e"}}
+_SHARED_ROWS: Table = {
+    "layers/{i}/mlp/shared_experts/linear_fc1/kernel": {f"{_SHARED}.linear_fc1.weight": "(a u) h -> h a u"},
+    "layers/{i}/mlp/shared_experts/linear_fc2/kernel": {f"{_SHARED}.linear_fc2.weight": "h u -> u h"},
+}
+_GATE: Table = {"layers/{i}/mlp/shared_experts/gate_kernel": {f"{_SHARED}.gate_weight": "y h -> h y"}}
+_LATENT: Table = {
+    "layers/{i}/mlp/fc1_latent_proj/kernel": {"decoder.layers.{i}.mlp.fc1_latent_proj.weight": "k h -> h k"},
+    "layers/{i}/mlp/fc2_latent_proj/kernel": {"decoder.layers.{i}.mlp.fc2_latent_proj.weight": "h k -> k h"},
+}
+_EXPERT = re.compile(r"(.*\.mlp\.experts\.linear_fc[12]\.(?:weight|bias))(\d{1,6})")
+_SEQUENTIAL = re.compile(r"(.*\.mlp\.experts\.)local_experts\.(\d{1,6})\.(linear_fc[12]\.(?:weight|bias))$")
+_STACKED = re.compile(r"(.*\.mlp\.experts\.)experts\.(linear_fc[12]\.(?:weight|bias)(?:_[wv])?)")
+
+
+def expert_rows(config: TransformerConfig) -> Table:
+    """Return the rows of a layer with experts, in place of those of its feed-forward block."""
+    gated = config.moe_shared_expert_gate and config.moe_shared_expert_intermediate_size is not None
+    rows = dict(_ROWS)
+    for has, more in (
+        (config.normalization == "LayerNorm", _NORM_BIAS),
+        (config.add_bias_linear, _BIASES),
+        (config.moe_router_enable_expert_bias, _EXPERT_BIAS),
+        (config.moe_shared_expert_intermediate_size is not None, _SHARED_ROWS),
+        (gated, _GATE),
+        (config.moe_latent_size is not None, _LATENT),
+    ):
+        rows |= more if has else {}
+    return rows
+
+
+def read_experts(given: Fields, options: Options) -> None:
+    """Add the options of experts that Megatron-LM's flags describe."""
+    count = given.take("num_experts", int, None)
+    if count is None:
+        return
+    options["num_moe_experts"] = count
+    frequency = given.raw("moe_layer_freq")
+    options["moe_layer_freq"] = 1 if frequency is None else frequency
+    for name, (kind, default) in _FLAGS.items():
+        options[name] = given.take(name, kind, default)
+    for name in _RAW:
+        if (value := given.raw(name)) is not None:
+            options[name] = value
+
+
+def write_experts(options: Options) -> Mapping[str, Any]:
+    """Return Megatron-LM's flags of a model's experts; none for a model without them."""
+    if options["num_moe_experts"] is None:
+        return {"num_experts": None}
+    flags = {name: options[name] for name in (*_FLAGS, *_RAW, "moe_layer_freq")}
+    listed = {name: list(value) if isinstance(value, tuple) else value for name, value in flags.items()}
+    return {"num_experts": options["num_moe_experts"], "moe_grouped_gemm": True, **listed}
+
+
+def grouped_name(name: str) -> str:
+    """Return the name that ``TEGroupedMLP`` has for a tensor of ``SequentialMLP``.
+
+    >>> grouped_name("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight")
+    'decoder.layers.0.mlp.experts.linear_fc1.weight3'
+    """
+    return _SEQUENTIAL.sub(r"\g<1>\g<3>\g<2>", name)
+
+
+def sequential_names(name: str, rows: int) -> list[str] | None:
+    """Return the names in ``SequentialMLP`` of what ``torch_dist`` stores as one tensor with an axis of experts.
+
+    Args:
+        name: name of a tensor in ``torch_dist``.
+        rows: size of its first axis.
+
+    Returns:
+        A name for each expert, None for a tensor of something else.
+
+    >>> sequential_names("decoder.layers.0.mlp.experts.experts.linear_fc2.weight", 1)
+    ['decoder.layers.0.mlp.experts.local_experts.0.linear_fc2.weight']
+    """
+    found = _STACKED.fullmatch(name)
+    return None if found is None else [f"{found[1]}local_experts.{i}.{found[2]}" for i in range(rows)]
+
+
+def stacked_name(name: str) -> tuple[str, int] | None:
+    """Return the name in ``torch_dist`` of the tensor that holds an expert's, and the expert's number, else None.
+
+    >>> stacked_name("decoder.layers.0.mlp.experts.linear_fc1.weight3")
+    ('decoder.layers.0.mlp.experts.experts.linear_fc1.weight', 3)
+    """
+    found = _EXPERT.fullmatch(name)
+    return None if found is None else (found[1].replace(".mlp.experts.", ".mlp.experts.experts."), int(found[2]))
+
+
+def joined_experts(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the tensors of several expert-parallel ranks, each of which numbers its experts from 0.
+
+    >>> ranks = [{"a.mlp.experts.linear_fc1.weight0": 1}, {"a.mlp.experts.linear_fc1.weight0": 2}]
+    >>> joined_experts(ranks)
+    {'a.mlp.experts.linear_fc1.weight0': 1, 'a.mlp.experts.linear_fc1.weight1': 2}
+    """
+    joined = dict(ranks[0])
+    numbers = [int(found[2]) for name in ranks[0] if (found := _EXPERT.fullmatch(name))]
+    each = max(numbers, default=-1) + 1
+    for rank, tensors in enumerate(ranks):
+        for name, tensor in tensors.items():
+            if found := _EXPERT.fullmatch(name):
+                joined[f"{found[1]}{int(found[2]) + rank * each}"] = tensor
+    return joined

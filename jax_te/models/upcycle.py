@@ -1,0 +1,124 @@
+"""A model with experts from a trained one without."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_te._validation import checked
+from jax_te.config import TransformerConfig
+from jax_te.models.gpt import GPTModel
+from jax_te.quantize import QuantizedKernel
+from jax_te.typing import Array
+
+_OF_BLOCK = {
+    "scale": ("pre_mlp_layernorm", "scale"),
+    "ln_bias": ("pre_mlp_layernorm", "bias"),
+    "wi_kernel": ("mlp", "experts", "linear_fc1", "kernel"),
+    "wi_bias": ("mlp", "experts", "linear_fc1", "bias"),
+    "wo_kernel": ("mlp", "experts", "linear_fc2", "kernel"),
+    "wo_bias": ("mlp", "experts", "linear_fc2", "bias"),
+}
+"""Array of a feed-forward block -> path in a layer with experts of the array that it becomes."""
+
+
+@checked
+def upcycle(model: GPTModel, *, rngs: nnx.Rngs, **experts: Any) -> GPTModel:
+    """Return a model with experts, each of which is a copy of the feed-forward block that it takes the place of.
+
+    The probabilities of a token's experts have the sum 1, so the new model has the outputs of ``model``, up to another
+    order of sums, until the experts have learned different things. Its routers are new.
+
+    Args:
+        model: a `GPTModel` without experts and without quantized kernels; unchanged.
+        rngs: the ``params`` stream draws the routers.
+        **experts: fields of `jax_te.config.ExpertsConfig`, with ``num_moe_experts``, such as ``moe_router_topk`` and
+            ``moe_layer_freq``.
+
+    Raises:
+        ValueError: for a model that has experts, or kernels that are stored quantized; and for experts that would
+            change the outputs: of another size, with shared or latent ones, a capacity, or probabilities whose sum is
+            not 1.
+
+    Source: Komatsuzaki et al. 2022; ``megatron.core.transformer.moe.upcycling_utils``.
+
+    >>> config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, ffn_hidden_size=32)
+    >>> dense = GPTModel(config, vocab_size=32, max_sequence_length=8, rngs=nnx.Rngs(0))
+    >>> upcycle(dense, num_moe_experts=4, rngs=nnx.Rngs(1)).layers[0].mlp.experts.linear_fc1.kernel.shape
+    (4, 16, 1, 32)
+    """
+    if model.config.num_moe_experts is not None:
+        raise ValueError(f"the model has {model.config.num_moe_experts} experts already; give one without")
+    config = dataclasses.replace(model.config, **experts)
+    _check_same_outputs(config)
+    rotary = model.rotary
+    positions = rotary or ("none" if model.position_embedding is None else "learned_absolute")
+    made = GPTModel(
+        config,
+        vocab_size=model.vocab_size,
+        max_sequence_length=model.max_sequence_length,
+        position_embedding_type=positions,
+        share_embeddings_and_output_weights=model.output_kernel is None,
+        execution=model.execution,
+        rngs=rngs,
+    )
+    made.multipliers = model.multipliers
+    old = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    new = dict(nnx.to_flat_state(nnx.state(made, nnx.Param)))
+    for path, variable in old.items():
+        value = variable.get_value()
+        if isinstance(value, QuantizedKernel):
+            raise ValueError(f"{'/'.join(map(str, path))} is stored quantized; give jax_te.training.exact_model(state)")
+        target = _path_of(path, config)
+        new[target].set_value(_copies(value, new[target]))
+    nnx.update(made, nnx.from_flat_state(new.items()))
+    return made
+
+
+def _check_same_outputs(config: TransformerConfig) -> None:
+    """Raise ValueError for experts with which a model would not have the outputs of the one without."""
+    given: Mapping[str, tuple[bool, str]] = {
+        "num_moe_experts": (config.num_moe_experts is None, "give their number"),
+        "moe_ffn_hidden_size": (
+            config.moe_ffn_hidden_size != config.ffn_hidden_size,
+            f"an expert is a copy of the block, of size {config.ffn_hidden_size}",
+        ),
+        "moe_shared_expert_intermediate_size": (
+            config.moe_shared_expert_intermediate_size is not None,
+            "shared experts would be added to the copies",
+        ),
+        "moe_latent_size": (config.moe_latent_size is not None, "experts of other features are no copies"),
+        "moe_expert_capacity_factor": (config.moe_expert_capacity_factor is not None, "it drops tokens"),
+        "moe_router_pre_softmax": (config.moe_router_pre_softmax, "the chosen probabilities would not have the sum 1"),
+        "moe_router_topk_scaling_factor": (
+            config.moe_router_topk_scaling_factor not in (None, 1.0),
+            "the probabilities would not have the sum 1",
+        ),
+        "moe_router_topk": (
+            config.moe_router_topk == 1,
+            "a probability of one expert is not 1, or has no gradient; take at least 2",
+        ),
+    }
+    for name, (wrong, why) in given.items():
+        if wrong:
+            raise ValueError(f"upcycle: {name}={getattr(config, name)!r}: {why}")
+
+
+def _path_of(path: tuple[Any, ...], config: TransformerConfig) -> tuple[Any, ...]:
+    """Return the path in the model with experts of the array that a dense model's becomes."""
+    match path:
+        case ("layers", int(number), "layernorm_mlp", str(name)) if config.has_experts(number):
+            return "layers", number, *_OF_BLOCK[name]
+        case _:
+            return path
+
+
+def _copies(value: Array, variable: nnx.Variable) -> Array:
+    """Return the array of a Variable: ``value``, or a copy of it for each expert along an axis in front."""
+    own = variable.get_value()
+    return jax.device_put(jnp.broadcast_to(value, own.shape).astype(own.dtype), own.sharding)

@@ -1,0 +1,133 @@
+"""Models with experts in checkpoints of Megatron-LM: both formats, both forms of experts, expert ranks."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_te.config import TransformerConfig
+from jax_te.interop.megatron import load_megatron, read_megatron, save_megatron
+from jax_te.interop.torch import read_torch_file, write_torch_file
+from jax_te.models import GPTModel, MegatronGPTModel, RotaryPositions
+from jax_te.quantize import QuantizerState
+
+SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 24, "num_moe_experts": 4}
+SIZES |= {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+GATED = {"normalization": "RMSNorm", "activation": "swiglu", "add_bias_linear": False, "moe_ffn_hidden_size": 12}
+FORMS: dict[str, dict[str, Any]] = {
+    "biases": {"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0, "activation": "qgeglu"},
+    "bias of experts, shared experts": GATED
+    | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_num_groups": 2}
+    | {"moe_router_group_topk": 1, "moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": True},
+    "latent, dense first": GATED | {"moe_latent_size": 8, "moe_layer_freq": [0, 1], "moe_aux_loss_coeff": 0.01},
+}
+TOKENS = jax.random.randint(jax.random.key(1), (2, 8), 0, 32)
+
+
+def build(form: str) -> GPTModel:
+    model = GPTModel(
+        TransformerConfig(**SIZES | FORMS[form]),
+        vocab_size=32,
+        max_sequence_length=16,
+        position_embedding_type=RotaryPositions(),
+        share_embeddings_and_output_weights=False,
+        rngs=nnx.Rngs(0),
+    )
+    for layer in model.layers:
+        router = getattr(getattr(layer, "mlp", None), "router", None)
+        if getattr(router, "expert_bias", None) is not None:
+            router.expert_bias[...] = jnp.array([0.3, -0.2, 0.1, 0.0])
+    return model
+
+
+def stored(model: nnx.Module) -> dict[Any, Any]:
+    """Parameters and biases of experts."""
+
+    def chosen(path: Any, variable: Any) -> bool:
+        return isinstance(variable, nnx.Param) or path[-1] == "expert_bias"
+
+    return {path: np.asarray(variable[...]) for path, variable in nnx.to_flat_state(nnx.state(model, chosen))}
+
+
+def assert_same(found: nnx.Module, expected: nnx.Module) -> None:
+    one, two = stored(found), stored(expected)
+    assert one.keys() == two.keys()
+    for path, array in one.items():
+        np.testing.assert_array_equal(array, two[path], err_msg=str(path))
+
+
+@pytest.mark.costly("biases", "latent, dense first")
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_is_written_and_read(form: str, tmp_path: Any) -> None:
+    model = build(form)
+    save_megatron(model, tmp_path / "two", tensor_parallel=2)
+    again = load_megatron(tmp_path / "two")
+    assert_same(again, model)
+    assert again.config == model.config
+    save_megatron(model, tmp_path / "dist", format="torch_dist")
+    assert_same(load_megatron(tmp_path / "dist"), model)
+
+
+def test_names_and_layouts_are_those_of_a_megatron_model(tmp_path: Any) -> None:
+    """The same weights in Megatron's modules give the same output."""
+    model = build("bias of experts, shared experts")
+    save_megatron(model, tmp_path)
+    named = MegatronGPTModel(model.config, None, 32, 16, position_embedding_type="rope", rngs=nnx.Rngs(1))
+    tensors = read_megatron(tmp_path).tensors
+    assert "decoder.layers.1.mlp.experts.linear_fc1.weight3" in tensors
+    assert named.load_state_dict(tensors, strict=False).unexpected_keys == []
+    model.eval()
+    named.eval()
+    logits = model(TOKENS)
+    found = named(TOKENS, jnp.arange(8), None)
+    np.testing.assert_allclose(found, logits, rtol=1e-5, atol=1e-5)  # fp32, other orders of sums
+    save_megatron(named, tmp_path / "again")
+    assert_same(load_megatron(tmp_path / "again"), model)
+
+
+def rank_of(state: dict[str, Any], rank: int, ranks: int, *, sequential: bool) -> dict[str, Any]:
+    """The state dict of one expert-parallel rank: its own experts, numbered from 0, and everything else."""
+    found, each = {}, 4 // ranks
+    for name, tensor in state.items():
+        layer, inside, rest = name.partition(".mlp.experts.")
+        if not inside:
+            found[name] = tensor
+            continue
+        number = int(rest[-1])
+        if number // each == rank:
+            own = rest[:-1]
+            place = f"local_experts.{number % each}.{own}" if sequential else f"{own}{number % each}"
+            found[f"{layer}{inside}{place}"] = tensor
+    return found
+
+
+@pytest.mark.costly("False")
+@pytest.mark.parametrize("sequential", [False, True])
+def test_expert_ranks_are_merged(sequential: bool, tmp_path: Any) -> None:
+    model = build("bias of experts, shared experts")
+    save_megatron(model, tmp_path / "one")
+    state = read_torch_file(tmp_path / "one" / "release" / "mp_rank_00" / "model_optim_rng.pt")
+    arguments = {**state["jax_te_args"], "expert_model_parallel_size": 2, "pipeline_model_parallel_size": 1}
+    shutil.copyfile(tmp_path / "one" / "latest_checkpointed_iteration.txt", tmp_path / "tracker")
+    for rank in range(2):
+        folder = tmp_path / "two" / "release" / f"mp_rank_00_{rank:03d}"
+        folder.mkdir(parents=True)
+        part = rank_of(state["model"], rank, 2, sequential=sequential)
+        write_torch_file(folder / "model_optim_rng.pt", {**state, "jax_te_args": arguments, "model": part})
+    shutil.copyfile(tmp_path / "tracker", tmp_path / "two" / "latest_checkpointed_iteration.txt")
+    assert_same(load_megatron(tmp_path / "two"), model)
+    shutil.rmtree(tmp_path / "two" / "release" / "mp_rank_00_001")
+    with pytest.raises(ValueError, match="missing"):
+        load_megatron(tmp_path / "two")
+
+
+def test_the_state_of_a_router_is_not_a_parameter() -> None:
+    model = build("bias of experts, shared experts")
+    bias = dict(nnx.to_flat_state(nnx.state(model, QuantizerState)))
+    assert any(path[-1] == "expert_bias" for path in bias)

@@ -1,0 +1,67 @@
+"""Experts that are copies of trained feed-forward blocks: the outputs stay."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_te.config import ParallelConfig, TransformerConfig
+from jax_te.models import GPTModel, upcycle
+from jax_te.sharding import make_mesh
+
+TOKENS = jax.random.randint(jax.random.key(1), (2, 8), 0, 32)
+
+
+def dense(**fields):
+    sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 32}
+    sizes |= {"attention_dropout": 0.0, "hidden_dropout": 0.0}
+    model = GPTModel(TransformerConfig(**sizes | fields), vocab_size=32, max_sequence_length=8, rngs=nnx.Rngs(0))
+    for _, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        variable.set_value(variable[...] + 0.05 * jax.random.normal(jax.random.key(2), variable[...].shape))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("fields", "experts"),
+    [
+        ({}, {"moe_router_topk": 2}),
+        (
+            {"normalization": "RMSNorm", "activation": "swiglu", "add_bias_linear": False},
+            {"moe_layer_freq": [0, 1], "moe_router_topk": 3, "moe_router_score_function": "sigmoid"},
+        ),
+    ],
+    ids=["biases", "gated, one layer"],
+)
+def test_the_first_loss_is_that_of_the_dense_model(fields, experts):
+    model = dense(**fields)
+    made = upcycle(model, num_moe_experts=4, rngs=nnx.Rngs(3), **experts)
+    assert made.config.has_experts(1)
+    losses = [each.loss(TOKENS, TOKENS) for each in (model, made)]
+    np.testing.assert_allclose(*losses, rtol=1e-6)  # fp32: the sum of the probabilities is 1 up to 2^-23
+
+
+def test_experts_lie_on_the_mesh():
+    model = dense()
+    with jax.set_mesh(make_mesh(ParallelConfig(expert=2), devices=jax.devices()[:2])):
+        made = upcycle(model, num_moe_experts=4, rngs=nnx.Rngs(3))
+    kernel = made.layers[0].mlp.experts.linear_fc1.kernel[...]
+    assert kernel.addressable_shards[0].data.shape[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("experts", "words"),
+    [
+        ({"moe_ffn_hidden_size": 16}, "a copy of the block, of size 32"),
+        ({"moe_router_pre_softmax": True}, "sum 1"),
+        ({"moe_router_topk": 1, "moe_router_score_function": "sigmoid"}, "at least 2"),
+        ({"moe_router_topk_scaling_factor": 2.5}, "sum 1"),
+        ({"moe_expert_capacity_factor": 1.0}, "drops tokens"),
+    ],
+)
+def test_what_would_change_the_outputs_is_refused(experts, words):
+    with pytest.raises(ValueError, match=words):
+        upcycle(dense(), num_moe_experts=4, rngs=nnx.Rngs(0), **experts)
+    with pytest.raises(ValueError, match="has 4 experts already"):
+        upcycle(upcycle(dense(), num_moe_experts=4, rngs=nnx.Rngs(0)), num_moe_experts=2, rngs=nnx.Rngs(0))
