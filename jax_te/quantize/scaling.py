@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -35,18 +36,25 @@ def amax(x: Array, axis: int | tuple[int, ...] | None = None) -> Array:
     >>> float(amax(jnp.array([-3.0, 2.0])))
     3.0
     """
+    return _amax(x, axis)
+
+
+# Jitted, as is `scale_in_use`: each quantizer of a model calls both, and JAX traces and lowers one function for all
+# tensors of one type. XLA inlines the calls, so the compiled program is the same.
+@functools.partial(jax.jit, static_argnames="axis")
+def _amax(x: Array, axis: int | tuple[int, ...] | None) -> Array:
     # The maximum is taken of bit patterns, which are ordered as the values are, nan above inf. A maximum of floats
     # loses nan where XLA splits the reduction: over vector lanes on CPU from some thousand elements on, over devices.
     # Those of 16 bits are not widened first: XLA's kernel that also computes such an ``x`` would then compute it twice
     # on a GPU, which takes a third longer for the derivative of GELU and twice as long for that of SwiGLU.
-    x = x if x.dtype.itemsize == 2 else x.astype(jnp.float32)
-    word = jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32
-    bits = (jax.lax.bitcast_convert_type(x, word) & (jnp.iinfo(word).max >> 1)).astype(jnp.int32)
+    word = jnp.uint16 if x.dtype.itemsize == 2 else jnp.int32
+    wide = x if word == jnp.uint16 else x.astype(jnp.float32)
+    bits = (jax.lax.bitcast_convert_type(wide, word) & (0x7FFF if word == jnp.uint16 else 0x7FFFFFFF)).astype(jnp.int32)
     # A maximum of no elements needs an initial value: the amax of an empty tensor is 0.
-    largest = jnp.max(bits, axis=axis) if bits.size else jnp.max(bits, axis=axis, initial=0)
-    bits = jax.lax.bitcast_convert_type(
-        jax.lax.bitcast_convert_type(largest.astype(word), x.dtype).astype(jnp.float32), jnp.int32
-    )
+    bits = jnp.max(bits, axis=axis) if bits.size else jnp.max(bits, axis=axis, initial=0)
+    if word == jnp.uint16:
+        largest = jax.lax.bitcast_convert_type(bits.astype(word), x.dtype)
+        bits = jax.lax.bitcast_convert_type(largest.astype(jnp.float32), jnp.int32)
     # 0x00800000 is the least normal number. CPUs and GPUs differ in whether they flush smaller numbers to 0.
     return jax.lax.bitcast_convert_type(jnp.where(bits < 0x00800000, 0, bits), jnp.float32)
 
@@ -99,6 +107,7 @@ def power_of_two_scale(amax: Array, dtype: DTypeLike) -> Array:
     return jnp.where((amax > 0.0) & jnp.isfinite(amax), scale, 1.0)
 
 
+@functools.partial(jax.jit, static_argnames=("dtype", "rule"))
 def scale_in_use(state: AmaxState, dtype: DTypeLike, rule: AmaxRule | DelayedScaling) -> Array:
     """Return the scale of the next use of ``state``: fp32 ``[]``, or ``[d]`` for parts of the batch."""
     history = state["amax_history"]

@@ -164,3 +164,18 @@ def test_the_first_use_has_scale_one():
     recipe = DelayedScaling(amax_history_len=4)
     state = {"scale": jnp.ones((), jnp.float32), "amax_history": jnp.zeros((4,), jnp.float32)}
     assert float(scale_in_use(state, jnp.float8_e4m3fn, recipe)) == 1.0
+
+
+def test_states_of_one_type_share_one_lowering_of_their_scales() -> None:
+    """Else a model's program, and the time to trace and lower it, grows by each of its quantizers."""
+    rule = DelayedScaling(amax_history_len=4)
+
+    @jax.jit
+    def scales(histories: list[jax.Array]) -> list[jax.Array]:
+        states = [{"scale": jnp.float32(1.0), "amax_history": history} for history in histories]
+        return [scale_in_use(state, jnp.float8_e4m3fn, rule) for state in states]
+
+    def reductions(count: int) -> int:
+        return scales.lower([jnp.ones(4)] * count).as_text().count("stablehlo.reduce(")
+
+    assert reductions(1) == reductions(3) == 1
