@@ -63,9 +63,10 @@ _REFUSED = {
     "moe_grad_scale_func=None": "jax_te.training scales the losses of routers as it scales the model's; in a loop of "
     "your own jax_te.layers.set_aux_loss_scale(model, scale) says by how much the loss is scaled",
     "mtp_num_layers=None": "the models predict the next token alone; a loss of your own adds further heads",
-    "experimental_attention_variant=None multi_latent_attention=False attention_output_gate=False "
-    "head_wise_attn_gate=False qk_l2_norm=False": "the models' attention does not have this; build one from the layers "
-    "of jax_te.layers, whose DotProductAttention takes queries, keys and values",
+    "multi_latent_attention=False": "jax_te.config.MLATransformerConfig has it, with Megatron-Core's fields",
+    "experimental_attention_variant=None attention_output_gate=False head_wise_attn_gate=False qk_l2_norm=False": "the "
+    "models' attention does not have this; build one from the layers of jax_te.layers, whose DotProductAttention takes "
+    "queries, keys and values",
     "is_hybrid_model=False enable_mhc_connections=False heterogeneous_block_specs=False": "the models are stacks of "
     "equal transformer layers; build another stack from the layers of jax_te.layers",
     "hetereogenous_dist_checkpoint=False": "checkpoints hold each layer's arrays by name, whatever the layers are, and "
@@ -124,7 +125,7 @@ rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscal
 mla_down_proj_fusion
 """.split()  # noqa: SIM905 - a list of a hundred strings is hard to read
 )
-"""Fields of Megatron-Core's ``MLATransformerConfig`` alone."""
+"""Fields of ``MLATransformerConfig`` alone."""
 
 
 def accepts_megatron_fields(config: T) -> T:
@@ -145,7 +146,9 @@ def accepts_megatron_fields(config: T) -> T:
     >>> Config(num_layers=2, bias_dropout_fusion=True, mtp_num_layers=None)
     Config(num_layers=2)
     """
-    init, own = config.__init__, {field.name for field in dataclasses.fields(config)}
+    init, fields_of = config.__init__, dataclasses.fields(config)
+    own = {field.name for field in fields_of if field.init}
+    computed = {field.name for field in fields_of if not field.init}
 
     @functools.wraps(init)
     def construct(self: Any, *args: Any, **fields: Any) -> None:
@@ -156,7 +159,7 @@ def accepts_megatron_fields(config: T) -> T:
             else:
                 unknown.append(name)
         if unknown:
-            raise TypeError(_about_unknown(config.__name__, unknown, own))
+            raise TypeError(_about_unknown(config.__name__, unknown, own, computed))
         init(self, *args, **fields)
 
     config.__init__ = construct
@@ -183,15 +186,18 @@ def _is_dropped(name: str, value: Any) -> bool:
     return name in _IDLE
 
 
-def _about_unknown(config: str, unknown: list[str], own: set[str]) -> str:
+def _about_unknown(config: str, unknown: list[str], own: set[str], computed: set[str]) -> str:
     """Return the message about fields that neither this package's configuration nor Megatron-Core's has."""
     latent = [name for name in unknown if name in _LATENT]
     if latent:
         return (
-            f"{config} has no {', '.join(latent)}: Megatron-Core's MLATransformerConfig has, and the models have no "
-            "latent attention; leave them out, or build a model from the layers of jax_te.layers. Rotary positions are "
-            "an argument of the model, jax_te.models.RotaryPositions(base=, percent=, scaling=)"
+            f"{config} has no {', '.join(latent)}: jax_te.config.MLATransformerConfig has, as in Megatron-Core. "
+            "Without latent attention leave them out: rotary positions are an argument of the model, "
+            "jax_te.models.RotaryPositions(base=, percent=, scaling=)"
         )
+    filled = [name for name in unknown if name in computed]
+    if filled:
+        return f"{config} computes {', '.join(filled)} from its other fields; leave it out"
     known = own.union(_IDLE, parsed(HINTS), *map(parsed, _OTHER_NUMBERS), *map(parsed, _REFUSED))
     parts = []
     for name in unknown:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from jax_te._validation import (
     check_annotations,
@@ -109,6 +109,9 @@ class TransformerConfig(
     output_layer_init_method: Any = None
     compute_dtype: DTypeLike | None = None
 
+    # Fields of multi-head attention, which do not go with latent_attention.
+    _for_heads: ClassVar[tuple[str, ...]] = ("num_query_groups", "add_qkv_bias", "qk_layernorm")
+
     def __post_init__(self) -> None:
         # Not super(): the six bases do not call each other's.
         ModelParallelConfig.__post_init__(self)
@@ -132,6 +135,7 @@ class TransformerConfig(
         groups, ffn, channels = self.num_query_groups, self.ffn_hidden_size, self.kv_channels
         groups = self.num_attention_heads if groups is None else groups
         ffn = 4 * self.hidden_size if ffn is None else ffn
+        check_annotations(self, TransformerConfig, ("latent_attention",))
         if self.latent_attention is not None:
             self._check_latent(groups)
             channels = self.latent_attention.head_channels
@@ -172,8 +176,12 @@ class TransformerConfig(
         fill(self, "compute_dtype", float_dtype("compute_dtype", compute))
 
     def _check_latent(self, groups: int) -> None:
-        heads = {"num_query_groups": groups != self.num_attention_heads, "add_qkv_bias": self.add_qkv_bias}
-        for name in [name for name, given in (heads | {"qk_layernorm": self.qk_layernorm}).items() if given]:
+        given = {
+            "num_query_groups": groups != self.num_attention_heads,
+            "add_qkv_bias": self.add_qkv_bias,
+            "qk_layernorm": self.qk_layernorm,
+        }
+        for name in [name for name in self._for_heads if given[name]]:
             raise ValueError(
                 f"{name}={getattr(self, name)!r} is for multi-head attention, and latent_attention is set, whose heads "
                 "have keys and values of their own and whose norms are those of latents (latent_layernorm); leave it "

@@ -14,7 +14,7 @@ from jax_te.config import POSITION_EMBEDDINGS, TransformerConfig
 from jax_te.layers import KVCache, Rotary, clip_qk, init_kv_cache, rotary_embedding
 from jax_te.models.from_config import transformer_layer
 from jax_te.models.language_model import LanguageModel
-from jax_te.models.options import Execution, RotaryPositions
+from jax_te.models.options import Execution, RotaryPositions, rotary_positions
 from jax_te.models.stack import StackInput, layer_keys, rotary_of
 from jax_te.models.tokens import caller_order, check_like_tokens, check_tokens, model_order
 from jax_te.ops import LossOptions
@@ -52,7 +52,7 @@ class GPTModel(LanguageModel):
         vocab_size: ``v``.
         max_sequence_length: longest input, and number of rows of the learned positions.
         position_embedding_type: ``"learned_absolute"``, ``"rope"``, a `RotaryPositions` (``"rope"`` with its options)
-            or ``"none"``.
+            or ``"none"``. With an `MLATransformerConfig` heads are rotated as its fields say in any case.
         share_embeddings_and_output_weights: the head is the embedding table, transposed. Else a kernel ``[h, v]`` of
             its own.
         execution: options of recomputation inside of layers, the loop over layers, and the loss in chunks.
@@ -87,12 +87,13 @@ class GPTModel(LanguageModel):
         self._configure(config, vocab_size, max_sequence_length, execution)
         if position_embedding_type == "rope":
             position_embedding_type = RotaryPositions()
-        self.rotary = position_embedding_type if isinstance(position_embedding_type, RotaryPositions) else None
-        if self.rotary is None and position_embedding_type not in POSITION_EMBEDDINGS:
+        rotary = position_embedding_type if isinstance(position_embedding_type, RotaryPositions) else None
+        if rotary is None and position_embedding_type not in POSITION_EMBEDDINGS:
             raise ValueError(
                 f"unknown position_embedding_type {position_embedding_type!r}; "
                 f"allowed: {', '.join(POSITION_EMBEDDINGS)}"
             )
+        self.rotary = rotary_positions(config, rotary)
         # The order of the lines below is the order in which weights are drawn: another one changes initial values.
         self._make_embeddings(learned_positions=position_embedding_type == "learned_absolute", rngs=rngs)
         self.layers = nnx.List([transformer_layer(config, i, rngs=rngs) for i in range(config.num_layers)])

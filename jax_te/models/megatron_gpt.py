@@ -14,7 +14,7 @@ from jax_te.megatron import GraphableMegatronModule, TransformerLayer, apply_qua
 from jax_te.models.gpt import Cache, GPTModel
 from jax_te.models.language_model import OutputHead
 from jax_te.models.megatron_block import LanguageModelEmbedding, OutputLayer, TransformerBlock
-from jax_te.models.options import Execution, RotaryPositions
+from jax_te.models.options import Execution, RotaryPositions, rotary_positions
 from jax_te.models.stack import StackInput, layer_keys
 from jax_te.models.tokens import caller_order, model_order
 from jax_te.ops import LossOptions
@@ -68,7 +68,8 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         logit_dtype: None: logits are in the compute dtype.
         parallel_output: must be False: logits are whole on every tensor rank.
         share_embeddings_and_output_weights: see `GPTModel`, but False by default, as in Megatron.
-        position_embedding_type: ``"learned_absolute"``, ``"rope"`` or ``"none"``.
+        position_embedding_type: ``"learned_absolute"``, ``"rope"`` or ``"none"``; an `MLATransformerConfig` rotates as
+            its fields say in any case.
         rotary_percent, rotary_base: options of ``"rope"``, see `RotaryPositions`.
         rope_scaling, rope_scaling_factor: scaling of Llama 3.1, see `Llama3Scaling`.
         scatter_embedding_sequence_parallel: must be True.
@@ -154,7 +155,8 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         if seq_len_interpolation_factor is not None:
             scaling = LinearScaling(factor=seq_len_interpolation_factor)
         rope, learned = (position_embedding_type == name for name in ("rope", "learned_absolute"))
-        self.rotary = RotaryPositions(float(rotary_base), rotary_percent, scaling) if rope else None
+        given = RotaryPositions(float(rotary_base), rotary_percent, scaling) if rope else None
+        self.rotary = rotary_positions(config, given)
         # The order of the lines below is that of `GPTModel`, so that the same ``rngs`` draw the same weights.
         embedding = LanguageModelEmbedding(config, vocab_size, max_sequence_length, learned, rngs=rngs)
         self.embedding = embedding if pre_process else None
