@@ -214,7 +214,7 @@ def test_every_field_of_megatrons_is_known_with_its_default(kind: Any):
         ({"pipeline_model_parallel_size": 2}, "the mesh axis 'pipeline' and jax_te.config.PipelineConfig"),
         ({"moe_token_dropping": True}, "moe_expert_capacity_factor drops tokens"),
         ({"moe_grad_scale_func": abs}, "set_aux_loss_scale"),
-        ({"mtp_num_layers": 1}, "a loss of your own adds further heads"),
+        ({"mtp_detach_heads": True}, "reach the whole model"),
         ({"hetereogenous_dist_checkpoint": True}, "checkpoints hold each layer's arrays by name"),
         ({"multi_latent_attention": True}, "jax_te.config.MLATransformerConfig has it"),
         ({"attention_output_gate": True}, "jax_te.layers, whose DotProductAttention"),

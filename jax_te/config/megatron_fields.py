@@ -62,7 +62,8 @@ _REFUSED = {
     "moe_dispatch_fwd_dtype='bf16' moe_combine_bwd_dtype='bf16'": "tokens reach their experts in the compute dtype",
     "moe_grad_scale_func=None": "jax_te.training scales the losses of routers as it scales the model's; in a loop of "
     "your own jax_te.layers.set_aux_loss_scale(model, scale) says by how much the loss is scaled",
-    "mtp_num_layers=None": "the models predict the next token alone; a loss of your own adds further heads",
+    "mtp_detach_heads=False": "gradients of further tokens' losses reach the whole model",
+    "mtp_hsm=False mtp_hybrid_override_pattern=None": "the layers of multi-token prediction are transformer layers",
     "multi_latent_attention=False": "jax_te.config.MLATransformerConfig has it, with Megatron-Core's fields",
     "experimental_attention_variant=None attention_output_gate=False head_wise_attn_gate=False qk_l2_norm=False": "the "
     "models' attention does not have this; build one from the layers of jax_te.layers, whose DotProductAttention takes "
@@ -99,8 +100,7 @@ _REFUSED = {
 _IDLE = frozenset(
     """
 mtp_standalone cpu_offloading_num_layers _cpu_offloading_context cpu_offloading_activations cpu_offloading_weights
-cpu_offloading_double_buffering cpu_offloading_retain_pinned_cpu_buffers mtp_loss_scaling_factor
-mtp_use_repeated_layer mtp_detach_heads mtp_hsm mtp_hybrid_override_pattern
+cpu_offloading_double_buffering cpu_offloading_retain_pinned_cpu_buffers
 experimental_attention_variant_loss_scale_func dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk
 dsa_indexer_topk_freq dsa_indexer_skip_topk_offset dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss
 dsa_kernel_backend dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu
@@ -143,7 +143,7 @@ def accepts_megatron_fields(config: T) -> T:
     ... @dataclass(frozen=True)
     ... class Config:
     ...     num_layers: int = 1
-    >>> Config(num_layers=2, bias_dropout_fusion=True, mtp_num_layers=None)
+    >>> Config(num_layers=2, bias_dropout_fusion=True, cpu_offloading=False)
     Config(num_layers=2)
     """
     init, fields_of = config.__init__, dataclasses.fields(config)

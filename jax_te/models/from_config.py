@@ -33,6 +33,7 @@ ENCODER_NOT_FOLLOWED = {
     "log_max_attention_logit": "; GPTModel does",
     "num_moe_experts": "; GPTModel and MegatronGPTModel do",
     "latent_attention": "; GPTModel and MegatronGPTModel do",
+    "mtp_num_layers": "; GPTModel and MegatronGPTModel do",
     "cp_load_balanced": ": zig-zag order shares out the work of a causal mask, and an encoder has none (T5's relative "
     "positions are of natural order, too)",
 }
