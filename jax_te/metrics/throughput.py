@@ -52,8 +52,9 @@ def train_flops(config: TransformerConfig, *, vocab_size: int, batch_size: int, 
     ``N`` are the parameters that GEMMs multiply for a token: kernels of the layers and the output head, of a layer with
     experts those of the chosen ones, of shared ones and of the router; no embeddings, norms and biases. A GEMM has two
     FLOPs for each in forward and four in backward. Causal attention has ``2 s n d`` in forward (two products over half
-    of the ``s`` positions on average) and twice that in backward, in each of ``L`` layers of ``n`` heads of size ``d``.
-    What backward computes again is not counted, nor is less for attention in windows.
+    of the ``s`` positions on average) and twice that in backward, in each of ``L`` layers of ``n`` heads of size ``d``;
+    in latent attention ``d`` is the mean of the sizes of keys and values. Depths of multi-token prediction are layers,
+    each with a projection and the head. What backward computes again is not counted, nor is less for attention in windows.
 
     Args:
         config: configuration of the layers.
@@ -70,13 +71,28 @@ def train_flops(config: TransformerConfig, *, vocab_size: int, batch_size: int, 
     activation, hidden = config.activation, config.hidden_size
     parts = ACTIVATIONS[activation] if isinstance(activation, str) else activation
     gated = len(parts) if isinstance(parts, tuple) else 1
-    # Filled in by the configuration itself where they were not given.
-    channels, groups = config.kv_channels or 0, config.num_query_groups or 0
-    heads = config.num_attention_heads * channels
-    layers = config.num_layers * hidden * (2 * heads + 2 * groups * channels)
-    layers += sum(_multiplied(config, layer, gated + 1) for layer in range(config.num_layers))
-    token = 6 * (layers + hidden * vocab_size) + 6 * config.num_layers * sequence_length * heads
+    # The depths of multi-token prediction have layers like the last one.
+    depths = config.mtp_num_layers or 0
+    numbers = [*range(config.num_layers), *[config.num_layers - 1] * depths]
+    kernels, heads = _attention(config)
+    layers = len(numbers) * kernels + sum(_multiplied(config, layer, gated + 1) for layer in numbers)
+    projections = depths * 2 * hidden * hidden
+    token = 6 * (layers + projections + (1 + depths) * hidden * vocab_size) + 6 * len(numbers) * sequence_length * heads
     return float(token * batch_size * sequence_length)
+
+
+def _attention(config: TransformerConfig) -> tuple[int, float]:
+    """Return the parameters by which the attention of a layer multiplies a token, and ``n d``."""
+    hidden, n, latent = config.hidden_size, config.num_attention_heads, config.latent_attention
+    if latent is None:
+        # Filled in by the configuration itself where they were not given.
+        channels, groups = config.kv_channels or 0, config.num_query_groups or 0
+        return hidden * (2 * n + 2 * groups) * channels, n * channels
+    rank, channels = latent.q_lora_rank, latent.head_channels
+    queries = hidden * n * channels if rank is None else (hidden + n * channels) * rank
+    down = hidden * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
+    up = latent.kv_lora_rank * n * (latent.qk_head_dim + latent.v_head_dim)
+    return queries + down + up + n * latent.v_head_dim * hidden, n * (channels + latent.v_head_dim) / 2
 
 
 def _multiplied(config: TransformerConfig, layer: int, matrices: int) -> int:

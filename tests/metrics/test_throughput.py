@@ -6,7 +6,7 @@ import jax
 import pytest
 from flax import nnx
 
-from jax_te.config import TransformerConfig
+from jax_te.config import LatentAttentionOptions, TransformerConfig
 from jax_te.metrics import StepWork, peak_flops, train_flops
 from jax_te.models import GPTModel
 
@@ -28,6 +28,29 @@ def test_flops_are_six_for_each_weight_of_a_gemm_and_those_of_attention(form):
     tokens, heads = 3 * 8, 4 * (config.kv_channels or 8)
     # The head is the embedding; two products of 2 FLOPs, over half of 8 positions, and twice that in backward.
     wanted = 6 * sum(kernels) * tokens + 2 * 3 * tokens * (2 * 2 * heads * 8 / 2)
+    assert train_flops(config, vocab_size=48, batch_size=3, sequence_length=8) == wanted
+
+
+@pytest.mark.parametrize("rank", [None, 24])
+def test_depths_and_latent_attention_count_as_they_run(rank):
+    sizes = LatentAttentionOptions(
+        q_lora_rank=rank, kv_lora_rank=12, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=16
+    )
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        add_bias_linear=False,
+        latent_attention=sizes,
+        mtp_num_layers=3,
+    )
+    model = nnx.eval_shape(
+        lambda: GPTModel(config, vocab_size=48, max_sequence_length=8, position_embedding_type="rope", rngs=nnx.Rngs(0))
+    )
+    kernels = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)) if leaf.ndim > 1)
+    tokens = 3 * 8
+    # The head runs at each depth, too; the products of a layer have 12 and 16 channels for each head.
+    wanted = 6 * (kernels + 3 * 48 * 32) * tokens + 5 * 3 * tokens * (2 * 4 * (12 + 16) * 8 / 2)
     assert train_flops(config, vocab_size=48, batch_size=3, sequence_length=8) == wanted
 
 
