@@ -310,8 +310,12 @@ def model_parallel_seed(seed: int, tracker: RNGStatesTracker | None = None) -> R
     >>> sorted(model_parallel_seed(1234).get_states())
     ['data-parallel-rng', 'expert-parallel-rng', 'model-parallel-rng']
     """
-    tracker = RNGStatesTracker() if tracker is None else tracker
+    seeds, filled = model_parallel_seeds(seed), RNGStatesTracker()
+    for name, value in seeds.items():
+        filled.add(name, value)  # raises for an integer out of range, before the given tracker loses its streams
+    if tracker is None:
+        return filled
     tracker.reset()
-    for name, value in model_parallel_seeds(seed).items():
+    for name, value in seeds.items():
         tracker.add(name, value)
     return tracker

@@ -40,7 +40,7 @@ CALLS: dict[Any, Callable[[Any], Any]] = {
     layers.Linear: of(X),
     layers.LoRA: of(X),
     layers.MoE: of(X),
-    layers.MultiLatentAttention: of(X, return_max_logit=True),
+    layers.MultiLatentAttention: of(X),
     layers.MultiheadAttention: of(X, return_max_logit=True),
     layers.RMSNorm: of(X),
     layers.RelativePositionBias: of(8, 8),

@@ -231,3 +231,11 @@ def test_a_copy_of_a_tracker_that_a_jitted_function_closed_over_is_refused():
     with pytest.raises(RuntimeError, match="was not passed to the jitted function"):
         jax.jit(lambda x: x * next_key(tracker.copy())[0].astype(jnp.float32))(1.0)
     assert tracker.get_states()["a"].count == 0
+
+
+def test_a_refused_seed_leaves_the_streams():
+    tracker = RNGStatesTracker()
+    tracker.add("mine", 7)
+    with pytest.raises(ValueError, match="seed"):
+        model_parallel_seed(2**32 - 1, tracker)
+    assert list(tracker.get_states()) == ["mine"]

@@ -230,7 +230,8 @@ class Forms:
                 return ArraySource(
                     shape, dtype, (made,), resize, note="amax histories cut or filled with 0", needs=needs
                 )
-        begin = partial(jnp.zeros if history else jnp.ones, shape, dtype)
+        # Scales begin with 1; histories, and biases and counts of routers, with 0.
+        begin = partial(jnp.ones if name[-1] == "scale" else jnp.zeros, shape, dtype)
         return ArraySource(shape, dtype, (), begin, lambda _: (), note="quantizers begun anew", needs=needs)
 
     def _dequantized(self, name: Name, record: Record) -> ArraySource | None:

@@ -76,7 +76,7 @@ def least_memory(config: RunConfig, *, training: bool = True) -> int:
     moments = 8 if config.lora_rank is None else 0  # those of adapters are small
     split, masters = (sizes.data * sizes.expert, 4) if config.distributed_optimizer else (1, 4 if item < 4 else 0)
     held = item if config.lora_rank is not None else 2 * item
-    state = parameters * (held + (moments + masters) // split) // (sizes.fsdp * sizes.tensor)
+    state = parameters * (held + (moments + masters) // split) // (sizes.fsdp * sizes.tensor * sizes.pipeline)
     rows = config.batch_size // config.microbatches
     kept = 1 if config.recompute_granularity == "full" else config.num_layers
     # Of a token: its input to each layer that backward reads, and its logits in fp32.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from jax_te._validation import (
+    brief,
     check_annotations,
     check_bool,
     check_positive,
@@ -142,8 +143,12 @@ class TransformerConfig(
         groups, ffn, channels = self.num_query_groups, self.ffn_hidden_size, self.kv_channels
         groups = self.num_attention_heads if groups is None else groups
         ffn = 4 * self.hidden_size if ffn is None else ffn
-        check_annotations(self, TransformerConfig, ("latent_attention",))
         if self.latent_attention is not None:
+            # Before all annotations are checked, since its sizes are read here.
+            if not isinstance(self.latent_attention, LatentAttentionOptions):
+                raise TypeError(
+                    f"latent_attention must be a LatentAttentionOptions or None, got {brief(self.latent_attention)}"
+                )
             self._check_latent(groups)
             channels = self.latent_attention.head_channels
         if channels is None:

@@ -185,7 +185,7 @@ def model_parallel_cuda_manual_seed(
                 f"{name}={rank!r}: one program runs on all ranks, and inside shard_map each folds its own into its "
                 "keys; leave it None, or 0"
             )
-    model_parallel_seed(seed)  # which raises for one out of range
+    model_parallel_seed(seed)  # raises for one out of range, before the tracker is replaced
     initialize_rng_tracker(te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng, force_reset_rng)
     model_parallel_seed(seed, get_cuda_rng_tracker())
 

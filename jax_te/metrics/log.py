@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from jax_te.metrics.writers import (
     JsonLinesWriter,
     MetricsWriter,
     Recorded,
+    check_writers,
     curve,
     open_writer,
     read_records,
@@ -70,8 +72,14 @@ class MetricsLog:
         # Scalars are the same in every process, and files of one folder cannot have several authors.
         self._writers: list[MetricsWriter] = []
         if jax.process_index() == 0:
+            # Before the first is opened, which cuts off the records of its file behind the step.
+            check_writers(writers)
             Path(directory).mkdir(parents=True, exist_ok=True)
-            self._writers = [open_writer(writer, Path(directory), resume_step) for writer in writers]
+            with contextlib.ExitStack() as opened:
+                for writer in writers:
+                    self._writers.append(open_writer(writer, Path(directory), resume_step))
+                    opened.callback(self._writers[-1].close)
+                opened.pop_all()
 
     def write(self, step: int, values: Mapping[str, float | Array], *, chart: bool = True) -> None:
         """Append one record.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_te._validation import brief, check_annotations, check_positive, checked
-from jax_te.config import ACTIVATIONS, TransformerConfig
+from jax_te.config import ACTIVATIONS, LatentAttentionOptions, TransformerConfig
 
 # Dense bf16 FLOP/s that NVIDIA's data sheets give (half of those "with sparsity"), by words of JAX's device_kind; the
 # first that fits counts. Boards of one name with less power have less.
@@ -52,9 +52,9 @@ def train_flops(config: TransformerConfig, *, vocab_size: int, batch_size: int, 
     ``N`` are the parameters that GEMMs multiply for a token: kernels of the layers and the output head, of a layer with
     experts those of the chosen ones, of shared ones and of the router; no embeddings, norms and biases. A GEMM has two
     FLOPs for each in forward and four in backward. Causal attention has ``2 s n d`` in forward (two products over half
-    of the ``s`` positions on average) and twice that in backward, in each of ``L`` layers of ``n`` heads of size ``d``;
-    in latent attention ``d`` is the mean of the sizes of keys and values. Depths of multi-token prediction are layers,
-    each with a projection and the head. What backward computes again is not counted, nor is less for attention in windows.
+    of the ``s`` positions on average) and twice that in backward, in each of ``L`` layers of ``n`` heads of size ``d``.
+    What backward computes again is not counted, nor is less for attention in windows. Depths of multi-token prediction
+    are counted as layers, each with a projection and the head.
 
     Args:
         config: configuration of the layers.
@@ -71,28 +71,33 @@ def train_flops(config: TransformerConfig, *, vocab_size: int, batch_size: int, 
     activation, hidden = config.activation, config.hidden_size
     parts = ACTIVATIONS[activation] if isinstance(activation, str) else activation
     gated = len(parts) if isinstance(parts, tuple) else 1
-    # The depths of multi-token prediction have layers like the last one.
+    # Filled in by the configuration itself where they were not given.
+    channels, groups = config.kv_channels or 0, config.num_query_groups or 0
+    heads = config.num_attention_heads * channels
+    attention, scored = hidden * (2 * heads + 2 * groups * channels), 2 * heads
+    if (latent := config.latent_attention) is not None:
+        attention, scored = _latent_attention(config, latent)
+    # The depths of multi-token prediction have layers like the last one, each with a projection and the head.
     depths = config.mtp_num_layers or 0
     numbers = [*range(config.num_layers), *[config.num_layers - 1] * depths]
-    kernels, heads = _attention(config)
-    layers = len(numbers) * kernels + sum(_multiplied(config, layer, gated + 1) for layer in numbers)
-    projections = depths * 2 * hidden * hidden
-    token = 6 * (layers + projections + (1 + depths) * hidden * vocab_size) + 6 * len(numbers) * sequence_length * heads
+    layers = len(numbers) * attention + sum(_multiplied(config, layer, gated + 1) for layer in numbers)
+    layers += depths * 2 * hidden * hidden
+    token = 6 * (layers + (1 + depths) * hidden * vocab_size) + 3 * len(numbers) * sequence_length * scored
     return float(token * batch_size * sequence_length)
 
 
-def _attention(config: TransformerConfig) -> tuple[int, float]:
-    """Return the parameters by which the attention of a layer multiplies a token, and ``n d``."""
-    hidden, n, latent = config.hidden_size, config.num_attention_heads, config.latent_attention
-    if latent is None:
-        # Filled in by the configuration itself where they were not given.
-        channels, groups = config.kv_channels or 0, config.num_query_groups or 0
-        return hidden * (2 * n + 2 * groups) * channels, n * channels
-    rank, channels = latent.q_lora_rank, latent.head_channels
-    queries = hidden * n * channels if rank is None else (hidden + n * channels) * rank
-    down = hidden * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
-    up = latent.kv_lora_rank * n * (latent.qk_head_dim + latent.v_head_dim)
-    return queries + down + up + n * latent.v_head_dim * hidden, n * (channels + latent.v_head_dim) / 2
+def _latent_attention(config: TransformerConfig, latent: LatentAttentionOptions) -> tuple[int, int]:
+    """Return the parameters by which multi-latent attention multiplies a token, and the channels of both its products.
+
+    The channels are those of queries and of values, of all heads.
+    """
+    hidden, n, rank = config.hidden_size, config.num_attention_heads, latent.q_lora_rank
+    queries = n * latent.head_channels
+    to_queries = hidden * queries if rank is None else (hidden + queries) * rank
+    to_latent = hidden * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
+    from_latent = latent.kv_lora_rank * n * (latent.qk_head_dim + latent.v_head_dim)
+    values = n * latent.v_head_dim
+    return to_queries + to_latent + from_latent + values * hidden, queries + values
 
 
 def _multiplied(config: TransformerConfig, layer: int, matrices: int) -> int:

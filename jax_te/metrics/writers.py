@@ -132,21 +132,27 @@ def require_writers(names: Iterable[str]) -> None:
             require_extra(*_PACKAGES[name])
 
 
-def open_writer(writer: WriterName | MetricsWriter, directory: Path, resume_step: int) -> MetricsWriter:
-    """Return the writer of a name, opened in a run's folder; one that is a writer already as it is.
+def check_writers(writers: Iterable[WriterName | MetricsWriter]) -> None:
+    """Raise for what `open_writer` cannot open.
 
     Raises:
-        ModuleNotFoundError: if its package is not installed.
+        ModuleNotFoundError: if a writer's package is not installed.
         ValueError: for another name.
         TypeError: for anything else.
     """
-    if not isinstance(writer, str):
-        if not isinstance(writer, MetricsWriter):
+    for writer in writers:
+        if isinstance(writer, str) and writer not in _WRITERS:
+            raise ValueError(
+                f"no writer is called {writer!r}; there are {', '.join(_WRITERS)}, and your own MetricsWriter"
+            )
+        if not isinstance(writer, str) and not isinstance(writer, MetricsWriter):
             raise TypeError(f"a writer is one of {get_args(WriterName)} or has write, flush and close; got {writer!r}")
-        return writer
-    if writer not in _WRITERS:
-        raise ValueError(f"no writer is called {writer!r}; there are {', '.join(_WRITERS)}, and your own MetricsWriter")
-    return _WRITERS[writer](directory, resume_step)
+    require_writers(writer for writer in writers if isinstance(writer, str))
+
+
+def open_writer(writer: WriterName | MetricsWriter, directory: Path, resume_step: int) -> MetricsWriter:
+    """Return the writer of a name, opened in a run's folder; one that is a writer already as it is."""
+    return _WRITERS[writer](directory, resume_step) if isinstance(writer, str) else writer
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ _FIXED: dict[str, tuple[Any, str]] = {
     "inference_params": (None, _CACHE),
     "packed_seq_params": (None, "jax_te.megatron.TransformerLayer takes it"),
     "extra_block_kwargs": (None, "the layers take no other arguments"),
-    "padding_mask": (None, "it is for experts, and the model has none"),
+    "padding_mask": (None, "models do not hand it to their experts; jax_te.megatron.MoELayer takes it"),
     "output_processor": (None, "call the model without labels, and process its logits"),
     "output_processor_context": (None, "it is for an output_processor"),
 }
@@ -241,6 +241,8 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             raise ValueError(
                 "a whole model takes input_ids, and no decoder_input; call model.decoder with hidden states"
             )
+        elif labels is not None and cache is not None:
+            raise ValueError("labels are for losses of whole sequences, and a cache has their first tokens; give one")
         elif labels is not None:
             return self.loss(
                 input_ids,
@@ -248,7 +250,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
                 dropout_key=dropout_key,
                 reduction="none",
                 positions=position_ids,
-                mtp_loss_mask=loss_mask,
+                mtp_loss_mask=None if self.mtp is None else loss_mask,
             )
         else:
             out = GPTModel.__call__(self, input_ids, positions=position_ids, dropout_key=dropout_key, cache=cache)

@@ -11,10 +11,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te._validation import checked
-from jax_te.config import TransformerConfig
+from jax_te.config import ExpertsConfig, TransformerConfig
+from jax_te.layers import quantizable_modules
 from jax_te.models.gpt import GPTModel
 from jax_te.quantize import QuantizedKernel
 from jax_te.typing import Array
+
+_OF_ACTIVATION = ("activation_func_clamp_value", "glu_linear_offset")
+"""Fields of `ExpertsConfig` that feed-forward blocks have, too."""
 
 _OF_BLOCK = {
     "scale": ("pre_mlp_layernorm", "scale"),
@@ -41,9 +45,9 @@ def upcycle(model: GPTModel, *, rngs: nnx.Rngs, **experts: Any) -> GPTModel:
             ``moe_layer_freq``.
 
     Raises:
-        ValueError: for a model that has experts, or kernels that are stored quantized; and for experts that would
-            change the outputs: of another size, with shared or latent ones, a capacity, or probabilities whose sum is
-            not 1.
+        ValueError: for a model of another class, with experts, recipes of its layers, or kernels that are stored
+            quantized; and for experts that would change the outputs: of another size, with shared or latent ones, a
+            capacity, or probabilities whose sum is not 1.
 
     Source: Komatsuzaki et al. 2022; ``megatron.core.transformer.moe.upcycling_utils``.
 
@@ -52,8 +56,10 @@ def upcycle(model: GPTModel, *, rngs: nnx.Rngs, **experts: Any) -> GPTModel:
     >>> upcycle(dense, num_moe_experts=4, rngs=nnx.Rngs(1)).layers[0].mlp.experts.linear_fc1.kernel.shape
     (4, 16, 1, 32)
     """
-    if model.config.num_moe_experts is not None:
-        raise ValueError(f"the model has {model.config.num_moe_experts} experts already; give one without")
+    _check_model(model)
+    known = {field.name for field in dataclasses.fields(ExpertsConfig)} - {*_OF_ACTIVATION}
+    if wrong := sorted(experts.keys() - known):
+        raise ValueError(f"upcycle takes fields of ExpertsConfig, and {', '.join(wrong)} would change the outputs")
     config = dataclasses.replace(model.config, **experts)
     _check_same_outputs(config)
     rotary = model.rotary
@@ -80,6 +86,20 @@ def upcycle(model: GPTModel, *, rngs: nnx.Rngs, **experts: Any) -> GPTModel:
     return made
 
 
+def _check_model(model: GPTModel) -> None:
+    """Raise ValueError for a model that cannot be copied into another one with experts."""
+    if type(model) is not GPTModel:
+        raise ValueError(f"upcycle takes a GPTModel, whose constructor it calls, and got a {type(model).__name__}")
+    if model.config.num_moe_experts is not None:
+        raise ValueError(f"the model has {model.config.num_moe_experts} experts already; give one without")
+    for path, module in quantizable_modules(model):
+        if any(module.own_recipe(kernel) is not None for kernel in module.kernels):
+            raise ValueError(
+                f"{path} has a recipe of its own, which experts would not have; give a model without rules, and apply "
+                "them afterwards"
+            )
+
+
 def _check_same_outputs(config: TransformerConfig) -> None:
     """Raise ValueError for experts with which a model would not have the outputs of the one without."""
     given: Mapping[str, tuple[bool, str]] = {
@@ -95,6 +115,11 @@ def _check_same_outputs(config: TransformerConfig) -> None:
         "moe_latent_size": (config.moe_latent_size is not None, "experts of other features are no copies"),
         "mtp_num_layers": (config.mtp_num_layers is not None, "layers of further tokens are not copied"),
         "moe_expert_capacity_factor": (config.moe_expert_capacity_factor is not None, "it drops tokens"),
+        "moe_expert_rank_capacity_factor": (config.moe_expert_rank_capacity_factor is not None, "it drops tokens"),
+        "moe_router_load_balancing_type": (
+            config.moe_router_load_balancing_type in ("sinkhorn", "quantile_balancing"),
+            "the chosen probabilities would not have the sum 1",
+        ),
         "moe_router_pre_softmax": (config.moe_router_pre_softmax, "the chosen probabilities would not have the sum 1"),
         "moe_router_topk_scaling_factor": (
             config.moe_router_topk_scaling_factor not in (None, 1.0),

@@ -185,7 +185,8 @@ def calibrate_delayed_scaling(model: nnx.Module, loss_fn: LossFn, batch: PyTree,
     underflow. The amaxes come from a pass under `Float8CurrentScaling` of the same format.
 
     Args:
-        model: changed in place: its states become fresh ones for ``recipe``, with these amaxes as the newest.
+        model: changed in place: its states become fresh ones for ``recipe``, with these amaxes as the newest; those of
+            layers that the loss does not call have none.
         loss_fn, batch: see `inspect_precision`.
         recipe: recipe of the states; if it has no state, the model's states are removed and nothing is computed.
 
@@ -213,7 +214,8 @@ def calibrate_delayed_scaling(model: nnx.Module, loss_fn: LossFn, batch: PyTree,
                 continue
             # As the observer names it: a layer that is the whole model has no path.
             name = (path or "unnamed") if len(module.kernels) == 1 else f"{path}.{kernel}"
-            for role in ROLES:
+            # A layer that the loss does not call has no amaxes, and begins without a history.
+            for role in [role for role in ROLES if (name, role) in found]:
                 history = state[role]["amax_history"]
                 history.set_value(history.get_value().at[..., 0].set(found[name, role]))
 

@@ -91,6 +91,17 @@ class Optimizer(nnx.Optimizer):
         scaler: LossScale | None = None,
         fp8_param: bool = False,
     ):
+        before = [(variable, variable.get_value()) for _, variable in nnx.iter_graph(model) if _is_variable(variable)]
+        try:
+            self._create(model, tx, wrt, fp8_param, scaler)
+        except BaseException:
+            # Kernels may be stored quantized by now, of which the exact values would be gone.
+            for variable, value in before:
+                variable.set_value(value)
+            raise
+
+    def _create(self, model: nnx.Module, tx: Any, wrt: Any, fp8_param: bool, scaler: LossScale | None) -> None:
+        """Store kernels of the model as they are asked for, and make masters and the transformation's state."""
         # Copies of the Variables: those of the model are about to change.
         copies = jax.tree.map(lambda leaf: leaf, nnx.state(model, wrt))
         exact = round_params(copies)

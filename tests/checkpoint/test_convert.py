@@ -16,12 +16,14 @@ from flax import nnx
 
 from jax_te import DelayedScaling, ParallelConfig, autocast, make_mesh
 from jax_te.checkpoint import TrainCheckpointer
+from jax_te.config import RouterOptions
 from jax_te.errors import CheckpointMismatchError
-from jax_te.layers import GroupedLinear, LoRA, MultiheadAttention
+from jax_te.layers import GroupedLinear, LoRA, MoE, MultiheadAttention
 from jax_te.ops import quantize_kernel
 from jax_te.quantize import QuantizedKernel
 from jax_te.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling
 from jax_te.training import abstract_train_state, create_train_state
+from tests.support.numerics import assert_bitwise
 from tests.support.toy import assert_same, values
 
 TX = optax.adam(0.1)
@@ -353,3 +355,20 @@ def test_from_8_devices_to_4_to_1_and_back(tmp_path, axis, mode, form):
             state = move(tmp_path / str(step), state, target)
         assert [x.sharding for x in jax.tree.leaves(state)] == [x.sharding for x in jax.tree.leaves(target)]
         assert_same_layers(arrays_of(state), arrays_of(original))
+
+
+def test_states_of_routers_begin_anew_as_new_ones_do(tmp_path):
+    """Scales begin with 1; biases and counts of experts with 0."""
+
+    def routed(**options):
+        return lambda rngs: MoE(8, 8, RouterOptions(num_experts=4, **options), rngs=rngs)
+
+    more = {"score_function": "sigmoid", "enable_expert_bias": True}
+    more |= {"load_balancing_type": "global_aux_loss", "aux_loss_coeff": 0.1}
+    plain = create_train_state(routed(), TX, key=jax.random.key(1))
+    begun = move(tmp_path, plain, abstract_train_state(routed(**more), TX), allow={"quantizers"})
+    fresh = create_train_state(routed(**more), TX, key=jax.random.key(1))
+    found, expected = (dict(nnx.to_flat_state(each.quantizers)) for each in (begun, fresh))
+    assert found.keys() == expected.keys()
+    for path, state in expected.items():
+        assert_bitwise(found[path].get_value(), state.get_value(), what=str(path))

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import json
+import math
 import shutil
 import signal
 import subprocess
@@ -382,3 +383,20 @@ def test_a_run_whose_steps_are_all_skipped_ends_with_the_reason(tmp_path, capsys
     sizes = [*MICRO, "--steps", "60", "--eval-every", "100", "--save-every", "100"]
     argv = ["train", *sizes, "--output", str(tmp_path), "--learning-rate", "1e30", "--give-up-after", "5"]
     assert_refused(main(argv), capsys.readouterr().err, "5 steps in a row", "--give-up-after", "--learning-rate")
+
+
+@pytest.mark.parametrize("axis", ["data", "fsdp", "tensor", "expert", "context", "pipeline"])
+def test_the_estimate_is_a_lower_bound_on_every_axis(axis):
+    given = {"preset": "moe-tiny", "mesh": f"{axis}=4", "batch_size": 4, "seq_len": 32, "eval_batches": 1}
+    given |= {"microbatches": 4} if axis == "pipeline" else {}
+    config = new_config(given)
+    with contexts(config):
+        state = abstract_state(config)
+        devices = [
+            sum(
+                math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)
+            )
+            for tree in (state, state.params)
+        ]
+    # A device's arrays of the state, gradients in the parameters' dtype, and what activations and data take.
+    assert least_memory(config) < sum(devices) * 1.3

@@ -14,7 +14,7 @@ from jax_te.cli.main import main
 from jax_te.metrics.log import read_metrics
 from jax_te.models import UNROLL_LIMIT
 from jax_te.recipe import RECIPES
-from tests.support.runs import MICRO, assert_refused, records
+from tests.support.runs import EXPERTS, MICRO, assert_refused, records
 from tests.support.storage import bytes_read, stored_bytes
 
 
@@ -50,6 +50,22 @@ main(sys.argv[1:])
     argv = [sys.executable, "-c", code, "train", "--output", str(tmp_path / "run"), *MICRO]
     stopped = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert (stopped.returncode, stopped.stdout) == (7, "loading JAX\n"), stopped.stderr
+
+
+@pytest.mark.costly
+def test_a_run_with_experts_learns_resumes_and_samples(tmp_path, capsys):
+    mesh = ("--mesh", "expert=2,data=2", "--moe-expert-rank-capacity-factor", "1.0")
+    assert train(tmp_path, *EXPERTS, *mesh) == 0
+    assert "max/mean load" in capsys.readouterr().out
+    steps = [record for record in read_metrics(tmp_path) if "loss" in record]
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert all(0.0 <= record["experts/overflow_share"] < 1.0 for record in steps)
+    assert len(steps[3]["experts/layers.0.mlp.router/tokens_per_expert"]) == 4  # at the steps of progress lines
+    assert (tmp_path / "experts.png").exists()
+    assert main(["train", "--output", str(tmp_path), "--steps", "14"]) == 0
+    assert "resumed after step 12" in capsys.readouterr().out
+    assert main(["sample", "--output", str(tmp_path), "--prompt", "def ", "--length", "4"]) == 0
+    assert main(["eval", "--output", str(tmp_path)]) == 0
 
 
 @pytest.mark.costly

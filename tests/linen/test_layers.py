@@ -14,7 +14,7 @@ from flax.core import freeze
 
 import jax_te.linen as te
 from jax_te import layers
-from jax_te.config import RouterOptions, TransformerConfig
+from jax_te.config import LatentAttentionOptions, RouterOptions, TransformerConfig
 from jax_te.models import GPTModel
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling, autocast
 from tests.support.numerics import NO_DROPOUT, assert_bitwise, draw, without_type_checker
@@ -25,6 +25,8 @@ X = draw("x", (2, 8, 32))
 Q = draw("q", (2, 8, 4, 8))
 ROWS, SIZES = draw("rows", (16, 32)), jnp.array([5, 11])
 IDS = jnp.arange(16, dtype=jnp.int32).reshape(2, 8)
+
+LATENT = LatentAttentionOptions(q_lora_rank=16, kv_lora_rank=16, qk_head_dim=16, qk_pos_emb_head_dim=16, v_head_dim=16)
 
 # Arguments, keyword arguments, inputs.
 CASES = {
@@ -39,6 +41,7 @@ CASES = {
     "LoRA": ((te.Linear(32, 64), 4), {"alpha": 2.0}, (X,)),
     "MoE": ((32, 64, RouterOptions(num_experts=4, aux_loss_coeff=0.1)), {"bias": False}, (X,)),
     "MultiheadAttention": ((32, 4), {"num_gqa_groups": 2, "qk_norm_type": "RMSNorm", "attention_dropout": 0.0}, (X,)),
+    "MultiLatentAttention": ((32, 4, LATENT), {"attention_dropout": 0.0}, (X,)),
     "RMSNorm": ((32, 1e-3), {}, (X,)),
     "RelativePositionBias": ((4,), {"bidirectional": False}, (4, 8)),
     "Router": ((32, RouterOptions(num_experts=4)), {"bias": True}, (X,)),

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from jax_te._validation import require_extra
 from jax_te.cli.main import explain
 from jax_te.metrics.log import METRICS_FILE, MetricsLog, plot_losses, read_metrics
+from tests.support.numerics import without_type_checker
 
 
 def write(directory, steps, resume_step=0):
@@ -136,3 +137,13 @@ def test_what_a_package_of_an_extra_lacks_is_named(code, message, tmp_path, monk
     with pytest.raises(ImportError, match=message) as caught:
         require_extra("grainy")
     assert explain(caught.value) == str(caught.value)  # one line on the command line
+
+
+@pytest.mark.parametrize("wrong", ["wandbb", object()])
+def test_a_refused_log_leaves_the_records(tmp_path, wrong):
+    write(tmp_path, range(1, 4))
+    before = (tmp_path / METRICS_FILE).read_bytes()
+    refused = pytest.raises((ValueError, TypeError), match=r"a writer is one of|no writer is called")
+    with without_type_checker(), refused:
+        MetricsLog(tmp_path, writers=["jsonl", wrong])
+    assert (tmp_path / METRICS_FILE).read_bytes() == before

@@ -31,26 +31,16 @@ def test_flops_are_six_for_each_weight_of_a_gemm_and_those_of_attention(form):
     assert train_flops(config, vocab_size=48, batch_size=3, sequence_length=8) == wanted
 
 
-@pytest.mark.parametrize("rank", [None, 24])
-def test_depths_and_latent_attention_count_as_they_run(rank):
-    sizes = LatentAttentionOptions(
-        q_lora_rank=rank, kv_lora_rank=12, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=16
-    )
+def test_depths_multiply_by_their_layers_and_the_head():
     config = TransformerConfig(
-        num_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        add_bias_linear=False,
-        latent_attention=sizes,
-        mtp_num_layers=3,
+        num_layers=2, hidden_size=32, num_attention_heads=4, add_bias_linear=False, mtp_num_layers=3
     )
     model = nnx.eval_shape(
         lambda: GPTModel(config, vocab_size=48, max_sequence_length=8, position_embedding_type="rope", rngs=nnx.Rngs(0))
     )
     kernels = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)) if leaf.ndim > 1)
-    tokens = 3 * 8
-    # The head runs at each depth, too; the products of a layer have 12 and 16 channels for each head.
-    wanted = 6 * (kernels + 3 * 48 * 32) * tokens + 5 * 3 * tokens * (2 * 4 * (12 + 16) * 8 / 2)
+    # Five layers attend, and the head, which is the embedding, runs four times.
+    wanted = 6 * (kernels + 3 * 48 * 32) * 24 + 5 * 3 * 24 * (2 * 2 * 32 * 8 / 2)
     assert train_flops(config, vocab_size=48, batch_size=3, sequence_length=8) == wanted
 
 
@@ -92,3 +82,20 @@ def test_rates():
     assert StepWork(tokens=100).rates(0.5) == {"tokens_per_second": 200.0, "tokens_per_second_per_device": 200.0}
     work = StepWork(tokens=100, devices=4, flops=2e15, peak=1e15)
     assert work.rates(0.5) == {"tokens_per_second": 200.0, "tokens_per_second_per_device": 50.0, "mfu": 1.0}
+
+
+@pytest.mark.parametrize("q_lora_rank", [None, 12])
+def test_latent_attention_multiplies_by_its_own_kernels(q_lora_rank):
+    latent = LatentAttentionOptions(
+        q_lora_rank=q_lora_rank, kv_lora_rank=8, qk_head_dim=6, qk_pos_emb_head_dim=4, v_head_dim=8
+    )
+    config = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, add_bias_linear=False, latent_attention=latent
+    )
+    model = nnx.eval_shape(
+        lambda: GPTModel(config, vocab_size=48, max_sequence_length=8, position_embedding_type="rope", rngs=nnx.Rngs(0))
+    )
+    kernels = [leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)) if leaf.ndim > 1]
+    # Products over half of 8 positions: queries and keys of 4 x 10, probabilities and values of 4 x 8.
+    wanted = 6 * sum(kernels) * 24 + 3 * 24 * 2 * 2 * (40 + 32) * 8 / 2
+    assert train_flops(config, vocab_size=48, batch_size=3, sequence_length=8) == wanted

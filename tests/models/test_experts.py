@@ -176,17 +176,20 @@ def after_steps(frequency, *, mesh=None, **fields):
 
 
 @pytest.mark.costly
-def test_stages_of_a_pipeline_have_dense_layers_and_layers_with_experts():
-    found, expected = after_steps([0, 1, 0, 1], mesh=ParallelConfig(pipeline=2)), after_steps([0, 1, 0, 1])
+@pytest.mark.parametrize("frequency", [[0, 1, 0, 1], [0, 1, 1, 1], [0, 0, 1, 1, 1]], ids=str)
+def test_stages_of_a_pipeline_have_dense_layers_and_layers_with_experts(frequency):
+    """Stages that differ each compute the layers that both have, and the others' kinds, which they leave out."""
+    expected = after_steps(frequency, num_layers=len(frequency))
+    found = after_steps(frequency, num_layers=len(frequency), mesh=ParallelConfig(pipeline=2))
     for mine, theirs in zip(found, expected, strict=True):
         assert [path for path, _ in mine] == [path for path, _ in theirs]
         for (path, a), (_, b) in zip(mine, theirs, strict=True):
             np.testing.assert_allclose(a[...], b[...], rtol=2.0**-16, atol=2.0**-18, err_msg=str(path))
-    with pytest.raises(ValueError, match="stand at the same place of two pipeline stages and differ"):
+
+
+def test_stages_that_would_compute_all_layers_are_refused():
+    with pytest.raises(ValueError, match="each stage, which runs one program, would compute all 4 of them"):
         after_steps([0, 0, 1, 1], mesh=ParallelConfig(pipeline=2))
-    # Random choices are those of a layer's number, and stages run one program.
-    with pytest.raises(ValueError, match="stand at the same place of two pipeline stages and differ"):
-        after_steps([0, 1, 0, 1], mesh=ParallelConfig(pipeline=2), moe_router_force_load_balancing=True)
 
 
 @pytest.mark.costly

@@ -580,3 +580,9 @@ def test_clipping_without_logits_is_refused():
     for wrong in (jnp.ones(2), jnp.ones((2, 2))):
         with without_type_checker(), pytest.raises(ValueError, match=r"max_logits must be an array \[1, 2\]"):
             model.clip_qk(wrong)
+
+
+def test_labels_and_a_cache_are_not_given_together():
+    model = build()
+    with pytest.raises(ValueError, match="labels are for losses of whole sequences"):
+        model(TOKENS, labels=TOKENS, cache=model.init_cache(*TOKENS.shape))

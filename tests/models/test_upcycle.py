@@ -8,7 +8,8 @@ import pytest
 from flax import nnx
 
 from jax_te.config import ParallelConfig, TransformerConfig
-from jax_te.models import GPTModel, upcycle
+from jax_te.models import GPTModel, MegatronGPTModel, upcycle
+from jax_te.recipe import Float8CurrentScaling, ModuleRecipe
 from jax_te.sharding import make_mesh
 
 TOKENS = jax.random.randint(jax.random.key(1), (2, 8), 0, 32)
@@ -58,6 +59,10 @@ def test_experts_lie_on_the_mesh():
         ({"moe_router_topk": 1, "moe_router_score_function": "sigmoid"}, "at least 2"),
         ({"moe_router_topk_scaling_factor": 2.5}, "sum 1"),
         ({"moe_expert_capacity_factor": 1.0}, "drops tokens"),
+        ({"moe_expert_rank_capacity_factor": 0.5}, "drops tokens"),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "sum 1"),
+        ({"activation": "relu"}, "activation would change"),
+        ({"glu_linear_offset": 1.0}, "glu_linear_offset would change"),
     ],
 )
 def test_what_would_change_the_outputs_is_refused(experts, words):
@@ -65,3 +70,14 @@ def test_what_would_change_the_outputs_is_refused(experts, words):
         upcycle(dense(), num_moe_experts=4, rngs=nnx.Rngs(0), **experts)
     with pytest.raises(ValueError, match="has 4 experts already"):
         upcycle(upcycle(dense(), num_moe_experts=4, rngs=nnx.Rngs(0)), num_moe_experts=2, rngs=nnx.Rngs(0))
+
+
+def test_models_whose_layers_would_lose_something_are_refused():
+    model = dense()
+    model.layers[0].self_attention.proj.module_recipe = ModuleRecipe(training=Float8CurrentScaling())
+    with pytest.raises(ValueError, match=r"layers.0.self_attention.proj has a recipe of its own"):
+        upcycle(model, num_moe_experts=4, rngs=nnx.Rngs(0))
+    config = model.config
+    named = MegatronGPTModel(config, None, 32, 8, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="takes a GPTModel, whose constructor it calls, and got a MegatronGPTModel"):
+        upcycle(named, num_moe_experts=4, rngs=nnx.Rngs(0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import jax
@@ -39,16 +40,18 @@ class Block(nnx.Module):
 class Model(nnx.Module):
     """A stack that a pipeline cuts, behind a layer that all stages have."""
 
-    def __init__(self, rngs: nnx.Rngs):
+    def __init__(self, layers: int, rngs: nnx.Rngs):
         self.first = Block(rngs)
-        self.layers = nnx.List([Block(rngs) for _ in range(2)])
+        self.layers = nnx.List([Block(rngs) for _ in range(layers)])
 
 
-def after_steps(mesh: ParallelConfig | None, pipeline: str, scale: float = 1.0) -> Any:
+def after_steps(mesh: ParallelConfig | None, pipeline: str, scale: float = 1.0, layers: int = 2) -> Any:
     """Parameters and states after three steps of two microbatches."""
     tx = optax.sgd(0.1)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(make_mesh(mesh)):
-        state = create_train_state(Model, tx, key=jax.random.key(0), scaler=ConstantLossScale(scale=scale))
+        state = create_train_state(
+            functools.partial(Model, layers), tx, key=jax.random.key(0), scaler=ConstantLossScale(scale=scale)
+        )
         step = make_train_step(
             PipelinedLoss(
                 lambda model, x, key: StackInput(model.first(x)), lambda model, y, x, key: jnp.mean((y - 1.0) ** 2)
@@ -73,6 +76,17 @@ def test_states_are_those_without_a_pipeline(pipeline: str, scale: float) -> Non
             np.testing.assert_allclose(a[...], b[...], rtol=2.0**-16, atol=2.0**-20, err_msg=str(path))
             biases += "expert_bias" in path and bool(np.any(b[...]))
     assert biases == 3
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("pipeline", ["1f1b", "zero_bubble,last_layers=1"])
+def test_a_layer_that_is_not_run_adds_no_loss_of_its_router(pipeline: str) -> None:
+    """A stage with fewer layers than another computes one in its place, whose output is left out."""
+    found = after_steps(ParallelConfig(pipeline=2), pipeline, layers=3)
+    expected = after_steps(None, "1f1b", layers=3)
+    for mine, theirs in zip(found, expected, strict=True):
+        for (path, a), (_, b) in zip(nnx.to_flat_state(mine), nnx.to_flat_state(theirs), strict=True):
+            np.testing.assert_allclose(a[...], b[...], rtol=2.0**-16, atol=2.0**-20, err_msg=str(path))
 
 
 @pytest.mark.costly

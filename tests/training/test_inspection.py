@@ -277,3 +277,18 @@ def test_decibels():
     exact = TensorStatistics(module="proj", role="x", format="e4m3", **values)
     assert exact.error_db == -np.inf
     assert np.isnan(TensorStatistics(module="", role="x", format="e4m3", **values | {"relative_mse": np.nan}).error_db)
+
+
+def test_a_layer_that_the_loss_leaves_out_is_calibrated_to_nothing():
+    class Two(nnx.Module):
+        def __init__(self, rngs):
+            self.used, self.unused = Linear(32, 16, rngs=rngs), Linear(32, 16, rngs=rngs)
+
+        def __call__(self, x):
+            return self.used(x)
+
+    recipe = DelayedScaling(amax_history_len=2)
+    model = Two(nnx.Rngs(0))
+    calibrate_delayed_scaling(model, lambda model, x, key: jnp.mean(model(x) ** 2), jnp.ones((16, 32)), recipe)
+    assert model.used.quantizers["x"]["amax_history"].get_value().tolist() == [1.0, 0.0]
+    assert model.unused.quantizers["x"]["amax_history"].get_value().tolist() == [0.0, 0.0]

@@ -284,3 +284,17 @@ def test_gradients_without_the_optimizers_loss_scale_are_refused(scaler):
     optimizer.update(model, nnx.as_pure(grads))
     assert int(optimizer.step[...]) == 2
     assert int(optimizer.skipped_steps[...]) == 0
+
+
+@pytest.mark.parametrize("tx", [optax.masked(optax.sgd(0.1), {"other": True}), optax.lookahead(optax.sgd(0.1), 2, 0.5)])
+def test_a_refused_optimizer_leaves_the_kernels_as_they_were(tx: Any) -> None:
+    """Stored quantized, a kernel's exact value would be gone, and so would the caller's model."""
+    with autocast(Float8CurrentScaling()):
+        model = build(jnp.bfloat16)
+        before = jax.tree.map(jnp.copy, nnx.state(model))
+        with pytest.raises(Exception):  # noqa: B017, PT011 - of optax's own kinds
+            Optimizer(model, tx, fp8_param=True)
+        assert jax.tree.structure(nnx.state(model)) == jax.tree.structure(before)
+        for one, other in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(before), strict=True):
+            np.testing.assert_array_equal(one, other)
+        Optimizer(model, optax.sgd(0.1), fp8_param=True)

@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ refuses."""
 
 # Megatron-Core from 0.19 on has no file common.pt: one entry of the checkpoint is a list with its contents.
 _COMMON_ENTRY = "common_state/shard_0_1"
+_GATED = ("swiglu", "quick_geglu", "gated_linear_unit")
 _LOG = logging.getLogger("jax_te")
 _LAYER = re.compile(r"(.*\blayers\.)(\d{1,6})(\..*)")
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
@@ -82,6 +84,18 @@ def read_megatron(
 
     >>> model.load_state_dict(read_megatron("checkpoints").tensors)  # doctest: +SKIP
     """
+    return read_checkpoint(path, iteration=iteration, gated=gated, vocab_size=vocab_size)
+
+
+def read_checkpoint(
+    path: str | Path,
+    *,
+    iteration: int | None,
+    vocab_size: int | None,
+    gated: bool | None = None,
+    args: Mapping[str, Any] = MappingProxyType({}),
+) -> MegatronCheckpoint:
+    """Return `read_megatron` of a checkpoint whose arguments ``args`` are to be corrected or completed."""
     path = _iteration_folder(Path(path), iteration)
     if (path / METADATA).is_file():
         other = sorted(each.name for each in path.iterdir() if _RANK.fullmatch(each.name))
@@ -92,13 +106,13 @@ def read_megatron(
             )
         found = _distributed(path)
     else:
-        found = _ranks(path, gated)
+        found = _ranks(path, gated, args)
     # Experts have no norm of their own, so that the one in front of them is not fused.
     mixtures = {name.partition(".mlp.router.")[0] for name in found.tensors if ".mlp.router." in name}
     tensors = {_fused_norms(name, mixtures): tensor for name, tensor in found.tensors.items()}
     if vocab_size is not None:
         tensors = {name: _cut_vocabulary(name, tensor, vocab_size) for name, tensor in tensors.items()}
-    return found._replace(tensors=tensors)
+    return found._replace(tensors=tensors, args=found.args | dict(args))
 
 
 def split_axis(name: str, gated: bool) -> tuple[int, int] | None:
@@ -168,7 +182,7 @@ def _distributed(path: Path) -> MegatronCheckpoint:
     return MegatronCheckpoint(tensors, *_said(common, path), found.files)
 
 
-def _ranks(path: Path, gated: bool | None) -> MegatronCheckpoint:
+def _ranks(path: Path, gated: bool | None, corrected: Mapping[str, Any]) -> MegatronCheckpoint:
     """Return the model of one file per rank: merged over tensor and expert ranks, pipeline stages concatenated."""
     named = _rank_files(path)
     files = {numbers: Mapped(each) for numbers, each in named.items()}
@@ -188,8 +202,9 @@ def _ranks(path: Path, gated: bool | None) -> MegatronCheckpoint:
             f"{path} has experts of {own_tensor_ranks} tensor ranks beside {width} of other layers; save it as "
             "torch_dist, which has no ranks"
         )
-    if gated is None and args:
-        gated = bool(args.get("swiglu") or args.get("quick_geglu") or args.get("gated_linear_unit"))
+    described = args | dict(corrected)
+    if gated is None and (args or any(flag in described for flag in _GATED)):
+        gated = any(described.get(flag) for flag in _GATED)
     chunks = {rank: _chunks(states[rank], path) for rank in sorted(states)}
     tensors: dict[str, Any] = {}
     first_layer = 0

@@ -35,7 +35,7 @@ from jax_te.interop.huggingface import (
     rows_of_layer,
 )
 from jax_te.interop.megatron.experts import expert_rows, read_experts, stacked_name, write_experts
-from jax_te.interop.megatron.folder import ARGS, COMMON, RANK_FILE, TRACKER, read_megatron, split_axis
+from jax_te.interop.megatron.folder import ARGS, COMMON, RANK_FILE, TRACKER, read_checkpoint, split_axis
 from jax_te.interop.torch import Piece, StoredTensor, write_torch_distributed, write_torch_file
 from jax_te.layers import LinearScaling, Llama3Scaling
 from jax_te.megatron import state_dict
@@ -247,10 +247,8 @@ def load_megatron(
 
     >>> model = load_megatron("checkpoints", dtype=jnp.bfloat16)  # doctest: +SKIP
     """
-    given = dict(args or {})
-    gated = bool(given.get("swiglu") or given.get("quick_geglu")) if args else None
-    found = read_megatron(path, iteration=iteration, gated=gated, vocab_size=vocab_size)
-    given = found.args | given
+    found = read_checkpoint(path, iteration=iteration, vocab_size=vocab_size, args=args or {})
+    given = dict(found.args)
     # The model has only the rows that are kept.
     if vocab_size is not None:
         given["padded_vocab_size"] = vocab_size

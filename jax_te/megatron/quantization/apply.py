@@ -124,7 +124,7 @@ def apply_quantization_config(model: nnx.Module, recipe_config: RecipeConfig | N
     >>> config = RecipeConfig.from_config_dict({"configs": {"bf16": payload}, "matchers": {"proj in bf16": rule}})
     >>> print(apply_quantization_config(TransformerLayer(32, 64, 4, rngs=nnx.Rngs(0)), config))
     module               class            matcher       config  training        evaluation      active when
-    -------------------  ---------------  ------------  ------  --------------  --------------  ----------
+    -------------------  ---------------  ------------  ------  --------------  --------------  -----------
     layernorm_mlp        LayerNormMLP     -             -       ambient         ambient         -
     self_attention.proj  Linear           proj in bf16  bf16    high precision  high precision  quantized
     self_attention.qkv   LayerNormLinear  -             -       ambient         ambient         -

@@ -110,10 +110,11 @@ class AroundLayers:
 
 
 _WEIGHT = (
-    "the weight of the WeightedMean that after gives depends on the layers' output or on parameters, and a pipeline's "
-    "stages need it before they have these; compute it from the batch, or take a mesh without a pipeline axis"
+    "the weight of the WeightedMean that compute_loss gives depends on the layers' output or on parameters, and a "
+    "pipeline's stages need it before they have these; compute it from the batch, or take a mesh without a pipeline "
+    "axis"
 )
 _ARRAYS = (
-    "arrays of the StackInput that before gives depend on parameters, and no gradient would reach these; give them as "
-    "learned, StackInput(x, learned={...})"
+    "arrays of the StackInput that embed_inputs gives depend on parameters, and no gradient would reach these; give "
+    "them as learned, StackInput(x, learned={...})"
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from jax_te._validation import log_once
 from jax_te.config import PipelineConfig
 from jax_te.sharding import ShardingRules, constrain, current_mesh, current_rules, leaves_with_axes, logical_to_spec
 from jax_te.training.pipeline.schedule import split_layers
@@ -49,19 +51,20 @@ class Cut(NamedTuple):
     """Assignment of a model's layers to stages.
 
     A chunk of layers is an ``nnx.List``, in which a Variable's path is ``(l, *path in the layer)``, with the layer's
-    position ``l`` in the chunk.
+    position ``l`` in the chunk. All chunks have the same kinds of layers at their positions, since stages run one
+    program: a position whose kind a chunk lacks holds a copy of some layer of that kind, whose result is left out.
 
     Args:
         places: paths in the model of each layer's Variables, by their path in the layer.
         graphdef: graph definition of a chunk, the same for all.
         numbers: index ``[p, v, l]`` of the layer at each position of each chunk of each stage.
-        counts: number ``[p, v]`` of layers of each chunk; later positions hold a copy of a layer, which is not run.
+        runs: whether ``[p, v, l]`` the layer at a position is the chunk's own, whose result counts.
     """
 
     places: list[dict[Path, Path]]
     graphdef: Any
     numbers: np.ndarray
-    counts: np.ndarray
+    runs: np.ndarray
 
     def split(self, flat: Flat) -> tuple[Flat, Flat]:
         """Return the Variables that belong to layers, and the others."""
@@ -77,7 +80,7 @@ class Cut(NamedTuple):
         """Return the layers' Variables by their path in a chunk, ``[p, v, ...]``, each stage's on its devices."""
 
         def join(*leaves: Array) -> Array:
-            return jnp.stack(leaves).reshape(*self.counts.shape, *leaves[0].shape)
+            return jnp.stack(leaves).reshape(*self.runs.shape[:2], *leaves[0].shape)
 
         found: Flat = {}
         for position, column in enumerate(self.columns()):
@@ -92,8 +95,8 @@ class Cut(NamedTuple):
         # All-to-all first: a slice of an axis that is sharded over the stages would be sent to all of them.
         everywhere, found = _placed(stacked, on_stages=False), {}
         for (position, *inner), variable in everywhere.items():
-            for (s, c), count in np.ndenumerate(self.counts):
-                if position < count:
+            for (s, c), runs in np.ndenumerate(self.runs[:, :, position]):
+                if runs:
                     path = self.places[self.numbers[s, c, position]][tuple(inner)]
                     found[path] = jax.tree.map(lambda leaf, at=(s, c): leaf[at], variable)
         return found
@@ -115,30 +118,93 @@ def cut_model(
     """Return the partition of a state's model, whose layers are ``layers_of(model)``.
 
     Raises:
-        ValueError: for layers that are not the model's own, share parameters, or differ between stages.
+        ValueError: for layers that are not the model's own, share parameters, or differ so much that each stage would
+            compute all of them.
     """
     places = _places(state, layers_of)
     layers = list(layers_of(nnx.merge(state.graphdef, state.params, state.quantizers, state.rest)))
     chunks = config.virtual_stages
     sizes = split_layers(len(layers), stages * chunks, first=config.first_layers, last=config.last_layers)
-    numbers = np.zeros((stages, chunks, max(sizes)), np.int32)
-    for at, (size, end) in enumerate(zip(sizes, np.cumsum(sizes), strict=True)):
-        own = list(range(end - size, end))
-        numbers[at % stages, at // stages] = own + own[:1] * (max(sizes) - size)
-    counts = np.asarray(sizes, np.int32).reshape(chunks, stages).T
-    # Copies: a chunk with fewer layers than others holds one of them twice, and NNX would take both for one.
+    ends = np.cumsum(sizes)
+    numbers, runs = _positions([range(end - size, end) for size, end in zip(sizes, ends, strict=True)], _kinds(layers))
+    if runs.shape[1] == len(layers):
+        raise ValueError(
+            "the layers of pipeline stages differ in their options (recipe, window, precision, experts, a number that "
+            f"they read), so that each stage, which runs one program, would compute all {len(layers)} of them; build "
+            "them alike, or choose the numbers of layers so that stages are"
+        )
+    if runs.shape[1] > max(sizes):
+        log_once(
+            f"pipeline: stages differ in their layers, so each computes {runs.shape[1]} in the place of at most "
+            f"{max(sizes)} of its own, and leaves out what is another's; choose first_layers and last_layers so that "
+            "stages are alike, if they can be"
+        )
+    # Chunks follow each other over all stages, and then over the stages' next chunks.
+    numbers, runs = (table.reshape(chunks, stages, -1).swapaxes(0, 1) for table in (numbers, runs))
+    # Copies: a chunk may hold one layer twice, and NNX would take both for one.
     first_chunk = nnx.List([nnx.clone(layers[i]) for i in numbers[0, 0]])
-    cut = Cut(places, nnx.split(first_chunk)[0], numbers, counts)
-    kinds = [_without_number(layer) for layer in layers]
-    for column in cut.columns():
-        other = next((i for i in column if kinds[i] != kinds[column[0]]), None)
-        if other is not None:
-            raise ValueError(
-                f"layers {column[0]} and {other} stand at the same place of two pipeline stages and differ in their "
-                "options (recipe, window, precision), but stages run one program; build them alike, or choose the "
-                "numbers of layers so that stages are"
-            )
-    return cut
+    return Cut(places, nnx.split(first_chunk)[0], numbers, runs)
+
+
+def _kinds(layers: Sequence[nnx.Module]) -> list[int]:
+    """Return a number for each layer, the same one for layers that one program can run."""
+    known: list[Any] = []
+    kinds = []
+    for layer in layers:
+        kind = _without_number(layer)
+        if kind not in known:
+            known.append(kind)
+        kinds.append(known.index(kind))
+    return kinds
+
+
+def _positions(chunks: Sequence[Sequence[int]], kinds: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the layer at each position of each chunk, ``[chunks, l]``, and whether it is the chunk's own.
+
+    >>> numbers, runs = _positions([[0, 1], [2, 3]], [0, 1, 1, 1])  # the first layer is of another kind
+    >>> numbers.tolist(), runs.tolist()
+    ([[0, 1, 1], [0, 2, 3]], [[True, True, False], [False, True, True]])
+    """
+    order: list[int] = []
+    for chunk in chunks:
+        order = _common_order(order, [kinds[i] for i in chunk])
+    numbers, runs = (np.zeros((len(chunks), len(order)), kind) for kind in (np.int32, bool))
+    for row, chunk in enumerate(chunks):
+        left = list(chunk)
+        for position, kind in enumerate(order):
+            own = bool(left) and kinds[left[0]] == kind
+            held = [i for i in chunk if kinds[i] == kind] or [kinds.index(kind)]
+            numbers[row, position], runs[row, position] = left.pop(0) if own else held[0], own
+        assert not left
+    return numbers, runs
+
+
+def _common_order(one: Sequence[int], other: Sequence[int]) -> list[int]:
+    """Return the shortest list that contains both lists in their orders.
+
+    >>> _common_order([0, 1, 1], [1, 2])
+    [0, 1, 1, 2]
+    """
+    # Lengths of the shortest lists for what is left of both.
+    lengths = np.zeros((len(one) + 1, len(other) + 1), int)
+    for i, j in itertools.product(reversed(range(len(one) + 1)), reversed(range(len(other) + 1))):
+        if i == len(one) or j == len(other):
+            lengths[i, j] = len(one) - i + len(other) - j
+        else:
+            both = one[i] == other[j]
+            lengths[i, j] = 1 + (lengths[i + 1, j + 1] if both else min(lengths[i + 1, j], lengths[i, j + 1]))
+    found, i, j = [], 0, 0
+    while i < len(one) or j < len(other):
+        if i < len(one) and j < len(other) and one[i] == other[j]:
+            found.append(one[i])
+            i, j = i + 1, j + 1
+        elif j == len(other) or (i < len(one) and lengths[i + 1, j] <= lengths[i, j + 1]):
+            found.append(one[i])
+            i += 1
+        else:
+            found.append(other[j])
+            j += 1
+    return found
 
 
 def _places(state: TrainState, layers_of: Callable[[Any], Sequence[nnx.Module]]) -> list[dict[Path, Path]]:

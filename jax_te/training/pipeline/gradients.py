@@ -191,9 +191,9 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 _READS_LAYERS = (
-    "before or after of a PipelinedLoss reads parameters of the layers, such as for a penalty on all parameters, and "
-    "no stage of a pipeline has those of the others; leave it to the optimizer (weight_decay of optax.adamw), or take "
-    "a mesh without a pipeline axis"
+    "embed_inputs or compute_loss of a PipelinedLoss reads parameters of the layers, such as for a penalty on all "
+    "parameters, and no stage of a pipeline has those of the others; leave it to the optimizer (weight_decay of "
+    "optax.adamw), or take a mesh without a pipeline axis"
 )
 
 

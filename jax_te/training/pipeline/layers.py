@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -34,7 +35,7 @@ class StageLayers:
         self.program, self.schedule = program, program.schedule
         self.params, self.states = params, states
         index, cut = jax.lax.axis_index(AXIS), program.cut
-        self._counts, self._numbers = (jnp.asarray(table)[index] for table in (cut.counts, cut.numbers))
+        self._runs, self._numbers = (jnp.asarray(table)[index] for table in (cut.runs, cut.numbers))
         self.places = self._places()
         self._cached = self._quantized_kernels() if program.how.keep_kernels else None
 
@@ -66,7 +67,7 @@ class StageLayers:
         layers, options = self._modules(chunk), self.program.options
         if self._cached is not None:
             use_cached_kernels(layers, self.chunk(self._cached, chunk))
-        common, count = int(self.program.cut.counts.min()), self._counts[chunk]
+        always, runs_here = self.program.cut.runs.all(axis=(0, 1)), self._runs[chunk]
 
         def run(layers: Any, inputs: tuple[Array, dict[str, Any]]) -> Array:
             x, learned = inputs
@@ -74,14 +75,19 @@ class StageLayers:
             if given.keys is not None:
                 keys = [given.keys[number] for number in self._numbers[chunk]]
 
-            def output(first: int, end: int, x: Array) -> Array:
+            def output(first: int, end: int, x: Array, learned: dict[str, Any]) -> Array:
                 return StackInput(x, keys[first:end], given.arrays, learned, options).output(list(layers)[first:end])
 
             with aux_losses_scaled(layers, self.program.scaler.scale):
-                x = output(0, common, x)
-                for j in range(common, len(layers)):
-                    # A chunk with fewer layers than others runs an idle one, in the time that the others need.
-                    x = jnp.where(j < count, output(j, j + 1, x), x)
+                for together, positions in itertools.groupby(range(len(layers)), key=always.__getitem__):
+                    first, *rest = positions
+                    end = first + 1 + len(rest)
+                    if together:
+                        x = output(first, end, x, learned)
+                        continue
+                    for j in range(first, end):
+                        # An idle layer runs, too, in the time that other stages need for theirs.
+                        x = jnp.where(runs_here[j], output(j, j + 1, *_read_by(runs_here[j], (x, learned))), x)
             return x
 
         # Kernel gradients that need not be deferred are computed in the ordinary way, which has no restrictions.
@@ -97,3 +103,11 @@ class StageLayers:
                 f"and give {y.dtype}{list(y.shape)}; cast the stack's input, or take a mesh without a pipeline axis"
             )
         return y, backward
+
+
+def _read_by(runs: Array, arrays: Any) -> Any:
+    """Return arrays as a layer reads them that only counts where ``runs``: no gradient of an idle one reaches them.
+
+    The cotangent of an idle layer's output is 0, but losses of its routers have gradients whatever that is.
+    """
+    return jax.tree.map(lambda leaf: jnp.where(runs, leaf, jax.lax.stop_gradient(leaf)), arrays)

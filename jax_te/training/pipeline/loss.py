@@ -96,7 +96,7 @@ def in_parts(loss_fn: LossFn) -> PipelinedLoss:
         return loss_fn
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
     raise TypeError(
-        "on a mesh with a pipeline axis loss_fn must be a jax_te.training.PipelinedLoss(before, after), whose parts "
-        f"the stages call, got {name}; for a model of jax_te use model.embed_inputs and model.compute_loss in "
-        "place of model.loss (docs: parallelism, Pipeline); or take a mesh without a pipeline axis"
+        "on a mesh with a pipeline axis loss_fn must be a jax_te.training.PipelinedLoss(embed_inputs, compute_loss), "
+        f"whose parts the stages call, got {name}; for a model of jax_te use model.embed_inputs and model.compute_loss "
+        "in place of model.loss (docs: pipeline); or take a mesh without a pipeline axis"
     )

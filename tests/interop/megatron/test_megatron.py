@@ -326,3 +326,10 @@ def test_any_arguments_of_a_checkpoint_are_followed_or_refused(tmp_path):
         for value in ODD[i % 4 :: 4]:
             with without_type_checker(), contextlib.suppress(ValueError, CheckpointMismatchError):
                 load_megatron(tmp_path / "one.pt", args=args | {name: value})
+
+
+def test_one_argument_corrects_what_a_file_says_and_nothing_else(tmp_path):
+    """Whether layers are gated is known from all arguments together: two ranks hold gate and factor in parts."""
+    model = build("llama", num_layers=1)
+    save_megatron(model, tmp_path, tensor_parallel=2)
+    assert_same(load_megatron(tmp_path, args={"attention_dropout": 0.0}), model)
