@@ -178,6 +178,8 @@ class MLASelfAttention(MultiLatentAttention, MegatronModule):
         **others: Any,
     ) -> Any:
         """Return `MultiheadAttention`'s results, rotated as the config says unless ``rotary_pos_emb`` is given."""
+        if x.ndim != 3:
+            raise ValueError(f"MLASelfAttention takes x [b, s, h], got shape {x.shape}")
         if rotary_pos_emb is None and isinstance(self.config, MLATransformerConfig):
             positions = self._positions(x.shape[1], packed_seq_params, cache)
             rotary_pos_emb = rotary_embedding(positions, self.rotary_channels, **mla_rotary(self.config))

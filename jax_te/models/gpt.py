@@ -239,6 +239,7 @@ class GPTModel(LanguageModel):
                 "the config has mtp_num_layers, whose losses embed the tokens; give compute_loss tokens=, the input of "
                 "embed_inputs, and its positions= and dropout_key="
             )
+        check_like_tokens(tokens, labels=labels, loss_mask=loss_mask, mtp_loss_mask=mtp_loss_mask)
         of_depths = loss_mask if mtp_loss_mask is None else mtp_loss_mask
         with jax.named_scope("GPTModel"):
             further = self._multi_token_loss(x, tokens, labels, of_depths, positions, dropout_key, options)
