@@ -13,8 +13,8 @@ import optax
 import pytest
 from flax import nnx
 
-from jax_te.config import ParallelConfig, TransformerConfig
-from jax_te.megatron import TransformerLayer
+from jax_te.config import MLATransformerConfig, ParallelConfig, TransformerConfig
+from jax_te.megatron import MLASelfAttention, MoELayer, TransformerLayer
 from jax_te.models import BertModel, Execution, GPTModel, MegatronGPTModel, RotaryPositions, multi_token_metrics
 from jax_te.ops import LossOptions
 from jax_te.quantize import QuantizerState
@@ -216,6 +216,31 @@ def test_a_recipe_quantizes_the_depths(recipe: Any) -> None:
     np.testing.assert_allclose(found, losses, rtol=0.05)
     error = np.linalg.norm(quantized - plain) / np.linalg.norm(plain)
     assert 0.0 < error < 0.5
+
+
+def test_deepseeks_form_has_experts_and_latents_at_its_depth() -> None:
+    fields: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "add_bias_linear": False}
+    fields |= {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
+    fields |= {"num_moe_experts": 4, "moe_router_topk": 2, "moe_layer_freq": [0, 1], "moe_ffn_hidden_size": 16}
+    config = MLATransformerConfig(**fields, qk_layernorm=True, mtp_num_layers=1)
+    optimizer = optax.sgd(0.1)
+    state = create_train_state(
+        lambda rngs: MegatronGPTModel(config, None, V, S, position_embedding_type="rope", rngs=rngs),
+        optimizer,
+        key=jax.random.key(0),
+    )
+    layer: Any = state.model.mtp.layers[0].mtp_model_layer
+    assert isinstance(layer.self_attention, MLASelfAttention)
+    assert isinstance(layer.mlp, MoELayer)
+    before = np.array(layer.self_attention.linear_kv_up_proj.kernel[...])
+    step = make_train_step(lambda model, batch, key: model.loss(*batch), optimizer)
+    state, metrics = step(state, batch())
+    # Of the last layer and the depth; each token chooses two.
+    loads = [np.sum(value) for name, value in metrics.items() if name.endswith("tokens_per_expert")]
+    assert loads == [2.0 * B * S] * 2
+    assert float(metrics["mtp_1_loss"]) == pytest.approx(np.log(V), rel=0.1)
+    after = state.model.mtp.layers[0].mtp_model_layer.self_attention.linear_kv_up_proj.kernel[...]
+    assert np.any(np.asarray(after) != before)
 
 
 @pytest.mark.parametrize(
