@@ -52,6 +52,7 @@ class PrecisionLog:
     def __init__(self, directory: str | os.PathLike[str], *, resume_step: int = 0):
         self.directory = Path(directory)
         if jax.process_index() == 0:
+            self.directory.mkdir(parents=True, exist_ok=True)
             cut_after(self.directory / PRECISION_FILE, resume_step)
 
     def write(self, step: int, statistics: Iterable[TensorStatistics]) -> None:

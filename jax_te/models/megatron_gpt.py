@@ -66,7 +66,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             pipeline that lacks one of them is for schedules of your own, see below.
         fp16_lm_cross_entropy: must be False: the loss is in fp32.
         logit_dtype: None: logits are in the compute dtype.
-        parallel_output: must be False: logits are whole on every tensor rank.
+        parallel_output: whether logits stay split over the tensor axis. False: whole on every tensor rank.
         share_embeddings_and_output_weights: see `GPTModel`, but False by default, as in Megatron.
         position_embedding_type: ``"learned_absolute"``, ``"rope"`` or ``"none"``; an `MLATransformerConfig` rotates as
             its fields say in any case.
@@ -282,13 +282,16 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
     ) -> Array:
         """Return `forward`'s result of one stage. Between stages hidden states are in `model_order`."""
         *keys, embedding_key = layer_keys(dropout_key, 1 + self.config.num_layers)
+        takes = x is None and not self.pre_process
         if not self.pre_process:
-            x = self._checked_input(self._taken_input() if x is None else x)
+            x = self._checked_input(self._given_input() if x is None else x)
             tokens = jnp.zeros(x.shape[:2], jnp.int32)
         elif tokens is None or x is not None:
             raise ValueError("a pipeline's first stage takes input_ids, and no decoder_input")
         self._check(tokens, positions)
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) if positions is None else positions
+        if takes and self.input_tensor is not None:
+            self.input_tensor.set_value(None)  # after all checks: a refused call leaves it
         tokens, positions = model_order(self.config, tokens), model_order(self.config, positions)
         if x is None:
             x = self._embed(tokens, positions, embedding_key)
@@ -329,14 +332,13 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             raise ValueError(f"a stage's input must be hidden states [b, s, {size}], got shape {shape}")
         return x
 
-    def _taken_input(self) -> Array:
+    def _given_input(self) -> Array:
         x = None if self.input_tensor is None else self.input_tensor.get_value()
         if self.input_tensor is None or x is None:
             raise ValueError(
                 "a stage without the embedding (pre_process=False) needs its input: call set_input_tensor before each "
                 "call, or give decoder_input"
             )
-        self.input_tensor.set_value(None)
         return x
 
     def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, Array]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_te._validation import checked
+from jax_te._validation import check_positive, checked
 from jax_te.layers import name_modules, natural_order, prepare_quantization, quantizable_modules
 from jax_te.quantize import ROLES, STATISTICS, Observer, QuantizedKernel, observe_quantization, with_max_gradients
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe, autocast
@@ -142,6 +142,7 @@ def make_inspection(
     3
     """
     # One observer for all calls: it is part of the jit cache key, so another one would recompile the probe.
+    check_positive(microbatches=microbatches)
     observer, probe = Observer(), _probe(loss_fn)
 
     def inspect(state: TrainState, batch: PyTree) -> list[TensorStatistics]:
@@ -150,6 +151,9 @@ def make_inspection(
         # Records of the previous call.
         observer.records.clear()
         observer.group_amaxes.clear()
+        sizes = {leaf.shape[0] for leaf in jax.tree.leaves(batch)}
+        if any(size % microbatches for size in sizes):
+            raise ValueError(f"batch sizes {sorted(sizes)} do not divide into microbatches={microbatches}")
         with observe_quantization(observer):
             for index in range(microbatches):
                 cut = functools.partial(_microbatch, index=index, microbatches=microbatches)

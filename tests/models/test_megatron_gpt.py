@@ -582,6 +582,15 @@ def test_clipping_without_logits_is_refused():
             model.clip_qk(wrong)
 
 
+def test_a_refused_call_of_a_stage_leaves_its_input():
+    last = build(config=dataclasses.replace(LLAMA, num_layers=2), pre_process=False, stage_layers=range(1, 2))
+    x = jnp.ones((*TOKENS.shape, last.config.hidden_size))
+    last.set_input_tensor(x)
+    with pytest.raises(ValueError, match="positions must be"):
+        last(None, jnp.zeros((3, 3), jnp.int32))
+    assert_bitwise(last(None), last(None, decoder_input=x))
+
+
 def test_labels_and_a_cache_are_not_given_together():
     model = build()
     with pytest.raises(ValueError, match="labels are for losses of whole sequences"):
