@@ -45,7 +45,7 @@ from jax_te import (
     training,
 )
 from jax_te._validation import brief, checked
-from jax_te.config import LatentAttentionOptions, ModelParallelConfig, TransformerConfig
+from jax_te.config import LatentAttentionOptions, MLATransformerConfig, ModelParallelConfig, TransformerConfig
 from jax_te.recipe import DelayedScaling
 from tests.support.bad_values import HUGE, NAN, VALUES, allows, calls_of
 from tests.support.numerics import NO_DROPOUT, without_type_checker
@@ -64,6 +64,7 @@ QUERIES = jnp.ones((1, 4, 2, 8))
 LATENT = LatentAttentionOptions(kv_lora_rank=16, qk_head_dim=16, qk_pos_emb_head_dim=16, v_head_dim=16)
 LINEAR = layers.Linear(16, 16, rngs=nnx.Rngs(0))
 GROUPED = layers.GroupedLinear(2, 16, 16, rngs=nnx.Rngs(0))
+OF_LATENTS = MLATransformerConfig(**SIZES)
 TOKENS, MATCH = np.arange(16, dtype=np.uint8), megatron.MatchContext("proj")
 
 
@@ -90,6 +91,7 @@ CONSTRUCTORS: dict[Any, dict[str, Any]] = {
     layers.MoE: {"hidden_size": 16, "ffn_hidden_size": 16, "router": EXPERTS},
     layers.Router: {"hidden_size": 16, "options": EXPERTS},
     layers.SharedExperts: {"hidden_size": 16, "ffn_hidden_size": 16},
+    megatron.MLASelfAttention: {"config": OF_LATENTS},
     megatron.MoELayer: {"config": OF_EXPERTS},
     megatron.SharedExpertMLP: {"config": OF_EXPERTS},
     megatron.TopKRouter: {"config": OF_EXPERTS},
@@ -139,6 +141,7 @@ CONSTRUCTORS: dict[Any, dict[str, Any]] = {
     sharding.Network: {},
     config.ActivationParams: {},
     config.TransformerConfig: SIZES,
+    config.MLATransformerConfig: SIZES,
     config.ModelParallelConfig: {},
     config.PrecisionConfig: {},
     config.AttentionConfig: {},

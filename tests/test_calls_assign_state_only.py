@@ -48,6 +48,7 @@ CALLS: dict[Any, Callable[[Any], Any]] = {
     layers.SharedExperts: of(X),
     layers.TransformerLayer: of(X, return_max_logit=True),
     megatron.Float16Module: of(X),
+    megatron.MLASelfAttention: of(X),
     megatron.MLP: of(X),
     megatron.MoELayer: of(X),
     megatron.SelfAttention: of(X),

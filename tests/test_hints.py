@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jax_te._validation import log_once
-from jax_te.config import TransformerConfig
+from jax_te.config import MLATransformerConfig, TransformerConfig
 from jax_te.config.megatron_fields import HINTS, parsed
 from jax_te.layers import DotProductAttention, LayerNormMLP, Linear, TransformerLayer
 from jax_te.megatron import TELinear, initialize_rng_tracker
@@ -20,6 +20,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def config(**hints):
     return TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, **hints)
+
+
+def latent_config(**hints):
+    return MLATransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, **hints)
 
 
 def te_linear(**hints):
@@ -43,6 +47,7 @@ GIVEN = [
     (config, {"gradient_accumulation_fusion": True, "symmetric_ar_type": "one_shot", "use_cpu_initialization": True}),
     # Of these a call that gives none has nothing to log, so that any value but the default will do.
     (config, dict.fromkeys(parsed(HINTS), "other")),
+    (latent_config, {"cache_mla_latents": True}),
     (config, {"tp_comm_overlap_disable_fc1": True, "tp_comm_overlap_disable_qkv": True}),
     (
         config,

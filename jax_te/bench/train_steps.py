@@ -29,7 +29,7 @@ from jax_te.typing import BackendName, DTypeLike
 _TX = optax.adamw(1e-4)
 _LOSS = PipelinedLoss(
     embed_inputs=lambda model, batch, key: model.embed_inputs(batch[:, :-1]),
-    compute_loss=lambda model, y, batch, key: model.compute_loss(y, batch[:, 1:]),
+    compute_loss=lambda model, y, batch, key: model.compute_loss(y, batch[:, 1:], tokens=batch[:, :-1]),
 )
 
 

@@ -132,7 +132,9 @@ def loss_scaler(config: RunConfig) -> LossScale | None:
 
 loss_fn = PipelinedLoss(
     embed_inputs=lambda model, batch, key: model.embed_inputs(batch["tokens"], dropout_key=key),
-    compute_loss=lambda model, y, batch, key: model.compute_loss(y, batch["labels"]),
+    compute_loss=lambda model, y, batch, key: model.compute_loss(
+        y, batch["labels"], tokens=batch["tokens"], dropout_key=key
+    ),
 )
 """The mean loss of a batch ``{"tokens": [b, s], "labels": [b, s]}``; the key None is evaluation."""
 

@@ -6,6 +6,7 @@ from jax_te.config.cuda_graph import CudaGraphConfig
 from jax_te.config.experts import LOAD_BALANCING_TYPES, DispatchOptions, ExpertsConfig, MoEOptions, RouterOptions
 from jax_te.config.initializers import NormalInit, normal_init, scaled_normal_init
 from jax_te.config.mesh import MESH_AXES, ParallelConfig
+from jax_te.config.mla_transformer import MLATransformerConfig
 from jax_te.config.model_parallel import SYMMETRIC_AR_TYPES, ModelParallelConfig
 from jax_te.config.pipeline import PIPELINE_SCHEDULES, PipelineConfig
 from jax_te.config.precision import PrecisionConfig
@@ -28,6 +29,7 @@ __all__ = [
     "ExpertsConfig",
     "LatentAttentionOptions",
     "LimitedFunction",
+    "MLATransformerConfig",
     "MoEOptions",
     "ModelParallelConfig",
     "NormalInit",

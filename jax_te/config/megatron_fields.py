@@ -62,10 +62,12 @@ _REFUSED = {
     "moe_dispatch_fwd_dtype='bf16' moe_combine_bwd_dtype='bf16'": "tokens reach their experts in the compute dtype",
     "moe_grad_scale_func=None": "jax_te.training scales the losses of routers as it scales the model's; in a loop of "
     "your own jax_te.layers.set_aux_loss_scale(model, scale) says by how much the loss is scaled",
-    "mtp_num_layers=None": "the models predict the next token alone; a loss of your own adds further heads",
-    "experimental_attention_variant=None multi_latent_attention=False attention_output_gate=False "
-    "head_wise_attn_gate=False qk_l2_norm=False": "the models' attention does not have this; build one from the layers "
-    "of jax_te.layers, whose DotProductAttention takes queries, keys and values",
+    "mtp_detach_heads=False": "gradients of further tokens' losses reach the whole model",
+    "mtp_hsm=False mtp_hybrid_override_pattern=None": "the layers of multi-token prediction are transformer layers",
+    "multi_latent_attention=False": "jax_te.config.MLATransformerConfig has it, with Megatron-Core's fields",
+    "experimental_attention_variant=None attention_output_gate=False head_wise_attn_gate=False qk_l2_norm=False": "the "
+    "models' attention does not have this; build one from the layers of jax_te.layers, whose DotProductAttention takes "
+    "queries, keys and values",
     "is_hybrid_model=False enable_mhc_connections=False heterogeneous_block_specs=False": "the models are stacks of "
     "equal transformer layers; build another stack from the layers of jax_te.layers",
     "hetereogenous_dist_checkpoint=False": "checkpoints hold each layer's arrays by name, whatever the layers are, and "
@@ -98,8 +100,7 @@ _REFUSED = {
 _IDLE = frozenset(
     """
 mtp_standalone cpu_offloading_num_layers _cpu_offloading_context cpu_offloading_activations cpu_offloading_weights
-cpu_offloading_double_buffering cpu_offloading_retain_pinned_cpu_buffers mtp_loss_scaling_factor
-mtp_use_repeated_layer mtp_detach_heads mtp_hsm mtp_hybrid_override_pattern
+cpu_offloading_double_buffering cpu_offloading_retain_pinned_cpu_buffers
 experimental_attention_variant_loss_scale_func dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk
 dsa_indexer_topk_freq dsa_indexer_skip_topk_offset dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss
 dsa_kernel_backend dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu
@@ -124,7 +125,7 @@ rotary_scaling_factor original_max_position_embeddings beta_fast beta_slow mscal
 mla_down_proj_fusion
 """.split()  # noqa: SIM905 - a list of a hundred strings is hard to read
 )
-"""Fields of Megatron-Core's ``MLATransformerConfig`` alone."""
+"""Fields of ``MLATransformerConfig`` alone."""
 
 
 def accepts_megatron_fields(config: T) -> T:
@@ -142,10 +143,12 @@ def accepts_megatron_fields(config: T) -> T:
     ... @dataclass(frozen=True)
     ... class Config:
     ...     num_layers: int = 1
-    >>> Config(num_layers=2, bias_dropout_fusion=True, mtp_num_layers=None)
+    >>> Config(num_layers=2, bias_dropout_fusion=True, cpu_offloading=False)
     Config(num_layers=2)
     """
-    init, own = config.__init__, {field.name for field in dataclasses.fields(config)}
+    init, fields_of = config.__init__, dataclasses.fields(config)
+    own = {field.name for field in fields_of if field.init}
+    computed = {field.name for field in fields_of if not field.init}
 
     @functools.wraps(init)
     def construct(self: Any, *args: Any, **fields: Any) -> None:
@@ -156,7 +159,7 @@ def accepts_megatron_fields(config: T) -> T:
             else:
                 unknown.append(name)
         if unknown:
-            raise TypeError(_about_unknown(config.__name__, unknown, own))
+            raise TypeError(_about_unknown(config.__name__, unknown, own, computed))
         init(self, *args, **fields)
 
     config.__init__ = construct
@@ -183,15 +186,18 @@ def _is_dropped(name: str, value: Any) -> bool:
     return name in _IDLE
 
 
-def _about_unknown(config: str, unknown: list[str], own: set[str]) -> str:
+def _about_unknown(config: str, unknown: list[str], own: set[str], computed: set[str]) -> str:
     """Return the message about fields that neither this package's configuration nor Megatron-Core's has."""
     latent = [name for name in unknown if name in _LATENT]
     if latent:
         return (
-            f"{config} has no {', '.join(latent)}: Megatron-Core's MLATransformerConfig has, and the models have no "
-            "latent attention; leave them out, or build a model from the layers of jax_te.layers. Rotary positions are "
-            "an argument of the model, jax_te.models.RotaryPositions(base=, percent=, scaling=)"
+            f"{config} has no {', '.join(latent)}: jax_te.config.MLATransformerConfig has, as in Megatron-Core. "
+            "Without latent attention leave them out: rotary positions are an argument of the model, "
+            "jax_te.models.RotaryPositions(base=, percent=, scaling=)"
         )
+    filled = [name for name in unknown if name in computed]
+    if filled:
+        return f"{config} computes {', '.join(filled)} from its other fields; leave it out"
     known = own.union(_IDLE, parsed(HINTS), *map(parsed, _OTHER_NUMBERS), *map(parsed, _REFUSED))
     parts = []
     for name in unknown:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from jax_te._validation import (
     brief,
@@ -72,6 +72,10 @@ class TransformerConfig(
         output_layer_init_method: the same for the output projections of attention and MLP. None: normal with
             ``init_method_std / sqrt(2 num_layers)``.
         compute_dtype: dtype of activations. None: ``params_dtype``.
+        mtp_num_layers: number of depths of multi-token prediction: layers of a `jax_te.models.GPTModel` that predict
+            further tokens in training, each like the stack's last layer. None: no such layers.
+        mtp_loss_scaling_factor: factor of the mean of the depths' losses in the gradients.
+        mtp_use_repeated_layer: whether one layer runs at all depths.
 
     Raises:
         ValueError: for a size that is not positive or does not divide, or an unknown name; for an ``activation`` that
@@ -109,6 +113,12 @@ class TransformerConfig(
     init_method: Any = None
     output_layer_init_method: Any = None
     compute_dtype: DTypeLike | None = None
+    mtp_num_layers: int | None = None
+    mtp_loss_scaling_factor: float = 0.1
+    mtp_use_repeated_layer: bool = False
+
+    # Fields of multi-head attention, which do not go with latent_attention.
+    _for_heads: ClassVar[tuple[str, ...]] = ("num_query_groups", "add_qkv_bias", "qk_layernorm")
 
     def __post_init__(self) -> None:
         # Not super(): the six bases do not call each other's.
@@ -173,17 +183,40 @@ class TransformerConfig(
                 raise ValueError(f"{name} must be an integer in [0, num_layers = {self.num_layers}], got {count!r}")
         self._check_layers(self.num_layers)  # of AttentionConfig, which does not know how many there are
         self._check_experts()
+        self._check_multi_token()
         self._fill_initializers()
         compute = self.params_dtype if self.compute_dtype is None else self.compute_dtype
         fill(self, "compute_dtype", float_dtype("compute_dtype", compute))
 
     def _check_latent(self, groups: int) -> None:
-        heads = {"num_query_groups": groups != self.num_attention_heads, "add_qkv_bias": self.add_qkv_bias}
-        for name in [name for name, given in (heads | {"qk_layernorm": self.qk_layernorm}).items() if given]:
+        given = {
+            "num_query_groups": groups != self.num_attention_heads,
+            "add_qkv_bias": self.add_qkv_bias,
+            "qk_layernorm": self.qk_layernorm,
+        }
+        for name in [name for name in self._for_heads if given[name]]:
             raise ValueError(
                 f"{name}={getattr(self, name)!r} is for multi-head attention, and latent_attention is set, whose heads "
                 "have keys and values of their own and whose norms are those of latents (latent_layernorm); leave it "
                 "out"
+            )
+
+    def _check_multi_token(self) -> None:
+        if self.mtp_num_layers is None:
+            if self.mtp_use_repeated_layer:
+                raise ValueError("mtp_use_repeated_layer=True has no effect without mtp_num_layers; leave it out")
+            return
+        check_positive(mtp_num_layers=self.mtp_num_layers)
+        if not self.mtp_loss_scaling_factor >= 0.0:
+            raise ValueError(f"mtp_loss_scaling_factor must be >= 0, got {self.mtp_loss_scaling_factor!r}")
+        by_number = {
+            "window_attn_skip_freq": self.window_attn_skip_freq is not None,
+            "first_last_layers_bf16": self.first_last_layers_bf16,
+        }
+        for name in [name for name, given in by_number.items() if given]:
+            raise ValueError(
+                f"{name}={getattr(self, name)!r} depends on a layer's number in the stack, and the layers of "
+                "mtp_num_layers have none; leave one out"
             )
 
     def _fill_recompute(self) -> None:

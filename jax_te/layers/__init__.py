@@ -41,6 +41,7 @@ from jax_te.layers.moe.router import (
     aux_losses_scaled,
     set_aux_loss_scale,
 )
+from jax_te.layers.moe.router_state import LastStep
 from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm, norm_spec
 from jax_te.layers.parallel_arguments import (
     TensorParallel,

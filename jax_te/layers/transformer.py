@@ -94,6 +94,9 @@ class TransformerLayer(ContextParallelModule):
     (2, 8, 32)
     """
 
+    input_layernorm: Any = None
+    """The norm in front of a self-attention that has none inside: that of Megatron's layers with latent attention."""
+
     def __init__(
         self,
         hidden_size: int,
@@ -374,7 +377,7 @@ class TransformerLayer(ContextParallelModule):
             # Without the constraint the compiler may choose another sharding for the residual stream of each layer.
             x = constrain(x, axes)
             attended: Any = self.self_attention(
-                x,
+                x if self.input_layernorm is None else self.input_layernorm(x),
                 attention_mask=masks.attention_mask,
                 sequence_lengths=sequence_lengths,
                 packed_seq_params=packed_seq_params,

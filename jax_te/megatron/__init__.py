@@ -27,6 +27,7 @@ from jax_te.megatron.grouped_linear import (
 from jax_te.megatron.layernorm_linear import TELayerNormColumnParallelLinear
 from jax_te.megatron.layout import Layout, projection_groups
 from jax_te.megatron.linear import TEColumnParallelLinear, TELinear, TERowParallelLinear
+from jax_te.megatron.mla_self_attention import MLASelfAttention, mla_rotary
 from jax_te.megatron.mlp import MLP
 from jax_te.megatron.module import SYMMETRIC_AR_TYPES, MegatronModule, param_is_not_shared
 from jax_te.megatron.moe import MoELayer, SharedExpertMLP, TopKRouter
@@ -84,6 +85,7 @@ __all__ = [
     "GraphableMegatronModule",
     "IncompatibleKeys",
     "InferenceCudaRNGStatesTracker",
+    "MLASelfAttention",
     "MatchContext",
     "Matcher",
     "MegatronModule",

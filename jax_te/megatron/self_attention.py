@@ -61,7 +61,7 @@ class SelfAttention(MultiheadAttention, MegatronModule):
         if config.latent_attention is not None:
             raise ValueError(
                 "jax_te.megatron.SelfAttention is multi-head attention, and the config has latent_attention; "
-                "jax_te.models.GPTModel and jax_te.layers.MultiLatentAttention follow it"
+                "take jax_te.megatron.MLASelfAttention"
             )
         MegatronModule.__init__(self, config)
         # MultiheadAttention's names of these options.

@@ -12,6 +12,7 @@ from jax_te import layers
 from jax_te._validation import check_choice, check_positive, checked
 from jax_te.config import CpCommType, TransformerConfig
 from jax_te.megatron.graphable import GraphableMegatronModule
+from jax_te.megatron.mla_self_attention import MLASelfAttention
 from jax_te.megatron.mlp import MLP
 from jax_te.megatron.moe import MoELayer
 from jax_te.megatron.norm import TENorm
@@ -77,9 +78,9 @@ def _cross_attention(config: TransformerConfig, number: int, rngs: nnx.Rngs) -> 
 class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
     """`jax_te.layers.TransformerLayer` composed of Megatron's layers, under Megatron's names; calls can be captured.
 
-    The layers are ``self_attention`` (`SelfAttention`), ``mlp`` (`MLP`; with experts `MoELayer`, behind
-    ``pre_mlp_layernorm``), and in a decoder ``cross_attention``, a `jax_te.layers.MultiheadAttention`. A `state_dict`
-    has Megatron's names and layouts.
+    The layers are ``self_attention`` (`SelfAttention`; with latent attention `MLASelfAttention`, behind
+    ``input_layernorm``), ``mlp`` (`MLP`; with experts `MoELayer`, behind ``pre_mlp_layernorm``), and in a decoder
+    ``cross_attention``, a `jax_te.layers.MultiheadAttention`. A `state_dict` has Megatron's names and layouts.
 
     Args:
         config: configuration of the stack, also of captured calls (``cuda_graph_impl``), see `GraphableMegatronModule`.
@@ -91,8 +92,8 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
         rngs: the ``params`` stream draws the kernels.
 
     Raises:
-        ValueError: for another mask or layer type, a ``vp_stage`` that is not an integer, and a layer number that the
-            stack does not have.
+        ValueError: for another mask or layer type, a ``vp_stage`` that is not an integer, a layer number that the stack
+            does not have, and a decoder with latent attention.
 
     Source: ``megatron.core.transformer.transformer_layer.TransformerLayer``.
 
@@ -123,6 +124,12 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
                 f"self_attn_mask_type must be 'causal', 'no_mask' or 'arbitrary', got {self_attn_mask_type!r}; for "
                 "padding build it with 'arbitrary' and give a mask, or use jax_te.layers.TransformerLayer with lengths"
             )
+        latent = config.latent_attention is not None
+        if latent and layer_type == "decoder":
+            raise ValueError(
+                "latent attention is self-attention alone, and layer_type='decoder' has cross-attention, too; leave "
+                "one out"
+            )
         number = layer_number - 1
         # jax_te.layers.TransformerLayer's names of these options.
         self.hidden_size, self.hidden_dropout, self.drop_path_rate = config.hidden_size, config.hidden_dropout, 0.0
@@ -131,7 +138,10 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
         norm: Any = (config, config.hidden_size, config.layernorm_epsilon)
         has_experts = config.has_experts(number)
         with layer_precision(config, number):
-            self.self_attention = SelfAttention(
+            # Latent attention has two projections of its input, and so its norm in front, under Megatron's name.
+            self.input_layernorm = TENorm(*norm) if latent else None
+            attention = MLASelfAttention if latent else SelfAttention
+            self.self_attention = attention(
                 config, layer_number, self_attn_mask_type, layer_cp_comm_type(config, number), rngs=rngs
             )
             self.cross_attention = _cross_attention(config, number, rngs) if layer_type == "decoder" else None

@@ -53,7 +53,8 @@ def train_flops(config: TransformerConfig, *, vocab_size: int, batch_size: int, 
     experts those of the chosen ones, of shared ones and of the router; no embeddings, norms and biases. A GEMM has two
     FLOPs for each in forward and four in backward. Causal attention has ``2 s n d`` in forward (two products over half
     of the ``s`` positions on average) and twice that in backward, in each of ``L`` layers of ``n`` heads of size ``d``.
-    What backward computes again is not counted, nor is less for attention in windows.
+    What backward computes again is not counted, nor is less for attention in windows. Depths of multi-token prediction
+    are counted as layers, each with a projection and the head.
 
     Args:
         config: configuration of the layers.
@@ -76,9 +77,12 @@ def train_flops(config: TransformerConfig, *, vocab_size: int, batch_size: int, 
     attention, scored = hidden * (2 * heads + 2 * groups * channels), 2 * heads
     if (latent := config.latent_attention) is not None:
         attention, scored = _latent_attention(config, latent)
-    layers = config.num_layers * attention
-    layers += sum(_multiplied(config, layer, gated + 1) for layer in range(config.num_layers))
-    token = 6 * (layers + hidden * vocab_size) + 3 * config.num_layers * sequence_length * scored
+    # The depths of multi-token prediction have layers like the last one, each with a projection and the head.
+    depths = config.mtp_num_layers or 0
+    numbers = [*range(config.num_layers), *[config.num_layers - 1] * depths]
+    layers = len(numbers) * attention + sum(_multiplied(config, layer, gated + 1) for layer in numbers)
+    layers += depths * 2 * hidden * hidden
+    token = 6 * (layers + (1 + depths) * hidden * vocab_size) + 3 * len(numbers) * sequence_length * scored
     return float(token * batch_size * sequence_length)
 
 

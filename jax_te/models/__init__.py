@@ -5,6 +5,7 @@ from jax_te.models.from_config import transformer_layer
 from jax_te.models.generate import generate
 from jax_te.models.gpt import POSITION_EMBEDDINGS, GPTModel
 from jax_te.models.megatron_gpt import MegatronGPTModel
+from jax_te.models.multi_token import multi_token_metrics
 from jax_te.models.options import Execution, Multipliers, RelativePositions, RotaryPositions
 from jax_te.models.stack import (
     UNROLL_LIMIT,
@@ -35,6 +36,7 @@ __all__ = [
     "StackOptions",
     "T5Model",
     "generate",
+    "multi_token_metrics",
     "run_layers",
     "runs_scanned",
     "transformer_layer",

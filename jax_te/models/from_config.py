@@ -32,6 +32,8 @@ ENCODER_NOT_FOLLOWED = {
     "qk_clip": "; GPTModel does",
     "log_max_attention_logit": "; GPTModel does",
     "num_moe_experts": "; GPTModel and MegatronGPTModel do",
+    "latent_attention": "; GPTModel and MegatronGPTModel do",
+    "mtp_num_layers": "; GPTModel and MegatronGPTModel do",
     "cp_load_balanced": ": zig-zag order shares out the work of a causal mask, and an encoder has none (T5's relative "
     "positions are of natural order, too)",
 }
@@ -95,7 +97,8 @@ def transformer_layer(
             cp_comm_type=layer_cp_comm_type(config, number),
             hierarchical_context_parallel_sizes=config.hierarchical_context_parallel_sizes,
             cp_load_balanced=config.cp_load_balanced,
-            qk_norm_type=config.normalization if config.qk_layernorm else None,
+            # With latent attention it is about the latents' norms.
+            qk_norm_type=config.normalization if config.qk_layernorm and latent is None else None,
             qk_norm_before_rope=latent is None,  # Megatron's order; Transformer Engine's default is the other one
             qkv_bias=config.add_qkv_bias,
             sequence_parallel=config.sequence_parallel,

@@ -14,10 +14,12 @@ from jax_te.config import POSITION_EMBEDDINGS, TransformerConfig
 from jax_te.layers import KVCache, Rotary, clip_qk, init_kv_cache, rotary_embedding
 from jax_te.models.from_config import transformer_layer
 from jax_te.models.language_model import LanguageModel
-from jax_te.models.options import Execution, RotaryPositions
+from jax_te.models.multi_token import MultiTokenPrediction, rolled
+from jax_te.models.options import Execution, RotaryPositions, rotary_positions
 from jax_te.models.stack import StackInput, layer_keys, rotary_of
 from jax_te.models.tokens import caller_order, check_like_tokens, check_tokens, model_order
 from jax_te.ops import LossOptions
+from jax_te.sharding import auto_region
 from jax_te.typing import Array, Key
 
 Cache = tuple[KVCache, ...]
@@ -40,6 +42,9 @@ class GPTModel(LanguageModel):
     `jax_te.layers.MoE`; a train step adds the routers' losses to its gradients, and `jax_te.layers.expert_metrics`
     reads their counts. A loop over layers runs each sequence of layers with experts, and of those without, by itself.
 
+    With ``config.mtp_num_layers`` further layers, ``mtp``, predict further tokens in training, with the model's
+    embedding and head; logits and generation do not need them.
+
     The layers' linear operations follow the ambient recipe, and with ``config.fp8_output_proj`` the head's; embedding
     and attention core stay in the compute dtype, and without it the head.
 
@@ -52,7 +57,7 @@ class GPTModel(LanguageModel):
         vocab_size: ``v``.
         max_sequence_length: longest input, and number of rows of the learned positions.
         position_embedding_type: ``"learned_absolute"``, ``"rope"``, a `RotaryPositions` (``"rope"`` with its options)
-            or ``"none"``.
+            or ``"none"``. With an `MLATransformerConfig` heads are rotated as its fields say in any case.
         share_embeddings_and_output_weights: the head is the embedding table, transposed. Else a kernel ``[h, v]`` of
             its own.
         execution: options of recomputation inside of layers, the loop over layers, and the loss in chunks.
@@ -87,18 +92,20 @@ class GPTModel(LanguageModel):
         self._configure(config, vocab_size, max_sequence_length, execution)
         if position_embedding_type == "rope":
             position_embedding_type = RotaryPositions()
-        self.rotary = position_embedding_type if isinstance(position_embedding_type, RotaryPositions) else None
-        if self.rotary is None and position_embedding_type not in POSITION_EMBEDDINGS:
+        rotary = position_embedding_type if isinstance(position_embedding_type, RotaryPositions) else None
+        if rotary is None and position_embedding_type not in POSITION_EMBEDDINGS:
             raise ValueError(
                 f"unknown position_embedding_type {position_embedding_type!r}; "
                 f"allowed: {', '.join(POSITION_EMBEDDINGS)}"
             )
+        self.rotary = rotary_positions(config, rotary)
         # The order of the lines below is the order in which weights are drawn: another one changes initial values.
         self._make_embeddings(learned_positions=position_embedding_type == "learned_absolute", rngs=rngs)
         self.layers = nnx.List([transformer_layer(config, i, rngs=rngs) for i in range(config.num_layers)])
         self._angles(jnp.zeros((1,), jnp.int32))  # raises for a head size or base that cannot be rotated
         self.final_norm = self._make_norm(rngs)
         self._make_head(tied=share_embeddings_and_output_weights, rngs=rngs)
+        self.mtp = MultiTokenPrediction(config, None, rngs=rngs) if config.mtp_num_layers else None
 
     def __call__(
         self,
@@ -152,8 +159,12 @@ class GPTModel(LanguageModel):
         options: LossOptions = _OPTIONS,
         reduction: str = "mean",
         positions: Array | None = None,
+        mtp_loss_mask: Array | None = None,
     ) -> Array:
         """Return the mean negative log-likelihood of the labels, fp32 ``[]``.
+
+        With ``config.mtp_num_layers`` its gradient in training is that of the sum with the depths' losses, scaled. Its
+        value is without them, as Megatron's; `jax_te.training.make_train_step` reports them.
 
         Args:
             tokens: integers ``[b, s]``.
@@ -163,14 +174,25 @@ class GPTModel(LanguageModel):
             dropout_key: see the call.
             options, reduction: see `jax_te.ops.softmax_cross_entropy`; a mean over no tokens is 0.
             positions: see the call.
+            mtp_loss_mask: ``[b, s]``, the weights in the depths' losses. None: ``loss_mask``.
 
         Raises:
             ValueError: if the shapes differ.
         """
-        check_like_tokens(tokens, labels=labels, loss_mask=loss_mask)
+        check_like_tokens(tokens, labels=labels, loss_mask=loss_mask, mtp_loss_mask=mtp_loss_mask)
         with jax.named_scope("GPTModel"):
             y = self.embed_inputs(tokens, positions=positions, dropout_key=dropout_key).output(self.layers)
-        return self.compute_loss(y, labels, loss_mask, options=options, reduction=reduction)
+        return self.compute_loss(
+            y,
+            labels,
+            loss_mask,
+            tokens=tokens,
+            positions=positions,
+            dropout_key=dropout_key,
+            options=options,
+            reduction=reduction,
+            mtp_loss_mask=mtp_loss_mask,
+        )
 
     def embed_inputs(
         self, tokens: Array, *, positions: Array | None = None, dropout_key: Key | None = None
@@ -189,17 +211,75 @@ class GPTModel(LanguageModel):
         labels: Array,
         loss_mask: Array | None = None,
         *,
+        tokens: Array | None = None,
+        positions: Array | None = None,
+        dropout_key: Key | None = None,
         options: LossOptions = _OPTIONS,
         reduction: str = "mean",
+        mtp_loss_mask: Array | None = None,
     ) -> Array:
-        """Return the loss, given the layers' output ``y [b, s, h]``; the other arguments are those of `loss`."""
+        """Return the loss, given the layers' output ``y [b, s, h]``; the other arguments are those of `loss`.
+
+        ``tokens``, ``positions`` and ``dropout_key`` are for multi-token prediction, and not read without it.
+
+        Raises:
+            ValueError: in training with ``config.mtp_num_layers``, without ``tokens``.
+        """
         with jax.named_scope("GPTModel"):
             x = self.final_norm(y)
         # Labels go to the layers' order, not hidden states to the callers': integers are cheap to move.
-        labels = model_order(self.config, labels)
+        ordered = model_order(self.config, labels)
         weights = None if loss_mask is None else model_order(self.config, loss_mask)
-        loss = self._loss(x, labels, weights, options, reduction)
-        return caller_order(self.config, loss, ("batch", "sequence")) if reduction == "none" else loss
+        loss = self._loss(x, ordered, weights, options, reduction)
+        loss = caller_order(self.config, loss, ("batch", "sequence")) if reduction == "none" else loss
+        if self.mtp is None or not self.training:
+            return loss
+        if tokens is None:
+            raise ValueError(
+                "the config has mtp_num_layers, whose losses embed the tokens; give compute_loss tokens=, the input of "
+                "embed_inputs, and its positions= and dropout_key="
+            )
+        check_like_tokens(tokens, labels=labels, loss_mask=loss_mask, mtp_loss_mask=mtp_loss_mask)
+        of_depths = loss_mask if mtp_loss_mask is None else mtp_loss_mask
+        with jax.named_scope("GPTModel"):
+            further = self._multi_token_loss(x, tokens, labels, of_depths, positions, dropout_key, options)
+        # In the gradient alone. A loss for each token, or their sum, has it times the tokens' weights, so that the
+        # caller's mean has it once.
+        further = further - jax.lax.stop_gradient(further)
+        return loss + further * _counted(labels, loss_mask, options, reduction)
+
+    def _multi_token_loss(
+        self,
+        x: Array,
+        tokens: Array,
+        labels: Array,
+        weights: Array | None,
+        positions: Array | None,
+        dropout_key: Key | None,
+        options: LossOptions,
+    ) -> Array:
+        """Return the depths' mean loss times its factor, fp32 ``[]``; ``x`` is the head's input, the rest the caller's.
+
+        Source: ``process_mtp_loss`` of ``megatron.core.transformer.multi_token_prediction``.
+        """
+        assert self.mtp is not None
+        config, depths = self.config, self.mtp.depths
+        weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights
+        # Rotations are those of the tokens' own places; learned positions go with the tokens that are embedded.
+        own = jnp.arange(tokens.shape[1], dtype=jnp.int32) if positions is None else positions
+        of_embedded, losses = own, []
+        keys = layer_keys(dropout_key, 1 + len(self.layers) + 2 * depths)[1 + len(self.layers) :]
+        for depth in range(depths):
+            tokens, labels, weights, of_embedded = map(rolled, (tokens, labels, weights, of_embedded))
+            with jax.named_scope(f"mtp_{depth}"):
+                ids, at = model_order(config, tokens), model_order(config, of_embedded)
+                embedded = self._embed(ids, at, keys[2 * depth])
+                stack = self._stack_input(x, model_order(config, own), keys[2 * depth + 1 :][:1])
+                x = self.mtp.layer(depth)(stack, embedded, self._axes)
+                ordered = model_order(config, labels), model_order(config, weights)
+                losses.append(self._loss(x, *ordered, options, "mean"))
+        total = sum(losses[1:], losses[0]) * (config.mtp_loss_scaling_factor / depths)
+        return self.mtp.counted(total, losses)
 
     def max_logits(self, tokens: Array) -> Array:
         """Return the max attention logit of every layer's heads, fp32 ``[num_layers, n]``, from a forward pass.
@@ -283,3 +363,15 @@ class GPTModel(LanguageModel):
         """Return what layers are called with that get ``x``; everything is in `model_order`."""
         arrays = {"rotary_pos_emb": self._angles(positions)}
         return StackInput(x, keys, arrays, options=self.execution.of_stack(self.config))
+
+
+def _counted(labels: Array, loss_mask: Array | None, options: LossOptions, reduction: str) -> Array | float:
+    """Return the weights ``[b, s]`` of tokens that count, or their sum, for the reductions "none" and "sum"; else 1."""
+    if reduction == "mean":
+        return 1.0
+
+    def weights(labels: Array, loss_mask: Array | None) -> Array:
+        each = jnp.where(options.ignored(labels), 0.0, 1.0 if loss_mask is None else loss_mask.astype(jnp.float32))
+        return jnp.sum(each) if reduction == "sum" else each
+
+    return auto_region(weights, ("batch", "sequence") if reduction == "none" else ())(labels, loss_mask)

@@ -14,7 +14,8 @@ from jax_te.megatron import GraphableMegatronModule, TransformerLayer, apply_qua
 from jax_te.models.gpt import Cache, GPTModel
 from jax_te.models.language_model import OutputHead
 from jax_te.models.megatron_block import LanguageModelEmbedding, OutputLayer, TransformerBlock
-from jax_te.models.options import Execution, RotaryPositions
+from jax_te.models.multi_token import MultiTokenPrediction
+from jax_te.models.options import Execution, RotaryPositions, rotary_positions
 from jax_te.models.stack import StackInput, layer_keys
 from jax_te.models.tokens import caller_order, model_order
 from jax_te.ops import LossOptions
@@ -25,7 +26,6 @@ _EXECUTION = Execution()
 _FOLLOWED = ("quant_recipe", "cuda_graph_impl", "disable_parameter_transpose_cache", "moe_enable_routing_replay")
 _CACHE = "give cache=model.init_cache(batch, length)"
 _LOGITS = Words("None", "logits are in config.compute_dtype", ValueError)
-_NO_MTP = Words("None", "there is no multi-token prediction", ValueError)
 _FIXED: dict[str, tuple[Any, str]] = {
     "fp16_lm_cross_entropy": (False, "the loss is in fp32"),
     "scatter_embedding_sequence_parallel": (True, "config.sequence_parallel says how activations are sharded"),
@@ -68,12 +68,14 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         logit_dtype: None: logits are in the compute dtype.
         parallel_output: whether logits stay split over the tensor axis. False: whole on every tensor rank.
         share_embeddings_and_output_weights: see `GPTModel`, but False by default, as in Megatron.
-        position_embedding_type: ``"learned_absolute"``, ``"rope"`` or ``"none"``.
+        position_embedding_type: ``"learned_absolute"``, ``"rope"`` or ``"none"``; an `MLATransformerConfig` rotates as
+            its fields say in any case.
         rotary_percent, rotary_base: options of ``"rope"``, see `RotaryPositions`.
         rope_scaling, rope_scaling_factor: scaling of Llama 3.1, see `Llama3Scaling`.
         scatter_embedding_sequence_parallel: must be True.
         seq_len_interpolation_factor: divisor of the positions, see `LinearScaling`.
-        mtp_block_spec, pg_collection: None.
+        mtp_block_spec: class of the transformer layers of ``config.mtp_num_layers``. None: the class of the others.
+        pg_collection: None.
         vp_stage: option without effect, stored as an attribute; ``stage_layers`` says which layers the stage has.
         execution: see `GPTModel`.
         stage_layers: numbers of the layers of a stage, from 0: ``range(6, 12)``. None: all. Megatron reads them off its
@@ -127,7 +129,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         rope_scaling_factor: float = 8.0,
         scatter_embedding_sequence_parallel: bool = True,
         seq_len_interpolation_factor: float | None = None,
-        mtp_block_spec: Annotated[None, _NO_MTP] = None,
+        mtp_block_spec: type[TransformerLayer] | None = None,
         pg_collection: NoProcessGroups = None,
         vp_stage: int | None = None,
         *,
@@ -148,19 +150,23 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         numbers = range(config.num_layers) if stage_layers is None else stage_layers
         tied = share_embeddings_and_output_weights
         _check_stage(numbers, config.num_layers, (pre_process, post_process), tied)
+        _check_multi_token(config, mtp_block_spec, numbers)
         self.position_embedding_type = position_embedding_type
         self.share_embeddings_and_output_weights = tied
         scaling: Any = Llama3Scaling(factor=rope_scaling_factor) if rope_scaling else None
         if seq_len_interpolation_factor is not None:
             scaling = LinearScaling(factor=seq_len_interpolation_factor)
         rope, learned = (position_embedding_type == name for name in ("rope", "learned_absolute"))
-        self.rotary = RotaryPositions(float(rotary_base), rotary_percent, scaling) if rope else None
+        given = RotaryPositions(float(rotary_base), rotary_percent, scaling) if rope else None
+        self.rotary = rotary_positions(config, given)
         # The order of the lines below is that of `GPTModel`, so that the same ``rngs`` draw the same weights.
         embedding = LanguageModelEmbedding(config, vocab_size, max_sequence_length, learned, rngs=rngs)
         self.embedding = embedding if pre_process else None
         self.decoder = TransformerBlock(config, layer_class, execution, numbers, post_process, rngs=rngs)
         self._angles(jnp.zeros((1,), jnp.int32))  # raises for a head size or base that cannot be rotated
         self.output_layer = _make_output_layer(config, vocab_size, tied, rngs) if post_process else None
+        of_depths = layer_class if mtp_block_spec is None else mtp_block_spec
+        self.mtp = MultiTokenPrediction(config, of_depths, rngs=rngs) if config.mtp_num_layers else None
         self.input_tensor: StageInput | None = nnx.data(None)
         if config.quant_recipe is not None:
             apply_quantization_config(self, config.quant_recipe)
@@ -203,8 +209,9 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
                 unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
             cache: cache of a whole model, see `GPTModel`; ``inference_context`` is Megatron's way.
-            others: Megatron's other arguments, which must be None, apart from ``loss_mask``. That has no effect, which
-                is logged once, as in Megatron, where the caller weights the losses. `GPTModel.loss` takes weights.
+            others: Megatron's other arguments, which must be None, apart from ``loss_mask``: the weights in the losses
+                of multi-token prediction. On the others it has no effect, which is logged once, as in Megatron, where
+                the caller weights them. `GPTModel.loss` takes weights.
 
         Returns:
             Logits ``[b, s, v]``, with a ``cache`` ``(logits, cache)``; with ``labels`` losses, fp32 ``[b, s]``.
@@ -219,10 +226,11 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
                 "attention_mask has no effect on a MegatronGPTModel, whose layers are causal; padding is hidden by "
                 "weights of the loss"
             )
-        if others.pop("loss_mask", None) is not None:
+        loss_mask = others.pop("loss_mask", None)
+        if loss_mask is not None:
             log_once(
-                "loss_mask has no effect on the losses of a MegatronGPTModel, as in Megatron: multiply them by it, "
-                "or call loss(input_ids, labels, loss_mask)"
+                "loss_mask has no effect on the losses of a MegatronGPTModel, as in Megatron, but for those of "
+                "multi-token prediction: multiply them by it, or call loss(input_ids, labels, loss_mask)"
             )
         _check_fixed(**others)
         if not self._is_whole:
@@ -236,7 +244,14 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         elif labels is not None and cache is not None:
             raise ValueError("labels are for losses of whole sequences, and a cache has their first tokens; give one")
         elif labels is not None:
-            return self.loss(input_ids, labels, dropout_key=dropout_key, reduction="none", positions=position_ids)
+            return self.loss(
+                input_ids,
+                labels,
+                dropout_key=dropout_key,
+                reduction="none",
+                positions=position_ids,
+                mtp_loss_mask=None if self.mtp is None else loss_mask,
+            )
         else:
             out = GPTModel.__call__(self, input_ids, positions=position_ids, dropout_key=dropout_key, cache=cache)
         if labels is not None or not self.post_process:
@@ -359,6 +374,18 @@ def _check_stage(numbers: range, num_layers: int, ends: tuple[bool, bool], tied:
         raise ValueError(
             "share_embeddings_and_output_weights=True needs pre_process=True where post_process is: the table is on "
             "the first stage; take False, or make_train_step on a mesh with a pipeline axis, which ties them"
+        )
+
+
+def _check_multi_token(config: TransformerConfig, layer_class: type | None, numbers: range) -> None:
+    """Raise ValueError for the layers of multi-token prediction without depths, or on a stage of a pipeline."""
+    if config.mtp_num_layers is None:
+        if layer_class is not None:
+            raise ValueError("mtp_block_spec is for a config with mtp_num_layers; leave it out")
+    elif len(numbers) != config.num_layers:
+        raise ValueError(
+            f"mtp_num_layers={config.mtp_num_layers} needs the embedding and the head in one stage, and "
+            f"stage_layers={numbers} is a part of {config.num_layers} layers; build the whole model"
         )
 
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jax_te._validation import check_positive, checked
-from jax_te.config import RecomputeConfig
+from jax_te.config import MLATransformerConfig, RecomputeConfig, TransformerConfig
 from jax_te.layers import RotaryScaling
+from jax_te.megatron import mla_rotary
 from jax_te.models.stack import StackOptions, check_recompute_policy, runs_scanned
 from jax_te.remat import RecomputePolicy
 
@@ -130,6 +131,31 @@ class RotaryPositions:
     scaling: RotaryScaling | None = None
     window_base: float | None = None
     interleaved: bool = False
+
+
+def rotary_positions(config: TransformerConfig, given: RotaryPositions | None) -> RotaryPositions | None:
+    """Return how a model's positions rotate: as an `MLATransformerConfig` says, else as ``given``.
+
+    Raises:
+        ValueError: for ``given`` that contradicts an `MLATransformerConfig`.
+
+    >>> config = MLATransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, rope_type="rope")
+    >>> rotary_positions(config, None)
+    RotaryPositions(base=10000.0, percent=1.0, scaling=None, window_base=None, interleaved=True)
+    """
+    if not isinstance(config, MLATransformerConfig):
+        return given
+    options = mla_rotary(config)
+    own = RotaryPositions(
+        options["base"], options["rotary_percent"], options["scaling"], interleaved=options["interleaved"]
+    )
+    # Megatron-LM gives its models the configuration's base and percentage, too.
+    if given in (None, own, RotaryPositions(), RotaryPositions(own.base, config.rotary_percent)):
+        return own
+    raise ValueError(
+        f"the model's {given} contradicts its MLATransformerConfig, whose fields give {own}; leave out the model's "
+        "rotary options, or give a TransformerConfig with latent_attention"
+    )
 
 
 @checked

@@ -113,6 +113,7 @@ def _check_same_outputs(config: TransformerConfig) -> None:
             "shared experts would be added to the copies",
         ),
         "moe_latent_size": (config.moe_latent_size is not None, "experts of other features are no copies"),
+        "mtp_num_layers": (config.mtp_num_layers is not None, "layers of further tokens are not copied"),
         "moe_expert_capacity_factor": (config.moe_expert_capacity_factor is not None, "it drops tokens"),
         "moe_expert_rank_capacity_factor": (config.moe_expert_rank_capacity_factor is not None, "it drops tokens"),
         "moe_router_load_balancing_type": (

@@ -16,6 +16,7 @@ from flax import nnx
 from jax_te._validation import check_positive, checked, float_dtype
 from jax_te.config import PipelineConfig
 from jax_te.layers import step_metrics
+from jax_te.models import multi_token_metrics
 from jax_te.quantize import frozen_scales, write_back
 from jax_te.sharding import (
     ShardingRules,
@@ -104,7 +105,7 @@ def make_train_step(
         ``loss_scale`` (the one that this step used); of a model with experts also those of
         `jax_te.layers.expert_metrics` over all layers, as ``experts/dropped_share``, and the tokens of each expert of
         each layer, ``experts/<path of the router>/tokens_per_expert [e]``; those of each layer by itself where its
-        options have ``per_layer_logging``.
+        options have ``per_layer_logging``; with ``mtp_num_layers`` those of `jax_te.models.multi_token_metrics`.
 
     Raises:
         ValueError: when called, for a batch whose leaves differ in ``b``, or a ``b`` that does not divide into
@@ -167,7 +168,7 @@ def make_train_step(
             "loss_scale": jnp.asarray(state.scaler.scale, jnp.float32),
         }
         counted = nnx.merge(state.graphdef, state.params, next_quantizers, state.rest)
-        metrics |= step_metrics(counted)
+        metrics |= step_metrics(counted) | multi_token_metrics(counted)
         updates = _apply(transformation, state, finite, next_quantizers, grads, asked_for)
         state = dataclasses.replace(
             state,

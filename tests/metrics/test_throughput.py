@@ -31,6 +31,19 @@ def test_flops_are_six_for_each_weight_of_a_gemm_and_those_of_attention(form):
     assert train_flops(config, vocab_size=48, batch_size=3, sequence_length=8) == wanted
 
 
+def test_depths_multiply_by_their_layers_and_the_head():
+    config = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, add_bias_linear=False, mtp_num_layers=3
+    )
+    model = nnx.eval_shape(
+        lambda: GPTModel(config, vocab_size=48, max_sequence_length=8, position_embedding_type="rope", rngs=nnx.Rngs(0))
+    )
+    kernels = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)) if leaf.ndim > 1)
+    # Five layers attend, and the head, which is the embedding, runs four times.
+    wanted = 6 * (kernels + 3 * 48 * 32) * 24 + 5 * 3 * 24 * (2 * 2 * 32 * 8 / 2)
+    assert train_flops(config, vocab_size=48, batch_size=3, sequence_length=8) == wanted
+
+
 def test_a_token_multiplies_the_experts_that_it_passes():
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "add_bias_linear": False}
     experts = {"num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 48, "moe_layer_freq": [0, 1]}

@@ -67,6 +67,7 @@ Q = jnp.ones((2, 4, 2, 8))
 KEY = jax.random.key(0)
 KERNEL = jnp.ones((16, 16))
 CONFIG = config.TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2)
+LATENTS = config.MLATransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2)
 EXPERTS = config.TransformerConfig(
     num_layers=1, hidden_size=16, num_attention_heads=2, num_moe_experts=2, add_bias_linear=False,
     moe_shared_expert_intermediate_size=16, moe_enable_routing_replay=True,
@@ -575,6 +576,13 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "megatron.TopKRouter.set_target_indices": lambda f: Call(
         megatron_router().set_target_indices, {"topk_indices": jnp.zeros((2, 4, 2), jnp.int32)}
     ),
+    "megatron.MLASelfAttention.__call__": lambda f: Call(
+        megatron.MLASelfAttention(LATENTS, rngs=nnx.Rngs(0)),
+        {
+            "x": X, "attention_mask": None, "encoder_output": None, "packed_seq_params": None, "rotary_pos_emb": None,
+            "cache": None,
+        },
+    ),
     "megatron.MegatronModule.set_symmetric_ar": lambda f: Call(
         megatron.MLP(CONFIG, rngs=nnx.Rngs(0)).set_symmetric_ar, {"set_to": None}
     ),
@@ -829,6 +837,7 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "models.GPTModel.clip_qk": lambda f: Call(
         gpt(config=config.TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, qk_clip=True)).clip_qk,
          {"max_logits": jnp.ones((1, 2))}),
+    "models.multi_token_metrics": lambda f: Call(models.multi_token_metrics, {"model": gpt()}),
     "models.MegatronGPTModel.embed_inputs": lambda f: Call(
         megatron_gpt().embed_inputs, {"tokens": IDS, "positions": None, "dropout_key": None}
     ),

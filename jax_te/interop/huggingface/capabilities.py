@@ -32,7 +32,7 @@ hidden_dropout apply_query_key_layer_scaling attention_softmax_in_fp32 batch_inv
 qk_clip_threshold log_max_attention_logit cp_comm_type hierarchical_context_parallel_sizes cp_load_balanced
 fused_residual_rmsnorm moe_router_bias_update_rate moe_aux_loss_coeff moe_z_loss_coeff moe_input_jitter_eps
 moe_router_dtype moe_enable_routing_replay moe_per_layer_logging moe_layer_recompute moe_token_dispatcher_type
-moe_expert_rank_capacity_factor moe_router_quantile_balancing_ema
+moe_expert_rank_capacity_factor moe_router_quantile_balancing_ema mtp_loss_scaling_factor
 """
 _RUN = (ModelParallelConfig, PrecisionConfig, RecomputeConfig, CudaGraphConfig)
 _NO_OUTPUT = {*_ALSO_NO_OUTPUT.split(), *(field.name for base in _RUN for field in fields(base))}

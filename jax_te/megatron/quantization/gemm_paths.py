@@ -11,6 +11,9 @@ _MEGATRON = (
     (re.compile(r"^layers\.(?=\d)"), "decoder.layers."),
     (re.compile(r"^(encoder|decoder)_layers\."), r"\1.layers."),
     (re.compile(r"\binter_attention\b"), "cross_attention"),
+    (re.compile(r"(?<=attention\.)(q|kv)_(up|down)$"), r"linear_\1_\2_proj"),
+    # Of latent attention, whose queries may have no latent; other self-attention of the models has one projection.
+    (re.compile(r"(?<=self_attention\.)query$"), "linear_q_proj"),
     (re.compile(r"(?<=attention\.)query$"), "linear_q"),
     (re.compile(r"(?<=attention\.)key_value$"), "linear_kv"),
     (re.compile(r"(?<=attention\.)(qkv|proj|key|value)$"), r"linear_\1"),
