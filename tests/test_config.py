@@ -64,11 +64,31 @@ def test_megatrons_words_for_the_activation():
     assert named(activation=("silu", "linear")) == "swiglu"
     config = TransformerConfig(**SIZES, activation_func=jax.nn.silu, gated_linear_unit=True)
     assert dataclasses.replace(config, num_layers=3).activation == "swiglu"
-    assert dataclasses.replace(config, activation_func=jax.nn.relu, activation="gelu").activation == "reglu"
-    with pytest.raises(ValueError, match=r"activation='relu' and activation_func=.*name different functions; give one"):
-        dataclasses.replace(config, activation="relu")
+    assert dataclasses.replace(config, activation_func=jax.nn.relu).activation == "reglu"
+    assert dataclasses.replace(config, gated_linear_unit=False).activation == "silu"
+    assert named(activation="swiglu", activation_func="silu", gated_linear_unit=True) == "swiglu"
+    assert TransformerConfig(**SIZES).gated_linear_unit is False
+    assert TransformerConfig(**SIZES, activation="swiglu").gated_linear_unit is True
     with without_type_checker(), pytest.raises(TypeError, match="must be a name, a function that can be hashed"):
         TransformerConfig(**SIZES, activation=3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"activation": "relu", "activation_func": "silu"}, "activation='relu' and activation_func='silu'.*give one"),
+        ({"activation": "gelu", "activation_func": "silu"}, "activation='gelu' and activation_func='silu'.*give one"),
+        ({"activation": "gelu", "gated_linear_unit": True, "activation_func": "silu"}, "name different functions"),
+        ({"activation": "swiglu", "gated_linear_unit": False}, "gated_linear_unit=False and the activation 'swiglu'"),
+        ({"activation_func": ("silu", "linear"), "gated_linear_unit": False}, "which has 2 components"),
+    ],
+)
+def test_words_for_the_activation_that_contradict_each_other(fields, message):
+    with pytest.raises(ValueError, match=message):
+        TransformerConfig(**SIZES, **fields)
+    later = dict([fields.popitem()])
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(TransformerConfig(**SIZES, **fields), **later)
 
 
 def test_unknown_fields_are_refused():

@@ -11,7 +11,6 @@ from flax import nnx
 
 from jax_te.cli.option_table import flag, options_of
 from jax_te.cli.options import ExpertOptions, ModelOptions
-from jax_te.config import ACTIVATIONS, activation_parts
 from jax_te.interop.huggingface import CONFIG, Architecture, Form, json_file, load_huggingface, read_form
 from jax_te.layers import LoRA
 from jax_te.models import Execution, GPTModel, RotaryPositions
@@ -47,9 +46,7 @@ def pretrained_values(given: dict[str, Any]) -> dict[str, Any]:
     form = pretrained_form(text, given.get("ignore_fields"))[1]
     config, others = form.config, form.others
     positions = others["position_embedding_type"]
-    parts = activation_parts(config.activation)
-    named = [name for name, known in ACTIVATIONS.items() if known == parts]
-    if not named:
+    if not isinstance(config.activation, str):
         raise ValueError(f"--init-from {folder}: jax-te train has no name for its activation {config.activation!r}")
     heads, hidden = config.num_attention_heads, config.hidden_size
     return {
@@ -65,7 +62,7 @@ def pretrained_values(given: dict[str, Any]) -> dict[str, Any]:
         **{name: getattr(config, *(row.library or (name,))) for name, row in EXPERTS.items()},
         "qk_layernorm": config.qk_layernorm,
         "normalization": config.normalization,
-        "activation": named[0],
+        "activation": config.activation,
         "position_embedding": "rope" if isinstance(positions, RotaryPositions) else positions,
         "bias": config.add_bias_linear,
         "tie_embeddings": others["share_embeddings_and_output_weights"],

@@ -15,6 +15,7 @@ from jax_te._validation import (
     is_integer,
     log_once,
 )
+from jax_te.config.filled import FillsFields
 
 AUX_LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 """Load-balancing losses, by Megatron's names."""
@@ -338,7 +339,7 @@ class MoEOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertsConfig:
+class ExpertsConfig(FillsFields):
     """Options of mixtures of experts, with Megatron-Core's names; `TransformerConfig` has these fields, too.
 
     Args:
@@ -461,10 +462,10 @@ class ExpertsConfig:
                 "moe_router_topk_limited_devices is Megatron's former name of moe_router_group_topk: give that alone, "
                 "and moe_router_num_groups"
             )
-        object.__setattr__(self, "moe_router_group_topk", devices)
-        object.__setattr__(self, "moe_router_topk_limited_devices", None)
+        self._fill("moe_router_group_topk", devices)
+        self._fill("moe_router_topk_limited_devices", None)
         # Megatron's groups are the experts of one device.
-        object.__setattr__(self, "moe_router_num_groups", getattr(self, "expert_model_parallel_size", 1))
+        self._fill("moe_router_num_groups", getattr(self, "expert_model_parallel_size", 1))
 
     @checked
     def router_options(self, *, aux_loss_groups: int = 1) -> RouterOptions:

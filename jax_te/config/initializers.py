@@ -47,11 +47,6 @@ class NormalInit:
         return self.std * jax.lax.optimization_barrier(jax.random.normal(key, shape, dtype))
 
 
-@dataclass(frozen=True)
-class FilledInit(NormalInit):
-    """A `NormalInit` that a configuration filled in, so that ``dataclasses.replace`` derives it from the new fields."""
-
-
 @checked
 def normal_init(std: float = TE_INIT_STD) -> NormalInit:
     """Return ``init(key, shape, dtype)`` that draws from N(0, std²).

@@ -20,7 +20,8 @@ from jax_te.config.activation import ActivationLike, LimitedFunction, activation
 from jax_te.config.attention import AttentionConfig, LatentAttentionOptions
 from jax_te.config.cuda_graph import CudaGraphConfig
 from jax_te.config.experts import ExpertsConfig
-from jax_te.config.initializers import FilledInit
+from jax_te.config.filled import FillsFields
+from jax_te.config.initializers import NormalInit
 from jax_te.config.megatron_fields import accepts_megatron_fields
 from jax_te.config.model_parallel import ModelParallelConfig
 from jax_te.config.precision import PrecisionConfig
@@ -34,7 +35,7 @@ POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
 @accepts_megatron_fields
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig(
-    ModelParallelConfig, PrecisionConfig, AttentionConfig, ExpertsConfig, RecomputeConfig, CudaGraphConfig
+    ModelParallelConfig, PrecisionConfig, AttentionConfig, ExpertsConfig, RecomputeConfig, CudaGraphConfig, FillsFields
 ):
     """Sizes and options of a stack of transformer layers, with Megatron-Core's names.
 
@@ -42,6 +43,9 @@ class TransformerConfig(
     and `CudaGraphConfig`, too, all keyword-only. Other fields of Megatron-Core's are taken without effect if they have
     Megatron's default or only tune CUDA; those that would change numbers or communication are refused with what JAX has
     in their place.
+
+    Fields that are not given and follow from others are filled in. ``dataclasses.replace(config, f=v)`` is the
+    configuration built with ``f=v``: it computes these fields anew, and keeps those that were given.
 
     Args:
         num_layers: number of transformer layers.
@@ -58,10 +62,11 @@ class TransformerConfig(
         block_output_layernorm: whether to normalize each block's output, too, before it is added (Gemma 2 and 3).
         fused_residual_rmsnorm: a `jax_te.megatron.TENorm` with ``has_residual=True`` returns its input, too.
         activation: a key of `ACTIVATIONS`; the gated ones have two components. Or a function of one array, elementwise,
-            or a tuple with a function for each component, such as ``(jnp.tanh, "linear")``.
-        activation_func: Megatron-Core's name of ``activation``, which it sets: a function, or its name.
+            or a tuple with a function for each component, such as ``(jnp.tanh, "linear")``. None: that of the next two
+            fields, ``"gelu"`` or ``"geglu"`` without them.
+        activation_func: Megatron-Core's name of ``activation``: a function, or its name.
         gated_linear_unit: whether to multiply the function of a first component by a second one: ``"silu"`` becomes
-            ``"swiglu"``.
+            ``"swiglu"``. None: whether the activation has two components.
         add_bias_linear: whether all linear layers have biases.
         add_qkv_bias: whether the projections to queries, keys and values of self-attention have biases in any case
             (Qwen 2).
@@ -102,9 +107,9 @@ class TransformerConfig(
     layernorm_zero_centered_gamma: bool = False
     block_output_layernorm: bool = False
     fused_residual_rmsnorm: bool = False
-    activation: ActivationLike = "gelu"
+    activation: ActivationLike | None = None
     activation_func: ActivationLike | None = None
-    gated_linear_unit: bool = False
+    gated_linear_unit: bool | None = None
     add_bias_linear: bool = True
     add_qkv_bias: bool = False
     attention_dropout: float = 0.0
@@ -121,7 +126,22 @@ class TransformerConfig(
     _for_heads: ClassVar[tuple[str, ...]] = ("num_query_groups", "add_qkv_bias", "qk_layernorm")
 
     def __post_init__(self) -> None:
-        # Not super(): the six bases do not call each other's.
+        self._check_bases()
+        self._fill_sizes()
+        self._fill_activation()
+        check_annotations(self, TransformerConfig)
+        self._check_norms()
+        check_rate(attention_dropout=self.attention_dropout, hidden_dropout=self.hidden_dropout)
+        self._check_high_precision()
+        self._check_layers(self.num_layers)  # of AttentionConfig, which does not know how many there are
+        self._check_activation_limits()
+        self._check_and_fill_experts()
+        self._check_multi_token()
+        self._fill_initializers()
+        self._fill_compute_dtype()
+
+    def _check_bases(self) -> None:
+        # Not super(): the bases do not call each other's.
         ModelParallelConfig.__post_init__(self)
         PrecisionConfig.__post_init__(self)
         AttentionConfig.__post_init__(self)
@@ -134,63 +154,51 @@ class TransformerConfig(
                 "distribute_saved_activations=True does not go with sequence_parallel=True, under which layers' inputs "
                 "are sharded over the tensor axis already; leave it out"
             )
+
+    def _fill_sizes(self) -> None:
         check_positive(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
             num_attention_heads=self.num_attention_heads,
         )
-        fill = object.__setattr__  # the dataclass is frozen, and what is filled in depends on other fields
-        groups, ffn, channels = self.num_query_groups, self.ffn_hidden_size, self.kv_channels
-        groups = self.num_attention_heads if groups is None else groups
-        ffn = 4 * self.hidden_size if ffn is None else ffn
+        if self.num_query_groups is None:
+            self._fill("num_query_groups", self.num_attention_heads)
+        if self.ffn_hidden_size is None:
+            self._fill("ffn_hidden_size", 4 * self.hidden_size)
         if self.latent_attention is not None:
-            # Before all annotations are checked, since its sizes are read here.
-            if not isinstance(self.latent_attention, LatentAttentionOptions):
-                raise TypeError(
-                    f"latent_attention must be a LatentAttentionOptions or None, got {brief(self.latent_attention)}"
-                )
-            self._check_latent(groups)
-            channels = self.latent_attention.head_channels
-        if channels is None:
-            if self.hidden_size % self.num_attention_heads:
-                raise ValueError(
-                    f"hidden_size {self.hidden_size} is not divisible by num_attention_heads "
-                    f"{self.num_attention_heads}; the next multiple is "
-                    f"{self.hidden_size + -self.hidden_size % self.num_attention_heads}, or give kv_channels"
-                )
-            channels = self.hidden_size // self.num_attention_heads
-        check_positive(num_query_groups=groups, ffn_hidden_size=ffn, kv_channels=channels)
+            self._check_latent()
+            self._fill("kv_channels", self.latent_attention.head_channels)
+        elif self.kv_channels is None:
+            self._fill("kv_channels", self._head_channels())
+        groups: Any = self.num_query_groups
+        check_positive(
+            num_query_groups=groups,
+            ffn_hidden_size=self.ffn_hidden_size,  # type: ignore[arg-type]  # filled in
+            kv_channels=self.kv_channels,  # type: ignore[arg-type]
+        )
         if self.num_attention_heads % groups:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} is not divisible by num_query_groups {groups}"
             )
-        fill(self, "num_query_groups", groups)
-        fill(self, "ffn_hidden_size", ffn)
-        fill(self, "kv_channels", channels)
-        check_bool(gated_linear_unit=self.gated_linear_unit)
-        fill(self, "activation", self._activation())
-        check_annotations(self, TransformerConfig)
-        if not self.layernorm_epsilon > 0.0:
-            raise ValueError(f"layernorm_epsilon must be > 0, got {self.layernorm_epsilon!r}")
-        if self.fused_residual_rmsnorm and self.normalization != "RMSNorm":
-            raise ValueError(
-                f"fused_residual_rmsnorm=True is for normalization='RMSNorm', got {self.normalization!r}; leave one out"
-            )
-        check_rate(attention_dropout=self.attention_dropout, hidden_dropout=self.hidden_dropout)
-        for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
-            count = getattr(self, name)
-            if not is_integer(count) or not 0 <= count <= self.num_layers:
-                raise ValueError(f"{name} must be an integer in [0, num_layers = {self.num_layers}], got {count!r}")
-        self._check_layers(self.num_layers)  # of AttentionConfig, which does not know how many there are
-        self._check_experts()
-        self._check_multi_token()
-        self._fill_initializers()
-        compute = self.params_dtype if self.compute_dtype is None else self.compute_dtype
-        fill(self, "compute_dtype", float_dtype("compute_dtype", compute))
 
-    def _check_latent(self, groups: int) -> None:
+    def _head_channels(self) -> int:
+        """Return the size of a head, all of which together are as large as the hidden size."""
+        hidden, heads = self.hidden_size, self.num_attention_heads
+        if hidden % heads:
+            raise ValueError(
+                f"hidden_size {hidden} is not divisible by num_attention_heads {heads}; the next multiple is "
+                f"{hidden + -hidden % heads}, or give kv_channels"
+            )
+        return hidden // heads
+
+    def _check_latent(self) -> None:
+        # Before all annotations are checked, since its sizes are read here.
+        if not isinstance(self.latent_attention, LatentAttentionOptions):
+            raise TypeError(
+                f"latent_attention must be a LatentAttentionOptions or None, got {brief(self.latent_attention)}"
+            )
         given = {
-            "num_query_groups": groups != self.num_attention_heads,
+            "num_query_groups": self.num_query_groups != self.num_attention_heads,
             "add_qkv_bias": self.add_qkv_bias,
             "qk_layernorm": self.qk_layernorm,
         }
@@ -200,6 +208,43 @@ class TransformerConfig(
                 "have keys and values of their own and whose norms are those of latents (latent_layernorm); leave it "
                 "out"
             )
+
+    def _fill_activation(self) -> None:
+        """Fill in the activation that the three fields name, and whether it is gated."""
+        if self.gated_linear_unit is not None:
+            check_bool(gated_linear_unit=self.gated_linear_unit)
+        func, given, gated = self.activation_func, self.activation, self.gated_linear_unit
+        named = [activation_parts(given)] if given is not None else []
+        if func is not None:
+            named.append(activation_parts(func if isinstance(func, tuple) else (func,), "activation_func"))
+        named = [(*parts, "linear") if gated and len(parts) == 1 else parts for parts in named or [("gelu",)]]
+        if len(set(named)) > 1:
+            raise ValueError(
+                f"activation={given!r} and activation_func={func!r}, gated_linear_unit={gated} name different "
+                "functions; give one of the two"
+            )
+        parts = named[0]
+        if gated is not None and gated != (len(parts) > 1):
+            raise ValueError(
+                f"gated_linear_unit={gated} and the activation {named_activation(parts)!r}, which has {len(parts)} "
+                "components; leave gated_linear_unit out, or change the activation"
+            )
+        self._fill("activation", named_activation(parts))
+        self._fill("gated_linear_unit", len(parts) > 1)
+
+    def _check_norms(self) -> None:
+        if not self.layernorm_epsilon > 0.0:
+            raise ValueError(f"layernorm_epsilon must be > 0, got {self.layernorm_epsilon!r}")
+        if self.fused_residual_rmsnorm and self.normalization != "RMSNorm":
+            raise ValueError(
+                f"fused_residual_rmsnorm=True is for normalization='RMSNorm', got {self.normalization!r}; leave one out"
+            )
+
+    def _check_high_precision(self) -> None:
+        for name in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
+            count = getattr(self, name)
+            if not is_integer(count) or not 0 <= count <= self.num_layers:
+                raise ValueError(f"{name} must be an integer in [0, num_layers = {self.num_layers}], got {count!r}")
 
     def _check_multi_token(self) -> None:
         if self.mtp_num_layers is None:
@@ -227,35 +272,60 @@ class TransformerConfig(
                 "moe_layer_recompute=True names a part of a layer, and recompute_granularity='full' computes whole "
                 "layers again; leave one out"
             )
-        # Megatron's default, the attention core, where there was no selective recomputation before.
-        modules = () if self.recompute_granularity is None else tuple(self.recompute_modules or ("core_attn",))
-        object.__setattr__(self, "recompute_granularity", "selective")
-        object.__setattr__(self, "recompute_modules", (*modules, *(("moe",) if "moe" not in modules else ())))
+        if self.recompute_granularity is None:
+            # Modules without a granularity are for RecomputeConfig to refuse.
+            if self.recompute_modules is not None and tuple(self.recompute_modules) != ("core_attn",):
+                return
+            modules: tuple[str, ...] = ("moe",)
+        else:
+            modules = tuple(self.recompute_modules or ("core_attn",))
+            modules = modules if "moe" in modules else (*modules, "moe")
+        self._fill("recompute_granularity", "selective")
+        self._fill("recompute_modules", modules)
 
-    def _check_experts(self) -> None:
+    def _check_activation_limits(self) -> None:
         limits = {
             "activation_func_clamp_value": self.activation_func_clamp_value is not None,
             "glu_linear_offset": self.glu_linear_offset != 0.0,
         }
-        parts = activation_parts(self.activation)
+        parts = activation_parts(self.activation)  # type: ignore[arg-type]  # filled in
         for name in [name for name, given in limits.items() if given]:
             if len(parts) != 2 or parts[1] != "linear":
                 raise ValueError(
                     f"{name} is for a gated activation, a function times a linear component, and activation is "
                     f"{self.activation!r}; set gated_linear_unit=True, or leave it out"
                 )
+
+    def _check_and_fill_experts(self) -> None:
         self._moe_layers(self.num_layers)
         if self.num_moe_experts is None:
             if self.moe_ffn_hidden_size is not None and self.moe_layer_freq == 1:
                 raise ValueError("moe_ffn_hidden_size is for layers with experts: set num_moe_experts, or leave it out")
             return
         if self.moe_ffn_hidden_size is None:
-            object.__setattr__(self, "moe_ffn_hidden_size", self.ffn_hidden_size)
+            self._fill("moe_ffn_hidden_size", self.ffn_hidden_size)
         if self.add_bias_linear and self.moe_shared_expert_intermediate_size is not None:
             raise ValueError(
                 "add_bias_linear=True with moe_shared_expert_intermediate_size: shared experts have no biases, as in "
                 "Megatron; set add_bias_linear=False"
             )
+
+    def _fill_initializers(self) -> None:
+        # Each layer adds two outputs to the residual stream; so scaled, its variance does not grow with the depth.
+        scaled = self.init_method_std / math.sqrt(2.0 * self.num_layers)
+        for name, std in (("init_method", self.init_method_std), ("output_layer_init_method", scaled)):
+            given = getattr(self, name)
+            if given is None:
+                self._fill(name, NormalInit(std))
+            elif not callable(given) or type(given).__hash__ is None:
+                raise TypeError(f"{name} must be a function init(key, shape, dtype) that can be hashed, got {given!r}")
+
+    def _fill_compute_dtype(self) -> None:
+        if self.compute_dtype is None:
+            self._fill("compute_dtype", self.params_dtype)
+        else:
+            # One spelling of a dtype, as that of parameters.
+            object.__setattr__(self, "compute_dtype", float_dtype("compute_dtype", self.compute_dtype))
 
     @checked
     def has_experts(self, layer: int) -> bool:
@@ -278,39 +348,12 @@ class TransformerConfig(
     def limited_activation(self) -> ActivationLike:
         """The activation with ``activation_func_clamp_value`` and ``glu_linear_offset``, as layers take it."""
         limit, offset = self.activation_func_clamp_value, self.glu_linear_offset
+        activation: Any = self.activation
         if limit is None and offset == 0.0:
-            return self.activation
-        gate, linear = activation_parts(self.activation)
+            return activation
+        gate, linear = activation_parts(activation)
         low = None if limit is None else -limit
         return LimitedFunction(gate, high=limit), LimitedFunction(linear, low, limit, offset)
-
-    def _activation(self) -> ActivationLike:
-        """Return the activation that the three fields name."""
-        func, given = self.activation_func, named_activation(activation_parts(self.activation))
-        parts = activation_parts(self.activation)
-        if func is not None:
-            parts = activation_parts(func if isinstance(func, tuple) else (func,), "activation_func")
-        if self.gated_linear_unit and len(parts) == 1:
-            parts = (*parts, "linear")
-        chosen = named_activation(parts)
-        # Filled in before, or the default: dataclasses.replace passes both fields.
-        if func is not None and given not in ("gelu", chosen):
-            raise ValueError(
-                f"activation={given!r} and activation_func={func!r}, gated_linear_unit={self.gated_linear_unit} name "
-                "different functions; give one of the two"
-            )
-        return chosen
-
-    def _fill_initializers(self) -> None:
-        # Each layer adds two outputs to the residual stream; so scaled, its variance does not grow with the depth.
-        scaled = self.init_method_std / math.sqrt(2.0 * self.num_layers)
-        for name, std in (("init_method", self.init_method_std), ("output_layer_init_method", scaled)):
-            given = getattr(self, name)
-            # A value that was filled in is recomputed by dataclasses.replace(config, init_method_std=...).
-            if given is None or isinstance(given, FilledInit):
-                object.__setattr__(self, name, FilledInit(std))
-            elif not callable(given) or type(given).__hash__ is None:
-                raise TypeError(f"{name} must be a function init(key, shape, dtype) that can be hashed, got {given!r}")
 
     @checked
     def in_high_precision(self, layer: int) -> bool:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te._validation import checked
-from jax_te.config import TransformerConfig, activation_parts
+from jax_te.config import TransformerConfig
 from jax_te.layers import Embedding, Linear, keep_in_high_precision, parameter
 from jax_te.models.from_config import ENCODER_NOT_FOLLOWED, transformer_layer
 from jax_te.models.language_model import LanguageModel
@@ -75,7 +75,7 @@ class BertModel(LanguageModel):
         if num_tokentypes < 0:
             raise ValueError(f"num_tokentypes must be >= 0, got {num_tokentypes}")
         h, dtype = config.hidden_size, config.params_dtype
-        if add_lm_head and len(activation_parts(config.activation)) > 1:
+        if add_lm_head and config.gated_linear_unit:
             raise ValueError(f"the head's activation has no gate, got {config.activation!r}; give add_lm_head=False")
         # The order of the lines below is the order in which weights are drawn: another one changes initial values.
         self._make_embeddings(learned_positions=True, rngs=rngs)
@@ -220,4 +220,4 @@ class BertModel(LanguageModel):
         if self.head_dense is None or self.head_norm is None:
             raise ValueError("the model has no head for tokens; build it with add_lm_head=True")
         y = constrain(self.head_dense(x), self._axes)  # type: ignore[arg-type]  # an array: it returns no bias
-        return self.head_norm(activation(y[..., None, :], self.config.activation, out_axes=self._axes))
+        return self.head_norm(activation(y[..., None, :], self.config.limited_activation, out_axes=self._axes))

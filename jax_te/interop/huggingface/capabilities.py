@@ -14,7 +14,6 @@ from jax_te.config import (
     PrecisionConfig,
     RecomputeConfig,
     TransformerConfig,
-    activation_parts,
 )
 from jax_te.interop.huggingface.config_json import Fields
 from jax_te.interop.huggingface.tensor_patterns import Sizes, Table
@@ -98,7 +97,7 @@ class Form:
         c = self.config
         n, g, d = c.num_attention_heads, c.num_query_groups or 1, c.kv_channels or 1
         letters = {
-            "a": len(activation_parts(c.activation)),
+            "a": 2 if c.gated_linear_unit else 1,
             "h": c.hidden_size,
             "f": c.ffn_hidden_size or 1,
             "n": n,
