@@ -24,6 +24,8 @@ from jax_te import checkpoint, data, layers, linen, megatron, models, ops, quant
 from jax_te._validation import brief
 from jax_te.interop.huggingface import save_huggingface
 from jax_te.interop.megatron import load_megatron, read_megatron, save_megatron
+from jax_te.recipe import Float8CurrentScaling, autocast
+from jax_te.remat import remat, selective_recompute
 from jax_te.training.pipeline import split_layers
 from tests.support.bad_values import VALUES, allows, calls_of
 from tests.support.numerics import NO_DROPOUT, without_type_checker
@@ -368,3 +370,56 @@ def test_2000_wrong_calls_are_refused_clearly_or_have_a_meaning(quiet: Path) -> 
     print(f"{made} calls of {len(CALLS)} functions and methods")
     assert wrong == []
     assert made == 2000
+
+
+WITH_KERNELS = [
+    name
+    for name, function in CHECKED.items()
+    if name.endswith("__call__") and "is_first_microbatch" in inspect.signature(function).parameters
+]
+
+
+@pytest.mark.parametrize("name", WITH_KERNELS)
+@pytest.mark.filterwarnings("ignore")
+def test_a_refused_call_keeps_the_cached_kernels(name: str, quiet: Path) -> None:
+    """Also where it is refused late, after some of a layer's kernels were quantized."""
+    call, hints, refusals = CALLS[name](quiet), hints_of(CHECKED[name]), 0
+    call = call._replace(kwargs=call.kwargs | {"is_first_microbatch": True})
+    with autocast(Float8CurrentScaling()):
+        call.run()
+        owner: Any = getattr(call.function, "__self__", call.function)
+        cached = [module.kernel_cache for _, module in layers.quantizable_modules(owner)]
+        assert any(cache is not None for cache in cached)
+        for argument in call.kwargs.keys() - {"is_first_microbatch"}:
+            for value in (X[..., :15], X[0, 0, :3], jnp.ones((3, 2, 5))):
+                problem, refused = outcome(call, name, argument, value, hints.get(argument, Any), quiet)
+                assert not problem.endswith("]"), problem  # it has changed something
+                refusals += refused
+    assert refusals
+
+
+def test_a_refused_call_that_reached_inner_layers_keeps_their_kernels() -> None:
+    """Of a layer that is recomputed, too, whose inner layers are copies."""
+    layer, wrong = layers.TransformerLayer(16, 16, 2, **NO_DROPOUT, rngs=nnx.Rngs(0)), jnp.ones((2, 4, 3, 7))
+    with autocast(Float8CurrentScaling()):
+        layer(X, is_first_microbatch=True)
+        kept = layer(X, is_first_microbatch=False)
+        kernel = layer.self_attention.qkv.kernel
+        kernel.set_value(2 * kernel.get_value())
+        with selective_recompute("mlp", "core_attn"), pytest.raises(TypeError, match="mask must be bool"):
+            layer(X, wrong, self_attn_mask_type="arbitrary", is_first_microbatch=True)
+        np.testing.assert_array_equal(layer(X, is_first_microbatch=False), kept)
+        remade = remat(lambda layer, x: layer(x, is_first_microbatch=True), layer, X)
+        assert (remade != kept).any()
+        kept = layer(X, is_first_microbatch=False)
+        kernel.set_value(2 * kernel.get_value())
+
+        wanted: Any = {"self_attn_mask_type": "arbitrary"}
+
+        class Refusing(nnx.Module):
+            def __call__(self, x: Any, mask: Any) -> Any:
+                return remat(lambda layer, x: layer(layer(x, is_first_microbatch=True), mask, **wanted), layer, x)
+
+        with pytest.raises(TypeError, match="mask must be bool"):
+            Refusing()(X, wrong)
+        np.testing.assert_array_equal(layer(X, is_first_microbatch=False), kept)

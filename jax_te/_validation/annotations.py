@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from jax_te._validation.kinds import Kind, kinds_of
+from jax_te._validation.undo import undone_if_raised
 
 T = TypeVar("T")
 
@@ -18,10 +19,11 @@ def checked(target: T) -> T:
     """Return a function, or a class, that refuses arguments which its annotations do not allow.
 
     Of a class it is the constructor, ``__call__`` and the public methods that the class itself defines. The body does
-    not run before a refusal. If the body raises, ``rngs`` gives the keys that it would have given without the call. An
-    annotation that holds ``Any`` or a protocol allows everything. An array may be any object with a shape and a dtype.
-    The ranges of numbers are for the function itself to check. ``Annotated[..., Words(...)]`` gives a message better
-    words than the type has.
+    not run before a refusal. If the body raises, ``rngs`` gives the keys that it would have given without the call, and
+    ``__call__`` leaves the state of modules as it was, see `to_undo`. An annotation that holds ``Any`` or a protocol
+    allows everything, and so does that of ``**kwargs``. An array may be any object with a shape and a dtype. The ranges
+    of numbers are for the function itself to check. ``Annotated[..., Words(...)]`` gives a message better words than
+    the type has.
 
     Raises:
         TypeError: when called, for a flag that is not True or False, and for an object of another class.
@@ -37,7 +39,9 @@ def checked(target: T) -> T:
     for name, member in list(vars(target).items()):
         if name == "__init__" or not (inspect.isfunction(member) or isinstance(member, classmethod | staticmethod)):
             continue
-        if name == "__call__" or not name.startswith("_"):
+        if name == "__call__":
+            setattr(target, name, _checked_function(_undone_if_raised(member), member))
+        elif not name.startswith("_"):
             setattr(target, name, _checked_method(member))
     # A dataclass's own annotations: its constructor has the text of those of its bases, whose modules know other names.
     annotated = target if "__dataclass_fields__" in vars(target) else target.__init__
@@ -50,6 +54,15 @@ def _checked_method(member: Any) -> Any:
     if isinstance(member, classmethod | staticmethod):
         return type(member)(_checked_function(member.__func__, member.__func__))
     return _checked_function(member, member)
+
+
+def _undone_if_raised(function: Any) -> Any:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with undone_if_raised():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def _checked_function(function: Any, annotated: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import jax
 from flax import nnx
 
-from jax_te._validation import check_bool, checked
+from jax_te._validation import check_bool, checked, to_undo
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.parameters import StepState
 from jax_te.ops import LinearWeights, quantize_kernel
@@ -272,8 +272,10 @@ class QuantizableModule(TrainingMode):
             )
         others = {} if self.kernel_cache is None else self.kernel_cache.get_value()
         cached = self.quantized(kernel, value)
+        before = self.kernel_cache
         # A new Variable, since the one before may belong to another trace.
         self.kernel_cache = CachedKernel({**others, kernel: cached})
+        to_undo(functools.partial(setattr, self, "kernel_cache", nnx.data(before)))
         return cached
 
 

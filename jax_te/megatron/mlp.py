@@ -14,7 +14,7 @@ from jax_te.megatron.layernorm_linear import TELayerNormColumnParallelLinear
 from jax_te.megatron.linear import TERowParallelLinear
 from jax_te.megatron.module import MegatronModule
 from jax_te.ops import Activation, activation
-from jax_te.remat import recomputed, run_recomputed, selective_recompute
+from jax_te.remat import recomputed, run_on_copies, run_recomputed, selective_recompute
 from jax_te.typing import Array
 
 
@@ -85,10 +85,9 @@ class MLP(MegatronModule):
         parts: Any = (self.linear_fc1, self.linear_fc2, hidden_states)
         if not recomputed("mlp"):
             return self._run(parts, is_first_microbatch), None
-        # Recomputed as a whole, without recomputation inside. The layers are arguments, since jax.checkpoint passes
-        # copies: a kernel cached on the outer layers would be a tracer.
+        # Recomputed as a whole, without recomputation inside. The layers are operands, whose state the call may change.
         with selective_recompute():
-            return jax.checkpoint(lambda parts: self._run(parts, is_first_microbatch))(parts), None
+            return run_on_copies(jax.checkpoint, lambda parts: self._run(parts, is_first_microbatch), parts), None
 
     def _run(self, parts: Any, first: bool | None) -> Array:
         linear_fc1, linear_fc2, x = parts

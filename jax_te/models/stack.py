@@ -18,7 +18,7 @@ from jax_te.layers import Rotary, TransformerLayer
 from jax_te.models.batch_parts import join_batch, split_arguments, split_batch
 from jax_te.ops import loop_over_layers
 from jax_te.quantize import QuantizerState, as_float32_inside, with_max_gradients_inside
-from jax_te.remat import RecomputePolicy, recompute_policy, remat, selective_recompute
+from jax_te.remat import Changes, RecomputePolicy, Watched, recompute_policy, remat, selective_recompute
 from jax_te.typing import Array
 
 _NO_RECOMPUTE = RecomputeConfig()
@@ -328,13 +328,14 @@ def _run_scanned(
 
     # graphdefs hold all static attributes, so layers with another recipe, window or name are in another group; and
     # structures tell which kernels are cached, and the sinks without arrays of an abstract pass.
-    for (recomputed, *structures), alike in itertools.groupby(groups, key=structure):
-        steps = []
+    for (recomputed, *structures), found in itertools.groupby(groups, key=structure):
+        alike, steps = list(found), []
         for group in alike:
             members = range(group.first, group.first + group.count)
             steps.append(([_stackable(split[i][1]) for i in members], [keys[i] for i in members]))
         with jax.named_scope("layers"):
-            xs = _scan(calls[recomputed], [graphdef for graphdef, _ in structures], steps, xs, given)
+            own = [list(layers[group.first : group.first + group.count]) for group in alike]
+            xs = _scan(calls[recomputed], [graphdef for graphdef, _ in structures], steps, own, xs, given)
     return xs
 
 
@@ -362,21 +363,48 @@ def _scan(
     call: Callable[..., Parts],
     graphdefs: Sequence[Any],
     steps: list[tuple[list[nnx.State], list[Any]]],
+    layers: list[list[nnx.Module]],
     xs: Parts,
     given: tuple[dict[str, Any], ...],
 ) -> Parts:
-    def run(xs: Parts, step: tuple[list[nnx.State], list[Any]]) -> Parts:
+    """Run steps of layers in a loop over the layers' states; what the calls change reaches the layers of each step."""
+    found: list[Changes] = []
+
+    def run(xs: Parts, step: tuple[list[nnx.State], list[Any]]) -> tuple[Parts, list[Array]]:
         states, keys = step
         if len(xs) > 1:
             states = [_merging(state) for state in states]
-        return call(xs, [nnx.merge(*pair) for pair in zip(graphdefs, states, strict=True)], keys, given)
+        copies = [nnx.merge(*pair) for pair in zip(graphdefs, states, strict=True)]
+        watched = Watched(copies)
+        xs = call(xs, copies, keys, given)
+        arrays, changes = watched.changes()
+        found[:] = [changes]
+        return xs, arrays
 
     # One step needs no loop, which would stack and slice needlessly.
     if len(steps) == 1:
-        return run(xs, steps[0])
+        xs, changed = run(xs, steps[0])
+        _check_own_state(found[0], layers)
+        found[0].apply(layers[0], changed)
+        return xs
     stacked = jax.tree.map(lambda *leaves: jnp.stack([_behind_barrier(leaf) for leaf in leaves]), *steps)
     with loop_over_layers():
-        return jax.lax.scan(lambda xs, step: (run(xs, step), None), xs, stacked)[0]
+        xs, changed = jax.lax.scan(run, xs, stacked)
+    _check_own_state(found[0], layers)
+    for step, own in enumerate(layers):
+        found[0].apply(own, [array[step] for array in changed])
+    return xs
+
+
+def _check_own_state(changes: Changes, layers: list[list[nnx.Module]]) -> None:
+    """Raise ValueError for a Variable of several layers that their calls change: in a loop each changes a copy."""
+    changed = [variable for own in layers for variable in changes.changed_variables(own)]
+    if len({id(variable) for variable in changed}) < len(changed):
+        kinds = ", ".join(sorted({type(variable).__name__ for variable in changed}))
+        raise ValueError(
+            f"layers share state that their calls change ({kinds}), and a loop over layers gives each one a copy: give "
+            "each layer its own, or take scan=False"
+        )
 
 
 def _behind_barrier(leaf: Array) -> Array:

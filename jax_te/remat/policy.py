@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import jax
-import numpy as np
 
 from jax_te._validation import checked
 from jax_te.config import RECOMPUTE_POLICIES
+from jax_te.remat.carried import is_array, run_on_copies
 from jax_te.remat.sharded_input import remat_with_sharded_input
-from jax_te.typing import Array, Words
+from jax_te.typing import Words
 
 CHECKPOINT_NAMES = ("quantized", "gemm", "ffn1", "ffn2", "norm", "activation", "context")
 """Names that this package gives to arrays: ``"quantized"``, operands of backward's GEMMs; ``"gemm"``, outputs of linear
@@ -146,13 +147,15 @@ def remat(
 ) -> Any:
     """Return ``function(*args, **kwargs)``; backward recomputes the arrays that ``policy`` does not save.
 
-    Results, gradients and next states of delayed scaling are those of the plain call. Random keys and scales are
-    inputs, so the second pass draws the same masks and quantizes with the same scales; the next value of a state
-    leaves backward once, as the state's gradient.
+    Results, gradients and next states are those of the plain call. Random keys and scales are inputs, so the second
+    pass draws the same masks and quantizes with the same scales. What forward changes in modules that are arguments, or
+    the function itself, it changes once: counts of random streams, statistics of norms, cached kernels. The next value
+    of a quantizer state leaves backward once, as the state's gradient.
 
     Args:
         function: a function of arrays and pytrees of arrays (modules are such pytrees), or a module. Arguments without
-            arrays, like strings and flags, are passed on unchanged.
+            arrays, like strings and flags, are passed on unchanged. Modules that a function closes over are constants,
+            which it cannot change.
         *args, **kwargs: arguments of ``function``.
         policy: see `RecomputePolicy`. With None or ``"none"`` this is a plain call.
         distribute_saved_activations: whether to save the first array argument, ``[b, s, ...]``, sharded over the mesh's
@@ -180,25 +183,15 @@ def remat(
         )
     if chosen is None:  # no jax.checkpoint: even one that saves everything changes what the compiler may fuse
         return function(*args, **kwargs)
-    # jax.checkpoint traces each argument it is given, so it gets the arrays alone: flags and strings stay static.
-    # The function is flattened too, since it may be a module, whose arrays need gradients.
-    first, rest = jax.tree.flatten(args), jax.tree.flatten((function, kwargs))
-    leaves = [*first[0], *rest[0]]
-    dynamic = [leaf for leaf in leaves if _is_array(leaf)]
 
-    def run(*arrays: Array) -> Any:
-        given = iter(arrays)
-        filled = [next(given) if _is_array(leaf) else leaf for leaf in leaves]
-        run_args = jax.tree.unflatten(first[1], filled[: len(first[0])])
-        run_function, run_kwargs = jax.tree.unflatten(rest[1], filled[len(first[0]) :])
-        return run_function(*run_args, **run_kwargs)
+    def call(operands: tuple[Any, ...]) -> Any:
+        own_args, own_function, own_kwargs = operands
+        return own_function(*own_args, **own_kwargs)
 
-    if distribute_saved_activations:
-        if not any(map(_is_array, first[0])):
-            raise ValueError("distribute_saved_activations=True shards the first array argument, and there is none")
-        return remat_with_sharded_input(run, *dynamic)
-    return jax.checkpoint(run, policy=chosen.jax_policy())(*dynamic)
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+    # The function is an operand, too, since it may be a module, whose arrays need gradients.
+    operands = (args, function, kwargs)
+    if not distribute_saved_activations:
+        return run_on_copies(lambda run: jax.checkpoint(run, policy=chosen.jax_policy()), call, operands)
+    if not any(map(is_array, jax.tree.leaves(args))):
+        raise ValueError("distribute_saved_activations=True shards the first array argument, and there is none")
+    return run_on_copies(lambda run: functools.partial(remat_with_sharded_input, run), call, operands)

@@ -10,6 +10,7 @@ import jax
 
 from jax_te._validation import checked
 from jax_te.config import RECOMPUTE_MODULES
+from jax_te.remat.carried import run_on_copies
 
 # A user context takes part in the jit cache key: a function traced with other modules is traced again.
 ambient_modules = jax.make_user_context(())
@@ -67,7 +68,7 @@ def run_recomputed(function: Callable[..., Any], x: Any, *, kept: dict[str, tupl
 
     Args:
         function: a component of a layer, with its parameters.
-        x: array or pytree of arrays.
+        x: array, or pytree of arrays and modules.
         kept: checkpoint names that stay saved if a module is recomputed, by the component's module names. If several
             modules are recomputed, the names that all of them list stay saved.
 
@@ -85,4 +86,4 @@ def run_recomputed(function: Callable[..., Any], x: Any, *, kept: dict[str, tupl
     # An array that one of these modules recomputes must not stay saved because another would save it.
     names = sorted(set.intersection(*chosen))
     policy = jax.checkpoint_policies.save_only_these_names(*names) if names else None
-    return jax.checkpoint(function, policy=policy)(x)
+    return run_on_copies(lambda run: jax.checkpoint(run, policy=policy), function, x)

@@ -109,7 +109,7 @@ class Experts(TrainingMode):
         if placement is not None:
             axes, summands = PartitionSpec(*placement.row_spec, None), placement.size(placement.features)
 
-        # The layer is an argument, since jax.checkpoint passes a copy.
+        # The layer is an operand, whose state the call may change.
         def rest(parts: Any) -> Array:
             linear_fc2, hidden, probs, groups = parts
             if not self.apply_probs_on_input:

@@ -20,7 +20,7 @@ from jax_te.layers.moe.grouped_linear import GroupedLinear
 from jax_te.layers.moe.router import Router, Routing
 from jax_te.layers.results import layer_output
 from jax_te.ops import Activation, RowGroups, dispatch, permute
-from jax_te.remat import recomputed, selective_recompute
+from jax_te.remat import recomputed, run_on_copies, selective_recompute
 from jax_te.sharding import constrain
 from jax_te.typing import Array, DTypeLike, Initializer, Key, TensorGroup
 
@@ -56,11 +56,12 @@ class MixtureOfExperts(TrainingMode):
         """Return the sum of each token's experts, and the routing."""
         if not recomputed("moe"):
             return self._mixed(x, padding_mask, key, chosen, is_first_microbatch)
-        # Recomputed as a whole, without recomputation inside. The layer is an argument, since jax.checkpoint passes a
-        # copy: a kernel cached on the outer layer would be a tracer.
+        # Recomputed as a whole, without recomputation inside. The layer is an operand, whose state the call may change.
         with selective_recompute():
-            return jax.checkpoint(lambda layer, *arrays: layer._mixed(*arrays, is_first_microbatch))(
-                self, x, padding_mask, key, chosen
+            return run_on_copies(
+                jax.checkpoint,
+                lambda operands: operands[0]._mixed(*operands[1:], is_first_microbatch),
+                (self, x, padding_mask, key, chosen),
             )
 
     def _mixed(
@@ -82,8 +83,11 @@ class MixtureOfExperts(TrainingMode):
         if self.shared_experts is None or not recomputed("shared_experts"):
             return None if self.shared_experts is None else self.shared_experts(x, is_first_microbatch=first)
         with selective_recompute():
-            call = jax.checkpoint(lambda layer, x: layer(x, is_first_microbatch=first))
-            return call(self.shared_experts, x)
+            return run_on_copies(
+                jax.checkpoint,
+                lambda operands: operands[0](operands[1], is_first_microbatch=first),
+                (self.shared_experts, x),
+            )
 
     def _routed(self, x: Array, routing: Routing, first: bool | None) -> Array:
         """Return the sum of the outputs of each token's experts."""
