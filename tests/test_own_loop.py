@@ -209,7 +209,7 @@ def test_frozen_scales_stay_where_the_state_is_differentiated_too(mesh):
 def test_a_state_of_another_history_raises(run):
     with autocast(DelayedScaling(amax_history_len=8)):
         model = mlp()
-    with pytest.raises(QuantizerStateError, match=r"histories of 8, and .* has 2\..* prepare_quantization"):
+    with pytest.raises(QuantizerStateError, match=r"histories of 8, and .* needs 2\..* prepare_quantization"):
         run(model)
 
 

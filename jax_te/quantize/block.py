@@ -8,7 +8,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from jax_te._validation import checked
+from jax_te._validation import check_float, checked
 from jax_te.quantize.quantizer import Quantizer, check_fp8
 from jax_te.quantize.scaling import amax, compute_scale, power_of_two_scale
 from jax_te.quantize.tensor import QuantizedTensor, as_matrix, expand_blocks
@@ -75,6 +75,8 @@ class BlockQuantizer(Quantizer):
     def quantize(
         self, x: Array, scale: Array | None, *, axis: int, columnwise: bool
     ) -> tuple[QuantizedTensor, Array | None]:
+        check_float("BlockQuantizer", x)
+        self.check_scale(scale)
         block = directed_block((BLOCK if self.two_dimensional else 1, BLOCK), columnwise)
         matrix = as_matrix(x, axis)
         scale_of = power_of_two_scale if self.power_of_two else compute_scale
@@ -115,6 +117,8 @@ class MXQuantizer(Quantizer):
     def quantize(
         self, x: Array, scale: Array | None, *, axis: int, columnwise: bool
     ) -> tuple[QuantizedTensor, Array | None]:
+        check_float("MXQuantizer", x)
+        self.check_scale(scale)
         block = directed_block((1, MX_BLOCK), columnwise)
         matrix = as_matrix(x, axis)
         limit = fp8_max(self.dtype)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.random import threefry_2x32
 
-from jax_te._validation import checked, dtype_name
+from jax_te._validation import check_float, checked, dtype_name
 from jax_te.quantize.block import block_amax, directed_block
 from jax_te.quantize.group_tiles import GroupTiles
 from jax_te.quantize.hadamard import hadamard_rows
@@ -66,6 +66,8 @@ class NVFP4Quantizer(Quantizer):
     def quantize(
         self, x: Array, scale: Array | None, *, axis: int, columnwise: bool
     ) -> tuple[QuantizedTensor, Array | None]:
+        check_float("NVFP4Quantizer", x)
+        self.check_scale(scale)
         matrix = as_matrix(x, axis)
         rotated = self._rotated(matrix, columnwise)
         bits = _random_bits(matrix, columnwise) if self.stochastic_rounding else None

@@ -14,7 +14,7 @@ from jax_te.errors import QuantizerStateError
 from jax_te.quantize.block import BlockQuantizer, MXQuantizer
 from jax_te.quantize.nvfp4 import NVFP4Quantizer
 from jax_te.quantize.quantizer import Quantizer, TensorQuantizer
-from jax_te.quantize.scaling import AmaxRule, AmaxState, next_amax_state, scale_in_use
+from jax_te.quantize.scaling import AmaxRule, AmaxState, history_slots, next_amax_state, scale_in_use
 from jax_te.recipe import (
     GEMMS,
     CustomRecipe,
@@ -170,12 +170,17 @@ def check_state(state: GemmState | None, recipe: DelayedScaling) -> None:
             f"{recipe} needs quantizer state and this layer has none. Build the model inside "
             "`with autocast(recipe):`, or attach state with prepare_quantization(model, recipe)."
         )
-    length = state["kernel"]["amax_history"].shape[-1]
-    if length != recipe.amax_history_len:
+    slots = state["kernel"]["amax_history"].shape[-1]
+    if slots != history_slots(recipe):
         raise QuantizerStateError(
-            f"the quantizer state has amax histories of {length}, and {recipe} has {recipe.amax_history_len}. Call "
+            f"the quantizer state has amax histories of {slots}, and {recipe} needs {history_slots(recipe)}. Call "
             "under the recipe of the state, or make new state: prepare_quantization(model, recipe), change_recipe"
         )
+
+
+def _amax_rule(recipe: DelayedScaling) -> AmaxRule:
+    # Of a history of one step only the newest amax counts, see `history_slots`.
+    return AmaxRule(recipe.margin, "most_recent" if recipe.amax_history_len == 1 else recipe.amax_compute_algo)
 
 
 # Cached, because every call of every layer needs it, and a model has few recipes; a recipe is hashable data.
@@ -206,7 +211,7 @@ def precision_of(recipe: Recipe | None) -> Precision:
         **operands,
         overridden=overridden,
         split_accumulator=tuple(getattr(recipe, f"fp8_gemm_{gemm}").use_split_accumulator for gemm in GEMMS),  # type: ignore[arg-type]
-        amax_rule=AmaxRule(recipe.margin, recipe.amax_compute_algo) if delayed else None,
+        amax_rule=_amax_rule(recipe) if delayed else None,
         # The least common multiple: the largest of 48 and 32 satisfies one of them.
         alignment=math.lcm(*(quantizer.alignment for quantizer in quantizers)),
         shard_multiple=None if None in multiples else math.lcm(*multiples),  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
-from jax_te._validation import checked, dtype_name
+from jax_te._validation import check_float, checked, dtype_name
 from jax_te.quantize.group_tiles import GroupTiles
 from jax_te.quantize.scaling import amax, compute_scale, power_of_two_scale
 from jax_te.quantize.tensor import QuantizedOperand, QuantizedTensor
@@ -45,6 +45,14 @@ class Quantizer(abc.ABC):
         self, x: Array, scale: Array | None, *, axis: int, columnwise: bool
     ) -> tuple[QuantizedTensor, Array | None]:
         """Quantize ``x``, see the function `quantize`."""
+
+    def check_scale(self, scale: Array | None) -> None:
+        """Raise ValueError for a scale: those of this quantizer follow from the tensor."""
+        if scale is not None:
+            raise ValueError(
+                f"{type(self).__name__} computes scales from the tensor, and takes none; leave scale out, or take "
+                "TensorQuantizer(scaling='given')"
+            )
 
     def quantize_tiles(
         self, x: Array, tiles: GroupTiles, scale: Array | None, *, columnwise: bool
@@ -116,11 +124,23 @@ class TensorQuantizer(Quantizer):
                 error = TypeError if name == "power_of_two" else ValueError
                 raise error(f"{name} must be one of {', '.join(map(repr, values))}, got {value!r}")
 
+    def check_scale(self, scale: Array | None) -> None:
+        """Raise ValueError for a scale that ``scaling`` excludes, and for one that is not fp32 ``[]`` or ``[d]``."""
+        if self.scaling == "current":
+            super().check_scale(scale)
+        elif scale is None:
+            raise ValueError("scaling='given' needs a scale; give one, or take TensorQuantizer(scaling='current')")
+        elif scale.dtype != jnp.float32 or scale.ndim > 1:
+            raise ValueError(
+                f"scale must be float32 [], or [d] for d parts of the leading axis, got {scale.dtype}"
+                f"{list(scale.shape)}"
+            )
+
     @checked
     def scale_for(self, x_amax: Array, scale: Array | None) -> Array:
         """The scale to quantize with: ``scale`` if it is given, else from the tensor's amax."""
-        if self.scaling == "given":
-            assert scale is not None
+        self.check_scale(scale)
+        if scale is not None:
             return scale
         return (power_of_two_scale if self.power_of_two else compute_scale)(x_amax, self.dtype)
 
@@ -128,6 +148,8 @@ class TensorQuantizer(Quantizer):
     def quantize(
         self, x: Array, scale: Array | None, *, axis: int, columnwise: bool
     ) -> tuple[QuantizedTensor, Array | None]:
+        check_float("TensorQuantizer", x)
+        self.check_scale(scale)
         if scale is not None and scale.ndim == 1:
             return self._quantize_parts(x, scale, axis)
         x_amax = amax(x)
@@ -219,7 +241,8 @@ def quantize(
     Args:
         x: fp32, bf16 or fp16 ``[...]``, seen as the matrix ``[R, C]`` whose columns are the axes from ``axis`` on.
         quantizer: quantizer of the tensor.
-        scale: fp32 ``[]``, where the quantizer's is given.
+        scale: fp32 ``[]``, where the quantizer's is given, or ``[d]``, a scale for each of ``d`` equal parts of the
+            leading axis.
         axis: axis where the columns begin.
         columnwise: whether it is for a GEMM that sums over the rows of the matrix, not over its columns. Blocks lie
             along the axis that is summed over.
@@ -227,6 +250,11 @@ def quantize(
     Returns:
         The quantized tensor, and the amax of ``x`` (fp32 ``[]``) where the quantizer takes one of the whole tensor,
         else None.
+
+    Raises:
+        TypeError: for an array of another dtype.
+        ValueError: for a scale where the quantizer computes it, none where it is given, and one of another shape or
+            dtype; for an ``axis`` that ``x`` lacks.
 
     >>> from jax_te.quantize import BlockQuantizer
     >>> quantize(jnp.ones((4, 256)), BlockQuantizer(dtype=jnp.float8_e4m3fn))[0].scale_inv.shape

@@ -107,11 +107,21 @@ def power_of_two_scale(amax: Array, dtype: DTypeLike) -> Array:
     return jnp.where((amax > 0.0) & jnp.isfinite(amax), scale, 1.0)
 
 
+def history_slots(recipe: DelayedScaling) -> int:
+    """Return the number ``n`` of slots of an amax history ``[n]``.
+
+    There are two at least: by the second one `write_back` recognizes a state that a derivative has used twice. A recipe
+    with a history of one step reads only the first.
+    """
+    return max(recipe.amax_history_len, 2)
+
+
 @functools.partial(jax.jit, static_argnames=("dtype", "rule"))
 def scale_in_use(state: AmaxState, dtype: DTypeLike, rule: AmaxRule | DelayedScaling) -> Array:
     """Return the scale of the next use of ``state``: fp32 ``[]``, or ``[d]`` for parts of the batch."""
     history = state["amax_history"]
-    newest = history[..., 0] if rule.amax_compute_algo == "most_recent" else amax(history, axis=-1)
+    one_step = isinstance(rule, DelayedScaling) and rule.amax_history_len == 1
+    newest = history[..., 0] if one_step or rule.amax_compute_algo == "most_recent" else amax(history, axis=-1)
     return compute_scale(newest, dtype, margin=rule.margin, old_scale=state["scale"])
 
 

@@ -27,6 +27,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax_te._validation import brief, check_axes, check_leaves, checked
 from jax_te.errors import QuantizerStateError
 from jax_te.quantize.precision import ROLES, GemmState
+from jax_te.quantize.scaling import history_slots
 from jax_te.recipe import DelayedScaling, Recipe
 from jax_te.sharding import batch_ranks
 from jax_te.typing import PyTree
@@ -138,7 +139,7 @@ def init_gemm_state(recipe: Recipe | None, *, groups: int | None = None) -> Gemm
         lead = each or (() if role == "kernel" else parts)
         entries[role] = {
             "scale": jnp.ones(lead, jnp.float32),
-            "amax_history": jnp.zeros((*lead, recipe.amax_history_len), jnp.float32),
+            "amax_history": jnp.zeros((*lead, history_slots(recipe)), jnp.float32),
         }
     return GemmState(**entries)  # type: ignore[typeddict-item]
 
@@ -441,7 +442,8 @@ def _are_sums(old: PyTree, new: PyTree) -> jax.Array:
     """Return which next states are sums of several: of fp32 states that one derivative used more than once, bool.
 
     A use shifts the history by one slot, or leaves it as it is (`frozen_scales`); the sum of two uses has each amax
-    twice. Before the first amax was seen, a use keeps the scale.
+    twice. Before the first amax was seen, a use keeps the scale. After a step whose only amax was 0 or not finite a sum
+    of histories of two slots shows itself one step later.
     """
     history, shifted = old["amax_history"], new["amax_history"]
     least = float(jnp.finfo(jnp.float32).tiny)  # a GPU's maximum makes smaller values 0

@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from jax_te.quantize import QuantizedTensor, TensorQuantizer, quantization_statistics, quantize, quantizer_for
+from jax_te.quantize import (
+    BlockQuantizer,
+    MXQuantizer,
+    NVFP4Quantizer,
+    QuantizedTensor,
+    TensorQuantizer,
+    quantization_statistics,
+    quantize,
+    quantizer_for,
+)
 from jax_te.recipe import NVFP4BlockScaling
 from tests.support import oracles
 from tests.support.numerics import assert_bitwise, draw
@@ -138,9 +147,43 @@ def test_quantizers_are_hashable():
     assert hash(one) == hash(two)
 
 
-def test_delayed_scaling_without_a_scale_is_refused():
-    with pytest.raises((AssertionError, ValueError)):
-        quantize(jnp.ones((2, 2)), TensorQuantizer(dtype=jnp.float8_e4m3fn, scaling="given"))
+GIVEN = TensorQuantizer(dtype=jnp.float8_e4m3fn, scaling="given")
+COMPUTED = {
+    "current": TensorQuantizer(dtype=jnp.float8_e4m3fn),
+    "block": BlockQuantizer(dtype=jnp.float8_e4m3fn),
+    "mxfp8": MXQuantizer(dtype=jnp.float8_e4m3fn),
+    "nvfp4": NVFP4Quantizer(),
+}
+
+
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        (None, "scaling='given' needs a scale; give one"),
+        (jnp.ones((4, 4)), r"scale must be float32 \[\], or \[d\] .* got float32\[4, 4\]"),
+        (jnp.ones((), jnp.bfloat16), r"scale must be float32 .* got bfloat16\[\]"),
+        (jnp.ones(3), "does not divide into the 3 parts"),
+    ],
+)
+def test_a_scale_that_does_not_fit_is_refused(scale, message):
+    for call in (quantize, lambda x, quantizer, scale: quantizer.quantize(x, scale, axis=1, columnwise=False)):
+        with pytest.raises(ValueError, match=message):
+            call(jnp.ones((4, 4)), GIVEN, scale)
+
+
+@pytest.mark.parametrize("kind", COMPUTED)
+@pytest.mark.parametrize("scale", [jnp.float32(2.0), jnp.ones(2)], ids=["[]", "[d]"])
+def test_a_quantizer_that_computes_its_scale_takes_none(kind, scale):
+    with pytest.raises(ValueError, match="computes scales from the tensor, and takes none; leave scale out"):
+        quantize(jnp.ones((32, 32)), COMPUTED[kind], scale)
+
+
+@pytest.mark.parametrize("kind", ["given", *COMPUTED])
+@pytest.mark.parametrize("dtype", [jnp.int16, jnp.float8_e5m2, bool])
+def test_arrays_of_other_dtypes_are_refused(kind, dtype):
+    scale = jnp.float32(1.0) if kind == "given" else None
+    with pytest.raises(TypeError, match="takes arrays of float32, bfloat16, float16"):
+        quantize(jnp.ones((32, 32), dtype), COMPUTED.get(kind, GIVEN), scale)
 
 
 @pytest.mark.costly
