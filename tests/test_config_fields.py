@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -254,6 +255,19 @@ def test_fields_that_only_tune_say_so_once_and_others_are_unknown(caplog: pytest
 def test_fields_that_nobody_has_are_named(kind: Any, name: str, message: str):
     with pytest.raises(TypeError, match=message):
         kind(**{name: 3})
+
+
+@pytest.mark.parametrize("name", ["glu_linear_offset", "softmax_scale", "layernorm_epsilon", "moe_z_loss_coeff"])
+def test_a_number_of_a_configuration_is_finite_and_can_be_hashed(name: str):
+    with without_type_checker():
+        for value in (np.array(np.nan), np.float32(np.nan), np.array(np.inf)):
+            with pytest.raises(ValueError, match=f"{name} must be a finite number"):
+                config(**{name: value})
+        for value in (np.array(0.5), jnp.float32(0.5)):
+            with pytest.raises(TypeError, match=f"{name} must be a number that can be hashed, got an array"):
+                config(**{name: value})
+        fields = {"activation": "swiglu", name: np.float32(0.5)}
+        assert hash(config(**fields)) == hash(config(**{"activation": "swiglu", name: 0.5}))
 
 
 def test_a_fused_residual_needs_an_rmsnorm():

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
-from jax_te._validation.kinds import Kind, kinds_of
+from jax_te._validation.kinds import Kind, check_hashable, kinds_of
 from jax_te._validation.undo import undone_if_raised
 
 T = TypeVar("T")
@@ -145,7 +145,9 @@ def check_annotations(config: Any, base: type, names: Iterable[str] = ()) -> Non
         base: the class itself or one of its bases, whose fields are checked.
         names: names of the fields to check; empty: all.
     """
-    kinds = kinds_of(base)
+    kinds, is_hashed = kinds_of(base), type(config).__hash__ not in (None, object.__hash__)
     for name in names or [field.name for field in dataclasses.fields(base) if field.init]:
         if name in kinds:
             kinds[name].check(name, getattr(config, name))
+            if is_hashed and kinds[name].plain:
+                check_hashable(name, getattr(config, name))

@@ -58,7 +58,7 @@ def check_float(op: str, *arrays: Any) -> None:
     for array in arrays:
         if array is not None and array.dtype.name not in COMPUTE_DTYPES:
             raise TypeError(
-                f"{op} takes arrays of {', '.join(FLOAT_DTYPES)}, in which it computes, and not of {array.dtype.name} "
+                f"{op} takes arrays of {', '.join(COMPUTE_DTYPES)}, and not of {array.dtype.name} "
                 f"(here of shape {array.shape}); cast it first, for example x.astype(jnp.float32)"
             )
 

@@ -86,9 +86,18 @@ def _all_are_arrays(kind: type) -> bool:
 def _is_float(value: Any) -> bool:
     if isinstance(value, int):
         return not isinstance(value, bool) and abs(value) <= sys.float_info.max
-    # An array, perhaps a traced one, whose value is not known here; or a scalar of NumPy.
-    array = getattr(value, "shape", None) == () and getattr(value.dtype, "kind", "O") in "fiuV"
-    return math.isfinite(value) if isinstance(value, float | np.floating) else array
+    # Arrays without axes, scalars of NumPy among them.
+    if getattr(value, "shape", None) == () and getattr(value.dtype, "kind", "O") in "fiuV":
+        # The value of one of JAX may be traced, or be computed later: asking for it would wait.
+        return bool(np.isfinite(value)) if isinstance(value, np.ndarray | np.generic) else True
+    return isinstance(value, float) and math.isfinite(value)
+
+
+def check_hashable(name: str, value: Any) -> None:
+    """Raise TypeError for an array in place of a number, in a dataclass whose fields are part of jit's cache keys."""
+    if is_array(value) and not isinstance(value, np.generic):
+        kind = type(value).__name__
+        raise TypeError(f"{name} must be a number that can be hashed, got an array ({kind}); give float({name})")
 
 
 PLAIN: dict[Any, Kind] = {

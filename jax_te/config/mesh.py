@@ -85,7 +85,7 @@ class ParallelConfig:
             if name in sizes:
                 raise ValueError(f"mesh axis {name!r} is given twice in {text!r}")
             # int() would also take "+2", " 2" and "2_0".
-            if not value.isdigit():
+            if not value.isdecimal():
                 raise ValueError(f"mesh axis {name!r} needs an integer size >= 1, got {value!r} in {text!r}")
             sizes[name] = int(value)
         return cls(**sizes)

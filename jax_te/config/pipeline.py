@@ -54,7 +54,7 @@ class PipelineConfig:
         sizes: dict[str, Any] = {}
         for piece in pieces:
             name, _, value = piece.partition("=")
-            if name not in ("virtual_stages", "first_layers", "last_layers") or name in sizes or not value.isdigit():
+            if name not in ("virtual_stages", "first_layers", "last_layers") or name in sizes or not value.isdecimal():
                 raise ValueError(
                     f"{piece!r} in {text!r} must be virtual_stages=N, first_layers=N or last_layers=N, and given once"
                 )

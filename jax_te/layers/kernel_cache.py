@@ -85,7 +85,7 @@ def cached_kernels(model: nnx.Module, cache: KernelCache) -> Iterator[nnx.Module
         cache: result of `quantize_kernels` for the current parameters.
 
     Raises:
-        ValueError: for a kernel that the model does not have.
+        ValueError: for a kernel that the model does not have, or has in another shape.
 
     >>> from jax_te.layers import Linear
     >>> from jax_te.recipe import Float8CurrentScaling, autocast
@@ -115,7 +115,7 @@ def use_cached_kernels(model: nnx.Module, cache: KernelCache) -> None:
     """Set the cached kernels of the layers of ``model`` to those of ``cache``, as inside of `cached_kernels`.
 
     Raises:
-        ValueError: for a kernel that the model does not have; no layer is changed then.
+        ValueError: for a kernel that the model does not have, or has in another shape; no layer is changed then.
     """
     found = {_name(path, kernel): (module, kernel) for path, module in _modules(model) for kernel in module.kernels}
     if unknown := [name for name in cache.kernels if name not in found]:
@@ -123,6 +123,14 @@ def use_cached_kernels(model: nnx.Module, cache: KernelCache) -> None:
             f"{type(model).__name__} has no kernel {', '.join(unknown[:4])}{', …' if len(unknown) > 4 else ''}; use a "
             "cache for the model that quantize_kernels made it of"
         )
+    for name, quantized in cache.kernels.items():
+        module, kernel = found[name]
+        own = getattr(module, kernel)
+        if own is not None and quantized.shape != own.get_value().shape:
+            raise ValueError(
+                f"the cached {name} has shape {quantized.shape}, and the model's {own.get_value().shape}; use a cache "
+                "for the model that quantize_kernels made it of"
+            )
     forms: dict[int, tuple[QuantizableModule, dict[str, QuantizedKernel]]] = {}
     for name, quantized in cache.kernels.items():
         module, kernel = found[name]

@@ -310,7 +310,7 @@ def natural_order(path: str) -> list[tuple[int, str]]:
     >>> sorted(["layers.10", "layers.2"], key=natural_order)
     ['layers.2', 'layers.10']
     """
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in path.split(".")]
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in path.split(".")]
 
 
 @checked

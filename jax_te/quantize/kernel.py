@@ -118,7 +118,7 @@ class QuantizedKernel:
         def of_layers(tensor: QuantizedTensor, exact: Array) -> Array:
             if tensor.scale_inv.ndim > (0 if tensor.block is None else 2):
                 return jax.vmap(of_layers)(tensor, exact)
-            return jnp.where(tensor.holds(exact), exact, tensor.values())
+            return jnp.where(tensor.represents(exact), exact, tensor.values())
 
         return of_layers(self._checked(self.form.rowwise), exact)
 

@@ -21,6 +21,7 @@ STATISTICS = ("amax", "scale", "underflow", "saturation", "mse", "relative_mse")
 """Names of the recorded statistics, in this order; see `quantization_statistics`."""
 
 _FORMATS = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "float4_e2m1fn": "e2m1"}
+"""Dtypes whose format has a shorter name. Another one, of a quantizer of one's own, has the dtype's."""
 
 ambient_observer = jax.make_user_context(None)
 
@@ -60,7 +61,8 @@ class Observer:
         # One array, so that a tensor costs one call to the host.
         values = jnp.stack([statistics[statistic] for statistic in STATISTICS])
         key = (name or "unnamed", role)
-        self.formats[key] = _FORMATS[jnp.dtype(quantizer.dtype).name]
+        name_of_dtype = jnp.dtype(quantizer.dtype).name
+        self.formats[key] = _FORMATS.get(name_of_dtype, name_of_dtype)
         jax.debug.callback(self._append, values, statistics.get("group_amaxes"), key=_Static(key))
 
     def _append(self, values: Any, group_amaxes: Any, *, key: _Static) -> None:
@@ -106,11 +108,6 @@ def observe_quantization(observer: Observer | None = None) -> Iterator[Observer]
         yield observer
     # Callbacks run asynchronously: without this, records of the last calls could be missing.
     jax.effects_barrier()
-
-
-def current_observer() -> Observer | None:
-    """Return the observer of the innermost `observe_quantization`, or None."""
-    return ambient_observer.value
 
 
 @checked

@@ -85,7 +85,7 @@ class QuantizedTensor:
         return values.astype(self.dtype)
 
     @checked
-    def holds(self, x: Array) -> Array:
+    def represents(self, x: Array) -> Array:
         """Return a bool mask of where ``x``, fp32 in the shape of the data, rounds to these values under these scales.
 
         One that lies between two values within fp32's rounding of a scale counts as rounding to either, since the

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import jax
 
-from jax_te._validation import checked
+from jax_te._validation import checked, log_once
 from jax_te.config import RECOMPUTE_POLICIES
 from jax_te.remat.carried import is_array, run_on_copies
 from jax_te.remat.sharded_input import remat_with_sharded_input
@@ -33,7 +35,8 @@ class RecomputePolicy:
     """The arrays of a function that are saved for backward, in addition to its inputs. Backward recomputes all others.
 
     Arrays are named: by this package, see `CHECKPOINT_NAMES`, or by ``jax.ad_checkpoint.checkpoint_name``.
-    Without any field the policy saves nothing, which is full recomputation.
+    Without any field the policy saves nothing, which is full recomputation. A name that no array has selects nothing;
+    one that is nearly a name of this package is logged as a warning.
 
     Args:
         save: names of arrays that are saved on the device.
@@ -64,6 +67,8 @@ class RecomputePolicy:
         twice = set(self.offload) & set(self.save)
         if twice:
             raise ValueError(f"{', '.join(sorted(twice))} cannot be both saved and offloaded; name it once")
+        for name in (*self.save, *self.offload, *(self.save_all_but or ())):
+            _warn_if_misspelt(name)
 
     @property
     def saves_nothing(self) -> bool:
@@ -88,6 +93,17 @@ class RecomputePolicy:
             names_which_can_be_offloaded=list(self.offload),
             offload_src="device",
             offload_dst="pinned_host",
+        )
+
+
+def _warn_if_misspelt(name: str) -> None:
+    # Not refused: a name of one's own may be like one of these.
+    alike = () if name in CHECKPOINT_NAMES else difflib.get_close_matches(name, CHECKPOINT_NAMES, cutoff=0.75)
+    if alike:
+        log_once(
+            f"RecomputePolicy: {name!r} is none of this package's names; most alike: {', '.join(alike)}. A name that "
+            "no array has selects nothing",
+            logging.WARNING,
         )
 
 

@@ -231,7 +231,7 @@ def _trips(instruction: _Instruction, computations: Mapping[str, list[_Instructi
         limit = steps.get(body[-1].operands[1][0])
         while limit is not None and limit.opcode in ("copy", "convert", "bitcast", "reshape"):  # of Explicit meshes
             limit = steps.get(limit.operands[0][0])
-        if limit is not None and limit.opcode == "constant" and limit.arguments.isdigit():
+        if limit is not None and limit.opcode == "constant" and limit.arguments.isdecimal():
             return int(limit.arguments)
     raise ValueError(f"the loop %{instruction.name} has collectives, and does not say how often it runs")
 

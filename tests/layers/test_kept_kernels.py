@@ -260,6 +260,9 @@ def test_a_cache_of_another_model_is_refused():
         layer = Linear(32, 64, rngs=nnx.Rngs(0))
         with pytest.raises(ValueError, match="Linear has no kernel wi_kernel, wo_kernel; use a cache for the model"):
             cached_kernels(layer, cache).__enter__()
+        other = quantize_kernels(Linear(32, 32, rngs=nnx.Rngs(0)))
+        with pytest.raises(ValueError, match=r"the cached kernel has shape \(32, 32\), and the model's \(32, 64\)"):
+            cached_kernels(layer, other).__enter__()
     assert layer.kernel_cache is None
 
 

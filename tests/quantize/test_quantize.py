@@ -14,7 +14,9 @@ from jax_te.quantize import (
     MXQuantizer,
     NVFP4Quantizer,
     QuantizedTensor,
+    Quantizer,
     TensorQuantizer,
+    observe_quantization,
     quantization_statistics,
     quantize,
     quantizer_for,
@@ -184,6 +186,17 @@ def test_arrays_of_other_dtypes_are_refused(kind, dtype):
     scale = jnp.float32(1.0) if kind == "given" else None
     with pytest.raises(TypeError, match="takes arrays of float32, bfloat16, float16"):
         quantize(jnp.ones((32, 32), dtype), COMPUTED.get(kind, GIVEN), scale)
+
+
+def test_a_quantizer_of_ones_own_is_observed_under_its_dtypes_name():
+    class Own(Quantizer):
+        def quantize(self, x, scale, *, axis, columnwise):
+            return QuantizedTensor(data=x.astype(self.dtype), scale_inv=jnp.float32(1.0), dtype=x.dtype), None
+
+    quantizer = Own(dtype=jnp.float8_e4m3b11fnuz)
+    with observe_quantization() as observer:
+        observer.record("a", "x", quantizer, quantization_statistics(jnp.ones((2, 2)), quantizer))
+    assert observer.formats == {("a", "x"): "float8_e4m3b11fnuz"}
 
 
 @pytest.mark.costly

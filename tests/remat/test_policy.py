@@ -15,6 +15,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name, print_saved_residuals
 from jax.sharding import PartitionSpec as P
 
+from jax_te._validation import log_once
 from jax_te.remat import POLICIES, RecomputePolicy, recompute_policy, remat
 from jax_te.sharding import constrain
 from tests.support.meshes import use_mesh
@@ -68,6 +69,16 @@ def test_what_is_offloaded_is_kept_in_the_hosts_memory(save: tuple[str, ...], ca
     print_saved_residuals(lambda w, x: remat(block, w, x, policy=policy).sum(), W, X)
     lines = [line for line in capsys.readouterr().out.splitlines() if "from the argument" not in line]
     assert sorted("<host>" in line for line in lines) == [False] * len(save) + [True]
+
+
+def test_a_name_that_is_nearly_one_of_the_packages_is_warned_of(caplog: Any) -> None:
+    log_once.cache_clear()
+    RecomputePolicy(save=("gemm", "mine"), offload=("context",))
+    assert caplog.messages == []
+    RecomputePolicy(save=("gemms",))
+    RecomputePolicy(save_all_but=("quantised",))
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert ["'gemms'" in caplog.messages[0], "most alike: quantized" in caplog.messages[1]] == [True, True]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

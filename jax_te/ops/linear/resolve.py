@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
@@ -100,12 +100,31 @@ def run_op(
     return op(spec, _shards(specs, weights), args, sinks, layers[-1].options.out_axes)
 
 
-def check_differentiated(spec: Any, args: Any, perturbed: Any, sinks: tuple[Any, ...]) -> None:
+@runtime_checkable
+class SpecOfLayers(Protocol):
+    """The static part of an op of linear layers, such as `OpSpec`."""
+
+    @property
+    def layers(self) -> Sequence[LinearSpec]: ...
+
+
+@runtime_checkable
+class ArgsOfLayers(Protocol):
+    """The arrays of an op of linear layers, such as `LinearArgs`, or bools in their places."""
+
+    @property
+    def layers(self) -> Sequence[LinearWeights]: ...
+
+
+def check_differentiated(
+    spec: SpecOfLayers, args: ArgsOfLayers, perturbed: ArgsOfLayers, sinks: tuple[Any, ...]
+) -> None:
     """Raise for a derivative that would be wrong.
 
     Args:
-        spec: `OpSpec`, or another with ``layers`` of `LinearSpec`.
-        args, perturbed: `LinearArgs`, or others with ``layers`` of `LinearWeights`, and bools in their places.
+        spec: the op's static part.
+        args: the op's arrays.
+        perturbed: whether each of them is differentiated.
         sinks: sinks of the call.
 
     Raises:
@@ -123,9 +142,8 @@ def check_differentiated(spec: Any, args: Any, perturbed: Any, sinks: tuple[Any,
             raise QuantizerStateError(_LEFT_OUT.format(layer.precision.recipe_name))
 
 
-def why_once(spec: Any) -> str | None:
-    """Return the reason why a linear op has no second derivatives; None if it has them. ``spec``: see
-    `check_differentiated`."""
+def why_once(spec: SpecOfLayers) -> str | None:
+    """Return the reason why a linear op has no second derivatives; None if it has them."""
     for layer in spec.layers:
         operands = [getattr(layer.precision, role) for role in ROLES]
         if any(operand.quantizer is not None and operand.read_quantized for operand in operands):
