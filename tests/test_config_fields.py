@@ -108,8 +108,12 @@ def test_defaults_are_megatrons():
         ),
         (FULL | {"recompute_num_layers": 0}, ValueError, "recompute_num_layers must be an integer >= 1, got 0"),
         (FULL | {"recompute_method": "half"}, ValueError, "recompute_method must be one of None, 'uniform', 'block'"),
-        (FULL | {"recompute_modules": ["mhc"]}, ValueError, "must list some of core_attn, .*; mhc: parts that no"),
-        ({"recompute_modules": "mlp"}, ValueError, "must list some of core_attn, .* got 'mlp'"),
+        (
+            FULL | {"recompute_modules": ["mhc"]},
+            ValueError,
+            "must be a list of some of core_attn, .*; mhc: parts that no",
+        ),
+        ({"recompute_modules": "mlp"}, ValueError, "must be a list of some of core_attn, .* got 'mlp'"),
         ({"recompute_modules": ["mlp"]}, ValueError, "has no effect without recompute_granularity='selective'"),
         (FULL | {"recompute_modules": ["mlp"]}, ValueError, "has no effect without recompute_granularity='selective'"),
         (

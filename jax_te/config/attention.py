@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from jax_te._validation import check_annotations, check_choice, check_positive, is_integer, log_hints
+from jax_te._validation import check_annotations, check_positive, is_integer, log_hints
+from jax_te.typing import Words
 
 CpCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 """Exchanges of keys and values between devices that share a sequence, in Transformer Engine's words."""
 
 CP_COMM_TYPES: tuple[CpCommType, ...] = get_args(CpCommType)
 """Ways to exchange keys and values under context parallelism."""
+
+_WINDOW = Words("two integers >= -1, e.g. (128, 0), or None", error=ValueError)
+_SIZES = Words("two integers >= 1, (a2a ranks, p2p ranks), or None", error=ValueError)
+_EXCHANGE = Words(
+    f"one of None, {', '.join(map(repr, CP_COMM_TYPES))}, or a list with one for each layer", error=ValueError
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +108,8 @@ class AttentionConfig:
     softmax_scale: float | None = None
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
     logit_softcap: float | None = None
-    window_size: Any = None
-    window_attn_skip_freq: Any = None
+    window_size: Annotated[tuple[int, int] | None, _WINDOW] = None
+    window_attn_skip_freq: int | Sequence[int] | None = None
     qk_layernorm: bool = False
     apply_query_key_layer_scaling: bool = False
     attention_softmax_in_fp32: bool = True
@@ -110,32 +118,26 @@ class AttentionConfig:
     qk_clip_alpha: float = 0.5
     qk_clip_threshold: float = 100.0
     log_max_attention_logit: bool = False
-    cp_comm_type: Any = None
-    hierarchical_context_parallel_sizes: Any = None
+    cp_comm_type: Annotated[CpCommType | tuple[CpCommType, ...] | None, _EXCHANGE] = None
+    hierarchical_context_parallel_sizes: Annotated[tuple[int, int] | None, _SIZES] = None
     cp_load_balanced: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("window_size", "window_attn_skip_freq", "cp_comm_type", "hierarchical_context_parallel_sizes"):
+            value = getattr(self, name)
+            # YAML and JSON only have lists, but a configuration must be hashable: it is part of jit cache keys.
+            object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
         check_annotations(self, AttentionConfig)
         log_hints(
             apply_query_key_layer_scaling=self.apply_query_key_layer_scaling,
             attention_softmax_in_fp32=not self.attention_softmax_in_fp32,
             batch_invariant_mode=self.batch_invariant_mode,
         )
-        for name in ("window_size", "window_attn_skip_freq", "cp_comm_type", "hierarchical_context_parallel_sizes"):
-            value = getattr(self, name)
-            # YAML and JSON only have lists, but a configuration must be hashable: it is part of jit cache keys.
-            object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
-        pairs = {
-            "window_size": (-1, "e.g. (128, 0)"),
-            "hierarchical_context_parallel_sizes": (1, "(a2a ranks, p2p ranks)"),
-        }
-        for name, (least, meaning) in pairs.items():
+        pairs = {"window_size": (-1, _WINDOW), "hierarchical_context_parallel_sizes": (1, _SIZES)}
+        for name, (least, allowed) in pairs.items():
             pair = getattr(self, name)
-            fits = (
-                isinstance(pair, tuple) and len(pair) == 2 and all(is_integer(size) and size >= least for size in pair)
-            )
-            if pair is not None and not fits:
-                raise ValueError(f"{name} must be two integers >= {least}, {meaning}, got {pair!r}")
+            if pair is not None and min(pair) < least:
+                raise ValueError(f"{name} must be {allowed.words}, got {pair!r}")
         # "not >" instead of "<=", so that nan is refused, too.
         for name in ("softmax_scale", "logit_softcap"):
             value = getattr(self, name)
@@ -158,5 +160,3 @@ class AttentionConfig:
         kinds = self.cp_comm_type
         if isinstance(kinds, tuple) and len(kinds) != num_layers:
             raise ValueError(f"cp_comm_type has {len(kinds)} entries for {num_layers} layers; give one for each")
-        for kind in kinds if isinstance(kinds, tuple) else (kinds,):
-            check_choice((None, *CP_COMM_TYPES), cp_comm_type=kind)

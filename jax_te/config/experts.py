@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -386,10 +386,10 @@ class ExpertsConfig(FillsFields):
     """
 
     num_moe_experts: int | None = None
-    moe_layer_freq: Any = 1
+    moe_layer_freq: int | Sequence[int] = 1
     moe_ffn_hidden_size: int | None = None
     moe_router_topk: int = 2
-    moe_router_load_balancing_type: Any = "aux_loss"
+    moe_router_load_balancing_type: str | Sequence[str] = "aux_loss"
     moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
     moe_router_pre_softmax: bool = False
     moe_router_topk_scaling_factor: float | None = None
@@ -403,7 +403,7 @@ class ExpertsConfig(FillsFields):
     moe_router_force_load_balancing: bool = False
     moe_router_force_biased: float | None = None
     moe_enable_routing_replay: bool = False
-    moe_aux_loss_coeff: Any = 0.0
+    moe_aux_loss_coeff: float | Sequence[float] = 0.0
     moe_z_loss_coeff: float | None = None
     moe_input_jitter_eps: float | None = None
     moe_expert_capacity_factor: float | None = None

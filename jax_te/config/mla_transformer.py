@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import ClassVar, Literal
 
 from jax_te._validation import check_annotations, check_bool, log_hints
@@ -72,7 +72,11 @@ class MLATransformerConfig(TransformerConfig):
     _for_heads: ClassVar[tuple[str, ...]] = ("num_query_groups", "add_qkv_bias")
 
     def __post_init__(self) -> None:
-        check_annotations(self, MLATransformerConfig)
+        # Before the other fields, which are partly filled in.
+        own = [
+            each.name for each in fields(self) if each.name not in {known.name for known in fields(TransformerConfig)}
+        ]
+        check_annotations(self, MLATransformerConfig, own)
         check_bool(qk_layernorm=self.qk_layernorm)
         if not self.multi_latent_attention:
             raise ValueError("multi_latent_attention=False is multi-head attention: take TransformerConfig")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 from jax_te._validation import check_annotations, check_positive
+from jax_te.typing import Words
 
 DENSE_RECOMPUTE_MODULES = ("core_attn", "layernorm", "activation", "mlp")
 RECOMPUTE_MODULES = (*DENSE_RECOMPUTE_MODULES, "moe", "moe_act", "shared_experts")
@@ -13,6 +15,8 @@ RECOMPUTE_MODULES = (*DENSE_RECOMPUTE_MODULES, "moe", "moe_act", "shared_experts
 
 _OTHER_MODULES = ("mla_up_proj", "gdn_norm_out", "gdp_in_proj", "gdp_qkv", "mhc")
 """Megatron's other names, for latent attention, Mamba and hyper-connections."""
+
+_MODULES = Words(f"a list of some of {', '.join(RECOMPUTE_MODULES)}, or None", error=ValueError)
 
 RECOMPUTE_POLICIES = ("none", "full", "save_gemms", "save_quantized", "offload_gemms")
 """Names of the policies in `jax_te.remat.POLICIES`."""
@@ -52,7 +56,7 @@ class RecomputeConfig:
     recompute_granularity: Literal["full", "selective"] | None = None
     recompute_method: Literal["uniform", "block"] | None = None
     recompute_num_layers: int | None = None
-    recompute_modules: Any = None
+    recompute_modules: Annotated[Sequence[str] | None, _MODULES] = None
     distribute_saved_activations: bool = False
 
     def __post_init__(self) -> None:
@@ -60,12 +64,10 @@ class RecomputeConfig:
         # Megatron's default, in every granularity, so that an explicit value cannot be distinguished from it.
         given = self.recompute_modules
         modules = ("core_attn",) if given is None else tuple(given)
-        if isinstance(given, str) or not modules or set(modules) - set(RECOMPUTE_MODULES):
+        if not modules or set(modules) - set(RECOMPUTE_MODULES):
             others = sorted(set(modules) & set(_OTHER_MODULES))
             absent = f"; {', '.join(others)}: parts that no layer of this package has" if others else ""
-            raise ValueError(
-                f"recompute_modules must list some of {', '.join(RECOMPUTE_MODULES)}, got {given!r}{absent}"
-            )
+            raise ValueError(f"recompute_modules must be {_MODULES.words}, got {given!r}{absent}")
         object.__setattr__(self, "recompute_modules", modules)
         if self.recompute_granularity != "selective" and modules != ("core_attn",):
             raise ValueError(

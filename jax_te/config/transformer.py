@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -10,6 +11,7 @@ from jax_te._validation import (
     brief,
     check_annotations,
     check_bool,
+    check_number,
     check_positive,
     check_rate,
     checked,
@@ -115,8 +117,8 @@ class TransformerConfig(
     attention_dropout: float = 0.0
     hidden_dropout: float = 0.0
     init_method_std: float = 0.02
-    init_method: Any = None
-    output_layer_init_method: Any = None
+    init_method: Callable[..., Any] = None  # type: ignore[assignment]  # filled in, so that it never reads as None
+    output_layer_init_method: Callable[..., Any] = None  # type: ignore[assignment]
     compute_dtype: DTypeLike | None = None
     mtp_num_layers: int | None = None
     mtp_loss_scaling_factor: float = 0.1
@@ -129,6 +131,8 @@ class TransformerConfig(
         self._check_bases()
         self._fill_sizes()
         self._fill_activation()
+        check_number(init_method_std=self.init_method_std)
+        self._fill_initializers()
         check_annotations(self, TransformerConfig)
         self._check_norms()
         check_rate(attention_dropout=self.attention_dropout, hidden_dropout=self.hidden_dropout)
@@ -137,7 +141,6 @@ class TransformerConfig(
         self._check_activation_limits()
         self._check_and_fill_experts()
         self._check_multi_token()
-        self._fill_initializers()
         self._fill_compute_dtype()
 
     def _check_bases(self) -> None:
@@ -317,7 +320,7 @@ class TransformerConfig(
             given = getattr(self, name)
             if given is None:
                 self._fill(name, NormalInit(std))
-            elif not callable(given) or type(given).__hash__ is None:
+            elif type(given).__hash__ is None:
                 raise TypeError(f"{name} must be a function init(key, shape, dtype) that can be hashed, got {given!r}")
 
     def _fill_compute_dtype(self) -> None:

@@ -161,7 +161,7 @@ def run_layers(
     plain = functools.partial(_run_group, mask_types or {})
     saved = functools.partial(remat, plain, policy=policy, distribute_saved_activations=distribute)
     calls: dict[bool, Callable[..., Parts]] = {False: plain, True: saved}
-    modules = recompute.recompute_modules if recompute.recompute_granularity == "selective" else ()
+    modules = (recompute.recompute_modules or ()) if recompute.recompute_granularity == "selective" else ()
     groups = recompute_groups(recompute, len(layers))
     given, xs = split_arguments(arrays, len(x), batch_parts), split_batch(x, batch_parts)
     # Entered also without modules: the configuration decides, not a context around the model.
