@@ -216,7 +216,7 @@ def test_te_is_imported_by_its_kernels_only():
 
 
 def test_ops_know_nothing_of_flax():
-    free = ("ops", "remat", "random.py", "recipe", "config", "_validation", "typing.py", "errors.py")
+    free = ("ops", "random.py", "recipe", "config", "_validation", "typing.py", "errors.py")
     for path in FILES:
         if path.relative_to(PACKAGE).parts[0] in free:
             assert not [dotted for _, dotted in imported(path) if dotted.split(".")[0] == "flax"], name_of(path)

@@ -35,21 +35,13 @@ def undone_if_raised() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        _undo(before)
+        while len(_undos.steps) > before:
+            _undos.steps.pop()()
         raise
     finally:
         _undos.depth -= 1
         if not _undos.depth:
             _undos.steps.clear()
-
-
-def _undo(before: int) -> None:
-    from flax.errors import TraceContextError  # not before a call has raised: configurations do without Flax
-
-    while len(_undos.steps) > before:
-        # A copy, made in a trace that is over, needs no undoing.
-        with contextlib.suppress(TraceContextError):
-            _undos.steps.pop()()
 
 
 def to_undo(undo: Callable[[], None]) -> None:

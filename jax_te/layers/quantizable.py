@@ -9,12 +9,13 @@ from typing import Any, ClassVar, Literal
 import jax
 from flax import nnx
 
-from jax_te._validation import check_bool, checked, to_undo
+from jax_te._validation import check_bool, checked
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.parameters import StepState
 from jax_te.ops import LinearWeights, quantize_kernel
 from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, init_gemm_state, quantizer_for, quantizer_variables
 from jax_te.recipe import ModuleRecipe, Recipe, ambient_recipe
+from jax_te.remat import undo_if_raised
 from jax_te.typing import Array, LogicalAxes
 
 CacheMode = Literal["off", "fill", "read"]
@@ -275,7 +276,7 @@ class QuantizableModule(TrainingMode):
         before = self.kernel_cache
         # A new Variable, since the one before may belong to another trace.
         self.kernel_cache = CachedKernel({**others, kernel: cached})
-        to_undo(functools.partial(setattr, self, "kernel_cache", nnx.data(before)))
+        undo_if_raised(functools.partial(setattr, self, "kernel_cache", nnx.data(before)))
         return cached
 
 

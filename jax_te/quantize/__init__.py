@@ -1,6 +1,16 @@
 """Quantized arrays, quantizers, statistics of quantization errors, and the state of delayed scaling."""
 
 from jax_te.quantize.block import BLOCK, MX_BLOCK, BlockQuantizer, MXQuantizer
+from jax_te.quantize.counting import (
+    Counting,
+    added_counts,
+    count,
+    counting_of,
+    counts_are_next_values,
+    counts_within_step,
+    has_counts,
+    with_counts,
+)
 from jax_te.quantize.group_tiles import GroupTiles, sum_of_groups
 from jax_te.quantize.guard import Guard
 from jax_te.quantize.kernel import QuantizedKernel
@@ -32,24 +42,14 @@ from jax_te.quantize.quantizer import (
     quantize_operand,
     quantize_tiles,
 )
-from jax_te.quantize.scaling import amax
+from jax_te.quantize.scaling import amax, frozen_scales, scales_are_frozen
 from jax_te.quantize.state import (
-    Counting,
     QuantizerState,
-    added_counts,
     as_float32,
     as_float32_inside,
-    count,
-    counting_of,
-    counts_are_next_values,
-    counts_within_step,
-    frozen_scales,
-    has_counts,
     init_gemm_state,
     merge_quantizers,
     quantizer_variables,
-    scales_are_frozen,
-    with_counts,
     with_max_gradients,
     with_max_gradients_inside,
     write_back,

@@ -1,8 +1,10 @@
-"""Arithmetic of per-tensor scales and amax histories."""
+"""Arithmetic of per-tensor scales and amax histories, and the context in which they stay as they are."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -130,3 +132,26 @@ def next_amax_state(state: AmaxState, scale: Array, new_amax: Array) -> AmaxStat
     # Not a roll whose first slot is set: XLA lowers that to a scatter, which takes longer to compile and to run.
     history = jnp.concatenate([new_amax[..., None], state["amax_history"][..., :-1]], axis=-1)
     return {"scale": scale, "amax_history": history}
+
+
+# A user context is part of the jit cache key: functions traced with frozen scales are traced again without them.
+scales_are_frozen = jax.make_user_context(False)
+
+
+@contextlib.contextmanager
+def frozen_scales() -> Iterator[None]:
+    """Yield with the state of delayed scaling frozen in every call that is traced or made inside.
+
+    The scales stay those of the histories that the state has: backward takes no amax, the state's gradient is the state
+    itself, and the state may be left out of what is differentiated. A call outside of the context that leaves it out
+    raises `jax_te.errors.QuantizerStateError`, since its scales would never fit what it quantizes.
+
+    >>> from jax_te.ops import dense
+    >>> from jax_te.quantize import init_gemm_state
+    >>> recipe = DelayedScaling(amax_history_len=1)
+    >>> state, x = init_gemm_state(recipe), jnp.ones((16, 16))
+    >>> with frozen_scales():
+    ...     dx = jax.grad(lambda x: jnp.sum(dense(x, x, recipe=recipe, state=state)))(x)
+    """
+    with scales_are_frozen(True):
+        yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,11 +10,23 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
+from flax.errors import TraceContextError
 
 from jax_te._validation import to_undo
 from jax_te.typing import Array, PyTree
 
 Run = Callable[..., Any]
+
+
+def undo_if_raised(undo: Callable[[], None]) -> None:
+    """Have a change of a module undone if the call that makes it raises."""
+
+    def step() -> None:
+        # A copy, made in a trace that is over by then, needs no undoing.
+        with contextlib.suppress(TraceContextError):
+            undo()
+
+    to_undo(step)
 
 
 def run_on_copies(transform: Callable[[Run], Run], call: Callable[[Any], Any], operands: PyTree) -> Any:
@@ -91,7 +104,7 @@ class Changes(NamedTuple):
         nodes, values = _nodes(modules), iter(self.values.filled(arrays))
         for place in self.variables:
             variable = nodes[place]
-            to_undo(functools.partial(variable.set_raw_value, variable.get_raw_value()))
+            undo_if_raised(functools.partial(variable.set_raw_value, variable.get_raw_value()))
             variable.set_raw_value(next(values))
         for place, name in self.attributes:
             _set(nodes[place], name, next(values))
@@ -119,7 +132,7 @@ def _set(module: nnx.Pytree, name: str, value: Any) -> None:
         else:
             setattr(module, name, nnx.data(value) if holds_arrays else value)
 
-    to_undo(functools.partial(change, old))
+    undo_if_raised(functools.partial(change, old))
     change(value)
 
 

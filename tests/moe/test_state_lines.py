@@ -31,7 +31,8 @@ class Forgotten(NamedTuple):
     named: str
 
 
-ROUTER, RULES, STATE = "layers/moe/router.py", "layers/moe/router_state.py", "quantize/state.py"
+ROUTER, RULES = "layers/moe/router.py", "layers/moe/router_state.py"
+STATE, COUNTING = "quantize/state.py", "quantize/counting.py"
 COUNTED = "(self.expert_bias, self.quantile_bias, self.counts_so_far, self.last_step)"
 LINES = [
     # What a call counts.
@@ -47,7 +48,7 @@ LINES = [
     Forgotten(ROUTER, COUNTED, COUNTED.replace("self.counts_so_far", "None"), STEPS, "later_microbatches"),
     Forgotten(ROUTER, COUNTED, COUNTED.replace("self.last_step", "None"), STEPS, "test_metrics"),
     Forgotten(
-        STATE, "return g, counts, None", "return g, [0.0 * number for number in counts], None", STEPS, "quantiles"
+        COUNTING, "return g, counts, None", "return g, [0.0 * number for number in counts], None", STEPS, "quantiles"
     ),
     # What a call reads.
     Forgotten(
@@ -105,14 +106,14 @@ LINES = [
         "training/gradients.py", "counts = added_counts(counts, quantizers)", "pass", STEPS, "later_microbatches"
     ),
     Forgotten(
-        STATE,
+        COUNTING,
         "total.replace(total.get_value() + found[path].get_value())",
         "total",
         STEPS,
         "later_microbatches",
     ),
     Forgotten(
-        STATE,
+        COUNTING,
         "return variable.replace(counting_of(variable).so_far(variable.get_value(), counts[path].get_value()))",
         "return variable",
         STEPS,

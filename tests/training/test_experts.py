@@ -15,8 +15,7 @@ from jax_te.config import ParallelConfig, RecomputeConfig, RouterOptions
 from jax_te.layers import MoE, Router, expert_metrics
 from jax_te.layers.moe.router_state import ExpertBias
 from jax_te.models import StackInput, run_layers
-from jax_te.quantize import QuantizerState, merge_quantizers, write_back
-from jax_te.quantize.state import Counting
+from jax_te.quantize import Counting, QuantizerState, merge_quantizers, write_back
 from jax_te.sharding import make_mesh
 from jax_te.training import (
     ConstantLossScale,

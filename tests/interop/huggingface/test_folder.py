@@ -27,7 +27,7 @@ from jax_te.interop.huggingface.safetensors import TensorFile, write_file
 from jax_te.interop.huggingface.tensor_patterns import Entry
 from jax_te.layers import LinearScaling, LoRA
 from jax_te.models import Execution, GPTModel, RotaryPositions
-from jax_te.quantize.state import QuantizerState
+from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling, autocast
 from jax_te.sharding import shardings_of
 from tests.support.meshes import use_mesh
