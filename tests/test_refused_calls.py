@@ -401,17 +401,18 @@ def test_a_refused_call_keeps_the_cached_kernels(name: str, quiet: Path) -> None
 def test_a_refused_call_that_reached_inner_layers_keeps_their_kernels() -> None:
     """Of a layer that is recomputed, too, whose inner layers are copies."""
     layer, wrong = layers.TransformerLayer(16, 16, 2, **NO_DROPOUT, rngs=nnx.Rngs(0)), jnp.ones((2, 4, 3, 7))
+    x = jnp.sin(jnp.arange(X.size, dtype=X.dtype)).reshape(X.shape)
     with autocast(Float8CurrentScaling()):
-        layer(X, is_first_microbatch=True)
-        kept = layer(X, is_first_microbatch=False)
+        layer(x, is_first_microbatch=True)
+        kept = layer(x, is_first_microbatch=False)
         kernel = layer.self_attention.qkv.kernel
         kernel.set_value(2 * kernel.get_value())
         with selective_recompute("mlp", "core_attn"), pytest.raises(TypeError, match="mask must be bool"):
-            layer(X, wrong, self_attn_mask_type="arbitrary", is_first_microbatch=True)
-        np.testing.assert_array_equal(layer(X, is_first_microbatch=False), kept)
-        remade = remat(lambda layer, x: layer(x, is_first_microbatch=True), layer, X)
+            layer(x, wrong, self_attn_mask_type="arbitrary", is_first_microbatch=True)
+        np.testing.assert_array_equal(layer(x, is_first_microbatch=False), kept)
+        remade = remat(lambda layer, x: layer(x, is_first_microbatch=True), layer, x)
         assert (remade != kept).any()
-        kept = layer(X, is_first_microbatch=False)
+        kept = layer(x, is_first_microbatch=False)
         kernel.set_value(2 * kernel.get_value())
 
         wanted: Any = {"self_attn_mask_type": "arbitrary"}
@@ -421,5 +422,5 @@ def test_a_refused_call_that_reached_inner_layers_keeps_their_kernels() -> None:
                 return remat(lambda layer, x: layer(layer(x, is_first_microbatch=True), mask, **wanted), layer, x)
 
         with pytest.raises(TypeError, match="mask must be bool"):
-            Refusing()(X, wrong)
-        np.testing.assert_array_equal(layer(X, is_first_microbatch=False), kept)
+            Refusing()(x, wrong)
+        np.testing.assert_array_equal(layer(x, is_first_microbatch=False), kept)

@@ -76,7 +76,7 @@ class BlockQuantizer(Quantizer):
         self, x: Array, scale: Array | None, *, axis: int, columnwise: bool
     ) -> tuple[QuantizedTensor, Array | None]:
         check_float("BlockQuantizer", x)
-        self.check_scale(scale)
+        self._check_scale(scale)
         block = directed_block((BLOCK if self.two_dimensional else 1, BLOCK), columnwise)
         matrix = as_matrix(x, axis)
         scale_of = power_of_two_scale if self.power_of_two else compute_scale
@@ -118,7 +118,7 @@ class MXQuantizer(Quantizer):
         self, x: Array, scale: Array | None, *, axis: int, columnwise: bool
     ) -> tuple[QuantizedTensor, Array | None]:
         check_float("MXQuantizer", x)
-        self.check_scale(scale)
+        self._check_scale(scale)
         block = directed_block((1, MX_BLOCK), columnwise)
         matrix = as_matrix(x, axis)
         limit = fp8_max(self.dtype)

@@ -67,7 +67,7 @@ class NVFP4Quantizer(Quantizer):
         self, x: Array, scale: Array | None, *, axis: int, columnwise: bool
     ) -> tuple[QuantizedTensor, Array | None]:
         check_float("NVFP4Quantizer", x)
-        self.check_scale(scale)
+        self._check_scale(scale)
         matrix = as_matrix(x, axis)
         rotated = self._rotated(matrix, columnwise)
         bits = _random_bits(matrix, columnwise) if self.stochastic_rounding else None

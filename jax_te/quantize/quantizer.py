@@ -46,7 +46,7 @@ class Quantizer(abc.ABC):
     ) -> tuple[QuantizedTensor, Array | None]:
         """Quantize ``x``, see the function `quantize`."""
 
-    def check_scale(self, scale: Array | None) -> None:
+    def _check_scale(self, scale: Array | None) -> None:
         """Raise ValueError for a scale: those of this quantizer follow from the tensor."""
         if scale is not None:
             raise ValueError(
@@ -124,10 +124,10 @@ class TensorQuantizer(Quantizer):
                 error = TypeError if name == "power_of_two" else ValueError
                 raise error(f"{name} must be one of {', '.join(map(repr, values))}, got {value!r}")
 
-    def check_scale(self, scale: Array | None) -> None:
+    def _check_scale(self, scale: Array | None) -> None:
         """Raise ValueError for a scale that ``scaling`` excludes, and for one that is not fp32 ``[]`` or ``[d]``."""
         if self.scaling == "current":
-            super().check_scale(scale)
+            super()._check_scale(scale)
         elif scale is None:
             raise ValueError("scaling='given' needs a scale; give one, or take TensorQuantizer(scaling='current')")
         elif scale.dtype != jnp.float32 or scale.ndim > 1:
@@ -139,7 +139,7 @@ class TensorQuantizer(Quantizer):
     @checked
     def scale_for(self, x_amax: Array, scale: Array | None) -> Array:
         """The scale to quantize with: ``scale`` if it is given, else from the tensor's amax."""
-        self.check_scale(scale)
+        self._check_scale(scale)
         if scale is not None:
             return scale
         return (power_of_two_scale if self.power_of_two else compute_scale)(x_amax, self.dtype)
@@ -149,7 +149,7 @@ class TensorQuantizer(Quantizer):
         self, x: Array, scale: Array | None, *, axis: int, columnwise: bool
     ) -> tuple[QuantizedTensor, Array | None]:
         check_float("TensorQuantizer", x)
-        self.check_scale(scale)
+        self._check_scale(scale)
         if scale is not None and scale.ndim == 1:
             return self._quantize_parts(x, scale, axis)
         x_amax = amax(x)

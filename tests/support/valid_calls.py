@@ -1026,7 +1026,7 @@ CALLS: dict[str, Callable[[Path], Call]] = {
         quantized().partition_specs, dict.fromkeys(("kernel", "per_device", "scales"), PartitionSpec())
     ),
     "quantize.QuantizedKernel.taken_over": lambda f: Call(quantized().taken_over, {"exact": KERNEL}),
-    "quantize.QuantizedTensor.holds": lambda f: Call(tensor().holds, {"x": KERNEL}),
+    "quantize.QuantizedTensor.represents": lambda f: Call(tensor().represents, {"x": KERNEL}),
     "quantize.as_float32": lambda f: Call(quantize.as_float32, {"quantizers": {}}),
     "quantize.init_gemm_state": lambda f: Call(quantize.init_gemm_state, {"recipe": DELAYED}),
     "quantize.merge_quantizers": lambda f: Call(quantize.merge_quantizers, {"stacked": {}}),

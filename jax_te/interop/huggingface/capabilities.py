@@ -23,7 +23,7 @@ from jax_te.models import Execution, Multipliers
 Options = Mapping[str, Any]
 """Fields of a `TransformerConfig`, arguments of a model's constructor, and its multipliers; never changed in place."""
 
-_CONFIG_FIELDS = frozenset(field.name for field in fields(TransformerConfig))
+_CONFIG_FIELDS = frozenset(field.name for field in fields(TransformerConfig) if field.compare)
 # Options of execution, of weight initialization, and of training only.
 _ALSO_NO_OUTPUT = """
 activation_func gated_linear_unit init_method init_method_std output_layer_init_method compute_dtype attention_dropout
