@@ -57,7 +57,7 @@ def upcycle(model: GPTModel, *, rngs: nnx.Rngs, **experts: Any) -> GPTModel:
     (4, 16, 1, 32)
     """
     _check_model(model)
-    known = {field.name for field in dataclasses.fields(ExpertsConfig)} - {*_OF_ACTIVATION}
+    known = {field.name for field in dataclasses.fields(ExpertsConfig) if field.compare} - {*_OF_ACTIVATION}
     if wrong := sorted(experts.keys() - known):
         raise ValueError(f"upcycle takes fields of ExpertsConfig, and {', '.join(wrong)} would change the outputs")
     config = dataclasses.replace(model.config, **experts)
