@@ -8,24 +8,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_te.ops.pallas.support import check_jax
 from jax_te.typing import Array
 
-_ROWS = 8
-"""Rows of a tile."""
+ROWS, COLUMNS = 16, 64
+"""Size of a piece of a tile: each of 128 threads has 16 bytes of it, and eight threads a row, one line of memory."""
 
-_COLUMNS = 512
-"""The most columns of a tile."""
+_PIECES = 4
+"""The most pieces of a tile, side by side. All are read before the first is awaited: memory limits the kernel."""
 
-
-def columns_of(f: int) -> int:
-    """Return the number of columns of a tile: the largest power of two that divides ``f``, at most 512.
-
-    >>> columns_of(14336), columns_of(2880)
-    (512, 64)
-    """
-    return min(f & -f, _COLUMNS)
+_16_BIT = (jnp.bfloat16, jnp.float16)
 
 
 def weighted_act_backward(
@@ -43,9 +37,11 @@ def weighted_act_backward(
 
     Args:
         dy: ``[rows, f]``, the gradient of ``y``.
-        x: fp32, bf16 or fp16 ``[rows, n_act, f]``; ``rows`` a multiple of 8.
+        x: bf16 or fp16 ``[rows, n_act, f]``; ``rows`` a multiple of 16, ``f`` of 64.
         weights: fp32 ``[rows]``.
-        function: elementwise function of the components of ``x``, in fp32.
+        function: elementwise function of the components of ``x``, in fp32. Mosaic GPU must have its operations and
+            those of its derivative, which excludes JAX's sum of a value's cotangents: a function that uses a value
+            twice needs a derivative of its own, by `jax.custom_jvp`.
         interpret: whether to run in Pallas's interpreter, on any device.
 
     Returns:
@@ -53,58 +49,90 @@ def weighted_act_backward(
 
     Raises:
         ValueError: for shapes that do not fit.
+        TypeError: for other dtypes.
 
-    >>> x, dy = jnp.ones((8, 2, 64)), jnp.ones((8, 64))
+    >>> x, dy = jnp.ones((32, 2, 64), jnp.bfloat16), jnp.ones((32, 64), jnp.bfloat16)
     >>> if jax.__version_info__ >= (0, 11):
-    ...     dx, dw = weighted_act_backward(dy, x, jnp.full(8, 3.0), lambda parts: parts[0] * parts[1], interpret=True)
+    ...     dx, dw = weighted_act_backward(dy, x, jnp.full(32, 3.0), lambda parts: parts[0] * parts[1], interpret=True)
     ...     assert (float(dx[0, 0, 0]), float(dw[0])) == (3.0, 64.0)
     """
     rows, _, f = x.shape
-    if dy.shape != (rows, f) or weights.shape != (rows,) or rows % _ROWS:
+    if dy.shape != (rows, f) or weights.shape != (rows,) or rows % ROWS or f % COLUMNS:
         raise ValueError(
-            f"dy [rows, f], x [rows, n_act, f] and weights [rows] must go together, rows a multiple of {_ROWS}, got "
-            f"{dy.shape}, {x.shape} and {weights.shape}"
+            f"dy [rows, f], x [rows, n_act, f] and weights [rows] must go together, rows a multiple of {ROWS} and f of "
+            f"{COLUMNS}, got {dy.shape}, {x.shape} and {weights.shape}"
         )
-    dx, parts = _backward(dy, x, weights, function, interpret)
-    return dx, jnp.sum(parts, axis=0)
+    if x.dtype not in _16_BIT or dy.dtype != x.dtype or weights.dtype != jnp.float32:
+        raise TypeError(
+            f"dy and x must both be bfloat16 or both float16, and weights float32, got {dy.dtype.name}, {x.dtype.name} "
+            f"and {weights.dtype.name}"
+        )
+    dx, sums = _backward(dy, x, weights, function, interpret)
+    return dx, jnp.sum(sums, axis=0)
+
+
+def _pieces_of(f: int) -> int:
+    """The number of pieces of a tile: the largest that cuts ``f`` into whole tiles."""
+    return next(pieces for pieces in range(_PIECES, 0, -1) if f % (pieces * COLUMNS) == 0)
 
 
 @functools.partial(jax.jit, static_argnames=("function", "interpret"))
 def _backward(dy: Array, x: Array, weights: Array, function: Any, interpret: bool) -> tuple[Array, Array]:
-    """The gradient of ``x``, and of the weights for each tile of columns, ``[f / columns, rows]``."""
+    """The gradient of ``x``, and of the weights for each tile of columns, ``[tiles, rows]``."""
     check_jax()
     from jax.experimental import pallas as pl
-    from jax.experimental.pallas import triton
+    from jax.experimental.pallas import mosaic_gpu as plgpu
 
     rows, count, f = x.shape
-    columns, dtype = columns_of(f), x.dtype
+    pieces, dtype, f32 = _pieces_of(f), x.dtype, jnp.float32
+    tiles = f // (pieces * COLUMNS)
 
-    def kernel(dy_ref: Any, x_ref: Any, weights_ref: Any, dx_ref: Any, parts_ref: Any) -> None:
-        dy = dy_ref[...].astype(jnp.float32)
-        components = tuple(x_ref[:, i, :].astype(jnp.float32) for i in range(count))
-        z, backward = jax.vjp(lambda *parts: function(parts), *components)
-        parts_ref[...] = jnp.sum(dy * z.astype(dtype).astype(jnp.float32), axis=1)[None]
-        dz = (dy * weights_ref[...][:, None]).astype(dtype).astype(jnp.float32)
-        for i, part in enumerate(backward(dz)):
-            dx_ref[:, i, :] = part.astype(dtype)
+    layout = plgpu.Layout.TILED(
+        plgpu.Tiling(((ROWS, COLUMNS), (ROWS // 4, COLUMNS), (8,))),
+        warp_dims=(-5,),
+        lane_dims=(-3, -2),
+        vector_dim=-1,
+    )
 
-    return pl.pallas_call(
+    def load(ref: Any) -> Array:
+        return plgpu.load(ref, layout=layout, optimized=False)
+
+    def gradients(dy: Array, components: Sequence[Array], weight: Array) -> tuple[list[Array], Array]:
+        """The gradients of a piece's components, and the terms of those of its rows' weights."""
+        z, backward = jax.vjp(lambda *parts: function(parts), *(part.astype(f32) for part in components))
+        dy = dy.astype(f32)
+        dz = (dy * weight).astype(dtype).astype(f32)
+        return [part.astype(dtype) for part in backward(dz)], dy * z.astype(dtype).astype(f32)
+
+    def kernel(dy: Any, x: Any, weights: Any, sums: Any, staged: Any) -> None:
+        line, tile = lax.axis_index("line"), lax.axis_index("tile")
+        here = pl.ds(line * ROWS, ROWS)
+        columns = [pl.ds((tile * pieces + piece) * COLUMNS, COLUMNS) for piece in range(pieces)]
+
+        read = [(load(dy.at[here, c]), [load(x.at[here, i, c]) for i in range(count)]) for c in columns]
+        weight = plgpu.load(weights.at[here], layout=layout.reduce(1), optimized=False)
+        weight = lax.broadcast_in_dim(weight, (ROWS, COLUMNS), (0,))
+
+        terms = []
+        for c, (dy_piece, components) in zip(columns, read, strict=True):
+            dx, of_weights = gradients(dy_piece, components, weight)
+            for i, part in enumerate(dx):
+                x[here, i, c] = part
+            terms.append(of_weights)
+
+        staged[...] = jnp.sum(functools.reduce(jnp.add, terms), axis=1)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staged, sums.at[tile, here])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    # A reference, since kernels of Mosaic GPU take no aliases: the compiler lets it have the memory of x.
+    dx = jax.new_ref(x)
+    sums = plgpu.kernel(
         kernel,
-        out_shape=(
-            jax.ShapeDtypeStruct(x.shape, dtype),
-            jax.ShapeDtypeStruct((f // columns, rows), jnp.float32),
-        ),
-        grid=(rows // _ROWS, f // columns),
-        in_specs=[
-            pl.BlockSpec((_ROWS, columns), lambda i, j: (i, j)),
-            pl.BlockSpec((_ROWS, count, columns), lambda i, j: (i, 0, j)),
-            pl.BlockSpec((_ROWS,), lambda i, j: (i,)),
-        ],
-        out_specs=(
-            pl.BlockSpec((_ROWS, count, columns), lambda i, j: (i, 0, j)),
-            pl.BlockSpec((1, _ROWS), lambda i, j: (j, i)),
-        ),
-        input_output_aliases={1: 0},
-        compiler_params=triton.CompilerParams(num_warps=4),
-        interpret=interpret,
-    )(dy, x, weights)
+        out_type=jax.ShapeDtypeStruct((tiles, rows), f32),
+        scratch_types=[plgpu.SMEM((ROWS,), f32)],
+        grid=(rows // ROWS, tiles),
+        grid_names=("line", "tile"),
+        interpret=plgpu.InterpretGPUParams() if interpret else None,
+    )(dy, dx, weights)
+    return jax.freeze(dx), sums
