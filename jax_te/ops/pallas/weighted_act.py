@@ -10,14 +10,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_te.ops.pallas.support import check_jax
+from jax_te.ops.pallas.support import check_jax, multiprocessors
 from jax_te.typing import Array
 
 ROWS, COLUMNS = 16, 64
 """Size of a piece of a tile: each of 128 threads has 16 bytes of it, and eight threads a row, one line of memory."""
 
-_PIECES = 4
-"""The most pieces of a tile, side by side. All are read before the first is awaited: memory limits the kernel."""
+_PIECES = 3
+"""The most pieces of a tile, side by side."""
+
+_BLOCKS = 3
+"""Thread blocks of a multiprocessor, of one warpgroup each: some compute while others wait."""
+
+_BYTES = 70 * 1024
+"""The most shared memory of a thread block's buffers, of which a multiprocessor has 227 KiB."""
+
+_WRITTEN = 2
+"""Buffers of tiles that are written to memory."""
 
 _16_BIT = (jnp.bfloat16, jnp.float16)
 
@@ -78,14 +87,22 @@ def _pieces_of(f: int) -> int:
 
 @functools.partial(jax.jit, static_argnames=("function", "interpret"))
 def _backward(dy: Array, x: Array, weights: Array, function: Any, interpret: bool) -> tuple[Array, Array]:
-    """The gradient of ``x``, and of the weights for each tile of columns, ``[tiles, rows]``."""
+    """The gradient of ``x``, and of the weights for each tile of columns, ``[tiles, rows]``.
+
+    As many thread blocks as the GPU runs at once take tiles in turn, so that at any time they read and write next to
+    each other. Copies of tiles behind and before the one that is computed are under way meanwhile.
+    """
     check_jax()
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     rows, count, f = x.shape
     pieces, dtype, f32 = _pieces_of(f), x.dtype, jnp.float32
-    tiles = f // (pieces * COLUMNS)
+    width = pieces * COLUMNS
+    lines, tiles = rows // ROWS, f // width
+    blocks = min(multiprocessors() * _BLOCKS, lines * tiles)
+    component = ROWS * width * dtype.itemsize
+    stages = max(2, (_BYTES - _WRITTEN * count * component) // ((1 + count) * component))
 
     layout = plgpu.Layout.TILED(
         plgpu.Tiling(((ROWS, COLUMNS), (ROWS // 4, COLUMNS), (8,))),
@@ -95,44 +112,66 @@ def _backward(dy: Array, x: Array, weights: Array, function: Any, interpret: boo
     )
 
     def load(ref: Any) -> Array:
-        return plgpu.load(ref, layout=layout, optimized=False)
+        return plgpu.load(ref, layout=layout).astype(f32)
 
-    def gradients(dy: Array, components: Sequence[Array], weight: Array) -> tuple[list[Array], Array]:
-        """The gradients of a piece's components, and the terms of those of its rows' weights."""
-        z, backward = jax.vjp(lambda *parts: function(parts), *(part.astype(f32) for part in components))
-        dy = dy.astype(f32)
-        dz = (dy * weight).astype(dtype).astype(f32)
-        return [part.astype(dtype) for part in backward(dz)], dy * z.astype(dtype).astype(f32)
-
-    def kernel(dy: Any, x: Any, weights: Any, sums: Any, staged: Any) -> None:
-        line, tile = lax.axis_index("line"), lax.axis_index("tile")
-        here = pl.ds(line * ROWS, ROWS)
-        columns = [pl.ds((tile * pieces + piece) * COLUMNS, COLUMNS) for piece in range(pieces)]
-
-        read = [(load(dy.at[here, c]), [load(x.at[here, i, c]) for i in range(count)]) for c in columns]
-        weight = plgpu.load(weights.at[here], layout=layout.reduce(1), optimized=False)
+    def compute(dy: Any, x: Any, weights: Any, dx: Any, sums: Any) -> None:
+        """Compute a tile, all of it in shared memory."""
+        weight = plgpu.load(weights, layout=layout.reduce(1), optimized=False)
         weight = lax.broadcast_in_dim(weight, (ROWS, COLUMNS), (0,))
-
         terms = []
-        for c, (dy_piece, components) in zip(columns, read, strict=True):
-            dx, of_weights = gradients(dy_piece, components, weight)
-            for i, part in enumerate(dx):
-                x[here, i, c] = part
-            terms.append(of_weights)
+        for piece in range(pieces):
+            columns = pl.ds(piece * COLUMNS, COLUMNS)
+            dy_piece = load(dy.at[:, columns])
+            z, backward = jax.vjp(lambda *parts: function(parts), *(load(x.at[:, i, columns]) for i in range(count)))
+            dz = (dy_piece * weight).astype(dtype).astype(f32)
+            for i, part in enumerate(backward(dz)):
+                dx[:, i, columns] = part.astype(dtype)
+            terms.append(dy_piece * z.astype(dtype).astype(f32))
+        sums[...] = jnp.sum(functools.reduce(jnp.add, terms), axis=1)
 
-        staged[...] = jnp.sum(functools.reduce(jnp.add, terms), axis=1)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staged, sums.at[tile, here])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    def kernel(dy: Any, x: Any, weights: Any, sums: Any, dx_written: Any, sums_written: Any) -> None:
+        block = lax.axis_index("block")
+
+        def place(step: Any) -> tuple[Any, Any]:
+            """The line and column of a thread block's tile."""
+            tile = step * blocks + block
+            return lax.div(tile, jnp.int32(tiles)), lax.rem(tile, jnp.int32(tiles))
+
+        def process(indices: tuple[Any], dy: Any, x_read: Any, weights: Any) -> None:
+            (step,) = indices
+            line, column = place(step)
+            slot = lax.rem(step, jnp.int32(_WRITTEN))
+            # Both copies of a step are groups of their own: those of the steps since this buffer's last may be in flight.
+            plgpu.wait_smem_to_gmem(2 * (_WRITTEN - 1), wait_read_only=True)
+            compute(dy, x_read, weights, dx_written.at[slot], sums_written.at[slot])
+            plgpu.commit_smem()
+            here = pl.ds(line * ROWS, ROWS)
+            plgpu.copy_smem_to_gmem(dx_written.at[slot], x.at[here, :, pl.ds(column * width, width)])
+            plgpu.copy_smem_to_gmem(sums_written.at[slot], sums.at[column, here])
+
+        plgpu.emit_pipeline(
+            process,
+            grid=(lax.div(lines * tiles - 1 - block, jnp.int32(blocks)) + 1,),
+            in_specs=[
+                plgpu.BlockSpec((ROWS, width), place),
+                plgpu.BlockSpec((ROWS, count, width), lambda step: (place(step)[0], 0, place(step)[1])),
+                plgpu.BlockSpec((ROWS,), lambda step: place(step)[:1]),
+            ],
+            max_concurrent_steps=stages,
+        )(dy, x, weights)
+        plgpu.wait_smem_to_gmem(0)
 
     # A reference, since kernels of Mosaic GPU take no aliases: the compiler lets it have the memory of x.
     dx = jax.new_ref(x)
     sums = plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((tiles, rows), f32),
-        scratch_types=[plgpu.SMEM((ROWS,), f32)],
-        grid=(rows // ROWS, tiles),
-        grid_names=("line", "tile"),
+        scratch_types=[
+            plgpu.SMEM((_WRITTEN, ROWS, count, width), dtype),
+            plgpu.SMEM((_WRITTEN, ROWS), f32),
+        ],
+        grid=(blocks,),
+        grid_names=("block",),
         interpret=plgpu.InterpretGPUParams() if interpret else None,
     )(dy, dx, weights)
     return jax.freeze(dx), sums
