@@ -141,7 +141,7 @@ def _backward(dy: Array, x: Array, weights: Array, function: Any, interpret: boo
             (step,) = indices
             line, column = place(step)
             slot = lax.rem(step, jnp.int32(_WRITTEN))
-            # Both copies of a step are groups of their own: those of the steps since this buffer's last may be in flight.
+            # This buffer's last copies must have read it; the two of each step since then may be in flight.
             plgpu.wait_smem_to_gmem(2 * (_WRITTEN - 1), wait_read_only=True)
             compute(dy, x_read, weights, dx_written.at[slot], sums_written.at[slot])
             plgpu.commit_smem()

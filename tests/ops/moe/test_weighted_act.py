@@ -66,7 +66,7 @@ def test_pallas_has_every_named_activation(name):
 @pytest.mark.parametrize("function", ["gelu_exact", jnp.tanh, LimitedFunction(jnp.tanh, high=2.0)], ids=str)
 def test_functions_that_pallas_may_not_have_are_two_operations(monkeypatch, function):
     interpret(monkeypatch)
-    x, weights, dy = arrays("gelu")
+    x, weights, _ = arrays("gelu")
     assert op.runs_here(x, weights, Activation("gelu"))
     assert not op.runs_here(x, weights, Activation(function))
 
