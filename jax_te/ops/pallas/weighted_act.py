@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Literal
+from jax.extend.core.primitives import add_jaxvals_p
 
 from jax_te.ops.pallas.support import check_jax, multiprocessors
 from jax_te.typing import Array
@@ -49,8 +51,7 @@ def weighted_act_backward(
         x: bf16 or fp16 ``[rows, n_act, f]``; ``rows`` a multiple of 16, ``f`` of 64.
         weights: fp32 ``[rows]``.
         function: elementwise function of the components of ``x``, in fp32. Mosaic GPU must have its operations and
-            those of its derivative, which excludes JAX's sum of a value's cotangents: a function that uses a value
-            twice needs a derivative of its own, by `jax.custom_jvp`.
+            those of its derivative.
         interpret: whether to run in Pallas's interpreter, on any device.
 
     Returns:
@@ -85,6 +86,32 @@ def _pieces_of(f: int) -> int:
     return next(pieces for pieces in range(_PIECES, 0, -1) if f % (pieces * COLUMNS) == 0)
 
 
+def _flat(function: Callable[..., list[Array]], count: int, shape: tuple[int, ...]) -> Callable[..., list[Array]]:
+    """Return a function of ``count`` fp32 arrays without what Mosaic GPU lacks: calls, and JAX's sum of cotangents."""
+
+    def evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+        def value(variable: Any) -> Any:
+            return variable.val if isinstance(variable, Literal) else values[variable]
+
+        for eqn in jaxpr.eqns:
+            operands = [value(variable) for variable in eqn.invars]
+            called = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+            if called is not None:
+                results = evaluate(called.jaxpr, called.consts, operands)
+            elif eqn.primitive is add_jaxvals_p:
+                results = [lax.add(*operands)]
+            else:
+                results = eqn.primitive.bind(*operands, **eqn.params)
+                results = results if eqn.primitive.multiple_results else [results]
+            values.update(zip(eqn.outvars, results, strict=True))
+        return [value(variable) for variable in jaxpr.outvars]
+
+    traced = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(shape, jnp.float32) for _ in range(count)))
+    return lambda *args: evaluate(traced.jaxpr, traced.consts, args)
+
+
 @functools.partial(jax.jit, static_argnames=("function", "interpret"))
 def _backward(dy: Array, x: Array, weights: Array, function: Any, interpret: bool) -> tuple[Array, Array]:
     """The gradient of ``x``, and of the weights for each tile of columns, ``[tiles, rows]``.
@@ -111,6 +138,12 @@ def _backward(dy: Array, x: Array, weights: Array, function: Any, interpret: boo
         vector_dim=-1,
     )
 
+    def value_and_gradients(dz: Array, *components: Array) -> list[Array]:
+        z, backward = jax.vjp(lambda *parts: function(parts), *components)
+        return [z, *backward(dz)]
+
+    differentiate = _flat(value_and_gradients, 1 + count, (ROWS, COLUMNS))
+
     def load(ref: Any) -> Array:
         return plgpu.load(ref, layout=layout).astype(f32)
 
@@ -122,9 +155,9 @@ def _backward(dy: Array, x: Array, weights: Array, function: Any, interpret: boo
         for piece in range(pieces):
             columns = pl.ds(piece * COLUMNS, COLUMNS)
             dy_piece = load(dy.at[:, columns])
-            z, backward = jax.vjp(lambda *parts: function(parts), *(load(x.at[:, i, columns]) for i in range(count)))
             dz = (dy_piece * weight).astype(dtype).astype(f32)
-            for i, part in enumerate(backward(dz)):
+            z, *gradients = differentiate(dz, *(load(x.at[:, i, columns]) for i in range(count)))
+            for i, part in enumerate(gradients):
                 dx[:, i, columns] = part.astype(dtype)
             terms.append(dy_piece * z.astype(dtype).astype(f32))
         sums[...] = jnp.sum(functools.reduce(jnp.add, terms), axis=1)

@@ -17,8 +17,7 @@ from jax_te.quantize import Operand, Quantization
 from jax_te.typing import Array, DTypeLike
 
 _GELU = 2.0 * (2.0 / math.pi) ** 0.5
-_tanh_gelu = functools.partial(jax.nn.gelu, approximate=True)
-_gelu = jax.custom_jvp(_tanh_gelu)
+_gelu = jax.custom_jvp(functools.partial(jax.nn.gelu, approximate=True))
 
 
 @_gelu.defjvp
@@ -28,35 +27,16 @@ def _gelu_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Arr
     (x,), (dx,) = primals, tangents
     square = x * x
     s = jax.nn.sigmoid(_GELU * x * (1.0 + 0.044715 * square))
-    # Not _gelu(x): Mosaic GPU does not have calls of functions with a derivative of their own.
-    return _tanh_gelu(x), dx * (s + s * (1.0 - s) * (_GELU * x) * (1.0 + 3 * 0.044715 * square))
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _swish(x: Array, alpha: float) -> Array:
-    return x * jax.nn.sigmoid(alpha * x)
-
-
-@_swish.defjvp
-def _swish_jvp(alpha: float, primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    # Written out: JAX's derivative adds the slopes of both uses of x by an operation that Mosaic GPU does not have.
-    (x,), (dx,) = primals, tangents
-    s = jax.nn.sigmoid(alpha * x)
-    return x * s, dx * (s + s * (1.0 - s) * (alpha * x))
-
-
-def _relu(x: Array) -> Array:
-    # As jax.nn.relu, which Mosaic GPU does not have: its slope at 0 is 0, and a nan stays nan.
-    return jnp.where(x <= 0.0, 0.0, x)
+    return _gelu(x), dx * (s + s * (1.0 - s) * (_GELU * x) * (1.0 + 3 * 0.044715 * square))
 
 
 _FUNCTIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": _gelu,
     "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
-    "quick_gelu": lambda x: _swish(x, 1.702),
-    "relu": _relu,
-    "squared_relu": lambda x: jnp.square(_relu(x)),
-    "silu": lambda x: _swish(x, 1.0),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "relu": jax.nn.relu,
+    "squared_relu": lambda x: jnp.square(jax.nn.relu(x)),
+    "silu": jax.nn.silu,
     "sigmoid": jax.nn.sigmoid,
     "linear": lambda x: x,
 }
@@ -66,7 +46,8 @@ _DEFAULT_PARAMS = ActivationParams()
 
 
 def _clamped_silu(x: Array, params: ActivationParams) -> Array:
-    return _swish(_at_most(x, params.limit), params.alpha)
+    x = _at_most(x, params.limit)
+    return x * jax.nn.sigmoid(params.alpha * x)
 
 
 def _clamped_linear(x: Array, params: ActivationParams) -> Array:
