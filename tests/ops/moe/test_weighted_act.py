@@ -57,7 +57,8 @@ def test_it_has_the_numbers_of_two_operations(monkeypatch, name):
 @pytest.mark.parametrize("name", IN_KERNEL)
 def test_pallas_has_every_named_activation(name):
     x, weights, dy = arrays(name, f=64, rows=16)
-    backward = jax.jit(lambda *args: op.weighted_act_backward(*args, op._function(Activation(name))))
+    function = op._function(Activation(name))
+    backward = jax.jit(lambda dy, x, weights: op.weighted_act_backward(dy, x, weights, function))
     text = backward.trace(dy, x, weights).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text
     assert "output_operand_alias" in text  # the gradient of x is in the memory of x
