@@ -79,18 +79,18 @@ class AttentionPrecision:
             roles, of_backward = {}, {"dp": ("dp",), "dq": ("dq",), "dk": ("dk",), "dv": ("dv",)}
         return {**roles, **of_backward} if self.quantized_backward else roles  # type: ignore[dict-item]
 
-    def quantizer(self, tensor: AttentionTensor) -> TensorQuantizer:
-        """Return the quantizer of a tensor, whose scale is given."""
-        dtype = self.forward_dtype if tensor in FORWARD_TENSORS else self.backward_dtype
-        return TensorQuantizer(dtype=dtype, scaling="given")
+    def dtype(self, tensor: AttentionTensor) -> DTypeLike:
+        """Return the FP8 dtype of a tensor."""
+        return self.forward_dtype if tensor in FORWARD_TENSORS else self.backward_dtype
 
     def quantize(self, tensor: AttentionTensor, x: Array, scale: Array) -> QuantizedTensor:
         """Return a tensor quantized under a scale."""
-        return self.quantizer(tensor).quantize(x, scale, axis=-1, columnwise=False)[0]
+        quantizer = TensorQuantizer(dtype=self.dtype(tensor), scaling="given")
+        return quantizer.quantize(x, scale, axis=-1, columnwise=False)[0]
 
     def scale_of_amax(self, tensor: AttentionTensor, largest: Array) -> Array:
         """Return the scale of a tensor whose values are at most ``largest``, fp32 ``[]``."""
-        return (power_of_two_scale if self.power_of_two else compute_scale)(largest, self.quantizer(tensor).dtype)
+        return (power_of_two_scale if self.power_of_two else compute_scale)(largest, self.dtype(tensor))
 
     def state_scales(self, state: AttentionState | None) -> dict[AttentionTensor, Array]:
         """Return the scales that the state gives, fp32 ``[]``, by tensor."""
@@ -102,7 +102,7 @@ class AttentionPrecision:
         return scales
 
     def _scale_in_use(self, state: AmaxState, tensor: AttentionTensor) -> Array:
-        scale = scale_in_use(state, self.quantizer(tensor).dtype, self.amax_rule)
+        scale = scale_in_use(state, self.dtype(tensor), self.amax_rule)
         if not self.power_of_two:
             return scale
         newest = state["amax_history"][..., 0]
