@@ -26,6 +26,7 @@ from jax_te.ops.stacked import named
 from jax_te.ops.xla.attention_fp8 import Amaxes, Fp8Operands, Scales
 from jax_te.quantize import AttentionPrecision, AttentionState, AttentionTensor, QuantizedTensor, amax
 from jax_te.sharding import REPLICATED, MeshAxes, reduce_max
+from jax_te.sharding import all_gather as all_gather_shards
 from jax_te.typing import Array, LogicalAxes
 
 
@@ -199,10 +200,10 @@ def _with_all_keys(call: Fp8Call, operands: Fp8Operands) -> Fp8Operands:
     """Return a device's queries and the keys and values of all positions."""
     if call.sharding is None or not call.sharding.context:
         return operands
-    axes = call.sharding.context
+    along_sequence = ((), call.sharding.context)
 
     def gathered(x: QuantizedTensor) -> QuantizedTensor:
-        return replace(x, data=jax.lax.all_gather(x.data, axes, axis=1, tiled=True))
+        return replace(x, data=all_gather_shards(x.data, along_sequence))
 
     return Fp8Operands(operands.q, gathered(operands.k), gathered(operands.v))
 
