@@ -149,6 +149,8 @@ def _call(target: str, results: tuple[Any, ...], spec: AttentionSpec, dimensions
     run: Any = jax.ffi.ffi_call(
         target,
         results,
+        # Batches of calls, one after the other: a scale is that of one call.
+        vmap_method="sequential",
         output_layouts=layouts,
         custom_call_api_version=2,
         legacy_backend_config=_config(spec, dimensions),
