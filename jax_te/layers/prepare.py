@@ -20,7 +20,8 @@ def prepare_quantization(model: nnx.Module, recipe: Recipe | None) -> nnx.Module
     """Give every quantizable layer of ``model`` fresh state for ``recipe``, or remove the state; return ``model``.
 
     Use it to quantize a model that was built or loaded without a recipe, and to change the recipe of a running one.
-    Parameters are not changed. Cores of attention get the state of a recipe with ``fp8_dpa``. State of the same recipe is replaced, too: the amax histories start empty.
+    Parameters are not changed. State of the same recipe is replaced, too: the amax histories start empty. The core of
+    attention gets state under a recipe with ``fp8_dpa``.
 
     Args:
         model: changed in place.

@@ -118,10 +118,12 @@ def explain_backend(
 ) -> BackendChoice:
     """Return the backend that would run ``op`` in this context and the reason, and who runs each part of the op.
 
-    Nothing is run. Attention under a recipe with ``fp8_dpa`` runs in FP8 under each backend; ``"auto"`` runs calls that
-    cuDNN's FP8 kernels do not have in the compute dtype, and ``unquantized`` says why. A backend runs its kernels wherever it has one. TE has none for block scaling and scales that are
+    Nothing is run. A backend runs its kernels wherever it has one. TE has none for block scaling and scales that are
     powers of two, for GEMMs of unquantized fp32 operands, for gradients of kernels that are wider than the unquantized
     operands, and for some activations: ``parts`` names those that it leaves to XLA.
+
+    Attention under a recipe with ``fp8_dpa`` runs in FP8 under each backend. Calls that FP8 attention does not have run
+    in the compute dtype under ``"auto"``, and ``unquantized`` says why; under a named backend they raise.
 
     Args:
         op: ``"dense"``, ``"grouped_dense"``, ``"layernorm"``, ``"layernorm_dense"``, ``"layernorm_mlp"``,

@@ -142,6 +142,7 @@ def init_gemm_state(recipe: Recipe | None, *, groups: int | None = None) -> Gemm
     return GemmState(**entries)  # type: ignore[typeddict-item]
 
 
+@checked
 def init_attention_state(recipe: Recipe | None) -> AttentionState | None:
     """Return fresh state for one attention core under a recipe with ``fp8_dpa``: scales 1, histories 0.
 

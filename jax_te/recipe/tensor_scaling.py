@@ -94,7 +94,8 @@ class DelayedScaling(_TensorScaling):
 class Float8CurrentScaling(_TensorScaling):
     """Per-tensor FP8 whose scale comes from the tensor itself: ``scale = max_fp8 / amax(x)``.
 
-    No state but that of ``fp8_dpa``, one more pass over the tensor than `DelayedScaling`. An amax that is 0, inf or nan gives scale 1.
+    No state but that of ``fp8_dpa``, one more pass over the tensor than `DelayedScaling`. An amax that is 0, inf or nan
+    gives scale 1.
 
     Args:
         use_power_2_scales: whether to round every scale down to a power of two.

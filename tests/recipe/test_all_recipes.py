@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jax_te._validation import log_once
 from jax_te.errors import QuantizerStateError
 from jax_te.layers import Fp8Padding
 from jax_te.ops import dense
@@ -20,7 +21,6 @@ from jax_te.quantize import (
     precision_of,
     quantizer_for,
 )
-from jax_te._validation import log_once
 from jax_te.recipe import (
     RECIPES,
     CustomRecipe,

@@ -35,7 +35,8 @@ class TEDelayedScaling(DelayedScaling):
     Args:
         config: configuration, or Megatron-LM's arguments, whose ``fp8_margin`` (default 0), ``fp8_amax_history_len``
             (1), ``fp8_amax_compute_algo`` (``"most_recent"``), ``tp_only_amax_red`` (False) and
-            ``fp8_dot_product_attention`` or ``fp8_multi_head_attention`` (False) are read. None: these defaults, which are Megatron's; those of `DelayedScaling` itself are Transformer Engine's.
+            ``fp8_dot_product_attention`` or ``fp8_multi_head_attention`` (False) are read. None: these defaults, which
+            are Megatron's; those of `DelayedScaling` itself are Transformer Engine's.
         fp8_format: `Format.HYBRID` or `Format.E4M3`.
         override_linear_precision: whether the forward GEMM, the input gradient's and the weight gradient's stay in high
             precision. Megatron passes ``(False, False, not config.fp8_wgrad)``, which Transformer Engine ignores, so

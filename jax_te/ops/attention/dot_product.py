@@ -11,7 +11,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh
 
-from jax_te._validation import check_number, check_rate, checked, log_once
+from jax_te._validation import check_number, check_rate, checked, dtype_name, log_once
 from jax_te.ops.attention.checks import attention_spec, check_arrays
 from jax_te.ops.attention.context_parallel import ContextParallel
 from jax_te.ops.attention.context_parallel.checks import (
@@ -273,7 +273,7 @@ def _fp8_call(
         exchange, unsharded = fp8_exchange_lacks(sharding), fp8_kernels_lack(sharding)
     choice = choose_fp8(spec, precision, backend, unsharded=unsharded, exchange=exchange)
     if choice.unquantized is not None:
-        log_once(f"attention runs in {spec.dtype.name}, not in FP8 as the recipe says: {choice.unquantized}")
+        log_once(f"attention runs in {dtype_name(spec.dtype)}, not in FP8 as the recipe says: {choice.unquantized}")
         return None
     if spec.is_bottom_right:
         spec = replace(spec, mask_type="causal")  # the same where there are as many queries as keys

@@ -124,11 +124,17 @@ def _forward(call: Fp8Call, args: _Args) -> tuple[Array, _Residuals]:
             "s": precision.scale_of_amax("s", jnp.ones((), jnp.float32)),
             "o": precision.scale_of_amax("o", seen["v"]),
         }
-    operands = Fp8Operands(*(precision.quantize(name, x, scales[name]) for name, x in zip("qkv", (q, k, v))))  # type: ignore[arg-type]
+    operands = Fp8Operands(
+        precision.quantize("q", q, scales["q"]),
+        precision.quantize("k", k, scales["k"]),
+        precision.quantize("v", v, scales["v"]),
+    )
     operands = named(operands, "quantized", given=args)
     spec, arrays = call.block()
     kernels = fp8_kernels(call.kernels)
-    out8, log_sum, inside = kernels.fp8_attention_forward(_with_all_keys(call, operands), spec, arrays, precision, scales)
+    out8, log_sum, inside = kernels.fp8_attention_forward(
+        _with_all_keys(call, operands), spec, arrays, precision, scales
+    )
     out8, log_sum, inside = named((out8, log_sum, inside), "context", given=args)
     out = out8.dequantize()
     amaxes = seen | inside

@@ -1,7 +1,7 @@
 """FP8 attention in plain JAX: the numbers of the quantized tensors, on any device.
 
-It materializes the scores ``[b, n, sq, skv]``, and multiplies codes in fp32, in which their products are exact. So it is
-for tests, debugging and short sequences; kernels with the same steps are for speed.
+It materializes the scores ``[b, n, sq, skv]``, and multiplies codes in fp32, in which their products are exact. So it
+is for tests, debugging and short sequences; kernels with the same steps are for speed.
 """
 
 from __future__ import annotations
@@ -101,12 +101,12 @@ def fp8_attention_backward(
     queries = _codes(q).reshape(*q.shape[:2], spec.groups, -1, spec.head_dim)
     dk = jnp.einsum("bgrst,bsgrd->btgd", _codes(codes), queries) * (codes.scale_inv * q.scale_inv)
     amaxes: Amaxes = {"dp": amax(dp), "dq": amax(dq), "dk": amax(dk), "dv": amax(dv)}
-    quantized = [
+    return Fp8Gradients(
         _as_compute(precision.quantize("dq", dq, scales["dq"]), spec),
         _as_compute(precision.quantize("dk", dk, scales["dk"]), spec),
         _as_compute(precision.quantize("dv", dv, scales["dv"]), spec),
-    ]
-    return Fp8Gradients(*quantized, amaxes)
+        amaxes,
+    )
 
 
 def _scores(operands: Fp8Operands, spec: AttentionSpec, arrays: AttentionArrays) -> Array:

@@ -92,7 +92,9 @@ def assert_same_codes(actual: Any, expected: Any, scale: float, dtype: Any, what
     the next products, of which there are 512, by 2^-4 of one term, and some of its elements to the next FP8 value.
     """
     actual, expected = np.asarray(actual, np.float64) * scale, np.asarray(expected, np.float64) * scale
-    step = np.maximum(np.abs(expected), 2.0**-6 if dtype is E4M3 else 2.0**-14) * (2.0**-4 if dtype is E4M3 else 2.0**-3)
+    step = np.maximum(np.abs(expected), 2.0**-6 if dtype is E4M3 else 2.0**-14) * (
+        2.0**-4 if dtype is E4M3 else 2.0**-3
+    )
     # Results are in bf16, which has more bits than FP8; the scale is no power of two.
     other = np.abs(actual - expected) > step / 2
     assert other.mean() <= 1e-2, f"{what}: {other.mean():.2%} of the codes differ"
@@ -182,7 +184,7 @@ def test_a_backward_pass_in_high_precision(kind):
     for _ in range(2):
         quantized, rough, both = step(full, qkv, do, both)
     assert_bitwise(out, quantized)
-    exact_out, *exact_gradients = exact(*qkv, do, causal=True, scale=SCALE)
+    _, *exact_gradients = exact(*qkv, do, causal=True, scale=SCALE)
     # dv reads the exact gradient and nothing quantized but the scores; those of q and k read the output, too.
     for actual, rounded, want in zip(gradients, rough, exact_gradients, strict=True):
         assert relative_l2(actual, want) <= relative_l2(rounded, want) / 2
@@ -256,8 +258,12 @@ def test_calls_that_fp8_attention_lacks(case, caplog):
     with pytest.raises(BackendUnavailableError, match=words):
         dot_product_attention(qkv, recipe=CURRENT, state=state, backend="xla", **options)
     plain = dot_product_attention(qkv, backend="xla", **options)
-    jax.tree.map(assert_bitwise, dot_product_attention(qkv, recipe=CURRENT, state=state, backend="auto", **options), plain)
-    described = {name: options[name] for name in ("window", "bias_type", "softmax_type", "logit_softcap") if name in options}
+    jax.tree.map(
+        assert_bitwise, dot_product_attention(qkv, recipe=CURRENT, state=state, backend="auto", **options), plain
+    )
+    described = {
+        name: options[name] for name in ("window", "bias_type", "softmax_type", "logit_softcap") if name in options
+    }
     spec = attention_spec(
         qkv,
         options.get("mask_type", "causal"),

@@ -143,7 +143,9 @@ def test_other_exchanges_are_refused_by_name(kind):
         with pytest.raises(BackendUnavailableError, match=f"cp_comm_type '{kind}' exchanges keys and values in the"):
             dot_product_attention(given, recipe=recipe, state=state_of(recipe), backend="xla", **options)
         plain = jax.jit(lambda qkv: dot_product_attention(qkv, **options))(given)
-        chosen = jax.jit(lambda qkv: dot_product_attention(qkv, recipe=recipe, state=state_of(recipe), **options))(given)
+        chosen = jax.jit(lambda qkv: dot_product_attention(qkv, recipe=recipe, state=state_of(recipe), **options))(
+            given
+        )
     assert_bitwise(host(chosen), host(plain))
 
 

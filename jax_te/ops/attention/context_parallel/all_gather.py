@@ -167,6 +167,7 @@ def _reordered(sharding: AttentionSharding, x: Array, *, back: bool) -> Array:
 
 
 def with_positions(sharding: AttentionSharding, arrays: AttentionArrays) -> tuple[AttentionSpec, AttentionArrays]:
+    """Return spec and arrays of a device's queries and all keys for plain JAX, with their positions."""
     index, total = jax.lax.axis_index(sharding.context), sharding.spec.kv_length
     keys = jnp.concatenate([shard_positions(sharding, other, total) for other in range(sharding.context_shards)])
     return block.with_positions(sharding, arrays, shard_positions(sharding, index, sharding.spec.q_length), keys)

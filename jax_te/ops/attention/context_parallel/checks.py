@@ -55,8 +55,8 @@ def fp8_exchange_lacks(sharding: AttentionSharding) -> str | None:
     if not sharding.context or sharding.gathers:
         return None
     return (
-        f"cp_comm_type {sharding.cp.cp_comm_type!r} exchanges keys and values in the compute dtype; 'all_gather' has an "
-        "exchange of FP8 codes"
+        f"cp_comm_type {sharding.cp.cp_comm_type!r} exchanges keys and values in the compute dtype; 'all_gather' has "
+        "an exchange of FP8 codes"
     )
 
 
