@@ -14,7 +14,7 @@ from jax_te.errors import QuantizerStateError
 from jax_te.quantize.block import BlockQuantizer, MXQuantizer
 from jax_te.quantize.nvfp4 import NVFP4Quantizer
 from jax_te.quantize.quantizer import Quantizer, TensorQuantizer
-from jax_te.quantize.scaling import AmaxRule, AmaxState, history_slots, next_amax_state, scale_in_use
+from jax_te.quantize.scaling import AmaxRule, AmaxState, amax_rule_of, history_slots, next_amax_state, scale_in_use
 from jax_te.recipe import (
     GEMMS,
     CustomRecipe,
@@ -178,11 +178,6 @@ def check_state(state: GemmState | None, recipe: DelayedScaling) -> None:
         )
 
 
-def _amax_rule(recipe: DelayedScaling) -> AmaxRule:
-    # Of a history of one step only the newest amax counts, see `history_slots`.
-    return AmaxRule(recipe.margin, "most_recent" if recipe.amax_history_len == 1 else recipe.amax_compute_algo)
-
-
 # Cached, because every call of every layer needs it, and a model has few recipes; a recipe is hashable data.
 @functools.lru_cache(maxsize=512)
 def precision_of(recipe: Recipe | None) -> Precision:
@@ -211,7 +206,7 @@ def precision_of(recipe: Recipe | None) -> Precision:
         **operands,
         overridden=overridden,
         split_accumulator=tuple(getattr(recipe, f"fp8_gemm_{gemm}").use_split_accumulator for gemm in GEMMS),  # type: ignore[arg-type]
-        amax_rule=_amax_rule(recipe) if delayed else None,
+        amax_rule=amax_rule_of(recipe) if delayed else None,
         # The least common multiple: the largest of 48 and 32 satisfies one of them.
         alignment=math.lcm(*(quantizer.alignment for quantizer in quantizers)),
         shard_multiple=None if None in multiples else math.lcm(*multiples),  # type: ignore[arg-type]

@@ -118,6 +118,11 @@ def history_slots(recipe: DelayedScaling) -> int:
     return max(recipe.amax_history_len, 2)
 
 
+def amax_rule_of(recipe: DelayedScaling) -> AmaxRule:
+    """Return the rule of a recipe. Of a history of one step only the newest amax counts, see `history_slots`."""
+    return AmaxRule(recipe.margin, "most_recent" if recipe.amax_history_len == 1 else recipe.amax_compute_algo)
+
+
 @functools.partial(jax.jit, static_argnames=("dtype", "rule"))
 def scale_in_use(state: AmaxState, dtype: DTypeLike, rule: AmaxRule | DelayedScaling) -> Array:
     """Return the scale of the next use of ``state``: fp32 ``[]``, or ``[d]`` for parts of the batch."""
