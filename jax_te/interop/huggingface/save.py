@@ -57,8 +57,8 @@ def save_huggingface(
     Args:
         model: a model of `jax_te.models`.
         folder: folder to write; made if missing.
-        architecture: name of the architecture, one of `ARCHITECTURES`. None: the first that can represent all options
-            of the model.
+        architecture: name of the architecture, one of `ARCHITECTURES`. None: that of ``like`` if it can represent all
+            options of the model, else the first that can.
         dtype: dtype of the tensors. None: the parameters'.
         block_scaled: ``"keep"``: kernels stored as `jax_te.recipe.Float8BlockScaling` stores them are written as they
             are, with fp32 scales for blocks of 128 x 128 and a ``quantization_config``: DeepSeek's form. ``dtype`` is
@@ -82,7 +82,7 @@ def save_huggingface(
     dtype = None if dtype is None else float_dtype("dtype", dtype)
     if architecture is not None and architecture not in ARCHITECTURES:
         raise ValueError(f"unknown architecture {architecture!r}; known: {', '.join(ARCHITECTURES)}")
-    known = ARCHITECTURES if architecture is None else {architecture: ARCHITECTURES[architecture]}
+    known = _ordered(like) if architecture is None else {architecture: ARCHITECTURES[architecture]}
     name, form = architecture_of(model, known)
     if block_scaled not in (None, "keep"):
         raise ValueError(f"block_scaled must be 'keep' or None, got {block_scaled!r}")
@@ -96,6 +96,13 @@ def save_huggingface(
             _copy_companions(Path(like), folder)
 
     _write_by_the_first(write, contents.tensors(on_progress), folder)
+
+
+def _ordered(like: str | Path | None) -> dict[str, Architecture]:
+    """Return all architectures, that of the folder ``like`` in front."""
+    names = [] if like is None else json_file(Path(like) / CONFIG).get("architectures")
+    first = names[:1] if isinstance(names, list) else []
+    return {name: each for name, each in ARCHITECTURES.items() if name in first} | ARCHITECTURES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -242,6 +242,22 @@ def test_fields_and_files_that_the_model_does_not_have_are_kept(folder: Path, tm
     assert not (tmp_path / "tuned" / "pytorch_model.bin").exists()
 
 
+def test_the_architecture_is_that_of_the_folder_that_a_model_came_from(tmp_path: Path) -> None:
+    def written(model: GPTModel, **options: Any) -> str:
+        save_huggingface(model, tmp_path / "again", **options)
+        name: str
+        (name,) = json.loads((tmp_path / "again" / "config.json").read_text())["architectures"]
+        return name
+
+    base = tmp_path / "base"
+    save_huggingface(llama(), base, architecture="MistralForCausalLM")
+    model = load_huggingface(base)
+    assert written(model, like=base) == "MistralForCausalLM"
+    assert written(model) == "LlamaForCausalLM"  # the first that can represent it
+    assert written(llama(add_bias_linear=True), like=base) == "LlamaForCausalLM"  # Mistral has no biases
+    assert written(model, like=base, architecture="LlamaForCausalLM") == "LlamaForCausalLM"
+
+
 # --- what cannot be written
 
 
@@ -381,6 +397,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
         {"directionality": "bidi", "pooler_type": "first_token_transform", "pooler_fc_size": 768}
         | {"pooler_num_attention_heads": 12, "pooler_num_fc_layers": 3, "pooler_size_per_head": 128},
     ),
+    "mT5": ("MT5ForConditionalGeneration", {"tie_word_embeddings": False, "tokenizer_class": "T5Tokenizer"}),
     "legal BERT": ("BertForMaskedLM", {"eos_token_ids": 0, "pruned_heads": {}, "use_bfloat16": False}),
 }
 

@@ -89,6 +89,8 @@ CASES |= {
     "bert, other options": ("Bert", BERT | {"hidden_act": "relu", "type_vocab_size": 3, "layer_norm_eps": 1e-3}),
     "t5": ("T5", T5 | {"num_decoder_layers": 1, "relative_attention_num_buckets": 8}),
     "t5 v1.1": ("T5", T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
+    "mt5": ("MT5", T5),
+    "mt5, tied": ("MT5", T5 | {"num_decoder_layers": 1, "relative_attention_num_buckets": 8}),
 }
 
 
@@ -109,7 +111,7 @@ def make(name: str, folder: Path, **sizes: Any) -> Any:
     for parameter in model.parameters():
         # Large enough that every part shows in the logits; the scales of norms are around 1.
         torch.nn.init.normal_(parameter, float(parameter.ndim == 1), 0.3)
-    if name == "t5 v1.1":  # whose head is its own in published files, although a new model shares it
+    if name in ("t5 v1.1", "mt5"):  # whose head is its own in published files, although a new model shares it
         model.lm_head.weight = torch.nn.Parameter(torch.randn(67, 32))
     model.save_pretrained(folder, max_shard_size="30KB")
     return model
@@ -172,7 +174,9 @@ def test_logits_and_tokens_are_those_of_transformers(name: str, tmp_path: Path) 
 def test_what_is_written_transformers_loads(name: str, tmp_path: Path) -> None:
     theirs = make(name, tmp_path / "theirs")
     model = load_huggingface(tmp_path / "theirs")
-    save_huggingface(model, tmp_path / "ours", max_shard_size=30_000)
+    save_huggingface(model, tmp_path / "ours", max_shard_size=30_000, like=tmp_path / "theirs")
+    kinds = [json.loads((tmp_path / each / "config.json").read_text())["model_type"] for each in ("ours", "theirs")]
+    assert kinds[0] == kinds[1]
     back, info = type(theirs).from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(info.values()), info
     tokens = tokens_of(theirs)

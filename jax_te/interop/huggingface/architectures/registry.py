@@ -7,7 +7,7 @@ from typing import Any
 
 from jax_te.interop.huggingface.architectures.bert import BERT, MASKED_BERT
 from jax_te.interop.huggingface.architectures.decoders import GEMMA, GEMMA2, GEMMA3, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3
-from jax_te.interop.huggingface.architectures.t5 import T5
+from jax_te.interop.huggingface.architectures.t5 import MT5, T5
 from jax_te.interop.huggingface.capabilities import Architecture, Form
 from jax_te.interop.huggingface.config_json import Fields
 
@@ -21,6 +21,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
     "T5ForConditionalGeneration": T5,
+    "MT5ForConditionalGeneration": MT5,
     "BertForMaskedLM": MASKED_BERT,
     "BertModel": BERT,
 }
