@@ -193,6 +193,9 @@ class Architecture:
         for name in ("is_decoder", "add_cross_attention", "tie_encoder_decoder"):
             given.expect(name, False)
         given.expect("pruned_heads", {})
+        given.skip(
+            "auto_map"
+        )  # names of a folder's own code, which transformers does not run for its own classes either
         return Form.make({name: value for name, value in complete.items() if value is not None})
 
     def config_fields(self, form: Form) -> dict[str, Any]:

@@ -57,14 +57,7 @@ def _read_gpt2(given: Fields, options: Options) -> Options:
     given.expect("scale_attn_by_inverse_layer_idx", False)
     given.expect("add_cross_attention", False)
     given.take("reorder_and_upcast_attn", bool, False)  # scores are fp32 in any case
-    rate, of_embeddings = options["hidden_dropout"], given.take("embd_pdrop", float, 0.1)
-    if of_embeddings != rate:
-        # Not refused: without dropout, as in evaluation and generation, nothing depends on it.
-        warnings.warn(
-            f"embd_pdrop is {of_embeddings}, resid_pdrop {rate}: here one rate, hidden_dropout={rate}, is for both. "
-            "Outputs without dropout are the same; another rate is said with config={'hidden_dropout': RATE}",
-            stacklevel=1,
-        )
+    _compare_rates(options["hidden_dropout"], given.take("embd_pdrop", float, 0.1))
     given.skip("n_ctx")  # an older name of n_positions, which transformers no longer reads
     given.skip("summary_activation", "summary_first_dropout", "summary_proj_to_labels")  # a head for other tasks
     given.skip("summary_type", "summary_use_proj")
@@ -76,6 +69,17 @@ def _read_gpt2(given: Fields, options: Options) -> Options:
         "softmax_scale": None if scaled else 1.0,
         "position_embedding_type": "learned_absolute",
     }
+
+
+def _compare_rates(rate: float, of_embeddings: float) -> None:
+    """Warn of a dropout rate of embeddings that is not that of the blocks."""
+    if of_embeddings != rate:
+        # Not refused: without dropout, as in evaluation and generation, nothing depends on it.
+        warnings.warn(
+            f"embd_pdrop is {of_embeddings}, resid_pdrop {rate}: here one rate, hidden_dropout={rate}, is for both. "
+            "Outputs without dropout are the same; another rate is said with config={'hidden_dropout': RATE}",
+            stacklevel=1,
+        )
 
 
 def _write_gpt2(options: Options) -> dict[str, Any]:
@@ -289,20 +293,31 @@ QWEN3 = replace(QWEN2, model_type="qwen3", fields={**QWEN2.fields, "head_dim": (
 
 
 def _read_mistral(given: Fields, options: Options) -> Options:
-    size, layers = given.optional("sliding_window", int, 4096), options["num_layers"]
+    block = _read_block(given, options, _positions(given, options))
+    return {**_read_common_window(given, block, 4096), "add_bias_linear": False}
+
+
+def _read_common_window(given: Fields, options: Options, default: int | None) -> Options:
+    """Return the options with a window that all layers have, or none; ``default`` is its size without a field."""
+    size, layers = given.optional("sliding_window", int, default), options["num_layers"]
     if size is not None and size < 1:
         raise given.refused("sliding_window", size, "it must be positive")
-    # transformers' class has a window in all layers or in none, whatever layer_types says.
+    # transformers' classes have a window in all layers or in none, whatever layer_types says.
     given.expect("layer_types", [FULL if size is None else WINDOW] * layers)
-    block = _read_block(given, options, _positions(given, options))
-    return {**_read_windows(given, block, size, [size is not None] * layers), "add_bias_linear": False}
+    return _read_windows(given, options, size, [size is not None] * layers)
 
 
 def _write_mistral(options: Options) -> dict[str, Any]:
+    return {**_write_rotary(options), "sliding_window": _common_window(options)}
+
+
+def _common_window(options: Options) -> int | None:
+    """Return the size of the window of all layers, None if no layer has one."""
     windows = _write_windows(options)
     if len({*windows["layer_types"]}) > 1:
         raise ValueError("windows in some layers only, where transformers' class has one in all or in none")
-    return {**_write_rotary(options), "sliding_window": windows["sliding_window"]}
+    size: int | None = windows["sliding_window"]
+    return size
 
 
 MISTRAL = replace(
@@ -316,6 +331,66 @@ MISTRAL = replace(
     },
     read=_read_mistral,
     write=_write_mistral,
+)
+
+
+_PHI3_LAYER: Table = {
+    **_LLAMA_LAYER,
+    f"{_ATTENTION}/qkv/kernel": {
+        "model.layers.{i}.self_attn.qkv_proj.weight": (
+            "(g r d) h -> h r (g d) | (g d) h -> h 1 (g d) | (g d) h -> h 1 (g d)"
+        )
+    },
+    f"{_MLP}/wi_kernel": {"model.layers.{i}.mlp.gate_up_proj.weight": "f h -> h 1 f | f h -> h 1 f"},
+}
+
+
+def _phi3_table(form: Form) -> Table:
+    return {
+        "embedding/embedding": {"model.embed_tokens.weight": "v h -> v h"},
+        **layer_rows(_PHI3_LAYER, form.config.num_layers),
+        "final_norm/scale": {"model.norm.weight": "h -> h"},
+        **_head(form),
+    }
+
+
+def _read_phi3(given: Fields, options: Options) -> Options:
+    positions = given.rotary(options["max_sequence_length"], part_default=1.0)
+    if positions.scaling is not None:
+        kind = type(positions.scaling).__name__
+        raise given.refused("rope_scaling", kind, "transformers' class has longrope or none, and longrope is not here")
+    given.skip("original_max_position_embeddings")  # longrope's
+    # In files that come with code of their own.
+    given.expect("attention_bias", False)
+    given.expect("mlp_bias", False)
+    given.expect("lm_head_bias", False)
+    _compare_rates(options["hidden_dropout"], given.take("embd_pdrop", float, 0.0))
+    block = _read_common_window(given, _read_block(given, options, positions), None)
+    return {**block, "add_bias_linear": False}
+
+
+def _write_phi3(options: Options) -> dict[str, Any]:
+    positions = options["position_embedding_type"]
+    part = positions.percent if isinstance(positions, RotaryPositions) else 1.0
+    window = {"sliding_window": _common_window(options), "partial_rotary_factor": part}
+    return {**_write_rotary(options), **window, "embd_pdrop": options["hidden_dropout"]}
+
+
+PHI3 = replace(
+    LLAMA,
+    model_type="phi3",
+    fields={
+        **{name: field for name, field in LLAMA.fields.items() if name != "head_dim"},
+        "vocab_size": ("vocab_size", 32064),
+        "hidden_size": ("hidden_size", 3072),
+        "intermediate_size": ("ffn_hidden_size", 8192),
+        "max_position_embeddings": ("max_sequence_length", 4096),
+        "rms_norm_eps": ("layernorm_epsilon", 1e-5),
+        "resid_pdrop": ("hidden_dropout", 0.0),
+    },
+    read=_read_phi3,
+    write=_write_phi3,
+    table=_phi3_table,
 )
 
 

@@ -6,7 +6,17 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jax_te.interop.huggingface.architectures.bert import BERT, MASKED_BERT
-from jax_te.interop.huggingface.architectures.decoders import GEMMA, GEMMA2, GEMMA3, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3
+from jax_te.interop.huggingface.architectures.decoders import (
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    GPT2,
+    LLAMA,
+    MISTRAL,
+    PHI3,
+    QWEN2,
+    QWEN3,
+)
 from jax_te.interop.huggingface.architectures.t5 import MT5, T5
 from jax_te.interop.huggingface.capabilities import Architecture, Form
 from jax_te.interop.huggingface.config_json import Fields
@@ -15,6 +25,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "GPT2LMHeadModel": GPT2,
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": MISTRAL,
+    "Phi3ForCausalLM": PHI3,
     "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": QWEN3,
     "GemmaForCausalLM": GEMMA,
