@@ -43,6 +43,7 @@ _KINDS: dict[str, type] = {
     "attention_dropout": float,
     "hidden_dropout": float,
     **dict.fromkeys((TIED, "add_bias_linear", "add_qkv_bias", "qk_layernorm", "layernorm_zero_centered_gamma"), bool),
+    "parallel_attention_mlp": bool,
     "normalization": str,
 }
 
@@ -193,9 +194,8 @@ class Architecture:
         for name in ("is_decoder", "add_cross_attention", "tie_encoder_decoder"):
             given.expect(name, False)
         given.expect("pruned_heads", {})
-        given.skip(
-            "auto_map"
-        )  # names of a folder's own code, which transformers does not run for its own classes either
+        # Names of a folder's own code, which transformers does not run for its own classes either.
+        given.skip("auto_map")
         return Form.make({name: value for name, value in complete.items() if value is not None})
 
     def config_fields(self, form: Form) -> dict[str, Any]:

@@ -46,6 +46,7 @@ ACTIVATIONS: dict[str, tuple[Any, Any]] = {
     "silu": ("silu", "swiglu"),
     "gelu_new": ("gelu", "geglu"),
     "gelu_pytorch_tanh": ("gelu", "geglu"),
+    "gelu_fast": ("gelu", "geglu"),
     "gelu": ("gelu_exact", ("gelu_exact", "linear")),
     "relu": ("relu", "reglu"),
     "swish": ("silu", "swiglu"),

@@ -331,6 +331,34 @@ def test_llamas_form_that_rotates_a_part_of_each_head_is_phi_3s(tmp_path: Path) 
             load_huggingface(tmp_path)
 
 
+NEOX: dict[str, Any] = {
+    "normalization": "LayerNorm", "activation": "gelu_exact", "add_bias_linear": True, "num_query_groups": 4,
+    "parallel_attention_mlp": True,
+}  # fmt: skip
+
+
+def test_blocks_that_both_read_the_layers_input_are_gpt_neoxs(tmp_path: Path) -> None:
+    model = llama(RotaryPositions(percent=0.25), **NEOX)
+    save_huggingface(model, tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert (values["architectures"], values["rotary_pct"]) == (["GPTNeoXForCausalLM"], 0.25)
+    assert values["use_parallel_residual"] is True
+    back = load_huggingface(tmp_path)
+    jax.tree.map(assert_bitwise, params_of(back), params_of(model))
+    tokens = jnp.arange(16, dtype=jnp.int32).reshape(2, 8)
+    assert_bitwise(*(quick_jit(lambda model, tokens: model(tokens))(each, tokens) for each in (back, model)))
+    fused = TensorFile(tmp_path / "model.safetensors").tensors["gpt_neox.layers.1.attention.query_key_value.weight"]
+    kernel = np.asarray(model.layers[1].self_attention.qkv.kernel[...]).reshape(32, 3, 4, 8)  # h, 3, n, d
+    np.testing.assert_array_equal(fused.reshape(4, 3, 8, 32), kernel.transpose(2, 1, 3, 0))
+    with pytest.raises(ValueError, match=r"GPTNeoXForCausalLM: [^;]*num_query_groups=2"):
+        save_huggingface(nnx.eval_shape(lambda: llama(**NEOX | {"num_query_groups": 2})), tmp_path / "none")
+    change(tmp_path, hidden_act="gelu_fast")  # of GPT-NeoX-20B
+    assert load_huggingface(tmp_path).config.activation == "gelu"
+    change(tmp_path, attention_bias=False)
+    with pytest.raises(ValueError, match="attention_bias is False"):
+        load_huggingface(tmp_path)
+
+
 @pytest.mark.parametrize("scaling", [None, LinearScaling(factor=2.0)])
 def test_rotary_options_survive(scaling: Any, tmp_path: Path) -> None:
     rotary = RotaryPositions(base=500.0, scaling=scaling)
@@ -430,6 +458,8 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
         {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "attention_bias": False, "rope_scaling": None}
         | {"original_max_position_embeddings": 4096, "embd_pdrop": 0.0},
     ),
+    "Pythia": ("GPTNeoXForCausalLM", {"rotary_pct": 0.25, "rotary_emb_base": 10000, "classifier_dropout": 0.1}),
+    "GPT-NeoX-20B": ("GPTNeoXForCausalLM", {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0}),
     "mT5": ("MT5ForConditionalGeneration", {"tie_word_embeddings": False, "tokenizer_class": "T5Tokenizer"}),
     "legal BERT": ("BertForMaskedLM", {"eos_token_ids": 0, "pruned_heads": {}, "use_bfloat16": False}),
 }

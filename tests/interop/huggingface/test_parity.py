@@ -31,6 +31,7 @@ LLAMA = {
 }  # fmt: skip
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 ROPE = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+NEOX = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", GPT2),
     "gpt2, other options": (
@@ -80,6 +81,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         LLAMA
         | {"num_key_value_heads": 4, "tie_word_embeddings": True, "hidden_act": "gelu"}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}},
+    ),
+    "gpt-neox": ("GPTNeoX", NEOX),
+    "gpt-neox, other options": (
+        "GPTNeoX",
+        NEOX
+        | {"use_parallel_residual": False, "hidden_act": "gelu_new", "tie_word_embeddings": True}
+        | {
+            "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+        },
     ),
     "gemma": ("Gemma", LLAMA | {"num_key_value_heads": 1, "head_dim": 16}),
     "llama, yarn": ("Llama", LLAMA | {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0}}),
@@ -211,12 +221,18 @@ OURS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
                                   original_max_position_embeddings=16)},
         {},
     ),
+    "GPTNeoXForCausalLM": (
+        {"normalization": "LayerNorm", "activation": "gelu_exact", "add_bias_linear": True, "num_query_groups": 4}
+        | {"kv_channels": 8, "parallel_attention_mlp": True},
+        {"base": 500.0, "percent": 0.5, "scaling": YARN},
+        {},
+    ),
     "Gemma2ForCausalLM": (GEMMA2 | {"logit_softcap": 1.5}, {"base": 500.0}, {"embedding": 32**0.5, "softcap": 2.0}),
     "Gemma3ForCausalLM": (GEMMA2 | {"qk_layernorm": True}, {"window_base": 50.0}, {"embedding": 32**0.5}),
 }  # fmt: skip
 
 
-ROTATE_A_PART = {"Phi3ForCausalLM"}
+ROTATE_A_PART = {"Phi3ForCausalLM", "GPTNeoXForCausalLM"}
 
 
 def our_model(name: str, **rotary: Any) -> GPTModel:

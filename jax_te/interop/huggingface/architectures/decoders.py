@@ -114,6 +114,78 @@ GPT2 = Architecture(
     ignored=r"transformer\.h\.\d+\.attn\.(masked_)?bias",
 )
 
+_NEOX_LAYER: Table = {
+    f"{_ATTENTION}/qkv/scale": {"gpt_neox.layers.{i}.input_layernorm.weight": "h -> h"},
+    f"{_ATTENTION}/qkv/ln_bias": {"gpt_neox.layers.{i}.input_layernorm.bias": "h -> h"},
+    f"{_ATTENTION}/qkv/kernel": {"gpt_neox.layers.{i}.attention.query_key_value.weight": "(g c d) h -> h c (g d)"},
+    f"{_ATTENTION}/qkv/bias": {"gpt_neox.layers.{i}.attention.query_key_value.bias": "(g c d) -> c (g d)"},
+    f"{_ATTENTION}/proj/kernel": {"gpt_neox.layers.{i}.attention.dense.weight": "h q -> q h"},
+    f"{_ATTENTION}/proj/bias": {"gpt_neox.layers.{i}.attention.dense.bias": "h -> h"},
+    f"{_MLP}/scale": {"gpt_neox.layers.{i}.post_attention_layernorm.weight": "h -> h"},
+    f"{_MLP}/ln_bias": {"gpt_neox.layers.{i}.post_attention_layernorm.bias": "h -> h"},
+    f"{_MLP}/wi_kernel": {"gpt_neox.layers.{i}.mlp.dense_h_to_4h.weight": "f h -> h 1 f"},
+    f"{_MLP}/wi_bias": {"gpt_neox.layers.{i}.mlp.dense_h_to_4h.bias": "f -> 1 f"},
+    f"{_MLP}/wo_kernel": {"gpt_neox.layers.{i}.mlp.dense_4h_to_h.weight": "h f -> f h"},
+    f"{_MLP}/wo_bias": {"gpt_neox.layers.{i}.mlp.dense_4h_to_h.bias": "h -> h"},
+}
+
+
+def _neox_table(form: Form) -> Table:
+    return {
+        "embedding/embedding": {"gpt_neox.embed_in.weight": "v h -> v h"},
+        **layer_rows(_NEOX_LAYER, form.config.num_layers),
+        "final_norm/scale": {"gpt_neox.final_layer_norm.weight": "h -> h"},
+        "final_norm/bias": {"gpt_neox.final_layer_norm.bias": "h -> h"},
+        **({} if form.others[TIED] else {"output_kernel": {"embed_out.weight": "v h -> h v"}}),
+    }
+
+
+def _read_neox(given: Fields, options: Options) -> Options:
+    # The names of files before transformers 5.
+    base, part = given.take("rotary_emb_base", float, 10000.0), given.take("rotary_pct", float, 0.25)
+    given.expect("attention_bias", True)  # the feed-forward block has biases, and linear layers have them all or none
+    given.skip("attention_probs_dropout_prob", "hidden_dropout_prob")  # names that transformers' class never read
+    return {
+        **options,
+        "activation": given.activation("hidden_act", "gelu", gated=False),
+        "position_embedding_type": given.rotary(options["max_sequence_length"], base, part_default=part),
+    }
+
+
+def _write_neox(options: Options) -> dict[str, Any]:
+    positions = options["position_embedding_type"]
+    written = {"hidden_act": activation_name(options["activation"], gated=False), **rotary_fields(positions)}
+    if isinstance(positions, RotaryPositions):
+        written |= {"rotary_emb_base": written.pop("rope_theta"), "rotary_pct": positions.percent}
+    return written
+
+
+GPT_NEOX = Architecture(
+    model_type="gpt_neox",
+    model=GPTModel,
+    fields={
+        "vocab_size": ("vocab_size", 50432),
+        "hidden_size": ("hidden_size", 6144),
+        "intermediate_size": ("ffn_hidden_size", 24576),
+        "num_hidden_layers": ("num_layers", 44),
+        "num_attention_heads": ("num_attention_heads", 64),
+        "max_position_embeddings": ("max_sequence_length", 2048),
+        "use_parallel_residual": ("parallel_attention_mlp", True),
+        "layer_norm_eps": ("layernorm_epsilon", 1e-5),
+        "hidden_dropout": ("hidden_dropout", 0.0),
+        "attention_dropout": ("attention_dropout", 0.0),
+        "tie_word_embeddings": (TIED, False),
+    },
+    read=_read_neox,
+    write=_write_neox,
+    table=_neox_table,
+    options=_options,
+    base="gpt_neox.",
+    tied_names={"embed_out.weight": "gpt_neox.embed_in.weight"},
+    ignored=r"gpt_neox\.layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)",
+    older=((r"lm_head\.weight", "embed_out.weight"),),
+)
+
 _LLAMA_LAYER: Table = {
     f"{_ATTENTION}/qkv/scale": {"model.layers.{i}.input_layernorm.weight": "h -> h"},
     f"{_ATTENTION}/qkv/kernel": {
