@@ -93,8 +93,9 @@ class Form:
     def sizes(self) -> Sizes:
         """Return the letters of docs/design.md.
 
-        Here ``a`` is `n_act`, ``b`` buckets, ``c = r + 2``, ``o = h``, ``q = n d``, ``s`` positions, ``t`` token types,
-        ``e`` experts, ``m`` and ``u`` hidden sizes of an expert and of shared ones, ``k`` an expert's input, ``y`` 1.
+        Here ``a`` is `n_act`, ``b`` buckets, ``c = r + 2``, ``o = h``, ``q = n d``, ``s`` rows of positions, ``t`` of
+        token types, ``e`` experts, ``m`` and ``u`` hidden sizes of an expert and of shared ones, ``k`` an expert's
+        input, ``y`` 1.
         """
         c = self.config
         n, g, d = c.num_attention_heads, c.num_query_groups or 1, c.kv_channels or 1
@@ -115,7 +116,8 @@ class Form:
         }
         letters |= {"u": c.moe_shared_expert_intermediate_size or 0, "y": 1}
         letters |= {"q": n * d, "o": c.hidden_size, "v": self.others["vocab_size"]}
-        letters |= {"s": self.others["max_sequence_length"], "t": self.others.get("num_tokentypes", 0)}
+        letters |= {"s": self.others.get("first_position", 0) + self.others["max_sequence_length"]}
+        letters |= {"t": self.others.get("num_tokentypes", 0)}
         return letters | {"b": getattr(self.others.get("position_embedding_type"), "num_buckets", 0)}
 
 

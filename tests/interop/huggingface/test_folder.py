@@ -26,7 +26,7 @@ from jax_te.interop.huggingface.config_json import Fields
 from jax_te.interop.huggingface.safetensors import TensorFile, write_file
 from jax_te.interop.huggingface.tensor_patterns import Entry
 from jax_te.layers import LinearScaling, LoRA
-from jax_te.models import Execution, GPTModel, RotaryPositions
+from jax_te.models import BertModel, Execution, GPTModel, RotaryPositions
 from jax_te.quantize.state import QuantizerState
 from jax_te.recipe import DelayedScaling, autocast
 from jax_te.sharding import shardings_of
@@ -359,6 +359,25 @@ def test_blocks_that_both_read_the_layers_input_are_gpt_neoxs(tmp_path: Path) ->
         load_huggingface(tmp_path)
 
 
+def test_an_encoder_whose_positions_begin_behind_padding_is_robertas(tmp_path: Path) -> None:
+    config = TransformerConfig(
+        num_layers=1, hidden_size=32, num_attention_heads=4, ffn_hidden_size=48, activation="gelu_exact"
+    )
+    model = BertModel(config, vocab_size=64, max_sequence_length=16, first_position=2, rngs=nnx.Rngs(0))
+    save_huggingface(model, tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert values["architectures"] == ["RobertaForMaskedLM"]
+    assert (values["pad_token_id"], values["max_position_embeddings"]) == (1, 18)
+    back = load_huggingface(tmp_path)
+    assert (back.first_position, back.max_sequence_length) == (2, 16)
+    jax.tree.map(assert_bitwise, params_of(back), params_of(model))
+    wrong = {"pad_token_id": None, "max_position_embeddings": 2, "hidden_act": "relu"}
+    for name, value in wrong.items():
+        (tmp_path / "config.json").write_text(json.dumps(values | {name: value}))
+        with pytest.raises(ValueError, match=f"{name} is"):
+            load_huggingface(tmp_path)
+
+
 @pytest.mark.parametrize("scaling", [None, LinearScaling(factor=2.0)])
 def test_rotary_options_survive(scaling: Any, tmp_path: Path) -> None:
     rotary = RotaryPositions(base=500.0, scaling=scaling)
@@ -460,6 +479,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "Pythia": ("GPTNeoXForCausalLM", {"rotary_pct": 0.25, "rotary_emb_base": 10000, "classifier_dropout": 0.1}),
     "GPT-NeoX-20B": ("GPTNeoXForCausalLM", {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0}),
+    "RoBERTa": ("RobertaForMaskedLM", {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}),
     "mT5": ("MT5ForConditionalGeneration", {"tie_word_embeddings": False, "tokenizer_class": "T5Tokenizer"}),
     "legal BERT": ("BertForMaskedLM", {"eos_token_ids": 0, "pruned_heads": {}, "use_bfloat16": False}),
 }

@@ -104,6 +104,8 @@ BERT = {
 CASES |= {
     "bert": ("Bert", BERT),
     "bert, other options": ("Bert", BERT | {"hidden_act": "relu", "type_vocab_size": 3, "layer_norm_eps": 1e-3}),
+    "roberta": ("Roberta", BERT | {"pad_token_id": 1, "type_vocab_size": 1}),
+    "roberta, another padding token": ("Roberta", BERT | {"pad_token_id": 0, "layer_norm_eps": 1e-3}),
     "t5": ("T5", T5 | {"num_decoder_layers": 1, "relative_attention_num_buckets": 8}),
     "t5 v1.1": ("T5", T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}),
     "mt5": ("MT5", T5),
@@ -120,7 +122,7 @@ def make(name: str, folder: Path, **sizes: Any) -> Any:
     )
     model = next(
         getattr(transformers, kind + suffix)
-        for suffix in ("ForCausalLM", "ForMaskedLM", "LMHeadModel", "ForConditionalGeneration")
+        for suffix in ("ForMaskedLM", "ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
         if hasattr(transformers, kind + suffix)
     )
     model = model(config).eval()
@@ -142,7 +144,8 @@ def loaded(folder: Path) -> Any:
 
 
 def tokens_of(model: Any, length: int = 12) -> np.ndarray:
-    return np.random.default_rng(0).integers(0, model.config.vocab_size, (2, length))
+    tokens = np.random.default_rng(0).integers(2, model.config.vocab_size, (2, length))
+    return tokens  # none of them padding, from whose number RoBERTa counts positions
 
 
 def logits_of(model: Any, tokens: np.ndarray) -> np.ndarray:
@@ -339,6 +342,30 @@ def test_older_fields_of_rotary_positions(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(values))
     tokens = tokens_of(theirs)
     assert_close(loaded(tmp_path)(jnp.asarray(tokens, jnp.int32)), logits_of(theirs, tokens), 2.0**-18)
+
+
+def test_padding_and_pooler_of_roberta(tmp_path: Path) -> None:
+    theirs = make("roberta", tmp_path)
+    tokens, lengths = tokens_of(theirs), np.array([12, 7])
+    tokens[1, 7:] = 1
+    with torch.no_grad():
+        out = theirs(torch.tensor(tokens), attention_mask=torch.tensor(tokens != 1)).logits.numpy()
+    ours, ids = loaded(tmp_path), jnp.asarray(tokens, jnp.int32)
+    assert (ours.max_sequence_length, ours.first_position) == (14, 2)
+    actual = np.asarray(quick_jit(lambda model, *a: model(a[0], lengths=a[1]))(ours, ids, jnp.asarray(lengths)))
+    for row, length in enumerate(lengths):
+        assert_close(actual[row, :length], out[row, :length], 2.0**-18)
+
+    encoder = transformers.RobertaModel(theirs.config).eval()
+    encoder.save_pretrained(tmp_path / "encoder")
+    ours = loaded(tmp_path / "encoder")
+    with torch.no_grad():
+        pooled = encoder(torch.tensor(tokens[:1])).pooler_output.numpy()
+    assert_close(ours.pool(ours.encode(ids[:1])), pooled, 2.0**-18)
+    save_huggingface(ours, tmp_path / "back")
+    back, info = transformers.RobertaModel.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(info.values()), info
+    assert all(torch.equal(value, encoder.state_dict()[key]) for key, value in back.state_dict().items())
 
 
 def test_padding_token_types_and_pooler_of_bert(tmp_path: Path) -> None:

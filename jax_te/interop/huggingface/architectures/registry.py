@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jax_te.interop.huggingface.architectures.bert import BERT, MASKED_BERT
+from jax_te.interop.huggingface.architectures.bert import BERT, MASKED_BERT, MASKED_ROBERTA, ROBERTA
 from jax_te.interop.huggingface.architectures.decoders import (
     GEMMA,
     GEMMA2,
@@ -37,6 +37,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "MT5ForConditionalGeneration": MT5,
     "BertForMaskedLM": MASKED_BERT,
     "BertModel": BERT,
+    "RobertaForMaskedLM": MASKED_ROBERTA,
+    "RobertaModel": ROBERTA,
 }
 """Classes of transformers whose checkpoints `load_huggingface` reads and `save_huggingface` writes."""
 
