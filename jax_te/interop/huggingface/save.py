@@ -80,10 +80,7 @@ def save_huggingface(
     folder = Path(folder)
     check_positive(max_shard_size=max_shard_size)
     dtype = None if dtype is None else float_dtype("dtype", dtype)
-    if architecture is not None and architecture not in ARCHITECTURES:
-        raise ValueError(f"unknown architecture {architecture!r}; known: {', '.join(ARCHITECTURES)}")
-    known = _ordered(like) if architecture is None else {architecture: ARCHITECTURES[architecture]}
-    name, form = architecture_of(model, known)
+    name, form = architecture_of(model, known_architectures(architecture, like))
     if block_scaled not in (None, "keep"):
         raise ValueError(f"block_scaled must be 'keep' or None, got {block_scaled!r}")
     contents = _contents(model, name, form, dtype, {} if block_scaled is None else held_kernels(model))
@@ -95,14 +92,22 @@ def save_huggingface(
         if like is not None and not folder.samefile(like):
             _copy_companions(Path(like), folder)
 
-    _write_by_the_first(write, contents.tensors(on_progress), folder)
+    write_by_the_first(write, contents.tensors(on_progress), folder)
 
 
-def _ordered(like: str | Path | None) -> dict[str, Architecture]:
-    """Return all architectures, that of the folder ``like`` in front."""
+def known_architectures(name: str | None, like: str | Path | None = None) -> dict[str, Architecture]:
+    """Return the architecture of a name; all without one, that of the folder ``like`` in front.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+    if name is not None and name not in ARCHITECTURES:
+        raise ValueError(f"unknown architecture {name!r}; known: {', '.join(ARCHITECTURES)}")
+    if name is not None:
+        return {name: ARCHITECTURES[name]}
     names = [] if like is None else json_file(Path(like) / CONFIG).get("architectures")
     first = names[:1] if isinstance(names, list) else []
-    return {name: each for name, each in ARCHITECTURES.items() if name in first} | ARCHITECTURES
+    return {each: ARCHITECTURES[each] for each in ARCHITECTURES if each in first} | ARCHITECTURES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +196,7 @@ def _copy_companions(source: Path, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
-def _write_by_the_first(write: Callable[[Iterator[Any]], None], stream: Iterator[Any], folder: Path) -> None:
+def write_by_the_first(write: Callable[[Iterator[Any]], None], stream: Iterator[Any], folder: Path) -> None:
     """Let the first process write; no process returns before everything is written, and all raise if it fails."""
     problem = None
     try:
