@@ -71,9 +71,13 @@ class Form:
         # Methods that balance by a loss choose alike.
         if found["moe_router_load_balancing_type"] not in ("sinkhorn", "quantile_balancing"):
             found["moe_router_load_balancing_type"] = "aux_loss"
-        # The two fields have several equivalent spellings.
-        windows = {"window_size": layer_windows(found), "window_attn_skip_freq": None}
-        return found | (windows if found["window_size"] else {})
+        # The following fields have several equivalent spellings.
+        if found["window_size"]:
+            found |= {"window_size": layer_windows(found), "window_attn_skip_freq": None}
+        found["moe_layer_freq"] = [self.config.has_experts(number) for number in range(self.config.num_layers)]
+        if all(found["moe_layer_freq"]):
+            found["ffn_hidden_size"] = None  # of no layer
+        return found
 
     def run_as(self, changes: Mapping[str, Any], params_dtype: Any) -> Form:
         """Return a form whose configuration has other fields that change no output.
@@ -135,6 +139,11 @@ def model_options(model: Any, positions: Any) -> dict[str, Any]:
     }
 
 
+def _check_count(what: str, count: int, given: Fields) -> None:
+    if count > len(given.tensors):
+        raise given.refused(f"the number of {what}", count, f"there are {len(given.tensors)} tensors")
+
+
 def layer_windows(options: Options) -> tuple[tuple[int, int] | None, ...]:
     """Return the window of each layer, None for a layer without one."""
     size, skip = options["window_size"], options["window_attn_skip_freq"]
@@ -179,16 +188,16 @@ class Architecture:
         """Return the form that a ``config.json`` describes.
 
         Raises:
-            ValueError: for unsupported fields, and for more layers than tensors, which would take unlimited time and
-                memory.
+            ValueError: for unsupported fields, and for more layers or experts than tensors, which would take unlimited
+                time and memory.
         """
         options = {
             ours: given.take(name, _KINDS.get(ours, int), default) for name, (ours, default) in self.fields.items()
         }
         layers = max(options["num_layers"] or 0, options.get("encoder_num_layers") or 0)
-        if layers > len(given.tensors):
-            raise given.refused("the number of layers", layers, f"there are {len(given.tensors)} tensors")
+        _check_count("layers", layers, given)
         complete = self.read(given, options)
+        _check_count("experts", complete.get("num_moe_experts") or 0, given)
         # Fields of every transformers class, which older files contain with their defaults.
         for name in ("is_decoder", "add_cross_attention", "tie_encoder_decoder"):
             given.expect(name, False)

@@ -253,7 +253,8 @@ def architecture_of(model: Any, known: Mapping[str, Architecture]) -> tuple[str,
 def _lost(architecture: Architecture, form: Form) -> list[str]:
     """Return the options that change when written and read again."""
     written = architecture.config_fields(form)
-    tensors = [name for pieces in architecture.table(form).values() for name in pieces]
+    count = form.config.num_moe_experts or 0
+    tensors = [name for row in architecture.table(form).values() for name in Entry.of(row, count).names]
     said = architecture.form(Fields(written, architecture.described_by, tensors)).options()
     return [f"{name}={value!r}" for name, value in form.options().items() if said.get(name) != value]
 

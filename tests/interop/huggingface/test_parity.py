@@ -21,6 +21,7 @@ transformers = pytest.importorskip("transformers", reason=_REASON)
 from jax_te.config import TransformerConfig  # noqa: E402
 from jax_te.interop.huggingface import ARCHITECTURES, load_huggingface, save_huggingface  # noqa: E402
 from jax_te.interop.huggingface.architectures.registry import read_form  # noqa: E402
+from jax_te.interop.huggingface.folder import open_tensors  # noqa: E402
 from jax_te.layers import LinearScaling, Llama3Scaling, YarnScaling  # noqa: E402
 from jax_te.models import BertModel, GPTModel, Multipliers, RotaryPositions, T5Model, generate  # noqa: E402
 from tests.support.numerics import assert_close, quick_jit  # noqa: E402
@@ -78,6 +79,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, yarn": ("Llama", LLAMA | {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0}}),
 }
 
+MIXTURE = LLAMA | {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+CASES |= {
+    "mixtral": ("Mixtral", LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral, other options": (
+        "Mixtral",
+        LLAMA
+        | {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 5, "tie_word_embeddings": True}
+        | {"head_dim": 16},
+    ),
+    "qwen 3 moe": ("Qwen3Moe", MIXTURE | {"num_experts": 4, "norm_topk_prob": True, "head_dim": 16}),
+    "qwen 3 moe, other options": (
+        "Qwen3Moe",
+        MIXTURE
+        | {"num_experts": 4, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+        | {"use_sliding_window": True, "sliding_window": 5, "num_experts_per_tok": 1, "tie_word_embeddings": True},
+    ),
+    "qwen 2 moe": ("Qwen2Moe", MIXTURE | {"num_experts": 4, "shared_expert_intermediate_size": 40}),
+    "qwen 2 moe, other options": (
+        "Qwen2Moe",
+        MIXTURE
+        | {"num_experts": 4, "shared_expert_intermediate_size": 40, "norm_topk_prob": True, "qkv_bias": False}
+        | {"use_sliding_window": True, "sliding_window": 5, "mlp_only_layers": [0]},
+    ),
+}
 
 T5 = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 BERT = {
@@ -180,6 +205,9 @@ def test_what_is_written_transformers_loads(name: str, tmp_path: Path) -> None:
     state, expected = back.state_dict(), theirs.state_dict()
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[key], expected[key]) for key in state)
+    files, others = (open_tensors(tmp_path / name)[0] for name in ("ours", "theirs"))
+    assert files.keys() == others.keys()
+    assert all(np.array_equal(files[key], others[key]) for key in files)
 
 
 BLOCK: dict[str, Any] = {
@@ -253,7 +281,7 @@ def test_partial_positions_are_not_written_for_classes_that_turn_whole_heads(nam
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_field_of_transformers_own_configuration_is_known(name: str) -> None:
     values = getattr(transformers, name).config_class().to_dict()
-    _, form = read_form(values | {"architectures": [name]}, "config.json", range(100))
+    _, form = read_form(values | {"architectures": [name]}, "config.json", range(1000))
     assert form.config.num_layers > 0
 
 

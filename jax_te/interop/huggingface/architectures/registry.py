@@ -7,6 +7,7 @@ from typing import Any
 
 from jax_te.interop.huggingface.architectures.bert import BERT, MASKED_BERT
 from jax_te.interop.huggingface.architectures.decoders import GEMMA, GEMMA2, GEMMA3, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3
+from jax_te.interop.huggingface.architectures.mixtures import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from jax_te.interop.huggingface.architectures.t5 import T5
 from jax_te.interop.huggingface.capabilities import Architecture, Form
 from jax_te.interop.huggingface.config_json import Fields
@@ -20,6 +21,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "GemmaForCausalLM": GEMMA,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
+    "MixtralForCausalLM": MIXTRAL,
+    "Qwen2MoeForCausalLM": QWEN2_MOE,
+    "Qwen3MoeForCausalLM": QWEN3_MOE,
     "T5ForConditionalGeneration": T5,
     "BertForMaskedLM": MASKED_BERT,
     "BertModel": BERT,
