@@ -12,7 +12,7 @@ from flax import nnx
 from jax_te.cli.option_table import flag, options_of
 from jax_te.cli.options import ExpertOptions, ModelOptions
 from jax_te.config import ACTIVATIONS, activation_parts
-from jax_te.interop.huggingface import CONFIG, Architecture, Form, json_file, load_huggingface, read_form
+from jax_te.interop.huggingface import CONFIG, Architecture, Form, config_values, load_huggingface, read_form
 from jax_te.layers import LoRA
 from jax_te.models import Execution, GPTModel, RotaryPositions
 
@@ -43,7 +43,7 @@ def pretrained_values(given: dict[str, Any]) -> dict[str, Any]:
     wrong = [flag(name) for name in ("preset", *FORM) if name in given]
     if wrong:
         raise ValueError(f"--init-from {folder} says what the model is; leave {', '.join(wrong)} out")
-    text = json.dumps(json_file(folder / CONFIG))
+    text = json.dumps(config_values(folder))
     form = pretrained_form(text, given.get("ignore_fields"))[1]
     config, others = form.config, form.others
     positions = others["position_embedding_type"]
@@ -155,7 +155,7 @@ def load_pretrained(
         ValueError: also if the folder's configuration has changed.
     """
     # A run that has saved nothing yet starts again, by when the folder may hold another model.
-    if json_file(Path(folder) / CONFIG) != json.loads(architecture):
+    if config_values(Path(folder)) != json.loads(architecture):
         raise ValueError(f"--init-from {folder}: its {CONFIG} is not that of the run; give another --output")
     changes = {name: value for name, value in fields.items() if name not in _SAID}
     dtype, names = fields["params_dtype"], field_names(ignored)

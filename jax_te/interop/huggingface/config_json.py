@@ -113,7 +113,12 @@ class Fields:
         return ACTIVATIONS[value][gated]
 
     def rotary(
-        self, max_positions: int, default: float = 10000.0, *, window_default: float | None = None
+        self,
+        max_positions: int,
+        default: float = 10000.0,
+        *,
+        window_default: float | None = None,
+        latent: bool = False,
     ) -> RotaryPositions:
         """Return the rotary positions, in the fields of transformers 5 (``rope_parameters``) or of those before.
 
@@ -121,6 +126,7 @@ class Fields:
             max_positions: the longest input, where no field says for which length frequencies were trained.
             default: the base where no field says it.
             window_default: the same in layers with a window, if these have positions of their own.
+            latent: whether they are those of latent attention, which reads ``mscale_all_dim`` by itself, too.
         """
         older, newer = self.take("rope_scaling", dict, {}), self.take("rope_parameters", dict, {})
         window_base = None
@@ -140,6 +146,10 @@ class Fields:
         rope.expect("partial_rotary_factor", 1.0, 1)
         kind = rope.take("type", str, "default")
         kind = rope.take("rope_type", str, kind)
+        if latent and values.get("mscale_all_dim") and not (kind == "yarn" and values.get("mscale")):
+            raise rope.refused(
+                "mscale_all_dim", values["mscale_all_dim"], "latent attention follows it with rope_type='yarn' and mscale"
+            )
         scaling = _scaling(rope, kind, max_positions)
         rope.finish()
         return RotaryPositions(base=base, scaling=scaling, window_base=window_base)

@@ -71,6 +71,15 @@ _SHARED_EXPERT: Table = shared_expert_rows("shared_expert") | {
 }
 
 
+def mixture_rows(dense: Table, experts: Table) -> Table:
+    """Return the rows of a layer with ``experts`` in place of the feed-forward block of the rows ``dense``.
+
+    >>> mixture_rows({"layers/{i}/layernorm_mlp/scale": {}, "layers/{i}/self_attention/qkv/scale": {}}, {})
+    {'layers/{i}/self_attention/qkv/scale': {}}
+    """
+    return {path: row for path, row in dense.items() if not path.startswith("layers/{i}/layernorm_mlp/")} | experts
+
+
 def mixture_table(form: Form, dense: Table, experts: Table) -> Table:
     """Return the rows of a decoder.
 
@@ -79,8 +88,7 @@ def mixture_table(form: Form, dense: Table, experts: Table) -> Table:
         dense: rows of a layer without experts.
         experts: rows of a layer with experts, in place of those of its feed-forward block.
     """
-    config = form.config
-    mixture = {path: row for path, row in dense.items() if not path.startswith("layers/{i}/layernorm_mlp/")} | experts
+    config, mixture = form.config, mixture_rows(dense, experts)
     table: Table = {"embedding/embedding": {"model.embed_tokens.weight": "v h -> v h"}}
     for number in range(config.num_layers):
         table |= rows_of_layer(mixture if config.has_experts(number) else dense, number)

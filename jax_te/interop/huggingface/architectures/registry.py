@@ -7,6 +7,7 @@ from typing import Any
 
 from jax_te.interop.huggingface.architectures.bert import BERT, MASKED_BERT
 from jax_te.interop.huggingface.architectures.decoders import GEMMA, GEMMA2, GEMMA3, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3
+from jax_te.interop.huggingface.architectures.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from jax_te.interop.huggingface.architectures.mixtures import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from jax_te.interop.huggingface.architectures.t5 import T5
 from jax_te.interop.huggingface.capabilities import Architecture, Form
@@ -24,6 +25,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "MixtralForCausalLM": MIXTRAL,
     "Qwen2MoeForCausalLM": QWEN2_MOE,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
+    "DeepseekV2ForCausalLM": DEEPSEEK_V2,
+    "DeepseekV3ForCausalLM": DEEPSEEK_V3,
     "T5ForConditionalGeneration": T5,
     "BertForMaskedLM": MASKED_BERT,
     "BertModel": BERT,
@@ -40,7 +43,7 @@ def named_architecture(given: Fields) -> Architecture:
     names, kind = given.take("architectures", list, []), given.take("model_type", str, "")
     names = names or [name for name, each in ARCHITECTURES.items() if each.model_type == kind]
     known = ARCHITECTURES.get(names[0]) if names and isinstance(names[0], str) else None
-    if known is None or known.model_type != kind:
+    if known is None or kind not in (known.model_type, *known.other_model_types):
         raise given.refused(
             "architectures", names[:3], f"model_type is {kind[:60]!r}; known: {', '.join(ARCHITECTURES)}"
         )
