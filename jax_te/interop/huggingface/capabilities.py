@@ -136,7 +136,11 @@ class Form:
             values, rank = n * latent.v_head_dim, latent.kv_lora_rank
             letters |= {"z": latent.q_lora_rank or 0, "l": rank, "j": rank + latent.qk_pos_emb_head_dim}
             letters |= {"p": values, "x": n * latent.qk_head_dim + values}
-        letters |= {"w": 2 * c.hidden_size, "s": self.others["max_sequence_length"], "t": self.others.get("num_tokentypes", 0)}
+        letters |= {
+            "w": 2 * c.hidden_size,
+            "s": self.others["max_sequence_length"],
+            "t": self.others.get("num_tokentypes", 0),
+        }
         return letters | {"b": getattr(self.others.get("position_embedding_type"), "num_buckets", 0)}
 
 

@@ -148,7 +148,9 @@ class Fields:
         kind = rope.take("rope_type", str, kind)
         if latent and values.get("mscale_all_dim") and not (kind == "yarn" and values.get("mscale")):
             raise rope.refused(
-                "mscale_all_dim", values["mscale_all_dim"], "latent attention follows it with rope_type='yarn' and mscale"
+                "mscale_all_dim",
+                values["mscale_all_dim"],
+                "latent attention follows it with rope_type='yarn' and mscale",
             )
         scaling = _scaling(rope, kind, max_positions)
         rope.finish()

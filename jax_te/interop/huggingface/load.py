@@ -73,8 +73,8 @@ def load_huggingface(
 
     Raises:
         ValueError: for a file that is missing, damaged or outside of the folder; an unsupported architecture or field;
-            tensors of several dtypes without ``dtype``; an ignored name that no tensor has; a parameter that does not divide over the mesh; FP8 tensors
-            without a choice, or which the recipe cannot keep.
+            tensors of several dtypes without ``dtype``; an ignored name that no tensor has; a parameter that does not
+            divide over the mesh; FP8 tensors without a choice, or which the recipe cannot keep.
         CheckpointMismatchError: for missing, unexpected and wrongly shaped tensors, all of which it lists.
 
     Source: ``from_pretrained`` of transformers.

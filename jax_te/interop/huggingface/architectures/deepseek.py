@@ -33,7 +33,9 @@ _LATENT_QUERY: Table = {
     f"{_OURS}/q_up/scale": {f"{_THEIRS}.q_a_layernorm.weight": "z -> z"},
     f"{_OURS}/q_up/kernel": {f"{_THEIRS}.q_b_proj.weight": "q z -> z q"},
 }
-_EXPERT_BIAS: Table = {"layers/{i}/mlp/router/expert_bias": {"model.layers.{i}.mlp.gate.e_score_correction_bias": "e -> e"}}
+_EXPERT_BIAS: Table = {
+    "layers/{i}/mlp/router/expert_bias": {"model.layers.{i}.mlp.gate.e_score_correction_bias": "e -> e"}
+}
 # The layer of a depth of multi-token prediction, apart from its transformer layer.
 _DEPTH: Table = {
     "mtp/layers/{depth}/enorm/scale": {"model.layers.{i}.enorm.weight": "h -> h"},
@@ -131,8 +133,7 @@ def _write(options: Options) -> dict[str, Any]:
         ValueError: for a model without latent attention or without shared experts, which their classes have.
     """
     latent, shared, size = (
-        options[name]
-        for name in ("latent_attention", "moe_shared_expert_intermediate_size", "moe_ffn_hidden_size")
+        options[name] for name in ("latent_attention", "moe_shared_expert_intermediate_size", "moe_ffn_hidden_size")
     )
     if latent is None or shared is None:
         raise ValueError("no latent attention, or no shared experts, which transformers' class has")
