@@ -17,7 +17,7 @@ from jax_te.errors import CheckpointMismatchError
 from jax_te.interop.huggingface import load_huggingface, save_huggingface
 from jax_te.interop.huggingface.architectures.registry import read_form
 from jax_te.interop.huggingface.folder import open_tensors
-from jax_te.layers import YarnScaling
+from jax_te.layers import Router, YarnScaling
 from jax_te.megatron import RecipeConfig, apply_quantization_config
 from jax_te.models import GPTModel, RotaryPositions
 from jax_te.recipe import Float8CurrentScaling, autocast
@@ -61,14 +61,14 @@ def model_of(name: str, **changes: Any) -> GPTModel:
     latent = name.startswith("Deepseek")
     model = GPTModel(
         TransformerConfig(**BLOCK | FORMS[name] | changes),
-        vocab_size=64,
+        vocab_size=80,
         max_sequence_length=32,
         position_embedding_type=RotaryPositions(scaling=YARN if latent else None, interleaved=latent),
         share_embeddings_and_output_weights=False,
         rngs=nnx.Rngs(0),
     )
     for _, module in nnx.iter_modules(model):
-        if getattr(module, "expert_bias", None) is not None:
+        if isinstance(module, Router) and module.expert_bias is not None:
             module.expert_bias.set_value(jnp.arange(4.0) / 8.0)
     return model
 

@@ -105,8 +105,8 @@ def test_bf16_beside_a_bias_of_experts_in_fp32(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     model = load_huggingface(tmp_path)
     assert model.config.params_dtype == jnp.bfloat16
-    for options in ({}, {"dtype": "bfloat16"}):
-        save_huggingface(model, tmp_path / "back", **options)
+    for dtype in (None, "bfloat16"):
+        save_huggingface(model, tmp_path / "back", dtype=dtype)
         back = load_file(tmp_path / "back" / "model.safetensors")
         assert back.keys() == tensors.keys()
         assert all(torch.equal(back[name], tensors[name]) for name in tensors)
