@@ -82,6 +82,10 @@ class Fields:
             raise ValueError(f"{self._what}: {name} must be of type {kind.__name__}, got {_short(value)}")
         return value
 
+    def has(self, *names: str) -> bool:
+        """Return whether there is one of these fields that is not null; none of them counts as read."""
+        return any(self._values.get(name) is not None for name in names)
+
     def raw(self, name: str) -> Any:
         """Return a field of any kind, None where it is absent."""
         return self._values.pop(name, None)

@@ -18,6 +18,7 @@ from jax_te.interop.huggingface.architectures.registry import read_form
 from jax_te.interop.huggingface.block_scaled import BlockScaled, Choice, hold_block_scaled, read_block_scaled, reader
 from jax_te.interop.huggingface.capabilities import Architecture, Form
 from jax_te.interop.huggingface.folder import CONFIG, config_values, open_tensors
+from jax_te.interop.huggingface.mxfp4 import PackedMXFP4
 from jax_te.interop.huggingface.tensor_patterns import Entry, is_state, stored_in
 from jax_te.models import Execution
 from jax_te.sharding import leaves_with_axes, shardings_of
@@ -57,7 +58,7 @@ def load_huggingface(
         folder: folder with ``config.json``, whose ``architectures`` names one of `ARCHITECTURES`.
         dtype: dtype of the parameters. None: the tensors' dtype, which must be the same for all.
         block_scaled: treatment of tensors in FP8 with a scale for each block of 128 x 128 (``quantization_config``).
-            ``"dequantize"``: their products in fp32, rounded once to ``dtype``. ``"keep"``: kernels stay as they are,
+            ``"dequantize"``: their products in fp32, rounded once to ``dtype``; also of experts in MXFP4 (gpt-oss). ``"keep"``: kernels stay as they are,
             under the ambient recipe `jax_te.recipe.Float8BlockScaling`. None: such a folder is refused.
         config: fields of `jax_te.config.TransformerConfig` that say how the model runs, such as ``compute_dtype``,
             ``sequence_parallel`` and ``recompute_granularity``, or a dropout rate.
@@ -217,7 +218,7 @@ def _differences(tensors: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...
 def _one_dtype(dtype: DTypeLike | None, tensors: Collection[Any], folder: Path) -> Any:
     if dtype is not None:
         return dtype
-    found = {tensor.dtype for tensor in tensors if not isinstance(tensor, BlockScaled)}
+    found = {tensor.dtype for tensor in tensors if not isinstance(tensor, (BlockScaled, PackedMXFP4))}
     if len(found) > 1:
         names = ", ".join(sorted(map(str, found)))
         raise ValueError(f"the tensors of {folder} are of dtypes {names}; say with dtype= which the parameters have")

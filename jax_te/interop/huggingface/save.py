@@ -158,6 +158,8 @@ def _contents(
     sizes = form.sizes()
     entries, arrays = placed_arrays(model, name, ARCHITECTURES[name].table(form), sizes, held)
     own = {path: np.dtype(array.dtype) for path, array in arrays.items()}
+    # Sinks, which are fp32 here in a model of any dtype.
+    own |= {path: np.dtype(form.config.params_dtype) for path in own if path.endswith("/softmax_offset")}
     kept = {path for path in own if dtype is None or path in held or is_state(path)}
     copies: dict[str, list[str]] = {}
     for copy, original in ARCHITECTURES[name].copies(form).items():

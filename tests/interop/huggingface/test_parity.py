@@ -127,6 +127,18 @@ CASES |= {
         | {"rope_parameters": DEEPSEEK_YARN, "routed_scaling_factor": 2.5},
     ),
 }
+GPT_OSS = LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "num_hidden_layers": 3}
+OSS_YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0, "truncate": False}
+OSS_YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 16}
+CASES |= {
+    "gpt-oss": ("GptOss", GPT_OSS | {"sliding_window": 5, "rope_parameters": OSS_YARN, "swiglu_limit": 0.7}),
+    "gpt-oss, other options": (
+        "GptOss",
+        GPT_OSS
+        | {"layer_types": ["full_attention"] * 3, "tie_word_embeddings": True, "num_experts_per_tok": 3}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+    ),
+}
 
 T5 = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 BERT = {

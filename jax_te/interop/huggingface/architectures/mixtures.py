@@ -21,7 +21,8 @@ from jax_te.interop.huggingface.capabilities import Form, Options
 from jax_te.interop.huggingface.config_json import WINDOW, Fields
 from jax_te.interop.huggingface.tensor_patterns import Table, rows_of_layer
 
-_NORM: Table = {"layers/{i}/pre_mlp_layernorm/scale": {"model.layers.{i}.post_attention_layernorm.weight": "h -> h"}}
+NORM: Table = {"layers/{i}/pre_mlp_layernorm/scale": {"model.layers.{i}.post_attention_layernorm.weight": "h -> h"}}
+"""Row of the norm in front of experts."""
 
 
 def expert_rows(block: str, gate: str, up: str, down: str) -> Table:
@@ -36,7 +37,7 @@ def expert_rows(block: str, gate: str, up: str, down: str) -> Table:
     """
     of_layer = f"model.layers.{{i}}.{block}"
     expert = f"{of_layer}.experts.{{e}}"
-    return _NORM | {
+    return NORM | {
         "layers/{i}/mlp/router/kernel": {f"{of_layer}.gate.weight": "e h -> h e"},
         "layers/{i}/mlp/experts/linear_fc1/kernel": {
             f"{expert}.{gate}.weight": "m h -> h 1 m",

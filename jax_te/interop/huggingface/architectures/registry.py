@@ -8,6 +8,7 @@ from typing import Any
 from jax_te.interop.huggingface.architectures.bert import BERT, MASKED_BERT
 from jax_te.interop.huggingface.architectures.decoders import GEMMA, GEMMA2, GEMMA3, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3
 from jax_te.interop.huggingface.architectures.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from jax_te.interop.huggingface.architectures.gpt_oss import GPT_OSS
 from jax_te.interop.huggingface.architectures.mixtures import MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from jax_te.interop.huggingface.architectures.t5 import T5
 from jax_te.interop.huggingface.capabilities import Architecture, Form
@@ -27,6 +28,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Qwen3MoeForCausalLM": QWEN3_MOE,
     "DeepseekV2ForCausalLM": DEEPSEEK_V2,
     "DeepseekV3ForCausalLM": DEEPSEEK_V3,
+    "GptOssForCausalLM": GPT_OSS,
     "T5ForConditionalGeneration": T5,
     "BertForMaskedLM": MASKED_BERT,
     "BertModel": BERT,
