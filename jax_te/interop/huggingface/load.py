@@ -58,8 +58,9 @@ def load_huggingface(
         folder: folder with ``config.json``, whose ``architectures`` names one of `ARCHITECTURES`.
         dtype: dtype of the parameters. None: the tensors' dtype, which must be the same for all.
         block_scaled: treatment of tensors in FP8 with a scale for each block of 128 x 128 (``quantization_config``).
-            ``"dequantize"``: their products in fp32, rounded once to ``dtype``; also of experts in MXFP4 (gpt-oss). ``"keep"``: kernels stay as they are,
-            under the ambient recipe `jax_te.recipe.Float8BlockScaling`. None: such a folder is refused.
+            ``"dequantize"``: their products in fp32, rounded once to ``dtype``; also of experts in MXFP4 (gpt-oss).
+            ``"keep"``: kernels stay as they are, under the ambient recipe `jax_te.recipe.Float8BlockScaling`. None:
+            such a folder is refused.
         config: fields of `jax_te.config.TransformerConfig` that say how the model runs, such as ``compute_dtype``,
             ``sequence_parallel`` and ``recompute_granularity``, or a dropout rate.
         execution: see `jax_te.models.Execution`.

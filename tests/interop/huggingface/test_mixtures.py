@@ -54,6 +54,17 @@ FORMS: dict[str, dict[str, Any]] = {
         "moe_router_group_score_topk": 1,
     },
     "DeepseekV3ForCausalLM": V3,
+    "GptOssForCausalLM": {
+        "add_bias_linear": True,
+        "kv_channels": 16,
+        "num_query_groups": 2,
+        "softmax_type": "learnable",
+        "activation": "qgeglu",
+        "activation_func_clamp_value": 7.0,
+        "glu_linear_offset": 1.0,
+        "window_size": (4, 0),
+        "window_attn_skip_freq": [1, 0],
+    },
 }
 
 
@@ -120,6 +131,19 @@ def test_devices_read_their_own_experts(tmp_path: Path) -> None:
     jax.tree.map(assert_bitwise, arrays_of(load_huggingface(tmp_path / "back")), arrays_of(model))
 
 
+def test_sinks_of_a_half_precision_model_have_its_dtype(tmp_path: Path) -> None:
+    """They are fp32 parameters here, whatever dtype the others have."""
+    model = model_of("GptOssForCausalLM", params_dtype=jnp.bfloat16)
+    save_huggingface(model, tmp_path)
+    tensors = open_tensors(tmp_path)[0]
+    assert {tensor.dtype for tensor in tensors.values()} == {np.dtype(jnp.bfloat16)}
+    back = load_huggingface(tmp_path)
+    sinks = [each.layers[0].self_attention.core_attention.softmax_offset.get_value() for each in (back, model)]
+    assert_bitwise(*sinks)
+    save_huggingface(back, tmp_path / "again")
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
+
+
 # --- fields of published folders
 
 MIXTRAL = {
@@ -178,12 +202,26 @@ KIMI_K2 = {
     "rope_scaling": DEEPSEEK_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "factor": 32.0, "beta_fast": 1.0},
     "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "vocab_size": 163840,
 }  # fmt: skip
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True, "attention_dropout": 0.0,
+    "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+    "intermediate_size": 2880, "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072, "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24,
+    "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False, "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+        "rope_type": "yarn", "truncate": False,
+    },
+    "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+    "tie_word_embeddings": False, "vocab_size": 201088,
+}  # fmt: skip
 PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Mixtral-8x7B": (MIXTRAL, {"moe_ffn_hidden_size": 14336, "moe_router_pre_softmax": False}),
     "Qwen3-30B-A3B": (QWEN3, {"num_moe_experts": 128, "qk_layernorm": True, "moe_router_pre_softmax": False}),
     "Qwen1.5-MoE-A2.7B": (QWEN2, {"moe_shared_expert_gate": True, "moe_router_pre_softmax": True}),
     "DeepSeek-V2": (DEEPSEEK_V2, {"moe_router_group_score_topk": 1, "moe_shared_expert_intermediate_size": 3072}),
     "DeepSeek-V3": (DEEPSEEK_V3, {"mtp_num_layers": 1, "moe_layer_freq": (0,) * 3 + (1,) * 58}),
+    "gpt-oss-20b": (GPT_OSS, {"softmax_type": "learnable", "window_size": (127, 0), "moe_router_topk": 4}),
     "Kimi-K2": (KIMI_K2, {"moe_router_num_groups": None, "moe_router_topk_scaling_factor": 2.827}),
 }
 
@@ -219,6 +257,11 @@ def test_published_configurations_are_read(name: str) -> None:
         (DEEPSEEK_V3 | {"num_key_value_heads": 8}, "num_query_groups=8 is for multi-head attention"),
         (DEEPSEEK_V3 | {"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers is 1000000000"),
         (DEEPSEEK_V3 | {"rope_scaling": DEEPSEEK_YARN | {"mscale": 0.0}}, "mscale_all_dim is 0.707"),
+        (GPT_OSS | {"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0"),
+        (GPT_OSS | {"attention_bias": False}, "attention_bias is False"),
+        (GPT_OSS | {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        (GPT_OSS | {"experts_per_token": 2}, "experts_per_token is 2"),
+        (GPT_OSS | {"swiglu_limit": -1.0}, "activation_func_clamp_value"),
         (DEEPSEEK_V3 | {"index_topk": 2048}, "index_topk=2048"),
         (DEEPSEEK_V3 | {"model_type": "deepseek_v32"}, "model_type is 'deepseek_v32'"),
     ],
@@ -240,6 +283,8 @@ def test_fields_that_would_change_numbers_are_refused_by_name(values: dict[str, 
         ("DeepseekV3ForCausalLM", {"moe_shared_expert_intermediate_size": 24}, "no multiple of an expert's, 16"),
         ("DeepseekV3ForCausalLM", {"moe_layer_freq": [1, 0]}, r"DeepseekV3ForCausalLM: [^;]*moe_layer_freq"),
         ("DeepseekV3ForCausalLM", {"softmax_scale": 0.5}, "DeepseekV3ForCausalLM: softmax_scale=0.5"),
+        ("GptOssForCausalLM", {"glu_linear_offset": 0.0}, "GptOssForCausalLM: glu_linear_offset=0.0"),
+        ("GptOssForCausalLM", {"moe_layer_freq": 2}, "GptOssForCausalLM: [^;]*moe_layer_freq"),
         ("DeepseekV2ForCausalLM", {"mtp_num_layers": 1}, "DeepseekV2ForCausalLM: mtp_num_layers=1"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 
+from jax_te.errors import CheckpointMismatchError
 from jax_te.interop.huggingface import load_huggingface, save_huggingface
 from jax_te.interop.huggingface.folder import open_tensors
 from jax_te.training import create_train_state, make_train_step
@@ -116,3 +118,44 @@ def test_bf16_beside_a_bias_of_experts_in_fp32(tmp_path: Path) -> None:
     wide = load_huggingface(tmp_path, dtype=jnp.float32)
     wide.eval()
     assert_close(wide(jnp.asarray(tokens, jnp.int32)), logits_of(again, tokens), 2.0**-18)
+
+
+def test_experts_in_mxfp4_are_multiplied_out(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    theirs = make("gpt-oss", tmp_path, intermediate_size=64)
+    tensors, experts = {}, {}
+    for path in tmp_path.glob("model*"):
+        tensors |= load_file(path) if path.suffix == ".safetensors" else {}
+        path.unlink()
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        count, inner, outer = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (count, outer, inner // 32, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(122, 126, (count, outer, inner // 32), dtype=torch.uint8, generator=generator)
+        experts[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = tmp_path / "config.json"
+    how = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": how}))
+    choices: Any = (None, "keep")
+    for choice in choices:
+        with pytest.raises(ValueError, match="in MXFP4, whose values are read with block_scaled='dequantize'"):
+            load_huggingface(tmp_path, block_scaled=choice)
+
+    model = load_huggingface(tmp_path, block_scaled="dequantize")
+    save_huggingface(model, tmp_path / "plain")
+    found = open_tensors(tmp_path / "plain")[0]
+    for name, expected in experts.items():
+        np.testing.assert_array_equal(found[name], expected.numpy(), err_msg=name)
+    back = type(theirs).from_pretrained(tmp_path / "plain").eval()
+    tokens = tokens_of(theirs)
+    model.eval()
+    assert_close(model(jnp.asarray(tokens, jnp.int32)), logits_of(back, tokens), 2.0**-18)
+
+    name = next(iter(experts))
+    for lost, match in ((f"{name}_scales", "has no tensor _scales"), (f"{name}_blocks", "has no tensor _blocks")):
+        with pytest.raises(CheckpointMismatchError, match=match):
+            load_huggingface(tmp_path, block_scaled="dequantize", ignore_tensors=[lost])
