@@ -46,6 +46,7 @@ FORMS: dict[str, dict[str, Any]] = {
         "moe_shared_expert_gate": True,
     },
     "Qwen3MoeForCausalLM": {"qk_layernorm": True, "kv_channels": 16},
+    "OlmoeForCausalLM": {"qk_layernorm": True, "qk_layernorm_across_heads": True, "num_query_groups": 2},
     "DeepseekV2ForCausalLM": {
         **{name: V3[name] for name in ("latent_attention", "softmax_scale", "moe_shared_expert_intermediate_size")},
         "moe_router_pre_softmax": True,
@@ -173,6 +174,14 @@ QWEN2 = {
     "shared_expert_intermediate_size": 5632, "sliding_window": 32768, "use_sliding_window": False,
     "vocab_size": 151936,
 }  # fmt: skip
+OLMOE = {
+    "architectures": ["OlmoeForCausalLM"], "model_type": "olmoe", "attention_bias": False, "attention_dropout": 0.0,
+    "clip_qkv": None, "eos_token_id": 50279, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 1024,
+    "max_position_embeddings": 4096, "norm_topk_prob": False, "num_attention_heads": 16, "num_experts": 64,
+    "num_experts_per_tok": 8, "num_hidden_layers": 16, "num_key_value_heads": 16, "output_router_logits": False,
+    "pad_token_id": 1, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0,
+    "router_aux_loss_coef": 0.01, "tie_word_embeddings": False, "vocab_size": 50304,
+}  # fmt: skip
 DEEPSEEK_YARN = {
     "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
     "original_max_position_embeddings": 4096, "type": "yarn",
@@ -219,6 +228,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Mixtral-8x7B": (MIXTRAL, {"moe_ffn_hidden_size": 14336, "moe_router_pre_softmax": False}),
     "Qwen3-30B-A3B": (QWEN3, {"num_moe_experts": 128, "qk_layernorm": True, "moe_router_pre_softmax": False}),
     "Qwen1.5-MoE-A2.7B": (QWEN2, {"moe_shared_expert_gate": True, "moe_router_pre_softmax": True}),
+    "OLMoE-1B-7B": (OLMOE, {"qk_layernorm_across_heads": True, "moe_ffn_hidden_size": 1024}),
     "DeepSeek-V2": (DEEPSEEK_V2, {"moe_router_group_score_topk": 1, "moe_shared_expert_intermediate_size": 3072}),
     "DeepSeek-V3": (DEEPSEEK_V3, {"mtp_num_layers": 1, "moe_layer_freq": (0,) * 3 + (1,) * 58}),
     "gpt-oss-20b": (GPT_OSS, {"softmax_type": "learnable", "window_size": (127, 0), "moe_router_topk": 4}),
@@ -245,6 +255,9 @@ def test_published_configurations_are_read(name: str) -> None:
         (QWEN3 | {"mlp_only_layers": ["1"]}, "mlp_only_layers"),
         (QWEN3 | {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size=8"),
         (QWEN2 | {"use_mrope": True}, "use_mrope is True"),
+        (OLMOE | {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
+        (OLMOE | {"attention_bias": True}, "attention_bias is True"),
+        (OLMOE | {"head_dim": 64}, "head_dim=64"),
         (DEEPSEEK_V2 | {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'"),
         (DEEPSEEK_V2 | {"norm_topk_prob": True}, "norm_topk_prob is True"),
         (DEEPSEEK_V2 | {"num_experts_per_tok": None}, "no field num_experts_per_tok"),

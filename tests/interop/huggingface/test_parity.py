@@ -103,6 +103,19 @@ CASES |= {
         | {"use_sliding_window": True, "sliding_window": 5, "mlp_only_layers": [0]},
     ),
 }
+CASES |= {
+    "olmoe": ("Olmoe", LLAMA | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe, other options": (
+        "Olmoe",
+        LLAMA
+        | {"num_experts": 4, "num_experts_per_tok": 1, "tie_word_embeddings": True, "num_key_value_heads": 4}
+        | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}},
+    ),
+    "olmoe, probabilities of the chosen": (
+        "Olmoe",
+        LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    ),
+}
 LATENT = LLAMA | {
     "num_key_value_heads": 4, "moe_intermediate_size": 16, "first_k_dense_replace": 1, "q_lora_rank": 24,
     "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "num_hidden_layers": 3,

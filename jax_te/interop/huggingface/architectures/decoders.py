@@ -147,6 +147,10 @@ _QK_NORMS: Table = {
     f"{_ATTENTION}/q_norm/scale": {"model.layers.{i}.self_attn.q_norm.weight": "d -> d"},
     f"{_ATTENTION}/k_norm/scale": {"model.layers.{i}.self_attn.k_norm.weight": "d -> d"},
 }
+_QK_NORMS_ACROSS_HEADS: Table = {
+    f"{_ATTENTION}/q_norm/scale": {"model.layers.{i}.self_attn.q_norm.weight": "q -> q"},
+    f"{_ATTENTION}/k_norm/scale": {"model.layers.{i}.self_attn.k_norm.weight": "(g d) -> (g d)"},
+}
 # With norms after blocks, a name of Llama's denotes another norm.
 _OUTPUT_NORMS: Table = {
     "layers/{i}/self_attention_norm/scale": {"model.layers.{i}.post_attention_layernorm.weight": "h -> h"},
@@ -160,6 +164,7 @@ def llama_layer(config: TransformerConfig) -> Table:
     layer = _LLAMA_LAYER | (_QKV_BIASES if config.add_bias_linear or config.add_qkv_bias else {})
     layer |= _OTHER_BIASES if config.add_bias_linear else {}
     layer |= _QK_NORMS if config.qk_layernorm else {}
+    layer |= _QK_NORMS_ACROSS_HEADS if config.qk_layernorm_across_heads else {}
     return layer | (_OUTPUT_NORMS if config.block_output_layernorm else {})
 
 

@@ -1,4 +1,4 @@
-"""Decoders with experts: Mixtral, and the mixtures of Qwen 2 and Qwen 3."""
+"""Decoders with experts: Mixtral, the mixtures of Qwen 2 and Qwen 3, and OLMoE."""
 
 from __future__ import annotations
 
@@ -211,6 +211,23 @@ def _write_qwen2_moe(options: Options) -> dict[str, Any]:
     }
 
 
+def _read_olmoe(given: Fields, options: Options) -> Options:
+    skip_router_losses(given)
+    given.expect("attention_bias", False)
+    given.expect("clip_qkv", None)  # a limit of queries, keys and values, which the published models do not have
+    return {
+        **read_block(given, options),
+        "moe_router_pre_softmax": not given.take("norm_topk_prob", bool, False),
+        "qk_layernorm": True,
+        "qk_layernorm_across_heads": True,
+        "add_bias_linear": False,
+    }
+
+
+def _write_olmoe(options: Options) -> dict[str, Any]:
+    return {**write_rotary(options), "norm_topk_prob": not options["moe_router_pre_softmax"]}
+
+
 _QWEN_FIELDS: dict[str, tuple[str, Any]] = {
     **LLAMA.fields,
     "vocab_size": ("vocab_size", 151936),
@@ -248,5 +265,25 @@ QWEN3_MOE = replace(
     },
     read=_read_qwen3_moe,
     write=_write_qwen3_moe,
+    table=_qwen_table,
+)
+OLMOE = replace(
+    LLAMA,
+    model_type="olmoe",
+    fields={
+        # Heads have the size that divides the hidden size.
+        **{name: row for name, row in LLAMA.fields.items() if name not in ("intermediate_size", "head_dim")},
+        "vocab_size": ("vocab_size", 50304),
+        "hidden_size": ("hidden_size", 2048),
+        "intermediate_size": ("moe_ffn_hidden_size", 2048),
+        "num_hidden_layers": ("num_layers", 16),
+        "num_attention_heads": ("num_attention_heads", 16),
+        "max_position_embeddings": ("max_sequence_length", 4096),
+        "rms_norm_eps": ("layernorm_epsilon", 1e-5),
+        "num_experts": ("num_moe_experts", 64),
+        "num_experts_per_tok": ("moe_router_topk", 8),
+    },
+    read=_read_olmoe,
+    write=_write_olmoe,
     table=_qwen_table,
 )

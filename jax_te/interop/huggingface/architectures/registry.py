@@ -9,7 +9,7 @@ from jax_te.interop.huggingface.architectures.bert import BERT, MASKED_BERT
 from jax_te.interop.huggingface.architectures.decoders import GEMMA, GEMMA2, GEMMA3, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3
 from jax_te.interop.huggingface.architectures.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from jax_te.interop.huggingface.architectures.gpt_oss import GPT_OSS
-from jax_te.interop.huggingface.architectures.mixtures import MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from jax_te.interop.huggingface.architectures.mixtures import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from jax_te.interop.huggingface.architectures.t5 import T5
 from jax_te.interop.huggingface.capabilities import Architecture, Form
 from jax_te.interop.huggingface.config_json import Fields
@@ -26,6 +26,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "MixtralForCausalLM": MIXTRAL,
     "Qwen2MoeForCausalLM": QWEN2_MOE,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
+    "OlmoeForCausalLM": OLMOE,
     "DeepseekV2ForCausalLM": DEEPSEEK_V2,
     "DeepseekV3ForCausalLM": DEEPSEEK_V3,
     "GptOssForCausalLM": GPT_OSS,
