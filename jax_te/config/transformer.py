@@ -121,7 +121,12 @@ class TransformerConfig(
     mtp_use_repeated_layer: bool = False
 
     # Fields of multi-head attention, which do not go with latent_attention.
-    _for_heads: ClassVar[tuple[str, ...]] = ("num_query_groups", "add_qkv_bias", "qk_layernorm")
+    _for_heads: ClassVar[tuple[str, ...]] = (
+        "num_query_groups",
+        "add_qkv_bias",
+        "qk_layernorm",
+        "qk_layernorm_across_heads",
+    )
 
     def __post_init__(self) -> None:
         # Not super(): the six bases do not call each other's.
@@ -196,6 +201,7 @@ class TransformerConfig(
             "num_query_groups": groups != self.num_attention_heads,
             "add_qkv_bias": self.add_qkv_bias,
             "qk_layernorm": self.qk_layernorm,
+            "qk_layernorm_across_heads": self.qk_layernorm_across_heads,
         }
         for name in [name for name in self._for_heads if given[name]]:
             raise ValueError(

@@ -65,7 +65,7 @@ class TransformerLayer(ContextParallelModule):
         self_attn_mask_type, window_size, softmax_scale, softmax_type, logit_softcap, num_splits, cp_comm_type,
             hierarchical_context_parallel_sizes, cp_load_balanced: see `DotProductAttention`.
         enc_dec_attn_mask_type, enc_dec_window_size: mask type and window of cross-attention.
-        qk_norm_type, qk_norm_before_rope, fuse_qkv_params: see `MultiheadAttention`.
+        qk_norm_type, qk_norm_before_rope, qk_norm_across_heads, fuse_qkv_params: see `MultiheadAttention`.
         qkv_bias: see `MultiheadAttention`; applies to self-attention.
         set_parallel_mode: whether to split the projections over the mesh's tensor axis; False replicates them.
         sequence_parallel: whether to split activations between the blocks over the mesh's tensor axis along the
@@ -134,6 +134,7 @@ class TransformerLayer(ContextParallelModule):
         cp_load_balanced: bool = False,
         qk_norm_type: Normalization | None = None,
         qk_norm_before_rope: bool = False,
+        qk_norm_across_heads: bool = False,
         qkv_bias: bool = False,
         fuse_qkv_params: bool = True,
         set_parallel_mode: bool = True,
@@ -200,6 +201,7 @@ class TransformerLayer(ContextParallelModule):
             cp_load_balanced=cp_load_balanced,
             qk_norm_type=qk_norm_type,
             qk_norm_before_rope=qk_norm_before_rope,
+            qk_norm_across_heads=qk_norm_across_heads,
             qkv_bias=qkv_bias,
             fuse_qkv_params=fuse_qkv_params,
             set_parallel_mode=set_parallel_mode,

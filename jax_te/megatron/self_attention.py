@@ -73,7 +73,8 @@ class SelfAttention(MultiheadAttention, MegatronModule):
         core.return_max_logit = False
         self.core_attention = core
         n, g, d, h = core.num_attention_heads, core.num_gqa_groups, core.kv_channels, config.hidden_size
-        norm: Any = (config, d, config.layernorm_epsilon)
+        self.qk_norm_across_heads = config.qk_layernorm_across_heads
+        heads = (n, g) if self.qk_norm_across_heads else (1, 1)
         # Biases are added by the layers, at the end of their GEMMs, at no cost; so ``skip_bias_add`` is not used.
         self.linear_qkv = TELayerNormColumnParallelLinear(
             h,
@@ -89,8 +90,9 @@ class SelfAttention(MultiheadAttention, MegatronModule):
             kernel_axes=("fsdp", "components", "heads"),
             rngs=rngs,
         )
-        self.q_layernorm = TENorm(*norm) if config.qk_layernorm else None
-        self.k_layernorm = TENorm(*norm) if config.qk_layernorm else None
+        self.q_layernorm, self.k_layernorm = (
+            TENorm(config, count * d, config.layernorm_epsilon) if config.qk_layernorm else None for count in heads
+        )
         self.linear_proj = TERowParallelLinear(
             n * d,
             h,

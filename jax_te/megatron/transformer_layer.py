@@ -64,6 +64,7 @@ def _cross_attention(config: TransformerConfig, number: int, rngs: nnx.Rngs) -> 
         cp_load_balanced=config.cp_load_balanced,
         qk_norm_type=config.normalization if config.qk_layernorm else None,
         qk_norm_before_rope=True,
+        qk_norm_across_heads=config.qk_layernorm_across_heads,
         sequence_parallel=config.sequence_parallel,
         tp_size=config.tensor_model_parallel_size,
         fuse_wgrad_accumulation=config.gradient_accumulation_fusion,

@@ -102,6 +102,7 @@ def transformer_layer(
             # With latent attention it is about the latents' norms.
             qk_norm_type=config.normalization if config.qk_layernorm and latent is None else None,
             qk_norm_before_rope=latent is None,  # Megatron's order; Transformer Engine's default is the other one
+            qk_norm_across_heads=config.qk_layernorm_across_heads,
             qkv_bias=config.add_qkv_bias,
             sequence_parallel=config.sequence_parallel,
             tp_size=config.tensor_model_parallel_size,

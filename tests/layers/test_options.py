@@ -42,6 +42,7 @@ REACHED: dict[str, tuple[Any, tuple[str, ...]]] = {
     "cp_load_balanced": (True, ATTENTION),
     "qk_norm_type": ("RMSNorm", ATTENTION),
     "qk_norm_before_rope": (True, ATTENTION),
+    "qk_norm_across_heads": (True, ATTENTION),
     "qkv_bias": (True, (SELF,)),
     "fuse_qkv_params": (False, (SELF, CROSS)),
     "set_parallel_mode": (False, BLOCKS),

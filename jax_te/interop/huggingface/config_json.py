@@ -83,6 +83,10 @@ class Fields:
             raise ValueError(f"{self._what}: {name} must be of type {kind.__name__}, got {_short(value)}")
         return value
 
+    def has(self, *names: str) -> bool:
+        """Return whether there is one of these fields that is not null; none of them counts as read."""
+        return any(self._values.get(name) is not None for name in names)
+
     def raw(self, name: str) -> Any:
         """Return a field of any kind, None where it is absent."""
         return self._values.pop(name, None)
@@ -120,6 +124,7 @@ class Fields:
         *,
         window_default: float | None = None,
         part_default: float | None = None,
+        latent: bool = False,
     ) -> RotaryPositions:
         """Return the rotary positions, in the fields of transformers 5 (``rope_parameters``) or of those before.
 
@@ -129,6 +134,7 @@ class Fields:
             window_default: the same in layers with a window, if these have positions of their own.
             part_default: part of each head that is rotated where no field says it, of a class that follows the field.
                 None: the class rotates whole heads.
+            latent: whether they are those of latent attention, which reads ``mscale_all_dim`` by itself, too.
         """
         older, newer = self.take("rope_scaling", dict, {}), self.take("rope_parameters", dict, {})
         window_base = None
@@ -152,6 +158,12 @@ class Fields:
             raise rope.refused("partial_rotary_factor", part, "it must be in (0, 1]")
         kind = rope.take("type", str, "default")
         kind = rope.take("rope_type", str, kind)
+        if latent and values.get("mscale_all_dim") and not (kind == "yarn" and values.get("mscale")):
+            raise rope.refused(
+                "mscale_all_dim",
+                values["mscale_all_dim"],
+                "latent attention follows it with rope_type='yarn' and mscale",
+            )
         scaling = _scaling(rope, kind, max_positions)
         rope.finish()
         return RotaryPositions(base=base, percent=part, scaling=scaling, window_base=window_base)

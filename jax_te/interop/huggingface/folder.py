@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from jax_te.interop.huggingface.safetensors import MAX_JSON, Plan, TensorFile, nbytes, read_json, shards, write_file
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_DEPTHS = "num_nextn_predict_layers"
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
@@ -27,6 +28,26 @@ def json_file(path: Path) -> dict[str, Any]:
     if path.stat().st_size > MAX_JSON:
         raise ValueError(f"{path} has {path.stat().st_size} bytes; at most {MAX_JSON} are read")
     return read_json(path.read_bytes(), path)
+
+
+def config_values(folder: Path, tensors: Collection[str] | None = None) -> dict[str, Any]:
+    """Return the fields of a folder's ``config.json``, without layers that the folder lacks.
+
+    transformers saves a model without its layers of multi-token prediction, whose number it keeps.
+
+    Args:
+        folder: the folder.
+        tensors: names of its tensors. None: they are read, where it matters.
+
+    Raises:
+        ValueError: for files that cannot be read.
+    """
+    values = json_file(folder / CONFIG)
+    if not values.get(_DEPTHS):
+        return values
+    tensors = open_tensors(folder)[0] if tensors is None else tensors
+    first = f"model.layers.{values.get('num_hidden_layers')}."
+    return values if any(name.startswith(first) for name in tensors) else values | {_DEPTHS: 0}
 
 
 def open_tensors(folder: Path) -> tuple[dict[str, np.ndarray], list[TensorFile]]:

@@ -24,7 +24,7 @@ from jax_te.interop.huggingface.config_json import NO_NUMBERS, Fields
 from jax_te.interop.huggingface.folder import CONFIG, json_file, write_folder
 from jax_te.interop.huggingface.load import OnProgress
 from jax_te.interop.huggingface.safetensors import Plan
-from jax_te.interop.huggingface.tensor_patterns import Entry, Sizes, Table, stored_in
+from jax_te.interop.huggingface.tensor_patterns import Entry, Sizes, Table, is_state, stored_in
 from jax_te.quantize import QuantizedKernel
 from jax_te.sharding import leaves_with_axes
 from jax_te.typing import DTypeLike
@@ -120,6 +120,7 @@ class _Contents:
         arrays: parameters by the same paths, of those stored quantized the FP8 values.
         dtypes: dtypes that they are written in, by the same paths.
         scales: tensors of scales by name, by the paths of parameters that are stored quantized.
+        copies: further names of a tensor, by its name.
     """
 
     sizes: Sizes
@@ -127,15 +128,21 @@ class _Contents:
     arrays: dict[str, jax.Array]
     dtypes: dict[str, np.dtype[Any]]
     scales: dict[str, dict[str, np.ndarray]]
+    copies: dict[str, list[str]]
+
+    def named(self, tensor: str) -> list[str]:
+        """Return all names of a tensor."""
+        return [tensor, *self.copies.get(tensor, ())]
 
     def plan_of(self, path: str) -> list[Plan]:
         """Return name, dtype and shape of each tensor of a parameter, without its scales."""
         shapes = self.entries[path].their_shapes(self.sizes)
-        return [(tensor, self.dtypes[path], shape) for tensor, shape in shapes.items()]
+        return [(name, self.dtypes[path], shape) for tensor, shape in shapes.items() for name in self.named(tensor)]
 
     def plain(self) -> list[Plan]:
-        """Return the plan of parameters that are not stored quantized."""
-        return [each for path in self.entries if path not in self.scales for each in self.plan_of(path)]
+        """Return the plan of parameters that are not stored quantized, and no states."""
+        paths = [path for path in self.entries if path not in self.scales and not is_state(path)]
+        return [each for path in paths for each in self.plan_of(path)]
 
     def plan(self) -> list[Plan]:
         """Return the plan of all tensors, in the order of `tensors`."""
@@ -149,7 +156,8 @@ class _Contents:
         """Yield each tensor with its name; each parameter is fetched when its turn comes."""
         for done, (path, entry) in enumerate(self.entries.items(), 1):
             for tensor, array in entry.write(on_host(self.arrays[path]), self.sizes):
-                yield tensor, array.astype(self.dtypes[path], copy=False)
+                cast = array.astype(self.dtypes[path], copy=False)
+                yield from ((name, cast) for name in self.named(tensor))
             yield from self.scales.get(path, {}).items()
             if on_progress is not None:
                 on_progress(done, len(self.entries))
@@ -162,15 +170,22 @@ def _contents(
     sizes = form.sizes()
     entries, arrays = placed_arrays(model, name, ARCHITECTURES[name].table(form), sizes, held)
     own = {path: np.dtype(array.dtype) for path, array in arrays.items()}
+    # Sinks, which are fp32 here in a model of any dtype.
+    own |= {path: np.dtype(form.config.params_dtype) for path in own if path.endswith("/softmax_offset")}
+    kept = {path for path in own if dtype is None or path in held or is_state(path)}
+    copies: dict[str, list[str]] = {}
+    for copy, original in ARCHITECTURES[name].copies(form).items():
+        copies.setdefault(original, []).append(copy)
     return _Contents(
         sizes=sizes,
         entries=entries,
         arrays=arrays,
-        dtypes={path: each if dtype is None or path in held else np.dtype(dtype) for path, each in own.items()},
+        dtypes={path: each if path in kept else np.dtype(dtype) for path, each in own.items()},
         scales={
             path: written_scales(path, jax.tree.map(on_host, kernel), entries[path], sizes)
             for path, kernel in held.items()
         },
+        copies=copies,
     )
 
 
@@ -265,7 +280,8 @@ def architecture_of(model: Any, known: Mapping[str, Architecture]) -> tuple[str,
 def _lost(architecture: Architecture, form: Form) -> list[str]:
     """Return the options that change when written and read again."""
     written = architecture.config_fields(form)
-    tensors = [name for pieces in architecture.table(form).values() for name in pieces]
+    count = form.config.num_moe_experts or 0
+    tensors = [name for row in architecture.table(form).values() for name in Entry.of(row, count).names]
     said = architecture.form(Fields(written, architecture.described_by, tensors)).options()
     return [f"{name}={value!r}" for name, value in form.options().items() if said.get(name) != value]
 

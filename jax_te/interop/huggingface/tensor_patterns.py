@@ -207,6 +207,15 @@ def rows_of_layer(table: Table, number: int, **names: str) -> Table:
     }
 
 
+def is_state(path: str) -> bool:
+    """Return whether the entry of a path is a state of the model, which has a dtype of its own, and no parameter.
+
+    >>> is_state("layers/0/mlp/router/expert_bias"), is_state("layers/0/mlp/router/kernel")
+    (True, False)
+    """
+    return path.endswith("/expert_bias")
+
+
 def stored_in(entries: Mapping[str, Entry]) -> Callable[[tuple[Any, ...], Any], bool]:
     """Return a filter of NNX: parameters, and other Variables of which ``entries`` have tensors, by their paths."""
 

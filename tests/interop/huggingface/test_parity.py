@@ -21,6 +21,7 @@ transformers = pytest.importorskip("transformers", reason=_REASON)
 from jax_te.config import TransformerConfig  # noqa: E402
 from jax_te.interop.huggingface import ARCHITECTURES, load_huggingface, save_huggingface  # noqa: E402
 from jax_te.interop.huggingface.architectures.registry import read_form  # noqa: E402
+from jax_te.interop.huggingface.folder import open_tensors  # noqa: E402
 from jax_te.layers import LinearScaling, Llama3Scaling, YarnScaling  # noqa: E402
 from jax_te.models import BertModel, GPTModel, Multipliers, RotaryPositions, T5Model, generate  # noqa: E402
 from tests.support.numerics import assert_close, quick_jit  # noqa: E402
@@ -95,6 +96,79 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, yarn": ("Llama", LLAMA | {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0}}),
 }
 
+MIXTURE = LLAMA | {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+CASES |= {
+    "mixtral": ("Mixtral", LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral, other options": (
+        "Mixtral",
+        LLAMA
+        | {"num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 5, "tie_word_embeddings": True}
+        | {"head_dim": 16},
+    ),
+    "qwen 3 moe": ("Qwen3Moe", MIXTURE | {"num_experts": 4, "norm_topk_prob": True, "head_dim": 16}),
+    "qwen 3 moe, other options": (
+        "Qwen3Moe",
+        MIXTURE
+        | {"num_experts": 4, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+        | {"use_sliding_window": True, "sliding_window": 5, "num_experts_per_tok": 1, "tie_word_embeddings": True},
+    ),
+    "qwen 2 moe": ("Qwen2Moe", MIXTURE | {"num_experts": 4, "shared_expert_intermediate_size": 40}),
+    "qwen 2 moe, other options": (
+        "Qwen2Moe",
+        MIXTURE
+        | {"num_experts": 4, "shared_expert_intermediate_size": 40, "norm_topk_prob": True, "qkv_bias": False}
+        | {"use_sliding_window": True, "sliding_window": 5, "mlp_only_layers": [0]},
+    ),
+}
+CASES |= {
+    "olmoe": ("Olmoe", LLAMA | {"num_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe, other options": (
+        "Olmoe",
+        LLAMA
+        | {"num_experts": 4, "num_experts_per_tok": 1, "tie_word_embeddings": True, "num_key_value_heads": 4}
+        | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}},
+    ),
+    "olmoe, probabilities of the chosen": (
+        "Olmoe",
+        LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    ),
+}
+LATENT = LLAMA | {
+    "num_key_value_heads": 4, "moe_intermediate_size": 16, "first_k_dense_replace": 1, "q_lora_rank": 24,
+    "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "num_hidden_layers": 3,
+}  # fmt: skip
+DEEPSEEK_YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0, "mscale": 1.0, "mscale_all_dim": 0.7}
+DEEPSEEK_YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 16}
+GROUPED = {"n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
+CASES |= {
+    "deepseek v3": ("DeepseekV3", LATENT | GROUPED | {"rope_parameters": DEEPSEEK_YARN}),
+    "deepseek v3, other options": (
+        "DeepseekV3",
+        LATENT
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 2}
+        | {"q_lora_rank": None, "rope_interleave": False, "first_k_dense_replace": 0, "tie_word_embeddings": True}
+        | {"routed_scaling_factor": 1.0},
+    ),
+    "deepseek v2": ("DeepseekV2", LATENT | GROUPED | {"topk_method": "group_limited_greedy", "q_lora_rank": None}),
+    "deepseek v2, other options": (
+        "DeepseekV2",
+        LATENT
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}
+        | {"rope_parameters": DEEPSEEK_YARN, "routed_scaling_factor": 2.5},
+    ),
+}
+GPT_OSS = LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "num_hidden_layers": 3}
+OSS_YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0, "truncate": False}
+OSS_YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 16}
+CASES |= {
+    "gpt-oss": ("GptOss", GPT_OSS | {"sliding_window": 5, "rope_parameters": OSS_YARN, "swiglu_limit": 0.7}),
+    "gpt-oss, other options": (
+        "GptOss",
+        GPT_OSS
+        | {"layer_types": ["full_attention"] * 3, "tie_word_embeddings": True, "num_experts_per_tok": 3}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+    ),
+}
 
 T5 = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 BERT = {
@@ -130,6 +204,9 @@ def make(name: str, folder: Path, **sizes: Any) -> Any:
     for parameter in model.parameters():
         # Large enough that every part shows in the logits; the scales of norms are around 1.
         torch.nn.init.normal_(parameter, float(parameter.ndim == 1), 0.3)
+    for name_of_buffer, buffer in model.named_buffers():
+        if name_of_buffer.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, 0.0, 0.3)
     if name in ("t5 v1.1", "mt5"):  # whose head is its own in published files, although a new model shares it
         model.lm_head.weight = torch.nn.Parameter(torch.randn(67, 32))
     model.save_pretrained(folder, max_shard_size="30KB")
@@ -204,6 +281,9 @@ def test_what_is_written_transformers_loads(name: str, tmp_path: Path) -> None:
     state, expected = back.state_dict(), theirs.state_dict()
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[key], expected[key]) for key in state)
+    files, others = (open_tensors(tmp_path / name)[0] for name in ("ours", "theirs"))
+    assert files.keys() == others.keys()
+    assert all(np.array_equal(files[key], others[key]) for key in files)
 
 
 BLOCK: dict[str, Any] = {
@@ -286,8 +366,10 @@ def test_partial_positions_are_not_written_for_classes_that_turn_whole_heads(nam
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_field_of_transformers_own_configuration_is_known(name: str) -> None:
-    values = getattr(transformers, name).config_class().to_dict()
-    _, form = read_form(values | {"architectures": [name]}, "config.json", range(100))
+    values = getattr(transformers, name).config_class().to_dict() | {"architectures": [name]}
+    if values.get("num_experts_per_tok", 1) is None:  # DeepSeek-V2's, without which its class does not run
+        values["num_experts_per_tok"] = 6
+    _, form = read_form(values, "config.json", range(1000))
     assert form.config.num_layers > 0
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from jax_te.config import TransformerConfig
 from jax_te.interop.huggingface.capabilities import TIED, Architecture, Form, Options, layer_windows, model_options
 from jax_te.interop.huggingface.config_json import FULL, WINDOW, Fields, activation_name, rotary_fields
 from jax_te.interop.huggingface.tensor_patterns import Table, layer_rows
@@ -43,11 +44,12 @@ def _gpt2_table(form: Form) -> Table:
         **layer_rows(_GPT2_LAYER, form.config.num_layers),
         "final_norm/scale": {"transformer.ln_f.weight": "h -> h"},
         "final_norm/bias": {"transformer.ln_f.bias": "h -> h"},
-        **_head(form),
+        **head_rows(form),
     }
 
 
-def _head(form: Form) -> Table:
+def head_rows(form: Form) -> Table:
+    """Return the row of the output head; none for one that is the embedding."""
     return {} if form.others[TIED] else {"output_kernel": {"lm_head.weight": "v h -> h v"}}
 
 
@@ -221,6 +223,10 @@ _QK_NORMS: Table = {
     f"{_ATTENTION}/q_norm/scale": {"model.layers.{i}.self_attn.q_norm.weight": "d -> d"},
     f"{_ATTENTION}/k_norm/scale": {"model.layers.{i}.self_attn.k_norm.weight": "d -> d"},
 }
+_QK_NORMS_ACROSS_HEADS: Table = {
+    f"{_ATTENTION}/q_norm/scale": {"model.layers.{i}.self_attn.q_norm.weight": "q -> q"},
+    f"{_ATTENTION}/k_norm/scale": {"model.layers.{i}.self_attn.k_norm.weight": "(g d) -> (g d)"},
+}
 # With norms after blocks, a name of Llama's denotes another norm.
 _OUTPUT_NORMS: Table = {
     "layers/{i}/self_attention_norm/scale": {"model.layers.{i}.post_attention_layernorm.weight": "h -> h"},
@@ -229,17 +235,21 @@ _OUTPUT_NORMS: Table = {
 }
 
 
-def _llama_table(form: Form) -> Table:
-    config = form.config
+def llama_layer(config: TransformerConfig) -> Table:
+    """Return the rows of a layer of Llama or a related architecture."""
     layer = _LLAMA_LAYER | (_QKV_BIASES if config.add_bias_linear or config.add_qkv_bias else {})
     layer |= _OTHER_BIASES if config.add_bias_linear else {}
     layer |= _QK_NORMS if config.qk_layernorm else {}
-    layer |= _OUTPUT_NORMS if config.block_output_layernorm else {}
+    layer |= _QK_NORMS_ACROSS_HEADS if config.qk_layernorm_across_heads else {}
+    return layer | (_OUTPUT_NORMS if config.block_output_layernorm else {})
+
+
+def _llama_table(form: Form) -> Table:
     return {
         "embedding/embedding": {"model.embed_tokens.weight": "v h -> v h"},
-        **layer_rows(layer, config.num_layers),
+        **layer_rows(llama_layer(form.config), form.config.num_layers),
         "final_norm/scale": {"model.norm.weight": "h -> h"},
-        **_head(form),
+        **head_rows(form),
     }
 
 
@@ -252,15 +262,21 @@ def _read_llama(given: Fields, options: Options) -> Options:
         raise given.refused(
             "mlp_bias", not bias, f"attention_bias is {bias}, and linear layers have biases all or none"
         )
-    return {**_read_block(given, options, _positions(given, options)), "add_bias_linear": bias}
+    return {**read_block(given, options), "add_bias_linear": bias}
 
 
-def _positions(given: Fields, options: Options) -> RotaryPositions:
-    return given.rotary(options["max_sequence_length"])
+def read_block(
+    given: Fields, options: Options, positions: RotaryPositions | None = None, activation: str = "silu"
+) -> Options:
+    """Return the options with those that Llama and related architectures share.
 
-
-def _read_block(given: Fields, options: Options, positions: RotaryPositions, activation: str = "silu") -> Options:
-    """Return the options with those that Llama and related architectures share; ``activation`` is the default."""
+    Args:
+        given: fields of ``config.json``.
+        options: options of the fields that are read already.
+        positions: rotary positions. None: those of the fields.
+        activation: default of the activation.
+    """
+    positions = given.rotary(options["max_sequence_length"]) if positions is None else positions
     return {
         **options,
         "activation": given.activation("hidden_act", activation, gated=True),
@@ -271,10 +287,11 @@ def _read_block(given: Fields, options: Options, positions: RotaryPositions, act
 
 def _write_llama(options: Options) -> dict[str, Any]:
     bias = options["add_bias_linear"]
-    return {**_write_rotary(options), "attention_bias": bias, "mlp_bias": bias}
+    return {**write_rotary(options), "attention_bias": bias, "mlp_bias": bias}
 
 
-def _write_rotary(options: Options) -> dict[str, Any]:
+def write_rotary(options: Options) -> dict[str, Any]:
+    """Return the fields of rotary positions and of the activation."""
     activation = activation_name(options["activation"], gated=True)
     return {"hidden_act": activation, **rotary_fields(options["position_embedding_type"])}
 
@@ -305,7 +322,7 @@ LLAMA = Architecture(
 )
 
 
-def _read_windows(given: Fields, options: Options, size: int | None, default: Sequence[bool]) -> Options:
+def read_windows(given: Fields, options: Options, size: int | None, default: Sequence[bool]) -> Options:
     """Return the options with the windows of layers: of those in ``layer_types``, or in ``default``."""
     count = options["num_layers"]
     kinds = given.take("layer_types", list, [WINDOW if windowed else FULL for windowed in default])
@@ -320,7 +337,12 @@ def _read_windows(given: Fields, options: Options, size: int | None, default: Se
     }
 
 
-def _write_windows(options: Options) -> dict[str, Any]:
+def write_windows(options: Options) -> dict[str, Any]:
+    """Return the fields of the windows of layers, all of the same size.
+
+    Raises:
+        ValueError: for a window that reaches to later positions.
+    """
     windows = layer_windows(options)
     left, right = next(filter(None, windows), (None, 0))
     if left is not None and (left < 0 or right != 0):
@@ -329,13 +351,35 @@ def _write_windows(options: Options) -> dict[str, Any]:
     return {"sliding_window": size, "layer_types": [WINDOW if window else FULL for window in windows]}
 
 
+def read_window(given: Fields, options: Options, size: int | None) -> Options:
+    """Return the options with a window in all layers, or in none for a size of None."""
+    layers = options["num_layers"]
+    if size is not None and size < 1:
+        raise given.refused("sliding_window", size, "it must be positive")
+    # These classes of transformers have a window in all layers or in none, whatever layer_types says.
+    given.expect("layer_types", [FULL if size is None else WINDOW] * layers)
+    return read_windows(given, options, size, [size is not None] * layers)
+
+
+def write_window(options: Options) -> dict[str, Any]:
+    """Return the field of a window in all layers, or in none.
+
+    Raises:
+        ValueError: for windows in some layers.
+    """
+    windows = write_windows(options)
+    if len({*windows["layer_types"]}) > 1:
+        raise ValueError("windows in some layers only, where transformers' class has one in all or in none")
+    return {"sliding_window": windows["sliding_window"]}
+
+
 def _read_qwen2(given: Fields, options: Options) -> Options:
     given.expect("use_mrope", False)
     size, first = given.optional("sliding_window", int, 4096), given.take("max_window_layers", int, 28)
     size = size if given.take("use_sliding_window", bool, False) else None
-    block = _read_block(given, options, _positions(given, options))
+    block = read_block(given, options)
     windowed = [bool(size) and i >= first for i in range(options["num_layers"])]
-    return {**_read_windows(given, block, size, windowed), "add_bias_linear": False, "add_qkv_bias": True}
+    return {**read_windows(given, block, size, windowed), "add_bias_linear": False, "add_qkv_bias": True}
 
 
 def _read_qwen3(given: Fields, options: Options) -> Options:
@@ -344,8 +388,8 @@ def _read_qwen3(given: Fields, options: Options) -> Options:
 
 
 def _write_qwen(options: Options) -> dict[str, Any]:
-    windows = _write_windows(options)
-    return {**_write_rotary(options), **windows, "use_sliding_window": WINDOW in windows["layer_types"]}
+    windows = write_windows(options)
+    return {**write_rotary(options), **windows, "use_sliding_window": WINDOW in windows["layer_types"]}
 
 
 QWEN2 = replace(
@@ -365,31 +409,12 @@ QWEN3 = replace(QWEN2, model_type="qwen3", fields={**QWEN2.fields, "head_dim": (
 
 
 def _read_mistral(given: Fields, options: Options) -> Options:
-    block = _read_block(given, options, _positions(given, options))
-    return {**_read_common_window(given, block, 4096), "add_bias_linear": False}
-
-
-def _read_common_window(given: Fields, options: Options, default: int | None) -> Options:
-    """Return the options with a window that all layers have, or none; ``default`` is its size without a field."""
-    size, layers = given.optional("sliding_window", int, default), options["num_layers"]
-    if size is not None and size < 1:
-        raise given.refused("sliding_window", size, "it must be positive")
-    # transformers' classes have a window in all layers or in none, whatever layer_types says.
-    given.expect("layer_types", [FULL if size is None else WINDOW] * layers)
-    return _read_windows(given, options, size, [size is not None] * layers)
+    block = read_window(given, read_block(given, options), given.optional("sliding_window", int, 4096))
+    return {**block, "add_bias_linear": False}
 
 
 def _write_mistral(options: Options) -> dict[str, Any]:
-    return {**_write_rotary(options), "sliding_window": _common_window(options)}
-
-
-def _common_window(options: Options) -> int | None:
-    """Return the size of the window of all layers, None if no layer has one."""
-    windows = _write_windows(options)
-    if len({*windows["layer_types"]}) > 1:
-        raise ValueError("windows in some layers only, where transformers' class has one in all or in none")
-    size: int | None = windows["sliding_window"]
-    return size
+    return {**write_rotary(options), **write_window(options)}
 
 
 MISTRAL = replace(
@@ -422,7 +447,7 @@ def _phi3_table(form: Form) -> Table:
         "embedding/embedding": {"model.embed_tokens.weight": "v h -> v h"},
         **layer_rows(_PHI3_LAYER, form.config.num_layers),
         "final_norm/scale": {"model.norm.weight": "h -> h"},
-        **_head(form),
+        **head_rows(form),
     }
 
 
@@ -437,15 +462,15 @@ def _read_phi3(given: Fields, options: Options) -> Options:
     given.expect("mlp_bias", False)
     given.expect("lm_head_bias", False)
     _compare_rates(options["hidden_dropout"], given.take("embd_pdrop", float, 0.0))
-    block = _read_common_window(given, _read_block(given, options, positions), None)
+    block = read_window(given, read_block(given, options, positions), given.optional("sliding_window", int, None))
     return {**block, "add_bias_linear": False}
 
 
 def _write_phi3(options: Options) -> dict[str, Any]:
     positions = options["position_embedding_type"]
     part = positions.percent if isinstance(positions, RotaryPositions) else 1.0
-    window = {"sliding_window": _common_window(options), "partial_rotary_factor": part}
-    return {**_write_rotary(options), **window, "embd_pdrop": options["hidden_dropout"]}
+    others = {"partial_rotary_factor": part, "embd_pdrop": options["hidden_dropout"]}
+    return {**write_rotary(options), **write_window(options), **others}
 
 
 PHI3 = replace(
@@ -467,13 +492,13 @@ PHI3 = replace(
 
 
 def _read_gemma(given: Fields, options: Options) -> Options:
-    return _read_gemma_block(given, options, _positions(given, options))
+    return _read_gemma_block(given, options, None)
 
 
-def _read_gemma_block(given: Fields, options: Options, positions: RotaryPositions) -> Options:
+def _read_gemma_block(given: Fields, options: Options, positions: RotaryPositions | None) -> Options:
     # Files of the first release say "gelu" and mean the tanh form.
     gelu = "gelu_pytorch_tanh"
-    block = _read_block(given, options, positions, gelu)
+    block = read_block(given, options, positions, gelu)
     given.expect("hidden_activation", gelu)
     given.expect("attention_bias", False)
     given.expect("use_bidirectional_attention", False)
@@ -488,7 +513,7 @@ def _read_gemma_block(given: Fields, options: Options, positions: RotaryPosition
 
 
 def _write_gemma(options: Options) -> dict[str, Any]:
-    written = _write_rotary(options)
+    written = write_rotary(options)
     return written | ({"hidden_act": "gelu_pytorch_tanh"} if options["activation"] == "geglu" else {})
 
 
@@ -538,7 +563,7 @@ def _read_output_norms(
     given.expect("sliding_window_size", size)
     softcap = given.optional("final_logit_softcapping", float, caps[1])
     return {
-        **_read_windows(given, options, size, windowed),
+        **read_windows(given, options, size, windowed),
         "logit_softcap": given.optional("attn_logit_softcapping", float, caps[0]),
         "softmax_scale": None if scalar == options["kv_channels"] else scalar**-0.5,
         "block_output_layernorm": True,
@@ -548,7 +573,7 @@ def _read_output_norms(
 
 def _write_gemma2(options: Options) -> dict[str, Any]:
     scale = options["softmax_scale"]
-    windows = _write_windows(options)
+    windows = write_windows(options)
     if windows["sliding_window"] is None:
         # transformers creates the window mask for every Gemma 2 and 3, even if no layer has a window.
         windows["sliding_window"] = 4096

@@ -18,6 +18,9 @@ from jax_te.interop.huggingface.architectures.decoders import (
     QWEN2,
     QWEN3,
 )
+from jax_te.interop.huggingface.architectures.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from jax_te.interop.huggingface.architectures.gpt_oss import GPT_OSS
+from jax_te.interop.huggingface.architectures.mixtures import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from jax_te.interop.huggingface.architectures.t5 import MT5, T5
 from jax_te.interop.huggingface.capabilities import Architecture, Form
 from jax_te.interop.huggingface.config_json import Fields
@@ -33,6 +36,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
     "GPTNeoXForCausalLM": GPT_NEOX,
+    "MixtralForCausalLM": MIXTRAL,
+    "Qwen2MoeForCausalLM": QWEN2_MOE,
+    "Qwen3MoeForCausalLM": QWEN3_MOE,
+    "OlmoeForCausalLM": OLMOE,
+    "DeepseekV2ForCausalLM": DEEPSEEK_V2,
+    "DeepseekV3ForCausalLM": DEEPSEEK_V3,
+    "GptOssForCausalLM": GPT_OSS,
     "T5ForConditionalGeneration": T5,
     "MT5ForConditionalGeneration": MT5,
     "BertForMaskedLM": MASKED_BERT,
@@ -52,7 +62,7 @@ def named_architecture(given: Fields) -> Architecture:
     names, kind = given.take("architectures", list, []), given.take("model_type", str, "")
     names = names or [name for name, each in ARCHITECTURES.items() if each.model_type == kind]
     known = ARCHITECTURES.get(names[0]) if names and isinstance(names[0], str) else None
-    if known is None or known.model_type != kind:
+    if known is None or kind not in (known.model_type, *known.other_model_types):
         raise given.refused(
             "architectures", names[:3], f"model_type is {kind[:60]!r}; known: {', '.join(ARCHITECTURES)}"
         )
