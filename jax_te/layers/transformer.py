@@ -55,6 +55,8 @@ class TransformerLayer(ContextParallelModule):
         output_layernorm: whether to normalize the layer's output instead of the self-attention block's input.
         block_output_layernorm: whether to normalize the blocks' outputs, too, each by a norm of its own (Gemma 2 and
             3).
+        block_input_layernorm: whether to normalize the blocks' inputs. False: with ``block_output_layernorm`` this is
+            OLMo 2's form; a feed-forward block's operations then run one by one. Not with experts.
         parallel_attention_mlp: whether the feed-forward block reads the layer's input, as self-attention does, in place
             of the sum behind self-attention (GPT-NeoX). Each block drops values by itself, where TE drops those of
             their sum. Not for a decoder.
@@ -87,8 +89,8 @@ class TransformerLayer(ContextParallelModule):
 
     Raises:
         ValueError: for sizes that are not positive or do not divide, rates outside [0, 1), unknown names and options
-            that do not go with ``parallel_attention_mlp``; when called, for an input that is not ``[b, s, h]``, or an
-            encoder's output given to an encoder layer.
+            that do not go with ``parallel_attention_mlp`` or without ``block_input_layernorm``; when called, for an
+            input that is not ``[b, s, h]``, or an encoder's output given to an encoder layer.
         QuantizerStateError: when called under a recipe with state, if the layer was built without it.
 
     Source: ``transformer_engine.pytorch.TransformerLayer``; Vaswani et al. 2017.
@@ -117,6 +119,7 @@ class TransformerLayer(ContextParallelModule):
         apply_query_key_layer_scaling: bool = True,
         output_layernorm: bool = False,
         block_output_layernorm: bool = False,
+        block_input_layernorm: bool = True,
         parallel_attention_mlp: bool = False,
         attention_softmax_in_fp32: bool = False,
         layer_type: Literal["encoder", "decoder"] = "encoder",
@@ -178,6 +181,14 @@ class TransformerLayer(ContextParallelModule):
                 f"parallel_attention_mlp=True does not go with {given}, which is for blocks one after the other; leave "
                 "one out"
             )
+        with_input_norms = {
+            "apply_residual_connection_post_layernorm=True": from_norm,
+            "output_layernorm=True": output_layernorm,
+            "experts": experts is not None,
+        }
+        if not block_input_layernorm and any(with_input_norms.values()):
+            given = next(name for name, is_given in with_input_norms.items() if is_given)
+            raise ValueError(f"block_input_layernorm=False does not go with {given}; leave one out")
         of_self = AttentionOptions(
             num_gqa_groups=num_gqa_groups,
             kv_channels=kv_channels,
@@ -185,7 +196,7 @@ class TransformerLayer(ContextParallelModule):
             layernorm_epsilon=layernorm_epsilon,
             normalization=normalization,
             zero_centered_gamma=zero_centered_gamma,
-            input_layernorm=not output_layernorm,
+            input_layernorm=block_input_layernorm and not output_layernorm,
             # Without a norm in front the residual connection starts at the input, as in Transformer Engine.
             return_layernorm_output=from_norm and not output_layernorm,
             attention_type="self",
@@ -218,7 +229,7 @@ class TransformerLayer(ContextParallelModule):
         of_cross = replace(
             of_self,
             # `output_layernorm` moves the norm of self-attention only.
-            input_layernorm=True,
+            input_layernorm=block_input_layernorm,
             return_layernorm_output=from_norm,
             attention_type="cross",
             attn_mask_type=enc_dec_attn_mask_type,
@@ -267,6 +278,7 @@ class TransformerLayer(ContextParallelModule):
                 activation=activation,
                 normalization=normalization,
                 zero_centered_gamma=zero_centered_gamma,
+                input_layernorm=block_input_layernorm,
                 init_method=init_method,
                 output_layer_init_method=output_layer_init_method,
                 return_layernorm_output=from_norm,

@@ -13,7 +13,7 @@ from jax_te.megatron.attention import TEDotProductAttention
 from jax_te.megatron.enums import AttnMaskType
 from jax_te.megatron.layernorm_linear import TELayerNormColumnParallelLinear
 from jax_te.megatron.linear import TERowParallelLinear
-from jax_te.megatron.module import MegatronModule
+from jax_te.megatron.module import MegatronModule, check_input_norms
 from jax_te.megatron.norm import TENorm
 from jax_te.sharding import row_axis
 from jax_te.typing import Array
@@ -64,6 +64,7 @@ class SelfAttention(MultiheadAttention, MegatronModule):
                 "take jax_te.megatron.MLASelfAttention"
             )
         MegatronModule.__init__(self, config)
+        check_input_norms(config)
         # MultiheadAttention's names of these options.
         self.attention_type = "self"
         self.return_layernorm_output, self.fuse_qkv_params, self.qk_norm_before_rope = False, True, True

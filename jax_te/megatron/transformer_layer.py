@@ -14,6 +14,7 @@ from jax_te.config import CpCommType, TransformerConfig
 from jax_te.megatron.graphable import GraphableMegatronModule
 from jax_te.megatron.mla_self_attention import MLASelfAttention
 from jax_te.megatron.mlp import MLP
+from jax_te.megatron.module import check_input_norms
 from jax_te.megatron.moe import MoELayer
 from jax_te.megatron.norm import TENorm
 from jax_te.megatron.self_attention import SelfAttention
@@ -116,6 +117,7 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
         rngs: nnx.Rngs,
     ):
         GraphableMegatronModule.__init__(self, config, vp_stage)
+        check_input_norms(config)
         check_choice(("encoder", "decoder"), layer_type=layer_type)
         check_positive(layer_number=layer_number)
         if layer_number > config.num_layers:

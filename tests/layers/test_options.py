@@ -28,6 +28,7 @@ REACHED: dict[str, tuple[Any, tuple[str, ...]]] = {
     "attention_dropout": (0.5, ATTENTION),
     "apply_residual_connection_post_layernorm": (True, BLOCKS),
     "output_layernorm": (True, (SELF,)),
+    "block_input_layernorm": (False, BLOCKS),
     "kv_channels": (16, ATTENTION),
     "self_attn_mask_type": ("no_mask", (SELF,)),
     "window_size": ((4, 0), (SELF,)),

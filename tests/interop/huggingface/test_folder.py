@@ -359,6 +359,29 @@ def test_blocks_that_both_read_the_layers_input_are_gpt_neoxs(tmp_path: Path) ->
         load_huggingface(tmp_path)
 
 
+def test_blocks_with_norms_behind_alone_are_olmo_2s(tmp_path: Path) -> None:
+    norms = {"qk_layernorm": True, "qk_layernorm_across_heads": True}
+    norms |= {"block_input_layernorm": False, "block_output_layernorm": True}
+    model = llama(**norms)
+    save_huggingface(model, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["Olmo2ForCausalLM"]
+    names = TensorFile(tmp_path / "model.safetensors").tensors.keys()
+    assert not any("input_layernorm" in name for name in names)
+    assert {name.removeprefix("model.layers.0.") for name in names if "layers.0." in name and "norm" in name} == {
+        "post_attention_layernorm.weight",
+        "post_feedforward_layernorm.weight",
+        "self_attn.q_norm.weight",
+        "self_attn.k_norm.weight",
+    }
+    back = load_huggingface(tmp_path)
+    jax.tree.map(assert_bitwise, params_of(back), params_of(model))
+    tokens = jnp.arange(16, dtype=jnp.int32).reshape(2, 8)
+    assert_bitwise(*(quick_jit(lambda model, tokens: model(tokens))(each, tokens) for each in (back, model)))
+    change(tmp_path, attention_bias=True)
+    with pytest.raises(ValueError, match="attention_bias is True"):
+        load_huggingface(tmp_path)
+
+
 def test_an_encoder_whose_positions_begin_behind_padding_is_robertas(tmp_path: Path) -> None:
     config = TransformerConfig(
         num_layers=1, hidden_size=32, num_attention_heads=4, ffn_hidden_size=48, activation="gelu_exact"

@@ -83,6 +83,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_key_value_heads": 4, "tie_word_embeddings": True, "hidden_act": "gelu"}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}},
     ),
+    "olmo 2": ("Olmo2", LLAMA),
+    "olmo 2, other options": (
+        "Olmo2",
+        LLAMA
+        | {"num_key_value_heads": 4, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}},
+    ),
     "gpt-neox": ("GPTNeoX", NEOX),
     "gpt-neox, other options": (
         "GPTNeoX",
@@ -302,6 +309,12 @@ OURS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"qk_layernorm": True, "window_size": (4, 0), "window_attn_skip_freq": (0, 1)},
         {"scaling": Llama3Scaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
                                   original_max_position_embeddings=16)},
+        {},
+    ),
+    "Olmo2ForCausalLM": (
+        {"kv_channels": 8, "qk_layernorm": True, "qk_layernorm_across_heads": True}
+        | {"block_input_layernorm": False, "block_output_layernorm": True},
+        {"base": 500.0},
         {},
     ),
     "GPTNeoXForCausalLM": (

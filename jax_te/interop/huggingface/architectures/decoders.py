@@ -241,7 +241,9 @@ def llama_layer(config: TransformerConfig) -> Table:
     layer |= _OTHER_BIASES if config.add_bias_linear else {}
     layer |= _QK_NORMS if config.qk_layernorm else {}
     layer |= _QK_NORMS_ACROSS_HEADS if config.qk_layernorm_across_heads else {}
-    return layer | (_OUTPUT_NORMS if config.block_output_layernorm else {})
+    layer |= _OUTPUT_NORMS if config.block_output_layernorm else {}
+    inner = () if config.block_input_layernorm else (f"{_ATTENTION}/qkv/scale", f"{_MLP}/scale")
+    return {path: row for path, row in layer.items() if path not in inner}
 
 
 def _llama_table(form: Form) -> Table:
@@ -428,6 +430,32 @@ MISTRAL = replace(
     },
     read=_read_mistral,
     write=_write_mistral,
+)
+
+
+def _read_olmo2(given: Fields, options: Options) -> Options:
+    given.expect("attention_bias", False)  # linear layers have biases all or none, and those of others have none
+    return {
+        **read_block(given, options),
+        "qk_layernorm": True,
+        "qk_layernorm_across_heads": True,
+        "block_input_layernorm": False,
+        "block_output_layernorm": True,
+        "add_bias_linear": False,
+    }
+
+
+OLMO2 = replace(
+    LLAMA,
+    model_type="olmo2",
+    fields={
+        # Heads have the size that divides the hidden size.
+        **{name: field for name, field in LLAMA.fields.items() if name != "head_dim"},
+        "vocab_size": ("vocab_size", 50304),
+        "rms_norm_eps": ("layernorm_epsilon", 1e-5),
+    },
+    read=_read_olmo2,
+    write=write_rotary,
 )
 
 
