@@ -20,8 +20,9 @@ from jax_te.interop.huggingface.folder import open_tensors
 from jax_te.layers import Router, YarnScaling
 from jax_te.megatron import RecipeConfig, apply_quantization_config
 from jax_te.models import GPTModel, RotaryPositions
-from jax_te.recipe import Float8CurrentScaling, autocast
+from jax_te.recipe import Float8BlockScaling, Float8CurrentScaling, autocast
 from jax_te.sharding import make_mesh
+from tests.interop.huggingface.test_block_scaled import in_fp8
 from tests.support.numerics import assert_bitwise, quick_jit
 
 BLOCK: dict[str, Any] = {
@@ -331,6 +332,27 @@ def test_the_layer_of_prediction_is_read_or_ignored_by_name(tmp_path: Path) -> N
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 0}))
     with pytest.raises(CheckpointMismatchError, match=r"model\.layers\.2\.\S+ is unexpected"):
         load_huggingface(tmp_path)
+
+
+def test_experts_in_fp8_are_multiplied_out(tmp_path: Path) -> None:
+    """As DeepSeek-V3's files are published: kernels in E4M3, each with scales of its own."""
+    sizes: dict[str, Any] = {"hidden_size": 160, "moe_ffn_hidden_size": 144, "moe_shared_expert_intermediate_size": 144}
+    save_huggingface(model_of("DeepseekV3ForCausalLM", **sizes), tmp_path, dtype="bfloat16")
+    stored = open_tensors(in_fp8(tmp_path))[0]
+    plain = load_huggingface(tmp_path, block_scaled="dequantize", dtype=jnp.float32)
+    save_huggingface(plain, tmp_path / "plain")
+    found = open_tensors(tmp_path / "plain")[0]
+    scaled = [name for name in found if f"{name}_scale_inv" in stored]
+    assert {name.split(".")[-2] for name in scaled} >= {"gate_proj", "kv_b_proj", "kv_a_proj_with_mqa", "eh_proj"}
+    for name in scaled:
+        rows, columns = found[name].shape
+        scale = stored[f"{name}_scale_inv"].repeat(128, 0)[:rows].repeat(128, 1)[:, :columns]
+        np.testing.assert_array_equal(found[name], stored[name].astype(np.float32) * scale, err_msg=name)
+    with (
+        autocast(Float8BlockScaling(use_f32_scales=True)),
+        pytest.raises(ValueError, match="kernels of experts are not kept in FP8"),
+    ):
+        load_huggingface(tmp_path, block_scaled="keep", dtype=jnp.bfloat16)
 
 
 def test_missing_tensors_of_an_expert_are_named(tmp_path: Path) -> None:
