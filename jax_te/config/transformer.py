@@ -56,6 +56,8 @@ class TransformerConfig(
         layernorm_epsilon: constant added to the variance.
         layernorm_zero_centered_gamma: whether to store the norm's scale as an offset from 1.
         block_output_layernorm: whether to normalize each block's output, too, before it is added (Gemma 2 and 3).
+        parallel_attention_mlp: whether both blocks of a layer read its input (GPT-NeoX), see
+            `jax_te.layers.TransformerLayer`.
         fused_residual_rmsnorm: a `jax_te.megatron.TENorm` with ``has_residual=True`` returns its input, too.
         activation: a key of `ACTIVATIONS`; the gated ones have two components. Or a function of one array, elementwise,
             or a tuple with a function for each component, such as ``(jnp.tanh, "linear")``.
@@ -101,6 +103,7 @@ class TransformerConfig(
     layernorm_epsilon: float = 1e-5
     layernorm_zero_centered_gamma: bool = False
     block_output_layernorm: bool = False
+    parallel_attention_mlp: bool = False
     fused_residual_rmsnorm: bool = False
     activation: ActivationLike = "gelu"
     activation_func: ActivationLike | None = None

@@ -94,7 +94,7 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
 
     Raises:
         ValueError: for another mask or layer type, a ``vp_stage`` that is not an integer, a layer number that the stack
-            does not have, and a decoder with latent attention.
+            does not have, and a decoder with latent attention or ``parallel_attention_mlp``.
 
     Source: ``megatron.core.transformer.transformer_layer.TransformerLayer``.
 
@@ -131,11 +131,16 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
                 "latent attention is self-attention alone, and layer_type='decoder' has cross-attention, too; leave "
                 "one out"
             )
+        if config.parallel_attention_mlp and layer_type == "decoder":
+            raise ValueError(
+                "parallel_attention_mlp=True does not go with layer_type='decoder', which is for blocks one after the "
+                "other; leave one out"
+            )
         number = layer_number - 1
         # jax_te.layers.TransformerLayer's names of these options.
         self.hidden_size, self.hidden_dropout, self.drop_path_rate = config.hidden_size, config.hidden_dropout, 0.0
         self.layer_number, self.sequence_parallel, self.layernorm = layer_number, config.sequence_parallel, None
-        self.residual_from_norm = False
+        self.residual_from_norm, self.parallel_attention_mlp = False, config.parallel_attention_mlp
         norm: Any = (config, config.hidden_size, config.layernorm_epsilon)
         has_experts = config.has_experts(number)
         with layer_precision(config, number):

@@ -34,6 +34,7 @@ ENCODER_NOT_FOLLOWED = {
     "num_moe_experts": "; GPTModel and MegatronGPTModel do",
     "latent_attention": "; GPTModel and MegatronGPTModel do",
     "mtp_num_layers": "; GPTModel and MegatronGPTModel do",
+    "parallel_attention_mlp": "; GPTModel and MegatronGPTModel do",
     "cp_load_balanced": ": zig-zag order shares out the work of a causal mask, and an encoder has none (T5's relative "
     "positions are of natural order, too)",
 }
@@ -87,6 +88,7 @@ def transformer_layer(
             apply_residual_connection_post_layernorm=post_norm,
             output_layernorm=post_norm,
             block_output_layernorm=config.block_output_layernorm,
+            parallel_attention_mlp=config.parallel_attention_mlp,
             layer_type=layer_type,
             kv_channels=config.kv_channels if latent is None else None,
             self_attn_mask_type=self_attn_mask_type,

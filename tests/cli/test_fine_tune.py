@@ -5,6 +5,7 @@ import math
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -17,7 +18,7 @@ from jax_te.cli.pretrained import FORM
 from jax_te.cli.resolve import resolve
 from jax_te.cli.run_files import read_config
 from jax_te.config import TransformerConfig
-from jax_te.interop.huggingface import load_huggingface, save_huggingface
+from jax_te.interop.huggingface import load_huggingface, load_peft, save_huggingface
 from jax_te.layers import LoRA
 from jax_te.models import GPTModel, RotaryPositions
 from tests.interop.huggingface.test_mixtures import model_of
@@ -164,6 +165,23 @@ def test_lora_trains_the_adapters_alone(recipe, folder, tmp_path, capsys):
     assert (back / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     fields = [json.loads((each / "config.json").read_text()) for each in (folder, back)]
     assert fields[1] == fields[0]
+    # The adapters alone, in PEFT's form.
+    alone, base = tmp_path / "adapters", load_huggingface(folder)
+    assert main(["convert", str(tmp_path / "run"), str(alone), "--to", "peft"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"{alone}: PEFT"
+    values = json.loads((alone / "adapter_config.json").read_text())
+    assert (values["r"], values["lora_alpha"], values["base_model_name_or_path"]) == (4, 8, str(folder))
+    load_peft(base, alone)
+    tokens = jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
+    np.testing.assert_allclose(base(tokens), merged(tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_alone_are_those_of_a_run(folder, tmp_path, capsys):
+    status = main(["convert", str(folder), str(tmp_path / "adapters"), "--to", "peft"])
+    assert_refused(
+        status, capsys.readouterr().err, "--to peft writes the adapters of a run of jax-te train --lora-rank"
+    )
+    assert not (tmp_path / "adapters").exists()
 
 
 def test_the_state_of_adapters_has_no_moments_of_the_base(folder, tmp_path):

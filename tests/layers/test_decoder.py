@@ -146,6 +146,25 @@ def test_options_of_self_attention(options: dict[str, Any], form: Form) -> None:
     check(actual, value_and_vjp64(lambda p, x: reference.layer(jnp, p, x, form), (p, x), g))
 
 
+@pytest.mark.parametrize("norms", [{}, {"block_output_layernorm": True}], ids=["input", "block output"])
+def test_blocks_that_both_read_the_layers_input(norms: dict[str, Any]) -> None:
+    """As in GPT-NeoX."""
+    form = Form(parallel=True, block_output_norm=bool(norms))
+    layer = randomize(TransformerLayer(H, F, N, parallel_attention_mlp=True, **norms, **NO_DROPOUT, rngs=nnx.Rngs(0)))
+    x, g, p = draw("x", (2, S, H)), draw("g", (2, S, H)), parameters(layer)
+    check(run(layer, (x,), g), value_and_vjp64(lambda p, x: reference.layer(jnp, p, x, form), (p, x), g))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"layer_type": "decoder"}, {"output_layernorm": True}, {"apply_residual_connection_post_layernorm": True}],
+    ids=lambda other: next(iter(other)),
+)
+def test_blocks_that_both_read_the_layers_input_do_not_go_with(other: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"parallel_attention_mlp=True does not go with {next(iter(other))}"):
+        TransformerLayer(H, F, N, parallel_attention_mlp=True, **other, rngs=nnx.Rngs(0))
+
+
 def test_biases_of_queries_keys_and_values_alone() -> None:
     """As in Qwen 2; cross-attention has none of them."""
     layer = decoder(bias=False, qkv_bias=True, fuse_qkv_params=False)

@@ -62,7 +62,7 @@ REACHED: dict[str, tuple[Any, tuple[str, ...]]] = {
 # What other options are for: initial values (tested below), the residual connections, and names without effect.
 OTHERS = {"init_method", "output_layer_init_method", "hidden_dropout", "drop_path_rate", "layer_number", "layer_type"}
 OTHERS |= {"block_output_layernorm", "apply_query_key_layer_scaling", "attention_softmax_in_fp32", "seq_length"}
-OTHERS |= {"micro_batch_size", "rngs", "latent"}
+OTHERS |= {"micro_batch_size", "rngs", "latent", "parallel_attention_mlp"}
 
 
 def structure(module: nnx.Module) -> Any:

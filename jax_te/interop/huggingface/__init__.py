@@ -1,5 +1,6 @@
 """Checkpoints of Hugging Face: models from folders that transformers wrote, and back."""
 
+from jax_te.interop.huggingface.adapters import load_peft, save_peft
 from jax_te.interop.huggingface.architectures.registry import ARCHITECTURES, read_form
 from jax_te.interop.huggingface.capabilities import TIED, Architecture, Form, Options, model_options
 from jax_te.interop.huggingface.config_json import REQUIRED, Fields
@@ -9,4 +10,4 @@ from jax_te.interop.huggingface.save import architecture_of, on_host, placed_arr
 from jax_te.interop.huggingface.tensor_patterns import Entry, Table, layer_rows, rows_of_layer
 
 # For users. The other names above are for the other packages of jax_te.
-__all__ = ["ARCHITECTURES", "load_huggingface", "save_huggingface"]
+__all__ = ["ARCHITECTURES", "load_huggingface", "load_peft", "save_huggingface", "save_peft"]

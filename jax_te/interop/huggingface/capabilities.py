@@ -43,6 +43,7 @@ _KINDS: dict[str, type] = {
     "attention_dropout": float,
     "hidden_dropout": float,
     **dict.fromkeys((TIED, "add_bias_linear", "add_qkv_bias", "qk_layernorm", "layernorm_zero_centered_gamma"), bool),
+    "parallel_attention_mlp": bool,
     "normalization": str,
 }
 
@@ -107,10 +108,10 @@ class Form:
     def sizes(self) -> Sizes:
         """Return the letters of docs/design.md.
 
-        Here ``a`` is `n_act`, ``b`` buckets, ``c = r + 2``, ``o = h``, ``q = n d``, ``s`` positions, ``t`` token types,
-        ``e`` experts, ``m`` and ``u`` hidden sizes of an expert and of shared ones, ``k`` an expert's input, ``y`` 1;
-        ``w = 2 h``. Of latent attention ``z`` and ``l`` are the latents of queries and of keys and values, ``j`` is
-        ``l`` with the rotated key, ``x`` keys and values of all heads, and ``p`` their values.
+        Here ``a`` is `n_act`, ``b`` buckets, ``c = r + 2``, ``o = h``, ``q = n d``, ``s`` rows of positions, ``t`` of
+        token types, ``e`` experts, ``m`` and ``u`` hidden sizes of an expert and of shared ones, ``k`` an expert's
+        input, ``y`` 1; ``w = 2 h``. Of latent attention ``z`` and ``l`` are the latents of queries and of keys and
+        values, ``j`` is ``l`` with the rotated key, ``x`` keys and values of all heads, and ``p`` their values.
         """
         c = self.config
         n, g, d = c.num_attention_heads, c.num_query_groups or 1, c.kv_channels or 1
@@ -138,7 +139,7 @@ class Form:
             letters |= {"p": values, "x": n * latent.qk_head_dim + values}
         letters |= {
             "w": 2 * c.hidden_size,
-            "s": self.others["max_sequence_length"],
+            "s": self.others.get("first_position", 0) + self.others["max_sequence_length"],
             "t": self.others.get("num_tokentypes", 0),
         }
         return letters | {"b": getattr(self.others.get("position_embedding_type"), "num_buckets", 0)}
@@ -229,6 +230,8 @@ class Architecture:
         for name in ("is_decoder", "add_cross_attention", "tie_encoder_decoder"):
             given.expect(name, False)
         given.expect("pruned_heads", {})
+        # Names of a folder's own code, which transformers does not run for its own classes either.
+        given.skip("auto_map")
         return Form.make({name: value for name, value in complete.items() if value is not None})
 
     def config_fields(self, form: Form) -> dict[str, Any]:

@@ -57,8 +57,8 @@ def save_huggingface(
     Args:
         model: a model of `jax_te.models`.
         folder: folder to write; made if missing.
-        architecture: name of the architecture, one of `ARCHITECTURES`. None: the first that can represent all options
-            of the model.
+        architecture: name of the architecture, one of `ARCHITECTURES`. None: that of ``like`` if it can represent all
+            options of the model, else the first that can.
         dtype: dtype of the tensors. None: the parameters'.
         block_scaled: ``"keep"``: kernels stored as `jax_te.recipe.Float8BlockScaling` stores them are written as they
             are, with fp32 scales for blocks of 128 x 128 and a ``quantization_config``: DeepSeek's form. ``dtype`` is
@@ -80,10 +80,7 @@ def save_huggingface(
     folder = Path(folder)
     check_positive(max_shard_size=max_shard_size)
     dtype = None if dtype is None else float_dtype("dtype", dtype)
-    if architecture is not None and architecture not in ARCHITECTURES:
-        raise ValueError(f"unknown architecture {architecture!r}; known: {', '.join(ARCHITECTURES)}")
-    known = ARCHITECTURES if architecture is None else {architecture: ARCHITECTURES[architecture]}
-    name, form = architecture_of(model, known)
+    name, form = architecture_of(model, known_architectures(architecture, like))
     if block_scaled not in (None, "keep"):
         raise ValueError(f"block_scaled must be 'keep' or None, got {block_scaled!r}")
     contents = _contents(model, name, form, dtype, {} if block_scaled is None else held_kernels(model))
@@ -95,7 +92,22 @@ def save_huggingface(
         if like is not None and not folder.samefile(like):
             _copy_companions(Path(like), folder)
 
-    _write_by_the_first(write, contents.tensors(on_progress), folder)
+    write_by_the_first(write, contents.tensors(on_progress), folder)
+
+
+def known_architectures(name: str | None, like: str | Path | None = None) -> dict[str, Architecture]:
+    """Return the architecture of a name; all without one, that of the folder ``like`` in front.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+    if name is not None and name not in ARCHITECTURES:
+        raise ValueError(f"unknown architecture {name!r}; known: {', '.join(ARCHITECTURES)}")
+    if name is not None:
+        return {name: ARCHITECTURES[name]}
+    names = [] if like is None else json_file(Path(like) / CONFIG).get("architectures")
+    first = names[:1] if isinstance(names, list) else []
+    return {each: ARCHITECTURES[each] for each in ARCHITECTURES if each in first} | ARCHITECTURES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +211,7 @@ def _copy_companions(source: Path, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
-def _write_by_the_first(write: Callable[[Iterator[Any]], None], stream: Iterator[Any], folder: Path) -> None:
+def write_by_the_first(write: Callable[[Iterator[Any]], None], stream: Iterator[Any], folder: Path) -> None:
     """Let the first process write; no process returns before everything is written, and all raise if it fails."""
     problem = None
     try:

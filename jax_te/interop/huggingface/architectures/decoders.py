@@ -59,14 +59,7 @@ def _read_gpt2(given: Fields, options: Options) -> Options:
     given.expect("scale_attn_by_inverse_layer_idx", False)
     given.expect("add_cross_attention", False)
     given.take("reorder_and_upcast_attn", bool, False)  # scores are fp32 in any case
-    rate, of_embeddings = options["hidden_dropout"], given.take("embd_pdrop", float, 0.1)
-    if of_embeddings != rate:
-        # Not refused: without dropout, as in evaluation and generation, nothing depends on it.
-        warnings.warn(
-            f"embd_pdrop is {of_embeddings}, resid_pdrop {rate}: here one rate, hidden_dropout={rate}, is for both. "
-            "Outputs without dropout are the same; another rate is said with config={'hidden_dropout': RATE}",
-            stacklevel=1,
-        )
+    _compare_rates(options["hidden_dropout"], given.take("embd_pdrop", float, 0.1))
     given.skip("n_ctx")  # an older name of n_positions, which transformers no longer reads
     given.skip("summary_activation", "summary_first_dropout", "summary_proj_to_labels")  # a head for other tasks
     given.skip("summary_type", "summary_use_proj")
@@ -78,6 +71,17 @@ def _read_gpt2(given: Fields, options: Options) -> Options:
         "softmax_scale": None if scaled else 1.0,
         "position_embedding_type": "learned_absolute",
     }
+
+
+def _compare_rates(rate: float, of_embeddings: float) -> None:
+    """Warn of a dropout rate of embeddings that is not that of the blocks."""
+    if of_embeddings != rate:
+        # Not refused: without dropout, as in evaluation and generation, nothing depends on it.
+        warnings.warn(
+            f"embd_pdrop is {of_embeddings}, resid_pdrop {rate}: here one rate, hidden_dropout={rate}, is for both. "
+            "Outputs without dropout are the same; another rate is said with config={'hidden_dropout': RATE}",
+            stacklevel=1,
+        )
 
 
 def _write_gpt2(options: Options) -> dict[str, Any]:
@@ -110,6 +114,78 @@ GPT2 = Architecture(
     base="transformer.",
     tied_names={"lm_head.weight": "transformer.wte.weight"},
     ignored=r"transformer\.h\.\d+\.attn\.(masked_)?bias",
+)
+
+_NEOX_LAYER: Table = {
+    f"{_ATTENTION}/qkv/scale": {"gpt_neox.layers.{i}.input_layernorm.weight": "h -> h"},
+    f"{_ATTENTION}/qkv/ln_bias": {"gpt_neox.layers.{i}.input_layernorm.bias": "h -> h"},
+    f"{_ATTENTION}/qkv/kernel": {"gpt_neox.layers.{i}.attention.query_key_value.weight": "(g c d) h -> h c (g d)"},
+    f"{_ATTENTION}/qkv/bias": {"gpt_neox.layers.{i}.attention.query_key_value.bias": "(g c d) -> c (g d)"},
+    f"{_ATTENTION}/proj/kernel": {"gpt_neox.layers.{i}.attention.dense.weight": "h q -> q h"},
+    f"{_ATTENTION}/proj/bias": {"gpt_neox.layers.{i}.attention.dense.bias": "h -> h"},
+    f"{_MLP}/scale": {"gpt_neox.layers.{i}.post_attention_layernorm.weight": "h -> h"},
+    f"{_MLP}/ln_bias": {"gpt_neox.layers.{i}.post_attention_layernorm.bias": "h -> h"},
+    f"{_MLP}/wi_kernel": {"gpt_neox.layers.{i}.mlp.dense_h_to_4h.weight": "f h -> h 1 f"},
+    f"{_MLP}/wi_bias": {"gpt_neox.layers.{i}.mlp.dense_h_to_4h.bias": "f -> 1 f"},
+    f"{_MLP}/wo_kernel": {"gpt_neox.layers.{i}.mlp.dense_4h_to_h.weight": "h f -> f h"},
+    f"{_MLP}/wo_bias": {"gpt_neox.layers.{i}.mlp.dense_4h_to_h.bias": "h -> h"},
+}
+
+
+def _neox_table(form: Form) -> Table:
+    return {
+        "embedding/embedding": {"gpt_neox.embed_in.weight": "v h -> v h"},
+        **layer_rows(_NEOX_LAYER, form.config.num_layers),
+        "final_norm/scale": {"gpt_neox.final_layer_norm.weight": "h -> h"},
+        "final_norm/bias": {"gpt_neox.final_layer_norm.bias": "h -> h"},
+        **({} if form.others[TIED] else {"output_kernel": {"embed_out.weight": "v h -> h v"}}),
+    }
+
+
+def _read_neox(given: Fields, options: Options) -> Options:
+    # The names of files before transformers 5.
+    base, part = given.take("rotary_emb_base", float, 10000.0), given.take("rotary_pct", float, 0.25)
+    given.expect("attention_bias", True)  # the feed-forward block has biases, and linear layers have them all or none
+    given.skip("attention_probs_dropout_prob", "hidden_dropout_prob")  # names that transformers' class never read
+    return {
+        **options,
+        "activation": given.activation("hidden_act", "gelu", gated=False),
+        "position_embedding_type": given.rotary(options["max_sequence_length"], base, part_default=part),
+    }
+
+
+def _write_neox(options: Options) -> dict[str, Any]:
+    positions = options["position_embedding_type"]
+    written = {"hidden_act": activation_name(options["activation"], gated=False), **rotary_fields(positions)}
+    if isinstance(positions, RotaryPositions):
+        written |= {"rotary_emb_base": written.pop("rope_theta"), "rotary_pct": positions.percent}
+    return written
+
+
+GPT_NEOX = Architecture(
+    model_type="gpt_neox",
+    model=GPTModel,
+    fields={
+        "vocab_size": ("vocab_size", 50432),
+        "hidden_size": ("hidden_size", 6144),
+        "intermediate_size": ("ffn_hidden_size", 24576),
+        "num_hidden_layers": ("num_layers", 44),
+        "num_attention_heads": ("num_attention_heads", 64),
+        "max_position_embeddings": ("max_sequence_length", 2048),
+        "use_parallel_residual": ("parallel_attention_mlp", True),
+        "layer_norm_eps": ("layernorm_epsilon", 1e-5),
+        "hidden_dropout": ("hidden_dropout", 0.0),
+        "attention_dropout": ("attention_dropout", 0.0),
+        "tie_word_embeddings": (TIED, False),
+    },
+    read=_read_neox,
+    write=_write_neox,
+    table=_neox_table,
+    options=_options,
+    base="gpt_neox.",
+    tied_names={"embed_out.weight": "gpt_neox.embed_in.weight"},
+    ignored=r"gpt_neox\.layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)",
+    older=((r"lm_head\.weight", "embed_out.weight"),),
 )
 
 _LLAMA_LAYER: Table = {
@@ -352,6 +428,66 @@ MISTRAL = replace(
     },
     read=_read_mistral,
     write=_write_mistral,
+)
+
+
+_PHI3_LAYER: Table = {
+    **_LLAMA_LAYER,
+    f"{_ATTENTION}/qkv/kernel": {
+        "model.layers.{i}.self_attn.qkv_proj.weight": (
+            "(g r d) h -> h r (g d) | (g d) h -> h 1 (g d) | (g d) h -> h 1 (g d)"
+        )
+    },
+    f"{_MLP}/wi_kernel": {"model.layers.{i}.mlp.gate_up_proj.weight": "f h -> h 1 f | f h -> h 1 f"},
+}
+
+
+def _phi3_table(form: Form) -> Table:
+    return {
+        "embedding/embedding": {"model.embed_tokens.weight": "v h -> v h"},
+        **layer_rows(_PHI3_LAYER, form.config.num_layers),
+        "final_norm/scale": {"model.norm.weight": "h -> h"},
+        **head_rows(form),
+    }
+
+
+def _read_phi3(given: Fields, options: Options) -> Options:
+    positions = given.rotary(options["max_sequence_length"], part_default=1.0)
+    if positions.scaling is not None:
+        kind = type(positions.scaling).__name__
+        raise given.refused("rope_scaling", kind, "transformers' class has longrope or none, and longrope is not here")
+    given.skip("original_max_position_embeddings")  # longrope's
+    # In files that come with code of their own.
+    given.expect("attention_bias", False)
+    given.expect("mlp_bias", False)
+    given.expect("lm_head_bias", False)
+    _compare_rates(options["hidden_dropout"], given.take("embd_pdrop", float, 0.0))
+    block = read_window(given, read_block(given, options, positions), given.optional("sliding_window", int, None))
+    return {**block, "add_bias_linear": False}
+
+
+def _write_phi3(options: Options) -> dict[str, Any]:
+    positions = options["position_embedding_type"]
+    part = positions.percent if isinstance(positions, RotaryPositions) else 1.0
+    others = {"partial_rotary_factor": part, "embd_pdrop": options["hidden_dropout"]}
+    return {**write_rotary(options), **write_window(options), **others}
+
+
+PHI3 = replace(
+    LLAMA,
+    model_type="phi3",
+    fields={
+        **{name: field for name, field in LLAMA.fields.items() if name != "head_dim"},
+        "vocab_size": ("vocab_size", 32064),
+        "hidden_size": ("hidden_size", 3072),
+        "intermediate_size": ("ffn_hidden_size", 8192),
+        "max_position_embeddings": ("max_sequence_length", 4096),
+        "rms_norm_eps": ("layernorm_epsilon", 1e-5),
+        "resid_pdrop": ("hidden_dropout", 0.0),
+    },
+    read=_read_phi3,
+    write=_write_phi3,
+    table=_phi3_table,
 )
 
 

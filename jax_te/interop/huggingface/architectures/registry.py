@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jax_te.interop.huggingface.architectures.bert import BERT, MASKED_BERT
-from jax_te.interop.huggingface.architectures.decoders import GEMMA, GEMMA2, GEMMA3, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3
+from jax_te.interop.huggingface.architectures.bert import BERT, MASKED_BERT, MASKED_ROBERTA, ROBERTA
+from jax_te.interop.huggingface.architectures.decoders import (
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    GPT2,
+    GPT_NEOX,
+    LLAMA,
+    MISTRAL,
+    PHI3,
+    QWEN2,
+    QWEN3,
+)
 from jax_te.interop.huggingface.architectures.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from jax_te.interop.huggingface.architectures.gpt_oss import GPT_OSS
 from jax_te.interop.huggingface.architectures.mixtures import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
-from jax_te.interop.huggingface.architectures.t5 import T5
+from jax_te.interop.huggingface.architectures.t5 import MT5, T5
 from jax_te.interop.huggingface.capabilities import Architecture, Form
 from jax_te.interop.huggingface.config_json import Fields
 
@@ -18,11 +29,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "GPT2LMHeadModel": GPT2,
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": MISTRAL,
+    "Phi3ForCausalLM": PHI3,
     "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": QWEN3,
     "GemmaForCausalLM": GEMMA,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
+    "GPTNeoXForCausalLM": GPT_NEOX,
     "MixtralForCausalLM": MIXTRAL,
     "Qwen2MoeForCausalLM": QWEN2_MOE,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
@@ -31,8 +44,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "DeepseekV3ForCausalLM": DEEPSEEK_V3,
     "GptOssForCausalLM": GPT_OSS,
     "T5ForConditionalGeneration": T5,
+    "MT5ForConditionalGeneration": MT5,
     "BertForMaskedLM": MASKED_BERT,
     "BertModel": BERT,
+    "RobertaForMaskedLM": MASKED_ROBERTA,
+    "RobertaModel": ROBERTA,
 }
 """Classes of transformers whose checkpoints `load_huggingface` reads and `save_huggingface` writes."""
 
