@@ -177,7 +177,7 @@ def add_adapters(model: GPTModel, rank: int, alpha: float | None, rngs: nnx.Rngs
     """
     for parent, name in _adapted_places(model):
         base = getattr(parent, name)
-        adapter = GroupedLoRA if isinstance(base, GroupedLinear) else LoRA
+        adapter: Any = GroupedLoRA if isinstance(base, GroupedLinear) else LoRA
         setattr(parent, name, adapter(base, rank, alpha=alpha, rngs=rngs))
 
 

@@ -14,7 +14,7 @@ from flax import nnx
 
 from jax_te.errors import CheckpointMismatchError
 from jax_te.interop.huggingface.config_json import Fields
-from jax_te.interop.huggingface.mxfp4 import PackedMXFP4, read_mxfp4
+from jax_te.interop.huggingface.mxfp4 import read_mxfp4
 from jax_te.interop.huggingface.tensor_patterns import Entry, Index, Sizes
 from jax_te.layers import quantizable_kernels
 from jax_te.quantize import BlockQuantizer, Guard, QuantizedKernel
@@ -37,6 +37,10 @@ class BlockScaled:
     def shape(self) -> tuple[int, ...]:
         """Shape of the values."""
         return self.data.shape
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Return the values, fp32 unless another dtype is asked for."""
+        return np.asarray(self.data.astype(np.float32) * self.scales(), dtype)
 
     def scales(self) -> np.ndarray:
         """Return the scale of each value, fp32."""
@@ -197,8 +201,13 @@ def reader(
     # Only this parameter's tensors: dequantized values stay in memory only while they are read.
     pieces = {each: tensors[each] for each in entry.names}
     if part != "scale_inv":
-        plain = {each: _values(piece, multiplied=not kept) for each, piece in pieces.items()}
-        return functools.partial(entry.read, plain, sizes)
+        if kept:
+            pieces = {each: piece.data for each, piece in pieces.items()}
+        elif entry.experts is None:
+            # Once for all devices' parts. The values of all experts at once may be many gigabytes: each tensor of
+            # theirs is multiplied out where it is read.
+            pieces = {each: np.asarray(piece) for each, piece in pieces.items()}
+        return functools.partial(entry.read, pieces, sizes)
     shape = entry.shape(sizes)
     scales = {each: piece.scales() for each, piece in pieces.items() if isinstance(piece, BlockScaled)}
     matrix = entry.read(scales, sizes, (slice(None),) * len(shape), np.dtype(np.float32)).reshape(shape[0], -1)
@@ -264,11 +273,3 @@ def quantization_config(plain: list[str]) -> dict[str, Any]:
 
 def _is_followed(quantizer: Any) -> bool:
     return isinstance(quantizer, BlockQuantizer) and quantizer.two_dimensional and quantizer.dtype == _E4M3
-
-
-def _values(piece: Tensor, *, multiplied: bool) -> Any:
-    if isinstance(piece, PackedMXFP4):
-        return piece.values()
-    if not isinstance(piece, BlockScaled):
-        return piece
-    return piece.data.astype(np.float32) * piece.scales() if multiplied else piece.data

@@ -30,24 +30,28 @@ def json_file(path: Path) -> dict[str, Any]:
     return read_json(path.read_bytes(), path)
 
 
-def config_values(folder: Path, tensors: Collection[str] | None = None) -> dict[str, Any]:
+def config_values(folder: Path) -> dict[str, Any]:
     """Return the fields of a folder's ``config.json``, without layers that the folder lacks.
-
-    transformers saves a model without its layers of multi-token prediction, whose number it keeps.
-
-    Args:
-        folder: the folder.
-        tensors: names of its tensors. None: they are read, where it matters.
 
     Raises:
         ValueError: for files that cannot be read.
     """
     values = json_file(folder / CONFIG)
-    if not values.get(_DEPTHS):
-        return values
-    tensors = open_tensors(folder)[0] if tensors is None else tensors
+    # Only a field that counts has the tensors' files opened.
+    return without_lost_layers(values, open_tensors(folder)[0]) if values.get(_DEPTHS) else values
+
+
+def without_lost_layers(values: dict[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+    """Return the fields of a ``config.json`` without layers of multi-token prediction of which there are no tensors.
+
+    transformers saves a model without these layers, whose number it keeps.
+
+    >>> without_lost_layers({"num_hidden_layers": 2, "num_nextn_predict_layers": 1}, ["model.layers.1.mlp.gate.weight"])
+    {'num_hidden_layers': 2, 'num_nextn_predict_layers': 0}
+    """
     first = f"model.layers.{values.get('num_hidden_layers')}."
-    return values if any(name.startswith(first) for name in tensors) else values | {_DEPTHS: 0}
+    lost = values.get(_DEPTHS) and not any(name.startswith(first) for name in tensors)
+    return values | {_DEPTHS: 0} if lost else values
 
 
 def open_tensors(folder: Path) -> tuple[dict[str, np.ndarray], list[TensorFile]]:

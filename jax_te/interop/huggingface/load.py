@@ -17,7 +17,7 @@ from jax_te.errors import CheckpointMismatchError
 from jax_te.interop.huggingface.architectures.registry import read_form
 from jax_te.interop.huggingface.block_scaled import BlockScaled, Choice, hold_block_scaled, read_block_scaled, reader
 from jax_te.interop.huggingface.capabilities import Architecture, Form
-from jax_te.interop.huggingface.folder import CONFIG, config_values, open_tensors
+from jax_te.interop.huggingface.folder import CONFIG, json_file, open_tensors, without_lost_layers
 from jax_te.interop.huggingface.mxfp4 import PackedMXFP4
 from jax_te.interop.huggingface.tensor_patterns import Entry, is_state, stored_in
 from jax_te.models import Execution
@@ -84,9 +84,10 @@ def load_huggingface(
     >>> model = load_huggingface("Llama-3.2-1B", dtype=jnp.bfloat16)  # doctest: +SKIP
     """
     folder = Path(folder)
+    values = json_file(folder / CONFIG)
     stored, files = open_tensors(folder)
     stored = _without(stored, ignore_tensors, folder)
-    values = config_values(folder, stored)
+    values = without_lost_layers(values, stored)
     tensors = read_block_scaled(values, stored, block_scaled)
     architecture, form = read_form(values, str(folder / CONFIG), stored, ignore_fields)
     after = release_after_each(files, on_progress)

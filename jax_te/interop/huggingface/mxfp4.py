@@ -34,12 +34,13 @@ class PackedMXFP4:
         experts, rows, groups, _ = self.data.shape
         return experts, groups * _GROUP, rows
 
-    def values(self) -> np.ndarray:
-        """Return the values, fp32."""
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Return the values, fp32 unless another dtype is asked for."""
         experts, rows, groups, _ = self.data.shape
         pairs = np.stack([self.data & 0x0F, self.data >> 4], axis=-1).reshape(experts, rows, groups, _GROUP)
         exponents = self.scale.astype(np.int32)[..., None] - 127
-        return np.ldexp(_VALUES[pairs], exponents).reshape(experts, rows, groups * _GROUP).swapaxes(1, 2)
+        values = np.ldexp(_VALUES[pairs], exponents).reshape(experts, rows, groups * _GROUP).swapaxes(1, 2)
+        return np.asarray(values, dtype)
 
 
 def read_mxfp4(stored: Mapping[str, np.ndarray]) -> dict[str, Any]:

@@ -749,4 +749,7 @@ OTHER_FIELDS = [
     *("layer_types", "sliding_attention", "sliding_window", "sliding_window_size", "sliding_window_pattern"),
     *("use_sliding_window", "max_window_layers", "query_pre_attn_scalar", "attn_logit_softcapping", "embd_pdrop"),
     *("final_logit_softcapping", "relative_attention_num_buckets", "scale_decoder_outputs"),
+    *("decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", "num_local_experts", "clip_qkv", "swiglu_limit"),
+    *("first_k_dense_replace", "n_shared_experts", "n_group", "topk_group", "topk_method", "routed_scaling_factor"),
+    *("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim", "num_nextn_predict_layers", "use_qk_norm"),
 ]

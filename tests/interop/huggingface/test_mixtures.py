@@ -20,8 +20,9 @@ from jax_te.interop.huggingface.folder import open_tensors
 from jax_te.layers import Router, YarnScaling
 from jax_te.megatron import RecipeConfig, apply_quantization_config
 from jax_te.models import GPTModel, RotaryPositions
-from jax_te.recipe import Float8CurrentScaling, autocast
+from jax_te.recipe import Float8BlockScaling, Float8CurrentScaling, autocast
 from jax_te.sharding import make_mesh
+from tests.interop.huggingface.test_block_scaled import in_fp8
 from tests.support.numerics import assert_bitwise, quick_jit
 
 BLOCK: dict[str, Any] = {
@@ -55,6 +56,12 @@ FORMS: dict[str, dict[str, Any]] = {
         "moe_router_group_score_topk": 1,
     },
     "DeepseekV3ForCausalLM": V3,
+    "Glm4MoeForCausalLM": {
+        **{name: value for name, value in V3.items() if name not in ("latent_attention", "softmax_scale")},
+        "num_query_groups": 2,
+        "qk_layernorm": True,
+        "add_qkv_bias": True,
+    },
     "GptOssForCausalLM": {
         "add_bias_linear": True,
         "kv_channels": 16,
@@ -211,6 +218,15 @@ KIMI_K2 = {
     "rope_scaling": DEEPSEEK_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "factor": 32.0, "beta_fast": 1.0},
     "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "vocab_size": 163840,
 }  # fmt: skip
+GLM = {
+    "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "attention_bias": True, "attention_dropout": 0.0,
+    "first_k_dense_replace": 1, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 10944,
+    "max_position_embeddings": 131072, "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128,
+    "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 96, "num_experts_per_tok": 8,
+    "num_hidden_layers": 46, "num_key_value_heads": 8, "num_nextn_predict_layers": 1, "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000, "routed_scaling_factor": 1.0,
+    "tie_word_embeddings": False, "topk_group": 1, "use_qk_norm": False, "vocab_size": 151552,
+}  # fmt: skip
 GPT_OSS = {
     "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True, "attention_dropout": 0.0,
     "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
@@ -231,6 +247,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "OLMoE-1B-7B": (OLMOE, {"qk_layernorm_across_heads": True, "moe_ffn_hidden_size": 1024}),
     "DeepSeek-V2": (DEEPSEEK_V2, {"moe_router_group_score_topk": 1, "moe_shared_expert_intermediate_size": 3072}),
     "DeepSeek-V3": (DEEPSEEK_V3, {"mtp_num_layers": 1, "moe_layer_freq": (0,) * 3 + (1,) * 58}),
+    "GLM-4.5-Air": (GLM, {"qk_layernorm": False, "add_qkv_bias": True, "mtp_num_layers": 1}),
     "gpt-oss-20b": (GPT_OSS, {"softmax_type": "learnable", "window_size": (127, 0), "moe_router_topk": 4}),
     "Kimi-K2": (KIMI_K2, {"moe_router_num_groups": None, "moe_router_topk_scaling_factor": 2.827}),
 }
@@ -270,6 +287,8 @@ def test_published_configurations_are_read(name: str) -> None:
         (DEEPSEEK_V3 | {"num_key_value_heads": 8}, "num_query_groups=8 is for multi-head attention"),
         (DEEPSEEK_V3 | {"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers is 1000000000"),
         (DEEPSEEK_V3 | {"rope_scaling": DEEPSEEK_YARN | {"mscale": 0.0}}, "mscale_all_dim is 0.707"),
+        (GLM | {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5"),
+        (GLM | {"mlp_bias": True}, "mlp_bias=True"),
         (GPT_OSS | {"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0"),
         (GPT_OSS | {"attention_bias": False}, "attention_bias is False"),
         (GPT_OSS | {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
@@ -296,6 +315,7 @@ def test_fields_that_would_change_numbers_are_refused_by_name(values: dict[str, 
         ("DeepseekV3ForCausalLM", {"moe_shared_expert_intermediate_size": 24}, "no multiple of an expert's, 16"),
         ("DeepseekV3ForCausalLM", {"moe_layer_freq": [1, 0]}, r"DeepseekV3ForCausalLM: [^;]*moe_layer_freq"),
         ("DeepseekV3ForCausalLM", {"softmax_scale": 0.5}, "DeepseekV3ForCausalLM: softmax_scale=0.5"),
+        ("Glm4MoeForCausalLM", {"add_bias_linear": True, "moe_shared_expert_intermediate_size": None}, "no shared"),
         ("GptOssForCausalLM", {"glu_linear_offset": 0.0}, "GptOssForCausalLM: glu_linear_offset=0.0"),
         ("GptOssForCausalLM", {"moe_layer_freq": 2}, "GptOssForCausalLM: [^;]*moe_layer_freq"),
         ("DeepseekV2ForCausalLM", {"mtp_num_layers": 1}, "DeepseekV2ForCausalLM: mtp_num_layers=1"),
@@ -331,6 +351,27 @@ def test_the_layer_of_prediction_is_read_or_ignored_by_name(tmp_path: Path) -> N
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 0}))
     with pytest.raises(CheckpointMismatchError, match=r"model\.layers\.2\.\S+ is unexpected"):
         load_huggingface(tmp_path)
+
+
+def test_experts_in_fp8_are_multiplied_out(tmp_path: Path) -> None:
+    """As DeepSeek-V3's files are published: kernels in E4M3, each with scales of its own."""
+    sizes: dict[str, Any] = {"hidden_size": 160, "moe_ffn_hidden_size": 144, "moe_shared_expert_intermediate_size": 144}
+    save_huggingface(model_of("DeepseekV3ForCausalLM", **sizes), tmp_path, dtype="bfloat16")
+    stored = open_tensors(in_fp8(tmp_path))[0]
+    plain = load_huggingface(tmp_path, block_scaled="dequantize", dtype=jnp.float32)
+    save_huggingface(plain, tmp_path / "plain")
+    found = open_tensors(tmp_path / "plain")[0]
+    scaled = [name for name in found if f"{name}_scale_inv" in stored]
+    assert {name.split(".")[-2] for name in scaled} >= {"gate_proj", "kv_b_proj", "kv_a_proj_with_mqa", "eh_proj"}
+    for name in scaled:
+        rows, columns = found[name].shape
+        scale = stored[f"{name}_scale_inv"].repeat(128, 0)[:rows].repeat(128, 1)[:, :columns]
+        np.testing.assert_array_equal(found[name], stored[name].astype(np.float32) * scale, err_msg=name)
+    with (
+        autocast(Float8BlockScaling(use_f32_scales=True)),
+        pytest.raises(ValueError, match="kernels of experts are not kept in FP8"),
+    ):
+        load_huggingface(tmp_path, block_scaled="keep", dtype=jnp.bfloat16)
 
 
 def test_missing_tensors_of_an_expert_are_named(tmp_path: Path) -> None:

@@ -164,6 +164,17 @@ CASES |= {
         | {"rope_parameters": DEEPSEEK_YARN, "routed_scaling_factor": 2.5},
     ),
 }
+GLM = MIXTURE | {"first_k_dense_replace": 1, "num_hidden_layers": 3, "head_dim": 16}
+CASES |= {
+    "glm 4.5": ("Glm4Moe", GLM | {"n_routed_experts": 4, "attention_bias": True}),
+    "glm 4.5, other options": (
+        "Glm4Moe",
+        GLM
+        | GROUPED
+        | {"use_qk_norm": True, "n_shared_experts": 2, "routed_scaling_factor": 2.5, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.25}},
+    ),
+}
 GPT_OSS = LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "num_hidden_layers": 3}
 OSS_YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0, "truncate": False}
 OSS_YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 16}

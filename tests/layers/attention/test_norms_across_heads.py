@@ -62,7 +62,7 @@ def test_norms_are_over_all_heads_on_every_mesh(mesh_mode: str) -> None:
     assert layer.q_norm is not None
     assert layer.k_norm is not None
     assert (layer.q_norm.scale.shape, layer.k_norm.scale.shape) == ((N * D,), (G * D,))
-    wanted = expected(jax.tree.map(np.float64, parameters(layer)), np.float64(x))
+    wanted = expected(jax.tree.map(np.float64, parameters(layer)), np.asarray(x, np.float64))
     assert_close(quick_jit(lambda layer, x: layer(x))(shard(layer), x), wanted, 2.0**-18)
 
 
@@ -80,7 +80,9 @@ def test_megatrons_layer_has_them() -> None:
     p = jax.tree.map(np.float64, parameters(randomize(other)))
     names = {"linear_qkv": "qkv", "linear_proj": "proj", "q_layernorm": "q_norm", "k_layernorm": "k_norm"}
     renamed = {names[name]: values for name, values in p.items()}
-    assert_close(quick_jit(lambda layer, x: layer(x))(other, x)[0], expected(renamed, np.float64(x)), 2.0**-18)
+    assert_close(
+        quick_jit(lambda layer, x: layer(x))(other, x)[0], expected(renamed, np.asarray(x, np.float64)), 2.0**-18
+    )
 
 
 def test_what_does_not_go_with_them() -> None:

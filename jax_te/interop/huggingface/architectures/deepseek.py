@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3, and Kimi K2: decoders with multi-latent attention, experts, and multi-token prediction."""
+"""DeepSeek-V2 and V3, Kimi K2 and GLM-4.5: decoders with shared experts, the first ones with latent attention."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ _DEPTH: Table = {
 
 def _dense_rows(config: TransformerConfig) -> Table:
     """Return the rows of a layer without experts."""
-    assert config.latent_attention is not None
+    if config.latent_attention is None:
+        return llama_layer(config)
     block = {path: row for path, row in llama_layer(config).items() if not path.startswith(_OURS)}
     return _LATENT_ATTENTION | (_QUERY if config.latent_attention.q_lora_rank is None else _LATENT_QUERY) | block
 
@@ -87,12 +88,48 @@ def _copies(form: Form) -> dict[str, str]:
     return copies | {f"model.layers.{i}.shared_head.head.weight": head for i in numbers}
 
 
-def _read(given: Fields, options: Options, *, interleaved: bool) -> Options:
-    """Return the options of both versions, without the choice of experts."""
+def _read_mixture(given: Fields, options: Options) -> Options:
+    """Return the options with those of experts, without the choice among them."""
     skip_router_losses(given)
-    # Losses of routers in training, and the original program's devices and files.
-    given.skip("aux_loss_alpha", "seq_aux", "ep_size", "auto_map")
+    # Losses of routers in training, and the original program's devices.
+    given.skip("aux_loss_alpha", "seq_aux", "ep_size")
     given.expect("moe_layer_freq", 1)
+    shared, first = given.take("n_shared_experts", int, REQUIRED), given.take("first_k_dense_replace", int, 0)
+    if first < 0:
+        raise given.refused("first_k_dense_replace", first, "it must not be negative")
+    return {
+        **options,
+        "add_bias_linear": False,
+        "moe_layer_freq": tuple(int(number >= first) for number in range(options["num_layers"])),
+        "moe_shared_expert_intermediate_size": shared * options["moe_ffn_hidden_size"],
+        "moe_router_topk_scaling_factor": given.take("routed_scaling_factor", float, 1.0),
+        "moe_router_dtype": "fp32",  # as transformers' class computes the logits, in which near choices differ
+    }
+
+
+def _write_mixture(options: Options) -> dict[str, Any]:
+    """Return the fields of experts, without the choice among them.
+
+    Raises:
+        ValueError: for a model without shared experts, which these classes have, or with others than theirs.
+    """
+    shared, size = options["moe_shared_expert_intermediate_size"], options["moe_ffn_hidden_size"]
+    if shared is None:
+        raise ValueError("no shared experts, which transformers' class has")
+    if shared % size:
+        raise ValueError(f"shared experts of size {shared}, which is no multiple of an expert's, {size}")
+    freq, count = options["moe_layer_freq"], options["num_layers"]
+    has = freq if isinstance(freq, tuple) else [int(i % freq == 0) for i in range(count)]
+    return {
+        **write_rotary(options),
+        "n_shared_experts": shared // size,
+        "first_k_dense_replace": next((i for i, experts in enumerate(has) if experts), count),
+        "routed_scaling_factor": options["moe_router_topk_scaling_factor"] or 1.0,
+    }
+
+
+def _read_latent(given: Fields, options: Options, *, interleaved: bool) -> Options:
+    """Return the options with those of latent attention."""
     given.expect("attention_bias", False)
     if options["layernorm_epsilon"] != 1e-6:
         raise given.refused(
@@ -110,47 +147,28 @@ def _read(given: Fields, options: Options, *, interleaved: bool) -> Options:
     positions = given.rotary(options["max_sequence_length"], latent=True)
     yarn = positions.scaling
     factor = yarn.score_factor if isinstance(yarn, YarnScaling) else 1.0
-    shared, layers = given.take("n_shared_experts", int, REQUIRED), options["num_layers"]
-    first = given.take("first_k_dense_replace", int, 0)
-    if first < 0:
-        raise given.refused("first_k_dense_replace", first, "it must not be negative")
     return {
         **read_block(given, options, replace(positions, interleaved=interleaved)),
-        "add_bias_linear": False,
         "latent_attention": latent,
         "softmax_scale": factor * latent.head_channels**-0.5,
-        "moe_layer_freq": tuple(int(number >= first) for number in range(layers)),
-        "moe_shared_expert_intermediate_size": shared * options["moe_ffn_hidden_size"],
-        "moe_router_topk_scaling_factor": given.take("routed_scaling_factor", float, 1.0),
-        "moe_router_dtype": "fp32",  # as transformers' class computes the logits, in which near choices differ
     }
 
 
-def _write(options: Options) -> dict[str, Any]:
-    """Return the fields of both versions.
+def _write_latent(options: Options) -> dict[str, Any]:
+    """Return the fields of latent attention.
 
     Raises:
-        ValueError: for a model without latent attention or without shared experts, which their classes have.
+        ValueError: for a model without it.
     """
-    latent, shared, size = (
-        options[name] for name in ("latent_attention", "moe_shared_expert_intermediate_size", "moe_ffn_hidden_size")
-    )
-    if latent is None or shared is None:
-        raise ValueError("no latent attention, or no shared experts, which transformers' class has")
-    if shared % size:
-        raise ValueError(f"shared experts of size {shared}, which is no multiple of an expert's, {size}")
-    freq, count = options["moe_layer_freq"], options["num_layers"]
-    has = freq if isinstance(freq, tuple) else [int(i % freq == 0) for i in range(count)]
+    latent = options["latent_attention"]
+    if latent is None:
+        raise ValueError("no latent attention, which transformers' class has")
     return {
-        **write_rotary(options),
         "q_lora_rank": latent.q_lora_rank,
         "kv_lora_rank": latent.kv_lora_rank,
         "qk_nope_head_dim": latent.qk_head_dim,
         "qk_rope_head_dim": latent.qk_pos_emb_head_dim,
         "v_head_dim": latent.v_head_dim,
-        "n_shared_experts": shared // size,
-        "first_k_dense_replace": next((i for i, experts in enumerate(has) if experts), count),
-        "routed_scaling_factor": options["moe_router_topk_scaling_factor"] or 1.0,
     }
 
 
@@ -164,7 +182,7 @@ def _read_v2(given: Fields, options: Options) -> Options:
     groups, used = given.take("n_group", int, None), given.take("topk_group", int, None)
     grouped = method == limited
     return {
-        **_read(given, options, interleaved=True),
+        **_read_latent(given, _read_mixture(given, options), interleaved=True),
         "moe_router_pre_softmax": True,
         "moe_router_num_groups": groups if grouped else None,
         "moe_router_group_topk": used if grouped else None,
@@ -175,7 +193,8 @@ def _read_v2(given: Fields, options: Options) -> Options:
 def _write_v2(options: Options) -> dict[str, Any]:
     groups = options["moe_router_num_groups"]
     return {
-        **_write(options),
+        **_write_mixture(options),
+        **_write_latent(options),
         "topk_method": "greedy" if groups is None else "group_limited_greedy",
         "n_group": groups,
         "topk_group": options["moe_router_group_topk"],
@@ -183,18 +202,25 @@ def _write_v2(options: Options) -> dict[str, Any]:
     }
 
 
-def _read_v3(given: Fields, options: Options) -> Options:
+def _read_biased_choice(given: Fields, options: Options, groups: int, used: int) -> Options:
+    """Return the options with those of DeepSeek-V3's choice of experts, and of its layers of prediction.
+
+    Args:
+        given: fields of ``config.json``.
+        options: options of the fields that are read already.
+        groups, used: numbers of groups, and of those that a token uses, where no field says them.
+    """
     given.expect("scoring_func", "sigmoid")
     given.expect("topk_method", "noaux_tc")
     # Probabilities of several experts are divided by their sum in any case here, and that of one never.
     given.expect("norm_topk_prob", options["moe_router_topk"] > 1)
-    groups, used = given.take("n_group", int, 8), given.take("topk_group", int, 4)
+    groups, used = given.take("n_group", int, groups), given.take("topk_group", int, used)
     grouped = groups != 1 or used != 1
     depths = given.take("num_nextn_predict_layers", int, given.take("num_mtp_layers", int, 0))
     if not 0 <= depths <= len(given.tensors):
         raise given.refused("num_nextn_predict_layers", depths, f"there are {len(given.tensors)} tensors")
     return {
-        **_read(given, options, interleaved=given.take("rope_interleave", bool, True)),
+        **options,
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_num_groups": groups if grouped else None,
@@ -204,15 +230,47 @@ def _read_v3(given: Fields, options: Options) -> Options:
     }
 
 
-def _write_v3(options: Options) -> dict[str, Any]:
-    positions = options["position_embedding_type"]
+def _write_biased_choice(options: Options) -> dict[str, Any]:
     return {
-        **_write(options),
         "n_group": options["moe_router_num_groups"] or 1,
         "topk_group": options["moe_router_group_topk"] or 1,
         "norm_topk_prob": options["moe_router_topk"] > 1,
-        "rope_interleave": getattr(positions, "interleaved", True),
         "num_nextn_predict_layers": options["mtp_num_layers"] or 0,
+    }
+
+
+def _read_v3(given: Fields, options: Options) -> Options:
+    interleaved = given.take("rope_interleave", bool, True)
+    block = _read_latent(given, _read_mixture(given, options), interleaved=interleaved)
+    return _read_biased_choice(given, block, 8, 4)
+
+
+def _write_v3(options: Options) -> dict[str, Any]:
+    positions = options["position_embedding_type"]
+    return {
+        **_write_mixture(options),
+        **_write_latent(options),
+        **_write_biased_choice(options),
+        "rope_interleave": getattr(positions, "interleaved", True),
+    }
+
+
+def _read_glm(given: Fields, options: Options) -> Options:
+    positions = given.rotary(options["max_sequence_length"], part_default=0.5)
+    block = _read_biased_choice(given, read_block(given, _read_mixture(given, options), positions), 1, 1)
+    bias, norms = given.take("attention_bias", bool, False), given.take("use_qk_norm", bool, False)
+    # Rounded down, as transformers' class does where the hidden size is no multiple.
+    size = options["hidden_size"] // max(options["num_attention_heads"], 1)
+    return {**block, "kv_channels": options["kv_channels"] or size, "add_qkv_bias": bias, "qk_layernorm": norms}
+
+
+def _write_glm(options: Options) -> dict[str, Any]:
+    return {
+        **_write_mixture(options),
+        **_write_biased_choice(options),
+        "partial_rotary_factor": getattr(options["position_embedding_type"], "percent", 1.0),
+        "attention_bias": options["add_qkv_bias"],
+        "use_qk_norm": options["qk_layernorm"],
     }
 
 
@@ -248,6 +306,28 @@ DEEPSEEK_V3 = replace(
     },
     read=_read_v3,
     write=_write_v3,
+    table=_table,
+    copies=_copies,
+)
+GLM_MOE = replace(
+    LLAMA,
+    model_type="glm4_moe",
+    fields={
+        **_FIELDS,
+        "head_dim": LLAMA.fields["head_dim"],
+        "vocab_size": ("vocab_size", 151552),
+        "intermediate_size": ("ffn_hidden_size", 10944),
+        "num_hidden_layers": ("num_layers", 46),
+        "num_attention_heads": ("num_attention_heads", 96),
+        "num_key_value_heads": ("num_query_groups", 8),
+        "max_position_embeddings": ("max_sequence_length", 131072),
+        "rms_norm_eps": ("layernorm_epsilon", 1e-5),
+        "n_routed_experts": ("num_moe_experts", 128),
+        "num_experts_per_tok": ("moe_router_topk", 8),
+        "moe_intermediate_size": ("moe_ffn_hidden_size", 1408),
+    },
+    read=_read_glm,
+    write=_write_glm,
     table=_table,
     copies=_copies,
 )

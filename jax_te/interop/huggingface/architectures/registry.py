@@ -19,7 +19,7 @@ from jax_te.interop.huggingface.architectures.decoders import (
     QWEN2,
     QWEN3,
 )
-from jax_te.interop.huggingface.architectures.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from jax_te.interop.huggingface.architectures.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM_MOE
 from jax_te.interop.huggingface.architectures.gpt_oss import GPT_OSS
 from jax_te.interop.huggingface.architectures.mixtures import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from jax_te.interop.huggingface.architectures.t5 import MT5, T5
@@ -44,6 +44,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "OlmoeForCausalLM": OLMOE,
     "DeepseekV2ForCausalLM": DEEPSEEK_V2,
     "DeepseekV3ForCausalLM": DEEPSEEK_V3,
+    "Glm4MoeForCausalLM": GLM_MOE,
     "GptOssForCausalLM": GPT_OSS,
     "T5ForConditionalGeneration": T5,
     "MT5ForConditionalGeneration": MT5,
