@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import struct
 import tracemalloc
 from pathlib import Path
@@ -535,6 +536,18 @@ def test_the_same_fields_are_refused_where_they_would_count(architecture: str, v
     kind = {"architectures": [architecture], "model_type": ARCHITECTURES[architecture].model_type}
     with pytest.raises(ValueError, match=next(iter(values))):
         read_form(kind | values, "config.json", range(50))
+
+
+def test_the_page_of_families_says_what_is_read_and_what_is_refused() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "families.md").read_text()
+    rows = re.findall(r"^\| [^|]+ \| `(\w+)` \| (exact|mapped|refused) \|", page, re.MULTILINE)
+    assert len(rows) == page.count("\n| ") - 1  # all but the head of the table
+    classes = {state: [name for name, each in rows if each == state] for state in ("exact", "mapped", "refused")}
+    assert sorted(classes["exact"]) == sorted(ARCHITECTURES)
+    assert {*classes["mapped"]} <= ARCHITECTURES.keys()
+    for name in classes["refused"]:
+        with pytest.raises(ValueError, match=name):
+            read_form({"architectures": [name], "model_type": "another"}, "config.json", range(50))
 
 
 def test_two_dropout_rates_of_gpt2_are_a_warning() -> None:
