@@ -22,7 +22,7 @@ from jax_te.cli.pretrained import field_names, merge_adapters
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CONFIG_FILE, read_config
 from jax_te.data import TOKENIZER_FILE
-from jax_te.interop.huggingface import CONFIG, load_huggingface, save_huggingface, save_peft
+from jax_te.interop.huggingface import CONFIG, copy_companions, load_huggingface, save_huggingface, save_peft
 from jax_te.interop.megatron import load_megatron, save_megatron
 from jax_te.metrics import counting
 from jax_te.models import upcycle
@@ -158,11 +158,16 @@ def _architecture(config: RunConfig | None) -> str | None:
 
 @contextlib.contextmanager
 def _beside_run(run: Path, config: RunConfig) -> Iterator[Path]:
-    """Yield a folder with the ``config.json`` of ``--init-from``, for its tokens, and the run's tokenizer."""
+    """Yield a folder with the ``config.json`` of ``--init-from``, for its tokens, and the run's tokenizer.
+
+    With that folder's other files of its tokenizer and of generation, as long as it is where it was.
+    """
     # Another tokenizer has other token IDs.
     known = config.architecture is not None and config.tokenizer == config.init_from
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / CONFIG).write_text(str(config.architecture) if known else "{}")
+        if known and config.init_from is not None:
+            copy_companions(Path(config.init_from), Path(name))
         if (run / TOKENIZER_FILE).is_file():
             shutil.copyfile(run / TOKENIZER_FILE, Path(name) / TOKENIZER_FILE)
         yield Path(name)

@@ -155,9 +155,14 @@ def test_lora_trains_the_adapters_alone(recipe, folder, tmp_path, capsys):
     assert math.isfinite(loss)
     assert loss < losses[0]
     # Back as a folder of Hugging Face: adapters merged, the tokenizer and the numbers of its tokens beside.
-    back = tmp_path / "back"
+    back, beside = tmp_path / "back", ("generation_config.json", "tokenizer_config.json")
+    for name in beside:
+        (folder / name).write_text(f'{{"of": "{name}"}}')
     assert main(["convert", str(tmp_path / "run"), str(back)]) == 0
     capsys.readouterr()
+    for name in beside:
+        assert (back / name).read_bytes() == (folder / name).read_bytes()
+        (folder / name).unlink()
     qkv, merged = model.layers[0].self_attention.qkv, load_huggingface(back)
     product = np.tensordot(np.asarray(qkv.lora_a[...]), np.asarray(qkv.lora_b[...]), 1)
     kernel = np.asarray(qkv.base.kernel[...]) + qkv.scale * product

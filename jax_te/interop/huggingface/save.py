@@ -90,7 +90,7 @@ def save_huggingface(
         folder.mkdir(parents=True, exist_ok=True)
         write_folder(folder, config, contents.plan(), stream, max_shard_size)
         if like is not None and not folder.samefile(like):
-            _copy_companions(Path(like), folder)
+            copy_companions(Path(like), folder)
 
     write_by_the_first(write, contents.tensors(on_progress), folder)
 
@@ -204,8 +204,8 @@ def _config(name: str, form: Form, contents: _Contents, like: Path | None) -> di
     return values
 
 
-def _copy_companions(source: Path, folder: Path) -> None:
-    """Copy the files of the tokenizer and of generation that there are."""
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copy the files of the tokenizer and of generation that there are, into a folder that is there."""
     for path in [source / each for each in _COMPANIONS]:
         if path.is_file():
             shutil.copyfile(path, folder / path.name)
