@@ -81,14 +81,17 @@ class ConvertOptions:
 
     FROM is a run of jax-te train or one of its checkpoints, a Hugging Face folder, a Megatron-LM folder (formats
     torch and torch_dist) or the *.pt file of one rank. TO is a new folder, or for Megatron-LM also a new *.pt file.
-    LoRA adapters of a run are merged. Optimizer states and FP8 scales are not converted; neither are tokenizers to
-    or from Megatron-LM.
+    LoRA adapters of a run are merged, or written alone with --to peft. Optimizer states and FP8 scales are not
+    converted; neither are tokenizers to or from Megatron-LM.
     """
 
     source: str = positional(Text("FROM", str), "checkpoint to read")
     target: str = positional(Text("TO", str), "checkpoint to write, which must not exist yet")
     to: str | None = option(
-        ("huggingface", "megatron"), "format of TO", None, shown="huggingface; megatron if FROM is Hugging Face's"
+        ("huggingface", "megatron", "peft"),
+        "format of TO",
+        None,
+        shown="huggingface; megatron if FROM is Hugging Face's",
     )
     dtype: str | None = option(FLOAT_DTYPES, "dtype of the parameters in TO", None, shown="that of FROM")
     step: int | None = option(

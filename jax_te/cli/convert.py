@@ -22,7 +22,7 @@ from jax_te.cli.pretrained import field_names, merge_adapters
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CONFIG_FILE, read_config
 from jax_te.data import TOKENIZER_FILE
-from jax_te.interop.huggingface import CONFIG, load_huggingface, save_huggingface
+from jax_te.interop.huggingface import CONFIG, copy_companions, load_huggingface, save_huggingface, save_peft
 from jax_te.interop.megatron import load_megatron, save_megatron
 from jax_te.metrics import counting
 from jax_te.models import upcycle
@@ -45,6 +45,8 @@ def run(options: ConvertOptions) -> int:
         raise ValueError(f"{target} exists; give another name, or delete it")
     _check(options, kind, megatron)
     config = read_config(_run_of(source)) if kind == "jax-te" else None
+    if options.to == "peft" and (config is None or config.lora_rank is None):
+        raise ValueError("--to peft writes the adapters of a run of jax-te train --lora-rank, and FROM is not one")
     with counting("read") as on_progress:
         model = _read(options, source, kind, config, on_progress)
     if options.upcycle is not None:
@@ -54,6 +56,13 @@ def run(options: ConvertOptions) -> int:
             moe_router_topk=options.upcycle_topk or 2,
             rngs=nnx.Rngs(0),
         )
+    if options.to == "peft":
+        base = None if config is None else config.init_from
+        save_peft(
+            model, target, architecture=options.architecture or _architecture(config), base=base, dtype=options.dtype
+        )
+        print(f"{target}: PEFT")
+        return 0
     with counting("written") as on_progress, contextlib.ExitStack() as stack:
         common: dict[str, Any] = {"dtype": options.dtype, "on_progress": on_progress}
         if megatron:
@@ -80,11 +89,12 @@ def _check(options: ConvertOptions, kind: str, megatron: bool) -> None:
         "--factory-modules": options.factory_modules is not None and kind != "jax-te",
         "--tensor-parallel": options.tensor_parallel != 1 and not megatron,
         "--architecture": options.architecture is not None and megatron,
+        "--upcycle": options.upcycle is not None and options.to == "peft",
         "--upcycle-topk": options.upcycle_topk is not None and options.upcycle is None,
     }
     given = [name for name, wrong in useless.items() if wrong]
     if given:
-        to = "Megatron-LM" if megatron else "Hugging Face"
+        to = "Megatron-LM" if megatron else "PEFT" if options.to == "peft" else "Hugging Face"
         raise ValueError(f"{', '.join(given)} has no effect from {kind} to {to}; leave it out")
 
 
@@ -123,7 +133,8 @@ def _run_of(source: Path) -> Path:
 
 
 def _model_of_run(options: ConvertOptions, source: Path, config: RunConfig) -> Any:
-    """Return the model of a run, with the masters of kernels that are stored quantized, and adapters merged."""
+    """Return the model of a run, with the masters of kernels that are stored quantized; adapters are merged, except for
+    ``--to peft``."""
     folder = checkpoint_folder(source)
     step = int(folder.name) if options.step is None else options.step
     # One device and any available backend, wherever it was trained.
@@ -132,7 +143,7 @@ def _model_of_run(options: ConvertOptions, source: Path, config: RunConfig) -> A
         wanted = abstract_model_state(config, masters=True)
         state, _, _ = checkpointer.restore(wanted, step=step, allow={"unexpected"})
         model = exact_model(state)
-        if config.lora_rank is not None:
+        if config.lora_rank is not None and options.to != "peft":
             merge_adapters(model)
         return jax.block_until_ready(model)
 
@@ -147,11 +158,16 @@ def _architecture(config: RunConfig | None) -> str | None:
 
 @contextlib.contextmanager
 def _beside_run(run: Path, config: RunConfig) -> Iterator[Path]:
-    """Yield a folder with the ``config.json`` of ``--init-from``, for its tokens, and the run's tokenizer."""
+    """Yield a folder with the ``config.json`` of ``--init-from``, for its tokens, and the run's tokenizer.
+
+    With that folder's other files of its tokenizer and of generation, as long as it is where it was.
+    """
     # Another tokenizer has other token IDs.
     known = config.architecture is not None and config.tokenizer == config.init_from
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / CONFIG).write_text(str(config.architecture) if known else "{}")
+        if known and config.init_from is not None:
+            copy_companions(Path(config.init_from), Path(name))
         if (run / TOKENIZER_FILE).is_file():
             shutil.copyfile(run / TOKENIZER_FILE, Path(name) / TOKENIZER_FILE)
         yield Path(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from flax import nnx
 
 from jax_te.cli.option_table import flag, options_of
 from jax_te.cli.options import ExpertOptions, ModelOptions
-from jax_te.interop.huggingface import CONFIG, Architecture, Form, json_file, load_huggingface, read_form
-from jax_te.layers import LoRA
+from jax_te.interop.huggingface import CONFIG, Architecture, Form, config_values, load_huggingface, read_form
+from jax_te.layers import GroupedLinear, GroupedLoRA, LoRA
 from jax_te.models import Execution, GPTModel, RotaryPositions
 
 _OWN = ("dropout", "init_from", "ignore_fields", "lora_rank", "lora_alpha")
@@ -42,13 +43,16 @@ def pretrained_values(given: dict[str, Any]) -> dict[str, Any]:
     wrong = [flag(name) for name in ("preset", *FORM) if name in given]
     if wrong:
         raise ValueError(f"--init-from {folder} says what the model is; leave {', '.join(wrong)} out")
-    text = json.dumps(json_file(folder / CONFIG))
+    text = json.dumps(config_values(folder))
     form = pretrained_form(text, given.get("ignore_fields"))[1]
     config, others = form.config, form.others
     positions = others["position_embedding_type"]
     if not isinstance(config.activation, str):
         raise ValueError(f"--init-from {folder}: jax-te train has no name for its activation {config.activation!r}")
     heads, hidden = config.num_attention_heads, config.hidden_size
+    experts = {name: getattr(config, *(row.library or (name,))) for name, row in EXPERTS.items()}
+    if not isinstance(experts["moe_layer_freq"], int):
+        del experts["moe_layer_freq"]  # a list for each layer, which no option says; the model is built by the folder's
     return {
         "architecture": text,
         "tokenizer": str(folder),
@@ -59,7 +63,7 @@ def pretrained_values(given: dict[str, Any]) -> dict[str, Any]:
         "num_query_groups": config.num_query_groups or heads,
         "ffn_hidden_size": config.ffn_hidden_size or 4 * hidden,
         "kv_channels": config.kv_channels,
-        **{name: getattr(config, *(row.library or (name,))) for name, row in EXPERTS.items()},
+        **experts,
         "qk_layernorm": config.qk_layernorm,
         "normalization": config.normalization,
         "activation": config.activation,
@@ -152,27 +156,41 @@ def load_pretrained(
         ValueError: also if the folder's configuration has changed.
     """
     # A run that has saved nothing yet starts again, by when the folder may hold another model.
-    if json_file(Path(folder) / CONFIG) != json.loads(architecture):
+    if config_values(Path(folder)) != json.loads(architecture):
         raise ValueError(f"--init-from {folder}: its {CONFIG} is not that of the run; give another --output")
     changes = {name: value for name, value in fields.items() if name not in _SAID}
     dtype, names = fields["params_dtype"], field_names(ignored)
     return load_huggingface(folder, dtype=dtype, config=changes, execution=execution, ignore_fields=names)
 
 
+_ADAPTED = ("qkv", "query", "q_down", "q_up", "kv_down", "proj")
+"""Projections of attention with adapters: not ``kv_up`` of latent attention, whose kernel a cache of latents needs."""
+
+
 def add_adapters(model: GPTModel, rank: int, alpha: float | None, rngs: nnx.Rngs) -> None:
-    """Put a `LoRA` around every linear layer of a model's transformer layers."""
-    layers: Any = model.layers
-    for layer in layers:
-        attention = layer.self_attention
-        attention.qkv = LoRA(attention.qkv, rank, alpha=alpha, rngs=rngs)
-        attention.proj = LoRA(attention.proj, rank, alpha=alpha, rngs=rngs)
-        layer.layernorm_mlp = LoRA(layer.layernorm_mlp, rank, alpha=alpha, rngs=rngs)
+    """Put a `LoRA` around the linear layers of a model's transformer layers, and a `GroupedLoRA` around experts'.
+
+    Routers stay as they are, and so do the biases by which they balance their load.
+    """
+    for parent, name in _adapted_places(model):
+        base = getattr(parent, name)
+        adapter: Any = GroupedLoRA if isinstance(base, GroupedLinear) else LoRA
+        setattr(parent, name, adapter(base, rank, alpha=alpha, rngs=rngs))
 
 
 def merge_adapters(model: GPTModel) -> None:
     """Replace every `LoRA` by its layer, with the product of its adapters added to the kernels."""
+    for parent, name in _adapted_places(model):
+        setattr(parent, name, getattr(parent, name).merge())
+
+
+def _adapted_places(model: GPTModel) -> Iterator[tuple[Any, str]]:
+    """Yield the modules, and names in them, of the layers that have adapters."""
     layers: Any = model.layers
     for layer in layers:
-        attention = layer.self_attention
-        attention.qkv, attention.proj = attention.qkv.merge(), attention.proj.merge()
-        layer.layernorm_mlp = layer.layernorm_mlp.merge()
+        yield from ((layer.self_attention, name) for name in _ADAPTED if hasattr(layer.self_attention, name))
+        if layer.mlp is None:
+            yield layer, "layernorm_mlp"
+            continue
+        for block in (layer.mlp.experts, layer.mlp.shared_experts):
+            yield from ((block, name) for name in ("linear_fc1", "linear_fc2") if block is not None)

@@ -93,6 +93,8 @@ class RunConfig(RunOptions):
             fields["recompute_num_layers"] = 1 if self.recompute_num_layers is None else self.recompute_num_layers
         if self.recompute_modules is not None:
             fields["recompute_modules"] = self.recompute_modules.split(",")
+        if self.lora_rank is not None:
+            fields["moe_router_bias_update_rate"] = 0.0  # adapters alone are trained
         return fields
 
     def make_recipe(self) -> Recipe | None:

@@ -76,6 +76,8 @@ class AttentionConfig:
             entry for each layer: those whose entry is 0. None: no layer.
         qk_layernorm: whether to normalize every head of queries and keys, with the model's ``normalization``, before
             the rotary embedding (Qwen 3).
+        qk_layernorm_across_heads: whether these norms are over the channels of all heads together, each with a scale of
+            its own (OLMoE), and not over each head's.
         apply_query_key_layer_scaling: option without effect. Megatron divides scores by the layer's number, and
             multiplies by it in the softmax, against overflow in fp16; here scores are fp32.
         attention_softmax_in_fp32: option without effect: the softmax is always in fp32, as in Transformer Engine.
@@ -111,6 +113,7 @@ class AttentionConfig:
     window_size: Annotated[tuple[int, int] | None, _WINDOW] = None
     window_attn_skip_freq: int | Sequence[int] | None = None
     qk_layernorm: bool = False
+    qk_layernorm_across_heads: bool = False
     apply_query_key_layer_scaling: bool = False
     attention_softmax_in_fp32: bool = True
     batch_invariant_mode: bool = False
@@ -143,6 +146,10 @@ class AttentionConfig:
             value = getattr(self, name)
             if value is not None and not value > 0.0:
                 raise ValueError(f"{name} must be > 0, got {value!r}")
+        if self.qk_layernorm_across_heads and not self.qk_layernorm:
+            raise ValueError(
+                "qk_layernorm_across_heads=True says how qk_layernorm normalizes, and that is False; leave one out"
+            )
         if not self.qk_clip_threshold > 0.0:
             raise ValueError(f"qk_clip_threshold must be > 0, got {self.qk_clip_threshold!r}")
         if not 0.0 <= self.qk_clip_alpha <= 1.0:

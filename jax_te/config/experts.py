@@ -38,8 +38,9 @@ class RouterOptions:
             choose by the logits, and take the softmax over those of the chosen experts.
         topk_scaling_factor: factor of the probabilities. None: 1.
         num_groups: number of groups of ``e / num_groups`` consecutive experts, of which each token uses ``group_topk``.
-            A group's score is the sum of its ``topk // group_topk`` largest.
+            A group's score is the sum of its ``group_score_topk`` largest.
         group_topk: number of groups that a token uses.
+        group_score_topk: number of scores in a group's score: 1 in DeepSeek-V2. None: ``topk // group_topk``.
         load_balancing_type: load-balancing method, one of `LOAD_BALANCING_TYPES`, or several of the losses among them.
             ``"aux_loss"``: a loss over all tokens of a microbatch; ``"seq_aux_loss"``: over each sequence;
             ``"global_aux_loss"``: by the mean counts of a step's microbatches so far; ``"sinkhorn"``: the choice is an
@@ -87,6 +88,7 @@ class RouterOptions:
     topk_scaling_factor: float | None = None
     num_groups: int | None = None
     group_topk: int | None = None
+    group_score_topk: int | None = None
     load_balancing_type: str | tuple[str, ...] = "aux_loss"
     aux_loss_coeff: float | tuple[float, ...] = 0.0
     z_loss_coeff: float | None = None
@@ -161,7 +163,7 @@ _ROUTER_FIELDS = {
         for name in (
             *("topk", "score_function", "pre_softmax", "topk_scaling_factor", "num_groups", "group_topk"),
             *("load_balancing_type", "enable_expert_bias", "bias_update_rate", "quantile_balancing_ema", "dtype"),
-            *("force_load_balancing", "force_biased"),
+            *("force_load_balancing", "force_biased", "group_score_topk"),
         )
     },
     **{
@@ -231,7 +233,10 @@ def _check_scores(given: Mapping[str, Any], n: Callable[[str], str], balancing: 
 
 def _check_groups(given: Mapping[str, Any], n: Callable[[str], str], balancing: Any) -> None:
     groups, used, topk = given["num_groups"], given["group_topk"], given["topk"]
+    scored = given["group_score_topk"]
     if groups is None and used is None:
+        if scored is not None:
+            raise ValueError(f"{n('group_score_topk')}={scored} is for groups: give {n('num_groups')}, or leave it out")
         return
     if groups is None or used is None:
         raise ValueError(
@@ -245,12 +250,16 @@ def _check_groups(given: Mapping[str, Any], n: Callable[[str], str], balancing: 
         raise ValueError(f"{n('num_groups')} {groups} does not divide {n('num_experts')} {given['num_experts']}")
     if used > groups:
         raise ValueError(f"{n('group_topk')} {used} is more than the {n('num_groups')} {groups}")
-    if used > topk:
+    size = given["num_experts"] // groups
+    if scored is not None and not 1 <= scored <= size:
+        raise ValueError(
+            f"{n('group_score_topk')} must be in [1, {size}], the number of experts in a group, got {scored}"
+        )
+    if used > topk and scored is None:
         raise ValueError(
             f"{n('group_topk')} {used} is more than {n('topk')} {topk}: a group's score is the sum of its topk // "
-            "group_topk largest scores, here of none"
+            f"group_topk largest scores, here of none; give {n('group_score_topk')}"
         )
-    size = given["num_experts"] // groups
     if topk > used * size:
         raise ValueError(
             f"{n('topk')} {topk} experts do not fit into {n('group_topk')} {used} groups of {size} experts each"
@@ -348,11 +357,11 @@ class ExpertsConfig(FillsFields):
             layer.
         moe_ffn_hidden_size: ``f`` of an expert. None: ``ffn_hidden_size``.
         moe_router_topk, moe_router_load_balancing_type, moe_router_score_function, moe_router_pre_softmax,
-            moe_router_topk_scaling_factor, moe_router_num_groups, moe_router_group_topk, moe_router_dtype,
-            moe_router_enable_expert_bias, moe_router_bias_update_rate, moe_router_quantile_balancing_ema,
-            moe_router_force_load_balancing, moe_router_force_biased, moe_aux_loss_coeff, moe_z_loss_coeff,
-            moe_input_jitter_eps, moe_expert_capacity_factor, moe_pad_expert_input_to_capacity, moe_token_drop_policy,
-            moe_per_layer_logging: see `RouterOptions`.
+            moe_router_topk_scaling_factor, moe_router_num_groups, moe_router_group_topk, moe_router_group_score_topk,
+            moe_router_dtype, moe_router_enable_expert_bias, moe_router_bias_update_rate,
+            moe_router_quantile_balancing_ema, moe_router_force_load_balancing, moe_router_force_biased,
+            moe_aux_loss_coeff, moe_z_loss_coeff, moe_input_jitter_eps, moe_expert_capacity_factor,
+            moe_pad_expert_input_to_capacity, moe_token_drop_policy, moe_per_layer_logging: see `RouterOptions`.
         moe_router_topk_limited_devices: Megatron's former name of ``moe_router_group_topk`` for as many groups as there
             are expert-parallel devices.
         moe_enable_routing_replay: whether to keep the choice of each call in the router, and take one that was set, see
@@ -395,6 +404,7 @@ class ExpertsConfig(FillsFields):
     moe_router_topk_scaling_factor: float | None = None
     moe_router_num_groups: int | None = None
     moe_router_group_topk: int | None = None
+    moe_router_group_score_topk: int | None = None
     moe_router_topk_limited_devices: int | None = None
     moe_router_dtype: Literal["fp32", "fp64"] | None = None
     moe_router_enable_expert_bias: bool = False

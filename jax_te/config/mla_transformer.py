@@ -69,7 +69,7 @@ class MLATransformerConfig(TransformerConfig):
     mla_down_proj_fusion: bool = False
 
     # qk_layernorm is the latents' here.
-    _for_heads: ClassVar[tuple[str, ...]] = ("num_query_groups", "add_qkv_bias")
+    _for_heads: ClassVar[tuple[str, ...]] = ("num_query_groups", "add_qkv_bias", "qk_layernorm_across_heads")
 
     def __post_init__(self) -> None:
         # Before the other fields, which are partly filled in.

@@ -62,6 +62,10 @@ class TransformerConfig(
         layernorm_epsilon: constant added to the variance.
         layernorm_zero_centered_gamma: whether to store the norm's scale as an offset from 1.
         block_output_layernorm: whether to normalize each block's output, too, before it is added (Gemma 2 and 3).
+        block_input_layernorm: whether to normalize each block's input. False: with ``block_output_layernorm`` and
+            ``qk_layernorm_across_heads`` it is OLMo 2's form.
+        parallel_attention_mlp: whether both blocks of a layer read its input (GPT-NeoX), see
+            `jax_te.layers.TransformerLayer`.
         fused_residual_rmsnorm: a `jax_te.megatron.TENorm` with ``has_residual=True`` returns its input, too.
         activation: a key of `ACTIVATIONS`; the gated ones have two components. Or a function of one array, elementwise,
             or a tuple with a function for each component, such as ``(jnp.tanh, "linear")``. None: that of the next two
@@ -108,6 +112,8 @@ class TransformerConfig(
     layernorm_epsilon: float = 1e-5
     layernorm_zero_centered_gamma: bool = False
     block_output_layernorm: bool = False
+    block_input_layernorm: bool = True
+    parallel_attention_mlp: bool = False
     fused_residual_rmsnorm: bool = False
     activation: ActivationLike | None = None
     activation_func: ActivationLike | None = None
@@ -125,7 +131,12 @@ class TransformerConfig(
     mtp_use_repeated_layer: bool = False
 
     # Fields of multi-head attention, which do not go with latent_attention.
-    _for_heads: ClassVar[tuple[str, ...]] = ("num_query_groups", "add_qkv_bias", "qk_layernorm")
+    _for_heads: ClassVar[tuple[str, ...]] = (
+        "num_query_groups",
+        "add_qkv_bias",
+        "qk_layernorm",
+        "qk_layernorm_across_heads",
+    )
 
     def __post_init__(self) -> None:
         self._check_bases()
@@ -204,6 +215,7 @@ class TransformerConfig(
             "num_query_groups": self.num_query_groups != self.num_attention_heads,
             "add_qkv_bias": self.add_qkv_bias,
             "qk_layernorm": self.qk_layernorm,
+            "qk_layernorm_across_heads": self.qk_layernorm_across_heads,
         }
         for name in [name for name in self._for_heads if given[name]]:
             raise ValueError(

@@ -49,6 +49,7 @@ class LayerNormMLP(TensorParallelModule):
         activation_params: parameters of ``"clamped_swiglu"``. None: ``ActivationParams()``.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         zero_centered_gamma: whether to store the norm's scale as an offset from 1.
+        input_layernorm: whether there is a norm in front; without one the operations run one by one.
         init_method: initializer of ``wi_kernel``. None: N(0, 0.023²).
         output_layer_init_method: initializer of ``wo_kernel``. None: N(0, 0.023²).
         return_layernorm_output: whether to return the norm's output, too; then the norm is not fused with quantization.
@@ -91,6 +92,7 @@ class LayerNormMLP(TensorParallelModule):
         activation_params: ActivationParams | None = None,
         normalization: Normalization = "LayerNorm",
         zero_centered_gamma: bool = False,
+        input_layernorm: bool = True,
         init_method: Initializer | None = None,
         output_layer_init_method: Initializer | None = None,
         return_layernorm_output: bool = False,
@@ -116,8 +118,12 @@ class LayerNormMLP(TensorParallelModule):
             group=tp_group, size=tp_size, sequence_parallel=sequence_parallel, split=set_parallel_mode
         )
         h, f = hidden_size, ffn_hidden_size
+        if return_layernorm_output and not input_layernorm:
+            raise ValueError(
+                "return_layernorm_output needs input_layernorm=True: there is no norm whose output could be returned"
+            )
         self.norm = norm_spec(normalization, eps, zero_centered_gamma)
-        self.scale, self.ln_bias = norm_parameters(self.norm, h, params_dtype)
+        self.scale, self.ln_bias = norm_parameters(self.norm, h, params_dtype) if input_layernorm else (None, None)
         wi_init = normal_init() if init_method is None else init_method
         wo_init = normal_init() if output_layer_init_method is None else output_layer_init_method
         ffn = "ffn" if set_parallel_mode else None
@@ -165,7 +171,7 @@ class LayerNormMLP(TensorParallelModule):
             apart = self.return_layernorm_output or adapters or self.kernel_recipes
 
             def run(x: Array) -> tuple[Array, Array | None]:
-                if apart:
+                if norm is None or apart:
                     return self._unfused(x, norm, wi, wo, options, adapters)
                 return layernorm_mlp(x, *norm, wi, wo, options=options, recipe=self.recipe), None
 
@@ -177,12 +183,12 @@ class LayerNormMLP(TensorParallelModule):
                 extra["layernorm_output"] = normed
             return layer_output(y, **extra)
 
-    def _arrays(self, is_first_microbatch: bool | None) -> tuple[_Norm, LinearWeights, LinearWeights]:
-        """Return the arrays of a call: the norm's, and those of the two projections."""
+    def _arrays(self, is_first_microbatch: bool | None) -> tuple[_Norm | None, LinearWeights, LinearWeights]:
+        """Return the arrays of a call: the norm's, if there is one, and those of the two projections."""
         ln_bias, wi_bias, wo_bias = (
             None if bias is None else bias.get_value() for bias in (self.ln_bias, self.wi_bias, self.wo_bias)
         )
-        norm: _Norm = (self.scale.get_value(), ln_bias)
+        norm: _Norm | None = None if self.scale is None else (self.scale.get_value(), ln_bias)
         wi = self.linear_weights("wi_kernel", wi_bias, is_first_microbatch)
         wo = self.linear_weights("wo_kernel", None if self.return_bias else wo_bias, is_first_microbatch)
         if not self.frozen:
@@ -206,14 +212,14 @@ class LayerNormMLP(TensorParallelModule):
     def _unfused(
         self,
         x: Array,
-        norm: _Norm,
+        norm: _Norm | None,
         wi: LinearWeights,
         wo: LinearWeights,
         options: MlpOptions,
         adapters: tuple[Adapter, Adapter] | None,
     ) -> tuple[Array, Array]:
-        """Return the output in four operations, and the norm's output."""
-        normed = layernorm(x, *norm, norm=self.norm, out_axes=options.wo.out_axes)  # type: ignore[arg-type]
+        """Return the output in four operations, and the norm's output; without a norm in three, and the input."""
+        normed = x if norm is None else layernorm(x, *norm, norm=self.norm, out_axes=options.wo.out_axes)  # type: ignore[arg-type]
         a = _dense(normed, wi, self.recipe_of("wi_kernel"), options.wi)
         if adapters is not None:
             a = a + adapters[0](normed, options.wi.out_axes)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ from jax_te.layers.linear import Linear
 from jax_te.layers.parameters import init_of_each, leading_axes, parameter
 from jax_te.ops import LinearOptions, dense
 from jax_te.quantize import QuantizedKernel
+from jax_te.sharding import auto_region
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, PyTree, Words
 
 _BASE = Words(
@@ -46,6 +48,9 @@ class LoRA(nnx.Module):
             updated.
         rank: ``r``.
         alpha: numerator of the scale. None: ``r``, so that the scale is 1.
+        components: numbers of consecutive components of a kernel ``[k, c, n]`` that have a ``lora_a`` of their own, as
+            separate projections have: ``(r, 1, 1)`` of ``[h, r + 2, g·d]`` for queries, keys and values, ``(1, 1)`` for
+            gate and up. ``lora_a`` is then ``[k, parts · r]``. None: one ``lora_a`` for all components.
         freeze_base: whether to set ``base.frozen``. False: both are trained.
         init_method: initializer of ``lora_a [k, r]``. None: N(0, 1 / k). ``lora_b [r, *n]`` starts as zeros, so that
             ``y = base(x)`` at first.
@@ -58,7 +63,7 @@ class LoRA(nnx.Module):
 
     Raises:
         TypeError: for another base.
-        ValueError: for a rank that is not positive; see also the base.
+        ValueError: for a rank that is not positive, or components that are not the kernel's; see also the base.
 
     Source: Hu et al. 2021, "LoRA: low-rank adaptation of large language models"; ``enable_low_rank_adaptation`` of
     ``transformer_engine.jax.flax.DenseGeneral``.
@@ -68,17 +73,22 @@ class LoRA(nnx.Module):
     ((2, 32), (16, 4), (4, 32))
     """
 
+    components: tuple[int, ...] | None = None
+
     def __init__(
         self,
         base: Annotated[Linear | LayerNormMLP, _BASE],
         rank: int,
         *,
         alpha: float | None = None,
+        components: tuple[int, ...] | None = None,
         freeze_base: bool = True,
         init_method: Initializer | None = None,
         params_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        _check_components(base, components)
+        self.components = components
         self._adapt(base, rank, alpha, freeze_base, init_method, params_dtype, rngs)
 
     def _adapt(
@@ -95,15 +105,15 @@ class LoRA(nnx.Module):
         check_positive(rank=rank)
         self.scale = 1.0 if alpha is None else alpha / rank
         for kernel in base.kernels:
-            # A Linear may have no kernel of its own, so that its shape is an attribute.
-            own = getattr(base, "kernel_shape", None) or getattr(base, kernel).get_value().shape
+            own = _kernel_shape(base, kernel)
             experts = 0 if base.groups is None else 1
             (*lead, k), n = own[: experts + 1], own[experts + 1 :]
             (*lead_axes, inner), outer = base.axes_of(kernel)[: experts + 1], base.axes_of(kernel)[experts + 1 :]
             init = normal_init(1.0 / math.sqrt(k)) if init_method is None else init_method
             init = functools.partial(init_of_each, init) if experts else init
             a, b = _names(kernel)
-            setattr(self, a, _adapter(init, rngs, (*lead, k, rank), params_dtype, (*lead_axes, inner, None)))
+            parts = len(self._parts(len(own)))
+            setattr(self, a, _adapter(init, rngs, (*lead, k, parts * rank), params_dtype, (*lead_axes, inner, None)))
             zeros = jax.nn.initializers.zeros
             setattr(self, b, _adapter(zeros, rngs, (*lead, rank, *n), params_dtype, (*lead_axes, None, *outer)))
         # The base is the caller's, so it changes last: a refused adapter leaves it trained as before.
@@ -140,14 +150,26 @@ class LoRA(nnx.Module):
             y = y + self._update("kernel", self.base.operand(x), self.base.output_axes(x))
             return (y, *more) if isinstance(result, tuple) else y
 
+    def _parts(self, axes: int) -> list[slice]:
+        """Return the components that each ``lora_a`` of a kernel with so many axes is for; all, if it has only one."""
+        if self.components is None or axes != 3:
+            return [slice(None)]
+        ends = itertools.accumulate(self.components)
+        return [slice(end - size, end) for size, end in zip(self.components, ends, strict=True)]
+
     def _update(self, kernel: str, z: Array, out_axes: LogicalAxes) -> Array:
         """Return an adapter's product with ``z``."""
-        a, b = (getattr(self, name) for name in _names(kernel))
+        a, b = (getattr(self, name)[...] for name in _names(kernel))
         (inner, *outer) = self.base.axes_of(kernel)
         down = LinearOptions(out_axes=(*leading_axes(z), None), kernel_axes=(inner, None))
+        up = LinearOptions(out_axes=out_axes, kernel_axes=(None, *outer))
         # No recipe in either call: FP8 GEMMs need sizes that are multiples of 16, and a rank is often smaller.
-        low = dense(z, a[...], options=down)
-        return dense(low, b[...], options=LinearOptions(out_axes=out_axes, kernel_axes=(None, *outer))) * self.scale
+        low, parts = dense(z, a, options=down), self._parts(b.ndim)
+        if len(parts) == 1:
+            return dense(low, b, options=up) * self.scale
+        each = jnp.split(low, len(parts), axis=-1)
+        products = [dense(x, b[:, part], options=up) for x, part in zip(each, parts, strict=True)]
+        return auto_region(lambda *parts: jnp.concatenate(parts, axis=-2), out_axes)(*products) * self.scale
 
     def merge(self) -> Any:
         """The base, with ``alpha / r * lora_a @ lora_b`` added to each kernel; trained again like any other layer.
@@ -171,12 +193,36 @@ class LoRA(nnx.Module):
             # Added in fp32 and rounded once; "highest", because a GPU's default for fp32 products is TensorFloat-32.
             product = functools.partial(jnp.tensordot, axes=1, precision="highest")
             product = product if self.base.groups is None else jax.vmap(product)
-            merged = exact.astype(jnp.float32) + self.scale * product(a, b)
+            parts = self._parts(b.ndim)
+            if len(parts) == 1:
+                update = product(a, b)
+            else:
+                each = zip(jnp.split(a, len(parts), axis=-1), parts, strict=True)
+                update = jnp.concatenate([product(x, b[:, part]) for x, part in each], axis=1)
+            merged = exact.astype(jnp.float32) + self.scale * update
             kernel.set_value(merged.astype(exact.dtype))
             lora_b.set_value(jnp.zeros_like(lora_b.get_value()))
         drop_cached_kernels(self.base)
         self.base.frozen = False
         return self.base
+
+
+def _kernel_shape(base: Any, kernel: str) -> tuple[int, ...]:
+    # A Linear may have no kernel of its own, so that its shape is an attribute.
+    shape: tuple[int, ...] = getattr(base, "kernel_shape", None) or getattr(base, kernel).get_value().shape
+    return shape
+
+
+def _check_components(base: Any, components: tuple[int, ...] | None) -> None:
+    if components is None:
+        return
+    check_positive(**{f"components[{i}]": size for i, size in enumerate(components)})
+    shapes = [_kernel_shape(base, kernel) for kernel in base.kernels]
+    if sum(components) not in [shape[1] for shape in shapes if len(shape) == 3]:
+        raise ValueError(
+            f"components={components} are {sum(components)}, and the base's kernels are {', '.join(map(str, shapes))}: "
+            "they must be those of a kernel [k, c, n]; give numbers that sum to c, or leave them out"
+        )
 
 
 def _names(kernel: str) -> tuple[str, str]:

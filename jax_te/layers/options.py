@@ -43,6 +43,7 @@ class AttentionOptions:
     cp_load_balanced: bool
     qk_norm_type: Normalization | None
     qk_norm_before_rope: bool
+    qk_norm_across_heads: bool
     qkv_bias: bool
     fuse_qkv_params: bool
     set_parallel_mode: bool
@@ -83,6 +84,7 @@ _NOT_LATENT = {
     "attention_type": "self",
     "qk_norm_type": None,
     "qk_norm_before_rope": False,
+    "qk_norm_across_heads": False,
     "qkv_bias": False,
     "fuse_qkv_params": True,
 }

@@ -37,7 +37,7 @@ class TransformerLayer(ContextParallelModule):
     """Self-attention, cross-attention in a decoder, and feed-forward block, each with a residual connection.
 
     Each block computes ``x = x + drop_path(dropout(block(norm(x))))``, with ``block_output_layernorm`` a norm of the
-    block's output in front of the dropout.
+    block's output in front of the dropout. With ``parallel_attention_mlp`` both blocks read the layer's input.
 
     Args:
         hidden_size: ``h``.
@@ -55,6 +55,11 @@ class TransformerLayer(ContextParallelModule):
         output_layernorm: whether to normalize the layer's output instead of the self-attention block's input.
         block_output_layernorm: whether to normalize the blocks' outputs, too, each by a norm of its own (Gemma 2 and
             3).
+        block_input_layernorm: whether to normalize the blocks' inputs. False: with ``block_output_layernorm`` this is
+            OLMo 2's form; a feed-forward block's operations then run one by one. Not with experts.
+        parallel_attention_mlp: whether the feed-forward block reads the layer's input, as self-attention does, in place
+            of the sum behind self-attention (GPT-NeoX). Each block drops values by itself, where TE drops those of
+            their sum. Not for a decoder.
         attention_softmax_in_fp32: option without effect; the softmax is always fp32.
         layer_type: ``"encoder"``: self-attention, causal or not by its mask type; ``"decoder"``: self-attention, then
             cross-attention to an encoder's output.
@@ -62,7 +67,7 @@ class TransformerLayer(ContextParallelModule):
         self_attn_mask_type, window_size, softmax_scale, softmax_type, logit_softcap, num_splits, cp_comm_type,
             hierarchical_context_parallel_sizes, cp_load_balanced: see `DotProductAttention`.
         enc_dec_attn_mask_type, enc_dec_window_size: mask type and window of cross-attention.
-        qk_norm_type, qk_norm_before_rope, fuse_qkv_params: see `MultiheadAttention`.
+        qk_norm_type, qk_norm_before_rope, qk_norm_across_heads, fuse_qkv_params: see `MultiheadAttention`.
         qkv_bias: see `MultiheadAttention`; applies to self-attention.
         set_parallel_mode: whether to split the projections over the mesh's tensor axis; False replicates them.
         sequence_parallel: whether to split activations between the blocks over the mesh's tensor axis along the
@@ -83,8 +88,9 @@ class TransformerLayer(ContextParallelModule):
         rngs: the ``params`` stream draws the kernels.
 
     Raises:
-        ValueError: for sizes that are not positive or do not divide, rates outside [0, 1) and unknown names; when
-            called, for an input that is not ``[b, s, h]``, or an encoder's output given to an encoder layer.
+        ValueError: for sizes that are not positive or do not divide, rates outside [0, 1), unknown names and options
+            that do not go with ``parallel_attention_mlp`` or without ``block_input_layernorm``; when called, for an
+            input that is not ``[b, s, h]``, or an encoder's output given to an encoder layer.
         QuantizerStateError: when called under a recipe with state, if the layer was built without it.
 
     Source: ``transformer_engine.pytorch.TransformerLayer``; Vaswani et al. 2017.
@@ -113,6 +119,8 @@ class TransformerLayer(ContextParallelModule):
         apply_query_key_layer_scaling: bool = True,
         output_layernorm: bool = False,
         block_output_layernorm: bool = False,
+        block_input_layernorm: bool = True,
+        parallel_attention_mlp: bool = False,
         attention_softmax_in_fp32: bool = False,
         layer_type: Literal["encoder", "decoder"] = "encoder",
         kv_channels: int | None = None,
@@ -129,6 +137,7 @@ class TransformerLayer(ContextParallelModule):
         cp_load_balanced: bool = False,
         qk_norm_type: Normalization | None = None,
         qk_norm_before_rope: bool = False,
+        qk_norm_across_heads: bool = False,
         qkv_bias: bool = False,
         fuse_qkv_params: bool = True,
         set_parallel_mode: bool = True,
@@ -161,6 +170,25 @@ class TransformerLayer(ContextParallelModule):
         check_positive(**{name: size for name, size in optional.items() if size is not None})
         check_rate(hidden_dropout=hidden_dropout, drop_path_rate=drop_path_rate)
         from_norm = apply_residual_connection_post_layernorm
+        one_after_the_other = {
+            "apply_residual_connection_post_layernorm=True": from_norm,
+            "output_layernorm=True": output_layernorm,
+            "layer_type='decoder'": layer_type == "decoder",
+        }
+        if parallel_attention_mlp and any(one_after_the_other.values()):
+            given = next(name for name, is_given in one_after_the_other.items() if is_given)
+            raise ValueError(
+                f"parallel_attention_mlp=True does not go with {given}, which is for blocks one after the other; leave "
+                "one out"
+            )
+        with_input_norms = {
+            "apply_residual_connection_post_layernorm=True": from_norm,
+            "output_layernorm=True": output_layernorm,
+            "experts": experts is not None,
+        }
+        if not block_input_layernorm and any(with_input_norms.values()):
+            given = next(name for name, is_given in with_input_norms.items() if is_given)
+            raise ValueError(f"block_input_layernorm=False does not go with {given}; leave one out")
         of_self = AttentionOptions(
             num_gqa_groups=num_gqa_groups,
             kv_channels=kv_channels,
@@ -168,7 +196,7 @@ class TransformerLayer(ContextParallelModule):
             layernorm_epsilon=layernorm_epsilon,
             normalization=normalization,
             zero_centered_gamma=zero_centered_gamma,
-            input_layernorm=not output_layernorm,
+            input_layernorm=block_input_layernorm and not output_layernorm,
             # Without a norm in front the residual connection starts at the input, as in Transformer Engine.
             return_layernorm_output=from_norm and not output_layernorm,
             attention_type="self",
@@ -184,6 +212,7 @@ class TransformerLayer(ContextParallelModule):
             cp_load_balanced=cp_load_balanced,
             qk_norm_type=qk_norm_type,
             qk_norm_before_rope=qk_norm_before_rope,
+            qk_norm_across_heads=qk_norm_across_heads,
             qkv_bias=qkv_bias,
             fuse_qkv_params=fuse_qkv_params,
             set_parallel_mode=set_parallel_mode,
@@ -200,7 +229,7 @@ class TransformerLayer(ContextParallelModule):
         of_cross = replace(
             of_self,
             # `output_layernorm` moves the norm of self-attention only.
-            input_layernorm=True,
+            input_layernorm=block_input_layernorm,
             return_layernorm_output=from_norm,
             attention_type="cross",
             attn_mask_type=enc_dec_attn_mask_type,
@@ -249,6 +278,7 @@ class TransformerLayer(ContextParallelModule):
                 activation=activation,
                 normalization=normalization,
                 zero_centered_gamma=zero_centered_gamma,
+                input_layernorm=block_input_layernorm,
                 init_method=init_method,
                 output_layer_init_method=output_layer_init_method,
                 return_layernorm_output=from_norm,
@@ -294,6 +324,7 @@ class TransformerLayer(ContextParallelModule):
         self.inter_attention_norm = make_norm_here() if behind and decodes else None
         self.mlp_norm = make_norm_here() if behind else None
         self.residual_from_norm = from_norm
+        self.parallel_attention_mlp = parallel_attention_mlp
         self.layer_number = layer_number
         self.hidden_size = hidden_size
         self.hidden_dropout = hidden_dropout
@@ -401,6 +432,7 @@ class TransformerLayer(ContextParallelModule):
             if own if return_max_logit is None else return_max_logit:
                 *attended, max_logit = attended
                 extra = {"max_logit": max_logit, **extra}
+            entered = x
             x = self._add(x, attended, keys[1], axes, self.self_attention_norm)
             if self.inter_attention is not None:
                 attended = self.inter_attention(
@@ -417,7 +449,8 @@ class TransformerLayer(ContextParallelModule):
                     is_first_microbatch=is_first_microbatch,
                 )
                 x = self._add(x, attended, keys[4], axes, self.inter_attention_norm)
-            computed = self._feed_forward(x, dropout_key, is_first_microbatch)
+            read = entered if self.parallel_attention_mlp else x
+            computed = self._feed_forward(read, dropout_key, is_first_microbatch)
             x = self._add(x, computed, keys[2], axes, self.mlp_norm)
             if self.layernorm is not None:
                 x = self.layernorm(x)

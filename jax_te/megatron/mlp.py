@@ -12,7 +12,7 @@ from jax_te.config import TransformerConfig
 from jax_te.layers import check_elementwise, sequence_axes
 from jax_te.megatron.layernorm_linear import TELayerNormColumnParallelLinear
 from jax_te.megatron.linear import TERowParallelLinear
-from jax_te.megatron.module import MegatronModule
+from jax_te.megatron.module import MegatronModule, check_input_norms
 from jax_te.ops import Activation, activation
 from jax_te.remat import recomputed, run_on_copies, run_recomputed, selective_recompute
 from jax_te.typing import Array
@@ -30,7 +30,8 @@ class MLP(MegatronModule):
         rngs: the ``params`` stream draws the kernels.
 
     Raises:
-        ValueError: for an activation function that is not elementwise; see also `TELinear`.
+        ValueError: for an activation function that is not elementwise, or ``block_input_layernorm=False``; see also
+            `TELinear`.
 
     Source: ``megatron.core.transformer.mlp.MLP``.
 
@@ -43,6 +44,7 @@ class MLP(MegatronModule):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         super().__init__(config)
+        check_input_norms(config)
         sizes: Any = (config.hidden_size, config.ffn_hidden_size)  # the config has filled the second in
         (h, f), function = sizes, Activation(config.limited_activation, None)
         check_elementwise(function)

@@ -7,7 +7,7 @@ from typing import Any
 from flax import nnx
 
 from jax_te._validation import checked
-from jax_te.config import SYMMETRIC_AR_TYPES
+from jax_te.config import SYMMETRIC_AR_TYPES, TransformerConfig
 from jax_te.layers import TrainingMode, drop_cached_kernels
 from jax_te.megatron.sharded_state import sharded_state_dict
 from jax_te.megatron.state_dict import StateDicts
@@ -28,6 +28,15 @@ def param_is_not_shared(param: nnx.Variable) -> bool:
     (True, False)
     """
     return not param.get_metadata("shared", False)
+
+
+def check_input_norms(config: TransformerConfig) -> None:
+    """Raise ValueError for a configuration without norms in front of blocks, which Megatron's blocks begin with."""
+    if not config.block_input_layernorm:
+        raise ValueError(
+            "block_input_layernorm=False is for jax_te.layers.TransformerLayer and GPTModel; Megatron's blocks have "
+            "their norm in front, so leave it out"
+        )
 
 
 class MegatronModule(StateDicts, TrainingMode):

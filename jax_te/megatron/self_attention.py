@@ -13,7 +13,7 @@ from jax_te.megatron.attention import TEDotProductAttention
 from jax_te.megatron.enums import AttnMaskType
 from jax_te.megatron.layernorm_linear import TELayerNormColumnParallelLinear
 from jax_te.megatron.linear import TERowParallelLinear
-from jax_te.megatron.module import MegatronModule
+from jax_te.megatron.module import MegatronModule, check_input_norms
 from jax_te.megatron.norm import TENorm
 from jax_te.sharding import row_axis
 from jax_te.typing import Array
@@ -64,6 +64,7 @@ class SelfAttention(MultiheadAttention, MegatronModule):
                 "take jax_te.megatron.MLASelfAttention"
             )
         MegatronModule.__init__(self, config)
+        check_input_norms(config)
         # MultiheadAttention's names of these options.
         self.attention_type = "self"
         self.return_layernorm_output, self.fuse_qkv_params, self.qk_norm_before_rope = False, True, True
@@ -73,7 +74,8 @@ class SelfAttention(MultiheadAttention, MegatronModule):
         core.return_max_logit = False
         self.core_attention = core
         n, g, d, h = core.num_attention_heads, core.num_gqa_groups, core.kv_channels, config.hidden_size
-        norm: Any = (config, d, config.layernorm_epsilon)
+        self.qk_norm_across_heads = config.qk_layernorm_across_heads
+        heads = (n, g) if self.qk_norm_across_heads else (1, 1)
         # Biases are added by the layers, at the end of their GEMMs, at no cost; so ``skip_bias_add`` is not used.
         self.linear_qkv = TELayerNormColumnParallelLinear(
             h,
@@ -89,8 +91,9 @@ class SelfAttention(MultiheadAttention, MegatronModule):
             kernel_axes=("fsdp", "components", "heads"),
             rngs=rngs,
         )
-        self.q_layernorm = TENorm(*norm) if config.qk_layernorm else None
-        self.k_layernorm = TENorm(*norm) if config.qk_layernorm else None
+        self.q_layernorm, self.k_layernorm = (
+            TENorm(config, count * d, config.layernorm_epsilon) if config.qk_layernorm else None for count in heads
+        )
         self.linear_proj = TERowParallelLinear(
             n * d,
             h,

@@ -14,6 +14,7 @@ from jax_te.config import CpCommType, TransformerConfig
 from jax_te.megatron.graphable import GraphableMegatronModule
 from jax_te.megatron.mla_self_attention import MLASelfAttention
 from jax_te.megatron.mlp import MLP
+from jax_te.megatron.module import check_input_norms
 from jax_te.megatron.moe import MoELayer
 from jax_te.megatron.norm import TENorm
 from jax_te.megatron.self_attention import SelfAttention
@@ -64,6 +65,7 @@ def _cross_attention(config: TransformerConfig, number: int, rngs: nnx.Rngs) -> 
         cp_load_balanced=config.cp_load_balanced,
         qk_norm_type=config.normalization if config.qk_layernorm else None,
         qk_norm_before_rope=True,
+        qk_norm_across_heads=config.qk_layernorm_across_heads,
         sequence_parallel=config.sequence_parallel,
         tp_size=config.tensor_model_parallel_size,
         fuse_wgrad_accumulation=config.gradient_accumulation_fusion,
@@ -93,7 +95,7 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
 
     Raises:
         ValueError: for another mask or layer type, a ``vp_stage`` that is not an integer, a layer number that the stack
-            does not have, and a decoder with latent attention.
+            does not have, and a decoder with latent attention or ``parallel_attention_mlp``.
 
     Source: ``megatron.core.transformer.transformer_layer.TransformerLayer``.
 
@@ -115,6 +117,7 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
         rngs: nnx.Rngs,
     ):
         GraphableMegatronModule.__init__(self, config, vp_stage)
+        check_input_norms(config)
         check_choice(("encoder", "decoder"), layer_type=layer_type)
         check_positive(layer_number=layer_number)
         if layer_number > config.num_layers:
@@ -130,11 +133,16 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
                 "latent attention is self-attention alone, and layer_type='decoder' has cross-attention, too; leave "
                 "one out"
             )
+        if config.parallel_attention_mlp and layer_type == "decoder":
+            raise ValueError(
+                "parallel_attention_mlp=True does not go with layer_type='decoder', which is for blocks one after the "
+                "other; leave one out"
+            )
         number = layer_number - 1
         # jax_te.layers.TransformerLayer's names of these options.
         self.hidden_size, self.hidden_dropout, self.drop_path_rate = config.hidden_size, config.hidden_dropout, 0.0
         self.layer_number, self.sequence_parallel, self.layernorm = layer_number, config.sequence_parallel, None
-        self.residual_from_norm = False
+        self.residual_from_norm, self.parallel_attention_mlp = False, config.parallel_attention_mlp
         norm: Any = (config, config.hidden_size, config.layernorm_epsilon)
         has_experts = config.has_experts(number)
         with layer_precision(config, number):

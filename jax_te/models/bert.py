@@ -37,7 +37,9 @@ class BertModel(LanguageModel):
     Args:
         config: sizes and choices of the layers; the head has its ``activation``, without a gate, and its norm.
         vocab_size: ``v``.
-        max_sequence_length: longest input, and number of rows of the learned positions.
+        max_sequence_length: longest input.
+        first_position: position of each sequence's first token. The table of learned positions has this number of rows
+            in front of those that inputs read: RoBERTa has 2, one more than its padding token's number.
         num_tokentypes: rows of the table of token types. 0: there are none.
         add_lm_head: a head for masked tokens: dense layer, activation, norm, the embedding table transposed, and a
             bias. Without it a call returns the encoder's output.
@@ -65,6 +67,7 @@ class BertModel(LanguageModel):
         *,
         vocab_size: int,
         max_sequence_length: int,
+        first_position: int = 0,
         num_tokentypes: int = 2,
         add_lm_head: bool = True,
         add_pooler: bool = False,
@@ -74,11 +77,14 @@ class BertModel(LanguageModel):
         self._configure(config, vocab_size, max_sequence_length, execution, ENCODER_NOT_FOLLOWED)
         if num_tokentypes < 0:
             raise ValueError(f"num_tokentypes must be >= 0, got {num_tokentypes}")
+        if first_position < 0:
+            raise ValueError(f"first_position must be >= 0, got {first_position}")
+        self.first_position = first_position
         h, dtype = config.hidden_size, config.params_dtype
         if add_lm_head and config.gated_linear_unit:
             raise ValueError(f"the head's activation has no gate, got {config.activation!r}; give add_lm_head=False")
         # The order of the lines below is the order in which weights are drawn: another one changes initial values.
-        self._make_embeddings(learned_positions=True, rngs=rngs)
+        self._make_embeddings(learned_positions=True, first_position=first_position, rngs=rngs)
         types: Any = {"init_method": config.init_method, "params_dtype": dtype, "axes": (None, "fsdp"), "rngs": rngs}
         self.tokentype_embedding = Embedding(num_tokentypes, h, **types) if num_tokentypes else None
         self.embedding_norm = self._make_norm(rngs)
@@ -158,7 +164,7 @@ class BertModel(LanguageModel):
         elif tokentypes is not None:
             raise ValueError("the model has no table of token types; build it with num_tokentypes, or give none")
         *keys, embedding_key = layer_keys(dropout_key, len(self.layers) + 1)
-        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        positions = self.first_position + jnp.arange(tokens.shape[1], dtype=jnp.int32)
         x = self._dropout(self.embedding_norm(self._embedded(tokens, positions, *others)), embedding_key)
         if lengths is None:
             return StackInput(x, keys, options=self.execution.of_stack(self.config))

@@ -34,6 +34,8 @@ ENCODER_NOT_FOLLOWED = {
     "num_moe_experts": "; GPTModel and MegatronGPTModel do",
     "latent_attention": "; GPTModel and MegatronGPTModel do",
     "mtp_num_layers": "; GPTModel and MegatronGPTModel do",
+    "block_input_layernorm": "; GPTModel does",
+    "parallel_attention_mlp": "; GPTModel and MegatronGPTModel do",
     "cp_load_balanced": ": zig-zag order shares out the work of a causal mask, and an encoder has none (T5's relative "
     "positions are of natural order, too)",
 }
@@ -87,6 +89,8 @@ def transformer_layer(
             apply_residual_connection_post_layernorm=post_norm,
             output_layernorm=post_norm,
             block_output_layernorm=config.block_output_layernorm,
+            block_input_layernorm=config.block_input_layernorm,
+            parallel_attention_mlp=config.parallel_attention_mlp,
             layer_type=layer_type,
             kv_channels=config.kv_channels if latent is None else None,
             self_attn_mask_type=self_attn_mask_type,
@@ -100,6 +104,7 @@ def transformer_layer(
             # With latent attention it is about the latents' norms.
             qk_norm_type=config.normalization if config.qk_layernorm and latent is None else None,
             qk_norm_before_rope=latent is None,  # Megatron's order; Transformer Engine's default is the other one
+            qk_norm_across_heads=config.qk_layernorm_across_heads,
             qkv_bias=config.add_qkv_bias,
             sequence_parallel=config.sequence_parallel,
             tp_size=config.tensor_model_parallel_size,

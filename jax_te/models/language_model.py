@@ -146,8 +146,8 @@ class LanguageModel(GivesKernels, TrainingMode):
             "hidden",
         )
 
-    def _make_embeddings(self, *, learned_positions: bool, rngs: nnx.Rngs) -> None:
-        config, rows = self.config, self.max_sequence_length
+    def _make_embeddings(self, *, learned_positions: bool, first_position: int = 0, rngs: nnx.Rngs) -> None:
+        config, rows = self.config, first_position + self.max_sequence_length
         h, init, dtype = config.hidden_size, config.init_method, config.params_dtype
         self.embedding = Embedding(self.vocab_size, h, init_method=init, params_dtype=dtype, rngs=rngs)
         self.position_embedding = (

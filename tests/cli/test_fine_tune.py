@@ -5,6 +5,7 @@ import math
 import shutil
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -17,9 +18,10 @@ from jax_te.cli.pretrained import FORM
 from jax_te.cli.resolve import resolve
 from jax_te.cli.run_files import read_config
 from jax_te.config import TransformerConfig
-from jax_te.interop.huggingface import load_huggingface, save_huggingface
+from jax_te.interop.huggingface import load_huggingface, load_peft, save_huggingface
 from jax_te.layers import LoRA
 from jax_te.models import GPTModel, RotaryPositions
+from tests.interop.huggingface.test_mixtures import model_of
 from tests.support.runs import assert_refused, records
 from tests.support.tokenizers import WORDS, write_tokenizer
 
@@ -153,9 +155,14 @@ def test_lora_trains_the_adapters_alone(recipe, folder, tmp_path, capsys):
     assert math.isfinite(loss)
     assert loss < losses[0]
     # Back as a folder of Hugging Face: adapters merged, the tokenizer and the numbers of its tokens beside.
-    back = tmp_path / "back"
+    back, beside = tmp_path / "back", ("generation_config.json", "tokenizer_config.json")
+    for name in beside:
+        (folder / name).write_text(f'{{"of": "{name}"}}')
     assert main(["convert", str(tmp_path / "run"), str(back)]) == 0
     capsys.readouterr()
+    for name in beside:
+        assert (back / name).read_bytes() == (folder / name).read_bytes()
+        (folder / name).unlink()
     qkv, merged = model.layers[0].self_attention.qkv, load_huggingface(back)
     product = np.tensordot(np.asarray(qkv.lora_a[...]), np.asarray(qkv.lora_b[...]), 1)
     kernel = np.asarray(qkv.base.kernel[...]) + qkv.scale * product
@@ -163,6 +170,23 @@ def test_lora_trains_the_adapters_alone(recipe, folder, tmp_path, capsys):
     assert (back / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     fields = [json.loads((each / "config.json").read_text()) for each in (folder, back)]
     assert fields[1] == fields[0]
+    # The adapters alone, in PEFT's form.
+    alone, base = tmp_path / "adapters", load_huggingface(folder)
+    assert main(["convert", str(tmp_path / "run"), str(alone), "--to", "peft"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"{alone}: PEFT"
+    values = json.loads((alone / "adapter_config.json").read_text())
+    assert (values["r"], values["lora_alpha"], values["base_model_name_or_path"]) == (4, 8, str(folder))
+    load_peft(base, alone)
+    tokens = jnp.arange(12, dtype=jnp.int32).reshape(2, 6)
+    np.testing.assert_allclose(base(tokens), merged(tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_adapters_alone_are_those_of_a_run(folder, tmp_path, capsys):
+    status = main(["convert", str(folder), str(tmp_path / "adapters"), "--to", "peft"])
+    assert_refused(
+        status, capsys.readouterr().err, "--to peft writes the adapters of a run of jax-te train --lora-rank"
+    )
+    assert not (tmp_path / "adapters").exists()
 
 
 def test_the_state_of_adapters_has_no_moments_of_the_base(folder, tmp_path):
@@ -228,6 +252,57 @@ def test_unknown_fields_are_ignored_by_name(folder, tmp_path, capsys):
     assert_refused(status, capsys.readouterr().err, "--ignore-fields is for --init-from")
     status = main(["train", "--output", str(tmp_path / "other"), "--ignore-fields", "my_note"])
     assert_refused(status, capsys.readouterr().err, "--ignore-fields is for the config.json of --init-from")
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """A model of DeepSeek-V3's form: latent attention, experts with biases, a layer of multi-token prediction."""
+    folder = tmp_path_factory.mktemp("deepseek")
+    save_huggingface(model_of("DeepseekV3ForCausalLM"), folder)
+    write_tokenizer(folder / "tokenizer.json")
+    (folder / "text.txt").write_text(" ".join(np.random.default_rng(0).choice(WORDS, 3000)))
+    return folder
+
+
+@pytest.mark.costly
+def test_a_mixture_is_trained_and_written_for_transformers(mixture, tmp_path, capsys):
+    assert fine_tune(tmp_path / "run", mixture) == 0
+    metrics = [r for r in records(tmp_path / "run") if "loss" in r]
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+    assert "mtp_1_loss" in metrics[0]
+    model, before = restored(tmp_path / "run"), load_huggingface(mixture)
+    assert np.abs(model.layers[1].mlp.router.expert_bias[...] - before.layers[1].mlp.router.expert_bias[...]).max() > 0
+    capsys.readouterr()
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--to", "huggingface"]) == 0
+    back, expected = parameters(load_huggingface(tmp_path / "hf")), parameters(model)
+    assert back.keys() == expected.keys()
+    for name, value in back.items():
+        np.testing.assert_array_equal(value, expected[name], err_msg=name)
+
+
+@pytest.mark.costly
+def test_adapters_of_a_mixture_are_those_of_experts_too(mixture, tmp_path, capsys):
+    assert fine_tune(tmp_path / "run", mixture, "--lora-rank", "4") == 0
+    losses = [r["loss"] for r in records(tmp_path / "run") if "loss" in r]
+    assert losses[-1] < losses[0]
+    model, before = restored(tmp_path / "run"), load_huggingface(mixture)
+    found, expected = parameters(model), parameters(before)
+    adapters = parameters(model, nnx.LoRAParam)
+    # Four projections of attention in each layer; a feed-forward block; experts and shared experts.
+    assert len(adapters) == 2 * (2 * 4 + 2 + 4)
+    assert adapters["layers/1/mlp/experts/linear_fc1/lora_a"].shape == (4, 32, 4)
+    for name, value in found.items():
+        if name not in adapters:
+            np.testing.assert_array_equal(value, expected[name.replace("base/", "")], err_msg=name)
+    routers = [each.layers[1].mlp.router.expert_bias[...] for each in (model, before)]
+    np.testing.assert_array_equal(*routers)
+    capsys.readouterr()
+    assert main(["sample", "--output", str(tmp_path / "run"), "--prompt", "the cat", "--length", "9"]) == 0
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--to", "huggingface"]) == 0
+    merged = parameters(load_huggingface(tmp_path / "hf"))
+    assert merged.keys() == expected.keys()
+    changed = {name for name in merged if not np.array_equal(merged[name], expected[name])}
+    assert len(changed) == 2 * 4 + 2 + 4
 
 
 def test_adapters_need_weights_to_adapt(tmp_path, capsys):

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jax_te.config import MoEOptions, RouterOptions
 from jax_te.layers import (
+    LayerNormMLP,
     MultiheadAttention,
     PackedSeqParams,
     TransformerLayer,
@@ -144,6 +146,53 @@ def test_options_of_self_attention(options: dict[str, Any], form: Form) -> None:
     rotary = None if form.rotary_base is None else rotary_embedding(jnp.arange(S), D, form.rotary_base)
     actual = run(layer, (x,), g, rotary_pos_emb=rotary)
     check(actual, value_and_vjp64(lambda p, x: reference.layer(jnp, p, x, form), (p, x), g))
+
+
+@pytest.mark.parametrize("norms", [{}, {"block_output_layernorm": True}], ids=["input", "block output"])
+def test_blocks_that_both_read_the_layers_input(norms: dict[str, Any]) -> None:
+    """As in GPT-NeoX."""
+    form = Form(parallel=True, block_output_norm=bool(norms))
+    layer = randomize(TransformerLayer(H, F, N, parallel_attention_mlp=True, **norms, **NO_DROPOUT, rngs=nnx.Rngs(0)))
+    x, g, p = draw("x", (2, S, H)), draw("g", (2, S, H)), parameters(layer)
+    check(run(layer, (x,), g), value_and_vjp64(lambda p, x: reference.layer(jnp, p, x, form), (p, x), g))
+
+
+def test_blocks_with_norms_behind_alone() -> None:
+    """As in OLMo 2, whose norms of queries and keys are over all heads."""
+    form = Form(input_norm=False, block_output_norm=True, rms=True)
+    options: dict[str, Any] = {"block_input_layernorm": False, "block_output_layernorm": True}
+    layer = randomize(TransformerLayer(H, F, N, normalization="RMSNorm", **options, **NO_DROPOUT, rngs=nnx.Rngs(0)))
+    p = parameters(layer)
+    assert "scale" not in p["self_attention"]["qkv"]
+    assert "scale" not in p["layernorm_mlp"]
+    x, g = draw("x", (2, S, H)), draw("g", (2, S, H))
+    check(run(layer, (x,), g), value_and_vjp64(lambda p, x: reference.layer(jnp, p, x, form), (p, x), g))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"output_layernorm": True},
+        {"apply_residual_connection_post_layernorm": True},
+        {"experts": MoEOptions(router=RouterOptions(num_experts=2))},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_blocks_without_norms_in_front_do_not_go_with(other: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"block_input_layernorm=False does not go with {next(iter(other))}"):
+        TransformerLayer(H, F, N, block_input_layernorm=False, **other, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="return_layernorm_output needs input_layernorm=True"):
+        LayerNormMLP(H, F, input_layernorm=False, return_layernorm_output=True, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"layer_type": "decoder"}, {"output_layernorm": True}, {"apply_residual_connection_post_layernorm": True}],
+    ids=lambda other: next(iter(other)),
+)
+def test_blocks_that_both_read_the_layers_input_do_not_go_with(other: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"parallel_attention_mlp=True does not go with {next(iter(other))}"):
+        TransformerLayer(H, F, N, parallel_attention_mlp=True, **other, rngs=nnx.Rngs(0))
 
 
 def test_biases_of_queries_keys_and_values_alone() -> None:

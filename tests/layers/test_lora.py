@@ -272,7 +272,50 @@ def test_reaches_every_gemm_of_a_transformer_layer_under_fp8() -> None:
     assert sum(label == "lora" for label in jax.tree.leaves(labels)) == 8
 
 
+def separate_formula(p: dict[str, Any], x: Any) -> Any:
+    """An adapter for the first two components of the kernel and one for the third, merged into it."""
+    base, parts = p["base"], zip(jnp.split(p["lora_a"], 2, axis=1), jnp.split(p["lora_b"], [2], axis=1), strict=True)
+    update = jnp.concatenate([jnp.tensordot(a, b, 1) for a, b in parts], axis=1)
+    z = reference.norm(jnp, x, base["scale"], base["ln_bias"], Form())
+    return jnp.tensordot(z, base["kernel"] + ALPHA / R * update, 1) + base["bias"]
+
+
+@pytest.mark.costly("auto")
+def test_separate_adapters_of_components_follow_the_formula_on_every_mesh(mesh_mode: str) -> None:
+    base = LayerNormLinear(
+        H, (3, F), parallel_mode="column", kernel_axes=("fsdp", "components", "heads"), rngs=nnx.Rngs(0)
+    )
+    layer = adapted(base, components=(2, 1), freeze_base=False)
+    assert (layer.lora_a.shape, layer.lora_b.shape) == ((H, 2 * R), (R, 3, F))
+    x, g = draw("x", (B, S, H)), draw("g", (B, S, 3, F))
+    g = constrain(g, ("batch", "sequence", "components", "heads"))
+    y, (d_layer, dx) = value_and_vjp(lambda layer, x: layer(x), (shard(layer), x), g, quick=True)
+    expected, (dp, expected_dx) = value_and_vjp64(separate_formula, (parameters(layer), x), g)
+    assert_close(y, expected, 4 * TOLERANCE["float32"], what="y")
+    assert_close(dx, expected_dx, 4 * TOLERANCE["float32"], what="dx")
+    for name in ("lora_a", "lora_b"):
+        assert_close(parameters(d_layer)[name], dp[name], 4 * TOLERANCE["float32"], what=name)
+    assert_close(layer.merge()(x), expected, 4 * TOLERANCE["float32"], what="merged")
+
+
+def test_gate_and_up_may_have_adapters_of_their_own() -> None:
+    layer, x = adapted(mlp(), components=(1, 1)), draw("x", (B, S, H))
+    p = parameters(layer)
+    a, b = p["wi_lora_a"], p["wi_lora_b"]
+    assert (a.shape, b.shape, p["wo_lora_a"].shape) == ((H, 2 * R), (R, 2, F), (F, R))
+    update = jnp.stack([a[:, :R] @ b[:, 0], a[:, R:] @ b[:, 1]], axis=1)
+    # One adapter of rank h for both, whose product is the same.
+    p = {**p, "wi_lora_a": jnp.eye(H), "wi_lora_b": update}
+    expected, _ = value_and_vjp64(mlp_formula, (p, x), draw("g", x.shape))
+    assert_close(layer(x), expected, 4 * TOLERANCE["float32"])
+    assert_close(layer.merge()(x), expected, 4 * TOLERANCE["float32"])
+
+
 def test_errors() -> None:
+    for base, components in ((row(), (1, 1)), (mlp(), (1, 2)), (mlp(), (2, 0))):
+        with pytest.raises(ValueError, match="components"):
+            LoRA(base, R, components=components, rngs=nnx.Rngs(0))
+        assert not base.frozen
     block = TransformerLayer(H, F, 4, **NO_DROPOUT, rngs=nnx.Rngs(0))
     with (
         without_type_checker(),

@@ -28,6 +28,7 @@ REACHED: dict[str, tuple[Any, tuple[str, ...]]] = {
     "attention_dropout": (0.5, ATTENTION),
     "apply_residual_connection_post_layernorm": (True, BLOCKS),
     "output_layernorm": (True, (SELF,)),
+    "block_input_layernorm": (False, BLOCKS),
     "kv_channels": (16, ATTENTION),
     "self_attn_mask_type": ("no_mask", (SELF,)),
     "window_size": ((4, 0), (SELF,)),
@@ -42,6 +43,7 @@ REACHED: dict[str, tuple[Any, tuple[str, ...]]] = {
     "cp_load_balanced": (True, ATTENTION),
     "qk_norm_type": ("RMSNorm", ATTENTION),
     "qk_norm_before_rope": (True, ATTENTION),
+    "qk_norm_across_heads": (True, ATTENTION),
     "qkv_bias": (True, (SELF,)),
     "fuse_qkv_params": (False, (SELF, CROSS)),
     "set_parallel_mode": (False, BLOCKS),
@@ -61,7 +63,7 @@ REACHED: dict[str, tuple[Any, tuple[str, ...]]] = {
 # What other options are for: initial values (tested below), the residual connections, and names without effect.
 OTHERS = {"init_method", "output_layer_init_method", "hidden_dropout", "drop_path_rate", "layer_number", "layer_type"}
 OTHERS |= {"block_output_layernorm", "apply_query_key_layer_scaling", "attention_softmax_in_fp32", "seq_length"}
-OTHERS |= {"micro_batch_size", "rngs", "latent"}
+OTHERS |= {"micro_batch_size", "rngs", "latent", "parallel_attention_mlp"}
 
 
 def structure(module: nnx.Module) -> Any:

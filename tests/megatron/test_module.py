@@ -12,6 +12,8 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_te import megatron
+from jax_te.config import TransformerConfig
 from jax_te.errors import CheckpointMismatchError
 from jax_te.layers import DotProductAttention, LayerNorm, Linear, TransformerLayer
 from jax_te.megatron import (
@@ -270,3 +272,18 @@ def test_the_groups_of_attention_are_its_projections_alone():
     other = Mixer()
     other.load_state_dict(model.state_dict())
     assert_bitwise(other.mix.kernel[...], kernel)
+
+
+@pytest.mark.parametrize(
+    "build", [megatron.TransformerLayer, megatron.SelfAttention, megatron.MLP], ids=lambda build: build.__name__
+)
+def test_megatrons_blocks_begin_with_their_norm(build: Any) -> None:
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, block_input_layernorm=False)
+    with pytest.raises(ValueError, match=r"block_input_layernorm=False is for jax_te\.layers"):
+        build(config, rngs=nnx.Rngs(0))
+
+
+def test_a_megatron_decoder_has_its_blocks_one_after_the_other() -> None:
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, parallel_attention_mlp=True)
+    with pytest.raises(ValueError, match="parallel_attention_mlp=True does not go with layer_type='decoder'"):
+        megatron.TransformerLayer(config, layer_type="decoder", rngs=nnx.Rngs(0))

@@ -53,6 +53,21 @@ def formula(p: Any, tokens: np.ndarray, types: np.ndarray) -> Any:
     return reference.norm(jnp, y, **p["head_norm"], form=FORM) @ p["embedding"]["embedding"].T + p["output_bias"]
 
 
+def test_positions_may_begin_behind_rows_that_no_input_reads() -> None:
+    """As RoBERTa's, behind its padding token's number."""
+    tokens, _, _ = batch()
+    plain, behind = build(), build(first_position=2)
+    rows = behind.position_embedding.embedding[...]
+    assert rows.shape == (2 + S, H)
+    plain.position_embedding.embedding.set_value(rows[2:])
+    run = quick_jit(lambda model, tokens: model(tokens))
+    np.testing.assert_array_equal(run(behind, tokens), run(plain, tokens))
+    with pytest.raises(ValueError, match="max_sequence_length"):
+        behind(jnp.zeros((1, S + 1), jnp.int32))
+    with pytest.raises(ValueError, match="first_position must be >= 0, got -1"):
+        build(first_position=-1)
+
+
 @pytest.mark.costly
 @pytest.mark.wide("explicit")
 def test_loss_and_gradients_follow_the_formulas_on_every_mesh(mesh_mode: str) -> None:

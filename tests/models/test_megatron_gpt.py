@@ -162,6 +162,16 @@ def test_options_of_gemma_and_qwen_are_followed_as_in_gpt():
 
 
 @pytest.mark.costly
+def test_blocks_that_both_read_the_layers_input_are_so_as_in_gpt():
+    config, options = dataclasses.replace(LLAMA, parallel_attention_mlp=True), FORMS["llama"][1]
+    plain: Any = {"share_embeddings_and_output_weights": False, "rngs": nnx.Rngs(0), **options}
+    models = [build(config=config), GPTModel(config, vocab_size=V, max_sequence_length=S, **plain), build(config=LLAMA)]
+    actual, expected, other = (quick_jit(lambda model: model(TOKENS))(model) for model in models)
+    assert_close(actual, expected, 64 * EPS)
+    assert float(jnp.abs(actual - other).max()) > 1e-3
+
+
+@pytest.mark.costly
 @pytest.mark.parametrize("form", FORMS)
 def test_a_checkpoint_of_megatron_loads_and_gives_a_gpts_values(form: str):
     gpt, model = plain(form), build(form)

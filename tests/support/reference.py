@@ -43,6 +43,8 @@ class Form:
     scale: float | None = None
     qk_norm_before_rope: bool = False
     block_output_norm: bool = False
+    parallel: bool = False
+    input_norm: bool = True
 
 
 def parameters(model: nnx.Module) -> dict[str, Any]:
@@ -184,8 +186,8 @@ def layer(
             y = norm(xp, y, p[f"{block}_norm"]["scale"], p[f"{block}_norm"].get("bias"), form)
         return (normed if form.residual_post_norm else x) + y
 
-    normed = x
-    if not form.output_norm:
+    normed = entered = x
+    if form.input_norm and not form.output_norm:
         own = attention.get("layernorm") or {**attention["qkv"], "bias": attention["qkv"].get("ln_bias")}
         normed = norm(xp, x, own["scale"], own.get("bias"), form)
     x = add(x, normed, attention_block(xp, attention, normed, form, positions, bias=bias), "self_attention")
@@ -194,7 +196,9 @@ def layer(
         normed = norm(xp, x, cross["query"]["scale"], cross["query"].get("ln_bias"), form)
         plain = dataclasses.replace(form, rotary_base=None, window=None)
         x = add(x, normed, attention_block(xp, cross, normed, plain, source=encoded, causal=False), "inter_attention")
-    normed = norm(xp, x, mlp["scale"], mlp.get("ln_bias"), form)
+    normed = entered if form.parallel else x
+    if form.input_norm:
+        normed = norm(xp, normed, mlp["scale"], mlp.get("ln_bias"), form)
     x = add(x, normed, mlp_block(xp, mlp, normed, form), "mlp")
     return norm(xp, x, p["layernorm"]["scale"], p["layernorm"].get("bias"), form) if form.output_norm else x
 

@@ -178,6 +178,19 @@ def huggingface_folder(folder: Path) -> Path:
     return path
 
 
+def adapted_gpt() -> models.GPTModel:
+    model = gpt()
+    model.layers[0].self_attention.proj = layers.LoRA(model.layers[0].self_attention.proj, 2, rngs=nnx.Rngs(0))
+    return model
+
+
+def peft_folder(folder: Path) -> Path:
+    path = folder / "peft"
+    if not path.exists():
+        huggingface.save_peft(adapted_gpt(), path)
+    return path
+
+
 def torch_file(folder: Path) -> Path:
     torch.write_torch_file(folder / "file.pt", {"a": np.ones(2, np.float32)})
     return folder / "file.pt"
@@ -306,6 +319,14 @@ CALLS: dict[str, Callable[[Path], Call]] = {
             "folder": huggingface_folder(f), "dtype": None, "block_scaled": None, "config": None,
             "execution": models.Execution(), "ignore_fields": (), "on_progress": None,
         },
+    ),
+    "interop.huggingface.load_peft": lambda f: Call(
+        huggingface.load_peft,
+        {"model": gpt(), "folder": peft_folder(f), "architecture": None, "ignore_fields": ()},
+    ),
+    "interop.huggingface.save_peft": lambda f: Call(
+        huggingface.save_peft,
+        {"model": adapted_gpt(), "folder": f / "adapters", "architecture": None, "base": None, "dtype": None},
     ),
     "interop.huggingface.save_huggingface": lambda f: Call(
         huggingface.save_huggingface,

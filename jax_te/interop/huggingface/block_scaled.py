@@ -14,6 +14,7 @@ from flax import nnx
 
 from jax_te.errors import CheckpointMismatchError
 from jax_te.interop.huggingface.config_json import Fields
+from jax_te.interop.huggingface.mxfp4 import read_mxfp4
 from jax_te.interop.huggingface.tensor_patterns import Entry, Index, Sizes
 from jax_te.layers import quantizable_kernels
 from jax_te.quantize import BlockQuantizer, Guard, QuantizedKernel
@@ -37,6 +38,10 @@ class BlockScaled:
         """Shape of the values."""
         return self.data.shape
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """Return the values, fp32 unless another dtype is asked for."""
+        return np.asarray(self.data.astype(np.float32) * self.scales(), dtype)
+
     def scales(self) -> np.ndarray:
         """Return the scale of each value, fp32."""
         rows, columns = self.shape
@@ -44,13 +49,13 @@ class BlockScaled:
 
 
 Tensor = Any
-"""An array, anything that ``np.asarray`` reads, or a `BlockScaled`."""
+"""An array, anything that ``np.asarray`` reads, a `BlockScaled` or a `PackedMXFP4`."""
 
 
 def read_block_scaled(
     values: dict[str, Any], stored: Mapping[str, np.ndarray], choice: Choice | None
 ) -> dict[str, Tensor]:
-    """Return the tensors of a folder, those in FP8 together with their scales.
+    """Return the tensors of a folder, those in FP8 or MXFP4 together with their scales.
 
     Args:
         values: the fields of ``config.json``, of which ``quantization_config`` is taken out.
@@ -71,8 +76,11 @@ def read_block_scaled(
             )
         return dict(stored)
     form = Fields(said, "config.json: quantization_config")
-    if form.take("quant_method", str, "") != "fp8":
-        raise form.refused("quant_method", said.get("quant_method"), "only 'fp8' is followed")
+    method = form.take("quant_method", str, "")
+    if method == "mxfp4":
+        return _read_mxfp4(form, stored, choice)
+    if method != "fp8":
+        raise form.refused("quant_method", said.get("quant_method"), "only 'fp8' and 'mxfp4' are followed")
     form.expect("fmt", "e4m3")
     form.expect("activation_scheme", "dynamic")
     form.expect("scale_fmt", "ue8m0", "float")  # how activations are scaled elsewhere; scales of weights are stored
@@ -102,6 +110,17 @@ def read_block_scaled(
             "tensors in FP8 and their scales do not fit:\n" + "\n".join(line[:300] for line in lines[:20]) + more
         )
     return found
+
+
+def _read_mxfp4(form: Fields, stored: Mapping[str, np.ndarray], choice: Choice | None) -> dict[str, Tensor]:
+    form.take("modules_to_not_convert", list, [])  # the tensors show which modules those are
+    form.finish()
+    if choice != "dequantize":
+        raise ValueError(
+            "quantization_config: the folder's experts are in MXFP4, whose values are read with "
+            f"block_scaled='dequantize' (jax-te convert and eval: --dequantize); got {choice!r}"
+        )
+    return read_mxfp4(stored)
 
 
 def _problem(data: np.ndarray, scale: np.ndarray) -> str:
@@ -182,8 +201,13 @@ def reader(
     # Only this parameter's tensors: dequantized values stay in memory only while they are read.
     pieces = {each: tensors[each] for each in entry.names}
     if part != "scale_inv":
-        plain = {each: _values(piece, multiplied=not kept) for each, piece in pieces.items()}
-        return functools.partial(entry.read, plain, sizes)
+        if kept:
+            pieces = {each: piece.data for each, piece in pieces.items()}
+        elif entry.experts is None:
+            # Once for all devices' parts. The values of all experts at once may be many gigabytes: each tensor of
+            # theirs is multiplied out where it is read.
+            pieces = {each: np.asarray(piece) for each, piece in pieces.items()}
+        return functools.partial(entry.read, pieces, sizes)
     shape = entry.shape(sizes)
     scales = {each: piece.scales() for each, piece in pieces.items() if isinstance(piece, BlockScaled)}
     matrix = entry.read(scales, sizes, (slice(None),) * len(shape), np.dtype(np.float32)).reshape(shape[0], -1)
@@ -249,9 +273,3 @@ def quantization_config(plain: list[str]) -> dict[str, Any]:
 
 def _is_followed(quantizer: Any) -> bool:
     return isinstance(quantizer, BlockQuantizer) and quantizer.two_dimensional and quantizer.dtype == _E4M3
-
-
-def _values(piece: Tensor, *, multiplied: bool) -> Any:
-    if not isinstance(piece, BlockScaled):
-        return piece
-    return piece.data.astype(np.float32) * piece.scales() if multiplied else piece.data

@@ -42,6 +42,7 @@ _KINDS: dict[str, type] = {
     "attention_dropout": float,
     "hidden_dropout": float,
     **dict.fromkeys((TIED, "add_bias_linear", "add_qkv_bias", "qk_layernorm", "layernorm_zero_centered_gamma"), bool),
+    "parallel_attention_mlp": bool,
     "normalization": str,
 }
 
@@ -70,9 +71,24 @@ class Form:
         # Methods that balance by a loss choose alike.
         if found["moe_router_load_balancing_type"] not in ("sinkhorn", "quantile_balancing"):
             found["moe_router_load_balancing_type"] = "aux_loss"
-        # The two fields have several equivalent spellings.
-        windows = {"window_size": layer_windows(found), "window_attn_skip_freq": None}
-        return found | (windows if found["window_size"] else {})
+        # The following fields have several equivalent spellings.
+        if found["window_size"]:
+            found |= {"window_size": layer_windows(found), "window_attn_skip_freq": None}
+        found["moe_layer_freq"] = [self.config.has_experts(number) for number in range(self.config.num_layers)]
+        if all(found["moe_layer_freq"]):
+            found["ffn_hidden_size"] = None  # of no layer
+        if found["moe_router_group_topk"] is not None:
+            found["moe_router_group_score_topk"] = (
+                self.config.moe_router_group_score_topk or found["moe_router_topk"] // found["moe_router_group_topk"]
+            )
+        if found["moe_router_topk_scaling_factor"] is None:
+            found["moe_router_topk_scaling_factor"] = 1.0
+        if self.config.latent_attention is not None:
+            found["qk_layernorm"] = None  # an option of the latents, which an MLATransformerConfig also has
+        # Rounded, since the factor of YaRN has several formulas that differ in the last digit.
+        scale = found["softmax_scale"]
+        found["softmax_scale"] = round((found["kv_channels"] or 1) ** -0.5 if scale is None else scale, 12)
+        return found
 
     def run_as(self, changes: Mapping[str, Any], params_dtype: Any) -> Form:
         """Return a form whose configuration has other fields that change no output.
@@ -91,8 +107,10 @@ class Form:
     def sizes(self) -> Sizes:
         """Return the letters of docs/design.md.
 
-        Here ``a`` is `n_act`, ``b`` buckets, ``c = r + 2``, ``o = h``, ``q = n d``, ``s`` positions, ``t`` token types,
-        ``e`` experts, ``m`` and ``u`` hidden sizes of an expert and of shared ones, ``k`` an expert's input, ``y`` 1.
+        Here ``a`` is `n_act`, ``b`` buckets, ``c = r + 2``, ``o = h``, ``q = n d``, ``s`` rows of positions, ``t`` of
+        token types, ``e`` experts, ``m`` and ``u`` hidden sizes of an expert and of shared ones, ``k`` an expert's
+        input, ``y`` 1; ``w = 2 h``. Of latent attention ``z`` and ``l`` are the latents of queries and of keys and
+        values, ``j`` is ``l`` with the rotated key, ``x`` keys and values of all heads, and ``p`` their values.
         """
         c = self.config
         n, g, d = c.num_attention_heads, c.num_query_groups or 1, c.kv_channels or 1
@@ -113,7 +131,16 @@ class Form:
         }
         letters |= {"u": c.moe_shared_expert_intermediate_size or 0, "y": 1}
         letters |= {"q": n * d, "o": c.hidden_size, "v": self.others["vocab_size"]}
-        letters |= {"s": self.others["max_sequence_length"], "t": self.others.get("num_tokentypes", 0)}
+        latent = c.latent_attention
+        if latent is not None:
+            values, rank = n * latent.v_head_dim, latent.kv_lora_rank
+            letters |= {"z": latent.q_lora_rank or 0, "l": rank, "j": rank + latent.qk_pos_emb_head_dim}
+            letters |= {"p": values, "x": n * latent.qk_head_dim + values}
+        letters |= {
+            "w": 2 * c.hidden_size,
+            "s": self.others.get("first_position", 0) + self.others["max_sequence_length"],
+            "t": self.others.get("num_tokentypes", 0),
+        }
         return letters | {"b": getattr(self.others.get("position_embedding_type"), "num_buckets", 0)}
 
 
@@ -132,6 +159,11 @@ def model_options(model: Any, positions: Any) -> dict[str, Any]:
         TIED: model.output_kernel is None,
         "multipliers": model.multipliers,
     }
+
+
+def _check_count(what: str, count: int, given: Fields) -> None:
+    if count > len(given.tensors):
+        raise given.refused(f"the number of {what}", count, f"there are {len(given.tensors)} tensors")
 
 
 def layer_windows(options: Options) -> tuple[tuple[int, int] | None, ...]:
@@ -157,6 +189,9 @@ class Architecture:
         tied_names: tensors that some files contain although they equal another, such as a head that is the embedding:
             name of the tensor → the other one's.
         ignored: a pattern of tensors that are not parameters of the model.
+        copies: function that returns tensors of a form that are written although they equal another, and that files may
+            lack: name of the tensor → the other one's.
+        other_model_types: names in ``config.json`` of models in this form by others.
         older: ends of names in older files, as patterns, and their present forms.
         described_by: source of the fields, for messages.
     """
@@ -171,6 +206,8 @@ class Architecture:
     base: str
     tied_names: Mapping[str, str]
     ignored: str
+    copies: Callable[[Form], Mapping[str, str]] = lambda form: {}
+    other_model_types: tuple[str, ...] = ()
     older: tuple[tuple[str, str], ...] = ()
     described_by: str = "config.json"
 
@@ -178,20 +215,22 @@ class Architecture:
         """Return the form that a ``config.json`` describes.
 
         Raises:
-            ValueError: for unsupported fields, and for more layers than tensors, which would take unlimited time and
-                memory.
+            ValueError: for unsupported fields, and for more layers or experts than tensors, which would take unlimited
+                time and memory.
         """
         options = {
             ours: given.take(name, _KINDS.get(ours, int), default) for name, (ours, default) in self.fields.items()
         }
         layers = max(options["num_layers"] or 0, options.get("encoder_num_layers") or 0)
-        if layers > len(given.tensors):
-            raise given.refused("the number of layers", layers, f"there are {len(given.tensors)} tensors")
+        _check_count("layers", layers, given)
         complete = self.read(given, options)
+        _check_count("experts", complete.get("num_moe_experts") or 0, given)
         # Fields of every transformers class, which older files contain with their defaults.
         for name in ("is_decoder", "add_cross_attention", "tie_encoder_decoder"):
             given.expect(name, False)
         given.expect("pruned_heads", {})
+        # Names of a folder's own code, which transformers does not run for its own classes either.
+        given.skip("auto_map")
         return Form.make({name: value for name, value in complete.items() if value is not None})
 
     def config_fields(self, form: Form) -> dict[str, Any]:

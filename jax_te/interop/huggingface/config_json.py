@@ -46,6 +46,7 @@ ACTIVATIONS: dict[str, tuple[Any, Any]] = {
     "silu": ("silu", "swiglu"),
     "gelu_new": ("gelu", "geglu"),
     "gelu_pytorch_tanh": ("gelu", "geglu"),
+    "gelu_fast": ("gelu", "geglu"),
     "gelu": ("gelu_exact", ("gelu_exact", "linear")),
     "relu": ("relu", "reglu"),
     "swish": ("silu", "swiglu"),
@@ -82,6 +83,10 @@ class Fields:
             raise ValueError(f"{self._what}: {name} must be of type {kind.__name__}, got {_short(value)}")
         return value
 
+    def has(self, *names: str) -> bool:
+        """Return whether there is one of these fields that is not null; none of them counts as read."""
+        return any(self._values.get(name) is not None for name in names)
+
     def raw(self, name: str) -> Any:
         """Return a field of any kind, None where it is absent."""
         return self._values.pop(name, None)
@@ -113,7 +118,13 @@ class Fields:
         return ACTIVATIONS[value][gated]
 
     def rotary(
-        self, max_positions: int, default: float = 10000.0, *, window_default: float | None = None
+        self,
+        max_positions: int,
+        default: float = 10000.0,
+        *,
+        window_default: float | None = None,
+        part_default: float | None = None,
+        latent: bool = False,
     ) -> RotaryPositions:
         """Return the rotary positions, in the fields of transformers 5 (``rope_parameters``) or of those before.
 
@@ -121,6 +132,9 @@ class Fields:
             max_positions: the longest input, where no field says for which length frequencies were trained.
             default: the base where no field says it.
             window_default: the same in layers with a window, if these have positions of their own.
+            part_default: part of each head that is rotated where no field says it, of a class that follows the field.
+                None: the class rotates whole heads.
+            latent: whether they are those of latent attention, which reads ``mscale_all_dim`` by itself, too.
         """
         older, newer = self.take("rope_scaling", dict, {}), self.take("rope_parameters", dict, {})
         window_base = None
@@ -136,13 +150,23 @@ class Fields:
             values = {name: self._values.pop(name, None), **values}
         rope = Fields(values, f"{self._what}: rope_scaling")
         base = rope.take("rope_theta", float, default)
-        # transformers' classes of these architectures rotate the whole head regardless of this field, or fail.
-        rope.expect("partial_rotary_factor", 1.0, 1)
+        if part_default is None:
+            # transformers' classes of most architectures rotate the whole head regardless of this field, or fail.
+            rope.expect("partial_rotary_factor", 1.0, 1)
+        part = rope.take("partial_rotary_factor", float, part_default or 1.0)
+        if not 0.0 < part <= 1.0:
+            raise rope.refused("partial_rotary_factor", part, "it must be in (0, 1]")
         kind = rope.take("type", str, "default")
         kind = rope.take("rope_type", str, kind)
+        if latent and values.get("mscale_all_dim") and not (kind == "yarn" and values.get("mscale")):
+            raise rope.refused(
+                "mscale_all_dim",
+                values["mscale_all_dim"],
+                "latent attention follows it with rope_type='yarn' and mscale",
+            )
         scaling = _scaling(rope, kind, max_positions)
         rope.finish()
-        return RotaryPositions(base=base, scaling=scaling, window_base=window_base)
+        return RotaryPositions(base=base, percent=part, scaling=scaling, window_base=window_base)
 
     def finish(self, ignore: Collection[str] = ()) -> None:
         """Raise ValueError for fields that nothing has read; null stands for a field that is absent.
@@ -179,7 +203,7 @@ def activation_name(activation: Any, *, gated: bool) -> str | None:
 def rotary_fields(rotary: Any) -> dict[str, Any]:
     """Return `RotaryPositions` as fields that every version of transformers reads.
 
-    Partial rotary positions are not written: no supported architecture has them, and `save_huggingface` refuses them.
+    The part of a head that is rotated is not written: few architectures follow it, each in a field of its own.
 
     >>> rotary_fields(RotaryPositions(base=5e5, scaling=LinearScaling(factor=2.0)))
     {'rope_theta': 500000.0, 'rope_scaling': {'rope_type': 'linear', 'factor': 2.0}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from jax_te.interop.huggingface.safetensors import MAX_JSON, Plan, TensorFile, nbytes, read_json, shards, write_file
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_DEPTHS = "num_nextn_predict_layers"
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
 
@@ -27,6 +28,30 @@ def json_file(path: Path) -> dict[str, Any]:
     if path.stat().st_size > MAX_JSON:
         raise ValueError(f"{path} has {path.stat().st_size} bytes; at most {MAX_JSON} are read")
     return read_json(path.read_bytes(), path)
+
+
+def config_values(folder: Path) -> dict[str, Any]:
+    """Return the fields of a folder's ``config.json``, without layers that the folder lacks.
+
+    Raises:
+        ValueError: for files that cannot be read.
+    """
+    values = json_file(folder / CONFIG)
+    # Only a field that counts has the tensors' files opened.
+    return without_lost_layers(values, open_tensors(folder)[0]) if values.get(_DEPTHS) else values
+
+
+def without_lost_layers(values: dict[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+    """Return the fields of a ``config.json`` without layers of multi-token prediction of which there are no tensors.
+
+    transformers saves a model without these layers, whose number it keeps.
+
+    >>> without_lost_layers({"num_hidden_layers": 2, "num_nextn_predict_layers": 1}, ["model.layers.1.mlp.gate.weight"])
+    {'num_hidden_layers': 2, 'num_nextn_predict_layers': 0}
+    """
+    first = f"model.layers.{values.get('num_hidden_layers')}."
+    lost = values.get(_DEPTHS) and not any(name.startswith(first) for name in tensors)
+    return values | {_DEPTHS: 0} if lost else values
 
 
 def open_tensors(folder: Path) -> tuple[dict[str, np.ndarray], list[TensorFile]]:

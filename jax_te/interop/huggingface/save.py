@@ -24,7 +24,7 @@ from jax_te.interop.huggingface.config_json import NO_NUMBERS, Fields
 from jax_te.interop.huggingface.folder import CONFIG, json_file, write_folder
 from jax_te.interop.huggingface.load import OnProgress
 from jax_te.interop.huggingface.safetensors import Plan
-from jax_te.interop.huggingface.tensor_patterns import Entry, Sizes, Table, stored_in
+from jax_te.interop.huggingface.tensor_patterns import Entry, Sizes, Table, is_state, stored_in
 from jax_te.quantize import QuantizedKernel
 from jax_te.sharding import leaves_with_axes
 from jax_te.typing import DTypeLike
@@ -57,8 +57,8 @@ def save_huggingface(
     Args:
         model: a model of `jax_te.models`.
         folder: folder to write; made if missing.
-        architecture: name of the architecture, one of `ARCHITECTURES`. None: the first that can represent all options
-            of the model.
+        architecture: name of the architecture, one of `ARCHITECTURES`. None: that of ``like`` if it can represent all
+            options of the model, else the first that can.
         dtype: dtype of the tensors. None: the parameters'.
         block_scaled: ``"keep"``: kernels stored as `jax_te.recipe.Float8BlockScaling` stores them are written as they
             are, with fp32 scales for blocks of 128 x 128 and a ``quantization_config``: DeepSeek's form. ``dtype`` is
@@ -80,10 +80,7 @@ def save_huggingface(
     folder = Path(folder)
     check_positive(max_shard_size=max_shard_size)
     dtype = None if dtype is None else float_dtype("dtype", dtype)
-    if architecture is not None and architecture not in ARCHITECTURES:
-        raise ValueError(f"unknown architecture {architecture!r}; known: {', '.join(ARCHITECTURES)}")
-    known = ARCHITECTURES if architecture is None else {architecture: ARCHITECTURES[architecture]}
-    name, form = architecture_of(model, known)
+    name, form = architecture_of(model, known_architectures(architecture, like))
     if block_scaled not in (None, "keep"):
         raise ValueError(f"block_scaled must be 'keep' or None, got {block_scaled!r}")
     contents = _contents(model, name, form, dtype, {} if block_scaled is None else held_kernels(model))
@@ -93,9 +90,24 @@ def save_huggingface(
         folder.mkdir(parents=True, exist_ok=True)
         write_folder(folder, config, contents.plan(), stream, max_shard_size)
         if like is not None and not folder.samefile(like):
-            _copy_companions(Path(like), folder)
+            copy_companions(Path(like), folder)
 
-    _write_by_the_first(write, contents.tensors(on_progress), folder)
+    write_by_the_first(write, contents.tensors(on_progress), folder)
+
+
+def known_architectures(name: str | None, like: str | Path | None = None) -> dict[str, Architecture]:
+    """Return the architecture of a name; all without one, that of the folder ``like`` in front.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+    if name is not None and name not in ARCHITECTURES:
+        raise ValueError(f"unknown architecture {name!r}; known: {', '.join(ARCHITECTURES)}")
+    if name is not None:
+        return {name: ARCHITECTURES[name]}
+    names = [] if like is None else json_file(Path(like) / CONFIG).get("architectures")
+    first = names[:1] if isinstance(names, list) else []
+    return {each: ARCHITECTURES[each] for each in ARCHITECTURES if each in first} | ARCHITECTURES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +120,7 @@ class _Contents:
         arrays: parameters by the same paths, of those stored quantized the FP8 values.
         dtypes: dtypes that they are written in, by the same paths.
         scales: tensors of scales by name, by the paths of parameters that are stored quantized.
+        copies: further names of a tensor, by its name.
     """
 
     sizes: Sizes
@@ -115,15 +128,21 @@ class _Contents:
     arrays: dict[str, jax.Array]
     dtypes: dict[str, np.dtype[Any]]
     scales: dict[str, dict[str, np.ndarray]]
+    copies: dict[str, list[str]]
+
+    def named(self, tensor: str) -> list[str]:
+        """Return all names of a tensor."""
+        return [tensor, *self.copies.get(tensor, ())]
 
     def plan_of(self, path: str) -> list[Plan]:
         """Return name, dtype and shape of each tensor of a parameter, without its scales."""
         shapes = self.entries[path].their_shapes(self.sizes)
-        return [(tensor, self.dtypes[path], shape) for tensor, shape in shapes.items()]
+        return [(name, self.dtypes[path], shape) for tensor, shape in shapes.items() for name in self.named(tensor)]
 
     def plain(self) -> list[Plan]:
-        """Return the plan of parameters that are not stored quantized."""
-        return [each for path in self.entries if path not in self.scales for each in self.plan_of(path)]
+        """Return the plan of parameters that are not stored quantized, and no states."""
+        paths = [path for path in self.entries if path not in self.scales and not is_state(path)]
+        return [each for path in paths for each in self.plan_of(path)]
 
     def plan(self) -> list[Plan]:
         """Return the plan of all tensors, in the order of `tensors`."""
@@ -137,7 +156,8 @@ class _Contents:
         """Yield each tensor with its name; each parameter is fetched when its turn comes."""
         for done, (path, entry) in enumerate(self.entries.items(), 1):
             for tensor, array in entry.write(on_host(self.arrays[path]), self.sizes):
-                yield tensor, array.astype(self.dtypes[path], copy=False)
+                cast = array.astype(self.dtypes[path], copy=False)
+                yield from ((name, cast) for name in self.named(tensor))
             yield from self.scales.get(path, {}).items()
             if on_progress is not None:
                 on_progress(done, len(self.entries))
@@ -150,15 +170,22 @@ def _contents(
     sizes = form.sizes()
     entries, arrays = placed_arrays(model, name, ARCHITECTURES[name].table(form), sizes, held)
     own = {path: np.dtype(array.dtype) for path, array in arrays.items()}
+    # Sinks, which are fp32 here in a model of any dtype.
+    own |= {path: np.dtype(form.config.params_dtype) for path in own if path.endswith("/softmax_offset")}
+    kept = {path for path in own if dtype is None or path in held or is_state(path)}
+    copies: dict[str, list[str]] = {}
+    for copy, original in ARCHITECTURES[name].copies(form).items():
+        copies.setdefault(original, []).append(copy)
     return _Contents(
         sizes=sizes,
         entries=entries,
         arrays=arrays,
-        dtypes={path: each if dtype is None or path in held else np.dtype(dtype) for path, each in own.items()},
+        dtypes={path: each if path in kept else np.dtype(dtype) for path, each in own.items()},
         scales={
             path: written_scales(path, jax.tree.map(on_host, kernel), entries[path], sizes)
             for path, kernel in held.items()
         },
+        copies=copies,
     )
 
 
@@ -177,14 +204,14 @@ def _config(name: str, form: Form, contents: _Contents, like: Path | None) -> di
     return values
 
 
-def _copy_companions(source: Path, folder: Path) -> None:
-    """Copy the files of the tokenizer and of generation that there are."""
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copy the files of the tokenizer and of generation that there are, into a folder that is there."""
     for path in [source / each for each in _COMPANIONS]:
         if path.is_file():
             shutil.copyfile(path, folder / path.name)
 
 
-def _write_by_the_first(write: Callable[[Iterator[Any]], None], stream: Iterator[Any], folder: Path) -> None:
+def write_by_the_first(write: Callable[[Iterator[Any]], None], stream: Iterator[Any], folder: Path) -> None:
     """Let the first process write; no process returns before everything is written, and all raise if it fails."""
     problem = None
     try:
@@ -253,7 +280,8 @@ def architecture_of(model: Any, known: Mapping[str, Architecture]) -> tuple[str,
 def _lost(architecture: Architecture, form: Form) -> list[str]:
     """Return the options that change when written and read again."""
     written = architecture.config_fields(form)
-    tensors = [name for pieces in architecture.table(form).values() for name in pieces]
+    count = form.config.num_moe_experts or 0
+    tensors = [name for row in architecture.table(form).values() for name in Entry.of(row, count).names]
     said = architecture.form(Fields(written, architecture.described_by, tensors)).options()
     return [f"{name}={value!r}" for name, value in form.options().items() if said.get(name) != value]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,10 @@ import numpy as np
 from flax import nnx
 
 Table = dict[str, dict[str, str]]
-"""Path of a parameter → names of the tensors in it, each with its pattern."""
+"""Path of a parameter → names of the tensors in it, each with its pattern.
+
+``"PATTERN | PATTERN"`` is for a tensor whose first axis holds several parts, one after the other.
+"""
 
 Sizes = Mapping[str, int]
 """Letter of an axis → its size."""
@@ -81,7 +85,7 @@ class Entry:
     """One of our parameters: the tensors in it, stacked along its last axis but one if there are several.
 
     Args:
-        pieces: name and pattern of each tensor.
+        pieces: name and pattern of each tensor, or of each part of one: consecutive rows of a tensor that has several.
         experts: number of experts, each with tensors of its own, whose names have its number in place of ``{e}``; the
             parameter has an axis of experts in front. None: names are those of tensors.
 
@@ -90,6 +94,8 @@ class Entry:
     ((3, 2, 4), {'gate': (4, 3), 'up': (4, 3)})
     >>> Entry.of({"w{e}": "f h -> h f"}, experts=2).their_shapes(dict(f=4, h=3))
     {'w0': (4, 3), 'w1': (4, 3)}
+    >>> Entry.of({"gate_up": "f h -> h 1 f | f h -> h 1 f"}).their_shapes(dict(f=4, h=3))
+    {'gate_up': (8, 3)}
     """
 
     pieces: tuple[tuple[str, Pattern], ...]
@@ -99,12 +105,13 @@ class Entry:
     def of(cls, pieces: Mapping[str, str], experts: int = 0) -> Entry:
         """Return the entry of a table's row; ``experts`` is their number in a row whose names have ``{e}``."""
         several = any("{e}" in name for name in pieces)
-        return cls(tuple((name, Pattern.parse(text)) for name, text in pieces.items()), experts if several else None)
+        parts = [(name, Pattern.parse(text)) for name, texts in pieces.items() for text in texts.split("|")]
+        return cls(tuple(parts), experts if several else None)
 
     @property
     def names(self) -> list[str]:
         """Names of all tensors."""
-        return [name for part in self.parts() for name, _ in part.pieces]
+        return [*dict.fromkeys(name for part in self.parts() for name, _ in part.pieces)]
 
     def parts(self) -> list[Entry]:
         """Return the entry of each expert's part of the parameter; the entry itself if it is not that of experts."""
@@ -124,7 +131,20 @@ class Entry:
 
     def their_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         """Return the shape of each tensor."""
-        return {name: Pattern.shape(pattern.theirs, sizes) for part in self.parts() for name, pattern in part.pieces}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, pattern in (piece for part in self.parts() for piece in part.pieces):
+            rows, *others = Pattern.shape(pattern.theirs, sizes)
+            shapes[name] = (shapes.get(name, (0,))[0] + rows, *others)
+        return shapes
+
+    def _their_rows(self, sizes: Sizes) -> Iterator[slice | None]:
+        """Return the rows of its tensor that each piece has, None for a whole tensor."""
+        names = [name for name, _ in self.pieces]
+        begin = dict.fromkeys(names, 0)
+        for name, pattern in self.pieces:
+            end = begin[name] + Pattern.shape(pattern.theirs, sizes)[0]
+            yield slice(begin[name], end) if names.count(name) > 1 else None
+            begin[name] = end
 
     def read(self, tensors: Mapping[str, Any], sizes: Sizes, index: Index, dtype: np.dtype[Any]) -> np.ndarray:
         """Return a part of our parameter, a new array."""
@@ -137,14 +157,13 @@ class Entry:
             return pattern.read(tensors[name], sizes, index, dtype)
         out = np.empty([part.stop - part.start for part in index], dtype)
         begin, wanted = 0, index[-2]
-        for name, pattern in self.pieces:
+        for (name, pattern), rows in zip(self.pieces, self._their_rows(sizes), strict=True):
             end = begin + Pattern.shape(pattern.ours, sizes)[-2]
             first, last = max(begin, wanted.start), min(end, wanted.stop)
             if first < last:
                 part = (*index[:-2], slice(first - begin, last - begin), index[-1])
-                out[..., first - wanted.start : last - wanted.start, :] = pattern.read(
-                    tensors[name], sizes, part, dtype
-                )
+                tensor = tensors[name] if rows is None else np.asarray(tensors[name])[rows]
+                out[..., first - wanted.start : last - wanted.start, :] = pattern.read(tensor, sizes, part, dtype)
             begin = end
         return out
 
@@ -157,10 +176,13 @@ class Entry:
         if len(self.pieces) == 1:
             array = array[..., None, :]  # stacked, as are those of several tensors
         begin = 0
-        for name, pattern in self.pieces:
-            end = begin + (1 if len(self.pieces) == 1 else Pattern.shape(pattern.ours, sizes)[-2])
-            yield name, pattern.write(array[..., begin:end, :], sizes)
-            begin = end
+        for name, pieces in itertools.groupby(self.pieces, lambda piece: piece[0]):
+            parts = []
+            for _, pattern in pieces:
+                end = begin + (1 if len(self.pieces) == 1 else Pattern.shape(pattern.ours, sizes)[-2])
+                parts.append(pattern.write(array[..., begin:end, :], sizes))
+                begin = end
+            yield name, parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def layer_rows(table: Table, count: int, **names: str) -> Table:
@@ -183,6 +205,15 @@ def rows_of_layer(table: Table, number: int, **names: str) -> Table:
         path.format(**fields): {name.format(**fields): text for name, text in pieces.items()}
         for path, pieces in table.items()
     }
+
+
+def is_state(path: str) -> bool:
+    """Return whether the entry of a path is a state of the model, which has a dtype of its own, and no parameter.
+
+    >>> is_state("layers/0/mlp/router/expert_bias"), is_state("layers/0/mlp/router/kernel")
+    (True, False)
+    """
+    return path.endswith("/expert_bias")
 
 
 def stored_in(entries: Mapping[str, Entry]) -> Callable[[tuple[Any, ...], Any], bool]:

@@ -34,7 +34,7 @@ from jax_te.layers.parallel_arguments import set_tensor_parallel_group
 from jax_te.layers.results import layer_output
 from jax_te.ops import BiasType, MaskType, SoftmaxType, Window
 from jax_te.ops.attention import normal_window
-from jax_te.sharding import axis_ranks, row_axis
+from jax_te.sharding import auto_region, axis_ranks, constrain, row_axis
 from jax_te.typing import Array, DTypeLike, Initializer, Key, TensorGroup
 
 
@@ -61,6 +61,8 @@ class MultiheadAttention(ContextParallelModule):
         qk_norm_type: ``"LayerNorm"`` or ``"RMSNorm"``: normalize every head of queries and of keys over its ``d``
             channels, each with parameters of its own. None: no such norms.
         qk_norm_before_rope: whether to normalize before the rotation by position, not after it.
+        qk_norm_across_heads: whether these norms are over the ``n d`` and ``g d`` channels of all heads together, as in
+            OLMoE. On a mesh that splits heads, each device gets those of the others.
         qkv_bias: whether to learn biases in the projections to queries, keys and values, also if ``bias`` is False.
         fuse_qkv_params: whether ``query``, ``key`` and ``value`` are one layer. False: they are separate layers after a
             norm that they share.
@@ -114,6 +116,7 @@ class MultiheadAttention(ContextParallelModule):
         cp_load_balanced: bool = False,
         qk_norm_type: Normalization | None = None,
         qk_norm_before_rope: bool = False,
+        qk_norm_across_heads: bool = False,
         qkv_bias: bool = False,
         fuse_qkv_params: bool = True,
         set_parallel_mode: bool = True,
@@ -143,6 +146,7 @@ class MultiheadAttention(ContextParallelModule):
         self.return_layernorm_output = return_layernorm_output
         self.fuse_qkv_params = fuse_qkv_params
         self.qk_norm_before_rope = qk_norm_before_rope
+        self.qk_norm_across_heads = qk_norm_across_heads
         self.core_attention: AttentionCore = DotProductAttention(
             num_attention_heads,
             hidden_size // num_attention_heads if kv_channels is None else kv_channels,
@@ -181,6 +185,7 @@ class MultiheadAttention(ContextParallelModule):
             cp_load_balanced=cp_load_balanced,
             qk_norm_type=qk_norm_type,
             qk_norm_before_rope=qk_norm_before_rope,
+            qk_norm_across_heads=qk_norm_across_heads,
             qkv_bias=qkv_bias,
             fuse_qkv_params=fuse_qkv_params,
             set_parallel_mode=set_parallel_mode,
@@ -224,7 +229,8 @@ class MultiheadAttention(ContextParallelModule):
             self.query = _project(h, (r, g * d), options, rngs)
             self.key = _project(h, (g * d,), options, rngs)
             self.value = _project(h, (g * d,), options, rngs)
-        self.q_norm, self.k_norm = _head_norm(d, options, rngs), _head_norm(d, options, rngs)
+        heads = (n, g) if options.qk_norm_across_heads else (1, 1)
+        self.q_norm, self.k_norm = (_head_norm(count * d, options, rngs) for count in heads)
         self.proj = Linear(
             n * d,
             h,
@@ -458,7 +464,17 @@ class MultiheadAttention(ContextParallelModule):
     def _normalize(self, q: Array, k: Array) -> tuple[Array, Array]:
         if self.q_norm is None or self.k_norm is None:
             return q, k
+        if self.qk_norm_across_heads:
+            return _across_heads(self.q_norm, q), _across_heads(self.k_norm, k)
         return self.q_norm(q, out_axes=HEAD_AXES), self.k_norm(k, out_axes=HEAD_AXES)
+
+
+def _across_heads(norm: LayerNorm | RMSNorm, x: Array) -> Array:
+    """Return ``[b, s, n, d]`` normalized over its last two axes together."""
+    whole = ("batch", "sequence", None)
+    merged = constrain(auto_region(lambda x: x.reshape(*x.shape[:2], -1), whole)(x), whole)
+    normed = norm(merged, out_axes=whole)
+    return auto_region(lambda y: y.reshape(x.shape), HEAD_AXES)(normed)
 
 
 def _heads_axis(options: AttentionOptions) -> str | None:
@@ -509,7 +525,7 @@ def _normalize_and_project(h: int, features: tuple[int, int], options: Attention
 
 
 def _head_norm(d: int, options: AttentionOptions, rngs: nnx.Rngs) -> LayerNorm | RMSNorm | None:
-    """Return a norm of each head's channels, if the layer has such norms."""
+    """Return a norm of ``d`` channels of queries or keys, if the layer has such norms."""
     if options.qk_norm_type is None:
         return None
     return make_norm(

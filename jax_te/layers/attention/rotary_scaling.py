@@ -101,7 +101,7 @@ class YarnScaling:
         round_range: whether to round the ends of the ramp outward to whole indices, as in the paper's code.
 
     Raises:
-        ValueError: for a factor below 1, or unless ``0 < beta_slow < beta_fast``; when used, for a base of 1 or less.
+        ValueError: for a factor below 1, or unless ``0 < beta_slow <= beta_fast``; when used, for a base of 1 or less.
 
     Source: Peng et al. 2023, "YaRN: efficient context window extension of large language models";
     ``megatron.core.models.common.embeddings.YarnRotaryEmbedding``.
@@ -122,9 +122,9 @@ class YarnScaling:
     def __post_init__(self) -> None:
         _check_fields(self)
         check_positive(original_max_position_embeddings=self.original_max_position_embeddings)
-        if not 0.0 < self.beta_slow < self.beta_fast:
+        if not 0.0 < self.beta_slow <= self.beta_fast:
             raise ValueError(
-                f"beta_slow must be > 0 and below beta_fast, got {self.beta_slow!r} and {self.beta_fast!r}"
+                f"beta_slow must be > 0 and at most beta_fast, got {self.beta_slow!r} and {self.beta_fast!r}"
             )
 
     @property

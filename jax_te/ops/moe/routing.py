@@ -91,7 +91,8 @@ def choose_experts(scores: Array, options: RouterOptions) -> Array:
         return largest(scores, options.topk)
     t, e = scores.shape
     grouped = scores.reshape(t, options.num_groups, e // options.num_groups)
-    of_groups = jnp.sum(_top_k(grouped, options.topk // options.group_topk)[0], axis=-1)
+    counted = options.group_score_topk or options.topk // options.group_topk
+    of_groups = jnp.sum(_top_k(grouped, counted)[0], axis=-1)
     used = one_of_each(largest(of_groups, options.group_topk), options.num_groups)
     return largest(jnp.where(used[..., None], grouped, -jnp.inf).reshape(t, e), options.topk)
 

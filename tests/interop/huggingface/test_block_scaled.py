@@ -55,6 +55,11 @@ def make(folder: Path, *, powers: bool = False, scale_dtype: Any = np.float32, *
     """A Llama whose projections are in FP8, each block with random values and a random scale."""
     options = {"num_layers": 1, "hidden_size": 208, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 128}
     save_huggingface(llama(**options | {"ffn_hidden_size": 256} | sizes), folder, dtype="bfloat16")
+    return in_fp8(folder, powers=powers, scale_dtype=scale_dtype)
+
+
+def in_fp8(folder: Path, *, powers: bool = False, scale_dtype: Any = np.float32) -> Path:
+    """A folder with its projections in FP8, each block with random values and a random scale."""
     rng, tensors = np.random.default_rng(0), {}
     for name, tensor in tensors_of(folder).items():
         if "_proj" in name:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import struct
 import tracemalloc
 from pathlib import Path
@@ -26,7 +27,7 @@ from jax_te.interop.huggingface.config_json import Fields
 from jax_te.interop.huggingface.safetensors import TensorFile, write_file
 from jax_te.interop.huggingface.tensor_patterns import Entry
 from jax_te.layers import LinearScaling, LoRA
-from jax_te.models import Execution, GPTModel, RotaryPositions
+from jax_te.models import BertModel, Execution, GPTModel, RotaryPositions
 from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling, autocast
 from jax_te.sharding import shardings_of
@@ -159,9 +160,10 @@ def test_on_a_mesh_each_device_gets_its_part(folder: Path, tmp_path: Path, mode:
 
 
 def test_a_part_is_read_alone() -> None:
-    """Any part of a fused kernel is the same part of the whole."""
+    """Any part of a fused kernel is the same part of the whole, of three tensors or of three parts of one."""
     sizes = {"g": 3, "r": 2, "d": 4, "h": 5}
     entry = Entry.of({"q": "(g r d) h -> h r (g d)", "k": "(g d) h -> h 1 (g d)", "v": "(g d) h -> h 1 (g d)"})
+    fused = Entry.of({"qkv": "(g r d) h -> h r (g d) | (g d) h -> h 1 (g d) | (g d) h -> h 1 (g d)"})
     rng = np.random.default_rng(0)
     tensors = {name: rng.normal(size=shape) for name, shape in entry.their_shapes(sizes).items()}
     whole = entry.read(tensors, sizes, (slice(None),) * 3, np.dtype("float64"))
@@ -173,9 +175,14 @@ def test_a_part_is_read_alone() -> None:
     np.testing.assert_array_equal(whole[:, 3], tensors["v"].T)
     for name, array in entry.write(whole, sizes):
         np.testing.assert_array_equal(array, tensors[name])
+    one = {"qkv": np.concatenate([*tensors.values()])}
+    assert fused.their_shapes(sizes) == {"qkv": one["qkv"].shape}
+    ((name, array),) = fused.write(whole, sizes)
+    np.testing.assert_array_equal(array, one[name])
     for _ in range(50):
         index = tuple(slice(*sorted(rng.integers(0, size + 1, 2))) for size in whole.shape)
         np.testing.assert_array_equal(entry.read(tensors, sizes, index, np.dtype("float64")), whole[index])
+        np.testing.assert_array_equal(fused.read(one, sizes, index, np.dtype("float64")), whole[index])
 
 
 @pytest.mark.costly
@@ -242,6 +249,22 @@ def test_fields_and_files_that_the_model_does_not_have_are_kept(folder: Path, tm
     assert not (tmp_path / "tuned" / "pytorch_model.bin").exists()
 
 
+def test_the_architecture_is_that_of_the_folder_that_a_model_came_from(tmp_path: Path) -> None:
+    def written(model: GPTModel, **options: Any) -> str:
+        save_huggingface(model, tmp_path / "again", **options)
+        name: str
+        (name,) = json.loads((tmp_path / "again" / "config.json").read_text())["architectures"]
+        return name
+
+    base = tmp_path / "base"
+    save_huggingface(llama(), base, architecture="MistralForCausalLM")
+    model = load_huggingface(base)
+    assert written(model, like=base) == "MistralForCausalLM"
+    assert written(model) == "LlamaForCausalLM"  # the first that can represent it
+    assert written(llama(add_bias_linear=True), like=base) == "LlamaForCausalLM"  # Mistral has no biases
+    assert written(model, like=base, architecture="LlamaForCausalLM") == "LlamaForCausalLM"
+
+
 # --- what cannot be written
 
 
@@ -287,6 +310,98 @@ def test_what_has_no_place_is_refused(tmp_path: Path) -> None:
         save_huggingface(model, tmp_path)
 
 
+def test_llamas_form_that_rotates_a_part_of_each_head_is_phi_3s(tmp_path: Path) -> None:
+    """With queries, keys and values in one tensor, and gate and up in one: rows of theirs, components of ours."""
+    model = llama(RotaryPositions(percent=0.5))
+    save_huggingface(model, tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert (values["architectures"], values["partial_rotary_factor"]) == (["Phi3ForCausalLM"], 0.5)
+    back = load_huggingface(tmp_path)
+    assert back.rotary.percent == 0.5
+    jax.tree.map(assert_bitwise, params_of(back), params_of(model))
+    fused = TensorFile(tmp_path / "model.safetensors").tensors["model.layers.1.self_attn.qkv_proj.weight"]
+    kernel = np.asarray(model.layers[1].self_attention.qkv.kernel[...]).reshape(32, 4, 2, 8)  # h, r + 2, g, d
+    np.testing.assert_array_equal(fused[:32].reshape(2, 2, 8, 32), kernel[:, :2].transpose(2, 1, 3, 0))
+    np.testing.assert_array_equal(fused[32:].reshape(2, 2, 8, 32), kernel[:, 2:].transpose(1, 2, 3, 0))
+    for scaling, match in (
+        ({"rope_type": "longrope"}, "longrope"),
+        ({"rope_type": "linear", "factor": 2.0}, "longrope"),
+    ):
+        change(tmp_path, rope_scaling=scaling)
+        with pytest.raises(ValueError, match=match):
+            load_huggingface(tmp_path)
+
+
+NEOX: dict[str, Any] = {
+    "normalization": "LayerNorm", "activation": "gelu_exact", "add_bias_linear": True, "num_query_groups": 4,
+    "parallel_attention_mlp": True,
+}  # fmt: skip
+
+
+def test_blocks_that_both_read_the_layers_input_are_gpt_neoxs(tmp_path: Path) -> None:
+    model = llama(RotaryPositions(percent=0.25), **NEOX)
+    save_huggingface(model, tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert (values["architectures"], values["rotary_pct"]) == (["GPTNeoXForCausalLM"], 0.25)
+    assert values["use_parallel_residual"] is True
+    back = load_huggingface(tmp_path)
+    jax.tree.map(assert_bitwise, params_of(back), params_of(model))
+    tokens = jnp.arange(16, dtype=jnp.int32).reshape(2, 8)
+    assert_bitwise(*(quick_jit(lambda model, tokens: model(tokens))(each, tokens) for each in (back, model)))
+    fused = TensorFile(tmp_path / "model.safetensors").tensors["gpt_neox.layers.1.attention.query_key_value.weight"]
+    kernel = np.asarray(model.layers[1].self_attention.qkv.kernel[...]).reshape(32, 3, 4, 8)  # h, 3, n, d
+    np.testing.assert_array_equal(fused.reshape(4, 3, 8, 32), kernel.transpose(2, 1, 3, 0))
+    with pytest.raises(ValueError, match=r"GPTNeoXForCausalLM: [^;]*num_query_groups=2"):
+        save_huggingface(nnx.eval_shape(lambda: llama(**NEOX | {"num_query_groups": 2})), tmp_path / "none")
+    change(tmp_path, hidden_act="gelu_fast")  # of GPT-NeoX-20B
+    assert load_huggingface(tmp_path).config.activation == "gelu"
+    change(tmp_path, attention_bias=False)
+    with pytest.raises(ValueError, match="attention_bias is False"):
+        load_huggingface(tmp_path)
+
+
+def test_blocks_with_norms_behind_alone_are_olmo_2s(tmp_path: Path) -> None:
+    norms = {"qk_layernorm": True, "qk_layernorm_across_heads": True}
+    norms |= {"block_input_layernorm": False, "block_output_layernorm": True}
+    model = llama(**norms)
+    save_huggingface(model, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["Olmo2ForCausalLM"]
+    names = TensorFile(tmp_path / "model.safetensors").tensors.keys()
+    assert not any("input_layernorm" in name for name in names)
+    assert {name.removeprefix("model.layers.0.") for name in names if "layers.0." in name and "norm" in name} == {
+        "post_attention_layernorm.weight",
+        "post_feedforward_layernorm.weight",
+        "self_attn.q_norm.weight",
+        "self_attn.k_norm.weight",
+    }
+    back = load_huggingface(tmp_path)
+    jax.tree.map(assert_bitwise, params_of(back), params_of(model))
+    tokens = jnp.arange(16, dtype=jnp.int32).reshape(2, 8)
+    assert_bitwise(*(quick_jit(lambda model, tokens: model(tokens))(each, tokens) for each in (back, model)))
+    change(tmp_path, attention_bias=True)
+    with pytest.raises(ValueError, match="attention_bias is True"):
+        load_huggingface(tmp_path)
+
+
+def test_an_encoder_whose_positions_begin_behind_padding_is_robertas(tmp_path: Path) -> None:
+    config = TransformerConfig(
+        num_layers=1, hidden_size=32, num_attention_heads=4, ffn_hidden_size=48, activation="gelu_exact"
+    )
+    model = BertModel(config, vocab_size=64, max_sequence_length=16, first_position=2, rngs=nnx.Rngs(0))
+    save_huggingface(model, tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert values["architectures"] == ["RobertaForMaskedLM"]
+    assert (values["pad_token_id"], values["max_position_embeddings"]) == (1, 18)
+    back = load_huggingface(tmp_path)
+    assert (back.first_position, back.max_sequence_length) == (2, 16)
+    jax.tree.map(assert_bitwise, params_of(back), params_of(model))
+    wrong = {"pad_token_id": None, "max_position_embeddings": 2, "hidden_act": "relu"}
+    for name, value in wrong.items():
+        (tmp_path / "config.json").write_text(json.dumps(values | {name: value}))
+        with pytest.raises(ValueError, match=f"{name} is"):
+            load_huggingface(tmp_path)
+
+
 @pytest.mark.parametrize("scaling", [None, LinearScaling(factor=2.0)])
 def test_rotary_options_survive(scaling: Any, tmp_path: Path) -> None:
     rotary = RotaryPositions(base=500.0, scaling=scaling)
@@ -295,9 +410,9 @@ def test_rotary_options_survive(scaling: Any, tmp_path: Path) -> None:
 
 
 def test_partial_rotary_positions_are_refused(folder: Path, tmp_path: Path) -> None:
-    """transformers' classes of every architecture here turn whole heads, whatever ``partial_rotary_factor`` says."""
+    """transformers' classes of most architectures turn whole heads, whatever ``partial_rotary_factor`` says."""
     with pytest.raises(ValueError, match=r"LlamaForCausalLM: [^;]*percent=0\.5"):
-        save_huggingface(llama(RotaryPositions(percent=0.5)), tmp_path / "none")
+        save_huggingface(llama(RotaryPositions(percent=0.5)), tmp_path / "none", architecture="LlamaForCausalLM")
     assert not (tmp_path / "none").exists()
     copied(folder, tmp_path)
     change(tmp_path, partial_rotary_factor=1.0)
@@ -381,6 +496,15 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
         {"directionality": "bidi", "pooler_type": "first_token_transform", "pooler_fc_size": 768}
         | {"pooler_num_attention_heads": 12, "pooler_num_fc_layers": 3, "pooler_size_per_head": 128},
     ),
+    "Phi-3": (
+        "Phi3ForCausalLM",
+        {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "attention_bias": False, "rope_scaling": None}
+        | {"original_max_position_embeddings": 4096, "embd_pdrop": 0.0},
+    ),
+    "Pythia": ("GPTNeoXForCausalLM", {"rotary_pct": 0.25, "rotary_emb_base": 10000, "classifier_dropout": 0.1}),
+    "GPT-NeoX-20B": ("GPTNeoXForCausalLM", {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0}),
+    "RoBERTa": ("RobertaForMaskedLM", {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}),
+    "mT5": ("MT5ForConditionalGeneration", {"tie_word_embeddings": False, "tokenizer_class": "T5Tokenizer"}),
     "legal BERT": ("BertForMaskedLM", {"eos_token_ids": 0, "pruned_heads": {}, "use_bfloat16": False}),
 }
 
@@ -400,6 +524,9 @@ def test_harmless_fields_of_published_folders_pass(name: str) -> None:
         ("LlamaForCausalLM", {"max_sequence_length": 4096}),
         ("LlamaForCausalLM", {"directionality": "bidi"}),
         ("GPT2LMHeadModel", {"n_special": 2}),
+        ("Phi3ForCausalLM", {"attention_bias": True}),
+        ("Phi3ForCausalLM", {"partial_rotary_factor": 1.5}),
+        ("Phi3ForCausalLM", {"lm_head_bias": True}),
         ("BertForMaskedLM", {"directionality": "left"}),
         ("BertForMaskedLM", {"pooler_type": "mean"}),
         ("BertForMaskedLM", {"pruned_heads": {"0": [1]}}),
@@ -409,6 +536,18 @@ def test_the_same_fields_are_refused_where_they_would_count(architecture: str, v
     kind = {"architectures": [architecture], "model_type": ARCHITECTURES[architecture].model_type}
     with pytest.raises(ValueError, match=next(iter(values))):
         read_form(kind | values, "config.json", range(50))
+
+
+def test_the_page_of_families_says_what_is_read_and_what_is_refused() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "families.md").read_text()
+    rows = re.findall(r"^\| [^|]+ \| `(\w+)` \| (exact|mapped|refused) \|", page, re.MULTILINE)
+    assert len(rows) == page.count("\n| ") - 1  # all but the head of the table
+    classes = {state: [name for name, each in rows if each == state] for state in ("exact", "mapped", "refused")}
+    assert sorted(classes["exact"]) == sorted(ARCHITECTURES)
+    assert {*classes["mapped"]} <= ARCHITECTURES.keys()
+    for name in classes["refused"]:
+        with pytest.raises(ValueError, match=name):
+            read_form({"architectures": [name], "model_type": "another"}, "config.json", range(50))
 
 
 def test_two_dropout_rates_of_gpt2_are_a_warning() -> None:
@@ -623,4 +762,7 @@ OTHER_FIELDS = [
     *("layer_types", "sliding_attention", "sliding_window", "sliding_window_size", "sliding_window_pattern"),
     *("use_sliding_window", "max_window_layers", "query_pre_attn_scalar", "attn_logit_softcapping", "embd_pdrop"),
     *("final_logit_softcapping", "relative_attention_num_buckets", "scale_decoder_outputs"),
+    *("decoder_sparse_step", "mlp_only_layers", "norm_topk_prob", "num_local_experts", "clip_qkv", "swiglu_limit"),
+    *("first_k_dense_replace", "n_shared_experts", "n_group", "topk_group", "topk_method", "routed_scaling_factor"),
+    *("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim", "num_nextn_predict_layers", "use_qk_norm"),
 ]

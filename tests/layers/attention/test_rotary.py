@@ -136,8 +136,10 @@ def test_yarn_scaling_ramps_between_two_numbers_of_turns(scaling: YarnScaling, a
         (8, 1_000_000_000, {"base": 10.0}, [1.0] * 4),
         # Both indices lie before the first: nothing is divided.
         (8, 1, {"base": 10.0}, [0.0] * 4),
+        # Kimi K2's: both are the same index, 5.6, and the ramp is between the whole ones beside it.
+        (16, 4096, {"base": 10000.0, "beta_fast": 1.0}, [0.0] * 6 + [1.0] * 2),
     ],
-    ids=["end beyond the frequencies", "begin behind the end", "end before the begin"],
+    ids=["end beyond the frequencies", "begin behind the end", "end before the begin", "one index"],
 )
 def test_yarns_ramp_at_its_bounds(d: int, length: int, options: dict[str, Any], shares: list[float]) -> None:
     """As in transformers' ``_compute_yarn_parameters``: indices are bound to 0 and to the head size less 1."""
@@ -154,7 +156,7 @@ def test_yarns_ramp_at_its_bounds(d: int, length: int, options: dict[str, Any], 
         (lambda: LinearScaling(factor=0.5), "factor must be >= 1, got 0.5"),
         (lambda: Llama3Scaling(low_freq_factor=4.0, high_freq_factor=1.0), "low_freq_factor must be > 0 and below"),
         (lambda: Llama3Scaling(original_max_position_embeddings=0), "original_max_position_embeddings must be an int"),
-        (lambda: YarnScaling(factor=2.0, beta_fast=1.0), "beta_slow must be > 0 and below beta_fast, got 1.0 and 1.0"),
+        (lambda: YarnScaling(factor=2.0, beta_fast=0.5), "must be > 0 and at most beta_fast, got 1.0 and 0.5"),
         (lambda: rotary_embedding(jnp.arange(2), D, 1.0, scaling=YarnScaling(factor=2.0)), "YaRN needs .* base > 1"),
         (lambda: rotary_embedding(jnp.arange(2), D, rotary_percent=1.5), r"rotary_percent must be in \(0, 1\]"),
         (lambda: rotary_embedding(jnp.arange(2), D, rotary_percent=0.4), r"got 3 \(rotary_percent 0.4 of 8\); change"),

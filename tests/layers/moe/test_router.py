@@ -264,6 +264,8 @@ def test_bad_calls(call, words):
         ({"group_topk": 2}, "both"),
         ({"num_groups": 2, "group_topk": 3}, "more than the num_groups"),
         ({"num_groups": 4, "group_topk": 3}, "more than topk"),
+        ({"group_score_topk": 1}, "group_score_topk=1 is for groups"),
+        ({"num_groups": 4, "group_topk": 2, "group_score_topk": 3}, r"group_score_topk must be in \[1, 2\]"),
         ({"topk": 3, "num_groups": 4, "group_topk": 1}, "do not fit"),
         ({"topk_scaling_factor": 0.0}, "topk_scaling_factor"),
         ({"enable_expert_bias": True}, "sigmoid"),

@@ -32,7 +32,8 @@ def expected(logits, spec, bias=None, given=None):
         ranked = scores.copy() if bias is None else scores + wide(bias)
         if spec.num_groups is not None:
             groups = ranked.reshape(spec.num_groups, -1)
-            best = [sum(sorted(group, reverse=True)[: spec.topk // spec.group_topk]) for group in groups]
+            counted = spec.group_score_topk or spec.topk // spec.group_topk
+            best = [sum(sorted(group, reverse=True)[:counted]) for group in groups]
             unused = [g for g in range(spec.num_groups) if g not in order(best, spec.group_topk)]
             groups[unused] = -np.inf
         chosen = order(ranked, spec.topk) if given is None else list(np.asarray(given)[t])
@@ -59,6 +60,8 @@ SPECS = [
     {"topk": 2, "score_function": "sqrtsoftplus"},
     {"topk": 3, "num_groups": 2, "group_topk": 1},
     {"topk": 4, "pre_softmax": True, "num_groups": 4, "group_topk": 3},
+    {"topk": 4, "pre_softmax": True, "num_groups": 4, "group_topk": 2, "group_score_topk": 1},
+    {"topk": 1, "score_function": "sigmoid", "num_groups": 4, "group_topk": 2, "group_score_topk": 2},
 ]
 
 

@@ -1,4 +1,4 @@
-"""BERT: the encoder with its pooler, and with its head for masked tokens."""
+"""BERT and RoBERTa: the encoder with its pooler, and with its head for masked tokens."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _POOLER: Table = {
     "pooler/kernel": {"{base}pooler.dense.weight": "o h -> h o"},
     "pooler/bias": {"{base}pooler.dense.bias": "h -> h"},
 }
-_HEAD: Table = {
+_BERT_HEAD: Table = {
     "head_dense/kernel": {"cls.predictions.transform.dense.weight": "o h -> h o"},
     "head_dense/bias": {"cls.predictions.transform.dense.bias": "h -> h"},
     "head_norm/scale": {"cls.predictions.transform.LayerNorm.weight": "h -> h"},
@@ -53,32 +53,85 @@ _HEAD: Table = {
 }
 
 
-def _table(form: Form) -> Table:
-    head = form.others["add_lm_head"]
-    once = _ONCE | (_POOLER if form.others["add_pooler"] else {}) | (_HEAD if head else {})
-    base = "bert." if head else ""
+_ROBERTA_HEAD: Table = {
+    "head_dense/kernel": {"lm_head.dense.weight": "o h -> h o"},
+    "head_dense/bias": {"lm_head.dense.bias": "h -> h"},
+    "head_norm/scale": {"lm_head.layer_norm.weight": "h -> h"},
+    "head_norm/bias": {"lm_head.layer_norm.bias": "h -> h"},
+    "output_bias": {"lm_head.bias": "v -> v"},
+}
+
+
+def _bert_table(form: Form) -> Table:
+    return _encoder_table(form, "bert.", _BERT_HEAD)
+
+
+def _roberta_table(form: Form) -> Table:
+    return _encoder_table(form, "roberta.", _ROBERTA_HEAD)
+
+
+def _encoder_table(form: Form, prefix: str, head: Table) -> Table:
+    """Return the tensors of an encoder; beside the rows of a ``head`` their names begin with ``prefix``."""
+    headed = form.others["add_lm_head"]
+    once = _ONCE | (_POOLER if form.others["add_pooler"] else {}) | (head if headed else {})
+    base = prefix if headed else ""
     return layer_rows(once, 1, base=base) | layer_rows(_LAYER, form.config.num_layers, base=base)
 
 
-def _read(given: Fields, options: Options) -> Options:
+def _read_bert(given: Fields, options: Options) -> Options:
+    # In files of Google's multilingual and Chinese models: fields of the original program's pooler and attention.
+    given.expect("directionality", "bidi")
+    given.expect("pooler_type", "first_token_transform")
+    given.skip("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head")
+    return {**_read_encoder(given, options), "first_position": 0}
+
+
+def _read_masked_bert(given: Fields, options: Options) -> Options:
+    return {**_read_bert(given, options), **_MASKED}
+
+
+def _read_roberta(given: Fields, options: Options) -> Options:
+    # A token's position is the padding token's number and one for each token up to it that is no padding.
+    padding, rows = given.optional("pad_token_id", int, 1), given.take("max_position_embeddings", int, 512)
+    if padding is None or padding < 0:
+        raise given.refused("pad_token_id", padding, "positions begin behind it, and it must be at least 0")
+    length = rows - padding - 1
+    if length < 1:
+        raise given.refused(
+            "max_position_embeddings",
+            rows,
+            f"positions begin with {padding + 1}, behind pad_token_id, and none is left",
+        )
+    positions = {"first_position": padding + 1, "max_sequence_length": length}
+    return {**_read_encoder(given, options), **positions}
+
+
+def _read_masked_roberta(given: Fields, options: Options) -> Options:
+    given.expect("hidden_act", "gelu")  # the head's, whatever the encoder has
+    return {**_read_roberta(given, options), **_MASKED}
+
+
+_MASKED = {"add_lm_head": True, "add_pooler": False}
+
+
+def _read_encoder(given: Fields, options: Options) -> Options:
+    """Return the options with those that BERT and RoBERTa share."""
     activation = given.activation("hidden_act", "gelu", gated=False)
     given.expect("position_embedding_type", "absolute")
     given.expect("tie_word_embeddings", True)
     given.expect("is_decoder", False)
     given.expect("add_cross_attention", False)
-    # In files of Google's multilingual and Chinese models: fields of the original program's pooler and attention.
-    given.expect("directionality", "bidi")
-    given.expect("pooler_type", "first_token_transform")
-    given.skip("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head")
     return {**options, "activation": activation, "add_lm_head": False, "add_pooler": True}
 
 
-def _read_masked(given: Fields, options: Options) -> Options:
-    return {**_read(given, options), "add_lm_head": True, "add_pooler": False}
-
-
-def _write(options: Options) -> dict[str, Any]:
+def _write_bert(options: Options) -> dict[str, Any]:
     return {"hidden_act": activation_name(options["activation"], gated=False), "tie_word_embeddings": True}
+
+
+def _write_roberta(options: Options) -> dict[str, Any]:
+    first = options["first_position"]
+    rows = first + options["max_sequence_length"]
+    return {**_write_bert(options), "pad_token_id": first - 1, "max_position_embeddings": rows}
 
 
 def _options(model: Any) -> Options:
@@ -86,6 +139,7 @@ def _options(model: Any) -> Options:
     return {
         "vocab_size": model.vocab_size,
         "max_sequence_length": model.max_sequence_length,
+        "first_position": model.first_position,
         "num_tokentypes": 0 if types is None else types.embedding.shape[0],
         "add_lm_head": model.head_dense is not None,
         "add_pooler": model.pooler is not None,
@@ -108,9 +162,9 @@ BERT = Architecture(
         "hidden_dropout_prob": ("hidden_dropout", 0.1),
         "attention_probs_dropout_prob": ("attention_dropout", 0.1),
     },
-    read=_read,
-    write=_write,
-    table=_table,
+    read=_read_bert,
+    write=_write_bert,
+    table=_bert_table,
     options=_options,
     base="",
     tied_names={},
@@ -120,11 +174,32 @@ BERT = Architecture(
 # Published files of this class also contain the pooler and the other pre-training head, which the class does not use.
 MASKED_BERT = replace(
     BERT,
-    read=_read_masked,
+    read=_read_masked_bert,
     base="bert.",
     tied_names={
         "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     },
     ignored=r"bert\.(embeddings\.position_ids|pooler\.dense\.(weight|bias))|cls\.seq_relationship\.(weight|bias)",
+)
+ROBERTA = replace(
+    BERT,
+    model_type="roberta",
+    fields={
+        **{name: field for name, field in BERT.fields.items() if name != "max_position_embeddings"},
+        "vocab_size": ("vocab_size", 50265),
+    },
+    read=_read_roberta,
+    write=_write_roberta,
+    table=_roberta_table,
+)
+MASKED_ROBERTA = replace(
+    ROBERTA,
+    read=_read_masked_roberta,
+    base="roberta.",
+    tied_names={
+        "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
+        "lm_head.decoder.bias": "lm_head.bias",
+    },
+    ignored=r"roberta\.(embeddings\.position_ids|pooler\.dense\.(weight|bias))",
 )

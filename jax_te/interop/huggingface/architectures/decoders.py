@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from jax_te.config import TransformerConfig
 from jax_te.interop.huggingface.capabilities import TIED, Architecture, Form, Options, layer_windows, model_options
 from jax_te.interop.huggingface.config_json import FULL, WINDOW, Fields, activation_name, rotary_fields
 from jax_te.interop.huggingface.tensor_patterns import Table, layer_rows
@@ -43,11 +44,12 @@ def _gpt2_table(form: Form) -> Table:
         **layer_rows(_GPT2_LAYER, form.config.num_layers),
         "final_norm/scale": {"transformer.ln_f.weight": "h -> h"},
         "final_norm/bias": {"transformer.ln_f.bias": "h -> h"},
-        **_head(form),
+        **head_rows(form),
     }
 
 
-def _head(form: Form) -> Table:
+def head_rows(form: Form) -> Table:
+    """Return the row of the output head; none for one that is the embedding."""
     return {} if form.others[TIED] else {"output_kernel": {"lm_head.weight": "v h -> h v"}}
 
 
@@ -57,14 +59,7 @@ def _read_gpt2(given: Fields, options: Options) -> Options:
     given.expect("scale_attn_by_inverse_layer_idx", False)
     given.expect("add_cross_attention", False)
     given.take("reorder_and_upcast_attn", bool, False)  # scores are fp32 in any case
-    rate, of_embeddings = options["hidden_dropout"], given.take("embd_pdrop", float, 0.1)
-    if of_embeddings != rate:
-        # Not refused: without dropout, as in evaluation and generation, nothing depends on it.
-        warnings.warn(
-            f"embd_pdrop is {of_embeddings}, resid_pdrop {rate}: here one rate, hidden_dropout={rate}, is for both. "
-            "Outputs without dropout are the same; another rate is said with config={'hidden_dropout': RATE}",
-            stacklevel=1,
-        )
+    _compare_rates(options["hidden_dropout"], given.take("embd_pdrop", float, 0.1))
     given.skip("n_ctx")  # an older name of n_positions, which transformers no longer reads
     given.skip("summary_activation", "summary_first_dropout", "summary_proj_to_labels")  # a head for other tasks
     given.skip("summary_type", "summary_use_proj")
@@ -76,6 +71,17 @@ def _read_gpt2(given: Fields, options: Options) -> Options:
         "softmax_scale": None if scaled else 1.0,
         "position_embedding_type": "learned_absolute",
     }
+
+
+def _compare_rates(rate: float, of_embeddings: float) -> None:
+    """Warn of a dropout rate of embeddings that is not that of the blocks."""
+    if of_embeddings != rate:
+        # Not refused: without dropout, as in evaluation and generation, nothing depends on it.
+        warnings.warn(
+            f"embd_pdrop is {of_embeddings}, resid_pdrop {rate}: here one rate, hidden_dropout={rate}, is for both. "
+            "Outputs without dropout are the same; another rate is said with config={'hidden_dropout': RATE}",
+            stacklevel=1,
+        )
 
 
 def _write_gpt2(options: Options) -> dict[str, Any]:
@@ -108,6 +114,78 @@ GPT2 = Architecture(
     base="transformer.",
     tied_names={"lm_head.weight": "transformer.wte.weight"},
     ignored=r"transformer\.h\.\d+\.attn\.(masked_)?bias",
+)
+
+_NEOX_LAYER: Table = {
+    f"{_ATTENTION}/qkv/scale": {"gpt_neox.layers.{i}.input_layernorm.weight": "h -> h"},
+    f"{_ATTENTION}/qkv/ln_bias": {"gpt_neox.layers.{i}.input_layernorm.bias": "h -> h"},
+    f"{_ATTENTION}/qkv/kernel": {"gpt_neox.layers.{i}.attention.query_key_value.weight": "(g c d) h -> h c (g d)"},
+    f"{_ATTENTION}/qkv/bias": {"gpt_neox.layers.{i}.attention.query_key_value.bias": "(g c d) -> c (g d)"},
+    f"{_ATTENTION}/proj/kernel": {"gpt_neox.layers.{i}.attention.dense.weight": "h q -> q h"},
+    f"{_ATTENTION}/proj/bias": {"gpt_neox.layers.{i}.attention.dense.bias": "h -> h"},
+    f"{_MLP}/scale": {"gpt_neox.layers.{i}.post_attention_layernorm.weight": "h -> h"},
+    f"{_MLP}/ln_bias": {"gpt_neox.layers.{i}.post_attention_layernorm.bias": "h -> h"},
+    f"{_MLP}/wi_kernel": {"gpt_neox.layers.{i}.mlp.dense_h_to_4h.weight": "f h -> h 1 f"},
+    f"{_MLP}/wi_bias": {"gpt_neox.layers.{i}.mlp.dense_h_to_4h.bias": "f -> 1 f"},
+    f"{_MLP}/wo_kernel": {"gpt_neox.layers.{i}.mlp.dense_4h_to_h.weight": "h f -> f h"},
+    f"{_MLP}/wo_bias": {"gpt_neox.layers.{i}.mlp.dense_4h_to_h.bias": "h -> h"},
+}
+
+
+def _neox_table(form: Form) -> Table:
+    return {
+        "embedding/embedding": {"gpt_neox.embed_in.weight": "v h -> v h"},
+        **layer_rows(_NEOX_LAYER, form.config.num_layers),
+        "final_norm/scale": {"gpt_neox.final_layer_norm.weight": "h -> h"},
+        "final_norm/bias": {"gpt_neox.final_layer_norm.bias": "h -> h"},
+        **({} if form.others[TIED] else {"output_kernel": {"embed_out.weight": "v h -> h v"}}),
+    }
+
+
+def _read_neox(given: Fields, options: Options) -> Options:
+    # The names of files before transformers 5.
+    base, part = given.take("rotary_emb_base", float, 10000.0), given.take("rotary_pct", float, 0.25)
+    given.expect("attention_bias", True)  # the feed-forward block has biases, and linear layers have them all or none
+    given.skip("attention_probs_dropout_prob", "hidden_dropout_prob")  # names that transformers' class never read
+    return {
+        **options,
+        "activation": given.activation("hidden_act", "gelu", gated=False),
+        "position_embedding_type": given.rotary(options["max_sequence_length"], base, part_default=part),
+    }
+
+
+def _write_neox(options: Options) -> dict[str, Any]:
+    positions = options["position_embedding_type"]
+    written = {"hidden_act": activation_name(options["activation"], gated=False), **rotary_fields(positions)}
+    if isinstance(positions, RotaryPositions):
+        written |= {"rotary_emb_base": written.pop("rope_theta"), "rotary_pct": positions.percent}
+    return written
+
+
+GPT_NEOX = Architecture(
+    model_type="gpt_neox",
+    model=GPTModel,
+    fields={
+        "vocab_size": ("vocab_size", 50432),
+        "hidden_size": ("hidden_size", 6144),
+        "intermediate_size": ("ffn_hidden_size", 24576),
+        "num_hidden_layers": ("num_layers", 44),
+        "num_attention_heads": ("num_attention_heads", 64),
+        "max_position_embeddings": ("max_sequence_length", 2048),
+        "use_parallel_residual": ("parallel_attention_mlp", True),
+        "layer_norm_eps": ("layernorm_epsilon", 1e-5),
+        "hidden_dropout": ("hidden_dropout", 0.0),
+        "attention_dropout": ("attention_dropout", 0.0),
+        "tie_word_embeddings": (TIED, False),
+    },
+    read=_read_neox,
+    write=_write_neox,
+    table=_neox_table,
+    options=_options,
+    base="gpt_neox.",
+    tied_names={"embed_out.weight": "gpt_neox.embed_in.weight"},
+    ignored=r"gpt_neox\.layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)",
+    older=((r"lm_head\.weight", "embed_out.weight"),),
 )
 
 _LLAMA_LAYER: Table = {
@@ -145,6 +223,10 @@ _QK_NORMS: Table = {
     f"{_ATTENTION}/q_norm/scale": {"model.layers.{i}.self_attn.q_norm.weight": "d -> d"},
     f"{_ATTENTION}/k_norm/scale": {"model.layers.{i}.self_attn.k_norm.weight": "d -> d"},
 }
+_QK_NORMS_ACROSS_HEADS: Table = {
+    f"{_ATTENTION}/q_norm/scale": {"model.layers.{i}.self_attn.q_norm.weight": "q -> q"},
+    f"{_ATTENTION}/k_norm/scale": {"model.layers.{i}.self_attn.k_norm.weight": "(g d) -> (g d)"},
+}
 # With norms after blocks, a name of Llama's denotes another norm.
 _OUTPUT_NORMS: Table = {
     "layers/{i}/self_attention_norm/scale": {"model.layers.{i}.post_attention_layernorm.weight": "h -> h"},
@@ -153,17 +235,23 @@ _OUTPUT_NORMS: Table = {
 }
 
 
-def _llama_table(form: Form) -> Table:
-    config = form.config
+def llama_layer(config: TransformerConfig) -> Table:
+    """Return the rows of a layer of Llama or a related architecture."""
     layer = _LLAMA_LAYER | (_QKV_BIASES if config.add_bias_linear or config.add_qkv_bias else {})
     layer |= _OTHER_BIASES if config.add_bias_linear else {}
     layer |= _QK_NORMS if config.qk_layernorm else {}
+    layer |= _QK_NORMS_ACROSS_HEADS if config.qk_layernorm_across_heads else {}
     layer |= _OUTPUT_NORMS if config.block_output_layernorm else {}
+    inner = () if config.block_input_layernorm else (f"{_ATTENTION}/qkv/scale", f"{_MLP}/scale")
+    return {path: row for path, row in layer.items() if path not in inner}
+
+
+def _llama_table(form: Form) -> Table:
     return {
         "embedding/embedding": {"model.embed_tokens.weight": "v h -> v h"},
-        **layer_rows(layer, config.num_layers),
+        **layer_rows(llama_layer(form.config), form.config.num_layers),
         "final_norm/scale": {"model.norm.weight": "h -> h"},
-        **_head(form),
+        **head_rows(form),
     }
 
 
@@ -176,15 +264,21 @@ def _read_llama(given: Fields, options: Options) -> Options:
         raise given.refused(
             "mlp_bias", not bias, f"attention_bias is {bias}, and linear layers have biases all or none"
         )
-    return {**_read_block(given, options, _positions(given, options)), "add_bias_linear": bias}
+    return {**read_block(given, options), "add_bias_linear": bias}
 
 
-def _positions(given: Fields, options: Options) -> RotaryPositions:
-    return given.rotary(options["max_sequence_length"])
+def read_block(
+    given: Fields, options: Options, positions: RotaryPositions | None = None, activation: str = "silu"
+) -> Options:
+    """Return the options with those that Llama and related architectures share.
 
-
-def _read_block(given: Fields, options: Options, positions: RotaryPositions, activation: str = "silu") -> Options:
-    """Return the options with those that Llama and related architectures share; ``activation`` is the default."""
+    Args:
+        given: fields of ``config.json``.
+        options: options of the fields that are read already.
+        positions: rotary positions. None: those of the fields.
+        activation: default of the activation.
+    """
+    positions = given.rotary(options["max_sequence_length"]) if positions is None else positions
     return {
         **options,
         "activation": given.activation("hidden_act", activation, gated=True),
@@ -195,10 +289,11 @@ def _read_block(given: Fields, options: Options, positions: RotaryPositions, act
 
 def _write_llama(options: Options) -> dict[str, Any]:
     bias = options["add_bias_linear"]
-    return {**_write_rotary(options), "attention_bias": bias, "mlp_bias": bias}
+    return {**write_rotary(options), "attention_bias": bias, "mlp_bias": bias}
 
 
-def _write_rotary(options: Options) -> dict[str, Any]:
+def write_rotary(options: Options) -> dict[str, Any]:
+    """Return the fields of rotary positions and of the activation."""
     activation = activation_name(options["activation"], gated=True)
     return {"hidden_act": activation, **rotary_fields(options["position_embedding_type"])}
 
@@ -229,7 +324,7 @@ LLAMA = Architecture(
 )
 
 
-def _read_windows(given: Fields, options: Options, size: int | None, default: Sequence[bool]) -> Options:
+def read_windows(given: Fields, options: Options, size: int | None, default: Sequence[bool]) -> Options:
     """Return the options with the windows of layers: of those in ``layer_types``, or in ``default``."""
     count = options["num_layers"]
     kinds = given.take("layer_types", list, [WINDOW if windowed else FULL for windowed in default])
@@ -244,7 +339,12 @@ def _read_windows(given: Fields, options: Options, size: int | None, default: Se
     }
 
 
-def _write_windows(options: Options) -> dict[str, Any]:
+def write_windows(options: Options) -> dict[str, Any]:
+    """Return the fields of the windows of layers, all of the same size.
+
+    Raises:
+        ValueError: for a window that reaches to later positions.
+    """
     windows = layer_windows(options)
     left, right = next(filter(None, windows), (None, 0))
     if left is not None and (left < 0 or right != 0):
@@ -253,13 +353,35 @@ def _write_windows(options: Options) -> dict[str, Any]:
     return {"sliding_window": size, "layer_types": [WINDOW if window else FULL for window in windows]}
 
 
+def read_window(given: Fields, options: Options, size: int | None) -> Options:
+    """Return the options with a window in all layers, or in none for a size of None."""
+    layers = options["num_layers"]
+    if size is not None and size < 1:
+        raise given.refused("sliding_window", size, "it must be positive")
+    # These classes of transformers have a window in all layers or in none, whatever layer_types says.
+    given.expect("layer_types", [FULL if size is None else WINDOW] * layers)
+    return read_windows(given, options, size, [size is not None] * layers)
+
+
+def write_window(options: Options) -> dict[str, Any]:
+    """Return the field of a window in all layers, or in none.
+
+    Raises:
+        ValueError: for windows in some layers.
+    """
+    windows = write_windows(options)
+    if len({*windows["layer_types"]}) > 1:
+        raise ValueError("windows in some layers only, where transformers' class has one in all or in none")
+    return {"sliding_window": windows["sliding_window"]}
+
+
 def _read_qwen2(given: Fields, options: Options) -> Options:
     given.expect("use_mrope", False)
     size, first = given.optional("sliding_window", int, 4096), given.take("max_window_layers", int, 28)
     size = size if given.take("use_sliding_window", bool, False) else None
-    block = _read_block(given, options, _positions(given, options))
+    block = read_block(given, options)
     windowed = [bool(size) and i >= first for i in range(options["num_layers"])]
-    return {**_read_windows(given, block, size, windowed), "add_bias_linear": False, "add_qkv_bias": True}
+    return {**read_windows(given, block, size, windowed), "add_bias_linear": False, "add_qkv_bias": True}
 
 
 def _read_qwen3(given: Fields, options: Options) -> Options:
@@ -268,8 +390,8 @@ def _read_qwen3(given: Fields, options: Options) -> Options:
 
 
 def _write_qwen(options: Options) -> dict[str, Any]:
-    windows = _write_windows(options)
-    return {**_write_rotary(options), **windows, "use_sliding_window": WINDOW in windows["layer_types"]}
+    windows = write_windows(options)
+    return {**write_rotary(options), **windows, "use_sliding_window": WINDOW in windows["layer_types"]}
 
 
 QWEN2 = replace(
@@ -289,20 +411,12 @@ QWEN3 = replace(QWEN2, model_type="qwen3", fields={**QWEN2.fields, "head_dim": (
 
 
 def _read_mistral(given: Fields, options: Options) -> Options:
-    size, layers = given.optional("sliding_window", int, 4096), options["num_layers"]
-    if size is not None and size < 1:
-        raise given.refused("sliding_window", size, "it must be positive")
-    # transformers' class has a window in all layers or in none, whatever layer_types says.
-    given.expect("layer_types", [FULL if size is None else WINDOW] * layers)
-    block = _read_block(given, options, _positions(given, options))
-    return {**_read_windows(given, block, size, [size is not None] * layers), "add_bias_linear": False}
+    block = read_window(given, read_block(given, options), given.optional("sliding_window", int, 4096))
+    return {**block, "add_bias_linear": False}
 
 
 def _write_mistral(options: Options) -> dict[str, Any]:
-    windows = _write_windows(options)
-    if len({*windows["layer_types"]}) > 1:
-        raise ValueError("windows in some layers only, where transformers' class has one in all or in none")
-    return {**_write_rotary(options), "sliding_window": windows["sliding_window"]}
+    return {**write_rotary(options), **write_window(options)}
 
 
 MISTRAL = replace(
@@ -319,14 +433,100 @@ MISTRAL = replace(
 )
 
 
+def _read_olmo2(given: Fields, options: Options) -> Options:
+    given.expect("attention_bias", False)  # linear layers have biases all or none, and those of others have none
+    return {
+        **read_block(given, options),
+        "qk_layernorm": True,
+        "qk_layernorm_across_heads": True,
+        "block_input_layernorm": False,
+        "block_output_layernorm": True,
+        "add_bias_linear": False,
+    }
+
+
+OLMO2 = replace(
+    LLAMA,
+    model_type="olmo2",
+    fields={
+        # Heads have the size that divides the hidden size.
+        **{name: field for name, field in LLAMA.fields.items() if name != "head_dim"},
+        "vocab_size": ("vocab_size", 50304),
+        "rms_norm_eps": ("layernorm_epsilon", 1e-5),
+    },
+    read=_read_olmo2,
+    write=write_rotary,
+)
+
+
+_PHI3_LAYER: Table = {
+    **_LLAMA_LAYER,
+    f"{_ATTENTION}/qkv/kernel": {
+        "model.layers.{i}.self_attn.qkv_proj.weight": (
+            "(g r d) h -> h r (g d) | (g d) h -> h 1 (g d) | (g d) h -> h 1 (g d)"
+        )
+    },
+    f"{_MLP}/wi_kernel": {"model.layers.{i}.mlp.gate_up_proj.weight": "f h -> h 1 f | f h -> h 1 f"},
+}
+
+
+def _phi3_table(form: Form) -> Table:
+    return {
+        "embedding/embedding": {"model.embed_tokens.weight": "v h -> v h"},
+        **layer_rows(_PHI3_LAYER, form.config.num_layers),
+        "final_norm/scale": {"model.norm.weight": "h -> h"},
+        **head_rows(form),
+    }
+
+
+def _read_phi3(given: Fields, options: Options) -> Options:
+    positions = given.rotary(options["max_sequence_length"], part_default=1.0)
+    if positions.scaling is not None:
+        kind = type(positions.scaling).__name__
+        raise given.refused("rope_scaling", kind, "transformers' class has longrope or none, and longrope is not here")
+    given.skip("original_max_position_embeddings")  # longrope's
+    # In files that come with code of their own.
+    given.expect("attention_bias", False)
+    given.expect("mlp_bias", False)
+    given.expect("lm_head_bias", False)
+    _compare_rates(options["hidden_dropout"], given.take("embd_pdrop", float, 0.0))
+    block = read_window(given, read_block(given, options, positions), given.optional("sliding_window", int, None))
+    return {**block, "add_bias_linear": False}
+
+
+def _write_phi3(options: Options) -> dict[str, Any]:
+    positions = options["position_embedding_type"]
+    part = positions.percent if isinstance(positions, RotaryPositions) else 1.0
+    others = {"partial_rotary_factor": part, "embd_pdrop": options["hidden_dropout"]}
+    return {**write_rotary(options), **write_window(options), **others}
+
+
+PHI3 = replace(
+    LLAMA,
+    model_type="phi3",
+    fields={
+        **{name: field for name, field in LLAMA.fields.items() if name != "head_dim"},
+        "vocab_size": ("vocab_size", 32064),
+        "hidden_size": ("hidden_size", 3072),
+        "intermediate_size": ("ffn_hidden_size", 8192),
+        "max_position_embeddings": ("max_sequence_length", 4096),
+        "rms_norm_eps": ("layernorm_epsilon", 1e-5),
+        "resid_pdrop": ("hidden_dropout", 0.0),
+    },
+    read=_read_phi3,
+    write=_write_phi3,
+    table=_phi3_table,
+)
+
+
 def _read_gemma(given: Fields, options: Options) -> Options:
-    return _read_gemma_block(given, options, _positions(given, options))
+    return _read_gemma_block(given, options, None)
 
 
-def _read_gemma_block(given: Fields, options: Options, positions: RotaryPositions) -> Options:
+def _read_gemma_block(given: Fields, options: Options, positions: RotaryPositions | None) -> Options:
     # Files of the first release say "gelu" and mean the tanh form.
     gelu = "gelu_pytorch_tanh"
-    block = _read_block(given, options, positions, gelu)
+    block = read_block(given, options, positions, gelu)
     given.expect("hidden_activation", gelu)
     given.expect("attention_bias", False)
     given.expect("use_bidirectional_attention", False)
@@ -341,7 +541,7 @@ def _read_gemma_block(given: Fields, options: Options, positions: RotaryPosition
 
 
 def _write_gemma(options: Options) -> dict[str, Any]:
-    written = _write_rotary(options)
+    written = write_rotary(options)
     return written | ({"hidden_act": "gelu_pytorch_tanh"} if options["activation"] == "geglu" else {})
 
 
@@ -391,7 +591,7 @@ def _read_output_norms(
     given.expect("sliding_window_size", size)
     softcap = given.optional("final_logit_softcapping", float, caps[1])
     return {
-        **_read_windows(given, options, size, windowed),
+        **read_windows(given, options, size, windowed),
         "logit_softcap": given.optional("attn_logit_softcapping", float, caps[0]),
         "softmax_scale": None if scalar == options["kv_channels"] else scalar**-0.5,
         "block_output_layernorm": True,
@@ -401,7 +601,7 @@ def _read_output_norms(
 
 def _write_gemma2(options: Options) -> dict[str, Any]:
     scale = options["softmax_scale"]
-    windows = _write_windows(options)
+    windows = write_windows(options)
     if windows["sliding_window"] is None:
         # transformers creates the window mask for every Gemma 2 and 3, even if no layer has a window.
         windows["sliding_window"] = 4096

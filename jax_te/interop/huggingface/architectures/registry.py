@@ -5,9 +5,24 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jax_te.interop.huggingface.architectures.bert import BERT, MASKED_BERT
-from jax_te.interop.huggingface.architectures.decoders import GEMMA, GEMMA2, GEMMA3, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3
-from jax_te.interop.huggingface.architectures.t5 import T5
+from jax_te.interop.huggingface.architectures.bert import BERT, MASKED_BERT, MASKED_ROBERTA, ROBERTA
+from jax_te.interop.huggingface.architectures.decoders import (
+    GEMMA,
+    GEMMA2,
+    GEMMA3,
+    GPT2,
+    GPT_NEOX,
+    LLAMA,
+    MISTRAL,
+    OLMO2,
+    PHI3,
+    QWEN2,
+    QWEN3,
+)
+from jax_te.interop.huggingface.architectures.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM_MOE
+from jax_te.interop.huggingface.architectures.gpt_oss import GPT_OSS
+from jax_te.interop.huggingface.architectures.mixtures import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
+from jax_te.interop.huggingface.architectures.t5 import MT5, T5
 from jax_te.interop.huggingface.capabilities import Architecture, Form
 from jax_te.interop.huggingface.config_json import Fields
 
@@ -15,14 +30,28 @@ ARCHITECTURES: dict[str, Architecture] = {
     "GPT2LMHeadModel": GPT2,
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": MISTRAL,
+    "Olmo2ForCausalLM": OLMO2,
+    "Phi3ForCausalLM": PHI3,
     "Qwen2ForCausalLM": QWEN2,
     "Qwen3ForCausalLM": QWEN3,
     "GemmaForCausalLM": GEMMA,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
+    "GPTNeoXForCausalLM": GPT_NEOX,
+    "MixtralForCausalLM": MIXTRAL,
+    "Qwen2MoeForCausalLM": QWEN2_MOE,
+    "Qwen3MoeForCausalLM": QWEN3_MOE,
+    "OlmoeForCausalLM": OLMOE,
+    "DeepseekV2ForCausalLM": DEEPSEEK_V2,
+    "DeepseekV3ForCausalLM": DEEPSEEK_V3,
+    "Glm4MoeForCausalLM": GLM_MOE,
+    "GptOssForCausalLM": GPT_OSS,
     "T5ForConditionalGeneration": T5,
+    "MT5ForConditionalGeneration": MT5,
     "BertForMaskedLM": MASKED_BERT,
     "BertModel": BERT,
+    "RobertaForMaskedLM": MASKED_ROBERTA,
+    "RobertaModel": ROBERTA,
 }
 """Classes of transformers whose checkpoints `load_huggingface` reads and `save_huggingface` writes."""
 
@@ -36,7 +65,7 @@ def named_architecture(given: Fields) -> Architecture:
     names, kind = given.take("architectures", list, []), given.take("model_type", str, "")
     names = names or [name for name, each in ARCHITECTURES.items() if each.model_type == kind]
     known = ARCHITECTURES.get(names[0]) if names and isinstance(names[0], str) else None
-    if known is None or known.model_type != kind:
+    if known is None or kind not in (known.model_type, *known.other_model_types):
         raise given.refused(
             "architectures", names[:3], f"model_type is {kind[:60]!r}; known: {', '.join(ARCHITECTURES)}"
         )

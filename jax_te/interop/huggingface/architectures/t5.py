@@ -1,7 +1,8 @@
-"""T5 and T5 v1.1."""
+"""T5, T5 v1.1 and mT5."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from jax_te.interop.huggingface.capabilities import TIED, Architecture, Form, Options, model_options
@@ -41,7 +42,8 @@ _CROSS: Table = {
     },
 }
 
-_TIED = ("lm_head.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+_LM_HEAD = "lm_head.weight"
+_TIED = (_LM_HEAD, "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
 
 def _table(form: Form) -> Table:
@@ -54,13 +56,32 @@ def _table(form: Form) -> Table:
         table |= layer_rows(stack, count, ours=ours, last=last)
         table |= {f"{ours}_bias/embedding": {f"{ours}.{bias}": "b n -> b n"}}
         table |= {f"{ours}_norm/scale": {f"{ours}.final_layer_norm.weight": "h -> h"}}
-    head = {} if form.others[TIED] else {"output_kernel": {"lm_head.weight": "v h -> h v"}}
+    head = {} if form.others[TIED] else {"output_kernel": {_LM_HEAD: "v h -> h v"}}
     return table | layer_rows(_CROSS, form.config.num_layers) | head
 
 
-def _read(given: Fields, options: Options) -> Options:
+def _read_t5(given: Fields, options: Options) -> Options:
+    # Versions of transformers differ: in older ones tie_word_embeddings says both; in newer ones the second field says
+    # whether the head's input is scaled, and a head that is among the tensors is one of its own.
+    shared = given.take("tie_word_embeddings", bool, True)
+    scaled = given.take("scale_decoder_outputs", bool, shared)
+    return {
+        **_read_stacks(given, options, "relu"),
+        TIED: (shared and scaled) or _LM_HEAD not in given.tensors,
+        "multipliers": Multipliers(head=max(options["hidden_size"], 1) ** -0.5 if scaled else 1.0),
+    }
+
+
+def _read_mt5(given: Fields, options: Options) -> Options:
+    # transformers 5 ignores the field: a head that is among the tensors is one of its own, and its input is not scaled.
+    given.take("tie_word_embeddings", bool, False)
+    return {**_read_stacks(given, options, "gated-gelu"), TIED: _LM_HEAD not in given.tensors}
+
+
+def _read_stacks(given: Fields, options: Options, default: str) -> Options:
+    """Return the options with those of encoder and decoder; ``default`` is the feed-forward blocks' activation."""
     given.expect("is_decoder", False)
-    projection = given.take("feed_forward_proj", str, "relu")
+    projection = given.take("feed_forward_proj", str, default)
     gated = projection.startswith("gated-")
     name = "gelu_new" if projection == "gated-gelu" else projection.removeprefix("gated-")
     if name not in ACTIVATIONS:
@@ -69,16 +90,10 @@ def _read(given: Fields, options: Options) -> Options:
     given.expect("is_gated_act", gated)
     buckets = given.take("relative_attention_num_buckets", int, 32)
     positions = RelativePositions(buckets, given.take("relative_attention_max_distance", int, 128))
-    # Versions of transformers differ: in older ones tie_word_embeddings says both; in newer ones the second field says
-    # whether the head's input is scaled, and a head that is among the tensors is one of its own.
-    shared = given.take("tie_word_embeddings", bool, True)
-    scaled = given.take("scale_decoder_outputs", bool, shared)
     return {
         **options,
         "activation": ACTIVATIONS[name][gated],
         "position_embedding_type": positions,
-        TIED: (shared and scaled) or "lm_head.weight" not in given.tensors,
-        "multipliers": Multipliers(head=max(options["hidden_size"], 1) ** -0.5 if scaled else 1.0),
         "num_layers": options["num_layers"] or options["encoder_num_layers"],
         "attention_dropout": options["hidden_dropout"],
         "normalization": "RMSNorm",
@@ -87,7 +102,11 @@ def _read(given: Fields, options: Options) -> Options:
     }
 
 
-def _write(options: Options) -> dict[str, Any]:
+def _write_t5(options: Options) -> dict[str, Any]:
+    return {**_write_stacks(options), "scale_decoder_outputs": options["multipliers"].head != 1.0}
+
+
+def _write_stacks(options: Options) -> dict[str, Any]:
     gated = activation_name(options["activation"], gated=True)
     positions = options["position_embedding_type"]
     relative = isinstance(positions, RelativePositions)
@@ -98,7 +117,6 @@ def _write(options: Options) -> dict[str, Any]:
         "relative_attention_num_buckets": positions.num_buckets if relative else None,
         "relative_attention_max_distance": positions.max_distance if relative else None,
         "tie_word_embeddings": options[TIED],
-        "scale_decoder_outputs": options["multipliers"].head != 1.0,
         "is_encoder_decoder": True,
     }
 
@@ -124,11 +142,24 @@ T5 = Architecture(
         "layer_norm_epsilon": ("layernorm_epsilon", 1e-6),
         "dropout_rate": ("hidden_dropout", 0.1),
     },
-    read=_read,
-    write=_write,
+    read=_read_t5,
+    write=_write_t5,
     table=_table,
     options=_options,
     base="",
     tied_names=dict.fromkeys(_TIED, "shared.weight"),
     ignored=r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
+)
+MT5 = replace(
+    T5,
+    model_type="mt5",
+    fields={
+        **T5.fields,
+        "vocab_size": ("vocab_size", 250112),
+        "d_ff": ("ffn_hidden_size", 1024),
+        "num_layers": ("encoder_num_layers", 8),
+        "num_heads": ("num_attention_heads", 6),
+    },
+    read=_read_mt5,
+    write=_write_stacks,
 )

@@ -1,0 +1,310 @@
+"""Adapters in PEFT's format, without its package: what they compute, what is kept of them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+
+from jax_te.config import TransformerConfig
+from jax_te.errors import CheckpointMismatchError
+from jax_te.interop.huggingface import load_huggingface, load_peft, save_huggingface, save_peft
+from jax_te.interop.huggingface.safetensors import TensorFile, write_file
+from jax_te.layers import LoRA
+from jax_te.models import GPTModel
+from tests.support.meshes import use_mesh
+from tests.support.numerics import assert_bitwise, assert_close, quick_jit
+
+SIZES = {"q_proj": (32, 32), "k_proj": (16, 32), "v_proj": (16, 32), "o_proj": (32, 32)}
+SIZES = {f"self_attn.{name}": size for name, size in SIZES.items()}
+SIZES |= {"mlp.gate_proj": (48, 32), "mlp.up_proj": (48, 32), "mlp.down_proj": (32, 48)}
+TOKENS = np.random.default_rng(1).integers(0, 64, (4, 8)).astype(np.int32)
+RANK = 3
+FIELDS: dict[str, Any] = {"peft_type": "LORA", "r": RANK, "lora_alpha": 6, "bias": "none", "use_dora": False}
+
+
+CONFIG = TransformerConfig(
+    num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, ffn_hidden_size=48,
+    normalization="RMSNorm", activation="swiglu", add_bias_linear=False,
+)  # fmt: skip
+
+
+def llama() -> GPTModel:
+    return GPTModel(
+        CONFIG,
+        vocab_size=64,
+        max_sequence_length=32,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        rngs=nnx.Rngs(0),
+    )
+
+
+def adapters(names: list[str], rank: int = RANK, dtype: Any = np.float32) -> dict[str, np.ndarray]:
+    """The tensors of a file with adapters of these layers in both transformer layers."""
+    rng, found = np.random.default_rng(0), {}
+    for layer in range(2):
+        for name in names:
+            out, inner = SIZES[name]
+            module = f"base_model.model.model.layers.{layer}.{name}"
+            found[f"{module}.lora_A.weight"] = rng.normal(size=(rank, inner)).astype(dtype)
+            found[f"{module}.lora_B.weight"] = rng.normal(size=(out, rank)).astype(dtype)
+    return found
+
+
+def write(folder: Path, tensors: dict[str, np.ndarray], **fields: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    plan = [(name, array.dtype, array.shape) for name, array in tensors.items()]
+    write_file(folder / "adapter_model.safetensors", plan, tensors.items())
+    (folder / "adapter_config.json").write_text(json.dumps(FIELDS | fields))
+    return folder
+
+
+def merged(tmp_path: Path, tensors: dict[str, np.ndarray], scale: float) -> GPTModel:
+    """The model of a folder whose weights have the adapters' products added."""
+    path = tmp_path / "merged"
+    save_huggingface(llama(), path)
+    weights = dict(TensorFile(path / "model.safetensors").tensors)
+    for name in [name for name in tensors if "lora_A" in name]:
+        a, b = tensors[name], tensors[name.replace("lora_A", "lora_B")]
+        weight = name.removeprefix("base_model.model.").replace("lora_A.weight", "weight")
+        weights[weight] = (weights[weight] + scale * (b.astype(np.float64) @ a)).astype(np.float32)
+    plan = [(name, array.dtype, array.shape) for name, array in weights.items()]
+    write_file(path / "changed", plan, weights.items())
+    (path / "changed").replace(path / "model.safetensors")
+    model: GPTModel = load_huggingface(path)
+    return model
+
+
+def logits(model: GPTModel) -> np.ndarray:
+    return np.asarray(quick_jit(lambda model, tokens: model(tokens))(model, jnp.asarray(TOKENS)))
+
+
+@pytest.mark.parametrize(
+    ("names", "fields", "scale"),
+    [
+        ([*SIZES], {}, 2.0),
+        (["self_attn.q_proj", "self_attn.v_proj"], {"use_rslora": True}, 6 / 3**0.5),
+        (["mlp.down_proj"], {"lora_alpha": 1.5, "alpha_pattern": {"layers.0.mlp.down_proj": 1.5}}, 0.5),
+        (["self_attn.k_proj", "mlp.up_proj"], {"lora_alpha": 9, "alpha_pattern": {"k_proj": 6, "up_proj": 6.0}}, 2.0),
+    ],
+    ids=["all", "q and v", "down", "k and up"],
+)
+def test_adapters_compute_what_merged_weights_do_and_are_kept(
+    names: list[str], fields: dict[str, Any], scale: float, tmp_path: Path
+) -> None:
+    tensors = adapters(names)
+    folder = write(tmp_path / "given", tensors, **fields)
+    model = llama()
+    load_peft(model, folder)
+    # The products of rank 3 are rounded before they are added to the kernel's, and there behind it.
+    assert_close(logits(model), logits(merged(tmp_path, tensors, scale)), 2.0**-16)
+
+    save_peft(model, tmp_path / "saved", base="some/model")
+    back = TensorFile(tmp_path / "saved" / "adapter_model.safetensors").tensors
+    assert back.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(back[name], tensor, strict=True)
+    values = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
+    assert (values["r"], values["base_model_name_or_path"], values["peft_type"]) == (RANK, "some/model", "LORA")
+    np.testing.assert_allclose(values["lora_alpha"] / RANK, scale, rtol=2.0**-50)
+    assert {*values["target_modules"]} == {f"model.layers.{layer}.{name}" for layer in range(2) for name in names}
+    again = llama()
+    load_peft(again, tmp_path / "saved")
+    assert_bitwise(logits(again), logits(model))
+
+
+def test_an_adapter_that_is_not_there_is_not_trained(tmp_path: Path) -> None:
+    model = llama()
+    load_peft(model, write(tmp_path / "given", adapters(["self_attn.q_proj", "mlp.down_proj"])))
+    gradient = jax.grad(lambda model, tokens: jnp.sum(model(tokens) ** 2))(model, jnp.asarray(TOKENS))
+    layer = gradient.layers[0]
+    a, b = (np.asarray(getattr(layer.self_attention.qkv, name)[...]) for name in ("lora_a", "lora_b"))
+    assert (a.shape, b.shape) == ((32, 3 * RANK), (RANK, 4, 16))  # of queries, keys and values; of their components
+    assert a[:, :RANK].any()
+    assert b[:, :2].any()
+    assert not a[:, RANK:].any()
+    assert not b[:, 2:].any()
+    assert not np.asarray(layer.layernorm_mlp.wi_lora_a[...]).any()
+    assert np.asarray(layer.layernorm_mlp.wo_lora_a[...]).any()
+    assert not np.asarray(layer.self_attention.qkv.base.kernel[...]).any()  # frozen
+    assert not isinstance(model.layers[0].self_attention.proj, LoRA)
+
+
+def test_one_adapter_of_a_fused_kernel_is_that_of_each_of_its_layers(tmp_path: Path) -> None:
+    """As `jax-te train --lora-rank` trains them."""
+    model, rngs = llama(), nnx.Rngs(7)
+    normal = jax.nn.initializers.normal(0.2)
+    for layer, rank in zip(model.layers, (2, 4), strict=True):
+        layer.self_attention.qkv = LoRA(layer.self_attention.qkv, rank, alpha=6.0, rngs=rngs)
+        layer.layernorm_mlp = LoRA(layer.layernorm_mlp, rank, alpha=6.0, params_dtype=jnp.bfloat16, rngs=rngs)
+        for adapter, names in ((layer.self_attention.qkv, ("lora_b",)), (layer.layernorm_mlp, ("wi_lora_b",))):
+            for name in names:
+                b = getattr(adapter, name)
+                b.set_value(normal(rngs.params(), b.shape, b.dtype))
+    save_peft(model, tmp_path / "saved")
+    tensors = TensorFile(tmp_path / "saved" / "adapter_model.safetensors").tensors
+    values = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
+    assert len(tensors) == 2 * 2 * 6  # all but the output projection; that of down_proj has a lora_A and a zero lora_B
+    assert not any("o_proj" in name for name in tensors)
+    other = ({*values["rank_pattern"].values()} | {values["r"]}, {*values["alpha_pattern"].values()})
+    assert other == ({2, 4}, set())  # alpha is 6 for both
+    prefix = "base_model.model.model.layers.1."
+    q, k = (tensors[f"{prefix}self_attn.{name}.lora_A.weight"] for name in ("q_proj", "k_proj"))
+    np.testing.assert_array_equal(q, k)
+    assert tensors[f"{prefix}mlp.gate_proj.lora_B.weight"].dtype == ml_dtypes.bfloat16
+    again = llama()
+    load_peft(again, tmp_path / "saved")
+    assert again.layers[1].layernorm_mlp.wi_lora_a.dtype == jnp.bfloat16
+    assert_close(logits(again), logits(model), 2.0**-16)
+    save_peft(again, tmp_path / "again", dtype=jnp.float32)
+    for name, tensor in TensorFile(tmp_path / "again" / "adapter_model.safetensors").tensors.items():
+        np.testing.assert_array_equal(tensor, tensors[name].astype(np.float32), strict=True)
+
+
+@pytest.mark.costly("auto")
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+def test_on_a_mesh(mode: str, tmp_path: Path) -> None:
+    tensors = adapters([*SIZES])
+    folder = write(tmp_path / "given", tensors)
+    model = llama()
+    load_peft(model, folder)
+    expected = logits(model)
+    save_huggingface(llama(), tmp_path / "base")
+    with use_mesh(mode):
+        sharded = load_huggingface(tmp_path / "base", config={"tensor_model_parallel_size": 2})
+        load_peft(sharded, folder)
+        b = sharded.layers[0].self_attention.qkv.lora_b.get_value()
+        assert b.addressable_shards[0].data.size == b.size // 2  # over the heads
+        assert_close(logits(sharded), expected, 2.0**-16)
+        save_peft(sharded, tmp_path / "saved")
+    for name, tensor in TensorFile(tmp_path / "saved" / "adapter_model.safetensors").tensors.items():
+        np.testing.assert_array_equal(tensor, tensors[name])
+
+
+def test_names_and_shapes_are_those_of_another_architecture_that_fits(tmp_path: Path) -> None:
+    """Phi-3's layers are fused as ours: one adapter for queries, keys and values."""
+    rng = np.random.default_rng(0)
+    module = "base_model.model.model.layers.1.self_attn.qkv_proj"
+    tensors = {
+        f"{module}.lora_A.weight": rng.normal(size=(RANK, 32)).astype(np.float32),
+        f"{module}.lora_B.weight": rng.normal(size=(64, RANK)).astype(np.float32),
+    }
+    folder, model = write(tmp_path / "given", tensors), llama()
+    load_peft(model, folder)
+    assert model.layers[1].self_attention.qkv.components is None
+    save_peft(model, tmp_path / "saved", architecture="Phi3ForCausalLM")
+    back = TensorFile(tmp_path / "saved" / "adapter_model.safetensors").tensors
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(back[name], tensor, strict=True)
+    with pytest.raises(CheckpointMismatchError, match="qkv_proj is no linear layer of LlamaForCausalLM"):
+        load_peft(llama(), folder, architecture="LlamaForCausalLM")
+    other = llama()
+    load_peft(other, write(tmp_path / "other", adapters(["self_attn.q_proj"])))
+    with pytest.raises(ValueError, match=r"components=\(2, 1, 1\), and its layers .*qkv_proj"):
+        save_peft(other, tmp_path / "none", architecture="Phi3ForCausalLM")
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"peft_type": "IA3"}, "peft_type is 'IA3'; only 'LORA'"),
+        ({"peft_type": None}, "no field peft_type"),
+        ({"use_dora": True}, "use_dora=True"),
+        ({"bias": "all"}, "bias is 'all'; only 'none'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+        ({"layer_replication": [[0, 2]]}, "layer_replication="),
+        ({"alpha_pattern": {"(a+)+$": 4}}, "no other expressions"),
+        ({"alpha_pattern": {"k_proj": 4}}, r"adapters of one layer, layers/0/self_attention/qkv, have scales"),
+        ({"lora_alpha": "6"}, "lora_alpha must be of type float"),
+        ({"some_field": 3}, "some_field=3"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_fields_are_followed_or_refused_by_name(fields: dict[str, Any], match: str, tmp_path: Path) -> None:
+    model = llama()
+    before = nnx.graphdef(model)
+    write(tmp_path, adapters(["self_attn.q_proj", "self_attn.k_proj"]), **fields)
+    with pytest.raises(ValueError, match=match):
+        load_peft(model, tmp_path)
+    assert nnx.graphdef(model) == before
+
+
+def test_fields_that_say_nothing_pass(tmp_path: Path) -> None:
+    published = {
+        "auto_mapping": None, "base_model_name_or_path": "some/model", "corda_config": None, "eva_config": None,
+        "exclude_modules": None, "fan_in_fan_out": False, "inference_mode": True, "layers_to_transform": [0],
+        "loftq_config": {}, "lora_bias": False, "megatron_core": "megatron.core", "peft_version": "0.21.2",
+        "qalora_group_size": 16, "rank_pattern": {}, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM",
+        "init_lora_weights": True, "revision": None, "use_qalora": False,
+    }  # fmt: skip
+    write(tmp_path, adapters(["self_attn.q_proj"]), **published)
+    load_peft(llama(), tmp_path)
+    write(tmp_path, adapters(["self_attn.q_proj"]), **published, some_field=3)
+    load_peft(llama(), tmp_path, ignore_fields=["some_field"])
+    write(tmp_path, adapters(["self_attn.q_proj"]), lora_dropout=0.05)
+    with pytest.warns(UserWarning, match=r"lora_dropout is 0\.05"):
+        load_peft(llama(), tmp_path)
+
+
+def test_tensors_that_are_no_adapters_are_listed(tmp_path: Path) -> None:
+    good = adapters(["self_attn.q_proj", "mlp.up_proj"])
+    prefix = "base_model.model."
+    name = f"{prefix}model.layers.1.mlp.up_proj.lora_B.weight"
+    zeros = np.zeros((RANK, 32), np.float32)
+
+    def refused(tensors: dict[str, np.ndarray]) -> list[str]:
+        model = llama()
+        before = nnx.graphdef(model)
+        with pytest.raises(CheckpointMismatchError) as error:
+            load_peft(model, write(tmp_path, tensors))
+        assert nnx.graphdef(model) == before
+        return str(error.value).splitlines()[1:]
+
+    assert refused({each: good[each] for each in good if each != name}) == [
+        "model.layers.1.mlp.up_proj has lora_A alone"
+    ]
+    assert refused(good | {"base_model.model.lm_head.weight": zeros}) == [
+        "base_model.model.lm_head.weight [3, 32] is no matrix of LoRA for a linear layer"
+    ]
+    assert refused(good | {name: zeros}) == ["model.layers.1.mlp.up_proj has lora_A [3, 32] and lora_B [3, 32]"]
+    assert refused(good | {name: good[name][:40]}) == [
+        "model.layers.1.mlp.up_proj has lora_A and lora_B of [[3, 32], [40, 3]], and must have [[3, 32], [48, 3]]"
+    ]
+    head = {f"{prefix}lm_head.lora_A.weight": zeros, f"{prefix}lm_head.lora_B.weight": np.zeros((64, 3), np.float32)}
+    assert refused(good | head) == ["lm_head is no linear layer of LlamaForCausalLM that can be adapted"]
+    assert refused({}) == ["there are none"]
+    ranks = adapters(["self_attn.q_proj"]) | adapters(["self_attn.k_proj"], rank=6)
+    with pytest.raises(ValueError, match="adapters of one kernel, layers/0/self_attention/qkv/kernel, have ranks"):
+        load_peft(llama(), write(tmp_path, ranks))
+    (tmp_path / "adapter_model.safetensors").unlink()
+    with pytest.raises(ValueError, match="is not a file"):
+        load_peft(llama(), tmp_path)
+
+
+def test_models_that_have_adapters_or_none(tmp_path: Path) -> None:
+    model = llama()
+    with pytest.raises(ValueError, match="has no adapters"):
+        save_peft(model, tmp_path / "none")
+    folder = write(tmp_path / "given", adapters(["self_attn.q_proj"]))
+    load_peft(model, folder)
+    with pytest.raises(ValueError, match="layers/0/self_attention/qkv has an adapter already"):
+        load_peft(model, folder)
+    with pytest.raises(ValueError, match="unknown architecture 'Llama'"):
+        load_peft(model, folder, architecture="Llama")
+    for layer in model.layers:
+        for name in ("lora_a", "lora_b"):
+            variable = getattr(layer.self_attention.qkv, name)
+            variable.set_value(jnp.zeros_like(variable.get_value()))
+    with pytest.raises(ValueError, match="all adapters of the model are zero"):
+        save_peft(model, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
