@@ -54,7 +54,7 @@ SEARCHES = {  # ten words of a reader's, and a page that the search must find fo
 AXE_RULES = ["color-contrast", "link-in-text-block", "scrollable-region-focusable", "tabindex"]
 AXE_RULES += ["accesskeys", "bypass", "skip-link", "nested-interactive", "link-name", "button-name", "image-alt"]
 
-# Elements that a reader would have to move sideways; code may, and on a narrow screen tables, for which Furo has a wrapper.
+# Elements that a reader would have to move sideways. Code may, and on a narrow screen a table, by Furo's wrapper.
 SCROLLS_SIDEWAYS = """narrow => {
     const found = [];
     const mayScroll = "pre, .highlight, .sig" + (narrow ? ", .table-wrapper" : "");
