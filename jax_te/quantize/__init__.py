@@ -1,7 +1,7 @@
 """Quantized arrays, quantizers, statistics of quantization errors, and the state of delayed scaling."""
 
 from jax_te.quantize.block import BLOCK, MX_BLOCK, BlockQuantizer, MXQuantizer
-from jax_te.quantize.group_tiles import GroupTiles
+from jax_te.quantize.group_tiles import GroupTiles, sum_of_groups
 from jax_te.quantize.guard import Guard
 from jax_te.quantize.kernel import QuantizedKernel
 from jax_te.quantize.nvfp4 import NVFP4Quantizer, rounding_key

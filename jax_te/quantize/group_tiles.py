@@ -34,16 +34,26 @@ class GroupTiles(NamedTuple):
 
     def amax(self, of_tiles: Array) -> Array:
         """Return the amax of each group, fp32 ``[e]``, from those of the tiles ``[tiles]``; nan wins."""
-        return amax(self._of_groups(of_tiles), axis=1)
+        return amax(_of_groups(of_tiles, self.group, self.count), axis=1)
 
     def sum(self, of_tiles: Array) -> Array:
         """Return the sums of ``[tiles, ...]`` over the tiles of each group, ``[e, ...]``, in the same dtype."""
-        return jnp.sum(self._of_groups(of_tiles), axis=1, dtype=of_tiles.dtype)
+        return sum_of_groups(of_tiles, self.group, self.count)
 
-    def _of_groups(self, of_tiles: Array) -> Array:
-        """Return ``[e, tiles, ...]``: each group's tiles in their places, and zeros in the others'."""
-        # Selected, not multiplied by 0 or added by scatter: a nan stays in its group, and the order of additions on a
-        # GPU is fixed.
-        own = self.group[None] == jnp.arange(self.count, dtype=self.group.dtype)[:, None]
-        own = own.reshape(*own.shape, *(1,) * (of_tiles.ndim - 1))
-        return jnp.where(own, of_tiles[None], jnp.zeros((), of_tiles.dtype))
+
+def sum_of_groups(of_tiles: Array, group: Array, count: int) -> Array:
+    """Return the sums of ``[tiles, ...]`` over the tiles of each of ``count`` groups, ``[e, ...]``, in the same dtype.
+
+    >>> sum_of_groups(jnp.array([1.0, 3.0, 2.0]), jnp.array([0, 0, 1]), 2).tolist()
+    [4.0, 2.0]
+    """
+    return jnp.sum(_of_groups(of_tiles, group, count), axis=1, dtype=of_tiles.dtype)
+
+
+def _of_groups(of_tiles: Array, group: Array, count: int) -> Array:
+    """Return ``[e, tiles, ...]``: each group's tiles in their places, and zeros in the others'."""
+    # Selected, not multiplied by 0 or added by scatter: a nan stays in its group, and the order of additions on a GPU
+    # is fixed.
+    own = group[None] == jnp.arange(count, dtype=group.dtype)[:, None]
+    own = own.reshape(*own.shape, *(1,) * (of_tiles.ndim - 1))
+    return jnp.where(own, of_tiles[None], jnp.zeros((), of_tiles.dtype))

@@ -30,7 +30,7 @@ _STEP_BYTES = 128
 """Bytes of a line of an operand's tile: the longest swizzle pattern of shared memory for wgmma."""
 
 _LINE = 128
-"""Multiple to which operands are padded: the most values that a line of a tile has."""
+"""The most values that a line of a tile has, and the multiple to which the scales of blocks are padded."""
 
 _16_BIT = (jnp.bfloat16, jnp.float16)
 _FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -106,7 +106,7 @@ def grouped_gemm(
 
     Args:
         a: bf16, fp16, float8_e4m3fn or float8_e5m2 ``[rows, k]``: one group's rows after another's. Operands whose
-            sizes are not multiples of 128 are copied.
+            sizes are not multiples of 64, in FP8 of 128, are copied.
         b: ``[e, k, n]``, or ``[e, n, k]`` if ``b_transposed``, which FP8 operands must be. FP8 operands may be of
             different dtypes, others share theirs.
         sizes: int32 ``[e]``, the number of rows of each group, multiples of 128 whose sum is at most ``rows``. Values
@@ -153,7 +153,7 @@ def grouped_gemm(
         scale = BlockScales(scale.a, jnp.repeat(scale.b, GROUP_ALIGNMENT, axis=2))
     tiling = tiling or _tiling_of(rows // sizes.shape[0], n, scaling)
     form = _Form(tiling, jnp.dtype(out_dtype), over_rows=False, a_last=True, b_last=b_transposed, scaling=scaling)
-    return _product(_padded(a), _padded(b), sizes, scale, form, interpret)[:, :n]
+    return _product(_padded(a, interpret), _padded(b, interpret), sizes, scale, form, interpret)[:, :n]
 
 
 def grouped_gemm_over_rows(
@@ -172,7 +172,7 @@ def grouped_gemm_over_rows(
 
     Args:
         a: bf16, fp16 or FP8 ``[rows, m]``, or ``[m, rows]`` if ``rows_last``, which FP8 operands must be. Operands
-            whose sizes are not multiples of 128 are copied.
+            whose sizes are not multiples of 64, in FP8 of 128, are copied.
         b: ``[rows, n]``, or ``[n, rows]``.
         sizes: int32 ``[e]``, see `grouped_gemm`. A group without rows gives zeros.
         scale: fp32 ``[e]``, `BlockScales`, or None for 1.
@@ -213,7 +213,7 @@ def grouped_gemm_over_rows(
         tiling = tiling or BLOCK_OVER_ROWS
     tiling = tiling or _tiling_of(m, n, scaling)
     form = _Form(tiling, jnp.dtype(out_dtype), over_rows=True, a_last=rows_last, b_last=rows_last, scaling=scaling)
-    return _product(_padded(a), _padded(b), sizes, scale, form, interpret)[:, :m, :n]
+    return _product(_padded(a, interpret), _padded(b, interpret), sizes, scale, form, interpret)[:, :m, :n]
 
 
 def _check_operands(a: Array, b: Array, out_dtype: DTypeLike) -> None:
@@ -241,9 +241,13 @@ def _check_block_scales(a: Array, scales: BlockScales, of_a: tuple[int, ...], of
         )
 
 
-def _padded(x: Array) -> Array:
-    """Return ``x`` with zeros behind its last two axes, to sizes that can be copied in swizzled tiles."""
-    missing = [(0, -size % _LINE) for size in x.shape[-2:]]
+def _padded(x: Array, interpret: bool) -> Array:
+    """Return ``x`` with zeros behind its last two axes, to sizes whose tiles can be copied.
+
+    On a GPU these are whole lines: behind the last, copies read zeros and write nothing. The interpreter needs tiles.
+    """
+    multiple = _LINE if interpret else _step_of(x)
+    missing = [(0, -size % multiple) for size in x.shape[-2:]]
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + missing) if any(after for _, after in missing) else x
 
 

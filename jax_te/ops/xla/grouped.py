@@ -20,7 +20,15 @@ import jax
 import jax.numpy as jnp
 
 from jax_te.ops.xla import gemm
-from jax_te.quantize import GroupTiles, Quantization, Quantizer, amax, quantize_tiles, stacked_statistics
+from jax_te.quantize import (
+    GroupTiles,
+    Quantization,
+    Quantizer,
+    amax,
+    quantize_tiles,
+    stacked_statistics,
+    sum_of_groups,
+)
 from jax_te.quantize import quantize_operand as quantize_both
 from jax_te.sharding import reduce_max
 from jax_te.typing import Array, DTypeLike
@@ -128,11 +136,20 @@ all_gather_kernel = gemm.all_gather_kernel
 def gemm_fprop(x: GroupedOperand, kernel: Any, bias: Array | None, split_accumulator: bool) -> Array:
     """Return ``x [rows, k] @ kernel [e, k, *n]`` of each row's group, ``[rows, *n]`` in the dtype of ``x``."""
     assert bias is None  # the op adds it, except to padding rows
+    if _is_elementwise(x, kernel, 1):
+        of_tiles = jnp.take(kernel.astype(x.form.dtype), x.group.astype(jnp.int32), axis=0)
+        y = _beside(x.form, of_tiles) * of_tiles
+        return y.reshape(-1, *y.shape[2:])
     return _by_tiles(lambda tile, kernel: gemm.gemm_fprop(tile, kernel, None, split_accumulator), x, kernel)
 
 
 def gemm_dgrad(g: GroupedOperand, kernel: Any, split_accumulator: bool) -> Array:
     """Return ``g [rows, *n] @ kernel [e, k, *n]^T`` of each row's group, ``[rows, k]`` in the dtype of ``g``."""
+    if _is_elementwise(g, kernel, 1):
+        of_tiles = jnp.take(kernel.astype(g.form.dtype), g.group.astype(jnp.int32), axis=0)
+        products = g.form.astype(jnp.float32) * of_tiles.astype(jnp.float32)
+        dx = jnp.sum(products, axis=tuple(range(2, g.form.ndim)))
+        return dx.reshape(-1, 1).astype(g.form.dtype)
     return _by_tiles(lambda tile, kernel: gemm.gemm_dgrad(tile, kernel, split_accumulator), g, kernel)
 
 
@@ -141,6 +158,9 @@ def gemm_wgrad(x: GroupedOperand, g: GroupedOperand, dtype: DTypeLike, split_acc
     if _is_one_gemm(x):
         only_x, only_g = _only((x.form, g.form))
         return gemm.gemm_wgrad(only_x, only_g, dtype, split_accumulator)[None]
+    if _is_elementwise(g, x.form, 2):
+        products = _beside(x.form, g.form).astype(jnp.float32) * g.form.astype(jnp.float32)
+        return sum_of_groups(jnp.sum(products, axis=1), x.group, x.count)[:, None].astype(dtype)
 
     def product(tile: tuple[Any, Any]) -> Array:
         return gemm.gemm_wgrad(*tile, jnp.float32, split_accumulator)
@@ -164,6 +184,20 @@ def _by_tiles(multiply: Callable[[Any, Any], Array], rows: GroupedOperand, kerne
         return multiply(_only(rows.form), _only(kernels))
     y = jax.lax.map(lambda tile: multiply(tile[0], _at(kernels, tile[1].astype(jnp.int32))), (rows.form, rows.group))
     return y.reshape(-1, *y.shape[2:])
+
+
+def _is_elementwise(rows: GroupedOperand, other: Any, axis: int) -> bool:
+    """Return whether the product with ``other``, which has ``k`` along ``axis``, is elementwise, and needs no loop.
+
+    So it is with one feature in high precision, as of biases and the probabilities of rows.
+    """
+    arrays = isinstance(rows.form, jax.Array) and isinstance(other, jax.Array)
+    return arrays and other.shape[axis] == 1 and not _is_one_gemm(rows)
+
+
+def _beside(x: Array, other: Array) -> Array:
+    """Return ``x [tiles, t, 1]`` with as many axes as ``other [tiles, ..., *n]``."""
+    return x.reshape(*x.shape[:2], *(1,) * (other.ndim - 2))
 
 
 def _is_one_gemm(rows: GroupedOperand) -> bool:

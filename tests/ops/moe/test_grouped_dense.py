@@ -293,6 +293,25 @@ def test_a_program_serves_all_sizes_and_has_no_callback():
     assert "f8e4m3fn[" in compiled_text(call, x, kernel, groups.sizes)
 
 
+@pytest.mark.parametrize(("dtype", "out"), [("float32", (N,)), ("bfloat16", (2, 16))], ids=["fp32", "bf16, gated"])
+def test_rows_of_one_feature_are_multiplied_without_a_loop(dtype, out):
+    """Such are the probabilities of rows, which biases of experts are multiplied by."""
+    groups = layout()
+    x, kernel, bias, g = arrays(groups, jnp.dtype(dtype), out)
+    args = (x[:, :1], kernel[:, :1], bias, g)
+    y, (dx, dkernel, dbias, _) = run(groups, None, args, None)
+    for group in np.flatnonzero(SIZES):
+        rows = rows_of(groups, group)
+        one_y, (one_dx, one_dkernel, one_dbias, _) = alone(None, args, None, rows, group)
+        assert_close(y[rows], one_y, TOLERANCE[dtype])
+        assert_close(dx[rows], one_dx, TOLERANCE[dtype])
+        assert_close(dkernel[group], one_dkernel, TOLERANCE[dtype])
+        assert_close(dbias[group], one_dbias, TOLERANCE[dtype])
+    assert not np.asarray(dkernel)[1].any()  # the group without rows
+    traced = jax.make_jaxpr(lambda *args: with_vjp(functools.partial(grouped_dense, groups=groups), args, g))(*args[:3])
+    assert "scan" not in {str(equation.primitive) for equation in equations(traced.jaxpr)}
+
+
 @pytest.mark.costly
 def test_a_gated_kernel_has_an_axis_of_components():
     groups = layout()
