@@ -79,8 +79,16 @@ def test_defaults_are_megatrons():
         ({"fp8": "e4m3", "fp8_recipe": "custom"}, ValueError, "'custom' needs fp8_quantizer_factory"),
         ({"fp4": "e2m1", "fp4_recipe": "custom"}, ValueError, "'custom' needs fp4_quantizer_factory"),
         ({"fp8": "e4m3", "fp8_quantizer_factory": "a.b"}, ValueError, "has no effect, because fp8_recipe is not"),
-        ({"fp8_dot_product_attention": True}, ValueError, "attention does not run in FP8 here"),
-        ({"fp8_multi_head_attention": True}, ValueError, "attention does not run in FP8 here"),
+        (
+            {"fp8": "e4m3", "fp8_recipe": "mxfp8", "fp8_dot_product_attention": True},
+            ValueError,
+            "fp8_dot_product_attention=True is for fp8_recipe 'delayed' and 'tensorwise'",
+        ),
+        (
+            {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_multi_head_attention": True},
+            ValueError,
+            "fp8_multi_head_attention=True is for fp8_recipe",
+        ),
         (
             {"fp8": "hybrid", "first_last_layers_bf16": True},
             ValueError,

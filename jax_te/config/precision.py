@@ -15,6 +15,9 @@ _DELAYED_ONLY = {
     "tp_only_amax_red": False,
 }
 
+_WITH_ATTENTION = ("delayed", "tensorwise")
+"""Recipes under which attention can run in FP8."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
@@ -36,7 +39,8 @@ class PrecisionConfig:
             no effect; here it has, and for every recipe of FP8.
         fp8_output_proj: the models' output head follows the ambient recipe, too, whichever that is; in Megatron only
             MXFP8. False: it stays in the compute dtype.
-        fp8_dot_product_attention, fp8_multi_head_attention: must be False: attention does not run in FP8 here.
+        fp8_dot_product_attention: whether attention runs in FP8, too, under ``"delayed"`` and ``"tensorwise"``.
+        fp8_multi_head_attention: the same.
         fp4: ``"e2m1"`` or None.
         fp4_recipe: ``"nvfp4"`` or ``"custom"``.
         first_last_layers_bf16: whether to keep the first and last layers in high precision, whatever the ambient recipe
@@ -46,7 +50,8 @@ class PrecisionConfig:
 
     Raises:
         ValueError: for an unknown name; fp8 and fp4 together; ``fp8_param`` without fp8 and ``fp4_param`` without fp4;
-            a custom recipe without its factory, and a factory without it; ``first_last_layers_bf16`` with fp8 and
+            a custom recipe without its factory, and a factory without it; FP8 attention under another recipe of FP8;
+            ``first_last_layers_bf16`` with fp8 and
             delayed scaling.
         TypeError: for a flag that is not bool.
 
@@ -85,9 +90,13 @@ class PrecisionConfig:
             raise ValueError(f"fp8={self.fp8!r} and fp4={self.fp4!r} are both given; give one of them")
         for kind in ("fp8", "fp4"):
             self._check_kind(kind)
-        for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
-            if getattr(self, name):
-                raise ValueError(f"{name}=True: attention does not run in FP8 here; set it to False")
+        if self.fp8 is not None and self.fp8_recipe not in _WITH_ATTENTION:
+            for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"{name}=True is for fp8_recipe {' and '.join(map(repr, _WITH_ATTENTION))}, and fp8_recipe is "
+                        f"{self.fp8_recipe!r}; set it to False, and attention stays in the compute dtype"
+                    )
         # As in Megatron, whose launch scripts set these fields for every recipe.
         if self.fp8 is not None and self.fp8_recipe != "delayed":
             for name, default in _DELAYED_ONLY.items():

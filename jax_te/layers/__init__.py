@@ -56,6 +56,7 @@ from jax_te.layers.quantizable import (
     CachedKernel,
     GivesKernels,
     QuantizableModule,
+    RecipeModule,
     keep_in_high_precision,
     name_modules,
     natural_order,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jax_te._validation import checked
+from jax_te.layers.attention.dot_product_attention import DotProductAttention
 from jax_te.layers.quantizable import QuantizableModule
+from jax_te.quantize import init_attention_state, quantizer_variables
 from jax_te.recipe import Recipe
 
 
@@ -16,7 +20,8 @@ def prepare_quantization(model: nnx.Module, recipe: Recipe | None) -> nnx.Module
     """Give every quantizable layer of ``model`` fresh state for ``recipe``, or remove the state; return ``model``.
 
     Use it to quantize a model that was built or loaded without a recipe, and to change the recipe of a running one.
-    Parameters are not changed. State of the same recipe is replaced, too: the amax histories start empty.
+    Parameters are not changed. State of the same recipe is replaced, too: the amax histories start empty. The core of
+    attention gets state under a recipe with ``fp8_dpa``.
 
     Args:
         model: changed in place.
@@ -36,7 +41,8 @@ def prepare_quantization(model: nnx.Module, recipe: Recipe | None) -> nnx.Module
     """
     found = dict(nnx.iter_modules(model))
     modules = {path: module for path, module in found.items() if isinstance(module, QuantizableModule)}
-    if not modules:
+    cores = {path: module for path, module in found.items() if isinstance(module, DotProductAttention)}
+    if not modules and not (cores and (recipe is None or recipe.quantizes_attention)):
         raise ValueError(
             f"{type(model).__name__} has no layer that a recipe could quantize; jax_te.layers has: Linear, "
             "LayerNormLinear, LayerNormMLP and what is built from them; for layers of Flax call quantize_model"
@@ -52,9 +58,25 @@ def prepare_quantization(model: nnx.Module, recipe: Recipe | None) -> nnx.Module
             state, stack = module.new_state(effective), module.stack_shape(kernel, found.get(path[:-1]))
             state = jax.tree.map(lambda leaf, stack=stack: jnp.broadcast_to(leaf, (*stack, *leaf.shape)), state)
             made.append((module, name, module.state_variables(kernel, state, stack=len(stack))))
+    for path, core in cores.items():
+        state, stack = init_attention_state(None if core.high_precision else recipe), _stack_around(found, path)
+        state = jax.tree.map(lambda leaf, stack=stack: jnp.broadcast_to(leaf, (*stack, *leaf.shape)), state)
+        (name,) = core.state_names
+        made.append((core, name, quantizer_variables(state, stack=len(stack))))
     for module, name, variables in made:
         setattr(module, name, nnx.data(variables))
     for module in modules.values():
         # Cached kernels were quantized under the recipe before.
         module.kernel_cache = nnx.data(None)
     return model
+
+
+def _stack_around(found: dict[tuple[Any, ...], nnx.Module], path: tuple[Any, ...]) -> tuple[int, ...]:
+    """Return the sizes of the leading axes that ``nnx.vmap`` added to the arrays of a module without kernels.
+
+    They are those of a layer with a kernel in the same module, as the projections are beside the core of attention.
+    """
+    for other, module in found.items():
+        if other[:-1] == path[:-1] and isinstance(module, QuantizableModule) and module.kernels:
+            return module.stack_shape(next(iter(module.kernels)), found.get(other[:-1]))
+    return ()

@@ -29,15 +29,36 @@ class GradSinks(StepState):
     """NNX Variable: sinks that get the gradients of a layer's kernels, by the kernels' names; see `LinearWeights`."""
 
 
-class QuantizableModule(TrainingMode):
+class RecipeModule(TrainingMode):
+    """Base of the layers that compute under a recipe: those with linear operations, and the core of attention.
+
+    Attributes:
+        high_precision: whether to take no ambient recipe, as if inside ``autocast(None)``: for a model's first and last
+            layers.
+    """
+
+    # On the class, as `deterministic`.
+    high_precision: bool = False
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Names of the attributes that hold the layer's quantizer states."""
+        raise NotImplementedError
+
+    @property
+    def usable_recipe(self) -> Recipe | None:
+        """The ambient recipe; None for a layer in high precision."""
+        return None if self.high_precision else ambient_recipe.value
+
+
+class QuantizableModule(RecipeModule):
     """Base of the layers with linear operations.
 
     Class attributes:
         kernels: name of each kernel -> name of its quantizer state.
 
     Attributes:
-        high_precision: whether to take no ambient recipe, as if inside ``autocast(None)``: for a model's first and last
-            layers.
+        high_precision: see `RecipeModule`.
         module_recipe: the layer's own recipe, see `ModuleRecipe`; None: the ambient one.
         kernel_recipes: recipes of single kernels in place of ``module_recipe``: pairs of a kernel's name and a
             `ModuleRecipe` or None.
@@ -62,6 +83,10 @@ class QuantizableModule(TrainingMode):
         """Whether calls of several groups have rows that are placed on a mesh, so that devices quantize their own
         kernels."""
         return False
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return tuple(self.kernels.values())
 
     def _init_quantization(self) -> None:
         self.high_precision = False
@@ -111,7 +136,7 @@ class QuantizableModule(TrainingMode):
     @property
     def recipe(self) -> Recipe | None:
         """Recipe of a call in the current context."""
-        ambient = None if self.high_precision else ambient_recipe.value
+        ambient = self.usable_recipe
         if self.module_recipe is None:
             return ambient
         return self.module_recipe.resolve(ambient, training=self.training)
@@ -122,7 +147,7 @@ class QuantizableModule(TrainingMode):
 
     def recipe_of(self, kernel: str) -> Recipe | None:
         """Recipe of one kernel's GEMMs in the current context."""
-        own, ambient = self.own_recipe(kernel), None if self.high_precision else ambient_recipe.value
+        own, ambient = self.own_recipe(kernel), self.usable_recipe
         return ambient if own is None else own.resolve(ambient, training=self.training)
 
     def kernel_quantizer(self, kernel: str) -> Quantizer | None:
@@ -334,8 +359,9 @@ def keep_in_high_precision(model: nnx.Module) -> nnx.Module:
     >>> keep_in_high_precision(Linear(16, 16, rngs=nnx.Rngs(0))).high_precision
     True
     """
-    for _, module in quantizable_modules(model):
-        module.high_precision = True
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, RecipeModule):
+            module.high_precision = True
     return model
 
 

@@ -11,7 +11,7 @@ from flax.core import unfreeze
 
 from jax_te._validation import checked
 from jax_te.linen.variables import CACHED, STATE
-from jax_te.quantize import ROLES, as_float32, with_max_gradients, write_back
+from jax_te.quantize import as_float32, with_max_gradients, write_back
 from jax_te.recipe import Recipe, autocast
 
 
@@ -104,7 +104,12 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
 
 
 def _is_state(node: Any) -> bool:
-    return isinstance(node, dict) and node.keys() == set(ROLES)
+    """Return whether a node is the state of a linear layer or of a core of attention: scales and histories by role."""
+    return isinstance(node, dict) and bool(node) and all(map(_is_amax_state, node.values()))
+
+
+def _is_amax_state(node: Any) -> bool:
+    return isinstance(node, dict) and node.keys() == {"scale", "amax_history"}
 
 
 def _map_states(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:

@@ -10,7 +10,7 @@ from flax import errors, nnx
 from flax import linen as nn
 from flax.core import unfreeze
 
-from jax_te.layers import CachedKernel, QuantizableModule
+from jax_te.layers import CachedKernel, QuantizableModule, RecipeModule
 from jax_te.linen.sharding import unbox
 from jax_te.quantize import QuantizedKernel, QuantizerState, quantizer_variables
 from jax_te.recipe import autocast
@@ -87,9 +87,10 @@ def with_variables(module: nnx.Module, variables: Mapping[str, Any], scope: str 
     module = nnx.merge(*nnx.split(module))
     # States and cached kernels come and go with the recipe, so these Variables are attached before the tree is split.
     for path, layer in nnx.iter_modules(module):
-        if isinstance(layer, QuantizableModule):
-            for name in layer.kernels.values():
+        if isinstance(layer, RecipeModule):
+            for name in layer.state_names:
                 setattr(layer, name, nnx.data(quantizer_variables(_find(left, STATE, (*path, name)))))
+        if isinstance(layer, QuantizableModule):
             cached = _find(left, CACHED, (*path, "kernel_cache"))
             layer.kernel_cache = nnx.data(None if cached is None else CachedKernel(cached))
     graphdef, state = nnx.split(module)

@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Literal, get_args
 
 import jax
@@ -15,14 +16,23 @@ import numpy as np
 from jax_te._validation import checked, float_dtype
 from jax_te.config import ActivationLike
 from jax_te.errors import BackendUnavailableError
-from jax_te.ops import te, xla
+from jax_te.ops import cudnn_fp8, te, xla
+from jax_te.ops.attention.fp8_support import fp8_attention_lacks
 from jax_te.ops.attention.spec import AttentionSpec
 from jax_te.ops.linear.norm_and_activation import Activation
 from jax_te.ops.moe.row_groups import tile_of
 from jax_te.ops.pallas import grouped as pallas_grouped
 from jax_te.ops.pallas import operand as pallas_operand
 from jax_te.ops.primitives import Backend
-from jax_te.quantize import Precision, Quantizer, TensorQuantizer, precision_of
+from jax_te.ops.xla import attention_fp8
+from jax_te.quantize import (
+    AttentionPrecision,
+    Precision,
+    Quantizer,
+    TensorQuantizer,
+    attention_precision_of,
+    precision_of,
+)
 from jax_te.recipe import GEMMS, Recipe
 from jax_te.typing import BackendName, DTypeLike
 
@@ -65,7 +75,9 @@ class BackendChoice:
     Args:
         op, backend, reason: the op, its backend, and why it is this one.
         parts: who runs each part of the op: ``"te"``, ``"xla"``, or ``"pallas"`` for the Hopper kernels of the ``xla``
-            backend.
+            backend, ``"cudnn"`` for cuDNN's FP8 attention.
+        unquantized: reason why attention runs in the compute dtype under a recipe with ``fp8_dpa``; None: the op does
+            what the recipe says.
 
     >>> print(BackendChoice("dense", "te", "asked for", {"fprop": "te", "dgrad": "te", "wgrad": "xla"}))
     dense: te (asked for); wgrad: xla
@@ -75,9 +87,11 @@ class BackendChoice:
     backend: str
     reason: str
     parts: Mapping[Part, str] = field(default_factory=dict, hash=False)
+    unquantized: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.op}: {self.backend} ({self.reason}){self.others}"
+        unquantized = "" if self.unquantized is None else f"; not in FP8: {self.unquantized}"
+        return f"{self.op}: {self.backend} ({self.reason}){self.others}{unquantized}"
 
     @property
     def others(self) -> str:
@@ -108,6 +122,9 @@ def explain_backend(
     powers of two, for GEMMs of unquantized fp32 operands, for gradients of kernels that are wider than the unquantized
     operands, and for some activations: ``parts`` names those that it leaves to XLA.
 
+    Attention under a recipe with ``fp8_dpa`` runs in FP8 under each backend. Calls that FP8 attention does not have run
+    in the compute dtype under ``"auto"``, and ``unquantized`` says why; under a named backend they raise.
+
     Args:
         op: ``"dense"``, ``"grouped_dense"``, ``"layernorm"``, ``"layernorm_dense"``, ``"layernorm_mlp"``,
             ``"activation"``, ``"dot_product_attention"`` or ``"softmax_cross_entropy"``.
@@ -130,10 +147,75 @@ def explain_backend(
     function = Activation("gelu" if activation is None else activation)  # which raises for an unknown one
     if op not in OPS:
         raise ValueError(f"unknown op {op!r}; allowed: {', '.join(OPS)}")
+    precision = attention_precision_of(recipe)
+    if op == "dot_product_attention" and precision is not None and attention is not None:
+        return choose_fp8(attention, precision, backend, unsharded=unsharded)
     chosen, reason = _chosen(op, recipe, attention, backend, unsharded, stored)
     dtype, params_dtype = float_dtype("dtype", dtype), float_dtype("params_dtype", params_dtype)
     parts = _parts(op, chosen, precision_of(recipe), function, dtype, params_dtype)
     return BackendChoice(op, chosen, reason, parts)
+
+
+def choose_fp8(
+    spec: AttentionSpec,
+    precision: AttentionPrecision,
+    backend: BackendName | None,
+    *,
+    unsharded: str | None = None,
+    exchange: str | None = None,
+) -> BackendChoice:
+    """Return who runs a call of attention under a recipe with ``fp8_dpa``.
+
+    Args:
+        spec: the call.
+        precision: the recipe as attention reads it.
+        backend: None for the ambient one.
+        unsharded: reason why the devices of a mesh cannot run it by themselves, as kernels do.
+        exchange: reason why the exchange of keys and values between devices has no FP8 form.
+
+    Raises:
+        BackendUnavailableError: if ``backend`` was named, and the call cannot run in FP8.
+    """
+    op = "dot_product_attention"
+    asked = ambient_backend.value if backend is None else backend
+    lacks = exchange if exchange is not None else _call_lacks(fp8_attention_lacks(spec))
+    # On a CPU the steps are plain JAX; on a GPU they would materialize all scores, unless "xla" asks for that.
+    kernels = None if jax.default_backend() == "gpu" else "xla"
+    if lacks is None and kernels is None:
+        lacks = cudnn_fp8.unavailable() or unsharded or _backward_lacks(spec, precision)
+        kernels, lacks = ("xla", None) if lacks is not None and asked == "xla" else ("cudnn", lacks)
+    if lacks is None:
+        if asked == "te":
+            available, reason = te.available()
+            if not available:
+                raise BackendUnavailableError(f"backend 'te' cannot run {op} here: {reason}; use 'xla' or 'auto'")
+        reason = "asked for" if asked != "auto" else f"FP8 by {'cuDNN' if kernels == 'cudnn' else 'plain JAX'}"
+        parts: dict[Part, str] = {"attention": kernels, "quantization": "xla"}  # type: ignore[dict-item]
+        return BackendChoice(op, "te" if asked == "te" else "xla", reason, parts)
+    if asked != "auto":
+        raise BackendUnavailableError(
+            f"attention under recipe {precision.recipe_name!r} with fp8_dpa=True cannot run in FP8 here: {lacks}. Use "
+            "backend 'auto', which runs it in the compute dtype, or a recipe without fp8_dpa"
+        )
+    chosen, reason = _chosen(op, None, spec, backend, unsharded, None)
+    return BackendChoice(op, chosen, reason, {"attention": chosen}, lacks)
+
+
+def _call_lacks(reason: str | None) -> str | None:
+    return None if reason is None else f"the call has {reason}"
+
+
+def _backward_lacks(spec: AttentionSpec, precision: AttentionPrecision) -> str | None:
+    """Return the reason why there is no kernel for a backward pass that is not quantized, or None."""
+    if precision.quantized_backward:
+        return None
+    supported, reason = te.supports("dot_product_attention", attention=spec)
+    return None if supported else f"fp8_dpa_bwd=False takes TE's backward kernel: {reason}"
+
+
+def fp8_kernels(name: str) -> ModuleType:
+    """Return the module with the steps of FP8 attention: of ``"cudnn"``, or ``"xla"``."""
+    return cudnn_fp8 if name == "cudnn" else attention_fp8
 
 
 def _chosen(

@@ -1,5 +1,11 @@
 """Quantized arrays, quantizers, statistics of quantization errors, and the state of delayed scaling."""
 
+from jax_te.quantize.attention import (
+    AttentionPrecision,
+    AttentionState,
+    AttentionTensor,
+    attention_precision_of,
+)
 from jax_te.quantize.block import BLOCK, MX_BLOCK, BlockQuantizer, MXQuantizer
 from jax_te.quantize.group_tiles import GroupTiles, sum_of_groups
 from jax_te.quantize.guard import Guard
@@ -45,6 +51,7 @@ from jax_te.quantize.state import (
     counts_within_step,
     frozen_scales,
     has_counts,
+    init_attention_state,
     init_gemm_state,
     merge_quantizers,
     quantizer_variables,
@@ -59,6 +66,7 @@ from jax_te.quantize.tensor import OpaqueTree, Operand, QuantizedOperand, Quanti
 # For users. The other names above are for the other packages of jax_te.
 __all__ = [
     "STATISTICS",
+    "AttentionState",
     "BlockQuantizer",
     "Counting",
     "GemmState",
@@ -73,6 +81,7 @@ __all__ = [
     "TensorQuantizer",
     "as_float32",
     "frozen_scales",
+    "init_attention_state",
     "init_gemm_state",
     "merge_quantizers",
     "observe_quantization",

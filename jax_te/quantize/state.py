@@ -26,7 +26,9 @@ from jax.custom_derivatives import SymbolicZero
 
 from jax_te._validation import brief, check_axes, check_leaves, checked
 from jax_te.errors import QuantizerStateError
+from jax_te.quantize.attention import AttentionState, attention_precision_of
 from jax_te.quantize.precision import ROLES, GemmState
+from jax_te.quantize.scaling import AmaxState
 from jax_te.recipe import DelayedScaling, Recipe
 from jax_te.sharding import batch_ranks
 from jax_te.typing import PyTree
@@ -136,11 +138,36 @@ def init_gemm_state(recipe: Recipe | None, *, groups: int | None = None) -> Gemm
     for role in ROLES:
         # A kernel has no batch axis, so it has one scale on every mesh.
         lead = each or (() if role == "kernel" else parts)
-        entries[role] = {
-            "scale": jnp.ones(lead, jnp.float32),
-            "amax_history": jnp.zeros((*lead, recipe.amax_history_len), jnp.float32),
-        }
+        entries[role] = _fresh(lead, recipe.amax_history_len)
     return GemmState(**entries)  # type: ignore[typeddict-item]
+
+
+@checked
+def init_attention_state(recipe: Recipe | None) -> AttentionState | None:
+    """Return fresh state for one attention core under a recipe with ``fp8_dpa``: scales 1, histories 0.
+
+    The result is None if attention is not quantized, or all of its scales are current.
+
+    Raises:
+        ValueError: for ``tp_only_amax_red`` on a mesh that splits the batch.
+
+    >>> from jax_te.recipe import Float8CurrentScaling
+    >>> list(init_attention_state(Float8CurrentScaling(fp8_dpa=True)))
+    ['dp', 'dq', 'dk', 'dv']
+    """
+    precision = attention_precision_of(recipe)
+    if precision is None or not precision.roles:
+        return None
+    if precision.by_parts and batch_ranks() > 1:
+        raise ValueError(
+            f"tp_only_amax_red=True asks for a scale of each of the mesh's {batch_ranks()} parts of the batch, and FP8 "
+            "attention has one for the whole; use DelayedScaling(tp_only_amax_red=False), or fp8_dpa=False"
+        )
+    return {role: _fresh((), precision.history_length) for role in precision.roles}
+
+
+def _fresh(lead: tuple[int, ...], length: int) -> AmaxState:
+    return {"scale": jnp.ones(lead, jnp.float32), "amax_history": jnp.zeros((*lead, length), jnp.float32)}
 
 
 def quantizer_variables(state: PyTree, group_axis: str | None = None, *, stack: int = 0) -> PyTree:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from jax_te._validation import check_annotations
+from jax_te._validation import check_annotations, log_once
 from jax_te.recipe.format import Format
 
 GEMMS = ("fprop", "dgrad", "wgrad")
@@ -63,16 +63,25 @@ class Recipe:
             precision, i.e. multiply the operands as they are, in the compute dtype. Megatron's ``fp8_wgrad=False`` is
             ``(False, False, True)``.
         fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accumulation of each of the three GEMMs, see `MMParams`.
+        fp8_dpa: whether to quantize the operands of dot-product attention, too; `DelayedScaling` and
+            `Float8CurrentScaling` can.
+        fp8_mha: the same. In Transformer Engine it also leaves out the casts between attention and its projections,
+            which changes speed and not what is quantized.
     """
 
     alignment: ClassVar[int] = 16
     """Sizes of the matrices that the recipe quantizes must be multiples of this."""
+
+    attention_lacks: ClassVar[str] = "no scales of its own for attention"
+    """Reason why the recipe cannot quantize attention; empty if it can."""
 
     fp8_format: Format = Format.HYBRID
     override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
     fp8_gemm_fprop: MMParams = FAST
     fp8_gemm_dgrad: MMParams = FAST
     fp8_gemm_wgrad: MMParams = FAST
+    fp8_dpa: bool = False
+    fp8_mha: bool = False
 
     def __post_init__(self) -> None:
         # Numbers are checked here, once: code that reads a recipe does not check it again.
@@ -84,6 +93,24 @@ class Recipe:
                 f"GEMMs, e.g. (False, False, True); got {flags!r}"
             )
         check_annotations(self, type(self))
+        self._check_attention()
+
+    def _check_attention(self) -> None:
+        if not self.quantizes_attention:
+            return
+        if self.attention_lacks:
+            name = "fp8_dpa" if self.fp8_dpa else "fp8_mha"
+            raise ValueError(
+                f"{name}=True: {type(self).__name__} has {self.attention_lacks}; leave it out, and attention stays in "
+                "the compute dtype, or take DelayedScaling or Float8CurrentScaling"
+            )
+        if self.fp8_mha:
+            log_once("fp8_mha=True is taken as fp8_dpa=True: the casts around attention stay, see docs/parity.md")
+
+    @property
+    def quantizes_attention(self) -> bool:
+        """Whether dot-product attention is quantized, too."""
+        return self.fp8_dpa or self.fp8_mha
 
     def _check_format(self) -> None:
         if not isinstance(self.fp8_format, Format):

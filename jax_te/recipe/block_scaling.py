@@ -13,6 +13,8 @@ from jax_te.recipe.format import Format
 class _BlockScaling(Recipe):
     """Base of these recipes: E4M3 everywhere, with the products of blocks scaled and summed in fp32."""
 
+    attention_lacks: ClassVar[str] = "scales of blocks, and FP8 attention has one scale for each tensor"
+
     fp8_format: Format = Format.E4M3
     fp8_gemm_fprop: MMParams = PRECISE
     fp8_gemm_dgrad: MMParams = PRECISE
@@ -42,6 +44,7 @@ class Float8BlockScaling(_BlockScaling):
         fp8_format: `Format.E4M3` (default) or `Format.HYBRID`.
         override_linear_precision: see `Recipe`.
         fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accumulation is always split; anything else is refused.
+        fp8_dpa, fp8_mha: False; True is refused, as in Transformer Engine.
 
     Raises:
         TypeError, ValueError: for a field outside the above.
@@ -79,6 +82,7 @@ class MXFP8BlockScaling(_BlockScaling):
         fp8_format: `Format.E4M3` (default) or `Format.HYBRID`.
         override_linear_precision: see `Recipe`.
         fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accumulation is always fp32; anything else is refused.
+        fp8_dpa, fp8_mha: False; True is refused, as in Transformer Engine.
 
     Raises:
         TypeError, ValueError: for a field outside the above.
@@ -117,6 +121,7 @@ class NVFP4BlockScaling(_BlockScaling):
         fp8_format: `Format.E4M3`, of the block scales.
         override_linear_precision: see `Recipe`.
         fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accumulation is always fp32; anything else is refused.
+        fp8_dpa, fp8_mha: False; True is refused, as in Transformer Engine.
 
     Raises:
         TypeError, ValueError: for a field outside the above.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from jax_te.recipe.base import Recipe, Support
 from jax_te.recipe.format import Format
@@ -23,6 +23,7 @@ class CustomRecipe(Recipe):
             called while tracing and is part of the jit cache key: use a function defined once, not a new lambda each
             time. Quantizers that need state are refused; use `DelayedScaling` for those.
         override_linear_precision, fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: see `Recipe`.
+        fp8_dpa, fp8_mha: False; True is refused.
 
     Raises:
         TypeError: if ``qfactory`` is not callable or not hashable.
@@ -38,6 +39,8 @@ class CustomRecipe(Recipe):
     >>> CustomRecipe(qfactory=factory).name
     'custom'
     """
+
+    attention_lacks: ClassVar[str] = "quantizers for a linear layer's tensors only"
 
     qfactory: Callable[[str], Any]
 

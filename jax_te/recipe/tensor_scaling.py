@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from jax_te._validation import check_positive
 from jax_te.recipe.base import Recipe
@@ -15,7 +15,28 @@ MAX_MARGIN = 17
 
 
 @dataclass(frozen=True, kw_only=True)
-class DelayedScaling(Recipe):
+class _TensorScaling(Recipe):
+    """Base of these recipes, which can quantize attention.
+
+    Args:
+        fp8_dpa_bwd: whether the backward pass of attention is in FP8, too. False: only forward is.
+    """
+
+    attention_lacks: ClassVar[str] = ""
+
+    fp8_dpa_bwd: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.fp8_dpa_bwd and not self.quantizes_attention:
+            raise ValueError(
+                "fp8_dpa_bwd=False keeps the backward pass of FP8 attention in the compute dtype, and without fp8_dpa "
+                "all of attention is; set fp8_dpa=True, or leave it out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayedScaling(_TensorScaling):
     """Per-tensor FP8 whose scale comes from the largest values of earlier steps.
 
     ``scale = max_fp8 / amax / 2**margin`` with ``amax`` the maximum (or the newest) of the last ``amax_history_len``
@@ -28,6 +49,11 @@ class DelayedScaling(Recipe):
         amax_compute_algo: ``"max"`` of the history, or ``"most_recent"``.
         tp_only_amax_red: the amax of an input or gradient spans the tensor and context axes only, so that each part of
             the batch (over the mesh's data and fsdp axes) has a scale of its own. False: it spans the whole array.
+        fp8_dpa, fp8_mha: whether to quantize attention, too: queries, keys and values under one scale, the softmax's
+            result, the output, its gradient, the gradient of the scores, and those of queries, keys and values under
+            one scale.
+        fp8_dpa_bwd: whether the backward pass of attention is in FP8, too. False: only forward is, as Transformer
+            Engine's ``NVTE_FP8_DPA_BWD=0``.
         fp8_format, override_linear_precision, fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: see `Recipe`.
 
     Raises:
@@ -65,10 +91,11 @@ class DelayedScaling(Recipe):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Float8CurrentScaling(Recipe):
+class Float8CurrentScaling(_TensorScaling):
     """Per-tensor FP8 whose scale comes from the tensor itself: ``scale = max_fp8 / amax(x)``.
 
-    No state, one more pass over the tensor than `DelayedScaling`. An amax that is 0, inf or nan gives scale 1.
+    No state but that of ``fp8_dpa``, one more pass over the tensor than `DelayedScaling`. An amax that is 0, inf or nan
+    gives scale 1.
 
     Args:
         use_power_2_scales: whether to round every scale down to a power of two.
@@ -78,6 +105,11 @@ class Float8CurrentScaling(Recipe):
             shards, so that values equal those on one device, at the cost of an all-reduce over all devices for each
             tensor. Kernels that are stored quantized have one scale under both, and so have tensors of a layer whose
             devices cannot run it by themselves (`jax_te.ops.explain_backend` says why).
+        fp8_dpa, fp8_mha: whether to quantize attention, too. Queries, keys, values and the output's gradient have
+            current scales, the softmax's result is at most 1, and the output at most the largest value. Gradients that
+            exist only inside of the kernel, of the scores, queries, keys and values, have the scale of the step
+            before: the state of four scales, which layers then carry. This is jax_te's own design.
+        fp8_dpa_bwd: whether the backward pass of attention is in FP8, too. False: only forward is, without state.
         fp8_format, override_linear_precision, fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: see `Recipe`.
 
     Source: ``transformer_engine.common.recipe.Float8CurrentScaling``; the groups are those of
@@ -89,6 +121,10 @@ class Float8CurrentScaling(Recipe):
 
     use_power_2_scales: bool = False
     amax_scope: AmaxScope = "group"
+
+    @property
+    def has_state(self) -> bool:
+        return self.quantizes_attention and self.fp8_dpa_bwd
 
     @property
     def name(self) -> str:

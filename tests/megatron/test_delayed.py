@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from jax_te.megatron import TEDelayedScaling
+from jax_te.config import PrecisionConfig
+from jax_te.megatron import TEDelayedScaling, recipe_from_config
 from jax_te.recipe import DelayedScaling, Format
 from tests.support.numerics import without_type_checker
 
@@ -51,8 +52,6 @@ def test_fields_are_mapped():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"fp8_dot_product_attention": True}, "fp8_dot_product_attention=True"),
-        ({"fp8_multi_head_attention": True}, "fp8_multi_head_attention=True"),
         ({"fp8_margin": -1}, "margin.* -1"),
         ({"fp8_amax_compute_algo": "mean"}, "amax_compute_algo.*'max'.*'most_recent'.* 'mean'"),
     ],
@@ -67,9 +66,21 @@ def test_an_interval_is_ignored_as_in_transformer_engine():
     assert TEDelayedScaling(config, Format.HYBRID) == TEDelayedScaling(None, Format.HYBRID)
 
 
-def test_attention_flags_that_are_off_are_fine():
+def test_attention_flags():
     off = Namespace(fp8_margin=0, fp8_dot_product_attention=False, fp8_multi_head_attention=False)
     assert TEDelayedScaling(off, Format.HYBRID) == TEDelayedScaling(None, Format.HYBRID)
+    for name, field in (("fp8_dot_product_attention", "fp8_dpa"), ("fp8_multi_head_attention", "fp8_mha")):
+        recipe = TEDelayedScaling(Namespace(fp8_margin=0, **{name: True}), Format.HYBRID)
+        assert recipe == TEDelayedScaling(None, Format.HYBRID, **{field: True})
+        assert recipe.quantizes_attention
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_attention_flags_of_a_configuration(recipe: str):
+    config = PrecisionConfig(fp8="hybrid", fp8_recipe=recipe, fp8_dot_product_attention=True)
+    made = recipe_from_config(config)
+    assert made is not None
+    assert made.fp8_dpa
 
 
 def test_the_format_is_a_format():

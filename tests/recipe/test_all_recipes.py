@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jax_te._validation import log_once
 from jax_te.errors import QuantizerStateError
 from jax_te.layers import Fp8Padding
 from jax_te.ops import dense
@@ -102,18 +103,24 @@ def test_every_field_takes_part_in_equality_and_hash(kind):
         "disable_stochastic_rounding": True,
         "disable_2d_quantization": True,
         "qfactory": no_quantizers,
+        "fp8_dpa": True,
+        "fp8_mha": True,
+        "fp8_dpa_bwd": False,
     }
     # What a recipe admits one value of only cannot differ.
     fixed = {"fp8_gemm_fprop", "fp8_gemm_dgrad", "fp8_gemm_wgrad"} if kind in BLOCKS else set()
     fixed |= {"fp8_format", "fp4_format"} if kind is NVFP4BlockScaling else set()
     fixed |= {"fp8_format"} if kind is CustomRecipe else set()
+    fixed |= {"fp8_dpa", "fp8_mha"} if kind in (*BLOCKS, CustomRecipe) else set()
     for field in dataclasses.fields(kind):
         if field.name not in fixed:
-            other = dataclasses.replace(recipe, **{field.name: others[field.name]})
-            assert other != recipe, field.name
-            assert {recipe: 1, other: 2}[other] == 2
-            assert other == dataclasses.replace(recipe, **{field.name: others[field.name]})
-            assert hash(other) == hash(dataclasses.replace(recipe, **{field.name: others[field.name]}))
+            # The backward pass of FP8 attention is one of a recipe that has FP8 attention.
+            one = make(kind, fp8_dpa=True) if field.name == "fp8_dpa_bwd" else recipe
+            other = dataclasses.replace(one, **{field.name: others[field.name]})
+            assert other != one, field.name
+            assert {one: 1, other: 2}[other] == 2
+            assert other == dataclasses.replace(one, **{field.name: others[field.name]})
+            assert hash(other) == hash(dataclasses.replace(one, **{field.name: others[field.name]}))
     assert pickle.loads(pickle.dumps(recipe)) == recipe
     assert recipe != next(make(other) for other in NAMED if other is not kind)
     with pytest.raises(AttributeError):
@@ -133,12 +140,37 @@ def test_every_field_takes_part_in_equality_and_hash(kind):
         ({"fp8_format": "E4M3"}, TypeError, "must be a jax_te.recipe.Format, got 'E4M3'"),
         ({"fp8_format": Format.E5M2}, ValueError, "cannot train: FP8 GEMMs do not multiply E5M2 by E5M2"),
         ({"fp8_format": Format.E2M1}, ValueError, "is an FP4 format; use NVFP4BlockScaling"),
-        ({"fp8_dpa": True}, TypeError, "fp8_dpa"),
+        ({"fp8_interval": 1}, TypeError, "fp8_interval"),
+        ({"fp8_dpa": 1}, TypeError, "fp8_dpa must be"),
     ],
 )
 def test_refused_by_every_recipe(kind, fields, error, message):
     with without_type_checker(), pytest.raises(error, match=message):
         make(kind, **fields)
+
+
+@pytest.mark.parametrize("kind", [*BLOCKS, CustomRecipe])
+@pytest.mark.parametrize("field", ["fp8_dpa", "fp8_mha"])
+def test_recipes_without_fp8_attention_refuse_it(kind, field):
+    with pytest.raises(ValueError, match=f"{field}=True: {kind.__name__} has .*; leave it out"):
+        make(kind, **{field: True})
+    assert make(kind, **{field: False}) == make(kind)
+
+
+def test_fp8_mha_is_fp8_dpa_and_says_so(caplog):
+    log_once.cache_clear()
+    with caplog.at_level("INFO", "jax_te"):
+        recipes = [DelayedScaling(fp8_mha=True), Float8CurrentScaling(fp8_mha=True)]
+    assert all(recipe.quantizes_attention for recipe in recipes)
+    assert [record.message for record in caplog.records if "fp8_mha" in record.message] == [
+        "fp8_mha=True is taken as fp8_dpa=True: the casts around attention stay, see docs/parity.md"
+    ]
+    assert not any(make(kind).quantizes_attention for kind in (*NAMED, CustomRecipe))
+
+
+def test_current_scaling_has_state_of_attention_alone():
+    assert Float8CurrentScaling(fp8_dpa=True).has_state
+    assert not Float8CurrentScaling(fp8_dpa=True, fp8_dpa_bwd=False).has_state
 
 
 @pytest.mark.parametrize("kind", BLOCKS)

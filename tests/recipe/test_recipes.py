@@ -41,8 +41,10 @@ def test_wrong_types():
         DelayedScaling(amax_compute_algo=max)
     with pytest.raises(TypeError):
         DelayedScaling(16)  # fields are keyword-only
-    with pytest.raises(TypeError, match="fp8_dpa"):
-        DelayedScaling(fp8_dpa=True)  # nothing is accepted and ignored
+    with pytest.raises(TypeError, match="fp8_interval"):
+        DelayedScaling(fp8_interval=1)  # nothing is accepted and ignored
+    with pytest.raises(ValueError, match=r"fp8_dpa_bwd=False keeps the backward pass .* set fp8_dpa"):
+        DelayedScaling(fp8_dpa_bwd=False)
 
 
 def test_recipes_are_frozen_hashable_data():

@@ -917,7 +917,8 @@ CALLS: dict[str, Callable[[Path], Call]] = {
             "qkv": (Q, Q, Q), "mask_type": "causal", "mask": None, "q_lengths": None, "kv_lengths": None,
             "segments": None, "window": None, "bias_type": "no_bias", "bias": None, "softmax_type": "vanilla",
             "softmax_offset": None, "logit_softcap": None, "scale": None, "dropout_rate": 0.0, "dropout_key": None,
-            "return_max_logit": False, "context_parallel": ops.ContextParallel(), "out_axes": None, "backend": None,
+            "return_max_logit": False, "context_parallel": ops.ContextParallel(), "out_axes": None, "recipe": None,
+            "state": None, "evaluation": False, "backend": None,
         },
     ),
     "ops.explain_backend": lambda f: Call(
@@ -1028,6 +1029,7 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "quantize.QuantizedKernel.taken_over": lambda f: Call(quantized().taken_over, {"exact": KERNEL}),
     "quantize.QuantizedTensor.holds": lambda f: Call(tensor().holds, {"x": KERNEL}),
     "quantize.as_float32": lambda f: Call(quantize.as_float32, {"quantizers": {}}),
+    "quantize.init_attention_state": lambda f: Call(quantize.init_attention_state, {"recipe": DELAYED}),
     "quantize.init_gemm_state": lambda f: Call(quantize.init_gemm_state, {"recipe": DELAYED}),
     "quantize.merge_quantizers": lambda f: Call(quantize.merge_quantizers, {"stacked": {}}),
     "quantize.observe_quantization": lambda f: Call(quantize.observe_quantization, {"observer": None}),

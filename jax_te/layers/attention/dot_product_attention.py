@@ -14,9 +14,11 @@ from jax_te.layers.attention.context_parallel import ContextParallelModule
 from jax_te.layers.attention.packed import PackedSeqParams
 from jax_te.layers.attention.qkv import HEAD_AXES
 from jax_te.layers.parameters import constant
+from jax_te.layers.quantizable import RecipeModule
 from jax_te.layers.results import layer_output
 from jax_te.ops import BiasType, ContextParallel, MaskType, SoftmaxType, Window, dot_product_attention
 from jax_te.ops.attention import QKV, AttentionArrays, normal_window
+from jax_te.quantize import init_attention_state, quantizer_variables
 from jax_te.remat import ambient_modules
 from jax_te.typing import Array, Key
 
@@ -61,8 +63,11 @@ def alibi_slopes(num_attention_heads: int) -> Array:
 
 
 @checked
-class DotProductAttention(ContextParallelModule):
+class DotProductAttention(ContextParallelModule, RecipeModule):
     """``softmax(scale · q kᵀ + bias + mask) v`` per head.
+
+    Under an ambient recipe with ``fp8_dpa`` its operands are quantized. The layer then has the state of the recipe, if
+    it is built inside of ``autocast(recipe)`` or given one by `prepare_quantization`.
 
     Args:
         num_attention_heads: query heads ``n``.
@@ -92,6 +97,7 @@ class DotProductAttention(ContextParallelModule):
     Raises:
         ValueError: for sizes that do not divide and unknown types; when called, for a mask, bias or lengths that the
             mask type requires or does not use, or a wrong number or size of heads.
+        QuantizerStateError: when called, for a recipe with ``fp8_dpa`` whose state the layer does not have.
 
     Source: ``transformer_engine.pytorch.DotProductAttention``; Vaswani et al. 2017.
 
@@ -151,6 +157,11 @@ class DotProductAttention(ContextParallelModule):
         self.softmax_offset = (
             constant(0.0, (num_attention_heads,), jnp.float32, ("heads",)) if softmax_type == "learnable" else None
         )
+        self.quantizers = nnx.data(quantizer_variables(init_attention_state(self.usable_recipe)))
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        return ("quantizers",)
 
     def __call__(
         self,
@@ -217,8 +228,9 @@ class DotProductAttention(ContextParallelModule):
         rate = 0.0 if dropout_key is None else self.attention_dropout
         offset = None if self.softmax_offset is None else self.softmax_offset.get_value()
         arrays = AttentionArrays(attention_mask, q_lengths, kv_lengths, None, bias, offset, dropout_key)
+        recipe = self.usable_recipe
 
-        def attend(qkv: QKV, arrays: AttentionArrays, packed: PackedSeqParams | None) -> Any:
+        def attend(qkv: QKV, arrays: AttentionArrays, packed: PackedSeqParams | None, state: Any) -> Any:
             return dot_product_attention(
                 qkv,
                 mask_type=mask_type,
@@ -240,6 +252,9 @@ class DotProductAttention(ContextParallelModule):
                 return_max_logit=with_logit,
                 context_parallel=self.context_parallel,
                 out_axes=HEAD_AXES,
+                recipe=recipe,
+                state=state,
+                evaluation=not self.training,
             )
 
         with jax.named_scope("DotProductAttention"):
@@ -248,7 +263,7 @@ class DotProductAttention(ContextParallelModule):
             # residual.
             recompute = checkpoint_core_attention or "core_attn" in ambient_modules.value
             run = jax.checkpoint(attend) if recompute else attend
-            result = run(qkv, arrays, packed_seq_params)
+            result = run(qkv, arrays, packed_seq_params, nnx.as_pure(self.quantizers))
         y, *max_logit = result if with_logit else (result,)
         y = y[0] if one_row else y
         return layer_output(y, max_logit=max_logit[0]) if max_logit else y

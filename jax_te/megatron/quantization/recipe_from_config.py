@@ -34,8 +34,9 @@ class TEDelayedScaling(DelayedScaling):
 
     Args:
         config: configuration, or Megatron-LM's arguments, whose ``fp8_margin`` (default 0), ``fp8_amax_history_len``
-            (1), ``fp8_amax_compute_algo`` (``"most_recent"``) and ``tp_only_amax_red`` (False) are read. None: these
-            defaults, which are Megatron's; those of `DelayedScaling` itself are Transformer Engine's.
+            (1), ``fp8_amax_compute_algo`` (``"most_recent"``), ``tp_only_amax_red`` (False) and
+            ``fp8_dot_product_attention`` or ``fp8_multi_head_attention`` (False) are read. None: these defaults, which
+            are Megatron's; those of `DelayedScaling` itself are Transformer Engine's.
         fp8_format: `Format.HYBRID` or `Format.E4M3`.
         override_linear_precision: whether the forward GEMM, the input gradient's and the weight gradient's stay in high
             precision. Megatron passes ``(False, False, not config.fp8_wgrad)``, which Transformer Engine ignores, so
@@ -43,8 +44,7 @@ class TEDelayedScaling(DelayedScaling):
         fields: fields of `DelayedScaling`, in place of the configuration's.
 
     Raises:
-        ValueError: if ``fp8_dot_product_attention`` or ``fp8_multi_head_attention`` is set, because attention does not
-            run in FP8 here; for values that `DelayedScaling` refuses.
+        ValueError: for values that `DelayedScaling` refuses.
         TypeError: for a format that is not a `Format`; for a configuration of another kind, and a namespace with none
             of the four names.
 
@@ -63,10 +63,6 @@ class TEDelayedScaling(DelayedScaling):
     ):
         # Megatron warns that Transformer Engine has ignored it since version 1.8: scales follow every step's amaxes.
         log_hints(fp8_interval=getattr(config, "fp8_interval", 1) != 1)
-        # Refused, not ignored: attention in the compute dtype would change numbers silently.
-        for name in ("fp8_dot_product_attention", "fp8_multi_head_attention"):
-            if getattr(config, name, False):
-                raise ValueError(f"{name}=True: attention does not run in FP8 here; set it to False")
         if isinstance(config, argparse.Namespace) and not vars(config).keys() & _DELAYED_DEFAULTS.keys():
             raise TypeError(
                 f"config must have fields of delayed scaling, {', '.join(_DELAYED_DEFAULTS)}, and this Namespace has "
@@ -78,7 +74,7 @@ class TEDelayedScaling(DelayedScaling):
         }
         # dataclasses.replace calls the class with all fields and no configuration.
         precision: Any = {"fp8_format": fp8_format, "override_linear_precision": override_linear_precision}
-        super().__init__(**of_config | precision | fields)
+        super().__init__(**of_config | _attention_fields(config) | precision | fields)
 
     # A dataclass equals none of another class. As a jit cache key this recipe is that of its fields.
     def __eq__(self, other: object) -> bool:
@@ -123,4 +119,14 @@ def recipe_from_config(config: PrecisionConfig) -> Recipe | None:
         factory = resolve_factory(config.fp8_quantizer_factory)
         return CustomRecipe(qfactory=factory, override_linear_precision=high_precision)
     classes = {"tensorwise": Float8CurrentScaling, "blockwise": Float8BlockScaling, "mxfp8": MXFP8BlockScaling}
-    return classes[config.fp8_recipe](fp8_format=number_format, override_linear_precision=high_precision)
+    return classes[config.fp8_recipe](
+        fp8_format=number_format, override_linear_precision=high_precision, **_attention_fields(config)
+    )
+
+
+def _attention_fields(config: Any) -> dict[str, bool]:
+    """Return the fields of a recipe for FP8 attention, from a configuration's."""
+    return {
+        "fp8_dpa": getattr(config, "fp8_dot_product_attention", False),
+        "fp8_mha": getattr(config, "fp8_multi_head_attention", False),
+    }

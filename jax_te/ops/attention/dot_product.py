@@ -11,12 +11,18 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh
 
-from jax_te._validation import check_number, check_rate, checked
+from jax_te._validation import check_number, check_rate, checked, dtype_name, log_once
 from jax_te.ops.attention.checks import attention_spec, check_arrays
 from jax_te.ops.attention.context_parallel import ContextParallel
-from jax_te.ops.attention.context_parallel.checks import check_sharding, choose_backend
+from jax_te.ops.attention.context_parallel.checks import (
+    check_sharding,
+    choose_backend,
+    fp8_exchange_lacks,
+    fp8_kernels_lack,
+)
 from jax_te.ops.attention.context_parallel.on_mesh import attention_on_mesh
 from jax_te.ops.attention.context_parallel.sharding import AttentionSharding, attention_sharding
+from jax_te.ops.attention.fp8 import Fp8Call, fp8_attention
 from jax_te.ops.attention.segments import Segments
 from jax_te.ops.attention.spec import (
     QKV,
@@ -27,8 +33,10 @@ from jax_te.ops.attention.spec import (
     SoftmaxType,
     Window,
 )
-from jax_te.ops.backend import ambient_backend, primitives, select
+from jax_te.ops.backend import ambient_backend, choose_fp8, primitives, select
 from jax_te.ops.primitives import Backend
+from jax_te.quantize import AttentionPrecision, AttentionState, attention_precision_of, scales_are_frozen
+from jax_te.recipe import Recipe
 from jax_te.sharding import ShardingRules, auto_region, constrain, current_rules, free_axes
 from jax_te.typing import Array, BackendName, Key, LogicalAxes
 
@@ -54,6 +62,9 @@ def dot_product_attention(
     return_max_logit: bool = False,
     context_parallel: ContextParallel | None = None,
     out_axes: LogicalAxes | None = None,
+    recipe: Recipe | None = None,
+    state: AttentionState | None = None,
+    evaluation: bool = False,
     backend: BackendName | None = None,
 ) -> Any:
     """Return ``softmax(scale q k^T) v`` for every head; scores and softmax are fp32.
@@ -86,7 +97,12 @@ def dot_product_attention(
             `ContextParallel`'s defaults.
         out_axes: logical axes of the result ``[b, sq, n, dv]``, and of queries, keys and values; required on a mesh
             with Explicit axes, for context parallelism and for ``te`` on a mesh.
-        backend: None for the ambient one.
+        recipe: one with ``fp8_dpa`` quantizes queries, keys, values, the softmax's result and the output, and in
+            backward the gradients; all other recipes, and None, say nothing about attention.
+        state: state of such a recipe, see `jax_te.quantize.init_attention_state`; its gradient is its next value.
+        evaluation: whether a derivative may leave the state out.
+        backend: None for the ambient one. Calls that have no FP8 kernel run in the compute dtype under ``"auto"``, and
+            are refused under the others, see `explain_backend`.
 
     Returns:
         ``[b, sq, n, dv]`` in the dtype of the input; with ``return_max_logit`` a tuple of it and fp32 ``[n]``, over the
@@ -99,6 +115,7 @@ def dot_product_attention(
         TypeError: for inputs or a bias that are not floating point, a mask that is not bool, lengths that are not
             integers, and a ``return_max_logit`` that is not True or False.
         BackendUnavailableError: if ``backend`` was named and has no kernel for this call; the message says why.
+        QuantizerStateError: if the recipe has state for attention and none is given, or a derivative leaves it out.
 
     Source: ``transformer_engine.jax.attention.fused_attn``; Vaswani et al. 2017; Ainslie et al. 2023 (groups); Beltagy
     et al. 2020 (windows).
@@ -138,6 +155,13 @@ def dot_product_attention(
         arrays = arrays._replace(q_lengths=kv_lengths)
     mesh, sharding = jax.sharding.get_abstract_mesh(), None
     asked = ambient_backend.value if backend is None else backend
+    precision = attention_precision_of(recipe)
+    if precision is not None:
+        call = _fp8_call(mesh, spec, precision, out_axes, context_parallel, asked, evaluation)
+        if call is not None:
+            precision.check_state(state)
+            with jax.named_scope("dot_product_attention"):
+                return fp8_attention(call, qkv, state, out_axes)
     if 0 in (spec.batch, spec.q_length, spec.kv_length):
         chosen = primitives("xla")  # zeros: no kernel has anything to compute
     elif mesh.empty:
@@ -187,22 +211,7 @@ def _resolve(
 
     The other one is None.
     """
-    # Without axes a sharded sequence would be treated as unsharded, and zig-zag order as natural order.
-    if axes is None and context_parallel is not None:
-        _check_whole_sequences(spec, mesh, rules, context_parallel)
-    cp = context_parallel or ContextParallel()
-    sharding = None if axes is None else attention_sharding(spec, axes, mesh, rules, cp)
-    reason = None
-    if sharding is not None:
-        try:
-            check_sharding(sharding, has_mask)
-        except ValueError as error:
-            if sharding.context:
-                raise
-            # Without context parallelism the compiler can partition plain JAX, also into shards of different sizes.
-            sharding, reason = None, str(error)
-    elif prod([mesh.shape[name] for name in free_axes(mesh)]) > 1:
-        reason = f"out_axes {axes} do not say how heads and examples are split"
+    sharding, reason = _sharding(mesh, rules, spec, axes, context_parallel, has_mask=has_mask)
     if sharding is None:
         return primitives(select("dot_product_attention", attention=spec, backend=backend, unsharded=reason)), None
     name = choose_backend(sharding, same_lengths, backend).backend
@@ -210,6 +219,73 @@ def _resolve(
         # The compiler partitions plain JAX, and jax.nn's cuDNN call, as well as explicit rules would.
         return primitives(name), None
     return None, replace(sharding, backend=name)
+
+
+def _sharding(
+    mesh: AbstractMesh,
+    rules: ShardingRules,
+    spec: AttentionSpec,
+    axes: LogicalAxes | None,
+    context_parallel: ContextParallel | None,
+    *,
+    has_mask: bool,
+) -> tuple[AttentionSharding | None, str | None]:
+    """Return the sharding of a call whose devices can run it by themselves, or the reason why they cannot.
+
+    Both are None if nothing is split.
+    """
+    # Without axes a sharded sequence would be treated as unsharded, and zig-zag order as natural order.
+    if axes is None and context_parallel is not None:
+        _check_whole_sequences(spec, mesh, rules, context_parallel)
+    cp = context_parallel or ContextParallel()
+    sharding = None if axes is None else attention_sharding(spec, axes, mesh, rules, cp)
+    if sharding is not None:
+        try:
+            check_sharding(sharding, has_mask)
+        except ValueError as error:
+            if sharding.context:
+                raise
+            # Without context parallelism the compiler can partition plain JAX, also into shards of different sizes.
+            return None, str(error)
+    elif prod([mesh.shape[name] for name in free_axes(mesh)]) > 1:
+        return None, f"out_axes {axes} do not say how heads and examples are split"
+    return sharding, None
+
+
+def _fp8_call(
+    mesh: AbstractMesh,
+    spec: AttentionSpec,
+    precision: AttentionPrecision,
+    axes: LogicalAxes | None,
+    context_parallel: ContextParallel | None,
+    backend: BackendName,
+    evaluation: bool,
+) -> Fp8Call | None:
+    """Return a call resolved to run in FP8; None if it runs in the compute dtype, which is logged once.
+
+    Raises:
+        BackendUnavailableError: if it cannot run in FP8, and ``backend`` is not ``"auto"``.
+    """
+    sharding = unsharded = exchange = None
+    if not mesh.empty:
+        sharding, unsharded = _sharding(mesh, current_rules(mesh), spec, axes, context_parallel, has_mask=False)
+    if sharding is not None:
+        exchange, unsharded = fp8_exchange_lacks(sharding), fp8_kernels_lack(sharding)
+    choice = choose_fp8(spec, precision, backend, unsharded=unsharded, exchange=exchange)
+    if choice.unquantized is not None:
+        log_once(f"attention runs in {dtype_name(spec.dtype)}, not in FP8 as the recipe says: {choice.unquantized}")
+        return None
+    if spec.is_bottom_right:
+        spec = replace(spec, mask_type="causal")  # the same where there are as many queries as keys
+    return Fp8Call(
+        spec=spec,
+        precision=precision,
+        kernels="cudnn" if choice.parts["attention"] == "cudnn" else "xla",
+        sharding=None if sharding is None else replace(sharding, spec=spec),
+        high_precision_backend="te" if choice.parts["attention"] == "cudnn" else "xla",
+        evaluation=evaluation,
+        frozen_scales=scales_are_frozen.value,
+    )
 
 
 def _check_whole_sequences(

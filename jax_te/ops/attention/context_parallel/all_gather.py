@@ -40,7 +40,7 @@ def forward(sharding: AttentionSharding, qkv: QKV, arrays: AttentionArrays) -> B
     q, k, v = unpack(qkv)
     k, v = _all_gather(sharding, k), _all_gather(sharding, v)
     if sharding.backend == "xla":
-        return block.forward(sharding, (q, k, v), *_with_positions(sharding, arrays))
+        return block.forward(sharding, (q, k, v), *with_positions(sharding, arrays))
 
     def attend(device: Any) -> BlockOutput:
         results = [
@@ -79,7 +79,7 @@ def backward(
         return BlockGradients((dq, dk, dv), None, d_offset)
 
     if sharding.backend == "xla":
-        gradients = block.backward(sharding, (q, k, v), *_with_positions(sharding, arrays), out, log_sum, g)
+        gradients = block.backward(sharding, (q, k, v), *with_positions(sharding, arrays), out, log_sum, g)
     else:
         gradients = _on_device(sharding, differentiate)
     dq, dk, dv = unpack(gradients.qkv)
@@ -166,7 +166,8 @@ def _reordered(sharding: AttentionSharding, x: Array, *, back: bool) -> Array:
     return jnp.concatenate([chunks[index] for index in (np.argsort(order) if back else order)], axis=1)
 
 
-def _with_positions(sharding: AttentionSharding, arrays: AttentionArrays) -> tuple[AttentionSpec, AttentionArrays]:
+def with_positions(sharding: AttentionSharding, arrays: AttentionArrays) -> tuple[AttentionSpec, AttentionArrays]:
+    """Return spec and arrays of a device's queries and all keys for plain JAX, with their positions."""
     index, total = jax.lax.axis_index(sharding.context), sharding.spec.kv_length
     keys = jnp.concatenate([shard_positions(sharding, other, total) for other in range(sharding.context_shards)])
     return block.with_positions(sharding, arrays, shard_positions(sharding, index, sharding.spec.q_length), keys)

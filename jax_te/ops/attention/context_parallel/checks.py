@@ -50,6 +50,23 @@ def check_sharding(sharding: AttentionSharding, has_mask: bool) -> None:
         )
 
 
+def fp8_exchange_lacks(sharding: AttentionSharding) -> str | None:
+    """Return the reason why an exchange of keys and values has no FP8 form, or None."""
+    if not sharding.context or sharding.gathers:
+        return None
+    return (
+        f"cp_comm_type {sharding.cp.cp_comm_type!r} exchanges keys and values in the compute dtype; 'all_gather' has "
+        "an exchange of FP8 codes"
+    )
+
+
+def fp8_kernels_lack(sharding: AttentionSharding) -> str | None:
+    """Return the reason why FP8 kernels cannot run on each device of a mesh, or None."""
+    if not sharding.context:
+        return None
+    return "the sequence is split over the context axis, and FP8 kernels have no mask of some queries and all keys"
+
+
 def choose_backend(sharding: AttentionSharding, same_lengths: bool, backend: BackendName | None) -> BackendChoice:
     """Return the backend that runs on each device, and why.
 

@@ -1,0 +1,120 @@
+"""cuDNN's FP8 attention against its steps in plain JAX, and both against fp64.
+
+The kernel rounds the same tensors under the same scales. It may round ``s`` before the division by the softmax's
+denominator, which gives other errors of the same size: kernel and plain JAX then differ by the roundings of both, in
+``s`` and what follows.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_te.ops import attention_spec, cudnn_fp8, dot_product_attention, explain_backend
+from jax_te.quantize import init_attention_state
+from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Format
+from tests.support.fp8_attention import E4M3, E5M2, exact
+from tests.support.numerics import draw, relative_l2, with_vjp
+
+pytestmark = pytest.mark.gpu
+
+B, D, SCALE = 2, 128, 128**-0.5
+ROUNDING = {E4M3: 2.0**-4 / 3**0.5, E5M2: 2.0**-3 / 3**0.5}  # see tests/ops/attention/test_fp8.py
+RECIPES = {
+    "delayed": DelayedScaling(fp8_dpa=True, amax_history_len=2),
+    "delayed-e4m3": DelayedScaling(fp8_dpa=True, amax_history_len=2, fp8_format=Format.E4M3),
+    "current": Float8CurrentScaling(fp8_dpa=True),
+    "current-e4m3": Float8CurrentScaling(fp8_dpa=True, fp8_format=Format.E4M3),
+}
+
+
+@pytest.fixture(autouse=True)
+def needs_the_kernels():
+    if reason := cudnn_fp8.unavailable():
+        pytest.skip(reason)
+
+
+def operands(sq, skv, n, g):
+    shapes = {"q": (B, sq, n, D), "k": (B, skv, g, D), "v": (B, skv, g, D)}
+    return tuple(draw(name, s, jnp.bfloat16) for name, s in shapes.items()), draw(
+        "do", (B, sq, n, D), jnp.bfloat16, scale=1e-4
+    )
+
+
+def steps(recipe, qkv, do, *, count=3, **options):
+    """Output, gradients and next state after some steps on the same operands."""
+
+    @jax.jit
+    def step(qkv, state, do):
+        def attend(qkv, state):
+            return dot_product_attention(qkv, recipe=recipe, state=state, backend="xla", **options)
+
+        return with_vjp(attend, (qkv, state), do)
+
+    state = init_attention_state(recipe)
+    for _ in range(count):
+        out, (gradients, state) = step(qkv, state, do)
+    return out, gradients, state
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(("mask_type", "sizes"), [("causal", (512, 512, 4, 4)), ("no_mask", (256, 384, 4, 2))])
+def test_the_kernel_against_its_steps_and_fp64(name, mask_type, sizes, monkeypatch):
+    recipe, (qkv, do) = RECIPES[name], operands(*sizes)
+    choice = explain_backend("dot_product_attention", recipe=recipe, attention=attention_spec(qkv, mask_type))
+    assert (choice.parts["attention"], choice.unquantized) == ("cudnn", None)
+    out, gradients, state = steps(recipe, qkv, do, mask_type=mask_type)
+    monkeypatch.setattr(cudnn_fp8, "unavailable", lambda: "to compare with")
+    plain, plain_gradients, plain_state = steps(recipe, qkv, do, mask_type=mask_type)
+    e4, e = ROUNDING[E4M3], ROUNDING[E5M2 if recipe.fp8_format is Format.HYBRID else E4M3]
+    assert relative_l2(out, plain) <= (2 * 2 * e4**2) ** 0.5
+    limit = (2 * (3 * e**2 + 2 * e4**2)) ** 0.5
+    assert max(relative_l2(*pair) for pair in zip(gradients, plain_gradients, strict=True)) <= limit
+    exact_out, *exact_gradients = exact(*qkv, do, causal=mask_type == "causal", scale=SCALE)
+    q, k = (np.asarray(x, np.float64) for x in qkv[:2])
+    scores = 2 * e4**2 * float(np.mean(np.square(q))) * float(np.mean(np.square(k))) * D * SCALE**2
+    assert relative_l2(out, exact_out) <= (3 * e4**2 + scores) ** 0.5
+    bounds = [(4 * e4**2 + 4 * e**2 + 2 * scores) ** 0.5] * 2 + [(e4**2 + 2 * e**2 + scores) ** 0.5]
+    for actual, want, bound in zip(gradients, exact_gradients, bounds, strict=True):
+        assert relative_l2(actual, want) <= bound
+    assert state.keys() == plain_state.keys()
+    for role in state:
+        ratio = np.asarray(state[role]["amax_history"]) / np.asarray(plain_state[role]["amax_history"])
+        assert np.all(np.abs(ratio - 1.0) <= 2.0**-3), (role, ratio)
+
+
+@pytest.mark.parametrize("kind", [DelayedScaling, Float8CurrentScaling])
+def test_a_backward_pass_in_bf16(kind):
+    recipe, (qkv, do) = kind(fp8_dpa=True, fp8_dpa_bwd=False), operands(512, 512, 4, 4)
+    out, gradients, _ = steps(recipe, qkv, do)
+    exact_out, *exact_gradients = exact(*qkv, do, causal=True, scale=SCALE)
+    e4 = ROUNDING[E4M3]
+    assert relative_l2(out, exact_out) <= (5 * e4**2) ** 0.5
+    # Of FP8 the gradients have the errors of the softmax's denominator and the output alone.
+    assert max(relative_l2(*pair) for pair in zip(gradients, exact_gradients, strict=True)) <= (3 * e4**2) ** 0.5
+
+
+def test_long_sequences_in_a_loop_and_recomputed():
+    """A scan over layers, each recomputed, as a model has them; nothing of the size of the scores is kept."""
+    recipe, s = RECIPES["delayed"], 8192
+    x, states = draw("x", (1, s, 8, D), jnp.bfloat16), [init_attention_state(recipe) for _ in range(3)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+
+    @jax.jit
+    def gradients(x, stacked):
+        def layer(x, state):
+            return x + dot_product_attention((x, x, x), recipe=recipe, state=state), None
+
+        def loss(x, stacked):
+            return jnp.mean(jnp.square(jax.lax.scan(jax.checkpoint(layer), x, stacked)[0].astype(jnp.float32)))
+
+        return jax.grad(loss, argnums=(0, 1))(x, stacked)
+
+    for _ in range(3):
+        dx, stacked = gradients(x, stacked)
+    assert np.isfinite(np.asarray(dx, np.float32)).all()
+    assert np.asarray(dx, np.float32).any()
+    text = gradients.lower(x, stacked).compile().as_text()
+    assert "fmhaSoftmaxF8" in text
+    assert "fmhaSoftmaxBackwardF8" in text
+    assert f"{s},{s}]" not in text

@@ -1,0 +1,138 @@
+"""The calls of cuDNN's FP8 attention as they are lowered for NVIDIA GPUs; tests/gpu run them."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_te
+from jax_te.ops import attention_spec, cudnn_fp8, dot_product_attention
+from jax_te.ops.attention import dot_product
+from jax_te.quantize import init_attention_state
+from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Format
+from tests.support.meshes import use_mesh
+
+Q, K = (2, 256, 4, 128), (2, 384, 2, 128)
+AXES = ("batch", "sequence", "heads", None)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Choose cuDNN as on a Hopper GPU."""
+    real = dot_product.choose_fp8
+
+    def chosen(*args: Any, **options: Any) -> Any:
+        choice = real(*args, **options)
+        return choice if choice.unquantized else type(choice)(choice.op, "xla", "test", {"attention": "cudnn"})
+
+    monkeypatch.setattr(dot_product, "choose_fp8", chosen)
+
+
+def lowered(recipe: Any, mask_type: str, qkv: Any = None, **options: Any) -> list[tuple[str, dict[str, Any], str]]:
+    """Target, description and types of each call of cuDNN in forward and backward."""
+    q, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (Q, K))
+    qkv = (q, k, k) if qkv is None else qkv
+    state = jax.eval_shape(lambda: init_attention_state(recipe))
+
+    def attend(qkv: Any, state: Any) -> Any:
+        return dot_product_attention(qkv, recipe=recipe, state=state, mask_type=mask_type, **options)
+
+    def both(qkv: Any, state: Any) -> Any:
+        out, vjp = jax.vjp(attend, qkv, state)
+        return out, vjp(out)
+
+    text = jax.jit(both).trace(qkv, state).lower(lowering_platforms=("cuda",)).as_text()
+    found = []
+    for line in text.splitlines():
+        if target := re.search(r"@(__cudnn\$\w+)", line):
+            config = re.search(r'backend_config = "((?:[^"\\]|\\.)*)"', line)
+            assert config is not None
+            written = config[1].replace("\\22", '"')
+            found.append((target[1], json.loads(written)["cudnn_fmha_backend_config"], line.split(" : ")[-1]))
+    return found
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(("fp8_format", "gradient"), [(Format.HYBRID, "f8E5M2"), (Format.E4M3, "f8E4M3FN")])
+@pytest.mark.parametrize(("mask_type", "mask"), [("causal", "CAUSAL"), ("no_mask", "NO_MASK")])
+def test_calls(mask_type, mask, fp8_format, gradient):
+    forward, backward = lowered(DelayedScaling(fp8_dpa=True, fp8_format=fp8_format), mask_type)
+    scalar, q, kv = "tensor<1x1x1x1xf32>", "tensor<2x256x4x128x{}>", "tensor<2x384x2x128x{}>"
+    by_head_q, by_head_kv, log_sum = "tensor<2x4x256x128x{}>", "tensor<2x2x384x128x{}>", "tensor<2x4x256xf32>"
+    e4m3 = "f8E4M3FN"
+    given = [q.format(e4m3), kv.format(e4m3), kv.format(e4m3)]
+    results = [by_head_q.format(e4m3), scalar, scalar, log_sum, "tensor<0xui8>"]
+    assert forward[0] == "__cudnn$fmhaSoftmaxF8"
+    assert forward[2] == f"({', '.join(given + [scalar] * 6)}) -> ({', '.join(results)})"
+    given += [q.format(e4m3), q.format(gradient), log_sum]
+    results = [by_head_q.format(gradient), by_head_kv.format(gradient), by_head_kv.format(gradient)]
+    assert backward[0] == "__cudnn$fmhaSoftmaxBackwardF8"
+    assert (
+        backward[2]
+        == f"({', '.join(given + [scalar] * 12)}) -> ({', '.join([*results, *[scalar] * 4])}, tensor<0xui8>)"
+    )
+    for _, config, _ in (forward, backward):
+        assert config["mask_type"] == mask
+        assert config["fmha_scale"] == 128**-0.5
+        assert config["intermediate_tensor_shape"]["dimensions"] == ["2", "4", "256", "384"]
+    assert {name for name in backward[1] if name.endswith("numbers")} == {
+        f"bmm{i}_grad_gemm{j}_dot_dimension_numbers" for i in (1, 2) for j in (1, 2)
+    }
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+def test_each_device_of_a_mesh_calls_it(mode):
+    """With its own examples and heads: two of eight, and one of four."""
+    with use_mesh(mode):
+        q = jnp.zeros((8, 128, 4, 128), jnp.bfloat16)
+        calls = lowered(Float8CurrentScaling(fp8_dpa=True), "causal", (q, q, q), out_axes=AXES)
+    assert [name for name, _, _ in calls] == ["__cudnn$fmhaSoftmaxF8", "__cudnn$fmhaSoftmaxBackwardF8"]
+    assert all("tensor<2x128x2x128xf8E4M3FN>" in types for _, _, types in calls)
+
+
+def test_no_other_file_calls_cudnn():
+    """XLA's calls are not a public interface: one file knows their form, and the versions that have it."""
+    root = Path(jax_te.__file__).parent
+    names = {
+        path.name
+        for path in root.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "__cudnn$" in node.value
+    }
+    assert names == {"cudnn_fp8.py"}
+
+
+def test_versions(monkeypatch):
+    assert cudnn_fp8.cudnn_lacks(91900) is None
+    assert "9.10.0" in cudnn_fp8.cudnn_lacks(91000)
+    assert "9.2.0 is older than 9.2.1" in cudnn_fp8.cudnn_lacks(90200)
+    assert cudnn_fp8.unavailable() == "no GPU"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "__version_info__", (0, 99, 0))
+    assert "known of jax 0.10, 0.11 and 0.12, this is" in cudnn_fp8.unavailable()
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    assert "compute capability 9 (Hopper)" in cudnn_fp8.unavailable()
+
+
+def test_what_a_gpu_without_the_kernels_runs(monkeypatch):
+    """ "auto" takes the compute dtype and says why; "xla" computes the steps in plain JAX."""
+    recipe = Float8CurrentScaling(fp8_dpa=True)
+    q = jnp.zeros((1, 128, 2, 128), jnp.bfloat16)
+    spec = attention_spec((q, q, q), "causal")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "__version_info__", (0, 99, 0))
+    choice = jax_te.ops.explain_backend("dot_product_attention", recipe=recipe, attention=spec)
+    assert "known of jax" in choice.unquantized
+    choice = jax_te.ops.explain_backend("dot_product_attention", recipe=recipe, attention=spec, backend="xla")
+    assert (choice.parts["attention"], choice.unquantized) == ("xla", None)
+    monkeypatch.setattr(cudnn_fp8, "unavailable", lambda: None)
+    choice = jax_te.ops.explain_backend("dot_product_attention", recipe=recipe, attention=spec)
+    assert (choice.parts["attention"], choice.unquantized) == ("cudnn", None)

@@ -1,0 +1,347 @@
+"""FP8 attention beside an implementation of its steps in NumPy and beside fp64, and what it refuses."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_te.errors import BackendUnavailableError, QuantizerStateError
+from jax_te.ops import attention_spec, dot_product_attention, explain_backend, segments_from_cu_seqlens
+from jax_te.quantize import frozen_scales, init_attention_state
+from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, Recipe
+from tests.support.fp8_attention import E4M3, E5M2, Attention, exact, largest, of_amax
+from tests.support.numerics import assert_bitwise, draw, quick_jit, relative_l2, value_and_vjp, with_vjp
+
+B, D = 2, 128
+SCALE = D**-0.5
+DELAYED = DelayedScaling(fp8_dpa=True, amax_history_len=3)
+CURRENT = Float8CurrentScaling(fp8_dpa=True)
+RECIPES = {
+    "delayed": DELAYED,
+    "delayed-margin": DelayedScaling(fp8_dpa=True, amax_history_len=1, margin=2, fp8_format=Format.E4M3),
+    "current": CURRENT,
+    "current-e4m3": Float8CurrentScaling(fp8_dpa=True, fp8_format=Format.E4M3),
+    "current-powers": Float8CurrentScaling(fp8_mha=True, use_power_2_scales=True),
+}
+ROLES = {
+    "qkv": ("q", "k", "v"),
+    "s": ("s",),
+    "o": ("o",),
+    "do": ("do",),
+    "dp": ("dp",),
+    "dqkv": ("dq", "dk", "dv"),
+}
+
+
+def operands(sq: int = 128, skv: int = 128, n: int = 2, g: int = 2, dtype: Any = jnp.bfloat16) -> tuple[Any, Any]:
+    """Queries, keys and values, and a gradient of the output of the size that training has."""
+    q, k, v = draw("q", (B, sq, n, D), dtype), draw("k", (B, skv, g, D), dtype), draw("v", (B, skv, g, D), dtype)
+    return (q, k, v), draw("do", (B, sq, n, D), dtype, scale=1e-4)
+
+
+def attend(recipe: Recipe | None, **options: Any) -> Callable[..., Any]:
+    def run(q: Any, k: Any, v: Any, state: Any) -> Any:
+        return dot_product_attention((q, k, v), recipe=recipe, state=state, **options)
+
+    return run
+
+
+@functools.cache
+def compiled(recipe: Recipe | None, **options: Any) -> Callable[..., Any]:
+    return quick_jit(functools.partial(with_vjp, attend(recipe, **options)))
+
+
+def step(recipe: Recipe | None, qkv: Any, do: Any, state: Any, **options: Any) -> tuple[Any, Any, Any]:
+    """Output, gradients of ``qkv`` and the next state."""
+    out, (*gradients, after) = compiled(recipe, **options)((*qkv, state), do)
+    return out, gradients, after
+
+
+def scales_of(recipe: Any, state: Any, qkv: Any, do: Any) -> dict[str, float]:
+    """The scales of a call, from the recipe's text."""
+    dtype = E5M2 if recipe.fp8_format is Format.HYBRID else E4M3
+    if isinstance(recipe, DelayedScaling):
+        scales = {}
+        for role, names in ROLES.items():
+            history = np.asarray(state[role]["amax_history"])
+            of = E4M3 if role in ("qkv", "s", "o") else dtype
+            scale = of_amax(float(history.max()), of) / 2.0**recipe.margin if history.max() > 0 else 1.0
+            scales |= dict.fromkeys(names, scale)
+        return scales
+    power = recipe.use_power_2_scales
+    amaxes = {"q": largest(qkv[0]), "k": largest(qkv[1]), "v": largest(qkv[2]), "s": 1.0, "o": largest(qkv[2])}
+    scales = {name: of_amax(amax, E4M3, power) for name, amax in amaxes.items()}
+    scales["do"] = of_amax(largest(do), dtype, power)
+    for name in ("dp", "dq", "dk", "dv"):
+        scales[name] = of_amax(float(state[name]["amax_history"][0]), dtype, power)
+    return scales
+
+
+def assert_same_codes(actual: Any, expected: Any, scale: float, dtype: Any, what: str) -> None:
+    """Equal FP8 values but for a few that lie between two of them.
+
+    fp32 and fp64 differ by some 2^-20 of a value before it is rounded, and two FP8 values by 2^-3 or 2^-2 of one: about
+    one element in 2^17 rounds the other way. One of ``s`` or ``dp``, of which there are 2^16 and more, moves a row of
+    the next products, of which there are 512, by 2^-4 of one term, and some of its elements to the next FP8 value.
+    """
+    actual, expected = np.asarray(actual, np.float64) * scale, np.asarray(expected, np.float64) * scale
+    step = np.maximum(np.abs(expected), 2.0**-6 if dtype is E4M3 else 2.0**-14) * (
+        2.0**-4 if dtype is E4M3 else 2.0**-3
+    )
+    # Results are in bf16, which has more bits than FP8; the scale is no power of two.
+    other = np.abs(actual - expected) > step / 2
+    assert other.mean() <= 1e-2, f"{what}: {other.mean():.2%} of the codes differ"
+    assert relative_l2(actual, expected) <= 0.02, f"{what}: relative L2 {relative_l2(actual, expected):.2g}"
+
+
+@pytest.mark.costly(
+    *(f"causal-{name}" for name in RECIPES if name != "delayed"),
+    *(f"no_mask-{name}" for name in RECIPES if name != "current-powers"),
+)
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("mask_type", "sizes"),
+    [
+        pytest.param("causal", (128, 128, 2, 2), id="causal"),
+        pytest.param("no_mask", (128, 256, 4, 2), id="no_mask"),
+    ],
+)
+def test_its_steps_are_those_of_the_oracle(name, mask_type, sizes):
+    recipe = RECIPES[name]
+    qkv, do = operands(*sizes)
+    exact_qkv = [np.asarray(x, np.float64) for x in qkv]
+    dtype, state = E5M2 if recipe.fp8_format is Format.HYBRID else E4M3, init_attention_state(recipe)
+    for _ in range(3):  # after two steps no scale is that of an empty history
+        before = state
+        out, gradients, state = step(recipe, qkv, do, before, mask_type=mask_type)
+    scales = scales_of(recipe, before, exact_qkv, np.asarray(do, np.float64))
+    oracle = Attention(scales, dtype, mask_type == "causal", SCALE)
+    expected = oracle.forward(*exact_qkv)
+    assert_same_codes(out, expected, scales["o"], E4M3, "output")
+    wanted = oracle.backward(*exact_qkv, expected, np.asarray(do, np.float64))
+    for name, actual, want in zip(("dq", "dk", "dv"), gradients, wanted, strict=True):
+        assert_same_codes(actual, want, scales[name], dtype, name)
+        assert float(jnp.max(jnp.abs(actual))) > 0.0
+    roles = ROLES if isinstance(recipe, DelayedScaling) else {name: (name,) for name in ("dp", "dq", "dk", "dv")}
+    assert state.keys() == roles.keys()
+    for role, names in roles.items():
+        newest = max(oracle.amaxes[name] for name in names)
+        # An amax is exact in fp32, but for the sums that it is of.
+        np.testing.assert_allclose(state[role]["amax_history"][0], newest, rtol=2.0**-6)
+        np.testing.assert_allclose(state[role]["scale"], scales[names[0]], rtol=2.0**-20)
+        assert_bitwise(state[role]["amax_history"][1:], before[role]["amax_history"][:-1])
+
+
+# The root mean square of the relative error of one rounding is at most that of errors spread evenly over half a
+# distance of FP8 values, 2^-4 or 2^-3 of a value just above a power of two.
+ROUNDING = {E4M3: 2.0**-4 / 3**0.5, E5M2: 2.0**-3 / 3**0.5}
+
+
+@pytest.mark.parametrize("inputs", ["normal", "outliers", "peaked"])
+@pytest.mark.parametrize(("recipe", "dtype"), [(CURRENT, E5M2), (RECIPES["current-e4m3"], E4M3), (DELAYED, E5M2)])
+def test_its_errors_are_those_of_its_roundings(recipe, dtype, inputs):
+    (q, k, v), do = operands(dtype=jnp.float32)
+    if inputs == "outliers":
+        q, k = (x.at[..., 3].multiply(8.0) for x in (q, k))
+    if inputs == "peaked":
+        q = q * 2.0
+    state = init_attention_state(recipe)
+    for _ in range(3):
+        out, gradients, state = step(recipe, (q, k, v), do, state)
+    exact_out, *exact_gradients = exact(q, k, v, do, causal=True, scale=SCALE)
+    e4, e = ROUNDING[E4M3], ROUNDING[dtype]
+    # Scores have the errors of queries and keys, each term its own, and probabilities have the scores' errors.
+    square = np.einsum("bsnd,btnd->bnst", np.square(np.asarray(q, np.float64)), np.square(np.asarray(k, np.float64)))
+    scores = 2 * e4**2 * float(np.mean(square)) * SCALE**2
+    # Roundings are independent, so their squares add up: of s, v and o in forward; of s, do and dv; of s, v, o, do
+    # (twice, in dp and its mean), dp, the other operand and the result.
+    assert relative_l2(out, exact_out) <= (3 * e4**2 + scores) ** 0.5
+    bounds = [(4 * e4**2 + 4 * e**2 + 2 * scores) ** 0.5] * 2 + [(e4**2 + 2 * e**2 + scores) ** 0.5]
+    for name, actual, want, bound in zip(("dq", "dk", "dv"), gradients, exact_gradients, bounds, strict=True):
+        assert relative_l2(actual, want) <= bound, name
+        assert relative_l2(actual, want) > e / 4, f"{name} was not quantized"
+
+
+@pytest.mark.parametrize("kind", [DelayedScaling, Float8CurrentScaling])
+def test_a_backward_pass_in_high_precision(kind):
+    """The gradients of the exact operands at forward's output; the state has what forward has quantized."""
+    recipe = kind(fp8_dpa=True, fp8_dpa_bwd=False)
+    qkv, do = operands(dtype=jnp.float32)
+    state = init_attention_state(recipe)
+    assert (state is None) == (kind is Float8CurrentScaling)
+    for _ in range(2):
+        out, gradients, state = step(recipe, qkv, do, state)
+    assert state is None or state.keys() == {"qkv", "s", "o"}
+    full = kind(fp8_dpa=True)
+    both = init_attention_state(full)
+    for _ in range(2):
+        quantized, rough, both = step(full, qkv, do, both)
+    assert_bitwise(out, quantized)
+    _, *exact_gradients = exact(*qkv, do, causal=True, scale=SCALE)
+    # dv reads the exact gradient and nothing quantized but the scores; those of q and k read the output, too.
+    for actual, rounded, want in zip(gradients, rough, exact_gradients, strict=True):
+        assert relative_l2(actual, want) <= relative_l2(rounded, want) / 2
+
+
+def test_packed_operands():
+    (q, k, v), do = operands()
+    packed = jnp.stack((q, k, v), axis=2)
+    state = step(CURRENT, (q, k, v), do, init_attention_state(CURRENT))[2]
+    out, (gradient, after) = value_and_vjp(
+        lambda packed, state: dot_product_attention((packed,), recipe=CURRENT, state=state), (packed, state), do
+    )
+    apart, gradients, last = step(CURRENT, (q, k, v), do, state)
+    assert_bitwise(out, apart)
+    assert_bitwise(gradient, jnp.stack(gradients, axis=2))
+    jax.tree.map(assert_bitwise, after, last)
+
+
+REFUSED = (
+    "heads",
+    "value heads",
+    "queries",
+    "keys",
+    "window",
+    "padding",
+    "packed",
+    "rows without a key",
+    "mask",
+    "bias",
+    "sink",
+    "softcap",
+    "dropout",
+    "max logit",
+)
+
+
+def refused() -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Calls that FP8 attention does not have: words of the reason, sizes, arguments."""
+    lengths = jnp.full((B,), 100, jnp.int32)
+    cu_seqlens = jnp.array([[0, 50, 128]] * B, jnp.int32)
+    return {
+        "heads": ("heads of 64", {"d": 64}, {}),
+        "value heads": ("heads of 64 and 128", {"dv": 64}, {}),
+        "queries": ("120 queries", {"sq": 120}, {"mask_type": "no_mask"}),
+        "keys": ("130 keys", {"skv": 130}, {"mask_type": "no_mask"}),
+        "window": ("a window of", {}, {"window": (16, 0)}),
+        "padding": ("'padding', and FP8 attention has no padding", {}, {"mask_type": "padding", "kv_lengths": lengths}),
+        "packed": (
+            "packed sequences",
+            {},
+            {"mask_type": "padding_causal", "segments": segments_from_cu_seqlens(cu_seqlens)},
+        ),
+        "rows without a key": ("'causal_bottom_right'", {"sq": 256}, {"mask_type": "causal_bottom_right"}),
+        "mask": ("'arbitrary'", {}, {"mask_type": "arbitrary", "mask": jnp.zeros((1, 1, 128, 128), bool)}),
+        "bias": ("bias_type", {}, {"bias_type": "post_scale_bias", "bias": jnp.zeros((1, 1, 128, 128))}),
+        "sink": ("softmax_type", {}, {"softmax_type": "off-by-one"}),
+        "softcap": ("logit_softcap", {}, {"logit_softcap": 30.0}),
+        "dropout": ("dropout of 0.1", {}, {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}),
+        "max logit": ("return_max_logit", {}, {"return_max_logit": True}),
+    }
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_calls_that_fp8_attention_lacks(case, caplog):
+    """Refused with the reason under a backend's name; in the compute dtype under "auto", which says so."""
+    words, sizes, options = refused()[case]
+    sq, skv, d, dv = (sizes.get(name, default) for name, default in (("sq", 128), ("skv", 128), ("d", D), ("dv", D)))
+    dv = d if "d" in sizes else dv
+    qkv = draw("q", (B, sq, 2, d)), draw("k", (B, skv, 2, d)), draw("v", (B, skv, 2, dv))
+    state = init_attention_state(CURRENT)
+    with pytest.raises(BackendUnavailableError, match=words):
+        dot_product_attention(qkv, recipe=CURRENT, state=state, backend="xla", **options)
+    plain = dot_product_attention(qkv, backend="xla", **options)
+    jax.tree.map(
+        assert_bitwise, dot_product_attention(qkv, recipe=CURRENT, state=state, backend="auto", **options), plain
+    )
+    described = {
+        name: options[name] for name in ("window", "bias_type", "softmax_type", "logit_softcap") if name in options
+    }
+    spec = attention_spec(
+        qkv,
+        options.get("mask_type", "causal"),
+        dropout_rate=options.get("dropout_rate", 0.0),
+        return_max_logit=options.get("return_max_logit", False),
+        max_segments=2 if "segments" in options else 0,
+        **described,
+    )
+    choice = explain_backend("dot_product_attention", recipe=CURRENT, attention=spec)
+    assert words in choice.unquantized
+    assert choice.unquantized in str(choice)
+    with pytest.raises(BackendUnavailableError, match=words):
+        explain_backend("dot_product_attention", recipe=CURRENT, attention=spec, backend="xla")
+
+
+def test_what_runs_it():
+    qkv, _ = operands()
+    spec = attention_spec(qkv, "causal")
+    choice = explain_backend("dot_product_attention", recipe=DELAYED, attention=spec)
+    assert (choice.backend, choice.parts["attention"], choice.unquantized) == ("xla", "xla", None)
+    # Recipes that say nothing about attention leave it in the compute dtype, and that is no remark.
+    for recipe in (None, DelayedScaling(), Float8BlockScaling()):
+        choice = explain_backend("dot_product_attention", recipe=recipe, attention=spec, backend="xla")
+        assert (choice.parts, choice.unquantized) == ({"attention": "xla"}, None)
+
+
+def test_the_state_is_not_left_out():
+    qkv, do = operands()
+    state = init_attention_state(DELAYED)
+    with pytest.raises(QuantizerStateError, match="needs quantizer state, and this attention has none"):
+        dot_product_attention(qkv, recipe=DELAYED)
+    with pytest.raises(QuantizerStateError, match=r"amax histories \{'dp': 1"):
+        dot_product_attention(qkv, recipe=DELAYED, state=init_attention_state(CURRENT))
+
+    def loss(q: Any, **options: Any) -> Any:
+        out = dot_product_attention((q, *qkv[1:]), recipe=DELAYED, state=state, **options)
+        return jnp.sum(out.astype(jnp.float32) * do.astype(jnp.float32))
+
+    with pytest.raises(QuantizerStateError, match="leaves the quantizer state out"):
+        jax.grad(loss)(qkv[0])
+    trained = step(DELAYED, qkv, do, state)[1][0]
+    assert_bitwise(jax.grad(lambda q: loss(q, evaluation=True))(qkv[0]), trained)
+    with frozen_scales():
+        assert_bitwise(jax.grad(loss)(qkv[0]), trained)
+        _, (*_, after) = value_and_vjp(attend(DELAYED), (*qkv, state), do, quick=True)
+    jax.tree.map(assert_bitwise, after, state)
+
+
+def test_no_second_derivative():
+    qkv, do = operands()
+    state = init_attention_state(CURRENT)
+
+    def gradient(q: Any) -> Any:
+        def loss(q: Any) -> Any:
+            out = dot_product_attention((q, *qkv[1:]), recipe=CURRENT, state=state, evaluation=True)
+            return jnp.sum(out.astype(jnp.float32) * do.astype(jnp.float32))
+
+        return jnp.sum(jax.grad(loss)(q).astype(jnp.float32) ** 2)
+
+    with pytest.raises(TypeError, match="second derivatives do not exist under recipe 'current'"):
+        jax.grad(gradient)(qkv[0])
+
+
+def test_what_backward_keeps():
+    """FP8 codes of the operands and the output, not the operands."""
+    qkv, _ = operands()
+    state = init_attention_state(DELAYED)
+    _, vjp = jax.vjp(quick_jit(attend(DELAYED)), *qkv, state)
+    kept = [leaf for leaf in jax.tree.leaves(vjp) if leaf.size >= B * 128 * D]
+    sizes = sorted((leaf.dtype.name, leaf.shape) for leaf in kept)
+    assert sizes == [("float8_e4m3fn", (B, 128, 2, D))] * 4
+
+
+def test_equal_numbers_however_it_is_compiled():
+    qkv, do = operands()
+    state = step(CURRENT, qkv, do, init_attention_state(CURRENT))[2]
+    eager = jax.vjp(attend(CURRENT), *qkv, state)
+    recomputed = jax.vjp(jax.checkpoint(attend(CURRENT)), *qkv, state)
+    for (one, vjp), (other, other_vjp) in itertools.pairwise((eager, recomputed)):
+        assert_bitwise(one, other)
+        jax.tree.map(assert_bitwise, vjp(do), other_vjp(do))
