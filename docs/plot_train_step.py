@@ -53,7 +53,7 @@ def draw_peer(axes: Axes, peer: str, rows: list[dict[str, str]], flops: float) -
             seconds = float(row[f"{name} ms"]) / 1000
             axes.barh(place + offset, tokens / seconds, 0.36, color=color, label=name if place == 0 else None)
             mfu = flops / seconds / H200_PEAK
-            label = f" {tokens / seconds:,.0f}, MFU {100 * mfu:.0f} %"
+            label = f" {tokens / seconds:,.0f} · MFU {100 * mfu:.0f} %"
             axes.text(tokens / seconds, place + offset, label, va="center", fontsize="small")
     axes.set_yticks(range(len(rows)), [row["recipe"] for row in rows])
     axes.invert_yaxis()
