@@ -287,7 +287,7 @@ def make_reachable(app, pagename, templatename, context, doctree):
     """Let the keyboard reach code and tables that scroll sideways, and take out links that lead nowhere."""
     body = context.get("body", "").replace("<pre>", '<pre tabindex="0">')
     body = re.sub(r'<div class="table-wrapper', r'<div tabindex="0" class="table-wrapper', body)
-    if pagename.startswith(("parity", "from_megatron")):  # with tables of long names
+    if pagename.startswith(("parity", "from_megatron", "replicas")):  # with tables of long names
         body = let_names_wrap(body)
     if pagename.startswith("_modules/"):
         # Code that two pages describe, as of a layer in NNX and Linen, has one link back, with the other one's anchor.
