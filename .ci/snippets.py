@@ -5,7 +5,7 @@
 
 Each block runs as a reader who copies it runs it: alone, in a process and an empty folder of its own. What it prints is
 compared with the ```text block that follows it, if there is one: the words, for numbers depend on the machine. Cells of
-a notebook run in order, in one process. Two files run at a time. A block that cannot run here carries an HTML comment
+a notebook run in order, in one process. Two blocks run at a time. A block that cannot run here carries an HTML comment
 on the line above it, `<!-- not run: REASON -->`; it is skipped and listed. Tracebacks name the Markdown file and its
 line.
 
@@ -14,16 +14,15 @@ line.
 
 import contextlib
 import dataclasses
-import importlib
+import itertools
 import json
+import multiprocessing
 import os
 import pathlib
 import re
-import subprocess
 import sys
 import tempfile
 import textwrap
-import traceback
 import types
 from concurrent.futures import ThreadPoolExecutor
 
@@ -31,8 +30,10 @@ FENCE = re.compile(r"[ \t]*(?P<ticks>`{3,}|~{3,})[ \t]*(?P<language>\w*)[^`]*$")
 NOT_RUN = re.compile(r"<!--\s*not run:\s*(?P<reason>.+?)\s*-->")
 NUMBER = re.compile(r"[-+]?(\d[\d_,]*\.?\d*(e[-+]?\d+)?|\bnan\b|\binf\b)")
 TIMEOUT_S = 600
-# Imported once, before the processes of the blocks are forked. None of them starts JAX's devices.
-COMMON = ("jax.numpy", "flax.nnx", "flax.linen", "optax", "jax_te.layers", "jax_te.training", "jax_te.models")
+# Imported once, by the process from which those of the blocks are forked. None of them starts JAX's devices.
+COMMON = ["jax.numpy", "flax.nnx", "flax.linen", "optax", "jax_te.layers", "jax_te.training", "jax_te.models"]
+FORK_SERVER = multiprocessing.get_context("forkserver")
+FORK_SERVER.set_forkserver_preload(COMMON)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +44,15 @@ class Block:
     line: int
     code: str
     skip: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What became of a block: what it wrote to stdout and stderr, and why it did not end well, or nothing."""
+
+    printed: str
+    errors: str
+    failure: str
 
 
 def find_blocks(text: str, *languages: str) -> list[Block]:
@@ -72,58 +82,43 @@ def find_blocks(text: str, *languages: str) -> list[Block]:
 
 
 def python_blocks(path: pathlib.Path) -> list[Block]:
-    """Return the Python blocks of a Markdown file, or the code cells of a notebook."""
+    """Return the Python blocks of a Markdown file, or the code cells of a notebook as one."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".ipynb":
         return find_blocks(text, "python")
     cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
-    return [Block("python", 1, "".join(cell["source"]), None) for cell in cells]
+    return [Block("python", 1, "\n".join("".join(cell["source"]) for cell in cells), None)]
 
 
-def execute(path: pathlib.Path) -> bool:
-    """Run one file's blocks from this process, and report what does not run or prints something else."""
-    if path.suffix == ".ipynb":
-        code = "\n".join(block.code for block in python_blocks(path))
-        return run_forked(Block("python", 1, code, None), path)[0]
-    for module in COMMON:
-        importlib.import_module(module)
-    text = path.read_text(encoding="utf-8")
-    passed = True
-    for block in python_blocks(path):
-        if block.skip is not None:
-            continue
-        ran, printed = run_forked(block, path)
-        passed = passed and ran
-        expected = printed_block(text, block)
-        if ran and expected is not None and words(printed) != words(expected):
-            print(f"{path}:{block.line} prints\n{printed}and not\n{expected}")
-            passed = False
-    return passed
+def run_alone(block: Block, path: pathlib.Path) -> Run:
+    """Run a block in a process and an empty folder of its own."""
+    with tempfile.TemporaryDirectory() as outputs, tempfile.TemporaryDirectory() as folder:
+        stdout, stderr = pathlib.Path(outputs, "stdout"), pathlib.Path(outputs, "stderr")
+        stdout.touch()
+        stderr.touch()
+        process = FORK_SERVER.Process(target=run_block, args=(block, path, folder, stdout, stderr))
+        process.start()
+        process.join(TIMEOUT_S)
+        failure = ""
+        if process.is_alive():
+            process.kill()
+            process.join()
+            failure = f"{path}:{block.line} is not done after {TIMEOUT_S} s\n"
+        elif process.exitcode != 0:
+            failure = f"{path}:{block.line} ends with code {process.exitcode}\n"  # minus the number of its signal
+        return Run(stdout.read_text(), stderr.read_text(), failure)
 
 
-def run_forked(block: Block, path: pathlib.Path) -> tuple[bool, str]:
-    """Run a block in a process and an empty folder of its own, and return whether it ran and what it printed."""
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as output:
-        sys.stdout.flush()
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                os.chdir(folder)
-                main = types.ModuleType("__main__")
-                sys.modules["__main__"] = main
-                source = "\n" * (block.line - 1) + block.code  # line numbers are the file's
-                with contextlib.redirect_stdout(output):
-                    exec(compile(source, str(path), "exec", dont_inherit=True), main.__dict__)
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                output.flush()
-                os._exit(status)
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        output.seek(0)
-        return status == 0, output.read()
+def run_block(block: Block, path: pathlib.Path, folder: str, stdout: pathlib.Path, stderr: pathlib.Path) -> None:
+    """Run a block as the main module of this process."""
+    os.chdir(folder)
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    source = "\n" * (block.line - 1) + block.code  # line numbers are the file's
+    with stdout.open("w") as printed, stderr.open("w") as errors:
+        os.dup2(errors.fileno(), sys.stderr.fileno())  # a traceback, and what XLA writes
+        with contextlib.redirect_stdout(printed):
+            exec(compile(source, str(path), "exec", dont_inherit=True), main.__dict__)
 
 
 def words(printed: str) -> list[str]:
@@ -141,11 +136,9 @@ def printed_block(text: str, block: Block) -> str | None:
 
 def write_printed(path: pathlib.Path) -> None:
     """Write behind each block of a file what it prints, in place of what was there."""
-    for module in COMMON:
-        importlib.import_module(module)
     for block in reversed([block for block in python_blocks(path) if block.skip is None]):
-        ran, printed = run_forked(block, path)
-        if not ran or not printed.strip():
+        run = run_alone(block, path)
+        if run.failure or not run.printed.strip():
             continue
         lines = path.read_text(encoding="utf-8").splitlines()
         fence = block.line - 1 + block.code.count("\n") + 1  # the index of the line that closes the block
@@ -153,54 +146,66 @@ def write_printed(path: pathlib.Path) -> None:
         end = fence + 1
         if printed_block("\n".join(lines), block) is not None:
             end = next(i for i in range(fence + 3, len(lines)) if lines[i].strip() == "```") + 1
-        shown = ["```text", *printed.rstrip().splitlines(), "```"]
+        shown = ["```text", *run.printed.rstrip().splitlines(), "```"]
         lines[fence + 1 : end] = ["", *(indent + line for line in shown)]
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def check(path: pathlib.Path) -> bool:
-    blocks = python_blocks(path)
-    for block in blocks:
+def failure_of(block: Block, path: pathlib.Path) -> str:
+    """Run a block, and return what is wrong with it: nothing, or its traceback, or what it prints and should not."""
+    run = run_alone(block, path)
+    if run.failure:
+        return run.printed + run.errors + run.failure
+    expected = printed_block(path.read_text(encoding="utf-8"), block) if path.suffix != ".ipynb" else None
+    if expected is not None and words(run.printed) != words(expected):
+        return f"{path}:{block.line} prints\n{run.printed}and not\n{expected}"
+    return ""
+
+
+def check(paths: list[pathlib.Path]) -> bool:
+    """Run all blocks of these files, print for each file what became of it, and return whether all is well."""
+    blocks = [(path, block) for path in paths for block in python_blocks(path)]
+    for path, block in blocks:
         if block.skip is not None:
             print(f"  not run  {path}:{block.line}  {block.skip}", flush=True)
-    count = sum(block.skip is None for block in blocks)
-    if count == 0:
-        return True
-    with tempfile.TemporaryDirectory() as folder:
-        script = pathlib.Path(__file__).resolve()
-        try:
-            done = subprocess.run(
-                [sys.executable, str(script), "--execute", str(path.resolve())],
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=TIMEOUT_S,
-            )
-        except subprocess.TimeoutExpired as late:
-            print(f"  FAILED   {path}: not done after {late.timeout:.0f} s", flush=True)
-            return False
-    if done.returncode != 0:
-        print(f"  FAILED   {path}\n{textwrap.indent(done.stdout, '    ')}", flush=True)
-        return False
-    print(f"  ran      {path}: {count} block{'s' * (count != 1)}", flush=True)
-    return True
+    to_run = [(path, block) for path, block in blocks if block.skip is None]
+    passed = True
+    with ThreadPoolExecutor(2) as pool:  # each thread waits for a process, which keeps about one core busy
+        failures = pool.map(lambda item: failure_of(item[1], item[0].resolve()), to_run)
+        results = ((path, failure) for (path, _), failure in zip(to_run, failures, strict=True))
+        for path, of_file in itertools.groupby(results, lambda result: result[0]):
+            found = [failure for _, failure in of_file]
+            if failed := "".join(found):
+                print(f"  FAILED   {path}\n{textwrap.indent(failed, '    ')}", flush=True)
+            else:
+                print(f"  ran      {path}: {len(found)} block{'s' * (len(found) != 1)}", flush=True)
+            passed = passed and not failed
+    return passed
+
+
+def compile_fast(cache: str) -> None:
+    """Let the processes of blocks spend less time in XLA, most of theirs: it optimizes little, and they share a cache.
+
+    What they print keeps its words. The tests do the same.
+    """
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", cache)
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
 def main(arguments: list[str]) -> int:
-    if len(arguments) == 2 and arguments[0] == "--execute":
-        return 0 if execute(pathlib.Path(arguments[1])) else 1
-    if arguments and arguments[0] == "--write":
-        for name in arguments[1:]:
-            write_printed(pathlib.Path(name).resolve())
-        return 0
-    if not arguments:
+    write = arguments[:1] == ["--write"]
+    paths = [pathlib.Path(name) for name in arguments[write:]]
+    if not paths:
         print(__doc__)
         return 2
-    with ThreadPoolExecutor(2) as pool:  # each file is a process of its own, and waits for one core
-        passed = list(pool.map(check, map(pathlib.Path, arguments)))
-    return 0 if all(passed) else 1
+    if write:
+        for path in paths:
+            write_printed(path.resolve())
+        return 0
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        compile_fast(cache)
+        return 0 if check(paths) else 1
 
 
 if __name__ == "__main__":

@@ -269,10 +269,26 @@ def join_wrapped_names(app, what, name, obj, options, lines):
     lines[:] = text.splitlines()
 
 
+def let_names_wrap(body):
+    """Return a page whose lines may end inside a dotted name, a path or a call, so that they fit a narrow screen."""
+    name = re.compile(r'(?<=<span class="pre">)[^<]+(?=</span>)')
+    ends = re.compile(r"[./(:=](?=\w)|(?<=[A-Za-z0-9])(?<!jax)_(?=\w)")
+
+    def divide(found):
+        parts = ends.sub(lambda end: f"{end[0]}\n", found[0])
+        # The longest names in capitals, too: they alone would make a column of a table as wide as they are.
+        parts = re.sub(r"[A-Za-z0-9]{20,}", lambda word: re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "\n", word[0]), parts)
+        return parts.replace("\n", '</span><wbr><span class="pre">')
+
+    return name.sub(divide, body)
+
+
 def make_reachable(app, pagename, templatename, context, doctree):
     """Let the keyboard reach code and tables that scroll sideways, and take out links that lead nowhere."""
     body = context.get("body", "").replace("<pre>", '<pre tabindex="0">')
     body = re.sub(r'<div class="table-wrapper', r'<div tabindex="0" class="table-wrapper', body)
+    if pagename.startswith(("parity", "from_megatron", "replicas")):  # with tables of long names
+        body = let_names_wrap(body)
     if pagename.startswith("_modules/"):
         # Code that two pages describe, as of a layer in NNX and Linen, has one link back, with the other one's anchor.
         body = re.sub(r'<a class="viewcode-back".*?</a>', "", body)

@@ -7,6 +7,7 @@ name, written once for all classes that share it; tests/test_parity.py checks bo
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -151,22 +152,38 @@ def _page_of(document: str) -> str:
 
 
 def _sections(rows: list[Row]) -> list[str]:
-    """Return the lines of a table for each class of a document."""
-    lines, section = [], ""
-    for row in rows:
-        if row.name.section != section:
-            section = row.name.section
-            lines += [
-                "",
-                f"## {section}",
-                "",
-                "| name | in jax_te | how it differs, and why | test |",
-                "|---|---|---|---|",
-            ]
-        place = _code(row.place) + (f"; open ({row.open})" if row.open else "")
-        how = "; ".join([*deviations_of(row), row.how])
-        lines.append(f"| {_code(row.name.name)} | {place} | {how} | {_code(*row.tests)} |")
+    """Return the lines of a table for each class of a document, and of a list of the tests that its rows number."""
+    lines = []
+    for section, own in itertools.groupby(rows, lambda row: row.name.section):
+        lines += ["", f"## {section}", ""]
+        lines += ["| name | in jax_te | how it differs, and why | tests |", "|---|---|---|---|"]
+        numbers: dict[str, int] = {}
+        of_class = ""
+        for row in own:
+            if row.name.name == section:
+                of_class = row.place
+            place = _code(_inside(row.place, of_class)) + (f"; open ({row.open})" if row.open else "")
+            how = "; ".join([*deviations_of(row), row.how])
+            tests = ", ".join(str(numbers.setdefault(test, len(numbers) + 1)) for test in _full_names(row.tests))
+            lines.append(f"| {_code(row.name.name)} | {place} | {how} | {tests} |")
+        lines += ["", *(f"{number}. {_code(test)}" for test, number in numbers.items())]
     return lines
+
+
+def _inside(place: str, of_class: str) -> str:
+    """Return a place with `…` for the class that it is in."""
+    if of_class and place.startswith((f"{of_class}.", f"{of_class}(")):
+        return f"…{place.removeprefix(of_class)}"
+    return place
+
+
+def _full_names(tests: tuple[str, ...]) -> Iterator[str]:
+    """Yield tests with their files: one that is written without is in the file of the test before it."""
+    file = ""
+    for test in tests:
+        stated, _, name = test.partition("::")
+        file = stated or file
+        yield f"{file}::{name}"
 
 
 def _differences(data: dict[str, Any]) -> list[str]:

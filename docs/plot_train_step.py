@@ -53,13 +53,12 @@ def draw_peer(axes: Axes, peer: str, rows: list[dict[str, str]], flops: float) -
             seconds = float(row[f"{name} ms"]) / 1000
             axes.barh(place + offset, tokens / seconds, 0.36, color=color, label=name if place == 0 else None)
             mfu = flops / seconds / H200_PEAK
-            label = f" {tokens / seconds:,.0f}   MFU {100 * mfu:.0f} %"
+            label = f" {tokens / seconds:,.0f} · MFU {100 * mfu:.0f} %"
             axes.text(tokens / seconds, place + offset, label, va="center", fontsize="small")
     axes.set_yticks(range(len(rows)), [row["recipe"] for row in rows])
     axes.invert_yaxis()
-    axes.set_title(f"beside {peer}", loc="left", fontsize="medium")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize="small")
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 0.95), ncols=2, frameon=False)
 
 
 def draw_kinds(axes: Axes, rows: list[dict[str, str]]) -> None:
@@ -92,12 +91,14 @@ def main() -> None:
     # Text stays text, and the same figures give the same plot.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jax_te"}):
         counts = [len(rows) for rows in beside.values()]
-        figure = Figure(figsize=(7.5, 0.45 * sum(counts) + 1.3), layout="constrained")
+        # As narrow as the column of the home page, where it must be legible
+        figure = Figure(figsize=(4.2, 0.42 * sum(counts) + 1.2), layout="constrained")
         panels = figure.subplots(2, 1, sharex=True, height_ratios=counts)
         for axes, (peer, rows) in zip(panels, beside.items(), strict=True):
             draw_peer(axes, peer, rows, flops)
-        panels[-1].set_xlabel("tokens/s on one H200: train step of a GPT with 1.3 billion parameters")
-        panels[-1].set_xlim(0, 1.3 * panels[-1].get_xlim()[1])  # room for the labels
+        panels[-1].set_xlabel("tokens/s on one H200, a train step of\na GPT with 1.3 billion parameters")
+        panels[-1].set_xticks([0, 50_000, 100_000], ["0", "50,000", "100,000"])
+        panels[-1].set_xlim(0, 1.6 * panels[-1].get_xlim()[1])  # room for the labels
         figure.savefig(DOCS / "images" / "train_step.svg", metadata={"Date": None})
         figure = Figure(figsize=(7.5, 2.4), layout="constrained")
         draw_kinds(figure.subplots(), table(text, "", "GEMM", "attention"))
