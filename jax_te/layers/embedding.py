@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh
 from jax_te._validation import check_positive, checked
 from jax_te.config import normal_init
 from jax_te.layers.parameters import parameter
+from jax_te.ops import look_up_rows
 from jax_te.sharding import auto_region, constrain, device_mesh, flat, free_axes, mesh_dims, partition_spec
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
 
@@ -73,8 +74,7 @@ class Embedding(nnx.Module):
             mesh = device_mesh()
             if mesh is not None and mesh.manual_axes:
                 return _look_up_on_devices(table, ids, (self.axes[0], None), ids_axes, mesh)
-            # JAX clamps or wraps ids outside of the table by default, which hides mistakes of a tokenizer.
-            return constrain(table.at[ids].get(mode="fill", wrap_negative_indices=False), out_axes)
+            return constrain(look_up_rows(table, ids), out_axes)
 
         with jax.named_scope("Embedding"):
             return auto_region(look_up, out_axes)(self.embedding[...], ids)
@@ -93,9 +93,8 @@ def _look_up_on_devices(
         rows = table.shape[0]
         own = ids - (jax.lax.axis_index(over) * rows if over else 0)
         inside = (own >= 0) & (own < rows)
-        found = jnp.where(
-            inside[..., None], table.at[jnp.where(inside, own, 0)].get(mode="clip"), jnp.zeros((), table.dtype)
-        )
+        found = look_up_rows(table, jnp.where(inside, own, 0))
+        found = jnp.where(inside[..., None], found, jnp.zeros((), table.dtype))
         # Only one summand is nonzero, so the sum is exact. An id outside of the whole table is in no shard.
         count = inside.astype(jnp.int32)
         count, found = jax.lax.psum((count, found), over) if over else (count, found)

@@ -12,6 +12,7 @@ from flax import nnx
 from jax_te._validation import check_positive, checked
 from jax_te.config import normal_init
 from jax_te.layers.parameters import parameter
+from jax_te.ops import look_up_rows
 from jax_te.sharding import auto_region
 from jax_te.typing import Array, DTypeLike, Initializer
 
@@ -106,6 +107,6 @@ class RelativePositionBias(nnx.Module):
         distance = np.arange(kv_length)[None] - (np.arange(q_length)[:, None] + offset)
         buckets = relative_buckets(distance, self.num_buckets, self.max_distance, bidirectional=self.bidirectional)
         axes = (None, "heads", None, None)
-        look_up = auto_region(lambda table: jnp.moveaxis(table[jnp.asarray(buckets)], -1, 0)[None], axes)
+        look_up = auto_region(lambda table: jnp.moveaxis(look_up_rows(table, jnp.asarray(buckets)), -1, 0)[None], axes)
         with jax.named_scope("RelativePositionBias"):
             return look_up(self.embedding[...])
