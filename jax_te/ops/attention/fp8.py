@@ -61,8 +61,10 @@ class Fp8Call:
 
     @property
     def scale_axes(self) -> MeshAxes:
-        """Mesh axes over which an operand's scale is shared."""
-        if self.sharding is None or self.precision.delayed or self.precision.amax_scope == "whole":
+        """Mesh axes over which the amax that gives an operand's scale is reduced."""
+        if self.sharding is None or self.precision.delayed:
+            return ()  # a delayed scale is the state's, which all devices have
+        if self.precision.amax_scope == "whole":
             return self.all_axes
         # A scale of each device's examples and heads; those that all-gather keys have one for all of these.
         return self.sharding.context

@@ -331,7 +331,7 @@ def test_what_backward_keeps():
     """FP8 codes of the operands and the output, not the operands."""
     qkv, _ = operands()
     state = init_attention_state(DELAYED)
-    _, vjp = jax.vjp(quick_jit(attend(DELAYED)), *qkv, state)
+    _, vjp = jax.vjp(jax.jit(attend(DELAYED)), *qkv, state)
     kept = [leaf for leaf in jax.tree.leaves(vjp) if leaf.size >= B * 128 * D]
     sizes = sorted((leaf.dtype.name, leaf.shape) for leaf in kept)
     assert sizes == [("float8_e4m3fn", (B, 128, 2, D))] * 4
