@@ -9,39 +9,34 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jax_te.config import LimitedFunction
 from jax_te.ops.linear.activation import activation
 from jax_te.ops.linear.norm_and_activation import Activation
 from jax_te.ops.moe.placement import ExpertPlacement
 from jax_te.ops.pallas.support import supported
-from jax_te.ops.pallas.weighted_act import COLUMNS, ROWS, weighted_act_backward
+from jax_te.ops.pallas.weighted_act import columns_of, weighted_act_backward
 from jax_te.ops.sharded_vjp import sharded_vjp
 from jax_te.ops.xla.activation import act, act_of_parts
 from jax_te.sharding import device_mesh
 from jax_te.typing import Array
 
+_SMALLEST = 64
+"""The fewest columns of a tile with which the kernel reads whole lines of memory."""
+
 _ONCE = "the activation of experts has no second derivatives on a Hopper GPU: its backward is a kernel"
 
 
-def runs_here(x: Array, weights: Array, function: Activation, placement: ExpertPlacement | None = None) -> bool:
+def runs_here(x: Array, weights: Array, placement: ExpertPlacement | None = None) -> bool:
     """Return whether the kernel runs for these arrays: on Hopper GPUs, each of which has its own rows."""
     rows = x.shape[0] // (1 if placement is None else placement.devices)
     return (
         (placement is not None or device_mesh() is None)
         and x.dtype in (jnp.bfloat16, jnp.float16)
         and weights.dtype == jnp.float32
-        and rows % ROWS == 0
+        and rows % 128 == 0
         and rows > 0
-        and x.shape[2] % COLUMNS == 0
-        and all(_in_kernel(part) for part in function.parts())
+        and columns_of(x.shape[2]) >= _SMALLEST
         and supported()[0]
     )
-
-
-def _in_kernel(part: Any) -> bool:
-    """Whether Pallas has what a part computes: not exact GELU's erfc, and of users' own functions nothing is known."""
-    name = part.function if isinstance(part, LimitedFunction) else part
-    return isinstance(name, str) and name != "gelu_exact"
 
 
 def weighted_activation(
@@ -49,8 +44,7 @@ def weighted_activation(
 ) -> Array:
     """Return the activation of each row times its weight.
 
-    On Hopper GPUs backward is one kernel, which writes the gradient over ``x``. Elsewhere these are two operations, and
-    for ``"gelu_exact"`` and functions without a name everywhere.
+    On Hopper GPUs backward is one kernel, which writes the gradient over ``x``. Elsewhere these are two operations.
 
     Args:
         x: ``[rows, n_act, f]``, fp32, bf16 or fp16.
@@ -67,7 +61,7 @@ def weighted_activation(
     [[0.0, 4.0], [4.0, 12.0]]
     """
     each: Any = None if placement is None else placement.row_spec
-    if runs_here(x, weights, function, placement):
+    if runs_here(x, weights, placement):
         shards = None if placement is None else placement.shards(_Args(each, each), each)
         return _weighted_act(_Spec(function), shards, _Args(x, weights), None, None)
     out_axes = (None, "ffn") if each is None else PartitionSpec(*each, None)
