@@ -1,8 +1,11 @@
 """cuDNN's FP8 attention kernels: the steps of `jax_te.ops.xla.attention_fp8` on Hopper GPUs.
 
-JAX's functions for these kernels are private, and give each gradient the dtype of the queries. XLA's custom calls below
-them take any FP8 dtype, so this file writes these calls itself, by JAX's public ``ffi_call``. Their form is known from
-the versions of JAX in `_VERSIONS`; under any other the kernels count as missing. No other file calls cuDNN.
+JAX's functions for these kernels are private, so this file writes XLA's custom calls below them itself, by JAX's public
+``ffi_call``. Their form is known from the versions of JAX in `_VERSIONS`; under any other the kernels count as missing.
+No other file calls cuDNN.
+
+XLA builds cuDNN's graph of backward only if gradients have the dtype of the operands: with E5M2 gradients it fails with
+"Input datatypes do not match". So all tensors are E4M3.
 """
 
 from __future__ import annotations
@@ -68,7 +71,7 @@ def fp8_attention_forward(
     out, s_amax, o_amax, log_sum, _ = _call(
         "__cudnn$fmhaSoftmaxF8",
         (
-            jax.ShapeDtypeStruct(shape, precision.dtype("o")),
+            jax.ShapeDtypeStruct(shape, precision.dtype),
             _SCALAR,
             _SCALAR,
             jax.ShapeDtypeStruct(shape[:3], jnp.float32),
@@ -99,9 +102,9 @@ def fp8_attention_backward(
     dq, dk, dv, *amaxes, _ = _call(
         "__cudnn$fmhaSoftmaxBackwardF8",
         (
-            jax.ShapeDtypeStruct(queries, precision.dtype("dq")),
-            jax.ShapeDtypeStruct((*keys, spec.head_dim), precision.dtype("dk")),
-            jax.ShapeDtypeStruct((*keys, spec.v_head_dim), precision.dtype("dv")),
+            jax.ShapeDtypeStruct(queries, precision.dtype),
+            jax.ShapeDtypeStruct((*keys, spec.head_dim), precision.dtype),
+            jax.ShapeDtypeStruct((*keys, spec.v_head_dim), precision.dtype),
             *(_SCALAR,) * 4,
             _WORKSPACE,
         ),

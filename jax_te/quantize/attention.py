@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax.numpy as jnp
 
@@ -40,8 +40,10 @@ AttentionState = dict[str, AmaxState]
 class AttentionPrecision:
     """A recipe with ``fp8_dpa`` as attention reads it.
 
+    All tensors have one FP8 dtype, `dtype`: XLA's binding of cuDNN has no E5M2 gradients beside E4M3 operands, and
+    other backends compute the same numbers.
+
     Args:
-        forward_dtype, backward_dtype: FP8 dtypes of `FORWARD_TENSORS` and of `BACKWARD_TENSORS`.
         quantized_backward: whether backward is quantized. False: it runs in the compute dtype.
         delayed: whether all scales are in the state. False: those of queries, keys, values and the output's gradient
             are current, and those of ``s`` and ``o`` follow from bounds.
@@ -53,8 +55,8 @@ class AttentionPrecision:
         recipe_name: recipe's name, for messages.
     """
 
-    forward_dtype: DTypeLike
-    backward_dtype: DTypeLike
+    dtype: ClassVar[DTypeLike] = jnp.float8_e4m3fn
+
     quantized_backward: bool
     delayed: bool
     history_length: int
@@ -81,36 +83,31 @@ class AttentionPrecision:
             roles, of_backward = {}, {"dp": ("dp",), "dq": ("dq",), "dk": ("dk",), "dv": ("dv",)}
         return {**roles, **of_backward} if self.quantized_backward else roles  # type: ignore[dict-item]
 
-    def dtype(self, tensor: AttentionTensor) -> DTypeLike:
-        """Return the FP8 dtype of a tensor."""
-        return self.forward_dtype if tensor in FORWARD_TENSORS else self.backward_dtype
-
-    def quantize(self, tensor: AttentionTensor, x: Array, scale: Array) -> QuantizedTensor:
+    def quantize(self, x: Array, scale: Array) -> QuantizedTensor:
         """Return a tensor quantized under a scale."""
-        quantizer = TensorQuantizer(dtype=self.dtype(tensor), scaling="given")
+        quantizer = TensorQuantizer(dtype=self.dtype, scaling="given")
         return quantizer.quantize(x, scale, axis=-1, columnwise=False)[0]
 
-    def scale_of_amax(self, tensor: AttentionTensor, largest: Array) -> Array:
+    def scale_of_amax(self, largest: Array) -> Array:
         """Return the scale of a tensor whose values are at most ``largest``, fp32 ``[]``."""
-        return (power_of_two_scale if self.power_of_two else compute_scale)(largest, self.dtype(tensor))
+        return (power_of_two_scale if self.power_of_two else compute_scale)(largest, self.dtype)
 
     def state_scales(self, state: AttentionState | None) -> dict[AttentionTensor, Array]:
         """Return the scales that the state gives, fp32 ``[]``, by tensor."""
         scales = {}
         for role, tensors in self.roles.items():
             assert state is not None
-            scale = self._scale_in_use(state[role], tensors[0])
-            scales |= dict.fromkeys(tensors, scale)
+            scales |= dict.fromkeys(tensors, self._scale_in_use(state[role]))
         return scales
 
-    def _scale_in_use(self, state: AmaxState, tensor: AttentionTensor) -> Array:
-        scale = scale_in_use(state, self.dtype(tensor), self.amax_rule)
+    def _scale_in_use(self, state: AmaxState) -> Array:
+        scale = scale_in_use(state, self.dtype, self.amax_rule)
         if not self.power_of_two:
             return scale
         newest = state["amax_history"][..., 0]
         # Where there is no amax yet, the scale in use is the old one, which is a power of two.
         known = (newest >= jnp.finfo(jnp.float32).tiny) & jnp.isfinite(newest)
-        return jnp.where(known, self.scale_of_amax(tensor, newest), scale)
+        return jnp.where(known, self.scale_of_amax(newest), scale)
 
     def next_state(
         self,
@@ -161,11 +158,9 @@ def attention_precision_of(recipe: Recipe | None) -> AttentionPrecision | None:
     """
     if not isinstance(recipe, DelayedScaling | Float8CurrentScaling) or not recipe.quantizes_attention:
         return None
-    formats, backward, name = recipe.fp8_format, recipe.fp8_dpa_bwd, recipe.name
+    backward, name = recipe.fp8_dpa_bwd, recipe.name
     if isinstance(recipe, DelayedScaling):
         return AttentionPrecision(
-            forward_dtype=formats.fwd_dtype,
-            backward_dtype=formats.bwd_dtype,
             quantized_backward=backward,
             delayed=True,
             history_length=history_slots(recipe),
@@ -174,8 +169,6 @@ def attention_precision_of(recipe: Recipe | None) -> AttentionPrecision | None:
             recipe_name=name,
         )
     return AttentionPrecision(
-        forward_dtype=formats.fwd_dtype,
-        backward_dtype=formats.bwd_dtype,
         quantized_backward=backward,
         delayed=False,
         history_length=1,

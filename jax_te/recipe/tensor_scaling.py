@@ -51,7 +51,7 @@ class DelayedScaling(_TensorScaling):
             the batch (over the mesh's data and fsdp axes) has a scale of its own. False: it spans the whole array.
         fp8_dpa, fp8_mha: whether to quantize attention, too: queries, keys and values under one scale, the softmax's
             result, the output, its gradient, the gradient of the scores, and those of queries, keys and values under
-            one scale.
+            one scale. All of them are E4M3, whatever ``fp8_format``.
         fp8_dpa_bwd: whether the backward pass of attention is in FP8, too. False: only forward is, as Transformer
             Engine's ``NVTE_FP8_DPA_BWD=0``.
         fp8_format, override_linear_precision, fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: see `Recipe`.
@@ -108,7 +108,8 @@ class Float8CurrentScaling(_TensorScaling):
         fp8_dpa, fp8_mha: whether to quantize attention, too. Queries, keys, values and the output's gradient have
             current scales, the softmax's result is at most 1, and the output at most the largest value. Gradients that
             exist only inside of the kernel, of the scores, queries, keys and values, have the scale of the step
-            before: the state of four scales, which layers then carry. This is jax_te's own design.
+            before: the state of four scales, which layers then carry. This is jax_te's own design. All are E4M3,
+            whatever ``fp8_format``.
         fp8_dpa_bwd: whether the backward pass of attention is in FP8, too. False: only forward is, without state.
         fp8_format, override_linear_precision, fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: see `Recipe`.
 

@@ -38,13 +38,15 @@ def of_amax(amax: float, dtype: Any, power_of_two: bool = False) -> float:
 class Attention:
     """One call with its own scales: ``scales`` by the names of `jax_te.quantize.AttentionTensor`.
 
-    After `forward` and `backward`, ``amaxes`` has the largest value of each tensor before it was quantized.
+    Fewer queries than keys are the last ones of a causal call. After `forward` and `backward`, ``amaxes`` has the
+    largest value of each tensor before it was quantized. ``backward_dtype`` is another dtype of the gradients, for
+    comparison: jax_te has E4M3.
     """
 
     scales: dict[str, float]
-    backward_dtype: Any
     causal: bool
     scale: float
+    backward_dtype: Any = E4M3
     amaxes: dict[str, float] = field(default_factory=dict)
 
     def q8(self, name: str, x: np.ndarray) -> np.ndarray:
@@ -57,7 +59,8 @@ class Attention:
         """Softmax of one head, ``[sq, skv]``."""
         scores = q @ k.T * self.scale
         if self.causal:
-            scores = np.where(np.tril(np.ones(scores.shape, bool)), scores, -np.inf)
+            earlier_keys = scores.shape[1] - scores.shape[0]
+            scores = np.where(np.tril(np.ones(scores.shape, bool), earlier_keys), scores, -np.inf)
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
         return weights / weights.sum(axis=1, keepdims=True)
 
@@ -92,7 +95,7 @@ class Attention:
 def exact(q: Any, k: Any, v: Any, do: Any, *, causal: bool, scale: float) -> tuple[np.ndarray, ...]:
     """Output and gradients in fp64, without quantization."""
     q, k, v, do = (np.asarray(x, np.float64) for x in (q, k, v, do))
-    plain = Attention({}, E5M2, causal, scale)
+    plain = Attention({}, causal, scale)
     out, dq, dk, dv = np.zeros(do.shape), np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
     for b in range(q.shape[0]):
         for n in range(q.shape[2]):

@@ -120,16 +120,16 @@ def _forward(call: Fp8Call, args: _Args) -> tuple[Array, _Residuals]:
     seen: Amaxes = _reduced({"q": amax(q), "k": amax(k), "v": amax(v)}, call.scale_axes)
     scales = precision.state_scales(state)
     if not precision.delayed:
-        scales |= {name: precision.scale_of_amax(name, largest) for name, largest in seen.items()}
+        scales |= {name: precision.scale_of_amax(largest) for name, largest in seen.items()}
         # The softmax gives at most 1, and the output is a mean of rows of v.
         scales |= {
-            "s": precision.scale_of_amax("s", jnp.ones((), jnp.float32)),
-            "o": precision.scale_of_amax("o", seen["v"]),
+            "s": precision.scale_of_amax(jnp.ones((), jnp.float32)),
+            "o": precision.scale_of_amax(seen["v"]),
         }
     operands = Fp8Operands(
-        precision.quantize("q", q, scales["q"]),
-        precision.quantize("k", k, scales["k"]),
-        precision.quantize("v", v, scales["v"]),
+        precision.quantize(q, scales["q"]),
+        precision.quantize(k, scales["k"]),
+        precision.quantize(v, scales["v"]),
     )
     operands = named(operands, "quantized", given=args)
     spec, arrays = call.block()
@@ -152,7 +152,7 @@ def _backward(call: Fp8Call, residuals: _Residuals, g: Array) -> tuple[_Args, No
     precision, scales = call.precision, residuals.scales
     seen: Amaxes = _reduced({"do": amax(g)}, call.scale_axes)
     if not precision.delayed:
-        scales = scales | {"do": precision.scale_of_amax("do", seen["do"])}
+        scales = scales | {"do": precision.scale_of_amax(seen["do"])}
     operands, log_sum, g = residuals.qkv, residuals.log_sum, g
     if call.sharding is not None and call.sharding.context:
         # Without the barrier the compiler finds that forward gathered the same keys, and keeps those of all devices.
@@ -162,7 +162,7 @@ def _backward(call: Fp8Call, residuals: _Residuals, g: Array) -> tuple[_Args, No
         _with_all_keys(call, operands),
         residuals.out,
         log_sum,
-        precision.quantize("do", g, scales["do"]),
+        precision.quantize(g, scales["do"]),
         spec,
         arrays,
         precision,

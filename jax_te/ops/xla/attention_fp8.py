@@ -57,11 +57,11 @@ def fp8_attention_forward(
     top = jnp.max(scores, axis=-1, keepdims=True)
     log_sum = jnp.log(jnp.sum(jnp.exp(scores - top), axis=-1, keepdims=True)) + top
     s = jnp.exp(scores - log_sum)
-    codes = precision.quantize("s", s, scales["s"])
+    codes = precision.quantize(s, scales["s"])
     out = jnp.einsum("bgrst,btgd->bsgrd", _codes(codes), _codes(operands.v))
     out = out * (codes.scale_inv * operands.v.scale_inv)
     out = out.reshape(*operands.q.shape[:3], spec.v_head_dim)
-    quantized = _as_compute(precision.quantize("o", out, scales["o"]), spec)
+    quantized = _as_compute(precision.quantize(out, scales["o"]), spec)
     return Fp8Output(quantized, log_sum.reshape(spec.batch, spec.heads, -1), {"s": amax(s), "o": amax(out)})
 
 
@@ -86,7 +86,7 @@ def fp8_attention_backward(
     q, k, v = operands
     scores = _scores(operands, spec, arrays)
     s = jnp.exp(scores - log_sum.reshape(*scores.shape[:4], 1))
-    s_codes = precision.quantize("s", s, scales["s"])
+    s_codes = precision.quantize(s, scales["s"])
     grouped = _codes(do).reshape(*do.shape[:2], spec.groups, -1, spec.v_head_dim)
     dv = jnp.einsum("bgrst,bsgrd->btgd", _codes(s_codes), grouped) * (s_codes.scale_inv * do.scale_inv)
     ds = jnp.einsum("bsgrd,btgd->bgrst", grouped, _codes(v)) * (do.scale_inv * v.scale_inv)
@@ -95,16 +95,16 @@ def fp8_attention_backward(
     mean = mean.swapaxes(1, 2).reshape(*s.shape[:4], 1)
     # "dp" includes the softmax's derivative and the scale, under which the gradient has about the queries' size.
     dp = (ds - mean) * s * spec.scale
-    codes = precision.quantize("dp", dp, scales["dp"])
+    codes = precision.quantize(dp, scales["dp"])
     dq = jnp.einsum("bgrst,btgd->bsgrd", _codes(codes), _codes(k)) * (codes.scale_inv * k.scale_inv)
     dq = dq.reshape(q.shape)
     queries = _codes(q).reshape(*q.shape[:2], spec.groups, -1, spec.head_dim)
     dk = jnp.einsum("bgrst,bsgrd->btgd", _codes(codes), queries) * (codes.scale_inv * q.scale_inv)
     amaxes: Amaxes = {"dp": amax(dp), "dq": amax(dq), "dk": amax(dk), "dv": amax(dv)}
     return Fp8Gradients(
-        _as_compute(precision.quantize("dq", dq, scales["dq"]), spec),
-        _as_compute(precision.quantize("dk", dk, scales["dk"]), spec),
-        _as_compute(precision.quantize("dv", dv, scales["dv"]), spec),
+        _as_compute(precision.quantize(dq, scales["dq"]), spec),
+        _as_compute(precision.quantize(dk, scales["dk"]), spec),
+        _as_compute(precision.quantize(dv, scales["dv"]), spec),
         amaxes,
     )
 

@@ -60,9 +60,10 @@ def lowered(recipe: Any, mask_type: str, qkv: Any = None, **options: Any) -> lis
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize(("fp8_format", "gradient"), [(Format.HYBRID, "f8E5M2"), (Format.E4M3, "f8E4M3FN")])
+@pytest.mark.parametrize("fp8_format", [Format.HYBRID, Format.E4M3])
 @pytest.mark.parametrize(("mask_type", "mask"), [("causal", "CAUSAL"), ("no_mask", "NO_MASK")])
-def test_calls(mask_type, mask, fp8_format, gradient):
+def test_calls(mask_type, mask, fp8_format):
+    """All tensors are E4M3: XLA builds no graph of cuDNN with E5M2 gradients."""
     forward, backward = lowered(DelayedScaling(fp8_dpa=True, fp8_format=fp8_format), mask_type)
     scalar, q, kv = "tensor<1x1x1x1xf32>", "tensor<2x256x4x128x{}>", "tensor<2x384x2x128x{}>"
     by_head_q, by_head_kv, log_sum = "tensor<2x4x256x128x{}>", "tensor<2x2x384x128x{}>", "tensor<2x4x256xf32>"
@@ -71,8 +72,8 @@ def test_calls(mask_type, mask, fp8_format, gradient):
     results = [by_head_q.format(e4m3), scalar, scalar, log_sum, "tensor<0xui8>"]
     assert forward[0] == "__cudnn$fmhaSoftmaxF8"
     assert forward[2] == f"({', '.join(given + [scalar] * 6)}) -> ({', '.join(results)})"
-    given += [q.format(e4m3), q.format(gradient), log_sum]
-    results = [by_head_q.format(gradient), by_head_kv.format(gradient), by_head_kv.format(gradient)]
+    given += [q.format(e4m3), q.format(e4m3), log_sum]
+    results = [by_head_q.format(e4m3), by_head_kv.format(e4m3), by_head_kv.format(e4m3)]
     assert backward[0] == "__cudnn$fmhaSoftmaxBackwardF8"
     assert (
         backward[2]
