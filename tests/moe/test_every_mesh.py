@@ -120,7 +120,9 @@ def assert_as_one_device(case: dict[str, Any], recipe: str | None = None) -> Non
         )
     for (path, mine), theirs in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
         error, size = (np.linalg.norm(np.ravel(x.astype(np.float64))) for x in (mine - theirs, theirs))
-        assert error <= (TOLERANCE if recipe is None else TIE) * size, f"{jax.tree_util.keystr(path)} of {case}: {error / size:.1e}"
+        assert error <= (TOLERANCE if recipe is None else TIE) * size, (
+            f"{jax.tree_util.keystr(path)} of {case}: {error / size:.1e}"
+        )
 
 
 def plain_cases() -> list[dict[str, Any]]:
