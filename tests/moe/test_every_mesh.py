@@ -31,6 +31,15 @@ OPTIONS = RouterOptions(
 # fp32: sums over devices in another order, 2^-24 each; 1e-5 is what is promised.
 TOLERANCE = 1e-5
 
+TIE = 2.0**-3 / (B * S * H) ** 0.5
+"""What a value on the other side of a tie moves a quantized gradient by: a step of E5M2, beside as many other values.
+
+Another order of a microbatch's examples, on one device, changes the sums that are quantized. Where no value lies at a
+tie, it moves these numbers by 6e-7 under delayed scaling, 2e-6 under current, 1e-6 under block scaling (measured on one
+CPU); on another CPU one mesh of 57 had a tie, and moved the gradient of a bias by 1.3e-4. A recipe itself moves them by
+0.06 to 0.4.
+"""
+
 
 class Block(nnx.Module):
     """Experts with a residual connection, in front of a dense layer with one."""
@@ -111,7 +120,9 @@ def assert_as_one_device(case: dict[str, Any], recipe: str | None = None) -> Non
         )
     for (path, mine), theirs in zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True):
         error, size = (np.linalg.norm(np.ravel(x.astype(np.float64))) for x in (mine - theirs, theirs))
-        assert error <= TOLERANCE * size, f"{jax.tree_util.keystr(path)} of {case}: {error / size:.1e}"
+        assert error <= (TOLERANCE if recipe is None else TIE) * size, (
+            f"{jax.tree_util.keystr(path)} of {case}: {error / size:.1e}"
+        )
 
 
 def plain_cases() -> list[dict[str, Any]]:
@@ -153,9 +164,6 @@ def test_every_mesh_trains_as_one_device(case: dict[str, Any]) -> None:
     assert_as_one_device(case)
 
 
-# The same bound as without a recipe. Another order of a microbatch's examples, on one device, changes the sums that are
-# quantized, and moves these numbers by as much (measured: 6e-7 under delayed scaling, 2e-6 under current, 1e-6 under
-# block scaling, where a recipe itself moves them by 0.06 to 0.4).
 @pytest.mark.costly
 @pytest.mark.wide("delayed-expert8")
 @pytest.mark.parametrize("case", recipe_cases(), ids=name_of)
