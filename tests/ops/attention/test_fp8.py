@@ -70,7 +70,8 @@ def scales_of(recipe: Any, state: Any, qkv: Any, do: Any) -> dict[str, float]:
     if isinstance(recipe, DelayedScaling):
         scales = {}
         for role, names in ROLES.items():
-            history = np.asarray(state[role]["amax_history"])
+            # A history of one step has two slots, of which the first counts.
+            history = np.asarray(state[role]["amax_history"])[: recipe.amax_history_len]
             scale = of_amax(float(history.max()), E4M3) / 2.0**recipe.margin if history.max() > 0 else 1.0
             scales |= dict.fromkeys(names, scale)
         return scales
