@@ -11,7 +11,7 @@ import itertools
 import math
 import pkgutil
 import re
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from enum import Enum
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -221,7 +221,11 @@ CONSTRUCTORS[linen.GroupedLoRA] = {"base": linen.GroupedLinear(2, 16, 16), "rank
 # What the arguments are that have no annotation which says it.
 OF_ATTENTION = ["qkv", "q_lengths", "kv_lengths", "segments", "mask", "bias", "softmax_offset", "dropout_key"]
 OF_ATTENTION += ["context_parallel", "out_axes", "window"]
+FILLED_IN = dict.fromkeys(("init_method", "output_layer_init_method"), Callable[..., Any] | None)
 DOCUMENTED: dict[Any, dict[str, Any]] = {
+    # None is filled in, so their annotations do not have it.
+    config.TransformerConfig: FILLED_IN,
+    config.MLATransformerConfig: FILLED_IN,
     megatron.MegatronModule: {"config": Hashable},
     quantize.BlockQuantizer: {"dtype": type},
     quantize.MXQuantizer: {"dtype": type},
@@ -265,7 +269,8 @@ def hints_of(constructor: Any) -> dict[str, Any]:
     function = constructor.__new__ if new else constructor.__init__ if isinstance(constructor, type) else constructor
     hints = get_type_hints(constructor if "__dataclass_fields__" in vars(constructor) else function)
     hints |= DOCUMENTED.get(constructor, {})
-    return {name: hint for name, hint in hints.items() if name in inspect.signature(function).parameters}
+    names = [name for name in inspect.signature(function).parameters if not name.startswith("_")]
+    return {name: hint for name, hint in hints.items() if name in names}
 
 
 def misspelt(constructor: Any) -> list[str]:

@@ -136,6 +136,8 @@ class AttentionConfig:
             attention_softmax_in_fp32=not self.attention_softmax_in_fp32,
             batch_invariant_mode=self.batch_invariant_mode,
         )
+        if self.cp_comm_type == ():
+            raise ValueError(f"cp_comm_type must be {_EXCHANGE.words}, got an empty list")
         pairs = {"window_size": (-1, _WINDOW), "hierarchical_context_parallel_sizes": (1, _SIZES)}
         for name, (least, allowed) in pairs.items():
             pair = getattr(self, name)

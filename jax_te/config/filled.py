@@ -6,6 +6,8 @@ import inspect
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from jax_te._validation import brief
+
 _RECORD = "_filled"
 
 
@@ -33,6 +35,8 @@ def _as_given(fields: dict[str, Any]) -> dict[str, Any]:
     names = list(fields)
     passed_on = names[names.index(_RECORD) :]
     filled = fields.pop(_RECORD)
+    if not isinstance(filled, dict) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in filled.values()):
+        raise TypeError(f"{_RECORD} is what dataclasses.replace passes on; leave it out, got {brief(filled)}")
     for name, (given, value) in filled.items():
         if name in passed_on and fields[name] == value:
             fields[name] = given

@@ -181,6 +181,8 @@ class TransformerConfig(
             self._fill("ffn_hidden_size", 4 * self.hidden_size)
         if self.latent_attention is not None:
             self._check_latent()
+            if self.kv_channels is not None:  # Megatron takes it beside latent attention, and does not read it
+                check_positive(kv_channels=self.kv_channels)
             self._fill("kv_channels", self.latent_attention.head_channels)
         elif self.kv_channels is None:
             self._fill("kv_channels", self._head_channels())
@@ -211,6 +213,7 @@ class TransformerConfig(
             raise TypeError(
                 f"latent_attention must be a LatentAttentionOptions or None, got {brief(self.latent_attention)}"
             )
+        check_annotations(self, TransformerConfig, self._for_heads)
         given = {
             "num_query_groups": self.num_query_groups != self.num_attention_heads,
             "add_qkv_bias": self.add_qkv_bias,

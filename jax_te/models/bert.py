@@ -77,8 +77,8 @@ class BertModel(LanguageModel):
         self._configure(config, vocab_size, max_sequence_length, execution, ENCODER_NOT_FOLLOWED)
         if num_tokentypes < 0:
             raise ValueError(f"num_tokentypes must be >= 0, got {num_tokentypes}")
-        if first_position < 0:
-            raise ValueError(f"first_position must be >= 0, got {first_position}")
+        if not 0 <= first_position < 2**31:
+            raise ValueError(f"first_position must be in [0, 2^31), as int32 positions are, got {first_position}")
         self.first_position = first_position
         h, dtype = config.hidden_size, config.params_dtype
         if add_lm_head and config.gated_linear_unit:

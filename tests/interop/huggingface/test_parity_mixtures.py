@@ -12,12 +12,16 @@ import numpy as np
 import optax
 import pytest
 
-from jax_te.errors import CheckpointMismatchError
-from jax_te.interop.huggingface import load_huggingface, save_huggingface
-from jax_te.interop.huggingface.folder import open_tensors
-from jax_te.training import create_train_state, make_train_step
-from tests.interop.huggingface.test_parity import loaded, logits_of, make, tokens_of, torch, transformers
-from tests.support.numerics import assert_close
+_REASON = "compares with transformers: pip install -e '.[parity]'"
+torch = pytest.importorskip("torch", reason=_REASON)
+transformers = pytest.importorskip("transformers", reason=_REASON)
+
+from jax_te.errors import CheckpointMismatchError  # noqa: E402
+from jax_te.interop.huggingface import load_huggingface, save_huggingface  # noqa: E402
+from jax_te.interop.huggingface.folder import open_tensors  # noqa: E402
+from jax_te.training import create_train_state, make_train_step  # noqa: E402
+from tests.interop.huggingface.test_parity import loaded, logits_of, make, tokens_of  # noqa: E402
+from tests.support.numerics import assert_close  # noqa: E402
 
 
 def depth_of(model: Any) -> Any:
