@@ -64,7 +64,7 @@ def test_positions_may_begin_behind_rows_that_no_input_reads() -> None:
     np.testing.assert_array_equal(run(behind, tokens), run(plain, tokens))
     with pytest.raises(ValueError, match="max_sequence_length"):
         behind(jnp.zeros((1, S + 1), jnp.int32))
-    with pytest.raises(ValueError, match="first_position must be in .*, got -1"):
+    with pytest.raises(ValueError, match=r"first_position must be in .*, got -1"):
         build(first_position=-1)
 
 
