@@ -55,7 +55,8 @@ class TransformerConfig(
         num_attention_heads: query heads ``n``.
         num_query_groups: key/value heads ``g``; must divide ``n``. None: ``n`` (multi-head attention).
         ffn_hidden_size: ``f``. None: ``4 h``.
-        kv_channels: size ``d`` of a head. None: ``h / n``.
+        kv_channels: size ``d`` of a head. None: ``h / n``. Beside ``latent_attention``, which has sizes of its own, it
+            is not read, as in Megatron, and is the size of a query's head.
         latent_attention: sizes of multi-latent attention in all layers, which then has no key/value groups, biases and
             norms of heads. None: multi-head attention.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.

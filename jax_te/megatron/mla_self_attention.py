@@ -21,10 +21,11 @@ from jax_te.layers import (
 from jax_te.megatron.attention import TEDotProductAttention
 from jax_te.megatron.enums import AttnMaskType
 from jax_te.megatron.layernorm_linear import TELayerNormColumnParallelLinear
-from jax_te.megatron.linear import TEColumnParallelLinear, TELinear, TERowParallelLinear
+from jax_te.megatron.linear import TEColumnParallelLinear, TELinear
 from jax_te.megatron.module import MegatronModule
+from jax_te.megatron.self_attention import output_projection
 from jax_te.ops import reorder_to_zigzag
-from jax_te.sharding import axis_ranks, row_axis
+from jax_te.sharding import axis_ranks
 from jax_te.typing import Array
 
 
@@ -143,19 +144,7 @@ class MLASelfAttention(MultiLatentAttention, MegatronModule):
         self.linear_kv_down_proj = down(latent.kv_lora_rank + latent.qk_pos_emb_head_dim, "kv_down_proj")
         of_values = latent.qk_head_dim + latent.v_head_dim
         self.linear_kv_up_proj = up(latent.kv_lora_rank, of_values, "kv_up_proj", normalized=norms)
-        self.linear_proj = TERowParallelLinear(
-            n * latent.v_head_dim,
-            h,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=config.add_bias_linear,
-            input_is_parallel=True,
-            skip_bias_add=False,
-            is_expert=False,
-            tp_comm_buffer_name="proj",
-            kernel_axes=(row_axis("heads"), None),
-            rngs=rngs,
-        )
+        self.linear_proj = output_projection(config, n * latent.v_head_dim, rngs)
         self.q_layernorm = self.kv_layernorm = None
 
     # The names under which MultiLatentAttention and `clip_qk` know the layers.

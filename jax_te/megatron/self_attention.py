@@ -94,19 +94,7 @@ class SelfAttention(MultiheadAttention, MegatronModule):
         self.q_layernorm, self.k_layernorm = (
             TENorm(config, count * d, config.layernorm_epsilon) if config.qk_layernorm else None for count in heads
         )
-        self.linear_proj = TERowParallelLinear(
-            n * d,
-            h,
-            config=config,
-            init_method=config.output_layer_init_method,
-            bias=config.add_bias_linear,
-            input_is_parallel=True,
-            skip_bias_add=False,
-            is_expert=False,
-            tp_comm_buffer_name="proj",
-            kernel_axes=(row_axis("heads"), None),
-            rngs=rngs,
-        )
+        self.linear_proj = output_projection(config, n * d, rngs)
 
     grouped_projections: ClassVar[tuple[str, ...]] = ("linear_qkv",)
 
@@ -119,3 +107,20 @@ class SelfAttention(MultiheadAttention, MegatronModule):
     def _operands(self, *arguments: Any) -> tuple[tuple[Array, ...], list[Any]]:
         # linear_qkv returns its output and its bias, None, where another layer returns its norm's output.
         return super()._operands(*arguments)[0], []
+
+
+def output_projection(config: TransformerConfig, channels: int, rngs: nnx.Rngs) -> TERowParallelLinear:
+    """Return the layer behind the heads, which together have ``channels``, of any form of self-attention."""
+    return TERowParallelLinear(
+        channels,
+        config.hidden_size,
+        config=config,
+        init_method=config.output_layer_init_method,
+        bias=config.add_bias_linear,
+        input_is_parallel=True,
+        skip_bias_add=False,
+        is_expert=False,
+        tp_comm_buffer_name="proj",
+        kernel_axes=(row_axis("heads"), None),
+        rngs=rngs,
+    )

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jax_te.ops.sharded_vjp import sharded_vjp
 from jax_te.typing import Array, DTypeLike
@@ -32,6 +31,8 @@ def look_up_rows(table: Array, ids: Array) -> Array:
     >>> jax.grad(lambda table: look_up_rows(table, jnp.array([0, 2, 2])).sum())(jnp.zeros(3)).tolist()
     [1.0, 0.0, 2.0]
     """
+    if ids.dtype.itemsize < 4:  # such as bytes: in 8 bits row 256 would be row 0
+        ids = ids.astype(jnp.int32)
     return _look_up(_Spec(table.shape, table.dtype), None, _Args(table, ids))
 
 
@@ -54,13 +55,8 @@ def _bwd(spec: _Spec, ids: Array, g: Array) -> tuple[_Args, None]:
     rows = spec.shape[0]
     if rows <= _FEW_ROWS:
         is_row = jax.nn.one_hot(ids, rows, dtype=g.dtype, axis=0)
-        over = tuple(range(ids.ndim))
-        sums = lax.dot_general(
-            *(is_row, g, ((tuple(1 + axis for axis in over), over), ((), ()))),
-            # Or a GPU would round fp32 gradients to TF32 before it multiplies them by one.
-            precision=lax.Precision.HIGHEST,
-            preferred_element_type=_accumulation(g),
-        )
+        # At less than the highest precision a GPU would round fp32 gradients to TF32 before it multiplies them by one.
+        sums = jnp.tensordot(is_row, g, ids.ndim, precision="highest", preferred_element_type=_accumulation(g))
     else:
         zeros = jnp.zeros(spec.shape, _accumulation(g))
         sums = zeros.at[ids].add(g.astype(zeros.dtype), mode="drop", wrap_negative_indices=False)

@@ -42,7 +42,7 @@ def amax(x: Array, axis: int | tuple[int, ...] | None = None) -> Array:
 
 
 # Jitted, as is `scale_in_use`: each quantizer of a model calls both, and JAX traces and lowers one function for all
-# tensors of one type. XLA inlines the calls, so the compiled program is the same.
+# tensors of one type. XLA inlines the calls.
 @functools.partial(jax.jit, static_argnames="axis")
 def _amax(x: Array, axis: int | tuple[int, ...] | None) -> Array:
     # The maximum is taken of bit patterns, which are ordered as the values are, nan above inf. A maximum of floats

@@ -42,6 +42,17 @@ def test_a_small_table_has_no_scatter_whose_order_depends_on_the_gpu():
     assert scatters(2000) == ["scatter-add"]
 
 
+@pytest.mark.parametrize("rows", [512, 2000])
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16", "uint32"])
+def test_ids_of_any_integer_dtype_are_the_same_rows(rows, dtype):
+    ids = np.array([0, 5, 100, 127])
+
+    def gradient(ids):
+        return jax.grad(lambda table: look_up_rows(table, ids).sum())(jnp.ones((rows, 2)))
+
+    np.testing.assert_array_equal(gradient(jnp.asarray(ids, dtype)), gradient(jnp.asarray(ids, jnp.int32)))
+
+
 @pytest.mark.parametrize("rows", [10, 2000])
 def test_ids_outside_of_the_table(rows):
     ids = jnp.array([1, rows, -1, 3])
