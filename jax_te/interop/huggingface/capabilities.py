@@ -231,7 +231,10 @@ class Architecture:
         given.expect("pruned_heads", {})
         # Names of a folder's own code, which transformers does not run for its own classes either.
         given.skip("auto_map")
-        return Form.make({name: value for name, value in complete.items() if value is not None})
+        try:
+            return Form.make({name: value for name, value in complete.items() if value is not None})
+        except TypeError as error:  # a value of another type in a file is a wrong value of that file
+            raise given.unfit(error) from error
 
     def config_fields(self, form: Form) -> dict[str, Any]:
         """Return the fields of ``config.json`` of a form."""

@@ -110,6 +110,10 @@ class Fields:
         """Return the error about an unsupported field."""
         return ValueError(f"{self._what}: {name} is {_short(value)}; {why}")
 
+    def unfit(self, error: TypeError) -> ValueError:
+        """Return the error about a field whose value no configuration takes, with the words of ``error``."""
+        return ValueError(f"{self._what}: {error}")
+
     def activation(self, name: str, default: str, *, gated: bool, allowed: Collection[str] = ACTIVATIONS) -> Any:
         """Return our name of an activation."""
         value = self.take(name, str, default)
