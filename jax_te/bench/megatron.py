@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
 from jax_te.bench.contestants import Contestant
 from jax_te.bench.settings import GIB, Sizes
@@ -187,7 +188,9 @@ class Megatron(Contestant):
         self._processes = []
 
 
-def megatron_model(sizes: Sizes, recipe: Recipe | None, *, fp32_gradients: bool = False) -> dict[str, Any]:
+def megatron_model(
+    sizes: Sizes, recipe: Recipe | None, *, fp32_gradients: bool = False, tokens: np.ndarray | None = None
+) -> dict[str, Any]:
     """Return the description of a GPT and its train step for `jax_te.bench.peers.megatron_core`.
 
     Args:
@@ -195,6 +198,7 @@ def megatron_model(sizes: Sizes, recipe: Recipe | None, *, fp32_gradients: bool 
             data parallelism. Stages of its ``pipeline`` axis run Megatron-Core's 1F1B, each with one chunk of layers.
         recipe: recipe's name in `MEGATRON_RECIPES`, or None for bf16.
         fp32_gradients: whether several ranks, and microbatches, accumulate gradients in fp32; else in bf16.
+        tokens: batch of every step, integers ``[b, s + 1]``. None: random tokens.
 
     Source: ``megatron.core.transformer.TransformerConfig``.
 
@@ -246,6 +250,7 @@ def megatron_model(sizes: Sizes, recipe: Recipe | None, *, fp32_gradients: bool 
         # Without replicas it costs nothing, and with fsdp's shards of parameters it is the closest equivalent.
         "distributed_optimizer": sizes.distributed_optimizer or axes.get("data", 1) == 1,
         "fp32_gradients": fp32_gradients,
+        "rows": None if tokens is None else tokens.tolist(),
     }
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
@@ -61,7 +62,14 @@ class Variant:
             yield
 
 
-def bench_train_steps(variants: Sequence[Variant], sizes: Sizes, settings: Settings, *, peer: str | None) -> list[Row]:
+def bench_train_steps(
+    variants: Sequence[Variant],
+    sizes: Sizes,
+    settings: Settings,
+    *,
+    peer: str | None,
+    tokens: np.ndarray | None = None,
+) -> list[Row]:
     """Return rows of train steps (AdamW on fp32 masters) that were timed in turn, all on one state.
 
     Args:
@@ -69,19 +77,25 @@ def bench_train_steps(variants: Sequence[Variant], sizes: Sizes, settings: Setti
         sizes: sizes of the model.
         settings: settings of the measurement.
         peer: peer whose GPT comes first: ``"te"`` (GPT-2's architecture, on one device), ``"megatron"``, or none.
+        tokens: batch of every step, integers ``[b, s + 1]``, inputs and labels. None: random tokens.
     """
     first = variants[0]
 
     # A state of billions of parameters fits once: all contestants step the same one.
     state = SharedState(lambda: create_bench_state(first, sizes, settings.backend))
-    tokens = jax.random.randint(jax.random.key(1), (sizes.batch, sizes.sequence + 1), 0, sizes.vocabulary)
+    if tokens is None:
+        batch = jax.random.randint(jax.random.key(1), (sizes.batch, sizes.sequence + 1), 0, sizes.vocabulary)
+    else:
+        batch = jnp.asarray(tokens, jnp.int32)
     if sizes.mesh is not None:
-        tokens = jax.device_put(tokens, named_sharding(("batch", None), sizes.mesh))
+        batch = jax.device_put(batch, named_sharding(("batch", None), sizes.mesh))
     contestants: list[Contestant] = []
-    if peer is not None:
-        contestants.append(_te_jax(first.recipe, sizes, tokens) if peer == "te" else _megatron(first, sizes))
-    contestants += [_contestant(variant, state, tokens, sizes, settings.backend) for variant in variants]
-    return run_contestants(contestants, tokens, sizes.batch * sizes.sequence, settings)
+    if peer == "te":
+        contestants.append(_te_jax(first.recipe, sizes, batch))
+    elif peer == "megatron":
+        contestants.append(_megatron(first, sizes, tokens))
+    contestants += [_contestant(variant, state, batch, sizes, settings.backend) for variant in variants]
+    return run_contestants(contestants, batch, sizes.batch * sizes.sequence, settings)
 
 
 def create_bench_state(variant: Variant, sizes: Sizes, backend: BackendName) -> TrainState:
@@ -110,11 +124,12 @@ def _contestant(variant: Variant, state: SharedState, tokens: Any, sizes: Sizes,
     return CompiledStep(variant.name, state=state, lower=lower, prepare=prepare)
 
 
-def _megatron(variant: Variant, sizes: Sizes) -> Megatron:
+def _megatron(variant: Variant, sizes: Sizes, tokens: np.ndarray | None) -> Megatron:
     """Return Megatron-Core's GPT under the variant's recipe, or in bf16 where Megatron-Core does not have it."""
     recipe = variant.recipe
     taken = recipe if recipe is not None and recipe.name in MEGATRON_RECIPES else None
-    model = megatron_model(sizes, taken, fp32_gradients=jnp.dtype(variant.wgrad_dtype) == jnp.float32)
+    in_fp32 = jnp.dtype(variant.wgrad_dtype) == jnp.float32
+    model = megatron_model(sizes, taken, fp32_gradients=in_fp32, tokens=tokens)
     name = f"{'none' if taken is None else taken.name}, Megatron-Core"
     return Megatron(name, request=model, ranks=1 if sizes.mesh is None else sizes.mesh.size)
 

@@ -242,6 +242,10 @@ def test_nothing_to_measure_is_an_error(capsys):
         (["--reduce-gradients", "step"], "give --mesh with data=N"),
         (["--sequence-parallel", "--mesh", "data=2"], "give --mesh with tensor=N"),
         (["--batch-parts", "3"], "--batch-parts 3"),
+        (["--tokenizer", "tokenizer.json"], "--tokenizer is for the text of --data"),
+        (["--tokenizer", "tokenizer.json", "--data", "text"], "leave --vocab-size"),
+        (["--data", "there is no such file"], "no such file"),
+        (["--data", __file__], "give --vocab-size"),
     ],
 )
 def test_options_without_effect_on_a_model_are_refused(capsys, monkeypatch, argv, message):

@@ -1,10 +1,12 @@
 """``--peer megatron`` against a stand-in for torch, Transformer Engine and Megatron-Core, in a real process."""
 
+import itertools
 import json
 import os
 import signal
 
 import jax
+import numpy as np
 import pytest
 
 from jax_te.bench import ExpertsCase, Settings, bench_experts, contestants, experts, megatron, train_steps
@@ -43,6 +45,10 @@ nn = type("nn", (), {"functional": type("functional", (), {"gelu": "gelu", "silu
 
 def randint(low, high, shape, **options):
     note(tokens=shape)
+    return Anything()
+
+def tensor(rows, **options):
+    note(tokens=[len(rows), len(rows[0])], first=rows[0][:8])
     return Anything()
 
 def randn(shape, **options):
@@ -270,6 +276,27 @@ def bench(capsys, *argv):
     status = main(["bench", "model", *OPTIONS, "--peer", "megatron", *argv])
     shown = capsys.readouterr()
     return status, [json.loads(line) for line in shown.out.splitlines() if line.startswith("{")], shown.err
+
+
+def test_both_libraries_step_on_the_text_of_data(capsys, stand_in, monkeypatch, tmp_path):
+    (tmp_path / "text").write_text("0123456789" * 200)
+    given = []
+    run = train_steps.run_contestants
+
+    def kept(contestants, arrays, *rest):
+        given.append(np.asarray(arrays))
+        return run(contestants, arrays, *rest)
+
+    monkeypatch.setattr(train_steps, "run_contestants", kept)
+    status, rows, _ = bench(capsys, "--recipes", "none", "--data", str(tmp_path / "text"), "--rounds", "1")
+    assert (status, len(rows)) == (0, 2)
+    [peer] = [line for line in stand_in() if "tokens" in line]
+    [own] = given
+    assert (list(own.shape), own.dtype) == (peer["tokens"], np.int32)
+    assert own[0, :8].tolist() == peer["first"] == [*b"01234567"]
+    assert len({tuple(row) for row in own}) > 1, "sequences from one place only"
+    following = {int(a): int(b) for a, b in zip(b"0123456789", b"1234567890", strict=True)}
+    assert all(following[int(a)] == int(b) for row in own for a, b in itertools.pairwise(row))
 
 
 def test_rows_and_turns(capsys, stand_in, processes, tmp_path):

@@ -96,7 +96,7 @@ def build_train_step(model: dict[str, Any]) -> Callable[[], None]:
         model: ``config``, arguments of Megatron-Core's ``TransformerConfig``; ``activation``, a name in
             ``torch.nn.functional``; ``form``, arguments of its ``GPTModel``; ``batch`` and ``sequence``, of what one
             rank runs at a time; ``microbatches``; ``distributed_optimizer``; ``fp32_gradients``, whether buffers add up
-            and reduce them in fp32.
+            and reduce them in fp32; ``rows``, token IDs of the whole batch, or None for random ones.
     """
     import torch
     from megatron.core.models.gpt import gpt_layer_specs
@@ -148,9 +148,13 @@ def make_forward(model: dict[str, Any]) -> Callable[..., Any]:
     import torch
 
     batch, sequence = model["batch"], model["sequence"]
-    # Ranks that share a model need the same tokens; to the others it does not matter.
-    generator = torch.Generator("cuda").manual_seed(1)
-    tokens = torch.randint(0, model["form"]["vocab_size"], (batch, sequence + 1), device="cuda", generator=generator)
+    # Ranks that share a model need the same tokens; to the others, and to other microbatches, it does not matter.
+    if model["rows"] is None:
+        generator = torch.Generator("cuda").manual_seed(1)
+        shape = (batch, sequence + 1)
+        tokens = torch.randint(0, model["form"]["vocab_size"], shape, device="cuda", generator=generator)
+    else:
+        tokens = torch.tensor(model["rows"][:batch], device="cuda")
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     positions = torch.arange(sequence, device="cuda").expand(batch, sequence).contiguous()
 

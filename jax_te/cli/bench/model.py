@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from jax_te.bench import Row, Settings, Variant, bench_train_steps, check_megatron
 from jax_te.cli.bench.options import BenchModel
@@ -17,8 +18,14 @@ from jax_te.cli.build import build_model
 from jax_te.cli.presets import PRESETS
 from jax_te.cli.run_config import RunConfig
 from jax_te.config import ParallelConfig, PipelineConfig
+from jax_te.data import Tokenizer, load_text
 from jax_te.models import Execution
 from jax_te.ops.te import available
+
+Form = tuple[str, RunConfig, Execution]
+"""Name, configuration and execution of a variant of the model."""
+Forms = dict[str, list[Form]]
+"""Variants of the model under each recipe, by the recipe's name."""
 
 
 def run(options: BenchModel) -> int:
@@ -28,12 +35,21 @@ def run(options: BenchModel) -> int:
         ValueError: for conflicting options, a peer that is not installed, a model that exceeds the memory, and if no
             train step ran, with the first one's error.
     """
+    _check_data(options)
     forms = {recipe: _forms(options, recipe) for recipe in options.recipes}
     if options.peer == "te":
         _check_te(options)
     elif options.peer == "megatron":
         _check_megatron(options)
-    return show_rows(_rows(options, forms), options.output)
+    return show_rows(_rows(options, forms, _tokens(options, forms)), options.output)
+
+
+def _check_data(options: BenchModel) -> None:
+    """Raise ValueError for a tokenizer without a text, or with another vocabulary."""
+    if options.tokenizer is not None and options.data is None:
+        raise ValueError("--tokenizer is for the text of --data; give one, or leave --tokenizer out")
+    if options.tokenizer is not None and options.vocab_size is not None:
+        raise ValueError(f"--tokenizer has a vocabulary of its own; leave --vocab-size {options.vocab_size} out")
 
 
 def _check_te(options: BenchModel) -> None:
@@ -60,14 +76,32 @@ def _check_megatron(options: BenchModel) -> None:
     check_megatron()
 
 
-def _rows(options: BenchModel, forms: dict[str, list[tuple[str, RunConfig, Execution]]]) -> Iterator[Row]:
+def _tokens(options: BenchModel, forms: Forms) -> np.ndarray | None:
+    """Return the batch of ``--data``, integers ``[b, s + 1]``: sequences that begin all over its text; None without."""
+    configs = [config for made in forms.values() for _, config, _ in made]
+    if options.data is None or not configs:
+        return None
+    batch, length, rows = configs[0].batch_size, configs[0].seq_len, configs[0].vocab_size
+    tokenizer = None if options.tokenizer is None else Tokenizer(options.tokenizer)
+    text = load_text(options.data, seq_len=length, tokenizer=tokenizer).train
+    starts = np.linspace(0, len(text) - (length + 1), batch).astype(np.int64)
+    tokens = np.stack([text[start : start + length + 1] for start in starts]).astype(np.int32)
+    if not 0 <= tokens.min() <= tokens.max() < rows:
+        raise ValueError(
+            f"--data {options.data} has tokens from {tokens.min()} to {tokens.max()}, and the vocabulary {rows} rows; "
+            f"give --vocab-size {tokens.max() + 1} or more, or a --tokenizer"
+        )
+    return tokens
+
+
+def _rows(options: BenchModel, forms: Forms, tokens: np.ndarray | None) -> Iterator[Row]:
     profile = None if options.profile is None else Path(options.profile)
     backend: Any = options.backend  # one of the names that the option allows
     settings = Settings(backend=backend, rounds=options.rounds, calls=options.calls, profile=profile)
     for made in filter(None, forms.values()):  # no variant of the model if an option is an empty list
         variants = [_variant(*each) for each in made]
         _, config, _ = made[-1]
-        yield from bench_train_steps(variants, sizes_of(config), settings, peer=options.peer)
+        yield from bench_train_steps(variants, sizes_of(config), settings, peer=options.peer, tokens=tokens)
 
 
 def _variant(name: str, config: RunConfig, execution: Execution) -> Variant:
@@ -81,7 +115,7 @@ def _variant(name: str, config: RunConfig, execution: Execution) -> Variant:
     )
 
 
-def _forms(options: BenchModel, recipe: str) -> list[tuple[str, RunConfig, Execution]]:
+def _forms(options: BenchModel, recipe: str) -> list[Form]:
     """Return name, configuration and execution of every variant of the model to measure under a recipe."""
     found = []
     names = ("stack", "recompute", "pipeline", "batch_parts", "wgrad_dtype", "reduce_gradients")
@@ -93,6 +127,7 @@ def _forms(options: BenchModel, recipe: str) -> list[tuple[str, RunConfig, Execu
             way,
             num_layers=options.num_layers,
             vocab_size=options.vocab_size,
+            tokenizer=options.tokenizer,
             batch_size=options.batch_size,
             microbatches=options.microbatches,
             mesh=options.mesh,

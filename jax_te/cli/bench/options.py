@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_te.cli.option_table import option, positional
-from jax_te.cli.option_values import FILE, FOLDER, MESH, SCHEDULE, SIZE, SPREAD, SWITCH, Text, some_of
+from jax_te.cli.option_values import FILE, FOLDER, MESH, PATH, SCHEDULE, SIZE, SPREAD, SWITCH, Text, some_of
 from jax_te.cli.options import BACKENDS, CP_COMM_TYPES, METHODS, POLICIES, REDUCTIONS, WGRAD_DTYPES, Recorded
 from jax_te.cli.presets import PRESETS
 from jax_te.config import RECOMPUTE_MODULES
@@ -151,6 +151,9 @@ class BenchModel:
     of one recipe take turns on one state. speed_ratio and memory_ratio are relative to the recipe's first row that
     ran, the peer's if there is one. peak_gib is a device's arguments and temporary arrays, by XLA's analysis.
 
+    Every step has the same batch: random tokens, or with --data sequences from all over a text, where some tokens
+    are far more frequent than others, which the gradient of an embedding depends on.
+
     --peer te is a GPT of te.jax's own layers, on one device. --peer megatron is Megatron-Core's GPT, in processes
     of its own that start while jax_te compiles. Its peak_gib is what torch allocated. Where jax_te has the axis
     fsdp, it shards optimizer state alone; a pipeline has equally many layers in each stage and runs 1F1B; several
@@ -162,6 +165,12 @@ class BenchModel:
     vocab_size: int = _vocab_size()
     batch_size: int | None = option(SIZE, "sequences per step, over all devices", None, shown="the preset's")
     microbatches: int = _size("number of microbatches per step, over which gradients are accumulated", 1)
+    data: str | None = option(
+        PATH, "text or tokens of the batch, a file or a folder, as jax-te train reads them", None, shown="random tokens"
+    )
+    tokenizer: str | None = option(
+        PATH, "tokenizer.json file, or a folder that contains one; needs --data", None, shown="bytes"
+    )
     recipes: tuple[str, ...] = _recipes("none", "delayed", "current")
     peer: str | None = option(PEERS, "library to compare with, see above", None)
     backend: str = _backend()
