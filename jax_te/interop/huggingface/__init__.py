@@ -7,7 +7,7 @@ from jax_te.interop.huggingface.config_json import REQUIRED, Fields
 from jax_te.interop.huggingface.folder import CONFIG, INDEX, SINGLE, config_values, open_tensors
 from jax_te.interop.huggingface.load import OnProgress, load_huggingface, load_tensors, release_after_each
 from jax_te.interop.huggingface.save import architecture_of, copy_companions, on_host, placed_arrays, save_huggingface
-from jax_te.interop.huggingface.tensor_patterns import Entry, Table, layer_rows, rows_of_layer
+from jax_te.interop.huggingface.tensor_patterns import Entry, Table, is_state, layer_rows, rows_of_layer
 
 # For users. The other names above are for the other packages of jax_te.
 __all__ = ["ARCHITECTURES", "load_huggingface", "load_peft", "save_huggingface", "save_peft"]

@@ -74,6 +74,19 @@ def test_a_model_is_written_and_read(form: str, tmp_path: Any) -> None:
     assert_same(load_megatron(tmp_path / "dist"), model)
 
 
+@pytest.mark.parametrize("format", ["torch", "torch_dist"])
+def test_a_bias_of_experts_stays_fp32_in_a_checkpoint_of_another_dtype(format: Any, tmp_path: Any) -> None:
+    model = build("bias of experts, shared experts")
+    save_megatron(model, tmp_path, format=format, dtype=jnp.bfloat16)
+    dtypes = {name: np.dtype(tensor.dtype) for name, tensor in read_megatron(tmp_path).tensors.items()}
+    wide = {name for name, dtype in dtypes.items() if dtype == np.float32}
+    assert wide == {f"decoder.layers.{i}.mlp.router.expert_bias" for i in range(2)}
+    again = load_megatron(tmp_path)
+    assert again.config.params_dtype == jnp.bfloat16
+    for found, layer in zip(again.layers, model.layers, strict=True):
+        np.testing.assert_array_equal(found.mlp.router.expert_bias[...], layer.mlp.router.expert_bias[...])
+
+
 @pytest.mark.costly
 def test_names_and_layouts_are_those_of_a_megatron_model(tmp_path: Any) -> None:
     """The same weights in Megatron's modules give the same output."""
