@@ -113,7 +113,8 @@ def skip_router_losses(given: Fields) -> None:
 def _read_mixtral(given: Fields, options: Options) -> Options:
     skip_router_losses(given)
     given.expect("router_jitter_noise", 0.0)  # of the experts' inputs, too; here only the router's have any
-    block = read_window(given, read_block(given, options), given.optional("sliding_window", int, None))
+    positions = given.rotary(options["max_sequence_length"], 1e6)
+    block = read_window(given, read_block(given, options, positions), given.optional("sliding_window", int, None))
     return {**block, "add_bias_linear": False}
 
 
