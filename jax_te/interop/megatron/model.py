@@ -26,6 +26,7 @@ from jax_te.interop.huggingface import (
     Options,
     Table,
     architecture_of,
+    converted,
     is_state,
     layer_rows,
     load_tensors,
@@ -467,7 +468,7 @@ def _tensors(model: Any, form: Any, dtype: DTypeLike | None) -> dict[str, Stored
     for name in names:
         shape, own, read = found[name]
         stored = np.dtype(own if dtype is None or name in states else dtype)
-        tensors[name] = StoredTensor.of(tuple(shape), stored, functools.partial(_cast, read, stored), name)
+        tensors[name] = StoredTensor.of(tuple(shape), stored, functools.partial(_cast, read, stored, name), name)
     return tensors
 
 
@@ -476,8 +477,8 @@ def _written(entry: Entry, array: jax.Array, expert: int | None, sizes: Any) -> 
     return found
 
 
-def _cast(read: Any, dtype: np.dtype[Any]) -> np.ndarray:
-    return read().astype(dtype, copy=False)
+def _cast(read: Any, dtype: np.dtype[Any], name: str) -> np.ndarray:
+    return converted(read(), dtype, name)
 
 
 def _rank_part(name: str, tensor: StoredTensor, rank: int, ranks: int, gated: bool) -> StoredTensor:

@@ -17,6 +17,7 @@ from jax_te.errors import CheckpointMismatchError
 from jax_te.interop.huggingface import load_huggingface, save_huggingface
 from jax_te.interop.huggingface.architectures.registry import read_form
 from jax_te.interop.huggingface.folder import open_tensors
+from jax_te.interop.huggingface.safetensors import write_file
 from jax_te.layers import Router, YarnScaling
 from jax_te.megatron import RecipeConfig, apply_quantization_config
 from jax_te.models import GPTModel, RotaryPositions
@@ -403,3 +404,53 @@ def test_recipes_and_rule_files_reach_experts_and_latents(tmp_path: Path) -> Non
     for one in logits.values():
         assert not np.array_equal(one, plain)
     assert not np.array_equal(*logits.values())
+
+
+def in_mxfp4(folder: Path, **changed: np.ndarray | None) -> Path:
+    """A gpt-oss whose experts are in MXFP4, all of them 6 times 2**0; with other tensors of the first gates."""
+    model = model_of("GptOssForCausalLM", num_layers=1, moe_ffn_hidden_size=32, window_attn_skip_freq=[1])
+    save_huggingface(model, folder, dtype=jnp.bfloat16)
+    tensors: dict[str, np.ndarray] = {}
+    for name, tensor in open_tensors(folder)[0].items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            tensors[name] = tensor.copy()
+            continue
+        experts, inner, outer = tensor.shape
+        tensors[f"{name}_blocks"] = np.full((experts, outer, inner // 32, 16), 0x77, np.uint8)
+        tensors[f"{name}_scales"] = np.full((experts, outer, inner // 32), 127, np.uint8)
+    for end, tensor in changed.items():
+        name = f"model.layers.0.mlp.experts.gate_up_proj_{end}"
+        tensors |= {} if tensor is None else {name: tensor}
+        if tensor is None:
+            del tensors[name]
+    plan = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+    write_file(folder / "new", plan, tensors.items())
+    (folder / "new").replace(folder / "model.safetensors")
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"quantization_config": {"quant_method": "mxfp4"}}))
+    return folder
+
+
+def test_tensors_in_mxfp4_that_stand_for_no_numbers_are_refused_by_name(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    model = load_huggingface(in_mxfp4(tmp_path / "good"), block_scaled="dequantize")
+    assert bool((model.layers[0].mlp.experts.linear_fc1.kernel[...] == 6.0).all())
+    data, scales = np.full((4, 64, 1, 16), 0x77, np.uint8), np.full((4, 64, 1), 127, np.uint8)
+    for number, (changed, match) in enumerate(
+        [
+            ({"scales": None}, f"{name} has no tensor _scales"),
+            ({"blocks": None}, f"{name} has no tensor _blocks"),
+            ({"blocks": data.reshape(4, 64, 2, 8)}, rf"{name} is \[4, 64, 2, 8\] with scales \[4, 64, 1\]"),
+            ({"scales": scales[:, :32]}, rf"{name} is \[4, 64, 1, 16\] with scales \[4, 32, 1\]"),
+            ({"scales": scales.astype(np.int8)}, f"{name} is of uint8 with scales of int8"),
+            ({"blocks": data[:, :32], "scales": scales[:, :32]}, rf"{name} is \[4, 32, 32\] and must be \[4, 32, 64\]"),
+            (
+                {"scales": scales + 128 * (np.arange(64)[:, None] == 3).astype(np.uint8)},
+                f"{name} has scales of 255",
+            ),
+            # 6 * 2**126 is beyond fp32.
+            ({"scales": scales * 0 + 253}, f"{name} times its scales has values that are not finite"),
+        ]
+    ):
+        with pytest.raises(CheckpointMismatchError, match=match):
+            load_huggingface(in_mxfp4(tmp_path / str(number), **changed), block_scaled="dequantize")
