@@ -179,6 +179,10 @@ def _write_qwen_experts(options: Options) -> dict[str, Any]:
 
 def _read_qwen3_moe(given: Fields, options: Options) -> Options:
     given.expect("attention_bias", False)
+    # Of other classes, in the files of Qwen3-Coder.
+    given.expect("qkv_bias", False)
+    given.expect("use_qk_norm", True)
+    given.expect("shared_expert_intermediate_size", 0)
     size, used = given.optional("sliding_window", int, 4096), given.take("use_sliding_window", bool, False)
     given.skip("max_window_layers")  # of other classes, in published files
     block = read_window(given, _read_qwen_experts(given, options), size if used else None)
