@@ -22,7 +22,14 @@ from jax_te.cli.pretrained import field_names, merge_adapters
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CONFIG_FILE, read_config
 from jax_te.data import TOKENIZER_FILE
-from jax_te.interop.huggingface import CONFIG, copy_companions, load_huggingface, save_huggingface, save_peft
+from jax_te.interop.huggingface import (
+    CONFIG,
+    copy_companions,
+    load_huggingface,
+    named_classes,
+    save_huggingface,
+    save_peft,
+)
 from jax_te.interop.megatron import load_megatron, save_megatron
 from jax_te.metrics import counting
 from jax_te.models import upcycle
@@ -152,7 +159,7 @@ def _architecture(config: RunConfig | None) -> str | None:
     """Return the architecture with which a run began, None for another model: the first one that fits."""
     if config is None or config.architecture is None:
         return None
-    (name,) = json.loads(config.architecture)["architectures"]
+    (name,) = named_classes(json.loads(config.architecture))
     return name
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import time
+
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_te.config import ParallelConfig
 from jax_te.interop.huggingface import load_huggingface, save, save_huggingface
@@ -44,6 +49,45 @@ def fail_at_the_fifth(folder, config, plan, tensors, limit):
     raise OSError(28, "no space left on device")
 
 
+def gather_shard_by_shard():
+    """Return the largest array on a device meanwhile, for shards of several dtypes; all bits arrive as they are."""
+    mesh = make_mesh(ParallelConfig(fsdp=2, tensor=2), axis_type="explicit")
+    # Also zeros with a sign, and values that are no numbers, which a sum would change.
+    patterns = np.arange(256, dtype=np.uint8).repeat(32).reshape(64, 128)
+    largest = []
+    for dtype in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.float32):
+        expected = patterns.view(dtype)
+        place = NamedSharding(mesh, PartitionSpec("tensor", "fsdp"))
+        array = jax.make_array_from_callback(expected.shape, place, lambda index, whole=expected: whole[index])
+        first = save.on_host(array, everywhere=False)
+        assert (first is None) == (jax.process_index() == 1)
+        assert first is None or first.tobytes() == expected.tobytes()
+        assert save.on_host(array).tobytes() == expected.tobytes()
+        program = save._shard.lower(array, np.int32(0), mesh=mesh, spec=place.spec).compile().as_text()
+        sizes = [np.prod([int(size) for size in shape.split(",")]) for shape in re.findall(r"u8\[([\d,]+)\]", program)]
+        largest.append(max(sizes) / expected.nbytes)
+    return largest
+
+
+def wait_in_vain(folder, copy):
+    """Return what a process is told that waits for another one, which does not go on writing."""
+    with jax.set_mesh(make_mesh(ParallelConfig(fsdp=2, tensor=2), axis_type="explicit")):
+        model = load_huggingface(folder)
+        save._BOUND = 2.0
+        if jax.process_index() == 0:
+            save.write_folder = stop_at_the_third
+        with pytest.raises(TimeoutError) as told:
+            save_huggingface(model, copy)
+    return str(told.value)
+
+
+def stop_at_the_third(folder, config, plan, tensors, limit):
+    for _ in range(3):
+        next(tensors)
+    time.sleep(4.0)
+    next(tensors)
+
+
 @pytest.mark.costly
 def test_two_processes_load_their_parts_and_the_first_writes(tmp_path):
     folder, copy, unwritable = (tmp_path / name for name in ("folder", "copy", "file"))
@@ -57,3 +101,17 @@ def test_two_processes_load_their_parts_and_the_first_writes(tmp_path):
     assert second[1] == f"[Errno 5] the first process could not write: FileExistsError: {first[1]}: '{unwritable}'"
     assert first[2] == "[Errno 28] no space left on device"
     assert f"the first process could not write: OSError: {first[2]}" in second[2]
+
+
+def test_sharded_arrays_are_gathered_shard_by_shard():
+    first, second = (each.result for each in run_processes(2, gather_shard_by_shard, devices=2))
+    assert first == second == [0.25] * 3  # of the bytes of the array, on four devices
+
+
+@pytest.mark.costly
+def test_no_process_waits_forever_for_another(tmp_path):
+    save_huggingface(llama(), tmp_path / "folder", max_shard_size=20_000)
+    told = [each.result for each in run_processes(2, wait_in_vain, (tmp_path / "folder", tmp_path / "copy"), devices=2)]
+    for number, text in enumerate(told):
+        assert f"process {number} waited 2 s for the others" in text
+    assert not (tmp_path / "copy" / "config.json").exists()

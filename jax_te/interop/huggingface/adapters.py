@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from flax import nnx
 
@@ -23,26 +24,26 @@ from jax_te.errors import CheckpointMismatchError
 from jax_te.interop.huggingface.architectures.registry import ARCHITECTURES
 from jax_te.interop.huggingface.capabilities import Architecture
 from jax_te.interop.huggingface.config_json import REQUIRED, Fields
-from jax_te.interop.huggingface.folder import json_file
+from jax_te.interop.huggingface.folder import ADAPTER_CONFIG, ADAPTER_TENSORS, check_no_model, json_file
 from jax_te.interop.huggingface.safetensors import TensorFile, write_file
 from jax_te.interop.huggingface.save import architecture_of, known_architectures, on_host, write_by_the_first
-from jax_te.interop.huggingface.tensor_patterns import Entry, Pattern, Sizes
+from jax_te.interop.huggingface.tensor_patterns import Entry, Pattern, Sizes, converted
 from jax_te.layers import GroupedLoRA, LayerNormMLP, Linear, LoRA
 from jax_te.models import GPTModel, T5Model
 from jax_te.typing import DTypeLike
 
-ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _LITERAL = re.compile(r"[\w.]{1,300}")
 _SHOWN = 20
-# Which layers have adapters, and of which rank, the tensors say themselves.
-_SAID_BY_TENSORS = """
-exclude_modules fan_in_fan_out layers_pattern layers_to_transform r rank_pattern target_modules
-"""
+_DTYPES = [np.dtype(name) for name in (ml_dtypes.bfloat16, np.float16, np.float32)]
+# Of ``fan_in_fan_out``, which is of the layers that are adapted, the architecture says the same.
 _NO_NUMBERS = """
-auto_mapping base_model_name_or_path eva_config inference_mode megatron_core peft_version qalora_group_size revision
-runtime_config task_type
+auto_mapping base_model_name_or_path eva_config fan_in_fan_out inference_mode megatron_core peft_version
+qalora_group_size revision runtime_config task_type
 """
+_STACKS = ("layers", "h", "block")
+_RANK, _ALPHA = 8, 8.0
+"""PEFT's defaults of ``r`` and ``lora_alpha``."""
 
 
 @checked
@@ -72,7 +73,8 @@ def load_peft(
         ValueError: for a missing or damaged file; a field that changes numbers and is not followed, such as
             ``use_dora`` and ``modules_to_save``; a layer that has an adapter already; adapters of one kernel with
             different ranks or scales; a model that no architecture can represent. The model is then as before.
-        CheckpointMismatchError: for tensors that are no adapters of the model's linear layers.
+        CheckpointMismatchError: for tensors that are no adapters of the model's linear layers, or not those that
+            ``r``, ``rank_pattern``, ``target_modules`` and related fields say.
 
     Source: ``PeftModel.from_pretrained`` of PEFT.
 
@@ -81,15 +83,24 @@ def load_peft(
     folder = Path(folder)
     config = _read_config(json_file(folder / ADAPTER_CONFIG), str(folder / ADAPTER_CONFIG), ignore_fields)
     matrices = _matrices(TensorFile(folder / ADAPTER_TENSORS).tensors, folder)
+    _check_said(config, matrices, folder)
     kernels, sizes = _fitting(model, known_architectures(architecture), matrices, folder)
     plans = [
         plan
         for owner, group in itertools.groupby(kernels, lambda kernel: kernel.owner)
         if (plan := _plan(model, owner, list(group), matrices, config)) is not None
     ]
+    trained = [(base, base.frozen) for plan in plans for base in [_at(model, plan.owner)]]
+    try:
+        adapters = [plan.adapter(model, matrices, sizes) for plan in plans]
+    except BaseException:
+        for base, frozen in trained:
+            base.frozen = frozen
+        raise
     # All that can be refused has been: from here on the model changes.
-    for plan in plans:
-        plan.apply(model, matrices, sizes)
+    for plan, adapter in zip(plans, adapters, strict=True):
+        parent, _, attribute = plan.owner.rpartition("/")
+        setattr(_at(model, parent), attribute, adapter)
 
 
 @checked
@@ -117,7 +128,7 @@ def save_peft(
 
     Raises:
         ValueError: for a model without adapters, or with nothing but zeros; for adapters of layers that the
-            architecture does not have, of experts, and of parts of one of its layers.
+            architecture does not have, of experts, and of parts of one of its layers; for a folder that holds a model.
 
     Source: ``PeftModel.save_pretrained`` of PEFT.
 
@@ -137,12 +148,13 @@ def save_peft(
         raise ValueError("all adapters of the model are zero, and there is nothing to write")
     config = _config(model, found, [*kernels.values()], base)
     tensors = {
-        f"base_model.model.{module}.lora_{letter}.weight": array if dtype is None else array.astype(dtype)
+        (tensor := f"base_model.model.{module}.lora_{letter}.weight"): converted(array, dtype or array.dtype, tensor)
         for module, each in sorted(found.items())
         for letter, array in (("A", each.a), ("B", each.b))
     }
 
     def write(stream: Iterator[tuple[str, np.ndarray]]) -> None:
+        check_no_model(folder)
         folder.mkdir(parents=True, exist_ok=True)
         parts = {each: folder / f"{each}.part" for each in (ADAPTER_TENSORS, ADAPTER_CONFIG)}
         plan = [(name, array.dtype, array.shape) for name, array in tensors.items()]
@@ -233,16 +245,48 @@ def _kernels(architecture: Architecture, form: Any) -> list[_Kernel]:
 
 @dataclass(frozen=True)
 class _Config:
-    """The fields of ``adapter_config.json`` that change numbers."""
+    """The fields of ``adapter_config.json`` that change numbers.
 
+    Args:
+        rank, ranks: rank of all adapters, and of those whose layers' names end with one of these.
+        alpha, alphas: the same of the factor.
+        rank_stabilized: whether the factor is divided by the rank's square root.
+        targets: names of layers with adapters, or ends of these. None: an expression says them.
+        excluded: the same of layers without.
+        numbers: numbers of transformer layers with adapters. None: all.
+    """
+
+    rank: int
+    ranks: Mapping[str, int]
     alpha: float
     alphas: Mapping[str, float]
     rank_stabilized: bool
+    targets: list[str] | None
+    excluded: list[str] | None
+    numbers: list[int] | None
+
+    def rank_of(self, module: str) -> int:
+        """Return the rank of a layer's adapter."""
+        return next((each for name, each in self.ranks.items() if _ends(module, name)), self.rank)
 
     def scale(self, module: str, rank: int) -> float:
         """Return the factor of a layer's adapter."""
-        alpha = next((each for name, each in self.alphas.items() if f".{module}".endswith(f".{name}")), self.alpha)
+        alpha = next((each for name, each in self.alphas.items() if _ends(module, name)), self.alpha)
         return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
+
+    def has(self, module: str) -> bool:
+        """Return whether PEFT puts an adapter around a layer."""
+        if any(_ends(module, name) for name in self.excluded or ()):
+            return False
+        if self.targets is None:
+            return True
+        number = next((int(part) for part in module.split(".")[1:-1] if part.isdecimal()), None)
+        chosen = self.numbers is None or number in self.numbers
+        return chosen and any(_ends(module, name) for name in self.targets)
+
+
+def _ends(module: str, name: str) -> bool:
+    return f".{module}".endswith(f".{name}")
 
 
 def _read_config(values: Mapping[str, Any], what: str, ignore: Collection[str]) -> _Config:
@@ -251,20 +295,27 @@ def _read_config(values: Mapping[str, Any], what: str, ignore: Collection[str]) 
     kind = given.take("peft_type", str, REQUIRED)
     if kind != "LORA":
         raise given.refused("peft_type", kind, "only 'LORA' is followed")
-    given.skip(*_SAID_BY_TENSORS.split(), *_NO_NUMBERS.split())
+    given.skip(*_NO_NUMBERS.split())
     given.expect("bias", "none")
     # Others change the kernels that adapters are for.
     given.expect("init_lora_weights", True, "gaussian", "eva", "orthogonal")
     rate = given.take("lora_dropout", float, 0.0)
-    patterns = given.take("alpha_pattern", dict, {})
-    alphas = Fields(patterns, f"{what}: alpha_pattern")
-    for name in patterns:
-        if not _LITERAL.fullmatch(name):
-            raise alphas.refused(name[:60], patterns[name], "only names of layers are followed, no other expressions")
+    targets, numbers = _names(given, "target_modules"), given.raw("layers_to_transform")
+    numbers = [numbers] if type(numbers) is int else numbers
+    if numbers is not None and not (isinstance(numbers, list) and all(type(each) is int for each in numbers)):
+        raise given.refused("layers_to_transform", numbers, "it must hold numbers of layers")
+    pattern = given.raw("layers_pattern")
+    if pattern not in (None, "", *_STACKS, *([name] for name in _STACKS)):
+        raise given.refused("layers_pattern", pattern, f"the first numbers in names count layers, in {_STACKS}")
     config = _Config(
-        alpha=given.take("lora_alpha", float, 8.0),
-        alphas={name: alphas.take(name, float, REQUIRED) for name in patterns},
+        rank=given.take("r", int, _RANK),
+        ranks=_pattern(given, f"{what}: rank_pattern", "rank_pattern", int),
+        alpha=given.take("lora_alpha", float, _ALPHA),
+        alphas=_pattern(given, f"{what}: alpha_pattern", "alpha_pattern", float),
         rank_stabilized=given.take("use_rslora", bool, False),
+        targets=targets,
+        excluded=_names(given, "exclude_modules"),
+        numbers=numbers,
     )
     given.finish(ignore)
     if rate > 0.0:
@@ -274,6 +325,37 @@ def _read_config(values: Mapping[str, Any], what: str, ignore: Collection[str]) 
             stacklevel=1,
         )
     return config
+
+
+def _names(given: Fields, name: str) -> list[str] | None:
+    """Return names of layers, None for an expression in their place, which is not evaluated, or none."""
+    found = given.raw(name)
+    if found is None or isinstance(found, str):
+        return None
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise given.refused(name, found, "it must hold names of layers")
+    return found
+
+
+def _pattern(given: Fields, what: str, name: str, kind: type) -> dict[str, Any]:
+    """Return numbers by ends of layers' names."""
+    found = given.take(name, dict, {})
+    values = Fields(found, what)
+    for each in found:
+        if not _LITERAL.fullmatch(each):
+            raise values.refused(each[:60], found[each], "only names of layers are followed, no other expressions")
+    return {each: values.take(each, kind, REQUIRED) for each in found}
+
+
+def _check_said(config: _Config, matrices: Mapping[str, _Matrices], folder: Path) -> None:
+    """Raise CheckpointMismatchError for adapters that PEFT leaves out or refuses by the configuration."""
+    lines = []
+    for module, each in matrices.items():
+        if not config.has(module):
+            lines.append(f"{module} is none of the layers that target_modules and its other fields choose")
+        elif each.rank != config.rank_of(module):
+            lines.append(f"{module} has rank {each.rank}, and r and rank_pattern say {config.rank_of(module)}")
+    _raise(lines, f"the adapters of {folder} are not those of its {ADAPTER_CONFIG}:")
 
 
 def _is_nothing(value: Any) -> bool:
@@ -288,6 +370,8 @@ def _matrices(tensors: Mapping[str, np.ndarray], folder: Path) -> dict[str, _Mat
         match = _NAME.fullmatch(name)
         if match is None or tensor.ndim != 2:
             lines.append(f"{name} {list(tensor.shape)} is no matrix of LoRA for a linear layer")
+        elif tensor.dtype not in _DTYPES:
+            lines.append(f"{name} is {tensor.dtype}; {', '.join(map(str, _DTYPES))} are read")
         else:
             found.setdefault(match[1], {})[match[2]] = tensor
     for module, each in found.items():
@@ -357,9 +441,8 @@ class _Plan:
     rank: int
     scale: float
 
-    def apply(self, model: Any, matrices: Mapping[str, _Matrices], sizes: Sizes) -> None:
-        """Put the adapter around the layer."""
-        parent, _, attribute = self.owner.rpartition("/")
+    def adapter(self, model: Any, matrices: Mapping[str, _Matrices], sizes: Sizes) -> LoRA:
+        """Return the adapter around the layer, which it freezes."""
         base = _at(model, self.owner)
         own = [each for kernel in self.kernels for each in _of(kernel, matrices)]
         adapter = LoRA(
@@ -378,7 +461,7 @@ class _Plan:
                 a, b = _read(kernel, matrices, sizes)
                 _set(getattr(adapter, f"{prefix}lora_a"), a)
                 _set(getattr(adapter, f"{prefix}lora_b"), b)
-        setattr(_at(model, parent), attribute, adapter)
+        return adapter
 
 
 def _plan(
@@ -397,6 +480,9 @@ def _plan(
         ranks = {module: own[module].rank for module in kernel.modules if module in own}
         if len({*ranks.values()}) > 1:
             raise ValueError(f"adapters of one kernel, {owner}/{kernel.name}, have ranks {ranks}; they must be equal")
+    dtypes = {module: sorted({str(each.a.dtype), str(each.b.dtype)}) for module, each in own.items()}
+    if len({name for names in dtypes.values() for name in names}) > 1:
+        raise ValueError(f"adapters of one layer, {owner}, have dtypes {dtypes}; they must be equal")
     scales = {module: config.scale(module, each.rank) for module, each in own.items()}
     if len({*scales.values()}) > 1:
         raise ValueError(
@@ -472,7 +558,7 @@ def _written(kernel: _Kernel, adapter: LoRA, sizes: Sizes) -> dict[str, _Matrice
 def _config(model: Any, found: Mapping[str, _Matrices], kernels: list[_Kernel], base: str | None) -> dict[str, Any]:
     """Return the fields of ``adapter_config.json``."""
     ranks = {module: each.rank for module, each in found.items()}
-    alphas = {module: _number(each.scale * each.rank) for module, each in found.items() if each.scale is not None}
+    alphas = {module: _alpha(each.scale, each.rank) for module, each in found.items() if each.scale is not None}
     (rank, alpha), _ = Counter((ranks[module], alphas[module]) for module in found).most_common(1)[0]
     tasks = {GPTModel: "CAUSAL_LM", T5Model: "SEQ_2_SEQ_LM"}
     return {
@@ -492,5 +578,7 @@ def _config(model: Any, found: Mapping[str, _Matrices], kernels: list[_Kernel], 
     }
 
 
-def _number(value: float) -> float | int:
-    return int(value) if value == int(value) else value
+def _alpha(scale: float, rank: int) -> float | int:
+    """Return the number that over the rank is the scale, a whole one if there is one."""
+    near = round(scale * rank)
+    return near if near / rank == scale else scale * rank

@@ -14,7 +14,7 @@ from flax import nnx
 
 from jax_te.errors import CheckpointMismatchError
 from jax_te.interop.huggingface.config_json import Fields
-from jax_te.interop.huggingface.mxfp4 import read_mxfp4
+from jax_te.interop.huggingface.mxfp4 import finite, read_mxfp4
 from jax_te.interop.huggingface.tensor_patterns import Entry, Index, Sizes
 from jax_te.layers import quantizable_kernels
 from jax_te.quantize import BlockQuantizer, Guard, QuantizedKernel
@@ -32,6 +32,7 @@ class BlockScaled:
     data: np.ndarray
     scale: np.ndarray
     kept: bool = False
+    name: str = ""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -40,7 +41,9 @@ class BlockScaled:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """Return the values, fp32 unless another dtype is asked for."""
-        return np.asarray(self.data.astype(np.float32) * self.scales(), dtype)
+        with np.errstate(over="ignore"):
+            values = self.data.astype(np.float32) * self.scales()
+        return np.asarray(finite(values, self.name), dtype)
 
     def scales(self) -> np.ndarray:
         """Return the scale of each value, fp32."""
@@ -103,7 +106,7 @@ def read_block_scaled(
     for name in sorted(scales.keys() - set(wrong)):
         problem = _problem(stored[name], scales[name])
         lines += [f"{name}{_SCALE} {problem}"] if problem else []
-        found[name] = BlockScaled(stored[name], scales[name], kept=choice == "keep")
+        found[name] = BlockScaled(stored[name], scales[name], kept=choice == "keep", name=name)
     if lines:
         more = f"\nand {len(lines) - 20} more" if len(lines) > 20 else ""
         raise CheckpointMismatchError(

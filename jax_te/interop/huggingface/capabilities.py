@@ -219,7 +219,9 @@ class Architecture:
                 time and memory.
         """
         options = {
-            ours: given.take(name, _KINDS.get(ours, int), default) for name, (ours, default) in self.fields.items()
+            # Null stands for as many groups as heads, whatever the number of an absent field is.
+            ours: (given.optional if ours == "num_query_groups" else given.take)(name, _KINDS.get(ours, int), default)
+            for name, (ours, default) in self.fields.items()
         }
         layers = max(options["num_layers"] or 0, options.get("encoder_num_layers") or 0)
         _check_count("layers", layers, given)

@@ -13,6 +13,7 @@ import numpy as np
 from jax_te.interop.huggingface.safetensors import MAX_JSON, Plan, TensorFile, nbytes, read_json, shards, write_file
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _DEPTHS = "num_nextn_predict_layers"
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 
@@ -28,6 +29,26 @@ def json_file(path: Path) -> dict[str, Any]:
     if path.stat().st_size > MAX_JSON:
         raise ValueError(f"{path} has {path.stat().st_size} bytes; at most {MAX_JSON} are read")
     return read_json(path.read_bytes(), path)
+
+
+def check_no_model(folder: Path) -> None:
+    """Raise ValueError for a folder with a model, beside which transformers would take an adapter for a part of it."""
+    found = [name for name in (CONFIG, SINGLE, INDEX) if (folder / name).exists()]
+    if found:
+        raise ValueError(
+            f"{folder} holds a model ({', '.join(found)}), and transformers would load an adapter there together with "
+            "it; give a folder of its own to the adapter"
+        )
+
+
+def check_no_adapter(folder: Path) -> None:
+    """Raise ValueError for a folder with an adapter, which transformers would add to a model there."""
+    found = [name for name in (ADAPTER_CONFIG, ADAPTER_TENSORS) if (folder / name).exists()]
+    if found:
+        raise ValueError(
+            f"{folder} holds an adapter ({', '.join(found)}), and transformers would add it to a model there; give a "
+            "folder of its own to the model"
+        )
 
 
 def config_values(folder: Path) -> dict[str, Any]:

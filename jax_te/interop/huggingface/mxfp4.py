@@ -25,6 +25,7 @@ class PackedMXFP4:
     The low half of a byte comes first. A scale is an exponent of 2, plus 127.
     """
 
+    name: str
     data: np.ndarray
     scale: np.ndarray
 
@@ -35,12 +36,28 @@ class PackedMXFP4:
         return experts, groups * _GROUP, rows
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Return the values, fp32 unless another dtype is asked for."""
+        """Return the values, fp32 unless another dtype is asked for.
+
+        Raises:
+            CheckpointMismatchError: for values that are not finite.
+        """
         experts, rows, groups, _ = self.data.shape
         pairs = np.stack([self.data & 0x0F, self.data >> 4], axis=-1).reshape(experts, rows, groups, _GROUP)
         exponents = self.scale.astype(np.int32)[..., None] - 127
-        values = np.ldexp(_VALUES[pairs], exponents).reshape(experts, rows, groups * _GROUP).swapaxes(1, 2)
-        return np.asarray(values, dtype)
+        with np.errstate(over="ignore"):
+            values = np.ldexp(_VALUES[pairs], exponents).reshape(experts, rows, groups * _GROUP).swapaxes(1, 2)
+        return np.asarray(finite(values, self.name), dtype)
+
+
+def finite(values: np.ndarray, name: str) -> np.ndarray:
+    """Return the products of values and scales.
+
+    Raises:
+        CheckpointMismatchError: for products that are not finite: the tensor, or its scales, are damaged.
+    """
+    if not np.isfinite(values).all():
+        raise CheckpointMismatchError(f"{name} times its scales has values that are not finite, and is damaged")
+    return values
 
 
 def read_mxfp4(stored: Mapping[str, np.ndarray]) -> dict[str, Any]:
@@ -62,7 +79,7 @@ def read_mxfp4(stored: Mapping[str, np.ndarray]) -> dict[str, Any]:
         problem = _problem(parts.get(_BLOCKS), parts.get(_SCALES))
         lines += [f"{name} {problem}"] if problem else []
         if not problem:
-            found[name] = PackedMXFP4(parts[_BLOCKS], parts[_SCALES])
+            found[name] = PackedMXFP4(name, parts[_BLOCKS], parts[_SCALES])
     if lines:
         more = f"\nand {len(lines) - 20} more" if len(lines) > 20 else ""
         raise CheckpointMismatchError(
@@ -78,4 +95,4 @@ def _problem(data: np.ndarray | None, scale: np.ndarray | None) -> str:
         return f"is of {data.dtype} with scales of {scale.dtype}, and both must be uint8"
     if data.ndim != 4 or data.shape[-1] != _GROUP // 2 or scale.shape != data.shape[:-1]:
         return f"is {list(data.shape)} with scales {list(scale.shape)}: [E, R, C, 16] and [E, R, C] fit"
-    return ""
+    return "has scales of 255, which stand for no number" if (scale == 255).any() else ""

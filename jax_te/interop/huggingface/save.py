@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import errno
+import functools
+import queue
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_te._validation import check_positive, checked, float_dtype
 from jax_te.checkpoint import gather_texts
-from jax_te.interop.huggingface.architectures.registry import ARCHITECTURES
+from jax_te.interop.huggingface.architectures.registry import ARCHITECTURES, named_classes
 from jax_te.interop.huggingface.block_scaled import Choice, held_kernels, quantization_config, written_scales
 from jax_te.interop.huggingface.capabilities import Architecture, Form
 from jax_te.interop.huggingface.config_json import NO_NUMBERS, Fields
-from jax_te.interop.huggingface.folder import CONFIG, json_file, write_folder
+from jax_te.interop.huggingface.folder import CONFIG, check_no_adapter, json_file, write_folder
 from jax_te.interop.huggingface.load import OnProgress
 from jax_te.interop.huggingface.safetensors import Plan
-from jax_te.interop.huggingface.tensor_patterns import Entry, Sizes, Table, is_state, stored_in
+from jax_te.interop.huggingface.tensor_patterns import Entry, Sizes, Table, converted, is_state, stored_in
 from jax_te.quantize import QuantizedKernel
 from jax_te.sharding import leaves_with_axes
 from jax_te.typing import DTypeLike
@@ -51,8 +56,9 @@ def save_huggingface(
 
     The files are written tensor by tensor under other names, and replace older ones when all are complete; an
     interrupted call never leaves tensors under the ``config.json`` of others. With several processes all must call
-    this, and the first one writes, one parameter after the other; if it cannot, all raise. Quantizer states are not
-    part of such a folder.
+    this, and the first one writes, one parameter after the other, whose shards it fetches one by one; if it cannot,
+    all raise, and none waits longer than ten minutes for a parameter. Quantizer states are not part of such a folder.
+    Values that are not finite are written as they are.
 
     Args:
         model: a model of `jax_te.models`.
@@ -71,7 +77,9 @@ def save_huggingface(
 
     Raises:
         ValueError: for a model that no architecture, or not this one, can represent; the message names the options. For
-            parameters that adapters added; that are stored quantized, without ``block_scaled`` or in another form.
+            parameters that adapters added; that are stored quantized, without ``block_scaled`` or in another form. For
+            a folder that holds an adapter; for finite values beyond the largest of ``dtype``.
+        OSError: if the first process cannot write, or processes wait for others in vain.
 
     Source: ``save_pretrained`` of transformers.
 
@@ -87,12 +95,14 @@ def save_huggingface(
     config = _config(name, form, contents, None if like is None else Path(like))
 
     def write(stream: Iterator[tuple[str, np.ndarray]]) -> None:
+        check_no_adapter(folder)
         folder.mkdir(parents=True, exist_ok=True)
         write_folder(folder, config, contents.plan(), stream, max_shard_size)
         if like is not None and not folder.samefile(like):
             copy_companions(Path(like), folder)
 
-    write_by_the_first(write, contents.tensors(on_progress), folder)
+    gathered = contents.gathered()
+    write_by_the_first(write, contents.tensors(gathered, on_progress), folder, gathered)
 
 
 def known_architectures(name: str | None, like: str | Path | None = None) -> dict[str, Architecture]:
@@ -105,8 +115,7 @@ def known_architectures(name: str | None, like: str | Path | None = None) -> dic
         raise ValueError(f"unknown architecture {name!r}; known: {', '.join(ARCHITECTURES)}")
     if name is not None:
         return {name: ARCHITECTURES[name]}
-    names = [] if like is None else json_file(Path(like) / CONFIG).get("architectures")
-    first = names[:1] if isinstance(names, list) else []
+    first = [] if like is None else named_classes(json_file(Path(like) / CONFIG))[:1]
     return {each: ARCHITECTURES[each] for each in ARCHITECTURES if each in first} | ARCHITECTURES
 
 
@@ -152,13 +161,24 @@ class _Contents:
             plan += [(name, array.dtype, array.shape) for name, array in self.scales.get(path, {}).items()]
         return plan
 
-    def tensors(self, on_progress: OnProgress | None) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield each tensor with its name; each parameter is fetched when its turn comes."""
-        for done, (path, entry) in enumerate(self.entries.items(), 1):
-            for tensor, array in entry.write(on_host(self.arrays[path]), self.sizes):
-                cast = array.astype(self.dtypes[path], copy=False)
-                yield from ((name, cast) for name in self.named(tensor))
-            yield from self.scales.get(path, {}).items()
+    def gathered(self) -> Iterator[tuple[str, np.ndarray | None]]:
+        """Yield each parameter's path with its array in the first process, None in others; all must take all of them.
+
+        Each parameter is fetched when its turn comes.
+        """
+        for path in self.entries:
+            yield path, on_host(self.arrays[path], everywhere=False)
+
+    def tensors(
+        self, gathered: Iterator[tuple[str, np.ndarray | None]], on_progress: OnProgress | None
+    ) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield each tensor of parameters with its name, in the first process."""
+        for done, (path, whole) in enumerate(gathered, 1):
+            if whole is not None:
+                for tensor, array in self.entries[path].write(whole, self.sizes):
+                    cast = converted(array, self.dtypes[path], tensor)
+                    yield from ((name, cast) for name in self.named(tensor))
+                yield from self.scales.get(path, {}).items()
             if on_progress is not None:
                 on_progress(done, len(self.entries))
 
@@ -211,23 +231,74 @@ def copy_companions(source: Path, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
-def write_by_the_first(write: Callable[[Iterator[Any]], None], stream: Iterator[Any], folder: Path) -> None:
-    """Let the first process write; no process returns before everything is written, and all raise if it fails."""
+def write_by_the_first(
+    write: Callable[[Iterator[Any]], None], tensors: Iterator[Any], folder: Path, gathered: Iterator[Any] | None = None
+) -> None:
+    """Let the first process write; no process returns before everything is written, and all raise if it fails.
+
+    Args:
+        write: function that writes tensors, called in the first process.
+        tensors: tensors to write.
+        folder: folder of the files, for messages.
+        gathered: arrays that ``tensors`` are made of, which all processes gather together. None: they are there.
+
+    Raises:
+        OSError: if the first process fails, or others wait for it in vain (TimeoutError).
+    """
     problem = None
     try:
         if jax.process_index() == 0:
-            write(stream)
+            write(tensors)
+        else:
+            for _ in tensors:
+                pass
+    except TimeoutError:
+        raise  # nothing can be told to a process that does not answer
     except Exception as error:
         problem = error
     if jax.process_count() > 1:
-        # All processes gather each tensor together, and would wait forever for one that stops at an error.
-        for _ in stream:
+        # The others would wait for a process that stops at an error.
+        for _ in gathered or ():
             pass
-        told = gather_texts("" if problem is None else f"{type(problem).__name__}: {problem}")[0]
+        text = "" if problem is None else f"{type(problem).__name__}: {problem}"
+        told = _within_bound(lambda: gather_texts(text))[0]
         if told and problem is None:
             problem = OSError(errno.EIO, f"the first process could not write: {told}", str(folder))
     if problem is not None:
         raise problem
+
+
+_BOUND = 600.0
+"""Seconds for which a process waits for the others, which write or fetch one parameter meanwhile."""
+
+
+def _within_bound(work: Callable[[], Any]) -> Any:
+    """Return the result of a function that waits for other processes.
+
+    Raises:
+        TimeoutError: if it takes longer than the bound. It then goes on waiting, in a thread of its own.
+    """
+    done: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue()
+
+    def run() -> None:
+        try:
+            done.put((work(), None))
+        except BaseException as error:
+            done.put((None, error))
+
+    # XLA has no bound of its own for collectives, and a wait in C++ cannot be interrupted.
+    threading.Thread(target=run, name="jax_te-gather", daemon=True).start()
+    try:
+        result, error = done.get(timeout=_BOUND)
+    except queue.Empty:
+        raise TimeoutError(
+            errno.ETIMEDOUT,
+            f"process {jax.process_index()} waited {_BOUND:g} s for the others, of which one has ended, or writes too "
+            "slowly; what it had written has not taken the place of older files",
+        ) from None
+    if error is not None:
+        raise error
+    return result
 
 
 def placed_arrays(
@@ -286,7 +357,60 @@ def _lost(architecture: Architecture, form: Form) -> list[str]:
     return [f"{name}={value!r}" for name, value in form.options().items() if said.get(name) != value]
 
 
-def on_host(array: jax.Array) -> np.ndarray:
-    """Return an array of all processes in host memory; all of them must call this."""
-    whole = array.is_fully_addressable or array.is_fully_replicated
-    return np.asarray(array if whole else multihost_utils.process_allgather(array, tiled=True))
+@overload
+def on_host(array: jax.Array) -> np.ndarray: ...
+@overload
+def on_host(array: jax.Array, *, everywhere: bool) -> np.ndarray | None: ...
+def on_host(array: jax.Array, *, everywhere: bool = True) -> np.ndarray | None:
+    """Return an array of all processes in host memory; all of them must call this.
+
+    An array whose shards other processes hold is gathered shard by shard: devices hold one more shard of it meanwhile,
+    whatever its size.
+
+    Args:
+        array: the array.
+        everywhere: whether all processes get it. False: the first one, and None in others.
+
+    Raises:
+        TimeoutError: if the other processes do not take part.
+    """
+    wanted = everywhere or jax.process_index() == 0
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array) if wanted else None
+    place = array.sharding
+    if not isinstance(place, NamedSharding):
+        whole = _within_bound(lambda: multihost_utils.process_allgather(array, tiled=True))
+        return np.asarray(whole) if wanted else None
+    whole = np.empty(array.shape, array.dtype) if wanted else None
+    indices = place.devices_indices_map(array.shape)
+    devices: Any = place.mesh.devices
+    # Devices that hold the same shard have the same index.
+    owners: dict[str, tuple[Any, int]] = {}
+    for number, device in enumerate(devices.flat):
+        owners.setdefault(str(indices[device]), (indices[device], number))
+    for index, number in owners.values():
+        shard = _within_bound(lambda number=number: _host_shard(array, number))
+        if whole is not None:
+            whole[index] = shard
+    return whole
+
+
+def _host_shard(array: jax.Array, number: int) -> np.ndarray:
+    """Return the shard of a device, in all processes."""
+    place: Any = array.sharding
+    shard = _shard(array, np.int32(number), mesh=place.mesh, spec=place.spec)
+    return np.asarray(shard.addressable_data(0)).view(array.dtype).reshape(place.shard_shape(array.shape))
+
+
+@functools.partial(jax.jit, static_argnames=("mesh", "spec"))
+def _shard(array: jax.Array, number: jax.Array, *, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
+    """Return the bytes of the shard of a device, on all devices."""
+
+    def chosen(own: jax.Array, number: jax.Array) -> jax.Array:
+        # Bytes of integers: a sum of floats would lose the sign of zero.
+        own = jax.lax.bitcast_convert_type(own, jnp.uint8)
+        kept = jnp.where(jax.lax.axis_index(mesh.axis_names) == number, own, jnp.uint8(0))
+        return jax.lax.psum(kept, mesh.axis_names)
+
+    none = PartitionSpec()
+    return jax.shard_map(chosen, mesh=mesh, in_specs=(spec, none), out_specs=none)(array, number)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from flax import nnx
 
@@ -52,8 +53,12 @@ class Pattern:
         """Return the shape of an array in one of the two forms."""
         return tuple(prod(1 if axis == "1" else sizes[axis] for axis in axes) for axes in form)
 
-    def read(self, tensor: Any, sizes: Sizes, index: Index, dtype: np.dtype[Any]) -> np.ndarray:
-        """Return the part ``index`` of our form of ``tensor``, a new array. No more than that part is read."""
+    def read(self, tensor: Any, sizes: Sizes, index: Index, dtype: np.dtype[Any], what: str = "a tensor") -> np.ndarray:
+        """Return the part ``index`` of our form of ``tensor``, a new array. No more than that part is read.
+
+        Raises:
+            ValueError: for values that the dtype does not have; its message begins with ``what``.
+        """
         theirs, ours = self._axes()
         # Splitting and transposing axes copies nothing; merging them does, and therefore comes last, after slicing.
         view = np.asarray(tensor).reshape(self.shape(tuple((axis,) for axis in theirs), sizes))
@@ -67,7 +72,9 @@ class Pattern:
             covering += [slice(first, last), *(slice(None),) * (len(axes) - 1)]
             shape.append((last - first) * inner)
             cut.append(slice(part.start - first * inner, part.stop - first * inner))
-        return np.array(view[tuple(covering)], dtype, order="C").reshape(shape)[tuple(cut)]
+        part = view[tuple(covering)]
+        part = np.array(part, order="C") if part.dtype == dtype else converted(part, dtype, what)
+        return part.reshape(shape)[tuple(cut)]
 
     def write(self, array: np.ndarray, sizes: Sizes) -> np.ndarray:
         """Return their layout of an array in our layout."""
@@ -154,7 +161,7 @@ class Entry:
             return np.stack([part.read(tensors, sizes, index[1:], dtype) for part in chosen])
         if len(self.pieces) == 1:
             (name, pattern), *_ = self.pieces
-            return pattern.read(tensors[name], sizes, index, dtype)
+            return pattern.read(tensors[name], sizes, index, dtype, name)
         out = np.empty([part.stop - part.start for part in index], dtype)
         begin, wanted = 0, index[-2]
         for (name, pattern), rows in zip(self.pieces, self._their_rows(sizes), strict=True):
@@ -163,7 +170,7 @@ class Entry:
             if first < last:
                 part = (*index[:-2], slice(first - begin, last - begin), index[-1])
                 tensor = tensors[name] if rows is None else np.asarray(tensors[name])[rows]
-                out[..., first - wanted.start : last - wanted.start, :] = pattern.read(tensor, sizes, part, dtype)
+                out[..., first - wanted.start : last - wanted.start, :] = pattern.read(tensor, sizes, part, dtype, name)
             begin = end
         return out
 
@@ -183,6 +190,36 @@ class Entry:
                 parts.append(pattern.write(array[..., begin:end, :], sizes))
                 begin = end
             yield name, parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def converted(array: np.ndarray, dtype: Any, what: str) -> np.ndarray:
+    """Return values in a dtype; those that are not finite stay as they are.
+
+    Raises:
+        ValueError: for finite values beyond those of a dtype with fewer exponents, float16 for bfloat16 and float32;
+            its message begins with ``what``.
+
+    >>> converted(np.array([1.0, np.inf], np.float32), np.float16, "a")
+    array([ 1., inf], dtype=float16)
+    """
+    dtype = np.dtype(dtype)
+    if array.dtype == dtype:
+        return array
+    with np.errstate(over="ignore"):
+        found = array.astype(dtype, order="C")
+    if _largest(dtype) < _largest(array.dtype) / 2:  # of bfloat16 and float32 it is the same but for its last digits
+        beyond = ~np.isfinite(found) & np.isfinite(array)
+        if beyond.any():
+            raise ValueError(
+                f"{what} has {int(beyond.sum())} values beyond the largest of {dtype}, {_largest(dtype)}, which would "
+                f"become infinite; give another dtype, such as {array.dtype}"
+            )
+    return found
+
+
+def _largest(dtype: np.dtype[Any]) -> float:
+    """Return the largest finite value of a dtype of floats, 0 for others."""
+    return float(ml_dtypes.finfo(dtype).max) if "float" in dtype.name else 0.0
 
 
 def layer_rows(table: Table, count: int, **names: str) -> Table:

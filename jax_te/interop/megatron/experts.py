@@ -6,7 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from jax_te.config import TransformerConfig
+from jax_te.errors import CheckpointMismatchError
 from jax_te.interop.huggingface import Fields, Options, Table
 
 _FLAGS: dict[str, tuple[type, Any]] = {
@@ -138,18 +141,75 @@ def stacked_name(name: str) -> tuple[str, int] | None:
     return None if found is None else (found[1].replace(".mlp.experts.", ".mlp.experts.experts."), int(found[2]))
 
 
-def joined_experts(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def grouped(tensors: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """Return tensors under the names of ``TEGroupedMLP``.
+
+    Raises:
+        CheckpointMismatchError: for an expert that is there twice, under the names of both forms.
+    """
+    found = {grouped_name(name): tensor for name, tensor in tensors.items()}
+    if len(found) < len(tensors):
+        twice = sorted(name for name in tensors if grouped_name(name) != name and grouped_name(name) in tensors)
+        raise CheckpointMismatchError(f"{what} has experts twice, grouped and one by one: {', '.join(twice[:8])}")
+    return found
+
+
+def joined_experts(ranks: Sequence[Mapping[str, Any]], what: str) -> dict[str, Any]:
     """Return the tensors of several expert-parallel ranks, each of which numbers its experts from 0.
 
+    Args:
+        ranks: tensors of each rank, under grouped names.
+        what: the checkpoint, for messages.
+
+    Raises:
+        CheckpointMismatchError: for ranks that differ in other tensors than experts, such as the bias of experts, or
+            in the number of experts; and for numbers of experts with gaps.
+
     >>> ranks = [{"a.mlp.experts.linear_fc1.weight0": 1}, {"a.mlp.experts.linear_fc1.weight0": 2}]
-    >>> joined_experts(ranks)
+    >>> joined_experts(ranks, "a checkpoint")
     {'a.mlp.experts.linear_fc1.weight0': 1, 'a.mlp.experts.linear_fc1.weight1': 2}
     """
     joined = dict(ranks[0])
-    numbers = [int(found[2]) for name in ranks[0] if (found := _EXPERT.fullmatch(name))]
-    each = max(numbers, default=-1) + 1
+    each = _experts_of_a_rank(ranks, what)
     for rank, tensors in enumerate(ranks):
         for name, tensor in tensors.items():
             if found := _EXPERT.fullmatch(name):
                 joined[f"{found[1]}{int(found[2]) + rank * each}"] = tensor
+            elif rank and tensor_bits(tensor) != tensor_bits(ranks[0][name]):
+                raise CheckpointMismatchError(
+                    f"{what}: {name[:200]} must be the same on all expert ranks, and differs on ranks 0 and {rank}; "
+                    "one of the files is of another step or run"
+                )
     return joined
+
+
+def _experts_of_a_rank(ranks: Sequence[Mapping[str, Any]], what: str) -> int:
+    """Return the number of experts of each rank."""
+    if len(ranks) == 1:
+        return 0
+    numbers: dict[str, set[int]] = {}
+    for name in ranks[0]:
+        if found := _EXPERT.fullmatch(name):
+            numbers.setdefault(found[1], set()).add(int(found[2]))
+    each = max((len(found) for found in numbers.values()), default=0)
+    gaps = [name for name, found in numbers.items() if found != {*range(each)}]
+    differing = [
+        f"{name[:200]} on rank {0 if name in ranks[0] else rank} alone"
+        for rank, tensors in enumerate(ranks)
+        for name in sorted(tensors.keys() ^ ranks[0].keys())
+    ]
+    if gaps or differing:
+        lines = [f"{name}N are not numbered from 0 to {each - 1}" for name in gaps] + differing
+        raise CheckpointMismatchError(
+            f"{what}: expert ranks must have the same tensors, and as many experts each: {'; '.join(lines[:8])}"
+        )
+    return each
+
+
+def tensor_bits(tensor: Any) -> tuple[str, tuple[int, ...], bytes]:
+    """Return what two equal tensors share: dtype, shape and bytes.
+
+    >>> tensor_bits(np.zeros(2, np.uint8))
+    ('uint8', (2,), b'\\x00\\x00')
+    """
+    return str(tensor.dtype), tuple(tensor.shape), np.asarray(tensor).tobytes()

@@ -9,10 +9,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from jax_te._validation import brief, checked
-from jax_te.interop.megatron.experts import grouped_name, joined_experts, sequential_names
+from jax_te.errors import CheckpointMismatchError
+from jax_te.interop.megatron.experts import grouped, joined_experts, sequential_names, tensor_bits
 from jax_te.interop.torch import METADATA, Mapped, Record, StoredTensor, Tensor, join_tensors, read_torch_distributed
 
 TRACKER, RANK_FILE, COMMON = "latest_checkpointed_iteration.txt", "model_optim_rng.pt", "common.pt"
@@ -79,6 +78,8 @@ def read_megatron(
     Raises:
         ValueError: for a folder of another form, missing ranks, tensors that do not fit each other, and unknown formats
             and names.
+        CheckpointMismatchError: for expert ranks that differ in other tensors than experts, such as the routers' bias,
+            or in number; for missing experts, and those that are there twice.
 
     Source: ``load_checkpoint`` of Megatron-LM; ``megatron.core.dist_checkpointing``.
 
@@ -178,8 +179,7 @@ def _distributed(path: Path) -> MegatronCheckpoint:
         if other not in tensors:
             raise ValueError(f"{path} has {name[:200]!r} without its other component")
         tensors[name[:-2]] = join_tensors([tensors.pop(name), tensors.pop(other)], 0, 1, f"{path}: {name[:-2]}")
-    tensors = {grouped_name(name): tensor for name, tensor in tensors.items()}
-    return MegatronCheckpoint(tensors, *_said(common, path), found.files)
+    return MegatronCheckpoint(grouped(tensors, str(path)), *_said(common, path), found.files)
 
 
 def _ranks(path: Path, gated: bool | None, corrected: Mapping[str, Any]) -> MegatronCheckpoint:
@@ -205,7 +205,16 @@ def _ranks(path: Path, gated: bool | None, corrected: Mapping[str, Any]) -> Mega
     described = args | dict(corrected)
     if gated is None and (args or any(flag in described for flag in _GATED)):
         gated = any(described.get(flag) for flag in _GATED)
+    said = described.get("expert_model_parallel_size")
+    if isinstance(said, int) and said > 1 and said != experts:
+        raise CheckpointMismatchError(
+            f"{path} has {experts} expert ranks, and its arguments say expert_model_parallel_size {said}: files of "
+            "experts are missing, or of another run"
+        )
     chunks = {rank: _chunks(states[rank], path) for rank in sorted(states)}
+    counts = {rank: len(parts) for rank, parts in chunks.items()}
+    if any(count != counts[0, rank[1], 0] for rank, count in counts.items()):
+        raise CheckpointMismatchError(f"{path} has ranks of one stage with several numbers of virtual stages: {counts}")
     tensors: dict[str, Any] = {}
     first_layer = 0
     # Of virtual stages: all first chunks hold lower layers than all second ones.
@@ -214,7 +223,7 @@ def _ranks(path: Path, gated: bool | None, corrected: Mapping[str, Any]) -> Mega
             ranks = []
             for rank in range(width):
                 parts = [_model_tensors(chunks[rank, stage, expert][chunk], path) for expert in range(experts)]
-                ranks.append(joined_experts([{grouped_name(name): part[name] for name in part} for part in parts]))
+                ranks.append(joined_experts([grouped(part, str(path)) for part in parts], str(path)))
             merged = {name: _merged(name, ranks, gated, path) for name in ranks[0]}
             # Each rank and stage counts its layers from 0.
             tensors |= {_numbered_from(first_layer, name): tensor for name, tensor in merged.items()}
@@ -304,13 +313,9 @@ def _merged(name: str, ranks: list[dict[str, Any]], gated: bool | None, path: Pa
     split = split_axis(name, bool(gated))
     if split is not None:
         return join_tensors(parts, *split, what)
-    if not all(_bits(part) == _bits(parts[0]) for part in parts):
+    if not all(tensor_bits(part) == tensor_bits(parts[0]) for part in parts):
         raise ValueError(f"{what} must be the same on all tensor ranks, and differs")
     return parts[0]
-
-
-def _bits(tensor: Tensor) -> tuple[str, tuple[int, ...], bytes]:
-    return str(tensor.dtype), tensor.shape, np.asarray(tensor).tobytes()
 
 
 def _model_tensors(found: Mapping[str, Any], path: Path) -> dict[str, Any]:

@@ -26,6 +26,8 @@ from jax_te.interop.huggingface import (
     Options,
     Table,
     architecture_of,
+    converted,
+    is_state,
     layer_rows,
     load_tensors,
     model_options,
@@ -283,7 +285,7 @@ def save_megatron(
             replaced.
         format: Megatron-LM's name of the format.
         tensor_parallel: number of files to split the model over, in the format ``torch``.
-        dtype: dtype of the tensors. None: the parameters'.
+        dtype: dtype of the parameters. None: their own. A router's bias of experts stays fp32, as Megatron-Core has it.
         on_progress: function called after each tensor with the number of tensors done and the number of all.
 
     Raises:
@@ -444,6 +446,8 @@ def _tensors(model: Any, form: Any, dtype: DTypeLike | None) -> dict[str, Stored
     """Return the model's tensors in Megatron's names and layouts; each is made when it is written."""
     table, sizes = MEGATRON.table(form), form.sizes()
     names = [name for pieces in table.values() for name in Entry.of(pieces, sizes["e"]).names]
+    # Megatron-Core keeps a router's bias of experts in fp32 beside parameters of any dtype.
+    states = {name for path, pieces in table.items() if is_state(path) for name in pieces}
     if getattr(model, "megatron_names", False):
         named = state_dict(model)
         missing = [name for name in names if name not in named]
@@ -463,8 +467,8 @@ def _tensors(model: Any, form: Any, dtype: DTypeLike | None) -> dict[str, Stored
     tensors: dict[str, StoredTensor] = {}
     for name in names:
         shape, own, read = found[name]
-        stored = np.dtype(own if dtype is None else dtype)
-        tensors[name] = StoredTensor.of(tuple(shape), stored, functools.partial(_cast, read, stored), name)
+        stored = np.dtype(own if dtype is None or name in states else dtype)
+        tensors[name] = StoredTensor.of(tuple(shape), stored, functools.partial(_cast, read, stored, name), name)
     return tensors
 
 
@@ -473,8 +477,8 @@ def _written(entry: Entry, array: jax.Array, expert: int | None, sizes: Any) -> 
     return found
 
 
-def _cast(read: Any, dtype: np.dtype[Any]) -> np.ndarray:
-    return read().astype(dtype, copy=False)
+def _cast(read: Any, dtype: np.dtype[Any], name: str) -> np.ndarray:
+    return converted(read(), dtype, name)
 
 
 def _rank_part(name: str, tensor: StoredTensor, rank: int, ranks: int, gated: bool) -> StoredTensor:

@@ -227,6 +227,21 @@ def test_names_and_shapes_are_those_of_another_architecture_that_fits(tmp_path: 
         ({"alpha_pattern": {"k_proj": 4}}, r"adapters of one layer, layers/0/self_attention/qkv, have scales"),
         ({"lora_alpha": "6"}, "lora_alpha must be of type float"),
         ({"some_field": 3}, "some_field=3"),
+        ({"bias": "lora_only"}, "bias is 'lora_only'; only 'none'"),
+        ({"lora_bias": True}, "lora_bias=True"),
+        ({"trainable_token_indices": [3]}, "trainable_token_indices="),
+        ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters="),
+        # What PEFT leaves out of these tensors, and what it cannot load.
+        ({"r": 4}, "has rank 3, and r and rank_pattern say 4"),
+        ({"r": None}, "has rank 3, and r and rank_pattern say 8"),
+        ({"rank_pattern": {"k_proj": 4}}, "layers.1.self_attn.k_proj has rank 3, and r and rank_pattern say 4"),
+        ({"rank_pattern": {".*_proj": 3}}, "rank_pattern: .* no other expressions"),
+        ({"target_modules": ["q_proj"]}, "layers.0.self_attn.k_proj is none of the layers that target_modules"),
+        ({"exclude_modules": ["k_proj"]}, "layers.0.self_attn.k_proj is none of the layers that target_modules"),
+        ({"target_modules": ["q_proj", "k_proj"], "layers_to_transform": 1}, "layers.0.self_attn.q_proj is none of"),
+        ({"target_modules": {"q_proj": 1}}, "it must hold names of layers"),
+        ({"layers_to_transform": ["0"]}, "it must hold numbers of layers"),
+        ({"layers_pattern": ["blocks"]}, "layers_pattern is .'blocks'."),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -239,10 +254,34 @@ def test_fields_are_followed_or_refused_by_name(fields: dict[str, Any], match: s
     assert nnx.graphdef(model) == before
 
 
+def test_a_refused_adapter_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one of whose layers only the last cannot be adapted."""
+    model = llama()
+    before = nnx.graphdef(model)
+    good = adapters(["self_attn.q_proj", "mlp.up_proj"])
+    last = "base_model.model.model.layers.1.mlp.up_proj"
+    whole = {name: good[name].astype(np.int32) for name in good if name.startswith(last)}
+    with pytest.raises(CheckpointMismatchError, match=r"layers.1.mlp.up_proj.lora_A.weight is int32; bfloat16"):
+        load_peft(model, write(tmp_path, good | whole))
+    mixed = {f"{last}.lora_B.weight": good[f"{last}.lora_B.weight"].astype(ml_dtypes.bfloat16)}
+    with pytest.raises(ValueError, match="adapters of one layer, layers/1/layernorm_mlp, have dtypes"):
+        load_peft(model, write(tmp_path, good | mixed))
+    calls = iter(range(7))  # of eight
+
+    def fail_at_the_last(variable: Any, array: np.ndarray) -> None:
+        if next(calls, None) is None:
+            raise MemoryError
+
+    monkeypatch.setattr("jax_te.interop.huggingface.adapters._set", fail_at_the_last)
+    with pytest.raises(MemoryError):
+        load_peft(model, write(tmp_path, good))
+    assert nnx.graphdef(model) == before
+
+
 def test_fields_that_say_nothing_pass(tmp_path: Path) -> None:
     published = {
         "auto_mapping": None, "base_model_name_or_path": "some/model", "corda_config": None, "eva_config": None,
-        "exclude_modules": None, "fan_in_fan_out": False, "inference_mode": True, "layers_to_transform": [0],
+        "exclude_modules": None, "fan_in_fan_out": False, "inference_mode": True, "layers_to_transform": [0, 1],
         "loftq_config": {}, "lora_bias": False, "megatron_core": "megatron.core", "peft_version": "0.21.2",
         "qalora_group_size": 16, "rank_pattern": {}, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM",
         "init_lora_weights": True, "revision": None, "use_qalora": False,
@@ -285,10 +324,35 @@ def test_tensors_that_are_no_adapters_are_listed(tmp_path: Path) -> None:
     assert refused({}) == ["there are none"]
     ranks = adapters(["self_attn.q_proj"]) | adapters(["self_attn.k_proj"], rank=6)
     with pytest.raises(ValueError, match="adapters of one kernel, layers/0/self_attention/qkv/kernel, have ranks"):
-        load_peft(llama(), write(tmp_path, ranks))
+        load_peft(llama(), write(tmp_path, ranks, rank_pattern={"k_proj": 6}))
     (tmp_path / "adapter_model.safetensors").unlink()
     with pytest.raises(ValueError, match="is not a file"):
         load_peft(llama(), tmp_path)
+
+
+def test_a_folder_holds_a_model_or_an_adapter(tmp_path: Path) -> None:
+    model = llama()
+    save_huggingface(model, tmp_path / "model")
+    write(tmp_path / "adapter", adapters(["self_attn.q_proj"]))
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+    with pytest.raises(ValueError, match=r"adapter holds an adapter \(adapter_config.json, adapter_model"):
+        save_huggingface(model, tmp_path / "adapter")
+    load_peft(model, tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"model holds a model \(config.json, model.safetensors\)"):
+        save_peft(model, tmp_path / "model")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == files
+    save_peft(model, tmp_path / "adapter")
+
+
+def test_the_factor_of_an_adapter_is_kept_exactly(tmp_path: Path) -> None:
+    """Also where the quotient times the rank is not the number that was divided: 1 / 49 * 49 < 1."""
+    model = llama()
+    model.layers[0].self_attention.proj = LoRA(model.layers[0].self_attention.proj, 49, alpha=1.0, rngs=nnx.Rngs(0))
+    save_peft(model, tmp_path)
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["lora_alpha"] == 1
+    back = llama()
+    load_peft(back, tmp_path)
+    assert back.layers[0].self_attention.proj.scale == 1.0 / 49
 
 
 def test_models_that_have_adapters_or_none(tmp_path: Path) -> None:

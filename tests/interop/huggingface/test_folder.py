@@ -19,6 +19,7 @@ from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jax_te.cli.main import main
 from jax_te.config import TransformerConfig
 from jax_te.errors import CheckpointMismatchError
 from jax_te.interop.huggingface import ARCHITECTURES, load_huggingface, save_huggingface
@@ -766,3 +767,46 @@ OTHER_FIELDS = [
     *("first_k_dense_replace", "n_shared_experts", "n_group", "topk_group", "topk_method", "routed_scaling_factor"),
     *("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim", "num_nextn_predict_layers", "use_qk_norm"),
 ]
+
+
+# --- values that are not finite, and values that a dtype does not have
+
+
+def test_values_that_are_not_finite_stay_and_none_become_so(tmp_path: Path) -> None:
+    model = llama()
+    scale = model.final_norm.scale
+    scale.set_value(scale.get_value().at[:3].set(jnp.array([jnp.inf, -jnp.inf, jnp.nan])))
+    save_huggingface(model, tmp_path / "fp32")
+    for dtype in (None, jnp.float16, jnp.bfloat16):
+        found = load_huggingface(tmp_path / "fp32", dtype=dtype).final_norm.scale.get_value()[:3]
+        np.testing.assert_array_equal(np.float32(found), [np.inf, -np.inf, np.nan])
+    scale.set_value(scale.get_value().at[3].set(1e5))
+    match = r"model\.norm\.weight has 1 values beyond the largest of float16, 65504\.0"
+    with pytest.raises(ValueError, match=match):
+        save_huggingface(model, tmp_path / "fp16", dtype=jnp.float16)
+    assert not [path for path in tmp_path.glob("fp16/*") if path.suffix != ".part"]
+    save_huggingface(model, tmp_path / "fp32")
+    with pytest.raises(ValueError, match=match):
+        load_huggingface(tmp_path / "fp32", dtype=jnp.float16)
+    load_huggingface(tmp_path / "fp32", dtype=jnp.bfloat16)
+
+
+# --- the class of a folder
+
+
+def test_a_folder_without_a_class_is_that_of_its_type(folder: Path, tmp_path: Path) -> None:
+    copied(folder, tmp_path)
+    change(tmp_path, architectures=None)
+    jax.tree.map(assert_bitwise, params_of(load_huggingface(tmp_path)), params_of(load_huggingface(folder)))
+    assert main(["convert", str(tmp_path), str(tmp_path / "megatron")]) == 0
+    save_huggingface(load_huggingface(folder), tmp_path / "again", like=tmp_path)
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    values = {"model_type": "kimi_k2", "num_attention_heads": 4, "num_key_value_heads": 4}
+    assert read_form(values, "config.json", range(1000))[0] is ARCHITECTURES["DeepseekV3ForCausalLM"]
+
+
+def test_a_type_of_several_classes_needs_the_class(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r'and BertModel; add .* "architectures": \["BertForMaskedLM"\]'):
+        read_form({"model_type": "bert"}, "config.json", range(50))
+    with pytest.raises(ValueError, match="model_type is 'mamba'; known: GPT2LMHeadModel"):
+        read_form({"model_type": "mamba"}, "config.json", range(50))

@@ -17,6 +17,7 @@ from jax_te.errors import CheckpointMismatchError
 from jax_te.interop.huggingface import load_huggingface, save_huggingface
 from jax_te.interop.huggingface.architectures.registry import read_form
 from jax_te.interop.huggingface.folder import open_tensors
+from jax_te.interop.huggingface.safetensors import write_file
 from jax_te.layers import Router, YarnScaling
 from jax_te.megatron import RecipeConfig, apply_quantization_config
 from jax_te.models import GPTModel, RotaryPositions
@@ -154,6 +155,10 @@ def test_sinks_of_a_half_precision_model_have_its_dtype(tmp_path: Path) -> None:
 
 # --- fields of published folders
 
+# Compared with copies of the published files: of Mixtral, Qwen3, DeepSeek-V3, Kimi-K2 and gpt-oss in the folder
+# model_configs of github.com/ai-dynamo/aiconfigurator (095f58a), which has them unchanged. Of Qwen1.5-MoE, DeepSeek-V2
+# and GLM-4.5-Air public programs quote these fields; of OLMoE and of GLM-4.5-Air's rope_theta no copy was found.
+
 MIXTRAL = {
     "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "attention_dropout": 0.0, "bos_token_id": 1,
     "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
@@ -174,7 +179,7 @@ QWEN3 = {
 }  # fmt: skip
 QWEN2 = {
     "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "decoder_sparse_step": 1,
-    "hidden_size": 2048, "intermediate_size": 5632, "max_position_embeddings": 8192, "max_window_layers": 21,
+    "hidden_size": 2048, "intermediate_size": 5632, "max_position_embeddings": 32768, "max_window_layers": 21,
     "moe_intermediate_size": 1408, "norm_topk_prob": False, "num_attention_heads": 16, "num_experts": 60,
     "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 16, "output_router_logits": False,
     "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001,
@@ -190,12 +195,13 @@ OLMOE = {
     "router_aux_loss_coef": 0.01, "tie_word_embeddings": False, "vocab_size": 50304,
 }  # fmt: skip
 DEEPSEEK_YARN = {
-    "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+    "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 4096, "type": "yarn",
 }  # fmt: skip
 DEEPSEEK_V2 = {
     "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "attention_bias": False,
     "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV2Config"}, "aux_loss_alpha": 0.001, "ep_size": 1,
+    "hidden_act": "silu", "tie_word_embeddings": False, "attention_dropout": 0.0,
     "first_k_dense_replace": 1, "hidden_size": 5120, "intermediate_size": 12288, "kv_lora_rank": 512,
     "max_position_embeddings": 163840, "moe_intermediate_size": 1536, "moe_layer_freq": 1, "n_group": 8,
     "n_routed_experts": 160, "n_shared_experts": 2, "norm_topk_prob": False, "num_attention_heads": 128,
@@ -204,18 +210,20 @@ DEEPSEEK_V2 = {
     "rope_scaling": DEEPSEEK_YARN, "rope_theta": 10000, "routed_scaling_factor": 16.0, "scoring_func": "softmax",
     "seq_aux": True, "topk_group": 3, "topk_method": "group_limited_greedy", "v_head_dim": 128, "vocab_size": 102400,
 }  # fmt: skip
+_LOSSES = ("aux_loss_alpha", "seq_aux", "pretraining_tp")
 DEEPSEEK_V3 = {
-    **DEEPSEEK_V2, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
+    **{name: value for name, value in DEEPSEEK_V2.items() if name not in _LOSSES},
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
     "first_k_dense_replace": 3, "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
     "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_experts_per_tok": 8,
     "num_hidden_layers": 61, "num_nextn_predict_layers": 1, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
-    "rope_scaling": DEEPSEEK_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, "topk_group": 4,
-    "topk_method": "noaux_tc", "vocab_size": 129280,
+    "topk_group": 4, "topk_method": "noaux_tc", "vocab_size": 129280,
 }  # fmt: skip
 KIMI_K2 = {
     **DEEPSEEK_V3, "model_type": "kimi_k2", "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+    "aux_loss_alpha": 0.001, "seq_aux": True, "pretraining_tp": 1, "max_position_embeddings": 131072,
     "n_routed_experts": 384, "num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0,
-    "rope_scaling": DEEPSEEK_YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "factor": 32.0, "beta_fast": 1.0},
+    "rope_scaling": DEEPSEEK_YARN | {"factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0},
     "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "vocab_size": 163840,
 }  # fmt: skip
 GLM = {
@@ -240,10 +248,22 @@ GPT_OSS = {
     "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
     "tie_word_embeddings": False, "vocab_size": 201088,
 }  # fmt: skip
+QWEN3_CODER = {
+    **QWEN3, "hidden_size": 6144, "intermediate_size": 8192, "max_position_embeddings": 262144,
+    "max_window_layers": 62, "moe_intermediate_size": 2560, "num_attention_heads": 96, "num_experts": 160,
+    "num_hidden_layers": 62, "num_key_value_heads": 8, "qkv_bias": False, "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.0, "shared_expert_intermediate_size": 0, "use_qk_norm": True,
+}  # fmt: skip
+GPT_OSS_120B = {
+    **GPT_OSS, "layer_types": ["sliding_attention", "full_attention"] * 18, "num_hidden_layers": 36,
+    "num_local_experts": 128,
+}  # fmt: skip
 PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Mixtral-8x7B": (MIXTRAL, {"moe_ffn_hidden_size": 14336, "moe_router_pre_softmax": False}),
     "Qwen3-30B-A3B": (QWEN3, {"num_moe_experts": 128, "qk_layernorm": True, "moe_router_pre_softmax": False}),
-    "Qwen1.5-MoE-A2.7B": (QWEN2, {"moe_shared_expert_gate": True, "moe_router_pre_softmax": True}),
+    "Qwen3-Coder-480B-A35B": (QWEN3_CODER, {"num_moe_experts": 160, "moe_shared_expert_intermediate_size": None}),
+    "gpt-oss-120b": (GPT_OSS_120B, {"num_moe_experts": 128, "moe_ffn_hidden_size": 2880}),
+    "Qwen1.5-MoE-A2.7B-Chat": (QWEN2, {"moe_shared_expert_gate": True, "moe_router_pre_softmax": True}),
     "OLMoE-1B-7B": (OLMOE, {"qk_layernorm_across_heads": True, "moe_ffn_hidden_size": 1024}),
     "DeepSeek-V2": (DEEPSEEK_V2, {"moe_router_group_score_topk": 1, "moe_shared_expert_intermediate_size": 3072}),
     "DeepSeek-V3": (DEEPSEEK_V3, {"mtp_num_layers": 1, "moe_layer_freq": (0,) * 3 + (1,) * 58}),
@@ -270,7 +290,8 @@ def test_published_configurations_are_read(name: str) -> None:
         (QWEN3 | {"attention_bias": True}, "attention_bias is True"),
         (QWEN3 | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
         (QWEN3 | {"mlp_only_layers": ["1"]}, "mlp_only_layers"),
-        (QWEN3 | {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size=8"),
+        (QWEN3 | {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size is 8"),
+        (QWEN3 | {"use_qk_norm": False}, "use_qk_norm is False"),
         (QWEN2 | {"use_mrope": True}, "use_mrope is True"),
         (OLMOE | {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
         (OLMOE | {"attention_bias": True}, "attention_bias is True"),
@@ -286,7 +307,7 @@ def test_published_configurations_are_read(name: str) -> None:
         (DEEPSEEK_V3 | {"attention_bias": True}, "attention_bias is True"),
         (DEEPSEEK_V3 | {"num_key_value_heads": 8}, "num_query_groups=8 is for multi-head attention"),
         (DEEPSEEK_V3 | {"num_nextn_predict_layers": 10**9}, "num_nextn_predict_layers is 1000000000"),
-        (DEEPSEEK_V3 | {"rope_scaling": DEEPSEEK_YARN | {"mscale": 0.0}}, "mscale_all_dim is 0.707"),
+        (DEEPSEEK_V3 | {"rope_scaling": DEEPSEEK_YARN | {"mscale": 0.0}}, "mscale_all_dim is 1.0"),
         (GLM | {"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5"),
         (GLM | {"mlp_bias": True}, "mlp_bias=True"),
         (GPT_OSS | {"swiglu_alpha": 1.0}, "swiglu_alpha is 1.0"),
@@ -403,3 +424,53 @@ def test_recipes_and_rule_files_reach_experts_and_latents(tmp_path: Path) -> Non
     for one in logits.values():
         assert not np.array_equal(one, plain)
     assert not np.array_equal(*logits.values())
+
+
+def in_mxfp4(folder: Path, **changed: np.ndarray | None) -> Path:
+    """A gpt-oss whose experts are in MXFP4, all of them 6 times 2**0; with other tensors of the first gates."""
+    model = model_of("GptOssForCausalLM", num_layers=1, moe_ffn_hidden_size=32, window_attn_skip_freq=[1])
+    save_huggingface(model, folder, dtype=jnp.bfloat16)
+    tensors: dict[str, np.ndarray] = {}
+    for name, tensor in open_tensors(folder)[0].items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            tensors[name] = tensor.copy()
+            continue
+        experts, inner, outer = tensor.shape
+        tensors[f"{name}_blocks"] = np.full((experts, outer, inner // 32, 16), 0x77, np.uint8)
+        tensors[f"{name}_scales"] = np.full((experts, outer, inner // 32), 127, np.uint8)
+    for end, tensor in changed.items():
+        name = f"model.layers.0.mlp.experts.gate_up_proj_{end}"
+        tensors |= {} if tensor is None else {name: tensor}
+        if tensor is None:
+            del tensors[name]
+    plan = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+    write_file(folder / "new", plan, tensors.items())
+    (folder / "new").replace(folder / "model.safetensors")
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"quantization_config": {"quant_method": "mxfp4"}}))
+    return folder
+
+
+def test_tensors_in_mxfp4_that_stand_for_no_numbers_are_refused_by_name(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    model = load_huggingface(in_mxfp4(tmp_path / "good"), block_scaled="dequantize")
+    assert bool((model.layers[0].mlp.experts.linear_fc1.kernel[...] == 6.0).all())
+    data, scales = np.full((4, 64, 1, 16), 0x77, np.uint8), np.full((4, 64, 1), 127, np.uint8)
+    for number, (changed, match) in enumerate(
+        [
+            ({"scales": None}, f"{name} has no tensor _scales"),
+            ({"blocks": None}, f"{name} has no tensor _blocks"),
+            ({"blocks": data.reshape(4, 64, 2, 8)}, rf"{name} is \[4, 64, 2, 8\] with scales \[4, 64, 1\]"),
+            ({"scales": scales[:, :32]}, rf"{name} is \[4, 64, 1, 16\] with scales \[4, 32, 1\]"),
+            ({"scales": scales.astype(np.int8)}, f"{name} is of uint8 with scales of int8"),
+            ({"blocks": data[:, :32], "scales": scales[:, :32]}, rf"{name} is \[4, 32, 32\] and must be \[4, 32, 64\]"),
+            (
+                {"scales": scales + 128 * (np.arange(64)[:, None] == 3).astype(np.uint8)},
+                f"{name} has scales of 255",
+            ),
+            # 6 * 2**126 is beyond fp32.
+            ({"scales": scales * 0 + 253}, f"{name} times its scales has values that are not finite"),
+        ]
+    ):
+        with pytest.raises(CheckpointMismatchError, match=match):
+            load_huggingface(in_mxfp4(tmp_path / str(number), **changed), block_scaled="dequantize")

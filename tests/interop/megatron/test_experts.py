@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from jax_te.config import TransformerConfig
+from jax_te.errors import CheckpointMismatchError
 from jax_te.interop.megatron import load_megatron, read_megatron, save_megatron
 from jax_te.interop.torch import read_torch_file, write_torch_file
 from jax_te.models import GPTModel, MegatronGPTModel, RotaryPositions
@@ -74,6 +75,19 @@ def test_a_model_is_written_and_read(form: str, tmp_path: Any) -> None:
     assert_same(load_megatron(tmp_path / "dist"), model)
 
 
+@pytest.mark.parametrize("format", ["torch", "torch_dist"])
+def test_a_bias_of_experts_stays_fp32_in_a_checkpoint_of_another_dtype(format: Any, tmp_path: Any) -> None:
+    model = build("bias of experts, shared experts")
+    save_megatron(model, tmp_path, format=format, dtype=jnp.bfloat16)
+    dtypes = {name: np.dtype(tensor.dtype) for name, tensor in read_megatron(tmp_path).tensors.items()}
+    wide = {name for name, dtype in dtypes.items() if dtype == np.float32}
+    assert wide == {f"decoder.layers.{i}.mlp.router.expert_bias" for i in range(2)}
+    again = load_megatron(tmp_path)
+    assert again.config.params_dtype == jnp.bfloat16
+    for found, layer in zip(again.layers, model.layers, strict=True):
+        np.testing.assert_array_equal(found.mlp.router.expert_bias[...], layer.mlp.router.expert_bias[...])
+
+
 @pytest.mark.costly
 def test_names_and_layouts_are_those_of_a_megatron_model(tmp_path: Any) -> None:
     """The same weights in Megatron's modules give the same output."""
@@ -132,3 +146,52 @@ def test_the_state_of_a_router_is_not_a_parameter() -> None:
     model = build("bias of experts, shared experts")
     bias = dict(nnx.to_flat_state(nnx.state(model, QuantizerState)))
     assert any(path[-1] == "expert_bias" for path in bias)
+
+
+def write_ranks(folder: Any, state: dict[str, Any], change: Any = lambda rank, part: None) -> Any:
+    """A checkpoint of two expert ranks; ``change`` is called with each one's tensors."""
+    arguments = {**state["jax_te_args"], "expert_model_parallel_size": 2, "pipeline_model_parallel_size": 1}
+    for rank in range(2):
+        place = folder / f"mp_rank_00_{rank:03d}"
+        place.mkdir(parents=True)
+        part = rank_of(state["model"], rank, 2, sequential=False)
+        change(rank, part)
+        write_torch_file(place / "model_optim_rng.pt", {**state, "jax_te_args": arguments, "model": part})
+    return folder
+
+
+def test_expert_ranks_that_do_not_agree_are_refused(tmp_path: Any) -> None:
+    """Files of different steps, with an expert too many or too few, or with one under both names."""
+    save_megatron(build("bias of experts, shared experts"), tmp_path / "one.pt")
+    state = read_torch_file(tmp_path / "one.pt")
+    mlp = "decoder.layers.1.mlp"
+    bias, kernel = f"{mlp}.router.expert_bias", f"{mlp}.experts.linear_fc1.weight"
+
+    def of_another_step(rank: int, part: dict[str, Any]) -> None:
+        part[bias] = part[bias] + rank
+
+    def without_one(rank: int, part: dict[str, Any]) -> None:
+        for name in [name for name in part if rank and ".experts.linear" in name and name.endswith("1")]:
+            del part[name]
+
+    def with_a_gap(rank: int, part: dict[str, Any]) -> None:
+        part[f"{kernel}2"] = part.pop(f"{kernel}1")
+
+    def twice(rank: int, part: dict[str, Any]) -> None:
+        part[f"{mlp}.experts.local_experts.0.linear_fc1.weight"] = part[f"{kernel}0"] + 1
+
+    def other_layers(rank: int, part: dict[str, Any]) -> None:
+        if rank:
+            del part["decoder.final_layernorm.weight"]
+
+    for number, (change, match) in enumerate(
+        [
+            (of_another_step, f"{bias} must be the same on all expert ranks, and differs on ranks 0 and 1"),
+            (without_one, "linear_fc1.weight1 on rank 0 alone"),
+            (with_a_gap, "weightN are not numbered from 0 to 1"),
+            (twice, "experts twice, grouped and one by one: .*local_experts.0.linear_fc1.weight"),
+            (other_layers, "final_layernorm.weight on rank 0 alone"),
+        ]
+    ):
+        with pytest.raises(CheckpointMismatchError, match=match):
+            read_megatron(write_ranks(tmp_path / str(number), state, change))

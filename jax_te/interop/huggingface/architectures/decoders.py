@@ -145,6 +145,9 @@ def _neox_table(form: Form) -> Table:
 def _read_neox(given: Fields, options: Options) -> Options:
     # The names of files before transformers 5.
     base, part = given.take("rotary_emb_base", float, 10000.0), given.take("rotary_pct", float, 0.25)
+    # transformers' class reads the older names alone, and others may read these.
+    given.expect("rope_theta", base)
+    given.expect("partial_rotary_factor", part)
     given.expect("attention_bias", True)  # the feed-forward block has biases, and linear layers have them all or none
     given.skip("attention_probs_dropout_prob", "hidden_dropout_prob")  # names that transformers' class never read
     return {

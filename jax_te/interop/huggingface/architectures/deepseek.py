@@ -88,13 +88,20 @@ def _copies(form: Form) -> dict[str, str]:
     return copies | {f"model.layers.{i}.shared_head.head.weight": head for i in numbers}
 
 
-def _read_mixture(given: Fields, options: Options) -> Options:
-    """Return the options with those of experts, without the choice among them."""
+def _read_mixture(given: Fields, options: Options, *, shared: int, first: int = 0, factor: float = 1.0) -> Options:
+    """Return the options with those of experts, without the choice among them.
+
+    Args:
+        given: fields of ``config.json``.
+        options: options of the fields that are read already.
+        shared, first, factor: number of shared experts, first layer with experts, and factor of probabilities where no
+            field says them.
+    """
     skip_router_losses(given)
     # Losses of routers in training, and the original program's devices.
     given.skip("aux_loss_alpha", "seq_aux", "ep_size")
     given.expect("moe_layer_freq", 1)
-    shared, first = given.take("n_shared_experts", int, REQUIRED), given.take("first_k_dense_replace", int, 0)
+    shared, first = given.take("n_shared_experts", int, shared), given.take("first_k_dense_replace", int, first)
     if first < 0:
         raise given.refused("first_k_dense_replace", first, "it must not be negative")
     return {
@@ -102,7 +109,7 @@ def _read_mixture(given: Fields, options: Options) -> Options:
         "add_bias_linear": False,
         "moe_layer_freq": tuple(int(number >= first) for number in range(options["num_layers"])),
         "moe_shared_expert_intermediate_size": shared * options["moe_ffn_hidden_size"],
-        "moe_router_topk_scaling_factor": given.take("routed_scaling_factor", float, 1.0),
+        "moe_router_topk_scaling_factor": given.take("routed_scaling_factor", float, factor),
         "moe_router_dtype": "fp32",  # as transformers' class computes the logits, in which near choices differ
     }
 
@@ -182,7 +189,7 @@ def _read_v2(given: Fields, options: Options) -> Options:
     groups, used = given.take("n_group", int, None), given.take("topk_group", int, None)
     grouped = method == limited
     return {
-        **_read_latent(given, _read_mixture(given, options), interleaved=True),
+        **_read_latent(given, _read_mixture(given, options, shared=2), interleaved=True),
         "moe_router_pre_softmax": True,
         "moe_router_num_groups": groups if grouped else None,
         "moe_router_group_topk": used if grouped else None,
@@ -241,7 +248,8 @@ def _write_biased_choice(options: Options) -> dict[str, Any]:
 
 def _read_v3(given: Fields, options: Options) -> Options:
     interleaved = given.take("rope_interleave", bool, True)
-    block = _read_latent(given, _read_mixture(given, options), interleaved=interleaved)
+    mixture = _read_mixture(given, options, shared=1, first=3, factor=2.5)
+    block = _read_latent(given, mixture, interleaved=interleaved)
     return _read_biased_choice(given, block, 8, 4)
 
 
@@ -257,7 +265,8 @@ def _write_v3(options: Options) -> dict[str, Any]:
 
 def _read_glm(given: Fields, options: Options) -> Options:
     positions = given.rotary(options["max_sequence_length"], part_default=0.5)
-    block = _read_biased_choice(given, read_block(given, _read_mixture(given, options), positions), 1, 1)
+    mixture = _read_mixture(given, options, shared=1, first=1)
+    block = _read_biased_choice(given, read_block(given, mixture, positions), 1, 1)
     bias, norms = given.take("attention_bias", bool, False), given.take("use_qk_norm", bool, False)
     # Rounded down, as transformers' class does where the hidden size is no multiple.
     size = options["hidden_size"] // max(options["num_attention_heads"], 1)
@@ -299,6 +308,7 @@ DEEPSEEK_V3 = replace(
         "intermediate_size": ("ffn_hidden_size", 18432),
         "num_hidden_layers": ("num_layers", 61),
         "num_attention_heads": ("num_attention_heads", 128),
+        "num_key_value_heads": ("num_query_groups", 128),
         "max_position_embeddings": ("max_sequence_length", 4096),
         "n_routed_experts": ("num_moe_experts", 256),
         "num_experts_per_tok": ("moe_router_topk", 8),

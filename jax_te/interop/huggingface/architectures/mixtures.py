@@ -113,7 +113,8 @@ def skip_router_losses(given: Fields) -> None:
 def _read_mixtral(given: Fields, options: Options) -> Options:
     skip_router_losses(given)
     given.expect("router_jitter_noise", 0.0)  # of the experts' inputs, too; here only the router's have any
-    block = read_window(given, read_block(given, options), given.optional("sliding_window", int, None))
+    positions = given.rotary(options["max_sequence_length"], 1e6)
+    block = read_window(given, read_block(given, options, positions), given.optional("sliding_window", int, None))
     return {**block, "add_bias_linear": False}
 
 
@@ -178,6 +179,10 @@ def _write_qwen_experts(options: Options) -> dict[str, Any]:
 
 def _read_qwen3_moe(given: Fields, options: Options) -> Options:
     given.expect("attention_bias", False)
+    # Of other classes, in the files of Qwen3-Coder.
+    given.expect("qkv_bias", False)
+    given.expect("use_qk_norm", True)
+    given.expect("shared_expert_intermediate_size", 0)
     size, used = given.optional("sliding_window", int, 4096), given.take("use_sliding_window", bool, False)
     given.skip("max_window_layers")  # of other classes, in published files
     block = read_window(given, _read_qwen_experts(given, options), size if used else None)

@@ -56,20 +56,39 @@ ARCHITECTURES: dict[str, Architecture] = {
 """Classes of transformers whose checkpoints `load_huggingface` reads and `save_huggingface` writes."""
 
 
-def named_architecture(given: Fields) -> Architecture:
-    """Return the architecture that a ``config.json`` names.
+def named_classes(values: Mapping[str, Any]) -> list[str]:
+    """Return the supported classes that a ``config.json`` may be of: the one it names, or those of its ``model_type``.
+
+    >>> named_classes({"model_type": "llama"}), named_classes({"architectures": ["BertModel"], "model_type": "bert"})
+    (['LlamaForCausalLM'], ['BertModel'])
+    """
+    names, kind = values.get("architectures"), values.get("model_type")
+    if names:
+        return [name for name in ARCHITECTURES if isinstance(names, list) and names[0] == name]
+    return [name for name, each in ARCHITECTURES.items() if kind in (each.model_type, *each.other_model_types)]
+
+
+def named_architecture(given: Fields) -> tuple[str, Architecture]:
+    """Return the architecture that a ``config.json`` names, or the one of its ``model_type``; and its class's name.
 
     Raises:
-        ValueError: for another one.
+        ValueError: for another one, and for a type that several classes have.
     """
     names, kind = given.take("architectures", list, []), given.take("model_type", str, "")
-    names = names or [name for name, each in ARCHITECTURES.items() if each.model_type == kind]
-    known = ARCHITECTURES.get(names[0]) if names and isinstance(names[0], str) else None
+    found = named_classes({"architectures": names, "model_type": kind})
+    if len(found) > 1:
+        raise given.refused(
+            "architectures",
+            names,
+            f"model_type {kind!r} is that of {' and '.join(found)}; add the one that the tensors are of, such as "
+            f'"architectures": ["{found[0]}"]',
+        )
+    known = ARCHITECTURES[found[0]] if found else None
     if known is None or kind not in (known.model_type, *known.other_model_types):
         raise given.refused(
             "architectures", names[:3], f"model_type is {kind[:60]!r}; known: {', '.join(ARCHITECTURES)}"
         )
-    return known
+    return found[0], known
 
 
 def read_form(
@@ -87,7 +106,7 @@ def read_form(
         ValueError: for another architecture, and for an unsupported field.
     """
     given = Fields(values, what, tensors)
-    architecture = named_architecture(given)
+    _, architecture = named_architecture(given)
     form = architecture.form(given)
     given.finish(ignore)
     return architecture, form
