@@ -41,7 +41,8 @@ class TrainBatches:
 
     Raises:
         ImportError: without grain.
-        ValueError: if the text is shorter than a window; from ``next``, for a token outside of the vocabulary.
+        ValueError: for a text that is not integers ``[n]``, or is shorter than a window; from ``next``, for a token
+            outside of the vocabulary.
 
     >>> batches = TrainBatches(np.arange(100, dtype=np.uint8), batch_size=2, seq_len=4, seed=0)
     >>> batch = next(batches)
@@ -142,8 +143,8 @@ def heldout_batches(
     check_positive(batch_size=batch_size, seq_len=seq_len, num_batches=num_batches)
     positions = np.linspace(0, _positions(text, seq_len) - 1, batch_size * num_batches).astype(np.int64)
     example = partial(_example, text, seq_len=seq_len, vocab_size=vocab_size)
-    for group in positions.reshape(num_batches, batch_size):
-        yield _batch(example, group.tolist(), seq_len, sharding)
+    # Not the body of a generator: a wrong argument is refused by the call, not by the first batch.
+    return (_batch(example, group.tolist(), seq_len, sharding) for group in positions.reshape(num_batches, batch_size))
 
 
 def _batch(
@@ -175,7 +176,7 @@ def whole_batches(
 
     Args:
         text: tokens, integers ``[n]``.
-        batch_size, seq_len, vocab_size: see `TrainBatches`; the batches have the same form.
+        batch_size, seq_len, vocab_size: see `TrainBatches`; the batches have the same form, and are NumPy's.
 
     Raises:
         ValueError: for fewer than two tokens, and for one outside of the vocabulary.
@@ -185,6 +186,12 @@ def whole_batches(
     """
     check_positive(batch_size=batch_size, seq_len=seq_len)
     _positions(text, 1)
+    return _whole_batches(text, batch_size, seq_len, vocab_size)
+
+
+def _whole_batches(
+    text: np.ndarray, batch_size: int, seq_len: int, vocab_size: int | None
+) -> Iterator[dict[str, np.ndarray]]:
     for start in range(0, len(text) - 1, batch_size * seq_len):
         tokens = np.zeros((batch_size * seq_len,), np.int32)
         labels = np.full((batch_size * seq_len,), -100, np.int32)
@@ -197,7 +204,7 @@ def _example(text: np.ndarray, position: int, seq_len: int, vocab_size: int | No
     window = text[position : position + seq_len + 1]  # one token more, for the last label
     below = 2**31 if vocab_size is None else vocab_size
     # Before the cast, which would wrap. Here, not at the start, which would read the whole of a large file.
-    if window.dtype.itemsize > 1 or below < 256:
+    if window.dtype != np.uint8 or below < 256:
         low, high = int(window.min()), int(window.max())
         if low < 0 or high >= below:
             raise ValueError(
@@ -210,6 +217,9 @@ def _example(text: np.ndarray, position: int, seq_len: int, vocab_size: int | No
 
 
 def _positions(text: np.ndarray, seq_len: int) -> int:
+    """Return the number of windows of a text; raise for one that is no sequence of tokens, or too short for one."""
+    if text.ndim != 1 or not np.issubdtype(text.dtype, np.integer):
+        raise ValueError(f"tokens must be integers [n], got {text.dtype}{list(text.shape)}")
     if len(text) < seq_len + 1:
         unit = "bytes" if text.dtype == np.uint8 else "tokens"
         raise ValueError(

@@ -419,9 +419,19 @@ class _Backward:
 
 
 def split_parameters(params: nnx.State) -> tuple[nnx.State, nnx.State]:
-    """Return the parameters that are plain arrays, and those that are stored quantized."""
+    """Return the parameters that are plain arrays, and those that are stored quantized.
+
+    Raises:
+        TypeError: for complex parameters: gradients and masters are fp32.
+    """
     plain, quantized = [], []
     for path, variable in nnx.to_flat_state(params):
+        if jnp.issubdtype(variable.dtype, jnp.complexfloating):
+            name = "/".join(map(str, path))
+            raise TypeError(
+                f"parameter {name} is {variable.dtype}, and gradients are fp32, without an imaginary part; keep its "
+                "real and its imaginary part as two parameters, or differentiate by flax.nnx.value_and_grad"
+            )
         (quantized if isinstance(variable.get_value(), QuantizedKernel) else plain).append((path, variable))
     return nnx.from_flat_state(plain), nnx.from_flat_state(quantized)
 

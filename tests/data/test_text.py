@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jax_te.data.text as data_module
-from jax_te.data import TrainBatches, byte_bigram_entropy, heldout_batches, load_text
+from jax_te.data import TrainBatches, byte_bigram_entropy, heldout_batches, load_text, whole_batches
 from tests.support.numerics import without_type_checker
 
 
@@ -93,6 +93,26 @@ def test_the_bytes_that_are_asked_for_are_enough(tmp_path):
 def test_seeds_that_would_lose_bits_are_refused(seed):
     with without_type_checker(), pytest.raises((ValueError, TypeError), match="seed must be"):
         TrainBatches(random_text(50), batch_size=1, seq_len=2, seed=seed)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda text: TrainBatches(text, batch_size=1, seq_len=2, seed=0),
+        lambda text: heldout_batches(text, batch_size=1, seq_len=2, num_batches=1),
+        lambda text: whole_batches(text, batch_size=1, seq_len=2),
+    ],
+    ids=["train", "heldout", "whole"],
+)
+@pytest.mark.parametrize("text", [np.linspace(0.5, 9.5, 20), np.ones(20, bool), np.ones((20, 2), np.int32)], ids=str)
+def test_what_is_no_sequence_of_tokens_is_refused_by_the_call(make, text):
+    with pytest.raises(ValueError, match=r"tokens must be integers \[n\], got"):
+        make(text)
+
+
+def test_a_negative_byte_is_refused():
+    with pytest.raises(ValueError, match="the token -19 between positions"):
+        next(TrainBatches(np.full(20, -19, np.int8), batch_size=1, seq_len=2, seed=0, vocab_size=256))
 
 
 def test_batches_are_windows_of_the_text():

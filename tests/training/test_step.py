@@ -21,6 +21,7 @@ from jax_te.training import (
     create_train_state,
     make_eval_step,
     make_train_step,
+    value_and_grad,
 )
 from tests.support.meshes import use_mesh
 from tests.support.toy import Toy, assert_same, loss_fn, make_batch, values
@@ -343,6 +344,23 @@ def test_bad_batches_are_refused():
         state = new_state(optax.sgd(0.1))
         with pytest.raises(ValueError, match=r"data\*fsdp = 4; make the batch a multiple of 8"):
             make_train_step(loss_fn, optax.sgd(0.1), microbatches=2)(state, make_batch(0, 12))
+
+
+def test_complex_parameters_are_refused_by_name():
+    class Complex(nnx.Module):
+        def __init__(self, rngs):
+            self.wave = nnx.Param(jnp.ones((2,), jnp.complex64))
+
+    def loss(model, *_):
+        return jnp.sum(jnp.abs(model.wave[...]))
+
+    step = make_train_step(loss, optax.sgd(0.1))
+    for call in (
+        lambda: value_and_grad(loss)(Complex(nnx.Rngs(0))),
+        lambda: step(new_state(build=Complex), make_batch(0)),
+    ):
+        with pytest.raises(TypeError, match="wave is complex64, and gradients are fp32"):
+            call()
 
 
 def test_whether_gradients_are_finite_is_computed_once():

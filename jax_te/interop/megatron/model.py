@@ -313,6 +313,8 @@ def save_megatron(
             f"{path / _RELEASE} holds files already, and a checkpoint of another format or number of ranks would be "
             "mixed with them; remove it, or give another folder"
         )
+    if not single:
+        _check_tracker(path / TRACKER)
     _, form = architecture_of(model, {_KIND: MEGATRON})
     tensors = _tensors(model, form, dtype)
     gated = form.sizes()["a"] == 2
@@ -330,6 +332,16 @@ def save_megatron(
         write_torch_file(path, common | {"model": ranks[0]})
     else:
         _write_folder(path, ranks, common, whole=form if whole else None)
+
+
+def _check_tracker(tracker: Path) -> None:
+    """Raise ValueError for a folder whose tracker names an iteration: the next run there would begin anew."""
+    named = tracker.read_text().strip() if tracker.exists() else _RELEASE
+    if named != _RELEASE:
+        raise ValueError(
+            f"{tracker} names iteration {named} of a training run, which would no longer resume from it; give another "
+            "folder"
+        )
 
 
 def _holds_files(folder: Path) -> bool:

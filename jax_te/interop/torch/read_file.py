@@ -8,6 +8,7 @@ import mmap
 import struct
 import zipfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -172,18 +173,37 @@ class _Storage(NamedTuple):
     dtype: np.dtype[Any]
 
 
-def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> StoredTensor:
-    return _strided(storage, storage.dtype, offset, size, stride)
+def _tensor(
+    storage: Any, offset: Any, size: Any, stride: Any, grad: Any = False, hooks: Any = None, views: Any = None
+) -> StoredTensor:
+    del grad, hooks
+    return _strided(storage, storage.dtype, offset, size, stride, views)
 
 
 def _tensor_of_dtype(
-    storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, *_: Any
+    storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, views: Any = None
 ) -> StoredTensor:
     del grad, hooks
-    return _strided(storage, DTYPES[dtype.removeprefix("torch.")], offset, size, stride)
+    return _strided(storage, DTYPES[dtype.removeprefix("torch.")], offset, size, stride, views)
 
 
-def _strided(storage: _Storage, dtype: np.dtype[Any], offset: Any, size: Any, stride: Any) -> StoredTensor:
+# torch stores a view like ``x.conj()`` as the storage of ``x`` and a mark. Conjugate first: torch applies it so.
+_VIEWS: dict[str, Callable[[np.ndarray], np.ndarray]] = {"conj": np.conjugate, "neg": np.negative}
+
+
+def _strided(storage: _Storage, dtype: np.dtype[Any], offset: Any, size: Any, stride: Any, views: Any) -> StoredTensor:
+    """Return the tensor of a part of a storage.
+
+    Args:
+        storage, dtype, offset, size, stride: as torch stores them.
+        views: torch's marks of the tensor, a bool for each name; None without.
+
+    Raises:
+        ValueError: for a part that the storage does not have, and for an unknown mark.
+    """
+    marks = [name for name, marked in dict(views or {}).items() if marked]
+    if unknown := sorted(set(marks) - _VIEWS.keys()):
+        raise ValueError(f"a tensor with the marks {', '.join(map(repr, unknown))}, whose meaning is not known here")
     shape, steps = tuple(size), tuple(stride)
     numbers = (offset, *shape, *steps)
     if not all(type(number) is int and 0 <= number < 2**62 for number in numbers) or len(shape) != len(steps):
@@ -199,7 +219,10 @@ def _strided(storage: _Storage, dtype: np.dtype[Any], offset: Any, size: Any, st
         # Of no elements: its offset may lie at the end of the storage.
         if not math.prod(shape):
             return np.zeros(shape, dtype)
-        return np.ndarray(shape, dtype, storage.entry.checked(), offset * dtype.itemsize, strides)
+        array = np.ndarray(shape, dtype, storage.entry.checked(), offset * dtype.itemsize, strides)
+        for name in marks:
+            array = _VIEWS[name](array)
+        return array
 
     return StoredTensor.of(shape, dtype, read, "a tensor")
 

@@ -74,6 +74,15 @@ def test_a_model_is_written_and_read(form, tmp_path):
     assert load_megatron(tmp_path / "one.pt").config.params_dtype == jnp.bfloat16
 
 
+def test_the_folder_of_a_training_run_is_refused(tmp_path):
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    tracker.write_text("1000")
+    with pytest.raises(ValueError, match="names iteration 1000 of a training run"):
+        save_megatron(build("llama", num_layers=1), tmp_path)
+    assert [*tmp_path.iterdir()] == [tracker]
+    assert tracker.read_text() == "1000"
+
+
 WRITTEN = {"torch, 1 rank": {}, "torch, 2 ranks": {"tensor_parallel": 2}, "torch_dist": {"format": "torch_dist"}}
 
 

@@ -23,11 +23,13 @@ def tensors():
     views = {"base": base, "transposed": base.T, "part": base[1:, 2:], "steps": base[::2, 1::3]}
     views |= {"scalar": torch.tensor(3.5), "empty": torch.zeros(0, 3), "parameter": torch.nn.Parameter(torch.ones(2))}
     views |= {f"{dtype}": torch.arange(6).reshape(2, 3).to(torch.float32).to(dtype) for dtype in TYPES[:-1]}
-    return views | {"complex": torch.tensor([1 + 2j])}
+    z = torch.tensor([1 + 2j, 3 - 1j])
+    marked = {"conjugate": z.conj(), "negative": z.clone().conj().imag}  # one storage has one dtype in a file
+    return views | {"complex": z} | marked
 
 
 def bits(tensor):
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def assert_same(found, tensor):
