@@ -197,7 +197,7 @@ def _example(text: np.ndarray, position: int, seq_len: int, vocab_size: int | No
     window = text[position : position + seq_len + 1]  # one token more, for the last label
     below = 2**31 if vocab_size is None else vocab_size
     # Before the cast, which would wrap. Here, not at the start, which would read the whole of a large file.
-    if window.dtype.itemsize > 1 or below < 256:
+    if window.dtype != np.uint8 or below < 256:
         low, high = int(window.min()), int(window.max())
         if low < 0 or high >= below:
             raise ValueError(
