@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh
 from jax_te._validation import check_positive, checked
 from jax_te.config import normal_init
 from jax_te.layers.parameters import parameter
-from jax_te.ops import look_up_rows
+from jax_te.ops import as_int32, look_up_rows
 from jax_te.sharding import auto_region, constrain, device_mesh, flat, free_axes, mesh_dims, partition_spec
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes
 
@@ -63,8 +63,7 @@ class Embedding(nnx.Module):
         Returns:
             ``[..., h]`` in the table's dtype, with the axes of ``ids`` and then ``hidden``.
         """
-        if not jnp.issubdtype(ids.dtype, jnp.integer):
-            raise TypeError(f"ids must be integers, got {ids.dtype}")
+        ids = as_int32("ids", ids)
         out_axes = (*ids_axes, "hidden")
 
         def look_up(table: Array, ids: Array) -> Array:

@@ -9,9 +9,11 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_te._validation import check_positive, checked
 from jax_te.models.gpt import Cache, GPTModel
+from jax_te.ops import as_int32, is_known
 from jax_te.sharding import auto_region, whole_sequences
 from jax_te.typing import Array, Key
 
@@ -46,12 +48,14 @@ def generate(
             shortest is a constant of the compiled program. None: all are ``s``.
 
     Returns:
-        ``[b, s + steps]`` in the dtype of ``prompt``: in each row the prompt, then the generated tokens, which take the
-        place of its padding.
+        ``[b, s + steps]`` in the dtype of ``prompt``, or int32 if that cannot hold every id of the vocabulary: in each
+        row the prompt, then the generated tokens, which take the place of its padding.
 
     Raises:
-        ValueError: for an empty prompt, ``steps`` or ``top_k`` below 1, a negative temperature, lengths that do not
-            fit the prompt, or more tokens than the model's ``max_sequence_length``.
+        TypeError: for a prompt that does not hold integers.
+        ValueError: for an empty prompt, a known token outside of the vocabulary, ``steps`` or ``top_k`` below 1, a
+            negative temperature, lengths that do not fit the prompt, or more tokens than the model's
+            ``max_sequence_length``.
 
     >>> from flax import nnx
     >>> from jax_te.config import TransformerConfig
@@ -63,6 +67,8 @@ def generate(
     check_positive(steps=steps)
     if prompt.ndim != 2 or prompt.shape[1] < 1:
         raise ValueError(f"prompt must be [b, s] with at least one token, got shape {prompt.shape}")
+    if not jnp.issubdtype(prompt.dtype, jnp.integer):
+        raise TypeError(f"prompt must be integers, got {prompt.dtype}")
     if not temperature >= 0.0:
         raise ValueError(f"temperature must be >= 0, got {temperature!r}")
     if top_k is not None:
@@ -73,23 +79,32 @@ def generate(
             f"prompt ({prompt.shape[1]}) and steps ({steps}) make {total} tokens, more than the model's "
             f"max_sequence_length {model.max_sequence_length}; shorten one of them"
         )
-    prompt, following = _split(prompt, lengths, steps)
+    if model.vocab_size - 1 > jnp.iinfo(prompt.dtype).max:
+        prompt = as_int32("prompt", prompt)
+    prompt, following = _split(prompt, lengths, steps, model.vocab_size)
     greedy = temperature == 0.0  # static: the temperature is traced, so that another value needs no compilation
     with whole_sequences():
         return _generate(model, prompt, following, key, jnp.float32(temperature), top_k=top_k, greedy=greedy)
 
 
-def _split(prompt: Array, lengths: Sequence[int] | None, steps: int) -> tuple[Array, Array]:
+def _split(prompt: Array, lengths: Sequence[int] | None, steps: int, vocab_size: int) -> tuple[Array, Array]:
     """Return the part that all rows of the prompt have, and the tokens after it, -1 where they are to be generated."""
     b, s = prompt.shape
     sizes = (s,) * b if lengths is None else tuple(map(operator.index, lengths))
     if len(sizes) != b or not all(1 <= size <= s for size in sizes):
         raise ValueError(f"lengths must be an integer from 1 to s for each row of prompt {prompt.shape}, got {lengths}")
+    if is_known(prompt):
+        read = np.asarray(prompt).astype(np.int64)[np.arange(s)[None] < np.array(sizes, np.int64)[:, None]]
+        # Its logits would be nan, and so would those after it, of which tokens would be drawn nonetheless.
+        if (outside := read[(read < 0) | (read >= vocab_size)]).size:
+            raise ValueError(
+                f"prompt must have tokens from 0 to {vocab_size - 1}, those of the model, got {outside[0]}"
+            )
     shortest = min(sizes, default=s)
 
     def following(prompt: Array) -> Array:
         given = jnp.arange(s, dtype=jnp.int32)[None] < jnp.array(sizes, jnp.int32)[:, None]
-        known = jnp.where(given, prompt.astype(jnp.int32), jnp.int32(-1))
+        known = jnp.where(given, as_int32("prompt", prompt), jnp.int32(-1))
         return jnp.pad(known, ((0, 0), (0, steps)), constant_values=-1)[:, shortest:]
 
     return prompt[:, :shortest], auto_region(following, ("batch", None))(prompt)

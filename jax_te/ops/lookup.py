@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_te.ops.integers import as_int32
 from jax_te.ops.sharded_vjp import sharded_vjp
 from jax_te.typing import Array, DTypeLike
 
@@ -31,9 +32,7 @@ def look_up_rows(table: Array, ids: Array) -> Array:
     >>> jax.grad(lambda table: look_up_rows(table, jnp.array([0, 2, 2])).sum())(jnp.zeros(3)).tolist()
     [1.0, 0.0, 2.0]
     """
-    if ids.dtype.itemsize < 4:  # such as bytes: in 8 bits row 256 would be row 0
-        ids = ids.astype(jnp.int32)
-    return _look_up(_Spec(table.shape, table.dtype), None, _Args(table, ids))
+    return _look_up(_Spec(table.shape, table.dtype), None, _Args(table, as_int32("ids", ids)))
 
 
 class _Spec(NamedTuple):

@@ -383,3 +383,19 @@ def test_room_for_rows_is_reported(dispatch: DispatchOptions, tokens: int, rows:
 
 def spec_of(variable: Any) -> set[str]:
     return {*jax.tree.leaves(tuple(variable.get_value().sharding.spec))}
+
+
+@pytest.mark.parametrize(("axis_type", "dispatcher"), [("auto", "alltoall"), ("explicit", "allgather")])
+def test_a_number_that_no_expert_has(axis_type: Any, dispatcher: Any) -> None:
+    """Its token is nan, as on one device, and no other device's tokens change."""
+    numbers = jnp.broadcast_to(jnp.array([1, 6], jnp.int32), (B, S, K))
+    router: dict[str, Any] = {"aux_loss_coeff": 0.0, "z_loss_coeff": None}
+    call = jax.jit(lambda layer, x, experts: layer(x, experts=experts))
+    wanted = np.array(call(build(router, bias=False), X, numbers))
+    for at, outside in (((1, 3, 0), -1), ((6, 2, 1), E)):
+        numbers = numbers.at[at].set(outside)
+        wanted[at[:2]] = np.nan
+    with on_mesh({"fsdp": 2, "expert": 2, "tensor": 2}, axis_type):
+        layer = build(router, bias=False, dispatch=DispatchOptions(dispatcher=dispatcher), sequence_parallel=True)
+        found = np.asarray(call(layer, X, numbers))
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=TOLERANCE * np.nanmax(np.abs(wanted)))

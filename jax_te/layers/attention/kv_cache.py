@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_te._validation import check_positive, checked, float_dtype
+from jax_te.ops import as_int32
 from jax_te.sharding import auto_region, constrain
 from jax_te.typing import Array, DTypeLike
 
@@ -33,6 +35,9 @@ class KVCache:
     k: Array
     v: Array
     length: Array
+
+    def __post_init__(self) -> None:
+        _widen_length(self)
 
     @property
     def max_len(self) -> int:
@@ -93,6 +98,9 @@ class WindowKVCache:
     length: Array
     left: int
 
+    def __post_init__(self) -> None:
+        _widen_length(self)
+
     @property
     def places(self) -> int:
         """Number of slots, ``c``."""
@@ -133,6 +141,13 @@ class WindowKVCache:
         query = (last - sq + 1 + jnp.arange(sq, dtype=jnp.int32))[:, None]
         hidden = (key[None] < 0) | (key[None] > query) | (key[None] < query - self.left)
         return "arbitrary", {"attention_mask": hidden[None, None]}
+
+
+def _widen_length(cache: KVCache | WindowKVCache) -> None:
+    """Make the length of a cache int32: in 8 bits the 128th token would be put before the first."""
+    # Only of arrays: jax.tree fills the field with shapes, shardings and placeholders as well.
+    if isinstance(cache.length, jax.Array | np.ndarray) and jnp.issubdtype(cache.length.dtype, jnp.integer):
+        object.__setattr__(cache, "length", as_int32("length", cache.length))
 
 
 def _check_new(old_k: Array, old_v: Array, k: Array, v: Array) -> None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_te._validation import check_annotations, check_positive, checked
-from jax_te.ops import Segments, segments_from_cu_seqlens
+from jax_te.ops import Segments, as_int32, segments_from_cu_seqlens
 from jax_te.ops.attention import check_boundaries, segment_positions
 from jax_te.typing import Array
 
@@ -85,8 +85,8 @@ class PackedSeqParams:
         if self.total_tokens is None:
             return None
         offsets = self.cu_seqlens_q if self.cu_seqlens_q_padded is None else self.cu_seqlens_q_padded
-        ends = jnp.atleast_2d(offsets)[:, None, 1:]
-        return jnp.sum(jnp.arange(self.total_tokens)[None, :, None] >= ends, axis=-1, dtype=jnp.int32)
+        ends = jnp.atleast_2d(as_int32("cu_seqlens_q", offsets))[:, None, 1:]
+        return jnp.sum(jnp.arange(self.total_tokens, dtype=jnp.int32)[None, :, None] >= ends, axis=-1, dtype=jnp.int32)
 
     @checked
     def check(self, q_size: int, kv_size: int | None = None) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from jax_te._validation import check_float, checked
 from jax_te.layers.attention.rotary_scaling import RotaryScaling
+from jax_te.ops import as_int32
 from jax_te.typing import Array
 
 
@@ -49,7 +50,7 @@ def rotary_embedding(
     """Compute cosines and sines of ``position * base**(-2 i / r)`` for ``i`` in ``0 … r/2 - 1``.
 
     Args:
-        positions: integers ``[..., s]``.
+        positions: integers ``[..., s]``; any, since no table bounds them: those below 0 turn the other way.
         d: head size.
         base: base of the geometric series of wavelengths, > 0.
         rotary_percent: fraction of a head's features that is rotated: the first ``r = int(d rotary_percent)``, an even
@@ -63,6 +64,7 @@ def rotary_embedding(
 
     Raises:
         ValueError: for an odd ``r``, a percentage outside (0, 1] or a ``base`` that is not positive.
+        TypeError: for positions that are not integers.
 
     Source: ``megatron.core.models.common.embeddings.RotaryEmbedding``; Su et al. 2021.
 
@@ -82,7 +84,7 @@ def rotary_embedding(
     frequency = base ** (-np.arange(0, r, 2) / r)
     frequency = frequency if scaling is None else scaling.stretch(frequency, base)
     frequency = frequency.astype(np.float32).reshape((1,) * positions.ndim + (r // 2,))
-    angle = positions.astype(jnp.float32)[..., None] * frequency
+    angle = as_int32("positions", positions).astype(jnp.float32)[..., None] * frequency
     # The amplitude of a scaling is applied here, so that layers are independent of it.
     amplitude = 1.0 if scaling is None else scaling.amplitude
     cos, sin = (fn(angle) if amplitude == 1.0 else fn(angle) * amplitude for fn in (jnp.cos, jnp.sin))
@@ -101,7 +103,7 @@ def apply_rotary(x: Array, rotary: Rotary) -> Array:
         Array like ``x``; the rotation is computed in fp32.
 
     Raises:
-        ValueError: if the angles are for another head size.
+        ValueError: if the angles are for another head size, or not for as many positions.
         TypeError: for an ``x`` that is not floating point.
 
     >>> apply_rotary(jnp.ones((1, 2, 1, 2)), rotary_embedding(jnp.arange(2), 2))[0, 0, 0].tolist()
@@ -111,6 +113,12 @@ def apply_rotary(x: Array, rotary: Rotary) -> Array:
     check_float("apply_rotary", x)
     if x.ndim != 4 or x.shape[-1] != rotary.head_size:
         raise ValueError(f"rotary embedding of head size {rotary.head_size} for x of shape {x.shape}, [b, s, n, d]")
+    # Not left to broadcasting: the angles of one position would turn all of them.
+    if cos.shape[:-1] not in (x.shape[1:2], (1, x.shape[1]), x.shape[:2]):
+        raise ValueError(
+            f"rotary embedding of positions {list(cos.shape[:-1])} for x of shape {x.shape}, [b, s, n, d]; its "
+            "positions must be [s] or [b, s]"
+        )
     if cos.ndim == 2:
         cos, sin = cos[None], sin[None]
     cos, sin = cos[:, :, None], sin[:, :, None]

@@ -17,7 +17,7 @@ from jax_te.layers.linear import kernel_logical_axes
 from jax_te.layers.parallel_arguments import TensorParallel, TensorParallelModule
 from jax_te.layers.parameters import constant, expert_rngs, init_of_each, parameter
 from jax_te.layers.results import layer_output
-from jax_te.ops import LinearOptions, LinearWeights, RowGroups, grouped_dense
+from jax_te.ops import LinearOptions, LinearWeights, RowGroups, as_int32, grouped_dense
 from jax_te.quantize import QuantizedKernel, Quantizer, TensorQuantizer, precision_of
 from jax_te.sharding import activation_axis, axis_ranks, device_mesh, gathered_axes
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, TensorGroup
@@ -180,11 +180,10 @@ class GroupedLinear(TensorParallelModule):
             if any(size < 0 for size in sizes) or sum(sizes) > x.shape[0]:
                 raise ValueError(f"group_sizes must be >= 0 and add up to at most {x.shape[0]} rows, got {sizes}")
             group_sizes = jnp.asarray(np.array(sizes, np.int32))
-        if not jnp.issubdtype(group_sizes.dtype, jnp.integer):
-            raise TypeError(f"group_sizes must be integers, got {group_sizes.dtype}")
+        group_sizes = as_int32("group_sizes", group_sizes)
         if group_sizes.shape != (self.num_gemms,):
             raise ValueError(f"group_sizes must have shape ({self.num_gemms},), one size each, got {group_sizes.shape}")
-        return RowGroups(sizes=group_sizes.astype(jnp.int32), rows=x.shape[0])
+        return RowGroups(sizes=group_sizes, rows=x.shape[0])
 
     def why_not_placed(self) -> str | None:
         """Return the reason why the devices of a mesh cannot run the layer on their own rows of experts, or None."""

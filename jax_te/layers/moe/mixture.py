@@ -71,6 +71,8 @@ class MixtureOfExperts(TrainingMode):
         routing = self._routing(x, padding_mask, key, chosen)
         rows = x if self.fc1_latent_proj is None else _output(self.fc1_latent_proj(x, is_first_microbatch=first))
         y = self._routed(rows, routing, first)
+        if chosen is not None or self.router.replayed is not None:
+            y = _with_nan_of(routing.probs, y)
         if self.fc2_latent_proj is not None:
             y = _output(self.fc2_latent_proj(y, is_first_microbatch=first))
         return y if shared is None else y + shared, routing
@@ -293,6 +295,14 @@ def _of_zeros(groups: RowGroups) -> RowGroups:
     """Return groups whose rows of padding hold zeros: none are filled above, and none are read, so that their gradients
     are zeros, too."""
     return dataclasses.replace(groups, zero_padding=True)
+
+
+def _with_nan_of(probs: Array, y: Array) -> Array:
+    """Return the output ``[b, s, h]``, nan for tokens with a probability of nan, as for a number that no expert has.
+
+    Without it a token whose nan has no room at an expert would get 0.
+    """
+    return jnp.where(jnp.any(jnp.isnan(probs), axis=-1, keepdims=True), jnp.asarray(jnp.nan, y.dtype), y)
 
 
 def _whole_rows(x: Array | None) -> Any:

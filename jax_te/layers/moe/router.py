@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jax_te._validation import check_float, check_positive, checked
@@ -15,7 +16,7 @@ from jax_te.config import RouterOptions, normal_init
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.moe.router_state import CountsSoFar, ExpertBias, LastStep, QuantileBias
 from jax_te.layers.parameters import parameter, value_or_none
-from jax_te.ops import losses, routing
+from jax_te.ops import is_known, losses, routing
 from jax_te.quantize import QuantizerState, count
 from jax_te.typing import Array, DTypeLike, Initializer, Key
 
@@ -68,9 +69,9 @@ class Router(TrainingMode):
     Raises:
         TypeError: when called, for a mask that is not bool, or experts that are not integers.
         ValueError: for ``dtype="fp64"`` unless JAX's 64-bit mode is on; when called, for an input that is not
-            ``[..., h]`` or has no token, arrays that do not have its shape, a batch that does not divide into
-            ``aux_loss_groups``, a missing random key; and see `jax_te.config.RouterOptions` for a number of
-            tokens.
+            ``[..., h]`` or has no token, the number of an expert that there is not, arrays that do not have its shape,
+            a batch that does not divide into ``aux_loss_groups``, a missing random key; and see
+            `jax_te.config.RouterOptions` for a number of tokens.
 
     Source: ``megatron.core.transformer.moe.router.TopKRouter``.
 
@@ -79,6 +80,9 @@ class Router(TrainingMode):
     >>> probs.shape, experts.dtype, kept
     ((2, 4, 2), dtype('int32'), None)
     """
+
+    replayed: Any = None
+    """A choice that all calls take; Megatron's router has one."""
 
     def __init__(
         self,
@@ -144,7 +148,9 @@ class Router(TrainingMode):
                 token.
             key: random key of ``input_jitter_eps`` in training, and of random choices, which need one in training. In
                 evaluation without a key they are those of ``layer_number``, the same in each call.
-            experts: int32 ``[b, s, k]``, a previous choice, which replaces this router's own.
+            experts: integers ``[b, s, k]`` in ``[0, e)``, a previous choice, which replaces this router's own. Another
+                number is refused where its value is known; in ``jit`` it gives its token probabilities of nan, and a
+                mixture's output of nan.
 
         Returns:
             The routing, with the leading axes of ``x``.
@@ -183,10 +189,20 @@ class Router(TrainingMode):
             raise TypeError(f"padding_mask must be bool, True for padding, got {padding_mask.dtype}")
         if padding_mask is not None and padding_mask.shape != lead:
             raise ValueError(f"padding_mask must be {list(lead)}, True for padding, got shape {padding_mask.shape}")
-        if experts is not None and not jnp.issubdtype(experts.dtype, jnp.integer):
+        if experts is not None:
+            self._check_choice(experts, lead)
+
+    def _check_choice(self, experts: Array, lead: tuple[int, ...]) -> None:
+        """Raise for a given choice of another shape or dtype, or of a known number that no expert has."""
+        if not jnp.issubdtype(experts.dtype, jnp.integer):
             raise TypeError(f"experts must be integers, the numbers of experts, got {experts.dtype}")
-        if experts is not None and experts.shape != (*lead, self.options.topk):
+        if experts.shape != (*lead, self.options.topk):
             raise ValueError(f"experts must be {[*lead, self.options.topk]}, got shape {experts.shape}")
+        if not is_known(experts):
+            return
+        numbers, e = np.asarray(experts), self.options.num_experts
+        if (outside := numbers[(numbers < 0) | (numbers >= e)]).size:
+            raise ValueError(f"experts must be numbers from 0 to num_experts - 1 = {e - 1}, got {outside[0]}")
 
     def _logits(self, x: Array, key: Key | None) -> Array:
         """Return the logits ``[..., e]``, of the input or at random."""

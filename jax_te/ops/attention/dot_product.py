@@ -34,6 +34,7 @@ from jax_te.ops.attention.spec import (
     Window,
 )
 from jax_te.ops.backend import ambient_backend, choose_fp8, primitives, select
+from jax_te.ops.integers import as_int32
 from jax_te.ops.primitives import Backend
 from jax_te.quantize import AttentionPrecision, AttentionState, attention_precision_of, scales_are_frozen
 from jax_te.recipe import Recipe
@@ -150,9 +151,7 @@ def dot_product_attention(
     )
     arrays = AttentionArrays(mask, q_lengths, kv_lengths, segments, bias, softmax_offset, dropout_key)
     check_arrays(spec, arrays)
-    # The same array, not a copy: `same_lengths` compares the lengths by identity.
-    if q_lengths is None:
-        arrays = arrays._replace(q_lengths=kv_lengths)
+    arrays = _with_wide_lengths(arrays)
     mesh, sharding = jax.sharding.get_abstract_mesh(), None
     asked = ambient_backend.value if backend is None else backend
     precision = attention_precision_of(recipe)
@@ -219,6 +218,22 @@ def _resolve(
         # The compiler partitions plain JAX, and jax.nn's cuDNN call, as well as explicit rules would.
         return primitives(name), None
     return None, replace(sharding, backend=name)
+
+
+def _with_wide_lengths(arrays: AttentionArrays) -> AttentionArrays:
+    """Return the arrays with lengths and offsets as int32, and with the lengths of the keys where queries have none."""
+    # One array for both where one was given for both: `same_lengths` compares them by identity.
+    wide: dict[int, Array] = {}
+
+    def once(name: str, x: Array | None) -> Any:
+        return None if x is None else wide.setdefault(id(x), as_int32(name, x))
+
+    kv_lengths = once("kv_lengths", arrays.kv_lengths)
+    q_lengths = kv_lengths if arrays.q_lengths is None else once("q_lengths", arrays.q_lengths)
+    segments = arrays.segments
+    if segments is not None:
+        segments = Segments(*(once(f"segments.{name}", x) for name, x in segments._asdict().items()))
+    return arrays._replace(q_lengths=q_lengths, kv_lengths=kv_lengths, segments=segments)
 
 
 def _sharding(

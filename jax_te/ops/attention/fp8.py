@@ -21,6 +21,7 @@ from jax_te.ops.attention.context_parallel.sharding import AttentionSharding
 from jax_te.ops.attention.spec import QKV, AttentionArrays, AttentionSpec, unpack
 from jax_te.ops.backend import fp8_kernels, primitives
 from jax_te.ops.first_order import why_quantized
+from jax_te.ops.overflow import show_overflow
 from jax_te.ops.sharded_vjp import Shards, sharded_vjp
 from jax_te.ops.stacked import named
 from jax_te.ops.xla.attention_fp8 import Amaxes, Fp8Operands, Scales
@@ -116,7 +117,7 @@ def fp8_attention(call: Fp8Call, qkv: QKV, state: AttentionState | None, out_axe
 
 def _forward(call: Fp8Call, args: _Args) -> tuple[Array, _Residuals]:
     precision, state, arguments = call.precision, args.state, args.qkv
-    q, k, v = unpack(arguments)
+    q, k, v = map(show_overflow, unpack(arguments))
     seen: Amaxes = _reduced({"q": amax(q), "k": amax(k), "v": amax(v)}, call.scale_axes)
     scales = precision.state_scales(state)
     if not precision.delayed:
@@ -149,11 +150,11 @@ def _forward(call: Fp8Call, args: _Args) -> tuple[Array, _Residuals]:
 def _backward(call: Fp8Call, residuals: _Residuals, g: Array) -> tuple[_Args, None]:
     if not call.precision.quantized_backward:
         return _Args(_high_precision_backward(call, residuals, g), _next_state(call, residuals, {})), None
-    precision, scales = call.precision, residuals.scales
+    precision, scales, g = call.precision, residuals.scales, show_overflow(g)
     seen: Amaxes = _reduced({"do": amax(g)}, call.scale_axes)
     if not precision.delayed:
         scales = scales | {"do": precision.scale_of_amax(seen["do"])}
-    operands, log_sum, g = residuals.qkv, residuals.log_sum, g
+    operands, log_sum = residuals.qkv, residuals.log_sum
     if call.sharding is not None and call.sharding.context:
         # Without the barrier the compiler finds that forward gathered the same keys, and keeps those of all devices.
         operands, log_sum, g = jax.lax.optimization_barrier((operands, log_sum, g))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from jax_te._validation import brief, checked
+from jax_te.ops.integers import as_int32, is_known
 from jax_te.typing import Array
 
 
@@ -95,8 +94,8 @@ def _offsets_and_lengths(name: str, cu_seqlens: Array, padded: Array | None) -> 
                 f"cu_seqlens_{name}{suffix} must be [m + 1] or [b, m + 1], padded or not alike; got {array.shape}"
                 + ("" if array is cu_seqlens else f" beside {cu_seqlens.shape}")
             )
-    cu_seqlens = jnp.atleast_2d(cu_seqlens).astype(jnp.int32)
-    starts = cu_seqlens if padded is None else jnp.atleast_2d(padded).astype(jnp.int32)
+    cu_seqlens = jnp.atleast_2d(as_int32(f"cu_seqlens_{name}", cu_seqlens))
+    starts = cu_seqlens if padded is None else jnp.atleast_2d(as_int32(f"cu_seqlens_{name}_padded", padded))
     return starts[:, :-1], cu_seqlens[:, 1:] - cu_seqlens[:, :-1]
 
 
@@ -152,10 +151,9 @@ def check_boundaries(which: str, lengths: Array, padded: Array | None, size: int
 
 def _values(boundaries: Any) -> np.ndarray | None:
     """Return boundaries as rows; None if their values are unknown here: in ``jit``, or on other processes' devices."""
-    if not isinstance(boundaries, jax.Array | np.ndarray) or isinstance(boundaries, Tracer):
-        return None
-    if isinstance(boundaries, jax.Array) and not boundaries.is_fully_addressable:
+    if not is_known(boundaries):
         return None
     if not np.issubdtype(boundaries.dtype, np.integer) or boundaries.ndim not in (1, 2) or not boundaries.size:
         return None
-    return np.atleast_2d(np.asarray(boundaries))
+    # In 64 bits: differences of unsigned or narrow numbers would wrap around.
+    return np.atleast_2d(np.asarray(boundaries).astype(np.int64))

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_te.ops.linear.spec import KernelGemm, LinearSpec, LinearWeights
+from jax_te.ops.overflow import show_overflow
 from jax_te.quantize import ROLES, Gemm, GemmState, Quantization, QuantizedKernel, TensorRole, pad_rows, unpad_rows
 from jax_te.recipe import GEMMS
 from jax_te.sharding import all_gather, constrain, reduce_max, reduce_sum
@@ -261,16 +262,6 @@ def next_state(spec: LinearSpec, residuals: LinearResiduals, grad: Operand) -> G
         seen, treedef = jax.tree.flatten(amaxes)
         amaxes = jax.tree.unflatten(treedef, list(reduce_max(jnp.stack(seen), spec.plan.amax_axes)) if seen else [])
     return spec.precision.next_state(residuals.state, dict(zip(ROLES, zip(scales, amaxes, strict=True), strict=True)))
-
-
-def show_overflow(x: Array) -> Array:
-    """Return ``x``, which is to be quantized, in fp16 with nan for inf.
-
-    Quantization clips inf to a finite value, and dynamic loss scaling would not see that a gradient has overflowed; nan
-    stays nan in every format and on every backend.
-    """
-    # bf16 has the range of fp32: it overflows where fp32 does, and nothing scales its loss.
-    return jnp.where(jnp.isinf(x), jnp.nan, x) if x.dtype == jnp.float16 else x
 
 
 def _quantized(spec: LinearSpec, role: TensorRole, x: Any, state: GemmState | None, *, axis: int) -> Operand:

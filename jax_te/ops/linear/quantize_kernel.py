@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec
 
 from jax_te._validation import check_axes, checked
 from jax_te.ops.backend import ambient_backend, backend_for
-from jax_te.ops.linear.gemms import show_overflow
 from jax_te.ops.linear.resolve import usable_weights
 from jax_te.ops.linear.spec import LinearWeights
+from jax_te.ops.overflow import show_overflow
 from jax_te.ops.sharded_vjp import Shards, sharded_vjp
 from jax_te.ops.xla import grouped as xla_grouped
 from jax_te.quantize import (

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_te._validation import checked
+from jax_te.ops.integers import as_int32
 from jax_te.ops.loss.reduction import LossOptions, reduced_loss
 from jax_te.sharding import current_mesh
 from jax_te.typing import Array, LogicalAxes
@@ -59,7 +60,7 @@ def softmax_cross_entropy(
 
 
 def check_labels(labels: Array, logits_shape: tuple[int, ...]) -> Array:
-    """Return labels in a signed dtype that is wide enough for every index of the vocabulary.
+    """Return labels as int32, see `as_int32`.
 
     Raises:
         ValueError, TypeError: for labels that do not fit logits of this shape, or that are not integers.
@@ -68,13 +69,7 @@ def check_labels(labels: Array, logits_shape: tuple[int, ...]) -> Array:
         raise ValueError(
             f"labels {labels.shape} must have the shape of the logits {logits_shape} without the last axis"
         )
-    if not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise TypeError(f"labels must be integers, got {labels.dtype}")
-    if jnp.issubdtype(labels.dtype, jnp.unsignedinteger) and labels.dtype.itemsize >= 4:
-        # Limited before the cast: a large label must not become a negative one, which ignore_index might be.
-        labels = jnp.minimum(labels, logits_shape[-1]).astype(jnp.int32)
-    # The comparison with the vocabulary's indices is made in the labels' dtype, where int8 would wrap around.
-    return labels.astype(jnp.int32) if labels.dtype.itemsize < 4 else labels
+    return as_int32("labels", labels)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from jax_te._validation import check_annotations, check_choice, check_float, check_rate, checked
+from jax_te.ops.integers import as_int32
 from jax_te.sharding import auto_region
 from jax_te.typing import Array, LogicalAxes
 
@@ -43,6 +44,7 @@ class LossOptions:
     @checked
     def ignored(self, labels: Array) -> Array:
         """Return bool ``[...]``, which of the labels ``[...]`` are ignored."""
+        labels = as_int32("labels", labels)
         return jnp.zeros(labels.shape, bool) if self.ignore_index is None else labels == self.ignore_index
 
 

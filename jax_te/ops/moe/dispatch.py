@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from jax_te.ops.first_order import why_quantized
+from jax_te.ops.integers import as_int32
 from jax_te.ops.moe import permute
 from jax_te.ops.moe.permute import plan_permutation
 from jax_te.ops.moe.placement import ExpertPlacement
-from jax_te.ops.moe.routing import wide_dtype
+from jax_te.ops.moe.routing import wide_dtype, within
 from jax_te.ops.moe.row_groups import RowGroups, row_bound
 from jax_te.ops.sharded_vjp import sharded_vjp
 from jax_te.quantize import TensorQuantizer, padded_size
@@ -158,11 +159,13 @@ def plan_dispatch(transport: Transport, experts: Array, kept: Array | None) -> D
 
     Args:
         transport: the exchange.
-        experts: int32 ``[b, s, k]``.
+        experts: integers ``[b, s, k]``; no device takes an assignment to a number that no expert has.
         kept: bool ``[b, s, k]``, False for assignments that the router drops. None: all are kept.
     """
     placement = transport.placement
-    kept = jnp.ones_like(experts, bool) if kept is None else kept
+    experts = as_int32("experts", experts)
+    there = within(experts, transport.destinations * transport.experts)
+    kept = there if kept is None else kept & there
     tokens, each = placement.token_spec, placement.row_spec
     out = (Assignments(each, each, each), each, REPLICATED)  # type: ignore[arg-type]
     assignments, sizes, overflow = _planned(transport, placement.shards((tokens, tokens), out), (experts, kept))

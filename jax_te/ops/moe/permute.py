@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_te._validation import check_positive
-from jax_te.ops.moe.routing import wide_dtype
+from jax_te.ops.integers import as_int32
+from jax_te.ops.moe.routing import wide_dtype, within
 from jax_te.ops.moe.row_groups import RowGroups, row_bound
 from jax_te.quantize import padded_size
 from jax_te.typing import Array
@@ -43,7 +44,7 @@ def plan_permutation(
     Shapes depend on the sizes alone, and nothing on the order in which a device computes.
 
     Args:
-        experts: int32 ``[t, k]``.
+        experts: integers ``[t, k]``; an assignment to a number outside of ``[0, e)`` is dropped.
         num_experts: ``e``.
         kept: bool ``[t, k]``, False for assignments that are dropped. None: all are kept.
         alignment: see `RowGroups`: each expert's rows begin at a multiple of it, rows between are zeros.
@@ -63,8 +64,9 @@ def plan_permutation(
     if pad_to_capacity and capacity is None:
         raise ValueError("pad_to_capacity=True needs a capacity to pad to")
     padded = capacity if pad_to_capacity else None
-    assigned = experts if kept is None else jnp.where(kept, experts, num_experts)
-    flat = assigned.reshape(-1)
+    experts = as_int32("experts", experts)
+    there = within(experts, num_experts) if kept is None else kept & within(experts, num_experts)
+    flat = jnp.where(there, experts, num_experts).reshape(-1)
     counts = jnp.sum(flat[:, None] == jnp.arange(num_experts, dtype=flat.dtype)[None], axis=0, dtype=jnp.int32)
     # Stable, so that equal experts keep the order of their tokens; dropped assignments come last.
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_te.config import RouterOptions
+from jax_te.ops.integers import as_int32
 from jax_te.sharding import device_mesh
 from jax_te.typing import Array, DTypeLike
 
@@ -97,12 +98,22 @@ def choose_experts(scores: Array, options: RouterOptions) -> Array:
     return largest(jnp.where(used[..., None], grouped, -jnp.inf).reshape(t, e), options.topk)
 
 
+def within(experts: Array, num_experts: int) -> Array:
+    """Return which numbers are those of experts, bool ``[...]``.
+
+    >>> within(jnp.array([-1, 0, 3]), 3).tolist()
+    [False, True, False]
+    """
+    return (experts >= 0) & (experts < num_experts)
+
+
 def one_of_each(indices: Array, count: int) -> Array:
     """Return the map of chosen indices, bool ``[..., count]``, of indices ``[..., k]``.
 
     >>> one_of_each(jnp.array([[2, 0]]), 3).tolist()
     [[True, False, True]]
     """
+    indices = as_int32("indices", indices)
     return jnp.any(indices[..., None] == _numbers(count, indices.ndim + 1), axis=-2)
 
 
@@ -115,10 +126,13 @@ def route(
         logits: ``[t, e]``. A token with a nan among its logits has probabilities of nan, so that the loss shows it.
         options: options of the router.
         expert_bias: ``[e]``, added to the scores for the choice, and not to the probabilities.
-        experts: int32 ``[t, k]``, the choice made elsewhere: that of another run that is replayed, or by another rule.
+        experts: integers ``[t, k]``, the choice made elsewhere: that of another run that is replayed, or by another
+            rule. A token with a number outside of ``[0, e)`` has probabilities of nan, so that the loss shows it, and
+            goes to expert 0 in its place.
 
     Raises:
         ValueError: for logits of another shape; a bias with a softmax; a choice of another shape.
+        TypeError: for a choice that does not hold integers.
 
     Source: ``megatron.core.transformer.moe.moe_utils.topk_routing_with_score_function``.
 
@@ -134,10 +148,15 @@ def route(
         )
     after = options.score_function == "softmax" and not options.pre_softmax
     scores = logits.astype(wide_dtype(logits.dtype)) if after else scores_of(logits, options.score_function)
+    lost = jnp.any(jnp.isnan(logits), axis=-1, keepdims=True)
     if experts is None:
         experts = choose_experts(scores if expert_bias is None else scores + expert_bias[None], options)
     elif experts.shape != (len(logits), options.topk):
         raise ValueError(f"experts must be [t, k] = {(len(logits), options.topk)}, got shape {experts.shape}")
+    else:
+        experts = as_int32("experts", experts)
+        there = within(experts, options.num_experts)
+        lost, experts = lost | ~jnp.all(there, axis=-1, keepdims=True), jnp.where(there, experts, 0)
     probs = jnp.take_along_axis(scores, experts, axis=-1)
     if after:
         probs = jax.nn.softmax(probs, axis=-1)
@@ -150,7 +169,7 @@ def route(
     if options.topk_scaling_factor is not None:
         probs = probs * options.topk_scaling_factor
     # A nan in the score of an expert that was not chosen would go unnoticed.
-    return Assignment(jnp.where(jnp.any(jnp.isnan(logits), axis=-1, keepdims=True), jnp.nan, probs), experts)
+    return Assignment(jnp.where(lost, jnp.nan, probs), experts)
 
 
 def route_by_sinkhorn(logits: Array, topk: int, *, balanced: bool, tol: float = 1e-4) -> Assignment:
@@ -302,6 +321,7 @@ def tokens_per_expert(experts: Array, num_experts: int, counted: Array | None = 
     >>> tokens_per_expert(jnp.array([[0, 2], [2, 1]]), 3).tolist()
     [1.0, 1.0, 2.0]
     """
+    experts = as_int32("experts", experts)
     hits = experts[..., None] == _numbers(num_experts, experts.ndim + 1)
     if counted is not None:
         hits = hits & counted[..., None]

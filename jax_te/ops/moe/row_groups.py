@@ -9,8 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_te._validation import check_bool, check_positive, checked, is_integer
+from jax_te.ops.integers import as_int32
 from jax_te.ops.moe.placement import ExpertPlacement
 from jax_te.ops.pallas.grouped_gemm import GROUP_ALIGNMENT
 from jax_te.ops.pallas.support import supported
@@ -64,6 +66,9 @@ class RowGroups:
             raise TypeError(f"placement must be an ExpertPlacement or None, got {self.placement!r}")
         if not is_integer(self.rows) or self.rows < 0:
             raise ValueError(f"rows must be an integer >= 0, got {self.rows!r}")
+        sizes: Any = self.sizes
+        if isinstance(sizes, jax.Array | np.ndarray) and jnp.issubdtype(sizes.dtype, jnp.integer):
+            object.__setattr__(self, "sizes", as_int32("sizes", sizes))
 
     @property
     def count(self) -> int:

@@ -174,3 +174,29 @@ def test_bad_sizes_say_what_is_allowed() -> None:
         rotary_embedding(jnp.arange(4), D, 0.0)
     with pytest.raises(ValueError, match=r"rotary embedding of head size 8 for x of shape \(1, 4, 1, 16\)"):
         apply_rotary(draw("x", (1, 4, 1, 16)), rotary_embedding(jnp.arange(4), D))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "int32"])
+def test_positions_below_zero_turn_the_other_way(dtype):
+    """There is no table that would bound positions: angles are computed from each."""
+    x, positions = draw("x", (1, 5, 2, 8)), np.array([-128, -3, 0, 3, 127])
+    frequency = 10000.0 ** (-np.arange(0, 8, 2) / 8)
+    angle = (positions[:, None] * frequency)[None, :, None]
+    first, second = np.split(np.asarray(x, np.float64), 2, axis=-1)
+    want = first * np.cos(angle) - second * np.sin(angle), second * np.cos(angle) + first * np.sin(angle)
+    got = apply_rotary(x, rotary_embedding(jnp.asarray(positions, dtype), 8))
+    # An angle of 128 has an error of 2^-18 in fp32.
+    np.testing.assert_allclose(got, np.concatenate(want, axis=-1), rtol=0, atol=2.0**-17 * np.abs(x).max())
+
+
+@pytest.mark.parametrize("positions", [(1,), (3,), (1, 1), (2, 1), (3, 4), (1, 2, 4)])
+def test_angles_of_other_positions_are_refused(positions):
+    """Broadcasting would turn all positions by one's angle."""
+    angles = rotary_embedding(jnp.zeros(positions, jnp.int32), 8)
+    with pytest.raises(ValueError, match=r"its positions must be \[s\] or \[b, s\]"):
+        apply_rotary(draw("x", (2, 4, 1, 8)), angles)
+
+
+def test_positions_are_integers():
+    with pytest.raises(TypeError, match="positions must be integers, got bfloat16"):
+        rotary_embedding(jnp.arange(300, dtype=jnp.bfloat16), 8)

@@ -188,3 +188,32 @@ def test_experts_read_no_rows_of_padding_unless_the_caller_promises_zeros():
     x, probs = jnp.ones((4, 16)), jnp.array([1.0, 1.0, 1.0, 0.0])
     expected = experts(x.at[3].set(0.0), probs, groups)
     np.testing.assert_array_equal(experts(x.at[3].set(jnp.nan), probs, groups), expected)
+
+
+OUTSIDE = [-1, E, 2**31 - 1]
+
+
+@pytest.mark.parametrize("outside", OUTSIDE)
+@pytest.mark.parametrize("options", [{}, {"topk": 1}, {"expert_capacity_factor": 0.5}], ids=["two", "one", "capacity"])
+def test_a_token_of_a_number_that_no_expert_has_is_nan(options, outside):
+    """In jit, where a number cannot be refused; the other tokens are as they were."""
+    layer = make({"score_function": "sigmoid", **options}, bias=False)
+    layer.eval()
+    k = layer.router.options.topk
+    experts = jnp.broadcast_to(jnp.arange(k, dtype=jnp.int32) + 1, (B, S, k))
+    call = jax.jit(lambda layer, x, experts: layer(x, experts=experts))
+    want = np.array(call(layer, X, experts))
+    found = np.asarray(call(layer, X, experts.at[1, 3, 0].set(outside)))
+    assert np.isnan(found[1, 3]).all()
+    if "expert_capacity_factor" in options:  # the token may have taken another one's room
+        assert np.isfinite(np.delete(found.reshape(B * S, H), S + 3, axis=0)).all()
+        return
+    want[1, 3] = np.nan
+    np.testing.assert_array_equal(found, want)
+
+
+@pytest.mark.parametrize("outside", OUTSIDE)
+def test_a_known_number_that_no_expert_has_is_refused(outside):
+    experts = jnp.zeros((B, S, 2), jnp.int32).at[1, 3, 0].set(outside)
+    with pytest.raises(ValueError, match=rf"numbers from 0 to num_experts - 1 = 3, got {outside}"):
+        make()(X, experts=experts)

@@ -369,3 +369,21 @@ def test_equal_numbers_however_it_is_compiled():
     for (one, vjp), (other, other_vjp) in itertools.pairwise((eager, recomputed)):
         assert_bitwise(one, other)
         jax.tree.map(assert_bitwise, vjp(do), other_vjp(do))
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("where", ["q", "k", "v", "do"])
+@pytest.mark.parametrize("recipe", [DELAYED, CURRENT], ids=["delayed", "current"])
+def test_an_overflow_of_fp16_is_nan(recipe, where, sign):
+    """A cast to FP8 saturates, and the loss scale would never see an infinity."""
+    arrays = {name: draw(name, (1, 128, 1, D), jnp.float16) for name in ("q", "k", "v", "do")}
+    state = init_attention_state(recipe)
+
+    def finite(arrays: Any) -> bool:
+        *qkv, do = arrays.values()
+        out, gradients, _ = step(recipe, qkv, do, state, mask_type="no_mask", backend="xla")
+        return all(bool(jnp.isfinite(x).all()) for x in (out, *gradients))
+
+    assert finite(arrays)
+    arrays[where] = arrays[where].at[0, 3, 0, 5].set(sign * jnp.inf)
+    assert not finite(arrays)

@@ -121,3 +121,15 @@ def test_half_precision_is_added_up_in_fp32():
     # In bf16, whose step above 1 is 2^-7, the small ones would be lost one by one.
     rows = jnp.array([[1.0], [2.0**-8], [2.0**-8]], jnp.bfloat16)
     assert unpermute(rows, plan).item() == 1.0 + 2.0**-7
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32"])
+@pytest.mark.parametrize("outside", [-1, -128, 5, 127])
+def test_a_number_that_no_expert_has_gets_no_row(outside, dtype):
+    """And the rows of the others are as if it were dropped."""
+    experts = jnp.array([[1, outside], [0, 1], [outside, outside], [4, 0]], dtype)
+    plan = plan_permutation(experts, 5)
+    there = jnp.array([[True, False], [True, True], [False, False], [True, True]])
+    want = plan_permutation(jnp.where(there, experts, 0), 5, kept=there)
+    jax.tree.map(np.testing.assert_array_equal, plan, want)
+    assert plan.groups.sizes.tolist() == [2, 2, 0, 0, 1]
