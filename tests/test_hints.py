@@ -1,10 +1,14 @@
-"""Arguments that only tune CUDA: accepted, listed in docs/parity.md, and logged once where they are given."""
+"""What the log says: arguments that only tune CUDA as hints, and what a user asked for and does not get as warnings."""
 
 import ast
 import logging
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
@@ -13,6 +17,8 @@ from jax_te.config import MLATransformerConfig, TransformerConfig
 from jax_te.config.megatron_fields import HINTS, parsed
 from jax_te.layers import DotProductAttention, LayerNormMLP, Linear, TransformerLayer
 from jax_te.megatron import TELinear, initialize_rng_tracker
+from jax_te.ops import dot_product_attention
+from jax_te.recipe import DelayedScaling, Float8CurrentScaling
 from jax_te.te_pytorch import GroupedLinear, checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -114,3 +120,37 @@ def test_the_table_lists_those_that_are_logged():
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "log_hints":
                 found |= {keyword.arg for keyword in node.keywords if keyword.arg}
     assert listed == found == {name for _, hints in GIVEN for name in hints}
+
+
+X = jnp.ones((1, 4, 16))
+LEFT_OUT: dict[str, Callable[[], Any]] = {
+    "moe_router_pre_softmax": lambda: config(
+        num_moe_experts=2, moe_router_topk=1, moe_router_load_balancing_type="sinkhorn", moe_router_pre_softmax=True
+    ),
+    "moe_shared_expert_gate": lambda: config(num_moe_experts=2, moe_shared_expert_gate=True),
+    "moe_router_padding_for_fp8": lambda: config(moe_router_padding_for_fp8=True),
+    "fp8_mha": lambda: DelayedScaling(fp8_mha=True),
+    "attention masks": lambda: jax.eval_shape(
+        lambda: TransformerLayer(16, 16, 2, rngs=nnx.Rngs(0))(
+            X, jnp.ones((1, 1, 4, 4), bool), dropout_key=jax.random.key(0)
+        )
+    ),
+    "attention runs in": lambda: jax.eval_shape(
+        lambda: dot_product_attention((jnp.ones((1, 4, 2, 8)),) * 3, recipe=Float8CurrentScaling(fp8_dpa=True))
+    ),
+}
+
+
+@pytest.mark.parametrize("words", LEFT_OUT)
+def test_what_a_user_asked_for_and_does_not_get_is_a_warning(caplog, words):
+    log_once.cache_clear()
+    LEFT_OUT[words]()
+    assert [
+        (record.levelname, words in record.getMessage()) for record in caplog.records if record.name == "jax_te"
+    ] == [("WARNING", True)]
+
+
+def test_what_megatrons_scripts_set_for_every_recipe_is_no_warning(caplog):
+    log_once.cache_clear()
+    config(fp8="hybrid", fp8_recipe="tensorwise", fp8_amax_history_len=8)
+    assert not caplog.records

@@ -135,12 +135,18 @@ def log_hints(**hints: object) -> None:
     """
     for name, given in hints.items():
         if given:
-            # At level INFO: programs written for Megatron pass these everywhere, and their authors have nothing to
-            # change.
-            log_once(f"{name} tunes CUDA kernels and has no effect in JAX; see docs/parity.md")
+            # Programs written for Megatron pass these everywhere, and their authors have nothing to change.
+            log_once(f"{name} tunes CUDA kernels and has no effect in JAX; see docs/parity.md", logging.INFO)
 
 
 @functools.cache
-def log_once(message: str, level: int = logging.INFO) -> None:
-    """Log a message, once a process."""
+def log_once(message: str, level: int = logging.WARNING) -> None:
+    """Log a message, once a process.
+
+    Args:
+        message: the message.
+        level: WARNING, which Python shows unless a program sets up logging, for what a user asked for and does not get,
+            and for numbers that differ; INFO for what changes no number, and for what the programs of Megatron-Core and
+            Transformer Engine give in every call or for every recipe, and these ignore as well.
+    """
     logging.getLogger("jax_te").log(level, message)

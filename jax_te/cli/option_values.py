@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -95,6 +96,59 @@ def schedule(text: str) -> str:
     return text
 
 
+def layer_pattern(text: str) -> int | str:
+    """Return which layers have experts, as an integer N (every N-th) or a list: an argparse type.
+
+    A list has 1 (experts) or 0 for each layer: ``0,1,1``, or Megatron's expression of lists, sums and repetitions. It
+    becomes ``[0,1,1]``.
+
+    >>> layer_pattern("2"), layer_pattern("0,1,1"), layer_pattern("([0]+[1]*2)*2")
+    (2, '[0,1,1]', '[0,1,1,0,1,1]')
+    """
+    if re.fullmatch(r"\s*[+-]?\d+\s*", text):
+        return number(int, 1)(text)  # type: ignore[return-value]
+    try:
+        if len(text) > _LONGEST_PATTERN or not re.fullmatch(r"[\d\s,+*()\[\]]+", text):
+            raise ValueError(text)
+        entries = _entries(ast.parse(text.strip(), mode="eval").body)
+    # Of texts that are no expression, and of hundreds of parentheses.
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise argparse.ArgumentTypeError(
+            "must be an integer >= 1, or a list with 1 (experts) or 0 for each layer, such as 0,1,1 or [0]+[1]*2, got "
+            f"{brief(text)}"
+        ) from None
+    return f"[{','.join(map(str, entries))}]"
+
+
+def _entries(node: ast.expr) -> list[int]:
+    """Return the entries of an expression of lists of 0 and 1; raise ValueError for any other expression."""
+    found: list[int] | None = None
+    match node:
+        case ast.List(elts=each) | ast.Tuple(elts=each):
+            found = [_integer(entry) for entry in each]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            found = _entries(left) + _entries(right)
+        case ast.BinOp(left=ast.Constant() as times, op=ast.Mult(), right=entries):
+            found = _repeated(_entries(entries), _integer(times))
+        case ast.BinOp(left=entries, op=ast.Mult(), right=times):
+            found = _repeated(_entries(entries), _integer(times))
+    if not found or not set(found) <= {0, 1}:
+        raise ValueError(node)
+    return found
+
+
+def _repeated(entries: list[int], times: int) -> list[int]:
+    if len(entries) * times > _MOST_LAYERS:
+        raise ValueError(times)
+    return entries * times
+
+
+def _integer(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    raise ValueError(node)
+
+
 def architecture(text: str) -> str:
     """Return the name of an architecture of Hugging Face: an argparse type."""
     # Imported only when a name is given: it imports jax, a second that --help does without.
@@ -104,6 +158,10 @@ def architecture(text: str) -> str:
         raise argparse.ArgumentTypeError(f"must be one of {', '.join(ARCHITECTURES)}, got {brief(text)}")
     return text
 
+
+_MOST_LAYERS = 9_999
+_LONGEST_PATTERN = 2 * _MOST_LAYERS + 2
+"""Characters of a list with an entry for each layer."""
 
 # Counts are int32 on devices, and other numbers fp32.
 SIZE, COUNT = Text("N", number(int, 1)), Text("N", number(int, 0))
@@ -116,6 +174,7 @@ FOLDER, PATH = (Text(metavar, matching(".+", "a name")) for metavar in ("DIR", "
 FILE, TEXT = (Text(metavar, str) for metavar in ("FILE", "TEXT"))
 MESH = Text("AXES", matching(r"\w+=.*", "axes like data=2,tensor=4"))
 SCHEDULE = Text("SCHEDULE", schedule)
+LAYER_PATTERN = Text("LAYERS", layer_pattern)
 STEPS = Text("START:STOP", matching(r"[1-9]\d{0,8}:[1-9]\d{0,8}", "two steps like 5:8"))
 PROCESSES = Text("HOW", matching(r"auto|none|[^,\s]+:\d+,\d+,\d+", "auto, none or HOST:PORT,COUNT,NUMBER"))
 MODULE_NAMES = Text("MODULES", matching(r"[^\W\d][\w.]*(,[^\W\d][\w.]*)*", "names of modules like my.module,other"))

@@ -15,6 +15,7 @@ from jax_te.cli.option_values import (
     FILE,
     FLAG,
     FOLDER,
+    LAYER_PATTERN,
     MARGIN,
     MESH,
     MODULE_NAMES,
@@ -170,7 +171,12 @@ class ExpertOptions:
     )
     moe_router_topk: int = option(SIZE, "number of experts of each token", 2)
     moe_ffn_hidden_size: int | None = option(SIZE, "hidden size of an expert", None, shown="--ffn-hidden-size")
-    moe_layer_freq: int = option(SIZE, "distance between layers with experts, of which the first layer is one", 1)
+    moe_layer_freq: int | str = option(
+        LAYER_PATTERN,
+        "layers with experts: every N-th from the first on, or a list with 1 (experts) or 0 for each layer, such as "
+        "0,1,1,1 or [0]+[1]*3",
+        1,
+    )
     moe_router_score_function: str = option(
         literal_names(ExpertsConfig, "moe_router_score_function"), "function of the router's logits", "softmax"
     )

@@ -52,7 +52,7 @@ def pretrained_values(given: dict[str, Any]) -> dict[str, Any]:
     heads, hidden = config.num_attention_heads, config.hidden_size
     experts = {name: getattr(config, *(row.library or (name,))) for name, row in EXPERTS.items()}
     if not isinstance(experts["moe_layer_freq"], int):
-        del experts["moe_layer_freq"]  # a list for each layer, which no option says; the model is built by the folder's
+        experts["moe_layer_freq"] = json.dumps(experts["moe_layer_freq"])
     return {
         "architecture": text,
         "tokenizer": str(folder),

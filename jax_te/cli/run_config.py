@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -93,6 +94,8 @@ class RunConfig(RunOptions):
             fields["recompute_num_layers"] = 1 if self.recompute_num_layers is None else self.recompute_num_layers
         if self.recompute_modules is not None:
             fields["recompute_modules"] = self.recompute_modules.split(",")
+        if isinstance(self.moe_layer_freq, str):
+            fields["moe_layer_freq"] = json.loads(self.moe_layer_freq)
         if self.lora_rank is not None:
             fields["moe_router_bias_update_rate"] = 0.0  # adapters alone are trained
         return fields

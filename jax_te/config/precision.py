@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Literal
 
@@ -101,7 +102,9 @@ class PrecisionConfig:
         if self.fp8 is not None and self.fp8_recipe != "delayed":
             for name, default in _DELAYED_ONLY.items():
                 if getattr(self, name) != default:
-                    log_once(f"{name} is for fp8_recipe 'delayed', and has no effect under {self.fp8_recipe!r}")
+                    log_once(
+                        f"{name} is for fp8_recipe 'delayed', and has no effect under {self.fp8_recipe!r}", logging.INFO
+                    )
         if self.fp8 is not None and self.fp8_recipe == "delayed" and self.first_last_layers_bf16:
             raise ValueError(
                 "first_last_layers_bf16 does not go with fp8_recipe 'delayed', as in Megatron; take another one. Or "

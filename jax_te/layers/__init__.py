@@ -39,6 +39,7 @@ from jax_te.layers.moe.router import (
     Router,
     Routing,
     aux_losses_scaled,
+    has_aux_loss_scale,
     set_aux_loss_scale,
 )
 from jax_te.layers.moe.router_state import LastStep

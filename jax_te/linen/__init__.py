@@ -9,9 +9,19 @@ of a model (``autocast(None)`` for a first or last layer). The state of a recipe
 collection ``_overwrite_with_gradient``, which ``init`` creates under that recipe. Differentiate with respect to this
 collection as well: the gradient of a state is its next value. Flax's ``TrainState``, given the collections ``params``
 and ``_overwrite_with_gradient`` as its ``params``, writes the next values back, and keeps the collection away from the
-optimizer and from clipping; a loop of your own does the same. Models that call a layer twice, or not always, need
-`value_and_grad`. Next states of microbatches are merged by maximum (`jax_te.quantize.merge_quantizers`), never added
-up; a skipped step keeps the old states (`jax_te.quantize.write_back`).
+optimizer and from clipping; a loop of your own does the same. Next states of microbatches are merged by maximum
+(`jax_te.quantize.merge_quantizers`), never added up; a skipped step keeps the old collection.
+
+**Layers that are called twice, or not in every step.** ``jax.value_and_grad`` adds the next states of two calls, and
+gives zeros as those of a layer that is not called, or called with ``deterministic=True``: scales and expert biases
+would be lost, and nothing in the program could tell. Such models need `value_and_grad`, which merges scales by maximum,
+computes an expert bias once from the counts of all calls, and keeps the state of layers that are not called.
+
+**Experts.** The states of routers, such as the expert bias, are in the same collection, also without a recipe. A step
+takes one gradient, since the next bias comes from the counts of all of its tokens: let the loss of several
+microbatches run them, in `value_and_grad`. Losses of routers are in the gradients alone: a loop that scales its loss
+enters `aux_losses_scaled` around ``apply``.
+
 `prepare_quantization` adds state to variables without it, and changes the recipe of a running model.
 
 **Dtypes.** A layer computes in its input's dtype. Use fp32 parameters with bf16 inputs: ``TrainState`` keeps no fp32
@@ -82,6 +92,7 @@ from jax_te.linen.layers import (
     SharedExperts,
     TransformerLayer,
 )
+from jax_te.linen.loss_scale import aux_losses_scaled
 from jax_te.linen.module import LinenModule
 from jax_te.linen.quantization import prepare_quantization, value_and_grad
 from jax_te.linen.sharding import logical_axis_rules
@@ -107,6 +118,7 @@ __all__ = [
     "Router",
     "SharedExperts",
     "TransformerLayer",
+    "aux_losses_scaled",
     "dequantize_model",
     "from_nnx",
     "logical_axis_rules",

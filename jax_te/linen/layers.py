@@ -83,8 +83,8 @@ class LoRA(LinenModule, nnx_class=layers.LoRA, init=False):
 
 class MoE(LinenModule, nnx_class=layers.MoE, init=False):
     """
-    The states of its router are in ``_overwrite_with_gradient``, with their next values as gradients: call the layer
-    once in a loss, and take one gradient a step.
+    The states of its router are in ``_overwrite_with_gradient``, with their next values as gradients: take one gradient
+    a step. `value_and_grad` is needed unless each loss calls the layer once.
 
     >>> from jax_te.config import RouterOptions
     >>> layer, x = MoE(16, 32, RouterOptions(num_experts=4)), jnp.ones((2, 8, 16))

@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import unfreeze
 
 from jax_te._validation import checked
+from jax_te.linen.counting import RulesOfStates, rules_of_states
 from jax_te.linen.variables import CACHED, STATE
 from jax_te.quantize import as_float32, with_max_gradients, write_back
 from jax_te.recipe import Recipe, autocast
@@ -62,10 +64,12 @@ def prepare_quantization(
 def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
     """Differentiate like ``jax.value_and_grad``, and merge the next values of quantizer states by their own rules.
 
-    The gradient of a state is its next value. For a layer that is called twice in one forward pass, ``jax.grad`` adds
-    two next values up; here they are merged by maximum. For a layer that is not called, ``jax.grad`` returns zeros;
-    here the old state. For a model that calls each of its layers once the two agree. Use it inside ``jax.jit``:
-    outside, every call compiles anew.
+    The gradient of a state is its next value, also that of an expert bias or of a router's counts. For a layer that is
+    called twice in one loss, ``jax.grad`` adds two next values up; here scales merge by maximum, and a router's next
+    value is computed once, from the counts of both calls. For a layer that is not called, ``jax.grad`` returns zeros;
+    here the old state, and so for any float state of the collection whose gradient is zero and that no layer here has
+    read. For a model that calls each of its layers once the two agree. Use it inside ``jax.jit``: outside, every call
+    compiles anew.
 
     Args:
         loss_fn: ``(params, ...) -> [ ]``; ``params`` has the collections ``params`` and ``_overwrite_with_gradient``,
@@ -74,6 +78,10 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
 
     Returns:
         A function of the same arguments that returns the value, and the gradients with respect to the first argument.
+
+    Raises:
+        ValueError: when called, for a loss that applies parts of a model whose routers have different rules under the
+            same names, or renames a router's states.
 
     >>> from jax_te.linen import Linear
     >>> from jax_te.recipe import DelayedScaling, autocast
@@ -93,10 +101,10 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
 
         @jax.jit  # a concrete array cannot have that dtype
         def merged(params: Mapping[str, Any]) -> Any:
-            states = params[STATE]
-            value, grads = plain({**params, STATE: _map_states(with_max_gradients, states)}, *args, **kwargs)
-            after = _map_states(lambda old, new: write_back(old, as_float32(new)), states, grads[STATE])
-            return value, {**grads, STATE: after}
+            states, rules = params[STATE], RulesOfStates()
+            with rules_of_states(rules):
+                value, grads = plain({**params, STATE: _map_states(with_max_gradients, states)}, *args, **kwargs)
+            return value, {**grads, STATE: _next_states(rules, states, grads[STATE])}
 
         return merged(params) if STATE in params else plain(params, *args, **kwargs)
 
@@ -110,6 +118,24 @@ def _is_state(node: Any) -> bool:
 
 def _is_amax_state(node: Any) -> bool:
     return isinstance(node, dict) and node.keys() == {"scale", "amax_history"}
+
+
+def _next_states(rules: RulesOfStates, old: Any, gradient: Any) -> Any:
+    """Return the next values of the states of the collection."""
+
+    def advanced(path: Any, old: Any, new: Any) -> Any:
+        if _is_state(old):
+            return write_back(old, as_float32(new))
+        rule = rules.of(tuple(jax.tree_util.keystr((entry,), simple=True) for entry in path))
+        if rule is not None:
+            return rule.advance(old, new)
+        # Not of a layer that ran here: a router's that was not called, or another package's.
+        is_float = jnp.issubdtype(new.dtype, jnp.floating)
+        return jnp.where(jnp.any(new != 0.0), new, old) if is_float else new
+
+    after = jax.tree_util.tree_map_with_path(advanced, old, gradient, is_leaf=_is_state)
+    rules.check_all_were_asked_for()
+    return after
 
 
 def _map_states(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:

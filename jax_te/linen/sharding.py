@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import jax
@@ -55,8 +54,7 @@ def unbox(variables: Any) -> Any:
         log_once(
             f"Flax's logical_axis_rules do not name {', '.join(missing)}, so that nn.logical_to_mesh_sharding leaves "
             "kernels of jax_te.linen whole on every device; give it jax_te.linen.logical_axis_rules(mesh), which has "
-            "both",
-            logging.WARNING,
+            "both"
         )
     # Under Flax's rules alone it would make whole what they do not name.
     with nn.logical_axis_rules(both):

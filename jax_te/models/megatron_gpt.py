@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
@@ -220,17 +221,19 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             ValueError: for an argument that must be None; for a stage without its input; see also `GPTModel`.
             TypeError: for an argument that Megatron does not have.
         """
-        # Megatron-LM's training programs give both in every call, and weight the losses afterwards.
+        # A warning, because a mask may hide more than a causal one does, such as padding.
         if attention_mask is not None:
             log_once(
                 "attention_mask has no effect on a MegatronGPTModel, whose layers are causal; padding is hidden by "
                 "weights of the loss"
             )
+        # Megatron-LM's training programs give it in every call, and weight the losses afterwards.
         loss_mask = others.pop("loss_mask", None)
         if loss_mask is not None:
             log_once(
                 "loss_mask has no effect on the losses of a MegatronGPTModel, as in Megatron, but for those of "
-                "multi-token prediction: multiply them by it, or call loss(input_ids, labels, loss_mask)"
+                "multi-token prediction: multiply them by it, or call loss(input_ids, labels, loss_mask)",
+                logging.INFO,
             )
         _check_fixed(**others)
         if not self._is_whole:

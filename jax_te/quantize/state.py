@@ -218,9 +218,19 @@ def merge_quantizers(stacked: PyTree) -> PyTree:
 
     Args:
         stacked: gradients of states of microbatches, loop iterations or pipeline stages, stacked: leaves ``[m, ...]``;
-            Variables if some count.
+            Variables if some count. Linen's collections have none: there `jax_te.linen.value_and_grad` merges.
+
+    Raises:
+        TypeError: for a bare array that is no scale or amax history: it may be a count, of which there is no maximum.
     """
     check_leaves("stacked", stacked)
+    for node in jax.tree.leaves(stacked, is_leaf=lambda node: _is_amax_state(node) or isinstance(node, nnx.Variable)):
+        if not (_is_amax_state(node) or isinstance(node, nnx.Variable)):
+            raise TypeError(
+                "stacked must be states of quantizers, dicts of scale and amax_history, or Variables, whose metadata "
+                f"say what counts, got {brief(node)}; for a Linen model with experts let one loss in "
+                "jax_te.linen.value_and_grad run all microbatches"
+            )
     for leaf in jax.tree.leaves(stacked):
         check_axes("a leaf of stacked", leaf)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -102,8 +101,7 @@ def _warn_if_misspelt(name: str) -> None:
     if alike:
         log_once(
             f"RecomputePolicy: {name!r} is none of this package's names; most alike: {', '.join(alike)}. A name that "
-            "no array has selects nothing",
-            logging.WARNING,
+            "no array has selects nothing"
         )
 
 

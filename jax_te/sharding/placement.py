@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -135,8 +134,7 @@ def log_whole_parameters(params: PyTree, mesh: Mesh | AbstractMesh) -> None:
             f"{len(found)} of {len(variables)} parameters are whole on every device, and no rule splits them, though "
             f"the mesh could: {'; '.join(map(str, found[:12]))}{more}. To split one, name its axes, "
             "nnx.Param(value, logical_axes=('fsdp', 'ffn')) or Flax's out_sharding, and say over which mesh axes: "
-            f"use_rules(ShardingRules(ffn=({large[-1]!r},))) or Flax's logical_axis_rules([('ffn', {large[-1]!r})])",
-            logging.WARNING,
+            f"use_rules(ShardingRules(ffn=({large[-1]!r},))) or Flax's logical_axis_rules([('ffn', {large[-1]!r})])"
         )
 
 

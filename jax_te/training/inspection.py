@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from jax_te._validation import check_positive, checked
-from jax_te.layers import name_modules, natural_order, prepare_quantization, quantizable_modules
+from jax_te.layers import aux_losses_scaled, name_modules, natural_order, prepare_quantization, quantizable_modules
 from jax_te.quantize import ROLES, STATISTICS, Observer, QuantizedKernel, observe_quantization, with_max_gradients
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe, autocast
 from jax_te.sharding import constrain
@@ -244,7 +244,8 @@ def _probe(loss_fn: LossFn) -> Callable[..., Array]:
             name_modules(model)
             if key is None:
                 model.set_attributes(without_dropout=True, raise_if_not_found=False)
-            return mean_loss(loss_fn(model, batch, key)) * loss_scale
+            with aux_losses_scaled(model, loss_scale):
+                return mean_loss(loss_fn(model, batch, key)) * loss_scale
 
         # allow_int: the dtype of with_max_gradients is not an ordinary float. XLA drops the
         # gradients, which are not returned, but not the callbacks that record tensors of the backward pass.

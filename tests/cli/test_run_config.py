@@ -70,6 +70,12 @@ def test_every_preset_is_valid_under_every_recipe(name, recipe):
             {"num_experts": 4, "moe_ffn_hidden_size": 40, "recipe": "current"},
             r"--moe-ffn-hidden-size 40 is not divisible by 16, .* the next multiple is 48",
         ),
+        ({"num_experts": 4, "moe_layer_freq": "0,1"}, r"for each of 4 layers, .* \(set by .*--moe-layer-freq"),
+        *(
+            ({"num_experts": 4, "moe_layer_freq": text}, r"--moe-layer-freq must be .* 0 for each layer, such as")
+            for text in ("[2]", "[]", "[0]*0+[1", "[1]*99999", "print(1)", "[1]-[0]", "1+1", "[[1]]", "(" * 999, "")
+        ),
+        ({"num_experts": 4, "moe_layer_freq": 0}, r"--moe-layer-freq must be an integer >= 1, got 0"),
         ({"pipeline": "gpipe"}, r"--pipeline gpipe is for pipeline ranks, and --mesh \(none\) has one"),
         ({"mesh": "pipeline=2", "microbatches": 2, "pipeline": "2f2b"}, r"--pipeline schedule must be one of .*1f1b"),
         ({"mesh_axis_type": "explicit"}, r"--mesh-axis-type explicit is for the axes of a --mesh"),
@@ -146,6 +152,15 @@ def test_every_preset_is_valid_under_every_recipe(name, recipe):
 def test_bad_values_are_refused_with_the_option_and_the_remedy(changes, message):
     with pytest.raises(ValueError, match=message):
         config(**changes)
+
+
+@pytest.mark.parametrize("text", ["0,1,0,1", "[0, 1, 0, 1]", "([0]+[1])*2", "2*[0,1]", "[0]+[1]*1+([0]+[1])"])
+def test_layers_with_experts_are_listed_as_in_megatron(text, tmp_path):
+    listed = config(num_experts=4, moe_layer_freq=text)
+    assert listed.moe_layer_freq == "[0,1,0,1]"
+    assert [listed.transformer_config().has_experts(layer) for layer in range(4)] == [False, True, False, True]
+    write_config(listed, tmp_path)
+    assert read_config(tmp_path) == listed
 
 
 def test_recipes_have_the_fields_given():

@@ -518,6 +518,7 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     ),
     "layers.scaled_normal_init": lambda f: Call(layers.scaled_normal_init, {"std": 0.1, "num_layers": 1}),
     "linen.LinenModule.nnx_module": lambda f: Call(linen.Linear(16, 16).nnx_module, {"rngs": nnx.Rngs(0)}),
+    "linen.aux_losses_scaled": lambda f: Call(linen.aux_losses_scaled, {"scale": 2.0}),
     "linen.dequantize_model": lambda f: Call(linen.dequantize_model, {"model": linen.quantize_model(LinenDense(), X)}),
     "linen.from_nnx": lambda f: Call(linen.from_nnx, {"module": linear()}),
     "linen.logical_axis_rules": lambda f: Call(

@@ -1,6 +1,7 @@
 """State of routers over steps: microbatches, skipped steps, loops, own loops, loss scales, checkpoints."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -12,10 +13,11 @@ from flax import nnx
 
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.config import ParallelConfig, RecomputeConfig, RouterOptions
-from jax_te.layers import MoE, Router, expert_metrics
+from jax_te.layers import Linear, MoE, Router, expert_metrics, set_aux_loss_scale
 from jax_te.layers.moe.router_state import ExpertBias
 from jax_te.models import StackInput, run_layers
 from jax_te.quantize import Counting, QuantizerState, merge_quantizers, write_back
+from jax_te.recipe import Float8CurrentScaling, autocast
 from jax_te.sharding import make_mesh
 from jax_te.training import (
     ConstantLossScale,
@@ -23,6 +25,7 @@ from jax_te.training import (
     Optimizer,
     PipelinedLoss,
     create_train_state,
+    inspect_precision,
     make_eval_step,
     make_train_step,
     value_and_grad,
@@ -40,9 +43,11 @@ def loss_fn(model, batch, key):
     return jnp.mean((model(batch) - batch) ** 2)
 
 
-def state_of(options, tx=None, *, scaler=None, **layer):
+def state_of(options, tx=None, *, scaler=None, factor=None, **layer):
     def build(rngs):
-        return MoE(H, F, RouterOptions(num_experts=E, **options), rngs=rngs, **layer)
+        model = MoE(H, F, RouterOptions(num_experts=E, **options), rngs=rngs, **layer)
+        set_aux_loss_scale(model, factor)
+        return model
 
     return create_train_state(build, optax.sgd(0.1) if tx is None else tx, key=jax.random.key(0), scaler=scaler)
 
@@ -177,6 +182,46 @@ def test_losses_are_scaled_as_the_models_loss(scaler):
     want_loss, want = value_and_grad(lambda model: loss_fn(model, X, None))(model)
     np.testing.assert_allclose(loss, want_loss)
     np.testing.assert_allclose(grads.router.kernel[...], want.router.kernel[...], rtol=1e-5, atol=1e-7)
+
+
+def test_a_factor_of_losses_is_multiplied_by_the_loss_scale():
+    """A factor that ``loss_fn`` has on top of the scaler's, also if it changes it itself."""
+    router = Router(H, RouterOptions(num_experts=E, aux_loss_coeff=0.5), rngs=nnx.Rngs(0))
+
+    @functools.partial(nnx.jit, static_argnames=("scaler", "inside"))
+    def gradient(router, factor, scaler, inside):
+        set_aux_loss_scale(router, 1.0 if inside else factor)
+
+        def loss_fn(router):
+            if inside:
+                set_aux_loss_scale(router, factor)
+            return factor * jnp.mean(router(X).probs ** 2)
+
+        return value_and_grad(loss_fn, scaler=scaler)(router)[1].kernel[...]
+
+    plain = gradient(router, jnp.float32(1.0), ConstantLossScale(), inside=False)
+    for inside in (False, True):
+        found = gradient(nnx.clone(router), jnp.float32(3.0), ConstantLossScale(scale=8.0), inside=inside)
+        np.testing.assert_allclose(found, 3.0 * plain, rtol=1e-5, atol=1e-7)
+
+
+def test_inspection_scales_the_losses_of_routers():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.first = Linear(H, H, rngs=rngs)
+            self.router = Router(H, RouterOptions(num_experts=E, aux_loss_coeff=0.5), rngs=rngs)
+
+        def __call__(self, x):
+            return self.router(self.first(x)).probs
+
+    model = Model(nnx.Rngs(0))
+    with autocast(Float8CurrentScaling()):
+        one, scaled = (
+            inspect_precision(model, lambda model, x, key: jnp.mean(model(x) ** 2), X, loss_scale=scale)
+            for scale in (1.0, 4.0)
+        )
+    amaxes = [[tensor.amax for tensor in found if tensor.role == "grad"] for found in (one, scaled)]
+    np.testing.assert_allclose(amaxes[1], 4.0 * np.asarray(amaxes[0]), rtol=1e-5)
 
 
 @pytest.mark.costly("False")
@@ -411,4 +456,7 @@ def test_what_a_pipeline_cannot_count_is_refused():
     with jax.set_mesh(make_mesh(ParallelConfig(pipeline=2))):
         state = state_of(GLOBAL)
         with pytest.raises(ValueError, match="reads the counts of a step's earlier microbatches"):
+            make_train_step(loss, optax.sgd(0.1), microbatches=2)(state, X)
+        state = state_of({"aux_loss_coeff": 0.5}, factor=2.0)
+        with pytest.raises(ValueError, match=r"call set_aux_loss_scale\(model, None\)"):
             make_train_step(loss, optax.sgd(0.1), microbatches=2)(state, X)

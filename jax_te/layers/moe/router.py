@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -112,7 +113,9 @@ class Router(TrainingMode):
         self.counts_so_far = _state(e + 1, CountsSoFar()) if "global_aux_loss" in options.losses else None
         self.counts_overflow = counts_overflow
         self.last_step = _state(e + len(self.metric_names), LastStep())
+        # The caller's factor, and within a derivative that of the loss scaler, see `set_aux_loss_scale`.
         self.loss_scale: Any = nnx.data(None)
+        self.scaler_scale: Any = nnx.data(None)
         self.frozen = False
 
     @property
@@ -314,8 +317,8 @@ class Router(TrainingMode):
         terms = [coefficients[name] * loss for name, loss in found.items() if coefficients[name]]
         if not terms:
             return probs
-        scale = 1.0 if self.loss_scale is None else self.loss_scale.get_value()
-        return losses.in_gradients(probs, sum(terms[1:], terms[0]), scale)
+        factors = [factor.get_value() for factor in (self.loss_scale, self.scaler_scale) if factor is not None]
+        return losses.in_gradients(probs, sum(terms[1:], terms[0]), math.prod(factors, start=1.0))
 
     def _counted_in(
         self,
@@ -365,9 +368,13 @@ def _state(size: int, rule: Any) -> QuantizerState:
 
 @checked
 def set_aux_loss_scale(model: nnx.Module, scale: Array | float | None) -> None:
-    """Set the factor by which the loss is scaled while it is differentiated, for the routers' losses, too.
+    """Set the factor of the routers' losses: that by which a loss function multiplies the model's loss.
 
-    `jax_te.training` calls it itself. Call it in your own training loop if that scales the loss.
+    A loop of your own that differentiates ``factor * loss``, for a loss scale or the mean over microbatches, sets this
+    ``factor`` before that. It is a Variable of the model, and so an argument of a function that ``nnx.jit`` compiled,
+    which takes another value without tracing again. `jax_te.training.make_train_step`, also on a
+    pipeline, and `jax_te.training.value_and_grad` multiply by their scaler's scale, and take means over microbatches,
+    by themselves: there it is the factor that ``loss_fn`` has on top of these.
 
     Args:
         model: changed in place.
@@ -381,10 +388,22 @@ def set_aux_loss_scale(model: nnx.Module, scale: Array | float | None) -> None:
     1024.0
     """
     for router in routers_of(model).values():
-        # Routers that nnx.vmap stacked have one each, which a loop over the stack takes apart.
-        stack = router.last_step.get_value().shape[:-1]
-        value = None if scale is None else AuxLossScale(jnp.broadcast_to(jnp.asarray(scale, jnp.float32), stack))
-        router.loss_scale = nnx.data(value)
+        router.loss_scale = nnx.data(_scale_of(router, scale))
+
+
+def has_aux_loss_scale(model: nnx.Module) -> bool:
+    """Return whether `set_aux_loss_scale` gave a factor to a router of a model.
+
+    >>> has_aux_loss_scale(Router(16, RouterOptions(num_experts=8), rngs=nnx.Rngs(0)))
+    False
+    """
+    return any(router.loss_scale is not None for router in routers_of(model).values())
+
+
+def _scale_of(router: Router, scale: Array | float | None) -> AuxLossScale | None:
+    # Routers that nnx.vmap stacked have one each, which a loop over the stack takes apart.
+    stack = router.last_step.get_value().shape[:-1]
+    return None if scale is None else AuxLossScale(jnp.broadcast_to(jnp.asarray(scale, jnp.float32), stack))
 
 
 def routers_of(model: nnx.Module) -> dict[str, Router]:
@@ -399,20 +418,23 @@ def routers_of(model: nnx.Module) -> dict[str, Router]:
 
 @contextlib.contextmanager
 def aux_losses_scaled(model: nnx.Module, scale: Array | float) -> Iterator[None]:
-    """Yield with the losses of a model's routers scaled, unless they are scaled by 1.
+    """Yield with the losses of a model's routers scaled as a loss scaler scales its loss, unless that is by 1.
+
+    The factor of `set_aux_loss_scale` stays, and both are multiplied.
 
     >>> router = Router(16, RouterOptions(num_experts=8), rngs=nnx.Rngs(0))
     >>> with aux_losses_scaled(router, 2.0):
-    ...     float(router.loss_scale.get_value())
+    ...     float(router.scaler_scale.get_value())
     2.0
     """
     if isinstance(scale, float) and scale == 1.0:
         yield
         return
-    before = [(router, router.loss_scale) for router in routers_of(model).values()]
-    set_aux_loss_scale(model, scale)
+    before = [(router, router.scaler_scale) for router in routers_of(model).values()]
+    for router, _ in before:
+        router.scaler_scale = nnx.data(_scale_of(router, scale))
     try:
         yield
     finally:
         for router, scale_before in before:
-            router.loss_scale = nnx.data(scale_before)
+            router.scaler_scale = nnx.data(scale_before)

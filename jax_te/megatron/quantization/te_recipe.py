@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -175,9 +176,12 @@ class TEQuantizationRecipe:
         custom = "custom" in (fp8, fp4)
         # Files name these two for every recipe; Megatron reads one only for delayed scaling, the other for FP8.
         if self.tp_only_amax_red:
-            log_once("tp_only_amax_red is for delayed scaling, which no layer has of its own, and has no effect")
+            log_once(
+                "tp_only_amax_red is for delayed scaling, which no layer has of its own, and has no effect",
+                logging.INFO,
+            )
         if self.fp8_format != "e4m3" and (custom or fp8 is None):
-            log_once(f"fp8_format {brief(self.fp8_format)} has no effect where no FP8 recipe reads it")
+            log_once(f"fp8_format {brief(self.fp8_format)} has no effect where no FP8 recipe reads it", logging.INFO)
         idle = {
             "custom_recipe_factory": (self.custom_recipe_factory is not None and not custom, "no recipe is 'custom'"),
             "fp8_param": (self.fp8_param and fp8 is None, "there is no FP8 recipe"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -137,7 +138,8 @@ def cut_model(
         log_once(
             f"pipeline: stages differ in their layers, so each computes {runs.shape[1]} in the place of at most "
             f"{max(sizes)} of its own, and leaves out what is another's; choose first_layers and last_layers so that "
-            "stages are alike, if they can be"
+            "stages are alike, if they can be",
+            logging.INFO,  # it takes time, and changes no number
         )
     # Chunks follow each other over all stages, and then over the stages' next chunks.
     numbers, runs = (table.reshape(chunks, stages, -1).swapaxes(0, 1) for table in (numbers, runs))

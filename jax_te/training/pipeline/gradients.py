@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jax_te.config import PipelineConfig
+from jax_te.layers import has_aux_loss_scale
 from jax_te.models import StackOptions
 from jax_te.quantize import counts_within_step, has_counts, merge_quantizers
 from jax_te.sharding import auto_region, current_mesh, leaves_with_axes, use_rules
@@ -128,6 +129,7 @@ def _manual_axes() -> set[str]:
 
 def _check(state: TrainState, config: PipelineConfig) -> None:
     """Raise ValueError for a state, or a schedule on the mesh in use, that a pipeline does not support."""
+    _check_aux_loss_scale(state.model)
     if jax.tree.leaves(state.rest):
         names = ", ".join("/".join(map(str, path)) for path, _ in nnx.to_flat_state(state.rest))
         raise ValueError(
@@ -155,6 +157,16 @@ def _check(state: TrainState, config: PipelineConfig) -> None:
         )
 
 
+def _check_aux_loss_scale(model: nnx.Module) -> None:
+    """Raise ValueError for a factor of routers' losses, of which the stages' layers do not know."""
+    if has_aux_loss_scale(model):
+        raise ValueError(
+            "set_aux_loss_scale gave the model's routers a factor, and a pipeline's stages multiply their losses by "
+            "the loss scale alone, by themselves: call set_aux_loss_scale(model, None), and multiply the losses' "
+            "coefficients (aux_loss_coeff, z_loss_coeff) in its place, or take a mesh without a pipeline axis"
+        )
+
+
 def _look(
     loss: PipelinedLoss, state: TrainState, batch: PyTree, key: Array, cut: Cut
 ) -> tuple[StackArrays, StackOptions, bool]:
@@ -174,6 +186,7 @@ def _look(
         stack = loss.embed_inputs(model, batch, key)
         value = loss.compute_loss(model, stack.x, batch, key)
         found = stack.options, isinstance(value, WeightedMean)
+        _check_aux_loss_scale(model)  # that the parts may have set, of this copy alone
         inputs = arrays_of(stack)
         return inputs, without_gradient((inputs, mean_loss(value)), _READS_LAYERS)
 

@@ -224,7 +224,7 @@ def test_the_scale_of_losses_is_restored_behind_an_error():
     router = make()
     with pytest.raises(RuntimeError, match="inside"), aux_losses_scaled(router, 2.0):
         raise RuntimeError("inside")
-    assert router.loss_scale is None
+    assert router.scaler_scale is None
 
 
 def test_a_choice_that_is_given():
