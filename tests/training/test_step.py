@@ -22,6 +22,7 @@ from jax_te.training import (
     make_eval_step,
     make_train_step,
 )
+from jax_te.training import step as step_module
 from tests.support.meshes import use_mesh
 from tests.support.toy import Toy, assert_same, loss_fn, make_batch, values
 
@@ -343,6 +344,12 @@ def test_bad_batches_are_refused():
         state = new_state(optax.sgd(0.1))
         with pytest.raises(ValueError, match=r"data\*fsdp = 4; make the batch a multiple of 8"):
             make_train_step(loss_fn, optax.sgd(0.1), microbatches=2)(state, make_batch(0, 12))
+
+
+def test_metrics_of_layers_do_not_take_the_names_of_the_steps_own(monkeypatch):
+    monkeypatch.setattr(step_module, "step_metrics", lambda model: {"loss": jnp.zeros(())})
+    with pytest.raises(ValueError, match="two metrics of a train step have the name 'loss'"):
+        make_train_step(loss_fn, optax.sgd(0.1))(new_state(optax.sgd(0.1)), make_batch(0))
 
 
 def test_whether_gradients_are_finite_is_computed_once():
