@@ -29,7 +29,7 @@ from jax_te.checkpoint.heartbeats import Heartbeats, shortened
 from jax_te.checkpoint.host import free, host_copies
 from jax_te.checkpoint.read import DamagedError, chain, gather_texts, quiet_orbax, read_back
 from jax_te.checkpoint.restore import Target, load
-from jax_te.checkpoint.tree import FORMAT, PARAMETERS, array_leaves, check_named, named_leaves, records
+from jax_te.checkpoint.tree import FORMAT, PARAMETERS, Name, array_leaves, check_named, named_leaves, records
 from jax_te.checkpoint.write import call_orbax, in_thread, kept_by, new_writer, size_of_save
 from jax_te.typing import PyTree
 

@@ -25,7 +25,7 @@ from jax_te.cli.processes import SharedSignal, agreed, check_same, is_first, joi
 from jax_te.cli.resolve import output_folder, resolve
 from jax_te.cli.run_checks import check_mesh_of_processes, check_precision, check_te_on_mesh, explain_backends
 from jax_te.cli.run_config import RunConfig
-from jax_te.cli.run_files import CHECKPOINT_FOLDER, LOCK_FILE, refuse_links, write_config
+from jax_te.cli.run_files import CHECKPOINT_FOLDER, LOCK_FILE, PROFILE_FOLDER, refuse_links, write_config
 from jax_te.cli.run_recipe import RECIPE_FIELDS
 from jax_te.cli.run_text import keep_tokenizer, run_text, run_tokenizer, unit
 from jax_te.cli.sample import continue_text
@@ -60,7 +60,6 @@ from jax_te.typing import PyTree
 
 PROMPT = "def "
 SAMPLE_LENGTH = 300
-PROFILE_FOLDER = "profile"
 
 
 def run(options: GivenOptions) -> int:
