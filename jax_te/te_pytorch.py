@@ -12,6 +12,7 @@ state trackers.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Annotated, Any
@@ -19,7 +20,7 @@ from typing import Annotated, Any
 from flax import nnx
 
 from jax_te import layers
-from jax_te._validation import checked, log_hints
+from jax_te._validation import checked, log_hints, log_once
 from jax_te.layers import Fp8Padding, Fp8Unpadding, KVCache, Rotary, WindowKVCache
 from jax_te.megatron import te_checkpoint
 from jax_te.ops import BiasType, MaskType, RowGroups, Window
@@ -130,8 +131,10 @@ def checkpoint(
     """Return ``function(*args, **kwargs)``, which backward recomputes; see `jax_te.megatron.te_checkpoint`.
 
     As in Transformer Engine, the options may stand in front of the function's arguments:
-    ``checkpoint(function, False, get_cuda_rng_tracker, None, x)``. They are read so if three or more arguments are
-    given, of which the first is a bool, the second None or a function and the third None or a name.
+    ``checkpoint(function, False, get_cuda_rng_tracker, None, x)``. They are read so, which is logged once, if the first
+    argument is a bool, the second None or a function and the third None or a name, and the function does not take them.
+    A function that takes the arguments with and without these three, such as one of ``*args``, is refused: give the
+    options as keywords, or the function's own first arguments by ``functools.partial``.
 
     Args:
         function: function of arrays and pytrees of arrays, or a module.
@@ -141,7 +144,9 @@ def checkpoint(
         use_reentrant: option without effect: it chooses among PyTorch's implementations.
 
     Raises:
-        TypeError, ValueError, RuntimeError: see `jax_te.megatron.te_checkpoint`.
+        TypeError: for three arguments that may be options or the function's own; for options both in front and as
+            keywords; see also `jax_te.megatron.te_checkpoint`.
+        ValueError, RuntimeError: see `jax_te.megatron.te_checkpoint`.
 
     Source: ``transformer_engine.pytorch.checkpoint``.
 
@@ -151,11 +156,56 @@ def checkpoint(
     """
     log_hints(use_reentrant=not use_reentrant)
     options: tuple[Any, ...] = (distribute_saved_activations, get_rng_state_tracker or get_cuda_rng_tracker, tp_group)
-    # A function whose own first arguments match this pattern needs the options, or its own arguments, as keywords.
-    flag, tracker, group = (*args, *(options,) * 3)[:3]
-    if isinstance(flag, bool) and (tracker is None or callable(tracker)) and (group is None or isinstance(group, str)):
+    if _options_in_front(function, args, kwargs):
+        if options != (False, None, None):
+            raise TypeError(
+                f"checkpoint has options in front of the function's arguments, {args[:3]!r}, and as keywords, too; "
+                "give them once"
+            )
+        log_once(
+            "checkpoint(function, flag, tracker, group, ...) has the options of Transformer Engine in front of the "
+            "function's arguments; as keywords they are distribute_saved_activations, get_rng_state_tracker and "
+            "tp_group"
+        )
         options, args = args[:3], args[3:]
     return te_checkpoint(function, *options, *args, **kwargs)
+
+
+def _options_in_front(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether the first three arguments are options of `checkpoint`, and not the function's own.
+
+    Raises:
+        TypeError: if they may be either.
+    """
+    if len(args) < 3:
+        return False
+    flag, tracker, group = args[:3]
+    are_alike = isinstance(flag, bool) and (tracker is None or callable(tracker))
+    if not are_alike or not (group is None or isinstance(group, str)):
+        return False
+    takes_all, takes_rest = _takes(function, args, kwargs), _takes(function, args[3:], kwargs)
+    if takes_all and takes_rest:
+        raise TypeError(
+            f"checkpoint cannot tell whether {args[:3]!r} are its options or arguments of the function, which takes "
+            "the others with and without them: give the options as keywords (distribute_saved_activations, "
+            "get_rng_state_tracker, tp_group), or the function's first arguments by functools.partial(function, ...)"
+        )
+    return not takes_all
+
+
+def _takes(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a function's signature has a place for each of these arguments."""
+    # A module's own arguments are those of its forward, where __call__ hands on whatever it is given.
+    called = getattr(function, "forward", function)
+    try:
+        signature = inspect.signature(called)
+    except (TypeError, ValueError):  # such as functions of other languages have none
+        return True
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
 
 
 @checked

@@ -1,6 +1,7 @@
 """The package's layout as docs/design.md states it: import direction, optional packages, public names."""
 
 import ast
+import fnmatch
 import functools
 import importlib
 import re
@@ -11,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "jax_te"
 FILES = sorted(PACKAGE.rglob("*.py"))
+TOP = ("jax_te", "tests", "docs", "examples", ".ci")
 
 
 def rows() -> dict[str, int]:
@@ -233,6 +235,26 @@ def test_pages_have_short_lines(path):
     lines = enumerate(path.read_text().splitlines(), 1)
     long = [number for number, line in lines if len(line) > 120 and not line.startswith(exempt)]
     assert not long, f"{name_of(path)} has more than 120 columns in lines {long}"
+
+
+def braces(path: str) -> list[str]:
+    """The paths that a shell makes of one with braces."""
+    found = re.match(r"(.*?)\{(.*?)\}(.*)", path)
+    return (
+        [path] if found is None else [one for part in found[2].split(",") for one in braces(found[1] + part + found[3])]
+    )
+
+
+def test_paths_in_pages_exist():
+    """A page may leave out the folders in front that its reader knows: `jax_te/`, or those in a table's heading."""
+    there = [f"/{path.relative_to(ROOT)}" for top in TOP for path in (ROOT / top).rglob("*")]
+    # What begins with one of our folders, and Python files in any folder; those of parity*.md have a test of their own.
+    path = re.compile(rf"`((?:{'|'.join(map(re.escape, TOP))})/[^`\s:]+|[^`\s]+/[^`\s]+\.py)(?=[`:])")
+    missing = {}
+    for page in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
+        named = [one for found in path.findall(page.read_text()) if "NAME" not in found for one in braces(found)]
+        missing |= {one: page.name for one in named if not fnmatch.filter(there, f"*/{one.rstrip('/')}")}
+    assert not missing
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path.name == "__init__.py"], ids=name_of)

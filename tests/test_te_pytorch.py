@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from flax import nnx
 
 from jax_te import layers, te_pytorch
+from jax_te._validation import log_once
 from jax_te.layers.attention.kv_cache import init_kv_cache
 from jax_te.random import RNGStatesTracker
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, current_recipe
@@ -77,6 +79,28 @@ def test_checkpoint_takes_its_options_in_front_or_as_keywords(options: Any, name
 def test_a_function_may_take_a_flag_first():
     """Two arguments behind the function cannot be the three options."""
     assert te_pytorch.checkpoint(lambda flag, x: x if flag else -x, True, jnp.ones(())).item() == 1.0
+
+
+def test_a_functions_own_arguments_may_look_like_options(caplog: pytest.LogCaptureFixture):
+    def own(flag: bool, other: Any, name: Any, x: jax.Array) -> jax.Array:
+        return x if flag else -x
+
+    def of_any(*args: Any) -> jax.Array:
+        return args[-1] * len(args)
+
+    x = jnp.ones(())
+    assert te_pytorch.checkpoint(own, True, None, None, x).item() == 1.0
+    with pytest.raises(TypeError, match=r"cannot tell whether \(True, None, None\) are its options or arguments"):
+        te_pytorch.checkpoint(of_any, True, None, None, x)
+    assert te_pytorch.checkpoint(of_any, x, distribute_saved_activations=False).item() == 1.0
+    assert te_pytorch.checkpoint(functools.partial(of_any, True, None, None), x).item() == 4.0
+    with pytest.raises(TypeError, match=r"in front of the function's arguments, .*, and as keywords, too"):
+        te_pytorch.checkpoint(jnp.sin, False, None, None, x, get_rng_state_tracker=RNGStatesTracker)
+    log_once.cache_clear()
+    with caplog.at_level("INFO", logger="jax_te"):
+        te_pytorch.checkpoint(jnp.sin, False, None, None, x)
+        te_pytorch.checkpoint(jnp.sin, x)
+    assert [record.getMessage().split("(")[0] for record in caplog.records] == ["checkpoint"]
 
 
 @pytest.mark.parametrize("name", ["get_cuda_rng_tracker", "get_rng_state_tracker", ""])

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tensorstore
 from orbax.checkpoint import v1 as ocp
@@ -28,7 +29,7 @@ from jax_te.checkpoint.heartbeats import Heartbeats, shortened
 from jax_te.checkpoint.host import free, host_copies
 from jax_te.checkpoint.read import DamagedError, chain, gather_texts, quiet_orbax, read_back
 from jax_te.checkpoint.restore import Target, load
-from jax_te.checkpoint.tree import FORMAT, PARAMETERS, array_leaves, check_named, named_leaves, records
+from jax_te.checkpoint.tree import FORMAT, PARAMETERS, Name, array_leaves, check_named, named_leaves, records
 from jax_te.checkpoint.write import call_orbax, in_thread, kept_by, new_writer, size_of_save
 from jax_te.typing import PyTree
 
@@ -158,18 +159,20 @@ class TrainCheckpointer:
         if step in self._steps():
             raise ValueError(f"step {step} is already saved in {self._directory}")
         arrays = array_leaves(state)
+        leaves = named_leaves(state)
+        # Before the writer is opened, which makes the folder, removes remains and renames damaged checkpoints: a
+        # refused save has changed nothing.
+        _check_storable(leaves)
         several = jax.process_count() > 1
         with contextlib.ExitStack() as quiet:
             # The log is filtered until everything is written, because Orbax writes, and logs, in its own threads.
             logged = quiet.enter_context(quiet_orbax())
             with self._explained(step):
                 writer = self._opened_together(step, logged) if several else self._open_writer()
-            # Before other work on each leaf, which the host does while devices copy.
+            # Before records and checksums of each leaf, which the host computes while devices copy.
             copies = self._copies(arrays)
             try:
-                leaves = named_leaves(state)
                 body = {"format": FORMAT, "step": step, "data": data, "arrays": records(leaves)}
-                _check_storable(body["arrays"])
                 missing = any(copy is None for copy in copies)
                 pairs = zip(leaves.items(), copies, strict=True)
                 stored = {name: leaf if copy is None else copy for (name, leaf), copy in pairs}
@@ -546,14 +549,23 @@ def _check_step(step: Any) -> int:
     return int(step)
 
 
-def _check_storable(arrays: dict[str, list[Any]]) -> None:
-    for name, (dtype, shape) in arrays.items():
-        try:
-            tensorstore.dtype(dtype)
-        except ValueError:
-            raise TypeError(f"{name} has dtype {dtype}, which Orbax cannot store; convert it to another one") from None
-        if 0 in shape:
-            raise TypeError(f"{name} has shape {tuple(shape)}, and Orbax stores no empty arrays; leave it out")
+def _check_storable(leaves: dict[Name, Any]) -> None:
+    """Raise TypeError for an array whose dtype or whose size of zero Orbax cannot store."""
+    for name, leaf in leaves.items():
+        # Typed keys are stored as their data, unsigned integers.
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            _check_dtype("/".join(name), np.dtype(leaf.dtype).name)
+        if 0 in leaf.shape:
+            raise TypeError(
+                f"{'/'.join(name)} has shape {tuple(leaf.shape)}, and Orbax stores no empty arrays; leave it out"
+            )
+
+
+def _check_dtype(name: str, dtype: str) -> None:
+    try:
+        tensorstore.dtype(dtype)
+    except ValueError:
+        raise TypeError(f"{name} has dtype {dtype}, which Orbax cannot store; convert it to another one") from None
 
 
 def _through_json(data_state: Any) -> Any:

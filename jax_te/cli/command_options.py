@@ -101,7 +101,12 @@ class ConvertOptions:
     vocab_size: int | None = option(
         SIZE, "vocabulary size of a Megatron-LM checkpoint FROM, without padding rows", None, shown="all rows"
     )
-    tensor_parallel: int = option(SIZE, "number of tensor-parallel ranks of a Megatron-LM checkpoint TO", 1)
+    megatron_format: str | None = option(
+        ("torch", "torch_dist"), "--ckpt-format of a Megatron-LM folder TO", None, shown="torch"
+    )
+    tensor_parallel: int = option(
+        SIZE, "number of tensor-parallel ranks of a Megatron-LM checkpoint TO of the format torch", 1
+    )
     upcycle: int | None = option(
         SIZE, "number of experts, copies of each feed-forward block that take its place in TO", None, shown="no experts"
     )

@@ -73,7 +73,8 @@ def run(options: ConvertOptions) -> int:
     with counting("written") as on_progress, contextlib.ExitStack() as stack:
         common: dict[str, Any] = {"dtype": options.dtype, "on_progress": on_progress}
         if megatron:
-            save_megatron(model, target, tensor_parallel=options.tensor_parallel, **common)
+            form: Any = options.megatron_format or "torch"
+            save_megatron(model, target, format=form, tensor_parallel=options.tensor_parallel, **common)
         else:
             # The tokenizer, and the fields about tokens that a model does not contain.
             like = source if kind == "huggingface" else None
@@ -95,6 +96,7 @@ def _check(options: ConvertOptions, kind: str, megatron: bool) -> None:
         "--dequantize": options.dequantize and kind != "huggingface",
         "--factory-modules": options.factory_modules is not None and kind != "jax-te",
         "--tensor-parallel": options.tensor_parallel != 1 and not megatron,
+        "--megatron-format": options.megatron_format is not None and not megatron,
         "--architecture": options.architecture is not None and megatron,
         "--upcycle": options.upcycle is not None and options.to == "peft",
         "--upcycle-topk": options.upcycle_topk is not None and options.upcycle is None,

@@ -10,7 +10,7 @@ import numpy as np
 from jax_te.cli.option_table import memory_advice
 from jax_te.cli.parser import option_names
 from jax_te.cli.run_config import RunConfig
-from jax_te.config import ACTIVATIONS, ParallelConfig
+from jax_te.config import ParallelConfig, depth_projection, layer_kernels
 
 
 def check_memory(config: RunConfig, command: str, *, training: bool = True) -> None:
@@ -61,13 +61,9 @@ def least_memory(config: RunConfig, *, training: bool = True) -> int:
     """
     sizes = config.parallel_config() or ParallelConfig()
     hidden, item = config.hidden_size, np.dtype(config.params_dtype).itemsize
-    head = config.transformer_config().kv_channels or 1
-    attention = 2 * hidden * head * (config.num_heads + config.num_query_groups)
-    positions = config.seq_len if config.position_embedding == "learned_absolute" else 0
-    parameters = config.num_layers * attention + hidden * (config.vocab_size + positions)
-    blocks, experts = _feed_forward_parameters(config)
+    everywhere, experts = _parameters(config)
     # Parameters of experts are split over their axis as well.
-    parameters += blocks + experts // sizes.expert
+    parameters = everywhere + experts // sizes.expert
     if config.fp8_param:
         item = 1
     if not training:
@@ -88,17 +84,14 @@ def least_memory(config: RunConfig, *, training: bool = True) -> int:
     return state + (rows * config.seq_len * token + scores + data) // sizes.num_devices
 
 
-def _feed_forward_parameters(config: RunConfig) -> tuple[int, int]:
-    """Return the parameters of the feed-forward blocks that all tokens pass, and of the experts."""
+def _parameters(config: RunConfig) -> tuple[int, int]:
+    """Return the parameters of the run's model, without biases and norms, and of them those of experts apart."""
     model = config.transformer_config()
-    # The kernel of each component of the activation, and the one back.
-    per_feature = (len(ACTIVATIONS[config.activation]) + 1) * config.hidden_size
-    blocks = experts = 0
-    for layer in range(config.num_layers):
-        if model.num_moe_experts is None or not model.has_experts(layer):
-            blocks += per_feature * config.ffn_hidden_size
-        else:
-            experts += model.num_moe_experts * per_feature * (model.moe_ffn_hidden_size or config.ffn_hidden_size)
-            blocks += per_feature * (model.moe_shared_expert_intermediate_size or 0)
-            blocks += config.hidden_size * model.num_moe_experts  # the router
-    return blocks, experts
+    # Layers of multi-token prediction are like the last one; of those that are repeated there is one.
+    depths = 1 if model.mtp_num_layers and model.mtp_use_repeated_layer else model.mtp_num_layers or 0
+    numbers = [*range(config.num_layers), *[config.num_layers - 1] * depths]
+    kernels = [layer_kernels(model, number) for number in numbers]
+    positions = config.seq_len if config.position_embedding == "learned_absolute" else 0
+    around = config.hidden_size * (config.vocab_size + positions) + depths * depth_projection(model)
+    everywhere = around + sum(each.attention + each.shared for each in kernels)
+    return everywhere, sum(each.expert * each.experts for each in kernels)

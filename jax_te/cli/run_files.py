@@ -15,12 +15,13 @@ from jax_te.cli.option_table import flag, options_of
 from jax_te.cli.options import MAY_CHANGE, OPTIONS, Recorded
 from jax_te.cli.run_config import RunConfig
 from jax_te.data import TOKENIZER_FILE
-from jax_te.metrics import EXPERTS_PLOT, METRICS_FILE, PLOT_FILE, PRECISION_FILE, PRECISION_PLOT
+from jax_te.metrics import metrics_files
 
 CONFIG_FILE = "config.json"
 CHECKPOINT_FOLDER = "checkpoints"
 LOCK_FILE = ".lock"
 HEARTBEAT_FOLDER = ".processes"
+PROFILE_FOLDER = "profile"
 PARTIAL = ".partial"
 """Suffix of an incomplete file."""
 VERSION = 1
@@ -40,15 +41,22 @@ def write_config(config: RunConfig, directory: Path) -> None:
     os.replace(partial, directory / CONFIG_FILE)
 
 
+def written_files(directory: Path) -> list[Path]:
+    """Return what a run writes in its folder, whether it exists or not, but for checkpoints and traces.
+
+    Those have folders of their own, in which every save and every trace makes a new one.
+    """
+    own = (directory / name for name in (CONFIG_FILE, CONFIG_FILE + PARTIAL, LOCK_FILE, HEARTBEAT_FOLDER))
+    tokenizer = directory / TOKENIZER_FILE
+    return [*own, tokenizer, tokenizer.with_suffix(PARTIAL), *metrics_files(directory, directory / PROFILE_FOLDER)]
+
+
 def refuse_links(directory: Path) -> None:
     """Raise ValueError if a file that a run writes is a symbolic link: a folder may be somebody else's.
 
     Folders may be links, to a larger disk.
     """
-    files = [CONFIG_FILE, LOCK_FILE, METRICS_FILE, PLOT_FILE, EXPERTS_PLOT]
-    files += [PRECISION_FILE, PRECISION_PLOT, TOKENIZER_FILE]
-    partial = [CONFIG_FILE + PARTIAL, str(Path(TOKENIZER_FILE).with_suffix(PARTIAL))]
-    for path in (directory / name for name in (*files, *partial, HEARTBEAT_FOLDER)):
+    for path in written_files(directory):
         if path.is_symlink():
             raise ValueError(
                 f"{path} is a symbolic link to {os.readlink(path)}, and a run would write there; remove the link, or "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,9 +31,8 @@ class CapturedGraphs:
     The executables are in JAX's caches, which modules with equal static attributes share, and from which
     ``jax.clear_caches()`` drops them. A call then has to be captured again.
 
-    Modules hold it as a static attribute. Any two compare equal, so that captured graphs do not distinguish modules:
-    functions under ``jax.jit`` are not traced again. So Flax may replace one module's record by an equal one of another
-    module; then both replay what either has captured, to the same values.
+    Modules hold it as a static attribute, see `OwnGraphs`. Any two compare equal, so that captured graphs do not
+    distinguish modules: functions under ``jax.jit`` are not traced again.
     """
 
     def __init__(self) -> None:
@@ -91,6 +91,27 @@ class CapturedGraphs:
             f"{name}: the call with {given} {why}. Capture it, once, by the module's _te_cuda_graph_capture with the "
             "same arguments, or pad the input to what was captured; cuda_graph_impl='local' captures each new call"
         )
+
+
+class OwnGraphs:
+    """Descriptor of the attribute that holds a module's `CapturedGraphs`: a module keeps the first that it gets.
+
+    A transformation of Flax that has seen an equal module writes that module's static attributes to this one. A copy
+    (``nnx.clone``, ``nnx.merge``, the one that ``nnx.grad`` makes) is a new module, and begins with its original's.
+    """
+
+    def __init__(self) -> None:
+        # Beside the modules, whose attributes Flax clears before it writes them.
+        self._first: weakref.WeakKeyDictionary[Any, CapturedGraphs] = weakref.WeakKeyDictionary()
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, module: Any, owner: type | None = None) -> Any:
+        return self if module is None else vars(module)[self._name]
+
+    def __set__(self, module: Any, graphs: CapturedGraphs) -> None:
+        vars(module)[self._name] = self._first.setdefault(module, graphs)
 
 
 @dataclass(frozen=True)

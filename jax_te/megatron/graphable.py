@@ -11,7 +11,7 @@ from flax import nnx
 from jax_te._validation import check_positive, checked
 from jax_te.config import TransformerConfig
 from jax_te.layers import Rotary, drop_cached_kernels
-from jax_te.megatron.captured import CapturedGraphs, is_array, is_traced, write_back
+from jax_te.megatron.captured import CapturedGraphs, OwnGraphs, is_array, is_traced, write_back
 from jax_te.megatron.module import MegatronModule
 from jax_te.sharding import constrain
 from jax_te.typing import Array, Words
@@ -72,12 +72,18 @@ class GraphableMegatronModule(MegatronModule):
     ((2, 4, 8), 1)
     """
 
+    cuda_graphs: Any = OwnGraphs()
+
     def __init__(self, config: Annotated[TransformerConfig, _CONFIG], vp_stage: int | None = None):
         super().__init__(config)
         self.vp_stage = vp_stage
         self.current_microbatch = 0
-        self.cuda_graphs = nnx.static(CapturedGraphs())
+        self.cuda_graphs = CapturedGraphs()
         self.replay_hooks: tuple[_Hook, ...] = nnx.static(())
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of pickle, which fills attributes without setting them
+        super().__setstate__(state)
+        self.cuda_graphs = vars(self)["cuda_graphs"]
 
     @property
     def cuda_graph_manual_hooks(self) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:

@@ -1,19 +1,21 @@
 """Records of a training run and their display: metrics writers, plots, progress, speed, and traces of kernels."""
 
-from jax_te.metrics.experts_plot import EXPERTS_PLOT, plot_experts
-from jax_te.metrics.log import PLOT_FILE, MetricsLog, plot_losses
-from jax_te.metrics.precision_log import (
+from jax_te.metrics.experts_plot import plot_experts
+from jax_te.metrics.files import (
+    EXPERTS_PLOT,
+    METRICS_FILE,
+    PLOT_FILE,
     PRECISION_FILE,
     PRECISION_PLOT,
-    PrecisionLog,
-    chart_values,
-    plain_values,
-    plot_precision,
+    TENSORBOARD_FOLDER,
+    metrics_files,
 )
+from jax_te.metrics.log import MetricsLog, plot_losses
+from jax_te.metrics.precision_log import PrecisionLog, chart_values, plain_values, plot_precision
 from jax_te.metrics.progress import Progress, clock, counting, make_progress
 from jax_te.metrics.throughput import Speed, StepWork, peak_flops, train_flops
 from jax_te.metrics.trace import KernelTime, KernelTimes, StepTrace, kernel_kind, kernel_times
-from jax_te.metrics.writers import METRICS_FILE, TENSORBOARD_FOLDER, MetricsWriter, require_writers
+from jax_te.metrics.writers import MetricsWriter, require_writers
 
 # For users. The other names above are for the other packages of jax_te.
 __all__ = [

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from jax_te._validation import checked, require_extra
-from jax_te.metrics.writers import METRICS_FILE, curve, is_number, read_records
-
-EXPERTS_PLOT = "experts.png"
+from jax_te.metrics.files import EXPERTS_PLOT, METRICS_FILE
+from jax_te.metrics.writers import curve, is_number, read_records
 
 _PREFIX, _TOKENS = "experts/", "tokens_per_expert"
 """Prefix and last part of the metrics' names, as `jax_te.training.make_train_step` gives them."""

@@ -12,19 +12,18 @@ import jax
 import numpy as np
 
 from jax_te._validation import checked, require_extra
+from jax_te.metrics.files import METRICS_FILE, PLOT_FILE
 from jax_te.metrics.writers import (
-    METRICS_FILE,
     JsonLinesWriter,
     MetricsWriter,
     Recorded,
+    check_resume_step,
     check_writers,
     curve,
     open_writer,
     read_records,
 )
 from jax_te.typing import Array, WriterName
-
-PLOT_FILE = "loss.png"
 
 
 @checked
@@ -67,8 +66,7 @@ class MetricsLog:
         resume_step: int = 0,
         writers: Sequence[WriterName | MetricsWriter] = ("jsonl", "tensorboard"),
     ):
-        if not 0 <= resume_step < 2**63:
-            raise ValueError(f"resume_step must be an integer >= 0, below 2^63, got {resume_step}")
+        check_resume_step(resume_step)
         # Scalars are the same in every process, and files of one folder cannot have several authors.
         self._writers: list[MetricsWriter] = []
         if jax.process_index() == 0:

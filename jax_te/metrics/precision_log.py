@@ -14,12 +14,10 @@ import jax
 import numpy as np
 
 from jax_te._validation import brief, checked, require_extra
-from jax_te.metrics.writers import cut_after, is_number, read_records
+from jax_te.metrics.files import PRECISION_FILE, PRECISION_PLOT
+from jax_te.metrics.writers import check_resume_step, cut_after, is_number, read_records
 from jax_te.quantize import STATISTICS
 from jax_te.training import TensorStatistics
-
-PRECISION_FILE = "precision.jsonl"
-PRECISION_PLOT = "precision.png"
 
 _PANELS: tuple[tuple[str, Callable[[Mapping[str, Any]], float | None], float, float | None], ...] = (
     ("relative error, dB", lambda record: _decibels(record["relative_mse"]), -60.0, 0.0),
@@ -38,8 +36,11 @@ class PrecisionLog:
     other than the first write nothing.
 
     Args:
-        directory: the run's folder.
+        directory: the run's folder; made if missing.
         resume_step: the step of the restored checkpoint, 0 for a new run.
+
+    Raises:
+        ValueError: for a ``resume_step`` that is not an integer >= 0, below 2^63.
 
     >>> import tempfile
     >>> values = dict.fromkeys(STATISTICS, 0.5)
@@ -50,6 +51,7 @@ class PrecisionLog:
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, resume_step: int = 0):
+        check_resume_step(resume_step)
         self.directory = Path(directory)
         if jax.process_index() == 0:
             self.directory.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_te._validation import brief, check_annotations, check_positive, checked
-from jax_te.config import ACTIVATIONS, LatentAttentionOptions, TransformerConfig
+from jax_te.config import TransformerConfig, depth_projection, layer_kernels
 
 # Dense bf16 FLOP/s that NVIDIA's data sheets give (half of those "with sparsity"), by words of JAX's device_kind; the
 # first that fits counts. Boards of one name with less power have less.
@@ -50,11 +50,11 @@ def train_flops(config: TransformerConfig, *, vocab_size: int, batch_size: int, 
     """Return the FLOPs of a train step of a GPT by the standard formula: ``6 N + 6 L s n d`` for each token.
 
     ``N`` are the parameters that GEMMs multiply for a token: kernels of the layers and the output head, of a layer with
-    experts those of the chosen ones, of shared ones and of the router; no embeddings, norms and biases. A GEMM has two
-    FLOPs for each in forward and four in backward. Causal attention has ``2 s n d`` in forward (two products over half
-    of the ``s`` positions on average) and twice that in backward, in each of ``L`` layers of ``n`` heads of size ``d``.
-    What backward computes again is not counted, nor is less for attention in windows. Depths of multi-token prediction
-    are counted as layers, each with a projection and the head.
+    experts those of the chosen ones, of shared ones with their gate, and of the router; no embeddings, norms and
+    biases. A GEMM has two FLOPs for each in forward and four in backward. Causal attention has ``2 s n d`` in forward
+    (two products over half of the ``s`` positions on average) and twice that in backward, in each of ``L`` layers of
+    ``n`` heads of size ``d``. What backward computes again is not counted, nor is less for attention in windows. Depths
+    of multi-token prediction are counted as layers, each with a projection and the head.
 
     Args:
         config: configuration of the layers.
@@ -68,53 +68,27 @@ def train_flops(config: TransformerConfig, *, vocab_size: int, batch_size: int, 
     >>> train_flops(config, vocab_size=32, batch_size=1, sequence_length=4) / 4  # 6 (12 * 16² + 16 * 32) + 6 * 4 * 16
     21888.0
     """
-    activation, hidden = config.activation, config.hidden_size
-    parts = ACTIVATIONS[activation] if isinstance(activation, str) else activation
-    gated = len(parts) if isinstance(parts, tuple) else 1
-    # Filled in by the configuration itself where they were not given.
-    channels, groups = config.kv_channels or 0, config.num_query_groups or 0
-    heads = config.num_attention_heads * channels
-    attention, scored = hidden * (2 * heads + 2 * groups * channels), 2 * heads
-    if (latent := config.latent_attention) is not None:
-        attention, scored = _latent_attention(config, latent)
     # The depths of multi-token prediction have layers like the last one, each with a projection and the head.
     depths = config.mtp_num_layers or 0
     numbers = [*range(config.num_layers), *[config.num_layers - 1] * depths]
-    layers = len(numbers) * attention + sum(_multiplied(config, layer, gated + 1) for layer in numbers)
-    layers += depths * 2 * hidden * hidden
-    token = 6 * (layers + (1 + depths) * hidden * vocab_size) + 3 * len(numbers) * sequence_length * scored
+    layers = sum(_multiplied(config, layer) for layer in numbers) + depths * depth_projection(config)
+    heads = (1 + depths) * config.hidden_size * vocab_size
+    token = 6 * (layers + heads) + 3 * len(numbers) * sequence_length * _scored_channels(config)
     return float(token * batch_size * sequence_length)
 
 
-def _latent_attention(config: TransformerConfig, latent: LatentAttentionOptions) -> tuple[int, int]:
-    """Return the parameters by which multi-latent attention multiplies a token, and the channels of both its products.
-
-    The channels are those of queries and of values, of all heads.
-    """
-    hidden, n, rank = config.hidden_size, config.num_attention_heads, latent.q_lora_rank
-    queries = n * latent.head_channels
-    to_queries = hidden * queries if rank is None else (hidden + queries) * rank
-    to_latent = hidden * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
-    from_latent = latent.kv_lora_rank * n * (latent.qk_head_dim + latent.v_head_dim)
-    values = n * latent.v_head_dim
-    return to_queries + to_latent + from_latent + values * hidden, queries + values
+def _multiplied(config: TransformerConfig, layer: int) -> int:
+    """Return the parameters by which a layer multiplies a token, with those of the experts that it passes."""
+    kernels = layer_kernels(config, layer)
+    return kernels.attention + kernels.shared + kernels.expert * config.moe_router_topk
 
 
-def _multiplied(config: TransformerConfig, layer: int, matrices: int) -> int:
-    """Return the parameters by which the feed-forward block or the experts of a layer multiply a token.
-
-    Args:
-        config: configuration of the layers.
-        layer: number of the layer, from 0.
-        matrices: number of kernels of a block, with one for each component of its activation.
-    """
-    hidden, latent = config.hidden_size, config.moe_latent_size
-    if config.num_moe_experts is None or not config.has_experts(layer):
-        return matrices * hidden * (config.ffn_hidden_size or 0)
-    experts = config.moe_router_topk * matrices * (latent or hidden) * (config.moe_ffn_hidden_size or 0)
-    shared = matrices * hidden * (config.moe_shared_expert_intermediate_size or 0)
-    projections = 2 * hidden * (latent or 0)
-    return experts + shared + projections + hidden * config.num_moe_experts  # the router
+def _scored_channels(config: TransformerConfig) -> int:
+    """Return the channels of attention's two products, those of queries and of values, of all heads."""
+    heads, latent = config.num_attention_heads, config.latent_attention
+    if latent is not None:
+        return heads * (latent.head_channels + latent.v_head_dim)
+    return 2 * heads * (config.kv_channels or 0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,7 @@ from pathlib import Path
 import jax
 
 from jax_te._validation import checked
-
-KERNEL_TIMES_FILE = "kernel_times.json"
+from jax_te.metrics.files import KERNEL_TIMES_FILE
 
 # The first that fits counts: names of XLA's fusions hold several words, and those of CUDA kernels their namespaces.
 _KINDS = {

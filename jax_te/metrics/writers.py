@@ -11,12 +11,8 @@ from pathlib import Path
 from typing import Any, Protocol, get_args, runtime_checkable
 
 from jax_te._validation import require_extra
+from jax_te.metrics.files import METRICS_FILE, TENSORBOARD_FOLDER, WANDB_ID_FILE
 from jax_te.typing import WriterName
-
-METRICS_FILE = "metrics.jsonl"
-TENSORBOARD_FOLDER = "tensorboard"
-_WANDB_ID_FILE = "wandb_id"
-
 
 Recorded = int | float | list[float]
 """A number, or a vector, in a record."""
@@ -101,7 +97,7 @@ class _WandbWriter:
 
     def __init__(self, directory: Path, resume_step: int):
         wandb = require_extra(*_PACKAGES["wandb"])
-        path = directory / _WANDB_ID_FILE
+        path = directory / WANDB_ID_FILE
         if not (resume_step and path.exists()):
             path.write_text(uuid.uuid4().hex[:8], encoding="utf-8")
         self._run = wandb.init(
@@ -148,6 +144,12 @@ def check_writers(writers: Iterable[WriterName | MetricsWriter]) -> None:
         if not isinstance(writer, str) and not isinstance(writer, MetricsWriter):
             raise TypeError(f"a writer is one of {get_args(WriterName)} or has write, flush and close; got {writer!r}")
     require_writers(writer for writer in writers if isinstance(writer, str))
+
+
+def check_resume_step(resume_step: int) -> None:
+    """Raise ValueError for a step that no checkpoint has."""
+    if not 0 <= resume_step < 2**63:
+        raise ValueError(f"resume_step must be an integer >= 0, below 2^63, got {resume_step}")
 
 
 def open_writer(writer: WriterName | MetricsWriter, directory: Path, resume_step: int) -> MetricsWriter:

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.config import TransformerConfig
-from jax_te.layers import TransformerLayer, check_context_size, keep_in_high_precision
+from jax_te.layers import TransformerLayer, check_context_size, check_expert_size, keep_in_high_precision
 from jax_te.megatron import (
     is_layer_window_attention,
     layer_cp_comm_type,
@@ -126,13 +126,26 @@ def transformer_layer(
     return layer
 
 
+def check_mesh_sizes(config: TransformerConfig) -> None:
+    """Raise ValueError for a ``context_parallel_size``, and of experts an ``expert_model_parallel_size``, other than 1
+    and that of the mesh in use, if any.
+
+    Layers themselves compare the size of the tensor axis.
+
+    >>> check_mesh_sizes(TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2))
+    """
+    check_context_size(config.context_parallel_size)
+    if config.num_moe_experts is not None:
+        check_expert_size(config.expert_model_parallel_size)
+
+
 def check_config(
     config: TransformerConfig, *, also: Mapping[str, str] | None = None, follows: Collection[str] = ()
 ) -> None:
     """Raise ValueError for a field that the models do not support, unless the field has its default.
 
     ``fp8`` and ``fp4`` are followed if the model is built inside of ``autocast(recipe_from_config(config))``, and
-    refused otherwise. ``context_parallel_size`` must be the size of the mesh in use, unless it is 1.
+    refused otherwise. The sizes that `check_mesh_sizes` names must be those of the mesh in use.
 
     Args:
         config: configuration of the model.
@@ -141,7 +154,7 @@ def check_config(
 
     >>> check_config(TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2))
     """
-    check_context_size(config.context_parallel_size)
+    check_mesh_sizes(config)
     hints = {name: hint for name, hint in {**_NOT_FOLLOWED, **(also or {})}.items() if name not in follows}
     if "cuda_graph_impl" not in follows and config.cuda_graph_impl in ("local", "transformer_engine"):
         raise ValueError(

@@ -19,12 +19,11 @@ from jax_te.layers import (
     QuantizableModule,
     RMSNorm,
     TrainingMode,
-    check_context_size,
     dropout,
     make_norm,
     parameter,
 )
-from jax_te.models.from_config import check_config
+from jax_te.models.from_config import check_config, check_mesh_sizes
 from jax_te.models.options import Execution, Multipliers
 from jax_te.ops import (
     LinearOptions,
@@ -187,7 +186,7 @@ class LanguageModel(GivesKernels, TrainingMode):
     def _embedded(self, tokens: Array, positions: Array, *others: Array) -> Array:
         """Return ``[b, s, h]`` for tokens ``[b, s]`` and positions ``[s]`` or ``[b, s]``, and others added."""
         # A model may be built without a mesh and called on one, so the size is checked again.
-        check_context_size(self.config.context_parallel_size)
+        check_mesh_sizes(self.config)
         x = _times(self.embedding(tokens), self.multipliers.embedding)
         if self.position_embedding is not None:
             ids_axes = ("sequence",) if positions.ndim == 1 else ("batch", "sequence")

@@ -67,7 +67,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             pipeline that lacks one of them is for schedules of your own, see below.
         fp16_lm_cross_entropy: must be False: the loss is in fp32.
         logit_dtype: None: logits are in the compute dtype.
-        parallel_output: whether logits stay split over the tensor axis. False: whole on every tensor rank.
+        parallel_output: whether logits stay split over the tensor axis; False: whole on every tensor rank.
         share_embeddings_and_output_weights: see `GPTModel`, but False by default, as in Megatron.
         position_embedding_type: ``"learned_absolute"``, ``"rope"`` or ``"none"``; an `MLATransformerConfig` rotates as
             its fields say in any case.
@@ -221,49 +221,16 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             ValueError: for an argument that must be None; for a stage without its input; see also `GPTModel`.
             TypeError: for an argument that Megatron does not have.
         """
-        # A warning, because a mask may hide more than a causal one does, such as padding.
-        if attention_mask is not None:
-            log_once(
-                "attention_mask has no effect on a MegatronGPTModel, whose layers are causal; padding is hidden by "
-                "weights of the loss"
-            )
-        # Megatron-LM's training programs give it in every call, and weight the losses afterwards.
-        loss_mask = others.pop("loss_mask", None)
-        if loss_mask is not None:
-            log_once(
-                "loss_mask has no effect on the losses of a MegatronGPTModel, as in Megatron, but for those of "
-                "multi-token prediction: multiply them by it, or call loss(input_ids, labels, loss_mask)",
-                logging.INFO,
-            )
-        _check_fixed(**others)
-        if not self._is_whole:
-            if cache is not None:
-                raise ValueError("a stage of a pipeline takes no cache; generate with a whole model")
-            out = self._stage(input_ids, position_ids, decoder_input, labels, dropout_key)
-        elif decoder_input is not None or input_ids is None:
-            raise ValueError(
-                "a whole model takes input_ids, and no decoder_input; call model.decoder with hidden states"
-            )
-        elif labels is not None and cache is not None:
-            raise ValueError("labels are for losses of whole sequences, and a cache has their first tokens; give one")
-        elif labels is not None:
-            return self.loss(
-                input_ids,
-                labels,
-                dropout_key=dropout_key,
-                reduction="none",
-                positions=position_ids,
-                mtp_loss_mask=None if self.mtp is None else loss_mask,
-            )
+        loss_mask = _followed_mask(attention_mask, **others)
+        if self._is_whole:
+            out = self._whole(input_ids, position_ids, decoder_input, labels, loss_mask, dropout_key, cache)
+        elif cache is not None:
+            raise ValueError("a stage of a pipeline takes no cache; generate with a whole model")
         else:
-            out = GPTModel.__call__(self, input_ids, positions=position_ids, dropout_key=dropout_key, cache=cache)
-        if labels is not None or not self.post_process:
-            return out
-        if not (runtime_gather_output or (runtime_gather_output is None and not self.parallel_output)):
-            return out
-        logits, *more = out if isinstance(out, tuple) else (out,)
-        logits = constrain(logits, ("batch", "sequence", None))
-        return (logits, *more) if more else logits
+            out = self._stage(input_ids, position_ids, decoder_input, labels, dropout_key)
+        gathers = not self.parallel_output if runtime_gather_output is None else runtime_gather_output
+        are_logits = self.post_process and labels is None
+        return _gather_logits(out) if gathers and are_logits else out
 
     def embed_inputs(
         self, tokens: Array, *, positions: Array | None = None, dropout_key: Key | None = None
@@ -275,27 +242,66 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             )
         return super().embed_inputs(tokens, positions=positions, dropout_key=dropout_key)
 
+    def _whole(
+        self,
+        tokens: Array | None,
+        positions: Array | None,
+        x: Array | None,
+        labels: Array | None,
+        loss_mask: Array | None,
+        dropout_key: Array | None,
+        cache: Cache | None,
+    ) -> Any:
+        """Return `forward`'s result of a whole model."""
+        if x is not None or tokens is None:
+            raise ValueError(
+                "a whole model takes input_ids, and no decoder_input; call model.decoder with hidden states"
+            )
+        if labels is None:
+            return GPTModel.__call__(self, tokens, positions=positions, dropout_key=dropout_key, cache=cache)
+        if cache is not None:
+            raise ValueError("labels are for losses of whole sequences, and a cache has their first tokens; give one")
+        depths_mask = None if self.mtp is None else loss_mask
+        return self.loss(
+            tokens,
+            labels,
+            dropout_key=dropout_key,
+            reduction="none",
+            positions=positions,
+            mtp_loss_mask=depths_mask,
+        )
+
     def _stage(
         self,
         tokens: Array | None,
         positions: Array | None,
         x: Array | None,
         labels: Array | None,
-        dropout_key: Key | None,
+        dropout_key: Array | None,
     ) -> Array:
-        """Return `forward`'s result of one stage. Between stages hidden states are in `model_order`."""
-        *keys, embedding_key = layer_keys(dropout_key, 1 + self.config.num_layers)
-        takes = x is None and not self.pre_process
-        if not self.pre_process:
-            x = self._checked_input(self._given_input() if x is None else x)
-            tokens = jnp.zeros(x.shape[:2], jnp.int32)
-        elif tokens is None or x is not None:
-            raise ValueError("a pipeline's first stage takes input_ids, and no decoder_input")
+        """Return `forward`'s result of one stage."""
+        if self.pre_process:
+            if tokens is None or x is not None:
+                raise ValueError("a pipeline's first stage takes input_ids, and no decoder_input")
+            return self._stage_of(tokens, positions, None, labels, dropout_key)
+        given = self.input_tensor if x is None else None
+        x = self._checked_input(self._given_input() if x is None else x)
+        out = self._stage_of(jnp.zeros(x.shape[:2], jnp.int32), positions, x, labels, dropout_key)
+        if given is not None:
+            given.set_value(None)  # at the end: a call that is refused anywhere leaves it for the next
+        return out
+
+    def _stage_of(
+        self, tokens: Array, positions: Array | None, x: Array | None, labels: Array | None, dropout_key: Array | None
+    ) -> Array:
+        """Return the result of a stage for hidden states, or for tokens if ``x`` is None.
+
+        Between stages hidden states are in `model_order`.
+        """
         self._check(tokens, positions)
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) if positions is None else positions
-        if takes and self.input_tensor is not None:
-            self.input_tensor.set_value(None)  # after all checks: a refused call leaves it
         tokens, positions = model_order(self.config, tokens), model_order(self.config, positions)
+        *keys, embedding_key = layer_keys(dropout_key, 1 + self.config.num_layers)
         if x is None:
             x = self._embed(tokens, positions, embedding_key)
         first = self.decoder.first_layer
@@ -353,6 +359,33 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         """Return the arguments of a graph, tokens first."""
         first = (kwargs.pop("input_ids"),) if "input_ids" in kwargs else ()
         return super()._get_te_cuda_graph_replay_args(*first, *args, **kwargs)
+
+
+def _followed_mask(attention_mask: Any, *, loss_mask: Array | None = None, **others: Any) -> Array | None:
+    """Return the ``loss_mask``; log masks without effect, and raise for what a call cannot follow."""
+    # A warning, because a mask may hide more than a causal one does, such as padding.
+    if attention_mask is not None:
+        log_once(
+            "attention_mask has no effect on a MegatronGPTModel, whose layers are causal; padding is hidden by weights "
+            "of the loss"
+        )
+    # Megatron-LM's training programs give it in every call, and weight the losses afterwards.
+    if loss_mask is not None:
+        log_once(
+            "loss_mask has no effect on the losses of a MegatronGPTModel, as in Megatron, but for those of "
+            "multi-token prediction: multiply them by it, or call loss(input_ids, labels, loss_mask)",
+            logging.INFO,
+        )
+    _check_fixed(**others)
+    return loss_mask
+
+
+def _gather_logits(out: Any) -> Any:
+    """Return logits whole on every tensor rank; those of ``(logits, cache)`` with the cache."""
+    if isinstance(out, tuple):
+        logits, *more = out
+        return (_gather_logits(logits), *more)
+    return constrain(out, ("batch", "sequence", None))
 
 
 def _make_output_layer(config: TransformerConfig, vocab_size: int, tied: bool, rngs: nnx.Rngs) -> nnx.Module:

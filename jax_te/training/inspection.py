@@ -22,6 +22,7 @@ from jax_te.sharding import constrain
 from jax_te.training.global_batch import broadcast_from_first, check_global
 from jax_te.training.gradients import LossFn, mean_loss
 from jax_te.training.masters import full_precision
+from jax_te.training.microbatches import check_batch
 from jax_te.training.state import TrainState, split_model
 from jax_te.typing import Array, Key, PyTree
 
@@ -130,7 +131,9 @@ def make_inspection(
         loss_fn, microbatches: see `make_train_step`.
 
     Raises:
-        ValueError: when called on a mesh of several processes, for a batch that is not global.
+        ValueError: when called, for a batch that the step refuses: of arrays that differ in their leading axis, or of a
+            size that does not divide into microbatches and over the mesh's batch axes; on a mesh of several processes,
+            also for one that is not global.
 
     >>> import optax
     >>> from jax_te.layers import Linear
@@ -147,13 +150,11 @@ def make_inspection(
 
     def inspect(state: TrainState, batch: PyTree) -> list[TensorStatistics]:
         check_global(batch, state.step)
+        check_batch(batch, microbatches)
         params, key = _exact_parameters(state), jax.random.fold_in(state.rng, state.step)
         # Records of the previous call.
         observer.records.clear()
         observer.group_amaxes.clear()
-        sizes = {leaf.shape[0] for leaf in jax.tree.leaves(batch)}
-        if any(size % microbatches for size in sizes):
-            raise ValueError(f"batch sizes {sorted(sizes)} do not divide into microbatches={microbatches}")
         with observe_quantization(observer):
             for index in range(microbatches):
                 cut = functools.partial(_microbatch, index=index, microbatches=microbatches)

@@ -18,16 +18,7 @@ from jax_te.config import PipelineConfig
 from jax_te.layers import step_metrics
 from jax_te.models import multi_token_metrics
 from jax_te.quantize import frozen_scales, write_back
-from jax_te.sharding import (
-    ShardingRules,
-    auto_region,
-    constrain,
-    current_mesh,
-    current_rules,
-    logical_to_spec,
-    ranks_of,
-    use_rules,
-)
+from jax_te.sharding import use_rules
 from jax_te.training.global_batch import require_global_batches
 from jax_te.training.gradients import (
     Accumulation,
@@ -41,6 +32,7 @@ from jax_te.training.gradients import (
 )
 from jax_te.training.kernel_gradients import KernelGradients
 from jax_te.training.masters import adopt_changed_params, apply_update, full_precision, select
+from jax_te.training.microbatches import rules_of, shard_batch
 from jax_te.training.pipeline.cut import pipeline_stages, stage_rules
 from jax_te.training.pipeline.gradients import pipelined_gradients
 from jax_te.training.state import TrainState
@@ -136,14 +128,14 @@ def make_train_step(
         key = jax.random.fold_in(state.rng, state.step)
         if pipeline_stages() > 1:
             with use_rules(stage_rules()):
-                batches = _shard_batch(batch, microbatches)
+                batches = shard_batch(batch, microbatches)
             found = pipelined_gradients(how, state, batches, key, pipeline)
         # A scan over one microbatch would hold fp32 sums in addition to its gradients.
         elif microbatches == 1:
-            batches = _shard_batch(batch)
+            batches = shard_batch(batch)
             found = gradients(loss_fn, state, batches, jax.random.fold_in(key, 0), kernels)
         else:
-            batches = _shard_batch(batch, microbatches)
+            batches = shard_batch(batch, microbatches)
             found = accumulated_gradients(how, state, batches, key)
         grads = state.scaler.unscale(found.grads)
         finite = all_finite((found.loss, grads))
@@ -158,18 +150,9 @@ def make_train_step(
             loss_fn=loss_fn,
             microbatches=microbatches,
         )
-        asked_for = {"value": found.loss, "grad": grads, "value_fn": loss_at}
-        # Other names for the same arguments, in optax.contrib's Sophia and SAM.
-        asked_for |= {"obj_fn": loss_at, "grad_fn": lambda params, index: loss_at.grad(params, index)}
-        metrics = {
-            "loss": found.loss,
-            "grad_norm": optax.tree.norm(grads),
-            "skipped": 1.0 - finite.astype(jnp.float32),
-            "loss_scale": jnp.asarray(state.scaler.scale, jnp.float32),
-        }
-        counted = nnx.merge(state.graphdef, state.params, next_quantizers, state.rest)
-        metrics |= step_metrics(counted) | multi_token_metrics(counted)
+        asked_for = _asked_for(found.loss, grads, loss_at)
         updates = _apply(transformation, state, finite, next_quantizers, grads, asked_for)
+        metrics = _metrics(state, found.loss, grads, finite, next_quantizers)
         state = dataclasses.replace(
             state,
             params=updates.params,
@@ -202,10 +185,42 @@ def make_eval_step(loss_fn: LossFn) -> Callable[[TrainState, PyTree], Array]:
     def eval_step(state: TrainState, batch: PyTree) -> Array:
         model = state.model
         model.eval()
-        with use_rules(_rules_of(batch)):
-            return mean_loss(loss_fn(model, _shard_batch(batch), None))
+        with use_rules(rules_of(batch)):
+            return mean_loss(loss_fn(model, shard_batch(batch), None))
 
     return require_global_batches(eval_step)
+
+
+def _metrics(state: TrainState, loss: Array, grads: PyTree, finite: Array, quantizers: PyTree) -> dict[str, Array]:
+    """Return a step's metrics: its own, and those that the model's layers have counted in it."""
+    own = {
+        "loss": loss,
+        "grad_norm": optax.tree.norm(grads),
+        "skipped": 1.0 - finite.astype(jnp.float32),
+        "loss_scale": jnp.asarray(state.scaler.scale, jnp.float32),
+    }
+    model = nnx.merge(state.graphdef, state.params, quantizers, state.rest)
+    return _with_metrics(_with_metrics(own, step_metrics(model)), multi_token_metrics(model))
+
+
+def _with_metrics(metrics: dict[str, Array], more: dict[str, Array]) -> dict[str, Array]:
+    """Return all metrics; raises if two have one name, of which a loop would see the second alone."""
+    twice = sorted(metrics.keys() & more.keys())
+    if twice:
+        raise ValueError(f"two metrics of a train step have the name {twice[0]!r}; the model's layers must use another")
+    return metrics | more
+
+
+def _asked_for(loss: Array, grads: PyTree, loss_at: _LossAt) -> dict[str, Any]:
+    """Return what a transformation may ask for beside the gradients."""
+    return {
+        "value": loss,
+        "grad": grads,
+        "value_fn": loss_at,
+        # Other names for the same, in optax.contrib's Sophia and SAM.
+        "obj_fn": loss_at,
+        "grad_fn": lambda params, index: loss_at.grad(params, index),
+    }
 
 
 class _Updated(NamedTuple):
@@ -274,44 +289,3 @@ class _LossAt:
         """Return the gradient at ``params``, the same for every ``index`` of an inner step."""
         del index
         return jax.grad(self)(params)
-
-
-def _rules_of(batch: PyTree) -> ShardingRules:
-    """Return the rules for a batch outside of a pipeline: stages shard it, or all compute it if it does not divide."""
-    mesh, rules = current_mesh(), current_rules()
-    if mesh is None or pipeline_stages() == 1:
-        return rules
-    _, ranks = ranks_of(logical_to_spec(("batch",), mesh)[0], mesh)
-    return stage_rules() if any(jnp.shape(leaf)[:1] and len(leaf) % ranks for leaf in jax.tree.leaves(batch)) else rules
-
-
-def _shard_batch(batch: PyTree, microbatches: int | None = None) -> PyTree:
-    """Leaves ``[b, ...]`` sharded over the batch axis; with ``microbatches``, ``[m, b / m, ...]``, each sharded so."""
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
-    sizes = {shape[0] for shape in shapes if shape}
-    if len(sizes) != 1 or () in shapes:
-        raise ValueError(f"every array of a batch must have the same leading axis, got shapes {shapes}")
-    size, parts = sizes.pop(), microbatches or 1
-    if size % parts:
-        raise ValueError(f"batch size {size} does not divide into microbatches={parts}; change one of them")
-    mesh = current_mesh()
-    if mesh is not None:
-        over, ranks = ranks_of(logical_to_spec(("batch",), mesh)[0], mesh)
-        if (size // parts) % ranks:
-            raise ValueError(
-                f"a microbatch of {size // parts} examples (batch size {size}, microbatches={parts}) does not divide "
-                f"over mesh axes {over} = {ranks}; make the batch a multiple of {parts * ranks}"
-            )
-
-    def shard(leaf: Array) -> Array:
-        if microbatches is None:
-            return constrain(leaf, ("batch", *(None,) * (leaf.ndim - 1)))
-        if pipeline_stages() > 1:
-            # All-gathered along the pipeline axis first: XLA's partitioner warns of a reshape that would do it.
-            leaf = constrain(leaf, ("batch", *(None,) * (leaf.ndim - 1)))
-        axes = (None, "batch", *(None,) * (leaf.ndim - 1))
-        # An Explicit mesh cannot reshape a sharded axis into two, so its axes are Auto inside.
-        cut = auto_region(lambda x: x.reshape(parts, size // parts, *x.shape[1:]), axes)
-        return constrain(cut(leaf), axes)
-
-    return jax.tree.map(shard, batch)

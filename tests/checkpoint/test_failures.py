@@ -264,11 +264,27 @@ def test_a_damaged_checkpoint_is_one_warning_on_stderr(tmp_path):
         (jax.ShapeDtypeStruct((0, 3), jnp.float32), r"params/a has shape \(0, 3\), and Orbax stores no empty arrays"),
     ],
 )
-def test_arrays_that_orbax_cannot_store_are_named(tmp_path, array, reason):
-    with TrainCheckpointer(tmp_path) as checkpointer:
+def test_arrays_that_orbax_cannot_store_are_named_and_leave_nothing(tmp_path, array, reason):
+    """A refused save makes no folder, starts no thread of Orbax, and does not rename damaged checkpoints."""
+    state, good = {"params": {"a": jnp.zeros(array.shape, array.dtype)}}, {"params": {"a": jnp.zeros(1)}}
+    folder = tmp_path / "new"
+    threads = set(threading.enumerate())
+    with TrainCheckpointer(folder) as checkpointer:
         with pytest.raises(TypeError, match=reason):
-            checkpointer.save({"params": {"a": jnp.zeros(array.shape, array.dtype)}}, None, 1)
-        checkpointer.save({"params": {"a": jnp.zeros(1)}}, None, 1)
+            checkpointer.save(state, None, 1)
+        assert not folder.exists()
+        assert set(threading.enumerate()) <= threads
+        checkpointer.save(good, None, 1)
+        checkpointer.save(good, None, 2)
+    for file in (folder / "2").glob("*/d/*"):
+        truncate(file)
+    with TrainCheckpointer(folder) as checkpointer:
+        with pytest.warns(DamagedCheckpointWarning):
+            checkpointer.restore(good)
+        before = sorted(folder.iterdir())
+        with pytest.raises(TypeError, match=reason):
+            checkpointer.save(state, None, 3)
+        assert sorted(folder.iterdir()) == before
 
 
 SAVER = """

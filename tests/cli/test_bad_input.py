@@ -195,12 +195,16 @@ def test_a_folder_that_another_run_is_using(run, capsys):
         assert_refused(*refuse(capsys, run), "another jax-te train is running in")
 
 
-@pytest.mark.parametrize("name", [".lock", "config.json", "config.json.partial", "metrics.jsonl", "tokenizer.partial"])
+WRITTEN = (".lock", "config.json", "config.json.partial", "metrics.jsonl", "tokenizer.partial", "wandb_id")
+WRITTEN_IN_FOLDERS = ("profile/kernel_times.json", "tensorboard/events.out.tfevents.1")
+
+
+@pytest.mark.parametrize("name", [*WRITTEN, *WRITTEN_IN_FOLDERS])
 def test_a_link_in_the_run_folder_does_not_lead_out_of_it(tmp_path, capsys, name):
     outside = tmp_path / "important"
     outside.write_text("{}" if name == "config.json" else "what nobody may lose")
     before = outside.read_bytes()
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).parent.mkdir(parents=True)
     (tmp_path / "run" / name).symlink_to(outside)
     status = main(["train", "--output", str(tmp_path / "run"), *MICRO])
     assert_refused(status, capsys.readouterr().err, name, "" if name == "config.json" else "symbolic link")

@@ -82,6 +82,14 @@ def test_there_and_back(llama, tmp_path, capsys):
     assert (tmp_path / "copy" / "tokenizer.json").exists()
 
 
+def test_megatrons_default_format(llama, tmp_path):
+    folder, expected = llama
+    target = tmp_path / "dist"
+    assert main(["convert", str(folder), str(target), "--megatron-format", "torch_dist"]) == 0
+    assert list(target.glob("**/.metadata"))  # of torch.distributed
+    assert_same(parameters(load_megatron(target)), expected)
+
+
 @pytest.mark.costly
 def test_a_dense_model_becomes_one_with_experts(llama, tmp_path):
     folder, _ = llama
@@ -126,6 +134,12 @@ def test_a_run_is_converted(trained, tmp_path):
         (["{llama}", "{tmp}/new", "--architecture", "GPT2LMHeadModel"], "--architecture has no effect"),
         (["{llama}", "{tmp}/new", "--to", "huggingface", "--tensor-parallel", "2"], "--tensor-parallel has no effect"),
         (["{llama}", "{tmp}/new", "--tensor-parallel", "4"], "does not divide"),
+        (
+            ["{llama}", "{tmp}/new", "--to", "huggingface", "--megatron-format", "torch_dist"],
+            "--megatron-format has no effect",
+        ),
+        (["{llama}", "{tmp}/new.pt", "--megatron-format", "torch_dist"], "torch_dist needs a folder"),
+        (["{llama}", "{tmp}/new", "--megatron-format", "torch_dist", "--tensor-parallel", "2"], "1 for a single file"),
         (["{llama}"], "TO"),
     ],
 )

@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet as pyarrow_parquet
 import pytest
+from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -30,6 +31,7 @@ from jax_te.cli.presets import PRESETS
 from jax_te.cli.resolve import new_config
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CONFIG_FILE, read_config
+from jax_te.config import LatentAttentionOptions, TransformerConfig
 from jax_te.data import Tokenizer, load_text
 from jax_te.errors import CheckpointMismatchError
 from jax_te.megatron import MatchContext, QuantizationConfig, TEQuantizationParams, TEQuantizationRecipe
@@ -37,6 +39,7 @@ from jax_te.megatron.quantization.yaml_file import read_yaml
 from jax_te.metrics.log import METRICS_FILE, read_metrics
 from jax_te.metrics.precision_log import PRECISION_FILE, STATISTICS, read_precision
 from jax_te.metrics.writers import cut_after
+from jax_te.models import GPTModel
 from tests.support.numerics import without_type_checker
 from tests.support.runs import MICRO, assert_refused, command
 from tests.support.tokenizers import write_megatron, write_tokenizer
@@ -225,6 +228,37 @@ def test_the_estimate_is_below_what_a_state_takes_and_not_far_below(changes):
     )
     assert 0.9 * all_of_it < least_memory(config) < 1.2 * (all_of_it + params)
     assert 0.5 * params < least_memory(config, training=False) <= params
+
+
+LATENT = {"kv_lora_rank": 8, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": 8}
+EXPERTS = {"num_moe_experts": 8, "moe_ffn_hidden_size": 48, "moe_layer_freq": [0, 1], "activation": "swiglu"}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"activation": "swiglu", "num_query_groups": 2, "ffn_hidden_size": 96},
+        EXPERTS,
+        EXPERTS | {"moe_latent_size": 8},
+        EXPERTS | {"moe_shared_expert_intermediate_size": 16, "moe_shared_expert_gate": True},
+        {"latent_attention": LatentAttentionOptions(q_lora_rank=12, **LATENT)},
+        {"latent_attention": LatentAttentionOptions(q_lora_rank=None, **LATENT)},
+        {"mtp_num_layers": 2},
+        {"mtp_num_layers": 2, "mtp_use_repeated_layer": True},
+    ],
+    ids=["gated", "experts", "latent experts", "shared", "latent", "latent queries", "depths", "one depth"],
+)
+def test_the_estimate_counts_every_kernel_of_a_model(form, monkeypatch):
+    """The parameters that it counts are the elements of all arrays of two axes or more."""
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "add_bias_linear": False}
+    model_config = TransformerConfig(**sizes, **form)
+    options = {"vocab_size": 48, "max_sequence_length": 8, "position_embedding_type": "rope"}
+    model = nnx.eval_shape(lambda: GPTModel(model_config, **options, rngs=nnx.Rngs(0)))
+    kernels = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)) if leaf.ndim > 1)
+    small = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": 48, "seq_len": 8, "batch_size": 1}
+    config = new_config({"preset": "tiny", **small})
+    monkeypatch.setattr(RunConfig, "transformer_config", lambda self: model_config)
+    assert least_memory(config, training=False) == 4 * kernels
 
 
 JSON = st.recursive(

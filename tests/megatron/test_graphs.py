@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -195,6 +196,35 @@ def test_local_graphs_take_static_values_and_share_between_copies(x: jax.Array):
     block(x, power=2)
     assert len(block.cuda_graphs) == 2
     assert len(copy.deepcopy(block.cuda_graphs)) == 0
+
+
+def test_equal_modules_do_not_get_each_others_graphs(x: jax.Array):
+    """Flax writes to a module the static attributes of an equal one, with which it has traced the same function."""
+    one, other = Block(config()), Block(config())
+    other.serial_number = one.serial_number
+    captured(one, x)
+    assert nnx.split(one)[0] == nnx.split(other)[0]
+    changes = nnx.jit(lambda block, x: block.forward(x))
+    for block in (one, other, one):
+        changes(block, x)
+    assert (len(one.cuda_graphs), len(other.cuda_graphs)) == (1, 0)
+    half = x[:, :4]
+    assert_close(other(half), other.forward(half), 8 * EPS)  # it has no graphs, and runs as it is
+    for copied in (nnx.clone(other), nnx.merge(*nnx.split(other)), copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
+        changes(copied, x)
+        assert len(copied.cuda_graphs) == 0
+    again = nnx.clone(one)
+    changes(again, x)
+    assert len(again.cuda_graphs) == 1  # a copy replays what its original has captured
+    captured(other, half)
+    assert_close(
+        nnx.grad(lambda block: jnp.sum(block(half)))(other).fc1.kernel[...], gradient_of(other, half), 32 * EPS
+    )
+    assert (len(one.cuda_graphs), len(other.cuda_graphs)) == (1, 1)
+
+
+def gradient_of(block: Any, x: jax.Array) -> jax.Array:
+    return nnx.grad(lambda block: jnp.sum(block.forward(x)))(block).fc1.kernel[...]
 
 
 def test_a_replay_reads_the_variables_of_now(x: jax.Array):

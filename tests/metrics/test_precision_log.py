@@ -4,6 +4,7 @@ import json
 import math
 
 import numpy as np
+import pytest
 from matplotlib.axes import Axes
 
 from jax_te.metrics.log import MetricsLog
@@ -54,6 +55,14 @@ def test_a_resumed_file_equals_an_unbroken_one(tmp_path):
         file.write('{"step": 9, "mod')
     write(tmp_path / "resumed", (6,), resume_step=5)
     assert len({(path / PRECISION_FILE).read_bytes() for path in tmp_path.iterdir()}) == 1
+
+
+def test_the_folder_is_made_and_a_step_that_no_checkpoint_has_is_refused(tmp_path):
+    write(tmp_path / "new" / "run", (2,))
+    for resume_step in (-1, 2**63):
+        with pytest.raises(ValueError, match="resume_step must be an integer >= 0"):
+            PrecisionLog(tmp_path / "new" / "run", resume_step=resume_step)
+    assert len(read_precision(tmp_path / "new" / "run")) == 6
 
 
 def test_numbers_that_are_not_finite(tmp_path):

@@ -44,10 +44,12 @@ def test_depths_multiply_by_their_layers_and_the_head():
     assert train_flops(config, vocab_size=48, batch_size=3, sequence_length=8) == wanted
 
 
-def test_a_token_multiplies_the_experts_that_it_passes():
+@pytest.mark.parametrize("gate", [False, True])
+def test_a_token_multiplies_the_experts_that_it_passes(gate):
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "add_bias_linear": False}
     experts = {"num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 48, "moe_layer_freq": [0, 1]}
     experts |= {"moe_shared_expert_intermediate_size": 16, "moe_latent_size": 8, "activation": "swiglu"}
+    experts |= {"moe_shared_expert_gate": gate}
     config = TransformerConfig(**sizes, **experts)
     model = nnx.eval_shape(
         lambda: GPTModel(config, vocab_size=48, max_sequence_length=8, position_embedding_type="rope", rngs=nnx.Rngs(0))

@@ -192,6 +192,14 @@ def test_stages_that_would_compute_all_layers_are_refused():
         after_steps([0, 0, 1, 1], mesh=ParallelConfig(pipeline=2))
 
 
+def test_experts_on_another_number_of_devices_than_the_mesh_has_are_refused():
+    model, message = gpt(expert_model_parallel_size=2), "expert_model_parallel_size is 2, and the mesh in use splits"
+    with jax.set_mesh(make_mesh(ParallelConfig(expert=4))):
+        for call in (lambda: gpt(expert_model_parallel_size=2), lambda: model(jnp.zeros((4, S), jnp.int32))):
+            with pytest.raises(ValueError, match=message):
+                call()
+
+
 @pytest.mark.costly
 @pytest.mark.parametrize("fields", [{}, {"moe_token_dispatcher_type": "alltoall"}, {"expert_tensor_parallel_size": 1}])
 @pytest.mark.parametrize("kind", ["own", "megatron"])

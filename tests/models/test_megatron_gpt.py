@@ -596,6 +596,8 @@ def test_a_refused_call_of_a_stage_leaves_its_input():
     last.set_input_tensor(x)
     with pytest.raises(ValueError, match="positions must be"):
         last(None, jnp.zeros((3, 3), jnp.int32))
+    with pytest.raises(ValueError, match="must have the shape of the logits"):
+        last(labels=TOKENS[:, :3])
     assert_bitwise(last(None), last(None, decoder_input=x))
 
 

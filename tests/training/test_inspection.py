@@ -189,6 +189,23 @@ def test_a_model_that_quantizes_nothing_or_cannot_be_compared_is_refused():
         inspect_precision(quantize_parameters(layer), linear_loss, batch)
 
 
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"x": np.zeros((4, 8)), "y": np.zeros((2, 8))}, "same leading axis"),
+        ({"x": np.zeros((4, 8)), "y": np.float32(1.0)}, "same leading axis"),
+        ({"x": np.zeros((5, 8))}, "batch size 5 does not divide into microbatches=2"),
+    ],
+    ids=["two sizes", "scalar", "odd"],
+)
+def test_batches_that_the_step_refuses_are_refused(batch, message):
+    look = make_inspection(pair_loss, microbatches=2)
+    with autocast(Float8CurrentScaling()):
+        state = create_train_state(Pair, optax.sgd(0.1), key=jax.random.key(0))
+        with pytest.raises(ValueError, match=message):
+            look(state, batch)
+
+
 def steps(count, recipe, inspect):
     """Run some steps, inspecting each or none; the last state and what was seen."""
     tx, seen, batch = optax.adam(1e-2), [], draw("batch", (64, 32))

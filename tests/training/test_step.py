@@ -23,6 +23,7 @@ from jax_te.training import (
     make_train_step,
     value_and_grad,
 )
+from jax_te.training import step as step_module
 from tests.support.meshes import use_mesh
 from tests.support.toy import Toy, assert_same, loss_fn, make_batch, values
 
@@ -361,6 +362,12 @@ def test_complex_parameters_are_refused_by_name():
     ):
         with pytest.raises(TypeError, match="wave is complex64, and gradients are fp32"):
             call()
+
+
+def test_metrics_of_layers_do_not_take_the_names_of_the_steps_own(monkeypatch):
+    monkeypatch.setattr(step_module, "step_metrics", lambda model: {"loss": jnp.zeros(())})
+    with pytest.raises(ValueError, match="two metrics of a train step have the name 'loss'"):
+        make_train_step(loss_fn, optax.sgd(0.1))(new_state(optax.sgd(0.1)), make_batch(0))
 
 
 def test_whether_gradients_are_finite_is_computed_once():

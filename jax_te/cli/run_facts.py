@@ -1,0 +1,216 @@
+"""What ``jax-te train`` says of a run: the lines at its start and at its end."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from jax_te.cli.loop import LoopResult
+from jax_te.cli.run_config import RunConfig
+from jax_te.cli.run_files import CHECKPOINT_FOLDER, PROFILE_FOLDER
+from jax_te.cli.run_recipe import RECIPE_FIELDS
+from jax_te.config import ParallelConfig
+from jax_te.data import TextData
+from jax_te.megatron import QuantizationReport
+from jax_te.metrics import METRICS_FILE, PLOT_FILE, TENSORBOARD_FOLDER, StepWork, clock, peak_flops, train_flops
+from jax_te.models import UNROLL_LIMIT, runs_scanned
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartedRun:
+    """A run that is about to take its first step.
+
+    Args:
+        config: configuration of the run.
+        data: text to train on, and held out.
+        backends: lines that say which backend runs which operation.
+        mesh: the run's mesh. None: one device.
+        parameters: number of its parameters.
+        output: folder of the run.
+        first: number of steps that are done.
+        rules: layers that the rules of a precision file fit.
+    """
+
+    config: RunConfig
+    data: TextData
+    backends: list[str]
+    mesh: Mesh | None
+    parameters: int
+    output: Path
+    first: int
+    rules: QuantizationReport | None
+
+
+def start_facts(run: StartedRun) -> dict[str, str]:
+    """Return the lines to show at the start, by their names."""
+    return {
+        "model": _model(run),
+        "layers": _layers(run.config),
+        "data": _data(run),
+        **_tokenizer_facts(run.config, run.data),
+        "batch": _batch(run.config),
+        "recipe": _recipe(run.config),
+        **({} if run.rules is None else {"rules": str(run.rules)}),
+        "backend": "\n".join(run.backends),
+        "mesh": _mesh(run),
+        "MFU": _mfu(step_work(run.config), _device()),
+        "output": f"{run.output}, " + (f"resumed after step {run.first}" if run.first else "a new run"),
+    }
+
+
+def step_work(config: RunConfig) -> StepWork:
+    """Return the work of a train step of the run."""
+    flops = train_flops(
+        config.transformer_config(),
+        vocab_size=config.vocab_size,
+        batch_size=config.batch_size,
+        sequence_length=config.seq_len,
+    )
+    devices = (config.parallel_config() or ParallelConfig()).num_devices
+    return StepWork(tokens=config.tokens_per_step, devices=devices, flops=flops, peak=peak_flops(jax.devices()[0]))
+
+
+def _model(run: StartedRun) -> str:
+    config = run.config
+    name = config.preset if config.init_from is None else Path(config.init_from).name
+    groups = "" if config.num_query_groups == config.num_heads else f" in {config.num_query_groups} groups"
+    dtypes = config.params_dtype
+    if config.compute_dtype != config.params_dtype:
+        dtypes += f", computing in {config.compute_dtype}"
+    parts = [
+        _count(config.num_layers, "layer"),
+        f"hidden {config.hidden_size}",
+        _count(config.num_heads, "head") + groups,
+        f"feed-forward {config.ffn_hidden_size}",
+        config.position_embedding,
+        config.normalization,
+        config.activation,
+    ]
+    return f"{name}: {', '.join(parts)}; {run.parameters:,} parameters in {dtypes}"
+
+
+def _data(run: StartedRun) -> str:
+    data, size = run.data, _bytes if _token(run.config) == "byte" else _tokens
+    sizes = f"{size(len(data.train))} to train on, {size(len(data.heldout))} held out"
+    return f"{data.source}: {_count(data.files, 'file')}, {sizes}"
+
+
+def _batch(config: RunConfig) -> str:
+    parts = "" if config.microbatches == 1 else f" in {config.microbatches} microbatches"
+    size = f"{config.batch_size} x {config.seq_len} {_token(config)}s"
+    return f"{size}{parts}, {_count(config.steps, 'step')}"
+
+
+def _mesh(run: StartedRun) -> str:
+    if run.mesh is None:
+        return f"none: one device, {_device()}"
+    return f"{run.config.mesh} over {run.mesh.size} x {_device()}, {run.config.mesh_axis_type} axes"
+
+
+def _device() -> str:
+    return jax.devices()[0].device_kind
+
+
+def _token(config: RunConfig) -> str:
+    return "byte" if config.tokenizer_sha256 is None else "token"
+
+
+def _tokenizer_facts(config: RunConfig, data: TextData) -> dict[str, str]:
+    """Return the lines about the tokenizer and the adapters of a run, if it has them."""
+    rows = {}
+    if config.tokenizer is not None:
+        size = "" if data.bytes_per_token is None else f", {data.bytes_per_token:.2f} bytes each"
+        rows["tokens"] = f"{config.tokenizer}: {data.vocab_size:,} of them{size}"
+    if config.lora_rank is not None:
+        rows["LoRA"] = f"rank {config.lora_rank}, alpha {config.lora_alpha or config.lora_rank:g}; all else is frozen"
+    return rows
+
+
+def _mfu(work: StepWork, device: str) -> str:
+    if work.peak is None:
+        return f"not given: jax_te knows no published peak of {device}"
+    return f"relative to {work.peak / 1e12:.0f} TFLOP/s of each device, its dense bf16 peak"
+
+
+def _layers(config: RunConfig) -> str:
+    form = "scanned" if runs_scanned(config.scan_layers, config.num_layers) else "unrolled"
+    if config.scan_layers != "auto":
+        return f"{form}: --scan-layers {'yes' if config.scan_layers else 'no'}"
+    few = config.num_layers <= UNROLL_LIMIT
+    return f"{form}: {_count(config.num_layers, 'layer')}, {'not ' if few else ''}more than {UNROLL_LIMIT}"
+
+
+def _recipe(config: RunConfig) -> str:
+    if config.recipe == "none":
+        return "none: no quantization" + (", except by the rules below" if config.precision_config is not None else "")
+    fields = [f"{name} {getattr(config, name)}" for name in RECIPE_FIELDS if getattr(config, name) is not None]
+    if config.fp8_param:
+        fields.append("kernels held quantized")
+    for count, which in ((config.bf16_layers_start, "first"), (config.bf16_layers_end, "last")):
+        if count:
+            fields.append(f"the {which} {_count(count, 'layer')} in high precision")
+    return f"{config.recipe}: {', '.join(fields)}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def _bytes(number: int) -> str:
+    for name, size in (("MB", 1e6), ("kB", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {name}"
+    return _count(number, "byte")
+
+
+def _tokens(number: int) -> str:
+    return _count(number, "token")
+
+
+def loss_facts(data: TextData, heldout: float, bigram: float | None, word: str) -> dict[str, str]:
+    """Return the lines about the held-out loss.
+
+    Args:
+        data: text of the run.
+        heldout: the loss.
+        bigram: entropy of byte bigrams in the same text. None: not known.
+        word: term for a token.
+    """
+    rows = {"held-out loss": f"{heldout:.4f} nats per {word}"}
+    if bigram is not None:
+        rows["byte bigrams"] = f"{bigram:.4f} nats per byte, their entropy in the same text"
+    elif data.bytes_per_token:
+        rows["held-out loss"] += f", {heldout / math.log(2.0) / data.bytes_per_token:.4f} bits per byte"
+    return rows
+
+
+def end_facts(
+    result: LoopResult, losses: dict[str, str], output: Path, drawn: list[str], prompt: str
+) -> dict[str, str]:
+    """Return the lines to show at the end, by their names.
+
+    Args:
+        result: result of the loop.
+        losses: lines of `loss_facts`.
+        output: folder of the run.
+        drawn: files that only some runs have.
+        prompt: prompt of the sample.
+    """
+    rows = dict(losses)
+    if result.tokens_per_second is not None:
+        rows["speed"] = f"{result.tokens_per_second:,.0f} tokens/s; {clock(result.seconds)} in all"
+    skipped = int(result.state.skipped_steps)
+    if skipped:
+        rows["skipped"] = f"{skipped} steps, whose gradients were not finite"
+    peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    if peak:
+        rows["memory"] = f"{peak / 2**30:.2f} GiB at the peak"
+    names = [METRICS_FILE, PLOT_FILE, *drawn, TENSORBOARD_FOLDER, PROFILE_FOLDER]
+    names = [name for name in names if (output / name).exists()]
+    rows["files"] = f"{output}: {', '.join([*names, CHECKPOINT_FOLDER])}"
+    rows["next"] = f"jax-te sample --output {output} --prompt {prompt!r}"
+    return rows
