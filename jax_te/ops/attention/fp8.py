@@ -108,7 +108,8 @@ def _backward(call: Fp8Call, residuals: _Residuals, g: Array) -> tuple[_Args, No
     if precision.quantized_backward:
         seen = _reduced({"do": amax(g)}, call.scale_axes)
         if not precision.delayed:
-            scales = scales | {"do": precision.scale_of_amax(seen["do"])}
+            of_gradient: Scales = {"do": precision.scale_of_amax(seen["do"])}
+            scales = scales | of_gradient
         do = fp8_steps.codes_to_heads(call, precision.quantize(g, scales["do"]))
         gradients, inside = fp8_steps.backward(call, operands, residuals.out, log_sum, do, scales)
         seen |= inside
