@@ -7,6 +7,7 @@ Engine's custom calls, Pallas kernels) receive one device's arrays.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -48,24 +49,28 @@ def reshard(tree: Any, specs: Any, mesh: AbstractMesh) -> Any:
 
 def all_gather(x: Array, dims: Dims) -> Array:
     """Return a device's shard all-gathered along the mesh axes that are named for each dimension."""
-    dtype, x = x.dtype, _as_bytes(x)
-    for dim, axes in enumerate(dims):
-        if axes:
-            x = jax.lax.all_gather(x, axes, axis=dim, tiled=True)
-    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
+
+    def gather(x: Array) -> Array:
+        for dim, axes in enumerate(dims):
+            if axes:
+                x = jax.lax.all_gather(x, axes, axis=dim, tiled=True)
+        return x
+
+    return moved(x, gather)
 
 
 def all_to_all(x: Array, axes: MeshAxes) -> Array:
     """Return the parts ``[n, ...]`` that ``n`` devices along mesh axes send to this one, of those that it sends."""
-    sent = _as_bytes(x)
-    received = jax.lax.all_to_all(sent, axes, 0, 0, tiled=True)
-    return received if sent.dtype == x.dtype else jax.lax.bitcast_convert_type(received, x.dtype)
+    return moved(x, lambda sent: jax.lax.all_to_all(sent, axes, 0, 0, tiled=True))
 
 
-def _as_bytes(x: Array) -> Array:
+def moved(x: Array, move: Callable[[Array], Array]) -> Array:
+    """Return ``move(x)`` of a collective that moves values and computes nothing: FP8 values are moved as bytes."""
     # Not every XLA backend has collectives of 8-bit floats; moving values needs their bytes only.
     is_fp8 = x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating)
-    return jax.lax.bitcast_convert_type(x, jnp.uint8) if is_fp8 else x
+    return (
+        jax.lax.bitcast_convert_type(move(jax.lax.bitcast_convert_type(x, jnp.uint8)), x.dtype) if is_fp8 else move(x)
+    )
 
 
 def reduce_sum(x: Array, axes: MeshAxes, scatter: Dims = (), later: MeshAxes = ()) -> Array:

@@ -20,9 +20,10 @@ from jax_te.ops.attention.context_parallel.checks import (
     fp8_exchange_lacks,
     fp8_kernels_lack,
 )
+from jax_te.ops.attention.context_parallel.fp8_steps import Fp8Call
 from jax_te.ops.attention.context_parallel.on_mesh import attention_on_mesh
 from jax_te.ops.attention.context_parallel.sharding import AttentionSharding, attention_sharding
-from jax_te.ops.attention.fp8 import Fp8Call, fp8_attention
+from jax_te.ops.attention.fp8 import fp8_attention
 from jax_te.ops.attention.segments import Segments
 from jax_te.ops.attention.spec import (
     QKV,
@@ -285,7 +286,8 @@ def _fp8_call(
     if not mesh.empty:
         sharding, unsharded = _sharding(mesh, current_rules(mesh), spec, axes, context_parallel, has_mask=False)
     if sharding is not None:
-        exchange, unsharded = fp8_exchange_lacks(sharding), fp8_kernels_lack(sharding)
+        exchange = fp8_exchange_lacks(sharding)
+        unsharded = fp8_kernels_lack(sharding, precision.quantized_backward)
     choice = choose_fp8(spec, precision, backend, unsharded=unsharded, exchange=exchange)
     if choice.unquantized is not None:
         log_once(f"attention runs in {dtype_name(spec.dtype)}, not in FP8 as the recipe says: {choice.unquantized}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import jax
@@ -12,20 +13,29 @@ import pytest
 from flax import nnx
 
 from jax_te import linen, value_and_grad
-from jax_te.config import RecomputeConfig, TransformerConfig
+from jax_te.config import LatentAttentionOptions, ParallelConfig, PipelineConfig, RecomputeConfig, TransformerConfig
 from jax_te.errors import BackendUnavailableError, QuantizerStateError
-from jax_te.layers import DotProductAttention, TransformerLayer, keep_in_high_precision, prepare_quantization
-from jax_te.megatron import TEDotProductAttention, state_dict
-from jax_te.models import run_layers
+from jax_te.layers import (
+    DotProductAttention,
+    MultiLatentAttention,
+    TransformerLayer,
+    keep_in_high_precision,
+    prepare_quantization,
+)
+from jax_te.megatron import TEDotProductAttention, recipe_from_config, state_dict
+from jax_te.megatron import TransformerLayer as MegatronTransformerLayer
+from jax_te.models import GPTModel, run_layers
 from jax_te.ops import use_backend
 from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast
-from jax_te.training import create_train_state, make_train_step
-from tests.support.numerics import NO_DROPOUT, assert_bitwise, draw, quick_jit
+from jax_te.sharding import make_mesh
+from jax_te.training import PipelinedLoss, create_train_state, make_train_step
+from tests.support.numerics import NO_DROPOUT, assert_bitwise, assert_close, draw, quick_jit
 
 B, S, H, N = 2, 128, 256, 2
 DELAYED = DelayedScaling(fp8_dpa=True, amax_history_len=3)
 CURRENT = Float8CurrentScaling(fp8_dpa=True)
+CURRENT_WHOLE = Float8CurrentScaling(fp8_dpa=True, amax_scope="whole")
 KINDS = pytest.mark.parametrize("recipe", [DELAYED, CURRENT], ids=["delayed", "current"])
 
 
@@ -159,6 +169,101 @@ def test_recomputation_and_loops_change_nothing():
                 assert np.linalg.norm(a - b) <= 0.02 * np.linalg.norm(b)
             for path, value in other[2].items():
                 np.testing.assert_allclose(value, plain[2][path], rtol=2.0**-3, err_msg=path)
+
+
+def train(mesh: str | None, recipe: Any, comm: Any = "p2p") -> tuple[list[float], dict[str, np.ndarray]]:
+    """Losses of two steps of two microbatches of a small GPT, and the states of its attention behind them."""
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=H,
+        num_attention_heads=N,
+        ffn_hidden_size=128,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        cp_comm_type=comm,
+    )
+    loss = PipelinedLoss(
+        lambda model, batch, key: model.embed_inputs(batch[:, :-1], dropout_key=key),
+        lambda model, y, batch, key: model.compute_loss(y, batch[:, 1:]),
+    )
+    tokens, tx = (np.arange(4 * (S + 1)).reshape(4, S + 1) * 7) % 61, optax.adam(1e-2)
+    place = contextlib.nullcontext() if mesh is None else jax.set_mesh(make_mesh(ParallelConfig.parse(mesh)))
+    with place, autocast(recipe):
+        state = create_train_state(
+            lambda rngs: GPTModel(config, vocab_size=64, max_sequence_length=S, rngs=rngs), tx, key=jax.random.key(0)
+        )
+        step = make_train_step(loss, tx, microbatches=2, pipeline=PipelineConfig())
+        losses = []
+        for _ in range(2):
+            state, metrics = step(state, tokens)
+            losses.append(float(metrics["loss"]))
+    return losses, states(state.model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("recipe", "mesh", "comm"),
+    [
+        pytest.param(DELAYED, "pipeline=2", "p2p", id="delayed"),
+        pytest.param(DELAYED, "pipeline=2,context=2,tensor=1", "a2a", id="delayed-context"),
+        pytest.param(
+            Float8CurrentScaling(fp8_dpa=True, amax_scope="whole"), "pipeline=2,tensor=2", "p2p", id="current"
+        ),
+    ],
+)
+def test_stages_of_a_pipeline(recipe, mesh, comm):
+    """Losses and next states of one device: each stage has the states of its layers, merged over microbatches."""
+    losses, after = train(mesh, recipe, comm)
+    expected, wanted = train(None, recipe)
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)  # a value between two of FP8 may round the other way
+    assert len(after) == len(wanted) == 2 * 2 * (6 if recipe is DELAYED else 4)
+    for path, value in after.items():
+        np.testing.assert_allclose(value, wanted[path], rtol=2.0**-3, err_msg=path)
+
+
+@pytest.mark.costly
+def test_a_captured_layer():
+    """A replay's output, gradients and next state are those of the call."""
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=H,
+        num_attention_heads=N,
+        ffn_hidden_size=128,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        cuda_graph_impl="transformer_engine",
+        fp8="e4m3",
+        fp8_recipe="delayed",
+        fp8_dot_product_attention=True,
+    )
+    x = draw("x", (B, S, H))
+    with autocast(recipe_from_config(config)):
+        model = MegatronTransformerLayer(config, rngs=nnx.Rngs(0))
+        assert states(model)
+        model._te_cuda_graph_capture(**model.get_layer_static_inputs(S, B))
+        assert len(model.cuda_graphs) == 1
+        graphdef, state = nnx.split(model)
+
+        def loss(state: Any, x: Any) -> Any:
+            return jnp.sum(jnp.square(nnx.merge(graphdef, state)(x)[0]))
+
+        replayed = jax.value_and_grad(loss)(state, x)
+        called = jax.jit(jax.value_and_grad(loss))(state, x)
+    for a, b in zip(jax.tree.leaves(replayed), jax.tree.leaves(called), strict=True):
+        assert_close(a, b, 2.0**-16)
+
+
+def test_latent_attention_has_other_heads():
+    """Of 192 and 128, as DeepSeek has them: in the compute dtype, and refused where the backend is named."""
+    sizes = LatentAttentionOptions(kv_lora_rank=16, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128)
+    x = draw("x", (1, S, 32))
+    with autocast(CURRENT):
+        model = MultiLatentAttention(32, 2, sizes, attention_dropout=0.0, rngs=nnx.Rngs(1))
+        other = model(x)
+        with use_backend("xla"), pytest.raises(BackendUnavailableError, match="the call has heads of 128 and 192"):
+            model(x)
+    with autocast(Float8CurrentScaling()):
+        assert_bitwise(other, model(x))
 
 
 def test_a_call_that_cannot_run_in_fp8():

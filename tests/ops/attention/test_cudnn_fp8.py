@@ -13,10 +13,12 @@ import jax.numpy as jnp
 import pytest
 
 import jax_te
-from jax_te.ops import attention_spec, cudnn_fp8, dot_product_attention
+from jax_te.errors import BackendUnavailableError
+from jax_te.ops import ContextParallel, attention_spec, cudnn_fp8, dot_product_attention
 from jax_te.ops.attention import dot_product
 from jax_te.quantize import init_attention_state
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Format
+from tests.support.context import context_mesh
 from tests.support.meshes import use_mesh
 
 Q, K = (2, 256, 4, 128), (2, 384, 2, 128)
@@ -97,6 +99,59 @@ def test_each_device_of_a_mesh_calls_it(mode):
         calls = lowered(Float8CurrentScaling(fp8_dpa=True), "causal", (q, q, q), out_axes=AXES)
     assert [name for name, _, _ in calls] == ["__cudnn$fmhaSoftmaxF8", "__cudnn$fmhaSoftmaxBackwardF8"]
     assert all("tensor<2x128x2x128xf8E4M3FN>" in types for _, _, types in calls)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("way", "calls"),
+    [
+        # Whole sequences of half of the heads.
+        pytest.param(ContextParallel(cp_comm_type="a2a"), [("CAUSAL", "1x512x2", "1x512x2")], id="a2a"),
+        # A device's own keys, and those of an earlier one.
+        pytest.param(
+            ContextParallel(cp_comm_type="p2p"),
+            [("CAUSAL", "1x256x4", "1x256x4"), ("NO_MASK", "1x256x4", "1x256x4")],
+            id="p2p",
+        ),
+        # All queries to the early keys of an earlier device, the late queries to all keys of a later one.
+        pytest.param(
+            ContextParallel(cp_comm_type="p2p", cp_load_balanced=True),
+            [("CAUSAL", "1x256x4", "1x256x4"), ("NO_MASK", "1x256x4", "1x128x4"), ("NO_MASK", "1x128x4", "1x256x4")],
+            id="zigzag",
+        ),
+    ],
+)
+def test_blocks_of_a_split_sequence(way, calls):
+    """Each block is a call by itself, of codes; no call has queries without a key."""
+    with jax.set_mesh(context_mesh(context=2)):
+        q = jnp.zeros((1, 512, 4, 128), jnp.bfloat16)
+        found = lowered(DelayedScaling(fp8_dpa=True), "causal", (q, q, q), out_axes=AXES, context_parallel=way)
+    for target in ("__cudnn$fmhaSoftmaxF8", "__cudnn$fmhaSoftmaxBackwardF8"):
+        of_target = {
+            (config["mask_type"], *re.findall(r"tensor<(\d+x\d+x\d+)x128xf8E4M3FN>", types)[:2])
+            for name, config, types in found
+            if name == target
+        }
+        assert of_target == set(calls)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mask_type", "words"),
+    [
+        pytest.param("all_gather", "causal", "a causal mask of some queries and all keys", id="all_gather"),
+        pytest.param("all_gather", "no_mask", "'all_gather' gives each device 64 queries", id="few queries"),
+        pytest.param("p2p", "causal", "one block has 64 queries", id="p2p"),
+    ],
+)
+def test_blocks_that_the_kernels_lack(monkeypatch, kind, mask_type, words):
+    recipe = DelayedScaling(fp8_dpa=True)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(cudnn_fp8, "unavailable", lambda: None)
+    with jax.set_mesh(context_mesh(context=2)):
+        q, state = jnp.zeros((1, 128, 4, 128), jnp.bfloat16), init_attention_state(recipe)
+        options = {"out_axes": AXES, "context_parallel": ContextParallel(cp_comm_type=kind), "mask_type": mask_type}
+        with pytest.raises(BackendUnavailableError, match=words):
+            dot_product_attention((q, q, q), recipe=recipe, state=state, backend="te", **options)
 
 
 def test_no_other_file_calls_cudnn():

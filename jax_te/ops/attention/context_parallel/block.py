@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -11,25 +12,45 @@ import jax.numpy as jnp
 from jax_te.ops.attention.context_parallel.sharding import AttentionSharding
 from jax_te.ops.attention.spec import QKV, AttentionArrays, AttentionSpec
 from jax_te.ops.backend import primitives
+from jax_te.ops.xla.attention_fp8 import Amaxes
 from jax_te.typing import Array
 
 
 class BlockOutput(NamedTuple):
-    """Output ``[b, sq, n, dv]``, logarithm of the softmax's denominator, fp32 ``[b, n, sq]``, and the max logits, fp32
-    ``[n]``, or None.
+    """Results of one block.
+
+    Args:
+        out: output ``[b, sq, n, dv]``.
+        log_sum: logarithm of the softmax's denominator, fp32 ``[b, n, sq]``.
+        max_logit: fp32 ``[n]``, or None.
+        amaxes: largest absolute values of what a quantized block has quantized, fp32 ``[]`` by name; None: nothing.
     """
 
     out: Array
     log_sum: Array
     max_logit: Array | None
+    amaxes: Amaxes | None = None
 
 
 class BlockGradients(NamedTuple):
-    """Gradients of queries, keys and values, of the bias, and of the softmax's offset."""
+    """Gradients of queries, keys and values, of the bias, and of the softmax's offset; amaxes as in `BlockOutput`."""
 
     qkv: QKV
     bias: Array | None
     offset: Array | None
+    amaxes: Amaxes | None = None
+
+
+class BlockRules(NamedTuple):
+    """Forward and backward of a block, as functions of the arguments of `forward` and `backward` but the first."""
+
+    forward: Callable[..., BlockOutput]
+    backward: Callable[..., BlockGradients]
+
+
+def rules_of(sharding: AttentionSharding) -> BlockRules:
+    """Return the rules of blocks that the sharding's backend computes."""
+    return BlockRules(functools.partial(forward, sharding), functools.partial(backward, sharding))
 
 
 def forward(sharding: AttentionSharding, qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays) -> BlockOutput:
@@ -52,7 +73,12 @@ def merge(blocks: list[BlockOutput]) -> BlockOutput:
     out = _weighted(blocks[0], log_sum)
     for block in blocks[1:]:
         out = out + _weighted(block, log_sum)
-    return BlockOutput(out, log_sum, max_logits(blocks))
+    return BlockOutput(out, log_sum, max_logits(blocks), largest([block.amaxes for block in blocks]))
+
+
+def largest(amaxes: list[Amaxes | None]) -> Amaxes | None:
+    """Return the amaxes of all blocks, or None."""
+    return jax.tree.map(lambda *each: functools.reduce(jnp.maximum, each), *amaxes)
 
 
 def max_logits(blocks: list[BlockOutput]) -> Array | None:

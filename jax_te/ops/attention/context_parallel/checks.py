@@ -6,6 +6,7 @@ import dataclasses
 
 from jax_te.ops.attention.context_parallel import all_gather, ring
 from jax_te.ops.attention.context_parallel.sharding import AttentionSharding
+from jax_te.ops.attention.fp8_support import fp8_attention_lacks
 from jax_te.ops.attention.spec import AttentionSpec
 from jax_te.ops.backend import BackendChoice, explain_backend
 from jax_te.typing import BackendName
@@ -51,20 +52,42 @@ def check_sharding(sharding: AttentionSharding, has_mask: bool) -> None:
 
 
 def fp8_exchange_lacks(sharding: AttentionSharding) -> str | None:
-    """Return the reason why an exchange of keys and values has no FP8 form, or None."""
-    if not sharding.context or sharding.gathers:
+    """Return the reason why a call cannot be composed of blocks that FP8 attention has, or None.
+
+    The rule is that of cuDNN's kernels, on every device and backend, as for one device's calls.
+    """
+    if sharding.ring_size == 1:
         return None
-    return (
-        f"cp_comm_type {sharding.cp.cp_comm_type!r} exchanges keys and values in the compute dtype; 'all_gather' has "
-        "an exchange of FP8 codes"
-    )
+    kind = sharding.cp.cp_comm_type
+    if not ring.is_structured(sharding):
+        return (
+            f"cp_comm_type {kind!r} with a causal mask of {sharding.spec.q_length} queries and "
+            f"{sharding.spec.kv_length} keys, and FP8 attention has rings of equal lengths; 'all_gather' and 'a2a' "
+            "have others"
+        )
+    for spec in ring.block_specs(sharding):
+        if reason := fp8_attention_lacks(spec):
+            return f"cp_comm_type {kind!r}, of which one block has {reason}; 'all_gather' and 'a2a' have no such blocks"
+    return None
 
 
-def fp8_kernels_lack(sharding: AttentionSharding) -> str | None:
+def fp8_kernels_lack(sharding: AttentionSharding, quantized_backward: bool) -> str | None:
     """Return the reason why FP8 kernels cannot run on each device of a mesh, or None."""
     if not sharding.context:
         return None
-    return "the sequence is split over the context axis, and FP8 kernels have no mask of some queries and all keys"
+    if sharding.gathers and sharding.spec.is_causal:
+        return (
+            "cp_comm_type 'all_gather' has a causal mask of some queries and all keys, and FP8 kernels have none; "
+            "'p2p' and 'a2a' give them whole blocks"
+        )
+    if sharding.gathers:
+        queries, keys = sharding.spec.q_length // sharding.context_shards, sharding.spec.kv_length
+        if reason := fp8_attention_lacks(sharding.shard_spec(queries, keys)):
+            return f"cp_comm_type 'all_gather' gives each device {reason}"
+    if quantized_backward:
+        return None
+    choice = choose_backend(sharding, same_lengths=True, backend="auto")
+    return None if choice.backend == "te" else f"fp8_dpa_bwd=False takes TE's backward kernel: {choice.reason}"
 
 
 def choose_backend(sharding: AttentionSharding, same_lengths: bool, backend: BackendName | None) -> BackendChoice:

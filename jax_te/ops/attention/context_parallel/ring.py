@@ -18,10 +18,12 @@ import jax
 import jax.numpy as jnp
 
 from jax_te.ops.attention.context_parallel import block
-from jax_te.ops.attention.context_parallel.block import BlockGradients, BlockOutput
+from jax_te.ops.attention.context_parallel.block import BlockGradients, BlockOutput, BlockRules
 from jax_te.ops.attention.context_parallel.sharding import AttentionSharding, shard_positions
 from jax_te.ops.attention.softmax_offset import offset_gradient, offset_of
 from jax_te.ops.attention.spec import QKV, AttentionArrays, AttentionSpec, MaskType, unpack
+from jax_te.ops.xla.attention_fp8 import Amaxes
+from jax_te.sharding import moved
 from jax_te.typing import Array
 
 T = TypeVar("T")
@@ -36,20 +38,30 @@ class RingStep(NamedTuple):
 
 
 class RingGradients(NamedTuple):
-    """Gradients of one step: of all of a device's queries, of the local keys and values, and of the bias."""
+    """Gradients of one step: of all of a device's queries, of the local keys and values, and of the bias; amaxes."""
 
     q: Array
     k: Array
     v: Array
     bias: Array | None
+    amaxes: Amaxes | None
 
 
 # Each addition reads and writes a sum in fp32, each pending block takes memory: four share one addition.
 MERGED_BLOCKS = 4
 
 
-def forward(sharding: AttentionSharding, qkv: QKV, arrays: AttentionArrays) -> BlockOutput:
-    """Return attention of a device's queries to all keys."""
+def forward(
+    sharding: AttentionSharding, qkv: QKV, arrays: AttentionArrays, rules: BlockRules | None = None
+) -> BlockOutput:
+    """Return attention of a device's queries to all keys.
+
+    Args:
+        sharding, arrays: the call, and this device's arrays.
+        qkv: what ``rules`` take: queries, keys and values, or their FP8 codes.
+        rules: None: those of the sharding's backend.
+    """
+    rules = rules or block.rules_of(sharding)
     q, k, v = unpack(qkv)
     blocks: list[BlockOutput] = []
     for step in range(sharding.ring_size):
@@ -62,31 +74,44 @@ def forward(sharding: AttentionSharding, qkv: QKV, arrays: AttentionArrays) -> B
         def attend(part: RingStep, k: Array = k, v: Array = v, step: int = step) -> BlockOutput:
             rows, columns, size = part.rows, part.columns, q.shape[1]
             spec, local = _block(sharding, arrays, step, part, (size, k.shape[1]))
-            out, log_sum, max_logit = block.forward(sharding, (q[:, rows], k[:, columns], v[:, columns]), spec, local)
-            log_sum = block.pad_to(log_sum, rows, 2, size, fill=-jnp.inf)
-            return BlockOutput(block.pad_to(out, rows, 1, size), log_sum, max_logit)
+            result = rules.forward((q[:, rows], k[:, columns], v[:, columns]), spec, local)
+            log_sum = block.pad_to(result.log_sum, rows, 2, size, fill=-jnp.inf)
+            return result._replace(out=block.pad_to(result.out, rows, 1, size), log_sum=log_sum)
 
         blocks.append(_at_step(sharding, step, attend, _no_keys, (q.shape[1], k.shape[1])))
         if len(blocks) == MERGED_BLOCKS or step + 1 == sharding.ring_size:
             blocks = [block.merge(blocks)]
         k, v = received
-    out, log_sum, max_logit = blocks[0]
+    out, log_sum = blocks[0].out, blocks[0].log_sum
     # Blocks are plain softmaxes, and the offset is added once, at the end; otherwise it would count once per step.
     offset = offset_of(sharding.shard_spec(q.shape[1], k.shape[1]), arrays)
     if offset is not None:
         total = jnp.logaddexp(log_sum, jnp.broadcast_to(offset, log_sum.shape))
         out, log_sum = out * block.per_query(block.softmax_weight(log_sum, total)), total
-    return BlockOutput(out.astype(q.dtype), log_sum, max_logit)
+    return blocks[0]._replace(out=out.astype(sharding.spec.dtype), log_sum=log_sum)
 
 
 def backward(
-    sharding: AttentionSharding, qkv: QKV, arrays: AttentionArrays, out: Array, log_sum: Array, g: Array
+    sharding: AttentionSharding,
+    qkv: QKV,
+    arrays: AttentionArrays,
+    out: Array,
+    log_sum: Array,
+    g: Array,
+    rules: BlockRules | None = None,
 ) -> BlockGradients:
     """Return the gradients of a device's queries, keys and values.
 
     The gradients of keys and values follow them around the ring, one step behind.
+
+    Args:
+        sharding, qkv, arrays, rules: see `forward`.
+        out, log_sum: results of forward, ``out`` and ``g`` as ``rules`` take them.
+        g: gradient of the output.
     """
+    rules = rules or block.rules_of(sharding)
     q, k, v = unpack(qkv)
+    amaxes: list[Amaxes | None] = []
     dq: list[Array] = []
     d_bias: list[Array] = []
     behind: tuple[Array, ...] = ()  # the sums so far for the keys and values of the step before
@@ -101,12 +126,13 @@ def backward(
             rows, columns, sizes = part.rows, part.columns, (q.shape[1], k.shape[1])
             spec, local = _block(sharding, arrays, step, part, sizes)
             operands = (q[:, rows], k[:, columns], v[:, columns])
-            gradients = block.backward(sharding, operands, spec, local, out[:, rows], log_sum[:, :, rows], g[:, rows])
+            gradients = rules.backward(operands, spec, local, out[:, rows], log_sum[:, :, rows], g[:, rows])
             dq, dk, dv = unpack(gradients.qkv)
             dk, dv = block.pad_to(dk, columns, 1, sizes[1]), block.pad_to(dv, columns, 1, sizes[1])
-            return RingGradients(block.pad_to(dq, rows, 1, sizes[0]), dk, dv, gradients.bias)
+            return RingGradients(block.pad_to(dq, rows, 1, sizes[0]), dk, dv, gradients.bias, gradients.amaxes)
 
         gradients = _at_step(sharding, step, attend, _zeros, (q.shape[1], k.shape[1]))
+        amaxes.append(gradients.amaxes)
         dq, d_bias = [*dq, gradients.q], [*d_bias, *(() if gradients.bias is None else (gradients.bias,))]
         if len(dq) == MERGED_BLOCKS or step == last:
             dq, d_bias = [block.sum_float32(dq)], [block.sum_float32(d_bias)] if d_bias else []
@@ -117,7 +143,8 @@ def backward(
     offset = arrays.softmax_offset
     d_offset = None if offset is None else offset_gradient(offset, log_sum, out, g).astype(offset.dtype)
     bias_gradient = None if not d_bias or arrays.bias is None else d_bias[0].astype(arrays.bias.dtype)
-    return BlockGradients((dq[0].astype(q.dtype), dk, dv), bias_gradient, d_offset)
+    d_qkv = dq[0].astype(sharding.spec.dtype), dk, dv
+    return BlockGradients(d_qkv, bias_gradient, d_offset, block.largest(amaxes))
 
 
 def is_structured(sharding: AttentionSharding) -> bool:
@@ -137,9 +164,10 @@ def block_specs(sharding: AttentionSharding) -> list[AttentionSpec]:
 
 def _no_keys(like: BlockOutput) -> BlockOutput:
     """Return attention to no keys."""
-    out, log_sum, max_logit = like
+    out, log_sum, max_logit, amaxes = like
     low = None if max_logit is None else jnp.full(max_logit.shape, -jnp.inf, max_logit.dtype)
-    return BlockOutput(jnp.zeros(out.shape, out.dtype), jnp.full(log_sum.shape, -jnp.inf, log_sum.dtype), low)
+    out, amaxes = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (out, amaxes))
+    return BlockOutput(out, jnp.full(log_sum.shape, -jnp.inf, log_sum.dtype), low, amaxes)
 
 
 def _zeros(like: RingGradients) -> RingGradients:
@@ -211,7 +239,16 @@ def _send(sharding: AttentionSharding, *arrays: Array) -> tuple[Array, ...]:
     """Send ``arrays`` to the next device, and return those of the previous one."""
     shards, stride = sharding.context_shards, sharding.ulysses_size
     to_next = [(device, (device + stride) % shards) for device in range(shards)]
-    if len({(x.shape, x.dtype) for x in arrays}) > 1:
-        return tuple(jax.lax.ppermute(x, sharding.context, to_next) for x in arrays)
-    # As one array: XLA runs one exchange at a time beside computation, and a second would have nothing to hide behind.
-    return tuple(jax.lax.ppermute(jnp.stack(arrays), sharding.context, to_next)) if arrays else ()
+
+    def send(x: Array) -> Array:
+        return moved(x, lambda x: jax.lax.ppermute(x, sharding.context, to_next))
+
+    # As few arrays as possible: XLA runs one exchange at a time beside computation, and a second would have nothing to
+    # hide behind. FP8 keys and values are one, their gradients another.
+    received: dict[int, Array] = {}
+    for shape, dtype in dict.fromkeys((x.shape, x.dtype) for x in arrays):
+        alike = [i for i, x in enumerate(arrays) if (x.shape, x.dtype) == (shape, dtype)]
+        sent = [arrays[i] for i in alike]
+        parts = [send(sent[0])] if len(sent) == 1 else send(jnp.stack(sent))
+        received.update(zip(alike, parts, strict=True))
+    return tuple(received[i] for i in range(len(arrays)))

@@ -12,6 +12,7 @@ import numpy as np
 from jax_te.ops.attention.context_parallel.sharding import AttentionSharding
 from jax_te.ops.attention.context_parallel.zigzag import chunk_order
 from jax_te.ops.attention.spec import AttentionArrays
+from jax_te.sharding import moved
 from jax_te.typing import Array
 
 
@@ -22,7 +23,7 @@ def to_heads(sharding: AttentionSharding, x: Array) -> Array:
     devices, then the late ones, by rising position.
     """
     # The exchange concatenates the shards of neighbours, in zig-zag order each an early chunk and a late one.
-    x = jax.lax.all_to_all(x, sharding.context, 2, 1, tiled=True, axis_index_groups=_groups(sharding))
+    x = _exchanged(sharding, x, 2, 1)
     return _reordered(x, _merged_order(sharding.ulysses_size)) if sharding.load_balanced else x
 
 
@@ -30,7 +31,17 @@ def to_sequence(sharding: AttentionSharding, x: Array) -> Array:
     """Return ``[b, s·a, n/a, d]`` as ``[b, s, n, d]``: the inverse of `to_heads`."""
     if sharding.load_balanced:
         x = _reordered(x, np.argsort(_merged_order(sharding.ulysses_size)))
-    return jax.lax.all_to_all(x, sharding.context, 1, 2, tiled=True, axis_index_groups=_groups(sharding))
+    return _exchanged(sharding, x, 1, 2)
+
+
+def _exchanged(sharding: AttentionSharding, x: Array, split: int, joined: int) -> Array:
+    """Return ``x`` after an all-to-all that cuts one axis into parts and joins the parts received along another."""
+
+    def exchange(x: Array) -> Array:
+        groups = _groups(sharding)
+        return jax.lax.all_to_all(x, sharding.context, split, joined, tiled=True, axis_index_groups=groups)
+
+    return moved(x, exchange)
 
 
 def arrays_of_heads(sharding: AttentionSharding, arrays: AttentionArrays) -> AttentionArrays:

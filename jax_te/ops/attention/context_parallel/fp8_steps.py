@@ -1,0 +1,226 @@
+"""FP8 attention on each device: the kernels' steps between quantized tensors, and the FP8 codes that devices exchange.
+
+Keys and values travel as codes, a byte for each value; all devices along the context axis have one scale for them.
+
+- An all-to-all moves codes of queries, keys, values, output and all gradients, and a device computes whole sequences.
+- A ring moves codes of keys and values. Each of its blocks is a call of FP8 attention by itself, of one scale for each
+  tensor: its softmax is that of the block's keys, at most 1, and its output a mean of values. Outputs are merged by
+  their denominators in fp32, and quantized once more. Backward reads that output and the merged denominator.
+- After an all-gather of codes plain JAX computes a device's queries to all keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+
+from jax_te.ops.attention.context_parallel import all_gather, ring, ulysses
+from jax_te.ops.attention.context_parallel.block import BlockGradients, BlockOutput, BlockRules
+from jax_te.ops.attention.context_parallel.on_mesh import strategy
+from jax_te.ops.attention.context_parallel.sharding import AttentionSharding
+from jax_te.ops.attention.spec import QKV, AttentionArrays, AttentionSpec, unpack
+from jax_te.ops.backend import fp8_kernels, primitives
+from jax_te.ops.xla.attention_fp8 import Amaxes, Fp8Operands, Fp8Output, Scales
+from jax_te.quantize import AttentionPrecision, QuantizedTensor
+from jax_te.sharding import MeshAxes
+from jax_te.sharding import all_gather as all_gather_shards
+from jax_te.typing import Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Call:
+    """A call of FP8 attention, resolved. Hashable: its rules are traced once for each.
+
+    Args:
+        spec: the whole call.
+        precision: the recipe.
+        kernels: who runs the steps between quantized tensors.
+        sharding: sharding of the call on a mesh whose devices run it by themselves; None: one device, or the compiler
+            partitions it.
+        high_precision_backend: backend of a backward pass that is not quantized.
+        evaluation: whether the layer evaluates, so that state need not be differentiated.
+        frozen_scales: whether the state stays as it is.
+    """
+
+    spec: AttentionSpec
+    precision: AttentionPrecision
+    kernels: Literal["xla", "cudnn"]
+    sharding: AttentionSharding | None = None
+    high_precision_backend: str = "xla"
+    evaluation: bool = False
+    frozen_scales: bool = False
+
+    @property
+    def all_axes(self) -> MeshAxes:
+        """Mesh axes over which the arrays are split."""
+        sharding = self.sharding
+        return () if sharding is None else sharding.batch + sharding.context + sharding.heads
+
+    @property
+    def scale_axes(self) -> MeshAxes:
+        """Mesh axes over which the amax that gives an operand's scale is reduced."""
+        if self.sharding is None or self.precision.delayed:
+            return ()  # a delayed scale is the state's, which all devices have
+        if self.precision.amax_scope == "whole":
+            return self.all_axes
+        # A scale of each device's examples and heads; those that all-gather keys have one for all of these.
+        return self.sharding.context
+
+    @property
+    def exchanges_heads(self) -> bool:
+        """Whether devices exchange shards of the sequence for heads."""
+        return self.sharding is not None and self.sharding.ulysses_size > 1
+
+    @property
+    def sends_keys(self) -> bool:
+        """Whether each pass moves keys and values of other devices to this one."""
+        return self.sharding is not None and (self.sharding.gathers or self.sharding.ring_size > 1)
+
+
+def codes_to_heads(call: Fp8Call, x: QuantizedTensor) -> QuantizedTensor:
+    """Return a tensor of all positions of some heads; ``x`` where devices do not exchange heads."""
+    if call.sharding is None or not call.exchanges_heads:
+        return x
+    return replace(x, data=ulysses.to_heads(call.sharding, x.data))
+
+
+def codes_to_sequence(call: Fp8Call, x: QuantizedTensor) -> QuantizedTensor:
+    """Return a tensor of this device's positions and all heads: the inverse of `codes_to_heads`."""
+    if call.sharding is None or not call.exchanges_heads:
+        return x
+    return replace(x, data=ulysses.to_sequence(call.sharding, x.data))
+
+
+def to_heads(call: Fp8Call, x: Array) -> Array:
+    """Return an array in the compute dtype as `codes_to_heads` returns a quantized one."""
+    return ulysses.to_heads(call.sharding, x) if call.sharding is not None and call.exchanges_heads else x
+
+
+def forward(call: Fp8Call, operands: Fp8Operands, scales: Scales) -> Fp8Output:
+    """Return attention of a device's queries to all keys."""
+    precision, sharding, kernels = call.precision, call.sharding, fp8_kernels(call.kernels)
+    if sharding is None or sharding.ring_size == 1:
+        spec, arrays = _block(call)
+        return kernels.fp8_attention_forward(_with_all_keys(call, operands), spec, arrays, precision, scales)
+    out, log_sum, _, amaxes = ring.forward(
+        sharding, _codes(operands), AttentionArrays(), _rules(call, operands, scales)
+    )
+    assert amaxes is not None
+    out = precision.quantize(out, scales["o"])
+    return Fp8Output(replace(out, dtype=call.spec.dtype), log_sum, amaxes)
+
+
+def backward(
+    call: Fp8Call, operands: Fp8Operands, out: QuantizedTensor, log_sum: Array, do: QuantizedTensor, scales: Scales
+) -> tuple[tuple[Array, Array, Array], Amaxes]:
+    """Return the gradients of a device's queries, keys and values in the compute dtype, and the amaxes.
+
+    Args:
+        call, operands: as in `forward`.
+        out, log_sum: its results.
+        do: gradient of the output, as ``out`` is split.
+        scales: those of `forward`, and those of backward.
+    """
+    precision, sharding, kernels = call.precision, call.sharding, fp8_kernels(call.kernels)
+    if sharding is not None and sharding.ring_size > 1:
+        rules = _rules(call, operands, scales, out, do)
+        gradients = ring.backward(sharding, _codes(operands), AttentionArrays(), out.data, log_sum, do.data, rules)
+        assert gradients.amaxes is not None
+        return _sequences(call, gradients.qkv), gradients.amaxes
+    spec, arrays = _block(call)
+    dq, dk, dv, amaxes = kernels.fp8_attention_backward(
+        _with_all_keys(call, operands), out, log_sum, do, spec, arrays, precision, scales
+    )
+    if sharding is not None and sharding.gathers:
+        return (dq.dequantize(), _of_own_keys(sharding, dk), _of_own_keys(sharding, dv)), amaxes
+    dq, dk, dv = (codes_to_sequence(call, x).dequantize() for x in (dq, dk, dv))
+    return (dq, dk, dv), amaxes
+
+
+def high_precision_backward(call: Fp8Call, qkv: QKV, out: Array, log_sum: Array, g: Array) -> QKV:
+    """Return the gradients of the exact operands at forward's output, in the compute dtype.
+
+    Args:
+        call: the call.
+        qkv: exact operands, after an exchange for heads.
+        out, log_sum: results of forward, dequantized.
+        g: gradient of the output; all three as ``qkv`` is split.
+    """
+    if call.sharding is not None and call.sharding.context:
+        sharding = replace(call.sharding, backend=call.high_precision_backend)
+        return _sequences(call, strategy(sharding)[1](sharding, qkv, AttentionArrays(), out, log_sum, g).qkv)
+    spec, arrays = _block(call)
+    return primitives(call.high_precision_backend).attention_backward(qkv, spec, arrays, out, log_sum, g)[0]
+
+
+def _sequences(call: Fp8Call, qkv: Any) -> Any:
+    """Return arrays in the compute dtype of this device's positions and all heads."""
+    if call.sharding is None or not call.exchanges_heads:
+        return qkv
+    return tuple([ulysses.to_sequence(call.sharding, x) for x in unpack(qkv)])
+
+
+def _block(call: Fp8Call) -> tuple[AttentionSpec, AttentionArrays]:
+    """Return spec and positions of the attention that a device computes at once, its queries to all keys."""
+    if call.sharding is None:
+        return call.spec, AttentionArrays()
+    if call.sharding.gathers:
+        return all_gather.with_positions(call.sharding, AttentionArrays())
+    return call.sharding.shard_spec(call.spec.q_length, call.spec.kv_length), AttentionArrays()
+
+
+def _codes(operands: Fp8Operands) -> tuple[Array, Array, Array]:
+    return operands.q.data, operands.k.data, operands.v.data
+
+
+def _rules(call: Fp8Call, operands: Fp8Operands, scales: Scales, out: Any = None, do: Any = None) -> BlockRules:
+    """Return the rules of a ring's blocks, which take codes and give arrays in the compute dtype.
+
+    The codes of all devices have the scales of ``operands``, and in backward those of ``out`` and ``do``.
+    """
+    precision, kernels = call.precision, fp8_kernels(call.kernels)
+
+    def quantized(qkv: QKV) -> Fp8Operands:
+        return Fp8Operands(*(replace(x, data=data) for x, data in zip(operands, qkv, strict=True)))
+
+    def block_forward(qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays) -> BlockOutput:
+        result = kernels.fp8_attention_forward(quantized(qkv), spec, arrays, precision, scales)
+        return BlockOutput(result.out.dequantize(), result.log_sum, None, result.amaxes)
+
+    def block_backward(
+        qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays, out_codes: Array, log_sum: Array, do_codes: Array
+    ) -> BlockGradients:
+        dq, dk, dv, amaxes = kernels.fp8_attention_backward(
+            quantized(qkv),
+            replace(out, data=out_codes),
+            log_sum,
+            replace(do, data=do_codes),
+            spec,
+            arrays,
+            precision,
+            scales,
+        )
+        return BlockGradients((dq.dequantize(), dk.dequantize(), dv.dequantize()), None, None, amaxes)
+
+    return BlockRules(block_forward, block_backward)
+
+
+def _with_all_keys(call: Fp8Call, operands: Fp8Operands) -> Fp8Operands:
+    """Return a device's queries and the keys and values of all positions."""
+    if call.sharding is None or not call.sharding.gathers:
+        return operands
+    along_sequence = ((), call.sharding.context)
+
+    def gathered(x: QuantizedTensor) -> QuantizedTensor:
+        return replace(x, data=all_gather_shards(x.data, along_sequence))
+
+    return Fp8Operands(operands.q, gathered(operands.k), gathered(operands.v))
+
+
+def _of_own_keys(sharding: AttentionSharding, gradient: QuantizedTensor) -> Array:
+    """Return the gradient of a device's keys or values, of which each device has a summand for those of all."""
+    # Summands are FP8, as kernels write them; their sum is rounded to the compute dtype once.
+    own = jax.lax.psum_scatter(gradient.values(), sharding.context, scatter_dimension=1, tiled=True)
+    return own.astype(gradient.dtype)
