@@ -17,11 +17,11 @@ from jax_te.metrics.writers import (
     JsonLinesWriter,
     MetricsWriter,
     Recorded,
-    check_resume_step,
     check_writers,
     curve,
     open_writer,
     read_records,
+    step_to_resume,
 )
 from jax_te.typing import Array, WriterName
 
@@ -44,12 +44,14 @@ class MetricsLog:
 
     Args:
         directory: the run's folder; made if missing.
-        resume_step: the step of the restored checkpoint, 0 for a new run.
+        resume_step: step of the restored checkpoint: later records are removed. 0: a new run, for which all are. None:
+            a new run in a folder without records.
         writers: names, and writers of one's own.
 
     Raises:
         ModuleNotFoundError: for a writer whose package is not installed.
-        ValueError, TypeError: for an unknown name, and for an object that is not a writer.
+        ValueError, TypeError: for an unknown name, and for an object that is not a writer; without a ``resume_step``,
+            for a folder that has records.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -63,10 +65,10 @@ class MetricsLog:
         self,
         directory: str | os.PathLike[str],
         *,
-        resume_step: int = 0,
+        resume_step: int | None = None,
         writers: Sequence[WriterName | MetricsWriter] = ("jsonl", "tensorboard"),
     ):
-        check_resume_step(resume_step)
+        first = step_to_resume(resume_step, Path(directory) / METRICS_FILE)
         # Scalars are the same in every process, and files of one folder cannot have several authors.
         self._writers: list[MetricsWriter] = []
         if jax.process_index() == 0:
@@ -75,7 +77,7 @@ class MetricsLog:
             Path(directory).mkdir(parents=True, exist_ok=True)
             with contextlib.ExitStack() as opened:
                 for writer in writers:
-                    self._writers.append(open_writer(writer, Path(directory), resume_step))
+                    self._writers.append(open_writer(writer, Path(directory), first))
                     opened.callback(self._writers[-1].close)
                 opened.pop_all()
 
@@ -119,6 +121,16 @@ class MetricsLog:
 
 
 def _plain(values: Mapping[str, float | Array]) -> dict[str, Recorded]:
+    """Return numbers and vectors as JSON has them.
+
+    Raises:
+        ValueError: for arrays of more axes, and for a metric with the name of a record's own field.
+    """
+    if "step" in values:
+        raise ValueError("a record has the field step already; give the metric another name than 'step'")
+    for name, value in values.items():
+        if np.ndim(value) > 1:
+            raise ValueError(f"metrics are numbers and vectors [n]; {name} has shape {list(np.shape(value))}")
     return {
         name: value if isinstance(value, int) else np.asarray(value, float).tolist() for name, value in values.items()
     }

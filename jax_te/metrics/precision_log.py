@@ -15,7 +15,7 @@ import numpy as np
 
 from jax_te._validation import brief, checked, require_extra
 from jax_te.metrics.files import PRECISION_FILE, PRECISION_PLOT
-from jax_te.metrics.writers import check_resume_step, cut_after, is_number, read_records
+from jax_te.metrics.writers import cut_after, is_number, read_records, step_to_resume
 from jax_te.quantize import STATISTICS
 from jax_te.training import TensorStatistics
 
@@ -37,10 +37,12 @@ class PrecisionLog:
 
     Args:
         directory: the run's folder; made if missing.
-        resume_step: the step of the restored checkpoint, 0 for a new run.
+        resume_step: step of the restored checkpoint: later records are removed. 0: a new run, for which all are. None:
+            a new run in a folder without records.
 
     Raises:
-        ValueError: for a ``resume_step`` that is not an integer >= 0, below 2^63.
+        ValueError: for a ``resume_step`` that is not an integer >= 0, below 2^63; for a folder that has records without
+            one.
 
     >>> import tempfile
     >>> values = dict.fromkeys(STATISTICS, 0.5)
@@ -50,12 +52,12 @@ class PrecisionLog:
     0.5
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, resume_step: int = 0):
-        check_resume_step(resume_step)
+    def __init__(self, directory: str | os.PathLike[str], *, resume_step: int | None = None):
         self.directory = Path(directory)
+        first = step_to_resume(resume_step, self.directory / PRECISION_FILE)
         if jax.process_index() == 0:
             self.directory.mkdir(parents=True, exist_ok=True)
-            cut_after(self.directory / PRECISION_FILE, resume_step)
+            cut_after(self.directory / PRECISION_FILE, first)
 
     def write(self, step: int, statistics: Iterable[TensorStatistics]) -> None:
         """Append a step's statistics, and write them to the disk."""

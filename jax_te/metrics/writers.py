@@ -146,10 +146,22 @@ def check_writers(writers: Iterable[WriterName | MetricsWriter]) -> None:
     require_writers(writer for writer in writers if isinstance(writer, str))
 
 
-def check_resume_step(resume_step: int) -> None:
-    """Raise ValueError for a step that no checkpoint has."""
+def step_to_resume(resume_step: int | None, path: Path) -> int:
+    """Return the step behind which records of a file are removed, 0 without one.
+
+    Raises:
+        ValueError: for a step that no checkpoint has; without one, for a file with records: nobody said they are to go.
+    """
+    if resume_step is None:
+        if records := read_records(path):
+            raise ValueError(
+                f"{path} has the records of a run up to step {records[-1]['step']}; give the step of the restored "
+                "checkpoint as resume_step, or 0 to remove them and begin anew"
+            )
+        return 0
     if not 0 <= resume_step < 2**63:
         raise ValueError(f"resume_step must be an integer >= 0, below 2^63, got {resume_step}")
+    return resume_step
 
 
 def open_writer(writer: WriterName | MetricsWriter, directory: Path, resume_step: int) -> MetricsWriter:

@@ -3,12 +3,14 @@
 import json
 import math
 
+import jax.numpy as jnp
 import pytest
 from matplotlib.figure import Figure
 
 from jax_te._validation import require_extra
 from jax_te.cli.main import explain
 from jax_te.metrics.log import METRICS_FILE, MetricsLog, plot_losses, read_metrics
+from jax_te.metrics.precision_log import PRECISION_FILE, PrecisionLog
 from tests.support.numerics import without_type_checker
 
 
@@ -68,6 +70,29 @@ def test_a_new_run_starts_an_empty_file(tmp_path):
     write(tmp_path, (1, 2, 3))
     write(tmp_path, (1,))
     assert len(read_metrics(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("log", [MetricsLog, PrecisionLog])
+def test_records_are_removed_only_by_a_step_that_was_given(log, tmp_path):
+    line = '{"step": 3, "loss": 1.0}\n'
+    for name in (METRICS_FILE, PRECISION_FILE):
+        (tmp_path / name).write_text(line)
+    with pytest.raises(
+        ValueError, match=r"up to step 3; give the step of the restored checkpoint as resume_step, or 0"
+    ):
+        log(tmp_path)
+    assert sorted(path.read_text() for path in tmp_path.iterdir()) == [line, line]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [({"step": 7.0}, "another name than 'step'"), ({"map": jnp.ones((2, 2))}, r"map has shape \[2, 2\]")],
+    ids=["step", "two axes"],
+)
+def test_values_that_no_record_can_hold_are_refused(values, message, tmp_path):
+    with MetricsLog(tmp_path, writers=["jsonl"]) as log, pytest.raises(ValueError, match=message):
+        log.write(1, values)
+    assert read_metrics(tmp_path) == []
 
 
 def test_the_plot_is_a_png(tmp_path):
@@ -145,5 +170,5 @@ def test_a_refused_log_leaves_the_records(tmp_path, wrong):
     before = (tmp_path / METRICS_FILE).read_bytes()
     refused = pytest.raises((ValueError, TypeError), match=r"a writer is one of|no writer is called")
     with without_type_checker(), refused:
-        MetricsLog(tmp_path, writers=["jsonl", wrong])
+        MetricsLog(tmp_path, writers=["jsonl", wrong], resume_step=1)
     assert (tmp_path / METRICS_FILE).read_bytes() == before
