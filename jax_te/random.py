@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,37 @@ RANK_AXES: dict[str, tuple[str, ...]] = {
     EXPERT_PARALLEL_RNG: ("expert", "tensor"),
 }
 """Mesh axes along which a stream draws separately; streams that are not listed draw the same everywhere."""
+
+
+Purpose = Literal[
+    "attention_probabilities",
+    "cross_attention",
+    "cross_attention_output",
+    "drop_path",
+    "dropout",
+    "feed_forward",
+    "feed_forward_output",
+    "router_bias",
+    "router_choice",
+    "router_input",
+    "self_attention",
+    "self_attention_output",
+]
+"""A part of a layer that draws from the layer's key, or what a function draws for."""
+
+
+def key_for(purpose: Purpose, key: Array) -> Array:
+    """Return the key of one purpose, of those that share a key.
+
+    Numbers of layers, microbatches and positions are folded into keys as they are, and a purpose by a checksum of its
+    name, which is no such number. Keys of ``jax.random.split`` would not do: the ``i``-th is ``fold_in(key, i)``.
+
+    >>> key = jax.random.key(0)
+    >>> bool(key_for("dropout", key) == key_for("drop_path", key))
+    False
+    """
+    # crc32, not hash(): Python's hash of a string differs from process to process.
+    return jax.random.fold_in(key, zlib.crc32(purpose.encode()))
 
 
 class StreamState(NamedTuple):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jax_te._validation import check_axes, check_float, check_rate, checked
 from jax_te.ops import zigzag_positions
+from jax_te.random import key_for
 from jax_te.sharding import auto_region, axis_ranks
 from jax_te.typing import Array, Key, LogicalAxes
 
@@ -35,7 +36,7 @@ def dropout(x: Array, rate: float, key: Key | None, *, axes: LogicalAxes, zigzag
         return x
 
     def drop(x: Array, key: Array) -> Array:
-        keep = _keep_mask(key, 1.0 - rate, x.shape, axes, zigzag)
+        keep = _keep_mask(key_for("dropout", key), 1.0 - rate, x.shape, axes, zigzag)
         return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))
 
     return auto_region(drop, axes)(x, key)
@@ -86,7 +87,7 @@ def drop_path(x: Array, rate: float, key: Key | None, *, axes: LogicalAxes) -> A
         return x
 
     def drop(x: Array, key: Array) -> Array:
-        keep = jax.random.bernoulli(key, 1.0 - rate, (x.shape[0], *(1,) * (x.ndim - 1)))
+        keep = jax.random.bernoulli(key_for("drop_path", key), 1.0 - rate, (x.shape[0], *(1,) * (x.ndim - 1)))
         return jnp.where(keep, x / (1.0 - rate), jnp.zeros((), x.dtype))
 
     return auto_region(drop, axes)(x, key)

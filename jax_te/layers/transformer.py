@@ -26,6 +26,7 @@ from jax_te.layers.options import AttentionOptions
 from jax_te.layers.parallel_arguments import sequence_axes, set_tensor_parallel_group
 from jax_te.layers.results import layer_output
 from jax_te.ops import BiasType, MaskType, SoftmaxType, Window
+from jax_te.random import Purpose, key_for
 from jax_te.sharding import constrain
 from jax_te.typing import Array, DTypeLike, Initializer, Key, LogicalAxes, TensorGroup
 
@@ -402,7 +403,10 @@ class TransformerLayer(ContextParallelModule):
         if enc_dec_attn_mask is not None:
             cross_masks = _masks(self.inter_attention, x, enc_dec_attn_mask, enc_dec_attn_mask_type)
         key = self.used_dropout_key(dropout_key, **self._rates())
-        keys = (None,) * 5 if key is None else _keys(key)
+
+        def key_of(purpose: Purpose) -> Array | None:
+            return None if key is None else key_for(purpose, key)
+
         axes = (*sequence_axes(x), "hidden") if self.sequence_parallel else _AXES
         with jax.named_scope("TransformerLayer"):
             # Without the constraint the compiler may choose another sharding for the residual stream of each layer.
@@ -418,7 +422,7 @@ class TransformerLayer(ContextParallelModule):
                 alibi_slopes=alibi_slopes,
                 attn_mask_type=masks.attn_mask_type,
                 window_size=masks.window_size,
-                dropout_key=keys[0],
+                dropout_key=key_of("self_attention"),
                 cache=cache,
                 checkpoint_core_attention=checkpoint_core_attention,
                 is_first_microbatch=is_first_microbatch,
@@ -433,7 +437,7 @@ class TransformerLayer(ContextParallelModule):
                 *attended, max_logit = attended
                 extra = {"max_logit": max_logit, **extra}
             entered = x
-            x = self._add(x, attended, keys[1], axes, self.self_attention_norm)
+            x = self._add(x, attended, key_of("self_attention_output"), axes, self.self_attention_norm)
             if self.inter_attention is not None:
                 attended = self.inter_attention(
                     x,
@@ -444,14 +448,14 @@ class TransformerLayer(ContextParallelModule):
                     encoder_lengths=encoder_lengths,
                     attn_mask_type=cross_masks.attn_mask_type,
                     window_size=cross_masks.window_size,
-                    dropout_key=keys[3],
+                    dropout_key=key_of("cross_attention"),
                     checkpoint_core_attention=checkpoint_core_attention,
                     is_first_microbatch=is_first_microbatch,
                 )
-                x = self._add(x, attended, keys[4], axes, self.inter_attention_norm)
+                x = self._add(x, attended, key_of("cross_attention_output"), axes, self.inter_attention_norm)
             read = entered if self.parallel_attention_mlp else x
             computed = self._feed_forward(read, dropout_key, is_first_microbatch)
-            x = self._add(x, computed, keys[2], axes, self.mlp_norm)
+            x = self._add(x, computed, key_of("feed_forward_output"), axes, self.mlp_norm)
             if self.layernorm is not None:
                 x = self.layernorm(x)
         return layer_output(x, **extra) if extra else x
@@ -462,8 +466,8 @@ class TransformerLayer(ContextParallelModule):
             assert self.layernorm_mlp is not None
             return self.layernorm_mlp(x, is_first_microbatch=first)
         normed = self.pre_mlp_layernorm(x)
-        # Not one of `_keys`, which only layers that drop something have.
-        key = None if dropout_key is None else jax.random.fold_in(dropout_key, 2)
+        # Not of the key that dropout uses, which only layers that drop something have.
+        key = None if dropout_key is None else key_for("feed_forward", dropout_key)
         y = self.mlp(normed, key=key, is_first_microbatch=first)
         return (y, normed) if self.residual_from_norm else y
 
@@ -478,7 +482,7 @@ class TransformerLayer(ContextParallelModule):
             # Dropout draws by position, so it must know the order in which context devices hold the sequence.
             zigzag = self.self_attention.core_attention.context_parallel.cp_load_balanced
             y = dropout(y, self.hidden_dropout, key, axes=axes, zigzag=zigzag)
-            y = drop_path(y, self.drop_path_rate, jax.random.fold_in(key, 1), axes=axes)
+            y = drop_path(y, self.drop_path_rate, key, axes=axes)
         # The constraint also holds for the gradient, which would otherwise take its layout from the next block.
         return constrain((normed[0] if normed else x) + y, axes)
 
@@ -490,12 +494,6 @@ class TransformerLayer(ContextParallelModule):
     def set_tensor_parallel_group(self, tp_group: TensorGroup) -> None:
         """Set the tensor-parallel group of all projections, see `Linear.set_tensor_parallel_group`."""
         set_tensor_parallel_group(self, tp_group)
-
-
-def _keys(key: Array) -> tuple[Array, ...]:
-    """Return the keys of self-attention, its output, the feed-forward block, cross-attention and its output."""
-    # Cross-attention folds its keys in, so that a decoder draws the same numbers as an encoder with the same key.
-    return (*jax.random.split(key, 3), *jax.random.split(jax.random.fold_in(key, 1)))
 
 
 def _masks(attention: Any, x: Array, mask: Any, mask_type: MaskType | None) -> MaskArguments:

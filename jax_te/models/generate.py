@@ -82,7 +82,9 @@ def generate(
     if model.vocab_size - 1 > jnp.iinfo(prompt.dtype).max:
         prompt = as_int32("prompt", prompt)
     prompt, following = _split(prompt, lengths, steps, model.vocab_size)
-    greedy = temperature == 0.0  # static: the temperature is traced, so that another value needs no compilation
+    # Static: the temperature is traced, so that another value needs no compilation. One that fp32 cannot divide by
+    # counts as 0.
+    greedy = bool(temperature < jnp.finfo(jnp.float32).tiny)
     with whole_sequences():
         return _generate(model, prompt, following, key, jnp.float32(temperature), top_k=top_k, greedy=greedy)
 
@@ -153,5 +155,7 @@ def _sample(logits: Array, known: Array, temperature: Array, key: Array, *, top_
         if top_k is not None:
             smallest = jax.lax.top_k(last, min(top_k, last.shape[-1]))[0][:, -1:]
             last = jnp.where(last < smallest, -jnp.inf, last)
-        token = jax.random.categorical(key, last / temperature, axis=-1)
+        # Of differences, which a low temperature makes minus infinity, not of logits, which it would make infinite.
+        below = last - jnp.max(last, axis=-1, keepdims=True)
+        token = jax.random.categorical(key, below / temperature, axis=-1)
     return jnp.where(known < 0, token, known)

@@ -193,3 +193,11 @@ def test_one_step_and_a_large_top_k() -> None:
 def test_bad_arguments_say_what_is_allowed(prompt: jax.Array, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         generate(build("gpt2"), prompt, key=KEY, **options)
+
+
+@pytest.mark.parametrize("temperature", [2e-38, 1e-39, 1e-50])
+def test_low_temperatures_take_the_most_likely_token(temperature: float) -> None:
+    """By such a divisor logits would be infinite, or nan, and many tokens the most likely one."""
+    model = build("gpt2")
+    wanted = generate(model, PROMPT, steps=2, key=KEY, temperature=0.0)
+    np.testing.assert_array_equal(generate(model, PROMPT, steps=2, key=KEY, temperature=temperature), wanted)

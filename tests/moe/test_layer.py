@@ -5,6 +5,7 @@ what it counts, and the biases that follow.
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from typing import Any
 
 import jax
@@ -69,16 +70,20 @@ def config_of(case: Case, **others: Any) -> TransformerConfig:
     )
 
 
+def drawn_for(purpose: str) -> Any:
+    return jax.random.fold_in(KEY, zlib.crc32(purpose.encode()))
+
+
 def with_random_numbers(data: Data, case: Case) -> Data:
     """Data with the jitter and the random logits that the layer draws from `KEY`."""
     noise = forced = None
     if (eps := case["moe_input_jitter_eps"]) is not None and data.training:  # where Megatron has it in evaluation, too
-        noise = jax.random.uniform(jax.random.fold_in(KEY, 0), (B, S, cover.HIDDEN), jnp.float32, 1.0 - eps, 1.0 + eps)
+        noise = jax.random.uniform(drawn_for("router_input"), (B, S, cover.HIDDEN), jnp.float32, 1.0 - eps, 1.0 + eps)
     if data.forced_logits is not None:
-        drawn, shape = jax.random.fold_in(KEY, 1), (B, S, cover.EXPERTS)
+        drawn, shape = drawn_for("router_choice"), (B, S, cover.EXPERTS)
         forced = jax.random.normal(drawn, shape)
         if (std := case["moe_router_force_biased"]) is not None:
-            forced = forced + std * jax.random.normal(jax.random.fold_in(drawn, 2), shape[-1:])[None, None]
+            forced = forced + std * jax.random.normal(drawn_for("router_bias"), shape[-1:])[None, None]
     return dataclasses.replace(
         data,
         noise=None if noise is None else by_position(noise),

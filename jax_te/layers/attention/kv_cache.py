@@ -74,7 +74,10 @@ class KVCache:
         check_positive(b=b, sq=sq)
         # Bottom-right: the newest query is aligned with the last valid key, wherever the unused positions begin.
         ones = jnp.ones((b,), jnp.int32)
-        return "padding_causal_bottom_right", {"q_lengths": ones * sq, "kv_lengths": ones * self.length}
+        return "padding_causal_bottom_right", {
+            "q_lengths": ones * sq,
+            "kv_lengths": ones * jnp.minimum(self.length, self.max_len),
+        }
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["k", "v", "length"], meta_fields=["left"])

@@ -19,6 +19,7 @@ from jax_te.layers.moe.router_state import CountsSoFar, ExpertBias, LastStep, Qu
 from jax_te.layers.parameters import parameter, value_or_none
 from jax_te.ops import is_known, losses, routing
 from jax_te.quantize import QuantizerState, count
+from jax_te.random import key_for
 from jax_te.typing import Array, DTypeLike, Initializer, Key
 
 
@@ -212,7 +213,7 @@ class Router(TrainingMode):
         options = self.options
         jitter = 0.0 if options.input_jitter_eps is None else options.input_jitter_eps
         if (jitter_key := self.used_dropout_key(key, input_jitter_eps=jitter)) is not None:
-            x = routing.jittered(x, jitter, jax.random.fold_in(jitter_key, 0))
+            x = routing.jittered(x, jitter, key_for("router_input", jitter_key))
         dtype = {"fp32": jnp.float32, "fp64": jnp.float64, None: x.dtype}[options.dtype]
         kernel, bias = self.kernel.get_value(), value_or_none(self.bias)
         if self.frozen:
@@ -230,11 +231,12 @@ class Router(TrainingMode):
                 "makes the same choice in each call without one"
             )
         fixed = jax.random.key(self.layer_number or 0)
-        drawn = jax.random.fold_in(fixed if key is None else key, 1)
+        key = fixed if key is None else key
+        drawn = key_for("router_choice", key)
         if options.force_biased is None:
             return routing.balanced_at_random(logits, drawn)
         std = options.force_biased
-        bias_key = fixed if std < 0.0 else jax.random.fold_in(drawn, 2)
+        bias_key = key_for("router_bias", fixed if std < 0.0 else key)
         return routing.biased_at_random(logits, abs(std), drawn, bias_key)
 
     def _counted(self, padding_mask: Array | None) -> Array | None:

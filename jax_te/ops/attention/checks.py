@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 
 from jax_te._validation import COMPUTE_DTYPES, check_float, checked
 from jax_te.ops.attention.masks import normal_window
@@ -15,6 +16,7 @@ from jax_te.ops.attention.spec import (
     SoftmaxType,
     Window,
 )
+from jax_te.ops.integers import is_known
 from jax_te.typing import Array
 
 
@@ -157,19 +159,38 @@ def _check_lengths(spec: AttentionSpec, arrays: AttentionArrays) -> None:
                 )
             if not jnp.issubdtype(array.dtype, jnp.integer):
                 raise TypeError(f"segments.{name} must be integers, got {array.dtype}")
+        _check_ends("queries", segments.q_offsets, segments.q_lengths, spec.q_length)
+        _check_ends("keys", segments.kv_offsets, segments.kv_lengths, spec.kv_length)
         return
     if (kv_lengths is not None) != spec.is_padding or (q_lengths is not None and not spec.is_padding):
         raise ValueError(
             f"mask_type {spec.mask_type!r} {'needs kv_lengths' if spec.is_padding else 'takes no lengths'}"
         )
     # Lengths, not masks [b, s]: padding is at the end, the only case that cuDNN's kernels support.
-    for name, lengths in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths)):
+    for name, lengths, size in (("q_lengths", q_lengths, spec.q_length), ("kv_lengths", kv_lengths, spec.kv_length)):
         if lengths is None:
             continue
         if lengths.shape != (spec.batch,):
             raise ValueError(f"{name} must have one entry for each example, ({spec.batch},), got {lengths.shape}")
         if not jnp.issubdtype(lengths.dtype, jnp.integer):
             raise TypeError(f"{name} must be integers, got {lengths.dtype}")
+        # A length beyond its row would move the diagonal of a bottom-right mask, and kernels would read behind it.
+        if is_known(lengths):
+            values = np.asarray(lengths)
+            if ((values < 0) | (values > size)).any():
+                raise ValueError(f"{name} must be from 0 to {size}, the positions of a row, got {values.tolist()}")
+
+
+def _check_ends(what: str, offsets: Array, lengths: Array, size: int) -> None:
+    """Raise ValueError for known segments that reach beyond a row."""
+    if not (is_known(offsets) and is_known(lengths)):
+        return
+    begin, length = (np.asarray(x).astype(np.int64) for x in (offsets, lengths))
+    if ((begin < 0) | (length < 0) | ((length > 0) & (begin + length > size))).any():
+        raise ValueError(
+            f"segments of {what} must lie within a row of {size} positions, got offsets {begin.tolist()} and lengths "
+            f"{length.tolist()}"
+        )
 
 
 def _check_bias(spec: AttentionSpec, bias: Array | None) -> None:

@@ -111,9 +111,9 @@ def dot_product_attention(
         whole batch, without a gradient.
 
     Raises:
-        ValueError: for shapes that do not agree, and for an array that is missing or unused; for sizes that do not
-            divide over the context axis, and options that the kind of exchange does not support; for numbers that are
-            not finite.
+        ValueError: for shapes that do not agree, and for an array that is missing or unused; for known lengths and
+            segments that reach beyond their row; for sizes that do not divide over the context axis, and options that
+            the kind of exchange does not support; for numbers that are not finite.
         TypeError: for inputs or a bias that are not floating point, a mask that is not bool, lengths that are not
             integers, and a ``return_max_logit`` that is not True or False.
         BackendUnavailableError: if ``backend`` was named and has no kernel for this call; the message says why.

@@ -8,6 +8,7 @@ from jax.extend.random import threefry2x32_p
 
 from jax_te.ops.attention.masks import distance, hidden, kv_positions, q_positions
 from jax_te.ops.attention.spec import AttentionArrays, AttentionSpec
+from jax_te.random import key_for
 from jax_te.typing import Array
 
 
@@ -57,7 +58,7 @@ def drop(probs: Array, spec: AttentionSpec, arrays: AttentionArrays) -> Array:
     """
     if arrays.dropout_key is None or spec.dropout_rate == 0.0:
         return probs
-    words = jax.random.bits(arrays.dropout_key, (2,), jnp.uint32)
+    words = jax.random.bits(key_for("attention_probabilities", arrays.dropout_key), (2,), jnp.uint32)
     rows = arrays.rows
     if rows is None:
         rows = jnp.arange(spec.batch * spec.heads, dtype=jnp.int32).reshape(spec.batch, -1) * spec.q_length

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_te.ops import attention_spec, dot_product_attention, segments_from_cu_seqlens
+from jax_te.ops import Segments, attention_spec, dot_product_attention, segments_from_cu_seqlens
 from jax_te.ops.attention.segments import segment_positions
 from jax_te.ops.xla.attention import attention_supports as xla_supports
 from jax_te.sharding import constrain
@@ -272,3 +272,24 @@ def test_lengths_that_cudnn_gets_through_jax(monkeypatch, lengths, kernel):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     q, k = (jnp.zeros((2, length, 4, 64), jnp.bfloat16) for length in lengths)
     assert xla_supports(attention_spec((q, k, k), "no_mask")) == (True, kernel)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ({"kv_lengths": [3, 9]}, "kv_lengths must be from 0 to 8"),
+        ({"kv_lengths": [-1, 3]}, "kv_lengths must be from 0 to 8"),
+        ({"q_lengths": [3, 7], "kv_lengths": [3, 8]}, "q_lengths must be from 0 to 6"),
+        ({"q": ([0, 4], [4, 2]), "kv": ([0, 4], [4, 5])}, "segments of keys must lie within a row of 8"),
+        ({"q": ([0, 4], [4, 3]), "kv": ([0, 4], [4, 4])}, "segments of queries must lie within a row of 6"),
+    ],
+)
+def test_known_lengths_beyond_their_row_are_refused(lengths, message):
+    q, k = draw("q", (2, 6, 1, 8)), draw("k", (2, 8, 1, 8))
+    if "q" in lengths:
+        rows = (jnp.array([row] * 2) for name in ("q", "kv") for row in lengths[name])
+        given = {"segments": Segments(*rows)}
+    else:
+        given = {name: jnp.array(values) for name, values in lengths.items()}
+    with pytest.raises(ValueError, match=message):
+        dot_product_attention((q, k, k), mask_type="padding_causal_bottom_right", **given)
