@@ -10,7 +10,7 @@ from flax import nnx
 
 from jax_te._validation import checked, log_once
 from jax_te.config import TransformerConfig
-from jax_te.layers import LinearScaling, Llama3Scaling, StepState
+from jax_te.layers import LinearScaling, Llama3Scaling, StepState, check_padding_mask
 from jax_te.megatron import GraphableMegatronModule, TransformerLayer, apply_quantization_config
 from jax_te.models.gpt import Cache, GPTModel
 from jax_te.models.language_model import OutputHead
@@ -34,7 +34,6 @@ _FIXED: dict[str, tuple[Any, str]] = {
     "inference_params": (None, _CACHE),
     "packed_seq_params": (None, "jax_te.megatron.TransformerLayer takes it"),
     "extra_block_kwargs": (None, "the layers take no other arguments"),
-    "padding_mask": (None, "models do not hand it to their experts; jax_te.megatron.MoELayer takes it"),
     "output_processor": (None, "call the model without labels, and process its logits"),
     "output_processor_context": (None, "it is for an output_processor"),
 }
@@ -192,6 +191,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         labels: Array | None = None,
         *,
         runtime_gather_output: bool | None = None,
+        padding_mask: Array | None = None,
         dropout_key: Key | None = None,
         cache: Cache | None = None,
         **others: Any,
@@ -207,6 +207,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
                 given. The first stage takes none.
             labels: integers ``[b, s]``; without effect before the last stage.
             runtime_gather_output: whether logits are whole on every tensor rank. None: as ``parallel_output`` says.
+            padding_mask: bool ``[b, s]``, True for padding, see `GPTModel`; each stage needs it.
             dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
                 unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
             cache: cache of a whole model, see `GPTModel`; ``inference_context`` is Megatron's way.
@@ -239,7 +240,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         if not self._is_whole:
             if cache is not None:
                 raise ValueError("a stage of a pipeline takes no cache; generate with a whole model")
-            out = self._stage(input_ids, position_ids, decoder_input, labels, dropout_key)
+            out = self._stage(input_ids, position_ids, decoder_input, labels, dropout_key, padding_mask)
         elif decoder_input is not None or input_ids is None:
             raise ValueError(
                 "a whole model takes input_ids, and no decoder_input; call model.decoder with hidden states"
@@ -254,9 +255,17 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
                 reduction="none",
                 positions=position_ids,
                 mtp_loss_mask=None if self.mtp is None else loss_mask,
+                padding_mask=padding_mask,
             )
         else:
-            out = GPTModel.__call__(self, input_ids, positions=position_ids, dropout_key=dropout_key, cache=cache)
+            out = GPTModel.__call__(
+                self,
+                input_ids,
+                positions=position_ids,
+                dropout_key=dropout_key,
+                cache=cache,
+                padding_mask=padding_mask,
+            )
         if labels is not None or not self.post_process:
             return out
         if not (runtime_gather_output or (runtime_gather_output is None and not self.parallel_output)):
@@ -266,14 +275,19 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         return (logits, *more) if more else logits
 
     def embed_inputs(
-        self, tokens: Array, *, positions: Array | None = None, dropout_key: Key | None = None
+        self,
+        tokens: Array,
+        *,
+        positions: Array | None = None,
+        dropout_key: Key | None = None,
+        padding_mask: Array | None = None,
     ) -> StackInput:
         """Return what the layers of a whole model are called with, see `GPTModel.embed_inputs`."""
         if not self._is_whole:
             raise ValueError(
                 "a stage of a pipeline is called, with labels for losses; its other methods need a whole model"
             )
-        return super().embed_inputs(tokens, positions=positions, dropout_key=dropout_key)
+        return super().embed_inputs(tokens, positions=positions, dropout_key=dropout_key, padding_mask=padding_mask)
 
     def _stage(
         self,
@@ -282,6 +296,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         x: Array | None,
         labels: Array | None,
         dropout_key: Key | None,
+        padding_mask: Array | None,
     ) -> Array:
         """Return `forward`'s result of one stage. Between stages hidden states are in `model_order`."""
         *keys, embedding_key = layer_keys(dropout_key, 1 + self.config.num_layers)
@@ -292,7 +307,9 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         elif tokens is None or x is not None:
             raise ValueError("a pipeline's first stage takes input_ids, and no decoder_input")
         self._check(tokens, positions)
+        check_padding_mask(padding_mask, tokens.shape)
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) if positions is None else positions
+        padding = None if padding_mask is None else model_order(self.config, padding_mask)
         if takes and self.input_tensor is not None:
             self.input_tensor.set_value(None)  # after all checks: a refused call leaves it
         tokens, positions = model_order(self.config, tokens), model_order(self.config, positions)
@@ -300,7 +317,8 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             x = self._embed(tokens, positions, embedding_key)
         first = self.decoder.first_layer
         own = keys[first : first + len(self.layers)]
-        x = self.decoder(constrain(x, self._axes), rotary_pos_emb=self._angles(positions), keys=own)
+        angles = self._angles(positions)
+        x = self.decoder(constrain(x, self._axes), rotary_pos_emb=angles, keys=own, padding_mask=padding)
         if not self.post_process:
             return x
         if labels is None:
