@@ -39,6 +39,7 @@ from jax_te.layers.moe.router import (
     Router,
     Routing,
     aux_losses_scaled,
+    check_padding_mask,
     has_aux_loss_scale,
     set_aux_loss_scale,
 )

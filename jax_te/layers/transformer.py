@@ -21,6 +21,7 @@ from jax_te.layers.attention.rotary import Rotary
 from jax_te.layers.dropout import drop_path, dropout
 from jax_te.layers.layernorm_mlp import LayerNormMLP
 from jax_te.layers.moe.mixture import MoE
+from jax_te.layers.moe.router import check_padding_mask
 from jax_te.layers.norm import LayerNorm, Normalization, RMSNorm, make_norm
 from jax_te.layers.options import AttentionOptions
 from jax_te.layers.parallel_arguments import sequence_axes, set_tensor_parallel_group
@@ -353,6 +354,7 @@ class TransformerLayer(ContextParallelModule):
         checkpoint_core_attention: bool = False,
         is_first_microbatch: bool | None = None,
         return_max_logit: bool | None = None,
+        padding_mask: Array | None = None,
     ) -> Any:
         """Apply the layer.
 
@@ -379,6 +381,8 @@ class TransformerLayer(ContextParallelModule):
                 residuals.
             is_first_microbatch: mode of the kernel cache for all projections, see `Linear`.
             return_max_logit: used in place of the layer's own.
+            padding_mask: bool ``[b, s]``, True for padding, which the losses and counts of the layer's experts leave
+                out, see `Router`. It hides nothing from attention, and has no effect in a layer without experts.
 
         Returns:
             ``y [b, s, h]``, split like activations over batch; or a NamedTuple of ``y`` and those of the following that
@@ -386,6 +390,7 @@ class TransformerLayer(ContextParallelModule):
         """
         if x.ndim != 3 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"TransformerLayer takes [b, s, {self.hidden_size}], got shape {x.shape}")
+        check_padding_mask(padding_mask, x.shape[:2])
         if self.inter_attention is None and (encoder_output is not None or enc_dec_attn_mask is not None):
             raise ValueError(
                 "an encoder layer takes no encoder_output and no enc_dec_attn_mask; build it with layer_type='decoder'"
@@ -454,13 +459,13 @@ class TransformerLayer(ContextParallelModule):
                 )
                 x = self._add(x, attended, key_of("cross_attention_output"), axes, self.inter_attention_norm)
             read = entered if self.parallel_attention_mlp else x
-            computed = self._feed_forward(read, dropout_key, is_first_microbatch)
+            computed = self._feed_forward(read, dropout_key, is_first_microbatch, padding_mask)
             x = self._add(x, computed, key_of("feed_forward_output"), axes, self.mlp_norm)
             if self.layernorm is not None:
                 x = self.layernorm(x)
         return layer_output(x, **extra) if extra else x
 
-    def _feed_forward(self, x: Array, dropout_key: Key | None, first: bool | None) -> Any:
+    def _feed_forward(self, x: Array, dropout_key: Key | None, first: bool | None, padding_mask: Array | None) -> Any:
         """Return the output of the feed-forward block or experts; also the norm's, if the residual begins there."""
         if self.pre_mlp_layernorm is None:
             assert self.layernorm_mlp is not None
@@ -468,7 +473,7 @@ class TransformerLayer(ContextParallelModule):
         normed = self.pre_mlp_layernorm(x)
         # Not of the key that dropout uses, which only layers that drop something have.
         key = None if dropout_key is None else key_for("feed_forward", dropout_key)
-        y = self.mlp(normed, key=key, is_first_microbatch=first)
+        y = self.mlp(normed, padding_mask=padding_mask, key=key, is_first_microbatch=first)
         return (y, normed) if self.residual_from_norm else y
 
     def _add(

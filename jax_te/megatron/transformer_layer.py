@@ -197,6 +197,7 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
         checkpoint_core_attention: bool = False,
         is_first_microbatch: bool | None = None,
         return_max_logit: bool | None = None,
+        padding_mask: Array | None = None,
     ) -> tuple[Any, ...]:
         """Apply the layer.
 
@@ -213,7 +214,7 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
             dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
                 unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
             sequence_lengths, encoder_lengths, alibi_slopes, cache, checkpoint_core_attention, is_first_microbatch,
-                return_max_logit: see `jax_te.layers.TransformerLayer`.
+                return_max_logit, padding_mask: see `jax_te.layers.TransformerLayer`.
 
         Returns:
             The output ``[b, s, h]`` and ``context``, then further results of `jax_te.layers.TransformerLayer`.
@@ -242,6 +243,7 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
             checkpoint_core_attention=checkpoint_core_attention,
             is_first_microbatch=is_first_microbatch,
             return_max_logit=return_max_logit,
+            padding_mask=padding_mask,
         )
         output, *more = output if isinstance(output, tuple) else (output,)
         return output, context, *more

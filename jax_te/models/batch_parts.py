@@ -18,6 +18,7 @@ _RANKS = {
     "rotary_pos_emb": 3,
     "alibi_slopes": 2,
     "packed_seq_params": 2,
+    "padding_mask": 2,
     "sequence_lengths": 1,
     "encoder_lengths": 1,
 }

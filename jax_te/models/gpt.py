@@ -11,12 +11,12 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.config import POSITION_EMBEDDINGS, TransformerConfig
-from jax_te.layers import KVCache, Rotary, clip_qk, init_kv_cache, rotary_embedding
+from jax_te.layers import KVCache, Rotary, check_padding_mask, clip_qk, init_kv_cache, rotary_embedding
 from jax_te.models.from_config import transformer_layer
 from jax_te.models.language_model import LanguageModel
 from jax_te.models.multi_token import MultiTokenPrediction, rolled
 from jax_te.models.options import Execution, RotaryPositions, rotary_positions
-from jax_te.models.stack import StackInput, layer_keys, rotary_of
+from jax_te.models.stack import StackInput, layer_keys, of_experts, rotary_of
 from jax_te.models.tokens import caller_order, check_like_tokens, check_tokens, model_order
 from jax_te.ops import LossOptions
 from jax_te.sharding import auto_region
@@ -114,6 +114,7 @@ class GPTModel(LanguageModel):
         positions: Array | None = None,
         dropout_key: Key | None = None,
         cache: Cache | None = None,
+        padding_mask: Array | None = None,
     ) -> Array | tuple[Array, Cache]:
         """Return the logits of the next token at every position.
 
@@ -123,6 +124,8 @@ class GPTModel(LanguageModel):
             dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
                 unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
             cache: keys and values of the preceding tokens, from `init_cache` or an earlier call.
+            padding_mask: bool ``[b, s]``, True for padding, which the losses and counts of experts leave out, see
+                `jax_te.layers.Router`. It hides nothing from attention. Layers without experts do not read it.
 
         Returns:
             ``[b, s, v]`` in the compute dtype, sharded over batch and vocabulary; with a cache ``(logits, cache)``,
@@ -130,10 +133,11 @@ class GPTModel(LanguageModel):
         """
         if cache is None:
             with jax.named_scope("GPTModel"):
-                x = self._hidden(tokens, positions, dropout_key)
+                x = self._hidden(tokens, positions, dropout_key, padding_mask)
                 # Hidden states are reordered, not logits, which are v / h times as large.
                 return self._head(caller_order(self.config, x, self._axes))
         self._check(tokens, positions)
+        check_padding_mask(padding_mask, tokens.shape)
         if positions is None:
             # The length is traced: one compiled step serves every position.
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) + cache[0].length
@@ -145,7 +149,8 @@ class GPTModel(LanguageModel):
                 with jax.named_scope(f"layer_{i}"):
                     # Megatron's layers have their context between the two.
                     own = rotary_of(layer, rotary)
-                    x, *_, grown = layer(x, rotary_pos_emb=own, dropout_key=keys[i], cache=cache[i])
+                    given = of_experts(padding_mask)
+                    x, *_, grown = layer(x, rotary_pos_emb=own, dropout_key=keys[i], cache=cache[i], **given)
                     caches.append(grown)
             return self._head(self.final_norm(x)), tuple(caches)
 
@@ -160,6 +165,7 @@ class GPTModel(LanguageModel):
         reduction: str = "mean",
         positions: Array | None = None,
         mtp_loss_mask: Array | None = None,
+        padding_mask: Array | None = None,
     ) -> Array:
         """Return the mean negative log-likelihood of the labels, fp32 ``[]``.
 
@@ -175,13 +181,15 @@ class GPTModel(LanguageModel):
             options, reduction: see `jax_te.ops.softmax_cross_entropy`; a mean over no tokens is 0.
             positions: see the call.
             mtp_loss_mask: ``[b, s]``, the weights in the depths' losses. None: ``loss_mask``.
+            padding_mask: see the call. ``loss_mask`` is another one: it says which tokens' losses count.
 
         Raises:
             ValueError: if the shapes differ.
         """
         check_like_tokens(tokens, labels=labels, loss_mask=loss_mask, mtp_loss_mask=mtp_loss_mask)
         with jax.named_scope("GPTModel"):
-            y = self.embed_inputs(tokens, positions=positions, dropout_key=dropout_key).output(self.layers)
+            stack = self.embed_inputs(tokens, positions=positions, dropout_key=dropout_key, padding_mask=padding_mask)
+            y = stack.output(self.layers)
         return self.compute_loss(
             y,
             labels,
@@ -192,18 +200,26 @@ class GPTModel(LanguageModel):
             options=options,
             reduction=reduction,
             mtp_loss_mask=mtp_loss_mask,
+            padding_mask=padding_mask,
         )
 
     def embed_inputs(
-        self, tokens: Array, *, positions: Array | None = None, dropout_key: Key | None = None
+        self,
+        tokens: Array,
+        *,
+        positions: Array | None = None,
+        dropout_key: Key | None = None,
+        padding_mask: Array | None = None,
     ) -> StackInput:
         """Return what the layers are called with; the arguments are those of a call. See `ModelInParts`."""
         self._check(tokens, positions)
+        check_padding_mask(padding_mask, tokens.shape)
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) if positions is None else positions
         tokens, positions = model_order(self.config, tokens), model_order(self.config, positions)
         # The embedding's key comes last, so that a layer's key has the layer's index.
         *keys, embedding_key = layer_keys(dropout_key, 1 + len(self.layers))
-        return self._stack_input(self._embed(tokens, positions, embedding_key), positions, keys)
+        padding = None if padding_mask is None else model_order(self.config, padding_mask)
+        return self._stack_input(self._embed(tokens, positions, embedding_key), positions, keys, padding)
 
     def compute_loss(
         self,
@@ -217,10 +233,12 @@ class GPTModel(LanguageModel):
         options: LossOptions = _OPTIONS,
         reduction: str = "mean",
         mtp_loss_mask: Array | None = None,
+        padding_mask: Array | None = None,
     ) -> Array:
         """Return the loss, given the layers' output ``y [b, s, h]``; the other arguments are those of `loss`.
 
-        ``tokens``, ``positions`` and ``dropout_key`` are for multi-token prediction, and not read without it.
+        ``tokens``, ``positions``, ``dropout_key`` and ``padding_mask`` are for multi-token prediction, and not read
+        without it.
 
         Raises:
             ValueError: in training with ``config.mtp_num_layers``, without ``tokens``.
@@ -240,9 +258,12 @@ class GPTModel(LanguageModel):
                 "embed_inputs, and its positions= and dropout_key="
             )
         check_like_tokens(tokens, labels=labels, loss_mask=loss_mask, mtp_loss_mask=mtp_loss_mask)
+        check_padding_mask(padding_mask, tokens.shape)
         of_depths = loss_mask if mtp_loss_mask is None else mtp_loss_mask
         with jax.named_scope("GPTModel"):
-            further = self._multi_token_loss(x, tokens, labels, of_depths, positions, dropout_key, options)
+            further = self._multi_token_loss(
+                x, tokens, labels, of_depths, positions, dropout_key, options, padding_mask
+            )
         # In the gradient alone. A loss for each token, or their sum, has it times the tokens' weights, so that the
         # caller's mean has it once.
         further = further - jax.lax.stop_gradient(further)
@@ -257,6 +278,7 @@ class GPTModel(LanguageModel):
         positions: Array | None,
         dropout_key: Key | None,
         options: LossOptions,
+        padding_mask: Array | None,
     ) -> Array:
         """Return the depths' mean loss times its factor, fp32 ``[]``; ``x`` is the head's input, the rest the caller's.
 
@@ -271,10 +293,14 @@ class GPTModel(LanguageModel):
         keys = layer_keys(dropout_key, 1 + len(self.layers) + 2 * depths)[1 + len(self.layers) :]
         for depth in range(depths):
             tokens, labels, weights, of_embedded = map(rolled, (tokens, labels, weights, of_embedded))
+            if padding_mask is not None:
+                # Padding itself stays padding: Megatron's roll alone would count the last token of a padded sequence.
+                padding_mask = padding_mask | rolled(padding_mask)
             with jax.named_scope(f"mtp_{depth}"):
                 ids, at = model_order(config, tokens), model_order(config, of_embedded)
                 embedded = self._embed(ids, at, keys[2 * depth])
-                stack = self._stack_input(x, model_order(config, own), keys[2 * depth + 1 :][:1])
+                padding = None if padding_mask is None else model_order(config, padding_mask)
+                stack = self._stack_input(x, model_order(config, own), keys[2 * depth + 1 :][:1], padding)
                 x = self.mtp.layer(depth)(stack, embedded, self._axes)
                 ordered = model_order(config, labels), model_order(config, weights)
                 losses.append(self._loss(x, *ordered, options, "mean"))
@@ -354,14 +380,18 @@ class GPTModel(LanguageModel):
             return angles
         return angles, rotary_embedding(positions, d, rotary.window_base, **options)
 
-    def _hidden(self, tokens: Array, positions: Array | None, dropout_key: Key | None) -> Array:
+    def _hidden(
+        self, tokens: Array, positions: Array | None, dropout_key: Key | None, padding_mask: Array | None = None
+    ) -> Array:
         """Return the head's input ``[b, s, h]``, in `model_order`."""
-        stack = self.embed_inputs(tokens, positions=positions, dropout_key=dropout_key)
+        stack = self.embed_inputs(tokens, positions=positions, dropout_key=dropout_key, padding_mask=padding_mask)
         return self.final_norm(stack.output(self.layers))
 
-    def _stack_input(self, x: Array, positions: Array, keys: Sequence[Array | None]) -> StackInput:
+    def _stack_input(
+        self, x: Array, positions: Array, keys: Sequence[Array | None], padding_mask: Array | None
+    ) -> StackInput:
         """Return what layers are called with that get ``x``; everything is in `model_order`."""
-        arrays = {"rotary_pos_emb": self._angles(positions)}
+        arrays = {"rotary_pos_emb": self._angles(positions)} | of_experts(padding_mask)
         return StackInput(x, keys, arrays, options=self.execution.of_stack(self.config))
 
 

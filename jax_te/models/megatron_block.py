@@ -10,7 +10,7 @@ from jax_te.config import TransformerConfig
 from jax_te.layers import Embedding, Rotary, parameter
 from jax_te.megatron import MegatronModule, TENorm, TransformerLayer
 from jax_te.models.options import Execution
-from jax_te.models.stack import StackInput
+from jax_te.models.stack import StackInput, of_experts
 from jax_te.typing import Array
 
 
@@ -74,11 +74,21 @@ class TransformerBlock(MegatronModule):
         rotary_pos_emb: Rotary | tuple[Rotary, Rotary] | None = None,
         *,
         keys: Sequence[Array | None] | None = None,
+        padding_mask: Array | None = None,
     ) -> Array:
-        """Return the head's or the next stage's input ``[b, s, h]``; ``keys`` are the layers' dropout keys."""
+        """Return the head's or the next stage's input ``[b, s, h]``.
+
+        Args:
+            hidden_states: ``[b, s, h]``.
+            attention_mask: None: the layers are causal.
+            rotary_pos_emb: rotary embedding, see `rotary_of`.
+            keys: dropout key of each layer. None: no layer drops anything.
+            padding_mask: bool ``[b, s]``, see `jax_te.layers.TransformerLayer`.
+        """
         del attention_mask  # the layers are causal
         options = self.execution.of_stack(self.config)
-        stack = StackInput(hidden_states, keys, {"rotary_pos_emb": rotary_pos_emb}, options=options)
+        arrays = {"rotary_pos_emb": rotary_pos_emb} | of_experts(padding_mask)
+        stack = StackInput(hidden_states, keys, arrays, options=options)
         x = stack.output(self.layers)
         return x if self.final_layernorm is None else self.final_layernorm(x)
 

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jax_te._validation import checked, log_once
 from jax_te.config import TransformerConfig
-from jax_te.layers import LinearScaling, Llama3Scaling, StepState
+from jax_te.layers import LinearScaling, Llama3Scaling, StepState, check_padding_mask
 from jax_te.megatron import GraphableMegatronModule, TransformerLayer, apply_quantization_config
 from jax_te.models.gpt import Cache, GPTModel
 from jax_te.models.language_model import OutputHead
@@ -34,7 +34,6 @@ _FIXED: dict[str, tuple[Any, str]] = {
     "inference_params": (None, _CACHE),
     "packed_seq_params": (None, "jax_te.megatron.TransformerLayer takes it"),
     "extra_block_kwargs": (None, "the layers take no other arguments"),
-    "padding_mask": (None, "models do not hand it to their experts; jax_te.megatron.MoELayer takes it"),
     "output_processor": (None, "call the model without labels, and process its logits"),
     "output_processor_context": (None, "it is for an output_processor"),
 }
@@ -192,6 +191,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         labels: Array | None = None,
         *,
         runtime_gather_output: bool | None = None,
+        padding_mask: Array | None = None,
         dropout_key: Key | None = None,
         cache: Cache | None = None,
         **others: Any,
@@ -207,6 +207,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
                 given. The first stage takes none.
             labels: integers ``[b, s]``; without effect before the last stage.
             runtime_gather_output: whether logits are whole on every tensor rank. None: as ``parallel_output`` says.
+            padding_mask: bool ``[b, s]``, True for padding, see `GPTModel`; each stage needs it.
             dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
                 unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
             cache: cache of a whole model, see `GPTModel`; ``inference_context`` is Megatron's way.
@@ -223,24 +224,31 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         """
         loss_mask = _followed_mask(attention_mask, **others)
         if self._is_whole:
-            out = self._whole(input_ids, position_ids, decoder_input, labels, loss_mask, dropout_key, cache)
+            out = self._whole(
+                input_ids, position_ids, decoder_input, labels, loss_mask, dropout_key, cache, padding_mask
+            )
         elif cache is not None:
             raise ValueError("a stage of a pipeline takes no cache; generate with a whole model")
         else:
-            out = self._stage(input_ids, position_ids, decoder_input, labels, dropout_key)
+            out = self._stage(input_ids, position_ids, decoder_input, labels, dropout_key, padding_mask)
         gathers = not self.parallel_output if runtime_gather_output is None else runtime_gather_output
         are_logits = self.post_process and labels is None
         return _gather_logits(out) if gathers and are_logits else out
 
     def embed_inputs(
-        self, tokens: Array, *, positions: Array | None = None, dropout_key: Key | None = None
+        self,
+        tokens: Array,
+        *,
+        positions: Array | None = None,
+        dropout_key: Key | None = None,
+        padding_mask: Array | None = None,
     ) -> StackInput:
         """Return what the layers of a whole model are called with, see `GPTModel.embed_inputs`."""
         if not self._is_whole:
             raise ValueError(
                 "a stage of a pipeline is called, with labels for losses; its other methods need a whole model"
             )
-        return super().embed_inputs(tokens, positions=positions, dropout_key=dropout_key)
+        return super().embed_inputs(tokens, positions=positions, dropout_key=dropout_key, padding_mask=padding_mask)
 
     def _whole(
         self,
@@ -249,8 +257,9 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         x: Array | None,
         labels: Array | None,
         loss_mask: Array | None,
-        dropout_key: Array | None,
+        dropout_key: Key | None,
         cache: Cache | None,
+        padding_mask: Array | None,
     ) -> Any:
         """Return `forward`'s result of a whole model."""
         if x is not None or tokens is None:
@@ -258,7 +267,8 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
                 "a whole model takes input_ids, and no decoder_input; call model.decoder with hidden states"
             )
         if labels is None:
-            return GPTModel.__call__(self, tokens, positions=positions, dropout_key=dropout_key, cache=cache)
+            options: Any = {"dropout_key": dropout_key, "cache": cache, "padding_mask": padding_mask}
+            return GPTModel.__call__(self, tokens, positions=positions, **options)
         if cache is not None:
             raise ValueError("labels are for losses of whole sequences, and a cache has their first tokens; give one")
         depths_mask = None if self.mtp is None else loss_mask
@@ -269,6 +279,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             reduction="none",
             positions=positions,
             mtp_loss_mask=depths_mask,
+            padding_mask=padding_mask,
         )
 
     def _stage(
@@ -277,36 +288,47 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         positions: Array | None,
         x: Array | None,
         labels: Array | None,
-        dropout_key: Array | None,
+        dropout_key: Key | None,
+        padding_mask: Array | None,
     ) -> Array:
         """Return `forward`'s result of one stage."""
         if self.pre_process:
             if tokens is None or x is not None:
                 raise ValueError("a pipeline's first stage takes input_ids, and no decoder_input")
-            return self._stage_of(tokens, positions, None, labels, dropout_key)
+            return self._stage_of(tokens, positions, None, labels, dropout_key, padding_mask)
         given = self.input_tensor if x is None else None
         x = self._checked_input(self._given_input() if x is None else x)
-        out = self._stage_of(jnp.zeros(x.shape[:2], jnp.int32), positions, x, labels, dropout_key)
+        tokens = jnp.zeros(x.shape[:2], jnp.int32)  # of their shape alone
+        out = self._stage_of(tokens, positions, x, labels, dropout_key, padding_mask)
         if given is not None:
             given.set_value(None)  # at the end: a call that is refused anywhere leaves it for the next
         return out
 
     def _stage_of(
-        self, tokens: Array, positions: Array | None, x: Array | None, labels: Array | None, dropout_key: Array | None
+        self,
+        tokens: Array,
+        positions: Array | None,
+        x: Array | None,
+        labels: Array | None,
+        dropout_key: Key | None,
+        padding_mask: Array | None,
     ) -> Array:
         """Return the result of a stage for hidden states, or for tokens if ``x`` is None.
 
         Between stages hidden states are in `model_order`.
         """
         self._check(tokens, positions)
+        check_padding_mask(padding_mask, tokens.shape)
         positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) if positions is None else positions
+        padding = None if padding_mask is None else model_order(self.config, padding_mask)
         tokens, positions = model_order(self.config, tokens), model_order(self.config, positions)
         *keys, embedding_key = layer_keys(dropout_key, 1 + self.config.num_layers)
         if x is None:
             x = self._embed(tokens, positions, embedding_key)
         first = self.decoder.first_layer
         own = keys[first : first + len(self.layers)]
-        x = self.decoder(constrain(x, self._axes), rotary_pos_emb=self._angles(positions), keys=own)
+        angles = self._angles(positions)
+        x = self.decoder(constrain(x, self._axes), rotary_pos_emb=angles, keys=own, padding_mask=padding)
         if not self.post_process:
             return x
         if labels is None:

@@ -304,6 +304,12 @@ def _run_layer(
     return out[0] if isinstance(out, tuple) else out  # Megatron's layers also return their context
 
 
+def of_experts(padding_mask: Array | None) -> dict[str, Any]:
+    """Return the argument of layers that says which tokens are padding; none if there is no mask."""
+    # Left out, not None: layers of one's own need not know it.
+    return {} if padding_mask is None else {"padding_mask": padding_mask}
+
+
 def rotary_of(layer: TransformerLayer, rotary: Rotary | tuple[Rotary, Rotary] | None) -> Rotary | None:
     """Return the rotary embedding of a layer; of a pair the first one is for layers without a window."""
     if not isinstance(rotary, tuple):

@@ -51,6 +51,7 @@ def run_on_copies(transform: Callable[[Run], Run], call: Callable[[Any], Any], o
     def run(*arrays: Array) -> Any:
         copies = dict(zip(distinct, form.filled(arrays), strict=True))
         copy = jax.tree.unflatten(structure, [copies[key] for key in keys])
+        copy = _with_one_copy_of_each(operands, copy, {})
         watched = Watched(copy)
         result = call(copy)
         changed, changes = watched.changes()
@@ -60,6 +61,30 @@ def run_on_copies(transform: Callable[[Run], Run], call: Callable[[Any], Any], o
     result, changed = transform(run)(*arrays)
     found[0].apply(operands, changed)
     return result
+
+
+def _with_one_copy_of_each(tree: PyTree, copy: PyTree, known: dict[int, nnx.Pytree]) -> PyTree:
+    """Return a copy of a pytree, in which a module that stands in several places of the pytree is one module, too.
+
+    Otherwise an attribute that a call sets in one place, such as cached kernels, would be unknown to a later call in
+    another.
+
+    Args:
+        tree: the pytree.
+        copy: its copy by ``jax.tree.unflatten``, whose modules are changed in place.
+        known: copies so far, by the ids of the modules.
+    """
+    leaves, structure = jax.tree.flatten(copy, is_leaf=_is_node)
+    pairs = list(zip(_leaves(tree), leaves, strict=True))
+    for module, own in pairs:
+        if not isinstance(module, nnx.Pytree) or id(module) in known:
+            continue
+        known[id(module)] = own
+        for name, value in _content(module).items():
+            if any(isinstance(leaf, nnx.Pytree) for leaf in _leaves(value)):
+                # Not setattr: the attribute stays what it is, data or static.
+                vars(own)[name] = _with_one_copy_of_each(value, vars(own)[name], known)
+    return jax.tree.unflatten(structure, [known.get(id(module), own) for module, own in pairs])
 
 
 class _Form(NamedTuple):
@@ -182,7 +207,11 @@ def _content(node: nnx.Variable | nnx.Pytree) -> dict[Any, Any]:
 
 
 def _leaves(tree: PyTree) -> list[Any]:
-    return jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, nnx.Variable | nnx.Pytree))
+    return jax.tree.leaves(tree, is_leaf=_is_node)
+
+
+def _is_node(node: Any) -> bool:
+    return isinstance(node, nnx.Variable | nnx.Pytree)
 
 
 def _is_variable(node: Any) -> bool:

@@ -1,6 +1,7 @@
 """Models whose layers have experts."""
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -154,6 +155,91 @@ def test_generation_with_a_cache_is_that_without(kind):
     np.testing.assert_array_equal(found, prompt)
 
 
+PADDING = jnp.arange(S)[None] >= jnp.array([[S - 3], [S]])  # True for padding, of the first sequence alone
+BALANCED = {"num_layers": 2, "moe_layer_freq": [0, 1], "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01}
+BALANCED |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+
+
+def of_padded(kind, tokens, **fields):
+    """The mean loss of the tokens that are no padding, with its gradients and the routers' counts."""
+    built = BALANCED | fields
+    model = gpt(**built) if kind == "own" else MegatronGPTModel(config(**built), None, V, 2 * S, rngs=nnx.Rngs(0))
+    weights = (~PADDING).astype(jnp.float32)
+
+    @nnx.jit
+    def run(model):
+        def loss(model):
+            if kind == "own":
+                return model.loss(tokens, LABELS, weights, padding_mask=PADDING)
+            each = model(tokens, labels=LABELS, loss_mask=weights, padding_mask=PADDING)
+            return jnp.sum(each * weights) / jnp.sum(weights)
+
+        wrt = nnx.DiffState(0, (nnx.Param, QuantizerState))
+        return nnx.value_and_grad(loss, argnums=wrt)(model)
+
+    loss, gradients = run(model)
+    return float(loss), {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(gradients)}
+
+
+@pytest.mark.costly("megatron", "recomputed in a loop")
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("own", {}),
+        ("megatron", {"mtp_num_layers": 1}),
+        ("own", {"num_layers": 3, "moe_layer_freq": [0, 1, 1], **FULL, "execution": Execution(scan_layers=True)}),
+    ],
+    ids=["own", "megatron", "recomputed in a loop"],
+)
+def test_padding_changes_neither_losses_counts_nor_other_tokens(kind, fields):
+    expected = of_padded(kind, TOKENS, **fields)
+    others = jnp.where(PADDING, (TOKENS + 1) % V, TOKENS)
+    assert_close(of_padded(kind, others, **fields), expected)
+    path = ("layers", 1, "mlp", "router", "last_step")
+    path = path if kind == "own" else ("decoder", *path)
+    assert float(expected[1][path][:E].sum()) == TOPK * int(np.sum(~PADDING))
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("kind", ["own", "megatron"])
+def test_padding_on_a_mesh_is_that_of_one_device(kind):
+    """Sequences in zig-zag order over the context axis, and split over the tensor axis, too."""
+    fields = {"ffn_hidden_size": 64}
+    expected = of_padded(kind, TOKENS, **fields)
+    fields |= {"cp_load_balanced": True, "sequence_parallel": True}
+    fields |= {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "expert_model_parallel_size": 2}
+    with jax.set_mesh(make_mesh(ParallelConfig(context=2, tensor=2, expert=2))):
+        assert_close(of_padded(kind, TOKENS, **fields), expected)
+
+
+def test_a_stage_of_a_pipeline_of_ones_own_takes_the_padding():
+    fields = BALANCED | {"moe_layer_freq": 1}
+    build = functools.partial(MegatronGPTModel, config(**fields), None, V, 2 * S)
+    first, last = (build(n == 0, n == 1, stage_layers=range(n, n + 1), rngs=nnx.Rngs(0)) for n in (0, 1))
+
+    def loss(first, last):
+        x = first(TOKENS, padding_mask=PADDING)
+        return jnp.sum(last(decoder_input=x, labels=LABELS, padding_mask=PADDING))
+
+    states = nnx.jit(nnx.grad(loss, argnums=tuple(nnx.DiffState(n, (nnx.Param, QuantizerState)) for n in (0, 1))))
+    for gradient in states(first, last):
+        assert float(gradient.decoder.layers[0].mlp.router.last_step[:E].sum()) == TOPK * int(np.sum(~PADDING))
+
+
+@pytest.mark.parametrize(
+    ("mask", "error", "words"),
+    [
+        (PADDING.astype(jnp.float32), TypeError, "padding_mask must be bool"),
+        (PADDING[:, 1:], ValueError, "padding_mask must be"),
+    ],
+)
+def test_other_masks_of_padding_are_refused(mask, error, words):
+    for model in (gpt(), gpt(num_moe_experts=None, moe_layer_freq=1)):
+        for call in (model, lambda *args, model=model, **kwargs: model.loss(*args, LABELS, **kwargs)):
+            with pytest.raises(error, match=words):
+                call(TOKENS, padding_mask=mask)
+
+
 def after_steps(frequency, *, mesh=None, **fields):
     """Parameters and states after two steps of two microbatches, on a pipeline of two stages or on one device."""
 
@@ -161,7 +247,7 @@ def after_steps(frequency, *, mesh=None, **fields):
         return gpt(rngs, moe_layer_freq=frequency, moe_aux_loss_coeff=0.1, **fields)
 
     loss_fn = PipelinedLoss(
-        lambda model, batch, key: model.embed_inputs(batch["tokens"]),
+        lambda model, batch, key: model.embed_inputs(batch["tokens"], padding_mask=batch["padding"]),
         lambda model, y, batch, key: model.compute_loss(y, batch["labels"]),
     )
     tx = optax.sgd(0.1)
@@ -169,7 +255,7 @@ def after_steps(frequency, *, mesh=None, **fields):
         state = create_train_state(build, tx, key=jax.random.key(0))
         step = make_train_step(loss_fn, tx, microbatches=2)
         for _ in range(2):
-            state, _ = step(state, {"tokens": TOKENS, "labels": LABELS})
+            state, _ = step(state, {"tokens": TOKENS, "labels": LABELS, "padding": PADDING})
         return jax.tree.map(np.asarray, nnx.to_flat_state(state.params)), jax.tree.map(
             np.asarray, nnx.to_flat_state(state.quantizers)
         )

@@ -16,7 +16,7 @@ from jax_te.megatron import MLP
 from jax_te.models import run_layers
 from jax_te.recipe import Float8CurrentScaling, autocast
 from jax_te.remat import remat, selective_recompute
-from tests.support.numerics import assert_bitwise, assert_close, draw
+from tests.support.numerics import TOLERANCE, assert_bitwise, assert_close, draw
 
 X = draw("x", (4, 16))
 
@@ -96,6 +96,62 @@ def test_a_module_is_left_as_by_a_plain_call(name: str, how: str) -> None:
     results, (structure, arrays) = called(*modules()[name], how, "full")
     assert structure == plain_structure
     jax.tree.map(assert_bitwise, (jax.tree.leaves(results), arrays), (jax.tree.leaves(plain_results), plain_arrays))
+
+
+class Remembers(nnx.Module):
+    """Adds what its last call kept, in a Variable that each call sets anew, and the number of its calls."""
+
+    def __init__(self) -> None:
+        self.kept, self.calls = nnx.Variable(jnp.ones(16)), 0
+        self.scale = nnx.Param(jnp.full(16, 0.5))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.calls += 1
+        y = self.scale[...] * x + self.kept[...] + self.calls
+        self.kept = nnx.Variable(jnp.sin(y))
+        return y
+
+
+class Pair(nnx.Module):
+    """One module in two places, one of them a list."""
+
+    def __init__(self, module: nnx.Module) -> None:
+        self.first, self.more = module, nnx.List([module])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.more[0](self.first(x))
+
+
+# How the module `m` stands in several places of a recomputed call.
+TWINS: dict[str, Any] = {
+    "two arguments": lambda call, m, x: call(lambda a, b, x: b(a(x)), m, m, x),
+    "a keyword": lambda call, m, x: call(lambda a, x, others: others["b"](a(x)), m, x, others={"b": m}),
+    "the function": lambda call, m, x: call(lambda a, x: a(a(x)), m, call(m, x)),
+    "a module": lambda call, m, x: call(Pair(m), x),
+    "a module and an argument": lambda call, m, x: call(lambda pair, b, x: b(pair(x)), Pair(m), m, x),
+}
+
+
+@pytest.mark.parametrize("way", TWINS)
+def test_a_module_in_several_places_is_one(way: str) -> None:
+    """What a call sets in one place the next call reads in the other, as in a plain call."""
+
+    def results(call: Any) -> Any:
+        module = Remembers()
+
+        @nnx.jit
+        def step(module: nnx.Module, x: jax.Array) -> Any:
+            return nnx.value_and_grad(lambda module: jnp.square(TWINS[way](call, module, x[0])).sum())(module)
+
+        return jax.tree.leaves(step(module, X)), jax.tree.leaves(nnx.state(module)), module.calls
+
+    (plain, plain_state, calls), (found, found_state, found_calls) = (
+        results(call) for call in (lambda f, *args, **kwargs: f(*args, **kwargs), remat)
+    )
+    assert calls == found_calls > 1
+    # fp32: recomputation may fuse a sum in another order, an ulp of each term.
+    for a, b in zip([*found, *found_state], [*plain, *plain_state], strict=True):
+        assert_close(a, b, TOLERANCE["float32"])
 
 
 class Own(nnx.Module):

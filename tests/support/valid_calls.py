@@ -458,7 +458,7 @@ CALLS: dict[str, Callable[[Path], Call]] = {
             "sequence_lengths": None, "encoder_lengths": None, "packed_seq_params": None, "rotary_pos_emb": None,
             "core_attention_bias_type": "no_bias", "core_attention_bias": None, "alibi_slopes": None,
             "self_attn_mask_type": "causal", "enc_dec_attn_mask_type": None, "dropout_key": None, "cache": None,
-            "checkpoint_core_attention": False, "is_first_microbatch": None,
+            "checkpoint_core_attention": False, "is_first_microbatch": None, "padding_mask": None,
         },
     ),
     "layers._Norm.__call__": lambda f: Call(layers.LayerNorm(16, rngs=nnx.Rngs(0)), {"x": X, "out_axes": None}),
@@ -690,6 +690,7 @@ CALLS: dict[str, Callable[[Path], Call]] = {
         {
             "hidden_states": X, "attention_mask": None, "context": None, "context_mask": None,
             "rotary_pos_emb": None, "attention_bias": None, "packed_seq_params": None, "dropout_key": None,
+            "padding_mask": None,
         },
     ),
     "megatron.TransformerLayer.get_layer_static_inputs": lambda f: Call(
@@ -837,10 +838,10 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "models.Execution.of_stack": lambda f: Call(models.Execution().of_stack, {"config": CONFIG, "mask_types": None}),
     "models.Execution.check": lambda f: Call(models.Execution().check, {"config": CONFIG}),
     "models.GPTModel.__call__": lambda f: Call(
-        gpt(), {"tokens": IDS, "positions": None, "dropout_key": None, "cache": None}
+        gpt(), {"tokens": IDS, "positions": None, "dropout_key": None, "cache": None, "padding_mask": None}
     ),
     "models.GPTModel.embed_inputs": lambda f: Call(
-        gpt().embed_inputs, {"tokens": IDS, "positions": None, "dropout_key": None}
+        gpt().embed_inputs, {"tokens": IDS, "positions": None, "dropout_key": None, "padding_mask": None}
     ),
     "models.GPTModel.compute_loss": lambda f: Call(
         gpt().compute_loss,
@@ -852,7 +853,7 @@ CALLS: dict[str, Callable[[Path], Call]] = {
         gpt().loss,
         {
             "tokens": IDS, "labels": IDS, "loss_mask": None, "dropout_key": None, "options": ops.LossOptions(),
-            "reduction": "mean", "positions": None,
+            "reduction": "mean", "positions": None, "padding_mask": None,
         },
     ),
     "models.GPTModel.max_logits": lambda f: Call(gpt().max_logits, {"tokens": IDS}),
@@ -867,7 +868,7 @@ CALLS: dict[str, Callable[[Path], Call]] = {
         megatron_gpt().forward,
         {
             "input_ids": IDS, "position_ids": None, "attention_mask": None, "decoder_input": None, "labels": None,
-            "runtime_gather_output": None, "dropout_key": None, "cache": None,
+            "runtime_gather_output": None, "dropout_key": None, "cache": None, "padding_mask": None,
         },
     ),
     "models.MegatronGPTModel.get_layer_static_inputs": lambda f: Call(

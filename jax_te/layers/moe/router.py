@@ -189,10 +189,7 @@ class Router(TrainingMode):
                 f"the input of a Router must be [b, s, {h}] or [s, {h}], of one token or more, got shape {x.shape}"
             )
         check_float("Router", x)
-        if padding_mask is not None and padding_mask.dtype != bool:
-            raise TypeError(f"padding_mask must be bool, True for padding, got {padding_mask.dtype}")
-        if padding_mask is not None and padding_mask.shape != lead:
-            raise ValueError(f"padding_mask must be {list(lead)}, True for padding, got shape {padding_mask.shape}")
+        check_padding_mask(padding_mask, lead)
         if experts is not None:
             self._check_choice(experts, lead)
 
@@ -362,6 +359,17 @@ class Router(TrainingMode):
         place = self.options.num_experts + self.metric_names.index("overflow")
         counts = jnp.zeros_like(self.last_step.get_value()).at[place].set(overflow)
         return count(probs, (self.last_step,), (counts,))
+
+
+def check_padding_mask(padding_mask: Array | None, lead: tuple[int, ...]) -> None:
+    """Raise for a mask of padding that is not bool, or does not have the shape of the tokens, ``lead``.
+
+    >>> check_padding_mask(jnp.zeros((2, 4), bool), (2, 4))
+    """
+    if padding_mask is not None and padding_mask.dtype != bool:
+        raise TypeError(f"padding_mask must be bool, True for padding, got {padding_mask.dtype}")
+    if padding_mask is not None and padding_mask.shape != lead:
+        raise ValueError(f"padding_mask must be {list(lead)}, True for padding, got shape {padding_mask.shape}")
 
 
 def _state(size: int, rule: Any) -> QuantizerState:
