@@ -142,11 +142,12 @@ def of_expert(state: ExtraState, expert: int) -> ExtraState:
     return ExtraState(**arrays, recipe=state.recipe)
 
 
-def _layers(model: nnx.Module) -> list[tuple[tuple[int, str], GroupedLinear]]:
+def _layers(model: nnx.Module) -> list[tuple[tuple[int, str], Any]]:
     """Return the layers of experts with states, with the numbers of their transformer layers and their names."""
     found = []
     for path, module in nnx.iter_modules(model):
-        if isinstance(module, GroupedLinear) and module.quantizers is not None and "mtp" not in path:
+        with_state = isinstance(module, GroupedLinear) and getattr(module, "quantizers", None) is not None
+        if with_state and "mtp" not in path:
             number = next((part for part in path if isinstance(part, int)), None)
             if number is not None and path[-1] in ("linear_fc1", "linear_fc2"):
                 found.append(((number, str(path[-1])), module))

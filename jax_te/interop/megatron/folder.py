@@ -221,7 +221,7 @@ def _ranks(path: Path, gated: bool | None, corrected: Mapping[str, Any]) -> Mega
     if any(count != counts[0, rank[1], 0] for rank, count in counts.items()):
         raise CheckpointMismatchError(f"{path} has ranks of one stage with several numbers of virtual stages: {counts}")
     tensors: dict[str, Any] = {}
-    states: States = {}
+    of_experts: States = {}
     first_layer = 0
     # Of virtual stages: all first chunks hold lower layers than all second ones.
     for chunk in range(max(len(chunks[0, stage, 0]) for stage in range(depth))):
@@ -233,13 +233,13 @@ def _ranks(path: Path, gated: bool | None, corrected: Mapping[str, Any]) -> Mega
                     count = experts_of_rank(parts[expert])
                     own = {"first_layer": first_layer, "first_expert": expert * count, "experts": count}
                     for key, found in states_of_rank(chunks[rank, stage, expert][chunk], **own).items():
-                        states.setdefault(key, {}).update(found)
+                        of_experts.setdefault(key, {}).update(found)
                 ranks.append(joined_experts([grouped(part, str(path)) for part in parts], str(path)))
             merged = {name: _merged(name, ranks, gated, path) for name in ranks[0]}
             # Each rank and stage counts its layers from 0.
             tensors |= {_numbered_from(first_layer, name): tensor for name, tensor in merged.items()}
             first_layer += _layer_count(merged)
-    return MegatronCheckpoint(tensors, args, iteration, list(files.values()), states)
+    return MegatronCheckpoint(tensors, args, iteration, list(files.values()), of_experts)
 
 
 def _rank_files(path: Path) -> dict[tuple[int, ...], Path]:
