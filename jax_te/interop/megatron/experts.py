@@ -154,6 +154,16 @@ def grouped(tensors: Mapping[str, Any], what: str) -> dict[str, Any]:
     return found
 
 
+def experts_of_rank(tensors: Mapping[str, Any]) -> int:
+    """Return the number of experts in the state dict of a rank.
+
+    >>> experts_of_rank({"a.mlp.experts.local_experts.3.linear_fc1.weight": 1})
+    4
+    """
+    numbers = [int(found[2]) for name in tensors if (found := _EXPERT.fullmatch(grouped_name(name)))]
+    return max(numbers, default=-1) + 1
+
+
 def joined_experts(ranks: Sequence[Mapping[str, Any]], what: str) -> dict[str, Any]:
     """Return the tensors of several expert-parallel ranks, each of which numbers its experts from 0.
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from jax_te._validation import brief, checked
 from jax_te.errors import CheckpointMismatchError
-from jax_te.interop.megatron.experts import grouped, joined_experts, sequential_names, tensor_bits
+from jax_te.interop.megatron.expert_states import States, states_of_all, states_of_rank
+from jax_te.interop.megatron.experts import experts_of_rank, grouped, joined_experts, sequential_names, tensor_bits
 from jax_te.interop.torch import METADATA, Mapped, Record, StoredTensor, Tensor, join_tensors, read_torch_distributed
 
 TRACKER, RANK_FILE, COMMON = "latest_checkpointed_iteration.txt", "model_optim_rng.pt", "common.pt"
@@ -50,12 +51,14 @@ class MegatronCheckpoint(NamedTuple):
         args: Megatron-LM's arguments that are plain values; empty if there are none.
         iteration: iteration of the checkpoint, None if it is not recorded.
         files: open files, whose ``release()`` drops what has been read from memory.
+        expert_states: FP8 states of experts, for `load_megatron`.
     """
 
     tensors: dict[str, Any]
     args: dict[str, Any]
     iteration: int | None
     files: list[Any]
+    expert_states: Any = MappingProxyType({})
 
 
 @checked
@@ -67,6 +70,7 @@ def read_megatron(
     Both formats are read: ``torch``, a file for each tensor and pipeline rank, which are merged; and ``torch_dist``, of
     any sharding. Separate norms (``transformer_impl="local"``) get the names of the fused ones, and experts those of
     ``TEGroupedMLP``. ``_extra_state`` and optimizer states are left out; the log of ``jax_te`` says so at level INFO.
+    `load_megatron` reads the ``_extra_state`` of experts.
 
     Args:
         path: the folder that ``--save`` named, one of its ``iter_*`` or ``release`` folders, or one file of a single
@@ -179,7 +183,8 @@ def _distributed(path: Path) -> MegatronCheckpoint:
         if other not in tensors:
             raise ValueError(f"{path} has {name[:200]!r} without its other component")
         tensors[name[:-2]] = join_tensors([tensors.pop(name), tensors.pop(other)], 0, 1, f"{path}: {name[:-2]}")
-    return MegatronCheckpoint(grouped(tensors, str(path)), *_said(common, path), found.files)
+    states = states_of_all(found.others)
+    return MegatronCheckpoint(grouped(tensors, str(path)), *_said(common, path), found.files, states)
 
 
 def _ranks(path: Path, gated: bool | None, corrected: Mapping[str, Any]) -> MegatronCheckpoint:
@@ -216,6 +221,7 @@ def _ranks(path: Path, gated: bool | None, corrected: Mapping[str, Any]) -> Mega
     if any(count != counts[0, rank[1], 0] for rank, count in counts.items()):
         raise CheckpointMismatchError(f"{path} has ranks of one stage with several numbers of virtual stages: {counts}")
     tensors: dict[str, Any] = {}
+    of_experts: States = {}
     first_layer = 0
     # Of virtual stages: all first chunks hold lower layers than all second ones.
     for chunk in range(max(len(chunks[0, stage, 0]) for stage in range(depth))):
@@ -223,12 +229,17 @@ def _ranks(path: Path, gated: bool | None, corrected: Mapping[str, Any]) -> Mega
             ranks = []
             for rank in range(width):
                 parts = [_model_tensors(chunks[rank, stage, expert][chunk], path) for expert in range(experts)]
+                for expert in range(experts if rank == 0 else 0):  # all tensor ranks have the same amaxes
+                    count = experts_of_rank(parts[expert])
+                    own = {"first_layer": first_layer, "first_expert": expert * count, "experts": count}
+                    for key, found in states_of_rank(chunks[rank, stage, expert][chunk], **own).items():
+                        of_experts.setdefault(key, {}).update(found)
                 ranks.append(joined_experts([grouped(part, str(path)) for part in parts], str(path)))
             merged = {name: _merged(name, ranks, gated, path) for name in ranks[0]}
             # Each rank and stage counts its layers from 0.
             tensors |= {_numbered_from(first_layer, name): tensor for name, tensor in merged.items()}
             first_layer += _layer_count(merged)
-    return MegatronCheckpoint(tensors, args, iteration, list(files.values()))
+    return MegatronCheckpoint(tensors, args, iteration, list(files.values()), of_experts)
 
 
 def _rank_files(path: Path) -> dict[tuple[int, ...], Path]:
@@ -291,7 +302,7 @@ def _chunks(state: Any, path: Path) -> list[Any]:
         raise ValueError(f"{path} holds no state dict")
     if not all(isinstance(name, str) for name in state):
         raise ValueError(f"{path} holds no state dict: its keys are not all text, {brief([*state])}")
-    if all(hasattr(value, "shape") or name.endswith("_extra_state") for name, value in state.items()):
+    if all(hasattr(value, "shape") or re.search(r"_extra_state\d*$", name) for name, value in state.items()):
         return [state]
     # Virtual stages.
     numbered = sorted((name for name in state if re.fullmatch(r"model\d{1,3}", name)), key=lambda name: int(name[5:]))
@@ -320,7 +331,7 @@ def _merged(name: str, ranks: list[dict[str, Any]], gated: bool | None, path: Pa
 
 def _model_tensors(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return the parameters, without the prefix of a wrapper; log what is left out."""
-    extra = [name for name in found if re.search(r"_extra_state(/|$)", name)]
+    extra = [name for name in found if re.search(r"_extra_state\d*(/|$)", name)]
     rest = [name for name in found if _NOT_OF_THE_MODEL.fullmatch(name)]
     if extra or rest:
         _LOG.info("%s: %d _extra_state and %d entries of the optimizer and run left out", path, len(extra), len(rest))

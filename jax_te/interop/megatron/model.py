@@ -36,9 +36,17 @@ from jax_te.interop.huggingface import (
     release_after_each,
     rows_of_layer,
 )
+from jax_te.interop.megatron.expert_states import expert_states, load_expert_states, of_expert
 from jax_te.interop.megatron.experts import expert_rows, read_experts, stacked_name, write_experts
 from jax_te.interop.megatron.folder import ARGS, COMMON, RANK_FILE, TRACKER, read_checkpoint, split_axis
-from jax_te.interop.torch import Piece, StoredTensor, write_torch_distributed, write_torch_file
+from jax_te.interop.torch import (
+    ExtraState,
+    Piece,
+    StoredTensor,
+    write_extra_state,
+    write_torch_distributed,
+    write_torch_file,
+)
 from jax_te.layers import LinearScaling, Llama3Scaling
 from jax_te.megatron import state_dict
 from jax_te.models import Execution, GPTModel, RotaryPositions
@@ -46,6 +54,7 @@ from jax_te.typing import DTypeLike
 
 _EXECUTION = Execution()
 _KIND = "Megatron-LM"
+_States = Sequence[tuple[int, str, ExtraState]]
 # Megatron-LM's name of weights without a training state; it then begins with iteration 0.
 _RELEASE = "release"
 # Unsupported flags that change a model's computation, with the value that is equivalent to their absence.
@@ -228,6 +237,7 @@ def load_megatron(
     dtype: DTypeLike | None = None,
     config: Mapping[str, Any] | None = None,
     execution: Execution = _EXECUTION,
+    fp8_states: bool = True,
     on_progress: OnProgress | None = None,
 ) -> GPTModel:
     """Return the model of a checkpoint of Megatron-LM, with its weights, without torch.
@@ -236,6 +246,8 @@ def load_megatron(
         path: path of the checkpoint, in format ``torch`` or ``torch_dist``; see `read_megatron`.
         iteration, vocab_size: see `read_megatron`.
         args: arguments of Megatron-LM by name, in addition to or instead of those in the checkpoint.
+        fp8_states: whether experts get the scales and amax histories that the checkpoint has of them, under a recipe
+            with state (`jax_te.recipe.autocast`). False: their states are new, as those of other layers are.
         dtype, config, execution, on_progress: see `jax_te.interop.huggingface.load_huggingface`.
 
     Returns:
@@ -243,7 +255,8 @@ def load_megatron(
 
     Raises:
         ValueError: see `read_megatron`; for unsupported arguments that change a model's computation.
-        CheckpointMismatchError: for missing, unexpected and wrongly shaped tensors.
+        CheckpointMismatchError: for missing, unexpected and wrongly shaped tensors; for FP8 states of experts that are
+            of another recipe, or not there for all experts of a layer.
 
     Source: ``load_checkpoint`` of Megatron-LM with ``--use-checkpoint-args``.
 
@@ -259,7 +272,10 @@ def load_megatron(
     fields = Fields(given, f"the arguments of {path}", found.tensors)
     common: Any = {"dtype": dtype, "config": config, "execution": execution}
     after = release_after_each(found.files, on_progress)
-    return load_tensors(MEGATRON, MEGATRON.form(fields), found.tensors, Path(path), after, **common)
+    model = load_tensors(MEGATRON, MEGATRON.form(fields), found.tensors, Path(path), after, **common)
+    if fp8_states:
+        load_expert_states(model, found.expert_states, str(path))
+    return model
 
 
 @checked
@@ -277,7 +293,8 @@ def save_megatron(
     The folder is one for ``--load`` with this ``--ckpt-format``, without an optimizer:
     ``release/mp_rank_XX/model_optim_rng.pt``, or for ``torch_dist`` a folder of torch.distributed, which any number of
     ranks and stages loads. Megatron-LM's arguments must be those of the model; the entry ``jax_te_args`` has them.
-    Tensors are written one by one, and the folder gets its name when it is complete.
+    Tensors are written one by one, and the folder gets its name when it is complete. Inside of the recipe of a model
+    under delayed scaling the scales and amax histories of experts are written as their ``_extra_state``.
 
     Args:
         model: a `GPTModel` or `MegatronGPTModel`.
@@ -327,11 +344,20 @@ def save_megatron(
         {name: count(_rank_part(name, tensor, rank, tensor_parallel, gated)) for name, tensor in tensors.items()}
         for rank in range(tensor_parallel)
     ]
+    states = [(number, name, state) for number, name, state in expert_states(model)]
+    if not whole:
+        at = "decoder.layers.{}.mlp.experts.{}._extra_state"
+        extra = {at.format(number, name): _bytes_of(state) for number, name, state in states}
+        ranks = [tensors | extra for tensors in ranks]
     if single:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_torch_file(path, common | {"model": ranks[0]})
     else:
-        _write_folder(path, ranks, common, whole=form if whole else None)
+        _write_folder(path, ranks, common, states, whole=form if whole else None)
+
+
+def _bytes_of(state: ExtraState) -> np.ndarray:
+    return np.frombuffer(write_extra_state(state), np.uint8)
 
 
 def _check_tracker(tracker: Path) -> None:
@@ -362,7 +388,12 @@ def _counter(on_progress: OnProgress | None, total: int) -> Callable[[StoredTens
 
 
 def _write_folder(
-    path: Path, ranks: Sequence[Mapping[str, StoredTensor]], common: Mapping[str, Any], *, whole: Form | None
+    path: Path,
+    ranks: Sequence[Mapping[str, Any]],
+    common: Mapping[str, Any],
+    states: _States,
+    *,
+    whole: Form | None,
 ) -> None:
     """Write ``release/`` and the file that names it, the folder under another name until it is complete.
 
@@ -370,13 +401,14 @@ def _write_folder(
         path: the checkpoint's folder.
         ranks: tensors of each rank.
         common: entries of all files besides the model.
+        states: FP8 states of experts, for the format ``torch_dist``.
         whole: form of the model, for the format ``torch_dist``. None: the format ``torch``.
     """
     partial = path / f"{_RELEASE}.part"
     if partial.exists():  # of a call that was interrupted
         shutil.rmtree(partial)
     if whole is not None:
-        _write_whole(partial, ranks[0], common, whole)
+        _write_whole(partial, ranks[0], common, states, whole)
     else:
         for rank, tensors in enumerate(ranks):
             file = partial / f"mp_rank_{rank:02d}" / RANK_FILE
@@ -386,7 +418,9 @@ def _write_folder(
     (path / TRACKER).write_text(_RELEASE)
 
 
-def _write_whole(folder: Path, tensors: Mapping[str, StoredTensor], common: Mapping[str, Any], form: Form) -> None:
+def _write_whole(
+    folder: Path, tensors: Mapping[str, StoredTensor], common: Mapping[str, Any], states: _States, form: Form
+) -> None:
     """Write the format ``torch_dist``: layers of one form, and experts, as one tensor with axes in front."""
     # Megatron-LM's own condition: layers that may differ have their numbers in the names.
     alike = form.config.num_moe_experts is None or form.config.moe_layer_freq == 1
@@ -397,6 +431,9 @@ def _write_whole(folder: Path, tensors: Mapping[str, StoredTensor], common: Mapp
     entries: dict[str, Any] = {key: _joined(key, each) for key, each in parts.items()}
     for number in range(form.config.num_layers):
         entries |= {name: [None] for name in _extra_states(form.config, number, alike)}
+    for number, name, state in states:
+        for expert in range(state.gemms):
+            entries[_expert_entry(form.config, number, alike, expert, name)] = [_bytes_of(of_expert(state, expert))]
     entries["decoder.final_layernorm._extra_state/shard_0_1"] = [None]
     write_torch_distributed(folder, entries)
     write_torch_file(folder / COMMON, common)
@@ -440,9 +477,16 @@ def _extra_states(config: TransformerConfig, layer: int, alike: bool) -> list[st
         modules += ["mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"]
     states = [f"{prefix}.{module}._extra_state/{_shard(place or (0,), sizes or (1,))}" for module in modules]
     for expert in range(config.num_moe_experts or 0 if mixture else 0):
-        shard = _shard((*place, expert), (*sizes, config.num_moe_experts or 0))
-        states += [f"{prefix}.mlp.experts.experts.{name}._extra_state/{shard}" for name in ("linear_fc1", "linear_fc2")]
+        states += [_expert_entry(config, layer, alike, expert, name) for name in ("linear_fc1", "linear_fc2")]
     return states
+
+
+def _expert_entry(config: TransformerConfig, layer: int, alike: bool, expert: int, name: str) -> str:
+    """Return the entry of the ``_extra_state`` of an expert's linear layer."""
+    prefix = "decoder.layers" if alike else f"decoder.layers.{layer}"
+    place, sizes = ((layer,), (config.num_layers,)) if alike else ((), ())
+    shard = _shard((*place, expert), (*sizes, config.num_moe_experts or 0))
+    return f"{prefix}.mlp.experts.experts.{name}._extra_state/{shard}"
 
 
 def _shard(place: tuple[int, ...], sizes: tuple[int, ...]) -> str:

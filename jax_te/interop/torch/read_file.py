@@ -146,7 +146,7 @@ def load_archive(data: memoryview, what: object, file: Any = None) -> Any:
             raise ValueError(f"no storage {key[:50]!r} of {count} elements of {dtype[:50]}")
         return _Storage(stored, known)
 
-    return read_pickle(entries[f"{root}data.pkl"].checked(), what, _HANDLERS, storage)
+    return read_pickle(entries[f"{root}data.pkl"].checked(), what, TENSOR_HANDLERS, storage)
 
 
 class _Entry:
@@ -171,6 +171,18 @@ class _Entry:
 class _Storage(NamedTuple):
     entry: _Entry
     dtype: np.dtype[Any]
+
+
+def plain_storage(data: bytes, dtype: str, count: int, what: str) -> Any:
+    """Return a storage of so many elements for `TENSOR_HANDLERS`, of bytes without a checksum.
+
+    Raises:
+        ValueError: for another number of bytes.
+    """
+    known = _STORAGE_DTYPES.get(dtype)
+    if known is None or len(data) != count * known.itemsize:
+        raise ValueError(f"no storage of {count} elements of {dtype[:50]}")
+    return _Storage(_Entry(memoryview(data), 0, what), known)
 
 
 def _tensor(
@@ -235,7 +247,7 @@ def _ordered(items: Any = ()) -> dict[Any, Any]:
     return {key: value for key, value in items if type(key) is str}
 
 
-_HANDLERS: Handlers = {
+TENSOR_HANDLERS: Handlers = {
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
     "torch._utils._rebuild_parameter": _parameter,

@@ -1,8 +1,14 @@
 """Files that torch itself wrote, and torch reading what is written here."""
 
 import argparse
+import dataclasses
+import enum
 import io
+import pickle
+import sys
+import types
 from collections import OrderedDict
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -12,7 +18,15 @@ torch = pytest.importorskip("torch", reason="compares with torch: pip install -e
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa: E402
 
-from jax_te.interop.torch import read_torch_distributed, read_torch_file, write_torch_distributed, write_torch_file  # noqa: E402
+from jax_te.interop.torch import (  # noqa: E402
+    ExtraState,
+    read_extra_state,
+    read_torch_distributed,
+    read_torch_file,
+    write_extra_state,
+    write_torch_distributed,
+    write_torch_file,
+)
 
 TYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.bool]
 TYPES += [torch.uint16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64]
@@ -102,3 +116,65 @@ def test_torch_reads_a_distributed_checkpoint_of_ours(tmp_path):
         assert_same(arrays[name], tensor)
     dcp_to_torch_save(tmp_path / "it", tmp_path / "whole.pt")
     assert torch.load(tmp_path / "whole.pt", weights_only=True).keys() == {*wanted, "step"}
+
+
+class _FormatHelper(NamedTuple):
+    max_fwd: float
+    max_bwd: float
+
+
+class Format(enum.Enum):
+    E4M3 = _FormatHelper(448, 448)
+    HYBRID = _FormatHelper(448, 57344)
+
+
+@dataclasses.dataclass
+class DelayedScaling:
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str = "max"
+    reduce_amax: bool = True
+
+
+@pytest.fixture
+def recipes(monkeypatch):
+    """A module of the name and with the classes that pickles of Transformer Engine name."""
+    name = "transformer_engine.common.recipe"
+    module = types.ModuleType(name)
+    for each in (_FormatHelper, Format, DelayedScaling):
+        monkeypatch.setattr(each, "__module__", name)
+        setattr(module, each.__name__, each)
+    for package in ("transformer_engine", "transformer_engine.common"):
+        monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_an_extra_state_that_pickle_wrote_is_read(split, recipes):
+    """As ``get_extra_state`` makes it, and as Megatron splits it: columns of tensors, with the whole storage."""
+    generator = torch.Generator().manual_seed(0)
+    whole = {"scale_fwd": (6,), "amax_history_fwd": (4, 6), "scale_bwd": (4,), "amax_history_bwd": (4, 4)}
+    state = {name: torch.rand(shape, generator=generator) for name, shape in whole.items()}
+    if split:
+        counts = {"fwd": 3, "bwd": 2}
+        state = {name: each.view(*each.shape[:-1], counts[name[-3:]], -1)[..., 1] for name, each in state.items()}
+    recipe = DelayedScaling(margin=1, amax_history_len=4)
+    data = pickle.dumps({**state, "recipe": recipe, "extra_fp8_variables": {"num_gemms": 1 if split else 2}})
+    found = read_extra_state(data, "an entry")
+    assert found.gemms == (1 if split else 2)
+    for name, tensor in state.items():
+        np.testing.assert_array_equal(getattr(found, name), tensor.numpy(), err_msg=name)
+    assert found.recipe == {**vars(recipe), "fp8_format": "HYBRID"}
+
+
+def test_an_extra_state_that_is_written_pickle_reads(recipes):
+    rng = np.random.default_rng(0)
+    shapes = {"scale_fwd": (6,), "amax_history_fwd": (4, 6), "scale_bwd": (4,), "amax_history_bwd": (4, 4)}
+    arrays = {name: rng.random(shape, np.float32) for name, shape in shapes.items()}
+    fields = {"margin": 1, "fp8_format": "E4M3", "amax_history_len": 4, "amax_compute_algo": "most_recent"}
+    found = pickle.loads(write_extra_state(ExtraState(**arrays, recipe=fields)))
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(found[name].numpy(), array, err_msg=name)
+    assert found["recipe"] == DelayedScaling(1, Format.E4M3, 4, "most_recent")
+    assert found["extra_fp8_variables"]["num_gemms"] == 2
