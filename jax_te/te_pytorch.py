@@ -15,13 +15,27 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Annotated, Any
+from typing import Annotated, Any, Unpack
 
 from flax import nnx
 
 from jax_te import layers
 from jax_te._validation import checked, log_hints, log_once
-from jax_te.layers import Fp8Padding, Fp8Unpadding, KVCache, Rotary, WindowKVCache
+from jax_te.layers import (
+    AttentionCallKeywords,
+    DotProductAttentionCallKeywords,
+    DotProductAttentionKeywords,
+    Fp8Padding,
+    Fp8Unpadding,
+    KVCache,
+    LayerNormLinearKeywords,
+    LayerNormMLPKeywords,
+    LinearKeywords,
+    MultiheadAttentionKeywords,
+    Rotary,
+    TransformerLayerKeywords,
+    WindowKVCache,
+)
 from jax_te.megatron import te_checkpoint
 from jax_te.ops import BiasType, MaskType, RowGroups, Window
 from jax_te.random import RNGStatesTracker
@@ -323,7 +337,14 @@ class Linear(layers.Linear):
     (2, 8, 32)
     """
 
-    def __init__(self, in_features: int, out_features: int | tuple[int, ...], *, rngs: nnx.Rngs, **options: Any):
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | tuple[int, ...],
+        *,
+        rngs: nnx.Rngs,
+        **options: Unpack[LinearKeywords],
+    ):
         super().__init__(in_features, out_features, **options, rngs=rngs)
 
     def __call__(self, inp: Array, is_first_microbatch: bool | None = None) -> Any:  # type: ignore[override]
@@ -361,7 +382,7 @@ class LayerNormLinear(layers.LayerNormLinear):
         eps: float = 1e-5,
         *,
         rngs: nnx.Rngs,
-        **options: Any,
+        **options: Unpack[LayerNormLinearKeywords],
     ):
         super().__init__(in_features, out_features, eps, **options, rngs=rngs)
 
@@ -393,7 +414,15 @@ class LayerNormMLP(layers.LayerNormMLP):
     (2, 8, 16)
     """
 
-    def __init__(self, hidden_size: int, ffn_hidden_size: int, eps: float = 1e-5, *, rngs: nnx.Rngs, **options: Any):
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        rngs: nnx.Rngs,
+        **options: Unpack[LayerNormMLPKeywords],
+    ):
         super().__init__(hidden_size, ffn_hidden_size, eps, **options, rngs=rngs)
 
     def __call__(self, inp: Array, is_first_microbatch: bool | None = None) -> Any:  # type: ignore[override]
@@ -542,7 +571,7 @@ class DotProductAttention(layers.DotProductAttention):
         num_gqa_groups: int | None = None,
         attention_dropout: float = 0.0,
         qkv_format: str = "sbhd",
-        **options: Any,
+        **options: Unpack[DotProductAttentionKeywords],
     ):
         _require_batch_first(qkv_format=qkv_format)
         super().__init__(
@@ -560,7 +589,7 @@ class DotProductAttention(layers.DotProductAttention):
         value_layer: Array | None = None,
         attention_mask: Array | None = None,
         qkv_format: str | None = None,
-        **options: Any,
+        **options: Unpack[DotProductAttentionCallKeywords],
     ) -> Any:
         """Apply attention.
 
@@ -612,7 +641,7 @@ class MultiheadAttention(layers.MultiheadAttention):
         qkv_format: str = "sbhd",
         input_layernorm: bool = False,
         rngs: nnx.Rngs,
-        **options: Any,
+        **options: Unpack[MultiheadAttentionKeywords],
     ):
         _require_batch_first(qkv_format=qkv_format)
         super().__init__(
@@ -641,7 +670,7 @@ class MultiheadAttention(layers.MultiheadAttention):
         core_attention_bias_type: BiasType = "no_bias",
         core_attention_bias: Array | None = None,
         alibi_slopes: Array | None = None,
-        **options: Any,
+        **options: Unpack[AttentionCallKeywords],
     ) -> Any:
         """Apply the layer.
 
@@ -711,7 +740,7 @@ class TransformerLayer(layers.TransformerLayer):
         *,
         attn_input_format: str = "sbhd",
         rngs: nnx.Rngs,
-        **options: Any,
+        **options: Unpack[TransformerLayerKeywords],
     ):
         _require_batch_first(attn_input_format=attn_input_format)
         super().__init__(
@@ -745,7 +774,7 @@ class TransformerLayer(layers.TransformerLayer):
         core_attention_bias_type: BiasType = "no_bias",
         core_attention_bias: Array | None = None,
         alibi_slopes: Array | None = None,
-        **options: Any,
+        **options: Unpack[AttentionCallKeywords],
     ) -> Any:
         """Apply the layer.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import jax
@@ -242,3 +243,26 @@ def test_every_layer_is_one_of_jax_te():
     for name in te_pytorch.__all__:
         if name[0].isupper():
             assert issubclass(getattr(te_pytorch, name), getattr(layers, name))
+
+
+KEYWORDS = [
+    ("Linear", "__init__", layers.LinearKeywords),
+    ("LayerNormLinear", "__init__", layers.LayerNormLinearKeywords),
+    ("LayerNormMLP", "__init__", layers.LayerNormMLPKeywords),
+    ("DotProductAttention", "__init__", layers.DotProductAttentionKeywords),
+    ("DotProductAttention", "__call__", layers.DotProductAttentionCallKeywords),
+    ("MultiheadAttention", "__init__", layers.MultiheadAttentionKeywords),
+    ("MultiheadAttention", "__call__", layers.AttentionCallKeywords),
+    ("TransformerLayer", "__init__", layers.TransformerLayerKeywords),
+    ("TransformerLayer", "__call__", layers.AttentionCallKeywords),
+]
+RENAMED = {"self", "query", "key", "value", "x", "cache"}
+
+
+@pytest.mark.parametrize(("name", "method", "keywords"), KEYWORDS, ids=lambda value: getattr(value, "__name__", value))
+def test_the_types_of_options_are_those_of_the_layers(name: str, method: str, keywords: Any):
+    """What an editor completes is what the layer takes, beside the arguments that stand in te_pytorch's signature."""
+    taken = inspect.signature(getattr(getattr(layers, name), method)).parameters
+    own = set(inspect.signature(getattr(getattr(te_pytorch, name), method)).parameters)
+    stated = {key: getattr(each, "__forward_arg__", each) for key, each in keywords.__annotations__.items()}
+    assert stated == {key: str(each.annotation) for key, each in taken.items() if key not in own | RENAMED}

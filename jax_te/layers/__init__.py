@@ -24,6 +24,16 @@ from jax_te.layers.kernel_cache import (
     set_grad_sinks,
     use_cached_kernels,
 )
+from jax_te.layers.keywords import (
+    AttentionCallKeywords,
+    DotProductAttentionCallKeywords,
+    DotProductAttentionKeywords,
+    LayerNormLinearKeywords,
+    LayerNormMLPKeywords,
+    LinearKeywords,
+    MultiheadAttentionKeywords,
+    TransformerLayerKeywords,
+)
 from jax_te.layers.layernorm_linear import LayerNormLinear
 from jax_te.layers.layernorm_mlp import LayerNormMLP, check_elementwise
 from jax_te.layers.linear import Linear

@@ -4,6 +4,7 @@ from jax_te.models.bert import BertModel
 from jax_te.models.from_config import transformer_layer
 from jax_te.models.generate import generate
 from jax_te.models.gpt import POSITION_EMBEDDINGS, GPTModel
+from jax_te.models.language_model import LanguageModel
 from jax_te.models.megatron_gpt import MegatronGPTModel
 from jax_te.models.multi_token import multi_token_metrics
 from jax_te.models.options import Execution, Multipliers, RelativePositions, RotaryPositions

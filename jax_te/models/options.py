@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jax_te._validation import check_positive, checked
 from jax_te.config import MLATransformerConfig, RecomputeConfig, TransformerConfig
 from jax_te.layers import RotaryScaling
 from jax_te.megatron import mla_rotary
-from jax_te.models.stack import StackOptions, check_recompute_policy, runs_scanned
+from jax_te.models.stack import MaskTypes, StackOptions, check_recompute_policy, runs_scanned
 from jax_te.remat import RecomputePolicy
 
 
@@ -53,7 +52,7 @@ class Execution:
         # Called for its error, so that a wrong choice is reported where it is made, not in the first call.
         runs_scanned(self.scan_layers, 1)
 
-    def of_stack(self, config: RecomputeConfig, mask_types: Mapping[str, str] | None = None) -> StackOptions:
+    def of_stack(self, config: RecomputeConfig, mask_types: MaskTypes | None = None) -> StackOptions:
         """Return the options of the model's stack of layers.
 
         Args:

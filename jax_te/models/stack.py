@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax_te._validation import checked
 from jax_te.config import RecomputeConfig
 from jax_te.layers import Rotary, TransformerLayer
 from jax_te.models.batch_parts import join_batch, split_arguments, split_batch
-from jax_te.ops import loop_over_layers
+from jax_te.ops import BiasType, MaskType, loop_over_layers
 from jax_te.quantize import QuantizerState, as_float32_inside, with_max_gradients_inside
 from jax_te.remat import Changes, RecomputePolicy, Watched, recompute_policy, remat, selective_recompute
 from jax_te.typing import Array
@@ -25,6 +25,15 @@ _NO_RECOMPUTE = RecomputeConfig()
 
 Parts = tuple[Array, ...]
 """A batch ``[b, s, h]`` in parts, see `split_batch`."""
+
+
+class MaskTypes(TypedDict, total=False):
+    """Arguments of a `TransformerLayer` that are names, the same for all layers of a stack."""
+
+    self_attn_mask_type: MaskType
+    enc_dec_attn_mask_type: MaskType
+    core_attention_bias_type: BiasType
+
 
 UNROLL_LIMIT = 96
 """Maximum number of layers that ``"auto"`` unrolls, see `runs_scanned`."""
@@ -120,7 +129,7 @@ def run_layers(
     policy: RecomputePolicy | str | None = "full",
     scan: bool | str = "auto",
     batch_parts: int = 1,
-    mask_types: dict[str, str] | None = None,
+    mask_types: MaskTypes | None = None,
     **arrays: Any,
 ) -> Array:
     """Return the output ``[b, s, h]`` of a stack of layers.
@@ -138,8 +147,7 @@ def run_layers(
             `runs_scanned`. The parameters remain those of the single layers, and are stacked before the loop. A layer
             that differs from its neighbours, because it has its own recipe or name, runs outside of the loop.
         batch_parts: number of parts of the batch, see `Execution`.
-        mask_types: arguments that are strings: ``self_attn_mask_type``, ``enc_dec_attn_mask_type``,
-            ``core_attention_bias_type``.
+        mask_types: arguments that are strings, see `MaskTypes`.
         **arrays: the other arguments of `TransformerLayer`, the same for all layers; ``rotary_pos_emb`` may be a pair,
             see `rotary_of`.
 
@@ -187,7 +195,7 @@ class StackOptions:
     policy: RecomputePolicy | str | None = "full"
     scan: bool | str = "auto"
     batch_parts: int = 1
-    mask_types: Mapping[str, str] = field(default_factory=dict)
+    mask_types: MaskTypes = field(default_factory=MaskTypes)
 
 
 _OPTIONS = StackOptions()
@@ -231,7 +239,7 @@ class StackInput:
             policy=how.policy,
             scan=how.scan,
             batch_parts=how.batch_parts,
-            mask_types=dict(how.mask_types),
+            mask_types=how.mask_types,
             **self.arrays,
             **self.learned,
         )
@@ -277,7 +285,7 @@ class ModelInParts(Protocol):
 
 
 def _run_group(
-    mask_types: dict[str, str],
+    mask_types: MaskTypes,
     xs: Parts,
     layers: Sequence[nnx.Module],
     keys: Sequence[Any],
@@ -295,9 +303,7 @@ def _run_group(
     return xs
 
 
-def _run_layer(
-    layer: nnx.Module, x: Array, key: Array | None, mask_types: dict[str, str], arrays: dict[str, Any]
-) -> Array:
+def _run_layer(layer: nnx.Module, x: Array, key: Array | None, mask_types: MaskTypes, arrays: dict[str, Any]) -> Array:
     if "rotary_pos_emb" in arrays:
         arrays = arrays | {"rotary_pos_emb": rotary_of(layer, arrays["rotary_pos_emb"])}  # type: ignore[arg-type]
     out: Any = layer(x, dropout_key=key, **mask_types, **arrays)  # type: ignore[operator]

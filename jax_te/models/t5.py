@@ -15,7 +15,7 @@ from jax_te.layers import RelativePositionBias
 from jax_te.models.from_config import ENCODER_NOT_FOLLOWED, transformer_layer
 from jax_te.models.language_model import LanguageModel
 from jax_te.models.options import Execution, RelativePositions
-from jax_te.models.stack import StackInput, layer_keys
+from jax_te.models.stack import MaskTypes, StackInput, layer_keys
 from jax_te.models.tokens import check_like_tokens, check_tokens
 from jax_te.ops import LossOptions
 from jax_te.typing import Array, Key
@@ -148,7 +148,7 @@ class T5Model(LanguageModel):
         """Return the encoder's output ``[b, s, h]``."""
         # T5 drops behind its last norm as well, hence one key more than in GPT.
         *keys, embedding_key, last_key = layer_keys(dropout_key, len(self.encoder_layers) + 2)
-        mask_types: dict[str, str] = {}
+        mask_types: MaskTypes = {}
         arrays: dict[str, Array] = {}
         if encoder_lengths is not None:
             mask_types["self_attn_mask_type"] = "padding"
@@ -180,7 +180,7 @@ class T5Model(LanguageModel):
     ) -> StackInput:
         """Return what the decoder's layers are called with."""
         *keys, embedding_key, _ = layer_keys(dropout_key, len(self.decoder_layers) + 2)
-        mask_types: dict[str, str] = {}
+        mask_types: MaskTypes = {}
         arrays: dict[str, Array] = {}
         if encoder_lengths is not None:
             mask_types["enc_dec_attn_mask_type"] = "padding"
@@ -263,7 +263,7 @@ class T5Model(LanguageModel):
         bias: RelativePositionBias | None,
         x: Array,
         keys: list[Array | None],
-        mask_types: dict[str, str],
+        mask_types: MaskTypes,
         arrays: dict[str, Array],
         learned: dict[str, Array],
     ) -> StackInput:

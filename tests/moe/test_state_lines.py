@@ -121,15 +121,15 @@ LINES = [
     ),
     # Through the stages of a pipeline.
     Forgotten(
-        "training/pipeline/stage.py",
-        "merged = jnp.where(task.counts, both, before)",
-        "merged = before",
+        "training/pipeline/sums.py",
+        "merged = _merged(states[path].replace(all_chunks[task.chunk]), state, task.counts)",
+        "merged = all_chunks[task.chunk]",
         PIPELINE,
         "1f1b",
     ),
     Forgotten(
-        "training/pipeline/stage.py",
-        "states[path] = old.replace(jnp.where(counts, merged, old.get_value()))",
+        "training/pipeline/sums.py",
+        "states[path] = states[path].replace(_merged(states[path], state, counts))",
         "pass",
         PIPELINE,
         "1f1b",

@@ -22,7 +22,7 @@ from flax import nnx
 from jax_te._validation import checked, float_dtype
 from jax_te.errors import CheckpointMismatchError
 from jax_te.interop.huggingface.architectures.registry import ARCHITECTURES
-from jax_te.interop.huggingface.capabilities import Architecture
+from jax_te.interop.huggingface.capabilities import Architecture, KnownModel
 from jax_te.interop.huggingface.config_json import REQUIRED, Fields
 from jax_te.interop.huggingface.folder import ADAPTER_CONFIG, ADAPTER_TENSORS, check_no_model, json_file
 from jax_te.interop.huggingface.safetensors import TensorFile, write_file
@@ -48,7 +48,7 @@ _RANK, _ALPHA = 8, 8.0
 
 @checked
 def load_peft(
-    model: Any,
+    model: KnownModel,
     folder: str | Path,
     *,
     architecture: str | None = None,
@@ -105,7 +105,7 @@ def load_peft(
 
 @checked
 def save_peft(
-    model: Any,
+    model: KnownModel,
     folder: str | Path,
     *,
     architecture: str | None = None,

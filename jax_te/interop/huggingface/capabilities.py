@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Annotated, Any
 
 from flax import nnx
 
@@ -18,7 +18,11 @@ from jax_te.config import (
 from jax_te.interop.huggingface.config_json import Fields
 from jax_te.interop.huggingface.tensor_patterns import Sizes, Table
 from jax_te.megatron import is_layer_window_attention
-from jax_te.models import Execution, Multipliers
+from jax_te.models import Execution, LanguageModel, Multipliers
+from jax_te.typing import Words
+
+KnownModel = Annotated[LanguageModel, Words("a model of jax_te.models", error=ValueError)]
+"""Model whose parameters the tables of the architectures name."""
 
 Options = Mapping[str, Any]
 """Fields of a `TransformerConfig`, arguments of a model's constructor, and its multipliers; never changed in place."""

@@ -24,7 +24,7 @@ from jax_te._validation import check_positive, checked, float_dtype
 from jax_te.checkpoint import gather_texts
 from jax_te.interop.huggingface.architectures.registry import ARCHITECTURES, named_classes
 from jax_te.interop.huggingface.block_scaled import Choice, held_kernels, quantization_config, written_scales
-from jax_te.interop.huggingface.capabilities import Architecture, Form
+from jax_te.interop.huggingface.capabilities import Architecture, Form, KnownModel
 from jax_te.interop.huggingface.config_json import NO_NUMBERS, Fields
 from jax_te.interop.huggingface.folder import CONFIG, check_no_adapter, json_file, write_folder
 from jax_te.interop.huggingface.load import OnProgress
@@ -42,7 +42,7 @@ _COMPANIONS = (
 
 @checked
 def save_huggingface(
-    model: Any,
+    model: KnownModel,
     folder: str | Path,
     *,
     architecture: str | None = None,

@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
@@ -50,7 +50,7 @@ from jax_te.interop.torch import (
 from jax_te.layers import LinearScaling, Llama3Scaling
 from jax_te.megatron import state_dict
 from jax_te.models import Execution, GPTModel, RotaryPositions
-from jax_te.typing import DTypeLike
+from jax_te.typing import DTypeLike, Words
 
 _EXECUTION = Execution()
 _KIND = "Megatron-LM"
@@ -280,7 +280,7 @@ def load_megatron(
 
 @checked
 def save_megatron(
-    model: Any,
+    model: Annotated[GPTModel, Words("a GPTModel or MegatronGPTModel", error=ValueError)],
     path: str | Path,
     *,
     format: Literal["torch", "torch_dist"] = "torch",

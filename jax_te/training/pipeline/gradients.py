@@ -30,7 +30,7 @@ from jax_te.training.pipeline.layers import StageLayers
 from jax_te.training.pipeline.loss import PipelinedLoss, StackArrays, arrays_of, in_parts, without_gradient
 from jax_te.training.pipeline.program import Program
 from jax_te.training.pipeline.schedule import Schedule, make_schedule
-from jax_te.training.pipeline.stage import Stage, schedule_rows
+from jax_te.training.pipeline.stage import Row, Stage, schedule_rows
 from jax_te.training.pipeline.sums import Sums
 from jax_te.training.state import TrainState
 from jax_te.typing import Array, PyTree
@@ -87,7 +87,7 @@ def pipelined_gradients(
         weighted=weighted,
     )
 
-    def on_stage(stacked: list[Flat], outer: list[Flat], batches: PyTree, key: Array, rows: dict[str, Array]) -> Sums:
+    def on_stage(stacked: list[Flat], outer: list[Flat], batches: PyTree, key: Array, rows: Row) -> Sums:
         layers = StageLayers(program, *jax.tree.map(lambda leaf: leaf[0], stacked))
         params, states = outer
         stage = Stage(program, layers, AroundLayers(program, params, states, batches, key))

@@ -18,22 +18,69 @@ from jax_te.training.pipeline.sums import Summation, Sums, Task
 from jax_te.typing import Array
 
 
-def schedule_rows(schedule: Schedule) -> dict[str, Array]:
+class Places(NamedTuple):
+    """Places of one kind of buffer that a tick fills and reads, see `Slots`; 0 where it reads none."""
+
+    put: Array
+    take: Array
+
+
+class Row(NamedTuple):
+    """What a stage does in a tick: arrays ``[]``; of a stage ``[ticks]``, of a schedule ``[ticks, p]``.
+
+    Args:
+        forward, backward, weight: int32, tasks, see `Schedule`; -1 is none.
+        runs_forward, runs_backward: whether the stage runs the pass, if only as an idle one beside the others'.
+        embeds: whether the first stage has a backward pass through the embedding in the tick.
+        has_loss: whether the last stage has a forward pass with the loss in the tick.
+        inputs, residuals, gradients, losses, operands: places of the buffers.
+    """
+
+    forward: Array
+    backward: Array
+    weight: Array
+    runs_forward: Array
+    runs_backward: Array
+    embeds: Array
+    has_loss: Array
+    inputs: Places
+    residuals: Places
+    gradients: Places
+    losses: Places
+    operands: Places
+
+
+def schedule_rows(schedule: Schedule) -> Row:
     """Return the schedule as arrays ``[ticks, p]``; a `Stage` runs its own column, one row a tick."""
-    rows = {name: getattr(schedule, name) for name in ("forward", "backward", "weight")}
-    rows |= {f"any_{name}": np.broadcast_to(rows[name].max(1, keepdims=True), rows[name].shape) for name in list(rows)}
-    # Ticks in which the first stage embeds (backward), and in which the last has a loss (forward).
-    last = schedule.virtual_stages - 1
-    starts = (rows["backward"][:, :1] >= 0) & (rows["backward"][:, :1] % schedule.virtual_stages == 0)
-    ends = (rows["forward"][:, -1:] >= 0) & (rows["forward"][:, -1:] % schedule.virtual_stages == last)
-    rows |= {
-        name: np.broadcast_to(row, rows["forward"].shape).astype(np.int32)
-        for name, row in {"starts": starts, "ends": ends}.items()
-    }
-    for kind in ("inputs", "residuals", "gradients", "losses", "operands"):
-        slots = getattr(schedule, kind)
-        rows |= {f"{kind}_put": slots.put, f"{kind}_take": np.maximum(slots.take, 0)}
-    return jax.tree.map(jnp.asarray, rows)
+    forward, backward = schedule.forward, schedule.backward
+
+    def on_all(column: np.ndarray) -> Array:
+        return jnp.asarray(np.broadcast_to(column, forward.shape))
+
+    def runs(tasks: np.ndarray) -> Array:
+        # Stages run the same passes in a tick, some of them idle, and the same holds for embedding and loss: a pass may
+        # hold exchanges among all devices (a ring along the context axis, which would deadlock), and a tick is as long
+        # as its longest stage anyway. Not so under zero_bubble, whose stages differ on purpose.
+        return jnp.asarray(tasks >= 0) if schedule.waits else on_all((tasks >= 0).any(1, keepdims=True))
+
+    def places(slots: Slots) -> Places:
+        return Places(jnp.asarray(slots.put), jnp.asarray(np.maximum(slots.take, 0)))
+
+    first, last = backward[:, :1], forward[:, -1:]
+    return Row(
+        forward=jnp.asarray(forward),
+        backward=jnp.asarray(backward),
+        weight=jnp.asarray(schedule.weight),
+        runs_forward=runs(forward),
+        runs_backward=runs(backward),
+        embeds=on_all((first >= 0) & (first % schedule.virtual_stages == 0)),
+        has_loss=on_all((last >= 0) & (last % schedule.virtual_stages == schedule.virtual_stages - 1)),
+        inputs=places(schedule.inputs),
+        residuals=places(schedule.residuals),
+        gradients=places(schedule.gradients),
+        losses=places(schedule.losses),
+        operands=places(schedule.operands),
+    )
 
 
 class _Carry(NamedTuple):
@@ -65,7 +112,7 @@ class Stage:
         self.index = jax.lax.axis_index(AXIS)
         self.kept, self.summation = Residuals(layers, around.key), Summation(layers, around)
 
-    def run(self, rows: dict[str, Array]) -> Sums:
+    def run(self, rows: Row) -> Sums:
         """Return the sums of the whole step; ``rows`` are this stage's column of `schedule_rows`, ``[ticks]``."""
         carry, _ = jax.lax.scan(lambda carry, row: (self._tick(carry, row), None), self._start(), rows)
         return self.summation.total(carry.sums)
@@ -84,38 +131,36 @@ class Stage:
             sums=self.summation.start(),
         )
 
-    def _tick(self, carry: _Carry, row: dict[str, Array]) -> _Carry:
+    def _tick(self, carry: _Carry, row: Row) -> _Carry:
         stages = self.schedule.stages
-        # Stages run the same passes in a tick, some of them idle, and the same holds for embedding and loss: a pass may
-        # hold exchanges among all devices (a ring along the context axis, which would deadlock), and a tick is as long
-        # as its longest stage anyway. Not so under zero_bubble, whose stages differ on purpose.
-        column = "{}" if self.schedule.waits else "any_{}"
-        runs = {name: row[column.format(name)] >= 0 for name in ("forward", "backward")}
         # Each branch gets and returns what it changes, so that the compiler updates buffers in place.
         changed = carry.residuals, carry.losses, carry.sums.loss, carry.sums.outer, carry.sums.outer_states
         y = jnp.zeros_like(carry.inputs[0])
         changed, y = jax.lax.cond(
-            runs["forward"],
+            row.runs_forward,
             lambda changed: self._forward(changed, carry.inputs, row),
             lambda changed: (changed, y),
             changed,
         )
         residuals, losses, loss, outer, outer_states = changed
         y = jax.lax.ppermute(y, AXIS, [(i, (i + 1) % stages) for i in range(stages)])
-        inputs = _put(carry.inputs, y, row["inputs_put"])
+        inputs = _put(carry.inputs, y, row.inputs.put)
 
         changed = carry.sums.layers, carry.sums.states, outer, outer_states, carry.operands
         dx = jax.tree.map(lambda buffer: jnp.zeros_like(buffer[0]), carry.gradients)
         kept = residuals, losses, carry.gradients
         changed, dx = jax.lax.cond(
-            runs["backward"], lambda changed: self._backward(changed, kept, row), lambda changed: (changed, dx), changed
+            row.runs_backward,
+            lambda changed: self._backward(changed, kept, row),
+            lambda changed: (changed, dx),
+            changed,
         )
         layers, states, outer, outer_states, operands = changed
         dx = jax.lax.ppermute(dx, AXIS, [(i, (i - 1) % stages) for i in range(stages)])
-        gradients = _put(carry.gradients, dx, row["gradients_put"])
+        gradients = _put(carry.gradients, dx, row.gradients.put)
         if self.schedule.waits:
             layers = jax.lax.cond(
-                row["weight"] >= 0, lambda layers: self._weight(layers, operands, row), lambda layers: layers, layers
+                row.weight >= 0, lambda layers: self._weight(layers, operands, row), lambda layers: layers, layers
             )
         sums = Sums(loss, carry.sums.weight, layers, states, outer, outer_states)
         return _Carry(inputs, gradients, losses, residuals, operands, sums)
@@ -128,37 +173,37 @@ class Stage:
         ends = counts & (self.index == self.schedule.stages - 1) & (chunk == last)
         return Task(counts, number, chunk, starts, ends)
 
-    def _forward(self, changed: Any, inputs: Array, row: dict[str, Array]) -> Any:
+    def _forward(self, changed: Any, inputs: Array, row: Row) -> Any:
         residuals, losses, loss, outer, outer_states = changed
-        _, number, chunk, starts, ends = self._task(row["forward"])
-        received = _get(inputs, row["inputs_take"])
+        _, number, chunk, starts, ends = self._task(row.forward)
+        received = _get(inputs, row.inputs.take)
         given = self.around.stack_input(number)
         y, varying = self.kept.forward(chunk, given._replace(x=jnp.where(starts, given.x, received)))
-        residuals = _put(residuals, varying, row["residuals_put"])
+        residuals = _put(residuals, varying, row.residuals.put)
 
         def with_loss(changed: Any) -> Any:
             losses, loss, outer, outer_states = changed
             # Forward and backward at once, so that logits are not kept.
             found = self.around.loss_gradients(y, number)
-            losses = _put(losses, found.inputs[0], row["losses_put"])
+            losses = _put(losses, found.inputs[0], row.losses.put)
             added = jnp.where(ends, self.around.weighted(found.loss, number), 0.0)
             sums = self.summation.add_outer((outer, outer_states), found, number, ends)
             return losses, loss + added, *sums
 
-        changed = jax.lax.cond(row["ends"] > 0, with_loss, lambda changed: changed, (losses, loss, outer, outer_states))
+        changed = jax.lax.cond(row.has_loss, with_loss, lambda changed: changed, (losses, loss, outer, outer_states))
         return (residuals, *changed), y
 
-    def _backward(self, changed: Any, kept: Any, row: dict[str, Array]) -> Any:
+    def _backward(self, changed: Any, kept: Any, row: Row) -> Any:
         layers, states, outer, outer_states, operands = changed
         residuals, losses, gradients = kept
-        task = self._task(row["backward"])
+        task = self._task(row.backward)
         _, number, chunk, starts, ends = task
-        received, learned = _get(gradients, row["gradients_take"])
-        dy = jnp.where(ends, _get(losses, row["losses_take"]), received)
-        backward = self.kept.backward(_get(residuals, row["residuals_take"]), chunk)
+        received, learned = _get(gradients, row.gradients.take)
+        dy = jnp.where(ends, _get(losses, row.losses.take), received)
+        backward = self.kept.backward(_get(residuals, row.residuals.take), chunk)
         if self.schedule.waits:
             (given,), grads, next_states, later = backward(dy)
-            operands = _put(operands, jax.tree.leaves(later), row["operands_put"])
+            operands = _put(operands, jax.tree.leaves(later), row.operands.put)
         else:
             grads, next_states, given = backward(dy)
         dx, own = given
@@ -172,12 +217,12 @@ class Stage:
             return self.summation.add_outer(changed, found, number, starts)
 
         sums = outer, outer_states
-        outer, outer_states = jax.lax.cond(row["starts"] > 0, with_embedding, lambda changed: changed, sums)
+        outer, outer_states = jax.lax.cond(row.embeds, with_embedding, lambda changed: changed, sums)
         return (layers, states, outer, outer_states, operands), (dx, learned)
 
-    def _weight(self, layers: Flat, operands: list[Array], row: dict[str, Array]) -> Flat:
-        backward_dw = jax.tree.unflatten(self.kept.later, _get(operands, row["operands_take"]))
-        return self.summation.add_layers(layers, backward_dw(), self._task(row["weight"]))
+    def _weight(self, layers: Flat, operands: list[Array], row: Row) -> Flat:
+        backward_dw = jax.tree.unflatten(self.kept.later, _get(operands, row.operands.take))
+        return self.summation.add_layers(layers, backward_dw(), self._task(row.weight))
 
 
 def _put(buffer: Any, value: Any, slot: Array) -> Any:

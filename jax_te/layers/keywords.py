@@ -1,0 +1,154 @@
+"""Keywords of the layers' constructors and calls, as types of ``**options`` that another class hands on to a layer."""
+
+from __future__ import annotations
+
+from typing import Literal, TypedDict
+
+from flax import nnx
+
+from jax_te.config import ActivationLike, ActivationParams, CpCommType, LatentAttentionOptions, MoEOptions
+from jax_te.layers.attention.packed import PackedSeqParams
+from jax_te.layers.norm import Normalization
+from jax_te.ops import BiasType, MaskType, SoftmaxType, Window
+from jax_te.typing import Array, DTypeLike, Initializer, Key, LogicalAxes, TensorGroup
+
+
+class _KernelKeywords(TypedDict, total=False):
+    """Keywords of every layer with kernels."""
+
+    bias: bool
+    init_method: Initializer | None
+    sequence_parallel: bool
+    tp_group: TensorGroup
+    tp_size: int
+    fuse_wgrad_accumulation: bool
+    params_dtype: DTypeLike
+
+
+class LinearKeywords(_KernelKeywords, total=False):
+    """Keywords of `Linear`."""
+
+    parallel_mode: str | None
+    skip_weight_param_allocation: bool
+    return_bias: bool
+    kernel_axes: LogicalAxes | None
+    out_axes: LogicalAxes | None
+
+
+class LayerNormLinearKeywords(LinearKeywords, total=False):
+    """Keywords of `LayerNormLinear`."""
+
+    normalization: Normalization
+    zero_centered_gamma: bool
+    return_layernorm_output: bool
+
+
+class LayerNormMLPKeywords(_KernelKeywords, total=False):
+    """Keywords of `LayerNormMLP`."""
+
+    activation: ActivationLike
+    activation_params: ActivationParams | None
+    normalization: Normalization
+    zero_centered_gamma: bool
+    input_layernorm: bool
+    output_layer_init_method: Initializer | None
+    return_layernorm_output: bool
+    set_parallel_mode: bool
+    return_bias: bool
+    seq_length: int | None
+    micro_batch_size: int | None
+
+
+class _CoreKeywords(TypedDict, total=False):
+    """Keywords of every layer with an attention core."""
+
+    window_size: Window | None
+    softmax_scale: float | None
+    softmax_type: SoftmaxType
+    logit_softcap: float | None
+    return_max_logit: bool
+    num_splits: int | None
+    cp_comm_type: CpCommType
+    hierarchical_context_parallel_sizes: tuple[int, int] | None
+    cp_load_balanced: bool
+
+
+class DotProductAttentionKeywords(_CoreKeywords, total=False):
+    """Keywords of `DotProductAttention`."""
+
+    attn_mask_type: MaskType
+    rngs: nnx.Rngs | None
+
+
+class DotProductAttentionCallKeywords(TypedDict, total=False):
+    """Keywords of a call of `DotProductAttention`."""
+
+    q_lengths: Array | None
+    kv_lengths: Array | None
+    packed_seq_params: PackedSeqParams | None
+    core_attention_bias_type: BiasType
+    core_attention_bias: Array | None
+    alibi_slopes: Array | None
+    dropout_key: Key | None
+    attn_mask_type: MaskType | None
+    window_size: Window | None
+    checkpoint_core_attention: bool
+    return_max_logit: bool | None
+
+
+class _AttentionKeywords(_KernelKeywords, _CoreKeywords, total=False):
+    """Keywords of every layer with attention and its projections."""
+
+    normalization: Normalization
+    zero_centered_gamma: bool
+    qk_norm_type: Normalization | None
+    qk_norm_before_rope: bool
+    qk_norm_across_heads: bool
+    qkv_bias: bool
+    fuse_qkv_params: bool
+    set_parallel_mode: bool
+    output_layer_init_method: Initializer | None
+
+
+class MultiheadAttentionKeywords(_AttentionKeywords, total=False):
+    """Keywords of `MultiheadAttention`."""
+
+    num_gqa_groups: int | None
+    return_layernorm_output: bool
+    attention_type: Literal["self", "cross"]
+    attn_mask_type: MaskType
+    return_bias: bool
+
+
+class AttentionCallKeywords(TypedDict, total=False):
+    """Keywords of a call of `MultiheadAttention`, or of a `TransformerLayer`."""
+
+    sequence_lengths: Array | None
+    encoder_lengths: Array | None
+    packed_seq_params: PackedSeqParams | None
+    dropout_key: Key | None
+    return_max_logit: bool | None
+
+
+class TransformerLayerKeywords(_AttentionKeywords, total=False):
+    """Keywords of `TransformerLayer`."""
+
+    apply_residual_connection_post_layernorm: bool
+    layer_number: int | None
+    apply_query_key_layer_scaling: bool
+    output_layernorm: bool
+    block_output_layernorm: bool
+    block_input_layernorm: bool
+    parallel_attention_mlp: bool
+    attention_softmax_in_fp32: bool
+    layer_type: Literal["encoder", "decoder"]
+    kv_channels: int | None
+    self_attn_mask_type: MaskType
+    enc_dec_attn_mask_type: MaskType
+    enc_dec_window_size: Window | None
+    drop_path_rate: float
+    latent: LatentAttentionOptions | None
+    activation: ActivationLike
+    experts: MoEOptions | None
+    seq_length: int | None
+    micro_batch_size: int | None
