@@ -53,7 +53,7 @@ class DelayedScaling(_TensorScaling):
             result, the output, its gradient, the gradient of the scores, and those of queries, keys and values under
             one scale. All of them are E4M3, whatever ``fp8_format``.
         fp8_dpa_bwd: whether the backward pass of attention is in FP8, too. False: only forward is, as Transformer
-            Engine's ``NVTE_FP8_DPA_BWD=0``.
+            Engine's ``NVTE_FP8_DPA_BWD=0``; backward reads the operands that forward has quantized.
         fp8_format, override_linear_precision, fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: see `Recipe`.
 
     Raises:

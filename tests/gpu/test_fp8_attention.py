@@ -86,8 +86,8 @@ def test_a_backward_pass_in_bf16(kind):
     out, gradients, _ = steps(recipe, qkv, do)
     exact_out, *exact_gradients = exact(*qkv, do, causal=True, scale=SCALE)
     assert relative_l2(out, exact_out) <= (5 * ROUNDING**2) ** 0.5
-    # Of FP8 the gradients have the errors of the softmax's denominator and the output alone.
-    assert max(relative_l2(*pair) for pair in zip(gradients, exact_gradients, strict=True)) <= (3 * ROUNDING**2) ** 0.5
+    # Of FP8 the gradients have the errors of the operands, which forward has rounded, of their scores and the output.
+    assert max(relative_l2(*pair) for pair in zip(gradients, exact_gradients, strict=True)) <= (5 * ROUNDING**2) ** 0.5
 
 
 def test_long_sequences_in_a_loop_and_recomputed():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -56,6 +57,12 @@ def attend(qkv: Any, g: Any, arguments: dict[str, Any], **others: Any) -> tuple[
 def host(x: Any) -> jax.Array:
     """Return a copy on one device."""
     return jnp.asarray(np.asarray(x))
+
+
+def barriers_hold() -> bool:
+    """Whether XLA keeps apart what is computed again in backward; on CPU, older ones do not."""
+    text = jax.jit(lambda x: jnp.sin(x) * jnp.sin(jax.lax.optimization_barrier(x))).lower(1.0).compile().as_text()
+    return len(re.findall(r" sine\(", text)) == 2
 
 
 def compare(

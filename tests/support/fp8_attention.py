@@ -92,8 +92,10 @@ class Attention:
         return self.q8("dq", dq), self.q8("dk", dk), self.q8("dv", dv)
 
 
-def exact(q: Any, k: Any, v: Any, do: Any, *, causal: bool, scale: float) -> tuple[np.ndarray, ...]:
-    """Output and gradients in fp64, without quantization."""
+def exact(
+    q: Any, k: Any, v: Any, do: Any, *, causal: bool, scale: float, read_out: Any = None
+) -> tuple[np.ndarray, ...]:
+    """Output and gradients in fp64, without quantization; ``read_out``: another output, which backward reads."""
     q, k, v, do = (np.asarray(x, np.float64) for x in (q, k, v, do))
     plain = Attention({}, causal, scale)
     out, dq, dk, dv = np.zeros(do.shape), np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
@@ -104,7 +106,8 @@ def exact(q: Any, k: Any, v: Any, do: Any, *, causal: bool, scale: float) -> tup
             out[b, :, n] = s @ v[b, :, g]
             dv[b, :, g] += s.T @ do[b, :, n]
             ds = do[b, :, n] @ v[b, :, g].T
-            dp = s * (ds - np.sum(s * ds, axis=1, keepdims=True)) * scale
+            read = out[b, :, n] if read_out is None else np.asarray(read_out, np.float64)[b, :, n]
+            dp = s * (ds - np.sum(read * do[b, :, n], axis=1, keepdims=True)) * scale
             dq[b, :, n] = dp @ k[b, :, g]
             dk[b, :, g] += dp.T @ q[b, :, n]
     return out, dq, dk, dv

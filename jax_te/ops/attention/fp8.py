@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jax_te.errors import QuantizerStateError
@@ -23,7 +22,7 @@ from jax_te.ops.overflow import show_overflow
 from jax_te.ops.sharded_vjp import Shards, sharded_vjp
 from jax_te.ops.stacked import named
 from jax_te.ops.xla.attention_fp8 import Amaxes, Fp8Operands, Scales
-from jax_te.quantize import AttentionState, AttentionTensor, amax
+from jax_te.quantize import AttentionState, AttentionTensor, QuantizedTensor, amax
 from jax_te.sharding import REPLICATED, MeshAxes, reduce_max
 from jax_te.typing import Array, LogicalAxes
 
@@ -37,15 +36,14 @@ class _Residuals(NamedTuple):
     """Residuals of FP8 attention.
 
     Args:
-        qkv: quantized operands, this device's after an exchange for heads; or the exact ones for a backward pass in
-            high precision.
-        out, log_sum: results of forward before an exchange back; the output quantized if backward is.
+        qkv: quantized operands, this device's after an exchange for heads.
+        out, log_sum: results of forward before an exchange back, the output quantized.
         scales, amaxes: of the tensors that forward has quantized.
         state: state of the call.
     """
 
-    qkv: Any
-    out: Any
+    qkv: Fp8Operands
+    out: QuantizedTensor
     log_sum: Array
     scales: Scales
     amaxes: Amaxes
@@ -67,11 +65,7 @@ def fp8_attention(call: Fp8Call, qkv: QKV, state: AttentionState | None, out_axe
 
 def _forward(call: Fp8Call, args: _Args) -> tuple[Array, _Residuals]:
     precision, state = call.precision, args.state
-    exact: Any = args.qkv
-    if call.exchanges_heads and not precision.quantized_backward:
-        # Backward reads the exact operands, so these are exchanged, once, and not their codes.
-        exact = tuple([fp8_steps.to_heads(call, x) for x in unpack(exact)])
-    q, k, v = map(show_overflow, unpack(exact))
+    q, k, v = map(show_overflow, unpack(args.qkv))
     seen: Amaxes = _reduced({"q": amax(q), "k": amax(k), "v": amax(v)}, call.scale_axes)
     scales = precision.state_scales(state)
     if not precision.delayed:
@@ -82,21 +76,14 @@ def _forward(call: Fp8Call, args: _Args) -> tuple[Array, _Residuals]:
             "o": precision.scale_of_amax(seen["v"]),
         }
     operands = Fp8Operands(
-        precision.quantize(q, scales["q"]),
-        precision.quantize(k, scales["k"]),
-        precision.quantize(v, scales["v"]),
+        fp8_steps.to_heads(call, precision.quantize(q, scales["q"])),
+        fp8_steps.to_heads(call, precision.quantize(k, scales["k"])),
+        fp8_steps.to_heads(call, precision.quantize(v, scales["v"])),
     )
-    if precision.quantized_backward:
-        operands = Fp8Operands(*(fp8_steps.codes_to_heads(call, x) for x in operands))
     operands = named(operands, "quantized", given=args)
     out8, log_sum, inside = named(fp8_steps.forward(call, operands, scales), "context", given=args)
-    out = fp8_steps.codes_to_sequence(call, out8).dequantize()
-    amaxes = seen | inside
-    if precision.quantized_backward:
-        return out, _Residuals(operands, out8, log_sum, scales, amaxes, state)
-    out = checkpoint_name(out, "context")
-    kept = checkpoint_name(out8.dequantize(), "context") if call.exchanges_heads else out
-    return out, _Residuals(exact, kept, log_sum, scales, amaxes, state)
+    out = fp8_steps.to_sequence(call, out8).dequantize()
+    return out, _Residuals(operands, out8, log_sum, scales, seen | inside, state)
 
 
 def _backward(call: Fp8Call, residuals: _Residuals, g: Array) -> tuple[_Args, None]:
@@ -106,21 +93,18 @@ def _backward(call: Fp8Call, residuals: _Residuals, g: Array) -> tuple[_Args, No
         # Without the barrier the compiler finds that forward moved the same keys, and keeps those of all devices.
         operands, log_sum, g = jax.lax.optimization_barrier((operands, log_sum, g))
     seen: Amaxes = {}
+    do: Any = g
     if precision.quantized_backward:
         g = show_overflow(g)
         seen = _reduced({"do": amax(g)}, call.scale_axes)
         if not precision.delayed:
             of_gradient: Scales = {"do": precision.scale_of_amax(seen["do"])}
             scales = scales | of_gradient
-        do = fp8_steps.codes_to_heads(call, precision.quantize(g, scales["do"]))
-        gradients, inside = fp8_steps.backward(call, operands, residuals.out, log_sum, do, scales)
-        seen |= inside
-    else:
-        g = fp8_steps.to_heads(call, g)
-        gradients = fp8_steps.high_precision_backward(call, operands, residuals.out, log_sum, g)
-    if call.spec.packed and len(gradients) == 3:
-        gradients = (jnp.stack(gradients, axis=2),)
-    return _Args(gradients, _next_state(call, residuals, seen)), None
+        do = precision.quantize(g, scales["do"])
+    gradients, inside = fp8_steps.backward(call, operands, residuals.out, log_sum, fp8_steps.to_heads(call, do), scales)
+    seen |= inside
+    d_qkv: Any = (jnp.stack(gradients, axis=2),) if call.spec.packed else gradients
+    return _Args(d_qkv, _next_state(call, residuals, seen)), None
 
 
 def _next_state(call: Fp8Call, residuals: _Residuals, seen: Amaxes) -> AttentionState | None:

@@ -30,7 +30,7 @@ from jax_te.ops.attention import dot_product
 from jax_te.ops.attention.checks import shape_of
 from jax_te.ops.attention.context_parallel import block, checks
 from jax_te.sharding import make_mesh, named_sharding, whole_sequences
-from tests.support.context import AXES, B, D, N, S, attend, compare, context_mesh, host, operands, way
+from tests.support.context import AXES, B, D, N, S, attend, barriers_hold, compare, context_mesh, host, operands, way
 from tests.support.numerics import TOLERANCE, assert_close, draw, without_type_checker
 
 WAYS = ("p2p", "all_gather", "a2a", "a2a+p2p")
@@ -182,12 +182,6 @@ SENT = {  # among C = 4 devices: forward, the same again in backward, and gradie
         {"all-to-all": 4, "collective-permute": 2},
     ),
 }
-
-
-def barriers_hold() -> bool:
-    """Whether XLA keeps apart what is computed again in backward; on CPU, older ones do not."""
-    text = jax.jit(lambda x: jnp.sin(x) * jnp.sin(jax.lax.optimization_barrier(x))).lower(1.0).compile().as_text()
-    return len(re.findall(r" sine\(", text)) == 2
 
 
 @pytest.mark.costly

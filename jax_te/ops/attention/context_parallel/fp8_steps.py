@@ -11,14 +11,14 @@ Keys and values travel as codes, a byte for each value; all devices along the co
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 
 from jax_te.ops.attention.context_parallel import all_gather, ring, ulysses
 from jax_te.ops.attention.context_parallel.block import BlockGradients, BlockOutput, BlockRules
-from jax_te.ops.attention.context_parallel.on_mesh import strategy
 from jax_te.ops.attention.context_parallel.sharding import AttentionSharding
 from jax_te.ops.attention.spec import QKV, AttentionArrays, AttentionSpec, unpack
 from jax_te.ops.backend import fp8_kernels, primitives
@@ -27,6 +27,8 @@ from jax_te.quantize import AttentionPrecision, QuantizedTensor
 from jax_te.sharding import MeshAxes
 from jax_te.sharding import all_gather as all_gather_shards
 from jax_te.typing import Array
+
+Tensor = TypeVar("Tensor", Array, QuantizedTensor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,33 +71,27 @@ class Fp8Call:
         return self.sharding.context
 
     @property
-    def exchanges_heads(self) -> bool:
-        """Whether devices exchange shards of the sequence for heads."""
-        return self.sharding is not None and self.sharding.ulysses_size > 1
-
-    @property
     def sends_keys(self) -> bool:
         """Whether each pass moves keys and values of other devices to this one."""
         return self.sharding is not None and (self.sharding.gathers or self.sharding.ring_size > 1)
 
 
-def codes_to_heads(call: Fp8Call, x: QuantizedTensor) -> QuantizedTensor:
-    """Return a tensor of all positions of some heads; ``x`` where devices do not exchange heads."""
-    if call.sharding is None or not call.exchanges_heads:
+def to_heads(call: Fp8Call, x: Tensor) -> Tensor:
+    """Return an array or its codes of all positions of some heads; ``x`` where devices do not exchange heads."""
+    return _exchanged(call, x, ulysses.to_heads)
+
+
+def to_sequence(call: Fp8Call, x: Tensor) -> Tensor:
+    """Return an array or its codes of this device's positions and all heads: the inverse of `to_heads`."""
+    return _exchanged(call, x, ulysses.to_sequence)
+
+
+def _exchanged(call: Fp8Call, x: Tensor, exchange: Callable[[AttentionSharding, Array], Array]) -> Tensor:
+    if call.sharding is None or call.sharding.ulysses_size == 1:
         return x
-    return replace(x, data=ulysses.to_heads(call.sharding, x.data))
-
-
-def codes_to_sequence(call: Fp8Call, x: QuantizedTensor) -> QuantizedTensor:
-    """Return a tensor of this device's positions and all heads: the inverse of `codes_to_heads`."""
-    if call.sharding is None or not call.exchanges_heads:
-        return x
-    return replace(x, data=ulysses.to_sequence(call.sharding, x.data))
-
-
-def to_heads(call: Fp8Call, x: Array) -> Array:
-    """Return an array in the compute dtype as `codes_to_heads` returns a quantized one."""
-    return ulysses.to_heads(call.sharding, x) if call.sharding is not None and call.exchanges_heads else x
+    if isinstance(x, QuantizedTensor):
+        return replace(x, data=exchange(call.sharding, x.data))
+    return exchange(call.sharding, x)
 
 
 def forward(call: Fp8Call, operands: Fp8Operands, scales: Scales) -> Fp8Output:
@@ -113,53 +109,62 @@ def forward(call: Fp8Call, operands: Fp8Operands, scales: Scales) -> Fp8Output:
 
 
 def backward(
-    call: Fp8Call, operands: Fp8Operands, out: QuantizedTensor, log_sum: Array, do: QuantizedTensor, scales: Scales
+    call: Fp8Call,
+    operands: Fp8Operands,
+    out: QuantizedTensor,
+    log_sum: Array,
+    do: Array | QuantizedTensor,
+    scales: Scales,
 ) -> tuple[tuple[Array, Array, Array], Amaxes]:
     """Return the gradients of a device's queries, keys and values in the compute dtype, and the amaxes.
 
     Args:
         call, operands: as in `forward`.
         out, log_sum: its results.
-        do: gradient of the output, as ``out`` is split.
-        scales: those of `forward`, and those of backward.
+        do: gradient of the output, as ``out`` is split; quantized if backward is.
+        scales: those of `forward`, and those of a quantized backward.
     """
-    precision, sharding, kernels = call.precision, call.sharding, fp8_kernels(call.kernels)
+    sharding = call.sharding
     if sharding is not None and sharding.ring_size > 1:
         rules = _rules(call, operands, scales, out, do)
-        gradients = ring.backward(sharding, _codes(operands), AttentionArrays(), out.data, log_sum, do.data, rules)
-        assert gradients.amaxes is not None
-        return _sequences(call, gradients.qkv), gradients.amaxes
+        codes = do.data if isinstance(do, QuantizedTensor) else do
+        gradients = ring.backward(sharding, _codes(operands), AttentionArrays(), out.data, log_sum, codes, rules)
+        dq, dk, dv = [to_sequence(call, x) for x in unpack(gradients.qkv)]
+        return (dq, dk, dv), gradients.amaxes or {}
     spec, arrays = _block(call)
-    dq, dk, dv, amaxes = kernels.fp8_attention_backward(
-        _with_all_keys(call, operands), out, log_sum, do, spec, arrays, precision, scales
-    )
+    (dq, dk, dv), amaxes = _gradients(call, _with_all_keys(call, operands), scales, out, log_sum, do, spec, arrays)
     if sharding is not None and sharding.gathers:
-        return (dq.dequantize(), _of_own_keys(sharding, dk), _of_own_keys(sharding, dv)), amaxes
-    dq, dk, dv = (codes_to_sequence(call, x).dequantize() for x in (dq, dk, dv))
+        return (_in_compute_dtype(dq), _of_own_keys(sharding, dk), _of_own_keys(sharding, dv)), amaxes
+    dq, dk, dv = [_in_compute_dtype(to_sequence(call, x)) for x in (dq, dk, dv)]
     return (dq, dk, dv), amaxes
 
 
-def high_precision_backward(call: Fp8Call, qkv: QKV, out: Array, log_sum: Array, g: Array) -> QKV:
-    """Return the gradients of the exact operands at forward's output, in the compute dtype.
+def _gradients(
+    call: Fp8Call,
+    operands: Fp8Operands,
+    scales: Scales,
+    out: QuantizedTensor,
+    log_sum: Array,
+    do: Array | QuantizedTensor,
+    spec: AttentionSpec,
+    arrays: AttentionArrays,
+) -> tuple[tuple[Any, Any, Any], Amaxes]:
+    """Return the gradients of a block, quantized if ``do`` is, and the amaxes of what has been quantized."""
+    if isinstance(do, QuantizedTensor):
+        dq, dk, dv, amaxes = fp8_kernels(call.kernels).fp8_attention_backward(
+            operands, out, log_sum, do, spec, arrays, call.precision, scales
+        )
+        return (dq, dk, dv), amaxes
+    # Of the operands that forward has read: scores of the exact ones do not belong to its denominators, and where
+    # scores are large their exponentials would add up to a multiple of 1.
+    read = operands.q.dequantize(), operands.k.dequantize(), operands.v.dequantize()
+    backend, spec = primitives(call.high_precision_backend), replace(spec, packed=False)
+    gradients, *_ = backend.attention_backward(read, spec, arrays, out.dequantize(), log_sum, do)
+    return gradients, {}
 
-    Args:
-        call: the call.
-        qkv: exact operands, after an exchange for heads.
-        out, log_sum: results of forward, dequantized.
-        g: gradient of the output; all three as ``qkv`` is split.
-    """
-    if call.sharding is not None and call.sharding.context:
-        sharding = replace(call.sharding, backend=call.high_precision_backend)
-        return _sequences(call, strategy(sharding)[1](sharding, qkv, AttentionArrays(), out, log_sum, g).qkv)
-    spec, arrays = _block(call)
-    return primitives(call.high_precision_backend).attention_backward(qkv, spec, arrays, out, log_sum, g)[0]
 
-
-def _sequences(call: Fp8Call, qkv: Any) -> Any:
-    """Return arrays in the compute dtype of this device's positions and all heads."""
-    if call.sharding is None or not call.exchanges_heads:
-        return qkv
-    return tuple([ulysses.to_sequence(call.sharding, x) for x in unpack(qkv)])
+def _in_compute_dtype(x: Array | QuantizedTensor) -> Array:
+    return x.dequantize() if isinstance(x, QuantizedTensor) else x
 
 
 def _block(call: Fp8Call) -> tuple[AttentionSpec, AttentionArrays]:
@@ -192,17 +197,12 @@ def _rules(call: Fp8Call, operands: Fp8Operands, scales: Scales, out: Any = None
     def block_backward(
         qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays, out_codes: Array, log_sum: Array, do_codes: Array
     ) -> BlockGradients:
-        dq, dk, dv, amaxes = kernels.fp8_attention_backward(
-            quantized(qkv),
-            replace(out, data=out_codes),
-            log_sum,
-            replace(do, data=do_codes),
-            spec,
-            arrays,
-            precision,
-            scales,
+        given = replace(do, data=do_codes) if isinstance(do, QuantizedTensor) else do_codes
+        (dq, dk, dv), amaxes = _gradients(
+            call, quantized(qkv), scales, replace(out, data=out_codes), log_sum, given, spec, arrays
         )
-        return BlockGradients((dq.dequantize(), dk.dequantize(), dv.dequantize()), None, None, amaxes)
+        gradients = _in_compute_dtype(dq), _in_compute_dtype(dk), _in_compute_dtype(dv)
+        return BlockGradients(gradients, None, None, amaxes)
 
     return BlockRules(block_forward, block_backward)
 
@@ -219,8 +219,9 @@ def _with_all_keys(call: Fp8Call, operands: Fp8Operands) -> Fp8Operands:
     return Fp8Operands(operands.q, gathered(operands.k), gathered(operands.v))
 
 
-def _of_own_keys(sharding: AttentionSharding, gradient: QuantizedTensor) -> Array:
+def _of_own_keys(sharding: AttentionSharding, gradient: Array | QuantizedTensor) -> Array:
     """Return the gradient of a device's keys or values, of which each device has a summand for those of all."""
-    # Summands are FP8, as kernels write them; their sum is rounded to the compute dtype once.
-    own = jax.lax.psum_scatter(gradient.values(), sharding.context, scatter_dimension=1, tiled=True)
+    # Summands may be FP8, as kernels write them; their sum is rounded to the compute dtype once.
+    summand = gradient.values() if isinstance(gradient, QuantizedTensor) else gradient
+    own = jax.lax.psum_scatter(summand, sharding.context, scatter_dimension=1, tiled=True)
     return own.astype(gradient.dtype)

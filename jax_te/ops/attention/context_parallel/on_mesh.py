@@ -47,7 +47,7 @@ def _forward(sharding: AttentionSharding, operands: _Operands) -> tuple[tuple[Ar
     qkv, arrays = operands
     if sharding.ulysses_size > 1:
         qkv = tuple([ulysses.to_heads(sharding, x) for x in unpack(qkv)])
-    result = strategy(sharding)[0](sharding, qkv, _local_arrays(sharding, arrays))
+    result = _strategy(sharding)[0](sharding, qkv, _local_arrays(sharding, arrays))
     out, log_sum, max_logit = result.out, result.log_sum, result.max_logit
     # As on one device: a remat policy that saves this name does not run attention again.
     out, log_sum = checkpoint_name(out, "context"), checkpoint_name(log_sum, "context")
@@ -71,7 +71,7 @@ def _backward(sharding: AttentionSharding, residuals: _Residuals, g: tuple[Array
     if sharding.ulysses_size > 1:
         dout = ulysses.to_heads(sharding, dout)
     local = _local_arrays(sharding, arrays)
-    d_qkv, d_bias, d_offset, _ = strategy(sharding)[1](sharding, qkv, local, out, log_sum, dout)
+    d_qkv, d_bias, d_offset, _ = _strategy(sharding)[1](sharding, qkv, local, out, log_sum, dout)
     if sharding.ulysses_size > 1:
         d_qkv = tuple([ulysses.to_sequence(sharding, x) for x in unpack(d_qkv)])
         d_bias = ulysses.gradient_of_all_heads(sharding, d_bias, arrays.bias)
@@ -86,7 +86,7 @@ def _backward(sharding: AttentionSharding, residuals: _Residuals, g: tuple[Array
 _attention = sharded_vjp(_forward, _backward, once=lambda sharding: why_backend(sharding.backend))
 
 
-def strategy(sharding: AttentionSharding) -> tuple[Any, Any]:
+def _strategy(sharding: AttentionSharding) -> tuple[Any, Any]:
     """Return the forward and backward rules of a kind of key/value exchange."""
     if sharding.gathers:
         return all_gather.forward, all_gather.backward
