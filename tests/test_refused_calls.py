@@ -17,6 +17,7 @@ import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -424,3 +425,40 @@ def test_a_refused_call_that_reached_inner_layers_keeps_their_kernels() -> None:
         with pytest.raises(TypeError, match="mask must be bool"):
             Refusing()(x, wrong)
         np.testing.assert_array_equal(layer(x, is_first_microbatch=False), kept)
+
+
+class Changed(nnx.Module):
+    """Counts its calls before it refuses them."""
+
+    def __init__(self) -> None:
+        self.weight, self.calls = nnx.Param(jnp.ones(2)), nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, x: Any) -> Any:
+        self.calls.set_value(self.calls.get_value() + 1.0)
+        return jnp.sum(self.weight[...]) * x
+
+
+def loss_of_changed(model: Any, batch: Any, key: Any) -> Any:
+    return model(batch)  # no scalar
+
+
+def test_a_refused_step_leaves_its_state() -> None:
+    """Donated buffers, too, and what the model's call had changed by then; an optimizer's moments stay."""
+    tx = optax.adam(0.1)
+    state = training.create_train_state(lambda rngs: Changed(), tx, key=jax.random.key(0))
+    batch, model = jnp.ones((4, 2)), Changed()
+    optimizer = training.Optimizer(model, tx)
+    other = nnx.State({"weight": nnx.Param(jnp.ones((3, 2)))})
+    held_by_state = (state.params, state.rest, state.opt_state, state.step)
+    calls: list[tuple[Any, Any]] = [
+        (held_by_state, lambda: training.make_train_step(loss_of_changed, tx)(state, batch)),
+        (held_by_state, lambda: training.make_train_step(loss_of_changed, tx, microbatches=3)(state, batch)),
+        (model, lambda: training.value_and_grad(lambda model: loss_of_changed(model, batch, None))(model)),
+        ((model, optimizer), lambda: optimizer.update(model, {"weight": jnp.ones(2)})),
+        ((model, optimizer), lambda: optimizer.update(model, other)),
+    ]
+    for held, call in calls:
+        before = jax.tree.map(np.asarray, jax.tree.leaves((held,)))
+        with pytest.raises((ValueError, TypeError)):
+            call()
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves((held,)), before)
