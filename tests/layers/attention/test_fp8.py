@@ -206,9 +206,7 @@ def train(mesh: str | None, recipe: Any, comm: Any = "p2p") -> tuple[list[float]
     [
         pytest.param(DELAYED, "pipeline=2", "p2p", id="delayed"),
         pytest.param(DELAYED, "pipeline=2,context=2,tensor=1", "a2a", id="delayed-context"),
-        pytest.param(
-            Float8CurrentScaling(fp8_dpa=True, amax_scope="whole"), "pipeline=2,tensor=2", "p2p", id="current"
-        ),
+        pytest.param(CURRENT_WHOLE, "pipeline=2", "p2p", id="current"),
     ],
 )
 def test_stages_of_a_pipeline(recipe, mesh, comm):
