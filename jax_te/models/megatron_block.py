@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from flax import nnx
 
 from jax_te.config import TransformerConfig
-from jax_te.layers import Embedding, Rotary, parameter
+from jax_te.layers import Embedding, PackedSeqParams, Rotary, parameter
 from jax_te.megatron import MegatronModule, TENorm, TransformerLayer
 from jax_te.models.options import Execution
 from jax_te.models.stack import StackInput
@@ -73,12 +74,15 @@ class TransformerBlock(MegatronModule):
         attention_mask: None = None,
         rotary_pos_emb: Rotary | tuple[Rotary, Rotary] | None = None,
         *,
+        packed_seq_params: PackedSeqParams | None = None,
         keys: Sequence[Array | None] | None = None,
     ) -> Array:
         """Return the head's or the next stage's input ``[b, s, h]``; ``keys`` are the layers' dropout keys."""
         del attention_mask  # the layers are causal
-        options = self.execution.of_stack(self.config)
-        stack = StackInput(hidden_states, keys, {"rotary_pos_emb": rotary_pos_emb}, options=options)
+        arrays: dict[str, Any] = {"rotary_pos_emb": rotary_pos_emb}
+        if packed_seq_params is not None:
+            arrays["packed_seq_params"] = packed_seq_params
+        stack = StackInput(hidden_states, keys, arrays, options=self.execution.of_stack(self.config))
         x = stack.output(self.layers)
         return x if self.final_layernorm is None else self.final_layernorm(x)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax.numpy as jnp
 from flax import nnx
 
 from jax_te._validation import checked, log_once
 from jax_te.config import TransformerConfig
-from jax_te.layers import LinearScaling, Llama3Scaling, StepState
+from jax_te.layers import LinearScaling, Llama3Scaling, PackedSeqParams, StepState
 from jax_te.megatron import GraphableMegatronModule, TransformerLayer, apply_quantization_config
 from jax_te.models.gpt import Cache, GPTModel
 from jax_te.models.language_model import OutputHead
@@ -17,7 +17,7 @@ from jax_te.models.megatron_block import LanguageModelEmbedding, OutputLayer, Tr
 from jax_te.models.multi_token import MultiTokenPrediction
 from jax_te.models.options import Execution, RotaryPositions, rotary_positions
 from jax_te.models.stack import StackInput, layer_keys
-from jax_te.models.tokens import caller_order, model_order
+from jax_te.models.tokens import caller_order, model_order, natural_positions
 from jax_te.ops import LossOptions
 from jax_te.sharding import constrain
 from jax_te.typing import Array, Key, NoProcessGroups, Words
@@ -31,7 +31,6 @@ _FIXED: dict[str, tuple[Any, str]] = {
     "scatter_embedding_sequence_parallel": (True, "config.sequence_parallel says how activations are sharded"),
     "inference_context": (None, _CACHE),
     "inference_params": (None, _CACHE),
-    "packed_seq_params": (None, "jax_te.megatron.TransformerLayer takes it"),
     "extra_block_kwargs": (None, "the layers take no other arguments"),
     "padding_mask": (None, "models do not hand it to their experts; jax_te.megatron.MoELayer takes it"),
     "output_processor": (None, "call the model without labels, and process its logits"),
@@ -171,6 +170,8 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         if config.quant_recipe is not None:
             apply_quantization_config(self, config.quant_recipe)
 
+    _PACKED_MASKS: ClassVar[dict[str, str]] = {}  # Megatron's layers choose a mask type by the boundaries
+
     # The names under which GPTModel knows the modules.
     layers = property(lambda self: self.decoder.layers)
     final_norm = property(lambda self: self.decoder.final_layernorm)
@@ -190,6 +191,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         decoder_input: Array | None = None,
         labels: Array | None = None,
         *,
+        packed_seq_params: PackedSeqParams | None = None,
         runtime_gather_output: bool | None = None,
         dropout_key: Key | None = None,
         cache: Cache | None = None,
@@ -205,6 +207,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             decoder_input: hidden states ``[b, s, h]`` that the stage before gave; None: what `set_input_tensor` was
                 given. The first stage takes none.
             labels: integers ``[b, s]``; without effect before the last stage.
+            packed_seq_params: boundaries of several sequences in each row, see `GPTModel`; every stage takes it.
             runtime_gather_output: whether logits are whole on every tensor rank. None: as ``parallel_output`` says.
             dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
                 unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
@@ -236,7 +239,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         if not self._is_whole:
             if cache is not None:
                 raise ValueError("a stage of a pipeline takes no cache; generate with a whole model")
-            out = self._stage(input_ids, position_ids, decoder_input, labels, dropout_key)
+            out = self._stage(input_ids, position_ids, decoder_input, labels, packed_seq_params, dropout_key)
         elif decoder_input is not None or input_ids is None:
             raise ValueError(
                 "a whole model takes input_ids, and no decoder_input; call model.decoder with hidden states"
@@ -251,9 +254,17 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
                 reduction="none",
                 positions=position_ids,
                 mtp_loss_mask=None if self.mtp is None else loss_mask,
+                packed_seq_params=packed_seq_params,
             )
         else:
-            out = GPTModel.__call__(self, input_ids, positions=position_ids, dropout_key=dropout_key, cache=cache)
+            out = GPTModel.__call__(
+                self,
+                input_ids,
+                positions=position_ids,
+                dropout_key=dropout_key,
+                cache=cache,
+                packed_seq_params=packed_seq_params,
+            )
         if labels is not None or not self.post_process:
             return out
         if not (runtime_gather_output or (runtime_gather_output is None and not self.parallel_output)):
@@ -263,14 +274,21 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         return (logits, *more) if more else logits
 
     def embed_inputs(
-        self, tokens: Array, *, positions: Array | None = None, dropout_key: Key | None = None
+        self,
+        tokens: Array,
+        *,
+        positions: Array | None = None,
+        dropout_key: Key | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> StackInput:
         """Return what the layers of a whole model are called with, see `GPTModel.embed_inputs`."""
         if not self._is_whole:
             raise ValueError(
                 "a stage of a pipeline is called, with labels for losses; its other methods need a whole model"
             )
-        return super().embed_inputs(tokens, positions=positions, dropout_key=dropout_key)
+        return super().embed_inputs(
+            tokens, positions=positions, dropout_key=dropout_key, packed_seq_params=packed_seq_params
+        )
 
     def _stage(
         self,
@@ -278,6 +296,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         positions: Array | None,
         x: Array | None,
         labels: Array | None,
+        packed: PackedSeqParams | None,
         dropout_key: Key | None,
     ) -> Array:
         """Return `forward`'s result of one stage. Between stages hidden states are in `model_order`."""
@@ -288,8 +307,8 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             tokens = jnp.zeros(x.shape[:2], jnp.int32)
         elif tokens is None or x is not None:
             raise ValueError("a pipeline's first stage takes input_ids, and no decoder_input")
-        self._check(tokens, positions)
-        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) if positions is None else positions
+        self._check(tokens, positions, packed)
+        positions = natural_positions(tokens.shape[1], packed) if positions is None else positions
         if takes and self.input_tensor is not None:
             self.input_tensor.set_value(None)  # after all checks: a refused call leaves it
         tokens, positions = model_order(self.config, tokens), model_order(self.config, positions)
@@ -297,7 +316,9 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             x = self._embed(tokens, positions, embedding_key)
         first = self.decoder.first_layer
         own = keys[first : first + len(self.layers)]
-        x = self.decoder(constrain(x, self._axes), rotary_pos_emb=self._angles(positions), keys=own)
+        x = self.decoder(
+            constrain(x, self._axes), rotary_pos_emb=self._angles(positions), packed_seq_params=packed, keys=own
+        )
         if not self.post_process:
             return x
         if labels is None:
