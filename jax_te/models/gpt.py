@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,20 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.config import POSITION_EMBEDDINGS, TransformerConfig
-from jax_te.layers import KVCache, Rotary, check_padding_mask, clip_qk, init_kv_cache, rotary_embedding
+from jax_te.layers import KVCache, PackedSeqParams, Rotary, check_padding_mask, clip_qk, init_kv_cache, rotary_embedding
 from jax_te.models.from_config import transformer_layer
 from jax_te.models.language_model import LanguageModel
-from jax_te.models.multi_token import MultiTokenPrediction, rolled
+from jax_te.models.multi_token import MultiTokenPrediction, continuations, rolled
 from jax_te.models.options import Execution, RotaryPositions, rotary_positions
-from jax_te.models.stack import StackInput, layer_keys, of_experts, rotary_of
-from jax_te.models.tokens import caller_order, check_like_tokens, check_tokens, model_order
+from jax_te.models.stack import MaskTypes, StackInput, layer_keys, of_experts, rotary_of
+from jax_te.models.tokens import (
+    caller_order,
+    check_like_tokens,
+    check_packed,
+    check_tokens,
+    model_order,
+    natural_positions,
+)
 from jax_te.ops import LossOptions
 from jax_te.sharding import auto_region
 from jax_te.typing import Array, Key
@@ -52,6 +59,9 @@ class GPTModel(LanguageModel):
     context shards the layers run in zig-zag order. `loss` reorders integers and weights only; a call that returns
     logits all-gathers the head's input ``[b, s, h]`` once.
 
+    With ``packed_seq_params`` a row holds several sequences, each of which attends to itself alone; its positions begin
+    with 0, and its last token has no further ones to predict.
+
     Args:
         config: sizes and choices of the layers; ``compute_dtype`` is the dtype of activations and logits.
         vocab_size: ``v``.
@@ -65,8 +75,8 @@ class GPTModel(LanguageModel):
 
     Raises:
         ValueError: for sizes that are not positive and unknown names; for unsupported fields of ``config``, see
-            `check_config`; when called, for tokens that are not ``[b, s]`` or too long, positions that do not fit the
-            tokens, and a sequence that cannot be cut into zig-zag order.
+            `check_config`; when called, for tokens that are not ``[b, s]`` or too long, positions or boundaries that do
+            not fit the tokens, and a sequence that cannot be cut into zig-zag order.
         TypeError: when called, for tokens that are not integers.
         QuantizerStateError: when called under a recipe with state, if the model was built without it.
 
@@ -77,6 +87,9 @@ class GPTModel(LanguageModel):
     >>> model(jnp.zeros((2, 8), jnp.int32)).shape
     (2, 8, 100)
     """
+
+    _PACKED_MASKS: ClassVar[MaskTypes] = {"self_attn_mask_type": "padding_causal"}
+    """What the layers are called with, beside the boundaries of packed rows."""
 
     def __init__(
         self,
@@ -115,17 +128,20 @@ class GPTModel(LanguageModel):
         dropout_key: Key | None = None,
         cache: Cache | None = None,
         padding_mask: Array | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Array | tuple[Array, Cache]:
         """Return the logits of the next token at every position.
 
         Args:
             tokens: integers ``[b, s]`` in ``[0, v)``; a token outside turns its sequence's logits to nan.
-            positions: integers ``[s]`` or ``[b, s]``. None: 0, 1, 2, …, counted on from the cached tokens.
+            positions: integers ``[s]`` or ``[b, s]``. None: 0, 1, 2, …, counted on from the cached tokens, or in each
+                packed sequence for itself.
             dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
                 unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
             cache: keys and values of the preceding tokens, from `init_cache` or an earlier call.
             padding_mask: bool ``[b, s]``, True for padding, which the losses and counts of experts leave out, see
                 `jax_te.layers.Router`. It hides nothing from attention. Layers without experts do not read it.
+            packed_seq_params: boundaries of several sequences in each row, in natural order; not with a cache.
 
         Returns:
             ``[b, s, v]`` in the compute dtype, sharded over batch and vocabulary; with a cache ``(logits, cache)``,
@@ -133,9 +149,14 @@ class GPTModel(LanguageModel):
         """
         if cache is None:
             with jax.named_scope("GPTModel"):
-                x = self._hidden(tokens, positions, dropout_key, padding_mask)
+                x = self._hidden(tokens, positions, dropout_key, padding_mask, packed_seq_params)
                 # Hidden states are reordered, not logits, which are v / h times as large.
                 return self._head(caller_order(self.config, x, self._axes))
+        if packed_seq_params is not None:
+            raise ValueError(
+                "packed_seq_params do not go with a cache, which holds one sequence in each row; leave one of the two "
+                "out"
+            )
         self._check(tokens, positions)
         check_padding_mask(padding_mask, tokens.shape)
         if positions is None:
@@ -166,6 +187,7 @@ class GPTModel(LanguageModel):
         positions: Array | None = None,
         mtp_loss_mask: Array | None = None,
         padding_mask: Array | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Array:
         """Return the mean negative log-likelihood of the labels, fp32 ``[]``.
 
@@ -182,13 +204,21 @@ class GPTModel(LanguageModel):
             positions: see the call.
             mtp_loss_mask: ``[b, s]``, the weights in the depths' losses. None: ``loss_mask``.
             padding_mask: see the call. ``loss_mask`` is another one: it says which tokens' losses count.
+            packed_seq_params: see the call. The labels of the last token of a sequence and of padding are the caller's;
+                the depths' losses are without tokens whose further ones lie behind their sequence's end.
 
         Raises:
             ValueError: if the shapes differ.
         """
         check_like_tokens(tokens, labels=labels, loss_mask=loss_mask, mtp_loss_mask=mtp_loss_mask)
         with jax.named_scope("GPTModel"):
-            stack = self.embed_inputs(tokens, positions=positions, dropout_key=dropout_key, padding_mask=padding_mask)
+            stack = self.embed_inputs(
+                tokens,
+                positions=positions,
+                dropout_key=dropout_key,
+                padding_mask=padding_mask,
+                packed_seq_params=packed_seq_params,
+            )
             y = stack.output(self.layers)
         return self.compute_loss(
             y,
@@ -201,6 +231,7 @@ class GPTModel(LanguageModel):
             reduction=reduction,
             mtp_loss_mask=mtp_loss_mask,
             padding_mask=padding_mask,
+            packed_seq_params=packed_seq_params,
         )
 
     def embed_inputs(
@@ -210,16 +241,18 @@ class GPTModel(LanguageModel):
         positions: Array | None = None,
         dropout_key: Key | None = None,
         padding_mask: Array | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> StackInput:
         """Return what the layers are called with; the arguments are those of a call. See `ModelInParts`."""
-        self._check(tokens, positions)
+        self._check(tokens, positions, packed_seq_params)
         check_padding_mask(padding_mask, tokens.shape)
-        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) if positions is None else positions
+        positions = natural_positions(tokens.shape[1], packed_seq_params) if positions is None else positions
         tokens, positions = model_order(self.config, tokens), model_order(self.config, positions)
         # The embedding's key comes last, so that a layer's key has the layer's index.
         *keys, embedding_key = layer_keys(dropout_key, 1 + len(self.layers))
         padding = None if padding_mask is None else model_order(self.config, padding_mask)
-        return self._stack_input(self._embed(tokens, positions, embedding_key), positions, keys, padding)
+        x = self._embed(tokens, positions, embedding_key)
+        return self._stack_input(x, positions, keys, padding, packed_seq_params)
 
     def compute_loss(
         self,
@@ -234,11 +267,12 @@ class GPTModel(LanguageModel):
         reduction: str = "mean",
         mtp_loss_mask: Array | None = None,
         padding_mask: Array | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> Array:
         """Return the loss, given the layers' output ``y [b, s, h]``; the other arguments are those of `loss`.
 
-        ``tokens``, ``positions``, ``dropout_key`` and ``padding_mask`` are for multi-token prediction, and not read
-        without it.
+        ``tokens``, ``positions``, ``dropout_key``, ``padding_mask`` and ``packed_seq_params`` are for multi-token
+        prediction, and not read without it.
 
         Raises:
             ValueError: in training with ``config.mtp_num_layers``, without ``tokens``.
@@ -255,14 +289,14 @@ class GPTModel(LanguageModel):
         if tokens is None:
             raise ValueError(
                 "the config has mtp_num_layers, whose losses embed the tokens; give compute_loss tokens=, the input of "
-                "embed_inputs, and its positions= and dropout_key="
+                "embed_inputs, and its positions=, packed_seq_params= and dropout_key="
             )
         check_like_tokens(tokens, labels=labels, loss_mask=loss_mask, mtp_loss_mask=mtp_loss_mask)
         check_padding_mask(padding_mask, tokens.shape)
         of_depths = loss_mask if mtp_loss_mask is None else mtp_loss_mask
         with jax.named_scope("GPTModel"):
             further = self._multi_token_loss(
-                x, tokens, labels, of_depths, positions, dropout_key, options, padding_mask
+                x, tokens, labels, of_depths, positions, packed_seq_params, dropout_key, options, padding_mask
             )
         # In the gradient alone. A loss for each token, or their sum, has it times the tokens' weights, so that the
         # caller's mean has it once.
@@ -276,6 +310,7 @@ class GPTModel(LanguageModel):
         labels: Array,
         weights: Array | None,
         positions: Array | None,
+        packed: PackedSeqParams | None,
         dropout_key: Key | None,
         options: LossOptions,
         padding_mask: Array | None,
@@ -288,19 +323,25 @@ class GPTModel(LanguageModel):
         config, depths = self.config, self.mtp.depths
         weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights
         # Rotations are those of the tokens' own places; learned positions go with the tokens that are embedded.
-        own = jnp.arange(tokens.shape[1], dtype=jnp.int32) if positions is None else positions
-        of_embedded, losses = own, []
+        size = tokens.shape[1]
+        own = natural_positions(size, packed) if positions is None else positions
+        continues = None if packed is None else continuations(packed, size)
+        # Positions that all rows have are those of each of them, where its sequences end in other places.
+        of_embedded = own if packed is None else jnp.broadcast_to(own, tokens.shape)
+        losses: list[Array] = []
         keys = layer_keys(dropout_key, 1 + len(self.layers) + 2 * depths)[1 + len(self.layers) :]
         for depth in range(depths):
-            tokens, labels, weights, of_embedded = map(rolled, (tokens, labels, weights, of_embedded))
+            tokens, labels, weights, of_embedded = (
+                rolled(each, continues) for each in (tokens, labels, weights, of_embedded)
+            )
             if padding_mask is not None:
                 # Padding itself stays padding: Megatron's roll alone would count the last token of a padded sequence.
-                padding_mask = padding_mask | rolled(padding_mask)
+                padding_mask = padding_mask | rolled(padding_mask, continues)
             with jax.named_scope(f"mtp_{depth}"):
                 ids, at = model_order(config, tokens), model_order(config, of_embedded)
                 embedded = self._embed(ids, at, keys[2 * depth])
                 padding = None if padding_mask is None else model_order(config, padding_mask)
-                stack = self._stack_input(x, model_order(config, own), keys[2 * depth + 1 :][:1], padding)
+                stack = self._stack_input(x, model_order(config, own), keys[2 * depth + 1 :][:1], padding, packed)
                 x = self.mtp.layer(depth)(stack, embedded, self._axes)
                 ordered = model_order(config, labels), model_order(config, weights)
                 losses.append(self._loss(x, *ordered, options, "mean"))
@@ -364,8 +405,10 @@ class GPTModel(LanguageModel):
         heads = self.layers[0].self_attention.cached_heads
         return tuple(init_kv_cache(batch, max_len, *heads, self.compute_dtype) for _ in self.layers)
 
-    def _check(self, tokens: Array, positions: Array | None) -> None:
+    def _check(self, tokens: Array, positions: Array | None, packed: PackedSeqParams | None = None) -> None:
         check_tokens(tokens, self.max_sequence_length)
+        if packed is not None:
+            check_packed(tokens, packed)
         if positions is not None and positions.shape not in (tokens.shape, tokens.shape[1:]):
             raise ValueError(f"positions must be [b, s] or [s] for tokens {tokens.shape}, got shape {positions.shape}")
 
@@ -381,18 +424,37 @@ class GPTModel(LanguageModel):
         return angles, rotary_embedding(positions, d, rotary.window_base, **options)
 
     def _hidden(
-        self, tokens: Array, positions: Array | None, dropout_key: Key | None, padding_mask: Array | None = None
+        self,
+        tokens: Array,
+        positions: Array | None,
+        dropout_key: Key | None,
+        padding_mask: Array | None = None,
+        packed: PackedSeqParams | None = None,
     ) -> Array:
         """Return the head's input ``[b, s, h]``, in `model_order`."""
-        stack = self.embed_inputs(tokens, positions=positions, dropout_key=dropout_key, padding_mask=padding_mask)
+        stack = self.embed_inputs(
+            tokens,
+            positions=positions,
+            dropout_key=dropout_key,
+            padding_mask=padding_mask,
+            packed_seq_params=packed,
+        )
         return self.final_norm(stack.output(self.layers))
 
     def _stack_input(
-        self, x: Array, positions: Array, keys: Sequence[Array | None], padding_mask: Array | None
+        self,
+        x: Array,
+        positions: Array,
+        keys: Sequence[Array | None],
+        padding_mask: Array | None,
+        packed: PackedSeqParams | None,
     ) -> StackInput:
-        """Return what layers are called with that get ``x``; everything is in `model_order`."""
-        arrays = {"rotary_pos_emb": self._angles(positions)} | of_experts(padding_mask)
-        return StackInput(x, keys, arrays, options=self.execution.of_stack(self.config))
+        """Return what layers are called with that get ``x``; all but the boundaries are in `model_order`."""
+        arrays: dict[str, Any] = {"rotary_pos_emb": self._angles(positions)} | of_experts(padding_mask)
+        if packed is None:
+            return StackInput(x, keys, arrays, options=self.execution.of_stack(self.config))
+        options = self.execution.of_stack(self.config, self._PACKED_MASKS)
+        return StackInput(x, keys, arrays | {"packed_seq_params": packed}, options=options)
 
 
 def _counted(labels: Array, loss_mask: Array | None, options: LossOptions, reduction: str) -> Array | float:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from flax import nnx
 
 from jax_te.config import TransformerConfig
-from jax_te.layers import Embedding, Rotary, parameter
+from jax_te.layers import Embedding, PackedSeqParams, Rotary, parameter
 from jax_te.megatron import MegatronModule, TENorm, TransformerLayer
 from jax_te.models.options import Execution
 from jax_te.models.stack import StackInput, of_experts
@@ -73,6 +74,7 @@ class TransformerBlock(MegatronModule):
         attention_mask: None = None,
         rotary_pos_emb: Rotary | tuple[Rotary, Rotary] | None = None,
         *,
+        packed_seq_params: PackedSeqParams | None = None,
         keys: Sequence[Array | None] | None = None,
         padding_mask: Array | None = None,
     ) -> Array:
@@ -82,13 +84,15 @@ class TransformerBlock(MegatronModule):
             hidden_states: ``[b, s, h]``.
             attention_mask: None: the layers are causal.
             rotary_pos_emb: rotary embedding, see `rotary_of`.
+            packed_seq_params: boundaries of several sequences in each row, see `jax_te.models.GPTModel`.
             keys: dropout key of each layer. None: no layer drops anything.
             padding_mask: bool ``[b, s]``, see `jax_te.layers.TransformerLayer`.
         """
         del attention_mask  # the layers are causal
-        options = self.execution.of_stack(self.config)
-        arrays = {"rotary_pos_emb": rotary_pos_emb} | of_experts(padding_mask)
-        stack = StackInput(hidden_states, keys, arrays, options=options)
+        arrays: dict[str, Any] = {"rotary_pos_emb": rotary_pos_emb} | of_experts(padding_mask)
+        if packed_seq_params is not None:
+            arrays["packed_seq_params"] = packed_seq_params
+        stack = StackInput(hidden_states, keys, arrays, options=self.execution.of_stack(self.config))
         x = stack.output(self.layers)
         return x if self.final_layernorm is None else self.final_layernorm(x)
 

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import logging
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax.numpy as jnp
 from flax import nnx
 
 from jax_te._validation import checked, log_once
 from jax_te.config import TransformerConfig
-from jax_te.layers import LinearScaling, Llama3Scaling, StepState, check_padding_mask
+from jax_te.layers import LinearScaling, Llama3Scaling, PackedSeqParams, StepState, check_padding_mask
 from jax_te.megatron import GraphableMegatronModule, TransformerLayer, apply_quantization_config
 from jax_te.models.gpt import Cache, GPTModel
 from jax_te.models.language_model import OutputHead
 from jax_te.models.megatron_block import LanguageModelEmbedding, OutputLayer, TransformerBlock
 from jax_te.models.multi_token import MultiTokenPrediction
 from jax_te.models.options import Execution, RotaryPositions, rotary_positions
-from jax_te.models.stack import StackInput, layer_keys
-from jax_te.models.tokens import caller_order, model_order
+from jax_te.models.stack import MaskTypes, StackInput, layer_keys
+from jax_te.models.tokens import caller_order, model_order, natural_positions
 from jax_te.ops import LossOptions
 from jax_te.sharding import constrain
 from jax_te.typing import Array, Key, NoProcessGroups, Words
@@ -32,7 +32,6 @@ _FIXED: dict[str, tuple[Any, str]] = {
     "scatter_embedding_sequence_parallel": (True, "config.sequence_parallel says how activations are sharded"),
     "inference_context": (None, _CACHE),
     "inference_params": (None, _CACHE),
-    "packed_seq_params": (None, "jax_te.megatron.TransformerLayer takes it"),
     "extra_block_kwargs": (None, "the layers take no other arguments"),
     "output_processor": (None, "call the model without labels, and process its logits"),
     "output_processor_context": (None, "it is for an output_processor"),
@@ -171,6 +170,8 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         if config.quant_recipe is not None:
             apply_quantization_config(self, config.quant_recipe)
 
+    _PACKED_MASKS: ClassVar[MaskTypes] = {}  # Megatron's layers choose a mask type by the boundaries
+
     # The names under which GPTModel knows the modules.
     layers = property(lambda self: self.decoder.layers)
     final_norm = property(lambda self: self.decoder.final_layernorm)
@@ -190,6 +191,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         decoder_input: Array | None = None,
         labels: Array | None = None,
         *,
+        packed_seq_params: PackedSeqParams | None = None,
         runtime_gather_output: bool | None = None,
         padding_mask: Array | None = None,
         dropout_key: Key | None = None,
@@ -206,6 +208,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             decoder_input: hidden states ``[b, s, h]`` that the stage before gave; None: what `set_input_tensor` was
                 given. The first stage takes none.
             labels: integers ``[b, s]``; without effect before the last stage.
+            packed_seq_params: boundaries of several sequences in each row, see `GPTModel`; every stage takes it.
             runtime_gather_output: whether logits are whole on every tensor rank. None: as ``parallel_output`` says.
             padding_mask: bool ``[b, s]``, True for padding, see `GPTModel`; each stage needs it.
             dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
@@ -223,14 +226,13 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             TypeError: for an argument that Megatron does not have.
         """
         loss_mask = _followed_mask(attention_mask, **others)
+        arrays: dict[str, Any] = {"packed_seq_params": packed_seq_params, "padding_mask": padding_mask}
         if self._is_whole:
-            out = self._whole(
-                input_ids, position_ids, decoder_input, labels, loss_mask, dropout_key, cache, padding_mask
-            )
+            out = self._whole(input_ids, position_ids, decoder_input, labels, loss_mask, dropout_key, cache, **arrays)
         elif cache is not None:
             raise ValueError("a stage of a pipeline takes no cache; generate with a whole model")
         else:
-            out = self._stage(input_ids, position_ids, decoder_input, labels, dropout_key, padding_mask)
+            out = self._stage(input_ids, position_ids, decoder_input, labels, dropout_key, **arrays)
         gathers = not self.parallel_output if runtime_gather_output is None else runtime_gather_output
         are_logits = self.post_process and labels is None
         return _gather_logits(out) if gathers and are_logits else out
@@ -242,13 +244,20 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         positions: Array | None = None,
         dropout_key: Key | None = None,
         padding_mask: Array | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
     ) -> StackInput:
         """Return what the layers of a whole model are called with, see `GPTModel.embed_inputs`."""
         if not self._is_whole:
             raise ValueError(
                 "a stage of a pipeline is called, with labels for losses; its other methods need a whole model"
             )
-        return super().embed_inputs(tokens, positions=positions, dropout_key=dropout_key, padding_mask=padding_mask)
+        return super().embed_inputs(
+            tokens,
+            positions=positions,
+            dropout_key=dropout_key,
+            padding_mask=padding_mask,
+            packed_seq_params=packed_seq_params,
+        )
 
     def _whole(
         self,
@@ -259,6 +268,8 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         loss_mask: Array | None,
         dropout_key: Key | None,
         cache: Cache | None,
+        *,
+        packed_seq_params: PackedSeqParams | None,
         padding_mask: Array | None,
     ) -> Any:
         """Return `forward`'s result of a whole model."""
@@ -266,20 +277,19 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             raise ValueError(
                 "a whole model takes input_ids, and no decoder_input; call model.decoder with hidden states"
             )
+        options: Any = {"dropout_key": dropout_key, "positions": positions}
+        options |= {"packed_seq_params": packed_seq_params, "padding_mask": padding_mask}
         if labels is None:
-            options: Any = {"dropout_key": dropout_key, "cache": cache, "padding_mask": padding_mask}
-            return GPTModel.__call__(self, tokens, positions=positions, **options)
+            return GPTModel.__call__(self, tokens, cache=cache, **options)
         if cache is not None:
             raise ValueError("labels are for losses of whole sequences, and a cache has their first tokens; give one")
         depths_mask = None if self.mtp is None else loss_mask
         return self.loss(
             tokens,
             labels,
-            dropout_key=dropout_key,
             reduction="none",
-            positions=positions,
             mtp_loss_mask=depths_mask,
-            padding_mask=padding_mask,
+            **options,
         )
 
     def _stage(
@@ -289,17 +299,20 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         x: Array | None,
         labels: Array | None,
         dropout_key: Key | None,
+        *,
+        packed_seq_params: PackedSeqParams | None,
         padding_mask: Array | None,
     ) -> Array:
         """Return `forward`'s result of one stage."""
+        arrays: dict[str, Any] = {"packed": packed_seq_params, "padding_mask": padding_mask}
         if self.pre_process:
             if tokens is None or x is not None:
                 raise ValueError("a pipeline's first stage takes input_ids, and no decoder_input")
-            return self._stage_of(tokens, positions, None, labels, dropout_key, padding_mask)
+            return self._stage_of(tokens, positions, None, labels, dropout_key, **arrays)
         given = self.input_tensor if x is None else None
         x = self._checked_input(self._given_input() if x is None else x)
         tokens = jnp.zeros(x.shape[:2], jnp.int32)  # of their shape alone
-        out = self._stage_of(tokens, positions, x, labels, dropout_key, padding_mask)
+        out = self._stage_of(tokens, positions, x, labels, dropout_key, **arrays)
         if given is not None:
             given.set_value(None)  # at the end: a call that is refused anywhere leaves it for the next
         return out
@@ -311,15 +324,17 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         x: Array | None,
         labels: Array | None,
         dropout_key: Key | None,
+        *,
+        packed: PackedSeqParams | None,
         padding_mask: Array | None,
     ) -> Array:
         """Return the result of a stage for hidden states, or for tokens if ``x`` is None.
 
         Between stages hidden states are in `model_order`.
         """
-        self._check(tokens, positions)
+        self._check(tokens, positions, packed)
         check_padding_mask(padding_mask, tokens.shape)
-        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) if positions is None else positions
+        positions = natural_positions(tokens.shape[1], packed) if positions is None else positions
         padding = None if padding_mask is None else model_order(self.config, padding_mask)
         tokens, positions = model_order(self.config, tokens), model_order(self.config, positions)
         *keys, embedding_key = layer_keys(dropout_key, 1 + self.config.num_layers)
@@ -327,8 +342,13 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             x = self._embed(tokens, positions, embedding_key)
         first = self.decoder.first_layer
         own = keys[first : first + len(self.layers)]
-        angles = self._angles(positions)
-        x = self.decoder(constrain(x, self._axes), rotary_pos_emb=angles, keys=own, padding_mask=padding)
+        x = self.decoder(
+            constrain(x, self._axes),
+            rotary_pos_emb=self._angles(positions),
+            packed_seq_params=packed,
+            keys=own,
+            padding_mask=padding,
+        )
         if not self.post_process:
             return x
         if labels is None:

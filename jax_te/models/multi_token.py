@@ -11,7 +11,7 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.config import TransformerConfig
-from jax_te.layers import LastStep, Linear, make_norm
+from jax_te.layers import LastStep, Linear, PackedSeqParams, make_norm
 from jax_te.megatron import TEColumnParallelLinear, TENorm, TransformerLayer
 from jax_te.models.from_config import transformer_layer
 from jax_te.models.stack import StackInput
@@ -130,15 +130,42 @@ def multi_token_metrics(model: nnx.Module) -> dict[str, Array]:
     return found
 
 
-def rolled(x: Array) -> Array:
+def rolled(x: Array, continues: Array | None = None) -> Array:
     """Return ``[b, s]`` or ``[s]`` with each token's successor in its place, and 0 behind the last one's.
+
+    Args:
+        x: ``[b, s]`` or ``[s]``: tokens, labels, weights, positions, in natural order.
+        continues: bool ``[b, s]`` of packed rows, see `continuations`: 0 also replaces the successor of a token that
+            has none in its own sequence.
 
     >>> rolled(jnp.array([3, 4, 5])).tolist()
     [4, 5, 0]
+    >>> rolled(jnp.array([[3, 4, 5]]), jnp.array([[False, True, False]])).tolist()
+    [[0, 5, 0]]
     """
     axes: LogicalAxes = ("batch", "sequence")[-x.ndim :]
+
+    def roll(x: Array, continues: Array | None) -> Array:
+        x = jnp.pad(x[..., 1:], ((0, 0),) * (x.ndim - 1) + ((0, 1),))
+        return x if continues is None else jnp.where(continues, x, jnp.zeros((), x.dtype))
+
     # auto_region: on a mesh the compiler sends the tokens at the ends of shards.
-    return constrain(auto_region(lambda x: jnp.pad(x[..., 1:], ((0, 0),) * (x.ndim - 1) + ((0, 1),)), axes)(x), axes)
+    return constrain(auto_region(roll, axes)(x, continues), axes)
+
+
+def continuations(packed: PackedSeqParams, size: int) -> Array:
+    """Return whether the next token of a row is of the same sequence, bool ``[b, size]``; padding has no next token.
+
+    >>> continuations(PackedSeqParams(cu_seqlens_q=jnp.array([0, 2, 3])), 4).tolist()
+    [[True, False, False, False]]
+    """
+
+    def of_ids(ids: Array) -> Array:
+        following = jnp.pad(ids[:, 1:], ((0, 0), (0, 1)))
+        return (ids == following) & (ids > 0)
+
+    axes: LogicalAxes = ("batch", "sequence")
+    return constrain(auto_region(of_ids, axes)(packed.segment_ids(size)), axes)
 
 
 def _norm(config: TransformerConfig, rngs: nnx.Rngs) -> Any:

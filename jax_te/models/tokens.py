@@ -7,6 +7,7 @@ import functools
 import jax.numpy as jnp
 
 from jax_te.config import TransformerConfig
+from jax_te.layers import PackedSeqParams
 from jax_te.ops import reorder_to_zigzag, undo_zigzag
 from jax_te.sharding import auto_region, axis_ranks, constrain
 from jax_te.typing import Array, LogicalAxes
@@ -30,6 +31,31 @@ def check_like_tokens(tokens: Array, **arrays: Array | None) -> None:
     for name, array in arrays.items():
         if array is not None and array.shape != tokens.shape:
             raise ValueError(f"{name} must have the shape of tokens {tokens.shape}, got {array.shape}")
+
+
+def check_packed(tokens: Array, packed: PackedSeqParams) -> None:
+    """Raise ValueError for boundaries that are not those of the tokens' rows; of traced ones only shapes are read."""
+    b, s = tokens.shape
+    packed.check(s)
+    # cu_seqlens of one row need no axis of rows.
+    shape = packed.cu_seqlens_q.shape
+    rows = 1 if len(shape) == 1 else shape[0]
+    if rows != b:
+        raise ValueError(
+            f"packed_seq_params have the boundaries of {rows} rows, cu_seqlens_q {list(shape)}, and tokens are "
+            f"[{b}, {s}]; give cu_seqlens_q [{b}, m + 1]"
+        )
+
+
+def natural_positions(size: int, packed: PackedSeqParams | None) -> Array:
+    """Return the positions of a row's tokens, int32 ``[size]``, or ``[b, size]`` of packed rows, in natural order.
+
+    >>> natural_positions(3, None).tolist()
+    [0, 1, 2]
+    """
+    if packed is None:
+        return jnp.arange(size, dtype=jnp.int32)
+    return constrain(packed.positions(size), ("batch", "sequence"))
 
 
 def zigzag_shards(config: TransformerConfig) -> int:

@@ -22,6 +22,7 @@ from jax_te.interop.huggingface import load_huggingface, load_peft, save_hugging
 from jax_te.layers import LoRA
 from jax_te.models import GPTModel, RotaryPositions
 from tests.interop.huggingface.test_mixtures import model_of
+from tests.support.families import FAMILIES, family_model
 from tests.support.runs import assert_refused, records
 from tests.support.tokenizers import WORDS, write_tokenizer
 
@@ -303,6 +304,58 @@ def test_adapters_of_a_mixture_are_those_of_experts_too(mixture, tmp_path, capsy
     assert merged.keys() == expected.keys()
     changed = {name for name in merged if not np.array_equal(merged[name], expected[name])}
     assert len(changed) == 2 * 4 + 2 + 4
+
+
+DECODERS = [name for name in FAMILIES if not name.startswith(("T5", "MT5", "Bert", "Roberta"))]
+OF_RUNS = ("none", "delayed", "current", "block", "mxfp8", "nvfp4")
+WAYS = [
+    (name, way, OF_RUNS[(row + 3 * column) % len(OF_RUNS)])
+    for row, name in enumerate(DECODERS)
+    for column, way in enumerate(("full", "lora"))
+]
+"""Each family fully and by adapters, each way under each recipe."""
+
+
+def family_folder(name, path):
+    save_huggingface(family_model(name), path)
+    write_tokenizer(path / "tokenizer.json")
+    (path / "text.txt").write_text(" ".join(np.random.default_rng(0).choice(WORDS, 3000)))
+    return path
+
+
+@pytest.mark.costly
+@pytest.mark.wide("GptOssForCausalLM-lora-block", "Gemma2ForCausalLM-full-current")
+@pytest.mark.parametrize(("name", "way", "recipe"), WAYS, ids=["-".join(case) for case in WAYS])
+def test_each_family_is_fine_tuned(name, way, recipe, tmp_path, capsys):
+    folder = family_folder(name, tmp_path / "folder")
+    adapters = ["--lora-rank", "4"] if way == "lora" else []
+    few = ["--steps", "4", "--save-every", "4", "--seq-len", "32", "--recipe", recipe]
+    assert fine_tune(tmp_path / "run", folder, *few, *adapters) == 0
+    losses = [r["loss"] for r in records(tmp_path / "run") if "loss" in r]
+    assert all(map(math.isfinite, losses))
+    assert losses[-1] < losses[0]
+    capsys.readouterr()
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "back"), "--to", "huggingface"]) == 0
+    fields = [json.loads((each / "config.json").read_text()) for each in (folder, tmp_path / "back")]
+    assert fields[0] == fields[1]
+    before, after = (parameters(load_huggingface(each)) for each in (folder, tmp_path / "back"))
+    changed = {path for path, value in after.items() if not np.array_equal(value, before[path])}
+    if way == "full":
+        # Experts that no token chose, and learned sinks of few heads, may be as they were; no kernel is as a whole.
+        assert {path for path in before if path.endswith("kernel") and not path.startswith("mtp/")} <= changed
+    else:  # linear layers of the model's layers alone, with the adapters added
+        assert changed
+        assert all(path.startswith("layers/") and path.endswith("kernel") and "router" not in path for path in changed)
+
+
+@pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "RobertaForMaskedLM"])
+def test_models_that_are_no_decoders_are_refused(name, tmp_path, capsys):
+    folder = family_folder(name, tmp_path / "folder")
+    kind = FAMILIES[name][0]
+    assert_refused(
+        fine_tune(tmp_path / "run", folder), capsys.readouterr().err, f"is for decoders, and this is a {kind}"
+    )
+    assert not (tmp_path / "run").exists()
 
 
 def test_adapters_need_weights_to_adapt(tmp_path, capsys):

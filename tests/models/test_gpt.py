@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 from jax_te.config import TransformerConfig
-from jax_te.layers import Llama3Scaling, rotary_embedding
+from jax_te.layers import Llama3Scaling, PackedSeqParams, rotary_embedding
 from jax_te.models import Execution, GPTModel, Multipliers, RotaryPositions, generate
 from jax_te.ops import LossOptions, softmax_cross_entropy
 from jax_te.quantize import QuantizerState
@@ -445,3 +445,39 @@ def test_bad_input_says_what_is_allowed() -> None:
         model.loss(tokens, labels, mask[:1])
     with pytest.raises(ValueError, match=r"max_len 9 .*max_sequence_length 8"):
         model.init_cache(1, 9)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_packed_sequences_have_the_logits_that_each_has_alone(form: str) -> None:
+    model, tokens = randomize(build(form)), batch()[0][:2]
+    packed = PackedSeqParams(cu_seqlens_q=jnp.array([[0, 3, 8], [0, 5, 5]]))
+    run = jax.jit(lambda model, tokens, **options: model(tokens, **options))
+    logits = run(model, tokens, packed_seq_params=packed)
+    for row, start, end in ((0, 0, 3), (0, 3, 8), (1, 0, 5)):
+        alone = run(model, jnp.pad(tokens[row : row + 1, start:end], ((0, 0), (0, S - end + start))))
+        assert_close(logits[row, start:end], alone[0, : end - start], TOLERANCE)
+    # Positions that are given stand for those from 0 on.
+    there = run(model, tokens, packed_seq_params=packed, positions=packed.positions(S))
+    np.testing.assert_array_equal(there, logits)
+    assert not np.allclose(run(model, tokens, packed_seq_params=packed, positions=jnp.arange(S)), logits)
+
+
+@pytest.mark.parametrize(
+    ("borders", "match"),
+    [
+        ([0, 3, 8], r"boundaries of 1 rows, cu_seqlens_q \[3\], and tokens are \[4, 8\]; give cu_seqlens_q \[4, m"),
+        ([[0, 8]] * 3, "boundaries of 3 rows"),
+        ([[0, 9]] * B, "cu_seqlens_q"),
+    ],
+    ids=["one row", "other rows", "too long"],
+)
+def test_boundaries_that_are_not_the_tokens_are_refused(borders: Any, match: str) -> None:
+    tokens, labels, _ = batch()
+    with pytest.raises(ValueError, match=match):
+        build().loss(tokens, labels, packed_seq_params=PackedSeqParams(cu_seqlens_q=jnp.array(borders)))
+
+
+def test_a_cache_takes_no_packed_rows() -> None:
+    model, packed = build(), PackedSeqParams(cu_seqlens_q=jnp.array([[0, 3, 8]] * B))
+    with pytest.raises(ValueError, match="packed_seq_params do not go with a cache"):
+        model(batch()[0], cache=model.init_cache(B, S), packed_seq_params=packed)

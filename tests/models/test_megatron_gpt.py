@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jax_te._validation import log_once
 from jax_te.config import ParallelConfig, TransformerConfig
-from jax_te.layers import LayerNorm, RMSNorm
+from jax_te.layers import LayerNorm, PackedSeqParams, RMSNorm
 from jax_te.megatron import (
     Float16Module,
     GlobMatcher,
@@ -401,6 +401,19 @@ def test_stages_are_the_whole_model(form: str, recipe: str):
             assert_close(found[name], value, 512 * EPS)
 
 
+def test_stages_take_packed_rows():
+    whole, parts = stages("llama")
+    packed = {"packed_seq_params": PackedSeqParams(cu_seqlens_q=jnp.array([[0, 3, S]] * B))}
+    for model in (whole, *parts):
+        model.eval()
+    x = parts[0](TOKENS, **packed)
+    for part in parts[1:]:
+        x = part(decoder_input=x, **packed)
+    logits = whole(TOKENS, **packed)
+    np.testing.assert_allclose(x, logits, rtol=1e-5, atol=1e-5)
+    assert not np.allclose(whole(TOKENS)[:, 3:], logits[:, 3:], atol=1e-3)
+
+
 @pytest.mark.costly
 def test_names_of_stages_are_those_of_the_whole_model():
     whole, parts = stages("llama")
@@ -514,8 +527,8 @@ def test_masks_without_effect_are_logged_once(caplog: pytest.LogCaptureFixture):
 def test_arguments_of_a_call():
     model = build(parallel_output=False)
     assert_bitwise(model(TOKENS, None, jnp.ones(1, bool), loss_mask=jnp.ones((B, S))), model(TOKENS))
-    with pytest.raises(ValueError, match=r"packed_seq_params must be None, got 1: jax_te.megatron.TransformerLayer"):
-        model(TOKENS, packed_seq_params=1)
+    with pytest.raises(ValueError, match=r"padding_mask must be None, got 1: models do not hand it to their experts"):
+        model(TOKENS, padding_mask=1)
     with pytest.raises(TypeError, match="unexpected argument 'mask'"):
         model(TOKENS, mask=None)
     with jax.set_mesh(make_mesh(ParallelConfig(tensor=2))):

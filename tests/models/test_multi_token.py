@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 from jax_te.config import MLATransformerConfig, ParallelConfig, TransformerConfig
+from jax_te.layers import PackedSeqParams
 from jax_te.megatron import MLASelfAttention, MoELayer, TransformerLayer
 from jax_te.models import BertModel, Execution, GPTModel, MegatronGPTModel, RotaryPositions, multi_token_metrics
 from jax_te.ops import LossOptions
@@ -67,13 +68,15 @@ def batch() -> tuple[jax.Array, jax.Array, jax.Array]:
     return jnp.asarray(tokens[:, :-1]), jnp.asarray(tokens[:, 1:]), jnp.asarray(rng.integers(0, 2, (B, S)), jnp.float32)
 
 
-def expected(form: str, p: Any) -> tuple[float, list[float], Any]:
+def expected(
+    form: str, p: Any, arrays: Any = None, borders: np.ndarray | None = None
+) -> tuple[float, list[float], Any]:
     """Main loss, losses of the depths, and training's gradient."""
     _, _, how = FORMS[form]
-    arrays: Any = tuple(np.array(array) for array in batch())
+    arrays = tuple(np.array(array) for array in (batch() if arrays is None else arrays))
 
     def run(xp: Any, p: Any) -> Any:
-        return multi_token.losses(xp, p, arrays, how, 2, 0.3)
+        return multi_token.losses(xp, p, arrays, how, 2, 0.3, borders)
 
     main, found, _ = run(np, jax.tree.map(lambda a: np.asarray(a, np.float64), p))
     _, (gradient,) = value_and_vjp64(lambda p: run(jnp, p)[2], (p,), np.ones(()))
@@ -152,6 +155,59 @@ def test_megatrons_model_has_its_names_and_the_same_values() -> None:
     other = MegatronGPTModel(GPT2, None, V, S, share_embeddings_and_output_weights=True, rngs=nnx.Rngs(1))
     other.load_state_dict(model.state_dict())
     np.testing.assert_array_equal(other.mtp.layers[1].eh_proj.kernel[...], model.mtp.layers[1].eh_proj.kernel[...])
+
+
+BORDERS = np.array([[0, 3, 8, 8], [0, 8, 8, 8], [0, 1, 3, 6], [0, 4, 4, 7]], np.int32)
+"""Of rows with two sequences, one, three and padding, and two beside an empty one and padding."""
+
+
+def packed_batch() -> tuple[tuple[jax.Array, jax.Array, jax.Array], PackedSeqParams]:
+    """Tokens, labels and weights of packed rows, whose padding has weight 0; and the boundaries."""
+    tokens, labels, mask = batch()
+    inside = jnp.arange(S)[None] < BORDERS[:, -1:]
+    return (tokens, labels, jnp.where(inside, mask, 0.0)), PackedSeqParams(cu_seqlens_q=jnp.asarray(BORDERS))
+
+
+@pytest.mark.parametrize("form", ["gpt2", "llama"])
+def test_depths_stop_at_the_borders_of_packed_sequences(form: str) -> None:
+    model, (arrays, packed) = build(form), packed_batch()
+    main, depths, gradient = expected(form, parameters(model), arrays, BORDERS)
+    value, grads, counted = gradients_of(model, lambda model: model.loss(*arrays, packed_seq_params=packed))
+    np.testing.assert_allclose([value, *counted], [main, *depths], rtol=1e-5)
+    assert_gradients(grads, gradient)
+    # Without weights padding predicts nothing further either.
+    inside = jnp.where(jnp.arange(S)[None] < BORDERS[:, -1:], 1.0, 0.0)
+    losses = [
+        gradients_of(
+            model,
+            functools.partial(
+                lambda mask, model: model.loss(*arrays[:2], mtp_loss_mask=mask, packed_seq_params=packed), mask
+            ),
+        )[2]
+        for mask in (None, inside)
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_megatrons_model_packs_the_same_rows() -> None:
+    (tokens, labels, mask), packed = packed_batch()
+    config = FORMS["llama"][0]
+    model: Any = MegatronGPTModel(
+        config, None, V, S, position_embedding_type="rope", rotary_base=100.0, rngs=nnx.Rngs(0)
+    )
+    plain = GPTModel(config, vocab_size=V, max_sequence_length=S, **FORMS["llama"][1], rngs=nnx.Rngs(0))
+    value, grads, counted = gradients_of(
+        model,
+        lambda model: (
+            jnp.sum(model(tokens, labels=labels, loss_mask=mask, packed_seq_params=packed) * mask) / jnp.sum(mask)
+        ),
+    )
+    own, own_grads, own_counted = gradients_of(
+        plain, lambda model: model.loss(tokens, labels, mask, packed_seq_params=packed)
+    )
+    np.testing.assert_allclose([value, *counted], [own, *own_counted], rtol=1e-6)
+    norms = [float(optax.tree.norm(grad["mtp"])) for grad in (grads, own_grads)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
 @pytest.mark.parametrize("scaler", [None, DynamicLossScale(initial_scale=1024.0)], ids=["unscaled", "scaled"])
@@ -299,19 +355,46 @@ def test_a_mesh_computes_what_one_device_does(axes: Any, fields: Any, chunks: in
 
 
 @pytest.mark.costly
-def test_a_pipeline_trains_as_one_device() -> None:
+@pytest.mark.parametrize("axis_type", ["auto", "explicit"])
+@pytest.mark.parametrize(
+    "axes", [{"data": 2, "context": 4}, {"fsdp": 2, "context": 2, "tensor": 2}, {"data": 4, "tensor": 2}], ids=str
+)
+def test_packed_rows_on_a_mesh_are_those_of_one_device(axes: Any, axis_type: Any) -> None:
+    """A sequence and its border lie on several devices, in zig-zag order."""
+
+    def loss(model: Any) -> Any:
+        arrays, packed = packed_batch()
+        return model.loss(*arrays, packed_seq_params=packed)
+
+    value, grads, counted = gradients_of(build("llama"), loss)
+    kind = "p2p" if "tensor" in axes else "all_gather"
+    fields = {"cp_load_balanced": "context" in axes, "cp_comm_type": kind}
+    with jax.set_mesh(make_mesh(ParallelConfig(**axes), axis_type=axis_type)):
+        on_mesh = gradients_of(shard(build("llama", fields=fields)), loss)
+    np.testing.assert_allclose([on_mesh[0], *on_mesh[2]], [value, *counted], rtol=1e-5)
+    assert_gradients(on_mesh[1], jax.tree.map(np.asarray, grads))
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("pack", [False, True], ids=["rows", "packed rows"])
+def test_a_pipeline_trains_as_one_device(pack: bool) -> None:
+    def borders(batch: Any) -> dict[str, Any]:
+        return {"packed_seq_params": batch[3]} if pack else {}
+
     loss = PipelinedLoss(
-        embed_inputs=lambda model, batch, key: model.embed_inputs(batch[0], dropout_key=key),
+        embed_inputs=lambda model, batch, key: model.embed_inputs(batch[0], dropout_key=key, **borders(batch)),
         compute_loss=lambda model, y, batch, key: model.compute_loss(
-            y, batch[1], batch[2], tokens=batch[0], dropout_key=key
+            y, batch[1], batch[2], tokens=batch[0], dropout_key=key, **borders(batch)
         ),
     )
+    arrays, packed = packed_batch()
+    given: Any = (*arrays, packed) if pack else batch()
     optimizer = optax.sgd(1.0)
 
     def step() -> Any:
         make = lambda rngs: build(fields={"num_layers": 2})  # noqa: E731
         state = create_train_state(make, optimizer, key=jax.random.key(0))
-        state, metrics = make_train_step(loss, optimizer, microbatches=2)(state, batch())
+        state, metrics = make_train_step(loss, optimizer, microbatches=2)(state, given)
         return {name: float(value) for name, value in metrics.items()}, parameters(state.model)
 
     metrics, after = step()

@@ -363,7 +363,9 @@ def _fused_norms(name: str, mixtures: Collection[str]) -> str:
         layer, found, rest = name.partition(f".{alone}")
         if found and not (layer in mixtures and fused.startswith("mlp.")):
             name = f"{layer}.{fused}{rest}"
-    return name
+    # transformer_impl="local" says so in torch_dist of the norm in front of experts, too.
+    layer, found, rest = name.partition(".mlp.linear_fc1.layer_norm_")
+    return f"{layer}.pre_mlp_layernorm.{rest}" if found and layer in mixtures else name
 
 
 def _cut_vocabulary(name: str, tensor: Tensor, size: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,16 +51,16 @@ class PackedSeqParams:
     """
 
     qkv_format: str = "thd"
-    cu_seqlens_q: Array
-    cu_seqlens_kv: Array | None = None
-    cu_seqlens_q_padded: Array | None = None
-    cu_seqlens_kv_padded: Array | None = None
+    # Any: jax.tree also fills these fields with shapes, shardings and placeholders, which are therefore not checked.
+    cu_seqlens_q: Array | Any
+    cu_seqlens_kv: Array | Any = None
+    cu_seqlens_q_padded: Array | Any = None
+    cu_seqlens_kv_padded: Array | Any = None
     max_seqlen_q: int | None = None
     max_seqlen_kv: int | None = None
     total_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        # The arrays are not checked: jax.tree fills their fields with shapes, shardings and placeholders as well.
         check_annotations(self, PackedSeqParams, ("max_seqlen_q", "max_seqlen_kv", "total_tokens"))
         if self.qkv_format != "thd":
             raise ValueError(

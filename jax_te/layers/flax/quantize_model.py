@@ -137,6 +137,27 @@ def decide_layer(path: str, kind: str, rules: Rules, layer: FlaxLinear, gemms: M
     return DropInLayer(path, kind, pattern, why), own
 
 
+def _decide_own(path: str, module: QuantizableModule, rules: Rules) -> DropInLayer:
+    """Return the decision about a layer of jax_te, which follows recipes without `quantize_model`."""
+    pattern, why = first_rule(rules, path), None
+    value = "ambient" if pattern is None else rules[pattern]
+    if value is None:
+        why = f"the rule {pattern!r}"
+    elif value == "ambient" and module.high_precision:
+        why = "it is kept in high precision"
+    elif pattern is None and module.module_recipe is not None and training_recipe(module.module_recipe) is None:
+        why = "its own recipe"
+    return DropInLayer(path, type(module).__name__, pattern, why)
+
+
+def _set_own(module: QuantizableModule, value: Recipe | ModuleRecipe | Literal["ambient"] | None) -> None:
+    """Give a layer of jax_te what a rule says."""
+    if value is None:
+        value = ModuleRecipe(training=None)
+    module.module_recipe = None if isinstance(value, str) else own_recipe(value)
+    module.kernel_recipes = ()
+
+
 def rule_of_parameter(rules: Rules, path: str) -> str | None:
     """Return the first pattern that fits the path of a parameter or of its module, or None.
 
@@ -248,6 +269,9 @@ def quantize_model(
     the model computes what it computed before. Layers that have a `DotGeneral` already keep it if no rule fits them,
     with fresh state.
 
+    The layers of `jax_te.layers` and `jax_te.megatron`, such as those of `jax_te.models`, follow recipes as they are. A
+    rule that fits one gives it its recipe, in place of one of its own.
+
     A user-defined module is quantized if a rule matches it or one of its parameters (``"block.qkv"``,
     ``"block.qkv.w"``). Each ``x @ w``, ``jnp.einsum``, ``jnp.dot`` or ``lax.dot_general`` of an input with that
     parameter in its ``__call__`` is then quantized, also in functions under ``jax.jit`` and ``jax.checkpoint``,
@@ -296,7 +320,7 @@ def quantize_model(
             f"{type(model).__name__} has no __call__: give quantize_model the function that takes the model and the "
             "arguments, method=..."
         )
-    rules, layers, chosen, reached = check_rules(rules), [], [], []
+    rules, layers, chosen, reached, ruled = check_rules(rules), [], [], [], []
     gemms, seen = _look(model, method or _call, rules, args, kwargs)
     for parts, module in nnx.iter_modules(model):
         path, kind, layer = ".".join(map(str, parts)), type(module).__name__, flax_linear(module)
@@ -306,7 +330,11 @@ def quantize_model(
             present = getattr(module, layer.op.attribute)
             given = present if isinstance(present, DotGeneral) and own is None else layer.op(own, groups=layer.groups)
             chosen.append((module, layer, given if entry.why is None else None))
-        elif not isinstance(module, QuantizableModule) and own_kernels(module):
+        elif isinstance(module, QuantizableModule):
+            if not module.of_flax:
+                layers.append(_decide_own(path, module, rules))
+                ruled.append((module, layers[-1].rule))
+        elif own_kernels(module):
             entries, ops = _own_module(parts, module, rules, gemms, seen)
             layers += entries
             reached.append((module, ops))
@@ -320,6 +348,9 @@ def quantize_model(
         _set_op(module, layer, op)
     for module, ops in reached:
         reach(module, ops)
+    for module, pattern in ruled:
+        if pattern is not None:
+            _set_own(module, rules[pattern])
     prepare_quantization(model, current_recipe())  # stacked layers have a state each
     return report
 
@@ -332,6 +363,8 @@ def _call(model: Any, *args: Any, **kwargs: Any) -> Any:
 def dequantize_model(model: nnx.Module) -> nnx.Module:
     """Return ``model`` after undoing `quantize_model`: its layers compute as Flax made them, quantizer state is gone.
 
+    Layers of jax_te follow the ambient recipe again, whatever rules gave them.
+
     >>> model = nnx.Linear(32, 64, rngs=nnx.Rngs(0))
     >>> report = quantize_model(model, jax.numpy.ones((16, 32)))
     >>> dequantize_model(model).dot_general is jax.lax.dot_general
@@ -341,6 +374,9 @@ def dequantize_model(model: nnx.Module) -> nnx.Module:
         layer = flax_linear(module)
         if layer is not None:
             _set_op(module, layer, None)
+        elif isinstance(module, QuantizableModule):
+            if not module.of_flax:
+                _set_own(module, "ambient")
         elif gemms_of(module):
             reach(module, {})
     return model
@@ -349,9 +385,14 @@ def dequantize_model(model: nnx.Module) -> nnx.Module:
 def _own_module(
     parts: tuple[Any, ...], module: nnx.Module, rules: Rules, gemms: ModelGemms, seen: Mapping[str, Seen]
 ) -> tuple[list[DropInLayer], dict[str, ParameterGemm]]:
-    """Return the report entries of a user-defined module, and the modules that compute its parameters' GEMMs."""
-    kind, present = original_class(type(module)).__name__, gemms_of(module)
+    """Return the report entries of a module that is no linear layer, and the modules of its parameters' GEMMs."""
+    cls, present = original_class(type(module)), gemms_of(module)
+    kind = cls.__name__
     entries, ops, others = list[DropInLayer](), dict[str, ParameterGemm](), dict[str, Seen]()
+    if cls.__module__.startswith("jax_te."):
+        # Routers, gates and a head without fp8_output_proj: what recipes are to reach here are quantizable modules.
+        why = f"a recipe reaches no kernel of jax_te's {kind}"
+        return [DropInLayer(".".join(map(str, parts)), kind, why=why)], ops
     for name, parameter in own_kernels(module).items():
         path = ".".join(map(str, (*parts, name)))
         what = seen.get(path, Seen())

@@ -111,9 +111,10 @@ class MixtureOfExperts(TrainingMode):
             capacity=self.router.capacity(len(tokens)),
             pad_to_capacity=options.pad_expert_input_to_capacity,
         )
-        probs = permute.permute_probs(probs, plan)
-        rows = self.experts(permute.permute(tokens, plan), probs, _of_zeros(plan.groups), first)
-        return permute.unpermute(rows, plan).reshape(x.shape)
+        # Results are whole like operands: backward gathers their gradients.
+        rows, probs = _whole(permute.permute(tokens, plan)), _whole(permute.permute_probs(probs, plan))
+        rows = _whole(self.experts(rows, probs, _of_zeros(plan.groups), first))
+        return _whole(permute.unpermute(rows, plan)).reshape(x.shape)
 
     def transport(self, shape: tuple[int, ...]) -> dispatch.Transport | None:
         """Return the exchange of tokens between the devices of the mesh in use; None if one array has all rows.
@@ -309,7 +310,12 @@ def _whole_rows(x: Array | None) -> Any:
     """Return ``[b, s, c]`` as rows ``[t, c]``, whole on each device of a mesh; None for None."""
     if x is None:
         return None
-    return constrain(x, (None,) * x.ndim).reshape(-1, x.shape[-1])
+    return _whole(x).reshape(-1, x.shape[-1])
+
+
+def _whole(x: Array) -> Array:
+    """Return an array, and in backward its gradient, whole on each device of a mesh."""
+    return constrain(x, (None,) * x.ndim)
 
 
 def _output(result: Any) -> Array:
