@@ -1,6 +1,16 @@
 """Meshes, logical axes, placement of arrays on a mesh, and code that runs on each of its devices."""
 
-from jax_te.sharding.collectives import REPLICATED, all_gather, all_to_all, device_mesh, reduce_max, reduce_sum, reshard
+from jax_te.sharding.collectives import (
+    REPLICATED,
+    all_gather,
+    all_to_all,
+    device_mesh,
+    mark_varying,
+    reduce_max,
+    reduce_sum,
+    reshard,
+    varying_axes,
+)
 from jax_te.sharding.communication import CommunicationReport, communication_report
 from jax_te.sharding.constrain import auto_region, constrain
 from jax_te.sharding.mesh import make_mesh
