@@ -16,7 +16,7 @@ from jax_te.layers.flax.drop_in import DotGeneral, FlaxLinear, ParameterGemm, fl
 from jax_te.layers.flax.drop_in_mesh import kernel_names
 from jax_te.layers.flax.model_gemms import ModelGemms, as_inputs, gemms_of_model
 from jax_te.layers.flax.own_modules import gemms_of, original_class, own_kernels, reach, watching
-from jax_te.layers.prepare import prepare_quantization
+from jax_te.layers.prepare import prepare
 from jax_te.layers.quantizable import QuantizableModule, natural_order
 from jax_te.recipe import ModuleRecipe, Recipe, autocast, current_recipe, first_rule, own_recipe
 
@@ -245,8 +245,8 @@ def quantize_model(
     input's, as those of experts in ``"ecd,edf->ecf"``, are of kernels that are quantized each by itself. Nothing else
     changes: parameters are the same Variables under the same names, with their metadata and dtypes, so that checkpoints
     and optimizer states still fit, and the layers promote dtypes and add biases as before. Where no recipe is in force,
-    the model computes what it computed before. Layers that have a `DotGeneral` already keep it if no rule fits them,
-    with fresh state.
+    the model computes what it computed before. Layers that have a `DotGeneral` already keep it if no rule fits them;
+    they, and layers of this package, go on with the quantizer state that they have, unless the recipe needs another.
 
     A user-defined module is quantized if a rule matches it or one of its parameters (``"block.qkv"``,
     ``"block.qkv.w"``). Each ``x @ w``, ``jnp.einsum``, ``jnp.dot`` or ``lax.dot_general`` of an input with that
@@ -304,7 +304,8 @@ def quantize_model(
             entry, own = decide_layer(path, kind, rules, layer, gemms)
             layers.append(entry)
             present = getattr(module, layer.op.attribute)
-            given = present if isinstance(present, DotGeneral) and own is None else layer.op(own, groups=layer.groups)
+            kept = isinstance(present, DotGeneral) and own in (None, present.recipe)
+            given = present if kept else layer.op(own, groups=layer.groups)
             chosen.append((module, layer, given if entry.why is None else None))
         elif not isinstance(module, QuantizableModule) and own_kernels(module):
             entries, ops = _own_module(parts, module, rules, gemms, seen)
@@ -320,7 +321,8 @@ def quantize_model(
         _set_op(module, layer, op)
     for module, ops in reached:
         reach(module, ops)
-    prepare_quantization(model, current_recipe())  # stacked layers have a state each
+    # Stacked layers have a state each. Layers that were quantized before go on with theirs.
+    prepare(model, current_recipe(), keep=True)
     return report
 
 
@@ -361,7 +363,7 @@ def _own_module(
             continue
         entry, own = decided
         entries.append(entry)
-        if entry.why is None and own is None and name in present:
+        if entry.why is None and name in present and own in (None, present[name].recipe):
             ops[name] = present[name]
         elif entry.why is None:
             stack = parameter.get_value().shape[: parameter.ndim - what.contractions[0].kernel.rank]
