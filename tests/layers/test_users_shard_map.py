@@ -35,10 +35,10 @@ def marked(params: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.lax.pcast(leaf, ("data",), to="varying"), params)
 
 
-def by_hand(step: Any, out_specs: Any = P(), check: bool = True) -> Any:
+def by_hand(step: Any, check: bool = True) -> Any:
     """The step on two devices along "data", whose mesh has further axes."""
     mesh = make_mesh(ParallelConfig(data=2))
-    specs: Any = {"mesh": mesh, "in_specs": (P(), P("data")), "out_specs": out_specs, "axis_names": {"data"}}
+    specs: Any = {"mesh": mesh, "in_specs": (P(), P("data")), "out_specs": P(), "axis_names": {"data"}}
     return jax.jit(jax.shard_map(step, check_vma=check, **specs))(PARAMS, IDS)
 
 
