@@ -728,6 +728,8 @@ class TransformerLayer(layers.TransformerLayer):
     (1, 8, 32)
     """
 
+    _ignores_masks = True
+
     def __init__(
         self,
         hidden_size: int,
@@ -783,7 +785,9 @@ class TransformerLayer(layers.TransformerLayer):
             window_size, enc_dec_window_size: must be None: the constructor takes them.
             bottom_right_diagonal, enc_dec_bottom_right_diagonal: must be None: the mask type says it.
             inference_params: object with a ``cache``; a call with one also returns it, with the new tokens appended.
-            attention_mask, self_attn_mask_type, encoder_output, enc_dec_attn_mask, enc_dec_attn_mask_type,
+            attention_mask, enc_dec_attn_mask: see `jax_te.layers.TransformerLayer`; ignored under mask types that have
+                no use for it, as in Transformer Engine.
+            self_attn_mask_type, encoder_output, enc_dec_attn_mask_type,
                 is_first_microbatch, checkpoint_core_attention, rotary_pos_emb, core_attention_bias_type,
                 core_attention_bias, alibi_slopes: see `jax_te.layers.TransformerLayer`.
             **options: other keywords of `jax_te.layers.TransformerLayer`, such as ``dropout_key``.

@@ -237,6 +237,12 @@ def test_every_field_of_megatrons_is_known_with_its_default(kind: Any):
         ({"cpu_offloading": True}, "offload_gemms"),
         ({"grad_scale_func": abs}, "make_train_step"),
         ({"calculate_per_token_loss": True}, "WeightedMean"),
+        ({"moe_mlp_glu_interleave_size": 32}, r"the rows of linear_fc1.weight alternate .* Reorder the weights"),
+        ({"moe_shared_expert_glu_interleave_size": 32}, "the rows of linear_fc1.weight alternate"),
+        ({"use_grouped_gemm_for_dense_mlp": True}, "the rows of linear_fc1.weight alternate"),
+        ({"use_grouped_gemm_for_shared_expert": True}, "the rows of linear_fc1.weight alternate"),
+        ({"mlp_chunks_for_training": 2}, "losses of routers"),
+        ({"mlp_chunks_for_prefill": -3}, "losses of routers"),
     ],
 )
 def test_fields_that_would_change_numbers_say_what_jax_has(fields: dict[str, Any], message: str):
@@ -250,6 +256,48 @@ def test_fields_that_only_tune_say_so_once_and_others_are_unknown(caplog: pytest
         for _ in range(2):
             assert config(bias_dropout_fusion=True, persist_layer_norm=False, moe_permute_fusion=False) == config()
     assert [record.getMessage().split()[0] for record in caplog.records] == ["bias_dropout_fusion"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "activation"),
+    [
+        ({}, "gelu"),
+        ({"bias_activation_fusion": True}, "gelu"),
+        ({"bias_activation_fusion": False}, "gelu_exact"),
+        ({"use_te_activation_func": False}, "gelu_exact"),
+        ({"bias_activation_fusion": False, "use_te_activation_func": True}, "gelu"),
+        ({"bias_activation_fusion": False, "use_transformer_engine_op_fuser": True}, "gelu"),
+        ({"bias_activation_fusion": False, "activation_func": jax.nn.gelu}, "gelu_exact"),
+        ({"bias_activation_fusion": False, "gated_linear_unit": True}, ("gelu_exact", "linear")),
+        ({"bias_activation_fusion": True, "gated_linear_unit": True}, "geglu"),
+        ({"bias_activation_fusion": False, "activation": "swiglu"}, "swiglu"),
+        ({"bias_activation_fusion": False, "activation": "gelu_exact"}, "gelu_exact"),
+    ],
+)
+def test_gelu_has_the_form_of_megatrons_kernel(fields: dict[str, Any], activation: Any):
+    """``MLP.forward`` of Megatron-Core 0.19.2: its kernels have the tanh form, ``F.gelu`` has the other one."""
+    assert config(**fields).activation == activation
+    assert dataclasses.replace(config(), **fields).activation == activation
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"activation": "gelu", "bias_activation_fusion": False}, "chooses its erf form, 'gelu_exact'; leave one out"),
+        ({"activation": "geglu", "bias_activation_fusion": False}, "chooses its erf form"),
+        ({"activation": "gelu_exact", "bias_activation_fusion": True}, "chooses the tanh form"),
+        ({"activation_func": "gelu_exact", "use_te_activation_func": True}, "chooses the tanh form"),
+        ({"use_te_activation_func": True, "bias_activation_fusion": True}, "exclude each other"),
+        ({"use_transformer_engine_op_fuser": True, "num_moe_experts": 2}, "the other one in experts"),
+        (
+            {"activation": "swiglu", "activation_func_clamp_value": 1.0, "bias_activation_fusion": True},
+            "kernel of 'swiglu' ignores activation_func_clamp_value",
+        ),
+    ],
+)
+def test_a_form_of_gelu_that_nothing_computes_is_refused(fields: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        config(**fields)
 
 
 @pytest.mark.parametrize("kind", [ModelParallelConfig, config])

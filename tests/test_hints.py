@@ -5,7 +5,7 @@ import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from flax import nnx
 
 from jax_te._validation import log_once
 from jax_te.config import MLATransformerConfig, TransformerConfig
-from jax_te.config.megatron_fields import HINTS, parsed
+from jax_te.config.megatron_fields import HINTS, Hints
 from jax_te.layers import DotProductAttention, LayerNormMLP, Linear, TransformerLayer
 from jax_te.megatron import TELinear, initialize_rng_tracker
 from jax_te.ops import dot_product_attention
@@ -48,11 +48,28 @@ def te_linear(**hints):
     )
 
 
+def other_value(default: Any, annotation: Any) -> Any:
+    """A value that Megatron's field takes and that is not its default."""
+    kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
+    if get_origin(annotation) is Literal:
+        return next(name for name in kinds if name != default)
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int | float):
+        return default + 1
+    if isinstance(default, str):
+        return "other"
+    if get_origin(kinds[0]) is Literal:
+        return get_args(kinds[0])[0]
+    return {int: 2}.get(kinds[0], abs if "Callable" in str(annotation) else "bfloat16")
+
+
+ANNOTATIONS = get_type_hints(Hints)
+OTHERS = {name: other_value(default, ANNOTATIONS[name]) for name, default in HINTS.items()}
 GIVEN = [
     (config, {"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": False, "batch_invariant_mode": True}),
     (config, {"gradient_accumulation_fusion": True, "symmetric_ar_type": "one_shot", "use_cpu_initialization": True}),
-    # Of these a call that gives none has nothing to log, so that any value but the default will do.
-    (config, dict.fromkeys(parsed(HINTS), "other")),
+    (config, OTHERS),
     (latent_config, {"cache_mla_latents": True}),
     (config, {"tp_comm_overlap_disable_fc1": True, "tp_comm_overlap_disable_qkv": True}),
     (
@@ -110,11 +127,18 @@ def test_a_hint_is_logged_once_where_it_is_given(caplog, function, hints):
     assert logged(caplog, function, **hints) == set()
 
 
+@pytest.mark.parametrize("name", HINTS)
+def test_a_hint_has_a_value_that_megatrons_field_takes(name):
+    wrong = 7 if isinstance(HINTS[name], str | bool) else "nonsense"
+    with pytest.raises((ValueError, TypeError), match=f"{name} must be"):
+        config(**{name: wrong})
+
+
 def test_the_table_lists_those_that_are_logged():
     text = (ROOT / "docs" / "parity.md").read_text()
     table = text.partition("| argument, field |")[2].partition("\n\n")[0]
     listed = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| [^|]* \|", table, re.MULTILINE))))
-    found = set(parsed(HINTS))
+    found = set(HINTS)
     for path in (ROOT / "jax_te").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "log_hints":

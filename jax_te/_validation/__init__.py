@@ -20,5 +20,5 @@ from jax_te._validation.checks import (
 )
 from jax_te._validation.extras import require_extra
 from jax_te._validation.files import brief, read_text
-from jax_te._validation.kinds import is_integer, literal_names
+from jax_te._validation.kinds import is_integer, kinds_of, literal_names
 from jax_te._validation.undo import to_undo

@@ -198,9 +198,14 @@ def _any_of(kinds: list[Kind]) -> Kind:
 
 
 def _one_of(names: tuple[Any, ...]) -> Kind:
-    # An array compares element by element.
     words = f"one of {', '.join(map(repr, names))}"
-    return Kind(words, lambda value: isinstance(value, str) and value in names, ValueError, plain=True)
+    # An array compares element by element, and True is equal to 1.
+    kinds = tuple({type(name) for name in names})
+    return Kind(words, lambda value: _is_of(value, kinds) and value in names, ValueError, plain=True)
+
+
+def _is_of(value: Any, kinds: tuple[type, ...]) -> bool:
+    return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
 
 
 def _tuple_of(parts: tuple[Any, ...]) -> Kind:

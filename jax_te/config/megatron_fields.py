@@ -6,42 +6,107 @@ import ast
 import dataclasses
 import difflib
 import functools
-from typing import Any, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
-from jax_te._validation import log_hints, log_once
+from jax_te._validation import kinds_of, log_hints, log_once
+from jax_te.typing import DTypeLike
 
 T = TypeVar("T", bound=type)
 
-# Field=default, as in Megatron-Core of August 2026.
-HINTS = """
-bias_activation_fusion=False masked_softmax_fusion=False persist_layer_norm=False memory_efficient_layer_norm=False
-bias_dropout_fusion=False apply_rope_fusion=False fused_single_qkv_rope=False use_fused_weighted_squared_relu=False
-use_transformer_engine_op_fuser=False use_te_activation_func=False disable_bf16_reduced_precision_matmul=False
-cross_entropy_loss_fusion=False cross_entropy_fusion_impl='native' attention_backend='auto'
-flash_attention_version=None transformer_impl='transformer_engine' batch_invariant_backend='te_native'
-tp_comm_bulk_wgrad=True tp_comm_bulk_dgrad=True tp_comm_overlap_ag=True tp_comm_overlap_rs=True
-tp_comm_overlap_rs_dgrad=False tp_comm_split_ag=True tp_comm_atomic_ag=False tp_comm_split_rs=True
-tp_comm_atomic_rs=False tp_comm_bootstrap_backend='nccl' nccl_all_reduce_for_prefill=False
-high_priority_a2a_comm_stream=False clone_scatter_output_in_embedding=True barrier_with_L1_time=True timers=None
-config_logger_dir='' test_mode=False cp_partition_mode='zigzag' fp8_interval=1 pipeline_dtype=None
-pipeline_model_parallel_comm_backend=None variable_seq_lengths=False overlap_p2p_comm=False use_te_rng_tracker=False
-batch_p2p_comm=True batch_p2p_sync=True use_ring_exchange_p2p=False deallocate_pipeline_outputs=False
-overlap_p2p_comm_warmup_flush=False microbatch_group_size_per_vp_stage=None flash_decode=False
-mlp_chunks_for_prefill=1 mlp_chunks_for_training=1
-moe_grouped_gemm=False moe_use_grouped_tensor=False moe_permute_fusion=False moe_router_fusion=False
-moe_shared_expert_overlap=False overlap_moe_expert_parallel_comm=False
-overlap_dispatch_backward_with_experts_wgrad=False ep_overlap_early_attn_memory_release=False moe_enable_deepep=False
-moe_flex_dispatcher_backend='deepep' moe_flex_dispatcher_num_sms=None moe_deepep_num_sms=None moe_hybridep_num_sms=None
-moe_hybridep_num_blocks_permute=None moe_hybridep_num_blocks_unpermute=None moe_hybridep_num_sms_preprocessing=108
-moe_permute_fusion_into_hybridep=False moe_hybridep_pad_uneven_dispatch_inputs=False moe_ncclep_static_shape=False
-moe_ncclep_zero_copy=False moe_single_grouped_weight=False moe_single_grouped_bias=False
-use_grouped_gemm_for_dense_mlp=False use_grouped_gemm_for_shared_expert=False moe_mlp_glu_interleave_size=None
-moe_shared_expert_glu_interleave_size=None moe_paged_stash=False moe_paged_stash_page_size=64
-moe_paged_stash_buffer_size_factor_cuda=1.1 moe_paged_stash_buffer_size_factor_cpu=0.0
-moe_pad_experts_for_cuda_graph_inference=False inference_moe_disable_fused_quant_kernels=False
-inference_moe_token_dispatcher_type='nvls'
-"""
-"""Fields that choose kernels, layouts in memory, or how devices communicate, which XLA and this package choose."""
+
+@dataclass(frozen=True, kw_only=True)
+class Hints:
+    """Fields that choose kernels, layouts in memory, or how devices communicate, which XLA and this package choose.
+
+    Annotations and defaults are those of Megatron-Core of August 2026. Each field was looked up in its source: none
+    changes what a layer computes, what its weights mean, or what is communicated.
+    """
+
+    # Kernels.
+    masked_softmax_fusion: bool = False
+    persist_layer_norm: bool = False
+    memory_efficient_layer_norm: bool = False
+    bias_dropout_fusion: bool = False
+    apply_rope_fusion: bool = False
+    fused_single_qkv_rope: bool = False
+    use_fused_weighted_squared_relu: bool = False
+    disable_bf16_reduced_precision_matmul: bool = False
+    cross_entropy_loss_fusion: bool = False
+    cross_entropy_fusion_impl: Literal["native", "te"] = "native"
+    attention_backend: Literal["auto", "flash", "fused", "unfused", "local"] = "auto"
+    flash_attention_version: Literal[2, 3, 4] | None = None
+    transformer_impl: Literal["local", "transformer_engine", "inference_optimized"] = "transformer_engine"
+    batch_invariant_backend: str = "te_native"
+    flash_decode: bool = False
+    use_te_rng_tracker: bool = False
+    # Tensor-parallel communication, which tp_comm_overlap, a field that is refused, would overlap.
+    tp_comm_bulk_wgrad: bool = True
+    tp_comm_bulk_dgrad: bool = True
+    tp_comm_overlap_ag: bool = True
+    tp_comm_overlap_rs: bool = True
+    tp_comm_overlap_rs_dgrad: bool = False
+    tp_comm_split_ag: bool = True
+    tp_comm_atomic_ag: bool = False
+    tp_comm_split_rs: bool = True
+    tp_comm_atomic_rs: bool = False
+    tp_comm_bootstrap_backend: Literal["nccl", "mpi", "gloo"] = "nccl"
+    nccl_all_reduce_for_prefill: bool = False
+    high_priority_a2a_comm_stream: bool = False
+    clone_scatter_output_in_embedding: bool = True
+    cp_partition_mode: Literal["zigzag", "contiguous"] = "zigzag"
+    # Pipeline stages.
+    pipeline_dtype: DTypeLike | None = None
+    pipeline_model_parallel_comm_backend: Literal["nccl", "ucc"] | None = None
+    variable_seq_lengths: bool = False
+    overlap_p2p_comm: bool = False
+    batch_p2p_comm: bool = True
+    batch_p2p_sync: bool = True
+    use_ring_exchange_p2p: bool = False
+    deallocate_pipeline_outputs: bool = False
+    overlap_p2p_comm_warmup_flush: bool = False
+    microbatch_group_size_per_vp_stage: int | None = None
+    # Timers, logs, tests.
+    barrier_with_L1_time: bool = True
+    timers: Callable[..., Any] | None = None
+    config_logger_dir: str = ""
+    test_mode: bool = False
+    fp8_interval: int = 1
+    # Experts.
+    moe_grouped_gemm: bool = False
+    moe_use_grouped_tensor: bool = False
+    moe_permute_fusion: bool = False
+    moe_router_fusion: bool = False
+    moe_shared_expert_overlap: bool = False
+    overlap_moe_expert_parallel_comm: bool = False
+    overlap_dispatch_backward_with_experts_wgrad: bool = False
+    ep_overlap_early_attn_memory_release: bool = False
+    moe_enable_deepep: bool = False
+    moe_flex_dispatcher_backend: Literal["deepep", "hybridep", "ncclep"] = "deepep"
+    moe_flex_dispatcher_num_sms: int | None = None
+    moe_deepep_num_sms: int | None = None
+    moe_hybridep_num_sms: int | None = None
+    moe_hybridep_num_blocks_permute: int | None = None
+    moe_hybridep_num_blocks_unpermute: int | None = None
+    moe_hybridep_num_sms_preprocessing: int = 108
+    moe_permute_fusion_into_hybridep: bool = False
+    moe_hybridep_pad_uneven_dispatch_inputs: bool = False
+    moe_ncclep_static_shape: bool = False
+    moe_ncclep_zero_copy: bool = False
+    moe_single_grouped_weight: bool = False
+    moe_single_grouped_bias: bool = False
+    moe_paged_stash: bool = False
+    moe_paged_stash_page_size: int = 64
+    moe_paged_stash_buffer_size_factor_cuda: float = 1.1
+    moe_paged_stash_buffer_size_factor_cpu: float = 0.0
+    moe_pad_experts_for_cuda_graph_inference: bool = False
+    inference_moe_disable_fused_quant_kernels: bool = False
+    inference_moe_token_dispatcher_type: Literal["nccl", "nvls"] = "nvls"
+
+
+HINTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Hints)}
+"""Fields that are hints -> Megatron-Core's default."""
 
 _OTHER_NUMBERS = {
     "moe_router_padding_for_quantization=False moe_router_padding_for_fp8=False": "an expert's rows are padded with "
@@ -50,7 +115,17 @@ _OTHER_NUMBERS = {
 }
 """Fields without effect here that change numbers in Megatron -> what they change."""
 
+_INTERLEAVED = (
+    "it has the rows of linear_fc1.weight alternate between gate and factor in blocks of this size, and here all rows "
+    "of the gate come first. Reorder the weights: w.reshape(-1, 2, size, columns).swapaxes(0, 1).reshape(w.shape)"
+)
 _REFUSED = {
+    "moe_mlp_glu_interleave_size=None moe_shared_expert_glu_interleave_size=None": _INTERLEAVED,
+    "use_grouped_gemm_for_dense_mlp=False use_grouped_gemm_for_shared_expert=False": "its kernel has the rows of "
+    "linear_fc1.weight alternate between gate and factor in blocks, and here all rows of the gate come first; the MLP "
+    "without it computes the same from weights in that order",
+    "mlp_chunks_for_prefill=1 mlp_chunks_for_training=1": "each part of the tokens would have scales, losses of "
+    "routers and room at experts of its own; jax_te.remat saves this memory",
     "pipeline_model_parallel_size=1 virtual_pipeline_model_parallel_size=None num_layers_in_first_pipeline_stage=None "
     "num_layers_in_last_pipeline_stage=None pipeline_model_parallel_layout=None "
     "account_for_embedding_in_pipeline_split=False account_for_loss_in_pipeline_split=False": "the mesh axis "
@@ -132,11 +207,13 @@ def accepts_megatron_fields(config: T) -> T:
     """Return a configuration class whose constructor accepts all of Megatron-Core's fields.
 
     A field that the class lacks is dropped if it has Megatron's default or only tunes CUDA, which is logged once, and
-    refused if it would change numbers or communication.
+    refused if it would change numbers, communication or the meaning of weights.
 
     Raises:
-        ValueError: when called, for a field that is refused; the message names what JAX has in its place.
-        TypeError: when called, for a field that neither has; the message names those that are most alike.
+        ValueError: when called, for a field that is refused; the message names what JAX has in its place; for a value
+            that Megatron's field does not take.
+        TypeError: when called, for a field that neither has; the message names those that are most alike; for a value
+            of another type than Megatron's field has.
 
     >>> from dataclasses import dataclass
     >>> @accepts_megatron_fields
@@ -170,8 +247,9 @@ def _is_dropped(name: str, value: Any) -> bool:
     """Return whether a field without effect was given. Raise ValueError for one that would have an effect."""
     # Megatron's enums: their names are what its command line takes.
     value = getattr(value, "name", value)
-    if name in parsed(HINTS):
-        log_hints(**{name: value != parsed(HINTS)[name]})
+    if name in HINTS:
+        kinds_of(Hints)[name].check(name, value)
+        log_hints(**{name: value != HINTS[name]})
         return True
     for names, difference in _OTHER_NUMBERS.items():
         if name in parsed(names):
@@ -198,7 +276,7 @@ def _about_unknown(config: str, unknown: list[str], own: set[str], computed: set
     filled = [name for name in unknown if name in computed]
     if filled:
         return f"{config} computes {', '.join(filled)} from its other fields; leave it out"
-    known = own.union(_IDLE, parsed(HINTS), *map(parsed, _OTHER_NUMBERS), *map(parsed, _REFUSED))
+    known = own.union(_IDLE, HINTS, *map(parsed, _OTHER_NUMBERS), *map(parsed, _REFUSED))
     parts = []
     for name in unknown:
         alike = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)
@@ -213,8 +291,8 @@ def _about_unknown(config: str, unknown: list[str], own: set[str], computed: set
 def parsed(fields: str) -> dict[str, Any]:
     """Return field -> default.
 
-    >>> parsed("timers=None fp8_interval=1")
-    {'timers': None, 'fp8_interval': 1}
+    >>> parsed("cpu_offloading=False mtp_hsm=None")
+    {'cpu_offloading': False, 'mtp_hsm': None}
     """
     pairs = (field.partition("=") for field in fields.split())
     return {name: ast.literal_eval(default) for name, _, default in pairs}

@@ -33,6 +33,9 @@ from jax_te.typing import DTypeLike
 POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
 """Kinds of position embedding in `jax_te.models.GPTModel`, by Megatron-Core's names."""
 
+_FORMS_OF_GELU = ("bias_activation_fusion", "use_te_activation_func", "use_transformer_engine_op_fuser")
+"""Fields that choose among Megatron-Core's kernels of activations, of which GELU's differ in more than speed."""
+
 
 @accepts_megatron_fields
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +77,9 @@ class TransformerConfig(
         activation_func: Megatron-Core's name of ``activation``: a function, or its name.
         gated_linear_unit: whether to multiply the function of a first component by a second one: ``"silu"`` becomes
             ``"swiglu"``. None: whether the activation has two components.
+        bias_activation_fusion, use_te_activation_func, use_transformer_engine_op_fuser: with one of them True
+            Megatron-Core computes GELU in its tanh form, ``"gelu"``; with those that are given False, its default, in
+            the erf form, ``"gelu_exact"``. None, for all three: the tanh form. Kernels are XLA's in any case.
         add_bias_linear: whether all linear layers have biases.
         add_qkv_bias: whether the projections to queries, keys and values of self-attention have biases in any case
             (Qwen 2).
@@ -91,9 +97,10 @@ class TransformerConfig(
 
     Raises:
         ValueError: for a size that is not positive or does not divide, or an unknown name; for an ``activation`` that
-            contradicts ``activation_func``; a limit or offset of an activation that is not gated; biases beside shared
-            experts, which have none; ``distribute_saved_activations`` under sequence parallelism, which shards them
-            already; see also the other six.
+            contradicts ``activation_func``, or the form of GELU that the next three fields choose; a limit or offset
+            of an activation that is not gated; biases beside shared experts, which have none;
+            ``distribute_saved_activations`` under sequence parallelism, which shards them already; see also the other
+            six.
         TypeError: for an initializer or activation that cannot be called or hashed; see also the other six.
 
     Source: ``megatron.core.transformer.TransformerConfig``.
@@ -119,6 +126,9 @@ class TransformerConfig(
     activation: ActivationLike | None = None
     activation_func: ActivationLike | None = None
     gated_linear_unit: bool | None = None
+    bias_activation_fusion: bool | None = None
+    use_te_activation_func: bool | None = None
+    use_transformer_engine_op_fuser: bool | None = None
     add_bias_linear: bool = True
     add_qkv_bias: bool = False
     attention_dropout: float = 0.0
@@ -233,10 +243,20 @@ class TransformerConfig(
         if self.gated_linear_unit is not None:
             check_bool(gated_linear_unit=self.gated_linear_unit)
         func, given, gated = self.activation_func, self.activation, self.gated_linear_unit
-        named = [activation_parts(given)] if given is not None else []
+        gelu = self._form_of_gelu()
+        named = []
+        if given is not None:
+            parts = activation_parts(given)
+            self._check_form_of_gelu("activation", given, parts, gelu)
+            named.append(parts)
         if func is not None:
-            named.append(activation_parts(func if isinstance(func, tuple) else (func,), "activation_func"))
-        named = [(*parts, "linear") if gated and len(parts) == 1 else parts for parts in named or [("gelu",)]]
+            parts = activation_parts(func if isinstance(func, tuple) else (func,), "activation_func")
+            if "gelu_exact" in parts:
+                self._check_form_of_gelu("activation_func", func, parts, gelu)
+            # Megatron's name, whose form depends on the three fields.
+            named.append(tuple(gelu or part if part == "gelu" else part for part in parts))
+        default = [(gelu or "gelu",)]
+        named = [(*parts, "linear") if gated and len(parts) == 1 else parts for parts in named or default]
         if len(set(named)) > 1:
             raise ValueError(
                 f"activation={given!r} and activation_func={func!r}, gated_linear_unit={gated} name different "
@@ -248,8 +268,37 @@ class TransformerConfig(
                 f"gated_linear_unit={gated} and the activation {named_activation(parts)!r}, which has {len(parts)} "
                 "components; leave gated_linear_unit out, or change the activation"
             )
+        if self.use_transformer_engine_op_fuser and self.num_moe_experts is not None and "gelu" in parts:
+            raise ValueError(
+                "use_transformer_engine_op_fuser=True and GELU with num_moe_experts: Megatron computes the tanh form "
+                "in dense layers and the other one in experts; leave the field out, or take another activation"
+            )
         self._fill("activation", named_activation(parts))
         self._fill("gated_linear_unit", len(parts) > 1)
+
+    def _form_of_gelu(self) -> str | None:
+        """Return the name of the GELU that Megatron computes with the fields that are given, None without any."""
+        fields = {name: getattr(self, name) for name in _FORMS_OF_GELU}
+        given = {name: value for name, value in fields.items() if value is not None}
+        check_bool(**given)
+        if self.bias_activation_fusion and self.use_te_activation_func:
+            raise ValueError(
+                "bias_activation_fusion=True and use_te_activation_func=True exclude each other; leave one out"
+            )
+        if not given:
+            return None
+        return "gelu" if any(given.values()) else "gelu_exact"
+
+    def _check_form_of_gelu(self, name: str, activation: Any, parts: tuple[Any, ...], gelu: str | None) -> None:
+        """Raise ValueError for an activation with the other GELU than ``gelu``, the one that fields choose."""
+        other = {"gelu": "gelu_exact", "gelu_exact": "gelu"}.get(gelu or "")
+        if other in parts:
+            chosen = [f"{field}={getattr(self, field)}" for field in _FORMS_OF_GELU if getattr(self, field) is not None]
+            forms = {"gelu": "the tanh form of GELU", "gelu_exact": "its erf form, 'gelu_exact'"}
+            raise ValueError(
+                f"{name}={brief(activation)} has {forms[other]}, and {', '.join(chosen)} chooses {forms[str(gelu)]}; "
+                f"leave one out"
+            )
 
     def _check_norms(self) -> None:
         if not self.layernorm_epsilon > 0.0:
@@ -313,6 +362,12 @@ class TransformerConfig(
                 raise ValueError(
                     f"{name} is for a gated activation, a function times a linear component, and activation is "
                     f"{self.activation!r}; set gated_linear_unit=True, or leave it out"
+                )
+            kernels = [field for field in _FORMS_OF_GELU if getattr(self, field) and parts[0] != "quick_gelu"]
+            if kernels:
+                raise ValueError(
+                    f"{kernels[0]}=True and {name}={getattr(self, name)!r}: Megatron's kernel of "
+                    f"{self.activation!r} ignores {name}; leave one out"
                 )
 
     def _check_and_fill_experts(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import jax
@@ -190,21 +191,32 @@ class LoRA(nnx.Module):
             lora_a, lora_b = (getattr(self, each) for each in _names(name))
             a, b = (variable.get_value().astype(jnp.float32) for variable in (lora_a, lora_b))
             exact = kernel.get_value()
-            # Added in fp32 and rounded once; "highest", because a GPU's default for fp32 products is TensorFloat-32.
-            product = functools.partial(jnp.tensordot, axes=1, precision="highest")
-            product = product if self.base.groups is None else jax.vmap(product)
-            parts = self._parts(b.ndim)
-            if len(parts) == 1:
-                update = product(a, b)
-            else:
-                each = zip(jnp.split(a, len(parts), axis=-1), parts, strict=True)
-                update = jnp.concatenate([product(x, b[:, part]) for x, part in each], axis=1)
+            # Added in fp32 and rounded once.
+            update = self._product(a.ndim)(a, b)
             merged = exact.astype(jnp.float32) + self.scale * update
             kernel.set_value(merged.astype(exact.dtype))
             lora_b.set_value(jnp.zeros_like(lora_b.get_value()))
         drop_cached_kernels(self.base)
         self.base.frozen = False
         return self.base
+
+    def _product(self, axes: int) -> Callable[[Array, Array], Array]:
+        """Return a function of a kernel's two matrices, the first with so many axes, that returns their product."""
+        # "highest", because a GPU's default for fp32 products is TensorFloat-32.
+        multiply = functools.partial(jnp.tensordot, axes=1, precision="highest")
+        multiply = multiply if self.base.groups is None else jax.vmap(multiply)
+
+        def product(a: Array, b: Array) -> Array:
+            parts = self._parts(b.ndim)
+            if len(parts) == 1:
+                return multiply(a, b)
+            each = zip(jnp.split(a, len(parts), axis=-1), parts, strict=True)
+            return jnp.concatenate([multiply(x, b[:, part]) for x, part in each], axis=1)
+
+        # Layers that nnx.vmap stacked have axes in front.
+        for _ in range(axes - (2 if self.base.groups is None else 3)):
+            product = jax.vmap(product)
+        return product
 
 
 def _kernel_shape(base: Any, kernel: str) -> tuple[int, ...]:

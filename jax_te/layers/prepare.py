@@ -39,6 +39,11 @@ def prepare_quantization(model: nnx.Module, recipe: Recipe | None) -> nnx.Module
     >>> layer.quantizers["x"]["scale"].shape
     ()
     """
+    return prepare(model, recipe, keep=False)
+
+
+def prepare(model: nnx.Module, recipe: Recipe | None, *, keep: bool) -> nnx.Module:
+    """Return ``model`` after `prepare_quantization`; with ``keep``, state that ``recipe`` can go on with stays."""
     found = dict(nnx.iter_modules(model))
     modules = {path: module for path, module in found.items() if isinstance(module, QuantizableModule)}
     cores = {path: module for path, module in found.items() if isinstance(module, DotProductAttention)}
@@ -57,18 +62,35 @@ def prepare_quantization(model: nnx.Module, recipe: Recipe | None) -> nnx.Module
             # Layers that nnx.vmap stacked have a state each.
             state, stack = module.new_state(effective), module.stack_shape(kernel, found.get(path[:-1]))
             state = jax.tree.map(lambda leaf, stack=stack: jnp.broadcast_to(leaf, (*stack, *leaf.shape)), state)
-            made.append((module, name, module.state_variables(kernel, state, stack=len(stack))))
+            variables = module.state_variables(kernel, state, stack=len(stack))
+            if not (keep and _is_alike(getattr(module, name), variables)):
+                made.append((module, name, variables))
     for path, core in cores.items():
         state, stack = init_attention_state(None if core.high_precision else recipe), _stack_around(found, path)
         state = jax.tree.map(lambda leaf, stack=stack: jnp.broadcast_to(leaf, (*stack, *leaf.shape)), state)
         (name,) = core.state_names
-        made.append((core, name, quantizer_variables(state, stack=len(stack))))
+        variables = quantizer_variables(state, stack=len(stack))
+        if not (keep and _is_alike(getattr(core, name), variables)):
+            made.append((core, name, variables))
     for module, name, variables in made:
         setattr(module, name, nnx.data(variables))
     for module in modules.values():
         # Cached kernels were quantized under the recipe before.
         module.kernel_cache = nnx.data(None)
     return model
+
+
+def _is_alike(present: Any, fresh: Any) -> bool:
+    """Return whether two trees of Variables hold arrays of the same names, shapes and dtypes."""
+
+    def arrays(tree: Any) -> Any:
+        return jax.tree.map(
+            lambda leaf: jax.typeof(leaf.get_value()).str_short(),
+            tree,
+            is_leaf=lambda node: isinstance(node, nnx.Variable),
+        )
+
+    return arrays(present) == arrays(fresh)
 
 
 def _stack_around(found: dict[tuple[Any, ...], nnx.Module], path: tuple[Any, ...]) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -333,6 +333,15 @@ class TransformerLayer(ContextParallelModule):
         self.drop_path_rate = drop_path_rate
         self.sequence_parallel = sequence_parallel
 
+    # Whether masks that a mask type has no use for are ignored, as in Transformer Engine, or refused.
+    _ignores_masks: ClassVar[bool] = False
+
+    def _masks(self, attention: Any, x: Array, mask: Any, mask_type: MaskType | None) -> MaskArguments:
+        """Return the arguments of an attention block that correspond to a call's mask."""
+        core, of_self = attention.core_attention, attention.attention_type == "self"
+        kind: MaskType = core.attn_mask_type if mask_type is None else mask_type
+        return read_mask(mask, kind, core.window_size, x.shape[1], of_self=of_self, ignored=self._ignores_masks)
+
     def __call__(
         self,
         x: Array,
@@ -362,7 +371,7 @@ class TransformerLayer(ContextParallelModule):
             x: ``[b, s, h]``; its dtype is the dtype of computation and of the output.
             attention_mask: bool, True is masked out: under mask type ``"arbitrary"`` broadcastable to ``[b, n, s, s]``,
                 under ``"padding"`` and ``"padding_causal"`` ``[b, 1, 1, s]``, in place of lengths and with the padding
-                anywhere. Ignored under the other types, as in Transformer Engine.
+                anywhere. The other types take none.
             encoder_output: ``[b, skv, h]``, for a decoder.
             enc_dec_attn_mask: the same of cross-attention: ``[b, n, s, skv]``; under ``"padding"`` that of the
                 encoder's output, or a pair ``(queries' mask, encoder's mask)``.
@@ -403,10 +412,10 @@ class TransformerLayer(ContextParallelModule):
         # Skipped without a mask: lengths, packed sequences and causal masks need no array.
         masks = MaskArguments(None, self_attn_mask_type)
         if attention_mask is not None:
-            masks = _masks(self.self_attention, x, attention_mask, self_attn_mask_type)
+            masks = self._masks(self.self_attention, x, attention_mask, self_attn_mask_type)
         cross_masks = MaskArguments(None, enc_dec_attn_mask_type)
         if enc_dec_attn_mask is not None:
-            cross_masks = _masks(self.inter_attention, x, enc_dec_attn_mask, enc_dec_attn_mask_type)
+            cross_masks = self._masks(self.inter_attention, x, enc_dec_attn_mask, enc_dec_attn_mask_type)
         key = self.used_dropout_key(dropout_key, **self._rates())
 
         def key_of(purpose: Purpose) -> Array | None:
@@ -499,10 +508,3 @@ class TransformerLayer(ContextParallelModule):
     def set_tensor_parallel_group(self, tp_group: TensorGroup) -> None:
         """Set the tensor-parallel group of all projections, see `Linear.set_tensor_parallel_group`."""
         set_tensor_parallel_group(self, tp_group)
-
-
-def _masks(attention: Any, x: Array, mask: Any, mask_type: MaskType | None) -> MaskArguments:
-    """Return the arguments of an attention block that correspond to a call's mask."""
-    core = attention.core_attention
-    kind: MaskType = core.attn_mask_type if mask_type is None else mask_type
-    return read_mask(mask, kind, core.window_size, x.shape[1], of_self=attention.attention_type == "self")

@@ -35,6 +35,7 @@ from jax_te.layers.flax import (
     other_module,
     precision_reason,
     read_einsum,
+    reduced,
     report_of,
     rule_of_parameter,
     training_recipe,
@@ -290,9 +291,20 @@ def _quantized_class(cls: type[nn.Module], choice: _Choice) -> Any:
     names = {name for base in own for name, value in vars(base).items() if inspect.isfunction(value)}
     public = {name for name in names if not name.startswith("_")} - {"setup", *vars(nn.Module)} | {"__call__"}
     methods = {name: quantizing(name, getattr(cls, name)) for name in (*public, "apply", "init_with_output")}
+
+    @nn.nowrap
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        return reduced(super(made, self).__reduce_ex__(protocol), _new, cls, choice)
+
     namespace = {"__module__": cls.__module__, "__doc__": cls.__doc__, "quantization_choice": choice, **methods}
+    namespace["__reduce_ex__"] = __reduce_ex__
     made: Any = type(cls.__name__, (cls,), namespace)
     return made
+
+
+def _new(cls: type[nn.Module], choice: _Choice, *args: Any) -> Any:
+    made = _quantized_class(cls, choice)
+    return made.__new__(made, *args)
 
 
 def _original(cls: Any) -> Any:

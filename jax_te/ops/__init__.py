@@ -16,7 +16,7 @@ from jax_te.ops.linear.norm_and_activation import Activation, NormSpec
 from jax_te.ops.linear.plan import LinearOptions
 from jax_te.ops.linear.quantize_kernel import quantize_kernel
 from jax_te.ops.linear.spec import LinearWeights
-from jax_te.ops.lookup import look_up_rows
+from jax_te.ops.lookup import look_up_rows, look_up_rows_on_devices
 from jax_te.ops.loss.cross_entropy import softmax_cross_entropy
 from jax_te.ops.loss.linear_cross_entropy import linear_cross_entropy
 from jax_te.ops.loss.reduction import LossOptions

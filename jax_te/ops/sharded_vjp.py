@@ -17,8 +17,13 @@ from jax_te.ops.first_order import refuse_derivatives
 from jax_te.ops.stacked import behind_barrier, residuals_are_stacked
 from jax_te.quantize import OpaqueTree
 from jax_te.remat import WITNESS
-from jax_te.sharding import MeshAxes, auto_region, free_axes, reshard
+from jax_te.sharding import MeshAxes, auto_region, free_axes, mark_varying, reshard, varying_axes
 from jax_te.typing import LogicalAxes
+
+_WHY_MARKED = (
+    "second derivatives do not exist in a layer inside of a shard_map that leaves an axis to the compiler and checks "
+    "which arrays vary over its manual axes: pass check_vma=False to that shard_map"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +63,14 @@ class Shards:
         """Return ``fn`` run on each device's shards."""
         options = {"mesh": self.mesh, "in_specs": in_specs, "out_specs": out_specs}
         # check_vma off: residuals differ between devices by design, and TE's custom calls have no rule for it.
-        return jax.shard_map(fn, axis_names=set(self.manual_axes), check_vma=False, **options)
+        mapped = jax.shard_map(fn, axis_names=set(self.manual_axes), check_vma=False, **options)
+
+        # Inside of a shard_map of the user's: without the check JAX takes what comes out for the same on all devices
+        # along the axes that are manual there, and would accept one device's gradient in place of their sum.
+        def marked(*arrays: Any) -> Any:
+            return mark_varying(mapped(*arrays), varying_axes(arrays))
+
+        return marked
 
 
 @jax.tree_util.register_dataclass
@@ -118,6 +130,10 @@ def sharded_vjp(
     2.0
     """
 
+    def why_once(spec: Any, shards: Shards | None, arrays: Any) -> str | None:
+        why = once(spec) if once else None
+        return _WHY_MARKED if why is None and shards is not None and varying_axes(arrays) else why
+
     def run(spec: Any, shards: Shards | None, args: Any) -> tuple[Any, Any]:
         return fwd(spec, args) if shards is None else _forward_on_devices(fwd, spec, shards, args)
 
@@ -136,7 +152,7 @@ def sharded_vjp(
             perturbed = jax.tree.unflatten(treedef, [leaf.perturbed for leaf in leaves])
             check(spec, args, perturbed, sinks)
         args, dtypes = _as_float32(args)
-        why = once(spec) if once else None
+        why = why_once(spec, shards, args)
         if why is None:
             (out, residuals), witness = run(spec, shards, args), None
         else:
@@ -151,7 +167,7 @@ def sharded_vjp(
         if not isinstance(g, jax.Array):
             # The cotangent of an output that nothing differentiates is zeros.
             g = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x, g)  # type: ignore[arg-type]
-        tree, used, why = residuals.tree, (residuals.witness, g), once(spec) if once else None
+        tree, used, why = residuals.tree, (residuals.witness, g), why_once(spec, shards, residuals.tree)
         if why is not None:
             # Derivatives of the following are never needed, and GPU kernels have none.
             tree, g = jax.lax.stop_gradient((tree, g))

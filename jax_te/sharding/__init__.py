@@ -5,10 +5,12 @@ from jax_te.sharding.collectives import (
     all_gather,
     all_to_all,
     device_mesh,
+    mark_varying,
     moved,
     reduce_max,
     reduce_sum,
     reshard,
+    varying_axes,
 )
 from jax_te.sharding.communication import CommunicationReport, communication_report
 from jax_te.sharding.constrain import auto_region, constrain

@@ -7,7 +7,7 @@ Engine's custom calls, Pallas kernels) receive one device's arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -101,3 +101,32 @@ def reduce_sum(x: Array, axes: MeshAxes, scatter: Dims = (), later: MeshAxes = (
 def reduce_max(x: Array, axes: MeshAxes) -> Array:
     """Return the maximum of a device's ``x`` over mesh axes."""
     return jax.lax.pmax(x, axes) if axes else x
+
+
+def varying_axes(arrays: Any) -> frozenset[str]:
+    """Return the manual mesh axes along which the arrays of a tree may differ, as JAX knows it.
+
+    Empty outside of a ``shard_map``, and inside of one with ``check_vma=False``.
+
+    >>> varying_axes({"x": jnp.ones(2)})
+    frozenset()
+    """
+    return frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in jax.tree.leaves(arrays)))
+
+
+def mark_varying(arrays: Any, axes: Iterable[str]) -> Any:
+    """Return a tree of arrays of which JAX knows that they may differ along these manual mesh axes.
+
+    For what an inner ``shard_map`` without the check has lost the marks of. Its derivative is JAX's, a sum over the
+    devices: use it inside of derivative rules only.
+
+    >>> mark_varying(jnp.ones(2), ()).tolist()
+    [1.0, 1.0]
+    """
+    wanted = frozenset(axes)
+
+    def mark(leaf: jax.Array) -> jax.Array:
+        more = tuple(sorted(wanted - varying_axes(leaf)))
+        return jax.lax.pcast(leaf, more, to="varying") if more else leaf
+
+    return jax.tree.map(mark, arrays) if wanted else arrays

@@ -169,6 +169,20 @@ def test_merged_is_unmerged_to_rounding(build: Any, dtype: str) -> None:
     assert_bitwise(layer(x), merged(x))
 
 
+@pytest.mark.parametrize(("hidden", "count"), [(16, 16), (16, 3), (8, R)])
+def test_layers_that_vmap_stacked_are_merged_each_for_itself(hidden: int, count: int) -> None:
+    """Also where the number of layers is a size of the kernel, or the rank."""
+
+    def build(rngs: nnx.Rngs) -> LoRA:
+        layer = LoRA(Linear(hidden, 24, bias=False, rngs=rngs), R, alpha=ALPHA, rngs=rngs)
+        layer.lora_b[...] = jax.random.normal(rngs.params(), layer.lora_b.shape)
+        return layer
+
+    stack = nnx.split_rngs(splits=count)(nnx.vmap(build))(nnx.Rngs(0))
+    kernel, a, b = (np.float64(each[...]) for each in (stack.base.kernel, stack.lora_a, stack.lora_b))
+    assert_close(stack.merge().kernel[...], kernel + ALPHA / R * a @ b, TOLERANCE["float32"])
+
+
 def test_what_cannot_be_merged_says_why() -> None:
     bare = Linear(H, F, False, skip_weight_param_allocation=True, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"has no kernel of its own, .* go on calling LoRA"):

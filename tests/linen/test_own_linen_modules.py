@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import flax.linen as nn
@@ -66,6 +67,13 @@ class Attention(nn.Module):
     def __call__(self, x, deterministic=True):
         y = jax.nn.dot_product_attention(*self.qkv("BTD,SNDH->SBTNH", x))
         return self.out("BTNH,NHD->BTD", self.dropout(y, deterministic=deterministic))
+
+
+def test_a_quantized_model_is_pickled():
+    model = te.quantize_model(FeedForward(), X, rules={"*": "ambient"})
+    again = pickle.loads(pickle.dumps(model))
+    assert again == model
+    assert type(again) is type(model)
 
 
 class Model(nn.Module):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from jax_te._validation import brief, checked
 from jax_te.errors import CheckpointMismatchError
+from jax_te.interop.megatron.arguments import check_names
 from jax_te.interop.megatron.expert_states import States, states_of_all, states_of_rank
 from jax_te.interop.megatron.experts import experts_of_rank, grouped, joined_experts, sequential_names, tensor_bits
 from jax_te.interop.torch import METADATA, Mapped, Record, StoredTensor, Tensor, join_tensors, read_torch_distributed
@@ -100,7 +101,7 @@ def read_checkpoint(
     gated: bool | None = None,
     args: Mapping[str, Any] = MappingProxyType({}),
 ) -> MegatronCheckpoint:
-    """Return `read_megatron` of a checkpoint whose arguments ``args`` are to be corrected or completed."""
+    """Return `read_megatron` of a checkpoint whose arguments ``args`` correct or complete."""
     path = _iteration_folder(Path(path), iteration)
     if (path / METADATA).is_file():
         other = sorted(each.name for each in path.iterdir() if _RANK.fullmatch(each.name))
@@ -112,6 +113,7 @@ def read_checkpoint(
         found = _distributed(path)
     else:
         found = _ranks(path, gated, args)
+    check_names(args, found.args)
     # Experts have no norm of their own, so that the one in front of them is not fused.
     mixtures = {name.partition(".mlp.router.")[0] for name in found.tensors if ".mlp.router." in name}
     tensors = {_fused_norms(name, mixtures): tensor for name, tensor in found.tensors.items()}

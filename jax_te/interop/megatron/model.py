@@ -64,6 +64,9 @@ _EXPECTED: dict[str, Any] = {
     **dict.fromkeys(("multi_latent_attention", "qk_l2_norm", "rotary_interleaved", "attention_output_gate"), False),
     **dict.fromkeys(("apply_residual_connection_post_layernorm", "enable_mhc_connections", "use_mup"), False),
     "softmax_type": "vanilla",
+    # The rows of linear_fc1.weight would alternate between gate and factor.
+    **dict.fromkeys(("moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size")),
+    **dict.fromkeys(("use_grouped_gemm_for_dense_mlp", "use_grouped_gemm_for_shared_expert"), False),
 }
 _DEFAULT_ACTIVATIONS = {True: "gelu", False: "gelu_exact"}
 _MLP, _ATTENTION = "layers/{i}/layernorm_mlp", "layers/{i}/self_attention"
@@ -130,7 +133,8 @@ def _read(given: Fields, options: Options) -> Options:
         given.expect(name, value)
     # Megatron-LM also has a number of groups without the flag, and then ignores it.
     grouped, groups = given.take("group_query_attention", bool, False), given.raw("num_query_groups")
-    untied, activation = given.take("untie_embeddings_and_output_weights", bool, False), _activation(given)
+    untied = given.take("untie_embeddings_and_output_weights", bool, False)
+    activation = _activation(given, options, experts=bool(experts), limited=limit is not None)
     size, skip = given.raw("window_size"), given.raw("window_attn_skip_freq")
     kind = given.take("position_embedding_type", str, "learned_absolute")
     if given.take("use_rotary_position_embeddings", bool, False):  # the older flag
@@ -160,16 +164,40 @@ def _read(given: Fields, options: Options) -> Options:
     }
 
 
-def _activation(given: Fields) -> str:
+def _activation(given: Fields, options: Options, *, experts: bool, limited: bool) -> str:
+    """Return our name of the activation that flags choose.
+
+    Args:
+        given: flags.
+        options: options of the model, of which whether linear layers have biases is read.
+        experts: whether the model has experts.
+        limited: whether ``activation_func_clamp_value`` is given.
+    """
     chosen = [name for name in _ACTIVATIONS if given.take(name, bool, False)]
-    # Megatron's fused kernel of bias and GELU computes the tanh form, its other one the exact one.
-    fused = given.take("bias_gelu_fusion", bool, True)
     if len(chosen) > 1:
         raise given.refused(chosen[0], True, f"{chosen[1]} is, too")
-    return _ACTIVATIONS[chosen[0]] if chosen else _DEFAULT_ACTIVATIONS[fused]
+    kernels = {name: given.take(name, bool, False) for name in _KERNELS}
+    # Megatron-LM does not fuse biases that a model does not have.
+    fused = given.take("bias_gelu_fusion", bool, options["add_bias_linear"])
+    fused_swiglu = given.take("bias_swiglu_fusion", bool, True)
+    if chosen == ["swiglu"] and limited and fused_swiglu:
+        raise given.refused(
+            "bias_swiglu_fusion",
+            True,
+            "Megatron's kernel ignores activation_func_clamp_value; correct one of them in args",
+        )
+    if chosen:
+        return _ACTIVATIONS[chosen[0]]
+    if experts and kernels["use_transformer_engine_op_fuser"]:
+        why = "Megatron then computes the tanh form of GELU in dense layers and the erf form in experts"
+        raise given.refused("use_transformer_engine_op_fuser", True, why)
+    # Megatron's kernels compute the tanh form, without them it is the exact one.
+    return _DEFAULT_ACTIVATIONS[fused or any(kernels.values())]
 
 
 _ACTIVATIONS = {"swiglu": "swiglu", "squared_relu": "srelu", "quick_geglu": "qgeglu"}
+# Flags of kernels of Transformer Engine's, whose GELU is the tanh form.
+_KERNELS = ("use_te_activation_func", "use_transformer_engine_op_fuser")
 
 
 def _write(options: Options) -> Mapping[str, Any]:
@@ -183,7 +211,10 @@ def _write(options: Options) -> Mapping[str, Any]:
         "group_query_attention": options["num_query_groups"] != options["num_attention_heads"],
         "num_query_groups": options["num_query_groups"],
         "untie_embeddings_and_output_weights": not options[TIED],
-        "bias_gelu_fusion": options["activation"] == "gelu",
+        "bias_gelu_fusion": options["activation"] == "gelu" and options["add_bias_linear"],
+        # Without biases only Transformer Engine's kernel is the tanh form.
+        "use_te_activation_func": options["activation"] == "gelu" and not options["add_bias_linear"],
+        "bias_swiglu_fusion": options["activation"] == "swiglu" and options["activation_func_clamp_value"] is None,
         **{flag: options["activation"] == name for flag, name in _ACTIVATIONS.items()},
         "window_size": options["window_size"],
         "window_attn_skip_freq": options["window_attn_skip_freq"],
@@ -254,7 +285,8 @@ def load_megatron(
         A `GPTModel`, sharded over the mesh of ``jax.set_mesh``.
 
     Raises:
-        ValueError: see `read_megatron`; for unsupported arguments that change a model's computation.
+        ValueError: see `read_megatron`; for unsupported arguments that change a model's computation; for names in
+            ``args`` that are no arguments of Megatron-LM.
         CheckpointMismatchError: for missing, unexpected and wrongly shaped tensors; for FP8 states of experts that are
             of another recipe, or not there for all experts of a layer.
 

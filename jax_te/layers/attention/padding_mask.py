@@ -70,25 +70,35 @@ class MaskArguments(NamedTuple):
     window_size: Window | None = None
 
 
-def read_mask(mask: Any, mask_type: MaskType, window: Window | None, sq: int, *, of_self: bool) -> MaskArguments:
-    """Return the arguments of `MultiheadAttention` for a mask under any mask type, as Transformer Engine reads it.
+def read_mask(
+    mask: Any, mask_type: MaskType, window: Window | None, sq: int, *, of_self: bool, ignored: bool
+) -> MaskArguments:
+    """Return the arguments of `MultiheadAttention` for a mask under any mask type.
 
-    ``"arbitrary"`` uses it as it is, the padding types read the padding tokens from it, and the others ignore it and
-    log this once.
+    ``"arbitrary"`` uses it as it is, the padding types read the padding tokens from it, and the others have no use for
+    it.
 
     Args:
         mask, sq, of_self: see `padding_pair`.
         mask_type, window: mask type and window of the layer or the call.
+        ignored: whether a mask without a use is ignored, as in Transformer Engine, which is logged once. False: it is
+            an error.
 
     Raises:
-        TypeError, ValueError: see `padding_pair` and `arbitrary_mask`.
+        TypeError, ValueError: see `padding_pair` and `arbitrary_mask`; ValueError for a mask without a use.
 
-    >>> read_mask(jnp.zeros((1, 1, 4, 4), bool), "causal", None, 4, of_self=True).attention_mask is None
+    >>> mask = jnp.zeros((1, 1, 4, 4), bool)
+    >>> read_mask(mask, "causal", None, 4, of_self=True, ignored=True).attention_mask is None
     True
     """
     if mask_type.startswith("padding"):
         mask, window = arbitrary_mask(padding_pair(mask, sq, of_self=of_self), mask_type, window)
         mask_type = "arbitrary"
+    elif mask_type != "arbitrary" and not ignored:
+        raise ValueError(
+            f"mask_type {mask_type!r} takes no mask, which would have no effect; leave it out, or give the layer or "
+            "the call the mask type 'arbitrary', or 'padding' or 'padding_causal' for a mask of padding"
+        )
     elif mask_type != "arbitrary":
         # Programs written for Transformer Engine pass a mask with every call, and most kernels ignore it.
         log_once(f"attention masks have no effect under mask type {mask_type!r}, as in Transformer Engine")

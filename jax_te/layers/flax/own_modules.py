@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -88,8 +89,33 @@ def _reached(cls: Any) -> Any:
             return cls.__call__(self, *args, **kwargs)
         return _call(self, cls.__call__, gemms, args, kwargs)
 
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        return reduced(super(made, self).__reduce_ex__(protocol), _new, cls)
+
     names = {name: getattr(cls, name) for name in ("__module__", "__doc__", "__qualname__")}
-    return type(cls)(cls.__name__, (cls,), {**names, "__call__": __call__, "_reached": True})
+    methods = {"__call__": __call__, "__reduce_ex__": __reduce_ex__}
+    made = type(cls)(cls.__name__, (cls,), {**names, **methods, "_reached": True})
+    return made
+
+
+def _new(cls: Any, *args: Any) -> Any:
+    made = _reached(cls)
+    return made.__new__(made, *args)
+
+
+def reduced(reduction: Any, new: Callable[..., Any], *made_of: Any) -> Any:
+    """Return what ``__reduce_ex__`` of an object returns whose class pickle does not find by its name.
+
+    Args:
+        reduction: what the base's returns.
+        new: function of ``made_of`` and the arguments of ``__new__`` that returns an object of the class.
+        made_of: what the class is made of.
+    """
+    # A class with a reduction of its own makes its objects in a way of its own.
+    if not isinstance(reduction, tuple) or reduction[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+        return reduction
+    _, (_, *args), *rest = reduction
+    return new, (*made_of, *args), *rest
 
 
 def _call(module: Any, function: Callable[..., Any], gemms: dict[str, ParameterGemm], args: Any, kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ from jax_te.layers.flax.drop_in import DotGeneral, FlaxLinear, ParameterGemm, fl
 from jax_te.layers.flax.drop_in_mesh import kernel_names
 from jax_te.layers.flax.model_gemms import ModelGemms, as_inputs, gemms_of_model
 from jax_te.layers.flax.own_modules import gemms_of, original_class, own_kernels, reach, watching
-from jax_te.layers.prepare import prepare_quantization
+from jax_te.layers.prepare import prepare
 from jax_te.layers.quantizable import QuantizableModule, natural_order
 from jax_te.recipe import ModuleRecipe, Recipe, autocast, current_recipe, first_rule, own_recipe
 
@@ -266,8 +266,8 @@ def quantize_model(
     input's, as those of experts in ``"ecd,edf->ecf"``, are of kernels that are quantized each by itself. Nothing else
     changes: parameters are the same Variables under the same names, with their metadata and dtypes, so that checkpoints
     and optimizer states still fit, and the layers promote dtypes and add biases as before. Where no recipe is in force,
-    the model computes what it computed before. Layers that have a `DotGeneral` already keep it if no rule fits them,
-    with fresh state.
+    the model computes what it computed before. Layers that have a `DotGeneral` already keep it if no rule fits them;
+    they, and layers of this package, go on with the quantizer state that they have, unless the recipe needs another.
 
     The layers of `jax_te.layers` and `jax_te.megatron`, such as those of `jax_te.models`, follow recipes as they are. A
     rule that fits one gives it its recipe, in place of one of its own.
@@ -328,7 +328,8 @@ def quantize_model(
             entry, own = decide_layer(path, kind, rules, layer, gemms)
             layers.append(entry)
             present = getattr(module, layer.op.attribute)
-            given = present if isinstance(present, DotGeneral) and own is None else layer.op(own, groups=layer.groups)
+            kept = isinstance(present, DotGeneral) and own in (None, present.recipe)
+            given = present if kept else layer.op(own, groups=layer.groups)
             chosen.append((module, layer, given if entry.why is None else None))
         elif isinstance(module, QuantizableModule):
             if not module.of_flax:
@@ -351,7 +352,8 @@ def quantize_model(
     for module, pattern in ruled:
         if pattern is not None:
             _set_own(module, rules[pattern])
-    prepare_quantization(model, current_recipe())  # stacked layers have a state each
+    # Stacked layers have a state each. Layers that were quantized before go on with theirs.
+    prepare(model, current_recipe(), keep=True)
     return report
 
 
@@ -402,7 +404,7 @@ def _own_module(
             continue
         entry, own = decided
         entries.append(entry)
-        if entry.why is None and own is None and name in present:
+        if entry.why is None and name in present and own in (None, present[name].recipe):
             ops[name] = present[name]
         elif entry.why is None:
             stack = parameter.get_value().shape[: parameter.ndim - what.contractions[0].kernel.rank]

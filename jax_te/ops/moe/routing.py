@@ -200,6 +200,9 @@ def route_by_sinkhorn(logits: Array, topk: int, *, balanced: bool, tol: float = 
 def sinkhorn(logits: Array, *, tol: float = 1e-4) -> Array:
     """Return ``exp(logits)``, rows and columns scaled in turn until their sums are equal, ``[t, e]``.
 
+    A row's maximum is subtracted first, which its factor absorbs: logits of any size are balanced. A row without a
+    finite maximum makes the result nan.
+
     Args:
         logits: ``[t, e]``, fp32.
         tol: the mean change of the columns' factors below which the iteration ends. It ends also at nan.
@@ -209,12 +212,17 @@ def sinkhorn(logits: Array, *, tol: float = 1e-4) -> Array:
     >>> jnp.sum(sinkhorn(jnp.array([[1.0, 0.0], [1.0, 0.5]])), axis=0).round(2).tolist()
     [0.5, 0.5]
     """
-    cost, (t, e) = jnp.exp(logits), logits.shape
+    t, e = logits.shape
     eps = 1e-8
+    largest_of_row = jnp.max(logits, axis=1)
+    cost = jnp.exp(logits - largest_of_row[:, None])
+    # Megatron's eps beside the sums of the rows as they were. Limited, so that rows of very negative logits, whose
+    # factors it makes vanish, stay finite.
+    eps_of_row = eps * jnp.exp(jnp.minimum(-largest_of_row, 80.0))
 
     def step(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         _, old, _ = state
-        rows = 1.0 / t / (jnp.sum(old[None] * cost, axis=1) + eps)
+        rows = 1.0 / t / (jnp.sum(old[None] * cost, axis=1) + eps_of_row)
         columns = 1.0 / e / (jnp.sum(rows[:, None] * cost, axis=0) + eps)
         return rows, columns, jnp.mean(jnp.abs(old - columns))
 

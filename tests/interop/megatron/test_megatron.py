@@ -337,6 +337,44 @@ def test_any_arguments_of_a_checkpoint_are_followed_or_refused(tmp_path):
                 load_megatron(tmp_path / "one.pt", args=args | {name: value})
 
 
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"rotery_base": 5000.0}, r"'rotery_base' \(most alike: rotary_base"),
+        ({"nonsense": 3}, "'nonsense'.*Correct them, or leave them out"),
+        ({"moe_mlp_glu_interleave_size": 4}, "moe_mlp_glu_interleave_size is 4"),
+        ({"use_grouped_gemm_for_dense_mlp": True}, "use_grouped_gemm_for_dense_mlp is True"),
+        ({"activation_func_clamp_value": 7.0, "bias_swiglu_fusion": True}, "bias_swiglu_fusion is True; .* ignores"),
+    ],
+)
+def test_arguments_that_are_misspelt_or_would_change_the_model_are_refused(args, message, tmp_path):
+    save_megatron(build("llama", num_layers=1), tmp_path / "one.pt")
+    with pytest.raises(ValueError, match=message):
+        load_megatron(tmp_path / "one.pt", args=args)
+
+
+@pytest.mark.parametrize(
+    ("flags", "activation"),
+    [
+        ({}, "gelu"),
+        ({"add_bias_linear": False}, "gelu_exact"),
+        ({"add_bias_linear": False, "use_te_activation_func": True}, "gelu"),
+        ({"bias_gelu_fusion": False}, "gelu_exact"),
+        ({"bias_gelu_fusion": False, "use_transformer_engine_op_fuser": True}, "gelu"),
+        ({"lr": 0.1, "train_iters": 10}, "gelu"),  # of training: known, and without effect
+    ],
+)
+def test_flags_choose_the_form_of_gelu(flags, activation, tmp_path):
+    """Megatron-LM does not fuse biases that a model does not have."""
+    bias = flags.get("add_bias_linear", True)
+    save_megatron(build("gpt2", num_layers=1, add_bias_linear=bias), tmp_path / "one.pt")
+    stored = read_torch_file(tmp_path / "one.pt")
+    names = ("bias_gelu_fusion", "use_te_activation_func")
+    stored["jax_te_args"] = {name: value for name, value in stored["jax_te_args"].items() if name not in names}
+    write_torch_file(tmp_path / "one.pt", stored)
+    assert load_megatron(tmp_path / "one.pt", args=flags).config.activation == activation
+
+
 def test_one_argument_corrects_what_a_file_says_and_nothing_else(tmp_path):
     """Whether layers are gated is known from all arguments together: two ranks hold gate and factor in parts."""
     model = build("llama", num_layers=1)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from jax_te import te_pytorch
 from jax_te._validation import log_once
 from jax_te.layers import TransformerLayer
 from tests.support.numerics import NO_DROPOUT, assert_bitwise, draw
@@ -20,8 +21,8 @@ X = draw("x", (B, S, H))
 Q, K = jnp.arange(S)[None, None, :, None], jnp.arange(S)[None, None, None]  # queries, keys
 
 
-def layer(mask_type: str, **options: Any) -> TransformerLayer:
-    return TransformerLayer(H, 32, 2, self_attn_mask_type=mask_type, rngs=nnx.Rngs(0), **(NO_DROPOUT | options))
+def layer(mask_type: str, kind: type[TransformerLayer] = TransformerLayer, **options: Any) -> TransformerLayer:
+    return kind(H, 32, 2, self_attn_mask_type=mask_type, rngs=nnx.Rngs(0), **(NO_DROPOUT | options))
 
 
 @pytest.mark.parametrize(
@@ -44,9 +45,20 @@ def test_a_mask_hides_what_its_type_says(mask_type: str, window: Any, hidden: An
 
 
 @pytest.mark.parametrize("mask_type", ["causal", "no_mask"])
-def test_a_mask_without_effect_is_logged_once(mask_type: str, caplog: pytest.LogCaptureFixture):
+def test_a_mask_without_effect_is_refused(mask_type: str):
+    for mask in (jnp.zeros((1, 1, 1, S), bool), jnp.ones((7, 3))):
+        with pytest.raises(ValueError, match=f"mask_type '{mask_type}' takes no mask"):
+            layer(mask_type)(X, mask)
+    decoder = layer("causal", layer_type="decoder", enc_dec_attn_mask_type="no_mask")
+    with pytest.raises(ValueError, match="mask_type 'no_mask' takes no mask"):
+        decoder(X, None, X, LEFT)
+
+
+@pytest.mark.parametrize("mask_type", ["causal", "no_mask"])
+def test_under_transformer_engines_name_it_is_logged_once(mask_type: str, caplog: pytest.LogCaptureFixture):
+    """As there: programs written for it pass a mask with every call."""
     log_once.cache_clear()
-    one = layer(mask_type)
+    one = layer(mask_type, te_pytorch.TransformerLayer, attn_input_format="bshd")
     with caplog.at_level(logging.INFO, logger="jax_te"):
         for _ in range(2):
             assert_bitwise(one(X, jnp.ones((1, 1, S, S), bool)), one(X))

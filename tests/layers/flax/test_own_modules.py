@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import jax
@@ -13,7 +15,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import AxisType
 
-from jax_te.layers import EinsumOp, dequantize_model, prepare_quantization, quantizable_modules, quantize_model
+from jax_te.layers import EinsumOp, Linear, dequantize_model, prepare_quantization, quantizable_modules, quantize_model
 from jax_te.megatron import GlobMatcher, RecipeConfig, apply_quantization_config
 from jax_te.quantize import frozen_scales
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, ModuleRecipe, autocast
@@ -268,6 +270,37 @@ def test_a_model_of_own_modules_trains_under_delayed_scaling():
         assert np.any(np.asarray(model(X)) != np.asarray(value))
         model.eval()
         np.testing.assert_array_equal(model(X), value)
+
+
+def test_layers_that_are_quantized_go_on_with_their_state():
+    """A later call adds layers of Flax's: amax histories of the others are not lost."""
+    with autocast(DELAYED):
+        model = nnx.List(
+            [Linear(32, 32, rngs=nnx.Rngs(0)), Operator((32, 32), nnx.Rngs(1)), nnx.Linear(32, 32, rngs=nnx.Rngs(2))]
+        )
+        call = lambda model, x: model[2](model[1](model[0](x)))  # noqa: E731
+        rules = {"1.w": "ambient", "2": None}
+        quantize_model(model, X, method=call, rules=rules)
+        histories = [model[0].quantizers["x"]["amax_history"], model[1].w_gemm.quantizers["x"]["amax_history"]]
+        for history in histories:
+            history[...] = jnp.array([3.0, 2.0])
+        quantize_model(model, X, method=call, rules=rules | {"2": "ambient"})
+        assert not model[2].dot_general.quantizers["x"]["amax_history"][...].any()
+        again = [model[0].quantizers["x"]["amax_history"], model[1].w_gemm.quantizers["x"]["amax_history"]]
+        for history in again:
+            np.testing.assert_array_equal(history[...], [3.0, 2.0])
+    with autocast(DelayedScaling(amax_history_len=4)):  # whose state is another
+        quantize_model(model, X, method=call, rules=rules)
+        np.testing.assert_array_equal(model[0].quantizers["x"]["amax_history"][...], jnp.zeros(4))
+
+
+def test_a_quantized_module_is_pickled_and_copied():
+    model = Operator((32, 32), nnx.Rngs(0))
+    with autocast(CURRENT):
+        quantize_model(model, X, rules={"*": "ambient"})
+        for again in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+            assert type(again) is type(model)
+            np.testing.assert_array_equal(again(X), model(X))
 
 
 @pytest.mark.costly

@@ -159,6 +159,16 @@ def test_sinkhorn(topk):
     assert load.max() < routing.tokens_per_expert(plain.experts, 8).max()
 
 
+@pytest.mark.parametrize("shift", [0.0, 60.0, 300.0, -30.0])
+def test_sinkhorn_of_any_size(shift):
+    """One row of large logits would be infinite, and infinity times zero would unbalance all others."""
+    logits = LOGITS.at[3].add(shift)
+    # Their maxima in fp32 are rounded to 300 * 2^-24, an error of an exponent.
+    np.testing.assert_allclose(routing.sinkhorn(logits), sinkhorn(wide(logits)), rtol=1e-3)
+    load = routing.tokens_per_expert(routing.route_by_sinkhorn(logits, 2, balanced=True).experts, 8)
+    assert load.max() <= 9, load  # 24 tokens that choose 2 of 8: 6 each
+
+
 def test_sinkhorn_ends_at_nan():
     assert routing.route_by_sinkhorn(LOGITS.at[0, 0].set(jnp.nan), 2, balanced=True).experts.shape == (24, 2)
 

@@ -1,0 +1,84 @@
+"""Layers inside of the user's own shard_map, with mesh axes that it leaves to the compiler."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from jax_te import Linear, ParallelConfig, make_mesh
+from jax_te.layers import Embedding
+from tests.support.numerics import TOLERANCE
+
+IDS = jax.random.randint(jax.random.key(0), (4, 8), 0, 32)
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.table, self.head = Embedding(32, 16, rngs=rngs), Linear(16, 32, rngs=rngs)
+
+    def __call__(self, ids: Any) -> Any:
+        return self.head(self.table(ids))
+
+
+GRAPH, PARAMS = nnx.split(Model(nnx.Rngs(0)))
+
+
+def loss(params: Any, ids: Any) -> Any:
+    return jnp.mean(nnx.merge(GRAPH, params)(ids) ** 2)
+
+
+def marked(params: Any) -> Any:
+    return jax.tree.map(lambda leaf: jax.lax.pcast(leaf, ("data",), to="varying"), params)
+
+
+def by_hand(step: Any, check: bool = True) -> Any:
+    """The step on two devices along "data", whose mesh has further axes."""
+    mesh = make_mesh(ParallelConfig(data=2))
+    specs: Any = {"mesh": mesh, "in_specs": (P(), P("data")), "out_specs": P(), "axis_names": {"data"}}
+    return jax.jit(jax.shard_map(step, check_vma=check, **specs))(PARAMS, IDS)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_gradients_are_those_of_the_whole_batch(check: bool) -> None:
+    def step(params: Any, ids: Any) -> Any:
+        found = jax.grad(loss)(marked(params) if check else params, ids)
+        return jax.tree.map(lambda each: jax.lax.pmean(each, "data"), found)
+
+    expected = jax.grad(loss)(PARAMS, IDS)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=TOLERANCE["float32"], atol=TOLERANCE["float32"]),
+        by_hand(step, check=check),
+        expected,
+    )
+
+
+@pytest.mark.parametrize("layer", ["table", "head"])
+def test_parameters_without_marks_are_no_silent_gradient_of_one_device(layer: str) -> None:
+    def step(params: Any, ids: Any) -> Any:
+        mine = marked(params)
+        mine[layer] = params[layer]
+        found = jax.grad(loss)(mine, ids)
+        return jax.tree.map(lambda each: jax.lax.pmean(each, "data"), found)
+
+    with pytest.raises(ValueError, match="must produce an output with the same type"):
+        by_hand(step)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_second_derivatives_say_what_to_change(check: bool) -> None:
+    def step(params: Any, ids: Any) -> Any:
+        def norm(params: Any) -> Any:
+            return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(jax.grad(loss)(params, ids)))
+
+        found = jax.grad(norm)(marked(params) if check else params)
+        return jax.tree.map(lambda each: jax.lax.pmean(each, "data"), found)
+
+    if check:
+        with pytest.raises(TypeError, match="pass check_vma=False to that shard_map"):
+            by_hand(step)
+    else:
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(by_hand(step, check=False)))
