@@ -17,6 +17,7 @@ from orbax.checkpoint import v1 as ocp
 
 from jax_te.checkpoint import stored_arrays
 from jax_te.checkpoint.folder import Folder
+from jax_te.checkpoint.steps import METADATA_FILE
 from jax_te.checkpoint.tree import Name, crc32
 
 
@@ -118,7 +119,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
 
 def _custom_metadata(path: Path) -> dict[str, Any]:
     # Orbax's own file. Orbax's function also reads the metadata of each array, one by one.
-    return dict(json.loads((path / "_CHECKPOINT_METADATA").read_bytes())["custom_metadata"] or {})
+    return dict(json.loads((path / METADATA_FILE).read_bytes())["custom_metadata"] or {})
 
 
 def read_back(path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jax_te.typing import PyTree
 
 Name = tuple[str, ...]
 
-FORMAT = 3
+FORMAT = 4
 """Version of the checkpoints that are written and read."""
 
 STATE = "state"
@@ -33,6 +34,8 @@ NO_MESH = jax.sharding.Mesh(np.empty((), object), ())
 def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[Name, Any]:
     """Return the leaves of a pytree by their paths' names, in leaf order; NNX Variables add no name.
 
+    Names are also joined with "/" or "." and taken apart again, so both are escaped in a key, as in a URL.
+
     Args:
         tree: the pytree.
         is_leaf: predicate for leaves, see ``jax.tree.leaves``.
@@ -42,6 +45,8 @@ def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> 
 
     >>> list(named_leaves({"layers": [nnx.Param(jnp.ones(2))]}))
     [('layers', '0')]
+    >>> list(named_leaves({"a/b.c": jnp.ones(2)}))
+    [('a%2Fb%2Ec',)]
     """
     # Variables are unwrapped, so that a checkpoint does not depend on how NNX names what is inside one.
     plain = jax.tree.map(_unwrap, tree, is_leaf=_is_variable)
@@ -73,8 +78,8 @@ def array_leaves(tree: PyTree) -> list[Any]:
         for name, leaf in named_leaves(tree).items():
             if not isinstance(leaf, jax.Array | np.ndarray):
                 raise TypeError(
-                    f"{'/'.join(name)} is not an array but {type(leaf).__name__}: give the state its jnp.asarray, or "
-                    "store it in data_state"
+                    f"{'/'.join(name)} is not an array but {type(leaf).__name__}: give the state its jnp.asarray, its "
+                    "np.asarray if it needs 64 bits, or store it in data_state"
                 )
     return leaves
 
@@ -108,6 +113,32 @@ def records(leaves: dict[Name, Any]) -> dict[str, list[Any]]:
     return result
 
 
+def key_kinds(leaves: dict[Name, Any]) -> dict[str, str]:
+    """Return the implementation of each typed key: those of "rbg" and of "unsafe_rbg" have data of the same shape.
+
+    >>> key_kinds({("a",): jax.random.key(0, impl="rbg"), ("b",): jnp.ones(2)})
+    {'a': 'rbg'}
+    """
+    dtypes = {"/".join(name): leaf.dtype for name, leaf in leaves.items()}
+    return {name: _key_kind(dtype) for name, dtype in dtypes.items() if jnp.issubdtype(dtype, jax.dtypes.prng_key)}
+
+
+@lru_cache(maxsize=64)
+def _key_kind(dtype: Any) -> str:
+    return str(jax.random.key_impl(jnp.zeros((), dtype)))
+
+
+def is_wide(dtype: Any) -> bool:
+    """Return whether JAX holds no array of a dtype, but NumPy does: 64 bits, unless ``jax_enable_x64`` is on.
+
+    >>> is_wide(np.int64), is_wide(np.float32)
+    (True, False)
+    """
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return False
+    return np.dtype(dtype) != jax.dtypes.canonicalize_dtype(dtype)
+
+
 def crc32(body: dict[str, Any]) -> int:
     """Return the CRC-32 of a dict's JSON text.
 
@@ -128,4 +159,17 @@ def _unwrap(node: Any) -> Any:
 
 def _name(path: tuple[Any, ...]) -> Name:
     # Each entry by itself: a key may contain any separator.
-    return tuple(jax.tree_util.keystr((entry,), simple=True) for entry in path)
+    return tuple(escaped(jax.tree_util.keystr((entry,), simple=True)) for entry in path)
+
+
+def escaped(key: str) -> str:
+    """Return a key of a pytree as one part of a name: not empty, without "/" and ".", different for different keys.
+
+    >>> escaped("enc/dec"), escaped("50%"), escaped("")
+    ('enc%2Fdec', '50%25', '%')
+    """
+    if not key:
+        return "%"
+    # What no file system or JSON takes: a half of a character, and a zero.
+    unsafe = (each for each in key if each in "%/.\0" or "\ud800" <= each <= "\udfff")
+    return key.translate({ord(each): f"%{ord(each):02X}" for each in unsafe})
