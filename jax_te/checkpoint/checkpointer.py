@@ -67,6 +67,9 @@ class TrainCheckpointer:
       removes them. A process that ends without `close` or `wait` may lose the save under way.
     - A save takes as much memory of the host as this process's devices hold of the state, replicas counted once.
     - Every array is stored with a checksum, and restored only if its checksum is right.
+    - A folder is a checkpoint if it has this package's metadata; others are left alone, whatever their names. While one
+      `TrainCheckpointer` saves in a folder, from its first save until `close`, no other one can; all can restore.
+    - The newest checkpoint is that of the largest step.
 
     Args:
         directory: folder of the checkpoints, created by the first save.
@@ -150,15 +153,19 @@ class TrainCheckpointer:
         Args:
             state: pytree of arrays.
             data_state: JSON-serializable value, for example the state of a data iterator.
-            step: name of the checkpoint, an integer >= 0.
+            step: name of the checkpoint, an integer >= 0 above the newest one's. After `restore` of an earlier step
+                that is named, the run goes back: the first save of a step that it had passed renames the checkpoints
+                after the restored one to ``<step>.abandoned``, which count no more and are never removed.
             metrics: numbers by name, stored with the arrays.
 
         Raises:
             OSError: if the save before this one could not be written, e.g. to a full disk, or the folder cannot be
-                opened; with several processes also if another one cannot write its part, is gone, or shows no progress
-                within ``timeout``. Earlier checkpoints are still there. If this save fails, a later call raises.
-            ValueError: if the step is saved already, or is not an integer >= 0; if ``metrics`` lacks the metric by
-                which the best checkpoints are kept.
+                opened, or another `TrainCheckpointer` saves there; with several processes also if another one cannot
+                write its part, is gone, or shows no progress within ``timeout``. Earlier checkpoints are still there. If
+                this save
+                fails, a later call raises.
+            ValueError: if the step is saved already, is below the newest one, or is not an integer >= 0; if its folder
+                is there and is not a checkpoint; if ``metrics`` lacks the metric by which the best ones are kept.
             TypeError: if JSON cannot hold ``data_state``, or Orbax an array's dtype or its size of zero; for a leaf of
                 the state that is not an array.
         """
@@ -252,14 +259,16 @@ class TrainCheckpointer:
         Args:
             abstract_state: a pytree like the saved one, of ``jax.ShapeDtypeStruct`` or of arrays, with the shardings to
                 restore to (on any mesh, whatever it was saved from). A leaf without one, such as ``jax.eval_shape``
-                gives, gets that of its Variable's logical axes on the mesh of ``jax.set_mesh``, or is replicated.
-            step: step of the checkpoint; None: the newest. A damaged checkpoint that is named is an error.
+                gives, gets that of its Variable's logical axes on the mesh of ``jax.set_mesh``, or is replicated. A
+                leaf of 64 bits where JAX has none, without ``jax_enable_x64``, is restored as an array of NumPy.
+            step: step of the checkpoint; None: the newest. A damaged checkpoint that is named is an error. What later
+                saves do after an earlier step, see `save`.
             allow: names of conversions that lose or add something, which are refused otherwise:
 
                 - ``"cast"``: ``value.astype(dtype)``, where no master holds the value.
                 - ``"dequantize"``: kernels stored quantized, of which there are no masters, as ``data * scale``.
                 - ``"missing"``: what the checkpoint lacks stays as it is in ``abstract_state``, if that has an array
-                  there: adapters.
+                  there: adapters. An array of another shape is not missing.
                 - ``"quantizers"``: delayed scaling is begun anew with scales of 1 and histories of 0, or left out; of
                   another length, histories keep their newest amaxes or are filled with 0.
                 - ``"requantize"``: kernels are stored quantized under the ambient recipe, as the train step quantizes
@@ -276,7 +285,7 @@ class TrainCheckpointer:
         Raises:
             FileNotFoundError: if there is no checkpoint, or none of ``step``.
             CheckpointMismatchError: if the newest readable one, or that of ``step``, differs from ``abstract_state`` in
-                names, shapes or dtypes.
+                names, shapes, dtypes or implementations of typed keys.
             ValueError: if none of the checkpoints, or not that of ``step``, can be read, if it has another format than
                 this version of the package writes, or for a dimension that does not divide over its mesh axes.
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore
 
-from jax_te.checkpoint.tree import STATE, Name, is_wide
+from jax_te.checkpoint.tree import STATE, Name, is_wide, stored_parts
 from jax_te.typing import Array
 
 IN_FLIGHT = 2**32
@@ -84,7 +84,7 @@ def read_arrays(path: Path, wanted: dict[Name, jax.ShapeDtypeStruct]) -> dict[Na
 
 def _key(name: Name) -> str:
     """Return Orbax's name of an array."""
-    return ".".join(name)
+    return ".".join(stored_parts(name))
 
 
 def _begin(opening: tensorstore.Future, stored: Any, name: str) -> Reads:

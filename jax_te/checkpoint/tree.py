@@ -34,7 +34,7 @@ NO_MESH = jax.sharding.Mesh(np.empty((), object), ())
 def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[Name, Any]:
     """Return the leaves of a pytree by their paths' names, in leaf order; NNX Variables add no name.
 
-    Names are also joined with "/" or "." and taken apart again, so both are escaped in a key, as in a URL.
+    Names are also joined with "/" and taken apart again, so a "/" in a key is escaped, as in a URL.
 
     Args:
         tree: the pytree.
@@ -46,7 +46,7 @@ def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> 
     >>> list(named_leaves({"layers": [nnx.Param(jnp.ones(2))]}))
     [('layers', '0')]
     >>> list(named_leaves({"a/b.c": jnp.ones(2)}))
-    [('a%2Fb%2Ec',)]
+    [('a%2Fb.c',)]
     """
     # Variables are unwrapped, so that a checkpoint does not depend on how NNX names what is inside one.
     plain = jax.tree.map(_unwrap, tree, is_leaf=_is_variable)
@@ -85,18 +85,28 @@ def array_leaves(tree: PyTree) -> list[Any]:
 
 
 def nest(leaves: dict[Name, Any]) -> dict[str, Any]:
-    """Return nested dicts of leaves given by name.
+    """Return nested dicts of leaves given by name, with the keys of `stored_parts`.
 
-    >>> nest({("a", "b"): 1, ("c",): 2})
-    {'a': {'b': 1}, 'c': 2}
+    >>> nest({("a", "b"): 1, ("c.d",): 2})
+    {'a': {'b': 1}, 'c%2Ed': 2}
     """
     root: dict[str, Any] = {}
     for name, leaf in leaves.items():
         node = root
-        for part in name[:-1]:
+        *parts, last = stored_parts(name)
+        for part in parts:
             node = node.setdefault(part, {})
-        node[name[-1]] = leaf
+        node[last] = leaf
     return root
+
+
+def stored_parts(name: Name) -> Name:
+    """Return the keys of an array in the tree that Orbax stores, which joins them with "."; so this is escaped, too.
+
+    >>> stored_parts(("a", "b.c"))
+    ('a', 'b%2Ec')
+    """
+    return tuple(part.replace(".", "%2E") for part in name)
 
 
 def records(leaves: dict[Name, Any]) -> dict[str, list[Any]]:
@@ -163,13 +173,13 @@ def _name(path: tuple[Any, ...]) -> Name:
 
 
 def escaped(key: str) -> str:
-    """Return a key of a pytree as one part of a name: not empty, without "/" and ".", different for different keys.
+    """Return a key of a pytree as one part of a name: not empty, without "/", different for different keys.
 
     >>> escaped("enc/dec"), escaped("50%"), escaped("")
     ('enc%2Fdec', '50%25', '%')
     """
     if not key:
         return "%"
-    # What no file system or JSON takes: a half of a character, and a zero.
-    unsafe = (each for each in key if each in "%/.\0" or "\ud800" <= each <= "\udfff")
+    # Text in files cannot hold a half of a character, nor some of it a zero.
+    unsafe = (each for each in key if each in "%/\0" or "\ud800" <= each <= "\udfff")
     return key.translate({ord(each): f"%{ord(each):02X}" for each in unsafe})
