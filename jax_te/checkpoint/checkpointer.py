@@ -161,9 +161,8 @@ class TrainCheckpointer:
         Raises:
             OSError: if the save before this one could not be written, e.g. to a full disk, or the folder cannot be
                 opened, or another `TrainCheckpointer` saves there; with several processes also if another one cannot
-                write its part, is gone, or shows no progress within ``timeout``. Earlier checkpoints are still there. If
-                this save
-                fails, a later call raises.
+                write its part, is gone, or shows no progress within ``timeout``. Earlier checkpoints are still there.
+                If this save fails, a later call raises.
             ValueError: if the step is saved already, is below the newest one, or is not an integer >= 0; if its folder
                 is there and is not a checkpoint; if ``metrics`` lacks the metric by which the best ones are kept.
             TypeError: if JSON cannot hold ``data_state``, or Orbax an array's dtype or its size of zero; for a leaf of

@@ -39,7 +39,7 @@ def start_checksums(leaves: dict[Name, Any], copies: dict[Name, Any]) -> Callabl
         leaves: arrays by name, of which those that are large are summed where they are.
         copies: the same arrays or copies of them; the host reads small ones here when it comes to them.
 
-    >>> finish = start_checksums({("a",): jnp.arange(4)}, {("a",): np.arange(4)})
+    >>> finish = start_checksums({("a",): jnp.arange(4)}, {("a",): np.arange(4, dtype=np.int32)})
     >>> finish() == checksums({("a",): jnp.arange(4)})
     True
     """
