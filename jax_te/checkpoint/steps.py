@@ -29,7 +29,7 @@ LOCK_FILE = ".lock"
 _MARKS = (b'"arrays"', b'"checksums"', b'"crc32"')
 """Keys that this package's metadata have. Two of them count: damage may have changed one."""
 
-_REMOVED = "orbax-checkpoint-tmp"
+REMOVED = "orbax-checkpoint-tmp"
 """What Orbax calls unfinished folders, whose remains it removes."""
 
 _TRIES = 100
@@ -121,7 +121,7 @@ class StepNames:
 
 def remove_checkpoint(folder: Path, step: int) -> None:
     """Remove a checkpoint, which is gone at once for whoever reads: it gets the name of an unfinished one first."""
-    doomed = folder / f"{step}.{_REMOVED}-{uuid.uuid4().hex}"
+    doomed = folder / f"{step}.{REMOVED}-{uuid.uuid4().hex}"
     (folder / str(step)).rename(doomed)
     shutil.rmtree(doomed)
 

@@ -20,6 +20,7 @@ from jax_te.checkpoint import TrainCheckpointer
 from jax_te.checkpoint import checksums as checksums_module
 from jax_te.checkpoint import restore as restore_module
 from jax_te.checkpoint.checksums import checksums
+from jax_te.checkpoint.steps import REMOVED
 from jax_te.checkpoint.tree import FORMAT, named_leaves, nest, records
 from jax_te.errors import CheckpointMismatchError
 from jax_te.training import abstract_train_state, create_train_state
@@ -372,7 +373,8 @@ def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
 def test_leftovers_of_a_killed_save_do_not_count(tmp_path):
     with TrainCheckpointer(tmp_path) as checkpointer:
         checkpointer.save(make_state(1), None, 1)
-    for name in ("2.orbax-checkpoint-tmp", "3.orbax-checkpoint-tmp-1700000000", "notes"):
+    # The last but one is a removal that was killed.
+    for name in ("2.orbax-checkpoint-tmp", "3.orbax-checkpoint-tmp-1700000000", f"0.{REMOVED}-{'a1' * 16}", "notes"):
         (tmp_path / name / "params").mkdir(parents=True)
     (tmp_path / "4").write_text("a file, no checkpoint")
     with TrainCheckpointer(tmp_path) as checkpointer:
