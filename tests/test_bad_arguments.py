@@ -443,6 +443,10 @@ def test_numbers_out_of_range_are_refused(call: Any, message: str) -> None:
 def test_what_annotations_do_not_say_is_refused() -> None:
     calls: list[tuple[Any, str]] = [
         (lambda: metrics.StepWork(tokens=0), "tokens must be an integer >= 1, got 0"),
+        (
+            lambda: checkpoint.TrainCheckpointer("checkpoints").save({}, None, jax.numpy.int32(3)),  # type: ignore[arg-type]
+            r"step must be an integer, got .*; give int\(step\)",
+        ),
         (lambda: metrics.StepWork(tokens=1, devices=-1), "devices must be an integer >= 1, got -1"),
         (lambda: metrics.StepWork(tokens=1, peak=0.0), "peak must be a number > 0, or None .* got 0.0"),
         (lambda: megatron.MatchContext("proj", -1), "layer_number must be >= 0, or None .* got -1"),

@@ -55,6 +55,8 @@ class Kind(NamedTuple):
         if type(value) not in self.types and not self.holds(value):
             parentheses = " (did you forget the parentheses?)" if isinstance(value, type) and not self.plain else ""
             remedy = f"; {self.remedy}" if self.remedy else ""
+            if not remedy and self.words.startswith("an integer") and getattr(value, "shape", None) == ():
+                remedy = f"; give int({name})"  # the step of a state is an array without axes
             raise self.error(f"{name} must be {self.words}, got {brief(value)}{parentheses}{remedy}")
 
 
@@ -128,6 +130,8 @@ def kind_of(hint: Any) -> Kind:
         return _of_variable(hint)
     if origin is Annotated:
         return _in_words(kind_of(parts[0]), parts[1:])
+    if origin is np.integer:  # an int may be one of NumPy, too
+        return PLAIN[int]
     if origin in PLAIN:
         return PLAIN[origin]
     if isinstance(hint, dataclasses.InitVar):

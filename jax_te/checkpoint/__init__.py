@@ -3,6 +3,7 @@
 from jax_te.checkpoint.checkpointer import DamagedCheckpointWarning, TrainCheckpointer
 from jax_te.checkpoint.heartbeats import Heartbeats
 from jax_te.checkpoint.read import describe_checkpoint, gather_texts
+from jax_te.checkpoint.steps import checkpoint_steps
 
 # For users. The other names above are for the other packages of jax_te.
 __all__ = ["DamagedCheckpointWarning", "TrainCheckpointer"]

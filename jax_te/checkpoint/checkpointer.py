@@ -29,8 +29,18 @@ from jax_te.checkpoint.heartbeats import Heartbeats, shortened
 from jax_te.checkpoint.host import free, host_copies
 from jax_te.checkpoint.read import DamagedError, chain, gather_texts, quiet_orbax, read_back
 from jax_te.checkpoint.restore import Target, load
-from jax_te.checkpoint.tree import FORMAT, PARAMETERS, Name, array_leaves, check_named, named_leaves, records
-from jax_te.checkpoint.write import call_orbax, in_thread, kept_by, new_writer, size_of_save
+from jax_te.checkpoint.steps import FolderLock, FolderTakenError, StepNames, checkpoint_steps
+from jax_te.checkpoint.tree import (
+    FORMAT,
+    PARAMETERS,
+    Name,
+    array_leaves,
+    check_named,
+    key_kinds,
+    named_leaves,
+    records,
+)
+from jax_te.checkpoint.write import Keep, call_orbax, in_thread, new_writer, remove_others, size_of_save
 from jax_te.typing import PyTree
 
 HEARTBEAT_FOLDER = ".processes"
@@ -57,6 +67,9 @@ class TrainCheckpointer:
       removes them. A process that ends without `close` or `wait` may lose the save under way.
     - A save takes as much memory of the host as this process's devices hold of the state, replicas counted once.
     - Every array is stored with a checksum, and restored only if its checksum is right.
+    - A folder is a checkpoint if it has this package's metadata; others are left alone, whatever their names. While one
+      `TrainCheckpointer` saves in a folder, from its first save until `close`, no other one can; all can restore.
+    - The newest checkpoint is that of the largest step.
 
     Args:
         directory: folder of the checkpoints, created by the first save.
@@ -100,7 +113,8 @@ class TrainCheckpointer:
             raise ValueError(f"timeout must be a number of seconds > 0, got {timeout}")
         self._directory = checked_folder(directory)
         self._metric = None if keep_best is None else metric
-        self._kept = kept_by(keep, keep_every, keep_best, metric, best)
+        self._keep = Keep(keep, keep_every, keep_best, metric, best)
+        self._lock = FolderLock(self._directory)
         self._read_back = False
         self._can_pin = True
         self._writer: ocp.training.Checkpointer | None = None
@@ -109,6 +123,8 @@ class TrainCheckpointer:
         self._heartbeats: Heartbeats | None = None
         self._own_heartbeats: Heartbeats | None = None
         self._damaged: set[int] = set()
+        self._names = StepNames(self._directory, self._damaged)
+        self._went_back: _WentBack | None = None
 
     def __enter__(self) -> TrainCheckpointer:
         return self
@@ -137,15 +153,18 @@ class TrainCheckpointer:
         Args:
             state: pytree of arrays.
             data_state: JSON-serializable value, for example the state of a data iterator.
-            step: name of the checkpoint, an integer >= 0.
+            step: name of the checkpoint, an integer >= 0 above the newest one's. After `restore` of an earlier step
+                that is named, the run goes back: the first save of a step that it had passed renames the checkpoints
+                after the restored one to ``<step>.abandoned``, which count no more and are never removed.
             metrics: numbers by name, stored with the arrays.
 
         Raises:
             OSError: if the save before this one could not be written, e.g. to a full disk, or the folder cannot be
-                opened; with several processes also if another one cannot write its part, is gone, or shows no progress
-                within ``timeout``. Earlier checkpoints are still there. If this save fails, a later call raises.
-            ValueError: if the step is saved already, or is not an integer >= 0; if ``metrics`` lacks the metric by
-                which the best checkpoints are kept.
+                opened, or another `TrainCheckpointer` saves there; with several processes also if another one cannot
+                write its part, is gone, or shows no progress within ``timeout``. Earlier checkpoints are still there.
+                If this save fails, a later call raises.
+            ValueError: if the step is saved already, is below the newest one, or is not an integer >= 0; if its folder
+                is there and is not a checkpoint; if ``metrics`` lacks the metric by which the best ones are kept.
             TypeError: if JSON cannot hold ``data_state``, or Orbax an array's dtype or its size of zero; for a leaf of
                 the state that is not an array.
         """
@@ -156,8 +175,7 @@ class TrainCheckpointer:
         if self._metric is not None and self._metric not in numbers:
             given = sorted(numbers) or "none"
             raise ValueError(f"the best checkpoints are kept by {self._metric!r}; give it in metrics, got {given}")
-        if step in self._steps():
-            raise ValueError(f"step {step} is already saved in {self._directory}")
+        self._check_new(step)
         arrays = array_leaves(state)
         leaves = named_leaves(state)
         # Before the writer is opened, which makes the folder, removes remains and renames damaged checkpoints: a
@@ -168,11 +186,12 @@ class TrainCheckpointer:
             # The log is filtered until everything is written, because Orbax writes, and logs, in its own threads.
             logged = quiet.enter_context(quiet_orbax())
             with self._explained(step):
-                writer = self._opened_together(step, logged) if several else self._open_writer()
+                writer = self._opened_together(step, logged) if several else self._open_writer(step)
             # Before records and checksums of each leaf, which the host computes while devices copy.
             copies = self._copies(arrays)
             try:
                 body = {"format": FORMAT, "step": step, "data": data, "arrays": records(leaves)}
+                body["keys"] = key_kinds(leaves)
                 missing = any(copy is None for copy in copies)
                 pairs = zip(leaves.items(), copies, strict=True)
                 stored = {name: leaf if copy is None else copy for (name, leaf), copy in pairs}
@@ -188,6 +207,7 @@ class TrainCheckpointer:
                     self._pending = _Save(step, written, logged)
                     if several:
                         self._wait_for(self._pending, begun)
+                self._went_back = None
             except BaseException:
                 free(copies)
                 raise
@@ -238,14 +258,16 @@ class TrainCheckpointer:
         Args:
             abstract_state: a pytree like the saved one, of ``jax.ShapeDtypeStruct`` or of arrays, with the shardings to
                 restore to (on any mesh, whatever it was saved from). A leaf without one, such as ``jax.eval_shape``
-                gives, gets that of its Variable's logical axes on the mesh of ``jax.set_mesh``, or is replicated.
-            step: step of the checkpoint; None: the newest. A damaged checkpoint that is named is an error.
+                gives, gets that of its Variable's logical axes on the mesh of ``jax.set_mesh``, or is replicated. A
+                leaf of 64 bits where JAX has none, without ``jax_enable_x64``, is restored as an array of NumPy.
+            step: step of the checkpoint; None: the newest. A damaged checkpoint that is named is an error. What later
+                saves do after an earlier step, see `save`.
             allow: names of conversions that lose or add something, which are refused otherwise:
 
                 - ``"cast"``: ``value.astype(dtype)``, where no master holds the value.
                 - ``"dequantize"``: kernels stored quantized, of which there are no masters, as ``data * scale``.
                 - ``"missing"``: what the checkpoint lacks stays as it is in ``abstract_state``, if that has an array
-                  there: adapters.
+                  there: adapters. An array of another shape is not missing.
                 - ``"quantizers"``: delayed scaling is begun anew with scales of 1 and histories of 0, or left out; of
                   another length, histories keep their newest amaxes or are filled with 0.
                 - ``"requantize"``: kernels are stored quantized under the ambient recipe, as the train step quantizes
@@ -262,7 +284,7 @@ class TrainCheckpointer:
         Raises:
             FileNotFoundError: if there is no checkpoint, or none of ``step``.
             CheckpointMismatchError: if the newest readable one, or that of ``step``, differs from ``abstract_state`` in
-                names, shapes or dtypes.
+                names, shapes, dtypes or implementations of typed keys.
             ValueError: if none of the checkpoints, or not that of ``step``, can be read, if it has another format than
                 this version of the package writes, or for a dimension that does not divide over its mesh axes.
 
@@ -322,15 +344,36 @@ class TrainCheckpointer:
                 self._abandon()
             raise
         finally:
-            self._drop_writer()
-            self._end_heartbeats()
+            with contextlib.ExitStack() as ends:  # each, whatever another one raises
+                ends.callback(self._lock.release)
+                ends.callback(self._end_heartbeats)
+                ends.callback(self._drop_writer)
 
     def _steps(self) -> list[int]:
         """Finished checkpoints, without damaged ones: an unfinished one has a longer name."""
-        if not self._directory.is_dir():
-            return []
-        found = [int(path.name) for path in self._directory.iterdir() if path.name.isdecimal() and path.is_dir()]
-        return [step for step in found if step not in self._damaged]
+        return self._names.steps()
+
+    def _check_new(self, step: int) -> None:
+        """Raise ValueError for a step that is not after the others, or whose folder is not a checkpoint."""
+        steps, back = self._steps(), self._went_back
+        if back is not None and self._goes_back(step):
+            steps = [each for each in steps if each <= back.step]
+        if step in steps:
+            raise ValueError(f"step {step} is already saved in {self._directory}")
+        newest = max(steps, default=-1)
+        if step < newest:
+            raise ValueError(
+                f"step {step} comes before the newest checkpoint in {self._directory}, that of step {newest}, with "
+                "which a run would go on. To go on from an earlier step, restore it with restore(step=...) of this "
+                "TrainCheckpointer, which sets the later ones aside; for another run, give another folder"
+            )
+        path = self._directory / str(step)
+        if step not in checkpoint_steps(self._directory) and os.path.lexists(path):
+            raise ValueError(f"{path} is there, and is not a checkpoint; save in another folder, or another step")
+
+    def _goes_back(self, step: int) -> bool:
+        """Return whether a run that went back to an earlier checkpoint saves where it had been before."""
+        return self._went_back is not None and step <= self._went_back.newest
 
     def _restore(self, target: Target, step: Any) -> tuple[PyTree, Any, int]:
         """Return the filled state, the data state and the step."""
@@ -343,12 +386,16 @@ class TrainCheckpointer:
                 raise FileNotFoundError(
                     errno.ENOENT, f"there is no checkpoint of step {step}, but of: {there}", str(self._directory)
                 )
+            newest = int(gather_texts(str(max(self._steps(), default=step)))[0])
             try:
-                return *self._load(step, target), step
+                state, data = self._load(step, target)
             except DamagedError as error:
+                self._raise_if_removed(step)
                 raise ValueError(
                     f"checkpoint step {step} in {self._directory} is damaged: {error}. Restore another step"
                 ) from None
+            self._went_back = _WentBack(step, newest) if newest > step else None
+            return state, data, step
         damaged: dict[int, str] = {}
         while newest := gather_texts(str(max(set(self._steps()) - damaged.keys(), default="")))[0]:
             step = int(newest)
@@ -358,12 +405,21 @@ class TrainCheckpointer:
                 damaged[step] = str(error)
                 continue
             for bad, reason in damaged.items():
-                self._report_damaged(bad, f"{reason}; step {step} is used instead")
+                # An older one was being removed, since the run that writes has saved the newer one meanwhile.
+                if bad > step:
+                    self._report_damaged(bad, f"{reason}; step {step} is used instead")
+            self._went_back = None
             return state, data, step
         if damaged:
             listed = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
             raise ValueError(f"no checkpoint in {self._directory} can be read: {listed}. Start again in another folder")
         raise FileNotFoundError(errno.ENOENT, "there is no checkpoint", str(self._directory))
+
+    def _raise_if_removed(self, step: int) -> None:
+        """Raise FileNotFoundError if the run that writes has removed a checkpoint while it was read."""
+        if gather_texts(str(step in self._steps()))[0] != "True":
+            text = f"the checkpoint of step {step} was removed while it was read"
+            raise FileNotFoundError(errno.ENOENT, text, str(self._directory))
 
     def _load(self, step: int, target: Target) -> tuple[PyTree, Any]:
         return load(self._directory / str(step), f"checkpoint step {step} in {self._directory}", target)
@@ -392,7 +448,7 @@ class TrainCheckpointer:
             heartbeats = Heartbeats(folder, run, jax.process_index(), jax.process_count(), (self._timeout,))
             self._heartbeats = self._own_heartbeats = heartbeats.__enter__()
         self._heartbeats.measure(partial(size_of_save, self._directory, step))
-        opened = in_thread(self._open_writer)
+        opened = in_thread(self._open_writer, step)
         self._wait_for(_Save(step, opened, logged))
         return opened.result()
 
@@ -448,16 +504,23 @@ class TrainCheckpointer:
                 read_back(self._directory / str(step))
                 self._damaged.remove(step)
                 self._read_back = True
+            writer = self._writer
+            if jax.process_index() == 0 and writer is not None:
+                remove_others(writer, self._directory, self._keep)
             if self._heartbeats is not None:
                 self._heartbeats.measure(None)
 
-    def _open_writer(self) -> ocp.training.Checkpointer:
-        if self._damaged:
+    def _open_writer(self, step: int) -> ocp.training.Checkpointer:
+        """Return the writer, after other checkpoints were moved out of the way of a step."""
+        if jax.process_index() == 0:  # one process locks for all of them
+            self._lock.take()
+        if self._damaged or self._goes_back(step):
             self._drop_writer()
             self._rename_damaged()
+            self._set_later_aside(step)
         if self._writer is None:
             try:
-                self._writer = new_writer(self._directory, self._kept)
+                self._writer = new_writer(self._directory, self._names)
             except ValueError:
                 # Orbax refuses a folder in which one checkpoint's metadata is malformed, so such ones are moved away.
                 for step in self._steps():
@@ -466,7 +529,7 @@ class TrainCheckpointer:
                     except DamagedError as error:
                         self._report_damaged(step, str(error))
                 self._rename_damaged()
-                self._writer = new_writer(self._directory, self._kept)
+                self._writer = new_writer(self._directory, self._names)
         return self._writer
 
     def _drop_writer(self) -> None:
@@ -493,15 +556,29 @@ class TrainCheckpointer:
             warnings.warn(text, DamagedCheckpointWarning, stacklevel=3)
 
     def _rename_damaged(self) -> None:
-        for step in self._damaged:
-            target = self._directory / f"{step}.damaged"
+        self._rename(sorted(self._damaged), "damaged")
+        self._damaged.clear()
+
+    def _set_later_aside(self, step: int) -> None:
+        """Rename the checkpoints after the one to which the run went back, if it saves where it had been before."""
+        back = self._went_back
+        if back is None or not self._goes_back(step):
+            return
+        later = [each for each in self._steps() if each > back.step]
+        self._rename(later, "abandoned")
+        if jax.process_index() == 0:
+            names = ", ".join(f"{each}.abandoned" for each in later)
+            text = "the run in %s went back to step %d; its later checkpoints are now %s"
+            logging.getLogger("jax_te").warning(text, self._directory, back.step, names)
+
+    def _rename(self, steps: list[int], suffix: str) -> None:
+        # Several processes of a run share the folder: one of them renames.
+        for step in steps if jax.process_index() == 0 else ():
+            target = self._directory / f"{step}.{suffix}"
             while target.exists():
                 target = target.with_name(target.name + "+")
-            # Several processes of a run share the folder: one of them renames.
-            if jax.process_index() == 0:
-                (self._directory / str(step)).rename(target)
+            (self._directory / str(step)).rename(target)
         gather_texts("renamed")  # none continues before
-        self._damaged.clear()
 
     @contextlib.contextmanager
     def _explained(self, step: int) -> Iterator[None]:
@@ -513,12 +590,19 @@ class TrainCheckpointer:
                 # A writer that failed may fail again when it is closed.
                 with contextlib.suppress(Exception):
                     self._drop_writer()
+            if isinstance(error, FolderTakenError):
+                if self._heartbeats is not None:
+                    self._heartbeats.fail(f"process {jax.process_index()}: {error}")
+                    self._abandon()
+                raise
             texts = [str(link) for link in chain(error)]
             full = any("No space left" in text or "ENOSPC" in text for text in texts)
             last = max(self._steps(), default=None)
             good = "there is no earlier checkpoint" if last is None else f"checkpoint step {last} is still good"
             cause = "no space left on the disk" if full else shortened(texts[-1])
             advice = "Free some space, or save elsewhere"
+            if any(isinstance(link, FileExistsError) or "File exists" in f"{link}" for link in chain(error)):
+                advice = "Another program seems to save in this folder: end it, or save elsewhere"
             if isinstance(error, TimeoutError):  # raised by `_raise_if_lost`
                 advice = "End this process and start all again" if texts[0].startswith("process") else advice
             text = f"checkpoint step {step} could not be saved: {cause}; {good}. {advice}"
@@ -542,6 +626,18 @@ class _Save(NamedTuple):
     logged: list[BaseException]
 
 
+class _WentBack(NamedTuple):
+    """A restore of an earlier checkpoint.
+
+    Args:
+        step: step of that checkpoint.
+        newest: step of the newest one then.
+    """
+
+    step: int
+    newest: int
+
+
 def _check_step(step: Any) -> int:
     # bool is a subclass of int; NumPy's integers are none.
     if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
@@ -554,16 +650,19 @@ def _check_storable(leaves: dict[Name, Any]) -> None:
     for name, leaf in leaves.items():
         # Typed keys are stored as their data, unsigned integers.
         if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            _check_dtype("/".join(name), np.dtype(leaf.dtype).name)
+            _check_dtype("/".join(name), np.dtype(leaf.dtype))
         if 0 in leaf.shape:
             raise TypeError(
                 f"{'/'.join(name)} has shape {tuple(leaf.shape)}, and Orbax stores no empty arrays; leave it out"
             )
 
 
-def _check_dtype(name: str, dtype: str) -> None:
+def _check_dtype(name: str, dtype: np.dtype) -> None:
+    if not dtype.isnative:
+        native = dtype.newbyteorder("=")
+        raise TypeError(f"{name} has dtype {dtype}, bytes in the order of another machine; convert it to {native}")
     try:
-        tensorstore.dtype(dtype)
+        tensorstore.dtype(dtype.name)
     except ValueError:
         raise TypeError(f"{name} has dtype {dtype}, which Orbax cannot store; convert it to another one") from None
 

@@ -18,13 +18,13 @@ SMALL = 2**20
 """The largest number of elements whose checksum the host computes."""
 
 
-def checksums(leaves: dict[Name, Array]) -> dict[str, int]:
+def checksums(leaves: dict[Name, Any]) -> dict[str, int]:
     """Return a checksum of each leaf: 32 bits, that do not depend on the leaf's sharding.
 
     Any change of one element changes it, and so does (except for one case in 2**32) a permutation of elements.
 
     Args:
-        leaves: arrays by name.
+        leaves: arrays by name, of JAX or NumPy.
 
     >>> checksums({("a",): jnp.arange(4)}) == checksums({("a",): jnp.arange(4)[::-1]})
     False
@@ -39,7 +39,7 @@ def start_checksums(leaves: dict[Name, Any], copies: dict[Name, Any]) -> Callabl
         leaves: arrays by name, of which those that are large are summed where they are.
         copies: the same arrays or copies of them; the host reads small ones here when it comes to them.
 
-    >>> finish = start_checksums({("a",): jnp.arange(4)}, {("a",): np.arange(4)})
+    >>> finish = start_checksums({("a",): jnp.arange(4)}, {("a",): np.arange(4, dtype=np.int32)})
     >>> finish() == checksums({("a",): jnp.arange(4)})
     True
     """
@@ -53,7 +53,7 @@ def start_checksums(leaves: dict[Name, Any], copies: dict[Name, Any]) -> Callabl
         large = {name: leaf for name, leaf in arrays.items() if name not in small}
         # Copies to the host start together, and are ready when they are needed.
         for leaf in small.values():
-            if leaf.sharding.memory_kind != PINNED:
+            if isinstance(leaf, jax.Array) and leaf.sharding.memory_kind != PINNED:
                 leaf.copy_to_host_async()
         # One program for each leaf, because leaves may be on different meshes. A GPU has them all in its queue before
         # the first result is asked for; XLA's CPU runtime aborts when programs with collectives wait too long for one
@@ -71,14 +71,17 @@ def start_checksums(leaves: dict[Name, Any], copies: dict[Name, Any]) -> Callabl
     return finish
 
 
-def _data(leaf: Any) -> Array:
+def _data(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array):
-        return jnp.asarray(leaf)
+        # Not as an array of JAX, which would have 32 bits where this one has 64. A file has the bytes in this order.
+        return np.asarray(leaf, leaf.dtype.newbyteorder("="))
     return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
-def _is_small(leaf: Array) -> bool:
+def _is_small(leaf: Any) -> bool:
     """Return whether the host computes the checksum: it reads a small array sooner than a program is compiled."""
+    if isinstance(leaf, np.ndarray):
+        return True
     return leaf.size <= SMALL and (leaf.is_fully_addressable or leaf.is_fully_replicated)
 
 
@@ -87,7 +90,11 @@ def _sums_on_host(arrays: dict[str, np.ndarray]) -> dict[str, np.uint32]:
     sums, batch, size = dict[str, np.uint32](), dict[str, np.ndarray](), 0
     for name, values in arrays.items():
         flat = values.reshape(-1)
-        words = flat.view({1: np.uint8, 2: np.uint16}.get(flat.itemsize, np.uint32)).astype(np.uint32)
+        words = flat.view({1: np.uint8, 2: np.uint16}.get(flat.itemsize, np.uint32))
+        if words.size > 2 * SMALL:
+            sums[name] = _sum_in_parts(words)
+            continue
+        words = words.astype(np.uint32)
         if size + words.size > 2**16:  # words, with all that is computed from them, stay in a cache
             sums, batch, size = sums | _sums_of_words(batch), {}, 0
         batch[name] = words
@@ -103,6 +110,16 @@ def _sums_of_words(batch: dict[str, np.ndarray]) -> dict[str, np.uint32]:
     words = np.concatenate(list(batch.values())) if len(batch) > 1 else next(iter(batch.values()))
     words = _mix(words, np.arange(words.size, dtype=np.uint32) - np.repeat(starts, sizes))
     return dict(zip(batch, np.add.reduceat(words, starts, dtype=np.uint32), strict=True))
+
+
+def _sum_in_parts(words: np.ndarray) -> np.uint32:
+    """Return the checksum of a large array of NumPy, without copies of the whole of it."""
+    total = 0
+    for start in range(0, words.size, SMALL):
+        part = words[start : start + SMALL].astype(np.uint32)
+        mixed = _mix(part, np.arange(start, start + part.size, dtype=np.uint64).astype(np.uint32))
+        total += int(np.sum(mixed, dtype=np.uint32))
+    return np.uint32(total % 2**32)
 
 
 @jax.jit

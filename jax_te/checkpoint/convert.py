@@ -139,6 +139,10 @@ class Forms:
             return _cast(found, dtype, f"{found.dtype} cast to {dtype}", () if lossless else ("cast",))
         return self._dequantized(name, record) if first == PARAMETERS else None
 
+    def has(self, name: Name) -> bool:
+        """Return whether the checkpoint has the array of a name, in any layout and of any shape."""
+        return next(self._layouts(name), None) is not None
+
     def exact(self, name: Name, shape: tuple[int, ...]) -> ArraySource | None:
         """Return the most exact available values of a parameter."""
         found = self._of_shape((MASTERS, *name[1:]), shape) or self._of_shape(name, shape)

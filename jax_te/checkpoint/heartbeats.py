@@ -6,9 +6,11 @@ import contextlib
 import fcntl
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +43,7 @@ class Heartbeat(NamedTuple):
         phase: number of the things that it has begun: the same in all processes at the same point of the program.
         activity: the last of these, in words.
         error: reason why the run cannot go on. Empty: it can.
+        locked_on: name of the machine on which the process holds the lock on its file. Empty: it holds none.
     """
 
     sequence: int = 0
@@ -49,6 +52,7 @@ class Heartbeat(NamedTuple):
     phase: int = 0
     activity: str = "its start"
     error: str = ""
+    locked_on: str = ""
 
 
 class _Watched:
@@ -113,6 +117,7 @@ class Heartbeats:
         self._keeper = _open(_lock_of(self._path), os.O_CREAT | os.O_RDWR)
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(self._keeper, fcntl.LOCK_EX)
+            self._own = self._own._replace(locked_on=_this_machine())
         if self._index == 0:
             self._remove_stale_files()
         self._write()
@@ -267,7 +272,11 @@ class Heartbeats:
                 self._count(clock)  # it shows the others that one of them makes progress
         seen.take(heartbeat, self._now)
         held = _is_locked(_lock_of(path))
-        seen.ended = seen.locks and held is False
+        # A lock taken on this machine is seen here: if it is free, the process that held it is gone. Some file systems
+        # do not show the locks of other machines: one of those must have been seen held before.
+        seen.locks = seen.locks or heartbeat.locked_on == _this_machine()
+        # An orderly end removes the file first.
+        seen.ended = seen.locks and held is False and path.exists()
         seen.locks = seen.locks or held is True
         if self._index == 0:
             self._take_error(self.reported_error() or "")
@@ -324,6 +333,14 @@ def _is_locked(path: Path) -> bool | None:
     finally:
         os.close(file)
     return False
+
+
+@lru_cache
+def _this_machine() -> str:
+    """Return a name of the running system, which processes in containers of one machine share."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
 
 
 def _cpu_seconds() -> float:

@@ -17,7 +17,8 @@ from orbax.checkpoint import v1 as ocp
 
 from jax_te.checkpoint import stored_arrays
 from jax_te.checkpoint.folder import Folder
-from jax_te.checkpoint.tree import Name, crc32
+from jax_te.checkpoint.steps import METADATA_FILE
+from jax_te.checkpoint.tree import Name, crc32, stored_parts
 
 
 class DamagedError(Exception):
@@ -118,7 +119,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
 
 def _custom_metadata(path: Path) -> dict[str, Any]:
     # Orbax's own file. Orbax's function also reads the metadata of each array, one by one.
-    return dict(json.loads((path / "_CHECKPOINT_METADATA").read_bytes())["custom_metadata"] or {})
+    return dict(json.loads((path / METADATA_FILE).read_bytes())["custom_metadata"] or {})
 
 
 def read_back(path: Path) -> None:
@@ -156,7 +157,7 @@ def describe_checkpoint(path: Path) -> tuple[int, dict[str, tuple[str, tuple[int
                 spec = [axis for axis in saved.get("partition_spec", ()) if axis]
                 shardings[base64.b64decode(name).decode()] = f"{saved['partition_spec']}" if spec else "replicated"
         return int(path.name), {
-            name: (dtype, tuple(shape), shardings.get(name.replace("/", "."), "one device"))
+            name: (dtype, tuple(shape), shardings.get(".".join(stored_parts(tuple(name.split("/")))), "one device"))
             for name, (dtype, shape) in arrays.items()
         }
     except (DamagedError, KeyError, TypeError, ValueError, AttributeError) as error:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
@@ -16,7 +17,17 @@ from jax_te.checkpoint.checksums import checksums
 from jax_te.checkpoint.convert import ALLOWED, QUANTIZERS, ArraySource, Axes, Forms
 from jax_te.checkpoint.read import DamagedError, in_all_processes, read_arrays, read_metadata
 from jax_te.checkpoint.target import described
-from jax_te.checkpoint.tree import FORMAT, NO_MESH, PARAMETERS, Name, named_leaves, records
+from jax_te.checkpoint.tree import (
+    FORMAT,
+    NO_MESH,
+    PARAMETERS,
+    Name,
+    escaped,
+    is_wide,
+    key_kinds,
+    named_leaves,
+    records,
+)
 from jax_te.errors import CheckpointMismatchError, Record, differences
 from jax_te.layers import quantizable_kernels
 from jax_te.quantize import QuantizedKernel
@@ -48,6 +59,7 @@ class Target:
         self.wanted: dict[str, Record] = {
             name: (dtype, tuple(shape)) for name, (dtype, shape) in records(self.leaves).items()
         }
+        self.keys = key_kinds(self.leaves)
 
     def filled(self, arrays: dict[Name, Any]) -> PyTree:
         """Return the tree with these arrays, and descriptions of the missing ones."""
@@ -93,6 +105,7 @@ def load(path: Path, what: str, target: Target) -> tuple[PyTree, Any]:
         )
     saved = {name: (dtype, tuple(shape)) for name, (dtype, shape) in body["arrays"].items()}
     plan = make_plan(saved, target, what)
+    _check_keys(plan, body["keys"], target, what)
     wanted = {tuple(name.split("/")): leaf for name, leaf in _reads(plan, target).items()}
     found = in_all_processes(read_arrays, path, wanted)
     found = {name: found[name] for name in wanted}
@@ -103,6 +116,18 @@ def load(path: Path, what: str, target: Target) -> tuple[PyTree, Any]:
     state = target.filled(_arrays(plan, target, {"/".join(name): leaf for name, leaf in found.items()}))
     _log(plan, what)
     return state, body["data"]
+
+
+def _check_keys(plan: Plan, saved: dict[str, str], target: Target, what: str) -> None:
+    """Raise CheckpointMismatchError for a typed key whose data would go into a key of another implementation."""
+    for name, made in plan.made.items():
+        here = target.keys.get("/".join(name))
+        there = saved.get(made.source, here)  # plain integers may be made a key, and the reverse
+        if here is not None and here != there:
+            raise CheckpointMismatchError(
+                f"{what} is not one of this state: {'/'.join(name)} is a key of {there} there, of {here} here, which "
+                f"would draw other numbers from the same data. Use a key of {there}"
+            )
 
 
 def make_plan(saved: dict[str, Record], target: Target, what: str) -> Plan:
@@ -120,7 +145,7 @@ def make_plan(saved: dict[str, Record], target: Target, what: str) -> Plan:
     forms = Forms(saved, target.wanted)
     ways = {name: forms.find(name, target.wanted["/".join(name)]) for name in target.leaves}
     plan, refused = Plan(kernels=_quantized_here(forms, ways, target)), _Refused()
-    _decide_leaves(plan, refused, ways, target)
+    _decide_leaves(plan, refused, forms, ways, target)
     _decide_left_over(plan, refused, forms, target)
     if refused.names:
         raise refused.error(saved, target, what)
@@ -161,21 +186,28 @@ def _quantized_here(forms: Forms, ways: dict[Name, ArraySource | None], target: 
     return kernels
 
 
-def _decide_leaves(plan: Plan, refused: _Refused, ways: dict[Name, ArraySource | None], target: Target) -> None:
+def _decide_leaves(
+    plan: Plan, refused: _Refused, forms: Forms, ways: dict[Name, ArraySource | None], target: Target
+) -> None:
     """Add the source of each array of the state to ``plan``, and arrays without one to ``refused``."""
     for name, way in ways.items():
         kernel = target.kernel_of.get(name)
         # The arrays of a kernel that is quantized here come from its exact values, not from conversions of each.
         made = way if kernel is None else plan.kernels.get(kernel, way)
+        # One of another shape is not missing.
+        lacking = made is None and not forms.has(name)
         may_be_kept = "missing" in target.allow and isinstance(target.given[name], jax.Array | np.ndarray)
         if made is not None and made.all_needs() <= target.allow:
             if made is way:
                 plan.made[name] = made
-        elif made is None and may_be_kept:
+        elif lacking and may_be_kept:
             plan.kept.append(name)
         else:
             refused.names.append("/".join(name))
-            refused.needs |= {"missing"} if made is None else made.all_needs() - target.allow
+            if made is not None:
+                refused.needs |= made.all_needs() - target.allow
+            elif lacking:
+                refused.needs.add("missing")
 
 
 def _decide_left_over(plan: Plan, refused: _Refused, forms: Forms, target: Target) -> None:
@@ -207,28 +239,44 @@ def _reads(plan: Plan, target: Target) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def _arrays(plan: Plan, target: Target, read: dict[str, Any]) -> dict[Name, Any]:
-    arrays, taken = {}, set[str]()
+    arrays, taken = dict[Name, Any](), set[str]()
     # On any meshes, with axes of type Auto: no mesh is set meanwhile, as for checksums.
     with jax.set_mesh(NO_MESH):
         for name, made in plan.made.items():
             # A buffer must not occur twice in a state, since a step donates it.
             again = made.make is None and made.source in taken
             taken.add(made.source)
-            arrays[name] = jax.device_put(made.value(read), target.leaves[name].sharding, may_alias=not again)
+            if is_wide(target.leaves[name].dtype):
+                arrays[name] = np.array(_value(made, read))
+            else:
+                value = _value(made, read)
+                arrays[name] = jax.device_put(value, target.leaves[name].sharding, may_alias=not again)
         for name in plan.kept:
-            arrays[name] = jax.device_put(target.given[name], target.leaves[name].sharding, may_alias=False)
-        values = ((name, made.value(read)) for name, made in plan.kernels.items())
+            given, place = target.given[name], target.leaves[name].sharding
+            wide = is_wide(given.dtype)
+            arrays[name] = given.copy() if wide else jax.device_put(given, place, may_alias=False)
+        values = ((name, _value(made, read)) for name, made in plan.kernels.items())
         exact = {name: jax.device_put(value, _of_kernel(target, name)) for name, value in values}
     if exact:
         # Under the mesh and the recipe of the caller, with the quantizer states that were restored.
         model = target.filled(arrays).model
         for path, module, kernel in quantizable_kernels(model):
-            name = (PARAMETERS, *map(str, path))
+            name = (PARAMETERS, *(escaped(str(key)) for key in path))
             if name in exact:
                 new = module.requantized(kernel, exact[name].astype(np.float32), target.kernels[name])
                 for rest, leaf in named_leaves(new).items():
                     arrays[name + rest] = jax.device_put(leaf, target.leaves[name + rest].sharding)
     return arrays
+
+
+def _value(made: ArraySource, read: dict[str, Any]) -> Any:
+    """Return an array made of those that were read, which is computed in 64 bits if one of them has as many."""
+    if made.make is None:
+        return read[made.source]
+    if not any(is_wide(read[source].dtype) for source in made.used()):
+        return made.value(read)
+    with jax.enable_x64(True):
+        return np.asarray(made.value({source: jnp.asarray(read[source]) for source in made.used()}))
 
 
 def _of_kernel(target: Target, kernel: Name) -> Sharding:

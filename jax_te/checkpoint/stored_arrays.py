@@ -15,9 +15,10 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import tensorstore
 
-from jax_te.checkpoint.tree import STATE, Name
+from jax_te.checkpoint.tree import STATE, Name, is_wide, stored_parts
 from jax_te.typing import Array
 
 IN_FLIGHT = 2**32
@@ -58,8 +59,10 @@ class Database:
         return tensorstore.open(spec, context=self._context, open=True, read=True)
 
 
-def read_arrays(path: Path, wanted: dict[Name, jax.ShapeDtypeStruct]) -> dict[Name, Array]:
+def read_arrays(path: Path, wanted: dict[Name, jax.ShapeDtypeStruct]) -> dict[Name, Any]:
     """Return arrays of a checkpoint, each in the sharding of its description; this process reads only its own parts.
+
+    An array of 64 bits, where JAX has none, is one of NumPy, the whole in each process.
 
     Args:
         path: folder of the checkpoint.
@@ -81,7 +84,7 @@ def read_arrays(path: Path, wanted: dict[Name, jax.ShapeDtypeStruct]) -> dict[Na
 
 def _key(name: Name) -> str:
     """Return Orbax's name of an array."""
-    return ".".join(name)
+    return ".".join(stored_parts(name))
 
 
 def _begin(opening: tensorstore.Future, stored: Any, name: str) -> Reads:
@@ -110,10 +113,12 @@ def _ahead(
     yield from waiting
 
 
-def _arrived(reads: Reads, leaf: jax.ShapeDtypeStruct) -> Array:
-    """Return an array on its devices when its parts have been read."""
+def _arrived(reads: Reads, leaf: jax.ShapeDtypeStruct) -> Array | np.ndarray:
+    """Return an array on its devices, or in NumPy, when its parts have been read."""
     stored = _as_stored(leaf)
     parts = {place: read.result() for place, read in reads.items()}
+    if is_wide(leaf.dtype):
+        return next(iter(parts.values()))
     array = jax.make_array_from_callback(
         stored.shape, stored.sharding, lambda index: parts[_place(index, stored.shape)], dtype=stored.dtype
     )
@@ -125,12 +130,16 @@ def _arrived(reads: Reads, leaf: jax.ShapeDtypeStruct) -> Array:
 def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
     """Return the size of the parts of an array that this process reads."""
     stored = _as_stored(leaf)
+    if is_wide(leaf.dtype):
+        return prod(stored.shape) * stored.dtype.itemsize
     shard = stored.sharding.shard_shape(stored.shape)
     return len(_indices(stored)) * prod(shard) * stored.dtype.itemsize
 
 
 def _indices(stored: Any) -> list[Any]:
     """Return the indices of the parts that this process's devices hold, each once."""
+    if is_wide(stored.dtype):
+        return [(slice(None),) * len(stored.shape)]
     of_devices = stored.sharding.addressable_devices_indices_map(stored.shape).values()
     return list({_place(index, stored.shape): index for index in of_devices}.values())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jax_te.typing import PyTree
 
 Name = tuple[str, ...]
 
-FORMAT = 3
+FORMAT = 4
 """Version of the checkpoints that are written and read."""
 
 STATE = "state"
@@ -33,6 +34,8 @@ NO_MESH = jax.sharding.Mesh(np.empty((), object), ())
 def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[Name, Any]:
     """Return the leaves of a pytree by their paths' names, in leaf order; NNX Variables add no name.
 
+    Names are also joined with "/" and taken apart again, so a "/" in a key is escaped, as in a URL.
+
     Args:
         tree: the pytree.
         is_leaf: predicate for leaves, see ``jax.tree.leaves``.
@@ -42,6 +45,8 @@ def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> 
 
     >>> list(named_leaves({"layers": [nnx.Param(jnp.ones(2))]}))
     [('layers', '0')]
+    >>> list(named_leaves({"a/b.c": jnp.ones(2)}))
+    [('a%2Fb.c',)]
     """
     # Variables are unwrapped, so that a checkpoint does not depend on how NNX names what is inside one.
     plain = jax.tree.map(_unwrap, tree, is_leaf=_is_variable)
@@ -73,25 +78,35 @@ def array_leaves(tree: PyTree) -> list[Any]:
         for name, leaf in named_leaves(tree).items():
             if not isinstance(leaf, jax.Array | np.ndarray):
                 raise TypeError(
-                    f"{'/'.join(name)} is not an array but {type(leaf).__name__}: give the state its jnp.asarray, or "
-                    "store it in data_state"
+                    f"{'/'.join(name)} is not an array but {type(leaf).__name__}: give the state its jnp.asarray, its "
+                    "np.asarray if it needs 64 bits, or store it in data_state"
                 )
     return leaves
 
 
 def nest(leaves: dict[Name, Any]) -> dict[str, Any]:
-    """Return nested dicts of leaves given by name.
+    """Return nested dicts of leaves given by name, with the keys of `stored_parts`.
 
-    >>> nest({("a", "b"): 1, ("c",): 2})
-    {'a': {'b': 1}, 'c': 2}
+    >>> nest({("a", "b"): 1, ("c.d",): 2})
+    {'a': {'b': 1}, 'c%2Ed': 2}
     """
     root: dict[str, Any] = {}
     for name, leaf in leaves.items():
         node = root
-        for part in name[:-1]:
+        *parts, last = stored_parts(name)
+        for part in parts:
             node = node.setdefault(part, {})
-        node[name[-1]] = leaf
+        node[last] = leaf
     return root
+
+
+def stored_parts(name: Name) -> Name:
+    """Return the keys of an array in the tree that Orbax stores, which joins them with "."; so this is escaped, too.
+
+    >>> stored_parts(("a", "b.c"))
+    ('a', 'b%2Ec')
+    """
+    return tuple(part.replace(".", "%2E") for part in name)
 
 
 def records(leaves: dict[Name, Any]) -> dict[str, list[Any]]:
@@ -106,6 +121,32 @@ def records(leaves: dict[Name, Any]) -> dict[str, list[Any]]:
             leaf = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
         result["/".join(name)] = [np.dtype(leaf.dtype).name, list(leaf.shape)]
     return result
+
+
+def key_kinds(leaves: dict[Name, Any]) -> dict[str, str]:
+    """Return the implementation of each typed key: those of "rbg" and of "unsafe_rbg" have data of the same shape.
+
+    >>> key_kinds({("a",): jax.random.key(0, impl="rbg"), ("b",): jnp.ones(2)})
+    {'a': 'rbg'}
+    """
+    dtypes = {"/".join(name): leaf.dtype for name, leaf in leaves.items()}
+    return {name: _key_kind(dtype) for name, dtype in dtypes.items() if jnp.issubdtype(dtype, jax.dtypes.prng_key)}
+
+
+@lru_cache(maxsize=64)
+def _key_kind(dtype: Any) -> str:
+    return str(jax.random.key_impl(jnp.zeros((), dtype)))
+
+
+def is_wide(dtype: Any) -> bool:
+    """Return whether JAX holds no array of a dtype, but NumPy does: 64 bits, unless ``jax_enable_x64`` is on.
+
+    >>> is_wide(np.int64), is_wide(np.float32)
+    (True, False)
+    """
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return False
+    return np.dtype(dtype) != jax.dtypes.canonicalize_dtype(dtype)
 
 
 def crc32(body: dict[str, Any]) -> int:
@@ -128,4 +169,17 @@ def _unwrap(node: Any) -> Any:
 
 def _name(path: tuple[Any, ...]) -> Name:
     # Each entry by itself: a key may contain any separator.
-    return tuple(jax.tree_util.keystr((entry,), simple=True) for entry in path)
+    return tuple(escaped(jax.tree_util.keystr((entry,), simple=True)) for entry in path)
+
+
+def escaped(key: str) -> str:
+    """Return a key of a pytree as one part of a name: not empty, without "/", different for different keys.
+
+    >>> escaped("enc/dec"), escaped("50%"), escaped("")
+    ('enc%2Fdec', '50%25', '%')
+    """
+    if not key:
+        return "%"
+    # Text in files cannot hold a half of a character, nor some of it a zero.
+    unsafe = (each for each in key if each in "%/\0" or "\ud800" <= each <= "\udfff")
+    return key.translate({ord(each): f"%{ord(each):02X}" for each in unsafe})

@@ -8,7 +8,7 @@ import threading
 import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -16,6 +16,7 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from jax_te.checkpoint.folder import Folder
+from jax_te.checkpoint.steps import StepNames, checkpoint_steps, remove_checkpoint
 from jax_te.checkpoint.tree import STATE, Name, crc32, nest
 
 T = TypeVar("T")
@@ -24,26 +25,63 @@ _NO_BOUND = 7 * 24 * 3600
 """Seconds."""
 
 
-def kept_by(keep: int, keep_every: int | None, keep_best: int | None, metric: str, best: Literal["min", "max"]) -> Any:
-    """Return Orbax's policy for the arguments of a `TrainCheckpointer`: a checkpoint that any rule keeps stays."""
-    policies = ocp.training.preservation_policies
-    kept: list[Any] = [policies.LatestN(keep)]
-    if keep_every is not None:
-        kept.append(policies.EveryNSteps(keep_every))
-    if keep_best is not None:
-        rank = partial(_rank, name=metric, sign=-1.0 if best == "min" else 1.0)
-        kept.append(policies.BestN(get_metric_fn=rank, n=keep_best, keep_checkpoints_without_metrics=False))
-    return policies.AnyPreservationPolicy(kept)
+@dataclass(frozen=True)
+class Keep:
+    """Rules for the checkpoints to keep, see `TrainCheckpointer`: one that any of them keeps stays.
+
+    Args:
+        newest: number of checkpoints with the largest steps.
+        every: interval of steps.
+        best: number of best checkpoints by a metric.
+        metric: name of the metric.
+        better: whether its smallest or its largest value is the best.
+    """
+
+    newest: int
+    every: int | None
+    best: int | None
+    metric: str
+    better: Literal["min", "max"]
+
+    def kept(self, metrics: Mapping[int, Mapping[str, float] | None]) -> set[int]:
+        """Return the steps to keep of those with these metrics, None for one that was saved without any.
+
+        >>> sorted(Keep(1, 10, 1, "loss", "min").kept({10: None, 11: {"loss": 1.0}, 12: {"loss": 2.0}, 13: None}))
+        [10, 11, 13]
+        """
+        steps = sorted(metrics)
+        kept = set(steps[-self.newest :])
+        if self.every is not None:
+            kept |= {step for step in steps if step % self.every == 0}
+        if self.best is not None:
+            measured = [step for step in steps if metrics[step] is not None]
+            kept |= set(sorted(measured, key=lambda step: self._rank(metrics[step]))[-self.best :])
+        return kept
+
+    def _rank(self, metrics: Mapping[str, float] | None) -> float:
+        """Return a number that is larger for a better checkpoint; the smallest number without the metric."""
+        value = (metrics or {}).get(self.metric, math.nan)
+        return -math.inf if math.isnan(value) else -value if self.better == "min" else value
 
 
-def _rank(metrics: Mapping[str, float] | None, *, name: str, sign: float) -> float:
-    """Return a number that is larger for a better checkpoint; the smallest number without the metric."""
-    value = sign * (metrics or {}).get(name, math.nan)
-    return -math.inf if math.isnan(value) else value
+def remove_others(writer: ocp.training.Checkpointer, directory: Path, keep: Keep) -> None:
+    """Remove the checkpoints that no rule keeps.
+
+    Not by Orbax: to it every folder with a number as its name is a checkpoint, the newest is the one saved last, and
+    one that it removes is there in part meanwhile.
+    """
+    there = set(checkpoint_steps(directory))
+    metrics: Any = {found.step: found.metrics for found in writer.checkpoints if found.step in there}
+    for step in sorted(metrics.keys() - keep.kept(metrics)):
+        remove_checkpoint(directory, step)
 
 
-def new_writer(directory: Path, kept: Any) -> ocp.training.Checkpointer:
+def new_writer(directory: Path, names: StepNames) -> ocp.training.Checkpointer:
     """Return Orbax's writer of a folder, from which it removes the remains of a killed save.
+
+    Args:
+        directory: folder of the checkpoints.
+        names: names of those that count.
 
     Raises:
         ValueError: if a checkpoint's metadata is malformed.
@@ -59,7 +97,7 @@ def new_writer(directory: Path, kept: Any) -> ocp.training.Checkpointer:
     # concurrent call in another thread would change it, and the save would wait forever, or find its own folders.
     if jax.process_count() == 1:
         context.asynchronous.create_directories_asynchronously = False
-    options: dict[str, Any] = {"preservation_policy": kept, "cleanup_tmp_directories": True}
+    options: dict[str, Any] = {"step_name_format": names, "cleanup_tmp_directories": True}
     return ocp.training.Checkpointer(Folder(directory), context=context, **options)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from jax_te.checkpoint import checkpoint_steps
 from jax_te.cli.run_files import CHECKPOINT_FOLDER
 from jax_te.interop.huggingface import INDEX, SINGLE
 from jax_te.interop.megatron import TRACKER
@@ -27,7 +28,7 @@ def kind_of(path: Path) -> Kind:
         return "megatron"
     if names & {SINGLE, INDEX}:
         return "huggingface"
-    if names & {CHECKPOINT_FOLDER, "_CHECKPOINT_METADATA"} or any(name.isdecimal() for name in names):
+    if names & {CHECKPOINT_FOLDER, "_CHECKPOINT_METADATA"} or checkpoint_steps(path):
         return "jax-te"
     raise ValueError(
         f"{path} is not a checkpoint: a run of jax-te train, its checkpoints or one of them; a folder of Hugging Face "
@@ -44,7 +45,7 @@ def checkpoint_folder(path: Path) -> Path:
     if (path / "_CHECKPOINT_METADATA").exists():
         return path
     folder = path / CHECKPOINT_FOLDER if (path / CHECKPOINT_FOLDER).is_dir() else path
-    steps = [int(each.name) for each in folder.iterdir() if each.name.isdecimal()]
+    steps = checkpoint_steps(folder)
     if not steps:
         raise ValueError(f"{path} has saved no checkpoint yet")
     return folder / str(max(steps))

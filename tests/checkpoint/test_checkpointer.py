@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import errno
+import gc
+import shutil
 import tempfile
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from orbax.checkpoint import v1 as ocp
 
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.checkpoint import checksums as checksums_module
+from jax_te.checkpoint import restore as restore_module
 from jax_te.checkpoint.checksums import checksums
-from jax_te.checkpoint.tree import named_leaves, nest, records
+from jax_te.checkpoint.steps import REMOVED
+from jax_te.checkpoint.tree import FORMAT, named_leaves, nest, records
 from jax_te.errors import CheckpointMismatchError
+from jax_te.training import abstract_train_state, create_train_state
 from tests.support.numerics import without_type_checker
 
 
@@ -64,6 +72,100 @@ def test_what_is_saved_comes_back(tmp_path):
     assert bits(restored) == bits(state)
     assert restored["keys"].dtype == state["keys"].dtype
     assert jax.random.uniform(restored["rng"]) == jax.random.uniform(state["rng"])
+
+
+KEYS = [
+    "a/b",
+    "a.b",
+    "a%2Fb",
+    "mlp/~/linear_0",
+    "",
+    ".",
+    "..",
+    "/",
+    "a\\b",
+    "new\nline",
+    "ü",
+    "\0",
+    "\ud800",
+    "x" * 300,
+]
+
+
+def test_a_key_may_contain_any_separator(tmp_path):
+    """Also beside the nested keys that it would be without an escape."""
+    state = {key: jnp.full(2, float(number)) for number, key in enumerate(KEYS)} | {"a": {"b": jnp.ones(3)}}
+    with TrainCheckpointer(tmp_path) as checkpointer:
+        checkpointer.save(state, None, 1)
+        assert bits(checkpointer.restore(state)[0]) == bits(state)
+
+
+def test_a_model_whose_layers_have_separators_in_their_names(tmp_path):
+    class Parts(nnx.Module):
+        def __init__(self, rngs):
+            self.parts = nnx.Dict({"enc/dec": nnx.Linear(2, 3, rngs=rngs), "enc.dec": nnx.Linear(2, 2, rngs=rngs)})
+
+    tx = optax.adam(0.1)
+    state = create_train_state(Parts, tx, key=jax.random.key(0))
+    with TrainCheckpointer(tmp_path) as checkpointer:
+        checkpointer.save(state, None, 1)
+        assert bits(checkpointer.restore(abstract_train_state(Parts, tx))[0]) == bits(state)
+        assert bits(checkpointer.restore_parameters(state.params)[0]) == bits(state.params)
+
+
+WIDE = {
+    "int64": [2**40 + 7, -1],
+    "uint64": [2**64 - 1, 0],
+    "float64": [1 / 3, 1e300],
+    "complex128": [1 / 3 + 1j / 7, 2.0],
+}
+
+
+@pytest.mark.parametrize("dtype", WIDE)
+def test_arrays_of_64_bits_come_back_as_they_were(tmp_path, dtype):
+    """As arrays of NumPy, where JAX has none, and with checksums of all their bits."""
+    state = {"a": np.array(WIDE[dtype], dtype), "scalar": np.array(WIDE[dtype][0], dtype)}
+    with TrainCheckpointer(tmp_path) as checkpointer:
+        checkpointer.save(state, None, 1)
+        for wanted in (state, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)):
+            restored, _, _ = checkpointer.restore(wanted)
+            assert bits(restored) == bits(state)
+        kept, _, _ = checkpointer.restore(state | {"more": state["a"]}, allow={"missing"})
+        assert bits(kept["more"]) == bits(state["a"])
+    high, low = (checksums({("a",): np.array([2**40 * high + 7], np.int64)}) for high in (1, 2))
+    assert high != low
+
+
+def test_layers_of_64_bits_are_stacked_and_cast_from_64_bits(tmp_path):
+    """The value lies just above the middle of two of fp32, to which a value of fp32 itself would be rounded down."""
+    value = 1.0 + 2.0**-24 + 2.0**-50
+    state = {"params": {"0": {"w": np.array([value])}, "1": {"w": np.array([1 / 3])}}}
+    with TrainCheckpointer(tmp_path) as checkpointer:
+        checkpointer.save(state, None, 1)
+        stacked, _, _ = checkpointer.restore({"params": {"w": np.zeros((2, 1))}})
+        assert bits(stacked["params"]["w"]) == bits(np.array([[value], [1 / 3]]))
+        described = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), state)
+        cast, _, _ = checkpointer.restore(described, allow={"cast"})
+        assert bits(cast) == bits(jax.tree.map(lambda leaf: leaf.astype(np.float32), state))
+
+
+def test_a_large_array_of_numpy_has_the_checksum_of_an_array_of_jax(monkeypatch):
+    values = np.arange(1000, dtype=np.float32)
+    expected = checksums({("a",): jnp.asarray(values)})
+    monkeypatch.setattr(checksums_module, "SMALL", 64)
+    assert checksums({("a",): values}) == expected
+
+
+def test_an_array_in_the_byte_order_of_another_machine_is_refused(tmp_path):
+    with TrainCheckpointer(tmp_path) as checkpointer, pytest.raises(TypeError, match=r"a has dtype >f4, .* to float32"):
+        checkpointer.save({"a": np.ones(2, ">f4")}, None, 1)
+
+
+def test_a_key_goes_into_no_key_of_another_implementation(tmp_path):
+    with TrainCheckpointer(tmp_path) as checkpointer:
+        checkpointer.save({"a": jax.random.key(3, impl="rbg")}, None, 1)
+        with pytest.raises(CheckpointMismatchError, match="a is a key of rbg there, of unsafe_rbg here"):
+            checkpointer.restore({"a": jax.random.key(0, impl="unsafe_rbg")})
 
 
 def test_a_real_state_can_stand_for_its_description(tmp_path):
@@ -138,6 +240,125 @@ def test_nothing_is_made_before_the_first_save(tmp_path):
     assert [path.name for path in folder.iterdir()] == ["1"]
 
 
+def test_other_folders_with_numbers_as_names_are_left_alone(tmp_path):
+    """Those of years and of jobs, and checkpoints that another program wrote through Orbax."""
+    for name in ("2021", "2024", "007"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "photo.jpg").write_text("mine")
+    with ocp.training.Checkpointer(tmp_path) as other:
+        other.save_checkpointables(3000, {"state": {"theirs": jnp.zeros(1)}})
+    before = sorted(str(path) for path in tmp_path.rglob("*"))
+    with TrainCheckpointer(tmp_path, keep=1) as checkpointer:
+        assert checkpointer.latest_step() is None
+        with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
+            checkpointer.restore({"a": jnp.zeros(1)})
+        for step in (1, 2):
+            checkpointer.save({"a": jnp.full(1, step)}, None, step)
+        assert checkpointer.restore({"a": jnp.zeros(1, jnp.int32)})[2] == checkpointer.latest_step() == 2
+        for taken in (2021, 3000):
+            with pytest.raises(ValueError, match=f"{taken} is there, and is not a checkpoint; save in another folder"):
+                checkpointer.save({"a": jnp.zeros(1)}, None, taken)
+    after = sorted(str(path) for path in tmp_path.rglob("*") if tmp_path / "2" not in (path, *path.parents))
+    assert after == before
+
+
+def test_a_step_before_the_newest_is_refused(tmp_path):
+    with TrainCheckpointer(tmp_path, keep=2) as checkpointer:
+        checkpointer.save({"a": jnp.ones(1)}, None, 20)
+        with pytest.raises(ValueError, match=r"step 10 comes before the newest .* of step 20, .*restore\(step"):
+            checkpointer.save({"a": jnp.ones(1)}, None, 10)
+        assert checkpointer.latest_step() == 20
+
+
+@pytest.mark.parametrize("keep", [2, 3])
+@pytest.mark.parametrize("save", [[110, 120], [200]])
+def test_a_run_that_goes_back_leaves_the_later_checkpoints(tmp_path, keep, save):
+    """And goes on from its own ones, whatever is kept."""
+    wanted = {"a": jax.ShapeDtypeStruct((), jnp.float32)}
+    with TrainCheckpointer(tmp_path, keep=3) as checkpointer:
+        for step in (100, 200, 300):
+            checkpointer.save({"a": jnp.float32(step)}, None, step)
+    with TrainCheckpointer(tmp_path, keep=keep) as checkpointer:
+        checkpointer.restore(wanted, step=100)
+        for step in save:
+            checkpointer.save({"a": jnp.float32(-step)}, None, step)
+    with TrainCheckpointer(tmp_path, keep=keep) as checkpointer:
+        state, _, step = checkpointer.restore(wanted)
+    assert (step, float(state["a"])) == (save[-1], -save[-1])
+    kept = [100, *save][-keep:]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        map(str, [*kept, "200.abandoned", "300.abandoned"])
+    )
+    with TrainCheckpointer(tmp_path, keep=9) as checkpointer:  # one that was only looked at
+        checkpointer.restore(wanted, step=kept[0])
+        checkpointer.save({"a": jnp.float32(0)}, None, 400)
+        assert checkpointer.latest_step() == 400
+    assert (tmp_path / str(save[-1])).is_dir()
+
+
+def test_a_second_one_that_saves_in_a_folder_is_told_so(tmp_path):
+    first, second, state = TrainCheckpointer(tmp_path), TrainCheckpointer(tmp_path), {"a": jnp.ones(1)}
+    first.save(state, None, 1)
+    first.wait()
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(OSError, match="another TrainCheckpointer, of this process, saves in this folder: close it"):
+        second.save(state, None, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert second.restore(state)[2] == 1  # reading is for all
+    first.close()
+    second.save(state, None, 2)
+    second.wait()
+    del second  # one that nobody closes
+    gc.collect()
+    with TrainCheckpointer(tmp_path) as third:
+        third.save(state, None, 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "3"]
+
+
+def test_where_locks_are_not_seen_a_second_one_that_saves_is_told_so_too(tmp_path, monkeypatch):
+    monkeypatch.setattr("jax_te.checkpoint.steps.fcntl.flock", _no_locks)
+    with TrainCheckpointer(tmp_path) as checkpointer:
+        checkpointer.save({"a": jnp.ones(1)}, None, 1)
+        checkpointer.wait()
+
+        def fail(*args, **options):
+            raise FileExistsError(errno.EEXIST, "File exists", "2")
+
+        monkeypatch.setattr(ocp.training.Checkpointer, "save_checkpointables_async", fail)
+        checkpointer.save({"a": jnp.ones(1)}, None, 2)
+        with pytest.raises(OSError, match=r"File exists.*Another program seems to save in this folder: end it, or"):
+            checkpointer.wait()
+
+
+def _no_locks(*_):
+    raise OSError(errno.ENOTSUP, "Operation not supported")
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read_is_not_damaged(tmp_path, monkeypatch):
+    """The run that writes has saved a newer one."""
+    state = {"a": jnp.ones(1)}
+    with TrainCheckpointer(tmp_path) as writer:
+        for step in (1, 2):
+            writer.save(state, None, step)
+    (tmp_path / "2").rename(tmp_path / "hidden")
+    begin = restore_module.read_metadata
+
+    def read(path):
+        if path.name == "1":
+            shutil.rmtree(tmp_path / "1")
+            (tmp_path / "hidden").rename(tmp_path / "2")
+        return begin(path)
+
+    monkeypatch.setattr(restore_module, "read_metadata", read)
+    with warnings.catch_warnings(), TrainCheckpointer(tmp_path) as reader:
+        warnings.simplefilter("error")
+        assert reader.restore(state)[2] == 2
+    (tmp_path / "2").rename(tmp_path / "hidden")
+    shutil.copytree(tmp_path / "hidden", tmp_path / "1")
+    with TrainCheckpointer(tmp_path) as reader, pytest.raises(FileNotFoundError, match="of step 1 was removed while"):
+        reader.restore(state, step=1)
+
+
 def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     checkpointer = TrainCheckpointer("here")
@@ -152,7 +373,8 @@ def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
 def test_leftovers_of_a_killed_save_do_not_count(tmp_path):
     with TrainCheckpointer(tmp_path) as checkpointer:
         checkpointer.save(make_state(1), None, 1)
-    for name in ("2.orbax-checkpoint-tmp", "3.orbax-checkpoint-tmp-1700000000", "notes"):
+    # The last but one is a removal that was killed.
+    for name in ("2.orbax-checkpoint-tmp", "3.orbax-checkpoint-tmp-1700000000", f"0.{REMOVED}-{'a1' * 16}", "notes"):
         (tmp_path / name / "params").mkdir(parents=True)
     (tmp_path / "4").write_text("a file, no checkpoint")
     with TrainCheckpointer(tmp_path) as checkpointer:
@@ -424,7 +646,7 @@ def test_a_checksum_sees_numbers_of_opposite_sign_change_places():
     assert len({checksums({("a",): order})["a"] for order in orders}) == 4
 
 
-@pytest.mark.parametrize("format_number", [2, 4])
+@pytest.mark.parametrize("format_number", [FORMAT - 1, FORMAT + 1])
 def test_a_checkpoint_of_another_format_is_refused(format_number, tmp_path, monkeypatch):
     with TrainCheckpointer(tmp_path) as checkpointer:
         checkpointer.save({"a": jnp.zeros(1)}, None, 1)
@@ -432,7 +654,7 @@ def test_a_checkpoint_of_another_format_is_refused(format_number, tmp_path, monk
         checkpointer.save({"a": jnp.zeros(1)}, None, 2)
         checkpointer.wait()
         monkeypatch.undo()
-        with pytest.raises(ValueError, match=f"step 2 in .* has format {format_number}, and .* reads format 3; use"):
+        with pytest.raises(ValueError, match=rf"step 2 in .* has format {format_number}, and .* format {FORMAT};"):
             checkpointer.restore({"a": jnp.zeros(1)})
 
 

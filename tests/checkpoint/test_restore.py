@@ -128,6 +128,16 @@ def test_parameters_alone_are_all_that_is_read(tmp_path):
         assert_same(part.model(jnp.ones((2, 256))), state.model(jnp.ones((2, 256))))
 
 
+@pytest.mark.parametrize("allow", [set(), {"missing"}])
+def test_an_array_of_another_shape_is_not_missing(tmp_path, allow):
+    """Neither advised nor kept as given."""
+    with TrainCheckpointer(tmp_path) as checkpointer:
+        checkpointer.save({"a": jnp.zeros(2)}, None, 1)
+        with pytest.raises(CheckpointMismatchError, match=r"a is float32\[2\] there, float32\[3\] here") as caught:
+            checkpointer.restore({"a": jnp.ones(3)}, allow=allow)
+    assert "missing" not in str(caught.value)
+
+
 def test_what_is_left_out_must_be_allowed_and_what_is_missing_is_not(tmp_path):
     with autocast(DelayedScaling(amax_history_len=2)):
         state = create_train_state(lambda rngs: Linear(16, 16, rngs=rngs), TX, key=jax.random.key(1))

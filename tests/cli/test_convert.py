@@ -230,3 +230,9 @@ def test_a_damaged_checkpoint_is_refused(tmp_path, capsys):
     assert_refused(
         main(["inspect", "checkpoint", str(tmp_path)]), capsys.readouterr().err, "has saved no checkpoint yet"
     )
+
+
+def test_folders_named_by_years_are_no_checkpoints(tmp_path, capsys):
+    (tmp_path / "2024").mkdir()
+    status = main(["inspect", "checkpoint", str(tmp_path)])
+    assert_refused(status, capsys.readouterr().err, "is not a checkpoint: a run of jax-te train")

@@ -7,6 +7,8 @@ import re
 import resource
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 
@@ -90,6 +92,38 @@ def test_an_error_reaches_the_others_at_once_and_heartbeats_leave_nothing(tmp_pa
         with Heartbeats(tmp_path / "heartbeats", run, 0, 1, (1.0,)):
             assert {path.name.split(".")[0] for path in (tmp_path / "heartbeats").iterdir()} == {run}
     assert not (tmp_path / "heartbeats").exists()
+
+
+KILLED = """
+import os, pathlib, signal, sys
+from jax_te.checkpoint import Heartbeats
+Heartbeats(pathlib.Path(sys.argv[1]), "run", 1, 2, (600.0,)).__enter__()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+NO_LOCKS = """
+import fcntl
+def refuse(*_):
+    raise OSError("no locks")
+fcntl.flock = refuse
+"""
+
+
+@pytest.mark.parametrize("locks", [True, False], ids=["locks", "no locks"])
+def test_a_process_killed_right_after_its_first_heartbeat_is_found_at_once(tmp_path, locks):
+    """Whose lock nobody has seen held. Without locks nobody can tell."""
+    folder = tmp_path / "heartbeats"
+    script = KILLED if locks else NO_LOCKS + KILLED
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", script, folder], env=environment, check=False)
+    with Heartbeats(folder, "run", 0, 2, (2.0,)) as first:
+        if locks:
+            wait_until(first.reported_error, 5.0)
+            assert first.reported_error() == "process 1 was ended from outside, in its start"
+        else:
+            time.sleep(0.6)
+            assert first.reported_error() is None
 
 
 # How processes find each other.

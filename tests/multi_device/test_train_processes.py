@@ -115,7 +115,7 @@ def test_a_process_killed_in_a_save_leaves_the_checkpoint_before(tmp_path, alone
         when_recorded(3, tmp_path, running)
         deadline = time.monotonic() + 240
         # A step's folder has another name until it counts.
-        while all(path.name.isdecimal() for path in checkpoints.iterdir()):
+        while not any(".orbax-checkpoint-tmp" in path.name for path in checkpoints.iterdir()):
             assert time.monotonic() < deadline
         running[1].kill()
         ended(running)

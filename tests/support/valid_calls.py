@@ -227,14 +227,14 @@ def checkpointer(folder: Path, name: str = "arrays") -> checkpoint.TrainCheckpoi
     made = checkpoint.TrainCheckpointer(folder / name)
     if made.latest_step() is None:
         made.save({"a": jnp.ones(2)} if name == "arrays" else train_state(), {}, 1)
-        made.wait()
+        made.close()  # another one of the same folder can save, too
     return made
 
 
 def saving(owner: checkpoint.TrainCheckpointer) -> Call:
     def save(**kwargs: Any) -> None:
         owner.save(**kwargs)
-        owner.wait()
+        owner.close()
 
     save.__self__ = owner  # type: ignore[attr-defined]  # what it may change
     step = (owner.latest_step() or 0) + 1
