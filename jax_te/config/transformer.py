@@ -292,7 +292,7 @@ class TransformerConfig(
     def _check_form_of_gelu(self, name: str, activation: Any, parts: tuple[Any, ...], gelu: str | None) -> None:
         """Raise ValueError for an activation with the other GELU than ``gelu``, the one that fields choose."""
         other = {"gelu": "gelu_exact", "gelu_exact": "gelu"}.get(gelu or "")
-        if other in parts:
+        if other is not None and other in parts:
             chosen = [f"{field}={getattr(self, field)}" for field in _FORMS_OF_GELU if getattr(self, field) is not None]
             forms = {"gelu": "the tanh form of GELU", "gelu_exact": "its erf form, 'gelu_exact'"}
             raise ValueError(
