@@ -291,13 +291,15 @@ class TransformerConfig(
 
     def _check_form_of_gelu(self, name: str, activation: Any, parts: tuple[Any, ...], gelu: str | None) -> None:
         """Raise ValueError for an activation with the other GELU than ``gelu``, the one that fields choose."""
-        other = {"gelu": "gelu_exact", "gelu_exact": "gelu"}.get(gelu or "")
-        if other is not None and other in parts:
+        if gelu is None:
+            return
+        other = "gelu" if gelu == "gelu_exact" else "gelu_exact"
+        if other in parts:
             chosen = [f"{field}={getattr(self, field)}" for field in _FORMS_OF_GELU if getattr(self, field) is not None]
             forms = {"gelu": "the tanh form of GELU", "gelu_exact": "its erf form, 'gelu_exact'"}
             raise ValueError(
-                f"{name}={brief(activation)} has {forms[other]}, and {', '.join(chosen)} chooses {forms[str(gelu)]}; "
-                f"leave one out"
+                f"{name}={brief(activation)} has {forms[other]}, and {', '.join(chosen)} chooses {forms[gelu]}; "
+                "leave one out"
             )
 
     def _check_norms(self) -> None:
