@@ -21,7 +21,7 @@ from jax_te.layers.moe.router import Router, Routing
 from jax_te.layers.results import layer_output
 from jax_te.ops import Activation, RowGroups, dispatch, permute
 from jax_te.remat import recomputed, run_on_copies, selective_recompute
-from jax_te.sharding import constrain
+from jax_te.sharding import constrain, current_mesh, reshard
 from jax_te.typing import Array, DTypeLike, Initializer, Key, TensorGroup
 
 
@@ -98,7 +98,8 @@ class MixtureOfExperts(TrainingMode):
             call = dispatch.plan_dispatch(transport, routing.experts, routing.kept)
             probs = self.router.with_overflow(routing.probs, call.overflow)
             rows, probs = dispatch.dispatch(x, probs, call)
-            return dispatch.combine(self.experts(rows, probs, _of_zeros(call.groups), first), call)
+            y = dispatch.combine(self.experts(rows, probs, _of_zeros(call.groups), first), call)
+            return _sharded_like(x, y)
         # Whole on each device of a mesh, if there is one: XLA cannot partition these gathers on every mesh.
         tokens, probs = _whole_rows(x), _whole_rows(routing.probs)
         experts, kept = _whole_rows(routing.experts), _whole_rows(routing.kept)
@@ -114,7 +115,7 @@ class MixtureOfExperts(TrainingMode):
         # Results are whole like operands: backward gathers their gradients.
         rows, probs = _whole(permute.permute(tokens, plan)), _whole(permute.permute_probs(probs, plan))
         rows = _whole(self.experts(rows, probs, _of_zeros(plan.groups), first))
-        return _whole(permute.unpermute(rows, plan)).reshape(x.shape)
+        return _sharded_like(x, _whole(permute.unpermute(rows, plan)).reshape(x.shape))
 
     def transport(self, shape: tuple[int, ...]) -> dispatch.Transport | None:
         """Return the exchange of tokens between the devices of the mesh in use; None if one array has all rows.
@@ -316,6 +317,12 @@ def _whole_rows(x: Array | None) -> Any:
 def _whole(x: Array) -> Array:
     """Return an array, and in backward its gradient, whole on each device of a mesh."""
     return constrain(x, (None,) * x.ndim)
+
+
+def _sharded_like(x: Array, y: Array) -> Array:
+    """Return ``y`` with the Explicit axes that are in the type of ``x``, of the same shape, so that both can be added."""
+    mesh = current_mesh()
+    return y if mesh is None else reshard(y, jax.typeof(x).sharding.spec, mesh)
 
 
 def _output(result: Any) -> Array:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import AxisType, PartitionSpec
 
 from jax_te._validation import check_float, check_positive, checked
 from jax_te.config import RouterOptions, normal_init
@@ -20,6 +21,8 @@ from jax_te.layers.parameters import parameter, value_or_none
 from jax_te.ops import is_known, losses, routing
 from jax_te.quantize import QuantizerState, count
 from jax_te.random import key_for
+from jax_te.remat import run_on_copies
+from jax_te.sharding import auto_region
 from jax_te.typing import Array, DTypeLike, Initializer, Key
 
 
@@ -132,9 +135,14 @@ class Router(TrainingMode):
     @property
     def metric_names(self) -> tuple[str, ...]:
         """Entries of ``last_step`` after the tokens of each expert."""
-        z_loss = () if self.options.z_loss_coeff is None else ("z_loss",)
         overflow = ("overflow",) if self.counts_overflow else ()
-        return ("calls", "chosen", "dropped", *overflow, *self.options.losses, *z_loss)
+        return ("calls", "chosen", "dropped", *overflow, *self._loss_names)
+
+    @property
+    def _loss_names(self) -> tuple[str, ...]:
+        """Names of the losses of a call in training."""
+        z_loss = () if self.options.z_loss_coeff is None else ("z_loss",)
+        return (*self.options.losses, *z_loss)
 
     def __call__(
         self,
@@ -161,25 +169,45 @@ class Router(TrainingMode):
         """
         with jax.named_scope("Router"):
             self._check_call(x, padding_mask, experts)
-            logits = self._logits(x, key)
-            lead, (b, s) = x.shape[:-1], x.shape[:-1] if x.ndim == 3 else (1, x.shape[0])
-            counted = self._counted(padding_mask)
-            logits = logits.reshape(b, s, -1)
-            given = None if experts is None else experts.reshape(b * s, -1)
-            chosen = self._assignment(logits.reshape(b * s, -1), given)
-            kept = self._kept(chosen, b, s)
-            counted = None if counted is None else counted.reshape(b, s)
-            found, so_far = self._losses(logits, counted) if self.training else ({}, None)
-            probs = self._with_losses(chosen.probs, found)
-            if self.training:
-                probs = self._counted_in(probs, logits, chosen.experts, kept, counted, found, so_far)
-            values = {name: jax.lax.stop_gradient(loss) for name, loss in found.items()}
-            return Routing(
-                probs.reshape(*lead, -1),
-                chosen.experts.reshape(*lead, -1),
-                None if kept is None else kept.reshape(*lead, -1),
-                values,
+            mesh = jax.sharding.get_abstract_mesh()
+            if mesh.empty or AxisType.Explicit not in mesh.axis_types:
+                return self._routing(x, padding_mask, key, experts)
+            # A choice of experts flattens and sorts tokens, and the losses sum over groups of them: an Explicit mesh
+            # gives such arrays no type. The layer is an operand, because a region takes no arrays from outside.
+            return run_on_copies(
+                lambda run: auto_region(run, (self._axes_like(x), [])),
+                lambda operands: operands[0]._routing(*operands[1:]),
+                (self, x, padding_mask, key, experts),
             )
+
+    def _axes_like(self, x: Array) -> Routing:
+        """Return the axes of a call's result, which is sharded like the tokens ``x [..., h]``."""
+        each = PartitionSpec(*jax.typeof(x).sharding.spec[:-1], None)
+        kept = None if self.options.expert_capacity_factor is None else each
+        losses: Any = dict.fromkeys(self._loss_names if self.training else (), ())
+        return Routing(each, each, kept, losses)  # type: ignore[arg-type]
+
+    def _routing(self, x: Array, padding_mask: Array | None, key: Key | None, experts: Array | None) -> Routing:
+        """Return the result of a call."""
+        logits = self._logits(x, key)
+        lead, (b, s) = x.shape[:-1], x.shape[:-1] if x.ndim == 3 else (1, x.shape[0])
+        counted = self._counted(padding_mask)
+        logits = logits.reshape(b, s, -1)
+        given = None if experts is None else experts.reshape(b * s, -1)
+        chosen = self._assignment(logits.reshape(b * s, -1), given)
+        kept = self._kept(chosen, b, s)
+        counted = None if counted is None else counted.reshape(b, s)
+        found, so_far = self._losses(logits, counted) if self.training else ({}, None)
+        probs = self._with_losses(chosen.probs, found)
+        if self.training:
+            probs = self._counted_in(probs, logits, chosen.experts, kept, counted, found, so_far)
+        values = {name: jax.lax.stop_gradient(loss) for name, loss in found.items()}
+        return Routing(
+            probs.reshape(*lead, -1),
+            chosen.experts.reshape(*lead, -1),
+            None if kept is None else kept.reshape(*lead, -1),
+            values,
+        )
 
     def _check_call(self, x: Array, padding_mask: Array | None, experts: Array | None) -> None:
         """Raise for arrays whose shapes or dtypes do not fit the router and each other."""
