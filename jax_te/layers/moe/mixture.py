@@ -314,7 +314,7 @@ def _whole_rows(x: Array | None) -> Any:
 
 
 def _sharded_like(x: Array, y: Array) -> Array:
-    """Return ``y`` with the Explicit axes that are in the type of ``x``, of the same shape, so that both can be added."""
+    """Return ``y`` with the Explicit axes in the type of ``x``, an array of the same shape to which it may be added."""
     mesh = current_mesh()
     return y if mesh is None else reshard(y, jax.typeof(x).sharding.spec, mesh)
 
