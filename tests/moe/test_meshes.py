@@ -19,7 +19,7 @@ from jax_te.config import DispatchOptions, ParallelConfig, RouterOptions, Transf
 from jax_te.layers import GroupedLoRA, MoE, expert_metrics, expert_rows
 from jax_te.megatron import MoELayer
 from jax_te.ops import dispatch, expert_placement, routing
-from jax_te.quantize import QuantizerState
+from jax_te.quantize import QuantizerState, observe_quantization
 from jax_te.recipe import Float8CurrentScaling, autocast
 from jax_te.remat import selective_recompute
 from jax_te.sharding import ShardingRules, communication_report, constrain, make_mesh, use_rules
@@ -112,6 +112,14 @@ def test_tokens_with_a_sharding_in_their_type(sizes: Any, dispatcher: Any) -> No
     with on_mesh(sizes, "explicit"):
         found = results(build(router, dispatch=DispatchOptions(dispatcher=dispatcher)), padding_mask=MASK)
     assert_same(found, wanted)
+
+
+@pytest.mark.costly
+def test_rows_of_all_experts_on_each_device_of_an_explicit_mesh() -> None:
+    """As where quantized tensors are observed, and under recipes with scales of whole tensors."""
+    with on_mesh({"expert": 2, "tensor": 2}, "explicit"), observe_quantization():
+        found = results(build())
+    assert_same(found, one_device())
 
 
 def test_ops_of_routing_take_tokens_with_a_sharding_in_their_type() -> None:
