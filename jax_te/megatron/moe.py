@@ -28,6 +28,7 @@ from jax_te.megatron.module import MegatronModule
 from jax_te.megatron.state_dict import StateDicts
 from jax_te.megatron.te_kwargs import condition_init_method
 from jax_te.ops import Activation
+from jax_te.sharding import auto_region
 from jax_te.typing import Array, Initializer, Key, NoProcessGroups
 
 
@@ -115,14 +116,16 @@ class TopKRouter(StateDicts, Router):
             return routing
         e = self.options.num_experts
         chosen, k = routing.experts, routing.experts.shape[-1]
-        kept = jnp.ones(chosen.shape, bool) if routing.kept is None else routing.kept
-        rows = jnp.arange(chosen.size // k, dtype=jnp.int32)[:, None]
+        kept = jnp.ones_like(chosen, bool) if routing.kept is None else routing.kept
 
-        def dense(values: Array) -> Array:
+        def dense(values: Array, chosen: Array) -> Array:
+            rows = jnp.arange(chosen.size // k, dtype=jnp.int32)[:, None]
             empty = jnp.zeros((len(rows), e), values.dtype)
             return empty.at[rows, chosen.reshape(-1, k)].set(values.reshape(-1, k), unique_indices=True)
 
-        return dense(jnp.where(kept, routing.probs, 0.0)), dense(kept)
+        # Whole on Explicit axes: the order of tokens need not be that of a mesh that shards rows and sequences.
+        dense = auto_region(dense, (None, None))
+        return dense(jnp.where(kept, routing.probs, 0.0), chosen), dense(kept, chosen)
 
     def set_layer_number(self, layer_number: int) -> None:
         """Set the number of the router's layer in its stack, from 1."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -201,15 +202,58 @@ def test_padding_changes_neither_losses_counts_nor_other_tokens(kind, fields):
 
 
 @pytest.mark.costly
+@pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 @pytest.mark.parametrize("kind", ["own", "megatron"])
-def test_padding_on_a_mesh_is_that_of_one_device(kind):
+def test_padding_on_a_mesh_is_that_of_one_device(kind, axis_type):
     """Sequences in zig-zag order over the context axis, and split over the tensor axis, too."""
     fields = {"ffn_hidden_size": 64}
     expected = of_padded(kind, TOKENS, **fields)
     fields |= {"cp_load_balanced": True, "sequence_parallel": True}
     fields |= {"tensor_model_parallel_size": 2, "context_parallel_size": 2, "expert_model_parallel_size": 2}
-    with jax.set_mesh(make_mesh(ParallelConfig(context=2, tensor=2, expert=2))):
+    with jax.set_mesh(make_mesh(ParallelConfig(context=2, tensor=2, expert=2), axis_type=axis_type)):
         assert_close(of_padded(kind, TOKENS, **fields), expected)
+
+
+AXES = ("data", "fsdp", "expert", "context", "tensor")
+PAIRS = [{one: 2, other: 2} for one, other in itertools.combinations(AXES, 2)]
+
+
+@pytest.mark.costly(
+    *("-".join(sizes) for sizes in PAIRS if set(sizes) not in ({"data", "expert"}, {"context", "tensor"}))
+)
+@pytest.mark.parametrize("sizes", PAIRS, ids="-".join)
+def test_every_layer_has_a_type_on_an_explicit_mesh(sizes):
+    """Traced, not run: shardings are part of types, which tracing checks. Gradients have those of the parameters."""
+    rows = jnp.concatenate([TOKENS, TOKENS])
+
+    def loss(model):
+        return model.loss(rows, rows, dropout_key=jax.random.key(0), padding_mask=rows == 0)
+
+    with jax.set_mesh(make_mesh(ParallelConfig(**sizes), axis_type="explicit")):
+        fields = {"num_layers": 1, "moe_layer_freq": 1, "mtp_num_layers": 1, "moe_z_loss_coeff": 0.1}
+        model = nnx.eval_shape(functools.partial(gpt, hidden_dropout=0.1, **fields))
+        wrt = nnx.DiffState(0, (nnx.Param, QuantizerState))
+        gradients = nnx.eval_shape(nnx.grad(loss, argnums=wrt), model)
+    found, params = (dict(nnx.to_flat_state(tree)) for tree in (gradients, nnx.state(model, nnx.Param)))
+    assert {path: found[path].sharding.spec for path in params} == {path: p.sharding.spec for path, p in params.items()}
+
+
+@pytest.mark.costly
+def test_training_under_a_recipe_on_an_explicit_mesh_is_that_on_an_auto_one():
+    rows = jnp.concatenate([TOKENS, TOKENS])
+
+    def trained(axis_type):
+        tx = optax.sgd(0.1)
+        with jax.set_mesh(make_mesh(ParallelConfig(fsdp=2, expert=2), axis_type=axis_type)), autocast(DelayedScaling()):
+            build = functools.partial(gpt, num_layers=1, moe_layer_freq=1, moe_aux_loss_coeff=0.1)
+            state = create_train_state(build, tx, key=jax.random.key(0))
+            step = make_train_step(lambda model, batch, key: model.loss(batch, batch), tx)
+            for _ in range(2):
+                state, metrics = step(state, rows)
+        values = {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(nnx.state(state.model, nnx.Param))}
+        return float(metrics["loss"]), values
+
+    assert_close(trained("explicit"), trained("auto"))
 
 
 def test_a_stage_of_a_pipeline_of_ones_own_takes_the_padding():

@@ -13,16 +13,16 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from jax_te.config import DispatchOptions, ParallelConfig, RouterOptions, TransformerConfig
 from jax_te.layers import GroupedLoRA, MoE, expert_metrics, expert_rows
 from jax_te.megatron import MoELayer
-from jax_te.ops import dispatch, expert_placement
-from jax_te.quantize import QuantizerState
+from jax_te.ops import dispatch, expert_placement, routing
+from jax_te.quantize import QuantizerState, observe_quantization
 from jax_te.recipe import Float8CurrentScaling, autocast
 from jax_te.remat import selective_recompute
-from jax_te.sharding import ShardingRules, communication_report, make_mesh, use_rules
+from jax_te.sharding import ShardingRules, communication_report, constrain, make_mesh, use_rules
 from jax_te.training import create_train_state, make_train_step
 from tests.support.numerics import draw
 
@@ -54,6 +54,7 @@ def both(layer: Any, **call: Any) -> Any:
     graphdef, params, states, rest = nnx.split(layer, nnx.Param, QuantizerState, ...)
 
     def run(params: Any, states: Any, x: Any) -> Any:
+        x = constrain(x, ("batch", "sequence", None)) if has_explicit_axes() else x  # as in a model
         y, vjp = jax.vjp(lambda *args: nnx.merge(graphdef, *args[:2], rest)(args[2], **call), params, states, x)
         # On an Explicit mesh a cotangent has the sharding of its output, which is part of its type.
         return y, vjp(jax.sharding.reshard(G, jax.typeof(y).sharding.spec) if has_explicit_axes() else G)
@@ -88,6 +89,54 @@ def test_every_dispatcher_gives_one_devices_gradients(sizes: Any, dispatcher: An
     with on_mesh(sizes, axis_type):
         found = results(build(dispatch=DispatchOptions(dispatcher=dispatcher), sequence_parallel=True))
     assert_same(found, one_device())
+
+
+MASK = jnp.arange(S)[None] >= jnp.array([3, 5, 8, 8, 8, 8, 7, 8])[:, None]  # True for padding
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"data": 2, "tensor": 2},
+        {"data": 2, "context": 2},
+        {"fsdp": 2, "context": 2},
+        {"context": 2, "expert": 2},
+    ],
+    ids=lambda sizes: "-".join(sizes),
+)
+def test_tokens_with_a_sharding_in_their_type(sizes: Any, dispatcher: Any) -> None:
+    router: dict[str, Any] = {"expert_capacity_factor": 1.0}
+    wanted = results(build(router), padding_mask=MASK)
+    with on_mesh(sizes, "explicit"):
+        found = results(build(router, dispatch=DispatchOptions(dispatcher=dispatcher)), padding_mask=MASK)
+    assert_same(found, wanted)
+
+
+@pytest.mark.costly
+def test_rows_of_all_experts_on_each_device_of_an_explicit_mesh() -> None:
+    """As where quantized tensors are observed, and under recipes with scales of whole tensors."""
+    with on_mesh({"expert": 2, "tensor": 2}, "explicit"), observe_quantization():
+        found = results(build())
+    assert_same(found, one_device())
+
+
+def test_ops_of_routing_take_tokens_with_a_sharding_in_their_type() -> None:
+    grouped = RouterOptions(num_experts=E, topk=4, num_groups=4, group_topk=2, score_function="sigmoid")
+
+    @jax.jit
+    def run(logits: Any) -> Any:
+        chosen, by_sinkhorn = routing.route(logits, grouped), routing.route_by_sinkhorn(logits, 1, balanced=True)
+        room = routing.within_capacity(chosen, E, 8, "probs")
+        return chosen, by_sinkhorn, room, routing.expert_quantiles(logits, jnp.zeros(E), K)
+
+    logits = draw("logits", (B * S, E))
+    wanted = run(logits)
+    with on_mesh({"data": 2, "context": 2}, "explicit"):
+        found = run(constrain(logits, ("batch", None)))
+    assert found[0].probs.sharding.spec == PartitionSpec("data", None)
+    assert_same(jax.tree.map(np.float64, found), jax.tree.map(np.float64, wanted))
 
 
 CASES: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
@@ -130,12 +179,16 @@ LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.costly(*(name for name in LAYERS if name not in ("probs on input", "capacity by probs")))
+@pytest.mark.costly(
+    *(f"{name}-auto" for name in LAYERS if name not in ("probs on input", "capacity by probs")),
+    *(f"{name}-explicit" for name in LAYERS),
+)
+@pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_every_option_of_the_layer_is_that_of_one_device(name: str) -> None:
+def test_every_option_of_the_layer_is_that_of_one_device(name: str, axis_type: Any) -> None:
     router, options = LAYERS[name]
     wanted = results(build(router, **options))
-    with on_mesh({"data": 2, "expert": 2, "tensor": 2}):
+    with on_mesh({"data": 2, "expert": 2, "tensor": 2}, axis_type):
         layer = build(router, dispatch=DispatchOptions(dispatcher="alltoall"), sequence_parallel=True, **options)
         found = results(layer)
     assert_same(found, wanted)
@@ -150,7 +203,8 @@ def test_recomputation_changes_nothing_on_a_mesh(module: Any) -> None:
 
 
 @pytest.mark.costly
-def test_adapters_run_on_their_experts_devices() -> None:
+@pytest.mark.parametrize("axis_type", ["auto", "explicit"])
+def test_adapters_run_on_their_experts_devices(axis_type: Any) -> None:
     def adapted() -> Any:
         layer = build()
         for name in ("linear_fc1", "linear_fc2"):
@@ -160,7 +214,7 @@ def test_adapters_run_on_their_experts_devices() -> None:
         return layer
 
     wanted = results(adapted())
-    with on_mesh({"fsdp": 2, "expert": 2, "tensor": 2}):
+    with on_mesh({"fsdp": 2, "expert": 2, "tensor": 2}, axis_type):
         found = results(adapted())
     assert_same(found, wanted)
 

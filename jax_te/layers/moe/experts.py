@@ -126,7 +126,7 @@ class Experts(TrainingMode):
                 probs.astype(jnp.float32)[:, None] / summands,
                 bias[:, None].astype(jnp.float32),
                 groups=groups,
-                options=LinearOptions(kernel_axes=("expert", None, None)),
+                options=LinearOptions(kernel_axes=("expert", None, None), out_axes=(None, None)),
             )
             return (y.astype(jnp.float32) + weighted).astype(y.dtype)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jax_te.config import RouterOptions
 from jax_te.ops.integers import as_int32
-from jax_te.sharding import device_mesh
+from jax_te.sharding import auto_region, device_mesh
 from jax_te.typing import Array, DTypeLike
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
@@ -71,10 +73,20 @@ def _top_k(scores: Array, count: int) -> tuple[Array, Array]:
     if device_mesh() is None:
         values, indices = jax.lax.top_k(scores, count)
         return values, indices.astype(jnp.int32)
+
     # XLA all-gathers the operand of a top-k on a mesh; a sort along an axis that is whole stays on its device.
-    index = jnp.broadcast_to(jnp.arange(scores.shape[-1], dtype=jnp.int32), scores.shape)
-    values, indices = jax.lax.sort((-scores, index), dimension=-1, is_stable=True, num_keys=1)
-    return -values[..., :count], indices[..., :count]
+    def by_sort(scores: Array) -> tuple[Array, Array]:
+        index = jnp.broadcast_to(jnp.arange(scores.shape[-1], dtype=jnp.int32), scores.shape)
+        values, indices = jax.lax.sort((-scores, index), dimension=-1, is_stable=True, num_keys=1)
+        return -values[..., :count], indices[..., :count]
+
+    # An Explicit mesh would require that the scores' type shards the index, and not the sorted axis.
+    return auto_region(by_sort, (_of_tokens(scores),) * 2)(scores)
+
+
+def _of_tokens(x: Array) -> PartitionSpec:
+    """Return the Explicit axes of a result ``[..., c]`` that is sharded like the tokens of ``x [..., e]``."""
+    return PartitionSpec(*jax.typeof(x).sharding.spec[:-1], None)
 
 
 def choose_experts(scores: Array, options: RouterOptions) -> Array:
@@ -212,6 +224,12 @@ def sinkhorn(logits: Array, *, tol: float = 1e-4) -> Array:
     >>> jnp.sum(sinkhorn(jnp.array([[1.0, 0.0], [1.0, 0.5]])), axis=0).round(2).tolist()
     [0.5, 0.5]
     """
+    run = functools.partial(_sinkhorn, tol=tol)
+    # The loop carries factors of rows and columns, whose types would change on an Explicit mesh.
+    return auto_region(run, jax.typeof(logits).sharding.spec)(logits)
+
+
+def _sinkhorn(logits: Array, *, tol: float) -> Array:
     t, e = logits.shape
     eps = 1e-8
     largest_of_row = jnp.max(logits, axis=1)
@@ -313,9 +331,12 @@ def dense_probs(assignment: Assignment, num_experts: int) -> Array:
     >>> dense_probs(Assignment(jnp.array([[0.25]]), jnp.array([[1]])), 2).tolist()
     [[0.0, 0.25]]
     """
-    probs, experts = assignment
-    rows = jnp.arange(len(probs), dtype=experts.dtype)[:, None]
-    return jnp.zeros((len(probs), num_experts), probs.dtype).at[rows, experts].set(probs, unique_indices=True)
+
+    def scatter(probs: Array, experts: Array) -> Array:
+        rows = jnp.arange(len(probs), dtype=experts.dtype)[:, None]
+        return jnp.zeros((len(probs), num_experts), probs.dtype).at[rows, experts].set(probs, unique_indices=True)
+
+    return auto_region(scatter, _of_tokens(assignment.probs))(*assignment)
 
 
 def tokens_per_expert(experts: Array, num_experts: int, counted: Array | None = None) -> Array:
