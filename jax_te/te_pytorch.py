@@ -33,6 +33,7 @@ from jax_te.layers import (
     LinearKeywords,
     MultiheadAttentionKeywords,
     Rotary,
+    TransformerLayerCallKeywords,
     TransformerLayerKeywords,
     WindowKVCache,
 )
@@ -776,7 +777,7 @@ class TransformerLayer(layers.TransformerLayer):
         core_attention_bias_type: BiasType = "no_bias",
         core_attention_bias: Array | None = None,
         alibi_slopes: Array | None = None,
-        **options: Unpack[AttentionCallKeywords],
+        **options: Unpack[TransformerLayerCallKeywords],
     ) -> Any:
         """Apply the layer.
 

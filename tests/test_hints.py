@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from jax_te import te_pytorch
 from jax_te._validation import log_once
 from jax_te.config import MLATransformerConfig, TransformerConfig
 from jax_te.config.megatron_fields import HINTS, Hints
@@ -155,7 +156,7 @@ LEFT_OUT: dict[str, Callable[[], Any]] = {
     "moe_router_padding_for_fp8": lambda: config(moe_router_padding_for_fp8=True),
     "fp8_mha": lambda: DelayedScaling(fp8_mha=True),
     "attention masks": lambda: jax.eval_shape(
-        lambda: TransformerLayer(16, 16, 2, rngs=nnx.Rngs(0))(
+        lambda: te_pytorch.TransformerLayer(16, 16, 2, rngs=nnx.Rngs(0))(
             X, jnp.ones((1, 1, 4, 4), bool), dropout_key=jax.random.key(0)
         )
     ),

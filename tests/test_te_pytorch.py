@@ -254,7 +254,7 @@ KEYWORDS = [
     ("MultiheadAttention", "__init__", layers.MultiheadAttentionKeywords),
     ("MultiheadAttention", "__call__", layers.AttentionCallKeywords),
     ("TransformerLayer", "__init__", layers.TransformerLayerKeywords),
-    ("TransformerLayer", "__call__", layers.AttentionCallKeywords),
+    ("TransformerLayer", "__call__", layers.TransformerLayerCallKeywords),
 ]
 RENAMED = {"self", "query", "key", "value", "x", "cache"}
 

@@ -102,7 +102,7 @@ class ConvertOptions:
         SIZE, "vocabulary size of a Megatron-LM checkpoint FROM, without padding rows", None, shown="all rows"
     )
     megatron_format: str | None = option(
-        ("torch", "torch_dist"), "--ckpt-format of a Megatron-LM folder TO", None, shown="torch"
+        ("torch", "torch_dist"), "format of a Megatron-LM folder TO, its --ckpt-format", None, shown="torch"
     )
     tensor_parallel: int = option(
         SIZE, "number of tensor-parallel ranks of a Megatron-LM checkpoint TO of the format torch", 1

@@ -32,6 +32,7 @@ from jax_te.layers.keywords import (
     LayerNormMLPKeywords,
     LinearKeywords,
     MultiheadAttentionKeywords,
+    TransformerLayerCallKeywords,
     TransformerLayerKeywords,
 )
 from jax_te.layers.layernorm_linear import LayerNormLinear

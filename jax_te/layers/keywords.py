@@ -121,13 +121,19 @@ class MultiheadAttentionKeywords(_AttentionKeywords, total=False):
 
 
 class AttentionCallKeywords(TypedDict, total=False):
-    """Keywords of a call of `MultiheadAttention`, or of a `TransformerLayer`."""
+    """Keywords of a call of `MultiheadAttention`."""
 
     sequence_lengths: Array | None
     encoder_lengths: Array | None
     packed_seq_params: PackedSeqParams | None
     dropout_key: Key | None
     return_max_logit: bool | None
+
+
+class TransformerLayerCallKeywords(AttentionCallKeywords, total=False):
+    """Keywords of a call of `TransformerLayer`."""
+
+    padding_mask: Array | None
 
 
 class TransformerLayerKeywords(_AttentionKeywords, total=False):

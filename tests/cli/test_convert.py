@@ -210,7 +210,7 @@ def test_a_container_that_stands_in_many_places_is_shown_once(tmp_path, capsys):
 
 
 def test_shardings_are_those_that_were_saved(capsys):
-    found = shown(capsys, "tests/checkpoint/stored/format_3_gpt/checkpoint")
+    found = shown(capsys, "tests/checkpoint/stored/format_4_gpt/checkpoint")
     rows = {row["name"]: row["sharding"] for row in found["arrays"]}
     assert rows["params/embedding/embedding"] == "['tensor', 'fsdp']"
     assert rows["params/final_norm/bias"] == "replicated"

@@ -57,7 +57,7 @@ def test_kernels_quantized_once_a_step_or_stored_change_nothing(recipe):
         with autocast(recipe):
             state = create_train_state(build, tx, key=jax.random.key(0), fp8_param=stored)
             step = make_train_step(loss_fn, tx, microbatches=2, **options)
-            for _ in range(2):
+            for _ in range(3):  # after two, the experts' loads may have pushed the bias there and back
                 state, metrics = step(state, X)
         found.append((float(metrics["loss"]), states(state.quantizers)))
     (loss, plain), *others = found
