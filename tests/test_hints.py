@@ -156,7 +156,7 @@ LEFT_OUT: dict[str, Callable[[], Any]] = {
     "moe_router_padding_for_fp8": lambda: config(moe_router_padding_for_fp8=True),
     "fp8_mha": lambda: DelayedScaling(fp8_mha=True),
     "attention masks": lambda: jax.eval_shape(
-        lambda: te_pytorch.TransformerLayer(16, 16, 2, rngs=nnx.Rngs(0))(
+        lambda: te_pytorch.TransformerLayer(16, 16, 2, attn_input_format="bshd", rngs=nnx.Rngs(0))(
             X, jnp.ones((1, 1, 4, 4), bool), dropout_key=jax.random.key(0)
         )
     ),
