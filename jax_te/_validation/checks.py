@@ -1,4 +1,4 @@
-"""Checks of configuration fields."""
+"""Checks of arguments and fields."""
 
 from __future__ import annotations
 

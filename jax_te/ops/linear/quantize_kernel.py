@@ -149,7 +149,7 @@ def _fwd(spec: tuple[Any, ...], args: tuple[Array, Array | None]) -> tuple[Any, 
     return (OpaqueTree.pack(operand, per_device=True), amax), None
 
 
-# Zeros in backward, as of the stop_gradient that the arguments have passed.
+# Backward gives zeros: the arguments have passed stop_gradient.
 _on_devices = sharded_vjp(_fwd, lambda *_: ((None, None), None))
 
 
