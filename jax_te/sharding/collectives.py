@@ -84,10 +84,9 @@ def reduce_sum(x: Array, axes: MeshAxes, scatter: Dims = (), later: MeshAxes = (
         later: mesh axes over which the caller sums up afterwards: the result has an axis in front, for one summand of
             each of their devices.
     """
-    if scatter:
-        for dim, names in enumerate(scatter):
-            if names:
-                x = jax.lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
+    for dim, names in enumerate(scatter):
+        if names:
+            x = jax.lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
     summed = tuple([axis for axis in axes if axis not in (*flat(scatter), *later)])
     x = jax.lax.psum(x, summed) if summed else x
     if not later:

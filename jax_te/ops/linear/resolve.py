@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
-from jax_te._validation import COMPUTE_DTYPES, check_axes, check_float
+from jax_te._validation import check_axes, check_float
 from jax_te.errors import QuantizerStateError
 from jax_te.ops.backend import ambient_backend, backend_for
 from jax_te.ops.first_order import why_backend, why_quantized
@@ -203,9 +203,7 @@ def _check_arrays(name: str, x: Array, layers: Sequence[Layer], norm: Norm | Non
     arrays: list[Any] = [x] if norm is None else [x, norm.scale, norm.bias]
     for layer in layers:
         arrays += [layer.weights.kernel, layer.weights.bias]
-    for array in arrays:
-        if array is not None and array.dtype.name not in COMPUTE_DTYPES:
-            check_float(name, array)
+    check_float(name, *arrays)
 
 
 def _stored(weights: Sequence[LinearWeights]) -> Quantizer | None:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jax_te._validation import COMPUTE_DTYPES, check_float, checked
+from jax_te._validation import check_float, checked
 from jax_te.errors import QuantizerStateError
 from jax_te.ops.backend import ambient_backend, backend_for
 from jax_te.ops.linear import gemms
@@ -174,9 +174,7 @@ def _check_call(
 ) -> None:
     """Raise for arrays and options that do not go together."""
     kernel, bias, state, _ = weights
-    for array in (x, kernel, bias):
-        if array is not None and jnp.dtype(array.dtype).name not in COMPUTE_DTYPES:
-            check_float("grouped_dense", array)
+    check_float("grouped_dense", x, kernel, bias)
     split = 1
     if groups.placement is not None and kernel.ndim > 2 and options.kernel_axes is not None:
         split = groups.placement.parts(options.kernel_axes)[1]
