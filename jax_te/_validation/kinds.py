@@ -83,7 +83,7 @@ def is_array(value: Any) -> bool:
 
 @functools.cache
 def _all_are_arrays(kind: type) -> bool:
-    """Whether a class says that all of its instances are arrays: those of JAX, traced ones, shapes with a dtype."""
+    """Return whether a class says that its instances are arrays: those of JAX, traced ones, shapes with a dtype."""
     return hasattr(kind, "shape") and hasattr(kind, "dtype") and not issubclass(kind, np.ndarray | np.generic)
 
 

@@ -246,7 +246,7 @@ def merge_quantizers(stacked: PyTree) -> PyTree:
 
 
 def _largest(leaf: jax.Array) -> jax.Array:
-    """Maximum over the leading axis."""
+    """Return the maximum over the leading axis."""
     # nan is tested for, because XLA on CPU loses it from maxima over large arrays.
     return jnp.where(jnp.any(jnp.isnan(leaf), axis=0), jnp.nan, jnp.max(leaf, axis=0))
 

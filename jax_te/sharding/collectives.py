@@ -68,9 +68,9 @@ def moved(x: Array, move: Callable[[Array], Array]) -> Array:
     """Return ``move(x)`` of a collective that moves values and computes nothing: FP8 values are moved as bytes."""
     # Not every XLA backend has collectives of 8-bit floats; moving values needs their bytes only.
     is_fp8 = x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating)
-    return (
-        jax.lax.bitcast_convert_type(move(jax.lax.bitcast_convert_type(x, jnp.uint8)), x.dtype) if is_fp8 else move(x)
-    )
+    if not is_fp8:
+        return move(x)
+    return jax.lax.bitcast_convert_type(move(jax.lax.bitcast_convert_type(x, jnp.uint8)), x.dtype)
 
 
 def reduce_sum(x: Array, axes: MeshAxes, scatter: Dims = (), later: MeshAxes = ()) -> Array:

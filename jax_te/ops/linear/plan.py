@@ -34,8 +34,8 @@ class LinearOptions(NamedTuple):
     """The static options of one linear layer inside of an op.
 
     Args:
-        x_axes: logical axes of the input, or as for the next two a PartitionSpec (of layers of Flax). None: those of
-            the output's leading axes, and ``"hidden"`` or the kernel's first.
+        x_axes: logical axes of the input. None: those of the output's leading axes, and ``"hidden"`` or the kernel's
+            first. This and the next two may be a PartitionSpec, which layers of Flax give.
         kernel_axes: logical axes of the kernel, and of its gradient. With these and ``out_axes`` named, each device of
             a mesh runs the GEMMs of its shards, and communicates what `jax_te.ops.linear.plan.Plan` says.
         out_axes: logical axes of the output; required on a mesh with Explicit axes.
@@ -165,14 +165,14 @@ def linear_plan(
         return _partitioned("each part of the batch has scales of its own (tp_only_amax_red)")
     if x_axes is None:
         x_axes = (*out_axes[: len(x_shape) - 1], activation_axis(kernel_axes[0]))
-    whole = kernel.lacks_shards if isinstance(kernel, QuantizedKernel) else None
+    lacks_shards = kernel.lacks_shards if isinstance(kernel, QuantizedKernel) else None
     # This reason comes before those of block sizes: no other size would help a kernel without shards.
-    precision = precision if whole is None else Precision()
+    precision = precision if lacks_shards is None else Precision()
     dims = (mesh_dims(x_axes, mesh), mesh_dims(kernel_axes, mesh), mesh_dims(out_axes, mesh))
     # Quantization of a kernel in advance knows only its own axes, and shares scales along these. A layer of Flax, whose
     # axes are a PartitionSpec, has no such kernel.
-    ahead = None if isinstance(kernel_axes, PartitionSpec) else gathered_axes(kernel_axes, mesh)
-    return plan_of_dims(mesh, (x_shape, kernel.shape), dims, precision, ahead).without_mesh(whole)
+    kernel_scale_axes = None if isinstance(kernel_axes, PartitionSpec) else gathered_axes(kernel_axes, mesh)
+    return plan_of_dims(mesh, (x_shape, kernel.shape), dims, precision, kernel_scale_axes).without_mesh(lacks_shards)
 
 
 # A model has few different layers, each of which is traced many times: forward, backward, remat, every microbatch.
@@ -182,7 +182,7 @@ def plan_of_dims(
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
     dims: tuple[Dims, Dims, Dims],
     precision: Precision,
-    ahead: MeshAxes | None,
+    kernel_scale_axes: MeshAxes | None,
 ) -> Plan:
     """Return the plan of a linear layer whose arrays are placed on a mesh in this way.
 
@@ -191,7 +191,8 @@ def plan_of_dims(
         shapes: shapes of the whole input and of the kernel.
         dims: mesh axes for each dimension of input, kernel and output, without axes of size 1, which split nothing.
         precision: blocks of the quantizers' scales must not lie on two devices.
-        ahead: mesh axes along which a kernel that was quantized before the call shares its scales. None: no kernel is.
+        kernel_scale_axes: mesh axes along which a kernel that was quantized before the call shares its scales. None: no
+            kernel is.
     """
     x, kernel, out = dims
     (x_shape, kernel_shape), lead = shapes, len(x) - 1
@@ -225,7 +226,7 @@ def plan_of_dims(
         or not set(flat(plan.out_reduce_scatter)) <= set(plan.contracting_axes)
         or not set(flat(plan.x_all_gather)) <= set(plan.feature_axes)
         or not set(flat(plan.kernel_all_gather)) <= set(plan.row_axes)
-        or (ahead is not None and set(flat(plan.kernel_all_gather)) != set(ahead))
+        or (kernel_scale_axes is not None and set(flat(plan.kernel_all_gather)) != set(kernel_scale_axes))
     ):
         specs = f"input {plan.x_spec}, kernel {plan.kernel_spec} and output {plan.out_spec}"
         return _partitioned(f"{specs} are split in ways that do not go together")

@@ -179,9 +179,10 @@ def _check_call(
     if groups.placement is not None and kernel.ndim > 2 and options.kernel_axes is not None:
         split = groups.placement.parts(options.kernel_axes)[1]
     if x.ndim != 2 or kernel.ndim < 3 or x.shape[1] * split != kernel.shape[1]:
+        where = f", k split over {split} devices" if split > 1 else ""
         raise ValueError(
             f"grouped_dense: input {x.shape} and kernel {kernel.shape} do not go together; they must be [rows, k] and "
-            f"[e, k, *n]{f', k split over {split} devices' * (split > 1)}"
+            f"[e, k, *n]{where}"
         )
     e, k, *n = kernel.shape
     if groups.count != e or groups.all_rows != x.shape[0]:

@@ -61,7 +61,9 @@ def block_gemm(
     out_dtype: DTypeLike,
     interpret: bool = False,
 ) -> Array:
-    """``(a * a_scale_inv) @ (b * b_scale_inv).T + bias``: every 128 of ``k`` in the tensor cores, their sum in fp32.
+    """Return ``(a * a_scale_inv) @ (b * b_scale_inv).T + bias``.
+
+    Every 128 of ``k`` are summed in the tensor cores, and these sums are added in fp32.
 
     Both operands have ``k`` last, the one form of Hopper's FP8 instructions. Those keep about 14 bits of a sum: hence
     each block leaves them before it is scaled and added.
@@ -105,7 +107,7 @@ def block_gemm(
 
 
 def _is_square(name: str, scale_inv: Array, x: Array) -> bool:
-    """Whether there is one scale for 128x128, from the shape, which is checked."""
+    """Return whether there is one scale for 128x128, from the shape, which is checked."""
     rows, blocks = x.shape[0], -(-x.shape[1] // BLOCK)
     allowed = (rows, blocks), (-(-rows // BLOCK), blocks)
     if scale_inv.shape not in allowed or scale_inv.dtype != jnp.float32:
@@ -117,7 +119,7 @@ def _is_square(name: str, scale_inv: Array, x: Array) -> bool:
 
 
 def _along_k(name: str, scale_inv: Array, x: Array) -> Array:
-    """A scale for each row, blocks first: ``[ceil(k / 128), rows]``, in which a tile's scales are contiguous."""
+    """Return a scale for each row, blocks first: ``[ceil(k / 128), rows]``, so that a tile's scales are contiguous."""
     if _is_square(name, scale_inv, x):
         scale_inv = jnp.repeat(scale_inv, BLOCK, 0)[: x.shape[0]]
     return scale_inv.T

@@ -600,9 +600,8 @@ def _multiply(
         def _store() -> None:
             for i in range(t.columns // width):
                 buffer = staged.at[i % t.outputs]
-                plgpu.wait_smem_to_gmem(
-                    t.outputs - 1, wait_read_only=True
-                )  # copies from other buffers may be in flight
+                # Copies from other buffers may be in flight.
+                plgpu.wait_smem_to_gmem(t.outputs - 1, wait_read_only=True)
                 buffer[...] = values[:, i * width : (i + 1) * width].astype(form.out_dtype)
                 plgpu.commit_smem()
                 columns = pl.ds(tile.column + i * width, width)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -84,7 +86,7 @@ def multiprocessors() -> int:
     return device.core_count if device.platform == "gpu" else 2
 
 
-def _default_device() -> jax.Device:
+def _default_device() -> Any:
     """Return the device on which JAX runs what names none."""
     device = jax.config.jax_default_device or jax.devices()[0]
     # jax_default_device may hold the name of a platform in place of a device.
