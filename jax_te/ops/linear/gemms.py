@@ -48,15 +48,17 @@ class LinearResiduals(NamedTuple):
     """Residuals of one linear layer's forward pass.
 
     Args:
-        x: the input, as the kernel gradient's GEMM reads it.
+        x: the input, as the kernel gradient's GEMM reads it: an array, a `QuantizedTensor`, or a backend's own form.
         kernel: the kernel, as the input gradient's GEMM reads it; on a mesh this device's shard of it.
-        used: scales and amaxes of both.
+        x_used: scale and amax of the input.
+        kernel_used: scale and amax of the kernel.
         state: the recipe's state.
     """
 
     x: Any
     kernel: Any
-    used: tuple[Used, Used]
+    x_used: Used
+    kernel_used: Used
     state: GemmState | None
 
 
@@ -119,15 +121,17 @@ def make_operand(spec: LinearSpec, role: TensorRole, x: Any, state: GemmState | 
     return shard.map(lambda form: spec.primitives.all_gather_operand(form, dims))
 
 
-def forward(spec: LinearSpec, x: Operand, weights: LinearWeights, original: Array | None = None) -> tuple[Array, Any]:
-    """Return the output of a layer that reads ``x``, and the fields of `LinearResiduals` but its state.
+def forward(
+    spec: LinearSpec, x: Operand, weights: LinearWeights, original: Array | None = None
+) -> tuple[Array, LinearResiduals]:
+    """Return the output of a layer that reads ``x``, and its residuals.
 
     ``original`` is the input itself, for ``save_original_input``.
     """
     kernel, residual = kernel_operand(spec, weights.kernel, weights.state)
     y = fprop(spec, x, kernel, weights.bias)
     x_residual = original if spec.saves_original else spec.backend.residual_for_wgrad(x.read_by(spec, "wgrad"))
-    return y, (x_residual, residual, (x.used, kernel.used))
+    return y, LinearResiduals(x_residual, residual, x.used, kernel.used, weights.state)
 
 
 def backward(
@@ -254,7 +258,7 @@ def next_state(spec: LinearSpec, residuals: LinearResiduals, grad: Operand) -> G
     """Return the state after a call, with the amaxes of the whole tensors."""
     if residuals.state is None or spec.frozen_scales:
         return residuals.state
-    scales, amaxes = zip(*residuals.used, grad.used, strict=True)
+    scales, amaxes = zip(residuals.x_used, residuals.kernel_used, grad.used, strict=True)
     # Reduced here, not where each was computed: nothing in this step reads them, and one collective suffices for all
     # three.
     if spec.plan.mesh is not None and spec.precision.amax_rule is not None:

@@ -137,7 +137,7 @@ def _fwd(spec: _Spec, args: _Args) -> tuple[Array, Any]:
         bias = weights.bias.astype(y.dtype)
         y = y + jnp.take(bias, groups.group_of_rows, axis=0, mode="fill", fill_value=0)
     y = constrain(y, linear.options.out_axes) if linear.plan.constrained else y
-    return y, (args.sizes, LinearResiduals(*named(saved, "quantized", given=weights), weights.state))  # type: ignore[misc]
+    return y, (args.sizes, named(saved, "quantized", given=weights))
 
 
 def _with_all_groups(weights: LinearWeights, kernel_axes: LogicalAxes | PartitionSpec) -> LinearWeights:
