@@ -71,7 +71,7 @@ def is_integer(value: Any) -> TypeGuard[int]:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)  # bool is a subclass of int
 
 
-def is_array(value: Any) -> bool:
+def has_shape_and_dtype(value: Any) -> bool:
     """Return whether a value has a shape and a dtype, and is neither a class nor an array of text or objects."""
     kind = type(value)
     if _all_are_arrays(kind):
@@ -99,7 +99,7 @@ def _is_float(value: Any) -> bool:
 
 def check_hashable(name: str, value: Any) -> None:
     """Raise TypeError for an array in place of a number, in a dataclass whose fields are part of jit's cache keys."""
-    if is_array(value) and not isinstance(value, np.generic):
+    if has_shape_and_dtype(value) and not isinstance(value, np.generic):
         kind = type(value).__name__
         raise TypeError(f"{name} must be a number that can be hashed, got an array ({kind}); give float({name})")
 
@@ -113,7 +113,7 @@ PLAIN: dict[Any, Kind] = {
 
 ANYTHING = Kind("anything", lambda value: True)
 _NONE = Kind("None", lambda value: value is None, types=frozenset({type(None)}))
-_ARRAY = Kind("an array", is_array)
+_ARRAY = Kind("an array", has_shape_and_dtype)
 _TEXT = Kind("text", lambda value: isinstance(value, str), types=frozenset({str}))
 _PATH = Kind("a path", lambda value: isinstance(value, os.PathLike), types=frozenset({os.PathLike}))
 # No text at all would be the current folder.
@@ -267,7 +267,7 @@ def _instance_of(kind: type, parts: tuple[Any, ...]) -> Kind:
 
     def holds(value: Any) -> bool:
         # Text would be taken apart, letter by letter, and an array row by row.
-        if not isinstance(value, kind) or isinstance(value, str | bytes | np.ndarray) or is_array(value):
+        if not isinstance(value, kind) or isinstance(value, str | bytes | np.ndarray) or has_shape_and_dtype(value):
             return False
         # Others may be long to read, and an iterator gives its items only once.
         plain = isinstance(value, list | tuple | dict | set | frozenset)

@@ -94,6 +94,10 @@ class Precision:
     shard_multiple: int | None = 1
     recipe_name: str | None = None
 
+    def of(self, role: TensorRole) -> OperandPrecision:
+        """Return the precision of an operand."""
+        return {"x": self.x, "kernel": self.kernel, "grad": self.grad}[role]
+
     @property
     def quantizers(self) -> tuple[Quantizer | None, Quantizer | None, Quantizer | None]:
         """Quantizers of the three operands."""

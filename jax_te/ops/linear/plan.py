@@ -77,6 +77,7 @@ class Plan:
         feature_axes: mesh axes that shard the output's features.
         x_row_axes, out_row_axes: mesh axes that shard the rows of input and output outside of the GEMMs.
         rows: sizes of the rows of the GEMMs on one device; None: no mesh.
+        is_by_rows: whether the op runs on matrices ``[t, k]``, see `by_rows`.
         amax_axes: mesh axes that reduce a shard's amax to the tensor's; of experts, those that do not split them.
         scale_axes: mesh axes whose shards share a current scale, for input, kernel and gradient. None: no mesh.
         x_spec, kernel_spec, bias_spec, out_spec: PartitionSpecs of the arrays outside of the GEMMs.
@@ -97,6 +98,7 @@ class Plan:
     x_row_axes: MeshAxes = ()
     out_row_axes: MeshAxes = ()
     rows: tuple[int, ...] | None = None
+    is_by_rows: bool = False
     amax_axes: MeshAxes = ()
     scale_axes: tuple[MeshAxes, ...] | None = None
     x_spec: PartitionSpec = REPLICATED
@@ -124,7 +126,8 @@ class Plan:
         The gathered rows are then in the order of the devices, not of the tensor.
         """
         gathered, scattered = ((flat(dims),) if dims else () for dims in (self.x_all_gather, self.out_reduce_scatter))
-        return replace(self, x_all_gather=gathered, out_reduce_scatter=scattered, rows=(prod(self.rows or ()),))
+        rows = (prod(self.rows or ()),)
+        return replace(self, x_all_gather=gathered, out_reduce_scatter=scattered, rows=rows, is_by_rows=True)
 
     def shards(self, args: Any, out: Any) -> Shards | None:
         """Return the sharding of an op's arrays under this plan; None without a mesh.
@@ -216,7 +219,7 @@ def plan_of_dims(
     )
     # Shards that an all-gather joins have one scale.
     joined = zip(ROLES, (plan.x_all_gather, plan.kernel_all_gather, plan.out_reduce_scatter), strict=True)
-    shared = (free_axes(mesh) if getattr(precision, role).whole_amax else flat(dims) for role, dims in joined)
+    shared = (free_axes(mesh) if precision.of(role).whole_amax else flat(dims) for role, dims in joined)
     plan = replace(plan, scale_axes=tuple(shared))
     # Only an axis that the other operand of a GEMM is split over can be gathered or scattered between the GEMMs:
     # any other would leave devices with shards of different products.

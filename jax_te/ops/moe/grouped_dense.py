@@ -103,7 +103,7 @@ def grouped_dense(
     plan = _plan(groups, weights, precision, options)
     backend_for("grouped_dense", backend or ambient_backend.value, recipe, plan.reason)  # raises for TE by name
     how = tiling(groups, precision)
-    linear, sink = _resolved(x, usable._replace(grad_sink=grad_sink), precision, how.tile, plan, options)
+    linear, sink = _resolved_groups(x, usable._replace(grad_sink=grad_sink), precision, how.tile, plan, options)
     spec = _Spec((linear,), how, dataclasses.replace(groups, sizes=None, placement=None))
     return _grouped(spec, _shards(linear, usable), _Args(x, groups.sizes, (usable,)), (sink,), options.out_axes)
 
@@ -249,7 +249,7 @@ def _shards(linear: LinearSpec, weights: LinearWeights) -> Shards | None:
     )
 
 
-def _resolved(
+def _resolved_groups(
     x: Array, weights: LinearWeights, precision: Precision, tile: int, plan: Plan, options: LinearOptions
 ) -> tuple[LinearSpec, Array | OpaqueTree | None]:
     """Return the layer as the op runs it, and the arrays of its sink."""
@@ -274,7 +274,7 @@ def _resolved(
         x_dtype=x.dtype,
         wgrad_dtype=kernel.dtype if arrays is None or isinstance(arrays, OpaqueTree) else arrays.dtype,
         kernel_rank=kernel.ndim,
-        lead=None,
+        unpadded_rows=None,
         stored_quantized=isinstance(kernel, QuantizedKernel),
         bias_dtype=None if bias is None else bias.dtype,
         kernel_all_gather=plan.kernel_all_gather,

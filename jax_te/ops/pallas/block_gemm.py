@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_te.ops.pallas.support import BLOCK, check_fp8, check_jax, multiprocessors, pad
+from jax_te.ops.pallas.support import BLOCK, check_fp8_matrix, check_jax, multiprocessors, pad
 from jax_te.typing import Array, DTypeLike
 
 _PIECE = 64
@@ -24,7 +24,7 @@ _SWATH = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tiling:
+class BlockTiles:
     """How the product is cut up: a thread block computes ``[64 * pieces * warpgroups, 128]`` at a time.
 
     Args:
@@ -47,8 +47,8 @@ class Tiling:
 
 # The fastest of those measured on an H200, at 8192^3 about 1340 and 1070 TFLOP/s. Three warpgroups hide each other's
 # scaling better than two; a scale for each column takes more registers than three have.
-SQUARE = Tiling(warpgroups=3, pieces=1, stages=4, registers=(160, 32))
-ALONG_K = Tiling(warpgroups=2, pieces=2, stages=4, registers=(240, 24))
+SQUARE = BlockTiles(warpgroups=3, pieces=1, stages=4, registers=(160, 32))
+ALONG_K = BlockTiles(warpgroups=2, pieces=2, stages=4, registers=(240, 24))
 
 
 def block_gemm(
@@ -88,8 +88,8 @@ def block_gemm(
     ...     out = block_gemm(a, scales[0], b, scales[1], out_dtype=jnp.float32, interpret=True)
     ...     assert (out.shape, float(out[0, 0])) == ((16, 32), 64.0)
     """
-    check_fp8("a", a)
-    check_fp8("b", b)
+    check_fp8_matrix("a", a)
+    check_fp8_matrix("b", b)
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"a [m, k] and b [n, k] must share k, got {a.shape} and {b.shape}")
     if bias is not None and bias.shape != b.shape[:1]:

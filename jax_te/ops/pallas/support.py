@@ -52,14 +52,14 @@ def _too_old() -> str:
     return f"jax_te's Pallas kernels need JAX {OLDEST_JAX[0]}.{OLDEST_JAX[1]}, this is {jax.__version__}"
 
 
-def check_float(name: str, x: Array) -> None:
+def check_float_matrix(name: str, x: Array) -> None:
     """Raise unless ``x`` is an fp32, bf16 or fp16 matrix whose sizes are multiples of 16."""
     if x.dtype not in _FLOATS:
         raise TypeError(f"{name} must be float32, bfloat16 or float16, got {x.dtype.name}")
     _check_matrix(name, x)
 
 
-def check_fp8(name: str, x: Array) -> None:
+def check_fp8_matrix(name: str, x: Array) -> None:
     """Raise unless ``x`` is an FP8 matrix whose sizes are multiples of 16."""
     if x.dtype not in _FP8:
         raise TypeError(f"{name} must be float8_e4m3fn or float8_e5m2, got {x.dtype.name}; quantize it first")
