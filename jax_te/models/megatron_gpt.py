@@ -177,7 +177,11 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
     final_norm = property(lambda self: self.decoder.final_layernorm)
     position_embedding = property(lambda self: self.embedding.position_embeddings)
     output_kernel = property(lambda self: getattr(self.output_layer, "base", self.output_layer).kernel)
-    _is_whole = property(lambda self: self.pre_process and self.post_process)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the stage is a whole model."""
+        return self.pre_process and self.post_process
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return `forward`'s results, possibly from a captured graph, see `GraphableMegatronModule`."""
