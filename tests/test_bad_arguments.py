@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Hashable
 from enum import Enum
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,7 @@ from jax_te import (
 from jax_te._validation import brief, checked
 from jax_te.config import LatentAttentionOptions, MLATransformerConfig, ModelParallelConfig, TransformerConfig
 from jax_te.recipe import DelayedScaling
+from jax_te.typing import Words
 from tests.support.bad_values import HUGE, NAN, VALUES, allows, calls_of
 from tests.support.numerics import NO_DROPOUT, without_type_checker
 
@@ -471,6 +472,15 @@ def test_a_recipe_is_no_name() -> None:
     """`checked` leaves arguments that are a name or an object to the function."""
     own = recipe.ModuleRecipe(training=None, evaluation=recipe.Float8CurrentScaling())
     assert own.evaluation == recipe.Float8CurrentScaling()
+
+
+def test_other_words_keep_the_remedy_of_the_type() -> None:
+    @checked
+    def take(group: Annotated[Annotated[None, Words("None", "set a mesh")] | None, Words("no group")]) -> None:
+        raise AssertionError(group)
+
+    with pytest.raises(TypeError, match="group must be no group, got 1; set a mesh"):
+        take(1)  # type: ignore[arg-type]
 
 
 FLAGS = [value for value in VALUES if not allows(bool, value) and value is not None]

@@ -2,7 +2,6 @@
 
 from jax_te._validation.annotations import check_annotations, checked
 from jax_te._validation.checks import (
-    COMPUTE_DTYPES,
     FLOAT_DTYPES,
     check_axes,
     check_bool,

@@ -1,4 +1,7 @@
-"""Arguments and fields that are as their annotations say."""
+"""`checked`: refuse arguments and fields that their annotations do not allow, before the body runs.
+
+Python takes "no" for true, and nan goes through all comparisons that are written the usual way.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,6 @@ def _undone_if_raised(function: Any) -> Any:
 def _checked_function(function: Any, annotated: Any) -> Any:
     """Return a function that checks its arguments by the annotations of ``annotated``, it or its class."""
 
-    # Python takes "no" for true, and nan goes through all comparisons that are written the usual way.
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         arguments = _arguments(function, annotated)

@@ -1,4 +1,4 @@
-"""Checks of configuration fields."""
+"""Checks of arguments and fields."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import ml_dtypes  # noqa: F401  # numpy knows bfloat16 by name only once this is
 import numpy as np
 
 from jax_te._validation.files import brief
-from jax_te._validation.kinds import PLAIN, is_array, is_integer
+from jax_te._validation.kinds import PLAIN, has_shape_and_dtype, is_integer
 from jax_te.typing import DTypeLike
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
@@ -74,7 +74,7 @@ def check_leaves(name: str, tree: Any) -> None:
     import jax  # configurations do without it
 
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if not is_array(leaf):
+        if not has_shape_and_dtype(leaf):
             where = jax.tree_util.keystr(path)
             raise TypeError(f"{name} must be a pytree of arrays, got {brief(leaf)}{where and f' at {where}'}")
 

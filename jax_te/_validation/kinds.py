@@ -41,6 +41,7 @@ class Kind(NamedTuple):
         plain: whether it is a flag, a number or one of a few names.
         remedy: remedy to name at the end of a message.
         types: classes of which every direct instance is allowed without the test, for the speed of layers' calls.
+        names: descriptions of a ``Literal``'s values; empty for anything else.
     """
 
     words: str
@@ -49,13 +50,14 @@ class Kind(NamedTuple):
     plain: bool = False
     remedy: str = ""
     types: frozenset[type] = frozenset()
+    names: tuple[str, ...] = ()
 
     def check(self, name: str, value: Any) -> None:
         """Raise the error for a value of an argument, unless it is what it must be."""
         if type(value) not in self.types and not self.holds(value):
             parentheses = " (did you forget the parentheses?)" if isinstance(value, type) and not self.plain else ""
             remedy = f"; {self.remedy}" if self.remedy else ""
-            if not remedy and self.words.startswith("an integer") and getattr(value, "shape", None) == ():
+            if not remedy and int in self.types and getattr(value, "shape", None) == ():
                 remedy = f"; give int({name})"  # the step of a state is an array without axes
             raise self.error(f"{name} must be {self.words}, got {brief(value)}{parentheses}{remedy}")
 
@@ -69,7 +71,7 @@ def is_integer(value: Any) -> TypeGuard[int]:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)  # bool is a subclass of int
 
 
-def is_array(value: Any) -> bool:
+def has_shape_and_dtype(value: Any) -> bool:
     """Return whether a value has a shape and a dtype, and is neither a class nor an array of text or objects."""
     kind = type(value)
     if _all_are_arrays(kind):
@@ -81,7 +83,7 @@ def is_array(value: Any) -> bool:
 
 @functools.cache
 def _all_are_arrays(kind: type) -> bool:
-    """Whether a class says that all of its instances are arrays: those of JAX, traced ones, shapes with a dtype."""
+    """Return whether a class says that its instances are arrays: those of JAX, traced ones, shapes with a dtype."""
     return hasattr(kind, "shape") and hasattr(kind, "dtype") and not issubclass(kind, np.ndarray | np.generic)
 
 
@@ -97,7 +99,7 @@ def _is_float(value: Any) -> bool:
 
 def check_hashable(name: str, value: Any) -> None:
     """Raise TypeError for an array in place of a number, in a dataclass whose fields are part of jit's cache keys."""
-    if is_array(value) and not isinstance(value, np.generic):
+    if has_shape_and_dtype(value) and not isinstance(value, np.generic):
         kind = type(value).__name__
         raise TypeError(f"{name} must be a number that can be hashed, got an array ({kind}); give float({name})")
 
@@ -111,11 +113,13 @@ PLAIN: dict[Any, Kind] = {
 
 ANYTHING = Kind("anything", lambda value: True)
 _NONE = Kind("None", lambda value: value is None, types=frozenset({type(None)}))
-_ARRAY = Kind("an array", is_array)
+_ARRAY = Kind("an array", has_shape_and_dtype)
+_TEXT = Kind("text", lambda value: isinstance(value, str), types=frozenset({str}))
+_PATH = Kind("a path", lambda value: isinstance(value, os.PathLike), types=frozenset({os.PathLike}))
 # No text at all would be the current folder.
 _TEXT_OF_PATH = Kind("a path", lambda value: isinstance(value, str) and value != "")
-_WORDS: dict[Any, str] = {str: "text", os.PathLike: "a path", Callable: "a function"}
-_WORDS |= {Sequence: "a sequence", Iterable: "a sequence", Collection: "a collection", Mapping: "a mapping"}
+_WORDS: dict[Any, str] = {Callable: "a function", Collection: "a collection", Mapping: "a mapping"}
+_WORDS |= {Sequence: "a sequence", Iterable: "a sequence"}
 _HOLD_ITEMS = (Sequence, Iterable, Collection, Mapping, list, dict, set, frozenset)
 
 
@@ -134,6 +138,10 @@ def kind_of(hint: Any) -> Kind:
         return PLAIN[int]
     if origin in PLAIN:
         return PLAIN[origin]
+    if origin is str:
+        return _TEXT
+    if origin in (os.PathLike, Path):  # Path is the usual spelling of a path in an annotation
+        return _PATH
     if isinstance(hint, dataclasses.InitVar):
         return kind_of(hint.type)
     if origin in (types.UnionType, Union):
@@ -153,8 +161,6 @@ def kind_of(hint: Any) -> Kind:
         origin = dict
     if not isinstance(origin, type) or origin in (Any, object) or getattr(origin, "_is_protocol", False):
         return ANYTHING
-    if origin is Path:  # the usual spelling of a path in an annotation
-        origin = os.PathLike
     return _instance_of(origin, parts)
 
 
@@ -166,25 +172,32 @@ def _of_variable(variable: TypeVar) -> Kind:
 
 
 def _in_words(kind: Kind, extras: tuple[Any, ...]) -> Kind:
+    """Return a kind as the `Words` among the extras of ``Annotated`` describe and test it."""
     for extra in extras:
         if isinstance(extra, Words):
             error = kind.error if extra.error is None else extra.error
             holds = kind.holds if extra.holds is None else extra.holds
             types = kind.types if extra.holds is None else frozenset()
-            kind = Kind(extra.words or kind.words, holds, error, kind.plain, extra.remedy, types)
+            words, names = (extra.words, ()) if extra.words else (kind.words, kind.names)
+            kind = Kind(words, holds, error, kind.plain, extra.remedy or kind.remedy, types, names)
     return kind
 
 
 def _any_of(kinds: list[Kind]) -> Kind:
+    """Return the kind of a value that is of one of several kinds."""
     if ANYTHING in kinds:
         return ANYTHING
-    if any(kind.words == _WORDS[os.PathLike] for kind in kinds):
-        kinds = [_TEXT_OF_PATH if kind.words == _WORDS[str] else kind for kind in kinds]
+    if any(kind is _PATH for kind in kinds):
+        kinds = [_TEXT_OF_PATH if kind is _TEXT else kind for kind in kinds]
     others = [kind for kind in kinds if kind is not _NONE]
     plain, optional = len(others) == 1 and others[0].plain, _NONE in kinds
-    words = " or ".join(dict.fromkeys(kind.words.removeprefix("one of ") for kind in (*others, *[_NONE] * optional)))
-    if plain and others[0].words.startswith("one of "):
-        words = others[0].words.replace("one of ", "one of None, ", 1)
+    names: tuple[str, ...] = ()
+    if plain and others[0].names:
+        names = ("None", *others[0].names)
+        words = _of_names(names)
+    else:
+        named = [", ".join(kind.names) or kind.words for kind in (*others, *[_NONE] * optional)]
+        words = " or ".join(dict.fromkeys(named))
     error = ValueError if all(kind.error is ValueError for kind in others) else TypeError
     remedy = "; ".join(kind.remedy for kind in kinds if kind.remedy)
     tests = [kind.holds for kind in others]
@@ -198,14 +211,25 @@ def _any_of(kinds: list[Kind]) -> Kind:
         return False
 
     types = frozenset().union(*(kind.types for kind in kinds))
-    return Kind(words, holds, error, plain, remedy, types)
+    return Kind(words, holds, error, plain, remedy, types, names)
 
 
-def _one_of(names: tuple[Any, ...]) -> Kind:
-    words = f"one of {', '.join(map(repr, names))}"
+def _one_of(values: tuple[Any, ...]) -> Kind:
+    """Return the kind of ``Literal[values]``."""
+    names = tuple(map(repr, values))
     # An array compares element by element, and True is equal to 1.
-    kinds = tuple({type(name) for name in names})
-    return Kind(words, lambda value: _is_of(value, kinds) and value in names, ValueError, plain=True)
+    classes = tuple({type(value) for value in values})
+    return Kind(
+        _of_names(names),
+        lambda value: _is_of(value, classes) and value in values,
+        ValueError,
+        plain=True,
+        names=names,
+    )
+
+
+def _of_names(names: tuple[str, ...]) -> str:
+    return f"one of {', '.join(names)}"
 
 
 def _is_of(value: Any, kinds: tuple[type, ...]) -> bool:
@@ -213,6 +237,7 @@ def _is_of(value: Any, kinds: tuple[type, ...]) -> bool:
 
 
 def _tuple_of(parts: tuple[Any, ...]) -> Kind:
+    """Return the kind of ``tuple[parts]``."""
     repeated = parts[-1] is Ellipsis
     kinds = [kind_of(part) for part in parts if part is not Ellipsis]
     words = f"{kinds[0].words}, ..." if repeated else ", ".join(kind.words for kind in kinds)
@@ -228,6 +253,7 @@ def _tuple_of(parts: tuple[Any, ...]) -> Kind:
 
 
 def _instance_of(kind: type, parts: tuple[Any, ...]) -> Kind:
+    """Return the kind of an instance of a class; ``parts``: what its items must be, as ``list[int]`` says it."""
     words = _WORDS.get(kind, f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}")
     if issubclass(kind, Enum):
         words += f" ({', '.join(member.name for member in kind)})"
@@ -241,7 +267,7 @@ def _instance_of(kind: type, parts: tuple[Any, ...]) -> Kind:
 
     def holds(value: Any) -> bool:
         # Text would be taken apart, letter by letter, and an array row by row.
-        if not isinstance(value, kind) or isinstance(value, str | bytes | np.ndarray) or is_array(value):
+        if not isinstance(value, kind) or isinstance(value, str | bytes | np.ndarray) or has_shape_and_dtype(value):
             return False
         # Others may be long to read, and an iterator gives its items only once.
         plain = isinstance(value, list | tuple | dict | set | frozenset)
@@ -251,6 +277,7 @@ def _instance_of(kind: type, parts: tuple[Any, ...]) -> Kind:
 
 
 def _class_of(base: type) -> Kind:
+    """Return the kind of ``type[base]``."""
     words = f"{base.__name__} or a class derived from it"
     return Kind(words, lambda value: isinstance(value, type) and issubclass(value, base))
 

@@ -82,10 +82,11 @@ class AttentionConfig:
             multiplies by it in the softmax, against overflow in fp16; here scores are fp32.
         attention_softmax_in_fp32: option without effect: the softmax is always in fp32, as in Transformer Engine.
         batch_invariant_mode: option without effect: it sets ``num_splits`` of a CUDA kernel that JAX does not call.
-        qk_clip: whether to return each head's max logit with the output, for clipping the query and key weights.
+        qk_clip: whether the query and key weights are to be clipped. Layers of `jax_te.megatron` then return each
+            head's max logit with the output; `GPTModel` computes them in `GPTModel.max_logits`.
         qk_clip_alpha, qk_clip_threshold: the arguments of `jax_te.layers.clip_qk`, which the training loop calls: the
             exponent for the query weights, and the max logit above which weights are clipped.
-        log_max_attention_logit: whether to return each head's max logit with the output, for the log.
+        log_max_attention_logit: whether each head's max logit is to be logged: it is returned as under ``qk_clip``.
         cp_comm_type: exchange of keys and values along the context axis: one of `CP_COMM_TYPES`, or a list with one for
             each layer. None: ``"p2p"``. No effect where the mesh's context axis is 1.
         hierarchical_context_parallel_sizes: sizes for ``"a2a+p2p"``: number of neighbouring devices that exchange

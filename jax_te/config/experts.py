@@ -161,16 +161,32 @@ _ROUTER_FIELDS = {
     **{
         name: f"moe_router_{name}"
         for name in (
-            *("topk", "score_function", "pre_softmax", "topk_scaling_factor", "num_groups", "group_topk"),
-            *("load_balancing_type", "enable_expert_bias", "bias_update_rate", "quantile_balancing_ema", "dtype"),
-            *("force_load_balancing", "force_biased", "group_score_topk"),
+            "topk",
+            "score_function",
+            "pre_softmax",
+            "topk_scaling_factor",
+            "num_groups",
+            "group_topk",
+            "load_balancing_type",
+            "enable_expert_bias",
+            "bias_update_rate",
+            "quantile_balancing_ema",
+            "dtype",
+            "force_load_balancing",
+            "force_biased",
+            "group_score_topk",
         )
     },
     **{
         name: f"moe_{name}"
         for name in (
-            *("aux_loss_coeff", "z_loss_coeff", "input_jitter_eps", "expert_capacity_factor", "token_drop_policy"),
-            *("pad_expert_input_to_capacity", "per_layer_logging"),
+            "aux_loss_coeff",
+            "z_loss_coeff",
+            "input_jitter_eps",
+            "expert_capacity_factor",
+            "token_drop_policy",
+            "pad_expert_input_to_capacity",
+            "per_layer_logging",
         )
     },
     "num_experts": "num_moe_experts",

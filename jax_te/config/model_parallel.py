@@ -56,7 +56,7 @@ class ModelParallelConfig:
         ValueError: for a size that is not positive; sequence parallelism without tensor parallelism; both fp16 and
             bf16; an unknown dtype or kind of all-reduce; for options that JAX replaces: ``init_model_with_meta_device``
             (``nnx.eval_shape``), ``tp_comm_overlap`` (`jax_te.models.Execution`), ``deterministic_mode`` (XLA flags and
-            an environment variable); for expert parallelism.
+            an environment variable); for another ``expert_tensor_parallel_size``.
         TypeError: for a flag that is not bool, a ``quant_recipe`` that is not hashable.
 
     Source: ``megatron.core.ModelParallelConfig``, and the fields of ``TransformerConfig`` that ``TELinear`` reads.

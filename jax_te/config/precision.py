@@ -52,8 +52,7 @@ class PrecisionConfig:
     Raises:
         ValueError: for an unknown name; fp8 and fp4 together; ``fp8_param`` without fp8 and ``fp4_param`` without fp4;
             a custom recipe without its factory, and a factory without it; FP8 attention under another recipe of FP8;
-            ``first_last_layers_bf16`` with fp8 and
-            delayed scaling.
+            ``first_last_layers_bf16`` with fp8 and delayed scaling.
         TypeError: for a flag that is not bool.
 
     Source: ``megatron.core.transformer.TransformerConfig``.

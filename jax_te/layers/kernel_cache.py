@@ -123,6 +123,7 @@ def use_cached_kernels(model: nnx.Module, cache: KernelCache) -> None:
             f"{type(model).__name__} has no kernel {', '.join(unknown[:4])}{', …' if len(unknown) > 4 else ''}; use a "
             "cache for the model that quantize_kernels made it of"
         )
+    forms: dict[int, tuple[QuantizableModule, dict[str, QuantizedKernel]]] = {}
     for name, quantized in cache.kernels.items():
         module, kernel = found[name]
         own = getattr(module, kernel)
@@ -131,9 +132,6 @@ def use_cached_kernels(model: nnx.Module, cache: KernelCache) -> None:
                 f"the cached {name} has shape {quantized.shape}, and the model's {own.get_value().shape}; use a cache "
                 "for the model that quantize_kernels made it of"
             )
-    forms: dict[int, tuple[QuantizableModule, dict[str, QuantizedKernel]]] = {}
-    for name, quantized in cache.kernels.items():
-        module, kernel = found[name]
         forms.setdefault(id(module), (module, {}))[1][kernel] = quantized
     for module, kernels in forms.values():
         module.kernel_cache = CachedKernel(kernels)

@@ -80,8 +80,8 @@ class Linear(TensorParallelModule):
         ValueError: for a size that is not positive, an unknown mode or dtype, ``sequence_parallel`` without a
             ``parallel_mode``; when called, for sizes that do not fit (FP8 needs multiples of 16), a mesh with another
             number of tensor devices than ``tp_size``, a sequence that does not divide over them, weights or biases that
-                are missing, unexpected or of another shape. QuantizerStateError: when called under a recipe with state,
-                if the layer was built without it.
+            are missing, unexpected or of another shape.
+        QuantizerStateError: when called under a recipe with state, if the layer was built without it.
 
     Source: ``transformer_engine.pytorch.Linear``.
 

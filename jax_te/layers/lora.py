@@ -173,7 +173,7 @@ class LoRA(nnx.Module):
         return auto_region(lambda *parts: jnp.concatenate(parts, axis=-2), out_axes)(*products) * self.scale
 
     def merge(self) -> Any:
-        """The base, with ``alpha / r * lora_a @ lora_b`` added to each kernel; trained again like any other layer.
+        """Return the base, with ``alpha / r * lora_a @ lora_b`` added to each kernel; it is trained again.
 
         ``lora_b`` becomes zero, so that this layer's output stays the same. Cached quantized kernels are dropped.
 

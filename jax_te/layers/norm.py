@@ -133,10 +133,7 @@ def make_norm(
     >>> type(make_norm("RMSNorm", 4, rngs=nnx.Rngs(0))).__name__
     'RMSNorm'
     """
-    # For its ValueError: the line below would take any other name for RMS norm.
-    norm_spec(normalization, eps, zero_centered_gamma)
-    layer = LayerNorm if normalization == "LayerNorm" else RMSNorm
-    return layer(
+    return {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[normalization](
         hidden_size,
         eps,
         sequence_parallel=sequence_parallel,

@@ -472,7 +472,7 @@ class TransformerLayer(ContextParallelModule):
             x = self._add(x, computed, key_of("feed_forward_output"), axes, self.mlp_norm)
             if self.layernorm is not None:
                 x = self.layernorm(x)
-        return layer_output(x, **extra) if extra else x
+        return layer_output(x, **extra)
 
     def _feed_forward(self, x: Array, dropout_key: Key | None, first: bool | None, padding_mask: Array | None) -> Any:
         """Return the output of the feed-forward block or experts; also the norm's, if the residual begins there."""

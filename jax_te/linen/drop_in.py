@@ -396,7 +396,7 @@ def _linear(module: Any, inputs: Any = None, einsum_str: Any = None, *_: Any, **
 
 
 def _is_ours(module: Any) -> bool:
-    """Whether a layer of Flax has a quantized GEMM already."""
+    """Return whether a layer of Flax has a quantized GEMM already."""
     given = getattr(module, "dot_general_cls", None)
     return getattr(given, "func", given) is DotGeneral
 

@@ -93,7 +93,9 @@ class LinenModule(nn.Module):
     @nn.nowrap
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         signature = inspect.signature(self.nnx_class.__call__)
-        deterministic = "deterministic" not in signature.parameters and kwargs.pop("deterministic", False)
+        deterministic = False
+        if "deterministic" not in signature.parameters:
+            deterministic = kwargs.pop("deterministic", False)
         check_bool(deterministic=deterministic)
         module = self.bound_module()
         if deterministic:
@@ -236,6 +238,7 @@ def _recipe_name() -> str:
 
 
 def _same(old: Any, new: Any) -> bool:
+    """Return whether two trees have the same arrays."""
     olds, news = jax.tree.leaves(old), jax.tree.leaves(new)
     # By identity: values are traced, and an array that no code replaced is the same object.
     return len(olds) == len(news) and all(a is b for a, b in zip(olds, news, strict=True))

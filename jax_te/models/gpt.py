@@ -406,6 +406,7 @@ class GPTModel(LanguageModel):
         return tuple(init_kv_cache(batch, max_len, *heads, self.compute_dtype) for _ in self.layers)
 
     def _check(self, tokens: Array, positions: Array | None, packed: PackedSeqParams | None = None) -> None:
+        """Raise for tokens, positions or boundaries that the model cannot take."""
         check_tokens(tokens, self.max_sequence_length)
         if packed is not None:
             check_packed(tokens, packed)
@@ -413,6 +414,7 @@ class GPTModel(LanguageModel):
             raise ValueError(f"positions must be [b, s] or [s] for tokens {tokens.shape}, got shape {positions.shape}")
 
     def _angles(self, positions: Array) -> Rotary | tuple[Rotary, Rotary] | None:
+        """Return rotary angles, with a ``window_base`` also those of windowed layers; None: nothing is rotated."""
         rotary = self.rotary
         if rotary is None:
             return None

@@ -203,6 +203,7 @@ class LanguageModel(GivesKernels, TrainingMode):
         return dropout(x, rate, key, axes=self._axes, zigzag=zigzag)
 
     def _head_kernel(self) -> Array:
+        """Return the kernel ``[h, v]`` of the output head: a tied one is the embedding's."""
         return self.embedding.embedding[...].T if self.output_kernel is None else self.output_kernel[...]
 
     def given_kernels(self) -> list[tuple[QuantizableModule, str, Array]]:

@@ -177,7 +177,11 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
     final_norm = property(lambda self: self.decoder.final_layernorm)
     position_embedding = property(lambda self: self.embedding.position_embeddings)
     output_kernel = property(lambda self: getattr(self.output_layer, "base", self.output_layer).kernel)
-    _is_whole = property(lambda self: self.pre_process and self.post_process)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether the stage is a whole model."""
+        return self.pre_process and self.post_process
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return `forward`'s results, possibly from a captured graph, see `GraphableMegatronModule`."""
@@ -232,7 +236,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         elif cache is not None:
             raise ValueError("a stage of a pipeline takes no cache; generate with a whole model")
         else:
-            out = self._stage(input_ids, position_ids, decoder_input, labels, dropout_key, **arrays)
+            out = self._stage_call(input_ids, position_ids, decoder_input, labels, dropout_key, **arrays)
         gathers = not self.parallel_output if runtime_gather_output is None else runtime_gather_output
         are_logits = self.post_process and labels is None
         return _gather_logits(out) if gathers and are_logits else out
@@ -292,7 +296,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             **options,
         )
 
-    def _stage(
+    def _stage_call(
         self,
         tokens: Array | None,
         positions: Array | None,
@@ -304,20 +308,20 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         padding_mask: Array | None,
     ) -> Array:
         """Return `forward`'s result of one stage."""
-        arrays: dict[str, Any] = {"packed": packed_seq_params, "padding_mask": padding_mask}
+        arrays: dict[str, Any] = {"packed_seq_params": packed_seq_params, "padding_mask": padding_mask}
         if self.pre_process:
             if tokens is None or x is not None:
                 raise ValueError("a pipeline's first stage takes input_ids, and no decoder_input")
-            return self._stage_of(tokens, positions, None, labels, dropout_key, **arrays)
+            return self._run_stage(tokens, positions, None, labels, dropout_key, **arrays)
         given = self.input_tensor if x is None else None
         x = self._checked_input(self._given_input() if x is None else x)
         tokens = jnp.zeros(x.shape[:2], jnp.int32)  # of their shape alone
-        out = self._stage_of(tokens, positions, x, labels, dropout_key, **arrays)
+        out = self._run_stage(tokens, positions, x, labels, dropout_key, **arrays)
         if given is not None:
             given.set_value(None)  # at the end: a call that is refused anywhere leaves it for the next
         return out
 
-    def _stage_of(
+    def _run_stage(
         self,
         tokens: Array,
         positions: Array | None,
@@ -325,16 +329,16 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         labels: Array | None,
         dropout_key: Key | None,
         *,
-        packed: PackedSeqParams | None,
+        packed_seq_params: PackedSeqParams | None,
         padding_mask: Array | None,
     ) -> Array:
         """Return the result of a stage for hidden states, or for tokens if ``x`` is None.
 
         Between stages hidden states are in `model_order`.
         """
-        self._check(tokens, positions, packed)
+        self._check(tokens, positions, packed_seq_params)
         check_padding_mask(padding_mask, tokens.shape)
-        positions = natural_positions(tokens.shape[1], packed) if positions is None else positions
+        positions = natural_positions(tokens.shape[1], packed_seq_params) if positions is None else positions
         padding = None if padding_mask is None else model_order(self.config, padding_mask)
         tokens, positions = model_order(self.config, tokens), model_order(self.config, positions)
         *keys, embedding_key = layer_keys(dropout_key, 1 + self.config.num_layers)
@@ -345,7 +349,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         x = self.decoder(
             constrain(x, self._axes),
             rotary_pos_emb=self._angles(positions),
-            packed_seq_params=packed,
+            packed_seq_params=packed_seq_params,
             keys=own,
             padding_mask=padding,
         )

@@ -28,9 +28,8 @@ class Execution:
             ``config.fp8_output_proj``.
         batch_parts: number of parts of the batch that take turns in every layer, so that the collectives of one run
             beside the GEMMs of another; must divide the rows of each device, in evaluation, too. With tensor
-            parallelism take 2. Kernels
-            are read, and under FSDP all-gathered, for each part; each has its own dropout masks and, under current
-            scaling, its own amaxes.
+            parallelism take 2. Kernels are read, and under FSDP all-gathered, for each part; each has its own dropout
+            masks and, under current scaling, its own amaxes.
 
     Raises:
         ValueError: for another ``scan_layers``, or ``loss_chunks`` or ``batch_parts`` below 1.

@@ -38,6 +38,19 @@ from jax_te.typing import BackendName, DTypeLike
 
 BACKENDS: tuple[str, ...] = get_args(BackendName)
 
+OPS = (
+    "dense",
+    "grouped_dense",
+    "layernorm",
+    "layernorm_dense",
+    "layernorm_mlp",
+    "activation",
+    "dot_product_attention",
+    "softmax_cross_entropy",
+)
+
+_LINEAR = ("dense", "grouped_dense", "layernorm_dense", "layernorm_mlp")
+
 ambient_backend = jax.make_user_context("auto")
 
 
@@ -244,9 +257,6 @@ def _chosen(
     return "te", "TE supports it on this GPU"
 
 
-_LINEAR = ("dense", "grouped_dense", "layernorm_dense", "layernorm_mlp")
-
-
 def _parts(
     op: str, backend: str, precision: Precision, function: Activation, dtype: np.dtype, params_dtype: np.dtype
 ) -> dict[Part, str]:
@@ -294,18 +304,6 @@ def _activation_parts(backend: str, precision: Precision, function: Activation) 
     quantizer = precision.grad.quantizer
     given = isinstance(quantizer, TensorQuantizer) and quantizer.scaling == "given"
     return "te", "te" if len(function.parts()) > 1 or given else "xla"
-
-
-OPS = (
-    "dense",
-    "grouped_dense",
-    "layernorm",
-    "layernorm_dense",
-    "layernorm_mlp",
-    "activation",
-    "dot_product_attention",
-    "softmax_cross_entropy",
-)
 
 
 def select(

@@ -2,7 +2,7 @@
 
 JAX's functions for these kernels are private, so this file writes XLA's custom calls below them itself, by JAX's public
 ``ffi_call``. Their form is known from the versions of JAX in `_VERSIONS`; under any other the kernels count as missing.
-No other file calls cuDNN.
+No other file writes such calls by hand.
 
 XLA builds cuDNN's graph of backward only if gradients have the dtype of the operands: with E5M2 gradients it fails with
 "Input datatypes do not match". So all tensors are E4M3.

@@ -113,6 +113,7 @@ def _own_fwd(spec: _SplitSpec, args: _Args) -> tuple[Array, tuple[Array, Array]]
     # Only one summand is nonzero, so the sum is exact. An id outside of the whole table is in no shard.
     count = reduce_sum(inside.astype(jnp.int32), spec.over)
     found = jnp.where((count > 0)[..., None], reduce_sum(found, spec.over), jnp.asarray(jnp.nan, found.dtype))
+    # Only its number of rows is read: a residual must be an array.
     return found, (args.ids, jnp.zeros((rows, 0), spec.dtype))
 
 

@@ -139,7 +139,10 @@ class MXQuantizer(Quantizer):
 
 
 def _exponents_rounded_up(x: Array) -> Array:
-    """Biased exponents, uint8, of the least powers of two >= ``x`` (fp32, >= 0); 0 gives 2^-127: E8M0 has no zero."""
+    """Return biased exponents, uint8, of the least powers of two >= ``x`` (fp32, >= 0).
+
+    0 gives 2^-127: E8M0 has no zero.
+    """
     # Integer arithmetic, because log2 and exp2 are not exact on every device.
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
@@ -151,7 +154,7 @@ def _exponents_rounded_up(x: Array) -> Array:
 
 
 def _reciprocal_factors(exponents: Array) -> tuple[Array, Array]:
-    """Two fp32 powers of two whose product is ``2^(127 - e)`` for biased exponents ``e``; 255 gives nan."""
+    """Return two fp32 powers of two whose product is ``2^(127 - e)`` for biased exponents ``e``; 255 gives nan."""
     # One factor is subnormal at the end of the range, and processors may flush it to 0.
     whole = 127 - exponents.astype(jnp.int32)
     half = whole // 2

@@ -66,9 +66,12 @@ def has_counts(quantizers: PyTree) -> bool:
 def counts_within_step(quantizers: PyTree) -> dict[Any, Any]:
     """Return zeros, by path, for the states whose counts a step's later microbatches read."""
     found = nnx.to_flat_state(quantizers) if isinstance(quantizers, nnx.State) else []
-    rules = [(path, variable, counting_of(variable)) for path, variable in found]
-    return {path: variable.replace(jnp.zeros_like(variable.get_value())) for path, variable, rule in rules
-            if rule is not None and rule.within_step}  # fmt: skip
+    zeros = {}
+    for path, variable in found:
+        rule = counting_of(variable)
+        if rule is not None and rule.within_step:
+            zeros[path] = variable.replace(jnp.zeros_like(variable.get_value()))
+    return zeros
 
 
 def with_counts(quantizers: PyTree, counts: dict[Any, Any]) -> PyTree:

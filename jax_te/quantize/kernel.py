@@ -102,8 +102,7 @@ class QuantizedKernel:
             raise TypeError("this kernel is in its backend's own form; quantize it with portable=True to dequantize it")
 
         def of_layers(tensor: QuantizedTensor) -> Array:
-            stacked = tensor.scale_inv.ndim > (0 if tensor.block is None else 2)
-            return jax.vmap(of_layers)(tensor) if stacked else tensor.dequantize()
+            return jax.vmap(of_layers)(tensor) if _is_stacked(tensor) else tensor.dequantize()
 
         return of_layers(self._checked(self.form.rowwise))
 
@@ -116,7 +115,7 @@ class QuantizedKernel:
         """
 
         def of_layers(tensor: QuantizedTensor, exact: Array) -> Array:
-            if tensor.scale_inv.ndim > (0 if tensor.block is None else 2):
+            if _is_stacked(tensor):
                 return jax.vmap(of_layers)(tensor, exact)
             return jnp.where(tensor.represents(exact), exact, tensor.values())
 
@@ -133,3 +132,8 @@ class QuantizedKernel:
         layers = min(scale.ndim - blocks, tensor.ndim - 2)
         intact = self.guard.intact(layers)
         return replace(tensor, **{name: jnp.where(intact[..., *(None,) * blocks], scale, jnp.nan)})
+
+
+def _is_stacked(tensor: QuantizedTensor) -> bool:
+    """Return whether a tensor has axes in front, of a stack of layers or of experts."""
+    return tensor.scale_inv.ndim > (0 if tensor.block is None else 2)

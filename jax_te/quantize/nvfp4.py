@@ -119,7 +119,7 @@ class NVFP4Quantizer(Quantizer):
 
 
 def _round_e4m3(x: Array) -> Array:
-    """``x`` in [0, 448] rounded to E4M3, as fp32."""
+    """Return ``x`` in [0, 448] rounded to E4M3, in fp32."""
     # Not by a cast to E4M3 and back, which compilers may drop as a pair. reduce_precision does not support the narrow
     # format's subnormal numbers, which are multiples of 2^-9 below 2^-6; 8 exponent bits, since with 4 bits 448 would
     # be inf.
@@ -128,7 +128,7 @@ def _round_e4m3(x: Array) -> Array:
 
 
 def _round_e2m1(x: Array, bits: Array | None) -> Array:
-    """``x`` in [-6, 6] rounded to E2M1, as fp32: to nearest even, or stochastically with uint16 ``bits``."""
+    """Return ``x`` in [-6, 6] rounded to E2M1, in fp32: to nearest even, or stochastically with uint16 ``bits``."""
     magnitude = jnp.abs(x)
     step = jnp.where(magnitude < 2.0, 0.5, jnp.where(magnitude < 4.0, 1.0, 2.0))
     steps = magnitude / step
@@ -210,7 +210,7 @@ def _place(rows: Array, columns: int) -> tuple[Array, Array]:
 
 
 def _mixed(words: Array) -> Array:
-    """A bijection of uint32 in which every bit depends on every other (MurmurHash3's finalizer)."""
+    """Return a bijection of uint32 in which every bit depends on every other (MurmurHash3's finalizer)."""
     # Sums of unmixed words would hardly differ: the lower half of a bf16 value and of its square is 0.
     words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
     words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)

@@ -169,7 +169,7 @@ def _statistics(x: Array, data: Array, values: Array, inverse: Array, elements: 
 
 
 def _inverse_scales(q: QuantizedTensor) -> Array:
-    """The reciprocal scale at every value (or the one of all), fp32."""
+    """Return the reciprocal scale at every value (or the one of all), fp32."""
     # Values of 1 times the scales: `values` handles the layout of blocks and parts.
     return QuantizedTensor(
         data=jnp.ones(q.shape, jnp.float32),

@@ -94,6 +94,10 @@ class Precision:
     shard_multiple: int | None = 1
     recipe_name: str | None = None
 
+    def of(self, role: TensorRole) -> OperandPrecision:
+        """Return the precision of an operand."""
+        return {"x": self.x, "kernel": self.kernel, "grad": self.grad}[role]
+
     @property
     def quantizers(self) -> tuple[Quantizer | None, Quantizer | None, Quantizer | None]:
         """Quantizers of the three operands."""
@@ -139,8 +143,9 @@ class Precision:
         """Return the scale that an operand's next use quantizes with; None except under delayed scaling."""
         if self.amax_rule is None:
             return None
+        quantizer = self.of(role).quantizer
         assert state is not None
-        quantizer = getattr(self, role).quantizer
+        assert isinstance(quantizer, TensorQuantizer)  # delayed scaling has no other
         return scale_in_use(state[role], quantizer.dtype, self.amax_rule)
 
     def next_state(

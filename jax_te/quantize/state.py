@@ -1,4 +1,7 @@
-"""State outside of gradients, of delayed scaling and of routers: no other file creates, merges or writes it.
+"""State outside of gradients, of delayed scaling and of routers: how it merges, and what it is in the next step.
+
+States of delayed scaling are made here, too; those that count by the layers that own them, the router and the further
+heads of `models/multi_token.py`.
 
 A call's information about a state leaves backward as the state's gradient. It therefore must not reach code that treats
 it as a gradient (clipping, norms, the optimizer). There are two kinds:
@@ -243,7 +246,7 @@ def merge_quantizers(stacked: PyTree) -> PyTree:
 
 
 def _largest(leaf: jax.Array) -> jax.Array:
-    """Maximum over the leading axis."""
+    """Return the maximum over the leading axis."""
     # nan is tested for, because XLA on CPU loses it from maxima over large arrays.
     return jnp.where(jnp.any(jnp.isnan(leaf), axis=0), jnp.nan, jnp.max(leaf, axis=0))
 

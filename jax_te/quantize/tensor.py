@@ -14,7 +14,7 @@ from jax_te.quantize.hadamard import hadamard_rows
 from jax_te.typing import Array, DTypeLike
 
 _NEAR = 2.0**-20
-"""Relative tolerance in fp32 at the boundary between two quantized values, see ``holds``."""
+"""Relative tolerance in fp32 at the boundary between two quantized values, see `QuantizedTensor.represents`."""
 
 
 @jax.tree_util.register_dataclass

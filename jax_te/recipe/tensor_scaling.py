@@ -73,10 +73,8 @@ class DelayedScaling(_TensorScaling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # 2**margin of a fraction is not a power of two, and multiplying by it would round.
         if self.margin < 0:
             raise ValueError(f"margin must be an integer >= 0, got {self.margin!r}")
-        # Products of two inverse scales would then overflow fp32, and 0 times inf is nan.
         if self.margin > MAX_MARGIN:
             raise ValueError(f"margin {self.margin} leaves E4M3 no value but 0; it must be <= {MAX_MARGIN}")
         check_positive(amax_history_len=self.amax_history_len)

@@ -68,9 +68,9 @@ def moved(x: Array, move: Callable[[Array], Array]) -> Array:
     """Return ``move(x)`` of a collective that moves values and computes nothing: FP8 values are moved as bytes."""
     # Not every XLA backend has collectives of 8-bit floats; moving values needs their bytes only.
     is_fp8 = x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating)
-    return (
-        jax.lax.bitcast_convert_type(move(jax.lax.bitcast_convert_type(x, jnp.uint8)), x.dtype) if is_fp8 else move(x)
-    )
+    if not is_fp8:
+        return move(x)
+    return jax.lax.bitcast_convert_type(move(jax.lax.bitcast_convert_type(x, jnp.uint8)), x.dtype)
 
 
 def reduce_sum(x: Array, axes: MeshAxes, scatter: Dims = (), later: MeshAxes = ()) -> Array:
@@ -84,10 +84,9 @@ def reduce_sum(x: Array, axes: MeshAxes, scatter: Dims = (), later: MeshAxes = (
         later: mesh axes over which the caller sums up afterwards: the result has an axis in front, for one summand of
             each of their devices.
     """
-    if scatter:
-        for dim, names in enumerate(scatter):
-            if names:
-                x = jax.lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
+    for dim, names in enumerate(scatter):
+        if names:
+            x = jax.lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
     summed = tuple([axis for axis in axes if axis not in (*flat(scatter), *later)])
     x = jax.lax.psum(x, summed) if summed else x
     if not later:

@@ -123,7 +123,7 @@ def partitioned_text(program: Lowered) -> str:
     with tempfile.TemporaryDirectory() as folder:
         options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         options["xla_dump_hlo_pass_re"] = "spmd-partitioning|call-inliner"  # and what puts its pieces into one
-        # Dead code.
+        # What follows the partitioner is thrown away: compile it as cheaply as possible.
         options |= {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
         with _without_cache():
             program.compile(options)
@@ -173,6 +173,7 @@ def count_rows(found: Sequence[Moved], mesh_shape: Mapping[str, int]) -> tuple[C
 
 
 def _launches(found: Sequence[Moved]) -> int:
+    """Return how often collectives are launched: XLA combines those that are alike and do not wait for each other."""
     together: dict[tuple, list[Moved]] = defaultdict(list)
     for moved in found:
         together[moved.alike, moved.level, moved.times].append(moved)

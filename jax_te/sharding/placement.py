@@ -84,9 +84,10 @@ def check_divides(name: str, shape: tuple[int, ...], axes: Axes, mesh: Mesh | Ab
         over, ranks = ranks_of(entry, mesh)
         if shape[dim] % ranks:
             split = str(axes[dim]).endswith("_replicas")
+            remedy = "change that size or the mesh" + (", or leave out distributed_optimizer" if split else "")
             raise ValueError(
                 f"{name} of shape {shape}: dimension {dim} ({axes[dim]!r}) does not divide over mesh axes "
-                f"{over} = {ranks}; change that size or the mesh{', or leave out distributed_optimizer' * split}"
+                f"{over} = {ranks}; {remedy}"
             )
 
 

@@ -133,6 +133,7 @@ def _closing(text: str) -> int:
 def _own_collectives(
     body: list[_Instruction], computations: dict[str, list[_Instruction]], mesh_shape: Mapping[str, int]
 ) -> list[Moved]:
+    """Return the collectives of one computation, without those of the computations that it calls."""
     types = {instruction.name: instruction.type for instruction in body}
     found = []
     for instruction in body:
@@ -166,6 +167,7 @@ def _is_sliced(reduced: _Instruction, body: list[_Instruction], size: int) -> bo
 
 
 def _with_levels(body: list[_Instruction], found: dict[str, Moved]) -> list[Moved]:
+    """Return collectives, given by name, with their levels: the number of those alike whose results they wait for."""
     levels: dict[str, int] = {}
     for alike in {moved.alike for moved in found.values()}:
         behind: dict[str, int] = {}  # number of collectives in a chain before a value
@@ -180,27 +182,29 @@ def _with_levels(body: list[_Instruction], found: dict[str, Moved]) -> list[Move
     return [moved._replace(level=levels[name]) for name, moved in found.items()]
 
 
-def _element(type: str, path: str) -> str:
+def _element(of_all: str, path: str) -> str:
+    """Return the type of an element of a tuple, ``name#1#0``, by the type of all."""
     for index in path.split("#")[1:]:
-        type = _parts(type)[int(index)]
-    return type
+        of_all = _parts(of_all)[int(index)]
+    return of_all
 
 
-def _parts(type: str) -> list[str]:
-    """Return the elements of a tuple."""
+def _parts(of_tuple: str) -> list[str]:
+    """Return the types of the elements of a tuple."""
     parts, start, depth = [], 1, 0
-    for index, letter in enumerate(type):
+    for index, letter in enumerate(of_tuple):
         depth += (letter in "([{") - (letter in ")]}")
-        if (letter == "," and depth == 1) or (index == len(type) - 1):
-            parts.append(type[start:index].strip())
+        if (letter == "," and depth == 1) or (index == len(of_tuple) - 1):
+            parts.append(of_tuple[start:index].strip())
             start = index + 1
     return parts
 
 
-def _bytes(type: str) -> int:
-    if type.startswith("("):
-        return sum(map(_bytes, _parts(type)))
-    dtype, shape = _ARRAY.match(type).groups()  # type: ignore[union-attr]
+def _bytes(of_value: str) -> int:
+    """Return the size of a value by its type, an array's or a tuple's."""
+    if of_value.startswith("("):
+        return sum(map(_bytes, _parts(of_value)))
+    dtype, shape = _ARRAY.match(of_value).groups()  # type: ignore[union-attr]
     width = re.search(r"\d+", dtype)
     bits = int(width[0]) if width else 8  # pred
     return math.ceil(math.prod(int(size) for size in shape.split(",") if size) * bits / 8)

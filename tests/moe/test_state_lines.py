@@ -38,7 +38,7 @@ LINES = [
     # What a call counts.
     Forgotten(
         ROUTER,
-        "probs = self._counted_in(probs, logits, chosen.experts, kept, counted, found, so_far)",
+        "probs = self._with_counts(probs, logits, chosen.experts, kept, token_mask, found, so_far)",
         "pass",
         STEPS,
         "goes_on_once and 1",

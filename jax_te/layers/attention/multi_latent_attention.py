@@ -302,7 +302,8 @@ class MultiLatentAttention(MultiheadAttention):
                 f"the core is a {type(own).__name__}: call the layer without a cache"
             )
         core = nnx.merge(*nnx.split(own))
-        core.softmax_scale = own.softmax_scale or self.latent.head_channels**-0.5
+        if own.softmax_scale is None:
+            core.softmax_scale = self.latent.head_channels**-0.5  # the core's own would be that of cached latents
         core.num_gqa_groups = 1
         core.kv_channels, core.v_channels = query.shape[-1], self.latent.kv_lora_rank
         join = auto_region(lambda c, k: jnp.concatenate([c, k], axis=-1), HEAD_AXES)

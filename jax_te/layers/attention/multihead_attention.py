@@ -360,7 +360,7 @@ class MultiheadAttention(ContextParallelModule):
             extra["max_logit"] = max_logit[0]
         if cache is not None:
             extra["cache"] = cache
-        return layer_output(y, **extra) if extra else y
+        return layer_output(y, **extra)
 
     def _check_call(
         self,

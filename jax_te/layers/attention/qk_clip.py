@@ -81,14 +81,14 @@ def _clip_latent(attention: MultiLatentAttention, max_logit: Array, threshold: f
 
     # The rotated key is shared by all heads, so that the rotated part of queries takes the whole factor.
     of_queries = of_parts((eta**alpha, latent.qk_head_dim), (eta, latent.qk_pos_emb_head_dim))
-    of_values = of_parts((eta ** (1.0 - alpha), latent.qk_head_dim), (jnp.ones_like(eta), latent.v_head_dim))
+    of_keys_and_values = of_parts((eta ** (1.0 - alpha), latent.qk_head_dim), (jnp.ones_like(eta), latent.v_head_dim))
     queries: Any = attention.query if latent.q_lora_rank is None else attention.q_up
     keys: Any = attention.kv_up
     # Both are looked at before one is changed.
     if any(isinstance(layer.kernel.get_value(), QuantizedKernel) for layer in (queries, keys)):
         raise ValueError(_STORED)
     _scale(queries.kernel, of_queries)
-    _scale(keys.kernel, of_values)
+    _scale(keys.kernel, of_keys_and_values)
 
 
 _STORED = "the kernel is stored quantized; clip before quantize_parameters, or without fp8_param"

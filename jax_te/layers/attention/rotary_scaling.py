@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -28,7 +29,7 @@ class LinearScaling:
     """
 
     factor: float
-    amplitude = 1.0  # factor of the cosines and sines; not a field
+    amplitude: ClassVar[float] = 1.0  # factor of the cosines and sines
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -65,7 +66,7 @@ class Llama3Scaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
-    amplitude = 1.0
+    amplitude: ClassVar[float] = 1.0
 
     def __post_init__(self) -> None:
         _check_fields(self)

@@ -251,9 +251,9 @@ def _contraction(eqn: Any, taken: Sequence[Kernel | None]) -> Contraction:
         why = "both of its operands are parameters"
     elif not all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in (x, rhs, eqn.outvars[0].aval)):
         why = f"its operands are {x.dtype} and {rhs.dtype}"
-    summed, features = (tuple(rhs.shape[axis] for axis in axes) for axes in (order.kernel_summed, order.features))
+    summed_sizes, features = (tuple(rhs.shape[axis] for axis in axes) for axes in (order.kernel_summed, order.features))
     groups = prod(rhs.shape[axis] for axis in rhs_batch) if batch else None
-    return Contraction(kernel, order, summed, features, groups, why)
+    return Contraction(kernel, order, summed_sizes, features, groups, why)
 
 
 def _same_kernel(eqn: Any, taken: Sequence[Kernel | None]) -> Kernel | None:

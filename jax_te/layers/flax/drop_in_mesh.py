@@ -60,8 +60,8 @@ def gemm_axes(x: Array, kernel: Array, order: GemmOrder, names: Sequence[Any] | 
     if mesh is None:
         return GemmAxes()
     auto = _auto_axes(mesh)
-    of_rows = _resolved(("batch", "sequence"), mesh, auto)[: len(order.rows)]
-    of_kernel = _resolved(names or (), mesh, auto)
+    of_rows = _resolved_dims(("batch", "sequence"), mesh, auto)[: len(order.rows)]
+    of_kernel = _resolved_dims(names or (), mesh, auto)
     why = _unknown(auto, set(flat(of_rows)), None if names is None else set(flat(of_kernel)))
     if why is not None:
         return GemmAxes(why=why)
@@ -210,7 +210,7 @@ def _typed(x: Array, mesh: AbstractMesh) -> Dims:
     return tuple(() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in entries)
 
 
-def _resolved(names: Iterable[Any], mesh: AbstractMesh, auto: set[str]) -> Dims:
+def _resolved_dims(names: Iterable[Any], mesh: AbstractMesh, auto: set[str]) -> Dims:
     """Return the Auto axes that rules assign to each name, each axis once: the first name keeps it."""
     rules, free, taken, dims = current_rules(mesh), free_axes(mesh), set[str](), []
     known = known_names(rules)

@@ -152,7 +152,7 @@ def _call(module: Any, function: Callable[..., Any], gemms: dict[str, ParameterG
 
 
 def _same(before: tuple[Any, Any], after: tuple[Any, Any]) -> bool:
-    """Whether two graph definitions are equal, and their states hold the same tracers."""
+    """Return whether two graph definitions are equal, and their states hold the same tracers."""
     (graphdef, state), (other, others) = before, after
     leaves = zip(jax.tree.leaves(state), jax.tree.leaves(others), strict=False)
     return graphdef == other and all(one is two for one, two in leaves)

@@ -184,23 +184,23 @@ class Router(TrainingMode):
         """Return the axes of a call's result, which is sharded like the tokens ``x [..., h]``."""
         each = PartitionSpec(*jax.typeof(x).sharding.spec[:-1], None)
         kept = None if self.options.expert_capacity_factor is None else each
-        losses: Any = dict.fromkeys(self._loss_names if self.training else (), ())
-        return Routing(each, each, kept, losses)  # type: ignore[arg-type]
+        axes_of_losses: Any = dict.fromkeys(self._loss_names if self.training else (), ())
+        return Routing(each, each, kept, axes_of_losses)  # type: ignore[arg-type]
 
     def _routing(self, x: Array, padding_mask: Array | None, key: Key | None, experts: Array | None) -> Routing:
         """Return the result of a call."""
         logits = self._logits(x, key)
         lead, (b, s) = x.shape[:-1], x.shape[:-1] if x.ndim == 3 else (1, x.shape[0])
-        counted = self._counted(padding_mask)
+        token_mask = self._token_mask(padding_mask)
         logits = logits.reshape(b, s, -1)
         given = None if experts is None else experts.reshape(b * s, -1)
         chosen = self._assignment(logits.reshape(b * s, -1), given)
         kept = self._kept(chosen, b, s)
-        counted = None if counted is None else counted.reshape(b, s)
-        found, so_far = self._losses(logits, counted) if self.training else ({}, None)
+        token_mask = None if token_mask is None else token_mask.reshape(b, s)
+        found, so_far = self._losses(logits, token_mask) if self.training else ({}, None)
         probs = self._with_losses(chosen.probs, found)
         if self.training:
-            probs = self._counted_in(probs, logits, chosen.experts, kept, counted, found, so_far)
+            probs = self._with_counts(probs, logits, chosen.experts, kept, token_mask, found, so_far)
         values = {name: jax.lax.stop_gradient(loss) for name, loss in found.items()}
         return Routing(
             probs.reshape(*lead, -1),
@@ -264,7 +264,7 @@ class Router(TrainingMode):
         bias_key = key_for("router_bias", fixed if std < 0.0 else key)
         return routing.biased_at_random(logits, abs(std), drawn, bias_key)
 
-    def _counted(self, padding_mask: Array | None) -> Array | None:
+    def _token_mask(self, padding_mask: Array | None) -> Array | None:
         """Return which tokens losses and counts include; None: all."""
         if padding_mask is None:
             return None
@@ -309,7 +309,7 @@ class Router(TrainingMode):
             return None
         return routing.expert_capacity(tokens, options.num_experts, options.topk, options.expert_capacity_factor)
 
-    def _losses(self, logits: Array, counted: Array | None) -> tuple[dict[str, Array], Array | None]:
+    def _losses(self, logits: Array, token_mask: Array | None) -> tuple[dict[str, Array], Array | None]:
         """Return the losses without coefficients, and the next ``counts_so_far``, for logits ``[b, s, e]``."""
         options, found, added = self.options, {}, None
         parts, (b, s, _) = options.aux_loss_groups, logits.shape
@@ -322,20 +322,22 @@ class Router(TrainingMode):
             return x.reshape(parts, *((b // parts, s) if sequences else (-1,)), *x.shape[2:])
 
         if options.losses:
-            scores, experts = losses.balance_scores(logits, options.topk, options.score_function, counted)
+            scores, experts = losses.balance_scores(logits, options.topk, options.score_function, token_mask)
             for name in options.losses:
                 if name == "aux_loss":
-                    found[name] = losses.aux_loss(groups(scores), groups(experts), groups(counted))
+                    found[name] = losses.aux_loss(groups(scores), groups(experts), groups(token_mask))
                 elif name == "seq_aux_loss":
-                    of = [groups(x, sequences=True) for x in (scores, experts, counted)]
+                    of = [groups(x, sequences=True) for x in (scores, experts, token_mask)]
                     found[name] = losses.sequence_aux_loss(*of)
                 else:
                     assert self.counts_so_far is not None
-                    flat = [None if x is None else x.reshape(b * s, *x.shape[2:]) for x in (scores, experts, counted)]
+                    flat = [
+                        None if x is None else x.reshape(b * s, *x.shape[2:]) for x in (scores, experts, token_mask)
+                    ]
                     earlier = self.counts_so_far.get_value()
                     found[name], added = losses.global_aux_loss(flat[0], flat[1], earlier, flat[2])  # type: ignore[arg-type]
         if options.z_loss_coeff is not None:
-            found["z_loss"] = losses.z_loss(groups(logits), groups(counted))
+            found["z_loss"] = losses.z_loss(groups(logits), groups(token_mask))
         return found, added
 
     def _with_losses(self, probs: Array, found: dict[str, Array]) -> Array:
@@ -347,19 +349,19 @@ class Router(TrainingMode):
         factors = [factor.get_value() for factor in (self.loss_scale, self.scaler_scale) if factor is not None]
         return losses.in_gradients(probs, sum(terms[1:], terms[0]), math.prod(factors, start=1.0))
 
-    def _counted_in(
+    def _with_counts(
         self,
         probs: Array,
         logits: Array,
         experts: Array,
         kept: Array | None,
-        counted: Array | None,
+        token_mask: Array | None,
         found: dict[str, Array],
         so_far: Array | None,
     ) -> Array:
         """Return the probabilities, whose backward pass adds this call's counts to the states."""
         e = self.options.num_experts
-        tokens = None if counted is None else counted.reshape(-1, 1)
+        tokens = None if token_mask is None else token_mask.reshape(-1, 1)
         chosen = routing.tokens_per_expert(experts, e, tokens)
         # After dropping by capacity, as in Megatron: the actual load of an expert.
         within = kept if kept is None or tokens is None else kept & tokens

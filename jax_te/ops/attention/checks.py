@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from jax_te._validation import COMPUTE_DTYPES, check_float, checked
+from jax_te._validation import check_float, checked
 from jax_te.ops.attention.masks import normal_window
 from jax_te.ops.attention.spec import (
     QKV,
@@ -92,9 +92,7 @@ def shape_of(qkv: QKV) -> tuple[int, int, int, int, int, int, int]:
         ValueError: for shapes that do not go together.
         TypeError: for arrays that are not floating point.
     """
-    for array in qkv:
-        if array.dtype.name not in COMPUTE_DTYPES:
-            check_float("dot_product_attention", array)
+    check_float("dot_product_attention", *qkv)
     if len(qkv) == 1:
         shape = qkv[0].shape
         if len(shape) != 5 or shape[2] != 3:

@@ -152,7 +152,7 @@ def _fwd(spec: OpSpec, args: LinearArgs) -> tuple[Array, Any]:
     # The kernel that quantizes a norm's output writes the statistics, too; without a name they would be recomputed.
     stats, saved = named((stats, saved), "quantized", given=weights)
     normed = None if norm is None else (x, stats, *norm)
-    return y, (normed, LinearResiduals(*saved, weights.state))  # type: ignore[misc]
+    return y, (normed, saved)
 
 
 def _bwd(spec: OpSpec, residuals: tuple[Any, LinearResiduals], g: Array) -> tuple[LinearArgs, Any]:

@@ -48,15 +48,17 @@ class LinearResiduals(NamedTuple):
     """Residuals of one linear layer's forward pass.
 
     Args:
-        x: the input, as the kernel gradient's GEMM reads it.
+        x: the input, as the kernel gradient's GEMM reads it: an array, a `QuantizedTensor`, or a backend's own form.
         kernel: the kernel, as the input gradient's GEMM reads it; on a mesh this device's shard of it.
-        used: scales and amaxes of both.
+        x_used: scale and amax of the input.
+        kernel_used: scale and amax of the kernel.
         state: the recipe's state.
     """
 
     x: Any
     kernel: Any
-    used: tuple[Used, Used]
+    x_used: Used
+    kernel_used: Used
     state: GemmState | None
 
 
@@ -65,7 +67,7 @@ def quantization(spec: LinearSpec, state: GemmState | None, role: TensorRole) ->
     precision, plan = spec.precision, spec.plan
     scale = None if precision.amax_rule is None else precision.scale(state, role)
     axes = None if plan.scale_axes is None else plan.scale_axes[ROLES.index(role)]
-    return Quantization(getattr(precision, role).quantizer, scale, axes)
+    return Quantization(precision.of(role).quantizer, scale, axes)
 
 
 def fused_quantization(spec: LinearSpec, state: GemmState | None, role: TensorRole) -> Quantization | None:
@@ -74,9 +76,9 @@ def fused_quantization(spec: LinearSpec, state: GemmState | None, role: TensorRo
     On a mesh a tensor that is all-gathered before its quantization does not qualify; nor does one that is padded with
     rows of zeros, which a norm's bias or an activation would change.
     """
-    precision = getattr(spec.precision, role)
+    precision = spec.precision.of(role)
     dims = spec.plan.x_all_gather if role == "x" else spec.plan.out_reduce_scatter
-    gets_rows = spec.lead is not None
+    gets_rows = spec.unpadded_rows is not None
     is_quantized = precision.quantizer is not None
     # A fused kernel writes quantized values only: statistics, GEMMs in high precision, `show_overflow` and an
     # all-gather in front of the quantization need the tensor itself.
@@ -94,7 +96,7 @@ def adopt(spec: LinearSpec, role: TensorRole, written: Any, used: Used) -> Opera
     dims = spec.plan.x_all_gather if role == "x" else spec.plan.out_reduce_scatter
     if dims:
         written = spec.primitives.all_gather_operand(written, dims)
-    unquantized = getattr(spec.precision, role).quantizer is None
+    unquantized = spec.precision.of(role).quantizer is None
     return Operand(unquantized=written, used=used) if unquantized else Operand(quantized=written, used=used)
 
 
@@ -111,7 +113,7 @@ def make_operand(spec: LinearSpec, role: TensorRole, x: Any, state: GemmState | 
     dims = spec.plan.x_all_gather if role == "x" else spec.plan.out_reduce_scatter
     if not dims:
         return _quantized(spec, role, x, state, axis=axis)
-    if not getattr(spec.precision, role).one_scale or spec.lead is not None:
+    if not spec.precision.of(role).one_scale or spec.unpadded_rows is not None:
         # Blocks of the whole tensor's rows may begin inside of a shard; padding rows are added after all of a device's.
         return _quantized(spec, role, all_gather(x, dims), state, axis=axis)
     # FP8 moves half of bf16's bytes, and each device quantizes its shard alone, not the whole tensor again.
@@ -119,15 +121,17 @@ def make_operand(spec: LinearSpec, role: TensorRole, x: Any, state: GemmState | 
     return shard.map(lambda form: spec.primitives.all_gather_operand(form, dims))
 
 
-def forward(spec: LinearSpec, x: Operand, weights: LinearWeights, original: Array | None = None) -> tuple[Array, Any]:
-    """Return the output of a layer that reads ``x``, and the fields of `LinearResiduals` but its state.
+def forward(
+    spec: LinearSpec, x: Operand, weights: LinearWeights, original: Array | None = None
+) -> tuple[Array, LinearResiduals]:
+    """Return the output of a layer that reads ``x``, and its residuals.
 
     ``original`` is the input itself, for ``save_original_input``.
     """
     kernel, residual = kernel_operand(spec, weights.kernel, weights.state)
     y = fprop(spec, x, kernel, weights.bias)
     x_residual = original if spec.saves_original else spec.backend.residual_for_wgrad(x.read_by(spec, "wgrad"))
-    return y, (x_residual, residual, (x.used, kernel.used))
+    return y, LinearResiduals(x_residual, residual, x.used, kernel.used, weights.state)
 
 
 def backward(
@@ -183,7 +187,7 @@ def fprop(spec: LinearSpec, x: Operand, kernel: Operand, bias: Array | None) -> 
     # The bias is added once, after the sum over the devices.
     added = None if plan.contracting_axes else bias
     y = spec.backend.gemm_fprop(*operands, added, spec.precision.split_accumulator[0])
-    y = y if spec.lead is None else unpad_rows(y, spec.lead)
+    y = y if spec.unpadded_rows is None else unpad_rows(y, spec.unpadded_rows)
     if not plan.contracting_axes:
         return constrain(y, spec.options.out_axes) if plan.constrained else y
     y = reduce_sum(y, plan.contracting_axes, plan.out_reduce_scatter)
@@ -225,7 +229,7 @@ def dgrad(spec: LinearSpec, kernel: Any, g: Operand, *, after: Array) -> Array:
             # No state: recipes with state (delayed scaling) have one scale.
             kernel = spec.backend.residual_for_dgrad(kernel_operand(spec, kernel, None)[0].read_by(spec, "dgrad"))
     dx = spec.backend.gemm_dgrad(g.read_by(spec, "dgrad"), kernel, spec.precision.split_accumulator[1])
-    dx = dx if spec.lead is None else unpad_rows(dx, spec.lead)
+    dx = dx if spec.unpadded_rows is None else unpad_rows(dx, spec.unpadded_rows)
     return dx if plan.mesh is None else reduce_sum(dx, plan.feature_axes, plan.x_all_gather)
 
 
@@ -254,7 +258,7 @@ def next_state(spec: LinearSpec, residuals: LinearResiduals, grad: Operand) -> G
     """Return the state after a call, with the amaxes of the whole tensors."""
     if residuals.state is None or spec.frozen_scales:
         return residuals.state
-    scales, amaxes = zip(*residuals.used, grad.used, strict=True)
+    scales, amaxes = zip(residuals.x_used, residuals.kernel_used, grad.used, strict=True)
     # Reduced here, not where each was computed: nothing in this step reads them, and one collective suffices for all
     # three.
     if spec.plan.mesh is not None and spec.precision.amax_rule is not None:
@@ -266,9 +270,9 @@ def next_state(spec: LinearSpec, residuals: LinearResiduals, grad: Operand) -> G
 
 def _quantized(spec: LinearSpec, role: TensorRole, x: Any, state: GemmState | None, *, axis: int) -> Operand:
     """Return ``x``, which is available unquantized, in the forms that the GEMMs read."""
-    precision, how = getattr(spec.precision, role), quantization(spec, state, role)
+    precision, how = spec.precision.of(role), quantization(spec, state, role)
     unquantized = quantized = seen = None
-    if spec.lead is not None and role != "kernel":
+    if spec.unpadded_rows is not None and role != "kernel":
         x, axis = pad_rows(x, axis, spec.precision.alignment), 1
     if how.quantizer is None or precision.read_unquantized:
         unquantized, _ = spec.backend.quantize_operand(x, Quantization(), axis=axis)

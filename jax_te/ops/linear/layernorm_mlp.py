@@ -94,13 +94,14 @@ def layernorm_mlp(
     return run_op(_layernorm_mlp, "layernorm_mlp", x, layers, **given)
 
 
-def _as_planned(spec: OpSpec, x: Array, rows: tuple[int, ...] = (-1,)) -> Array:
-    """Return ``x [..., k]`` as ``[*rows, k]`` if the plan is by rows, else unchanged."""
-    return x.reshape(*rows, x.shape[-1]) if len(spec.layers[0].plan.x_all_gather) == 1 else x
+def _as_rows(spec: OpSpec, x: Array, rows: tuple[int, ...] = (-1,)) -> Array:
+    """Return ``x [..., k]`` as ``[*rows, k]`` if the plan is by rows (`Plan.by_rows`), else unchanged."""
+    return x.reshape(*rows, x.shape[-1]) if spec.layers[0].plan.is_by_rows else x
 
 
 def _fwd(spec: OpSpec, args: LinearArgs) -> tuple[Array, Any]:
-    shape, x, norm, (wi, wo) = args.x.shape, _as_planned(spec, args.x), *args[1:]
+    _, norm, (wi, wo) = args
+    shape, x = args.x.shape, _as_rows(spec, args.x)
     operand, stats = normed_operand(spec.layers[0], spec.norm, x, *norm, wi.state)  # type: ignore[arg-type]
     pre, saved = gemms.forward(spec.layers[0], operand, wi)
     # te.jax's names, so that remat policies written for it apply here.
@@ -108,12 +109,15 @@ def _fwd(spec: OpSpec, args: LinearArgs) -> tuple[Array, Any]:
     out, wo_saved = gemms.forward(spec.layers[1], _activated(spec, pre, wo.state), wo)
     # A quantizing kernel writes several arrays: if one had no name, recomputation would run the kernel again.
     saved, stats, wo_saved = named((saved, stats, wo_saved), "quantized", given=(wi, wo))
-    (y, wi_kernel, (y_used, wi_used)), (z, wo_kernel, (z_used, wo_used)) = saved, wo_saved
-    y, stats, y_used = checkpoint_name((y, stats, y_used), "norm")
-    z, z_used = checkpoint_name((z, z_used), "activation")
-    wi_residuals = LinearResiduals(y, wi_kernel, (y_used, wi_used), wi.state)
-    wo_residuals = LinearResiduals(z, wo_kernel, (z_used, wo_used), wo.state)
-    return _as_planned(spec, out, shape[:-1]), ((x, stats, *norm), pre, wi_residuals, wo_residuals)
+    saved, stats = _input_named(saved, "norm"), checkpoint_name(stats, "norm")
+    wo_saved = _input_named(wo_saved, "activation")
+    return _as_rows(spec, out, shape[:-1]), ((x, stats, *norm), pre, saved, wo_saved)
+
+
+def _input_named(residuals: LinearResiduals, name: str) -> LinearResiduals:
+    """Return residuals whose input, with its scale and amax, has a checkpoint name."""
+    x, used = checkpoint_name((residuals.x, residuals.x_used), name)
+    return residuals._replace(x=x, x_used=used)
 
 
 def _activated(spec: OpSpec, pre: Array, state: GemmState | None) -> Operand:
@@ -129,7 +133,7 @@ def _activated(spec: OpSpec, pre: Array, state: GemmState | None) -> Operand:
 
 def _bwd(spec: OpSpec, residuals: Any, g: Array) -> tuple[LinearArgs, Any]:
     (normed, pre, wi_residuals, wo_residuals), (wi, wo) = residuals, spec.layers
-    shape, g = g.shape, _as_planned(spec, g)
+    shape, g = g.shape, _as_rows(spec, g)
     grad, dbias = gemms.grad_operand(wo, g, wo_residuals.state)
     # The second layer first, as in any chain rule; both kernels are gathered behind the op's own gradient, so that no
     # all-gather of backward begins in forward.
@@ -138,7 +142,7 @@ def _bwd(spec: OpSpec, residuals: Any, g: Array) -> tuple[LinearArgs, Any]:
     dy, dwi, wi_sink = gemms.backward(wi, wi_residuals, dpre, dbias, after=g)
     assert spec.norm is not None
     dx, dnorm = norm_backward(wi.primitives, wi.plan, normed, dy, spec.norm)
-    return LinearArgs(_as_planned(spec, dx, shape[:-1]), dnorm, (dwi, dwo)), (wi_sink, wo_sink)
+    return LinearArgs(_as_rows(spec, dx, shape[:-1]), dnorm, (dwi, dwo)), (wi_sink, wo_sink)
 
 
 def _activation_backward(spec: OpSpec, pre: Array, dz: Array, state: GemmState | None) -> tuple[Operand, Array | None]:

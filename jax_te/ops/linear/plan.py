@@ -34,8 +34,8 @@ class LinearOptions(NamedTuple):
     """The static options of one linear layer inside of an op.
 
     Args:
-        x_axes: logical axes of the input, or as for the next two a PartitionSpec (of layers of Flax). None: those of
-            the output's leading axes, and ``"hidden"`` or the kernel's first.
+        x_axes: logical axes of the input. None: those of the output's leading axes, and ``"hidden"`` or the kernel's
+            first. This and the next two may be a PartitionSpec, which layers of Flax give.
         kernel_axes: logical axes of the kernel, and of its gradient. With these and ``out_axes`` named, each device of
             a mesh runs the GEMMs of its shards, and communicates what `jax_te.ops.linear.plan.Plan` says.
         out_axes: logical axes of the output; required on a mesh with Explicit axes.
@@ -77,6 +77,7 @@ class Plan:
         feature_axes: mesh axes that shard the output's features.
         x_row_axes, out_row_axes: mesh axes that shard the rows of input and output outside of the GEMMs.
         rows: sizes of the rows of the GEMMs on one device; None: no mesh.
+        is_by_rows: whether the op runs on matrices ``[t, k]``, see `by_rows`.
         amax_axes: mesh axes that reduce a shard's amax to the tensor's; of experts, those that do not split them.
         scale_axes: mesh axes whose shards share a current scale, for input, kernel and gradient. None: no mesh.
         x_spec, kernel_spec, bias_spec, out_spec: PartitionSpecs of the arrays outside of the GEMMs.
@@ -97,6 +98,7 @@ class Plan:
     x_row_axes: MeshAxes = ()
     out_row_axes: MeshAxes = ()
     rows: tuple[int, ...] | None = None
+    is_by_rows: bool = False
     amax_axes: MeshAxes = ()
     scale_axes: tuple[MeshAxes, ...] | None = None
     x_spec: PartitionSpec = REPLICATED
@@ -124,7 +126,8 @@ class Plan:
         The gathered rows are then in the order of the devices, not of the tensor.
         """
         gathered, scattered = ((flat(dims),) if dims else () for dims in (self.x_all_gather, self.out_reduce_scatter))
-        return replace(self, x_all_gather=gathered, out_reduce_scatter=scattered, rows=(prod(self.rows or ()),))
+        rows = (prod(self.rows or ()),)
+        return replace(self, x_all_gather=gathered, out_reduce_scatter=scattered, rows=rows, is_by_rows=True)
 
     def shards(self, args: Any, out: Any) -> Shards | None:
         """Return the sharding of an op's arrays under this plan; None without a mesh.
@@ -165,14 +168,14 @@ def linear_plan(
         return _partitioned("each part of the batch has scales of its own (tp_only_amax_red)")
     if x_axes is None:
         x_axes = (*out_axes[: len(x_shape) - 1], activation_axis(kernel_axes[0]))
-    whole = kernel.lacks_shards if isinstance(kernel, QuantizedKernel) else None
+    lacks_shards = kernel.lacks_shards if isinstance(kernel, QuantizedKernel) else None
     # This reason comes before those of block sizes: no other size would help a kernel without shards.
-    precision = precision if whole is None else Precision()
+    precision = precision if lacks_shards is None else Precision()
     dims = (mesh_dims(x_axes, mesh), mesh_dims(kernel_axes, mesh), mesh_dims(out_axes, mesh))
     # Quantization of a kernel in advance knows only its own axes, and shares scales along these. A layer of Flax, whose
     # axes are a PartitionSpec, has no such kernel.
-    ahead = None if isinstance(kernel_axes, PartitionSpec) else gathered_axes(kernel_axes, mesh)
-    return plan_of_dims(mesh, (x_shape, kernel.shape), dims, precision, ahead).without_mesh(whole)
+    kernel_scale_axes = None if isinstance(kernel_axes, PartitionSpec) else gathered_axes(kernel_axes, mesh)
+    return plan_of_dims(mesh, (x_shape, kernel.shape), dims, precision, kernel_scale_axes).without_mesh(lacks_shards)
 
 
 # A model has few different layers, each of which is traced many times: forward, backward, remat, every microbatch.
@@ -182,7 +185,7 @@ def plan_of_dims(
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
     dims: tuple[Dims, Dims, Dims],
     precision: Precision,
-    ahead: MeshAxes | None,
+    kernel_scale_axes: MeshAxes | None,
 ) -> Plan:
     """Return the plan of a linear layer whose arrays are placed on a mesh in this way.
 
@@ -191,7 +194,8 @@ def plan_of_dims(
         shapes: shapes of the whole input and of the kernel.
         dims: mesh axes for each dimension of input, kernel and output, without axes of size 1, which split nothing.
         precision: blocks of the quantizers' scales must not lie on two devices.
-        ahead: mesh axes along which a kernel that was quantized before the call shares its scales. None: no kernel is.
+        kernel_scale_axes: mesh axes along which a kernel that was quantized before the call shares its scales. None: no
+            kernel is.
     """
     x, kernel, out = dims
     (x_shape, kernel_shape), lead = shapes, len(x) - 1
@@ -215,7 +219,7 @@ def plan_of_dims(
     )
     # Shards that an all-gather joins have one scale.
     joined = zip(ROLES, (plan.x_all_gather, plan.kernel_all_gather, plan.out_reduce_scatter), strict=True)
-    shared = (free_axes(mesh) if getattr(precision, role).whole_amax else flat(dims) for role, dims in joined)
+    shared = (free_axes(mesh) if precision.of(role).whole_amax else flat(dims) for role, dims in joined)
     plan = replace(plan, scale_axes=tuple(shared))
     # Only an axis that the other operand of a GEMM is split over can be gathered or scattered between the GEMMs:
     # any other would leave devices with shards of different products.
@@ -225,7 +229,7 @@ def plan_of_dims(
         or not set(flat(plan.out_reduce_scatter)) <= set(plan.contracting_axes)
         or not set(flat(plan.x_all_gather)) <= set(plan.feature_axes)
         or not set(flat(plan.kernel_all_gather)) <= set(plan.row_axes)
-        or (ahead is not None and set(flat(plan.kernel_all_gather)) != set(ahead))
+        or (kernel_scale_axes is not None and set(flat(plan.kernel_all_gather)) != set(kernel_scale_axes))
     ):
         specs = f"input {plan.x_spec}, kernel {plan.kernel_spec} and output {plan.out_spec}"
         return _partitioned(f"{specs} are split in ways that do not go together")

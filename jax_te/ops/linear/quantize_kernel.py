@@ -62,13 +62,13 @@ def quantize_kernel(
     kernel: give the call a ``grad_sink`` (see `dense`).
 
     Args:
-        kernel: ``[k, *n]`` in any float dtype.
+        kernel: ``[k, *n]``, or ``[e, k, *n]`` if ``grouped``, in any float dtype.
         recipe: the recipe of the calls.
         state: the recipe's state, if it has any.
         kernel_axes: logical axes of the kernel; required on a mesh with Explicit axes.
         portable: whether to make it of plain arrays, which any backend reads and a checkpoint holds, instead of the
             form that this backend reads fastest.
-        grouped: whether there are several kernels ``[e, k, *n]`` for `grouped_dense`, each quantized by itself.
+        grouped: whether there are several kernels for `grouped_dense`, each quantized by itself.
         on_devices: whether the calls of `grouped_dense` have rows that are placed on a mesh (`RowGroups`).
         backend: backend of the calls; None for the ambient one.
 
@@ -149,7 +149,7 @@ def _fwd(spec: tuple[Any, ...], args: tuple[Array, Array | None]) -> tuple[Any, 
     return (OpaqueTree.pack(operand, per_device=True), amax), None
 
 
-# Zeros in backward, as of the stop_gradient that the arguments have passed.
+# Backward gives zeros: the arguments have passed stop_gradient.
 _on_devices = sharded_vjp(_fwd, lambda *_: ((None, None), None))
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
-from jax_te._validation import COMPUTE_DTYPES, check_axes, check_float
+from jax_te._validation import check_axes, check_float
 from jax_te.errors import QuantizerStateError
 from jax_te.ops.backend import ambient_backend, backend_for
 from jax_te.ops.first_order import why_backend, why_quantized
@@ -93,7 +93,9 @@ def run_op(
     weights = [usable_weights(layer.weights, precision, recipe) for layer in layers]
     plans = _plans(layers, weights, norm, activation, precision)
     chosen = backend_for(name, backend or ambient_backend.value, recipe, plans[0].reason, _stored(weights))
-    resolved = [_resolved(layer, plan, precision, chosen, x.dtype) for layer, plan in zip(layers, plans, strict=True)]
+    resolved = [
+        _resolved_layer(layer, plan, precision, chosen, x.dtype) for layer, plan in zip(layers, plans, strict=True)
+    ]
     specs, sinks = zip(*resolved, strict=True)
     args = LinearArgs(x, None if norm is None else (norm.scale, norm.bias), tuple(weights))
     spec = OpSpec(specs, None if norm is None else norm.spec, activation)
@@ -145,7 +147,7 @@ def check_differentiated(
 def why_once(spec: SpecOfLayers) -> str | None:
     """Return the reason why a linear op has no second derivatives; None if it has them."""
     for layer in spec.layers:
-        operands = [getattr(layer.precision, role) for role in ROLES]
+        operands = [layer.precision.of(role) for role in ROLES]
         if any(operand.quantizer is not None and operand.read_quantized for operand in operands):
             return why_quantized(layer.precision.recipe_name or "")
     return why_backend(spec.layers[0].backend.NAME)
@@ -203,9 +205,7 @@ def _check_arrays(name: str, x: Array, layers: Sequence[Layer], norm: Norm | Non
     arrays: list[Any] = [x] if norm is None else [x, norm.scale, norm.bias]
     for layer in layers:
         arrays += [layer.weights.kernel, layer.weights.bias]
-    for array in arrays:
-        if array is not None and array.dtype.name not in COMPUTE_DTYPES:
-            check_float(name, array)
+    check_float(name, *arrays)
 
 
 def _stored(weights: Sequence[LinearWeights]) -> Quantizer | None:
@@ -234,19 +234,19 @@ def _plans(
         reason = f"the norm's input is split along its features, {first.x_spec}"
     if reason is not None:
         return [plan.without_mesh(reason) for plan in plans]
-    one_scale = all(getattr(precision, role).one_scale for role in ROLES)
+    one_scale = all(precision.of(role).one_scale for role in ROLES)
     if activation is not None and one_scale and rows_may_be_reordered(first, last):
         return [plan.by_rows() for plan in plans]
     return plans
 
 
-def _resolved(
+def _resolved_layer(
     layer: Layer, plan: Plan, precision: Precision, backend: Backend, x_dtype: DTypeLike
 ) -> tuple[LinearSpec, Array | OpaqueTree | None]:
     """Return a layer as the op runs it, and the arrays of its sink; raises as `_check_layer`."""
     (kernel, bias, _, given_sink), options = layer.weights, layer.options
-    lead = _padded_rows(layer, plan, precision)
-    _check_layer(layer, plan, precision, lead)
+    unpadded_rows = _unpadded_rows(layer, plan, precision)
+    _check_layer(layer, plan, precision, unpadded_rows)
     sink, arrays = grad_sink_of(given_sink, plan, options.kernel_axes, kernel.ndim)
     if isinstance(sink, Probe):
         sink.count_call()
@@ -258,7 +258,7 @@ def _resolved(
         x_dtype=x_dtype,
         wgrad_dtype=kernel.dtype if arrays is None or isinstance(arrays, OpaqueTree) else arrays.dtype,
         kernel_rank=kernel.ndim,
-        lead=lead,
+        unpadded_rows=unpadded_rows,
         stored_quantized=layer.stored_quantized,
         bias_dtype=None if bias is None else bias.dtype,
         kernel_all_gather=_kernel_all_gather(layer, plan, precision),
@@ -270,14 +270,14 @@ def _resolved(
     return spec, arrays
 
 
-def _padded_rows(layer: Layer, plan: Plan, precision: Precision) -> tuple[int, ...] | None:
-    """Return the sizes of the rows that a device's GEMMs have, if zeros are added to them; else None."""
+def _unpadded_rows(layer: Layer, plan: Plan, precision: Precision) -> tuple[int, ...] | None:
+    """Return the shape of the rows of a device's GEMMs, if zeros are appended to them; else None."""
     rows = layer.x_shape[:-1] if plan.rows is None else plan.rows
     # FP8 tensor cores read 16 bytes at once, also along the tokens; an empty tensor has no maximum.
     return rows if prod(rows) == 0 or prod(rows) % precision.alignment else None
 
 
-def _check_layer(layer: Layer, plan: Plan, precision: Precision, lead: tuple[int, ...] | None) -> None:
+def _check_layer(layer: Layer, plan: Plan, precision: Precision, unpadded_rows: tuple[int, ...] | None) -> None:
     """Raise ValueError for shapes or options that do not fit each other, the recipe or the mesh."""
     label, shape, (kernel, bias, state, _), options = layer
     if kernel.ndim < 2 or shape[-1] != kernel.shape[0]:
@@ -292,8 +292,9 @@ def _check_layer(layer: Layer, plan: Plan, precision: Precision, lead: tuple[int
             f"themselves: {plan.reason}. Take another size, or quantize it where it is used (is_first_microbatch=None)"
         )
     sizes = {"input size": shape[-1], "output size": prod(kernel.shape[1:])}
-    if lead is not None and state is not None and state["x"]["scale"].ndim:
-        sizes["token count (with a scale for each part of the batch)"] = prod(lead)  # padding would move the parts
+    if unpadded_rows is not None and state is not None and state["x"]["scale"].ndim:
+        # Padding would move the parts.
+        sizes["token count (with a scale for each part of the batch)"] = prod(unpadded_rows)
     for name, size in sizes.items():
         if size % precision.alignment:
             raise precision.misfit(label, name, size, f"input {shape}, kernel {kernel.shape}")

@@ -52,8 +52,8 @@ class LinearSpec:
         x_dtype: the compute dtype.
         wgrad_dtype: dtype of the kernel's gradient.
         kernel_rank: number of axes of the kernel.
-        lead: sizes of the rows of the GEMMs, on a mesh of one device's, where the operands get more than these make,
-            see `jax_te.quantize.padding`; None: they have their rows.
+        unpadded_rows: shape of the rows before zeros are appended to them (`jax_te.quantize.padding`), on a mesh those
+            of one device; None: nothing is appended.
         stored_quantized: the kernel was quantized before the call.
         bias_dtype: None without a bias.
         kernel_all_gather: mesh axes along which the kernel is all-gathered; one stored in blocks was, when it was
@@ -71,7 +71,7 @@ class LinearSpec:
     x_dtype: DTypeLike
     wgrad_dtype: DTypeLike
     kernel_rank: int
-    lead: tuple[int, ...] | None
+    unpadded_rows: tuple[int, ...] | None
     stored_quantized: bool
     bias_dtype: DTypeLike | None
     kernel_all_gather: Dims = ()

@@ -297,7 +297,8 @@ def _rows_of(x: Array, transport: Transport, own: Assignments, dtype: DTypeLike)
     if not transport.fp8:
         return permute.permute(_exchange(x, transport, own.slots), own.permutation)
     quantizer = TensorQuantizer(dtype=dtype)
-    # Quantization clips inf to a finite value; nan stays nan.
+    # Quantization clips inf to a finite value; nan stays nan. Of every dtype, where `show_overflow` is for fp16 alone:
+    # without FP8 on the way the inf would reach the experts, whose GEMMs may be in high precision.
     shown = jnp.where(jnp.isinf(x), jnp.nan, x)[:, None]
     sent, _ = jax.vmap(lambda token: quantizer.quantize(token, None, axis=1, columnwise=False))(shown)
     received = jax.tree.map(lambda leaf: _exchange(leaf, transport, own.slots), sent)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jax_te._validation import COMPUTE_DTYPES, check_float, checked
+from jax_te._validation import check_float, checked
 from jax_te.errors import QuantizerStateError
 from jax_te.ops.backend import ambient_backend, backend_for
 from jax_te.ops.linear import gemms
@@ -103,7 +103,7 @@ def grouped_dense(
     plan = _plan(groups, weights, precision, options)
     backend_for("grouped_dense", backend or ambient_backend.value, recipe, plan.reason)  # raises for TE by name
     how = tiling(groups, precision)
-    linear, sink = _resolved(x, usable._replace(grad_sink=grad_sink), precision, how.tile, plan, options)
+    linear, sink = _resolved_groups(x, usable._replace(grad_sink=grad_sink), precision, how.tile, plan, options)
     spec = _Spec((linear,), how, dataclasses.replace(groups, sizes=None, placement=None))
     return _grouped(spec, _shards(linear, usable), _Args(x, groups.sizes, (usable,)), (sink,), options.out_axes)
 
@@ -137,7 +137,7 @@ def _fwd(spec: _Spec, args: _Args) -> tuple[Array, Any]:
         bias = weights.bias.astype(y.dtype)
         y = y + jnp.take(bias, groups.group_of_rows, axis=0, mode="fill", fill_value=0)
     y = constrain(y, linear.options.out_axes) if linear.plan.constrained else y
-    return y, (args.sizes, LinearResiduals(*named(saved, "quantized", given=weights), weights.state))  # type: ignore[misc]
+    return y, (args.sizes, named(saved, "quantized", given=weights))
 
 
 def _with_all_groups(weights: LinearWeights, kernel_axes: LogicalAxes | PartitionSpec) -> LinearWeights:
@@ -174,16 +174,15 @@ def _check_call(
 ) -> None:
     """Raise for arrays and options that do not go together."""
     kernel, bias, state, _ = weights
-    for array in (x, kernel, bias):
-        if array is not None and jnp.dtype(array.dtype).name not in COMPUTE_DTYPES:
-            check_float("grouped_dense", array)
+    check_float("grouped_dense", x, kernel, bias)
     split = 1
     if groups.placement is not None and kernel.ndim > 2 and options.kernel_axes is not None:
         split = groups.placement.parts(options.kernel_axes)[1]
     if x.ndim != 2 or kernel.ndim < 3 or x.shape[1] * split != kernel.shape[1]:
+        where = f", k split over {split} devices" if split > 1 else ""
         raise ValueError(
             f"grouped_dense: input {x.shape} and kernel {kernel.shape} do not go together; they must be [rows, k] and "
-            f"[e, k, *n]{f', k split over {split} devices' * (split > 1)}"
+            f"[e, k, *n]{where}"
         )
     e, k, *n = kernel.shape
     if groups.count != e or groups.all_rows != x.shape[0]:
@@ -250,7 +249,7 @@ def _shards(linear: LinearSpec, weights: LinearWeights) -> Shards | None:
     )
 
 
-def _resolved(
+def _resolved_groups(
     x: Array, weights: LinearWeights, precision: Precision, tile: int, plan: Plan, options: LinearOptions
 ) -> tuple[LinearSpec, Array | OpaqueTree | None]:
     """Return the layer as the op runs it, and the arrays of its sink."""
@@ -275,7 +274,7 @@ def _resolved(
         x_dtype=x.dtype,
         wgrad_dtype=kernel.dtype if arrays is None or isinstance(arrays, OpaqueTree) else arrays.dtype,
         kernel_rank=kernel.ndim,
-        lead=None,
+        unpadded_rows=None,
         stored_quantized=isinstance(kernel, QuantizedKernel),
         bias_dtype=None if bias is None else bias.dtype,
         kernel_all_gather=plan.kernel_all_gather,

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from jax_te.ops.linear.plan import Plan, beyond
 from jax_te.ops.sharded_vjp import Shards
-from jax_te.quantize import Precision, ambient_observer
+from jax_te.quantize import Precision, TensorRole, ambient_observer
 from jax_te.sharding import (
     Dims,
     MeshAxes,
@@ -91,8 +91,8 @@ class ExpertPlacement:
         rows = tuple(axis for axis in self.rows if axis not in flat(used))
         # An expert's rows may be on any device that does not have other experts.
         shared = tuple(axis for axis in free_axes(self.mesh) if axis not in self.experts)
-        joined = {"x": (), "kernel": flat(gathered), "grad": ()}
-        scales = (shared if getattr(precision, role).whole_amax else axes for role, axes in joined.items())
+        joined: dict[TensorRole, MeshAxes] = {"x": (), "kernel": flat(gathered), "grad": ()}
+        scales = (shared if precision.of(role).whole_amax else axes for role, axes in joined.items())
         return Plan(
             mesh=self.mesh,
             kernel_all_gather=gathered,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_te.ops.pallas.support import BLOCK, check_fp8, check_jax, multiprocessors, pad
+from jax_te.ops.pallas.support import BLOCK, check_fp8_matrix, check_jax, multiprocessors, pad
 from jax_te.typing import Array, DTypeLike
 
 _PIECE = 64
@@ -24,7 +24,7 @@ _SWATH = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tiling:
+class BlockTiles:
     """How the product is cut up: a thread block computes ``[64 * pieces * warpgroups, 128]`` at a time.
 
     Args:
@@ -47,8 +47,8 @@ class Tiling:
 
 # The fastest of those measured on an H200, at 8192^3 about 1340 and 1070 TFLOP/s. Three warpgroups hide each other's
 # scaling better than two; a scale for each column takes more registers than three have.
-SQUARE = Tiling(warpgroups=3, pieces=1, stages=4, registers=(160, 32))
-ALONG_K = Tiling(warpgroups=2, pieces=2, stages=4, registers=(240, 24))
+SQUARE = BlockTiles(warpgroups=3, pieces=1, stages=4, registers=(160, 32))
+ALONG_K = BlockTiles(warpgroups=2, pieces=2, stages=4, registers=(240, 24))
 
 
 def block_gemm(
@@ -61,7 +61,9 @@ def block_gemm(
     out_dtype: DTypeLike,
     interpret: bool = False,
 ) -> Array:
-    """``(a * a_scale_inv) @ (b * b_scale_inv).T + bias``: every 128 of ``k`` in the tensor cores, their sum in fp32.
+    """Return ``(a * a_scale_inv) @ (b * b_scale_inv).T + bias``.
+
+    Every 128 of ``k`` are summed in the tensor cores, and these sums are added in fp32.
 
     Both operands have ``k`` last, the one form of Hopper's FP8 instructions. Those keep about 14 bits of a sum: hence
     each block leaves them before it is scaled and added.
@@ -86,8 +88,8 @@ def block_gemm(
     ...     out = block_gemm(a, scales[0], b, scales[1], out_dtype=jnp.float32, interpret=True)
     ...     assert (out.shape, float(out[0, 0])) == ((16, 32), 64.0)
     """
-    check_fp8("a", a)
-    check_fp8("b", b)
+    check_fp8_matrix("a", a)
+    check_fp8_matrix("b", b)
     if a.shape[1] != b.shape[1]:
         raise ValueError(f"a [m, k] and b [n, k] must share k, got {a.shape} and {b.shape}")
     if bias is not None and bias.shape != b.shape[:1]:
@@ -105,7 +107,7 @@ def block_gemm(
 
 
 def _is_square(name: str, scale_inv: Array, x: Array) -> bool:
-    """Whether there is one scale for 128x128, from the shape, which is checked."""
+    """Return whether there is one scale for 128x128, from the shape, which is checked."""
     rows, blocks = x.shape[0], -(-x.shape[1] // BLOCK)
     allowed = (rows, blocks), (-(-rows // BLOCK), blocks)
     if scale_inv.shape not in allowed or scale_inv.dtype != jnp.float32:
@@ -117,7 +119,7 @@ def _is_square(name: str, scale_inv: Array, x: Array) -> bool:
 
 
 def _along_k(name: str, scale_inv: Array, x: Array) -> Array:
-    """A scale for each row, blocks first: ``[ceil(k / 128), rows]``, in which a tile's scales are contiguous."""
+    """Return a scale for each row, blocks first: ``[ceil(k / 128), rows]``, so that a tile's scales are contiguous."""
     if _is_square(name, scale_inv, x):
         scale_inv = jnp.repeat(scale_inv, BLOCK, 0)[: x.shape[0]]
     return scale_inv.T

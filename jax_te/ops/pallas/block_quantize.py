@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_te.ops.pallas.support import BLOCK, check_float, check_jax, pad
+from jax_te.ops.pallas.support import BLOCK, check_float_matrix, check_jax, pad
 from jax_te.recipe import fp8_max
 from jax_te.typing import Array, DTypeLike
 
@@ -47,7 +47,7 @@ def block_quantize(
     ...     assert rows_scale_inv[:2].tolist() == [[1.0, 0.015625], [0.015625, 0.015625]]
     ...     assert (columns.shape, columns_scale_inv.shape) == ((256, 128), (256, 1))
     """
-    check_float("x", x)
+    check_float_matrix("x", x)
     m, k = x.shape
     # Zeros change no block's amax, so whole tiles can be quantized and cut afterwards.
     whole = pad(x, BLOCK, BLOCK)[None]
@@ -82,7 +82,7 @@ def block_quantize_2d(
     ...     assert transposed.shape == (256, 128)
     """
     several = w.ndim == 3
-    check_float("w", w.reshape(-1, w.shape[-1]) if several else w)
+    check_float_matrix("w", w.reshape(-1, w.shape[-1]) if several else w)
     matrices = w if several else w[None]
     _, k, n = matrices.shape
     if k % 16:

@@ -37,7 +37,7 @@ _FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tiling:
+class GroupTiles:
     """Tiling of a product: a thread block computes ``[64 * pieces * warpgroups, columns]`` at a time.
 
     Args:
@@ -69,12 +69,14 @@ class Tiling:
 
 # The fastest of some that were tried on an H100. Groups of few rows leave less of a tall tile empty,
 # and small matrices few tiles to share reads.
-LARGE = Tiling(warpgroups=2, pieces=2, columns=128, pair=2, swath=16, stages=4, registers=(240, 24))
-SMALL = Tiling(warpgroups=2, pieces=1, columns=256, pair=1, swath=8, stages=4, registers=(240, 24))
+LARGE = GroupTiles(warpgroups=2, pieces=2, columns=128, pair=2, swath=16, stages=4, registers=(240, 24))
+SMALL = GroupTiles(warpgroups=2, pieces=1, columns=256, pair=1, swath=8, stages=4, registers=(240, 24))
 # Sums outside of the tensor cores take as many registers again.
-SPLIT = Tiling(warpgroups=3, pieces=1, columns=128, pair=2, swath=8, stages=4, registers=(160, 32))
+SPLIT = GroupTiles(warpgroups=3, pieces=1, columns=128, pair=2, swath=8, stages=4, registers=(160, 32))
 # A scale for each column takes more registers than three warpgroups have, and scales need shared memory, too.
-BLOCK_OVER_ROWS = Tiling(warpgroups=2, pieces=2, columns=128, pair=2, swath=8, stages=4, registers=(240, 24), outputs=1)
+BLOCK_OVER_ROWS = GroupTiles(
+    warpgroups=2, pieces=2, columns=128, pair=2, swath=8, stages=4, registers=(240, 24), outputs=1
+)
 
 
 class BlockScales(NamedTuple):
@@ -99,7 +101,7 @@ def grouped_gemm(
     b_transposed: bool = False,
     split_accumulator: bool = False,
     out_dtype: DTypeLike,
-    tiling: Tiling | None = None,
+    tiling: GroupTiles | None = None,
     interpret: bool = False,
 ) -> Array:
     """Return ``(a[rows of g] @ b[g]) * scale[g]`` for each group ``g``, and zeros for the rows behind the last group.
@@ -165,7 +167,7 @@ def grouped_gemm_over_rows(
     rows_last: bool = False,
     split_accumulator: bool = False,
     out_dtype: DTypeLike,
-    tiling: Tiling | None = None,
+    tiling: GroupTiles | None = None,
     interpret: bool = False,
 ) -> Array:
     """Return ``(a[rows of g]^T @ b[rows of g]) * scale[g]`` for each group ``g``: the gradient of `grouped_gemm`'s b.
@@ -251,7 +253,7 @@ def _padded(x: Array, interpret: bool) -> Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + missing) if any(after for _, after in missing) else x
 
 
-def _tiling_of(rows: int, columns: int, scaling: str) -> Tiling:
+def _tiling_of(rows: int, columns: int, scaling: str) -> GroupTiles:
     """Return the tiling for a result of which each group has ``[rows, columns]``."""
     if scaling != "none":
         return SPLIT
@@ -267,7 +269,7 @@ class _Form(NamedTuple):
         scaling: whether each step's sum leaves the tensor cores (``"split"``) and is scaled there (``"block"``).
     """
 
-    tiling: Tiling
+    tiling: GroupTiles
     out_dtype: Any
     over_rows: bool
     a_last: bool
@@ -382,7 +384,7 @@ def _step_of(a: Any) -> int:
     return _STEP_BYTES // a.dtype.itemsize
 
 
-def _along_swaths(index: Any, grid_shape: tuple[int, int], t: Tiling) -> tuple[Any, Any]:
+def _along_swaths(index: Any, grid_shape: tuple[int, int], t: GroupTiles) -> tuple[Any, Any]:
     """Return the row of tiles and the first column of a thread block's tile."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -600,9 +602,8 @@ def _multiply(
         def _store() -> None:
             for i in range(t.columns // width):
                 buffer = staged.at[i % t.outputs]
-                plgpu.wait_smem_to_gmem(
-                    t.outputs - 1, wait_read_only=True
-                )  # copies from other buffers may be in flight
+                # Copies from other buffers may be in flight.
+                plgpu.wait_smem_to_gmem(t.outputs - 1, wait_read_only=True)
                 buffer[...] = values[:, i * width : (i + 1) * width].astype(form.out_dtype)
                 plgpu.commit_smem()
                 columns = pl.ds(tile.column + i * width, width)
@@ -617,6 +618,6 @@ def _multiply(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _slot(t: Tiling, step: Any) -> Any:
+def _slot(t: GroupTiles, step: Any) -> Any:
     """Return the buffer of the ring that holds a step's operands."""
     return lax.rem(step, jnp.int32(t.stages))

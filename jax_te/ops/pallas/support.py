@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -29,16 +31,15 @@ def supported() -> tuple[bool, str]:
     """
     if jax.__version_info__[:2] < OLDEST_JAX:
         return False, _too_old()
-    device = jax.config.jax_default_device or jax.devices()[0]
-    # jax_default_device may hold the name of a platform in place of a device.
-    platform = device if isinstance(device, str) else device.platform
-    if platform not in ("gpu", "cuda"):
-        return False, f"the Pallas block kernels need an NVIDIA GPU, the default device is of platform {platform}"
-    capability = jax.devices("cuda")[0].compute_capability if isinstance(device, str) else device.compute_capability
+    device = _default_device()
+    if device.platform != "gpu":
+        return False, f"jax_te's Pallas kernels need an NVIDIA GPU, the default device is of platform {device.platform}"
     # wgmma is an instruction of Hopper alone: later GPUs do not have it.
-    if not capability.startswith("9."):
-        return False, f"the Pallas block kernels need compute capability 9 (Hopper), this GPU has {capability}"
-    return True, f"Hopper GPU, compute capability {capability}"
+    if not device.compute_capability.startswith("9."):
+        return False, (
+            "jax_te's Pallas kernels need compute capability 9 (Hopper), this GPU has " + device.compute_capability
+        )
+    return True, f"Hopper GPU, compute capability {device.compute_capability}"
 
 
 def check_jax() -> None:
@@ -48,17 +49,17 @@ def check_jax() -> None:
 
 
 def _too_old() -> str:
-    return f"the Pallas block kernels need JAX {OLDEST_JAX[0]}.{OLDEST_JAX[1]}, this is {jax.__version__}"
+    return f"jax_te's Pallas kernels need JAX {OLDEST_JAX[0]}.{OLDEST_JAX[1]}, this is {jax.__version__}"
 
 
-def check_float(name: str, x: Array) -> None:
+def check_float_matrix(name: str, x: Array) -> None:
     """Raise unless ``x`` is an fp32, bf16 or fp16 matrix whose sizes are multiples of 16."""
     if x.dtype not in _FLOATS:
         raise TypeError(f"{name} must be float32, bfloat16 or float16, got {x.dtype.name}")
     _check_matrix(name, x)
 
 
-def check_fp8(name: str, x: Array) -> None:
+def check_fp8_matrix(name: str, x: Array) -> None:
     """Raise unless ``x`` is an FP8 matrix whose sizes are multiples of 16."""
     if x.dtype not in _FP8:
         raise TypeError(f"{name} must be float8_e4m3fn or float8_e5m2, got {x.dtype.name}; quantize it first")
@@ -81,5 +82,12 @@ def pad(x: Array, rows: int, columns: int) -> Array:
 
 def multiprocessors() -> int:
     """Return the number of multiprocessors of the default GPU; 2 elsewhere, where kernels are interpreted."""
-    device = jax.devices()[0]
+    device = _default_device()
     return device.core_count if device.platform == "gpu" else 2
+
+
+def _default_device() -> Any:
+    """Return the device on which JAX runs what names none."""
+    device = jax.config.jax_default_device or jax.devices()[0]
+    # jax_default_device may hold the name of a platform in place of a device.
+    return jax.devices(device)[0] if isinstance(device, str) else device

@@ -1,7 +1,8 @@
 """The ``te`` backend: Transformer Engine's quantize, GEMM, norm, activation and attention primitives.
 
-Only this folder imports ``transformer_engine``, and only `load` decides when. ``primitives()`` gives the module with
-the functions; nothing is imported from it before TE is known to load.
+Of the library only this folder imports ``transformer_engine`` (`bench/peers` and tests compare with it), and only
+`load` decides when. ``primitives()`` gives the module with the functions; nothing is imported from it before TE is
+known to load.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def unsupported(spec: AttentionSpec) -> str | None:
     if spec.dropout_rate > 0.0:
         # TE adds a counter of its own calls to the seed: the same key drops other elements at each call, and recompute
         # would differentiate through another mask than the one that ran.
-        return "TE's fused attention counts its calls and drops others at each, whatever the key"
+        return "TE's fused attention draws another dropout mask at each call, whatever the key"
     if spec.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN attention takes bfloat16 or float16, not {jnp.dtype(spec.dtype).name}"
     if spec.bias_shape is not None and spec.bias_shape[2:] != (spec.q_length, spec.kv_length):

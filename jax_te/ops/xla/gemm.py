@@ -39,7 +39,7 @@ def quantize_operand(x: Array, how: Quantization, *, axis: int) -> tuple[Operand
 
 
 def statistics(x: Array, how: Quantization, *, axis: int) -> dict[str, Array]:
-    """Return statistics of the quantization of ``x``; see `jax_te.ops.backend.Backend`."""
+    """Return statistics of the quantization of ``x``; see `jax_te.ops.primitives.Backend`."""
     assert how.quantizer is not None
     return quantization_statistics(x, how.quantizer, how.scale, axis=axis)
 

@@ -181,6 +181,15 @@ def test_a_cache_of_latents_is_not_split_by_heads() -> None:
         layer(inputs(), cache=cache)
 
 
+def test_a_scale_of_zero_is_one_with_a_cache_too() -> None:
+    """Softmax of scores that are all 0: not the scale that None stands for."""
+    layer, x = build(sizes_of(), softmax_scale=0.0), inputs()
+    rotary = angles(jnp.arange(S), 16)
+    y, _ = layer(x, rotary_pos_emb=rotary, cache=init_kv_cache(8, S, *layer.cached_heads))
+    full = layer(x, rotary_pos_emb=rotary)
+    np.testing.assert_allclose(y, full, rtol=1e-4, atol=1e-5 * float(jnp.abs(full).max()))
+
+
 def test_norm_needed_for_its_output() -> None:
     with pytest.raises(ValueError, match="input_layernorm=True"):
         build(sizes_of(), input_layernorm=False, return_layernorm_output=True)

@@ -98,11 +98,11 @@ def choose_backend(sharding: AttentionSharding, same_lengths: bool, backend: Bac
     """
     reason = _te_lacks(sharding, same_lengths)
     # TE runs the call only if it has a kernel for every block: a device computes several, of different sizes and masks.
-    for spec in _block_specs(sharding) if reason is None else [sharding.spec]:
-        choice = explain_backend("dot_product_attention", attention=spec, backend=backend, unsharded=reason)
-        if choice.backend == "xla":
-            break
-    return choice
+    specs = _block_specs(sharding) if reason is None else [sharding.spec]
+    choices = [
+        explain_backend("dot_product_attention", attention=spec, backend=backend, unsharded=reason) for spec in specs
+    ]
+    return next((choice for choice in choices if choice.backend == "xla"), choices[-1])
 
 
 def _block_specs(sharding: AttentionSharding) -> list[AttentionSpec]:
