@@ -189,6 +189,7 @@ class TrainCheckpointer:
                 writer = self._opened_together(step, logged) if several else self._open_writer(step)
             # Before records and checksums of each leaf, which the host computes while devices copy.
             copies = self._copies(arrays)
+            handed_over = False
             try:
                 body = {"format": FORMAT, "step": step, "data": data, "arrays": records(leaves)}
                 body["keys"] = key_kinds(leaves)
@@ -204,12 +205,13 @@ class TrainCheckpointer:
                     if missing and not several:
                         call = partial(_same, call())
                     written = in_thread(self._write, step, call, copies, quiet.pop_all(), begun)
-                    self._pending = _Save(step, written, logged)
+                    handed_over = True  # `_write` frees the copies, also if this wait is interrupted
+                    self._pending, self._went_back = _Save(step, written, logged), None
                     if several:
                         self._wait_for(self._pending, begun)
-                self._went_back = None
             except BaseException:
-                free(copies)
+                if not handed_over:
+                    free(copies)
                 raise
 
     def wait(self) -> None:
