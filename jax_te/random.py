@@ -57,7 +57,7 @@ Purpose = Literal[
     "self_attention",
     "self_attention_output",
 ]
-"""A part of a layer that draws from the layer's key, or what a function draws for."""
+"""Name of what a key is drawn for: a part of a layer, or a random choice inside of one."""
 
 
 def key_for(purpose: Purpose, key: Array) -> Array:

@@ -24,7 +24,8 @@ from jax_te.models import runs_scanned
 from jax_te.sharding import CollectiveCount, communication_report, named_sharding
 
 MAX_DEVICES = 2048
-"""That XLA compiles for: it takes CPU devices of higher numbers for those of another process."""
+"""Largest number of devices for which XLA compiles here: it takes CPU devices with higher numbers for those of another
+process."""
 
 Rows = tuple[CollectiveCount, ...]
 Count = Callable[[list[RunConfig]], list[Rows]]

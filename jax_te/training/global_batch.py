@@ -21,10 +21,10 @@ from jax_te.typing import PyTree
 def global_batch(local: PyTree) -> PyTree:
     """Return the global batch, to which each process contributes the rows that its devices hold.
 
-    Call it in every process, inside ``jax.set_mesh``. On a mesh whose axis ``data`` or ``fsdp`` crosses all processes,
-    process ``i`` of ``n`` gives the ``i``-th of ``n`` equal parts. Processes that differ only along ``tensor`` or
-    ``context`` hold the same rows and must pass the same arrays: their checksums are compared at each call. In one
-    process the batch becomes a global array with the same values.
+    Call it in every process, inside ``jax.set_mesh``. On a mesh whose axis ``data``, ``fsdp`` or ``expert`` crosses
+    all processes, process ``i`` of ``n`` gives the ``i``-th of ``n`` equal parts. Processes that differ only along
+    ``tensor`` or ``context`` hold the same rows and must pass the same arrays: their checksums are compared at each
+    call. In one process the batch becomes a global array with the same values.
 
     Args:
         local: pytree of arrays ``[b / parts, ...]`` on the host.

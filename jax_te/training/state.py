@@ -102,8 +102,7 @@ def create_train_state(
 
     Args:
         model_or_fn: a function of ``nnx.Rngs`` that builds the model, or a model, whose arrays are copied. Without a
-            mesh, arrays that a function has from outside are copied, too: they are found among all arrays of the
-            process by their addresses, in less than 0.1 ms for each array that is alive.
+            mesh, arrays that the function closes over are copied, too.
         tx: any optax transformation, or ``optax.MultiSteps``. It sees fp32 masters in place of half-precision
             parameters, and no quantizer state.
         key: ``jax.random.key``: one half seeds the model (of a function), the other becomes ``rng``.
@@ -153,6 +152,8 @@ def create_train_state(
 
 def _without_shared_buffers(state: TrainState, taken: set[int]) -> TrainState:
     """Return a state whose arrays a step may donate: with copies of arrays in ``taken``, and of repeated arrays."""
+    # Arrays that a model's function closes over can only be found among all arrays of the process, by their addresses:
+    # less than 0.1 ms for each array that is alive.
 
     def own(leaf: Any) -> Array:
         array, buffers = jnp.asarray(leaf), _buffers(leaf)
