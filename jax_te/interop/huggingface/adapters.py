@@ -70,7 +70,7 @@ def load_peft(
             number.
 
     Raises:
-        ValueError: for a missing or damaged file; a field that changes numbers and is not followed, such as
+        ValueError: for a missing or damaged file; a field that changes numbers and is not supported, such as
             ``use_dora`` and ``modules_to_save``; a layer that has an adapter already; adapters of one kernel with
             different ranks or scales; a model that no architecture can represent. The model is then as before.
         CheckpointMismatchError: for tensors that are no adapters of the model's linear layers, or not those that
@@ -294,7 +294,7 @@ def _read_config(values: Mapping[str, Any], what: str, ignore: Collection[str]) 
     given = Fields({name: each for name, each in values.items() if not _is_nothing(each)}, what)
     kind = given.take("peft_type", str, REQUIRED)
     if kind != "LORA":
-        raise given.refused("peft_type", kind, "only 'LORA' is followed")
+        raise given.refused("peft_type", kind, "only 'LORA' is supported")
     given.skip(*_NO_NUMBERS.split())
     given.expect("bias", "none")
     # Others change the kernels that adapters are for.
@@ -343,7 +343,7 @@ def _pattern(given: Fields, what: str, name: str, kind: type) -> dict[str, Any]:
     values = Fields(found, what)
     for each in found:
         if not _LITERAL.fullmatch(each):
-            raise values.refused(each[:60], found[each], "only names of layers are followed, no other expressions")
+            raise values.refused(each[:60], found[each], "only names of layers are supported, no other expressions")
     return {each: values.take(each, kind, REQUIRED) for each in found}
 
 

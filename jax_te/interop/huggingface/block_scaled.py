@@ -83,12 +83,12 @@ def read_block_scaled(
     if method == "mxfp4":
         return _read_mxfp4(form, stored, choice)
     if method != "fp8":
-        raise form.refused("quant_method", said.get("quant_method"), "only 'fp8' and 'mxfp4' are followed")
+        raise form.refused("quant_method", said.get("quant_method"), "only 'fp8' and 'mxfp4' are supported")
     form.expect("fmt", "e4m3")
     form.expect("activation_scheme", "dynamic")
     form.expect("scale_fmt", "ue8m0", "float")  # how activations are scaled elsewhere; scales of weights are stored
     if form.take("weight_block_size", list, []) != [_BLOCK, _BLOCK]:
-        raise form.refused("weight_block_size", said.get("weight_block_size"), f"only [{_BLOCK}, {_BLOCK}] is followed")
+        raise form.refused("weight_block_size", said.get("weight_block_size"), f"only [{_BLOCK}, {_BLOCK}] is supported")
     # The tensors show which modules those are.
     form.take("modules_to_not_convert", list, [])
     form.take("ignored_layers", list, [])
@@ -151,7 +151,7 @@ def hold_block_scaled(model: nnx.Module, entries: Mapping[str, Entry], tensors: 
         if (entry := waiting.pop("/".join(map(str, path)), None)) is None:
             continue
         quantizer: Any = module.kernel_quantizer(kernel)
-        same = _is_followed(quantizer)
+        same = _has_block_scales(quantizer)
         pieces = [tensors[name] for name in entry.names]
         scales = [piece.scale for piece in pieces if isinstance(piece, BlockScaled)]
         why = "" if same else f"the recipe stores it as {quantizer}"
@@ -239,7 +239,7 @@ def held_kernels(model: nnx.Module) -> dict[str, QuantizedKernel]:
     for path, module, name in quantizable_kernels(model):
         kernel, where = getattr(module, name).get_value(), "/".join(map(str, path))
         if isinstance(kernel, QuantizedKernel):
-            if kernel.is_opaque or not _is_followed(kernel.quantizer):
+            if kernel.is_opaque or not _has_block_scales(kernel.quantizer):
                 raise ValueError(
                     f"block_scaled='keep' writes FP8 with a scale for each block of {_BLOCK} x {_BLOCK}, and {where} "
                     f"is stored as {kernel.quantizer}; {_INSTEAD}"
@@ -274,5 +274,5 @@ def quantization_config(plain: list[str]) -> dict[str, Any]:
     return {**form, "weight_block_size": [_BLOCK, _BLOCK], "modules_to_not_convert": modules}
 
 
-def _is_followed(quantizer: Any) -> bool:
+def _has_block_scales(quantizer: Any) -> bool:
     return isinstance(quantizer, BlockQuantizer) and quantizer.two_dimensional and quantizer.dtype == _E4M3
