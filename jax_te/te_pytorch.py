@@ -728,6 +728,7 @@ class TransformerLayer(layers.TransformerLayer):
     (1, 8, 32)
     """
 
+    # Transformer Engine ignores a mask that the mask type has no use for; `jax_te.layers` refuses it.
     _ignores_masks = True
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Checkpoints through Orbax v1."""
+"""Saving and restoring of a run's states, one folder for each step."""
 
 from __future__ import annotations
 
@@ -525,11 +525,11 @@ class TrainCheckpointer:
                 self._writer = new_writer(self._directory, self._names)
             except ValueError:
                 # Orbax refuses a folder in which one checkpoint's metadata is malformed, so such ones are moved away.
-                for step in self._steps():
+                for other in self._steps():
                     try:
-                        read_back(self._directory / str(step))
+                        read_back(self._directory / str(other))
                     except DamagedError as error:
-                        self._report_damaged(step, str(error))
+                        self._report_damaged(other, str(error))
                 self._rename_damaged()
                 self._writer = new_writer(self._directory, self._names)
         return self._writer

@@ -32,7 +32,7 @@ DATA, SCALES, TENSOR_SCALES = (("form", "rowwise", name) for name in ("data", "s
 """Names of a stored quantized kernel's arrays, after the kernel's own name."""
 
 SIDES = (1, 16, MX_BLOCK, BLOCK)
-"""Of blocks with a scale."""
+"""Sides of the blocks that have one scale."""
 
 PROJECTIONS = {"query": None, "key": -2, "value": -1}
 """Separate projections of attention, and their components of the fused one; None: all but the last two."""

@@ -24,7 +24,7 @@ from jax_te.checkpoint.tree import STATE, Name, crc32, nest
 T = TypeVar("T")
 
 _NO_BOUND = 7 * 24 * 3600
-"""Seconds."""
+"""A timeout of Orbax, in seconds, that no save reaches."""
 
 
 @dataclass(frozen=True)

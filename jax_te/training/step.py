@@ -177,7 +177,16 @@ def make_train_step(
 def make_eval_step(loss_fn: LossFn) -> Callable[[TrainState, PyTree], Array]:
     """Return a jitted ``eval_step(state, batch) -> loss``, fp32 ``[]``, which does not change the state.
 
-    The model is set to ``eval()`` and ``loss_fn`` gets the key None: no dropout.
+    The model is set to ``eval()`` and ``loss_fn`` gets the key None: no dropout. Call it inside of the recipe's
+    context, like the train step.
+
+    Args:
+        loss_fn: see `make_train_step`.
+
+    Raises:
+        ValueError: when called, for a batch whose leaves differ in ``b``, or a ``b`` that does not divide over the
+            mesh's batch axes, or a loss that is not a scalar; on a mesh of several processes, for arrays that are not
+            global.
 
     >>> from jax_te.training.state import create_train_state
     >>> state = create_train_state(lambda rngs: nnx.Linear(2, 1, rngs=rngs), optax.sgd(0.1), key=jax.random.key(0))

@@ -355,7 +355,7 @@ def _check_said(config: _Config, matrices: Mapping[str, _Matrices], folder: Path
             lines.append(f"{module} is none of the layers that target_modules and its other fields choose")
         elif each.rank != config.rank_of(module):
             lines.append(f"{module} has rank {each.rank}, and r and rank_pattern say {config.rank_of(module)}")
-    _raise(lines, f"the adapters of {folder} are not those of its {ADAPTER_CONFIG}:")
+    _raise_if_any(lines, f"the adapters of {folder} are not those of its {ADAPTER_CONFIG}:")
 
 
 def _is_nothing(value: Any) -> bool:
@@ -381,7 +381,7 @@ def _matrices(tensors: Mapping[str, np.ndarray], folder: Path) -> dict[str, _Mat
             lines.append(f"{module} has lora_A {list(each['A'].shape)} and lora_B {list(each['B'].shape)}")
     if not tensors:
         lines.append("there are none")
-    _raise(lines, f"the tensors of {folder / ADAPTER_TENSORS} are not adapters:")
+    _raise_if_any(lines, f"the tensors of {folder / ADAPTER_TENSORS} are not adapters:")
     return {module: _Matrices(each["A"], each["B"]) for module, each in found.items()}
 
 
@@ -400,7 +400,7 @@ def _fitting(
         problems[name] = _problems(kernels, sizes, matrices, name)
         if not problems[name]:
             return kernels, sizes
-    _raise(problems[first], f"the adapters of {folder} are not those of this model:")
+    _raise_if_any(problems[first], f"the adapters of {folder} are not those of this model:")
     raise AssertionError  # the first architecture has problems, or would have been taken
 
 
@@ -419,7 +419,7 @@ def _problems(kernels: list[_Kernel], sizes: Sizes, matrices: Mapping[str, _Matr
     return lines
 
 
-def _raise(lines: list[str], what: str) -> None:
+def _raise_if_any(lines: list[str], what: str) -> None:
     if lines:
         more = f"\nand {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
         raise CheckpointMismatchError("\n".join([what, *(line[:300] for line in lines[:_SHOWN])]) + more)
