@@ -57,7 +57,7 @@ Purpose = Literal[
     "self_attention",
     "self_attention_output",
 ]
-"""A part of a layer that draws from the layer's key, or what a function draws for."""
+"""Name of what a key is drawn for: a part of a layer, or a random choice inside of one."""
 
 
 def key_for(purpose: Purpose, key: Array) -> Array:
@@ -143,7 +143,7 @@ class RNGStatesTracker:
         Raises:
             TypeError: for another type, or a key that is not typed.
         """
-        self._states = {name: _stream(name, state) for name, state in _mapping(states).items()}
+        self._states = {name: _stream(name, state) for name, state in _as_mapping(states).items()}
         self._initialized = True
         self._trace = get_opaque_trace_state()
 
@@ -257,7 +257,7 @@ class RNGStatesTracker:
         return tracker
 
 
-def _mapping(states: Any) -> Mapping[str, Any]:
+def _as_mapping(states: Any) -> Mapping[str, Any]:
     if not isinstance(states, Mapping):
         raise TypeError(f"states must be a dict from stream names to (key, count), got {type(states).__name__}")
     return states

@@ -543,7 +543,7 @@ def _refuse_in_a_call(**given: Any) -> None:
     for name, value in given.items():
         if value is not None:
             instead = "a mask type, causal or causal_bottom_right" if "diagonal" in name else "it to the constructor"
-            raise ValueError(f"{name}={value!r} cannot be followed in a call; leave it None, and give {instead}")
+            raise ValueError(f"{name}={value!r} is not supported in a call; leave it None, and give {instead}")
 
 
 @checked
@@ -729,6 +729,7 @@ class TransformerLayer(layers.TransformerLayer):
     (1, 8, 32)
     """
 
+    # Transformer Engine ignores a mask that the mask type has no use for; `jax_te.layers` refuses it.
     _ignores_masks = True
 
     def __init__(

@@ -183,7 +183,7 @@ def test_transformer_engines_default_format_is_refused(make: Any, name: str):
 @pytest.mark.parametrize("name", ["window_size", "enc_dec_window_size", "bottom_right_diagonal"])
 def test_what_a_call_cannot_follow_says_so(name: str):
     value: Any = False if name == "bottom_right_diagonal" else (2, 0)
-    with pytest.raises(ValueError, match=rf"{name}=.* cannot be followed in a call; leave it None, and give"):
+    with pytest.raises(ValueError, match=rf"{name}=.* is not supported in a call; leave it None, and give"):
         build()(jnp.ones((1, 4, 32)), **{name: value})
 
 

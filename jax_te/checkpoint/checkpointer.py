@@ -1,4 +1,4 @@
-"""Checkpoints through Orbax v1."""
+"""Saving and restoring of a run's states, one folder for each step."""
 
 from __future__ import annotations
 
@@ -189,6 +189,7 @@ class TrainCheckpointer:
                 writer = self._opened_together(step, logged) if several else self._open_writer(step)
             # Before records and checksums of each leaf, which the host computes while devices copy.
             copies = self._copies(arrays)
+            handed_over = False
             try:
                 body = {"format": FORMAT, "step": step, "data": data, "arrays": records(leaves)}
                 body["keys"] = key_kinds(leaves)
@@ -204,12 +205,13 @@ class TrainCheckpointer:
                     if missing and not several:
                         call = partial(_same, call())
                     written = in_thread(self._write, step, call, copies, quiet.pop_all(), begun)
-                    self._pending = _Save(step, written, logged)
+                    handed_over = True  # `_write` frees the copies, also if this wait is interrupted
+                    self._pending, self._went_back = _Save(step, written, logged), None
                     if several:
                         self._wait_for(self._pending, begun)
-                self._went_back = None
             except BaseException:
-                free(copies)
+                if not handed_over:
+                    free(copies)
                 raise
 
     def wait(self) -> None:
@@ -523,11 +525,11 @@ class TrainCheckpointer:
                 self._writer = new_writer(self._directory, self._names)
             except ValueError:
                 # Orbax refuses a folder in which one checkpoint's metadata is malformed, so such ones are moved away.
-                for step in self._steps():
+                for other in self._steps():
                     try:
-                        read_back(self._directory / str(step))
+                        read_back(self._directory / str(other))
                     except DamagedError as error:
-                        self._report_damaged(step, str(error))
+                        self._report_damaged(other, str(error))
                 self._rename_damaged()
                 self._writer = new_writer(self._directory, self._names)
         return self._writer

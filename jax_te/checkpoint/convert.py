@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -28,11 +29,12 @@ ALLOWED = {
 """Conversions that `TrainCheckpointer.restore` makes only on request, since they lose or add something."""
 
 MASTERS, QUANTIZERS = "masters", "quantizers"
+_COUNTERPARTS = {PARAMETERS: MASTERS, MASTERS: PARAMETERS}
 DATA, SCALES, TENSOR_SCALES = (("form", "rowwise", name) for name in ("data", "scale_inv", "tensor_scale_inv"))
 """Names of a stored quantized kernel's arrays, after the kernel's own name."""
 
 SIDES = (1, 16, MX_BLOCK, BLOCK)
-"""Of blocks with a scale."""
+"""Sides of the blocks that have one scale."""
 
 PROJECTIONS = {"query": None, "key": -2, "value": -1}
 """Separate projections of attention, and their components of the fused one; None: all but the last two."""
@@ -45,7 +47,7 @@ Axes = tuple[Any, ...]
 
 
 _Rules = tuple[Callable[..., Iterator["ArraySource"]], ...]
-"""Rules of `Forms`: each yields arrays with the values of a name by one conversion, given the rules that are left."""
+"""Rules of `Conversions`: each yields arrays with the values of a name by one conversion, given the rules left."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class ArraySource:
         return [note for part in self.parts[:1] for note in part.notes()] + [self.note] * bool(self.note)
 
 
-class Forms:
+class Conversions:
     """Arrays of other names, shapes and dtypes that can be made from a checkpoint's arrays.
 
     Args:
@@ -116,28 +118,47 @@ class Forms:
 
     def find(self, name: Name, record: Record) -> ArraySource | None:
         """Return the conversion with the least loss that makes the array of a name, or None."""
-        (dtype, shape), (first, *rest) = record, name
-        alike = None
-        for made in self._layouts(name):
-            if made.shape == shape:
-                if made.dtype == dtype:
-                    return made
-                alike = alike or made
-        if first == QUANTIZERS:
+        dtype, shape = record
+        # Lazily: most names are the first layout, as saved, and need no rule.
+        of_shape = (made for made in self._layouts(name) if made.shape == shape)
+        alike = next(of_shape, None)
+        identical = next((made for made in chain([alike], of_shape) if made is not None and made.dtype == dtype), None)
+        if identical is not None:
+            return identical
+        if name[0] == QUANTIZERS:
             return self._quantizer(name, record)
-        if not jnp.issubdtype(jnp.dtype(dtype), jnp.floating):
+        if not _is_float(dtype):
             return None
-        others = {PARAMETERS: MASTERS, MASTERS: PARAMETERS}
-        other = self._of_shape((others[first], *rest), shape) if first in others else None
-        exact = first == PARAMETERS and "/".join((MASTERS, *rest)) in self._wanted
-        if other is not None and (other.dtype == dtype or first == PARAMETERS):
-            # Rounded if the exact values are kept, too, in masters.
-            lossless = other.dtype == dtype or exact
-            return _cast(other, dtype, f"{first} taken from {others[first]}", () if lossless else ("cast",))
-        if (found := alike or other) and jnp.issubdtype(jnp.dtype(found.dtype), jnp.floating):
-            lossless = exact and found.dtype == "float32"
-            return _cast(found, dtype, f"{found.dtype} cast to {dtype}", () if lossless else ("cast",))
-        return self._dequantized(name, record) if first == PARAMETERS else None
+        return (
+            self._from_counterpart(name, record)
+            or self._rounded(alike or self._counterpart(name, shape), name, dtype)
+            or (self._dequantized(name, record) if name[0] == PARAMETERS else None)
+        )
+
+    def _counterpart(self, name: Name, shape: tuple[int, ...]) -> ArraySource | None:
+        """Return a parameter's master, or a master's parameter."""
+        first, *rest = name
+        return self._of_shape((_COUNTERPARTS[first], *rest), shape) if first in _COUNTERPARTS else None
+
+    def _keeps_exact(self, name: Name) -> bool:
+        """Return whether the state also has the exact values of a parameter, in masters."""
+        return name[0] == PARAMETERS and "/".join((MASTERS, *name[1:])) in self._wanted
+
+    def _from_counterpart(self, name: Name, record: Record) -> ArraySource | None:
+        """Return a parameter from its master, or a master from a parameter of its dtype."""
+        (dtype, shape), first = record, name[0]
+        other = self._counterpart(name, shape)
+        if other is None or (other.dtype != dtype and first != PARAMETERS):
+            return None
+        lossless = other.dtype == dtype or self._keeps_exact(name)
+        return _cast(other, dtype, f"{first} taken from {_COUNTERPARTS[first]}", () if lossless else ("cast",))
+
+    def _rounded(self, found: ArraySource | None, name: Name, dtype: str) -> ArraySource | None:
+        """Return an array of another floating-point dtype, cast."""
+        if found is None or not _is_float(found.dtype):
+            return None
+        lossless = self._keeps_exact(name) and found.dtype == "float32"
+        return _cast(found, dtype, f"{found.dtype} cast to {dtype}", () if lossless else ("cast",))
 
     def has(self, name: Name) -> bool:
         """Return whether the checkpoint has the array of a name, in any layout and of any shape."""
@@ -146,7 +167,7 @@ class Forms:
     def exact(self, name: Name, shape: tuple[int, ...]) -> ArraySource | None:
         """Return the most exact available values of a parameter."""
         found = self._of_shape((MASTERS, *name[1:]), shape) or self._of_shape(name, shape)
-        return None if found is None or not jnp.issubdtype(jnp.dtype(found.dtype), jnp.floating) else found
+        return None if found is None or not _is_float(found.dtype) else found
 
     def left_over(self, made: dict[Name, ArraySource]) -> list[str]:
         """Return the names of the checkpoint's arrays that ``made`` does not contain, in part or whole."""
@@ -250,6 +271,10 @@ class Forms:
         return ArraySource(
             shape, dtype, parts, partial(_dequantize, dtype), axes, note="kernels dequantized", needs=needs
         )
+
+
+def _is_float(dtype: str) -> bool:
+    return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
 
 
 def _is_derived(name: str, held: set[str]) -> bool:

@@ -252,8 +252,9 @@ class Heartbeats:
         if not self._waits and busy - self._busy > _BUSY * self.interval:
             self._made_progress("progress")
         self._busy = busy
-        measure = self._measure
-        measured = 0 if measure is None else measure()
+        measure, measured = self._measure, self._measured
+        with contextlib.suppress(OSError):  # a folder out of reach shows no progress, and heartbeats go on
+            measured = 0 if measure is None else measure()
         if measured != self._measured:
             self._measured = measured
             self._made_progress("save_progress", "progress")

@@ -50,6 +50,7 @@ def _damage(error: Exception) -> str:
 def in_all_processes(read: Callable[..., Any], *args: Any) -> Any:
     """Return the result of ``read``, or raise in all processes if it raises in one: they would wait for each other."""
     result, failure, text = None, None, ""
+    # Texts are all that processes gather: the first character says whether the error is a DamagedError.
     try:
         result = read(*args)
     except Exception as error:

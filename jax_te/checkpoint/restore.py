@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jax_te.checkpoint.checksums import checksums
-from jax_te.checkpoint.convert import ALLOWED, QUANTIZERS, ArraySource, Axes, Forms
+from jax_te.checkpoint.convert import ALLOWED, QUANTIZERS, ArraySource, Axes, Conversions
 from jax_te.checkpoint.read import DamagedError, in_all_processes, read_arrays, read_metadata
 from jax_te.checkpoint.target import described
 from jax_te.checkpoint.tree import (
@@ -142,11 +142,11 @@ def make_plan(saved: dict[str, Record], target: Target, what: str) -> Plan:
         CheckpointMismatchError: for arrays that cannot be made, or only by a conversion that is not allowed; the
             message lists them.
     """
-    forms = Forms(saved, target.wanted)
-    ways = {name: forms.find(name, target.wanted["/".join(name)]) for name in target.leaves}
-    plan, refused = Plan(kernels=_quantized_here(forms, ways, target)), _Refused()
-    _decide_leaves(plan, refused, forms, ways, target)
-    _decide_left_over(plan, refused, forms, target)
+    conversions = Conversions(saved, target.wanted)
+    ways = {name: conversions.find(name, target.wanted["/".join(name)]) for name in target.leaves}
+    plan, refused = Plan(kernels=_quantized_here(conversions, ways, target)), _Refused()
+    _decide_leaves(plan, refused, conversions, ways, target)
+    _decide_left_over(plan, refused, conversions, target)
     if refused.names:
         raise refused.error(saved, target, what)
     return plan
@@ -172,14 +172,16 @@ class _Refused:
         return CheckpointMismatchError(f"{what} is not one of this state: {found}. {remedies}")
 
 
-def _quantized_here(forms: Forms, ways: dict[Name, ArraySource | None], target: Target) -> dict[Name, ArraySource]:
+def _quantized_here(
+    conversions: Conversions, ways: dict[Name, ArraySource | None], target: Target
+) -> dict[Name, ArraySource]:
     """Return the exact values of the kernels to quantize again, which needs a model."""
     if not hasattr(target.tree, "graphdef"):
         return {}
     kernels: dict[Name, ArraySource] = {}
     for kernel, stored in target.kernels.items():
         own = [ways[name] for name, owner in target.kernel_of.items() if owner == kernel]
-        exact = forms.exact(kernel, stored.shape)
+        exact = conversions.exact(kernel, stored.shape)
         # All arrays of a kernel are either read or quantized again: they are decided together.
         if exact and any(made is None or made.all_needs() for made in own):
             kernels[kernel] = replace(exact, note="kernels quantized", needs=frozenset({"requantize"}))
@@ -187,7 +189,7 @@ def _quantized_here(forms: Forms, ways: dict[Name, ArraySource | None], target: 
 
 
 def _decide_leaves(
-    plan: Plan, refused: _Refused, forms: Forms, ways: dict[Name, ArraySource | None], target: Target
+    plan: Plan, refused: _Refused, conversions: Conversions, ways: dict[Name, ArraySource | None], target: Target
 ) -> None:
     """Add the source of each array of the state to ``plan``, and arrays without one to ``refused``."""
     for name, way in ways.items():
@@ -195,7 +197,7 @@ def _decide_leaves(
         # The arrays of a kernel that is quantized here come from its exact values, not from conversions of each.
         made = way if kernel is None else plan.kernels.get(kernel, way)
         # One of another shape is not missing.
-        lacking = made is None and not forms.has(name)
+        lacking = made is None and not conversions.has(name)
         may_be_kept = "missing" in target.allow and isinstance(target.given[name], jax.Array | np.ndarray)
         if made is not None and made.all_needs() <= target.allow:
             if made is way:
@@ -210,9 +212,9 @@ def _decide_leaves(
                 refused.needs.add("missing")
 
 
-def _decide_left_over(plan: Plan, refused: _Refused, forms: Forms, target: Target) -> None:
+def _decide_left_over(plan: Plan, refused: _Refused, conversions: Conversions, target: Target) -> None:
     """Add the checkpoint's surplus arrays to ``plan``, or to ``refused`` if that is not allowed."""
-    for name in forms.left_over(plan.made | plan.kernels):
+    for name in conversions.left_over(plan.made | plan.kernels):
         first = name.split("/")[0]
         # Wanted, but made from other arrays; or outside of the requested part.
         if name in target.wanted or first != (target.part or first):

@@ -1,4 +1,4 @@
-"""Checkpoints in a folder: which of its folders are some, and the lock of the one that writes."""
+"""Checkpoints in a folder: which of its folders are checkpoints, and the lock of the one that writes."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class StepNames:
         return self._standard.build_name(step)
 
     def find_all(self, base_path: Any) -> Iterator[Any]:
-        """Yield what Orbax has to know of each checkpoint."""
+        """Yield Orbax's description of each checkpoint."""
         for step in self.steps():
             try:
                 found = self._standard.find_step(base_path, step)

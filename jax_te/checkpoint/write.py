@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import math
+import os
 import threading
 import zlib
 from collections.abc import Callable, Mapping
@@ -22,7 +24,7 @@ from jax_te.checkpoint.tree import STATE, Name, crc32, nest
 T = TypeVar("T")
 
 _NO_BOUND = 7 * 24 * 3600
-"""Seconds."""
+"""A timeout of Orbax, in seconds, that no save reaches."""
 
 
 @dataclass(frozen=True)
@@ -148,9 +150,14 @@ def size_of_save(directory: Path, step: int) -> int:
     their own parts.
     """
     here = jax.process_index()
-    pattern = "**/*" if here == 0 else f"{step}.*/*/ocdbt.process_{here}/**/*"
+    roots = [os.fspath(directory)]
+    if here > 0:
+        roots = glob.glob(os.path.join(glob.escape(roots[0]), f"{step}.*", "*", f"ocdbt.process_{here}"))
     files = []
-    for path in directory.glob(pattern):
-        with contextlib.suppress(OSError):  # renamed or removed since
-            files.append((str(path), path.lstat().st_size))
+    # Not Path.glob, which raises on Python 3.11 if a folder is renamed or removed while it is listed, as a commit does.
+    for root in roots:
+        for folder, _, names in os.walk(root):
+            for path in (os.path.join(folder, name) for name in names):
+                with contextlib.suppress(OSError):  # renamed or removed since
+                    files.append((path, os.lstat(path).st_size))
     return zlib.crc32(repr(sorted(files)).encode())

@@ -24,7 +24,8 @@ from jax_te.models import runs_scanned
 from jax_te.sharding import CollectiveCount, communication_report, named_sharding
 
 MAX_DEVICES = 2048
-"""That XLA compiles for: it takes CPU devices of higher numbers for those of another process."""
+"""Largest number of devices for which XLA compiles here: it takes CPU devices with higher numbers for those of another
+process."""
 
 Rows = tuple[CollectiveCount, ...]
 Count = Callable[[list[RunConfig]], list[Rows]]
@@ -86,7 +87,7 @@ def _axis_to_extend(config: RunConfig) -> str | None:
         return None
     # A quarter of one device would be another program: without the axis.
     axes = ("fsdp", "expert", "context", "tensor")
-    able = [axis for axis in axes if getattr(sizes, axis) % 4 == 0 != getattr(sizes, axis) - 4]
+    able = [axis for axis in axes if (size := getattr(sizes, axis)) % 4 == 0 and size > 4]
     axis = max(able, key=lambda name: getattr(sizes, name), default=None)
     if axis is None or sizes.num_devices // 2 > MAX_DEVICES:
         raise ValueError(

@@ -22,6 +22,10 @@ from jax_te.quantize import GemmState, init_gemm_state
 from jax_te.recipe import RECIPES, Recipe
 
 _NEEDED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+_SIZE, _WEIGHT = 128, 0.25
+"""Rows, columns and elements of the matrices of a trial."""
+_EXPECTED, _TOLERANCE = (_SIZE * _WEIGHT) ** 2, 64.0
+"""Mean square of the products, with ones as inputs, and room for the rounding of FP8 and FP4."""
 _EXTRA = ("grain", "rich", "matplotlib", "tensorboardX")
 
 
@@ -102,7 +106,7 @@ def try_recipe(recipe: Recipe | None, backend: str) -> tuple[bool, str]:
     # GPUs train in bf16, which a CPU emulates.
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     # Whole blocks of every recipe: programs without padding compile faster. NumPy's arrays need no program at all.
-    x, kernel = np.ones((128, 128), dtype), np.full((128, 128), 0.25, dtype)
+    x, kernel = np.ones((_SIZE, _SIZE), dtype), np.full((_SIZE, _SIZE), _WEIGHT, dtype)
     state = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), jax.eval_shape(lambda: init_gemm_state(recipe)))
 
     def loss(x: jax.Array, kernel: jax.Array, state: GemmState | None) -> jax.Array:
@@ -116,12 +120,15 @@ def try_recipe(recipe: Recipe | None, backend: str) -> tuple[bool, str]:
         on_cpu = jax.default_backend() == "cpu"
         differentiate = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)), compiler_options=quick if on_cpu else None)
         value, gradients = jax.device_get(differentiate(x, kernel, state))
-        # 128 products of 1 and 0.25 are 32, squared 1024; the tolerance is for FP8's and FP4's rounding.
-        right = abs(float(value) - 1024.0) < 64.0 and all(np.isfinite(g).all() for g in jax.tree.leaves(gradients))
+        near = abs(float(value) - _EXPECTED) < _TOLERANCE
+        right = near and all(np.isfinite(g).all() for g in jax.tree.leaves(gradients))
     except Exception as error:  # show any error of a broken installation to the user
         return False, f"fails: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
     if not right:
-        return False, f"runs, but gives {float(value):g} where 1024 is right; please report this with the above"
+        return (
+            False,
+            f"runs, but gives {float(value):g} where {_EXPECTED:g} is right; please report this with the above",
+        )
     return True, f"runs ({time.perf_counter() - begin:.1f} s with compilation)"
 
 

@@ -130,7 +130,9 @@ class StopRequest:
 
     def _restore(self) -> None:
         while self._before:
-            signal.signal(*self._before.popitem())
+            number, handler = self._before.popitem()
+            # None stands for a handler of C code, such as that of an embedding program, which Python cannot set again.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame

@@ -355,7 +355,7 @@ class ExecutionOptions:
 class OutputOptions:
     """Intervals of checkpoints, evaluations and reports."""
 
-    # Presets set three of these; the defaults are for configurations of older versions, which lack fields.
+    # Every preset sets three of these; the defaults are for a configuration that is made without one.
     save_every: int = _free(SIZE, "steps between checkpoints", 100, shown=_PRESET)
     keep: int = _free(SIZE, "number of newest checkpoints to keep", 3)
     keep_every: int | None = _free(SIZE, "steps between checkpoints that are kept permanently: multiples of N", None)

@@ -19,7 +19,7 @@ from jax_te.models import Execution, GPTModel, RotaryPositions
 _OWN = ("dropout", "init_from", "ignore_fields", "lora_rank", "lora_alpha")
 _OWN += ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_token_dispatcher_type", "moe_expert_rank_capacity_factor")
 EXPERTS = {name: row for name, row in options_of(ExpertOptions).items() if name not in _OWN}
-"""Those of layers with experts."""
+"""Options of layers with experts that the folder's configuration decides."""
 
 FORM = {name: row for name, row in options_of(ModelOptions).items() if name not in _OWN} | EXPERTS
 """Options that the folder's configuration decides."""

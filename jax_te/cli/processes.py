@@ -152,18 +152,22 @@ def _shared_token(output: Path, token: str) -> str:
 
 
 class _Guard:
-    """Thread that watches the heartbeats: it ends this process when it waits in vain, and reports for whom."""
+    """What heartbeats call after each look at the others, in their thread.
+
+    It ends this process when it waits in vain, and reports for whom it waits.
+    """
 
     def __init__(self, bound: float):
-        self._bound, self._notice = bound, min(_NOTICE, bound / 2)
+        self._bound, self._first_notice = bound, min(_NOTICE, bound / 2)
+        self._notice = self._first_notice
 
     def __call__(self, heartbeats: Heartbeats) -> None:
         problem = heartbeats.find_problem(self._bound)
         if problem is not None:
             _leave(f"{problem}; the same command resumes", heartbeats)
         behind, waited = heartbeats.processes_behind(), heartbeats.seconds_waited()
-        if not behind or waited < min(_NOTICE, self._bound / 2):
-            self._notice = min(_NOTICE, self._bound / 2)
+        if not behind or waited < self._first_notice:
+            self._notice = self._first_notice
         elif waited > self._notice and (is_first() or behind[0][0] == 0):
             self._notice *= 2
             whom = ", ".join(f"process {index} ({doing})" for index, doing in behind[:8])

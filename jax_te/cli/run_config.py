@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax_te.cli.option_table import flag
 from jax_te.cli.options import OF_MESH, OPTIONS, ExpertOptions, RunOptions
@@ -20,7 +20,10 @@ from jax_te.megatron import RecipeConfig
 from jax_te.models import check_recompute_policy, runs_scanned
 from jax_te.recipe import Recipe
 
-_FLAGS = {name: flag(field) for field, row in OPTIONS.items() for name in row.library or (field,)}
+_OPTION_OF = {name: field for field, row in OPTIONS.items() for name in row.library or (field,)}
+"""Fields of a run's configuration by the library's names of the fields that they set."""
+
+_FLAGS = {name: flag(field) for name, field in _OPTION_OF.items()}
 """Options by the library's names of the fields that they set."""
 
 _OF_THE_MODEL = {field.name for field in dataclasses.fields(TransformerConfig)} - {"fp8_param"}  # of the train state
@@ -63,10 +66,10 @@ class RunConfig(RunOptions):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default)
         self._check_schedule()
-        for what, size, number, why in self._divisions(recipe, self.parallel_config() or ParallelConfig()):
-            if size % number:
-                the_next = size + -size % number
-                raise ValueError(f"{what} {size} is not divisible by {why}; the next multiple is {the_next}")
+        for option, size, divisor, why in self._divisions(recipe, self.parallel_config() or ParallelConfig()):
+            if size % divisor:
+                the_next = size + -size % divisor
+                raise ValueError(f"{option} {size} is not divisible by {why}; the next multiple is {the_next}")
 
     @property
     def tokens_per_step(self) -> int:
@@ -82,8 +85,9 @@ class RunConfig(RunOptions):
 
     def library_fields(self) -> dict[str, Any]:
         """Return the fields of a `TransformerConfig` that the options set."""
-        names = {name: field for field, row in OPTIONS.items() for name in row.library or (field,)}
-        fields: dict[str, Any] = {name: getattr(self, field) for name, field in names.items() if name in _OF_THE_MODEL}
+        fields: dict[str, Any] = {
+            name: getattr(self, field) for name, field in _OPTION_OF.items() if name in _OF_THE_MODEL
+        }
         fields["first_last_layers_bf16"] = bool(self.bf16_layers_start or self.bf16_layers_end)
         if self.sequence_parallel:
             fields["tensor_model_parallel_size"] = (self.parallel_config() or ParallelConfig()).tensor
@@ -197,56 +201,90 @@ class RunConfig(RunOptions):
                 f"{self.num_layers} to --recipe {self.recipe}; keep fewer layers, or use --recipe none"
             )
 
-    def _divisions(self, recipe: Recipe | None, mesh: ParallelConfig) -> Iterator[tuple[str, int, int, str]]:
-        """Yield ``(option, size, number, what)``: sizes, and numbers that must divide them.
+    def _divisions(self, recipe: Recipe | None, mesh: ParallelConfig) -> Iterator[_Division]:
+        """Yield sizes, and numbers that must divide them.
 
         The library refuses most of these, too, but only while the model is built or run, where no option has a name.
         """
-        head, parts, ranks = self.transformer_config().kv_channels or 1, self.microbatches, mesh.batch_devices
+        head = self.transformer_config().kv_channels or 1
+        yield from self._rope_divisions(head)
+        yield from self._batch_divisions(mesh)
+        yield from self._kernel_divisions(mesh)
+        yield from self._sequence_divisions(mesh)
+        if recipe is not None and self.precision_config is None:  # rules may exclude a layer, whose sizes do not matter
+            yield from self._recipe_divisions(recipe, head)
+
+    def _rope_divisions(self, head: int) -> Iterator[_Division]:
         if self.position_embedding == "rope":
             size = (
                 f"--kv-channels {head}"
                 if self.kv_channels
                 else f"--hidden-size {self.hidden_size} / --num-heads {self.num_heads}"
             )
-            yield f"{size} =", head, 2, "2, as --position-embedding rope needs it"
-        yield "--batch-size", self.batch_size, parts, f"--microbatches {parts}"
+            yield _Division(f"{size} =", head, 2, "2, as --position-embedding rope needs it")
+
+    def _batch_divisions(self, mesh: ParallelConfig) -> Iterator[_Division]:
+        parts, ranks, turns = self.microbatches, mesh.batch_devices, self.batch_parts
+        yield _Division("--batch-size", self.batch_size, parts, f"--microbatches {parts}")
         spread = f"--microbatches {parts} times data*fsdp*expert = {ranks} of --mesh {self.mesh}"
-        turns = self.batch_parts
-        yield "--batch-size", self.batch_size, parts * ranks, spread
-        yield "--batch-size", self.batch_size, parts * ranks * turns, f"{spread} times --batch-parts {turns}"
+        yield _Division("--batch-size", self.batch_size, parts * ranks, spread)
+        why = f"{spread} times --batch-parts {turns}"
+        yield _Division("--batch-size", self.batch_size, parts * ranks * turns, why)
+
+    def _kernel_divisions(self, mesh: ParallelConfig) -> Iterator[_Division]:
         # One axis of a kernel is split over all of these.
         kernels = "tensor*fsdp*pipeline", mesh.tensor * mesh.fsdp * mesh.pipeline
         axes = {"num_query_groups": ("tensor", mesh.tensor), "ffn_hidden_size": kernels, "hidden_size": kernels}
         for name, (axis, ranks) in (axes | {"seq_len": ("context", mesh.context)}).items():
-            yield flag(name), getattr(self, name), ranks, f"{axis}={ranks} of --mesh {self.mesh}"
+            yield _Division(flag(name), getattr(self, name), ranks, f"{axis}={ranks} of --mesh {self.mesh}")
         if self.num_experts is not None:
-            yield "--num-experts", self.num_experts, mesh.expert, f"expert={mesh.expert} of --mesh {self.mesh}"
+            why = f"expert={mesh.expert} of --mesh {self.mesh}"
+            yield _Division("--num-experts", self.num_experts, mesh.expert, why)
             if self.moe_ffn_hidden_size is not None:
                 axis, ranks = kernels
-                yield "--moe-ffn-hidden-size", self.moe_ffn_hidden_size, ranks, f"{axis}={ranks} of --mesh {self.mesh}"
+                why = f"{axis}={ranks} of --mesh {self.mesh}"
+                yield _Division("--moe-ffn-hidden-size", self.moe_ffn_hidden_size, ranks, why)
+
+    def _sequence_divisions(self, mesh: ParallelConfig) -> Iterator[_Division]:
         ranks = mesh.context * mesh.tensor
         for name in ("sequence_parallel", "distribute_saved_activations"):
             if getattr(self, name):
                 why = f"context*tensor={ranks} of --mesh {self.mesh}, over which {flag(name)} splits it"
-                yield "--seq-len", self.seq_len, ranks, why
+                yield _Division("--seq-len", self.seq_len, ranks, why)
         if self.cp_comm_type == "a2a":  # query heads are a multiple of the groups
             why = f"context*tensor={ranks} of --mesh {self.mesh}, among which --cp-comm-type a2a exchanges heads"
-            yield "--num-query-groups", self.num_query_groups, ranks, f"{why}, as p2p and all_gather do not"
+            why = f"{why}, as p2p and all_gather do not"
+            yield _Division("--num-query-groups", self.num_query_groups, ranks, why)
         if self.cp_load_balanced:
             why = f"two chunks for each of context={mesh.context} of --mesh {self.mesh}, for --cp-load-balanced"
-            yield "--seq-len", self.seq_len, 2 * mesh.context, f"{2 * mesh.context}, {why}"
-        if recipe is None or self.precision_config is not None:
-            return  # rules may exclude a layer, and then its sizes do not matter
+            yield _Division("--seq-len", self.seq_len, 2 * mesh.context, f"{2 * mesh.context}, {why}")
+
+    def _recipe_divisions(self, recipe: Recipe, head: int) -> Iterator[_Division]:
         multiple, why = recipe.alignment, f"{recipe.alignment}, as it must be for --recipe {self.recipe}"
-        yield "--hidden-size", self.hidden_size, multiple, why
-        yield "--ffn-hidden-size", self.ffn_hidden_size, multiple, why
+        yield _Division("--hidden-size", self.hidden_size, multiple, why)
+        yield _Division("--ffn-hidden-size", self.ffn_hidden_size, multiple, why)
         if self.moe_ffn_hidden_size is not None:
-            yield "--moe-ffn-hidden-size", self.moe_ffn_hidden_size, multiple, why
-        yield "--num-query-groups x head size =", self.num_query_groups * head, multiple, why
+            yield _Division("--moe-ffn-hidden-size", self.moe_ffn_hidden_size, multiple, why)
+        yield _Division("--num-query-groups x head size =", self.num_query_groups * head, multiple, why)
         if self.mesh is not None:  # kernels are quantized once a step on each device, without padding of tokens
             what = "tokens of a microbatch, --batch-size x --seq-len / --microbatches ="
-            yield what, self.tokens_per_step // parts, multiple, f"{why} on a mesh"
+            yield _Division(what, self.tokens_per_step // self.microbatches, multiple, f"{why} on a mesh")
+
+
+class _Division(NamedTuple):
+    """A size that must be a multiple of a number.
+
+    Args:
+        option: name of the size, such as an option's.
+        size: value.
+        divisor: number that must divide it.
+        why: the number and where it comes from, for the message.
+    """
+
+    option: str
+    size: int
+    divisor: int
+    why: str
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What ``jax-te train`` says of a run: the lines at its start and at its end."""
+"""The lines that ``jax-te train`` shows at a run's start and end."""
 
 from __future__ import annotations
 

@@ -69,7 +69,8 @@ def run(options: GivenOptions) -> int:
 def _run(options: GivenOptions, output: Path, heartbeats: Heartbeats | None, bounds: Bounds) -> int:
     keep_compiled_programs()
     progress = make_progress()
-    config, resumes, trace, tokenizer, data = agreed(lambda: _read(options, output, progress))
+    inputs = agreed(lambda: _read(options, output, progress))
+    config, data = inputs.config, inputs.data
     check_same(options=config)
     with contexts(config) as mesh:
         progress.note("checking recipes and backends")
@@ -83,16 +84,10 @@ def _run(options: GivenOptions, output: Path, heartbeats: Heartbeats | None, bou
                 checkpointer.share_heartbeats(heartbeats)
             trainer = Trainer(config, data, checkpointer)
             check_same(data=trainer.batches.get_state(), held_out_text=text_crc32(data.heldout))
-            progress.note(
-                "restoring the newest checkpoint" if resumes else "making the model and the optimizer's state"
-            )
-            with warnings_as_lines():
-                state, first = trainer.restore() if resumes else trainer.create()
-            if trace is not None and trace.first <= first:
-                raise ValueError(f"--profile {config.profile}: the run has done {first} steps; give later ones")
+            state, first = _start(trainer, inputs, progress)
             # Only now: a failed start must not leave a configuration that the next start would use.
             if is_first():
-                keep_tokenizer(tokenizer, output)
+                keep_tokenizer(inputs.tokenizer, output)
                 write_config(config, output)
             started = StartedRun(
                 config=config,
@@ -105,14 +100,37 @@ def _run(options: GivenOptions, output: Path, heartbeats: Heartbeats | None, bou
                 rules=report,
             )
             progress.facts(start_facts(started))
-            around = _Around(output=output, tokenizer=tokenizer, progress=progress, trace=trace, heartbeats=heartbeats)
-            return _train(trainer, state, first, around)
+            context = _RunContext(
+                output=output,
+                tokenizer=inputs.tokenizer,
+                progress=progress,
+                trace=inputs.trace,
+                heartbeats=heartbeats,
+            )
+            return _train(trainer, state, first, context)
 
 
-def _read(
-    options: GivenOptions, output: Path, progress: Progress
-) -> tuple[RunConfig, bool, StepTrace | None, Tokenizer | ByteTokenizer, TextData]:
-    """Return everything that a run reads before it writes anything, and whether it resumes."""
+@dataclass(frozen=True, kw_only=True)
+class _RunInputs:
+    """Everything that a run reads before it writes anything.
+
+    Args:
+        config: configuration of the run.
+        resumes: whether the run has a checkpoint to go on from.
+        trace: trace of some steps. None: no step is traced.
+        tokenizer: tokenizer of the run.
+        data: text in tokens.
+    """
+
+    config: RunConfig
+    resumes: bool
+    trace: StepTrace | None
+    tokenizer: Tokenizer | ByteTokenizer
+    data: TextData
+
+
+def _read(options: GivenOptions, output: Path, progress: Progress) -> _RunInputs:
+    """Return everything that a run reads before it writes anything."""
     # Said before anything is made: a run that could not write its charts would fail at its end.
     # Those of their modules that need most: what a package itself imports may be less.
     for module in ("grain", "matplotlib.backends.backend_agg", "rich.progress"):
@@ -124,7 +142,18 @@ def _read(
     check_mesh_of_processes(config)
     progress.note("reading the text")
     tokenizer = run_tokenizer(config, output)
-    return config, resumes, trace, tokenizer, run_text(config, tokenizer)
+    data = run_text(config, tokenizer)
+    return _RunInputs(config=config, resumes=resumes, trace=trace, tokenizer=tokenizer, data=data)
+
+
+def _start(trainer: Trainer, inputs: _RunInputs, progress: Progress) -> tuple[TrainState, int]:
+    """Return the state to train, new or that of the newest checkpoint, and the number of steps that it has taken."""
+    progress.note("restoring the newest checkpoint" if inputs.resumes else "making the model and the optimizer's state")
+    with warnings_as_lines():
+        state, first = trainer.restore() if inputs.resumes else trainer.create()
+    if inputs.trace is not None and inputs.trace.first <= first:
+        raise ValueError(f"--profile {inputs.config.profile}: the run has done {first} steps; give later ones")
+    return state, first
 
 
 def _checkpointer(config: RunConfig, output: Path, bounds: Bounds) -> TrainCheckpointer:
@@ -142,7 +171,7 @@ def _trace(config: RunConfig, output: Path) -> StepTrace | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Around:
+class _RunContext:
     """What a run has beside its `Trainer`.
 
     Args:
@@ -160,37 +189,37 @@ class _Around:
     heartbeats: Heartbeats | None
 
 
-def _train(trainer: Trainer, state: TrainState, first: int, around: _Around) -> int:
+def _train(trainer: Trainer, state: TrainState, first: int, context: _RunContext) -> int:
     """Run the remaining steps, draw the plots, and show what came of it; return the exit status."""
-    config, data, progress = trainer.config, trainer.data, around.progress
+    config, data, progress = trainer.config, trainer.data, context.progress
     if first >= config.steps:
         progress.note(f"step {first} of {config.steps}: the run is complete; --steps N with a larger N goes on")
     else:
         progress.note("compiling the first step")
-    bigram = byte_bigram_entropy(data.train, data.heldout) if _is_of_bytes(trainer, around) else None
-    result = _run_steps(trainer, state, first, around)
-    drawn = _draw(around.output, unit(around.tokenizer), bigram) if is_first() else []
+    bigram = byte_bigram_entropy(data.train, data.heldout) if _is_of_bytes(trainer, context) else None
+    result = _run_steps(trainer, state, first, context)
+    drawn = _draw(context.output, unit(context.tokenizer), bigram) if is_first() else []
     if result.stopped_by is not None:
         progress.note(f"stopped by {result.stopped_by.name}; step {result.step} is saved, and the same command resumes")
         return 128 + result.stopped_by  # as a shell reports a process that a signal ended
-    _show_result(trainer, result, around, bigram, drawn)
+    _show_result(trainer, result, context, bigram, drawn)
     return 0
 
 
-def _run_steps(trainer: Trainer, state: TrainState, first: int, around: _Around) -> LoopResult:
+def _run_steps(trainer: Trainer, state: TrainState, first: int, context: _RunContext) -> LoopResult:
     """Return the result of the remaining steps, whose last checkpoint is written."""
     # Records after the checkpoint are cut: the resumed run writes them again.
-    precision = PrecisionLog(around.output, resume_step=first)
+    precision = PrecisionLog(context.output, resume_step=first)
     writers: Any = trainer.config.metrics_writers.split(",")
-    with MetricsLog(around.output, resume_step=first, writers=writers) as log:
-        actions = _actions(trainer, log, precision, around)
+    with MetricsLog(context.output, resume_step=first, writers=writers) as log:
+        actions = _actions(trainer, log, precision, context)
         result = run_loop(
             state,
             trainer.batches,
             actions,
             _plan(trainer),
             log=log,
-            progress=around.progress,
+            progress=context.progress,
             first=first,
             skipped=int(state.skipped_steps),
         )
@@ -199,25 +228,27 @@ def _run_steps(trainer: Trainer, state: TrainState, first: int, around: _Around)
     return result
 
 
-def _show_result(trainer: Trainer, result: LoopResult, around: _Around, bigram: float | None, drawn: list[str]) -> None:
+def _show_result(
+    trainer: Trainer, result: LoopResult, context: _RunContext, bigram: float | None, drawn: list[str]
+) -> None:
     """Show losses and files of a run that is complete, and text that its model generates."""
-    config, data, tokenizer = trainer.config, trainer.data, around.tokenizer
+    config, data, tokenizer = trainer.config, trainer.data, context.tokenizer
     # A run that was complete already took no step, and so has no held-out loss.
     heldout = trainer.evaluate(result.state) if result.heldout_loss is None else result.heldout_loss
     prompt = tokenizer.encode(PROMPT)
-    if not _is_of_bytes(trainer, around):  # PROMPT may not be a word of the tokenizer's
+    if not _is_of_bytes(trainer, context):  # PROMPT may not be a word of the tokenizer's
         prompt = data.heldout[: min(16, config.seq_len // 2)]
     losses = loss_facts(data, heldout, bigram, unit(tokenizer))
-    around.progress.facts(end_facts(result, losses, around.output, drawn, tokenizer.decode(prompt)))
+    context.progress.facts(end_facts(result, losses, context.output, drawn, tokenizer.decode(prompt)))
     sizes = config.parallel_config()
     # On a mesh the batch is split: as many copies of the prompt as it has shards.
     copies = 1 if sizes is None else sizes.batch_devices
     text = continue_text(result.state.model, tokenizer, prompt, SAMPLE_LENGTH, seed=config.seed, copies=copies)
-    around.progress.text("sample", tokenizer.decode(prompt) + text)
+    context.progress.text("sample", tokenizer.decode(prompt) + text)
 
 
-def _is_of_bytes(trainer: Trainer, around: _Around) -> bool:
-    return isinstance(around.tokenizer, ByteTokenizer) and trainer.data.train.dtype == np.uint8
+def _is_of_bytes(trainer: Trainer, context: _RunContext) -> bool:
+    return isinstance(context.tokenizer, ByteTokenizer) and trainer.data.train.dtype == np.uint8
 
 
 def _plan(trainer: Trainer) -> LoopPlan:
@@ -235,7 +266,7 @@ def _plan(trainer: Trainer) -> LoopPlan:
     )
 
 
-def _actions(trainer: Trainer, log: MetricsLog, precision: PrecisionLog, around: _Around) -> LoopActions:
+def _actions(trainer: Trainer, log: MetricsLog, precision: PrecisionLog, context: _RunContext) -> LoopActions:
     def inspect(step: int, state: TrainState, batch: PyTree) -> None:
         statistics = trainer.inspect(state, batch)
         precision.write(step, statistics)
@@ -248,8 +279,8 @@ def _actions(trainer: Trainer, log: MetricsLog, precision: PrecisionLog, around:
         check=trainer.checkpointer.check,
         inspect=inspect,
         agree=SharedSignal() if jax.process_count() > 1 else None,
-        trace=around.trace,
-        heartbeats=around.heartbeats,
+        trace=context.trace,
+        heartbeats=context.heartbeats,
     )
 
 

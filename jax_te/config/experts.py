@@ -62,7 +62,7 @@ class RouterOptions:
         token_drop_policy: rule by which an expert selects the tokens that it keeps: ``"probs"``, those with its largest
             probabilities; ``"position"``, those of the first positions of all sequences.
         dtype: dtype of the router's GEMM and of its probabilities, ``"fp32"`` or ``"fp64"``. None: the GEMM is in the
-            dtype of the input, and all that follows in fp32.
+            dtype of the input, and all that follows in fp32. ``"fp64"`` needs JAX's 64-bit mode.
         force_load_balancing: whether to choose at random, for measurements under equal load.
         force_biased: standard deviation of a normal random bias of each expert, for a choice at random; below 0: the
             same bias in each call.

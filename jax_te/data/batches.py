@@ -14,7 +14,7 @@ from jax.sharding import Sharding
 from jax_te._validation import check_positive, check_seed, checked, require_extra
 
 MAX_POSITIONS = 2**32 - 1
-"""grain shuffles with 32 bits."""
+"""Largest number of positions, since grain shuffles with 32 bits."""
 
 PIECE, _PIECES = 2**20, 64
 """Bytes of a piece of a memory map, and number of pieces in its checksum."""

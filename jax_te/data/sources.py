@@ -30,7 +30,7 @@ class Tokens:
         source: name of the source, for messages.
         files: number of files read.
         text_bytes: bytes of the text in UTF-8; None for a file of tokens.
-        vocab_size: tokens must be below.
+        vocab_size: upper bound (exclusive) of token IDs.
     """
 
     tokens: np.ndarray

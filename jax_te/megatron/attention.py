@@ -96,6 +96,7 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
         padding_at_end: whether padding masks hide nothing but the end of each sequence, so that lengths can replace
             them. Fused attention kernels take lengths; without this promise a padding mask is an arbitrary one to them,
             and runs in plain JAX.
+        return_max_logit: whether a call returns max logits, too. None: if the configuration needs them.
         rngs: unused, because nothing is random.
 
     Raises:
@@ -128,12 +129,14 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
         *,
         cp_load_balanced: bool | None = None,
         padding_at_end: bool = False,
+        return_max_logit: bool | None = None,
         rngs: nnx.Rngs | None = None,
     ):
         # Megatron's rule: one size without the other is ignored.
         both = k_channels is not None and v_channels is not None
         channels: Any = (k_channels, v_channels) if both else config.kv_channels
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        needs_max_logit = config.qk_clip or config.log_max_attention_logit
         super().__init__(
             config.num_attention_heads,
             channels,
@@ -143,7 +146,7 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
             softmax_scale=config.softmax_scale if softmax_scale is None else softmax_scale,
             softmax_type=config.softmax_type,
             logit_softcap=config.logit_softcap,
-            return_max_logit=config.qk_clip or config.log_max_attention_logit,
+            return_max_logit=needs_max_logit if return_max_logit is None else return_max_logit,
             num_splits=1 if num_splits is None and config.batch_invariant_mode else num_splits,
             cp_comm_type="p2p" if cp_comm_type is None else cp_comm_type,
             hierarchical_context_parallel_sizes=config.hierarchical_context_parallel_sizes,

@@ -233,6 +233,7 @@ class _Same:
 
 
 _ARRAY = object()
+"""Mark in a template of the place of an array."""
 
 
 def is_array(value: Any) -> bool:
@@ -266,6 +267,7 @@ def _plain(variable: Any) -> Any:
 
 
 def _value(array: Any) -> Any:
+    """Return the concrete array behind a tracer that holds one."""
     return array.to_concrete_value() if isinstance(array, Tracer) else array
 
 

@@ -39,9 +39,10 @@ class TELinear(TELayer, Linear):
         is_expert: the layer belongs to one expert of a mixture. It computes the tokens that each device has, in forward
             without any communication over the tensor axis, over which its kernel is not sharded (Megatron's
             ``expert_tensor_parallel_size=1``). Its input is ``[tokens, k]`` or ``[b, s, k]``; under sequence
-            parallelism the tensor axis shards the tokens, of input and output. A dispatcher, which this package does
-            not have, brings tokens to their expert. The kernel is drawn from the stream ``expert-parallel-rng`` of
-            ``rngs`` (``nnx.Rngs(0, **{"expert-parallel-rng": 1})``), else from one that follows from ``params``.
+            parallelism the tensor axis shards the tokens, of input and output. The caller brings tokens to their
+            expert; `MoELayer` does so for all experts at once, with `TEGroupedLinear`. The kernel is drawn from the
+            stream ``expert-parallel-rng`` of ``rngs`` (``nnx.Rngs(0, **{"expert-parallel-rng": 1})``), else from one
+            that follows from ``params``.
         symmetric_ar_type: None, ``"two_shot"``, ``"one_shot"`` or ``"multimem_all_reduce"``, without effect.
         tp_group: None or ``"tensor"``, the mesh axis that takes the role of Megatron's process group.
         name: name of the layer in the rules of ``config.quant_recipe``. None: the rules are not applied, until

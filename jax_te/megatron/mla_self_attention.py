@@ -95,9 +95,9 @@ class MLASelfAttention(MultiLatentAttention, MegatronModule):
             k_channels=latent.head_channels,
             v_channels=latent.v_head_dim,
             cp_comm_type=cp_comm_type,
+            # Training steps do not compute max logits; `jax_te.models.GPTModel.max_logits` asks for them in its calls.
+            return_max_logit=False,
         )
-        # Training steps do not compute max logits; `jax_te.models.GPTModel.max_logits` asks for them in its calls.
-        core.return_max_logit = False
         self.core_attention = core
         n, h = config.num_attention_heads, config.hidden_size
 

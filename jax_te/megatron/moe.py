@@ -45,7 +45,8 @@ class TopKRouter(StateDicts, Router):
     Args:
         config: see `jax_te.config.ExpertsConfig`; ``add_bias_linear`` gives it a bias.
         pg_collection: None.
-        is_mtp_layer: must be False: there is no multi-token prediction.
+        is_mtp_layer: must be False: `jax_te.models.MegatronGPTModel` builds the layers of multi-token prediction
+            itself, with routers like all others.
         layer_number: number of the layer in its stack, from 1.
         aux_loss_groups: Megatron's number of data ranks, see `jax_te.config.RouterOptions`. 1: the losses of all rows.
         rngs: the ``params`` stream draws the weight.
@@ -74,7 +75,10 @@ class TopKRouter(StateDicts, Router):
         rngs: nnx.Rngs,
     ):
         if is_mtp_layer:
-            raise ValueError("is_mtp_layer=True: no model here predicts several tokens at once; leave it False")
+            raise ValueError(
+                "is_mtp_layer=True has no use here: jax_te.models.MegatronGPTModel builds its depths by "
+                "mtp_num_layers, with routers like all others; leave it False"
+            )
         super().__init__(
             config.hidden_size,
             config.router_options(aux_loss_groups=aux_loss_groups),

@@ -78,7 +78,7 @@ class InferenceCudaRNGStatesTracker(TECudaRNGStatesTracker):
         yield None
 
 
-# The one mutable global of this package: Megatron's functions, whose signatures stay, have no other place for it.
+# The one mutable global of the public API: Megatron's functions, whose signatures stay, have no other place for it.
 # Jitted functions take the tracker as an argument.
 _tracker: TECudaRNGStatesTracker | None = None
 

@@ -69,9 +69,15 @@ class SelfAttention(MultiheadAttention, MegatronModule):
         self.attention_type = "self"
         self.return_layernorm_output, self.fuse_qkv_params, self.qk_norm_before_rope = False, True, True
         self.layernorm = None
-        core = TEDotProductAttention(config, layer_number, attn_mask_type, "self", cp_comm_type=cp_comm_type)
-        # Training steps do not compute max logits; `jax_te.models.GPTModel.max_logits` asks for them in its calls.
-        core.return_max_logit = False
+        core = TEDotProductAttention(
+            config,
+            layer_number,
+            attn_mask_type,
+            "self",
+            cp_comm_type=cp_comm_type,
+            # Training steps do not compute max logits; `jax_te.models.GPTModel.max_logits` asks for them in its calls.
+            return_max_logit=False,
+        )
         self.core_attention = core
         n, g, d, h = core.num_attention_heads, core.num_gqa_groups, core.kv_channels, config.hidden_size
         self.qk_norm_across_heads = config.qk_layernorm_across_heads

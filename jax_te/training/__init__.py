@@ -1,4 +1,4 @@
-"""Training: state and step, loss scaling, optimizer, and statistics of a model's quantization."""
+"""Training: state and step, pipelines, loss scaling, optimizers, statistics of quantization, compiled programs."""
 
 from jax_te.training.adamw import adamw_with_schedule, learning_rate_schedule, weight_decay_mask
 from jax_te.training.compile_cache import keep_compiled_programs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import optax
 from jax.tree_util import DictKey
@@ -60,10 +62,9 @@ def weight_decay_mask(params: PyTree) -> PyTree:
     >>> weight_decay_mask({"kernel": jnp.ones((2, 2)), "wi_bias": jnp.ones((2, 2)), "scale": jnp.ones(2)})
     {'kernel': True, 'scale': False, 'wi_bias': False}
     """
-
     check_leaves("params", params)
 
-    def decide(path, leaf) -> bool:
+    def decide(path: tuple[Any, ...], leaf: Any) -> bool:
         names = [str(entry.key) for entry in path if isinstance(entry, DictKey)]
         # A fused layer's bias may have two axes, as a norm's scale has in stacked layers, so the name decides, too.
         return leaf.ndim > 1 and not (names and names[-1].endswith(("bias", "scale")))
@@ -88,10 +89,10 @@ def adamw_with_schedule(
         schedule: learning rate, or a function of the step's number such as `learning_rate_schedule` returns.
         b1, b2, eps: coefficients of Adam.
         weight_decay: weight decay of the parameters that `weight_decay_mask` selects.
+        clip_norm: largest global norm of the gradients; larger ones are scaled down to it. None: no clipping.
         mu_dtype: dtype of the first moment. bf16 saves two bytes a parameter. None: the parameters'. The second moment
             keeps its dtype: with ``b2 = 0.999`` a step lowers it by less than bf16 resolves, so that it would never
             shrink.
-        clip_norm: largest global norm of the gradients; larger ones are scaled down to it. None: no clipping.
 
     Raises:
         TypeError, ValueError: for arguments that are not numbers or out of range.

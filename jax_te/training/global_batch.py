@@ -21,10 +21,10 @@ from jax_te.typing import PyTree
 def global_batch(local: PyTree) -> PyTree:
     """Return the global batch, to which each process contributes the rows that its devices hold.
 
-    Call it in every process, inside ``jax.set_mesh``. On a mesh whose axis ``data`` or ``fsdp`` crosses all processes,
-    process ``i`` of ``n`` gives the ``i``-th of ``n`` equal parts. Processes that differ only along ``tensor`` or
-    ``context`` hold the same rows and must pass the same arrays: their checksums are compared at each call. In one
-    process the batch becomes a global array with the same values.
+    Call it in every process, inside ``jax.set_mesh``. On a mesh whose axis ``data``, ``fsdp`` or ``expert`` crosses
+    all processes, process ``i`` of ``n`` gives the ``i``-th of ``n`` equal parts. Processes that differ only along
+    ``tensor`` or ``context`` hold the same rows and must pass the same arrays: their checksums are compared at each
+    call. In one process the batch becomes a global array with the same values.
 
     Args:
         local: pytree of arrays ``[b / parts, ...]`` on the host.
@@ -82,17 +82,20 @@ def require_global_batches(step: Callable[..., Any]) -> Callable[..., Any]:
     """Return a step that, on a mesh of several processes, refuses batches that are not global.
 
     JAX assumes that host arrays are the same in every process, and where they differ, trains on a mixture of them.
+    Whether there are several is asked in each call: a step may be made before ``jax.distributed.initialize()``.
+
+    Args:
+        step: jitted function of state and batch, whose ways to look at its program the result has, too.
     """
-    if not jax.distributed.is_initialized() or jax.process_count() == 1:
-        return step
 
     @functools.wraps(step)
-    def checked(state: Any, batch: PyTree) -> Any:
+    def guarded(state: Any, batch: PyTree) -> Any:
         check_global(batch, state.step)
         return step(state, batch)
 
-    checked.lower = step.lower  # type: ignore[attr-defined]
-    return checked
+    for name in ("lower", "trace", "eval_shape", "clear_cache"):
+        setattr(guarded, name, getattr(step, name))
+    return guarded
 
 
 def check_global(batch: PyTree, arrays: PyTree) -> None:

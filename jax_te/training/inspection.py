@@ -226,7 +226,7 @@ def calibrate_delayed_scaling(model: nnx.Module, loss_fn: LossFn, batch: PyTree,
 
 
 def _probe(loss_fn: LossFn) -> Callable[..., Array]:
-    """A jitted forward and backward pass, run only to observe its tensors."""
+    """Return a jitted forward and backward pass, run only to observe its tensors."""
 
     @functools.partial(jax.jit, static_argnums=0)
     def probe(
@@ -274,7 +274,7 @@ def _share(observer: Observer, params: PyTree) -> None:
 
 
 def _exact_parameters(state: TrainState) -> nnx.State:
-    """The parameters, with fp32 masters in place of those that are stored quantized."""
+    """Return the parameters, with fp32 masters in place of those that are stored quantized."""
     full = dict(nnx.to_flat_state(full_precision(state.params, state.masters)))
     return nnx.from_flat_state(
         [

@@ -29,7 +29,7 @@ from jax_te.training.transformation import (
     as_transformation,
     init_opt_state,
 )
-from jax_te.typing import PyTree
+from jax_te.typing import Array, PyTree
 
 
 @checked
@@ -153,35 +153,45 @@ class Optimizer(nnx.Optimizer):
         check_leaves("grads", grads)
         variables = any(map(_is_variable, jax.tree.leaves(grads, is_leaf=_is_variable)))
         given = nnx.state(grads, self.wrt) if variables else grads  # a filter finds no bare arrays
+        self._check_scaled(given)
+        params = nnx.state(model, self.wrt)
+        full = full_precision(params, adopt_changed_params(params, self.masters))
+        wanted = self._fp32_gradients(full, given)
+        finite, tx = all_finite(wanted), as_transformation(self.tx)
+        opt_state = self._present_opt_state(tx, full)
+        kwargs = {name: _in_variables(full, value) for name, value in kwargs.items()}
+        new, new_opt_state, updates = apply_transformation(tx, wanted, opt_state, full, **kwargs)
+        stored, masters = apply_update(finite, new, params, self.masters, model)
+        nnx.update(model, constrain_as_created(stored))
+        if variables:
+            _write_quantizers(model, nnx.state(grads, QuantizerState), finite)
+        _write(self.masters, masters)
+        _write(self.opt_state, select(finite, new_opt_state, opt_state))
+        _write(self._scaler, self.scaler.update(finite))
+        _write((self.step, self.skipped_steps), (self.step + 1, self.skipped_steps + (~finite).astype(jnp.int32)))
+        return nnx.as_pure(select(finite, updates, jax.tree.map(jnp.zeros_like, updates)))
+
+    def _check_scaled(self, given: PyTree) -> None:
+        """Raise ValueError for gradients that were computed without the optimizer's loss scale."""
         if self.scaler != ConstantLossScale() and not was_scaled(given):
             raise ValueError(
                 f"the optimizer has a loss scale, {type(self.scaler).__name__}, and these gradients were computed "
                 "without: value_and_grad(loss_fn, scaler=optimizer.scaler)(model). Gradients that were scaled by "
                 "hand are given as bare arrays, nnx.as_pure(optimizer.scaler.unscale(grads))"
             )
-        params = nnx.state(model, self.wrt)
-        full = full_precision(params, adopt_changed_params(params, self.masters))
-        like = _like(full, given)
-        if jax.tree.structure(nnx.as_pure(like)) != jax.tree.structure(nnx.as_pure(full)):
-            raise ValueError(f"grads must have the structure of the model's {self.wrt}, got {brief(given)}")
+
+    def _fp32_gradients(self, full: nnx.State, given: PyTree) -> PyTree:
+        """Return the gradients in the Variables and the dtypes of ``full``, the parameters' exact values."""
         # Variables, as at creation: functions that select parameters read their names and axes in both places.
-        wanted = jax.tree.map(lambda grad, value: grad.astype(value.dtype), like, full)
-        finite, tx = all_finite(wanted), as_transformation(self.tx)
+        grads = _in_variables(full, given)
+        if jax.tree.structure(nnx.as_pure(grads)) != jax.tree.structure(nnx.as_pure(full)):
+            raise ValueError(f"grads must have the structure of the model's {self.wrt}, got {brief(given)}")
+        return jax.tree.map(lambda grad, value: grad.astype(value.dtype), grads, full)
+
+    def _present_opt_state(self, tx: Any, full: nnx.State) -> PyTree:
+        """Return the optimizer state in the structure that ``tx`` gave it, which NNX has replaced by Variables."""
         structure = jax.tree.structure(jax.eval_shape(lambda full: init_opt_state(tx, full), full))
-        opt_state = jax.tree.unflatten(structure, jax.tree.leaves(self.opt_state))
-        kwargs = {name: _like(full, value) for name, value in kwargs.items()}
-        new, new_opt_state, updates = apply_transformation(tx, wanted, opt_state, full, **kwargs)
-        stored, masters = apply_update(finite, new, params, self.masters, model)
-        nnx.update(model, constrain_as_created(stored))
-        states = nnx.state(grads, QuantizerState) if variables else {}
-        if jax.tree.leaves(states):
-            before = nnx.state(model, QuantizerState)
-            nnx.update(model, select(finite, write_back(before, states), before))
-        _write(self.masters, masters)
-        _write(self.opt_state, select(finite, new_opt_state, opt_state))
-        _write(self._scaler, self.scaler.update(finite))
-        _write((self.step, self.skipped_steps), (self.step + 1, self.skipped_steps + (~finite).astype(jnp.int32)))
-        return nnx.as_pure(select(finite, updates, jax.tree.map(jnp.zeros_like, updates)))
+        return jax.tree.unflatten(structure, jax.tree.leaves(self.opt_state))
 
 
 def _is_variable(node: Any) -> bool:
@@ -192,7 +202,14 @@ def _as_opt_state(variable: nnx.Variable) -> nnx.OptVariable:
     return nnx.OptVariable(variable.get_value(), **variable.get_metadata())
 
 
-def _like(full: nnx.State, tree: PyTree) -> PyTree:
+def _write_quantizers(model: nnx.Module, states: PyTree, finite: Array) -> None:
+    """Write the next quantizer states, which come as gradients, into the model; a skipped step keeps the old ones."""
+    if jax.tree.leaves(states):
+        before = nnx.state(model, QuantizerState)
+        nnx.update(model, select(finite, write_back(before, states), before))
+
+
+def _in_variables(full: nnx.State, tree: PyTree) -> PyTree:
     """Return a tree with an array for each parameter, such as gradients, in the parameters' Variables; other trees are
     returned unchanged."""
     pure, wanted = nnx.as_pure(tree), jax.tree.structure(full)

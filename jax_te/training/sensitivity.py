@@ -147,7 +147,7 @@ class _Switch(nnx.Variable):
 
 @functools.cache
 def _switched(kind: type) -> type:
-    """The layer class with a switch, an input of the program, that decides whether its calls are quantized."""
+    """Return the layer class with a switch, an input of the program, that decides whether its calls are quantized."""
 
     class Switched(kind):  # type: ignore[misc, valid-type]
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -165,7 +165,7 @@ def _switched(kind: type) -> type:
 
 
 def _plain_copy(model: nnx.Module) -> Any:
-    """A copy of the model whose layers have no recipes of their own."""
+    """Return a copy of the model whose layers have no recipes of their own."""
     graphdef, params, quantizers, rest = split_model(model)
     if any(isinstance(variable.get_value(), QuantizedKernel) for _, variable in nnx.to_flat_state(params)):
         raise ValueError(
@@ -179,7 +179,7 @@ def _plain_copy(model: nnx.Module) -> Any:
 
 
 def _switched_measure(model: Any, loss_fn: LossFn) -> tuple[Measure, nnx.State]:
-    """``measure(switches, batch) -> (loss, gradients)``, and the switches, all off; ``model``'s layers get switches."""
+    """Return ``measure(switches, batch) -> (loss, gradients)``, and the switches, all off, that the layers get."""
     for _, module in quantizable_modules(model):
         kind: Any = type(module)
         # A subclass, not a module around it, so that the paths of parameters and rules do not change.

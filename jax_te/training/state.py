@@ -102,8 +102,7 @@ def create_train_state(
 
     Args:
         model_or_fn: a function of ``nnx.Rngs`` that builds the model, or a model, whose arrays are copied. Without a
-            mesh, arrays that a function has from outside are copied, too: they are found among all arrays of the
-            process by their addresses, in less than 0.1 ms for each array that is alive.
+            mesh, arrays that the function closes over are copied, too.
         tx: any optax transformation, or ``optax.MultiSteps``. It sees fp32 masters in place of half-precision
             parameters, and no quantizer state.
         key: ``jax.random.key``: one half seeds the model (of a function), the other becomes ``rng``.
@@ -153,6 +152,8 @@ def create_train_state(
 
 def _without_shared_buffers(state: TrainState, taken: set[int]) -> TrainState:
     """Return a state whose arrays a step may donate: with copies of arrays in ``taken``, and of repeated arrays."""
+    # Arrays that a model's function closes over can only be found among all arrays of the process, by their addresses:
+    # less than 0.1 ms for each array that is alive.
 
     def own(leaf: Any) -> Array:
         array, buffers = jnp.asarray(leaf), _buffers(leaf)
@@ -230,8 +231,11 @@ def abstract_train_state(
     Nothing is allocated.
 
     Args:
-        key: random key, of which only the kind matters. None: the default kind.
         model_or_fn, tx, scaler, mesh, fp8_param, distributed_optimizer: see `create_train_state`.
+        key: random key, of which only the kind matters. None: the default kind.
+
+    Raises:
+        TypeError, ValueError: see `create_train_state`.
 
     >>> import optax
     >>> state = abstract_train_state(lambda rngs: nnx.Linear(2, 3, rngs=rngs), optax.sgd(0.1))
@@ -262,7 +266,7 @@ def _builder(
     fp8_param: bool,
     distributed: bool,
 ) -> tuple[Callable[[Array, PyTree], TrainState], PyTree]:
-    """``build(key, variables) -> TrainState``, to be traced, and the variables to call it with."""
+    """Return a function ``build(key, variables) -> TrainState`` to trace, and its variables."""
     is_model = isinstance(model_or_fn, nnx.Module)
     if not is_model and not callable(model_or_fn):
         raise TypeError(f"expected a model or a function of nnx.Rngs that builds one, got {type(model_or_fn).__name__}")
@@ -314,7 +318,7 @@ def _mesh(mesh: Mesh | None) -> Mesh | None:
     return None if mesh is None or mesh.empty else mesh
 
 
-def _use(mesh: Mesh | None) -> Any:
+def _use(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 

@@ -82,12 +82,16 @@ def make_train_step(
             rounds each microbatch's gradient; microbatches are accumulated in fp32 either way. Gradients of other
             parameters, a model's own head among them, have the parameter's dtype.
         reduce_gradients: time at which devices that hold the same shard of a layer's kernel, along the data and context
-            axes, sum its gradient: in each microbatch, or once a step. Once a step they communicate less where devices
-            run the layers' GEMMs by themselves; each holds the fp32 sum of its own microbatches, which with a
-            distributed optimizer, and of stacked fp32 kernels, takes more memory. Along the FSDP axis gradients are
-            still reduce-scattered in each microbatch; with a bf16 ``wgrad_dtype`` kernels that this axis shards are
-            summed in each microbatch over all axes. Not for a loss that sets sharding rules or runs the model inside a
-            ``shard_map`` of its own.
+            axes, sum its gradient: ``"microbatch"``, in each microbatch; ``"step"``, once after the last one. The
+            second communicates less where devices run the layers' GEMMs by themselves; each device then holds the fp32
+            sum of its own microbatches, which with a distributed optimizer, and of stacked fp32 kernels, takes more
+            memory. Three exceptions under ``"step"``:
+
+            - Along the FSDP axis gradients are still reduce-scattered in each microbatch.
+            - With a bf16 ``wgrad_dtype``, kernels that this axis shards are summed in each microbatch over all axes.
+            - A loss that sets sharding rules, or runs the model inside a ``shard_map`` of its own, needs
+              ``"microbatch"``.
+
         pipeline: schedule and split of the model's layers on a mesh with a ``pipeline`` axis; no other mesh has stages.
 
     Returns:
@@ -173,7 +177,16 @@ def make_train_step(
 def make_eval_step(loss_fn: LossFn) -> Callable[[TrainState, PyTree], Array]:
     """Return a jitted ``eval_step(state, batch) -> loss``, fp32 ``[]``, which does not change the state.
 
-    The model is set to ``eval()`` and ``loss_fn`` gets the key None: no dropout.
+    The model is set to ``eval()`` and ``loss_fn`` gets the key None: no dropout. Call it inside of the recipe's
+    context, like the train step.
+
+    Args:
+        loss_fn: see `make_train_step`.
+
+    Raises:
+        ValueError: when called, for a batch whose leaves differ in ``b``, or a ``b`` that does not divide over the
+            mesh's batch axes, or a loss that is not a scalar; on a mesh of several processes, for arrays that are not
+            global.
 
     >>> from jax_te.training.state import create_train_state
     >>> state = create_train_state(lambda rngs: nnx.Linear(2, 1, rngs=rngs), optax.sgd(0.1), key=jax.random.key(0))

@@ -150,6 +150,21 @@ def test_a_signal_after_a_steps_checkpoint_ends_the_run_after_the_next_step(tmp_
     assert sorted(run.saved) == [4, 5]
 
 
+def test_a_handler_of_c_code_gives_way_to_the_default(monkeypatch):
+    """Python tells of such a handler by None, and cannot set it again."""
+    handlers = {}
+
+    def install(number, handler):
+        if not callable(handler) and handler is not signal.SIG_DFL:
+            raise TypeError("signal handler must be signal.SIG_IGN, signal.SIG_DFL, or a callable object")
+        handlers[number] = handler
+
+    monkeypatch.setattr(signal, "signal", install)
+    with StopRequest() as stop:
+        assert stop.signal is None
+    assert handlers == {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.SIG_DFL}
+
+
 def test_a_second_signal_acts_as_usual():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts without it
     try:

@@ -147,7 +147,7 @@ def test_a_call_that_was_not_captured_is_refused(x: jax.Array):
 @pytest.mark.parametrize("given", [True, False])
 def test_a_graph_takes_the_microbatch_from_the_module_alone(given: bool, x: jax.Array):
     local = Block(config("local"))
-    message = rf"is_first_microbatch={given} cannot be followed .* set the module's current_microbatch"
+    message = rf"is_first_microbatch={given} is not supported .* set the module's current_microbatch"
     for called in (local, captured(Block(config()), x), Block(config())._te_cuda_graph_capture):
         with pytest.raises(ValueError, match=message):
             called(x, is_first_microbatch=given)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,7 +88,9 @@ def batches_of_processes():
     index, found = jax.process_index(), {}
     with jax.set_mesh(make_mesh(ParallelConfig(data=2))):
         state, step, evaluate = made()
-        found["steps"] = [refused(work, state, WHOLE) for work in (step, evaluate)]
+        with mock.patch("jax.distributed.is_initialized", return_value=False):
+            _, early_step, early_evaluate = made()  # before jax.distributed.initialize()
+        found["steps"] = [refused(work, state, WHOLE) for work in (step, evaluate, early_step, early_evaluate)]
         batch = global_batch(WHOLE[2 * index : 2 * index + 2])
         found["shape"], found["rows"] = batch.shape, rows(batch)
         found["loss"] = float(evaluate(state, batch))

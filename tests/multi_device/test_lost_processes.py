@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import re
 import resource
@@ -18,6 +19,7 @@ import pytest
 
 from jax_te.checkpoint import Heartbeats, TrainCheckpointer
 from jax_te.checkpoint import checkpointer as checkpointer_module
+from jax_te.checkpoint.write import size_of_save
 from jax_te.cli.launch import Launch
 from jax_te.cli.rendezvous import rendezvous
 from tests.support.process_runs import ended, started, when_recorded
@@ -92,6 +94,40 @@ def test_an_error_reaches_the_others_at_once_and_heartbeats_leave_nothing(tmp_pa
         with Heartbeats(tmp_path / "heartbeats", run, 0, 1, (1.0,)):
             assert {path.name.split(".")[0] for path in (tmp_path / "heartbeats").iterdir()} == {run}
     assert not (tmp_path / "heartbeats").exists()
+
+
+def test_heartbeats_go_on_where_a_save_cannot_be_measured(two):
+    """As in a folder that is renamed while it is listed."""
+
+    def measured():
+        raise FileNotFoundError("1.orbax-checkpoint-tmp")
+
+    first, second = two
+    first.measure(measured)
+    for _ in range(10):
+        second.begin("more")
+        time.sleep(0.1)
+        assert first.find_problem(0.4) is None
+        assert second.find_problem(0.4) is None
+
+
+def test_the_size_of_a_save_is_measured_while_its_folders_go(tmp_path, monkeypatch):
+    """Python 3.11's Path.glob raises in a folder that is removed while it is listed."""
+    part = tmp_path / "1.orbax" / "state"
+    part.mkdir(parents=True)
+    (part / "piece").write_bytes(bytes(10))
+    scandir = os.scandir
+
+    def of_a_folder_that_goes(path):
+        if os.fspath(path) == str(part):
+            raise FileNotFoundError(path)
+        return scandir(path)
+
+    before = size_of_save(tmp_path, 1)
+    (part / "piece").write_bytes(bytes(20))
+    assert size_of_save(tmp_path, 1) != before
+    monkeypatch.setattr(os, "scandir", of_a_folder_that_goes)
+    size_of_save(tmp_path, 1)
 
 
 KILLED = """
@@ -248,6 +284,36 @@ def save_slowly(folder, seconds):
 def test_a_save_of_three_times_its_bound_that_gets_on_is_whole(tmp_path):
     finished = run_processes(2, save_slowly, (tmp_path, 6.0))
     assert min(process.result for process in finished) > 6.0
+
+
+def save_interrupted(folder):
+    """Interrupt a save that waits for Orbax to begin; return the step restored, and whether it is what was saved."""
+    write, goes_on = checkpointer_module.call_orbax, threading.Event()
+
+    def interrupt(*args):
+        time.sleep(0.2)  # the main thread waits by now
+        _thread.interrupt_main()
+        assert goes_on.wait(30.0)
+        return write(*args)
+
+    checkpointer_module.call_orbax = interrupt
+    with TrainCheckpointer(folder, timeout=30.0) as checkpointer:
+        saved = state()
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.save(saved, None, 1)
+        goes_on.set()
+        checkpointer.wait()
+        restored, _, step = checkpointer.restore(saved)
+    same = all(
+        np.array_equal(one.data, other.data)
+        for one, other in zip(restored["w"].addressable_shards, saved["w"].addressable_shards, strict=True)
+    )
+    return step, same
+
+
+@pytest.mark.costly
+def test_a_save_that_is_interrupted_while_it_waits_goes_on(tmp_path):
+    assert [finished.result for finished in run_processes(2, save_interrupted, (tmp_path,))] == [(1, True)] * 2
 
 
 # Runs of jax-te train.

@@ -70,7 +70,7 @@ def load_peft(
             number.
 
     Raises:
-        ValueError: for a missing or damaged file; a field that changes numbers and is not followed, such as
+        ValueError: for a missing or damaged file; a field that changes numbers and is not supported, such as
             ``use_dora`` and ``modules_to_save``; a layer that has an adapter already; adapters of one kernel with
             different ranks or scales; a model that no architecture can represent. The model is then as before.
         CheckpointMismatchError: for tensors that are no adapters of the model's linear layers, or not those that
@@ -294,7 +294,7 @@ def _read_config(values: Mapping[str, Any], what: str, ignore: Collection[str]) 
     given = Fields({name: each for name, each in values.items() if not _is_nothing(each)}, what)
     kind = given.take("peft_type", str, REQUIRED)
     if kind != "LORA":
-        raise given.refused("peft_type", kind, "only 'LORA' is followed")
+        raise given.refused("peft_type", kind, "only 'LORA' is supported")
     given.skip(*_NO_NUMBERS.split())
     given.expect("bias", "none")
     # Others change the kernels that adapters are for.
@@ -343,7 +343,7 @@ def _pattern(given: Fields, what: str, name: str, kind: type) -> dict[str, Any]:
     values = Fields(found, what)
     for each in found:
         if not _LITERAL.fullmatch(each):
-            raise values.refused(each[:60], found[each], "only names of layers are followed, no other expressions")
+            raise values.refused(each[:60], found[each], "only names of layers are supported, no other expressions")
     return {each: values.take(each, kind, REQUIRED) for each in found}
 
 
@@ -355,7 +355,7 @@ def _check_said(config: _Config, matrices: Mapping[str, _Matrices], folder: Path
             lines.append(f"{module} is none of the layers that target_modules and its other fields choose")
         elif each.rank != config.rank_of(module):
             lines.append(f"{module} has rank {each.rank}, and r and rank_pattern say {config.rank_of(module)}")
-    _raise(lines, f"the adapters of {folder} are not those of its {ADAPTER_CONFIG}:")
+    _raise_if_any(lines, f"the adapters of {folder} are not those of its {ADAPTER_CONFIG}:")
 
 
 def _is_nothing(value: Any) -> bool:
@@ -381,7 +381,7 @@ def _matrices(tensors: Mapping[str, np.ndarray], folder: Path) -> dict[str, _Mat
             lines.append(f"{module} has lora_A {list(each['A'].shape)} and lora_B {list(each['B'].shape)}")
     if not tensors:
         lines.append("there are none")
-    _raise(lines, f"the tensors of {folder / ADAPTER_TENSORS} are not adapters:")
+    _raise_if_any(lines, f"the tensors of {folder / ADAPTER_TENSORS} are not adapters:")
     return {module: _Matrices(each["A"], each["B"]) for module, each in found.items()}
 
 
@@ -400,7 +400,7 @@ def _fitting(
         problems[name] = _problems(kernels, sizes, matrices, name)
         if not problems[name]:
             return kernels, sizes
-    _raise(problems[first], f"the adapters of {folder} are not those of this model:")
+    _raise_if_any(problems[first], f"the adapters of {folder} are not those of this model:")
     raise AssertionError  # the first architecture has problems, or would have been taken
 
 
@@ -419,7 +419,7 @@ def _problems(kernels: list[_Kernel], sizes: Sizes, matrices: Mapping[str, _Matr
     return lines
 
 
-def _raise(lines: list[str], what: str) -> None:
+def _raise_if_any(lines: list[str], what: str) -> None:
     if lines:
         more = f"\nand {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
         raise CheckpointMismatchError("\n".join([what, *(line[:300] for line in lines[:_SHOWN])]) + more)

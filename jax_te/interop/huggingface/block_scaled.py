@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 import ml_dtypes
@@ -51,13 +51,13 @@ class BlockScaled:
         return self.scale.astype(np.float32).repeat(_BLOCK, 0)[:rows].repeat(_BLOCK, 1)[:, :columns]
 
 
-Tensor = Any
+FolderTensor: TypeAlias = Any
 """An array, anything that ``np.asarray`` reads, a `BlockScaled` or a `PackedMXFP4`."""
 
 
 def read_block_scaled(
     values: dict[str, Any], stored: Mapping[str, np.ndarray], choice: Choice | None
-) -> dict[str, Tensor]:
+) -> dict[str, FolderTensor]:
     """Return the tensors of a folder, those in FP8 or MXFP4 together with their scales.
 
     Args:
@@ -83,12 +83,14 @@ def read_block_scaled(
     if method == "mxfp4":
         return _read_mxfp4(form, stored, choice)
     if method != "fp8":
-        raise form.refused("quant_method", said.get("quant_method"), "only 'fp8' and 'mxfp4' are followed")
+        raise form.refused("quant_method", said.get("quant_method"), "only 'fp8' and 'mxfp4' are supported")
     form.expect("fmt", "e4m3")
     form.expect("activation_scheme", "dynamic")
     form.expect("scale_fmt", "ue8m0", "float")  # how activations are scaled elsewhere; scales of weights are stored
     if form.take("weight_block_size", list, []) != [_BLOCK, _BLOCK]:
-        raise form.refused("weight_block_size", said.get("weight_block_size"), f"only [{_BLOCK}, {_BLOCK}] is followed")
+        raise form.refused(
+            "weight_block_size", said.get("weight_block_size"), f"only [{_BLOCK}, {_BLOCK}] is supported"
+        )
     # The tensors show which modules those are.
     form.take("modules_to_not_convert", list, [])
     form.take("ignored_layers", list, [])
@@ -100,7 +102,7 @@ def read_block_scaled(
             f"them as they are, under autocast(Float8BlockScaling(use_f32_scales=True)); got {choice!r}"
         )
     scales = {name.removesuffix(_SCALE): tensor for name, tensor in stored.items() if name.endswith(_SCALE)}
-    found: dict[str, Tensor] = {name: tensor for name, tensor in stored.items() if not name.endswith(_SCALE)}
+    found: dict[str, FolderTensor] = {name: tensor for name, tensor in stored.items() if not name.endswith(_SCALE)}
     wrong = sorted(scales.keys() ^ {name for name, tensor in stored.items() if tensor.dtype == _E4M3})
     lines = [f"{name} has {'no tensor in E4M3' if name in scales else f'no {_SCALE[1:]}'}" for name in wrong]
     for name in sorted(scales.keys() - set(wrong)):
@@ -115,7 +117,7 @@ def read_block_scaled(
     return found
 
 
-def _read_mxfp4(form: Fields, stored: Mapping[str, np.ndarray], choice: Choice | None) -> dict[str, Tensor]:
+def _read_mxfp4(form: Fields, stored: Mapping[str, np.ndarray], choice: Choice | None) -> dict[str, FolderTensor]:
     form.take("modules_to_not_convert", list, [])  # the tensors show which modules those are
     form.finish()
     if choice != "dequantize":
@@ -136,7 +138,7 @@ def _problem(data: np.ndarray, scale: np.ndarray) -> str:
     return "" if (np.isfinite(wide) & (wide > 0.0)).all() else "has scales that are not positive numbers"
 
 
-def hold_block_scaled(model: nnx.Module, entries: Mapping[str, Entry], tensors: Mapping[str, Tensor]) -> None:
+def hold_block_scaled(model: nnx.Module, entries: Mapping[str, Entry], tensors: Mapping[str, FolderTensor]) -> None:
     """Replace kernels of a model of shapes that keep FP8 tensors by quantized ones, under the ambient recipe.
 
     Raises:
@@ -151,7 +153,7 @@ def hold_block_scaled(model: nnx.Module, entries: Mapping[str, Entry], tensors: 
         if (entry := waiting.pop("/".join(map(str, path)), None)) is None:
             continue
         quantizer: Any = module.kernel_quantizer(kernel)
-        same = _is_followed(quantizer)
+        same = _has_block_scales(quantizer)
         pieces = [tensors[name] for name in entry.names]
         scales = [piece.scale for piece in pieces if isinstance(piece, BlockScaled)]
         why = "" if same else f"the recipe stores it as {quantizer}"
@@ -183,7 +185,7 @@ def _powers_of_two(scale: np.ndarray) -> bool:
 
 
 def reader(
-    path: str, entries: Mapping[str, Entry], tensors: Mapping[str, Tensor], sizes: Sizes
+    path: str, entries: Mapping[str, Entry], tensors: Mapping[str, FolderTensor], sizes: Sizes
 ) -> Callable[[Index, Any], np.ndarray]:
     """Return a function of an index and a dtype that reads this part of an array of the parameters.
 
@@ -239,7 +241,7 @@ def held_kernels(model: nnx.Module) -> dict[str, QuantizedKernel]:
     for path, module, name in quantizable_kernels(model):
         kernel, where = getattr(module, name).get_value(), "/".join(map(str, path))
         if isinstance(kernel, QuantizedKernel):
-            if kernel.is_opaque or not _is_followed(kernel.quantizer):
+            if kernel.is_opaque or not _has_block_scales(kernel.quantizer):
                 raise ValueError(
                     f"block_scaled='keep' writes FP8 with a scale for each block of {_BLOCK} x {_BLOCK}, and {where} "
                     f"is stored as {kernel.quantizer}; {_INSTEAD}"
@@ -274,5 +276,5 @@ def quantization_config(plain: list[str]) -> dict[str, Any]:
     return {**form, "weight_block_size": [_BLOCK, _BLOCK], "modules_to_not_convert": modules}
 
 
-def _is_followed(quantizer: Any) -> bool:
+def _has_block_scales(quantizer: Any) -> bool:
     return isinstance(quantizer, BlockQuantizer) and quantizer.two_dimensional and quantizer.dtype == _E4M3

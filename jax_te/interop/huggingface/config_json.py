@@ -99,7 +99,7 @@ class Fields:
         """Raise ValueError for a field with another value; absent and null stand for the first."""
         value = self._values.pop(name, None)
         if value is not None and not any(type(value) is type(each) and value == each for each in allowed):
-            raise self.refused(name, value, f"only {' or '.join(map(repr, allowed))} is followed")
+            raise self.refused(name, value, f"only {' or '.join(map(repr, allowed))} is supported")
 
     def skip(self, *names: str) -> None:
         """Skip fields without effect."""

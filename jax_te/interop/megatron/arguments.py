@@ -193,7 +193,7 @@ yarn_original_max_position_embeddings
 """.split()  # noqa: SIM905 - a list of hundreds of strings is hard to read
 )
 """Names in Megatron-LM's ``args``, those of its command line and those that it computes: of Megatron-Core 0.19.2, and
-the older ones that are followed."""
+the older ones that are supported."""
 
 
 def check_names(given: Iterable[str], known: Collection[str]) -> None:

@@ -180,11 +180,11 @@ def joined_experts(ranks: Sequence[Mapping[str, Any]], what: str) -> dict[str, A
     {'a.mlp.experts.linear_fc1.weight0': 1, 'a.mlp.experts.linear_fc1.weight1': 2}
     """
     joined = dict(ranks[0])
-    each = _experts_of_a_rank(ranks, what)
+    count = _experts_of_a_rank(ranks, what)
     for rank, tensors in enumerate(ranks):
         for name, tensor in tensors.items():
             if found := _EXPERT.fullmatch(name):
-                joined[f"{found[1]}{int(found[2]) + rank * each}"] = tensor
+                joined[f"{found[1]}{int(found[2]) + rank * count}"] = tensor
             elif rank and tensor_bits(tensor) != tensor_bits(ranks[0][name]):
                 raise CheckpointMismatchError(
                     f"{what}: {name[:200]} must be the same on all expert ranks, and differs on ranks 0 and {rank}; "
@@ -201,19 +201,19 @@ def _experts_of_a_rank(ranks: Sequence[Mapping[str, Any]], what: str) -> int:
     for name in ranks[0]:
         if found := _EXPERT.fullmatch(name):
             numbers.setdefault(found[1], set()).add(int(found[2]))
-    each = max((len(found) for found in numbers.values()), default=0)
-    gaps = [name for name, found in numbers.items() if found != {*range(each)}]
+    count = max((len(found) for found in numbers.values()), default=0)
+    gaps = [name for name, found in numbers.items() if found != {*range(count)}]
     differing = [
         f"{name[:200]} on rank {0 if name in ranks[0] else rank} alone"
         for rank, tensors in enumerate(ranks)
         for name in sorted(tensors.keys() ^ ranks[0].keys())
     ]
     if gaps or differing:
-        lines = [f"{name}N are not numbered from 0 to {each - 1}" for name in gaps] + differing
+        lines = [f"{name}N are not numbered from 0 to {count - 1}" for name in gaps] + differing
         raise CheckpointMismatchError(
             f"{what}: expert ranks must have the same tensors, and as many experts each: {'; '.join(lines[:8])}"
         )
-    return each
+    return count
 
 
 def tensor_bits(tensor: Any) -> tuple[str, tuple[int, ...], bytes]:

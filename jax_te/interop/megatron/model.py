@@ -140,7 +140,7 @@ def _read(given: Fields, options: Options) -> Options:
     if given.take("use_rotary_position_embeddings", bool, False):  # the older flag
         kind = "rope"
     if kind not in ("rope", "learned_absolute", "none"):
-        raise given.refused("position_embedding_type", kind, "rope, learned_absolute and none are followed")
+        raise given.refused("position_embedding_type", kind, "rope, learned_absolute and none are supported")
     base, percent = given.take("rotary_base", float, 10000.0), given.take("rotary_percent", float, 1.0)
     factor, scaled = given.take("rope_scaling_factor", float, 8.0), given.take("use_rope_scaling", bool, False)
     stretch = given.take("rotary_seq_len_interpolation_factor", float, 0.0)

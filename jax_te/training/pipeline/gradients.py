@@ -106,9 +106,9 @@ def pipelined_gradients(
         parts = [cut.split(dict(nnx.to_flat_state(part))) for part in (params, quantizers)]
         stacked, outer = [cut.stacked(layers) for layers, _ in parts], [others for _, others in parts]
         sums = on_stages(stacked, outer, batches, key, schedule_rows(schedule))
-        return jax.tree.leaves(_joined(cut, schedule, weighted, sums))
+        return jax.tree.leaves(_model_results(cut, schedule, weighted, sums))
 
-    like = _like(state)
+    like = _result_shapes(state)
     leaves = auto_region(run, [axes for _, _, axes in leaves_with_axes(like)])(
         state.params, state.quantizers, batches, key
     )
@@ -210,14 +210,14 @@ _READS_LAYERS = (
 )
 
 
-def _like(state: TrainState) -> tuple[Any, Flat, Flat]:
+def _result_shapes(state: TrainState) -> tuple[Any, Flat, Flat]:
     """Return shapes of loss, gradients and next quantizer states."""
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     params = {path: var.replace(shape(var.get_value().shape)) for path, var in nnx.to_flat_state(state.params)}
     return shape(()), params, dict(nnx.to_flat_state(state.quantizers))
 
 
-def _joined(cut: Cut, schedule: Schedule, weighted: bool, sums: Sums) -> tuple[Array, Flat, Flat]:
+def _model_results(cut: Cut, schedule: Schedule, weighted: bool, sums: Sums) -> tuple[Array, Flat, Flat]:
     """Return mean loss, mean gradients and next quantizer states of the model from all stages' sums, ``[p, ...]``."""
     total = jnp.sum(sums.loss)
     grads = cut.unstacked(sums.layers) | jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), sums.outer)

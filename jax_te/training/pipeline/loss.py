@@ -25,8 +25,7 @@ class PipelinedLoss:
     On a mesh with a ``pipeline`` axis `make_train_step` needs these. Everywhere else a `PipelinedLoss` is called like
     any other ``loss_fn`` and calls its parts in order.
 
-    The parts are traced as JAX traces any function, so they may raise, catch and call what they like. The layers'
-    parameters are on the stages of the layers: ``embed_inputs`` and ``compute_loss`` do not read them.
+    The layers' parameters are on the stages of the layers: ``embed_inputs`` and ``compute_loss`` do not read them.
 
     Args:
         embed_inputs: ``(model, batch, key) -> StackInput``, the layers' input, such as embedded tokens.

@@ -185,7 +185,7 @@ def _read_v2(given: Fields, options: Options) -> Options:
     given.expect("norm_topk_prob", False)  # transformers' class leaves probabilities as they are
     method, limited = given.take("topk_method", str, "greedy"), "group_limited_greedy"
     if method not in ("greedy", limited):
-        raise given.refused("topk_method", method, f"greedy and {limited} are followed")
+        raise given.refused("topk_method", method, f"greedy and {limited} are supported")
     groups, used = given.take("n_group", int, None), given.take("topk_group", int, None)
     grouped = method == limited
     return {
