@@ -144,6 +144,7 @@ def test_a_train_step_counts_and_moves_the_bias_and_evaluation_does_not(recipe):
     assert float(expert_metrics(state.model)["aux_loss"]) > 0.0
 
 
+@pytest.mark.costly("own")
 @pytest.mark.parametrize("kind", ["own", "megatron"])
 def test_generation_with_a_cache_is_that_without(kind):
     rngs, fields = nnx.Rngs(3), {"init_method_std": 0.3}

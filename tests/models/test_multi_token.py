@@ -168,6 +168,7 @@ def packed_batch() -> tuple[tuple[jax.Array, jax.Array, jax.Array], PackedSeqPar
     return (tokens, labels, jnp.where(inside, mask, 0.0)), PackedSeqParams(cu_seqlens_q=jnp.asarray(BORDERS))
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("form", ["gpt2", "llama"])
 def test_depths_stop_at_the_borders_of_packed_sequences(form: str) -> None:
     model, (arrays, packed) = build(form), packed_batch()

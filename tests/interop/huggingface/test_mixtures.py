@@ -406,6 +406,7 @@ def test_missing_tensors_of_an_expert_are_named(tmp_path: Path) -> None:
 # --- precision
 
 
+@pytest.mark.costly
 def test_recipes_and_rule_files_reach_experts_and_latents(tmp_path: Path) -> None:
     save_huggingface(model_of("DeepseekV3ForCausalLM"), tmp_path)
     tokens = jnp.arange(32, dtype=jnp.int32).reshape(2, 16)

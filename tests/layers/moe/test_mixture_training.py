@@ -110,6 +110,7 @@ def test_prepared_and_calibrated():
     assert model.router.expert_bias is expert_bias
 
 
+@pytest.mark.costly
 def test_kernel_gradients_may_wait():
     """Kernels' come later, and what the router counted at once, as those of its own parameters."""
     with autocast(DELAYED):
