@@ -527,8 +527,8 @@ def test_masks_without_effect_are_logged_once(caplog: pytest.LogCaptureFixture):
 def test_arguments_of_a_call():
     model = build(parallel_output=False)
     assert_bitwise(model(TOKENS, None, jnp.ones(1, bool), loss_mask=jnp.ones((B, S))), model(TOKENS))
-    with pytest.raises(ValueError, match=r"padding_mask must be None, got 1: models do not hand it to their experts"):
-        model(TOKENS, padding_mask=1)
+    with pytest.raises(ValueError, match="extra_block_kwargs must be None, got 1: the layers take no other arguments"):
+        model(TOKENS, extra_block_kwargs=1)
     with pytest.raises(TypeError, match="unexpected argument 'mask'"):
         model(TOKENS, mask=None)
     with jax.set_mesh(make_mesh(ParallelConfig(tensor=2))):
