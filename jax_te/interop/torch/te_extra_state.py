@@ -19,6 +19,8 @@ from jax_te.interop.torch.write_file import pickled
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 _VERSION = 1001
+# Megatron-Core puts a function of its own in the place of torch's, and pickles made beside it name that one.
+_READERS_OF_STORAGES = ("torch.storage._load_from_bytes", "megatron.core.safe_globals.safe_load_from_bytes")
 _RECIPE = "transformer_engine.common.recipe"
 _ARRAYS = {"scale_fwd": 1, "amax_history_fwd": 2, "scale_bwd": 1, "amax_history_bwd": 2}
 """Arrays of a state, and their axes."""
@@ -69,7 +71,7 @@ def read_extra_state(data: bytes, what: str) -> ExtraState | None:
     if not data:
         return None
     storage = functools.partial(_read_storage, what=what)
-    found = read_pickle(data, what, {**TENSOR_HANDLERS, "torch.storage._load_from_bytes": storage})
+    found = read_pickle(data, what, {**TENSOR_HANDLERS, **dict.fromkeys(_READERS_OF_STORAGES, storage)})
     if not isinstance(found, dict) or not _ARRAYS.keys() <= found.keys():
         return None
     arrays = {name: np.asarray(found[name]) for name in _ARRAYS}
