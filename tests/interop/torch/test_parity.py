@@ -150,13 +150,25 @@ def recipes(monkeypatch):
     monkeypatch.setitem(sys.modules, name, module)
 
 
+def put_megatrons_reader_of_storages(monkeypatch):
+    """Do what importing Megatron-Core does to torch, with a function of that name."""
+
+    def safe_load_from_bytes(data):
+        raise AssertionError("pickles are read without running what they name")
+
+    module = types.ModuleType("megatron.core.safe_globals")
+    module.safe_load_from_bytes = safe_load_from_bytes
+    safe_load_from_bytes.__module__, safe_load_from_bytes.__qualname__ = module.__name__, "safe_load_from_bytes"
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(torch.storage, "_load_from_bytes", safe_load_from_bytes)
+
+
 @pytest.mark.parametrize("beside_megatron", [False, True])
 @pytest.mark.parametrize("split", [False, True])
 def test_an_extra_state_that_pickle_wrote_is_read(split, beside_megatron, recipes, monkeypatch):
     """As ``get_extra_state`` makes it, and as Megatron splits it: columns of tensors, with the whole storage."""
-    if beside_megatron:  # which does this when it is imported
-        safe = pytest.importorskip("megatron.core.safe_globals")
-        monkeypatch.setattr(torch.storage, "_load_from_bytes", safe.safe_load_from_bytes)
+    if beside_megatron:
+        put_megatrons_reader_of_storages(monkeypatch)
     generator = torch.Generator().manual_seed(0)
     whole = {"scale_fwd": (6,), "amax_history_fwd": (4, 6), "scale_bwd": (4,), "amax_history_bwd": (4, 4)}
     state = {name: torch.rand(shape, generator=generator) for name, shape in whole.items()}
