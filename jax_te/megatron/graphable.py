@@ -214,7 +214,7 @@ def _refuse_microbatch(kwargs: dict[str, Any]) -> None:
     given = kwargs.pop("is_first_microbatch", None)
     if given is not None:
         raise ValueError(
-            f"is_first_microbatch={given!r} cannot be followed by a call that runs as a graph: set the module's "
+            f"is_first_microbatch={given!r} is not supported by a call that runs as a graph: set the module's "
             "current_microbatch, 0 for the first of a step, and leave the argument out"
         )
 
