@@ -192,7 +192,7 @@ class LoRA(nnx.Module):
             a, b = (variable.get_value().astype(jnp.float32) for variable in (lora_a, lora_b))
             exact = kernel.get_value()
             # Added in fp32 and rounded once.
-            update = self._product(a.ndim)(a, b)
+            update = self._update_of(a.ndim)(a, b)
             merged = exact.astype(jnp.float32) + self.scale * update
             kernel.set_value(merged.astype(exact.dtype))
             lora_b.set_value(jnp.zeros_like(lora_b.get_value()))
@@ -200,7 +200,7 @@ class LoRA(nnx.Module):
         self.base.frozen = False
         return self.base
 
-    def _product(self, axes: int) -> Callable[[Array, Array], Array]:
+    def _update_of(self, axes: int) -> Callable[[Array, Array], Array]:
         """Return a function of a kernel's two matrices, the first with so many axes, that returns their product."""
         # "highest", because a GPU's default for fp32 products is TensorFloat-32.
         multiply = functools.partial(jnp.tensordot, axes=1, precision="highest")
