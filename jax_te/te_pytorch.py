@@ -285,7 +285,7 @@ class GroupedLinear(layers.GroupedLinear):
         }
         for name, (given, why) in refused.items():
             if given:
-                raise ValueError(f"{name}=True cannot be followed by a GroupedLinear: {why}; leave it False")
+                raise ValueError(f"{name}=True is not supported by a GroupedLinear: {why}; leave it False")
         log_hints(
             ub_name=ub_name,
             single_grouped_weight=single_grouped_weight,
