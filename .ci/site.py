@@ -24,13 +24,15 @@ import shutil
 import sys
 import threading
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from pathlib import Path
 
 import axe_playwright_python
 from playwright.sync_api import Browser, Page, sync_playwright
 
+BROWSERS = 2  # that look at pages at the same time, each of which keeps about one core busy
 WIDTHS = (1400, 390)
 MAX_HEIGHT = 8000
 ANY_HEIGHT = ("api/", "parity", "genindex", "py-modindex")  # beginnings of names: indexes and reference pages
@@ -154,7 +156,7 @@ def check_access(page: Page, name: str) -> Iterator[str]:
 
 
 def check_pages(browser: Browser, address: str, names: list[str]) -> Iterator[str]:
-    """Yield the findings of every page at every width."""
+    """Yield the findings of these pages at every width."""
     axe = Path(axe_playwright_python.__file__).with_name("axe.min.js").read_text(encoding="utf-8")
     for width in WIDTHS:
         page = browser.new_page(viewport={"width": width, "height": 900}, reduced_motion="reduce")
@@ -186,6 +188,15 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
         pass
 
 
+def in_browser(check: Callable[..., Iterator[str]], chromium: str, *arguments: object) -> list[str]:
+    """Return the findings of a check, which runs with a browser of its own: Playwright's are of one thread."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])  # root has no sandbox
+        findings = list(check(browser, *arguments))
+        browser.close()
+    return findings
+
+
 def main(site: Path, *beginnings: str) -> int:
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if chromium is None:
@@ -193,16 +204,17 @@ def main(site: Path, *beginnings: str) -> int:
         return 1
     handler = functools.partial(QuietHandler, directory=str(site))
     names = [name for name in pages_of(site) if name.startswith(beginnings or "")]
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, sync_playwright() as playwright:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, ThreadPoolExecutor(BROWSERS + 1) as pool:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])  # root has no sandbox
         address = f"http://127.0.0.1:{server.server_port}"
-        checks = (check_references(site), check_pages(browser, address, names), check_search(browser, address))
+        # Every second page for each of two browsers, since neighbours, such as those of api/, take about as long.
+        looks = [(check_pages, chromium, address, names[first::BROWSERS]) for first in range(BROWSERS)]
+        looks.append((check_search, chromium, address))
+        futures = [pool.submit(in_browser, *look) for look in looks]
         count = 0
-        for finding in itertools.chain(*checks):
+        for finding in itertools.chain(check_references(site), *(future.result() for future in futures)):
             print(finding, flush=True)
             count += 1
-        browser.close()
         server.shutdown()
     print(f"{len(names)} pages, {count} findings")
     return 1 if count else 0

@@ -1,6 +1,6 @@
 """Errors of FP8 attention against fp64 by position, beside those of bf16 attention, at up to 32,768 positions.
 
-``python -m tests.support.fp8_attention_positions 2048 8192 32768`` prints the table of docs/attention_fp8.md.
+``python -m tests.support.fp8_attention_positions 2048 8192 32768`` prints the table of docs/attention_fp8_errors.md.
 
 Each is computed a chunk of queries at a time, in NumPy. The steps of FP8 are those of `jax_te.ops.xla.attention_fp8`,
 with which tests/ops/attention/test_fp8_positions.py compares them, under delayed scaling in a steady state: each scale

@@ -187,7 +187,7 @@ def test_gradients_are_e4m3_under_each_format(recipe, role):
 
 @pytest.mark.parametrize(("inputs", "better"), [("normal", E4M3), ("tiny", E5M2)])
 def test_what_e4m3_gradients_cost(inputs, better):
-    """Smaller errors than E5M2's, but where sizes differ much within a tensor: see docs/attention_fp8.md."""
+    """Smaller errors than E5M2's, but where sizes differ much within a tensor: see docs/attention_fp8_errors.md."""
     of_e4m3, of_e5m2 = errors(inputs, 2048, E4M3), errors(inputs, 2048, E5M2)
     for four, five in zip(of_e4m3, of_e5m2, strict=True):
         assert four < five if better is E4M3 else five < 0.2 < 0.5 < four

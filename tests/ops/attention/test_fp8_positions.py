@@ -1,4 +1,4 @@
-"""Errors of FP8 attention by position: the chunked computation behind the table of docs/attention_fp8.md."""
+"""Errors of FP8 attention by position: the chunked computation behind the table of docs/attention_fp8_errors.md."""
 
 from __future__ import annotations
 
