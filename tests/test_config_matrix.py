@@ -37,8 +37,6 @@ from jax_te.recipe import autocast
 from jax_te.sharding import make_mesh
 from jax_te.training import abstract_train_state, make_train_step
 
-pytestmark = pytest.mark.costly
-
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
 BATCH, SEQUENCE, VOCABULARY = 4, 8, 32
 Fields = dict[str, Any]
@@ -455,6 +453,7 @@ def test_every_field_has_a_row():
 KINDS = (TransformerConfig, MLATransformerConfig)
 
 
+@pytest.mark.slow  # half a second for each field
 @pytest.mark.parametrize(("kind", "name"), CASES, ids=[name for _, name in CASES])
 def test_a_field_is_followed_or_logged_or_refused(kind, name, caplog):
     row = (MULTI_HEAD | LATENT)[name]

@@ -144,8 +144,7 @@ def test_a_train_step_counts_and_moves_the_bias_and_evaluation_does_not(recipe):
     assert float(expert_metrics(state.model)["aux_loss"]) > 0.0
 
 
-@pytest.mark.costly("own")
-@pytest.mark.parametrize("kind", ["own", "megatron"])
+@pytest.mark.parametrize("kind", [pytest.param("own", marks=pytest.mark.slow), "megatron"])
 def test_generation_with_a_cache_is_that_without(kind):
     rngs, fields = nnx.Rngs(3), {"init_method_std": 0.3}
     model = gpt(rngs, **fields) if kind == "own" else MegatronGPTModel(config(**fields), None, V, 2 * S, rngs=rngs)
@@ -183,7 +182,7 @@ def of_padded(kind, tokens, **fields):
     return float(loss), {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(gradients)}
 
 
-@pytest.mark.costly("megatron", "recomputed in a loop")
+@pytest.mark.costly("megatron", slow=["recomputed in a loop"])
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
@@ -202,7 +201,7 @@ def test_padding_changes_neither_losses_counts_nor_other_tokens(kind, fields):
     assert float(expected[1][path][:E].sum()) == TOPK * int(np.sum(~PADDING))
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["own-auto", "megatron-explicit"])
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 @pytest.mark.parametrize("kind", ["own", "megatron"])
 def test_padding_on_a_mesh_is_that_of_one_device(kind, axis_type):
@@ -306,7 +305,7 @@ def after_steps(frequency, *, mesh=None, **fields):
         )
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["[0, 1, 0, 1]", "[0, 0, 1, 1, 1]"])
 @pytest.mark.parametrize("frequency", [[0, 1, 0, 1], [0, 1, 1, 1], [0, 0, 1, 1, 1]], ids=str)
 def test_stages_of_a_pipeline_have_dense_layers_and_layers_with_experts(frequency):
     """Stages that differ each compute the layers that both have, and the others' kinds, which they leave out."""
@@ -331,7 +330,7 @@ def test_experts_on_another_number_of_devices_than_the_mesh_has_are_refused():
                 call()
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["own-fields0", "own-fields2", "megatron-fields1"])
 @pytest.mark.parametrize("fields", [{}, {"moe_token_dispatcher_type": "alltoall"}, {"expert_tensor_parallel_size": 1}])
 @pytest.mark.parametrize("kind", ["own", "megatron"])
 def test_experts_on_several_devices_compute_what_one_device_does(kind, fields):

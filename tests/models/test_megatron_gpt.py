@@ -214,7 +214,7 @@ def test_in_fp8_loss_and_next_states_are_a_gpts(recipe: str):
         assert_close(state, same, 64 * EPS, what=str(path))
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["llama-delayed-auto", "gpt2-none-explicit"])
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize(("form", "recipe"), [("llama", "delayed"), ("gpt2", "none")])
 def test_on_a_mesh_of_tensor_and_sequence_parallelism(form: str, recipe: str, mode: Any):
@@ -357,7 +357,7 @@ def stages(form: str, **fields: Any) -> tuple[Any, list[Any]]:
     return build(form, **options), [build(form, **options, **stage) for stage in STAGES]
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["llama-none"])
 @pytest.mark.wide("gpt2-delayed", "llama-none")
 @pytest.mark.parametrize("recipe", ["none", "delayed"])
 @pytest.mark.parametrize("form", FORMS)

@@ -168,7 +168,7 @@ def packed_batch() -> tuple[tuple[jax.Array, jax.Array, jax.Array], PackedSeqPar
     return (tokens, labels, jnp.where(inside, mask, 0.0)), PackedSeqParams(cu_seqlens_q=jnp.asarray(BORDERS))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["gpt2", "llama"])
 def test_depths_stop_at_the_borders_of_packed_sequences(form: str) -> None:
     model, (arrays, packed) = build(form), packed_batch()
@@ -338,7 +338,7 @@ MESHES: list[Any] = [
 ]
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["zigzag-auto", "chunks-explicit", "fsdp-auto", "sequence-explicit"])
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 @pytest.mark.parametrize(("axes", "fields", "chunks"), MESHES, ids=["fsdp", "sequence", "zigzag", "chunks"])
 def test_a_mesh_computes_what_one_device_does(axes: Any, fields: Any, chunks: int, axis_type: Any) -> None:
@@ -355,10 +355,12 @@ def test_a_mesh_computes_what_one_device_does(axes: Any, fields: Any, chunks: in
     assert_gradients(on_mesh[1], jax.tree.map(np.asarray, grads))
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["context-explicit", "fsdp-auto", "tensor-explicit", "tensor-auto"])
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 @pytest.mark.parametrize(
-    "axes", [{"data": 2, "context": 4}, {"fsdp": 2, "context": 2, "tensor": 2}, {"data": 4, "tensor": 2}], ids=str
+    "axes",
+    [{"data": 2, "context": 4}, {"fsdp": 2, "context": 2, "tensor": 2}, {"data": 4, "tensor": 2}],
+    ids=["context", "fsdp", "tensor"],
 )
 def test_packed_rows_on_a_mesh_are_those_of_one_device(axes: Any, axis_type: Any) -> None:
     """A sequence and its border lie on several devices, in zig-zag order."""
@@ -376,7 +378,7 @@ def test_packed_rows_on_a_mesh_are_those_of_one_device(axes: Any, axis_type: Any
     assert_gradients(on_mesh[1], jax.tree.map(np.asarray, grads))
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["rows"])
 @pytest.mark.parametrize("pack", [False, True], ids=["rows", "packed rows"])
 def test_a_pipeline_trains_as_one_device(pack: bool) -> None:
     def borders(batch: Any) -> dict[str, Any]:

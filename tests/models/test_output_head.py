@@ -202,7 +202,7 @@ def test_a_tied_tables_gradient_is_the_sum_of_the_embeddings_and_the_heads() -> 
     assert_close(one["embedding"]["embedding"][...], expected, 2 * TOLERANCE["float32"])
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["megatron"])
 @pytest.mark.parametrize("kind", ["gpt, tied", "megatron"])
 def test_microbatches_read_a_kernel_that_is_quantized_once(kind: str) -> None:
     seen = []
@@ -342,7 +342,7 @@ def test_what_is_refused_says_what_to_change() -> None:
             build(kind, execution=Execution(loss_chunks=2))
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["gpt"])
 @pytest.mark.parametrize("kind", ["gpt, tied", "gpt", "megatron"])
 def test_adapters_on_the_head_train(kind: str) -> None:
     def adapted(rngs: nnx.Rngs) -> Any:

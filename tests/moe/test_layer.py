@@ -141,11 +141,13 @@ def run(layer: MoELayer, data: Data) -> tuple[Any, Any, Any, Any]:
 
 DEFAULT = (9, 18, 31)
 """Cases with an expert bias, several losses and quantiles, in the default run: each compiles for some seconds."""
+COSTLY = (0, 10, 14, 15, 16, 24, 26, 29, 33, 34)
+"""Cases that CI runs beside these; the others are slow."""
 MARKED = [
     pytest.param(
         case,
         id=case_id({"case": number, **cover.differences(case)}),
-        marks=[] if number in DEFAULT else pytest.mark.costly,
+        marks=[] if number in DEFAULT else pytest.mark.costly if number in COSTLY else pytest.mark.slow,
     )
     for number, case in enumerate(CASES)
 ]

@@ -94,7 +94,7 @@ def test_every_dispatcher_gives_one_devices_gradients(sizes: Any, dispatcher: An
 MASK = jnp.arange(S)[None] >= jnp.array([3, 5, 8, 8, 8, 8, 7, 8])[:, None]  # True for padding
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["data-tensor-allgather", "fsdp-context-allgather"])
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
 @pytest.mark.parametrize(
     "sizes",
@@ -182,6 +182,14 @@ LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.costly(
     *(f"{name}-auto" for name in LAYERS if name not in ("probs on input", "capacity by probs")),
     *(f"{name}-explicit" for name in LAYERS),
+    slow=[
+        "capacity by position-explicit",
+        "groups-auto",
+        "losses of sequences-explicit",
+        "sinkhorn-explicit",
+        "quantiles-auto",
+        "shared and latent-auto",
+    ],
 )
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 @pytest.mark.parametrize("name", LAYERS)
@@ -202,7 +210,7 @@ def test_recomputation_changes_nothing_on_a_mesh(module: Any) -> None:
     assert_same(found, one_device())
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["auto"])
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 def test_adapters_run_on_their_experts_devices(axis_type: Any) -> None:
     def adapted() -> Any:
@@ -392,7 +400,7 @@ def trained(sizes: dict[str, int] | None, *, recipe: Any = None, dtype: Any = jn
     return state
 
 
-@pytest.mark.costly("summands", "fp8_param")
+@pytest.mark.costly("fp8_param", slow=["summands"])
 @pytest.mark.parametrize(
     ("options", "recipe"),
     [

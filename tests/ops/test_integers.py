@@ -222,7 +222,8 @@ QUICK = ("a label that is ignored-uint8", "lengths-int8", "packed sequences-int8
 
 
 @pytest.mark.costly(
-    *(case for name in CASES for dtype in ("int8", "uint8") if (case := f"{name}-{dtype}") not in QUICK)
+    *(case for name in CASES for dtype in ("int8", "uint8") if (case := f"{name}-{dtype}") not in QUICK),
+    slow=["T5-int8", "T5-uint8", "GPT-uint8", "BERT-uint8", "BERT-int8"],
 )
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
 @pytest.mark.parametrize("name", CASES)

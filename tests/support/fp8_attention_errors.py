@@ -1,6 +1,7 @@
 """Cost of E4M3 gradients in FP8 attention: their errors against fp64, beside those of E5M2 gradients.
 
-``python -m tests.support.fp8_attention_errors`` prints the table of docs/attention_fp8_errors.md, in NumPy, in some minutes.
+``python -m tests.support.fp8_attention_errors`` prints the table of docs/attention_fp8_errors.md, in NumPy,
+in some minutes.
 """
 
 from __future__ import annotations

@@ -218,28 +218,30 @@ CASES = {
 
 
 @pytest.mark.costly(
-    "data",
     "weighted microbatches",
-    "fp32 kernels",
-    "quantized kernels",
-    "stacked",
-    "explicit, stacked",
     "context",
-    "axes of Flax",
-    "by the compiler",
     "by the compiler, explicit",
     "rules of the loss",
-    "shard_map of the loss",
-    "pipeline",
-    "zero bubble of stacks",
-    "gpipe, weighted",
     "zero bubble, blocks",
-    "zero bubble",
     "stages of stacks",
     "delayed",
     "explicit",
-    "fsdp alone",
-    "kernel read by the loss",
+    slow=[
+        "stacked",
+        "pipeline",
+        "zero bubble",
+        "by the compiler",
+        "zero bubble of stacks",
+        "quantized kernels",
+        "gpipe, weighted",
+        "kernel read by the loss",
+        "fp32 kernels",
+        "data",
+        "explicit, stacked",
+        "shard_map of the loss",
+        "fsdp alone",
+        "axes of Flax",
+    ],
 )
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_the_same(case):
@@ -274,7 +276,7 @@ def test_devices_add_up_kernels_once(schedule, distributed):
         assert sums() == [expected, 0]
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["data=2"])
 @pytest.mark.parametrize("mesh", ["data=2", "data=2,fsdp=2"])
 def test_the_sum_over_devices_is_in_wgrad_dtype(mesh):
     """And that over microbatches in fp32: the program as it is lowered."""

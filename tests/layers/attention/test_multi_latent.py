@@ -107,7 +107,7 @@ def test_decoding_from_latents_is_the_full_forward(kind: str) -> None:
 RECIPES = [DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling(), NVFP4BlockScaling()]
 
 
-@pytest.mark.costly("delayed", "block", "mxfp8", "nvfp4")
+@pytest.mark.costly("delayed", "block", slow=["mxfp8", "nvfp4"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_a_recipe_quantizes_all_five_gemms(recipe: Any) -> None:
     sizes = LatentAttentionOptions(
@@ -151,7 +151,15 @@ MESHES = [
 ]
 
 
-@pytest.mark.costly
+@pytest.mark.costly(
+    slow=[
+        "context-tensor-data-cp_comm_type-sequence_parallel-auto",
+        "fsdp-tensor-plain-explicit",
+        "data-tensor-sequence_parallel-auto",
+        "context-data-cp_comm_type0-explicit",
+        "context-data-cp_comm_type1-auto",
+    ]
+)
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 @pytest.mark.parametrize(("axes", "options"), MESHES, ids=lambda case: "-".join(case) or "plain")
 def test_a_mesh_computes_what_one_device_does(axes: dict[str, int], options: dict[str, Any], axis_type: Any) -> None:

@@ -125,7 +125,7 @@ def test_shared_experts_see_every_token():
     assert isinstance(shared, SharedExperts)
 
 
-@pytest.mark.costly("modules0", "modules2", "modules3")
+@pytest.mark.costly("modules0", slow=["modules2", "modules3"])
 @pytest.mark.parametrize("modules", [("moe",), ("moe_act",), ("shared_experts",), ("moe_act", "shared_experts")])
 def test_recomputation_changes_nothing_and_counts_once(modules):
     router = {"score_function": "sigmoid", "enable_expert_bias": True, "aux_loss_coeff": 0.1}
@@ -137,7 +137,7 @@ def test_recomputation_changes_nothing_and_counts_once(modules):
     assert np.sum(plain[2]["router"]["expert_bias"]) == 2 * B * S
 
 
-@pytest.mark.costly("recipe1", "recipe2")
+@pytest.mark.costly("recipe2", slow=["recipe1"])
 @pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=2), Float8CurrentScaling(), Float8BlockScaling()])
 def test_recipes(recipe):
     """Close to high precision, with rows aligned for the recipe, and each expert's state its own."""

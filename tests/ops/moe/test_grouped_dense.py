@@ -161,7 +161,7 @@ def test_on_hopper_a_gemm_of_one_quantized_operand_runs_in_xla(recipe, monkeypat
         assert_close(dkernel[group], dkernel_own, TOLERANCE["float32"], what="dkernel")
 
 
-@pytest.mark.costly("block-True", "current-False", "custom-False", "delayed-True", "mxfp8-False", "nvfp4-True")
+@pytest.mark.costly("block-True", "current-False", "delayed-True", "mxfp8-False", slow=["nvfp4-True", "custom-False"])
 @pytest.mark.wide
 @pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize("name", RECIPES)
@@ -190,7 +190,7 @@ def test_a_group_is_dense_on_its_rows(name, aligned):
     assert not np.asarray(dx)[padding].any()
 
 
-@pytest.mark.costly("high precision", "current", "mxfp8", "custom", "delayed", "nvfp4")
+@pytest.mark.costly("high precision", "current", "mxfp8", "custom", "delayed", slow=["nvfp4"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_one_group_is_dense_bitwise(name):
     recipe = RECIPES[name]
@@ -324,7 +324,7 @@ def test_a_gated_kernel_has_an_axis_of_components():
         assert_close(mine.reshape(expected.shape), expected, TOLERANCE["bfloat16"])
 
 
-@pytest.mark.costly("block", "nvfp4")
+@pytest.mark.costly("block", slow=["nvfp4"])
 @pytest.mark.parametrize("name", ["delayed", "block", "nvfp4"])
 def test_kernels_quantized_before_the_call_give_the_same_bits(name):
     recipe = RECIPES[name]
