@@ -494,7 +494,7 @@ def linen_losses(model: Any, tx: Any) -> tuple[Any, list[float]]:
     return state, losses
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["one device"])
 @pytest.mark.parametrize("on_mesh", [False, True], ids=["one device", "mesh"])
 def test_a_plain_linen_model_trains_in_fp8_as_in_bf16(on_mesh, as_users_run_flax):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2) if on_mesh else None
@@ -513,7 +513,7 @@ def test_a_plain_linen_model_trains_in_fp8_as_in_bf16(on_mesh, as_users_run_flax
     assert isinstance(state, TrainState)
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["one device"])
 @pytest.mark.parametrize("on_mesh", [False, True], ids=["one device", "mesh"])
 def test_a_plain_nnx_model_trains_in_fp8_as_in_bf16(on_mesh, as_users_run_flax):
     # Flax asks for a mesh where parameters name axes.

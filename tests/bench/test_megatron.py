@@ -431,7 +431,7 @@ def test_stages_without_replicas_have_nothing_to_overlap(capsys, stand_in):
     assert [line["reduction"]["overlap_grad_reduce"] for line in stand_in() if "reduction" in line] == [False, False]
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["True"])
 @pytest.mark.parametrize("split", [False, True])
 def test_replicas_split_the_state_where_those_of_jax_te_do(capsys, stand_in, split):
     options = ["--distributed-optimizer", "--wgrad-dtype", "bfloat16"] if split else []

@@ -133,13 +133,11 @@ OTHERS = [("BTNH,NHD->BTD", recipe) for recipe in (DELAYED, Float8BlockScaling()
 
 
 @pytest.mark.costly(
-    "...F,NHF->...NH-current",
     "BSD,CKDH->CBSKH-current",
-    "BTD,NDH->BTNH-current",
     "BTD,SNDH->SBTNH-current",
     "BTNH,NHD->BTD-block",
     "...F,NFH->...NH-current",
-    "BTNH,NHD->BTD-current",
+    slow=["BTD,NDH->BTNH-current", "BTNH,NHD->BTD-current", "...F,NHF->...NH-current"],
 )
 @pytest.mark.parametrize(
     ("equation", "recipe"),

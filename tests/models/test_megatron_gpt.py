@@ -190,7 +190,7 @@ def test_a_checkpoint_of_megatron_loads_and_gives_a_gpts_values(form: str):
     assert_close(one.mean(), expected, 8 * EPS)
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["current"])
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_in_fp8_loss_and_next_states_are_a_gpts(recipe: str):
     """The same bits reach every GEMM, so that nothing has to be tolerated beyond the order of fp32 sums."""

@@ -117,7 +117,7 @@ CASES = [
 ]
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["delayed-uniform 2"])
 @pytest.mark.wide("delayed-uniform 2", "delayed-all modules", "delayed-save_quantized")
 @pytest.mark.parametrize(("recipe", "way"), CASES)
 def test_nothing_changes_with_dropout_on(recipe: str, way: str) -> None:

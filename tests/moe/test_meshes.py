@@ -154,7 +154,10 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.costly(*(name for name in CASES if name not in ("within fsdp", "whole sequences")))
+@pytest.mark.costly(
+    *(name for name in CASES if name not in ("within fsdp", "whole sequences")),
+    slow=["within data", "experts whole along tensor"],
+)
 @pytest.mark.parametrize("name", CASES)
 def test_axes_may_be_named_in_every_way(name: str) -> None:
     sizes, rules, options = CASES[name]

@@ -335,7 +335,7 @@ def lower(
         step.lower(abstract_train_state(build, tx, **options), jnp.zeros((4, SEQUENCE + 1), jnp.int32))
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["1f1b"])
 @pytest.mark.parametrize("pipeline", ["1f1b", "zero_bubble"])
 def test_stages_may_differ_in_precision(pipeline):
     first = gpt(first_last_layers_bf16=True, num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=0)
@@ -451,7 +451,7 @@ OTHER_MODELS = {
 }
 
 
-@pytest.mark.costly("bert-1f1b", "t5-zero_bubble")
+@pytest.mark.costly("bert-1f1b", slow=["t5-zero_bubble"])
 @pytest.mark.parametrize("pipeline", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize("kind", OTHER_MODELS)
 def test_other_models_train_to_one_devices_losses(kind, pipeline):

@@ -249,7 +249,7 @@ WITHOUT: dict[str, Callable[[], tuple[Callable[..., jax.Array], tuple[Any, ...]]
 }
 
 
-@pytest.mark.costly("transformer_layer", "attention", "cross-entropy of chunks", "layernorm_mlp", "linear")
+@pytest.mark.costly("attention", "cross-entropy of chunks", "layernorm_mlp", "linear", slow=["transformer_layer"])
 @pytest.mark.parametrize("name", WITHOUT)
 def test_without_a_recipe_they_are_right(name: str) -> None:
     second(*WITHOUT[name]())

@@ -150,13 +150,12 @@ def test_equal_nans_and_zeros_of_either_sign_are_no_change():
 
 
 @pytest.mark.costly(
-    "mxfp8-Optimizer",
-    "block-Optimizer",
     "delayed-make_train_step",
     "current-Optimizer",
     "mxfp8-make_train_step",
     "block-make_train_step",
     "delayed-Optimizer",
+    slow=["mxfp8-Optimizer", "block-Optimizer"],
 )
 @KINDS
 @pytest.mark.parametrize(

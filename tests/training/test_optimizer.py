@@ -46,7 +46,7 @@ def train(model: Any, optimizer: Any, x: jax.Array) -> jax.Array:
     return loss
 
 
-@pytest.mark.costly("explicit mesh", "parameters in FP8")
+@pytest.mark.costly("parameters in FP8", slow=["explicit mesh"])
 @pytest.mark.wide("parameters in FP8", "explicit mesh")
 @pytest.mark.parametrize(
     ("dtype", "recipe", "fp8_param", "mesh"),

@@ -39,7 +39,7 @@ def assert_same(one, two, tolerance=0.0):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.costly("gelu-False", "gelu-True", "swiglu-False")
+@pytest.mark.costly("gelu-True", "swiglu-False", slow=["gelu-False"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", ["gelu", "swiglu"])
 def test_equal_experts_are_one_dense_layer(name, bias):

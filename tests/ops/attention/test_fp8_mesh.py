@@ -51,7 +51,7 @@ def run(recipe: Any, qkv: Any, state: Any, do: Any, **options: Any) -> tuple[Any
     return quick_jit(lambda qkv, state, do: with_vjp(attend, (qkv, state), do))(qkv, state, do)
 
 
-@pytest.mark.costly("auto-whole", "auto-forward", "explicit-delayed", "explicit-whole", "explicit-forward")
+@pytest.mark.costly("auto-whole", "explicit-delayed", "explicit-forward", slow=["auto-forward", "explicit-whole"])
 @pytest.mark.parametrize("name", ["delayed", "whole", "forward"])
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 def test_heads_and_examples_split(mode, name):
@@ -111,7 +111,7 @@ def split(
     return back(out), jax.tree.map(back, gradients), jax.tree.map(host, after)
 
 
-@pytest.mark.costly("zigzag-delayed", "zigzag-forward", "natural-whole", "zigzag-whole")
+@pytest.mark.costly("zigzag-forward", "zigzag-whole", slow=["natural-whole", "zigzag-delayed"])
 @pytest.mark.parametrize("name", ["delayed", "whole", "forward"])
 @pytest.mark.parametrize("zigzag", [False, True], ids=["natural", "zigzag"])
 def test_a_split_sequence(name, zigzag):
@@ -138,7 +138,7 @@ def test_a_split_sequence(name, zigzag):
             np.testing.assert_array_equal(next_state[role]["amax_history"], after[role]["amax_history"])
 
 
-@pytest.mark.costly("zigzag-delayed", "zigzag-forward", "natural-whole", "natural-forward", "zigzag-whole")
+@pytest.mark.costly("zigzag-delayed", "zigzag-forward", "natural-whole", slow=["natural-forward", "zigzag-whole"])
 @pytest.mark.parametrize("name", ["delayed", "whole", "forward"])
 @pytest.mark.parametrize("zigzag", [False, True], ids=["natural", "zigzag"])
 def test_a_sequence_exchanged_for_heads(name, zigzag):
@@ -173,10 +173,9 @@ RINGS = {
 
 @pytest.mark.costly(
     "natural-causal-delayed",
-    "natural-causal-group",
-    "zigzag-causal-forward",
     "four-no_mask-delayed",
     "groups-causal-group",
+    slow=["natural-causal-group", "zigzag-causal-forward"],
 )
 @pytest.mark.parametrize(
     ("ring", "mask_type", "name"),
