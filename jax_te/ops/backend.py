@@ -275,8 +275,8 @@ def _parts(
     by_quantized = _runner_of_quantized(op, backend, precision, dtype)
     if any(quantizer is not None for quantizer in precision.quantizers):
         parts["quantization"] = by_quantized
-    for gemm, overridden in zip(GEMMS, precision.overridden, strict=True):
-        if ("quantization" in parts and not overridden) or op == "grouped_dense":
+    for gemm in GEMMS:
+        if ("quantization" in parts and not precision.runs_unquantized(gemm)) or op == "grouped_dense":
             parts[gemm] = by_quantized
         else:
             # TE rounds fp32 operands to TF32, and gives results in the operands' dtype.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from jax_te.ops.sharded_vjp import Shards
-from jax_te.quantize import ROLES, GemmState, Precision, QuantizedKernel, ambient_observer
+from jax_te.quantize import ROLES, GemmState, Precision, QuantizedKernel, TensorRole, ambient_observer
 from jax_te.sharding import (
     REPLICATED,
     Dims,
@@ -116,6 +116,13 @@ class Plan:
         """PartitionSpec of an array with one entry for each device in front."""
         return PartitionSpec(self.device_axes)
 
+    def gathered(self, role: TensorRole) -> Dims:
+        """Return the mesh axes along which an operand is all-gathered before its GEMMs, for each of its dimensions.
+
+        The gradient of an output that was reduce-scattered is all-gathered along the same axes.
+        """
+        return {"x": self.x_all_gather, "kernel": self.kernel_all_gather, "grad": self.out_reduce_scatter}[role]
+
     def without_mesh(self, reason: str | None) -> Plan:
         """Return the plan that leaves the op to the compiler because of ``reason``; None: the plan itself."""
         return self if reason is None or self.mesh is None else _partitioned(reason)
@@ -218,8 +225,7 @@ def plan_of_dims(
         out_spec=partition_spec(out),
     )
     # Shards that an all-gather joins have one scale.
-    joined = zip(ROLES, (plan.x_all_gather, plan.kernel_all_gather, plan.out_reduce_scatter), strict=True)
-    shared = (free_axes(mesh) if precision.of(role).whole_amax else flat(dims) for role, dims in joined)
+    shared = (free_axes(mesh) if precision.of(role).whole_amax else flat(plan.gathered(role)) for role in ROLES)
     plan = replace(plan, scale_axes=tuple(shared))
     # Only an axis that the other operand of a GEMM is split over can be gathered or scattered between the GEMMs:
     # any other would leave devices with shards of different products.

@@ -28,7 +28,7 @@ from jax_te.quantize import (
     precision_of,
     scales_are_frozen,
 )
-from jax_te.recipe import GEMMS, Recipe
+from jax_te.recipe import Recipe
 from jax_te.sharding import REPLICATED, Dims
 from jax_te.typing import Array, BackendName, DTypeLike
 
@@ -314,7 +314,7 @@ def _kernel_all_gather(layer: Layer, plan: Plan, precision: Precision) -> Dims:
 
 def _saves_original(options: LinearOptions, precision: Precision) -> bool:
     """Return whether the input itself is the residual: where the kernel gradient's GEMM reads its quantized values."""
-    wgrad_is_quantized = precision.x.quantizer is not None and not precision.overridden[GEMMS.index("wgrad")]
+    wgrad_is_quantized = precision.x.quantizer is not None and not precision.runs_unquantized("wgrad")
     return options.save_original_input and wgrad_is_quantized
 
 
