@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jax_te.sharding.rules import entry_axes
+
 SHOWN = 8
 """Maximum number of devices listed for one shard; longer lists are abbreviated."""
 
@@ -21,7 +23,7 @@ def mesh_axes_of(spec: PartitionSpec, ndim: int) -> tuple[tuple[str, ...], ...]:
     (('data', 'fsdp'), (), ('tensor',), ())
     """
     entries = (*spec, *(None,) * (ndim - len(spec)))
-    return tuple(() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in entries)
+    return tuple(map(entry_axes, entries))
 
 
 def draw_layout(spec: PartitionSpec, mesh_shape: Mapping[str, int], devices: Sequence[Any]) -> str:

@@ -22,6 +22,7 @@ from jax_te.sharding import (
     flat,
     free_axes,
     gathered_axes,
+    indivisible_reason,
     local_shape,
     logical_to_spec,
     mesh_dims,
@@ -241,8 +242,8 @@ def plan_of_dims(
         return _partitioned(f"{specs} are split in ways that do not go together")
     array_shapes = {"input": x_shape, "kernel": kernel_shape, "output": (*x_shape[:-1], *kernel_shape[1:])}
     for (name, shape), axes in zip(array_shapes.items(), dims, strict=True):
-        if local_shape(shape, axes, mesh) is None:
-            return _partitioned(_indivisible(name, shape, axes, mesh))
+        if reason := indivisible_reason(name, shape, axes, mesh):
+            return _partitioned(reason)
     tokens, local_kernel = local_shape(x_shape[:-1], rows, mesh), local_shape(kernel_shape, weights, mesh)
     return replace(plan, rows=tokens).without_mesh(precision.split_misfit(tokens, local_kernel))
 
@@ -284,17 +285,13 @@ def row_plan(
     # A norm's statistics need whole rows.
     if flat(dims[len(dims) - whole :]):
         return _partitioned(f"its rows are split over devices: {spec}")
-    if local_shape(shape, dims, mesh) is None:
-        return _partitioned(_indivisible("input", shape, dims, mesh))
+    if reason := indivisible_reason("input", shape, dims, mesh):
+        return _partitioned(reason)
     return Plan(mesh=mesh, x_row_axes=flat(dims), x_spec=spec, out_spec=logical_to_spec(out_axes, mesh))
 
 
 def _partitioned(reason: str) -> Plan:
     return Plan(reason=reason, constrained=True)
-
-
-def _indivisible(name: str, shape: tuple[int, ...], dims: Dims, mesh: AbstractMesh) -> str:
-    return f"the {name} {shape} does not divide over {partition_spec(dims)} of the mesh {dict(mesh.shape)}"
 
 
 def beyond(dims: Dims, without: Dims) -> Dims:

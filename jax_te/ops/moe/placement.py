@@ -18,7 +18,7 @@ from jax_te.sharding import (
     device_mesh,
     flat,
     free_axes,
-    local_shape,
+    indivisible_reason,
     mesh_dims,
     partition_spec,
 )
@@ -140,8 +140,11 @@ def expert_placement(
             f"experts are split over mesh axis {missing[0]!r}, which does not split tokens {list(shape[:-1])}: name it "
             "in the rule of 'batch', or leave it out of that of 'expert' (use_rules(ShardingRules(...)))"
         )
-    arrays = [("tokens", shape[:-1], tokens), *(("kernel", size, mesh_dims(axes, mesh)) for size, axes in kernels)]
+    arrays = [
+        ("batch of tokens", shape[:-1], tokens),
+        *(("kernel", size, mesh_dims(axes, mesh)) for size, axes in kernels),
+    ]
     for name, size, dims in arrays:
-        if local_shape(size, dims, mesh) is None:
-            return f"the {name} {size} do not divide over {partition_spec(dims)} of the mesh {dict(mesh.shape)}"
+        if reason := indivisible_reason(name, size, dims, mesh):
+            return reason
     return ExpertPlacement(mesh=mesh, tokens=tokens, experts=experts, features=features)
