@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jax_te._text import aligned
 from jax_te.sharding.rules import entry_axes
 
 SHOWN = 8
@@ -57,10 +58,7 @@ def draw_layout(spec: PartitionSpec, mesh_shape: Mapping[str, int], devices: Seq
             line.append(_listed(grid[tuple(at.get(name, slice(None)) for name in names)].ravel()))
     if len(columns) > 1:
         cells.insert(0, ["", *map(_label, columns)])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
-    )
+    return "\n".join(aligned(cells))
 
 
 def _parts(axes: tuple[str, ...], mesh_shape: Mapping[str, int]) -> list[dict[str, int]]:
