@@ -65,6 +65,11 @@ class ExpertPlacement:
         """PartitionSpec of an array of tokens."""
         return partition_spec(self.tokens)
 
+    @property
+    def copied(self) -> MeshAxes:
+        """Mesh axes of devices that hold the same rows, and different tokens outside of the experts."""
+        return tuple(axis for axis in self.features if axis in flat(self.tokens))
+
     def size(self, axes: MeshAxes) -> int:
         """Return the number of devices along mesh axes."""
         return prod(self.mesh.shape[axis] for axis in axes)
