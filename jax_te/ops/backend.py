@@ -6,7 +6,6 @@ import contextlib
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Literal, get_args
 
 import jax
@@ -18,6 +17,7 @@ from jax_te.config import ActivationLike
 from jax_te.errors import BackendUnavailableError
 from jax_te.ops import cudnn_fp8, te, xla
 from jax_te.ops.attention.fp8_support import fp8_attention_lacks
+from jax_te.ops.attention.fp8_types import Fp8Kernels
 from jax_te.ops.attention.spec import AttentionSpec
 from jax_te.ops.linear.norm_and_activation import Activation
 from jax_te.ops.moe.row_groups import tile_of
@@ -226,7 +226,7 @@ def _backward_lacks(spec: AttentionSpec, precision: AttentionPrecision) -> str |
     return None if supported else f"fp8_dpa_bwd=False takes TE's backward kernel: {reason}"
 
 
-def fp8_kernels(name: str) -> ModuleType:
+def fp8_kernels(name: str) -> Fp8Kernels:
     """Return the module with the steps of FP8 attention: of ``"cudnn"``, or ``"xla"``."""
     return cudnn_fp8 if name == "cudnn" else attention_fp8
 

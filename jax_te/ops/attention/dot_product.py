@@ -20,10 +20,10 @@ from jax_te.ops.attention.context_parallel.checks import (
     fp8_exchange_lacks,
     fp8_kernels_lack,
 )
-from jax_te.ops.attention.context_parallel.fp8_steps import Fp8Call
 from jax_te.ops.attention.context_parallel.on_mesh import attention_on_mesh
 from jax_te.ops.attention.context_parallel.sharding import AttentionSharding, attention_sharding
 from jax_te.ops.attention.fp8 import fp8_attention
+from jax_te.ops.attention.fp8_types import Fp8Call
 from jax_te.ops.attention.segments import Segments
 from jax_te.ops.attention.spec import (
     QKV,
