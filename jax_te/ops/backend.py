@@ -191,19 +191,14 @@ def choose_fp8(
     """
     op = "dot_product_attention"
     asked = ambient_backend.value if backend is None else backend
-    lacks = exchange if exchange is not None else _call_lacks(fp8_attention_lacks(spec))
-    # On a CPU the steps are plain JAX; on a GPU they would materialize all scores, unless "xla" asks for that.
-    kernels = None if jax.default_backend() == "gpu" else "xla"
-    if lacks is None and kernels is None:
-        lacks = cudnn_fp8.unavailable() or unsharded or _backward_lacks(spec, precision)
-        kernels, lacks = ("xla", None) if lacks is not None and asked == "xla" else ("cudnn", lacks)
-    if lacks is None:
+    kernels, lacks = _fp8_runner(spec, precision, asked, unsharded, exchange)
+    if kernels is not None:
         if asked == "te":
             available, reason = te.available()
             if not available:
                 raise BackendUnavailableError(f"backend 'te' cannot run {op} here: {reason}; use 'xla' or 'auto'")
         reason = "asked for" if asked != "auto" else f"FP8 by {'cuDNN' if kernels == 'cudnn' else 'plain JAX'}"
-        parts: dict[Part, str] = {"attention": kernels, "quantization": "xla"}  # type: ignore[dict-item]
+        parts: dict[Part, str] = {"attention": kernels, "quantization": "xla"}
         return BackendChoice(op, "te" if asked == "te" else "xla", reason, parts)
     if asked != "auto":
         raise BackendUnavailableError(
@@ -212,6 +207,22 @@ def choose_fp8(
         )
     chosen, reason = _chosen(op, None, spec, backend, unsharded, None)
     return BackendChoice(op, chosen, reason, {"attention": chosen}, lacks)
+
+
+def _fp8_runner(
+    spec: AttentionSpec, precision: AttentionPrecision, asked: str, unsharded: str | None, exchange: str | None
+) -> tuple[Literal["xla", "cudnn"] | None, str | None]:
+    """Return who runs a call's steps between quantized tensors; or None, and the reason why nothing does."""
+    lacks = exchange if exchange is not None else _call_lacks(fp8_attention_lacks(spec))
+    if lacks is not None:
+        return None, lacks
+    if jax.default_backend() != "gpu":
+        return "xla", None
+    lacks = cudnn_fp8.unavailable() or unsharded or _backward_lacks(spec, precision)
+    if lacks is None:
+        return "cudnn", None
+    # On a GPU plain JAX would materialize all scores: it runs only if it is asked for.
+    return ("xla", None) if asked == "xla" else (None, lacks)
 
 
 def _call_lacks(reason: str | None) -> str | None:
