@@ -69,7 +69,8 @@ def plan_permutation(
     by_expert = _sorted_by_expert(flat, num_experts)
     if bound is None:
         bound = _row_count(len(flat), num_experts, alignment, capacity, pad_to_capacity)
-    sizes = jnp.full_like(by_expert.counts, capacity) if pad_to_capacity else by_expert.counts
+    padded = capacity if pad_to_capacity else None
+    sizes = by_expert.counts if padded is None else jnp.full_like(by_expert.counts, padded)
     groups = RowGroups(sizes=sizes, rows=bound, alignment=alignment)
     sources, rows = _places(flat, by_expert, groups)
     return Permutation(groups, sources, rows.reshape(experts.shape))
