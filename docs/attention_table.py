@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
+from typing import get_args
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 
 from jax_te.ops import AttentionSpec
-from jax_te.ops.attention.spec import BIAS_TYPES, MASK_TYPES, SOFTMAX_TYPES
+from jax_te.ops.attention.spec import BiasType, MaskType, SoftmaxType
 from jax_te.ops.te.attention import unsupported
 from jax_te.ops.xla.attention import attention_supports
 
@@ -28,10 +29,14 @@ BIAS_SHAPE = (1, 8, 1024, 1024)
 PACKED = {"mask_type": "padding_causal", "max_segments": 4}
 
 CALLS: dict[str, dict] = {
-    **{f"mask `{name}`": {"mask_type": name, "window": (-1, -1)} for name in MASK_TYPES},
+    **{f"mask `{name}`": {"mask_type": name, "window": (-1, -1)} for name in get_args(MaskType)},
     "window": {"window": (128, 0)},
-    **{f"bias `{name}`": {"bias_type": name, "bias_shape": BIAS_SHAPE} for name in BIAS_TYPES if name != "no_bias"},
-    **{f"softmax `{name}`": {"softmax_type": name} for name in SOFTMAX_TYPES},
+    **{
+        f"bias `{name}`": {"bias_type": name, "bias_shape": BIAS_SHAPE}
+        for name in get_args(BiasType)
+        if name != "no_bias"
+    },
+    **{f"softmax `{name}`": {"softmax_type": name} for name in get_args(SoftmaxType)},
     "softcap of logits": {"logit_softcap": 50.0},
     "dropout": {"dropout_rate": 0.1},
     "bias `[b, 1, 1, s_kv]`": {"bias_type": "post_scale_bias", "bias_shape": (2, 1, 1, 1024)},

@@ -14,10 +14,9 @@ from jax_te._validation.checks import (
     check_seed,
     dtype_name,
     float_dtype,
-    log_hints,
-    log_once,
 )
 from jax_te._validation.extras import require_extra
 from jax_te._validation.files import brief, read_text
 from jax_te._validation.kinds import is_integer, kinds_of, literal_names
-from jax_te._validation.undo import to_undo
+from jax_te._validation.log import log_hints, log_once
+from jax_te._validation.undo import on_failure

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from jax_te._validation.kinds import Kind, check_hashable, kinds_of
-from jax_te._validation.undo import undone_if_raised
+from jax_te._validation.undo import undoing
 
 T = TypeVar("T")
 
@@ -23,7 +23,7 @@ def checked(target: T) -> T:
 
     Of a class it is the constructor, ``__call__`` and the public methods that the class itself defines. The body does
     not run before a refusal. If the body raises, ``rngs`` gives the keys that it would have given without the call, and
-    ``__call__`` leaves the state of modules as it was, see `to_undo`. An annotation that holds ``Any`` or a protocol
+    ``__call__`` leaves the state of modules as it was, see `on_failure`. An annotation that holds ``Any`` or a protocol
     allows everything, and so does that of ``**kwargs``. An array may be any object with a shape and a dtype. The ranges
     of numbers are for the function itself to check. ``Annotated[..., Words(...)]`` gives a message better words than
     the type has.
@@ -43,7 +43,7 @@ def checked(target: T) -> T:
         if name == "__init__" or not (inspect.isfunction(member) or isinstance(member, classmethod | staticmethod)):
             continue
         if name == "__call__":
-            setattr(target, name, _checked_function(_undone_if_raised(member), member))
+            setattr(target, name, _checked_function(_with_undoing(member), member))
         elif not name.startswith("_"):
             setattr(target, name, _checked_method(member))
     # A dataclass's own annotations: its constructor has the text of those of its bases, whose modules know other names.
@@ -59,10 +59,12 @@ def _checked_method(member: Any) -> Any:
     return _checked_function(member, member)
 
 
-def _undone_if_raised(function: Any) -> Any:
+def _with_undoing(function: Any) -> Any:
+    """Return a function whose changes are undone if it raises."""
+
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with undone_if_raised():
+        with undoing():
             return function(*args, **kwargs)
 
     return call

@@ -19,13 +19,13 @@ _undos = _Undos()
 
 
 @contextlib.contextmanager
-def undone_if_raised() -> Iterator[None]:
-    """Return a context that undoes the changes in it, as `to_undo` says how, if it raises.
+def undoing() -> Iterator[None]:
+    """Return a context that undoes the changes made in it if it raises, by the functions given to `on_failure`.
 
     >>> given = []
-    >>> with contextlib.suppress(ValueError), undone_if_raised():
+    >>> with contextlib.suppress(ValueError), undoing():
     ...     given.append(1)
-    ...     to_undo(given.clear)
+    ...     on_failure(given.clear)
     ...     raise ValueError
     >>> given
     []
@@ -44,7 +44,9 @@ def undone_if_raised() -> Iterator[None]:
             _undos.steps.clear()
 
 
-def to_undo(undo: Callable[[], None]) -> None:
-    """Have a function called if a context of `undone_if_raised` around the caller raises."""
+def on_failure(undo: Callable[[], None]) -> None:
+    """Have a change undone by calling ``undo`` if the innermost context of `undoing` around it, or one around that,
+    raises; without such a context do nothing.
+    """
     if _undos.depth:
         _undos.steps.append(undo)

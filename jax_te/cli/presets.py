@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax_te.cli.table import table
+from jax_te._text import table
 
 _GPT = {"normalization": "LayerNorm", "activation": "gelu", "position_embedding": "learned_absolute"}
 _GPT |= {"bias": True, "tie_embeddings": True}

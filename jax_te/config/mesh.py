@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import prod
 
+from jax_te._text import parse_pairs
 from jax_te._validation import check_positive, checked
 
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
@@ -78,12 +79,7 @@ class ParallelConfig:
         ParallelConfig(pipeline=1, data=1, fsdp=1, expert=1, context=2, tensor=2)
         """
         sizes: dict[str, int] = {}
-        for part in filter(None, (piece.strip() for piece in text.split(","))):
-            name, _, value = part.partition("=")
-            if name not in MESH_AXES:
-                raise ValueError(f"unknown mesh axis {name!r} in {text!r}; allowed: {', '.join(MESH_AXES)}")
-            if name in sizes:
-                raise ValueError(f"mesh axis {name!r} is given twice in {text!r}")
+        for name, value in parse_pairs(text, MESH_AXES, "mesh axis").items():
             # int() would also take "+2", " 2" and "2_0".
             if not value.isdecimal():
                 raise ValueError(f"mesh axis {name!r} needs an integer size >= 1, got {value!r} in {text!r}")

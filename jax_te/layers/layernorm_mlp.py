@@ -20,7 +20,7 @@ from jax_te.ops import Activation, LinearOptions, LinearWeights, MlpOptions, den
 from jax_te.ops import activation as apply_activation
 from jax_te.recipe import Recipe
 from jax_te.remat import run_recomputed
-from jax_te.sharding import row_axis
+from jax_te.sharding import leading_axes, row_axis
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, TensorGroup
 
 Adapter: TypeAlias = Callable[[Array, LogicalAxes], Array]
@@ -200,7 +200,7 @@ class LayerNormMLP(TensorParallelModule):
 
     def _options(self, x: Array, axes: LogicalAxes) -> MlpOptions:
         """Return the op's static options; between the projections the sequence is whole."""
-        lead, name = sequence_axes(x, False), self.module_name
+        lead, name = leading_axes(x), self.module_name
         names = (None, None) if name is None else (f"{name}.wi_kernel", f"{name}.wo_kernel")
         return MlpOptions(
             norm=self.norm,

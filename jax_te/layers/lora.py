@@ -17,10 +17,10 @@ from jax_te.config import normal_init
 from jax_te.layers.kernel_cache import drop_cached_kernels
 from jax_te.layers.layernorm_mlp import LayerNormMLP
 from jax_te.layers.linear import Linear
-from jax_te.layers.parameters import init_of_each, leading_axes, parameter
+from jax_te.layers.parameters import init_of_each, parameter
 from jax_te.ops import LinearOptions, dense
 from jax_te.quantize import QuantizedKernel
-from jax_te.sharding import auto_region
+from jax_te.sharding import auto_region, leading_axes
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, PyTree, Words
 
 _BASE = Words(

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jax_te._validation import check_positive, checked
 from jax_te.layers.quantizable import QuantizableModule
-from jax_te.sharding import axis_ranks, constrain, current_mesh, logical_to_spec, ranks_of
+from jax_te.sharding import axis_ranks, constrain, current_mesh, leading_axes, logical_to_spec, ranks_of
 from jax_te.typing import Array, LogicalAxes, TensorGroup
 
 TENSOR_AXIS = "tensor"
@@ -116,7 +116,7 @@ def sequence_axes(x: Array, sequence_parallel: bool = True) -> LogicalAxes:
     >>> sequence_axes(jnp.ones((2, 8, 16)))
     ('batch', 'sequence_parallel')
     """
-    axes = ("batch", "sequence", *(None,) * x.ndim)[: x.ndim - 1]
+    axes = leading_axes(x)
     if not sequence_parallel:
         return axes
     if x.ndim < 3:

@@ -99,15 +99,6 @@ def value_or_none(variable: nnx.Variable | None) -> Array | None:
     return None if variable is None else variable.get_value()
 
 
-def leading_axes(x: Array) -> LogicalAxes:
-    """Return the logical axes of all axes of an activation but its last: batch, then sequence, then unnamed ones.
-
-    >>> leading_axes(jnp.ones((2, 8, 16)))
-    ('batch', 'sequence')
-    """
-    return ("batch", "sequence", *(None,) * x.ndim)[: x.ndim - 1]
-
-
 @checked
 def parameter_axes(model: nnx.Module) -> PyTree:
     """Return the logical axes of every parameter: ``nnx.state(model, nnx.Param)`` with tuples of names for arrays.

@@ -15,7 +15,7 @@ from jax_te.layers.parameters import StepState
 from jax_te.ops import LinearWeights, quantize_kernel
 from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, init_gemm_state, quantizer_for, quantizer_variables
 from jax_te.recipe import ModuleRecipe, Recipe, ambient_recipe
-from jax_te.remat import undo_if_raised
+from jax_te.remat import on_failure_of_call
 from jax_te.typing import Array, LogicalAxes
 
 CacheMode = Literal["off", "fill", "read"]
@@ -301,7 +301,7 @@ class QuantizableModule(RecipeModule):
         before = self.kernel_cache
         # A new Variable, since the one before may belong to another trace.
         self.kernel_cache = CachedKernel({**others, kernel: cached})
-        undo_if_raised(functools.partial(setattr, self, "kernel_cache", nnx.data(before)))
+        on_failure_of_call(functools.partial(setattr, self, "kernel_cache", nnx.data(before)))
         return cached
 
 

@@ -9,12 +9,13 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.config import TransformerConfig
-from jax_te.layers import check_elementwise, sequence_axes
+from jax_te.layers import check_elementwise
 from jax_te.megatron.layernorm_linear import TELayerNormColumnParallelLinear
 from jax_te.megatron.linear import TERowParallelLinear
 from jax_te.megatron.module import MegatronModule, check_input_norms
 from jax_te.ops import Activation, activation
 from jax_te.remat import recomputed, run_on_copies, run_recomputed, selective_recompute
+from jax_te.sharding import leading_axes
 from jax_te.typing import Array
 
 
@@ -94,7 +95,7 @@ class MLP(MegatronModule):
     def _run(self, parts: Any, first: bool | None) -> Array:
         linear_fc1, linear_fc2, x = parts
         hidden, _ = linear_fc1(x, is_first_microbatch=first)
-        axes = (*sequence_axes(x, False), "ffn")
+        axes = (*leading_axes(x), "ffn")
 
         def rest(parts: Any) -> Array:
             linear_fc2, hidden = parts

@@ -16,7 +16,7 @@ from jax_te.models.language_model import LanguageModel
 from jax_te.models.options import Execution
 from jax_te.models.stack import StackInput, layer_keys
 from jax_te.models.tokens import check_like_tokens, check_tokens
-from jax_te.ops import LossOptions, activation
+from jax_te.ops import LossOptions, Reduction, activation
 from jax_te.recipe import autocast
 from jax_te.sharding import auto_region, constrain
 from jax_te.typing import Array, Key
@@ -198,7 +198,7 @@ class BertModel(LanguageModel):
         lengths: Array | None = None,
         dropout_key: Key | None = None,
         options: LossOptions = _OPTIONS,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
     ) -> Array:
         """Return the mean negative log-likelihood of ``labels [b, s]``, weighted by ``loss_mask [b, s]``, fp32.
 
@@ -216,7 +216,7 @@ class BertModel(LanguageModel):
         loss_mask: Array | None = None,
         *,
         options: LossOptions = _OPTIONS,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
     ) -> Array:
         """Return the loss, given the layers' output ``y [b, s, h]``; the other arguments are those of `loss`."""
         return self._loss(self._transform(y), labels, loss_mask, options, reduction)

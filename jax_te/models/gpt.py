@@ -25,7 +25,7 @@ from jax_te.models.tokens import (
     model_order,
     natural_positions,
 )
-from jax_te.ops import LossOptions
+from jax_te.ops import LossOptions, Reduction
 from jax_te.sharding import auto_region
 from jax_te.typing import Array, Key
 
@@ -183,7 +183,7 @@ class GPTModel(LanguageModel):
         *,
         dropout_key: Key | None = None,
         options: LossOptions = _OPTIONS,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
         positions: Array | None = None,
         mtp_loss_mask: Array | None = None,
         padding_mask: Array | None = None,
@@ -264,7 +264,7 @@ class GPTModel(LanguageModel):
         positions: Array | None = None,
         dropout_key: Key | None = None,
         options: LossOptions = _OPTIONS,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
         mtp_loss_mask: Array | None = None,
         padding_mask: Array | None = None,
         packed_seq_params: PackedSeqParams | None = None,
@@ -459,7 +459,7 @@ class GPTModel(LanguageModel):
         return StackInput(x, keys, arrays | {"packed_seq_params": packed}, options=options)
 
 
-def _counted(labels: Array, loss_mask: Array | None, options: LossOptions, reduction: str) -> Array | float:
+def _counted(labels: Array, loss_mask: Array | None, options: LossOptions, reduction: Reduction) -> Array | float:
     """Return the weights ``[b, s]`` of tokens that count, or their sum, for the reductions "none" and "sum"; else 1."""
     if reduction == "mean":
         return 1.0

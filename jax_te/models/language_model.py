@@ -29,6 +29,7 @@ from jax_te.ops import (
     LinearOptions,
     LinearWeights,
     LossOptions,
+    Reduction,
     dense,
     linear_cross_entropy,
     softmax_cross_entropy,
@@ -232,7 +233,9 @@ class LanguageModel(GivesKernels, TrainingMode):
         # embedding's gradient and the optimizer would copy; XLA's reads and writes it as it is.
         return dense(x, self._head_kernel(), bias, options=axes, backend="xla")
 
-    def _loss(self, x: Array, labels: Array, weights: Array | None, options: LossOptions, reduction: str) -> Array:
+    def _loss(
+        self, x: Array, labels: Array, weights: Array | None, options: LossOptions, reduction: Reduction
+    ) -> Array:
         """Return the loss of hidden states ``[b, s, h]``; that of each token ``[b, s]`` for the reduction "none"."""
         axes, chunks = ("batch", "sequence"), self.execution.loss_chunks
         with jax.named_scope("loss"):

@@ -17,7 +17,7 @@ from jax_te.models.language_model import LanguageModel
 from jax_te.models.options import Execution, RelativePositions
 from jax_te.models.stack import MaskTypes, StackInput, layer_keys
 from jax_te.models.tokens import check_like_tokens, check_tokens
-from jax_te.ops import LossOptions
+from jax_te.ops import LossOptions, Reduction
 from jax_te.typing import Array, Key
 
 T5_POSITION_EMBEDDINGS = ("relative", "learned_absolute", "none")
@@ -203,7 +203,7 @@ class T5Model(LanguageModel):
         encoder_lengths: Array | None = None,
         dropout_key: Key | None = None,
         options: LossOptions = _OPTIONS,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
     ) -> Array:
         """Return the mean negative log-likelihood of ``labels [b, t]``, weighted by ``loss_mask [b, t]``, fp32.
 
@@ -244,7 +244,7 @@ class T5Model(LanguageModel):
         *,
         dropout_key: Key | None = None,
         options: LossOptions = _OPTIONS,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
     ) -> Array:
         """Return the loss, given the decoder's layers' output ``y [b, t, h]``; the other arguments are those of `loss`.
 

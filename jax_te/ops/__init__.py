@@ -19,7 +19,7 @@ from jax_te.ops.linear.spec import LinearWeights
 from jax_te.ops.lookup import look_up_rows, look_up_rows_on_devices
 from jax_te.ops.loss.cross_entropy import softmax_cross_entropy
 from jax_te.ops.loss.linear_cross_entropy import linear_cross_entropy
-from jax_te.ops.loss.reduction import LossOptions
+from jax_te.ops.loss.reduction import LossOptions, Reduction
 from jax_te.ops.moe import dispatch, losses, permute, routing
 from jax_te.ops.moe.grouped_dense import grouped_dense
 from jax_te.ops.moe.placement import ExpertPlacement, expert_placement

@@ -6,7 +6,6 @@ import contextlib
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Literal, get_args
 
 import jax
@@ -18,6 +17,7 @@ from jax_te.config import ActivationLike
 from jax_te.errors import BackendUnavailableError
 from jax_te.ops import cudnn_fp8, te, xla
 from jax_te.ops.attention.fp8_support import fp8_attention_lacks
+from jax_te.ops.attention.fp8_types import Fp8Kernels
 from jax_te.ops.attention.spec import AttentionSpec
 from jax_te.ops.linear.norm_and_activation import Activation
 from jax_te.ops.moe.row_groups import tile_of
@@ -191,19 +191,14 @@ def choose_fp8(
     """
     op = "dot_product_attention"
     asked = ambient_backend.value if backend is None else backend
-    lacks = exchange if exchange is not None else _call_lacks(fp8_attention_lacks(spec))
-    # On a CPU the steps are plain JAX; on a GPU they would materialize all scores, unless "xla" asks for that.
-    kernels = None if jax.default_backend() == "gpu" else "xla"
-    if lacks is None and kernels is None:
-        lacks = cudnn_fp8.unavailable() or unsharded or _backward_lacks(spec, precision)
-        kernels, lacks = ("xla", None) if lacks is not None and asked == "xla" else ("cudnn", lacks)
-    if lacks is None:
+    kernels, lacks = _fp8_runner(spec, precision, asked, unsharded, exchange)
+    if kernels is not None:
         if asked == "te":
             available, reason = te.available()
             if not available:
                 raise BackendUnavailableError(f"backend 'te' cannot run {op} here: {reason}; use 'xla' or 'auto'")
         reason = "asked for" if asked != "auto" else f"FP8 by {'cuDNN' if kernels == 'cudnn' else 'plain JAX'}"
-        parts: dict[Part, str] = {"attention": kernels, "quantization": "xla"}  # type: ignore[dict-item]
+        parts: dict[Part, str] = {"attention": kernels, "quantization": "xla"}
         return BackendChoice(op, "te" if asked == "te" else "xla", reason, parts)
     if asked != "auto":
         raise BackendUnavailableError(
@@ -212,6 +207,22 @@ def choose_fp8(
         )
     chosen, reason = _chosen(op, None, spec, backend, unsharded, None)
     return BackendChoice(op, chosen, reason, {"attention": chosen}, lacks)
+
+
+def _fp8_runner(
+    spec: AttentionSpec, precision: AttentionPrecision, asked: str, unsharded: str | None, exchange: str | None
+) -> tuple[Literal["xla", "cudnn"] | None, str | None]:
+    """Return who runs a call's steps between quantized tensors; or None, and the reason why nothing does."""
+    lacks = exchange if exchange is not None else _call_lacks(fp8_attention_lacks(spec))
+    if lacks is not None:
+        return None, lacks
+    if jax.default_backend() != "gpu":
+        return "xla", None
+    lacks = cudnn_fp8.unavailable() or unsharded or _backward_lacks(spec, precision)
+    if lacks is None:
+        return "cudnn", None
+    # On a GPU plain JAX would materialize all scores: it runs only if it is asked for.
+    return ("xla", None) if asked == "xla" else (None, lacks)
 
 
 def _call_lacks(reason: str | None) -> str | None:
@@ -226,7 +237,7 @@ def _backward_lacks(spec: AttentionSpec, precision: AttentionPrecision) -> str |
     return None if supported else f"fp8_dpa_bwd=False takes TE's backward kernel: {reason}"
 
 
-def fp8_kernels(name: str) -> ModuleType:
+def fp8_kernels(name: str) -> Fp8Kernels:
     """Return the module with the steps of FP8 attention: of ``"cudnn"``, or ``"xla"``."""
     return cudnn_fp8 if name == "cudnn" else attention_fp8
 
@@ -275,8 +286,8 @@ def _parts(
     by_quantized = _runner_of_quantized(op, backend, precision, dtype)
     if any(quantizer is not None for quantizer in precision.quantizers):
         parts["quantization"] = by_quantized
-    for gemm, overridden in zip(GEMMS, precision.overridden, strict=True):
-        if ("quantization" in parts and not overridden) or op == "grouped_dense":
+    for gemm in GEMMS:
+        if ("quantization" in parts and not precision.runs_unquantized(gemm)) or op == "grouped_dense":
             parts[gemm] = by_quantized
         else:
             # TE rounds fp32 operands to TF32, and gives results in the operands' dtype.

@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_te.ops.attention.fp8_types import Fp8Gradients, Fp8Operands, Fp8Output, Scales
 from jax_te.ops.attention.spec import AttentionArrays, AttentionSpec
-from jax_te.ops.xla.attention_fp8 import Fp8Gradients, Fp8Operands, Fp8Output, Scales
 from jax_te.quantize import AttentionPrecision, AttentionTensor, QuantizedTensor
 from jax_te.typing import Array
 

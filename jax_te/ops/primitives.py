@@ -109,12 +109,18 @@ class Backend(GemmBackend, Protocol):
         """Return attention's output and max logits ``[n]`` (None if not requested), differentiable."""
         ...
 
-    def attention_forward(self, qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays) -> Any:
-        """Return output, logarithm of the softmax's denominator, and max logits, of one device's arrays."""
+    def attention_forward(
+        self, qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays
+    ) -> tuple[Array, Array, Array | None]:
+        """Return the results of one device's arrays: output ``[b, sq, n, dv]``, logarithm of the softmax's denominator,
+        fp32 ``[b, n, sq]``, and max logits ``[n]`` (None if not requested).
+        """
         ...
 
     def attention_backward(
         self, qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays, out: Array, log_sum: Array, g: Array
-    ) -> Any:
-        """Return the gradients of `attention_forward`, which may be for one of several shards of the keys."""
+    ) -> tuple[QKV, Array | None, Array | None]:
+        """Return the gradients of `attention_forward`, which may be for one of several shards of the keys: of ``qkv``,
+        and of the arrays ``bias`` and ``softmax_offset`` (None for those that there are not).
+        """
         ...

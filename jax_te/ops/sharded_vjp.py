@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -76,15 +76,38 @@ class Shards:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Residuals:
-    """Residuals of an op: arrays, and static facts about them.
+    """Residuals of an op.
 
-    ``witness`` is an array without elements that depends on the op's arguments where second derivatives are refused,
-    see `sharded_vjp`: the other arrays may no longer do so.
+    Args:
+        tree: the residuals of ``fwd``; on a mesh, as `_OnDevices`.
+        dtypes: structure and dtypes of the op's arguments; None if all are what the rules get.
+        witness: array without elements that depends on the op's arguments where second derivatives are refused, see
+            `sharded_vjp`: the other arrays may no longer do so.
     """
 
     tree: Any
-    static: Any = field(metadata={"static": True})
+    dtypes: tuple[Any, tuple[Any, ...]] | None = field(metadata={"static": True})
     witness: Any = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _OnDevices:
+    """Residuals of each device's run of ``fwd``.
+
+    Args:
+        arguments: residuals that are arguments of the op, whole arrays.
+        own: the others, of each device.
+        specs: PartitionSpecs of the arguments.
+        sources: for each residual the place of the argument that it is, among the leaves of all; None for the others.
+        treedef: structure of the residuals.
+    """
+
+    arguments: tuple[Any, ...]
+    own: OpaqueTree
+    specs: tuple[Any, ...] = field(metadata={"static": True})
+    sources: tuple[int | None, ...] = field(metadata={"static": True})
+    treedef: Any = field(metadata={"static": True})
 
 
 def sharded_vjp(
@@ -167,7 +190,8 @@ def sharded_vjp(
         if not isinstance(g, jax.Array):
             # The cotangent of an output that nothing differentiates is zeros.
             g = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x, g)  # type: ignore[arg-type]
-        tree, used, why = residuals.tree, (residuals.witness, g), why_once(spec, shards, residuals.tree)
+        tree, inputs = residuals.tree, (residuals.witness, g)
+        why = why_once(spec, shards, tree)
         if why is not None:
             # Derivatives of the following are never needed, and GPU kernels have none.
             tree, g = jax.lax.stop_gradient((tree, g))
@@ -176,8 +200,8 @@ def sharded_vjp(
         else:
             cotangents, sinks = _backward_on_devices(bwd, spec, shards, tree, g)
         if why is not None:
-            cotangents, sinks = refuse_derivatives((cotangents, sinks), used, why)
-        return cotangents if residuals.static is None else _in_dtypes(cotangents, *residuals.static), sinks
+            cotangents, sinks = refuse_derivatives((cotangents, sinks), inputs, why)
+        return cotangents if residuals.dtypes is None else _in_dtypes(cotangents, *residuals.dtypes), sinks
 
     # symbolic_zeros tells the rules which arguments are differentiated, under jit, scan, remat and vmap alike.
     op.defvjp(forward, backward, symbolic_zeros=True)
@@ -211,48 +235,46 @@ def _run_once(run: Callable[..., Any], args: Any, sinks: Any, why: str) -> tuple
     return refuse_derivatives(out, witness, why), residuals, witness
 
 
-def _forward_on_devices(fwd: Callable[..., Any], spec: Any, shards: Shards, args: Any) -> tuple[Any, _Residuals]:
+def _forward_on_devices(fwd: Callable[..., Any], spec: Any, shards: Shards, args: Any) -> tuple[Any, _OnDevices]:
     # Residuals that are arguments of the op stay the arrays that they are. One that passed through shard_map would be a
     # new array to JAX: a scan over layers would then stack a mask that all layers share.
     out, residuals = _run_forward(fwd, spec, shards, args)
-    sources, treedef = residuals.static
     leaves, specs = jax.tree.leaves(args), jax.tree.leaves(jax.tree.broadcast(shards.args, args))
-    used = [source for source in sources if source is not None]
-    arguments = tuple(leaves[source] for source in used)
-    arg_specs = tuple(specs[source] for source in used)
-    return out, _Residuals((arguments, residuals.tree), (arg_specs, sources, treedef))
+    places = [source for source in residuals.sources if source is not None]
+    arguments = tuple(leaves[place] for place in places)
+    return out, replace(residuals, arguments=arguments, specs=tuple(specs[place] for place in places))
 
 
 # Both under their own jit, for eager calls: an eager shard_map runs one operation at a time.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _run_forward(fwd: Callable[..., Any], spec: Any, shards: Shards, args: Any) -> tuple[Any, _Residuals]:
-    def on_device(args: Any) -> tuple[Any, _Residuals]:
+def _run_forward(fwd: Callable[..., Any], spec: Any, shards: Shards, args: Any) -> tuple[Any, _OnDevices]:
+    """Return the output, and the residuals without those that are arguments."""
+
+    def on_device(args: Any) -> tuple[Any, _OnDevices]:
         out, residuals = fwd(spec, args)
         places = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves(args))}
         leaves, treedef = jax.tree.flatten(residuals)
         sources = tuple(places.get(id(leaf)) for leaf in leaves)
         own = [leaf for leaf, source in zip(leaves, sources, strict=True) if source is None]
-        return out, _Residuals(OpaqueTree.pack(own, per_device=True), (sources, treedef))
+        return out, _OnDevices((), OpaqueTree.pack(own, per_device=True), (), sources, treedef)
 
     return shards.map(on_device, (shards.args,), (shards.out, shards.per_device))(args)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _backward_on_devices(bwd: Callable[..., Any], spec: Any, shards: Shards, residuals: _Residuals, g: Any) -> Any:
-    arg_specs, sources, treedef = residuals.static
-
-    def on_device(tree: tuple[tuple[Any, ...], OpaqueTree], g: Any) -> Any:
-        given, own = iter(tree[0]), iter(tree[1].unpack())
-        leaves = [next(own) if source is None else next(given) for source in sources]
-        return bwd(spec, jax.tree.unflatten(treedef, leaves), g)
+def _backward_on_devices(bwd: Callable[..., Any], spec: Any, shards: Shards, residuals: _OnDevices, g: Any) -> Any:
+    def on_device(arguments: tuple[Any, ...], own: OpaqueTree, g: Any) -> Any:
+        given, rest = iter(arguments), iter(own.unpack())
+        leaves = [next(rest) if source is None else next(given) for source in residuals.sources]
+        return bwd(spec, jax.tree.unflatten(residuals.treedef, leaves), g)
 
     g_specs = shards.out
     if shards.out_cotangents is not None:
         # Dropped, not passed on as zeros: Shardy crashes on inputs of a shard_map that nothing reads (jax 0.11.2, GPU).
         g_specs = shards.out_cotangents
         g = jax.tree.map(lambda spec, x: None if spec is None else x, g_specs, g, is_leaf=lambda node: node is None)
-    in_specs, out_specs = ((arg_specs, shards.per_device), g_specs), (shards.cotangents, shards.sinks)
-    return shards.map(on_device, in_specs, out_specs)(residuals.tree, g)
+    in_specs, out_specs = (residuals.specs, shards.per_device, g_specs), (shards.cotangents, shards.sinks)
+    return shards.map(on_device, in_specs, out_specs)(residuals.arguments, residuals.own, g)
 
 
 def _as_float32(args: Any) -> tuple[Any, tuple[Any, ...] | None]:

@@ -48,7 +48,15 @@ from jax_te.quantize.quantizer import (
     quantize_operand,
     quantize_tiles,
 )
-from jax_te.quantize.scaling import AmaxRule, amax, amax_rule_of, frozen_scales, history_slots, scales_are_frozen
+from jax_te.quantize.scaling import (
+    AmaxRule,
+    amax,
+    amax_rule_of,
+    exponent_scale,
+    frozen_scales,
+    history_slots,
+    scales_are_frozen,
+)
 from jax_te.quantize.state import (
     QuantizerState,
     as_float32,

@@ -37,7 +37,12 @@ Gemm = Literal["fprop", "dgrad", "wgrad"]
 _ROW_TILE = 16
 """Least number of rows that a grouped GEMM multiplies by one kernel at once."""
 
-_READERS: dict[TensorRole, tuple[int, int]] = {"x": (0, 2), "kernel": (0, 1), "grad": (1, 2)}
+_READERS: dict[TensorRole, tuple[Gemm, Gemm]] = {
+    "x": ("fprop", "wgrad"),
+    "kernel": ("fprop", "dgrad"),
+    "grad": ("dgrad", "wgrad"),
+}
+"""The two GEMMs that read each operand."""
 
 
 class GemmState(TypedDict):
@@ -97,6 +102,14 @@ class Precision:
     def of(self, role: TensorRole) -> OperandPrecision:
         """Return the precision of an operand."""
         return {"x": self.x, "kernel": self.kernel, "grad": self.grad}[role]
+
+    def runs_unquantized(self, gemm: Gemm) -> bool:
+        """Return whether a GEMM multiplies its operands unquantized, even if the recipe quantizes them for others."""
+        return self.overridden[GEMMS.index(gemm)]
+
+    def splits_accumulator(self, gemm: Gemm) -> bool:
+        """Return whether a GEMM promotes partial sums to fp32 on the way."""
+        return self.split_accumulator[GEMMS.index(gemm)]
 
     @property
     def quantizers(self) -> tuple[Quantizer | None, Quantizer | None, Quantizer | None]:
@@ -193,7 +206,7 @@ def precision_of(recipe: Recipe | None) -> Precision:
     """
     if recipe is None:
         return Precision()
-    overridden = recipe.override_linear_precision
+    overridden = dict(zip(GEMMS, recipe.override_linear_precision, strict=True))
     operands = {}
     for role, readers in _READERS.items():
         quantizer = quantizer_for(recipe, role)
@@ -209,7 +222,7 @@ def precision_of(recipe: Recipe | None) -> Precision:
     delayed = isinstance(recipe, DelayedScaling)
     return Precision(
         **operands,
-        overridden=overridden,
+        overridden=recipe.override_linear_precision,
         split_accumulator=tuple(getattr(recipe, f"fp8_gemm_{gemm}").use_split_accumulator for gemm in GEMMS),  # type: ignore[arg-type]
         amax_rule=amax_rule_of(recipe) if delayed else None,
         # The least common multiple: the largest of 48 and 32 satisfies one of them.

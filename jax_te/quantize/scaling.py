@@ -98,6 +98,18 @@ def power_of_two_scale(amax: Array, dtype: DTypeLike) -> Array:
     >>> float(power_of_two_scale(jnp.float32(3.5), jnp.float8_e4m3fn))
     128.0
     """
+    scale = exponent_scale(amax, dtype)
+    return jnp.where((amax > 0.0) & jnp.isfinite(amax), scale, 1.0)
+
+
+def exponent_scale(amax: Array, dtype: DTypeLike) -> Array:
+    """Return the same as `power_of_two_scale` where amax is finite and not 0, and any number elsewhere.
+
+    Pallas kernels call it, too.
+
+    >>> float(exponent_scale(jnp.float32(3.5), jnp.float8_e4m3fn))
+    128.0
+    """
     # The scale is taken from exponents, not from a division, which on a GPU is not exact in fp32: a quotient that is a
     # power of two could come out just below it, and the scale would be half of what it should be.
     largest = int(np.float32(fp8_max(dtype)).view(np.int32))
@@ -105,8 +117,7 @@ def power_of_two_scale(amax: Array, dtype: DTypeLike) -> Array:
     less = ((bits & _MANTISSA) > (largest & _MANTISSA)).astype(jnp.int32)
     # The quotient's exponent is the difference of the exponents, and one less if amax has the larger mantissa.
     exponent = 127 + (largest >> 23) - (bits >> 23) - less
-    scale = jax.lax.bitcast_convert_type(jnp.minimum(exponent, 254) << 23, jnp.float32)
-    return jnp.where((amax > 0.0) & jnp.isfinite(amax), scale, 1.0)
+    return jax.lax.bitcast_convert_type(jnp.minimum(exponent, 254) << 23, jnp.float32)
 
 
 def history_slots(recipe: DelayedScaling) -> int:
@@ -124,12 +135,11 @@ def amax_rule_of(recipe: DelayedScaling) -> AmaxRule:
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "rule"))
-def scale_in_use(state: AmaxState, dtype: DTypeLike, rule: AmaxRule | DelayedScaling) -> Array:
+def scale_in_use(state: AmaxState, dtype: DTypeLike, rule: AmaxRule) -> Array:
     """Return the scale of the next use of ``state``: fp32 ``[]``, or ``[d]`` for parts of the batch."""
     history = state["amax_history"]
-    one_step = isinstance(rule, DelayedScaling) and rule.amax_history_len == 1
-    newest = history[..., 0] if one_step or rule.amax_compute_algo == "most_recent" else amax(history, axis=-1)
-    return compute_scale(newest, dtype, margin=rule.margin, old_scale=state["scale"])
+    chosen = history[..., 0] if rule.amax_compute_algo == "most_recent" else amax(history, axis=-1)
+    return compute_scale(chosen, dtype, margin=rule.margin, old_scale=state["scale"])
 
 
 def next_amax_state(state: AmaxState, scale: Array, new_amax: Array) -> AmaxState:

@@ -12,21 +12,21 @@ import numpy as np
 from flax import nnx
 from flax.errors import TraceContextError
 
-from jax_te._validation import to_undo
+from jax_te._validation import on_failure
 from jax_te.typing import Array, PyTree
 
 Run = Callable[..., Any]
 
 
-def undo_if_raised(undo: Callable[[], None]) -> None:
-    """Have a change of a module undone if the call that makes it raises."""
+def on_failure_of_call(undo: Callable[[], None]) -> None:
+    """Have a change of a module undone if the call that makes it raises, as `on_failure` does for other changes."""
 
     def step() -> None:
         # A copy, made in a trace that is over by then, needs no undoing.
         with contextlib.suppress(TraceContextError):
             undo()
 
-    to_undo(step)
+    on_failure(step)
 
 
 def run_on_copies(transform: Callable[[Run], Run], call: Callable[[Any], Any], operands: PyTree) -> Any:
@@ -129,7 +129,7 @@ class Changes(NamedTuple):
         nodes, values = _nodes(modules), iter(self.values.filled(arrays))
         for place in self.variables:
             variable = nodes[place]
-            undo_if_raised(functools.partial(variable.set_raw_value, variable.get_raw_value()))
+            on_failure_of_call(functools.partial(variable.set_raw_value, variable.get_raw_value()))
             variable.set_raw_value(next(values))
         for place, name in self.attributes:
             _set(nodes[place], name, next(values))
@@ -157,7 +157,7 @@ def _set(module: nnx.Pytree, name: str, value: Any) -> None:
         else:
             setattr(module, name, nnx.data(value) if holds_arrays else value)
 
-    undo_if_raised(functools.partial(change, old))
+    on_failure_of_call(functools.partial(change, old))
     change(value)
 
 

@@ -15,6 +15,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Compiled, Lowered
 
+from jax_te._text import table
 from jax_te._validation import checked
 from jax_te.sharding.network import CollectiveCount, Network
 from jax_te.sharding.program import Moved, collectives_of
@@ -60,16 +61,7 @@ class CommunicationReport:
 
     def __str__(self) -> str:
         header = ("axes", "collective", "devices", "number", "launches", "MiB", "MiB sent", "GB/s", "ms")
-        lines = [header, *self._cells()]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        lines.insert(1, tuple("-" * width for width in widths))
-        return "\n".join(
-            "  ".join(
-                cell.ljust(width) if index < 2 else cell.rjust(width)
-                for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in lines
-        )
+        return table(header, list(self._cells()), right=len(header) - 2)
 
     def _cells(self) -> Iterator[tuple[str, ...]]:
         for row, seconds in zip(self.rows, self.row_seconds(), strict=True):

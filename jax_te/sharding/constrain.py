@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jax_te._validation import checked
-from jax_te.sharding.rules import ShardingRules, current_rules, logical_to_spec
+from jax_te.sharding.rules import ShardingRules, current_rules, entry_axes, entry_of, logical_to_spec
 from jax_te.typing import Array, LogicalAxes
 
 
@@ -97,9 +97,7 @@ def _specs_by_type(
             return None
         kept = []
         for entry in spec:
-            names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-            names = tuple(name for name in names if types[name] == kind)
-            kept.append(names[0] if len(names) == 1 else names or None)
+            kept.append(entry_of(tuple(axis for axis in entry_axes(entry) if types[axis] == kind)))
         return PartitionSpec(*kept)
 
     return over(AxisType.Explicit), over(AxisType.Auto)

@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jax_te._text import aligned
+from jax_te.sharding.rules import entry_axes
+
 SHOWN = 8
 """Maximum number of devices listed for one shard; longer lists are abbreviated."""
 
@@ -21,7 +24,7 @@ def mesh_axes_of(spec: PartitionSpec, ndim: int) -> tuple[tuple[str, ...], ...]:
     (('data', 'fsdp'), (), ('tensor',), ())
     """
     entries = (*spec, *(None,) * (ndim - len(spec)))
-    return tuple(() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in entries)
+    return tuple(map(entry_axes, entries))
 
 
 def draw_layout(spec: PartitionSpec, mesh_shape: Mapping[str, int], devices: Sequence[Any]) -> str:
@@ -55,10 +58,7 @@ def draw_layout(spec: PartitionSpec, mesh_shape: Mapping[str, int], devices: Seq
             line.append(_listed(grid[tuple(at.get(name, slice(None)) for name in names)].ravel()))
     if len(columns) > 1:
         cells.insert(0, ["", *map(_label, columns)])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells
-    )
+    return "\n".join(aligned(cells))
 
 
 def _parts(axes: tuple[str, ...], mesh_shape: Mapping[str, int]) -> list[dict[str, int]]:

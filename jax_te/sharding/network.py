@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jax_te._text import parse_pairs
 from jax_te._validation import check_annotations, checked
 
 CHAINS = (4, 24)
@@ -97,11 +98,7 @@ class Network:
         """
         kinds = {field.name: int if field.name == "devices_per_host" else float for field in fields(cls)}
         values: dict[str, float] = {}
-        for part in filter(None, (piece.strip() for piece in text.split(","))):
-            name, _, value = part.partition("=")
-            if name not in kinds or name in values:
-                problem = "is given twice" if name in values else f"is unknown; allowed: {', '.join(kinds)}"
-                raise ValueError(f"{name!r} in {text!r} {problem}")
+        for name, value in parse_pairs(text, kinds, "field").items():
             try:
                 values[name] = kinds[name](value)
             except ValueError:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from jax_te._text import table
 from jax_te._validation import checked
 from jax_te.sharding.drawing import draw_layout, mesh_axes_of
 from jax_te.sharding.placement import leaves_with_axes, shardings_of
@@ -95,13 +96,7 @@ class ShardingReport:
 
     def _lines(self) -> Iterator[str]:
         header = ("array", "shape", "dtype", "logical axes", "mesh axes", "bytes", "per device")
-        rows = [header, *(_row(array) for array in self.arrays)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        rows.insert(1, tuple("-" * width for width in widths))
-        for row in rows:
-            cells = [cell.ljust(width) for cell, width in zip(row[:5], widths[:5], strict=True)]
-            cells += [cell.rjust(width) for cell, width in zip(row[5:], widths[5:], strict=True)]
-            yield "  ".join(cells).rstrip()
+        yield table(header, [_row(array) for array in self.arrays], right=2)
         sizes = ", ".join(f"{name}={size}" for name, size in self.mesh_shape.items())
         devices = math.prod(self.mesh_shape.values())
         yield ""

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jax_te._validation import checked
 from jax_te.config import MESH_AXES
-from jax_te.typing import LogicalAxes
+from jax_te.typing import Array, LogicalAxes
 
 MeshAxes = tuple[str, ...]
 Dims = tuple[MeshAxes, ...]
@@ -237,7 +237,7 @@ def _resolved(axes: LogicalAxes, mesh: Mesh | AbstractMesh, rules: ShardingRules
             taken[axis] = name
         # An axis of size 1 shards nothing, and naming it would change the array's type on an Explicit mesh.
         mesh_axes = tuple(axis for axis in mesh_axes if mesh.shape[axis] > 1 and axis in free)
-        spec.append(mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes or None)
+        spec.append(entry_of(mesh_axes))
     return PartitionSpec(*spec)
 
 
@@ -284,7 +284,7 @@ def _combined(rules: ShardingRules, flax: tuple[tuple[str, Any], ...], mesh: Mes
         )
 
     # Reversed, so that the first of several rules for a name is kept.
-    theirs = {name: () if axes is None else (axes,) if isinstance(axes, str) else axes for name, axes in flax[::-1]}
+    theirs = {name: entry_axes(axes) for name, axes in flax[::-1]}
     default, changed = ShardingRules(), {}
     for rule in fields(ShardingRules):
         own, wanted = getattr(rules, rule.name), theirs.get(rule.name)
@@ -334,6 +334,15 @@ def activation_axis(axis: str | None) -> str | None:
     return _OF_ACTIVATIONS.get(axis, axis)
 
 
+def leading_axes(x: Array) -> LogicalAxes:
+    """Return the logical axes of all axes of an activation but its last: batch, then sequence, then unnamed ones.
+
+    >>> leading_axes(jax.numpy.ones((2, 8, 16)))
+    ('batch', 'sequence')
+    """
+    return ("batch", "sequence", *(None,) * x.ndim)[: x.ndim - 1]
+
+
 def batch_ranks() -> int:
     """Return the number of shards into which the mesh in use splits a batch; 1 without a mesh.
 
@@ -359,7 +368,7 @@ def ranks_of(entry: Any, mesh: Mesh | AbstractMesh) -> tuple[str, int]:
     >>> ranks_of(("data", "fsdp"), AbstractMesh((2, 4), ("data", "fsdp")))
     ('data*fsdp', 8)
     """
-    over = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+    over = entry_axes(entry)
     return "*".join(over), math.prod(mesh.shape[axis] for axis in over)
 
 
@@ -397,8 +406,7 @@ def mesh_dims(axes: LogicalAxes | PartitionSpec, mesh: AbstractMesh, rules: Shar
     >>> mesh_dims(("batch", None, "ffn"), AbstractMesh((2, 2, 2), ("data", "fsdp", "tensor")))
     (('data', 'fsdp'), (), ('tensor',))
     """
-    spec = logical_to_spec(axes, mesh, rules)
-    return tuple(() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in spec)
+    return tuple(map(entry_axes, logical_to_spec(axes, mesh, rules)))
 
 
 def partition_spec(dims: Dims) -> PartitionSpec:
@@ -407,7 +415,27 @@ def partition_spec(dims: Dims) -> PartitionSpec:
     >>> tuple(partition_spec((("data", "fsdp"), (), ("tensor",))))
     (('data', 'fsdp'), None, 'tensor')
     """
-    return PartitionSpec(*(axes[0] if len(axes) == 1 else axes or None for axes in dims))
+    return PartitionSpec(*map(entry_of, dims))
+
+
+def entry_axes(entry: Any) -> MeshAxes:
+    """Return the mesh axes that an entry of a PartitionSpec, or a rule of Flax, names.
+
+    >>> entry_axes(None), entry_axes("tensor"), entry_axes(("data", "fsdp"))
+    ((), ('tensor',), ('data', 'fsdp'))
+    """
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def entry_of(axes: MeshAxes) -> Any:
+    """Return the entry of a PartitionSpec that names these mesh axes.
+
+    >>> entry_of(()), entry_of(("tensor",)), entry_of(("data", "fsdp"))
+    (None, 'tensor', ('data', 'fsdp'))
+    """
+    return axes[0] if len(axes) == 1 else axes or None
 
 
 def gathered_axes(kernel_axes: LogicalAxes, mesh: AbstractMesh) -> MeshAxes:
@@ -455,6 +483,23 @@ def local_shape(shape: tuple[int, ...], dims: Dims, mesh: AbstractMesh) -> tuple
     if any(size % shards for size, shards in zip(shape, sizes, strict=True)):
         return None
     return tuple(size // shards for size, shards in zip(shape, sizes, strict=True))
+
+
+def indivisible_reason(name: str, shape: tuple[int, ...], dims: Dims, mesh: AbstractMesh) -> str | None:
+    """Return the reason why an array has no shards of equal shape, as text; None if it has.
+
+    Args:
+        name: name of the array, for the text.
+        shape: shape of the array.
+        dims: mesh axes of each of its dimensions.
+        mesh: the mesh.
+
+    >>> indivisible_reason("kernel", (8, 6), ((), ("tensor",)), AbstractMesh((4,), ("tensor",)))
+    "the kernel (8, 6) does not divide over P(None, 'tensor') of the mesh {'tensor': 4}"
+    """
+    if local_shape(shape, dims, mesh) is not None:
+        return None
+    return f"the {name} {shape} does not divide over {partition_spec(dims)} of the mesh {dict(mesh.shape)}"
 
 
 def flat(dims: Dims) -> MeshAxes:

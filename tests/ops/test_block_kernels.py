@@ -12,7 +12,7 @@ import pytest
 
 from jax_te.errors import BackendUnavailableError
 from jax_te.ops.pallas import block_gemm, block_quantize, block_quantize_2d, supported
-from jax_te.ops.pallas.block_quantize import exponent_scale
+from jax_te.quantize import exponent_scale
 from tests.support.numerics import assert_bitwise, assert_close, draw, equations, without_type_checker
 
 F32 = np.float32

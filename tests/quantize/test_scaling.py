@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jax_te.quantize import amax, merge_quantizers
-from jax_te.quantize.scaling import compute_scale, next_amax_state, scale_in_use
+from jax_te.quantize.scaling import amax_rule_of, compute_scale, next_amax_state, scale_in_use
 from jax_te.recipe import DelayedScaling
 from tests.support import oracles
 from tests.support.numerics import assert_bitwise, draw
@@ -78,7 +78,7 @@ def test_a_nan_in_a_long_history_or_in_one_of_many_microbatches_is_not_lost(leng
     recipe = DelayedScaling(amax_history_len=length)
     history = jnp.ones((length,)).at[length // 2].set(jnp.nan)
     state = {"scale": jnp.float32(3), "amax_history": history}
-    assert float(jax.jit(lambda s: scale_in_use(s, jnp.float8_e4m3fn, recipe))(state)) == 3.0
+    assert float(jax.jit(lambda s: scale_in_use(s, jnp.float8_e4m3fn, amax_rule_of(recipe)))(state)) == 3.0
     stacked = {"scale": jnp.full((8,), 3.0), "amax_history": jnp.ones((8, length)).at[5, 0].set(jnp.nan)}
     merged = jax.jit(merge_quantizers)(stacked)
     assert jnp.isnan(merged["amax_history"][0])
@@ -91,7 +91,7 @@ def _step(recipe, dtype):
 
     @jax.jit
     def step(state, new_amax):
-        scale = scale_in_use(state, DTYPES[dtype], recipe)
+        scale = scale_in_use(state, DTYPES[dtype], amax_rule_of(recipe))
         return scale, next_amax_state(state, scale, new_amax)
 
     return step
@@ -142,7 +142,7 @@ def test_history_gives_transformer_engines_scale_at_every_step(dtype, length, al
     ]
     ours, expected, state, theirs = _run(recipe, dtype, amaxes)
     assert_bitwise(ours, expected)
-    assert_bitwise(scale_in_use(state, DTYPES[dtype], recipe), theirs.scale)
+    assert_bitwise(scale_in_use(state, DTYPES[dtype], amax_rule_of(recipe)), theirs.scale)
     # Ours keeps the newest first; theirs ends up with slot 0 empty and the newest last.
     newest_first = F32(amaxes[::-1][:length])
     assert_bitwise(state["amax_history"], newest_first)
@@ -163,12 +163,12 @@ def test_history_on_random_sequences(amaxes, algorithm):
 def test_the_first_use_has_scale_one():
     recipe = DelayedScaling(amax_history_len=4)
     state = {"scale": jnp.ones((), jnp.float32), "amax_history": jnp.zeros((4,), jnp.float32)}
-    assert float(scale_in_use(state, jnp.float8_e4m3fn, recipe)) == 1.0
+    assert float(scale_in_use(state, jnp.float8_e4m3fn, amax_rule_of(recipe))) == 1.0
 
 
 def test_states_of_one_type_share_one_lowering_of_their_scales() -> None:
     """Else a model's program, and the time to trace and lower it, grows by each of its quantizers."""
-    rule = DelayedScaling(amax_history_len=4)
+    rule = amax_rule_of(DelayedScaling(amax_history_len=4))
 
     @jax.jit
     def scales(histories: list[jax.Array]) -> list[jax.Array]:

@@ -25,7 +25,7 @@ from transformer_engine.jax.sharding import MeshResource
 
 from jax_te.ops import NormSpec, layernorm
 from jax_te.quantize import ROLES, init_gemm_state
-from jax_te.quantize.scaling import scale_in_use
+from jax_te.quantize.scaling import amax_rule_of, scale_in_use
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling
 from tests.support.calls import dense, layernorm_dense, layernorm_mlp
 from tests.support.numerics import (
@@ -126,7 +126,7 @@ def compare_states(ours, metas, gemms, dtype, *, exact):
             number = layer if gemms == 1 or role != "grad" else 1 - layer  # TE's crossed gradient quantizers
             postfix = "" if gemms == 1 else f"_{number}"
             state, dtype = ours[layer][role], jnp.float8_e5m2 if role == "grad" else jnp.float8_e4m3fn
-            next_scale = scale_in_use(state, dtype, RECIPES["delayed"][0]).reshape(1)
+            next_scale = scale_in_use(state, dtype, amax_rule_of(RECIPES["delayed"][0])).reshape(1)
             newest_first = np.asarray(metas[f"{role}{postfix}_amax_history"])[1:][::-1]
             if exact:
                 assert_bitwise(next_scale, metas[f"{role}{postfix}_scale"], what=f"{layer} {role}")

@@ -9,7 +9,7 @@ from transformer_engine.jax.quantize.helper import AmaxComputeAlgo
 from jax_te.ops.te import kernels
 from jax_te.ops.te.quantizer import inside_te
 from jax_te.quantize import Quantization, TensorQuantizer, quantize
-from jax_te.quantize.scaling import next_amax_state, scale_in_use
+from jax_te.quantize.scaling import amax_rule_of, next_amax_state, scale_in_use
 from jax_te.recipe import DelayedScaling
 from tests.support.numerics import assert_bitwise, draw
 
@@ -73,13 +73,15 @@ def test_delayed_scaling_over_steps(algorithm, length, dtype):
         quantizer = theirs("given", dtype, margin=1.0, amax_compute_algo=algo, **their_state)
         with inside_te():
             expected = quantizer.quantize(x)
-        scale = scale_in_use(our_state, dtype, recipe)
+        scale = scale_in_use(our_state, dtype, amax_rule_of(recipe))
         q, seen = quantize(x, TensorQuantizer(dtype=dtype, scaling="given"), scale)
         our_state = next_amax_state(our_state, scale, seen)
         their_state = {"scale": quantizer.scale, "amax_history": quantizer.amax_history}
         assert_bitwise(q.scale_inv.reshape(1), expected.rowwise_tensor.scale_inv, what=f"x * {factor}")
         assert_bitwise(q.data, expected.rowwise_tensor.data, what=f"x * {factor}")
-        assert_bitwise(scale_in_use(our_state, dtype, recipe).reshape(1), quantizer.scale, what=f"after x * {factor}")
+        assert_bitwise(
+            scale_in_use(our_state, dtype, amax_rule_of(recipe)).reshape(1), quantizer.scale, what=f"after x * {factor}"
+        )
         # Theirs: slot 0 empty, newest last. Ours: newest first.
         assert_bitwise(our_state["amax_history"][: length - 1][::-1], quantizer.amax_history[1:])
 

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jax_te._text import table
 from jax_te.checkpoint import describe_checkpoint
 from jax_te.cli.checkpoint_kind import checkpoint_folder, kind_of
 from jax_te.cli.inspect.options import InspectCheckpoint
 from jax_te.cli.run_files import CONFIG_FILE, read_config
-from jax_te.cli.table import table
 from jax_te.interop.huggingface import open_tensors
 from jax_te.interop.megatron import read_megatron
 from jax_te.interop.torch import METADATA, StoredTensor, open_torch_file, read_torch_distributed

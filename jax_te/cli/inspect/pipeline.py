@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
+from jax_te._text import table
 from jax_te.cli.inspect.options import InspectPipeline
-from jax_te.cli.table import table
 from jax_te.config import PipelineConfig
 from jax_te.training.pipeline import Schedule, make_schedule
 

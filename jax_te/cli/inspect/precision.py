@@ -6,13 +6,13 @@ import math
 import sys
 from collections.abc import Sequence
 
+from jax_te._text import table
 from jax_te.cli.build import contexts, loss_fn
 from jax_te.cli.inspect.options import InspectPrecision
 from jax_te.cli.inspect.report import print_json, print_rules, rules_values
 from jax_te.cli.inspect.trained import batches_of, check_saved, newest_state, run_and_recipe
 from jax_te.cli.module_recipes import layer_recipes, recipe_label
 from jax_te.cli.precision_rules import apply_rules, quantization_rules, read_rules
-from jax_te.cli.table import table
 from jax_te.metrics import plain_values
 from jax_te.recipe import autocast
 from jax_te.training import TensorStatistics, calibrate_delayed_scaling, exact_model, inspect_precision

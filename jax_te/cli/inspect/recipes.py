@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from jax_te._text import table
 from jax_te.cli.build import abstract_model, contexts
 from jax_te.cli.inspect.options import InspectRecipes
 from jax_te.cli.inspect.report import print_json, print_rules, rules_values
 from jax_te.cli.inspect.trained import run_and_recipe
 from jax_te.cli.module_recipes import layer_recipes, recipe_label
 from jax_te.cli.precision_rules import apply_rules, quantization_rules, read_rules
-from jax_te.cli.table import table
 from jax_te.recipe import autocast
 
 

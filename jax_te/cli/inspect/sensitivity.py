@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from jax_te._text import table
 from jax_te.cli.build import contexts, loss_fn
 from jax_te.cli.inspect.options import InspectSensitivity
 from jax_te.cli.inspect.report import print_json
 from jax_te.cli.inspect.trained import batches_of, check_saved, newest_state, run_and_recipe
-from jax_te.cli.table import table
 from jax_te.layers import quantizable_modules
 from jax_te.training import ModuleSensitivity, exact_model, keep_in_bf16_rules, sensitivity
 

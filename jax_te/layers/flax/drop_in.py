@@ -19,6 +19,7 @@ from jax_te.layers.quantizable import QuantizableModule
 from jax_te.ops import LinearOptions, RowGroups, dense, explain_backend, group_alignment, grouped_dense
 from jax_te.quantize import padded_size, precision_of
 from jax_te.recipe import ModuleRecipe, Recipe, current_recipe, own_recipe
+from jax_te.sharding import entry_axes, entry_of
 from jax_te.typing import Array, DTypeLike
 
 
@@ -447,9 +448,8 @@ def _out_spec(lhs: Array, rhs: Array, rows: Sequence[int], features: Sequence[in
     for x, axes in ((lhs, rows), (rhs, features)):
         spec = jax.typeof(x).sharding.spec
         for axis in axes:
-            names = () if spec[axis] is None else spec[axis] if isinstance(spec[axis], tuple) else (spec[axis],)
             # Fully sharded parameters have the batch's mesh axes: the batch keeps them, and kernels are all-gathered.
-            free = tuple(name for name in names if name not in taken)
+            free = tuple(name for name in entry_axes(spec[axis]) if name not in taken)
             taken |= set(free)
-            entries.append(free or None)
+            entries.append(entry_of(free))
     return PartitionSpec(*entries)

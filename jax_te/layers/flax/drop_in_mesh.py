@@ -10,7 +10,17 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from jax_te.sharding import Dims, current_rules, device_mesh, flat, free_axes, known_names, local_shape, partition_spec
+from jax_te.sharding import (
+    Dims,
+    current_rules,
+    device_mesh,
+    entry_axes,
+    flat,
+    free_axes,
+    indivisible_reason,
+    known_names,
+    partition_spec,
+)
 from jax_te.typing import Array
 
 
@@ -70,8 +80,8 @@ def gemm_axes(x: Array, kernel: Array, order: GemmOrder, names: Sequence[Any] | 
     inputs, outputs = ([kernel.shape[axis] for axis in axes] for axes in (order.kernel_summed, order.features))
     why = (
         _summed_apart(order, x_dims, kernel_dims)
-        or _indivisible("input", x.shape, x_dims, mesh)
-        or _indivisible("kernel", kernel.shape, kernel_dims, mesh)
+        or indivisible_reason("input", x.shape, x_dims, mesh)
+        or indivisible_reason("kernel", kernel.shape, kernel_dims, mesh)
         or _misfit("input", inputs, gemm.x[lead:], mesh, multiple)
         or _misfit("output", outputs, gemm.out[lead:], mesh, multiple)
     )
@@ -133,13 +143,6 @@ def _summed_apart(order: GemmOrder, x_dims: Dims, kernel_dims: Dims) -> str | No
     """Return the reason why merged contraction axes cannot be sharded this way, or None."""
     later = [x_dims[axis] for axis in order.summed[1:]] + [kernel_dims[axis] for axis in order.kernel_summed[1:]]
     return "it sums over several axes, and another than the first of them is split" if flat(tuple(later)) else None
-
-
-def _indivisible(name: str, shape: tuple[int, ...], dims: Dims, mesh: AbstractMesh) -> str | None:
-    """Return the reason why an array does not divide over its mesh axes, or None."""
-    if local_shape(shape, dims, mesh) is not None:
-        return None
-    return f"the {name} {shape} does not divide over {partition_spec(dims)} of the mesh {dict(mesh.shape)}"
 
 
 def _misfit(name: str, sizes: Sequence[int], dims: Dims, mesh: AbstractMesh, multiple: int) -> str | None:
@@ -206,8 +209,7 @@ def _typed(x: Array, mesh: AbstractMesh) -> Dims:
     """Return the Explicit mesh axes in the type of ``x``, for each of its axes."""
     if AxisType.Explicit not in mesh.axis_types:
         return ((),) * x.ndim
-    entries = tuple(jax.typeof(x).sharding.spec)
-    return tuple(() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in entries)
+    return tuple(map(entry_axes, jax.typeof(x).sharding.spec))
 
 
 def _resolved_dims(names: Iterable[Any], mesh: AbstractMesh, auto: set[str]) -> Dims:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 from flax import nnx
 
+from jax_te._text import aligned
 from jax_te._validation import brief, checked
 from jax_te.layers.flax.contractions import Seen
 from jax_te.layers.flax.drop_in import DotGeneral, FlaxLinear, ParameterGemm, flax_linear, size_reason
@@ -65,8 +66,7 @@ class DropInReport:
         for layer in self.layers:
             by = "the ambient recipe" if layer.rule is None else f"by the rule {layer.rule!r}"
             rows.append((layer.path, layer.kind, by if layer.why is None else f"high: {layer.why}"))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        lines = aligned(rows)
         if self.unused_rules:
             lines.append(f"rules that fit no layer: {', '.join(self.unused_rules)}")
         return "\n".join(lines)

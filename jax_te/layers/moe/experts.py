@@ -16,7 +16,6 @@ from jax_te.config import ActivationLike, ActivationParams, normal_init
 from jax_te.layers.layernorm_mlp import check_elementwise
 from jax_te.layers.linear import Linear
 from jax_te.layers.mode import TrainingMode
-from jax_te.layers.parallel_arguments import sequence_axes
 from jax_te.layers.parameters import parameter
 from jax_te.ops import (
     Activation,
@@ -30,7 +29,7 @@ from jax_te.ops import (
     weighted_activation,
 )
 from jax_te.remat import run_recomputed
-from jax_te.sharding import axis_ranks
+from jax_te.sharding import axis_ranks, leading_axes
 from jax_te.typing import Array, DTypeLike, Initializer, TensorGroup
 
 
@@ -227,7 +226,7 @@ def shared_experts(layer: Any, x: Array, is_first_microbatch: bool | None) -> Ar
     (2, 4, 16)
     """
     hidden = _output(layer.linear_fc1(x, is_first_microbatch=is_first_microbatch))
-    axes = (*sequence_axes(x, False), "ffn")
+    axes = (*leading_axes(x), "ffn")
     z = activation(hidden, layer.function.name, params=layer.function.params, out_axes=axes)
     y = _output(layer.linear_fc2(z, is_first_microbatch=is_first_microbatch))
     if layer.gate_kernel is None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from flax import nnx
 
+from jax_te._text import table
 from jax_te._validation import checked
 from jax_te.layers import QuantizableModule, quantizable_modules
 from jax_te.megatron.float16 import Float16Module
@@ -73,10 +74,7 @@ class QuantizationReport:
         return tuple(module.path for module in self.modules if module.module_recipe is None)
 
     def __str__(self) -> str:
-        rows = [_HEADER, *(_row(module) for module in self.modules)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        lines.insert(1, "  ".join("-" * width for width in widths))
+        modules = table(_HEADER, [_row(module) for module in self.modules])
         notes = {
             "matchers that fit no layer": self.unused_matchers,
             "matchers behind an earlier one": self.shadowed_matchers,
@@ -84,7 +82,7 @@ class QuantizationReport:
             "configs that no layer got": self.unused_configs,
             "layers left to the ambient recipe": self.ambient,
         }
-        return "\n".join([*lines, *(f"{what}: {', '.join(names)}" for what, names in notes.items() if names)])
+        return "\n".join([modules, *(f"{what}: {', '.join(names)}" for what, names in notes.items() if names)])
 
 
 @checked

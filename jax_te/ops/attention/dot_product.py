@@ -20,10 +20,10 @@ from jax_te.ops.attention.context_parallel.checks import (
     fp8_exchange_lacks,
     fp8_kernels_lack,
 )
-from jax_te.ops.attention.context_parallel.fp8_steps import Fp8Call
 from jax_te.ops.attention.context_parallel.on_mesh import attention_on_mesh
 from jax_te.ops.attention.context_parallel.sharding import AttentionSharding, attention_sharding
 from jax_te.ops.attention.fp8 import fp8_attention
+from jax_te.ops.attention.fp8_types import Fp8Call
 from jax_te.ops.attention.segments import Segments
 from jax_te.ops.attention.spec import (
     QKV,
@@ -127,16 +127,8 @@ def dot_product_attention(
     >>> dot_product_attention((q, q, q)).shape
     (1, 4, 2, 8)
     """
-    check_rate(dropout_rate=dropout_rate)
-    if dropout_rate and dropout_key is None:
-        raise ValueError(f"dropout_rate={dropout_rate} needs dropout_key; give a key, or the rate 0")
-    if not dropout_rate:
-        dropout_key = None  # it would be one more input of every kernel and shard_map
-    if scale is not None:
-        check_number(scale=scale)
-    if logit_softcap is not None:
-        check_number(logit_softcap=logit_softcap)
-        logit_softcap = float(logit_softcap)  # JAX takes no integer of more than 64 bits
+    _check_dropout(dropout_rate, dropout_key)
+    scale, logit_softcap = _checked_numbers(scale, logit_softcap)
     spec = attention_spec(
         qkv,
         mask_type,
@@ -150,10 +142,12 @@ def dot_product_attention(
         return_max_logit=return_max_logit,
         max_segments=0 if segments is None else segments.q_lengths.shape[-1],
     )
-    arrays = AttentionArrays(mask, q_lengths, kv_lengths, segments, bias, softmax_offset, dropout_key)
+    # Without dropout the key would be one more input of every kernel and shard_map.
+    key = dropout_key if dropout_rate else None
+    arrays = AttentionArrays(mask, q_lengths, kv_lengths, segments, bias, softmax_offset, key)
     check_arrays(spec, arrays)
     arrays = _with_wide_lengths(arrays)
-    mesh, sharding = jax.sharding.get_abstract_mesh(), None
+    mesh = jax.sharding.get_abstract_mesh()
     asked = ambient_backend.value if backend is None else backend
     precision = attention_precision_of(recipe)
     if precision is not None:
@@ -163,11 +157,11 @@ def dot_product_attention(
             with jax.named_scope("dot_product_attention"):
                 return fp8_attention(call, qkv, state, out_axes)
     if 0 in (spec.batch, spec.q_length, spec.kv_length):
-        chosen = primitives("xla")  # zeros: no kernel has anything to compute
+        runner = primitives("xla")  # zeros: no kernel has anything to compute
     elif mesh.empty:
-        chosen = primitives(select("dot_product_attention", attention=spec, backend=asked))
+        runner = _backend(spec, asked)
     else:
-        chosen, sharding = _resolve(
+        runner = _resolve(
             mesh,
             current_rules(mesh),
             spec,
@@ -178,19 +172,53 @@ def dot_product_attention(
             backend=asked,
         )
     with jax.named_scope("dot_product_attention"):
-        if sharding is not None:
-            out, max_logit = attention_on_mesh(sharding, qkv, arrays)
-            return (out, max_logit) if return_max_logit else out
+        if not isinstance(runner, AttentionSharding):
+            return _run(runner, spec, qkv, arrays, out_axes)
+        out, max_logit = attention_on_mesh(runner, qkv, arrays)
+        return (out, max_logit) if return_max_logit else out
 
-        def attend(qkv: QKV, arrays: AttentionArrays) -> Any:
-            assert chosen is not None
-            out, max_logit = chosen.attention(qkv, spec, arrays)
-            # Named after the constraint, so that a policy saves it in the sharding that the next layer reads.
-            out = checkpoint_name(constrain(out, out_axes), "context")
-            return (out, max_logit) if return_max_logit else out
 
-        axes: Any = (out_axes, None if out_axes is None else (out_axes[2],)) if return_max_logit else out_axes
-        return auto_region(attend, axes)(qkv, arrays)
+def _check_dropout(rate: float, key: Key | None) -> None:
+    """Raise ValueError for a rate of dropout that is none, or without a key."""
+    check_rate(dropout_rate=rate)
+    if rate and key is None:
+        raise ValueError(f"dropout_rate={rate} needs dropout_key; give a key, or the rate 0")
+
+
+def _checked_numbers(scale: float | None, logit_softcap: float | None) -> tuple[float | None, float | None]:
+    """Return the scale and softcap of a call's scores; raise ValueError for what is no finite number."""
+    if scale is not None:
+        check_number(scale=scale)
+    if logit_softcap is not None:
+        check_number(logit_softcap=logit_softcap)
+        logit_softcap = float(logit_softcap)  # JAX takes no integer of more than 64 bits
+    return scale, logit_softcap
+
+
+def _run(backend: Backend, spec: AttentionSpec, qkv: QKV, arrays: AttentionArrays, out_axes: LogicalAxes | None) -> Any:
+    """Return the output, with max logits if requested, of a call on one device, or that the compiler partitions."""
+
+    def attend(qkv: QKV, arrays: AttentionArrays) -> Any:
+        out, max_logit = backend.attention(qkv, spec, arrays)
+        # Named after the constraint, so that a policy saves it in the sharding that the next layer reads.
+        out = checkpoint_name(constrain(out, out_axes), "context")
+        return (out, max_logit) if spec.return_max_logit else out
+
+    axes: Any = out_axes
+    if spec.return_max_logit:
+        axes = (out_axes, None if out_axes is None else (out_axes[2],))
+    return auto_region(attend, axes)(qkv, arrays)
+
+
+def _backend(spec: AttentionSpec, asked: BackendName, unsharded: str | None = None) -> Backend:
+    """Return the backend that runs a call.
+
+    Args:
+        spec: the call.
+        asked: backend that the call names, or the ambient one.
+        unsharded: reason why the devices of a mesh cannot run it by themselves.
+    """
+    return primitives(select("dot_product_attention", attention=spec, backend=asked, unsharded=unsharded))
 
 
 # Cached, because the attention layers of a model make the same call.
@@ -205,20 +233,18 @@ def _resolve(
     has_mask: bool,
     same_lengths: bool,
     backend: BackendName,
-) -> tuple[Backend | None, AttentionSharding | None]:
+) -> Backend | AttentionSharding:
     """Return the sharding of a call on a mesh that each device runs by itself, or the backend if the compiler
     partitions it.
-
-    The other one is None.
     """
     sharding, reason = _sharding(mesh, rules, spec, axes, context_parallel, has_mask=has_mask)
     if sharding is None:
-        return primitives(select("dot_product_attention", attention=spec, backend=backend, unsharded=reason)), None
+        return _backend(spec, backend, unsharded=reason)
     name = choose_backend(sharding, same_lengths, backend).backend
     if name == "xla" and not sharding.context:
         # The compiler partitions plain JAX, and jax.nn's cuDNN call, as well as explicit rules would.
-        return primitives(name), None
-    return None, replace(sharding, backend=name)
+        return primitives(name)
+    return replace(sharding, backend=name)
 
 
 def _with_wide_lengths(arrays: AttentionArrays) -> AttentionArrays:

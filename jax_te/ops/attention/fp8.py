@@ -15,13 +15,12 @@ from jax.sharding import PartitionSpec
 
 from jax_te.errors import QuantizerStateError
 from jax_te.ops.attention.context_parallel import fp8_steps
-from jax_te.ops.attention.context_parallel.fp8_steps import Fp8Call
+from jax_te.ops.attention.fp8_types import Amaxes, Fp8Call, Fp8Operands, Scales
 from jax_te.ops.attention.spec import QKV, unpack
 from jax_te.ops.first_order import why_quantized
 from jax_te.ops.overflow import show_overflow
 from jax_te.ops.sharded_vjp import Shards, sharded_vjp
 from jax_te.ops.stacked import named
-from jax_te.ops.xla.attention_fp8 import Amaxes, Fp8Operands, Scales
 from jax_te.quantize import AttentionState, AttentionTensor, QuantizedTensor, amax
 from jax_te.sharding import REPLICATED, MeshAxes, reduce_max
 from jax_te.typing import Array, LogicalAxes

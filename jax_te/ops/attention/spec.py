@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 from jax_te.ops.attention.segments import Segments
 from jax_te.typing import Array, DTypeLike
@@ -17,13 +17,9 @@ MaskType = Literal[
     "padding_causal_bottom_right",
     "arbitrary",
 ]
-MASK_TYPES: tuple[str, ...] = get_args(MaskType)
 
 BiasType = Literal["no_bias", "pre_scale_bias", "post_scale_bias", "alibi"]
-BIAS_TYPES: tuple[str, ...] = get_args(BiasType)
-
 SoftmaxType = Literal["vanilla", "off-by-one", "learnable"]
-SOFTMAX_TYPES: tuple[str, ...] = get_args(SoftmaxType)
 
 Window = tuple[int, int]
 """Numbers of positions to the left and right of its own that a query attends to; -1 means all."""

@@ -6,17 +6,16 @@ from typing import Any
 
 from jax_te._validation import checked
 from jax_te.ops.linear import gemms
-from jax_te.ops.linear.gemms import LinearResiduals, Operand
+from jax_te.ops.linear.gemms import LinearResiduals
 from jax_te.ops.linear.norm_and_activation import NormSpec
-from jax_te.ops.linear.plan import LinearOptions, Plan
+from jax_te.ops.linear.norm_steps import norm_backward, normed_operand
+from jax_te.ops.linear.plan import LinearOptions
 from jax_te.ops.linear.resolve import Layer, LinearArgs, Norm, check_differentiated, run_op, why_once
-from jax_te.ops.linear.spec import GivenSink, LinearSpec, LinearWeights, OpSpec
-from jax_te.ops.primitives import Backend
+from jax_te.ops.linear.spec import GivenSink, LinearWeights, OpSpec
 from jax_te.ops.sharded_vjp import sharded_vjp
 from jax_te.ops.stacked import named
 from jax_te.quantize import GemmState, QuantizedKernel
 from jax_te.recipe import Recipe
-from jax_te.sharding import reduce_sum
 from jax_te.typing import Array, BackendName
 
 
@@ -106,38 +105,6 @@ def layernorm_dense(
     layer = Layer("layernorm_dense", x.shape, linear, options)
     in_front = Norm(norm, scale, ln_bias)
     return run_op(_linear, "layernorm_dense", x, (layer,), norm=in_front, recipe=recipe, backend=backend)
-
-
-def normed_operand(
-    spec: LinearSpec, norm: NormSpec, x: Array, scale: Array, bias: Array | None, state: GemmState | None
-) -> tuple[Operand, Any]:
-    """Return the norm's output as a GEMM operand, and the statistics that backward needs."""
-    how = gemms.fused_quantization(spec, state, "x")
-    if how is None:
-        y, stats = spec.primitives.norm(x, scale, bias, norm)
-        return gemms.make_operand(spec, "x", y, state, axis=-1), stats
-    written, stats, amax = spec.primitives.norm_quantize(x, scale, bias, norm, how)
-    return gemms.adopt(spec, "x", written, (how.scale, amax)), stats
-
-
-def norm_backward(
-    backend: Backend, plan: Plan, residuals: Any, dy: Array, norm: NormSpec
-) -> tuple[Array, tuple[Array, Array | None]]:
-    """Return the gradients of a norm's input and of ``(scale, bias)``, the latter summed over all devices' rows.
-
-    Args:
-        backend: primitives of the op.
-        plan: mesh of the op, or of its first layer.
-        residuals: the norm's input, its statistics, scale and bias.
-        dy: gradient of the norm's output.
-        norm: static description of the norm.
-    """
-    x, stats, scale, bias = residuals
-    dx, dscale, dbias = backend.norm_backward(dy, x, stats, scale, bias, norm)
-    if plan.mesh is not None:
-        dscale = reduce_sum(dscale, plan.x_row_axes)
-        dbias = None if dbias is None else reduce_sum(dbias, plan.x_row_axes)
-    return dx, (dscale, dbias)
 
 
 def _fwd(spec: OpSpec, args: LinearArgs) -> tuple[Array, Any]:

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax_te.ops.linear.spec import KernelGemm, LinearSpec, LinearWeights
 from jax_te.ops.overflow import show_overflow
 from jax_te.quantize import ROLES, Gemm, GemmState, Quantization, QuantizedKernel, TensorRole, pad_rows, unpad_rows
-from jax_te.recipe import GEMMS
 from jax_te.sharding import all_gather, constrain, reduce_max, reduce_sum
 from jax_te.typing import Array
 
@@ -34,7 +33,7 @@ class Operand(NamedTuple):
 
     def read_by(self, spec: LinearSpec, gemm: Gemm) -> Any:
         """Return the form that one GEMM reads."""
-        if self.quantized is None or spec.precision.overridden[GEMMS.index(gemm)]:
+        if self.quantized is None or spec.precision.runs_unquantized(gemm):
             return self.unquantized
         return self.quantized
 
@@ -77,7 +76,7 @@ def fused_quantization(spec: LinearSpec, state: GemmState | None, role: TensorRo
     rows of zeros, which a norm's bias or an activation would change.
     """
     precision = spec.precision.of(role)
-    dims = spec.plan.x_all_gather if role == "x" else spec.plan.out_reduce_scatter
+    dims = spec.plan.gathered(role)
     gets_rows = spec.unpadded_rows is not None
     is_quantized = precision.quantizer is not None
     # A fused kernel writes quantized values only: statistics, GEMMs in high precision, `show_overflow` and an
@@ -93,7 +92,7 @@ def fused_quantization(spec: LinearSpec, state: GemmState | None, role: TensorRo
 
 def adopt(spec: LinearSpec, role: TensorRole, written: Any, used: Used) -> Operand:
     """Return the operand of a tensor that its op wrote quantized (see `fused_quantization`), all-gathered."""
-    dims = spec.plan.x_all_gather if role == "x" else spec.plan.out_reduce_scatter
+    dims = spec.plan.gathered(role)
     if dims:
         written = spec.primitives.all_gather_operand(written, dims)
     unquantized = spec.precision.of(role).quantizer is None
@@ -110,7 +109,7 @@ def make_operand(spec: LinearSpec, role: TensorRole, x: Any, state: GemmState | 
         state: the recipe's state.
         axis: rows of its matrix view end here.
     """
-    dims = spec.plan.x_all_gather if role == "x" else spec.plan.out_reduce_scatter
+    dims = spec.plan.gathered(role)
     if not dims:
         return _quantized(spec, role, x, state, axis=axis)
     if not spec.precision.of(role).one_scale or spec.unpadded_rows is not None:
@@ -186,7 +185,7 @@ def fprop(spec: LinearSpec, x: Operand, kernel: Operand, bias: Array | None) -> 
     plan, operands = spec.plan, (x.read_by(spec, "fprop"), kernel.read_by(spec, "fprop"))
     # The bias is added once, after the sum over the devices.
     added = None if plan.contracting_axes else bias
-    y = spec.backend.gemm_fprop(*operands, added, spec.precision.split_accumulator[0])
+    y = spec.backend.gemm_fprop(*operands, added, spec.precision.splits_accumulator("fprop"))
     y = y if spec.unpadded_rows is None else unpad_rows(y, spec.unpadded_rows)
     if not plan.contracting_axes:
         return constrain(y, spec.options.out_axes) if plan.constrained else y
@@ -228,7 +227,7 @@ def dgrad(spec: LinearSpec, kernel: Any, g: Operand, *, after: Array) -> Array:
         else:
             # No state: recipes with state (delayed scaling) have one scale.
             kernel = spec.backend.residual_for_dgrad(kernel_operand(spec, kernel, None)[0].read_by(spec, "dgrad"))
-    dx = spec.backend.gemm_dgrad(g.read_by(spec, "dgrad"), kernel, spec.precision.split_accumulator[1])
+    dx = spec.backend.gemm_dgrad(g.read_by(spec, "dgrad"), kernel, spec.precision.splits_accumulator("dgrad"))
     dx = dx if spec.unpadded_rows is None else unpad_rows(dx, spec.unpadded_rows)
     return dx if plan.mesh is None else reduce_sum(dx, plan.feature_axes, plan.x_all_gather)
 
@@ -245,7 +244,7 @@ def wgrad(spec: LinearSpec, x: Any, g: Any) -> Array:
         # The same bits as forward's, where it was observed: current and block scales depend on the values alone.
         again = make_operand(replace(spec, observer=None), "x", x, None, axis=-1)
         x = spec.backend.residual_for_wgrad(again.read_by(spec, "wgrad"))
-    dkernel = spec.backend.gemm_wgrad(x, g, spec.wgrad_dtype, spec.precision.split_accumulator[2])
+    dkernel = spec.backend.gemm_wgrad(x, g, spec.wgrad_dtype, spec.precision.splits_accumulator("wgrad"))
     if spec.plan.mesh is not None:
         later = () if spec.sink is None else spec.sink.summed_later
         # Reduce-scattered over FSDP's axis, all-reduced over the others: each device keeps the shard that it updates.

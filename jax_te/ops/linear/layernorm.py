@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from jax_te._validation import check_axes, check_float, checked
 from jax_te.ops.backend import ambient_backend, backend_for
 from jax_te.ops.first_order import why_backend
-from jax_te.ops.linear.dense import norm_backward
 from jax_te.ops.linear.norm_and_activation import NormSpec
+from jax_te.ops.linear.norm_steps import norm_backward
 from jax_te.ops.linear.plan import Plan, row_plan
 from jax_te.ops.linear.resolve import LinearArgs, check_norm
 from jax_te.ops.primitives import Backend

@@ -8,9 +8,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_te._validation import checked
 from jax_te.ops.linear import gemms
-from jax_te.ops.linear.dense import norm_backward, normed_operand
 from jax_te.ops.linear.gemms import LinearResiduals, Operand
 from jax_te.ops.linear.norm_and_activation import Activation, NormSpec
+from jax_te.ops.linear.norm_steps import norm_backward, normed_operand
 from jax_te.ops.linear.plan import LinearOptions
 from jax_te.ops.linear.resolve import Layer, LinearArgs, Norm, check_differentiated, run_op, why_once
 from jax_te.ops.linear.spec import LinearWeights, OpSpec

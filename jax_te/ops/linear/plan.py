@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from jax_te.ops.sharded_vjp import Shards
-from jax_te.quantize import ROLES, GemmState, Precision, QuantizedKernel, ambient_observer
+from jax_te.quantize import ROLES, GemmState, Precision, QuantizedKernel, TensorRole, ambient_observer
 from jax_te.sharding import (
     REPLICATED,
     Dims,
@@ -22,6 +22,7 @@ from jax_te.sharding import (
     flat,
     free_axes,
     gathered_axes,
+    indivisible_reason,
     local_shape,
     logical_to_spec,
     mesh_dims,
@@ -115,6 +116,13 @@ class Plan:
     def per_device(self) -> PartitionSpec:
         """PartitionSpec of an array with one entry for each device in front."""
         return PartitionSpec(self.device_axes)
+
+    def gathered(self, role: TensorRole) -> Dims:
+        """Return the mesh axes along which an operand is all-gathered before its GEMMs, for each of its dimensions.
+
+        The gradient of an output that was reduce-scattered is all-gathered along the same axes.
+        """
+        return {"x": self.x_all_gather, "kernel": self.kernel_all_gather, "grad": self.out_reduce_scatter}[role]
 
     def without_mesh(self, reason: str | None) -> Plan:
         """Return the plan that leaves the op to the compiler because of ``reason``; None: the plan itself."""
@@ -218,8 +226,7 @@ def plan_of_dims(
         out_spec=partition_spec(out),
     )
     # Shards that an all-gather joins have one scale.
-    joined = zip(ROLES, (plan.x_all_gather, plan.kernel_all_gather, plan.out_reduce_scatter), strict=True)
-    shared = (free_axes(mesh) if precision.of(role).whole_amax else flat(dims) for role, dims in joined)
+    shared = (free_axes(mesh) if precision.of(role).whole_amax else flat(plan.gathered(role)) for role in ROLES)
     plan = replace(plan, scale_axes=tuple(shared))
     # Only an axis that the other operand of a GEMM is split over can be gathered or scattered between the GEMMs:
     # any other would leave devices with shards of different products.
@@ -235,8 +242,8 @@ def plan_of_dims(
         return _partitioned(f"{specs} are split in ways that do not go together")
     array_shapes = {"input": x_shape, "kernel": kernel_shape, "output": (*x_shape[:-1], *kernel_shape[1:])}
     for (name, shape), axes in zip(array_shapes.items(), dims, strict=True):
-        if local_shape(shape, axes, mesh) is None:
-            return _partitioned(_indivisible(name, shape, axes, mesh))
+        if reason := indivisible_reason(name, shape, axes, mesh):
+            return _partitioned(reason)
     tokens, local_kernel = local_shape(x_shape[:-1], rows, mesh), local_shape(kernel_shape, weights, mesh)
     return replace(plan, rows=tokens).without_mesh(precision.split_misfit(tokens, local_kernel))
 
@@ -278,17 +285,13 @@ def row_plan(
     # A norm's statistics need whole rows.
     if flat(dims[len(dims) - whole :]):
         return _partitioned(f"its rows are split over devices: {spec}")
-    if local_shape(shape, dims, mesh) is None:
-        return _partitioned(_indivisible("input", shape, dims, mesh))
+    if reason := indivisible_reason("input", shape, dims, mesh):
+        return _partitioned(reason)
     return Plan(mesh=mesh, x_row_axes=flat(dims), x_spec=spec, out_spec=logical_to_spec(out_axes, mesh))
 
 
 def _partitioned(reason: str) -> Plan:
     return Plan(reason=reason, constrained=True)
-
-
-def _indivisible(name: str, shape: tuple[int, ...], dims: Dims, mesh: AbstractMesh) -> str:
-    return f"the {name} {shape} does not divide over {partition_spec(dims)} of the mesh {dict(mesh.shape)}"
 
 
 def beyond(dims: Dims, without: Dims) -> Dims:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax_te.ops.backend import ambient_backend, backend_for
 from jax_te.ops.linear.resolve import usable_weights
 from jax_te.ops.linear.spec import LinearWeights
 from jax_te.ops.overflow import show_overflow
+from jax_te.ops.primitives import GemmBackend
 from jax_te.ops.sharded_vjp import Shards, sharded_vjp
 from jax_te.ops.xla import grouped as xla_grouped
 from jax_te.quantize import (
@@ -30,6 +31,7 @@ from jax_te.quantize import (
 )
 from jax_te.recipe import Recipe
 from jax_te.sharding import (
+    MeshAxes,
     auto_region,
     current_mesh,
     device_mesh,
@@ -91,34 +93,32 @@ def quantize_kernel(
     if (quantizer := precision.kernel.quantizer) is None:
         raise ValueError(f"recipe {recipe!r} keeps kernels in high precision; there is nothing to quantize")
     kernel = show_overflow(kernel)
-    op = "grouped_dense" if grouped else "dense"
-    chosen: Any = backend_for(op, backend or ambient_backend.value, recipe)
-    chosen = xla_grouped if grouped else chosen
     # States under `with_max_gradients` have a dtype of their own, which only JAX's differentiation needs.
     scale = precision.scale(as_float32(state), "kernel")
-
-    def run(kernel: Array, scale: Array | None) -> tuple[Any, Array | None]:
-        if portable and not grouped:  # whose operands are plain arrays in any case
-            return quantize_operand(kernel, quantizer, scale, axis=1)
-        return chosen.quantize_operand(kernel, Quantization(quantizer, scale), axis=1)
-
-    ahead = not portable and on_devices >= grouped
-    shards = _shards(kernel, kernel_axes, quantizer, state, grouped) if ahead else None
+    op = "grouped_dense" if grouped else "dense"
+    # Raises where the backend cannot run the recipe.
+    backend_of_calls = backend_for(op, backend or ambient_backend.value, recipe)
+    # Grouped GEMMs read one form of a kernel, whichever backend is asked for.
+    quantizing: GemmBackend = xla_grouped if grouped else backend_of_calls
+    # One layer's calls run on devices wherever its shards allow it; those of grouped kernels, where their rows do, too.
+    on_devices_ahead = not portable and (on_devices or not grouped)
+    shards = _shards(kernel, kernel_axes, quantizer, state, grouped) if on_devices_ahead else None
     if shards is not None:
-        # Devices with other experts have other scales.
-        experts = mesh_dims(kernel_axes or (), shards.mesh)[0] if grouped else ()
-        others = tuple(axis for axis in shards.manual_axes if axis not in experts)
-        group = others if precision.kernel.whole_amax else gathered_axes(kernel_axes or (), shards.mesh)
-        form, amax = _on_devices((chosen, quantizer, others, group), shards, (kernel, scale))
+        axes = _axes_on_devices(shards, kernel_axes or (), grouped, whole_amax=precision.kernel.whole_amax)
+        form, amax = _quantized_on_devices(_OnDevices(quantizing, quantizer, *axes), shards, (kernel, scale))
     else:
-        operand, amax = _in_region(run, kernel, scale, kernel_axes)
-        # Plain arrays pass through checkpoints and any transformation; a backend's classes may not.
+        # Plain arrays pass through checkpoints and any transformation; a backend's classes may not. An operand of
+        # grouped GEMMs consists of plain arrays in any case.
+        in_plain_arrays = portable and not grouped
+        operand, amax = _quantized_whole(None if in_plain_arrays else quantizing, quantizer, kernel, scale, kernel_axes)
         form = operand if portable else OpaqueTree.pack(operand)
-    guard = Guard.new() if portable else None
-    if grouped:  # one for each kernel, as in a stack
-        guard = jax.tree.map(lambda constant: jnp.full(kernel.shape[:1], constant), guard)
     return QuantizedKernel(
-        form=form, amax=amax, guard=guard, quantizer=quantizer, shape=kernel.shape, dtype=kernel.dtype
+        form=form,
+        amax=amax,
+        guard=_guard(kernel, grouped) if portable else None,
+        quantizer=quantizer,
+        shape=kernel.shape,
+        dtype=kernel.dtype,
     )
 
 
@@ -128,37 +128,86 @@ def _shards(
     """Return the kernel's sharding on the mesh if each device can quantize its shard by itself and the calls that read
     it run this way (`jax_te.ops.linear.plan.linear_plan`); else None.
     """
-    mesh, whole = device_mesh(), state is None or state["x"]["scale"].ndim == grouped
+    mesh = device_mesh()
     if mesh is None or axes is None or ambient_observer.value is not None:
+        return None
+    kernels_have_one_scale = state is None or state["x"]["scale"].ndim == int(grouped)
+    if not kernels_have_one_scale:  # each part of the batch has its own
         return None
     # Blocks are those of a whole kernel. The plan of one layer needs its kernel's own shards in any case.
     in_shards = isinstance(quantizer, TensorQuantizer) or (grouped and not gathered_axes(axes, mesh))
-    if not in_shards:
-        return None
-    if not whole or local_shape(kernel.shape, mesh_dims(axes, mesh), mesh) is None:
+    if not in_shards or local_shape(kernel.shape, mesh_dims(axes, mesh), mesh) is None:
         return None
     spec, per_device = logical_to_spec(axes, mesh), PartitionSpec(free_axes(mesh))
-    each = PartitionSpec(*spec[:1]) if grouped else PartitionSpec()
-    return Shards(mesh=mesh, args=(spec, each), out=(per_device, each), cotangents=(spec, each))
+    scales = PartitionSpec(*spec[:1]) if grouped else PartitionSpec()
+    return Shards(mesh=mesh, args=(spec, scales), out=(per_device, scales), cotangents=(spec, scales))
 
 
-def _fwd(spec: tuple[Any, ...], args: tuple[Array, Array | None]) -> tuple[Any, None]:
-    (backend, quantizer, others, group), (kernel, scale) = spec, args
-    operand, amax = backend.quantize_operand(kernel, Quantization(quantizer, scale, group), axis=1)
-    amax = None if amax is None else reduce_max(amax, others)
+class _OnDevices(NamedTuple):
+    """Quantization of each device's shard of a kernel by itself.
+
+    Args:
+        backend: backend whose GEMMs read the shards.
+        quantizer: the recipe's, of kernels.
+        amax_axes: mesh axes over which the amax is reduced, to that of a whole kernel.
+        scale_axes: mesh axes whose shards share a current scale.
+    """
+
+    backend: GemmBackend
+    quantizer: Quantizer
+    amax_axes: MeshAxes
+    scale_axes: MeshAxes
+
+
+def _axes_on_devices(
+    shards: Shards, kernel_axes: LogicalAxes, grouped: bool, *, whole_amax: bool
+) -> tuple[MeshAxes, MeshAxes]:
+    """Return the mesh axes over which the amax of a kernel's shards is reduced, and those whose shards share a scale.
+
+    ``whole_amax``: whether a current scale covers the whole kernel, not only the shards that one GEMM reads.
+    """
+    # Devices with other experts have other kernels.
+    experts = mesh_dims(kernel_axes, shards.mesh)[0] if grouped else ()
+    amax_axes = tuple(axis for axis in shards.manual_axes if axis not in experts)
+    return amax_axes, amax_axes if whole_amax else gathered_axes(kernel_axes, shards.mesh)
+
+
+def _fwd(spec: _OnDevices, args: tuple[Array, Array | None]) -> tuple[Any, None]:
+    kernel, scale = args
+    how = Quantization(spec.quantizer, scale, spec.scale_axes)
+    operand, amax = spec.backend.quantize_operand(kernel, how, axis=1)
+    amax = None if amax is None else reduce_max(amax, spec.amax_axes)
     return (OpaqueTree.pack(operand, per_device=True), amax), None
 
 
 # Backward gives zeros: the arguments have passed stop_gradient.
-_on_devices = sharded_vjp(_fwd, lambda *_: ((None, None), None))
+_quantized_on_devices = sharded_vjp(_fwd, lambda *_: ((None, None), None))
 
 
-def _in_region(run: Any, kernel: Array, scale: Array | None, axes: LogicalAxes | None) -> tuple[Any, Array | None]:
-    """Return ``run``'s results: arrays of the kernel's shape sharded like it, scales replicated."""
+def _quantized_whole(
+    backend: GemmBackend | None, quantizer: Quantizer, kernel: Array, scale: Array | None, axes: LogicalAxes | None
+) -> tuple[Any, Array | None]:
+    """Return a kernel as an operand of ``backend``, or in plain arrays for None, and its amax.
+
+    On a mesh the compiler partitions it: arrays of the kernel's shape are sharded like it, scales are replicated.
+    """
+
+    def quantize(kernel: Array, scale: Array | None) -> tuple[Any, Array | None]:
+        if backend is None:
+            return quantize_operand(kernel, quantizer, scale, axis=1)
+        return backend.quantize_operand(kernel, Quantization(quantizer, scale), axis=1)
+
     if current_mesh() is None:
-        return run(kernel, scale)
+        return quantize(kernel, scale)
     # Of shapes alone: in the type of an array on Explicit axes is a sharding, which a reshape into blocks refuses.
-    abstract = jax.eval_shape(run, *jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (kernel, scale)))
-    out_axes = [axes if leaf.shape == kernel.shape else (None,) * leaf.ndim for leaf in jax.tree.leaves(abstract)]
-    leaves = auto_region(lambda *args: jax.tree.leaves(run(*args)), out_axes)(kernel, scale)
-    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (kernel, scale))
+    leaves, treedef = jax.tree.flatten(jax.eval_shape(quantize, *shapes))
+    out_axes = [axes if leaf.shape == kernel.shape else (None,) * leaf.ndim for leaf in leaves]
+    quantized = auto_region(lambda *args: jax.tree.leaves(quantize(*args)), out_axes)(kernel, scale)
+    return jax.tree.unflatten(treedef, quantized)
+
+
+def _guard(kernel: Array, grouped: bool) -> Guard:
+    """Return the guard of a kernel in plain arrays; of grouped kernels, one for each, as in a stack."""
+    guard = Guard.new()
+    return jax.tree.map(lambda constant: jnp.full(kernel.shape[:1], constant), guard) if grouped else guard

@@ -14,7 +14,7 @@ from jax_te.ops.backend import ambient_backend, backend_for
 from jax_te.ops.first_order import why_backend, why_quantized
 from jax_te.ops.linear.norm_and_activation import Activation, NormSpec
 from jax_te.ops.linear.plan import LinearOptions, Plan, linear_plan, rows_may_be_reordered
-from jax_te.ops.linear.spec import LinearSpec, LinearWeights, OpSpec, Probe, grad_sink_of
+from jax_te.ops.linear.spec import LinearSpec, LinearWeights, OpSpec, resolved_sink
 from jax_te.ops.primitives import Backend
 from jax_te.ops.sharded_vjp import Shards
 from jax_te.quantize import (
@@ -28,7 +28,7 @@ from jax_te.quantize import (
     precision_of,
     scales_are_frozen,
 )
-from jax_te.recipe import GEMMS, Recipe
+from jax_te.recipe import Recipe
 from jax_te.sharding import REPLICATED, Dims
 from jax_te.typing import Array, BackendName, DTypeLike
 
@@ -247,27 +247,25 @@ def _resolved_layer(
     (kernel, bias, _, given_sink), options = layer.weights, layer.options
     unpadded_rows = _unpadded_rows(layer, plan, precision)
     _check_layer(layer, plan, precision, unpadded_rows)
-    sink, arrays = grad_sink_of(given_sink, plan, options.kernel_axes, kernel.ndim)
-    if isinstance(sink, Probe):
-        sink.count_call()
+    sink = resolved_sink(given_sink, plan, kernel, options.kernel_axes)
     spec = LinearSpec(
         backend=backend,
         precision=precision,
         plan=plan,
         options=options,
         x_dtype=x_dtype,
-        wgrad_dtype=kernel.dtype if arrays is None or isinstance(arrays, OpaqueTree) else arrays.dtype,
+        wgrad_dtype=sink.wgrad_dtype,
         kernel_rank=kernel.ndim,
         unpadded_rows=unpadded_rows,
         stored_quantized=layer.stored_quantized,
         bias_dtype=None if bias is None else bias.dtype,
         kernel_all_gather=_kernel_all_gather(layer, plan, precision),
         saves_original=_saves_original(options, precision),
-        sink=sink,
+        sink=sink.kind,
         observer=ambient_observer.value,
         frozen_scales=scales_are_frozen.value,
     )
-    return spec, arrays
+    return spec, sink.arrays
 
 
 def _unpadded_rows(layer: Layer, plan: Plan, precision: Precision) -> tuple[int, ...] | None:
@@ -314,7 +312,7 @@ def _kernel_all_gather(layer: Layer, plan: Plan, precision: Precision) -> Dims:
 
 def _saves_original(options: LinearOptions, precision: Precision) -> bool:
     """Return whether the input itself is the residual: where the kernel gradient's GEMM reads its quantized values."""
-    wgrad_is_quantized = precision.x.quantizer is not None and not precision.overridden[GEMMS.index("wgrad")]
+    wgrad_is_quantized = precision.x.quantizer is not None and not precision.runs_unquantized("wgrad")
     return options.save_original_input and wgrad_is_quantized
 
 

@@ -232,29 +232,44 @@ GivenSink: TypeAlias = Array | OpaqueTree | Probe
 """A call's ``grad_sink``, see `LinearWeights`."""
 
 
-def grad_sink_of(
+class ResolvedSink(NamedTuple):
+    """Destination of a kernel's gradient in one call.
+
+    Args:
+        kind: kind of the sink. None: the gradient is the kernel's own cotangent.
+        arrays: arrays of the sink as the op takes them, if it has any.
+        wgrad_dtype: dtype of the kernel's gradient.
+    """
+
+    kind: GradSink | None
+    arrays: Array | OpaqueTree | None
+    wgrad_dtype: DTypeLike
+
+
+def resolved_sink(
     given: GivenSink | None,
     plan: Plan,
+    kernel: Array | QuantizedKernel,
     kernel_axes: LogicalAxes | PartitionSpec | None,
-    kernel_rank: int,
-) -> tuple[GradSink | None, Array | OpaqueTree | None]:
-    """Return the kind of a sink, and its arrays as the op takes them.
+) -> ResolvedSink:
+    """Return the destination of a kernel's gradient; a `Probe` counts the call.
 
     Args:
         given: sink of the call, see `LinearWeights`.
         plan: plan of the layer.
+        kernel: the kernel.
         kernel_axes: logical axes of the kernel.
-        kernel_rank: number of axes of the kernel.
     """
     if given is None:
-        return None, None
+        return ResolvedSink(None, None, kernel.dtype)
     if isinstance(given, Probe):
-        return given, None
+        given.count_call()
+        return ResolvedSink(given, None, kernel.dtype)
     if isinstance(given, OpaqueTree):
-        return Deferred(), given
-    devices = given.shape[:-kernel_rank]
+        return ResolvedSink(Deferred(), given, kernel.dtype)
+    devices = given.shape[: -kernel.ndim]
     later = summed_axes(kernel_axes, plan.mesh, devices)
     if later:
-        return Summands(later), given
+        return ResolvedSink(Summands(later), given, given.dtype)
     # A gradient that is summed already: by the mean's derivative each summand is an equal part of it.
-    return Whole(), given.mean(axis=0) if devices else given
+    return ResolvedSink(Whole(), given.mean(axis=0) if devices else given, given.dtype)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jax_te._validation import checked
 from jax_te.ops.integers import as_int32
-from jax_te.ops.loss.reduction import LossOptions, reduced_loss
+from jax_te.ops.loss.reduction import LossOptions, Reduction, reduced_loss
 from jax_te.sharding import current_mesh
 from jax_te.typing import Array, LogicalAxes
 
@@ -23,7 +23,7 @@ def softmax_cross_entropy(
     *,
     weights: Array | None = None,
     options: LossOptions = _OPTIONS,
-    reduction: str = "none",
+    reduction: Reduction = "none",
     out_axes: LogicalAxes | None = None,
 ) -> Array:
     """Return ``logsumexp(logits) - logits[label]`` for each position, in nats, or their weighted mean or sum.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jax_te._validation import check_positive, checked
 from jax_te.ops.loss.cross_entropy import check_labels, cross_entropy_gradient, cross_entropy_value
-from jax_te.ops.loss.reduction import LossOptions, reduced_loss
+from jax_te.ops.loss.reduction import LossOptions, Reduction, reduced_loss
 from jax_te.sharding import axis_ranks, constrain
 from jax_te.typing import Array, LogicalAxes
 
@@ -26,7 +26,7 @@ def linear_cross_entropy(
     chunks: int = 8,
     weights: Array | None = None,
     options: LossOptions = _OPTIONS,
-    reduction: str = "none",
+    reduction: Reduction = "none",
     out_axes: LogicalAxes | None = None,
 ) -> Array:
     """Return `softmax_cross_entropy` of ``x @ kernel``, without storing all logits.

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import jax.numpy as jnp
 
-from jax_te._validation import check_annotations, check_choice, check_float, check_rate, checked
+from jax_te._validation import check_annotations, check_float, check_rate, checked
 from jax_te.ops.integers import as_int32
 from jax_te.sharding import auto_region
 from jax_te.typing import Array, LogicalAxes
+
+Reduction = Literal["none", "sum", "mean"]
+"""What becomes of the losses of all tokens, see `jax_te.ops.softmax_cross_entropy`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +58,7 @@ def reduced_loss(
     labels: Array,
     weights: Array | None,
     options: LossOptions,
-    reduction: str,
+    reduction: Reduction,
     out_axes: LogicalAxes | None,
 ) -> Array:
     """Return ``losses(options, *arrays, labels)`` times the weights, or their sum or mean over the whole arrays.
@@ -65,11 +69,10 @@ def reduced_loss(
         labels, weights, options, reduction, out_axes: see `softmax_cross_entropy`.
 
     Raises:
-        ValueError: for an unknown reduction, or weights that do not have the labels' shape.
+        ValueError: for weights that do not have the labels' shape.
         TypeError: for arrays that are not floating point.
     """
     check_float("a cross-entropy", *arrays)
-    check_choice(("none", "sum", "mean"), reduction=reduction)
     if weights is not None and weights.shape != labels.shape:
         raise ValueError(f"weights must have the shape of the labels {labels.shape}, got {weights.shape}")
 

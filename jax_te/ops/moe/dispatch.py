@@ -61,11 +61,6 @@ class Transport:
         """Number of devices among which the experts are split."""
         return self.placement.size(self.placement.experts)
 
-    @property
-    def copied(self) -> tuple[str, ...]:
-        """Mesh axes of devices that hold the same rows, and different tokens outside of the experts."""
-        return tuple(axis for axis in self.placement.features if axis in flat(self.placement.tokens))
-
 
 class Assignments(NamedTuple):
     """Sources and destinations of one call's tokens and rows; their arrays have an axis ``[d]`` of devices in front.
@@ -129,7 +124,7 @@ def transport_of(
     lead = tuple(size // number for size, number in zip(shape[:-1], parts, strict=True))
     own = math.prod(lead)
     devices, local = placement.size(placement.experts), num_experts // placement.size(placement.experts)
-    copied = placement.size(tuple(axis for axis in placement.features if axis in flat(placement.tokens)))
+    copied = placement.size(placement.copied)
     balanced, slots = own * topk / devices, None
     if dispatcher == "alltoall" and devices > 1:
         slots = own if factor is None else min(own, math.ceil(balanced * factor))
@@ -226,7 +221,7 @@ def _plan(transport: Transport, args: tuple[Array, Array]) -> tuple[Any, None]:
     plan = plan_permutation(own, transport.experts, kept=taken, alignment=transport.alignment, bound=transport.rows)
     lost = jnp.sum(mine & ~taken, dtype=jnp.int32)
     # Devices that have the same rows lose the same ones, and count a part each.
-    parts = placement.size(transport.copied)
+    parts = placement.size(placement.copied)
     overflow = unsent.astype(jnp.float32) + lost.astype(jnp.float32) / parts
     tokens = flat(placement.tokens)
     overflow = jax.lax.psum(overflow, tokens) if tokens else overflow
@@ -257,7 +252,7 @@ def _first(mine: Array, transport: Transport) -> Array:
     """Return the assignments ``[n, k]`` within the limit: the first tokens of all devices before the second ones."""
     assert transport.limit is not None
     placement, (_, k) = transport.placement, mine.shape
-    sources = transport.destinations * placement.size(transport.copied)
+    sources = transport.destinations * placement.size(placement.copied)
     in_order = jnp.swapaxes(mine.reshape(sources, -1, k), 0, 1)
     number = jnp.cumsum(in_order.reshape(-1), dtype=jnp.int32).reshape(in_order.shape)
     return mine & (jnp.swapaxes(number, 0, 1).reshape(mine.shape) <= transport.limit)
@@ -265,20 +260,20 @@ def _first(mine: Array, transport: Transport) -> Array:
 
 def _exchange(x: Array, transport: Transport, slots: Array | None, fill: int = 0) -> Array:
     """Return the tokens that a device receives, ``[n, ...]``, of its own ``[t, ...]``."""
-    axes = transport.placement.experts
+    axes, copied = transport.placement.experts, transport.placement.copied
     if slots is not None:
         sent = x.at[slots].get(mode="fill", fill_value=fill)
         x = all_to_all(sent, axes).reshape(-1, *x.shape[1:])
     elif axes:
         x = all_gather(x, (axes,))
-    return all_gather(x, (transport.copied,)) if transport.copied else x
+    return all_gather(x, (copied,)) if copied else x
 
 
 def _returned(x: Array, transport: Transport, places: Array | None) -> Array:
     """Return the sums over all devices for a device's tokens ``[t, ...]`` of what each made of the ones it received."""
     placement = transport.placement
     # Summands of features are added before the outputs travel: with the tensor axis in front they are nearest.
-    x = reduce_sum(x, placement.features, (transport.copied,) if transport.copied else ())
+    x = reduce_sum(x, placement.features, (placement.copied,) if placement.copied else ())
     if places is None:
         return reduce_sum(x, placement.experts, (placement.experts,) if placement.experts else ())
     back = x.reshape(places.shape[1], -1, *x.shape[1:])

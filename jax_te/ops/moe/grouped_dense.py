@@ -17,7 +17,7 @@ from jax_te.ops.linear import gemms
 from jax_te.ops.linear.gemms import LinearResiduals
 from jax_te.ops.linear.plan import LinearOptions, Plan
 from jax_te.ops.linear.resolve import check_differentiated, usable_weights, why_once
-from jax_te.ops.linear.spec import GivenSink, LinearSpec, LinearWeights, Probe, grad_sink_of
+from jax_te.ops.linear.spec import GivenSink, LinearSpec, LinearWeights, resolved_sink
 from jax_te.ops.moe.row_groups import RowGroups
 from jax_te.ops.moe.tiles import TiledGroups, Tiling, tiling
 from jax_te.ops.pallas import grouped as hopper
@@ -263,23 +263,21 @@ def _resolved_groups(
         kernel_all_gather=plan.kernel_all_gather,
     )
     backend: Any = hopper if on_hopper else grouped
-    sink, arrays = grad_sink_of(given_sink, plan, options.kernel_axes, kernel.ndim)
-    if isinstance(sink, Probe):
-        sink.count_call()
+    sink = resolved_sink(given_sink, plan, kernel, options.kernel_axes)
     spec = LinearSpec(
         backend=backend,
         precision=precision,
         plan=plan,
         options=options,
         x_dtype=x.dtype,
-        wgrad_dtype=kernel.dtype if arrays is None or isinstance(arrays, OpaqueTree) else arrays.dtype,
+        wgrad_dtype=sink.wgrad_dtype,
         kernel_rank=kernel.ndim,
         unpadded_rows=None,
         stored_quantized=isinstance(kernel, QuantizedKernel),
         bias_dtype=None if bias is None else bias.dtype,
         kernel_all_gather=plan.kernel_all_gather,
-        sink=sink,
+        sink=sink.kind,
         observer=ambient_observer.value,
         frozen_scales=scales_are_frozen.value,
     )
-    return spec, arrays
+    return spec, sink.arrays

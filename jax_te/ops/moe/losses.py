@@ -5,10 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_te.ops.moe.routing import ScoreFunction, largest, scores_of, tokens_per_expert, wide_dtype
+from jax_te.ops.moe.routing import SMALLEST_SUM, ScoreFunction, largest, scores_of, tokens_per_expert, wide_dtype
 from jax_te.typing import Array
-
-_SMALLEST_SUM = 1e-20
 
 
 def balance_scores(
@@ -35,7 +33,7 @@ def balance_scores(
     """
     scores = scores_of(logits, score_function)
     if score_function != "softmax":
-        scores = scores / (jnp.sum(scores, axis=-1, keepdims=True) + _SMALLEST_SUM)
+        scores = scores / (jnp.sum(scores, axis=-1, keepdims=True) + SMALLEST_SUM)
     experts = largest(scores, topk)
     return scores if counted is None else jnp.where(counted[..., None], scores, 0.0), experts
 

@@ -63,33 +63,72 @@ def plan_permutation(
     check_positive(num_experts=num_experts, alignment=alignment)
     if pad_to_capacity and capacity is None:
         raise ValueError("pad_to_capacity=True needs a capacity to pad to")
-    padded = capacity if pad_to_capacity else None
     experts = as_int32("experts", experts)
     there = within(experts, num_experts) if kept is None else kept & within(experts, num_experts)
     flat = jnp.where(there, experts, num_experts).reshape(-1)
+    by_expert = _sorted_by_expert(flat, num_experts)
+    if bound is None:
+        bound = _row_count(len(flat), num_experts, alignment, capacity, pad_to_capacity)
+    padded = capacity if pad_to_capacity else None
+    sizes = by_expert.counts if padded is None else jnp.full_like(by_expert.counts, padded)
+    groups = RowGroups(sizes=sizes, rows=bound, alignment=alignment)
+    sources, rows = _places(flat, by_expert, groups)
+    return Permutation(groups, sources, rows.reshape(experts.shape))
+
+
+class _Sorted(NamedTuple):
+    """Assignments sorted by expert, those of one expert by token.
+
+    Args:
+        order: int32 ``[t k]``, the assignments in this order; dropped ones come last.
+        rank: int32 ``[t k]``, the place of each assignment in it.
+        counts: int32 ``[e]``, number of assignments of each expert.
+        before: int32 ``[e]``, number of assignments of the experts before it.
+    """
+
+    order: Array
+    rank: Array
+    counts: Array
+    before: Array
+
+
+def _sorted_by_expert(flat: Array, num_experts: int) -> _Sorted:
+    """Return assignments sorted, of the expert of each, ``[t k]``; ``e`` for one that is dropped."""
     counts = jnp.sum(flat[:, None] == jnp.arange(num_experts, dtype=flat.dtype)[None], axis=0, dtype=jnp.int32)
-    # Stable, so that equal experts keep the order of their tokens; dropped assignments come last.
+    # Stable, so that equal experts keep the order of their tokens.
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     rank = jnp.zeros_like(order).at[order].set(jnp.arange(len(flat), dtype=jnp.int32), unique_indices=True)
-    before = jnp.cumsum(counts) - counts
+    return _Sorted(order, rank, counts, jnp.cumsum(counts) - counts)
 
-    if bound is None:
-        bound = row_bound(len(flat), num_experts, alignment=alignment)
-        if capacity is not None:
-            check_positive(capacity=capacity)
-            full = num_experts * padded_size(capacity, alignment)
-            bound = full if pad_to_capacity else min(bound, full)
-    sizes = counts if padded is None else jnp.full_like(counts, padded)
-    groups = RowGroups(sizes=sizes, rows=bound, alignment=alignment)
 
+def _row_count(assignments: int, num_experts: int, alignment: int, capacity: int | None, pad_to_capacity: bool) -> int:
+    """Return the number of rows that any choice of experts needs; arguments are those of `plan_permutation`."""
+    needed = row_bound(assignments, num_experts, alignment=alignment)
+    if capacity is None:
+        return needed
+    check_positive(capacity=capacity)
+    full = num_experts * padded_size(capacity, alignment)
+    return full if pad_to_capacity else min(needed, full)
+
+
+def _places(flat: Array, by_expert: _Sorted, groups: RowGroups) -> tuple[Array, Array]:
+    """Return the assignment of each row, int32 ``[rows]``, and the row of each assignment, int32 ``[t k]``.
+
+    Args:
+        flat: the expert of each assignment, ``e`` for one that is dropped.
+        by_expert: the assignments, sorted.
+        groups: rows of each expert.
+    """
+    order, rank, counts, before = by_expert
+    num_experts, bound = len(counts), groups.rows
     group, starts = groups.of_rows(), groups.starts
-    inside = jnp.minimum(group, num_experts - 1)
-    offset = jnp.arange(bound, dtype=jnp.int32) - starts[inside]
-    filled = (group < num_experts) & (offset < counts[inside])
-    sources = jnp.where(filled, order[jnp.minimum(before[inside] + offset, len(flat) - 1)], len(flat))
-    inside = jnp.minimum(flat, num_experts - 1)
-    rows = jnp.where(flat < num_experts, jnp.minimum(starts[inside] + rank - before[inside], bound), bound)
-    return Permutation(groups, sources, rows.reshape(experts.shape))
+    expert = jnp.minimum(group, num_experts - 1)
+    offset = jnp.arange(bound, dtype=jnp.int32) - starts[expert]
+    filled = (group < num_experts) & (offset < counts[expert])
+    sources = jnp.where(filled, order[jnp.minimum(before[expert] + offset, len(flat) - 1)], len(flat))
+    expert = jnp.minimum(flat, num_experts - 1)
+    rows = jnp.where(flat < num_experts, jnp.minimum(starts[expert] + rank - before[expert], bound), bound)
+    return sources, rows
 
 
 def permute(x: Array, permutation: Permutation) -> Array:

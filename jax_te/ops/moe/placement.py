@@ -18,7 +18,7 @@ from jax_te.sharding import (
     device_mesh,
     flat,
     free_axes,
-    local_shape,
+    indivisible_reason,
     mesh_dims,
     partition_spec,
 )
@@ -64,6 +64,11 @@ class ExpertPlacement:
     def token_spec(self) -> PartitionSpec:
         """PartitionSpec of an array of tokens."""
         return partition_spec(self.tokens)
+
+    @property
+    def copied(self) -> MeshAxes:
+        """Mesh axes of devices that hold the same rows, and different tokens outside of the experts."""
+        return tuple(axis for axis in self.features if axis in flat(self.tokens))
 
     def size(self, axes: MeshAxes) -> int:
         """Return the number of devices along mesh axes."""
@@ -140,8 +145,11 @@ def expert_placement(
             f"experts are split over mesh axis {missing[0]!r}, which does not split tokens {list(shape[:-1])}: name it "
             "in the rule of 'batch', or leave it out of that of 'expert' (use_rules(ShardingRules(...)))"
         )
-    arrays = [("tokens", shape[:-1], tokens), *(("kernel", size, mesh_dims(axes, mesh)) for size, axes in kernels)]
+    arrays = [
+        ("batch of tokens", shape[:-1], tokens),
+        *(("kernel", size, mesh_dims(axes, mesh)) for size, axes in kernels),
+    ]
     for name, size, dims in arrays:
-        if local_shape(size, dims, mesh) is None:
-            return f"the {name} {size} do not divide over {partition_spec(dims)} of the mesh {dict(mesh.shape)}"
+        if reason := indivisible_reason(name, size, dims, mesh):
+            return reason
     return ExpertPlacement(mesh=mesh, tokens=tokens, experts=experts, features=features)

@@ -18,7 +18,7 @@ from jax_te.typing import Array, DTypeLike
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 DropPolicy = Literal["probs", "position"]
 
-_SMALLEST_SUM = 1e-20
+SMALLEST_SUM = 1e-20
 """Constant added to the sum that divides the scores, so that all-zero scores give 0 instead of nan."""
 
 
@@ -173,7 +173,7 @@ def route(
     if after:
         probs = jax.nn.softmax(probs, axis=-1)
     elif options.score_function != "softmax" and options.topk > 1:
-        total = jnp.broadcast_to(jnp.sum(probs, axis=-1, keepdims=True) + _SMALLEST_SUM, probs.shape)
+        total = jnp.broadcast_to(jnp.sum(probs, axis=-1, keepdims=True) + SMALLEST_SUM, probs.shape)
         # XLA multiplies by the reciprocal of a broadcast divisor, unless that is hidden. For two equal scores the
         # result is 0.5 or the number below, depending on their size, and a capacity drops the tokens with the lower
         # probability.

@@ -7,15 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jax_te.ops.pallas.support import BLOCK, check_float_matrix, check_jax, pad
+from jax_te.quantize import exponent_scale
 from jax_te.recipe import fp8_max
 from jax_te.typing import Array, DTypeLike
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
-_MANTISSA = 0x7FFFFF
 
 
 def block_quantize(
@@ -98,19 +97,6 @@ def _scale(amax: Array, dtype: DTypeLike, power_of_two: bool) -> Array:
     usable = (amax > 0.0) & (amax <= _LARGEST)
     scale = exponent_scale(amax, dtype) if power_of_two else jnp.minimum(fp8_max(dtype) / amax, _LARGEST)
     return jnp.where(usable, scale, jnp.float32(1.0))
-
-
-def exponent_scale(amax: Array, dtype: DTypeLike) -> Array:
-    """The largest power of two that is at most ``max(dtype) / amax``, by exponents: a division would have to be exact.
-
-    ``max(dtype)`` is 1.75 * 2^e, so the quotient's exponent is e - exponent(amax), less 1 where the mantissa of
-    ``amax`` is above 1.75.
-    """
-    largest = int(np.float32(fp8_max(dtype)).view(np.int32))
-    bits = lax.bitcast_convert_type(amax, jnp.int32)
-    less = ((bits & _MANTISSA) > (largest & _MANTISSA)).astype(jnp.int32)
-    exponent = 127 + (largest >> 23) - (bits >> 23) - less
-    return lax.bitcast_convert_type(jnp.minimum(exponent, 254) << 23, jnp.float32)
 
 
 # Under a jit of its own: all layers whose shapes agree share one lowering, which takes a second or two.

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,9 @@ _STEP_BYTES = 128
 
 _LINE = 128
 """The most values that a line of a tile has, and the multiple to which the scales of blocks are padded."""
+
+_Scaling = Literal["none", "split", "block"]
+"""What becomes of each step's sum: it stays in the tensor cores, is added up outside, or is scaled outside, too."""
 
 _16_BIT = (jnp.bfloat16, jnp.float16)
 _FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -229,7 +232,7 @@ def _check_operands(a: Array, b: Array, out_dtype: DTypeLike) -> None:
         raise ValueError(f"a must be a matrix, and neither operand empty, got shapes {a.shape} and {b.shape}")
 
 
-def _scaling(split_accumulator: bool, scale: Array | BlockScales | None) -> str:
+def _scaling(split_accumulator: bool, scale: Array | BlockScales | None) -> _Scaling:
     return "block" if isinstance(scale, BlockScales) else "split" if split_accumulator else "none"
 
 
@@ -253,7 +256,7 @@ def _padded(x: Array, interpret: bool) -> Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + missing) if any(after for _, after in missing) else x
 
 
-def _tiling_of(rows: int, columns: int, scaling: str) -> GroupTiles:
+def _tiling_of(rows: int, columns: int, scaling: _Scaling) -> GroupTiles:
     """Return the tiling for a result of which each group has ``[rows, columns]``."""
     if scaling != "none":
         return SPLIT
@@ -266,7 +269,7 @@ class _Form(NamedTuple):
     Args:
         over_rows: whether it sums over the rows of groups, and not over ``k``.
         a_last, b_last: whether what is summed over is the last axis of each.
-        scaling: whether each step's sum leaves the tensor cores (``"split"``) and is scaled there (``"block"``).
+        scaling: what becomes of each step's sum.
     """
 
     tiling: GroupTiles
@@ -274,7 +277,7 @@ class _Form(NamedTuple):
     over_rows: bool
     a_last: bool
     b_last: bool
-    scaling: str
+    scaling: _Scaling
 
 
 class _Tile(NamedTuple):

@@ -6,47 +6,14 @@ is for tests, debugging and short sequences; kernels with the same steps are for
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 
+from jax_te.ops.attention.fp8_types import Amaxes, Fp8Gradients, Fp8Operands, Fp8Output, Scales
 from jax_te.ops.attention.spec import AttentionArrays, AttentionSpec
 from jax_te.ops.xla.attention_scores import scores_of
-from jax_te.quantize import AttentionPrecision, AttentionTensor, QuantizedTensor, amax
+from jax_te.quantize import AttentionPrecision, QuantizedTensor, amax
 from jax_te.typing import Array
-
-Scales = dict[AttentionTensor, Array]
-"""Scales of tensors that are quantized inside, fp32 ``[]``."""
-
-Amaxes = dict[AttentionTensor, Array]
-"""Largest absolute values of tensors before quantization, fp32 ``[]``."""
-
-
-class Fp8Operands(NamedTuple):
-    """Quantized queries ``[b, sq, n, d]``, keys ``[b, skv, g, d]`` and values ``[b, skv, g, dv]``."""
-
-    q: QuantizedTensor
-    k: QuantizedTensor
-    v: QuantizedTensor
-
-
-class Fp8Output(NamedTuple):
-    """Quantized output ``[b, sq, n, dv]``, logarithm of the softmax's denominator, fp32 ``[b, n, sq]``, and the amaxes
-    of ``s`` and ``o``."""
-
-    out: QuantizedTensor
-    log_sum: Array
-    amaxes: Amaxes
-
-
-class Fp8Gradients(NamedTuple):
-    """Quantized gradients of queries, keys and values, and the amaxes of these and of ``dp``."""
-
-    dq: QuantizedTensor
-    dk: QuantizedTensor
-    dv: QuantizedTensor
-    amaxes: Amaxes
 
 
 def fp8_attention_forward(

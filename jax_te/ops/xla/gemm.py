@@ -6,6 +6,7 @@ Where the kernels of `jax_te.ops.pallas` run, they compute block scaling.
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +86,7 @@ def residual_for_dgrad(kernel: Operand) -> Operand:
     return QuantizedOperand(rowwise=kernel.rowwise, columnwise=None) if isinstance(kernel, QuantizedOperand) else kernel
 
 
-def _form(operand: Operand, summed: str) -> Array | QuantizedTensor:
+def _form(operand: Operand, summed: Literal["rows", "columns"]) -> Array | QuantizedTensor:
     """Return the form of an operand whose ``"rows"`` or ``"columns"`` are summed over."""
     if isinstance(operand, BlockOperand):
         operand = hopper.unpack(operand)

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_te.ops.attention.context_parallel.sharding import AttentionSharding
+from jax_te.ops.attention.fp8_types import Amaxes
 from jax_te.ops.attention.spec import QKV, AttentionArrays, AttentionSpec
 from jax_te.ops.backend import primitives
-from jax_te.ops.xla.attention_fp8 import Amaxes
 from jax_te.typing import Array
 
 

@@ -12,68 +12,22 @@ Keys and values travel as codes, a byte for each value; all devices along the co
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import jax
 
 from jax_te.ops.attention.context_parallel import all_gather, ring, ulysses
 from jax_te.ops.attention.context_parallel.block import BlockGradients, BlockOutput, BlockRules
 from jax_te.ops.attention.context_parallel.sharding import AttentionSharding
+from jax_te.ops.attention.fp8_types import Amaxes, Fp8Call, Fp8Operands, Fp8Output, Scales
 from jax_te.ops.attention.spec import QKV, AttentionArrays, AttentionSpec, unpack
 from jax_te.ops.backend import fp8_kernels, primitives
-from jax_te.ops.xla.attention_fp8 import Amaxes, Fp8Operands, Fp8Output, Scales
-from jax_te.quantize import AttentionPrecision, QuantizedTensor
-from jax_te.sharding import MeshAxes
+from jax_te.quantize import QuantizedTensor
 from jax_te.sharding import all_gather as all_gather_shards
 from jax_te.typing import Array
 
 Tensor = TypeVar("Tensor", Array, QuantizedTensor)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fp8Call:
-    """A call of FP8 attention, resolved. Hashable: its rules are traced once for each.
-
-    Args:
-        spec: the whole call.
-        precision: the recipe.
-        kernels: who runs the steps between quantized tensors.
-        sharding: sharding of the call on a mesh whose devices run it by themselves; None: one device, or the compiler
-            partitions it.
-        high_precision_backend: backend of a backward pass that is not quantized.
-        evaluation: whether the layer evaluates, so that state need not be differentiated.
-        frozen_scales: whether the state stays as it is.
-    """
-
-    spec: AttentionSpec
-    precision: AttentionPrecision
-    kernels: Literal["xla", "cudnn"]
-    sharding: AttentionSharding | None = None
-    high_precision_backend: str = "xla"
-    evaluation: bool = False
-    frozen_scales: bool = False
-
-    @property
-    def all_axes(self) -> MeshAxes:
-        """Mesh axes over which the arrays are split."""
-        sharding = self.sharding
-        return () if sharding is None else sharding.batch + sharding.context + sharding.heads
-
-    @property
-    def scale_axes(self) -> MeshAxes:
-        """Mesh axes over which the amax that gives an operand's scale is reduced."""
-        if self.sharding is None or self.precision.delayed:
-            return ()  # a delayed scale is the state's, which all devices have
-        if self.precision.amax_scope == "whole":
-            return self.all_axes
-        # A scale of each device's examples and heads; those that all-gather keys have one for all of these.
-        return self.sharding.context
-
-    @property
-    def sends_keys(self) -> bool:
-        """Whether each pass moves keys and values of other devices to this one."""
-        return self.sharding is not None and (self.sharding.gathers or self.sharding.ring_size > 1)
 
 
 def to_heads(call: Fp8Call, x: Tensor) -> Tensor:
@@ -160,7 +114,7 @@ def _gradients(
     read = operands.q.dequantize(), operands.k.dequantize(), operands.v.dequantize()
     backend, spec = primitives(call.high_precision_backend), replace(spec, packed=False)
     gradients, *_ = backend.attention_backward(read, spec, arrays, out.dequantize(), log_sum, do)
-    return gradients, {}
+    return unpack(gradients), {}
 
 
 def _in_compute_dtype(x: Array | QuantizedTensor) -> Array:

@@ -19,7 +19,7 @@ from jax_te.ops.attention.segments import Segments
 from jax_te.ops.attention.spec import QKV, AttentionArrays, unpack
 from jax_te.ops.first_order import why_backend
 from jax_te.ops.sharded_vjp import Shards, sharded_vjp
-from jax_te.sharding import MeshAxes, reduce_max, reduce_sum
+from jax_te.sharding import MeshAxes, entry_axes, reduce_max, reduce_sum
 from jax_te.typing import Array
 
 
@@ -130,7 +130,7 @@ def _sum_of_replicas(sharding: AttentionSharding, gradient: Array | None, spec: 
     """Return a gradient summed over the devices that have the same shard of the array."""
     if gradient is None or spec is None:
         return None
-    sharded = {name for entry in spec if entry for name in ((entry,) if isinstance(entry, str) else entry)}
+    sharded = {name for entry in spec for name in entry_axes(entry)}
     axes = sharding.batch + sharding.context + sharding.heads
     return reduce_sum(gradient, tuple([name for name in axes if name not in sharded]))
 

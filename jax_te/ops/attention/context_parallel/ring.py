@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax_te.ops.attention.context_parallel import block
 from jax_te.ops.attention.context_parallel.block import BlockGradients, BlockOutput, BlockRules
 from jax_te.ops.attention.context_parallel.sharding import AttentionSharding, shard_positions
+from jax_te.ops.attention.fp8_types import Amaxes
 from jax_te.ops.attention.softmax_offset import offset_gradient, offset_of
 from jax_te.ops.attention.spec import QKV, AttentionArrays, AttentionSpec, MaskType, unpack
-from jax_te.ops.xla.attention_fp8 import Amaxes
 from jax_te.sharding import moved
 from jax_te.typing import Array
 
