@@ -77,6 +77,7 @@ from jax_te.layers.quantizable import (
     quantizable_modules,
     quantize_parameters,
 )
+from jax_te.layers.results import output_of
 from jax_te.layers.transformer import TransformerLayer
 
 # For users. The other names above are for the other packages of jax_te.

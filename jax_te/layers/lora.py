@@ -18,6 +18,7 @@ from jax_te.layers.kernel_cache import drop_cached_kernels
 from jax_te.layers.layernorm_mlp import LayerNormMLP
 from jax_te.layers.linear import Linear
 from jax_te.layers.parameters import init_of_each, leading_axes, parameter
+from jax_te.layers.results import map_output
 from jax_te.ops import LinearOptions, dense
 from jax_te.quantize import QuantizedKernel
 from jax_te.sharding import auto_region
@@ -147,9 +148,9 @@ class LoRA(nnx.Module):
                 wi, wo = (functools.partial(self._update, kernel) for kernel in self.base.kernels)
                 return self.base(x, is_first_microbatch, adapters=(wi, wo))
             result: Any = self.base(x, **given, is_first_microbatch=is_first_microbatch)
-            y, *more = result if isinstance(result, tuple) else (result,)
-            y = y + self._update("kernel", self.base.operand(x), self.base.output_axes(x))
-            return (y, *more) if isinstance(result, tuple) else y
+            return map_output(
+                lambda y: y + self._update("kernel", self.base.operand(x), self.base.output_axes(x)), result
+            )
 
     def _parts(self, axes: int) -> list[slice]:
         """Return the components that each ``lora_a`` of a kernel with so many axes is for; all, if it has only one."""

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.config import TransformerConfig
-from jax_te.layers import LastStep, Linear, PackedSeqParams, make_norm
+from jax_te.layers import LastStep, Linear, PackedSeqParams, make_norm, output_of
 from jax_te.megatron import TEColumnParallelLinear, TENorm, TransformerLayer
 from jax_te.models.from_config import transformer_layer
 from jax_te.models.stack import StackInput
@@ -80,9 +80,8 @@ class MultiTokenLayer(nnx.Module):
             axes: logical axes of activations between layers.
         """
         both = auto_region(lambda e, x: jnp.concatenate([e, x], axis=-1), axes)
-        projected: Any = self.eh_proj(both(self.enorm(embedded), self.hnorm(stack.x)))
-        # Megatron's layers also return their bias, here None. The GEMM splits its output over the tensor axis.
-        x = constrain(projected[0] if isinstance(projected, tuple) else projected, axes)
+        projected = output_of(self.eh_proj(both(self.enorm(embedded), self.hnorm(stack.x))))
+        x = constrain(projected, axes)  # the GEMM splits its output over the tensor axis
         return self.final_layernorm(dataclasses.replace(stack, x=x).output([self.mtp_model_layer]))
 
 

@@ -14,7 +14,7 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.config import RecomputeConfig
-from jax_te.layers import Rotary, TransformerLayer
+from jax_te.layers import Rotary, TransformerLayer, output_of
 from jax_te.models.batch_parts import join_batch, split_arguments, split_batch
 from jax_te.ops import BiasType, MaskType, loop_over_layers
 from jax_te.quantize import QuantizerState, as_float32_inside, with_max_gradients_inside
@@ -307,7 +307,7 @@ def _run_layer(layer: nnx.Module, x: Array, key: Array | None, mask_types: MaskT
     if "rotary_pos_emb" in arrays:
         arrays = arrays | {"rotary_pos_emb": rotary_of(layer, arrays["rotary_pos_emb"])}  # type: ignore[arg-type]
     out: Any = layer(x, dropout_key=key, **mask_types, **arrays)  # type: ignore[operator]
-    return out[0] if isinstance(out, tuple) else out  # Megatron's layers also return their context
+    return output_of(out)  # Megatron's layers also return their context
 
 
 def of_experts(padding_mask: Array | None) -> dict[str, Any]:

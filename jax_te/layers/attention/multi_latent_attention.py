@@ -17,6 +17,7 @@ from jax_te.layers.attention.rotary import Rotary, apply_rotary
 from jax_te.layers.layernorm_linear import LayerNormLinear
 from jax_te.layers.linear import Linear
 from jax_te.layers.norm import Normalization, make_norm
+from jax_te.layers.results import output_of
 from jax_te.ops import MaskType, SoftmaxType, Window
 from jax_te.quantize import QuantizedKernel
 from jax_te.sharding import auto_region, axis_ranks, row_axis
@@ -220,13 +221,13 @@ class MultiLatentAttention(MultiheadAttention):
         q: Any = (
             self.query(inner, **first)
             if self.latent.q_lora_rank is None
-            else self.q_up(_array(self.q_down(inner, **first)), **first)
+            else self.q_up(output_of(self.q_down(inner, **first)), **first)
         )
-        c, k_rotated = self._split_latent(_array(self.kv_down(inner, **first)), rotary)
-        q = self._queries(_array(q), rotary)
+        c, k_rotated = self._split_latent(output_of(self.kv_down(inner, **first)), rotary)
+        q = self._queries(output_of(q), rotary)
         if cache is not None:
             return (self._absorbed(q), k_rotated, self._normalized_latent(c)), normed
-        return (q, *self._keys_and_values(_array(self.kv_up(c, **first)), k_rotated)), normed
+        return (q, *self._keys_and_values(output_of(self.kv_up(c, **first)), k_rotated)), normed
 
     def _split_latent(self, down: Array, rotary: Rotary | None) -> tuple[Array, Array]:
         """Return the latent ``[b, s, kv_lora_rank]`` and the rotated key ``[b, s, 1, qk_pos_emb_head_dim]``."""
@@ -319,8 +320,3 @@ class MultiLatentAttention(MultiheadAttention):
             return jnp.einsum("bsnc,cnd->bsnd", context, to_values)
 
         return auto_region(expand, HEAD_AXES)(context, to_values)
-
-
-def _array(result: Any) -> Array:
-    # Megatron's layers return their bias, too, here None.
-    return result[0] if isinstance(result, tuple) else result

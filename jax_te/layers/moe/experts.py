@@ -18,6 +18,7 @@ from jax_te.layers.linear import Linear
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.parallel_arguments import sequence_axes
 from jax_te.layers.parameters import parameter
+from jax_te.layers.results import output_of
 from jax_te.ops import (
     Activation,
     ExpertPlacement,
@@ -104,7 +105,7 @@ class Experts(TrainingMode):
             x = (x.astype(probs.dtype) * probs[:, None]).astype(x.dtype)
             # The probabilities are applied already; padding rows get no bias.
             probs = groups.filled().astype(probs.dtype)
-        hidden = _output(self.linear_fc1(x, groups, is_first_microbatch=is_first_microbatch))
+        hidden = output_of(self.linear_fc1(x, groups, is_first_microbatch=is_first_microbatch))
         placement, axes, summands = groups.placement, (None, "ffn"), 1
         if placement is not None:
             axes, summands = PartitionSpec(*placement.row_spec, None), placement.size(placement.features)
@@ -226,16 +227,11 @@ def shared_experts(layer: Any, x: Array, is_first_microbatch: bool | None) -> Ar
     >>> shared_experts(SharedExperts(16, 32, rngs=nnx.Rngs(0)), jnp.ones((2, 4, 16)), None).shape
     (2, 4, 16)
     """
-    hidden = _output(layer.linear_fc1(x, is_first_microbatch=is_first_microbatch))
+    hidden = output_of(layer.linear_fc1(x, is_first_microbatch=is_first_microbatch))
     axes = (*sequence_axes(x, False), "ffn")
     z = activation(hidden, layer.function.name, params=layer.function.params, out_axes=axes)
-    y = _output(layer.linear_fc2(z, is_first_microbatch=is_first_microbatch))
+    y = output_of(layer.linear_fc2(z, is_first_microbatch=is_first_microbatch))
     if layer.gate_kernel is None:
         return y
     gate = jax.nn.sigmoid(jnp.matmul(x, layer.gate_kernel.get_value().astype(x.dtype), precision="highest"))
     return y * gate
-
-
-def _output(result: Any) -> Array:
-    """Return the output of a layer, without a bias that Megatron's layers return after adding it."""
-    return result[0] if isinstance(result, tuple) else result
