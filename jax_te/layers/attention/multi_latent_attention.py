@@ -207,7 +207,7 @@ class MultiLatentAttention(MultiheadAttention):
         rotary: Rotary | None,
         cache: KVCache | WindowKVCache | None,
         is_first_microbatch: bool | None,
-    ) -> tuple[tuple[Array, ...], list[Any]]:
+    ) -> tuple[tuple[Array, ...], Array | None]:
         """Return the core's operands; with a cache absorbed queries, the rotated key and the latent."""
         del encoder_output  # refused by the call
         if cache is not None and axis_ranks("heads") > 1:
@@ -217,7 +217,7 @@ class MultiLatentAttention(MultiheadAttention):
             )
         first: Any = {"is_first_microbatch": is_first_microbatch}
         inner = x if self.layernorm is None else self.layernorm(x)
-        normed = [inner] if self.return_layernorm_output else []
+        normed = inner if self.return_layernorm_output else None
         q: Any = (
             self.query(inner, **first)
             if self.latent.q_lora_rank is None
