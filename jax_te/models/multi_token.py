@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
@@ -18,6 +18,34 @@ from jax_te.models.stack import StackInput
 from jax_te.quantize import QuantizerState, count
 from jax_te.sharding import auto_region, constrain
 from jax_te.typing import Array, LogicalAxes
+
+
+class TokenArrays(NamedTuple):
+    """The arrays of a batch that the depths read, with an entry for each token, in natural order.
+
+    Args:
+        tokens: integers ``[b, s]`` whose embeddings a depth takes.
+        labels: integers ``[b, s]``, what it predicts.
+        weights: ``[b, s]``, weights of the losses.
+        positions: ``[s]`` or ``[b, s]``, positions of ``tokens`` in the table of learned positions.
+        padding_mask: bool ``[b, s]``, True for padding. None: there is none.
+    """
+
+    tokens: Array
+    labels: Array
+    weights: Array
+    positions: Array
+    padding_mask: Array | None
+
+    def of_next_depth(self, continues: Array | None) -> TokenArrays:
+        """Return the arrays of the next depth: each token's successor is in its place, see `rolled`."""
+        tokens, labels, weights, positions = (
+            rolled(each, continues) for each in (self.tokens, self.labels, self.weights, self.positions)
+        )
+        padding = self.padding_mask
+        # Padding itself stays padding: Megatron's roll alone would count the last token of a padded sequence.
+        padding = None if padding is None else padding | rolled(padding, continues)
+        return TokenArrays(tokens, labels, weights, positions, padding)
 
 
 class MultiTokenLayer(nnx.Module):

@@ -161,25 +161,8 @@ def run_layers(
     >>> run_layers(layers, jnp.ones((2, 8, 16)), layer_keys(key, 2), recompute=recompute, policy="save_gemms").shape
     (2, 8, 16)
     """
-    check_recompute_policy(recompute, policy)
-    distribute = recompute.distribute_saved_activations
-    if batch_parts > 1 and distribute:
-        raise ValueError("distribute_saved_activations=True saves one input of each layer; it goes with batch_parts=1")
-    # Bound, not passed: jax.checkpoint and jax.lax.scan take arrays, and mask types are strings.
-    plain = functools.partial(_run_group, mask_types or {})
-    saved = functools.partial(remat, plain, policy=policy, distribute_saved_activations=distribute)
-    calls: dict[bool, Callable[..., Parts]] = {False: plain, True: saved}
-    modules = (recompute.recompute_modules or ()) if recompute.recompute_granularity == "selective" else ()
-    groups = recompute_groups(recompute, len(layers))
-    given, xs = split_arguments(arrays, len(x), batch_parts), split_batch(x, batch_parts)
-    # Entered also without modules: the configuration decides, not a context around the model.
-    with selective_recompute(*modules):
-        if runs_scanned(scan, len(layers)):
-            return join_batch(_run_scanned(calls, groups, layers, xs, keys, given))
-        for group in groups:
-            members = slice(group.first, group.first + group.count)
-            xs = calls[group.recomputed](xs, list(layers[members]), list(keys[members]), given, first=group.first)
-        return join_batch(xs)
+    options = StackOptions(recompute, policy, scan, batch_parts, mask_types or {})
+    return _run(layers, x, keys, options, arrays)
 
 
 @checked
@@ -230,19 +213,37 @@ class StackInput:
     def output(self, layers: Sequence[nnx.Module]) -> Array:
         """Return the output ``[b, s, h]`` of layers: of the whole stack, or of one that begins at this input."""
         keys = [None] * len(layers) if self.keys is None else self.keys
-        how = self.options
-        return run_layers(
-            layers,
-            self.x,
-            keys,
-            recompute=how.recompute,
-            policy=how.policy,
-            scan=how.scan,
-            batch_parts=how.batch_parts,
-            mask_types=how.mask_types,
-            **self.arrays,
-            **self.learned,
-        )
+        return _run(layers, self.x, keys, self.options, dict(**self.arrays, **self.learned))
+
+
+def _run(
+    layers: Sequence[nnx.Module],
+    x: Array,
+    keys: Sequence[Array | None],
+    options: StackOptions,
+    arrays: dict[str, Any],
+) -> Array:
+    """Return what `run_layers` does for the same arguments, of which ``arrays`` are ``**arrays``."""
+    recompute, policy, batch_parts = options.recompute, options.policy, options.batch_parts
+    check_recompute_policy(recompute, policy)
+    distribute = recompute.distribute_saved_activations
+    if batch_parts > 1 and distribute:
+        raise ValueError("distribute_saved_activations=True saves one input of each layer; it goes with batch_parts=1")
+    # Bound, not passed: jax.checkpoint and jax.lax.scan take arrays, and mask types are strings.
+    plain = functools.partial(_run_group, options.mask_types)
+    saved = functools.partial(remat, plain, policy=policy, distribute_saved_activations=distribute)
+    calls: dict[bool, Callable[..., Parts]] = {False: plain, True: saved}
+    modules = (recompute.recompute_modules or ()) if recompute.recompute_granularity == "selective" else ()
+    groups = recompute_groups(recompute, len(layers))
+    given, xs = split_arguments(arrays, len(x), batch_parts), split_batch(x, batch_parts)
+    # Entered also without modules: the configuration decides, not a context around the model.
+    with selective_recompute(*modules):
+        if runs_scanned(options.scan, len(layers)):
+            return join_batch(_run_scanned(calls, groups, layers, xs, keys, given))
+        for group in groups:
+            members = slice(group.first, group.first + group.count)
+            xs = calls[group.recomputed](xs, list(layers[members]), list(keys[members]), given, first=group.first)
+        return join_batch(xs)
 
 
 class ModelInParts(Protocol):
