@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 from flax import nnx
@@ -135,19 +136,6 @@ def decide_layer(path: str, kind: str, rules: Rules, layer: FlaxLinear, gemms: M
         # The user's request takes precedence over obstacles.
         why = f"the rule {pattern!r}"
     return DropInLayer(path, kind, pattern, why), own
-
-
-def _decide_own(path: str, module: QuantizableModule, rules: Rules) -> DropInLayer:
-    """Return the decision about a layer of jax_te, which follows recipes without `quantize_model`."""
-    pattern, why = first_rule(rules, path), None
-    value = "ambient" if pattern is None else rules[pattern]
-    if value is None:
-        why = f"the rule {pattern!r}"
-    elif value == "ambient" and module.high_precision:
-        why = "it is kept in high precision"
-    elif pattern is None and module.module_recipe is not None and training_recipe(module.module_recipe) is None:
-        why = "its own recipe"
-    return DropInLayer(path, type(module).__name__, pattern, why)
 
 
 def _set_own(module: QuantizableModule, value: Recipe | ModuleRecipe | Literal["ambient"] | None) -> None:
@@ -320,38 +308,18 @@ def quantize_model(
             f"{type(model).__name__} has no __call__: give quantize_model the function that takes the model and the "
             "arguments, method=..."
         )
-    rules, layers, chosen, reached, ruled = check_rules(rules), [], [], [], []
+    rules = check_rules(rules)
     gemms, seen = _look(model, method or _call, rules, args, kwargs)
-    for parts, module in nnx.iter_modules(model):
-        path, kind, layer = ".".join(map(str, parts)), type(module).__name__, flax_linear(module)
-        if layer is not None:
-            entry, own = decide_layer(path, kind, rules, layer, gemms)
-            layers.append(entry)
-            present = getattr(module, layer.op.attribute)
-            kept = isinstance(present, DotGeneral) and own in (None, present.recipe)
-            given = present if kept else layer.op(own, groups=layer.groups)
-            chosen.append((module, layer, given if entry.why is None else None))
-        elif isinstance(module, QuantizableModule):
-            if not module.of_flax:
-                layers.append(_decide_own(path, module, rules))
-                ruled.append((module, layers[-1].rule))
-        elif own_kernels(module):
-            entries, ops = _own_module(parts, module, rules, gemms, seen)
-            layers += entries
-            reached.append((module, ops))
-    report = report_of(layers, rules)
+    decisions = [_decide(parts, module, rules, gemms, seen) for parts, module in nnx.iter_modules(model)]
+    report = report_of([entry for decision in decisions for entry in decision.entries], rules)
     if not report.quantized:
         raise ValueError(f"no recipe can quantize a layer of {type(model).__name__}:\n{report}")
     if report.unused_rules:  # before the model changes: a warning may be an error
         text = f"rules that fit no layer: {', '.join(report.unused_rules)}\n{report}"
         warnings.warn(text, stacklevel=3)  # the caller's line: the frame between is that of `checked`
-    for module, layer, op in chosen:
-        _set_op(module, layer, op)
-    for module, ops in reached:
-        reach(module, ops)
-    for module, pattern in ruled:
-        if pattern is not None:
-            _set_own(module, rules[pattern])
+    for decision in decisions:
+        if decision.change is not None:
+            decision.change()
     # Stacked layers have a state each. Layers that were quantized before go on with theirs.
     prepare(model, current_recipe(), keep=True)
     return report
@@ -384,21 +352,75 @@ def dequantize_model(model: nnx.Module) -> nnx.Module:
     return model
 
 
-def _own_module(
+class _Decision(NamedTuple):
+    """A module's entries in the report, and the function that changes the module; None: it stays as it is."""
+
+    entries: Sequence[DropInLayer] = ()
+    change: Callable[[], None] | None = None
+
+
+def _decide(
     parts: tuple[Any, ...], module: nnx.Module, rules: Rules, gemms: ModelGemms, seen: Mapping[str, Seen]
-) -> tuple[list[DropInLayer], dict[str, ParameterGemm]]:
-    """Return the report entries of a module that is no linear layer, and the modules of its parameters' GEMMs."""
-    cls, present = original_class(type(module)), gemms_of(module)
-    kind = cls.__name__
-    entries, ops, others = list[DropInLayer](), dict[str, ParameterGemm](), dict[str, Seen]()
-    if cls.__module__.startswith("jax_te."):
+) -> _Decision:
+    """Return the decision about a module of a model.
+
+    Args:
+        parts: path of the module.
+        module: the module; it is not changed.
+        rules: rules of `quantize_model`.
+        gemms: GEMMs of the model.
+        seen: path of each parameter that a rule reaches in a user-defined module -> its uses.
+    """
+    path, layer = ".".join(map(str, parts)), flax_linear(module)
+    if layer is not None:
+        return _decide_flax(path, module, layer, rules, gemms)
+    if isinstance(module, QuantizableModule):
+        return _Decision() if module.of_flax else _decide_ours(path, module, rules)
+    if not own_kernels(module):
+        return _Decision()
+    if original_class(type(module)).__module__.startswith("jax_te."):
         # Routers, gates and a head without fp8_output_proj: what recipes are to reach here are quantizable modules.
-        why = f"a recipe reaches no kernel of jax_te's {kind}"
-        return [DropInLayer(".".join(map(str, parts)), kind, why=why)], ops
+        kind = type(module).__name__
+        return _Decision([DropInLayer(path, kind, why=f"a recipe reaches no kernel of jax_te's {kind}")])
+    return _decide_own(path, module, rules, gemms, seen)
+
+
+def _decide_flax(path: str, module: nnx.Module, layer: FlaxLinear, rules: Rules, gemms: ModelGemms) -> _Decision:
+    """Return the decision about a layer of Flax, which goes on with a drop-in that it has if no rule says otherwise."""
+    entry, own = decide_layer(path, type(module).__name__, rules, layer, gemms)
+    if entry.why is not None:
+        return _Decision([entry], functools.partial(_set_op, module, layer, None))
+    present = getattr(module, layer.op.attribute)
+    if isinstance(present, DotGeneral) and own in (None, present.recipe):
+        op = present
+    else:
+        op = layer.op(own, groups=layer.groups)
+    return _Decision([entry], functools.partial(_set_op, module, layer, op))
+
+
+def _decide_ours(path: str, module: QuantizableModule, rules: Rules) -> _Decision:
+    """Return the decision about a layer of jax_te, which follows recipes without `quantize_model`."""
+    pattern, why = first_rule(rules, path), None
+    value = "ambient" if pattern is None else rules[pattern]
+    if value is None:
+        why = f"the rule {pattern!r}"
+    elif value == "ambient" and module.high_precision:
+        why = "it is kept in high precision"
+    elif pattern is None and module.module_recipe is not None and training_recipe(module.module_recipe) is None:
+        why = "its own recipe"
+    entry = DropInLayer(path, type(module).__name__, pattern, why)
+    return _Decision([entry], None if pattern is None else functools.partial(_set_own, module, value))
+
+
+def _decide_own(path: str, module: nnx.Module, rules: Rules, gemms: ModelGemms, seen: Mapping[str, Seen]) -> _Decision:
+    """Return the decision about a user-defined module: an entry for each parameter that a rule reaches, and one for
+    the others."""
+    kind, present = original_class(type(module)).__name__, gemms_of(module)
+    entries, ops, others = list[DropInLayer](), dict[str, ParameterGemm](), dict[str, Seen]()
     for name, parameter in own_kernels(module).items():
-        path = ".".join(map(str, (*parts, name)))
-        what = seen.get(path, Seen())
-        decided = decide_parameter(path, kind, rules, what, name in present)
+        own_path = f"{path}.{name}" if path else name
+        what = seen.get(own_path, Seen())
+        decided = decide_parameter(own_path, kind, rules, what, name in present)
         if decided is None:
             others[name] = what
             continue
@@ -410,8 +432,8 @@ def _own_module(
             stack = parameter.get_value().shape[: parameter.ndim - what.contractions[0].kernel.rank]
             ops[name] = ParameterGemm(name, stack, own, what.groups)
     if others:
-        entries.append(other_module(".".join(map(str, parts)), kind, others, rules, gemms))
-    return entries, ops
+        entries.append(other_module(path, kind, others, rules, gemms))
+    return _Decision(entries, functools.partial(reach, module, ops))
 
 
 def _set_op(module: Any, layer: FlaxLinear, op: DotGeneral | None) -> None:
