@@ -273,7 +273,12 @@ class QuantizableModule(RecipeModule):
         # A call that says itself that it is the first replaces what is cached, of an earlier step.
         cached = None if is_first_microbatch else self._cached_kernel(kernel, quantizer)
         if cached is None:
-            cached = self._cache_kernel(kernel, value, mode)
+            if mode == "read":
+                raise ValueError(
+                    f"is_first_microbatch=False and {type(self).__name__} has kept no quantized {kernel}; call it with "
+                    "is_first_microbatch=True on the first microbatch of a step, or None to keep nothing"
+                )
+            cached = self._cache_kernel(kernel, value)
         # The kernel is its own sink: nothing else reads it then, and its gradient is returned as usual.
         sink = value if sink is None else sink
         return LinearWeights(cached.of_layer(len(self.axes_of(kernel))), bias, state, sink)
@@ -289,13 +294,8 @@ class QuantizableModule(RecipeModule):
             )
         return cached
 
-    def _cache_kernel(self, kernel: str, value: Array, mode: CacheMode) -> QuantizedKernel:
-        """Quantize and cache a kernel, and return it, unless calls are to use cached kernels alone."""
-        if mode == "read":
-            raise ValueError(
-                f"is_first_microbatch=False and {type(self).__name__} has kept no quantized {kernel}; call it with "
-                "is_first_microbatch=True on the first microbatch of a step, or None to keep nothing"
-            )
+    def _cache_kernel(self, kernel: str, value: Array) -> QuantizedKernel:
+        """Quantize and cache a kernel, and return its cached form."""
         others = {} if self.kernel_cache is None else self.kernel_cache.get_value()
         cached = self.quantized(kernel, value)
         before = self.kernel_cache
