@@ -251,6 +251,16 @@ def _adapter(
     return nnx.LoRAParam(parameter(init, rngs, shape, dtype, axes).get_value(), logical_axes=axes)
 
 
+def without_adapter(layer: Any) -> Any:
+    """Return the base of an adapted layer, and any other layer as it is.
+
+    >>> layer = Linear(4, 4, rngs=nnx.Rngs(0))
+    >>> without_adapter(LoRA(layer, 2, rngs=nnx.Rngs(1))) is without_adapter(layer) is layer
+    True
+    """
+    return layer.base if isinstance(layer, LoRA) else layer
+
+
 def lora_labels(params: PyTree) -> PyTree:
     """Return ``"lora"`` for parameters of adapters, ``"frozen"`` for the others; for ``optax.multi_transform``.
 

@@ -305,6 +305,18 @@ class QuantizableModule(RecipeModule):
         return cached
 
 
+def frozen_weights(weights: LinearWeights) -> LinearWeights:
+    """Return the weights of a frozen layer, whose parameters no gradient reaches; none is computed for the kernel.
+
+    The state is as before: its next value leaves backward as its gradient, also of a frozen layer.
+
+    >>> frozen_weights(LinearWeights(jnp.ones((16, 32)))).kernel.shape
+    (16, 32)
+    """
+    kernel, bias = jax.lax.stop_gradient((weights.kernel, weights.bias))
+    return LinearWeights(kernel, bias, weights.state)
+
+
 def _cache_mode(is_first_microbatch: bool | None) -> CacheMode:
     """Return the cache mode that an argument or attribute of this name stands for."""
     if is_first_microbatch is None:

@@ -12,7 +12,7 @@ from flax import nnx
 from jax_te._validation import checked
 from jax_te.config import POSITION_EMBEDDINGS, TransformerConfig
 from jax_te.layers import KVCache, PackedSeqParams, Rotary, check_padding_mask, clip_qk, init_kv_cache, rotary_embedding
-from jax_te.models.from_config import transformer_layer
+from jax_te.models.from_config import norm_of, transformer_layer
 from jax_te.models.language_model import LanguageModel
 from jax_te.models.multi_token import MultiTokenPrediction, TokenArrays, continuations
 from jax_te.models.options import Execution, RotaryPositions, rotary_positions
@@ -116,7 +116,7 @@ class GPTModel(LanguageModel):
         self._make_embeddings(learned_positions=position_embedding_type == "learned_absolute", rngs=rngs)
         self.layers = nnx.List([transformer_layer(config, i, rngs=rngs) for i in range(config.num_layers)])
         self._angles(jnp.zeros((1,), jnp.int32))  # raises for a head size or base that cannot be rotated
-        self.final_norm = self._make_norm(rngs)
+        self.final_norm = norm_of(self.config, rngs=rngs)
         self._make_head(tied=share_embeddings_and_output_weights, rngs=rngs)
         self.mtp = MultiTokenPrediction(config, None, rngs=rngs) if config.mtp_num_layers else None
 

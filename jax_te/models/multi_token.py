@@ -11,9 +11,9 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.config import TransformerConfig
-from jax_te.layers import LastStep, Linear, PackedSeqParams, make_norm, output_of
+from jax_te.layers import LastStep, Linear, PackedSeqParams, output_of
 from jax_te.megatron import TEColumnParallelLinear, TENorm, TransformerLayer
-from jax_te.models.from_config import transformer_layer
+from jax_te.models.from_config import norm_of, transformer_layer
 from jax_te.models.stack import StackInput
 from jax_te.quantize import QuantizerState, count
 from jax_te.sharding import auto_region, constrain
@@ -66,7 +66,7 @@ class MultiTokenLayer(nnx.Module):
     def __init__(self, config: TransformerConfig, layer_class: type[TransformerLayer] | None, *, rngs: nnx.Rngs):
         h, last = config.hidden_size, config.num_layers - 1
         if layer_class is None:
-            self.enorm, self.hnorm = _norm(config, rngs), _norm(config, rngs)
+            self.enorm, self.hnorm = norm_of(config, rngs=rngs), norm_of(config, rngs=rngs)
             self.eh_proj: Any = Linear(
                 2 * h,
                 h,
@@ -80,7 +80,7 @@ class MultiTokenLayer(nnx.Module):
                 rngs=rngs,
             )
             self.mtp_model_layer: Any = transformer_layer(config, last, rngs=rngs)
-            self.final_layernorm = _norm(config, rngs)
+            self.final_layernorm = norm_of(config, rngs=rngs)
             return
         norm: Any = (config, h, config.layernorm_epsilon)
         self.enorm, self.hnorm = TENorm(*norm), TENorm(*norm)
@@ -193,15 +193,3 @@ def continuations(packed: PackedSeqParams, size: int) -> Array:
 
     axes: LogicalAxes = ("batch", "sequence")
     return constrain(auto_region(of_ids, axes)(packed.segment_ids(size)), axes)
-
-
-def _norm(config: TransformerConfig, rngs: nnx.Rngs) -> Any:
-    return make_norm(
-        config.normalization,
-        config.hidden_size,
-        config.layernorm_epsilon,
-        sequence_parallel=config.sequence_parallel,
-        zero_centered_gamma=config.layernorm_zero_centered_gamma,
-        params_dtype=config.params_dtype,
-        rngs=rngs,
-    )

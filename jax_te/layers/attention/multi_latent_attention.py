@@ -16,7 +16,7 @@ from jax_te.layers.attention.qkv import HEAD_AXES
 from jax_te.layers.attention.rotary import Rotary, apply_rotary
 from jax_te.layers.layernorm_linear import LayerNormLinear
 from jax_te.layers.linear import Linear
-from jax_te.layers.norm import Normalization, make_norm
+from jax_te.layers.norm import Normalization, check_returned_norm, make_norm
 from jax_te.layers.results import output_of
 from jax_te.ops import MaskType, SoftmaxType, Window
 from jax_te.quantize import QuantizedKernel
@@ -102,10 +102,7 @@ class MultiLatentAttention(MultiheadAttention):
         rngs: nnx.Rngs,
     ):
         check_positive(hidden_size=hidden_size)
-        if return_layernorm_output and not input_layernorm:
-            raise ValueError(
-                "return_layernorm_output needs input_layernorm=True: there is no norm whose output could be returned"
-            )
+        check_returned_norm(input_layernorm, return_layernorm_output)
         # The names under which MultiheadAttention knows these options.
         self.attention_type, self.fuse_qkv_params = "self", False
         self.return_layernorm_output = return_layernorm_output

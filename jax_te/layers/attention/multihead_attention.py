@@ -28,7 +28,7 @@ from jax_te.layers.attention.qkv import (
 from jax_te.layers.attention.rotary import Rotary
 from jax_te.layers.layernorm_linear import LayerNormLinear
 from jax_te.layers.linear import Linear
-from jax_te.layers.norm import LayerNorm, Normalization, RMSNorm, make_norm
+from jax_te.layers.norm import LayerNorm, Normalization, RMSNorm, check_returned_norm, make_norm
 from jax_te.layers.options import AttentionOptions, CoreCall
 from jax_te.layers.parallel_arguments import set_tensor_parallel_group
 from jax_te.layers.results import layer_output, output_of, split_output
@@ -138,10 +138,7 @@ class MultiheadAttention(ContextParallelModule):
                 f"hidden_size {hidden_size} is not divisible by num_attention_heads {num_attention_heads}; "
                 "change one of them or give kv_channels"
             )
-        if return_layernorm_output and not input_layernorm:
-            raise ValueError(
-                "return_layernorm_output needs input_layernorm=True: there is no norm whose output could be returned"
-            )
+        check_returned_norm(input_layernorm, return_layernorm_output)
         self.attention_type = attention_type
         self.return_layernorm_output = return_layernorm_output
         self.fuse_qkv_params = fuse_qkv_params

@@ -3,7 +3,7 @@
 from jax_te.layers.flax.contractions import Contraction, Kernel, Seen, Visitor, compute, noting
 from jax_te.layers.flax.drop_in import FlaxLinear, ParameterGemm, einsum_linear, precision_reason, read_einsum
 from jax_te.layers.flax.model_gemms import ModelGemms, as_inputs, gemms_of_model, split_leaves
-from jax_te.layers.flax.own_modules import reduced
+from jax_te.layers.flax.own_modules import could_be_kernel, reduced
 from jax_te.layers.flax.quantize_model import (
     Rules,
     check_flax,

@@ -15,6 +15,7 @@ from jax_te._validation import check_positive, checked, log_once
 from jax_te.config import ActivationLike, ActivationParams, normal_init
 from jax_te.layers.layernorm_mlp import check_elementwise
 from jax_te.layers.linear import Linear
+from jax_te.layers.lora import without_adapter
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.parallel_arguments import sequence_axes
 from jax_te.layers.parameters import parameter
@@ -66,8 +67,7 @@ class Experts(TrainingMode):
 
     def base_layers(self) -> tuple[Any, Any]:
         """Return both layers, without adapters around them."""
-        fc1, fc2 = self.linear_fc1, self.linear_fc2
-        return getattr(fc1, "base", fc1), getattr(fc2, "base", fc2)
+        return without_adapter(self.linear_fc1), without_adapter(self.linear_fc2)
 
     def placement(self, shape: tuple[int, ...], sequence_parallel: bool) -> ExpertPlacement | None:
         """Return the placement of the experts on the mesh in use; None if one array has the rows of all experts.
