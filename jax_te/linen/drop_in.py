@@ -21,6 +21,7 @@ from jax_te.layers import DropInLayer, DropInReport
 from jax_te.layers.flax import (
     FlaxLinear,
     ModelGemms,
+    OwnRecipe,
     Rules,
     Seen,
     as_inputs,
@@ -54,7 +55,7 @@ from jax_te.linen.own_modules import (
     quantized_call,
     unboxed,
 )
-from jax_te.recipe import ModuleRecipe, Recipe, autocast
+from jax_te.recipe import autocast
 from jax_te.typing import Array
 
 # A user context takes part in the jit cache key: what was traced without this choice is traced again with it.
@@ -351,7 +352,7 @@ class _Decision(NamedTuple):
 
     layer: FlaxLinear
     entry: DropInLayer
-    recipe: Recipe | ModuleRecipe | None
+    recipe: OwnRecipe
 
 
 def _decide(choice: _Choice, module: Any, args: Any, kwargs: Any) -> _Decision | None:

@@ -11,7 +11,7 @@ import jax
 from flax.core import lift
 from flax.linen.transforms import lift_direct_transform
 
-from jax_te.layers.flax import Contraction, Kernel, Seen, Visitor, compute, could_be_kernel, split_leaves
+from jax_te.layers.flax import Contraction, Kernel, OwnRecipe, Seen, Visitor, compute, could_be_kernel, split_leaves
 from jax_te.layers.flax import ParameterGemm as NnxParameterGemm
 from jax_te.linen.module import LinenModule
 from jax_te.linen.sharding import is_box
@@ -30,7 +30,7 @@ class ParameterGemm(LinenModule, nnx_class=NnxParameterGemm, init=False):
 class GemmOptions(NamedTuple):
     """Decision about the GEMMs of a parameter: its own recipe, or None, and the ``groups`` of `DotGeneral`."""
 
-    recipe: Any
+    recipe: OwnRecipe
     groups: int | None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Literal
 
 from flax import nnx
 
@@ -55,7 +55,7 @@ def transformer_layer(
     config: TransformerConfig,
     number: int = 0,
     *,
-    layer_type: Any = "encoder",
+    layer_type: Literal["encoder", "decoder"] = "encoder",
     self_attn_mask_type: MaskType = "causal",
     post_norm: bool = False,
     rngs: nnx.Rngs,

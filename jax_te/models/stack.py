@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypedDict
+from typing import Annotated, Any, Literal, Protocol, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax_te.models.batch_parts import join_batch, split_arguments, split_batch
 from jax_te.ops import BiasType, MaskType, loop_over_layers
 from jax_te.quantize import QuantizerState, as_float32_inside, with_max_gradients_inside
 from jax_te.remat import Changes, RecomputePolicy, Watched, recompute_policy, remat, selective_recompute
-from jax_te.typing import Array
+from jax_te.typing import Array, Words
 
 _NO_RECOMPUTE = RecomputeConfig()
 
@@ -35,12 +35,15 @@ class MaskTypes(TypedDict, total=False):
     core_attention_bias_type: BiasType
 
 
+ScanChoice = Annotated[bool | Literal["auto"], Words("True, False or 'auto'", error=ValueError)]
+"""Whether layers run in a loop; ``"auto"``: see `runs_scanned`."""
+
 UNROLL_LIMIT = 96
 """Maximum number of layers that ``"auto"`` unrolls, see `runs_scanned`."""
 
 
 @checked
-def runs_scanned(scan: bool | str, num_layers: int) -> bool:
+def runs_scanned(scan: ScanChoice, num_layers: int) -> bool:
     """Return whether a stack of ``num_layers`` layers runs in a loop.
 
     A loop saves compile time, which in an unrolled stack grows with the number of layers. In return the parameters are
@@ -59,11 +62,7 @@ def runs_scanned(scan: bool | str, num_layers: int) -> bool:
     >>> runs_scanned("auto", UNROLL_LIMIT), runs_scanned("auto", UNROLL_LIMIT + 1), runs_scanned(True, 2)
     (False, True, True)
     """
-    if isinstance(scan, bool):
-        return scan
-    if scan != "auto":
-        raise ValueError(f"scan_layers must be True, False or 'auto', got {scan!r}")
-    return num_layers > UNROLL_LIMIT
+    return num_layers > UNROLL_LIMIT if scan == "auto" else scan
 
 
 def layer_keys(key: Array | None, count: int) -> list[Array | None]:
@@ -127,7 +126,7 @@ def run_layers(
     *,
     recompute: RecomputeConfig = _NO_RECOMPUTE,
     policy: RecomputePolicy | str | None = "full",
-    scan: bool | str = "auto",
+    scan: ScanChoice = "auto",
     batch_parts: int = 1,
     mask_types: MaskTypes | None = None,
     **arrays: Any,
@@ -176,7 +175,7 @@ class StackOptions:
 
     recompute: RecomputeConfig = _NO_RECOMPUTE
     policy: RecomputePolicy | str | None = "full"
-    scan: bool | str = "auto"
+    scan: ScanChoice = "auto"
     batch_parts: int = 1
     mask_types: MaskTypes = field(default_factory=MaskTypes)
 

@@ -78,12 +78,11 @@ class Experts(TrainingMode):
         """
         layers = self.base_layers()
         kernels = tuple((layer.kernel_shape, layer.axes_of("kernel")) for layer in layers)
-        found = expert_placement(shape, kernels, sequence_parallel=sequence_parallel)
-        reason = found if isinstance(found, str) else None
-        if isinstance(found, ExpertPlacement):
+        placement, reason = expert_placement(shape, kernels, sequence_parallel=sequence_parallel)
+        if placement is not None:
             reason = next((why for layer in layers if (why := layer.why_not_placed()) is not None), None)
         if reason is None:
-            return found  # type: ignore[return-value]
+            return placement
         if axis_ranks("expert") > 1:
             log_once(f"the compiler partitions the experts, which then may gather all of them: {reason}")
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, PartitionSpec
 
@@ -107,10 +107,17 @@ class ExpertPlacement:
         )
 
 
+class PlacementChoice(NamedTuple):
+    """The placement of a mixture on the mesh in use, or the reason why there is none; without a mesh neither."""
+
+    placement: ExpertPlacement | None = None
+    reason: str | None = None
+
+
 def expert_placement(
     shape: tuple[int, ...], kernels: tuple[tuple[tuple[int, ...], LogicalAxes], ...], *, sequence_parallel: bool
-) -> ExpertPlacement | str | None:
-    """Return the placement of a mixture on the mesh in use; None without a mesh, else the reason why there is none.
+) -> PlacementChoice:
+    """Return the placement of a mixture on the mesh in use, or the reason why there is none.
 
     Args:
         shape: shape of the tokens ``[b, s, h]``, or ``[s, h]``.
@@ -122,9 +129,9 @@ def expert_placement(
     """
     mesh = device_mesh()
     if mesh is None:
-        return None
+        return PlacementChoice()
     if ambient_observer.value is not None:
-        return "quantized tensors are observed, which is done on whole arrays"
+        return PlacementChoice(reason="quantized tensors are observed, which is done on whole arrays")
 
     def tokens_along(sequence: str) -> Dims:
         return mesh_dims(("batch", sequence, None)[: len(shape) - 1], mesh)
@@ -143,5 +150,6 @@ def expert_placement(
     arrays = [("tokens", shape[:-1], tokens), *(("kernel", size, mesh_dims(axes, mesh)) for size, axes in kernels)]
     for name, size, dims in arrays:
         if local_shape(size, dims, mesh) is None:
-            return f"the {name} {size} do not divide over {partition_spec(dims)} of the mesh {dict(mesh.shape)}"
-    return ExpertPlacement(mesh=mesh, tokens=tokens, experts=experts, features=features)
+            why = f"the {name} {size} do not divide over {partition_spec(dims)} of the mesh {dict(mesh.shape)}"
+            return PlacementChoice(reason=why)
+    return PlacementChoice(ExpertPlacement(mesh=mesh, tokens=tokens, experts=experts, features=features))
