@@ -7,7 +7,7 @@ import ast
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from jax_te._validation import brief
 from jax_te.config import PipelineConfig
@@ -75,9 +75,15 @@ def some_of(allowed: tuple[str, ...]) -> Callable[[str], str]:
     return parse
 
 
-def auto_or_flag(text: str) -> bool | str:
+def auto_or_flag(text: str) -> bool | Literal["auto"]:
     """Return ``"auto"``, or True for ``yes`` and False for ``no``: an argparse type."""
-    choices: dict[str, bool | str] = {"auto": "auto", "yes": True, "no": False, "True": True, "False": False}
+    choices: dict[str, bool | Literal["auto"]] = {
+        "auto": "auto",
+        "yes": True,
+        "no": False,
+        "True": True,
+        "False": False,
+    }
     if text not in choices:
         raise argparse.ArgumentTypeError(f"must be auto, yes or no, got {text!r}")
     return choices[text]

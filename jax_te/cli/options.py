@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from jax_te._validation import FLOAT_DTYPES, literal_names
 from jax_te.cli.option_table import Option, option, options_of
@@ -343,7 +343,7 @@ class ExecutionOptions:
     distribute_saved_activations: bool = _free(
         FLAG, "saved inputs of layers sharded over the tensor axis, under full", False
     )
-    scan_layers: bool | str = _free(
+    scan_layers: bool | Literal["auto"] = _free(
         Text("WHEN", auto_or_flag),
         "one loop over all layers, which compiles faster: yes, no, or auto (yes for deep models)",
         "auto",

@@ -17,7 +17,7 @@ from jax_te.cli.pretrained import as_run, check_pretrained
 from jax_te.cli.run_recipe import RECIPE_FIELDS, build_recipe, recipe_defaults
 from jax_te.config import DENSE_RECOMPUTE_MODULES, ParallelConfig, TransformerConfig
 from jax_te.megatron import RecipeConfig
-from jax_te.models import check_recompute_policy, runs_scanned
+from jax_te.models import check_recompute_policy
 from jax_te.recipe import Recipe
 
 _OPTION_OF = {name: field for field, row in OPTIONS.items() for name in row.library or (field,)}
@@ -60,7 +60,6 @@ class RunConfig(RunOptions):
         self._check_mesh_options(self.parallel_config() or ParallelConfig())
         with _options_named():
             check_recompute_policy(self.transformer_config(), self.recompute_policy)
-            runs_scanned(self.scan_layers, self.num_layers)
         recipe, _ = self.make_recipe(), self.quantization_rules()  # these raise for invalid values
         for name, default in recipe_defaults(self.recipe).items():
             if getattr(self, name) is None:

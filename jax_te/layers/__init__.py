@@ -13,8 +13,9 @@ from jax_te.layers.attention.rotary import Rotary, apply_rotary, rotary_embeddin
 from jax_te.layers.attention.rotary_scaling import LinearScaling, Llama3Scaling, RotaryScaling, YarnScaling
 from jax_te.layers.dropout import drop_path, dropout
 from jax_te.layers.embedding import Embedding
+from jax_te.layers.flax.decisions import DropInLayer, DropInReport
 from jax_te.layers.flax.drop_in import DotGeneral, EinsumOp
-from jax_te.layers.flax.quantize_model import DropInLayer, DropInReport, dequantize_model, quantize_model
+from jax_te.layers.flax.quantize_model import dequantize_model, quantize_model
 from jax_te.layers.fp8_padding import Fp8Padding, Fp8Unpadding
 from jax_te.layers.kernel_cache import (
     KernelCache,
@@ -38,22 +39,25 @@ from jax_te.layers.keywords import (
 from jax_te.layers.layernorm_linear import LayerNormLinear
 from jax_te.layers.layernorm_mlp import LayerNormMLP, check_elementwise
 from jax_te.layers.linear import Linear
-from jax_te.layers.lora import LoRA, lora_labels
+from jax_te.layers.lora import LoRA, lora_labels, without_adapter
 from jax_te.layers.mode import TrainingMode
+from jax_te.layers.model_kernels import (
+    GivesKernels,
+    keep_in_high_precision,
+    name_modules,
+    natural_order,
+    quantizable_kernels,
+    quantizable_modules,
+    quantize_parameters,
+)
+from jax_te.layers.moe.aux_loss_scale import aux_losses_scaled, has_aux_loss_scale, set_aux_loss_scale
 from jax_te.layers.moe.expert_metrics import expert_metrics, step_metrics
 from jax_te.layers.moe.expert_rows import ExpertRows, expert_rows
 from jax_te.layers.moe.experts import Experts, SharedExperts, gate_parameter, shared_experts
 from jax_te.layers.moe.grouped_linear import GroupedLinear
 from jax_te.layers.moe.grouped_lora import GroupedLoRA
 from jax_te.layers.moe.mixture import MixtureOfExperts, MoE
-from jax_te.layers.moe.router import (
-    Router,
-    Routing,
-    aux_losses_scaled,
-    check_padding_mask,
-    has_aux_loss_scale,
-    set_aux_loss_scale,
-)
+from jax_te.layers.moe.router import Router, Routing, check_padding_mask
 from jax_te.layers.moe.router_state import LastStep
 from jax_te.layers.norm import LayerNorm, RMSNorm, make_norm, norm_spec
 from jax_te.layers.parallel_arguments import (
@@ -65,18 +69,8 @@ from jax_te.layers.parallel_arguments import (
 )
 from jax_te.layers.parameters import StepState, expert_rngs, parameter, parameter_axes
 from jax_te.layers.prepare import prepare_quantization
-from jax_te.layers.quantizable import (
-    CachedKernel,
-    GivesKernels,
-    QuantizableModule,
-    RecipeModule,
-    keep_in_high_precision,
-    name_modules,
-    natural_order,
-    quantizable_kernels,
-    quantizable_modules,
-    quantize_parameters,
-)
+from jax_te.layers.quantizable import CachedKernel, QuantizableModule, RecipeModule
+from jax_te.layers.results import output_of
 from jax_te.layers.transformer import TransformerLayer
 
 # For users. The other names above are for the other packages of jax_te.

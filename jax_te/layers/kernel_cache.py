@@ -11,15 +11,8 @@ import jax
 from flax import nnx
 
 from jax_te._validation import checked
-from jax_te.layers.quantizable import (
-    CachedKernel,
-    CacheMode,
-    GradSinks,
-    QuantizableModule,
-    given_kernels,
-    quantizable_kernels,
-    quantizable_modules,
-)
+from jax_te.layers.model_kernels import given_kernels, quantizable_kernels, quantizable_modules
+from jax_te.layers.quantizable import CachedKernel, CacheMode, GradSinks, QuantizableModule
 from jax_te.quantize import QuantizedKernel
 
 

@@ -12,9 +12,10 @@ from flax import nnx
 
 from jax_te._validation import check_positive, checked, log_hints
 from jax_te.config import ActivationLike, ActivationParams, LimitedFunction, normal_init
-from jax_te.layers.norm import Normalization, norm_parameters, norm_spec
+from jax_te.layers.norm import Normalization, check_returned_norm, norm_parameters, norm_spec
 from jax_te.layers.parallel_arguments import TensorParallel, TensorParallelModule, sequence_axes
 from jax_te.layers.parameters import constant, parameter
+from jax_te.layers.quantizable import frozen_weights
 from jax_te.layers.results import layer_output
 from jax_te.ops import Activation, LinearOptions, LinearWeights, MlpOptions, dense, layernorm, layernorm_mlp
 from jax_te.ops import activation as apply_activation
@@ -118,10 +119,7 @@ class LayerNormMLP(TensorParallelModule):
             group=tp_group, size=tp_size, sequence_parallel=sequence_parallel, split=set_parallel_mode
         )
         h, f = hidden_size, ffn_hidden_size
-        if return_layernorm_output and not input_layernorm:
-            raise ValueError(
-                "return_layernorm_output needs input_layernorm=True: there is no norm whose output could be returned"
-            )
+        check_returned_norm(input_layernorm, return_layernorm_output)
         self.norm = norm_spec(normalization, eps, zero_centered_gamma)
         self.scale, self.ln_bias = norm_parameters(self.norm, h, params_dtype) if input_layernorm else (None, None)
         wi_init = normal_init() if init_method is None else init_method
@@ -193,10 +191,7 @@ class LayerNormMLP(TensorParallelModule):
         wo = self.linear_weights("wo_kernel", None if self.return_bias else wo_bias, is_first_microbatch)
         if not self.frozen:
             return norm, wi, wo
-        # The states are left out: their next values leave backward as gradients, also of a frozen layer.
-        norm, exact = jax.lax.stop_gradient((norm, [(each.kernel, each.bias) for each in (wi, wo)]))
-        wi, wo = (LinearWeights(*w, each.state) for w, each in zip(exact, (wi, wo), strict=True))
-        return norm, wi, wo
+        return jax.lax.stop_gradient(norm), frozen_weights(wi), frozen_weights(wo)
 
     def _options(self, x: Array, axes: LogicalAxes) -> MlpOptions:
         """Return the op's static options; between the projections the sequence is whole."""

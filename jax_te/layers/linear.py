@@ -12,6 +12,7 @@ from jax_te._validation import check_positive, checked, log_hints
 from jax_te.config import normal_init
 from jax_te.layers.parallel_arguments import TensorParallel, TensorParallelModule, sequence_axes
 from jax_te.layers.parameters import constant, parameter
+from jax_te.layers.quantizable import frozen_weights
 from jax_te.layers.results import layer_output
 from jax_te.ops import LinearOptions, LinearWeights, dense
 from jax_te.sharding import activation_axis
@@ -215,11 +216,7 @@ class Linear(TensorParallelModule):
         if bias is None and self.bias is not None:
             bias = self.bias.get_value()
         weights = self.linear_weights("kernel", bias, is_first_microbatch, weight)
-        if not self.frozen:
-            return weights
-        # The state is left out: its next value leaves backward as its gradient, also of a frozen layer.
-        kernel, bias = jax.lax.stop_gradient((weights.kernel, weights.bias))
-        return LinearWeights(kernel, bias, weights.state)
+        return frozen_weights(weights) if self.frozen else weights
 
     def _check_given(self, weight: Array | None, bias: Array | None) -> None:
         """Raise ValueError for weights or biases that are missing, unexpected or of another shape."""

@@ -18,6 +18,7 @@ from jax_te.layers.kernel_cache import drop_cached_kernels
 from jax_te.layers.layernorm_mlp import LayerNormMLP
 from jax_te.layers.linear import Linear
 from jax_te.layers.parameters import init_of_each, parameter
+from jax_te.layers.results import map_output
 from jax_te.ops import LinearOptions, dense
 from jax_te.quantize import QuantizedKernel
 from jax_te.sharding import auto_region, leading_axes
@@ -147,9 +148,9 @@ class LoRA(nnx.Module):
                 wi, wo = (functools.partial(self._update, kernel) for kernel in self.base.kernels)
                 return self.base(x, is_first_microbatch, adapters=(wi, wo))
             result: Any = self.base(x, **given, is_first_microbatch=is_first_microbatch)
-            y, *more = result if isinstance(result, tuple) else (result,)
-            y = y + self._update("kernel", self.base.operand(x), self.base.output_axes(x))
-            return (y, *more) if isinstance(result, tuple) else y
+            return map_output(
+                lambda y: y + self._update("kernel", self.base.operand(x), self.base.output_axes(x)), result
+            )
 
     def _parts(self, axes: int) -> list[slice]:
         """Return the components that each ``lora_a`` of a kernel with so many axes is for; all, if it has only one."""
@@ -248,6 +249,16 @@ def _adapter(
 ) -> nnx.LoRAParam:
     # Filters and `lora_labels` select it by type, not by name.
     return nnx.LoRAParam(parameter(init, rngs, shape, dtype, axes).get_value(), logical_axes=axes)
+
+
+def without_adapter(layer: Any) -> Any:
+    """Return the base of an adapted layer, and any other layer as it is.
+
+    >>> layer = Linear(4, 4, rngs=nnx.Rngs(0))
+    >>> without_adapter(LoRA(layer, 2, rngs=nnx.Rngs(1))) is without_adapter(layer) is layer
+    True
+    """
+    return layer.base if isinstance(layer, LoRA) else layer
 
 
 def lora_labels(params: PyTree) -> PyTree:

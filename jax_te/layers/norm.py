@@ -37,6 +37,17 @@ def norm_spec(normalization: Normalization, eps: float, zero_centered_gamma: boo
     return NormSpec(kind=kind, epsilon=eps, zero_centered_gamma=zero_centered_gamma)
 
 
+def check_returned_norm(input_layernorm: bool, return_layernorm_output: bool) -> None:
+    """Raise ValueError for a layer without a norm in front that is to return its output.
+
+    >>> check_returned_norm(input_layernorm=True, return_layernorm_output=True)
+    """
+    if return_layernorm_output and not input_layernorm:
+        raise ValueError(
+            "return_layernorm_output needs input_layernorm=True: there is no norm whose output could be returned"
+        )
+
+
 def norm_parameters(norm: NormSpec, hidden_size: int, dtype: DTypeLike) -> tuple[nnx.Param, nnx.Param | None]:
     """Return scale and bias ``[h]`` of a norm, initially the plain normalization; None: RMSNorm has no bias."""
     scale = constant(0.0 if norm.zero_centered_gamma else 1.0, (hidden_size,), dtype, ("norm",))

@@ -105,3 +105,4 @@ class CoreCall(NamedTuple):
     attn_mask_type: MaskType
     window_size: Window | None
     checkpoint_core_attention: bool
+    return_max_logit: bool

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,32 +53,56 @@ def prepare(model: nnx.Module, recipe: Recipe | None, *, keep: bool) -> nnx.Modu
             f"{type(model).__name__} has no layer that a recipe could quantize; jax_te.layers has: Linear, "
             "LayerNormLinear, LayerNormMLP and what is built from them; for layers of Flax call quantize_model"
         )
-    made = []  # all before one is set: a recipe that refuses a layer leaves the model as it was
-    for path, module in modules.items():
-        ambient = None if module.high_precision else recipe
-        for kernel, name in module.kernels.items():
-            own = module.own_recipe(kernel)
-            # State belongs to training, whichever mode the module is in now: its training recipe decides.
-            effective = ambient if own is None else own.resolve(ambient, training=True)
-            # Layers that nnx.vmap stacked have a state each.
-            state, stack = module.new_state(effective), module.stack_shape(kernel, found.get(path[:-1]))
-            state = jax.tree.map(lambda leaf, stack=stack: jnp.broadcast_to(leaf, (*stack, *leaf.shape)), state)
-            variables = module.state_variables(kernel, state, stack=len(stack))
-            if not (keep and _is_alike(getattr(module, name), variables)):
-                made.append((module, name, variables))
-    for path, core in cores.items():
-        state, stack = init_attention_state(None if core.high_precision else recipe), _stack_around(found, path)
-        state = jax.tree.map(lambda leaf, stack=stack: jnp.broadcast_to(leaf, (*stack, *leaf.shape)), state)
-        (name,) = core.state_names
-        variables = quantizer_variables(state, stack=len(stack))
-        if not (keep and _is_alike(getattr(core, name), variables)):
-            made.append((core, name, variables))
+    # All are made before one is set: a recipe that refuses a layer leaves the model as it was.
+    made = [state for path, module in modules.items() for state in _states_of_layer(module, recipe, found, path)]
+    made += [_state_of_core(core, recipe, found, path) for path, core in cores.items()]
     for module, name, variables in made:
-        setattr(module, name, nnx.data(variables))
+        if not (keep and _is_alike(getattr(module, name), variables)):
+            setattr(module, name, nnx.data(variables))
     for module in modules.values():
         # Cached kernels were quantized under the recipe before.
         module.kernel_cache = nnx.data(None)
     return model
+
+
+_Path = tuple[Any, ...]
+
+
+class _State(NamedTuple):
+    """Fresh state of a module: the name of the attribute that holds it, and its Variables."""
+
+    module: nnx.Module
+    name: str
+    variables: Any
+
+
+def _states_of_layer(
+    module: QuantizableModule, recipe: Recipe | None, found: dict[_Path, nnx.Module], path: _Path
+) -> Iterator[_State]:
+    """Yield fresh state of each kernel of a layer, which is at ``path`` among the modules of a model."""
+    ambient = None if module.high_precision else recipe
+    for kernel, name in module.kernels.items():
+        own = module.own_recipe(kernel)
+        # State belongs to training, whichever mode the module is in now: its training recipe decides.
+        effective = ambient if own is None else own.resolve(ambient, training=True)
+        stack = module.stack_shape(kernel, found.get(path[:-1]))
+        state = _stacked(module.new_state(effective), stack)
+        yield _State(module, name, module.state_variables(kernel, state, stack=len(stack)))
+
+
+def _state_of_core(
+    core: DotProductAttention, recipe: Recipe | None, found: dict[_Path, nnx.Module], path: _Path
+) -> _State:
+    """Return fresh state of a core of attention, which is at ``path`` among the modules of a model."""
+    stack = _stack_around(found, path)
+    state = _stacked(init_attention_state(None if core.high_precision else recipe), stack)
+    (name,) = core.state_names
+    return _State(core, name, quantizer_variables(state, stack=len(stack)))
+
+
+def _stacked(state: Any, stack: tuple[int, ...]) -> Any:
+    """Return the state of layers that ``nnx.vmap`` stacked, of which each has its own; ``stack`` are their numbers."""
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*stack, *leaf.shape)), state)
 
 
 def _is_alike(present: Any, fresh: Any) -> bool:
@@ -93,7 +118,7 @@ def _is_alike(present: Any, fresh: Any) -> bool:
     return arrays(present) == arrays(fresh)
 
 
-def _stack_around(found: dict[tuple[Any, ...], nnx.Module], path: tuple[Any, ...]) -> tuple[int, ...]:
+def _stack_around(found: dict[_Path, nnx.Module], path: _Path) -> tuple[int, ...]:
     """Return the sizes of the leading axes that ``nnx.vmap`` added to the arrays of a module without kernels.
 
     They are those of a layer with a kernel in the same module, as the projections are beside the core of attention.

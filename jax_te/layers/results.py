@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from jax_te.typing import Array
@@ -31,3 +32,43 @@ def layer_output(y: Array, **extra: Any) -> Any:
     True
     """
     return _output_type(tuple(extra))(y, *extra.values()) if extra else y
+
+
+def split_output(result: Any) -> tuple[Array, dict[str, Any]]:
+    """Return the output of what a layer returned, and its extra results by their names.
+
+    A pair without names is what Megatron's layers return, an output and a bias.
+
+    >>> split_output(1.0), split_output(layer_output(1.0, max_logit=2.0)), split_output((1.0, None))
+    ((1.0, {}), (1.0, {'max_logit': 2.0}), (1.0, {'bias': None}))
+    """
+    if not isinstance(result, tuple):
+        return result, {}
+    y, *extra = result
+    names = getattr(result, "_fields", ("y", "bias"))[1:]
+    return y, dict(zip(names, extra, strict=True))
+
+
+def output_of(result: Any) -> Array:
+    """Return the output of what a layer returned, without extra results, be they named or not.
+
+    >>> output_of(layer_output(1.0, bias=2.0)), output_of(1.0)
+    (1.0, 1.0)
+    """
+    return result[0] if isinstance(result, tuple) else result
+
+
+def map_output(function: Callable[[Array], Array], result: Any) -> Any:
+    """Return what a layer returned, with ``function`` of the output in place of the output.
+
+    >>> map_output(lambda y: y + 1.0, layer_output(1.0, bias=2.0))
+    LayerOutput(y=2.0, bias=2.0)
+    >>> map_output(lambda y: y + 1.0, (1.0, None))
+    (2.0, None)
+    """
+    if not isinstance(result, tuple):
+        return function(result)
+    y, *extra = result
+    changed: Any = (function(y), *extra)
+    kind: Any = type(result)
+    return kind(*changed) if hasattr(kind, "_fields") else changed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -25,7 +26,7 @@ from jax_te.layers.moe.router import check_padding_mask
 from jax_te.layers.norm import LayerNorm, Normalization, RMSNorm, make_norm
 from jax_te.layers.options import AttentionOptions
 from jax_te.layers.parallel_arguments import sequence_axes, set_tensor_parallel_group
-from jax_te.layers.results import layer_output
+from jax_te.layers.results import layer_output, output_of, split_output
 from jax_te.ops import BiasType, MaskType, SoftmaxType, Window
 from jax_te.random import Purpose, key_for
 from jax_te.sharding import constrain
@@ -105,6 +106,9 @@ class TransformerLayer(ContextParallelModule):
     input_layernorm: Any = None
     """The norm in front of a self-attention that has none inside: that of Megatron's layers with latent attention."""
 
+    # Whether masks that a mask type has no use for are ignored, as in Transformer Engine, or refused.
+    _ignores_masks: ClassVar[bool] = False
+
     def __init__(
         self,
         hidden_size: int,
@@ -172,25 +176,21 @@ class TransformerLayer(ContextParallelModule):
         check_positive(**{name: size for name, size in optional.items() if size is not None})
         check_rate(hidden_dropout=hidden_dropout, drop_path_rate=drop_path_rate)
         from_norm = apply_residual_connection_post_layernorm
-        one_after_the_other = {
+        decodes = layer_type == "decoder"
+        moved_norms = {
             "apply_residual_connection_post_layernorm=True": from_norm,
             "output_layernorm=True": output_layernorm,
-            "layer_type='decoder'": layer_type == "decoder",
         }
-        if parallel_attention_mlp and any(one_after_the_other.values()):
-            given = next(name for name, is_given in one_after_the_other.items() if is_given)
+        if parallel_attention_mlp:
+            others = {**moved_norms, "layer_type='decoder'": decodes}
+            _refuse_with("parallel_attention_mlp=True", others, ", which is for blocks one after the other")
+        if not block_input_layernorm:
+            _refuse_with("block_input_layernorm=False", {**moved_norms, "experts": experts is not None})
+        if latent is not None and decodes:
             raise ValueError(
-                f"parallel_attention_mlp=True does not go with {given}, which is for blocks one after the other; leave "
-                "one out"
+                "latent attention is self-attention alone, and layer_type='decoder' has cross-attention, too; "
+                "leave one out"
             )
-        with_input_norms = {
-            "apply_residual_connection_post_layernorm=True": from_norm,
-            "output_layernorm=True": output_layernorm,
-            "experts": experts is not None,
-        }
-        if not block_input_layernorm and any(with_input_norms.values()):
-            given = next(name for name, is_given in with_input_norms.items() if is_given)
-            raise ValueError(f"block_input_layernorm=False does not go with {given}; leave one out")
         of_self = AttentionOptions(
             num_gqa_groups=num_gqa_groups,
             kv_channels=kv_channels,
@@ -239,7 +239,6 @@ class TransformerLayer(ContextParallelModule):
             return_max_logit=False,
             qkv_bias=False,
         )
-        decodes = layer_type == "decoder"
 
         def make_attention(options: AttentionOptions) -> MultiheadAttention:
             return MultiheadAttention(hidden_size, num_attention_heads, **options.keywords(), rngs=rngs)
@@ -247,11 +246,6 @@ class TransformerLayer(ContextParallelModule):
         def make_self_attention() -> MultiheadAttention:
             if latent is None:
                 return make_attention(of_self)
-            if decodes:
-                raise ValueError(
-                    "latent attention is self-attention alone, and layer_type='decoder' has cross-attention, too; "
-                    "leave one out"
-                )
             return MultiLatentAttention(
                 hidden_size, num_attention_heads, latent, **of_self.latent_keywords(), rngs=rngs
             )
@@ -333,9 +327,6 @@ class TransformerLayer(ContextParallelModule):
         self.drop_path_rate = drop_path_rate
         self.sequence_parallel = sequence_parallel
 
-    # Whether masks that a mask type has no use for are ignored, as in Transformer Engine, or refused.
-    _ignores_masks: ClassVar[bool] = False
-
     def _masks(self, attention: Any, x: Array, mask: Any, mask_type: MaskType | None) -> MaskArguments:
         """Return the arguments of an attention block that correspond to a call's mask."""
         core, of_self = attention.core_attention, attention.attention_type == "self"
@@ -400,15 +391,15 @@ class TransformerLayer(ContextParallelModule):
         if x.ndim != 3 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"TransformerLayer takes [b, s, {self.hidden_size}], got shape {x.shape}")
         check_padding_mask(padding_mask, x.shape[:2])
-        if self.inter_attention is None and (encoder_output is not None or enc_dec_attn_mask is not None):
-            raise ValueError(
-                "an encoder layer takes no encoder_output and no enc_dec_attn_mask; build it with layer_type='decoder'"
-            )
-        if self.inter_attention is None and (encoder_lengths is not None or enc_dec_attn_mask_type is not None):
-            raise ValueError(
-                "an encoder layer takes no encoder_lengths and no enc_dec_attn_mask_type; build it with "
-                "layer_type='decoder'"
-            )
+        of_encoder = {
+            "encoder_output": encoder_output,
+            "encoder_lengths": encoder_lengths,
+            "enc_dec_attn_mask": enc_dec_attn_mask,
+            "enc_dec_attn_mask_type": enc_dec_attn_mask_type,
+        }
+        given = [name for name, value in of_encoder.items() if value is not None]
+        if self.inter_attention is None and given:
+            raise ValueError(f"an encoder layer takes no {' and no '.join(given)}; build it with layer_type='decoder'")
         # Skipped without a mask: lengths, packed sequences and causal masks need no array.
         masks = MaskArguments(None, self_attn_mask_type)
         if attention_mask is not None:
@@ -425,7 +416,7 @@ class TransformerLayer(ContextParallelModule):
         with jax.named_scope("TransformerLayer"):
             # Without the constraint the compiler may choose another sharding for the residual stream of each layer.
             x = constrain(x, axes)
-            attended: Any = self.self_attention(
+            result: Any = self.self_attention(
                 x if self.input_layernorm is None else self.input_layernorm(x),
                 attention_mask=masks.attention_mask,
                 sequence_lengths=sequence_lengths,
@@ -442,18 +433,12 @@ class TransformerLayer(ContextParallelModule):
                 is_first_microbatch=is_first_microbatch,
                 return_max_logit=return_max_logit,
             )
-            extra: dict[str, Any] = {}
-            # The norm's output may come before these; `_add` reads it.
-            if cache is not None:
-                *attended, extra["cache"] = attended
-            own = self.self_attention.core_attention.return_max_logit
-            if own if return_max_logit is None else return_max_logit:
-                *attended, max_logit = attended
-                extra = {"max_logit": max_logit, **extra}
-            entered = x
-            x = self._add(x, attended, key_of("self_attention_output"), axes, self.self_attention_norm)
+            attended, extra = split_output(result)
+            returned = {name: extra[name] for name in ("max_logit", "cache") if name in extra}
+            entered, start = x, extra.get("layernorm_output", x)
+            x = self._add(start, attended, key_of("self_attention_output"), axes, self.self_attention_norm)
             if self.inter_attention is not None:
-                attended = self.inter_attention(
+                result = self.inter_attention(
                     x,
                     attention_mask=cross_masks.attention_mask,
                     encoder_output=encoder_output,
@@ -466,30 +451,36 @@ class TransformerLayer(ContextParallelModule):
                     checkpoint_core_attention=checkpoint_core_attention,
                     is_first_microbatch=is_first_microbatch,
                 )
-                x = self._add(x, attended, key_of("cross_attention_output"), axes, self.inter_attention_norm)
+                attended, extra = split_output(result)
+                start = extra.get("layernorm_output", x)
+                x = self._add(start, attended, key_of("cross_attention_output"), axes, self.inter_attention_norm)
             read = entered if self.parallel_attention_mlp else x
-            computed = self._feed_forward(read, dropout_key, is_first_microbatch, padding_mask)
-            x = self._add(x, computed, key_of("feed_forward_output"), axes, self.mlp_norm)
+            computed, normed = self._feed_forward(read, dropout_key, is_first_microbatch, padding_mask)
+            start = x if normed is None else normed
+            x = self._add(start, computed, key_of("feed_forward_output"), axes, self.mlp_norm)
             if self.layernorm is not None:
                 x = self.layernorm(x)
-        return layer_output(x, **extra)
+        return layer_output(x, **returned)
 
-    def _feed_forward(self, x: Array, dropout_key: Key | None, first: bool | None, padding_mask: Array | None) -> Any:
-        """Return the output of the feed-forward block or experts; also the norm's, if the residual begins there."""
+    def _feed_forward(
+        self, x: Array, dropout_key: Key | None, first: bool | None, padding_mask: Array | None
+    ) -> tuple[Array, Array | None]:
+        """Return the output of the feed-forward block or experts; and the norm's, if the residual begins there."""
         if self.pre_mlp_layernorm is None:
             assert self.layernorm_mlp is not None
-            return self.layernorm_mlp(x, is_first_microbatch=first)
+            y, extra = split_output(self.layernorm_mlp(x, is_first_microbatch=first))
+            return y, extra.get("layernorm_output")
         normed = self.pre_mlp_layernorm(x)
         # Not of the key that dropout uses, which only layers that drop something have.
         key = None if dropout_key is None else key_for("feed_forward", dropout_key)
-        y = self.mlp(normed, padding_mask=padding_mask, key=key, is_first_microbatch=first)
-        return (y, normed) if self.residual_from_norm else y
+        y = output_of(self.mlp(normed, padding_mask=padding_mask, key=key, is_first_microbatch=first))
+        return y, normed if self.residual_from_norm else None
 
     def _add(
-        self, x: Array, block: Any, key: Array | None, axes: LogicalAxes, norm: LayerNorm | RMSNorm | None
+        self, start: Array, y: Array, key: Array | None, axes: LogicalAxes, norm: LayerNorm | RMSNorm | None
     ) -> Array:
-        """Add a block's output to its input, or to the norm's output if the block returned that, too."""
-        y, *normed = block if isinstance(block, (tuple, list)) else (block,)
+        """Return the sum of ``start``, where a residual connection begins, and a block's output after its norm and
+        dropout."""
         if norm is not None:
             y = norm(y)
         if key is not None:
@@ -498,7 +489,7 @@ class TransformerLayer(ContextParallelModule):
             y = dropout(y, self.hidden_dropout, key, axes=axes, zigzag=zigzag)
             y = drop_path(y, self.drop_path_rate, key, axes=axes)
         # The constraint also holds for the gradient, which would otherwise take its layout from the next block.
-        return constrain((normed[0] if normed else x) + y, axes)
+        return constrain(start + y, axes)
 
     def _rates(self) -> dict[str, float]:
         attention = self.self_attention.core_attention.attention_dropout
@@ -508,3 +499,16 @@ class TransformerLayer(ContextParallelModule):
     def set_tensor_parallel_group(self, tp_group: TensorGroup) -> None:
         """Set the tensor-parallel group of all projections, see `Linear.set_tensor_parallel_group`."""
         set_tensor_parallel_group(self, tp_group)
+
+
+def _refuse_with(option: str, others: Mapping[str, bool], why: str = "") -> None:
+    """Raise ValueError for the first of the other options that is given.
+
+    Args:
+        option: option that is given, as in a call.
+        others: options that do not go with it -> whether they are given.
+        why: reason, as a clause about the other option.
+    """
+    for other, is_given in others.items():
+        if is_given:
+            raise ValueError(f"{option} does not go with {other}{why}; leave one out")

@@ -21,12 +21,14 @@ from jax_te.layers import DropInLayer, DropInReport
 from jax_te.layers.flax import (
     FlaxLinear,
     ModelGemms,
+    OwnRecipe,
     Rules,
     Seen,
     as_inputs,
     check_flax,
     check_inputs,
     check_rules,
+    could_be_kernel,
     decide_layer,
     decide_parameter,
     einsum_linear,
@@ -46,7 +48,6 @@ from jax_te.linen.own_modules import (
     OwnParameter,
     Running,
     call_apart,
-    could_be_kernel,
     joined,
     kernel_axes,
     own_kernels,
@@ -322,40 +323,76 @@ def _quantizing(
     choice: _Choice, found: dict[str, DropInLayer | None] | None = None, *, quantize: bool = True
 ) -> Iterator[None]:
     """Quantize the linear layers that run inside by ``choice``; record the decisions in ``found``."""
-    rules, running = dict(choice.rules), Running()
+    running = Running()
 
     def intercept(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        module, path, entry, own = context.module, ".".join(context.module.path), None, None
-        layer = _linear(module, *args, **kwargs) if context.method_name == "__call__" else None
-        if layer is not None:
-            entry, own = decide_layer(path, type(module).__name__, rules, layer, choice.gemms)
+        module, path = context.module, ".".join(context.module.path)
+        is_call = context.method_name == "__call__"
+        decision = _decide(choice, module, args, kwargs) if is_call else None
         # The layers of this package see to their own quantization, as do layers that were given a DotGeneral.
-        if found is not None and (entry is not None or isinstance(module, LinenModule) or _is_ours(module)):
-            found.setdefault(path, entry)
-        if quantize and entry is None and path not in running and context.method_name == "__call__":
-            options = _gemms_in_force(choice, path)
-            if options and module.is_initializing():
-                out = run(*args, **kwargs)  # makes the parameters
-                for gemm in parameter_gemms(module, options).values():
-                    gemm.bound_module()  # and this their state
-                return out
-            if options:
-                with running.inside(path):
-                    return quantized_call(module, options, args, kwargs)
-        if not quantize or layer is None or entry is None or entry.why is not None:
+        if found is not None and (decision is not None or isinstance(module, LinenModule) or _is_ours(module)):
+            found.setdefault(path, None if decision is None else decision.entry)
+        if not quantize or not is_call:
             return run(*args, **kwargs)
-        if isinstance(module, nn.Einsum):
-            return _einsum(module, own, *args, **kwargs)
-        # For the time of this call: the module is the user's.
-        object.__setattr__(module, "dot_general_cls", lambda: DotGeneral(own, kernel_axes(module), layer.groups))
-        try:
+        if decision is not None:
+            return _call_flax(module, decision, run, args, kwargs)
+        options = {} if path in running else _gemms_in_force(choice, path)
+        if not options:
             return run(*args, **kwargs)
-        finally:
-            object.__setattr__(module, "dot_general_cls", None)
+        with running.inside(path):
+            return _call_own(module, options, run, args, kwargs)
 
     again = _choice_in_force.value == choice  # in a method that another one called
     with _choice_in_force(choice), contextlib.nullcontext() if again else nn.intercept_methods(intercept):
         yield
+
+
+class _Decision(NamedTuple):
+    """Decision about a call of one of Flax's linear layers: its entry in the report, and its own recipe, or None."""
+
+    layer: FlaxLinear
+    entry: DropInLayer
+    recipe: OwnRecipe
+
+
+def _decide(choice: _Choice, module: Any, args: Any, kwargs: Any) -> _Decision | None:
+    """Return the decision about a call of a module; None if it is none of Flax's linear layers."""
+    layer = _linear(module, *args, **kwargs)
+    if layer is None:
+        return None
+    path = ".".join(module.path)
+    return _Decision(layer, *decide_layer(path, type(module).__name__, dict(choice.rules), layer, choice.gemms))
+
+
+def _call_flax(module: Any, decision: _Decision, run: Any, args: Any, kwargs: Any) -> Any:
+    """Return the result of a call of one of Flax's linear layers, quantized if the decision says so."""
+    if decision.entry.why is not None:
+        return run(*args, **kwargs)
+    if isinstance(module, nn.Einsum):
+        return _einsum(module, decision.recipe, *args, **kwargs)
+    with _with_dot_general(module, decision):
+        return run(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _with_dot_general(module: Any, decision: _Decision) -> Iterator[None]:
+    """Give a layer of Flax a `DotGeneral` for the time of a call: the module is the user's."""
+    groups = decision.layer.groups
+    object.__setattr__(module, "dot_general_cls", lambda: DotGeneral(decision.recipe, kernel_axes(module), groups))
+    try:
+        yield
+    finally:
+        object.__setattr__(module, "dot_general_cls", None)
+
+
+def _call_own(module: Any, options: dict[str, GemmOptions], run: Any, args: Any, kwargs: Any) -> Any:
+    """Return the result of a call of a user-defined module, the contractions of its parameters quantized."""
+    if not module.is_initializing():
+        return quantized_call(module, options, args, kwargs)
+    out = run(*args, **kwargs)  # makes the parameters
+    for gemm in parameter_gemms(module, options).values():
+        gemm.bound_module()  # and this their state
+    return out
 
 
 def _gemms_in_force(choice: _Choice, scope: str) -> dict[str, GemmOptions]:

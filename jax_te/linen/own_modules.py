@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from flax import linen as nn
 from flax.core import lift
 from flax.linen.transforms import lift_direct_transform
 
-from jax_te.layers.flax import Contraction, Kernel, Seen, Visitor, compute, split_leaves
+from jax_te.layers.flax import Contraction, Kernel, OwnRecipe, Seen, Visitor, compute, could_be_kernel, split_leaves
 from jax_te.layers.flax import ParameterGemm as NnxParameterGemm
 from jax_te.linen.module import LinenModule
+from jax_te.linen.sharding import is_box
 from jax_te.typing import Array
 
 
@@ -30,7 +30,7 @@ class ParameterGemm(LinenModule, nnx_class=NnxParameterGemm, init=False):
 class GemmOptions(NamedTuple):
     """Decision about the GEMMs of a parameter: its own recipe, or None, and the ``groups`` of `DotGeneral`."""
 
-    recipe: Any
+    recipe: OwnRecipe
     groups: int | None
 
 
@@ -81,11 +81,6 @@ def own_kernels(module: Any) -> list[str]:
     """Return the names of the parameters in a module's scope that could be kernels."""
     parameters = unboxed(dict(module.variables.get("params", {})))
     return [name for name, value in parameters.items() if hasattr(value, "ndim") and could_be_kernel(name, value)]
-
-
-def could_be_kernel(name: str, value: Any) -> bool:
-    """Return whether a parameter could be a kernel: it has two or more axes, and is not a stack of norms'."""
-    return value.ndim > 1 and name not in ("scale", "bias")
 
 
 def call_apart(module: Any, names: Sequence[str], visitor: Visitor, args: Any, kwargs: Any) -> Any:
@@ -145,17 +140,13 @@ def unboxed(tree: Any) -> Any:
     """
 
     def value_of(node: Any) -> Any:
-        return node.unbox(apply_constraint=False) if _is_box(node) else node
+        return node.unbox(apply_constraint=False) if is_box(node) else node
 
-    return jax.tree.map(value_of, tree, is_leaf=_is_box)
-
-
-def _is_box(node: Any) -> bool:
-    return isinstance(node, nn.Partitioned)
+    return jax.tree.map(value_of, tree, is_leaf=is_box)
 
 
 def kernel_axes(module: Any, kernel: str = "kernel") -> tuple[Any, ...] | None:
     """Return the names of a kernel's axes, once a module has made it; None if it has none."""
     box = module.scope.get_variable("params", kernel)
-    names = box.names if _is_box(box) else None
+    names = box.names if is_box(box) else None
     return None if names is None or len(names) != box.value.ndim else tuple(names)

@@ -13,7 +13,7 @@ from flax.core import unfreeze
 from jax_te._validation import checked
 from jax_te.linen.counting import RulesOfStates, rules_of_states
 from jax_te.linen.variables import CACHED, STATE
-from jax_te.quantize import as_float32, with_max_gradients, write_back
+from jax_te.quantize import as_float32, is_amax_state, with_max_gradients, write_back
 from jax_te.recipe import Recipe, autocast
 
 
@@ -113,11 +113,7 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
 
 def _is_state(node: Any) -> bool:
     """Return whether a node is the state of a linear layer or of a core of attention: scales and histories by role."""
-    return isinstance(node, dict) and bool(node) and all(map(_is_amax_state, node.values()))
-
-
-def _is_amax_state(node: Any) -> bool:
-    return isinstance(node, dict) and node.keys() == {"scale", "amax_history"}
+    return isinstance(node, dict) and bool(node) and all(map(is_amax_state, node.values()))
 
 
 def _next_states(rules: RulesOfStates, old: Any, gradient: Any) -> Any:

@@ -47,8 +47,8 @@ def unbox(variables: Any) -> Any:
     if mesh is None or not rules:
         return meta.unbox(variables)
     both = logical_axis_rules(mesh)
-    known, boxes = dict(rules), jax.tree.leaves(variables, is_leaf=_is_box)
-    used = {name for box in boxes if _is_box(box) for name in box.names}
+    known, boxes = dict(rules), jax.tree.leaves(variables, is_leaf=is_box)
+    used = {name for box in boxes if is_box(box) for name in box.names}
     missing = [name for name, axes in both if axes is not None and name in used and name not in known]
     if missing:
         log_once(
@@ -61,5 +61,6 @@ def unbox(variables: Any) -> Any:
         return meta.unbox(variables)
 
 
-def _is_box(node: Any) -> bool:
+def is_box(node: Any) -> bool:
+    """Return whether a node of variables is an array with names of its axes, ``nn.Partitioned``."""
     return isinstance(node, nn.Partitioned)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from flax import nnx
 
@@ -16,7 +16,6 @@ from jax_te.megatron.linear import TERowParallelLinear
 from jax_te.megatron.module import MegatronModule, check_input_norms
 from jax_te.megatron.norm import TENorm
 from jax_te.sharding import row_axis
-from jax_te.typing import Array
 
 
 @checked
@@ -109,10 +108,6 @@ class SelfAttention(MultiheadAttention, MegatronModule):
     proj = property(lambda self: self.linear_proj)
     q_norm = property(lambda self: self.q_layernorm)
     k_norm = property(lambda self: self.k_layernorm)
-
-    def _operands(self, *arguments: Any) -> tuple[tuple[Array, ...], list[Any]]:
-        # linear_qkv returns its output and its bias, None, where another layer returns its norm's output.
-        return super()._operands(*arguments)[0], []
 
 
 def output_projection(config: TransformerConfig, channels: int, rngs: nnx.Rngs) -> TERowParallelLinear:

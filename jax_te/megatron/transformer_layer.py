@@ -21,7 +21,7 @@ from jax_te.megatron.self_attention import SelfAttention
 from jax_te.ops import MaskType
 from jax_te.recipe import autocast
 from jax_te.sharding import constrain
-from jax_te.typing import Array, Key, LogicalAxes
+from jax_te.typing import Array, Key
 
 
 def layer_cp_comm_type(config: TransformerConfig, number: int) -> CpCommType:
@@ -169,10 +169,6 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
     # The names under which jax_te.layers.TransformerLayer knows the blocks.
     inter_attention = property(lambda self: self.cross_attention)
     layernorm_mlp = property(lambda self: self.mlp)
-
-    def _add(self, x: Array, block: Any, key: Array | None, axes: LogicalAxes, norm: Any) -> Array:
-        # Megatron's blocks also return their bias, here None.
-        return super()._add(x, block[0] if isinstance(block, tuple | list) else block, key, axes, norm)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return `forward`'s results, possibly from a captured graph, see `GraphableMegatronModule`."""

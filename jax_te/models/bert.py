@@ -11,7 +11,7 @@ from flax import nnx
 from jax_te._validation import checked
 from jax_te.config import TransformerConfig
 from jax_te.layers import Embedding, Linear, keep_in_high_precision, parameter
-from jax_te.models.from_config import ENCODER_NOT_FOLLOWED, transformer_layer
+from jax_te.models.from_config import ENCODER_NOT_FOLLOWED, norm_of, transformer_layer
 from jax_te.models.language_model import LanguageModel
 from jax_te.models.options import Execution
 from jax_te.models.stack import StackInput, layer_keys
@@ -87,7 +87,7 @@ class BertModel(LanguageModel):
         self._make_embeddings(learned_positions=True, first_position=first_position, rngs=rngs)
         types: Any = {"init_method": config.init_method, "params_dtype": dtype, "axes": (None, "fsdp"), "rngs": rngs}
         self.tokentype_embedding = Embedding(num_tokentypes, h, **types) if num_tokentypes else None
-        self.embedding_norm = self._make_norm(rngs)
+        self.embedding_norm = norm_of(self.config, rngs=rngs)
         self.layers = nnx.List(
             [
                 transformer_layer(config, i, self_attn_mask_type="no_mask", post_norm=True, rngs=rngs)
@@ -96,7 +96,7 @@ class BertModel(LanguageModel):
         )
         self.pooler = self._make_dense(rngs) if add_pooler else None
         self.head_dense = self._make_dense(rngs) if add_lm_head else None
-        self.head_norm = self._make_norm(rngs) if add_lm_head else None
+        self.head_norm = norm_of(self.config, rngs=rngs) if add_lm_head else None
         self.output_kernel = None
         zeros = jax.nn.initializers.zeros
         self.output_bias = parameter(zeros, rngs, (vocab_size,), dtype, ("vocab",)) if add_lm_head else None

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Literal
 
 from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.config import TransformerConfig
-from jax_te.layers import TransformerLayer, check_context_size, check_expert_size, keep_in_high_precision
+from jax_te.layers import (
+    LayerNorm,
+    RMSNorm,
+    TransformerLayer,
+    check_context_size,
+    check_expert_size,
+    keep_in_high_precision,
+    make_norm,
+)
 from jax_te.megatron import (
     is_layer_window_attention,
     layer_cp_comm_type,
@@ -47,7 +55,7 @@ def transformer_layer(
     config: TransformerConfig,
     number: int = 0,
     *,
-    layer_type: Any = "encoder",
+    layer_type: Literal["encoder", "decoder"] = "encoder",
     self_attn_mask_type: MaskType = "causal",
     post_norm: bool = False,
     rngs: nnx.Rngs,
@@ -124,6 +132,24 @@ def transformer_layer(
     if config.in_high_precision(number):
         keep_in_high_precision(layer)
     return layer
+
+
+def norm_of(config: TransformerConfig, *, rngs: nnx.Rngs) -> LayerNorm | RMSNorm:
+    """Return a norm of hidden states ``[b, s, h]`` as ``config`` describes it.
+
+    >>> config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, normalization="RMSNorm")
+    >>> type(norm_of(config, rngs=nnx.Rngs(0))).__name__
+    'RMSNorm'
+    """
+    return make_norm(
+        config.normalization,
+        config.hidden_size,
+        config.layernorm_epsilon,
+        sequence_parallel=config.sequence_parallel,
+        zero_centered_gamma=config.layernorm_zero_centered_gamma,
+        params_dtype=config.params_dtype,
+        rngs=rngs,
+    )
 
 
 def check_mesh_sizes(config: TransformerConfig) -> None:

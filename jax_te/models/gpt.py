@@ -12,9 +12,9 @@ from flax import nnx
 from jax_te._validation import checked
 from jax_te.config import POSITION_EMBEDDINGS, TransformerConfig
 from jax_te.layers import KVCache, PackedSeqParams, Rotary, check_padding_mask, clip_qk, init_kv_cache, rotary_embedding
-from jax_te.models.from_config import transformer_layer
+from jax_te.models.from_config import norm_of, transformer_layer
 from jax_te.models.language_model import LanguageModel
-from jax_te.models.multi_token import MultiTokenPrediction, continuations, rolled
+from jax_te.models.multi_token import MultiTokenPrediction, TokenArrays, continuations
 from jax_te.models.options import Execution, RotaryPositions, rotary_positions
 from jax_te.models.stack import MaskTypes, StackInput, layer_keys, of_experts, rotary_of
 from jax_te.models.tokens import (
@@ -116,7 +116,7 @@ class GPTModel(LanguageModel):
         self._make_embeddings(learned_positions=position_embedding_type == "learned_absolute", rngs=rngs)
         self.layers = nnx.List([transformer_layer(config, i, rngs=rngs) for i in range(config.num_layers)])
         self._angles(jnp.zeros((1,), jnp.int32))  # raises for a head size or base that cannot be rotated
-        self.final_norm = self._make_norm(rngs)
+        self.final_norm = norm_of(self.config, rngs=rngs)
         self._make_head(tied=share_embeddings_and_output_weights, rngs=rngs)
         self.mtp = MultiTokenPrediction(config, None, rngs=rngs) if config.mtp_num_layers else None
 
@@ -295,9 +295,14 @@ class GPTModel(LanguageModel):
         check_padding_mask(padding_mask, tokens.shape)
         of_depths = loss_mask if mtp_loss_mask is None else mtp_loss_mask
         with jax.named_scope("GPTModel"):
-            further = self._multi_token_loss(
-                x, tokens, labels, of_depths, positions, packed_seq_params, dropout_key, options, padding_mask
+            given = TokenArrays(
+                tokens,
+                labels,
+                weights=jnp.ones(labels.shape, jnp.float32) if of_depths is None else of_depths,
+                positions=natural_positions(tokens.shape[1], packed_seq_params) if positions is None else positions,
+                padding_mask=padding_mask,
             )
+            further = self._multi_token_loss(x, given, packed_seq_params, dropout_key, options)
         # In the gradient alone. A loss for each token, or their sum, has it times the tokens' weights, so that the
         # caller's mean has it once.
         further = further - jax.lax.stop_gradient(further)
@@ -306,45 +311,42 @@ class GPTModel(LanguageModel):
     def _multi_token_loss(
         self,
         x: Array,
-        tokens: Array,
-        labels: Array,
-        weights: Array | None,
-        positions: Array | None,
+        given: TokenArrays,
         packed: PackedSeqParams | None,
         dropout_key: Key | None,
         options: LossOptions,
-        padding_mask: Array | None,
     ) -> Array:
-        """Return the depths' mean loss times its factor, fp32 ``[]``; ``x`` is the head's input, the rest the caller's.
+        """Return the depths' mean loss times its factor, fp32 ``[]``.
+
+        Args:
+            x: the head's input ``[b, s, h]``, in `model_order`.
+            given: tokens and what belongs to them, of which the depths predict further ones.
+            packed, dropout_key, options: arguments of `compute_loss`.
 
         Source: ``process_mtp_loss`` of ``megatron.core.transformer.multi_token_prediction``.
         """
         assert self.mtp is not None
         config, depths = self.config, self.mtp.depths
-        weights = jnp.ones(labels.shape, jnp.float32) if weights is None else weights
         # Rotations are those of the tokens' own places; learned positions go with the tokens that are embedded.
-        size = tokens.shape[1]
-        own = natural_positions(size, packed) if positions is None else positions
-        continues = None if packed is None else continuations(packed, size)
-        # Positions that all rows have are those of each of them, where its sequences end in other places.
-        of_embedded = own if packed is None else jnp.broadcast_to(own, tokens.shape)
-        losses: list[Array] = []
+        own = given.positions
+        continues = None if packed is None else continuations(packed, given.tokens.shape[1])
+        if packed is not None:
+            # Positions that all rows have are those of each of them, where its sequences end in other places.
+            given = given._replace(positions=jnp.broadcast_to(own, given.tokens.shape))
+        # Behind the keys of the layers and of the embedding: two for each depth.
         keys = layer_keys(dropout_key, 1 + len(self.layers) + 2 * depths)[1 + len(self.layers) :]
+        losses: list[Array] = []
         for depth in range(depths):
-            tokens, labels, weights, of_embedded = (
-                rolled(each, continues) for each in (tokens, labels, weights, of_embedded)
-            )
-            if padding_mask is not None:
-                # Padding itself stays padding: Megatron's roll alone would count the last token of a padded sequence.
-                padding_mask = padding_mask | rolled(padding_mask, continues)
+            given = given.of_next_depth(continues)
+            embedding_key, layer_key = keys[2 * depth], keys[2 * depth + 1]
             with jax.named_scope(f"mtp_{depth}"):
-                ids, at = model_order(config, tokens), model_order(config, of_embedded)
-                embedded = self._embed(ids, at, keys[2 * depth])
-                padding = None if padding_mask is None else model_order(config, padding_mask)
-                stack = self._stack_input(x, model_order(config, own), keys[2 * depth + 1 :][:1], padding, packed)
+                ids, at = model_order(config, given.tokens), model_order(config, given.positions)
+                embedded = self._embed(ids, at, embedding_key)
+                padding = None if given.padding_mask is None else model_order(config, given.padding_mask)
+                stack = self._stack_input(x, model_order(config, own), [layer_key], padding, packed)
                 x = self.mtp.layer(depth)(stack, embedded, self._axes)
-                ordered = model_order(config, labels), model_order(config, weights)
-                losses.append(self._loss(x, *ordered, options, "mean"))
+                labels, weights = model_order(config, given.labels), model_order(config, given.weights)
+                losses.append(self._loss(x, labels, weights, options, "mean"))
         total = sum(losses[1:], losses[0]) * (config.mtp_loss_scaling_factor / depths)
         return self.mtp.counted(total, losses)
 

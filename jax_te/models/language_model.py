@@ -14,14 +14,12 @@ from jax_te.config import TransformerConfig
 from jax_te.layers import (
     Embedding,
     GivesKernels,
-    LayerNorm,
     Linear,
     QuantizableModule,
-    RMSNorm,
     TrainingMode,
     dropout,
-    make_norm,
     parameter,
+    without_adapter,
 )
 from jax_te.models.from_config import check_config, check_mesh_sizes
 from jax_te.models.options import Execution, Multipliers
@@ -156,18 +154,6 @@ class LanguageModel(GivesKernels, TrainingMode):
             else None
         )
 
-    def _make_norm(self, rngs: nnx.Rngs) -> LayerNorm | RMSNorm:
-        config = self.config
-        return make_norm(
-            config.normalization,
-            config.hidden_size,
-            config.layernorm_epsilon,
-            sequence_parallel=config.sequence_parallel,
-            zero_centered_gamma=config.layernorm_zero_centered_gamma,
-            params_dtype=config.params_dtype,
-            rngs=rngs,
-        )
-
     def _make_head(self, *, tied: bool, rngs: nnx.Rngs) -> None:
         config, shape = self.config, (self.config.hidden_size, self.vocab_size)
         self.output_kernel = (
@@ -209,8 +195,7 @@ class LanguageModel(GivesKernels, TrainingMode):
 
     def given_kernels(self) -> list[tuple[QuantizableModule, str, Array]]:
         """Return the layers that receive a kernel of the model in calls, its name there and its value."""
-        head = self.output_layer if self.config.fp8_output_proj else None
-        base = getattr(head, "base", head)  # of a LoRA
+        base = without_adapter(self.output_layer) if self.config.fp8_output_proj else None
         return [] if base is None or base.kernel is not None else [(base, "kernel", self._head_kernel())]
 
     def _head(self, x: Array) -> Array:
@@ -225,7 +210,7 @@ class LanguageModel(GivesKernels, TrainingMode):
         bias = None if self.output_bias is None else self.output_bias[...]
         if self.config.fp8_output_proj:
             head: Any = self.output_layer
-            own = getattr(head, "base", head).kernel is not None
+            own = without_adapter(head).kernel is not None
             return head(x, None if own else self._head_kernel(), bias)
         # Not "sequence_parallel": the tensor axis shards the vocabulary here, and cannot shard rows, too.
         axes = LinearOptions(self._axes, ("fsdp", "vocab"), ("batch", "sequence", "vocab"))

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jax_te._validation import checked, log_once
 from jax_te.config import TransformerConfig
-from jax_te.layers import LinearScaling, Llama3Scaling, PackedSeqParams, StepState, check_padding_mask
+from jax_te.layers import LinearScaling, Llama3Scaling, PackedSeqParams, StepState, check_padding_mask, without_adapter
 from jax_te.megatron import GraphableMegatronModule, TransformerLayer, apply_quantization_config
 from jax_te.models.gpt import Cache, GPTModel
 from jax_te.models.language_model import OutputHead
@@ -176,7 +176,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
     layers = property(lambda self: self.decoder.layers)
     final_norm = property(lambda self: self.decoder.final_layernorm)
     position_embedding = property(lambda self: self.embedding.position_embeddings)
-    output_kernel = property(lambda self: getattr(self.output_layer, "base", self.output_layer).kernel)
+    output_kernel = property(lambda self: without_adapter(self.output_layer).kernel)
 
     @property
     def _is_whole(self) -> bool:

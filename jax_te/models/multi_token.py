@@ -4,20 +4,48 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.config import TransformerConfig
-from jax_te.layers import LastStep, Linear, PackedSeqParams, make_norm
+from jax_te.layers import LastStep, Linear, PackedSeqParams, output_of
 from jax_te.megatron import TEColumnParallelLinear, TENorm, TransformerLayer
-from jax_te.models.from_config import transformer_layer
+from jax_te.models.from_config import norm_of, transformer_layer
 from jax_te.models.stack import StackInput
 from jax_te.quantize import QuantizerState, count
 from jax_te.sharding import auto_region, constrain
 from jax_te.typing import Array, LogicalAxes
+
+
+class TokenArrays(NamedTuple):
+    """The arrays of a batch that the depths read, with an entry for each token, in natural order.
+
+    Args:
+        tokens: integers ``[b, s]`` whose embeddings a depth takes.
+        labels: integers ``[b, s]``, what it predicts.
+        weights: ``[b, s]``, weights of the losses.
+        positions: ``[s]`` or ``[b, s]``, positions of ``tokens`` in the table of learned positions.
+        padding_mask: bool ``[b, s]``, True for padding. None: there is none.
+    """
+
+    tokens: Array
+    labels: Array
+    weights: Array
+    positions: Array
+    padding_mask: Array | None
+
+    def of_next_depth(self, continues: Array | None) -> TokenArrays:
+        """Return the arrays of the next depth: each token's successor is in its place, see `rolled`."""
+        tokens, labels, weights, positions = (
+            rolled(each, continues) for each in (self.tokens, self.labels, self.weights, self.positions)
+        )
+        padding = self.padding_mask
+        # Padding itself stays padding: Megatron's roll alone would count the last token of a padded sequence.
+        padding = None if padding is None else padding | rolled(padding, continues)
+        return TokenArrays(tokens, labels, weights, positions, padding)
 
 
 class MultiTokenLayer(nnx.Module):
@@ -38,7 +66,7 @@ class MultiTokenLayer(nnx.Module):
     def __init__(self, config: TransformerConfig, layer_class: type[TransformerLayer] | None, *, rngs: nnx.Rngs):
         h, last = config.hidden_size, config.num_layers - 1
         if layer_class is None:
-            self.enorm, self.hnorm = _norm(config, rngs), _norm(config, rngs)
+            self.enorm, self.hnorm = norm_of(config, rngs=rngs), norm_of(config, rngs=rngs)
             self.eh_proj: Any = Linear(
                 2 * h,
                 h,
@@ -52,7 +80,7 @@ class MultiTokenLayer(nnx.Module):
                 rngs=rngs,
             )
             self.mtp_model_layer: Any = transformer_layer(config, last, rngs=rngs)
-            self.final_layernorm = _norm(config, rngs)
+            self.final_layernorm = norm_of(config, rngs=rngs)
             return
         norm: Any = (config, h, config.layernorm_epsilon)
         self.enorm, self.hnorm = TENorm(*norm), TENorm(*norm)
@@ -80,9 +108,8 @@ class MultiTokenLayer(nnx.Module):
             axes: logical axes of activations between layers.
         """
         both = auto_region(lambda e, x: jnp.concatenate([e, x], axis=-1), axes)
-        projected: Any = self.eh_proj(both(self.enorm(embedded), self.hnorm(stack.x)))
-        # Megatron's layers also return their bias, here None. The GEMM splits its output over the tensor axis.
-        x = constrain(projected[0] if isinstance(projected, tuple) else projected, axes)
+        projected = output_of(self.eh_proj(both(self.enorm(embedded), self.hnorm(stack.x))))
+        x = constrain(projected, axes)  # the GEMM splits its output over the tensor axis
         return self.final_layernorm(dataclasses.replace(stack, x=x).output([self.mtp_model_layer]))
 
 
@@ -166,15 +193,3 @@ def continuations(packed: PackedSeqParams, size: int) -> Array:
 
     axes: LogicalAxes = ("batch", "sequence")
     return constrain(auto_region(of_ids, axes)(packed.segment_ids(size)), axes)
-
-
-def _norm(config: TransformerConfig, rngs: nnx.Rngs) -> Any:
-    return make_norm(
-        config.normalization,
-        config.hidden_size,
-        config.layernorm_epsilon,
-        sequence_parallel=config.sequence_parallel,
-        zero_centered_gamma=config.layernorm_zero_centered_gamma,
-        params_dtype=config.params_dtype,
-        rngs=rngs,
-    )

@@ -8,7 +8,7 @@ from jax_te._validation import check_positive, checked
 from jax_te.config import MLATransformerConfig, RecomputeConfig, TransformerConfig
 from jax_te.layers import RotaryScaling
 from jax_te.megatron import mla_rotary
-from jax_te.models.stack import MaskTypes, StackOptions, check_recompute_policy, runs_scanned
+from jax_te.models.stack import MaskTypes, ScanChoice, StackOptions, check_recompute_policy
 from jax_te.remat import RecomputePolicy
 
 
@@ -42,14 +42,12 @@ class Execution:
     """
 
     recompute_policy: RecomputePolicy | str = "full"
-    scan_layers: bool | str = "auto"
+    scan_layers: ScanChoice = "auto"
     loss_chunks: int = 1
     batch_parts: int = 1
 
     def __post_init__(self) -> None:
         check_positive(loss_chunks=self.loss_chunks, batch_parts=self.batch_parts)
-        # Called for its error, so that a wrong choice is reported where it is made, not in the first call.
-        runs_scanned(self.scan_layers, 1)
 
     def of_stack(self, config: RecomputeConfig, mask_types: MaskTypes | None = None) -> StackOptions:
         """Return the options of the model's stack of layers.

@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypedDict
+from typing import Annotated, Any, Literal, Protocol, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,12 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.config import RecomputeConfig
-from jax_te.layers import Rotary, TransformerLayer
+from jax_te.layers import Rotary, TransformerLayer, output_of
 from jax_te.models.batch_parts import join_batch, split_arguments, split_batch
 from jax_te.ops import BiasType, MaskType, loop_over_layers
 from jax_te.quantize import QuantizerState, as_float32_inside, with_max_gradients_inside
 from jax_te.remat import Changes, RecomputePolicy, Watched, recompute_policy, remat, selective_recompute
-from jax_te.typing import Array
+from jax_te.typing import Array, Words
 
 _NO_RECOMPUTE = RecomputeConfig()
 
@@ -35,12 +35,15 @@ class MaskTypes(TypedDict, total=False):
     core_attention_bias_type: BiasType
 
 
+ScanChoice = Annotated[bool | Literal["auto"], Words("True, False or 'auto'", error=ValueError)]
+"""Whether layers run in a loop; ``"auto"``: see `runs_scanned`."""
+
 UNROLL_LIMIT = 96
 """Maximum number of layers that ``"auto"`` unrolls, see `runs_scanned`."""
 
 
 @checked
-def runs_scanned(scan: bool | str, num_layers: int) -> bool:
+def runs_scanned(scan: ScanChoice, num_layers: int) -> bool:
     """Return whether a stack of ``num_layers`` layers runs in a loop.
 
     A loop saves compile time, which in an unrolled stack grows with the number of layers. In return the parameters are
@@ -59,11 +62,7 @@ def runs_scanned(scan: bool | str, num_layers: int) -> bool:
     >>> runs_scanned("auto", UNROLL_LIMIT), runs_scanned("auto", UNROLL_LIMIT + 1), runs_scanned(True, 2)
     (False, True, True)
     """
-    if isinstance(scan, bool):
-        return scan
-    if scan != "auto":
-        raise ValueError(f"scan_layers must be True, False or 'auto', got {scan!r}")
-    return num_layers > UNROLL_LIMIT
+    return num_layers > UNROLL_LIMIT if scan == "auto" else scan
 
 
 def layer_keys(key: Array | None, count: int) -> list[Array | None]:
@@ -127,7 +126,7 @@ def run_layers(
     *,
     recompute: RecomputeConfig = _NO_RECOMPUTE,
     policy: RecomputePolicy | str | None = "full",
-    scan: bool | str = "auto",
+    scan: ScanChoice = "auto",
     batch_parts: int = 1,
     mask_types: MaskTypes | None = None,
     **arrays: Any,
@@ -161,25 +160,8 @@ def run_layers(
     >>> run_layers(layers, jnp.ones((2, 8, 16)), layer_keys(key, 2), recompute=recompute, policy="save_gemms").shape
     (2, 8, 16)
     """
-    check_recompute_policy(recompute, policy)
-    distribute = recompute.distribute_saved_activations
-    if batch_parts > 1 and distribute:
-        raise ValueError("distribute_saved_activations=True saves one input of each layer; it goes with batch_parts=1")
-    # Bound, not passed: jax.checkpoint and jax.lax.scan take arrays, and mask types are strings.
-    plain = functools.partial(_run_group, mask_types or {})
-    saved = functools.partial(remat, plain, policy=policy, distribute_saved_activations=distribute)
-    calls: dict[bool, Callable[..., Parts]] = {False: plain, True: saved}
-    modules = (recompute.recompute_modules or ()) if recompute.recompute_granularity == "selective" else ()
-    groups = recompute_groups(recompute, len(layers))
-    given, xs = split_arguments(arrays, len(x), batch_parts), split_batch(x, batch_parts)
-    # Entered also without modules: the configuration decides, not a context around the model.
-    with selective_recompute(*modules):
-        if runs_scanned(scan, len(layers)):
-            return join_batch(_run_scanned(calls, groups, layers, xs, keys, given))
-        for group in groups:
-            members = slice(group.first, group.first + group.count)
-            xs = calls[group.recomputed](xs, list(layers[members]), list(keys[members]), given, first=group.first)
-        return join_batch(xs)
+    options = StackOptions(recompute, policy, scan, batch_parts, mask_types or {})
+    return _run(layers, x, keys, options, arrays)
 
 
 @checked
@@ -193,7 +175,7 @@ class StackOptions:
 
     recompute: RecomputeConfig = _NO_RECOMPUTE
     policy: RecomputePolicy | str | None = "full"
-    scan: bool | str = "auto"
+    scan: ScanChoice = "auto"
     batch_parts: int = 1
     mask_types: MaskTypes = field(default_factory=MaskTypes)
 
@@ -230,19 +212,37 @@ class StackInput:
     def output(self, layers: Sequence[nnx.Module]) -> Array:
         """Return the output ``[b, s, h]`` of layers: of the whole stack, or of one that begins at this input."""
         keys = [None] * len(layers) if self.keys is None else self.keys
-        how = self.options
-        return run_layers(
-            layers,
-            self.x,
-            keys,
-            recompute=how.recompute,
-            policy=how.policy,
-            scan=how.scan,
-            batch_parts=how.batch_parts,
-            mask_types=how.mask_types,
-            **self.arrays,
-            **self.learned,
-        )
+        return _run(layers, self.x, keys, self.options, dict(**self.arrays, **self.learned))
+
+
+def _run(
+    layers: Sequence[nnx.Module],
+    x: Array,
+    keys: Sequence[Array | None],
+    options: StackOptions,
+    arrays: dict[str, Any],
+) -> Array:
+    """Return what `run_layers` does for the same arguments, of which ``arrays`` are ``**arrays``."""
+    recompute, policy, batch_parts = options.recompute, options.policy, options.batch_parts
+    check_recompute_policy(recompute, policy)
+    distribute = recompute.distribute_saved_activations
+    if batch_parts > 1 and distribute:
+        raise ValueError("distribute_saved_activations=True saves one input of each layer; it goes with batch_parts=1")
+    # Bound, not passed: jax.checkpoint and jax.lax.scan take arrays, and mask types are strings.
+    plain = functools.partial(_run_group, options.mask_types)
+    saved = functools.partial(remat, plain, policy=policy, distribute_saved_activations=distribute)
+    calls: dict[bool, Callable[..., Parts]] = {False: plain, True: saved}
+    modules = (recompute.recompute_modules or ()) if recompute.recompute_granularity == "selective" else ()
+    groups = recompute_groups(recompute, len(layers))
+    given, xs = split_arguments(arrays, len(x), batch_parts), split_batch(x, batch_parts)
+    # Entered also without modules: the configuration decides, not a context around the model.
+    with selective_recompute(*modules):
+        if runs_scanned(options.scan, len(layers)):
+            return join_batch(_run_scanned(calls, groups, layers, xs, keys, given))
+        for group in groups:
+            members = slice(group.first, group.first + group.count)
+            xs = calls[group.recomputed](xs, list(layers[members]), list(keys[members]), given, first=group.first)
+        return join_batch(xs)
 
 
 class ModelInParts(Protocol):
@@ -307,7 +307,7 @@ def _run_layer(layer: nnx.Module, x: Array, key: Array | None, mask_types: MaskT
     if "rotary_pos_emb" in arrays:
         arrays = arrays | {"rotary_pos_emb": rotary_of(layer, arrays["rotary_pos_emb"])}  # type: ignore[arg-type]
     out: Any = layer(x, dropout_key=key, **mask_types, **arrays)  # type: ignore[operator]
-    return out[0] if isinstance(out, tuple) else out  # Megatron's layers also return their context
+    return output_of(out)  # Megatron's layers also return their context
 
 
 def of_experts(padding_mask: Array | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from flax import nnx
 from jax_te._validation import check_positive, checked
 from jax_te.config import TransformerConfig
 from jax_te.layers import RelativePositionBias
-from jax_te.models.from_config import ENCODER_NOT_FOLLOWED, transformer_layer
+from jax_te.models.from_config import ENCODER_NOT_FOLLOWED, norm_of, transformer_layer
 from jax_te.models.language_model import LanguageModel
 from jax_te.models.options import Execution, RelativePositions
 from jax_te.models.stack import MaskTypes, StackInput, layer_keys
@@ -96,12 +96,12 @@ class T5Model(LanguageModel):
         self.encoder_layers = nnx.List(
             [transformer_layer(encoder_config, i, self_attn_mask_type="no_mask", rngs=rngs) for i in range(encoders)]
         )
-        self.encoder_norm = self._make_norm(rngs)
+        self.encoder_norm = norm_of(self.config, rngs=rngs)
         self.decoder_bias = self._make_bias(relative, bidirectional=False, rngs=rngs)
         self.decoder_layers = nnx.List(
             [transformer_layer(config, i, layer_type="decoder", rngs=rngs) for i in range(config.num_layers)]
         )
-        self.decoder_norm = self._make_norm(rngs)
+        self.decoder_norm = norm_of(self.config, rngs=rngs)
         self._make_head(tied=share_embeddings_and_output_weights, rngs=rngs)
 
     def _make_bias(

@@ -63,6 +63,7 @@ from jax_te.quantize.state import (
     as_float32_inside,
     init_attention_state,
     init_gemm_state,
+    is_amax_state,
     merge_quantizers,
     quantizer_variables,
     with_max_gradients,

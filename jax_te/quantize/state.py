@@ -227,8 +227,8 @@ def merge_quantizers(stacked: PyTree) -> PyTree:
         TypeError: for a bare array that is no scale or amax history: it may be a count, of which there is no maximum.
     """
     check_leaves("stacked", stacked)
-    for node in jax.tree.leaves(stacked, is_leaf=lambda node: _is_amax_state(node) or isinstance(node, nnx.Variable)):
-        if not (_is_amax_state(node) or isinstance(node, nnx.Variable)):
+    for node in jax.tree.leaves(stacked, is_leaf=lambda node: is_amax_state(node) or isinstance(node, nnx.Variable)):
+        if not (is_amax_state(node) or isinstance(node, nnx.Variable)):
             raise TypeError(
                 "stacked must be states of quantizers, dicts of scale and amax_history, or Variables, whose metadata "
                 f"say what counts, got {brief(node)}; for a Linen model with experts let one loss in "
@@ -268,7 +268,7 @@ def write_back(old: PyTree, gradient: PyTree, *, keep_old: jax.Array | None = No
     check_leaves("gradient", gradient)
     if keep_old is not None and keep_old.dtype != bool:
         raise TypeError(f"keep_old must be a bool array, got {keep_old.dtype}")
-    before, treedef = jax.tree.flatten(nnx.as_pure(old), is_leaf=_is_amax_state)
+    before, treedef = jax.tree.flatten(nnx.as_pure(old), is_leaf=is_amax_state)
     after = treedef.flatten_up_to(nnx.as_pure(gradient))
     rules = _rules(old)
     new: list[Any] = [None] * len(before)
@@ -277,7 +277,7 @@ def write_back(old: PyTree, gradient: PyTree, *, keep_old: jax.Array | None = No
         rule = rules[leaf]
         leaf += len(jax.tree.leaves(states[0]))
         if rule is None:
-            if not _is_amax_state(states[0]):
+            if not is_amax_state(states[0]):
                 raise TypeError(
                     "old must be states of quantizers, dicts of scale and amax_history, or Variables that count, "
                     f"got {brief(old)}"
@@ -335,5 +335,6 @@ def _are_sums(old: PyTree, new: PyTree) -> jax.Array:
     return ~frozen & (twice | at_first)
 
 
-def _is_amax_state(node: Any) -> bool:
+def is_amax_state(node: Any) -> bool:
+    """Return whether a node of a tree is the state of an operand under delayed scaling: its scale and amax history."""
     return isinstance(node, dict) and node.keys() == {"scale", "amax_history"}

@@ -320,7 +320,7 @@ X = jnp.ones((2, S, H))
         (lambda: decoder()(X), "cross-attention needs encoder_output"),
         (
             lambda: TransformerLayer(H, F, N, rngs=nnx.Rngs(0))(X, encoder_output=X),
-            "an encoder layer takes no encoder_output and no enc_dec_attn_mask; build it with layer_type='decoder'",
+            "an encoder layer takes no encoder_output; build it with layer_type='decoder'",
         ),
         (lambda: MultiheadAttention(H, N, rngs=nnx.Rngs(0))(X, None, X), "self-attention takes no encoder_output"),
         (

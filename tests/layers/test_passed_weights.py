@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from jax_te.layers import LayerNormLinear, Linear
-from jax_te.layers.quantizable import quantizable_kernels
+from jax_te.layers.model_kernels import quantizable_kernels
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, autocast
 from jax_te.training import create_train_state, make_train_step
 from tests.support.numerics import assert_bitwise, draw, value_and_vjp

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jax_te.layers import DotProductAttention, MultiheadAttention, TransformerLayer, init_kv_cache
+from jax_te.layers import DotProductAttention, Linear, LoRA, MultiheadAttention, TransformerLayer, init_kv_cache
 from jax_te.layers.results import layer_output
 from tests.support.numerics import NO_DROPOUT
 
@@ -54,3 +54,8 @@ def test_results_of_one_kind_have_one_type() -> None:
     start = layer_output(X[:, :1], cache=init_kv_cache(2, 8, N, D))
     last, _ = jax.lax.scan(lambda carry, _: (layer(carry.y, cache=carry.cache), None), start, length=3)
     assert int(last.cache.length) == 3
+
+
+def test_an_adapted_layer_returns_what_its_base_returns() -> None:
+    base = Linear(H, 16, return_bias=True, rngs=nnx.Rngs(0))
+    assert LoRA(base, 2, rngs=nnx.Rngs(1))(X)._fields == base(X)._fields == ("y", "bias")

@@ -367,7 +367,8 @@ def test_what_travels_in_fp8_is_rounded_once_a_token() -> None:
     chosen = jnp.broadcast_to(jnp.array([[0], [3]], jnp.int32), (4, 2, 1))
 
     def both_ways(x: Any, probs: Any) -> Any:
-        placement: Any = expert_placement(x.shape, (((4, 16, 16), ("expert", None, None)),), sequence_parallel=False)
+        kernels = (((4, 16, 16), ("expert", None, None)),)
+        placement: Any = expert_placement(x.shape, kernels, sequence_parallel=False).placement
         options = {"alignment": 1, "dispatcher": "alltoall", "capacity": None, "factor": None, "fp8": True}
         call = dispatch.plan_dispatch(dispatch.transport_of(placement, x.shape, 1, 4, **options), chosen, None)
         return dispatch.combine(dispatch.dispatch(x, probs, call)[0], call)

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from jax_te._validation import brief
 from jax_te.layers.attention.packed import PackedSeqParams
-from jax_te.ops import ContextParallel, Window
+from jax_te.ops import BiasType, ContextParallel, MaskType, Window
 from jax_te.typing import Array, Key
 
 
@@ -29,7 +29,7 @@ class AttentionCore(Protocol):
     num_gqa_groups: int
     kv_channels: int
     attention_dropout: float
-    attn_mask_type: Any
+    attn_mask_type: MaskType
     window_size: Window | None
     return_max_logit: bool
     context_parallel: ContextParallel
@@ -44,11 +44,11 @@ class AttentionCore(Protocol):
         q_lengths: Array | None,
         kv_lengths: Array | None,
         packed_seq_params: PackedSeqParams | None,
-        core_attention_bias_type: Any,
+        core_attention_bias_type: BiasType,
         core_attention_bias: Array | None,
         alibi_slopes: Array | None,
         dropout_key: Key | None,
-        attn_mask_type: Any,
+        attn_mask_type: MaskType,
         window_size: Window | None,
         checkpoint_core_attention: bool,
         return_max_logit: bool | None,

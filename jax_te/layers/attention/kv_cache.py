@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_te._validation import check_positive, checked, float_dtype
-from jax_te.ops import as_int32
+from jax_te.ops import MaskType, as_int32
 from jax_te.sharding import auto_region, constrain
 from jax_te.typing import Array, DTypeLike
 
@@ -69,7 +69,7 @@ class KVCache:
         return KVCache(k=put(self.k, k, self.length), v=put(self.v, v, self.length), length=self.length + k.shape[1])
 
     @checked
-    def masks(self, b: int, sq: int) -> tuple[str, dict[str, Array]]:
+    def masks(self, b: int, sq: int) -> tuple[MaskType, dict[str, Array]]:
         """Return the mask type and the lengths for the newest ``sq`` tokens of ``b`` sequences, already appended."""
         check_positive(b=b, sq=sq)
         # Bottom-right: the newest query is aligned with the last valid key, wherever the unused positions begin.
@@ -135,7 +135,7 @@ class WindowKVCache:
         )
 
     @checked
-    def masks(self, b: int, sq: int) -> tuple[str, dict[str, Array]]:
+    def masks(self, b: int, sq: int) -> tuple[MaskType, dict[str, Array]]:
         """Return the mask type and the mask for the newest ``sq`` tokens, already appended."""
         check_positive(b=b, sq=sq)
         last = self.length - 1

@@ -16,7 +16,8 @@ from jax_te.layers.attention.qkv import HEAD_AXES
 from jax_te.layers.attention.rotary import Rotary, apply_rotary
 from jax_te.layers.layernorm_linear import LayerNormLinear
 from jax_te.layers.linear import Linear
-from jax_te.layers.norm import Normalization, make_norm
+from jax_te.layers.norm import Normalization, check_returned_norm, make_norm
+from jax_te.layers.results import output_of
 from jax_te.ops import MaskType, SoftmaxType, Window
 from jax_te.quantize import QuantizedKernel
 from jax_te.sharding import auto_region, axis_ranks, row_axis
@@ -78,10 +79,10 @@ class MultiLatentAttention(MultiheadAttention):
         zero_centered_gamma: bool = False,
         input_layernorm: bool = True,
         return_layernorm_output: bool = False,
-        attn_mask_type: str = "causal",
+        attn_mask_type: MaskType = "causal",
         window_size: Window | None = None,
         softmax_scale: float | None = None,
-        softmax_type: str = "vanilla",
+        softmax_type: SoftmaxType = "vanilla",
         logit_softcap: float | None = None,
         return_max_logit: bool = False,
         num_splits: int | None = None,
@@ -101,10 +102,7 @@ class MultiLatentAttention(MultiheadAttention):
         rngs: nnx.Rngs,
     ):
         check_positive(hidden_size=hidden_size)
-        if return_layernorm_output and not input_layernorm:
-            raise ValueError(
-                "return_layernorm_output needs input_layernorm=True: there is no norm whose output could be returned"
-            )
+        check_returned_norm(input_layernorm, return_layernorm_output)
         # The names under which MultiheadAttention knows these options.
         self.attention_type, self.fuse_qkv_params = "self", False
         self.return_layernorm_output = return_layernorm_output
@@ -115,11 +113,10 @@ class MultiLatentAttention(MultiheadAttention):
             n,
             (latent.head_channels, latent.v_head_dim),
             attention_dropout=attention_dropout,
-            # Casts: the core checks both names.
-            attn_mask_type=cast(MaskType, attn_mask_type),
+            attn_mask_type=attn_mask_type,
             window_size=window_size,
             softmax_scale=softmax_scale,
-            softmax_type=cast(SoftmaxType, softmax_type),
+            softmax_type=softmax_type,
             logit_softcap=logit_softcap,
             return_max_logit=return_max_logit,
             num_splits=num_splits,
@@ -206,7 +203,7 @@ class MultiLatentAttention(MultiheadAttention):
         rotary: Rotary | None,
         cache: KVCache | WindowKVCache | None,
         is_first_microbatch: bool | None,
-    ) -> tuple[tuple[Array, ...], list[Any]]:
+    ) -> tuple[tuple[Array, ...], Array | None]:
         """Return the core's operands; with a cache absorbed queries, the rotated key and the latent."""
         del encoder_output  # refused by the call
         if cache is not None and axis_ranks("heads") > 1:
@@ -216,17 +213,17 @@ class MultiLatentAttention(MultiheadAttention):
             )
         first: Any = {"is_first_microbatch": is_first_microbatch}
         inner = x if self.layernorm is None else self.layernorm(x)
-        normed = [inner] if self.return_layernorm_output else []
+        normed = inner if self.return_layernorm_output else None
         q: Any = (
             self.query(inner, **first)
             if self.latent.q_lora_rank is None
-            else self.q_up(_array(self.q_down(inner, **first)), **first)
+            else self.q_up(output_of(self.q_down(inner, **first)), **first)
         )
-        c, k_rotated = self._split_latent(_array(self.kv_down(inner, **first)), rotary)
-        q = self._queries(_array(q), rotary)
+        c, k_rotated = self._split_latent(output_of(self.kv_down(inner, **first)), rotary)
+        q = self._queries(output_of(q), rotary)
         if cache is not None:
             return (self._absorbed(q), k_rotated, self._normalized_latent(c)), normed
-        return (q, *self._keys_and_values(_array(self.kv_up(c, **first)), k_rotated)), normed
+        return (q, *self._keys_and_values(output_of(self.kv_up(c, **first)), k_rotated)), normed
 
     def _split_latent(self, down: Array, rotary: Rotary | None) -> tuple[Array, Array]:
         """Return the latent ``[b, s, kv_lora_rank]`` and the rotated key ``[b, s, 1, qk_pos_emb_head_dim]``."""
@@ -319,8 +316,3 @@ class MultiLatentAttention(MultiheadAttention):
             return jnp.einsum("bsnc,cnd->bsnd", context, to_values)
 
         return auto_region(expand, HEAD_AXES)(context, to_values)
-
-
-def _array(result: Any) -> Array:
-    # Megatron's layers return their bias, too, here None.
-    return result[0] if isinstance(result, tuple) else result

@@ -28,10 +28,10 @@ from jax_te.layers.attention.qkv import (
 from jax_te.layers.attention.rotary import Rotary
 from jax_te.layers.layernorm_linear import LayerNormLinear
 from jax_te.layers.linear import Linear
-from jax_te.layers.norm import LayerNorm, Normalization, RMSNorm, make_norm
+from jax_te.layers.norm import LayerNorm, Normalization, RMSNorm, check_returned_norm, make_norm
 from jax_te.layers.options import AttentionOptions, CoreCall
 from jax_te.layers.parallel_arguments import set_tensor_parallel_group
-from jax_te.layers.results import layer_output
+from jax_te.layers.results import layer_output, output_of, split_output
 from jax_te.ops import BiasType, MaskType, SoftmaxType, Window
 from jax_te.ops.attention import normal_window
 from jax_te.sharding import auto_region, axis_ranks, constrain, row_axis
@@ -138,31 +138,12 @@ class MultiheadAttention(ContextParallelModule):
                 f"hidden_size {hidden_size} is not divisible by num_attention_heads {num_attention_heads}; "
                 "change one of them or give kv_channels"
             )
-        if return_layernorm_output and not input_layernorm:
-            raise ValueError(
-                "return_layernorm_output needs input_layernorm=True: there is no norm whose output could be returned"
-            )
+        check_returned_norm(input_layernorm, return_layernorm_output)
         self.attention_type = attention_type
         self.return_layernorm_output = return_layernorm_output
         self.fuse_qkv_params = fuse_qkv_params
         self.qk_norm_before_rope = qk_norm_before_rope
         self.qk_norm_across_heads = qk_norm_across_heads
-        self.core_attention: AttentionCore = DotProductAttention(
-            num_attention_heads,
-            hidden_size // num_attention_heads if kv_channels is None else kv_channels,
-            num_gqa_groups=num_gqa_groups,
-            attention_dropout=attention_dropout,
-            attn_mask_type=attn_mask_type,
-            window_size=window_size,
-            softmax_scale=softmax_scale,
-            softmax_type=softmax_type,
-            logit_softcap=logit_softcap,
-            return_max_logit=return_max_logit,
-            num_splits=num_splits,
-            cp_comm_type=cp_comm_type,
-            hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
-            cp_load_balanced=cp_load_balanced,
-        )
         options = AttentionOptions(
             num_gqa_groups=num_gqa_groups,
             kv_channels=kv_channels,
@@ -199,6 +180,7 @@ class MultiheadAttention(ContextParallelModule):
             output_layer_init_method=output_layer_init_method,
             params_dtype=params_dtype,
         )
+        self.core_attention: AttentionCore = _core(hidden_size, num_attention_heads, options)
         self._make_projections(hidden_size, options, rngs)
 
     def _make_projections(self, h: int, options: AttentionOptions, rngs: nnx.Rngs) -> None:
@@ -319,6 +301,7 @@ class MultiheadAttention(ContextParallelModule):
             attn_mask_type=core.attn_mask_type if attn_mask_type is None else attn_mask_type,
             window_size=core.window_size if window_size is None else window_size,
             checkpoint_core_attention=checkpoint_core_attention,
+            return_max_logit=core.return_max_logit if return_max_logit is None else return_max_logit,
         )
         self._check_call(encoder_output, encoder_lengths, rotary_pos_emb, cache, call)
         with jax.named_scope("MultiheadAttention"):
@@ -331,33 +314,14 @@ class MultiheadAttention(ContextParallelModule):
                 # The ring buffer's mask selects the keys in the window, because slots are not ordered by position.
                 window = (-1, -1) if isinstance(cache, WindowKVCache) else call.window_size
                 call = call._replace(attn_mask_type=mask_type, window_size=window, **masks)
-            attended = core(
-                *operands,
-                attention_mask=call.attention_mask,
-                q_lengths=call.q_lengths,
-                kv_lengths=call.kv_lengths,
-                packed_seq_params=call.packed_seq_params,
-                core_attention_bias_type=call.core_attention_bias_type,
-                core_attention_bias=call.core_attention_bias,
-                alibi_slopes=call.alibi_slopes,
-                dropout_key=call.dropout_key,
-                attn_mask_type=call.attn_mask_type,
-                window_size=call.window_size,
-                checkpoint_core_attention=call.checkpoint_core_attention,
-                return_max_logit=return_max_logit,
-            )
-            with_logit = core.return_max_logit if return_max_logit is None else return_max_logit
-            context, *max_logit = attended if with_logit else (attended,)
+            attended = core(*operands, **call._asdict())
+            context, max_logit = attended if call.return_max_logit else (attended, None)
             context = context if cache is None else self._of_cache(context)
-            projected: Any = self.proj(merge_heads(context), is_first_microbatch=is_first_microbatch)
-            y, *bias = projected if isinstance(projected, tuple) else (projected,)
-        extra: dict[str, Any] = {}
-        if bias:
-            extra["bias"] = bias[0]
-        if normed:
-            extra["layernorm_output"] = normed[0]
-        if max_logit:
-            extra["max_logit"] = max_logit[0]
+            y, extra = split_output(self.proj(merge_heads(context), is_first_microbatch=is_first_microbatch))
+        if normed is not None:
+            extra["layernorm_output"] = normed
+        if max_logit is not None:
+            extra["max_logit"] = max_logit
         if cache is not None:
             extra["cache"] = cache
         return layer_output(y, **extra)
@@ -406,21 +370,19 @@ class MultiheadAttention(ContextParallelModule):
         rotary: Rotary | None,
         cache: KVCache | WindowKVCache | None,
         is_first_microbatch: bool | None,
-    ) -> tuple[tuple[Array, ...], list[Any]]:
+    ) -> tuple[tuple[Array, ...], Array | None]:
         """Return the operands of the core, and the norm's output if it is to be returned."""
         core = self.core_attention
         n, g, d = core.num_attention_heads, core.num_gqa_groups, core.kv_channels
         first: Any = {"is_first_microbatch": is_first_microbatch}
-        result: Any
         if encoder_output is not None:
-            result = self.query(x, **first)
-            projected, *normed = result if isinstance(result, tuple) else (result,)
+            projected, extra = split_output(self.query(x, **first))
+            normed = extra.get("layernorm_output")
             q = split_query(projected, g, d)
-            result = self.key_value(encoder_output, **first)
-            k, v = split_key_value(result, g, d)  # type: ignore[arg-type]
+            k, v = split_key_value(output_of(self.key_value(encoder_output, **first)), g, d)
         elif self.fuse_qkv_params:
-            result = self.qkv(x, **first)
-            projected, *normed = result if isinstance(result, tuple) else (result,)
+            projected, extra = split_output(self.qkv(x, **first))
+            normed = extra.get("layernorm_output")
             if g == n and rotary is None and cache is None and self.q_norm is None:
                 # cuDNN reads the packed projection as it is. The cases below change or cache queries or keys
                 # separately.
@@ -428,11 +390,10 @@ class MultiheadAttention(ContextParallelModule):
             q, k, v = split_qkv(projected, g, d)
         else:
             inner = x if self.layernorm is None else self.layernorm(x)
-            normed = [inner] if self.return_layernorm_output else []
-            # These layers are built without extra results, so they return arrays.
-            q = split_query(self.query(inner, **first), g, d)  # type: ignore[arg-type]
-            k = split_key(self.key(inner, **first), g, d)  # type: ignore[arg-type]
-            v = split_key(self.value(inner, **first), g, d)  # type: ignore[arg-type]
+            normed = inner if self.return_layernorm_output else None
+            q = split_query(output_of(self.query(inner, **first)), g, d)
+            k = split_key(output_of(self.key(inner, **first)), g, d)
+            v = split_key(output_of(self.value(inner, **first)), g, d)
         # The two orders differ: the norms' scales do not commute with the rotation, which mixes pairs of channels.
         if self.qk_norm_before_rope:
             q, k = self._normalize(q, k)
@@ -475,6 +436,26 @@ def _across_heads(norm: LayerNorm | RMSNorm, x: Array) -> Array:
     merged = constrain(auto_region(lambda x: x.reshape(*x.shape[:2], -1), whole)(x), whole)
     normed = norm(merged, out_axes=whole)
     return auto_region(lambda y: y.reshape(x.shape), HEAD_AXES)(normed)
+
+
+def _core(h: int, n: int, options: AttentionOptions) -> DotProductAttention:
+    """Return the core of a layer with hidden size ``h`` and ``n`` query heads."""
+    return DotProductAttention(
+        n,
+        h // n if options.kv_channels is None else options.kv_channels,
+        num_gqa_groups=options.num_gqa_groups,
+        attention_dropout=options.attention_dropout,
+        attn_mask_type=options.attn_mask_type,
+        window_size=options.window_size,
+        softmax_scale=options.softmax_scale,
+        softmax_type=options.softmax_type,
+        logit_softcap=options.logit_softcap,
+        return_max_logit=options.return_max_logit,
+        num_splits=options.num_splits,
+        cp_comm_type=options.cp_comm_type,
+        hierarchical_context_parallel_sizes=options.hierarchical_context_parallel_sizes,
+        cp_load_balanced=options.cp_load_balanced,
+    )
 
 
 def _heads_axis(options: AttentionOptions) -> str | None:

@@ -1,10 +1,8 @@
 """Quantization of models built from Flax's layers and from user-defined modules."""
 
 from jax_te.layers.flax.contractions import Contraction, Kernel, Seen, Visitor, compute, noting
-from jax_te.layers.flax.drop_in import FlaxLinear, ParameterGemm, einsum_linear, precision_reason, read_einsum
-from jax_te.layers.flax.model_gemms import ModelGemms, as_inputs, gemms_of_model, split_leaves
-from jax_te.layers.flax.own_modules import reduced
-from jax_te.layers.flax.quantize_model import (
+from jax_te.layers.flax.decisions import (
+    OwnRecipe,
     Rules,
     check_flax,
     check_inputs,
@@ -16,3 +14,6 @@ from jax_te.layers.flax.quantize_model import (
     rule_of_parameter,
     training_recipe,
 )
+from jax_te.layers.flax.drop_in import FlaxLinear, ParameterGemm, einsum_linear, precision_reason, read_einsum
+from jax_te.layers.flax.model_gemms import ModelGemms, as_inputs, gemms_of_model, split_leaves
+from jax_te.layers.flax.own_modules import could_be_kernel, reduced

@@ -40,14 +40,23 @@ def watching() -> Iterator[dict[str, Seen]]:
         yield watch.seen
 
 
+def could_be_kernel(name: str, value: Any) -> bool:
+    """Return whether a parameter could be a kernel: it has two or more axes, and is not one of stacked norms.
+
+    >>> could_be_kernel("w", jax.numpy.ones((3, 4))), could_be_kernel("scale", jax.numpy.ones((3, 4)))
+    (True, False)
+    """
+    return value.ndim > 1 and name not in ("scale", "bias")
+
+
 def own_kernels(module: nnx.Module) -> dict[str, nnx.Param]:
-    """Return the parameters of a module that could be kernels: two or more axes, and not stacked norm parameters.
+    """Return the parameters of a module that could be kernels, see `could_be_kernel`.
 
     >>> list(own_kernels(nnx.Conv(4, 4, (3,), rngs=nnx.Rngs(0))))
     ['kernel']
     """
     values = {name: value for name, value in vars(module).items() if isinstance(value, nnx.Param)}
-    return {name: value for name, value in values.items() if value.ndim > 1 and name not in ("scale", "bias")}
+    return {name: value for name, value in values.items() if could_be_kernel(name, value)}
 
 
 def gemms_of(module: nnx.Module) -> dict[str, ParameterGemm]:

@@ -2,152 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 from flax import nnx
 
-from jax_te._text import aligned
-from jax_te._validation import brief, checked
+from jax_te._validation import checked
 from jax_te.layers.flax.contractions import Seen
-from jax_te.layers.flax.drop_in import DotGeneral, FlaxLinear, ParameterGemm, flax_linear, size_reason
+from jax_te.layers.flax.decisions import (
+    DropInLayer,
+    DropInReport,
+    Rules,
+    check_flax,
+    check_inputs,
+    check_rules,
+    decide_layer,
+    decide_parameter,
+    other_module,
+    report_of,
+    rule_of_parameter,
+    training_recipe,
+)
+from jax_te.layers.flax.drop_in import DotGeneral, FlaxLinear, ParameterGemm, flax_linear
 from jax_te.layers.flax.drop_in_mesh import kernel_names
 from jax_te.layers.flax.model_gemms import ModelGemms, as_inputs, gemms_of_model
 from jax_te.layers.flax.own_modules import gemms_of, original_class, own_kernels, reach, watching
 from jax_te.layers.prepare import prepare
-from jax_te.layers.quantizable import QuantizableModule, natural_order
+from jax_te.layers.quantizable import QuantizableModule
 from jax_te.recipe import ModuleRecipe, Recipe, autocast, current_recipe, first_rule, own_recipe
-
-
-@dataclass(frozen=True)
-class DropInLayer:
-    """Effect of `quantize_model` on one layer.
-
-    Args:
-        path: path of the layer, or of a parameter that a rule reaches in a module of the user's own.
-        kind: name of the class of the layer or module.
-        rule: the pattern that gave it its recipe; None: it follows the ambient recipe.
-        why: reason why it stays in high precision; None: a recipe quantizes it.
-    """
-
-    path: str
-    kind: str
-    rule: str | None = None
-    why: str | None = None
-
-
-@dataclass(frozen=True)
-class DropInReport:
-    """Result of `quantize_model`; as text, a table.
-
-    Args:
-        layers: all modules with a kernel, and kernels that a rule matches, in the order of their paths.
-        unused_rules: patterns that applied to no layer.
-    """
-
-    layers: tuple[DropInLayer, ...]
-    unused_rules: tuple[str, ...] = ()
-
-    @property
-    def quantized(self) -> tuple[str, ...]:
-        """Paths of the layers that a recipe quantizes."""
-        return tuple(layer.path for layer in self.layers if layer.why is None)
-
-    @property
-    def left(self) -> dict[str, str]:
-        """Path of each layer that stays in high precision -> reason."""
-        return {layer.path: layer.why for layer in self.layers if layer.why is not None}
-
-    def __str__(self) -> str:
-        rows = [("layer", "class", "precision")]
-        for layer in self.layers:
-            by = "the ambient recipe" if layer.rule is None else f"by the rule {layer.rule!r}"
-            rows.append((layer.path, layer.kind, by if layer.why is None else f"high: {layer.why}"))
-        lines = aligned(rows)
-        if self.unused_rules:
-            lines.append(f"rules that fit no layer: {', '.join(self.unused_rules)}")
-        return "\n".join(lines)
-
-
-Rules = Mapping[str, Recipe | ModuleRecipe | Literal["ambient"] | None]
-
-
-def check_rules(rules: Rules | None) -> Rules:
-    """Return ``rules``, or none, after a check of their values.
-
-    Raises:
-        TypeError: for a rule that is not a recipe, no ``"ambient"`` and not None.
-    """
-    for pattern, value in (rules or {}).items():
-        if not (value is None or value == "ambient" or isinstance(value, Recipe | ModuleRecipe)):
-            raise TypeError(f'rule {pattern!r} must be a recipe, a ModuleRecipe, "ambient" or None, got {brief(value)}')
-    return rules or {}
-
-
-def check_flax(model: Any, kind: type) -> None:
-    """Refuse a model that is not a module of ``kind``, ``nnx.Module`` or ``nn.Module``.
-
-    Raises:
-        TypeError: naming the function for this model.
-    """
-    if isinstance(model, kind):
-        return
-    bases = [f"{base.__module__}.{base.__qualname__}" for base in type(model).__mro__]
-    if any(name.startswith("flax.linen.") for name in bases):
-        way = "call jax_te.linen.quantize_model for a model of Flax Linen"
-    elif any(name.startswith("flax.nnx.") for name in bases):
-        way = "call jax_te.layers.quantize_model for a model of Flax NNX"
-    else:
-        of = "a module of Equinox" if any(name.startswith("equinox.") for name in bases) else "it"
-        way = (
-            f"{of} has no place for quantizer state; call jax_te.ops.dense(x, kernel, recipe=...) for its GEMMs, with "
-            "a recipe without state, such as Float8CurrentScaling"
-        )
-    raise TypeError(f"quantize_model takes a model of Flax, got {bases[0]}: {way}")
-
-
-def check_inputs(model: Any, args: Any, kwargs: Any) -> None:
-    """Refuse a call of `quantize_model` without the arguments of a call of ``model``.
-
-    Raises:
-        TypeError: showing the form of the call.
-    """
-    if not args and not kwargs:
-        raise TypeError(
-            f"quantize_model traces a call to see the GEMMs of {type(model).__name__}: give it the call's arguments, "
-            "quantize_model(model, x), as arrays or jax.ShapeDtypeStruct"
-        )
-
-
-def decide_layer(path: str, kind: str, rules: Rules, layer: FlaxLinear, gemms: ModelGemms) -> tuple[DropInLayer, Any]:
-    """Return the decision about a layer, and its recipe if a rule assigns one."""
-    pattern = first_rule(rules, path)
-    own = _own_recipe(rules, pattern)
-    why = layer.why or size_reason(layer.summed, layer.features, training_recipe(own))
-    if pattern is None:
-        # A layer that is the whole model was requested by the user.
-        if why is None and path != "" and f"{path}.kernel" in gemms.heads:
-            why = "it is a head: no other GEMM takes its result; a rule quantizes it"
-    elif rules[pattern] is None:
-        # The user's request takes precedence over obstacles.
-        why = f"the rule {pattern!r}"
-    return DropInLayer(path, kind, pattern, why), own
-
-
-def _decide_own(path: str, module: QuantizableModule, rules: Rules) -> DropInLayer:
-    """Return the decision about a layer of jax_te, which follows recipes without `quantize_model`."""
-    pattern, why = first_rule(rules, path), None
-    value = "ambient" if pattern is None else rules[pattern]
-    if value is None:
-        why = f"the rule {pattern!r}"
-    elif value == "ambient" and module.high_precision:
-        why = "it is kept in high precision"
-    elif pattern is None and module.module_recipe is not None and training_recipe(module.module_recipe) is None:
-        why = "its own recipe"
-    return DropInLayer(path, type(module).__name__, pattern, why)
 
 
 def _set_own(module: QuantizableModule, value: Recipe | ModuleRecipe | Literal["ambient"] | None) -> None:
@@ -156,99 +41,6 @@ def _set_own(module: QuantizableModule, value: Recipe | ModuleRecipe | Literal["
         value = ModuleRecipe(training=None)
     module.module_recipe = None if isinstance(value, str) else own_recipe(value)
     module.kernel_recipes = ()
-
-
-def rule_of_parameter(rules: Rules, path: str) -> str | None:
-    """Return the first pattern that fits the path of a parameter or of its module, or None.
-
-    >>> rule_of_parameter({"attention.*": None}, "layers.0.attention.q.w") is None
-    True
-    >>> rule_of_parameter({"layers.*.q": None}, "layers.0.attention.q.w")
-    'layers.*.q'
-    """
-    module = path.rpartition(".")[0]
-    return next((one for one in rules if first_rule([one], path) == one or first_rule([one], module) == one), None)
-
-
-def decide_parameter(path: str, kind: str, rules: Rules, seen: Seen, present: bool) -> tuple[DropInLayer, Any] | None:
-    """Return the decision about a parameter of a user-defined module, and its recipe if a rule assigns one.
-
-    None: no contraction in the module's ``__call__`` uses it, or no rule matches it.
-
-    Args:
-        path: path of the parameter.
-        kind: name of the module's class.
-        rules: rules of `quantize_model`.
-        seen: use of the parameter in the module's ``__call__``.
-        present: whether a recipe can quantize it already.
-
-    Raises:
-        ValueError: for a rule that fits a parameter whose contractions no recipe can quantize.
-    """
-    pattern = rule_of_parameter(rules, path)
-    own = _own_recipe(rules, pattern)
-    if pattern is not None and rules[pattern] is None:
-        return (DropInLayer(path, kind, pattern, f"the rule {pattern!r}"), None) if seen.contractions else None
-    if pattern is None and not present:
-        return None
-    why = seen.why
-    if why is not None:
-        raise ValueError(
-            f"the rule {pattern!r} fits {path} ({kind}), and no recipe can quantize a contraction of it: {why}. Put "
-            f"{{{path!r}: None}} before it in rules, or let the module compute sums over axes that one input and the "
-            "parameter share, without a precision"
-        )
-    if not seen.contractions:
-        return None
-    recipe = training_recipe(own)
-    sizes = (size_reason(one.summed, one.features, recipe) for one in seen.contractions)
-    return DropInLayer(path, kind, pattern, next(filter(None, sizes), None)), own
-
-
-def _own_recipe(rules: Rules, pattern: str | None) -> Any:
-    """Return the recipe that a rule gives a layer, or None."""
-    value = None if pattern is None else rules[pattern]
-    return None if value == "ambient" else value
-
-
-def training_recipe(own: Any) -> Recipe | None:
-    """Return the recipe that a layer, with or without its own recipe, trains under in this context."""
-    ambient = current_recipe()
-    return ambient if own is None else own_recipe(own).resolve(ambient, training=True)
-
-
-def other_module(path: str, kind: str, parameters: Mapping[str, Seen], rules: Rules, gemms: ModelGemms) -> DropInLayer:
-    """Return the report entry of a module with kernels that is not one of Flax's linear layers.
-
-    Args:
-        path: path of the module.
-        kind: name of its class.
-        parameters: names of its parameters that could be kernels and are not reached, and what its ``__call__`` does
-            with those that a rule fits.
-        rules: rules of `quantize_model`.
-        gemms: GEMMs of the model.
-    """
-    why = "it is none of Flax's linear layers"
-    paths = {name: f"{path}.{name}" if path else name for name in parameters}
-    taken = [name for name in parameters if paths[name] in gemms.taken]
-    others = sorted({operation for name in taken for operation in parameters[name].others})
-    if not taken:
-        return DropInLayer(path, kind, why=why)
-    why += f"; its GEMMs take {', '.join(taken)}"
-    if all(rule_of_parameter(rules, paths[name]) is None for name in taken):
-        why += "; a rule reaches those in its __call__"
-    elif others:
-        why += f", but no contraction in its __call__ does so directly: it goes to {', '.join(others)} there"
-    else:
-        why += ", but not in its __call__"
-    return DropInLayer(path, kind, why=why)
-
-
-def report_of(layers: list[DropInLayer], rules: Rules) -> DropInReport:
-    """Return the report of ``layers``, in the order of their paths."""
-    ordered = tuple(sorted(layers, key=lambda layer: natural_order(layer.path)))
-    used = {layer.rule for layer in ordered}
-    return DropInReport(ordered, tuple(pattern for pattern in rules if pattern not in used))
 
 
 @checked
@@ -320,38 +112,18 @@ def quantize_model(
             f"{type(model).__name__} has no __call__: give quantize_model the function that takes the model and the "
             "arguments, method=..."
         )
-    rules, layers, chosen, reached, ruled = check_rules(rules), [], [], [], []
+    rules = check_rules(rules)
     gemms, seen = _look(model, method or _call, rules, args, kwargs)
-    for parts, module in nnx.iter_modules(model):
-        path, kind, layer = ".".join(map(str, parts)), type(module).__name__, flax_linear(module)
-        if layer is not None:
-            entry, own = decide_layer(path, kind, rules, layer, gemms)
-            layers.append(entry)
-            present = getattr(module, layer.op.attribute)
-            kept = isinstance(present, DotGeneral) and own in (None, present.recipe)
-            given = present if kept else layer.op(own, groups=layer.groups)
-            chosen.append((module, layer, given if entry.why is None else None))
-        elif isinstance(module, QuantizableModule):
-            if not module.of_flax:
-                layers.append(_decide_own(path, module, rules))
-                ruled.append((module, layers[-1].rule))
-        elif own_kernels(module):
-            entries, ops = _own_module(parts, module, rules, gemms, seen)
-            layers += entries
-            reached.append((module, ops))
-    report = report_of(layers, rules)
+    decisions = [_decide(parts, module, rules, gemms, seen) for parts, module in nnx.iter_modules(model)]
+    report = report_of([entry for decision in decisions for entry in decision.entries], rules)
     if not report.quantized:
         raise ValueError(f"no recipe can quantize a layer of {type(model).__name__}:\n{report}")
     if report.unused_rules:  # before the model changes: a warning may be an error
         text = f"rules that fit no layer: {', '.join(report.unused_rules)}\n{report}"
         warnings.warn(text, stacklevel=3)  # the caller's line: the frame between is that of `checked`
-    for module, layer, op in chosen:
-        _set_op(module, layer, op)
-    for module, ops in reached:
-        reach(module, ops)
-    for module, pattern in ruled:
-        if pattern is not None:
-            _set_own(module, rules[pattern])
+    for decision in decisions:
+        if decision.change is not None:
+            decision.change()
     # Stacked layers have a state each. Layers that were quantized before go on with theirs.
     prepare(model, current_recipe(), keep=True)
     return report
@@ -384,21 +156,75 @@ def dequantize_model(model: nnx.Module) -> nnx.Module:
     return model
 
 
-def _own_module(
+class _Decision(NamedTuple):
+    """A module's entries in the report, and the function that changes the module; None: it stays as it is."""
+
+    entries: Sequence[DropInLayer] = ()
+    change: Callable[[], None] | None = None
+
+
+def _decide(
     parts: tuple[Any, ...], module: nnx.Module, rules: Rules, gemms: ModelGemms, seen: Mapping[str, Seen]
-) -> tuple[list[DropInLayer], dict[str, ParameterGemm]]:
-    """Return the report entries of a module that is no linear layer, and the modules of its parameters' GEMMs."""
-    cls, present = original_class(type(module)), gemms_of(module)
-    kind = cls.__name__
-    entries, ops, others = list[DropInLayer](), dict[str, ParameterGemm](), dict[str, Seen]()
-    if cls.__module__.startswith("jax_te."):
+) -> _Decision:
+    """Return the decision about a module of a model.
+
+    Args:
+        parts: path of the module.
+        module: the module; it is not changed.
+        rules: rules of `quantize_model`.
+        gemms: GEMMs of the model.
+        seen: path of each parameter that a rule reaches in a user-defined module -> its uses.
+    """
+    path, layer = ".".join(map(str, parts)), flax_linear(module)
+    if layer is not None:
+        return _decide_flax(path, module, layer, rules, gemms)
+    if isinstance(module, QuantizableModule):
+        return _Decision() if module.of_flax else _decide_ours(path, module, rules)
+    if not own_kernels(module):
+        return _Decision()
+    if original_class(type(module)).__module__.startswith("jax_te."):
         # Routers, gates and a head without fp8_output_proj: what recipes are to reach here are quantizable modules.
-        why = f"a recipe reaches no kernel of jax_te's {kind}"
-        return [DropInLayer(".".join(map(str, parts)), kind, why=why)], ops
+        kind = type(module).__name__
+        return _Decision([DropInLayer(path, kind, why=f"a recipe reaches no kernel of jax_te's {kind}")])
+    return _decide_own(path, module, rules, gemms, seen)
+
+
+def _decide_flax(path: str, module: nnx.Module, layer: FlaxLinear, rules: Rules, gemms: ModelGemms) -> _Decision:
+    """Return the decision about a layer of Flax, which goes on with a drop-in that it has if no rule says otherwise."""
+    entry, own = decide_layer(path, type(module).__name__, rules, layer, gemms)
+    if entry.why is not None:
+        return _Decision([entry], functools.partial(_set_op, module, layer, None))
+    present = getattr(module, layer.op.attribute)
+    if isinstance(present, DotGeneral) and own in (None, present.recipe):
+        op = present
+    else:
+        op = layer.op(own, groups=layer.groups)
+    return _Decision([entry], functools.partial(_set_op, module, layer, op))
+
+
+def _decide_ours(path: str, module: QuantizableModule, rules: Rules) -> _Decision:
+    """Return the decision about a layer of jax_te, which follows recipes without `quantize_model`."""
+    pattern, why = first_rule(rules, path), None
+    value = "ambient" if pattern is None else rules[pattern]
+    if value is None:
+        why = f"the rule {pattern!r}"
+    elif value == "ambient" and module.high_precision:
+        why = "it is kept in high precision"
+    elif pattern is None and module.module_recipe is not None and training_recipe(module.module_recipe) is None:
+        why = "its own recipe"
+    entry = DropInLayer(path, type(module).__name__, pattern, why)
+    return _Decision([entry], None if pattern is None else functools.partial(_set_own, module, value))
+
+
+def _decide_own(path: str, module: nnx.Module, rules: Rules, gemms: ModelGemms, seen: Mapping[str, Seen]) -> _Decision:
+    """Return the decision about a user-defined module: an entry for each parameter that a rule reaches, and one for
+    the others."""
+    kind, present = original_class(type(module)).__name__, gemms_of(module)
+    entries, ops, others = list[DropInLayer](), dict[str, ParameterGemm](), dict[str, Seen]()
     for name, parameter in own_kernels(module).items():
-        path = ".".join(map(str, (*parts, name)))
-        what = seen.get(path, Seen())
-        decided = decide_parameter(path, kind, rules, what, name in present)
+        own_path = f"{path}.{name}" if path else name
+        what = seen.get(own_path, Seen())
+        decided = decide_parameter(own_path, kind, rules, what, name in present)
         if decided is None:
             others[name] = what
             continue
@@ -410,8 +236,8 @@ def _own_module(
             stack = parameter.get_value().shape[: parameter.ndim - what.contractions[0].kernel.rank]
             ops[name] = ParameterGemm(name, stack, own, what.groups)
     if others:
-        entries.append(other_module(".".join(map(str, parts)), kind, others, rules, gemms))
-    return entries, ops
+        entries.append(other_module(path, kind, others, rules, gemms))
+    return _Decision(entries, functools.partial(reach, module, ops))
 
 
 def _set_op(module: Any, layer: FlaxLinear, op: DotGeneral | None) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 from flax import nnx
 
 from jax_te._validation import checked
-from jax_te.layers.moe.router import Router, routers_of
+from jax_te.layers.moe.aux_loss_scale import routers_of
+from jax_te.layers.moe.router import Router
 from jax_te.typing import Array
 
 TOKENS = "tokens_per_expert"

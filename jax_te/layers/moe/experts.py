@@ -15,8 +15,10 @@ from jax_te._validation import check_positive, checked, log_once
 from jax_te.config import ActivationLike, ActivationParams, normal_init
 from jax_te.layers.layernorm_mlp import check_elementwise
 from jax_te.layers.linear import Linear
+from jax_te.layers.lora import without_adapter
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.parameters import parameter
+from jax_te.layers.results import output_of
 from jax_te.ops import (
     Activation,
     ExpertPlacement,
@@ -64,8 +66,7 @@ class Experts(TrainingMode):
 
     def base_layers(self) -> tuple[Any, Any]:
         """Return both layers, without adapters around them."""
-        fc1, fc2 = self.linear_fc1, self.linear_fc2
-        return getattr(fc1, "base", fc1), getattr(fc2, "base", fc2)
+        return without_adapter(self.linear_fc1), without_adapter(self.linear_fc2)
 
     def placement(self, shape: tuple[int, ...], sequence_parallel: bool) -> ExpertPlacement | None:
         """Return the placement of the experts on the mesh in use; None if one array has the rows of all experts.
@@ -76,12 +77,11 @@ class Experts(TrainingMode):
         """
         layers = self.base_layers()
         kernels = tuple((layer.kernel_shape, layer.axes_of("kernel")) for layer in layers)
-        found = expert_placement(shape, kernels, sequence_parallel=sequence_parallel)
-        reason = found if isinstance(found, str) else None
-        if isinstance(found, ExpertPlacement):
+        placement, reason = expert_placement(shape, kernels, sequence_parallel=sequence_parallel)
+        if placement is not None:
             reason = next((why for layer in layers if (why := layer.why_not_placed()) is not None), None)
         if reason is None:
-            return found  # type: ignore[return-value]
+            return placement
         if axis_ranks("expert") > 1:
             log_once(f"the compiler partitions the experts, which then may gather all of them: {reason}")
         return None
@@ -103,7 +103,7 @@ class Experts(TrainingMode):
             x = (x.astype(probs.dtype) * probs[:, None]).astype(x.dtype)
             # The probabilities are applied already; padding rows get no bias.
             probs = groups.filled().astype(probs.dtype)
-        hidden = _output(self.linear_fc1(x, groups, is_first_microbatch=is_first_microbatch))
+        hidden = output_of(self.linear_fc1(x, groups, is_first_microbatch=is_first_microbatch))
         placement, axes, summands = groups.placement, (None, "ffn"), 1
         if placement is not None:
             axes, summands = PartitionSpec(*placement.row_spec, None), placement.size(placement.features)
@@ -225,16 +225,11 @@ def shared_experts(layer: Any, x: Array, is_first_microbatch: bool | None) -> Ar
     >>> shared_experts(SharedExperts(16, 32, rngs=nnx.Rngs(0)), jnp.ones((2, 4, 16)), None).shape
     (2, 4, 16)
     """
-    hidden = _output(layer.linear_fc1(x, is_first_microbatch=is_first_microbatch))
+    hidden = output_of(layer.linear_fc1(x, is_first_microbatch=is_first_microbatch))
     axes = (*leading_axes(x), "ffn")
     z = activation(hidden, layer.function.name, params=layer.function.params, out_axes=axes)
-    y = _output(layer.linear_fc2(z, is_first_microbatch=is_first_microbatch))
+    y = output_of(layer.linear_fc2(z, is_first_microbatch=is_first_microbatch))
     if layer.gate_kernel is None:
         return y
     gate = jax.nn.sigmoid(jnp.matmul(x, layer.gate_kernel.get_value().astype(x.dtype), precision="highest"))
     return y * gate
-
-
-def _output(result: Any) -> Array:
-    """Return the output of a layer, without a bias that Megatron's layers return after adding it."""
-    return result[0] if isinstance(result, tuple) else result

@@ -16,6 +16,7 @@ from jax_te.config import normal_init
 from jax_te.layers.linear import kernel_logical_axes
 from jax_te.layers.parallel_arguments import TensorParallel, TensorParallelModule
 from jax_te.layers.parameters import constant, expert_rngs, init_of_each, parameter
+from jax_te.layers.quantizable import frozen_weights
 from jax_te.layers.results import layer_output
 from jax_te.ops import LinearOptions, LinearWeights, RowGroups, as_int32, grouped_dense
 from jax_te.quantize import QuantizedKernel, Quantizer, TensorQuantizer, precision_of
@@ -208,8 +209,4 @@ class GroupedLinear(TensorParallelModule):
     def _weights(self, is_first_microbatch: bool | None) -> LinearWeights:
         bias = None if self.bias is None else self.bias.get_value()
         weights = self.linear_weights("kernel", bias, is_first_microbatch)
-        if not self.frozen:
-            return weights
-        # The state is left out: its next value leaves backward as its gradient, also of a frozen layer.
-        kernel, bias = jax.lax.stop_gradient((weights.kernel, weights.bias))
-        return LinearWeights(kernel, bias, weights.state)
+        return frozen_weights(weights) if self.frozen else weights

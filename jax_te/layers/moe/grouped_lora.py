@@ -12,6 +12,7 @@ from flax import nnx
 from jax_te._validation import checked
 from jax_te.layers.lora import LoRA
 from jax_te.layers.moe.grouped_linear import GroupedLinear
+from jax_te.layers.results import map_output
 from jax_te.ops import LinearOptions, RowGroups, grouped_dense
 from jax_te.typing import Array, DTypeLike, Initializer, Words
 
@@ -69,9 +70,7 @@ class GroupedLoRA(LoRA):
         """
         with jax.named_scope("GroupedLoRA"):
             result: Any = self.base(x, group_sizes, is_first_microbatch=is_first_microbatch)
-            y, *more = result if isinstance(result, tuple) else (result,)
-            y = y + self._product(x, self.base.row_groups(x, group_sizes))
-            return (y, *more) if isinstance(result, tuple) else y
+            return map_output(lambda y: y + self._product(x, self.base.row_groups(x, group_sizes)), result)
 
     def _product(self, x: Array, groups: RowGroups) -> Array:
         expert, inner, *outer = self.base.axes_of("kernel")

@@ -18,7 +18,7 @@ from jax_te.layers.mode import TrainingMode
 from jax_te.layers.moe.experts import Experts, SharedExperts
 from jax_te.layers.moe.grouped_linear import GroupedLinear
 from jax_te.layers.moe.router import Router, Routing
-from jax_te.layers.results import layer_output
+from jax_te.layers.results import layer_output, output_of
 from jax_te.ops import Activation, RowGroups, dispatch, permute
 from jax_te.remat import recomputed, run_on_copies, selective_recompute
 from jax_te.sharding import constrain, current_mesh, reshard
@@ -69,12 +69,12 @@ class MixtureOfExperts(TrainingMode):
     ) -> tuple[Array, Routing]:
         shared = self._shared(x, first)
         routing = self._routing(x, padding_mask, key, chosen)
-        rows = x if self.fc1_latent_proj is None else _output(self.fc1_latent_proj(x, is_first_microbatch=first))
+        rows = x if self.fc1_latent_proj is None else output_of(self.fc1_latent_proj(x, is_first_microbatch=first))
         y = self._routed(rows, routing, first)
         if chosen is not None or self.router.replayed is not None:
             y = _with_nan_of(routing.probs, y)
         if self.fc2_latent_proj is not None:
-            y = _output(self.fc2_latent_proj(y, is_first_microbatch=first))
+            y = output_of(self.fc2_latent_proj(y, is_first_microbatch=first))
         return y if shared is None else y + shared, routing
 
     def _routing(self, x: Array, padding_mask: Array | None, key: Key | None, chosen: Array | None) -> Routing:
@@ -323,8 +323,3 @@ def _sharded_like(x: Array, y: Array) -> Array:
     """Return ``y`` with the Explicit axes in the type of ``x``, of the same shape, so that both can be added."""
     mesh = current_mesh()
     return y if mesh is None else reshard(y, jax.typeof(x).sharding.spec, mesh)
-
-
-def _output(result: Any) -> Array:
-    """Return the output of a linear layer, without a bias that Megatron's layers return after adding it."""
-    return result[0] if isinstance(result, tuple) else result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.sharding import AbstractMesh, PartitionSpec
 
@@ -112,10 +112,17 @@ class ExpertPlacement:
         )
 
 
+class PlacementChoice(NamedTuple):
+    """The placement of a mixture on the mesh in use, or the reason why there is none; without a mesh neither."""
+
+    placement: ExpertPlacement | None = None
+    reason: str | None = None
+
+
 def expert_placement(
     shape: tuple[int, ...], kernels: tuple[tuple[tuple[int, ...], LogicalAxes], ...], *, sequence_parallel: bool
-) -> ExpertPlacement | str | None:
-    """Return the placement of a mixture on the mesh in use; None without a mesh, else the reason why there is none.
+) -> PlacementChoice:
+    """Return the placement of a mixture on the mesh in use, or the reason why there is none.
 
     Args:
         shape: shape of the tokens ``[b, s, h]``, or ``[s, h]``.
@@ -127,9 +134,9 @@ def expert_placement(
     """
     mesh = device_mesh()
     if mesh is None:
-        return None
+        return PlacementChoice()
     if ambient_observer.value is not None:
-        return "quantized tensors are observed, which is done on whole arrays"
+        return PlacementChoice(reason="quantized tensors are observed, which is done on whole arrays")
 
     def tokens_along(sequence: str) -> Dims:
         return mesh_dims(("batch", sequence, None)[: len(shape) - 1], mesh)
@@ -151,5 +158,5 @@ def expert_placement(
     ]
     for name, size, dims in arrays:
         if reason := indivisible_reason(name, size, dims, mesh):
-            return reason
-    return ExpertPlacement(mesh=mesh, tokens=tokens, experts=experts, features=features)
+            return PlacementChoice(reason=reason)
+    return PlacementChoice(ExpertPlacement(mesh=mesh, tokens=tokens, experts=experts, features=features))

@@ -8,7 +8,7 @@ from flax import nnx
 
 from jax_te.config import RouterOptions
 from jax_te.layers import Router
-from jax_te.layers.moe.router import aux_losses_scaled
+from jax_te.layers.moe.aux_loss_scale import aux_losses_scaled
 from jax_te.ops.moe import losses, routing
 from jax_te.quantize import QuantizerState, frozen_scales
 from tests.support.numerics import draw, without_type_checker

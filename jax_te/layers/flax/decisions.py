@@ -1,0 +1,230 @@
+"""Decisions about the layers and parameters of models that `quantize_model` gets, of NNX or Linen, and their report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jax_te._text import aligned
+from jax_te._validation import brief
+from jax_te.layers.flax.contractions import Seen
+from jax_te.layers.flax.drop_in import FlaxLinear, size_reason
+from jax_te.layers.flax.model_gemms import ModelGemms
+from jax_te.layers.model_kernels import natural_order
+from jax_te.recipe import ModuleRecipe, Recipe, current_recipe, first_rule, own_recipe
+
+
+@dataclass(frozen=True)
+class DropInLayer:
+    """Effect of `quantize_model` on one layer.
+
+    Args:
+        path: path of the layer, or of a parameter that a rule reaches in a module of the user's own.
+        kind: name of the class of the layer or module.
+        rule: the pattern that gave it its recipe; None: it follows the ambient recipe.
+        why: reason why it stays in high precision; None: a recipe quantizes it.
+    """
+
+    path: str
+    kind: str
+    rule: str | None = None
+    why: str | None = None
+
+
+@dataclass(frozen=True)
+class DropInReport:
+    """Result of `quantize_model`; as text, a table.
+
+    Args:
+        layers: all modules with a kernel, and kernels that a rule matches, in the order of their paths.
+        unused_rules: patterns that applied to no layer.
+    """
+
+    layers: tuple[DropInLayer, ...]
+    unused_rules: tuple[str, ...] = ()
+
+    @property
+    def quantized(self) -> tuple[str, ...]:
+        """Paths of the layers that a recipe quantizes."""
+        return tuple(layer.path for layer in self.layers if layer.why is None)
+
+    @property
+    def left(self) -> dict[str, str]:
+        """Path of each layer that stays in high precision -> reason."""
+        return {layer.path: layer.why for layer in self.layers if layer.why is not None}
+
+    def __str__(self) -> str:
+        rows = [("layer", "class", "precision")]
+        for layer in self.layers:
+            by = "the ambient recipe" if layer.rule is None else f"by the rule {layer.rule!r}"
+            rows.append((layer.path, layer.kind, by if layer.why is None else f"high: {layer.why}"))
+        lines = aligned(rows)
+        if self.unused_rules:
+            lines.append(f"rules that fit no layer: {', '.join(self.unused_rules)}")
+        return "\n".join(lines)
+
+
+OwnRecipe = Recipe | ModuleRecipe | None
+"""Recipe that a rule gives a layer; None: it follows the ambient one."""
+
+Rules = Mapping[str, Recipe | ModuleRecipe | Literal["ambient"] | None]
+
+
+def check_rules(rules: Rules | None) -> Rules:
+    """Return ``rules``, or none, after a check of their values.
+
+    Raises:
+        TypeError: for a rule that is not a recipe, no ``"ambient"`` and not None.
+    """
+    for pattern, value in (rules or {}).items():
+        if not (value is None or value == "ambient" or isinstance(value, Recipe | ModuleRecipe)):
+            raise TypeError(f'rule {pattern!r} must be a recipe, a ModuleRecipe, "ambient" or None, got {brief(value)}')
+    return rules or {}
+
+
+def check_flax(model: Any, kind: type) -> None:
+    """Refuse a model that is not a module of ``kind``, ``nnx.Module`` or ``nn.Module``.
+
+    Raises:
+        TypeError: naming the function for this model.
+    """
+    if isinstance(model, kind):
+        return
+    bases = [f"{base.__module__}.{base.__qualname__}" for base in type(model).__mro__]
+    if any(name.startswith("flax.linen.") for name in bases):
+        way = "call jax_te.linen.quantize_model for a model of Flax Linen"
+    elif any(name.startswith("flax.nnx.") for name in bases):
+        way = "call jax_te.layers.quantize_model for a model of Flax NNX"
+    else:
+        of = "a module of Equinox" if any(name.startswith("equinox.") for name in bases) else "it"
+        way = (
+            f"{of} has no place for quantizer state; call jax_te.ops.dense(x, kernel, recipe=...) for its GEMMs, with "
+            "a recipe without state, such as Float8CurrentScaling"
+        )
+    raise TypeError(f"quantize_model takes a model of Flax, got {bases[0]}: {way}")
+
+
+def check_inputs(model: Any, args: Any, kwargs: Any) -> None:
+    """Refuse a call of `quantize_model` without the arguments of a call of ``model``.
+
+    Raises:
+        TypeError: showing the form of the call.
+    """
+    if not args and not kwargs:
+        raise TypeError(
+            f"quantize_model traces a call to see the GEMMs of {type(model).__name__}: give it the call's arguments, "
+            "quantize_model(model, x), as arrays or jax.ShapeDtypeStruct"
+        )
+
+
+def decide_layer(
+    path: str, kind: str, rules: Rules, layer: FlaxLinear, gemms: ModelGemms
+) -> tuple[DropInLayer, OwnRecipe]:
+    """Return the decision about a layer, and its recipe if a rule assigns one."""
+    pattern = first_rule(rules, path)
+    own = _own_recipe(rules, pattern)
+    why = layer.why or size_reason(layer.summed, layer.features, training_recipe(own))
+    if pattern is None:
+        # A layer that is the whole model was requested by the user.
+        if why is None and path != "" and f"{path}.kernel" in gemms.heads:
+            why = "it is a head: no other GEMM takes its result; a rule quantizes it"
+    elif rules[pattern] is None:
+        # The user's request takes precedence over obstacles.
+        why = f"the rule {pattern!r}"
+    return DropInLayer(path, kind, pattern, why), own
+
+
+def rule_of_parameter(rules: Rules, path: str) -> str | None:
+    """Return the first pattern that fits the path of a parameter or of its module, or None.
+
+    >>> rule_of_parameter({"attention.*": None}, "layers.0.attention.q.w") is None
+    True
+    >>> rule_of_parameter({"layers.*.q": None}, "layers.0.attention.q.w")
+    'layers.*.q'
+    """
+    module = path.rpartition(".")[0]
+    return next((one for one in rules if first_rule([one], path) == one or first_rule([one], module) == one), None)
+
+
+def decide_parameter(
+    path: str, kind: str, rules: Rules, seen: Seen, present: bool
+) -> tuple[DropInLayer, OwnRecipe] | None:
+    """Return the decision about a parameter of a user-defined module, and its recipe if a rule assigns one.
+
+    None: no contraction in the module's ``__call__`` uses it, or no rule matches it.
+
+    Args:
+        path: path of the parameter.
+        kind: name of the module's class.
+        rules: rules of `quantize_model`.
+        seen: use of the parameter in the module's ``__call__``.
+        present: whether a recipe can quantize it already.
+
+    Raises:
+        ValueError: for a rule that fits a parameter whose contractions no recipe can quantize.
+    """
+    pattern = rule_of_parameter(rules, path)
+    own = _own_recipe(rules, pattern)
+    if pattern is not None and rules[pattern] is None:
+        return (DropInLayer(path, kind, pattern, f"the rule {pattern!r}"), None) if seen.contractions else None
+    if pattern is None and not present:
+        return None
+    why = seen.why
+    if why is not None:
+        raise ValueError(
+            f"the rule {pattern!r} fits {path} ({kind}), and no recipe can quantize a contraction of it: {why}. Put "
+            f"{{{path!r}: None}} before it in rules, or let the module compute sums over axes that one input and the "
+            "parameter share, without a precision"
+        )
+    if not seen.contractions:
+        return None
+    recipe = training_recipe(own)
+    sizes = (size_reason(one.summed, one.features, recipe) for one in seen.contractions)
+    return DropInLayer(path, kind, pattern, next(filter(None, sizes), None)), own
+
+
+def _own_recipe(rules: Rules, pattern: str | None) -> OwnRecipe:
+    """Return the recipe that a rule gives a layer, or None."""
+    value = None if pattern is None else rules[pattern]
+    return None if isinstance(value, str) else value
+
+
+def training_recipe(own: OwnRecipe) -> Recipe | None:
+    """Return the recipe that a layer, with or without its own recipe, trains under in this context."""
+    ambient = current_recipe()
+    return ambient if own is None else own_recipe(own).resolve(ambient, training=True)
+
+
+def other_module(path: str, kind: str, parameters: Mapping[str, Seen], rules: Rules, gemms: ModelGemms) -> DropInLayer:
+    """Return the report entry of a module with kernels that is not one of Flax's linear layers.
+
+    Args:
+        path: path of the module.
+        kind: name of its class.
+        parameters: names of its parameters that could be kernels and are not reached, and what its ``__call__`` does
+            with those that a rule fits.
+        rules: rules of `quantize_model`.
+        gemms: GEMMs of the model.
+    """
+    why = "it is none of Flax's linear layers"
+    paths = {name: f"{path}.{name}" if path else name for name in parameters}
+    taken = [name for name in parameters if paths[name] in gemms.taken]
+    others = sorted({operation for name in taken for operation in parameters[name].others})
+    if not taken:
+        return DropInLayer(path, kind, why=why)
+    why += f"; its GEMMs take {', '.join(taken)}"
+    if all(rule_of_parameter(rules, paths[name]) is None for name in taken):
+        why += "; a rule reaches those in its __call__"
+    elif others:
+        why += f", but no contraction in its __call__ does so directly: it goes to {', '.join(others)} there"
+    else:
+        why += ", but not in its __call__"
+    return DropInLayer(path, kind, why=why)
+
+
+def report_of(layers: list[DropInLayer], rules: Rules) -> DropInReport:
+    """Return the report of ``layers``, in the order of their paths."""
+    ordered = tuple(sorted(layers, key=lambda layer: natural_order(layer.path)))
+    used = {layer.rule for layer in ordered}
+    return DropInReport(ordered, tuple(pattern for pattern in rules if pattern not in used))
