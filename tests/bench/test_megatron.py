@@ -393,7 +393,7 @@ def test_ranks_on_a_mesh(capsys, stand_in, processes):
     assert len(of("finalized")) == len(of("unreduced")) == len(of("step")) == 8 * steps
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_stages_of_a_pipeline(capsys, stand_in, processes):
     options = [
         "--preset",

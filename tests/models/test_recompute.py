@@ -127,7 +127,7 @@ def test_nothing_changes_with_dropout_on(recipe: str, way: str) -> None:
     same(leaves(run(recipe, model)), leaves(without(recipe)))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_the_dropout_of_the_comparison_is_there() -> None:
     loss, _ = run("none", build("none"), 6)
     assert abs(loss - without("none")[0]) > 1e-3

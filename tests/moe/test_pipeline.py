@@ -65,7 +65,7 @@ def after_steps(mesh: ParallelConfig | None, pipeline: str, scale: float = 1.0, 
         return jax.tree.map(np.asarray, (state.params, state.quantizers))
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["zero_bubble-1.0", "1f1b-256.0"])
 @pytest.mark.parametrize(("pipeline", "scale"), [("1f1b", 1.0), ("zero_bubble", 1.0), ("1f1b", 256.0)])
 def test_states_are_those_without_a_pipeline(pipeline: str, scale: float) -> None:
     """A scale of the loss is one of the routers' losses, too, in the stages and before them."""
@@ -78,7 +78,7 @@ def test_states_are_those_without_a_pipeline(pipeline: str, scale: float) -> Non
     assert biases == 3
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["1f1b"])
 @pytest.mark.parametrize("pipeline", ["1f1b", "zero_bubble,last_layers=1"])
 def test_a_layer_that_is_not_run_adds_no_loss_of_its_router(pipeline: str) -> None:
     """A stage with fewer layers than another computes one in its place, whose output is left out."""

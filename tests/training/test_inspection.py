@@ -257,7 +257,7 @@ def test_loss_scale_and_quantized_parameters():
     assert exact_model(state).layers[0].kernel[...].dtype == jnp.float32
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_recompute_changes_nothing():
     with autocast(Float8CurrentScaling()):
         plain = inspect_precision(gpt(nnx.Rngs(0)), gpt_loss, gpt_batch())
