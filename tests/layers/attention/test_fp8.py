@@ -195,7 +195,7 @@ def test_heads_on_two_devices(recipe):
 
     In the output and the gradients devices add the summands of their heads in another order, 2^-24 each. Nothing in
     this layer is quantized behind such a sum. A model has layers behind it, where a value beside a tie of FP8 rounds
-    the other way; docs/precision_state.md says how far that goes.
+    the other way; docs/troubleshooting_runs.md says how far that goes.
     """
     expected, wanted = after_calls(recipe)
     with jax.set_mesh(make_mesh(ParallelConfig(tensor=2))):
