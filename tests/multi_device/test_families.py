@@ -124,8 +124,9 @@ def test_a_family_trains_as_on_one_device(family: str, recipe: str, mesh: str) -
         # Behind the first step a gradient is of other parameters. Under a recipe values beside a tie have then rounded
         # the other way (docs/troubleshooting_runs.md), in dense models, too, and a few tokens choose other experts.
         # DeepSeek-V3's form under current scaling on data=8 has norms that are off by 2.9e-6, 1.6e-3 and 4.0e-4 in
-        # three steps, in which 0, 6 and 16 of 2,048 choices in its first layer with experts are others. Without a
-        # recipe, on fsdp=2, tensor=2, pipeline=2, no choice is another, and all three norms are within 2e-7.
+        # three steps, in which the counts of experts in its first layer with experts differ by 0, 6 and 16 of 2,048
+        # choices. Without a recipe, on fsdp=2, tensor=2, pipeline=2, all counts are the same and all three norms are
+        # within 2e-7.
         steps = 1 if name == "grad_norm" else STEPS
         tolerance = TOLERANCE if recipe == "none" else TIE
         np.testing.assert_allclose(found[name][:steps], values[:steps], rtol=tolerance, err_msg=name)
