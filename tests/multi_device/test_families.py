@@ -121,7 +121,13 @@ def test_a_family_trains_as_on_one_device(family: str, recipe: str, mesh: str) -
     assert found.keys() == wanted.keys()
     assert np.all(np.diff(wanted["loss"]) != 0.0)
     for name, values in wanted.items():
-        # Behind the first step a gradient is of other parameters, which a choice of other experts shows in full.
+        # Behind the first step a gradient is of other parameters. Under a recipe values beside a tie have then rounded
+        # the other way (docs/troubleshooting_runs.md), in dense models, too, and a few tokens choose other experts.
+        # DeepSeek-V3's form under current scaling on data=8 has norms that are off by 2.9e-6, 1.6e-3 and 4.0e-4 in
+        # three steps, in which the counts of experts in its first layer with experts differ by 0, 6 and 16 of 2,048
+        # choices. Each step from one device's state has all counts the same, norms within 2.9e-6, 1.8e-5 and 9.1e-5,
+        # and losses within 4e-7. Without a recipe, on fsdp=2, tensor=2, pipeline=2, all counts are the same in three
+        # steps as they are, and all norms within 2e-7.
         steps = 1 if name == "grad_norm" else STEPS
         tolerance = TOLERANCE if recipe == "none" else TIE
         np.testing.assert_allclose(found[name][:steps], values[:steps], rtol=tolerance, err_msg=name)

@@ -72,21 +72,29 @@ def test_heads_and_examples_split(mode, name):
     jax.tree.map(lambda a, b: assert_bitwise(host(a), b), next_state, after)
 
 
-def test_a_scale_of_each_device():
-    """``amax_scope="group"``: each device's examples have the numbers that they have alone; the state is of all."""
+@pytest.mark.costly("heads")
+@pytest.mark.parametrize(
+    ("sizes", "axis", "parts"), [({"data": 4}, 0, B), ({"tensor": 2}, 2, 2)], ids=["examples", "heads"]
+)
+def test_a_scale_of_each_device(sizes, axis, parts):
+    """``amax_scope="group"``: a device's examples and heads have the numbers that they have alone.
+
+    The state is of all.
+    """
     recipe, (qkv, do) = RECIPES["group"], arrays()
     state = state_of(recipe)
-    mesh = context_mesh(data=4, context=1)
+    mesh = context_mesh(context=1, **sizes)
     with jax.set_mesh(mesh):
         given = jax.device_put((qkv, do), named_sharding(AXES, mesh))
-        there, (split, after) = run(recipe, given[0], state, given[1], out_axes=AXES)
-    amaxes = []
-    for i in range(B):
-        out, (gradients, alone) = run(recipe, tuple(x[i : i + 1] for x in qkv), state, do[i : i + 1])
-        assert_bitwise(host(there)[i : i + 1], out)
-        jax.tree.map(lambda a, b, i=i: assert_bitwise(host(a)[i : i + 1], b), split, gradients)
-        amaxes.append(alone)
-    jax.tree.map(lambda a, *each: assert_bitwise(host(a), np.max(each, axis=0)), after, *amaxes)
+        there, (together, after) = run(recipe, given[0], state, given[1], out_axes=AXES)
+    found, alone = [], []
+    for part in zip(*(np.split(host(x), parts, axis) for x in (*qkv, do)), strict=True):
+        out, (gradients, next_state) = run(recipe, part[:3], state, part[3])
+        found.append((out, gradients))
+        alone.append(next_state)
+    joined = jax.tree.map(lambda *each: np.concatenate(each, axis), *found)
+    jax.tree.map(lambda a, b: assert_bitwise(host(a), b), (there, together), joined)
+    jax.tree.map(lambda a, *each: assert_bitwise(host(a), np.max(each, axis=0)), after, *alone)
 
 
 # Relative error, root mean square, of one rounding to E4M3, see test_fp8.py.
