@@ -17,7 +17,7 @@ from __future__ import annotations
 import collections
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,10 @@ from jax_te.typing import PyTree
 
 _TOGETHER = 32
 """Number of states written at once: XLA for GPUs does not fuse operations on many more arrays."""
+
+_TOGETHER_ON_CPU = 8
+"""The same for CPUs. There each slice of a stack is a kernel, and XLA compiles one for each offset: those of further
+stacks are the same kernels again."""
 
 
 @nnx.register_variable_name("_overwrite_with_gradient")
@@ -268,30 +272,39 @@ def write_back(old: PyTree, gradient: PyTree, *, keep_old: jax.Array | None = No
     check_leaves("gradient", gradient)
     if keep_old is not None and keep_old.dtype != bool:
         raise TypeError(f"keep_old must be a bool array, got {keep_old.dtype}")
-    before, treedef = jax.tree.flatten(nnx.as_pure(old), is_leaf=is_amax_state)
-    after = treedef.flatten_up_to(nnx.as_pure(gradient))
-    rules = _rules(old)
-    new: list[Any] = [None] * len(before)
-    alike, leaf = collections.defaultdict(list), 0
-    for index, states in enumerate(zip(before, after, strict=True)):
-        rule = rules[leaf]
-        leaf += len(jax.tree.leaves(states[0]))
-        if rule is None:
-            if not is_amax_state(states[0]):
-                raise TypeError(
-                    "old must be states of quantizers, dicts of scale and amax_history, or Variables that count, "
-                    f"got {brief(old)}"
-                )
-            alike[tuple(map(jax.typeof, jax.tree.leaves(states)))].append(index)  # on an Explicit mesh with sharding
-            continue
-        value = rule.advance(*states)
-        new[index] = value if keep_old is None else jnp.where(keep_old, states[0], value)
-    parts = [group[k : k + _TOGETHER] for group in alike.values() for k in range(0, len(group), _TOGETHER)]
-    for part in parts:
-        states = _carry_on([before[index] for index in part], [after[index] for index in part], keep_old)
-        for index, state in zip(part, states, strict=True):
-            new[index] = state
+    entries, treedef = _entries(old, gradient)
+    amax_states = iter(_next_amax_states([entry for entry in entries if entry.rule is None], keep_old))
+    new = [next(amax_states) if entry.rule is None else _next_count(entry, keep_old) for entry in entries]
     return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(jax.tree.unflatten(treedef, new)))
+
+
+class _Entry(NamedTuple):
+    """A state of this step, an `AmaxState` or an array that counts, its gradient, and its rule if it counts."""
+
+    old: PyTree
+    gradient: PyTree
+    rule: Counting | None
+
+
+def _entries(old: PyTree, gradient: PyTree) -> tuple[list[_Entry], Any]:
+    """Return all states with their gradients and rules, and the structure of the tree that they make.
+
+    Raises:
+        TypeError: for an array that is of no `AmaxState` and has no rule.
+    """
+    states, treedef = jax.tree.flatten(nnx.as_pure(old), is_leaf=is_amax_state)
+    gradients = treedef.flatten_up_to(nnx.as_pure(gradient))
+    rules = iter(_rules(old))
+    entries = []
+    for state, its_gradient in zip(states, gradients, strict=True):
+        rule, *_ = [next(rules) for _ in jax.tree.leaves(state)]  # one for each array, and all of a state are alike
+        if rule is None and not is_amax_state(state):
+            raise TypeError(
+                "old must be states of quantizers, dicts of scale and amax_history, or Variables that count, "
+                f"got {brief(old)}"
+            )
+        entries.append(_Entry(state, its_gradient, rule))
+    return entries, treedef
 
 
 def _rules(states: PyTree) -> list[Counting | None]:
@@ -300,12 +313,50 @@ def _rules(states: PyTree) -> list[Counting | None]:
     return [counting_of(node) for node in nodes]
 
 
-def _carry_on(before: list[PyTree], after: list[PyTree], keep_old: jax.Array | None) -> list[PyTree]:
-    """Return the next states of several states whose arrays have the same types."""
+def _next_count(entry: _Entry, keep_old: jax.Array | None) -> Any:
+    """Return the next value of a state that counts."""
+    assert entry.rule is not None
+    value = entry.rule.advance(entry.old, entry.gradient)
+    return value if keep_old is None else jnp.where(keep_old, entry.old, value)
+
+
+def _next_amax_states(entries: list[_Entry], keep_old: jax.Array | None) -> list[AmaxState]:
+    """Return the next states of delayed scaling, in order. Several of one type are computed at once."""
+    places = collections.defaultdict(list)
+    for place, entry in enumerate(entries):
+        # On an Explicit mesh a type has the sharding, too.
+        types = tuple(map(jax.typeof, jax.tree.leaves((entry.old, entry.gradient))))
+        places[types].append(place)
+    found: dict[int, AmaxState] = {}
+    for alike in places.values():
+        old, new = [entries[place].old for place in alike], [entries[place].gradient for place in alike]
+        next_states = jax.lax.platform_dependent(
+            old,
+            new,
+            keep_old,
+            cpu=functools.partial(_carry_on_in_parts, size=_TOGETHER_ON_CPU),
+            default=functools.partial(_carry_on_in_parts, size=_TOGETHER),
+        )
+        found.update(zip(alike, next_states, strict=True))
+    return [found[place] for place in range(len(entries))]
+
+
+def _carry_on_in_parts(
+    old: list[AmaxState], new: list[AmaxState], keep_old: jax.Array | None, *, size: int
+) -> list[AmaxState]:
+    """Return the next states of states of one type, ``size`` of them computed at once."""
+    parts = [slice(first, first + size) for first in range(0, len(old), size)]
+    return [state for part in parts for state in _carry_on(old[part], new[part], keep_old)]
+
+
+# Jitted, so that JAX traces it once for all parts of one size. XLA inlines the calls.
+@jax.jit
+def _carry_on(old_states: list[AmaxState], gradients: list[AmaxState], keep_old: jax.Array | None) -> list[AmaxState]:
+    """Return the next states of states of one type, computed on stacks of them."""
     stack = functools.partial(jax.tree.map, lambda *leaves: jnp.stack(leaves))
     # With the barrier a few kernels read all states, and a few others write them. Without it XLA for GPUs has three
     # for each, two of them copies: a history that moves by a slot cannot be written over the one that is read.
-    old, new = jax.lax.optimization_barrier((stack(*before), stack(*after)))
+    old, new = jax.lax.optimization_barrier((stack(*old_states), stack(*gradients)))
     # A layer that did not run has the gradient 0, or -inf in `with_max_gradients`'s dtype. Scales are positive.
     keep = ~(new["scale"] > 0.0)
     if keep_old is not None:
@@ -317,7 +368,7 @@ def _carry_on(before: list[PyTree], after: list[PyTree], keep_old: jax.Array | N
             keep[..., None], old["amax_history"], jnp.where(added[..., None], jnp.nan, new["amax_history"])
         ),
     }
-    return [jax.tree.map(lambda stacked, index=index: stacked[index], states) for index in range(len(before))]
+    return [jax.tree.map(lambda stacked, index=index: stacked[index], states) for index in range(len(old_states))]
 
 
 def _are_sums(old: PyTree, new: PyTree) -> jax.Array:
