@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 
 import jax
@@ -69,8 +70,18 @@ def gather_shard_by_shard():
     return largest
 
 
+class SlowEnd:
+    """Object that makes the end of the interpreter take two seconds."""
+
+    def __del__(self, sleep=time.sleep):
+        sleep(2.0)
+
+
 def wait_in_vain(folder, copy):
-    """Return what a process is told that waits for another one, which does not go on writing."""
+    """Return what a process is told that waits for another one, which does not go on writing.
+
+    Process 1 ends while the interpreter of process 0 does: a thread that waited for it in C++ would abort process 0.
+    """
     with jax.set_mesh(make_mesh(ParallelConfig(fsdp=2, tensor=2), axis_type="explicit")):
         model = load_huggingface(folder)
         save._BOUND = 2.0
@@ -78,6 +89,8 @@ def wait_in_vain(folder, copy):
             save.write_folder = stop_at_the_third
         with pytest.raises(TimeoutError) as told:
             save_huggingface(model, copy)
+    if jax.process_index() == 0:
+        sys.kept_until_the_end = SlowEnd()
     return str(told.value)
 
 

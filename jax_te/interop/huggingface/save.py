@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
-import queue
 import shutil
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jax_te._processes import meet, wait_until
 from jax_te._validation import check_positive, checked, float_dtype
 from jax_te.checkpoint import gather_texts
 from jax_te.interop.huggingface.architectures.registry import ARCHITECTURES, named_classes
@@ -261,7 +260,8 @@ def write_by_the_first(
         for _ in gathered or ():
             pass
         text = "" if problem is None else f"{type(problem).__name__}: {problem}"
-        told = _within_bound(lambda: gather_texts(text))[0]
+        meet(_BOUND)
+        told = gather_texts(text)[0]
         if told and problem is None:
             problem = OSError(errno.EIO, f"the first process could not write: {told}", str(folder))
     if problem is not None:
@@ -270,35 +270,6 @@ def write_by_the_first(
 
 _BOUND = 600.0
 """Seconds for which a process waits for the others, which write or fetch one parameter meanwhile."""
-
-
-def _within_bound(work: Callable[[], Any]) -> Any:
-    """Return the result of a function that waits for other processes.
-
-    Raises:
-        TimeoutError: if it takes longer than the bound. It then goes on waiting, in a thread of its own.
-    """
-    done: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue()
-
-    def run() -> None:
-        try:
-            done.put((work(), None))
-        except BaseException as error:
-            done.put((None, error))
-
-    # XLA has no bound of its own for collectives, and a wait in C++ cannot be interrupted.
-    threading.Thread(target=run, name="jax_te-gather", daemon=True).start()
-    try:
-        result, error = done.get(timeout=_BOUND)
-    except queue.Empty:
-        raise TimeoutError(
-            errno.ETIMEDOUT,
-            f"process {jax.process_index()} waited {_BOUND:g} s for the others, of which one has ended, or writes too "
-            "slowly; what it had written has not taken the place of older files",
-        ) from None
-    if error is not None:
-        raise error
-    return result
 
 
 def placed_arrays(
@@ -377,9 +348,10 @@ def on_host(array: jax.Array, *, everywhere: bool = True) -> np.ndarray | None:
     wanted = everywhere or jax.process_index() == 0
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array) if wanted else None
+    meet(_BOUND)
     place = array.sharding
     if not isinstance(place, NamedSharding):
-        whole = _within_bound(lambda: multihost_utils.process_allgather(array, tiled=True))
+        whole = multihost_utils.process_allgather(array, tiled=True)
         return np.asarray(whole) if wanted else None
     whole = np.empty(array.shape, array.dtype) if wanted else None
     indices = place.devices_indices_map(array.shape)
@@ -389,7 +361,7 @@ def on_host(array: jax.Array, *, everywhere: bool = True) -> np.ndarray | None:
     for number, device in enumerate(devices.flat):
         owners.setdefault(str(indices[device]), (indices[device], number))
     for index, number in owners.values():
-        shard = _within_bound(lambda number=number: _host_shard(array, number))
+        shard = _host_shard(array, number)
         if whole is not None:
             whole[index] = shard
     return whole
@@ -399,6 +371,7 @@ def _host_shard(array: jax.Array, number: int) -> np.ndarray:
     """Return the shard of a device, in all processes."""
     place: Any = array.sharding
     shard = _shard(array, np.int32(number), mesh=place.mesh, spec=place.spec)
+    wait_until(shard.is_ready, _BOUND)  # a collective has no bound of its own
     return np.asarray(shard.addressable_data(0)).view(array.dtype).reshape(place.shard_shape(array.shape))
 
 
