@@ -18,9 +18,8 @@ from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_te._processes import meet, wait_until
+from jax_te._processes import gather_texts, is_first, meet, wait_until
 from jax_te._validation import check_positive, checked, float_dtype
-from jax_te.checkpoint import gather_texts
 from jax_te.interop.huggingface.architectures.registry import ARCHITECTURES, named_classes
 from jax_te.interop.huggingface.block_scaled import Choice, held_kernels, quantization_config, written_scales
 from jax_te.interop.huggingface.capabilities import Architecture, Form, KnownModel
@@ -246,7 +245,7 @@ def write_by_the_first(
     """
     problem = None
     try:
-        if jax.process_index() == 0:
+        if is_first():
             write(tensors)
         else:
             for _ in tensors:
@@ -345,7 +344,7 @@ def on_host(array: jax.Array, *, everywhere: bool = True) -> np.ndarray | None:
     Raises:
         TimeoutError: if the other processes do not take part.
     """
-    wanted = everywhere or jax.process_index() == 0
+    wanted = everywhere or is_first()
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array) if wanted else None
     meet(_BOUND)
