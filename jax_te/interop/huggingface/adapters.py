@@ -20,21 +20,31 @@ import numpy as np
 from flax import nnx
 
 from jax_te._validation import checked, float_dtype
-from jax_te.errors import CheckpointMismatchError
+from jax_te.errors import mismatch
 from jax_te.interop.huggingface.architectures.registry import ARCHITECTURES
-from jax_te.interop.huggingface.capabilities import Architecture, KnownModel
-from jax_te.interop.huggingface.config_json import REQUIRED, Fields
+from jax_te.interop.huggingface.config_json import NO_NUMBERS
 from jax_te.interop.huggingface.folder import ADAPTER_CONFIG, ADAPTER_TENSORS, check_no_model, json_file
 from jax_te.interop.huggingface.safetensors import TensorFile, write_file
-from jax_te.interop.huggingface.save import architecture_of, known_architectures, on_host, write_by_the_first
-from jax_te.interop.huggingface.tensor_patterns import Entry, Pattern, Sizes, converted
+from jax_te.interop.huggingface.save import known_architectures
+from jax_te.interop.tables import (
+    REQUIRED,
+    Architecture,
+    Entry,
+    Fields,
+    KnownModel,
+    Pattern,
+    Sizes,
+    architecture_of,
+    converted,
+    on_host,
+    write_by_the_first,
+)
 from jax_te.layers import GroupedLoRA, LayerNormMLP, Linear, LoRA
 from jax_te.models import GPTModel, T5Model
 from jax_te.typing import DTypeLike
 
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _LITERAL = re.compile(r"[\w.]{1,300}")
-_SHOWN = 20
 _DTYPES = [np.dtype(name) for name in (ml_dtypes.bfloat16, np.float16, np.float32)]
 # Of ``fan_in_fan_out``, which is of the layers that are adapted, the architecture says the same.
 _NO_NUMBERS = """
@@ -291,7 +301,8 @@ def _ends(module: str, name: str) -> bool:
 
 def _read_config(values: Mapping[str, Any], what: str, ignore: Collection[str]) -> _Config:
     """Return the fields that change numbers; those that are null, false or empty count as absent."""
-    given = Fields({name: each for name, each in values.items() if not _is_nothing(each)}, what)
+    stated = {name: value for name, value in values.items() if not _is_nothing(value)}
+    given = Fields(stated, what, without_effect=NO_NUMBERS)
     kind = given.take("peft_type", str, REQUIRED)
     if kind != "LORA":
         raise given.refused("peft_type", kind, "only 'LORA' is supported")
@@ -421,8 +432,7 @@ def _problems(kernels: list[_Kernel], sizes: Sizes, matrices: Mapping[str, _Matr
 
 def _raise_if_any(lines: list[str], what: str) -> None:
     if lines:
-        more = f"\nand {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-        raise CheckpointMismatchError("\n".join([what, *(line[:300] for line in lines[:_SHOWN])]) + more)
+        raise mismatch(what, lines)
 
 
 @dataclass(frozen=True)

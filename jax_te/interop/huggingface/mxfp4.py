@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_te.errors import CheckpointMismatchError
+from jax_te.errors import CheckpointMismatchError, mismatch
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _GROUP = 32
@@ -81,10 +81,7 @@ def read_mxfp4(stored: Mapping[str, np.ndarray]) -> dict[str, Any]:
         if not problem:
             found[name] = PackedMXFP4(name, parts[_BLOCKS], parts[_SCALES])
     if lines:
-        more = f"\nand {len(lines) - 20} more" if len(lines) > 20 else ""
-        raise CheckpointMismatchError(
-            "tensors in MXFP4 and their scales do not fit:\n" + "\n".join(line[:300] for line in lines[:20]) + more
-        )
+        raise mismatch("tensors in MXFP4 and their scales do not fit:", lines)
     return found
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from jax_te.errors import CheckpointMismatchError
-from jax_te.interop.huggingface import on_host
+from jax_te.interop.tables import on_host
 from jax_te.interop.torch import ExtraState, read_extra_state
 from jax_te.layers import GroupedLinear
 from jax_te.quantize import AmaxRule, amax_rule_of, history_slots

@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_te.config import TransformerConfig
 from jax_te.errors import CheckpointMismatchError
-from jax_te.interop.huggingface import Fields, Options, Table
+from jax_te.interop.tables import Fields, Options, Table
 
 _FLAGS: dict[str, tuple[type, Any]] = {
     "moe_ffn_hidden_size": (int, None),

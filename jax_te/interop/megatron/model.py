@@ -15,7 +15,10 @@ import numpy as np
 
 from jax_te._validation import checked, float_dtype
 from jax_te.config import TransformerConfig
-from jax_te.interop.huggingface import (
+from jax_te.interop.megatron.expert_states import expert_states, load_expert_states, of_expert
+from jax_te.interop.megatron.experts import expert_rows, read_experts, stacked_name, write_experts
+from jax_te.interop.megatron.folder import ARGS, COMMON, RANK_FILE, TRACKER, read_checkpoint, split_axis
+from jax_te.interop.tables import (
     REQUIRED,
     TIED,
     Architecture,
@@ -36,9 +39,6 @@ from jax_te.interop.huggingface import (
     release_after_each,
     rows_of_layer,
 )
-from jax_te.interop.megatron.expert_states import expert_states, load_expert_states, of_expert
-from jax_te.interop.megatron.experts import expert_rows, read_experts, stacked_name, write_experts
-from jax_te.interop.megatron.folder import ARGS, COMMON, RANK_FILE, TRACKER, read_checkpoint, split_axis
 from jax_te.interop.torch import (
     ExtraState,
     Piece,

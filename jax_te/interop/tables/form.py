@@ -1,4 +1,4 @@
-"""A model's options, and which of them each architecture can represent."""
+"""The form of a model: its options, the letters of its sizes, and which options an architecture can represent."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from jax_te.config import (
     RecomputeConfig,
     TransformerConfig,
 )
-from jax_te.interop.huggingface.config_json import Fields
-from jax_te.interop.huggingface.tensor_patterns import Sizes, Table
+from jax_te.interop.tables.fields import Fields
+from jax_te.interop.tables.patterns import Sizes, Table
 from jax_te.megatron import is_layer_window_attention
 from jax_te.models import Execution, LanguageModel, Multipliers
 from jax_te.typing import Words
@@ -179,12 +179,12 @@ def layer_windows(options: Options) -> tuple[tuple[int, int] | None, ...]:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model of transformers, in tables that are read in both directions.
+    """A model of another library, in tables that are read in both directions.
 
     Args:
         model_type: name of the architecture in ``config.json``.
-        model: the class here.
-        fields: field of ``config.json`` → our option, and its value where the field is absent.
+        model: class of the model here.
+        fields: field of the foreign file → our option, and its value where the field is absent.
         read: function that returns the options of these pairs, completed by the fields that are no such pair.
         write: function that returns those fields.
         table: function that returns the tensors of a form.
@@ -198,12 +198,13 @@ class Architecture:
         other_model_types: names in ``config.json`` of models in this form by others.
         older: ends of names in older files, as patterns, and their present forms.
         described_by: source of the fields, for messages.
+        fields_class: class of the fields that ``read`` takes.
     """
 
     model_type: str
     model: type
     fields: Mapping[str, tuple[str, Any]]
-    read: Callable[[Fields, Options], Options]
+    read: Callable[[Any, Options], Options]
     write: Callable[[Options], Mapping[str, Any]]
     table: Callable[[Form], Table]
     options: Callable[[Any], Options]
@@ -214,9 +215,10 @@ class Architecture:
     other_model_types: tuple[str, ...] = ()
     older: tuple[tuple[str, str], ...] = ()
     described_by: str = "config.json"
+    fields_class: Callable[..., Any] = Fields
 
     def form(self, given: Fields) -> Form:
-        """Return the form that a ``config.json`` describes.
+        """Return the form that the fields of a file describe.
 
         Raises:
             ValueError: for unsupported fields, and for more layers or experts than tensors, which would take unlimited
@@ -243,7 +245,7 @@ class Architecture:
             raise given.unfit(error) from error
 
     def config_fields(self, form: Form) -> dict[str, Any]:
-        """Return the fields of ``config.json`` of a form."""
+        """Return the fields of the foreign file of a form."""
         options = {**{name: getattr(form.config, name) for name in _CONFIG_FIELDS}, **form.others}
         return {name: options.get(ours) for name, (ours, _) in self.fields.items()} | dict(self.write(options))
 
