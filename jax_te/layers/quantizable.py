@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
@@ -10,11 +11,12 @@ import jax
 from flax import nnx
 
 from jax_te._validation import check_bool, checked
+from jax_te.config import TransformerConfig
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.parameters import StepState
 from jax_te.ops import LinearWeights, quantize_kernel
 from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, init_gemm_state, quantizer_for, quantizer_variables
-from jax_te.recipe import ModuleRecipe, Recipe, ambient_recipe
+from jax_te.recipe import ModuleRecipe, Recipe, ambient_recipe, autocast
 from jax_te.remat import undo_if_raised
 from jax_te.typing import Array, LogicalAxes
 
@@ -350,6 +352,14 @@ def name_modules(model: nnx.Module) -> nnx.Module:
     for path, module in quantizable_modules(model):
         module.module_name = path
     return model
+
+
+def precision_while_building(config: TransformerConfig, number: int) -> contextlib.AbstractContextManager[Any]:
+    """Return the context for building layer ``number``, from 0: without a recipe if it stays in high precision.
+
+    It then has no quantizer state, which no call would update.
+    """
+    return autocast(None) if config.in_high_precision(number) else contextlib.nullcontext()
 
 
 @checked

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te._validation import check_axes, check_positive, checked, is_integer, log_hints
-from jax_te.config import CpCommType, TransformerConfig
+from jax_te._validation import check_axes, check_positive, checked, log_hints
+from jax_te.config import CpCommType, TransformerConfig, is_windowed_layer
 from jax_te.layers import DotProductAttention, PackedSeqParams, check_tp_group
 from jax_te.layers.attention import arbitrary_mask, merge_heads, padding_pair
 from jax_te.megatron.enums import AttnMaskType
@@ -43,23 +43,7 @@ def is_layer_window_attention(
     [True, True, False]
     """
     check_positive(layer_number=layer_number)
-    if window_size is None:
-        return False
-    if window_attn_skip_freq is None:
-        return True
-    if is_integer(window_attn_skip_freq):
-        check_positive(window_attn_skip_freq=window_attn_skip_freq)
-        return layer_number % window_attn_skip_freq != 0
-    if isinstance(window_attn_skip_freq, (list, tuple)):
-        if len(window_attn_skip_freq) < layer_number:
-            raise ValueError(
-                f"window_attn_skip_freq has no entry for layer {layer_number}, got {window_attn_skip_freq}"
-            )
-        return bool(window_attn_skip_freq[layer_number - 1])
-    raise ValueError(
-        f"window_attn_skip_freq must be an integer, a sequence with an entry for each layer or None, got "
-        f"{window_attn_skip_freq!r}"
-    )
+    return is_windowed_layer(window_size, window_attn_skip_freq, layer_number)
 
 
 class _Masks(NamedTuple):

@@ -14,10 +14,10 @@ from jax_te.config import (
     PrecisionConfig,
     RecomputeConfig,
     TransformerConfig,
+    is_windowed_layer,
 )
 from jax_te.interop.tables.fields import Fields
 from jax_te.interop.tables.patterns import Sizes, Table
-from jax_te.megatron import is_layer_window_attention
 from jax_te.models import Execution, LanguageModel, Multipliers
 from jax_te.typing import Words
 
@@ -174,7 +174,7 @@ def layer_windows(options: Options) -> tuple[tuple[int, int] | None, ...]:
     """Return the window of each layer, None for a layer without one."""
     size, skip = options["window_size"], options["window_attn_skip_freq"]
     numbers = range(1, options["num_layers"] + 1)
-    return tuple(size if is_layer_window_attention(size, skip, number) else None for number in numbers)
+    return tuple(size if is_windowed_layer(size, skip, number) else None for number in numbers)
 
 
 @dataclass(frozen=True)
