@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tensorstore
 from orbax.checkpoint import v1 as ocp
@@ -36,6 +35,7 @@ from jax_te.checkpoint.tree import (
     Name,
     array_leaves,
     check_named,
+    is_key,
     key_kinds,
     named_leaves,
     records,
@@ -649,7 +649,7 @@ def _check_storable(leaves: dict[Name, Any]) -> None:
     """Raise TypeError for an array whose dtype or whose size of zero Orbax cannot store."""
     for name, leaf in leaves.items():
         # Typed keys are stored as their data, unsigned integers.
-        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if not is_key(leaf.dtype):
             _check_dtype("/".join(name), np.dtype(leaf.dtype))
         if 0 in leaf.shape:
             raise TypeError(

@@ -10,7 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from jax_te.interop.huggingface.safetensors import MAX_JSON, Plan, TensorFile, nbytes, read_json, shards, write_file
+from jax_te.interop.huggingface.safetensors import (
+    MAX_JSON,
+    TensorFile,
+    TensorPlan,
+    nbytes,
+    read_json,
+    shards,
+    write_file,
+)
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -115,7 +123,7 @@ def open_tensors(folder: Path) -> tuple[dict[str, np.ndarray], list[TensorFile]]
 def write_folder(
     folder: Path,
     config: Mapping[str, Any],
-    plan: list[Plan],
+    plan: list[TensorPlan],
     tensors: Iterable[tuple[str, np.ndarray]],
     max_shard_size: int,
 ) -> None:

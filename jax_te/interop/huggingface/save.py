@@ -16,7 +16,7 @@ from jax_te.interop.huggingface.architectures.registry import ARCHITECTURES, nam
 from jax_te.interop.huggingface.block_scaled import Choice, held_kernels, quantization_config, written_scales
 from jax_te.interop.huggingface.config_json import NO_NUMBERS
 from jax_te.interop.huggingface.folder import CONFIG, check_no_adapter, json_file, write_folder
-from jax_te.interop.huggingface.safetensors import Plan
+from jax_te.interop.huggingface.safetensors import TensorPlan
 from jax_te.interop.tables import (
     Architecture,
     Entry,
@@ -143,19 +143,19 @@ class _Contents:
         """Return all names of a tensor."""
         return [tensor, *self.copies.get(tensor, ())]
 
-    def plan_of(self, path: str) -> list[Plan]:
+    def plan_of(self, path: str) -> list[TensorPlan]:
         """Return name, dtype and shape of each tensor of a parameter, without its scales."""
         shapes = self.entries[path].their_shapes(self.sizes)
         return [(name, self.dtypes[path], shape) for tensor, shape in shapes.items() for name in self.named(tensor)]
 
-    def plain(self) -> list[Plan]:
+    def plain(self) -> list[TensorPlan]:
         """Return the plan of parameters that are not stored quantized, and no states."""
         paths = [path for path in self.entries if path not in self.scales and not is_state(path)]
         return [each for path in paths for each in self.plan_of(path)]
 
-    def plan(self) -> list[Plan]:
+    def plan(self) -> list[TensorPlan]:
         """Return the plan of all tensors, in the order of `tensors`."""
-        plan: list[Plan] = []
+        plan: list[TensorPlan] = []
         for path in self.entries:
             plan += self.plan_of(path)
             plan += [(name, array.dtype, array.shape) for name, array in self.scales.get(path, {}).items()]
