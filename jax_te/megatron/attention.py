@@ -202,15 +202,8 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
         # Megatron packs into one row without a batch axis; the layer requires the axis.
         row = packed_seq_params is not None and query.ndim == 3
         if row:
-            query = query[None]
-            key, value = None if key is None else key[None], None if value is None else value[None]
-        if attention_bias is not None:
-            if core_attention_bias_type != "no_bias" or core_attention_bias is not None:
-                raise ValueError(
-                    "attention_bias is Megatron's name of a core_attention_bias of type 'post_scale_bias', and both "
-                    f"were given (core_attention_bias_type={core_attention_bias_type!r}); leave one out"
-                )
-            core_attention_bias_type, core_attention_bias = "post_scale_bias", attention_bias
+            query, key, value = (None if array is None else array[None] for array in (query, key, value))
+        bias_type, bias = _core_bias(attention_bias, core_attention_bias_type, core_attention_bias)
         with_logit = self.return_max_logit if return_max_logit is None else return_max_logit
         result = super().__call__(
             query,
@@ -220,8 +213,8 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
             q_lengths=masks.q_lengths if q_lengths is None else q_lengths,
             kv_lengths=masks.kv_lengths if kv_lengths is None else kv_lengths,
             packed_seq_params=packed_seq_params,
-            core_attention_bias_type=core_attention_bias_type,
-            core_attention_bias=core_attention_bias,
+            core_attention_bias_type=bias_type,
+            core_attention_bias=bias,
             alibi_slopes=alibi_slopes,
             dropout_key=dropout_key,
             attn_mask_type=masks.mask_type,
@@ -282,6 +275,18 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
         check_tp_group(tp_group)
 
     sharded_state_dict = sharded_state_dict  # of the learnable softmax offset, if there is one
+
+
+def _core_bias(attention_bias: Any, bias_type: Any, bias: Any) -> tuple[Any, Any]:
+    """Return type and array of the core's bias, given by Megatron's name or by the core's own."""
+    if attention_bias is None:
+        return bias_type, bias
+    if bias_type != "no_bias" or bias is not None:
+        raise ValueError(
+            "attention_bias is Megatron's name of a core_attention_bias of type 'post_scale_bias', and both were given "
+            f"(core_attention_bias_type={bias_type!r}); leave one out"
+        )
+    return "post_scale_bias", attention_bias
 
 
 def _name(mask_type: AttnMaskType | str) -> Any:

@@ -55,7 +55,7 @@ class MegatronCheckpoint(NamedTuple):
         expert_states: FP8 states of experts, for `load_megatron`.
     """
 
-    tensors: dict[str, Any]
+    tensors: dict[str, Tensor]
     args: dict[str, Any]
     iteration: int | None
     files: list[Mapped]

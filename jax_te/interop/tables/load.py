@@ -165,11 +165,11 @@ def _differences(tensors: Mapping[str, Any], wanted: Mapping[str, tuple[int, ...
 def _one_dtype(dtype: DTypeLike | None, tensors: Collection[Any], folder: Path) -> Any:
     if dtype is not None:
         return dtype
-    found = {tensor.dtype for tensor in tensors if hasattr(tensor, "dtype")}  # products of values and scales have any
-    if len(found) > 1:
-        names = ", ".join(sorted(map(str, found)))
+    dtypes = {tensor.dtype for tensor in tensors if hasattr(tensor, "dtype")}  # products of values and scales have any
+    if len(dtypes) > 1:
+        names = ", ".join(sorted(map(str, dtypes)))
         raise ValueError(f"the tensors of {folder} are of dtypes {names}; say with dtype= which the parameters have")
-    return found.pop()
+    return dtypes.pop()
 
 
 def _placed(read: Any, leaf: Any, place: Any) -> Array:
