@@ -102,16 +102,16 @@ def read_block_scaled(
             f"them as they are, under autocast(Float8BlockScaling(use_f32_scales=True)); got {choice!r}"
         )
     scales = {name.removesuffix(_SCALE): tensor for name, tensor in stored.items() if name.endswith(_SCALE)}
-    found: dict[str, FolderTensor] = {name: tensor for name, tensor in stored.items() if not name.endswith(_SCALE)}
+    tensors: dict[str, FolderTensor] = {name: tensor for name, tensor in stored.items() if not name.endswith(_SCALE)}
     wrong = sorted(scales.keys() ^ {name for name, tensor in stored.items() if tensor.dtype == _E4M3})
     lines = [f"{name} has {'no tensor in E4M3' if name in scales else f'no {_SCALE[1:]}'}" for name in wrong]
     for name in sorted(scales.keys() - set(wrong)):
         problem = _problem(stored[name], scales[name])
         lines += [f"{name}{_SCALE} {problem}"] if problem else []
-        found[name] = BlockScaled(stored[name], scales[name], kept=choice == "keep", name=name)
+        tensors[name] = BlockScaled(stored[name], scales[name], kept=choice == "keep", name=name)
     if lines:
         raise mismatch("tensors in FP8 and their scales do not fit:", lines)
-    return found
+    return tensors
 
 
 def _read_mxfp4(form: Fields, stored: Mapping[str, np.ndarray], choice: Choice | None) -> dict[str, FolderTensor]:

@@ -141,15 +141,15 @@ def rotary_fields(rotary: Any) -> dict[str, Any]:
     """
     if not isinstance(rotary, RotaryPositions):
         return {}
-    found: dict[str, Any] = {"rope_theta": rotary.base, "rope_scaling": None}
+    fields: dict[str, Any] = {"rope_theta": rotary.base, "rope_scaling": None}
     scaling = rotary.scaling
     if scaling is not None:
         kind, renamed = _SCALINGS[type(scaling)]
         values = {renamed.get(name, name): value for name, value in vars(scaling).items() if value is not None}
-        found["rope_scaling"] = {"rope_type": kind, **values}
+        fields["rope_scaling"] = {"rope_type": kind, **values}
     if rotary.window_base is not None:
-        found["rope_local_base_freq"] = rotary.window_base
-    return found
+        fields["rope_local_base_freq"] = rotary.window_base
+    return fields
 
 
 _SCALINGS: dict[type, tuple[str, dict[str, str]]] = {

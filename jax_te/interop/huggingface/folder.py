@@ -107,13 +107,13 @@ def open_tensors(folder: Path) -> tuple[dict[str, np.ndarray], list[TensorFile]]
             raise ValueError(f"{folder / INDEX} names {str(name)[:200]!r}, which is not a name of a .safetensors file")
     files = {name: TensorFile(folder / name) for name in sorted(set(index.values()))}
     tensors: dict[str, np.ndarray] = {}
-    found: dict[str, Any] = {}
+    owners: dict[str, Any] = {}
     for name, file in files.items():
         tensors |= file.tensors
-        found |= dict.fromkeys(file.tensors, name)
+        owners |= dict.fromkeys(file.tensors, name)
     count = sum(len(file.tensors) for file in files.values())
-    if found != index or count != len(found):
-        wrong = sorted(name for name in found.keys() | index.keys() if found.get(name) != index.get(name))
+    if owners != index or count != len(owners):
+        wrong = sorted(name for name in owners.keys() | index.keys() if owners.get(name) != index.get(name))
         raise ValueError(
             f"{folder / INDEX} is not the index of its files: {', '.join(wrong[:8])[:500] or 'duplicates'}"
         )

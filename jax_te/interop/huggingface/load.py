@@ -96,9 +96,9 @@ def _without(stored: dict[str, np.ndarray], ignored: Collection[str], folder: Pa
     """Return the tensors whose names are not, and do not begin with, an ignored one."""
     left = dict(stored)
     for name in ignored:
-        found = [each for each in stored if each == name or each.startswith(f"{name}.")]
+        found = [tensor for tensor in stored if tensor == name or tensor.startswith(f"{name}.")]
         if not found:
             raise ValueError(f"ignore_tensors names {name!r}, and {folder} has no such tensor and no such module")
-        for each in found:
-            left.pop(each, None)
+        for tensor in found:
+            left.pop(tensor, None)
     return left

@@ -44,12 +44,12 @@ def read_json(text: bytes, what: object) -> dict[str, Any]:
     {'a': 1}
     """
     try:
-        found = json.loads(text.decode(), object_pairs_hook=_unique)
+        values = json.loads(text.decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{what} is not JSON: {str(error)[:200]}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{what} must be a JSON object, got {str(found)[:50]!r}")
-    return found
+    if not isinstance(values, dict):
+        raise ValueError(f"{what} must be a JSON object, got {str(values)[:50]!r}")
+    return values
 
 
 class TensorFile:
@@ -142,11 +142,11 @@ def shards(plan: list[TensorPlan], limit: int) -> Iterator[list[TensorPlan]]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    values = dict(pairs)
+    if len(values) != len(pairs):
         # Readers that use the first one would see another file than readers that use the last.
         raise ValueError("a name is there twice")
-    return found
+    return values
 
 
 def _offsets(entry: Any) -> tuple[int, int]:

@@ -116,7 +116,7 @@ def known_architectures(name: str | None, like: str | Path | None = None) -> dic
     if name is not None:
         return {name: ARCHITECTURES[name]}
     first = [] if like is None else named_classes(json_file(Path(like) / CONFIG))[:1]
-    return {each: ARCHITECTURES[each] for each in ARCHITECTURES if each in first} | ARCHITECTURES
+    return {known: ARCHITECTURES[known] for known in ARCHITECTURES if known in first} | ARCHITECTURES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ class _Contents:
     def plain(self) -> list[TensorPlan]:
         """Return the plan of parameters that are not stored quantized, and no states."""
         paths = [path for path in self.entries if path not in self.scales and not is_state(path)]
-        return [each for path in paths for each in self.plan_of(path)]
+        return [tensor for path in paths for tensor in self.plan_of(path)]
 
     def plan(self) -> list[TensorPlan]:
         """Return the plan of all tensors, in the order of `tensors`."""
@@ -200,7 +200,7 @@ def _contents(
         sizes=sizes,
         entries=entries,
         arrays=arrays,
-        dtypes={path: each if path in kept else np.dtype(dtype) for path, each in own.items()},
+        dtypes={path: stored if path in kept else np.dtype(dtype) for path, stored in own.items()},
         scales={
             path: written_scales(path, jax.tree.map(on_host, kernel), entries[path], sizes)
             for path, kernel in held.items()
@@ -226,6 +226,6 @@ def _config(name: str, form: Form, contents: _Contents, like: Path | None) -> di
 
 def copy_companions(source: Path, folder: Path) -> None:
     """Copy the files of the tokenizer and of generation that there are, into a folder that is there."""
-    for path in [source / each for each in _COMPANIONS]:
+    for path in [source / name for name in _COMPANIONS]:
         if path.is_file():
             shutil.copyfile(path, folder / path.name)

@@ -65,7 +65,7 @@ def named_classes(values: Mapping[str, Any]) -> list[str]:
     names, kind = values.get("architectures"), values.get("model_type")
     if names:
         return [name for name in ARCHITECTURES if isinstance(names, list) and names[0] == name]
-    return [name for name, each in ARCHITECTURES.items() if kind in (each.model_type, *each.other_model_types)]
+    return [name for name, known in ARCHITECTURES.items() if kind in (known.model_type, *known.other_model_types)]
 
 
 def named_architecture(given: ConfigJson) -> tuple[str, Architecture]:
