@@ -456,7 +456,7 @@ class TransformerConfig(
         [True, True, False]
         """
         if layer < 0:
-            raise ValueError(f"layer must be >= 0, the number of a layer, got {layer}")
+            raise ValueError(f"layer must be in [0, {self.num_layers}), the numbers of the layers, got {layer}")
         return is_windowed_layer(self.window_size, self.window_attn_skip_freq, layer + 1)
 
     @checked
@@ -464,15 +464,15 @@ class TransformerConfig(
         """Return how layer number ``layer``, from 0, exchanges keys and values along the mesh's context axis.
 
         Raises:
-            ValueError: for a number that none of the layers has.
+            ValueError: for a number below 0, or beyond the layers that ``cp_comm_type`` lists.
 
         >>> config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=1, cp_comm_type=["a2a", "p2p"])
         >>> [config.cp_comm_type_of(layer) for layer in range(2)]
         ['a2a', 'p2p']
         """
         kinds: Any = self.cp_comm_type
+        if layer < 0 or (isinstance(kinds, tuple) and layer >= len(kinds)):
+            raise ValueError(f"layer must be in [0, {self.num_layers}), the numbers of the layers, got {layer}")
         if isinstance(kinds, tuple):
-            if not 0 <= layer < len(kinds):
-                raise ValueError(f"layer must be in [0, {len(kinds)}), the numbers of the layers, got {layer}")
             return kinds[layer]
         return "p2p" if kinds is None else kinds
