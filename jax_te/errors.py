@@ -1,6 +1,6 @@
 """Exceptions of the package. Each is also the built-in type that callers expect."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 Record = tuple[str, tuple[int, ...]]
 """Dtype and shape of an array."""
@@ -20,6 +20,18 @@ class CheckpointMismatchError(ValueError):
     """A checkpoint and the state it should fill differ in structure, shape or dtype."""
 
 
+def mismatch(what: str, lines: Sequence[str]) -> CheckpointMismatchError:
+    """Return the error about tensors that do not fit: a line for each of the first 20, cut to 300 characters.
+
+    >>> mismatch("the tensors are others:", ["a is missing"])
+    CheckpointMismatchError('the tensors are others:\\na is missing')
+    """
+    more = [f"and {len(lines) - _LINES} more"] if len(lines) > _LINES else []
+    return CheckpointMismatchError("\n".join([what, *(line[:300] for line in lines[:_LINES]), *more]))
+
+
+_LINES = 20
+"""Maximum number of lines of a `mismatch`."""
 SHOWN = 8
 """Maximum number of differences of a kind in a message."""
 

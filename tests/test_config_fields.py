@@ -205,6 +205,7 @@ def test_a_layer_has_the_window_where_its_entry_is_not_0():
     windowed = config(window_size=[4, 0], window_attn_skip_freq=[2, 0])
     skip = windowed.window_attn_skip_freq
     assert [is_layer_window_attention((4, 0), skip, number) for number in (1, 2)] == [True, False]
+    assert [windowed.has_window(number) for number in range(2)] == [True, False]
 
 
 MEGATRON = Path(__file__).parent / "support" / "megatron_fields.txt"

@@ -320,7 +320,10 @@ MENDED: dict[str, Any] = {
         lambda: quantize.Observer().record("a", "x", quantize.TensorQuantizer(dtype=jnp.float8_e4m3fn), {}),
     ],
     "quantizers must be states in float32": [lambda: quantize.with_max_gradients({"scale": jnp.ones(2, jnp.int32)})],
-    "layer must be in [0, 1)": [lambda: CONFIG.has_experts(1), lambda: CONFIG.has_experts(-1)],
+    "layer must be in [0, 1)": [
+        lambda: CONFIG.has_experts(1), lambda: CONFIG.has_experts(-1), lambda: CONFIG.has_window(-1),
+        lambda: CONFIG.cp_comm_type_of(-1),
+    ],
     "x must be an array": [lambda: ops.reorder_to_zigzag(np.ndarray, 1)],
     "documents must be a sequence": [lambda: data.ByteTokenizer().encode_documents(np.array([object()]))],
     "recipe_path must be a path": [lambda: megatron.load_quantization_recipe(True)],

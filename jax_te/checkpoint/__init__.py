@@ -1,8 +1,7 @@
 """Checkpoints of training states."""
 
 from jax_te.checkpoint.checkpointer import DamagedCheckpointWarning, TrainCheckpointer
-from jax_te.checkpoint.heartbeats import Heartbeats
-from jax_te.checkpoint.read import describe_checkpoint, gather_texts
+from jax_te.checkpoint.read import describe_checkpoint
 from jax_te.checkpoint.steps import checkpoint_steps
 
 # For users. The other names above are for the other packages of jax_te.

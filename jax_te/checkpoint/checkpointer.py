@@ -17,17 +17,16 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tensorstore
 from orbax.checkpoint import v1 as ocp
 
+from jax_te._processes import HEARTBEAT_FOLDER, Heartbeats, gather_texts, in_thread, is_first, shortened
 from jax_te._validation import check_choice, check_positive, checked
 from jax_te.checkpoint.checksums import start_checksums
 from jax_te.checkpoint.folder import checked_folder
-from jax_te.checkpoint.heartbeats import Heartbeats, shortened
 from jax_te.checkpoint.host import free, host_copies
-from jax_te.checkpoint.read import DamagedError, chain, gather_texts, quiet_orbax, read_back
+from jax_te.checkpoint.read import DamagedError, chain, quiet_orbax, read_back
 from jax_te.checkpoint.restore import Target, load
 from jax_te.checkpoint.steps import FolderLock, FolderTakenError, StepNames, checkpoint_steps
 from jax_te.checkpoint.tree import (
@@ -36,15 +35,13 @@ from jax_te.checkpoint.tree import (
     Name,
     array_leaves,
     check_named,
+    is_key,
     key_kinds,
     named_leaves,
     records,
 )
-from jax_te.checkpoint.write import Keep, call_orbax, in_thread, new_writer, remove_others, size_of_save
+from jax_te.checkpoint.write import Keep, call_orbax, new_writer, remove_others, size_of_save
 from jax_te.typing import PyTree
-
-HEARTBEAT_FOLDER = ".processes"
-"""Name of the folder, inside of the checkpoints' or the run's folder, for the heartbeats of several processes."""
 
 _SOON = 0.002
 """Seconds between checks whether Orbax has begun to write, for which a step waits."""
@@ -448,7 +445,8 @@ class TrainCheckpointer:
         if self._heartbeats is None:
             folder, run = self._directory / HEARTBEAT_FOLDER, gather_texts(uuid.uuid4().hex)[0]
             heartbeats = Heartbeats(folder, run, jax.process_index(), jax.process_count(), (self._timeout,))
-            self._heartbeats = self._own_heartbeats = heartbeats.__enter__()
+            heartbeats.start()
+            self._heartbeats = self._own_heartbeats = heartbeats
         self._heartbeats.measure(partial(size_of_save, self._directory, step))
         opened = in_thread(self._open_writer, step)
         self._wait_for(_Save(step, opened, logged))
@@ -507,14 +505,14 @@ class TrainCheckpointer:
                 self._damaged.remove(step)
                 self._read_back = True
             writer = self._writer
-            if jax.process_index() == 0 and writer is not None:
+            if is_first() and writer is not None:
                 remove_others(writer, self._directory, self._keep)
             if self._heartbeats is not None:
                 self._heartbeats.measure(None)
 
     def _open_writer(self, step: int) -> ocp.training.Checkpointer:
         """Return the writer, after other checkpoints were moved out of the way of a step."""
-        if jax.process_index() == 0:  # one process locks for all of them
+        if is_first():  # one process locks for all of them
             self._lock.take()
         if self._damaged or self._goes_back(step):
             self._drop_writer()
@@ -549,11 +547,11 @@ class TrainCheckpointer:
         heartbeats, self._own_heartbeats = self._own_heartbeats, None
         if heartbeats is not None:
             self._heartbeats = None
-            heartbeats.__exit__()
+            heartbeats.stop()
 
     def _report_damaged(self, step: int, reason: str) -> None:
         self._damaged.add(step)
-        if jax.process_index() == 0:  # all of them found it damaged
+        if is_first():  # all of them found it damaged
             text = f"checkpoint step {step} in {self._directory} is damaged: {reason}"
             warnings.warn(text, DamagedCheckpointWarning, stacklevel=3)
 
@@ -568,14 +566,14 @@ class TrainCheckpointer:
             return
         later = [each for each in self._steps() if each > back.step]
         self._rename(later, "abandoned")
-        if jax.process_index() == 0:
+        if is_first():
             names = ", ".join(f"{each}.abandoned" for each in later)
             text = "the run in %s went back to step %d; its later checkpoints are now %s"
             logging.getLogger("jax_te").warning(text, self._directory, back.step, names)
 
     def _rename(self, steps: list[int], suffix: str) -> None:
         # Several processes of a run share the folder: one of them renames.
-        for step in steps if jax.process_index() == 0 else ():
+        for step in steps if is_first() else ():
             target = self._directory / f"{step}.{suffix}"
             while target.exists():
                 target = target.with_name(target.name + "+")
@@ -651,7 +649,7 @@ def _check_storable(leaves: dict[Name, Any]) -> None:
     """Raise TypeError for an array whose dtype or whose size of zero Orbax cannot store."""
     for name, leaf in leaves.items():
         # Typed keys are stored as their data, unsigned integers.
-        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if not is_key(leaf.dtype):
             _check_dtype("/".join(name), np.dtype(leaf.dtype))
         if 0 in leaf.shape:
             raise TypeError(

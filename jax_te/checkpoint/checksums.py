@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jax_te.checkpoint.host import PINNED
-from jax_te.checkpoint.tree import NO_MESH, Name
+from jax_te.checkpoint.tree import NO_MESH, Name, key_data_or_self
 from jax_te.typing import Array
 
 SMALL = 2**20
@@ -75,7 +75,7 @@ def _data(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array):
         # Not as an array of JAX, which would have 32 bits where this one has 64. A file has the bytes in this order.
         return np.asarray(leaf, leaf.dtype.newbyteorder("="))
-    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    return key_data_or_self(leaf)
 
 
 def _is_small(leaf: Any) -> bool:

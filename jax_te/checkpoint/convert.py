@@ -50,7 +50,11 @@ _Rules = tuple[Callable[..., Iterator["ArraySource"]], ...]
 """Rules of `Conversions`: each yields arrays with the values of a name by one conversion, given the rules left."""
 
 
-@dataclass(frozen=True)
+def _same_axes(axes: Axes) -> tuple[Axes, ...]:
+    return (axes,)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ArraySource:
     """An array as it is read, or made of others.
 
@@ -69,7 +73,7 @@ class ArraySource:
     dtype: Any
     parts: tuple[ArraySource, ...] = ()
     make: Callable[..., Array] | None = None
-    axes_of_parts: Callable[[Axes], tuple[Axes, ...]] = lambda axes: (axes,)
+    axes_of_parts: Callable[[Axes], tuple[Axes, ...]] = _same_axes
     sliced: bool = False
     source: str = ""
     note: str = ""
@@ -199,7 +203,7 @@ class Conversions:
         # The saved array first: most names need no rule.
         if text in self._saved:
             dtype, shape = self._saved[text]
-            yield ArraySource(shape, dtype, source=text)
+            yield ArraySource(shape=shape, dtype=dtype, source=text)
         for rule in rules:
             yield from rule(name, tuple(other for other in rules if other != rule))
 
@@ -226,7 +230,14 @@ class Conversions:
             q, k, v = (next(self._layouts((*path, each, last), rules), None) for each in PROJECTIONS)
             if q and k and v and (*q.shape[:-2], *q.shape[-1:]) == k.shape == v.shape:
                 shape = (*q.shape[:-2], q.shape[-2] + 2, q.shape[-1])
-                yield ArraySource(shape, q.dtype, (q, k, v), _fuse, _fused_axes, note="query, key and value fused")
+                yield ArraySource(
+                    shape=shape,
+                    dtype=q.dtype,
+                    parts=(q, k, v),
+                    make=_fuse,
+                    axes_of_parts=_fused_axes,
+                    note="query, key and value fused",
+                )
         if layer in PROJECTIONS:
             for fused in self._layouts((*path, "qkv", last), rules):
                 if len(fused.shape) >= 2 and fused.shape[-2] > 2:
@@ -253,11 +264,23 @@ class Conversions:
             if made.shape[:-1] == shape[:-1]:
                 resize = partial(_of_length, length=shape[-1])
                 return ArraySource(
-                    shape, dtype, (made,), resize, note="amax histories cut or filled with 0", needs=needs
+                    shape=shape,
+                    dtype=dtype,
+                    parts=(made,),
+                    make=resize,
+                    note="amax histories cut or filled with 0",
+                    needs=needs,
                 )
         # Scales begin with 1; histories, and biases and counts of routers, with 0.
         begin = partial(jnp.ones if name[-1] == "scale" else jnp.zeros, shape, dtype)
-        return ArraySource(shape, dtype, (), begin, lambda _: (), note="quantizers begun anew", needs=needs)
+        return ArraySource(
+            shape=shape,
+            dtype=dtype,
+            make=begin,
+            axes_of_parts=lambda _: (),
+            note="quantizers begun anew",
+            needs=needs,
+        )
 
     def _dequantized(self, name: Name, record: Record) -> ArraySource | None:
         dtype, shape = record
@@ -267,9 +290,14 @@ class Conversions:
         parts = (data, scales, tensor) if tensor else (data, scales)
         # A scale may cover more than one device's values.
         axes = partial(_first_axes, ranks=[len(part.shape) for part in parts[1:]])
-        needs = frozenset({"dequantize"})
         return ArraySource(
-            shape, dtype, parts, partial(_dequantize, dtype), axes, note="kernels dequantized", needs=needs
+            shape=shape,
+            dtype=dtype,
+            parts=parts,
+            make=partial(_dequantize, dtype),
+            axes_of_parts=axes,
+            note="kernels dequantized",
+            needs=frozenset({"dequantize"}),
         )
 
 
@@ -287,21 +315,39 @@ def _is_derived(name: str, held: set[str]) -> bool:
 
 
 def _cast(made: ArraySource, dtype: str, note: str, needs: tuple[str, ...]) -> ArraySource:
-    return ArraySource(made.shape, dtype, (made,), lambda a: a.astype(dtype), note=note, needs=frozenset(needs))
+    return ArraySource(
+        shape=made.shape,
+        dtype=dtype,
+        parts=(made,),
+        make=lambda a: a.astype(dtype),
+        note=note,
+        needs=frozenset(needs),
+    )
 
 
 def _layer(stack: ArraySource, number: int) -> ArraySource:
     take = partial(lax.index_in_dim, index=number, keepdims=False)
-    note = "layers taken from a stack"
     return ArraySource(
-        stack.shape[1:], stack.dtype, (stack,), take, lambda axes: ((None, *axes),), sliced=True, note=note
+        shape=stack.shape[1:],
+        dtype=stack.dtype,
+        parts=(stack,),
+        make=take,
+        axes_of_parts=lambda axes: ((None, *axes),),
+        sliced=True,
+        note="layers taken from a stack",
     )
 
 
 def _stack_of(layers: list[ArraySource]) -> ArraySource:
-    shape, count = (len(layers), *layers[0].shape), len(layers)
-    make, axes = (lambda *arrays: jnp.stack(arrays)), (lambda axes: (axes[1:],) * count)
-    return ArraySource(shape, layers[0].dtype, tuple(layers), make, axes, note="layers stacked")
+    count = len(layers)
+    return ArraySource(
+        shape=(count, *layers[0].shape),
+        dtype=layers[0].dtype,
+        parts=tuple(layers),
+        make=lambda *arrays: jnp.stack(arrays),
+        axes_of_parts=lambda axes: (axes[1:],) * count,
+        note="layers stacked",
+    )
 
 
 def _projection(fused: ArraySource, place: int | None) -> ArraySource:
@@ -309,10 +355,17 @@ def _projection(fused: ArraySource, place: int | None) -> ArraySource:
     note = "query, key and value separated"
     if place is None:
         shape, take = (*lead, count - 2, last), partial(lax.slice_in_dim, start_index=0, limit_index=-2, axis=-2)
-        return ArraySource(shape, fused.dtype, (fused,), take, sliced=True, note=note)
+        return ArraySource(shape=shape, dtype=fused.dtype, parts=(fused,), make=take, sliced=True, note=note)
     take = partial(lax.index_in_dim, index=place, axis=-2, keepdims=False)
-    axes = lambda axes: ((*axes[:-1], None, axes[-1]),)  # noqa: E731
-    return ArraySource((*lead, last), fused.dtype, (fused,), take, axes, sliced=True, note=note)
+    return ArraySource(
+        shape=(*lead, last),
+        dtype=fused.dtype,
+        parts=(fused,),
+        make=take,
+        axes_of_parts=lambda axes: ((*axes[:-1], None, axes[-1]),),
+        sliced=True,
+        note=note,
+    )
 
 
 def _fuse(q: Array, k: Array, v: Array) -> Array:

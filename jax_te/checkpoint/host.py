@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
+from jax_te.checkpoint.tree import is_key, key_data_or_self
+
 PINNED = "pinned_host"
 """Memory kind of pinned host memory, to which devices write directly."""
 
@@ -50,7 +52,7 @@ def host_copies(leaves: list[Any]) -> list[Any]:
     sources, places, numbers = list[jax.Array](), list[Sharding](), list[int]()
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, jax.Array):
-            data = jax.random.key_data(leaf) if _is_key(leaf.dtype) else leaf
+            data = key_data_or_self(leaf)
             one = _one_replica(data, number)
             place = None if one is None else _pinned(one.sharding, one.dtype)
             if one is not None and place is not None:
@@ -75,8 +77,7 @@ def host_copies(leaves: list[Any]) -> list[Any]:
         raise
     for number, copy in zip(numbers, made, strict=True):
         leaf = leaves[number]
-        is_key = _is_key(leaf.dtype)
-        copies[number] = jax.random.wrap_key_data(copy, impl=jax.random.key_impl(leaf)) if is_key else copy
+        copies[number] = jax.random.wrap_key_data(copy, impl=jax.random.key_impl(leaf)) if is_key(leaf.dtype) else copy
     return copies
 
 
@@ -84,7 +85,7 @@ def free(copies: list[Any]) -> None:
     """Free the memory of copies, even if they are still referenced."""
     for copy in copies:
         if isinstance(copy, jax.Array) and not copy.is_deleted():
-            data = jax.random.key_data(copy) if _is_key(copy.dtype) else copy
+            data = key_data_or_self(copy)
             _Memory.change(-data.nbytes)
             data.delete()
 
@@ -136,8 +137,3 @@ def _bits(dtype: Any) -> int:
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return 64
     return (jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo)(dtype).bits
-
-
-@lru_cache(maxsize=1024)
-def _is_key(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jax.dtypes.prng_key)

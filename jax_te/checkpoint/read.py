@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
+from jax_te._processes import attempt
 from jax_te.checkpoint import stored_arrays
 from jax_te.checkpoint.folder import Folder
 from jax_te.checkpoint.steps import METADATA_FILE
@@ -49,27 +48,14 @@ def _damage(error: Exception) -> str:
 
 def in_all_processes(read: Callable[..., Any], *args: Any) -> Any:
     """Return the result of ``read``, or raise in all processes if it raises in one: they would wait for each other."""
-    result, failure, text = None, None, ""
-    # Texts are all that processes gather: the first character says whether the error is a DamagedError.
-    try:
-        result = read(*args)
-    except Exception as error:
-        failure, text = error, f"{isinstance(error, DamagedError):d}{error}"
-    failures = sorted(filter(None, gather_texts(text)))  # those that are not damage come first
-    if failure is not None and not isinstance(failure, DamagedError):
-        raise failure
+    # The first character of a text says whether the error is a DamagedError.
+    result, error, texts = attempt(lambda: read(*args), lambda error: f"{isinstance(error, DamagedError):d}{error}")
+    if error is not None and not isinstance(error, DamagedError):
+        raise error
+    failures = sorted(text for text in texts if text)  # those that are not damage come first
     if failures:
         raise (DamagedError if failures[0][0] == "1" else RuntimeError)(failures[0][1:])
     return result
-
-
-def gather_texts(text: str) -> list[str]:
-    """Return the texts of all processes, in their order; all must call this, and texts are cut to 400 bytes."""
-    if jax.process_count() == 1:
-        return [text]
-    sent = np.frombuffer(text.encode()[:400].ljust(400, b"\0"), np.uint8)
-    received = multihost_utils.process_allgather(sent)
-    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in np.asarray(received)]
 
 
 @contextlib.contextmanager

@@ -68,7 +68,7 @@ class Target:
 
 
 @dataclass
-class Plan:
+class RestorePlan:
     """Sources of a state's arrays.
 
     Args:
@@ -118,7 +118,7 @@ def load(path: Path, what: str, target: Target) -> tuple[PyTree, Any]:
     return state, body["data"]
 
 
-def _check_keys(plan: Plan, saved: dict[str, str], target: Target, what: str) -> None:
+def _check_keys(plan: RestorePlan, saved: dict[str, str], target: Target, what: str) -> None:
     """Raise CheckpointMismatchError for a typed key whose data would go into a key of another implementation."""
     for name, made in plan.made.items():
         here = target.keys.get("/".join(name))
@@ -130,7 +130,7 @@ def _check_keys(plan: Plan, saved: dict[str, str], target: Target, what: str) ->
             )
 
 
-def make_plan(saved: dict[str, Record], target: Target, what: str) -> Plan:
+def make_plan(saved: dict[str, Record], target: Target, what: str) -> RestorePlan:
     """Return the plan that makes a state's arrays from the saved ones.
 
     Args:
@@ -144,7 +144,7 @@ def make_plan(saved: dict[str, Record], target: Target, what: str) -> Plan:
     """
     conversions = Conversions(saved, target.wanted)
     ways = {name: conversions.find(name, target.wanted["/".join(name)]) for name in target.leaves}
-    plan, refused = Plan(kernels=_quantized_here(conversions, ways, target)), _Refused()
+    plan, refused = RestorePlan(kernels=_quantized_here(conversions, ways, target)), _Refused()
     _decide_leaves(plan, refused, conversions, ways, target)
     _decide_left_over(plan, refused, conversions, target)
     if refused.names:
@@ -189,7 +189,7 @@ def _quantized_here(
 
 
 def _decide_leaves(
-    plan: Plan, refused: _Refused, conversions: Conversions, ways: dict[Name, ArraySource | None], target: Target
+    plan: RestorePlan, refused: _Refused, conversions: Conversions, ways: dict[Name, ArraySource | None], target: Target
 ) -> None:
     """Add the source of each array of the state to ``plan``, and arrays without one to ``refused``."""
     for name, way in ways.items():
@@ -212,7 +212,7 @@ def _decide_leaves(
                 refused.needs.add("missing")
 
 
-def _decide_left_over(plan: Plan, refused: _Refused, conversions: Conversions, target: Target) -> None:
+def _decide_left_over(plan: RestorePlan, refused: _Refused, conversions: Conversions, target: Target) -> None:
     """Add the checkpoint's surplus arrays to ``plan``, or to ``refused`` if that is not allowed."""
     for name in conversions.left_over(plan.made | plan.kernels):
         first = name.split("/")[0]
@@ -227,7 +227,7 @@ def _decide_left_over(plan: Plan, refused: _Refused, conversions: Conversions, t
             refused.needs.add(QUANTIZERS if of_quantizers else "unexpected")
 
 
-def _reads(plan: Plan, target: Target) -> dict[str, jax.ShapeDtypeStruct]:
+def _reads(plan: RestorePlan, target: Target) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the arrays to read by name: unconverted ones with their final sharding, sources of others with a similar
     one."""
     reads = {made.source: target.leaves[name] for name, made in plan.made.items() if made.make is None}
@@ -240,7 +240,7 @@ def _reads(plan: Plan, target: Target) -> dict[str, jax.ShapeDtypeStruct]:
     return reads
 
 
-def _arrays(plan: Plan, target: Target, read: dict[str, Any]) -> dict[Name, Any]:
+def _arrays(plan: RestorePlan, target: Target, read: dict[str, Any]) -> dict[Name, Any]:
     arrays, taken = dict[Name, Any](), set[str]()
     # On any meshes, with axes of type Auto: no mesh is set meanwhile, as for checksums.
     with jax.set_mesh(NO_MESH):
@@ -300,7 +300,7 @@ def _auto(sharding: Any, axes: Axes) -> Sharding:
     return NamedSharding(Mesh(mesh.devices, mesh.axis_names), PartitionSpec(*axes))
 
 
-def _log(plan: Plan, what: str) -> None:
+def _log(plan: RestorePlan, what: str) -> None:
     done: dict[str, list[str]] = {}
     for name, made in (plan.made | plan.kernels).items():
         for note in dict.fromkeys(made.notes()):

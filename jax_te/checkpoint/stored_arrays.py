@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore
 
-from jax_te.checkpoint.tree import STATE, Name, is_wide, stored_parts
+from jax_te.checkpoint.tree import STATE, Name, is_key, is_wide, stored_parts
 from jax_te.typing import Array
 
 IN_FLIGHT = 2**32
@@ -122,7 +122,7 @@ def _arrived(reads: Reads, leaf: jax.ShapeDtypeStruct) -> Array | np.ndarray:
     array = jax.make_array_from_callback(
         stored.shape, stored.sharding, lambda index: parts[_place(index, stored.shape)], dtype=stored.dtype
     )
-    if not _is_key(leaf):
+    if not is_key(leaf.dtype):
         return array
     return jax.random.wrap_key_data(array, impl=jax.random.key_impl(jnp.zeros((), leaf.dtype)))
 
@@ -150,11 +150,7 @@ def _place(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
 
 def _as_stored(leaf: jax.ShapeDtypeStruct) -> Any:
     """Return the description of an array as stored; for typed keys that of their data."""
-    if not _is_key(leaf):
+    if not is_key(leaf.dtype):
         return leaf
     data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
-
-
-def _is_key(leaf: jax.ShapeDtypeStruct) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -109,6 +109,21 @@ def stored_parts(name: Name) -> Name:
     return tuple(part.replace(".", "%2E") for part in name)
 
 
+@lru_cache(maxsize=1024)
+def is_key(dtype: Any) -> bool:
+    """Return whether arrays of a dtype are typed keys, which are stored as their data.
+
+    >>> is_key(jax.random.key(0).dtype), is_key(np.dtype("uint32"))
+    (True, False)
+    """
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def key_data_or_self(leaf: Any) -> Any:
+    """Return the data of an array of typed keys; another array itself."""
+    return jax.random.key_data(leaf) if is_key(leaf.dtype) else leaf
+
+
 def records(leaves: dict[Name, Any]) -> dict[str, list[Any]]:
     """Return dtype and shape of each leaf as stored (a typed key is stored as its data).
 
@@ -117,7 +132,7 @@ def records(leaves: dict[Name, Any]) -> dict[str, list[Any]]:
     """
     result = {}
     for name, leaf in leaves.items():
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if is_key(leaf.dtype):
             leaf = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
         result["/".join(name)] = [np.dtype(leaf.dtype).name, list(leaf.shape)]
     return result
@@ -130,7 +145,7 @@ def key_kinds(leaves: dict[Name, Any]) -> dict[str, str]:
     {'a': 'rbg'}
     """
     dtypes = {"/".join(name): leaf.dtype for name, leaf in leaves.items()}
-    return {name: _key_kind(dtype) for name, dtype in dtypes.items() if jnp.issubdtype(dtype, jax.dtypes.prng_key)}
+    return {name: _key_kind(dtype) for name, dtype in dtypes.items() if is_key(dtype)}
 
 
 @lru_cache(maxsize=64)
@@ -144,7 +159,7 @@ def is_wide(dtype: Any) -> bool:
     >>> is_wide(np.int64), is_wide(np.float32)
     (True, False)
     """
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    if is_key(dtype):
         return False
     return np.dtype(dtype) != jax.dtypes.canonicalize_dtype(dtype)
 

@@ -6,13 +6,11 @@ import contextlib
 import glob
 import math
 import os
-import threading
 import zlib
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import jax
 from orbax.checkpoint import v1 as ocp
@@ -20,8 +18,6 @@ from orbax.checkpoint import v1 as ocp
 from jax_te.checkpoint.folder import Folder
 from jax_te.checkpoint.steps import StepNames, checkpoint_steps, remove_checkpoint
 from jax_te.checkpoint.tree import STATE, Name, crc32, nest
-
-T = TypeVar("T")
 
 _NO_BOUND = 7 * 24 * 3600
 """A timeout of Orbax, in seconds, that no save reaches."""
@@ -118,29 +114,6 @@ def call_orbax(
     return writer.save_checkpointables_async(
         step, {STATE: nest(leaves)}, force=True, metrics=metrics or None, custom_metadata={**body, "crc32": crc32(body)}
     )
-
-
-def in_thread(call: Callable[..., T], *args: Any) -> Future[T]:
-    """Return the future of a call in its own thread.
-
-    At exit a process waits for the thread, unless the thread could wait for another process.
-    """
-    if jax.process_count() > 1:
-        future = Future[T]()
-        threading.Thread(target=_fill, args=(future, call, args), name="jax_te-save", daemon=True).start()
-        return future
-    executor = ThreadPoolExecutor(1, "jax_te-save")
-    try:
-        return executor.submit(call, *args)
-    finally:
-        executor.shutdown(wait=False)
-
-
-def _fill(future: Future[T], call: Callable[..., T], args: tuple[Any, ...]) -> None:
-    try:
-        future.set_result(call(*args))
-    except BaseException as error:
-        future.set_exception(error)
 
 
 def size_of_save(directory: Path, step: int) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_te.checkpoint import Heartbeats
+from jax_te._processes import Heartbeats
 from jax_te.metrics import MetricsLog, Progress, Speed, StepTrace, StepWork
 from jax_te.typing import PyTree
 

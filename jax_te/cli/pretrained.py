@@ -12,7 +12,8 @@ from flax import nnx
 
 from jax_te.cli.option_table import flag, options_of
 from jax_te.cli.options import ExpertOptions, ModelOptions
-from jax_te.interop.huggingface import CONFIG, Architecture, Form, config_values, load_huggingface, read_form
+from jax_te.interop.huggingface import CONFIG, config_values, load_huggingface, read_form
+from jax_te.interop.tables import Architecture, Form
 from jax_te.layers import GroupedLinear, GroupedLoRA, LoRA
 from jax_te.models import Execution, GPTModel, RotaryPositions
 

@@ -18,14 +18,12 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_te.checkpoint import Heartbeats
+from jax_te._processes import HEARTBEAT_FOLDER, Heartbeats, attempt, gather_texts, is_first
 from jax_te.cli.launch import PLACE, Bounds, Launch
 from jax_te.cli.main import explain
 from jax_te.cli.rendezvous import rendezvous
-from jax_te.cli.run_files import HEARTBEAT_FOLDER
 
 _LATER = 60
 """Seconds by which JAX's timeouts, at which it aborts in C++, exceed those of the run."""
@@ -76,11 +74,12 @@ def joined(launch: Launch | None, output: Path, bounds: Bounds, *, debug: bool =
             heartbeats = Heartbeats(
                 output / HEARTBEAT_FOLDER, run, jax.process_index(), jax.process_count(), every, guard
             )
-            yield heartbeats.__enter__()
+            heartbeats.start()
+            yield heartbeats
     except Exception as error:
         _end(error, debug, heartbeats)  # the heartbeats go on until then: they tell this process why, and the others
     else:
-        heartbeats.__exit__()
+        heartbeats.stop()
 
 
 @contextlib.contextmanager
@@ -125,7 +124,7 @@ def _shared_token(output: Path, token: str) -> str:
     Raises:
         ValueError: in all of them, if one does not.
     """
-    token = _gathered(token)[0]
+    token = gather_texts(token)[0]
     mark = output / f".{token}"  # a name that was never requested, so that no cache has an answer
 
     def look() -> None:
@@ -202,11 +201,6 @@ def _connect(launch: Launch, bounds: Bounds) -> None:
         ) from error
 
 
-def is_first() -> bool:
-    """Return whether this is the process that writes files and messages."""
-    return jax.process_index() == 0
-
-
 def agreed(work: Callable[[], T]) -> T:
     """Return ``work()`` once it has succeeded in every process; all must call this.
 
@@ -216,18 +210,13 @@ def agreed(work: Callable[[], T]) -> T:
     """
     if jax.process_count() == 1:
         return work()
-    result, failure = None, None
-    try:
-        result = work()
-    except Exception as error:
-        failure = error
-    lines = _gathered("" if failure is None else _line(failure) or repr(failure))
+    result, failure, lines = attempt(work, lambda error: _line(error) or repr(error))
     if failure is not None:
         raise failure
     for index, line in enumerate(lines):
         if line:
             raise ValueError(f"process {index}: {line}")
-    return result  # type: ignore[return-value]
+    return result
 
 
 def check_same(**values: object) -> None:
@@ -235,7 +224,7 @@ def check_same(**values: object) -> None:
     if jax.process_count() == 1:
         return
     for name, value in values.items():
-        found = _gathered(str(zlib.crc32(repr(value).encode())))
+        found = gather_texts(str(zlib.crc32(repr(value).encode())))
         if len(set(found)) > 1:
             other = next(index for index, text in enumerate(found) if text != found[0])
             raise ValueError(f"{name} of process {other} differs from process 0's; give all processes the same")
@@ -260,13 +249,6 @@ class SharedSignal:
         self._told = self._largest(jax.make_array_from_callback(shape, self._over_all, lambda _: value))
         number = 0 if before is None else int(before)
         return signal.Signals(number) if number else None
-
-
-def _gathered(text: str) -> list[str]:
-    sent = np.frombuffer(text.encode()[:_LONGEST].ljust(_LONGEST, b"\0"), np.uint8)
-    return [
-        bytes(row).rstrip(b"\0").decode(errors="ignore") for row in np.asarray(multihost_utils.process_allgather(sent))
-    ]
 
 
 def _line(error: Exception) -> str | None:

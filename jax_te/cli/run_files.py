@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jax_te._processes import HEARTBEAT_FOLDER
 from jax_te._validation import brief, read_text
 from jax_te.cli.option_table import flag, options_of
 from jax_te.cli.options import MAY_CHANGE, OPTIONS, Recorded
@@ -20,7 +21,6 @@ from jax_te.metrics import metrics_files
 CONFIG_FILE = "config.json"
 CHECKPOINT_FOLDER = "checkpoints"
 LOCK_FILE = ".lock"
-HEARTBEAT_FOLDER = ".processes"
 PROFILE_FOLDER = "profile"
 PARTIAL = ".partial"
 """Suffix of an incomplete file."""

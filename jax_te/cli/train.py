@@ -13,15 +13,16 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_te._processes import Heartbeats, is_first
 from jax_te._validation import require_extra
-from jax_te.checkpoint import Heartbeats, TrainCheckpointer
+from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import HELDOUT, Trainer, contexts, warnings_as_lines
 from jax_te.cli.compile_cache import keep_compiled_programs
 from jax_te.cli.launch import Bounds, find_launch
 from jax_te.cli.loop import LoopActions, LoopPlan, LoopResult, run_loop
 from jax_te.cli.memory import check_memory
 from jax_te.cli.options import GivenOptions
-from jax_te.cli.processes import SharedSignal, agreed, check_same, is_first, joined
+from jax_te.cli.processes import SharedSignal, agreed, check_same, joined
 from jax_te.cli.resolve import output_folder, resolve
 from jax_te.cli.run_checks import check_mesh_of_processes, check_precision, check_te_on_mesh, explain_backends
 from jax_te.cli.run_config import RunConfig

@@ -1,7 +1,13 @@
 """Configuration dataclasses: frozen, keyword-only, checked once when built. They import without jax."""
 
 from jax_te.config.activation import ACTIVATIONS, ActivationLike, ActivationParams, LimitedFunction, activation_parts
-from jax_te.config.attention import CP_COMM_TYPES, AttentionConfig, CpCommType, LatentAttentionOptions
+from jax_te.config.attention import (
+    CP_COMM_TYPES,
+    AttentionConfig,
+    CpCommType,
+    LatentAttentionOptions,
+    is_windowed_layer,
+)
 from jax_te.config.cuda_graph import CudaGraphConfig
 from jax_te.config.experts import LOAD_BALANCING_TYPES, DispatchOptions, ExpertsConfig, MoEOptions, RouterOptions
 from jax_te.config.initializers import NormalInit, normal_init, scaled_normal_init

@@ -15,6 +15,33 @@ CpCommType = Literal["p2p", "all_gather", "a2a", "a2a+p2p"]
 CP_COMM_TYPES: tuple[CpCommType, ...] = get_args(CpCommType)
 """Ways to exchange keys and values under context parallelism."""
 
+
+def is_windowed_layer(window_size: tuple[int, int] | None, window_attn_skip_freq: Any, number: int) -> bool:
+    """Return whether layer ``number``, from 1, attends in a window: Megatron-Core's rule.
+
+    Raises:
+        ValueError: for a ``window_attn_skip_freq`` of another type, or without an entry for the layer.
+
+    >>> [is_windowed_layer((128, 0), 3, number) for number in (1, 2, 3)]
+    [True, True, False]
+    """
+    if window_size is None:
+        return False
+    if window_attn_skip_freq is None:
+        return True
+    if is_integer(window_attn_skip_freq):
+        check_positive(window_attn_skip_freq=window_attn_skip_freq)
+        return number % window_attn_skip_freq != 0
+    if isinstance(window_attn_skip_freq, (list, tuple)):
+        if len(window_attn_skip_freq) < number:
+            raise ValueError(f"window_attn_skip_freq has no entry for layer {number}, got {window_attn_skip_freq}")
+        return bool(window_attn_skip_freq[number - 1])
+    raise ValueError(
+        f"window_attn_skip_freq must be an integer, a sequence with an entry for each layer or None, got "
+        f"{window_attn_skip_freq!r}"
+    )
+
+
 _WINDOW = Words("two integers >= -1, e.g. (128, 0), or None", error=ValueError)
 _SIZES = Words("two integers >= 1, (a2a ranks, p2p ranks), or None", error=ValueError)
 _EXCHANGE = Words(

@@ -19,7 +19,7 @@ from jax_te._validation import (
     is_integer,
 )
 from jax_te.config.activation import ActivationLike, LimitedFunction, activation_parts, named_activation
-from jax_te.config.attention import AttentionConfig, LatentAttentionOptions
+from jax_te.config.attention import AttentionConfig, CpCommType, LatentAttentionOptions, is_windowed_layer
 from jax_te.config.cuda_graph import CudaGraphConfig
 from jax_te.config.experts import ExpertsConfig
 from jax_te.config.filled import FillsFields
@@ -441,3 +441,38 @@ class TransformerConfig(
         """
         first, last = self.num_layers_at_start_in_bf16, self.num_layers - self.num_layers_at_end_in_bf16
         return self.first_last_layers_bf16 and (layer < first or layer >= last)
+
+    @checked
+    def has_window(self, layer: int) -> bool:
+        """Return whether layer number ``layer``, from 0, attends in a window.
+
+        Raises:
+            ValueError: for a number below 0, or beyond the layers that ``window_attn_skip_freq`` lists.
+
+        >>> config = TransformerConfig(
+        ...     num_layers=3, hidden_size=8, num_attention_heads=1, window_size=(4, 0), window_attn_skip_freq=3
+        ... )
+        >>> [config.has_window(layer) for layer in range(3)]
+        [True, True, False]
+        """
+        if layer < 0:
+            raise ValueError(f"layer must be in [0, {self.num_layers}), the numbers of the layers, got {layer}")
+        return is_windowed_layer(self.window_size, self.window_attn_skip_freq, layer + 1)
+
+    @checked
+    def cp_comm_type_of(self, layer: int) -> CpCommType:
+        """Return how layer number ``layer``, from 0, exchanges keys and values along the mesh's context axis.
+
+        Raises:
+            ValueError: for a number below 0, or beyond the layers that ``cp_comm_type`` lists.
+
+        >>> config = TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=1, cp_comm_type=["a2a", "p2p"])
+        >>> [config.cp_comm_type_of(layer) for layer in range(2)]
+        ['a2a', 'p2p']
+        """
+        kinds: Any = self.cp_comm_type
+        if layer < 0 or (isinstance(kinds, tuple) and layer >= len(kinds)):
+            raise ValueError(f"layer must be in [0, {self.num_layers}), the numbers of the layers, got {layer}")
+        if isinstance(kinds, tuple):
+            return kinds[layer]
+        return "p2p" if kinds is None else kinds

@@ -46,6 +46,7 @@ from jax_te.layers.model_kernels import (
     keep_in_high_precision,
     name_modules,
     natural_order,
+    precision_while_building,
     quantizable_kernels,
     quantizable_modules,
     quantize_parameters,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from flax import nnx
 
 from jax_te._validation import checked
+from jax_te.config import TransformerConfig
 from jax_te.layers.quantizable import QuantizableModule, RecipeModule
 from jax_te.quantize import QuantizedKernel, quantizer_for
+from jax_te.recipe import autocast
 from jax_te.typing import Array
 
 
@@ -50,6 +53,14 @@ def name_modules(model: nnx.Module) -> nnx.Module:
     for path, module in quantizable_modules(model):
         module.module_name = path
     return model
+
+
+def precision_while_building(config: TransformerConfig, number: int) -> contextlib.AbstractContextManager[Any]:
+    """Return the context for building layer ``number``, from 0: without a recipe if it stays in high precision.
+
+    It then has no quantizer state, which no call would update.
+    """
+    return autocast(None) if config.in_high_precision(number) else contextlib.nullcontext()
 
 
 @checked

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te._validation import check_axes, check_positive, checked, is_integer, log_hints
-from jax_te.config import CpCommType, TransformerConfig
+from jax_te._validation import check_axes, check_positive, checked, log_hints
+from jax_te.config import CpCommType, TransformerConfig, is_windowed_layer
 from jax_te.layers import DotProductAttention, PackedSeqParams, check_tp_group
 from jax_te.layers.attention import arbitrary_mask, merge_heads, padding_pair
 from jax_te.megatron.enums import AttnMaskType
@@ -43,23 +43,7 @@ def is_layer_window_attention(
     [True, True, False]
     """
     check_positive(layer_number=layer_number)
-    if window_size is None:
-        return False
-    if window_attn_skip_freq is None:
-        return True
-    if is_integer(window_attn_skip_freq):
-        check_positive(window_attn_skip_freq=window_attn_skip_freq)
-        return layer_number % window_attn_skip_freq != 0
-    if isinstance(window_attn_skip_freq, (list, tuple)):
-        if len(window_attn_skip_freq) < layer_number:
-            raise ValueError(
-                f"window_attn_skip_freq has no entry for layer {layer_number}, got {window_attn_skip_freq}"
-            )
-        return bool(window_attn_skip_freq[layer_number - 1])
-    raise ValueError(
-        f"window_attn_skip_freq must be an integer, a sequence with an entry for each layer or None, got "
-        f"{window_attn_skip_freq!r}"
-    )
+    return is_windowed_layer(window_size, window_attn_skip_freq, layer_number)
 
 
 class _Masks(NamedTuple):
@@ -218,15 +202,8 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
         # Megatron packs into one row without a batch axis; the layer requires the axis.
         row = packed_seq_params is not None and query.ndim == 3
         if row:
-            query = query[None]
-            key, value = None if key is None else key[None], None if value is None else value[None]
-        if attention_bias is not None:
-            if core_attention_bias_type != "no_bias" or core_attention_bias is not None:
-                raise ValueError(
-                    "attention_bias is Megatron's name of a core_attention_bias of type 'post_scale_bias', and both "
-                    f"were given (core_attention_bias_type={core_attention_bias_type!r}); leave one out"
-                )
-            core_attention_bias_type, core_attention_bias = "post_scale_bias", attention_bias
+            query, key, value = (None if array is None else array[None] for array in (query, key, value))
+        bias_type, bias = _core_bias(attention_bias, core_attention_bias_type, core_attention_bias)
         with_logit = self.return_max_logit if return_max_logit is None else return_max_logit
         result = super().__call__(
             query,
@@ -236,8 +213,8 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
             q_lengths=masks.q_lengths if q_lengths is None else q_lengths,
             kv_lengths=masks.kv_lengths if kv_lengths is None else kv_lengths,
             packed_seq_params=packed_seq_params,
-            core_attention_bias_type=core_attention_bias_type,
-            core_attention_bias=core_attention_bias,
+            core_attention_bias_type=bias_type,
+            core_attention_bias=bias,
             alibi_slopes=alibi_slopes,
             dropout_key=dropout_key,
             attn_mask_type=masks.mask_type,
@@ -298,6 +275,18 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
         check_tp_group(tp_group)
 
     sharded_state_dict = sharded_state_dict  # of the learnable softmax offset, if there is one
+
+
+def _core_bias(attention_bias: Any, bias_type: Any, bias: Any) -> tuple[Any, Any]:
+    """Return type and array of the core's bias, given by Megatron's name or by the core's own."""
+    if attention_bias is None:
+        return bias_type, bias
+    if bias_type != "no_bias" or bias is not None:
+        raise ValueError(
+            "attention_bias is Megatron's name of a core_attention_bias of type 'post_scale_bias', and both were given "
+            f"(core_attention_bias_type={bias_type!r}); leave one out"
+        )
+    return "post_scale_bias", attention_bias
 
 
 def _name(mask_type: AttnMaskType | str) -> Any:

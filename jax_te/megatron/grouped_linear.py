@@ -97,7 +97,7 @@ class TEGroupedLinear(TELayer, GroupedLinear):
                 f"sequence_parallel=True with parallel_mode={parallel_mode!r} splits a sequence, and rows sorted by "
                 "expert have none; set is_expert=True, with which the tensor axis does not shard the layer"
             )
-        self._check_and_set(input_size, output_size, options)
+        self._take_options(input_size, output_size, options)
         mode = options.parallel_mode if is_expert and config.expert_tensor_parallel_size != 1 else options.sharded_mode
         GroupedLinear.__init__(
             self,

@@ -83,7 +83,7 @@ class TELayerNormColumnParallelLinear(TELayer, LayerNormLinear):
             tp_group=tp_group,
             name=name,
         )
-        self._check_and_set(input_size, output_size, options)
+        self._take_options(input_size, output_size, options)
         LayerNormLinear.__init__(
             self,
             input_size,

@@ -29,6 +29,10 @@ _NAMES = {
 }
 
 
+Path = tuple[Any, ...]
+"""Path of a module or a Variable in a model."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Megatron's layout of one array: ``[out, in]`` for a kernel, ``[out]`` for a bias.
@@ -109,42 +113,57 @@ class Layout:
 
 
 def name_and_layout(
-    path: tuple[Any, ...], outside: int, variable: nnx.Variable, owners: Mapping[tuple[Any, ...], Any]
+    path: Path, variable: nnx.Variable, owners: Mapping[Path, Any], *, in_megatron_names: bool
 ) -> tuple[str, Layout | None]:
     """Return Megatron's name of a Variable, and its layout if that differs from the Variable's.
 
     Args:
         path: path of the Variable.
-        outside: the length of the path to the module with Megatron's names; the length of ``path`` where there is none.
         variable: Variable of one array; others, such as quantizer state and kernels stored quantized, keep their names.
-        owners: the modules by their paths.
+        owners: modules by their paths.
+        in_megatron_names: whether a module around the Variable has Megatron's names.
 
     >>> layer = Linear(32, (2, 64), rngs=nnx.Rngs(0))
-    >>> name, layout = name_and_layout(("linear_fc1", "kernel"), 0, layer.kernel, {("linear_fc1",): layer})
+    >>> owners = {("linear_fc1",): layer}
+    >>> name, layout = name_and_layout(("linear_fc1", "kernel"), layer.kernel, owners, in_megatron_names=True)
     >>> name, layout.to_megatron(layer.kernel[...]).shape
     ('linear_fc1.weight', (128, 32))
     """
-    owner = owners[path[:-1]]
-    shown = path if outside == len(path) else _numbered(path, owners)
-    if outside == len(path) or not (isinstance(owner, _LAYERS) or getattr(owner, "megatron_layout", False)):
-        return ".".join(map(str, shown)), None
-    attribute, value = str(path[-1]), variable.get_value()
-    where = ".".join(map(str, shown[:-1]))
+    if not in_megatron_names:
+        return _dotted(path), None
+    owner, shown = owners[path[:-1]], _numbered(path, owners)
+    if not (isinstance(owner, _LAYERS) or getattr(owner, "megatron_layout", False)):
+        return _dotted(shown), None
+    value = variable.get_value()
+    if not isinstance(value, jax.Array | jax.ShapeDtypeStruct) or isinstance(variable, QuantizerState):
+        return _dotted(shown), None
+    return _dotted((*shown[:-1], _megatron_name(owner, str(path[-1])))), _layout_of(path, variable, owners)
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def _megatron_name(owner: Any, attribute: str) -> str:
+    """Return Megatron's name of an array of a layer."""
     names = _FUSED if hasattr(owner, "scale") and hasattr(owner, "kernel") else _NAMES
-    one_array = isinstance(value, jax.Array | jax.ShapeDtypeStruct) and not isinstance(variable, QuantizerState)
-    name = f"{where}.{names.get(attribute, attribute) if one_array else attribute}".strip(".")
+    return names.get(attribute, attribute)
+
+
+def _layout_of(path: Path, variable: nnx.Variable, owners: Mapping[Path, Any]) -> Layout | None:
+    """Return Megatron's layout of a Variable of one array; None if that is the Variable's own."""
+    owner, attribute, value = owners[path[:-1]], str(path[-1]), variable.get_value()
     experts = owner.num_gemms if isinstance(owner, GroupedLinear) else None
-    rank = value.ndim - (experts is not None) if one_array else 0
+    rank = value.ndim - (experts is not None)
     is_kernel = attribute in ("kernel", "gate_kernel")
-    of_bias = attribute == "bias" and (rank > 1 or experts is not None)
-    if not one_array or not (is_kernel or of_bias):
-        return name, None
+    is_reshaped_bias = attribute == "bias" and (rank > 1 or experts is not None)
+    if not (is_kernel or is_reshaped_bias):
+        return None
     # An attention's projections have their components on an axis in front of the groups'.
-    several = rank > 1 + is_kernel
-    groups = projection_groups(owners.get(path[:-2]), str(path[-2:][0])) if several else 1
+    has_components = rank > 1 + is_kernel
+    groups = projection_groups(owners.get(path[:-2]), str(path[-2])) if has_components and len(path) > 1 else 1
     axes: Any = variable_axes(variable, value)  # logical ones: the layers are this package's
-    shape = tuple(value.shape)
-    return name, Layout(shape[-rank:], axes[-rank:], is_kernel, groups, experts)
+    return Layout(tuple(value.shape)[-rank:], axes[-rank:], is_kernel, groups, experts)
 
 
 def projection_groups(attention: Any, name: str) -> int:
@@ -162,7 +181,7 @@ def projection_groups(attention: Any, name: str) -> int:
     return 1
 
 
-def _numbered(path: tuple[Any, ...], owners: Mapping[tuple[Any, ...], Any]) -> tuple[Any, ...]:
+def _numbered(path: Path, owners: Mapping[Path, Any]) -> Path:
     """Return a path in which the layers of a pipeline's stage have their numbers in the whole model."""
     firsts = [getattr(owners.get(path[: max(n - 1, 0)]), "first_layer", 0) for n in range(len(path))]
     return tuple([part + first if isinstance(part, int) else part for part, first in zip(path, firsts, strict=True)])

@@ -121,7 +121,7 @@ class TELinear(TELayer, Linear):
         rngs: nnx.Rngs,
     ) -> None:
         """Construct the layer, also for the column- and row-parallel ones."""
-        self._check_and_set(input_size, output_size, options)
+        self._take_options(input_size, output_size, options)
         Linear.__init__(
             self,
             input_size,

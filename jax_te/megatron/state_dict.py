@@ -183,9 +183,9 @@ def variables_of(module: nnx.Module) -> list[tuple[str, nnx.Variable, Layout | N
         rule = counting_of(node)
         of_one_step = isinstance(node, StepState) or (rule is not None and not rule.persistent)
         if isinstance(node, nnx.Variable) and not of_one_step:
-            sizes = range(len(path))
-            outside = next((n for n in sizes if getattr(owners.get(path[:n]), "megatron_names", False)), len(path))
-            name, layout = name_and_layout(path, outside, node, owners)
+            around = [owners.get(path[:length]) for length in range(len(path))]
+            named = any(getattr(module, "megatron_names", False) for module in around)
+            name, layout = name_and_layout(path, node, owners, in_megatron_names=named)
             found.append((name, node, layout))
     return found
 

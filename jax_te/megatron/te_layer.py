@@ -84,7 +84,8 @@ class TELayer(StateDicts, QuantizableModule):
         in_features, out_features: of the whole kernel; of several axes of output features their product.
         parallel_mode: ``"column"``, ``"row"`` or None.
         use_bias: there is a bias.
-        te_return_bias: the second element of a call's result is the bias.
+        te_return_bias: the second element of a call's result is the bias. Megatron's name of it, which its modules
+            read.
         is_expert, tp_comm_buffer_name, symmetric_ar_type, disable_parameter_transpose_cache: as given.
     """
 
@@ -111,31 +112,42 @@ class TELayer(StateDicts, QuantizableModule):
         if name is not None:
             finish_init(self, get_quant_config_or_none(name, self.config.quant_recipe))
 
-    def _check_and_set(self, input_size: int, output_size: int | tuple[int, ...], options: TELayerOptions) -> None:
-        """Check the arguments that the layer behind this class does not check, and set the attributes."""
-        config, mode = options.config, options.parallel_mode
+    def _take_options(self, input_size: int, output_size: int | tuple[int, ...], options: TELayerOptions) -> None:
+        """Set the attributes, and check the arguments that the layer behind this class does not check."""
         if options.symmetric_ar_type not in SYMMETRIC_AR_TYPES:
             raise AssertionError(
                 f"symmetric_ar_type must be one of {SYMMETRIC_AR_TYPES}, got {options.symmetric_ar_type!r}"
             )
         log_hints(symmetric_ar_type=options.symmetric_ar_type, tp_comm_buffer_name=options.tp_comm_buffer_name)
-        self.config = config
         outer = output_size if isinstance(output_size, tuple) else (output_size,)
-        self.in_features, self.out_features = input_size, math.prod(outer)
-        self.parallel_mode = mode
+        self._set_options(input_size, math.prod(outer), options)
+        self._check_tensor_ranks(last_output=outer[-1])
+
+    def _set_options(self, in_features: int, out_features: int, options: TELayerOptions) -> None:
+        self.config = options.config
+        self.in_features, self.out_features = in_features, out_features
+        self.parallel_mode = options.parallel_mode
         self.is_expert = options.is_expert
         self.te_return_bias = options.return_bias
         self.tp_comm_buffer_name = options.tp_comm_buffer_name
         self.symmetric_ar_type = options.symmetric_ar_type
-        self.disable_parameter_transpose_cache = config.disable_parameter_transpose_cache
+        self.disable_parameter_transpose_cache = options.config.disable_parameter_transpose_cache
+
+    def _check_tensor_ranks(self, *, last_output: int) -> None:
+        """Raise an error if the configuration's ranks are not the mesh's, or do not divide features that they split.
+
+        Args:
+            last_output: size of the last axis of output features.
+        """
+        config, mode = self.config, self.parallel_mode
         check_context_size(config.context_parallel_size)
         wanted = config.tensor_model_parallel_size
-        if mode is not None and not options.is_expert and wanted not in (1, self.tp_size):
+        if mode is not None and not self.is_expert and wanted not in (1, self.tp_size):
             raise ValueError(
                 f"config.tensor_model_parallel_size is {wanted}, and the mesh in use has {self.tp_size} tensor ranks; "
                 "set a mesh with that many (jax.set_mesh), or leave it 1, which takes the mesh's"
             )
-        split = {"column": outer[-1], "row": self.in_features}.get(mode or "", 0)
+        split = {"column": last_output, "row": self.in_features}.get(mode or "", 0)
         if split % self.tp_size:
             raise AssertionError(
                 f"{split} {'output' if mode == 'column' else 'input'} features of a {mode}-parallel "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ from flax import nnx
 
 from jax_te import layers
 from jax_te._validation import check_choice, check_positive, checked
-from jax_te.config import CpCommType, TransformerConfig
+from jax_te.config import TransformerConfig
 from jax_te.megatron.graphable import GraphableMegatronModule
 from jax_te.megatron.mla_self_attention import MLASelfAttention
 from jax_te.megatron.mlp import MLP
@@ -19,29 +18,8 @@ from jax_te.megatron.moe import MoELayer
 from jax_te.megatron.norm import TENorm
 from jax_te.megatron.self_attention import SelfAttention
 from jax_te.ops import MaskType
-from jax_te.recipe import autocast
 from jax_te.sharding import constrain
 from jax_te.typing import Array, Key
-
-
-def layer_cp_comm_type(config: TransformerConfig, number: int) -> CpCommType:
-    """Return how layer ``number``, from 0, exchanges keys and values along the mesh's context axis.
-
-    >>> config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4, cp_comm_type=("a2a", "p2p"))
-    >>> layer_cp_comm_type(config, 1)
-    'p2p'
-    """
-    kinds = config.cp_comm_type
-    kind = kinds[number] if isinstance(kinds, tuple) else kinds
-    return "p2p" if kind is None else kind
-
-
-def layer_precision(config: TransformerConfig, number: int) -> contextlib.AbstractContextManager[Any]:
-    """Return the context for building layer ``number``, from 0: without a recipe if it stays in high precision.
-
-    It then has no quantizer state, which no call would update.
-    """
-    return autocast(None) if config.in_high_precision(number) else contextlib.nullcontext()
 
 
 def _cross_attention(config: TransformerConfig, number: int, rngs: nnx.Rngs) -> layers.MultiheadAttention:
@@ -60,7 +38,7 @@ def _cross_attention(config: TransformerConfig, number: int, rngs: nnx.Rngs) -> 
         softmax_scale=config.softmax_scale,
         softmax_type=config.softmax_type,
         logit_softcap=config.logit_softcap,
-        cp_comm_type=layer_cp_comm_type(config, number),
+        cp_comm_type=config.cp_comm_type_of(number),
         hierarchical_context_parallel_sizes=config.hierarchical_context_parallel_sizes,
         cp_load_balanced=config.cp_load_balanced,
         qk_norm_type=config.normalization if config.qk_layernorm else None,
@@ -145,12 +123,12 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
         self.residual_from_norm, self.parallel_attention_mlp = False, config.parallel_attention_mlp
         norm: Any = (config, config.hidden_size, config.layernorm_epsilon)
         has_experts = config.has_experts(number)
-        with layer_precision(config, number):
+        with layers.precision_while_building(config, number):
             # Latent attention has two projections of its input, and so its norm in front, under Megatron's name.
             self.input_layernorm = TENorm(*norm) if latent else None
             attention = MLASelfAttention if latent else SelfAttention
             self.self_attention = attention(
-                config, layer_number, self_attn_mask_type, layer_cp_comm_type(config, number), rngs=rngs
+                config, layer_number, self_attn_mask_type, config.cp_comm_type_of(number), rngs=rngs
             )
             self.cross_attention = _cross_attention(config, number, rngs) if layer_type == "decoder" else None
             # The norm of an MLP is in its first layer.

@@ -18,13 +18,9 @@ from jax_te.layers import (
     check_expert_size,
     keep_in_high_precision,
     make_norm,
+    precision_while_building,
 )
-from jax_te.megatron import (
-    is_layer_window_attention,
-    layer_cp_comm_type,
-    layer_precision,
-    recipe_from_config,
-)
+from jax_te.megatron import recipe_from_config
 from jax_te.ops import MaskType
 from jax_te.recipe import current_recipe
 
@@ -81,8 +77,8 @@ def transformer_layer(
         raise ValueError(f"number must be that of a layer, from 0, got {number}")
     forced = config.moe_router_force_load_balancing or config.moe_router_force_biased is not None
     latent = config.latent_attention
-    windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number + 1)
-    with layer_precision(config, number):
+    windowed = config.has_window(number)
+    with precision_while_building(config, number):
         layer = TransformerLayer(
             config.hidden_size,
             config.ffn_hidden_size,  # type: ignore[arg-type]  # the config has filled it in
@@ -106,7 +102,7 @@ def transformer_layer(
             softmax_scale=config.softmax_scale,
             softmax_type=config.softmax_type,
             logit_softcap=config.logit_softcap,
-            cp_comm_type=layer_cp_comm_type(config, number),
+            cp_comm_type=config.cp_comm_type_of(number),
             hierarchical_context_parallel_sizes=config.hierarchical_context_parallel_sizes,
             cp_load_balanced=config.cp_load_balanced,
             # With latent attention it is about the latents' norms.

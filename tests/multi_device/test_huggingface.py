@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_te.config import ParallelConfig
 from jax_te.interop.huggingface import load_huggingface, save, save_huggingface
+from jax_te.interop.tables import host_arrays, on_host
 from jax_te.sharding import make_mesh
 from tests.interop.huggingface.test_folder import llama, params_of
 from tests.support.numerics import assert_bitwise
@@ -59,25 +61,37 @@ def gather_shard_by_shard():
         expected = patterns.view(dtype)
         place = NamedSharding(mesh, PartitionSpec("tensor", "fsdp"))
         array = jax.make_array_from_callback(expected.shape, place, lambda index, whole=expected: whole[index])
-        first = save.on_host(array, everywhere=False)
+        first = on_host(array, everywhere=False)
         assert (first is None) == (jax.process_index() == 1)
         assert first is None or first.tobytes() == expected.tobytes()
-        assert save.on_host(array).tobytes() == expected.tobytes()
-        program = save._shard.lower(array, np.int32(0), mesh=mesh, spec=place.spec).compile().as_text()
+        assert on_host(array).tobytes() == expected.tobytes()
+        program = host_arrays._shard.lower(array, np.int32(0), mesh=mesh, spec=place.spec).compile().as_text()
         sizes = [np.prod([int(size) for size in shape.split(",")]) for shape in re.findall(r"u8\[([\d,]+)\]", program)]
         largest.append(max(sizes) / expected.nbytes)
     return largest
 
 
+class SlowEnd:
+    """Object that makes the end of the interpreter take two seconds."""
+
+    def __del__(self, sleep=time.sleep):
+        sleep(2.0)
+
+
 def wait_in_vain(folder, copy):
-    """Return what a process is told that waits for another one, which does not go on writing."""
+    """Return what a process is told that waits for another one, which does not go on writing.
+
+    Process 1 ends while the interpreter of process 0 does: a thread that waited for it in C++ would abort process 0.
+    """
     with jax.set_mesh(make_mesh(ParallelConfig(fsdp=2, tensor=2), axis_type="explicit")):
         model = load_huggingface(folder)
-        save._BOUND = 2.0
+        host_arrays._BOUND = 2.0
         if jax.process_index() == 0:
             save.write_folder = stop_at_the_third
         with pytest.raises(TimeoutError) as told:
             save_huggingface(model, copy)
+    if jax.process_index() == 0:
+        sys.kept_until_the_end = SlowEnd()
     return str(told.value)
 
 

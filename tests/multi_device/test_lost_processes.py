@@ -17,7 +17,8 @@ import jax
 import numpy as np
 import pytest
 
-from jax_te.checkpoint import Heartbeats, TrainCheckpointer
+from jax_te._processes import Heartbeats
+from jax_te.checkpoint import TrainCheckpointer
 from jax_te.checkpoint import checkpointer as checkpointer_module
 from jax_te.checkpoint.write import size_of_save
 from jax_te.cli.launch import Launch
@@ -132,8 +133,8 @@ def test_the_size_of_a_save_is_measured_while_its_folders_go(tmp_path, monkeypat
 
 KILLED = """
 import os, pathlib, signal, sys
-from jax_te.checkpoint import Heartbeats
-Heartbeats(pathlib.Path(sys.argv[1]), "run", 1, 2, (600.0,)).__enter__()
+from jax_te._processes import Heartbeats
+Heartbeats(pathlib.Path(sys.argv[1]), "run", 1, 2, (600.0,)).start()
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from jax_te.config import TransformerConfig
 from jax_te.interop.huggingface.architectures.registry import read_form
-from jax_te.interop.huggingface.capabilities import Form
+from jax_te.interop.tables import Form
 from jax_te.models import Execution
 
 VOCAB, LENGTH = 96, 64

@@ -288,6 +288,8 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "config.ParallelConfig.parse": lambda f: Call(config.ParallelConfig.parse, {"text": "data=1"}),
     "config.ExpertsConfig.router_options": lambda f: Call(EXPERTS.router_options, {"aux_loss_groups": 1}),
     "config.TransformerConfig.has_experts": lambda f: Call(EXPERTS.has_experts, {"layer": 0}),
+    "config.TransformerConfig.has_window": lambda f: Call(CONFIG.has_window, {"layer": 0}),
+    "config.TransformerConfig.cp_comm_type_of": lambda f: Call(CONFIG.cp_comm_type_of, {"layer": 0}),
     "config.TransformerConfig.in_high_precision": lambda f: Call(CONFIG.in_high_precision, {"layer": 0}),
     "data.ByteTokenizer.decode": lambda f: Call(data.ByteTokenizer().decode, {"tokens": [65]}),
     "data.ByteTokenizer.encode": lambda f: Call(data.ByteTokenizer().encode, {"text": "A"}),

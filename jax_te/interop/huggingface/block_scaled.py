@@ -12,10 +12,10 @@ import ml_dtypes
 import numpy as np
 from flax import nnx
 
-from jax_te.errors import CheckpointMismatchError
-from jax_te.interop.huggingface.config_json import Fields
+from jax_te.errors import mismatch
+from jax_te.interop.huggingface.config_json import ConfigJson
 from jax_te.interop.huggingface.mxfp4 import finite, read_mxfp4
-from jax_te.interop.huggingface.tensor_patterns import Entry, Index, Sizes
+from jax_te.interop.tables import Entry, Fields, Index, Sizes, entry_reader
 from jax_te.layers import quantizable_kernels
 from jax_te.quantize import BlockQuantizer, Guard, QuantizedKernel
 
@@ -70,7 +70,7 @@ def read_block_scaled(
         CheckpointMismatchError: for tensors without scales, scales without tensors, and scales that do not fit.
     """
     name = "quantization_config"
-    said = Fields({name: values.pop(name, None)}, "config.json").take(name, dict, {})
+    said = ConfigJson({name: values.pop(name, None)}, "config.json").take(name, dict, {})
     if not said:
         if choice is not None:
             raise ValueError(
@@ -78,7 +78,7 @@ def read_block_scaled(
                 "--dequantize)"
             )
         return dict(stored)
-    form = Fields(said, "config.json: quantization_config")
+    form = ConfigJson(said, "config.json: quantization_config")
     method = form.take("quant_method", str, "")
     if method == "mxfp4":
         return _read_mxfp4(form, stored, choice)
@@ -102,19 +102,16 @@ def read_block_scaled(
             f"them as they are, under autocast(Float8BlockScaling(use_f32_scales=True)); got {choice!r}"
         )
     scales = {name.removesuffix(_SCALE): tensor for name, tensor in stored.items() if name.endswith(_SCALE)}
-    found: dict[str, FolderTensor] = {name: tensor for name, tensor in stored.items() if not name.endswith(_SCALE)}
+    tensors: dict[str, FolderTensor] = {name: tensor for name, tensor in stored.items() if not name.endswith(_SCALE)}
     wrong = sorted(scales.keys() ^ {name for name, tensor in stored.items() if tensor.dtype == _E4M3})
     lines = [f"{name} has {'no tensor in E4M3' if name in scales else f'no {_SCALE[1:]}'}" for name in wrong]
     for name in sorted(scales.keys() - set(wrong)):
         problem = _problem(stored[name], scales[name])
         lines += [f"{name}{_SCALE} {problem}"] if problem else []
-        found[name] = BlockScaled(stored[name], scales[name], kept=choice == "keep", name=name)
+        tensors[name] = BlockScaled(stored[name], scales[name], kept=choice == "keep", name=name)
     if lines:
-        more = f"\nand {len(lines) - 20} more" if len(lines) > 20 else ""
-        raise CheckpointMismatchError(
-            "tensors in FP8 and their scales do not fit:\n" + "\n".join(line[:300] for line in lines[:20]) + more
-        )
-    return found
+        raise mismatch("tensors in FP8 and their scales do not fit:", lines)
+    return tensors
 
 
 def _read_mxfp4(form: Fields, stored: Mapping[str, np.ndarray], choice: Choice | None) -> dict[str, FolderTensor]:
@@ -202,19 +199,14 @@ def reader(
     if guard:
         return lambda index, dtype: np.asarray(getattr(Guard.new(), constant), dtype)[..., *index]
     name, kept, part = path.partition("/form/rowwise/")
+    if not kept:
+        return entry_reader(path, entries, tensors, sizes)
     entry = entries[name]
-    # Only this parameter's tensors: dequantized values stay in memory only while they are read.
-    pieces = {each: tensors[each] for each in entry.names}
+    scaled = {tensor: tensors[tensor] for tensor in entry.names}
     if part != "scale_inv":
-        if kept:
-            pieces = {each: piece.data for each, piece in pieces.items()}
-        elif entry.experts is None:
-            # Once for all devices' parts. The values of all experts at once may be many gigabytes: each tensor of
-            # theirs is multiplied out where it is read.
-            pieces = {each: np.asarray(piece) for each, piece in pieces.items()}
-        return functools.partial(entry.read, pieces, sizes)
+        return functools.partial(entry.read, {tensor: stored.data for tensor, stored in scaled.items()}, sizes)
     shape = entry.shape(sizes)
-    scales = {each: piece.scales() for each, piece in pieces.items() if isinstance(piece, BlockScaled)}
+    scales = {tensor: stored.scales() for tensor, stored in scaled.items() if isinstance(stored, BlockScaled)}
     matrix = entry.read(scales, sizes, (slice(None),) * len(shape), np.dtype(np.float32)).reshape(shape[0], -1)
     blocks = _blocks(matrix, name, shape, "give block_scaled='dequantize'")
     return lambda index, dtype: blocks[index].astype(dtype)

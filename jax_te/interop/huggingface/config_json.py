@@ -1,10 +1,11 @@
-"""The fields of a ``config.json``: each is read, known to have no effect, or refused by name."""
+"""The fields of a ``config.json``: those without effect, activations and rotary positions."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from jax_te.interop.tables import REQUIRED, Fields
 from jax_te.layers import LinearScaling, Llama3Scaling, RotaryScaling, YarnScaling
 from jax_te.models import RotaryPositions
 
@@ -38,9 +39,6 @@ NO_NUMBERS = frozenset(name for names in _NO_NUMBERS.values() for name in names.
 FULL, WINDOW = "full_attention", "sliding_attention"
 """transformers' names of the kinds of layers."""
 
-REQUIRED: Any = object()
-"""Default of a required field."""
-
 # transformers' name: ours without and with a gate.
 ACTIVATIONS: dict[str, tuple[Any, Any]] = {
     "silu": ("silu", "swiglu"),
@@ -53,66 +51,17 @@ ACTIVATIONS: dict[str, tuple[Any, Any]] = {
 }
 
 
-class Fields:
-    """The fields of a ``config.json``, with a record of those that were read, and the names of the folder's tensors.
+class ConfigJson(Fields):
+    """The fields of a ``config.json``.
 
-    >>> fields = Fields({"hidden_size": 8, "use_cache": True}, "config.json")
-    >>> fields.take("hidden_size", int, 4), fields.take("num_layers", int, 2)
-    (8, 2)
+    >>> fields = ConfigJson({"hidden_act": "silu", "use_cache": True}, "config.json")
+    >>> fields.activation("hidden_act", "gelu", gated=True)
+    'swiglu'
     >>> fields.finish()
     """
 
     def __init__(self, values: Mapping[str, Any], what: str, tensors: Collection[Any] = ()):
-        self._values, self._what, self.tensors = dict(values), what, tensors
-        self._given = frozenset(values)
-
-    def take(self, name: str, kind: type, default: Any) -> Any:
-        """Return a field, or ``default`` where it is absent or null.
-
-        Raises:
-            ValueError: for a value that is not of this kind, and for a `REQUIRED` field that is absent.
-        """
-        value = self._values.pop(name, None)
-        if value is None and default is REQUIRED:
-            raise ValueError(f"{self._what} has no field {name}")
-        if value is None:
-            return default
-        if kind is float and type(value) is int and abs(value) < 2**53:
-            value = float(value)
-        if type(value) is not kind:
-            raise ValueError(f"{self._what}: {name} must be of type {kind.__name__}, got {_short(value)}")
-        return value
-
-    def has(self, *names: str) -> bool:
-        """Return whether there is one of these fields that is not null; none of them counts as read."""
-        return any(self._values.get(name) is not None for name in names)
-
-    def raw(self, name: str) -> Any:
-        """Return a field of any kind, None where it is absent."""
-        return self._values.pop(name, None)
-
-    def optional(self, name: str, kind: type, default: Any) -> Any:
-        """Return a field that may be null; ``default`` where it is absent. Raises like `take`."""
-        return self.take(name, kind, None if name in self._values else default)
-
-    def expect(self, name: str, *allowed: Any) -> None:
-        """Raise ValueError for a field with another value; absent and null stand for the first."""
-        value = self._values.pop(name, None)
-        if value is not None and not any(type(value) is type(each) and value == each for each in allowed):
-            raise self.refused(name, value, f"only {' or '.join(map(repr, allowed))} is supported")
-
-    def skip(self, *names: str) -> None:
-        """Skip fields without effect."""
-        for name in names:
-            self._values.pop(name, None)
-
-    def refused(self, name: str, value: Any, why: str) -> ValueError:
-        """Return the error about an unsupported field."""
-        return ValueError(f"{self._what}: {name} is {_short(value)}; {why}")
-
-    def unfit(self, error: TypeError) -> ValueError:
-        """Return the error about a field whose value no configuration takes, with the words of ``error``."""
-        return ValueError(f"{self._what}: {error}")
+        super().__init__(values, what, tensors, without_effect=NO_NUMBERS)
 
     def activation(self, name: str, default: str, *, gated: bool, allowed: Collection[str] = ACTIVATIONS) -> Any:
         """Return our name of an activation."""
@@ -143,8 +92,8 @@ class Fields:
         older, newer = self.take("rope_scaling", dict, {}), self.take("rope_parameters", dict, {})
         window_base = None
         if window_default is not None:
-            kinds = Fields(newer, f"{self._what}: rope_parameters")
-            newer, own = kinds.take(FULL, dict, {}), Fields(kinds.take(WINDOW, dict, {}), f"{self._what}: {WINDOW}")
+            kinds = ConfigJson(newer, f"{self._what}: rope_parameters")
+            newer, own = kinds.take(FULL, dict, {}), ConfigJson(kinds.take(WINDOW, dict, {}), f"{self._what}: {WINDOW}")
             kinds.finish()
             own.expect("rope_type", "default")
             window_base = own.take("rope_theta", float, self.take("rope_local_base_freq", float, window_default))
@@ -152,7 +101,7 @@ class Fields:
         values = {**newer, **older}
         for name in ("rope_theta", "partial_rotary_factor"):
             values = {name: self._values.pop(name, None), **values}
-        rope = Fields(values, f"{self._what}: rope_scaling")
+        rope = ConfigJson(values, f"{self._what}: rope_scaling")
         base = rope.take("rope_theta", float, default)
         if part_default is None:
             # transformers' classes of most architectures rotate the whole head regardless of this field, or fail.
@@ -171,28 +120,6 @@ class Fields:
         scaling = _scaling(rope, kind, max_positions)
         rope.finish()
         return RotaryPositions(base=base, percent=part, scaling=scaling, window_base=window_base)
-
-    def finish(self, ignore: Collection[str] = ()) -> None:
-        """Raise ValueError for fields that nothing has read; null stands for a field that is absent.
-
-        Args:
-            ignore: names of fields that a caller knows to change no number. One that was read is refused.
-        """
-        followed = sorted(name for name in self._given - self._values.keys() if name in ignore)
-        if followed:
-            raise ValueError(
-                f"{self._what}: {', '.join(followed)} cannot be ignored, because the model is built by it; leave it "
-                "out of ignore_fields"
-            )
-        left = [name for name, value in self._values.items() if value is not None]
-        left = sorted(name for name in left if name not in NO_NUMBERS and name not in ignore)
-        if left:
-            raise ValueError(
-                f"{self._what} has fields that are unknown here and may change numbers: "
-                f"{', '.join(f'{name[:60]}={_short(self._values[name])}' for name in left[:8])}"
-                f"{f', and {len(left) - 8} more' if len(left) > 8 else ''}; name those that do not in ignore_fields "
-                "(--ignore-fields on the command line)"
-            )
 
 
 def activation_name(activation: Any, *, gated: bool) -> str | None:
@@ -214,15 +141,15 @@ def rotary_fields(rotary: Any) -> dict[str, Any]:
     """
     if not isinstance(rotary, RotaryPositions):
         return {}
-    found: dict[str, Any] = {"rope_theta": rotary.base, "rope_scaling": None}
+    fields: dict[str, Any] = {"rope_theta": rotary.base, "rope_scaling": None}
     scaling = rotary.scaling
     if scaling is not None:
         kind, renamed = _SCALINGS[type(scaling)]
         values = {renamed.get(name, name): value for name, value in vars(scaling).items() if value is not None}
-        found["rope_scaling"] = {"rope_type": kind, **values}
+        fields["rope_scaling"] = {"rope_type": kind, **values}
     if rotary.window_base is not None:
-        found["rope_local_base_freq"] = rotary.window_base
-    return found
+        fields["rope_local_base_freq"] = rotary.window_base
+    return fields
 
 
 _SCALINGS: dict[type, tuple[str, dict[str, str]]] = {
@@ -232,7 +159,7 @@ _SCALINGS: dict[type, tuple[str, dict[str, str]]] = {
 }
 
 
-def _scaling(rope: Fields, kind: str, max_positions: int) -> RotaryScaling | None:
+def _scaling(rope: ConfigJson, kind: str, max_positions: int) -> RotaryScaling | None:
     if kind == "default":
         return None
     original = rope.take("original_max_position_embeddings", int, max_positions)
@@ -253,8 +180,3 @@ def _scaling(rope: Fields, kind: str, max_positions: int) -> RotaryScaling | Non
 
 _YARN: dict[str, Any] = {"factor": REQUIRED, "beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": None}
 _YARN |= {"mscale": 0.0, "mscale_all_dim": 0.0}
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 60 else f"{text[:56]} ..."

@@ -10,7 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from jax_te.interop.huggingface.safetensors import MAX_JSON, Plan, TensorFile, nbytes, read_json, shards, write_file
+from jax_te.interop.huggingface.safetensors import (
+    MAX_JSON,
+    TensorFile,
+    TensorPlan,
+    nbytes,
+    read_json,
+    shards,
+    write_file,
+)
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -99,13 +107,13 @@ def open_tensors(folder: Path) -> tuple[dict[str, np.ndarray], list[TensorFile]]
             raise ValueError(f"{folder / INDEX} names {str(name)[:200]!r}, which is not a name of a .safetensors file")
     files = {name: TensorFile(folder / name) for name in sorted(set(index.values()))}
     tensors: dict[str, np.ndarray] = {}
-    found: dict[str, Any] = {}
+    owners: dict[str, Any] = {}
     for name, file in files.items():
         tensors |= file.tensors
-        found |= dict.fromkeys(file.tensors, name)
+        owners |= dict.fromkeys(file.tensors, name)
     count = sum(len(file.tensors) for file in files.values())
-    if found != index or count != len(found):
-        wrong = sorted(name for name in found.keys() | index.keys() if found.get(name) != index.get(name))
+    if owners != index or count != len(owners):
+        wrong = sorted(name for name in owners.keys() | index.keys() if owners.get(name) != index.get(name))
         raise ValueError(
             f"{folder / INDEX} is not the index of its files: {', '.join(wrong[:8])[:500] or 'duplicates'}"
         )
@@ -115,7 +123,7 @@ def open_tensors(folder: Path) -> tuple[dict[str, np.ndarray], list[TensorFile]]
 def write_folder(
     folder: Path,
     config: Mapping[str, Any],
-    plan: list[Plan],
+    plan: list[TensorPlan],
     tensors: Iterable[tuple[str, np.ndarray]],
     max_shard_size: int,
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_te.errors import CheckpointMismatchError
+from jax_te.errors import CheckpointMismatchError, mismatch
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _GROUP = 32
@@ -66,12 +66,12 @@ def read_mxfp4(stored: Mapping[str, np.ndarray]) -> dict[str, Any]:
     Raises:
         CheckpointMismatchError: for values without scales, scales without values, and those that do not fit.
     """
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     packed: dict[str, dict[str, np.ndarray]] = {}
     for name, tensor in stored.items():
         kind = next((end for end in (_BLOCKS, _SCALES) if name.endswith(end)), None)
         if kind is None:
-            found[name] = tensor
+            tensors[name] = tensor
         else:
             packed.setdefault(name.removesuffix(kind), {})[kind] = tensor
     lines = []
@@ -79,13 +79,10 @@ def read_mxfp4(stored: Mapping[str, np.ndarray]) -> dict[str, Any]:
         problem = _problem(parts.get(_BLOCKS), parts.get(_SCALES))
         lines += [f"{name} {problem}"] if problem else []
         if not problem:
-            found[name] = PackedMXFP4(name, parts[_BLOCKS], parts[_SCALES])
+            tensors[name] = PackedMXFP4(name, parts[_BLOCKS], parts[_SCALES])
     if lines:
-        more = f"\nand {len(lines) - 20} more" if len(lines) > 20 else ""
-        raise CheckpointMismatchError(
-            "tensors in MXFP4 and their scales do not fit:\n" + "\n".join(line[:300] for line in lines[:20]) + more
-        )
-    return found
+        raise mismatch("tensors in MXFP4 and their scales do not fit:", lines)
+    return tensors
 
 
 def _problem(data: np.ndarray | None, scale: np.ndarray | None) -> str:

@@ -29,7 +29,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 MAX_JSON = 100_000_000
 """Maximum bytes of a header, which is the format's own limit, and of a JSON file."""
 
-Plan = tuple[str, np.dtype[Any], tuple[int, ...]]
+TensorPlan = tuple[str, np.dtype[Any], tuple[int, ...]]
 """Name, dtype and shape of a tensor to write."""
 
 
@@ -44,12 +44,12 @@ def read_json(text: bytes, what: object) -> dict[str, Any]:
     {'a': 1}
     """
     try:
-        found = json.loads(text.decode(), object_pairs_hook=_unique)
+        values = json.loads(text.decode(), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{what} is not JSON: {str(error)[:200]}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{what} must be a JSON object, got {str(found)[:50]!r}")
-    return found
+    if not isinstance(values, dict):
+        raise ValueError(f"{what} must be a JSON object, got {str(values)[:50]!r}")
+    return values
 
 
 class TensorFile:
@@ -90,7 +90,7 @@ class TensorFile:
             self._map.madvise(mmap.MADV_DONTNEED)
 
 
-def write_file(path: Path, plan: list[Plan], tensors: Iterable[tuple[str, np.ndarray]]) -> None:
+def write_file(path: Path, plan: list[TensorPlan], tensors: Iterable[tuple[str, np.ndarray]]) -> None:
     """Write a file of tensors one by one, so that no two need be in memory.
 
     Args:
@@ -122,14 +122,14 @@ def nbytes(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def shards(plan: list[Plan], limit: int) -> Iterator[list[Plan]]:
+def shards(plan: list[TensorPlan], limit: int) -> Iterator[list[TensorPlan]]:
     """Return the plans of files of at most ``limit`` bytes of tensors each, or of one tensor.
 
     >>> plan = [(name, np.dtype("float32"), (2,)) for name in "abc"]
     >>> [len(file) for file in shards(plan, 16)]
     [2, 1]
     """
-    file: list[Plan] = []
+    file: list[TensorPlan] = []
     size = 0
     for tensor in plan:
         more = nbytes(*tensor[1:])
@@ -142,11 +142,11 @@ def shards(plan: list[Plan], limit: int) -> Iterator[list[Plan]]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    values = dict(pairs)
+    if len(values) != len(pairs):
         # Readers that use the first one would see another file than readers that use the last.
         raise ValueError("a name is there twice")
-    return found
+    return values
 
 
 def _offsets(entry: Any) -> tuple[int, int]:

@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
-import errno
-import functools
-import queue
 import shutil
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, overload
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_te._validation import check_positive, checked, float_dtype
-from jax_te.checkpoint import gather_texts
 from jax_te.interop.huggingface.architectures.registry import ARCHITECTURES, named_classes
 from jax_te.interop.huggingface.block_scaled import Choice, held_kernels, quantization_config, written_scales
-from jax_te.interop.huggingface.capabilities import Architecture, Form, KnownModel
-from jax_te.interop.huggingface.config_json import NO_NUMBERS, Fields
+from jax_te.interop.huggingface.config_json import NO_NUMBERS
 from jax_te.interop.huggingface.folder import CONFIG, check_no_adapter, json_file, write_folder
-from jax_te.interop.huggingface.load import OnProgress
-from jax_te.interop.huggingface.safetensors import Plan
-from jax_te.interop.huggingface.tensor_patterns import Entry, Sizes, Table, converted, is_state, stored_in
+from jax_te.interop.huggingface.safetensors import TensorPlan
+from jax_te.interop.tables import (
+    Architecture,
+    Entry,
+    Form,
+    KnownModel,
+    OnProgress,
+    Sizes,
+    architecture_of,
+    converted,
+    is_state,
+    on_host,
+    placed_arrays,
+    write_by_the_first,
+)
 from jax_te.quantize import QuantizedKernel
-from jax_te.sharding import leaves_with_axes
 from jax_te.typing import DTypeLike
 
 _COMPANIONS = (
@@ -116,7 +116,7 @@ def known_architectures(name: str | None, like: str | Path | None = None) -> dic
     if name is not None:
         return {name: ARCHITECTURES[name]}
     first = [] if like is None else named_classes(json_file(Path(like) / CONFIG))[:1]
-    return {each: ARCHITECTURES[each] for each in ARCHITECTURES if each in first} | ARCHITECTURES
+    return {known: ARCHITECTURES[known] for known in ARCHITECTURES if known in first} | ARCHITECTURES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,19 +143,19 @@ class _Contents:
         """Return all names of a tensor."""
         return [tensor, *self.copies.get(tensor, ())]
 
-    def plan_of(self, path: str) -> list[Plan]:
+    def plan_of(self, path: str) -> list[TensorPlan]:
         """Return name, dtype and shape of each tensor of a parameter, without its scales."""
         shapes = self.entries[path].their_shapes(self.sizes)
         return [(name, self.dtypes[path], shape) for tensor, shape in shapes.items() for name in self.named(tensor)]
 
-    def plain(self) -> list[Plan]:
+    def plain(self) -> list[TensorPlan]:
         """Return the plan of parameters that are not stored quantized, and no states."""
         paths = [path for path in self.entries if path not in self.scales and not is_state(path)]
-        return [each for path in paths for each in self.plan_of(path)]
+        return [tensor for path in paths for tensor in self.plan_of(path)]
 
-    def plan(self) -> list[Plan]:
+    def plan(self) -> list[TensorPlan]:
         """Return the plan of all tensors, in the order of `tensors`."""
-        plan: list[Plan] = []
+        plan: list[TensorPlan] = []
         for path in self.entries:
             plan += self.plan_of(path)
             plan += [(name, array.dtype, array.shape) for name, array in self.scales.get(path, {}).items()]
@@ -200,7 +200,7 @@ def _contents(
         sizes=sizes,
         entries=entries,
         arrays=arrays,
-        dtypes={path: each if path in kept else np.dtype(dtype) for path, each in own.items()},
+        dtypes={path: stored if path in kept else np.dtype(dtype) for path, stored in own.items()},
         scales={
             path: written_scales(path, jax.tree.map(on_host, kernel), entries[path], sizes)
             for path, kernel in held.items()
@@ -226,191 +226,6 @@ def _config(name: str, form: Form, contents: _Contents, like: Path | None) -> di
 
 def copy_companions(source: Path, folder: Path) -> None:
     """Copy the files of the tokenizer and of generation that there are, into a folder that is there."""
-    for path in [source / each for each in _COMPANIONS]:
+    for path in [source / name for name in _COMPANIONS]:
         if path.is_file():
             shutil.copyfile(path, folder / path.name)
-
-
-def write_by_the_first(
-    write: Callable[[Iterator[Any]], None], tensors: Iterator[Any], folder: Path, gathered: Iterator[Any] | None = None
-) -> None:
-    """Let the first process write; no process returns before everything is written, and all raise if it fails.
-
-    Args:
-        write: function that writes tensors, called in the first process.
-        tensors: tensors to write.
-        folder: folder of the files, for messages.
-        gathered: arrays that ``tensors`` are made of, which all processes gather together. None: they are there.
-
-    Raises:
-        OSError: if the first process fails, or others wait for it in vain (TimeoutError).
-    """
-    problem = None
-    try:
-        if jax.process_index() == 0:
-            write(tensors)
-        else:
-            for _ in tensors:
-                pass
-    except TimeoutError:
-        raise  # nothing can be told to a process that does not answer
-    except Exception as error:
-        problem = error
-    if jax.process_count() > 1:
-        # The others would wait for a process that stops at an error.
-        for _ in gathered or ():
-            pass
-        text = "" if problem is None else f"{type(problem).__name__}: {problem}"
-        told = _within_bound(lambda: gather_texts(text))[0]
-        if told and problem is None:
-            problem = OSError(errno.EIO, f"the first process could not write: {told}", str(folder))
-    if problem is not None:
-        raise problem
-
-
-_BOUND = 600.0
-"""Seconds for which a process waits for the others, which write or fetch one parameter meanwhile."""
-
-
-def _within_bound(work: Callable[[], Any]) -> Any:
-    """Return the result of a function that waits for other processes.
-
-    Raises:
-        TimeoutError: if it takes longer than the bound. It then goes on waiting, in a thread of its own.
-    """
-    done: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue()
-
-    def run() -> None:
-        try:
-            done.put((work(), None))
-        except BaseException as error:
-            done.put((None, error))
-
-    # XLA has no bound of its own for collectives, and a wait in C++ cannot be interrupted.
-    threading.Thread(target=run, name="jax_te-gather", daemon=True).start()
-    try:
-        result, error = done.get(timeout=_BOUND)
-    except queue.Empty:
-        raise TimeoutError(
-            errno.ETIMEDOUT,
-            f"process {jax.process_index()} waited {_BOUND:g} s for the others, of which one has ended, or writes too "
-            "slowly; what it had written has not taken the place of older files",
-        ) from None
-    if error is not None:
-        raise error
-    return result
-
-
-def placed_arrays(
-    model: Any, name: str, table: Table, sizes: Sizes, held: Mapping[str, QuantizedKernel] = MappingProxyType({})
-) -> tuple[dict[str, Entry], dict[str, jax.Array]]:
-    """Return the entries of a table and the model's parameters, both by the parameters' paths; with the values of
-    ``held``.
-
-    Raises:
-        ValueError: for parameters that differ from the table's.
-    """
-    entries = {path: Entry.of(pieces, sizes["e"]) for path, pieces in table.items()}
-    leaves = leaves_with_axes(nnx.state(model, stored_in(entries)))
-    arrays = {path: leaf for path, leaf, _ in leaves if not any(path.startswith(f"{kernel}/") for kernel in held)}
-    arrays |= {path: kernel.form.rowwise.data for path, kernel in held.items()}
-    wrong = sorted(arrays.keys() ^ entries.keys())
-    wrong += [path for path in arrays.keys() & entries.keys() if arrays[path].shape != entries[path].shape(sizes)]
-    if wrong:
-        raise ValueError(
-            f"{name} has no place for the model's {', '.join(wrong[:8])}; merge adapters, and take kernels that are "
-            "stored quantized from their masters"
-        )
-    return entries, arrays
-
-
-def architecture_of(model: Any, known: Mapping[str, Architecture]) -> tuple[str, Form]:
-    """Return the name of the first architecture that can represent the model, and the model's form.
-
-    Raises:
-        ValueError: if there is none.
-    """
-    reasons = []
-    for name, each in known.items():
-        if not isinstance(model, each.model):
-            continue
-        form = Form(model.config, each.options(model))
-        try:
-            lost = _lost(each, form)
-        except ValueError as error:  # the architecture's reader refuses a field for the option
-            lost = [str(error)]
-        if not lost:
-            return name, form
-        reasons.append(f"{name}: {', '.join(lost)}")
-    raise ValueError(
-        "no supported transformers architecture can represent this model: "
-        + (f"unsupported options: {'; '.join(reasons)}" if reasons else f"it is a {type(model).__name__}")
-    )
-
-
-def _lost(architecture: Architecture, form: Form) -> list[str]:
-    """Return the options that change when written and read again."""
-    written = architecture.config_fields(form)
-    count = form.config.num_moe_experts or 0
-    tensors = [name for row in architecture.table(form).values() for name in Entry.of(row, count).names]
-    said = architecture.form(Fields(written, architecture.described_by, tensors)).options()
-    return [f"{name}={value!r}" for name, value in form.options().items() if said.get(name) != value]
-
-
-@overload
-def on_host(array: jax.Array) -> np.ndarray: ...
-@overload
-def on_host(array: jax.Array, *, everywhere: bool) -> np.ndarray | None: ...
-def on_host(array: jax.Array, *, everywhere: bool = True) -> np.ndarray | None:
-    """Return an array of all processes in host memory; all of them must call this.
-
-    An array whose shards other processes hold is gathered shard by shard: devices hold one more shard of it meanwhile,
-    whatever its size.
-
-    Args:
-        array: the array.
-        everywhere: whether all processes get it. False: the first one, and None in others.
-
-    Raises:
-        TimeoutError: if the other processes do not take part.
-    """
-    wanted = everywhere or jax.process_index() == 0
-    if array.is_fully_addressable or array.is_fully_replicated:
-        return np.asarray(array) if wanted else None
-    place = array.sharding
-    if not isinstance(place, NamedSharding):
-        whole = _within_bound(lambda: multihost_utils.process_allgather(array, tiled=True))
-        return np.asarray(whole) if wanted else None
-    whole = np.empty(array.shape, array.dtype) if wanted else None
-    indices = place.devices_indices_map(array.shape)
-    devices: Any = place.mesh.devices
-    # Devices that hold the same shard have the same index.
-    owners: dict[str, tuple[Any, int]] = {}
-    for number, device in enumerate(devices.flat):
-        owners.setdefault(str(indices[device]), (indices[device], number))
-    for index, number in owners.values():
-        shard = _within_bound(lambda number=number: _host_shard(array, number))
-        if whole is not None:
-            whole[index] = shard
-    return whole
-
-
-def _host_shard(array: jax.Array, number: int) -> np.ndarray:
-    """Return the shard of a device, in all processes."""
-    place: Any = array.sharding
-    shard = _shard(array, np.int32(number), mesh=place.mesh, spec=place.spec)
-    return np.asarray(shard.addressable_data(0)).view(array.dtype).reshape(place.shard_shape(array.shape))
-
-
-@functools.partial(jax.jit, static_argnames=("mesh", "spec"))
-def _shard(array: jax.Array, number: jax.Array, *, mesh: Mesh, spec: PartitionSpec) -> jax.Array:
-    """Return the bytes of the shard of a device, on all devices."""
-
-    def chosen(own: jax.Array, number: jax.Array) -> jax.Array:
-        # Bytes of integers: a sum of floats would lose the sign of zero.
-        own = jax.lax.bitcast_convert_type(own, jnp.uint8)
-        kept = jnp.where(jax.lax.axis_index(mesh.axis_names) == number, own, jnp.uint8(0))
-        return jax.lax.psum(kept, mesh.axis_names)
-
-    none = PartitionSpec()
-    return jax.shard_map(chosen, mesh=mesh, in_specs=(spec, none), out_specs=none)(array, number)

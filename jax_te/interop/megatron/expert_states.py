@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from jax_te.errors import CheckpointMismatchError
-from jax_te.interop.huggingface import on_host
+from jax_te.interop.tables import on_host
 from jax_te.interop.torch import ExtraState, read_extra_state
 from jax_te.layers import GroupedLinear
 from jax_te.quantize import AmaxRule, amax_rule_of, history_slots
@@ -58,32 +58,32 @@ def states_of_rank(part: Mapping[str, Any], *, first_layer: int, first_expert: i
         first_layer, first_expert: numbers in the model of the rank's first layer and expert.
         experts: number of the rank's experts.
     """
-    found: States = {}
+    states: States = {}
     for name, value in part.items():
         if (match := _OF_RANK.fullmatch(name)) is None:
             continue
         layer, local, linear, number = match.groups()
-        place = found.setdefault((int(layer) + first_layer, linear), {})
+        place = states.setdefault((int(layer) + first_layer, linear), {})
         own = (lambda value=value: value) if isinstance(value, dict | list) or value is None else _of(value)
         if local is None and not number and name + "1" not in part:
             # One entry for all of the rank's experts.
             place |= {first_expert + i: StoredState(own, i, name) for i in range(experts)}
         else:
             place[first_expert + int(local or number or 0)] = StoredState(own, 0, name)
-    return found
+    return states
 
 
 def states_of_all(others: Mapping[str, Callable[[], Any]]) -> States:
     """Return the states among the objects of a folder in the format ``torch_dist``."""
-    found: States = {}
+    states: States = {}
     for name, read in others.items():
         if (match := _OF_ALL.fullmatch(name)) is None:
             continue
         layer, linear, shard = match.groups()
         *front, expert = map(int, shard.split("."))
         number = int(layer) if layer is not None else front[0] if front else 0
-        found.setdefault((number, linear), {})[expert] = StoredState(functools.partial(_first, read), 0, name)
-    return found
+        states.setdefault((number, linear), {})[expert] = StoredState(functools.partial(_first, read), 0, name)
+    return states
 
 
 def load_expert_states(model: nnx.Module, states: States, what: str) -> None:
@@ -98,15 +98,15 @@ def load_expert_states(model: nnx.Module, states: States, what: str) -> None:
     new: list[tuple[Any, np.ndarray]] = []
     for (number, name), layer in _layers(model):
         stored = [states.get((number, name), {}).get(expert) for expert in range(layer.num_gemms)]
-        read = [None if each is None else _read(each, what) for each in stored]
+        read = [None if state is None else _read(state, what) for state in stored]
         missing = [expert for expert, state in enumerate(read) if state is None]
         if len(missing) == len(read):
             _LOG.info("%s has no FP8 state of layer %d's %s: it is new", what, number, name)
             continue
         if missing:
             raise CheckpointMismatchError(f"{what}: experts {missing[:8]} of layer {number}'s {name} have no FP8 state")
-        found = [(each.gemm, state) for each, state in zip(stored, read, strict=True) if each and state]
-        new += _for_layer(layer, found, f"{what}: layer {number}'s {name}")
+        pairs = [(place.gemm, state) for place, state in zip(stored, read, strict=True) if place and state]
+        new += _for_layer(layer, pairs, f"{what}: layer {number}'s {name}")
     for variable, array in new:
         place = variable.get_value().sharding
         variable.set_value(jax.make_array_from_callback(array.shape, place, lambda index, array=array: array[index]))
@@ -125,7 +125,7 @@ def expert_states(model: nnx.Module) -> Iterator[tuple[int, str, ExtraState]]:
             rows = np.zeros((recipe.amax_history_len, count, layer.num_gemms), np.float32)
             for role, (where, at) in _PLACES.items():
                 if where == direction:
-                    state = {key: on_host(each.get_value()) for key, each in layer.quantizers[role].items()}
+                    state = {key: on_host(variable.get_value()) for key, variable in layer.quantizers[role].items()}
                     _check_slots(state["amax_history"], recipe, f"layer {number}'s {name}")
                     scales[at], rows[:, at] = _to_te(state, recipe, direction)
             arrays |= {f"scale_{direction}": scales.reshape(-1), f"amax_history_{direction}": _flat(rows)}
@@ -144,22 +144,22 @@ def of_expert(state: ExtraState, expert: int) -> ExtraState:
 
 def _layers(model: nnx.Module) -> list[tuple[tuple[int, str], Any]]:
     """Return the layers of experts with states, with the numbers of their transformer layers and their names."""
-    found = []
+    layers = []
     for path, module in nnx.iter_modules(model):
         with_state = isinstance(module, GroupedLinear) and getattr(module, "quantizers", None) is not None
         if with_state and "mtp" not in path:
             number = next((part for part in path if isinstance(part, int)), None)
             if number is not None and path[-1] in ("linear_fc1", "linear_fc2"):
-                found.append(((number, str(path[-1])), module))
-    return sorted(found, key=lambda pair: pair[0])
+                layers.append(((number, str(path[-1])), module))
+    return sorted(layers, key=lambda pair: pair[0])
 
 
-def _for_layer(layer: Any, found: list[tuple[int, ExtraState]], what: str) -> list[tuple[Any, np.ndarray]]:
+def _for_layer(layer: Any, pairs: list[tuple[int, ExtraState]], what: str) -> list[tuple[Any, np.ndarray]]:
     """Return the Variables of a layer's states with their values."""
     recipe = layer.recipe
     if not isinstance(recipe, DelayedScaling):
         raise CheckpointMismatchError(f"{what} has FP8 states for DelayedScaling, and the recipe in use is {recipe}")
-    for _, state in found:
+    for _, state in pairs:
         said = {"amax_history_len": len(state.amax_history_fwd), **state.recipe}
         differing = {name: said[name] for name, value in _fields(recipe).items() if said.get(name, value) != value}
         if differing:
@@ -170,7 +170,7 @@ def _for_layer(layer: Any, found: list[tuple[int, ExtraState]], what: str) -> li
             )
     values = []
     for role, (direction, at) in _PLACES.items():
-        parts = [of_expert(state, gemm) for gemm, state in found]
+        parts = [of_expert(state, gemm) for gemm, state in pairs]
         scales = np.stack([getattr(part, f"scale_{direction}")[at] for part in parts])
         rows = np.stack([getattr(part, f"amax_history_{direction}")[:, at] for part in parts], axis=1)
         history = _from_te(scales, rows, recipe, direction, f"{what}, {role}")
@@ -252,8 +252,8 @@ def _of(value: Any) -> Callable[[], Any]:
 
 
 def _first(read: Callable[[], Any]) -> Any:
-    found = read()
-    return found[0] if isinstance(found, list) and found else found
+    entry = read()
+    return entry[0] if isinstance(entry, list) and entry else entry
 
 
 def _read(stored: StoredState, what: str) -> ExtraState | None:

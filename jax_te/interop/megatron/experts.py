@@ -10,7 +10,7 @@ import numpy as np
 
 from jax_te.config import TransformerConfig
 from jax_te.errors import CheckpointMismatchError
-from jax_te.interop.huggingface import Fields, Options, Table
+from jax_te.interop.tables import Fields, Options, Table
 
 _FLAGS: dict[str, tuple[type, Any]] = {
     "moe_ffn_hidden_size": (int, None),
@@ -127,8 +127,8 @@ def sequential_names(name: str, rows: int) -> list[str] | None:
     >>> sequential_names("decoder.layers.0.mlp.experts.experts.linear_fc2.weight", 1)
     ['decoder.layers.0.mlp.experts.local_experts.0.linear_fc2.weight']
     """
-    found = _STACKED.fullmatch(name)
-    return None if found is None else [f"{found[1]}local_experts.{i}.{found[2]}" for i in range(rows)]
+    match = _STACKED.fullmatch(name)
+    return None if match is None else [f"{match[1]}local_experts.{i}.{match[2]}" for i in range(rows)]
 
 
 def stacked_name(name: str) -> tuple[str, int] | None:
@@ -137,8 +137,8 @@ def stacked_name(name: str) -> tuple[str, int] | None:
     >>> stacked_name("decoder.layers.0.mlp.experts.linear_fc1.weight3")
     ('decoder.layers.0.mlp.experts.experts.linear_fc1.weight', 3)
     """
-    found = _EXPERT.fullmatch(name)
-    return None if found is None else (found[1].replace(".mlp.experts.", ".mlp.experts.experts."), int(found[2]))
+    match = _EXPERT.fullmatch(name)
+    return None if match is None else (match[1].replace(".mlp.experts.", ".mlp.experts.experts."), int(match[2]))
 
 
 def grouped(tensors: Mapping[str, Any], what: str) -> dict[str, Any]:
@@ -147,11 +147,11 @@ def grouped(tensors: Mapping[str, Any], what: str) -> dict[str, Any]:
     Raises:
         CheckpointMismatchError: for an expert that is there twice, under the names of both forms.
     """
-    found = {grouped_name(name): tensor for name, tensor in tensors.items()}
-    if len(found) < len(tensors):
+    by_name = {grouped_name(name): tensor for name, tensor in tensors.items()}
+    if len(by_name) < len(tensors):
         twice = sorted(name for name in tensors if grouped_name(name) != name and grouped_name(name) in tensors)
         raise CheckpointMismatchError(f"{what} has experts twice, grouped and one by one: {', '.join(twice[:8])}")
-    return found
+    return by_name
 
 
 def experts_of_rank(tensors: Mapping[str, Any]) -> int:
@@ -160,7 +160,7 @@ def experts_of_rank(tensors: Mapping[str, Any]) -> int:
     >>> experts_of_rank({"a.mlp.experts.local_experts.3.linear_fc1.weight": 1})
     4
     """
-    numbers = [int(found[2]) for name in tensors if (found := _EXPERT.fullmatch(grouped_name(name)))]
+    numbers = [int(match[2]) for name in tensors if (match := _EXPERT.fullmatch(grouped_name(name)))]
     return max(numbers, default=-1) + 1
 
 
@@ -183,8 +183,8 @@ def joined_experts(ranks: Sequence[Mapping[str, Any]], what: str) -> dict[str, A
     count = _experts_of_a_rank(ranks, what)
     for rank, tensors in enumerate(ranks):
         for name, tensor in tensors.items():
-            if found := _EXPERT.fullmatch(name):
-                joined[f"{found[1]}{int(found[2]) + rank * count}"] = tensor
+            if match := _EXPERT.fullmatch(name):
+                joined[f"{match[1]}{int(match[2]) + rank * count}"] = tensor
             elif rank and tensor_bits(tensor) != tensor_bits(ranks[0][name]):
                 raise CheckpointMismatchError(
                     f"{what}: {name[:200]} must be the same on all expert ranks, and differs on ranks 0 and {rank}; "
@@ -199,10 +199,10 @@ def _experts_of_a_rank(ranks: Sequence[Mapping[str, Any]], what: str) -> int:
         return 0
     numbers: dict[str, set[int]] = {}
     for name in ranks[0]:
-        if found := _EXPERT.fullmatch(name):
-            numbers.setdefault(found[1], set()).add(int(found[2]))
-    count = max((len(found) for found in numbers.values()), default=0)
-    gaps = [name for name, found in numbers.items() if found != {*range(count)}]
+        if match := _EXPERT.fullmatch(name):
+            numbers.setdefault(match[1], set()).add(int(match[2]))
+    count = max((len(own) for own in numbers.values()), default=0)
+    gaps = [name for name, own in numbers.items() if own != {*range(count)}]
     differing = [
         f"{name[:200]} on rank {0 if name in ranks[0] else rank} alone"
         for rank, tensors in enumerate(ranks)

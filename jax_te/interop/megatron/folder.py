@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from jax_te._validation import brief, checked
 from jax_te.errors import CheckpointMismatchError
 from jax_te.interop.megatron.arguments import check_names
-from jax_te.interop.megatron.expert_states import States, states_of_all, states_of_rank
+from jax_te.interop.megatron.expert_states import States, StoredState, states_of_all, states_of_rank
 from jax_te.interop.megatron.experts import experts_of_rank, grouped, joined_experts, sequential_names, tensor_bits
 from jax_te.interop.torch import METADATA, Mapped, Record, StoredTensor, Tensor, join_tensors, read_torch_distributed
 
@@ -55,11 +55,11 @@ class MegatronCheckpoint(NamedTuple):
         expert_states: FP8 states of experts, for `load_megatron`.
     """
 
-    tensors: dict[str, Any]
+    tensors: dict[str, Tensor]
     args: dict[str, Any]
     iteration: int | None
-    files: list[Any]
-    expert_states: Any = MappingProxyType({})
+    files: list[Mapped]
+    expert_states: Mapping[tuple[int, str], Mapping[int, StoredState]] = MappingProxyType({})
 
 
 @checked
@@ -104,22 +104,22 @@ def read_checkpoint(
     """Return `read_megatron` of a checkpoint whose arguments ``args`` correct or complete."""
     path = _iteration_folder(Path(path), iteration)
     if (path / METADATA).is_file():
-        other = sorted(each.name for each in path.iterdir() if _RANK.fullmatch(each.name))
+        other = sorted(folder.name for folder in path.iterdir() if _RANK.fullmatch(folder.name))
         if other:
             raise ValueError(
                 f"{path} holds two checkpoints: {METADATA} of the format torch_dist, and {', '.join(other[:8])} of the "
                 "format torch; remove the one that is not meant"
             )
-        found = _distributed(path)
+        checkpoint = _distributed(path)
     else:
-        found = _ranks(path, gated, args)
-    check_names(args, found.args)
+        checkpoint = _ranks(path, gated, args)
+    check_names(args, checkpoint.args)
     # Experts have no norm of their own, so that the one in front of them is not fused.
-    mixtures = {name.partition(".mlp.router.")[0] for name in found.tensors if ".mlp.router." in name}
-    tensors = {_fused_norms(name, mixtures): tensor for name, tensor in found.tensors.items()}
+    mixtures = {name.partition(".mlp.router.")[0] for name in checkpoint.tensors if ".mlp.router." in name}
+    tensors = {_fused_norms(name, mixtures): tensor for name, tensor in checkpoint.tensors.items()}
     if vocab_size is not None:
         tensors = {name: _cut_vocabulary(name, tensor, vocab_size) for name, tensor in tensors.items()}
-    return found._replace(tensors=tensors, args=found.args | dict(args))
+    return checkpoint._replace(tensors=tensors, args=checkpoint.args | dict(args))
 
 
 def split_axis(name: str, gated: bool) -> tuple[int, int] | None:
@@ -157,15 +157,15 @@ def _iteration_folder(path: Path, iteration: int | None) -> Path:
 
 
 def _distributed(path: Path) -> MegatronCheckpoint:
-    found = read_torch_distributed(path)
+    stored = read_torch_distributed(path)
     common: Any = {}
     if (path / COMMON).is_file():
         common = Mapped(path / COMMON).load()
-    elif _COMMON_ENTRY in found.others:
-        common = found.others.pop(_COMMON_ENTRY)()
+    elif _COMMON_ENTRY in stored.others:
+        common = stored.others.pop(_COMMON_ENTRY)()
         common = common[0] if isinstance(common, list) and common else common
     tensors: dict[str, Any] = {}
-    for name, tensor in found.tensors.items():
+    for name, tensor in stored.tensors.items():
         stacked = re.fullmatch(r"(.*\blayers\.)([^\d].*)", name)
         if stacked and tensor.shape and not _NOT_OF_THE_MODEL.fullmatch(name):
             # Layers of one form are one tensor with an axis of layers in front.
@@ -177,71 +177,127 @@ def _distributed(path: Path) -> MegatronCheckpoint:
     for name, tensor in list(tensors.items()):
         if tensor.shape and (names := sequential_names(name, tensor.shape[0])) is not None:
             del tensors[name]
-            tensors |= {each: tensor.row(number, f"{path}: {each}") for number, each in enumerate(names)}
-    tensors = _model_tensors(dict.fromkeys(found.others) | tensors, path)
+            tensors |= {expert: tensor.row(number, f"{path}: {expert}") for number, expert in enumerate(names)}
+    tensors = _model_tensors(dict.fromkeys(stored.others) | tensors, path)
     for name in [name for name in tensors if re.search(r"\.(weight|bias)_w$", name)]:
         # Gate and the other component in separate tensors, as with singleton_local_shards.
         other = name[:-1] + "v"
         if other not in tensors:
             raise ValueError(f"{path} has {name[:200]!r} without its other component")
         tensors[name[:-2]] = join_tensors([tensors.pop(name), tensors.pop(other)], 0, 1, f"{path}: {name[:-2]}")
-    states = states_of_all(found.others)
-    return MegatronCheckpoint(grouped(tensors, str(path)), *_said(common, path), found.files, states)
+    states = states_of_all(stored.others)
+    return MegatronCheckpoint(
+        grouped(tensors, str(path)), *_arguments_and_iteration(common, path), stored.files, states
+    )
 
 
 def _ranks(path: Path, gated: bool | None, corrected: Mapping[str, Any]) -> MegatronCheckpoint:
     """Return the model of one file per rank: merged over tensor and expert ranks, pipeline stages concatenated."""
     named = _rank_files(path)
-    files = {numbers: Mapped(each) for numbers, each in named.items()}
+    files = {numbers: Mapped(file) for numbers, file in named.items()}
     loaded = {numbers: file.load() for numbers, file in files.items()}
-    args, iteration = _said(next(iter(loaded.values()), {}), path)
+    args, iteration = _arguments_and_iteration(next(iter(loaded.values()), {}), path)
     states = _states_of_ranks(loaded, args, path)
-    width, depth, experts = (1 + max((rank[at] for rank in states), default=-1) for at in range(3))
-    if not states or len(states) != width * depth * experts:
+    counts = _Counts(*(1 + max((rank[axis] for rank in states), default=-1) for axis in range(3)))
+    if not states or len(states) != counts.tensor * counts.pipeline * counts.expert:
         raise ValueError(
             f"{path} holds no checkpoint of Megatron-LM, or not all of its ranks: found {sorted(named)[:20]}. There "
             f"must be mp_rank_XX[_YYY][_ZZZ]/{RANK_FILE} for all tensor, pipeline and expert ranks, or {METADATA} of "
             "the format torch_dist; zarr is not read"
         )
-    own_tensor_ranks = args.get("expert_tensor_parallel_size")
-    if experts > 1 and own_tensor_ranks not in (None, width):
-        raise ValueError(
-            f"{path} has experts of {own_tensor_ranks} tensor ranks beside {width} of other layers; save it as "
-            "torch_dist, which has no ranks"
-        )
     described = args | dict(corrected)
+    _check_expert_ranks(counts, args, described, path)
     if gated is None and (args or any(flag in described for flag in _GATED)):
         gated = any(described.get(flag) for flag in _GATED)
-    said = described.get("expert_model_parallel_size")
-    if isinstance(said, int) and said > 1 and said != experts:
-        raise CheckpointMismatchError(
-            f"{path} has {experts} expert ranks, and its arguments say expert_model_parallel_size {said}: files of "
-            "experts are missing, or of another run"
+    tensors, of_experts = _joined_stages(_checked_chunks(states, path), counts, gated, path)
+    return MegatronCheckpoint(tensors, args, iteration, list(files.values()), of_experts)
+
+
+class _Counts(NamedTuple):
+    """Numbers of ranks."""
+
+    tensor: int
+    pipeline: int
+    expert: int
+
+
+Chunks = dict[tuple[int, int, int], list[Any]]
+"""State dicts of the parts of the model that a rank has, by tensor, pipeline and expert rank."""
+
+
+def _check_expert_ranks(counts: _Counts, args: Mapping[str, Any], described: Mapping[str, Any], path: Path) -> None:
+    """Raise an error for expert ranks whose files are not all there, or which tensor ranks of their own split.
+
+    Args:
+        counts: numbers of ranks of which there are files.
+        args: arguments in the files.
+        described: the same, corrected and completed by the caller's.
+        path: path of the checkpoint.
+    """
+    own_tensor_ranks = args.get("expert_tensor_parallel_size")
+    if counts.expert > 1 and own_tensor_ranks not in (None, counts.tensor):
+        raise ValueError(
+            f"{path} has experts of {own_tensor_ranks} tensor ranks beside {counts.tensor} of other layers; save it as "
+            "torch_dist, which has no ranks"
         )
+    stated = described.get("expert_model_parallel_size")
+    if isinstance(stated, int) and stated > 1 and stated != counts.expert:
+        raise CheckpointMismatchError(
+            f"{path} has {counts.expert} expert ranks, and its arguments say expert_model_parallel_size {stated}: "
+            "files of experts are missing, or of another run"
+        )
+
+
+def _checked_chunks(states: Mapping[tuple[int, int, int], Any], path: Path) -> Chunks:
+    """Return each rank's parts of the model: as many on all ranks of a stage."""
     chunks = {rank: _chunks(states[rank], path) for rank in sorted(states)}
     counts = {rank: len(parts) for rank, parts in chunks.items()}
     if any(count != counts[0, rank[1], 0] for rank, count in counts.items()):
         raise CheckpointMismatchError(f"{path} has ranks of one stage with several numbers of virtual stages: {counts}")
-    tensors: dict[str, Any] = {}
+    return chunks
+
+
+def _joined_stages(chunks: Chunks, counts: _Counts, gated: bool | None, path: Path) -> tuple[dict[str, Tensor], States]:
+    """Return the tensors of all stages, with their layers numbered, and the FP8 states of their experts."""
+    tensors: dict[str, Tensor] = {}
     of_experts: States = {}
     first_layer = 0
     # Of virtual stages: all first chunks hold lower layers than all second ones.
-    for chunk in range(max(len(chunks[0, stage, 0]) for stage in range(depth))):
-        for stage in range(depth):
-            ranks = []
-            for rank in range(width):
-                parts = [_model_tensors(chunks[rank, stage, expert][chunk], path) for expert in range(experts)]
-                for expert in range(experts if rank == 0 else 0):  # all tensor ranks have the same amaxes
-                    count = experts_of_rank(parts[expert])
-                    own = {"first_layer": first_layer, "first_expert": expert * count, "experts": count}
-                    for key, found in states_of_rank(chunks[rank, stage, expert][chunk], **own).items():
-                        of_experts.setdefault(key, {}).update(found)
-                ranks.append(joined_experts([grouped(part, str(path)) for part in parts], str(path)))
-            merged = {name: _merged(name, ranks, gated, path) for name in ranks[0]}
+    for number in range(max(len(chunks[0, stage, 0]) for stage in range(counts.pipeline))):
+        for stage in range(counts.pipeline):
+            own = {(rank, expert): parts[number] for (rank, at, expert), parts in chunks.items() if at == stage}
+            merged, states = _joined_chunk(own, counts, first_layer, gated, path)
             # Each rank and stage counts its layers from 0.
             tensors |= {_numbered_from(first_layer, name): tensor for name, tensor in merged.items()}
+            for key, state in states.items():
+                of_experts.setdefault(key, {}).update(state)
             first_layer += _layer_count(merged)
-    return MegatronCheckpoint(tensors, args, iteration, list(files.values()), of_experts)
+    return tensors, of_experts
+
+
+def _joined_chunk(
+    parts: Mapping[tuple[int, int], Any], counts: _Counts, first_layer: int, gated: bool | None, path: Path
+) -> tuple[dict[str, Tensor], States]:
+    """Return the tensors of one part of the model, merged over tensor and expert ranks, and its experts' FP8 states.
+
+    Args:
+        parts: state dicts by tensor and expert rank.
+        counts: numbers of ranks.
+        first_layer: number of the part's first layer.
+        gated: whether the first linear layer of an MLP has two components.
+        path: path of the checkpoint.
+    """
+    ranks = []
+    states: States = {}
+    for rank in range(counts.tensor):
+        of_rank = [_model_tensors(parts[rank, expert], path) for expert in range(counts.expert)]
+        for expert in range(counts.expert if rank == 0 else 0):  # all tensor ranks have the same amaxes
+            count = experts_of_rank(of_rank[expert])
+            numbers = {"first_layer": first_layer, "first_expert": expert * count, "experts": count}
+            for key, state in states_of_rank(parts[rank, expert], **numbers).items():
+                states.setdefault(key, {}).update(state)
+        ranks.append(joined_experts([grouped(tensors, str(path)) for tensors in of_rank], str(path)))
+    return {name: _merged(name, ranks, gated, path) for name in ranks[0]}, states
 
 
 def _rank_files(path: Path) -> dict[tuple[int, ...], Path]:
@@ -250,12 +306,12 @@ def _rank_files(path: Path) -> dict[tuple[int, ...], Path]:
         return {(0,): path}
     if (path / RANK_FILE).is_file():
         return {(0,): path / RANK_FILE}
-    found: dict[tuple[int, ...], Path] = {}
-    for each in sorted(path.iterdir()) if path.is_dir() else []:
-        rank = _RANK.fullmatch(each.name)
-        if rank and (each / RANK_FILE).is_file():
-            found[tuple(int(number) for number in rank.groups() if number is not None)] = each / RANK_FILE
-    return found
+    files: dict[tuple[int, ...], Path] = {}
+    for folder in sorted(path.iterdir()) if path.is_dir() else []:
+        rank = _RANK.fullmatch(folder.name)
+        if rank and (folder / RANK_FILE).is_file():
+            files[tuple(int(number) for number in rank.groups() if number is not None)] = folder / RANK_FILE
+    return files
 
 
 def _states_of_ranks(
@@ -331,22 +387,22 @@ def _merged(name: str, ranks: list[dict[str, Any]], gated: bool | None, path: Pa
     return parts[0]
 
 
-def _model_tensors(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def _model_tensors(stored: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """Return the parameters, without the prefix of a wrapper; log what is left out."""
-    extra = [name for name in found if re.search(r"_extra_state\d*(/|$)", name)]
-    rest = [name for name in found if _NOT_OF_THE_MODEL.fullmatch(name)]
+    extra = [name for name in stored if re.search(r"_extra_state\d*(/|$)", name)]
+    rest = [name for name in stored if _NOT_OF_THE_MODEL.fullmatch(name)]
     if extra or rest:
         _LOG.info("%s: %d _extra_state and %d entries of the optimizer and run left out", path, len(extra), len(rest))
         _LOG.debug("left out: %s", ", ".join([*extra, *rest]))
     left = {*extra, *rest}
-    tensors = {name.removeprefix("module."): value for name, value in found.items() if name not in left}
+    tensors = {name.removeprefix("module."): value for name, value in stored.items() if name not in left}
     wrong = [f"{name[:100]} ({value!r:.60})" for name, value in tensors.items() if not hasattr(value, "shape")]
     if wrong:
         raise ValueError(f"{path}: no tensors that can be read: {', '.join(wrong[:8])}; save them dequantized")
     return tensors
 
 
-def _said(state: Any, path: Path) -> tuple[dict[str, Any], int | None]:
+def _arguments_and_iteration(state: Any, path: Path) -> tuple[dict[str, Any], int | None]:
     """Return the arguments with plain values, and the iteration."""
     state = state if isinstance(state, dict) else {}
     version = state.get("checkpoint_version", 3.0)
@@ -362,12 +418,12 @@ def _said(state: Any, path: Path) -> tuple[dict[str, Any], int | None]:
 
 def _fused_norms(name: str, mixtures: Collection[str]) -> str:
     for alone, fused in _NORMS.items():
-        layer, found, rest = name.partition(f".{alone}")
-        if found and not (layer in mixtures and fused.startswith("mlp.")):
+        layer, separator, rest = name.partition(f".{alone}")
+        if separator and not (layer in mixtures and fused.startswith("mlp.")):
             name = f"{layer}.{fused}{rest}"
     # transformer_impl="local" says so in torch_dist of the norm in front of experts, too.
-    layer, found, rest = name.partition(".mlp.linear_fc1.layer_norm_")
-    return f"{layer}.pre_mlp_layernorm.{rest}" if found and layer in mixtures else name
+    layer, separator, rest = name.partition(".mlp.linear_fc1.layer_norm_")
+    return f"{layer}.pre_mlp_layernorm.{rest}" if separator and layer in mixtures else name
 
 
 def _cut_vocabulary(name: str, tensor: Tensor, size: int) -> Any:

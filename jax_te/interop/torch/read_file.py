@@ -102,13 +102,13 @@ def _read(value: Any, read: dict[int, Any]) -> Any:
         read[id(value)] = np.asarray(value)
     elif isinstance(value, dict):
         read[id(value)] = value
-        for key, each in value.items():
-            value[key] = _read(each, read)
+        for key, item in value.items():
+            value[key] = _read(item, read)
     elif isinstance(value, list):
         read[id(value)] = value
-        value[:] = [_read(each, read) for each in value]
+        value[:] = [_read(item, read) for item in value]
     elif isinstance(value, tuple):
-        read[id(value)] = tuple(_read(each, read) for each in value)
+        read[id(value)] = tuple(_read(item, read) for item in value)
     elif isinstance(value, Record):
         read[id(value)] = value
         value.args, value.state, value.items = (_read(each, read) for each in (value.args, value.state, value.items))
@@ -135,8 +135,8 @@ def load_archive(data: memoryview, what: object, file: Any = None) -> Any:
     if order is not None and bytes(order.checked()) != b"little":
         raise ValueError(f"{what} was written on a big-endian machine; save it again on another one")
 
-    def storage(found: Any) -> _Storage:
-        kind, dtype, key, _, count = found
+    def storage(persistent_id: Any) -> _Storage:
+        kind, dtype, key, _, count = persistent_id
         if kind != "storage" or not isinstance(dtype, Global) or type(key) is not str or type(count) is not int:
             raise TypeError("a persistent id that is not a storage")
         # A name in the archive, never on disk.

@@ -71,10 +71,10 @@ def read_extra_state(data: bytes, what: str) -> ExtraState | None:
     if not data:
         return None
     storage = functools.partial(_read_storage, what=what)
-    found = read_pickle(data, what, {**TENSOR_HANDLERS, **dict.fromkeys(_READERS_OF_STORAGES, storage)})
-    if not isinstance(found, dict) or not _ARRAYS.keys() <= found.keys():
+    values_of_file = read_pickle(data, what, {**TENSOR_HANDLERS, **dict.fromkeys(_READERS_OF_STORAGES, storage)})
+    if not isinstance(values_of_file, dict) or not _ARRAYS.keys() <= values_of_file.keys():
         return None
-    arrays = {name: np.asarray(found[name]) for name in _ARRAYS}
+    arrays = {name: np.asarray(values_of_file[name]) for name in _ARRAYS}
     gemms = arrays["scale_bwd"].size // 2
     length = len(arrays["amax_history_fwd"]) if arrays["amax_history_fwd"].ndim else 0
     columns = {"fwd": 3 * gemms, "bwd": 2 * gemms}
@@ -85,11 +85,11 @@ def read_extra_state(data: bytes, what: str) -> ExtraState | None:
                 f"{what}: {name} is {arrays[name].dtype}{list(arrays[name].shape)}, and must be float32{list(shape)} "
                 f"for {gemms} GEMMs"
             )
-    recipe = found.get("recipe")
+    recipe = values_of_file.get("recipe")
     fields = dict(recipe.state) if isinstance(recipe, Record) and isinstance(recipe.state, dict) else {}
     if isinstance(form := fields.get("fp8_format"), Record):
         values = form.args[0].args if form.args and isinstance(form.args[0], Record) else None
-        fields["fp8_format"] = next((name for name, each in _FORMATS.items() if each == values), str(values))
+        fields["fp8_format"] = next((name for name, known in _FORMATS.items() if known == values), str(values))
     return ExtraState(**arrays, recipe=fields)
 
 
@@ -147,7 +147,7 @@ def _read_storage(data: Any, *, what: str) -> Any:
     """Return a storage in torch's older format: pickles, and the bytes behind them."""
     if not isinstance(data, bytes):
         raise TypeError("a storage that is not bytes")
-    magic, _, _, stored, keys = (each() for each in _pickles(data, what, 5))
+    magic, _, _, stored, keys = (read() for read in _pickles(data, what, 5))
     kind, dtype, key, _, count, *_ = stored if isinstance(stored, tuple) else ((None,) * 5)
     end = sum(_lengths(data, 5))
     if magic != _MAGIC or kind != "storage" or not isinstance(dtype, Global) or keys != [key] or type(count) is not int:
@@ -159,12 +159,12 @@ def _read_storage(data: Any, *, what: str) -> Any:
 
 def _pickles(data: bytes, what: str, count: int) -> list[Callable[[], Any]]:
     """Return functions that read the first pickles of data."""
-    begin, found = 0, []
+    begin, readers = 0, []
     for length in _lengths(data, count):
         part = data[begin : begin + length]
-        found.append(functools.partial(read_pickle, part, what, {}, lambda place: place))
+        readers.append(functools.partial(read_pickle, part, what, {}, lambda place: place))
         begin += length
-    return found
+    return readers
 
 
 def _lengths(data: bytes, count: int) -> list[int]:

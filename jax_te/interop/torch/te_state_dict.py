@@ -50,19 +50,23 @@ def load_te_state_dict(module: nnx.Module, arrays: Mapping[str, Any], *, prefix:
     (2, 3)
     """
     # By attribute names, also inside of modules whose state dicts have Megatron's names.
-    variables = {".".join(map(str, path)): each for path, each in nnx.to_flat_state(nnx.state(module, nnx.Param))}
-    own = {name: tuple(each.shape) for name, each in variables.items() if hasattr(each.get_value(), "shape")}
+    variables = {
+        ".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param))
+    }
+    own = {
+        name: tuple(variable.shape) for name, variable in variables.items() if hasattr(variable.get_value(), "shape")
+    }
     owners = {".".join(map(str, path)): node for path, node in nnx.iter_graph(module)}
     wanted = {name: _wanted(name, own, arrays, prefix) for name in own}
     _check(module, own, wanted, arrays, prefix)
-    found: dict[str, Any] = {}
+    laid_out: dict[str, Any] = {}
     for name, parts in wanted.items():
         groups = _groups(name, owners)
         array = _fused([np.asarray(arrays[part]) for part in parts], groups)
         if prefix + _their_name(name, own) not in parts and len(parts) == 1:
             array = _part(array, name, own, groups)
-        found[name] = _laid_out(array, own[name], name.endswith("kernel"), groups)
-    load_variables(module, [(name, variables[name], None) for name in own], found)
+        laid_out[name] = _laid_out(array, own[name], name.endswith("kernel"), groups)
+    load_variables(module, [(name, variables[name], None) for name in own], laid_out)
 
 
 def _wanted(name: str, own: Mapping[str, _Shape], arrays: Mapping[str, Any], prefix: str) -> dict[str, _Shape]:
@@ -74,7 +78,7 @@ def _wanted(name: str, own: Mapping[str, _Shape], arrays: Mapping[str, Any], pre
         return parts
     if theirs not in arrays and whole in arrays:
         *outer, _, attribute = name.split(".")
-        shapes = [_their_shape(name, own[".".join((*outer, each, attribute))]) for each in _SEPARATE]
+        shapes = [_their_shape(name, own[".".join((*outer, layer, attribute))]) for layer in _SEPARATE]
         return {whole: (sum(shape[0] for shape in shapes), *shapes[0][1:])}
     return {theirs: _their_shape(name, own[name])}
 
@@ -101,12 +105,12 @@ def _check(
     if missing or unexpected:
         problems.append(f"missing {missing[:8]}, unexpected {unexpected[:8]}")
     for part in sorted(shapes.keys() & given):
-        (name, shape), found = shapes[part], tuple(np.shape(arrays[part]))
-        if found != shape:
+        (name, shape), given = shapes[part], tuple(np.shape(arrays[part]))
+        if given != shape:
             # A kernel of te.jax has the same number of elements, so only its shape distinguishes it.
-            turned = name.endswith("kernel") and found in (shape[::-1], own[name])
+            turned = name.endswith("kernel") and given in (shape[::-1], own[name])
             hint = " ([in, out] kernels of te.jax: transpose)" if turned else ""
-            problems.append(f"{part} is {list(found)} and must be {list(shape)}{hint}")
+            problems.append(f"{part} is {list(given)} and must be {list(shape)}{hint}")
     if problems:
         more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise CheckpointMismatchError(
@@ -124,7 +128,7 @@ def _their_name(name: str, own: Mapping[str, _Shape]) -> str:
         last = f"layer_norm_{kind}" if part == "layernorm" else f"{part}_{kind}"
         return ".".join((*outer, _PROJECTIONS["qkv"][0 if normed else 1], last))
     # A kernel with a preceding norm is stored next to the norm's parameters.
-    behind_norm = sum(".".join((*path, each)) in own for each in ("scale", "kernel", "wi_kernel")) > 1
+    behind_norm = sum(".".join((*path, attribute)) in own for attribute in ("scale", "kernel", "wi_kernel")) > 1
     if path and path[-1] in _PROJECTIONS:
         path[-1] = _PROJECTIONS[path[-1]][0 if behind_norm else 1]
     norms = _FUSED if behind_norm else {}
@@ -159,7 +163,7 @@ def _whole(theirs: str) -> str:
 def _part(array: np.ndarray, name: str, own: Mapping[str, _Shape], groups: int) -> np.ndarray:
     """Return the queries, keys or values of an array that contains them group by group."""
     *outer, part, attribute = name.split(".")
-    sizes = [math.prod(own[".".join((*outer, each, attribute))]) for each in _SEPARATE]
+    sizes = [math.prod(own[".".join((*outer, layer, attribute))]) for layer in _SEPARATE]
     rows = [size * len(array) // sum(sizes) // groups for size in sizes]
     at = _SEPARATE.index(part)
     split = array.reshape(groups, -1, *array.shape[1:])[:, sum(rows[:at]) : sum(rows[: at + 1])]

@@ -80,16 +80,16 @@ def pickled(value: Any, tensors: list[_Written]) -> Iterator[bytes]:
     """Return the opcodes that build a value; tensors go to the list."""
     if isinstance(value, Mapping):
         yield b"}("
-        for key, each in value.items():
+        for key, item in value.items():
             if not isinstance(key, str):
                 raise TypeError(f"keys must be str, got {key!r}")
             yield _text(key)
-            yield from pickled(each, tensors)
+            yield from pickled(item, tensors)
         yield b"u"
     elif isinstance(value, list | tuple):
         yield b"](" if isinstance(value, list) else b"("
-        for each in value:
-            yield from pickled(each, tensors)
+        for item in value:
+            yield from pickled(item, tensors)
         yield b"e" if isinstance(value, list) else b"t"
     elif value is None or isinstance(value, bool):
         yield {None: b"N", True: b"\x88", False: b"\x89"}[value]

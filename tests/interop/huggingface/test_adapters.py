@@ -272,7 +272,7 @@ def test_a_refused_adapter_changes_nothing(tmp_path: Path, monkeypatch: pytest.M
         if next(calls, None) is None:
             raise MemoryError
 
-    monkeypatch.setattr("jax_te.interop.huggingface.adapters._set", fail_at_the_last)
+    monkeypatch.setattr("jax_te.interop.huggingface.peft_load._set", fail_at_the_last)
     with pytest.raises(MemoryError):
         load_peft(model, write(tmp_path, good))
     assert nnx.graphdef(model) == before

@@ -24,9 +24,9 @@ from jax_te.config import TransformerConfig
 from jax_te.errors import CheckpointMismatchError
 from jax_te.interop.huggingface import ARCHITECTURES, load_huggingface, save_huggingface
 from jax_te.interop.huggingface.architectures.registry import read_form
-from jax_te.interop.huggingface.config_json import Fields
+from jax_te.interop.huggingface.config_json import ConfigJson
 from jax_te.interop.huggingface.safetensors import TensorFile, write_file
-from jax_te.interop.huggingface.tensor_patterns import Entry
+from jax_te.interop.tables import Entry
 from jax_te.layers import LinearScaling, LoRA
 from jax_te.models import BertModel, Execution, GPTModel, RotaryPositions
 from jax_te.quantize import QuantizerState
@@ -749,7 +749,7 @@ def test_any_fields_of_any_architecture_give_a_form_or_are_refused(data: Any) ->
     architecture = ARCHITECTURES[data.draw(st.sampled_from(sorted(ARCHITECTURES)))]
     keys = st.sampled_from(sorted({*architecture.fields, *OTHER_FIELDS}))
     values = data.draw(st.dictionaries(keys, JSON | st.dictionaries(keys, JSON, max_size=2), max_size=4))
-    given = Fields(values, "config.json", [f"tensor {i}" for i in range(50)])
+    given = ConfigJson(values, "config.json", [f"tensor {i}" for i in range(50)])
     with contextlib.suppress(ValueError):
         form = architecture.form(given)
         assert architecture.table(form)

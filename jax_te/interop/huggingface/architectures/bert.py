@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jax_te.interop.huggingface.capabilities import Architecture, Form, Options
-from jax_te.interop.huggingface.config_json import Fields, activation_name
-from jax_te.interop.huggingface.tensor_patterns import Table, layer_rows
+from jax_te.interop.huggingface.config_json import ConfigJson, activation_name
+from jax_te.interop.tables import Architecture, Form, Options, Table, layer_rows
 from jax_te.models import BertModel
 
 _ONCE: Table = {
@@ -78,7 +77,7 @@ def _encoder_table(form: Form, prefix: str, head: Table) -> Table:
     return layer_rows(once, 1, base=base) | layer_rows(_LAYER, form.config.num_layers, base=base)
 
 
-def _read_bert(given: Fields, options: Options) -> Options:
+def _read_bert(given: ConfigJson, options: Options) -> Options:
     # In files of Google's multilingual and Chinese models: fields of the original program's pooler and attention.
     given.expect("directionality", "bidi")
     given.expect("pooler_type", "first_token_transform")
@@ -86,11 +85,11 @@ def _read_bert(given: Fields, options: Options) -> Options:
     return {**_read_encoder(given, options), "first_position": 0}
 
 
-def _read_masked_bert(given: Fields, options: Options) -> Options:
+def _read_masked_bert(given: ConfigJson, options: Options) -> Options:
     return {**_read_bert(given, options), **_MASKED}
 
 
-def _read_roberta(given: Fields, options: Options) -> Options:
+def _read_roberta(given: ConfigJson, options: Options) -> Options:
     # A token's position is the padding token's number and one for each token up to it that is no padding.
     padding, rows = given.optional("pad_token_id", int, 1), given.take("max_position_embeddings", int, 512)
     if padding is None or padding < 0:
@@ -106,7 +105,7 @@ def _read_roberta(given: Fields, options: Options) -> Options:
     return {**_read_encoder(given, options), **positions}
 
 
-def _read_masked_roberta(given: Fields, options: Options) -> Options:
+def _read_masked_roberta(given: ConfigJson, options: Options) -> Options:
     given.expect("hidden_act", "gelu")  # the head's, whatever the encoder has
     return {**_read_roberta(given, options), **_MASKED}
 
@@ -114,7 +113,7 @@ def _read_masked_roberta(given: Fields, options: Options) -> Options:
 _MASKED = {"add_lm_head": True, "add_pooler": False}
 
 
-def _read_encoder(given: Fields, options: Options) -> Options:
+def _read_encoder(given: ConfigJson, options: Options) -> Options:
     """Return the options with those that BERT and RoBERTa share."""
     activation = given.activation("hidden_act", "gelu", gated=False)
     given.expect("position_embedding_type", "absolute")
@@ -167,6 +166,7 @@ BERT = Architecture(
     table=_bert_table,
     options=_options,
     base="",
+    fields_class=ConfigJson,
     tied_names={},
     ignored=r"embeddings\.position_ids",
     older=((r"\.LayerNorm\.gamma", ".LayerNorm.weight"), (r"\.LayerNorm\.beta", ".LayerNorm.bias")),
@@ -176,6 +176,7 @@ MASKED_BERT = replace(
     BERT,
     read=_read_masked_bert,
     base="bert.",
+    fields_class=ConfigJson,
     tied_names={
         "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",
@@ -197,6 +198,7 @@ MASKED_ROBERTA = replace(
     ROBERTA,
     read=_read_masked_roberta,
     base="roberta.",
+    fields_class=ConfigJson,
     tied_names={
         "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
         "lm_head.decoder.bias": "lm_head.bias",

@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from jax_te.config import TransformerConfig
-from jax_te.interop.huggingface.capabilities import TIED, Architecture, Form, Options, layer_windows, model_options
-from jax_te.interop.huggingface.config_json import FULL, WINDOW, Fields, activation_name, rotary_fields
-from jax_te.interop.huggingface.tensor_patterns import Table, layer_rows
+from jax_te.interop.huggingface.config_json import FULL, WINDOW, ConfigJson, activation_name, rotary_fields
+from jax_te.interop.tables import TIED, Architecture, Form, Options, Table, layer_rows, layer_windows, model_options
 from jax_te.models import GPTModel, Multipliers, RotaryPositions
 
 _MLP = "layers/{i}/layernorm_mlp"
@@ -53,7 +52,7 @@ def head_rows(form: Form) -> Table:
     return {} if form.others[TIED] else {"output_kernel": {"lm_head.weight": "v h -> h v"}}
 
 
-def _read_gpt2(given: Fields, options: Options) -> Options:
+def _read_gpt2(given: ConfigJson, options: Options) -> Options:
     activation = given.activation("activation_function", "gelu_new", gated=False)
     scaled = given.take("scale_attn_weights", bool, True)
     given.expect("scale_attn_by_inverse_layer_idx", False)
@@ -112,6 +111,7 @@ GPT2 = Architecture(
     table=_gpt2_table,
     options=_options,
     base="transformer.",
+    fields_class=ConfigJson,
     tied_names={"lm_head.weight": "transformer.wte.weight"},
     ignored=r"transformer\.h\.\d+\.attn\.(masked_)?bias",
 )
@@ -142,7 +142,7 @@ def _neox_table(form: Form) -> Table:
     }
 
 
-def _read_neox(given: Fields, options: Options) -> Options:
+def _read_neox(given: ConfigJson, options: Options) -> Options:
     # The names of files before transformers 5.
     base, part = given.take("rotary_emb_base", float, 10000.0), given.take("rotary_pct", float, 0.25)
     # transformers' class reads the older names alone, and others may read these.
@@ -186,6 +186,7 @@ GPT_NEOX = Architecture(
     table=_neox_table,
     options=_options,
     base="gpt_neox.",
+    fields_class=ConfigJson,
     tied_names={"embed_out.weight": "gpt_neox.embed_in.weight"},
     ignored=r"gpt_neox\.layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)",
     older=((r"lm_head\.weight", "embed_out.weight"),),
@@ -258,7 +259,7 @@ def _llama_table(form: Form) -> Table:
     }
 
 
-def _read_llama(given: Fields, options: Options) -> Options:
+def _read_llama(given: ConfigJson, options: Options) -> Options:
     given.skip("is_llama_config")  # a mark of the program that trained SmolLM
     given.expect("rope_interleaved", False)  # likewise; transformers' Llama always rotates halves
     given.expect("max_sequence_length", options["max_sequence_length"])  # redundant, in the first files of Llama
@@ -271,7 +272,7 @@ def _read_llama(given: Fields, options: Options) -> Options:
 
 
 def read_block(
-    given: Fields, options: Options, positions: RotaryPositions | None = None, activation: str = "silu"
+    given: ConfigJson, options: Options, positions: RotaryPositions | None = None, activation: str = "silu"
 ) -> Options:
     """Return the options with those that Llama and related architectures share.
 
@@ -322,12 +323,13 @@ LLAMA = Architecture(
     table=_llama_table,
     options=_options,
     base="model.",
+    fields_class=ConfigJson,
     tied_names={"lm_head.weight": "model.embed_tokens.weight"},
     ignored=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
 )
 
 
-def read_windows(given: Fields, options: Options, size: int | None, default: Sequence[bool]) -> Options:
+def read_windows(given: ConfigJson, options: Options, size: int | None, default: Sequence[bool]) -> Options:
     """Return the options with the windows of layers: of those in ``layer_types``, or in ``default``."""
     count = options["num_layers"]
     kinds = given.take("layer_types", list, [WINDOW if windowed else FULL for windowed in default])
@@ -356,7 +358,7 @@ def write_windows(options: Options) -> dict[str, Any]:
     return {"sliding_window": size, "layer_types": [WINDOW if window else FULL for window in windows]}
 
 
-def read_window(given: Fields, options: Options, size: int | None) -> Options:
+def read_window(given: ConfigJson, options: Options, size: int | None) -> Options:
     """Return the options with a window in all layers, or in none for a size of None."""
     layers = options["num_layers"]
     if size is not None and size < 1:
@@ -378,7 +380,7 @@ def write_window(options: Options) -> dict[str, Any]:
     return {"sliding_window": windows["sliding_window"]}
 
 
-def _read_qwen2(given: Fields, options: Options) -> Options:
+def _read_qwen2(given: ConfigJson, options: Options) -> Options:
     given.expect("use_mrope", False)
     size, first = given.optional("sliding_window", int, 4096), given.take("max_window_layers", int, 28)
     size = size if given.take("use_sliding_window", bool, False) else None
@@ -387,7 +389,7 @@ def _read_qwen2(given: Fields, options: Options) -> Options:
     return {**read_windows(given, block, size, windowed), "add_bias_linear": False, "add_qkv_bias": True}
 
 
-def _read_qwen3(given: Fields, options: Options) -> Options:
+def _read_qwen3(given: ConfigJson, options: Options) -> Options:
     given.expect("attention_bias", False)
     return {**_read_qwen2(given, options), "add_qkv_bias": False, "qk_layernorm": True}
 
@@ -413,7 +415,7 @@ QWEN2 = replace(
 QWEN3 = replace(QWEN2, model_type="qwen3", fields={**QWEN2.fields, "head_dim": ("kv_channels", 128)}, read=_read_qwen3)
 
 
-def _read_mistral(given: Fields, options: Options) -> Options:
+def _read_mistral(given: ConfigJson, options: Options) -> Options:
     block = read_window(given, read_block(given, options), given.optional("sliding_window", int, 4096))
     return {**block, "add_bias_linear": False}
 
@@ -436,7 +438,7 @@ MISTRAL = replace(
 )
 
 
-def _read_olmo2(given: Fields, options: Options) -> Options:
+def _read_olmo2(given: ConfigJson, options: Options) -> Options:
     given.expect("attention_bias", False)  # linear layers have biases all or none, and those of others have none
     return {
         **read_block(given, options),
@@ -482,7 +484,7 @@ def _phi3_table(form: Form) -> Table:
     }
 
 
-def _read_phi3(given: Fields, options: Options) -> Options:
+def _read_phi3(given: ConfigJson, options: Options) -> Options:
     positions = given.rotary(options["max_sequence_length"], part_default=1.0)
     if positions.scaling is not None:
         kind = type(positions.scaling).__name__
@@ -522,11 +524,11 @@ PHI3 = replace(
 )
 
 
-def _read_gemma(given: Fields, options: Options) -> Options:
+def _read_gemma(given: ConfigJson, options: Options) -> Options:
     return _read_gemma_block(given, options, None)
 
 
-def _read_gemma_block(given: Fields, options: Options, positions: RotaryPositions | None) -> Options:
+def _read_gemma_block(given: ConfigJson, options: Options, positions: RotaryPositions | None) -> Options:
     # Files of the first release say "gelu" and mean the tanh form.
     gelu = "gelu_pytorch_tanh"
     block = read_block(given, options, positions, gelu)
@@ -568,12 +570,12 @@ GEMMA = replace(
 )
 
 
-def _read_gemma2(given: Fields, options: Options) -> Options:
+def _read_gemma2(given: ConfigJson, options: Options) -> Options:
     block = _read_gemma(given, options)
     return _read_output_norms(given, block, [i % 2 == 0 for i in range(options["num_layers"])], (50.0, 30.0))
 
 
-def _read_gemma3(given: Fields, options: Options) -> Options:
+def _read_gemma3(given: ConfigJson, options: Options) -> Options:
     positions = given.rotary(options["max_sequence_length"], 1e6, window_default=1e4)
     period = given.take("sliding_window_pattern", int, given.take("_sliding_window_pattern", int, 6))
     if period < 1:
@@ -585,7 +587,7 @@ def _read_gemma3(given: Fields, options: Options) -> Options:
 
 
 def _read_output_norms(
-    given: Fields, options: Options, windowed: Sequence[bool], caps: tuple[float | None, float | None]
+    given: ConfigJson, options: Options, windowed: Sequence[bool], caps: tuple[float | None, float | None]
 ) -> Options:
     """Return Gemma's options with those of Gemma 2 and 3; ``caps`` are the default softcaps of scores and logits."""
     size, scalar = given.take("sliding_window", int, 4096), given.take("query_pre_attn_scalar", float, 256.0)

@@ -14,9 +14,8 @@ from jax_te.interop.huggingface.architectures.mixtures import (
     shared_expert_rows,
     skip_router_losses,
 )
-from jax_te.interop.huggingface.capabilities import TIED, Form, Options
-from jax_te.interop.huggingface.config_json import REQUIRED, Fields
-from jax_te.interop.huggingface.tensor_patterns import Table, rows_of_layer
+from jax_te.interop.huggingface.config_json import ConfigJson
+from jax_te.interop.tables import REQUIRED, TIED, Form, Options, Table, rows_of_layer
 from jax_te.layers import YarnScaling
 
 _OURS, _THEIRS = "layers/{i}/self_attention", "model.layers.{i}.self_attn"
@@ -88,7 +87,7 @@ def _copies(form: Form) -> dict[str, str]:
     return copies | {f"model.layers.{i}.shared_head.head.weight": head for i in numbers}
 
 
-def _read_mixture(given: Fields, options: Options, *, shared: int, first: int = 0, factor: float = 1.0) -> Options:
+def _read_mixture(given: ConfigJson, options: Options, *, shared: int, first: int = 0, factor: float = 1.0) -> Options:
     """Return the options with those of experts, without the choice among them.
 
     Args:
@@ -135,7 +134,7 @@ def _write_mixture(options: Options) -> dict[str, Any]:
     }
 
 
-def _read_latent(given: Fields, options: Options, *, interleaved: bool) -> Options:
+def _read_latent(given: ConfigJson, options: Options, *, interleaved: bool) -> Options:
     """Return the options with those of latent attention."""
     given.expect("attention_bias", False)
     if options["layernorm_epsilon"] != 1e-6:
@@ -179,7 +178,7 @@ def _write_latent(options: Options) -> dict[str, Any]:
     }
 
 
-def _read_v2(given: Fields, options: Options) -> Options:
+def _read_v2(given: ConfigJson, options: Options) -> Options:
     given.expect("mlp_bias", False)
     given.expect("scoring_func", "softmax")
     given.expect("norm_topk_prob", False)  # transformers' class leaves probabilities as they are
@@ -209,7 +208,7 @@ def _write_v2(options: Options) -> dict[str, Any]:
     }
 
 
-def _read_biased_choice(given: Fields, options: Options, groups: int, used: int) -> Options:
+def _read_biased_choice(given: ConfigJson, options: Options, groups: int, used: int) -> Options:
     """Return the options with those of DeepSeek-V3's choice of experts, and of its layers of prediction.
 
     Args:
@@ -246,7 +245,7 @@ def _write_biased_choice(options: Options) -> dict[str, Any]:
     }
 
 
-def _read_v3(given: Fields, options: Options) -> Options:
+def _read_v3(given: ConfigJson, options: Options) -> Options:
     interleaved = given.take("rope_interleave", bool, True)
     mixture = _read_mixture(given, options, shared=1, first=3, factor=2.5)
     block = _read_latent(given, mixture, interleaved=interleaved)
@@ -263,7 +262,7 @@ def _write_v3(options: Options) -> dict[str, Any]:
     }
 
 
-def _read_glm(given: Fields, options: Options) -> Options:
+def _read_glm(given: ConfigJson, options: Options) -> Options:
     positions = given.rotary(options["max_sequence_length"], part_default=0.5)
     mixture = _read_mixture(given, options, shared=1, first=1)
     block = _read_biased_choice(given, read_block(given, mixture, positions), 1, 1)

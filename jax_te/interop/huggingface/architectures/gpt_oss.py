@@ -7,9 +7,8 @@ from typing import Any
 
 from jax_te.interop.huggingface.architectures.decoders import LLAMA, llama_layer, read_windows, write_windows
 from jax_te.interop.huggingface.architectures.mixtures import NORM, mixture_table, skip_router_losses
-from jax_te.interop.huggingface.capabilities import Form, Options
-from jax_te.interop.huggingface.config_json import Fields, rotary_fields
-from jax_te.interop.huggingface.tensor_patterns import Table
+from jax_te.interop.huggingface.config_json import ConfigJson, rotary_fields
+from jax_te.interop.tables import Form, Options, Table
 from jax_te.layers import YarnScaling
 from jax_te.models import RotaryPositions
 
@@ -33,7 +32,7 @@ def _table(form: Form) -> Table:
     return mixture_table(form, llama_layer(form.config) | _SINKS, _EXPERT_ROWS)
 
 
-def _read(given: Fields, options: Options) -> Options:
+def _read(given: ConfigJson, options: Options) -> Options:
     skip_router_losses(given)
     given.expect("hidden_act", "silu")  # the name of another function than the class computes
     given.expect("swiglu_alpha", _ALPHA)
@@ -56,7 +55,7 @@ def _read(given: Fields, options: Options) -> Options:
     }
 
 
-def _published(given: Fields) -> RotaryPositions:
+def _published(given: ConfigJson) -> RotaryPositions:
     base = given.take("rope_theta", float, _BASE)
     return RotaryPositions(base=base, scaling=YarnScaling(factor=32.0, round_range=False))
 

@@ -17,9 +17,8 @@ from jax_te.interop.huggingface.architectures.decoders import (
     write_window,
     write_windows,
 )
-from jax_te.interop.huggingface.capabilities import Form, Options
-from jax_te.interop.huggingface.config_json import WINDOW, Fields
-from jax_te.interop.huggingface.tensor_patterns import Table, rows_of_layer
+from jax_te.interop.huggingface.config_json import WINDOW, ConfigJson
+from jax_te.interop.tables import Form, Options, Table, rows_of_layer
 
 NORM: Table = {"layers/{i}/pre_mlp_layernorm/scale": {"model.layers.{i}.post_attention_layernorm.weight": "h -> h"}}
 """Row of the norm in front of experts."""
@@ -105,12 +104,12 @@ def _qwen_table(form: Form) -> Table:
     return mixture_table(form, llama_layer(form.config), QWEN_EXPERTS | (_SHARED_EXPERT if shared else {}))
 
 
-def skip_router_losses(given: Fields) -> None:
+def skip_router_losses(given: ConfigJson) -> None:
     """Skip the fields of transformers' loss of routers, which is another sum than those here, and of training alone."""
     given.skip("output_router_logits", "router_aux_loss_coef")
 
 
-def _read_mixtral(given: Fields, options: Options) -> Options:
+def _read_mixtral(given: ConfigJson, options: Options) -> Options:
     skip_router_losses(given)
     given.expect("router_jitter_noise", 0.0)  # of the experts' inputs, too; here only the router's have any
     positions = given.rotary(options["max_sequence_length"], 1e6)
@@ -140,7 +139,7 @@ MIXTRAL = replace(
 )
 
 
-def _read_qwen_experts(given: Fields, options: Options) -> Options:
+def _read_qwen_experts(given: ConfigJson, options: Options) -> Options:
     """Return the options with those of a mixture of Qwen 2 or 3, but for its attention."""
     skip_router_losses(given)
     return {
@@ -154,7 +153,7 @@ def _read_qwen_experts(given: Fields, options: Options) -> Options:
     }
 
 
-def _layers_with_experts(given: Fields, count: int) -> tuple[int, ...]:
+def _layers_with_experts(given: ConfigJson, count: int) -> tuple[int, ...]:
     """Return 1 for each layer with experts, and 0 for the others."""
     step, dense = given.take("decoder_sparse_step", int, 1), given.take("mlp_only_layers", list, [])
     if step < 1:
@@ -177,7 +176,7 @@ def _write_qwen_experts(options: Options) -> dict[str, Any]:
     }
 
 
-def _read_qwen3_moe(given: Fields, options: Options) -> Options:
+def _read_qwen3_moe(given: ConfigJson, options: Options) -> Options:
     given.expect("attention_bias", False)
     # Of other classes, in the files of Qwen3-Coder.
     given.expect("qkv_bias", False)
@@ -194,7 +193,7 @@ def _write_qwen3_moe(options: Options) -> dict[str, Any]:
     return {**_write_qwen_experts(options), **window, "use_sliding_window": window["sliding_window"] is not None}
 
 
-def _read_qwen2_moe(given: Fields, options: Options) -> Options:
+def _read_qwen2_moe(given: ConfigJson, options: Options) -> Options:
     given.expect("use_mrope", False)
     bias = given.take("qkv_bias", bool, True)
     size, first = given.take("sliding_window", int, 4096), given.take("max_window_layers", int, 28)
@@ -216,7 +215,7 @@ def _write_qwen2_moe(options: Options) -> dict[str, Any]:
     }
 
 
-def _read_olmoe(given: Fields, options: Options) -> Options:
+def _read_olmoe(given: ConfigJson, options: Options) -> Options:
     skip_router_losses(given)
     given.expect("attention_bias", False)
     given.expect("clip_qkv", None)  # a limit of queries, keys and values, which the published models do not have

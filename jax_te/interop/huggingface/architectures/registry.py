@@ -23,8 +23,8 @@ from jax_te.interop.huggingface.architectures.deepseek import DEEPSEEK_V2, DEEPS
 from jax_te.interop.huggingface.architectures.gpt_oss import GPT_OSS
 from jax_te.interop.huggingface.architectures.mixtures import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from jax_te.interop.huggingface.architectures.t5 import MT5, T5
-from jax_te.interop.huggingface.capabilities import Architecture, Form
-from jax_te.interop.huggingface.config_json import Fields
+from jax_te.interop.huggingface.config_json import ConfigJson
+from jax_te.interop.tables import Architecture, Form
 
 ARCHITECTURES: dict[str, Architecture] = {
     "GPT2LMHeadModel": GPT2,
@@ -65,10 +65,10 @@ def named_classes(values: Mapping[str, Any]) -> list[str]:
     names, kind = values.get("architectures"), values.get("model_type")
     if names:
         return [name for name in ARCHITECTURES if isinstance(names, list) and names[0] == name]
-    return [name for name, each in ARCHITECTURES.items() if kind in (each.model_type, *each.other_model_types)]
+    return [name for name, known in ARCHITECTURES.items() if kind in (known.model_type, *known.other_model_types)]
 
 
-def named_architecture(given: Fields) -> tuple[str, Architecture]:
+def named_architecture(given: ConfigJson) -> tuple[str, Architecture]:
     """Return the architecture that a ``config.json`` names, or the one of its ``model_type``; and its class's name.
 
     Raises:
@@ -105,7 +105,7 @@ def read_form(
     Raises:
         ValueError: for another architecture, and for an unsupported field.
     """
-    given = Fields(values, what, tensors)
+    given = ConfigJson(values, what, tensors)
     _, architecture = named_architecture(given)
     form = architecture.form(given)
     given.finish(ignore)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jax_te.interop.huggingface.capabilities import TIED, Architecture, Form, Options, model_options
-from jax_te.interop.huggingface.config_json import ACTIVATIONS, Fields, activation_name
-from jax_te.interop.huggingface.tensor_patterns import Table, layer_rows
+from jax_te.interop.huggingface.config_json import ACTIVATIONS, ConfigJson, activation_name
+from jax_te.interop.tables import TIED, Architecture, Form, Options, Table, layer_rows, model_options
 from jax_te.models import Multipliers, RelativePositions, T5Model
 
 _STACK: Table = {
@@ -60,7 +59,7 @@ def _table(form: Form) -> Table:
     return table | layer_rows(_CROSS, form.config.num_layers) | head
 
 
-def _read_t5(given: Fields, options: Options) -> Options:
+def _read_t5(given: ConfigJson, options: Options) -> Options:
     # Versions of transformers differ: in older ones tie_word_embeddings says both; in newer ones the second field says
     # whether the head's input is scaled, and a head that is among the tensors is one of its own.
     shared = given.take("tie_word_embeddings", bool, True)
@@ -72,13 +71,13 @@ def _read_t5(given: Fields, options: Options) -> Options:
     }
 
 
-def _read_mt5(given: Fields, options: Options) -> Options:
+def _read_mt5(given: ConfigJson, options: Options) -> Options:
     # transformers 5 ignores the field: a head that is among the tensors is one of its own, and its input is not scaled.
     given.take("tie_word_embeddings", bool, False)
     return {**_read_stacks(given, options, "gated-gelu"), TIED: _LM_HEAD not in given.tensors}
 
 
-def _read_stacks(given: Fields, options: Options, default: str) -> Options:
+def _read_stacks(given: ConfigJson, options: Options, default: str) -> Options:
     """Return the options with those of encoder and decoder; ``default`` is the feed-forward blocks' activation."""
     given.expect("is_decoder", False)
     projection = given.take("feed_forward_proj", str, default)
@@ -147,6 +146,7 @@ T5 = Architecture(
     table=_table,
     options=_options,
     base="",
+    fields_class=ConfigJson,
     tied_names=dict.fromkeys(_TIED, "shared.weight"),
     ignored=r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
 )

@@ -206,15 +206,15 @@ def converted(array: np.ndarray, dtype: Any, what: str) -> np.ndarray:
     if array.dtype == dtype:
         return array
     with np.errstate(over="ignore"):
-        found = array.astype(dtype, order="C")
+        values = array.astype(dtype, order="C")
     if _largest(dtype) < _largest(array.dtype) / 2:  # of bfloat16 and float32 it is the same but for its last digits
-        beyond = ~np.isfinite(found) & np.isfinite(array)
+        beyond = ~np.isfinite(values) & np.isfinite(array)
         if beyond.any():
             raise ValueError(
                 f"{what} has {int(beyond.sum())} values beyond the largest of {dtype}, {_largest(dtype)}, which would "
                 f"become infinite; give another dtype, such as {array.dtype}"
             )
-    return found
+    return values
 
 
 def _largest(dtype: np.dtype[Any]) -> float:

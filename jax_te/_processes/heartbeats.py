@@ -14,6 +14,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+HEARTBEAT_FOLDER = ".processes"
+"""Name of the folder, inside of the checkpoints' or the run's folder, for the heartbeats of several processes."""
+
 _SIZE = 4096
 """Bytes of a file: always the same, so that the next heartbeat fits even on a full disk."""
 _TEXT = 300
@@ -72,7 +75,7 @@ class _Watched:
 
 
 class Heartbeats:
-    """The heartbeats of one run's processes, while entered.
+    """The heartbeats of one run's processes, from `start` to `stop`, or while entered.
 
     Each process writes its own file, whose name is unique to this start of the run. Process 0 reads all files, and the
     others read only its file, which contains its findings. A process that ends in an orderly way removes its file,
@@ -111,6 +114,18 @@ class Heartbeats:
         self._keeper: int | None = None
 
     def __enter__(self) -> Heartbeats:
+        self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Begin to write heartbeats and to watch those of the others.
+
+        Raises:
+            ValueError: if the folder is a symbolic link.
+        """
         if self._folder.is_symlink():
             raise ValueError(f"{self._folder} is a symbolic link, and runs write only into their own folder; remove it")
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -123,9 +138,9 @@ class Heartbeats:
         self._write()
         for work in (self._write_and_read, self._watch):
             threading.Thread(target=work, name="jax_te-heartbeats", daemon=True).start()
-        return self
 
-    def __exit__(self, *exc: object) -> None:
+    def stop(self) -> None:
+        """End in an orderly way: the others do not wait for this process any more."""
         self._over.set()
         with self._of_files:
             if not self._own.error:  # which the others have yet to read

@@ -1,4 +1,4 @@
-"""A model's options, and which of them each architecture can represent."""
+"""The form of a model: its options, the letters of its sizes, and which options an architecture can represent."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from jax_te.config import (
     PrecisionConfig,
     RecomputeConfig,
     TransformerConfig,
+    is_windowed_layer,
 )
-from jax_te.interop.huggingface.config_json import Fields
-from jax_te.interop.huggingface.tensor_patterns import Sizes, Table
-from jax_te.megatron import is_layer_window_attention
+from jax_te.interop.tables.fields import Fields
+from jax_te.interop.tables.patterns import Sizes, Table
 from jax_te.models import Execution, LanguageModel, Multipliers
 from jax_te.typing import Words
 
@@ -71,28 +71,29 @@ class Form:
 
     def options(self) -> dict[str, Any]:
         """Return all options that change the outputs of a model."""
-        found = {**{name: getattr(self.config, name) for name in sorted(_CONFIG_FIELDS - _NO_OUTPUT)}, **self.others}
+        options = {**{name: getattr(self.config, name) for name in sorted(_CONFIG_FIELDS - _NO_OUTPUT)}, **self.others}
         # Methods that balance by a loss choose alike.
-        if found["moe_router_load_balancing_type"] not in ("sinkhorn", "quantile_balancing"):
-            found["moe_router_load_balancing_type"] = "aux_loss"
+        if options["moe_router_load_balancing_type"] not in ("sinkhorn", "quantile_balancing"):
+            options["moe_router_load_balancing_type"] = "aux_loss"
         # The following fields have several equivalent spellings.
-        if found["window_size"]:
-            found |= {"window_size": layer_windows(found), "window_attn_skip_freq": None}
-        found["moe_layer_freq"] = [self.config.has_experts(number) for number in range(self.config.num_layers)]
-        if all(found["moe_layer_freq"]):
-            found["ffn_hidden_size"] = None  # of no layer
-        if found["moe_router_group_topk"] is not None:
-            found["moe_router_group_score_topk"] = (
-                self.config.moe_router_group_score_topk or found["moe_router_topk"] // found["moe_router_group_topk"]
+        if options["window_size"]:
+            options |= {"window_size": layer_windows(options), "window_attn_skip_freq": None}
+        options["moe_layer_freq"] = [self.config.has_experts(number) for number in range(self.config.num_layers)]
+        if all(options["moe_layer_freq"]):
+            options["ffn_hidden_size"] = None  # of no layer
+        if options["moe_router_group_topk"] is not None:
+            options["moe_router_group_score_topk"] = (
+                self.config.moe_router_group_score_topk
+                or options["moe_router_topk"] // options["moe_router_group_topk"]
             )
-        if found["moe_router_topk_scaling_factor"] is None:
-            found["moe_router_topk_scaling_factor"] = 1.0
+        if options["moe_router_topk_scaling_factor"] is None:
+            options["moe_router_topk_scaling_factor"] = 1.0
         if self.config.latent_attention is not None:
-            found["qk_layernorm"] = None  # an option of the latents, which an MLATransformerConfig also has
+            options["qk_layernorm"] = None  # an option of the latents, which an MLATransformerConfig also has
         # Rounded, since the factor of YaRN has several formulas that differ in the last digit.
-        scale = found["softmax_scale"]
-        found["softmax_scale"] = round((found["kv_channels"] or 1) ** -0.5 if scale is None else scale, 12)
-        return found
+        scale = options["softmax_scale"]
+        options["softmax_scale"] = round((options["kv_channels"] or 1) ** -0.5 if scale is None else scale, 12)
+        return options
 
     def run_as(self, changes: Mapping[str, Any], params_dtype: Any) -> Form:
         """Return a form whose configuration has other fields that change no output.
@@ -109,43 +110,42 @@ class Form:
         return replace(self, config=replace(self.config, **changes, params_dtype=params_dtype))
 
     def sizes(self) -> Sizes:
-        """Return the letters of docs/design.md.
-
-        Here ``a`` is `n_act`, ``b`` buckets, ``c = r + 2``, ``o = h``, ``q = n d``, ``s`` rows of positions, ``t`` of
-        token types, ``e`` experts, ``m`` and ``u`` hidden sizes of an expert and of shared ones, ``k`` an expert's
-        input, ``y`` 1; ``w = 2 h``. Of latent attention ``z`` and ``l`` are the latents of queries and of keys and
-        values, ``j`` is ``l`` with the rotated key, ``x`` keys and values of all heads, and ``p`` their values.
-        """
+        """Return the size of each axis of the tables' patterns by its letter; those of docs/design.md and some more."""
         c = self.config
         n, g, d = c.num_attention_heads, c.num_query_groups or 1, c.kv_channels or 1
         letters = {
-            "a": 2 if c.gated_linear_unit else 1,
-            "h": c.hidden_size,
-            "f": c.ffn_hidden_size or 1,
-            "n": n,
-            "g": g,
-            "r": n // g,
-            "c": n // g + 2,
-            "d": d,
+            "a": 2 if c.gated_linear_unit else 1,  # parts of the first kernel of a feed-forward block
+            "h": c.hidden_size,  # hidden
+            "o": c.hidden_size,  # hidden, of an output
+            "w": 2 * c.hidden_size,  # hidden of two inputs, side by side
+            "f": c.ffn_hidden_size or 1,  # feed-forward
+            "n": n,  # query heads
+            "g": g,  # key/value groups
+            "r": n // g,  # query heads of a group
+            "c": n // g + 2,  # components of a group: its queries, a key, a value
+            "d": d,  # a head
+            "q": n * d,  # all query heads
+            "v": self.others["vocab_size"],  # vocabulary
+            "s": self.others.get("first_position", 0) + self.others["max_sequence_length"],  # rows of positions
+            "t": self.others.get("num_tokentypes", 0),  # token types
+            "b": getattr(self.others.get("position_embedding_type"), "num_buckets", 0),  # buckets of relative positions
+            "e": c.num_moe_experts or 0,  # experts
+            "k": c.moe_latent_size or c.hidden_size,  # an expert's input
+            "m": c.moe_ffn_hidden_size or 0,  # feed-forward of an expert
+            "u": c.moe_shared_expert_intermediate_size or 0,  # feed-forward of shared experts
+            "y": 1,  # the gate of shared experts
         }
-        letters |= {
-            "e": c.num_moe_experts or 0,
-            "m": c.moe_ffn_hidden_size or 0,
-            "k": c.moe_latent_size or c.hidden_size,
-        }
-        letters |= {"u": c.moe_shared_expert_intermediate_size or 0, "y": 1}
-        letters |= {"q": n * d, "o": c.hidden_size, "v": self.others["vocab_size"]}
         latent = c.latent_attention
         if latent is not None:
-            values, rank = n * latent.v_head_dim, latent.kv_lora_rank
-            letters |= {"z": latent.q_lora_rank or 0, "l": rank, "j": rank + latent.qk_pos_emb_head_dim}
-            letters |= {"p": values, "x": n * latent.qk_head_dim + values}
-        letters |= {
-            "w": 2 * c.hidden_size,
-            "s": self.others.get("first_position", 0) + self.others["max_sequence_length"],
-            "t": self.others.get("num_tokentypes", 0),
-        }
-        return letters | {"b": getattr(self.others.get("position_embedding_type"), "num_buckets", 0)}
+            rank, values = latent.kv_lora_rank, n * latent.v_head_dim
+            letters |= {
+                "z": latent.q_lora_rank or 0,  # latent of queries
+                "l": rank,  # latent of keys and values
+                "j": rank + latent.qk_pos_emb_head_dim,  # the same, and the rotated key
+                "x": n * latent.qk_head_dim + values,  # keys and values of all heads
+                "p": values,  # values of all heads
+            }
+        return letters
 
 
 def model_options(model: Any, positions: Any) -> dict[str, Any]:
@@ -174,17 +174,17 @@ def layer_windows(options: Options) -> tuple[tuple[int, int] | None, ...]:
     """Return the window of each layer, None for a layer without one."""
     size, skip = options["window_size"], options["window_attn_skip_freq"]
     numbers = range(1, options["num_layers"] + 1)
-    return tuple(size if is_layer_window_attention(size, skip, number) else None for number in numbers)
+    return tuple(size if is_windowed_layer(size, skip, number) else None for number in numbers)
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model of transformers, in tables that are read in both directions.
+    """A model of another library, in tables that are read in both directions.
 
     Args:
         model_type: name of the architecture in ``config.json``.
-        model: the class here.
-        fields: field of ``config.json`` → our option, and its value where the field is absent.
+        model: class of the model here.
+        fields: field of the foreign file → our option, and its value where the field is absent.
         read: function that returns the options of these pairs, completed by the fields that are no such pair.
         write: function that returns those fields.
         table: function that returns the tensors of a form.
@@ -198,12 +198,13 @@ class Architecture:
         other_model_types: names in ``config.json`` of models in this form by others.
         older: ends of names in older files, as patterns, and their present forms.
         described_by: source of the fields, for messages.
+        fields_class: class of the fields that ``read`` takes.
     """
 
     model_type: str
     model: type
     fields: Mapping[str, tuple[str, Any]]
-    read: Callable[[Fields, Options], Options]
+    read: Callable[[Any, Options], Options]
     write: Callable[[Options], Mapping[str, Any]]
     table: Callable[[Form], Table]
     options: Callable[[Any], Options]
@@ -214,9 +215,10 @@ class Architecture:
     other_model_types: tuple[str, ...] = ()
     older: tuple[tuple[str, str], ...] = ()
     described_by: str = "config.json"
+    fields_class: Callable[..., Any] = Fields
 
     def form(self, given: Fields) -> Form:
-        """Return the form that a ``config.json`` describes.
+        """Return the form that the fields of a file describe.
 
         Raises:
             ValueError: for unsupported fields, and for more layers or experts than tensors, which would take unlimited
@@ -243,7 +245,7 @@ class Architecture:
             raise given.unfit(error) from error
 
     def config_fields(self, form: Form) -> dict[str, Any]:
-        """Return the fields of ``config.json`` of a form."""
+        """Return the fields of the foreign file of a form."""
         options = {**{name: getattr(form.config, name) for name in _CONFIG_FIELDS}, **form.others}
         return {name: options.get(ours) for name, (ours, _) in self.fields.items()} | dict(self.write(options))
 

@@ -1,0 +1,69 @@
+"""Models from checkpoints of Megatron-LM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jax_te._validation import checked
+from jax_te.interop.megatron.expert_states import load_expert_states
+from jax_te.interop.megatron.flags import MEGATRON
+from jax_te.interop.megatron.folder import read_checkpoint
+from jax_te.interop.tables import Fields, OnProgress, load_tensors, release_after_each
+from jax_te.models import Execution, GPTModel
+from jax_te.typing import DTypeLike
+
+_EXECUTION = Execution()
+
+
+@checked
+def load_megatron(
+    path: str | Path,
+    *,
+    iteration: int | None = None,
+    vocab_size: int | None = None,
+    args: Mapping[str, Any] | None = None,
+    dtype: DTypeLike | None = None,
+    config: Mapping[str, Any] | None = None,
+    execution: Execution = _EXECUTION,
+    fp8_states: bool = True,
+    on_progress: OnProgress | None = None,
+) -> GPTModel:
+    """Return the model of a checkpoint of Megatron-LM, with its weights, without torch.
+
+    Args:
+        path: path of the checkpoint, in format ``torch`` or ``torch_dist``; see `read_megatron`.
+        iteration, vocab_size: see `read_megatron`.
+        args: arguments of Megatron-LM by name, in addition to or instead of those in the checkpoint.
+        fp8_states: whether experts get the scales and amax histories that the checkpoint has of them, under a recipe
+            with state (`jax_te.recipe.autocast`). False: their states are new, as those of other layers are.
+        dtype, config, execution, on_progress: see `jax_te.interop.huggingface.load_huggingface`.
+
+    Returns:
+        A `GPTModel`, sharded over the mesh of ``jax.set_mesh``.
+
+    Raises:
+        ValueError: see `read_megatron`; for unsupported arguments that change a model's computation; for names in
+            ``args`` that are no arguments of Megatron-LM.
+        CheckpointMismatchError: for missing, unexpected and wrongly shaped tensors; for FP8 states of experts that are
+            of another recipe, or not there for all experts of a layer.
+
+    Source: ``load_checkpoint`` of Megatron-LM with ``--use-checkpoint-args``.
+
+    >>> model = load_megatron("checkpoints", dtype=jnp.bfloat16)  # doctest: +SKIP
+    """
+    stored = read_checkpoint(path, iteration=iteration, vocab_size=vocab_size, args=args or {})
+    given = dict(stored.args)
+    # The model has only the rows that are kept.
+    if vocab_size is not None:
+        given["padded_vocab_size"] = vocab_size
+    if "norm_epsilon" not in given and "layernorm_epsilon" in given:  # its older name
+        given["norm_epsilon"] = given["layernorm_epsilon"]
+    fields = Fields(given, f"the arguments of {path}", stored.tensors)
+    common: Any = {"dtype": dtype, "config": config, "execution": execution}
+    after_each = release_after_each(stored.files, on_progress)
+    model = load_tensors(MEGATRON, MEGATRON.form(fields), stored.tensors, Path(path), after_each, **common)
+    if fp8_states:
+        load_expert_states(model, stored.expert_states, str(path))
+    return model

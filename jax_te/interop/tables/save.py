@@ -1,0 +1,72 @@
+"""Models as tables see them: the architecture that can represent one, and its parameters by the table's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jax_te.interop.tables.form import Architecture, Form
+from jax_te.interop.tables.patterns import Entry, Sizes, Table, stored_in
+from jax_te.quantize import QuantizedKernel
+from jax_te.sharding import leaves_with_axes
+
+
+def placed_arrays(
+    model: Any, name: str, table: Table, sizes: Sizes, held: Mapping[str, QuantizedKernel] = MappingProxyType({})
+) -> tuple[dict[str, Entry], dict[str, jax.Array]]:
+    """Return the entries of a table and the model's parameters, both by the parameters' paths; with the values of
+    ``held``.
+
+    Raises:
+        ValueError: for parameters that differ from the table's.
+    """
+    entries = {path: Entry.of(pieces, sizes["e"]) for path, pieces in table.items()}
+    leaves = leaves_with_axes(nnx.state(model, stored_in(entries)))
+    arrays = {path: leaf for path, leaf, _ in leaves if not any(path.startswith(f"{kernel}/") for kernel in held)}
+    arrays |= {path: kernel.form.rowwise.data for path, kernel in held.items()}
+    wrong = sorted(arrays.keys() ^ entries.keys())
+    wrong += [path for path in arrays.keys() & entries.keys() if arrays[path].shape != entries[path].shape(sizes)]
+    if wrong:
+        raise ValueError(
+            f"{name} has no place for the model's {', '.join(wrong[:8])}; merge adapters, and take kernels that are "
+            "stored quantized from their masters"
+        )
+    return entries, arrays
+
+
+def architecture_of(model: Any, known: Mapping[str, Architecture]) -> tuple[str, Form]:
+    """Return the name of the first architecture that can represent the model, and the model's form.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    reasons = []
+    for name, architecture in known.items():
+        if not isinstance(model, architecture.model):
+            continue
+        form = Form(model.config, architecture.options(model))
+        try:
+            lost = _lost(architecture, form)
+        except ValueError as error:  # the architecture's reader refuses a field for the option
+            lost = [str(error)]
+        if not lost:
+            return name, form
+        reasons.append(f"{name}: {', '.join(lost)}")
+    raise ValueError(
+        "no supported transformers architecture can represent this model: "
+        + (f"unsupported options: {'; '.join(reasons)}" if reasons else f"it is a {type(model).__name__}")
+    )
+
+
+def _lost(architecture: Architecture, form: Form) -> list[str]:
+    """Return the options that change when written and read again."""
+    written = architecture.config_fields(form)
+    count = form.config.num_moe_experts or 0
+    tensors = [name for row in architecture.table(form).values() for name in Entry.of(row, count).names]
+    fields = architecture.fields_class(written, architecture.described_by, tensors)
+    read = architecture.form(fields).options()
+    return [f"{name}={value!r}" for name, value in form.options().items() if read.get(name) != value]
