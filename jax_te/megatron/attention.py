@@ -202,7 +202,8 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
         # Megatron packs into one row without a batch axis; the layer requires the axis.
         row = packed_seq_params is not None and query.ndim == 3
         if row:
-            query, key, value = (None if array is None else array[None] for array in (query, key, value))
+            query = query[None]
+            key, value = (None if array is None else array[None] for array in (key, value))
         bias_type, bias = _core_bias(attention_bias, core_attention_bias_type, core_attention_bias)
         with_logit = self.return_max_logit if return_max_logit is None else return_max_logit
         result = super().__call__(
