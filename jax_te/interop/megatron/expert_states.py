@@ -86,7 +86,9 @@ def states_of_all(others: Mapping[str, Callable[[], Any]]) -> States:
     return states
 
 
-def load_expert_states(model: nnx.Module, states: States, what: str) -> None:
+def load_expert_states(
+    model: nnx.Module, states: Mapping[tuple[int, str], Mapping[int, StoredState]], what: str
+) -> None:
     """Give a model's experts the states of a checkpoint; nothing changes if one does not fit.
 
     Layers without states in the checkpoint keep new ones, which the log of ``jax_te`` says at level INFO.
