@@ -77,6 +77,24 @@ class Cut(NamedTuple):
         """Return the numbers of the layers at each position of a chunk, over all chunks of all stages."""
         return self.numbers.reshape(-1, self.numbers.shape[2]).T.tolist()
 
+    def segments(self) -> list[tuple[slice, bool]]:
+        """Return the positions of a chunk in order, and whether their layers are each chunk's own.
+
+        Neighbours that are every chunk's own are one slice: they run as one stack. Any other position is alone, since a
+        chunk may lack its layer.
+
+        >>> runs = np.array([[[True, True, False]], [[True, True, True]]])  # the first stage has two layers
+        >>> Cut(places=[], graphdef=None, numbers=np.array([[[0, 1, 1]], [[2, 3, 4]]]), runs=runs).segments()
+        [(slice(0, 2, None), True), (slice(2, 3, None), False)]
+        """
+        segments: list[tuple[slice, bool]] = []
+        for position, own in enumerate(self.runs.all(axis=(0, 1)).tolist()):
+            first = position
+            if own and segments and segments[-1][1]:
+                first = segments.pop()[0].start
+            segments.append((slice(first, position + 1), own))
+        return segments
+
     def stacked(self, flat: Flat) -> Flat:
         """Return the layers' Variables by their path in a chunk, ``[p, v, ...]``, each stage's on its devices."""
 
