@@ -33,8 +33,8 @@ from jax_te.training.gradients import (
 from jax_te.training.kernel_gradients import KernelGradients
 from jax_te.training.masters import adopt_changed_params, apply_update, full_precision, select
 from jax_te.training.microbatches import rules_of, shard_batch
-from jax_te.training.pipeline.cut import pipeline_stages, stage_rules
 from jax_te.training.pipeline.gradients import pipelined_gradients
+from jax_te.training.pipeline.mesh import pipeline_stages, stage_rules
 from jax_te.training.state import TrainState
 from jax_te.training.transformation import Transformation, apply_transformation, as_transformation
 from jax_te.typing import Array, DTypeLike, PyTree

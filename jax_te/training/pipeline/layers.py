@@ -15,8 +15,9 @@ from jax_te.models import StackInput
 from jax_te.training.deferred import deferred_vjp, with_summands
 from jax_te.training.gradients import vjp_of_model
 from jax_te.training.kernel_gradients import Path, SummandPlace
-from jax_te.training.pipeline.cut import AXIS, Flat, as_state
+from jax_te.training.pipeline.cut import Flat, as_state
 from jax_te.training.pipeline.loss import StackArrays
+from jax_te.training.pipeline.mesh import PIPELINE_AXIS
 from jax_te.training.pipeline.program import Program
 from jax_te.typing import Array, PyTree
 
@@ -35,7 +36,7 @@ class StageLayers:
     def __init__(self, program: Program, params: Flat, states: Flat):
         self.program, self.schedule = program, program.schedule
         self.params, self.states = params, states
-        index, cut = jax.lax.axis_index(AXIS), program.cut
+        index, cut = jax.lax.axis_index(PIPELINE_AXIS), program.cut
         self._runs, self._numbers = (jnp.asarray(table)[index] for table in (cut.runs, cut.numbers))
         self.places = self._places()
         self._cached = self._quantized_kernels() if program.how.keep_kernels else None

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_te.training.pipeline.around import AroundLayers
-from jax_te.training.pipeline.cut import AXIS, Flat
+from jax_te.training.pipeline.cut import Flat
 from jax_te.training.pipeline.layers import StageLayers
+from jax_te.training.pipeline.mesh import PIPELINE_AXIS
 from jax_te.training.pipeline.program import Program
 from jax_te.training.pipeline.residuals import Residuals
 from jax_te.training.pipeline.schedule import Schedule, Slots
@@ -137,7 +138,7 @@ class Stage:
 
     def __init__(self, program: Program, layers: StageLayers, around: AroundLayers):
         self.program, self.schedule, self.around = program, program.schedule, around
-        self.index = jax.lax.axis_index(AXIS)
+        self.index = jax.lax.axis_index(PIPELINE_AXIS)
         self.kept, self.summation = Residuals(layers, around.key), Summation(layers, around)
 
     def run(self, rows: Row) -> Sums:
@@ -171,7 +172,7 @@ class Stage:
             lambda forward: (forward, y),
             forward,
         )
-        y = jax.lax.ppermute(y, AXIS, [(i, (i + 1) % stages) for i in range(stages)])
+        y = jax.lax.ppermute(y, PIPELINE_AXIS, [(i, (i + 1) % stages) for i in range(stages)])
         inputs = _put(carry.inputs, y, row.inputs.put)
 
         backward = _Backward(sums.layers, sums.states, forward.outer, forward.outer_states, carry.operands)
@@ -183,7 +184,7 @@ class Stage:
             lambda backward: (backward, dx),
             backward,
         )
-        dx = jax.lax.ppermute(dx, AXIS, [(i, (i - 1) % stages) for i in range(stages)])
+        dx = jax.lax.ppermute(dx, PIPELINE_AXIS, [(i, (i - 1) % stages) for i in range(stages)])
         gradients = _put(carry.gradients, dx, row.gradients.put)
         layers = backward.layers
         if self.schedule.waits:
