@@ -182,11 +182,11 @@ def value_and_grad(
             graphdef, quantizers, wanted, rest = nnx.split(objects, QuantizerState, _within("model", wrt), ...)
             return graphdef, wanted, quantizers, rest
 
-        how = Differentiation(split=split, scaler=factor, kernels=KernelGradients())
+        differentiation = Differentiation(split=split, scaler=factor, kernels=KernelGradients())
 
         @jax.jit  # a concrete array cannot have the dtype of `with_max_gradients`
         def compiled(params: nnx.State, old: nnx.State, rest: nnx.State) -> Gradients:
-            found = differentiate(run, (graphdef, params, old, rest), how)
+            found = differentiate(run, (graphdef, params, old, rest), differentiation)
             grads = factor.unscale(found.grads)
             quantizers = write_back(old, found.quantizers, keep_old=~all_finite((found.loss, grads)))
             return found._replace(grads=grads, quantizers=quantizers)
@@ -251,14 +251,14 @@ class Accumulation:
     kernels: KernelGradients
 
 
-def accumulated_gradients(how: Accumulation, state: TrainState, batches: PyTree, key: Array) -> Gradients:
+def accumulated_gradients(accumulation: Accumulation, state: TrainState, batches: PyTree, key: Array) -> Gradients:
     """Return the means of `gradients` over microbatches, from one scan; ``batches`` has leaves ``[m, b / m, ...]``.
 
-    Means are weighted if ``how.loss_fn`` returns weights.
+    Means are weighted if ``accumulation.loss_fn`` returns weights.
     """
-    kernels = how.kernels
+    kernels = accumulation.kernels
     model = nnx.merge(state.graphdef, state.params, state.quantizers, state.rest)
-    cached = quantize_kernels(model) if how.keep_kernels else _NO_CACHE
+    cached = quantize_kernels(model) if accumulation.keep_kernels else _NO_CACHE
     places, full = kernels.find_waiting(model, state.params), full_precision(state.params, state.masters)
     names = dict(nnx.to_flat_state(full))
 
@@ -272,13 +272,13 @@ def accumulated_gradients(how: Accumulation, state: TrainState, batches: PyTree,
         counts=counts_within_step(state.quantizers),
     )
     sums, (stacked, weights) = jax.lax.scan(
-        functools.partial(_add_microbatch, how, state, key, cached),
+        functools.partial(_add_microbatch, accumulation, state, key, cached),
         start,
-        (batches, jnp.arange(how.microbatches, dtype=jnp.int32)),
+        (batches, jnp.arange(accumulation.microbatches, dtype=jnp.int32)),
     )
 
     def mean(total: Array) -> Array:
-        return total / how.microbatches if weights is None else WeightedMean(total, jnp.sum(weights)).mean
+        return total / accumulation.microbatches if weights is None else WeightedMean(total, jnp.sum(weights)).mean
 
     grads = constrain_as_created(_summed_over_devices(sums, places, names, kernels.dtype))
     loss, grads = jax.tree.map(mean, (sums.loss, grads))
@@ -304,12 +304,17 @@ class _Sums(NamedTuple):
 
 
 def _add_microbatch(
-    how: Accumulation, state: TrainState, key: Array, cached: KernelCache, sums: _Sums, microbatch: tuple[PyTree, Array]
+    accumulation: Accumulation,
+    state: TrainState,
+    key: Array,
+    cached: KernelCache,
+    sums: _Sums,
+    microbatch: tuple[PyTree, Array],
 ) -> tuple[_Sums, tuple[PyTree, Array | None]]:
     """Return sums with a microbatch's, its next quantizer states and its weight.
 
     Args:
-        how: accumulation of the gradients.
+        accumulation: accumulation of the gradients.
         state: state of the run before the step.
         key: random key of the step.
         cached: quantized kernels.
@@ -318,7 +323,7 @@ def _add_microbatch(
     """
     batch, index = microbatch
     now = replace(state, quantizers=with_counts(state.quantizers, sums.counts), rest=sums.rest)
-    found = _of_batch(how.loss_fn, now, batch, jax.random.fold_in(key, index), how.kernels, cached)
+    found = _of_batch(accumulation.loss_fn, now, batch, jax.random.fold_in(key, index), accumulation.kernels, cached)
     loss, grads, weight = found.loss, (found.grads, found.waiting), found.weight
     if weight is not None:
         # Not gradients of the totals, which would be so much larger that fp16 overflows sooner.
@@ -353,7 +358,7 @@ def _summed_over_devices(
 def _of_batch(
     loss_fn: LossFn, state: TrainState, batch: PyTree, key: Array, kernels: KernelGradients, cached: KernelCache
 ) -> Gradients:
-    how = Differentiation(
+    differentiation = Differentiation(
         split=split_model,
         scaler=state.scaler,
         kernels=kernels,
@@ -361,13 +366,13 @@ def _of_batch(
         like=full_precision(state.params, state.masters),
     )
     parts = state.graphdef, state.params, state.quantizers, state.rest
-    return differentiate(lambda model: (loss_fn(model, batch, key), None), parts, how)
+    return differentiate(lambda model: (loss_fn(model, batch, key), None), parts, differentiation)
 
 
 def differentiate(
     fn: Callable[..., tuple[Array | WeightedMean, Any]],
     parts: Parts,
-    how: Differentiation,
+    differentiation: Differentiation,
     inputs: tuple[Array, ...] = (),
 ) -> Gradients:
     """Return loss and gradients of ``fn(model, *inputs) -> loss, aux``.
@@ -375,24 +380,27 @@ def differentiate(
     Args:
         fn: function, which may change the model's other state.
         parts: parts of the model.
-        how: loss scale, and treatment of kernels.
+        differentiation: loss scale, and treatment of kernels.
         inputs: other arrays to differentiate by.
     """
     graphdef, params, quantizers, rest = parts
     plain, quantized = split_parameters(params)
-    names = dict(nnx.to_flat_state(params if how.like is None else how.like))
+    names = dict(nnx.to_flat_state(params if differentiation.like is None else differentiation.like))
     model = nnx.merge(graphdef, params, quantizers, rest)
-    grad_sinks, places = how.kernels.sinks(model, params), how.kernels.find_waiting(model, params)
+    grad_sinks, places = (
+        differentiation.kernels.sinks(model, params),
+        differentiation.kernels.find_waiting(model, params),
+    )
 
     def scaled_loss(plain: PyTree, grad_sinks: PyTree, quantizers: PyTree, inputs: PyTree) -> tuple[Array, Any]:
         model = nnx.merge(graphdef, nnx.merge_state(plain, quantized), quantizers, rest, copy=True)
         # Both belong to this pass: they must not be part of the returned model's other state.
-        with cached_kernels(model, how.cached), aux_losses_scaled(model, how.scaler.scale):
+        with cached_kernels(model, differentiation.cached), aux_losses_scaled(model, differentiation.scaler.scale):
             set_grad_sinks(model, grad_sinks)
             value, aux = fn(model, *inputs)
         loss = mean_loss(value)
         weight = jnp.asarray(value.weight, jnp.float32) if isinstance(value, WeightedMean) else None
-        return how.scaler.scale_loss(loss), (loss, how.split(model)[3], weight, aux)
+        return differentiation.scaler.scale_loss(loss), (loss, differentiation.split(model)[3], weight, aux)
 
     # allow_int: the dtype of with_max_gradients is not an ordinary float.
     differentiated = jax.grad(scaled_loss, argnums=(0, 1, 2, 3), has_aux=True, allow_int=True)

@@ -38,7 +38,7 @@ from jax_te.typing import Array, PyTree
 
 
 def pipelined_gradients(
-    how: Accumulation, state: TrainState, batches: PyTree, key: Array, config: PipelineConfig
+    accumulation: Accumulation, state: TrainState, batches: PyTree, key: Array, config: PipelineConfig
 ) -> Gradients:
     """Return the results of `accumulated_gradients`, from the stages of a pipeline.
 
@@ -47,19 +47,19 @@ def pipelined_gradients(
     their gradients back. Embedding and head are all-gathered along the axis, and run on the stages that need them.
 
     Args:
-        how: accumulation of the gradients; its ``loss_fn`` is a `PipelinedLoss`.
+        accumulation: accumulation of the gradients; its ``loss_fn`` is a `PipelinedLoss`.
         state: state of the run.
         batches: batches with leaves ``[m, b / m, ...]``.
         key: random key of the step.
         config: schedule and split.
 
     Raises:
-        TypeError: for another ``how.loss_fn``.
+        TypeError: for another ``accumulation.loss_fn``.
         ValueError: for layers that differ between stages, or share parameters; for a model with state other than
             parameters and quantizers; for a loss that reads parameters of layers itself, or whose weight depends on the
             layers' output.
     """
-    loss, stages = in_parts(how.loss_fn), pipeline_stages()
+    loss, stages = in_parts(accumulation.loss_fn), pipeline_stages()
     _check(state, config)
     cut = cut_model(state, loss.layers, stages, config)
     # As in a stage: a microbatch need not divide over the pipeline axis.
@@ -72,12 +72,12 @@ def pipelined_gradients(
             "'1f1b', or batch_parts=1"
         )
     schedule = make_schedule(
-        config.schedule, stages=stages, microbatches=how.microbatches, virtual_stages=config.virtual_stages
+        config.schedule, stages=stages, microbatches=accumulation.microbatches, virtual_stages=config.virtual_stages
     )
     variables = dict(nnx.to_flat_state(nnx.merge_state(state.params, state.quantizers)))
     program = Program(
         loss=loss,
-        how=how,
+        accumulation=accumulation,
         schedule=schedule,
         graphdef=state.graphdef,
         cut=cut,

@@ -39,7 +39,7 @@ class StageLayers:
         index, cut = jax.lax.axis_index(PIPELINE_AXIS), program.cut
         self._runs, self._numbers = (jnp.asarray(table)[index] for table in (cut.runs, cut.numbers))
         self.places = self._places()
-        self._cached = self._quantized_kernels() if program.how.keep_kernels else None
+        self._cached = self._quantized_kernels() if program.accumulation.keep_kernels else None
 
     def chunk(self, tree: PyTree, chunk: Array | int) -> PyTree:
         """Return one chunk of leaves ``[v, ...]``."""
@@ -54,7 +54,7 @@ class StageLayers:
 
     def _places(self) -> dict[Path, SummandPlace]:
         layers = self._modules(0)
-        return self.program.how.kernels.find_waiting(layers, nnx.state(layers, nnx.Param))
+        return self.program.accumulation.kernels.find_waiting(layers, nnx.state(layers, nnx.Param))
 
     def _quantized_kernels(self) -> Any:
         """Return the stage's `KernelCache`, ``[v, ...]``."""
@@ -71,7 +71,7 @@ class StageLayers:
             use_cached_kernels(layers, self.chunk(self._cached, chunk))
         run = functools.partial(self._run, chunk, self._runs[chunk], given)
         # Kernel gradients that need not be deferred are computed in the ordinary way, which has no restrictions.
-        inputs, kernels = (given.x, given.learned), self.program.how.kernels
+        inputs, kernels = (given.x, given.learned), self.program.accumulation.kernels
         if self.schedule.waits:
             y, backward = deferred_vjp(run, layers, inputs, wgrad_dtype=kernels.dtype)
             backward = with_summands(backward, self.places)
