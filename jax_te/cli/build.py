@@ -162,9 +162,9 @@ RATES = 1024
 
 def train_step(config: RunConfig, tx: optax.GradientTransformation) -> Callable[..., Any]:
     """Return the train step of a run; ``tx`` is the run's `optimizer`."""
-    how: Any = {"wgrad_dtype": jnp.dtype(config.wgrad_dtype), "reduce_gradients": config.reduce_gradients}
+    options: Any = {"wgrad_dtype": jnp.dtype(config.wgrad_dtype), "reduce_gradients": config.reduce_gradients}
     pipeline = PipelineConfig.parse(config.pipeline)
-    return make_train_step(loss_fn, tx, microbatches=config.microbatches, pipeline=pipeline, **how)
+    return make_train_step(loss_fn, tx, microbatches=config.microbatches, pipeline=pipeline, **options)
 
 
 class Trainer:

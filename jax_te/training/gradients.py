@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from jax_te.training.kernel_gradients import KernelGradients, Path, SummandPlace
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import full_precision
 from jax_te.training.state import TrainState, split_model
-from jax_te.typing import Array, PyTree
+from jax_te.typing import Array, DTypeLike, PyTree
 
 _NO_CACHE = KernelCache({})
 _SMALL = 2**15
@@ -182,11 +182,11 @@ def value_and_grad(
             graphdef, quantizers, wanted, rest = nnx.split(objects, QuantizerState, _within("model", wrt), ...)
             return graphdef, wanted, quantizers, rest
 
-        how = Differentiation(split=split, scaler=factor, kernels=KernelGradients())
+        differentiation = Differentiation(split=split, scaler=factor, kernels=KernelGradients())
 
         @jax.jit  # a concrete array cannot have the dtype of `with_max_gradients`
         def compiled(params: nnx.State, old: nnx.State, rest: nnx.State) -> Gradients:
-            found = differentiate(run, (graphdef, params, old, rest), how)
+            found = differentiate(run, (graphdef, params, old, rest), differentiation)
             grads = factor.unscale(found.grads)
             quantizers = write_back(old, found.quantizers, keep_old=~all_finite((found.loss, grads)))
             return found._replace(grads=grads, quantizers=quantizers)
@@ -231,7 +231,7 @@ def _within(name: str, wrt: Any) -> Callable[..., bool]:
 
 def gradients(loss_fn: LossFn, state: TrainState, batch: PyTree, key: Array, kernels: KernelGradients) -> Gradients:
     """Return loss and gradients of one batch."""
-    return _of_batch(loss_fn, state, state.rest, batch, key, kernels._replace(once=False))
+    return _of_batch(loss_fn, state, batch, key, kernels._replace(once=False), _NO_CACHE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,78 +251,128 @@ class Accumulation:
     kernels: KernelGradients
 
 
-def accumulated_gradients(how: Accumulation, state: TrainState, batches: PyTree, key: Array) -> Gradients:
+def accumulated_gradients(accumulation: Accumulation, state: TrainState, batches: PyTree, key: Array) -> Gradients:
     """Return the means of `gradients` over microbatches, from one scan; ``batches`` has leaves ``[m, b / m, ...]``.
 
-    Means are weighted if ``how.loss_fn`` returns weights.
+    Means are weighted if ``accumulation.loss_fn`` returns weights.
     """
-    kernels = how.kernels
+    kernels = accumulation.kernels
     model = nnx.merge(state.graphdef, state.params, state.quantizers, state.rest)
-    cached = quantize_kernels(model) if how.keep_kernels else _NO_CACHE
+    cached = quantize_kernels(model) if accumulation.keep_kernels else _NO_CACHE
     places, full = kernels.find_waiting(model, state.params), full_precision(state.params, state.masters)
     names = dict(nnx.to_flat_state(full))
 
-    def body(carry: PyTree, microbatch: PyTree) -> tuple[PyTree, PyTree]:
-        total, sums, rest, counts = carry
-        batch, index = microbatch
-        now = replace(state, quantizers=with_counts(state.quantizers, counts))
-        found = _of_batch(how.loss_fn, now, rest, batch, jax.random.fold_in(key, index), kernels, cached)
-        loss, quantizers, rest, weight = found.loss, found.quantizers, found.rest, found.weight
-        grads = found.grads, found.waiting
-        if weight is not None:
-            # Not gradients of the totals, which would be so much larger that fp16 overflows sooner.
-            loss, grads = jax.tree.map(lambda mean: mean * weight, (loss, grads))
-        # Each gradient is added to its sum where it is computed, so that no second copy of all gradients exists.
-        counts = added_counts(counts, quantizers)
-        return (total + loss, jax.tree.map(jnp.add, sums, grads), rest, counts), (quantizers, weight)
-
     # The carry keeps its sharding over the scan, so it starts in that of the parameters.
     zeros = _wide(nnx.from_flat_state([(path, like) for path, like in names.items() if path not in places]))
-    zeros = constrain_as_created(jax.tree.map(jnp.zeros_like, zeros))
-    summands = {path: place.zeros(names[path].get_value().shape) for path, place in places.items()}
-    counts = counts_within_step(state.quantizers)
-    start = (jnp.zeros((), jnp.float32), (zeros, summands), constrain_as_created(state.rest), counts)
-    (total, (sums, waiting), rest, _), (stacked, weights) = jax.lax.scan(
-        body, start, (batches, jnp.arange(how.microbatches, dtype=jnp.int32))
+    start = _Sums(
+        loss=jnp.zeros((), jnp.float32),
+        grads=constrain_as_created(jax.tree.map(jnp.zeros_like, zeros)),
+        summands={path: place.zeros(names[path].get_value().shape) for path, place in places.items()},
+        rest=constrain_as_created(state.rest),
+        counts=counts_within_step(state.quantizers),
+    )
+    sums, (stacked, weights) = jax.lax.scan(
+        functools.partial(_add_microbatch, accumulation, state, key, cached),
+        start,
+        (batches, jnp.arange(accumulation.microbatches, dtype=jnp.int32)),
     )
 
     def mean(total: Array) -> Array:
-        return total / how.microbatches if weights is None else WeightedMean(total, jnp.sum(weights)).mean
+        return total / accumulation.microbatches if weights is None else WeightedMean(total, jnp.sum(weights)).mean
 
-    found = dict(nnx.to_flat_state(sums))
-    for path, place in places.items():  # devices sum, once for all microbatches
+    grads = constrain_as_created(_summed_over_devices(sums, places, names, kernels.dtype))
+    loss, grads = jax.tree.map(mean, (sums.loss, grads))
+    return Gradients(loss, grads, merge_quantizers(stacked), sums.rest)
+
+
+class _Sums(NamedTuple):
+    """Carry from microbatch to microbatch.
+
+    Args:
+        loss: fp32 ``[]``, sum of the losses.
+        grads: sums of the gradients.
+        summands: the same for kernels whose gradients devices sum after the last microbatch.
+        rest: the model's other state, which the next microbatch begins with.
+        counts: counts of the step's microbatches so far, see `counts_within_step`.
+    """
+
+    loss: Array
+    grads: nnx.State
+    summands: dict[Path, Array]
+    rest: PyTree
+    counts: PyTree
+
+
+def _add_microbatch(
+    accumulation: Accumulation,
+    state: TrainState,
+    key: Array,
+    cached: KernelCache,
+    sums: _Sums,
+    microbatch: tuple[PyTree, Array],
+) -> tuple[_Sums, tuple[PyTree, Array | None]]:
+    """Return sums with a microbatch's, its next quantizer states and its weight.
+
+    Args:
+        accumulation: accumulation of the gradients.
+        state: state of the run before the step.
+        key: random key of the step.
+        cached: quantized kernels.
+        sums: sums so far.
+        microbatch: the microbatch and its index.
+    """
+    batch, index = microbatch
+    now = replace(state, quantizers=with_counts(state.quantizers, sums.counts), rest=sums.rest)
+    found = _of_batch(accumulation.loss_fn, now, batch, jax.random.fold_in(key, index), accumulation.kernels, cached)
+    loss, grads, weight = found.loss, (found.grads, found.waiting), found.weight
+    if weight is not None:
+        # Not gradients of the totals, which would be so much larger that fp16 overflows sooner.
+        loss, grads = jax.tree.map(lambda mean: mean * weight, (loss, grads))
+    # Each gradient is added to its sum where it is computed, so that no second copy of all gradients exists.
+    counts = added_counts(sums.counts, found.quantizers)
+    loss = sums.loss + loss
+    total, summands = jax.tree.map(jnp.add, (sums.grads, sums.summands), grads)
+    return _Sums(loss, total, summands, found.rest, counts), (found.quantizers, weight)
+
+
+def _summed_over_devices(
+    sums: _Sums, places: dict[Path, SummandPlace], names: dict[Path, nnx.Variable], dtype: DTypeLike
+) -> nnx.State:
+    """Return sums of all gradients; devices add up the summands in ``places``, once for all microbatches.
+
+    Args:
+        sums: sums over the microbatches.
+        places: places of summands.
+        names: Variables like the gradients, by path.
+        dtype: dtype of the communicated gradients.
+    """
+    grads = dict(nnx.to_flat_state(sums.grads))
+    for path, place in places.items():
         axes = variable_axes(names[path], names[path].get_value())
         # Where Flax's own names put a kernel, `constrain_as_created` takes it.
         wanted = None if isinstance(axes, PartitionSpec) else axes[place.lead :]
-        found[path] = names[path].replace(place.total(waiting[path], kernels.dtype, wanted))
-    loss, grads = jax.tree.map(mean, (total, constrain_as_created(nnx.from_flat_state(found.items()))))
-    return Gradients(loss, grads, merge_quantizers(stacked), rest)
+        grads[path] = names[path].replace(place.total(sums.summands[path], dtype, wanted))
+    return nnx.from_flat_state(grads.items())
 
 
 def _of_batch(
-    loss_fn: LossFn,
-    state: TrainState,
-    rest: PyTree,
-    batch: PyTree,
-    key: Array,
-    kernels: KernelGradients,
-    cached: KernelCache = _NO_CACHE,
+    loss_fn: LossFn, state: TrainState, batch: PyTree, key: Array, kernels: KernelGradients, cached: KernelCache
 ) -> Gradients:
-    how = Differentiation(
+    differentiation = Differentiation(
         split=split_model,
         scaler=state.scaler,
         kernels=kernels,
         cached=cached,
         like=full_precision(state.params, state.masters),
     )
-    parts = state.graphdef, state.params, state.quantizers, rest
-    return differentiate(lambda model: (loss_fn(model, batch, key), None), parts, how)
+    parts = state.graphdef, state.params, state.quantizers, state.rest
+    return differentiate(lambda model: (loss_fn(model, batch, key), None), parts, differentiation)
 
 
 def differentiate(
     fn: Callable[..., tuple[Array | WeightedMean, Any]],
     parts: Parts,
-    how: Differentiation,
+    differentiation: Differentiation,
     inputs: tuple[Array, ...] = (),
 ) -> Gradients:
     """Return loss and gradients of ``fn(model, *inputs) -> loss, aux``.
@@ -330,24 +380,27 @@ def differentiate(
     Args:
         fn: function, which may change the model's other state.
         parts: parts of the model.
-        how: loss scale, and treatment of kernels.
+        differentiation: loss scale, and treatment of kernels.
         inputs: other arrays to differentiate by.
     """
     graphdef, params, quantizers, rest = parts
     plain, quantized = split_parameters(params)
-    names = dict(nnx.to_flat_state(params if how.like is None else how.like))
+    names = dict(nnx.to_flat_state(params if differentiation.like is None else differentiation.like))
     model = nnx.merge(graphdef, params, quantizers, rest)
-    grad_sinks, places = how.kernels.sinks(model, params), how.kernels.find_waiting(model, params)
+    grad_sinks, places = (
+        differentiation.kernels.sinks(model, params),
+        differentiation.kernels.find_waiting(model, params),
+    )
 
     def scaled_loss(plain: PyTree, grad_sinks: PyTree, quantizers: PyTree, inputs: PyTree) -> tuple[Array, Any]:
         model = nnx.merge(graphdef, nnx.merge_state(plain, quantized), quantizers, rest, copy=True)
         # Both belong to this pass: they must not be part of the returned model's other state.
-        with cached_kernels(model, how.cached), aux_losses_scaled(model, how.scaler.scale):
+        with cached_kernels(model, differentiation.cached), aux_losses_scaled(model, differentiation.scaler.scale):
             set_grad_sinks(model, grad_sinks)
             value, aux = fn(model, *inputs)
         loss = mean_loss(value)
         weight = jnp.asarray(value.weight, jnp.float32) if isinstance(value, WeightedMean) else None
-        return how.scaler.scale_loss(loss), (loss, how.split(model)[3], weight, aux)
+        return differentiation.scaler.scale_loss(loss), (loss, differentiation.split(model)[3], weight, aux)
 
     # allow_int: the dtype of with_max_gradients is not an ordinary float.
     differentiated = jax.grad(scaled_loss, argnums=(0, 1, 2, 3), has_aux=True, allow_int=True)
@@ -355,19 +408,46 @@ def differentiate(
         plain, grad_sinks, with_max_gradients(quantizers), inputs
     )
 
-    def placed(found: Iterable[tuple[Any, Array]]) -> dict[Any, Any]:
+    def as_created(grads: dict[Path, Array]) -> dict[Path, Array]:
         # Before the cast: between an all-reduce and a slice of it a cast would keep XLA from a reduce-scatter.
-        state = constrain_as_created(nnx.from_flat_state([(path, names[path].replace(grad)) for path, grad in found]))
-        return dict(nnx.to_flat_state(_wide(state)))
+        variables = constrain_as_created(
+            nnx.from_flat_state([(path, names[path].replace(grads[path])) for path in grads])
+        )
+        return _arrays(_wide(variables))
 
-    found = {path: grad.get_value() for path, grad in nnx.to_flat_state(grads)}
-    waiting = {path: place.with_sum(sink_grads.pop(path), found.pop(path, None)) for path, place in places.items()}
-    total = placed(found.items())
-    for path, grad in placed((path, grad) for path, grad in sink_grads.items() if grad is not None).items():
-        # The gradient of a plain kernel itself is zero, unless the model also uses it outside of its layer.
-        total[path] = grad.replace(total[path] + grad) if path in total else grad
-    grads = nnx.from_flat_state(total.items())
-    return Gradients(loss, grads, as_float32(quantizers), constrain_as_created(rest), weight, aux, input_grads, waiting)
+    total, summands = _with_sinks(_arrays(grads), sink_grads, places, as_created)
+    grads = nnx.from_flat_state([(path, names[path].replace(grad)) for path, grad in total.items()])
+    return Gradients(
+        loss, grads, as_float32(quantizers), constrain_as_created(rest), weight, aux, input_grads, summands
+    )
+
+
+def _arrays(grads: nnx.State) -> dict[Path, Array]:
+    return {path: grad.get_value() for path, grad in nnx.to_flat_state(grads)}
+
+
+def _with_sinks(
+    own: dict[Path, Array],
+    sinks: dict[Path, Array | None],
+    places: Mapping[Path, SummandPlace],
+    prepare: Callable[[dict[Path, Array]], dict[Path, Array]],
+) -> tuple[dict[Path, Array], dict[Path, Array]]:
+    """Return fp32 gradients, and summands of the kernels in ``places``: of each kernel its sink's and its own, added.
+
+    The own gradient of a kernel is zero, unless the model also uses the kernel outside of its layer.
+
+    Args:
+        own: gradients of the parameters.
+        sinks: gradients of the sinks; None where a kernel has no sink.
+        places: places of summands.
+        prepare: function that returns gradients in fp32, in their sharding.
+    """
+    of_sinks = {path: grad for path, grad in sinks.items() if grad is not None}
+    summands = {path: place.with_sum(of_sinks.pop(path), own.get(path)) for path, place in places.items()}
+    total = prepare({path: grad for path, grad in own.items() if path not in places})
+    for path, grad in prepare(of_sinks).items():
+        total[path] = total[path] + grad if path in total else grad
+    return total, summands
 
 
 def vjp_of_model(
@@ -406,15 +486,8 @@ class _Backward:
 
     def __call__(self, vjp: Any, dy: Array) -> tuple[nnx.State, nnx.State, PyTree]:
         grads, sink_grads, quantizers, dx = vjp(dy)
-        total = {path: grad.get_value() for path, grad in nnx.to_flat_state(_wide(grads))}
-        # As in `differentiate`: uses of a kernel outside of its op contribute to the kernel's own gradient.
-        for path, place in self.places:
-            total[path] = place.with_sum(sink_grads.pop(path), total.get(path))
-        for path, grad in sink_grads.items():
-            if grad is not None:
-                grad = grad.astype(jnp.float32)
-                total[path] = total[path] + grad if path in total else grad
-        state = nnx.from_flat_state([(path, nnx.Param(grad)) for path, grad in total.items()])
+        total, summands = _with_sinks(_arrays(grads), sink_grads, dict(self.places), _wide)
+        state = nnx.from_flat_state([(path, nnx.Param(grad)) for path, grad in (total | summands).items()])
         return state, as_float32(quantizers), dx
 
 

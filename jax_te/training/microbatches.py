@@ -15,7 +15,7 @@ from jax_te.sharding import (
     ranks_of,
     use_rules,
 )
-from jax_te.training.pipeline.cut import pipeline_stages, stage_rules
+from jax_te.training.pipeline.mesh import pipeline_stages, stage_rules
 from jax_te.typing import Array, PyTree
 
 

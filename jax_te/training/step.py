@@ -33,8 +33,8 @@ from jax_te.training.gradients import (
 from jax_te.training.kernel_gradients import KernelGradients
 from jax_te.training.masters import adopt_changed_params, apply_update, full_precision, select
 from jax_te.training.microbatches import rules_of, shard_batch
-from jax_te.training.pipeline.cut import pipeline_stages, stage_rules
 from jax_te.training.pipeline.gradients import pipelined_gradients
+from jax_te.training.pipeline.mesh import pipeline_stages, stage_rules
 from jax_te.training.state import TrainState
 from jax_te.training.transformation import Transformation, apply_transformation, as_transformation
 from jax_te.typing import Array, DTypeLike, PyTree
@@ -124,7 +124,7 @@ def make_train_step(
     if (wgrad_dtype := float_dtype("wgrad_dtype", wgrad_dtype)) == jnp.float16:
         raise ValueError("wgrad_dtype=float16 overflows where devices add up gradients; take float32 or bfloat16")
     kernels = KernelGradients(wgrad_dtype, once=reduce_gradients == "step")
-    how = Accumulation(loss_fn=loss_fn, microbatches=microbatches, keep_kernels=keep_kernels, kernels=kernels)
+    accumulation = Accumulation(loss_fn=loss_fn, microbatches=microbatches, keep_kernels=keep_kernels, kernels=kernels)
     transformation = as_transformation(tx)
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -133,14 +133,14 @@ def make_train_step(
         if pipeline_stages() > 1:
             with use_rules(stage_rules()):
                 batches = shard_batch(batch, microbatches)
-            found = pipelined_gradients(how, state, batches, key, pipeline)
+            found = pipelined_gradients(accumulation, state, batches, key, pipeline)
         # A scan over one microbatch would hold fp32 sums in addition to its gradients.
         elif microbatches == 1:
             batches = shard_batch(batch)
             found = gradients(loss_fn, state, batches, jax.random.fold_in(key, 0), kernels)
         else:
             batches = shard_batch(batch, microbatches)
-            found = accumulated_gradients(how, state, batches, key)
+            found = accumulated_gradients(accumulation, state, batches, key)
         grads = state.scaler.unscale(found.grads)
         finite = all_finite((found.loss, grads))
         # Before the update, which quantizes parameters with these states. Amaxes of a skipped step may be inf or nan.

@@ -84,13 +84,15 @@ class AroundLayers:
         graphdef, layers, params, states = nnx.split(
             self._model(), lambda path, value: path in self.program.layers, nnx.Param, QuantizerState
         )
-        how = Differentiation(
+        differentiation = Differentiation(
             split=lambda model: (None, nothing, nothing, nothing),
             scaler=scaler,
             # Around the layers devices sum at once: few parameters there are kernels.
-            kernels=self.program.how.kernels._replace(once=False),
+            kernels=self.program.accumulation.kernels._replace(once=False),
         )
-        return differentiate(lambda *args: (fn(*args), None), (graphdef, params, states, layers), how, inputs)
+        return differentiate(
+            lambda *args: (fn(*args), None), (graphdef, params, states, layers), differentiation, inputs
+        )
 
     def _weights(self) -> Array:
         """Return the weight of each microbatch, fp32 ``[m]``."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 from collections.abc import Callable, Sequence
@@ -16,14 +15,12 @@ from jax.sharding import PartitionSpec
 
 from jax_te._validation import log_once
 from jax_te.config import PipelineConfig
-from jax_te.sharding import ShardingRules, constrain, current_mesh, current_rules, leaves_with_axes, logical_to_spec
+from jax_te.sharding import constrain, current_mesh, current_rules, leaves_with_axes, logical_to_spec
+from jax_te.training.kernel_gradients import Path
+from jax_te.training.pipeline.mesh import PIPELINE_AXIS, stage_rules
 from jax_te.training.pipeline.schedule import split_layers
 from jax_te.training.state import TrainState
 from jax_te.typing import Array
-
-AXIS = "pipeline"
-
-Path = tuple[Any, ...]
 
 Flat = dict[Path, Any]
 """Variables by their path in a model, or in a chunk of layers."""
@@ -32,20 +29,6 @@ Flat = dict[Path, Any]
 def as_state(flat: Flat) -> nnx.State:
     """Return Variables by path as an ``nnx.State``."""
     return nnx.from_flat_state(flat.items())
-
-
-def pipeline_stages() -> int:
-    """Return the number of devices along the mesh's pipeline axis; 1 without one."""
-    mesh = current_mesh()
-    return 1 if mesh is None else mesh.shape.get(AXIS, 1)
-
-
-def stage_rules() -> ShardingRules:
-    """Return the rules in use without the pipeline axis, for arrays that belong to one stage."""
-    rules = current_rules()
-    names = [rule.name for rule in dataclasses.fields(ShardingRules)]
-    without = {name: tuple(axis for axis in getattr(rules, name) if axis != AXIS) for name in names}
-    return dataclasses.replace(rules, **without)
 
 
 class Cut(NamedTuple):
@@ -76,6 +59,24 @@ class Cut(NamedTuple):
     def columns(self) -> list[list[int]]:
         """Return the numbers of the layers at each position of a chunk, over all chunks of all stages."""
         return self.numbers.reshape(-1, self.numbers.shape[2]).T.tolist()
+
+    def segments(self) -> list[tuple[slice, bool]]:
+        """Return the positions of a chunk in order, and whether their layers are each chunk's own.
+
+        Neighbours that are every chunk's own are one slice: they run as one stack. Any other position is alone, since a
+        chunk may lack its layer.
+
+        >>> runs = np.array([[[True, True, False]], [[True, True, True]]])  # the first stage has two layers
+        >>> Cut(places=[], graphdef=None, numbers=np.array([[[0, 1, 1]], [[2, 3, 4]]]), runs=runs).segments()
+        [(slice(0, 2, None), True), (slice(2, 3, None), False)]
+        """
+        segments: list[tuple[slice, bool]] = []
+        for position, own in enumerate(self.runs.all(axis=(0, 1)).tolist()):
+            first = position
+            if own and segments and segments[-1][1]:
+                first = segments.pop()[0].start
+            segments.append((slice(first, position + 1), own))
+        return segments
 
     def stacked(self, flat: Flat) -> Flat:
         """Return the layers' Variables by their path in a chunk, ``[p, v, ...]``, each stage's on its devices."""
@@ -109,7 +110,7 @@ def _placed(stacked: Flat, *, on_stages: bool) -> Flat:
     assert mesh is not None
     for _, leaf, axes in leaves_with_axes(stacked):
         inner = logical_to_spec(axes[2:] if isinstance(axes, PartitionSpec) else tuple(axes)[2:], mesh, rules)
-        leaves.append(constrain(leaf, PartitionSpec(AXIS if on_stages else None, None, *inner)))
+        leaves.append(constrain(leaf, PartitionSpec(PIPELINE_AXIS if on_stages else None, None, *inner)))
     return jax.tree.unflatten(jax.tree.structure(stacked), leaves)
 
 

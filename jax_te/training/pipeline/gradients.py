@@ -25,9 +25,10 @@ from jax_te.training.gradients import (
 )
 from jax_te.training.masters import cast_like_full_precision
 from jax_te.training.pipeline.around import AroundLayers
-from jax_te.training.pipeline.cut import AXIS, Cut, Flat, as_state, cut_model, pipeline_stages, stage_rules
+from jax_te.training.pipeline.cut import Cut, Flat, as_state, cut_model
 from jax_te.training.pipeline.layers import StageLayers
 from jax_te.training.pipeline.loss import PipelinedLoss, StackArrays, arrays_of, in_parts, without_gradient
+from jax_te.training.pipeline.mesh import PIPELINE_AXIS, pipeline_stages, stage_rules
 from jax_te.training.pipeline.program import Program
 from jax_te.training.pipeline.schedule import Schedule, make_schedule
 from jax_te.training.pipeline.stage import Row, Stage, schedule_rows
@@ -37,7 +38,7 @@ from jax_te.typing import Array, PyTree
 
 
 def pipelined_gradients(
-    how: Accumulation, state: TrainState, batches: PyTree, key: Array, config: PipelineConfig
+    accumulation: Accumulation, state: TrainState, batches: PyTree, key: Array, config: PipelineConfig
 ) -> Gradients:
     """Return the results of `accumulated_gradients`, from the stages of a pipeline.
 
@@ -46,19 +47,19 @@ def pipelined_gradients(
     their gradients back. Embedding and head are all-gathered along the axis, and run on the stages that need them.
 
     Args:
-        how: accumulation of the gradients; its ``loss_fn`` is a `PipelinedLoss`.
+        accumulation: accumulation of the gradients; its ``loss_fn`` is a `PipelinedLoss`.
         state: state of the run.
         batches: batches with leaves ``[m, b / m, ...]``.
         key: random key of the step.
         config: schedule and split.
 
     Raises:
-        TypeError: for another ``how.loss_fn``.
+        TypeError: for another ``accumulation.loss_fn``.
         ValueError: for layers that differ between stages, or share parameters; for a model with state other than
             parameters and quantizers; for a loss that reads parameters of layers itself, or whose weight depends on the
             layers' output.
     """
-    loss, stages = in_parts(how.loss_fn), pipeline_stages()
+    loss, stages = in_parts(accumulation.loss_fn), pipeline_stages()
     _check(state, config)
     cut = cut_model(state, loss.layers, stages, config)
     # As in a stage: a microbatch need not divide over the pipeline axis.
@@ -71,12 +72,12 @@ def pipelined_gradients(
             "'1f1b', or batch_parts=1"
         )
     schedule = make_schedule(
-        config.schedule, stages=stages, microbatches=how.microbatches, virtual_stages=config.virtual_stages
+        config.schedule, stages=stages, microbatches=accumulation.microbatches, virtual_stages=config.virtual_stages
     )
     variables = dict(nnx.to_flat_state(nnx.merge_state(state.params, state.quantizers)))
     program = Program(
         loss=loss,
-        how=how,
+        accumulation=accumulation,
         schedule=schedule,
         graphdef=state.graphdef,
         cut=cut,
@@ -93,10 +94,10 @@ def pipelined_gradients(
         stage = Stage(program, layers, AroundLayers(program, params, states, batches, key))
         return jax.tree.map(lambda leaf: leaf[None], stage.run(jax.tree.map(lambda row: row[:, 0], rows)))
 
-    everywhere, per_stage = PartitionSpec(), PartitionSpec(AXIS)
+    everywhere, per_stage = PartitionSpec(), PartitionSpec(PIPELINE_AXIS)
     on_stages = jax.shard_map(
         on_stage,
-        in_specs=(per_stage, everywhere, everywhere, everywhere, PartitionSpec(None, AXIS)),
+        in_specs=(per_stage, everywhere, everywhere, everywhere, PartitionSpec(None, PIPELINE_AXIS)),
         out_specs=per_stage,
         axis_names=_manual_axes(),
         check_vma=False,
@@ -124,7 +125,7 @@ def _manual_axes() -> set[str]:
     so that where nothing else is split a stage is one device's program, without a shard_map for each op.
     """
     mesh = current_mesh()
-    return {AXIS, *[name for name, size in (mesh.shape.items() if mesh is not None else ()) if size == 1]}
+    return {PIPELINE_AXIS, *[name for name, size in (mesh.shape.items() if mesh is not None else ()) if size == 1]}
 
 
 def _check(state: TrainState, config: PipelineConfig) -> None:
@@ -148,7 +149,7 @@ def _check(state: TrainState, config: PipelineConfig) -> None:
             "zero_bubble runs different passes on different stages at a time, and a ring along the mesh's context axis "
             "takes all devices; take the schedule '1f1b', or a mesh without a context axis"
         )
-    others = [name for name, size in ({} if mesh is None else mesh.shape).items() if size > 1 and name != AXIS]
+    others = [name for name, size in ({} if mesh is None else mesh.shape).items() if size > 1 and name != PIPELINE_AXIS]
     if config.schedule == "zero_bubble" and others and has_counts(state.quantizers):
         raise ValueError(
             "zero_bubble runs different passes on different stages at a time, and the compiler may let a router's "

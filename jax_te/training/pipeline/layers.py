@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -14,8 +15,9 @@ from jax_te.models import StackInput
 from jax_te.training.deferred import deferred_vjp, with_summands
 from jax_te.training.gradients import vjp_of_model
 from jax_te.training.kernel_gradients import Path, SummandPlace
-from jax_te.training.pipeline.cut import AXIS, Flat, as_state
+from jax_te.training.pipeline.cut import Flat, as_state
 from jax_te.training.pipeline.loss import StackArrays
+from jax_te.training.pipeline.mesh import PIPELINE_AXIS
 from jax_te.training.pipeline.program import Program
 from jax_te.typing import Array, PyTree
 
@@ -34,10 +36,10 @@ class StageLayers:
     def __init__(self, program: Program, params: Flat, states: Flat):
         self.program, self.schedule = program, program.schedule
         self.params, self.states = params, states
-        index, cut = jax.lax.axis_index(AXIS), program.cut
+        index, cut = jax.lax.axis_index(PIPELINE_AXIS), program.cut
         self._runs, self._numbers = (jnp.asarray(table)[index] for table in (cut.runs, cut.numbers))
         self.places = self._places()
-        self._cached = self._quantized_kernels() if program.how.keep_kernels else None
+        self._cached = self._quantized_kernels() if program.accumulation.keep_kernels else None
 
     def chunk(self, tree: PyTree, chunk: Array | int) -> PyTree:
         """Return one chunk of leaves ``[v, ...]``."""
@@ -52,7 +54,7 @@ class StageLayers:
 
     def _places(self) -> dict[Path, SummandPlace]:
         layers = self._modules(0)
-        return self.program.how.kernels.find_waiting(layers, nnx.state(layers, nnx.Param))
+        return self.program.accumulation.kernels.find_waiting(layers, nnx.state(layers, nnx.Param))
 
     def _quantized_kernels(self) -> Any:
         """Return the stage's `KernelCache`, ``[v, ...]``."""
@@ -64,50 +66,55 @@ class StageLayers:
 
         The backward pass is `deferred_vjp`'s if kernel gradients are deferred, else `vjp_of_model`'s.
         """
-        layers, options = self._modules(chunk), self.program.options
+        layers = self._modules(chunk)
         if self._cached is not None:
             use_cached_kernels(layers, self.chunk(self._cached, chunk))
-        always, runs_here = self.program.cut.runs.all(axis=(0, 1)), self._runs[chunk]
-
-        def run(layers: Any, inputs: tuple[Array, dict[str, Any]]) -> Array:
-            x, learned = inputs
-            keys: Any = [None] * len(layers)
-            if given.keys is not None:
-                keys = [given.keys[number] for number in self._numbers[chunk]]
-
-            def output(first: int, end: int, x: Array, learned: dict[str, Any]) -> Array:
-                return StackInput(x, keys[first:end], given.arrays, learned, options).output(list(layers)[first:end])
-
-            with aux_losses_scaled(layers, self.program.scaler.scale):
-                for together, positions in itertools.groupby(range(len(layers)), key=always.__getitem__):
-                    first, *rest = positions
-                    end = first + 1 + len(rest)
-                    if together:
-                        x = output(first, end, x, learned)
-                        continue
-                    for j in range(first, end):
-                        # An idle layer runs, too, in the time that other stages need for theirs.
-                        x = jnp.where(runs_here[j], output(j, j + 1, *_read_by(runs_here[j], (x, learned))), x)
-            return x
-
+        run = functools.partial(self._run, chunk, self._runs[chunk], given)
         # Kernel gradients that need not be deferred are computed in the ordinary way, which has no restrictions.
-        x, inputs, kernels = given.x, (given.x, given.learned), self.program.how.kernels
+        inputs, kernels = (given.x, given.learned), self.program.accumulation.kernels
         if self.schedule.waits:
             y, backward = deferred_vjp(run, layers, inputs, wgrad_dtype=kernels.dtype)
             backward = with_summands(backward, self.places)
         else:
             y, backward = vjp_of_model(run, layers, inputs, kernels)
-        if (y.shape, y.dtype) != (x.shape, x.dtype):
-            raise ValueError(
-                f"stages of a pipeline pass on activations of one kind, and the layers get {x.dtype}{list(x.shape)} "
-                f"and give {y.dtype}{list(y.shape)}; cast the stack's input, or take a mesh without a pipeline axis"
-            )
+        _check_same_kind(given.x, y)
         return y, backward
 
+    def _run(
+        self, chunk: Array | int, runs: Array, given: StackArrays, layers: Any, inputs: tuple[Array, dict[str, Any]]
+    ) -> Array:
+        """Return the output of a chunk's layers for ``inputs``: ``(x, learned)``; ``runs`` see `Cut`, bool ``[l]``."""
+        x, learned = inputs
+        keys: list[Array | None] = [None] * len(layers)
+        if given.keys is not None:
+            keys = [given.keys[number] for number in self._numbers[chunk]]
+        with aux_losses_scaled(layers, self.program.scaler.scale):
+            for positions, own in self.program.cut.segments():
+                stack = StackInput(x, keys[positions], given.arrays, learned, self.program.options)
+                part = list(layers)[positions]
+                if own:
+                    x = stack.output(part)
+                else:
+                    # An idle layer runs, too, in the time that other stages need for theirs.
+                    y = _read_if(runs[positions.start], stack).output(part)
+                    x = jnp.where(runs[positions.start], y, x)
+        return x
 
-def _read_by(runs: Array, arrays: Any) -> Any:
-    """Return arrays as a layer reads them that only counts where ``runs``: no gradient of an idle one reaches them.
+
+def _read_if(runs: Array, stack: StackInput) -> StackInput:
+    """Return the input of a layer that counts if ``runs``, bool ``[]``; no gradient of an idle one passes on.
 
     The cotangent of an idle layer's output is 0, but losses of its routers have gradients whatever that is.
     """
-    return jax.tree.map(lambda leaf: jnp.where(runs, leaf, jax.lax.stop_gradient(leaf)), arrays)
+    arrays = stack.x, stack.learned
+    x, learned = jax.tree.map(lambda leaf: jnp.where(runs, leaf, jax.lax.stop_gradient(leaf)), arrays)
+    return dataclasses.replace(stack, x=x, learned=learned)
+
+
+def _check_same_kind(x: Array, y: Array) -> None:
+    """Raise ValueError if layers get and give different kinds of activations."""
+    if (y.shape, y.dtype) != (x.shape, x.dtype):
+        raise ValueError(
+            f"stages of a pipeline pass on activations of one kind, and the layers get {x.dtype}{list(x.shape)} "
+            f"and give {y.dtype}{list(y.shape)}; cast the stack's input, or take a mesh without a pipeline axis"
+        )

@@ -17,7 +17,7 @@ class Program(NamedTuple):
 
     Args:
         loss: loss of a microbatch, in its parts.
-        how: accumulation of the gradients.
+        accumulation: accumulation of the gradients.
         schedule: schedule of the step.
         graphdef: graph definition of the model.
         cut: points at which the model is cut.
@@ -29,7 +29,7 @@ class Program(NamedTuple):
     """
 
     loss: PipelinedLoss
-    how: Accumulation
+    accumulation: Accumulation
     schedule: Schedule
     graphdef: Any
     cut: Cut

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_te.training.pipeline.around import AroundLayers
-from jax_te.training.pipeline.cut import AXIS, Flat
+from jax_te.training.pipeline.cut import Flat
 from jax_te.training.pipeline.layers import StageLayers
+from jax_te.training.pipeline.mesh import PIPELINE_AXIS
 from jax_te.training.pipeline.program import Program
 from jax_te.training.pipeline.residuals import Residuals
 from jax_te.training.pipeline.schedule import Schedule, Slots
@@ -98,6 +99,34 @@ class _Carry(NamedTuple):
     sums: Sums
 
 
+class _Forward(NamedTuple):
+    """What a forward pass changes: its buffers and sums, see `_Carry` and `Sums`."""
+
+    residuals: list[Array]
+    losses: Array
+    loss: Array
+    outer: Flat
+    outer_states: Flat
+
+
+class _Backward(NamedTuple):
+    """What a backward pass changes: its buffer and sums, see `_Carry` and `Sums`."""
+
+    layers: Flat
+    states: Flat
+    outer: Flat
+    outer_states: Flat
+    operands: list[Array]
+
+
+class _Kept(NamedTuple):
+    """Buffers that a backward pass reads, see `_Carry`."""
+
+    residuals: list[Array]
+    losses: Array
+    gradients: tuple[Array, dict[str, Any]]
+
+
 class Stage:
     """One stage of a pipelined train step, inside of a ``shard_map`` over the pipeline axis.
 
@@ -109,7 +138,7 @@ class Stage:
 
     def __init__(self, program: Program, layers: StageLayers, around: AroundLayers):
         self.program, self.schedule, self.around = program, program.schedule, around
-        self.index = jax.lax.axis_index(AXIS)
+        self.index = jax.lax.axis_index(PIPELINE_AXIS)
         self.kept, self.summation = Residuals(layers, around.key), Summation(layers, around)
 
     def run(self, rows: Row) -> Sums:
@@ -133,37 +162,53 @@ class Stage:
 
     def _tick(self, carry: _Carry, row: Row) -> _Carry:
         stages = self.schedule.stages
+        sums = carry.sums
         # Each branch gets and returns what it changes, so that the compiler updates buffers in place.
-        changed = carry.residuals, carry.losses, carry.sums.loss, carry.sums.outer, carry.sums.outer_states
+        forward = _Forward(carry.residuals, carry.losses, sums.loss, sums.outer, sums.outer_states)
         y = jnp.zeros_like(carry.inputs[0])
-        changed, y = jax.lax.cond(
+        forward, y = jax.lax.cond(
             row.runs_forward,
-            lambda changed: self._forward(changed, carry.inputs, row),
-            lambda changed: (changed, y),
-            changed,
+            lambda forward: self._forward(forward, carry.inputs, row),
+            lambda forward: (forward, y),
+            forward,
         )
-        residuals, losses, loss, outer, outer_states = changed
-        y = jax.lax.ppermute(y, AXIS, [(i, (i + 1) % stages) for i in range(stages)])
+        y = jax.lax.ppermute(y, PIPELINE_AXIS, [(i, (i + 1) % stages) for i in range(stages)])
         inputs = _put(carry.inputs, y, row.inputs.put)
 
-        changed = carry.sums.layers, carry.sums.states, outer, outer_states, carry.operands
+        backward = _Backward(sums.layers, sums.states, forward.outer, forward.outer_states, carry.operands)
         dx = jax.tree.map(lambda buffer: jnp.zeros_like(buffer[0]), carry.gradients)
-        kept = residuals, losses, carry.gradients
-        changed, dx = jax.lax.cond(
+        kept = _Kept(forward.residuals, forward.losses, carry.gradients)
+        backward, dx = jax.lax.cond(
             row.runs_backward,
-            lambda changed: self._backward(changed, kept, row),
-            lambda changed: (changed, dx),
-            changed,
+            lambda backward: self._backward(backward, kept, row),
+            lambda backward: (backward, dx),
+            backward,
         )
-        layers, states, outer, outer_states, operands = changed
-        dx = jax.lax.ppermute(dx, AXIS, [(i, (i - 1) % stages) for i in range(stages)])
+        dx = jax.lax.ppermute(dx, PIPELINE_AXIS, [(i, (i - 1) % stages) for i in range(stages)])
         gradients = _put(carry.gradients, dx, row.gradients.put)
+        layers = backward.layers
         if self.schedule.waits:
             layers = jax.lax.cond(
-                row.weight >= 0, lambda layers: self._weight(layers, operands, row), lambda layers: layers, layers
+                row.weight >= 0,
+                lambda layers: self._weight(layers, backward.operands, row),
+                lambda layers: layers,
+                layers,
             )
-        sums = Sums(loss, carry.sums.weight, layers, states, outer, outer_states)
-        return _Carry(inputs, gradients, losses, residuals, operands, sums)
+        return _Carry(
+            inputs=inputs,
+            gradients=gradients,
+            losses=forward.losses,
+            residuals=forward.residuals,
+            operands=backward.operands,
+            sums=Sums(
+                loss=forward.loss,
+                weight=sums.weight,
+                layers=layers,
+                states=backward.states,
+                outer=backward.outer,
+                outer_states=backward.outer_states,
+            ),
+        )
 
     def _task(self, task: Array) -> Task:
         counts, last = task >= 0, self.schedule.virtual_stages - 1
@@ -173,34 +218,34 @@ class Stage:
         ends = counts & (self.index == self.schedule.stages - 1) & (chunk == last)
         return Task(counts, number, chunk, starts, ends)
 
-    def _forward(self, changed: Any, inputs: Array, row: Row) -> Any:
-        residuals, losses, loss, outer, outer_states = changed
+    def _forward(self, before: _Forward, inputs: Array, row: Row) -> tuple[_Forward, Array]:
+        """Return what a forward pass changes, changed, and the pass's output ``[b, s, h]``."""
         _, number, chunk, starts, ends = self._task(row.forward)
         received = _get(inputs, row.inputs.take)
         given = self.around.stack_input(number)
         y, varying = self.kept.forward(chunk, given._replace(x=jnp.where(starts, given.x, received)))
-        residuals = _put(residuals, varying, row.residuals.put)
+        residuals = _put(before.residuals, varying, row.residuals.put)
 
-        def with_loss(changed: Any) -> Any:
-            losses, loss, outer, outer_states = changed
+        def with_loss(before: _Forward) -> _Forward:
             # Forward and backward at once, so that logits are not kept.
             found = self.around.loss_gradients(y, number)
-            losses = _put(losses, found.inputs[0], row.losses.put)
+            losses = _put(before.losses, found.inputs[0], row.losses.put)
             added = jnp.where(ends, self.around.weighted(found.loss, number), 0.0)
-            sums = self.summation.add_outer((outer, outer_states), found, number, ends)
-            return losses, loss + added, *sums
+            outer, outer_states = self.summation.add_outer((before.outer, before.outer_states), found, number, ends)
+            return before._replace(losses=losses, loss=before.loss + added, outer=outer, outer_states=outer_states)
 
-        changed = jax.lax.cond(row.has_loss, with_loss, lambda changed: changed, (losses, loss, outer, outer_states))
-        return (residuals, *changed), y
+        # Without the residuals, which the loss does not change: a branch gets and returns what it changes.
+        after = jax.lax.cond(row.has_loss, with_loss, lambda before: before, before._replace(residuals=[]))
+        return after._replace(residuals=residuals), y
 
-    def _backward(self, changed: Any, kept: Any, row: Row) -> Any:
-        layers, states, outer, outer_states, operands = changed
-        residuals, losses, gradients = kept
+    def _backward(self, before: _Backward, kept: _Kept, row: Row) -> tuple[_Backward, tuple[Array, dict[str, Any]]]:
+        """Return what a backward pass changes, changed, and the gradients ``(x, learned)`` for the stage before."""
         task = self._task(row.backward)
         _, number, chunk, starts, ends = task
-        received, learned = _get(gradients, row.gradients.take)
-        dy = jnp.where(ends, _get(losses, row.losses.take), received)
-        backward = self.kept.backward(_get(residuals, row.residuals.take), chunk)
+        received, learned = _get(kept.gradients, row.gradients.take)
+        dy = jnp.where(ends, _get(kept.losses, row.losses.take), received)
+        backward = self.kept.backward(_get(kept.residuals, row.residuals.take), chunk)
+        operands = before.operands
         if self.schedule.waits:
             (given,), grads, next_states, later = backward(dy)
             operands = _put(operands, jax.tree.leaves(later), row.operands.put)
@@ -209,16 +254,16 @@ class Stage:
         dx, own = given
         # The next stage has added its part; the last stage has no next one.
         learned = jax.tree.map(lambda sum, part: jnp.where(ends, part, sum + part), learned, own)
-        layers = self.summation.add_layers(layers, grads, task)
-        states = self.summation.add_states(states, next_states, task)
+        layers = self.summation.add_layers(before.layers, grads, task)
+        states = self.summation.add_states(before.states, next_states, task)
 
-        def with_embedding(changed: Any) -> Any:
+        def with_embedding(sums: tuple[Flat, Flat]) -> tuple[Flat, Flat]:
             found = self.around.input_gradients(number, (dx, learned))
-            return self.summation.add_outer(changed, found, number, starts)
+            return self.summation.add_outer(sums, found, number, starts)
 
-        sums = outer, outer_states
-        outer, outer_states = jax.lax.cond(row.embeds, with_embedding, lambda changed: changed, sums)
-        return (layers, states, outer, outer_states, operands), (dx, learned)
+        sums = before.outer, before.outer_states
+        outer, outer_states = jax.lax.cond(row.embeds, with_embedding, lambda sums: sums, sums)
+        return _Backward(layers, states, outer, outer_states, operands), (dx, learned)
 
     def _weight(self, layers: Flat, operands: list[Array], row: Row) -> Flat:
         backward_dw = jax.tree.unflatten(self.kept.later, _get(operands, row.operands.take))

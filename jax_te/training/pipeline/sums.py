@@ -85,7 +85,7 @@ class Summation:
 
     def total(self, sums: Sums) -> Sums:
         """Return the sums at the end of a step, with summands added up."""
-        dtype = self._layers.program.how.kernels.dtype
+        dtype = self._layers.program.accumulation.kernels.dtype
         return sums._replace(layers=self._of_places(sums.layers, lambda place, summands: place.total(summands, dtype)))
 
     def add_layers(self, sums: Flat, grads: nnx.State, task: Task) -> Flat:
