@@ -1,0 +1,55 @@
+"""Sizes of the programs that JAX lowers, which decide how long XLA compiles them."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jax_te import value_and_grad
+from jax_te.layers import Linear
+from jax_te.quantize import write_back
+from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast
+
+
+def _count(program, pattern):
+    """Return how often a pattern is in a lowered program. A function that is called several times counts once."""
+    return len(re.findall(pattern, program.as_text()))
+
+
+def _program_of_write_back(states, platform):
+    state = [{"scale": jnp.ones(()), "amax_history": jnp.zeros(4)} for _ in range(states)]
+    return jax.jit(write_back).trace(state, state).lower(lowering_platforms=(platform,))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_further_states_need_no_further_kernels(platform):
+    """XLA compiles a kernel for each slice of a stack at another offset: there are those of one stack, whatever is
+    the number of states."""
+    slices = [_count(_program_of_write_back(states, platform), r"stablehlo\.slice\b") for states in (32, 64)]
+    assert slices[0] == slices[1]
+
+
+def _program_of_layers(recipe, layers):
+    """Return the program of the loss and the gradients of a chain of layers."""
+
+    def loss(model, x):
+        for layer in model:
+            x = layer(x)
+        return jnp.sum(x)
+
+    with autocast(recipe):
+        model = nnx.List([Linear(16, 16, rngs=nnx.Rngs(0)) for _ in range(layers)])
+        return nnx.jit(value_and_grad(loss)).lower(model, jnp.ones((16, 16)))
+
+
+def test_delayed_scaling_adds_fewer_operations_than_current_scaling():
+    """What the histories take, in each further layer, is less than what a current scale takes."""
+    operations = []
+    for recipe in (DelayedScaling(), Float8CurrentScaling()):
+        # Both have whole stacks of states, so the difference is what layers add to the functions that all of them call.
+        few, many = (_count(_program_of_layers(recipe, layers), r"stablehlo\.\w+|\bcall @") for layers in (8, 16))
+        operations.append(many - few)
+    delayed, current = operations
+    assert delayed <= current
