@@ -135,6 +135,7 @@ def parameter_gemms(module: Any, options: dict[str, GemmOptions]) -> dict[str, P
 def unboxed(tree: Any) -> Any:
     """Return ``tree`` with arrays in place of boxes, not constrained to the mesh in use as ``nn.unbox`` does it.
 
+    >>> from flax import linen as nn
     >>> unboxed({"w": nn.Partitioned(jax.ShapeDtypeStruct((4,), "float32"), ("embed",))})["w"].shape
     (4,)
     """

@@ -20,7 +20,8 @@ from jax_te.typing import Array, DTypeLike
 
 _Marked = TypeVar("_Marked", nnx.Variable, nnx.Module)
 
-_WIDE_FLOATS = ("float64", "float32", "bfloat16", "float16")
+_FLOAT_TYPES, _HALF_TYPES, _BF16_TYPES = ("float32",), ("float16",), ("bfloat16",)  # Megatron's names
+_WIDE_FLOATS = ("float64", *_FLOAT_TYPES, *_BF16_TYPES, *_HALF_TYPES)
 
 
 @checked
@@ -55,7 +56,7 @@ def fp32_to_float16(val: Any, float16_convertor: Callable[[Array], Array]) -> An
     >>> str(x.dtype), str(ids.dtype)
     ('bfloat16', 'int32')
     """
-    return conversion_helper(val, lambda x: float16_convertor(x) if _has_dtype(x, "float32") else x)
+    return conversion_helper(val, lambda x: float16_convertor(x) if _has_dtype(x, *_FLOAT_TYPES) else x)
 
 
 def float16_to_fp32(val: Any) -> Any:
@@ -66,7 +67,8 @@ def float16_to_fp32(val: Any) -> Any:
     >>> str(float16_to_fp32([jnp.ones(2, jnp.float16)])[0].dtype)
     'float32'
     """
-    return conversion_helper(val, lambda x: x.astype(jnp.float32) if _has_dtype(x, "float16", "bfloat16") else x)
+    halves = _HALF_TYPES + _BF16_TYPES
+    return conversion_helper(val, lambda x: x.astype(jnp.float32) if _has_dtype(x, *halves) else x)
 
 
 @checked
