@@ -192,7 +192,7 @@ def test_next_quantizer_states_are_those_of_one_device():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["1f1b", "zero_bubble"])
-def test_parameters_in_half_precision_stored_quantized_and_scaled_losses(pipeline):
+def test_parameters_in_half_precision_and_stored_quantized(pipeline):
     half = gpt(params_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
     given: Options = {"recipe": "delayed", "build": half}
     # bf16: 2^-8 in each activation.
@@ -200,11 +200,23 @@ def test_parameters_in_half_precision_stored_quantized_and_scaled_losses(pipelin
     for options in cases:
         expected, found = train(None, **given, **options), train("pipeline=2", pipeline, **given, **options)
         assert_same(found, expected, 1e-3)
+
+
+@pytest.mark.costly(slow=["pipeline=2-1f1b-auto", "pipeline=2-zero_bubble-auto"])
+@pytest.mark.parametrize(
+    ("mesh", "pipeline", "axis_type"),
+    [
+        ("pipeline=2", "1f1b", "auto"),
+        ("pipeline=2", "zero_bubble", "auto"),
+        ("pipeline=2,data=2", "1f1b", "explicit"),
+    ],
+)
+def test_scaled_losses(mesh, pipeline, axis_type):
     fp16: Options = {
-        "build": gpt(params_dtype=jnp.float16, compute_dtype=jnp.float16),
+        "build": gpt(num_layers=2, params_dtype=jnp.float16, compute_dtype=jnp.float16),
         "state_options": {"scaler": DynamicLossScale(initial_scale=2.0**30)},
     }
-    one, staged = train(None, **fp16)[1], train("pipeline=2", pipeline, **fp16)[1]
+    one, staged = train(None, **fp16)[1], train(mesh, pipeline, axis_type=axis_type, **fp16)[1]
     assert int(staged.skipped_steps) == int(one.skipped_steps) > 0
     assert float(staged.scaler.scale) == float(one.scaler.scale)
 

@@ -23,6 +23,7 @@ from jax_te.training.gradients import (
     mean_loss,
     split_parameters,
 )
+from jax_te.training.loss_scale import LossScale
 from jax_te.training.masters import cast_like_full_precision
 from jax_te.training.pipeline.around import AroundLayers
 from jax_te.training.pipeline.cut import Cut, Flat, as_state, cut_model
@@ -88,30 +89,35 @@ def pipelined_gradients(
         weighted=weighted,
     )
 
-    def on_stage(stacked: list[Flat], outer: list[Flat], batches: PyTree, key: Array, rows: Row) -> Sums:
-        layers = StageLayers(program, *jax.tree.map(lambda leaf: leaf[0], stacked))
+    # The scaler is an argument, although the program has it: a function with manual axes may not close over an array
+    # that has a sharding over Explicit ones.
+    def on_stage(
+        scaler: LossScale, stacked: list[Flat], outer: list[Flat], batches: PyTree, key: Array, rows: Row
+    ) -> Sums:
+        here = program._replace(scaler=scaler)
+        layers = StageLayers(here, *jax.tree.map(lambda leaf: leaf[0], stacked))
         params, states = outer
-        stage = Stage(program, layers, AroundLayers(program, params, states, batches, key))
+        stage = Stage(here, layers, AroundLayers(here, params, states, batches, key))
         return jax.tree.map(lambda leaf: leaf[None], stage.run(jax.tree.map(lambda row: row[:, 0], rows)))
 
     everywhere, per_stage = PartitionSpec(), PartitionSpec(PIPELINE_AXIS)
     on_stages = jax.shard_map(
         on_stage,
-        in_specs=(per_stage, everywhere, everywhere, everywhere, PartitionSpec(None, PIPELINE_AXIS)),
+        in_specs=(everywhere, per_stage, everywhere, everywhere, everywhere, PartitionSpec(None, PIPELINE_AXIS)),
         out_specs=per_stage,
         axis_names=_manual_axes(),
         check_vma=False,
     )
 
-    def run(params: nnx.State, quantizers: nnx.State, batches: PyTree, key: Array) -> list[Array]:
+    def run(scaler: LossScale, params: nnx.State, quantizers: nnx.State, batches: PyTree, key: Array) -> list[Array]:
         parts = [cut.split(dict(nnx.to_flat_state(part))) for part in (params, quantizers)]
         stacked, outer = [cut.stacked(layers) for layers, _ in parts], [others for _, others in parts]
-        sums = on_stages(stacked, outer, batches, key, schedule_rows(schedule))
+        sums = on_stages(scaler, stacked, outer, batches, key, schedule_rows(schedule))
         return jax.tree.leaves(_model_results(cut, schedule, weighted, sums))
 
     like = _result_shapes(state)
     leaves = auto_region(run, [axes for _, _, axes in leaves_with_axes(like)])(
-        state.params, state.quantizers, batches, key
+        state.scaler, state.params, state.quantizers, batches, key
     )
     loss, grads, quantizers = jax.tree.unflatten(jax.tree.structure(like), leaves)
     grads = cast_like_full_precision(as_state(grads), state.params, state.masters)
