@@ -45,14 +45,12 @@ def run(options: ConvertOptions) -> int:
     """
     source, target = Path(options.source), Path(options.target)
     kind = kind_of(source)
-    megatron = target.suffix == ".pt" if options.to is None else options.to == "megatron"
-    # Convert to the other format by default, to the same one only on request.
-    megatron |= options.to is None and kind == "huggingface"
+    target_format = options.to or _default_format(kind, target)
     if target.exists():
         raise ValueError(f"{target} exists; give another name, or delete it")
-    _check(options, kind, megatron)
+    _check(options, kind, target_format)
     config = read_config(_run_of(source)) if kind == "jax-te" else None
-    if options.to == "peft" and (config is None or config.lora_rank is None):
+    if target_format == "peft" and (config is None or config.lora_rank is None):
         raise ValueError("--to peft writes the adapters of a run of jax-te train --lora-rank, and FROM is not one")
     with counting("read") as on_progress:
         model = _read(options, source, kind, config, on_progress)
@@ -63,31 +61,29 @@ def run(options: ConvertOptions) -> int:
             moe_router_topk=options.upcycle_topk or 2,
             rngs=nnx.Rngs(0),
         )
-    if options.to == "peft":
-        base = None if config is None else config.init_from
-        save_peft(
-            model, target, architecture=options.architecture or _architecture(config), base=base, dtype=options.dtype
-        )
-        print(f"{target}: PEFT")
-        return 0
-    with counting("written") as on_progress, contextlib.ExitStack() as stack:
-        common: dict[str, Any] = {"dtype": options.dtype, "on_progress": on_progress}
-        if megatron:
-            form: Any = options.megatron_format or "torch"
-            save_megatron(model, target, format=form, tensor_parallel=options.tensor_parallel, **common)
-        else:
-            # The tokenizer, and the fields about tokens that a model does not contain.
-            like = source if kind == "huggingface" else None
-            if config is not None:
-                like = stack.enter_context(_beside_run(_run_of(source), config))
-            architecture = options.architecture or _architecture(config)
-            save_huggingface(model, target, architecture=architecture, like=like, **common)
-    print(f"{target}: {'Megatron-LM' if megatron else 'Hugging Face'}")
+    if target_format == "peft":
+        _write_peft(options, model, config)
+    elif target_format == "megatron":
+        _write_megatron(options, model)
+    else:
+        _write_huggingface(options, model, kind, config)
+    print(f"{target}: {_FORMAT_NAMES[target_format]}")
     return 0
 
 
-def _check(options: ConvertOptions, kind: str, megatron: bool) -> None:
+_FORMAT_NAMES = {"megatron": "Megatron-LM", "huggingface": "Hugging Face", "peft": "PEFT"}
+
+
+def _default_format(kind: str, target: Path) -> str:
+    """Return the format without ``--to``: Megatron-LM's for its file's name, and from a Hugging Face model."""
+    # To another format than FROM's: the same one is written only on request.
+    return "megatron" if kind == "huggingface" or target.suffix == ".pt" else "huggingface"
+
+
+def _check(options: ConvertOptions, kind: str, target_format: str) -> None:
+    """Raise ValueError for options that have no effect from one kind of checkpoint to a format."""
     foreign = kind in ("megatron", "torch")
+    megatron, peft = target_format == "megatron", target_format == "peft"
     useless = {
         "--megatron-args": options.megatron_args is not None and not foreign,
         "--vocab-size": options.vocab_size is not None and not foreign,
@@ -98,13 +94,49 @@ def _check(options: ConvertOptions, kind: str, megatron: bool) -> None:
         "--tensor-parallel": options.tensor_parallel != 1 and not megatron,
         "--megatron-format": options.megatron_format is not None and not megatron,
         "--architecture": options.architecture is not None and megatron,
-        "--upcycle": options.upcycle is not None and options.to == "peft",
+        "--upcycle": options.upcycle is not None and peft,
         "--upcycle-topk": options.upcycle_topk is not None and options.upcycle is None,
     }
     given = [name for name, wrong in useless.items() if wrong]
     if given:
-        to = "Megatron-LM" if megatron else "PEFT" if options.to == "peft" else "Hugging Face"
+        to = _FORMAT_NAMES[target_format]
         raise ValueError(f"{', '.join(given)} has no effect from {kind} to {to}; leave it out")
+
+
+def _write_peft(options: ConvertOptions, model: Any, config: RunConfig | None) -> None:
+    architecture = options.architecture or _architecture(config)
+    base = None if config is None else config.init_from
+    save_peft(model, Path(options.target), architecture=architecture, base=base, dtype=options.dtype)
+
+
+def _write_megatron(options: ConvertOptions, model: Any) -> None:
+    form: Any = options.megatron_format or "torch"
+    with counting("written") as on_progress:
+        save_megatron(
+            model,
+            Path(options.target),
+            format=form,
+            tensor_parallel=options.tensor_parallel,
+            dtype=options.dtype,
+            on_progress=on_progress,
+        )
+
+
+def _write_huggingface(options: ConvertOptions, model: Any, kind: str, config: RunConfig | None) -> None:
+    source = Path(options.source)
+    with counting("written") as on_progress, contextlib.ExitStack() as stack:
+        # The tokenizer, and the fields about tokens that a model does not contain.
+        like = source if kind == "huggingface" else None
+        if config is not None:
+            like = stack.enter_context(_beside_run(_run_of(source), config))
+        save_huggingface(
+            model,
+            Path(options.target),
+            architecture=options.architecture or _architecture(config),
+            like=like,
+            dtype=options.dtype,
+            on_progress=on_progress,
+        )
 
 
 def _read(options: ConvertOptions, source: Path, kind: str, config: RunConfig | None, on_progress: Any) -> Any:
@@ -138,7 +170,9 @@ def _megatron_args(file: str) -> dict[str, Any]:
 
 def _run_of(source: Path) -> Path:
     """Return the folder of a checkpoint's run."""
-    return next((each for each in checkpoint_folder(source).parents[:2] if (each / CONFIG_FILE).is_file()), source)
+    return next(
+        (parent for parent in checkpoint_folder(source).parents[:2] if (parent / CONFIG_FILE).is_file()), source
+    )
 
 
 def _model_of_run(options: ConvertOptions, source: Path, config: RunConfig) -> Any:
