@@ -205,7 +205,7 @@ def test_a_run_keeps_its_examples_for_each_rank(tmp_path: Any, capsys: pytest.Ca
     [
         (PRESET, "give a --mesh"),
         ((*PRESET, "--mesh", "data=2", "--output", "x"), "--output names a run and --preset a preset"),
-        ((*PRESET, "--mesh", "data=2", "--network", "speed=1"), "'speed' in 'speed=1' is unknown"),
+        ((*PRESET, "--mesh", "data=2", "--network", "speed=1"), "unknown field 'speed' in 'speed=1'"),
         ((*PRESET, "--mesh", "data=2", "--train-options=--mesh data=4"), "leave --mesh out"),
         ((*PRESET, "--mesh", "data=2", "--train-options=--output x"), "leave --output out"),
         ((*PRESET, "--mesh", "data=2", "--train-options=--sequence-parallel"), "--sequence-parallel is for tensor"),

@@ -133,6 +133,7 @@ def test_a_fine_tuned_run_resumes_without_its_folder(folder, tmp_path, capsys):
     assert set(capsys.readouterr().out.split()) <= {"cat", *WORDS}
 
 
+@pytest.mark.costly("none")
 @pytest.mark.parametrize("recipe", ["none", pytest.param("delayed", marks=pytest.mark.slow)])
 def test_lora_trains_the_adapters_alone(recipe, folder, tmp_path, capsys):
     argv = ["--lora-rank", "4", "--lora-alpha", "8", "--recipe", recipe, "--weight-decay", "0.5"]

@@ -74,7 +74,7 @@ def refuse(checkpointer, state):
     raise ValueError("nothing is restored here")
 
 
-@pytest.mark.costly("train", "sample")
+@pytest.mark.costly("eval", "train", "sample")
 @pytest.mark.parametrize(
     "command", ["train", "sample", "eval", "inspect precision", "inspect recipes", "inspect sharding"]
 )

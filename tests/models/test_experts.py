@@ -104,6 +104,7 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe", "core_attn"]}
 
 
+@pytest.mark.costly("execution0-fields0")
 @pytest.mark.parametrize(
     ("execution", "fields"), [(Execution(scan_layers=True), {}), (Execution(), FULL), (Execution(), SELECTIVE)]
 )
@@ -118,6 +119,7 @@ def test_loops_and_recomputation_change_neither_gradients_nor_counts(execution, 
     assert np.abs(plain[1][path] - expected[1][path]).max() > 1e-4
 
 
+@pytest.mark.costly("recipe1")
 @pytest.mark.parametrize("recipe", [None, DelayedScaling()])
 def test_a_train_step_counts_and_moves_the_bias_and_evaluation_does_not(recipe):
     fields = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_aux_loss_coeff": 0.01}
@@ -145,6 +147,7 @@ def test_a_train_step_counts_and_moves_the_bias_and_evaluation_does_not(recipe):
 
 
 @pytest.mark.parametrize("kind", [pytest.param("own", marks=pytest.mark.slow), "megatron"])
+@pytest.mark.costly
 def test_generation_with_a_cache_is_that_without(kind):
     rngs, fields = nnx.Rngs(3), {"init_method_std": 0.3}
     model = gpt(rngs, **fields) if kind == "own" else MegatronGPTModel(config(**fields), None, V, 2 * S, rngs=rngs)

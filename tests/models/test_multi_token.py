@@ -105,6 +105,7 @@ def gradients_of(model: Any, loss: Any) -> tuple[Any, Any, list[float]]:
     return value, grads, [float(loss) for loss in losses]
 
 
+@pytest.mark.costly("gpt2")
 @pytest.mark.parametrize("form", FORMS)
 def test_losses_and_gradients_are_megatrons(form: str) -> None:
     model = build(form)
@@ -114,6 +115,7 @@ def test_losses_and_gradients_are_megatrons(form: str) -> None:
     assert_gradients(grads, gradient)
 
 
+@pytest.mark.costly
 def test_a_mean_of_the_callers_has_the_same_gradient() -> None:
     """The reductions "sum" and "none": divided by the weights they are the mean. Ignored labels have no part."""
     model, (tokens, labels, mask) = build(), batch()
@@ -211,6 +213,7 @@ def test_megatrons_model_packs_the_same_rows() -> None:
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
+@pytest.mark.costly("unscaled")
 @pytest.mark.parametrize("scaler", [None, DynamicLossScale(initial_scale=1024.0)], ids=["unscaled", "scaled"])
 def test_a_train_step_reports_the_losses_of_all_microbatches(scaler: Any) -> None:
     tokens, labels, mask = batch()
@@ -255,6 +258,7 @@ def test_evaluation_runs_no_depth() -> None:
         model.compute_loss(jnp.ones((B, S, 32)), batch()[1])
 
 
+@pytest.mark.costly("current")
 @pytest.mark.parametrize("recipe", [Float8CurrentScaling(), DelayedScaling(amax_history_len=2)], ids=lambda r: r.name)
 def test_a_recipe_quantizes_the_depths(recipe: Any) -> None:
     tokens, labels = jnp.tile(batch()[0], (1, 2)), jnp.tile(batch()[1], (1, 2))

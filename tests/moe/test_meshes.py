@@ -230,6 +230,7 @@ def test_adapters_run_on_their_experts_devices(axis_type: Any) -> None:
     assert_same(found, wanted)
 
 
+@pytest.mark.costly
 def test_experts_must_lie_where_tokens_are_split() -> None:
     with on_mesh({"data": 2, "tensor": 2}, batch=("data",), expert=("fsdp",)):
         build()(X)  # the mesh has no devices along fsdp

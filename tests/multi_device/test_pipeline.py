@@ -463,7 +463,7 @@ OTHER_MODELS = {
 }
 
 
-@pytest.mark.costly("bert-1f1b", slow=["t5-zero_bubble"])
+@pytest.mark.costly("t5-1f1b", slow=["bert-1f1b", "t5-zero_bubble"])
 @pytest.mark.parametrize("pipeline", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize("kind", OTHER_MODELS)
 def test_other_models_train_to_one_devices_losses(kind, pipeline):

@@ -91,6 +91,7 @@ def test_forward_and_gradients_are_megatrons(kind: str) -> None:
         np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max(), err_msg=name)
 
 
+@pytest.mark.costly("two latents")
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoding_from_latents_is_the_full_forward(kind: str) -> None:
     layer, x = build(sizes_of(**KINDS[kind])), inputs()

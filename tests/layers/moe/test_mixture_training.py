@@ -86,6 +86,7 @@ def test_inspection_names_each_layer_and_changes_nothing():
     assert kernel.amax == float(jnp.max(jnp.abs(model.experts.linear_fc1.kernel[...])))
 
 
+@pytest.mark.costly
 def test_layers_are_ranked_without_a_count():
     model = build(nnx.Rngs(0))
     before = jax.tree.map(jnp.copy, nnx.state(model))
@@ -127,6 +128,7 @@ def test_kernel_gradients_may_wait():
     assert_bitwise(half.quantizers.router.expert_bias[...], grads.router.expert_bias[...])
 
 
+@pytest.mark.costly
 def test_adapters_of_the_experts_are_trained_alone():
     tx = optax.multi_transform({"lora": optax.adam(1e-2), "frozen": optax.set_to_zero()}, lora_labels)
 
