@@ -65,7 +65,7 @@ def pipelined_gradients(
     cut = cut_model(state, loss.layers, stages, config)
     # As in a stage: a microbatch need not divide over the pipeline axis.
     with use_rules(stage_rules()):
-        inputs, options, weighted = _look(loss, state, jax.tree.map(lambda leaf: leaf[0], batches), key, cut)
+        inputs, options, weighted = _trace_parts(loss, state, jax.tree.map(lambda leaf: leaf[0], batches), key, cut)
     if config.schedule == "zero_bubble" and options.batch_parts > 1:
         raise ValueError(
             "zero_bubble defers the gradients of layers that are called once, and "
@@ -174,7 +174,7 @@ def _check_aux_loss_scale(model: nnx.Module) -> None:
         )
 
 
-def _look(
+def _trace_parts(
     loss: PipelinedLoss, state: TrainState, batch: PyTree, key: Array, cut: Cut
 ) -> tuple[StackArrays, StackOptions, bool]:
     """Return shapes of the layers' arguments, their execution, and whether the loss is a `WeightedMean`.
@@ -184,15 +184,16 @@ def _look(
     """
     flat = dict(nnx.to_flat_state(state.params))
     plain, _ = split_parameters(as_state(cut.split(flat)[0]))
-    found: Any = None
+    traced: Any = None
 
     def parts(layers: nnx.State, others: Flat, quantizers: nnx.State, batch: PyTree, key: Array) -> Any:
-        nonlocal found
+        nonlocal traced
         params = as_state(others | dict(nnx.to_flat_state(layers)))
         model = nnx.merge(state.graphdef, params, quantizers, state.rest)
         stack = loss.embed_inputs(model, batch, key)
         value = loss.compute_loss(model, stack.x, batch, key)
-        found = stack.options, isinstance(value, WeightedMean)
+        # No arrays, so they cannot be results of eval_shape: set while the parts are traced.
+        traced = stack.options, isinstance(value, WeightedMean)
         _check_aux_loss_scale(model)  # that the parts may have set, of this copy alone
         inputs = arrays_of(stack)
         return inputs, without_gradient((inputs, mean_loss(value)), _READS_LAYERS)
@@ -203,7 +204,7 @@ def _look(
     others = {path: variable for path, variable in flat.items() if path not in dict(nnx.to_flat_state(plain))}
     inputs = jax.eval_shape(differentiated, plain, others, state.quantizers, batch, key)
     # Without the sharding over Explicit axes, which a stage does not see.
-    return jax.tree.map(_shape, inputs), *found
+    return jax.tree.map(_shape, inputs), *traced
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -12,8 +12,8 @@ from jax_te.training.pipeline.around import AroundLayers
 from jax_te.training.pipeline.cut import Flat
 from jax_te.training.pipeline.layers import StageLayers
 from jax_te.training.pipeline.mesh import PIPELINE_AXIS
+from jax_te.training.pipeline.passes import ChunkPasses
 from jax_te.training.pipeline.program import Program
-from jax_te.training.pipeline.residuals import Residuals
 from jax_te.training.pipeline.schedule import Schedule, Slots
 from jax_te.training.pipeline.sums import Summation, Sums, Task
 from jax_te.typing import Array
@@ -139,7 +139,7 @@ class Stage:
     def __init__(self, program: Program, layers: StageLayers, around: AroundLayers):
         self.program, self.schedule, self.around = program, program.schedule, around
         self.index = jax.lax.axis_index(PIPELINE_AXIS)
-        self.kept, self.summation = Residuals(layers, around.key), Summation(layers, around)
+        self.passes, self.summation = ChunkPasses(layers, around.key), Summation(layers, around)
 
     def run(self, rows: Row) -> Sums:
         """Return the sums of the whole step; ``rows`` are this stage's column of `schedule_rows`, ``[ticks]``."""
@@ -150,13 +150,13 @@ class Stage:
         def buffer(slots: Slots, shapes: Any) -> Any:
             return jax.tree.map(lambda shape: jnp.zeros((slots.count + 1, *shape.shape), shape.dtype), shapes)
 
-        schedule, kept, given = self.schedule, self.kept, self.program.inputs
+        schedule, passes, given = self.schedule, self.passes, self.program.inputs
         return _Carry(
             inputs=buffer(schedule.inputs, given.x),
             gradients=buffer(schedule.gradients, (given.x, given.learned)),
             losses=buffer(schedule.losses, given.x),
-            residuals=buffer(schedule.residuals, kept.residuals),
-            operands=buffer(schedule.operands, kept.operands),
+            residuals=buffer(schedule.residuals, passes.residuals),
+            operands=buffer(schedule.operands, passes.weight_operands),
             sums=self.summation.start(),
         )
 
@@ -223,7 +223,7 @@ class Stage:
         _, number, chunk, starts, ends = self._task(row.forward)
         received = _get(inputs, row.inputs.take)
         given = self.around.stack_input(number)
-        y, varying = self.kept.forward(chunk, given._replace(x=jnp.where(starts, given.x, received)))
+        y, varying = self.passes.forward(chunk, given._replace(x=jnp.where(starts, given.x, received)))
         residuals = _put(before.residuals, varying, row.residuals.put)
 
         def with_loss(before: _Forward) -> _Forward:
@@ -244,7 +244,7 @@ class Stage:
         _, number, chunk, starts, ends = task
         received, learned = _get(kept.gradients, row.gradients.take)
         dy = jnp.where(ends, _get(kept.losses, row.losses.take), received)
-        backward = self.kept.backward(_get(kept.residuals, row.residuals.take), chunk)
+        backward = self.passes.backward(_get(kept.residuals, row.residuals.take), chunk)
         operands = before.operands
         if self.schedule.waits:
             (given,), grads, next_states, later = backward(dy)
@@ -266,7 +266,7 @@ class Stage:
         return _Backward(layers, states, outer, outer_states, operands), (dx, learned)
 
     def _weight(self, layers: Flat, operands: list[Array], row: Row) -> Flat:
-        backward_dw = jax.tree.unflatten(self.kept.later, _get(operands, row.operands.take))
+        backward_dw = jax.tree.unflatten(self.passes.weight_treedef, _get(operands, row.operands.take))
         return self.summation.add_layers(layers, backward_dw(), self._task(row.weight))
 
 

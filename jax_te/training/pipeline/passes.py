@@ -1,4 +1,4 @@
-"""What a stage keeps of a forward pass for its backward pass, in buffers that a loop can carry."""
+"""Forward and backward pass of a stage's chunks of layers, from one trace, with residuals that a loop can carry."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from jax_te.training.pipeline.loss import StackArrays
 from jax_te.typing import Array
 
 
-class Residuals:
-    """A chunk's forward pass, which is traced once, and what its backward pass is made of.
+class ChunkPasses:
+    """Forward and backward pass of a chunk as a program traced once, with residuals as buffers that a loop carries.
 
     Args:
         layers: layers of the stage.
@@ -23,8 +23,8 @@ class Residuals:
 
     Attributes:
         residuals: shapes of the residuals that differ between microbatches; others, e.g. kernels, are not stored.
-        operands: shapes of the operands of kernel gradients.
-        later: structure of the function of `operands`.
+        weight_operands: shapes of the operands of deferred kernel gradients; empty where these are not deferred.
+        weight_treedef: structure of the function that computes these gradients, a pytree of its operands.
     """
 
     def __init__(self, layers: StageLayers, key: Array):
@@ -34,6 +34,7 @@ class Residuals:
 
         def forward(chunk: Array, given: StackArrays) -> list[Array]:
             y, backward = layers.forward(chunk, given)
+            # Not an array, so it cannot be a result of make_jaxpr: set while the passes are traced.
             leaves, self._treedef = jax.tree.flatten(backward)
             return [y, *leaves]
 
@@ -43,10 +44,10 @@ class Residuals:
         self._keys = [_key_impl(shape) for shape in shapes]
         self.residuals = jax.eval_shape(lambda leaves: self._chosen(leaves, varying=True), shapes)
         self._fixed = self._computed_once(given, key)
-        self.operands, self.later = [], None
+        self.weight_operands, self.weight_treedef = [], None
         if layers.schedule.waits:
             half = jax.eval_shape(lambda leaves, dy: jax.tree.unflatten(self._treedef, leaves)(dy), shapes, given.x)
-            self.operands, self.later = jax.tree.flatten(half.backward_dw)
+            self.weight_operands, self.weight_treedef = jax.tree.flatten(half.backward_dw)
 
     def _computed_once(self, given: StackArrays, key: Array) -> list[Array]:
         """Return the residuals that do not differ between microbatches, ``[v, ...]``."""
