@@ -28,9 +28,9 @@ class FirstHalf(NamedTuple):
 
     Args:
         inputs: gradients of the inputs, one for each.
-        params: ``nnx.State``, gradients of the parameters that do not wait: biases, norms, embeddings.
+        params: ``nnx.State``, gradients of the parameters that are not deferred: biases, norms, embeddings.
         quantizers: ``nnx.State``, next states of delayed scaling.
-        backward_dw: ``backward_dw()`` returns the ``nnx.State`` of the gradients that wait. A pytree of the operands of
+        backward_dw: ``backward_dw()`` returns the ``nnx.State`` of the deferred gradients. A pytree of the operands of
             their GEMMs.
 
     >>> FirstHalf._fields
@@ -63,7 +63,7 @@ def deferred_vjp(
 
     Args:
         fn: ``fn(model, *inputs) -> y``, differentiable. It gets a copy of the model, whose changes are lost. It reads
-            the kernels that wait by calling their layers; the gradient of any other use is left out.
+            the deferred kernels by calling their layers; the gradient of any other use is left out.
         model: model whose kernel gradients are deferred. Kernels may be stored quantized.
         inputs: pytrees whose gradients are needed at once.
         has_aux: ``fn`` returns ``(y, aux)``; only ``y`` is differentiated.
@@ -110,26 +110,26 @@ def deferred_vjp(
     kernels = {path: getattr(module, name).get_value() for path, module, name in quantizable_kernels(model)}
     program = _Program(partial(run, kept), (plain, states, *inputs), has_aux)
     probes, loops = _probe_kernels(program, kernels)
-    waiting = _choose_deferred(program, probes, kernels, dtype, loops)
-    sinks: dict[Path, Any] = {path: _operand_sink(gemm, probes) for path, gemm in waiting.items()}
+    deferred = _choose_deferred(program, probes, kernels, dtype, loops)
+    sinks: dict[Path, Any] = {path: _operand_sink(gemm, probes) for path, gemm in deferred.items()}
     # A kernel that is stored quantized has no gradient itself: without a sink none would be returned.
     for path, _ in nnx.to_flat_state(kept):
-        if path in kernels and probes[path].calls and path not in waiting:
+        if path in kernels and probes[path].calls and path not in deferred:
             sinks[path] = jnp.zeros(kernels[path].shape, dtype or jnp.float32)
     # Constants of the first half, whose gradients would be arrays of zeros.
     flat = nnx.to_flat_state(plain)
-    constants = nnx.from_flat_state([(path, leaf) for path, leaf in flat if path in waiting])
-    plain = nnx.from_flat_state([(path, leaf) for path, leaf in flat if path not in waiting])
+    constants = nnx.from_flat_state([(path, leaf) for path, leaf in flat if path in deferred])
+    plain = nnx.from_flat_state([(path, leaf) for path, leaf in flat if path not in deferred])
     run_first = partial(run, nnx.merge_state(kept, constants))
     y, vjp, *aux = jax.vjp(run_first, sinks, plain, states, *inputs, has_aux=has_aux)
     # Gradients have the metadata of their parameters, which jax.tree.map and optax require to pair them.
     variables = dict(nnx.to_flat_state(params))
     like = {path: jax.tree.structure(variables[path].replace(0.0)) for path in kernels if path in variables}
-    return (y, Partial(_First(tuple(waiting.values()), tuple(like.items())), vjp), *aux)
+    return (y, Partial(_First(tuple(deferred.values()), tuple(like.items())), vjp), *aux)
 
 
 class _DeferredGemm(NamedTuple):
-    """The GEMM of a kernel's gradient that waits.
+    """The deferred GEMM of a kernel's gradient.
 
     Args:
         path: path of the kernel.

@@ -77,7 +77,7 @@ class Gradients(NamedTuple):
         weight: fp32 ``[]``, of the batch, if the loss is a `WeightedMean`.
         aux: auxiliary output of the loss function.
         inputs: gradients of the function's other inputs, in their dtypes.
-        waiting: summands of kernels' gradients, which ``grads`` lacks, see `KernelGradients`.
+        summands: summands of kernels' gradients, which ``grads`` lacks, see `KernelGradients`.
     """
 
     loss: Array
@@ -87,7 +87,7 @@ class Gradients(NamedTuple):
     weight: Array | None = None
     aux: Any = None
     inputs: tuple[Any, ...] = ()
-    waiting: dict[Path, Array] | None = None
+    summands: dict[Path, Array] | None = None
 
 
 Parts = tuple[Any, nnx.State, nnx.State, nnx.State]
@@ -101,7 +101,7 @@ class Differentiation:
     Args:
         split: function that returns the parts of a model.
         scaler: multiplier of the loss.
-        kernels: computation of the kernels' gradients; summands are given as ``waiting``.
+        kernels: computation of the kernels' gradients; those of some are given as ``summands``, see `Gradients`.
         cached: kernels that the caller has quantized already.
         like: Variables whose axes the gradients have. None: the parameters.
     """
@@ -259,7 +259,7 @@ def accumulated_gradients(accumulation: Accumulation, state: TrainState, batches
     kernels = accumulation.kernels
     model = nnx.merge(state.graphdef, state.params, state.quantizers, state.rest)
     cached = quantize_kernels(model) if accumulation.keep_kernels else _NO_CACHE
-    places, full = kernels.find_waiting(model, state.params), full_precision(state.params, state.masters)
+    places, full = kernels.summand_places(model, state.params), full_precision(state.params, state.masters)
     names = dict(nnx.to_flat_state(full))
 
     # The carry keeps its sharding over the scan, so it starts in that of the parameters.
@@ -324,7 +324,7 @@ def _add_microbatch(
     batch, index = microbatch
     now = replace(state, quantizers=with_counts(state.quantizers, sums.counts), rest=sums.rest)
     found = _of_batch(accumulation.loss_fn, now, batch, jax.random.fold_in(key, index), accumulation.kernels, cached)
-    loss, grads, weight = found.loss, (found.grads, found.waiting), found.weight
+    loss, grads, weight = found.loss, (found.grads, found.summands), found.weight
     if weight is not None:
         # Not gradients of the totals, which would be so much larger that fp16 overflows sooner.
         loss, grads = jax.tree.map(lambda mean: mean * weight, (loss, grads))
@@ -389,7 +389,7 @@ def differentiate(
     model = nnx.merge(graphdef, params, quantizers, rest)
     grad_sinks, places = (
         differentiation.kernels.sinks(model, params),
-        differentiation.kernels.find_waiting(model, params),
+        differentiation.kernels.summand_places(model, params),
     )
 
     def scaled_loss(plain: PyTree, grad_sinks: PyTree, quantizers: PyTree, inputs: PyTree) -> tuple[Array, Any]:
@@ -462,9 +462,9 @@ def vjp_of_model(
         kernels: see `Differentiation`.
 
     Returns:
-        ``(y, backward)``. ``backward(dy)`` gives an ``nnx.State`` of the parameters' gradients, in fp32 (summands for
-        deferred kernels), the next quantizer states and the gradient of ``x``. It is a pytree of its residuals, like
-        `deferred_vjp`'s.
+        ``(y, backward)``. ``backward(dy)`` gives an ``nnx.State`` of the parameters' gradients, in fp32 (of those
+        kernels that ``kernels.summand_places`` gives, their summands), the next quantizer states and the gradient of
+        ``x``. It is a pytree of its residuals, like `deferred_vjp`'s.
     """
     graphdef, params, quantizers, rest = split_model(model)
     plain, quantized = split_parameters(params)
@@ -476,7 +476,7 @@ def vjp_of_model(
         return fn(used, x)
 
     y, vjp = jax.vjp(run, plain, grad_sinks, with_max_gradients(quantizers), x)
-    return y, Partial(_Backward(tuple(kernels.find_waiting(model, params).items())), vjp)
+    return y, Partial(_Backward(tuple(kernels.summand_places(model, params).items())), vjp)
 
 
 # No closure: the function of a Partial is part of its tree structure.

@@ -95,8 +95,8 @@ class KernelGradients(NamedTuple):
     dtype: DTypeLike = jnp.float32
     once: bool = False
 
-    def find_waiting(self, model: nnx.Module, params: nnx.State) -> dict[Path, SummandPlace]:
-        """Return the kernels among ``params`` whose gradients are kept as summands."""
+    def summand_places(self, model: nnx.Module, params: nnx.State) -> dict[Path, SummandPlace]:
+        """Return the places of summands, by path, of the kernels among ``params`` whose gradients are kept as these."""
         mesh = current_mesh()
         if mesh is None or not self.once:
             return {}
@@ -114,12 +114,12 @@ class KernelGradients(NamedTuple):
 
         Its values are never read. It has the shape of the kernel, or that of its summands.
         """
-        names, waiting = {path for path, _ in nnx.to_flat_state(params)}, self.find_waiting(model, params)
+        names, places = {path for path, _ in nnx.to_flat_state(params)}, self.summand_places(model, params)
         found: dict[Path, Array | None] = {}
         for path, module, name in quantizable_kernels(model):
             kernel = getattr(module, name).get_value()
-            if path in waiting:
-                found[path] = waiting[path].zeros(kernel.shape)
+            if path in places:
+                found[path] = places[path].zeros(kernel.shape)
             elif path not in names:
                 found[path] = None
             elif isinstance(kernel, QuantizedKernel):

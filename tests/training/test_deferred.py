@@ -298,8 +298,8 @@ def test_slices_of_stacked_kernels_wait() -> None:
 
     in_order = partial(by_scan, lambda layer, x: layer(x))
     mapped = partial(by_scan, lambda layer, x: jax.vmap(layer)(x))
-    for fn, waiting in ((in_order, {"kernel"}), (by_map, {"kernel"}), (mapped, set())):
-        assert plain(halves(model, x, fn)[2].backward_dw()).keys() == waiting
+    for fn, deferred in ((in_order, {"kernel"}), (by_map, {"kernel"}), (mapped, set())):
+        assert plain(halves(model, x, fn)[2].backward_dw()).keys() == deferred
         assert_near(by_halves(model, x, fn), by_vjp(model, x, fn), 8 * TOLERANCE["float32"])
 
 

@@ -47,7 +47,7 @@ def drawn(schedule: Schedule) -> str:
     words = f"{schedule.stages} stages, {schedule.microbatches} microbatches, {schedule.ticks} ticks"
     lines = [f"{schedule.name}: {words}; a stage is idle for {100 * schedule.bubble:.1f} % of a step"]
     kinds = "F forward pass, B backward pass"
-    if schedule.waits:
+    if schedule.defers_weights:
         kinds += ", W kernel gradients"
     lines.append(f"{kinds}, of the microbatch with this number")
     if schedule.virtual_stages > 1:

@@ -54,7 +54,7 @@ class StageLayers:
 
     def _places(self) -> dict[Path, SummandPlace]:
         layers = self._modules(0)
-        return self.program.accumulation.kernels.find_waiting(layers, nnx.state(layers, nnx.Param))
+        return self.program.accumulation.kernels.summand_places(layers, nnx.state(layers, nnx.Param))
 
     def _quantized_kernels(self) -> Any:
         """Return the stage's `KernelCache`, ``[v, ...]``."""
@@ -72,7 +72,7 @@ class StageLayers:
         run = functools.partial(self._run, chunk, self._runs[chunk], given)
         # Kernel gradients that need not be deferred are computed in the ordinary way, which has no restrictions.
         inputs, kernels = (given.x, given.learned), self.program.accumulation.kernels
-        if self.schedule.waits:
+        if self.schedule.defers_weights:
             y, backward = deferred_vjp(run, layers, inputs, wgrad_dtype=kernels.dtype)
             backward = with_summands(backward, self.places)
         else:

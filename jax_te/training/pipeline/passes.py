@@ -45,7 +45,7 @@ class ChunkPasses:
         self.residuals = jax.eval_shape(lambda leaves: self._chosen(leaves, varying=True), shapes)
         self._fixed = self._computed_once(given, key)
         self.weight_operands, self.weight_treedef = [], None
-        if layers.schedule.waits:
+        if layers.schedule.defers_weights:
             half = jax.eval_shape(lambda leaves, dy: jax.tree.unflatten(self._treedef, leaves)(dy), shapes, given.x)
             self.weight_operands, self.weight_treedef = jax.tree.flatten(half.backward_dw)
 

@@ -78,7 +78,7 @@ class Schedule:
         return len(self.forward)
 
     @property
-    def waits(self) -> bool:
+    def defers_weights(self) -> bool:
         """Whether kernel gradients are deferred."""
         return bool((self.weight >= 0).any())
 
@@ -90,7 +90,7 @@ class Schedule:
         0.273
         """
         # A tick is as long as its longest stage: the next one needs what its neighbours have sent.
-        work = (self.forward >= 0) + (self.backward >= 0) * (1 if self.waits else 2) + (self.weight >= 0)
+        work = (self.forward >= 0) + (self.backward >= 0) * (1 if self.defers_weights else 2) + (self.weight >= 0)
         return float(1 - work.sum() / (work.max(axis=1).sum() * self.stages))
 
 
@@ -136,7 +136,7 @@ def make_schedule(name: str, *, stages: int, microbatches: int, virtual_stages: 
         )
     run = _Run(stages, microbatches, virtual_stages)
     while not run.done:
-        run.tick(backward=name != "gpipe" or run.all_forward, waits=name == "zero_bubble")
+        run.tick(backward=name != "gpipe" or run.all_forward, defer=name == "zero_bubble")
     return run.schedule(name)
 
 
@@ -198,7 +198,7 @@ class _Run:
         self.forward_at: dict[tuple[int, int], int] = {}
         self.backward_at: dict[tuple[int, int], int] = {}
         self.weight_at: dict[tuple[int, int], int] = {}
-        self.waiting: list[list[int]] = [[] for _ in range(self.p)]
+        self.pending_weights: list[list[int]] = [[] for _ in range(self.p)]
         self.now = 0
 
     @property
@@ -207,10 +207,15 @@ class _Run:
 
     @property
     def done(self) -> bool:
-        return len(self.backward_at) == self.m * self.p * self.v and not any(self.waiting)
+        return len(self.backward_at) == self.m * self.p * self.v and not any(self.pending_weights)
 
-    def tick(self, *, backward: bool, waits: bool) -> None:
-        """Run every stage for one tick."""
+    def tick(self, *, backward: bool, defer: bool) -> None:
+        """Run every stage for one tick.
+
+        Args:
+            backward: whether backward passes may begin.
+            defer: whether their kernel gradients are deferred.
+        """
         work = [0] * self.p
         for stage in range(self.p):
             queue = self.to_forward[stage]
@@ -224,21 +229,21 @@ class _Run:
                 microbatch, chunk = queue.pop(0)
                 self.backward_at[microbatch, chunk * self.p + stage] = self.now
                 work[stage] += 1
-                if waits:
-                    self.waiting[stage].append(microbatch)
-        if waits:
-            self._run_waiting(work)
+                if defer:
+                    self.pending_weights[stage].append(microbatch)
+        if defer:
+            self._run_pending_weights(work)
         self.now += 1
 
-    def _run_waiting(self, work: list[int]) -> None:
+    def _run_pending_weights(self, work: list[int]) -> None:
         """Run a W on stages that have less to do than the busiest one; so at most 2 p - 2 are pending."""
         longest = max(work)
         # Where nothing else is left, and where every stage is busy, W is what makes the tick longer.
         if longest == 0 or min(work) == 2:
             longest += 1
-        for stage, waiting in enumerate(self.waiting):
-            if waiting and work[stage] < longest:
-                self.weight_at[waiting.pop(0), stage] = self.now
+        for stage, pending in enumerate(self.pending_weights):
+            if pending and work[stage] < longest:
+                self.weight_at[pending.pop(0), stage] = self.now
 
     def _has_input(self, microbatch: int, chunk: int, stage: int) -> bool:
         before = chunk * self.p + stage - 1

@@ -62,7 +62,7 @@ def schedule_rows(schedule: Schedule) -> Row:
         # Stages run the same passes in a tick, some of them idle, and the same holds for embedding and loss: a pass may
         # hold exchanges among all devices (a ring along the context axis, which would deadlock), and a tick is as long
         # as its longest stage anyway. Not so under zero_bubble, whose stages differ on purpose.
-        return jnp.asarray(tasks >= 0) if schedule.waits else on_all((tasks >= 0).any(1, keepdims=True))
+        return jnp.asarray(tasks >= 0) if schedule.defers_weights else on_all((tasks >= 0).any(1, keepdims=True))
 
     def places(slots: Slots) -> Places:
         return Places(jnp.asarray(slots.put), jnp.asarray(np.maximum(slots.take, 0)))
@@ -187,7 +187,7 @@ class Stage:
         dx = jax.lax.ppermute(dx, PIPELINE_AXIS, [(i, (i - 1) % stages) for i in range(stages)])
         gradients = _put(carry.gradients, dx, row.gradients.put)
         layers = backward.layers
-        if self.schedule.waits:
+        if self.schedule.defers_weights:
             layers = jax.lax.cond(
                 row.weight >= 0,
                 lambda layers: self._weight(layers, backward.operands, row),
@@ -246,7 +246,7 @@ class Stage:
         dy = jnp.where(ends, _get(kept.losses, row.losses.take), received)
         backward = self.passes.backward(_get(kept.residuals, row.residuals.take), chunk)
         operands = before.operands
-        if self.schedule.waits:
+        if self.schedule.defers_weights:
             (given,), grads, next_states, later = backward(dy)
             operands = _put(operands, jax.tree.leaves(later), row.operands.put)
         else:

@@ -39,10 +39,10 @@ def test_every_task_runs_once_behind_what_it_needs(name, p, m, v):
             behind = (place + 1) % p, microbatch * v + (place + 1) // p
             assert backward[stage][task] > backward[behind[0]][behind[1]]
         assert backward[stage][task] >= forward[stage][task]
-        if schedule.waits:
+        if schedule.defers_weights:
             assert weight[stage][task] >= backward[stage][task]
     assert [len(column) for column in forward + backward] == [m * v] * 2 * p
-    assert schedule.waits == (name == "zero_bubble")
+    assert schedule.defers_weights == (name == "zero_bubble")
 
 
 @pytest.mark.parametrize(("name", "p", "m", "v"), CASES)
@@ -97,12 +97,12 @@ def test_residuals_in_memory():
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (2, 32), (3, 32), (4, 8), (4, 32), (8, 64)])
-def test_waiting_kernel_gradients_are_bounded(p, m):
-    """At most ``2 p - 2`` wait at once, counted from the tables alone."""
+def test_deferred_kernel_gradients_are_bounded(p, m):
+    """At most ``2 p - 2`` are pending at once, counted from the tables alone."""
     schedule = make_schedule("zero_bubble", stages=p, microbatches=m)
-    waiting = np.cumsum((schedule.backward >= 0).astype(int), axis=0)
-    waiting[1:] -= np.cumsum((schedule.weight >= 0).astype(int), axis=0)[:-1]
-    assert waiting.max() <= 2 * p - 2
+    pending = np.cumsum((schedule.backward >= 0).astype(int), axis=0)
+    pending[1:] -= np.cumsum((schedule.weight >= 0).astype(int), axis=0)[:-1]
+    assert pending.max() <= 2 * p - 2
 
 
 def test_layers_are_split():
