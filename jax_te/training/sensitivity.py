@@ -84,7 +84,7 @@ def sensitivity(
     check_global(list(batches), nnx.state(model, nnx.Param))
     calibrate_delayed_scaling(model, loss_fn, batches[0], recipe)
     kinds = {path: type(module).__name__ for path, module in quantizable_modules(model)}
-    places = _places(model)
+    module_paths = _module_paths(model)
     measure, off = _switched_measure(model, loss_fn)
     totals, norm = {path: [0.0, 0.0] for path in kinds}, 0.0
     # All measurements use the calibrated scales, so that they differ only in the layer.
@@ -93,7 +93,7 @@ def sensitivity(
             loss0, gradient0 = measure(off, batch)
             norm += float(_squared_norm(gradient0))
             for path, total in totals.items():
-                loss, gradient = measure(_turned_on(off, places[path]), batch)
+                loss, gradient = measure(_turned_on(off, module_paths[path]), batch)
                 total[0] += float(loss) - float(loss0)
                 total[1] += float(_squared_distance(gradient, gradient0))
     found = [
@@ -207,20 +207,21 @@ def _switched_measure(model: Any, loss_fn: LossFn) -> tuple[Measure, nnx.State]:
     return lambda switches, batch: run(switches, params, rest, sinks, batch), switches
 
 
-def _places(model: nnx.Module) -> dict[str, tuple[str, ...]]:
-    """Return path of each quantizable layer -> where it stands: one in a layer of Flax has that layer's path."""
+def _module_paths(model: nnx.Module) -> dict[str, tuple[str, ...]]:
+    """Return the path of each quantizable module, by that of its layer, which may be a layer of Flax around it."""
     return {
-        ".".join(map(str, module.layer_path(place))): tuple(map(str, place))
-        for place, module in nnx.iter_modules(model)
+        ".".join(map(str, module.layer_path(path))): tuple(map(str, path))
+        for path, module in nnx.iter_modules(model)
         if isinstance(module, QuantizableModule)
     }
 
 
-def _turned_on(switches: nnx.State, place: tuple[str, ...]) -> nnx.State:
+def _turned_on(switches: nnx.State, path: tuple[str, ...]) -> nnx.State:
+    """Return switches of which that of the module at a path alone is on."""
     # Only values change, so the program is not compiled again.
     flat = [
-        (key, variable.replace(jnp.asarray(tuple(map(str, key[:-1])) == place)))
-        for key, variable in nnx.to_flat_state(switches)
+        (of_switch, variable.replace(jnp.asarray(tuple(map(str, of_switch[:-1])) == path)))
+        for of_switch, variable in nnx.to_flat_state(switches)
     ]
     return nnx.from_flat_state(flat)
 

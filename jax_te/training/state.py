@@ -142,7 +142,7 @@ def create_train_state(
     with _use(mesh):
         # Shapes first: the shardings, which jit needs before it runs, come from the Variables' logical axes.
         abstract = jax.eval_shape(build, key, variables)
-        shardings = _places(abstract, mesh)
+        shardings = _logged_shardings(abstract, mesh)
         # Inside auto_region an Explicit mesh compiles the same program as an Auto one, which gives the same bits.
         axes = [axes for _, _, axes in leaves_with_axes(abstract)]
         init = auto_region(lambda *args: jax.tree.leaves(build(*args)), axes)
@@ -250,7 +250,7 @@ def abstract_train_state(
         abstract = jax.eval_shape(build, key, variables)
         leaves, treedef = jax.tree.flatten(abstract)
         # Without a mesh every array is on the default device and has its sharding.
-        shardings = [jnp.zeros(()).sharding] * len(leaves) if mesh is None else _places(abstract, mesh)
+        shardings = [jnp.zeros(()).sharding] * len(leaves) if mesh is None else _logged_shardings(abstract, mesh)
     described = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         for leaf, sharding in zip(leaves, shardings, strict=True)
@@ -308,7 +308,8 @@ def _builder(
     return build, states
 
 
-def _places(abstract: TrainState, mesh: Mesh) -> list[NamedSharding]:
+def _logged_shardings(abstract: TrainState, mesh: Mesh) -> list[NamedSharding]:
+    """Return the shardings of a state's leaves; matrices that no rule splits are logged."""
     log_whole_parameters(abstract.params, mesh)
     return shardings_of(abstract, mesh)
 

@@ -39,20 +39,20 @@ class Cut(NamedTuple):
     program: a position whose kind a chunk lacks holds a copy of some layer of that kind, whose result is left out.
 
     Args:
-        places: paths in the model of each layer's Variables, by their path in the layer.
+        paths: paths in the model of each layer's Variables, by their path in the layer.
         graphdef: graph definition of a chunk, the same for all.
         numbers: index ``[p, v, l]`` of the layer at each position of each chunk of each stage.
         runs: whether ``[p, v, l]`` the layer at a position is the chunk's own, whose result counts.
     """
 
-    places: list[dict[Path, Path]]
+    paths: list[dict[Path, Path]]
     graphdef: Any
     numbers: np.ndarray
     runs: np.ndarray
 
     def split(self, flat: Flat) -> tuple[Flat, Flat]:
         """Return the Variables that belong to layers, and the others."""
-        own = {path for places in self.places for path in places.values()}
+        own = {path for paths in self.paths for path in paths.values()}
         layers = {path: variable for path, variable in flat.items() if path in own}
         return layers, {path: variable for path, variable in flat.items() if path not in own}
 
@@ -67,7 +67,7 @@ class Cut(NamedTuple):
         chunk may lack its layer.
 
         >>> runs = np.array([[[True, True, False]], [[True, True, True]]])  # the first stage has two layers
-        >>> Cut(places=[], graphdef=None, numbers=np.array([[[0, 1, 1]], [[2, 3, 4]]]), runs=runs).segments()
+        >>> Cut(paths=[], graphdef=None, numbers=np.array([[[0, 1, 1]], [[2, 3, 4]]]), runs=runs).segments()
         [(slice(0, 2, None), True), (slice(2, 3, None), False)]
         """
         segments: list[tuple[slice, bool]] = []
@@ -86,25 +86,25 @@ class Cut(NamedTuple):
 
         found: Flat = {}
         for position, column in enumerate(self.columns()):
-            for inner in self.places[column[0]]:
-                paths = [self.places[number][inner] for number in column]
+            for inner in self.paths[column[0]]:
+                paths = [self.paths[number][inner] for number in column]
                 if paths[0] in flat:
                     found[position, *inner] = jax.tree.map(join, *[flat[path] for path in paths])
-        return _placed(found, on_stages=True)
+        return _sharded(found, on_stages=True)
 
     def unstacked(self, stacked: Flat) -> Flat:
         """Return the Variables of all layers by their path in the model: the inverse of `stacked`."""
         # All-to-all first: a slice of an axis that is sharded over the stages would be sent to all of them.
-        everywhere, found = _placed(stacked, on_stages=False), {}
+        everywhere, found = _sharded(stacked, on_stages=False), {}
         for (position, *inner), variable in everywhere.items():
             for (s, c), runs in np.ndenumerate(self.runs[:, :, position]):
                 if runs:
-                    path = self.places[self.numbers[s, c, position]][tuple(inner)]
+                    path = self.paths[self.numbers[s, c, position]][tuple(inner)]
                     found[path] = jax.tree.map(lambda leaf, at=(s, c): leaf[at], variable)
         return found
 
 
-def _placed(stacked: Flat, *, on_stages: bool) -> Flat:
+def _sharded(stacked: Flat, *, on_stages: bool) -> Flat:
     """Return Variables ``[p, v, ...]`` split by stage, or as their layers' are stored."""
     mesh, rules, leaves = current_mesh(), stage_rules() if on_stages else current_rules(), []
     assert mesh is not None
@@ -123,7 +123,7 @@ def cut_model(
         ValueError: for layers that are not the model's own, share parameters, or differ so much that each stage would
             compute all of them.
     """
-    places = _places(state, layers_of)
+    paths = _layer_paths(state, layers_of)
     layers = list(layers_of(nnx.merge(state.graphdef, state.params, state.quantizers, state.rest)))
     chunks = config.virtual_stages
     sizes = split_layers(len(layers), stages * chunks, first=config.first_layers, last=config.last_layers)
@@ -146,7 +146,7 @@ def cut_model(
     numbers, runs = (table.reshape(chunks, stages, -1).swapaxes(0, 1) for table in (numbers, runs))
     # Copies: a chunk may hold one layer twice, and NNX would take both for one.
     first_chunk = nnx.List([nnx.clone(layers[i]) for i in numbers[0, 0]])
-    return Cut(places, nnx.split(first_chunk)[0], numbers, runs)
+    return Cut(paths, nnx.split(first_chunk)[0], numbers, runs)
 
 
 def _kinds(layers: Sequence[nnx.Module]) -> list[int]:
@@ -210,18 +210,18 @@ def _common_order(one: Sequence[int], other: Sequence[int]) -> list[int]:
     return found
 
 
-def _places(state: TrainState, layers_of: Callable[[Any], Sequence[nnx.Module]]) -> list[dict[Path, Path]]:
+def _layer_paths(state: TrainState, layers_of: Callable[[Any], Sequence[nnx.Module]]) -> list[dict[Path, Path]]:
     """Return the path in the model of each layer's Variables, which are told it; raise ValueError for shared ones."""
 
     def told(variables: nnx.State) -> nnx.State:
         flat = nnx.to_flat_state(variables)
-        return nnx.from_flat_state([(path, var.replace(var.get_value(), place=path)) for path, var in flat])
+        return nnx.from_flat_state([(path, var.replace(var.get_value(), path_in_model=path)) for path, var in flat])
 
     model = nnx.merge(state.graphdef, told(state.params), told(state.quantizers), state.rest)
-    places, owners = [], {}
+    paths, owners = [], {}
     for number, layer in enumerate(layers_of(model)):
         variables = nnx.to_flat_state(nnx.state(layer))
-        own = {inner: variable.get_metadata().get("place") for inner, variable in variables}
+        own = {inner: variable.get_metadata().get("path_in_model") for inner, variable in variables}
         if None in own.values():
             raise ValueError(
                 f"layer {number} is not the model's: its parameters are not among those that are trained; give the "
@@ -234,8 +234,8 @@ def _places(state: TrainState, layers_of: Callable[[Any], Sequence[nnx.Module]])
                 f"({'/'.join(map(str, shared[0]))}), and each stage of a pipeline has its own layers alone; build them "
                 "apart, or take a mesh without a pipeline axis"
             )
-        places.append(own)
-    return places
+        paths.append(own)
+    return paths
 
 
 def _without_number(layer: nnx.Module) -> Any:

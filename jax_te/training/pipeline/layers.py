@@ -30,7 +30,8 @@ class StageLayers:
         params, states: parameters and quantizer states of the stage's layers, by their path in a chunk, ``[v, ...]``.
 
     Attributes:
-        places: places of summands, for the kernels of a chunk whose gradients are summed over devices once a step.
+        summand_places: places of summands, for the kernels of a chunk whose gradients are summed over devices once a
+            step.
     """
 
     def __init__(self, program: Program, params: Flat, states: Flat):
@@ -38,7 +39,7 @@ class StageLayers:
         self.params, self.states = params, states
         index, cut = jax.lax.axis_index(PIPELINE_AXIS), program.cut
         self._runs, self._numbers = (jnp.asarray(table)[index] for table in (cut.runs, cut.numbers))
-        self.places = self._places()
+        self.summand_places = self._find_summand_places()
         self._cached = self._quantized_kernels() if program.accumulation.keep_kernels else None
 
     def chunk(self, tree: PyTree, chunk: Array | int) -> PyTree:
@@ -52,7 +53,7 @@ class StageLayers:
         own = self.chunk((self.params, self.states), chunk)
         return nnx.merge(self.program.cut.graphdef, *map(as_state, own))
 
-    def _places(self) -> dict[Path, SummandPlace]:
+    def _find_summand_places(self) -> dict[Path, SummandPlace]:
         layers = self._modules(0)
         return self.program.accumulation.kernels.summand_places(layers, nnx.state(layers, nnx.Param))
 
@@ -74,7 +75,7 @@ class StageLayers:
         inputs, kernels = (given.x, given.learned), self.program.accumulation.kernels
         if self.schedule.defers_weights:
             y, backward = deferred_vjp(run, layers, inputs, wgrad_dtype=kernels.dtype)
-            backward = with_summands(backward, self.places)
+            backward = with_summands(backward, self.summand_places)
         else:
             y, backward = vjp_of_model(run, layers, inputs, kernels)
         _check_same_kind(given.x, y)

@@ -13,13 +13,13 @@ from jax_te.config import PIPELINE_SCHEDULES
 
 
 class Slots(NamedTuple):
-    """Places of one kind of buffer on every stage.
+    """Slots of one kind of buffer on every stage.
 
     Args:
-        count: number of places.
-        put: int32 ``[ticks, stages]``, the place that a tick fills on a stage; ``count``, one more than there are, if
+        count: number of slots.
+        put: int32 ``[ticks, stages]``, the slot that a tick fills on a stage; ``count``, one more than there are, if
             it fills none.
-        take: int32 ``[ticks, stages]``, the place that a tick reads; -1 if it reads none.
+        take: int32 ``[ticks, stages]``, the slot that a tick reads; -1 if it reads none.
 
     >>> Slots._fields
     ('count', 'put', 'take')
@@ -257,7 +257,7 @@ class _Run:
 
     def schedule(self, name: str) -> Schedule:
         last = self.p * self.v - 1
-        # Each use is (stage, tick that fills a place, tick that reads it). Data sent in a tick arrive after it.
+        # Each use is (stage, tick that fills a slot, tick that reads it). Data sent in a tick arrive after it.
         forward, backward = self.forward_at.items(), self.backward_at.items()
         inputs = [(at % self.p, self.forward_at[i, at - 1], tick) for (i, at), tick in forward if at > 0]
         residuals = [(at % self.p, tick, self.backward_at[i, at]) for (i, at), tick in forward]
@@ -279,23 +279,23 @@ class _Run:
             operands=self._slots(operands),
         )
 
-    def _tasks(self, at: dict[tuple[int, int], int]) -> np.ndarray:
+    def _tasks(self, ticks: dict[tuple[int, int], int]) -> np.ndarray:
         table = np.full((self.now, self.p), -1, np.int32)
-        for (microbatch, place), tick in at.items():
-            table[tick, place % self.p] = microbatch * self.v + place // self.p
+        for (microbatch, at), tick in ticks.items():
+            table[tick, at % self.p] = microbatch * self.v + at // self.p
         return table
 
     def _slots(self, uses: Sequence[tuple[int, int, int]]) -> Slots:
         free_from: list[list[int]] = [[] for _ in range(self.p)]
-        places: list[tuple[int, int, int, int]] = []
+        rows: list[tuple[int, int, int, int]] = []
         for stage, put, take in sorted(uses, key=lambda use: use[1:]):
             free = free_from[stage]
-            # After the tick that reads it: within a tick F fills its places before B reads.
+            # After the tick that reads it: within a tick F fills its slots before B reads.
             slot = next((i for i, tick in enumerate(free) if tick < put), len(free))
             free[slot : slot + 1] = [take]
-            places.append((stage, put, take, slot))
+            rows.append((stage, put, take, slot))
         count = max(map(len, free_from))
         puts, takes = np.full((self.now, self.p), count, np.int32), np.full((self.now, self.p), -1, np.int32)
-        for stage, put, take, slot in places:
+        for stage, put, take, slot in rows:
             puts[put, stage] = takes[take, stage] = slot
         return Slots(count, puts, takes)

@@ -19,8 +19,8 @@ from jax_te.training.pipeline.sums import Summation, Sums, Task
 from jax_te.typing import Array
 
 
-class Places(NamedTuple):
-    """Places of one kind of buffer that a tick fills and reads, see `Slots`; 0 where it reads none."""
+class SlotRow(NamedTuple):
+    """Slots of one kind of buffer that a tick fills and reads, see `Slots`; 0 where it reads none."""
 
     put: Array
     take: Array
@@ -34,7 +34,7 @@ class Row(NamedTuple):
         runs_forward, runs_backward: whether the stage runs the pass, if only as an idle one beside the others'.
         embeds: whether the first stage has a backward pass through the embedding in the tick.
         has_loss: whether the last stage has a forward pass with the loss in the tick.
-        inputs, residuals, gradients, losses, operands: places of the buffers.
+        inputs, residuals, gradients, losses, operands: slots of the buffers.
     """
 
     forward: Array
@@ -44,11 +44,11 @@ class Row(NamedTuple):
     runs_backward: Array
     embeds: Array
     has_loss: Array
-    inputs: Places
-    residuals: Places
-    gradients: Places
-    losses: Places
-    operands: Places
+    inputs: SlotRow
+    residuals: SlotRow
+    gradients: SlotRow
+    losses: SlotRow
+    operands: SlotRow
 
 
 def schedule_rows(schedule: Schedule) -> Row:
@@ -64,8 +64,8 @@ def schedule_rows(schedule: Schedule) -> Row:
         # as its longest stage anyway. Not so under zero_bubble, whose stages differ on purpose.
         return jnp.asarray(tasks >= 0) if schedule.defers_weights else on_all((tasks >= 0).any(1, keepdims=True))
 
-    def places(slots: Slots) -> Places:
-        return Places(jnp.asarray(slots.put), jnp.asarray(np.maximum(slots.take, 0)))
+    def slot_row(slots: Slots) -> SlotRow:
+        return SlotRow(jnp.asarray(slots.put), jnp.asarray(np.maximum(slots.take, 0)))
 
     first, last = backward[:, :1], forward[:, -1:]
     return Row(
@@ -76,11 +76,11 @@ def schedule_rows(schedule: Schedule) -> Row:
         runs_backward=runs(backward),
         embeds=on_all((first >= 0) & (first % schedule.virtual_stages == 0)),
         has_loss=on_all((last >= 0) & (last % schedule.virtual_stages == schedule.virtual_stages - 1)),
-        inputs=places(schedule.inputs),
-        residuals=places(schedule.residuals),
-        gradients=places(schedule.gradients),
-        losses=places(schedule.losses),
-        operands=places(schedule.operands),
+        inputs=slot_row(schedule.inputs),
+        residuals=slot_row(schedule.residuals),
+        gradients=slot_row(schedule.gradients),
+        losses=slot_row(schedule.losses),
+        operands=slot_row(schedule.operands),
     )
 
 

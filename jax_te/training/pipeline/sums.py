@@ -67,7 +67,9 @@ class Summation:
     def __init__(self, layers: StageLayers, around: AroundLayers):
         self._layers, self._around, self._weighted = layers, around, around.weighted
         # In the sums, kernels have an additional axis, over the chunks.
-        self._places = {path: place._replace(lead=place.lead + 1) for path, place in layers.places.items()}
+        self._summand_places = {
+            path: place._replace(lead=place.lead + 1) for path, place in layers.summand_places.items()
+        }
 
     def start(self) -> Sums:
         """Return sums of nothing."""
@@ -77,7 +79,7 @@ class Summation:
         return Sums(
             loss=jnp.float32(0.0),
             weight=weight,
-            layers=self._placed(self._of_places(of_layers, lambda place, sums: place.zeros(sums.shape))),
+            layers=self._constrained(self._map_summands(of_layers, lambda place, sums: place.zeros(sums.shape))),
             states=_zeros(layers.states, schedule.virtual_stages),
             outer=constrain_as_created(_zeros(around.params)),
             outer_states=_zeros(around.states),
@@ -86,7 +88,8 @@ class Summation:
     def total(self, sums: Sums) -> Sums:
         """Return the sums at the end of a step, with summands added up."""
         dtype = self._layers.program.accumulation.kernels.dtype
-        return sums._replace(layers=self._of_places(sums.layers, lambda place, summands: place.total(summands, dtype)))
+        layers = self._map_summands(sums.layers, lambda place, summands: place.total(summands, dtype))
+        return sums._replace(layers=layers)
 
     def add_layers(self, sums: Flat, grads: nnx.State, task: Task) -> Flat:
         """Return sums of layers' gradients with those of a pass."""
@@ -97,9 +100,9 @@ class Summation:
             # jnp.where, not a factor 0: an idle pass may produce nan.
             added = jnp.where(task.counts, added, jnp.zeros_like(added))
             if added.ndim < total.ndim - 1:  # zero_bubble has summed some already
-                added = self._layers.places[path].with_sum(jnp.zeros_like(total[0]), added)
+                added = self._layers.summand_places[path].with_sum(jnp.zeros_like(total[0]), added)
             sums[path] = sums[path].replace(total.at[task.chunk].add(added))
-        return self._placed(sums)
+        return self._constrained(sums)
 
     def add_states(self, states: Flat, found: nnx.State, task: Task) -> Flat:
         """Return maxima of layers' quantizer states with those of a pass."""
@@ -120,15 +123,19 @@ class Summation:
             states[path] = states[path].replace(_merged(states[path], state, counts))
         return outer, states
 
-    def _of_places(self, layers: Flat, fn: Callable[[SummandPlace, Array], Array]) -> Flat:
+    def _map_summands(self, layers: Flat, fn: Callable[[SummandPlace, Array], Array]) -> Flat:
         """Return sums with ``fn`` applied to those of kernels whose gradients come as summands."""
-        own = {path: layers[path].replace(fn(place, layers[path].get_value())) for path, place in self._places.items()}
-        return layers | own
+        of_summands = {
+            path: layers[path].replace(fn(place, layers[path].get_value()))
+            for path, place in self._summand_places.items()
+        }
+        return layers | of_summands
 
-    def _placed(self, layers: Flat) -> Flat:
+    def _constrained(self, layers: Flat) -> Flat:
         """Return sums in the sharding that they keep."""
-        whole = constrain_as_created({path: variable for path, variable in layers.items() if path not in self._places})
-        return self._of_places(layers, lambda place, sums: constrain(sums, place.spec)) | whole
+        others = {path: variable for path, variable in layers.items() if path not in self._summand_places}
+        others = constrain_as_created(others)
+        return self._map_summands(layers, lambda place, sums: constrain(sums, place.spec)) | others
 
 
 def _merged(old: nnx.Variable, new: nnx.Variable, counts: Array) -> Array:
