@@ -22,7 +22,7 @@ def kind_of(path: Path) -> Kind:
     """
     if path.is_file() and path.suffix in (".pt", ".pth", ".bin"):
         return "torch"
-    names = {each.name for each in path.iterdir()} if path.is_dir() else set()
+    names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
     # A run has a config.json, too, so the kinds are distinguished by their tensor files.
     if names & {METADATA, TRACKER, "model_optim_rng.pt"} or any(name.startswith("mp_rank_") for name in names):
         return "megatron"

@@ -66,8 +66,8 @@ def counted(config: RunConfig, count: Count | None = None) -> tuple[Rows, list[s
             f"counted with {layers[0]} and {layers[1]} of {config.num_layers} layers, the others in proportion"
         )
     tables = iter(count([dataclasses.replace(mesh, num_layers=number) for mesh in meshes for number in layers]))
-    found = [_of_all_layers([next(tables) for _ in layers], layers, config.num_layers) for _ in meshes]
-    rows = found[0] if axis is None else _extended(found[0], found[1], axis)
+    of_meshes = [_of_all_layers([next(tables) for _ in layers], layers, config.num_layers) for _ in meshes]
+    rows = of_meshes[0] if axis is None else _extended(of_meshes[0], of_meshes[1], axis)
     return _with_data(rows, sizes.data), notes
 
 
@@ -147,14 +147,14 @@ def _combined(first: Rows, second: Rows, number: Callable[[int, int], int], size
 
 def _by_key(rows: Rows) -> dict[tuple[tuple[str, ...], str], CollectiveCount]:
     """Return rows by axes and kind, with groups of a part of the axes counted as those of all of it."""
-    found: dict[tuple[tuple[str, ...], str], CollectiveCount] = {}
+    by_key: dict[tuple[tuple[str, ...], str], CollectiveCount] = {}
     for row in rows:
-        same = found.get((row.axes, row.kind))
+        same = by_key.get((row.axes, row.kind))
         if same is not None:
             sums = {name: getattr(row, name) + getattr(same, name) for name in ("count", "launches", "bytes")}
             row = dataclasses.replace(row, devices=max(row.devices, same.devices), **sums)
-        found[row.axes, row.kind] = row
-    return found
+        by_key[row.axes, row.kind] = row
+    return by_key
 
 
 def _with_data(rows: Rows, size: int) -> Rows:

@@ -49,9 +49,9 @@ def run(options: DoctorOptions) -> int:
     # begin.
     with ThreadPoolExecutor() as threads:
         running = {key: threads.submit(try_recipe, tried[key], key[1]) for key in reversed(tried)}
-    found = {key: running[key].result() for key in tried}
-    _rows({f"{name} on {backend}": text for (name, backend), (_, text) in found.items()})
-    return int(any(backend == "xla" and not works for (_, backend), (works, _) in found.items()))
+    results = {key: running[key].result() for key in tried}
+    _rows({f"{name} on {backend}": text for (name, backend), (_, text) in results.items()})
+    return int(any(backend == "xla" and not works for (_, backend), (works, _) in results.items()))
 
 
 def versions() -> dict[str, str]:
@@ -64,8 +64,8 @@ def versions() -> dict[str, str]:
     rows["transformer_engine"] = _version("transformer_engine") or "not installed; see docs/install.md"
     # The wheels of these carry the CUDA version in their names; the newest that is installed is the one in use.
     for package in ("cudnn", "cublas", "nccl"):
-        found = [_version(f"nvidia-{package}{cuda}") for cuda in ("-cu13", "-cu12", "")]
-        newest = next((version for version in found if version), None)
+        installed = [_version(f"nvidia-{package}{cuda}") for cuda in ("-cu13", "-cu12", "")]
+        newest = next((version for version in installed if version), None)
         if newest is not None:
             rows[f"nvidia-{package}"] = newest
     return rows

@@ -34,16 +34,16 @@ def run(options: EvalOptions) -> int:
     Raises:
         ValueError: for conflicting options, and a folder without a checkpoint.
     """
-    found = _of_run(options) if options.init_from is None else _of_folder(options, options.init_from)
+    metrics = _of_run(options) if options.init_from is None else _of_folder(options, options.init_from)
     if options.json:
-        print(json.dumps({name: value if _is_finite(value) else None for name, value in found.items()}, indent=2))
+        print(json.dumps({name: value if _is_finite(value) else None for name, value in metrics.items()}, indent=2))
         return 0
-    word = found.pop("unit")
-    print(f"loss           {found['loss']:.4f} nats per {word}")
-    print(f"perplexity     {found['perplexity']:.4f}")
-    print(f"tokens         {found['tokens']:,}")
-    if found["bits_per_byte"] is not None:
-        print(f"bits per byte  {found['bits_per_byte']:.4f}")
+    word = metrics.pop("unit")
+    print(f"loss           {metrics['loss']:.4f} nats per {word}")
+    print(f"perplexity     {metrics['perplexity']:.4f}")
+    print(f"tokens         {metrics['tokens']:,}")
+    if metrics["bits_per_byte"] is not None:
+        print(f"bits per byte  {metrics['bits_per_byte']:.4f}")
     return 0
 
 
@@ -70,9 +70,9 @@ def _of_run(options: EvalOptions) -> dict[str, Any]:
     with contexts(config), TrainCheckpointer(output / CHECKPOINT_FOLDER) as checkpointer, warnings_as_lines():
         wanted = abstract_model_state(config)
         state, _, step = checkpointer.restore(wanted, step=options.step, allow={"unexpected"})
-        found = evaluate(state.model, data, batch_size=size, seq_len=length)
+        metrics = evaluate(state.model, data, batch_size=size, seq_len=length)
     print(f"{output}, step {step}, on {data.source}", file=sys.stderr, flush=True)
-    return found | {"step": step, "unit": unit(tokenizer)}
+    return metrics | {"step": step, "unit": unit(tokenizer)}
 
 
 def _of_folder(options: EvalOptions, folder: str) -> dict[str, Any]:
@@ -88,9 +88,9 @@ def _of_folder(options: EvalOptions, folder: str) -> dict[str, Any]:
     if not isinstance(model, GPTModel):
         raise ValueError(f"--init-from {folder} is not a decoder, whose loss is that of the next token")
     length = options.seq_len or min(model.max_sequence_length, _LENGTH)
-    found = evaluate(model, data, batch_size=options.batch_size or 1, seq_len=length)
+    metrics = evaluate(model, data, batch_size=options.batch_size or 1, seq_len=length)
     print(f"{folder} on {data.source}", file=sys.stderr, flush=True)
-    return found | {"unit": "token"}
+    return metrics | {"unit": "token"}
 
 
 def _heldout(config: RunConfig, tokenizer: Tokenizer | ByteTokenizer) -> Tokens:

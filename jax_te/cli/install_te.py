@@ -43,18 +43,20 @@ def _steps(cuda: str) -> list[tuple[str, dict[str, str], list[str]]]:
 
 def problems_of_installing(system: bool) -> list[str]:
     """Return the reason why the installation would fail, or change more than a virtual environment."""
-    found = []
+    problems = []
     if not sys.platform.startswith("linux"):
-        found.append(f"Transformer Engine needs Linux, and this is {sys.platform}")
+        problems.append(f"Transformer Engine needs Linux, and this is {sys.platform}")
     if sys.version_info < _PYTHON:
-        found.append(f"the JAX that TE {_VERSION} is built against needs Python 3.12; this is {sys.version.split()[0]}")
+        problems.append(
+            f"the JAX that TE {_VERSION} is built against needs Python 3.12; this is {sys.version.split()[0]}"
+        )
     if sys.prefix == sys.base_prefix and not system:
-        found.append(f"no virtual environment is active: make one, or give --system to install into {sys.prefix}")
+        problems.append(f"no virtual environment is active: make one, or give --system to install into {sys.prefix}")
     if not shutil.which(os.environ.get("CXX", "g++")):
-        found.append("there is no C++ compiler: install g++, or name one in CXX")
+        problems.append("there is no C++ compiler: install g++, or name one in CXX")
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
-        found.append("Python's headers are missing: install them (python3-dev, in Debian's words)")
-    return found
+        problems.append("Python's headers are missing: install them (python3-dev, in Debian's words)")
+    return problems
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

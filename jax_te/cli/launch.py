@@ -61,10 +61,10 @@ def find_launch(processes: str = "auto") -> Launch | None:
                 return Launch(int(environ.get(index, "0")))
         return None
     text = ",".join(environ.get(name, "") for name in PLACE) if processes == "auto" else processes
-    found = re.fullmatch(r"([^,\s]+:\d+),(\d+),(\d+)", text)
-    if found is None or int(found[3]) >= int(found[2]):
+    match = re.fullmatch(r"([^,\s]+:\d+),(\d+),(\d+)", text)
+    if match is None or int(match[3]) >= int(match[2]):
         raise ValueError(
             f"HOST:PORT of process 0, number of processes and number of this one, from 0, are {text!r}; give all of "
             f"{', '.join(PLACE)}, or --processes HOST:PORT,COUNT,NUMBER"
         )
-    return Launch(int(found[3]), int(found[2]), found[1]) if found[2] != "1" else None
+    return Launch(int(match[3]), int(match[2]), match[1]) if match[2] != "1" else None

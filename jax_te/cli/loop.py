@@ -345,9 +345,9 @@ class _Recorder:
         self._skipped, self._bad = skipped, 0
 
     def record(self, step: int, metrics: dict[str, Any]) -> None:
-        found = jax.device_get(metrics)
-        vectors = {name: value for name, value in found.items() if np.ndim(value)}
-        values = {name: float(value) for name, value in found.items() if name not in vectors}
+        on_host = jax.device_get(metrics)
+        vectors = {name: value for name, value in on_host.items() if np.ndim(value)}
+        values = {name: float(value) for name, value in on_host.items() if name not in vectors}
         values = {"loss": values.pop("loss"), **values}
         if self._plan.learning_rate is not None:
             values["learning_rate"] = self._plan.learning_rate(step - 1 - self._skipped)  # a skip does not advance it

@@ -24,9 +24,11 @@ def check_memory(config: RunConfig, command: str, *, training: bool = True) -> N
     Raises:
         ValueError: also for a mesh of more devices than there are.
     """
-    sizes, found = config.parallel_config() or ParallelConfig(), jax.device_count()
-    if sizes.num_devices > found:
-        raise ValueError(f"--mesh {config.mesh} takes {sizes.num_devices} devices, and there are {found}; lower a size")
+    sizes, devices = config.parallel_config() or ParallelConfig(), jax.device_count()
+    if sizes.num_devices > devices:
+        raise ValueError(
+            f"--mesh {config.mesh} takes {sizes.num_devices} devices, and there are {devices}; lower a size"
+        )
     if config.check_memory:
         # No option makes the parameters fewer.
         advice = memory_advice(option_names(command) if training else ())
@@ -90,8 +92,8 @@ def _parameters(config: RunConfig) -> tuple[int, int]:
     # Layers of multi-token prediction are like the last one; of those that are repeated there is one.
     depths = 1 if model.mtp_num_layers and model.mtp_use_repeated_layer else model.mtp_num_layers or 0
     numbers = [*range(config.num_layers), *[config.num_layers - 1] * depths]
-    kernels = [layer_kernels(model, number) for number in numbers]
+    layers = [layer_kernels(model, number) for number in numbers]
     positions = config.seq_len if config.position_embedding == "learned_absolute" else 0
     around = config.hidden_size * (config.vocab_size + positions) + depths * depth_projection(model)
-    everywhere = around + sum(each.attention + each.shared for each in kernels)
-    return everywhere, sum(each.expert * each.experts for each in kernels)
+    everywhere = around + sum(layer.attention + layer.shared for layer in layers)
+    return everywhere, sum(layer.expert * layer.experts for layer in layers)

@@ -42,12 +42,12 @@ def layer_recipes(model: nnx.Module) -> list[LayerRecipes]:
     ...     [(layer.module, layer.why) for layer in layer_recipes(model)]
     [('proj', 'kept in high precision, as a first or last layer'), ('qkv', 'the ambient recipe')]
     """
-    found = []
+    recipes = []
     for path, module in quantizable_modules(model):
         apart = [kernel for kernel, _ in module.kernel_recipes]
         together = tuple(kernel for kernel in module.kernels if kernel not in apart)
-        found += [_describe(path, module, kernels) for kernels in (together, *((kernel,) for kernel in apart))]
-    return found
+        recipes += [_describe(path, module, kernels) for kernels in (together, *((kernel,) for kernel in apart))]
+    return recipes
 
 
 def recipe_label(recipe: Recipe | None) -> str:

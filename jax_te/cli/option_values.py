@@ -128,19 +128,19 @@ def layer_pattern(text: str) -> int | str:
 
 def _entries(node: ast.expr) -> list[int]:
     """Return the entries of an expression of lists of 0 and 1; raise ValueError for any other expression."""
-    found: list[int] | None = None
+    entries: list[int] | None = None
     match node:
-        case ast.List(elts=each) | ast.Tuple(elts=each):
-            found = [_integer(entry) for entry in each]
+        case ast.List(elts=nodes) | ast.Tuple(elts=nodes):
+            entries = [_integer(node) for node in nodes]
         case ast.BinOp(left=left, op=ast.Add(), right=right):
-            found = _entries(left) + _entries(right)
-        case ast.BinOp(left=ast.Constant() as times, op=ast.Mult(), right=entries):
-            found = _repeated(_entries(entries), _integer(times))
-        case ast.BinOp(left=entries, op=ast.Mult(), right=times):
-            found = _repeated(_entries(entries), _integer(times))
-    if not found or not set(found) <= {0, 1}:
+            entries = _entries(left) + _entries(right)
+        case ast.BinOp(left=ast.Constant() as times, op=ast.Mult(), right=repeated):
+            entries = _repeated(_entries(repeated), _integer(times))
+        case ast.BinOp(left=repeated, op=ast.Mult(), right=times):
+            entries = _repeated(_entries(repeated), _integer(times))
+    if not entries or not set(entries) <= {0, 1}:
         raise ValueError(node)
-    return found
+    return entries
 
 
 def _repeated(entries: list[int], times: int) -> list[int]:

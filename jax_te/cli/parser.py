@@ -125,7 +125,7 @@ def option_names(command: str) -> set[str]:
     """Return the names of a command's options, those of the fields of its table."""
     table = COMMANDS[command]
     tables = [table, *GROUPS.values()] if table is TrainOptions else [table]
-    return {field.name for each in tables for field in fields(each)}
+    return {field.name for options in tables for field in fields(options)}
 
 
 def _add_family(commands: argparse._SubParsersAction, name: str, summary: str) -> argparse._SubParsersAction:

@@ -67,9 +67,11 @@ def preset_table() -> str:
     header += ("steps", "rate", "warm-up", "save", "eval")
     words = ("norm", "activation", "positions", "biases", "tied")  # the order of _GPT
     sizes = [
-        [name, *(f"{preset.values[each]:g}" if each in preset.values else "-" for each in numbers)]
+        [name, *(f"{preset.values[number]:g}" if number in preset.values else "-" for number in numbers)]
         for name, preset in PRESETS.items()
     ]
-    forms = [[name, *(str(preset.values[each]) for each in _GPT), preset.summary] for name, preset in PRESETS.items()]
+    forms = [
+        [name, *(str(preset.values[option]) for option in _GPT), preset.summary] for name, preset in PRESETS.items()
+    ]
     tables = table(("name", *header), sizes, right=len(numbers)), table(("name", *words, "summary"), forms)
     return "\n\n".join(("presets (each value can be overridden by its option):", *tables))

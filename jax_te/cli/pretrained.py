@@ -106,10 +106,10 @@ def pretrained_form(architecture: str, ignored: str | None = None) -> tuple[Arch
             "--init-from: the folder's kernels are quantized (quantization_config), and training takes them in full. "
             "Multiply them out first: jax-te convert FOLDER NEW --to huggingface --dequantize; then --init-from NEW"
         )
-    found, form = read_form(values, f"--init-from: {CONFIG}", _MAX_LAYERS, field_names(ignored))
-    if found.model is not GPTModel:
-        raise ValueError(f"--init-from: jax-te train is for decoders, and this is a {found.model_type}")
-    return found, form
+    kind, form = read_form(values, f"--init-from: {CONFIG}", _MAX_LAYERS, field_names(ignored))
+    if kind.model is not GPTModel:
+        raise ValueError(f"--init-from: jax-te train is for decoders, and this is a {kind.model_type}")
+    return kind, form
 
 
 def check_pretrained(config: Any) -> None:

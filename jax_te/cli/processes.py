@@ -224,9 +224,9 @@ def check_same(**values: object) -> None:
     if jax.process_count() == 1:
         return
     for name, value in values.items():
-        found = gather_texts(str(zlib.crc32(repr(value).encode())))
-        if len(set(found)) > 1:
-            other = next(index for index, text in enumerate(found) if text != found[0])
+        checksums = gather_texts(str(zlib.crc32(repr(value).encode())))
+        if len(set(checksums)) > 1:
+            other = next(index for index, text in enumerate(checksums) if text != checksums[0])
             raise ValueError(f"{name} of process {other} differs from process 0's; give all processes the same")
 
 

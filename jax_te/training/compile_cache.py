@@ -49,19 +49,19 @@ def keep_compiled_programs(folder: str | Path | None = None) -> Path | None:
                 "program runs it; name a folder elsewhere"
             )
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = path.stat()
-    if found.st_uid != os.getuid():
+    status = path.stat()
+    if status.st_uid != os.getuid():
         raise ValueError(f"{path} belongs to another user, whose programs would run; name a folder of your own")
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ValueError(
-            f"other users can write to {path} (mode {found.st_mode & 0o777:o}), and what is there would run; empty it "
+            f"other users can write to {path} (mode {status.st_mode & 0o777:o}), and what is there would run; empty it "
             "and chmod 700 it, or name another folder"
         )
     if ours:
         path.chmod(0o700)  # it may have been there before, for others to read
-    elif found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+    elif status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ValueError(
-            f"other users can read {path} (mode {found.st_mode & 0o777:o}), and compiled programs are yours alone; "
+            f"other users can read {path} (mode {status.st_mode & 0o777:o}), and compiled programs are yours alone; "
             "name a folder that is not there yet, or chmod 700 it if nobody else needs it"
         )
     if jax.config.jax_compilation_cache_dir != str(path):

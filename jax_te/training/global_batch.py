@@ -68,10 +68,10 @@ def _check_same_rows(local: PyTree, sharding: NamedSharding) -> None:
     crc32 = 0
     for leaf in jax.tree.leaves(local):
         crc32 = zlib.crc32(np.ascontiguousarray(leaf), crc32)
-    found = np.asarray(multihost_utils.process_allgather(np.uint32(crc32)))
+    checksums = np.asarray(multihost_utils.process_allgather(np.uint32(crc32)))
     for process, rows in enumerate(held):
         first = held.index(rows)
-        if found[process] != found[first]:
+        if checksums[process] != checksums[first]:
             raise ValueError(
                 f"processes {first} and {process} hold the same rows of a batch on this mesh, and gave global_batch "
                 "different arrays; read the data by the rows that a process holds, not by its number"

@@ -186,17 +186,17 @@ def value_and_grad(
 
         @jax.jit  # a concrete array cannot have the dtype of `with_max_gradients`
         def compiled(params: nnx.State, old: nnx.State, rest: nnx.State) -> Gradients:
-            found = differentiate(run, (graphdef, params, old, rest), differentiation)
-            grads = factor.unscale(found.grads)
-            quantizers = write_back(old, found.quantizers, keep_old=~all_finite((found.loss, grads)))
-            return found._replace(grads=grads, quantizers=quantizers)
+            result = differentiate(run, (graphdef, params, old, rest), differentiation)
+            grads = factor.unscale(result.grads)
+            quantizers = write_back(old, result.quantizers, keep_old=~all_finite((result.loss, grads)))
+            return result._replace(grads=grads, quantizers=quantizers)
 
         graphdef, *states = split(objects)
-        found = compiled(*states)
-        nnx.update(objects, found.quantizers, found.rest)
-        grads = found.grads.get("model", nnx.State({}))
+        result = compiled(*states)
+        nnx.update(objects, result.quantizers, result.rest)
+        grads = result.grads.get("model", nnx.State({}))
         grads = grads if scaler is None else mark_as_scaled(grads)
-        return ((found.loss, found.aux) if has_aux else found.loss), grads
+        return ((result.loss, result.aux) if has_aux else result.loss), grads
 
     return differentiated
 
@@ -211,8 +211,8 @@ def mark_as_scaled(grads: nnx.State) -> nnx.State:
 
 def was_scaled(grads: PyTree) -> bool:
     """Return False for gradients in Variables without a recorded loss scale; bare arrays cannot record one."""
-    found = jax.tree.leaves(grads, is_leaf=lambda node: isinstance(node, nnx.Variable))
-    return all(grad.get_metadata().get("loss_scaled", False) for grad in found if isinstance(grad, nnx.Variable))
+    leaves = jax.tree.leaves(grads, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    return all(leaf.get_metadata().get("loss_scaled", False) for leaf in leaves if isinstance(leaf, nnx.Variable))
 
 
 class _Objects(nnx.Module):
@@ -323,16 +323,16 @@ def _add_microbatch(
     """
     batch, index = microbatch
     now = replace(state, quantizers=with_counts(state.quantizers, sums.counts), rest=sums.rest)
-    found = _of_batch(accumulation.loss_fn, now, batch, jax.random.fold_in(key, index), accumulation.kernels, cached)
-    loss, grads, weight = found.loss, (found.grads, found.summands), found.weight
+    result = _of_batch(accumulation.loss_fn, now, batch, jax.random.fold_in(key, index), accumulation.kernels, cached)
+    loss, grads, weight = result.loss, (result.grads, result.summands), result.weight
     if weight is not None:
         # Not gradients of the totals, which would be so much larger that fp16 overflows sooner.
         loss, grads = jax.tree.map(lambda mean: mean * weight, (loss, grads))
     # Each gradient is added to its sum where it is computed, so that no second copy of all gradients exists.
-    counts = added_counts(sums.counts, found.quantizers)
+    counts = added_counts(sums.counts, result.quantizers)
     loss = sums.loss + loss
     total, summands = jax.tree.map(jnp.add, (sums.grads, sums.summands), grads)
-    return _Sums(loss, total, summands, found.rest, counts), (found.quantizers, weight)
+    return _Sums(loss, total, summands, result.rest, counts), (result.quantizers, weight)
 
 
 def _summed_over_devices(

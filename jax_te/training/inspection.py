@@ -88,8 +88,8 @@ def inspect_precision(
     >>> from jax_te.layers import Linear
     >>> with autocast(Float8CurrentScaling()):
     ...     model = Linear(32, 16, rngs=nnx.Rngs(0))
-    ...     found = inspect_precision(model, lambda model, x, key: jnp.mean(model(x) ** 2), jnp.ones((16, 32)))
-    >>> [(tensor.role, tensor.format) for tensor in found]
+    ...     tensors = inspect_precision(model, lambda model, x, key: jnp.mean(model(x) ** 2), jnp.ones((16, 32)))
+    >>> [(tensor.role, tensor.format) for tensor in tensors]
     [('x', 'e4m3'), ('kernel', 'e4m3'), ('grad', 'e5m2')]
     """
     return _statistics(_observed(model, loss_fn, batch, key, loss_scale))
@@ -208,9 +208,9 @@ def calibrate_delayed_scaling(model: nnx.Module, loss_fn: LossFn, batch: PyTree,
     trial = prepare_quantization(nnx.merge(*nnx.split(model)), recipe)
     with autocast(Float8CurrentScaling(fp8_format=recipe.fp8_format)):
         observer = _observed(trial, loss_fn, batch, None, 1.0)
-    found = {(tensor.module, tensor.role): tensor.amax for tensor in _statistics(observer)}
+    amaxes = {(tensor.module, tensor.role): tensor.amax for tensor in _statistics(observer)}
     # Experts have a history each. NumPy's maximum keeps nan.
-    found |= {key: np.maximum.reduce(amaxes) for key, amaxes in observer.group_amaxes.items()}
+    amaxes |= {key: np.maximum.reduce(of_groups) for key, of_groups in observer.group_amaxes.items()}
     prepare_quantization(model, recipe)
     for path, module in quantizable_modules(model):
         for kernel, attribute in module.kernels.items():
@@ -220,9 +220,9 @@ def calibrate_delayed_scaling(model: nnx.Module, loss_fn: LossFn, batch: PyTree,
             # As the observer names it: a layer that is the whole model has no path.
             name = (path or "unnamed") if len(module.kernels) == 1 else f"{path}.{kernel}"
             # A layer that the loss does not call has no amaxes, and begins without a history.
-            for role in [role for role in ROLES if (name, role) in found]:
+            for role in [role for role in ROLES if (name, role) in amaxes]:
                 history = state[role]["amax_history"]
-                history.set_value(history.get_value().at[..., 0].set(found[name, role]))
+                history.set_value(history.get_value().at[..., 0].set(amaxes[name, role]))
 
 
 def _probe(loss_fn: LossFn) -> Callable[..., Array]:

@@ -100,14 +100,14 @@ class KernelGradients(NamedTuple):
         mesh = current_mesh()
         if mesh is None or not self.once:
             return {}
-        names, found = {path for path, _ in nnx.to_flat_state(params)}, {}
+        names, places = {path for path, _ in nnx.to_flat_state(params)}, {}
         for path, module, name in quantizable_kernels(model):
             axes, shape = module.axes_of(name), getattr(module, name).get_value().shape
             # Summands are fp32, and so would be their reduce-scatter along FSDP's axis in each microbatch.
             whole = self.dtype == jnp.float32 or not gathered_axes(axes, mesh)
             if path in names and whole and (over := summed_axes(axes, mesh)):
-                found[path] = SummandPlace(len(shape) - len(axes), over, mesh_dims(axes, mesh))
-        return found
+                places[path] = SummandPlace(len(shape) - len(axes), over, mesh_dims(axes, mesh))
+        return places
 
     def sinks(self, model: nnx.Module, params: nnx.State) -> dict[Path, Array | None]:
         """Return a sink for each kernel of `quantizable_kernels`; None where none is needed, and outside of ``params``.
@@ -115,16 +115,16 @@ class KernelGradients(NamedTuple):
         Its values are never read. It has the shape of the kernel, or that of its summands.
         """
         names, places = {path for path, _ in nnx.to_flat_state(params)}, self.summand_places(model, params)
-        found: dict[Path, Array | None] = {}
+        sinks: dict[Path, Array | None] = {}
         for path, module, name in quantizable_kernels(model):
             kernel = getattr(module, name).get_value()
             if path in places:
-                found[path] = places[path].zeros(kernel.shape)
+                sinks[path] = places[path].zeros(kernel.shape)
             elif path not in names:
-                found[path] = None
+                sinks[path] = None
             elif isinstance(kernel, QuantizedKernel):
-                found[path] = jnp.zeros(kernel.shape, self.dtype)
+                sinks[path] = jnp.zeros(kernel.shape, self.dtype)
             else:
                 # JAX gives a gradient the dtype of its argument, so that of a bf16 kernel would be rounded to bf16.
-                found[path] = None if kernel.dtype == self.dtype else jnp.zeros_like(kernel, self.dtype)
-        return found
+                sinks[path] = None if kernel.dtype == self.dtype else jnp.zeros_like(kernel, self.dtype)
+        return sinks

@@ -219,8 +219,8 @@ def _in_variables(full: nnx.State, tree: PyTree) -> PyTree:
 
 def _write(variables: PyTree, values: PyTree) -> None:
     """Set Variables to values in the sharding of each Variable. A Variable may hold several arrays, or none."""
-    found, leaves = jax.tree.leaves(variables, is_leaf=_is_variable), iter(jax.tree.leaves(values))
-    for variable in found:
+    leaves = iter(jax.tree.leaves(values))
+    for variable in jax.tree.leaves(variables, is_leaf=_is_variable):
         structure = jax.tree.structure(variable)
         new = jax.tree.unflatten(structure, [next(leaves) for _ in range(structure.num_leaves)])
         variable.set_value(constrain_as_created(new).get_value())

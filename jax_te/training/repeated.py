@@ -32,18 +32,24 @@ def uses_of_inputs(jaxpr: Any) -> list[set[Use]]:
 
     Slices of inputs are followed, into loops, too, which read one in each iteration.
     """
-    found: list[set[Use]] = [set() for _ in jaxpr.invars]
-    _follow(jaxpr, [{(i, False)} for i in range(len(jaxpr.invars))], found)
-    return found
+    uses: list[set[Use]] = [set() for _ in jaxpr.invars]
+    _follow(jaxpr, [{(i, False)} for i in range(len(jaxpr.invars))], uses)
+    return uses
 
 
 _Marks = set[tuple[int, bool]]
 """Numbers of the inputs that a value is or is a part of, and whether a loop reads that in each iteration."""
 
 
-def _follow(jaxpr: Any, given: Sequence[_Marks], found: list[set[Use]]) -> list[_Marks]:
-    """Add the uses inside of a jaxpr to ``found``, and return the marks of its results."""
-    marks = {var: each for var, each in zip(jaxpr.invars, given, strict=True) if each}
+def _follow(jaxpr: Any, inputs: Sequence[_Marks], uses: list[set[Use]]) -> list[_Marks]:
+    """Add the uses inside of a jaxpr to ``uses``, and return the marks of its results.
+
+    Args:
+        jaxpr: the jaxpr.
+        inputs: marks of its inputs.
+        uses: uses of the program's inputs so far.
+    """
+    marks = {var: of_input for var, of_input in zip(jaxpr.invars, inputs, strict=True) if of_input}
 
     def read(atom: Any) -> _Marks:
         return set() if isinstance(atom, Literal) else marks.get(atom, set())
@@ -55,23 +61,23 @@ def _follow(jaxpr: Any, given: Sequence[_Marks], found: list[set[Use]]) -> list[
         name, inner = eqn.primitive.name, called_jaxprs(eqn)
         if name.startswith("custom_vjp_call"):
             # Its result is no part of its operands, whatever it computes of them.
-            for atom, each in zip(eqn.invars, operands, strict=True):
-                for number, repeated in each:
-                    found[number].add(Use(atom.aval.ndim, repeated))
+            for atom, operand in zip(eqn.invars, operands, strict=True):
+                for number, repeated in operand:
+                    uses[number].add(Use(atom.aval.ndim, repeated))
             continue
         if name == "scan":
-            results = [_follow(inner[0], _in_each_iteration(eqn, operands), found)]
+            results = [_follow(inner[0], _in_each_iteration(eqn, operands), uses)]
         elif name == "while":
             body = eqn.params["body_jaxpr"].jaxpr
-            results = [_follow(body, _again(operands[-len(body.invars) :]), found)]
+            results = [_follow(body, _again(operands[-len(body.invars) :]), uses)]
         elif name == "cond":
-            results = [_follow(branch, operands[1:], found) for branch in inner]
+            results = [_follow(branch, operands[1:], uses) for branch in inner]
         elif len(inner) == 1 and len(inner[0].invars) == len(operands):
-            results = [_follow(inner[0], operands, found)]
+            results = [_follow(inner[0], operands, uses)]
         else:  # what takes a part of it
             results = [[set().union(*operands)] * len(eqn.outvars)]
         for number, var in enumerate(eqn.outvars):
-            marks[var] = set().union(*(each[number] for each in results if number < len(each)))
+            marks[var] = set().union(*(result[number] for result in results if number < len(result)))
     return [read(atom) for atom in jaxpr.outvars]
 
 
@@ -82,11 +88,11 @@ def _in_each_iteration(eqn: Any, operands: Sequence[_Marks]) -> list[_Marks]:
     body = called_jaxprs(eqn)[0]
     # Stacked operands have one axis more outside.
     stacked = [out.aval.ndim != own.aval.ndim for out, own in zip(eqn.invars, body.invars, strict=True)]
-    return [each if slices else _again([each])[0] for each, slices in zip(operands, stacked, strict=True)]
+    return [operand if slices else _again([operand])[0] for operand, slices in zip(operands, stacked, strict=True)]
 
 
 def _again(operands: Sequence[_Marks]) -> list[_Marks]:
-    return [{(number, True) for number, _ in each} for each in operands]
+    return [{(number, True) for number, _ in operand} for operand in operands]
 
 
 def called_jaxprs(eqn: Any) -> list[Any]:

@@ -74,8 +74,8 @@ def sensitivity(
     >>> from jax_te.recipe import Float8CurrentScaling
     >>> model = MultiheadAttention(32, 2, rngs=nnx.Rngs(0))
     >>> batch = jax.random.normal(jax.random.key(0), (2, 16, 32))
-    >>> found = sensitivity(model, lambda model, x, key: jnp.mean(model(x) ** 2), [batch], Float8CurrentScaling())
-    >>> sorted(layer.module for layer in found), 0.0 < found[-1].gradient_error <= found[0].gradient_error
+    >>> layers = sensitivity(model, lambda model, x, key: jnp.mean(model(x) ** 2), [batch], Float8CurrentScaling())
+    >>> sorted(layer.module for layer in layers), 0.0 < layers[-1].gradient_error <= layers[0].gradient_error
     (['proj', 'qkv'], True)
     """
     if not batches:
@@ -96,7 +96,7 @@ def sensitivity(
                 loss, gradient = measure(_turned_on(off, module_paths[path]), batch)
                 total[0] += float(loss) - float(loss0)
                 total[1] += float(_squared_distance(gradient, gradient0))
-    found = [
+    layers = [
         ModuleSensitivity(
             module=path,
             kind=kinds[path],
@@ -105,7 +105,7 @@ def sensitivity(
         )
         for path, (increase, distance) in totals.items()
     ]
-    return sorted(found, key=lambda layer: -layer.gradient_error)
+    return sorted(layers, key=lambda layer: -layer.gradient_error)
 
 
 @checked

@@ -133,18 +133,18 @@ def make_train_step(
         if pipeline_stages() > 1:
             with use_rules(stage_rules()):
                 batches = shard_batch(batch, microbatches)
-            found = pipelined_gradients(accumulation, state, batches, key, pipeline)
+            result = pipelined_gradients(accumulation, state, batches, key, pipeline)
         # A scan over one microbatch would hold fp32 sums in addition to its gradients.
         elif microbatches == 1:
             batches = shard_batch(batch)
-            found = gradients(loss_fn, state, batches, jax.random.fold_in(key, 0), kernels)
+            result = gradients(loss_fn, state, batches, jax.random.fold_in(key, 0), kernels)
         else:
             batches = shard_batch(batch, microbatches)
-            found = accumulated_gradients(accumulation, state, batches, key)
-        grads = state.scaler.unscale(found.grads)
-        finite = all_finite((found.loss, grads))
+            result = accumulated_gradients(accumulation, state, batches, key)
+        grads = state.scaler.unscale(result.grads)
+        finite = all_finite((result.loss, grads))
         # Before the update, which quantizes parameters with these states. Amaxes of a skipped step may be inf or nan.
-        next_quantizers = write_back(state.quantizers, found.quantizers, keep_old=~finite)
+        next_quantizers = write_back(state.quantizers, result.quantizers, keep_old=~finite)
         loss_at = _LossAt(
             quantizers=state.quantizers,
             rest=state.rest,
@@ -154,15 +154,15 @@ def make_train_step(
             loss_fn=loss_fn,
             microbatches=microbatches,
         )
-        asked_for = _asked_for(found.loss, grads, loss_at)
+        asked_for = _asked_for(result.loss, grads, loss_at)
         updates = _apply(transformation, state, finite, next_quantizers, grads, asked_for)
-        metrics = _metrics(state, found.loss, grads, finite, next_quantizers)
+        metrics = _metrics(state, result.loss, grads, finite, next_quantizers)
         state = dataclasses.replace(
             state,
             params=updates.params,
             masters=updates.masters,
             opt_state=updates.opt_state,
-            rest=select(finite, found.rest, state.rest),
+            rest=select(finite, result.rest, state.rest),
             step=state.step + 1,
             quantizers=next_quantizers,
             scaler=state.scaler.update(finite),

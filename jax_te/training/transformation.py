@@ -85,8 +85,8 @@ def apply_transformation(
 
     # In a region, because on Explicit axes products and selections, such as Muon's, require a result's sharding.
     leaves, structure = jax.tree.flatten((params, opt_state, params))
-    found = auto_region(run, [jax.typeof(leaf).sharding.spec for leaf in leaves])(grads, opt_state, params, arrays)
-    return jax.tree.unflatten(structure, found)
+    new_leaves = auto_region(run, [jax.typeof(leaf).sharding.spec for leaf in leaves])(grads, opt_state, params, arrays)
+    return jax.tree.unflatten(structure, new_leaves)
 
 
 def _check_shapes(name: str, new: PyTree, old: PyTree) -> None:

@@ -99,7 +99,7 @@ def _rows(options: BenchModel, forms: Forms, tokens: np.ndarray | None) -> Itera
     backend: Any = options.backend  # one of the names that the option allows
     settings = Settings(backend=backend, rounds=options.rounds, calls=options.calls, profile=profile)
     for made in filter(None, forms.values()):  # no variant of the model if an option is an empty list
-        variants = [_variant(*each) for each in made]
+        variants = [_variant(*form) for form in made]
         _, config, _ = made[-1]
         yield from bench_train_steps(variants, sizes_of(config), settings, peer=options.peer, tokens=tokens)
 
@@ -117,10 +117,9 @@ def _variant(name: str, config: RunConfig, execution: Execution) -> Variant:
 
 def _forms(options: BenchModel, recipe: str) -> list[Form]:
     """Return name, configuration and execution of every variant of the model to measure under a recipe."""
-    found = []
+    forms = []
     names = ("stack", "recompute", "pipeline", "batch_parts", "wgrad_dtype", "reduce_gradients")
-    for form in itertools.product(*(getattr(options, name) for name in names)):
-        stack, way, schedule, parts, wgrad, when = form
+    for stack, way, schedule, parts, wgrad, when in itertools.product(*(getattr(options, name) for name in names)):
         config = preset_config(
             options.preset,
             recipe,
@@ -140,8 +139,8 @@ def _forms(options: BenchModel, recipe: str) -> list[Form]:
         )
         check_parameters_fit(config)
         execution = Execution(config.recompute_policy, stack == "scanned", options.loss_chunks, parts)
-        found.append((_name(config, stack, way), config, execution))
-    return found
+        forms.append((_name(config, stack, way), config, execution))
+    return forms
 
 
 def _name(config: RunConfig, stack: str, way: str) -> str:

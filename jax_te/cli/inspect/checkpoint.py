@@ -58,10 +58,10 @@ def run(options: InspectCheckpoint) -> int:
 def _ours(path: Path) -> tuple[dict[str, Any], list[_Row]]:
     folder = checkpoint_folder(path)
     step, arrays = describe_checkpoint(folder)
-    output = next((each for each in (folder, *folder.parents[:2]) if (each / CONFIG_FILE).is_file()), None)
+    output = next((parent for parent in (folder, *folder.parents[:2]) if (parent / CONFIG_FILE).is_file()), None)
     config = None if output is None else read_config(output)
     recipe = "unknown" if config is None else config.recipe
-    return {"step": step, "recipe": recipe}, [_Row(name, *each) for name, each in arrays.items()]
+    return {"step": step, "recipe": recipe}, [_Row(name, *array) for name, array in arrays.items()]
 
 
 def _huggingface(path: Path) -> tuple[dict[str, Any], list[_Row]]:
@@ -73,9 +73,9 @@ def _megatron(path: Path) -> tuple[dict[str, Any], list[_Row]]:
     # Without Megatron-LM's common.pt it may be of any program, whose names are shown as they are.
     if (path / METADATA).is_file() and not (path / "common.pt").is_file():
         return {}, [_row(*item) for item in read_torch_distributed(path).tensors.items()]
-    found = read_megatron(path)
-    recipe = found.args.get("fp8_recipe") if found.args.get("fp8") else None
-    return {"step": found.iteration, "recipe": recipe}, [_row(*item) for item in found.tensors.items()]
+    checkpoint = read_megatron(path)
+    recipe = checkpoint.args.get("fp8_recipe") if checkpoint.args.get("fp8") else None
+    return {"step": checkpoint.iteration, "recipe": recipe}, [_row(*item) for item in checkpoint.tensors.items()]
 
 
 def _torch(path: Path) -> tuple[dict[str, Any], list[_Row]]:
@@ -94,8 +94,8 @@ def _arrays(value: Any, name: str, shown: set[int], depth: int = 0) -> Iterator[
     elif isinstance(value, Mapping | list | tuple) and id(value) not in shown and depth < _DEPTH:
         shown.add(id(value))
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, each in items:
-            yield from _arrays(each, f"{name}.{key}".strip("."), shown, depth + 1)
+        for key, item in items:
+            yield from _arrays(item, f"{name}.{key}".strip("."), shown, depth + 1)
 
 
 def _row(name: str, tensor: Any) -> _Row:

@@ -54,12 +54,12 @@ def run(options: InspectCommunication) -> int:
 
 def _train_options(text: str) -> dict[str, Any]:
     """Return the options of jax-te train in a text, by the names of their fields."""
-    found, bare = (vars(build_parser().parse_args(["train", *given])) for given in (shlex.split(text), []))
+    parsed, bare = (vars(build_parser().parse_args(["train", *given])) for given in (shlex.split(text), []))
     # "mesh" and "preset" are options of this command, too, and an output there is none.
     for name in ("mesh", "preset", "output", "processes", "factory_modules"):
-        if found.get(name) != bare.get(name):  # some are there with their defaults
+        if parsed.get(name) != bare.get(name):  # some are there with their defaults
             raise ValueError(f"--train-options says what is trained; leave {flag(name)} out, or give it to inspect")
-    return {name: value for name, value in found.items() if name in OPTIONS}
+    return {name: value for name, value in parsed.items() if name in OPTIONS}
 
 
 def _config(options: InspectCommunication, given: dict[str, Any]) -> tuple[RunConfig, str]:

@@ -43,13 +43,13 @@ def run(options: InspectPrecision) -> int:
             raise ValueError(
                 f"no layer of the run in {options.output} is quantized; see what a --recipe would do to it"
             )
-        found = inspect_precision(model, loss_fn, batch, loss_scale=state.scaler.scale)
+        tensors = inspect_precision(model, loss_fn, batch, loss_scale=state.scaler.scale)
     if options.json:
-        tensors = [plain_values(tensor) | {"error_db": _finite(tensor.error_db)} for tensor in found]
-        print_json(recipe, {"step": step, "tensors": tensors} | rules_values(report))
+        values = [plain_values(tensor) | {"error_db": _finite(tensor.error_db)} for tensor in tensors]
+        print_json(recipe, {"step": step, "tensors": values} | rules_values(report))
         return 0
     print_rules(report)
-    print(table(_HEADER, [_row(tensor) for tensor in found], right=5))
+    print(table(_HEADER, [_row(tensor) for tensor in tensors], right=5))
     return 0
 
 

@@ -35,17 +35,17 @@ def run(options: InspectSensitivity) -> int:
         layers = len(quantizable_modules(model))
         if keep > layers:
             raise ValueError(f"--keep-bf16 {keep} is more than the model's {layers} layers")
-        found = sensitivity(model, loss_fn, batches, recipe)
-    kept = [layer.module for layer in found[:keep]]
+        ranked = sensitivity(model, loss_fn, batches, recipe)
+    kept = [layer.module for layer in ranked[:keep]]
     if options.write is not None:
         note = f"# The {keep} of {layers} layers whose quantization under {recipe.name} changes the gradients most,\n"
         note += f"# by jax-te inspect sensitivity at step {step}.\n"
         Path(options.write).write_text(note + keep_in_bf16_rules(kept), encoding="utf-8")
     if options.json:
-        modules = [dataclasses.asdict(layer) for layer in found]
+        modules = [dataclasses.asdict(layer) for layer in ranked]
         print_json(recipe, {"step": step, "batches": len(batches), "modules": modules, "keep_bf16": kept})
         return 0
-    rows = [_row(layer, kept=layer.module in kept) for layer in found]
+    rows = [_row(layer, kept=layer.module in kept) for layer in ranked]
     print(table(("module", "class", "keep", "gradient error", "loss increase"), rows, right=2))
     if options.write is not None:
         print(f"{options.write}: use it with jax-te train --precision-config {options.write}", file=sys.stderr)

@@ -84,24 +84,24 @@ class Cut(NamedTuple):
         def join(*leaves: Array) -> Array:
             return jnp.stack(leaves).reshape(*self.runs.shape[:2], *leaves[0].shape)
 
-        found: Flat = {}
+        stacked: Flat = {}
         for position, column in enumerate(self.columns()):
             for inner in self.paths[column[0]]:
                 paths = [self.paths[number][inner] for number in column]
                 if paths[0] in flat:
-                    found[position, *inner] = jax.tree.map(join, *[flat[path] for path in paths])
-        return _sharded(found, on_stages=True)
+                    stacked[position, *inner] = jax.tree.map(join, *[flat[path] for path in paths])
+        return _sharded(stacked, on_stages=True)
 
     def unstacked(self, stacked: Flat) -> Flat:
         """Return the Variables of all layers by their path in the model: the inverse of `stacked`."""
         # All-to-all first: a slice of an axis that is sharded over the stages would be sent to all of them.
-        everywhere, found = _sharded(stacked, on_stages=False), {}
+        everywhere, unstacked = _sharded(stacked, on_stages=False), {}
         for (position, *inner), variable in everywhere.items():
             for (s, c), runs in np.ndenumerate(self.runs[:, :, position]):
                 if runs:
                     path = self.paths[self.numbers[s, c, position]][tuple(inner)]
-                    found[path] = jax.tree.map(lambda leaf, at=(s, c): leaf[at], variable)
-        return found
+                    unstacked[path] = jax.tree.map(lambda leaf, at=(s, c): leaf[at], variable)
+        return unstacked
 
 
 def _sharded(stacked: Flat, *, on_stages: bool) -> Flat:
@@ -196,18 +196,18 @@ def _common_order(one: Sequence[int], other: Sequence[int]) -> list[int]:
         else:
             both = one[i] == other[j]
             lengths[i, j] = 1 + (lengths[i + 1, j + 1] if both else min(lengths[i + 1, j], lengths[i, j + 1]))
-    found, i, j = [], 0, 0
+    merged, i, j = [], 0, 0
     while i < len(one) or j < len(other):
         if i < len(one) and j < len(other) and one[i] == other[j]:
-            found.append(one[i])
+            merged.append(one[i])
             i, j = i + 1, j + 1
         elif j == len(other) or (i < len(one) and lengths[i + 1, j] <= lengths[i, j + 1]):
-            found.append(one[i])
+            merged.append(one[i])
             i += 1
         else:
-            found.append(other[j])
+            merged.append(other[j])
             j += 1
-    return found
+    return merged
 
 
 def _layer_paths(state: TrainState, layers_of: Callable[[Any], Sequence[nnx.Module]]) -> list[dict[Path, Path]]:

@@ -59,8 +59,8 @@ class StageLayers:
 
     def _quantized_kernels(self) -> Any:
         """Return the stage's `KernelCache`, ``[v, ...]``."""
-        found = [quantize_kernels(self._modules(chunk)) for chunk in range(self.schedule.virtual_stages)]
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
+        caches = [quantize_kernels(self._modules(chunk)) for chunk in range(self.schedule.virtual_stages)]
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *caches)
 
     def forward(self, chunk: Array | int, given: StackArrays) -> tuple[Array, PyTree]:
         """Return the output ``[b, s, h]`` of a chunk of layers, and its backward pass by ``(x, learned)``.

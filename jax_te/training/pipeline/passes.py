@@ -54,11 +54,11 @@ class ChunkPasses:
         # Of inputs that do not matter, so the compiler drops what would come of them.
         zeros: Any = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), given._replace(keys=None))
         keys = None if given.keys is None else jax.random.split(key, given.keys.shape[0])
-        each = []
+        of_chunks = []
         for chunk in range(self._layers.schedule.virtual_stages):
             _, *leaves = self._run(jnp.int32(chunk), zeros._replace(keys=keys))
-            each.append(self._chosen(leaves, varying=False))
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+            of_chunks.append(self._chosen(leaves, varying=False))
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *of_chunks)
 
     def _run(self, chunk: Array, given: StackArrays) -> list[Array]:
         results = jaxpr_as_fun(self._closed)(*jax.tree.leaves((chunk, given)))

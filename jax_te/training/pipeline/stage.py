@@ -228,10 +228,10 @@ class Stage:
 
         def with_loss(before: _Forward) -> _Forward:
             # Forward and backward at once, so that logits are not kept.
-            found = self.around.loss_gradients(y, number)
-            losses = _put(before.losses, found.inputs[0], row.losses.put)
-            added = jnp.where(ends, self.around.weighted(found.loss, number), 0.0)
-            outer, outer_states = self.summation.add_outer((before.outer, before.outer_states), found, number, ends)
+            result = self.around.loss_gradients(y, number)
+            losses = _put(before.losses, result.inputs[0], row.losses.put)
+            added = jnp.where(ends, self.around.weighted(result.loss, number), 0.0)
+            outer, outer_states = self.summation.add_outer((before.outer, before.outer_states), result, number, ends)
             return before._replace(losses=losses, loss=before.loss + added, outer=outer, outer_states=outer_states)
 
         # Without the residuals, which the loss does not change: a branch gets and returns what it changes.
@@ -258,8 +258,8 @@ class Stage:
         states = self.summation.add_states(before.states, next_states, task)
 
         def with_embedding(sums: tuple[Flat, Flat]) -> tuple[Flat, Flat]:
-            found = self.around.input_gradients(number, (dx, learned))
-            return self.summation.add_outer(sums, found, number, starts)
+            result = self.around.input_gradients(number, (dx, learned))
+            return self.summation.add_outer(sums, result, number, starts)
 
         sums = before.outer, before.outer_states
         outer, outer_states = jax.lax.cond(row.embeds, with_embedding, lambda sums: sums, sums)

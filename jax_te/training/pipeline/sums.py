@@ -104,22 +104,22 @@ class Summation:
             sums[path] = sums[path].replace(total.at[task.chunk].add(added))
         return self._constrained(sums)
 
-    def add_states(self, states: Flat, found: nnx.State, task: Task) -> Flat:
+    def add_states(self, states: Flat, next_states: nnx.State, task: Task) -> Flat:
         """Return maxima of layers' quantizer states with those of a pass."""
         states = dict(states)
-        for path, state in nnx.to_flat_state(found):
+        for path, state in nnx.to_flat_state(next_states):
             all_chunks = states[path].get_value()
             merged = _merged(states[path].replace(all_chunks[task.chunk]), state, task.counts)
             states[path] = states[path].replace(all_chunks.at[task.chunk].set(merged))
         return states
 
-    def add_outer(self, sums: tuple[Flat, Flat], found: Gradients, number: Array, counts: Array) -> tuple[Flat, Flat]:
+    def add_outer(self, sums: tuple[Flat, Flat], result: Gradients, number: Array, counts: Array) -> tuple[Flat, Flat]:
         """Return sums of gradients and next states around the layers with a microbatch's, if it ``counts``."""
         outer, states = map(dict, sums)
-        for path, grad in nnx.to_flat_state(found.grads):
+        for path, grad in nnx.to_flat_state(result.grads):
             added = self._weighted(grad.get_value(), number)
             outer[path] = outer[path].replace(outer[path].get_value() + jnp.where(counts, added, jnp.zeros_like(added)))
-        for path, state in nnx.to_flat_state(found.quantizers):
+        for path, state in nnx.to_flat_state(result.quantizers):
             states[path] = states[path].replace(_merged(states[path], state, counts))
         return outer, states
 
