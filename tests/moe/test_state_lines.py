@@ -79,11 +79,17 @@ LINES = [
     Forgotten(RULES, "within_step: ClassVar[bool] = True", "", STEPS, "later_microbatches"),
     Forgotten(RULES, "return jnp.zeros_like(old)", "return total", STEPS, "later_microbatches"),
     Forgotten(RULES, "        return total\n", "        return old\n", STEPS, "test_metrics"),
-    Forgotten(STATE, "value = rule.advance(*states)", "value = states[0]", STEPS, "goes_on_once and 1"),
     Forgotten(
         STATE,
-        "new[index] = value if keep_old is None else jnp.where(keep_old, states[0], value)",
-        "new[index] = value",
+        "value = entry.rule.advance(entry.old, entry.gradient)",
+        "value = entry.old",
+        STEPS,
+        "goes_on_once and 1",
+    ),
+    Forgotten(
+        STATE,
+        "return value if keep_old is None else jnp.where(keep_old, entry.old, value)",
+        "return value",
         STEPS,
         "skipped_step",
     ),
@@ -97,13 +103,17 @@ LINES = [
     # From one microbatch to the next.
     Forgotten(
         "training/gradients.py",
-        "now = replace(state, quantizers=with_counts(state.quantizers, counts))",
-        "now = state",
+        "now = replace(state, quantizers=with_counts(state.quantizers, sums.counts), rest=sums.rest)",
+        "now = replace(state, rest=sums.rest)",
         STEPS,
         "later_microbatches",
     ),
     Forgotten(
-        "training/gradients.py", "counts = added_counts(counts, quantizers)", "pass", STEPS, "later_microbatches"
+        "training/gradients.py",
+        "counts = added_counts(sums.counts, result.quantizers)",
+        "counts = sums.counts",
+        STEPS,
+        "later_microbatches",
     ),
     Forgotten(
         COUNTING,
