@@ -7,19 +7,9 @@ from typing import Any
 
 from jax_te._validation import checked, log_hints
 from jax_te.config import PrecisionConfig
-from jax_te.megatron.quantization.te_recipe import resolve_factory
-from jax_te.recipe import (
-    CustomRecipe,
-    DelayedScaling,
-    Float8BlockScaling,
-    Float8CurrentScaling,
-    Format,
-    MXFP8BlockScaling,
-    NVFP4BlockScaling,
-    Recipe,
-)
+from jax_te.megatron.quantization.te_recipe import FP8_FORMATS, FP8_RECIPES, resolve_factory
+from jax_te.recipe import CustomRecipe, DelayedScaling, Format, NVFP4BlockScaling, Recipe
 
-_FORMATS = {"e4m3": Format.E4M3, "hybrid": Format.HYBRID}
 _DELAYED_DEFAULTS = {
     "fp8_margin": 0,
     "fp8_amax_history_len": 1,
@@ -111,20 +101,19 @@ def recipe_from_config(config: PrecisionConfig) -> Recipe | None:
     if config.fp8 is None:
         return None
     # Order of the three GEMMs: forward, input gradient, weight gradient.
-    number_format, high_precision = _FORMATS[config.fp8], (False, False, not config.fp8_wgrad)
+    number_format, high_precision = FP8_FORMATS[config.fp8], (False, False, not config.fp8_wgrad)
     if config.fp8_recipe == "delayed":
         # Apart from the others, because only this recipe has a history and a margin.
         return TEDelayedScaling(config, number_format, high_precision)
     if config.fp8_recipe == "custom":
         factory = resolve_factory(config.fp8_quantizer_factory)
         return CustomRecipe(qfactory=factory, override_linear_precision=high_precision)
-    classes = {"tensorwise": Float8CurrentScaling, "blockwise": Float8BlockScaling, "mxfp8": MXFP8BlockScaling}
-    return classes[config.fp8_recipe](
+    return FP8_RECIPES[config.fp8_recipe](
         fp8_format=number_format, override_linear_precision=high_precision, **_attention_fields(config)
     )
 
 
-def _attention_fields(config: Any) -> dict[str, bool]:
+def _attention_fields(config: Any) -> dict[str, Any]:
     """Return the fields of a recipe for FP8 attention, from a configuration's."""
     return {
         "fp8_dpa": getattr(config, "fp8_dot_product_attention", False),

@@ -20,12 +20,16 @@ from jax_te.recipe import (
     Recipe,
 )
 
-_FP8_RECIPES: dict[str, type[Recipe]] = {
+FP8_RECIPES: dict[str, type[Recipe]] = {
     "tensorwise": Float8CurrentScaling,
     "blockwise": Float8BlockScaling,
     "mxfp8": MXFP8BlockScaling,
 }
-_FORMATS = {"e4m3": Format.E4M3, "hybrid": Format.HYBRID}
+"""Recipes by Megatron's names, without those of a whole model or a factory: ``"delayed"`` and ``"custom"``."""
+
+FP8_FORMATS = {"e4m3": Format.E4M3, "hybrid": Format.HYBRID}
+"""Formats by Megatron's names."""
+
 _BOOLS = (
     "override_quantized_autocast",
     "override_nonquantized_autocast",
@@ -224,15 +228,15 @@ def resolve_factory(path: str | None) -> Callable[[str], Any]:
 
 
 def _recipe_class(name: Any) -> type[Recipe]:
-    for known, recipe in _FP8_RECIPES.items():  # not a lookup: a YAML value may be unhashable
+    for known, recipe in FP8_RECIPES.items():  # not a lookup: a YAML value may be unhashable
         if name == known:
             return recipe
     hint = "; delayed scaling cannot be a layer's own recipe" if name == Fp8Recipe.delayed else ""
-    raise ValueError(f"Unhandled FP8 recipe {brief(name)}; allowed: {', '.join(_FP8_RECIPES)}, custom{hint}")
+    raise ValueError(f"Unhandled FP8 recipe {brief(name)}; allowed: {', '.join(FP8_RECIPES)}, custom{hint}")
 
 
 def _format(name: Any) -> Format:
-    for known, value in _FORMATS.items():
+    for known, value in FP8_FORMATS.items():
         if name == known:
             return value
-    raise ValueError(f"Unhandled fp8_format {brief(name)}; allowed: {', '.join(_FORMATS)}")
+    raise ValueError(f"Unhandled fp8_format {brief(name)}; allowed: {', '.join(FP8_FORMATS)}")
