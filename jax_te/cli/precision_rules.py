@@ -82,13 +82,7 @@ def rules_without_effect(report: QuantizationReport) -> str | None:
     >>> rules_without_effect(apply_rules(Linear(16, 16, rngs=nnx.Rngs(0)), quantization_rules("")))
     'no layer has a rule'
     """
-    notes = {
-        "rules that fit no layer": report.unused_matchers,
-        "rules behind an earlier one": report.shadowed_matchers,
-        "rules not enabled": report.disabled_matchers,
-        "configs that no layer got": report.unused_configs,
-    }
-    texts = [f"{what}: {', '.join(names)}" for what, names in notes.items() if names]
+    texts = [f"{reason}: {', '.join(names)}" for reason, names in report.without_effect().items()]
     if len(report.ambient) == len(report.modules):
         texts.insert(0, "no layer has a rule")
     return "; ".join(texts) or None

@@ -73,16 +73,26 @@ class QuantizationReport:
         """Paths of the layers that follow the ambient recipe."""
         return tuple(module.path for module in self.modules if module.module_recipe is None)
 
-    def __str__(self) -> str:
-        modules = table(_HEADER, [_row(module) for module in self.modules])
-        notes = {
-            "matchers that fit no layer": self.unused_matchers,
-            "matchers behind an earlier one": self.shadowed_matchers,
-            "matchers not enabled": self.disabled_matchers,
+    def without_effect(self) -> dict[str, tuple[str, ...]]:
+        """Return the rules and configs without effect, by the reason for it; a reason without any is left out.
+
+        >>> QuantizationReport(modules=(), unused_matchers=("lm_head",)).without_effect()
+        {'rules that fit no layer': ('lm_head',)}
+        """
+        reasons = {
+            "rules that fit no layer": self.unused_matchers,
+            "rules behind an earlier one": self.shadowed_matchers,
+            "rules not enabled": self.disabled_matchers,
             "configs that no layer got": self.unused_configs,
-            "layers left to the ambient recipe": self.ambient,
         }
-        return "\n".join([modules, *(f"{what}: {', '.join(names)}" for what, names in notes.items() if names)])
+        return {reason: names for reason, names in reasons.items() if names}
+
+    def __str__(self) -> str:
+        notes = self.without_effect()
+        if self.ambient:
+            notes["layers left to the ambient recipe"] = self.ambient
+        modules = table(_HEADER, [_row(module) for module in self.modules])
+        return "\n".join([modules, *(f"{note}: {', '.join(names)}" for note, names in notes.items())])
 
 
 @checked

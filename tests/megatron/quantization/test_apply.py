@@ -234,9 +234,9 @@ def test_report_as_text():
                 "  ambient         ambient         -",
             )
         ),
-        "matchers that fit no layer: megatron's name",
-        "matchers behind an earlier one: behind",
-        "matchers not enabled: off",
+        "rules that fit no layer: megatron's name",
+        "rules behind an earlier one: behind",
+        "rules not enabled: off",
         "configs that no layer got: fp4",
         "layers left to the ambient recipe: layers.0.self_attention.qkv, layers.1.self_attention.qkv",
     ]
