@@ -31,6 +31,7 @@ from jax_te.sharding.rules import (
     ShardingRules,
     activation_axis,
     axis_ranks,
+    batch_axes,
     batch_ranks,
     current_mesh,
     current_rules,

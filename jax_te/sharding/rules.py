@@ -343,6 +343,15 @@ def leading_axes(x: Array) -> LogicalAxes:
     return ("batch", "sequence", *(None,) * x.ndim)[: x.ndim - 1]
 
 
+def batch_axes(ndim: int) -> LogicalAxes:
+    """Return the logical axes of an array of a batch: the first one, of the examples, is the batch axis.
+
+    >>> batch_axes(3)
+    ('batch', None, None)
+    """
+    return ("batch", *(None,) * (ndim - 1))
+
+
 def batch_ranks() -> int:
     """Return the number of shards into which the mesh in use splits a batch; 1 without a mesh.
 

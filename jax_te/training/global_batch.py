@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from jax_te._validation import check_axes, check_leaves
-from jax_te.sharding import named_sharding
+from jax_te.sharding import batch_axes, named_sharding
 from jax_te.typing import PyTree
 
 
@@ -52,7 +52,7 @@ def global_batch(local: PyTree) -> PyTree:
         _check_same_rows(local, named_sharding(("batch",), mesh))
 
     def whole(leaf: np.ndarray) -> jax.Array:
-        sharding = named_sharding(("batch", *(None,) * (leaf.ndim - 1)), mesh)
+        sharding = named_sharding(batch_axes(leaf.ndim), mesh)
         return jax.make_array_from_process_local_data(sharding, leaf)
 
     return jax.tree.map(whole, local)

@@ -18,7 +18,7 @@ from jax_te._validation import check_positive, checked
 from jax_te.layers import aux_losses_scaled, name_modules, natural_order, prepare_quantization, quantizable_modules
 from jax_te.quantize import ROLES, STATISTICS, Observer, QuantizedKernel, observe_quantization, with_max_gradients
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe, autocast
-from jax_te.sharding import constrain
+from jax_te.sharding import batch_axes, constrain
 from jax_te.training.global_batch import broadcast_from_first, check_global
 from jax_te.training.gradients import LossFn, mean_loss
 from jax_te.training.masters import full_precision
@@ -238,7 +238,7 @@ def _probe(loss_fn: LossFn) -> Callable[..., Array]:
         key: Array | None,
         loss_scale: float | Array,
     ) -> Array:
-        batch = jax.tree.map(lambda leaf: constrain(leaf, ("batch", *(None,) * (leaf.ndim - 1))), batch)
+        batch = jax.tree.map(lambda leaf: constrain(leaf, batch_axes(leaf.ndim)), batch)
 
         def scaled_loss(params: PyTree, quantizers: PyTree) -> Array:
             model = nnx.merge(graphdef, params, quantizers, rest, copy=True)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax_te.sharding import (
     ShardingRules,
     auto_region,
+    batch_axes,
     constrain,
     current_mesh,
     current_rules,
@@ -56,11 +57,11 @@ def shard_batch(batch: PyTree, microbatches: int | None = None) -> PyTree:
 
     def shard(leaf: Array) -> Array:
         if microbatches is None:
-            return constrain(leaf, ("batch", *(None,) * (leaf.ndim - 1)))
+            return constrain(leaf, batch_axes(leaf.ndim))
         if pipeline_stages() > 1:
             # All-gathered along the pipeline axis first: XLA's partitioner warns of a reshape that would do it.
-            leaf = constrain(leaf, ("batch", *(None,) * (leaf.ndim - 1)))
-        axes = (None, "batch", *(None,) * (leaf.ndim - 1))
+            leaf = constrain(leaf, batch_axes(leaf.ndim))
+        axes = (None, *batch_axes(leaf.ndim))
         # An Explicit mesh cannot reshape a sharded axis into two, so its axes are Auto inside.
         cut = auto_region(lambda x: x.reshape(parts, rows, *x.shape[1:]), axes)
         return constrain(cut(leaf), axes)

@@ -17,7 +17,7 @@ from jax_te.layers import QuantizableModule, quantizable_kernels, quantizable_mo
 from jax_te.megatron import TE_CONFIG_TYPE_KEY
 from jax_te.quantize import QuantizedKernel, frozen_scales
 from jax_te.recipe import Recipe, autocast
-from jax_te.sharding import constrain
+from jax_te.sharding import batch_axes, constrain
 from jax_te.training.global_batch import check_global
 from jax_te.training.gradients import LossFn, mean_loss
 from jax_te.training.inspection import calibrate_delayed_scaling
@@ -193,7 +193,7 @@ def _switched_measure(model: Any, loss_fn: LossFn) -> tuple[Measure, nnx.State]:
 
     @jax.jit
     def run(switches: PyTree, params: PyTree, rest: PyTree, sinks: PyTree, batch: PyTree) -> tuple[Array, PyTree]:
-        batch = jax.tree.map(lambda leaf: constrain(leaf, ("batch", *(None,) * (leaf.ndim - 1))), batch)
+        batch = jax.tree.map(lambda leaf: constrain(leaf, batch_axes(leaf.ndim)), batch)
 
         def loss(params: PyTree, sinks: dict[Any, Array]) -> Array:
             model = nnx.merge(graphdef, switches, params, rest, copy=True)
