@@ -1,4 +1,4 @@
-"""A lower bound of a run's memory, from its sizes alone: runs that cannot fit are refused before any allocation."""
+"""Lower bounds of memory, from sizes alone: what cannot fit is refused before any allocation."""
 
 from __future__ import annotations
 
@@ -54,6 +54,23 @@ def check_fits(needed: int, devices: int, advice: str) -> None:
         )
 
 
+def layer_bytes(tokens: int, hidden: int, ffn: int) -> int:
+    """Return a lower bound of the bytes of a layer's forward and backward pass in bf16.
+
+    These are its input, the gradients of input and output, a kernel ``[hidden, ffn]`` and its gradient.
+
+    >>> layer_bytes(tokens=2, hidden=4, ffn=8)
+    176
+    """
+    return 2 * (tokens * (2 * hidden + min(hidden, ffn)) + 2 * hidden * ffn)
+
+
+def score_bytes(rows: int, heads: int, length: int) -> int:
+    """Return a lower bound of the bytes of attention scores ``[rows, heads, length, length]`` in bf16."""
+    # Fused kernels of GPUs keep no attention scores.
+    return 2 * rows * heads * length**2 if jax.default_backend() == "cpu" else 0
+
+
 def least_memory(config: RunConfig, *, training: bool = True) -> int:
     """Return a lower bound of the bytes on each device: other memory only adds to it.
 
@@ -79,8 +96,7 @@ def least_memory(config: RunConfig, *, training: bool = True) -> int:
     kept = 1 if config.recompute_granularity == "full" else config.num_layers
     # Of a token: its input to each layer that backward reads, and its logits in fp32.
     token = kept * hidden * np.dtype(config.compute_dtype).itemsize + 4 * config.vocab_size
-    # Fused kernels of GPUs keep no attention scores.
-    scores = 2 * rows * config.num_heads * config.seq_len**2 if jax.default_backend() == "cpu" else 0
+    scores = score_bytes(rows, config.num_heads, config.seq_len)
     # Tokens and labels, int32; positions of held-out windows, int64.
     data = 8 * config.batch_size * (config.seq_len + config.eval_batches)
     return state + (rows * config.seq_len * token + scores + data) // sizes.num_devices

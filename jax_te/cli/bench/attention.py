@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-
 from jax_te.bench import AttentionSizes, Settings, bench_attention
 from jax_te.cli.bench.options import BenchAttention
 from jax_te.cli.bench.rows import show_rows
-from jax_te.cli.memory import check_fits
+from jax_te.cli.memory import check_fits, score_bytes
 from jax_te.config import ParallelConfig
 
 
@@ -43,10 +41,8 @@ def run(options: BenchAttention) -> int:
 
 def _check_sizes(options: BenchAttention, groups: int) -> None:
     """Raise ValueError, before any allocation, for sizes that exceed the memory of a device."""
-    # In bf16: queries, keys, values, and the output's gradient.
     tokens, heads = options.batch_size * options.seq_len, options.num_heads
-    values = tokens * options.head_dim * 2 * (heads + groups)
-    # Fused kernels of GPUs keep no attention scores.
-    if jax.default_backend() == "cpu":
-        values += tokens * heads * options.seq_len
-    check_fits(2 * values, 1, "lower --batch-size, --seq-len or another size")
+    # In bf16: queries, keys, values, and the output's gradient.
+    needed = 2 * tokens * options.head_dim * 2 * (heads + groups)
+    needed += score_bytes(options.batch_size, heads, options.seq_len)
+    check_fits(needed, 1, "lower --batch-size, --seq-len or another size")

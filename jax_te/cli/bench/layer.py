@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jax_te.bench import Case, ExpertsCase, Row, Settings, bench_experts, bench_layer, check_megatron
 from jax_te.cli.bench.options import BenchLayer
 from jax_te.cli.bench.rows import show_rows
-from jax_te.cli.memory import check_fits
+from jax_te.cli.memory import check_fits, layer_bytes, score_bytes
 from jax_te.config import ParallelConfig, RouterOptions
 from jax_te.recipe import Recipe, recipe_from_name
 from jax_te.sharding import make_mesh
@@ -47,15 +45,14 @@ def _check_experts(options: BenchLayer) -> None:
 
 def _check_sizes(options: BenchLayer, devices: int) -> None:
     """Raise ValueError, before any allocation, for sizes that exceed the memory."""
-    tokens, hidden, ffn = options.batch_size * options.seq_len, options.hidden_size, options.ffn_hidden_size
-    # In bf16, and at the very least: the input, its gradient and the output's, a kernel and its gradient.
-    values = tokens * (2 * hidden + min(hidden, ffn)) + 2 * hidden * ffn
+    hidden, ffn = options.hidden_size, options.ffn_hidden_size
+    needed = layer_bytes(options.batch_size * options.seq_len, hidden, ffn)
     if "moe" in options.modules:
-        values = max(values, 2 * options.num_experts * 3 * hidden * ffn)
-    # Fused kernels of GPUs keep no attention scores.
-    if "transformer_layer" in options.modules and jax.default_backend() == "cpu":
-        values += tokens * options.num_heads * options.seq_len
-    check_fits(2 * values // devices, devices, "lower --batch-size, --seq-len or another size, or give a larger --mesh")
+        # Three kernels of each expert and their gradients, in bf16.
+        needed = max(needed, 2 * 2 * options.num_experts * 3 * hidden * ffn)
+    if "transformer_layer" in options.modules:
+        needed += score_bytes(options.batch_size, options.num_heads, options.seq_len)
+    check_fits(needed // devices, devices, "lower --batch-size, --seq-len or another size, or give a larger --mesh")
 
 
 def _rows(options: BenchLayer, sizes: ParallelConfig | None) -> Iterator[Row]:

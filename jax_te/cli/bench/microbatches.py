@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-
 from jax_te.bench import Settings, bench_microbatches
 from jax_te.cli.bench.options import BenchMicrobatches
 from jax_te.cli.bench.rows import show_rows
-from jax_te.cli.memory import check_fits
+from jax_te.cli.memory import check_fits, layer_bytes, score_bytes
 
 
 def run(options: BenchMicrobatches) -> int:
@@ -30,11 +28,7 @@ def run(options: BenchMicrobatches) -> int:
 
 def _check_sizes(options: BenchMicrobatches, rows: int) -> None:
     """Raise ValueError, before any allocation, for sizes that exceed the memory."""
-    tokens, hidden, ffn = rows * options.seq_len, options.hidden_size, options.ffn_hidden_size
-    # In bf16, and at the very least: a layer's input, its gradient and the output's, a kernel and its gradient; the
-    # tokens of all microbatches are int32.
-    values = tokens * (2 * hidden + min(hidden, ffn)) + 2 * hidden * ffn + 2 * options.batch_size * options.seq_len
-    # Fused kernels of GPUs keep no attention scores.
-    if jax.default_backend() == "cpu":
-        values += tokens * options.num_heads * options.seq_len
-    check_fits(2 * values, 1, "lower --batch-size, --seq-len or another size")
+    needed = layer_bytes(rows * options.seq_len, options.hidden_size, options.ffn_hidden_size)
+    needed += score_bytes(rows, options.num_heads, options.seq_len)
+    needed += 4 * options.batch_size * options.seq_len  # the tokens of all microbatches, int32
+    check_fits(needed, 1, "lower --batch-size, --seq-len or another size")
