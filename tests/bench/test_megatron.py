@@ -423,7 +423,7 @@ def test_stages_of_a_pipeline(capsys, stand_in, processes):
     assert all(line["reduction"]["overlap_grad_reduce"] for line in of("reduction").values())
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_stages_without_replicas_have_nothing_to_overlap(capsys, stand_in):
     options = ["--preset", "gpt-125m", "--mesh", "pipeline=2", "--microbatches", "2"]
     status, _, _ = bench(capsys, "--recipes", "none", *options)

@@ -204,7 +204,7 @@ def test_padding_changes_neither_losses_counts_nor_other_tokens(kind, fields):
     assert float(expected[1][path][:E].sum()) == TOPK * int(np.sum(~PADDING))
 
 
-@pytest.mark.costly(slow=["own-auto", "megatron-explicit"])
+@pytest.mark.costly(slow=["own-explicit", "own-auto", "megatron-explicit"])
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 @pytest.mark.parametrize("kind", ["own", "megatron"])
 def test_padding_on_a_mesh_is_that_of_one_device(kind, axis_type):
@@ -333,7 +333,7 @@ def test_experts_on_another_number_of_devices_than_the_mesh_has_are_refused():
                 call()
 
 
-@pytest.mark.costly(slow=["own-fields0", "own-fields2", "megatron-fields1"])
+@pytest.mark.costly(slow=["megatron-fields0", "own-fields0", "own-fields2", "megatron-fields1"])
 @pytest.mark.parametrize("fields", [{}, {"moe_token_dispatcher_type": "alltoall"}, {"expert_tensor_parallel_size": 1}])
 @pytest.mark.parametrize("kind", ["own", "megatron"])
 def test_experts_on_several_devices_compute_what_one_device_does(kind, fields):

@@ -83,7 +83,7 @@ def expected(form: str) -> tuple[np.ndarray, Any, Any]:
 
 
 @pytest.mark.costly
-@pytest.mark.wide("no mesh-gpt2", "explicit-llama")
+@pytest.mark.wide("explicit-llama")
 @pytest.mark.parametrize("form", FORMS)
 def test_loss_and_gradients_follow_the_formulas_on_every_mesh(form: str, mesh_mode: str) -> None:
     model = shard(randomize(build(form)))

@@ -171,7 +171,7 @@ def test_blocks_that_both_read_the_layers_input_are_so_as_in_gpt():
     assert float(jnp.abs(actual - other).max()) > 1e-3
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["gpt2"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_checkpoint_of_megatron_loads_and_gives_a_gpts_values(form: str):
     gpt, model = plain(form), build(form)

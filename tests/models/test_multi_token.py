@@ -342,7 +342,7 @@ MESHES: list[Any] = [
 ]
 
 
-@pytest.mark.costly(slow=["zigzag-auto", "chunks-explicit", "fsdp-auto", "sequence-explicit"])
+@pytest.mark.costly(slow=["chunks-auto", "zigzag-auto", "chunks-explicit", "fsdp-auto", "sequence-explicit"])
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 @pytest.mark.parametrize(("axes", "fields", "chunks"), MESHES, ids=["fsdp", "sequence", "zigzag", "chunks"])
 def test_a_mesh_computes_what_one_device_does(axes: Any, fields: Any, chunks: int, axis_type: Any) -> None:

@@ -342,7 +342,7 @@ def test_what_is_refused_says_what_to_change() -> None:
             build(kind, execution=Execution(loss_chunks=2))
 
 
-@pytest.mark.costly(slow=["gpt"])
+@pytest.mark.costly(slow=["megatron", "gpt"])
 @pytest.mark.parametrize("kind", ["gpt, tied", "gpt", "megatron"])
 def test_adapters_on_the_head_train(kind: str) -> None:
     def adapted(rngs: nnx.Rngs) -> Any:

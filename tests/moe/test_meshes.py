@@ -94,7 +94,7 @@ def test_every_dispatcher_gives_one_devices_gradients(sizes: Any, dispatcher: An
 MASK = jnp.arange(S)[None] >= jnp.array([3, 5, 8, 8, 8, 8, 7, 8])[:, None]  # True for padding
 
 
-@pytest.mark.costly(slow=["data-tensor-allgather", "fsdp-context-allgather"])
+@pytest.mark.costly(slow=["data-context-allgather", "data-tensor-allgather", "fsdp-context-allgather"])
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
 @pytest.mark.parametrize(
     "sizes",
@@ -156,7 +156,7 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.costly(
     *(name for name in CASES if name not in ("within fsdp", "whole sequences")),
-    slow=["within data", "experts whole along tensor"],
+    slow=["one expert a device", "within data", "experts whole along tensor"],
 )
 @pytest.mark.parametrize("name", CASES)
 def test_axes_may_be_named_in_every_way(name: str) -> None:
@@ -186,6 +186,8 @@ LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     *(f"{name}-auto" for name in LAYERS if name not in ("probs on input", "capacity by probs")),
     *(f"{name}-explicit" for name in LAYERS),
     slow=[
+        "capacity by probs-explicit",
+        "shared and latent-explicit",
         "capacity by position-explicit",
         "groups-auto",
         "losses of sequences-explicit",

@@ -66,7 +66,7 @@ def test_rows_times_their_groups_matrix(sizes, tiling):
     assert_close(out, expected_rows(a, b, sizes, np.ones(4)), tolerance("float32"))
 
 
-@pytest.mark.costly("E4 E4-True", "E4 E4-False", "E5 E4-True", slow=["E5 E4-False", "fp16-True"])
+@pytest.mark.costly("E4 E4-False", "E5 E4-True", slow=["E4 E4-True", "E5 E4-False", "fp16-True"])
 @interpreted
 @pytest.mark.parametrize("split", [False, True], ids=str)
 @pytest.mark.parametrize(

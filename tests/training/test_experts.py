@@ -297,7 +297,7 @@ class Stack(nnx.Module):
 FULL = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
-@pytest.mark.costly("unrolled, recomputed", "scanned", slow=["batch in parts"])
+@pytest.mark.costly("unrolled, recomputed", slow=["scanned", "batch in parts"])
 @pytest.mark.parametrize(
     "how",
     [{"scan": True}, {"scan": False, "recompute": FULL}, {"scan": True, "recompute": FULL}, {"batch_parts": 2}],

@@ -220,13 +220,13 @@ CASES = {
 @pytest.mark.costly(
     "weighted microbatches",
     "context",
-    "by the compiler, explicit",
     "rules of the loss",
     "zero bubble, blocks",
-    "stages of stacks",
     "delayed",
     "explicit",
     slow=[
+        "stages of stacks",
+        "by the compiler, explicit",
         "stacked",
         "pipeline",
         "zero bubble",

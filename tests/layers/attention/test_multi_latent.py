@@ -154,6 +154,7 @@ MESHES = [
 
 @pytest.mark.costly(
     slow=[
+        "fsdp-tensor-plain-auto",
         "context-tensor-data-cp_comm_type-sequence_parallel-auto",
         "fsdp-tensor-plain-explicit",
         "data-tensor-sequence_parallel-auto",
