@@ -160,7 +160,7 @@ def checkpoint(
 
     Raises:
         TypeError: for three arguments that may be options or the function's own; for options both in front and as
-            keywords; see also `jax_te.megatron.te_checkpoint`.
+            keywords; for two trackers; see also `jax_te.megatron.te_checkpoint`.
         ValueError, RuntimeError: see `jax_te.megatron.te_checkpoint`.
 
     Source: ``transformer_engine.pytorch.checkpoint``.
@@ -169,6 +169,11 @@ def checkpoint(
     >>> jax.grad(loss)(jnp.zeros(2)).tolist()
     [1.0, 1.0]
     """
+    if None not in (get_rng_state_tracker, get_cuda_rng_tracker) and get_rng_state_tracker != get_cuda_rng_tracker:
+        raise TypeError(
+            "get_cuda_rng_tracker is the older name of get_rng_state_tracker, and both are given: "
+            f"{get_cuda_rng_tracker!r} and {get_rng_state_tracker!r}; give one"
+        )
     log_hints(use_reentrant=not use_reentrant)
     options: tuple[Any, ...] = (distribute_saved_activations, get_rng_state_tracker or get_cuda_rng_tracker, tp_group)
     if _options_in_front(function, args, kwargs):

@@ -97,6 +97,9 @@ def test_a_functions_own_arguments_may_look_like_options(caplog: pytest.LogCaptu
     assert te_pytorch.checkpoint(functools.partial(of_any, True, None, None), x).item() == 4.0
     with pytest.raises(TypeError, match=r"in front of the function's arguments, .*, and as keywords, too"):
         te_pytorch.checkpoint(jnp.sin, False, None, None, x, get_rng_state_tracker=RNGStatesTracker)
+    one, other = lambda: RNGStatesTracker(), lambda: RNGStatesTracker()
+    with pytest.raises(TypeError, match=r"get_cuda_rng_tracker is the older name of get_rng_state_tracker"):
+        te_pytorch.checkpoint(jnp.sin, x, get_rng_state_tracker=one, get_cuda_rng_tracker=other)
     log_once.cache_clear()
     with caplog.at_level("INFO", logger="jax_te"):
         te_pytorch.checkpoint(jnp.sin, False, None, None, x)

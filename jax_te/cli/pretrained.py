@@ -140,7 +140,7 @@ def as_run(architecture: str, ignored: str | None, fields: dict[str, Any]) -> Fo
         fields: fields of a `TransformerConfig`, from the options.
     """
     changes = {name: value for name, value in fields.items() if name not in _SAID}
-    return pretrained_form(architecture, ignored)[1].run_as(changes, fields["params_dtype"])
+    return pretrained_form(architecture, ignored)[1].run_as(changes, fields["params_dtype"], CONFIG)
 
 
 def build_pretrained(architecture: str, ignored: str | None, fields: dict[str, Any], execution: Execution) -> GPTModel:

@@ -8,20 +8,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
+from jax_te._processes import is_first
 from jax_te._validation import checked, require_extra
 from jax_te.metrics.files import METRICS_FILE, PLOT_FILE
 from jax_te.metrics.writers import (
     JsonLinesWriter,
     MetricsWriter,
     Recorded,
+    check_resume_step,
     check_writers,
     curve,
     open_writer,
     read_records,
-    step_to_resume,
 )
 from jax_te.typing import Array, WriterName
 
@@ -68,16 +68,16 @@ class MetricsLog:
         resume_step: int | None = None,
         writers: Sequence[WriterName | MetricsWriter] = ("jsonl", "tensorboard"),
     ):
-        first = step_to_resume(resume_step, Path(directory) / METRICS_FILE)
+        check_resume_step(resume_step, Path(directory) / METRICS_FILE)
         # Scalars are the same in every process, and files of one folder cannot have several authors.
         self._writers: list[MetricsWriter] = []
-        if jax.process_index() == 0:
+        if is_first():
             # Before the first is opened, which cuts off the records of its file behind the step.
             check_writers(writers)
             Path(directory).mkdir(parents=True, exist_ok=True)
             with contextlib.ExitStack() as opened:
                 for writer in writers:
-                    self._writers.append(open_writer(writer, Path(directory), first))
+                    self._writers.append(open_writer(writer, Path(directory), resume_step))
                     opened.callback(self._writers[-1].close)
                 opened.pop_all()
 

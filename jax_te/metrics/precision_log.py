@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
+from jax_te._processes import is_first
 from jax_te._validation import brief, checked, require_extra
 from jax_te.metrics.files import PRECISION_FILE, PRECISION_PLOT
-from jax_te.metrics.writers import cut_after, is_number, read_records, step_to_resume
+from jax_te.metrics.writers import check_resume_step, cut_after, is_number, read_records
 from jax_te.quantize import STATISTICS
 from jax_te.training import TensorStatistics
 
@@ -54,14 +54,14 @@ class PrecisionLog:
 
     def __init__(self, directory: str | os.PathLike[str], *, resume_step: int | None = None):
         self.directory = Path(directory)
-        first = step_to_resume(resume_step, self.directory / PRECISION_FILE)
-        if jax.process_index() == 0:
+        check_resume_step(resume_step, self.directory / PRECISION_FILE)
+        if is_first():
             self.directory.mkdir(parents=True, exist_ok=True)
-            cut_after(self.directory / PRECISION_FILE, first)
+            cut_after(self.directory / PRECISION_FILE, resume_step or 0)
 
     def write(self, step: int, statistics: Iterable[TensorStatistics]) -> None:
         """Append a step's statistics, and write them to the disk."""
-        if jax.process_index():
+        if not is_first():
             return
         statistics = list(statistics)
         for tensor in statistics:

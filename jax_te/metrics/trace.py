@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 
+from jax_te._processes import is_first
 from jax_te._validation import checked
 from jax_te.metrics.files import KERNEL_TIMES_FILE
 
@@ -180,7 +181,7 @@ class StepTrace:
 
     def before(self, step: int) -> None:
         """Begin the trace if it begins with this step."""
-        if step == self.first and jax.process_index() == 0:
+        if step == self.first and is_first():
             jax.profiler.start_trace(str(self.folder))
             self._begun = step
 

@@ -47,8 +47,8 @@ class MetricsWriter(Protocol):
 class JsonLinesWriter:
     """A line of ``metrics.jsonl`` for each record; numbers that are not finite are null, vectors are lists."""
 
-    def __init__(self, directory: Path, resume_step: int):
-        cut_after(directory / METRICS_FILE, resume_step)
+    def __init__(self, directory: Path, resume_step: int | None):
+        cut_after(directory / METRICS_FILE, resume_step or 0)
         self._file = (directory / METRICS_FILE).open("a", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, Recorded]) -> None:
@@ -74,9 +74,10 @@ def _finite(value: int | float) -> int | float | None:
 
 
 class _TensorBoardWriter:
-    def __init__(self, directory: Path, resume_step: int):
-        # Events after the restored step are in files of the killed run: purge_step makes TensorBoard ignore them.
-        purge = resume_step + 1 if resume_step else None
+    def __init__(self, directory: Path, resume_step: int | None):
+        # Later events are in files of the killed run, and before a new one (0) all are in files of others: TensorBoard
+        # hides the events of steps >= purge_step in these.
+        purge = resume_step + 1 if resume_step else resume_step
         folder = str(directory / TENSORBOARD_FOLDER)
         self._events = require_extra(*_PACKAGES["tensorboard"]).SummaryWriter(folder, purge_step=purge)
 
@@ -95,7 +96,7 @@ class _TensorBoardWriter:
 class _WandbWriter:
     """A run of Weights & Biases with the folder's name, which keeps its id, so that a resumed run goes on in it."""
 
-    def __init__(self, directory: Path, resume_step: int):
+    def __init__(self, directory: Path, resume_step: int | None):
         wandb = require_extra(*_PACKAGES["wandb"])
         path = directory / WANDB_ID_FILE
         if not (resume_step and path.exists()):
@@ -146,8 +147,8 @@ def check_writers(writers: Iterable[WriterName | MetricsWriter]) -> None:
     require_writers(writer for writer in writers if isinstance(writer, str))
 
 
-def step_to_resume(resume_step: int | None, path: Path) -> int:
-    """Return the step behind which records of a file are removed, 0 without one.
+def check_resume_step(resume_step: int | None, path: Path) -> None:
+    """Raise for a step behind which records of a file cannot be removed.
 
     Raises:
         ValueError: for a step that no checkpoint has; without one, for a file with records: nobody said they are to go.
@@ -158,14 +159,18 @@ def step_to_resume(resume_step: int | None, path: Path) -> int:
                 f"{path} has the records of a run up to step {records[-1]['step']}; give the step of the restored "
                 "checkpoint as resume_step, or 0 to remove them and begin anew"
             )
-        return 0
-    if not 0 <= resume_step < 2**63:
+    elif not 0 <= resume_step < 2**63:
         raise ValueError(f"resume_step must be an integer >= 0, below 2^63, got {resume_step}")
-    return resume_step
 
 
-def open_writer(writer: WriterName | MetricsWriter, directory: Path, resume_step: int) -> MetricsWriter:
-    """Return the writer of a name, opened in a run's folder; one that is a writer already as it is."""
+def open_writer(writer: WriterName | MetricsWriter, directory: Path, resume_step: int | None) -> MetricsWriter:
+    """Return the writer of a name, opened in a run's folder; one that is a writer already as it is.
+
+    Args:
+        writer: name, or writer.
+        directory: the run's folder.
+        resume_step: step behind which earlier records are removed, 0 for all. None: there are none.
+    """
     return _WRITERS[writer](directory, resume_step) if isinstance(writer, str) else writer
 
 

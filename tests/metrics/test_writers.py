@@ -1,12 +1,14 @@
 """Where metrics go."""
 
 import json
+import struct
 import sys
 import types
 
 import jax
 import jax.numpy as jnp
 import pytest
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 from jax_te.metrics import MetricsLog
 from jax_te.metrics.log import read_metrics
@@ -60,6 +62,33 @@ def test_other_processes_write_nothing(tmp_path, monkeypatch):
         log.sync()
     assert own.calls == []
     assert not (tmp_path / "run").exists()
+
+
+def charted(folder):
+    """Return the steps of ``loss`` that TensorBoard shows: a session's start hides the steps from its own on."""
+    steps = []
+    for path in sorted(folder.glob("events.*")):
+        content = path.read_bytes()
+        while content:
+            (size,) = struct.unpack("<Q", content[:8])  # length, its checksum, the event, its checksum
+            event, content = Event.FromString(content[12 : 12 + size]), content[16 + size :]
+            if event.session_log.status == SessionLog.START:
+                steps = [step for step in steps if step < event.step]
+            steps += [event.step for value in event.summary.value if value.tag == "loss"]
+    return steps
+
+
+@pytest.mark.parametrize(("resume_step", "shown"), [(0, [1]), (2, [1, 2, 3]), (None, [1, 2, 3, 1])])
+def test_charts_show_the_records_that_are_kept(tmp_path, resume_step, shown):
+    own = 1 if resume_step is None else resume_step + 1
+    for session, (steps, resume) in enumerate([((1, 2, 3), 0), ((own,), resume_step)]):
+        with MetricsLog(tmp_path, writers=["tensorboard"], resume_step=resume) as log:
+            for step in steps:
+                log.write(step, {"loss": 0.5})
+        # tensorboardX names a file by the second in which it is opened, which may be that of the other session.
+        (written,) = tmp_path.glob("tensorboard/events.out.*")
+        written.rename(written.with_name(f"events.{session}"))
+    assert charted(tmp_path / "tensorboard") == shown
 
 
 def test_weights_and_biases_go_on_in_the_same_run(tmp_path, monkeypatch):

@@ -122,7 +122,7 @@ def family_form(name: str, layers: int = 2, **fields: Any) -> tuple[Any, Form]:
         values = values | {"layer_types": values["layer_types"] * (layers // 2)}
     architecture, form = read_form(values, "config.json", range(1000))
     dtype = form.config.params_dtype
-    return architecture, form.run_as(fields, dtype)
+    return architecture, form.run_as(fields, dtype, architecture.described_by)
 
 
 def family_model(name: str, layers: int = 2, execution: Execution | None = None, **fields: Any) -> Any:

@@ -63,6 +63,14 @@ class ConfigJson(Fields):
     def __init__(self, values: Mapping[str, Any], what: str, tensors: Collection[Any] = ()):
         super().__init__(values, what, tensors, without_effect=NO_NUMBERS)
 
+    def read_common(self) -> None:
+        """Read the fields of every class of transformers, which older files have with their defaults."""
+        for name in ("is_decoder", "add_cross_attention", "tie_encoder_decoder"):
+            self.expect(name, False)
+        self.expect("pruned_heads", {})
+        # Names of a folder's own code, which transformers does not run for its own classes either.
+        self.skip("auto_map")
+
     def activation(self, name: str, default: str, *, gated: bool, allowed: Collection[str] = ACTIVATIONS) -> Any:
         """Return our name of an activation."""
         value = self.take(name, str, default)

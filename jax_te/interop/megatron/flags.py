@@ -155,5 +155,6 @@ MEGATRON = Architecture(
     base="",
     tied_names={"output_layer.weight": "embedding.word_embeddings.weight"},
     ignored="",
+    fields_class=Fields,
     described_by="arguments",
 )

@@ -111,9 +111,9 @@ def read_checkpoint(
                 "format torch; remove the one that is not meant"
             )
         checkpoint = _distributed(path)
+        check_names(args, checkpoint.args)
     else:
         checkpoint = _ranks(path, gated, args)
-    check_names(args, checkpoint.args)
     # Experts have no norm of their own, so that the one in front of them is not fused.
     mixtures = {name.partition(".mlp.router.")[0] for name in checkpoint.tensors if ".mlp.router." in name}
     tensors = {_fused_norms(name, mixtures): tensor for name, tensor in checkpoint.tensors.items()}
@@ -197,7 +197,10 @@ def _ranks(path: Path, gated: bool | None, corrected: Mapping[str, Any]) -> Mega
     files = {numbers: Mapped(file) for numbers, file in named.items()}
     loaded = {numbers: file.load() for numbers, file in files.items()}
     args, iteration = _arguments_and_iteration(next(iter(loaded.values()), {}), path)
-    states = _states_of_ranks(loaded, args, path)
+    # Before they decide anything: a misspelt name would have ranks taken for others, and the error be about these.
+    check_names(corrected, args)
+    described = args | dict(corrected)
+    states = _states_of_ranks(loaded, described, path)
     counts = _Counts(*(1 + max((rank[axis] for rank in states), default=-1) for axis in range(3)))
     if not states or len(states) != counts.tensor * counts.pipeline * counts.expert:
         raise ValueError(
@@ -205,8 +208,7 @@ def _ranks(path: Path, gated: bool | None, corrected: Mapping[str, Any]) -> Mega
             f"must be mp_rank_XX[_YYY][_ZZZ]/{RANK_FILE} for all tensor, pipeline and expert ranks, or {METADATA} of "
             "the format torch_dist; zarr is not read"
         )
-    described = args | dict(corrected)
-    _check_expert_ranks(counts, args, described, path)
+    _check_expert_ranks(counts, described, path)
     if gated is None and (args or any(flag in described for flag in _GATED)):
         gated = any(described.get(flag) for flag in _GATED)
     tensors, of_experts = _joined_stages(_checked_chunks(states, path), counts, gated, path)
@@ -225,16 +227,15 @@ Chunks = dict[tuple[int, int, int], list[Any]]
 """State dicts of the parts of the model that a rank has, by tensor, pipeline and expert rank."""
 
 
-def _check_expert_ranks(counts: _Counts, args: Mapping[str, Any], described: Mapping[str, Any], path: Path) -> None:
+def _check_expert_ranks(counts: _Counts, described: Mapping[str, Any], path: Path) -> None:
     """Raise an error for expert ranks whose files are not all there, or which tensor ranks of their own split.
 
     Args:
         counts: numbers of ranks of which there are files.
-        args: arguments in the files.
-        described: the same, corrected and completed by the caller's.
+        described: arguments in the files, corrected and completed by the caller's.
         path: path of the checkpoint.
     """
-    own_tensor_ranks = args.get("expert_tensor_parallel_size")
+    own_tensor_ranks = described.get("expert_tensor_parallel_size")
     if counts.expert > 1 and own_tensor_ranks not in (None, counts.tensor):
         raise ValueError(
             f"{path} has experts of {own_tensor_ranks} tensor ranks beside {counts.tensor} of other layers; save it as "
@@ -249,11 +250,11 @@ def _check_expert_ranks(counts: _Counts, args: Mapping[str, Any], described: Map
 
 
 def _checked_chunks(states: Mapping[tuple[int, int, int], Any], path: Path) -> Chunks:
-    """Return each rank's parts of the model: as many on all ranks of a stage."""
+    """Return each rank's parts of the model: as many on all ranks."""
     chunks = {rank: _chunks(states[rank], path) for rank in sorted(states)}
     counts = {rank: len(parts) for rank, parts in chunks.items()}
-    if any(count != counts[0, rank[1], 0] for rank, count in counts.items()):
-        raise CheckpointMismatchError(f"{path} has ranks of one stage with several numbers of virtual stages: {counts}")
+    if any(count != counts[0, 0, 0] for count in counts.values()):
+        raise CheckpointMismatchError(f"{path} has ranks with several numbers of virtual stages: {counts}")
     return chunks
 
 
@@ -263,7 +264,7 @@ def _joined_stages(chunks: Chunks, counts: _Counts, gated: bool | None, path: Pa
     of_experts: States = {}
     first_layer = 0
     # Of virtual stages: all first chunks hold lower layers than all second ones.
-    for number in range(max(len(chunks[0, stage, 0]) for stage in range(counts.pipeline))):
+    for number in range(len(chunks[0, 0, 0])):
         for stage in range(counts.pipeline):
             own = {(rank, expert): parts[number] for (rank, at, expert), parts in chunks.items() if at == stage}
             merged, states = _joined_chunk(own, counts, first_layer, gated, path)
@@ -315,10 +316,10 @@ def _rank_files(path: Path) -> dict[tuple[int, ...], Path]:
 
 
 def _states_of_ranks(
-    loaded: Mapping[tuple[int, ...], Any], args: Mapping[str, Any], path: Path
+    loaded: Mapping[tuple[int, ...], Any], described: Mapping[str, Any], path: Path
 ) -> dict[tuple[int, int, int], Any]:
-    """Return the contents of the files by tensor, pipeline and expert rank."""
-    stages, experts = (args.get(f"{kind}_model_parallel_size") for kind in ("pipeline", "expert"))
+    """Return the contents of the files by tensor, pipeline and expert rank; arguments are those of the checkpoint."""
+    stages, experts = (described.get(f"{kind}_model_parallel_size") for kind in ("pipeline", "expert"))
     # Of two numbers the second is a pipeline rank, or an expert rank if there is one stage: names have no others.
     of_experts = isinstance(experts, int) and experts > 1 and stages in (None, 1)
     states: dict[tuple[int, int, int], Any] = {}

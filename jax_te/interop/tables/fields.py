@@ -75,6 +75,9 @@ class Fields:
         for name in names:
             self._values.pop(name, None)
 
+    def read_common(self) -> None:
+        """Read the fields that a format has for every architecture: none here. Raises like `expect`."""
+
     def refused(self, name: str, value: Any, why: str) -> ValueError:
         """Return the error about an unsupported field."""
         return ValueError(f"{self._what}: {name} is {_short(value)}; {why}")

@@ -95,8 +95,13 @@ class Form:
         options["softmax_scale"] = round((options["kv_channels"] or 1) ** -0.5 if scale is None else scale, 12)
         return options
 
-    def run_as(self, changes: Mapping[str, Any], params_dtype: Any) -> Form:
+    def run_as(self, changes: Mapping[str, Any], params_dtype: Any, described_by: str) -> Form:
         """Return a form whose configuration has other fields that change no output.
+
+        Args:
+            changes: fields by name.
+            params_dtype: dtype of parameters.
+            described_by: source of the form's options, for messages.
 
         Raises:
             ValueError: for a field that the outputs depend on, and for one that an argument sets.
@@ -104,8 +109,8 @@ class Form:
         wrong = sorted(name for name in changes if name not in _NO_OUTPUT or name in _SAID_TWICE)
         if wrong:
             raise ValueError(
-                "config.json says what the model computes, and dtype what its parameters are; leave "
-                f"{', '.join(wrong)} out of config"
+                f"the checkpoint's {described_by} and dtype= decide what the model computes and what its parameters "
+                f"are; leave {', '.join(wrong)} out of config"
             )
         return replace(self, config=replace(self.config, **changes, params_dtype=params_dtype))
 
@@ -193,12 +198,12 @@ class Architecture:
         tied_names: tensors that some files contain although they equal another, such as a head that is the embedding:
             name of the tensor → the other one's.
         ignored: a pattern of tensors that are not parameters of the model.
+        fields_class: class of the fields that ``read`` takes.
         copies: function that returns tensors of a form that are written although they equal another, and that files may
             lack: name of the tensor → the other one's.
         other_model_types: names in ``config.json`` of models in this form by others.
         older: ends of names in older files, as patterns, and their present forms.
         described_by: source of the fields, for messages.
-        fields_class: class of the fields that ``read`` takes.
     """
 
     model_type: str
@@ -211,11 +216,11 @@ class Architecture:
     base: str
     tied_names: Mapping[str, str]
     ignored: str
+    fields_class: Callable[..., Any]
     copies: Callable[[Form], Mapping[str, str]] = lambda form: {}
     other_model_types: tuple[str, ...] = ()
     older: tuple[tuple[str, str], ...] = ()
     described_by: str = "config.json"
-    fields_class: Callable[..., Any] = Fields
 
     def form(self, given: Fields) -> Form:
         """Return the form that the fields of a file describe.
@@ -233,12 +238,7 @@ class Architecture:
         _check_count("layers", layers, given)
         complete = self.read(given, options)
         _check_count("experts", complete.get("num_moe_experts") or 0, given)
-        # Fields of every transformers class, which older files contain with their defaults.
-        for name in ("is_decoder", "add_cross_attention", "tie_encoder_decoder"):
-            given.expect(name, False)
-        given.expect("pruned_heads", {})
-        # Names of a folder's own code, which transformers does not run for its own classes either.
-        given.skip("auto_map")
+        given.read_common()
         try:
             return Form.make({name: value for name, value in complete.items() if value is not None})
         except TypeError as error:  # a value of another type in a file is a wrong value of that file

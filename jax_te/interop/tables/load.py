@@ -75,7 +75,8 @@ def load_tensors(
     entries = {path: Entry.of(pieces, sizes["e"]) for path, pieces in architecture.table(form).items()}
     tensors = _checked(architecture, form, stored, entries, folder)
     of_parameters = {name for path, entry in entries.items() if not is_state(path) for name in entry.names}
-    form = form.run_as(config or {}, _one_dtype(dtype, [tensors[name] for name in of_parameters], folder))
+    params_dtype = _one_dtype(dtype, [tensors[name] for name in of_parameters], folder)
+    form = form.run_as(config or {}, params_dtype, architecture.described_by)
     model = nnx.eval_shape(lambda: architecture.build(form, execution))
     if prepare is not None:
         prepare(model, entries, tensors)

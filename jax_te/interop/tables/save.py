@@ -56,8 +56,9 @@ def architecture_of(model: Any, known: Mapping[str, Architecture]) -> tuple[str,
         if not lost:
             return name, form
         reasons.append(f"{name}: {', '.join(lost)}")
+    nothing = f"{next(iter(known))} cannot" if len(known) == 1 else "no supported architecture can"
     raise ValueError(
-        "no supported transformers architecture can represent this model: "
+        f"{nothing} represent this model: "
         + (f"unsupported options: {'; '.join(reasons)}" if reasons else f"it is a {type(model).__name__}")
     )
 

@@ -148,6 +148,34 @@ def test_the_state_of_a_router_is_not_a_parameter() -> None:
     assert any(path[-1] == "expert_bias" for path in bias)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, None),
+        ({"expert_tensor_parallel_size": 2}, "experts of 2 tensor ranks beside 1"),
+        (
+            {"expert_model_parallel_size": 3, "expert_model_paralel_size": 2},
+            r"expert_model_paralel_size' \(most alike: expert_model_parallel_size",
+        ),
+    ],
+)
+def test_given_arguments_tell_expert_ranks_from_stages(change: Any, message: Any, tmp_path: Any) -> None:
+    """Files without arguments: of names with two numbers the second may be either."""
+    model = build("bias of experts, shared experts")
+    save_megatron(model, tmp_path / "one.pt")
+    state = read_torch_file(tmp_path / "one.pt")
+    args = state.pop("jax_te_args") | {"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 1} | change
+    for rank in range(2):
+        (tmp_path / f"mp_rank_00_{rank:03d}").mkdir()
+        part = state | {"model": rank_of(state["model"], rank, 2, sequential=False)}
+        write_torch_file(tmp_path / f"mp_rank_00_{rank:03d}" / "model_optim_rng.pt", part)
+    if message is None:
+        assert_same(load_megatron(tmp_path, args=args), model)
+    else:
+        with pytest.raises(ValueError, match=message):
+            load_megatron(tmp_path, args=args)
+
+
 def write_ranks(folder: Any, state: dict[str, Any], change: Any = lambda rank, part: None) -> Any:
     """A checkpoint of two expert ranks; ``change`` is called with each one's tensors."""
     arguments = {**state["jax_te_args"], "expert_model_parallel_size": 2, "pipeline_model_parallel_size": 1}

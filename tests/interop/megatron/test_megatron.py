@@ -237,6 +237,13 @@ def test_faults_of_a_folder_are_named(tmp_path):
         write_torch_file(second, state | {"model": model})
         with pytest.raises(ValueError, match=message):
             read_megatron(tmp_path)
+    write_torch_file(second, state)
+    for rank in range(2):
+        file = folder / f"mp_rank_{rank:02d}_000" / "model_optim_rng.pt"
+        model = read_torch_file(file)
+        write_torch_file(file, model | {"model0": model["model"], "model1": {}, "model": None})
+    with pytest.raises(CheckpointMismatchError, match="several numbers of virtual stages"):
+        read_megatron(tmp_path)
     second.unlink()
     with pytest.raises(ValueError, match="not all of its ranks"):
         read_megatron(tmp_path)
@@ -273,7 +280,7 @@ def test_a_file_of_one_rank_may_be_a_state_dict_alone_with_norms_apart(tmp_path)
 def test_models_that_megatron_cannot_say_are_refused(tmp_path):
     model = build("llama")
     model.multipliers = Multipliers(embedding=4.0)
-    with pytest.raises(ValueError, match="multipliers"):
+    with pytest.raises(ValueError, match=r"^Megatron-LM cannot represent this model: .*multipliers"):
         save_megatron(model, tmp_path)
     model.multipliers = Multipliers()
     model.rotary = RotaryPositions(scaling=YarnScaling(factor=2.0, original_max_position_embeddings=8))
@@ -380,3 +387,5 @@ def test_one_argument_corrects_what_a_file_says_and_nothing_else(tmp_path):
     model = build("llama", num_layers=1)
     save_megatron(model, tmp_path, tensor_parallel=2)
     assert_same(load_megatron(tmp_path, args={"attention_dropout": 0.0}), model)
+    with pytest.raises(ValueError, match=r"the checkpoint's arguments .*; leave hidden_size out of config"):
+        load_megatron(tmp_path, config={"hidden_size": 8})
