@@ -109,13 +109,14 @@ def layernorm_dense(
 
 def _fwd(spec: OpSpec, args: LinearArgs) -> tuple[Array, Any]:
     x, norm, (weights,) = args
-    (linear,), stats = spec.layers, None
+    (linear,), stats, original = spec.layers, None, None
     if spec.norm is None:
         # The input is not written as an operand: it comes from outside of the op.
+        original = x
         operand = gemms.make_operand(linear, "x", x, weights.state, axis=-1)
     else:
         operand, stats = normed_operand(linear, spec.norm, x, *norm, weights.state)  # type: ignore[misc]
-    y, saved = gemms.forward(linear, operand, weights, x)
+    y, saved = gemms.forward(linear, operand, weights, original)
     # The kernel that quantizes a norm's output writes the statistics, too; without a name they would be recomputed.
     stats, saved = named((stats, saved), "quantized", given=weights)
     normed = None if norm is None else (x, stats, *norm)
