@@ -34,7 +34,7 @@ def dense(
     """Return ``x @ kernel + bias``, with its three GEMMs (forward, input gradient, kernel gradient) quantized.
 
     Args:
-        x: ``[..., k]`` fp32, bf16 or fp16: the compute dtype.
+        x: ``[..., k]`` fp32, bf16, fp16 or fp64: the compute dtype.
         kernel: ``[k, *n]`` in any float dtype; without a recipe it is cast to the compute dtype. Or the same quantized
             before the call, see `quantize_kernel`.
         bias: ``[*n]`` or None.
@@ -83,7 +83,7 @@ def layernorm_dense(
     """Return ``norm(x) @ kernel + bias``, see `layernorm` and `dense`.
 
     Args:
-        x: ``[..., h]`` fp32, bf16 or fp16: the compute dtype.
+        x: ``[..., h]`` fp32, bf16, fp16 or fp64: the compute dtype.
         scale, ln_bias: ``[h]``; the bias may be None and must be for RMS norm.
         linear: kernel ``[h, *n]``, bias, quantizer state and ``grad_sink``.
         norm: kind of norm, its epsilon, and whether the scale is an offset from 1.

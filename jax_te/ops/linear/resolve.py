@@ -94,7 +94,8 @@ def run_op(
         _check_no_input_is_saved(layers)
     weights = [usable_weights(layer.weights, precision, recipe) for layer in layers]
     plans = _plans(layers, weights, norm, activation, precision)
-    chosen = backend_for(name, backend or ambient_backend.value, recipe, plans[0].reason, _stored(weights))
+    asked = backend or ambient_backend.value
+    chosen = backend_for(name, asked, recipe, plans[0].reason, _stored(weights), dtype=x.dtype)
     resolved = [
         _resolved_layer(layer, plan, precision, chosen, x.dtype) for layer, plan in zip(layers, plans, strict=True)
     ]
