@@ -46,17 +46,19 @@ def dtype_name(value: Any) -> str:
         return brief(value)
 
 
-def check_float(op: str, *arrays: Any) -> None:
-    """Raise TypeError for an array, None apart, whose dtype is not in `COMPUTE_DTYPES`.
+def check_float(op: str, *arrays: Any, allowed: tuple[str, ...] = COMPUTE_DTYPES) -> None:
+    """Raise TypeError for an array, None apart, whose dtype is not allowed.
 
     Args:
         op: operation that takes the arrays, for the message.
         arrays: arrays or `QuantizedKernel`, with the dtype that it was quantized from.
+        allowed: names of the dtypes. Ops whose arithmetic is fp32 pass `FLOAT_DTYPES`: of fp64 arrays they would return
+            fp64 arrays with fp32's digits.
     """
     for array in arrays:
-        if array is not None and array.dtype.name not in COMPUTE_DTYPES:
+        if array is not None and array.dtype.name not in allowed:
             raise TypeError(
-                f"{op} takes arrays of {', '.join(COMPUTE_DTYPES)}, and not of {array.dtype.name} "
+                f"{op} takes arrays of {', '.join(allowed)}, and not of {array.dtype.name} "
                 f"(here of shape {array.shape}); cast it first, for example x.astype(jnp.float32)"
             )
 

@@ -19,6 +19,7 @@ from jax_te.ops import cudnn_fp8, te, xla
 from jax_te.ops.attention.fp8_support import fp8_attention_lacks
 from jax_te.ops.attention.fp8_types import Fp8Kernels
 from jax_te.ops.attention.spec import AttentionSpec
+from jax_te.ops.device import default_platform
 from jax_te.ops.linear.norm_and_activation import Activation
 from jax_te.ops.moe.row_groups import tile_of
 from jax_te.ops.pallas import grouped as pallas_grouped
@@ -131,7 +132,8 @@ def explain_backend(
 ) -> BackendChoice:
     """Return the backend that would run ``op`` in this context and the reason, and who runs each part of the op.
 
-    Nothing is run. A backend runs its kernels wherever it has one. TE has none for block scaling and scales that are
+    Nothing is run. A call of attention without examples, queries or keys gives zeros, which no backend computes. A
+    backend runs its kernels wherever it has one. TE has none for block scaling and scales that are
     powers of two, for GEMMs of unquantized fp32 operands, for gradients of kernels that are wider than the unquantized
     operands, and for some activations: ``parts`` names those that it leaves to XLA.
 
@@ -194,9 +196,9 @@ def choose_fp8(
     kernels, lacks = _fp8_runner(spec, precision, asked, unsharded, exchange)
     if kernels is not None:
         if asked == "te":
-            available, reason = te.available()
+            available, te_lacks = te.available()
             if not available:
-                raise BackendUnavailableError(f"backend 'te' cannot run {op} here: {reason}; use 'xla' or 'auto'")
+                raise BackendUnavailableError(f"backend 'te' cannot run {op} here: {te_lacks}; use 'xla' or 'auto'")
         reason = "asked for" if asked != "auto" else f"FP8 by {'cuDNN' if kernels == 'cudnn' else 'plain JAX'}"
         parts: dict[Part, str] = {"attention": kernels, "quantization": "xla"}
         return BackendChoice(op, "te" if asked == "te" else "xla", reason, parts)
@@ -216,7 +218,7 @@ def _fp8_runner(
     lacks = exchange if exchange is not None else _call_lacks(fp8_attention_lacks(spec))
     if lacks is not None:
         return None, lacks
-    if jax.default_backend() != "gpu":
+    if default_platform() != "gpu":
         return "xla", None
     lacks = cudnn_fp8.unavailable() or unsharded or _backward_lacks(spec, precision)
     if lacks is None:
@@ -263,7 +265,7 @@ def _chosen(
         return "te", "asked for"
     if not supported:
         return "xla", f"TE cannot: {reason}"
-    if jax.default_backend() != "gpu":
+    if default_platform() != "gpu":
         return "xla", "no GPU; TE's kernels would run as plain JAX"
     return "te", "TE supports it on this GPU"
 
@@ -329,21 +331,43 @@ def select(
     return explain_backend(op, recipe=recipe, attention=attention, backend=backend, unsharded=unsharded).backend
 
 
-# Cached, because every call of every layer needs it; it depends on these arguments and on the installation.
-@functools.lru_cache(maxsize=1024)
 def backend_for(
     op: str,
     asked: BackendName,
     recipe: Recipe | None = None,
     unsharded: str | None = None,
     stored: Quantizer | None = None,
+    *,
+    dtype: DTypeLike = jnp.float32,
 ) -> Backend:
     """Return the backend that runs a linear op, a norm or an activation; raises as `explain_backend`.
 
     Args:
         op, recipe, unsharded, stored: see `explain_backend`.
         asked: the backend that the call names, or the ambient one, `ambient_backend`.
+        dtype: dtype of the input. Of fp64 ``"auto"`` is ``"xla"``: TE has no kernel for it.
     """
+    if dtype == jnp.float64:
+        if asked == "te":
+            raise BackendUnavailableError(
+                f"backend 'te' cannot run {op} here: Transformer Engine has no fp64; use backend 'xla' or 'auto'"
+            )
+        asked = "xla"
+    return _backend_on(default_platform(), op, asked, recipe, unsharded, stored)
+
+
+# Cached, because every call of every layer needs it; it depends on these arguments and on the installation.
+@functools.lru_cache(maxsize=1024)
+def _backend_on(
+    platform: str,
+    op: str,
+    asked: BackendName,
+    recipe: Recipe | None,
+    unsharded: str | None,
+    stored: Quantizer | None,
+) -> Backend:
+    """Return the backend that `backend_for` describes; ``platform`` is that of the default device."""
+    del platform
     return primitives(explain_backend(op, recipe=recipe, backend=asked, unsharded=unsharded, stored=stored).backend)
 
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from jax_te.ops.attention.fp8_types import Fp8Gradients, Fp8Operands, Fp8Output, Scales
 from jax_te.ops.attention.spec import AttentionArrays, AttentionSpec
+from jax_te.ops.device import default_device, default_platform
 from jax_te.quantize import AttentionPrecision, AttentionTensor, QuantizedTensor
 from jax_te.typing import Array
 
@@ -38,11 +39,11 @@ _BY_POSITION = (0, 2, 1, 3)
 
 def unavailable() -> str | None:
     """Return the reason why the kernels cannot run here, or None."""
-    if jax.default_backend() != "gpu":
+    if default_platform() != "gpu":
         return "no GPU"
     if jax.__version_info__[:2] not in _VERSIONS:
         return f"XLA's calls of cuDNN's FP8 attention are known of jax {_words(_VERSIONS)}, this is {jax.__version__}"
-    capability = str(getattr(jax.devices()[0], "compute_capability", ""))
+    capability = str(getattr(default_device(), "compute_capability", ""))
     if not capability.startswith("9."):
         return f"FP8 attention is for compute capability 9 (Hopper), this GPU has {capability}"
     version = _cudnn_version()

@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh
 
 from jax_te.ops.integers import as_int32
 from jax_te.ops.sharded_vjp import Shards, sharded_vjp
+from jax_te.ops.wide import wide_dtype
 from jax_te.sharding import MeshAxes, flat, mesh_dims, partition_spec, reduce_sum
 from jax_te.typing import Array, DTypeLike, LogicalAxes
 
@@ -84,16 +85,11 @@ def _bwd(spec: _Spec, ids: Array, g: Array) -> tuple[_Args, None]:
     if rows <= _FEW_ROWS:
         is_row = jax.nn.one_hot(ids, rows, dtype=g.dtype, axis=0)
         # At less than the highest precision a GPU would round fp32 gradients to TF32 before it multiplies them by one.
-        sums = jnp.tensordot(is_row, g, ids.ndim, precision="highest", preferred_element_type=_accumulation(g))
+        sums = jnp.tensordot(is_row, g, ids.ndim, precision="highest", preferred_element_type=wide_dtype(g.dtype))
     else:
-        zeros = jnp.zeros(spec.shape, _accumulation(g))
+        zeros = jnp.zeros(spec.shape, wide_dtype(g.dtype))
         sums = zeros.at[ids].add(g.astype(zeros.dtype), mode="drop", wrap_negative_indices=False)
     return _Args(sums.astype(spec.dtype), None), None
-
-
-def _accumulation(g: Array) -> DTypeLike:
-    """Return the dtype of sums: fp32, or the gradient's if that is wider."""
-    return g.dtype if g.dtype == jnp.float64 else jnp.float32
 
 
 _look_up = sharded_vjp(_fwd, _bwd)
@@ -120,7 +116,7 @@ def _own_fwd(spec: _SplitSpec, args: _Args) -> tuple[Array, tuple[Array, Array]]
 def _own_bwd(spec: _SplitSpec, residuals: tuple[Array, Array], g: Array) -> tuple[_Args, None]:
     ids, like = residuals
     rows = like.shape[0]
-    wide = _Spec((rows, g.shape[-1]), _accumulation(g))
+    wide = _Spec((rows, g.shape[-1]), wide_dtype(g.dtype))
     cotangents, _ = _bwd(wide, _own_ids(spec, ids, rows), g)
     return _Args(reduce_sum(cotangents.table, spec.ids_over).astype(spec.dtype), None), None
 

@@ -1,4 +1,5 @@
-"""Quantized arrays, quantizers, statistics of quantization errors, and the state of delayed scaling."""
+"""Quantized arrays, quantizers, statistics of quantization errors, and the states of delayed scaling and of
+counting."""
 
 from jax_te.quantize.attention import (
     AttentionPrecision,

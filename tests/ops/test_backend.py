@@ -1,12 +1,24 @@
 import importlib.util
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jax_te.errors import BackendUnavailableError
-from jax_te.ops import OPS, BackendChoice, dense, dot_product_attention, explain_backend, layernorm, te, use_backend
+from jax_te.ops import (
+    OPS,
+    BackendChoice,
+    dense,
+    dot_product_attention,
+    explain_backend,
+    layernorm,
+    te,
+    use_backend,
+    xla,
+)
 from jax_te.ops.attention.checks import attention_spec
+from jax_te.ops.backend import backend_for
 from jax_te.ops.moe import row_groups
 from jax_te.ops.pallas import grouped, operand
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
@@ -54,6 +66,26 @@ def test_a_backend_asked_for_is_the_one_that_runs_or_it_raises(monkeypatch):
     assert explain_backend("dense") == BackendChoice("dense", "xla", "TE cannot: a made-up reason", parts)
     with pytest.raises(BackendUnavailableError, match="a made-up reason"):
         explain_backend("dense", backend="te")
+
+
+def test_the_default_device_decides_and_not_the_first_one(monkeypatch):
+    """As on a machine with a GPU, of which ``jax.default_device`` chooses the CPU: the call is compiled for the CPU."""
+    q = jnp.ones((1, 128, 1, 8), jnp.bfloat16)
+    spec, kernels = attention_spec((q, q, q), "causal"), SimpleNamespace(**vars(xla))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(te, "supports", lambda op, **_: (True, "made up"))
+    monkeypatch.setattr(te, "primitives", lambda: kernels)
+
+    def choices():
+        # A reason of its own: choices are cached.
+        chosen = backend_for("layernorm", "auto", None, "a test of the default device")
+        return explain_backend("dense").backend, chosen is kernels, xla.attention_supports(spec)[1]
+
+    on_gpu = ("te", True, "cuDNN through jax.nn")
+    assert choices() == on_gpu
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert choices() == ("xla", False, "plain JAX")
+    assert choices() == on_gpu
 
 
 def test_supports_is_asked_about_this_call(monkeypatch):

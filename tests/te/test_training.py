@@ -15,7 +15,7 @@ from jax_te.errors import BackendUnavailableError
 from jax_te.layers import LayerNorm, LayerNormMLP, Linear
 from jax_te.models import StackInput, StackOptions
 from jax_te.ops import dense, explain_backend, quantize_kernel, use_backend
-from jax_te.ops.backend import backend_for
+from jax_te.ops.backend import _backend_on
 from jax_te.ops.te import kernels
 from jax_te.quantize import init_gemm_state
 from jax_te.recipe import DelayedScaling, autocast, recipe_from_name
@@ -68,7 +68,7 @@ def test_te_says_which_stored_kernels_it_takes(name, portable, monkeypatch):
         used = quantize_kernel(w, recipe=recipe, state=state, portable=portable, backend="te")
         return dense(x, used, recipe=recipe, state=state, backend="te")
 
-    backend_for.cache_clear()
+    _backend_on.cache_clear()
     try:
         if portable and name in ("mxfp8", "nvfp4"):
             with pytest.raises(BackendUnavailableError, match="its kernel is stored quantized in the blocks"):
@@ -76,7 +76,7 @@ def test_te_says_which_stored_kernels_it_takes(name, portable, monkeypatch):
         else:
             assert jax.eval_shape(run, x, w).shape == (64, 128)
     finally:
-        backend_for.cache_clear()
+        _backend_on.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["none", "delayed", "current", "block"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from jax_te._validation import check_float, checked
+from jax_te._validation import FLOAT_DTYPES, check_float, checked
 from jax_te.ops.attention.masks import normal_window
 from jax_te.ops.attention.spec import (
     QKV,
@@ -90,14 +90,15 @@ def shape_of(qkv: QKV) -> tuple[int, int, int, int, int, int, int]:
 
     Raises:
         ValueError: for shapes that do not go together.
-        TypeError: for arrays that are not floating point.
+        TypeError: for arrays that are not fp32, bf16 or fp16.
     """
-    check_float("dot_product_attention", *qkv)
+    check_float("dot_product_attention", *qkv, allowed=FLOAT_DTYPES)
     if len(qkv) == 1:
         shape = qkv[0].shape
         if len(shape) != 5 or shape[2] != 3:
             raise ValueError(f"a packed qkv has shape [b, s, 3, n, d], got {shape}")
         b, s, _, n, d = shape
+        _check_heads(qkv, n, n, d, d)
         return b, s, s, n, n, d, d
     q, k, v = qkv
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3]:
@@ -109,9 +110,19 @@ def shape_of(qkv: QKV) -> tuple[int, int, int, int, int, int, int]:
     _, skv, g, _ = k.shape
     if k.shape[0] != b or k.shape[3] != d:
         raise ValueError(f"q {q.shape} and k {k.shape} must agree in batch and head size")
+    _check_heads(qkv, n, g, d, v.shape[3])
     if n % g:
         raise ValueError(f"the number of query heads {n} is not divisible by the key/value heads {g}")
     return b, sq, skv, n, g, d, v.shape[3]
+
+
+def _check_heads(qkv: QKV, *sizes: int) -> None:
+    """Raise ValueError for a number of heads or a head size of 0."""
+    if 0 in sizes:
+        raise ValueError(
+            "numbers of heads and head sizes must be 1 or more: batch and sequence alone may be empty; got shapes "
+            f"{', '.join(str(x.shape) for x in qkv)}"
+        )
 
 
 def check_arrays(spec: AttentionSpec, arrays: AttentionArrays) -> None:

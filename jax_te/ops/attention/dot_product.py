@@ -35,6 +35,7 @@ from jax_te.ops.attention.spec import (
     Window,
 )
 from jax_te.ops.backend import ambient_backend, choose_fp8, primitives, select
+from jax_te.ops.device import default_platform
 from jax_te.ops.integers import as_int32
 from jax_te.ops.primitives import Backend
 from jax_te.quantize import AttentionPrecision, AttentionState, attention_precision_of, scales_are_frozen
@@ -170,6 +171,7 @@ def dot_product_attention(
             has_mask=mask is not None,
             same_lengths=arrays.same_lengths(),
             backend=asked,
+            platform=default_platform(),
         )
     with jax.named_scope("dot_product_attention"):
         if not isinstance(runner, AttentionSharding):
@@ -233,10 +235,14 @@ def _resolve(
     has_mask: bool,
     same_lengths: bool,
     backend: BackendName,
+    platform: str,
 ) -> Backend | AttentionSharding:
     """Return the sharding of a call on a mesh that each device runs by itself, or the backend if the compiler
     partitions it.
+
+    ``platform`` is that of the default device, on which the choice of the backend depends.
     """
+    del platform
     sharding, reason = _sharding(mesh, rules, spec, axes, context_parallel, has_mask=has_mask)
     if sharding is None:
         return _backend(spec, backend, unsharded=reason)

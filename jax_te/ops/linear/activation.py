@@ -44,7 +44,7 @@ def activation(
     GELU: backend ``"te"`` computes that and users' functions in JAX, as `explain_backend` reports.
 
     Args:
-        x: ``[..., n_act, f]``, fp32, bf16 or fp16; computed in fp32.
+        x: ``[..., n_act, f]``, fp32, bf16 or fp16, computed in fp32; or fp64, computed in fp64.
         name: a key of `jax_te.config.ACTIVATIONS`, a function, or a tuple of them.
         params: parameters of ``"clamped_swiglu"``. None: ``ActivationParams()``.
         out_axes: logical axes or PartitionSpec of the result; required on a mesh with Explicit axes.
@@ -73,7 +73,7 @@ def activation(
     if isinstance(out_axes, PartitionSpec):
         axes = PartitionSpec(*out_axes[:-1], None, out_axes[-1])
     plan = row_plan(x.shape, axes, out_axes, whole=0)
-    chosen = backend_for("activation", backend or ambient_backend.value, None, plan.reason)
+    chosen = backend_for("activation", backend or ambient_backend.value, None, plan.reason, dtype=x.dtype)
     return _activation(_Spec(chosen, function), plan.shards(plan.x_spec, plan.out_spec), x, None, out_axes)
 
 

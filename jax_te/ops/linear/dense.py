@@ -34,7 +34,7 @@ def dense(
     """Return ``x @ kernel + bias``, with its three GEMMs (forward, input gradient, kernel gradient) quantized.
 
     Args:
-        x: ``[..., k]`` fp32, bf16 or fp16: the compute dtype.
+        x: ``[..., k]`` fp32, bf16, fp16 or fp64: the compute dtype.
         kernel: ``[k, *n]`` in any float dtype; without a recipe it is cast to the compute dtype. Or the same quantized
             before the call, see `quantize_kernel`.
         bias: ``[*n]`` or None.
@@ -83,7 +83,7 @@ def layernorm_dense(
     """Return ``norm(x) @ kernel + bias``, see `layernorm` and `dense`.
 
     Args:
-        x: ``[..., h]`` fp32, bf16 or fp16: the compute dtype.
+        x: ``[..., h]`` fp32, bf16, fp16 or fp64: the compute dtype.
         scale, ln_bias: ``[h]``; the bias may be None and must be for RMS norm.
         linear: kernel ``[h, *n]``, bias, quantizer state and ``grad_sink``.
         norm: kind of norm, its epsilon, and whether the scale is an offset from 1.
@@ -109,13 +109,14 @@ def layernorm_dense(
 
 def _fwd(spec: OpSpec, args: LinearArgs) -> tuple[Array, Any]:
     x, norm, (weights,) = args
-    (linear,), stats = spec.layers, None
+    (linear,), stats, original = spec.layers, None, None
     if spec.norm is None:
         # The input is not written as an operand: it comes from outside of the op.
+        original = x
         operand = gemms.make_operand(linear, "x", x, weights.state, axis=-1)
     else:
         operand, stats = normed_operand(linear, spec.norm, x, *norm, weights.state)  # type: ignore[misc]
-    y, saved = gemms.forward(linear, operand, weights, x)
+    y, saved = gemms.forward(linear, operand, weights, original)
     # The kernel that quantizes a norm's output writes the statistics, too; without a name they would be recomputed.
     stats, saved = named((stats, saved), "quantized", given=weights)
     normed = None if norm is None else (x, stats, *norm)

@@ -125,8 +125,9 @@ def forward(
 ) -> tuple[Array, LinearResiduals]:
     """Return the output of a layer that reads ``x``, and its residuals.
 
-    ``original`` is the input itself, for ``save_original_input``.
+    ``original`` is the input itself, for ``save_original_input``; None: it is computed inside of the op.
     """
+    assert original is not None or not spec.saves_original
     kernel, residual = kernel_operand(spec, weights.kernel, weights.state)
     y = fprop(spec, x, kernel, weights.bias)
     x_residual = original if spec.saves_original else spec.backend.residual_for_wgrad(x.read_by(spec, "wgrad"))

@@ -29,10 +29,10 @@ def layernorm(
 ) -> Array:
     """Return ``(x - mean) / sqrt(var + eps) * scale + bias`` over the last axis, or RMS norm, by ``norm``.
 
-    Statistics and arithmetic are fp32.
+    Statistics and arithmetic are fp32; of an fp64 input fp64.
 
     Args:
-        x: ``[..., h]`` fp32, bf16 or fp16.
+        x: ``[..., h]`` fp32, bf16, fp16 or fp64.
         scale, bias: ``[h]``; the bias may be None and must be for RMS norm.
         norm: kind of norm, its epsilon, and whether the scale is an offset from 1.
         out_axes: logical axes of the result (and of ``x``); required on a mesh with Explicit axes.
@@ -55,7 +55,7 @@ def layernorm(
     check_axes("x", x)
     check_norm("layernorm", x.shape[-1], scale, bias, norm)
     plan = row_plan(x.shape, out_axes, out_axes, whole=1)
-    chosen = backend_for("layernorm", backend or ambient_backend.value, None, plan.reason)
+    chosen = backend_for("layernorm", backend or ambient_backend.value, None, plan.reason, dtype=x.dtype)
     shards = plan.shards(LinearArgs(plan.x_spec, REPLICATED, ()), plan.x_spec)
     args = LinearArgs(x, (scale, bias), ())
     return _layernorm(_Spec(norm, chosen, plan, out_axes), shards, args, None, out_axes)

@@ -56,7 +56,7 @@ def layernorm_mlp(
     """Return ``act(norm(x) @ wi + wi_bias) @ wo + wo_bias``; every GEMM operand is quantized where it is produced.
 
     Args:
-        x: ``[..., h]`` fp32, bf16 or fp16: the compute dtype.
+        x: ``[..., h]`` fp32, bf16, fp16 or fp64: the compute dtype.
         scale, ln_bias: ``[h]``; the bias may be None and must be for RMS norm.
         wi: kernel ``[h, n_act, f]`` and bias ``[n_act, f]`` or None, with quantizer state and ``grad_sink``;
             ``n_act`` is the activation's number of components.

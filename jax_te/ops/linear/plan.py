@@ -41,7 +41,8 @@ class LinearOptions(NamedTuple):
             a mesh runs the GEMMs of its shards, and communicates what `jax_te.ops.linear.plan.Plan` says.
         out_axes: logical axes of the output; required on a mesh with Explicit axes.
         save_original_input: whether to keep the input itself as the residual, and quantize it again in backward,
-            instead of its quantized copy: less memory where the input is alive anyway. Not with delayed scaling.
+            instead of its quantized copy: less memory where the input is alive anyway. For `jax_te.ops.dense` only, as
+            the others compute the GEMM's input themselves, and not with delayed scaling.
         name: the layer's path, under which its quantized tensors are observed, see
             `jax_te.quantize.observe_quantization`.
         evaluation: the layer is evaluated, not trained: its state may be left out of what is differentiated.

@@ -90,9 +90,12 @@ def run_op(
     check_axes("x", x)
     precision = precision_of(recipe)
     _check_arrays(name, x, layers, norm)
+    if norm is not None:
+        _check_no_input_is_saved(layers)
     weights = [usable_weights(layer.weights, precision, recipe) for layer in layers]
     plans = _plans(layers, weights, norm, activation, precision)
-    chosen = backend_for(name, backend or ambient_backend.value, recipe, plans[0].reason, _stored(weights))
+    asked = backend or ambient_backend.value
+    chosen = backend_for(name, asked, recipe, plans[0].reason, _stored(weights), dtype=x.dtype)
     resolved = [
         _resolved_layer(layer, plan, precision, chosen, x.dtype) for layer, plan in zip(layers, plans, strict=True)
     ]
@@ -206,6 +209,16 @@ def _check_arrays(name: str, x: Array, layers: Sequence[Layer], norm: Norm | Non
     for layer in layers:
         arrays += [layer.weights.kernel, layer.weights.bias]
     check_float(name, *arrays)
+
+
+def _check_no_input_is_saved(layers: Sequence[Layer]) -> None:
+    """Raise ValueError for ``save_original_input`` of a layer behind a norm or an activation."""
+    for layer in layers:
+        if layer.options.save_original_input:
+            raise ValueError(
+                f"{layer.label}: save_original_input must be False: the GEMM's input is computed inside of the op, and "
+                "nothing else keeps it. Leave it off, or call the norm and dense one by one"
+            )
 
 
 def _stored(weights: Sequence[LinearWeights]) -> Quantizer | None:

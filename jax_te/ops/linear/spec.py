@@ -60,7 +60,7 @@ class LinearSpec:
             quantized.
         saves_original: the residual of the input is the input itself, which is quantized again in backward.
         sink: kind of sink for the kernel's gradient; None: it is the kernel's own cotangent.
-        observer: function that collects statistics of the quantized tensors, or None.
+        observer: collector of statistics of the quantized tensors, or None.
         frozen_scales: the state stays as it is, see `jax_te.quantize.frozen_scales`.
     """
 

@@ -46,7 +46,7 @@ def softmax_cross_entropy(
 
     Raises:
         ValueError: for shapes that do not match, or an unknown reduction.
-        TypeError: for logits that are not floating point, or labels that are not integers.
+        TypeError: for logits that are not fp32, bf16 or fp16, or labels that are not integers.
 
     Source: ``torch.nn.functional.cross_entropy``, Transformer Engine's ``parallel_cross_entropy``.
 

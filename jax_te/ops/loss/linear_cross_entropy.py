@@ -50,7 +50,7 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: for shapes that do not agree, or an unknown reduction.
-        TypeError: for an input or kernel that is not floating point, or labels that are not integers.
+        TypeError: for an input or kernel that is not fp32, bf16 or fp16, or labels that are not integers.
 
     Source: ``megatron.core``'s fused linear cross-entropy; Wijmans et al. 2024, "Cut your losses".
 
@@ -75,16 +75,19 @@ def linear_cross_entropy(
 def _chunked(x: Array, chunks: int) -> Array:
     """Return ``[b, s, …]`` as ``[chunks, b, s / chunks, …]``, each chunk with positions of every context device."""
     # The chunks are cut within each device's shard: contiguous chunks of the whole sequence would be one device's.
-    by_device = x.reshape(x.shape[0], axis_ranks("sequence"), chunks, -1, *x.shape[2:])
+    # All sizes are written out: a batch or sequence of 0 leaves none to compute.
+    (b, s, *rest), ranks = x.shape, axis_ranks("sequence")
+    by_device = x.reshape(b, ranks, chunks, s // (ranks * chunks), *rest)
     chunked = jnp.moveaxis(by_device, 2, 0)
-    return constrain(chunked.reshape(*chunked.shape[:2], -1, *x.shape[2:]), _chunk_axes(x))
+    return constrain(chunked.reshape(chunks, b, s // chunks, *rest), _chunk_axes(x))
 
 
 def _concatenated(chunked: Array) -> Array:
     """Return ``[b, s, …]``: the inverse of `_chunked`."""
-    by_device = chunked.reshape(*chunked.shape[:2], axis_ranks("sequence"), -1, *chunked.shape[3:])
+    (chunks, b, length, *rest), ranks = chunked.shape, axis_ranks("sequence")
+    by_device = chunked.reshape(chunks, b, ranks, length // ranks, *rest)
     moved = jnp.moveaxis(by_device, 0, 2)
-    x = moved.reshape(moved.shape[0], -1, *chunked.shape[3:])
+    x = moved.reshape(b, chunks * length, *rest)
     return constrain(x, _chunk_axes(x)[1:])
 
 

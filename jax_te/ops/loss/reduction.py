@@ -8,7 +8,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from jax_te._validation import check_annotations, check_float, check_rate, checked
+from jax_te._validation import FLOAT_DTYPES, check_annotations, check_float, check_rate, checked
 from jax_te.ops.integers import as_int32
 from jax_te.sharding import auto_region
 from jax_te.typing import Array, LogicalAxes
@@ -70,9 +70,9 @@ def reduced_loss(
 
     Raises:
         ValueError: for weights that do not have the labels' shape.
-        TypeError: for arrays that are not floating point.
+        TypeError: for arrays that are not fp32, bf16 or fp16.
     """
-    check_float("a cross-entropy", *arrays)
+    check_float("a cross-entropy", *arrays, allowed=FLOAT_DTYPES)
     if weights is not None and weights.shape != labels.shape:
         raise ValueError(f"weights must have the shape of the labels {labels.shape}, got {weights.shape}")
 

@@ -19,9 +19,10 @@ from jax_te.ops.integers import as_int32
 from jax_te.ops.moe import permute
 from jax_te.ops.moe.permute import plan_permutation
 from jax_te.ops.moe.placement import ExpertPlacement
-from jax_te.ops.moe.routing import wide_dtype, within
+from jax_te.ops.moe.routing import within
 from jax_te.ops.moe.row_groups import RowGroups, row_bound
 from jax_te.ops.sharded_vjp import sharded_vjp
+from jax_te.ops.wide import wide_dtype
 from jax_te.quantize import TensorQuantizer, padded_size
 from jax_te.sharding import REPLICATED, all_gather, all_to_all, flat, reduce_sum
 from jax_te.typing import Array, DTypeLike

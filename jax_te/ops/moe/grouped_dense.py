@@ -60,7 +60,7 @@ def grouped_dense(
     other recipes, XLA does, one tile of rows after another.
 
     Args:
-        x: ``[rows, k]`` fp32, bf16 or fp16: the compute dtype.
+        x: ``[rows, k]`` fp32, bf16, fp16 or fp64: the compute dtype.
         kernel: ``[e, k, *n]`` in any float dtype; without a recipe it is cast to the compute dtype. Or the same
             quantized before the call, see `quantize_kernel`.
         bias: ``[e, *n]`` or None.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jax_te.ops.moe.routing import SMALLEST_SUM, ScoreFunction, largest, scores_of, tokens_per_expert, wide_dtype
+from jax_te.ops.moe.routing import SMALLEST_SUM, ScoreFunction, largest, scores_of, tokens_per_expert
+from jax_te.ops.wide import wide_dtype
 from jax_te.typing import Array
 
 

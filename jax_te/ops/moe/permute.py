@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 from jax_te._validation import check_positive
 from jax_te.ops.integers import as_int32
-from jax_te.ops.moe.routing import wide_dtype, within
+from jax_te.ops.moe.routing import within
 from jax_te.ops.moe.row_groups import RowGroups, row_bound
+from jax_te.ops.wide import wide_dtype
 from jax_te.quantize import padded_size
 from jax_te.typing import Array
 

@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec
 
 from jax_te.config import RouterOptions
 from jax_te.ops.integers import as_int32
+from jax_te.ops.wide import wide_dtype
 from jax_te.sharding import auto_region, device_mesh
-from jax_te.typing import Array, DTypeLike
+from jax_te.typing import Array
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 DropPolicy = Literal["probs", "position"]
@@ -408,8 +409,3 @@ _in_place_of.defvjp(lambda x, value: (value, None), lambda _, g: (g, None))
 def _numbers(count: int, ndim: int) -> Array:
     """Return 0, …, ``count - 1`` along the last of ``ndim`` axes."""
     return jnp.expand_dims(jnp.arange(count, dtype=jnp.int32), range(ndim - 1))
-
-
-def wide_dtype(dtype: DTypeLike) -> DTypeLike:
-    """Return the dtype of routing's arithmetic on logits of ``dtype``: fp64 of fp64, else fp32."""
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32

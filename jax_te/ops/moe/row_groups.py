@@ -87,9 +87,9 @@ class RowGroups:
 
     @property
     def starts(self) -> Array:
-        """First row of each group, int32 ``[e]``."""
+        """First row of each group, int32 ``[e]``; with a placement ``[d, e / p]``, each among its device's rows."""
         taken = -(-self.sizes // self.alignment) * self.alignment
-        return jnp.cumsum(taken, dtype=jnp.int32) - taken
+        return jnp.cumsum(taken, axis=-1, dtype=jnp.int32) - taken
 
     def filled(self) -> Array:
         """Return which rows belong to a group, bool ``[rows]``, or ``[d rows]`` of all devices."""
@@ -104,7 +104,16 @@ class RowGroups:
         return self.placement.shards(spec, spec).map(on_device, (spec,), spec)(self.sizes)
 
     def of_rows(self) -> Array:
-        """Return the group of each row, int32 ``[rows]``; ``e`` for padding. Not of rows on several devices."""
+        """Return the group of each row, int32 ``[rows]``; ``e`` for padding.
+
+        Raises:
+            ValueError: for rows that are placed on several devices.
+        """
+        if self.placement is not None:
+            raise ValueError(
+                "of_rows() is for the rows of one array, and these are placed on the devices of a mesh; inside of a "
+                "shard_map take each device's own, dataclasses.replace(groups, sizes=sizes[0], placement=None)"
+            )
         row, starts = jnp.arange(self.rows, dtype=jnp.int32), self.starts
         # The last group that starts at the row or before it: a group without rows starts where the next one does.
         group = jnp.sum(row[:, None] >= starts[None], axis=1, dtype=jnp.int32) - 1

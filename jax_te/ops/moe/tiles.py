@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from jax_te.ops.moe.row_groups import RowGroups, row_bound, tile_of
+from jax_te.ops.wide import wide_dtype
 from jax_te.quantize import GroupTiles, Precision, padded_size
 from jax_te.typing import Array
 
@@ -83,11 +84,14 @@ class TiledGroups:
         return jnp.take(y, self._to, axis=0, mode="fill", fill_value=0)
 
     def sums(self, x: Array, tiles: Array) -> Array:
-        """Return the sum of each group's rows, fp32 ``[e, *c]``, of ``x [rows, *c]`` or of its ``tiles``."""
+        """Return the sum of each group's rows, fp32 (of fp64: fp64) ``[e, *c]``.
+
+        They are read from ``x [rows, *c]`` or from its ``tiles``.
+        """
         if self._count == 1:
             # Without the padding, with which a sum may have another order.
-            return jnp.sum(self.without_padding(x), axis=0, dtype=jnp.float32)[None]
-        return self.tiles.sum(jnp.sum(tiles, axis=1, dtype=jnp.float32))
+            return jnp.sum(self.without_padding(x), axis=0, dtype=wide_dtype(x.dtype))[None]
+        return self.tiles.sum(jnp.sum(tiles, axis=1, dtype=wide_dtype(x.dtype)))
 
     def without_padding(self, x: Array) -> Array:
         """Return ``x [rows, *c]`` with padding set to zero."""

@@ -47,7 +47,7 @@ def weighted_activation(
     On Hopper GPUs backward is one kernel, which writes the gradient over ``x``. Elsewhere these are two operations.
 
     Args:
-        x: ``[rows, n_act, f]``, fp32, bf16 or fp16.
+        x: ``[rows, n_act, f]``, fp32, bf16, fp16 or fp64.
         weights: ``[rows]``, fp32 or wider.
         function: the activation of the ``n_act`` components.
         placement: placement of the rows on a mesh, see `RowGroups`. None: one array with all rows; the compiler splits
@@ -66,7 +66,8 @@ def weighted_activation(
         return _weighted_act(_Spec(function), shards, _Args(x, weights), None, None)
     out_axes = (None, "ffn") if each is None else PartitionSpec(*each, None)
     z = activation(x, function.name, params=function.params, out_axes=out_axes)
-    return (z.astype(weights.dtype) * weights[:, None]).astype(z.dtype)
+    dtype = z.dtype if z.dtype == jnp.float64 else weights.dtype
+    return (z.astype(dtype) * weights.astype(dtype)[:, None]).astype(z.dtype)
 
 
 class _Spec(NamedTuple):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from jax_te.errors import BackendUnavailableError
+from jax_te.ops.device import default_device
 from jax_te.typing import Array
 
 BLOCK = 128
@@ -31,7 +30,7 @@ def supported() -> tuple[bool, str]:
     """
     if jax.__version_info__[:2] < OLDEST_JAX:
         return False, _too_old()
-    device = _default_device()
+    device = default_device()
     if device.platform != "gpu":
         return False, f"jax_te's Pallas kernels need an NVIDIA GPU, the default device is of platform {device.platform}"
     # wgmma is an instruction of Hopper alone: later GPUs do not have it.
@@ -82,12 +81,5 @@ def pad(x: Array, rows: int, columns: int) -> Array:
 
 def multiprocessors() -> int:
     """Return the number of multiprocessors of the default GPU; 2 elsewhere, where kernels are interpreted."""
-    device = _default_device()
+    device = default_device()
     return device.core_count if device.platform == "gpu" else 2
-
-
-def _default_device() -> Any:
-    """Return the device on which JAX runs what names none."""
-    device = jax.config.jax_default_device or jax.devices()[0]
-    # jax_default_device may hold the name of a platform in place of a device.
-    return jax.devices(device)[0] if isinstance(device, str) else device

@@ -15,6 +15,7 @@ from jax_te.ops import xla
 from jax_te.ops.attention.segments import Segments
 from jax_te.ops.attention.softmax_offset import offset_gradient
 from jax_te.ops.attention.spec import QKV, AttentionArrays, AttentionSpec
+from jax_te.ops.device import default_platform
 from jax_te.ops.stacked import behind_barrier, residuals_are_stacked
 from jax_te.ops.te.load import runs_as_plain_jax
 from jax_te.ops.te.quantizer import inside_te
@@ -107,12 +108,17 @@ def unsupported_if_packed(spec: AttentionSpec) -> str | None:
     return None
 
 
-# Cached: the layers of a model make the same call.
-@functools.cache
 def attention_supports(spec: AttentionSpec) -> tuple[bool, str]:
     """Return whether cuDNN has a kernel for the call, and its answer if not."""
-    if runs_as_plain_jax() or jax.default_backend() != "gpu":
+    if runs_as_plain_jax() or default_platform() != "gpu":
         return False, "TE's fused attention needs a GPU"
+    return _has_kernel(spec)
+
+
+# Cached: the layers of a model make the same call.
+@functools.cache
+def _has_kernel(spec: AttentionSpec) -> tuple[bool, str]:
+    """Return whether cuDNN has a kernel for the call on this machine's GPU, and its answer if not."""
     lacks = unsupported(spec)
     if lacks is not None:
         return False, lacks

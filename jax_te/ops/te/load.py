@@ -12,12 +12,21 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
+from jax_te.ops.device import default_platform
 
 
-@functools.cache
 def available() -> tuple[bool, str]:
     """Return whether ``transformer_engine.jax`` can be imported and run here; if not, the reason and the remedy."""
+    imported, reason = _imported()
+    if imported and default_platform() != "gpu" and not runs_as_plain_jax():
+        return False, "no GPU (NVTE_JAX_CUSTOM_CALLS=false makes TE run as plain JAX on CPU, for tests)"
+    return imported, reason
+
+
+# Cached: an import that failed is not tried again. Nothing in it depends on the device.
+@functools.cache
+def _imported() -> tuple[bool, str]:
+    """Return whether ``transformer_engine.jax`` can be imported; if not, the reason and the remedy."""
     if importlib.util.find_spec("transformer_engine") is None:
         return False, "transformer_engine is not installed (see docs/install.md)"
     try:
@@ -28,8 +37,6 @@ def available() -> tuple[bool, str]:
         if "cudnn" in str(error).lower():
             hint = "; import jax_te before the first JAX computation, so that TE's cuDNN is the one loaded"
         return False, f"importing transformer_engine.jax failed: {type(error).__name__}: {lines[0]}{hint}"
-    if jax.default_backend() != "gpu" and not runs_as_plain_jax():
-        return False, "no GPU (NVTE_JAX_CUSTOM_CALLS=false makes TE run as plain JAX on CPU, for tests)"
     return True, "transformer_engine.jax is importable"
 
 

@@ -35,7 +35,10 @@ def _beta(bias: Array | None, gamma: Array, spec: NormSpec) -> Array | None:
 def norm_quantize(
     x: Array, scale: Array, bias: Array | None, spec: NormSpec, how: Quantization
 ) -> tuple[Any, Any, Array | None]:
-    """Return the norm's output as an operand, the statistics for backward, the output's amax where reported."""
+    """Return the norm's output as an operand, the statistics for backward, the output's amax where reported.
+
+    ``x`` has rows, see `norm`: calls with a quantizer are padded to at least one block before.
+    """
     if not is_te_quantizer(how.quantizer) or how.needs_amax:
         y, stats = norm(x, scale, bias, spec)
         operand, y_amax = quantize_operand(y, how, axis=-1)

@@ -1,4 +1,4 @@
-"""Activations in plain JAX, fp32 inside."""
+"""Activations in plain JAX, fp32 (of fp64: fp64) inside."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jax_te.config import ActivationParams, LimitedFunction
 from jax_te.ops.linear.norm_and_activation import Activation
+from jax_te.ops.wide import wide_dtype
 from jax_te.ops.xla.gemm import quantize_dbias, quantize_operand
 from jax_te.quantize import Operand, Quantization
 from jax_te.typing import Array, DTypeLike
@@ -88,7 +89,7 @@ def act_of_parts(activation: Activation, components: Sequence[Array]) -> Array:
 
 def act(x: Array, activation: Activation) -> Array:
     """Return ``x [..., n_act, f]`` activated, ``[..., f]``: the product of the functions of each component."""
-    return _wide(x.astype(jnp.float32), activation).astype(x.dtype)
+    return _wide(x.astype(wide_dtype(x.dtype)), activation).astype(x.dtype)
 
 
 def act_quantize(x: Array, activation: Activation, how: Quantization) -> tuple[Operand, Array | None]:
@@ -106,5 +107,6 @@ def act_backward_quantize(
 
 def act_backward(dz: Array, x: Array, activation: Activation) -> Array:
     """Return the gradient of ``x [..., n_act, f]`` from ``dz [..., f]``, in the dtype of ``x``."""
-    _, vjp = jax.vjp(lambda x: _wide(x, activation), x.astype(jnp.float32))
-    return vjp(dz.astype(jnp.float32))[0].astype(x.dtype)
+    dtype = wide_dtype(x.dtype)
+    _, vjp = jax.vjp(lambda x: _wide(x, activation), x.astype(dtype))
+    return vjp(dz.astype(dtype))[0].astype(x.dtype)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_te.ops.attention.spec import QKV, AttentionArrays, AttentionSpec, unpack
+from jax_te.ops.device import default_platform
 from jax_te.ops.xla.attention_scores import drop, max_logits, scores_of
 from jax_te.typing import Array
 
@@ -26,7 +27,7 @@ _LENGTH_MULTIPLE = 128
 def _use_cudnn(spec: AttentionSpec) -> bool:
     # Calls that cuDNN accepts through jax.nn, which raises for others if cuDNN is requested by name; minus its defects.
     return (
-        jax.default_backend() == "gpu"
+        default_platform() == "gpu"
         and spec.is_plain
         and spec.dtype in (jnp.bfloat16, jnp.float16)
         and spec.mask_type in ("no_mask", "causal")

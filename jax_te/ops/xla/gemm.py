@@ -11,9 +11,11 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from jax_te.ops.device import default_platform
 from jax_te.ops.pallas import BlockOperand
 from jax_te.ops.pallas import operand as hopper
 from jax_te.ops.pallas.support import BLOCK
+from jax_te.ops.wide import wide_dtype
 from jax_te.quantize import (
     BlockQuantizer,
     Gemm,
@@ -46,8 +48,8 @@ def statistics(x: Array, how: Quantization, *, axis: int) -> dict[str, Array]:
 
 
 def sum_rows(g: Array, axis: int, dtype: DTypeLike) -> Array:
-    """Return the sum over the axes before ``axis``, accumulated in fp32: a bias gradient."""
-    return jnp.sum(g, axis=tuple(range(axis)), dtype=jnp.float32).astype(dtype)
+    """Return the sum over the axes before ``axis``, accumulated in fp32 (of fp64: fp64): a bias gradient."""
+    return jnp.sum(g, axis=tuple(range(axis)), dtype=wide_dtype(g.dtype)).astype(dtype)
 
 
 def quantize_dbias(
@@ -134,7 +136,10 @@ def _dot(
     left = lhs.dequantize() if isinstance(lhs, QuantizedTensor) else lhs
     right = rhs.dequantize() if isinstance(rhs, QuantizedTensor) else rhs
     compute = left.dtype if isinstance(rhs, QuantizedTensor) else right.dtype
-    if jnp.dtype(dtype) == jnp.float32 and jax.default_backend() == "cpu":
+    if compute == jnp.float64:
+        # Rounded afterwards, as to an fp32 kernel's gradient: JAX has no products that are narrower than fp64 operands.
+        return jax.lax.dot_general(left.astype(compute), right.astype(compute), dims).astype(dtype)
+    if jnp.dtype(dtype) == jnp.float32 and default_platform() == "cpu":
         compute = jnp.dtype(jnp.float32)  # XLA's CPU dot has no half-precision operands with an fp32 result
     left, right = left.astype(compute), right.astype(compute)
     return jax.lax.dot_general(left, right, dims, preferred_element_type=jnp.dtype(dtype))

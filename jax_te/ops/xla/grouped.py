@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_te.ops.wide import wide_dtype
 from jax_te.ops.xla import gemm
 from jax_te.quantize import (
     GroupTiles,
@@ -147,23 +148,25 @@ def gemm_dgrad(g: GroupedOperand, kernel: Any, split_accumulator: bool) -> Array
     """Return ``g [rows, *n] @ kernel [e, k, *n]^T`` of each row's group, ``[rows, k]`` in the dtype of ``g``."""
     if _is_elementwise(g, kernel, 1):
         of_tiles = jnp.take(kernel.astype(g.form.dtype), g.group.astype(jnp.int32), axis=0)
-        products = g.form.astype(jnp.float32) * of_tiles.astype(jnp.float32)
+        dtype = wide_dtype(g.form.dtype)
+        products = g.form.astype(dtype) * of_tiles.astype(dtype)
         dx = jnp.sum(products, axis=tuple(range(2, g.form.ndim)))
         return dx.reshape(-1, 1).astype(g.form.dtype)
     return _by_tiles(lambda tile, kernel: gemm.gemm_dgrad(tile, kernel, split_accumulator), g, kernel)
 
 
 def gemm_wgrad(x: GroupedOperand, g: GroupedOperand, dtype: DTypeLike, split_accumulator: bool) -> Array:
-    """Return ``x^T @ g`` of each group's rows, ``[e, k, *n]``, accumulated in fp32 and returned in ``dtype``."""
+    """Return ``x^T @ g`` of each group's rows, ``[e, k, *n]``, accumulated in fp32 (of fp64: fp64), in ``dtype``."""
     if _is_one_gemm(x):
         only_x, only_g = _only((x.form, g.form))
         return gemm.gemm_wgrad(only_x, only_g, dtype, split_accumulator)[None]
+    wide = _wide_dtype(x.form, g.form)
     if _is_elementwise(g, x.form, 2):
-        products = _beside(x.form, g.form).astype(jnp.float32) * g.form.astype(jnp.float32)
+        products = _beside(x.form, g.form).astype(wide) * g.form.astype(wide)
         return sum_of_groups(jnp.sum(products, axis=1), x.group, x.count)[:, None].astype(dtype)
 
     def product(tile: tuple[Any, Any]) -> Array:
-        return gemm.gemm_wgrad(*tile, jnp.float32, split_accumulator)
+        return gemm.gemm_wgrad(*tile, wide, split_accumulator)
 
     def add(sums: Array, tile: tuple[Any, Array]) -> tuple[Array, None]:
         operands, group = tile[0], tile[1].astype(jnp.int32)
@@ -172,7 +175,7 @@ def gemm_wgrad(x: GroupedOperand, g: GroupedOperand, dtype: DTypeLike, split_acc
 
     first = jax.eval_shape(lambda operands: _at(operands, 0), (x.form, g.form))
     shape = jax.eval_shape(product, first).shape
-    sums, _ = jax.lax.scan(add, jnp.zeros((x.count, *shape), jnp.float32), ((x.form, g.form), x.group))
+    sums, _ = jax.lax.scan(add, jnp.zeros((x.count, *shape), wide), ((x.form, g.form), x.group))
     return sums.astype(dtype)
 
 
@@ -184,6 +187,12 @@ def _by_tiles(multiply: Callable[[Any, Any], Array], rows: GroupedOperand, kerne
         return multiply(_only(rows.form), _only(kernels))
     y = jax.lax.map(lambda tile: multiply(tile[0], _at(kernels, tile[1].astype(jnp.int32))), (rows.form, rows.group))
     return y.reshape(-1, *y.shape[2:])
+
+
+def _wide_dtype(*forms: Any) -> DTypeLike:
+    """Return the dtype in which products of operands are added up: fp64 of fp64 arrays, else fp32."""
+    wide = [wide_dtype(form.dtype) for form in forms if isinstance(form, jax.Array)]
+    return jnp.float64 if jnp.float64 in wide else jnp.float32
 
 
 def _is_elementwise(rows: GroupedOperand, other: Any, axis: int) -> bool:

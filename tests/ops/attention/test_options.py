@@ -293,3 +293,17 @@ def test_known_lengths_beyond_their_row_are_refused(lengths, message):
         given = {name: jnp.array(values) for name, values in lengths.items()}
     with pytest.raises(ValueError, match=message):
         dot_product_attention((q, k, k), mask_type="padding_causal_bottom_right", **given)
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(1, 2, 3, 0, 8)],
+        [(1, 2, 1, 8), (1, 2, 0, 8), (1, 2, 0, 8)],
+        [(1, 2, 1, 0), (1, 2, 1, 0), (1, 2, 1, 8)],
+        [(1, 2, 1, 8), (1, 2, 1, 8), (1, 2, 1, 0)],
+    ],
+)
+def test_no_heads_and_heads_of_no_size_are_refused(shapes):
+    with pytest.raises(ValueError, match="numbers of heads and head sizes must be 1 or more"):
+        dot_product_attention(tuple(map(jnp.ones, shapes)))

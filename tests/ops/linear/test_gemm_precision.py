@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_te import ops
 from jax_te.ops import layernorm
 from jax_te.quantize import ROLES, frozen_scales, init_gemm_state
 from jax_te.recipe import (
@@ -148,6 +149,24 @@ def test_save_original_input_under_delayed_scaling():
     ):
         run_dense(KINDS["delayed"](), save_original_input=True)
     run_dense(None, save_original_input=True)  # without a recipe it is kept anyway
+
+
+def test_an_input_that_the_op_computes_is_not_saved():
+    """Its gradient would be that of the op's input: no error, and the wrong kernel gradient."""
+    x, saving = jnp.ones((16, 16)), ops.LinearOptions(save_original_input=True)
+    first, last = ops.LinearWeights(jnp.ones((16, 1, 16))), ops.LinearWeights(jnp.ones((16, 16)))
+    calls = {
+        "layernorm_dense": lambda: ops.layernorm_dense(x, x[0], None, last, options=saving),
+        r"layernorm_mlp \(wi\)": lambda: ops.layernorm_mlp(
+            x, x[0], None, first, last, options=ops.MlpOptions(wi=saving)
+        ),
+        r"layernorm_mlp \(wo\)": lambda: ops.layernorm_mlp(
+            x, x[0], None, first, last, options=ops.MlpOptions(wo=saving)
+        ),
+    }
+    for label, call in calls.items():
+        with pytest.raises(ValueError, match=f"{label}: save_original_input must be False"):
+            call()
 
 
 @pytest.mark.wide

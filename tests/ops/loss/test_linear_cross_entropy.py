@@ -94,6 +94,18 @@ def test_the_logits_are_never_there_as_a_whole():
     assert part in text(4)
 
 
+@pytest.mark.parametrize(("b", "s"), [(0, 8), (2, 0)])
+def test_an_empty_microbatch_has_no_loss_and_no_gradient(b, s):
+    x, kernel, labels = jnp.ones((b, s, 4)), jnp.ones((4, 8)), jnp.zeros((b, s), jnp.int32)
+
+    def loss(x, kernel):
+        return linear_cross_entropy(x, kernel, labels, chunks=2, reduction="mean")
+
+    value, (dx, dkernel) = jax.value_and_grad(loss, (0, 1))(x, kernel)
+    assert (value, dx.shape) == (0.0, x.shape)
+    assert not dkernel.any()
+
+
 def test_a_label_outside_gives_nan():
     x, kernel, labels = operands()
     loss, (dx, _) = run(x, kernel, labels.at[1, 2].set(V), jnp.ones((B, S)), 2)

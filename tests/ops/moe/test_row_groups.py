@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_te.ops import RowGroups, row_bound
+from jax_te.ops import ExpertPlacement, RowGroups, row_bound
 
 
 def expected(sizes, rows, alignment):
@@ -40,6 +40,16 @@ def test_the_bound_is_enough_for_the_worst_case():
     groups = RowGroups(sizes=jnp.asarray(sizes, jnp.int32), rows=rows, alignment=alignment)
     assert int((groups.of_rows() < 4).sum()) == sum(sizes)
     assert rows == 40
+
+
+def test_rows_on_several_devices():
+    mesh = jax.sharding.AbstractMesh((4,), ("data",))
+    placed = ExpertPlacement(mesh=mesh, tokens=(("data",),), experts=(), features=())
+    sizes = jnp.arange(8, dtype=jnp.int32).reshape(4, 2)
+    groups = RowGroups(sizes=sizes, rows=16, alignment=4, placement=placed)
+    assert groups.starts.tolist() == [RowGroups(sizes=each, rows=16, alignment=4).starts.tolist() for each in sizes]
+    with pytest.raises(ValueError, match=r"of_rows\(\) is for the rows of one array"):
+        groups.of_rows()
 
 
 def test_what_is_refused():
