@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from jax_te._processes.gather import is_first
+from jax_te._processes.heartbeats import shortened
 
 _BOUND = 600.0
 """Seconds for which a process waits for the others."""
@@ -30,7 +31,7 @@ _ANSWER = 10.0
 _SHORTEST, _LONGEST = 0.0002, 0.05
 """Seconds between two looks at an array that is being computed; the interval grows meanwhile."""
 _TEXT = 400
-"""Characters of a problem."""
+"""Characters of a problem that are told to others."""
 _MISSED = "missed: "
 """Begin of an outcome by which a process was waited for in vain. Other outcomes are a process's problem, or empty."""
 
@@ -73,7 +74,8 @@ class Meetings:
         if error is None or self._agreed or jax.process_count() == 1:
             return
         text = f"{self._name} failed in process {jax.process_index()}: {type(error).__name__}: {error}"
-        self._attend(text[:_TEXT].encode(errors="replace").decode())  # a path may have half of a surrogate pair
+        text = text.encode(errors="replace").decode()  # a path may have half of a surrogate pair
+        self._attend(shortened(text, _TEXT))
 
     def meet(self) -> None:
         """Return once all processes are here.
