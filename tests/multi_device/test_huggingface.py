@@ -13,12 +13,15 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_te._processes import Meetings, meeting
 from jax_te.config import ParallelConfig
-from jax_te.interop.huggingface import load_huggingface, save, save_huggingface
+from jax_te.interop.huggingface import load_huggingface, peft_save, save, save_huggingface, save_peft
+from jax_te.interop.huggingface.folder import ADAPTER_CONFIG, ADAPTER_TENSORS
 from jax_te.interop.tables import host_arrays, on_host
+from jax_te.layers import LoRA
 from jax_te.sharding import make_mesh
 from tests.interop.huggingface.test_folder import llama, params_of
 from tests.support.numerics import assert_bitwise
@@ -42,7 +45,7 @@ def load_and_save(folder, copy, unwritable):
         told = told_of_failures(model, folder, copy, unwritable)
         save_huggingface(model, copy, max_shard_size=20_000)
     with jax.set_mesh(make_mesh(ParallelConfig(data=4), axis_type="explicit")):
-        save_slowly(load_huggingface(folder), copy)
+        save_slowly(load_huggingface(folder), copy, copy / "adapter")
     return held / size, told
 
 
@@ -72,23 +75,25 @@ def fail_at_the_fifth(error, folder, config, plan, tensors, limit):
     raise error
 
 
-def save_slowly(model, copy):
+def save_slowly(model, copy, adapter):
     """Save parameters that every process holds, in more time than one process waits for a parameter."""
-    write, bound = save.write_folder, meeting._BOUND
+    write, write_adapter, bound = save.write_folder, peft_save.write_file, meeting._BOUND
     meeting._BOUND = 3.0
     if jax.process_index() == 0:
-        save.write_folder = lambda folder, config, plan, tensors, limit: write(
-            folder, config, plan, slow(tensors), limit
-        )
+        save.write_folder = lambda *args: write(*args[:3], slow(args[3], 0.25), args[4])
+        peft_save.write_file = lambda path, plan, tensors: write_adapter(path, plan, slow(tensors, 2.0))
     begin = time.monotonic()
     save_huggingface(model, copy, max_shard_size=20_000)
-    assert time.monotonic() > begin + meeting._BOUND
-    save.write_folder, meeting._BOUND = write, bound
+    model.layers[0].self_attention.proj = LoRA(model.layers[0].self_attention.proj, 2, rngs=nnx.Rngs(0))
+    between = time.monotonic()
+    save_peft(model, adapter)
+    assert begin + meeting._BOUND < between < time.monotonic() - meeting._BOUND
+    save.write_folder, peft_save.write_file, meeting._BOUND = write, write_adapter, bound
 
 
-def slow(tensors):
+def slow(tensors, seconds):
     for tensor in tensors:
-        time.sleep(0.25)
+        time.sleep(seconds)
         yield tensor
 
 
@@ -151,6 +156,7 @@ def test_two_processes_load_their_parts_and_the_first_writes(tmp_path):
     unwritable.write_text("no folder")
     first, second = (each.result for each in run_processes(2, load_and_save, (folder, copy, unwritable), devices=2))
     assert 0.3 < second[0] < 0.5 < first[0] < 0.7  # norms are whole everywhere, and counted for the first
+    assert sorted(path.name for path in (copy / "adapter").iterdir()) == [ADAPTER_CONFIG, ADAPTER_TENSORS]
     for path in folder.iterdir():
         assert (copy / path.name).read_bytes() == path.read_bytes(), path.name
     elsewhere, *writing = zip(first[1], second[1], strict=True)
