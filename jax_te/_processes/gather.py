@@ -22,7 +22,7 @@ def gather_texts(text: str) -> list[str]:
     """Return the texts of all processes, in their order; all must call this, and texts are cut to 400 bytes."""
     if jax.process_count() == 1:
         return [text]
-    sent = np.frombuffer(text.encode()[:_BYTES].ljust(_BYTES, b"\0"), np.uint8)
+    sent = np.frombuffer(text.encode(errors="replace")[:_BYTES].ljust(_BYTES, b"\0"), np.uint8)
     received = multihost_utils.process_allgather(sent)
     return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in np.asarray(received)]
 

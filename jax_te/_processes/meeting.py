@@ -1,71 +1,191 @@
-"""Meetings: processes wait for each other, for a limited time, before they run a program together.
+"""Meetings: processes wait for each other, for a limited time, and then all go on, or all raise.
 
 A wait in C++, such as that for a collective, cannot be ended from outside. A thread that is left in one aborts the
-process if its wait ends while the interpreter does: it cannot take the interpreter's lock any more. So the waits here
-are loops of Python in the caller's thread, and a program over the devices of all processes begins once all are there.
+process if its wait ends while the interpreter does: it cannot take the interpreter's lock any more. So a program over
+the devices of all processes begins once all have met, and the waits here are short ones in the caller's thread.
+
+The processes meet at JAX's coordination service, a store of texts in process 0 whose keys are written once. Each writes
+for a meeting that it is there, or which problem it has. Process 0 reads that, and writes the outcome. A process that
+has waited in vain writes another outcome. The first one written counts for all, so that none goes on alone.
 """
 
 from __future__ import annotations
 
 import errno
-import itertools
 import time
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
-_NUMBERS = itertools.count()
-"""Numbers of meetings, which all processes attend in the same order."""
+from jax_te._processes.gather import is_first
+from jax_te._processes.heartbeats import shortened
+
+_BOUND = 600.0
+"""Seconds for which a process waits for the others."""
+_SLICE = 2.0
+"""Seconds of one question to the store: the longest time for which a process does not react to Ctrl-C."""
+_ANSWER = 10.0
+"""Seconds after which process 0, asked for a text that it has, counts as stopped."""
 _SHORTEST, _LONGEST = 0.0002, 0.05
-"""Seconds between two looks at what a process waits for; the interval grows while it waits."""
+"""Seconds between two looks at an array that is being computed; the interval grows meanwhile."""
+_TEXT = 400
+"""Characters of a problem that are told to others."""
+_MISSED = "missed: "
+"""Begin of an outcome by which a process was waited for in vain. Other outcomes are a process's problem, or empty."""
+
+_CALLS = Counter[str]()
+"""Number of calls so far by their name, the same in all processes: a part of the keys, which are written once."""
 
 
-def meet(seconds: float) -> None:
-    """Return once all processes have called this.
+class MissedMeeting(TimeoutError):
+    """A process that was waited for in vain. Not any TimeoutError: those of a file system are problems like others."""
+
+    def __init__(self, text: str):
+        super().__init__(errno.ETIMEDOUT, text)
+
+
+class Meetings:
+    """A call that all processes make together, and its meetings.
+
+    If one process leaves the ``with`` block by an error, the others raise at their next meeting. A failed call does not
+    disturb later ones, and calls of different names never meet each other.
 
     Args:
-        seconds: seconds to wait for the others.
+        name: name of the call.
 
-    Raises:
-        TimeoutError: if one has not come by then. One that comes later does not find this process there.
-        ValueError: if JAX's processes are not connected by ``jax.distributed.initialize``.
+    >>> with Meetings("save_huggingface") as meetings:
+    ...     meetings.meet()
     """
-    if jax.process_count() == 1:
-        return
+
+    def __init__(self, name: str):
+        self._name, self._number, self._agreed = name, 0, False
+        self._call = f"jax_te/{name}/{_CALLS[name]}"
+        self._outdated = f"jax_te/{name}/{_CALLS[name] - 1}"
+        _CALLS[name] += 1
+
+    def __enter__(self) -> Meetings:
+        if jax.process_count() > 1 and is_first():
+            _client().key_value_set(f"{self._call}/open", "")
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None or self._agreed or jax.process_count() == 1:
+            return
+        text = f"{self._name} failed in process {jax.process_index()}: {type(error).__name__}: {error}"
+        text = text.encode(errors="replace").decode()  # a path may have half of a surrogate pair
+        self._attend(shortened(text, _TEXT))
+
+    def meet(self) -> None:
+        """Return once all processes are here.
+
+        Raises:
+            MissedMeeting: if one has not come within ten minutes. One that comes later raises it, too.
+            OSError: if another process has failed since the last meeting, or cannot go on.
+            ValueError: if JAX's processes are not connected by ``jax.distributed.initialize``.
+        """
+        if jax.process_count() == 1:
+            return
+        outcome = self._attend("")
+        if outcome:
+            self._agreed = True  # nothing is to be told
+            if outcome.startswith(_MISSED):
+                raise MissedMeeting(outcome.removeprefix(_MISSED))
+            raise OSError(errno.EIO, outcome)
+
+    def wait_until(self, is_over: Callable[[], bool]) -> None:
+        """Return once a condition that other processes bring about holds.
+
+        Args:
+            is_over: function that returns whether the condition holds, such as ``is_ready`` of an array.
+
+        Raises:
+            MissedMeeting: if it does not hold within ten minutes.
+        """
+        deadline, interval = time.monotonic() + _BOUND, _SHORTEST
+        while not is_over():
+            if time.monotonic() > deadline:
+                raise MissedMeeting(self._waited_for("the others"))
+            time.sleep(interval)
+            interval = min(2 * interval, _LONGEST)
+
+    def _attend(self, problem: str) -> str:
+        """Take part in the next meeting, and return its outcome: why the processes cannot go on. Empty: they can.
+
+        Args:
+            problem: reason why this process cannot go on. With one it does not wait for the others.
+        """
+        meeting, deadline = f"{self._call}/{self._number}", time.monotonic() + _BOUND
+        if problem and self._number:  # before the first meeting, process 0 may not have begun the call
+            deadline = time.monotonic() + _ANSWER
+        self._number += 1
+        try:
+            if not is_first():
+                self._write(f"{meeting}/{jax.process_index()}", problem, deadline)
+                return problem or self._read(f"{meeting}/outcome", deadline, 0)
+            if not problem:
+                others = range(1, jax.process_count())
+                told = [self._read(f"{meeting}/{other}", deadline, other) for other in others]
+                problem = next(filter(None, told), "")
+                _client().key_value_delete(self._outdated)  # all have left it
+                self._outdated = meeting
+            return self._settle(meeting, problem)
+        except MissedMeeting as missed:
+            return self._settle(meeting, f"{_MISSED}{missed.strerror}")
+
+    def _settle(self, meeting: str, outcome: str) -> str:
+        """Write the outcome of a meeting unless there is one, and return the one that counts."""
+        deadline = time.monotonic() + _ANSWER
+        try:
+            written = self._write(f"{meeting}/outcome", outcome, deadline)
+            return outcome if written else self._read(f"{meeting}/outcome", deadline, 0)
+        except MissedMeeting:
+            return outcome  # process 0 does not answer, and this process cannot go on without it
+
+    def _write(self, key: str, text: str, deadline: float) -> bool:
+        """Write a text unless the key has one, and return whether it was written."""
+        if not is_first():
+            # A write waits for process 0 without a bound, so this process asks first whether it answers.
+            self._read(f"{self._call}/open", deadline, 0)
+        try:
+            _client().key_value_set(key, text)
+        except jax.errors.JaxRuntimeError as error:
+            if not str(error).startswith("ALREADY_EXISTS"):
+                raise MissedMeeting(f"{self._waited_for('process 0')} ({error})") from error
+            return False
+        return True
+
+    def _read(self, key: str, deadline: float, other: int) -> str:
+        """Return a text once it is written.
+
+        Args:
+            key: key of the text.
+            deadline: time until which this process waits.
+            other: index of the process that writes it, for the error.
+
+        Raises:
+            MissedMeeting: if it is not there by then, or if the store fails.
+        """
+        while True:
+            seconds = max(0.001, min(deadline - time.monotonic(), _SLICE))
+            try:
+                return _client().blocking_key_value_get(key, int(1000 * seconds))
+            except jax.errors.JaxRuntimeError as error:
+                if not str(error).startswith("DEADLINE_EXCEEDED"):
+                    raise MissedMeeting(f"{self._waited_for(f'process {other}')} ({error})") from error
+            if time.monotonic() > deadline:
+                raise MissedMeeting(self._waited_for(f"process {other}"))
+
+    def _waited_for(self, others: str) -> str:
+        return (
+            f"process {jax.process_index()} waited {_BOUND:g} s for {others} in {self._name}, in vain: a process has "
+            "ended, or is too slow"
+        )
+
+
+def _client() -> Any:
+    """Return this process's client of JAX's coordination service, for which JAX has no public name."""
     from orbax.checkpoint import multihost  # here, since this import takes long, and most programs are one process
 
-    client, number, index = multihost.get_jax_distributed_client(), next(_NUMBERS), jax.process_index()
-    arrived, begun = (f"jax_te/meetings/{number}/{what}" for what in ("arrived", "begun"))
-    client.key_value_set(f"{arrived}/{index}", "")
-    try:
-        if index == 0:
-            wait_until(lambda: len(client.key_value_dir_get(arrived)) == jax.process_count(), seconds)
-            client.key_value_set(f"{begun}/0", "")
-            client.key_value_delete(f"jax_te/meetings/{number - 1}")  # all have left it
-        else:
-            wait_until(lambda: bool(client.key_value_dir_get(begun)), seconds)
-    except TimeoutError:
-        client.key_value_delete(f"{arrived}/{index}")
-        raise
-
-
-def wait_until(is_over: Callable[[], bool], seconds: float) -> None:
-    """Return once a condition that other processes bring about holds.
-
-    Args:
-        is_over: function that returns whether the condition holds, such as ``is_ready`` of an array.
-        seconds: seconds to wait.
-
-    Raises:
-        TimeoutError: if it does not hold by then.
-    """
-    deadline, interval = time.monotonic() + seconds, _SHORTEST
-    while not is_over():
-        if time.monotonic() > deadline:
-            raise TimeoutError(
-                errno.ETIMEDOUT,
-                f"process {jax.process_index()} waited {seconds:g} s for the others, of which one has ended, or is too "
-                "slow",
-            )
-        time.sleep(interval)
-        interval = min(2 * interval, _LONGEST)
+    return multihost.get_jax_distributed_client()

@@ -109,13 +109,20 @@ def load(path: Path, what: str, target: Target) -> tuple[PyTree, Any]:
     wanted = {tuple(name.split("/")): leaf for name, leaf in _reads(plan, target).items()}
     found = in_all_processes(read_arrays, path, wanted)
     found = {name: found[name] for name in wanted}
-    # Orbax restores a flipped bit without an error, so the values are checked.
-    wrong = [name for name, value in checksums(found).items() if body["checksums"][name] != value]
-    if wrong:
-        raise DamagedError(f"{len(wrong)} of {len(found)} arrays fail their checksum, first {wrong[0]}")
+    # Orbax restores a flipped bit without an error, so the values are checked. All processes compute the sums together,
+    # but each compares its own: of a replicated array, one process alone may have read other bytes.
+    sums = checksums(found)
+    in_all_processes(_check_sums, sums, body["checksums"])
     state = target.filled(_arrays(plan, target, {"/".join(name): leaf for name, leaf in found.items()}))
     _log(plan, what)
     return state, body["data"]
+
+
+def _check_sums(sums: dict[str, int], saved: dict[str, int]) -> None:
+    """Raise DamagedError if an array's checksum is not that of the saved one."""
+    wrong = [name for name, value in sums.items() if saved[name] != value]
+    if wrong:
+        raise DamagedError(f"{len(wrong)} of {len(sums)} arrays fail their checksum, first {wrong[0]}")
 
 
 def _check_keys(plan: RestorePlan, saved: dict[str, str], target: Target, what: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import functools
+import os
 import re
 import sys
 import time
@@ -10,11 +13,15 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_te._processes import Meetings, meeting
 from jax_te.config import ParallelConfig
-from jax_te.interop.huggingface import load_huggingface, save, save_huggingface
+from jax_te.interop.huggingface import load_huggingface, peft_save, save, save_huggingface, save_peft
+from jax_te.interop.huggingface.folder import ADAPTER_CONFIG, ADAPTER_TENSORS
 from jax_te.interop.tables import host_arrays, on_host
+from jax_te.layers import LoRA
 from jax_te.sharding import make_mesh
 from tests.interop.huggingface.test_folder import llama, params_of
 from tests.support.numerics import assert_bitwise
@@ -22,7 +29,7 @@ from tests.support.processes import run_processes
 
 
 def load_and_save(folder, copy, unwritable):
-    """Return which share of the parameters this process holds, and what it is told of a folder that is none."""
+    """Return which share of the parameters this process holds, and what it is told of calls that fail."""
     whole = jax.tree.leaves(params_of(llama()))
     with jax.set_mesh(make_mesh(ParallelConfig(fsdp=2, tensor=2), axis_type="explicit")):
         model = load_huggingface(folder)
@@ -35,20 +42,59 @@ def load_and_save(folder, copy, unwritable):
             size += leaf.size
         save_huggingface(model, copy, max_shard_size=20_000)
         assert (copy / "config.json").is_file()  # none returns before it is written
-        with pytest.raises(OSError, match="File exists") as told:
-            save_huggingface(model, unwritable)
-        # Half of the tensors are written when the disk is full.
+        told = told_of_failures(model, folder, copy, unwritable)
+        save_huggingface(model, copy, max_shard_size=20_000)
+    with jax.set_mesh(make_mesh(ParallelConfig(data=4), axis_type="explicit")):
+        save_slowly(load_huggingface(folder), copy, copy / "adapter")
+    return held / size, told
+
+
+def told_of_failures(model, folder, copy, unwritable):
+    """Return what this process is told of calls that fail in one process, before, at and after the first write."""
+    write, told = save.write_folder, []
+    with pytest.raises((ValueError, OSError), match="is not there") as error:
+        save_huggingface(model, copy, like=folder if jax.process_index() == 0 else folder / "elsewhere")
+    told.append(str(error.value))
+    with pytest.raises(OSError, match="File exists") as error:
+        save_huggingface(model, unwritable)
+    told.append(str(error.value))
+    # The first is a TimeoutError of Python, which is no missed meeting: that of a file system.
+    for number in (errno.ETIMEDOUT, errno.ENOSPC):
         if jax.process_index() == 0:
-            save.write_folder = fail_at_the_fifth
-        with pytest.raises(OSError, match="no space left") as full:
+            save.write_folder = functools.partial(fail_at_the_fifth, OSError(number, os.strerror(number)))
+        with pytest.raises(OSError, match=os.strerror(number)) as error:
             save_huggingface(model, copy)
-    return held / size, str(told.value), str(full.value)
+        told.append(str(error.value))
+    save.write_folder = write
+    return told
 
 
-def fail_at_the_fifth(folder, config, plan, tensors, limit):
+def fail_at_the_fifth(error, folder, config, plan, tensors, limit):
     for _ in range(5):
         next(tensors)
-    raise OSError(28, "no space left on device")
+    raise error
+
+
+def save_slowly(model, copy, adapter):
+    """Save parameters that every process holds, in more time than one process waits for a parameter."""
+    write, write_adapter, bound = save.write_folder, peft_save.write_file, meeting._BOUND
+    meeting._BOUND = 3.0
+    if jax.process_index() == 0:
+        save.write_folder = lambda *args: write(*args[:3], slow(args[3], 0.25), args[4])
+        peft_save.write_file = lambda path, plan, tensors: write_adapter(path, plan, slow(tensors, 2.0))
+    begin = time.monotonic()
+    save_huggingface(model, copy, max_shard_size=20_000)
+    model.layers[0].self_attention.proj = LoRA(model.layers[0].self_attention.proj, 2, rngs=nnx.Rngs(0))
+    between = time.monotonic()
+    save_peft(model, adapter)
+    assert begin + meeting._BOUND < between < time.monotonic() - meeting._BOUND
+    save.write_folder, peft_save.write_file, meeting._BOUND = write, write_adapter, bound
+
+
+def slow(tensors, seconds):
+    for tensor in tensors:
+        time.sleep(seconds)
+        yield tensor
 
 
 def gather_shard_by_shard():
@@ -57,14 +103,15 @@ def gather_shard_by_shard():
     # Also zeros with a sign, and values that are no numbers, which a sum would change.
     patterns = np.arange(256, dtype=np.uint8).repeat(32).reshape(64, 128)
     largest = []
+    meetings = Meetings("gather").__enter__()
     for dtype in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.float32):
         expected = patterns.view(dtype)
         place = NamedSharding(mesh, PartitionSpec("tensor", "fsdp"))
         array = jax.make_array_from_callback(expected.shape, place, lambda index, whole=expected: whole[index])
-        first = on_host(array, everywhere=False)
+        first = on_host(array, meetings, everywhere=False)
         assert (first is None) == (jax.process_index() == 1)
         assert first is None or first.tobytes() == expected.tobytes()
-        assert on_host(array).tobytes() == expected.tobytes()
+        assert on_host(array, meetings).tobytes() == expected.tobytes()
         program = host_arrays._shard.lower(array, np.int32(0), mesh=mesh, spec=place.spec).compile().as_text()
         sizes = [np.prod([int(size) for size in shape.split(",")]) for shape in re.findall(r"u8\[([\d,]+)\]", program)]
         largest.append(max(sizes) / expected.nbytes)
@@ -85,7 +132,7 @@ def wait_in_vain(folder, copy):
     """
     with jax.set_mesh(make_mesh(ParallelConfig(fsdp=2, tensor=2), axis_type="explicit")):
         model = load_huggingface(folder)
-        host_arrays._BOUND = 2.0
+        meeting._BOUND = 2.0
         if jax.process_index() == 0:
             save.write_folder = stop_at_the_third
         with pytest.raises(TimeoutError) as told:
@@ -109,12 +156,13 @@ def test_two_processes_load_their_parts_and_the_first_writes(tmp_path):
     unwritable.write_text("no folder")
     first, second = (each.result for each in run_processes(2, load_and_save, (folder, copy, unwritable), devices=2))
     assert 0.3 < second[0] < 0.5 < first[0] < 0.7  # norms are whole everywhere, and counted for the first
+    assert sorted(path.name for path in (copy / "adapter").iterdir()) == [ADAPTER_CONFIG, ADAPTER_TENSORS]
     for path in folder.iterdir():
         assert (copy / path.name).read_bytes() == path.read_bytes(), path.name
-    assert "file" in first[1]
-    assert second[1] == f"[Errno 5] the first process could not write: FileExistsError: {first[1]}: '{unwritable}'"
-    assert first[2] == "[Errno 28] no space left on device"
-    assert f"the first process could not write: OSError: {first[2]}" in second[2]
+    elsewhere, *writing = zip(first[1], second[1], strict=True)
+    assert elsewhere[0] == f"[Errno 5] save_huggingface failed in process 1: ValueError: {elsewhere[1]}"
+    for (own, told), kind in zip(writing, ("FileExistsError", "TimeoutError", "OSError"), strict=True):
+        assert told == f"[Errno 5] save_huggingface failed in process 0: {kind}: {own}"
 
 
 def test_sharded_arrays_are_gathered_shard_by_shard():
@@ -126,6 +174,6 @@ def test_sharded_arrays_are_gathered_shard_by_shard():
 def test_no_process_waits_forever_for_another(tmp_path):
     save_huggingface(llama(), tmp_path / "folder", max_shard_size=20_000)
     told = [each.result for each in run_processes(2, wait_in_vain, (tmp_path / "folder", tmp_path / "copy"), devices=2)]
-    for number, text in enumerate(told):
-        assert f"process {number} waited 2 s for the others" in text
+    assert told[0] == told[1]
+    assert "process 1 waited 2 s for process 0 in save_huggingface" in told[0]
     assert not (tmp_path / "copy" / "config.json").exists()

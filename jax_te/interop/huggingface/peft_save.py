@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from jax_te._processes import Meetings
 from jax_te._validation import checked, float_dtype
 from jax_te.interop.huggingface.architectures.registry import ARCHITECTURES
 from jax_te.interop.huggingface.folder import ADAPTER_CONFIG, ADAPTER_TENSORS, check_no_model
@@ -36,7 +37,8 @@ def save_peft(
 
     Where one kernel here has several of transformers' layers, and one adapter, each of these gets the adapter's
     ``lora_A`` and its own part of ``lora_B``. An adapter of which both are zero is left out. The two files replace
-    older ones when both are complete. With several processes all must call this, and the first one writes.
+    older ones when both are complete. With several processes all must call this, and the first one writes; if one
+    fails, all raise, and none waits longer than ten minutes for a matrix.
 
     Args:
         model: a model of `jax_te.models` with `jax_te.layers.LoRA` around some of its linear layers.
@@ -49,6 +51,7 @@ def save_peft(
     Raises:
         ValueError: for a model without adapters, or with nothing but zeros; for adapters of layers that the
             architecture does not have, of experts, and of parts of one of its layers; for a folder that holds a model.
+        OSError: if the first process cannot write; if another process fails, or is waited for in vain (TimeoutError).
 
     Source: ``PeftModel.save_pretrained`` of PEFT.
 
@@ -56,36 +59,55 @@ def save_peft(
     """
     folder = Path(folder)
     dtype = None if dtype is None else float_dtype("dtype", dtype)
-    name, form = architecture_of(model, known_architectures(architecture))
-    kernels = {f"{kernel.owner}/{kernel.name}": kernel for kernel in adaptable_kernels(ARCHITECTURES[name], form)}
-    matrices: dict[str, Matrices] = {}
-    for owner, adapter in _adapters(model):
-        for attribute in adapter.base.kernels:
-            if (kernel := kernels.get(f"{owner}/{attribute}")) is None:
-                raise ValueError(f"{name} has no place for the adapter of {owner}/{attribute}; merge it")
-            matrices |= _matrices_of(kernel, adapter, form.sizes())
-    if not matrices:
-        raise ValueError("all adapters of the model are zero, and there is nothing to write")
-    config = _config(model, matrices, [*kernels.values()], base)
-    tensors = {
-        (tensor := f"base_model.model.{module}.lora_{letter}.weight"): converted(array, dtype or array.dtype, tensor)
-        for module, pair in sorted(matrices.items())
-        for letter, array in (("A", pair.a), ("B", pair.b))
-    }
+    with Meetings("save_peft") as meetings:
+        name, form = architecture_of(model, known_architectures(architecture))
+        kernels = {f"{kernel.owner}/{kernel.name}": kernel for kernel in adaptable_kernels(ARCHITECTURES[name], form)}
+        matrices: dict[str, Matrices] = {}
+        for owner, adapter in _adapters(model):
+            for attribute in adapter.base.kernels:
+                if (kernel := kernels.get(f"{owner}/{attribute}")) is None:
+                    raise ValueError(f"{name} has no place for the adapter of {owner}/{attribute}; merge it")
+                matrices |= _matrices_of(kernel, adapter, form.sizes(), meetings)
+        if not matrices:
+            raise ValueError("all adapters of the model are zero, and there is nothing to write")
+        config = _config(model, matrices, [*kernels.values()], base)
+        tensors = {
+            (tensor := f"base_model.model.{module}.lora_{letter}.weight"): converted(
+                array, dtype or array.dtype, tensor
+            )
+            for module, pair in sorted(matrices.items())
+            for letter, array in (("A", pair.a), ("B", pair.b))
+        }
 
-    def write(stream: Iterator[tuple[str, np.ndarray]]) -> None:
-        check_no_model(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        parts = {file: folder / f"{file}.part" for file in (ADAPTER_TENSORS, ADAPTER_CONFIG)}
-        plan = [(name, array.dtype, array.shape) for name, array in tensors.items()]
-        write_file(parts[ADAPTER_TENSORS], plan, stream)
-        parts[ADAPTER_CONFIG].write_text(json.dumps(config, indent=2) + "\n")
-        # Not there while tensors are exchanged: an interrupted call leaves no tensors under the fields of others.
-        (folder / ADAPTER_CONFIG).unlink(missing_ok=True)
-        for file, part in parts.items():
-            part.replace(folder / file)
+        def in_turn() -> Iterator[tuple[str, np.ndarray]]:
+            for tensor in tensors.items():
+                meetings.meet()  # so that the others wait for one matrix, and not for the whole file
+                yield tensor
 
-    write_by_the_first(write, iter(tensors.items()), folder)
+        write_by_the_first(lambda stream: _write(folder, config, tensors, stream), in_turn(), meetings)
+
+
+def _write(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], stream: Iterator[tuple[str, np.ndarray]]
+) -> None:
+    """Write the two files of a folder.
+
+    Args:
+        folder: the folder.
+        config: fields of ``adapter_config.json``.
+        tensors: tensors by name.
+        stream: the same tensors, in turn.
+    """
+    check_no_model(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = {file: folder / f"{file}.part" for file in (ADAPTER_TENSORS, ADAPTER_CONFIG)}
+    plan = [(name, array.dtype, array.shape) for name, array in tensors.items()]
+    write_file(parts[ADAPTER_TENSORS], plan, stream)
+    parts[ADAPTER_CONFIG].write_text(json.dumps(config, indent=2) + "\n")
+    # Not there while tensors are exchanged: an interrupted call leaves no tensors under the fields of others.
+    (folder / ADAPTER_CONFIG).unlink(missing_ok=True)
+    for file, part in parts.items():
+        part.replace(folder / file)
 
 
 def _adapters(model: Any) -> list[tuple[str, LoRA]]:
@@ -101,10 +123,10 @@ def _adapters(model: Any) -> list[tuple[str, LoRA]]:
     return sorted(adapters, key=lambda pair: pair[0])
 
 
-def _matrices_of(kernel: AdaptableKernel, adapter: LoRA, sizes: Sizes) -> dict[str, Matrices]:
+def _matrices_of(kernel: AdaptableKernel, adapter: LoRA, sizes: Sizes, meetings: Meetings) -> dict[str, Matrices]:
     """Return the adapters of transformers' layers."""
     prefix = kernel.name.removesuffix("kernel")
-    a, b = (on_host(getattr(adapter, f"{prefix}lora_{letter}").get_value()) for letter in "ab")
+    a, b = (on_host(getattr(adapter, f"{prefix}lora_{letter}").get_value(), meetings) for letter in "ab")
     modules, rank = kernel.modules, b.shape[0]
     parts = np.split(a, a.shape[1] // rank, axis=1)
     if len(parts) > 1 and (len(modules) == 1 or adapter.components != kernel.components(sizes)):

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_te._processes import Meetings
 from jax_te._validation import check_positive, checked, float_dtype
 from jax_te.interop.huggingface.architectures.registry import ARCHITECTURES, named_classes
 from jax_te.interop.huggingface.block_scaled import Choice, held_kernels, quantization_config, written_scales
@@ -56,9 +57,9 @@ def save_huggingface(
 
     The files are written tensor by tensor under other names, and replace older ones when all are complete; an
     interrupted call never leaves tensors under the ``config.json`` of others. With several processes all must call
-    this, and the first one writes, one parameter after the other, whose shards it fetches one by one; if it cannot,
-    all raise, and none waits longer than ten minutes for a parameter. Quantizer states are not part of such a folder.
-    Values that are not finite are written as they are.
+    this, and the first one writes, one parameter after the other, whose shards it fetches one by one; if one process
+    fails, all raise, and none waits longer than ten minutes for a parameter. Quantizer states are not part of such a
+    folder. Values that are not finite are written as they are.
 
     Args:
         model: a model of `jax_te.models`.
@@ -79,7 +80,7 @@ def save_huggingface(
         ValueError: for a model that no architecture, or not this one, can represent; the message names the options. For
             parameters that adapters added; that are stored quantized, without ``block_scaled`` or in another form. For
             a folder that holds an adapter; for finite values beyond the largest of ``dtype``.
-        OSError: if the first process cannot write, or processes wait for others in vain.
+        OSError: if the first process cannot write; if another process fails, or is waited for in vain (TimeoutError).
 
     Source: ``save_pretrained`` of transformers.
 
@@ -88,11 +89,8 @@ def save_huggingface(
     folder = Path(folder)
     check_positive(max_shard_size=max_shard_size)
     dtype = None if dtype is None else float_dtype("dtype", dtype)
-    name, form = architecture_of(model, known_architectures(architecture, like))
     if block_scaled not in (None, "keep"):
         raise ValueError(f"block_scaled must be 'keep' or None, got {block_scaled!r}")
-    contents = _contents(model, name, form, dtype, {} if block_scaled is None else held_kernels(model))
-    config = _config(name, form, contents, None if like is None else Path(like))
 
     def write(stream: Iterator[tuple[str, np.ndarray]]) -> None:
         check_no_adapter(folder)
@@ -101,8 +99,11 @@ def save_huggingface(
         if like is not None and not folder.samefile(like):
             copy_companions(Path(like), folder)
 
-    gathered = contents.gathered()
-    write_by_the_first(write, contents.tensors(gathered, on_progress), folder, gathered)
+    with Meetings("save_huggingface") as meetings:
+        name, form = architecture_of(model, known_architectures(architecture, like))
+        contents = _contents(model, name, form, dtype, {} if block_scaled is None else held_kernels(model), meetings)
+        config = _config(name, form, contents, None if like is None else Path(like))
+        write_by_the_first(write, contents.tensors(on_progress, meetings), meetings)
 
 
 def known_architectures(name: str | None, like: str | Path | None = None) -> dict[str, Architecture]:
@@ -161,19 +162,13 @@ class _Contents:
             plan += [(name, array.dtype, array.shape) for name, array in self.scales.get(path, {}).items()]
         return plan
 
-    def gathered(self) -> Iterator[tuple[str, np.ndarray | None]]:
-        """Yield each parameter's path with its array in the first process, None in others; all must take all of them.
+    def tensors(self, on_progress: OnProgress | None, meetings: Meetings) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield each tensor with its name in the first process, nothing in others; all must take all of them.
 
         Each parameter is fetched when its turn comes.
         """
-        for path in self.entries:
-            yield path, on_host(self.arrays[path], everywhere=False)
-
-    def tensors(
-        self, gathered: Iterator[tuple[str, np.ndarray | None]], on_progress: OnProgress | None
-    ) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield each tensor of parameters with its name, in the first process."""
-        for done, (path, whole) in enumerate(gathered, 1):
+        for done, path in enumerate(self.entries, 1):
+            whole = on_host(self.arrays[path], meetings, everywhere=False)
             if whole is not None:
                 for tensor, array in self.entries[path].write(whole, self.sizes):
                     cast = converted(array, self.dtypes[path], tensor)
@@ -184,7 +179,12 @@ class _Contents:
 
 
 def _contents(
-    model: Any, name: str, form: Form, dtype: np.dtype[Any] | None, held: Mapping[str, QuantizedKernel]
+    model: Any,
+    name: str,
+    form: Form,
+    dtype: np.dtype[Any] | None,
+    held: Mapping[str, QuantizedKernel],
+    meetings: Meetings,
 ) -> _Contents:
     """Return the tensors of a model's folder; unsupported parameters are refused before a file is written."""
     sizes = form.sizes()
@@ -202,7 +202,9 @@ def _contents(
         arrays=arrays,
         dtypes={path: stored if path in kept else np.dtype(dtype) for path, stored in own.items()},
         scales={
-            path: written_scales(path, jax.tree.map(on_host, kernel), entries[path], sizes)
+            path: written_scales(
+                path, jax.tree.map(lambda array: on_host(array, meetings), kernel), entries[path], sizes
+            )
             for path, kernel in held.items()
         },
         copies=copies,

@@ -18,7 +18,6 @@ import numpy as np
 from flax import nnx
 
 from jax_te.errors import CheckpointMismatchError
-from jax_te.interop.tables import on_host
 from jax_te.interop.torch import ExtraState, read_extra_state
 from jax_te.layers import GroupedLinear
 from jax_te.quantize import AmaxRule, amax_rule_of, history_slots
@@ -127,7 +126,7 @@ def expert_states(model: nnx.Module) -> Iterator[tuple[int, str, ExtraState]]:
             rows = np.zeros((recipe.amax_history_len, count, layer.num_gemms), np.float32)
             for role, (where, at) in _PLACES.items():
                 if where == direction:
-                    state = {key: on_host(variable.get_value()) for key, variable in layer.quantizers[role].items()}
+                    state = {key: np.asarray(variable.get_value()) for key, variable in layer.quantizers[role].items()}
                     _check_slots(state["amax_history"], recipe, f"layer {number}'s {name}")
                     scales[at], rows[:, at] = _to_te(state, recipe, direction)
             arrays |= {f"scale_{direction}": scales.reshape(-1), f"amax_history_{direction}": _flat(rows)}

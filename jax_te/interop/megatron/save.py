@@ -24,7 +24,6 @@ from jax_te.interop.tables import (
     architecture_of,
     converted,
     is_state,
-    on_host,
     placed_arrays,
 )
 from jax_te.interop.torch import StoredTensor, write_torch_file
@@ -224,7 +223,7 @@ def _tensors(model: Any, form: Any, dtype: DTypeLike | None) -> dict[str, Stored
 
 
 def _tensor_of_entry(entry: Entry, array: jax.Array, expert: int | None, sizes: Any) -> np.ndarray:
-    ((_, tensor),) = entry.write(on_host(array if expert is None else array[expert]), sizes)
+    ((_, tensor),) = entry.write(np.asarray(array if expert is None else array[expert]), sizes)
     return tensor
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, overload
 
 import jax
@@ -14,71 +12,51 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_te._processes import gather_texts, is_first, meet, wait_until
-
-_BOUND = 600.0
-"""Seconds for which a process waits for the others, which write or fetch one parameter meanwhile."""
+from jax_te._processes import Meetings, is_first
 
 
-def write_by_the_first(
-    write: Callable[[Iterator[Any]], None], tensors: Iterator[Any], folder: Path, gathered: Iterator[Any] | None = None
-) -> None:
-    """Let the first process write; no process returns before everything is written, and all raise if it fails.
+def write_by_the_first(write: Callable[[Iterator[Any]], None], tensors: Iterator[Any], meetings: Meetings) -> None:
+    """Let the first process write; no process returns before everything is written.
 
     Args:
         write: function that writes tensors, called in the first process.
-        tensors: tensors to write.
-        folder: folder of the files, for messages.
-        gathered: arrays that ``tensors`` are made of, which all processes gather together. None: they are there.
+        tensors: tensors to write. All processes take all of them, and meet for each parameter meanwhile, so that none
+            waits for more than one.
+        meetings: meetings of the call. If one process fails, all raise.
 
     Raises:
-        OSError: if the first process fails, or others wait for it in vain (TimeoutError).
+        OSError: if another process fails, or was waited for in vain (TimeoutError).
     """
-    problem = None
-    try:
-        if is_first():
-            write(tensors)
-        else:
-            for _ in tensors:
-                pass
-    except TimeoutError:
-        raise  # nothing can be told to a process that does not answer
-    except Exception as error:
-        problem = error
-    if jax.process_count() > 1:
-        # The others would wait for a process that stops at an error.
-        for _ in gathered or ():
+    if is_first():
+        write(tensors)
+    else:
+        for _ in tensors:
             pass
-        text = "" if problem is None else f"{type(problem).__name__}: {problem}"
-        meet(_BOUND)
-        told = gather_texts(text)[0]
-        if told and problem is None:
-            problem = OSError(errno.EIO, f"the first process could not write: {told}", str(folder))
-    if problem is not None:
-        raise problem
+    meetings.meet()
 
 
 @overload
-def on_host(array: jax.Array) -> np.ndarray: ...
+def on_host(array: jax.Array, meetings: Meetings) -> np.ndarray: ...
 @overload
-def on_host(array: jax.Array, *, everywhere: bool) -> np.ndarray | None: ...
-def on_host(array: jax.Array, *, everywhere: bool = True) -> np.ndarray | None:
-    """Return an array of all processes in host memory; all of them must call this.
+def on_host(array: jax.Array, meetings: Meetings, *, everywhere: bool) -> np.ndarray | None: ...
+def on_host(array: jax.Array, meetings: Meetings, *, everywhere: bool = True) -> np.ndarray | None:
+    """Return an array of all processes in host memory; all of them must call this, and meet here.
 
     An array whose shards other processes hold is gathered shard by shard: devices hold one more shard of it meanwhile,
     whatever its size.
 
     Args:
         array: the array.
+        meetings: meetings of the call for which the array is needed.
         everywhere: whether all processes get it. False: the first one, and None in others.
 
     Raises:
-        TimeoutError: if the other processes do not take part.
+        OSError: if another process does not take part (TimeoutError), or has failed.
     """
+    meetings.meet()  # for an array that is here, too: what a process waits for is the work on one array
     wanted = everywhere or is_first()
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array) if wanted else None
-    meet(_BOUND)
     place = array.sharding
     if not isinstance(place, NamedSharding):
         whole = multihost_utils.process_allgather(array, tiled=True)
@@ -91,17 +69,17 @@ def on_host(array: jax.Array, *, everywhere: bool = True) -> np.ndarray | None:
     for number, device in enumerate(devices.flat):
         owners.setdefault(str(indices[device]), (indices[device], number))
     for index, number in owners.values():
-        shard = _host_shard(array, number)
+        shard = _host_shard(array, number, meetings)
         if whole is not None:
             whole[index] = shard
     return whole
 
 
-def _host_shard(array: jax.Array, number: int) -> np.ndarray:
+def _host_shard(array: jax.Array, number: int, meetings: Meetings) -> np.ndarray:
     """Return the shard of a device, in all processes."""
     place: Any = array.sharding
     shard = _shard(array, np.int32(number), mesh=place.mesh, spec=place.spec)
-    wait_until(shard.is_ready, _BOUND)  # a collective has no bound of its own
+    meetings.wait_until(shard.is_ready)  # a collective has no bound of its own
     return np.asarray(shard.addressable_data(0)).view(array.dtype).reshape(place.shard_shape(array.shape))
 
 
