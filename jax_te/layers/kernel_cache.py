@@ -43,6 +43,9 @@ def quantize_kernels(model: nnx.Module) -> KernelCache:
         model: model, which is not changed. Kernels that it passes to one of its layers in a call are quantized, too,
             such as that of a head tied to the embedding.
 
+    Raises:
+        ValueError: for a kernel that is passed to a layer that is no part of the model.
+
     Source: ``is_first_microbatch`` of ``transformer_engine.pytorch``.
 
     >>> from jax_te.layers import Linear
@@ -54,10 +57,17 @@ def quantize_kernels(model: nnx.Module) -> KernelCache:
     """
     own = [(module, kernel, getattr(module, kernel).get_value()) for _, module, kernel in quantizable_kernels(model)]
     paths = {id(module): path for path, module in _modules(model)}
+    given = given_kernels(model)
+    for module, kernel, _ in given:
+        if id(module) not in paths:
+            raise ValueError(
+                f"given_kernels names the {kernel} of a {type(module).__name__} that is no part of the "
+                f"{type(model).__name__}; make that layer an attribute of the model, or leave it out of given_kernels"
+            )
     return KernelCache(
         {
             _name(paths[id(module)], kernel): module.quantized(kernel, value)
-            for module, kernel, value in (*own, *given_kernels(model))
+            for module, kernel, value in (*own, *given)
             if not isinstance(value, QuantizedKernel) and module.kernel_quantizer(kernel) is not None
         }
     )

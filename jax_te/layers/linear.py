@@ -70,8 +70,8 @@ class Linear(TensorParallelModule):
         rngs: the ``params`` stream draws the kernel.
 
     Attributes:
-        frozen: whether the parameters are frozen: no gradient reaches them, and none is computed for the kernel.
-            Initially False; `LoRA` sets it.
+        frozen: whether the kernel and the bias are frozen, the layer's own and those that calls give: no gradient
+            reaches them, and none is computed for the kernel. Initially False; `LoRA` sets it.
         save_original_input: whether to keep the input itself for backward and quantize it there again, see `dense`.
             Initially False.
         module_recipe, deterministic, is_first_microbatch, module_name: see `QuantizableModule`.
@@ -159,7 +159,8 @@ class Linear(TensorParallelModule):
 
         Args:
             x: ``[..., k]``; its dtype is the dtype of computation and of the output.
-            weight: kernel ``[k, *n]`` to use in place of the layer's own; required if it has none.
+            weight: kernel ``[k, *n]`` to use in place of the layer's own; required if it has none. No gradient reaches
+                it if the layer is ``frozen``.
             bias: ``[*n]``, likewise; required of a layer without parameters if ``bias`` or ``return_bias`` was set.
             is_first_microbatch: mode of the kernel cache. True: quantize the kernel and keep it for later calls; False:
                 use the kept one; None: the value of the attribute of that name, by default neither.

@@ -41,9 +41,11 @@ class LoRA(nnx.Module):
         layer.self_attention.qkv = LoRA(layer.self_attention.qkv, 8, rngs=rngs)
         layer.layernorm_mlp = LoRA(layer.layernorm_mlp, 8, rngs=rngs)
 
-    The base runs under its recipe and is no longer trained: no gradient reaches its parameters, and the GEMM of its
-    kernel's gradient is omitted. The two products of the adapter are computed in the dtype of ``x`` under every recipe:
-    the rank ``r`` is small against FP8's blocks, and need not be a multiple of a block size.
+    The base runs under its recipe and is no longer trained: no gradient reaches its parameters, nor a ``weight`` and
+    ``bias`` that a call gives in their place, and the GEMM of its kernel's gradient is omitted. So an adapted head that
+    is tied to the embedding leaves its table the gradient of the embedding alone. The two products of the adapter are
+    computed in the dtype of ``x`` under every recipe: the rank ``r`` is small against FP8's blocks, and need not be a
+    multiple of a block size.
 
     Args:
         base: a `Linear`, `LayerNormLinear` or `LayerNormMLP`; taken over, not copied. Its quantizer states go on being
@@ -133,7 +135,7 @@ class LoRA(nnx.Module):
 
         Args:
             x: ``[..., k]``.
-            weight, bias: see `Linear`, which alone takes them.
+            weight, bias: see `Linear`, which alone takes them. No gradient reaches them while the base is frozen.
             is_first_microbatch: see `Linear`.
 
         Raises:
@@ -254,11 +256,13 @@ def _adapter(
 def without_adapter(layer: Any) -> Any:
     """Return the base of an adapted layer, and any other layer as it is.
 
+    An adapter is a layer with an attribute ``base``: a `LoRA`, or a class of your own that is called as its base is.
+
     >>> layer = Linear(4, 4, rngs=nnx.Rngs(0))
     >>> without_adapter(LoRA(layer, 2, rngs=nnx.Rngs(1))) is without_adapter(layer) is layer
     True
     """
-    return layer.base if isinstance(layer, LoRA) else layer
+    return getattr(layer, "base", layer)
 
 
 def lora_labels(params: PyTree) -> PyTree:

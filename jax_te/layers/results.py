@@ -34,16 +34,29 @@ def layer_output(y: Array, **extra: Any) -> Any:
     return _output_type(tuple(extra))(y, *extra.values()) if extra else y
 
 
-def split_output(result: Any) -> tuple[Array, dict[str, Any]]:
+def split_output(result: Any, layer: str = "a layer inside") -> tuple[Array, dict[str, Any]]:
     """Return the output of what a layer returned, and its extra results by their names.
 
-    A pair without names is what Megatron's layers return, an output and a bias.
+    A pair without names is read as an output and a bias, None if it is added already: what linear layers, attention and
+    MLPs return under Megatron's names.
+
+    Args:
+        result: what the layer returned.
+        layer: name of the layer in messages.
+
+    Raises:
+        ValueError: for another tuple without names.
 
     >>> split_output(1.0), split_output(layer_output(1.0, max_logit=2.0)), split_output((1.0, None))
     ((1.0, {}), (1.0, {'max_logit': 2.0}), (1.0, {'bias': None}))
     """
     if not isinstance(result, tuple):
         return result, {}
+    if not hasattr(result, "_fields") and len(result) != 2:
+        raise ValueError(
+            f"{layer} returned a tuple of {len(result)} without names; return an array, a pair (output, bias), or a "
+            "NamedTuple whose first field is the output and whose other fields have names that the caller reads"
+        )
     y, *extra = result
     names = getattr(result, "_fields", ("y", "bias"))[1:]
     return y, dict(zip(names, extra, strict=True))

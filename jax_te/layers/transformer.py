@@ -26,7 +26,7 @@ from jax_te.layers.moe.router import check_padding_mask
 from jax_te.layers.norm import LayerNorm, Normalization, RMSNorm, make_norm
 from jax_te.layers.options import AttentionOptions
 from jax_te.layers.parallel_arguments import sequence_axes, set_tensor_parallel_group
-from jax_te.layers.results import layer_output, output_of, split_output
+from jax_te.layers.results import layer_output, split_output
 from jax_te.ops import BiasType, MaskType, SoftmaxType, Window
 from jax_te.random import Purpose, key_for
 from jax_te.sharding import constrain
@@ -41,6 +41,11 @@ class TransformerLayer(ContextParallelModule):
 
     Each block computes ``x = x + drop_path(dropout(block(norm(x))))``, with ``block_output_layernorm`` a norm of the
     block's output in front of the dropout. With ``parallel_attention_mlp`` both blocks read the layer's input.
+
+    A block of your own in place of ``self_attention``, ``inter_attention`` or ``layernorm_mlp`` returns its output
+    ``[b, s, h]``, or a NamedTuple of it and, by name, ``bias [h]``, which is added in front of norm and dropout, and
+    ``layernorm_output [b, s, h]``, where the residual connection then begins; self-attention also ``max_logit`` and
+    ``cache``. A pair without names is ``(output, bias)``.
 
     Args:
         hidden_size: ``h``.
@@ -93,7 +98,8 @@ class TransformerLayer(ContextParallelModule):
     Raises:
         ValueError: for sizes that are not positive or do not divide, rates outside [0, 1), unknown names and options
             that do not go with ``parallel_attention_mlp`` or without ``block_input_layernorm``; when called, for an
-            input that is not ``[b, s, h]``, or an encoder's output given to an encoder layer.
+            input that is not ``[b, s, h]``, an encoder's output given to an encoder layer, or a block of your own that
+            returns what the layer cannot use.
         QuantizerStateError: when called under a recipe with state, if the layer was built without it.
 
     Source: ``transformer_engine.pytorch.TransformerLayer``; Vaswani et al. 2017.
@@ -433,7 +439,7 @@ class TransformerLayer(ContextParallelModule):
                 is_first_microbatch=is_first_microbatch,
                 return_max_logit=return_max_logit,
             )
-            attended, extra = split_output(result)
+            attended, extra = self._read(result, "self_attention", ("layernorm_output", "max_logit", "cache"))
             returned = {name: extra[name] for name in ("max_logit", "cache") if name in extra}
             entered, start = x, extra.get("layernorm_output", x)
             x = self._add(start, attended, key_of("self_attention_output"), axes, self.self_attention_norm)
@@ -451,7 +457,7 @@ class TransformerLayer(ContextParallelModule):
                     checkpoint_core_attention=checkpoint_core_attention,
                     is_first_microbatch=is_first_microbatch,
                 )
-                attended, extra = split_output(result)
+                attended, extra = self._read(result, "inter_attention", ("layernorm_output",))
                 start = extra.get("layernorm_output", x)
                 x = self._add(start, attended, key_of("cross_attention_output"), axes, self.inter_attention_norm)
             read = entered if self.parallel_attention_mlp else x
@@ -468,13 +474,39 @@ class TransformerLayer(ContextParallelModule):
         """Return the output of the feed-forward block or experts; and the norm's, if the residual begins there."""
         if self.pre_mlp_layernorm is None:
             assert self.layernorm_mlp is not None
-            y, extra = split_output(self.layernorm_mlp(x, is_first_microbatch=first))
+            result: Any = self.layernorm_mlp(x, is_first_microbatch=first)
+            y, extra = self._read(result, "layernorm_mlp", ("layernorm_output",))
             return y, extra.get("layernorm_output")
         normed = self.pre_mlp_layernorm(x)
         # Not of the key that dropout uses, which only layers that drop something have.
         key = None if dropout_key is None else key_for("feed_forward", dropout_key)
-        y = output_of(self.mlp(normed, padding_mask=padding_mask, key=key, is_first_microbatch=first))
+        result = self.mlp(normed, padding_mask=padding_mask, key=key, is_first_microbatch=first)
+        y, _ = self._read(result, "mlp", ("routing",))  # a routing is for callers of the experts themselves
         return y, normed if self.residual_from_norm else None
+
+    def _read(self, result: Any, block: str, known: tuple[str, ...]) -> tuple[Array, dict[str, Any]]:
+        """Return a block's output with its bias added, and its extra results by their names.
+
+        Args:
+            result: what the block returned.
+            block: name of the block.
+            known: names of the extra results that the layer knows what to do with, beside a bias.
+
+        Raises:
+            ValueError: for others, and for a bias that is not ``[h]``: dropping them would change numbers in silence.
+        """
+        y, extra = split_output(result, block)
+        bias = extra.pop("bias", None)
+        others = [name for name in extra if name not in known]
+        if bias is not None and bias.shape != (self.hidden_size,):
+            others = [f"a bias of shape {bias.shape}", *others]
+        if others:
+            raise ValueError(
+                f"{block} returned {', '.join(others)} beside its output, and the layer would drop it; return the "
+                f"output alone, a pair (output, bias [{self.hidden_size}]), or a NamedTuple of the output and of what "
+                f"it has of bias [{self.hidden_size}], {', '.join(known)}, under these names"
+            )
+        return (y if bias is None else y + jnp.expand_dims(bias, (0, 1)).astype(y.dtype)), extra
 
     def _add(
         self, start: Array, y: Array, key: Array | None, axes: LogicalAxes, norm: LayerNorm | RMSNorm | None

@@ -274,7 +274,7 @@ def _is_linear_or_ours(module: Any) -> bool:
 
 
 # Cached, so that models that are equal stay equal, and functions that were jitted with one serve the other.
-@functools.lru_cache(maxsize=512)
+@functools.cache
 def _quantized_class(cls: type[nn.Module], choice: _Choice) -> Any:
     """Return a subclass of ``cls`` all of whose methods run under `_quantizing`."""
 

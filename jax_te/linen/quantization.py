@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.core import unfreeze
+from flax.core import FrozenDict, freeze, unfreeze
 
 from jax_te._validation import checked
 from jax_te.linen.counting import RulesOfStates, rules_of_states
@@ -77,7 +77,8 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
         has_aux: ``loss_fn`` returns a pair whose second element, a pytree of arrays, is passed on.
 
     Returns:
-        A function of the same arguments that returns the value, and the gradients with respect to the first argument.
+        A function of the same arguments that returns the value, and the gradients with respect to the first argument,
+        in the same containers (a ``FrozenDict`` for a ``FrozenDict``).
 
     Raises:
         ValueError: when called, for a loss that applies parts of a model whose routers have different rules under the
@@ -96,6 +97,8 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
     """
 
     def differentiate(params: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if STATE not in params:
+            return jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *args, **kwargs)
         # allow_int: JAX does not count the dtype of with_max_gradients among the floats.
         plain = jax.value_and_grad(loss_fn, has_aux=has_aux, allow_int=True)
 
@@ -103,17 +106,23 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
         def merged(params: Mapping[str, Any]) -> Any:
             states, rules = params[STATE], RulesOfStates()
             with rules_of_states(rules):
-                value, grads = plain({**params, STATE: _map_states(with_max_gradients, states)}, *args, **kwargs)
-            return value, {**grads, STATE: _next_states(rules, states, grads[STATE])}
+                value, grads = plain(_with_states(params, _map_states(with_max_gradients, states)), *args, **kwargs)
+            return value, _with_states(grads, _next_states(rules, states, grads[STATE]))
 
-        return merged(params) if STATE in params else plain(params, *args, **kwargs)
+        return merged(params)
 
     return differentiate
 
 
+def _with_states(collections: Mapping[str, Any], states: Any) -> Mapping[str, Any]:
+    """Return collections with other states, in the same container."""
+    changed = {**collections, STATE: states}
+    return freeze(changed) if isinstance(collections, FrozenDict) else changed
+
+
 def _is_state(node: Any) -> bool:
     """Return whether a node is the state of a linear layer or of a core of attention: scales and histories by role."""
-    return isinstance(node, dict) and bool(node) and all(map(is_amax_state, node.values()))
+    return isinstance(node, (dict, FrozenDict)) and bool(node) and all(map(is_amax_state, node.values()))
 
 
 def _next_states(rules: RulesOfStates, old: Any, gradient: Any) -> Any:

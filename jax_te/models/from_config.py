@@ -73,8 +73,8 @@ def transformer_layer(
     >>> transformer_layer(config, rngs=nnx.Rngs(0)).hidden_size
     32
     """
-    if number < 0:
-        raise ValueError(f"number must be that of a layer, from 0, got {number}")
+    if not 0 <= number < config.num_layers:
+        raise ValueError(f"number must be that of one of the config's {config.num_layers} layers, from 0, got {number}")
     forced = config.moe_router_force_load_balancing or config.moe_router_force_biased is not None
     latent = config.latent_attention
     windowed = config.has_window(number)

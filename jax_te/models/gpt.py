@@ -152,6 +152,11 @@ class GPTModel(LanguageModel):
                 x = self._hidden(tokens, positions, dropout_key, padding_mask, packed_seq_params)
                 # Hidden states are reordered, not logits, which are v / h times as large.
                 return self._head(caller_order(self.config, x, self._axes))
+        if len(cache) != len(self.layers):
+            raise ValueError(
+                f"cache must have one entry for each of the {len(self.layers)} layers, got {len(cache)}; give "
+                "model.init_cache(batch, length), or what a call returned"
+            )
         if packed_seq_params is not None:
             raise ValueError(
                 "packed_seq_params do not go with a cache, which holds one sequence in each row; leave one of the two "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import jax.numpy as jnp
@@ -69,7 +70,8 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         share_embeddings_and_output_weights: see `GPTModel`, but False by default, as in Megatron.
         position_embedding_type: ``"learned_absolute"``, ``"rope"`` or ``"none"``; an `MLATransformerConfig` rotates as
             its fields say in any case.
-        rotary_percent, rotary_base: options of ``"rope"``, see `RotaryPositions`.
+        rotary_percent, rotary_base: options of ``"rope"``, see `RotaryPositions`. Without it they have no effect, which
+            is logged once for values other than the default.
         rope_scaling, rope_scaling_factor: scaling of Llama 3.1, see `Llama3Scaling`.
         scatter_embedding_sequence_parallel: must be True.
         seq_len_interpolation_factor: divisor of the positions, see `LinearScaling`.
@@ -82,7 +84,8 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         rngs: the ``params`` stream draws all weights.
 
     Raises:
-        ValueError: for an argument with a value other than described above; for ``stage_layers`` outside of the stack,
+        ValueError: for an argument with a value other than described above; for ``rope_scaling`` and
+            ``seq_len_interpolation_factor`` without ``"rope"``; for ``stage_layers`` outside of the stack,
             or that do not begin or end where the embedding and the head are; for a tied head without the embedding; see
             also `GPTModel`.
         TypeError: for a ``transformer_layer_spec`` that is not such a class.
@@ -144,6 +147,17 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         )
         if rope_scaling and seq_len_interpolation_factor is not None:
             raise ValueError("rope_scaling and seq_len_interpolation_factor both scale rotation; give one of the two")
+        if position_embedding_type != "rope":
+            _check_without_rotation(
+                config,
+                position_embedding_type,
+                scalings={
+                    "rope_scaling": rope_scaling,
+                    "seq_len_interpolation_factor": seq_len_interpolation_factor is not None,
+                },
+                rotary_base=float(rotary_base),
+                rotary_percent=float(rotary_percent),
+            )
         self._configure(config, vocab_size, max_sequence_length, execution, follows=_FOLLOWED)
         self.pre_process, self.post_process, self.parallel_output = pre_process, post_process, parallel_output
         numbers = range(config.num_layers) if stage_layers is None else stage_layers
@@ -370,9 +384,11 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             input_tensor: ``[b, s, h]``, also in a list of one, as Megatron's schedules give it. None for a first stage.
 
         Raises:
-            ValueError: for an array on a first stage, and for another shape.
+            ValueError: for an array on a first stage, another shape, and a list that is not of one.
         """
         if isinstance(input_tensor, list | tuple):
+            if len(input_tensor) != 1:
+                raise ValueError(f"input_tensor must be one array, or a list of one, got {len(input_tensor)} of them")
             (input_tensor,) = input_tensor
         if self.pre_process and input_tensor is not None:
             raise ValueError(
@@ -405,6 +421,32 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         """Return the arguments of a graph, tokens first."""
         first = (kwargs.pop("input_ids"),) if "input_ids" in kwargs else ()
         return super()._get_te_cuda_graph_replay_args(*first, *args, **kwargs)
+
+
+def _check_without_rotation(
+    config: TransformerConfig, positions: str, *, scalings: Mapping[str, bool], **options: float
+) -> None:
+    """Check the rotary arguments of a model whose position embeddings are not rotary.
+
+    Args:
+        config: configuration of the model.
+        positions: its ``position_embedding_type``.
+        scalings: names of arguments that scale a rotation -> whether they are given.
+        options: base and percentage of a rotation; Megatron-LM gives its configuration's to every model.
+
+    Raises:
+        ValueError: for a scaling that is given.
+    """
+    for name, is_given in scalings.items():
+        if is_given:
+            raise ValueError(
+                f"{name} scales rotary positions, and position_embedding_type={positions!r} has none; give "
+                f"position_embedding_type='rope', or leave {name} out"
+            )
+    for name, value in options.items():
+        usual = {"rotary_base": 10000.0, "rotary_percent": 1.0}[name]
+        if value not in (usual, getattr(config, name, usual)):
+            log_once(f"{name}={value} has no effect on a model with position_embedding_type={positions!r}")
 
 
 def _followed_mask(attention_mask: Any, *, loss_mask: Array | None = None, **others: Any) -> Array | None:

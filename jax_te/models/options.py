@@ -114,7 +114,6 @@ class RotaryPositions:
         scaling: scaling of the frequencies, for sequences longer than those of training. Llama 3.1 has `Llama3Scaling`.
         window_base: base in the layers that attend in a window, where nothing is scaled. Gemma 3 has ``10000.0`` beside
             a ``base`` of ``1000000.0``. None: those layers are as the others.
-
         interleaved: whether neighbouring features form a pair, as in DeepSeek's latent attention, see
             `rotary_embedding`.
 

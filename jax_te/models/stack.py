@@ -336,10 +336,11 @@ def _run_scanned(
 
     def structure(group: Group) -> tuple[Any, ...]:
         members = split[group.first : group.first + group.count]
-        return group.recomputed, *((graphdef, jax.tree.structure(state)) for graphdef, state in members)
+        return group.recomputed, *((graphdef, jax.tree.structure(state), _types(state)) for graphdef, state in members)
 
     # graphdefs hold all static attributes, so layers with another recipe, window or name are in another group; and
-    # structures tell which kernels are cached, and the sinks without arrays of an abstract pass.
+    # structures tell which kernels are cached, and the sinks without arrays of an abstract pass. Neither has dtypes,
+    # and a stack of arrays of two would promote one of them.
     for (recomputed, *structures), found in itertools.groupby(groups, key=structure):
         alike, steps = list(found), []
         for group in alike:
@@ -347,8 +348,13 @@ def _run_scanned(
             steps.append(([_stackable(split[i][1]) for i in members], [keys[i] for i in members]))
         with jax.named_scope("layers"):
             own = [list(layers[group.first : group.first + group.count]) for group in alike]
-            xs = _scan(calls[recomputed], [graphdef for graphdef, _ in structures], steps, own, xs, given)
+            xs = _scan(calls[recomputed], [graphdef for graphdef, *_ in structures], steps, own, xs, given)
     return xs
+
+
+def _types(state: nnx.State) -> tuple[Any, ...]:
+    """Return shape and dtype of each array."""
+    return tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(state))
 
 
 def _stackable(state: nnx.State) -> nnx.State:

@@ -12,7 +12,7 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.config import ExpertsConfig, TransformerConfig
-from jax_te.layers import quantizable_modules
+from jax_te.layers import LoRA, quantizable_modules
 from jax_te.models.gpt import GPTModel
 from jax_te.quantize import QuantizedKernel
 from jax_te.typing import Array
@@ -92,6 +92,12 @@ def _check_model(model: GPTModel) -> None:
         raise ValueError(f"upcycle takes a GPTModel, whose constructor it calls, and got a {type(model).__name__}")
     if model.config.num_moe_experts is not None:
         raise ValueError(f"the model has {model.config.num_moe_experts} experts already; give one without")
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, LoRA):
+            raise ValueError(
+                f"{'.'.join(map(str, path))} is a LoRA, whose arrays the model with experts has no place for; put the "
+                "layer that its merge() returns in its place first"
+            )
     for path, module in quantizable_modules(model):
         if any(module.own_recipe(kernel) is not None for kernel in module.kernels):
             raise ValueError(

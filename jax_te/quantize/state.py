@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.core import FrozenDict
 from flax.linen.fp8_ops import fp32_max_grad
 
 from jax_te._validation import brief, check_axes, check_leaves, checked
@@ -303,6 +304,8 @@ def _entries(old: PyTree, gradient: PyTree) -> tuple[list[_Entry], Any]:
                 "old must be states of quantizers, dicts of scale and amax_history, or Variables that count, "
                 f"got {brief(old)}"
             )
+        if rule is None:  # of a FrozenDict, too
+            state, its_gradient = dict(state), dict(its_gradient)
         entries.append(_Entry(state, its_gradient, rule))
     return entries, treedef
 
@@ -387,5 +390,8 @@ def _are_sums(old: PyTree, new: PyTree) -> jax.Array:
 
 
 def is_amax_state(node: Any) -> bool:
-    """Return whether a node of a tree is the state of an operand under delayed scaling: its scale and amax history."""
-    return isinstance(node, dict) and node.keys() == {"scale", "amax_history"}
+    """Return whether a node of a tree is the state of an operand under delayed scaling: its scale and amax history.
+
+    It may be a dict or Flax's ``FrozenDict``.
+    """
+    return isinstance(node, (dict, FrozenDict)) and set(node) == {"scale", "amax_history"}

@@ -10,6 +10,7 @@ from flax import nnx
 import jax_te.layers.quantizable as quantizable
 from jax_te.config import TransformerConfig
 from jax_te.layers import (
+    GivesKernels,
     LayerNormLinear,
     LayerNormMLP,
     Linear,
@@ -393,3 +394,17 @@ def test_an_attribute_of_a_users_module_is_not_taken_for_a_kernel_that_it_gives(
 
     with autocast(CURRENT):
         assert list(quantize_kernels(Users()).kernels) == ["linear.kernel"]
+
+
+def test_a_kernel_given_to_a_layer_outside_of_the_model_is_refused():
+    outside = Linear(32, 64, skip_weight_param_allocation=True, rngs=nnx.Rngs(0))
+
+    class Model(GivesKernels):
+        def __init__(self):
+            self.table = nnx.Param(draw("table", (32, 64)))
+
+        def given_kernels(self):
+            return [(outside, "kernel", self.table[...])]
+
+    with autocast(CURRENT), pytest.raises(ValueError, match="the kernel of a Linear that is no part of the Model"):
+        quantize_kernels(Model())

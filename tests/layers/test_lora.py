@@ -19,6 +19,7 @@ from jax_te.layers import (
     TransformerLayer,
     lora_labels,
     quantize_parameters,
+    without_adapter,
 )
 from jax_te.recipe import Float8CurrentScaling, autocast, recipe_from_name
 from jax_te.sharding import constrain
@@ -52,6 +53,16 @@ def row(**options: Any) -> Linear:
 
 def adapted(base: Any, **options: Any) -> LoRA:
     return randomize(LoRA(base, R, alpha=ALPHA, rngs=nnx.Rngs(1), **options))
+
+
+def test_an_adapter_of_a_class_of_its_own_stands_in_for_its_base() -> None:
+    class Doubled(nnx.Module):
+        def __init__(self, base: Linear) -> None:
+            self.base = base
+
+    layer = row()
+    assert without_adapter(Doubled(layer)) is layer
+    assert without_adapter(layer) is layer
 
 
 def formula(p: dict[str, Any], x: Any) -> Any:

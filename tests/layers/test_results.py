@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from flax import nnx
 
 from jax_te.layers import DotProductAttention, Linear, LoRA, MultiheadAttention, TransformerLayer, init_kv_cache
 from jax_te.layers.results import layer_output
-from tests.support.numerics import NO_DROPOUT
+from tests.support.numerics import NO_DROPOUT, TOLERANCE, assert_close
 
 H, N, D = 32, 4, 8
 X = jnp.ones((2, 8, H))
@@ -59,3 +60,43 @@ def test_results_of_one_kind_have_one_type() -> None:
 def test_an_adapted_layer_returns_what_its_base_returns() -> None:
     base = Linear(H, 16, return_bias=True, rngs=nnx.Rngs(0))
     assert LoRA(base, 2, rngs=nnx.Rngs(1))(X)._fields == base(X)._fields == ("y", "bias")
+
+
+class Block(nnx.Module):
+    """A feed-forward block of a user."""
+
+    def __init__(self, function: Callable[[jax.Array], Any]) -> None:
+        self.function = function
+
+    def __call__(self, x: jax.Array, is_first_microbatch: bool | None = None) -> Any:
+        return self.function(x)
+
+
+def layer_with(function: Callable[[jax.Array], Any]) -> TransformerLayer:
+    layer = TransformerLayer(H, 64, N, **NO_DROPOUT, block_output_layernorm=True, rngs=nnx.Rngs(0))
+    layer.layernorm_mlp = Block(function)
+    return layer
+
+
+BIAS = jnp.linspace(-1.0, 1.0, H)
+
+
+@pytest.mark.parametrize("result", [lambda y: (y, BIAS), lambda y: layer_output(y, bias=BIAS)], ids=["pair", "named"])
+def test_a_bias_of_a_block_is_added_before_its_norm(result: Callable[[jax.Array], Any]) -> None:
+    expected = layer_with(lambda x: 2.0 * x + BIAS[None, None])(X)
+    assert_close(layer_with(lambda x: result(2.0 * x))(X), expected, TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        (lambda x: layer_output(x, gates=x), "layernorm_mlp returned gates"),
+        (lambda x: layer_output(x, max_logit=x), "layernorm_mlp returned max_logit"),
+        (lambda x: (x, x), r"layernorm_mlp returned a bias of shape \(2, 8, 32\)"),
+        (lambda x: (x, None, x), "layernorm_mlp returned a tuple of 3 without names"),
+    ],
+    ids=["name", "of another block", "no bias", "triple"],
+)
+def test_results_that_a_layer_cannot_use_are_refused(result: Callable[[jax.Array], Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        layer_with(result)(X)

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax.core import FrozenDict, freeze
 from flax.training.train_state import TrainState
 
 import jax_te.linen as te
@@ -174,6 +175,32 @@ def test_layers_called_twice_and_not_at_all():
     jax.tree.map(lambda a, b: assert_close(a, b, TOLERANCE["float32"]), eager[STATE], grads[STATE])
     loss, grads = te.value_and_grad(lambda params: jnp.sum(params["a"] ** 2))({"a": jnp.array([3.0])})
     assert (float(loss), grads["a"].tolist()) == (9.0, [6.0])
+
+
+@pytest.mark.parametrize("frozen", ["all", "states"])
+def test_frozen_variables_of_a_layer_called_twice(frozen):
+    """States merge by maximum in each of Flax's containers, and gradients come back in the caller's."""
+    layer = te.Linear(32, 32, False)
+
+    def loss(variables):
+        assert type(variables) is type(given)
+        return jnp.sum(layer.apply(variables, layer.apply(variables, X)) ** 2)
+
+    with autocast(DelayedScaling(amax_history_len=1)):
+        variables = nn.unbox(layer.init(jax.random.key(0), X))
+        given = variables
+        expected = te.value_and_grad(loss)(given)[1]
+        quantizers = FrozenDict(variables[STATE]["quantizers"])
+        given = freeze(variables) if frozen == "all" else {**variables, STATE: {"quantizers": quantizers}}
+        found = te.value_and_grad(loss)(given)[1]
+    assert jax.tree.structure(found) == jax.tree.structure(given)
+    for actual, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert_bitwise(actual, wanted)
+
+
+def test_integer_parameters_are_refused_as_jax_refuses_them():
+    with pytest.raises(TypeError, match="int32"):
+        te.value_and_grad(lambda params: jnp.sum(params["a"].astype(jnp.float32)))({"a": jnp.array([3])})
 
 
 def test_kernels_kept_between_microbatches():

@@ -15,7 +15,14 @@ from flax import nnx
 
 from jax_te.config import TransformerConfig
 from jax_te.layers import Llama3Scaling, PackedSeqParams, rotary_embedding
-from jax_te.models import Execution, GPTModel, Multipliers, RotaryPositions, generate
+from jax_te.models import (
+    Execution,
+    GPTModel,
+    Multipliers,
+    RotaryPositions,
+    generate,
+    transformer_layer,
+)
 from jax_te.ops import LossOptions, softmax_cross_entropy
 from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling, autocast
@@ -475,6 +482,21 @@ def test_boundaries_that_are_not_the_tokens_are_refused(borders: Any, match: str
     tokens, labels, _ = batch()
     with pytest.raises(ValueError, match=match):
         build().loss(tokens, labels, packed_seq_params=PackedSeqParams(cu_seqlens_q=jnp.array(borders)))
+
+
+def test_a_cache_of_another_number_of_layers_is_refused() -> None:
+    model = build()
+    cache = model.init_cache(B, S)
+    for wrong in (cache[:-1], (*cache, cache[0])):
+        with pytest.raises(ValueError, match=f"one entry for each of the {len(cache)} layers, got {len(wrong)}"):
+            model(batch()[0], cache=wrong)
+
+
+@pytest.mark.parametrize("number", [-1, 2])
+def test_a_layer_that_the_config_does_not_have_is_refused(number: int) -> None:
+    config = TransformerConfig(num_layers=2, hidden_size=H, num_attention_heads=N)
+    with pytest.raises(ValueError, match=f"one of the config's 2 layers, from 0, got {number}"):
+        transformer_layer(config, number, rngs=nnx.Rngs(0))
 
 
 def test_a_cache_takes_no_packed_rows() -> None:

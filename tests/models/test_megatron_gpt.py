@@ -443,6 +443,7 @@ def test_what_stages_refuse():
         (lambda: middle(TOKENS), "needs its input: call set_input_tensor before each call"),
         (lambda: first(decoder_input=x), "first stage takes input_ids, and no decoder_input"),
         (lambda: first.set_input_tensor(x), "input_tensor must be None"),
+        (lambda: last.set_input_tensor([x, x]), "input_tensor must be one array, or a list of one, got 2 of them"),
         (lambda: last.set_input_tensor(TOKENS), r"input must be hidden states \[b, s, 32\], got shape \(2, 8\)"),
         (lambda: last(decoder_input=x[0]), r"input must be hidden states \[b, s, 32\], got shape \(8, 32\)"),
         (lambda: first.loss(TOKENS, TOKENS), "a stage of a pipeline is called, with labels"),
@@ -502,6 +503,12 @@ def test_a_layer_class_of_ones_own():
         ({"fp16_lm_cross_entropy": True}, ValueError, "fp16_lm_cross_entropy must be False, got True: the loss is in"),
         ({"logit_dtype": jnp.float32}, ValueError, "logit_dtype must be None"),
         ({"rope_scaling": True, "seq_len_interpolation_factor": 2.0}, ValueError, "both scale rotation; give one"),
+        ({"rope_scaling": True, "position_embedding_type": "none"}, ValueError, "rope_scaling scales rotary positions"),
+        (
+            {"seq_len_interpolation_factor": 2.0, "position_embedding_type": "learned_absolute"},
+            ValueError,
+            "seq_len_interpolation_factor scales .* position_embedding_type='learned_absolute' has none",
+        ),
         ({"position_embedding_type": "yarn"}, ValueError, "position_embedding_type must be one of"),
         ({"layers": nnx.Module}, TypeError, "transformer_layer_spec must be TransformerLayer or a class derived"),
         ({"config": dataclasses.replace(LLAMA, fp8="hybrid")}, ValueError, "asks for the recipe"),
@@ -521,6 +528,14 @@ def test_masks_without_effect_are_logged_once(caplog: pytest.LogCaptureFixture):
             jax.eval_shape(lambda: model(TOKENS))
     found = [(record.getMessage().partition(" has no effect")[0], record.levelname) for record in caplog.records]
     assert found == [("attention_mask", "WARNING"), ("loss_mask", "INFO")]
+
+
+def test_rotary_options_without_effect_are_logged_once(caplog: pytest.LogCaptureFixture):
+    log_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="jax_te"):
+        build(position_embedding_type="none", rotary_base=500.0)
+    found = [record.getMessage().partition(" has no effect")[0] for record in caplog.records]
+    assert [message for message in found if "rotary" in message] == ["rotary_base=500.0"]
 
 
 @pytest.mark.costly

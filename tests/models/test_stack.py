@@ -70,6 +70,15 @@ class Block(nnx.Module):
         return x + y
 
 
+def test_layers_whose_parameters_have_other_dtypes_are_not_stacked() -> None:
+    """A stack has one dtype, so that one of the two would be promoted."""
+    layers = nnx.List([Block(nnx.Rngs(i)) for i in range(2)])
+    kernel = layers[1].mlp.wi_kernel
+    kernel.set_value(kernel.get_value().astype(jnp.bfloat16))
+    x = jnp.ones((1, 8, 16))
+    assert " scan[" not in str(jax.make_jaxpr(lambda made: run_layers(made, x, [None] * 2, scan=True))(layers))
+
+
 @pytest.mark.costly
 @pytest.mark.parametrize("recipe", [None, DelayedScaling(amax_history_len=2)])
 def test_what_a_loop_stores_is_behind_a_barrier(recipe: Any) -> None:

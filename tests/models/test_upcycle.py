@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from jax_te.config import ParallelConfig, TransformerConfig
+from jax_te.layers import LoRA
 from jax_te.models import GPTModel, MegatronGPTModel, upcycle
 from jax_te.recipe import Float8CurrentScaling, ModuleRecipe
 from jax_te.sharding import make_mesh
@@ -77,6 +78,10 @@ def test_models_whose_layers_would_lose_something_are_refused():
     model = dense()
     model.layers[0].self_attention.proj.module_recipe = ModuleRecipe(training=Float8CurrentScaling())
     with pytest.raises(ValueError, match=r"layers.0.self_attention.proj has a recipe of its own"):
+        upcycle(model, num_moe_experts=4, rngs=nnx.Rngs(0))
+    model = dense()
+    model.layers[0].layernorm_mlp = LoRA(model.layers[0].layernorm_mlp, 2, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"layers.0.layernorm_mlp is a LoRA"):
         upcycle(model, num_moe_experts=4, rngs=nnx.Rngs(0))
     config = model.config
     named = MegatronGPTModel(config, None, 32, 8, rngs=nnx.Rngs(0))

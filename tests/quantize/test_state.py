@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.core import FrozenDict
 
 from jax_te.errors import QuantizerStateError
 from jax_te.layers import QuantizableModule, prepare_quantization
@@ -137,6 +138,16 @@ def test_merge_inside_scan():
     _, stacked = jax.lax.scan(lambda carry, xg: (carry, _next_state(*(xg[0], kernel, xg[1]), state)), (), (xs, gs))
     whole = _next_state(xs.reshape(48, 16), kernel, gs.reshape(48, 16), state)
     jax.tree.map(assert_bitwise, merge_quantizers(stacked), whole)
+
+
+def test_states_in_frozen_dicts():
+    plain = jax.tree.map(lambda leaf: leaf + 5.0, init_gemm_state(RECIPE))
+    old = {role: FrozenDict(state) for role, state in plain.items()}
+    new = jax.tree.map(lambda leaf: leaf + 1.0, old)
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), new)
+    for found in (write_back(old, new), merge_quantizers(stacked)):
+        assert jax.tree.structure(found) == jax.tree.structure(new)
+        jax.tree.map(assert_bitwise, found, new)
 
 
 def test_merge_keeps_nan():

@@ -51,7 +51,7 @@ class AttentionCore(Protocol):
         attn_mask_type: MaskType,
         window_size: Window | None,
         checkpoint_core_attention: bool,
-        return_max_logit: bool | None,
+        return_max_logit: bool,
     ) -> Any:
         """Return ``y [b, sq, n, d]``; with max logits, of the layer or the call, ``(y, max_logit)``."""
         ...

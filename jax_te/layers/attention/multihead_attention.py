@@ -317,7 +317,7 @@ class MultiheadAttention(ContextParallelModule):
             attended = core(*operands, **call._asdict())
             context, max_logit = attended if call.return_max_logit else (attended, None)
             context = context if cache is None else self._of_cache(context)
-            y, extra = split_output(self.proj(merge_heads(context), is_first_microbatch=is_first_microbatch))
+            y, extra = split_output(self.proj(merge_heads(context), is_first_microbatch=is_first_microbatch), "proj")
         if normed is not None:
             extra["layernorm_output"] = normed
         if max_logit is not None:
@@ -376,12 +376,12 @@ class MultiheadAttention(ContextParallelModule):
         n, g, d = core.num_attention_heads, core.num_gqa_groups, core.kv_channels
         first: Any = {"is_first_microbatch": is_first_microbatch}
         if encoder_output is not None:
-            projected, extra = split_output(self.query(x, **first))
+            projected, extra = split_output(self.query(x, **first), "query")
             normed = extra.get("layernorm_output")
             q = split_query(projected, g, d)
             k, v = split_key_value(output_of(self.key_value(encoder_output, **first)), g, d)
         elif self.fuse_qkv_params:
-            projected, extra = split_output(self.qkv(x, **first))
+            projected, extra = split_output(self.qkv(x, **first), "qkv")
             normed = extra.get("layernorm_output")
             if g == n and rotary is None and cache is None and self.q_norm is None:
                 # cuDNN reads the packed projection as it is. The cases below change or cache queries or keys

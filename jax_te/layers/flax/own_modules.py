@@ -89,7 +89,7 @@ def _attribute(parameter: str) -> str:
 
 
 # Cached, so that equal modules stay of one class: jit's cache and nnx.scan compare them.
-@functools.lru_cache(maxsize=512)
+@functools.cache
 def _reached(cls: Any) -> Any:
     @functools.wraps(cls.__call__)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -34,7 +34,6 @@ def set_aux_loss_scale(model: nnx.Module, scale: Array | float | None) -> None:
     Source: ``megatron.core.transformer.moe.moe_utils.MoEAuxLossAutoScaler.set_loss_scale``.
 
     >>> from jax_te.config import RouterOptions
-
     >>> router = Router(16, RouterOptions(num_experts=8), rngs=nnx.Rngs(0))
     >>> set_aux_loss_scale(router, 1024.0)
     >>> float(router.loss_scale.get_value())
@@ -80,7 +79,6 @@ def aux_losses_scaled(model: nnx.Module, scale: Array | float) -> Iterator[None]
     The factor of `set_aux_loss_scale` stays, and both are multiplied.
 
     >>> from jax_te.config import RouterOptions
-
     >>> router = Router(16, RouterOptions(num_experts=8), rngs=nnx.Rngs(0))
     >>> with aux_losses_scaled(router, 2.0):
     ...     float(router.scaler_scale.get_value())
