@@ -2,5 +2,5 @@
 
 from jax_te._processes.gather import attempt, gather_texts, is_first
 from jax_te._processes.heartbeats import HEARTBEAT_FOLDER, Heartbeats, shortened
-from jax_te._processes.meeting import Meetings, MissedMeeting
+from jax_te._processes.meeting import Meetings
 from jax_te._processes.threads import in_thread

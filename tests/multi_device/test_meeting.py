@@ -10,7 +10,8 @@ import time
 import jax
 import pytest
 
-from jax_te._processes import Meetings, MissedMeeting, meeting
+from jax_te._processes import Meetings, meeting
+from jax_te._processes.meeting import MissedMeeting
 from tests.support.processes import run_processes
 
 
