@@ -181,6 +181,14 @@ def check_search(browser: Browser, address: str) -> Iterator[str]:
             yield f"the search for {word} does not find {expected}"
 
 
+class QuietServer(http.server.ThreadingHTTPServer):
+    """Server that does not report connections which a browser closes, since it goes to the next page."""
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)  # pyright: ignore[reportArgumentType]
+
+
 class QuietHandler(http.server.SimpleHTTPRequestHandler):
     """Handler of requests that logs none."""
 
@@ -204,7 +212,7 @@ def main(site: Path, *beginnings: str) -> int:
         return 1
     handler = functools.partial(QuietHandler, directory=str(site))
     names = [name for name in pages_of(site) if name.startswith(beginnings or "")]
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, ThreadPoolExecutor(BROWSERS + 1) as pool:
+    with QuietServer(("127.0.0.1", 0), handler) as server, ThreadPoolExecutor(BROWSERS + 1) as pool:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
         # Every second page for each of two browsers, since neighbours, such as those of api/, take about as long.

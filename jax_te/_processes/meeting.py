@@ -152,7 +152,7 @@ class Meetings:
             _client().key_value_set(key, text)
         except jax.errors.JaxRuntimeError as error:
             if not str(error).startswith("ALREADY_EXISTS"):
-                raise MissedMeeting(f"{self._waited_for('process 0')} ({error})") from error
+                raise self._lost_process_0(error) from error
             return False
         return True
 
@@ -173,9 +173,13 @@ class Meetings:
                 return _client().blocking_key_value_get(key, int(1000 * seconds))
             except jax.errors.JaxRuntimeError as error:
                 if not str(error).startswith("DEADLINE_EXCEEDED"):
-                    raise MissedMeeting(f"{self._waited_for(f'process {other}')} ({error})") from error
+                    raise self._lost_process_0(error) from error
             if time.monotonic() > deadline:
                 raise MissedMeeting(self._waited_for(f"process {other}"))
+
+    def _lost_process_0(self, error: jax.errors.JaxRuntimeError) -> MissedMeeting:
+        """Return the error for an answer of the store, which is in process 0, that is no text."""
+        return MissedMeeting(f"process {jax.process_index()} lost process 0 in {self._name}: {error}")
 
     def _waited_for(self, others: str) -> str:
         return (

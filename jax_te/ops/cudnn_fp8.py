@@ -65,7 +65,7 @@ def cudnn_lacks(version: int) -> str | None:
 def fp8_attention_forward(
     operands: Fp8Operands, spec: AttentionSpec, arrays: AttentionArrays, precision: AttentionPrecision, scales: Scales
 ) -> Fp8Output:
-    """Return the output, see `jax_te.ops.xla.attention_fp8.fp8_attention_forward`."""
+    """Return the output, see `Fp8Kernels.fp8_attention_forward`."""
     q, k, v = operands
     shape = (spec.batch, spec.heads, spec.q_length, spec.v_head_dim)
     descales = (q.scale_inv, k.scale_inv, v.scale_inv, 1.0 / scales["s"])
@@ -94,7 +94,7 @@ def fp8_attention_backward(
     precision: AttentionPrecision,
     scales: Scales,
 ) -> Fp8Gradients:
-    """Return the gradients, see `jax_te.ops.xla.attention_fp8.fp8_attention_backward`."""
+    """Return the gradients, see `Fp8Kernels.fp8_attention_backward`."""
     q, k, v = operands
     queries = (spec.batch, spec.heads, spec.q_length, spec.head_dim)
     keys = (spec.batch, spec.groups, spec.kv_length)

@@ -19,7 +19,7 @@ from jax_te.typing import Array
 def fp8_attention_forward(
     operands: Fp8Operands, spec: AttentionSpec, arrays: AttentionArrays, precision: AttentionPrecision, scales: Scales
 ) -> Fp8Output:
-    """Return ``softmax(scale q k^T) v``, of which the softmax's result and the output are quantized, too."""
+    """Return the output, see `Fp8Kernels.fp8_attention_forward`."""
     scores = _scores(operands, spec, arrays)
     top = jnp.max(scores, axis=-1, keepdims=True)
     log_sum = jnp.log(jnp.sum(jnp.exp(scores - top), axis=-1, keepdims=True)) + top
@@ -42,14 +42,7 @@ def fp8_attention_backward(
     precision: AttentionPrecision,
     scales: Scales,
 ) -> Fp8Gradients:
-    """Return the gradients of `fp8_attention_forward`.
-
-    Args:
-        operands, spec, arrays, precision: arguments of forward.
-        out, log_sum: results of forward.
-        do: gradient of the output, quantized.
-        scales: scales of ``s``, as in forward, and of ``dp``, ``dq``, ``dk``, ``dv``.
-    """
+    """Return the gradients, see `Fp8Kernels.fp8_attention_backward`."""
     q, k, v = operands
     scores = _scores(operands, spec, arrays)
     s = jnp.exp(scores - log_sum.reshape(*scores.shape[:4], 1))
