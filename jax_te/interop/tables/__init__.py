@@ -18,4 +18,4 @@ from jax_te.interop.tables.patterns import (
     layer_rows,
     rows_of_layer,
 )
-from jax_te.interop.tables.save import architecture_of, placed_arrays
+from jax_te.interop.tables.represent import architecture_of, placed_arrays
