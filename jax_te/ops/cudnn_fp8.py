@@ -99,7 +99,7 @@ def fp8_attention_backward(
     queries = (spec.batch, spec.heads, spec.q_length, spec.head_dim)
     keys = (spec.batch, spec.groups, spec.kv_length)
     inverse = {name: 1.0 / scales[name] for name in ("s", "dp")}
-    descales = (q.scale_inv, k.scale_inv, v.scale_inv, out.scale_inv, do.scale_inv, inverse["s"], inverse["dp"])
+    descales = (q.scale_inv, k.scale_inv, v.scale_inv, inverse["s"], out.scale_inv, do.scale_inv, inverse["dp"])
     dq, dk, dv, *amaxes, _ = _call(
         "__cudnn$fmhaSoftmaxBackwardF8",
         (
@@ -128,8 +128,10 @@ def fp8_attention_backward(
     )
 
 
-# The orders in which the calls take scales and give amaxes.
-_BACKWARD_SCALES: tuple[AttentionTensor, ...] = ("s", "dq", "dk", "dv", "dp")
+# The orders in which backward takes scales and gives amaxes. They are those in which XLA numbers the tensors of cuDNN's
+# graph (`GetCudnnFlashAttentionBackwardF8OperationGraph`), "s" before "o" and "do" among the inverse scales, and "dp"
+# before "dq" here. JAX's own function has other orders, which shows with scales other than 1.
+_BACKWARD_SCALES: tuple[AttentionTensor, ...] = ("s", "dp", "dq", "dk", "dv")
 _BACKWARD_AMAXES: tuple[AttentionTensor, ...] = ("dq", "dk", "dv", "dp")
 
 # Products by the axes that they contract and those of the batch, of each operand, for arrays [b, s, n, d].

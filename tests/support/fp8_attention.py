@@ -36,7 +36,8 @@ def of_amax(amax: float, dtype: Any, power_of_two: bool = False) -> float:
 
 @dataclass
 class Attention:
-    """One call with its own scales: ``scales`` by the names of `jax_te.quantize.AttentionTensor`.
+    """One call with its own scales: ``scales`` by the names of `jax_te.quantize.AttentionTensor`, and that of the
+    softmax's numerators, which forward rounds in place of ``s``.
 
     Fewer queries than keys are the last ones of a causal call. After `forward` and `backward`, ``amaxes`` has the
     largest value of each tensor before it was quantized. ``backward_dtype`` is another dtype of the gradients, for
@@ -57,12 +58,16 @@ class Attention:
 
     def probabilities(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         """Softmax of one head, ``[sq, skv]``."""
+        weights = self.numerators(q, k)
+        return weights / weights.sum(axis=1, keepdims=True)
+
+    def numerators(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
+        """Softmax of one head before the division by each row's sum, ``[sq, skv]``; the largest of a row is 1."""
         scores = q @ k.T * self.scale
         if self.causal:
             earlier_keys = scores.shape[1] - scores.shape[0]
             scores = np.where(np.tril(np.ones(scores.shape, bool), earlier_keys), scores, -np.inf)
-        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        return weights / weights.sum(axis=1, keepdims=True)
+        return np.exp(scores - scores.max(axis=1, keepdims=True))
 
     def forward(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         """Output of ``q [b, sq, n, d]``, ``k [b, skv, g, d]``, ``v [b, skv, g, dv]``."""
@@ -71,7 +76,10 @@ class Attention:
         for b in range(q.shape[0]):
             for n in range(q.shape[2]):
                 g = n // (q.shape[2] // k.shape[2])
-                out[b, :, n] = self.q8("s", self.probabilities(q[b, :, n], k[b, :, g])) @ v[b, :, g]
+                weights = self.numerators(q[b, :, n], k[b, :, g])
+                sums = weights.sum(axis=1, keepdims=True)
+                self.amaxes["s"] = max(self.amaxes.get("s", 0.0), largest(weights / sums))
+                out[b, :, n] = dequantized(weights, self.scales["numerators"], E4M3) @ v[b, :, g] / sums
         return self.q8("o", out)
 
     def backward(

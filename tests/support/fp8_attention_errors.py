@@ -61,7 +61,7 @@ def quantized(call: Operands, scales: dict[str, float], dtype: Any) -> tuple[lis
 
 def scales_of(calls: tuple[Operands, ...], dtype: Any) -> dict[str, float]:
     """Scales of delayed scaling after steps on the same operands: of the largest values that the calls have."""
-    scales = dict.fromkeys((name for role in ROLES for name in role), 1.0)
+    scales = dict.fromkeys((name for role in ROLES for name in role), 1.0) | {"numerators": of_amax(1.0, E4M3)}
     for _ in range(2):  # the largest gradients are already found under scales of 1
         amaxes = [quantized(call, scales, dtype)[1] for call in calls]
         for role in ROLES:

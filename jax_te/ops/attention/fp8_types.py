@@ -56,7 +56,14 @@ class Fp8Kernels(Protocol):
         precision: AttentionPrecision,
         scales: Scales,
     ) -> Fp8Output:
-        """Return ``softmax(scale q k^T) v``, of which the softmax's result and the output are quantized, too."""
+        """Return ``softmax(scale q k^T) v``, of which the softmax's numerators and the output are quantized, too.
+
+        Args:
+            operands: quantized queries, keys and values.
+            spec, arrays: the call.
+            precision: the recipe.
+            scales: scales of the numerators ``exp(score - row's largest score)``, by the name ``s``, and of ``o``.
+        """
         ...
 
     def fp8_attention_backward(
@@ -76,7 +83,7 @@ class Fp8Kernels(Protocol):
             operands, spec, arrays, precision: arguments of forward.
             out, log_sum: results of forward.
             do: gradient of the output, quantized.
-            scales: scales of ``s``, as in forward, and of ``dp``, ``dq``, ``dk``, ``dv``.
+            scales: scales of ``s``, the softmax's result, and of ``dp``, ``dq``, ``dk``, ``dv``.
         """
         ...
 

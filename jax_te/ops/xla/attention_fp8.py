@@ -22,14 +22,17 @@ def fp8_attention_forward(
     """Return the output, see `Fp8Kernels.fp8_attention_forward`."""
     scores = _scores(operands, spec, arrays)
     top = jnp.max(scores, axis=-1, keepdims=True)
-    log_sum = jnp.log(jnp.sum(jnp.exp(scores - top), axis=-1, keepdims=True)) + top
-    s = jnp.exp(scores - log_sum)
-    codes = precision.quantize(s, scales["s"])
+    numerators = jnp.exp(scores - top)
+    denominators = jnp.sum(numerators, axis=-1, keepdims=True)
+    log_sum = jnp.log(denominators) + top
+    # Rounded before the division, as kernels do that meet the keys one after the other.
+    codes = precision.quantize(numerators, scales["s"])
     out = jnp.einsum("bgrst,btgd->bsgrd", _codes(codes), _codes(operands.v))
-    out = out * (codes.scale_inv * operands.v.scale_inv)
+    out = out * (codes.scale_inv * operands.v.scale_inv) / jnp.moveaxis(denominators, 3, 1)
     out = out.reshape(*operands.q.shape[:3], spec.v_head_dim)
     quantized = _as_compute(precision.quantize(out, scales["o"]), spec)
-    return Fp8Output(quantized, log_sum.reshape(spec.batch, spec.heads, -1), {"s": amax(s), "o": amax(out)})
+    amaxes: Amaxes = {"s": amax(numerators / denominators), "o": amax(out)}
+    return Fp8Output(quantized, log_sum.reshape(spec.batch, spec.heads, -1), amaxes)
 
 
 def fp8_attention_backward(

@@ -74,9 +74,10 @@ def scales_of(recipe: Any, state: Any, qkv: Any, do: Any) -> dict[str, float]:
             history = np.asarray(state[role]["amax_history"])[: recipe.amax_history_len]
             scale = of_amax(float(history.max()), E4M3) / 2.0**recipe.margin if history.max() > 0 else 1.0
             scales |= dict.fromkeys(names, scale)
-        return scales
+        return scales | {"numerators": of_amax(1.0, E4M3)}
     power = recipe.use_power_2_scales
-    amaxes = {"q": largest(qkv[0]), "k": largest(qkv[1]), "v": largest(qkv[2]), "s": 1.0, "o": largest(qkv[2])}
+    amaxes = {"q": largest(qkv[0]), "k": largest(qkv[1]), "v": largest(qkv[2]), "o": largest(qkv[2])}
+    amaxes |= {"s": 1.0, "numerators": 1.0}
     scales = {name: of_amax(amax, E4M3, power) for name, amax in amaxes.items()}
     scales["do"] = of_amax(largest(do), E4M3, power)
     for name in ("dp", "dq", "dk", "dv"):
