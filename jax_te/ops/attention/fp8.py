@@ -79,7 +79,7 @@ def _forward(call: Fp8Call, args: _Args) -> tuple[Array, _Residuals]:
         fp8_steps.to_heads(call, precision.quantize(v, scales["v"])),
     )
     operands = named(operands, "quantized", given=args)
-    # Forward rounds before it divides by the denominators: the largest value of each row is 1, however small the amax of
+    # Forward rounds before it divides by denominators: the largest value of each row is 1, however small the amax of
     # the quotients is. A delayed scale of these would saturate the values above that amax; it is for backward alone.
     out8, log_sum, inside = named(fp8_steps.forward(call, operands, scales | bound_of_s), "context", given=args)
     out = fp8_steps.to_sequence(call, out8).dequantize()
