@@ -1,6 +1,6 @@
 """Measurements of layers, attention, train steps and models next to their peers."""
 
-from jax_te.bench.attention import AttentionSizes, bench_attention
+from jax_te.bench.attention import AttentionSizes, bench_attention, with_fp8_attention
 from jax_te.bench.checkpoints import bench_checkpoints
 from jax_te.bench.experts import ExpertsCase, bench_experts
 from jax_te.bench.layers import Case, bench_layer

@@ -19,6 +19,7 @@ from jax_te.bench.settings import Row, Settings, Shape
 from jax_te.layers import LayerNormLinear, LayerNormMLP, TransformerLayer
 from jax_te.ops import use_backend
 from jax_te.ops.te import available
+from jax_te.quantize import attention_precision_of
 from jax_te.recipe import Recipe, autocast
 from jax_te.sharding import named_sharding
 from jax_te.training import split_model
@@ -63,7 +64,9 @@ class Case:
 
     def label(self, of: str) -> str:
         """Return the name of a contestant's row."""
-        return f"{of} {self.module} {'none' if self.recipe is None else self.recipe.name}"
+        recipe = "none" if self.recipe is None else self.recipe.name
+        attention = " fp8_dpa" if of == "jax_te" and attention_precision_of(self.recipe) is not None else ""
+        return f"{of} {self.module} {recipe}{attention}"
 
     def draw(self, seed: int, shape: tuple[int, ...], axes: LogicalAxes) -> Array:
         """Return a random bf16 array, sharded by its axes."""

@@ -308,11 +308,19 @@ def test_what_is_refused(capsys, argv, message):
 def test_context_parallelism(capsys):
     sizes = ["--head-dim", "16", "--num-query-groups", "4"]
     found = rows(capsys, "attention", *sizes, "--mesh", "context=4")
-    assert [row["name"] for row in found] == [f"jax_te {way}" for way in ("one device", "p2p", "all_gather", "a2a")]
+    assert [row["name"] for row in found] == [f"jax_te, {way}" for way in ("one device", "p2p", "all_gather", "a2a")]
     assert "collectives" not in found[0]
     ring, gather, exchange = (row["collectives"] for row in found[1:])
     assert ring == {"collective-permute": ring["collective-permute"]}
     assert set(gather) == {"all-gather", "reduce-scatter"}
     assert set(exchange) == {"all-to-all"}
     (alone,) = rows(capsys, "attention", *sizes)
-    assert (alone["name"], alone["of_one_device"]) == ("jax_te one device", 1.0)
+    assert (alone["name"], alone["of_one_device"]) == ("jax_te, one device", 1.0)
+
+
+def test_attention_in_fp8(capsys):
+    sizes = ["--batch-size", "1", "--seq-len", "128", "--num-heads", "2", "--head-dim", "128"]
+    found = rows(capsys, "attention", *sizes, "--recipes", "none", "delayed", "current")
+    names = [f"{name}, one device" for name in ("jax_te", "jax_te delayed", "jax_te current")]
+    assert [(row["name"], row["of_one_device"]) for row in found] == [(name, 1.0) for name in names]
+    assert found[1]["temp_gib"] != found[0]["temp_gib"]

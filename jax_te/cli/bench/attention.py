@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from jax_te.bench import AttentionSizes, Settings, bench_attention
+from jax_te.bench import AttentionSizes, Settings, bench_attention, with_fp8_attention
 from jax_te.cli.bench.options import BenchAttention
 from jax_te.cli.bench.rows import show_rows
 from jax_te.cli.memory import check_fits, score_bytes
 from jax_te.config import ParallelConfig
+from jax_te.recipe import recipe_from_name
 
 
 def run(options: BenchAttention) -> int:
@@ -36,7 +37,8 @@ def run(options: BenchAttention) -> int:
     backend: Any = options.backend  # one of the names that the option allows
     settings = Settings(backend=backend, rounds=options.rounds, calls=options.calls)
     kinds: Any = options.cp_comm_type  # names that the option allows
-    return show_rows(bench_attention(kinds, sizes, mesh, settings), options.output)
+    recipes = [with_fp8_attention(recipe_from_name(name)) for name in options.recipes]
+    return show_rows(bench_attention(recipes, kinds, sizes, mesh, settings), options.output)
 
 
 def _check_sizes(options: BenchAttention, groups: int) -> None:

@@ -6,7 +6,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jax_te.bench import Case, ExpertsCase, Row, Settings, bench_experts, bench_layer, check_megatron
+from jax_te.bench import (
+    Case,
+    ExpertsCase,
+    Row,
+    Settings,
+    bench_experts,
+    bench_layer,
+    check_megatron,
+    with_fp8_attention,
+)
 from jax_te.cli.bench.options import BenchLayer
 from jax_te.cli.bench.rows import show_rows
 from jax_te.cli.memory import check_fits, layer_bytes, score_bytes
@@ -59,6 +68,8 @@ def _rows(options: BenchLayer, sizes: ParallelConfig | None) -> Iterator[Row]:
     shape = (options.batch_size, options.seq_len, options.hidden_size, options.num_heads, options.ffn_hidden_size)
     mesh = None if sizes is None else make_mesh(sizes)
     recipes = [recipe_from_name(name) for name in options.recipes]
+    if options.fp8_dpa:
+        recipes = [with_fp8_attention(recipe) for recipe in recipes]
     cases = [
         Case(module=module, shape=shape, recipe=recipe, mesh=mesh, sequence_parallel=options.sequence_parallel)
         for module in options.modules

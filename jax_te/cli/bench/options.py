@@ -132,6 +132,7 @@ class BenchLayer:
     moe_activation: str = option(("swiglu", "clamped_swiglu"), "activation of the experts of moe", "swiglu")
     moe_bias: bool = option(SWITCH, "biases in router and experts of moe", False)
     peer: str | None = option(("megatron",), "peer of moe, which needs Megatron-Core and torch", None)
+    fp8_dpa: bool = option(SWITCH, "attention of transformer_layer in FP8, too, under delayed and current", False)
     backend: str = _backend()
     mesh: str | None = _mesh()
     sequence_parallel: bool = _sequence_parallel()
@@ -209,11 +210,16 @@ class BenchModel:
 class BenchAttention:
     """Measure causal attention alone, also with context parallelism, next to te.jax's.
 
-    Forward and backward in bf16. The first row of each library is on one device; with --mesh there is a row for
-    each --cp-comm-type, with sequences sharded over the context axis in zig-zag order. Of these te.jax has p2p and
-    all_gather. of_one_device is the rate per device, relative to the same library's rate on one device.
+    Forward and backward in bf16; under a recipe jax_te's kernels run in FP8, with scales of earlier calls where the
+    recipe has such. The first row of each library and recipe is on one device; with --mesh there is a row for each
+    --cp-comm-type, with sequences sharded over the context axis in zig-zag order. Of these te.jax has p2p and
+    all_gather. of_one_device is the rate per device, relative to the rate of the same library and recipe on one
+    device.
     """
 
+    recipes: tuple[str, ...] = _several(
+        ("none", "delayed", "current"), "precision recipes to measure, with fp8_dpa", "none"
+    )
     batch_size: int = _size("sequences per batch", 4)
     seq_len: int = _size("sequence length in tokens", 2048)
     num_heads: int = _size("number of attention heads", 32)

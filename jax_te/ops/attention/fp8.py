@@ -66,13 +66,13 @@ def _forward(call: Fp8Call, args: _Args) -> tuple[Array, _Residuals]:
     precision, state = call.precision, args.state
     q, k, v = map(show_overflow, unpack(args.qkv))
     seen: Amaxes = _reduced({"q": amax(q), "k": amax(k), "v": amax(v)}, call.scale_axes)
-    scales = precision.state_scales(state)
+    scales: Scales = precision.state_scales(state)
     # The softmax gives at most 1.
     bound_of_s: Scales = {"s": precision.scale_of_amax(jnp.ones((), jnp.float32))}
     if not precision.delayed:
         scales |= {name: precision.scale_of_amax(largest) for name, largest in seen.items()}
-        # The output is a mean of rows of v.
-        scales |= bound_of_s | {"o": precision.scale_of_amax(seen["v"])}
+        of_output: Scales = {"o": precision.scale_of_amax(seen["v"])}  # a mean of rows of v
+        scales = scales | bound_of_s | of_output
     operands = Fp8Operands(
         fp8_steps.to_heads(call, precision.quantize(q, scales["q"])),
         fp8_steps.to_heads(call, precision.quantize(k, scales["k"])),
@@ -81,7 +81,8 @@ def _forward(call: Fp8Call, args: _Args) -> tuple[Array, _Residuals]:
     operands = named(operands, "quantized", given=args)
     # Forward rounds before it divides by denominators: the largest value of each row is 1, however small the amax of
     # the quotients is. A delayed scale of these would saturate the values above that amax; it is for backward alone.
-    out8, log_sum, inside = named(fp8_steps.forward(call, operands, scales | bound_of_s), "context", given=args)
+    inside_forward: Scales = scales | bound_of_s
+    out8, log_sum, inside = named(fp8_steps.forward(call, operands, inside_forward), "context", given=args)
     out = fp8_steps.to_sequence(call, out8).dequantize()
     return out, _Residuals(operands, out8, log_sum, scales, seen | inside, state)
 
