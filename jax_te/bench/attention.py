@@ -165,9 +165,9 @@ def _settled(attend: Attend, qkv: tuple[Array, ...], dy: Array, state: Attention
     """Return a recipe's state after some steps: under its first scales most gradients would be 0."""
 
     @jax.jit
-    def next_state(qkv: tuple[Array, ...], state: Any) -> Any:
+    def next_state(qkv: tuple[Array, ...], state: Any, dy: Array) -> Any:
         return jax.vjp(attend, *qkv, state)[1](dy)[-1]
 
     for _ in range(3 if state is not None else 0):
-        state = next_state(qkv, state)
+        state = next_state(qkv, state, dy)
     return state
