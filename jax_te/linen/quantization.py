@@ -69,8 +69,8 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
     called twice in one loss, ``jax.grad`` adds two next values up; here scales merge by maximum, and a router's next
     value is computed once, from the counts of both calls. For a layer that is not called, ``jax.grad`` returns zeros;
     here the old state, and so for any other variable of the collection whose gradient is zero and that no layer here
-    has read, such as another package's. For a model that calls each of its layers once the two agree. Use it inside ``jax.jit``: outside, every call
-    compiles anew.
+    has read, such as another package's. For a model that calls each of its layers once the two agree. Use it inside
+    ``jax.jit``: outside, every call compiles anew.
 
     Args:
         loss_fn: ``(params, ...) -> [ ]``; ``params`` has the collections ``params`` and ``_overwrite_with_gradient``,
