@@ -191,13 +191,13 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
                 return_max_logit, padding_mask: see `jax_te.layers.TransformerLayer`.
 
         Returns:
-            The output ``[b, s, h]`` and ``context``, then further results of `jax_te.layers.TransformerLayer`.
+            A NamedTuple of ``y [b, s, h]``, ``context``, and the further results of `jax_te.layers.TransformerLayer`.
         """
         kind: MaskType = self.self_attn_mask_type
         if packed_seq_params is not None:
             packed: dict[MaskType, MaskType] = {"causal": "padding_causal", "no_mask": "padding"}
             kind = packed.get(kind, kind)
-        output = layers.TransformerLayer.__call__(
+        result = layers.TransformerLayer.__call__(
             self,
             hidden_states,
             attention_mask if kind == "arbitrary" else None,
@@ -219,8 +219,8 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
             return_max_logit=return_max_logit,
             padding_mask=padding_mask,
         )
-        output, *more = output if isinstance(output, tuple) else (output,)
-        return output, context, *more
+        y, extra = layers.split_output(result)
+        return layers.layer_output(y, context=context, **extra)
 
     @checked
     def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, Array]:

@@ -492,6 +492,10 @@ def test_a_layer_class_of_ones_own():
 
     model = build(layers=Layer)
     assert_close(model._hidden(TOKENS, None, None), model.decoder.final_layernorm(model.embedding(TOKENS)), EPS)
+    with pytest.raises(ValueError, match=r"layers\[0\] returned no cache, which it was asked for"):
+        model(TOKENS, cache=model.init_cache(*TOKENS.shape))
+    with pytest.raises(ValueError, match=r"layers\[0\] returned no max_logit, which it was asked for"):
+        model.max_logits(TOKENS)
 
 
 @pytest.mark.parametrize(
