@@ -10,6 +10,7 @@ from flax import nnx
 from jax_te import layers
 from jax_te._validation import check_choice, check_positive, checked
 from jax_te.config import TransformerConfig
+from jax_te.layers import layer_output, split_output
 from jax_te.megatron.graphable import GraphableMegatronModule
 from jax_te.megatron.mla_self_attention import MLASelfAttention
 from jax_te.megatron.mlp import MLP
@@ -219,8 +220,8 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
             return_max_logit=return_max_logit,
             padding_mask=padding_mask,
         )
-        y, extra = layers.split_output(result)
-        return layers.layer_output(y, context=context, **extra)
+        y, extra = split_output(result)
+        return layer_output(y, context=context, **extra)
 
     @checked
     def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, Array]:
