@@ -9,21 +9,28 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jax_te._processes.meeting import Meetings
+
 _BYTES = 400
 """Bytes of a text."""
-
-
-def is_first() -> bool:
-    """Return whether this is the process that writes files and messages."""
-    return jax.process_index() == 0
+_BOUND = 3600.0
+"""Seconds for which a process waits for the others: what they do before, such as reading a checkpoint, may take one of
+them far longer than another."""
 
 
 def gather_texts(text: str) -> list[str]:
-    """Return the texts of all processes, in their order; all must call this, and texts are cut to 400 bytes."""
+    """Return the texts of all processes, in their order; all must call this, and texts are cut to 400 bytes.
+
+    Raises:
+        MissedMeeting: if a process has not called this within an hour of another.
+        ValueError: if JAX's processes are not connected by ``jax.distributed.initialize``.
+    """
     if jax.process_count() == 1:
         return [text]
-    sent = np.frombuffer(text.encode(errors="replace")[:_BYTES].ljust(_BYTES, b"\0"), np.uint8)
-    received = multihost_utils.process_allgather(sent)
+    with Meetings("gather_texts", bound=_BOUND) as meetings:
+        meetings.meet()  # a collective has no bound of its own
+        sent = np.frombuffer(text.encode(errors="replace")[:_BYTES].ljust(_BYTES, b"\0"), np.uint8)
+        received = multihost_utils.process_allgather(sent)
     return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in np.asarray(received)]
 
 

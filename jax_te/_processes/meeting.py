@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from jax_te._processes.gather import is_first
+from jax_te._processes.first import is_first
 from jax_te._processes.heartbeats import shortened
 
 _BOUND = 600.0
@@ -54,12 +54,14 @@ class Meetings:
 
     Args:
         name: name of the call.
+        bound: seconds for which a process waits for the others. None: ten minutes.
 
     >>> with Meetings("save_huggingface") as meetings:
     ...     meetings.meet()
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, *, bound: float | None = None):
+        self._given_bound = bound
         self._name, self._number, self._agreed = name, 0, False
         self._call = f"jax_te/{name}/{_CALLS[name]}"
         self._outdated = f"jax_te/{name}/{_CALLS[name] - 1}"
@@ -81,7 +83,7 @@ class Meetings:
         """Return once all processes are here.
 
         Raises:
-            MissedMeeting: if one has not come within ten minutes. One that comes later raises it, too.
+            MissedMeeting: if one has not come within the bound. One that comes later raises it, too.
             OSError: if another process has failed since the last meeting, or cannot go on.
             ValueError: if JAX's processes are not connected by ``jax.distributed.initialize``.
         """
@@ -94,6 +96,10 @@ class Meetings:
                 raise MissedMeeting(outcome.removeprefix(_MISSED))
             raise OSError(errno.EIO, outcome)
 
+    @property
+    def _bound(self) -> float:
+        return _BOUND if self._given_bound is None else self._given_bound
+
     def wait_until(self, is_over: Callable[[], bool]) -> None:
         """Return once a condition that other processes bring about holds.
 
@@ -101,9 +107,9 @@ class Meetings:
             is_over: function that returns whether the condition holds, such as ``is_ready`` of an array.
 
         Raises:
-            MissedMeeting: if it does not hold within ten minutes.
+            MissedMeeting: if it does not hold within the bound.
         """
-        deadline, interval = time.monotonic() + _BOUND, _SHORTEST
+        deadline, interval = time.monotonic() + self._bound, _SHORTEST
         while not is_over():
             if time.monotonic() > deadline:
                 raise MissedMeeting(self._waited_for("the others"))
@@ -116,7 +122,7 @@ class Meetings:
         Args:
             problem: reason why this process cannot go on. With one it does not wait for the others.
         """
-        meeting, deadline = f"{self._call}/{self._number}", time.monotonic() + _BOUND
+        meeting, deadline = f"{self._call}/{self._number}", time.monotonic() + self._bound
         if problem and self._number:  # before the first meeting, process 0 may not have begun the call
             deadline = time.monotonic() + _ANSWER
         self._number += 1
@@ -183,8 +189,8 @@ class Meetings:
 
     def _waited_for(self, others: str) -> str:
         return (
-            f"process {jax.process_index()} waited {_BOUND:g} s for {others} in {self._name}, in vain: a process has "
-            "ended, or is too slow"
+            f"process {jax.process_index()} waited {self._bound:g} s for {others} in {self._name}, in vain: a process "
+            "has ended, or is too slow"
         )
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import numpy as np
 
+from jax_te._device import default_device, default_platform
 from jax_te.bench.contestants import Contestant
 from jax_te.bench.settings import GIB, Sizes
 from jax_te.config import ActivationParams, RouterOptions
@@ -115,12 +115,12 @@ def check_megatron() -> None:
         close_all([process])
     if found["missing"]:
         raise ValueError(f"--peer megatron needs packages that cannot be used here: {_reasons(found)}")
-    device = jax.devices()[0].device_kind
+    device = default_device().device_kind
     if device != found["device"]:
         raise ValueError(f"--peer megatron: torch runs on {found['device']}, JAX on {device}; let both use one device")
     # Parsed as jaxlib does.
     shared = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") in ("0", "false", "False")
-    if jax.default_backend() == "gpu" and not shared:
+    if default_platform() == "gpu" and not shared:
         raise ValueError(
             "--peer megatron: torch needs part of the GPU's memory, most of which JAX takes when it starts; set "
             "XLA_PYTHON_CLIENT_PREALLOCATE=false in the environment"

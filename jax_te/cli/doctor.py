@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_te import __version__
+from jax_te._device import default_device, default_platform
 from jax_te.cli.command_options import DoctorOptions
 from jax_te.errors import BackendUnavailableError
 from jax_te.ops import OPS, dense, explain_backend
@@ -41,7 +42,7 @@ def run(options: DoctorOptions) -> int:
     _rows({"xla": "available: plain JAX", "te": f"available: {reason}" if te_works else f"not available: {reason}"})
     _section("ops: what --backend auto takes")
     _rows({op: _choice(op) for op in OPS})
-    _section(f"recipes: GEMM units of {jax.devices()[0].device_kind}")
+    _section(f"recipes: GEMM units of {default_device().device_kind}")
     _rows(native_recipes())
     _section("recipes: a linear layer's forward and backward, run here")
     tried = {(name, backend): make() if make else None for name, make in RECIPES.items() for backend in ("xla", "te")}
@@ -73,10 +74,10 @@ def versions() -> dict[str, str]:
 
 def devices() -> dict[str, str]:
     """Return JAX's platform, and a line for each device."""
-    client = jax.devices()[0].client
-    rows = {"platform": f"{jax.default_backend()}, {' '.join(client.platform_version.split()) or 'no version'}"}
+    client = default_device().client
+    rows = {"platform": f"{default_platform()}, {' '.join(client.platform_version.split()) or 'no version'}"}
     if client.platform_version.strip() in ("", "cpu", "<unknown>"):
-        rows["platform"] = jax.default_backend()
+        rows["platform"] = default_platform()
     for device in jax.local_devices():
         memory = (device.memory_stats() or {}).get("bytes_limit")
         capability = getattr(device, "compute_capability", None)
@@ -92,7 +93,7 @@ def native_recipes() -> dict[str, str]:
     rows = {}
     for name, recipe_type in RECIPES.items():
         if recipe_type is not None:
-            support = recipe_type().supports(jax.devices()[0])
+            support = recipe_type().supports(default_device())
             rows[name] = f"{'native' if support else 'emulated'}: {support.reason}"
     return rows
 
@@ -104,7 +105,7 @@ def try_recipe(recipe: Recipe | None, backend: str) -> tuple[bool, str]:
     except BackendUnavailableError as error:
         return False, f"no: {error}"
     # GPUs train in bf16, which a CPU emulates.
-    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    dtype = jnp.float32 if default_platform() == "cpu" else jnp.bfloat16
     # Whole blocks of every recipe: programs without padding compile faster. NumPy's arrays need no program at all.
     x, kernel = np.ones((_SIZE, _SIZE), dtype), np.full((_SIZE, _SIZE), _WEIGHT, dtype)
     state = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), jax.eval_shape(lambda: init_gemm_state(recipe)))
@@ -117,7 +118,7 @@ def try_recipe(recipe: Recipe | None, backend: str) -> tuple[bool, str]:
     try:
         # Compiled for a CPU without optimization: it runs once.
         quick: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-        on_cpu = jax.default_backend() == "cpu"
+        on_cpu = default_platform() == "cpu"
         differentiate = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)), compiler_options=quick if on_cpu else None)
         value, gradients = jax.device_get(differentiate(x, kernel, state))
         near = abs(float(value) - _EXPECTED) < _TOLERANCE

@@ -7,6 +7,7 @@ import os
 import jax
 import numpy as np
 
+from jax_te._device import default_platform
 from jax_te.cli.option_table import memory_advice
 from jax_te.cli.parser import option_names
 from jax_te.cli.run_config import RunConfig
@@ -68,7 +69,7 @@ def layer_bytes(tokens: int, hidden: int, ffn: int) -> int:
 def score_bytes(rows: int, heads: int, length: int) -> int:
     """Return a lower bound of the bytes of attention scores ``[rows, heads, length, length]`` in bf16."""
     # Fused kernels of GPUs keep no attention scores.
-    return 2 * rows * heads * length**2 if jax.default_backend() == "cpu" else 0
+    return 2 * rows * heads * length**2 if default_platform() == "cpu" else 0
 
 
 def least_memory(config: RunConfig, *, training: bool = True) -> int:

@@ -7,8 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-import jax
-
+from jax_te._device import default_platform
 from jax_te.cli.options import GivenOptions
 from jax_te.cli.precision_rules import read_rules
 from jax_te.cli.presets import PRESETS
@@ -81,6 +80,6 @@ def new_config(given: dict[str, Any]) -> RunConfig:
     values.setdefault("decay_steps", values["steps"])
     values.setdefault("min_learning_rate", values["learning_rate"] / 10)
     # A CPU emulates bf16, at a fraction of the speed of fp32.
-    values.setdefault("params_dtype", "bfloat16" if jax.default_backend() == "gpu" else "float32")
+    values.setdefault("params_dtype", "bfloat16" if default_platform() == "gpu" else "float32")
     values.setdefault("compute_dtype", values["params_dtype"])
     return RunConfig(**values)

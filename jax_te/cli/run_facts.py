@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
+from jax_te._device import default_device
 from jax_te.cli.loop import LoopResult
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CHECKPOINT_FOLDER, PROFILE_FOLDER
@@ -57,7 +59,7 @@ def start_facts(run: StartedRun) -> dict[str, str]:
         **({} if run.rules is None else {"rules": str(run.rules)}),
         "backend": "\n".join(run.backends),
         "mesh": _mesh(run),
-        "MFU": _mfu(step_work(run.config), _device()),
+        "MFU": _mfu(step_work(run.config), _device(run.config).device_kind),
         "output": f"{run.output}, " + (f"resumed after step {run.first}" if run.first else "a new run"),
     }
 
@@ -71,7 +73,7 @@ def step_work(config: RunConfig) -> StepWork:
         sequence_length=config.seq_len,
     )
     devices = (config.parallel_config() or ParallelConfig()).num_devices
-    return StepWork(tokens=config.tokens_per_step, devices=devices, flops=flops, peak=peak_flops(jax.devices()[0]))
+    return StepWork(tokens=config.tokens_per_step, devices=devices, flops=flops, peak=peak_flops(_device(config)))
 
 
 def _model(run: StartedRun) -> str:
@@ -106,13 +108,15 @@ def _batch(config: RunConfig) -> str:
 
 
 def _mesh(run: StartedRun) -> str:
+    device = _device(run.config).device_kind
     if run.mesh is None:
-        return f"none: one device, {_device()}"
-    return f"{run.config.mesh} over {run.mesh.size} x {_device()}, {run.config.mesh_axis_type} axes"
+        return f"none: one device, {device}"
+    return f"{run.config.mesh} over {run.mesh.size} x {device}, {run.config.mesh_axis_type} axes"
 
 
-def _device() -> str:
-    return jax.devices()[0].device_kind
+def _device(config: RunConfig) -> Any:
+    """Return a device of the run: of its mesh, or the one on which JAX runs what names none."""
+    return default_device() if config.mesh is None else jax.devices()[0]
 
 
 def _token(config: RunConfig) -> str:

@@ -9,8 +9,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 
+from jax_te._processes import Meetings
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_model_state, contexts, warnings_as_lines
 from jax_te.cli.command_options import SampleOptions
@@ -18,6 +18,7 @@ from jax_te.cli.memory import check_memory
 from jax_te.cli.run_files import CHECKPOINT_FOLDER, holds_run, read_config
 from jax_te.cli.run_text import run_tokenizer
 from jax_te.data import ByteTokenizer, Tokenizer
+from jax_te.interop.tables import on_host
 from jax_te.layers import quantizable_modules
 from jax_te.models import GPTModel, generate
 from jax_te.ops import use_backend
@@ -108,7 +109,8 @@ def continue_text(
                 top_k=top_k or None,
             )
         if not tokens.is_fully_addressable:  # rows lie in several processes
-            tokens = multihost_utils.process_allgather(tokens, tiled=True)
+            with Meetings("sample") as meetings:
+                tokens = on_host(tokens, meetings)
         text += np.asarray(tokens)[0, len(context) :].tolist()
         part += 1
     before, whole = tokenizer.decode(text[:begin]), tokenizer.decode(text[: begin + length])

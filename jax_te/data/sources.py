@@ -153,9 +153,17 @@ def _parquet(path: Path, text_key: str) -> Iterator[bytes]:
                 is_text(kind) for is_text in (arrow.types.is_string, arrow.types.is_large_string)
             ):
                 raise ValueError(f"it has no column {text_key!r} of strings, but {brief(sorted(columns))}")
+            row = 0
             # As many rows at once as fit into memory however long a document is.
             for batch in file.iter_batches(batch_size=256, columns=[text_key]):
-                yield from (text.encode("utf-8") for text in batch.column(0).to_pylist() if text is not None)
+                for text in batch.column(0).to_pylist():
+                    if text is None:
+                        raise ValueError(
+                            f"row {row}, counted from 0, has null for {text_key!r}; write the file without rows that "
+                            "lack a text"
+                        )
+                    yield text.encode("utf-8")
+                    row += 1
     # Arrow's own errors are ValueErrors, OSErrors and others.
     except (ValueError, OSError, arrow.ArrowException) as error:
         raise ValueError(f"{path} cannot be read as Parquet: {str(error)[:300]}") from None

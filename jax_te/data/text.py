@@ -57,7 +57,7 @@ def load_text(
     A file's extension determines its format:
 
     - ``.jsonl``: an object a line, whose ``text_key`` is a document.
-    - ``.parquet``: a column ``text_key`` of documents, through pyarrow (the extra ``parquet``).
+    - ``.parquet``: a column ``text_key`` of documents, none of them null, through pyarrow (the extra ``parquet``).
     - ``.npy``: a 1-D array of integers, which are tokens. ``.idx`` or ``.bin``: tokens of Megatron's
       ``preprocess_data.py``, which are both files. Their documents end where the file specifies.
     - any other: text, a document for each file.
@@ -73,8 +73,8 @@ def load_text(
         text_key: key of the text in JSON lines and Parquet.
 
     Raises:
-        ValueError: if the path does not exist, holds no text or too little text; for a damaged file, whose line or
-            column is named; with a tokenizer, for a file that is not UTF-8.
+        ValueError: if the path does not exist, holds no text or too little text; for a damaged file or a document
+            that is null, whose line, row or column is named; with a tokenizer, for a file that is not UTF-8.
 
     >>> data = load_text(os.__file__, seq_len=64)
     >>> data.train.dtype, data.files, round(len(data.heldout) / len(data.train), 2)

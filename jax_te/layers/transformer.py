@@ -26,7 +26,7 @@ from jax_te.layers.moe.router import check_padding_mask
 from jax_te.layers.norm import LayerNorm, Normalization, RMSNorm, make_norm
 from jax_te.layers.options import AttentionOptions
 from jax_te.layers.parallel_arguments import sequence_axes, set_tensor_parallel_group
-from jax_te.layers.results import layer_output, split_output
+from jax_te.layers.results import add_bias, layer_output
 from jax_te.ops import BiasType, MaskType, SoftmaxType, Window
 from jax_te.random import Purpose, key_for
 from jax_te.sharding import constrain
@@ -439,7 +439,7 @@ class TransformerLayer(ContextParallelModule):
                 is_first_microbatch=is_first_microbatch,
                 return_max_logit=return_max_logit,
             )
-            attended, extra = self._read(result, "self_attention", ("layernorm_output", "max_logit", "cache"))
+            attended, extra = add_bias(result, "self_attention", known=("layernorm_output", "max_logit", "cache"))
             returned = {name: extra[name] for name in ("max_logit", "cache") if name in extra}
             entered, start = x, extra.get("layernorm_output", x)
             x = self._add(start, attended, key_of("self_attention_output"), axes, self.self_attention_norm)
@@ -457,7 +457,7 @@ class TransformerLayer(ContextParallelModule):
                     checkpoint_core_attention=checkpoint_core_attention,
                     is_first_microbatch=is_first_microbatch,
                 )
-                attended, extra = self._read(result, "inter_attention", ("layernorm_output",))
+                attended, extra = add_bias(result, "inter_attention", known=("layernorm_output",))
                 start = extra.get("layernorm_output", x)
                 x = self._add(start, attended, key_of("cross_attention_output"), axes, self.inter_attention_norm)
             read = entered if self.parallel_attention_mlp else x
@@ -475,38 +475,14 @@ class TransformerLayer(ContextParallelModule):
         if self.pre_mlp_layernorm is None:
             assert self.layernorm_mlp is not None
             result: Any = self.layernorm_mlp(x, is_first_microbatch=first)
-            y, extra = self._read(result, "layernorm_mlp", ("layernorm_output",))
+            y, extra = add_bias(result, "layernorm_mlp", known=("layernorm_output",))
             return y, extra.get("layernorm_output")
         normed = self.pre_mlp_layernorm(x)
         # Not of the key that dropout uses, which only layers that drop something have.
         key = None if dropout_key is None else key_for("feed_forward", dropout_key)
         result = self.mlp(normed, padding_mask=padding_mask, key=key, is_first_microbatch=first)
-        y, _ = self._read(result, "mlp", ("routing",))  # a routing is for callers of the experts themselves
+        y, _ = add_bias(result, "mlp", known=("routing",))  # a routing is for callers of the experts themselves
         return y, normed if self.residual_from_norm else None
-
-    def _read(self, result: Any, block: str, known: tuple[str, ...]) -> tuple[Array, dict[str, Any]]:
-        """Return a block's output with its bias added, and its extra results by their names.
-
-        Args:
-            result: what the block returned.
-            block: name of the block.
-            known: names of the extra results that the layer knows what to do with, beside a bias.
-
-        Raises:
-            ValueError: for others, and for a bias that is not ``[h]``: dropping them would change numbers in silence.
-        """
-        y, extra = split_output(result, block)
-        bias = extra.pop("bias", None)
-        others = [name for name in extra if name not in known]
-        if bias is not None and bias.shape != (self.hidden_size,):
-            others = [f"a bias of shape {bias.shape}", *others]
-        if others:
-            raise ValueError(
-                f"{block} returned {', '.join(others)} beside its output, and the layer would drop it; return the "
-                f"output alone, a pair (output, bias [{self.hidden_size}]), or a NamedTuple of the output and of what "
-                f"it has of bias [{self.hidden_size}], {', '.join(known)}, under these names"
-            )
-        return (y if bias is None else y + jnp.expand_dims(bias, (0, 1)).astype(y.dtype)), extra
 
     def _add(
         self, start: Array, y: Array, key: Array | None, axes: LogicalAxes, norm: LayerNorm | RMSNorm | None

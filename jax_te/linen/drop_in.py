@@ -58,6 +58,8 @@ from jax_te.linen.own_modules import (
 from jax_te.recipe import autocast
 from jax_te.typing import Array
 
+_FLAX_LINEAR = (nn.Dense, nn.DenseGeneral, nn.Einsum)
+
 # A user context takes part in the jit cache key: what was traced without this choice is traced again with it.
 _choice_in_force = jax.make_user_context(None)
 
@@ -244,6 +246,8 @@ def _look(model: Any, rules: Rules, args: Any, kwargs: Any) -> tuple[ModelGemms,
 
     def watch(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module, scope = context.module, ".".join(context.module.path)
+        if isinstance(module, _FLAX_LINEAR):
+            of_flax.add(joined(scope, "kernel"))
         names = [] if _is_linear_or_ours(module) or context.method_name != "__call__" else own_kernels(module)
         names = [name for name in names if rule_of_parameter(rules, joined(scope, name)) is not None]
         if not names or scope in running:
@@ -252,7 +256,7 @@ def _look(model: Any, rules: Rules, args: Any, kwargs: Any) -> tuple[ModelGemms,
         with running.inside(scope):
             return call_apart(module, names, noting(seen, functools.partial(joined, scope)), args, kwargs)
 
-    running = Running()
+    running, of_flax = Running(), set[str]()
     with autocast(None):
         key = jax.random.key(0)
         variables = jax.eval_shape(init, key, arrays)
@@ -265,12 +269,14 @@ def _look(model: Any, rules: Rules, args: Any, kwargs: Any) -> tuple[ModelGemms,
         collection, *names = (str(part.key) for part in path if isinstance(part, jax.tree_util.DictKey))
         if collection == "params":
             parameters[variable] = ".".join(names)
+    # A layer of Flax that shares its scope with a module of the user's (``nn.share_scope``) sees to its own kernel.
+    own = {path: one for path, one in own.items() if path not in of_flax}
     found = tuple(one._replace(seen=seen.get(path, Seen())) for path, one in own.items())
     return gemms_of_model(jaxpr, parameters), found
 
 
 def _is_linear_or_ours(module: Any) -> bool:
-    return isinstance(module, (nn.Dense, nn.DenseGeneral, nn.Einsum, LinenModule)) or _is_ours(module)
+    return isinstance(module, (*_FLAX_LINEAR, LinenModule)) or _is_ours(module)
 
 
 # Cached, so that models that are equal stay equal, and functions that were jitted with one serve the other.
@@ -407,7 +413,7 @@ def _gemms_in_force(choice: _Choice, scope: str) -> dict[str, GemmOptions]:
 
 def _linear(module: Any, inputs: Any = None, einsum_str: Any = None, *_: Any, **__: Any) -> FlaxLinear | None:
     """Return the description of one of Flax's linear layers, called with these arguments; None for another module."""
-    own = next((base for base in (nn.Dense, nn.DenseGeneral, nn.Einsum) if isinstance(module, base)), None)
+    own = next((base for base in _FLAX_LINEAR if isinstance(module, base)), None)
     if own is None or _is_ours(module):
         return None
     why = precision_reason(module.precision)

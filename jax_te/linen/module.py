@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
+from flax.errors import ScopeParamNotFoundError
 
 from jax_te._validation import check_bool, checked
 from jax_te.errors import QuantizerStateError
@@ -38,7 +39,8 @@ class LinenModule(nn.Module):
 
     Variables have the names that they have in the NNX module, in the collections that Flax gives their types:
     parameters are in ``params``, quantizer state is in ``_overwrite_with_gradient``. ``init`` puts arrays that have
-    logical axes into ``nn.LogicallyPartitioned``; ``apply`` takes them boxed and unboxed.
+    logical axes into ``nn.LogicallyPartitioned``; ``apply`` takes them boxed and unboxed. The module needs a scope for
+    itself, and raises ValueError in one that ``nn.share_scope`` has given to another, too.
 
     Raises:
         TypeError: when the class is created, for an NNX module with ``*args`` or ``**kwargs``; at ``init``, for one
@@ -132,8 +134,16 @@ class LinenModule(nn.Module):
             module = self.nnx_module(nnx.Rngs(_typed(self.make_rng("params"))))
             self._keep({}, collections_of(module, boxed=True))
             return module
-        # Traced for its structure at each call: parameters are not drawn again.
-        return with_variables(build_abstract(self.nnx_module), held, self._where())
+        try:
+            # Traced for its structure at each call: parameters are not drawn again.
+            return with_variables(build_abstract(self.nnx_module), held, self._where())
+        except ScopeParamNotFoundError as error:
+            if not self.is_initializing():
+                raise
+            raise ValueError(
+                f"{self._where()} has variables of another module already, where {type(self).__name__} was to make "
+                "its own; a layer of jax_te.linen needs a scope for itself: leave it out of nn.share_scope"
+            ) from error
 
     @nn.nowrap
     def _keep(self, before: dict[str, Any], after: dict[str, Any]) -> None:

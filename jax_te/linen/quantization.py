@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax.core import FrozenDict, freeze, unfreeze
+from flax.linen.fp8_ops import fp32_max_grad
 
 from jax_te._validation import checked
 from jax_te.linen.counting import RulesOfStates, rules_of_states
@@ -67,9 +68,9 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
     The gradient of a state is its next value, also that of an expert bias or of a router's counts. For a layer that is
     called twice in one loss, ``jax.grad`` adds two next values up; here scales merge by maximum, and a router's next
     value is computed once, from the counts of both calls. For a layer that is not called, ``jax.grad`` returns zeros;
-    here the old state, and so for any float state of the collection whose gradient is zero and that no layer here has
-    read. For a model that calls each of its layers once the two agree. Use it inside ``jax.jit``: outside, every call
-    compiles anew.
+    here the old state, and so for any other variable of the collection whose gradient is zero and that no layer here
+    has read, such as another package's. For a model that calls each of its layers once the two agree. Use it inside
+    ``jax.jit``: outside, every call compiles anew.
 
     Args:
         loss_fn: ``(params, ...) -> [ ]``; ``params`` has the collections ``params`` and ``_overwrite_with_gradient``,
@@ -134,13 +135,23 @@ def _next_states(rules: RulesOfStates, old: Any, gradient: Any) -> Any:
         rule = rules.of(tuple(jax.tree_util.keystr((entry,), simple=True) for entry in path))
         if rule is not None:
             return rule.advance(old, new)
-        # Not of a layer that ran here: a router's that was not called, or another package's.
-        is_float = jnp.issubdtype(new.dtype, jnp.floating)
-        return jnp.where(jnp.any(new != 0.0), new, old) if is_float else new
+        return _next_foreign(old, new)  # a router's that was not called, or another package's
 
     after = jax.tree_util.tree_map_with_path(advanced, old, gradient, is_leaf=_is_state)
     rules.check_all_were_asked_for()
     return after
+
+
+def _next_foreign(old: Any, gradient: Any) -> Any:
+    """Return the next value of a variable of the collection that no layer here has read: its gradient, or ``old`` if
+    nothing gave it one."""
+    if gradient.dtype == jax.dtypes.float0:  # of integers, through which no next value comes
+        return old
+    dtype = gradient.dtype
+    if dtype == fp32_max_grad:  # which JAX cannot compare; its zero is that of maxima, -inf
+        old, gradient = as_float32(old), as_float32(gradient)
+    was_given = jnp.any((gradient != 0.0) & (gradient != -jnp.inf))
+    return jax.lax.convert_element_type(jnp.where(was_given, gradient, old), dtype)
 
 
 def _map_states(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:

@@ -105,7 +105,8 @@ def with_variables(module: nnx.Module, variables: Mapping[str, Any], scope: str 
         names = ", ".join(jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in surplus[:4])
         raise ValueError(
             f"{scope} is a {type(module).__name__} and has no place for {names}"
-            f"{', …' if len(surplus) > 4 else ''}: these variables are of another layer, or of other arguments of it"
+            f"{', …' if len(surplus) > 4 else ''}: these variables are of another layer, of other arguments "
+            "of it, or of a module that shares its scope (nn.share_scope), which it needs for itself"
         )
     return nnx.merge(graphdef, nnx.from_flat_state(filled))
 

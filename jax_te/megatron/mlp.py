@@ -9,7 +9,7 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.config import TransformerConfig
-from jax_te.layers import check_elementwise
+from jax_te.layers import add_bias, check_elementwise
 from jax_te.megatron.layernorm_linear import TELayerNormColumnParallelLinear
 from jax_te.megatron.linear import TERowParallelLinear
 from jax_te.megatron.module import MegatronModule, check_input_norms
@@ -94,12 +94,13 @@ class MLP(MegatronModule):
 
     def _run(self, parts: Any, first: bool | None) -> Array:
         linear_fc1, linear_fc2, x = parts
-        hidden, _ = linear_fc1(x, is_first_microbatch=first)
+        leading = x.ndim - 1
+        hidden, _ = add_bias(linear_fc1(x, is_first_microbatch=first), "linear_fc1", leading=leading)
         axes = (*leading_axes(x), "ffn")
 
         def rest(parts: Any) -> Array:
             linear_fc2, hidden = parts
             z = activation(hidden, self.config.limited_activation, out_axes=axes)
-            return linear_fc2(z, is_first_microbatch=first)[0]
+            return add_bias(linear_fc2(z, is_first_microbatch=first), "linear_fc2", leading=leading)[0]
 
         return run_recomputed(rest, (linear_fc2, hidden), kept={"activation": ()})

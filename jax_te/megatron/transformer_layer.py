@@ -10,6 +10,7 @@ from flax import nnx
 from jax_te import layers
 from jax_te._validation import check_choice, check_positive, checked
 from jax_te.config import TransformerConfig
+from jax_te.layers import layer_output, split_output
 from jax_te.megatron.graphable import GraphableMegatronModule
 from jax_te.megatron.mla_self_attention import MLASelfAttention
 from jax_te.megatron.mlp import MLP
@@ -191,13 +192,13 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
                 return_max_logit, padding_mask: see `jax_te.layers.TransformerLayer`.
 
         Returns:
-            The output ``[b, s, h]`` and ``context``, then further results of `jax_te.layers.TransformerLayer`.
+            A NamedTuple of ``y [b, s, h]``, ``context``, and the further results of `jax_te.layers.TransformerLayer`.
         """
         kind: MaskType = self.self_attn_mask_type
         if packed_seq_params is not None:
             packed: dict[MaskType, MaskType] = {"causal": "padding_causal", "no_mask": "padding"}
             kind = packed.get(kind, kind)
-        output = layers.TransformerLayer.__call__(
+        result = layers.TransformerLayer.__call__(
             self,
             hidden_states,
             attention_mask if kind == "arbitrary" else None,
@@ -219,8 +220,8 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
             return_max_logit=return_max_logit,
             padding_mask=padding_mask,
         )
-        output, *more = output if isinstance(output, tuple) else (output,)
-        return output, context, *more
+        y, extra = split_output(result)
+        return layer_output(y, context=context, **extra)
 
     @checked
     def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, Array]:

@@ -11,7 +11,16 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.config import POSITION_EMBEDDINGS, TransformerConfig
-from jax_te.layers import KVCache, PackedSeqParams, Rotary, check_padding_mask, clip_qk, init_kv_cache, rotary_embedding
+from jax_te.layers import (
+    KVCache,
+    PackedSeqParams,
+    Rotary,
+    check_padding_mask,
+    clip_qk,
+    init_kv_cache,
+    rotary_embedding,
+    split_output,
+)
 from jax_te.models.from_config import norm_of, transformer_layer
 from jax_te.models.language_model import LanguageModel
 from jax_te.models.multi_token import MultiTokenPrediction, TokenArrays, continuations
@@ -173,10 +182,10 @@ class GPTModel(LanguageModel):
             x, rotary, caches = self._embed(tokens, positions, keys[-1]), self._angles(positions), []
             for i, layer in enumerate(self.layers):
                 with jax.named_scope(f"layer_{i}"):
-                    # Megatron's layers have their context between the two.
                     own = rotary_of(layer, rotary)
                     given = of_experts(padding_mask)
-                    x, *_, grown = layer(x, rotary_pos_emb=own, dropout_key=keys[i], cache=cache[i], **given)
+                    result = layer(x, rotary_pos_emb=own, dropout_key=keys[i], cache=cache[i], **given)
+                    x, grown = _read(result, "cache", i)
                     caches.append(grown)
             return self._head(self.final_norm(x)), tuple(caches)
 
@@ -372,9 +381,9 @@ class GPTModel(LanguageModel):
         measured = nnx.merge(*nnx.split(self))
         measured.eval()
         x, found = measured._embed(tokens, positions, None), []
-        for layer in measured.layers:
+        for i, layer in enumerate(measured.layers):
             angles = rotary_of(layer, self._angles(positions))
-            x, *_, max_logit = layer(x, rotary_pos_emb=angles, return_max_logit=True)
+            x, max_logit = _read(layer(x, rotary_pos_emb=angles, return_max_logit=True), "max_logit", i)
             found.append(max_logit)
         return jnp.stack(found)
 
@@ -464,6 +473,21 @@ class GPTModel(LanguageModel):
             return StackInput(x, keys, arrays, options=self.execution.of_stack(self.config))
         options = self.execution.of_stack(self.config, self._PACKED_MASKS)
         return StackInput(x, keys, arrays | {"packed_seq_params": packed}, options=options)
+
+
+def _read(result: Any, name: str, number: int) -> tuple[Array, Any]:
+    """Return a layer's output and the further result that it was asked for.
+
+    Raises:
+        ValueError: if there is none under this name.
+    """
+    y, extra = split_output(result, f"layers[{number}]")
+    if name not in extra:
+        raise ValueError(
+            f"layers[{number}] returned no {name}, which it was asked for; pass on what TransformerLayer returns, a "
+            "NamedTuple that has it under this name"
+        )
+    return y, extra[name]
 
 
 def _counted(labels: Array, loss_mask: Array | None, options: LossOptions, reduction: Reduction) -> Array | float:

@@ -26,6 +26,7 @@ from jax_te.typing import Array, Key, NoProcessGroups, Words
 
 _EXECUTION = Execution()
 _FOLLOWED = ("quant_recipe", "cuda_graph_impl", "disable_parameter_transpose_cache", "moe_enable_routing_replay")
+_ROPE_SCALING_FACTOR = 8.0
 _CACHE = "give cache=model.init_cache(batch, length)"
 _LOGITS = Words("None", "logits are in config.compute_dtype", ValueError)
 _FIXED: dict[str, tuple[Any, str]] = {
@@ -72,7 +73,8 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             its fields say in any case.
         rotary_percent, rotary_base: options of ``"rope"``, see `RotaryPositions`. Without it they have no effect, which
             is logged once for values other than the default.
-        rope_scaling, rope_scaling_factor: scaling of Llama 3.1, see `Llama3Scaling`.
+        rope_scaling, rope_scaling_factor: scaling of Llama 3.1, see `Llama3Scaling`. Megatron ignores a factor without
+            ``rope_scaling``.
         scatter_embedding_sequence_parallel: must be True.
         seq_len_interpolation_factor: divisor of the positions, see `LinearScaling`.
         mtp_block_spec: class of the transformer layers of ``config.mtp_num_layers``. None: the class of the others.
@@ -85,9 +87,9 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
 
     Raises:
         ValueError: for an argument with a value other than described above; for ``rope_scaling`` and
-            ``seq_len_interpolation_factor`` without ``"rope"``; for ``stage_layers`` outside of the stack,
-            or that do not begin or end where the embedding and the head are; for a tied head without the embedding; see
-            also `GPTModel`.
+            ``seq_len_interpolation_factor`` without ``"rope"``, and a ``rope_scaling_factor`` without ``rope_scaling``;
+            for ``stage_layers`` outside of the stack, or that do not begin or end where the embedding and the head are;
+            for a tied head without the embedding; see also `GPTModel`.
         TypeError: for a ``transformer_layer_spec`` that is not such a class.
 
     Source: ``megatron.core.models.gpt.GPTModel``.
@@ -128,7 +130,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         rotary_percent: float = 1.0,
         rotary_base: float = 10000,
         rope_scaling: bool = False,
-        rope_scaling_factor: float = 8.0,
+        rope_scaling_factor: float = _ROPE_SCALING_FACTOR,
         scatter_embedding_sequence_parallel: bool = True,
         seq_len_interpolation_factor: float | None = None,
         mtp_block_spec: type[TransformerLayer] | None = None,
@@ -145,6 +147,11 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             fp16_lm_cross_entropy=fp16_lm_cross_entropy,
             scatter_embedding_sequence_parallel=scatter_embedding_sequence_parallel,
         )
+        if not rope_scaling and rope_scaling_factor != _ROPE_SCALING_FACTOR:
+            raise ValueError(
+                f"rope_scaling_factor={rope_scaling_factor} is the factor of rope_scaling, which is False; give "
+                "rope_scaling=True, or leave the factor out"
+            )
         if rope_scaling and seq_len_interpolation_factor is not None:
             raise ValueError("rope_scaling and seq_len_interpolation_factor both scale rotation; give one of the two")
         if position_embedding_type != "rope":

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.config import TransformerConfig
-from jax_te.layers import LastStep, Linear, PackedSeqParams, output_of
+from jax_te.layers import LastStep, Linear, PackedSeqParams, add_bias
 from jax_te.megatron import TEColumnParallelLinear, TENorm, TransformerLayer
 from jax_te.models.from_config import norm_of, transformer_layer
 from jax_te.models.stack import StackInput
@@ -108,7 +108,7 @@ class MultiTokenLayer(nnx.Module):
             axes: logical axes of activations between layers.
         """
         both = auto_region(lambda e, x: jnp.concatenate([e, x], axis=-1), axes)
-        projected = output_of(self.eh_proj(both(self.enorm(embedded), self.hnorm(stack.x))))
+        projected, _ = add_bias(self.eh_proj(both(self.enorm(embedded), self.hnorm(stack.x))), "eh_proj")
         x = constrain(projected, axes)  # the GEMM splits its output over the tensor axis
         return self.final_layernorm(dataclasses.replace(stack, x=x).output([self.mtp_model_layer]))
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_te._device import default_platform
 from jax_te._validation import checked, float_dtype
 from jax_te.config import ActivationLike
 from jax_te.errors import BackendUnavailableError
@@ -19,7 +20,6 @@ from jax_te.ops import cudnn_fp8, te, xla
 from jax_te.ops.attention.fp8_support import fp8_attention_lacks
 from jax_te.ops.attention.fp8_types import Fp8Kernels
 from jax_te.ops.attention.spec import AttentionSpec
-from jax_te.ops.device import default_platform
 from jax_te.ops.linear.norm_and_activation import Activation
 from jax_te.ops.moe.row_groups import tile_of
 from jax_te.ops.pallas import grouped as pallas_grouped

@@ -18,9 +18,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_te._device import default_device, default_platform
 from jax_te.ops.attention.fp8_types import Fp8Gradients, Fp8Operands, Fp8Output, Scales
 from jax_te.ops.attention.spec import AttentionArrays, AttentionSpec
-from jax_te.ops.device import default_device, default_platform
 from jax_te.quantize import AttentionPrecision, AttentionTensor, QuantizedTensor
 from jax_te.typing import Array
 

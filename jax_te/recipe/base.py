@@ -153,9 +153,9 @@ class Recipe:
         False
         """
         if device is None:
-            import jax  # a recipe is data: reading its fields needs no jax
+            from jax_te._device import default_device  # a recipe is data: reading its fields needs no jax
 
-            device = jax.devices()[0]
+            device = default_device()
         if device.platform not in ("gpu", "cuda"):
             return Support(False, f"{device.platform} has no {self.name} GEMM; {EMULATED}")
         capability = str(getattr(device, "compute_capability", ""))

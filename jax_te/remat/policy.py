@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import jax
 
+from jax_te._device import default_device
 from jax_te._validation import checked, log_once
 from jax_te.config import RECOMPUTE_POLICIES
 from jax_te.remat.carried import is_array, run_on_copies
@@ -107,7 +108,7 @@ def _warn_if_misspelt(name: str) -> None:
 
 def _check_host_memory() -> None:
     # Without this check XLA fails while compiling, and its error names neither the policy nor the array.
-    device = jax.devices()[0]
+    device = default_device()
     kinds = sorted(memory.kind for memory in device.addressable_memories())
     if "pinned_host" not in kinds:
         raise ValueError(

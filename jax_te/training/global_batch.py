@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
+from jax_te._processes import Meetings, gather_texts
 from jax_te._validation import check_axes, check_leaves
 from jax_te.sharding import batch_axes, named_sharding
 from jax_te.typing import PyTree
@@ -68,7 +69,7 @@ def _check_same_rows(local: PyTree, sharding: NamedSharding) -> None:
     crc32 = 0
     for leaf in jax.tree.leaves(local):
         crc32 = zlib.crc32(np.ascontiguousarray(leaf), crc32)
-    checksums = np.asarray(multihost_utils.process_allgather(np.uint32(crc32)))
+    checksums = gather_texts(str(crc32))
     for process, rows in enumerate(held):
         first = held.index(rows)
         if checksums[process] != checksums[first]:
@@ -126,9 +127,12 @@ def broadcast_from_first(text: str, arrays: PyTree) -> str:
         return text
     source = meshes[0].devices.flat[0].process_index == jax.process_index()
     data = np.frombuffer(text.encode(), np.uint8)
-    size = int(multihost_utils.broadcast_one_to_all(np.int32(data.size), is_source=source))
-    data = data if source else np.zeros(size, np.uint8)
-    return np.asarray(multihost_utils.broadcast_one_to_all(data, is_source=source)).astype(np.uint8).tobytes().decode()
+    with Meetings("broadcast_from_first") as meetings:
+        meetings.meet()  # a collective has no bound of its own
+        size = int(multihost_utils.broadcast_one_to_all(np.int32(data.size), is_source=source))
+        data = data if source else np.zeros(size, np.uint8)
+        whole = np.asarray(multihost_utils.broadcast_one_to_all(data, is_source=source))
+    return whole.astype(np.uint8).tobytes().decode()
 
 
 def _is_local(leaf: Any) -> bool:

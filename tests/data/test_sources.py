@@ -75,7 +75,7 @@ def test_a_page_of_parquet_with_another_checksum_is_refused(tmp_path):
 
 
 def test_parquet(tmp_path, tokenizer):
-    rows = pyarrow.table({"text": ["a the", None, "", "a"], "id": [1, 2, 3, 4]})
+    rows = pyarrow.table({"text": ["a the", "", "a"], "id": [1, 2, 3]})
     parquet.write_table(rows, tmp_path / "d.parquet")
     found = read_tokens(tmp_path / "d.parquet", tokenizer=tokenizer)
     assert found.tokens.tolist() == [A, THE, 1, 1, A, 1]
@@ -84,6 +84,9 @@ def test_parquet(tmp_path, tokenizer):
         read_tokens(tmp_path / "d.parquet", text_key="body")
     with pytest.raises(ValueError, match="it has no column 'id' of strings"):
         read_tokens(tmp_path / "d.parquet", text_key="id")
+    parquet.write_table(pyarrow.table({"text": ["a"] * 300 + [None]}), tmp_path / "null.parquet")
+    with pytest.raises(ValueError, match=r"null\.parquet .*: row 300, counted from 0, has null for 'text'"):
+        read_tokens(tmp_path / "null.parquet")
     content = (tmp_path / "d.parquet").read_bytes()
     for damaged in (b"", b"PAR1", content[: len(content) // 2], content[:-9] + b"\xff" * 5 + content[-4:]):
         (tmp_path / "bad.parquet").write_bytes(damaged)

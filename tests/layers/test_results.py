@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +12,19 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jax_te.layers import DotProductAttention, Linear, LoRA, MultiheadAttention, TransformerLayer, init_kv_cache
-from jax_te.layers.results import layer_output
+from jax_te.config import LatentAttentionOptions, RouterOptions, TransformerConfig
+from jax_te.layers import (
+    DotProductAttention,
+    Linear,
+    LoRA,
+    MoE,
+    MultiheadAttention,
+    MultiLatentAttention,
+    TransformerLayer,
+    init_kv_cache,
+)
+from jax_te.layers.results import layer_output, split_output
+from jax_te.megatron import MLP
 from tests.support.numerics import NO_DROPOUT, TOLERANCE, assert_close
 
 H, N, D = 32, 4, 8
@@ -100,3 +113,67 @@ def test_a_bias_of_a_block_is_added_before_its_norm(result: Callable[[jax.Array]
 def test_results_that_a_layer_cannot_use_are_refused(result: Callable[[jax.Array], Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         layer_with(result)(X)
+
+
+class Returning(nnx.Module):
+    """A user's own layer in the place of ``inner``, whose result ``function`` changes."""
+
+    def __init__(self, inner: Any, function: Callable[[Any], Any]) -> None:
+        self.inner, self.function = inner, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(split_output(self.inner(*args, **kwargs))[0])
+
+
+MLA = LatentAttentionOptions(q_lora_rank=8, kv_lora_rank=8, qk_head_dim=8, qk_pos_emb_head_dim=4, v_head_dim=8)
+CONFIG = TransformerConfig(num_layers=1, hidden_size=H, num_attention_heads=N)
+CALLERS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "fused": (lambda: MultiheadAttention(H, N, attention_dropout=0.0, rngs=nnx.Rngs(0)), ("qkv",)),
+    "separate": (
+        lambda: MultiheadAttention(H, N, attention_dropout=0.0, fuse_qkv_params=False, rngs=nnx.Rngs(0)),
+        ("query", "key", "value"),
+    ),
+    "cross": (
+        lambda: MultiheadAttention(H, N, attention_dropout=0.0, attention_type="cross", rngs=nnx.Rngs(0)),
+        ("query", "key_value"),
+    ),
+    "latent": (
+        lambda: MultiLatentAttention(H, N, MLA, attention_dropout=0.0, rngs=nnx.Rngs(0)),
+        ("q_down", "q_up", "kv_down", "kv_up"),
+    ),
+    "experts": (
+        lambda: MoE(
+            H,
+            16,
+            RouterOptions(num_experts=2),
+            bias=False,
+            latent_size=16,
+            shared_expert_intermediate_size=16,
+            rngs=nnx.Rngs(0),
+        ),
+        ("fc1_latent_proj", "fc2_latent_proj", "shared_experts.linear_fc1", "shared_experts.linear_fc2"),
+    ),
+    "megatron's MLP": (lambda: MLP(CONFIG, rngs=nnx.Rngs(0)), ("linear_fc1", "linear_fc2")),
+}
+
+
+def result_of(name: str, replaced: str, function: Callable[[Any], Any]) -> Any:
+    layer = CALLERS[name][0]()
+    *owners, attribute = replaced.split(".")
+    owner = functools.reduce(getattr, owners, layer)
+    setattr(owner, attribute, Returning(getattr(owner, attribute), function))
+    return split_output(layer(X, **({"encoder_output": X} if name == "cross" else {})))[0]
+
+
+@pytest.mark.parametrize(("name", "replaced"), [(name, one) for name, (_, each) in CALLERS.items() for one in each])
+def test_what_a_replaced_projection_returns_beside_its_output_is_used_or_refused(name: str, replaced: str) -> None:
+    def bias_of(y: jax.Array) -> jax.Array:
+        return jnp.arange(math.prod(y.shape[2:]), dtype=y.dtype).reshape(y.shape[2:])
+
+    expected = result_of(name, replaced, lambda y: y + bias_of(y)[None, None])
+    assert_close(result_of(name, replaced, lambda y: (y, bias_of(y))), expected, TOLERANCE["float32"])
+    for lost in (lambda y: layer_output(y, gates=y), lambda y: (y, y)):
+        with pytest.raises(ValueError, match=rf"{replaced.split('.')[-1]} returned (gates|a bias of shape)"):
+            result_of(name, replaced, lost)
+    with pytest.raises(TypeError, match=f"{replaced.split('.')[-1]} returned list in place of an array"):
+        result_of(name, replaced, lambda y: [y, None])

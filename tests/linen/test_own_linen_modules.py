@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from typing import Any
 
@@ -82,6 +83,24 @@ class Model(nn.Module):
         x = x + Attention(name="attention")(x, deterministic)
         x = x + FeedForward(name="mlp")(x)
         return nn.Dense(16, name="head")(x)
+
+
+class Adapted(nn.Module):
+    """A linear layer beside parameters of its own, which may share a scope."""
+
+    layer: Any
+    shared: bool
+    parameters_first: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        layer = self.layer(name="inner")
+        if self.shared:
+            nn.share_scope(self, layer)
+        y = None if self.parameters_first else layer(x)
+        a = self.param("a", nn.initializers.normal(), (32, 16))
+        b = self.param("b", nn.initializers.normal(), (16, 32))
+        return (layer(x) if y is None else y) + x @ a @ b
 
 
 RULES = {"attention.*": "ambient", "mlp": "ambient"}
@@ -322,3 +341,31 @@ def test_a_contraction_that_no_recipe_can_quantize_is_refused_by_path():
         te.quantize_model(model, X, rules={"*0": "ambient", "layers_1": "ambient"})
     model = te.quantize_model(model, X, rules={"layers_1.w": None, "*": "ambient"})
     assert te.quantization_report(model, X).left == {"layers_1.w": "the rule 'layers_1.w'"}
+
+
+def test_a_layer_of_flax_that_shares_a_scope_is_quantized_as_in_its_own():
+    layer = functools.partial(nn.Dense, 32)
+    alone, shared = (te.quantize_model(Adapted(layer, own), X, rules={"*": "ambient"}) for own in (False, True))
+
+    def as_shared(tree):
+        return {name: leaf for name, leaf in tree.items() if name != "inner"} | tree["inner"]
+
+    with autocast(DELAYED):
+        variables = alone.init(jax.random.key(0), X)
+        given = {name: as_shared(tree) for name, tree in variables.items()}
+        made = jax.eval_shape(shared.init, jax.random.key(0), X)
+        assert jax.tree.structure(made) == jax.tree.structure(given)  # and no state for a GEMM that there is not
+        expected, found = (
+            jax.value_and_grad(lambda variables, model=model: jnp.sum(jnp.sin(model.apply(variables, X))))(each)
+            for model, each in ((alone, variables), (shared, given))
+        )
+    assert found[0] == expected[0]
+    wanted = {name: as_shared(tree) for name, tree in expected[1].items()}
+    jax.tree.map(np.testing.assert_array_equal, found[1], wanted)
+
+
+@pytest.mark.parametrize("parameters_first", [True, False])
+def test_a_layer_of_this_package_refuses_a_scope_that_is_shared(parameters_first):
+    model = Adapted(functools.partial(te.Linear, 32, 32), True, parameters_first)
+    with pytest.raises(ValueError, match=r"nn\.share_scope"):
+        model.apply(model.init(jax.random.key(0), X), X)

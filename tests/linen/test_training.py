@@ -1,11 +1,15 @@
 """Flax's own training loop in FP8: its TrainState, optax, and the state that must not be treated as a gradient."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax.core import FrozenDict, freeze
+from flax.linen.fp8_ops import fp32_max_grad
 from flax.training.train_state import TrainState
 
 import jax_te.linen as te
@@ -175,6 +179,48 @@ def test_layers_called_twice_and_not_at_all():
     jax.tree.map(lambda a, b: assert_close(a, b, TOLERANCE["float32"]), eager[STATE], grads[STATE])
     loss, grads = te.value_and_grad(lambda params: jnp.sum(params["a"] ** 2))({"a": jnp.array([3.0])})
     assert (float(loss), grads["a"].tolist()) == (9.0, [6.0])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, fp32_max_grad, jnp.int32], ids=["float", "maximum", "integer"])
+def test_states_of_another_package_go_on_or_stay(dtype):
+    """As Flax's own FP8 layers have them: the gradient of a float is its next value, where the module is called."""
+
+    class Other(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            state = self.variable(STATE, "seen", lambda: jnp.ones(2))
+            return x if dtype == jnp.int32 else _next_is_three(x, state.value)
+
+    class Model(nn.Module):
+        def setup(self):
+            self.ours, self.called, self.unused = te.Linear(32, 32), Other(), Other()
+
+        def __call__(self, x, everything=False):
+            y = self.called(self.ours(x))
+            return self.unused(y) if everything else y
+
+    with autocast(DELAYED):
+        variables = nn.unbox(Model().init(jax.random.key(0), X, everything=True))
+        convert = functools.partial(jax.lax.convert_element_type, new_dtype=dtype)
+        others = {name: {"seen": jax.jit(convert)(jnp.full(2, 2.0))} for name in ("called", "unused")}
+        variables = {**variables, STATE: {**variables[STATE], **others}}
+        grads = te.value_and_grad(lambda variables: jnp.sum(Model().apply(variables, X)))(variables)[1][STATE]
+    values = {name: np.asarray(jax.lax.convert_element_type(grads[name]["seen"], jnp.float32)) for name in others}
+    assert grads["unused"]["seen"].dtype == dtype
+    assert values["unused"].tolist() == [2.0, 2.0]
+    assert values["called"].tolist() == [2.0 if dtype == jnp.int32 else 3.0] * 2
+
+
+@jax.custom_vjp
+def _next_is_three(x, state):
+    """``x``; the next value of ``state`` is 3."""
+    return x
+
+
+_next_is_three.defvjp(
+    lambda x, state: (x, state),
+    lambda state, dx: (dx, jax.lax.convert_element_type(jnp.full(state.shape, 3.0), state.dtype)),
+)
 
 
 @pytest.mark.parametrize("frozen", ["all", "states"])

@@ -492,6 +492,10 @@ def test_a_layer_class_of_ones_own():
 
     model = build(layers=Layer)
     assert_close(model._hidden(TOKENS, None, None), model.decoder.final_layernorm(model.embedding(TOKENS)), EPS)
+    with pytest.raises(ValueError, match=r"layers\[0\] returned no cache, which it was asked for"):
+        model(TOKENS, cache=model.init_cache(*TOKENS.shape))
+    with pytest.raises(ValueError, match=r"layers\[0\] returned no max_logit, which it was asked for"):
+        model.max_logits(TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -503,6 +507,7 @@ def test_a_layer_class_of_ones_own():
         ({"fp16_lm_cross_entropy": True}, ValueError, "fp16_lm_cross_entropy must be False, got True: the loss is in"),
         ({"logit_dtype": jnp.float32}, ValueError, "logit_dtype must be None"),
         ({"rope_scaling": True, "seq_len_interpolation_factor": 2.0}, ValueError, "both scale rotation; give one"),
+        ({"rope_scaling_factor": 32.0}, ValueError, "rope_scaling_factor=32.0 is the factor of rope_scaling, which is"),
         ({"rope_scaling": True, "position_embedding_type": "none"}, ValueError, "rope_scaling scales rotary positions"),
         (
             {"seq_len_interpolation_factor": 2.0, "position_embedding_type": "learned_absolute"},

@@ -10,7 +10,8 @@ import time
 import jax
 import pytest
 
-from jax_te._processes import Meetings, meeting
+from jax_te._processes import Meetings, gather_texts, meeting
+from jax_te._processes import gather as gathering
 from jax_te._processes.meeting import MissedMeeting
 from tests.support.processes import run_processes
 
@@ -26,6 +27,25 @@ def come_too_late():
             meetings.meet()
     meeting._BOUND = 60.0
     return str(told.value)
+
+
+def gather():
+    """Return what all told each other, and what each is told when process 1 does not come."""
+    texts = [gather_texts(f"{jax.process_index()}ü" * length) for length in (1, 0, 300)]
+    process, told = jax.process_index(), ""
+    with Meetings("gathered") as meetings:
+        meetings.meet()
+        gathering._BOUND = 0.5
+        if process != 1:
+            with pytest.raises(MissedMeeting) as error:
+                gather_texts("here")
+            told = str(error.value)
+        meetings.meet()
+    if process == 1:
+        with pytest.raises(MissedMeeting):  # in time for none
+            gather_texts("here")
+    gathering._BOUND = 60.0
+    return texts, told, gather_texts(str(process))
 
 
 def fail_between(index):
@@ -81,18 +101,22 @@ def wait_for(folder, *names):
 
 
 def meet_in_every_way(folder):
-    return come_too_late(), fail(0), fail(1), fail(2), wait_for_a_stopped_one(folder)
+    return come_too_late(), fail(0), fail(1), fail(2), gather(), wait_for_a_stopped_one(folder)
 
 
 @pytest.mark.costly
 def test_all_go_on_or_all_learn_why_not(tmp_path):
     told = [finished.result for finished in run_processes(3, meet_in_every_way, (tmp_path,))]
-    late, *failures, stopped = zip(*told, strict=True)
+    late, *failures, gathered, stopped = zip(*told, strict=True)
     assert len(set(late)) == 1  # whoever comes later learns at once that the others are gone
     assert "waited 0.5 s for process" in late[0]
     for failing, texts in enumerate(failures):
         for process, text in enumerate(texts):
             assert (f"save failed in process {failing}: TimeoutError" in text) == (process != failing)
+    for process, (texts, missed, after) in enumerate(gathered):
+        assert texts == [["0ü", "1ü", "2ü"], ["", "", ""], [f"{index}ü" * 133 + f"{index}" for index in range(3)]]
+        assert after == ["0", "1", "2"]
+        assert process == 1 or "waited 0.5 s for process" in missed
     for process in (1, 2):
         assert f"process {process} waited 0.5 s for process 0" in stopped[process]
 

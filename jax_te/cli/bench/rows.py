@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 
+from jax_te._device import default_device
 from jax_te.bench import Row
 from jax_te.cli.compile_cache import keep_compiled_programs
 
@@ -23,7 +24,7 @@ def show_rows(rows: Iterable[Row], output: str | None) -> int:
         ValueError: if there is none, or if none could be measured, with the first one's error.
     """
     keep_compiled_programs()
-    device, shown = jax.devices()[0].device_kind, []
+    device, shown = default_device().device_kind, []
     print(f"{device}, jax {jax.__version__}", flush=True)
     for row in rows:
         print(json.dumps(row), flush=True)

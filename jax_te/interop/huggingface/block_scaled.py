@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -47,8 +48,13 @@ class BlockScaled:
 
     def scales(self) -> np.ndarray:
         """Return the scale of each value, fp32."""
-        rows, columns = self.shape
-        return self.scale.astype(np.float32).repeat(_BLOCK, 0)[:rows].repeat(_BLOCK, 1)[:, :columns]
+        return _scale_of_each(self.scale, self.shape)
+
+
+def _scale_of_each(blocks: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return the scale of each value of a matrix of this shape, fp32, from that of each block."""
+    rows, columns = shape
+    return blocks.astype(np.float32).repeat(_BLOCK, 0)[:rows].repeat(_BLOCK, 1)[:, :columns]
 
 
 FolderTensor: TypeAlias = Any
@@ -215,7 +221,7 @@ def reader(
 def _blocks(scales: np.ndarray, name: str, shape: tuple[int, ...], instead: str) -> np.ndarray:
     """Return the scale of each block of a matrix, from the scale of each value."""
     blocks = scales[::_BLOCK, ::_BLOCK].copy()
-    if not np.array_equal(BlockScaled(scales, blocks).scales(), scales):
+    if not np.array_equal(_scale_of_each(blocks, scales.shape), scales):
         raise ValueError(
             f"block_scaled='keep' cannot keep {name} {list(shape)}: its blocks of {_BLOCK} x {_BLOCK} are not those of "
             f"its tensors, since heads or features are not multiples of that; {instead}"
@@ -247,17 +253,26 @@ def held_kernels(model: nnx.Module) -> dict[str, QuantizedKernel]:
     return held
 
 
-def written_scales(path: str, kernel: QuantizedKernel, entry: Entry, sizes: Sizes) -> dict[str, np.ndarray]:
-    """Return the scales of the tensors of a kernel whose arrays are on the host, by name.
+def written_scales(
+    path: str, kernel: QuantizedKernel, entry: Entry, sizes: Sizes, fetch: Callable[[Any], np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Return the scales of the tensors of a kernel, by name; its values, which are far more, stay where they are.
+
+    Args:
+        path: path of the kernel.
+        kernel: a kernel that is stored quantized.
+        entry: its entry in the architecture's table.
+        sizes: sizes of the axes.
+        fetch: function that returns an array of the kernel in host memory.
 
     Raises:
         ValueError: for blocks that are not blocks in their layout.
         TypeError: if arithmetic was done on the kernel's arrays.
     """
     if kernel.guard is not None:
-        kernel.guard.check()
-    stored = kernel.form.rowwise
-    values = BlockScaled(stored.data.reshape(kernel.shape[0], -1), stored.scale_inv).scales().reshape(kernel.shape)
+        jax.tree.map(fetch, kernel.guard).check()
+    k, *features = kernel.shape
+    values = _scale_of_each(fetch(kernel.form.rowwise.scale_inv), (k, math.prod(features))).reshape(kernel.shape)
     return {name + _SCALE: _blocks(scales, path, kernel.shape, _INSTEAD) for name, scales in entry.write(values, sizes)}
 
 

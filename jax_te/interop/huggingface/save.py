@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -202,9 +203,7 @@ def _contents(
         arrays=arrays,
         dtypes={path: stored if path in kept else np.dtype(dtype) for path, stored in own.items()},
         scales={
-            path: written_scales(
-                path, jax.tree.map(lambda array: on_host(array, meetings), kernel), entries[path], sizes
-            )
+            path: written_scales(path, kernel, entries[path], sizes, functools.partial(on_host, meetings=meetings))
             for path, kernel in held.items()
         },
         copies=copies,

@@ -199,11 +199,11 @@ class Architecture:
             name of the tensor → the other one's.
         ignored: a pattern of tensors that are not parameters of the model.
         fields_class: class of the fields that ``read`` takes.
+        described_by: source of the fields, for messages: a file's name, or a word for it.
         copies: function that returns tensors of a form that are written although they equal another, and that files may
             lack: name of the tensor → the other one's.
         other_model_types: names in ``config.json`` of models in this form by others.
         older: ends of names in older files, as patterns, and their present forms.
-        described_by: source of the fields, for messages.
     """
 
     model_type: str
@@ -217,10 +217,10 @@ class Architecture:
     tied_names: Mapping[str, str]
     ignored: str
     fields_class: Callable[..., Any]
+    described_by: str
     copies: Callable[[Form], Mapping[str, str]] = lambda form: {}
     other_model_types: tuple[str, ...] = ()
     older: tuple[tuple[str, str], ...] = ()
-    described_by: str = "config.json"
 
     def form(self, given: Fields) -> Form:
         """Return the form that the fields of a file describe.

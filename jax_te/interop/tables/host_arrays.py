@@ -9,7 +9,6 @@ from typing import Any, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_te._processes import Meetings, is_first
@@ -59,8 +58,9 @@ def on_host(array: jax.Array, meetings: Meetings, *, everywhere: bool = True) ->
         return np.asarray(array) if wanted else None
     place = array.sharding
     if not isinstance(place, NamedSharding):
-        whole = multihost_utils.process_allgather(array, tiled=True)
-        return np.asarray(whole) if wanted else None
+        gathered = _replicated(array)
+        meetings.wait_until(gathered.is_ready)  # a collective has no bound of its own
+        return np.asarray(gathered.addressable_data(0)) if wanted else None
     whole = np.empty(array.shape, array.dtype) if wanted else None
     indices = place.devices_indices_map(array.shape)
     devices: Any = place.mesh.devices
@@ -73,6 +73,13 @@ def on_host(array: jax.Array, meetings: Meetings, *, everywhere: bool = True) ->
         if whole is not None:
             whole[index] = shard
     return whole
+
+
+def _replicated(array: jax.Array) -> Any:
+    """Return an array whose sharding has no mesh as a whole on each of its devices."""
+    devices = [*array.sharding.devices_indices_map(array.shape)]
+    everywhere = NamedSharding(Mesh(np.array(devices), ("devices",)), PartitionSpec())
+    return jax.jit(lambda array: array, out_shardings=everywhere)(array)
 
 
 def _host_shard(array: jax.Array, number: int, meetings: Meetings) -> np.ndarray:

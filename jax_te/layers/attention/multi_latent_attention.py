@@ -17,7 +17,7 @@ from jax_te.layers.attention.rotary import Rotary, apply_rotary
 from jax_te.layers.layernorm_linear import LayerNormLinear
 from jax_te.layers.linear import Linear
 from jax_te.layers.norm import Normalization, check_returned_norm, make_norm
-from jax_te.layers.results import output_of
+from jax_te.layers.results import add_bias
 from jax_te.ops import MaskType, SoftmaxType, Window
 from jax_te.quantize import QuantizedKernel
 from jax_te.sharding import auto_region, axis_ranks, row_axis
@@ -211,19 +211,18 @@ class MultiLatentAttention(MultiheadAttention):
                 "a cache of latents has one head, which a mesh with tensor ranks cannot split; generate on a mesh "
                 "whose tensor axis is 1"
             )
-        first: Any = {"is_first_microbatch": is_first_microbatch}
+
+        def project(name: str, inner: Array) -> Array:
+            return add_bias(getattr(self, name)(inner, is_first_microbatch=is_first_microbatch), name)[0]
+
         inner = x if self.layernorm is None else self.layernorm(x)
         normed = inner if self.return_layernorm_output else None
-        q: Any = (
-            self.query(inner, **first)
-            if self.latent.q_lora_rank is None
-            else self.q_up(output_of(self.q_down(inner, **first)), **first)
-        )
-        c, k_rotated = self._split_latent(output_of(self.kv_down(inner, **first)), rotary)
-        q = self._queries(output_of(q), rotary)
+        q = project("query", inner) if self.latent.q_lora_rank is None else project("q_up", project("q_down", inner))
+        c, k_rotated = self._split_latent(project("kv_down", inner), rotary)
+        q = self._queries(q, rotary)
         if cache is not None:
             return (self._absorbed(q), k_rotated, self._normalized_latent(c)), normed
-        return (q, *self._keys_and_values(output_of(self.kv_up(c, **first)), k_rotated)), normed
+        return (q, *self._keys_and_values(project("kv_up", c), k_rotated)), normed
 
     def _split_latent(self, down: Array, rotary: Rotary | None) -> tuple[Array, Array]:
         """Return the latent ``[b, s, kv_lora_rank]`` and the rotated key ``[b, s, 1, qk_pos_emb_head_dim]``."""

@@ -31,7 +31,7 @@ from jax_te.layers.linear import Linear
 from jax_te.layers.norm import LayerNorm, Normalization, RMSNorm, check_returned_norm, make_norm
 from jax_te.layers.options import AttentionOptions, CoreCall
 from jax_te.layers.parallel_arguments import set_tensor_parallel_group
-from jax_te.layers.results import layer_output, output_of, split_output
+from jax_te.layers.results import add_bias, layer_output, split_output
 from jax_te.ops import BiasType, MaskType, SoftmaxType, Window
 from jax_te.ops.attention import normal_window
 from jax_te.sharding import auto_region, axis_ranks, constrain, row_axis
@@ -375,13 +375,18 @@ class MultiheadAttention(ContextParallelModule):
         core = self.core_attention
         n, g, d = core.num_attention_heads, core.num_gqa_groups, core.kv_channels
         first: Any = {"is_first_microbatch": is_first_microbatch}
+
+        def project(name: str, inner: Array, known: tuple[str, ...] = ()) -> tuple[Array, dict[str, Any]]:
+            return add_bias(getattr(self, name)(inner, **first), name, known=known)
+
+        with_norm = ("layernorm_output",)  # of a projection that has the block's norm in front
         if encoder_output is not None:
-            projected, extra = split_output(self.query(x, **first), "query")
+            projected, extra = project("query", x, with_norm)
             normed = extra.get("layernorm_output")
             q = split_query(projected, g, d)
-            k, v = split_key_value(output_of(self.key_value(encoder_output, **first)), g, d)
+            k, v = split_key_value(project("key_value", encoder_output)[0], g, d)
         elif self.fuse_qkv_params:
-            projected, extra = split_output(self.qkv(x, **first), "qkv")
+            projected, extra = project("qkv", x, with_norm)
             normed = extra.get("layernorm_output")
             if g == n and rotary is None and cache is None and self.q_norm is None:
                 # cuDNN reads the packed projection as it is. The cases below change or cache queries or keys
@@ -391,9 +396,9 @@ class MultiheadAttention(ContextParallelModule):
         else:
             inner = x if self.layernorm is None else self.layernorm(x)
             normed = inner if self.return_layernorm_output else None
-            q = split_query(output_of(self.query(inner, **first)), g, d)
-            k = split_key(output_of(self.key(inner, **first)), g, d)
-            v = split_key(output_of(self.value(inner, **first)), g, d)
+            q = split_query(project("query", inner)[0], g, d)
+            k = split_key(project("key", inner)[0], g, d)
+            v = split_key(project("value", inner)[0], g, d)
         # The two orders differ: the norms' scales do not commute with the rotation, which mixes pairs of channels.
         if self.qk_norm_before_rope:
             q, k = self._normalize(q, k)

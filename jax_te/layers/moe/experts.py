@@ -18,7 +18,7 @@ from jax_te.layers.linear import Linear
 from jax_te.layers.lora import without_adapter
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.parameters import parameter
-from jax_te.layers.results import output_of
+from jax_te.layers.results import add_bias
 from jax_te.ops import (
     Activation,
     ExpertPlacement,
@@ -103,7 +103,10 @@ class Experts(TrainingMode):
             x = (x.astype(probs.dtype) * probs[:, None]).astype(x.dtype)
             # The probabilities are applied already; padding rows get no bias.
             probs = groups.filled().astype(probs.dtype)
-        hidden = output_of(self.linear_fc1(x, groups, is_first_microbatch=is_first_microbatch))
+        # No bias: the experts' have an axis of experts, and each row has its expert's.
+        hidden, _ = add_bias(
+            self.linear_fc1(x, groups, is_first_microbatch=is_first_microbatch), "linear_fc1", leading=None
+        )
         placement, axes, summands = groups.placement, (None, "ffn"), 1
         if placement is not None:
             axes, summands = PartitionSpec(*placement.row_spec, None), placement.size(placement.features)
@@ -225,10 +228,11 @@ def shared_experts(layer: Any, x: Array, is_first_microbatch: bool | None) -> Ar
     >>> shared_experts(SharedExperts(16, 32, rngs=nnx.Rngs(0)), jnp.ones((2, 4, 16)), None).shape
     (2, 4, 16)
     """
-    hidden = output_of(layer.linear_fc1(x, is_first_microbatch=is_first_microbatch))
+    leading, first = x.ndim - 1, is_first_microbatch
+    hidden, _ = add_bias(layer.linear_fc1(x, is_first_microbatch=first), "linear_fc1", leading=leading)
     axes = (*leading_axes(x), "ffn")
     z = activation(hidden, layer.function.name, params=layer.function.params, out_axes=axes)
-    y = output_of(layer.linear_fc2(z, is_first_microbatch=is_first_microbatch))
+    y, _ = add_bias(layer.linear_fc2(z, is_first_microbatch=first), "linear_fc2", leading=leading)
     if layer.gate_kernel is None:
         return y
     gate = jax.nn.sigmoid(jnp.matmul(x, layer.gate_kernel.get_value().astype(x.dtype), precision="highest"))

@@ -18,7 +18,7 @@ from jax_te.layers.mode import TrainingMode
 from jax_te.layers.moe.experts import Experts, SharedExperts
 from jax_te.layers.moe.grouped_linear import GroupedLinear
 from jax_te.layers.moe.router import Router, Routing
-from jax_te.layers.results import layer_output, output_of
+from jax_te.layers.results import add_bias, layer_output
 from jax_te.ops import Activation, RowGroups, dispatch, permute
 from jax_te.remat import recomputed, run_on_copies, selective_recompute
 from jax_te.sharding import constrain, current_mesh, reshard
@@ -69,13 +69,18 @@ class MixtureOfExperts(TrainingMode):
     ) -> tuple[Array, Routing]:
         shared = self._shared(x, first)
         routing = self._routing(x, padding_mask, key, chosen)
-        rows = x if self.fc1_latent_proj is None else output_of(self.fc1_latent_proj(x, is_first_microbatch=first))
+        rows = x if self.fc1_latent_proj is None else self._project("fc1_latent_proj", x, first)
         y = self._routed(rows, routing, first)
         if chosen is not None or self.router.replayed is not None:
             y = _with_nan_of(routing.probs, y)
         if self.fc2_latent_proj is not None:
-            y = output_of(self.fc2_latent_proj(y, is_first_microbatch=first))
+            y = self._project("fc2_latent_proj", y, first)
         return y if shared is None else y + shared, routing
+
+    def _project(self, name: str, x: Array, first: bool | None) -> Array:
+        """Return ``x`` after one of the projections around experts that work on a latent."""
+        projection: Any = getattr(self, name)
+        return add_bias(projection(x, is_first_microbatch=first), name, leading=x.ndim - 1)[0]
 
     def _routing(self, x: Array, padding_mask: Array | None, key: Key | None, chosen: Array | None) -> Routing:
         """Return the router's result for a call."""

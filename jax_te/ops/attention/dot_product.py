@@ -11,6 +11,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh
 
+from jax_te._device import default_platform
 from jax_te._validation import check_number, check_rate, checked, dtype_name, log_once
 from jax_te.ops.attention.checks import attention_spec, check_arrays
 from jax_te.ops.attention.context_parallel import ContextParallel
@@ -35,7 +36,6 @@ from jax_te.ops.attention.spec import (
     Window,
 )
 from jax_te.ops.backend import ambient_backend, choose_fp8, primitives, select
-from jax_te.ops.device import default_platform
 from jax_te.ops.integers import as_int32
 from jax_te.ops.primitives import Backend
 from jax_te.quantize import AttentionPrecision, AttentionState, attention_precision_of, scales_are_frozen

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jax_te._device import default_device
 from jax_te.errors import BackendUnavailableError
-from jax_te.ops.device import default_device
 from jax_te.typing import Array
 
 BLOCK = 128

@@ -11,11 +11,11 @@ import transformer_engine.jax.cpp_extensions as tex
 from jax.ad_checkpoint import checkpoint_name
 from transformer_engine.jax.attention import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, SequenceDescriptor
 
+from jax_te._device import default_platform
 from jax_te.ops import xla
 from jax_te.ops.attention.segments import Segments
 from jax_te.ops.attention.softmax_offset import offset_gradient
 from jax_te.ops.attention.spec import QKV, AttentionArrays, AttentionSpec
-from jax_te.ops.device import default_platform
 from jax_te.ops.stacked import behind_barrier, residuals_are_stacked
 from jax_te.ops.te.load import runs_as_plain_jax
 from jax_te.ops.te.quantizer import inside_te

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from jax_te.ops.device import default_platform
+from jax_te._device import default_platform
 
 
 def available() -> tuple[bool, str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jax_te._device import default_platform
 from jax_te.ops.attention.spec import QKV, AttentionArrays, AttentionSpec, unpack
-from jax_te.ops.device import default_platform
 from jax_te.ops.xla.attention_scores import drop, max_logits, scores_of
 from jax_te.typing import Array
 

@@ -11,7 +11,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jax_te.ops.device import default_platform
+from jax_te._device import default_platform
 from jax_te.ops.pallas import BlockOperand
 from jax_te.ops.pallas import operand as hopper
 from jax_te.ops.pallas.support import BLOCK

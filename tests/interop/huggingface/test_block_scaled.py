@@ -20,8 +20,10 @@ from hypothesis import strategies as st
 
 from jax_te.cli.main import main
 from jax_te.errors import CheckpointMismatchError
-from jax_te.interop.huggingface import load_huggingface, save_huggingface
+from jax_te.interop.huggingface import load_huggingface, save, save_huggingface
+from jax_te.interop.huggingface.block_scaled import held_kernels
 from jax_te.interop.huggingface.safetensors import TensorFile, write_file
+from jax_te.interop.tables.host_arrays import on_host
 from jax_te.quantize import BlockQuantizer, QuantizedKernel
 from jax_te.recipe import Float8BlockScaling, Float8CurrentScaling, autocast
 from jax_te.training import create_train_state
@@ -172,10 +174,19 @@ def test_what_a_recipe_does_not_keep_exactly_is_refused(folder: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("mode", ["no mesh", "explicit"])
-def test_kept_kernels_are_written_as_they_were_read(mode: str, folder: Path, tmp_path: Path) -> None:
+def test_kept_kernels_are_written_as_they_were_read(
+    mode: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[Any] = []
+    monkeypatch.setattr(
+        save, "on_host", lambda array, *args, **how: fetched.append(array) or on_host(array, *args, **how)
+    )
     with autocast(EXACT), use_mesh(mode):
         model = load_huggingface(folder, block_scaled="keep")
         save_huggingface(model, tmp_path, block_scaled="keep")
+        values = [id(kernel.form.rowwise.data) for kernel in held_kernels(model).values()]
+    # Values are fetched once, when they are written, and not before for the sake of their scales.
+    assert sorted(id(array) for array in fetched if array.dtype == jnp.float8_e4m3fn) == sorted(values)
     written, read = tensors_of(tmp_path), tensors_of(folder)
     assert written.keys() == read.keys()
     for name, tensor in read.items():

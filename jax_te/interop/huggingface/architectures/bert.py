@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from jax_te.interop.huggingface.config_json import ConfigJson, activation_name
+from jax_te.interop.huggingface.folder import CONFIG
 from jax_te.interop.tables import Architecture, Form, Options, Table, layer_rows
 from jax_te.models import BertModel
 
@@ -167,6 +168,7 @@ BERT = Architecture(
     options=_options,
     base="",
     fields_class=ConfigJson,
+    described_by=CONFIG,
     tied_names={},
     ignored=r"embeddings\.position_ids",
     older=((r"\.LayerNorm\.gamma", ".LayerNorm.weight"), (r"\.LayerNorm\.beta", ".LayerNorm.bias")),
@@ -177,6 +179,7 @@ MASKED_BERT = replace(
     read=_read_masked_bert,
     base="bert.",
     fields_class=ConfigJson,
+    described_by=CONFIG,
     tied_names={
         "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
         "cls.predictions.decoder.bias": "cls.predictions.bias",
@@ -199,6 +202,7 @@ MASKED_ROBERTA = replace(
     read=_read_masked_roberta,
     base="roberta.",
     fields_class=ConfigJson,
+    described_by=CONFIG,
     tied_names={
         "lm_head.decoder.weight": "roberta.embeddings.word_embeddings.weight",
         "lm_head.decoder.bias": "lm_head.bias",

@@ -9,6 +9,7 @@ from typing import Any
 
 from jax_te.config import TransformerConfig
 from jax_te.interop.huggingface.config_json import FULL, WINDOW, ConfigJson, activation_name, rotary_fields
+from jax_te.interop.huggingface.folder import CONFIG
 from jax_te.interop.tables import TIED, Architecture, Form, Options, Table, layer_rows, layer_windows, model_options
 from jax_te.models import GPTModel, Multipliers, RotaryPositions
 
@@ -112,6 +113,7 @@ GPT2 = Architecture(
     options=_options,
     base="transformer.",
     fields_class=ConfigJson,
+    described_by=CONFIG,
     tied_names={"lm_head.weight": "transformer.wte.weight"},
     ignored=r"transformer\.h\.\d+\.attn\.(masked_)?bias",
 )
@@ -187,6 +189,7 @@ GPT_NEOX = Architecture(
     options=_options,
     base="gpt_neox.",
     fields_class=ConfigJson,
+    described_by=CONFIG,
     tied_names={"embed_out.weight": "gpt_neox.embed_in.weight"},
     ignored=r"gpt_neox\.layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)",
     older=((r"lm_head\.weight", "embed_out.weight"),),
@@ -324,6 +327,7 @@ LLAMA = Architecture(
     options=_options,
     base="model.",
     fields_class=ConfigJson,
+    described_by=CONFIG,
     tied_names={"lm_head.weight": "model.embed_tokens.weight"},
     ignored=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
 )

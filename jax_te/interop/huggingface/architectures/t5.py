@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from jax_te.interop.huggingface.config_json import ACTIVATIONS, ConfigJson, activation_name
+from jax_te.interop.huggingface.folder import CONFIG
 from jax_te.interop.tables import TIED, Architecture, Form, Options, Table, layer_rows, model_options
 from jax_te.models import Multipliers, RelativePositions, T5Model
 
@@ -147,6 +148,7 @@ T5 = Architecture(
     options=_options,
     base="",
     fields_class=ConfigJson,
+    described_by=CONFIG,
     tied_names=dict.fromkeys(_TIED, "shared.weight"),
     ignored=r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
 )
