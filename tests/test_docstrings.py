@@ -35,6 +35,15 @@ class Runner(doctest.DocTestRunner):
         super().report_unexpected_exception(out, test, example, exc_info)
 
 
+COSTLY = (
+    "layers.attention.multi_latent_attention", "layers.moe.experts", "layers.moe.mixture",
+    "linen", "linen.layers", "linen.quantization", "megatron.mla_self_attention", "megatron.moe",
+    "models.bert", "models.megatron_gpt", "models.stack", "models.t5",
+    "ops.moe.losses", "ops.moe.permute", "ops.moe.routing", "te_pytorch",
+)  # fmt: skip
+
+
+@pytest.mark.costly(*(f"jax_te.{name}" for name in COSTLY))
 @pytest.mark.parametrize("name", modules())
 def test_examples(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -278,6 +278,7 @@ def bench(capsys, *argv):
     return status, [json.loads(line) for line in shown.out.splitlines() if line.startswith("{")], shown.err
 
 
+@pytest.mark.costly
 def test_both_libraries_step_on_the_text_of_data(capsys, stand_in, monkeypatch, tmp_path):
     (tmp_path / "text").write_text("0123456789" * 200)
     given = []
@@ -337,6 +338,7 @@ def test_rows_and_turns(capsys, stand_in, processes, tmp_path):
     assert len([line for line in found if "first" in line]) == megatron_core.WARM_UP + 1 + 3 * (1 + 2)
 
 
+@pytest.mark.costly("1099511627776-False")
 @pytest.mark.parametrize(("free", "apart"), [(2**40, False), (2**16, True)])
 def test_a_peer_that_leaves_too_little_memory_is_ended_before_jax_te_begins(
     capsys, monkeypatch, processes, stand_in, free, apart
@@ -690,6 +692,7 @@ def test_an_expert_layer_beside_megatrons(capsys, stand_in, processes):
     assert [line["context"] for line in found if "context" in line] == ["delayed"] * len(steps)
 
 
+@pytest.mark.costly
 def test_the_form_of_the_expert_layer_is_the_peers_too(capsys, stand_in, processes):
     form = ["--moe-bias", "--moe-activation", "clamped_swiglu", "--moe-router-force-biased", "0.5"]
     status = main(["bench", "layer", "--modules", "moe", *EXPERTS, *form, "--recipes", "none", "--peer", "megatron"])

@@ -227,6 +227,7 @@ def test_quantized_kernels_without_masters(tmp_path, recipe):
     assert_same_layers(nnx.as_pure(exact), expected)
 
 
+@pytest.mark.costly("nvfp4-False", "nvfp4-True", "block-False", "block-True")
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("recipe", [CURRENT, Float8BlockScaling(), NVFP4BlockScaling()], ids=lambda recipe: recipe.name)
 def test_quantized_kernels_of_experts_without_masters(tmp_path, recipe, stacked):

@@ -305,7 +305,7 @@ def separate_formula(p: dict[str, Any], x: Any) -> Any:
     return jnp.tensordot(z, base["kernel"] + ALPHA / R * update, 1) + base["bias"]
 
 
-@pytest.mark.costly("auto")
+@pytest.mark.costly("auto", "explicit")
 def test_separate_adapters_of_components_follow_the_formula_on_every_mesh(mesh_mode: str) -> None:
     base = LayerNormLinear(
         H, (3, F), parallel_mode="column", kernel_axes=("fsdp", "components", "heads"), rngs=nnx.Rngs(0)

@@ -137,6 +137,7 @@ OTHERS = [("BTNH,NHD->BTD", recipe) for recipe in (DELAYED, Float8BlockScaling()
     "BTD,SNDH->SBTNH-current",
     "BTNH,NHD->BTD-block",
     "...F,NFH->...NH-current",
+    "...H,HF->...F-current",
     slow=["BTD,NDH->BTNH-current", "BTNH,NHD->BTD-current", "...F,NHF->...NH-current"],
 )
 @pytest.mark.parametrize(

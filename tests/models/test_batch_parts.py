@@ -127,6 +127,7 @@ def test_every_model(build, call):
     assert_close(call(build(Execution())), call(build(Execution(batch_parts=2))))
 
 
+@pytest.mark.costly("attention_mask")
 @pytest.mark.parametrize("name", ["attention_mask", "core_attention_bias"])
 def test_arguments_of_the_whole_batch_and_of_each_row(name):
     layers = [TransformerLayer(32, 64, 2, hidden_dropout=0.0, attention_dropout=0.0, rngs=nnx.Rngs(0))]

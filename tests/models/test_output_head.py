@@ -146,7 +146,7 @@ def test_values_and_gradients_are_those_of_the_quantized_operands(kind: str, rec
         assert float(history[0]) == float(amax)
 
 
-@pytest.mark.costly("auto-gpt, tied", "auto-gpt", "explicit-gpt, tied")
+@pytest.mark.costly("auto-gpt", "explicit-gpt, tied", "explicit-gpt", slow=["auto-gpt, tied"])
 @pytest.mark.parametrize("kind", ["gpt, tied", "gpt"])
 def test_every_mesh_gives_one_devices_values(kind: str, mesh_mode: str) -> None:
     with autocast(DELAYED):
@@ -329,6 +329,7 @@ def test_sensitivity_and_generation_see_the_head() -> None:
     assert head.gradient_error > 0.0
 
 
+@pytest.mark.costly
 def test_what_is_refused_says_what_to_change() -> None:
     with autocast(CURRENT):
         model = build(vocab_size=50)

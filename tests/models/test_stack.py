@@ -36,6 +36,7 @@ def test_the_number_of_layers_decides() -> None:
     assert [runs_scanned(choice, count) for choice in (True, False) for count in (1, 1000)] == [True] * 2 + [False] * 2
 
 
+@pytest.mark.costly("3")
 @pytest.mark.parametrize("layers", [2, 3])
 def test_auto_is_the_explicit_choice(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stack, "UNROLL_LIMIT", 2)

@@ -153,6 +153,7 @@ MARKED = [
 ]
 
 
+@pytest.mark.costly("9-4-sqrtsoftplus-2.5-(4,2)-True-seq_aux_loss-0.02-0.1-0.5-0.5-True-8-True")
 @pytest.mark.parametrize("case", MARKED)
 def test_the_layer_is_the_oracle(case: Case) -> None:
     data = with_random_numbers(make_data(case), case)

@@ -206,7 +206,7 @@ def test_dequantize_rotates_back():
 STOCHASTIC = NVFP4Quantizer(stochastic_rounding=True)
 
 
-@pytest.mark.costly("bfloat16-True-True-False")
+@pytest.mark.costly("bfloat16-True-True-False", "float32-False-False-False")
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize(("high", "hadamard", "columnwise"), [("float32", False, False), ("bfloat16", True, True)])
 def test_stochastic_rounding_gives_one_of_two_neighbours(high, hadamard, columnwise, jit):

@@ -165,7 +165,7 @@ def mesh_cases() -> list[Any]:
     ]
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["auto-delayed-LayerNormMLP"])
 @pytest.mark.parametrize(("mode", "recipe", "layer"), mesh_cases())
 def test_on_every_mesh(mode: str, recipe: Any, layer: str) -> None:
     with use_mesh(mode), autocast(recipe):

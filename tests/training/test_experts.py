@@ -169,7 +169,7 @@ def test_routers_and_biases_can_be_groups_of_the_optimizer():
     assert np.any(np.asarray(after.params.experts.linear_fc1.kernel[...]) != kept.experts.linear_fc1.kernel[...])
 
 
-@pytest.mark.costly("scaler0")
+@pytest.mark.costly("scaler1", slow=["scaler0"])
 @pytest.mark.parametrize("scaler", [ConstantLossScale(scale=64.0), DynamicLossScale(initial_scale=2.0**12)])
 def test_losses_are_scaled_as_the_models_loss(scaler):
     options = {"aux_loss_coeff": 0.5, "z_loss_coeff": 0.5}
@@ -224,7 +224,7 @@ def test_inspection_scales_the_losses_of_routers():
     np.testing.assert_allclose(amaxes[1], 4.0 * np.asarray(amaxes[0]), rtol=1e-5)
 
 
-@pytest.mark.costly("False")
+@pytest.mark.costly("False", "True")
 @pytest.mark.parametrize("own", [False, True])
 def test_own_loops(own):
     """`value_and_grad` with `Optimizer`, and Flax's with the states among what is differentiated."""
@@ -297,7 +297,7 @@ class Stack(nnx.Module):
 FULL = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
-@pytest.mark.costly("unrolled, recomputed", slow=["scanned", "batch in parts"])
+@pytest.mark.costly("scanned, recomputed", slow=["scanned", "batch in parts", "unrolled, recomputed"])
 @pytest.mark.parametrize(
     "how",
     [{"scan": True}, {"scan": False, "recompute": FULL}, {"scan": True, "recompute": FULL}, {"batch_parts": 2}],
@@ -387,6 +387,7 @@ class Layers(nnx.Module):
         return x
 
 
+@pytest.mark.costly("bias")
 @pytest.mark.parametrize(
     "options",
     [

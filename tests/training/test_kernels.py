@@ -96,6 +96,7 @@ def test_held_quantized_is_quantized_anew(name, microbatches):
     assert_same(plain.quantizers, held.quantizers)
 
 
+@pytest.mark.costly
 def test_a_layers_own_recipe_may_hold_its_kernels_quantized():
     def build(rngs):
         net = Net(rngs)
@@ -282,7 +283,7 @@ def flat(state):
     return {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
 
 
-@pytest.mark.costly("fp32-delayed", "bf16-delayed", "bf16-none")
+@pytest.mark.costly("bf16-delayed", "bf16-none", slow=["fp32-delayed"])
 @pytest.mark.parametrize("recipe", [None, DelayedScaling()], ids=["none", "delayed"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["fp32", "bf16"])
 def test_gradients_of_kernels_in_bf16(recipe, dtype):

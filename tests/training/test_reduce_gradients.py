@@ -219,10 +219,7 @@ CASES = {
 
 @pytest.mark.costly(
     "weighted microbatches",
-    "context",
     "rules of the loss",
-    "zero bubble, blocks",
-    "delayed",
     "explicit",
     slow=[
         "stages of stacks",
@@ -241,6 +238,9 @@ CASES = {
         "shard_map of the loss",
         "fsdp alone",
         "axes of Flax",
+        "zero bubble, blocks",
+        "delayed",
+        "context",
     ],
 )
 @pytest.mark.parametrize("case", CASES)
@@ -252,7 +252,13 @@ def test_gradients_are_the_same(case):
         np.testing.assert_allclose(once[path], grad, rtol=0, atol=TOLERANCE * np.abs(grad).max(), err_msg=str(path))
 
 
-@pytest.mark.costly("distributed-1f1b", "whole-zero_bubble", "distributed-zero_bubble", "whole-1f1b", "whole-None")
+@pytest.mark.costly(
+    "distributed-1f1b",
+    "distributed-zero_bubble",
+    "whole-None",
+    "distributed-None",
+    slow=["whole-1f1b", "whole-zero_bubble"],
+)
 @pytest.mark.parametrize("schedule", [None, "1f1b", "zero_bubble"])
 @pytest.mark.parametrize("distributed", [False, True], ids=["whole", "distributed"])
 def test_devices_add_up_kernels_once(schedule, distributed):

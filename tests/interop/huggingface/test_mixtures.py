@@ -109,6 +109,7 @@ def test_a_model_is_what_was_written(name: str, tmp_path: Path) -> None:
         assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
+@pytest.mark.costly
 def test_megatrons_configuration_of_latent_attention_is_deepseeks(tmp_path: Path) -> None:
     sizes = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), 16)
     others = {name: value for name, value in V3.items() if name not in ("latent_attention", "softmax_scale")}
@@ -325,6 +326,7 @@ def test_fields_that_would_change_numbers_are_refused_by_name(values: dict[str, 
         read_form(values, "config.json", range(1000))
 
 
+@pytest.mark.costly("DeepseekV3ForCausalLM-changes6-DeepseekV3ForCausalLM: [^;]*moe_layer_freq")
 @pytest.mark.parametrize(
     ("name", "changes", "match"),
     [
@@ -374,6 +376,7 @@ def test_the_layer_of_prediction_is_read_or_ignored_by_name(tmp_path: Path) -> N
         load_huggingface(tmp_path)
 
 
+@pytest.mark.costly
 def test_experts_in_fp8_are_multiplied_out(tmp_path: Path) -> None:
     """As DeepSeek-V3's files are published: kernels in E4M3, each with scales of its own."""
     sizes: dict[str, Any] = {"hidden_size": 160, "moe_ffn_hidden_size": 144, "moe_shared_expert_intermediate_size": 144}

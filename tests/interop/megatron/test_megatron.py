@@ -61,6 +61,7 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(variable[...], two[path][...], err_msg=str(path))
 
 
+@pytest.mark.costly("gpt2", "qk norms, exact gelu")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_model_is_written_and_read(form, tmp_path):
     model = build(form, num_layers=2)

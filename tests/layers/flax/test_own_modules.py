@@ -389,6 +389,7 @@ class Recomputed(Own):
         return jax.nn.relu(x @ self.w)
 
 
+@pytest.mark.costly("Recomputed")
 @pytest.mark.parametrize("cls", [Decorated, Recomputed])
 def test_decorated_calls_are_reached_in_each_model(cls):
     """Also in the second one, whose calls JAX has traced before."""

@@ -102,6 +102,7 @@ def assert_same_codes(actual: Any, expected: Any, scale: float, what: str) -> No
 @pytest.mark.costly(
     *(f"causal-{name}" for name in RECIPES if name != "delayed"),
     *(f"no_mask-{name}" for name in RECIPES if name != "current-powers"),
+    slow=["no_mask-delayed", "no_mask-current", "no_mask-delayed-margin"],
 )
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize(
@@ -185,6 +186,7 @@ def test_gradients_are_e4m3_under_each_format(recipe, role):
     np.testing.assert_allclose(codes, nearest, rtol=2.0**-20)
 
 
+@pytest.mark.costly("normal-float8_e4m3fn")
 @pytest.mark.parametrize(("inputs", "better"), [("normal", E4M3), ("tiny", E5M2)])
 def test_what_e4m3_gradients_cost(inputs, better):
     """Smaller errors than E5M2's, but where sizes differ much within a tensor: see docs/attention_fp8_errors.md."""

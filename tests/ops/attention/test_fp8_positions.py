@@ -49,6 +49,7 @@ def test_it_computes_what_the_op_does():
     assert max(errors(op, chunked, PLACES["all"])) <= 2.0**-8
 
 
+@pytest.mark.costly("2048-peaked")
 @pytest.mark.parametrize("inputs", ["normal", "peaked"])
 @pytest.mark.parametrize("length", [2048, pytest.param(8192, marks=pytest.mark.slow)])
 def test_errors_by_position(inputs, length):
