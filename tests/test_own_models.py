@@ -393,7 +393,7 @@ SPLIT = {
 }
 
 
-@pytest.mark.costly("tensor", "fully sharded")
+@pytest.mark.costly("tensor", "fully sharded", "8 outputs on each device")
 @pytest.mark.parametrize(("rules", "on_devices"), SPLIT.values(), ids=SPLIT)
 def test_where_names_say_how_a_gemm_lies_each_device_runs_its_part(rules, on_devices):
     """A row-parallel layer over two axes of its input; else the compiler partitions it: the same values."""

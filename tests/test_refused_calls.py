@@ -357,6 +357,7 @@ def test_a_refused_constructor_draws_no_keys() -> None:
         assert int(rngs.params.count[...]) == 0, name
 
 
+@pytest.mark.costly
 @pytest.mark.filterwarnings("ignore")  # of NumPy and JAX about what is computed with wrong values
 def test_a_sample_of_wrong_calls_is_refused_clearly(quiet: Path) -> None:
     names = random.Random(0).sample(sorted(CALLS), 40)

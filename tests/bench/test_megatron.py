@@ -505,6 +505,7 @@ def test_recipes_reach_it_and_others_are_beside_its_bf16(capsys, stand_in, monke
     assert "fp8" not in bf16
 
 
+@pytest.mark.costly
 def test_contestants_take_turns(capsys, stand_in, monkeypatch):
     """A round of the peer, one of jax_te, and again; neither steps in the other's time."""
     turns, send, receive = [], MegatronProcess.send, MegatronProcess.receive
@@ -666,6 +667,7 @@ EXPERTS = ["--batch-size", "2", "--seq-len", "16", "--hidden-size", "32", "--ffn
 EXPERTS += ["--num-experts", "4", "--moe-router-topk", "2", "--rounds", "2", "--calls", "1", "--backend", "xla"]
 
 
+@pytest.mark.costly
 def test_an_expert_layer_beside_megatrons(capsys, stand_in, processes):
     status = main(["bench", "layer", "--modules", "moe", *EXPERTS, "--recipes", "delayed", "--peer", "megatron"])
     shown = capsys.readouterr()

@@ -144,6 +144,7 @@ def test_layers_stacked_or_not_and_projections_fused_or_not(tmp_path, source, ta
     assert_same(arrays_of(back), arrays_of(state))
 
 
+@pytest.mark.costly
 def test_a_stack_of_other_layers_is_refused(tmp_path, monkeypatch):
     state = state_of(stacked=True)
     monkeypatch.setattr("tests.checkpoint.test_convert.LAYERS", 1)
@@ -154,6 +155,7 @@ def test_a_stack_of_other_layers_is_refused(tmp_path, monkeypatch):
     assert "missing: opt_state/0/mu/layers/2/proj/bias is absent there" in text
 
 
+@pytest.mark.costly
 def test_dtypes_of_parameters_whose_masters_hold_the_values(tmp_path):
     exact = state_of()
     half = move(tmp_path / "half", exact, wanted(dtype="bfloat16"))

@@ -73,7 +73,7 @@ def formula(p: dict[str, Any], x: Any) -> Any:
     return z @ base["kernel"] + base["bias"] + ALPHA / R * update
 
 
-@pytest.mark.costly("explicit-column-False")
+@pytest.mark.costly("explicit-column-False", "auto-row-True")
 @pytest.mark.wide
 @pytest.mark.parametrize(("build", "sequence_parallel"), [(column, False), (column, True), (row, True)])
 def test_follows_the_formula_on_every_mesh(build: Any, sequence_parallel: bool, mesh_mode: str) -> None:

@@ -38,6 +38,7 @@ def outputs(activation: Any, recipe: Any) -> Any:
         return jax.tree.leaves((y, grads))
 
 
+@pytest.mark.costly("current")
 @pytest.mark.parametrize(
     "name", ["none", "current", *(pytest.param(name, marks=pytest.mark.slow) for name in ("block", "mxfp8", "nvfp4"))]
 )

@@ -252,7 +252,7 @@ def test_scanned_layers_are_those_of_a_loop_and_train():
     assert losses[scanned][2] < losses[scanned][0]
 
 
-@pytest.mark.costly("Auto")
+@pytest.mark.costly("Auto", "Explicit")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 def test_on_a_mesh_the_numbers_are_those_of_one_device(kind):
     """Fully sharded along one axis of the mesh, columns and then rows split along the other one."""

@@ -47,6 +47,7 @@ class Charts:
     def close(self): ...
 
 
+@pytest.mark.costly
 def test_a_run_shows_its_experts(tmp_path, capsys):
     tx, x, charts = optax.sgd(0.1), jax.random.normal(jax.random.key(0), (2, 8, 16)), Charts()
     state = create_train_state(Model, tx, key=jax.random.key(0))
@@ -87,7 +88,6 @@ def write(directory, *records):
     return directory
 
 
-@pytest.mark.costly
 def test_the_plot_follows_the_records(tmp_path):
     """The picture differs with each kind of value, and is not drawn without any."""
     loss, load = {"step": 1, "experts/aux_loss": 1.0}, {"step": 1, "experts/r/tokens_per_expert": [3, 1]}

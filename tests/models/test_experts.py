@@ -119,7 +119,7 @@ def unchanged():
     return loss_and_gradients(gpt()), loss_and_gradients(gpt(**WITH_LOSSES))
 
 
-@pytest.mark.costly("execution0-fields0", "execution1-fields1")
+@pytest.mark.costly("execution0-fields0", "execution1-fields1", "execution2-fields2")
 @pytest.mark.parametrize(
     ("execution", "fields"), [(Execution(scan_layers=True), {}), (Execution(), FULL), (Execution(), SELECTIVE)]
 )
@@ -234,9 +234,7 @@ AXES = ("data", "fsdp", "expert", "context", "tensor")
 PAIRS = [{one: 2, other: 2} for one, other in itertools.combinations(AXES, 2)]
 
 
-@pytest.mark.costly(
-    *("-".join(sizes) for sizes in PAIRS if set(sizes) != {"context", "tensor"})
-)
+@pytest.mark.costly(*("-".join(sizes) for sizes in PAIRS if set(sizes) != {"context", "tensor"}))
 @pytest.mark.parametrize("sizes", PAIRS, ids="-".join)
 def test_every_layer_has_a_type_on_an_explicit_mesh(sizes):
     """Traced, not run: shardings are part of types, which tracing checks. Gradients have those of the parameters."""

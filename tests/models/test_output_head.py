@@ -109,6 +109,7 @@ def head_vjp(model: Any, x: Any, g: Any) -> tuple[Any, Any, Any, Any]:
     return y, dx, dict(nnx.to_flat_state(dparams)), dict(nnx.to_flat_state(states))
 
 
+@pytest.mark.costly("gpt, tied-recipe0", "gpt, tied-recipe6")
 @pytest.mark.parametrize(
     ("kind", "recipe"),
     [(kind, CURRENT) for kind in MODELS] + [("gpt, tied", DELAYED), ("megatron", DELAYED)],

@@ -72,6 +72,9 @@ def test_experts_lie_on_the_mesh():
 def test_what_would_change_the_outputs_is_refused(experts, words):
     with pytest.raises(ValueError, match=words):
         upcycle(dense(), num_moe_experts=4, rngs=nnx.Rngs(0), **experts)
+
+
+def test_a_model_that_has_experts_is_refused():
     with pytest.raises(ValueError, match="has 4 experts already"):
         upcycle(upcycle(dense(), num_moe_experts=4, rngs=nnx.Rngs(0)), num_moe_experts=2, rngs=nnx.Rngs(0))
 

@@ -139,9 +139,9 @@ def run(layer: MoELayer, data: Data) -> tuple[Any, Any, Any, Any]:
     return call(params, states, rest, by_sequence(data.x), by_sequence(data.g))
 
 
-DEFAULT = (9, 18, 31)
-"""Cases with an expert bias, several losses and quantiles, in the default run: each compiles for some seconds."""
-COSTLY = (0, 10, 14, 15, 16, 24, 26, 29, 33, 34)
+DEFAULT = (18, 31)
+"""Cases with several losses and with quantiles, in the default run: each compiles for some seconds."""
+COSTLY = (0, 9, 10, 26, 29, 33)
 """Cases that CI runs beside these; the others are slow."""
 MARKED = [
     pytest.param(
@@ -153,7 +153,6 @@ MARKED = [
 ]
 
 
-@pytest.mark.costly("9-4-sqrtsoftplus-2.5-(4,2)-True-seq_aux_loss-0.02-0.1-0.5-0.5-True-8-True")
 @pytest.mark.parametrize("case", MARKED)
 def test_the_layer_is_the_oracle(case: Case) -> None:
     data = with_random_numbers(make_data(case), case)

@@ -82,8 +82,12 @@ def assert_same(found: Any, wanted: Any, tolerance: float = TOLERANCE) -> None:
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=tolerance * scale, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.costly("fsdp-expert-tensor-allgather-auto", slow=["fsdp-expert-tensor-allgather-explicit"])
-@pytest.mark.parametrize("axis_type", ["auto", pytest.param("explicit", marks=pytest.mark.costly)])
+@pytest.mark.costly(
+    "fsdp-expert-tensor-allgather-auto",
+    "fsdp-expert-tensor-alltoall-explicit",
+    slow=["fsdp-expert-tensor-allgather-explicit"],
+)
+@pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
 @pytest.mark.parametrize("sizes", [{"fsdp": 2, "expert": 2, "tensor": 2}], ids=lambda sizes: "-".join(sizes))
 def test_every_dispatcher_gives_one_devices_gradients(sizes: Any, dispatcher: Any, axis_type: Any) -> None:

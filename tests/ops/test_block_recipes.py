@@ -95,6 +95,12 @@ def promotion():
         yield
 
 
+@pytest.mark.costly(
+    "nvfp4 bare-float32",
+    "current, powers of two-float32",
+    "mxfp8, hybrid-float32",
+    "block, fp32 scales, hybrid-float32",
+)
 @pytest.mark.wide(
     "current, powers of two-float32",
     "block, fp32 scales, hybrid-float32",

@@ -132,6 +132,7 @@ def test_within_transformations(twice: str, around: str, outside: bool) -> None:
             run(AROUND[around](loss), params, x)
 
 
+@pytest.mark.costly("layernorm_mlp-auto", slow=["linear-auto", "layernorm_linear-auto"])
 @pytest.mark.parametrize("mode", MODES[1:])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_on_meshes(layer: str, mode: str) -> None:
@@ -258,7 +259,7 @@ def test_without_a_recipe_they_are_right(name: str) -> None:
     second(*WITHOUT[name]())
 
 
-@pytest.mark.costly("auto")
+@pytest.mark.costly("auto", "explicit")
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_without_a_recipe_they_are_right_on_meshes(mode: str) -> None:
     run, (params, _) = squares(LAYERS["layernorm_mlp"]())

@@ -101,7 +101,9 @@ def check(q, expected, x):
 KINDS = ["even", "magnitudes", "special blocks", "near overflow", "inf", "nan"]
 
 
-@pytest.mark.costly("1x128-float32-False", "mx-float32-False", "nvfp4-float32-False")
+@pytest.mark.costly(
+    "1x128-float32-False", "mx-float32-False", "nvfp4-float32-False", "128x128-float32-False", "mx E5M2-float16-True"
+)
 @pytest.mark.wide
 @pytest.mark.parametrize(
     ("high", "jit"), [("float32", False), ("float32", True), ("bfloat16", True), ("float16", True)]

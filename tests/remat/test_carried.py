@@ -180,8 +180,8 @@ def run_stack(recipe: Any, **options: Any) -> tuple[Any, Any]:
     return results, state(layers)
 
 
-@pytest.mark.costly("1")
-@pytest.mark.parametrize("recomputed", [1, pytest.param(2, marks=pytest.mark.costly), None])
+@pytest.mark.costly("1", "2")
+@pytest.mark.parametrize("recomputed", [1, 2, None])
 def test_layers_of_a_loop_are_left_as_by_calls_of_each(recomputed: int | None) -> None:
     """With groups of one or two recomputed layers, and without recomputation."""
     recompute = RecomputeConfig()
@@ -197,6 +197,7 @@ def test_layers_of_a_loop_are_left_as_by_calls_of_each(recomputed: int | None) -
     jax.tree.map(close, (jax.tree.leaves(results), arrays), (jax.tree.leaves(plain_results), plain_arrays))
 
 
+@pytest.mark.costly
 def test_layers_of_a_loop_keep_their_cached_kernels() -> None:
     structure, arrays = run_stack(Float8CurrentScaling(), scan=True)[1]
     plain_structure, plain_arrays = run_stack(Float8CurrentScaling(), scan=False)[1]

@@ -86,7 +86,7 @@ def nearly(before: np.ndarray, after: np.ndarray) -> None:
     np.testing.assert_allclose(after, before, atol=2.0 * RATE, rtol=0.0)
 
 
-@pytest.mark.costly("fp16-Optimizer", "bf16-make_train_step")
+@pytest.mark.costly("fp16-Optimizer", "bf16-make_train_step", "bf16-Optimizer")
 @KINDS
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "fp16"])
 def test_changed_elements_are_taken_over_and_the_others_keep_their_bits(kind, dtype):

@@ -334,6 +334,7 @@ def test_a_layer_that_is_called_twice_counts_both():
     np.testing.assert_array_equal(router_of(state).expert_bias[...], 0.25 * np.sign(load.mean() - load))
 
 
+@pytest.mark.costly
 def test_metrics():
     options = {"expert_capacity_factor": 0.75, "aux_loss_coeff": 0.1, "z_loss_coeff": 0.1}
     state = state_of(options)

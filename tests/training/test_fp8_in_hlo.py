@@ -72,5 +72,6 @@ def test_the_e4m3_format_has_no_e5m2():
     assert "f8E5M2" not in text
 
 
+@pytest.mark.costly
 def test_without_a_recipe_there_is_no_f8():
     assert "f8E" not in lowered().as_text()

@@ -149,6 +149,7 @@ def quantizations(text: str, shape: tuple[int, ...]) -> int:
     return len(re.findall(rf"stablehlo\.convert .*tensor<{dims}xf32>\) -> tensor<{dims}xf8E4M3FN>", text))
 
 
+@pytest.mark.costly("delayed")
 @pytest.mark.parametrize("name", ["delayed", "current"])
 def test_kernels_are_quantized_once_a_step_outside_the_loop_over_microbatches(name):
     """The program has one conversion of each kernel, and it is not in the body of the while loop."""

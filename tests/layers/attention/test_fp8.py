@@ -345,6 +345,7 @@ def test_linen():
         module.apply({}, q, q, q)
 
 
+@pytest.mark.costly
 def test_recomputing_the_core():
     x = draw("x", (B, S, H))
     with autocast(DELAYED):

@@ -139,6 +139,7 @@ def assert_quantized_as_einsum_op(module: Own, call: Any, equation: str, after: 
 OTHERS = [("BTNH,NHD->BTD", recipe) for recipe in (DELAYED, Float8BlockScaling())]
 
 
+@pytest.mark.costly("BTD,NDH->BTNH-current", "BTD,SNDH->SBTNH-current", slow=["BTNH,NHD->BTD-delayed"])
 @pytest.mark.parametrize(
     ("equation", "recipe"),
     [*((equation, CURRENT) for equation in EQUATIONS), *OTHERS],

@@ -165,6 +165,7 @@ def test_state_belongs_to_each_expert(x):
         layer()(x, SIZES)
 
 
+@pytest.mark.costly
 def test_a_recipe_of_its_own_and_high_precision(x):
     experts = layer()
     plain = experts(x, SIZES)

@@ -69,6 +69,7 @@ def test_kernels_quantized_once_a_step_or_stored_change_nothing(recipe):
     assert np.any(plain["router.expert_bias"])
 
 
+@pytest.mark.costly
 def test_inspection_names_each_layer_and_changes_nothing():
     with autocast(CURRENT):
         model = build(nnx.Rngs(0))

@@ -143,6 +143,7 @@ def test_its_steps_are_those_of_the_oracle(name, mask_type, sizes):
 ROUNDING = 2.0**-4 / 3**0.5
 
 
+@pytest.mark.costly("delayed-peaked", "current-outliers", slow=["delayed-outliers"])
 @pytest.mark.parametrize("inputs", ["normal", "outliers", "peaked"])
 @pytest.mark.parametrize("recipe", [CURRENT, DELAYED], ids=["current", "delayed"])
 def test_its_errors_are_those_of_its_roundings(recipe, inputs):
@@ -195,6 +196,7 @@ def test_what_e4m3_gradients_cost(inputs, better):
         assert four < five if better is E4M3 else five < 0.2 < 0.5 < four
 
 
+@pytest.mark.costly("DelayedScaling-normal")
 @pytest.mark.parametrize("inputs", ["normal", "outliers"])
 @pytest.mark.parametrize("kind", [DelayedScaling, Float8CurrentScaling])
 def test_a_backward_pass_in_high_precision(kind, inputs):

@@ -146,7 +146,9 @@ def test_a_split_sequence(name, zigzag):
             np.testing.assert_array_equal(next_state[role]["amax_history"], after[role]["amax_history"])
 
 
-@pytest.mark.costly("zigzag-delayed", "zigzag-forward", slow=["natural-forward", "zigzag-whole", "natural-whole"])
+@pytest.mark.costly(
+    "zigzag-delayed", "zigzag-forward", "natural-delayed", slow=["natural-forward", "zigzag-whole", "natural-whole"]
+)
 @pytest.mark.parametrize("name", ["delayed", "whole", "forward"])
 @pytest.mark.parametrize("zigzag", [False, True], ids=["natural", "zigzag"])
 def test_a_sequence_exchanged_for_heads(name, zigzag):

@@ -29,6 +29,7 @@ from tests.support.numerics import value_and_vjp
 ROUNDING = 2.0**-4 / 3**0.5
 
 
+@pytest.mark.costly
 def test_it_computes_what_the_op_does():
     """At a length at which plain JAX has room for the scores, in a steady state."""
     recipe, operands = DelayedScaling(fp8_dpa=True, amax_history_len=1), drawn("peaked", 640)

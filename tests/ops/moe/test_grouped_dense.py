@@ -325,7 +325,7 @@ def test_a_gated_kernel_has_an_axis_of_components():
         assert_close(mine.reshape(expected.shape), expected, TOLERANCE["bfloat16"])
 
 
-@pytest.mark.costly("block", slow=["nvfp4"])
+@pytest.mark.costly("block", "delayed", slow=["nvfp4"])
 @pytest.mark.parametrize("name", ["delayed", "block", "nvfp4"])
 def test_kernels_quantized_before_the_call_give_the_same_bits(name):
     recipe = RECIPES[name]
