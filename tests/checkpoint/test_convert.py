@@ -229,7 +229,7 @@ def test_quantized_kernels_without_masters(tmp_path, recipe):
     assert_same_layers(nnx.as_pure(exact), expected)
 
 
-@pytest.mark.costly("nvfp4-False", "nvfp4-True", "block-False", "block-True")
+@pytest.mark.costly("nvfp4-False", "block-False", slow=["nvfp4-True", "block-True"])
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("recipe", [CURRENT, Float8BlockScaling(), NVFP4BlockScaling()], ids=lambda recipe: recipe.name)
 def test_quantized_kernels_of_experts_without_masters(tmp_path, recipe, stacked):
@@ -342,7 +342,7 @@ HALVES = {
 }
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["context-auto-same form"])
 @pytest.mark.wide("context-auto-same form", "all-explicit-another form")
 @pytest.mark.parametrize("form", [{}, {"stacked": True, "fused": False}], ids=["same form", "another form"])
 @pytest.mark.parametrize("mode", ["auto", "explicit"])

@@ -55,7 +55,7 @@ def forward(layer, x, **options):
 
 
 @pytest.mark.costly(
-    "nvfp4-LayerNormLinear", "nvfp4-returning the norm", "delayed-LayerNormMLP", "delayed-TransformerLayer"
+    "nvfp4-returning the norm", slow=["delayed-TransformerLayer", "delayed-LayerNormMLP", "nvfp4-LayerNormLinear"]
 )
 @pytest.mark.wide
 @pytest.mark.parametrize("name", LAYERS)

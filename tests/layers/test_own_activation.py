@@ -48,7 +48,7 @@ def test_a_function_gives_what_its_name_gives_under_every_recipe(name: str) -> N
         assert_bitwise(actual, expected)
 
 
-@pytest.mark.costly("auto", "explicit")
+@pytest.mark.costly("explicit", slow=["auto"])
 def test_on_every_mesh(mesh_mode: str) -> None:
     """Under delayed scaling, where kernels write what they activate quantized."""
     recipe = recipe_from_name("delayed")

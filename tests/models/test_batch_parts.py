@@ -48,7 +48,7 @@ def assert_close(one, other):
         np.testing.assert_allclose(left, right, rtol=0, atol=1e-5 * max(np.abs(left).max(), 1e-3))
 
 
-@pytest.mark.costly(slow=["none-explicit", "delayed-auto"])
+@pytest.mark.costly(slow=["none-explicit", "delayed-auto", "none-no mesh"])
 @pytest.mark.wide
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("recipe", ["none", "delayed"])

@@ -252,7 +252,7 @@ def test_every_layer_has_a_type_on_an_explicit_mesh(sizes):
     assert {path: found[path].sharding.spec for path in params} == {path: p.sharding.spec for path, p in params.items()}
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_training_under_a_recipe_on_an_explicit_mesh_is_that_on_an_auto_one():
     rows = jnp.concatenate([TOKENS, TOKENS])
 

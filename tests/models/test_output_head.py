@@ -147,7 +147,7 @@ def test_values_and_gradients_are_those_of_the_quantized_operands(kind: str, rec
         assert float(history[0]) == float(amax)
 
 
-@pytest.mark.costly("auto-gpt", "explicit-gpt, tied", "explicit-gpt", slow=["auto-gpt, tied"])
+@pytest.mark.costly("explicit-gpt", slow=["auto-gpt, tied", "explicit-gpt, tied", "auto-gpt"])
 @pytest.mark.parametrize("kind", ["gpt, tied", "gpt"])
 def test_every_mesh_gives_one_devices_values(kind: str, mesh_mode: str) -> None:
     with autocast(DELAYED):
@@ -168,7 +168,7 @@ def test_every_mesh_gives_one_devices_values(kind: str, mesh_mode: str) -> None:
         assert float(states["output_layer", "quantizers", role, "amax_history"].get_value()[0]) == float(amax)
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["gpt, tied"])
 @pytest.mark.parametrize("kind", ["gpt, tied", "megatron"])
 def test_without_the_option_or_a_recipe_nothing_changes(kind: str) -> None:
     on, off = build(kind), build(kind, OFF)

@@ -80,7 +80,7 @@ def test_layers_whose_parameters_have_other_dtypes_are_not_stacked() -> None:
     assert " scan[" not in str(jax.make_jaxpr(lambda made: run_layers(made, x, [None] * 2, scan=True))(layers))
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["recipe1"])
 @pytest.mark.parametrize("recipe", [None, DelayedScaling(amax_history_len=2)])
 def test_what_a_loop_stores_is_behind_a_barrier(recipe: Any) -> None:
     """A GPU would run Transformer Engine's kernels twice: for the stacked array, and for what reads their result."""

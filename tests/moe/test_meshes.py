@@ -84,8 +84,7 @@ def assert_same(found: Any, wanted: Any, tolerance: float = TOLERANCE) -> None:
 
 @pytest.mark.costly(
     "fsdp-expert-tensor-allgather-auto",
-    "fsdp-expert-tensor-alltoall-explicit",
-    slow=["fsdp-expert-tensor-allgather-explicit"],
+    slow=["fsdp-expert-tensor-allgather-explicit", "fsdp-expert-tensor-alltoall-explicit"],
 )
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
@@ -99,7 +98,17 @@ def test_every_dispatcher_gives_one_devices_gradients(sizes: Any, dispatcher: An
 MASK = jnp.arange(S)[None] >= jnp.array([3, 5, 8, 8, 8, 8, 7, 8])[:, None]  # True for padding
 
 
-@pytest.mark.costly(slow=["data-context-allgather", "data-tensor-allgather", "fsdp-context-allgather"])
+@pytest.mark.costly(
+    slow=[
+        "data-context-allgather",
+        "data-tensor-allgather",
+        "fsdp-context-allgather",
+        "fsdp-context-alltoall",
+        "data-tensor-alltoall",
+        "data-context-alltoall",
+        "context-expert-alltoall",
+    ]
+)
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
 @pytest.mark.parametrize(
     "sizes",
@@ -213,7 +222,7 @@ def test_every_option_of_the_layer_is_that_of_one_device(name: str, axis_type: A
     assert_same(found, wanted)
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["moe_act"])
 @pytest.mark.parametrize("module", ["moe", "moe_act"])
 def test_recomputation_changes_nothing_on_a_mesh(module: Any) -> None:
     with on_mesh({"expert": 2, "tensor": 2}), selective_recompute(module):

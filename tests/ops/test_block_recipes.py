@@ -211,7 +211,8 @@ def on_one_device(name, recipe):
 
 
 @pytest.mark.costly(
-    "layernorm_mlp swiglu-block-auto", "dense-block-auto", "layernorm_mlp swiglu-block-explicit", "dense-block-explicit"
+    "layernorm_mlp swiglu-block-auto",
+    slow=["layernorm_mlp swiglu-block-explicit", "dense-block-explicit", "dense-block-auto"],
 )
 @pytest.mark.parametrize(
     ("name", "recipe", "mode"),

@@ -259,7 +259,7 @@ def test_without_a_recipe_they_are_right(name: str) -> None:
     second(*WITHOUT[name]())
 
 
-@pytest.mark.costly("auto", "explicit")
+@pytest.mark.costly("explicit", slow=["auto"])
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_without_a_recipe_they_are_right_on_meshes(mode: str) -> None:
     run, (params, _) = squares(LAYERS["layernorm_mlp"]())

@@ -216,7 +216,7 @@ def test_weights_swapped_for_an_evaluation_and_back_leave_no_trace():
         np.testing.assert_array_equal(bits(swapped.masters[path]), bits(master))
 
 
-@pytest.mark.costly("False-auto", "True-explicit", slow=["True-auto"])
+@pytest.mark.costly("True-explicit", slow=["True-auto", "False-auto"])
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize("fp8_param", [False, True])
 def test_split_masters_follow(mode, fp8_param):

@@ -284,7 +284,7 @@ def flat(state):
     return {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
 
 
-@pytest.mark.costly("bf16-delayed", "bf16-none", slow=["fp32-delayed"])
+@pytest.mark.costly("bf16-none", slow=["fp32-delayed", "bf16-delayed"])
 @pytest.mark.parametrize("recipe", [None, DelayedScaling()], ids=["none", "delayed"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["fp32", "bf16"])
 def test_gradients_of_kernels_in_bf16(recipe, dtype):
@@ -309,7 +309,7 @@ def test_gradients_of_kernels_in_bf16(recipe, dtype):
             np.testing.assert_array_equal(exact[path], low[path])
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["fsdp=2", "data=2"])
 @pytest.mark.parametrize("mesh", ["fsdp=2", "data=2", "pipeline=2,data=2"])
 def test_devices_add_up_gradients_of_kernels_in_bf16(mesh):
     """The program as it is lowered: CPUs add up in fp32. Microbatches are added in fp32."""

@@ -220,7 +220,6 @@ CASES = {
 @pytest.mark.costly(
     "weighted microbatches",
     "rules of the loss",
-    "explicit",
     slow=[
         "stages of stacks",
         "by the compiler, explicit",
@@ -241,6 +240,7 @@ CASES = {
         "zero bubble, blocks",
         "delayed",
         "context",
+        "explicit",
     ],
 )
 @pytest.mark.parametrize("case", CASES)
@@ -254,10 +254,8 @@ def test_gradients_are_the_same(case):
 
 @pytest.mark.costly(
     "distributed-1f1b",
-    "distributed-zero_bubble",
-    "whole-None",
     "distributed-None",
-    slow=["whole-1f1b", "whole-zero_bubble"],
+    slow=["whole-1f1b", "whole-zero_bubble", "distributed-zero_bubble", "whole-None"],
 )
 @pytest.mark.parametrize("schedule", [None, "1f1b", "zero_bubble"])
 @pytest.mark.parametrize("distributed", [False, True], ids=["whole", "distributed"])

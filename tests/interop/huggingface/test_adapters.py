@@ -171,7 +171,7 @@ def test_one_adapter_of_a_fused_kernel_is_that_of_each_of_its_layers(tmp_path: P
         np.testing.assert_array_equal(tensor, tensors[name].astype(np.float32), strict=True)
 
 
-@pytest.mark.costly("auto", "explicit")
+@pytest.mark.costly("explicit", slow=["auto"])
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 def test_on_a_mesh(mode: str, tmp_path: Path) -> None:
     tensors = adapters([*SIZES])

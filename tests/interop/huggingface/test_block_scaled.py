@@ -115,7 +115,7 @@ def ours(model: Any) -> dict[str, Any]:
     return {name: variable.get_value() for name, variable in variables.items()}
 
 
-@pytest.mark.costly("no mesh", "explicit")
+@pytest.mark.costly("explicit", slow=["no mesh"])
 @pytest.mark.parametrize("mode", ["no mesh", "explicit"])
 def test_dequantized_values_are_the_products_rounded_once(mode: str, folder: Path) -> None:
     with use_mesh(mode):

@@ -194,7 +194,7 @@ def after_calls(recipe: Any) -> tuple[Any, Any]:
     return jax.tree.map(np.asarray, (out, nnx.as_pure(of_params), of_x)), jax.tree.map(np.asarray, nnx.as_pure(state))
 
 
-@pytest.mark.costly("delayed", "current")
+@pytest.mark.costly("current", slow=["delayed"])
 @pytest.mark.parametrize("recipe", [DELAYED, CURRENT_WHOLE], ids=["delayed", "current"])
 def test_heads_on_two_devices(recipe):
     """The states are those of one device bit for bit, so no scale is one of a device's heads.

@@ -169,6 +169,7 @@ MESHES = [
         "context-data-cp_comm_type1-auto",
         "data-tensor-sequence_parallel-explicit",
         "context-data-cp_comm_type1-explicit",
+        "context-data-cp_comm_type0-auto",
     ]
 )
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])

@@ -146,7 +146,7 @@ def test_through_a_transformer_layer():
     assert (after.y != y).any()
 
 
-@pytest.mark.costly("False", "True")
+@pytest.mark.costly("True", slow=["False"])
 @pytest.mark.parametrize("scan", [False, True])
 def test_through_a_gpt(scan):
     """As its configuration says; losses and gradients are computed without the logits."""

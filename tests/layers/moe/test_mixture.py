@@ -134,7 +134,7 @@ def test_shared_experts_see_every_token():
     assert isinstance(shared, SharedExperts)
 
 
-@pytest.mark.costly("modules1", "modules0", slow=["modules2", "modules3"])
+@pytest.mark.costly("modules1", slow=["modules2", "modules3", "modules0"])
 @pytest.mark.parametrize("modules", [("moe",), ("moe_act",), ("shared_experts",), ("moe_act", "shared_experts")])
 def test_recomputation_changes_nothing_and_counts_once(modules):
     router = {"score_function": "sigmoid", "enable_expert_bias": True, "aux_loss_coeff": 0.1}

@@ -63,7 +63,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 NOT_ON_A_RING = ("bias", "bias by key", "mask")
 
 
-@pytest.mark.costly("p2p-causal-natural", "p2p-causal-zigzag", "a2a+p2p-causal-zigzag")
+@pytest.mark.costly("p2p-causal-zigzag", slow=["p2p-causal-natural", "a2a+p2p-causal-zigzag"])
 @pytest.mark.wide(
     "p2p-causal-natural",
     "p2p-causal-zigzag",

@@ -107,14 +107,14 @@ LAYERS = {
 
 
 @pytest.mark.costly(
-    "auto-column-delayed",
-    "auto-column-current",
     "explicit-column-current",
     slow=[
         "auto-column behind an all-gather-delayed",
         "explicit-column-delayed",
         "explicit-row-delayed",
         "auto-row-current",
+        "auto-column-delayed",
+        "auto-column-current",
     ],
 )
 @pytest.mark.parametrize("recipe", [DELAYED, WHOLE], ids=lambda recipe: recipe.name)
