@@ -119,7 +119,6 @@ def by_lax_scan(layers: Any, x: jax.Array) -> jax.Array:
     return jax.lax.scan(lambda x, state: (nnx.merge(graphdef, state)(x), None), x, state)[0]
 
 
-@pytest.mark.costly("by_nnx_scan-grad")
 @pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit, jax.checkpoint], ids=["grad", "jit", "checkpoint"])
 @pytest.mark.parametrize("scan", [by_nnx_scan, by_lax_scan])
 def test_a_loop_of_ones_own_says_that_it_is_one(scan: Any, wrap: Any) -> None:
@@ -132,7 +131,7 @@ def test_a_loop_of_ones_own_says_that_it_is_one(scan: Any, wrap: Any) -> None:
             with loop_over_layers() if in_loop else contextlib.nullcontext():
                 return jnp.sum(jnp.sin(scan(nnx.merge(graphdef, state), jnp.ones((1, 16, 16)))))
 
-        return jax.grad(wrap(loss))
+        return jax.jit(jax.grad(wrap(loss)))
 
     found = {in_loop: str(jax.make_jaxpr(gradient(in_loop))(state)) for in_loop in (True, False)}
     # The barrier of `jax.checkpoint` stands in both.
