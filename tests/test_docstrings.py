@@ -35,6 +35,7 @@ class Runner(doctest.DocTestRunner):
         super().report_unexpected_exception(out, test, example, exc_info)
 
 
+# Modules whose examples take a second or more. Other tests of the default run call what they show.
 COSTLY = (
     "layers.attention.multi_latent_attention", "layers.attention.qk_clip", "layers.flax.drop_in",
     "layers.moe.experts", "layers.moe.mixture", "linen", "linen.layers", "linen.loss_scale", "linen.quantization",
