@@ -35,6 +35,18 @@ class Runner(doctest.DocTestRunner):
         super().report_unexpected_exception(out, test, example, exc_info)
 
 
+# Modules whose examples take a second or more. Other tests of the default run call what they show.
+COSTLY = (
+    "layers.attention.multi_latent_attention", "layers.attention.qk_clip", "layers.flax.drop_in",
+    "layers.moe.experts", "layers.moe.mixture", "linen", "linen.layers", "linen.loss_scale", "linen.quantization",
+    "megatron.cross_entropy", "megatron.mla_self_attention", "megatron.moe",
+    "models.bert", "models.megatron_gpt", "models.stack", "models.t5",
+    "ops.moe.losses", "ops.moe.permute", "ops.moe.routing",
+    "quantize.block", "quantize.hadamard", "quantize.nvfp4", "quantize.observe", "te_pytorch", "training.inspection",
+)  # fmt: skip
+
+
+@pytest.mark.costly(*(f"jax_te.{name}" for name in COSTLY))
 @pytest.mark.parametrize("name", modules())
 def test_examples(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

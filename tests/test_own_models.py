@@ -150,7 +150,7 @@ def test_a_linen_model_is_reached_and_keeps_its_parameters():
 RECIPES = [DELAYED, CURRENT, Float8BlockScaling(), MXFP8BlockScaling(), NVFP4BlockScaling()]
 
 
-@pytest.mark.costly("nvfp4", "mxfp8")
+@pytest.mark.costly("nvfp4", "block", slow=["mxfp8"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_the_gemm_is_that_of_the_library(recipe):
     """Forward and backward, bit for bit: with a plain kernel, several summed axes, and a kernel in another order."""
@@ -393,7 +393,7 @@ SPLIT = {
 }
 
 
-@pytest.mark.costly("tensor")
+@pytest.mark.costly("tensor", "fully sharded", "8 outputs on each device")
 @pytest.mark.parametrize(("rules", "on_devices"), SPLIT.values(), ids=SPLIT)
 def test_where_names_say_how_a_gemm_lies_each_device_runs_its_part(rules, on_devices):
     """A row-parallel layer over two axes of its input; else the compiler partitions it: the same values."""
@@ -494,7 +494,7 @@ def linen_losses(model: Any, tx: Any) -> tuple[Any, list[float]]:
     return state, losses
 
 
-@pytest.mark.costly(slow=["one device"])
+@pytest.mark.costly(slow=["one device", "mesh"])
 @pytest.mark.parametrize("on_mesh", [False, True], ids=["one device", "mesh"])
 def test_a_plain_linen_model_trains_in_fp8_as_in_bf16(on_mesh, as_users_run_flax):
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2) if on_mesh else None

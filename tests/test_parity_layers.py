@@ -138,6 +138,7 @@ DROPPING: dict[str, tuple[Any, str, tuple[Any, ...]]] = {
 }
 
 
+@pytest.mark.costly("T5", "BERT")
 @pytest.mark.parametrize("name", DROPPING)
 def test_dropout_without_a_key_is_refused_in_training(name: str) -> None:
     """A program written for PyTorch passes none, and would train without dropout unawares."""

@@ -278,6 +278,7 @@ def bench(capsys, *argv):
     return status, [json.loads(line) for line in shown.out.splitlines() if line.startswith("{")], shown.err
 
 
+@pytest.mark.costly
 def test_both_libraries_step_on_the_text_of_data(capsys, stand_in, monkeypatch, tmp_path):
     (tmp_path / "text").write_text("0123456789" * 200)
     given = []
@@ -337,6 +338,7 @@ def test_rows_and_turns(capsys, stand_in, processes, tmp_path):
     assert len([line for line in found if "first" in line]) == megatron_core.WARM_UP + 1 + 3 * (1 + 2)
 
 
+@pytest.mark.costly("1099511627776-False")
 @pytest.mark.parametrize(("free", "apart"), [(2**40, False), (2**16, True)])
 def test_a_peer_that_leaves_too_little_memory_is_ended_before_jax_te_begins(
     capsys, monkeypatch, processes, stand_in, free, apart
@@ -503,6 +505,7 @@ def test_recipes_reach_it_and_others_are_beside_its_bf16(capsys, stand_in, monke
     assert "fp8" not in bf16
 
 
+@pytest.mark.costly
 def test_contestants_take_turns(capsys, stand_in, monkeypatch):
     """A round of the peer, one of jax_te, and again; neither steps in the other's time."""
     turns, send, receive = [], MegatronProcess.send, MegatronProcess.receive
@@ -664,6 +667,7 @@ EXPERTS = ["--batch-size", "2", "--seq-len", "16", "--hidden-size", "32", "--ffn
 EXPERTS += ["--num-experts", "4", "--moe-router-topk", "2", "--rounds", "2", "--calls", "1", "--backend", "xla"]
 
 
+@pytest.mark.costly
 def test_an_expert_layer_beside_megatrons(capsys, stand_in, processes):
     status = main(["bench", "layer", "--modules", "moe", *EXPERTS, "--recipes", "delayed", "--peer", "megatron"])
     shown = capsys.readouterr()
@@ -690,6 +694,7 @@ def test_an_expert_layer_beside_megatrons(capsys, stand_in, processes):
     assert [line["context"] for line in found if "context" in line] == ["delayed"] * len(steps)
 
 
+@pytest.mark.costly
 def test_the_form_of_the_expert_layer_is_the_peers_too(capsys, stand_in, processes):
     form = ["--moe-bias", "--moe-activation", "clamped_swiglu", "--moe-router-force-biased", "0.5"]
     status = main(["bench", "layer", "--modules", "moe", *EXPERTS, *form, "--recipes", "none", "--peer", "megatron"])

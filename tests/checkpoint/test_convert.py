@@ -144,6 +144,7 @@ def test_layers_stacked_or_not_and_projections_fused_or_not(tmp_path, source, ta
     assert_same(arrays_of(back), arrays_of(state))
 
 
+@pytest.mark.costly
 def test_a_stack_of_other_layers_is_refused(tmp_path, monkeypatch):
     state = state_of(stacked=True)
     monkeypatch.setattr("tests.checkpoint.test_convert.LAYERS", 1)
@@ -154,6 +155,7 @@ def test_a_stack_of_other_layers_is_refused(tmp_path, monkeypatch):
     assert "missing: opt_state/0/mu/layers/2/proj/bias is absent there" in text
 
 
+@pytest.mark.costly
 def test_dtypes_of_parameters_whose_masters_hold_the_values(tmp_path):
     exact = state_of()
     half = move(tmp_path / "half", exact, wanted(dtype="bfloat16"))
@@ -227,6 +229,7 @@ def test_quantized_kernels_without_masters(tmp_path, recipe):
     assert_same_layers(nnx.as_pure(exact), expected)
 
 
+@pytest.mark.costly("nvfp4-False", "block-False", slow=["nvfp4-True", "block-True"])
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("recipe", [CURRENT, Float8BlockScaling(), NVFP4BlockScaling()], ids=lambda recipe: recipe.name)
 def test_quantized_kernels_of_experts_without_masters(tmp_path, recipe, stacked):
@@ -339,7 +342,7 @@ HALVES = {
 }
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["context-auto-same form"])
 @pytest.mark.wide("context-auto-same form", "all-explicit-another form")
 @pytest.mark.parametrize("form", [{}, {"stacked": True, "fused": False}], ids=["same form", "another form"])
 @pytest.mark.parametrize("mode", ["auto", "explicit"])

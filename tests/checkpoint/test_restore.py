@@ -50,7 +50,7 @@ def saved(tmp_path_factory):
     return folder, replace(state, step=jnp.int32(2))
 
 
-@pytest.mark.costly("no mesh")
+@pytest.mark.costly("auto", slow=["no mesh"])
 @pytest.mark.parametrize("mode", MODES)
 def test_shapes_alone_go_where_their_logical_axes_put_them(saved, mode):
     folder, state = saved

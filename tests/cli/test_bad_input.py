@@ -134,6 +134,7 @@ def test_an_output_of_another_configuration(run, capsys):
     assert contents(run) == before
 
 
+@pytest.mark.costly
 def test_an_output_of_another_text(run, tmp_path, capsys):
     before = contents(run)
     (tmp_path / "text").write_bytes(Path(TEXT).read_bytes() + b"\n")

@@ -349,6 +349,7 @@ def test_each_family_is_fine_tuned(name, way, recipe, tmp_path, capsys):
         assert all(path.startswith("layers/") and path.endswith("kernel") and "router" not in path for path in changed)
 
 
+@pytest.mark.costly("T5ForConditionalGeneration")
 @pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "RobertaForMaskedLM"])
 def test_models_that_are_no_decoders_are_refused(name, tmp_path, capsys):
     folder = family_folder(name, tmp_path / "folder")

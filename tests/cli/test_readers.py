@@ -148,6 +148,17 @@ def test_bad_values_of_every_option_are_one_line(command, capsys):
         assert refused >= 20 or (names and action.nargs != 0) or not action.option_strings, action
 
 
+@pytest.mark.costly(
+    "inspect precision --output",
+    "train --tokenizer",
+    "train --init-from",
+    "bench layer --mesh",
+    "inspect sharding --preset=tiny --mesh",
+    "bench model --pipeline",
+    "eval --output",
+    "train --precision-config",
+    "train --output",
+)
 @pytest.mark.parametrize(
     "argv",
     [
@@ -419,6 +430,7 @@ def test_a_run_whose_steps_are_all_skipped_ends_with_the_reason(tmp_path, capsys
     assert_refused(main(argv), capsys.readouterr().err, "5 steps in a row", "--give-up-after", "--learning-rate")
 
 
+@pytest.mark.costly("context", "expert", "fsdp")
 @pytest.mark.parametrize("axis", ["data", "fsdp", "tensor", "expert", "context", "pipeline"])
 def test_the_estimate_is_a_lower_bound_on_every_axis(axis):
     given = {"preset": "moe-tiny", "mesh": f"{axis}=4", "batch_size": 4, "seq_len": 32, "eval_batches": 1}

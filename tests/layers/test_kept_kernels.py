@@ -55,7 +55,7 @@ def forward(layer, x, **options):
 
 
 @pytest.mark.costly(
-    "nvfp4-LayerNormLinear", "nvfp4-returning the norm", "delayed-LayerNormMLP", "delayed-TransformerLayer"
+    "nvfp4-returning the norm", slow=["delayed-TransformerLayer", "delayed-LayerNormMLP", "nvfp4-LayerNormLinear"]
 )
 @pytest.mark.wide
 @pytest.mark.parametrize("name", LAYERS)
@@ -200,6 +200,7 @@ WAYS = {
 }
 
 
+@pytest.mark.costly("nnx.remat")
 @pytest.mark.parametrize("way", WAYS)
 def test_the_attribute_is_the_same_in_an_eager_call_and_under_transformations(way):
     x = draw("x", (16, 32))
@@ -215,6 +216,7 @@ def test_the_attribute_is_the_same_in_an_eager_call_and_under_transformations(wa
             assert layer.is_first_microbatch is False
 
 
+@pytest.mark.costly
 def test_a_cache_of_a_model_is_used_inside_of_its_context(monkeypatch):
     x = draw("x", (2, 16, 32))
 
@@ -284,6 +286,7 @@ def test_a_layers_own_recipe_in_training_and_evaluation():
     assert len({np.asarray(y).tobytes() for y in (high, current, block)}) == 3
 
 
+@pytest.mark.costly
 def test_states_are_prepared_for_each_layers_own_recipe():
     layer = TransformerLayer(32, 64, 2, **NO_DROPOUT, rngs=nnx.Rngs(0))
     layer.self_attention.proj.module_recipe = ModuleRecipe(training=CURRENT)

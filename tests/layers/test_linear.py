@@ -159,6 +159,10 @@ def test_bad_arguments_say_what_is_allowed(build: Any, message: str) -> None:
         build(nnx.Rngs(0))
 
 
+@pytest.mark.costly(
+    "LayerNormMLP-nvfp4",
+    slow=["Linear-nvfp4", "LayerNormMLP-mxfp8", "Linear-block", "LayerNormMLP-block", "LayerNormLinear-nvfp4"],
+)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", [Linear, LayerNormLinear, LayerNormMLP])
 def test_no_tokens_give_no_output_and_gradients_of_zero(kind: Any, recipe: str) -> None:

@@ -73,7 +73,7 @@ def formula(p: dict[str, Any], x: Any) -> Any:
     return z @ base["kernel"] + base["bias"] + ALPHA / R * update
 
 
-@pytest.mark.costly("explicit-column-False")
+@pytest.mark.costly("auto-row-True", slow=["explicit-column-False"])
 @pytest.mark.wide
 @pytest.mark.parametrize(("build", "sequence_parallel"), [(column, False), (column, True), (row, True)])
 def test_follows_the_formula_on_every_mesh(build: Any, sequence_parallel: bool, mesh_mode: str) -> None:
@@ -251,7 +251,7 @@ def mlp_formula(p: dict[str, Any], x: Any) -> Any:
     return reference.mlp_block(jnp, base, reference.norm(jnp, x, base["scale"], base["ln_bias"], form), form)
 
 
-@pytest.mark.costly("auto", "explicit")
+@pytest.mark.costly("explicit", slow=["auto"])
 def test_an_mlps_two_kernels_follow_the_formula_on_every_mesh(mesh_mode: str) -> None:
     layer = adapted(mlp(sequence_parallel=mesh_mode == "explicit"), freeze_base=False)
     x, g = draw("x", (B, S, H)), draw("g", (B, S, H))
@@ -305,7 +305,7 @@ def separate_formula(p: dict[str, Any], x: Any) -> Any:
     return jnp.tensordot(z, base["kernel"] + ALPHA / R * update, 1) + base["bias"]
 
 
-@pytest.mark.costly("auto")
+@pytest.mark.costly("explicit", slow=["auto"])
 def test_separate_adapters_of_components_follow_the_formula_on_every_mesh(mesh_mode: str) -> None:
     base = LayerNormLinear(
         H, (3, F), parallel_mode="column", kernel_axes=("fsdp", "components", "heads"), rngs=nnx.Rngs(0)

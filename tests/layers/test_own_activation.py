@@ -38,6 +38,7 @@ def outputs(activation: Any, recipe: Any) -> Any:
         return jax.tree.leaves((y, grads))
 
 
+@pytest.mark.costly("current")
 @pytest.mark.parametrize(
     "name", ["none", "current", *(pytest.param(name, marks=pytest.mark.slow) for name in ("block", "mxfp8", "nvfp4"))]
 )
@@ -47,7 +48,7 @@ def test_a_function_gives_what_its_name_gives_under_every_recipe(name: str) -> N
         assert_bitwise(actual, expected)
 
 
-@pytest.mark.costly("auto", "explicit")
+@pytest.mark.costly("explicit", slow=["auto"])
 def test_on_every_mesh(mesh_mode: str) -> None:
     """Under delayed scaling, where kernels write what they activate quantized."""
     recipe = recipe_from_name("delayed")

@@ -111,6 +111,7 @@ class Tied(nnx.Module):
         return self.second(jnp.tanh(self.first(x)), self.first.kernel[...])
 
 
+@pytest.mark.costly
 def test_tied_kernels_train() -> None:
     def loss(model: Tied, x: jax.Array, key: Any) -> jax.Array:
         return jnp.mean((model(x) - x) ** 2)

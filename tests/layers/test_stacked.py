@@ -80,7 +80,7 @@ def of_layers(tree: Any) -> Any:
     return jax.tree.map(lambda *leaves: np.stack(leaves), *layers.values()) if 0 in layers else layers
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["block-no mesh-side_by_side"])
 @pytest.mark.wide("block-no mesh-side_by_side", "delayed-explicit-one_after_the_other")
 @pytest.mark.parametrize(
     ("recipe", "mode", "run"),
@@ -108,7 +108,7 @@ def test_values_and_gradients_are_those_of_each_layer(recipe: str, mode: str, ru
         assert_same_rounding(other, leaf, TOLERANCE["float32"], what=jax.tree_util.keystr(path))
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["block-no mesh"])
 @pytest.mark.wide("current-explicit", "block-no mesh")
 @pytest.mark.parametrize("mode", ["no mesh", "explicit"])
 @pytest.mark.parametrize("recipe", ["current", "block"])

@@ -74,6 +74,7 @@ def test_sequence_parallelism_changes_no_value(mesh_mode: str) -> None:
         assert_close(actual, wanted, 4 * TOLERANCE["float32"], what=jax.tree_util.keystr(path))
 
 
+@pytest.mark.costly("auto")
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 def test_what_lies_between_the_layers_is_split_along_the_sequence(mode: Any) -> None:
     x = draw("x", (B, S, H))
@@ -147,6 +148,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.costly("LayerNormMLP")
 @pytest.mark.parametrize("build", KINDS, ids=["Linear", "LayerNormLinear", "LayerNormMLP"])
 def test_group_and_size_are_the_meshs(build: Any) -> None:
     x = draw("x", (B, S, H))

@@ -79,7 +79,7 @@ def check(form: Form, actual: Any) -> None:
         assert_close(a, e, TOLERANCE, what=jax.tree_util.keystr(path))
 
 
-@pytest.mark.costly("auto-llama", "no mesh-gpt2")
+@pytest.mark.costly("explicit-gpt2", slow=["auto-llama", "no mesh-gpt2"])
 @pytest.mark.wide
 @pytest.mark.parametrize("form", [GPT2, LLAMA], ids=["gpt2", "llama"])
 def test_forward_and_gradients_follow_the_formulas_on_every_mesh(form: Form, mesh_mode: str) -> None:

@@ -98,7 +98,7 @@ def test_every_layer_has_a_linen_form_with_the_same_arguments():
         assert list(call.parameters) == [*theirs.parameters, "deterministic"]
 
 
-@pytest.mark.costly("TransformerLayer")
+@pytest.mark.costly("TransformerLayer", "MoE", "MultiLatentAttention")
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_gradients_and_next_states_are_those_of_nnx_bit_by_bit(name):
     inputs = CASES[name][2]

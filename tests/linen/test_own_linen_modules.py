@@ -154,9 +154,9 @@ OTHERS = [("BTNH,NHD->BTD", recipe) for recipe in (DELAYED, Float8BlockScaling()
 @pytest.mark.costly(
     "BSD,CKDH->CBSKH-current",
     "BTD,SNDH->SBTNH-current",
-    "BTNH,NHD->BTD-block",
     "...F,NFH->...NH-current",
-    slow=["BTD,NDH->BTNH-current", "BTNH,NHD->BTD-current", "...F,NHF->...NH-current"],
+    "...H,HF->...F-current",
+    slow=["BTD,NDH->BTNH-current", "BTNH,NHD->BTD-current", "...F,NHF->...NH-current", "BTNH,NHD->BTD-block"],
 )
 @pytest.mark.parametrize(
     ("equation", "recipe"),
@@ -270,7 +270,7 @@ def test_scanned_layers_are_those_of_a_loop_and_train():
     assert losses[scanned][2] < losses[scanned][0]
 
 
-@pytest.mark.costly("Auto")
+@pytest.mark.costly("Explicit", slow=["Auto"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 def test_on_a_mesh_the_numbers_are_those_of_one_device(kind):
     """Fully sharded along one axis of the mesh, columns and then rows split along the other one."""

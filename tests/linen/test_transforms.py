@@ -110,6 +110,7 @@ def test_scan_over_layers(body):
     assert (kernels[0] != kernels[1]).any()
 
 
+@pytest.mark.costly
 def test_scan_without_what_it_needs():
     with autocast(RECIPE):
         with pytest.raises(QuantizerStateError, match=rf'list "{STATE}" in mutable=, and in variable_axes of nn.scan'):

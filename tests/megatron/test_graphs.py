@@ -261,7 +261,7 @@ def quantized(request: pytest.FixtureRequest) -> Iterator[TransformerConfig]:
         yield made
 
 
-@pytest.mark.costly("delayed", "tensorwise")
+@pytest.mark.costly("delayed", slow=["tensorwise"])
 def test_a_replay_differentiates_as_the_call_does(quantized: TransformerConfig, x: jax.Array):
     """Gradients of all arrays, and with them delayed scaling's next state, on a first and on a later microbatch."""
     block = captured(Block(quantized), x, microbatches=2)
@@ -443,6 +443,7 @@ def test_a_causal_layers_mask_is_no_argument_of_its_graph(x: jax.Array):
     assert "self_attention.linear_qkv.weight" in layer.state_dict()
 
 
+@pytest.mark.costly
 def test_a_decoder_layer_has_a_context(x: jax.Array):
     layer = TransformerLayer(config("local"), layer_type="decoder", rngs=nnx.Rngs(0))
     context = draw("x3", (2, 4, 16))

@@ -64,6 +64,7 @@ def expected(attention: MLASelfAttention, x: Any) -> np.ndarray:
     return latent.attention(weights, np.asarray(x, np.float64), config.latent_attention, N, rope)
 
 
+@pytest.mark.costly("{}")
 @pytest.mark.parametrize("fields", [{}, {"q_lora_rank": None}, {"qk_layernorm": False}], ids=str)
 def test_names_and_numbers_are_megatrons(fields: dict[str, Any]) -> None:
     attention = MLASelfAttention(config_of(**fields), rngs=nnx.Rngs(0))
@@ -72,6 +73,7 @@ def test_names_and_numbers_are_megatrons(fields: dict[str, Any]) -> None:
     np.testing.assert_allclose(y, expected(attention, inputs()), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.costly
 def test_a_packed_row_rotates_each_sequence_from_0() -> None:
     attention = MLASelfAttention(config_of(), rngs=nnx.Rngs(0))
     x = inputs(1)
@@ -81,6 +83,7 @@ def test_a_packed_row_rotates_each_sequence_from_0() -> None:
     np.testing.assert_allclose(y, np.concatenate(parts, axis=1), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.costly
 def test_a_layer_has_the_norm_in_front_under_megatrons_name() -> None:
     layer = TransformerLayer(config_of(), rngs=nnx.Rngs(0))
     names = set(layer.state_dict())
@@ -172,7 +175,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["fsdp-tensor-plain", "data-tensor-tensor_model_parallel_size-sequence_parallel"])
 @pytest.mark.parametrize(("axes", "fields"), MESHES, ids=lambda case: "-".join(case) or "plain")
 def test_a_mesh_computes_what_one_device_does(axes: dict[str, int], fields: dict[str, Any]) -> None:
     @nnx.jit

@@ -48,7 +48,7 @@ def assert_close(one, other):
         np.testing.assert_allclose(left, right, rtol=0, atol=1e-5 * max(np.abs(left).max(), 1e-3))
 
 
-@pytest.mark.costly(slow=["none-explicit", "delayed-auto"])
+@pytest.mark.costly(slow=["none-explicit", "delayed-auto", "none-no mesh"])
 @pytest.mark.wide
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("recipe", ["none", "delayed"])
@@ -127,6 +127,7 @@ def test_every_model(build, call):
     assert_close(call(build(Execution())), call(build(Execution(batch_parts=2))))
 
 
+@pytest.mark.costly("attention_mask")
 @pytest.mark.parametrize("name", ["attention_mask", "core_attention_bias"])
 def test_arguments_of_the_whole_batch_and_of_each_row(name):
     layers = [TransformerLayer(32, 64, 2, hidden_dropout=0.0, attention_dropout=0.0, rngs=nnx.Rngs(0))]

@@ -53,6 +53,7 @@ def formula(p: Any, tokens: np.ndarray, types: np.ndarray) -> Any:
     return reference.norm(jnp, y, **p["head_norm"], form=FORM) @ p["embedding"]["embedding"].T + p["output_bias"]
 
 
+@pytest.mark.costly
 def test_positions_may_begin_behind_rows_that_no_input_reads() -> None:
     """As RoBERTa's, behind its padding token's number."""
     tokens, _, _ = batch()

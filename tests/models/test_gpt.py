@@ -454,6 +454,7 @@ def test_bad_input_says_what_is_allowed() -> None:
         model.init_cache(1, 9)
 
 
+@pytest.mark.costly("gpt2")
 @pytest.mark.parametrize("form", FORMS)
 def test_packed_sequences_have_the_logits_that_each_has_alone(form: str) -> None:
     model, tokens = randomize(build(form)), batch()[0][:2]

@@ -19,6 +19,11 @@ SIZES = LatentAttentionOptions(q_lora_rank=16, kv_lora_rank=16, qk_head_dim=8, q
 CONFIG: dict[str, Any] = {"num_layers": 2, "hidden_size": 36, "num_attention_heads": 8, "normalization": "RMSNorm"}
 
 
+@jax.jit
+def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+    return model(*args, **kwargs)
+
+
 def build() -> GPTModel:
     config = TransformerConfig(**CONFIG, add_bias_linear=False, latent_attention=SIZES, init_method_std=0.2)
     rotary = RotaryPositions(interleaved=True)
@@ -29,10 +34,10 @@ def build() -> GPTModel:
 def test_decoding_is_the_full_forward() -> None:
     model, tokens = build(), jax.random.randint(jax.random.key(1), (2, 6), 0, 50)
     assert all(isinstance(layer.self_attention, MultiLatentAttention) for layer in model.layers)
-    full = model(tokens)
+    full = call(model, tokens)
     cache, parts = model.init_cache(2, 6), []
     for start, stop in ((0, 3), (3, 4), (4, 6)):
-        part, cache = model(tokens[:, start:stop], cache=cache)
+        part, cache = call(model, tokens[:, start:stop], cache=cache)
         parts.append(part)
     np.testing.assert_allclose(jnp.concatenate(parts, axis=1), full, rtol=1e-4, atol=1e-5 * float(jnp.abs(full).max()))
 
@@ -40,7 +45,7 @@ def test_decoding_is_the_full_forward() -> None:
 @pytest.mark.costly
 def test_gradients_reach_every_parameter() -> None:
     tokens = jax.random.randint(jax.random.key(1), (2, 6), 0, 50)
-    grads = nnx.grad(lambda model: model.loss(tokens[:, :-1], tokens[:, 1:]))(build())
+    grads = nnx.jit(nnx.grad(lambda model: model.loss(tokens[:, :-1], tokens[:, 1:])))(build())
     for path, grad in nnx.to_flat_state(nnx.state(grads, nnx.Param)):
         assert np.any(grad[...]), path
 
@@ -64,6 +69,7 @@ MLA: dict[str, Any] = {
 YARN = YarnScaling(factor=4.0, original_max_position_embeddings=8, mscale_all_dim=0.7)
 
 
+@pytest.mark.costly("{}", "{'q_lora_rank': None}")
 @pytest.mark.parametrize("fields", [{}, {"q_lora_rank": None}, {"rope_type": "rope", "rotary_percent": 0.5}], ids=str)
 def test_megatrons_model_and_fields_are_gpt_with_the_same_latents(fields: dict) -> None:
     config = MLATransformerConfig(**MLA | fields)
@@ -79,12 +85,12 @@ def test_megatrons_model_and_fields_are_gpt_with_the_same_latents(fields: dict) 
     )
     megatrons = MegatronGPTModel(config, None, **options, position_embedding_type="rope", rngs=nnx.Rngs(0))
     tokens = jax.random.randint(jax.random.key(1), (2, 6), 0, 50)
-    full = expected(tokens)
+    full = call(expected, tokens)
     # Angles are in fp32 in both; the GEMMs are the same.
-    np.testing.assert_allclose(megatrons(tokens), full, rtol=1e-5, atol=1e-6 * float(jnp.abs(full).max()))
+    np.testing.assert_allclose(call(megatrons, tokens), full, rtol=1e-5, atol=1e-6 * float(jnp.abs(full).max()))
     cache, parts = megatrons.init_cache(2, 6), []
     for start, stop in ((0, 4), (4, 6)):
-        part, cache = megatrons(tokens[:, start:stop], cache=cache)
+        part, cache = call(megatrons, tokens[:, start:stop], cache=cache)
         parts.append(part)
     np.testing.assert_allclose(jnp.concatenate(parts, axis=1), full, rtol=1e-4, atol=1e-5 * float(jnp.abs(full).max()))
     # A GPTModel reads the same fields, and a layer by itself needs no angles.
@@ -92,7 +98,7 @@ def test_megatrons_model_and_fields_are_gpt_with_the_same_latents(fields: dict) 
     assert own.rotary == megatrons.rotary == rotary
     x, angles = jax.random.normal(jax.random.key(2), (2, 6, 36)), megatrons._angles(jnp.arange(6))
     layer = megatrons.layers[0]
-    np.testing.assert_array_equal(layer(x)[0], layer(x, rotary_pos_emb=angles)[0])
+    np.testing.assert_array_equal(call(layer, x)[0], call(layer, x, rotary_pos_emb=angles)[0])
 
 
 def test_a_contradicting_rotation_is_refused() -> None:

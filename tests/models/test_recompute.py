@@ -117,7 +117,7 @@ CASES = [
 ]
 
 
-@pytest.mark.costly(slow=["delayed-uniform 2"])
+@pytest.mark.costly(slow=["delayed-uniform 2", "delayed-all modules"])
 @pytest.mark.wide("delayed-uniform 2", "delayed-all modules", "delayed-save_quantized")
 @pytest.mark.parametrize(("recipe", "way"), CASES)
 def test_nothing_changes_with_dropout_on(recipe: str, way: str) -> None:
@@ -177,8 +177,7 @@ def test_on_a_mesh(mode: str) -> None:
         assert_close(a, e, 2.0**-18)
 
 
-@pytest.mark.costly("explicit-mlp")
-@pytest.mark.wide("explicit-mlp")
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["save_gemms", "save_quantized", "mlp"])
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 def test_on_a_mesh_in_fp8(mode: str, way: str) -> None:

@@ -36,6 +36,7 @@ def test_the_number_of_layers_decides() -> None:
     assert [runs_scanned(choice, count) for choice in (True, False) for count in (1, 1000)] == [True] * 2 + [False] * 2
 
 
+@pytest.mark.costly("3")
 @pytest.mark.parametrize("layers", [2, 3])
 def test_auto_is_the_explicit_choice(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stack, "UNROLL_LIMIT", 2)
@@ -79,7 +80,7 @@ def test_layers_whose_parameters_have_other_dtypes_are_not_stacked() -> None:
     assert " scan[" not in str(jax.make_jaxpr(lambda made: run_layers(made, x, [None] * 2, scan=True))(layers))
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["recipe1"])
 @pytest.mark.parametrize("recipe", [None, DelayedScaling(amax_history_len=2)])
 def test_what_a_loop_stores_is_behind_a_barrier(recipe: Any) -> None:
     """A GPU would run Transformer Engine's kernels twice: for the stacked array, and for what reads their result."""
@@ -130,7 +131,7 @@ def test_a_loop_of_ones_own_says_that_it_is_one(scan: Any, wrap: Any) -> None:
             with loop_over_layers() if in_loop else contextlib.nullcontext():
                 return jnp.sum(jnp.sin(scan(nnx.merge(graphdef, state), jnp.ones((1, 16, 16)))))
 
-        return jax.grad(wrap(loss))
+        return jax.jit(jax.grad(wrap(loss)))
 
     found = {in_loop: str(jax.make_jaxpr(gradient(in_loop))(state)) for in_loop in (True, False)}
     # The barrier of `jax.checkpoint` stands in both.

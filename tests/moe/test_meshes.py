@@ -82,7 +82,11 @@ def assert_same(found: Any, wanted: Any, tolerance: float = TOLERANCE) -> None:
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=tolerance * scale, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.parametrize("axis_type", ["auto", pytest.param("explicit", marks=pytest.mark.costly)])
+@pytest.mark.costly(
+    "fsdp-expert-tensor-allgather-auto",
+    slow=["fsdp-expert-tensor-allgather-explicit", "fsdp-expert-tensor-alltoall-explicit"],
+)
+@pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
 @pytest.mark.parametrize("sizes", [{"fsdp": 2, "expert": 2, "tensor": 2}], ids=lambda sizes: "-".join(sizes))
 def test_every_dispatcher_gives_one_devices_gradients(sizes: Any, dispatcher: Any, axis_type: Any) -> None:
@@ -94,7 +98,17 @@ def test_every_dispatcher_gives_one_devices_gradients(sizes: Any, dispatcher: An
 MASK = jnp.arange(S)[None] >= jnp.array([3, 5, 8, 8, 8, 8, 7, 8])[:, None]  # True for padding
 
 
-@pytest.mark.costly(slow=["data-context-allgather", "data-tensor-allgather", "fsdp-context-allgather"])
+@pytest.mark.costly(
+    slow=[
+        "data-context-allgather",
+        "data-tensor-allgather",
+        "fsdp-context-allgather",
+        "fsdp-context-alltoall",
+        "data-tensor-alltoall",
+        "data-context-alltoall",
+        "context-expert-alltoall",
+    ]
+)
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
 @pytest.mark.parametrize(
     "sizes",
@@ -155,7 +169,7 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.costly(
-    *(name for name in CASES if name not in ("within fsdp", "whole sequences")),
+    *(name for name in CASES if name != "within fsdp"),
     slow=["one expert a device", "within data", "experts whole along tensor"],
 )
 @pytest.mark.parametrize("name", CASES)
@@ -183,9 +197,10 @@ LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.costly(
-    *(f"{name}-auto" for name in LAYERS if name not in ("probs on input", "capacity by probs")),
+    *(f"{name}-auto" for name in LAYERS if name != "probs on input"),
     *(f"{name}-explicit" for name in LAYERS),
     slow=[
+        "probs on input-explicit",
         "capacity by probs-explicit",
         "shared and latent-explicit",
         "capacity by position-explicit",
@@ -207,7 +222,7 @@ def test_every_option_of_the_layer_is_that_of_one_device(name: str, axis_type: A
     assert_same(found, wanted)
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["moe_act"])
 @pytest.mark.parametrize("module", ["moe", "moe_act"])
 def test_recomputation_changes_nothing_on_a_mesh(module: Any) -> None:
     with on_mesh({"expert": 2, "tensor": 2}), selective_recompute(module):
@@ -235,7 +250,7 @@ def test_adapters_run_on_their_experts_devices(axis_type: Any) -> None:
 @pytest.mark.costly
 def test_experts_must_lie_where_tokens_are_split() -> None:
     with on_mesh({"data": 2, "tensor": 2}, batch=("data",), expert=("fsdp",)):
-        build()(X)  # the mesh has no devices along fsdp
+        nnx.jit(lambda layer: layer(X))(build())  # the mesh has no devices along fsdp
     with (
         on_mesh({"data": 2, "fsdp": 2}, batch=("data",), expert=("fsdp",)),
         pytest.raises(ValueError, match="experts are split over mesh axis 'fsdp', which does not split tokens"),
@@ -268,7 +283,8 @@ def test_megatrons_layer_is_that_of_one_device() -> None:
 
     def of_layer() -> Any:
         layer = MoELayer(config, rngs=nnx.Rngs(0))
-        return jax.tree.map(np.asarray, nnx.value_and_grad(lambda layer: jnp.sum(layer(X)[0] * G), argnums=WRT)(layer))
+        run = nnx.jit(nnx.value_and_grad(lambda layer: jnp.sum(layer(X)[0] * G), argnums=WRT))
+        return jax.tree.map(np.asarray, run(layer))
 
     wanted = of_layer()
     with on_mesh({"data": 2, "expert": 2, "tensor": 2}):
@@ -293,6 +309,7 @@ WANTED: dict[str, Any] = {
 }
 
 
+@pytest.mark.costly("allgather")
 @pytest.mark.parametrize("dispatcher", WANTED)
 def test_tokens_travel_once_in_each_direction(dispatcher: Any) -> None:
     dispatch = DispatchOptions(dispatcher=dispatcher)
@@ -305,6 +322,7 @@ def test_kernels_are_gathered_along_fsdp_alone() -> None:
     assert found == WANTED["allgather"] | {"all-gather fsdp": 4, "reduce-scatter fsdp": 2}
 
 
+@pytest.mark.costly
 def test_tensor_parallel_experts_add_up_tokens_not_rows() -> None:
     """Whole sequences: no rows are gathered, and each token's sum is all-reduced once in each direction."""
     with on_mesh({"expert": 2, "tensor": 2}):
@@ -316,6 +334,7 @@ def test_tensor_parallel_experts_add_up_tokens_not_rows() -> None:
     assert sum(row.bytes for row in summed) < 2.2 * tokens
 
 
+@pytest.mark.costly("allgather")
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
 def test_a_bound_drops_the_last_tokens_and_counts_them(dispatcher: Any) -> None:
     """All tokens choose the experts of one device, which has room for as many rows as each has under equal load."""
@@ -339,6 +358,7 @@ def test_a_bound_drops_the_last_tokens_and_counts_them(dispatcher: Any) -> None:
     assert share == 0.75
 
 
+@pytest.mark.costly
 def test_a_bound_that_suffices_changes_nothing() -> None:
     with on_mesh({"expert": 4}):
         layer = build(dispatch=DispatchOptions(dispatcher="alltoall", rank_capacity_factor=8.0))
@@ -407,7 +427,7 @@ def trained(sizes: dict[str, int] | None, *, recipe: Any = None, dtype: Any = jn
     return state
 
 
-@pytest.mark.costly("fp8_param", slow=["summands"])
+@pytest.mark.costly("masters", slow=["summands", "fp8_param"])
 @pytest.mark.parametrize(
     ("options", "recipe"),
     [
@@ -454,6 +474,7 @@ def spec_of(variable: Any) -> set[str]:
     return {*jax.tree.leaves(tuple(variable.get_value().sharding.spec))}
 
 
+@pytest.mark.costly("explicit-allgather")
 @pytest.mark.parametrize(("axis_type", "dispatcher"), [("auto", "alltoall"), ("explicit", "allgather")])
 def test_a_number_that_no_expert_has(axis_type: Any, dispatcher: Any) -> None:
     """Its token is nan, as on one device, and no other device's tokens change."""

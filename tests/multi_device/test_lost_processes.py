@@ -338,7 +338,7 @@ def test_a_start_that_cannot_be_ends_with_a_line(tmp_path, bounded):
     assert not any(path.name.startswith(".") for path in (tmp_path / "one").iterdir())
 
 
-@pytest.mark.costly("stopped")
+@pytest.mark.costly("killed", slow=["stopped"])
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
 def test_a_process_that_is_stopped_or_killed_ends_the_others_within_the_bound(tmp_path, number):
     """Saves are under way at almost every moment."""

@@ -120,13 +120,13 @@ def assert_same(found: tuple[np.ndarray, Any], expected: tuple[np.ndarray, Any],
     np.testing.assert_allclose(found[0][:, 1], expected[0][:, 1], rtol=100 * tolerance)
 
 
-@pytest.mark.costly("pipeline=2,fsdp=2,tensor=2-1f1b-delayed")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "pipeline", "recipe"),
     [
-        pytest.param("pipeline=2", "gpipe", "none", marks=pytest.mark.slow),
+        ("pipeline=2", "gpipe", "none"),
         ("pipeline=2,fsdp=2,tensor=2", "1f1b", "delayed"),
-        pytest.param("pipeline=2,data=2", "zero_bubble", "current", marks=pytest.mark.slow),
+        ("pipeline=2,data=2", "zero_bubble", "current"),
     ],
 )
 def test_schedules_train_to_one_devices_losses(mesh, pipeline, recipe):
@@ -306,7 +306,7 @@ def first_step(layer: type[Own], mesh: ParallelConfig | None) -> list[float]:
     return [float(metrics["loss"]), float(metrics["grad_norm"])]
 
 
-@pytest.mark.costly
+@pytest.mark.costly("Own")
 @pytest.mark.parametrize("layer", [Own, Partitioned])
 def test_layers_of_ones_own_do_what_they_do_without_a_pipeline(layer):
     found = first_step(layer, ParallelConfig(pipeline=2))
@@ -463,7 +463,7 @@ OTHER_MODELS = {
 }
 
 
-@pytest.mark.costly("t5-1f1b", slow=["bert-1f1b", "t5-zero_bubble"])
+@pytest.mark.costly("t5-1f1b", "bert-zero_bubble", slow=["bert-1f1b", "t5-zero_bubble"])
 @pytest.mark.parametrize("pipeline", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize("kind", OTHER_MODELS)
 def test_other_models_train_to_one_devices_losses(kind, pipeline):

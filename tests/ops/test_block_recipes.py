@@ -95,6 +95,12 @@ def promotion():
         yield
 
 
+@pytest.mark.costly(
+    "nvfp4 bare-float32",
+    "current, powers of two-float32",
+    "mxfp8, hybrid-float32",
+    "block, fp32 scales, hybrid-float32",
+)
 @pytest.mark.wide(
     "current, powers of two-float32",
     "block, fp32 scales, hybrid-float32",
@@ -205,7 +211,8 @@ def on_one_device(name, recipe):
 
 
 @pytest.mark.costly(
-    "layernorm_mlp swiglu-block-auto", "dense-block-auto", "layernorm_mlp swiglu-block-explicit", "dense-block-explicit"
+    "layernorm_mlp swiglu-block-auto",
+    slow=["layernorm_mlp swiglu-block-explicit", "dense-block-explicit", "dense-block-auto"],
 )
 @pytest.mark.parametrize(
     ("name", "recipe", "mode"),

@@ -267,6 +267,7 @@ def test_boundaries_that_decrease():
         segments_from_cu_seqlens(jnp.array([0, 200, 100], jnp.uint8))
 
 
+@pytest.mark.costly("uint8-int32")
 @pytest.mark.parametrize(("dtype", "expected"), [("uint8", "int32"), ("int16", "int16")])
 def test_generated_tokens(dtype, expected):
     """The tokens of a vocabulary of more than 256 do not come back as bytes."""

@@ -102,6 +102,7 @@ TWICE: dict[str, Callable[[Loss, Any, jax.Array], Any]] = {
     "Hessian, reverse over reverse-layernorm_mlp-block",
     "linear in the cotangent-layernorm_linear-nvfp4",
     "value beside a gradient-layernorm_mlp-current",
+    "MAML-layernorm_linear-delayed",
 )
 @pytest.mark.wide
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -115,7 +116,9 @@ def test_a_recipe_refuses_them(twice: str, layer: str, recipe: str) -> None:
             TWICE[twice](loss, params, x)
 
 
-@pytest.mark.costly("linear in the cotangent-vmap-False", "Hessian, reverse over reverse-remat-False")
+@pytest.mark.costly(
+    "linear in the cotangent-vmap-False", "Hessian, reverse over reverse-remat-False", "gradient penalty-alone-False"
+)
 @pytest.mark.wide
 @pytest.mark.parametrize("outside", [False, True])
 @pytest.mark.parametrize("around", AROUND)
@@ -129,6 +132,7 @@ def test_within_transformations(twice: str, around: str, outside: bool) -> None:
             run(AROUND[around](loss), params, x)
 
 
+@pytest.mark.costly("layernorm_mlp-auto", slow=["linear-auto", "layernorm_linear-auto"])
 @pytest.mark.parametrize("mode", MODES[1:])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_on_meshes(layer: str, mode: str) -> None:
@@ -255,7 +259,7 @@ def test_without_a_recipe_they_are_right(name: str) -> None:
     second(*WITHOUT[name]())
 
 
-@pytest.mark.costly("auto")
+@pytest.mark.costly("explicit", slow=["auto"])
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_without_a_recipe_they_are_right_on_meshes(mode: str) -> None:
     run, (params, _) = squares(LAYERS["layernorm_mlp"]())
@@ -267,6 +271,7 @@ def test_without_a_recipe_they_are_right_on_meshes(mode: str) -> None:
         jax.tree.map(lambda a, e: assert_close(a, e, 1e-4), found, expected)
 
 
+@pytest.mark.costly
 def test_a_remat_policy_saves_what_it_did() -> None:
     """Not the arguments of an op beside the quantized operands that were made of them."""
     names = jax.checkpoint_policies.save_only_these_names("activation", "quantized", "gemm", "witness")

@@ -39,7 +39,9 @@ def assert_same(ours, expected, tolerance=TOLERANCE["float32"]):
         assert_close(actual, wanted, tolerance)
 
 
-@pytest.mark.costly("layernorm_mlp gelu-block", "layernorm_dense-current")
+@pytest.mark.costly(
+    "layernorm_mlp gelu-block", "layernorm_dense-current", "dense-delayed", "attention padding_causal packed-none"
+)
 @pytest.mark.wide(
     "dense-delayed",
     "dense row-none",

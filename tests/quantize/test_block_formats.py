@@ -101,7 +101,9 @@ def check(q, expected, x):
 KINDS = ["even", "magnitudes", "special blocks", "near overflow", "inf", "nan"]
 
 
-@pytest.mark.costly("1x128-float32-False", "mx-float32-False", "nvfp4-float32-False")
+@pytest.mark.costly(
+    "1x128-float32-False", "mx-float32-False", "nvfp4-float32-False", "128x128-float32-False", "mx E5M2-float16-True"
+)
 @pytest.mark.wide
 @pytest.mark.parametrize(
     ("high", "jit"), [("float32", False), ("float32", True), ("bfloat16", True), ("float16", True)]
@@ -206,7 +208,7 @@ def test_dequantize_rotates_back():
 STOCHASTIC = NVFP4Quantizer(stochastic_rounding=True)
 
 
-@pytest.mark.costly("bfloat16-True-True-False")
+@pytest.mark.costly("bfloat16-True-True-False", "float32-False-False-False")
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize(("high", "hadamard", "columnwise"), [("float32", False, False), ("bfloat16", True, True)])
 def test_stochastic_rounding_gives_one_of_two_neighbours(high, hadamard, columnwise, jit):

@@ -266,6 +266,7 @@ def test_a_state_that_the_recipe_does_not_read_comes_back_as_it_is(form, recipe)
         assert_bitwise(as_float32(actual), as_float32(expected))
 
 
+@pytest.mark.costly("1")
 @pytest.mark.parametrize("length", [1, 3])
 def test_a_state_that_a_plain_derivative_used_twice_is_nan(length):
     """JAX adds the next values of its uses; once, or merged by maximum, it goes on as ever."""

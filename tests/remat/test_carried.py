@@ -78,6 +78,7 @@ def called(module: nnx.Module, arguments: dict[str, Any], how: str, policy: Any)
     return results, state(module)
 
 
+@pytest.mark.costly("own-grad", "LayerNormLinear-grad", "Dropout-eager", slow=["Linear-jit of grad"])
 @pytest.mark.parametrize(
     ("name", "how"),
     [
@@ -179,7 +180,8 @@ def run_stack(recipe: Any, **options: Any) -> tuple[Any, Any]:
     return results, state(layers)
 
 
-@pytest.mark.parametrize("recomputed", [1, pytest.param(2, marks=pytest.mark.costly), None])
+@pytest.mark.costly("1", "2")
+@pytest.mark.parametrize("recomputed", [1, 2, None])
 def test_layers_of_a_loop_are_left_as_by_calls_of_each(recomputed: int | None) -> None:
     """With groups of one or two recomputed layers, and without recomputation."""
     recompute = RecomputeConfig()
@@ -195,6 +197,7 @@ def test_layers_of_a_loop_are_left_as_by_calls_of_each(recomputed: int | None) -
     jax.tree.map(close, (jax.tree.leaves(results), arrays), (jax.tree.leaves(plain_results), plain_arrays))
 
 
+@pytest.mark.costly
 def test_layers_of_a_loop_keep_their_cached_kernels() -> None:
     structure, arrays = run_stack(Float8CurrentScaling(), scan=True)[1]
     plain_structure, plain_arrays = run_stack(Float8CurrentScaling(), scan=False)[1]
@@ -230,7 +233,7 @@ def test_a_part_of_a_layer_that_is_recomputed_caches_its_kernels(module: str) ->
             return jnp.square(y[0] if isinstance(y, tuple) else y).sum()
 
         with autocast(Float8CurrentScaling()), selective_recompute(*modules):
-            results = nnx.value_and_grad(loss)(layer, X[None], True)
+            results = nnx.jit(nnx.value_and_grad(loss), static_argnums=2)(layer, X[None], True)
         return results, state(layer)
 
     (results, (structure, arrays)), (plain_results, (plain_structure, plain_arrays)) = run(module), run()

@@ -86,7 +86,7 @@ def nearly(before: np.ndarray, after: np.ndarray) -> None:
     np.testing.assert_allclose(after, before, atol=2.0 * RATE, rtol=0.0)
 
 
-@pytest.mark.costly("fp16-Optimizer", "bf16-make_train_step")
+@pytest.mark.costly("fp16-Optimizer", "bf16-make_train_step", "bf16-Optimizer")
 @KINDS
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "fp16"])
 def test_changed_elements_are_taken_over_and_the_others_keep_their_bits(kind, dtype):
@@ -150,12 +150,15 @@ def test_equal_nans_and_zeros_of_either_sign_are_no_change():
 
 
 @pytest.mark.costly(
-    "delayed-make_train_step",
     "current-Optimizer",
-    "mxfp8-make_train_step",
     "block-make_train_step",
-    "delayed-Optimizer",
-    slow=["mxfp8-Optimizer", "block-Optimizer"],
+    slow=[
+        "mxfp8-Optimizer",
+        "block-Optimizer",
+        "delayed-Optimizer",
+        "mxfp8-make_train_step",
+        "delayed-make_train_step",
+    ],
 )
 @KINDS
 @pytest.mark.parametrize(
@@ -213,7 +216,7 @@ def test_weights_swapped_for_an_evaluation_and_back_leave_no_trace():
         np.testing.assert_array_equal(bits(swapped.masters[path]), bits(master))
 
 
-@pytest.mark.costly("True-auto", "False-auto", "True-explicit")
+@pytest.mark.costly("True-explicit", slow=["True-auto", "False-auto"])
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize("fp8_param", [False, True])
 def test_split_masters_follow(mode, fp8_param):

@@ -165,7 +165,7 @@ def mesh_cases() -> list[Any]:
     ]
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["auto-delayed-LayerNormMLP"])
 @pytest.mark.parametrize(("mode", "recipe", "layer"), mesh_cases())
 def test_on_every_mesh(mode: str, recipe: Any, layer: str) -> None:
     with use_mesh(mode), autocast(recipe):
@@ -283,6 +283,7 @@ def test_a_layer_that_reads_its_kernel_again_and_again_does_not_wait(repeat: Any
     assert_near(by_halves(model, x, repeat), by_vjp(model, x, repeat), 8 * TOLERANCE["float32"])
 
 
+@pytest.mark.costly
 def test_slices_of_stacked_kernels_wait() -> None:
     """One for each step of a loop, or for each of a map; but not if the same one is also mapped."""
     build = nnx.vmap(lambda key: Linear(32, 32, rngs=nnx.Rngs(key)), in_axes=0, out_axes=0)
@@ -351,6 +352,7 @@ def test_has_aux_and_backward_dw_again() -> None:
     assert_same(plain(later()), plain(later()))
 
 
+@pytest.mark.costly("delayed")
 @pytest.mark.parametrize("recipe", RECIPES, ids=RECIPE_NAMES)
 def test_optax_takes_the_gradients_with_the_parameters(recipe: Any) -> None:
     with autocast(recipe):

@@ -169,7 +169,7 @@ def test_routers_and_biases_can_be_groups_of_the_optimizer():
     assert np.any(np.asarray(after.params.experts.linear_fc1.kernel[...]) != kept.experts.linear_fc1.kernel[...])
 
 
-@pytest.mark.costly("scaler0")
+@pytest.mark.costly("scaler1", slow=["scaler0"])
 @pytest.mark.parametrize("scaler", [ConstantLossScale(scale=64.0), DynamicLossScale(initial_scale=2.0**12)])
 def test_losses_are_scaled_as_the_models_loss(scaler):
     options = {"aux_loss_coeff": 0.5, "z_loss_coeff": 0.5}
@@ -224,7 +224,7 @@ def test_inspection_scales_the_losses_of_routers():
     np.testing.assert_allclose(amaxes[1], 4.0 * np.asarray(amaxes[0]), rtol=1e-5)
 
 
-@pytest.mark.costly("False")
+@pytest.mark.costly("False", "True")
 @pytest.mark.parametrize("own", [False, True])
 def test_own_loops(own):
     """`value_and_grad` with `Optimizer`, and Flax's with the states among what is differentiated."""
@@ -297,7 +297,7 @@ class Stack(nnx.Module):
 FULL = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
-@pytest.mark.costly("unrolled, recomputed", slow=["scanned", "batch in parts"])
+@pytest.mark.costly("scanned, recomputed", slow=["scanned", "batch in parts", "unrolled, recomputed"])
 @pytest.mark.parametrize(
     "how",
     [{"scan": True}, {"scan": False, "recompute": FULL}, {"scan": True, "recompute": FULL}, {"batch_parts": 2}],
@@ -334,6 +334,7 @@ def test_a_layer_that_is_called_twice_counts_both():
     np.testing.assert_array_equal(router_of(state).expert_bias[...], 0.25 * np.sign(load.mean() - load))
 
 
+@pytest.mark.costly
 def test_metrics():
     options = {"expert_capacity_factor": 0.75, "aux_loss_coeff": 0.1, "z_loss_coeff": 0.1}
     state = state_of(options)
@@ -387,6 +388,7 @@ class Layers(nnx.Module):
         return x
 
 
+@pytest.mark.costly("bias")
 @pytest.mark.parametrize(
     "options",
     [

@@ -65,11 +65,13 @@ def test_every_gemm_of_a_linear_multiplies_f8_by_f8(recipe):
     assert sum("f8E5M2" in pair for pair in f8) == 2 * GEMMS // 3 * LAYERS
 
 
+@pytest.mark.costly
 def test_the_e4m3_format_has_no_e5m2():
     text = lowered(recipe="current", fp8_format="e4m3").as_text()
     assert "f8E4M3FN" in text
     assert "f8E5M2" not in text
 
 
+@pytest.mark.costly
 def test_without_a_recipe_there_is_no_f8():
     assert "f8E" not in lowered().as_text()

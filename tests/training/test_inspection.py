@@ -243,6 +243,7 @@ def test_the_scales_are_those_of_the_step():
         assert tensor.amax == float(known["amax_history"][0])
 
 
+@pytest.mark.costly
 def test_loss_scale_and_quantized_parameters():
     look, found = make_inspection(pair_loss, microbatches=2), []
     with autocast(Float8CurrentScaling()):

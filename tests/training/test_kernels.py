@@ -96,6 +96,7 @@ def test_held_quantized_is_quantized_anew(name, microbatches):
     assert_same(plain.quantizers, held.quantizers)
 
 
+@pytest.mark.costly
 def test_a_layers_own_recipe_may_hold_its_kernels_quantized():
     def build(rngs):
         net = Net(rngs)
@@ -148,6 +149,7 @@ def quantizations(text: str, shape: tuple[int, ...]) -> int:
     return len(re.findall(rf"stablehlo\.convert .*tensor<{dims}xf32>\) -> tensor<{dims}xf8E4M3FN>", text))
 
 
+@pytest.mark.costly("delayed")
 @pytest.mark.parametrize("name", ["delayed", "current"])
 def test_kernels_are_quantized_once_a_step_outside_the_loop_over_microbatches(name):
     """The program has one conversion of each kernel, and it is not in the body of the while loop."""
@@ -282,7 +284,7 @@ def flat(state):
     return {path: variable.get_value() for path, variable in nnx.to_flat_state(state)}
 
 
-@pytest.mark.costly("fp32-delayed", "bf16-delayed", "bf16-none")
+@pytest.mark.costly("bf16-none", slow=["fp32-delayed", "bf16-delayed"])
 @pytest.mark.parametrize("recipe", [None, DelayedScaling()], ids=["none", "delayed"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["fp32", "bf16"])
 def test_gradients_of_kernels_in_bf16(recipe, dtype):
@@ -307,7 +309,7 @@ def test_gradients_of_kernels_in_bf16(recipe, dtype):
             np.testing.assert_array_equal(exact[path], low[path])
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["fsdp=2", "data=2"])
 @pytest.mark.parametrize("mesh", ["fsdp=2", "data=2", "pipeline=2,data=2"])
 def test_devices_add_up_gradients_of_kernels_in_bf16(mesh):
     """The program as it is lowered: CPUs add up in fp32. Microbatches are added in fp32."""

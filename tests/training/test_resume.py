@@ -94,6 +94,7 @@ def test_resuming_equals_never_having_stopped(tmp_path, unbroken):
             assert one.tobytes() == other.tobytes()
 
 
+@pytest.mark.costly("auto")
 @pytest.mark.parametrize("first", ["auto", "explicit"])
 def test_a_run_moves_between_meshes(tmp_path, first):
     """8 devices, then 1, then 8 in another order of axes; nothing changes on the way."""

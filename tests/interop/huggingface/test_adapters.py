@@ -87,6 +87,7 @@ def logits(model: GPTModel) -> np.ndarray:
     return np.asarray(quick_jit(lambda model, tokens: model(tokens))(model, jnp.asarray(TOKENS)))
 
 
+@pytest.mark.costly("all", "k and up")
 @pytest.mark.parametrize(
     ("names", "fields", "scale"),
     [
@@ -124,7 +125,7 @@ def test_adapters_compute_what_merged_weights_do_and_are_kept(
 def test_an_adapter_that_is_not_there_is_not_trained(tmp_path: Path) -> None:
     model = llama()
     load_peft(model, write(tmp_path / "given", adapters(["self_attn.q_proj", "mlp.down_proj"])))
-    gradient = jax.grad(lambda model, tokens: jnp.sum(model(tokens) ** 2))(model, jnp.asarray(TOKENS))
+    gradient = quick_jit(jax.grad(lambda model, tokens: jnp.sum(model(tokens) ** 2)))(model, jnp.asarray(TOKENS))
     layer = gradient.layers[0]
     a, b = (np.asarray(getattr(layer.self_attention.qkv, name)[...]) for name in ("lora_a", "lora_b"))
     assert (a.shape, b.shape) == ((32, 3 * RANK), (RANK, 4, 16))  # of queries, keys and values; of their components
@@ -138,6 +139,7 @@ def test_an_adapter_that_is_not_there_is_not_trained(tmp_path: Path) -> None:
     assert not isinstance(model.layers[0].self_attention.proj, LoRA)
 
 
+@pytest.mark.costly
 def test_one_adapter_of_a_fused_kernel_is_that_of_each_of_its_layers(tmp_path: Path) -> None:
     """As `jax-te train --lora-rank` trains them."""
     model, rngs = llama(), nnx.Rngs(7)
@@ -169,7 +171,7 @@ def test_one_adapter_of_a_fused_kernel_is_that_of_each_of_its_layers(tmp_path: P
         np.testing.assert_array_equal(tensor, tensors[name].astype(np.float32), strict=True)
 
 
-@pytest.mark.costly("auto")
+@pytest.mark.costly("explicit", slow=["auto"])
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 def test_on_a_mesh(mode: str, tmp_path: Path) -> None:
     tensors = adapters([*SIZES])

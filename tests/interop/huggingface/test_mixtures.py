@@ -97,6 +97,7 @@ def arrays_of(model: Any) -> dict[str, Any]:
     return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngState)))
 
 
+@pytest.mark.costly("DeepseekV2ForCausalLM", "Qwen2MoeForCausalLM", "Glm4MoeForCausalLM", "OlmoeForCausalLM")
 @pytest.mark.parametrize("name", FORMS)
 def test_a_model_is_what_was_written(name: str, tmp_path: Path) -> None:
     model = model_of(name)
@@ -109,6 +110,7 @@ def test_a_model_is_what_was_written(name: str, tmp_path: Path) -> None:
         assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
+@pytest.mark.costly
 def test_megatrons_configuration_of_latent_attention_is_deepseeks(tmp_path: Path) -> None:
     sizes = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), 16)
     others = {name: value for name, value in V3.items() if name not in ("latent_attention", "softmax_scale")}
@@ -140,6 +142,7 @@ def test_devices_read_their_own_experts(tmp_path: Path) -> None:
     jax.tree.map(assert_bitwise, arrays_of(load_huggingface(tmp_path / "back")), arrays_of(model))
 
 
+@pytest.mark.costly
 def test_sinks_of_a_half_precision_model_have_its_dtype(tmp_path: Path) -> None:
     """They are fp32 parameters here, whatever dtype the others have."""
     model = model_of("GptOssForCausalLM", params_dtype=jnp.bfloat16)
@@ -325,6 +328,13 @@ def test_fields_that_would_change_numbers_are_refused_by_name(values: dict[str, 
         read_form(values, "config.json", range(1000))
 
 
+@pytest.mark.costly(
+    "DeepseekV3ForCausalLM-changes6-DeepseekV3ForCausalLM: [^;]*moe_layer_freq",
+    "DeepseekV3ForCausalLM-changes4-moe_router_enable_expert_bias=False",
+    "DeepseekV3ForCausalLM-changes5-no multiple of an expert's, 16",
+    "DeepseekV3ForCausalLM-changes7-DeepseekV3ForCausalLM: softmax_scale=0.5",
+    "DeepseekV2ForCausalLM-changes11-DeepseekV2ForCausalLM: mtp_num_layers=1",
+)
 @pytest.mark.parametrize(
     ("name", "changes", "match"),
     [
@@ -374,6 +384,7 @@ def test_the_layer_of_prediction_is_read_or_ignored_by_name(tmp_path: Path) -> N
         load_huggingface(tmp_path)
 
 
+@pytest.mark.costly
 def test_experts_in_fp8_are_multiplied_out(tmp_path: Path) -> None:
     """As DeepSeek-V3's files are published: kernels in E4M3, each with scales of its own."""
     sizes: dict[str, Any] = {"hidden_size": 160, "moe_ffn_hidden_size": 144, "moe_shared_expert_intermediate_size": 144}

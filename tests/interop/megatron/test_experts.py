@@ -75,6 +75,7 @@ def test_a_model_is_written_and_read(form: str, tmp_path: Any) -> None:
     assert_same(load_megatron(tmp_path / "dist"), model)
 
 
+@pytest.mark.costly("torch")
 @pytest.mark.parametrize("format", ["torch", "torch_dist"])
 def test_a_bias_of_experts_stays_fp32_in_a_checkpoint_of_another_dtype(format: Any, tmp_path: Any) -> None:
     model = build("bias of experts, shared experts")

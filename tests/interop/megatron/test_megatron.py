@@ -61,6 +61,7 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(variable[...], two[path][...], err_msg=str(path))
 
 
+@pytest.mark.costly("gpt2", "qk norms, exact gelu")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_model_is_written_and_read(form, tmp_path):
     model = build(form, num_layers=2)
@@ -86,6 +87,13 @@ def test_the_folder_of_a_training_run_is_refused(tmp_path):
 WRITTEN = {"torch, 1 rank": {}, "torch, 2 ranks": {"tensor_parallel": 2}, "torch_dist": {"format": "torch_dist"}}
 
 
+@pytest.mark.costly(
+    "torch_dist-torch_dist",
+    "torch, 1 rank-torch, 2 ranks",
+    "torch, 2 ranks-torch_dist",
+    "torch, 2 ranks-torch, 2 ranks",
+    "torch_dist-torch, 1 rank",
+)
 @pytest.mark.parametrize("second", WRITTEN)
 @pytest.mark.parametrize("first", WRITTEN)
 def test_a_folder_holds_one_checkpoint(first, second, tmp_path):
@@ -185,6 +193,7 @@ def write_ranks(folder, weights, *, virtual=False, **more):
     (folder / "latest_checkpointed_iteration.txt").write_text("12")
 
 
+@pytest.mark.costly("True")
 @pytest.mark.parametrize("virtual", [False, True])
 def test_ranks_and_stages_are_merged(virtual, tmp_path, caplog):
     weights = llama().state_dict()

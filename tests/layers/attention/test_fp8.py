@@ -51,10 +51,16 @@ def states(model: nnx.Module) -> dict[str, np.ndarray]:
     return {path: value for path, value in found.items() if "core_attention" in path}
 
 
+@nnx.jit
+def output(model: Any, x: Any) -> Any:
+    return model(x)
+
+
 def loss_fn(model: Any, batch: Any, key: Any) -> Any:
     return jnp.mean(jnp.square(model(batch) - jnp.roll(batch, 1, axis=1)))
 
 
+@pytest.mark.costly("current")
 @KINDS
 def test_a_layer_holds_the_state_and_a_step_moves_it_on(recipe):
     x = draw("x", (B, S, H))
@@ -65,14 +71,14 @@ def test_a_layer_holds_the_state_and_a_step_moves_it_on(recipe):
         for _ in range(3):
             quick(model, x)
         after = states(model)
-        quantized = model(x)
+        quantized = output(model, x)
     assert before.keys() == after.keys()
     assert len(after) == 2 * (6 if recipe is DELAYED else 4)
     for path, value in after.items():
         assert np.all(np.isfinite(value))
         assert np.any(value != before[path]) or path.endswith("s/amax_history"), path
     with autocast(type(recipe)(**({"amax_history_len": 3} if recipe is DELAYED else {}))):
-        plain = model(x)
+        plain = output(model, x)
     assert np.any(np.asarray(plain) != np.asarray(quantized))
 
 
@@ -125,7 +131,7 @@ def test_evaluation_needs_no_derivative_of_the_state():
         assert np.all(np.isfinite(jax.grad(lambda x: jnp.sum(model(x)))(x)))
 
 
-@pytest.mark.costly("current")
+@pytest.mark.costly("delayed", slow=["current"])
 @KINDS
 def test_microbatches_merge_by_maximum(recipe):
     batch = draw("x", (4, S, H)) * jnp.array([0.5, 2.0, 1.0, 0.25]).reshape(4, 1, 1)
@@ -188,7 +194,7 @@ def after_calls(recipe: Any) -> tuple[Any, Any]:
     return jax.tree.map(np.asarray, (out, nnx.as_pure(of_params), of_x)), jax.tree.map(np.asarray, nnx.as_pure(state))
 
 
-@pytest.mark.costly("delayed")
+@pytest.mark.costly("current", slow=["delayed"])
 @pytest.mark.parametrize("recipe", [DELAYED, CURRENT_WHOLE], ids=["delayed", "current"])
 def test_heads_on_two_devices(recipe):
     """The states are those of one device bit for bit, so no scale is one of a device's heads.
@@ -291,11 +297,11 @@ def test_latent_attention_has_other_heads():
     x = draw("x", (1, S, 32))
     with autocast(CURRENT):
         model = MultiLatentAttention(32, 2, sizes, attention_dropout=0.0, rngs=nnx.Rngs(1))
-        other = model(x)
+        other = output(model, x)
         with use_backend("xla"), pytest.raises(BackendUnavailableError, match="the call has heads of 128 and 192"):
             model(x)
     with autocast(Float8CurrentScaling()):
-        assert_bitwise(other, model(x))
+        assert_bitwise(other, output(model, x))
 
 
 def test_a_call_that_cannot_run_in_fp8():
@@ -339,6 +345,7 @@ def test_linen():
         module.apply({}, q, q, q)
 
 
+@pytest.mark.costly
 def test_recomputing_the_core():
     x = draw("x", (B, S, H))
     with autocast(DELAYED):

@@ -53,10 +53,16 @@ def angles(positions: Any, d: int) -> Any:
     return rotary_embedding(positions, d, interleaved=True, scaling=scaling)
 
 
+@jax.jit
+def call(layer: Any, x: jax.Array, **options: Any) -> Any:
+    return layer(x, **options)
+
+
 def inputs(h: int = 32) -> jax.Array:
     return jax.random.normal(jax.random.key(3), (8, S, h))
 
 
+@pytest.mark.costly("queries from the input")
 @pytest.mark.parametrize("kind", KINDS)
 def test_forward_and_gradients_are_megatrons(kind: str) -> None:
     sizes = LatentAttentionOptions(
@@ -84,7 +90,7 @@ def test_forward_and_gradients_are_megatrons(kind: str) -> None:
         flat.paths, [leaf.replace(jnp.asarray(a, jnp.float32)) for leaf, a in zip(flat.leaves, arrays, strict=True)]
     )
     x32 = jnp.asarray(x, jnp.float32)
-    (dparameters, dx), y = jax.grad(loss, argnums=(0, 1), has_aux=True)(flat, x32)
+    (dparameters, dx), y = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(flat, x32)
     np.testing.assert_allclose(y, oracle(x, *arrays), rtol=1e-4, atol=1e-5)
     numeric = oracles.numeric_vjp(oracle, (x, *arrays), g)
     for name, actual, expected in zip(["x", *names], [dx, *[v[...] for v in dparameters.leaves]], numeric, strict=True):
@@ -95,20 +101,20 @@ def test_forward_and_gradients_are_megatrons(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoding_from_latents_is_the_full_forward(kind: str) -> None:
     layer, x = build(sizes_of(**KINDS[kind])), inputs()
-    full = layer(x, rotary_pos_emb=angles(jnp.arange(S), 16))
+    full = call(layer, x, rotary_pos_emb=angles(jnp.arange(S), 16))
     cache, parts = init_kv_cache(8, S, *layer.cached_heads), []
     assert cache.k.shape[-1] + cache.v.shape[-1] == 32
     # A prompt of several tokens, then one at a time.
     for start, stop in ((0, 3), *((i, i + 1) for i in range(3, S))):
-        part, cache = layer(x[:, start:stop], rotary_pos_emb=angles(jnp.arange(start, stop), 16), cache=cache)
+        part, cache = call(layer, x[:, start:stop], rotary_pos_emb=angles(jnp.arange(start, stop), 16), cache=cache)
         parts.append(part)
     np.testing.assert_allclose(jnp.concatenate(parts, axis=1), full, rtol=1e-4, atol=1e-5 * float(jnp.abs(full).max()))
 
 
-RECIPES = [DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling(), NVFP4BlockScaling()]
+OTHER_RECIPES = [DelayedScaling(), Float8BlockScaling(), MXFP8BlockScaling(), NVFP4BlockScaling()]
+RECIPES = [Float8CurrentScaling(), *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in OTHER_RECIPES)]
 
 
-@pytest.mark.costly("delayed", "block", slow=["mxfp8", "nvfp4"])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_a_recipe_quantizes_all_five_gemms(recipe: Any) -> None:
     sizes = LatentAttentionOptions(
@@ -116,6 +122,7 @@ def test_a_recipe_quantizes_all_five_gemms(recipe: Any) -> None:
     )
     x = jax.random.normal(jax.random.key(3), (2, 64, 128))
 
+    @nnx.jit
     def outputs(layer: Any) -> dict[str, Any]:
         q, kv = layer.q_down(x), layer.kv_down(x)
         up = layer.q_up(q), layer.kv_up(kv[..., :128])
@@ -128,11 +135,11 @@ def test_a_recipe_quantizes_all_five_gemms(recipe: Any) -> None:
         return jnp.mean(y**2)
 
     plain_layer = build(sizes, 128)
-    plain, value = outputs(plain_layer), run(plain_layer, x)
+    plain, value = outputs(plain_layer), nnx.jit(run)(plain_layer, x)
     with autocast(recipe):
         layer = build(sizes, 128)
         quantized = outputs(layer)
-        loss, grads = value_and_grad(run)(layer, x)
+        loss, grads = nnx.jit(value_and_grad(run))(layer, x)
     for name, expected in plain.items():
         error = float(jnp.linalg.norm(quantized[name] - expected) / jnp.linalg.norm(expected))
         # FP8 rounds to 2**-4 of a number, FP4 to 2**-2.
@@ -160,6 +167,9 @@ MESHES = [
         "data-tensor-sequence_parallel-auto",
         "context-data-cp_comm_type0-explicit",
         "context-data-cp_comm_type1-auto",
+        "data-tensor-sequence_parallel-explicit",
+        "context-data-cp_comm_type1-explicit",
+        "context-data-cp_comm_type0-auto",
     ]
 )
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
@@ -195,8 +205,8 @@ def test_a_scale_of_zero_is_one_with_a_cache_too() -> None:
     """Softmax of scores that are all 0: not the scale that None stands for."""
     layer, x = build(sizes_of(), softmax_scale=0.0), inputs()
     rotary = angles(jnp.arange(S), 16)
-    y, _ = layer(x, rotary_pos_emb=rotary, cache=init_kv_cache(8, S, *layer.cached_heads))
-    full = layer(x, rotary_pos_emb=rotary)
+    y, _ = call(layer, x, rotary_pos_emb=rotary, cache=init_kv_cache(8, S, *layer.cached_heads))
+    full = call(layer, x, rotary_pos_emb=rotary)
     np.testing.assert_allclose(y, full, rtol=1e-4, atol=1e-5 * float(jnp.abs(full).max()))
 
 
@@ -215,7 +225,7 @@ def test_a_layer_takes_no_option_of_other_attention() -> None:
 def test_clipped_logits_meet_the_threshold(rank: int | None) -> None:
     layer, x = build(sizes_of(q_lora_rank=rank), return_max_logit=True), inputs()
     rotary = angles(jnp.arange(S), 16)
-    _, before = layer(x, rotary_pos_emb=rotary)
+    _, before = call(layer, x, rotary_pos_emb=rotary)
     threshold = float(jnp.sort(before)[1])  # two heads exceed it
-    _, after = clip_qk(layer, before, threshold=threshold, alpha=0.3)(x, rotary_pos_emb=rotary)
+    _, after = call(clip_qk(layer, before, threshold=threshold, alpha=0.3), x, rotary_pos_emb=rotary)
     np.testing.assert_allclose(after, jnp.minimum(before, threshold), rtol=1e-5)

@@ -104,6 +104,7 @@ def test_a_call_asks_for_max_logits(built_with: bool):
     assert float(attention(x, return_max_logit=True)[1].max()) < 0.0101
 
 
+@pytest.mark.costly
 def test_max_logits_and_clipping_leave_the_models_layers_alone(monkeypatch: pytest.MonkeyPatch):
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2, qk_clip=True)
     model = GPTModel(config, vocab_size=16, max_sequence_length=8, rngs=nnx.Rngs(0))
@@ -145,7 +146,7 @@ def test_through_a_transformer_layer():
     assert (after.y != y).any()
 
 
-@pytest.mark.costly("False")
+@pytest.mark.costly("True", slow=["False"])
 @pytest.mark.parametrize("scan", [False, True])
 def test_through_a_gpt(scan):
     """As its configuration says; losses and gradients are computed without the logits."""

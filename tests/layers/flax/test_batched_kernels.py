@@ -178,6 +178,7 @@ def test_a_mixture_trains_under_delayed_scaling():
     assert prepare_quantization(calibrated, CURRENT).up_gemm.quantizers is None
 
 
+@pytest.mark.costly
 def test_a_mixture_is_inspected_and_ranked():
     model = Mixture(nnx.Rngs(0))
     quantize_model(model, BATCH, rules=RULES)
@@ -250,6 +251,7 @@ class LinenEinsum(nn.Module):
         return nn.Einsum((E, D, F), "ecd,edf->ecf", use_bias=False, kernel_init=init, name="layer")(x)
 
 
+@pytest.mark.costly("LinenOwn", "LinenGeneral")
 @pytest.mark.parametrize("cls", [LinenOwn, LinenGeneral, LinenEinsum])
 def test_linen_does_the_same(cls):
     model = te.quantize_model(cls(), X, rules={"*": "ambient"})

@@ -139,6 +139,7 @@ def assert_quantized_as_einsum_op(module: Own, call: Any, equation: str, after: 
 OTHERS = [("BTNH,NHD->BTD", recipe) for recipe in (DELAYED, Float8BlockScaling())]
 
 
+@pytest.mark.costly("BTD,NDH->BTNH-current", "BTD,SNDH->SBTNH-current", slow=["BTNH,NHD->BTD-delayed"])
 @pytest.mark.parametrize(
     ("equation", "recipe"),
     [*((equation, CURRENT) for equation in EQUATIONS), *OTHERS],
@@ -389,6 +390,7 @@ class Recomputed(Own):
         return jax.nn.relu(x @ self.w)
 
 
+@pytest.mark.costly("Recomputed")
 @pytest.mark.parametrize("cls", [Decorated, Recomputed])
 def test_decorated_calls_are_reached_in_each_model(cls):
     """Also in the second one, whose calls JAX has traced before."""

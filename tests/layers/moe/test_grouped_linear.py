@@ -136,7 +136,7 @@ def test_kernels_are_drawn_one_by_one_from_the_stream_of_experts():
     assert layer(parallel_mode="column").bias.get_metadata("logical_axes") == ("expert", "ffn")
 
 
-@pytest.mark.costly("nvfp4", "block")
+@pytest.mark.costly("nvfp4", slow=["block"])
 @pytest.mark.parametrize("recipe", [DELAYED, Float8BlockScaling(), NVFP4BlockScaling()], ids=lambda recipe: recipe.name)
 def test_quantized_kernels_are_kept_and_stored(x, recipe):
     experts = layer(recipe)
@@ -165,6 +165,7 @@ def test_state_belongs_to_each_expert(x):
         layer()(x, SIZES)
 
 
+@pytest.mark.costly
 def test_a_recipe_of_its_own_and_high_precision(x):
     experts = layer()
     plain = experts(x, SIZES)

@@ -47,7 +47,7 @@ def states(tree: nnx.State) -> dict[str, np.ndarray]:
     return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(tree)}
 
 
-@pytest.mark.costly("current")
+@pytest.mark.costly("delayed", slow=["current"])
 @pytest.mark.parametrize("recipe", [CURRENT, DELAYED], ids=lambda recipe: recipe.name)
 def test_kernels_quantized_once_a_step_or_stored_change_nothing(recipe):
     """Beside kernels that are quantized in each microbatch; the same values, and the same states."""
@@ -69,6 +69,7 @@ def test_kernels_quantized_once_a_step_or_stored_change_nothing(recipe):
     assert np.any(plain["router.expert_bias"])
 
 
+@pytest.mark.costly
 def test_inspection_names_each_layer_and_changes_nothing():
     with autocast(CURRENT):
         model = build(nnx.Rngs(0))
@@ -97,6 +98,7 @@ def test_layers_are_ranked_without_a_count():
     jax.tree.map(np.testing.assert_array_equal, nnx.state(model), before)
 
 
+@pytest.mark.costly
 def test_prepared_and_calibrated():
     model = prepare_quantization(build(nnx.Rngs(0)), DELAYED)
     expert_bias = model.router.expert_bias
@@ -120,7 +122,7 @@ def test_kernel_gradients_may_wait():
         half = backward(g)
         later = half.backward_dw()
         wrt = nnx.DiffState(0, (nnx.Param, QuantizerState))
-        grads = nnx.grad(lambda model: jnp.sum(model(X, key=key) * g), argnums=wrt)(model)
+        grads = nnx.jit(nnx.grad(lambda model: jnp.sum(model(X, key=key) * g), argnums=wrt))(model)
     for name in ("linear_fc1", "linear_fc2"):
         assert_close(later.experts[name].kernel[...], grads.experts[name].kernel[...], TOLERANCE["float32"])
     assert_close(half.params.router.kernel[...], grads.router.kernel[...], TOLERANCE["float32"])
@@ -142,7 +144,8 @@ def test_adapters_of_the_experts_are_trained_alone():
         plain, model = build(nnx.Rngs(0)), adapted(nnx.Rngs(0))
         model.eval()
         plain.eval()
-        assert_bitwise(model(X), plain(X))  # lora_b starts as zeros
+        output = nnx.jit(lambda model, x: model(x))
+        assert_bitwise(output(model, X), output(plain, X))  # lora_b starts as zeros
         state = create_train_state(adapted, tx, key=jax.random.key(0))
         before = states(state.params)
         step, losses = make_train_step(loss_fn, tx, microbatches=2), []

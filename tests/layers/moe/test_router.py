@@ -31,7 +31,8 @@ def gradients(router, x=X, g=None, **call):
     """Gradients of parameters and states, of ``sum(probs * g)``."""
     g = draw("g", (B, S, router.options.topk)) if g is None else g
     wrt = nnx.DiffState(0, (nnx.Param, QuantizerState))
-    return nnx.to_pure_dict(nnx.grad(lambda router: jnp.sum(router(x, **call).probs * g), argnums=wrt)(router))
+    gradient = nnx.grad(lambda router: jnp.sum(router(x, **call).probs * g), argnums=wrt)
+    return nnx.to_pure_dict(nnx.jit(gradient)(router))
 
 
 @pytest.mark.costly
@@ -106,7 +107,7 @@ def test_losses_are_in_gradients_alone(mask):
         loss = 0.1 * terms["aux_loss"] + 0.2 * terms["seq_aux_loss"] + 0.3 * terms["global_aux_loss"]
         return loss + 0.05 * terms["z_loss"], terms
 
-    extra, terms = jax.grad(total, has_aux=True)(router.kernel[...])
+    extra, terms = jax.jit(jax.grad(total, has_aux=True))(router.kernel[...])
     for name, value in terms.items():
         np.testing.assert_allclose(found.losses[name], value, rtol=1e-6)
     with_losses, without = gradients(router, padding_mask=mask)["kernel"], gradients(plain)["kernel"]
@@ -172,6 +173,7 @@ def test_quantiles_are_the_states_gradient():
     assert router(X[:, :1]).experts.shape == (B, 1, 2)  # of any number of tokens
 
 
+@pytest.mark.costly
 def test_a_loop_that_leaves_counts_out_is_told():
     from jax_te.errors import QuantizerStateError
 

@@ -63,7 +63,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 NOT_ON_A_RING = ("bias", "bias by key", "mask")
 
 
-@pytest.mark.costly("p2p-causal-natural", "p2p-causal-zigzag", "a2a+p2p-causal-zigzag")
+@pytest.mark.costly("p2p-causal-zigzag", slow=["p2p-causal-natural", "a2a+p2p-causal-zigzag"])
 @pytest.mark.wide(
     "p2p-causal-natural",
     "p2p-causal-zigzag",
@@ -84,7 +84,9 @@ def test_every_way_gives_one_devices_numbers(kind: str, mask_type: str, zigzag: 
     compare(mesh, way(kind, mesh.shape["context"], zigzag=zigzag), {"mask_type": mask_type})
 
 
-@pytest.mark.costly("p2p-dropout", "p2p-max logits", "all_gather-packed", "p2p-packed, causal, window", "p2p-window")
+@pytest.mark.costly(
+    "p2p-dropout", "p2p-max logits", "all_gather-packed", "p2p-packed, causal, window", "p2p-window", "a2a-dropout"
+)
 @pytest.mark.wide(
     "p2p-window",
     "p2p-lengths, bottom right",

@@ -54,6 +54,7 @@ def attend(arguments, operands, g):
     return value_and_vjp(lambda *o: dot_product_attention(o, **arguments, backend="xla"), operands, g, quick=True)
 
 
+@pytest.mark.costly("padding", "padding_causal")
 @pytest.mark.wide("causal", "padding", "padding_causal", "arbitrary, by key", "scale")
 @pytest.mark.parametrize("case", list(CASES))
 def test_value_and_gradients(case):

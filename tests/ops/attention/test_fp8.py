@@ -103,6 +103,7 @@ def assert_same_codes(actual: Any, expected: Any, scale: float, what: str) -> No
 @pytest.mark.costly(
     *(f"causal-{name}" for name in RECIPES if name != "delayed"),
     *(f"no_mask-{name}" for name in RECIPES if name != "current-powers"),
+    slow=["no_mask-delayed", "no_mask-current", "no_mask-delayed-margin"],
 )
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize(
@@ -143,6 +144,7 @@ def test_its_steps_are_those_of_the_oracle(name, mask_type, sizes):
 ROUNDING = 2.0**-4 / 3**0.5
 
 
+@pytest.mark.costly("delayed-peaked", "current-outliers", slow=["delayed-outliers"])
 @pytest.mark.parametrize("inputs", ["normal", "outliers", "peaked"])
 @pytest.mark.parametrize("recipe", [CURRENT, DELAYED], ids=["current", "delayed"])
 def test_its_errors_are_those_of_its_roundings(recipe, inputs):
@@ -186,6 +188,7 @@ def test_gradients_are_e4m3_under_each_format(recipe, role):
     np.testing.assert_allclose(codes, nearest, rtol=2.0**-20)
 
 
+@pytest.mark.costly("normal-float8_e4m3fn")
 @pytest.mark.parametrize(("inputs", "better"), [("normal", E4M3), ("tiny", E5M2)])
 def test_what_e4m3_gradients_cost(inputs, better):
     """Smaller errors than E5M2's, but where sizes differ much within a tensor: see docs/attention_fp8_errors.md."""
@@ -194,6 +197,7 @@ def test_what_e4m3_gradients_cost(inputs, better):
         assert four < five if better is E4M3 else five < 0.2 < 0.5 < four
 
 
+@pytest.mark.costly("DelayedScaling-normal")
 @pytest.mark.parametrize("inputs", ["normal", "outliers"])
 @pytest.mark.parametrize("kind", [DelayedScaling, Float8CurrentScaling])
 def test_a_backward_pass_in_high_precision(kind, inputs):

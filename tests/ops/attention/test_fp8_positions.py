@@ -29,6 +29,7 @@ from tests.support.numerics import value_and_vjp
 ROUNDING = 2.0**-4 / 3**0.5
 
 
+@pytest.mark.costly
 def test_it_computes_what_the_op_does():
     """At a length at which plain JAX has room for the scores, in a steady state."""
     recipe, operands = DelayedScaling(fp8_dpa=True, amax_history_len=1), drawn("peaked", 640)
@@ -49,6 +50,7 @@ def test_it_computes_what_the_op_does():
     assert max(errors(op, chunked, PLACES["all"])) <= 2.0**-8
 
 
+@pytest.mark.costly("2048-peaked")
 @pytest.mark.parametrize("inputs", ["normal", "peaked"])
 @pytest.mark.parametrize("length", [2048, pytest.param(8192, marks=pytest.mark.slow)])
 def test_errors_by_position(inputs, length):

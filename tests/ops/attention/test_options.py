@@ -75,6 +75,7 @@ def qkv(groups=2, dv=6):
     return draw("q", (B, SQ, N, D)), draw("k", (B, SKV, groups, D)), draw("v", (B, SKV, groups, dv))
 
 
+@pytest.mark.costly("padding, bottom right", "alibi, bottom right", "window, arbitrary", "causal window")
 @pytest.mark.wide(
     "padding, bottom right",
     "causal window",

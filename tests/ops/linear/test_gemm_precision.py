@@ -232,6 +232,7 @@ FORMATS = {
 }
 
 
+@pytest.mark.costly("dense-nvfp4")
 @pytest.mark.wide
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("name", ["dense", "layernorm_mlp gelu"])

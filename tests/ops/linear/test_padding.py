@@ -106,7 +106,17 @@ LAYERS = {
 }
 
 
-@pytest.mark.costly("auto-column-delayed", "auto-column-current")
+@pytest.mark.costly(
+    "explicit-column-current",
+    slow=[
+        "auto-column behind an all-gather-delayed",
+        "explicit-column-delayed",
+        "explicit-row-delayed",
+        "auto-row-current",
+        "auto-column-delayed",
+        "auto-column-current",
+    ],
+)
 @pytest.mark.parametrize("recipe", [DELAYED, WHOLE], ids=lambda recipe: recipe.name)
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("mode", MODES[1:])

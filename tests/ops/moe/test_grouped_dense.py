@@ -122,6 +122,7 @@ def rows_of(groups, group):
     return slice(start, start + int(groups.sizes[group]))
 
 
+@pytest.mark.costly("high precision")
 @pytest.mark.parametrize("name", ["high precision", "delayed"])
 def test_padding_that_is_promised_to_be_zeros_is_left_alone(name):
     """Where it holds zeros all values are the same; where it does not, it is not made zeros."""
@@ -161,7 +162,7 @@ def test_on_hopper_a_gemm_of_one_quantized_operand_runs_in_xla(recipe, monkeypat
         assert_close(dkernel[group], dkernel_own, TOLERANCE["float32"], what="dkernel")
 
 
-@pytest.mark.costly("block-True", "current-False", "delayed-True", "mxfp8-False", slow=["nvfp4-True", "custom-False"])
+@pytest.mark.costly("block-True", slow=["nvfp4-True", "custom-False", "delayed-True", "mxfp8-False", "current-False"])
 @pytest.mark.wide
 @pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize("name", RECIPES)
@@ -190,7 +191,7 @@ def test_a_group_is_dense_on_its_rows(name, aligned):
     assert not np.asarray(dx)[padding].any()
 
 
-@pytest.mark.costly("high precision", "current", "mxfp8", "custom", "delayed", slow=["nvfp4"])
+@pytest.mark.costly("high precision", "custom", slow=["nvfp4", "mxfp8", "delayed", "current"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_one_group_is_dense_bitwise(name):
     recipe = RECIPES[name]
@@ -324,7 +325,7 @@ def test_a_gated_kernel_has_an_axis_of_components():
         assert_close(mine.reshape(expected.shape), expected, TOLERANCE["bfloat16"])
 
 
-@pytest.mark.costly("block", slow=["nvfp4"])
+@pytest.mark.costly("delayed", slow=["nvfp4", "block"])
 @pytest.mark.parametrize("name", ["delayed", "block", "nvfp4"])
 def test_kernels_quantized_before_the_call_give_the_same_bits(name):
     recipe = RECIPES[name]
@@ -420,7 +421,7 @@ def test_statistics_are_of_all_groups_rows():
     assert found["amax"] == np.abs(np.asarray(kernel)).max()
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["delayed", "high precision"])
 @pytest.mark.parametrize("name", ["high precision", "delayed", "block"])
 def test_a_mesh_changes_nothing(name):
     recipe, groups = RECIPES[name], layout()

@@ -31,7 +31,7 @@ def loop(experts, kept, x, alignment, sizes=None):
     return rows, where
 
 
-@pytest.mark.costly("every expert-False-1", "several-False-1")
+@pytest.mark.costly("every expert-False-1", "several-False-1", "several-False-4", "every expert-False-4")
 @pytest.mark.parametrize("alignment", [1, 4])
 @pytest.mark.parametrize("dropped", [False, True])
 @pytest.mark.parametrize("case", CASES)
