@@ -26,6 +26,11 @@ def largest(x: Any) -> float:
     return float(np.max(np.abs(x)))
 
 
+def centred(x: np.ndarray) -> np.ndarray:
+    """Keys or values ``[b, skv, g, d]`` without their mean over the positions."""
+    return x - x.mean(axis=1, keepdims=True)
+
+
 def of_amax(amax: float, dtype: Any, power_of_two: bool = False) -> float:
     """The scale that brings ``amax`` to the largest value of an FP8 dtype; 1 for 0."""
     if amax == 0.0:
@@ -71,7 +76,8 @@ class Attention:
 
     def forward(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         """Output of ``q [b, sq, n, d]``, ``k [b, skv, g, d]``, ``v [b, skv, g, dv]``."""
-        q, k, v = self.q8("q", q), self.q8("k", k), self.q8("v", v)
+        mean = np.repeat(v.mean(axis=1, keepdims=True), q.shape[2] // v.shape[2], axis=2)
+        q, k, v = self.q8("q", q), self.q8("k", centred(k)), self.q8("v", centred(v))
         out = np.zeros((*q.shape[:3], v.shape[-1]))
         for b in range(q.shape[0]):
             for n in range(q.shape[2]):
@@ -80,13 +86,14 @@ class Attention:
                 sums = weights.sum(axis=1, keepdims=True)
                 self.amaxes["s"] = max(self.amaxes.get("s", 0.0), largest(weights / sums))
                 out[b, :, n] = dequantized(weights, self.scales["numerators"], E4M3) @ v[b, :, g] / sums
-        return self.q8("o", out)
+        return self.q8("o", out) + mean
 
     def backward(
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, do: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Gradients; ``out`` is the result of `forward`."""
-        q, k, v, do = self.q8("q", q), self.q8("k", k), self.q8("v", v), self.q8("do", do)
+        out = out - np.repeat(v.mean(axis=1, keepdims=True), q.shape[2] // v.shape[2], axis=2)
+        q, k, v, do = self.q8("q", q), self.q8("k", centred(k)), self.q8("v", centred(v)), self.q8("do", do)
         dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
         for b in range(q.shape[0]):
             for n in range(q.shape[2]):

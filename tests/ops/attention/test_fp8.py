@@ -17,7 +17,7 @@ from jax_te.errors import BackendUnavailableError, QuantizerStateError
 from jax_te.ops import attention_spec, dot_product_attention, explain_backend, segments_from_cu_seqlens
 from jax_te.quantize import frozen_scales, init_attention_state
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, Recipe
-from tests.support.fp8_attention import E4M3, E5M2, Attention, dequantized, exact, largest, of_amax
+from tests.support.fp8_attention import E4M3, E5M2, Attention, centred, dequantized, exact, largest, of_amax
 from tests.support.fp8_attention_errors import errors
 from tests.support.numerics import assert_bitwise, draw, quick_jit, relative_l2, value_and_vjp, with_vjp
 
@@ -76,7 +76,8 @@ def scales_of(recipe: Any, state: Any, qkv: Any, do: Any) -> dict[str, float]:
             scales |= dict.fromkeys(names, scale)
         return scales | {"numerators": of_amax(1.0, E4M3)}
     power = recipe.use_power_2_scales
-    amaxes = {"q": largest(qkv[0]), "k": largest(qkv[1]), "v": largest(qkv[2]), "o": largest(qkv[2])}
+    amaxes = {"q": largest(qkv[0]), "k": largest(centred(qkv[1])), "v": largest(centred(qkv[2]))}
+    amaxes["o"] = amaxes["v"]
     amaxes |= {"s": 1.0, "numerators": 1.0}
     scales = {name: of_amax(amax, E4M3, power) for name, amax in amaxes.items()}
     scales["do"] = of_amax(largest(do), E4M3, power)
@@ -115,7 +116,8 @@ def assert_same_codes(actual: Any, expected: Any, scale: float, what: str) -> No
 )
 def test_its_steps_are_those_of_the_oracle(name, mask_type, sizes):
     recipe = RECIPES[name]
-    qkv, do = operands(*sizes)
+    # In fp32, so that the output shows its codes below the mean of the values, too.
+    qkv, do = operands(*sizes, dtype=jnp.float32)
     exact_qkv = [np.asarray(x, np.float64) for x in qkv]
     state = init_attention_state(recipe)
     for _ in range(3):  # after two steps no scale is that of an empty history
@@ -124,7 +126,9 @@ def test_its_steps_are_those_of_the_oracle(name, mask_type, sizes):
     scales = scales_of(recipe, before, exact_qkv, np.asarray(do, np.float64))
     oracle = Attention(scales, mask_type == "causal", SCALE)
     expected = oracle.forward(*exact_qkv)
-    assert_same_codes(out, expected, scales["o"], "output")
+    heads = sizes[2] // sizes[3]
+    mean = np.repeat(exact_qkv[2].mean(axis=1, keepdims=True), heads, axis=2)
+    assert_same_codes(np.asarray(out, np.float64) - mean, expected - mean, scales["o"], "output")
     wanted = oracle.backward(*exact_qkv, expected, np.asarray(do, np.float64))
     for name, actual, want in zip(("dq", "dk", "dv"), gradients, wanted, strict=True):
         assert_same_codes(actual, want, scales[name], name)
@@ -167,6 +171,23 @@ def test_its_errors_are_those_of_its_roundings(recipe, inputs):
     for name, actual, want, bound in zip(("dq", "dk", "dv"), gradients, exact_gradients, bounds, strict=True):
         assert relative_l2(actual, want) <= bound, name
         assert relative_l2(actual, want) > ROUNDING / 4, f"{name} was not quantized"
+
+
+@pytest.mark.parametrize("recipe", [CURRENT, DELAYED], ids=["current", "delayed"])
+def test_means_of_keys_and_values_cost_nothing(recipe):
+    """Exact attention does not see them: a mean of the keys is one constant in a query's scores."""
+    (q, k, v), do = operands(256, 256, 2, 1, jnp.float32)
+    k, v = (x + scale * draw(f"mean {scale}", (B, 1, 1, D)) for x, scale in ((k, 4.0), (v, 2.0)))
+    state = init_attention_state(recipe)
+    for _ in range(3):
+        out, gradients, state = step(recipe, (q, k, v), do, state)
+    exact_out, *exact_gradients = exact(q, k, v, do, causal=True, scale=SCALE)
+    # As for operands without means; see above. The mean of the values is in the output as it is.
+    scores = 2 * ROUNDING**2
+    assert relative_l2(out, exact_out) <= ROUNDING
+    bounds = [(8 * ROUNDING**2 + 2 * scores) ** 0.5] * 2 + [(3 * ROUNDING**2 + scores) ** 0.5]
+    for name, actual, want, bound in zip(("dq", "dk", "dv"), gradients, exact_gradients, bounds, strict=True):
+        assert relative_l2(actual, want) <= bound, name
 
 
 @pytest.mark.parametrize(("recipe", "role"), [(DELAYED, "dqkv"), (CURRENT, "dq")], ids=["delayed", "current"])
@@ -216,9 +237,12 @@ def test_a_backward_pass_in_high_precision(kind, inputs):
     for _ in range(2):
         quantized, _, both = step(full, (q, k, v), do, both)
     assert_bitwise(out, quantized)
-    amaxes = [max(map(largest, (q, k, v)))] * 3 if kind is DelayedScaling else list(map(largest, (q, k, v)))
-    read = [dequantized(x, of_amax(amax, E4M3), E4M3) for x, amax in zip((q, k, v), amaxes, strict=True)]
-    _, *wanted = exact(*read, do, causal=True, scale=SCALE, read_out=out)
+    operands_read = [np.asarray(q), *(np.asarray(centred(np.asarray(x, np.float64)), np.float32) for x in (k, v))]
+    amaxes = list(map(largest, operands_read))
+    amaxes = [max(amaxes)] * 3 if kind is DelayedScaling else amaxes
+    read = [dequantized(x, of_amax(amax, E4M3), E4M3) for x, amax in zip(operands_read, amaxes, strict=True)]
+    mean = np.mean(np.asarray(v, np.float64), axis=1, keepdims=True)
+    _, *wanted = exact(*read, do, causal=True, scale=SCALE, read_out=np.asarray(out, np.float64) - mean)
     for name, actual, want in zip(("dq", "dk", "dv"), gradients, wanted, strict=True):
         # In fp32 a score of 64 is off by 2^-18 and more, and so are its exponential and the sums that follow.
         assert relative_l2(actual, want) <= 2.0**-16, name
