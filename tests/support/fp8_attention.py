@@ -28,7 +28,12 @@ def largest(x: Any) -> float:
 
 def centred(x: np.ndarray) -> np.ndarray:
     """Keys or values ``[b, skv, g, d]`` without their mean over the positions."""
-    return x - x.mean(axis=1, keepdims=True)
+    return x - mean_of(x)
+
+
+def mean_of(x: np.ndarray) -> np.ndarray:
+    """Mean over the positions, with the bits of bf16, ``[b, 1, g, d]``."""
+    return x.mean(axis=1, keepdims=True).astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
 
 
 def of_amax(amax: float, dtype: Any, power_of_two: bool = False) -> float:
@@ -76,7 +81,7 @@ class Attention:
 
     def forward(self, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
         """Output of ``q [b, sq, n, d]``, ``k [b, skv, g, d]``, ``v [b, skv, g, dv]``."""
-        mean = np.repeat(v.mean(axis=1, keepdims=True), q.shape[2] // v.shape[2], axis=2)
+        mean = np.repeat(mean_of(v), q.shape[2] // v.shape[2], axis=2)
         q, k, v = self.q8("q", q), self.q8("k", centred(k)), self.q8("v", centred(v))
         out = np.zeros((*q.shape[:3], v.shape[-1]))
         for b in range(q.shape[0]):
@@ -92,7 +97,7 @@ class Attention:
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, do: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Gradients; ``out`` is the result of `forward`."""
-        out = out - np.repeat(v.mean(axis=1, keepdims=True), q.shape[2] // v.shape[2], axis=2)
+        out = out - np.repeat(mean_of(v), q.shape[2] // v.shape[2], axis=2)
         q, k, v, do = self.q8("q", q), self.q8("k", centred(k)), self.q8("v", centred(v)), self.q8("do", do)
         dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
         for b in range(q.shape[0]):

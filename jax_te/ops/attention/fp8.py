@@ -129,10 +129,12 @@ def _next_state(call: Fp8Call, residuals: _Residuals, seen: Amaxes) -> Attention
 
 
 def _centred(call: Fp8Call, x: Array) -> tuple[Array, Array]:
-    """Return keys or values without their mean over the whole sequence, and the mean, fp32 ``[b, 1, g, d]``."""
+    """Return keys or values without about their mean over the whole sequence, and that, fp32 ``[b, 1, g, d]``."""
     total = jnp.sum(x, axis=1, keepdims=True, dtype=jnp.float32)
     # One mean for all devices along the context axis, whose keys meet in the softmax of each query.
     mean = reduce_sum(total, () if call.sharding is None else call.sharding.context) / call.spec.kv_length
+    # Any constant near the mean serves. Of few bits it is the same for most orders of the sum, as on meshes.
+    mean = jax.lax.reduce_precision(mean, exponent_bits=8, mantissa_bits=7)
     return (x.astype(jnp.float32) - mean).astype(x.dtype), mean
 
 

@@ -17,7 +17,7 @@ from jax_te.errors import BackendUnavailableError, QuantizerStateError
 from jax_te.ops import attention_spec, dot_product_attention, explain_backend, segments_from_cu_seqlens
 from jax_te.quantize import frozen_scales, init_attention_state
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, Recipe
-from tests.support.fp8_attention import E4M3, E5M2, Attention, centred, dequantized, exact, largest, of_amax
+from tests.support.fp8_attention import E4M3, E5M2, Attention, centred, dequantized, exact, largest, mean_of, of_amax
 from tests.support.fp8_attention_errors import errors
 from tests.support.numerics import assert_bitwise, draw, quick_jit, relative_l2, value_and_vjp, with_vjp
 
@@ -127,7 +127,7 @@ def test_its_steps_are_those_of_the_oracle(name, mask_type, sizes):
     oracle = Attention(scales, mask_type == "causal", SCALE)
     expected = oracle.forward(*exact_qkv)
     heads = sizes[2] // sizes[3]
-    mean = np.repeat(exact_qkv[2].mean(axis=1, keepdims=True), heads, axis=2)
+    mean = np.repeat(mean_of(exact_qkv[2]), heads, axis=2)
     assert_same_codes(np.asarray(out, np.float64) - mean, expected - mean, scales["o"], "output")
     wanted = oracle.backward(*exact_qkv, expected, np.asarray(do, np.float64))
     for name, actual, want in zip(("dq", "dk", "dv"), gradients, wanted, strict=True):
@@ -241,7 +241,7 @@ def test_a_backward_pass_in_high_precision(kind, inputs):
     amaxes = list(map(largest, operands_read))
     amaxes = [max(amaxes)] * 3 if kind is DelayedScaling else amaxes
     read = [dequantized(x, of_amax(amax, E4M3), E4M3) for x, amax in zip(operands_read, amaxes, strict=True)]
-    mean = np.mean(np.asarray(v, np.float64), axis=1, keepdims=True)
+    mean = mean_of(np.asarray(v, np.float64))
     _, *wanted = exact(*read, do, causal=True, scale=SCALE, read_out=np.asarray(out, np.float64) - mean)
     for name, actual, want in zip(("dq", "dk", "dv"), gradients, wanted, strict=True):
         # In fp32 a score of 64 is off by 2^-18 and more, and so are its exponential and the sums that follow.
