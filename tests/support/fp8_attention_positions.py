@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from tests.support.fp8_attention import E4M3, largest, of_amax
+from tests.support.fp8_attention import E4M3, largest, mean_of, of_amax
 from tests.support.numerics import relative_l2
 
 D, SCALE, CHUNK = 128, 128**-0.5, 512
@@ -82,9 +82,10 @@ def attention(operands: Operands, rounded: Rounding, dtype: Any) -> Results:
         scores[:, start:][np.triu_indices(rows.stop - start, 1)] = -np.inf
         scores -= scores.max(axis=1, keepdims=True)
         s = np.exp(scores, out=scores)
-        s /= s.sum(axis=1, keepdims=True)
+        sums = s.sum(axis=1, keepdims=True)
+        out[rows] = read("o", (rounded("numerators", s) @ v[keys]) / sums)
+        s /= sums
         read_s = read("s", s)
-        out[rows] = read("o", read_s @ v[keys])
         dv[keys] += read_s.T @ do[rows]
         dp = do[rows] @ v[keys].T
         dp -= np.sum(out[rows] * do[rows], axis=1, keepdims=True)
@@ -106,8 +107,8 @@ def in_bf16(operands: Operands) -> Results:
 
 
 def in_fp8(operands: Operands, amaxes: dict[str, float]) -> Results:
-    """Under scales of the largest values that `exact` has found."""
-    scales: dict[str, np.float32] = {}
+    """Of centred keys and values, under scales of the largest values that `exact` has found of them."""
+    scales = {"numerators": np.float32(of_amax(1.0, E4M3))}
     for names in ROLES.values():
         scales |= dict.fromkeys(names, np.float32(of_amax(max(amaxes[name] for name in names), E4M3)))
 
@@ -115,7 +116,17 @@ def in_fp8(operands: Operands, amaxes: dict[str, float]) -> Results:
         codes = np.clip(x * scales[name], np.float32(-448.0), np.float32(448.0)).astype(E4M3)
         return codes.astype(np.float32) / scales[name]
 
-    return attention(operands, rounded, np.float32)
+    centred, mean = centred_operands(operands)
+    found = attention(centred, rounded, np.float32)
+    return replace(found, out=found.out + mean)
+
+
+def centred_operands(operands: Operands) -> tuple[Operands, np.ndarray]:
+    """Operands whose keys and values have lost their mean, bf16 values again, and that of the values ``[1, 128]``."""
+    q, k, v, do = operands
+    of_keys, of_values = (mean_of(x[None, :, None].astype(np.float64))[0, :, 0].astype(np.float32) for x in (k, v))
+    k, v = (x.astype(ml_dtypes.bfloat16).astype(np.float32) for x in (k - of_keys, v - of_values))
+    return (q, k, v, do), of_values
 
 
 def errors(found: Results, wanted: Results, positions: slice) -> list[float]:
@@ -130,7 +141,7 @@ def compared(inputs: str, length: int) -> dict[str, list[tuple[float, float]]]:
     """Errors of FP8 and of bf16 for each of `RESULTS`, by place."""
     operands = drawn(inputs, length)
     wanted = exact(operands)
-    of_fp8, of_bf16 = in_fp8(operands, wanted.amaxes), in_bf16(operands)
+    of_fp8, of_bf16 = in_fp8(operands, exact(centred_operands(operands)[0]).amaxes), in_bf16(operands)
     return {
         place: list(zip(errors(of_fp8, wanted, where), errors(of_bf16, wanted, where), strict=True))
         for place, where in PLACES.items()

@@ -132,6 +132,8 @@ def _free_port() -> int:
 
 def _work(index: int, count: int, devices: int, folder: Path) -> None:
     faulthandler.register(signal.SIGUSR1)
+    # A shell starts what runs in its background with SIGINT ignored, and Python then has no handler of its own.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     job, args, port = pickle.loads((folder / "job").read_bytes())
     jax.config.update("jax_num_cpu_devices", devices)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
