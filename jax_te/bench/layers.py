@@ -65,7 +65,8 @@ class Case:
     def label(self, of: str) -> str:
         """Return the name of a contestant's row."""
         recipe = "none" if self.recipe is None else self.recipe.name
-        attention = " fp8_dpa" if of == "jax_te" and attention_precision_of(self.recipe) is not None else ""
+        has_attention = of == "jax_te" and self.module == "transformer_layer"
+        attention = " fp8_dpa" if has_attention and attention_precision_of(self.recipe) is not None else ""
         return f"{of} {self.module} {recipe}{attention}"
 
     def draw(self, seed: int, shape: tuple[int, ...], axes: LogicalAxes) -> Array:

@@ -26,7 +26,7 @@ from jax_te.recipe import AmaxScope, DelayedScaling, Float8CurrentScaling, Recip
 from jax_te.typing import Array, DTypeLike
 
 AttentionTensor = Literal["q", "k", "v", "s", "o", "do", "dp", "dq", "dk", "dv"]
-"""A tensor that FP8 attention quantizes: queries, keys, values; the softmax's result ``s`` and the output; the output's
+"""A tensor that FP8 attention quantizes: queries, keys, values; the softmax ``s`` and the output; the output's
 gradient, that of the scaled scores, ``dp``, and those of queries, keys and values. The names are cuDNN's."""
 
 FORWARD_TENSORS: tuple[AttentionTensor, ...] = ("q", "k", "v", "s", "o")
@@ -45,8 +45,8 @@ class AttentionPrecision:
 
     Args:
         quantized_backward: whether backward is quantized. False: it runs in the compute dtype.
-        delayed: whether all scales are in the state. False: those of queries, keys, values and the output's gradient
-            are current, and those of ``s`` and ``o`` follow from bounds.
+        delayed: whether all scales but that of ``s`` in forward are in the state. False: those of queries, keys, values
+            and the output's gradient are current, and those of ``s`` and ``o`` follow from bounds.
         history_length: length of the state's amax histories.
         amax_rule: computation of a scale from a history.
         power_of_two: whether scales that are not delayed are rounded down to powers of two.

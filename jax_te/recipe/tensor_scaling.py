@@ -49,8 +49,8 @@ class DelayedScaling(_TensorScaling):
         amax_compute_algo: ``"max"`` of the history, or ``"most_recent"``.
         tp_only_amax_red: the amax of an input or gradient spans the tensor and context axes only, so that each part of
             the batch (over the mesh's data and fsdp axes) has a scale of its own. False: it spans the whole array.
-        fp8_dpa, fp8_mha: whether to quantize attention, too: queries, keys and values under one scale, the softmax's
-            result, the output, its gradient, the gradient of the scores, and those of queries, keys and values under
+        fp8_dpa, fp8_mha: whether to quantize attention, too: queries, keys and values under one scale, the softmax,
+            the output, its gradient, the gradient of the scores, and those of queries, keys and values under
             one scale. All of them are E4M3, whatever ``fp8_format``.
         fp8_dpa_bwd: whether the backward pass of attention is in FP8, too. False: only forward is, as Transformer
             Engine's ``NVTE_FP8_DPA_BWD=0``; backward reads the operands that forward has quantized.
@@ -104,7 +104,7 @@ class Float8CurrentScaling(_TensorScaling):
             tensor. Kernels that are stored quantized have one scale under both, and so have tensors of a layer whose
             devices cannot run it by themselves (`jax_te.ops.explain_backend` says why).
         fp8_dpa, fp8_mha: whether to quantize attention, too. Queries, keys, values and the output's gradient have
-            current scales, the softmax's result is at most 1, and the output at most the largest value. Gradients that
+            current scales, the softmax is at most 1, and the output at most the largest value. Gradients that
             exist only inside of the kernel, of the scores, queries, keys and values, have the scale of the step
             before: the state of four scales, which layers then carry. This is jax_te's own design. All are E4M3,
             whatever ``fp8_format``.

@@ -296,6 +296,8 @@ def test_recomputations_that_are_none_are_refused(capsys):
         (["layer", "--sequence-parallel"], "--sequence-parallel shards activations over the tensor axis"),
         (["layer", "--sequence-parallel", "--mesh", "data=2"], "give --mesh with tensor=N"),
         (["attention", "--mesh", "tensor=2"], "--mesh tensor=2 has no context axis"),
+        (["attention", "--head-dim", "64", "--recipes", "none", "current"], "heads of 128, not --head-dim 64"),
+        (["layer", "--num-heads", "8", "--fp8-dpa"], "--fp8-dpa is for heads of 128; give --hidden-size 1024"),
         (["attention", "--num-query-groups", "3"], "--num-heads 32 is not divisible by --num-query-groups 3"),
         (["microbatches", "--microbatches", "3"], "--batch-size 32 is not divisible by --microbatches 3"),
     ],

@@ -26,6 +26,8 @@ def run(options: BenchAttention) -> int:
     groups = options.num_heads if options.num_query_groups is None else options.num_query_groups
     if options.num_heads % groups:
         raise ValueError(f"--num-heads {options.num_heads} is not divisible by --num-query-groups {groups}")
+    if options.head_dim != 128 and options.recipes != ("none",):
+        raise ValueError(f"FP8 attention has heads of 128, not --head-dim {options.head_dim}; measure --recipes none")
     _check_sizes(options, groups)
     sizes = AttentionSizes(
         batch=options.batch_size,

@@ -69,6 +69,7 @@ def _rows(options: BenchLayer, sizes: ParallelConfig | None) -> Iterator[Row]:
     mesh = None if sizes is None else make_mesh(sizes)
     recipes = [recipe_from_name(name) for name in options.recipes]
     if options.fp8_dpa:
+        _check_heads(options)
         recipes = [with_fp8_attention(recipe) for recipe in recipes]
     cases = [
         Case(module=module, shape=shape, recipe=recipe, mesh=mesh, sequence_parallel=options.sequence_parallel)
@@ -82,6 +83,15 @@ def _rows(options: BenchLayer, sizes: ParallelConfig | None) -> Iterator[Row]:
     yield from bench_layer(cases, settings, hlo=None if options.hlo is None else Path(options.hlo))
     if "moe" in options.modules:
         yield from bench_experts(_expert_cases(options, recipes), settings, peer=options.peer)
+
+
+def _check_heads(options: BenchLayer) -> None:
+    """Raise ValueError for heads that FP8 attention does not have: they would be measured in bf16."""
+    if options.hidden_size != 128 * options.num_heads:
+        raise ValueError(
+            f"--fp8-dpa is for heads of 128; give --hidden-size {128 * options.num_heads} with --num-heads "
+            f"{options.num_heads}, or another number of heads"
+        )
 
 
 def _expert_cases(options: BenchLayer, recipes: list[Recipe | None]) -> list[ExpertsCase]:

@@ -71,8 +71,7 @@ def fp8_attention(call: Fp8Call, qkv: QKV, state: AttentionState | None, out_axe
 def _forward(call: Fp8Call, args: _Args) -> tuple[Array, _Residuals]:
     precision, state = call.precision, args.state
     q, k, v = map(show_overflow, unpack(args.qkv))
-    k, _ = _centred(call, k)
-    v, mean_of_v = _centred(call, v)
+    k, v, mean_of_v = _centred(call, k, v)
     seen: Amaxes = _reduced({"q": amax(q), "k": amax(k), "v": amax(v)}, call.scale_axes)
     scales: Scales = precision.state_scales(state)
     # The softmax gives at most 1.
@@ -86,7 +85,7 @@ def _forward(call: Fp8Call, args: _Args) -> tuple[Array, _Residuals]:
         fp8_steps.to_heads(call, precision.quantize(k, scales["k"])),
         fp8_steps.to_heads(call, precision.quantize(v, scales["v"])),
     )
-    operands = named(operands, "quantized", given=args)
+    operands, mean_of_v = named((operands, mean_of_v), "quantized", given=args)
     # Forward rounds before it divides by denominators: the largest value of each row is 1, however small the amax of
     # the quotients is. A delayed scale of these would saturate the values above that amax; it is for backward alone.
     inside_forward: Scales = scales | bound_of_s
@@ -128,14 +127,20 @@ def _next_state(call: Fp8Call, residuals: _Residuals, seen: Amaxes) -> Attention
     return precision.next_state(state, precision.state_scales(state), whole)
 
 
-def _centred(call: Fp8Call, x: Array) -> tuple[Array, Array]:
-    """Return keys or values without about their mean over the whole sequence, and that, fp32 ``[b, 1, g, d]``."""
-    total = jnp.sum(x, axis=1, keepdims=True, dtype=jnp.float32)
+def _centred(call: Fp8Call, k: Array, v: Array) -> tuple[Array, Array, Array]:
+    """Return keys and values less about their means over the sequence, and the values' mean, fp32 ``[b, 1, g, dv]``."""
+    sums = jnp.concatenate([jnp.sum(x, axis=1, keepdims=True, dtype=jnp.float32) for x in (k, v)], axis=-1)
     # One mean for all devices along the context axis, whose keys meet in the softmax of each query.
-    mean = reduce_sum(total, () if call.sharding is None else call.sharding.context) / call.spec.kv_length
-    # Any constant near the mean serves. Of few bits it is the same for most orders of the sum, as on meshes.
-    mean = jax.lax.reduce_precision(mean, exponent_bits=8, mantissa_bits=7)
-    return (x.astype(jnp.float32) - mean).astype(x.dtype), mean
+    means = reduce_sum(sums, () if call.sharding is None else call.sharding.context) / call.spec.kv_length
+    # Any constant near the mean serves. Of few bits it is the same for most orders of the sum, as on meshes; and one
+    # value that is not finite would be in all positions.
+    means = jax.lax.reduce_precision(means, exponent_bits=8, mantissa_bits=7)
+    means = jnp.where(jnp.isfinite(means), means, 0.0)
+    mean_of_k, mean_of_v = jnp.split(means, [k.shape[-1]], axis=-1)
+    k = (k.astype(jnp.float32) - mean_of_k).astype(k.dtype)
+    v = (v.astype(jnp.float32) - mean_of_v).astype(v.dtype)
+    # In fp16 the difference may overflow where the value did not.
+    return show_overflow(k), show_overflow(v), mean_of_v
 
 
 def _with_mean(out: Array, mean: Array) -> Array:

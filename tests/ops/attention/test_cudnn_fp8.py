@@ -16,7 +16,9 @@ import jax_te
 from jax_te.errors import BackendUnavailableError
 from jax_te.ops import ContextParallel, attention_spec, cudnn_fp8, dot_product_attention
 from jax_te.ops.attention import dot_product
-from jax_te.quantize import init_attention_state
+from jax_te.ops.attention.fp8_types import Fp8Operands
+from jax_te.ops.attention.spec import AttentionArrays
+from jax_te.quantize import QuantizedTensor, attention_precision_of, init_attention_state
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Format
 from tests.support.context import context_mesh
 from tests.support.meshes import use_mesh
@@ -88,6 +90,35 @@ def test_calls(mask_type, mask, fp8_format):
     assert {name for name in backward[1] if name.endswith("numbers")} == {
         f"bmm{i}_grad_gemm{j}_dot_dimension_numbers" for i in (1, 2) for j in (1, 2)
     }
+
+
+def test_scales_are_given_in_the_order_of_xlas_graph(monkeypatch):
+    """They are all of one type: only a GPU would tell them apart."""
+    names = ("q", "k", "v", "s", "o", "do", "dp", "dq", "dk", "dv")
+    scales = {name: jnp.float32(2.0**power) for power, name in enumerate(names)}
+    given = []
+
+    def record(target: str, results: Any, *_: Any) -> Any:
+        return lambda *arrays: given.append(arrays) or [jnp.zeros(x.shape, x.dtype) for x in results]
+
+    monkeypatch.setattr(cudnn_fp8, "_call", record)
+    q, k = (jnp.zeros(shape, jnp.float8_e4m3fn) for shape in (Q, K))
+    spec = attention_spec(tuple(x.astype(jnp.bfloat16) for x in (q, k, k)), "causal")
+    precision = attention_precision_of(DelayedScaling(fp8_dpa=True))
+
+    def tensor(name: str, data: Any) -> QuantizedTensor:
+        return QuantizedTensor(data=data, scale_inv=1.0 / scales[name], dtype=jnp.bfloat16)
+
+    operands = Fp8Operands(tensor("q", q), tensor("k", k), tensor("v", k))
+    cudnn_fp8.fp8_attention_forward(operands, spec, AttentionArrays(), precision, scales)
+    out, do, log_sum = tensor("o", q), tensor("do", q), jnp.zeros((2, 4, 256))
+    cudnn_fp8.fp8_attention_backward(operands, out, log_sum, do, spec, AttentionArrays(), precision, scales)
+    forward, backward = ([float(x[0, 0, 0, 0]) for x in arrays if x.size == 1] for arrays in given)
+    inverse = {name: 1.0 / float(scale) for name, scale in scales.items()}
+    assert forward == [inverse[name] for name in ("q", "k", "v", "s")] + [float(scales[name]) for name in ("s", "o")]
+    assert backward == [inverse[name] for name in ("q", "k", "v", "s", "o", "do", "dp")] + [
+        float(scales[name]) for name in ("s", "dp", "dq", "dk", "dv")
+    ]
 
 
 @pytest.mark.usefixtures("kernels")

@@ -170,7 +170,10 @@ def long_arrays(s: int, groups: int) -> tuple[Any, Any]:
     shapes = {"q": (1, s, 2 * groups, D), "k": (1, s, groups, D), "v": (1, s, groups, D)}
     # A later part of the sequence is larger, so that a scale of one device's keys is another one than that of all.
     sizes = jnp.linspace(0.5, 2.0, s).reshape(1, s, 1, 1)
-    return tuple(draw(name, shape) * sizes for name, shape in shapes.items()), draw("do", shapes["q"], scale=1e-3)
+    q, k, v = (draw(name, shape) * sizes for name, shape in shapes.items())
+    # Means that no device finds in its own part of the sequence.
+    k, v = (x + sizes * draw("mean", (1, 1, groups, D)) for x in (k, v))
+    return (q, k, v), draw("do", shapes["q"], scale=1e-3)
 
 
 RINGS = {
