@@ -32,8 +32,11 @@ def centred(x: np.ndarray) -> np.ndarray:
 
 
 def mean_of(x: np.ndarray) -> np.ndarray:
-    """Mean over the positions, with the bits of bf16, ``[b, 1, g, d]``."""
-    return x.mean(axis=1, keepdims=True).astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
+    """Mean over the positions, as a multiple of a 16th of the largest value, to a power of two, ``[b, 1, g, d]``."""
+    largest = np.abs(x).max(axis=1, keepdims=True)
+    power = 2.0 ** np.floor(np.log2(largest))
+    grid = np.where(largest < 1.5 * power, power, 2.0 * power) / 16
+    return np.round(x.mean(axis=1, keepdims=True) / grid) * grid
 
 
 def of_amax(amax: float, dtype: Any, power_of_two: bool = False) -> float:

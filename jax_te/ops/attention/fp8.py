@@ -129,12 +129,16 @@ def _next_state(call: Fp8Call, residuals: _Residuals, seen: Amaxes) -> Attention
 
 def _centred(call: Fp8Call, k: Array, v: Array) -> tuple[Array, Array, Array]:
     """Return keys and values less about their means over the sequence, and the values' mean, fp32 ``[b, 1, g, dv]``."""
-    sums = jnp.concatenate([jnp.sum(x, axis=1, keepdims=True, dtype=jnp.float32) for x in (k, v)], axis=-1)
+    both = jnp.concatenate([x.astype(jnp.float32) for x in (k, v)], axis=-1)
     # One mean for all devices along the context axis, whose keys meet in the softmax of each query.
-    means = reduce_sum(sums, () if call.sharding is None else call.sharding.context) / call.spec.kv_length
-    # Any constant near the mean serves. Of few bits it is the same for most orders of the sum, as on meshes; and one
-    # value that is not finite would be in all positions.
-    means = jax.lax.reduce_precision(means, exponent_bits=8, mantissa_bits=7)
+    context = () if call.sharding is None else call.sharding.context
+    means = reduce_sum(jnp.sum(both, axis=1, keepdims=True), context) / call.spec.kv_length
+    # Any constant near the mean serves: a multiple of about a sixteenth of the largest value, which another order of
+    # the sum, as on a mesh, changes next to never.
+    largest = reduce_max(jnp.max(jnp.abs(both), axis=1, keepdims=True), context)
+    grid = jax.lax.reduce_precision(largest, exponent_bits=8, mantissa_bits=0) / 16
+    means = jnp.round(means / grid) * grid
+    # Of a feature that is 0, or has a value that is not finite: that would be in all positions.
     means = jnp.where(jnp.isfinite(means), means, 0.0)
     mean_of_k, mean_of_v = jnp.split(means, [k.shape[-1]], axis=-1)
     k = (k.astype(jnp.float32) - mean_of_k).astype(k.dtype)
