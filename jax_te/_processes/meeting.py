@@ -183,7 +183,7 @@ class Meetings:
             if time.monotonic() > deadline:
                 raise MissedMeeting(self._waited_for(f"process {other}"))
 
-    def _lost_process_0(self, error: jax.errors.JaxRuntimeError) -> MissedMeeting:
+    def _lost_process_0(self, error: RuntimeError) -> MissedMeeting:
         """Return the error for an answer of the store, which is in process 0, that is no text."""
         return MissedMeeting(f"process {jax.process_index()} lost process 0 in {self._name}: {error}")
 
