@@ -47,6 +47,11 @@ def of_amax(amax: float, dtype: Any, power_of_two: bool = False) -> float:
     return 2.0 ** np.floor(np.log2(scale)) if power_of_two else scale
 
 
+def on_grid_of_values(scales: dict[str, float]) -> float:
+    """The scale of the output: that of the values times a power of two, at most its own."""
+    return scales["v"] * 2.0 ** np.floor(np.log2(scales["o"] / scales["v"]))
+
+
 @dataclass
 class Attention:
     """One call with its own scales: ``scales`` by the names of `jax_te.quantize.AttentionTensor`, and that of the

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.fp8_attention import E4M3, E5M2, Attention, exact, of_amax
+from tests.support.fp8_attention import E4M3, E5M2, Attention, exact, of_amax, on_grid_of_values
 from tests.support.numerics import relative_l2
 
 D, SCALE = 128, 128**-0.5
@@ -68,6 +68,7 @@ def scales_of(calls: tuple[Operands, ...], dtype: Any) -> dict[str, float]:
             of_gradient = role[0] in ("do", "dp", "dq")
             amax = max(amaxes[i][name] for i in range(len(calls)) for name in role)
             scales |= dict.fromkeys(role, of_amax(amax, dtype if of_gradient else E4M3))
+        scales["o"] = on_grid_of_values(scales)
     return scales
 
 

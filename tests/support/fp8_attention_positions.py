@@ -17,7 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from tests.support.fp8_attention import E4M3, largest, mean_of, of_amax
+from tests.support.fp8_attention import E4M3, largest, mean_of, of_amax, on_grid_of_values
 from tests.support.numerics import relative_l2
 
 D, SCALE, CHUNK = 128, 128**-0.5, 512
@@ -111,6 +111,7 @@ def in_fp8(operands: Operands, amaxes: dict[str, float]) -> Results:
     scales = {"numerators": np.float32(of_amax(1.0, E4M3))}
     for names in ROLES.values():
         scales |= dict.fromkeys(names, np.float32(of_amax(max(amaxes[name] for name in names), E4M3)))
+    scales["o"] = np.float32(on_grid_of_values(scales))
 
     def rounded(name: str, x: np.ndarray) -> np.ndarray:
         codes = np.clip(x * scales[name], np.float32(-448.0), np.float32(448.0)).astype(E4M3)

@@ -18,7 +18,18 @@ from jax_te.ops import attention_spec, dot_product_attention, explain_backend, s
 from jax_te.ops.attention.fp8_mean import codes_with_mean
 from jax_te.quantize import amax, attention_precision_of, frozen_scales, init_attention_state
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, Recipe
-from tests.support.fp8_attention import E4M3, E5M2, Attention, centred, dequantized, exact, largest, mean_of, of_amax
+from tests.support.fp8_attention import (
+    E4M3,
+    E5M2,
+    Attention,
+    centred,
+    dequantized,
+    exact,
+    largest,
+    mean_of,
+    of_amax,
+    on_grid_of_values,
+)
 from tests.support.fp8_attention_errors import errors
 from tests.support.numerics import assert_bitwise, draw, quick_jit, relative_l2, value_and_vjp, with_vjp
 
@@ -75,9 +86,7 @@ def scales_of(recipe: Any, state: Any, qkv: Any, do: Any) -> dict[str, float]:
             history = np.asarray(state[role]["amax_history"])[: recipe.amax_history_len]
             scale = of_amax(float(history.max()), E4M3) / 2.0**recipe.margin if history.max() > 0 else 1.0
             scales |= dict.fromkeys(names, scale)
-        # The output has the grid of the values.
-        power = 2.0 ** np.floor(np.log2(scales["o"] / scales["v"]))
-        return scales | {"o": scales["v"] * power, "numerators": of_amax(1.0, E4M3)}
+        return scales | {"o": on_grid_of_values(scales), "numerators": of_amax(1.0, E4M3)}
     power = recipe.use_power_2_scales
     amaxes = {"q": largest(qkv[0]), "k": largest(centred(qkv[1])), "v": largest(centred(qkv[2]))}
     amaxes["o"] = amaxes["v"]
