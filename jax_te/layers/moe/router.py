@@ -154,9 +154,9 @@ class Router(TrainingMode):
                 token.
             key: random key of ``input_jitter_eps`` in training, and of random choices, which need one in training. In
                 evaluation without a key they are those of ``layer_number``, the same in each call.
-            experts: integers ``[b, s, k]`` in ``[0, e)``, a previous choice, which replaces this router's own. Another
-                number is refused where its value is known; in ``jit`` it gives its token probabilities of nan, and a
-                mixture's output of nan.
+            experts: integers ``[b, s, k]`` in ``[0, e)``, a previous choice, which replaces this router's own; its
+                probabilities follow the same rule. Another number is refused where its value is known; in ``jit`` it
+                gives its token probabilities of nan, and a mixture's output of nan.
 
         Returns:
             The routing, with the leading axes of ``x``.
@@ -272,8 +272,8 @@ class Router(TrainingMode):
     def _assignment(self, logits: Array, given: Array | None) -> routing.Assignment:
         """Return experts and probabilities of tokens ``[t, e]``."""
         options = self.options
-        if options.load_balancing_type == "sinkhorn" and given is None:
-            return routing.route_by_sinkhorn(logits, options.topk, balanced=self.training)
+        if options.load_balancing_type == "sinkhorn":
+            return routing.route_by_sinkhorn(logits, options.topk, balanced=self.training, experts=given)
         if self.quantile_bias is not None and given is None:
             bias = self.quantile_bias.get_value()[:-1]
             given = routing.largest(logits.astype(jnp.float32) - bias[None], options.topk)
