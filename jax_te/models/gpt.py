@@ -15,6 +15,7 @@ from jax_te.layers import (
     KVCache,
     PackedSeqParams,
     Rotary,
+    check_clip_qk,
     check_padding_mask,
     clip_qk,
     init_kv_cache,
@@ -396,7 +397,8 @@ class GPTModel(LanguageModel):
             max_logits: fp32 ``[num_layers, n]``, of `max_logits`; the maximum of several calls.
 
         Raises:
-            ValueError: see `jax_te.layers.clip_qk`; without ``config.qk_clip``; for another shape, or None.
+            ValueError: see `jax_te.layers.clip_qk`, for any of the layers; without ``config.qk_clip``; for another
+                shape, or None.
         """
         if not self.config.qk_clip:
             raise ValueError("the model's config has qk_clip=False; build the model with qk_clip=True")
@@ -407,6 +409,9 @@ class GPTModel(LanguageModel):
                 f"{getattr(max_logits, 'shape', max_logits)!r}"
             )
         options = {"threshold": self.config.qk_clip_threshold, "alpha": self.config.qk_clip_alpha}
+        # All layers are checked before one is scaled: a refused call changes nothing.
+        for layer, logits in zip(self.layers, max_logits, strict=True):
+            check_clip_qk(layer.self_attention, logits, **options)
         for layer, logits in zip(self.layers, max_logits, strict=True):
             clip_qk(layer.self_attention, logits, **options)
 
