@@ -431,17 +431,20 @@ class LayerNormMLP(layers.LayerNormMLP):
     ):
         super().__init__(hidden_size, ffn_hidden_size, eps, **options, rngs=rngs)
 
-    def __call__(self, inp: Array, is_first_microbatch: bool | None = None) -> Any:  # type: ignore[override]
+    def __call__(  # type: ignore[override]
+        self, inp: Array, is_first_microbatch: bool | None = None, *, adapters: Any = None
+    ) -> Any:
         """Apply the layer.
 
         Args:
             inp: ``[..., h]``, the ``x`` of `jax_te.layers.LayerNormMLP`.
             is_first_microbatch: mode of the kernel cache for both projections, see `jax_te.layers.Linear`.
+            adapters: those of `jax_te.layers.LoRA`, see `jax_te.layers.LayerNormMLP`.
 
         Returns:
             The results of `jax_te.layers.LayerNormMLP`.
         """
-        return super().__call__(inp, is_first_microbatch)
+        return super().__call__(inp, is_first_microbatch, adapters=adapters)
 
 
 @checked

@@ -148,7 +148,7 @@ class GroupedLinear(TensorParallelModule):
             the dtype of ``x`` (None if the layer has none).
         """
         with jax.named_scope("GroupedLinear"):
-            x = self.tensor_parallel.enter(x, (None, "hidden"))
+            x = self.operand(x)
             groups = self.row_groups(x, group_sizes)
             weights = self._weights(is_first_microbatch)
             y = grouped_dense(
@@ -164,6 +164,10 @@ class GroupedLinear(TensorParallelModule):
             if not self.return_bias:
                 return y
             return layer_output(y, bias=None if weights.bias is None else weights.bias.astype(x.dtype))
+
+    def operand(self, x: Array) -> Array:
+        """Return the kernels' GEMM input in a call with ``x``: ``x``, in the dtype of computation."""
+        return self.tensor_parallel.enter(x, (None, "hidden"))
 
     def row_groups(self, x: Array, group_sizes: Array | Sequence[int] | RowGroups) -> RowGroups:
         """Return the location of each group's rows in a call's ``x``; concrete sizes are checked.
