@@ -127,8 +127,8 @@ class TEGroupedLinear(TELayer, GroupedLinear):
 
         Args:
             x: ``[rows, k]``, sorted by expert; in fp32 it is cast to the dtype of kernels in half precision.
-            m_splits: int32 ``[e]`` (or integers), the number of rows of each expert. The host does not wait for them.
-                Or a `jax_te.ops.RowGroups`, as in `GroupedLinear`.
+            m_splits: int32 ``[e]`` (or integers), the number of rows of each expert. In ``jit`` the host does not wait
+                for them. Or a `jax_te.ops.RowGroups`, as in `GroupedLinear`.
             is_first_microbatch: see `GroupedLinear`.
 
         Returns:
