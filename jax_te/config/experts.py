@@ -380,8 +380,8 @@ class ExpertsConfig(FillsFields):
             moe_pad_expert_input_to_capacity, moe_token_drop_policy, moe_per_layer_logging: see `RouterOptions`.
         moe_router_topk_limited_devices: Megatron's former name of ``moe_router_group_topk`` for as many groups as there
             are expert-parallel devices.
-        moe_enable_routing_replay: whether to keep the choice of each call in the router, and take one that was set, see
-            `jax_te.megatron.TopKRouter`.
+        moe_enable_routing_replay: whether ``set_target_indices`` of `jax_te.megatron.TopKRouter` may set a choice that
+            calls take in place of the router's own. No call's choice is kept: a `jax_te.layers.Routing` has it.
         moe_shared_expert_intermediate_size: ``f`` of a feed-forward block that all tokens pass, beside their experts.
             None: there is none.
         moe_shared_expert_gate: whether to multiply its output by the sigmoid of a product of the input with a learned

@@ -82,9 +82,9 @@ def grouped_dense(
 
     Raises:
         ValueError: for shapes that do not fit; for known sizes of groups that are negative or more than the rows; for
-            rows that are placed on a mesh under a recipe with scales of whole
-            tensors beside those of blocks, or with kernels that were quantized as a whole; and for a quantizer of a
-            ``CustomRecipe`` whose scales depend on more than blocks of `group_alignment` rows.
+            rows that are placed on a mesh under a recipe with scales of whole tensors beside those of blocks, or with
+            kernels that were quantized as a whole; and for a quantizer of a ``CustomRecipe`` whose scales depend on
+            more than blocks of `group_alignment` rows.
         QuantizerStateError: if the recipe has state, and none is given or it is not that of ``e`` groups.
         TypeError: for an input that is not floating point; if a quantized kernel is differentiated and no
             ``grad_sink`` is given.
