@@ -277,6 +277,22 @@ def test_bad_calls(call, words):
         make()(**call)
 
 
+UNUSED = {
+    "sinkhorn": [
+        {"score_function": "sigmoid"},
+        {"pre_softmax": True},
+        {"topk_scaling_factor": 2.0},
+        {"num_groups": 2, "group_topk": 1},
+        {"enable_expert_bias": True},
+    ],
+    "quantile_balancing": [
+        {"num_groups": 2, "group_topk": 1},
+        {"enable_expert_bias": True, "score_function": "sigmoid"},
+    ],
+}
+"""Options that change numbers, and that a method of load balancing does not read."""
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -305,7 +321,11 @@ def test_bad_calls(call, words):
         ({"pad_expert_input_to_capacity": True}, "needs a capacity"),
         ({"input_jitter_eps": 1.0}, "input_jitter_eps"),
         ({"quantile_balancing_ema": 1.0}, "quantile_balancing_ema"),
-        ({"num_groups": 2, "group_topk": 1, "load_balancing_type": "quantile_balancing"}, "has no groups"),
+        *(
+            ({"load_balancing_type": kind, **option}, f"{next(iter(option))}=.* has no effect under .*{kind}")
+            for kind, options in UNUSED.items()
+            for option in options
+        ),
     ],
 )
 def test_options_that_do_not_fit(options, words):
