@@ -215,17 +215,17 @@ class Router(TrainingMode):
         if experts is not None:
             self._check_choice(experts, lead)
 
-    def _check_choice(self, experts: Array, lead: tuple[int, ...]) -> None:
+    def _check_choice(self, experts: Array, lead: tuple[int, ...], name: str = "experts") -> None:
         """Raise for a given choice of another shape or dtype, or of a known number that no expert has."""
         if not jnp.issubdtype(experts.dtype, jnp.integer):
-            raise TypeError(f"experts must be integers, the numbers of experts, got {experts.dtype}")
+            raise TypeError(f"{name} must be integers, the numbers of experts, got {experts.dtype}")
         if experts.shape != (*lead, self.options.topk):
-            raise ValueError(f"experts must be {[*lead, self.options.topk]}, got shape {experts.shape}")
+            raise ValueError(f"{name} must be {[*lead, self.options.topk]}, got shape {experts.shape}")
         if not is_known(experts):
             return
         numbers, e = np.asarray(experts), self.options.num_experts
         if (outside := numbers[(numbers < 0) | (numbers >= e)]).size:
-            raise ValueError(f"experts must be numbers from 0 to num_experts - 1 = {e - 1}, got {outside[0]}")
+            raise ValueError(f"{name} must be numbers from 0 to num_experts - 1 = {e - 1}, got {outside[0]}")
 
     def _logits(self, x: Array, key: Key | None) -> Array:
         """Return the logits ``[..., e]``, of the input or at random."""
