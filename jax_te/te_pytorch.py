@@ -431,17 +431,20 @@ class LayerNormMLP(layers.LayerNormMLP):
     ):
         super().__init__(hidden_size, ffn_hidden_size, eps, **options, rngs=rngs)
 
-    def __call__(self, inp: Array, is_first_microbatch: bool | None = None) -> Any:  # type: ignore[override]
+    def __call__(  # type: ignore[override]
+        self, inp: Array, is_first_microbatch: bool | None = None, *, adapters: Any = None
+    ) -> Any:
         """Apply the layer.
 
         Args:
             inp: ``[..., h]``, the ``x`` of `jax_te.layers.LayerNormMLP`.
             is_first_microbatch: mode of the kernel cache for both projections, see `jax_te.layers.Linear`.
+            adapters: those of `jax_te.layers.LoRA`, see `jax_te.layers.LayerNormMLP`.
 
         Returns:
             The results of `jax_te.layers.LayerNormMLP`.
         """
-        return super().__call__(inp, is_first_microbatch)
+        return super().__call__(inp, is_first_microbatch, adapters=adapters)
 
 
 @checked
@@ -683,7 +686,8 @@ class MultiheadAttention(layers.MultiheadAttention):
         Args:
             hidden_states: ``[b, s, h]``, the ``x`` of `jax_te.layers.MultiheadAttention`.
             bottom_right_diagonal: must be None: the mask type says it.
-            inference_params: object with a ``cache``; a call with one also returns it, with the new tokens appended.
+            inference_params: keys and values of the tokens before, a `jax_te.layers.KVCache` or `WindowKVCache`; a call
+                with it returns it, too, with the new tokens appended.
             attention_mask, encoder_output, attn_mask_type, window_size, is_first_microbatch, checkpoint_core_attention,
                 rotary_pos_emb, core_attention_bias_type, core_attention_bias, alibi_slopes: see
                 `jax_te.layers.MultiheadAttention`.
@@ -791,7 +795,8 @@ class TransformerLayer(layers.TransformerLayer):
             hidden_states: ``[b, s, h]``, the ``x`` of `jax_te.layers.TransformerLayer`.
             window_size, enc_dec_window_size: must be None: the constructor takes them.
             bottom_right_diagonal, enc_dec_bottom_right_diagonal: must be None: the mask type says it.
-            inference_params: object with a ``cache``; a call with one also returns it, with the new tokens appended.
+            inference_params: keys and values of the tokens before, a `jax_te.layers.KVCache` or `WindowKVCache`; a call
+                with it returns it, too, with the new tokens appended.
             attention_mask, enc_dec_attn_mask: see `jax_te.layers.TransformerLayer`; ignored under mask types that have
                 no use for it, as in Transformer Engine.
             self_attn_mask_type, encoder_output, enc_dec_attn_mask_type,

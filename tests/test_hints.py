@@ -149,9 +149,6 @@ def test_the_table_lists_those_that_are_logged():
 
 X = jnp.ones((1, 4, 16))
 LEFT_OUT: dict[str, Callable[[], Any]] = {
-    "moe_router_pre_softmax": lambda: config(
-        num_moe_experts=2, moe_router_topk=1, moe_router_load_balancing_type="sinkhorn", moe_router_pre_softmax=True
-    ),
     "moe_shared_expert_gate": lambda: config(num_moe_experts=2, moe_shared_expert_gate=True),
     "moe_router_padding_for_fp8": lambda: config(moe_router_padding_for_fp8=True),
     "fp8_mha": lambda: DelayedScaling(fp8_mha=True),

@@ -72,8 +72,10 @@ class RouterOptions:
     Raises:
         ValueError: for more chosen experts than there are; groups that do not divide the experts or offer fewer than
             ``topk``; one of ``num_groups`` and ``group_topk`` without the other; a softmax over one expert, whose
-            probability would always be 1; a bias under a softmax; a capacity of 0, or under a choice that balances by
-            itself; coefficients that are not one for each loss, or without a loss; unknown names.
+            probability would always be 1; a bias under a softmax; options that a method of load balancing does not
+            read: a bias and groups under ``"sinkhorn"`` and ``"quantile_balancing"``, under the first also
+            ``score_function``, ``pre_softmax`` and ``topk_scaling_factor``; a capacity of 0, or under a choice that
+            balances by itself; coefficients that are not one for each loss, or without a loss; unknown names.
 
     Source: ``megatron.core.transformer.TransformerConfig``.
 
@@ -211,7 +213,7 @@ def checked_router_options(
     if given["topk"] > given["num_experts"]:
         raise ValueError(f"{n('topk')} {given['topk']} is more than the {n('num_experts')} {given['num_experts']}")
     _check_scores(given, n, balancing)
-    _check_groups(given, n, balancing)
+    _check_groups(given, n)
     _check_losses(given, n, balancing, coefficients)
     replaced = {"load_balancing_type": balancing, "aux_loss_coeff": coefficients}
     return replaced | _check_capacity(given, n, balancing)
@@ -226,6 +228,7 @@ def _check_scores(given: Mapping[str, Any], n: Callable[[str], str], balancing: 
         )
     if scaling is not None and not scaling > 0.0:
         raise ValueError(f"{n('topk_scaling_factor')} must be > 0 or None, got {scaling!r}")
+    _check_used(given, n, balancing)
     if given["enable_expert_bias"] and softmax:
         raise ValueError(
             f"{n('enable_expert_bias')}=True is for {n('score_function')}='sigmoid' or 'sqrtsoftplus', to whose scores "
@@ -238,16 +241,33 @@ def _check_scores(given: Mapping[str, Any], n: Callable[[str], str], balancing: 
     jitter = given["input_jitter_eps"]
     if jitter is not None and not 0.0 <= jitter < 1.0:
         raise ValueError(f"{n('input_jitter_eps')} must be in [0, 1) or None, got {jitter!r}")
-    if balancing in ("sinkhorn", "quantile_balancing"):
-        unused = {"enable_expert_bias": False}
-        if balancing == "sinkhorn":
-            unused |= {"topk_scaling_factor": None, "score_function": "softmax", "pre_softmax": False}
-        for name in [name for name, default in unused.items() if given[name] != default]:
-            # As in Megatron, whose programs may use it; but with a warning.
-            log_once(f"{n(name)}={given[name]!r} has no effect under {n('load_balancing_type')}={balancing!r}")
 
 
-def _check_groups(given: Mapping[str, Any], n: Callable[[str], str], balancing: Any) -> None:
+_UNUSED = {
+    "sinkhorn": {
+        "score_function": "softmax",
+        "pre_softmax": False,
+        "topk_scaling_factor": None,
+        "num_groups": None,
+        "enable_expert_bias": False,
+    },
+    "quantile_balancing": {"num_groups": None, "enable_expert_bias": False},
+}
+"""Options that a method of load balancing does not read, with the values that they then have: Megatron's defaults."""
+
+
+def _check_used(given: Mapping[str, Any], n: Callable[[str], str], balancing: Any) -> None:
+    """Raise for options that the load balancing does not read, where Megatron ignores them."""
+    unused = _UNUSED.get(balancing, {}) if isinstance(balancing, str) else {}
+    for name, default in unused.items():
+        if given[name] != default:
+            raise ValueError(
+                f"{n(name)}={given[name]!r} has no effect under {n('load_balancing_type')}={balancing!r}, whose "
+                f"rule for experts and their probabilities does not read it: leave {n(name)} out"
+            )
+
+
+def _check_groups(given: Mapping[str, Any], n: Callable[[str], str]) -> None:
     groups, used, topk = given["num_groups"], given["group_topk"], given["topk"]
     scored = given["group_score_topk"]
     if groups is None and used is None:
@@ -260,8 +280,6 @@ def _check_groups(given: Mapping[str, Any], n: Callable[[str], str], balancing: 
             "many of them a token uses, or neither"
         )
     check_positive(**{n("num_groups"): groups, n("group_topk"): used})
-    if balancing == "quantile_balancing":
-        raise ValueError(f"{n('load_balancing_type')}='quantile_balancing' has no groups: leave {n('num_groups')} out")
     if given["num_experts"] % groups:
         raise ValueError(f"{n('num_groups')} {groups} does not divide {n('num_experts')} {given['num_experts']}")
     if used > groups:
@@ -280,8 +298,6 @@ def _check_groups(given: Mapping[str, Any], n: Callable[[str], str], balancing: 
         raise ValueError(
             f"{n('topk')} {topk} experts do not fit into {n('group_topk')} {used} groups of {size} experts each"
         )
-    if balancing == "sinkhorn":
-        log_once(f"{n('num_groups')} has no effect under {n('load_balancing_type')}='sinkhorn'")
 
 
 def _check_losses(given: Mapping[str, Any], n: Callable[[str], str], balancing: Any, coefficients: Any) -> None:
@@ -380,8 +396,8 @@ class ExpertsConfig(FillsFields):
             moe_pad_expert_input_to_capacity, moe_token_drop_policy, moe_per_layer_logging: see `RouterOptions`.
         moe_router_topk_limited_devices: Megatron's former name of ``moe_router_group_topk`` for as many groups as there
             are expert-parallel devices.
-        moe_enable_routing_replay: whether to keep the choice of each call in the router, and take one that was set, see
-            `jax_te.megatron.TopKRouter`.
+        moe_enable_routing_replay: whether ``set_target_indices`` of `jax_te.megatron.TopKRouter` may set a choice that
+            calls take in place of the router's own. No call's choice is kept: a `jax_te.layers.Routing` has it.
         moe_shared_expert_intermediate_size: ``f`` of a feed-forward block that all tokens pass, beside their experts.
             None: there is none.
         moe_shared_expert_gate: whether to multiply its output by the sigmoid of a product of the input with a learned

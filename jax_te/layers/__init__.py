@@ -7,7 +7,7 @@ from jax_te.layers.attention.kv_cache import KVCache, WindowKVCache, init_kv_cac
 from jax_te.layers.attention.multi_latent_attention import MultiLatentAttention
 from jax_te.layers.attention.multihead_attention import MultiheadAttention
 from jax_te.layers.attention.packed import PackedSeqParams
-from jax_te.layers.attention.qk_clip import clip_qk
+from jax_te.layers.attention.qk_clip import check_clip_qk, clip_qk
 from jax_te.layers.attention.relative_bias import RelativePositionBias
 from jax_te.layers.attention.rotary import Rotary, apply_rotary, rotary_embedding
 from jax_te.layers.attention.rotary_scaling import LinearScaling, Llama3Scaling, RotaryScaling, YarnScaling

@@ -108,7 +108,7 @@ class LayerNormLinear(Linear):
             ``[..., h]``.
         """
         with jax.named_scope("LayerNormLinear"):
-            x = self.tensor_parallel.enter(x, self._input_axes(x))
+            x = self._input(x)
             weights = self._weights(weight, bias, is_first_microbatch)
             extra: dict[str, Any] = {"bias": self._returned_bias(weights, x)} if self.return_bias else {}
             # Two ops: the fused one may write only the quantized norm's output, and the caller needs its values.
@@ -126,7 +126,7 @@ class LayerNormLinear(Linear):
 
     def operand(self, x: Array) -> Array:
         """Return the kernel's GEMM input in a call with ``x``: the norm's output ``[..., h]``."""
-        return self._normalize(self.tensor_parallel.enter(x, self._input_axes(x)))
+        return self._normalize(self._input(x))
 
     def _norm_parameters(self) -> tuple[Array, Array | None]:
         parameters = self.scale.get_value(), None if self.ln_bias is None else self.ln_bias.get_value()

@@ -170,13 +170,17 @@ class Linear(TensorParallelModule):
             none).
         """
         with jax.named_scope("Linear"):
-            x = self.tensor_parallel.enter(x, self._input_axes(x))
+            x = self._input(x)
             weights = self._weights(weight, bias, is_first_microbatch)
             y = self._dense(x, weights)
             return layer_output(y, bias=self._returned_bias(weights, x)) if self.return_bias else y
 
     def operand(self, x: Array) -> Array:
-        """Return the kernel's GEMM input in a call with ``x``: ``x``."""
+        """Return the kernel's GEMM input in a call with ``x``: ``x``, in the dtype of computation."""
+        return self._input(x)
+
+    def _input(self, x: Array) -> Array:
+        """Return a call's ``x`` as the layer reads it: sharded as it computes, in the dtype of computation."""
         return self.tensor_parallel.enter(x, self._input_axes(x))
 
     def output_axes(self, x: Array) -> LogicalAxes:

@@ -115,6 +115,30 @@ def add_bias(
     return y, extra
 
 
+def output_and_bias(result: Any, layer: str) -> tuple[Array, Array | None]:
+    """Return the output of what a layer returned, and the bias that it may have returned with it, to be added later.
+
+    Args:
+        result: what the layer returned.
+        layer: name of the layer in messages.
+
+    Raises:
+        ValueError: for other extra results, which would be lost. See also `split_output`.
+        TypeError: see `split_output`.
+
+    >>> output_and_bias(layer_output(1.0, bias=2.0), "linear_fc2"), output_and_bias(1.0, "linear_fc2")
+    ((1.0, 2.0), (1.0, None))
+    """
+    y, extra = split_output(result, layer)
+    bias = extra.pop("bias", None)
+    if extra:
+        raise ValueError(
+            f"{layer} returned {', '.join(extra)} beside its output, and the layer would drop it; return the output "
+            "alone, a pair (output, bias), or a NamedTuple of the output and bias"
+        )
+    return y, bias
+
+
 def output_of(result: Any) -> Array:
     """Return the output of what a layer returned, and drop extra results, be they named or not.
 

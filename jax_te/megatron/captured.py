@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Iterator
@@ -62,23 +63,27 @@ class CapturedGraphs:
         Raises:
             ValueError: for a call that was not captured, unless ``capture``.
         """
-        graphdef, state = nnx.split(module)
-        leaves, treedef = jax.tree.flatten((jax.tree.map(_plain, state, is_leaf=_is_variable), inputs))
-        arrays = [leaf for leaf in leaves if is_array(leaf)]
-        # Arrays are replaced by a placeholder: a graph must not keep them alive.
-        template = tuple(_ARRAY if is_array(leaf) else leaf for leaf in leaves)
-        kinds = tuple((jax.typeof(array), getattr(array, "sharding", None)) for array in map(_value, arrays))
-        call = _Call(graphdef, treedef, template, kinds, first, may_be_new=capture)
-        name = f"{_describe(*inputs)}, is_first_microbatch={first}"
-        try:
-            _look_up.trace(call)
-        except _NotCapturedError:
-            raise ValueError(self._refusal(type(module).__name__, name)) from None
+        call, arrays = _call_of(module, inputs, first, may_be_new=capture)
         if capture:
-            self._calls.setdefault(call, name)
+            _look_up.trace(call)
+            self._calls.setdefault(call, _name_of(inputs, first))
+        elif not _is_captured(call):
+            raise self._refusal(module, inputs, first)
         return _run(call, *arrays)
 
-    def _refusal(self, name: str, given: str) -> str:
+    def check(self, module: Any, inputs: tuple[Any, Any], first: bool) -> None:
+        """Raise ValueError for a call that no graph fits, whatever the module's variables are when it runs.
+
+        Args:
+            module, inputs, first: see `run`.
+        """
+        call, _ = _call_of(module, inputs, first, may_be_new=False)
+        alike = (dataclasses.replace(call, variables=captured.variables) for captured in self._calls)
+        if not any(map(_is_captured, (call, *(each for each in alike if each in self._calls)))):
+            raise self._refusal(module, inputs, first)
+
+    def _refusal(self, module: Any, inputs: tuple[Any, Any], first: bool) -> ValueError:
+        given, name = _name_of(inputs, first), type(module).__name__
         captured = sorted(set(self._calls.values()))
         if given in captured:
             why = (
@@ -87,7 +92,7 @@ class CapturedGraphs:
             )
         else:
             why = f"was not captured; captured are {'; '.join(captured) or 'no calls'}"
-        return (
+        return ValueError(
             f"{name}: the call with {given} {why}. Capture it, once, by the module's _te_cuda_graph_capture with the "
             "same arguments, or pad the input to what was captured; cuda_graph_impl='local' captures each new call"
         )
@@ -122,7 +127,8 @@ class _Call:
         graphdef: graph definition of the module.
         treedef: structure of the module's state and the call's inputs.
         template: their leaves, with `_ARRAY` for each array.
-        kinds: type and sharding of each array.
+        variables: type and sharding of each array of the state.
+        inputs: the same of each array of the inputs.
         first: whether this is a step's first microbatch.
         may_be_new: whether the call may be captured now.
     """
@@ -130,13 +136,14 @@ class _Call:
     graphdef: Any
     treedef: Any
     template: tuple[Any, ...]
-    kinds: tuple[Any, ...]
+    variables: tuple[Any, ...]
+    inputs: tuple[Any, ...]
     first: bool
     may_be_new: bool = field(compare=False)
 
     @functools.cached_property
     def _hash(self) -> int:  # computed once: a call looks for several executables
-        return hash((self.graphdef, self.treedef, self.template, self.kinds, self.first))
+        return hash((self.graphdef, self.treedef, self.template, self.variables, self.inputs, self.first))
 
     def __hash__(self) -> int:
         return self._hash
@@ -154,6 +161,23 @@ class _Call:
         return out, nnx.filter_state(nnx.state(module), lambda path, _: before.get(path) != after[path])
 
 
+def _call_of(module: Any, inputs: tuple[Any, Any], first: bool, *, may_be_new: bool) -> tuple[_Call, list[Any]]:
+    """Return what is static about a call, and its arrays: those of the module's state, then those of the inputs."""
+    graphdef, state = nnx.split(module)
+    state = jax.tree.map(_plain, state, is_leaf=_is_variable)
+    leaves, treedef = jax.tree.flatten((state, inputs))
+    arrays = [leaf for leaf in leaves if is_array(leaf)]
+    # Arrays are replaced by a placeholder: a graph must not keep them alive.
+    template = tuple(_ARRAY if is_array(leaf) else leaf for leaf in leaves)
+    kinds = tuple((jax.typeof(array), getattr(array, "sharding", None)) for array in map(_value, arrays))
+    of_state = sum(map(is_array, jax.tree.leaves(state)))
+    return _Call(graphdef, treedef, template, kinds[:of_state], kinds[of_state:], first, may_be_new), arrays
+
+
+def _name_of(inputs: tuple[Any, Any], first: bool) -> str:
+    return f"{_describe(*inputs)}, is_first_microbatch={first}"
+
+
 class _NotCapturedError(Exception):
     """A call is new, and may not be captured."""
 
@@ -165,6 +189,15 @@ def _look_up(call: _Call) -> tuple[()]:
     if not call.may_be_new:
         raise _NotCapturedError
     return ()
+
+
+def _is_captured(call: _Call) -> bool:
+    """Return whether a call, which may not be new, was captured in the context of now."""
+    try:
+        _look_up.trace(call)
+    except _NotCapturedError:
+        return False
+    return True
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -144,7 +144,8 @@ class GraphableMegatronModule(MegatronModule):
 
         Raises:
             AssertionError: for an argument that is not an array, as in Megatron.
-            ValueError: for a call that was not captured.
+            ValueError: for a call that was not captured; before the hooks, unless they may change what is amiss, types
+                and shardings of variables.
         """
         args, kwargs = self._get_te_cuda_graph_replay_args(*args, **kwargs)
         first = kwargs.pop("is_first_microbatch")
@@ -193,9 +194,19 @@ class GraphableMegatronModule(MegatronModule):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, first: bool, capture: bool) -> Any:
         """Return the result of a call's graph; ``first``: whether this is a step's first microbatch."""
-        for hook, arguments in self.cuda_graph_manual_hooks:
+        hooks = self.cuda_graph_manual_hooks
+        if hooks and not capture:
+            # They change variables, so that a call is refused before them.
+            self.cuda_graphs.check(self._called(first), (args, kwargs), first)
+        for hook, arguments in hooks:
             hook(*arguments)
-        # A copy, with the same arrays: the selection of a replay belongs neither to the graph nor to other calls.
+        out, changed = self.cuda_graphs.run(self._called(first), (args, kwargs), first, capture=capture)
+        write_back(self, changed)
+        return out
+
+    def _called(self, first: bool) -> Any:
+        """Return the module of which a graph is: a copy, with the same arrays, and without what selects a replay."""
+        # That belongs neither to the graph nor to other calls.
         called = nnx.merge(*nnx.split(self))
         called._set_everywhere("current_microbatch", 0)
         called._set_everywhere("replay_hooks", nnx.static(()))
@@ -204,9 +215,7 @@ class GraphableMegatronModule(MegatronModule):
             if first:
                 # They are quantized again in any case, and a graph depends on the existing variables.
                 drop_cached_kernels(called)
-        out, changed = self.cuda_graphs.run(called, (args, kwargs), first, capture=capture)
-        write_back(self, changed)
-        return out
+        return called
 
 
 def _refuse_microbatch(kwargs: dict[str, Any]) -> None:

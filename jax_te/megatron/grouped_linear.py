@@ -127,8 +127,8 @@ class TEGroupedLinear(TELayer, GroupedLinear):
 
         Args:
             x: ``[rows, k]``, sorted by expert; in fp32 it is cast to the dtype of kernels in half precision.
-            m_splits: int32 ``[e]`` (or integers), the number of rows of each expert. The host does not wait for them.
-                Or a `jax_te.ops.RowGroups`, as in `GroupedLinear`.
+            m_splits: int32 ``[e]`` (or integers), the number of rows of each expert. In ``jit`` the host does not wait
+                for them. Or a `jax_te.ops.RowGroups`, as in `GroupedLinear`.
             is_first_microbatch: see `GroupedLinear`.
 
         Returns:
@@ -139,10 +139,13 @@ class TEGroupedLinear(TELayer, GroupedLinear):
         check_context_size(self.config.context_parallel_size)
         if self.is_expert:
             check_expert_size(self.config.expert_model_parallel_size)
-        x = in_dtype_of(x, self.kernel)
         result: Any = super().__call__(x, m_splits, is_first_microbatch)
         # Always a pair, so that callers need not know how the layer was built.
         return result if self.te_return_bias else (result, None)
+
+    def operand(self, x: Array) -> Array:
+        """Return the kernels' GEMM input in a call with ``x``: in fp32 it is cast to the dtype of half precision."""
+        return super().operand(in_dtype_of(x, self.kernel))
 
     def __repr__(self) -> str:
         return super().__repr__().replace("(", f"(num_gemms={self.num_gemms}, ", 1)

@@ -119,9 +119,11 @@ class TELayerNormColumnParallelLinear(TELayer, LayerNormLinear):
             ``(y [..., n], bias [n] or None)``, as in `TELinear`; the norm's output is not returned.
         """
         check_context_size(self.config.context_parallel_size)
-        # As in Megatron, where an fp32 residual stream meets half-precision layers; the GEMM would otherwise run in
-        # fp32.
-        x = in_dtype_of(x, self.scale)
         result: Any = super().__call__(x, is_first_microbatch=is_first_microbatch)
         # Always a pair, so that callers need not know how the layer was built.
         return result if self.te_return_bias else (result, None)
+
+    def _input(self, x: Array) -> Array:
+        # As in Megatron, where an fp32 residual stream meets half-precision layers; the GEMM would otherwise run in
+        # fp32.
+        return super()._input(in_dtype_of(x, self.scale))

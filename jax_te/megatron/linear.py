@@ -155,10 +155,12 @@ class TELinear(TELayer, Linear):
         """
         # A layer may be built without a mesh and called on one, so the size is checked again.
         check_context_size(self.config.context_parallel_size)
-        x = x if self.kernel is None else in_dtype_of(x, self.kernel)
         result: Any = super().__call__(x, is_first_microbatch=is_first_microbatch)
         # Always a pair, so that callers need not know how the layer was built.
         return result if self.te_return_bias else (result, None)
+
+    def _input(self, x: Array) -> Array:
+        return super()._input(x if self.kernel is None else in_dtype_of(x, self.kernel))
 
     def _options(self, x: Array) -> LinearOptions:
         options = super()._options(x)

@@ -27,7 +27,7 @@ from jax_te.megatron.linear import TEColumnParallelLinear, TELinear, TERowParall
 from jax_te.megatron.module import MegatronModule
 from jax_te.megatron.state_dict import StateDicts
 from jax_te.megatron.te_kwargs import condition_init_method
-from jax_te.ops import Activation
+from jax_te.ops import Activation, as_int32
 from jax_te.sharding import auto_region
 from jax_te.typing import Array, Initializer, Key, NoProcessGroups
 
@@ -136,16 +136,27 @@ class TopKRouter(StateDicts, Router):
         self.layer_number = layer_number
 
     def set_target_indices(self, topk_indices: Array) -> None:
-        """Replay a choice: the next calls take these experts, int32 ``[b, s, k]``, e.g. of another run's `Routing`.
+        """Replay a choice: the next calls take these experts, e.g. of another run's `Routing`.
+
+        Args:
+            topk_indices: integers ``[b, s, k]`` in ``[0, e)``, or ``[s, k]`` for one sequence.
 
         Raises:
-            ValueError: unless the configuration has ``moe_enable_routing_replay``.
+            ValueError: unless the configuration has ``moe_enable_routing_replay``; for another shape, or a known number
+                that no expert has.
+            TypeError: for numbers that are not integers.
 
         Source: ``megatron.core.transformer.moe.router_replay.RouterReplay``.
         """
         if not self.config.moe_enable_routing_replay:
             raise ValueError("replaying a choice of experts needs moe_enable_routing_replay=True in the configuration")
-        self.replayed = ReplayedExperts(topk_indices)
+        if topk_indices.ndim not in (2, 3):
+            raise ValueError(
+                f"topk_indices must be [b, s, {self.options.topk}] or [s, {self.options.topk}], got shape "
+                f"{topk_indices.shape}"
+            )
+        self._check_choice(topk_indices, topk_indices.shape[:-1], "topk_indices")
+        self.replayed = ReplayedExperts(as_int32("topk_indices", topk_indices))
 
     def clear_indices(self) -> None:
         """Choose experts again."""

@@ -15,6 +15,7 @@ from jax_te.layers import (
     KVCache,
     PackedSeqParams,
     Rotary,
+    check_clip_qk,
     check_padding_mask,
     clip_qk,
     init_kv_cache,
@@ -364,7 +365,9 @@ class GPTModel(LanguageModel):
         total = sum(losses[1:], losses[0]) * (config.mtp_loss_scaling_factor / depths)
         return self.mtp.counted(total, losses)
 
-    def max_logits(self, tokens: Array) -> Array:
+    def max_logits(
+        self, tokens: Array, *, positions: Array | None = None, packed_seq_params: PackedSeqParams | None = None
+    ) -> Array:
         """Return the max attention logit of every layer's heads, fp32 ``[num_layers, n]``, from a forward pass.
 
         For the log, and for `clip_qk`: ``config.log_max_attention_logit`` and ``config.qk_clip``. Megatron's layers
@@ -373,17 +376,17 @@ class GPTModel(LanguageModel):
 
         Args:
             tokens: integers ``[b, s]``, such as those of a step.
+            positions, packed_seq_params: see the call: those of the step, so that its attention is measured.
         """
-        self._check(tokens, None)
-        positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        tokens, positions = model_order(self.config, tokens), model_order(self.config, positions)
         # A copy of the model's structure, not of its arrays: training steps do not compute these numbers.
         measured = nnx.merge(*nnx.split(self))
         measured.eval()
-        x, found = measured._embed(tokens, positions, None), []
+        stack = measured.embed_inputs(tokens, positions=positions, packed_seq_params=packed_seq_params)
+        x, found = stack.x, []
         for i, layer in enumerate(measured.layers):
-            angles = rotary_of(layer, self._angles(positions))
-            x, max_logit = _read(layer(x, rotary_pos_emb=angles, return_max_logit=True), "max_logit", i)
+            angles = rotary_of(layer, stack.arrays["rotary_pos_emb"])
+            given = {**stack.arrays, "rotary_pos_emb": angles, **stack.options.mask_types}
+            x, max_logit = _read(layer(x, **given, return_max_logit=True), "max_logit", i)
             found.append(max_logit)
         return jnp.stack(found)
 
@@ -396,7 +399,8 @@ class GPTModel(LanguageModel):
             max_logits: fp32 ``[num_layers, n]``, of `max_logits`; the maximum of several calls.
 
         Raises:
-            ValueError: see `jax_te.layers.clip_qk`; without ``config.qk_clip``; for another shape, or None.
+            ValueError: see `jax_te.layers.clip_qk`, for any of the layers; without ``config.qk_clip``; for another
+                shape, or None.
         """
         if not self.config.qk_clip:
             raise ValueError("the model's config has qk_clip=False; build the model with qk_clip=True")
@@ -407,6 +411,9 @@ class GPTModel(LanguageModel):
                 f"{getattr(max_logits, 'shape', max_logits)!r}"
             )
         options = {"threshold": self.config.qk_clip_threshold, "alpha": self.config.qk_clip_alpha}
+        # All layers are checked before one is scaled: a refused call changes nothing.
+        for layer, logits in zip(self.layers, max_logits, strict=True):
+            check_clip_qk(layer.self_attention, logits, **options)
         for layer, logits in zip(self.layers, max_logits, strict=True):
             clip_qk(layer.self_attention, logits, **options)
 

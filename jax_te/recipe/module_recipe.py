@@ -9,6 +9,8 @@ from typing import Literal
 
 from jax_te._validation import check_annotations, checked
 from jax_te.recipe.base import Recipe
+from jax_te.recipe.block_scaling import NVFP4BlockScaling
+from jax_te.recipe.custom import CustomRecipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +26,12 @@ class ModuleRecipe:
             last layers.
         override_quantized_in_evaluation, override_nonquantized_in_evaluation: the same flags for evaluation. None: as
             in training.
-        fp8_param, fp4_param: whether to hold the module's kernels in the quantized form, see ``create_train_state``.
+        fp8_param, fp4_param: whether to hold the module's kernels in the quantized form, see ``create_train_state``:
+            the first for a recipe of FP8 in training, the second for one of FP4, either for a `CustomRecipe`.
 
     Raises:
         TypeError: for anything but a recipe, and a flag that is not True or False.
+        ValueError: for ``fp8_param`` without a recipe of FP8 in training, ``fp4_param`` without one of FP4, and both.
 
     Source: Megatron-Core's ``TEQuantizationParams`` and the autocast helpers beside it.
 
@@ -48,6 +52,22 @@ class ModuleRecipe:
 
     def __post_init__(self) -> None:
         check_annotations(self, ModuleRecipe)
+        self._check_held_kernels()
+
+    def _check_held_kernels(self) -> None:
+        if self.fp8_param and self.fp4_param:
+            raise ValueError("fp8_param=True and fp4_param=True: a kernel is held in one form; leave one of them out")
+        training = self.training
+        of_kind = {"fp8": not isinstance(training, NVFP4BlockScaling), "fp4": isinstance(training, NVFP4BlockScaling)}
+        for kind, fits in of_kind.items():
+            if not getattr(self, f"{kind}_param"):
+                continue
+            # Kernels are quantized in training, and evaluation finds them so.
+            if training is None or not (fits or isinstance(training, CustomRecipe)):
+                raise ValueError(
+                    f"{kind}_param=True holds kernels as a recipe of {kind.upper()} quantizes them in training, and "
+                    f"training is {training!r}; give such a recipe, or leave {kind}_param out"
+                )
 
     @property
     def holds_kernels(self) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import abc
 import math
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import InitVar, dataclass, field, fields
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +74,25 @@ class ConstantLossScale(LossScale):
         return self
 
 
+class _State(NamedTuple):
+    """What a `DynamicLossScale` changes from step to step, and the scale that it began with."""
+
+    initial_scale: float
+    scale: Any
+    growth_tracker: Any
+    hysteresis_tracker: Any
+
+
+class _KeptState:
+    """Default of an argument that is not given: None; as attribute of a scaler its `_State`.
+
+    ``dataclasses.replace`` gives the new scaler as arguments what it reads as attributes of the old one.
+    """
+
+    def __get__(self, scaler: Any, owner: Any) -> _State | None:
+        return None if scaler is None else _State(*(getattr(scaler, name) for name in _State._fields))
+
+
 @jax.tree_util.register_pytree_with_keys_class
 @dataclass(frozen=True, kw_only=True)
 class DynamicLossScale(LossScale):
@@ -82,6 +101,9 @@ class DynamicLossScale(LossScale):
     After ``growth_interval`` finite steps in a row the scale is multiplied by ``growth_factor``. A non-finite step
     resets that count; from the ``hysteresis``-th non-finite step since the last growth on, each multiplies the scale by
     ``backoff_factor``.
+
+    ``dataclasses.replace`` changes options and keeps the scale in use, within the bounds, and the counts of steps; with
+    another ``initial_scale`` it begins again.
 
     Args:
         initial_scale: scale of the first step.
@@ -115,11 +137,13 @@ class DynamicLossScale(LossScale):
     hysteresis: int = 2
     min_scale: float = 1.0
     max_scale: float = 2.0**32
-    scale: Array = field(init=False)
-    growth_tracker: Array = field(init=False)
-    hysteresis_tracker: Array = field(init=False)
+    # Arrays have no hash; equal scalers have equal options.
+    scale: Array = field(init=False, hash=False)
+    growth_tracker: Array = field(init=False, hash=False)
+    hysteresis_tracker: Array = field(init=False, hash=False)
+    _kept: InitVar[Any] = _KeptState()
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, _kept: Any) -> None:
         check_annotations(self, DynamicLossScale)
         check_positive(growth_interval=self.growth_interval, hysteresis=self.hysteresis)
         if not (math.isfinite(self.growth_factor) and self.growth_factor > 1.0):
@@ -133,10 +157,22 @@ class DynamicLossScale(LossScale):
                 f"scales must satisfy {smallest:.3g} <= min_scale <= initial_scale <= max_scale <= {largest:.3g}, got "
                 f"min_scale {self.min_scale!r}, initial_scale {self.initial_scale!r}, max_scale {self.max_scale!r}"
             )
-        set_field = object.__setattr__  # the dataclass is frozen
-        set_field(self, "scale", jnp.asarray(self.initial_scale, jnp.float32))
-        set_field(self, "growth_tracker", jnp.zeros((), jnp.int32))
-        set_field(self, "hysteresis_tracker", jnp.asarray(self.hysteresis, jnp.int32))
+        for name, value in self._begun(_kept).items():
+            object.__setattr__(self, name, value)  # the dataclass is frozen
+
+    def _begun(self, kept: _State | None) -> dict[str, Array]:
+        """Return the arrays of a new scaler: of the first step, or within its bounds those of the one it replaces."""
+        if kept is None or kept.initial_scale != self.initial_scale:
+            return {
+                "scale": jnp.asarray(self.initial_scale, jnp.float32),
+                "growth_tracker": jnp.zeros((), jnp.int32),
+                "hysteresis_tracker": jnp.asarray(self.hysteresis, jnp.int32),
+            }
+        return {
+            "scale": jnp.clip(kept.scale, self.min_scale, self.max_scale),
+            "growth_tracker": kept.growth_tracker,
+            "hysteresis_tracker": jnp.minimum(kept.hysteresis_tracker, self.hysteresis),
+        }
 
     @checked
     def update(self, finite: Array) -> DynamicLossScale:

@@ -19,15 +19,18 @@ def muon_dimension_numbers(params: PyTree) -> PyTree:
     arrays of two axes, embeddings among them, and no fused kernel. Here a kernel is a parameter with two or more
     axes whose name ends in "kernel", except the output head's, ``output_kernel`` or inside of ``output_layer``.
     Its first axis is what the GEMM sums over, its last the output. The axes between them index separate matrices:
-    query, key and value in ``[h, r + 2, g·d]``, gate and up in ``[h, n_act, f]``. Norms, biases, embeddings, heads and
-    adapters of `jax_te.layers.LoRA` are updated by Adam.
+    query, key and value in ``[h, r + 2, g·d]``, gate and up in ``[h, n_act, f]``. The kernel of a mixture's router,
+    ``[h, e]``, and the gate of its shared experts, ``[h, 1]``, are kernels like others, as in Megatron-Core, whose Muon
+    takes every matrix but embeddings and heads. Norms, biases, embeddings, heads and adapters of `jax_te.layers.LoRA`
+    are updated by Adam.
 
     Args:
         params: nested dictionaries, or a state of Variables as `make_train_step` gives it to the optimizer. Of layers
             that ``nnx.vmap`` stacked, and of experts in one array, a Variable's logical axes say which axes are the
             kernel's.
 
-    Source: Jordan 2024, "Muon: an optimizer for hidden layers in neural networks".
+    Source: Jordan 2024, "Muon: an optimizer for hidden layers in neural networks";
+    ``megatron.core.optimizer.emerging_optimizers``.
 
     >>> import jax.numpy as jnp
     >>> params = {"qkv": {"kernel": jnp.ones((4, 3, 8)), "bias": jnp.ones((3, 8))}, "embedding": jnp.ones((9, 4))}

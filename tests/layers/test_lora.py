@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +13,11 @@ import optax
 import pytest
 from flax import nnx
 
+from jax_te import te_pytorch
+from jax_te.config import TransformerConfig
 from jax_te.layers import (
+    GroupedLinear,
+    GroupedLoRA,
     LayerNormLinear,
     LayerNormMLP,
     Linear,
@@ -21,6 +27,16 @@ from jax_te.layers import (
     quantize_parameters,
     without_adapter,
 )
+from jax_te.megatron import (
+    TEColumnParallelGroupedLinear,
+    TEColumnParallelLinear,
+    TEGroupedLinear,
+    TELayerNormColumnParallelLinear,
+    TELinear,
+    TERowParallelGroupedLinear,
+    TERowParallelLinear,
+)
+from jax_te.models.language_model import OutputHead
 from jax_te.recipe import Float8CurrentScaling, autocast, recipe_from_name
 from jax_te.sharding import constrain
 from jax_te.training import create_train_state, make_train_step
@@ -53,6 +69,67 @@ def row(**options: Any) -> Linear:
 
 def adapted(base: Any, **options: Any) -> LoRA:
     return randomize(LoRA(base, R, alpha=ALPHA, rngs=nnx.Rngs(1), **options))
+
+
+def _megatron(dtype: Any, **options: Any) -> dict[str, Any]:
+    """Keywords of Megatron's layers."""
+    config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2, params_dtype=dtype)
+    given = {"config": config, "init_method": config.init_method, "bias": True, "skip_bias_add": False}
+    return given | options | {"rngs": nnx.Rngs(0)}
+
+
+def _plain(dtype: Any) -> dict[str, Any]:
+    return {"params_dtype": dtype, "rngs": nnx.Rngs(0)}
+
+
+COLUMN = {"gather_output": False, "is_expert": False}
+ROW = {"input_is_parallel": True, "is_expert": False}
+EXPERTS = {"is_expert": True}
+BASES: dict[type, Callable[[Any], Any]] = {
+    Linear: lambda dtype: Linear(16, 16, **_plain(dtype)),
+    LayerNormLinear: lambda dtype: LayerNormLinear(16, 16, **_plain(dtype)),
+    LayerNormMLP: lambda dtype: LayerNormMLP(16, 16, **_plain(dtype)),
+    GroupedLinear: lambda dtype: GroupedLinear(2, 16, 16, **_plain(dtype)),
+    te_pytorch.Linear: lambda dtype: te_pytorch.Linear(16, 16, **_plain(dtype)),
+    te_pytorch.LayerNormLinear: lambda dtype: te_pytorch.LayerNormLinear(16, 16, **_plain(dtype)),
+    te_pytorch.LayerNormMLP: lambda dtype: te_pytorch.LayerNormMLP(16, 16, **_plain(dtype)),
+    te_pytorch.GroupedLinear: lambda dtype: te_pytorch.GroupedLinear(2, 16, 16, **_plain(dtype)),
+    OutputHead: lambda dtype: OutputHead(_megatron(dtype)["config"], 16, own_kernel=True, rngs=nnx.Rngs(0)),
+    TELinear: lambda dtype: TELinear(
+        16, 16, parallel_mode="duplicated", skip_weight_param_allocation=False, **_megatron(dtype)
+    ),
+    TEColumnParallelLinear: lambda dtype: TEColumnParallelLinear(16, 16, **_megatron(dtype, **COLUMN)),
+    TERowParallelLinear: lambda dtype: TERowParallelLinear(16, 16, **_megatron(dtype, **ROW)),
+    TELayerNormColumnParallelLinear: lambda dtype: TELayerNormColumnParallelLinear(
+        16, 16, **_megatron(dtype, **COLUMN)
+    ),
+    TEGroupedLinear: lambda dtype: TEGroupedLinear(2, 16, 16, parallel_mode="column", **_megatron(dtype, **EXPERTS)),
+    TEColumnParallelGroupedLinear: lambda dtype: TEColumnParallelGroupedLinear(
+        2, 16, 16, **_megatron(dtype, **EXPERTS)
+    ),
+    TERowParallelGroupedLinear: lambda dtype: TERowParallelGroupedLinear(2, 16, 16, **_megatron(dtype, **EXPERTS)),
+}
+"""A layer of each class that may be a base, with parameters of a dtype."""
+
+
+def test_the_table_of_bases_has_every_class() -> None:
+    def derived(kind: type) -> set[type]:
+        return {kind}.union(*map(derived, kind.__subclasses__()))
+
+    found = derived(Linear) | derived(LayerNormMLP) | derived(GroupedLinear)
+    assert {kind for kind in found if kind.__module__.startswith("jax_te.")} == set(BASES)
+
+
+@pytest.mark.parametrize("kind", BASES, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
+def test_the_dtypes_of_results_are_those_of_the_base(kind: type) -> None:
+    """Megatron's layers cast an fp32 input to the dtype of a kernel in half precision, which the adapter reads."""
+    grouped = issubclass(kind, GroupedLinear)
+    sizes = (jnp.array([3, 5]),) if grouped else ()
+    for params_dtype, dtype in itertools.product((jnp.float32, jnp.bfloat16), repeat=2):
+        base, x = BASES[kind](params_dtype), jax.ShapeDtypeStruct((8, 16), dtype)
+        want = jax.eval_shape(lambda x, base=base: base(x, *sizes), x)
+        adapter = (GroupedLoRA if grouped else LoRA)(base, 2, rngs=nnx.Rngs(1))
+        assert jax.eval_shape(lambda x, adapter=adapter: adapter(x, *sizes), x) == want, (params_dtype, dtype)
 
 
 def test_an_adapter_of_a_class_of_its_own_stands_in_for_its_base() -> None:

@@ -249,8 +249,25 @@ def test_hooks_run_before_the_replay(x: jax.Array):
     assert block._get_submodules_under_cudagraphs() == [block]
     y = block(x)
     assert seen == [block.fc1, block.fc2]
+    with pytest.raises(ValueError, match="was not captured"):
+        block(x[:, :4])
+    with autocast(Float8CurrentScaling()), pytest.raises(ValueError, match="under a different recipe"):
+        block(x)
+    assert seen == [block.fc1, block.fc2], "a refused call runs no hook"
     block.setup_manual_hooks(lambda: lambda module: None)
     assert_close(y, block.forward(x), 8 * EPS)
+
+
+def test_hooks_may_make_variables_those_of_the_graph(x: jax.Array):
+    block = captured(Block(config()), x)
+
+    def widen(module: Any) -> None:
+        module.kernel.set_value(module.kernel.get_value().astype(jnp.float32))
+
+    block.setup_manual_hooks(lambda: widen)
+    y = block(x)
+    block.fc1.kernel.set_value(block.fc1.kernel.get_value().astype(jnp.bfloat16))
+    assert_close(block(x), y, float(jnp.finfo(jnp.bfloat16).eps))
 
 
 @pytest.fixture(params=[None, "delayed", "tensorwise"])

@@ -21,7 +21,7 @@ from jax_te.megatron import (
     will_execute_quantized,
 )
 from jax_te.recipe import Float8CurrentScaling, autocast
-from tests.support.numerics import TOLERANCE, assert_close, draw
+from tests.support.numerics import TOLERANCE, assert_close, draw, without_type_checker
 
 H, E = 16, 4
 X = draw("x", (2, 6, H))
@@ -113,6 +113,22 @@ def test_a_choice_is_replayed_where_the_configuration_says_so():
     np.testing.assert_array_equal(replaying(X, return_routing=True).experts, own)
     with pytest.raises(ValueError, match="moe_enable_routing_replay=True"):
         TopKRouter(config(), rngs=nnx.Rngs(0)).set_target_indices(other)
+
+
+@pytest.mark.parametrize(
+    ("indices", "error", "match"),
+    [
+        (jnp.zeros((2, 8, 3), jnp.int32), ValueError, r"topk_indices must be \[2, 8, 2\], got shape \(2, 8, 3\)"),
+        (jnp.zeros(2, jnp.int32), ValueError, r"topk_indices must be \[b, s, 2\] or \[s, 2\]"),
+        (jnp.zeros((2, 8, 2)), TypeError, "topk_indices must be integers"),
+        (jnp.full((2, 8, 2), E), ValueError, f"topk_indices must be numbers from 0 to num_experts - 1 = {E - 1}"),
+    ],
+)
+def test_a_choice_that_no_call_could_take_is_refused_when_it_is_set(indices, error, match):
+    router = TopKRouter(config(moe_enable_routing_replay=True), rngs=nnx.Rngs(0))
+    with without_type_checker(), pytest.raises(error, match=match):
+        router.set_target_indices(indices)
+    assert router.replayed is None
 
 
 def test_limits_of_the_activation_are_in_every_block():

@@ -29,7 +29,7 @@ from jax_te.recipe import DelayedScaling, autocast
 from jax_te.training import create_train_state, make_train_step
 from tests.support import reference
 from tests.support.meshes import shard, use_mesh
-from tests.support.numerics import assert_bitwise, assert_close, relative_l2
+from tests.support.numerics import assert_bitwise, assert_close, quick_jit, relative_l2
 from tests.support.reference import ROUNDOFF, Form, parameters, randomize, value_and_vjp64
 
 B, S, V, H, F, N = 4, 8, 32, 32, 64, 4
@@ -56,9 +56,9 @@ FULL: dict[str, Any] = {
 QWEN = dataclasses.replace(LLAMA, qk_layernorm=True, window_size=(3, 0), window_attn_skip_freq=2, softmax_scale=0.3)
 
 
-def build(form: str = "gpt2", **options: Any) -> GPTModel:
-    config, defaults, _ = FORMS[form]
-    return GPTModel(config, vocab_size=V, max_sequence_length=S, rngs=nnx.Rngs(0), **{**defaults, **options})
+def build(form: str = "gpt2", config: TransformerConfig | None = None, **options: Any) -> GPTModel:
+    of_form, defaults, _ = FORMS[form]
+    return GPTModel(config or of_form, vocab_size=V, max_sequence_length=S, rngs=nnx.Rngs(0), **{**defaults, **options})
 
 
 def batch() -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -468,6 +468,19 @@ def test_packed_sequences_have_the_logits_that_each_has_alone(form: str) -> None
     there = run(model, tokens, packed_seq_params=packed, positions=packed.positions(S))
     np.testing.assert_array_equal(there, logits)
     assert not np.allclose(run(model, tokens, packed_seq_params=packed, positions=jnp.arange(S)), logits)
+
+
+def test_max_logits_are_those_of_the_attention_that_is_trained() -> None:
+    model, tokens = randomize(build(config=dataclasses.replace(GPT2, num_layers=1))), batch()[0][:1]
+    measure = quick_jit(lambda model, tokens, **options: model.max_logits(tokens, **options))
+    packed = PackedSeqParams(cu_seqlens_q=jnp.array([[0, S // 2, S]]))
+    alone = measure(model, tokens.reshape(2, S // 2))
+    assert_close(measure(model, tokens, packed_seq_params=packed), alone, TOLERANCE)
+    # Positions that are given stand for those from 0 on.
+    moved = measure(model, tokens, packed_seq_params=packed, positions=jnp.arange(S)[::-1])
+    assert relative_l2(moved, alone) > 1e-2
+    with pytest.raises(ValueError, match="boundaries of 3 rows"):
+        model.max_logits(tokens, packed_seq_params=PackedSeqParams(cu_seqlens_q=jnp.array([[0, S]] * 3)))
 
 
 @pytest.mark.parametrize(

@@ -477,6 +477,10 @@ def test_a_cache_and_max_logits_and_clipping_work_as_a_gpts():
     model.load_state_dict(megatrons(gpt))
     logits = model.max_logits(TOKENS)
     assert_close(logits, gpt.max_logits(TOKENS), 64 * EPS)
+    packed = PackedSeqParams(cu_seqlens_q=jnp.array([[0, 3, S]] * B))
+    of_packed = model.max_logits(TOKENS, packed_seq_params=packed)
+    assert_close(of_packed, gpt.max_logits(TOKENS, packed_seq_params=packed), 64 * EPS)
+    assert (of_packed != logits).any()
     for each in (model, gpt):
         each.clip_qk(logits)
     assert_close(model.max_logits(TOKENS), gpt.max_logits(TOKENS), 64 * EPS)

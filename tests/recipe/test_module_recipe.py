@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from jax_te.recipe import DelayedScaling, Float8CurrentScaling, ModuleRecipe, NVFP4BlockScaling
+from jax_te.recipe import CustomRecipe, DelayedScaling, Float8CurrentScaling, ModuleRecipe, NVFP4BlockScaling
 from tests.support.numerics import without_type_checker
 
 AMBIENT, FP8, FP4 = DelayedScaling(), Float8CurrentScaling(), NVFP4BlockScaling()
@@ -54,6 +54,28 @@ def test_defaults_let_a_rule_for_all_modules_spare_those_that_are_not_quantized(
     assert module.resolve(None, training=True) is None
     assert (module.evaluation, module.fp8_param, module.fp4_param) == ("training", False, False)
     assert len({module, ModuleRecipe(training=FP8), ModuleRecipe(training=FP8, fp8_param=True)}) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"training": FP8, "fp8_param": True, "fp4_param": True}, "fp8_param=True and fp4_param=True"),
+        ({"training": None, "fp8_param": True}, "fp8_param=True .* training is None"),
+        ({"training": None, "evaluation": FP4, "fp4_param": True}, "fp4_param=True .* training is None"),
+        ({"training": FP4, "fp8_param": True}, "a recipe of FP8 .* training is NVFP4BlockScaling"),
+        ({"training": FP8, "fp4_param": True}, "a recipe of FP4 .* training is Float8CurrentScaling"),
+    ],
+)
+def test_kernels_are_held_as_training_quantizes_them(fields, message):
+    with pytest.raises(ValueError, match=message):
+        ModuleRecipe(**fields)
+
+
+def test_kernels_may_be_held_in_the_form_of_their_recipe():
+    custom = CustomRecipe(qfactory=lambda role: None)
+    for fields in ({"training": FP8, "fp8_param": True}, {"training": FP4, "fp4_param": True}):
+        assert ModuleRecipe(**fields).holds_kernels
+        assert ModuleRecipe(**fields | {"training": custom}).holds_kernels
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,18 @@ _DRAWS = 1500
 _CANDIDATES = 12
 
 
-def pairwise(options: Mapping[str, Sequence[Any]], allowed: Callable[[Case], bool] = lambda case: True) -> list[Case]:
+def pairwise(
+    options: Mapping[str, Sequence[Any]], allowed: Callable[[Case], bool] = lambda case: True, *, draws: int = _DRAWS
+) -> list[Case]:
     """Return few cases, each with one value of every option, in which all pairs of values meet that may.
 
-    The same options give the same cases. A pair that meets in less than one of a hundred of its cases may be left out.
+    The same options give the same cases. A pair that meets in less than about ten of its ``draws`` cases may be left
+    out.
 
     Args:
         options: Values of each option by its name.
         allowed: Says of a whole case whether it may be. Pairs that meet in no such case are left out.
+        draws: Random cases of each pair, of which the best of those that are allowed is taken.
     """
     rng, chosen, met = random.Random(0), [], set()
     for (a, b), (i, j) in _index_pairs(options):
@@ -28,7 +32,7 @@ def pairwise(options: Mapping[str, Sequence[Any]], allowed: Callable[[Case], boo
             continue
         fixed = {a: options[a][i], b: options[b][j]}
         candidates = []
-        for _ in range(_DRAWS):  # most cases are not allowed where options depend on each other
+        for _ in range(draws):  # most cases are not allowed where options depend on each other
             case = {name: fixed[name] if name in fixed else rng.choice(values) for name, values in options.items()}
             if allowed(case):
                 candidates.append(case)

@@ -9,7 +9,8 @@ import optax
 import pytest
 from flax import nnx
 
-from jax_te.layers import LayerNormMLP, LoRA, TransformerLayer
+from jax_te.config import RouterOptions
+from jax_te.layers import LayerNormMLP, LoRA, Router, TransformerLayer
 from jax_te.training import adamw_with_schedule, learning_rate_schedule, muon_dimension_numbers, weight_decay_mask
 from tests.support.numerics import NO_DROPOUT
 
@@ -124,6 +125,7 @@ def test_muon_on_the_variables_of_layers():
         layer=layer,
         stack=nnx.eval_shape(lambda: stacked(jax.random.split(jax.random.key(0), 3))),
         adapted=nnx.eval_shape(lambda: LoRA(LayerNormMLP(8, 16, rngs=nnx.Rngs(0)), 2, rngs=nnx.Rngs(0))),
+        router=nnx.eval_shape(lambda: Router(8, RouterOptions(num_experts=4), bias=True, rngs=nnx.Rngs(0))),
     )
     params = nnx.state(model, nnx.Param)
     numbers = nnx.to_pure_dict(muon_dimension_numbers(params))
@@ -134,6 +136,8 @@ def test_muon_on_the_variables_of_layers():
     assert numbers["stack"]["wo_kernel"] == (-2, -1)
     assert numbers["stack"]["wi_bias"] is None
     assert numbers["adapted"]["wi_lora_b"] is None
+    assert numbers["router"]["kernel"] == (-2, -1), "as in Megatron-Core"
+    assert numbers["router"]["bias"] is None
     tx = optax.contrib.muon(0.1, muon_weight_dimension_numbers=muon_dimension_numbers)
     state = jax.eval_shape(tx.init, params)
     updates, _ = jax.eval_shape(tx.update, params, state, params)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
@@ -101,6 +102,24 @@ def test_scalers_are_pytrees():
     assert names == [".scale", ".growth_tracker", ".hysteresis_tracker"]
     assert jax.tree.structure(jax.tree.map(lambda _: None, scaler)).num_leaves == 0
     assert not jax.tree.leaves(ConstantLossScale(scale=2.0))
+
+
+def test_replaced_options_keep_the_scale_in_use():
+    begun = update(update(DynamicLossScale(initial_scale=64.0, growth_interval=1, hysteresis=3), True), False)
+    again = dataclasses.replace(begun, growth_interval=5)
+    assert [float(x) for x in jax.tree.leaves(again)] == [float(x) for x in jax.tree.leaves(begun)] == [128.0, 0.0, 2.0]
+    assert (again.growth_interval, again.initial_scale) == (5, 64.0)
+    bounded = jax.jit(lambda scaler: dataclasses.replace(scaler, max_scale=100.0, hysteresis=1))(begun)
+    assert (float(bounded.scale), int(bounded.hysteresis_tracker)) == (100.0, 1)
+    assert float(dataclasses.replace(begun, initial_scale=16.0).scale) == 16.0
+    assert float(dataclasses.replace(DynamicLossScale(), initial_scale=16.0).scale) == 16.0
+
+
+def test_scalers_have_a_hash():
+    scaler, same = DynamicLossScale(initial_scale=8.0), DynamicLossScale(initial_scale=8.0)
+    assert scaler == same
+    assert len({scaler, same, DynamicLossScale(growth_interval=5), ConstantLossScale()}) == 3
+    assert scaler != update(scaler, True)
 
 
 def test_constant_scale_is_constant():

@@ -38,9 +38,9 @@ def clip_qk(
         ``attention``.
 
     Raises:
-        ValueError: for a layer without fused projections or with norms of queries and keys, whose logits do not follow
-            the kernels' size, or whose kernels are stored quantized; for ``max_logit`` None or of another number of
-            heads, a threshold that is not positive, and an ``alpha`` outside [0, 1].
+        ValueError: for a layer without fused projections, with an adapter around one, with norms of queries and keys,
+            whose logits do not follow the kernels' size, or whose kernels are stored quantized; for ``max_logit`` None
+            or of another number of heads, a threshold that is not positive, and an ``alpha`` outside [0, 1].
 
     Source: ``clip_qk`` of ``megatron.core.transformer.attention``; Kimi Team 2025 (MuonClip).
 
@@ -52,7 +52,7 @@ def clip_qk(
     >>> clip_qk(layer, logits) is layer
     True
     """
-    _check(attention, max_logit, threshold, alpha)
+    check_clip_qk(attention, max_logit, threshold=threshold, alpha=alpha)
     core = attention.core_attention
     if isinstance(attention, MultiLatentAttention):
         _clip_latent(attention, max_logit, threshold, alpha)
@@ -82,38 +82,35 @@ def _clip_latent(attention: MultiLatentAttention, max_logit: Array, threshold: f
     # The rotated key is shared by all heads, so that the rotated part of queries takes the whole factor.
     of_queries = of_parts((eta**alpha, latent.qk_head_dim), (eta, latent.qk_pos_emb_head_dim))
     of_keys_and_values = of_parts((eta ** (1.0 - alpha), latent.qk_head_dim), (jnp.ones_like(eta), latent.v_head_dim))
-    queries: Any = attention.query if latent.q_lora_rank is None else attention.q_up
-    keys: Any = attention.kv_up
-    # Both are looked at before one is changed.
-    if any(isinstance(layer.kernel.get_value(), QuantizedKernel) for layer in (queries, keys)):
-        raise ValueError(_STORED)
+    queries, keys = _scaled_layers(attention).values()
     _scale(queries.kernel, of_queries)
     _scale(keys.kernel, of_keys_and_values)
-
-
-_STORED = "the kernel is stored quantized; clip before quantize_parameters, or without fp8_param"
 
 
 def _scale(variable: Any, factor: Array) -> None:
     """Multiply a kernel or bias by a factor for each of its outputs."""
     value = variable.get_value()
-    if isinstance(value, QuantizedKernel):
-        raise ValueError(_STORED)
     # In fp32: a factor rounded to bf16 would leave the logits up to 0.4 % above the threshold.
     scaled = value.astype(jnp.float32) * factor.reshape((1,) * (value.ndim - factor.ndim) + factor.shape)
     variable.set_value(scaled.astype(value.dtype))
 
 
-def _check(attention: MultiheadAttention, max_logit: Array, threshold: float, alpha: float) -> None:
-    """Raise `clip_qk`'s ValueErrors."""
-    core = attention.core_attention
-    fused = attention.attention_type == "self" and attention.fuse_qkv_params
-    if isinstance(attention, MultiLatentAttention):
-        layers = attention.query if attention.latent.q_lora_rank is None else attention.q_up, attention.kv_up
-        if not all(isinstance(layer, Linear) for layer in layers):
-            raise ValueError("clip_qk scales the kernels to queries and keys, and one has an adapter; merge it first")
-    elif not fused or not isinstance(attention.qkv, Linear):
-        raise ValueError("clip_qk takes self-attention with one fused kernel, fuse_qkv_params=True")
+@checked
+def check_clip_qk(
+    attention: MultiheadAttention, max_logit: Array, *, threshold: float = 100.0, alpha: float = 0.5
+) -> None:
+    """Raise the errors of `clip_qk`, and change nothing: for several layers, all of which are checked before one is.
+
+    >>> from jax_te.layers import MultiheadAttention
+    >>> check_clip_qk(MultiheadAttention(32, 4, rngs=nnx.Rngs(0)), jnp.ones(4))
+    """
+    scaled, core = _scaled_layers(attention), attention.core_attention
+    for name, layer in scaled.items():
+        if not isinstance(layer, Linear):
+            raise ValueError(
+                f"clip_qk scales the kernel of {name}, which has an adapter, {type(layer).__name__}, whose share of "
+                "the logits would stay: merge it first, and put what its merge() returns in its place"
+            )
     if attention.q_norm is not None:
         raise ValueError("queries and keys are normalized (qk_norm_type): scaling their kernels changes no logit")
     if max_logit is None:
@@ -122,3 +119,21 @@ def _check(attention: MultiheadAttention, max_logit: Array, threshold: float, al
         raise ValueError(f"threshold must be > 0 and alpha in [0, 1], got {threshold!r} and {alpha!r}")
     if max_logit.shape != (core.num_attention_heads,):
         raise ValueError(f"max_logit must be [n] = ({core.num_attention_heads},), got {max_logit.shape}")
+    for name, layer in scaled.items():
+        if isinstance(layer.kernel.get_value(), QuantizedKernel):
+            raise ValueError(
+                f"the kernel of {name} is stored quantized; clip before quantize_parameters, or without fp8_param"
+            )
+
+
+def _scaled_layers(attention: MultiheadAttention) -> dict[str, Any]:
+    """Return the projections whose kernels are scaled, by their names; raise ValueError for other forms of attention.
+
+    An adapter around one is returned as it is.
+    """
+    if isinstance(attention, MultiLatentAttention):
+        queries = "query" if attention.latent.q_lora_rank is None else "q_up"
+        return {name: getattr(attention, name) for name in (queries, "kv_up")}
+    if attention.attention_type != "self" or not attention.fuse_qkv_params:
+        raise ValueError("clip_qk takes self-attention with one fused kernel, fuse_qkv_params=True")
+    return {"qkv": attention.qkv}

@@ -18,7 +18,7 @@ from jax_te.layers.linear import Linear
 from jax_te.layers.lora import without_adapter
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.parameters import parameter
-from jax_te.layers.results import add_bias
+from jax_te.layers.results import add_bias, output_and_bias
 from jax_te.ops import (
     Activation,
     ExpertPlacement,
@@ -40,10 +40,13 @@ class Experts(TrainingMode):
 
     Args:
         linear_fc1: `GroupedLinear` to the components of the activation, ``[e, h, n_act, f]``.
-        linear_fc2: `GroupedLinear` back, ``[e, f, h]``, which returns its bias.
+        linear_fc2: `GroupedLinear` back, ``[e, f, h]``, which returns its bias, if it has one, instead of adding it.
         function: the activation.
         apply_probs_on_input: whether to multiply the input by the probability ``p``, in place of the activation and the
             bias.
+
+    Raises:
+        ValueError: for a ``linear_fc2`` that adds its bias; when called, for a result beside its output and bias.
 
     >>> from jax_te.layers import GroupedLinear
     >>> fc1 = GroupedLinear(2, 16, (1, 32), bias=False, rngs=nnx.Rngs(0))
@@ -54,6 +57,12 @@ class Experts(TrainingMode):
     """
 
     def __init__(self, linear_fc1: Any, linear_fc2: Any, function: Activation, *, apply_probs_on_input: bool = False):
+        base = without_adapter(linear_fc2)
+        if getattr(base, "use_bias", False) and not getattr(base, "return_bias", True):
+            raise ValueError(
+                "linear_fc2 adds its bias itself, which the probabilities are to weight first; build it with "
+                "return_bias=True, a layer of Megatron's with skip_bias_add=True, or with bias=False"
+            )
         self.linear_fc1, self.linear_fc2 = linear_fc1, linear_fc2
         self.function, self.apply_probs_on_input = function, apply_probs_on_input
         for layer in (linear_fc1, linear_fc2):
@@ -119,7 +128,8 @@ class Experts(TrainingMode):
             else:  # nothing has multiplied the activation of rows of padding by 0
                 z = activation(hidden, self.function.name, params=self.function.params, out_axes=axes)
                 groups = dataclasses.replace(groups, zero_padding=False)
-            y, bias = linear_fc2(z, groups, is_first_microbatch=is_first_microbatch)
+            result = linear_fc2(z, groups, is_first_microbatch=is_first_microbatch)
+            y, bias = output_and_bias(result, "linear_fc2")
             if bias is None:
                 return y
             # A GEMM with one feature, whose gradients sum rows in an order that does not depend on the device. Each

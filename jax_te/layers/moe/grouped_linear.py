@@ -18,7 +18,7 @@ from jax_te.layers.parallel_arguments import TensorParallel, TensorParallelModul
 from jax_te.layers.parameters import constant, expert_rngs, init_of_each, parameter
 from jax_te.layers.quantizable import frozen_weights
 from jax_te.layers.results import layer_output
-from jax_te.ops import LinearOptions, LinearWeights, RowGroups, as_int32, grouped_dense
+from jax_te.ops import LinearOptions, LinearWeights, RowGroups, as_int32, check_sizes, grouped_dense
 from jax_te.quantize import QuantizedKernel, Quantizer, TensorQuantizer, precision_of
 from jax_te.sharding import activation_axis, axis_ranks, device_mesh, gathered_axes
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, TensorGroup
@@ -30,7 +30,8 @@ class GroupedLinear(TensorParallelModule):
 
     Rows are sorted by group. Each group's GEMMs are quantized like a separate `Linear`: it has its own scales and
     amaxes, and its own state under delayed scaling, and results do not depend on other groups' rows. Group sizes are
-    values on the device, for which the host does not wait; a group may have no rows, or all.
+    values on the device, for which the host does not wait in ``jit``; outside of it, it checks them. A group may have
+    no rows, or all.
 
     Args:
         num_gemms: ``e``, the number of groups.
@@ -139,7 +140,8 @@ class GroupedLinear(TensorParallelModule):
         Args:
             x: ``[rows, k]``; its dtype is the dtype of computation and of the output.
             group_sizes: int32 ``[e]`` (or integers), the number of rows of each group, one behind the other. Rows
-                beyond them all are padding. Or a `jax_te.ops.RowGroups`, whose groups may have padding between them.
+                beyond them all are padding. Known sizes that are negative or more than the rows are refused. Or a
+                `jax_te.ops.RowGroups`, whose groups may have padding between them.
             is_first_microbatch: mode of the kernel cache. True: quantize the kernels and keep them for later calls;
                 False: use the kept ones; None: the value of the attribute of that name, by default neither.
 
@@ -148,7 +150,7 @@ class GroupedLinear(TensorParallelModule):
             the dtype of ``x`` (None if the layer has none).
         """
         with jax.named_scope("GroupedLinear"):
-            x = self.tensor_parallel.enter(x, (None, "hidden"))
+            x = self.operand(x)
             groups = self.row_groups(x, group_sizes)
             weights = self._weights(is_first_microbatch)
             y = grouped_dense(
@@ -165,26 +167,26 @@ class GroupedLinear(TensorParallelModule):
                 return y
             return layer_output(y, bias=None if weights.bias is None else weights.bias.astype(x.dtype))
 
+    def operand(self, x: Array) -> Array:
+        """Return the kernels' GEMM input in a call with ``x``: ``x``, in the dtype of computation."""
+        return self.tensor_parallel.enter(x, (None, "hidden"))
+
     def row_groups(self, x: Array, group_sizes: Array | Sequence[int] | RowGroups) -> RowGroups:
-        """Return the location of each group's rows in a call's ``x``; concrete sizes are checked.
+        """Return the location of each group's rows in a call's ``x``; sizes are checked if their values are known.
 
         Args:
             x, group_sizes: arguments of the call.
         """
         check_axes("x", x)
         if isinstance(group_sizes, RowGroups):
+            check_sizes(group_sizes)
             return group_sizes
-        if not isinstance(group_sizes, jax.Array):
-            sizes = list(group_sizes)
-            if not all(map(is_integer, sizes)):
-                raise TypeError(f"group_sizes must be integers, got {group_sizes!r}")
-            if any(size < 0 for size in sizes) or sum(sizes) > x.shape[0]:
-                raise ValueError(f"group_sizes must be >= 0 and add up to at most {x.shape[0]} rows, got {sizes}")
-            group_sizes = jnp.asarray(np.array(sizes, np.int32))
-        group_sizes = as_int32("group_sizes", group_sizes)
-        if group_sizes.shape != (self.num_gemms,):
-            raise ValueError(f"group_sizes must have shape ({self.num_gemms},), one size each, got {group_sizes.shape}")
-        return RowGroups(sizes=group_sizes, rows=x.shape[0])
+        sizes = as_int32("group_sizes", _as_array(group_sizes))
+        if sizes.shape != (self.num_gemms,):
+            raise ValueError(f"group_sizes must have shape ({self.num_gemms},), one size each, got {sizes.shape}")
+        groups = RowGroups(sizes=sizes, rows=x.shape[0])
+        check_sizes(groups)
+        return groups
 
     def why_not_placed(self) -> str | None:
         """Return the reason why the devices of a mesh cannot run the layer on their own rows of experts, or None."""
@@ -210,3 +212,14 @@ class GroupedLinear(TensorParallelModule):
         bias = None if self.bias is None else self.bias.get_value()
         weights = self.linear_weights("kernel", bias, is_first_microbatch)
         return frozen_weights(weights) if self.frozen else weights
+
+
+def _as_array(group_sizes: Array | np.ndarray | Sequence[int]) -> Array | np.ndarray:
+    """Return sizes as an array; raise TypeError for a sequence that does not hold integers."""
+    if isinstance(group_sizes, jax.Array | np.ndarray):
+        return group_sizes
+    if not all(map(is_integer, group_sizes)):
+        raise TypeError(f"group_sizes must be integers, got {group_sizes!r}")
+    # Integers of Python have any size: those beyond int32, which no array has rows for, become its nearest one.
+    limits = np.iinfo(np.int32)
+    return np.array([min(max(size, limits.min), limits.max) for size in group_sizes], np.int32)

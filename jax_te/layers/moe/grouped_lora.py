@@ -70,7 +70,8 @@ class GroupedLoRA(LoRA):
         """
         with jax.named_scope("GroupedLoRA"):
             result: Any = self.base(x, group_sizes, is_first_microbatch=is_first_microbatch)
-            return map_output(lambda y: y + self._product(x, self.base.row_groups(x, group_sizes)), result)
+            groups = self.base.row_groups(x, group_sizes)
+            return map_output(lambda y: y + self._product(self.base.operand(x), groups), result)
 
     def _product(self, x: Array, groups: RowGroups) -> Array:
         expert, inner, *outer = self.base.axes_of("kernel")

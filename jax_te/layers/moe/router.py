@@ -154,9 +154,9 @@ class Router(TrainingMode):
                 token.
             key: random key of ``input_jitter_eps`` in training, and of random choices, which need one in training. In
                 evaluation without a key they are those of ``layer_number``, the same in each call.
-            experts: integers ``[b, s, k]`` in ``[0, e)``, a previous choice, which replaces this router's own. Another
-                number is refused where its value is known; in ``jit`` it gives its token probabilities of nan, and a
-                mixture's output of nan.
+            experts: integers ``[b, s, k]`` in ``[0, e)``, a previous choice, which replaces this router's own; its
+                probabilities follow the same rule. Another number is refused where its value is known; in ``jit`` it
+                gives its token probabilities of nan, and a mixture's output of nan.
 
         Returns:
             The routing, with the leading axes of ``x``.
@@ -215,17 +215,17 @@ class Router(TrainingMode):
         if experts is not None:
             self._check_choice(experts, lead)
 
-    def _check_choice(self, experts: Array, lead: tuple[int, ...]) -> None:
+    def _check_choice(self, experts: Array, lead: tuple[int, ...], name: str = "experts") -> None:
         """Raise for a given choice of another shape or dtype, or of a known number that no expert has."""
         if not jnp.issubdtype(experts.dtype, jnp.integer):
-            raise TypeError(f"experts must be integers, the numbers of experts, got {experts.dtype}")
+            raise TypeError(f"{name} must be integers, the numbers of experts, got {experts.dtype}")
         if experts.shape != (*lead, self.options.topk):
-            raise ValueError(f"experts must be {[*lead, self.options.topk]}, got shape {experts.shape}")
+            raise ValueError(f"{name} must be {[*lead, self.options.topk]}, got shape {experts.shape}")
         if not is_known(experts):
             return
         numbers, e = np.asarray(experts), self.options.num_experts
         if (outside := numbers[(numbers < 0) | (numbers >= e)]).size:
-            raise ValueError(f"experts must be numbers from 0 to num_experts - 1 = {e - 1}, got {outside[0]}")
+            raise ValueError(f"{name} must be numbers from 0 to num_experts - 1 = {e - 1}, got {outside[0]}")
 
     def _logits(self, x: Array, key: Key | None) -> Array:
         """Return the logits ``[..., e]``, of the input or at random."""
@@ -272,8 +272,8 @@ class Router(TrainingMode):
     def _assignment(self, logits: Array, given: Array | None) -> routing.Assignment:
         """Return experts and probabilities of tokens ``[t, e]``."""
         options = self.options
-        if options.load_balancing_type == "sinkhorn" and given is None:
-            return routing.route_by_sinkhorn(logits, options.topk, balanced=self.training)
+        if options.load_balancing_type == "sinkhorn":
+            return routing.route_by_sinkhorn(logits, options.topk, balanced=self.training, experts=given)
         if self.quantile_bias is not None and given is None:
             bias = self.quantile_bias.get_value()[:-1]
             given = routing.largest(logits.astype(jnp.float32) - bias[None], options.topk)

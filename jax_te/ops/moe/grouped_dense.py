@@ -18,7 +18,7 @@ from jax_te.ops.linear.gemms import LinearResiduals
 from jax_te.ops.linear.plan import LinearOptions, Plan
 from jax_te.ops.linear.resolve import check_differentiated, usable_weights, why_once
 from jax_te.ops.linear.spec import GivenSink, LinearSpec, LinearWeights, resolved_sink
-from jax_te.ops.moe.row_groups import RowGroups
+from jax_te.ops.moe.row_groups import RowGroups, check_sizes
 from jax_te.ops.moe.tiles import TiledGroups, Tiling, tiling
 from jax_te.ops.pallas import grouped as hopper
 from jax_te.ops.sharded_vjp import Shards, sharded_vjp
@@ -81,9 +81,10 @@ def grouped_dense(
         ``[rows, *n]`` in the dtype of ``x``. Gradients of kernels are accumulated in fp32 and have the kernels' dtype.
 
     Raises:
-        ValueError: for shapes that do not fit; for rows that are placed on a mesh under a recipe with scales of whole
-            tensors beside those of blocks, or with kernels that were quantized as a whole; and for a quantizer of a
-            ``CustomRecipe`` whose scales depend on more than blocks of `group_alignment` rows.
+        ValueError: for shapes that do not fit; for known sizes of groups that are negative or more than the rows; for
+            rows that are placed on a mesh under a recipe with scales of whole tensors beside those of blocks, or with
+            kernels that were quantized as a whole; and for a quantizer of a ``CustomRecipe`` whose scales depend on
+            more than blocks of `group_alignment` rows.
         QuantizerStateError: if the recipe has state, and none is given or it is not that of ``e`` groups.
         TypeError: for an input that is not floating point; if a quantized kernel is differentiated and no
             ``grad_sink`` is given.
@@ -190,6 +191,7 @@ def _check_call(
             f"grouped_dense: groups are {groups.count} in {groups.all_rows} rows, and input and kernel have {e} and "
             f"{x.shape[0]}"
         )
+    check_sizes(groups)
     if bias is not None and bias.shape != (e, *n):
         raise ValueError(f"grouped_dense: bias {bias.shape} must have shape {(e, *n)}, that of kernel without k")
     for name, size in {"input size": k, "output size": prod(n)}.items():

@@ -161,15 +161,12 @@ def route(
         )
     after = options.score_function == "softmax" and not options.pre_softmax
     scores = logits.astype(wide_dtype(logits.dtype)) if after else scores_of(logits, options.score_function)
-    lost = jnp.any(jnp.isnan(logits), axis=-1, keepdims=True)
+    lost = _with_nan(logits)
     if experts is None:
         experts = choose_experts(scores if expert_bias is None else scores + expert_bias[None], options)
-    elif experts.shape != (len(logits), options.topk):
-        raise ValueError(f"experts must be [t, k] = {(len(logits), options.topk)}, got shape {experts.shape}")
     else:
-        experts = as_int32("experts", experts)
-        there = within(experts, options.num_experts)
-        lost, experts = lost | ~jnp.all(there, axis=-1, keepdims=True), jnp.where(there, experts, 0)
+        experts, unknown = _given_experts(experts, (len(logits), options.topk), options.num_experts)
+        lost = lost | unknown
     probs = jnp.take_along_axis(scores, experts, axis=-1)
     if after:
         probs = jax.nn.softmax(probs, axis=-1)
@@ -181,33 +178,63 @@ def route(
         probs = probs / jax.lax.optimization_barrier(total)
     if options.topk_scaling_factor is not None:
         probs = probs * options.topk_scaling_factor
-    # A nan in the score of an expert that was not chosen would go unnoticed.
     return Assignment(jnp.where(lost, jnp.nan, probs), experts)
 
 
-def route_by_sinkhorn(logits: Array, topk: int, *, balanced: bool, tol: float = 1e-4) -> Assignment:
+def _with_nan(logits: Array) -> Array:
+    """Return which tokens have a nan among their logits, bool ``[t, 1]``.
+
+    A nan in the score of an expert that was not chosen would go unnoticed.
+    """
+    return jnp.any(jnp.isnan(logits), axis=-1, keepdims=True)
+
+
+def _given_experts(experts: Array, shape: tuple[int, int], num_experts: int) -> tuple[Array, Array]:
+    """Return a choice made elsewhere, int32 ``[t, k]``, and which tokens have a number that is no expert's, ``[t, 1]``.
+
+    Such a number becomes 0. Raise ValueError for a choice of another shape.
+    """
+    if experts.shape != shape:
+        raise ValueError(f"experts must be [t, k] = {shape}, got shape {experts.shape}")
+    experts = as_int32("experts", experts)
+    there = within(experts, num_experts)
+    return jnp.where(there, experts, 0), ~jnp.all(there, axis=-1, keepdims=True)
+
+
+def route_by_sinkhorn(
+    logits: Array, topk: int, *, balanced: bool, experts: Array | None = None, tol: float = 1e-4
+) -> Assignment:
     """Return an assignment that gives all experts about as many tokens, as an optimal transport would.
 
     Args:
-        logits: ``[t, e]``.
+        logits: ``[t, e]``. A token with a nan among its logits has probabilities of nan, so that the loss shows it.
         topk: ``k``.
         balanced: whether to choose by `sinkhorn`'s matrix, as in training. False: by the logits, as in evaluation,
             where a token's experts may not depend on the others.
+        experts: integers ``[t, k]``, a choice made elsewhere, which replaces that by the matrix; see `route`.
         tol: tolerance of `sinkhorn`.
 
     Returns:
-        The assignment; its probabilities are the sigmoid of the logits for ``topk = 1``, else their softmax over all
-        experts.
+        The assignment; its probabilities, also those of a given choice, are the sigmoid of the logits for ``topk = 1``,
+        else their softmax over all experts.
+
+    Raises:
+        ValueError: for a given choice of another shape.
+        TypeError: for a given choice that does not hold integers.
 
     Source: ``megatron.core.transformer.moe.router.TopKRouter.sinkhorn_load_balancing``; Clark et al. 2022.
 
     >>> route_by_sinkhorn(jnp.array([[2.0, 0.0], [1.0, 0.0]]), 1, balanced=True).experts.tolist()
     [[0], [1]]
     """
-    scores = scores_of(logits, "sigmoid" if topk == 1 else "softmax")
-    wide = jax.lax.stop_gradient(logits.astype(wide_dtype(logits.dtype)))
-    experts = largest(sinkhorn(wide, tol=tol) if balanced else wide, topk)
-    return Assignment(jnp.take_along_axis(scores, experts, axis=-1), experts)
+    scores, lost = scores_of(logits, "sigmoid" if topk == 1 else "softmax"), _with_nan(logits)
+    if experts is None:
+        wide = jax.lax.stop_gradient(logits.astype(wide_dtype(logits.dtype)))
+        experts = largest(sinkhorn(wide, tol=tol) if balanced else wide, topk)
+    else:
+        experts, unknown = _given_experts(experts, (len(logits), topk), logits.shape[1])
+        lost = lost | unknown
+    return Assignment(jnp.where(lost, jnp.nan, jnp.take_along_axis(scores, experts, axis=-1)), experts)
 
 
 def sinkhorn(logits: Array, *, tol: float = 1e-4) -> Array:

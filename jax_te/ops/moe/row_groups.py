@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_te._validation import check_bool, check_positive, checked, is_integer
-from jax_te.ops.integers import as_int32
+from jax_te.ops.integers import as_int32, is_known
 from jax_te.ops.moe.placement import ExpertPlacement
 from jax_te.ops.pallas.grouped_gemm import GROUP_ALIGNMENT
 from jax_te.ops.pallas.support import supported
@@ -32,7 +32,8 @@ class RowGroups:
     for them, in forward and in gradients. Sizes are values on the device; every shape is static.
 
     Args:
-        sizes: int32 ``[e]``, the number of rows of each group, >= 0. Those that do not fit into ``rows`` are cut off.
+        sizes: int32 ``[e]``, the number of rows of each group, >= 0. A call that reads the rows refuses sizes that do
+            not fit into ``rows`` if it knows them; in ``jit``, they are cut off.
         rows: number of rows of the array. `row_bound` is enough for any sizes of a known sum.
         alignment: alignment of the groups' starts, >= 1. An op whose recipe needs another one
             (`jax_te.ops.group_alignment`) copies the rows.
@@ -118,6 +119,26 @@ class RowGroups:
         # The last group that starts at the row or before it: a group without rows starts where the next one does.
         group = jnp.sum(row[:, None] >= starts[None], axis=1, dtype=jnp.int32) - 1
         return jnp.where(row < (starts + self.sizes)[group], group, self.count)
+
+
+def check_sizes(groups: RowGroups) -> None:
+    """Raise ValueError for sizes that are negative or do not fit into the rows; sizes in ``jit`` are not known.
+
+    >>> check_sizes(RowGroups(sizes=jnp.array([4, 2]), rows=5))
+    Traceback (most recent call last):
+    ValueError: sizes of groups must be >= 0 and add up to at most 5 rows, got [4, 2]
+    """
+    if not is_known(groups.sizes):
+        return
+    # In 64 bits, and with as_int32's limits: a sum of int32 could wrap around.
+    sizes = np.asarray(groups.sizes).astype(np.int64)
+    taken = -(-sizes // groups.alignment) * groups.alignment
+    ends = np.cumsum(taken, axis=-1) - taken + sizes
+    if (sizes < 0).any() or ((ends > groups.rows) & (sizes > 0)).any():
+        starts = "" if groups.alignment == 1 else f", each group from a multiple of {groups.alignment} on"
+        raise ValueError(
+            f"sizes of groups must be >= 0 and add up to at most {groups.rows} rows{starts}, got {sizes.tolist()}"
+        )
 
 
 @checked

@@ -12,7 +12,15 @@ from flax import nnx
 
 from jax_te import autocast, value_and_grad
 from jax_te.config import LatentAttentionOptions, ParallelConfig
-from jax_te.layers import MultiLatentAttention, TransformerLayer, YarnScaling, clip_qk, init_kv_cache, rotary_embedding
+from jax_te.layers import (
+    LoRA,
+    MultiLatentAttention,
+    TransformerLayer,
+    YarnScaling,
+    clip_qk,
+    init_kv_cache,
+    rotary_embedding,
+)
 from jax_te.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -229,3 +237,10 @@ def test_clipped_logits_meet_the_threshold(rank: int | None) -> None:
     threshold = float(jnp.sort(before)[1])  # two heads exceed it
     _, after = call(clip_qk(layer, before, threshold=threshold, alpha=0.3), x, rotary_pos_emb=rotary)
     np.testing.assert_allclose(after, jnp.minimum(before, threshold), rtol=1e-5)
+
+
+def test_a_projection_with_an_adapter_is_named() -> None:
+    layer = build(sizes_of(), return_max_logit=True)
+    layer.kv_up = LoRA(layer.kv_up, 2, rngs=nnx.Rngs(1))
+    with pytest.raises(ValueError, match="kernel of kv_up, which has an adapter, LoRA"):
+        clip_qk(layer, jnp.full(N, 1e4))

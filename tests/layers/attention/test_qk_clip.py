@@ -80,8 +80,8 @@ def test_small_and_missing_logits_change_nothing():
         (build, {"threshold": 0.0}, "threshold must be > 0 and alpha in"),
         (build, {"alpha": 1.5}, "threshold must be > 0 and alpha in"),
         (build, {"max_logit": None}, "max_logit must be an array"),
-        (lambda: with_adapter(build()), {}, "takes self-attention with one fused"),
-        (lambda: stored_quantized(build()), {}, "stored quantized; clip before quantize_parameters"),
+        (lambda: with_adapter(build()), {}, "kernel of qkv, which has an adapter, LoRA.* merge it first"),
+        (lambda: stored_quantized(build()), {}, "kernel of qkv is stored quantized; clip before quantize_parameters"),
         (build, {"max_logit": jnp.ones(3)}, r"max_logit must be \[n\] = \(4,\), got \(3,\)"),
     ],
 )
@@ -118,6 +118,19 @@ def test_max_logits_and_clipping_leave_the_models_layers_alone(monkeypatch: pyte
     monkeypatch.setattr(type(core), "__setattr__", watched)
     model.clip_qk(model.max_logits(jnp.zeros((1, 8), jnp.int32)))
     assert [name for module, name in assigned if module is core] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [(with_adapter, "has an adapter, LoRA"), (stored_quantized, "is stored quantized")]
+)
+def test_a_refused_call_of_a_model_has_scaled_none_of_its_layers(change, message):
+    config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=2, qk_clip=True)
+    model = GPTModel(config, vocab_size=16, max_sequence_length=8, rngs=nnx.Rngs(0))
+    change(model.layers[1].self_attention)
+    before = model.layers[0].self_attention.qkv.kernel[...]
+    with pytest.raises(ValueError, match=message):
+        model.clip_qk(jnp.full((2, 2), 1e4))
+    assert_bitwise(model.layers[0].self_attention.qkv.kernel[...], before)
 
 
 def test_kernels_that_were_cached_are_dropped():

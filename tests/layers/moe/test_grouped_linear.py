@@ -13,7 +13,7 @@ from jax_te import linen
 from jax_te.config import ParallelConfig
 from jax_te.errors import QuantizerStateError
 from jax_te.layers import GroupedLinear, GroupedLoRA, Linear, lora_labels, prepare_quantization, quantize_parameters
-from jax_te.ops import RowGroups, group_alignment
+from jax_te.ops import RowGroups, group_alignment, grouped_dense
 from jax_te.random import EXPERT_PARALLEL_RNG
 from jax_te.recipe import (
     DelayedScaling,
@@ -91,6 +91,22 @@ def test_one_expert_is_a_linear_layer_bitwise(x):
         found, expected = gradients(experts, x, jnp.asarray([ROWS])), gradients(own, x)
     for mine, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert_bitwise(np.asarray(mine).reshape(other.shape), other)
+
+
+@pytest.mark.parametrize("kind", [list, np.array, jnp.array, lambda sizes: RowGroups(sizes=jnp.array(sizes), rows=5)])
+@pytest.mark.parametrize("sizes", [[4, 2], [-1, 6], [2**31 - 1, 2**31 - 1]])
+def test_known_sizes_that_do_not_fit_are_refused(sizes, kind):
+    experts = GroupedLinear(2, 4, 4, rngs=nnx.Rngs(0))
+    with without_type_checker(), pytest.raises(ValueError, match=r"must be >= 0 and add up to at most 5 rows, got \["):
+        experts(jnp.ones((5, 4)), kind(sizes))
+
+
+def test_sizes_of_aligned_groups_that_do_not_fit_are_refused():
+    groups = RowGroups(sizes=jnp.array([1, 2]), rows=5, alignment=4)
+    with pytest.raises(ValueError, match="at most 5 rows, each group from a multiple of 4 on"):
+        grouped_dense(jnp.ones((5, 4)), jnp.ones((2, 4, 4)), groups=groups)
+    fits = RowGroups(sizes=jnp.array([4, 1, 0]), rows=5, alignment=4)  # the last one starts behind the rows
+    assert grouped_dense(jnp.ones((5, 4)), jnp.ones((3, 4, 4)), groups=fits).shape == (5, 4)
 
 
 @pytest.mark.costly

@@ -1,5 +1,7 @@
 """The layer with experts: routing, permutation, experts, their sum; tests/moe compares its numbers with an oracle."""
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from flax import nnx
 
 from jax_te.config import RouterOptions
-from jax_te.layers import Experts, GroupedLinear, LayerNormMLP, MoE, SharedExperts
+from jax_te.layers import Experts, GroupedLinear, LayerNormMLP, MoE, SharedExperts, layer_output
 from jax_te.ops import Activation, RowGroups, activation
 from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, autocast
@@ -46,6 +48,35 @@ def output(layer, x):
 def assert_same(one, two, tolerance=0.0):
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(two), strict=True):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance, err_msg=jax.tree_util.keystr(path))
+
+
+def experts_with(function):
+    """Experts with biases, of whose second layer's output and bias ``function`` makes what it returns."""
+    fc1 = GroupedLinear(2, 16, (1, 16), rngs=nnx.Rngs(0))
+    inner = GroupedLinear(2, 16, 16, return_bias=True, rngs=nnx.Rngs(1))
+    inner.bias.set_value(draw("bias", (2, 16)))
+
+    class Own(nnx.Module):
+        def __call__(self, *args, **kwargs):
+            y, bias = inner(*args, **kwargs)
+            return function(y, bias)
+
+    groups = RowGroups(sizes=jnp.array([1, 1]), rows=2)  # two rows, which are no output and bias
+    return Experts(fc1, Own(), Activation("gelu"))(draw("x", (2, 16)), jnp.array([0.25, 0.75]), groups)
+
+
+def test_the_second_layers_bias_is_read_by_name():
+    expected = experts_with(lambda y, bias: (y, bias))
+    named = collections.namedtuple("Named", ("y", "bias"))
+    np.testing.assert_array_equal(experts_with(named), expected)
+    plain = experts_with(lambda y, bias: y)
+    np.testing.assert_array_equal(experts_with(lambda y, bias: (y, None)), plain)
+    assert (np.asarray(plain) != np.asarray(expected)).any()
+    with pytest.raises(ValueError, match="linear_fc2 returned gates"):
+        experts_with(lambda y, bias: layer_output(y, gates=bias))
+    fc1, fc2 = (GroupedLinear(2, 16, 16, rngs=nnx.Rngs(0)) for _ in range(2))
+    with pytest.raises(ValueError, match="linear_fc2 adds its bias itself"):
+        Experts(fc1, fc2, Activation("gelu"))
 
 
 @pytest.mark.costly("gelu-True", "swiglu-False", slow=["gelu-False"])

@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from jax_te.config import RouterOptions
+from jax_te.config.experts import LOAD_BALANCING_TYPES
 from jax_te.layers import Router
 from jax_te.layers.moe.aux_loss_scale import aux_losses_scaled
 from jax_te.ops.moe import losses, routing
@@ -234,8 +235,29 @@ def test_a_choice_that_is_given():
         router = make(**options)
         given = router(draw("other", X.shape)).experts
         np.testing.assert_array_equal(router(X, experts=given).experts, given)
-    replayed = make()(X, experts=make()(X).experts)
-    np.testing.assert_array_equal(replayed.probs, make()(X).probs)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"load_balancing_type": kind} for kind in LOAD_BALANCING_TYPES),
+        {"load_balancing_type": "sinkhorn", "topk": 1},
+        {"load_balancing_type": "quantile_balancing", "topk": 1, "pre_softmax": True},
+        {"score_function": "sigmoid", "enable_expert_bias": True},
+        {"num_groups": 4, "group_topk": 2},
+    ],
+    ids=str,
+)
+def test_a_replay_of_the_own_choice_changes_nothing(options):
+    """The rule of probabilities is that of the load balancing, and not of who chose."""
+    router = make(**options)
+    for bias in (router.expert_bias, router.quantile_bias):
+        if bias is not None:  # biases that change the choice
+            bias.set_value(2.0 * draw("bias", bias.get_value().shape))
+    own = router(X)
+    replayed = router(X, experts=own.experts)
+    np.testing.assert_array_equal(replayed.experts, own.experts)
+    np.testing.assert_array_equal(replayed.probs, own.probs)
 
 
 @pytest.mark.parametrize(
@@ -253,6 +275,22 @@ def test_a_choice_that_is_given():
 def test_bad_calls(call, words):
     with without_type_checker(), pytest.raises((ValueError, TypeError), match=words):
         make()(**call)
+
+
+UNUSED = {
+    "sinkhorn": [
+        {"score_function": "sigmoid"},
+        {"pre_softmax": True},
+        {"topk_scaling_factor": 2.0},
+        {"num_groups": 2, "group_topk": 1},
+        {"enable_expert_bias": True},
+    ],
+    "quantile_balancing": [
+        {"num_groups": 2, "group_topk": 1},
+        {"enable_expert_bias": True, "score_function": "sigmoid"},
+    ],
+}
+"""Options that change numbers, and that a method of load balancing does not read."""
 
 
 @pytest.mark.parametrize(
@@ -283,7 +321,11 @@ def test_bad_calls(call, words):
         ({"pad_expert_input_to_capacity": True}, "needs a capacity"),
         ({"input_jitter_eps": 1.0}, "input_jitter_eps"),
         ({"quantile_balancing_ema": 1.0}, "quantile_balancing_ema"),
-        ({"num_groups": 2, "group_topk": 1, "load_balancing_type": "quantile_balancing"}, "has no groups"),
+        *(
+            ({"load_balancing_type": kind, **option}, f"{next(iter(option))}=.* has no effect under .*{kind}")
+            for kind, options in UNUSED.items()
+            for option in options
+        ),
     ],
 )
 def test_options_that_do_not_fit(options, words):

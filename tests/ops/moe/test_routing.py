@@ -169,8 +169,21 @@ def test_sinkhorn_of_any_size(shift):
     assert load.max() <= 9, load  # 24 tokens that choose 2 of 8: 6 each
 
 
-def test_sinkhorn_ends_at_nan():
-    assert routing.route_by_sinkhorn(LOGITS.at[0, 0].set(jnp.nan), 2, balanced=True).experts.shape == (24, 2)
+@pytest.mark.parametrize("topk", [1, 2])
+def test_sinkhorn_ends_at_nan_and_shows_it(topk):
+    got = routing.route_by_sinkhorn(LOGITS.at[3, 5].set(jnp.nan), topk, balanced=True)
+    assert got.experts.shape == (24, topk)
+    assert np.isnan(got.probs[3]).all()
+
+
+def test_a_choice_given_to_sinkhorn():
+    given = jnp.full((24, 1), 7, jnp.int32)
+    probs, experts = routing.route_by_sinkhorn(LOGITS, 1, balanced=True, experts=given.at[2].set(8))
+    np.testing.assert_array_equal(experts[3:], given[3:])
+    np.testing.assert_array_equal(probs[3:, 0], jax.nn.sigmoid(LOGITS[3:, 7]))
+    assert np.isnan(probs[2, 0]), "expert 8 of 8 is none"
+    with pytest.raises(ValueError, match=r"experts must be \[t, k\]"):
+        routing.route_by_sinkhorn(LOGITS, 2, balanced=True, experts=given)
 
 
 def test_quantiles_balance_the_load():

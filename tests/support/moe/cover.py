@@ -63,24 +63,42 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
     },
 }
 
+OWN_RULE = ("sinkhorn", "quantile_balancing")
+"""Methods of load balancing that choose by rules of their own."""
+
 Rule = tuple[str, Callable[[Case], bool]]
 RULES: tuple[Rule, ...] = (
     (
         "moe_router_pre_softmax",  # the softmax of one logit is 1, and has no gradient
         lambda c: (
-            (c["moe_router_topk"], c["moe_router_score_function"], c["moe_router_pre_softmax"]) == (1, "softmax", False)
-            and c["balancing"] != "sinkhorn"
+            (
+                (c["moe_router_topk"], c["moe_router_score_function"], c["moe_router_pre_softmax"])
+                == (1, "softmax", False)
+                and c["balancing"] != "sinkhorn"
+            )
+            or (c["moe_router_pre_softmax"] and c["balancing"] == "sinkhorn")
         ),
     ),
     (
         "moe_router_enable_expert_bias",
-        lambda c: c["moe_router_enable_expert_bias"] and c["moe_router_score_function"] == "softmax",
+        lambda c: (
+            c["moe_router_enable_expert_bias"]
+            and (c["moe_router_score_function"] == "softmax" or c["balancing"] in OWN_RULE)
+        ),
+    ),
+    (
+        "moe_router_score_function",
+        lambda c: c["moe_router_score_function"] != "softmax" and c["balancing"] == "sinkhorn",
+    ),
+    (
+        "moe_router_topk_scaling_factor",
+        lambda c: c["moe_router_topk_scaling_factor"] is not None and c["balancing"] == "sinkhorn",
     ),
     ("moe_router_group_topk", lambda c: c["groups"] is not None and c["groups"][1] > c["moe_router_topk"]),
-    ("moe_router_num_groups", lambda c: c["groups"] is not None and c["balancing"] == "quantile_balancing"),
+    ("moe_router_num_groups", lambda c: c["groups"] is not None and c["balancing"] in OWN_RULE),
     (
         "moe_expert_capacity_factor",
-        lambda c: c["moe_expert_capacity_factor"] is not None and c["balancing"] in ("sinkhorn", "quantile_balancing"),
+        lambda c: c["moe_expert_capacity_factor"] is not None and c["balancing"] in OWN_RULE,
     ),
     (
         "moe_pad_expert_input_to_capacity",
@@ -161,7 +179,8 @@ def _refused_pairs(cases: list[Case]) -> list[tuple[Case, str]]:
 
 def main() -> None:
     """Write the file."""
-    cases = pairwise(OPTIONS, lambda case: not refusals(case))
+    # Many draws: sinkhorn goes with the first value alone of many options.
+    cases = pairwise(OPTIONS, lambda case: not refusals(case), draws=30_000)
     lines = [json.dumps(differences(case)) for case in cases]
     refused = [json.dumps({"field": field, "case": differences(case)}) for case, field in _refused_pairs(cases)]
     listed = ",\n  "
