@@ -98,8 +98,9 @@ class TransformerLayer(ContextParallelModule):
     Raises:
         ValueError: for sizes that are not positive or do not divide, rates outside [0, 1), unknown names and options
             that do not go with ``parallel_attention_mlp`` or without ``block_input_layernorm``; when called, for an
-            input that is not ``[b, s, h]``, an encoder's output given to an encoder layer, or a block of your own that
-            returns what the layer cannot use.
+            input that is not ``[b, s, h]``, an encoder's output given to an encoder layer, packed sequences given to a
+            decoder, or a block of your own that returns what the layer cannot use.
+        TypeError: when called, for an encoder's output of another dtype than the input's.
         QuantizerStateError: when called under a recipe with state, if the layer was built without it.
 
     Source: ``transformer_engine.pytorch.TransformerLayer``; Vaswani et al. 2017.
@@ -339,6 +340,23 @@ class TransformerLayer(ContextParallelModule):
         kind: MaskType = core.attn_mask_type if mask_type is None else mask_type
         return read_mask(mask, kind, core.window_size, x.shape[1], of_self=of_self, ignored=self._ignores_masks)
 
+    def _check_call(
+        self, x: Array, padding_mask: Array | None, packed: PackedSeqParams | None, of_encoder: dict[str, Any]
+    ) -> None:
+        """Raise ValueError for an input of another shape and for arguments that the layer does not take."""
+        if x.ndim != 3 or x.shape[-1] != self.hidden_size:
+            raise ValueError(f"TransformerLayer takes [b, s, {self.hidden_size}], got shape {x.shape}")
+        check_padding_mask(padding_mask, x.shape[:2])
+        given = [name for name, value in of_encoder.items() if value is not None]
+        if self.inter_attention is None and given:
+            raise ValueError(f"an encoder layer takes no {' and no '.join(given)}; build it with layer_type='decoder'")
+        if self.inter_attention is not None and packed is not None:
+            raise ValueError(
+                "a decoder layer takes no packed_seq_params, which have the boundaries of x and not those of the "
+                "encoder's output: each sequence would attend to all of the row's encoder sequences; give rows of one "
+                "sequence each, or call MultiheadAttention(attention_type='cross') with boundaries of both"
+            )
+
     def __call__(
         self,
         x: Array,
@@ -369,13 +387,14 @@ class TransformerLayer(ContextParallelModule):
             attention_mask: bool, True is masked out: under mask type ``"arbitrary"`` broadcastable to ``[b, n, s, s]``,
                 under ``"padding"`` and ``"padding_causal"`` ``[b, 1, 1, s]``, in place of lengths and with the padding
                 anywhere. The other types take none.
-            encoder_output: ``[b, skv, h]``, for a decoder.
+            encoder_output: ``[b, skv, h]`` in the dtype of ``x``, for a decoder.
             enc_dec_attn_mask: the same of cross-attention: ``[b, n, s, skv]``; under ``"padding"`` that of the
                 encoder's output, or a pair ``(queries' mask, encoder's mask)``.
             sequence_lengths: int32 ``[b]``, number of valid tokens at the start of each sequence of ``x``; for the
                 padding types.
             encoder_lengths: the same for ``encoder_output``.
-            packed_seq_params: boundaries of several sequences in each row of ``x``; for the padding types.
+            packed_seq_params: boundaries of several sequences in each row of ``x``; for the padding types, and not for
+                a decoder: they do not say where the encoder's sequences are.
             rotary_pos_emb: rotary embedding of the positions of ``x``, see `rotary_embedding`.
             core_attention_bias_type, core_attention_bias, alibi_slopes: options of self-attention, see
                 `DotProductAttention`.
@@ -394,18 +413,13 @@ class TransformerLayer(ContextParallelModule):
             ``y [b, s, h]``, split like activations over batch; or a NamedTuple of ``y`` and those of the following that
             apply: ``max_logit`` fp32 ``[n]``; ``cache``, with ``x`` appended.
         """
-        if x.ndim != 3 or x.shape[-1] != self.hidden_size:
-            raise ValueError(f"TransformerLayer takes [b, s, {self.hidden_size}], got shape {x.shape}")
-        check_padding_mask(padding_mask, x.shape[:2])
         of_encoder = {
             "encoder_output": encoder_output,
             "encoder_lengths": encoder_lengths,
             "enc_dec_attn_mask": enc_dec_attn_mask,
             "enc_dec_attn_mask_type": enc_dec_attn_mask_type,
         }
-        given = [name for name, value in of_encoder.items() if value is not None]
-        if self.inter_attention is None and given:
-            raise ValueError(f"an encoder layer takes no {' and no '.join(given)}; build it with layer_type='decoder'")
+        self._check_call(x, padding_mask, packed_seq_params, of_encoder)
         # Skipped without a mask: lengths, packed sequences and causal masks need no array.
         masks = MaskArguments(None, self_attn_mask_type)
         if attention_mask is not None:

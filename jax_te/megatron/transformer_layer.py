@@ -185,7 +185,7 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
             rotary_pos_emb: rotary embedding, see `jax_te.layers.rotary_embedding`.
             attention_bias: bias added to the scaled scores of self-attention.
             packed_seq_params: boundaries of several sequences in each row; causal and no mask then mean the padding
-                types, as in Megatron.
+                types, as in Megatron. Not for a decoder, whose encoder's sequences they do not tell apart.
             dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
                 unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
             sequence_lengths, encoder_lengths, alibi_slopes, cache, checkpoint_core_attention, is_first_microbatch,

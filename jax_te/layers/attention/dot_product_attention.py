@@ -97,6 +97,7 @@ class DotProductAttention(ContextParallelModule, RecipeModule):
     Raises:
         ValueError: for sizes that do not divide and unknown types; when called, for a mask, bias or lengths that the
             mask type requires or does not use, or a wrong number or size of heads.
+        TypeError: when called, for queries, keys and values of several dtypes.
         QuantizerStateError: when called, for a recipe with ``fp8_dpa`` whose state the layer does not have.
 
     Source: ``transformer_engine.pytorch.DotProductAttention``; Vaswani et al. 2017.
@@ -188,8 +189,8 @@ class DotProductAttention(ContextParallelModule, RecipeModule):
             query: ``[b, sq, n, d]``; or ``[b, s, 3, n, d]``, which packs queries, keys and values, without ``key`` and
                 ``value``. With ``packed_seq_params`` of one row also ``[t, n, d]``; keys, values and the result then
                 have three axes, too.
-            key: ``[b, skv, g, d]``.
-            value: ``[b, skv, g, dv]``.
+            key: ``[b, skv, g, d]`` in the dtype of ``query``.
+            value: ``[b, skv, g, dv]`` in the dtype of ``query``.
             attention_mask: bool, broadcastable to ``[b, n, sq, skv]``, True is masked out; for ``"arbitrary"``.
             q_lengths, kv_lengths: int32 ``[b]``, number of valid tokens at the start of each sequence; for the padding
                 types. ``q_lengths`` None: ``kv_lengths``.

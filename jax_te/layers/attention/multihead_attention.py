@@ -78,6 +78,7 @@ class MultiheadAttention(ContextParallelModule):
     Raises:
         ValueError: for sizes that are not positive or do not divide, unknown names and options that exclude each other;
             when called, for arguments that the layer does not take.
+        TypeError: when called, for an ``encoder_output`` of another dtype than the input's.
 
     Source: ``transformer_engine.pytorch.MultiheadAttention``; grouped queries: Ainslie et al. 2023; norms of queries
     and keys: Henry et al. 2020.
@@ -260,7 +261,7 @@ class MultiheadAttention(ContextParallelModule):
             x: ``[b, s, h]``; its dtype is the dtype of computation and of the output.
             attention_mask: bool, broadcastable to ``[b, n, s, skv]``, True is masked out; for mask type
                 ``"arbitrary"``.
-            encoder_output: ``[b, skv, h]``, in cross-attention.
+            encoder_output: ``[b, skv, h]`` in the dtype of ``x``, in cross-attention.
             sequence_lengths: int32 ``[b]``, number of valid tokens at the start of each sequence of ``x``; for the
                 padding types.
             encoder_lengths: the same for ``encoder_output``. If it is given, ``sequence_lengths`` None means all of
@@ -303,7 +304,7 @@ class MultiheadAttention(ContextParallelModule):
             checkpoint_core_attention=checkpoint_core_attention,
             return_max_logit=core.return_max_logit if return_max_logit is None else return_max_logit,
         )
-        self._check_call(encoder_output, encoder_lengths, rotary_pos_emb, cache, call)
+        self._check_call(x, encoder_output, encoder_lengths, rotary_pos_emb, cache, call)
         with jax.named_scope("MultiheadAttention"):
             operands, normed = self._operands(x, encoder_output, rotary_pos_emb, cache, is_first_microbatch)
             if cache is not None:
@@ -328,18 +329,26 @@ class MultiheadAttention(ContextParallelModule):
 
     def _check_call(
         self,
+        x: Array,
         encoder_output: Array | None,
         encoder_lengths: Array | None,
         rotary: Rotary | None,
         cache: KVCache | WindowKVCache | None,
         call: CoreCall,
     ) -> None:
-        """Raise ValueError for arguments of a call that the layer does not take, or that exclude each other."""
+        """Raise ValueError or TypeError for arguments of a call that the layer does not take, or that exclude each
+        other."""
         if (self.attention_type == "cross") != (encoder_output is not None):
             raise ValueError(
                 "cross-attention needs encoder_output"
                 if encoder_output is None
                 else "self-attention takes no encoder_output; build the layer with attention_type='cross'"
+            )
+        if encoder_output is not None and encoder_output.dtype != x.dtype:
+            # Here rather than in the core, whose keys and values the caller does not know.
+            raise TypeError(
+                f"encoder_output must have the dtype of x, {x.dtype}, got {encoder_output.dtype}; cast one of them, "
+                "for example encoder_output.astype(x.dtype)"
             )
         if self.attention_type == "self":
             if encoder_lengths is not None:
@@ -409,8 +418,8 @@ class MultiheadAttention(ContextParallelModule):
         return (q, k, v), normed
 
     def _cached(self, query: Array, cache: KVCache | WindowKVCache) -> tuple[Any, tuple[Array, ...]]:
-        """Return the core for a call with a cache, and its operands."""
-        return self.core_attention, (query, cache.k, cache.v)
+        """Return the core for a call with a cache, and its operands, all in the dtype of the queries."""
+        return self.core_attention, (query, cache.k.astype(query.dtype), cache.v.astype(query.dtype))
 
     def _of_cache(self, context: Array) -> Array:
         """Return the heads' results ``[b, s, n, dv]`` of what the core gives with a cache."""
