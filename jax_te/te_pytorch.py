@@ -197,6 +197,9 @@ def _options_in_front(function: Callable[..., Any], args: tuple[Any, ...], kwarg
     Raises:
         TypeError: if they may be either.
     """
+    # Transformer Engine takes them in front, too, as deprecated, and tells them by their types: its tracker is a
+    # function, its group an object of PyTorch's. Here either may be None, as a function's own arguments may, so the
+    # function's signature decides.
     if len(args) < 3:
         return False
     flag, tracker, group = args[:3]

@@ -11,6 +11,7 @@ from jax_te.megatron.enums import (
     TransformerEngineConfigType,
 )
 from jax_te.megatron.float16 import (
+    ActivationDtype,
     Float16Module,
     conversion_helper,
     convert_module_to_dtype_except_fp32_marked,

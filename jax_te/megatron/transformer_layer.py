@@ -10,7 +10,7 @@ from flax import nnx
 from jax_te import layers
 from jax_te._validation import check_choice, check_positive, checked
 from jax_te.config import TransformerConfig
-from jax_te.layers import layer_output, split_output
+from jax_te.layers import AttentionOptions, layer_output, split_output
 from jax_te.megatron.graphable import GraphableMegatronModule
 from jax_te.megatron.mla_self_attention import MLASelfAttention
 from jax_te.megatron.mlp import MLP
@@ -23,7 +23,7 @@ from jax_te.sharding import constrain
 from jax_te.typing import Array, Key
 
 
-def attention_options(config: TransformerConfig, number: int) -> layers.AttentionOptions:
+def attention_options(config: TransformerConfig, number: int) -> AttentionOptions:
     """Return what a configuration says about the attention of layer ``number``, from 0, in words of `jax_te.layers`.
 
     With latent attention it leaves out what `LatentAttentionOptions` says.
@@ -31,7 +31,7 @@ def attention_options(config: TransformerConfig, number: int) -> layers.Attentio
     >>> attention_options(TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4), 0)["kv_channels"]
     8
     """
-    options: layers.AttentionOptions = {
+    options: AttentionOptions = {
         "attention_dropout": config.attention_dropout,
         "layernorm_epsilon": config.layernorm_epsilon,
         "normalization": config.normalization,

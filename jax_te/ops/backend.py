@@ -366,7 +366,11 @@ def _backend_on(
     unsharded: str | None,
     stored: Quantizer | None,
 ) -> Backend:
-    """Return the backend that `backend_for` describes; ``platform`` is that of the default device."""
+    """Return the backend that `backend_for` describes.
+
+    ``platform``, that of the default device, is a part of the cache's key alone: `explain_backend` reads the device by
+    itself, and a program may change it between calls.
+    """
     del platform
     return primitives(explain_backend(op, recipe=recipe, backend=asked, unsharded=unsharded, stored=stored).backend)
 

@@ -240,7 +240,8 @@ def _resolve(
     """Return the sharding of a call on a mesh that each device runs by itself, or the backend if the compiler
     partitions it.
 
-    ``platform`` is that of the default device, on which the choice of the backend depends.
+    ``platform``, that of the default device, is a part of the cache's key alone: the choice of the backend reads the
+    device by itself, and a program may change it between calls.
     """
     del platform
     sharding, reason = _sharding(mesh, rules, spec, axes, context_parallel, has_mask=has_mask)
