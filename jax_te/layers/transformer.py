@@ -410,7 +410,7 @@ class TransformerLayer(ContextParallelModule):
         with jax.named_scope("TransformerLayer"):
             # Without the constraint the compiler may choose another sharding for the residual stream of each layer.
             x = constrain(x, axes)
-            result: Any = self.self_attention(
+            result = self.self_attention(
                 x if self.input_layernorm is None else self.input_layernorm(x),
                 attention_mask=masks.attention_mask,
                 sequence_lengths=sequence_lengths,
@@ -462,7 +462,7 @@ class TransformerLayer(ContextParallelModule):
         """Return the output of the feed-forward block or experts; and the norm's, if the residual begins there."""
         if self.pre_mlp_layernorm is None:
             assert self.layernorm_mlp is not None
-            result: Any = self.layernorm_mlp(x, is_first_microbatch=first)
+            result = self.layernorm_mlp(x, is_first_microbatch=first)
             y, extra = add_bias(result, "layernorm_mlp", known=("layernorm_output",))
             return y, extra.get("layernorm_output")
         normed = self.pre_mlp_layernorm(x)
