@@ -10,7 +10,7 @@ from jax_te.config import ActivationLike, ActivationParams, CpCommType, LatentAt
 from jax_te.layers.attention.packed import PackedSeqParams
 from jax_te.layers.norm import Normalization
 from jax_te.ops import BiasType, MaskType, SoftmaxType, Window
-from jax_te.typing import Array, DTypeLike, Initializer, Key, LogicalAxes, TensorGroup
+from jax_te.typing import Array, DTypeLike, Initializer, Key, LogicalAxes, ParallelMode, TensorGroup
 
 
 class ParallelKeywords(TypedDict, total=False):
@@ -33,7 +33,7 @@ class _KernelKeywords(ParallelKeywords, total=False):
 class LinearKeywords(_KernelKeywords, total=False):
     """Keywords of `Linear`."""
 
-    parallel_mode: str | None
+    parallel_mode: ParallelMode
     skip_weight_param_allocation: bool
     return_bias: bool
     kernel_axes: LogicalAxes | None

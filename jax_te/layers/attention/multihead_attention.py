@@ -35,7 +35,7 @@ from jax_te.layers.results import add_bias, layer_output, split_output
 from jax_te.ops import BiasType, MaskType, SoftmaxType, Window
 from jax_te.ops.attention import normal_window
 from jax_te.sharding import auto_region, axis_ranks, constrain, row_axis
-from jax_te.typing import Array, DTypeLike, Initializer, Key, TensorGroup
+from jax_te.typing import Array, DTypeLike, Initializer, Key, SplitAxis, TensorGroup
 
 
 @checked
@@ -468,7 +468,7 @@ class _ProjectionOptions(ParallelKeywords, total=False):
 
     bias: bool
     init_method: Initializer | None
-    parallel_mode: str | None
+    parallel_mode: SplitAxis | None
 
 
 class _NormOptions(NamedTuple):
