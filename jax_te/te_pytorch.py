@@ -42,7 +42,7 @@ from jax_te.ops import BiasType, MaskType, RowGroups, Window
 from jax_te.random import RNGStatesTracker
 from jax_te.recipe import DelayedScaling, Recipe
 from jax_te.recipe import autocast as _autocast
-from jax_te.typing import Array, DTypeLike, Initializer, TensorGroup, Words
+from jax_te.typing import Array, DTypeLike, Initializer, ParallelMode, TensorGroup, Words
 
 __all__ = [
     "DotProductAttention",
@@ -197,6 +197,9 @@ def _options_in_front(function: Callable[..., Any], args: tuple[Any, ...], kwarg
     Raises:
         TypeError: if they may be either.
     """
+    # Transformer Engine takes them in front, too, as deprecated, and tells them by their types: its tracker is a
+    # function, its group an object of PyTorch's. Here either may be None, as a function's own arguments may, so the
+    # function's signature decides.
     if len(args) < 3:
         return False
     flag, tracker, group = args[:3]
@@ -267,7 +270,7 @@ class GroupedLinear(layers.GroupedLinear):
         sequence_parallel: bool = False,
         tp_group: TensorGroup = None,
         tp_size: int = 1,
-        parallel_mode: str | None = None,
+        parallel_mode: ParallelMode = None,
         fuse_wgrad_accumulation: bool = False,
         return_bias: bool = False,
         params_dtype: DTypeLike = "float32",

@@ -56,6 +56,12 @@ PyTree: TypeAlias = Any
 BackendName: TypeAlias = Literal["auto", "te", "xla"]
 """Names of backends; ``"auto"`` leaves the choice to the library."""
 
+ParallelMode: TypeAlias = Annotated[Literal["column", "row", "Column", "Row"] | None, Words("None, 'column' or 'row'")]
+"""How a linear layer is split over the mesh's tensor axis; Transformer Engine's documents write both forms."""
+
+SplitAxis: TypeAlias = Literal["column", "row"]
+"""A `ParallelMode` of a layer that is split, in the one form that its attributes have."""
+
 WriterName: TypeAlias = Literal["jsonl", "tensorboard", "wandb"]
 """Names of the writers of `jax_te.metrics.MetricsLog`."""
 

@@ -259,6 +259,16 @@ def test_fields_that_only_tune_say_so_once_and_others_are_unknown(caplog: pytest
     assert [record.getMessage().split()[0] for record in caplog.records] == ["bias_dropout_fusion"]
 
 
+def test_a_seed_that_nothing_reads_says_what_does(caplog: pytest.LogCaptureFixture):
+    """Megatron's default says nothing; options that refine one that is off have no meaning in either library."""
+    log_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="jax_te"):
+        assert config(inference_sampling_seed=42, mamba_state_dim=64, cpu_offloading_num_layers=2) == config()
+        assert not caplog.records
+        assert config(inference_sampling_seed=7) == config()
+    assert ["generate draws tokens from the key" in record.getMessage() for record in caplog.records] == [True]
+
+
 @pytest.mark.parametrize(
     ("fields", "activation"),
     [

@@ -17,7 +17,7 @@ from jax_te import __version__
 from jax_te._device import default_device, default_platform
 from jax_te.cli.command_options import DoctorOptions
 from jax_te.errors import BackendUnavailableError
-from jax_te.ops import OPS, dense, explain_backend
+from jax_te.ops import OPS, OpName, dense, explain_backend
 from jax_te.ops.te import available
 from jax_te.quantize import GemmState, init_gemm_state
 from jax_te.recipe import RECIPES, Recipe
@@ -133,7 +133,7 @@ def try_recipe(recipe: Recipe | None, backend: str) -> tuple[bool, str]:
     return True, f"runs ({time.perf_counter() - begin:.1f} s with compilation)"
 
 
-def _choice(op: str) -> str:
+def _choice(op: OpName) -> str:
     choice = explain_backend(op)
     return f"{choice.backend} ({choice.reason}){choice.others}"
 

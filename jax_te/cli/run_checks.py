@@ -32,7 +32,9 @@ def explain_backends(config: RunConfig) -> list[str]:
     grouped: dict[tuple[str, str, str], list[str]] = {}
     recipes, model = _recipes_in_use(config), config.transformer_config()
     # The experts' op runs in models with experts alone; TE has no kernel for it.
-    for op in OPS if model.num_moe_experts else [op for op in OPS if op != "grouped_dense"]:
+    for op in OPS:
+        if op == "grouped_dense" and not model.num_moe_experts:
+            continue
         attention = _attention(config) if op == "dot_product_attention" else None
         for recipe in recipes if op in _LINEAR_OPS else (None,):
             # Gradients of kernels are computed in fp32: a train step adds them up in it.

@@ -101,6 +101,12 @@ class Hints:
     moe_paged_stash_buffer_size_factor_cuda: float = 1.1
     moe_paged_stash_buffer_size_factor_cpu: float = 0.0
     moe_pad_experts_for_cuda_graph_inference: bool = False
+    # Inference.
+    inference_rng_tracker: bool = False
+    inference_fuse_tp_communication: bool = False
+    inference_disable_triton_nvls_kernels: bool = False
+    inference_grouped_gemm_backend: Literal["flashinfer", "torch", "vllm"] = "vllm"
+    inference_cuda_graph_scope: Literal["none", "layer", "block"] | None = None
     inference_moe_disable_fused_quant_kernels: bool = False
     inference_moe_token_dispatcher_type: Literal["nccl", "nvls"] = "nvls"
 
@@ -112,6 +118,7 @@ _OTHER_NUMBERS = {
     "moe_router_padding_for_quantization=False moe_router_padding_for_fp8=False": "an expert's rows are padded with "
     "zeros, always. Megatron pads them with tokens that did not choose the expert, and its expert bias counts these: "
     "numbers differ from Megatron's",
+    "inference_sampling_seed=42": "jax_te.models.generate draws tokens from the key of its call",
 }
 """Fields without effect here that change numbers in Megatron -> what they change."""
 
@@ -172,26 +179,31 @@ _REFUSED = {
 }
 """Fields that would change numbers or communication -> what JAX has in their place."""
 
-_IDLE = frozenset(
-    """
-mtp_standalone cpu_offloading_num_layers _cpu_offloading_context cpu_offloading_activations cpu_offloading_weights
-cpu_offloading_double_buffering cpu_offloading_retain_pinned_cpu_buffers
-experimental_attention_variant_loss_scale_func dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk
-dsa_indexer_topk_freq dsa_indexer_skip_topk_offset dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss
-dsa_kernel_backend dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu
-dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 linear_attention_freq linear_conv_kernel_dim linear_key_head_dim
-linear_value_head_dim linear_num_key_heads linear_num_value_heads mup_width_mult mup_base_hidden_size
-mup_embedding_mult mup_output_mult mup_base_head_dim mup_attn_scale_power kitchen_attention_backend
-gtp_remat_opt_in_modules inference_cuda_graph_scope mhc_num_residual_streams mhc_sinkhorn_iterations
-mhc_init_gating_factor mhc_recompute_layer_num inference_rng_tracker inference_sampling_seed
-inference_fuse_tp_communication inference_disable_triton_nvls_kernels inference_grouped_gemm_backend mamba_state_dim
-mamba_head_dim mamba_num_groups mamba_num_heads gdp_num_householder mamba_training_ssm_states_dtype
-use_mamba_mem_eff_path gdp_cutedsl_kernel gdp_num_chunk_states_to_recompute offload_modules min_offloaded_tensor_size
-delay_offload_until_cuda_graph delta_offload_bytes_across_pp_ranks activation_offload_fraction
-fine_grained_offloading_max_inflight_offloads
-""".split()  # noqa: SIM905 - a list of a hundred strings is hard to read
-)
-"""Fields that are irrelevant while the field of `_REFUSED` that they refine is off."""
+_REFINEMENTS = {
+    "cpu_offloading": "cpu_offloading_num_layers _cpu_offloading_context cpu_offloading_activations "
+    "cpu_offloading_weights cpu_offloading_double_buffering cpu_offloading_retain_pinned_cpu_buffers",
+    "fine_grained_activation_offloading": "offload_modules min_offloaded_tensor_size delay_offload_until_cuda_graph "
+    "delta_offload_bytes_across_pp_ranks activation_offload_fraction fine_grained_offloading_max_inflight_offloads",
+    "pipeline_model_parallel_layout": "mtp_standalone",
+    "experimental_attention_variant": "experimental_attention_variant_loss_scale_func dsa_indexer_n_heads "
+    "dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_topk_freq dsa_indexer_skip_topk_offset dsa_indexer_loss_coeff "
+    "dsa_indexer_use_sparse_loss dsa_kernel_backend dsa_indexer_rope_interleaved dsa_indexer_rotate_activation "
+    "dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 linear_attention_freq "
+    "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads",
+    "use_mup": "mup_width_mult mup_base_hidden_size mup_embedding_mult mup_output_mult mup_base_head_dim "
+    "mup_attn_scale_power",
+    "use_kitchen_attention": "kitchen_attention_backend",
+    "gtp_weight_remat_size": "gtp_remat_opt_in_modules",
+    "enable_mhc_connections": "mhc_num_residual_streams mhc_sinkhorn_iterations mhc_init_gating_factor "
+    "mhc_recompute_layer_num",
+    "is_hybrid_model": "mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads gdp_num_householder "
+    "mamba_training_ssm_states_dtype use_mamba_mem_eff_path gdp_cutedsl_kernel gdp_num_chunk_states_to_recompute",
+}
+"""Field of `_REFUSED` -> fields that refine it."""
+
+# Dropped in silence, whatever their values: what they refine is off, or the configuration is refused, and while it is
+# off Megatron-Core does not read them either. So they have no meaning that a program could miss.
+_IDLE = frozenset(" ".join(_REFINEMENTS.values()).split())
 
 _LATENT = frozenset(
     """
@@ -253,7 +265,7 @@ def _is_dropped(name: str, value: Any) -> bool:
         return True
     for names, difference in _OTHER_NUMBERS.items():
         if name in parsed(names):
-            if value:
+            if value != parsed(names)[name]:
                 log_once(f"{name}={value!r} has no effect: {difference}")
             return True
     for names, instead in _REFUSED.items():

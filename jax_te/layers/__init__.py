@@ -27,6 +27,7 @@ from jax_te.layers.kernel_cache import (
 )
 from jax_te.layers.keywords import (
     AttentionCallKeywords,
+    AttentionOptions,
     DotProductAttentionCallKeywords,
     DotProductAttentionKeywords,
     LayerNormLinearKeywords,

@@ -10,14 +10,12 @@ from jax_te.config import ActivationLike, ActivationParams, CpCommType, LatentAt
 from jax_te.layers.attention.packed import PackedSeqParams
 from jax_te.layers.norm import Normalization
 from jax_te.ops import BiasType, MaskType, SoftmaxType, Window
-from jax_te.typing import Array, DTypeLike, Initializer, Key, LogicalAxes, TensorGroup
+from jax_te.typing import Array, DTypeLike, Initializer, Key, LogicalAxes, ParallelMode, TensorGroup
 
 
-class _KernelKeywords(TypedDict, total=False):
-    """Keywords of every layer with kernels."""
+class ParallelKeywords(TypedDict, total=False):
+    """Keywords that the linear layers of one block have in common, whatever they compute."""
 
-    bias: bool
-    init_method: Initializer | None
     sequence_parallel: bool
     tp_group: TensorGroup
     tp_size: int
@@ -25,10 +23,17 @@ class _KernelKeywords(TypedDict, total=False):
     params_dtype: DTypeLike
 
 
+class _KernelKeywords(ParallelKeywords, total=False):
+    """Keywords of every layer with kernels."""
+
+    bias: bool
+    init_method: Initializer | None
+
+
 class LinearKeywords(_KernelKeywords, total=False):
     """Keywords of `Linear`."""
 
-    parallel_mode: str | None
+    parallel_mode: ParallelMode
     skip_weight_param_allocation: bool
     return_bias: bool
     kernel_axes: LogicalAxes | None
@@ -59,18 +64,23 @@ class LayerNormMLPKeywords(_KernelKeywords, total=False):
     micro_batch_size: int | None
 
 
-class _CoreKeywords(TypedDict, total=False):
-    """Keywords of every layer with an attention core."""
+class _CoreOptions(TypedDict, total=False):
+    """Keywords of attention cores that self-attention and cross-attention of one layer share."""
 
-    window_size: Window | None
     softmax_scale: float | None
     softmax_type: SoftmaxType
     logit_softcap: float | None
-    return_max_logit: bool
     num_splits: int | None
     cp_comm_type: CpCommType
     hierarchical_context_parallel_sizes: tuple[int, int] | None
     cp_load_balanced: bool
+
+
+class _CoreKeywords(_CoreOptions, total=False):
+    """Keywords of every layer with an attention core."""
+
+    window_size: Window | None
+    return_max_logit: bool
 
 
 class DotProductAttentionKeywords(_CoreKeywords, total=False):
@@ -96,18 +106,35 @@ class DotProductAttentionCallKeywords(TypedDict, total=False):
     return_max_logit: bool | None
 
 
-class _AttentionKeywords(_KernelKeywords, _CoreKeywords, total=False):
-    """Keywords of every layer with attention and its projections."""
+class _ProjectedCoreOptions(_KernelKeywords, _CoreOptions, total=False):
+    """Keywords of attention with its projections that self-attention and cross-attention of one layer share."""
 
     normalization: Normalization
     zero_centered_gamma: bool
     qk_norm_type: Normalization | None
     qk_norm_before_rope: bool
     qk_norm_across_heads: bool
-    qkv_bias: bool
     fuse_qkv_params: bool
     set_parallel_mode: bool
     output_layer_init_method: Initializer | None
+
+
+class AttentionOptions(_ProjectedCoreOptions, total=False):
+    """Keywords of `MultiheadAttention` and of `TransformerLayer`, which hold for both attentions of a layer.
+
+    Code that builds such layers makes this group once and hands it on, ``**options``.
+    """
+
+    num_gqa_groups: int | None
+    kv_channels: int | None
+    attention_dropout: float
+    layernorm_epsilon: float
+
+
+class _AttentionKeywords(_ProjectedCoreOptions, _CoreKeywords, total=False):
+    """Keywords of every layer with attention and its projections."""
+
+    qkv_bias: bool
 
 
 class MultiheadAttentionKeywords(_AttentionKeywords, total=False):

@@ -14,7 +14,7 @@ from jax_te.layers.norm import Normalization, norm_parameters, norm_spec
 from jax_te.layers.results import layer_output
 from jax_te.ops import layernorm, layernorm_dense
 from jax_te.remat import run_recomputed
-from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, TensorGroup
+from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, ParallelMode, TensorGroup
 
 
 @checked
@@ -60,7 +60,7 @@ class LayerNormLinear(Linear):
         sequence_parallel: bool = False,
         tp_group: TensorGroup = None,
         tp_size: int = 1,
-        parallel_mode: str | None = None,
+        parallel_mode: ParallelMode = None,
         skip_weight_param_allocation: bool = False,
         fuse_wgrad_accumulation: bool = False,
         return_bias: bool = False,

@@ -200,8 +200,20 @@ class LayerNormMLP(TensorParallelModule):
         return MlpOptions(
             norm=self.norm,
             activation=Activation(self.activation, self.activation_params),
-            wi=LinearOptions(axes, self.wi_axes, (*lead, *self.wi_axes[1:]), False, names[0], self.deterministic),
-            wo=LinearOptions((*lead, self.wi_axes[-1]), self.wo_axes, axes, False, names[1], self.deterministic),
+            wi=LinearOptions(
+                x_axes=axes,
+                kernel_axes=self.wi_axes,
+                out_axes=(*lead, *self.wi_axes[1:]),
+                name=names[0],
+                evaluation=self.deterministic,
+            ),
+            wo=LinearOptions(
+                x_axes=(*lead, self.wi_axes[-1]),
+                kernel_axes=self.wo_axes,
+                out_axes=axes,
+                name=names[1],
+                evaluation=self.deterministic,
+            ),
         )
 
     def _unfused(

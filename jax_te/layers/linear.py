@@ -16,27 +16,32 @@ from jax_te.layers.quantizable import frozen_weights
 from jax_te.layers.results import layer_output
 from jax_te.ops import LinearOptions, LinearWeights, dense
 from jax_te.sharding import activation_axis
-from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, TensorGroup
+from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, ParallelMode, SplitAxis, TensorGroup
 
-_KERNEL_AXES: dict[str | None, LogicalAxes] = {
+_KERNEL_AXES: dict[SplitAxis | None, LogicalAxes] = {
     None: ("fsdp", None),
     "column": ("fsdp", "ffn"),
     "row": ("ffn_fsdp", None),
 }
 
 
-def kernel_logical_axes(parallel_mode: str | None, ndim: int) -> LogicalAxes:
-    """Return the logical axes of a kernel ``[in, *out]`` for a parallel mode; of several output axes the last is split.
+def split_axis(parallel_mode: ParallelMode) -> SplitAxis | None:
+    """Return a parallel mode in lower case.
 
-    Raises:
-        ValueError: for a mode other than None, ``"column"`` and ``"row"`` (any case, as TE's documents write them).
+    >>> split_axis("Row")
+    'row'
+    """
+    if parallel_mode is None:
+        return None
+    return "column" if parallel_mode in ("column", "Column") else "row"
+
+
+def kernel_logical_axes(mode: SplitAxis | None, ndim: int) -> LogicalAxes:
+    """Return the logical axes of a kernel ``[in, *out]`` for a parallel mode; of several output axes the last is split.
 
     >>> kernel_logical_axes("column", 3)
     ('fsdp', 'components', 'ffn')
     """
-    mode = parallel_mode.lower() if isinstance(parallel_mode, str) else parallel_mode
-    if mode not in _KERNEL_AXES:
-        raise ValueError(f"parallel_mode must be None, 'column' or 'row', got {parallel_mode!r}")
     inner, outer = _KERNEL_AXES[mode]
     return (inner, *("components",) * (ndim - 2), outer)
 
@@ -103,7 +108,7 @@ class Linear(TensorParallelModule):
         sequence_parallel: bool = False,
         tp_group: TensorGroup = None,
         tp_size: int = 1,
-        parallel_mode: str | None = None,
+        parallel_mode: ParallelMode = None,
         skip_weight_param_allocation: bool = False,
         fuse_wgrad_accumulation: bool = False,
         return_bias: bool = False,
@@ -116,11 +121,11 @@ class Linear(TensorParallelModule):
         if not features:
             raise ValueError("out_features must be a size, or a tuple of at least one, got ()")
         check_positive(in_features=in_features, **{f"out_features[{i}]": size for i, size in enumerate(features)})
-        mode_axes = kernel_logical_axes(parallel_mode, 1 + len(features))
+        self.parallel_mode = split_axis(parallel_mode)
+        mode_axes = kernel_logical_axes(self.parallel_mode, 1 + len(features))
         axes = mode_axes if kernel_axes is None else kernel_axes
         if len(axes) != 1 + len(features):
             raise ValueError(f"{len(axes)} logical axes {axes} for a kernel of shape {(in_features, *features)}")
-        self.parallel_mode = None if parallel_mode is None else parallel_mode.lower()
         self.tensor_parallel = TensorParallel(
             group=tp_group, size=tp_size, sequence_parallel=sequence_parallel, split=parallel_mode is not None
         )

@@ -149,7 +149,7 @@ class LoRA(nnx.Module):
                     raise ValueError(f"a LayerNormMLP takes no {' nor '.join(given)}; give is_first_microbatch by name")
                 wi, wo = (functools.partial(self._update, kernel) for kernel in self.base.kernels)
                 return self.base(x, is_first_microbatch, adapters=(wi, wo))
-            result: Any = self.base(x, **given, is_first_microbatch=is_first_microbatch)
+            result = self.base(x, **given, is_first_microbatch=is_first_microbatch)
             return map_output(
                 lambda y: y + self._update("kernel", self.base.operand(x), self.base.output_axes(x)), result
             )

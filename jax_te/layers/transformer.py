@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +21,11 @@ from jax_te.layers.attention.packed import PackedSeqParams
 from jax_te.layers.attention.padding_mask import MaskArguments, read_mask
 from jax_te.layers.attention.rotary import Rotary
 from jax_te.layers.dropout import drop_path, dropout
+from jax_te.layers.keywords import AttentionOptions
 from jax_te.layers.layernorm_mlp import LayerNormMLP
 from jax_te.layers.moe.mixture import MoE
 from jax_te.layers.moe.router import check_padding_mask
 from jax_te.layers.norm import LayerNorm, Normalization, RMSNorm, make_norm
-from jax_te.layers.options import AttentionOptions
 from jax_te.layers.parallel_arguments import sequence_axes, set_tensor_parallel_group
 from jax_te.layers.results import add_bias, layer_output
 from jax_te.ops import BiasType, MaskType, SoftmaxType, Window
@@ -98,8 +99,9 @@ class TransformerLayer(ContextParallelModule):
     Raises:
         ValueError: for sizes that are not positive or do not divide, rates outside [0, 1), unknown names and options
             that do not go with ``parallel_attention_mlp`` or without ``block_input_layernorm``; when called, for an
-            input that is not ``[b, s, h]``, an encoder's output given to an encoder layer, or a block of your own that
-            returns what the layer cannot use.
+            input that is not ``[b, s, h]``, an encoder's output given to an encoder layer, packed sequences given to a
+            decoder, or a block of your own that returns what the layer cannot use.
+        TypeError: when called, for an encoder's output of another dtype than the input's.
         QuantizerStateError: when called under a recipe with state, if the layer was built without it.
 
     Source: ``transformer_engine.pytorch.TransformerLayer``; Vaswani et al. 2017.
@@ -183,148 +185,121 @@ class TransformerLayer(ContextParallelModule):
         check_rate(hidden_dropout=hidden_dropout, drop_path_rate=drop_path_rate)
         from_norm = apply_residual_connection_post_layernorm
         decodes = layer_type == "decoder"
-        moved_norms = {
-            "apply_residual_connection_post_layernorm=True": from_norm,
-            "output_layernorm=True": output_layernorm,
+        _check_arrangement(
+            decodes=decodes,
+            from_norm=from_norm,
+            output_layernorm=output_layernorm,
+            parallel_attention_mlp=parallel_attention_mlp,
+            block_input_layernorm=block_input_layernorm,
+            has_experts=experts is not None,
+            has_latent=latent is not None,
+        )
+        attention: AttentionOptions = {
+            "num_gqa_groups": num_gqa_groups,
+            "kv_channels": kv_channels,
+            "attention_dropout": attention_dropout,
+            "layernorm_epsilon": layernorm_epsilon,
+            "normalization": normalization,
+            "zero_centered_gamma": zero_centered_gamma,
+            "softmax_scale": softmax_scale,
+            "softmax_type": softmax_type,
+            "logit_softcap": logit_softcap,
+            "num_splits": num_splits,
+            "cp_comm_type": cp_comm_type,
+            "hierarchical_context_parallel_sizes": hierarchical_context_parallel_sizes,
+            "cp_load_balanced": cp_load_balanced,
+            "qk_norm_type": qk_norm_type,
+            "qk_norm_before_rope": qk_norm_before_rope,
+            "qk_norm_across_heads": qk_norm_across_heads,
+            "fuse_qkv_params": fuse_qkv_params,
+            "set_parallel_mode": set_parallel_mode,
+            "sequence_parallel": sequence_parallel,
+            "tp_group": tp_group,
+            "tp_size": tp_size,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "bias": bias,
+            "init_method": init_method,
+            "output_layer_init_method": output_layer_init_method,
+            "params_dtype": params_dtype,
         }
-        if parallel_attention_mlp:
-            others = {**moved_norms, "layer_type='decoder'": decodes}
-            _refuse_with("parallel_attention_mlp=True", others, ", which is for blocks one after the other")
-        if not block_input_layernorm:
-            _refuse_with("block_input_layernorm=False", {**moved_norms, "experts": experts is not None})
-        if latent is not None and decodes:
-            raise ValueError(
-                "latent attention is self-attention alone, and layer_type='decoder' has cross-attention, too; "
-                "leave one out"
-            )
-        of_self = AttentionOptions(
-            num_gqa_groups=num_gqa_groups,
-            kv_channels=kv_channels,
-            attention_dropout=attention_dropout,
-            layernorm_epsilon=layernorm_epsilon,
-            normalization=normalization,
+        feed_forward: _FeedForwardOptions = {
+            "activation": activation,
+            "bias": bias,
+            "init_method": init_method,
+            "output_layer_init_method": output_layer_init_method,
+            "sequence_parallel": sequence_parallel,
+            "tp_group": tp_group,
+            "tp_size": tp_size,
+            "params_dtype": params_dtype,
+            "rngs": rngs,
+        }
+        new_norm = functools.partial(
+            make_norm,
+            normalization,
+            hidden_size,
+            layernorm_epsilon,
+            sequence_parallel=sequence_parallel,
+            params_dtype=params_dtype,
             zero_centered_gamma=zero_centered_gamma,
-            input_layernorm=block_input_layernorm and not output_layernorm,
+            rngs=rngs,
+        )
+        # Attention is created before the feed-forward block, and self-attention first: each draws keys from ``rngs``.
+        self.self_attention = _self_attention(
+            hidden_size,
+            num_attention_heads,
+            latent,
+            **attention,
             # Without a norm in front the residual connection starts at the input, as in Transformer Engine.
+            input_layernorm=block_input_layernorm and not output_layernorm,
             return_layernorm_output=from_norm and not output_layernorm,
-            attention_type="self",
             attn_mask_type=self_attn_mask_type,
             window_size=window_size,
-            softmax_scale=softmax_scale,
-            softmax_type=softmax_type,
-            logit_softcap=logit_softcap,
             return_max_logit=return_max_logit,
-            num_splits=num_splits,
-            cp_comm_type=cp_comm_type,
-            hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
-            cp_load_balanced=cp_load_balanced,
-            qk_norm_type=qk_norm_type,
-            qk_norm_before_rope=qk_norm_before_rope,
-            qk_norm_across_heads=qk_norm_across_heads,
             qkv_bias=qkv_bias,
-            fuse_qkv_params=fuse_qkv_params,
-            set_parallel_mode=set_parallel_mode,
-            sequence_parallel=sequence_parallel,
-            tp_group=tp_group,
-            tp_size=tp_size,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            return_bias=False,
-            bias=bias,
-            init_method=init_method,
-            output_layer_init_method=output_layer_init_method,
-            params_dtype=params_dtype,
+            rngs=rngs,
         )
-        of_cross = replace(
-            of_self,
-            # `output_layernorm` moves the norm of self-attention only.
-            input_layernorm=block_input_layernorm,
-            return_layernorm_output=from_norm,
-            attention_type="cross",
-            attn_mask_type=enc_dec_attn_mask_type,
-            window_size=enc_dec_window_size,
-            return_max_logit=False,
-            qkv_bias=False,
-        )
-
-        def make_attention(options: AttentionOptions) -> MultiheadAttention:
-            return MultiheadAttention(hidden_size, num_attention_heads, **options.keywords(), rngs=rngs)
-
-        def make_self_attention() -> MultiheadAttention:
-            if latent is None:
-                return make_attention(of_self)
-            return MultiLatentAttention(
-                hidden_size, num_attention_heads, latent, **of_self.latent_keywords(), rngs=rngs
-            )
-
-        # Attention is created before the feed-forward block, and self-attention first: each draws keys from ``rngs``.
-        self.self_attention = make_self_attention()
-        self.inter_attention = make_attention(of_cross) if decodes else None
-
-        def make_norm_here() -> LayerNorm | RMSNorm:
-            return make_norm(
-                normalization,
+        self.inter_attention = (
+            MultiheadAttention(
                 hidden_size,
-                layernorm_epsilon,
-                sequence_parallel=sequence_parallel,
-                params_dtype=params_dtype,
-                zero_centered_gamma=zero_centered_gamma,
+                num_attention_heads,
+                **attention,
+                # `output_layernorm` moves the norm of self-attention only.
+                input_layernorm=block_input_layernorm,
+                return_layernorm_output=from_norm,
+                attention_type="cross",
+                attn_mask_type=enc_dec_attn_mask_type,
+                window_size=enc_dec_window_size,
                 rngs=rngs,
             )
-
-        def make_mlp() -> LayerNormMLP:
-            return LayerNormMLP(
+            if decodes
+            else None
+        )
+        # Either the block, which has its norm inside, or a norm and experts, under Megatron's names.
+        self.layernorm_mlp = (
+            LayerNormMLP(
                 hidden_size,
                 ffn_hidden_size,
                 layernorm_epsilon,
-                bias,
-                activation=activation,
+                **feed_forward,
                 normalization=normalization,
                 zero_centered_gamma=zero_centered_gamma,
                 input_layernorm=block_input_layernorm,
-                init_method=init_method,
-                output_layer_init_method=output_layer_init_method,
                 return_layernorm_output=from_norm,
                 set_parallel_mode=set_parallel_mode,
-                sequence_parallel=sequence_parallel,
-                tp_group=tp_group,
-                tp_size=tp_size,
                 fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-                params_dtype=params_dtype,
-                rngs=rngs,
             )
-
-        def make_moe(experts: MoEOptions) -> MoE:
-            return MoE(
-                hidden_size,
-                ffn_hidden_size if experts.ffn_hidden_size is None else experts.ffn_hidden_size,
-                experts.router,
-                activation=activation,
-                bias=bias,
-                apply_probs_on_input=experts.apply_probs_on_input,
-                latent_size=experts.latent_size,
-                shared_expert_intermediate_size=experts.shared_expert_intermediate_size,
-                shared_expert_gate=experts.shared_expert_gate,
-                init_method=init_method,
-                output_layer_init_method=output_layer_init_method,
-                dispatch=experts.dispatch,
-                expert_tensor_parallel=experts.expert_tensor_parallel,
-                sequence_parallel=sequence_parallel,
-                tp_group=tp_group,
-                tp_size=tp_size,
-                layer_number=layer_number,
-                params_dtype=params_dtype,
-                rngs=rngs,
-            )
-
-        # Either the block, which has its norm inside, or a norm and experts, under Megatron's names.
-        self.layernorm_mlp = make_mlp() if experts is None else None
-        self.pre_mlp_layernorm = None if experts is None else make_norm_here()
-        self.mlp: Any = None if experts is None else make_moe(experts)
+            if experts is None
+            else None
+        )
+        self.pre_mlp_layernorm = None if experts is None else new_norm()
+        self.mlp: Any = (
+            None if experts is None else _mixture(hidden_size, ffn_hidden_size, experts, layer_number, feed_forward)
+        )
         behind = block_output_layernorm
-        self.layernorm = make_norm_here() if output_layernorm else None
-        self.self_attention_norm = make_norm_here() if behind else None
-        self.inter_attention_norm = make_norm_here() if behind and decodes else None
-        self.mlp_norm = make_norm_here() if behind else None
+        self.layernorm = new_norm() if output_layernorm else None
+        self.self_attention_norm = new_norm() if behind else None
+        self.inter_attention_norm = new_norm() if behind and decodes else None
+        self.mlp_norm = new_norm() if behind else None
         self.residual_from_norm = from_norm
         self.parallel_attention_mlp = parallel_attention_mlp
         self.layer_number = layer_number
@@ -338,6 +313,23 @@ class TransformerLayer(ContextParallelModule):
         core, of_self = attention.core_attention, attention.attention_type == "self"
         kind: MaskType = core.attn_mask_type if mask_type is None else mask_type
         return read_mask(mask, kind, core.window_size, x.shape[1], of_self=of_self, ignored=self._ignores_masks)
+
+    def _check_call(
+        self, x: Array, padding_mask: Array | None, packed: PackedSeqParams | None, of_encoder: dict[str, Any]
+    ) -> None:
+        """Raise ValueError for an input of another shape and for arguments that the layer does not take."""
+        if x.ndim != 3 or x.shape[-1] != self.hidden_size:
+            raise ValueError(f"TransformerLayer takes [b, s, {self.hidden_size}], got shape {x.shape}")
+        check_padding_mask(padding_mask, x.shape[:2])
+        given = [name for name, value in of_encoder.items() if value is not None]
+        if self.inter_attention is None and given:
+            raise ValueError(f"an encoder layer takes no {' and no '.join(given)}; build it with layer_type='decoder'")
+        if self.inter_attention is not None and packed is not None:
+            raise ValueError(
+                "a decoder layer takes no packed_seq_params, which have the boundaries of x and not those of the "
+                "encoder's output: each sequence would attend to all of the row's encoder sequences; give rows of one "
+                "sequence each, or call MultiheadAttention(attention_type='cross') with boundaries of both"
+            )
 
     def __call__(
         self,
@@ -369,13 +361,14 @@ class TransformerLayer(ContextParallelModule):
             attention_mask: bool, True is masked out: under mask type ``"arbitrary"`` broadcastable to ``[b, n, s, s]``,
                 under ``"padding"`` and ``"padding_causal"`` ``[b, 1, 1, s]``, in place of lengths and with the padding
                 anywhere. The other types take none.
-            encoder_output: ``[b, skv, h]``, for a decoder.
+            encoder_output: ``[b, skv, h]`` in the dtype of ``x``, for a decoder.
             enc_dec_attn_mask: the same of cross-attention: ``[b, n, s, skv]``; under ``"padding"`` that of the
                 encoder's output, or a pair ``(queries' mask, encoder's mask)``.
             sequence_lengths: int32 ``[b]``, number of valid tokens at the start of each sequence of ``x``; for the
                 padding types.
             encoder_lengths: the same for ``encoder_output``.
-            packed_seq_params: boundaries of several sequences in each row of ``x``; for the padding types.
+            packed_seq_params: boundaries of several sequences in each row of ``x``; for the padding types, and not for
+                a decoder: they do not say where the encoder's sequences are.
             rotary_pos_emb: rotary embedding of the positions of ``x``, see `rotary_embedding`.
             core_attention_bias_type, core_attention_bias, alibi_slopes: options of self-attention, see
                 `DotProductAttention`.
@@ -394,18 +387,13 @@ class TransformerLayer(ContextParallelModule):
             ``y [b, s, h]``, split like activations over batch; or a NamedTuple of ``y`` and those of the following that
             apply: ``max_logit`` fp32 ``[n]``; ``cache``, with ``x`` appended.
         """
-        if x.ndim != 3 or x.shape[-1] != self.hidden_size:
-            raise ValueError(f"TransformerLayer takes [b, s, {self.hidden_size}], got shape {x.shape}")
-        check_padding_mask(padding_mask, x.shape[:2])
         of_encoder = {
             "encoder_output": encoder_output,
             "encoder_lengths": encoder_lengths,
             "enc_dec_attn_mask": enc_dec_attn_mask,
             "enc_dec_attn_mask_type": enc_dec_attn_mask_type,
         }
-        given = [name for name, value in of_encoder.items() if value is not None]
-        if self.inter_attention is None and given:
-            raise ValueError(f"an encoder layer takes no {' and no '.join(given)}; build it with layer_type='decoder'")
+        self._check_call(x, padding_mask, packed_seq_params, of_encoder)
         # Skipped without a mask: lengths, packed sequences and causal masks need no array.
         masks = MaskArguments(None, self_attn_mask_type)
         if attention_mask is not None:
@@ -422,7 +410,7 @@ class TransformerLayer(ContextParallelModule):
         with jax.named_scope("TransformerLayer"):
             # Without the constraint the compiler may choose another sharding for the residual stream of each layer.
             x = constrain(x, axes)
-            result: Any = self.self_attention(
+            result = self.self_attention(
                 x if self.input_layernorm is None else self.input_layernorm(x),
                 attention_mask=masks.attention_mask,
                 sequence_lengths=sequence_lengths,
@@ -474,7 +462,7 @@ class TransformerLayer(ContextParallelModule):
         """Return the output of the feed-forward block or experts; and the norm's, if the residual begins there."""
         if self.pre_mlp_layernorm is None:
             assert self.layernorm_mlp is not None
-            result: Any = self.layernorm_mlp(x, is_first_microbatch=first)
+            result = self.layernorm_mlp(x, is_first_microbatch=first)
             y, extra = add_bias(result, "layernorm_mlp", known=("layernorm_output",))
             return y, extra.get("layernorm_output")
         normed = self.pre_mlp_layernorm(x)
@@ -507,6 +495,105 @@ class TransformerLayer(ContextParallelModule):
     def set_tensor_parallel_group(self, tp_group: TensorGroup) -> None:
         """Set the tensor-parallel group of all projections, see `Linear.set_tensor_parallel_group`."""
         set_tensor_parallel_group(self, tp_group)
+
+
+class _FeedForwardOptions(TypedDict):
+    """Keywords that `LayerNormMLP` and `MoE` have in common."""
+
+    activation: ActivationLike
+    bias: bool
+    init_method: Initializer | None
+    output_layer_init_method: Initializer | None
+    sequence_parallel: bool
+    tp_group: TensorGroup
+    tp_size: int
+    params_dtype: DTypeLike
+    rngs: nnx.Rngs
+
+
+class _SelfAttentionOptions(AttentionOptions, total=False):
+    """Keywords of `MultiheadAttention` that a layer's self-attention is given."""
+
+    input_layernorm: bool
+    return_layernorm_output: bool
+    attn_mask_type: MaskType
+    window_size: Window | None
+    return_max_logit: bool
+    qkv_bias: bool
+
+
+def _self_attention(
+    h: int, n: int, latent: LatentAttentionOptions | None, *, rngs: nnx.Rngs, **options: Unpack[_SelfAttentionOptions]
+) -> MultiheadAttention:
+    """Return the self-attention of a layer with hidden size ``h`` and ``n`` heads.
+
+    Raises:
+        ValueError: for an option that latent attention does not have, unless it has its default.
+    """
+    if latent is None:
+        return MultiheadAttention(h, n, **options, rngs=rngs)
+    of_latent = inspect.signature(MultiLatentAttention.__init__).parameters
+    given: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in of_latent:
+            given[name] = value
+        elif value != inspect.signature(MultiheadAttention.__init__).parameters[name].default:
+            raise ValueError(
+                f"{name}={value!r} does not go with latent attention, whose heads have the sizes and norms of "
+                "LatentAttentionOptions; leave it out"
+            )
+    return MultiLatentAttention(h, n, latent, **given, rngs=rngs)
+
+
+def _mixture(h: int, f: int, experts: MoEOptions, layer_number: int | None, options: _FeedForwardOptions) -> MoE:
+    """Return the mixture of experts of a layer with hidden size ``h``.
+
+    Args:
+        h: hidden size.
+        f: feed-forward size of experts that have none of their own.
+        experts: options of experts and router.
+        layer_number: the layer's number, which random choices of the router depend on.
+        options: options that a feed-forward block has, too.
+    """
+    return MoE(
+        h,
+        f if experts.ffn_hidden_size is None else experts.ffn_hidden_size,
+        experts.router,
+        **options,
+        apply_probs_on_input=experts.apply_probs_on_input,
+        latent_size=experts.latent_size,
+        shared_expert_intermediate_size=experts.shared_expert_intermediate_size,
+        shared_expert_gate=experts.shared_expert_gate,
+        dispatch=experts.dispatch,
+        expert_tensor_parallel=experts.expert_tensor_parallel,
+        layer_number=layer_number,
+    )
+
+
+def _check_arrangement(
+    *,
+    decodes: bool,
+    from_norm: bool,
+    output_layernorm: bool,
+    parallel_attention_mlp: bool,
+    block_input_layernorm: bool,
+    has_experts: bool,
+    has_latent: bool,
+) -> None:
+    """Raise ValueError for arrangements of norms and blocks that do not go together."""
+    moved_norms = {
+        "apply_residual_connection_post_layernorm=True": from_norm,
+        "output_layernorm=True": output_layernorm,
+    }
+    if parallel_attention_mlp:
+        others = {**moved_norms, "layer_type='decoder'": decodes}
+        _refuse_with("parallel_attention_mlp=True", others, ", which is for blocks one after the other")
+    if not block_input_layernorm:
+        _refuse_with("block_input_layernorm=False", {**moved_norms, "experts": has_experts})
+    if has_latent and decodes:
+        raise ValueError(
+            "latent attention is self-attention alone, and layer_type='decoder' has cross-attention, too; leave one out"
+        )
 
 
 def _refuse_with(option: str, others: Mapping[str, bool], why: str = "") -> None:

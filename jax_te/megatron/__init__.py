@@ -11,6 +11,7 @@ from jax_te.megatron.enums import (
     TransformerEngineConfigType,
 )
 from jax_te.megatron.float16 import (
+    ActivationDtype,
     Float16Module,
     conversion_helper,
     convert_module_to_dtype_except_fp32_marked,
@@ -69,7 +70,7 @@ from jax_te.megatron.sharded_state import sharded_state_dict
 from jax_te.megatron.split_layer import split_te_layernorm_column_parallel_linear
 from jax_te.megatron.state_dict import IncompatibleKeys, load_state_dict, load_variables, state_dict
 from jax_te.megatron.te_kwargs import condition_init_method, get_extra_te_kwargs
-from jax_te.megatron.transformer_layer import TransformerLayer
+from jax_te.megatron.transformer_layer import TransformerLayer, attention_options
 
 # For users. The other names above are for the other packages of jax_te.
 __all__ = [

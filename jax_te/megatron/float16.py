@@ -130,14 +130,29 @@ def convert_module_to_dtype_except_fp32_marked(module: nnx.Module, dtype: DTypeL
     drop_cached_kernels(module)
 
 
+class ActivationDtype(nnx.Module):
+    """Base of models whose attribute ``compute_dtype`` is the dtype of their activations, which `Float16Module` sets.
+
+    >>> class Model(ActivationDtype):
+    ...     def __init__(self):
+    ...         self.compute_dtype = jnp.dtype("float32")
+    >>> class Config:
+    ...     fp16, bf16 = False, True
+    >>> str(Float16Module(Config(), Model()).module.compute_dtype)
+    'bfloat16'
+    """
+
+    compute_dtype: np.dtype
+
+
 @checked
 class Float16Module(MegatronModule):
     """A model in fp16 or bf16: parameters are cast once, inputs at the start of a call, outputs back to fp32.
 
     The wrapped module's parameters and other floating-point Variables are cast in place, except those marked by
-    `mark_keep_in_fp32` and quantizer state. The attribute ``compute_dtype`` of the module or a submodule, such as
-    `jax_te.models.GPTModel`, is set, too: it determines the dtype of activations, as the parameters' dtype does in
-    PyTorch. `jax_te.training.TrainState` holds fp32 masters.
+    `mark_keep_in_fp32` and quantizer state. The attribute ``compute_dtype`` of a model of `jax_te.models` is set, too,
+    wherever it stands in the module: it determines the dtype of activations, as the parameters' dtype does in PyTorch.
+    A module of your own keeps what it has under that name. `jax_te.training.TrainState` holds fp32 masters.
 
     Args:
         config: hashable object whose attribute ``fp16`` or ``bf16`` is True.
@@ -192,8 +207,8 @@ class Float16Module(MegatronModule):
         self.dtype = jnp.dtype(jnp.float16 if self.fp16 else jnp.bfloat16)
         convert_module_to_dtype_except_fp32_marked(module, self.dtype)
         for _, submodule in nnx.iter_modules(module):
-            if hasattr(submodule, "compute_dtype"):
-                setattr(submodule, "compute_dtype", self.dtype)  # noqa: B010 - not every module has it
+            if isinstance(submodule, ActivationDtype):
+                submodule.compute_dtype = self.dtype
         self.module = module
 
     def __call__(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:

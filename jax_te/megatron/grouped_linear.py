@@ -13,7 +13,7 @@ from jax_te.layers import GroupedLinear, check_context_size, check_expert_size
 from jax_te.megatron.te_kwargs import in_dtype_of
 from jax_te.megatron.te_layer import TELayer, TELayerOptions
 from jax_te.ops import RowGroups
-from jax_te.typing import Array, Initializer, NoProcessGroups
+from jax_te.typing import Array, Initializer, NoProcessGroups, SplitAxis
 
 
 @checked
@@ -69,7 +69,7 @@ class TEGroupedLinear(TELayer, GroupedLinear):
         input_size: int,
         output_size: int | tuple[int, ...],
         *,
-        parallel_mode: str | None,
+        parallel_mode: SplitAxis | None,
         config: ModelParallelConfig,
         init_method: Initializer,
         bias: bool,

@@ -16,7 +16,7 @@ from jax_te.megatron.sharded_state import sharded_state_dict
 from jax_te.megatron.state_dict import StateDicts
 from jax_te.megatron.te_kwargs import condition_init_method
 from jax_te.sharding import axis_ranks, current_mesh
-from jax_te.typing import Initializer, TensorGroup
+from jax_te.typing import Initializer, SplitAxis, TensorGroup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class TELayerOptions:
 
     config: ModelParallelConfig
     init_method: Initializer
-    parallel_mode: str | None
+    parallel_mode: SplitAxis | None
     bias: bool
     skip_bias_add: bool
     is_expert: bool
@@ -47,7 +47,7 @@ class TELayerOptions:
         return self.parallel_mode is not None and not self.is_expert
 
     @property
-    def sharded_mode(self) -> str | None:
+    def sharded_mode(self) -> SplitAxis | None:
         """The parallel mode of the kernel."""
         return self.parallel_mode if self.sharded else None
 
@@ -92,7 +92,7 @@ class TELayer(StateDicts, QuantizableModule):
     config: ModelParallelConfig
     in_features: int
     out_features: int
-    parallel_mode: str | None
+    parallel_mode: SplitAxis | None
     use_bias: bool
     te_return_bias: bool
     is_expert: bool

@@ -10,7 +10,7 @@ from flax import nnx
 from jax_te import layers
 from jax_te._validation import check_choice, check_positive, checked
 from jax_te.config import TransformerConfig
-from jax_te.layers import layer_output, split_output
+from jax_te.layers import AttentionOptions, layer_output, split_output
 from jax_te.megatron.graphable import GraphableMegatronModule
 from jax_te.megatron.mla_self_attention import MLASelfAttention
 from jax_te.megatron.mlp import MLP
@@ -23,35 +23,51 @@ from jax_te.sharding import constrain
 from jax_te.typing import Array, Key
 
 
+def attention_options(config: TransformerConfig, number: int) -> AttentionOptions:
+    """Return what a configuration says about the attention of layer ``number``, from 0, in words of `jax_te.layers`.
+
+    With latent attention it leaves out what `LatentAttentionOptions` says.
+
+    >>> attention_options(TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4), 0)["kv_channels"]
+    8
+    """
+    options: AttentionOptions = {
+        "attention_dropout": config.attention_dropout,
+        "layernorm_epsilon": config.layernorm_epsilon,
+        "normalization": config.normalization,
+        "zero_centered_gamma": config.layernorm_zero_centered_gamma,
+        "softmax_scale": config.softmax_scale,
+        "softmax_type": config.softmax_type,
+        "logit_softcap": config.logit_softcap,
+        "cp_comm_type": config.cp_comm_type_of(number),
+        "hierarchical_context_parallel_sizes": config.hierarchical_context_parallel_sizes,
+        "cp_load_balanced": config.cp_load_balanced,
+        "qk_norm_across_heads": config.qk_layernorm_across_heads,
+        "sequence_parallel": config.sequence_parallel,
+        "tp_size": config.tensor_model_parallel_size,
+        "fuse_wgrad_accumulation": config.gradient_accumulation_fusion,
+        "bias": config.add_bias_linear,
+        "init_method": config.init_method,
+        "output_layer_init_method": config.output_layer_init_method,
+        "params_dtype": config.params_dtype,
+    }
+    if config.latent_attention is None:
+        options["num_gqa_groups"] = config.num_query_groups
+        options["kv_channels"] = config.kv_channels
+        # With latent attention, ``qk_layernorm`` is about the latents' norms.
+        options["qk_norm_type"] = config.normalization if config.qk_layernorm else None
+        options["qk_norm_before_rope"] = True  # Megatron's order; Transformer Engine's default is the other one
+    return options
+
+
 def _cross_attention(config: TransformerConfig, number: int, rngs: nnx.Rngs) -> layers.MultiheadAttention:
     """Return the cross-attention of layer ``number``, from 0, of a decoder: without a window, and all keys visible."""
     return layers.MultiheadAttention(
         config.hidden_size,
         config.num_attention_heads,
-        num_gqa_groups=config.num_query_groups,
-        kv_channels=config.kv_channels,
-        attention_dropout=config.attention_dropout,
-        layernorm_epsilon=config.layernorm_epsilon,
-        normalization=config.normalization,
-        zero_centered_gamma=config.layernorm_zero_centered_gamma,
+        **attention_options(config, number),
         attention_type="cross",
         attn_mask_type="no_mask",
-        softmax_scale=config.softmax_scale,
-        softmax_type=config.softmax_type,
-        logit_softcap=config.logit_softcap,
-        cp_comm_type=config.cp_comm_type_of(number),
-        hierarchical_context_parallel_sizes=config.hierarchical_context_parallel_sizes,
-        cp_load_balanced=config.cp_load_balanced,
-        qk_norm_type=config.normalization if config.qk_layernorm else None,
-        qk_norm_before_rope=True,
-        qk_norm_across_heads=config.qk_layernorm_across_heads,
-        sequence_parallel=config.sequence_parallel,
-        tp_size=config.tensor_model_parallel_size,
-        fuse_wgrad_accumulation=config.gradient_accumulation_fusion,
-        bias=config.add_bias_linear,
-        init_method=config.init_method,
-        output_layer_init_method=config.output_layer_init_method,
-        params_dtype=config.params_dtype,
         rngs=rngs,
     )
 
@@ -185,7 +201,7 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
             rotary_pos_emb: rotary embedding, see `jax_te.layers.rotary_embedding`.
             attention_bias: bias added to the scaled scores of self-attention.
             packed_seq_params: boundaries of several sequences in each row; causal and no mask then mean the padding
-                types, as in Megatron.
+                types, as in Megatron. Not for a decoder, whose encoder's sequences they do not tell apart.
             dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
                 unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
             sequence_lengths, encoder_lengths, alibi_slopes, cache, checkpoint_core_attention, is_first_microbatch,

@@ -10,7 +10,7 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.config import TransformerConfig
-from jax_te.layers import Embedding, Linear, keep_in_high_precision, parameter
+from jax_te.layers import Embedding, Linear, add_bias, keep_in_high_precision, parameter
 from jax_te.models.from_config import ENCODER_NOT_FOLLOWED, norm_of, transformer_layer
 from jax_te.models.language_model import LanguageModel
 from jax_te.models.options import Execution
@@ -186,7 +186,8 @@ class BertModel(LanguageModel):
         if encoded.ndim != 3 or encoded.shape[1] == 0 or encoded.shape[2] != h:
             raise ValueError(f"encoded must be [b, s, {h}], as encode returns it, got shape {encoded.shape}")
         first = auto_region(lambda x: x[:, 0], ("batch", "hidden"))(encoded)
-        return jnp.tanh(self.pooler(first))  # type: ignore[arg-type]
+        pooled, _ = add_bias(self.pooler(first), "pooler", leading=1)
+        return jnp.tanh(pooled)
 
     def loss(
         self,
@@ -225,5 +226,6 @@ class BertModel(LanguageModel):
         """Return the input of the head's product with the embedding table."""
         if self.head_dense is None or self.head_norm is None:
             raise ValueError("the model has no head for tokens; build it with add_lm_head=True")
-        y = constrain(self.head_dense(x), self._axes)  # type: ignore[arg-type]  # an array: it returns no bias
+        dense, _ = add_bias(self.head_dense(x), "head_dense")
+        y = constrain(dense, self._axes)
         return self.head_norm(activation(y[..., None, :], self.config.limited_activation, out_axes=self._axes))

@@ -20,7 +20,7 @@ from jax_te.layers import (
     make_norm,
     precision_while_building,
 )
-from jax_te.megatron import recipe_from_config
+from jax_te.megatron import attention_options, recipe_from_config
 from jax_te.ops import MaskType
 from jax_te.recipe import current_recipe
 
@@ -76,18 +76,13 @@ def transformer_layer(
     if not 0 <= number < config.num_layers:
         raise ValueError(f"number must be that of one of the config's {config.num_layers} layers, from 0, got {number}")
     forced = config.moe_router_force_load_balancing or config.moe_router_force_biased is not None
-    latent = config.latent_attention
-    windowed = config.has_window(number)
     with precision_while_building(config, number):
         layer = TransformerLayer(
             config.hidden_size,
             config.ffn_hidden_size,  # type: ignore[arg-type]  # the config has filled it in
             config.num_attention_heads,
-            layernorm_epsilon=config.layernorm_epsilon,
+            **attention_options(config, number),
             hidden_dropout=config.hidden_dropout,
-            attention_dropout=config.attention_dropout,
-            init_method=config.init_method,
-            output_layer_init_method=config.output_layer_init_method,
             # Norms behind the sums: self-attention has no norm in front, the feed-forward block's is behind the first
             # sum, and its output is where the second sum begins, behind which is the layer's own.
             apply_residual_connection_post_layernorm=post_norm,
@@ -96,33 +91,14 @@ def transformer_layer(
             block_input_layernorm=config.block_input_layernorm,
             parallel_attention_mlp=config.parallel_attention_mlp,
             layer_type=layer_type,
-            kv_channels=config.kv_channels if latent is None else None,
             self_attn_mask_type=self_attn_mask_type,
-            window_size=config.window_size if windowed else None,
-            softmax_scale=config.softmax_scale,
-            softmax_type=config.softmax_type,
-            logit_softcap=config.logit_softcap,
-            cp_comm_type=config.cp_comm_type_of(number),
-            hierarchical_context_parallel_sizes=config.hierarchical_context_parallel_sizes,
-            cp_load_balanced=config.cp_load_balanced,
-            # With latent attention it is about the latents' norms.
-            qk_norm_type=config.normalization if config.qk_layernorm and latent is None else None,
-            qk_norm_before_rope=latent is None,  # Megatron's order; Transformer Engine's default is the other one
-            qk_norm_across_heads=config.qk_layernorm_across_heads,
+            window_size=config.window_size if config.has_window(number) else None,
             qkv_bias=config.add_qkv_bias,
-            sequence_parallel=config.sequence_parallel,
-            tp_size=config.tensor_model_parallel_size,
-            fuse_wgrad_accumulation=config.gradient_accumulation_fusion,
-            num_gqa_groups=config.num_query_groups if latent is None else None,
-            latent=latent,
-            normalization=config.normalization,
-            zero_centered_gamma=config.layernorm_zero_centered_gamma,
+            latent=config.latent_attention,
             activation=config.limited_activation,
-            bias=config.add_bias_linear,
             experts=config.moe_options() if config.has_experts(number) else None,
             # Only random choices read it, and layers that differ in a number are not alike for `run_layers`.
             layer_number=number + 1 if forced and config.has_experts(number) else None,
-            params_dtype=config.params_dtype,
             rngs=rngs,
         )
     if config.in_high_precision(number):

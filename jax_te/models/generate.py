@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -122,7 +121,6 @@ def _generate(
     cache has one length, and no row has leading padding that a later token would see.
     """
     model.eval()  # a copy: each trace has its own
-    cached = cast(Callable[..., tuple[Array, Cache]], model)  # with a cache, a call returns a pair
     pick = partial(_sample, top_k=top_k, greedy=greedy)
 
     def next_token(logits: Array, index: Array, known: Array) -> Array:
@@ -133,12 +131,12 @@ def _generate(
 
     def step(carry: tuple[Array, Cache], at: tuple[Array, Array]) -> tuple[tuple[Array, Cache], Array]:
         token, cache = carry
-        logits, cache = cached(token[:, None], cache=cache)
+        logits, cache = model(token[:, None], cache=cache)
         token = next_token(logits, *at)
         return (token, cache), token
 
     steps = following.shape[1]
-    logits, cache = cached(prompt, cache=model.init_cache(prompt.shape[0], prompt.shape[1] + steps))
+    logits, cache = model(prompt, cache=model.init_cache(prompt.shape[0], prompt.shape[1] + steps))
     first = next_token(logits, jnp.int32(0), following[:, 0])
     _, rest = jax.lax.scan(step, (first, cache), (jnp.arange(1, steps, dtype=jnp.int32), following[:, 1:].T))
     # The scan stacks its tokens in front, [steps - 1, b].

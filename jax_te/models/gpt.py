@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -130,6 +130,28 @@ class GPTModel(LanguageModel):
         self._make_head(tied=share_embeddings_and_output_weights, rngs=rngs)
         self.mtp = MultiTokenPrediction(config, None, rngs=rngs) if config.mtp_num_layers else None
 
+    @overload
+    def __call__(
+        self,
+        tokens: Array,
+        *,
+        positions: Array | None = None,
+        dropout_key: Key | None = None,
+        cache: None = None,
+        padding_mask: Array | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Array: ...
+    @overload
+    def __call__(
+        self,
+        tokens: Array,
+        *,
+        positions: Array | None = None,
+        dropout_key: Key | None = None,
+        cache: Cache,
+        padding_mask: Array | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> tuple[Array, Cache]: ...
     def __call__(
         self,
         tokens: Array,

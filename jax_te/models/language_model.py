@@ -21,6 +21,7 @@ from jax_te.layers import (
     parameter,
     without_adapter,
 )
+from jax_te.megatron import ActivationDtype
 from jax_te.models.from_config import check_config, check_mesh_sizes
 from jax_te.models.options import Execution, Multipliers
 from jax_te.ops import (
@@ -89,7 +90,7 @@ class OutputHead(Linear):
         return super()._dense(x, weights)
 
 
-class LanguageModel(GivesKernels, TrainingMode):
+class LanguageModel(GivesKernels, TrainingMode, ActivationDtype):
     """Base of `BertModel`, `GPTModel` and `T5Model`.
 
     Attributes:

@@ -6,7 +6,7 @@ from jax_te.ops.attention.context_parallel import ContextParallel, reorder_to_zi
 from jax_te.ops.attention.dot_product import dot_product_attention
 from jax_te.ops.attention.segments import Segments, segments_from_cu_seqlens
 from jax_te.ops.attention.spec import AttentionSpec, BiasType, MaskType, SoftmaxType, Window
-from jax_te.ops.backend import BACKENDS, OPS, BackendChoice, BackendName, explain_backend, use_backend
+from jax_te.ops.backend import BACKENDS, OPS, BackendChoice, BackendName, OpName, explain_backend, use_backend
 from jax_te.ops.integers import as_int32, is_known
 from jax_te.ops.linear.activation import activation
 from jax_te.ops.linear.dense import dense, layernorm_dense

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ from jax_te.typing import BackendName, DTypeLike
 
 BACKENDS: tuple[str, ...] = get_args(BackendName)
 
-OPS = (
+OpName: TypeAlias = Literal[
     "dense",
     "grouped_dense",
     "layernorm",
@@ -48,9 +48,16 @@ OPS = (
     "activation",
     "dot_product_attention",
     "softmax_cross_entropy",
-)
+]
+OPS: tuple[OpName, ...] = get_args(OpName)
 
-_LINEAR = ("dense", "grouped_dense", "layernorm_dense", "layernorm_mlp")
+Primitives: TypeAlias = Literal["te", "xla"]
+"""The backends: what `BackendName` chooses from."""
+
+Runner: TypeAlias = Literal["te", "xla", "pallas", "cudnn"]
+"""What runs a part of an op: a backend, or kernels of the ``xla`` backend."""
+
+_LINEAR: tuple[OpName, ...] = ("dense", "grouped_dense", "layernorm_dense", "layernorm_mlp")
 
 ambient_backend = jax.make_user_context("auto")
 
@@ -97,10 +104,10 @@ class BackendChoice:
     dense: te (asked for); wgrad: xla
     """
 
-    op: str
-    backend: str
+    op: OpName
+    backend: Primitives
     reason: str
-    parts: Mapping[Part, str] = field(default_factory=dict, hash=False)
+    parts: Mapping[Part, Runner] = field(default_factory=dict, hash=False)
     unquantized: str | None = None
 
     def __str__(self) -> str:
@@ -110,7 +117,7 @@ class BackendChoice:
     @property
     def others(self) -> str:
         """The parts that the backend itself does not run, as text; "" if there are none."""
-        runners: dict[str, list[str]] = {}
+        runners: dict[Runner, list[Part]] = {}
         for part, runner in self.parts.items():
             if runner != self.backend:
                 runners.setdefault(runner, []).append(part)
@@ -119,7 +126,7 @@ class BackendChoice:
 
 @checked
 def explain_backend(
-    op: str,
+    op: OpName,
     *,
     recipe: Recipe | None = None,
     attention: AttentionSpec | None = None,
@@ -160,8 +167,6 @@ def explain_backend(
     {'fprop': 'xla', 'dgrad': 'xla', 'wgrad': 'xla'}
     """
     function = Activation("gelu" if activation is None else activation)  # which raises for an unknown one
-    if op not in OPS:
-        raise ValueError(f"unknown op {op!r}; allowed: {', '.join(OPS)}")
     precision = attention_precision_of(recipe)
     if op == "dot_product_attention" and precision is not None and attention is not None:
         return choose_fp8(attention, precision, backend, unsharded=unsharded)
@@ -191,7 +196,7 @@ def choose_fp8(
     Raises:
         BackendUnavailableError: if ``backend`` was named, and the call cannot run in FP8.
     """
-    op = "dot_product_attention"
+    op: OpName = "dot_product_attention"
     asked = ambient_backend.value if backend is None else backend
     kernels, lacks = _fp8_runner(spec, precision, asked, unsharded, exchange)
     if kernels is not None:
@@ -200,7 +205,7 @@ def choose_fp8(
             if not available:
                 raise BackendUnavailableError(f"backend 'te' cannot run {op} here: {te_lacks}; use 'xla' or 'auto'")
         reason = "asked for" if asked != "auto" else f"FP8 by {'cuDNN' if kernels == 'cudnn' else 'plain JAX'}"
-        parts: dict[Part, str] = {"attention": kernels, "quantization": "xla"}
+        parts: dict[Part, Runner] = {"attention": kernels, "quantization": "xla"}
         return BackendChoice(op, "te" if asked == "te" else "xla", reason, parts)
     if asked != "auto":
         raise BackendUnavailableError(
@@ -239,19 +244,19 @@ def _other_pass_lacks(spec: AttentionSpec, precision: AttentionPrecision) -> str
     return None if supported else f"{precision.unquantized_pass}=False takes TE's kernel for that pass: {reason}"
 
 
-def fp8_kernels(name: str) -> Fp8Kernels:
+def fp8_kernels(name: Literal["xla", "cudnn"]) -> Fp8Kernels:
     """Return the module with the steps of FP8 attention: of ``"cudnn"``, or ``"xla"``."""
     return cudnn_fp8 if name == "cudnn" else attention_fp8
 
 
 def _chosen(
-    op: str,
+    op: OpName,
     recipe: Recipe | None,
     attention: AttentionSpec | None,
     backend: BackendName | None,
     unsharded: str | None,
     stored: Quantizer | None,
-) -> tuple[str, str]:
+) -> tuple[Primitives, str]:
     """Return the name of the backend that runs an op, and the reason."""
     if op == "softmax_cross_entropy":
         return "xla", "Transformer Engine has no kernel for it"
@@ -271,10 +276,15 @@ def _chosen(
 
 
 def _parts(
-    op: str, backend: str, precision: Precision, function: Activation, dtype: np.dtype, params_dtype: np.dtype
-) -> dict[Part, str]:
+    op: OpName,
+    backend: Primitives,
+    precision: Precision,
+    function: Activation,
+    dtype: np.dtype,
+    params_dtype: np.dtype,
+) -> dict[Part, Runner]:
     """Return who runs each part of an op on a backend, as its primitives decide by themselves."""
-    parts: dict[Part, str] = {}
+    parts: dict[Part, Runner] = {}
     if op in ("layernorm", "layernorm_dense", "layernorm_mlp"):
         parts["norm"] = backend
     if op in ("activation", "layernorm_mlp"):
@@ -298,7 +308,7 @@ def _parts(
     return parts
 
 
-def _runner_of_quantized(op: str, backend: str, precision: Precision, dtype: np.dtype) -> str:
+def _runner_of_quantized(op: OpName, backend: Primitives, precision: Precision, dtype: np.dtype) -> Runner:
     """Return who quantizes the operands of a linear op and multiplies them; of experts, in any dtype."""
     if op == "grouped_dense":
         tile = tile_of(precision)
@@ -309,7 +319,7 @@ def _runner_of_quantized(op: str, backend: str, precision: Precision, dtype: np.
     return "pallas" if all(pallas_operand.runs_here(quantizer) for quantizer in precision.quantizers) else "xla"
 
 
-def _activation_parts(backend: str, precision: Precision, function: Activation) -> tuple[str, str]:
+def _activation_parts(backend: Primitives, precision: Precision, function: Activation) -> tuple[Runner, Runner]:
     """Return who runs an activation, and who its derivative."""
     if backend != "te" or not te.primitives().has_kernel(function):
         return "xla", "xla"
@@ -320,19 +330,19 @@ def _activation_parts(backend: str, precision: Precision, function: Activation) 
 
 
 def select(
-    op: str,
+    op: OpName,
     *,
     recipe: Recipe | None = None,
     attention: AttentionSpec | None = None,
     backend: BackendName | None = None,
     unsharded: str | None = None,
-) -> str:
+) -> Primitives:
     """Return the name of the backend that runs ``op``; raises as `explain_backend`."""
     return explain_backend(op, recipe=recipe, attention=attention, backend=backend, unsharded=unsharded).backend
 
 
 def backend_for(
-    op: str,
+    op: OpName,
     asked: BackendName,
     recipe: Recipe | None = None,
     unsharded: str | None = None,
@@ -360,13 +370,17 @@ def backend_for(
 @functools.lru_cache(maxsize=1024)
 def _backend_on(
     platform: str,
-    op: str,
+    op: OpName,
     asked: BackendName,
     recipe: Recipe | None,
     unsharded: str | None,
     stored: Quantizer | None,
 ) -> Backend:
-    """Return the backend that `backend_for` describes; ``platform`` is that of the default device."""
+    """Return the backend that `backend_for` describes.
+
+    ``platform``, that of the default device, is a part of the cache's key alone: `explain_backend` reads the device by
+    itself, and a program may change it between calls.
+    """
     del platform
     return primitives(explain_backend(op, recipe=recipe, backend=asked, unsharded=unsharded, stored=stored).backend)
 

@@ -24,35 +24,35 @@ class GemmBackend(Protocol):
 
     NAME: str
 
-    def quantize_operand(self, x: Array, how: Quantization, *, axis: int) -> tuple[Any, Array | None]:
+    def quantize_operand(self, x: Array, how: Quantization, /, *, axis: int) -> tuple[Any, Array | None]:
         """Return ``x`` as an operand of both GEMMs that read it, rows ending at ``axis``, and its amax."""
         ...
 
-    def statistics(self, x: Array, how: Quantization, *, axis: int) -> dict[str, Array]:
+    def statistics(self, x: Array, how: Quantization, /, *, axis: int) -> dict[str, Array]:
         """Return `jax_te.quantize.quantization_statistics` of ``x``, rows ending at ``axis``."""
         ...
 
-    def residual_for_wgrad(self, x: Any) -> Any:
+    def residual_for_wgrad(self, x: Any, /) -> Any:
         """Return the part of the input's operand that the kernel gradient's GEMM reads."""
         ...
 
-    def residual_for_dgrad(self, kernel: Any) -> Any:
+    def residual_for_dgrad(self, kernel: Any, /) -> Any:
         """Return the part of the kernel's operand that the input gradient's GEMM reads."""
         ...
 
-    def all_gather_kernel(self, kernel: Any, dims: Dims, gemm: Gemm) -> Any:
+    def all_gather_kernel(self, kernel: Any, dims: Dims, gemm: Gemm, /) -> Any:
         """Return a kernel with one scale all-gathered, in the form that ``"fprop"`` or ``"dgrad"`` reads."""
         ...
 
-    def gemm_fprop(self, x: Any, kernel: Any, bias: Array | None, split_accumulator: bool) -> Array:
+    def gemm_fprop(self, x: Any, kernel: Any, bias: Array | None, split_accumulator: bool, /) -> Array:
         """Return ``x [..., k] @ kernel [k, *n] + bias [*n]`` in the dtype of ``x``."""
         ...
 
-    def gemm_dgrad(self, g: Any, kernel: Any, split_accumulator: bool) -> Array:
+    def gemm_dgrad(self, g: Any, kernel: Any, split_accumulator: bool, /) -> Array:
         """Return ``g [..., *n] @ kernel [k, *n]^T``, ``[..., k]`` in the dtype of ``g``."""
         ...
 
-    def gemm_wgrad(self, x: Any, g: Any, dtype: DTypeLike, split_accumulator: bool) -> Array:
+    def gemm_wgrad(self, x: Any, g: Any, dtype: DTypeLike, split_accumulator: bool, /) -> Array:
         """Return ``x [..., k]^T @ g [..., *n]``, ``[k, *n]``, accumulated in fp32 and given in ``dtype``."""
         ...
 

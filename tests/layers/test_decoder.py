@@ -312,6 +312,7 @@ def test_drop_path_takes_or_leaves_a_whole_example() -> None:
 
 
 X = jnp.ones((2, S, H))
+PACKED = PackedSeqParams(cu_seqlens_q=jnp.array([0, 3, S]))
 
 
 @pytest.mark.parametrize(
@@ -322,6 +323,7 @@ X = jnp.ones((2, S, H))
             lambda: TransformerLayer(H, F, N, rngs=nnx.Rngs(0))(X, encoder_output=X),
             "an encoder layer takes no encoder_output; build it with layer_type='decoder'",
         ),
+        (lambda: decoder()(X, encoder_output=X, packed_seq_params=PACKED), "a decoder layer takes no packed_seq_"),
         (lambda: MultiheadAttention(H, N, rngs=nnx.Rngs(0))(X, None, X), "self-attention takes no encoder_output"),
         (
             lambda: MultiheadAttention(H, N, rngs=nnx.Rngs(0))(X, encoder_lengths=jnp.ones(2, jnp.int32)),

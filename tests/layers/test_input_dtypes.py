@@ -32,6 +32,7 @@ from jax_te.ops import (
     linear_cross_entropy,
     softmax_cross_entropy,
 )
+from jax_te.recipe import Float8CurrentScaling
 from tests.support.numerics import NO_DROPOUT
 
 H = 16
@@ -76,3 +77,22 @@ def test_arrays_that_are_not_floating_point_are_refused(name: str) -> None:
     for dtype in (jnp.int32, jnp.bool_, jnp.uint8, jnp.complex64, jnp.float8_e4m3fn):
         with pytest.raises(TypeError, match=r"takes arrays of float32, bfloat16, float16.*cast it first"):
             call(jnp.ones((2, 4, H), dtype))
+
+
+Q, CACHED = jnp.ones((2, 4, 1, H), jnp.bfloat16), jnp.ones((2, 4, 1, H), jnp.float32)
+MIXED: dict[str, Any] = {
+    "op, values": lambda: dot_product_attention((Q, Q, CACHED)),
+    "op, keys": lambda: dot_product_attention((Q, CACHED, Q)),
+    "op, queries": lambda: dot_product_attention((CACHED, Q, Q), recipe=Float8CurrentScaling(fp8_dpa=True)),
+    "core": lambda: DotProductAttention(1, H)(Q, Q, CACHED),
+    "encoder": lambda: TransformerLayer(H, H, 1, layer_type="decoder", **NO_DROPOUT, rngs=nnx.Rngs(0))(
+        Q[:, :, 0], encoder_output=CACHED[:, :, 0]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_attention_takes_one_dtype(name: str) -> None:
+    """The result has the dtype of the queries: that of the values would go on into the residual stream."""
+    with pytest.raises(TypeError, match=r"dtype.*(bfloat16.*float32|float32.*bfloat16); cast"):
+        MIXED[name]()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import fields
 from typing import Any
 
 import jax
@@ -12,9 +11,7 @@ import pytest
 from flax import nnx
 
 from jax_te.config import MoEOptions, RouterOptions
-from jax_te.layers import LayerNormLinear, Linear, MultiheadAttention, TransformerLayer
-from jax_te.layers.options import AttentionOptions
-from tests.support.numerics import assert_bitwise
+from jax_te.layers import AttentionOptions, LayerNormLinear, Linear, MultiheadAttention, TransformerLayer
 
 # Without biases, so that `qkv_bias` has an effect.
 BASE: dict[str, Any] = {"bias": False, "layer_type": "decoder"}
@@ -113,25 +110,13 @@ def test_initializers_reach_their_kernels() -> None:
     assert found == {name: 2.0 if name in outer else 1.0 for name in found}
 
 
-def test_options_are_the_keywords_of_the_constructor() -> None:
-    keywords = inspect.signature(MultiheadAttention.__init__).parameters.values()
-    names = {keyword.name for keyword in keywords if keyword.kind is inspect.Parameter.KEYWORD_ONLY}
-    assert {field.name for field in fields(AttentionOptions)} == names - {"rngs"}
-
-
-def test_a_subclass_is_made_of_options_like_of_keywords() -> None:
-    class Own(MultiheadAttention):
-        """Attention of a user's own."""
-
-    keywords: dict[str, Any] = {"num_gqa_groups": 2, "qk_norm_type": "LayerNorm", "logit_softcap": 3.0, "bias": False}
-    expected = Own(32, 4, **keywords, rngs=nnx.Rngs(3))
-    defaults = inspect.signature(MultiheadAttention.__init__).parameters
-    options = {field.name: keywords.get(field.name, defaults[field.name].default) for field in fields(AttentionOptions)}
-    actual = Own(32, 4, **AttentionOptions(**options).keywords(), rngs=nnx.Rngs(3))
-    assert type(actual) is Own
-    assert nnx.graphdef(actual) == nnx.graphdef(expected)
-    for a, e in zip(jax.tree.leaves(nnx.state(actual)), jax.tree.leaves(nnx.state(expected)), strict=True):
-        assert_bitwise(a, e)
+@pytest.mark.parametrize("layer", [MultiheadAttention, TransformerLayer])
+def test_shared_options_are_keywords_of_both_layers(layer: type) -> None:
+    """By names, types and defaults: what one layer hands on to the other, and a configuration to either."""
+    taken, others = (inspect.signature(each.__init__).parameters for each in (layer, TransformerLayer))
+    for name, annotation in AttentionOptions.__annotations__.items():
+        assert getattr(annotation, "__forward_arg__", annotation) == str(taken[name].annotation), name
+        assert taken[name].default == others[name].default, name
 
 
 @pytest.mark.parametrize(

@@ -361,3 +361,19 @@ def test_the_virtual_stage_is_the_modules_own_unless_it_is_given():
     model = Float16Module(BF16, module, vp_size=2)
     assert (model.vp_stage, model.casts_inputs, model.casts_outputs) == (1, False, True)
     assert Float16Module(BF16, module, vp_size=2, vp_stage=0).casts_inputs
+
+
+class Own(nnx.Module):
+    """A module of a user's, with an attribute of the name that the models have."""
+
+    def __init__(self, model: nnx.Module):
+        self.model = model
+        self.compute_dtype = "what the user means"
+
+
+def test_compute_dtype_is_set_in_models_and_in_nothing_of_a_users():
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2)
+    own = Own(GPTModel(config, vocab_size=64, max_sequence_length=8, rngs=nnx.Rngs(0)))
+    Float16Module(BF16, own)
+    assert own.compute_dtype == "what the user means"
+    assert own.model.compute_dtype == jnp.bfloat16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from jax_te._validation import brief
 from jax_te.layers.attention.packed import PackedSeqParams
@@ -55,6 +55,23 @@ class AttentionCore(Protocol):
     ) -> Any:
         """Return ``y [b, sq, n, d]``; with max logits, of the layer or the call, ``(y, max_logit)``."""
         ...
+
+
+class CoreCall(NamedTuple):
+    """Arguments of one call of a core, apart from queries, keys and values; those of the layer filled in."""
+
+    attention_mask: Array | None
+    q_lengths: Array | None
+    kv_lengths: Array | None
+    packed_seq_params: PackedSeqParams | None
+    core_attention_bias_type: BiasType
+    core_attention_bias: Array | None
+    alibi_slopes: Array | None
+    dropout_key: Array | None
+    attn_mask_type: MaskType
+    window_size: Window | None
+    checkpoint_core_attention: bool
+    return_max_logit: bool
 
 
 _ATTRIBUTES = tuple(AttentionCore.__annotations__)

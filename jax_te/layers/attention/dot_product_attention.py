@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,7 +19,8 @@ from jax_te.layers.quantizable import RecipeModule
 from jax_te.layers.results import layer_output
 from jax_te.ops import BiasType, ContextParallel, MaskType, SoftmaxType, Window, dot_product_attention
 from jax_te.ops.attention import QKV, AttentionArrays, normal_window
-from jax_te.quantize import init_attention_state, quantizer_variables
+from jax_te.quantize import AttentionState, init_attention_state, quantizer_variables
+from jax_te.recipe import Recipe
 from jax_te.remat import ambient_modules
 from jax_te.typing import Array, Key
 
@@ -97,6 +99,7 @@ class DotProductAttention(ContextParallelModule, RecipeModule):
     Raises:
         ValueError: for sizes that do not divide and unknown types; when called, for a mask, bias or lengths that the
             mask type requires or does not use, or a wrong number or size of heads.
+        TypeError: when called, for queries, keys and values of several dtypes.
         QuantizerStateError: when called, for a recipe with ``fp8_dpa`` whose state the layer does not have.
 
     Source: ``transformer_engine.pytorch.DotProductAttention``; Vaswani et al. 2017.
@@ -188,8 +191,8 @@ class DotProductAttention(ContextParallelModule, RecipeModule):
             query: ``[b, sq, n, d]``; or ``[b, s, 3, n, d]``, which packs queries, keys and values, without ``key`` and
                 ``value``. With ``packed_seq_params`` of one row also ``[t, n, d]``; keys, values and the result then
                 have three axes, too.
-            key: ``[b, skv, g, d]``.
-            value: ``[b, skv, g, dv]``.
+            key: ``[b, skv, g, d]`` in the dtype of ``query``.
+            value: ``[b, skv, g, dv]`` in the dtype of ``query``.
             attention_mask: bool, broadcastable to ``[b, n, sq, skv]``, True is masked out; for ``"arbitrary"``.
             q_lengths, kv_lengths: int32 ``[b]``, number of valid tokens at the start of each sequence; for the padding
                 types. ``q_lengths`` None: ``kv_lengths``.
@@ -206,79 +209,59 @@ class DotProductAttention(ContextParallelModule, RecipeModule):
             ``y [b, sq, n, dv]`` in the dtype of ``query``; with ``return_max_logit`` the NamedTuple ``(y, max_logit)``,
             the latter fp32 ``[n]``.
         """
-        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        bias_type = core_attention_bias_type
-        bias = core_attention_bias
-        with_logit = self.return_max_logit if return_max_logit is None else return_max_logit
-        if bias_type == "alibi":
-            if bias is not None:
-                raise ValueError("core_attention_bias_type 'alibi' takes alibi_slopes, and no core_attention_bias")
-            bias = _slopes(self.num_attention_heads) if alibi_slopes is None else alibi_slopes
-        elif alibi_slopes is not None:
-            raise ValueError(f"alibi_slopes are for core_attention_bias_type 'alibi', got {bias_type!r}")
         # Megatron's thd format has no batch axis; the op has one format, rows of packed sequences.
         one_row = packed_seq_params is not None and query.ndim == 3
         if one_row:
-            query = query[None]
-            key, value = None if key is None else key[None], None if value is None else value[None]
-        self._check_operands(query, key, value)
+            query, key, value = query[None], _with_batch_axis(key), _with_batch_axis(value)
+        bias = self._bias(core_attention_bias_type, core_attention_bias, alibi_slopes)
+        qkv = self._operands(query, key, value)
         if packed_seq_params is not None:
             packed_seq_params.check(query.shape[1], None if key is None else key.shape[1])
         dropout_key = self.used_dropout_key(dropout_key, attention_dropout=self.attention_dropout)
-        rate = 0.0 if dropout_key is None else self.attention_dropout
+        call = _ResolvedCall(
+            mask_type=self.attn_mask_type if attn_mask_type is None else attn_mask_type,
+            window=self.window_size if window_size is None else window_size,
+            bias_type=core_attention_bias_type,
+            softmax_type=self.softmax_type,
+            logit_softcap=self.logit_softcap,
+            scale=self.kv_channels**-0.5 if self.softmax_scale is None else self.softmax_scale,
+            dropout_rate=0.0 if dropout_key is None else self.attention_dropout,
+            return_max_logit=self.return_max_logit if return_max_logit is None else return_max_logit,
+            context_parallel=self.context_parallel,
+            recipe=self.usable_recipe,
+            evaluation=not self.training,
+        )
         offset = None if self.softmax_offset is None else self.softmax_offset.get_value()
         arrays = AttentionArrays(attention_mask, q_lengths, kv_lengths, None, bias, offset, dropout_key)
-        recipe = self.usable_recipe
-
-        def attend(qkv: QKV, arrays: AttentionArrays, packed: PackedSeqParams | None, state: Any) -> Any:
-            return dot_product_attention(
-                qkv,
-                mask_type=mask_type,
-                mask=arrays.mask,
-                q_lengths=arrays.q_lengths,
-                kv_lengths=arrays.kv_lengths,
-                # Made inside, so that a recomputed call saves only the cumulative lengths, not the arrays derived from
-                # them.
-                segments=None if packed is None else packed.segments,
-                window=self.window_size if window_size is None else window_size,
-                bias_type=bias_type,
-                bias=arrays.bias,
-                softmax_type=self.softmax_type,
-                softmax_offset=arrays.softmax_offset,
-                logit_softcap=self.logit_softcap,
-                scale=self.kv_channels**-0.5 if self.softmax_scale is None else self.softmax_scale,
-                dropout_rate=rate,
-                dropout_key=arrays.dropout_key,
-                return_max_logit=with_logit,
-                context_parallel=self.context_parallel,
-                out_axes=HEAD_AXES,
-                recipe=recipe,
-                state=state,
-                evaluation=not self.training,
-            )
-
+        # Only the core is recomputed: in plain JAX its probabilities [b, n, sq, skv] are a layer's largest residual.
+        recompute = checkpoint_core_attention or "core_attn" in ambient_modules.value
+        attend = jax.checkpoint(call.attend) if recompute else call.attend
         with jax.named_scope("DotProductAttention"):
-            qkv = (query,) if key is None or value is None else (query, key, value)
-            # Only the core is recomputed: in plain JAX its probabilities [b, n, sq, skv] are a layer's largest
-            # residual.
-            recompute = checkpoint_core_attention or "core_attn" in ambient_modules.value
-            run = jax.checkpoint(attend) if recompute else attend
-            result = run(qkv, arrays, packed_seq_params, nnx.as_pure(self.quantizers))
-        y, *max_logit = result if with_logit else (result,)
+            result = attend(qkv, arrays, packed_seq_params, nnx.as_pure(self.quantizers))
+        y, max_logit = result if call.return_max_logit else (result, None)
         y = y[0] if one_row else y
-        return layer_output(y, max_logit=max_logit[0]) if max_logit else y
+        return y if max_logit is None else layer_output(y, max_logit=max_logit)
 
-    def _check_operands(self, query: Array, key: Array | None, value: Array | None) -> None:
-        """Raise ValueError if the number or size of heads differs from the layer's."""
+    def _bias(self, bias_type: BiasType, bias: Array | None, slopes: Array | None) -> Array | None:
+        """Return a call's bias, which for ALiBi are its slopes; raise ValueError for one that its type does not use."""
+        if bias_type != "alibi":
+            if slopes is not None:
+                raise ValueError(f"alibi_slopes are for core_attention_bias_type 'alibi', got {bias_type!r}")
+            return bias
+        if bias is not None:
+            raise ValueError("core_attention_bias_type 'alibi' takes alibi_slopes, and no core_attention_bias")
+        return alibi_slopes(self.num_attention_heads) if slopes is None else slopes
+
+    def _operands(self, query: Array, key: Array | None, value: Array | None) -> QKV:
+        """Return the operands of the op; raise ValueError if the number or size of heads differs from the layer's."""
         n, g, d, dv = self.num_attention_heads, self.num_gqa_groups, self.kv_channels, self.v_channels
         q_shape = query.shape[2:]
         # The op would accept any shapes that agree with each other.
         if key is None or value is None:
-            fits = key is value and q_shape == (3, n, d) and (g, dv) == (n, d)
-        else:
-            fits = q_shape == (n, d) and key.shape[2:] == (g, d) and value.shape[2:] == (g, dv)
-        if fits:
-            return
+            if key is value and q_shape == (3, n, d) and (g, dv) == (n, d):
+                return (query,)
+        elif q_shape == (n, d) and key.shape[2:] == (g, d) and value.shape[2:] == (g, dv):
+            return (query, key, value)
         shapes = [array.shape for array in (query, key, value) if array is not None]
         packed = f", or one array [b, s, 3, {n}, {d}]" if (g, dv) == (n, d) else ""
         raise ValueError(
@@ -287,4 +270,51 @@ class DotProductAttention(ContextParallelModule, RecipeModule):
         )
 
 
-_slopes = alibi_slopes  # an argument of the call hides the name
+def _with_batch_axis(row: Array | None) -> Array | None:
+    return None if row is None else row[None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ResolvedCall:
+    """A call of the op without its arrays: options of the layer, or those of a call in their place."""
+
+    mask_type: MaskType
+    window: Window | None
+    bias_type: BiasType
+    softmax_type: SoftmaxType
+    logit_softcap: float | None
+    scale: float
+    dropout_rate: float
+    return_max_logit: bool
+    context_parallel: ContextParallel
+    recipe: Recipe | None
+    evaluation: bool
+
+    def attend(
+        self, qkv: QKV, arrays: AttentionArrays, packed: PackedSeqParams | None, state: AttentionState | None
+    ) -> Any:
+        """Return the op's result. All arrays are arguments, because a recomputed function saves its arguments."""
+        return dot_product_attention(
+            qkv,
+            mask_type=self.mask_type,
+            mask=arrays.mask,
+            q_lengths=arrays.q_lengths,
+            kv_lengths=arrays.kv_lengths,
+            # Made here, so that a recomputed call saves only the cumulative lengths, not the arrays derived from them.
+            segments=None if packed is None else packed.segments,
+            window=self.window,
+            bias_type=self.bias_type,
+            bias=arrays.bias,
+            softmax_type=self.softmax_type,
+            softmax_offset=arrays.softmax_offset,
+            logit_softcap=self.logit_softcap,
+            scale=self.scale,
+            dropout_rate=self.dropout_rate,
+            dropout_key=arrays.dropout_key,
+            return_max_logit=self.return_max_logit,
+            context_parallel=self.context_parallel,
+            out_axes=HEAD_AXES,
+            recipe=self.recipe,
+            state=state,
+            evaluation=self.evaluation,
+        )

@@ -22,6 +22,9 @@ _AXES = ("batch", "sequence", "heads", None)
 class KVCache:
     """Keys and values of one attention layer for the tokens so far; a pytree that is never changed in place.
 
+    What is appended is cast to the cache's dtype, and a layer casts what it reads to the dtype of its input: a cache
+    in bf16 halves the memory of one in fp32, and rounds the keys and values of an fp32 model.
+
     Args:
         k, v: ``[b, max_len, g, d]``, split like activations over batch and heads; positions from ``length`` on are
             unused.
@@ -171,7 +174,7 @@ def init_kv_cache(
         batch, max_len: numbers of sequences and of tokens.
         num_gqa_groups: ``g``.
         kv_channels: ``d``, or ``(d, dv)`` if values have another size than keys.
-        dtype: dtype of keys and values.
+        dtype: dtype in which keys and values are stored, see `KVCache`; it need not be that of the layer's input.
 
     Raises:
         ValueError: for a size that is not positive or an unknown dtype.

@@ -303,7 +303,8 @@ class MultiLatentAttention(MultiheadAttention):
         core.num_gqa_groups = 1
         core.kv_channels, core.v_channels = query.shape[-1], self.latent.kv_lora_rank
         join = auto_region(lambda c, k: jnp.concatenate([c, k], axis=-1), HEAD_AXES)
-        return core, (query, join(cache.v, cache.k), cache.v)
+        c, k = cache.v.astype(query.dtype), cache.k.astype(query.dtype)
+        return core, (query, join(c, k), c)
 
     def _of_cache(self, context: Array) -> Array:
         n, rank = self.core_attention.num_attention_heads, self.latent.kv_lora_rank

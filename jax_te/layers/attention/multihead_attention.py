@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from flax import nnx
 from jax_te._validation import check_positive, checked
 from jax_te.config import CpCommType
 from jax_te.layers.attention.context_parallel import ContextParallelModule
-from jax_te.layers.attention.core import AttentionCore, check_core
+from jax_te.layers.attention.core import AttentionCore, CoreCall, check_core
 from jax_te.layers.attention.dot_product_attention import DotProductAttention, check_heads
 from jax_te.layers.attention.kv_cache import KVCache, WindowKVCache
 from jax_te.layers.attention.packed import PackedSeqParams
@@ -26,16 +26,16 @@ from jax_te.layers.attention.qkv import (
     split_query,
 )
 from jax_te.layers.attention.rotary import Rotary
+from jax_te.layers.keywords import ParallelKeywords
 from jax_te.layers.layernorm_linear import LayerNormLinear
 from jax_te.layers.linear import Linear
 from jax_te.layers.norm import LayerNorm, Normalization, RMSNorm, check_returned_norm, make_norm
-from jax_te.layers.options import AttentionOptions, CoreCall
 from jax_te.layers.parallel_arguments import set_tensor_parallel_group
 from jax_te.layers.results import add_bias, layer_output, split_output
 from jax_te.ops import BiasType, MaskType, SoftmaxType, Window
 from jax_te.ops.attention import normal_window
 from jax_te.sharding import auto_region, axis_ranks, constrain, row_axis
-from jax_te.typing import Array, DTypeLike, Initializer, Key, TensorGroup
+from jax_te.typing import Array, DTypeLike, Initializer, Key, SplitAxis, TensorGroup
 
 
 @checked
@@ -78,6 +78,7 @@ class MultiheadAttention(ContextParallelModule):
     Raises:
         ValueError: for sizes that are not positive or do not divide, unknown names and options that exclude each other;
             when called, for arguments that the layer does not take.
+        TypeError: when called, for an ``encoder_output`` of another dtype than the input's.
 
     Source: ``transformer_engine.pytorch.MultiheadAttention``; grouped queries: Ainslie et al. 2023; norms of queries
     and keys: Henry et al. 2020.
@@ -144,16 +145,11 @@ class MultiheadAttention(ContextParallelModule):
         self.fuse_qkv_params = fuse_qkv_params
         self.qk_norm_before_rope = qk_norm_before_rope
         self.qk_norm_across_heads = qk_norm_across_heads
-        options = AttentionOptions(
+        core = DotProductAttention(
+            num_attention_heads,
+            hidden_size // num_attention_heads if kv_channels is None else kv_channels,
             num_gqa_groups=num_gqa_groups,
-            kv_channels=kv_channels,
             attention_dropout=attention_dropout,
-            layernorm_epsilon=layernorm_epsilon,
-            normalization=normalization,
-            zero_centered_gamma=zero_centered_gamma,
-            input_layernorm=input_layernorm,
-            return_layernorm_output=return_layernorm_output,
-            attention_type=attention_type,
             attn_mask_type=attn_mask_type,
             window_size=window_size,
             softmax_scale=softmax_scale,
@@ -164,70 +160,86 @@ class MultiheadAttention(ContextParallelModule):
             cp_comm_type=cp_comm_type,
             hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
             cp_load_balanced=cp_load_balanced,
-            qk_norm_type=qk_norm_type,
-            qk_norm_before_rope=qk_norm_before_rope,
-            qk_norm_across_heads=qk_norm_across_heads,
-            qkv_bias=qkv_bias,
-            fuse_qkv_params=fuse_qkv_params,
-            set_parallel_mode=set_parallel_mode,
-            sequence_parallel=sequence_parallel,
-            tp_group=tp_group,
-            tp_size=tp_size,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            return_bias=return_bias,
-            bias=bias,
-            init_method=init_method,
-            output_layer_init_method=output_layer_init_method,
-            params_dtype=params_dtype,
         )
-        self.core_attention: AttentionCore = _core(hidden_size, num_attention_heads, options)
-        self._make_projections(hidden_size, options, rngs)
-
-    def _make_projections(self, h: int, options: AttentionOptions, rngs: nnx.Rngs) -> None:
-        """Create the norms and projections, in the order in which they draw random keys."""
-        core = self.core_attention
+        self.core_attention: AttentionCore = core
+        norm = _NormOptions(normalization, layernorm_epsilon, zero_centered_gamma, sequence_parallel, params_dtype)
+        # Not "ffn", the default of `Linear`: heads and the feed-forward dimension may have different rules.
+        heads_axis = "heads" if set_parallel_mode else None
+        shared: ParallelKeywords = {
+            "sequence_parallel": sequence_parallel,
+            "tp_group": tp_group,
+            "tp_size": tp_size,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "params_dtype": params_dtype,
+        }
+        inward: _ProjectionOptions = {
+            **shared,
+            "bias": bias or qkv_bias,
+            "init_method": init_method,
+            "parallel_mode": "column" if set_parallel_mode else None,
+        }
+        # In this order: each draws keys from ``rngs``.
+        self._make_projections(hidden_size, norm if input_layernorm else None, heads_axis, inward, rngs)
         n, g, d = core.num_attention_heads, core.num_gqa_groups, core.kv_channels
-        r, separate = n // g, options.attention_type == "self" and not options.fuse_qkv_params
-        # One norm shared by the three projections; fused layers would each compute it again.
-        self.layernorm = (
-            make_norm(
-                options.normalization,
-                h,
-                options.layernorm_epsilon,
-                sequence_parallel=options.sequence_parallel,
-                params_dtype=options.params_dtype,
-                zero_centered_gamma=options.zero_centered_gamma,
-                rngs=rngs,
-            )
-            if separate and options.input_layernorm
-            else None
-        )
-        if options.attention_type == "cross":
-            self.query = _normalize_and_project(h, (r, g * d), options, rngs)
-            self.key_value = _project(h, (2, g * d), options, rngs)
-        elif not separate:
-            self.qkv = _normalize_and_project(h, (r + 2, g * d), options, rngs)
-        else:
-            self.query = _project(h, (r, g * d), options, rngs)
-            self.key = _project(h, (g * d,), options, rngs)
-            self.value = _project(h, (g * d,), options, rngs)
-        heads = (n, g) if options.qk_norm_across_heads else (1, 1)
-        self.q_norm, self.k_norm = (_head_norm(count * d, options, rngs) for count in heads)
+        heads = (n, g) if qk_norm_across_heads else (1, 1)
+        head_norm = None if qk_norm_type is None else norm._replace(normalization=qk_norm_type, sequence_parallel=False)
+        self.q_norm, self.k_norm = (None if head_norm is None else head_norm.make(count * d, rngs) for count in heads)
         self.proj = Linear(
             n * d,
-            h,
-            options.bias,
-            init_method=options.output_layer_init_method,
-            sequence_parallel=options.sequence_parallel,
-            tp_group=options.tp_group,
-            tp_size=options.tp_size,
-            parallel_mode="row" if options.set_parallel_mode else None,
-            fuse_wgrad_accumulation=options.fuse_wgrad_accumulation,
-            return_bias=options.return_bias,
-            params_dtype=options.params_dtype,
-            kernel_axes=(row_axis(_heads_axis(options)), None),
+            hidden_size,
+            bias,
+            **shared,
+            init_method=output_layer_init_method,
+            parallel_mode="row" if set_parallel_mode else None,
+            return_bias=return_bias,
+            kernel_axes=(row_axis(heads_axis), None),
             rngs=rngs,
         )
+
+    def _make_projections(
+        self, h: int, norm: _NormOptions | None, heads_axis: str | None, options: _ProjectionOptions, rngs: nnx.Rngs
+    ) -> None:
+        """Create the projections to queries, keys and values, and the norm that is in front of them, if any.
+
+        Args:
+            h: hidden size.
+            norm: options of the norm. None: there is none.
+            heads_axis: logical axis of the kernels' last axis.
+            options: options of each projection.
+            rngs: source of the kernels' keys.
+        """
+        core = self.core_attention
+        r, features = core.num_attention_heads // core.num_gqa_groups, core.num_gqa_groups * core.kv_channels
+
+        def project(*components: int) -> Linear:
+            axes = ("fsdp", *("components",) * len(components), heads_axis)
+            return Linear(h, (*components, features), **options, kernel_axes=axes, rngs=rngs)
+
+        def normalize_and_project(components: int) -> Linear:
+            if norm is None:
+                return project(components)
+            return LayerNormLinear(
+                h,
+                (components, features),
+                norm.epsilon,
+                **options,
+                normalization=norm.normalization,
+                zero_centered_gamma=norm.zero_centered_gamma,
+                return_layernorm_output=self.return_layernorm_output,
+                kernel_axes=("fsdp", "components", heads_axis),
+                rngs=rngs,
+            )
+
+        separate = self.attention_type == "self" and not self.fuse_qkv_params
+        # One norm shared by three projections; fused layers would each compute it again.
+        self.layernorm = norm.make(h, rngs) if separate and norm is not None else None
+        if separate:
+            self.query, self.key, self.value = project(r), project(), project()
+        elif self.attention_type == "cross":
+            self.query = normalize_and_project(r)
+            self.key_value = project(2)
+        else:
+            self.qkv = normalize_and_project(r + 2)
 
     def set_tensor_parallel_group(self, tp_group: TensorGroup) -> None:
         """Set the tensor-parallel group of all projections, see `Linear.set_tensor_parallel_group`."""
@@ -260,7 +272,7 @@ class MultiheadAttention(ContextParallelModule):
             x: ``[b, s, h]``; its dtype is the dtype of computation and of the output.
             attention_mask: bool, broadcastable to ``[b, n, s, skv]``, True is masked out; for mask type
                 ``"arbitrary"``.
-            encoder_output: ``[b, skv, h]``, in cross-attention.
+            encoder_output: ``[b, skv, h]`` in the dtype of ``x``, in cross-attention.
             sequence_lengths: int32 ``[b]``, number of valid tokens at the start of each sequence of ``x``; for the
                 padding types.
             encoder_lengths: the same for ``encoder_output``. If it is given, ``sequence_lengths`` None means all of
@@ -303,7 +315,7 @@ class MultiheadAttention(ContextParallelModule):
             checkpoint_core_attention=checkpoint_core_attention,
             return_max_logit=core.return_max_logit if return_max_logit is None else return_max_logit,
         )
-        self._check_call(encoder_output, encoder_lengths, rotary_pos_emb, cache, call)
+        self._check_call(x, encoder_output, encoder_lengths, rotary_pos_emb, cache, call)
         with jax.named_scope("MultiheadAttention"):
             operands, normed = self._operands(x, encoder_output, rotary_pos_emb, cache, is_first_microbatch)
             if cache is not None:
@@ -328,18 +340,26 @@ class MultiheadAttention(ContextParallelModule):
 
     def _check_call(
         self,
+        x: Array,
         encoder_output: Array | None,
         encoder_lengths: Array | None,
         rotary: Rotary | None,
         cache: KVCache | WindowKVCache | None,
         call: CoreCall,
     ) -> None:
-        """Raise ValueError for arguments of a call that the layer does not take, or that exclude each other."""
+        """Raise ValueError or TypeError for arguments of a call that the layer does not take, or that exclude each
+        other."""
         if (self.attention_type == "cross") != (encoder_output is not None):
             raise ValueError(
                 "cross-attention needs encoder_output"
                 if encoder_output is None
                 else "self-attention takes no encoder_output; build the layer with attention_type='cross'"
+            )
+        if encoder_output is not None and encoder_output.dtype != x.dtype:
+            # Here rather than in the core, whose keys and values the caller does not know.
+            raise TypeError(
+                f"encoder_output must have the dtype of x, {x.dtype}, got {encoder_output.dtype}; cast one of them, "
+                "for example encoder_output.astype(x.dtype)"
             )
         if self.attention_type == "self":
             if encoder_lengths is not None:
@@ -409,8 +429,8 @@ class MultiheadAttention(ContextParallelModule):
         return (q, k, v), normed
 
     def _cached(self, query: Array, cache: KVCache | WindowKVCache) -> tuple[Any, tuple[Array, ...]]:
-        """Return the core for a call with a cache, and its operands."""
-        return self.core_attention, (query, cache.k, cache.v)
+        """Return the core for a call with a cache, and its operands, all in the dtype of the queries."""
+        return self.core_attention, (query, cache.k.astype(query.dtype), cache.v.astype(query.dtype))
 
     def _of_cache(self, context: Array) -> Array:
         """Return the heads' results ``[b, s, n, dv]`` of what the core gives with a cache."""
@@ -443,82 +463,31 @@ def _across_heads(norm: LayerNorm | RMSNorm, x: Array) -> Array:
     return auto_region(lambda y: y.reshape(x.shape), HEAD_AXES)(normed)
 
 
-def _core(h: int, n: int, options: AttentionOptions) -> DotProductAttention:
-    """Return the core of a layer with hidden size ``h`` and ``n`` query heads."""
-    return DotProductAttention(
-        n,
-        h // n if options.kv_channels is None else options.kv_channels,
-        num_gqa_groups=options.num_gqa_groups,
-        attention_dropout=options.attention_dropout,
-        attn_mask_type=options.attn_mask_type,
-        window_size=options.window_size,
-        softmax_scale=options.softmax_scale,
-        softmax_type=options.softmax_type,
-        logit_softcap=options.logit_softcap,
-        return_max_logit=options.return_max_logit,
-        num_splits=options.num_splits,
-        cp_comm_type=options.cp_comm_type,
-        hierarchical_context_parallel_sizes=options.hierarchical_context_parallel_sizes,
-        cp_load_balanced=options.cp_load_balanced,
-    )
+class _ProjectionOptions(ParallelKeywords, total=False):
+    """Keywords of each projection to queries, keys and values."""
+
+    bias: bool
+    init_method: Initializer | None
+    parallel_mode: SplitAxis | None
 
 
-def _heads_axis(options: AttentionOptions) -> str | None:
-    # Not "ffn", the default of `Linear`: heads and the feed-forward dimension may have different rules.
-    return "heads" if options.set_parallel_mode else None
+class _NormOptions(NamedTuple):
+    """Options of the layer's norms."""
 
+    normalization: Normalization
+    epsilon: float
+    zero_centered_gamma: bool
+    sequence_parallel: bool
+    params_dtype: DTypeLike
 
-def _project(h: int, features: tuple[int, ...], options: AttentionOptions, rngs: nnx.Rngs) -> Linear:
-    """Return a projection to queries, keys or values."""
-    return Linear(
-        h,
-        features,
-        options.bias or options.qkv_bias,
-        init_method=options.init_method,
-        sequence_parallel=options.sequence_parallel,
-        tp_group=options.tp_group,
-        tp_size=options.tp_size,
-        parallel_mode="column" if options.set_parallel_mode else None,
-        fuse_wgrad_accumulation=options.fuse_wgrad_accumulation,
-        params_dtype=options.params_dtype,
-        kernel_axes=("fsdp", *("components",) * (len(features) - 1), _heads_axis(options)),
-        rngs=rngs,
-    )
-
-
-def _normalize_and_project(h: int, features: tuple[int, int], options: AttentionOptions, rngs: nnx.Rngs) -> Linear:
-    """Return a projection with the block's norm in front, unless there is none."""
-    if not options.input_layernorm:
-        return _project(h, features, options, rngs)
-    return LayerNormLinear(
-        h,
-        features,
-        options.layernorm_epsilon,
-        options.bias or options.qkv_bias,
-        normalization=options.normalization,
-        zero_centered_gamma=options.zero_centered_gamma,
-        init_method=options.init_method,
-        return_layernorm_output=options.return_layernorm_output,
-        sequence_parallel=options.sequence_parallel,
-        tp_group=options.tp_group,
-        tp_size=options.tp_size,
-        parallel_mode="column" if options.set_parallel_mode else None,
-        fuse_wgrad_accumulation=options.fuse_wgrad_accumulation,
-        params_dtype=options.params_dtype,
-        kernel_axes=("fsdp", "components", _heads_axis(options)),
-        rngs=rngs,
-    )
-
-
-def _head_norm(d: int, options: AttentionOptions, rngs: nnx.Rngs) -> LayerNorm | RMSNorm | None:
-    """Return a norm of ``d`` channels of queries or keys, if the layer has such norms."""
-    if options.qk_norm_type is None:
-        return None
-    return make_norm(
-        options.qk_norm_type,
-        d,
-        options.layernorm_epsilon,
-        params_dtype=options.params_dtype,
-        zero_centered_gamma=options.zero_centered_gamma,
-        rngs=rngs,
-    )
+    def make(self, size: int, rngs: nnx.Rngs) -> LayerNorm | RMSNorm:
+        """Return a norm of ``size`` channels."""
+        return make_norm(
+            self.normalization,
+            size,
+            self.epsilon,
+            sequence_parallel=self.sequence_parallel,
+            params_dtype=self.params_dtype,
+            zero_centered_gamma=self.zero_centered_gamma,
+            rngs=rngs,
+        )

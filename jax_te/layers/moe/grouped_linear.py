@@ -13,7 +13,7 @@ from flax import nnx
 
 from jax_te._validation import check_axes, check_positive, checked, is_integer, log_hints
 from jax_te.config import normal_init
-from jax_te.layers.linear import kernel_logical_axes
+from jax_te.layers.linear import kernel_logical_axes, split_axis
 from jax_te.layers.parallel_arguments import TensorParallel, TensorParallelModule
 from jax_te.layers.parameters import constant, expert_rngs, init_of_each, parameter
 from jax_te.layers.quantizable import frozen_weights
@@ -21,7 +21,7 @@ from jax_te.layers.results import layer_output
 from jax_te.ops import LinearOptions, LinearWeights, RowGroups, as_int32, check_sizes, grouped_dense
 from jax_te.quantize import QuantizedKernel, Quantizer, TensorQuantizer, precision_of
 from jax_te.sharding import activation_axis, axis_ranks, device_mesh, gathered_axes
-from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, TensorGroup
+from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, ParallelMode, TensorGroup
 
 
 @checked
@@ -81,7 +81,7 @@ class GroupedLinear(TensorParallelModule):
         init_method: Initializer | None = None,
         tp_group: TensorGroup = None,
         tp_size: int = 1,
-        parallel_mode: str | None = None,
+        parallel_mode: ParallelMode = None,
         fuse_wgrad_accumulation: bool = False,
         return_bias: bool = False,
         params_dtype: DTypeLike = jnp.float32,
@@ -93,9 +93,9 @@ class GroupedLinear(TensorParallelModule):
             raise ValueError("out_features must be a size, or a tuple of at least one, got ()")
         sizes = {f"out_features[{i}]": size for i, size in enumerate(features)}
         check_positive(num_gemms=num_gemms, in_features=in_features, **sizes)
-        mode_axes = ("expert", *kernel_logical_axes(parallel_mode, 1 + len(features)))
+        self.parallel_mode = split_axis(parallel_mode)
+        mode_axes = ("expert", *kernel_logical_axes(self.parallel_mode, 1 + len(features)))
         self.num_gemms = self.groups = num_gemms
-        self.parallel_mode = None if parallel_mode is None else parallel_mode.lower()
         self.tensor_parallel = TensorParallel(group=tp_group, size=tp_size, split=parallel_mode is not None)
         self.kernel_shape = (num_gemms, in_features, *features)
         self.kernel_axes = mode_axes if kernel_axes is None else kernel_axes

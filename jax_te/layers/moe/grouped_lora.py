@@ -69,7 +69,7 @@ class GroupedLoRA(LoRA):
             x, group_sizes, is_first_microbatch: arguments of `GroupedLinear`.
         """
         with jax.named_scope("GroupedLoRA"):
-            result: Any = self.base(x, group_sizes, is_first_microbatch=is_first_microbatch)
+            result = self.base(x, group_sizes, is_first_microbatch=is_first_microbatch)
             groups = self.base.row_groups(x, group_sizes)
             return map_output(lambda y: y + self._product(self.base.operand(x), groups), result)
 

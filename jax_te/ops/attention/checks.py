@@ -46,7 +46,7 @@ def attention_spec(
     Raises:
         ValueError: for shapes that do not agree, an unknown mask, bias or softmax type, or a softcap that is not
             positive.
-        TypeError: for queries, keys or values that are not floating point.
+        TypeError: for queries, keys or values that are not floating point, or not of one dtype.
 
     >>> q = jnp.ones((1, 4, 2, 8))
     >>> attention_spec((q, q, q), "causal", logit_softcap=30.0).window
@@ -90,9 +90,10 @@ def shape_of(qkv: QKV) -> tuple[int, int, int, int, int, int, int]:
 
     Raises:
         ValueError: for shapes that do not go together.
-        TypeError: for arrays that are not fp32, bf16 or fp16.
+        TypeError: for arrays that are not fp32, bf16 or fp16, or not of one dtype.
     """
     check_float("dot_product_attention", *qkv, allowed=FLOAT_DTYPES)
+    _check_one_dtype(qkv)
     if len(qkv) == 1:
         shape = qkv[0].shape
         if len(shape) != 5 or shape[2] != 3:
@@ -114,6 +115,16 @@ def shape_of(qkv: QKV) -> tuple[int, int, int, int, int, int, int]:
     if n % g:
         raise ValueError(f"the number of query heads {n} is not divisible by the key/value heads {g}")
     return b, sq, skv, n, g, d, v.shape[3]
+
+
+def _check_one_dtype(qkv: QKV) -> None:
+    """Raise TypeError for queries, keys and values of several dtypes."""
+    # The result has the dtype of the queries, and kernels read all three in one: a cast here would hide which of them
+    # the caller meant.
+    names = [str(jnp.dtype(x.dtype)) for x in qkv]
+    if len(set(names)) > 1:
+        given = ", ".join(f"{name} {dtype}" for name, dtype in zip("qkv", names, strict=True))
+        raise TypeError(f"q, k and v must have one dtype, got {given}; cast them, for example k.astype(q.dtype)")
 
 
 def _check_heads(qkv: QKV, *sizes: int) -> None:

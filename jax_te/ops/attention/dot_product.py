@@ -73,9 +73,9 @@ def dot_product_attention(
     """Return ``softmax(scale q k^T) v`` for every head; scores and softmax are fp32.
 
     Args:
-        qkv: ``(packed [b, s, 3, n, d],)`` or ``(q [b, sq, n, d], k [b, skv, g, d], v [b, skv, g, dv])``; query head
-            ``i`` uses key/value head ``i // (n / g)``. A projection that gives the packed form should pass it on: cuDNN
-            reads it without a copy.
+        qkv: ``(packed [b, s, 3, n, d],)`` or ``(q [b, sq, n, d], k [b, skv, g, d], v [b, skv, g, dv])``, all of one
+            dtype; query head ``i`` uses key/value head ``i // (n / g)``. A projection that gives the packed form should
+            pass it on: cuDNN reads it without a copy.
         mask_type: ``"no_mask"``; ``"causal"`` (position ``i`` attends to ``0..i``); ``"causal_bottom_right"`` (the last
             query attends to all keys, the one before it to all but the last); ``"padding"``, ``"padding_causal"`` and
             ``"padding_causal_bottom_right"`` with lengths or ``segments``; ``"arbitrary"`` with ``mask``. Queries past
@@ -115,8 +115,8 @@ def dot_product_attention(
         ValueError: for shapes that do not agree, and for an array that is missing or unused; for known lengths and
             segments that reach beyond their row; for sizes that do not divide over the context axis, and options that
             the kind of exchange does not support; for numbers that are not finite.
-        TypeError: for inputs or a bias that are not floating point, a mask that is not bool, lengths that are not
-            integers, and a ``return_max_logit`` that is not True or False.
+        TypeError: for inputs or a bias that are not floating point, inputs of several dtypes, a mask that is not bool,
+            lengths that are not integers, and a ``return_max_logit`` that is not True or False.
         BackendUnavailableError: if ``backend`` was named and has no kernel for this call; the message says why.
         QuantizerStateError: if the recipe has state for attention and none is given, or a derivative leaves it out.
 
@@ -240,7 +240,8 @@ def _resolve(
     """Return the sharding of a call on a mesh that each device runs by itself, or the backend if the compiler
     partitions it.
 
-    ``platform`` is that of the default device, on which the choice of the backend depends.
+    ``platform``, that of the default device, is a part of the cache's key alone: the choice of the backend reads the
+    device by itself, and a program may change it between calls.
     """
     del platform
     sharding, reason = _sharding(mesh, rules, spec, axes, context_parallel, has_mask=has_mask)

@@ -10,7 +10,7 @@ import jax
 
 from jax_te._validation import check_axes, check_float
 from jax_te.errors import QuantizerStateError
-from jax_te.ops.backend import ambient_backend, backend_for
+from jax_te.ops.backend import OpName, ambient_backend, backend_for
 from jax_te.ops.first_order import why_backend, why_quantized
 from jax_te.ops.linear.norm_and_activation import Activation, NormSpec
 from jax_te.ops.linear.plan import LinearOptions, Plan, linear_plan, rows_may_be_reordered
@@ -65,7 +65,7 @@ class Norm(NamedTuple):
 
 def run_op(
     op: Callable[..., Any],
-    name: str,
+    name: OpName,
     x: Array,
     layers: Sequence[Layer],
     *,

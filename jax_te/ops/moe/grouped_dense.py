@@ -21,6 +21,7 @@ from jax_te.ops.linear.spec import GivenSink, LinearSpec, LinearWeights, resolve
 from jax_te.ops.moe.row_groups import RowGroups, check_sizes
 from jax_te.ops.moe.tiles import TiledGroups, Tiling, tiling
 from jax_te.ops.pallas import grouped as hopper
+from jax_te.ops.primitives import GemmBackend
 from jax_te.ops.sharded_vjp import Shards, sharded_vjp
 from jax_te.ops.stacked import named
 from jax_te.ops.xla import grouped
@@ -264,7 +265,7 @@ def _resolved_groups(
         placed=plan.mesh is not None,
         kernel_all_gather=plan.kernel_all_gather,
     )
-    backend: Any = hopper if on_hopper else grouped
+    backend: GemmBackend = hopper if on_hopper else grouped
     sink = resolved_sink(given_sink, plan, kernel, options.kernel_axes)
     spec = LinearSpec(
         backend=backend,

@@ -242,8 +242,9 @@ def all_gather_kernel(kernels: Any, dims: Dims, gemm: Gemm) -> Any:
     return Kernels(stored=stored, transposed=transposed, scale_inv=kernels.scale_inv, features=features)
 
 
-def gemm_fprop(x: Rows, kernels: Any, bias: None, split_accumulator: bool) -> Array:
+def gemm_fprop(x: Rows, kernels: Any, bias: Array | None, split_accumulator: bool) -> Array:
     """Return ``x [rows, k] @ kernels [e, k, *n]`` of each row's group, ``[rows, *n]`` in the dtype of ``x``."""
+    assert bias is None  # the op adds it, except to padding rows
     if isinstance(kernels, QuantizedOperand):
         kernels = adopt(kernels)
     if isinstance(kernels, Kernels):

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jax_te.layers import TransformerLayer, init_kv_cache, rotary_embedding
+from jax_te.config import LatentAttentionOptions
+from jax_te.layers import TransformerLayer, init_kv_cache, init_window_kv_cache, rotary_embedding
 from tests.support.meshes import shard
-from tests.support.numerics import NO_DROPOUT, assert_close, draw
+from tests.support.numerics import NO_DROPOUT, assert_bitwise, assert_close, draw
 from tests.support.reference import ROUNDOFF, randomize
 
 S, H, N, G, D = 8, 32, 4, 2, 8
@@ -68,3 +69,28 @@ def test_too_many_tokens_are_refused() -> None:
         init_kv_cache(1, 5, G, D).append(jnp.ones((1, 6, G, D)), jnp.ones((1, 6, G, D)))
     with pytest.raises(ValueError, match="max_len must be an integer >= 1, got 0"):
         init_kv_cache(1, 0, G, D)
+
+
+LATENT = LatentAttentionOptions(
+    q_lora_rank=None, kv_lora_rank=16, qk_head_dim=8, qk_pos_emb_head_dim=8, v_head_dim=8
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["full", "window", "latent"])
+def test_a_cache_keeps_its_dtype_and_the_layer_its_own(kind: str) -> None:
+    """A cache of another dtype stores keys and values in it; what is computed has the dtype of the input."""
+    options = {"full": {}, "window": {"window_size": (7, 0)}, "latent": {"latent": LATENT}}[kind]
+    layer = randomize(TransformerLayer(H, 64, N, **NO_DROPOUT, **options, rngs=nnx.Rngs(0)))
+    heads = layer.self_attention.cached_heads
+
+    def run(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        made = init_window_kv_cache(1, 7, 3, heads[0], D, dtype) if kind == "window" else None
+        y, cache = layer(x, cache=made or init_kv_cache(1, S, *heads, dtype))
+        assert (y.dtype, cache.k.dtype, cache.v.dtype) == (x.dtype, dtype, dtype)
+        return y
+
+    x = draw("x", (1, 3, H)) / 4
+    half = x.astype(jnp.bfloat16)
+    assert_bitwise(run(half, jnp.float32), run(half, jnp.bfloat16))  # bf16 fits into fp32
+    # Keys and values alone are rounded: each of two sums of up to H products by a rounding of its operands.
+    assert_close(run(x, jnp.bfloat16), run(x, jnp.float32), 2 * ROUNDOFF["bfloat16"] * H**0.5)
