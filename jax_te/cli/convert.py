@@ -24,7 +24,7 @@ from jax_te.cli.run_files import CONFIG_FILE, read_config
 from jax_te.data import TOKENIZER_FILE
 from jax_te.interop.huggingface import (
     CONFIG,
-    copy_companions,
+    companions,
     load_huggingface,
     named_classes,
     save_huggingface,
@@ -210,7 +210,8 @@ def _beside_run(run: Path, config: RunConfig) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / CONFIG).write_text(str(config.architecture) if known else "{}")
         if known and config.init_from is not None:
-            copy_companions(Path(config.init_from), Path(name))
+            for path in companions(Path(config.init_from)):
+                shutil.copyfile(path, Path(name) / path.name)
         if (run / TOKENIZER_FILE).is_file():
             shutil.copyfile(run / TOKENIZER_FILE, Path(name) / TOKENIZER_FILE)
         yield Path(name)

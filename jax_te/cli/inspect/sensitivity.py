@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jax_te._text import table
+from jax_te._whole_files import whole_or_nothing
 from jax_te.cli.build import contexts, loss_fn
 from jax_te.cli.inspect.options import InspectSensitivity
 from jax_te.cli.inspect.report import print_json
@@ -40,7 +41,8 @@ def run(options: InspectSensitivity) -> int:
     if options.write is not None:
         note = f"# The {keep} of {layers} layers whose quantization under {recipe.name} changes the gradients most,\n"
         note += f"# by jax-te inspect sensitivity at step {step}.\n"
-        Path(options.write).write_text(note + keep_in_bf16_rules(kept), encoding="utf-8")
+        with whole_or_nothing(Path(options.write).parent) as new:
+            new.part(Path(options.write).name).write_text(note + keep_in_bf16_rules(kept), encoding="utf-8")
     if options.json:
         modules = [dataclasses.asdict(layer) for layer in ranked]
         print_json(recipe, {"step": step, "batches": len(batches), "modules": modules, "keep_bf16": kept})
