@@ -66,8 +66,14 @@ _GEMM_NAMES, _MODULES, _WRITERS = (
     for metavar, names in (("GEMMS", GEMMS), ("NAMES", RECOMPUTE_MODULES), ("NAMES", get_args(WriterName)))
 )
 _PRESET = "the preset's"
+DEFAULT_RUN = "runs/tiny"
+"""Folder of the run that a command looks at if none is given."""
+
 IGNORED_FIELDS = "fields of the config.json of {} to ignore: unknown ones that change no number, e.g. my_note,other"
 FACTORY_MODULES = "modules whose functions the rules of a precision file may call, e.g. my.module,other"
+
+DEVICES, TENSOR_RANKS = "a --mesh of several devices", "a --mesh with tensor=2 or more"
+RULES = "the rules of a --precision-config"
 
 
 _free = functools.partial(option, may_change=True)
@@ -202,9 +208,14 @@ class ExpertOptions:
         literal_names(ExpertsConfig, "moe_token_dispatcher_type"),
         "transport of tokens along the expert axis",
         "allgather",
+        needs=(DEVICES,),
     )
     moe_expert_rank_capacity_factor: float | None = option(
-        POSITIVE, "rows for which a device has room, as a multiple of those of equal load", None, shown="room for all"
+        POSITIVE,
+        "rows for which a device has room, as a multiple of those of equal load",
+        None,
+        shown="room for all",
+        needs=(DEVICES,),
     )
 
 
@@ -272,7 +283,7 @@ class PrecisionOptions:
         FILE, "YAML file with precision rules for individual layers; the run stores a copy", None
     )
     # A run folder may be somebody else's: only modules named on the command line are imported.
-    factory_modules: str | None = _free(MODULE_NAMES, FACTORY_MODULES, None, kept=False)
+    factory_modules: str | None = _free(MODULE_NAMES, FACTORY_MODULES, None, kept=False, needs=(RULES,))
     # The defaults shown are resolved when a run is made, since they depend on its device.
     params_dtype: str = option(
         FLOAT_DTYPES,
@@ -341,7 +352,7 @@ class ExecutionOptions:
         POLICIES, "arrays kept inside of layers under full; the policy full keeps none", "full"
     )
     distribute_saved_activations: bool = _free(
-        FLAG, "saved inputs of layers sharded over the tensor axis, under full", False
+        FLAG, "saved inputs of layers sharded over the tensor axis, under full", False, needs=(TENSOR_RANKS,)
     )
     scan_layers: bool | Literal["auto"] = _free(
         Text("WHEN", auto_or_flag),

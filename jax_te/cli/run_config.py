@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jax_te.cli.option_table import flag
-from jax_te.cli.options import OF_MESH, OPTIONS, ExpertOptions, RunOptions
+from jax_te.cli.option_table import check_effects, flag
+from jax_te.cli.options import OF_MESH, OPTIONS, RULES, ExpertOptions, RunOptions
 from jax_te.cli.precision_rules import quantization_rules
 from jax_te.cli.pretrained import as_run, check_pretrained
 from jax_te.cli.run_recipe import RECIPE_FIELDS, build_recipe, recipe_defaults
@@ -120,9 +120,14 @@ class RunConfig(RunOptions):
 
         Args:
             factory_modules: see `PrecisionOptions`; given anew, because a run does not keep them.
+
+        Raises:
+            ValueError: for such modules without rules that could name them.
         """
         defaults = {field.name: field.default for field in dataclasses.fields(self) if field.name in OF_MESH}
-        return dataclasses.replace(self, backend="auto", factory_modules=factory_modules, **defaults)
+        config = dataclasses.replace(self, backend="auto", factory_modules=factory_modules, **defaults)
+        check_effects(config, {RULES: self.precision_config is not None}, {"factory_modules"})
+        return config
 
     def _check_heads(self) -> None:
         if self.architecture is not None:
