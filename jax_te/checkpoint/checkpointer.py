@@ -9,7 +9,6 @@ import logging
 import os
 import threading
 import uuid
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
@@ -22,7 +21,7 @@ import tensorstore
 from orbax.checkpoint import v1 as ocp
 
 from jax_te._processes import HEARTBEAT_FOLDER, Heartbeats, gather_texts, in_thread, is_first, shortened
-from jax_te._validation import check_choice, check_positive, checked
+from jax_te._validation import check_choice, check_positive, checked, warn_caller
 from jax_te.checkpoint.checksums import start_checksums
 from jax_te.checkpoint.folder import checked_folder
 from jax_te.checkpoint.host import free, host_copies
@@ -552,8 +551,7 @@ class TrainCheckpointer:
     def _report_damaged(self, step: int, reason: str) -> None:
         self._damaged.add(step)
         if is_first():  # all of them found it damaged
-            text = f"checkpoint step {step} in {self._directory} is damaged: {reason}"
-            warnings.warn(text, DamagedCheckpointWarning, stacklevel=3)
+            warn_caller(f"checkpoint step {step} in {self._directory} is damaged: {reason}", DamagedCheckpointWarning)
 
     def _rename_damaged(self) -> None:
         self._rename(sorted(self._damaged), "damaged")

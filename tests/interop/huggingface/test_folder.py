@@ -554,9 +554,10 @@ def test_the_page_of_families_says_what_is_read_and_what_is_refused() -> None:
 def test_two_dropout_rates_of_gpt2_are_a_warning() -> None:
     """Nothing but training with dropout depends on them."""
     kind = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
-    with pytest.warns(UserWarning, match=r"embd_pdrop is 0\.0, resid_pdrop 0\.2"):
+    with pytest.warns(UserWarning, match=r"embd_pdrop is 0\.0, resid_pdrop 0\.2") as warned:
         _, form = read_form(kind | {"embd_pdrop": 0.0, "resid_pdrop": 0.2}, "config.json", range(50))
     assert form.config.hidden_dropout == 0.2
+    assert [warning.filename for warning in warned] == [__file__]  # the caller's line
 
 
 def test_all_tensors_that_do_not_fit_are_in_one_error(folder: Path, tmp_path: Path) -> None:
