@@ -42,6 +42,7 @@ from jax_te.interop.huggingface import (
     save_peft,
 )
 from jax_te.interop.megatron import load_megatron, save_megatron
+from jax_te.interop.tables import OnProgress
 from jax_te.metrics import counting
 from jax_te.models import upcycle
 from jax_te.training import exact_model
@@ -147,7 +148,7 @@ def _write_huggingface(options: ConvertOptions, model: Any, kind: str, config: R
         )
 
 
-def _read(options: ConvertOptions, source: Path, kind: str, config: RunConfig | None, on_progress: Any) -> Any:
+def _read(options: ConvertOptions, source: Path, kind: str, config: RunConfig | None, on_progress: OnProgress) -> Any:
     if kind == "huggingface":
         return load_huggingface(
             source,
@@ -160,9 +161,14 @@ def _read(options: ConvertOptions, source: Path, kind: str, config: RunConfig | 
         if config is None:
             raise ValueError(f"{_run_of(source)} has no {CONFIG_FILE}, which says what the model is")
         return _model_of_run(options, source, config)
-    given = {} if options.megatron_args is None else _megatron_args(options.megatron_args)
-    common: dict[str, Any] = {"dtype": options.dtype, "on_progress": on_progress, "vocab_size": options.vocab_size}
-    return load_megatron(source, iteration=options.step, args=given, **common)
+    return load_megatron(
+        source,
+        iteration=options.step,
+        args={} if options.megatron_args is None else _megatron_args(options.megatron_args),
+        dtype=options.dtype,
+        vocab_size=options.vocab_size,
+        on_progress=on_progress,
+    )
 
 
 def _megatron_args(file: str) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from jax_te.config import (
     POSITION_EMBEDDINGS,
     RECOMPUTE_MODULES,
     RECOMPUTE_POLICIES,
+    CpCommType,
     ExpertsConfig,
     RecomputeConfig,
     TransformerConfig,
@@ -56,7 +57,9 @@ METHODS = literal_names(RecomputeConfig, "recompute_method")
 CP_COMM_TYPES = tuple(kind for kind in ALL_CP_COMM_TYPES if kind != "a2a+p2p")  # which needs sizes that are not options
 QUANTIZED = tuple(name for name in RECIPES if name != "none")
 WGRAD_DTYPES = ("float32", "bfloat16")
-REDUCTIONS = ("microbatch", "step")
+Reduction = Literal["microbatch", "step"]
+REDUCTIONS = get_args(Reduction)
+AxisType = Literal["auto", "explicit"]
 _GRANULARITIES = ("none", *literal_names(RecomputeConfig, "recompute_granularity"))
 _FORMATS = (Format.HYBRID.value, Format.E4M3.value)
 _ALGORITHMS = literal_names(DelayedScaling, "amax_compute_algo")
@@ -299,14 +302,14 @@ class PrecisionOptions:
 class ExecutionOptions:
     """Devices and execution of the steps."""
 
-    backend: str = _free(
+    backend: BackendName = _free(
         BACKENDS, "kernels: te (Transformer Engine's), xla (XLA's), or auto (te where it can run)", "auto"
     )
     mesh: str | None = _on_mesh(
         MESH, "sizes of the mesh axes pipeline, data, fsdp, expert, context and tensor, e.g. data=2,tensor=4", None,
         shown="one device",
     )  # fmt: skip
-    mesh_axis_type: str = _on_mesh(("auto", "explicit"), "JAX's type of the mesh axes", "auto")
+    mesh_axis_type: AxisType = _on_mesh(get_args(AxisType), "JAX's type of the mesh axes", "auto")
     pipeline: str = _on_mesh(
         SCHEDULE, "schedule of the pipeline axis: gpipe, 1f1b, 1f1b,virtual_stages=N or zero_bubble", "1f1b"
     )
@@ -316,7 +319,7 @@ class ExecutionOptions:
     distributed_optimizer: bool = _on_mesh(
         FLAG, "masters and optimizer state sharded over the data axis as well", False
     )
-    reduce_gradients: str = _on_mesh(
+    reduce_gradients: Reduction = _on_mesh(
         REDUCTIONS,
         "time at which data-parallel devices sum kernel gradients: after each microbatch, or once a step",
         "microbatch",
@@ -324,7 +327,7 @@ class ExecutionOptions:
     batch_parts: int = _on_mesh(
         SIZE, "number of parts of the batch in each layer; 2 overlaps GEMMs with tensor-parallel collectives", 1
     )
-    cp_comm_type: str = _on_mesh(
+    cp_comm_type: CpCommType = _on_mesh(
         CP_COMM_TYPES, "exchange of keys and values along the context axis: ring, all-gather or all-to-all", "p2p"
     )
     cp_load_balanced: bool = _on_mesh(FLAG, "zig-zag order of tokens along the context axis", False)

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from jax_te.cli.option_table import check_effects, flag
 from jax_te.cli.options import OF_MESH, OPTIONS, RULES, ExpertOptions, RunOptions
@@ -19,6 +19,7 @@ from jax_te.config import DENSE_RECOMPUTE_MODULES, ParallelConfig, TransformerCo
 from jax_te.megatron import RecipeConfig
 from jax_te.models import check_recompute_policy
 from jax_te.recipe import Recipe
+from jax_te.typing import WriterName
 
 _OPTION_OF = {name: field for field, row in OPTIONS.items() for name in row.library or (field,)}
 """Fields of a run's configuration by the library's names of the fields that they set."""
@@ -74,6 +75,12 @@ class RunConfig(RunOptions):
     def tokens_per_step(self) -> int:
         """Tokens that one step predicts."""
         return self.batch_size * self.seq_len
+
+    @property
+    def writers(self) -> list[WriterName]:
+        """Names of the destinations of metrics."""
+        given = self.metrics_writers.split(",")
+        return [name for name in get_args(WriterName) if name in given]
 
     def transformer_config(self) -> TransformerConfig:
         """Return the model's configuration."""

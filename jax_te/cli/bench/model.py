@@ -109,7 +109,7 @@ def _variant(name: str, config: RunConfig, execution: Execution) -> Variant:
         build=build_model(config, execution=execution),
         pipeline=PipelineConfig.parse(config.pipeline),
         wgrad_dtype=jnp.dtype(config.wgrad_dtype),
-        reduce_gradients="step" if config.reduce_gradients == "step" else "microbatch",
+        reduce_gradients=config.reduce_gradients,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from jax_te.cli.option_table import option, positional
 from jax_te.cli.option_values import FILE, FOLDER, MESH, PATH, SCHEDULE, SIZE, SPREAD, SWITCH, Text, some_of
-from jax_te.cli.options import BACKENDS, CP_COMM_TYPES, METHODS, POLICIES, REDUCTIONS, WGRAD_DTYPES, Recorded
+from jax_te.cli.options import BACKENDS, CP_COMM_TYPES, METHODS, POLICIES, REDUCTIONS, WGRAD_DTYPES, Recorded, Reduction
 from jax_te.cli.presets import PRESETS
 from jax_te.config import RECOMPUTE_MODULES, CpCommType
 from jax_te.recipe import RECIPES
@@ -210,7 +210,7 @@ class BenchModel:
     )
     batch_parts: tuple[int, ...] = _several(SIZE, "numbers of parts of the batch in each layer", 1)
     wgrad_dtype: tuple[str, ...] = _several(WGRAD_DTYPES, "dtypes in which devices sum kernel gradients", "float32")
-    reduce_gradients: tuple[str, ...] = _several(
+    reduce_gradients: tuple[Reduction, ...] = _several(
         REDUCTIONS,
         "times at which data-parallel devices sum kernel gradients: after each microbatch, or once a step",
         "microbatch",

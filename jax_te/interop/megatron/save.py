@@ -21,6 +21,7 @@ from jax_te.interop.tables import (
     Entry,
     Form,
     OnProgress,
+    Sizes,
     architecture_of,
     converted,
     is_state,
@@ -184,7 +185,7 @@ def _write_ranks(
         write_torch_file(file, {**common, "model": {**tensors, **_extra_states(states)}})
 
 
-def _tensors(model: Any, form: Any, dtype: DTypeLike | None) -> dict[str, StoredTensor]:
+def _tensors(model: GPTModel, form: Form, dtype: DTypeLike | None) -> dict[str, StoredTensor]:
     """Return the model's tensors in Megatron's names and layouts; each is made when it is written."""
     table, sizes = MEGATRON.table(form), form.sizes()
     names = [name for pieces in table.values() for name in Entry.of(pieces, sizes["e"]).names]
@@ -218,12 +219,12 @@ def _tensors(model: Any, form: Any, dtype: DTypeLike | None) -> dict[str, Stored
     return tensors
 
 
-def _tensor_of_entry(entry: Entry, array: jax.Array, expert: int | None, sizes: Any) -> np.ndarray:
+def _tensor_of_entry(entry: Entry, array: jax.Array, expert: int | None, sizes: Sizes) -> np.ndarray:
     ((_, tensor),) = entry.write(np.asarray(array if expert is None else array[expert]), sizes)
     return tensor
 
 
-def _cast(read: Any, dtype: np.dtype[Any], name: str) -> np.ndarray:
+def _cast(read: Callable[[], np.ndarray], dtype: np.dtype[Any], name: str) -> np.ndarray:
     return converted(read(), dtype, name)
 
 
