@@ -20,7 +20,15 @@ import numpy as np
 import tensorstore
 from orbax.checkpoint import v1 as ocp
 
-from jax_te._processes import HEARTBEAT_FOLDER, Heartbeats, gather_texts, in_thread, is_first, shortened
+from jax_te._processes import (
+    HEARTBEAT_FOLDER,
+    Heartbeats,
+    LinkedFolderError,
+    gather_texts,
+    in_thread,
+    is_first,
+    shortened,
+)
 from jax_te._validation import check_choice, check_positive, checked, warn_caller
 from jax_te.checkpoint.checksums import start_checksums
 from jax_te.checkpoint.folder import checked_folder
@@ -471,7 +479,10 @@ class TrainCheckpointer:
             return
         if save.logged:
             raise save.logged[0]
-        line = self._heartbeats.find_problem(self._timeout, clock="save_progress")
+        lost = self._heartbeats.lost_process(self._timeout)
+        if lost is not None:
+            raise _LostProcessError(lost)
+        line = self._heartbeats.standstill(self._timeout, clock="save_progress")
         if line is not None:
             raise TimeoutError(line)
 
@@ -588,26 +599,43 @@ class TrainCheckpointer:
                 # A writer that failed may fail again when it is closed.
                 with contextlib.suppress(Exception):
                     self._drop_writer()
-            if isinstance(error, FolderTakenError):
+            if isinstance(error, FolderTakenError | LinkedFolderError):  # which say what to do themselves
                 if self._heartbeats is not None:
                     self._heartbeats.fail(f"process {jax.process_index()}: {error}")
                     self._abandon()
                 raise
-            texts = [str(link) for link in chain(error)]
-            full = any("No space left" in text or "ENOSPC" in text for text in texts)
+            links = chain(error)
+            full = any(_is_of(link, "No space left", errno.ENOSPC, errno.EDQUOT) for link in links)
             last = max(self._steps(), default=None)
             good = "there is no earlier checkpoint" if last is None else f"checkpoint step {last} is still good"
-            cause = "no space left on the disk" if full else shortened(texts[-1])
-            advice = "Free some space, or save elsewhere"
-            if any(isinstance(link, FileExistsError) or "File exists" in f"{link}" for link in chain(error)):
+            cause = "no space left on the disk" if full else shortened(str(links[-1]))
+            if isinstance(error, _LostProcessError):
+                advice = "End this process and start all again"
+            elif any(_is_of(link, "File exists", errno.EEXIST) for link in links):
                 advice = "Another program seems to save in this folder: end it, or save elsewhere"
-            if isinstance(error, TimeoutError):  # raised by `_raise_if_lost`
-                advice = "End this process and start all again" if texts[0].startswith("process") else advice
+            else:
+                advice = "Free some space, or save elsewhere"
             text = f"checkpoint step {step} could not be saved: {cause}; {good}. {advice}"
             if self._heartbeats is not None:
                 self._heartbeats.fail(f"process {jax.process_index()}: {text}")
                 self._abandon()
             raise OSError(errno.ENOSPC if full else errno.EIO, text, str(self._directory)) from error
+
+
+def _is_of(error: BaseException, text: str, *numbers: int) -> bool:
+    """Return whether an error is one of the operating system's.
+
+    Args:
+        error: error. TensorStore's are no OSErrors, and have the system's text alone.
+        text: that text.
+        numbers: the system's numbers.
+    """
+    number = getattr(error, "errno", None)
+    return text in str(error) if number is None else number in numbers
+
+
+class _LostProcessError(TimeoutError):
+    """Another process of the run has failed, has ended, or shows no sign of life."""
 
 
 class _Save(NamedTuple):
