@@ -83,7 +83,7 @@ def whole_or_nothing(folder: Path) -> Iterator[NewFiles]:
     >>> import tempfile
     >>> root = Path(tempfile.mkdtemp())
     >>> with contextlib.suppress(ValueError), whole_or_nothing(root / "new" / "out") as new:
-    ...     new.part("model.bin").write_bytes(b"begin")
+    ...     _ = new.part("model.bin").write_bytes(b"begin")
     ...     raise ValueError
     >>> list(root.iterdir())
     []
