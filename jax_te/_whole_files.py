@@ -18,10 +18,13 @@ class NewFiles:
     """Files and folders of one folder that have other names until all of them are complete.
 
     Several processes may write into the same folder, each its own files: no method touches what another one made.
+
+    Args:
+        folder: the folder.
     """
 
     def __init__(self, folder: Path):
-        self._folder = folder
+        self.folder = folder
         self._made: list[Path] = []
         self._parts: dict[str, Path] = {}
 
@@ -43,23 +46,23 @@ class NewFiles:
     def _begin(self, name: str) -> Path:
         """Return the path of a part, of which nothing is there."""
         self._make_folder()
-        part = self._folder / (name + PART)
+        part = self.folder / (name + PART)
         _remove(part)  # of a call that was killed
         self._parts[name] = part
         return part
 
     def _make_folder(self) -> None:
-        missing = [path for path in (self._folder, *self._folder.parents) if not path.exists()]
+        missing = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         for path in reversed(missing):
             with contextlib.suppress(FileExistsError):  # another process has made it meanwhile, and may need it
                 path.mkdir()
                 self._made.append(path)
-        self._folder.mkdir(parents=True, exist_ok=True)  # raises for a file
+        self.folder.mkdir(parents=True, exist_ok=True)  # raises for a file
 
     def publish(self) -> None:
         """Give all parts their names, in the order in which they were begun."""
         for name, part in self._parts.items():
-            part.replace(self._folder / name)
+            part.replace(self.folder / name)
 
     def discard(self) -> None:
         """Remove all parts, and the folders that this object made, unless others have put something there."""

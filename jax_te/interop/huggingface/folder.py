@@ -128,7 +128,7 @@ def write_folder(
     tensors: Iterable[tuple[str, np.ndarray]],
     max_shard_size: int,
 ) -> None:
-    """Write ``config.json``, and tensors to one file or to several with an index.
+    """Write ``config.json``, and tensors to one file or to several with an index, and remove an older model there.
 
     Args:
         new: new files of the folder.
@@ -151,9 +151,10 @@ def write_folder(
         new.part(INDEX).write_text(json.dumps(index, indent=2))
     # The last: it makes the folder a model.
     new.part(CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    _remove_model(new.folder)
 
 
-def remove_model(folder: Path) -> None:
+def _remove_model(folder: Path) -> None:
     """Remove the model of a folder, whose new files are all there under other names.
 
     ``config.json`` goes first and comes last: a call that is interrupted meanwhile leaves the old model, the new one,

@@ -18,7 +18,7 @@ from jax_te._whole_files import whole_or_nothing
 from jax_te.interop.huggingface.architectures.registry import ARCHITECTURES, named_classes
 from jax_te.interop.huggingface.block_scaled import Choice, held_kernels, quantization_config, written_scales
 from jax_te.interop.huggingface.config_json import NO_NUMBERS
-from jax_te.interop.huggingface.folder import CONFIG, check_no_adapter, json_file, remove_model, write_folder
+from jax_te.interop.huggingface.folder import CONFIG, check_no_adapter, json_file, write_folder
 from jax_te.interop.huggingface.safetensors import TensorPlan
 from jax_te.interop.tables import (
     Architecture,
@@ -101,7 +101,6 @@ def save_huggingface(
                 for path in companions(Path(like)):  # before the tensors, which may take minutes
                     shutil.copyfile(path, new.part(path.name))
             write_folder(new, config, contents.plan(), stream, max_shard_size)
-            remove_model(folder)
 
     with Meetings("save_huggingface") as meetings:
         name, form = architecture_of(model, known_architectures(architecture, like))
