@@ -82,7 +82,8 @@ with tempfile.TemporaryDirectory() as work:
             state, metrics = train_step(state, batch(jax.random.key(i)))
             losses.append(float(metrics["loss"]))
     print(f"fine-tuned in FP8: loss {losses[0]:.2f} -> {losses[-1]:.2f}")
-    assert losses[-1] < 0.5 * losses[0]
+    if not losses[-1] < 0.5 * losses[0]:
+        raise SystemExit(f"fine-tuning should halve the loss, it went from {losses[0]:.3f} to {losses[-1]:.3f}")
 
     # The tokenizer's files and the ids of special tokens come from the folder that was loaded.
     save_huggingface(state.model, tuned, like=base)
@@ -96,9 +97,12 @@ with tempfile.TemporaryDirectory() as work:
 
         with torch.no_grad():
             theirs = LlamaForCausalLM.from_pretrained(tuned)(torch.tensor(np.asarray(tokens))).logits.numpy()
-        print(f"logits of transformers differ by {np.abs(ours - theirs).max():.1e}")
-        assert np.abs(ours - theirs).max() < 1e-4 * np.abs(theirs).max()
+        apart = np.abs(ours - theirs).max()
+        print(f"logits of transformers differ by {apart:.1e}")
+        if not apart < 1e-4 * np.abs(theirs).max():
+            raise SystemExit("transformers should compute the same logits, up to the rounding of fp32")
     predicted = (ours[:, 8:-1].argmax(-1) == np.asarray(tokens)[:, 9:]).mean()
-    assert predicted > 0.5
+    if not predicted > 0.5:
+        raise SystemExit(f"most of the next tokens should be predicted, {predicted:.0%} are")
 
 print(f"ok: {predicted:.0%} of the next tokens are predicted by the checkpoint that was written")

@@ -74,7 +74,8 @@ def main():
     one, two = losses(), losses(make_mesh(ParallelConfig(pipeline=2)))
     for label, found in (("one device", one), ("two stages", two)):
         print(f"{label:12}", *(f"{loss:.4f}" for loss in found))
-    assert max(abs(a - b) for a, b in zip(one, two, strict=True)) < 1e-4
+    if not max(abs(a - b) for a, b in zip(one, two, strict=True)) < 1e-4:
+        raise SystemExit("stages should give the losses of one device, up to the rounding of fp32")
     print("ok: stages give the losses of one device")
 
 

@@ -9,9 +9,10 @@ import jax
 
 def default_device() -> Any:
     """Return the device on which JAX runs what names none, that of ``jax.default_device`` if it is set."""
-    device = jax.config.jax_default_device or jax.devices()[0]
+    # Local ones: the first of all devices is another process's in all processes but the first.
+    device = jax.config.jax_default_device or jax.local_devices()[0]
     # jax_default_device may hold the name of a platform in place of a device.
-    return jax.devices(device)[0] if isinstance(device, str) else device
+    return jax.local_devices(backend=device)[0] if isinstance(device, str) else device
 
 
 def default_platform() -> str:

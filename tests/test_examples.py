@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -25,6 +26,8 @@ def test_an_example_can_be_read_as_a_page(path: Path):
     text = path.read_text(encoding="utf-8")
     assert len(text.splitlines()) < 200
     assert f"    python examples/{path.name}\n" in text.split('"""')[1]
+    # One that fails says what should be: `python -O` would leave assertions out.
+    assert not [node.lineno for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Assert)]
 
 
 @pytest.mark.slow

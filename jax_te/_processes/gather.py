@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
+from jax_te._processes.heartbeats import shortened
 from jax_te._processes.meeting import Meetings
 
-_BYTES = 400
-"""Bytes of a text."""
 _BOUND = 3600.0
 """Seconds for which a process waits for the others: what they do before, such as reading a checkpoint, may take one of
 them far longer than another."""
+_TEXT = 400
+"""Characters of an error that are told to others."""
 
 
 def gather_texts(text: str) -> list[str]:
-    """Return the texts of all processes, in their order; all must call this, and texts are cut to 400 bytes.
+    """Return the texts of all processes, in their order; all must call this.
+
+    Args:
+        text: short text of this process: those of all go through process 0.
 
     Raises:
         MissedMeeting: if a process has not called this within an hour of another.
@@ -28,10 +31,19 @@ def gather_texts(text: str) -> list[str]:
     if jax.process_count() == 1:
         return [text]
     with Meetings("gather_texts", bound=_BOUND) as meetings:
-        meetings.meet()  # a collective has no bound of its own
-        sent = np.frombuffer(text.encode(errors="replace")[:_BYTES].ljust(_BYTES, b"\0"), np.uint8)
-        received = multihost_utils.process_allgather(sent)
-    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in np.asarray(received)]
+        return meetings.gather(text)
+
+
+class Failure(NamedTuple):
+    """Error that a process has told the others of.
+
+    Args:
+        kind: name of its class.
+        text: description of it, shortened.
+    """
+
+    kind: str
+    text: str
 
 
 class Attempt(NamedTuple):
@@ -40,15 +52,15 @@ class Attempt(NamedTuple):
     Args:
         result: what it returned in this process. None: it failed here.
         error: error that it raised in this process. None: it raised none here.
-        texts: description of each process's error, in the order of the processes. Empty: it raised none there.
+        failures: each process's error, in the order of the processes. None: it raised none there.
     """
 
     result: Any
     error: Exception | None
-    texts: list[str]
+    failures: list[Failure | None]
 
 
-def attempt(work: Callable[[], Any], describe: Callable[[Exception], str]) -> Attempt:
+def attempt(work: Callable[[], Any], describe: Callable[[Exception], str] = str) -> Attempt:
     """Call a function in every process, and return what came of it once all know that of the others.
 
     A process that raised at once would leave the others waiting for it at the next thing that they do together.
@@ -57,8 +69,10 @@ def attempt(work: Callable[[], Any], describe: Callable[[Exception], str]) -> At
         work: function to call.
         describe: function that returns the text by which the other processes learn of an error.
     """
+    result, error, failure = None, None, None
     try:
-        result, error, text = work(), None, ""
+        result = work()
     except Exception as raised:
-        result, error, text = None, raised, describe(raised)
-    return Attempt(result, error, gather_texts(text))
+        error, failure = raised, Failure(type(raised).__name__, shortened(describe(raised), _TEXT))
+    told = map(json.loads, gather_texts(json.dumps(failure)))
+    return Attempt(result, error, [None if each is None else Failure(*each) for each in told])

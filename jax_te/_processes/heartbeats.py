@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -24,6 +25,12 @@ _TEXT = 300
 _BUSY = 0.05
 """Share of one core that a process uses at least while it compiles or reads; one that only waits uses less."""
 _LONGEST_INTERVAL = 2.0
+_LOCKING, _BETWEEN = 10.0, 0.01
+"""Seconds for which a process waits for the lock of its own file, and between two tries."""
+
+
+class LinkedFolderError(ValueError):
+    """A folder of a run that is a symbolic link; the message says what to do."""
 
 
 def shortened(text: str, length: int = _TEXT) -> str:
@@ -124,14 +131,16 @@ class Heartbeats:
         """Begin to write heartbeats and to watch those of the others.
 
         Raises:
-            ValueError: if the folder is a symbolic link.
+            LinkedFolderError: if the folder is a symbolic link.
+            TimeoutError: if another process holds the lock of this one's file: it has the same number.
         """
         if self._folder.is_symlink():
-            raise ValueError(f"{self._folder} is a symbolic link, and runs write only into their own folder; remove it")
+            raise LinkedFolderError(
+                f"{self._folder} is a symbolic link, and runs write only into their own folder; remove it"
+            )
         self._folder.mkdir(parents=True, exist_ok=True)
         self._keeper = _open(_lock_of(self._path), os.O_CREAT | os.O_RDWR)
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(self._keeper, fcntl.LOCK_EX)
+        if _lock(self._keeper, _lock_of(self._path)):
             self._own = self._own._replace(locked_on=_this_machine())
         if self._index == 0:
             self._remove_stale_files()
@@ -182,12 +191,19 @@ class Heartbeats:
             bound: seconds without a heartbeat.
             clock: kind of heartbeat: ``"progress"`` of the whole run, ``"save_progress"`` of a save.
         """
+        return self.lost_process(bound) or self.standstill(bound, clock=clock)
+
+    def lost_process(self, bound: float) -> str | None:
+        """Return a line about a process that has failed, was killed, or shows no sign of life; None if there is none.
+
+        Args:
+            bound: seconds without a heartbeat.
+        """
         error = self.reported_error()
         if error is not None:
             return error
-        since = f"for {bound:g} s"
-        if self._now - self._written_at > bound:
-            return f"heartbeats cannot be written to {self._folder} {since}"
+        if self._cannot_write(bound):  # a folder out of reach shows no heartbeats of others, either
+            return None
         for other, seen in self._watched.items():
             if not seen.ended and self._now - seen.changed_at["sequence"] > bound:
                 last = (
@@ -195,7 +211,14 @@ class Heartbeats:
                     if seen.heartbeat.sequence
                     else "it may be in another folder"
                 )
-                return f"process {other} has sent no heartbeat {since}; {last}"
+                return f"process {other} has sent no heartbeat for {bound:g} s; {last}"
+        return None
+
+    def standstill(self, bound: float, *, clock: str = "progress") -> str | None:
+        """Return a line about what keeps all processes from going on, None if there is nothing; see `find_problem`."""
+        since = f"for {bound:g} s"
+        if self._cannot_write(bound):
+            return f"heartbeats cannot be written to {self._folder} {since}"
         newest = max([self._own_changed_at[clock], *(seen.changed_at[clock] for seen in self._watched.values())])
         if self._now - newest > bound:
             if clock == "save_progress":
@@ -206,6 +229,9 @@ class Heartbeats:
             )
             return f"no process has made progress {since}: {each}"
         return None
+
+    def _cannot_write(self, bound: float) -> bool:
+        return self._now - self._written_at > bound
 
     def reported_error(self) -> str | None:
         """Return the error of another process, or that one was killed; None if there is none."""
@@ -320,6 +346,23 @@ class Heartbeats:
 
 def _lock_of(path: Path) -> Path:
     return path.with_name(path.name + ".lock")
+
+
+def _lock(file: int, path: Path) -> bool:
+    """Lock a process's own file, and return whether the file system has locks."""
+    deadline = time.monotonic() + _LOCKING
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # another process looks at it, which takes an instant
+            if time.monotonic() > deadline:
+                text = f"another process of the run holds it for {_LOCKING:g} s: two have the same number"
+                raise TimeoutError(errno.ETIMEDOUT, text, str(path)) from None
+            time.sleep(_BETWEEN)
+        except OSError:  # a file system without locks
+            return False
+        else:
+            return True
 
 
 def _open(path: Path, how: int) -> int:

@@ -5,17 +5,19 @@ process if its wait ends while the interpreter does: it cannot take the interpre
 the devices of all processes begins once all have met, and the waits here are short ones in the caller's thread.
 
 The processes meet at JAX's coordination service, a store of texts in process 0 whose keys are written once. Each writes
-for a meeting that it is there, or which problem it has. Process 0 reads that, and writes the outcome. A process that
-has waited in vain writes another outcome. The first one written counts for all, so that none goes on alone.
+for a meeting that it is there, or which problem it has, and what it tells the others. Process 0 reads that, and writes
+the outcome, with what all have told. A process that has waited in vain writes another outcome. The first one written
+counts for all, so that none goes on alone.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import time
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -33,10 +35,22 @@ _SHORTEST, _LONGEST = 0.0002, 0.05
 _TEXT = 400
 """Characters of a problem that are told to others."""
 _MISSED = "missed: "
-"""Begin of an outcome by which a process was waited for in vain. Other outcomes are a process's problem, or empty."""
+"""Begin of an outcome's problem by which a process was waited for in vain."""
 
 _CALLS = Counter[str]()
 """Number of calls so far by their name, the same in all processes: a part of the keys, which are written once."""
+
+
+class _Outcome(NamedTuple):
+    """Outcome of a meeting.
+
+    Args:
+        problem: reason why the processes cannot go on. Empty: they can.
+        texts: what the processes have told, in their order.
+    """
+
+    problem: str
+    texts: Sequence[str] = ()
 
 
 class MissedMeeting(TimeoutError):
@@ -87,14 +101,26 @@ class Meetings:
             OSError: if another process has failed since the last meeting, or cannot go on.
             ValueError: if JAX's processes are not connected by ``jax.distributed.initialize``.
         """
+        self.gather("")
+
+    def gather(self, text: str) -> list[str]:
+        """Return the texts of all processes in their order, once all are here.
+
+        Args:
+            text: short text of this process: those of all go through process 0.
+
+        Raises:
+            MissedMeeting, OSError, ValueError: see `meet`.
+        """
         if jax.process_count() == 1:
-            return
-        outcome = self._attend("")
-        if outcome:
+            return [text]
+        outcome = self._attend("", text)
+        if outcome.problem:
             self._agreed = True  # nothing is to be told
-            if outcome.startswith(_MISSED):
-                raise MissedMeeting(outcome.removeprefix(_MISSED))
-            raise OSError(errno.EIO, outcome)
+            if outcome.problem.startswith(_MISSED):
+                raise MissedMeeting(outcome.problem.removeprefix(_MISSED))
+            raise OSError(errno.EIO, outcome.problem)
+        return [*outcome.texts]
 
     @property
     def _bound(self) -> float:
@@ -116,11 +142,12 @@ class Meetings:
             time.sleep(interval)
             interval = min(2 * interval, _LONGEST)
 
-    def _attend(self, problem: str) -> str:
-        """Take part in the next meeting, and return its outcome: why the processes cannot go on. Empty: they can.
+    def _attend(self, problem: str, text: str = "") -> _Outcome:
+        """Take part in the next meeting, and return its outcome.
 
         Args:
             problem: reason why this process cannot go on. With one it does not wait for the others.
+            text: what it tells the others.
         """
         meeting, deadline = f"{self._call}/{self._number}", time.monotonic() + self._bound
         if problem and self._number:  # before the first meeting, process 0 may not have begun the call
@@ -128,26 +155,31 @@ class Meetings:
         self._number += 1
         try:
             if not is_first():
-                self._write(f"{meeting}/{jax.process_index()}", problem, deadline)
-                return problem or self._read(f"{meeting}/outcome", deadline, 0)
-            if not problem:
-                others = range(1, jax.process_count())
-                told = [self._read(f"{meeting}/{other}", deadline, other) for other in others]
-                problem = next(filter(None, told), "")
-                _client().key_value_delete(self._outdated)  # all have left it
-                self._outdated = meeting
-            return self._settle(meeting, problem)
+                self._write(f"{meeting}/{jax.process_index()}", json.dumps([problem, text]), deadline)
+                return _Outcome(problem) if problem else self._read_outcome(meeting, deadline)
+            if problem:
+                return self._settle(meeting, _Outcome(problem))
+            others = range(1, jax.process_count())
+            told = [json.loads(self._read(f"{meeting}/{other}", deadline, other)) for other in others]
+            _client().key_value_delete(self._outdated)  # all have left it
+            self._outdated = meeting
+            problems = [theirs for theirs, _ in told if theirs]
+            outcome = _Outcome(problems[0]) if problems else _Outcome("", [text, *(theirs for _, theirs in told)])
+            return self._settle(meeting, outcome)
         except MissedMeeting as missed:
-            return self._settle(meeting, f"{_MISSED}{missed.strerror}")
+            return self._settle(meeting, _Outcome(f"{_MISSED}{missed.strerror}"))
 
-    def _settle(self, meeting: str, outcome: str) -> str:
+    def _settle(self, meeting: str, outcome: _Outcome) -> _Outcome:
         """Write the outcome of a meeting unless there is one, and return the one that counts."""
         deadline = time.monotonic() + _ANSWER
         try:
-            written = self._write(f"{meeting}/outcome", outcome, deadline)
-            return outcome if written else self._read(f"{meeting}/outcome", deadline, 0)
+            written = self._write(f"{meeting}/outcome", json.dumps(outcome), deadline)
+            return outcome if written else self._read_outcome(meeting, deadline)
         except MissedMeeting:
             return outcome  # process 0 does not answer, and this process cannot go on without it
+
+    def _read_outcome(self, meeting: str, deadline: float) -> _Outcome:
+        return _Outcome(*json.loads(self._read(f"{meeting}/outcome", deadline, 0)))
 
     def _write(self, key: str, text: str, deadline: float) -> bool:
         """Write a text unless the key has one, and return whether it was written."""

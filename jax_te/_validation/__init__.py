@@ -20,3 +20,4 @@ from jax_te._validation.files import brief, read_text
 from jax_te._validation.kinds import is_integer, kinds_of, literal_names
 from jax_te._validation.log import log_hints, log_once
 from jax_te._validation.undo import on_failure
+from jax_te._validation.warn import warn_caller

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 import statistics
 import sys
 import time
@@ -15,9 +14,8 @@ from typing import Any
 import jax
 
 from jax_te.bench.settings import GIB, Row, Settings
-from jax_te.metrics import KernelTimes, StepTrace
-
-TRACED_STEPS = 2
+from jax_te.bench.traces import traced
+from jax_te.metrics import KernelTimes
 
 _ALLOCATED = 1.6
 """Ratio of JAX's GPU memory to XLA's figure: 48.9 GiB for a step of 31.7 (llama-1b on an H100), and a margin."""
@@ -92,9 +90,8 @@ class Contestant:
 
     def trace(self, arrays: Any, folder: Path) -> None:
         """Trace some steps into a folder in this one, and note their kernels' times, unless it has failed before."""
-        trace = StepTrace(folder / re.sub(r"\W+", "_", self.name), 1, TRACED_STEPS)
         if self.error is None:
-            self._try(lambda: self._traced(arrays, trace))
+            self._try(lambda: self._trace(arrays, folder))
 
     def close(self) -> None:
         """Release resources outside of this process; by default nothing."""
@@ -106,13 +103,8 @@ class Contestant:
         """Return the mean seconds of a step over this many."""
         raise NotImplementedError
 
-    def _traced(self, arrays: Any, trace: StepTrace) -> None:
-        trace.before(1)
-        try:
-            self._steps(arrays, TRACED_STEPS)
-            self.times = trace.after(TRACED_STEPS)
-        finally:
-            trace.close()
+    def _trace(self, arrays: Any, folder: Path) -> None:
+        self.times = traced(self.name, lambda calls: self._steps(arrays, calls), folder)
 
     def _try(self, action: Callable[[], object]) -> None:
         """Run a part of a measurement; its exception becomes the row's error."""
@@ -233,7 +225,6 @@ def _measure(contestants: Sequence[Contestant], arrays: Any, settings: Settings)
         # Another process would have a profiler of its own.
         if settings.profile is not None and isinstance(contestant, CompiledStep):
             contestant.trace(arrays, settings.profile)
-            print(f"{contestant.name}\n{contestant.times}\n", file=sys.stderr, flush=True)
 
 
 def rows_of(contestants: Sequence[Contestant], tokens: int) -> list[Row]:

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_te.bench.settings import GIB, Row, Settings
+from jax_te.bench.traces import traced
+from jax_te.metrics import KernelTimes
 from jax_te.typing import Array
 
 COLLECTIVES = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
@@ -30,6 +32,7 @@ class Gradient:
     compile_s: float
     hlo: str
     seconds: list[float] = field(default_factory=list)
+    times: KernelTimes | None = None
 
     def row(self, flops: float, devices: int) -> Row:
         """Return its row: median time, rate and memory of a device.
@@ -39,7 +42,7 @@ class Gradient:
             devices: number of devices that it runs on.
         """
         median = statistics.median(self.seconds)
-        row = {
+        row: Row = {
             "name": self.name,
             "ms": round(median * 1e3, 3),
             "spread_ms": round((max(self.seconds) - min(self.seconds)) * 1e3, 3),
@@ -47,7 +50,18 @@ class Gradient:
             "temp_gib": round(self.temp_gib, 3),
             "compile_s": round(self.compile_s, 1),
         }
-        return row | ({"collectives": dict(Counter(COLLECTIVES.findall(self.hlo)))} if devices > 1 else {})
+        if devices > 1:
+            row["collectives"] = dict(Counter(COLLECTIVES.findall(self.hlo)))
+        if self.times is not None:
+            row["kinds"] = {kind: round(ms, 3) for kind, ms in self.times.kinds.items()}
+        return row
+
+    def calls(self, number: int) -> None:
+        """Make so many calls, and return when they are done."""
+        result = None
+        for _ in range(number):
+            result = self.run()
+        jax.block_until_ready(result)
 
 
 def gradient(name: str, fn: Callable[..., Array], args: Sequence[Any], dy: Array, shardings: Any = None) -> Gradient:
@@ -79,13 +93,14 @@ def gradient(name: str, fn: Callable[..., Array], args: Sequence[Any], dy: Array
 
 
 def measure(gradients: Sequence[Gradient], settings: Settings) -> None:
-    """Time them in turn, so that a GPU that heats up slows all of them alike."""
+    """Time them in turn, so that a GPU that heats up slows all of them alike; trace them afterwards, if requested."""
     for gradient in gradients:
-        jax.block_until_ready(gradient.run())  # a first call loads the program, which is not measured
+        gradient.calls(1)  # a first call loads the program, which is not measured
     for _ in range(settings.rounds):
         for gradient in gradients:
             start = time.perf_counter()
-            for _ in range(settings.calls):
-                result = gradient.run()
-            jax.block_until_ready(result)
+            gradient.calls(settings.calls)
             gradient.seconds.append((time.perf_counter() - start) / settings.calls)
+    if settings.profile is not None:
+        for gradient in gradients:
+            gradient.times = traced(gradient.name, gradient.calls, settings.profile)

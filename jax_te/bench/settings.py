@@ -27,7 +27,7 @@ class Settings:
         backend: backend of jax_te's side.
         rounds: number of turns of every contestant, of which the median counts.
         calls: number of calls in a turn.
-        profile: folder for traces of train steps, one for each contestant. None: nothing is traced.
+        profile: folder for traces, one for each contestant. None: nothing is traced.
     """
 
     backend: BackendName = "auto"

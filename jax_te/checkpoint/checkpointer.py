@@ -8,27 +8,22 @@ import json
 import logging
 import os
 import threading
-import uuid
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import numpy as np
 import tensorstore
-from orbax.checkpoint import v1 as ocp
 
-from jax_te._processes import HEARTBEAT_FOLDER, Heartbeats, gather_texts, in_thread, is_first, shortened
+from jax_te._processes import Heartbeats, gather_texts, in_thread
 from jax_te._validation import check_choice, check_positive, checked
 from jax_te.checkpoint.checksums import start_checksums
 from jax_te.checkpoint.folder import checked_folder
 from jax_te.checkpoint.host import free, host_copies
-from jax_te.checkpoint.read import DamagedError, chain, quiet_orbax, read_back
+from jax_te.checkpoint.read import DamagedError, quiet_orbax
 from jax_te.checkpoint.restore import Target, load
-from jax_te.checkpoint.steps import FolderLock, FolderTakenError, StepNames, checkpoint_steps
+from jax_te.checkpoint.run_steps import RunSteps
 from jax_te.checkpoint.tree import (
     FORMAT,
     PARAMETERS,
@@ -40,15 +35,9 @@ from jax_te.checkpoint.tree import (
     named_leaves,
     records,
 )
-from jax_te.checkpoint.write import Keep, call_orbax, new_writer, remove_others, size_of_save
+from jax_te.checkpoint.write import Keep, call_orbax
+from jax_te.checkpoint.writer import Save, Writer
 from jax_te.typing import PyTree
-
-_SOON = 0.002
-"""Seconds between checks whether Orbax has begun to write, for which a step waits."""
-
-
-class DamagedCheckpointWarning(UserWarning):
-    """A checkpoint could not be read and was set aside; the message names it and the one that was used."""
 
 
 @checked
@@ -110,18 +99,10 @@ class TrainCheckpointer:
             raise ValueError(f"timeout must be a number of seconds > 0, got {timeout}")
         self._directory = checked_folder(directory)
         self._metric = None if keep_best is None else metric
-        self._keep = Keep(keep, keep_every, keep_best, metric, best)
-        self._lock = FolderLock(self._directory)
-        self._read_back = False
         self._can_pin = True
-        self._writer: ocp.training.Checkpointer | None = None
-        self._pending: _Save | None = None
-        self._timeout = timeout
-        self._heartbeats: Heartbeats | None = None
-        self._own_heartbeats: Heartbeats | None = None
-        self._damaged: set[int] = set()
-        self._names = StepNames(self._directory, self._damaged)
-        self._went_back: _WentBack | None = None
+        self._steps = RunSteps(self._directory)
+        kept = Keep(keep, keep_every, keep_best, metric, best)
+        self._writer = Writer(self._directory, self._steps, kept, timeout)
 
     def __enter__(self) -> TrainCheckpointer:
         return self
@@ -129,13 +110,13 @@ class TrainCheckpointer:
     def __exit__(self, error: object, *_: object) -> None:
         if error is not None and jax.process_count() > 1:
             # Other processes may be gone, and would be waited for. A save under way becomes whole or is ignored.
-            self._abandon()
+            self._writer.abandon()
         else:
             self.close()
 
     def share_heartbeats(self, heartbeats: Heartbeats) -> None:
         """Use the heartbeats that the run's processes already write, instead of new ones in the folder."""
-        self._heartbeats = heartbeats
+        self._writer.heartbeats = heartbeats
 
     def save(
         self, state: PyTree, data_state: Any, step: int | np.integer, *, metrics: Mapping[str, Any] | None = None
@@ -172,7 +153,7 @@ class TrainCheckpointer:
         if self._metric is not None and self._metric not in numbers:
             given = sorted(numbers) or "none"
             raise ValueError(f"the best checkpoints are kept by {self._metric!r}; give it in metrics, got {given}")
-        self._check_new(step)
+        self._steps.check_new(step)
         arrays = array_leaves(state)
         leaves = named_leaves(state)
         # Before the writer is opened, which makes the folder, removes remains and renames damaged checkpoints: a
@@ -182,8 +163,8 @@ class TrainCheckpointer:
         with contextlib.ExitStack() as quiet:
             # The log is filtered until everything is written, because Orbax writes, and logs, in its own threads.
             logged = quiet.enter_context(quiet_orbax())
-            with self._explained(step):
-                writer = self._opened_together(step, logged) if several else self._open_writer(step)
+            with self._writer.explained(step):
+                orbax = self._writer.open(step, logged)
             # Before records and checksums of each leaf, which the host computes while devices copy.
             copies = self._copies(arrays)
             handed_over = False
@@ -193,8 +174,8 @@ class TrainCheckpointer:
                 missing = any(copy is None for copy in copies)
                 pairs = zip(leaves.items(), copies, strict=True)
                 stored = {name: leaf if copy is None else copy for (name, leaf), copy in pairs}
-                call = partial(call_orbax, writer, step, stored, body, start_checksums(leaves, stored), numbers)
-                with self._explained(step):
+                call = partial(call_orbax, orbax, step, stored, body, start_checksums(leaves, stored), numbers)
+                with self._writer.explained(step):
                     # Orbax copies the other arrays before its call returns. With several processes its call runs
                     # programs on all devices, which must start in one order with those of the steps: this thread waits
                     # for the call.
@@ -203,9 +184,10 @@ class TrainCheckpointer:
                         call = partial(_same, call())
                     written = in_thread(self._write, step, call, copies, quiet.pop_all(), begun)
                     handed_over = True  # `_write` frees the copies, also if this wait is interrupted
-                    self._pending, self._went_back = _Save(step, written, logged), None
+                    save = self._writer.pending = Save(step, written, logged)
+                    self._steps.go_on()
                     if several:
-                        self._wait_for(self._pending, begun)
+                        self._writer.wait_for(save, begun)
             except BaseException:
                 if not handed_over:
                     free(copies)
@@ -217,12 +199,7 @@ class TrainCheckpointer:
         Raises:
             OSError: if it could not be written.
         """
-        save = self._pending
-        if save is not None:
-            with self._explained(save.step):
-                self._wait_for(save)  # a wait that is interrupted leaves the save pending
-                self._pending = None
-                save.written.result()
+        self._writer.wait()
 
     def check(self) -> None:
         """Raise the error of a save under way if it has failed by now, without waiting: a training loop calls it at
@@ -231,19 +208,12 @@ class TrainCheckpointer:
         Raises:
             OSError: if it could not be written.
         """
-        save = self._pending
-        if save is None:
-            return
-        if save.written.done():
-            self.wait()
-        elif jax.process_count() > 1:
-            with self._explained(save.step):
-                self._raise_if_lost(save)
+        self._writer.check()
 
     def latest_step(self) -> int | None:
         """Return the newest checkpoint's step, after waiting for a save under way; None if there is no checkpoint."""
         self.wait()
-        return max(self._steps(), default=None)
+        return max(self._steps.steps(), default=None)
 
     def restore(
         self, abstract_state: PyTree, *, step: int | np.integer | None = None, allow: Collection[str] = ()
@@ -336,43 +306,7 @@ class TrainCheckpointer:
         Raises:
             OSError: if the save could not be written.
         """
-        try:
-            self.wait()
-        except BaseException:
-            if jax.process_count() > 1:
-                self._abandon()
-            raise
-        finally:
-            with contextlib.ExitStack() as ends:  # each, whatever another one raises
-                ends.callback(self._lock.release)
-                ends.callback(self._end_heartbeats)
-                ends.callback(self._drop_writer)
-
-    def _steps(self) -> list[int]:
-        """Finished checkpoints, without damaged ones: an unfinished one has a longer name."""
-        return self._names.steps()
-
-    def _check_new(self, step: int) -> None:
-        """Raise ValueError for a step that is not after the others, or whose folder is not a checkpoint."""
-        steps, back = self._steps(), self._went_back
-        if back is not None and self._goes_back(step):
-            steps = [each for each in steps if each <= back.step]
-        if step in steps:
-            raise ValueError(f"step {step} is already saved in {self._directory}")
-        newest = max(steps, default=-1)
-        if step < newest:
-            raise ValueError(
-                f"step {step} comes before the newest checkpoint in {self._directory}, that of step {newest}, with "
-                "which a run would go on. To go on from an earlier step, restore it with restore(step=...) of this "
-                "TrainCheckpointer, which sets the later ones aside; for another run, give another folder"
-            )
-        path = self._directory / str(step)
-        if step not in checkpoint_steps(self._directory) and os.path.lexists(path):
-            raise ValueError(f"{path} is there, and is not a checkpoint; save in another folder, or another step")
-
-    def _goes_back(self, step: int) -> bool:
-        """Return whether a run that went back to an earlier checkpoint saves where it had been before."""
-        return self._went_back is not None and step <= self._went_back.newest
+        self._writer.close()
 
     def _restore(self, target: Target, step: Any) -> tuple[PyTree, Any, int]:
         """Return the filled state, the data state and the step."""
@@ -380,12 +314,12 @@ class TrainCheckpointer:
         if step is not None:
             step = _check_step(step)
             # The first process's folder counts: a shared file system may show a checkpoint to some processes only.
-            if gather_texts(str(step in self._steps()))[0] != "True":
-                there = ", ".join(map(str, sorted(self._steps()))) or "none"
+            if gather_texts(str(step in self._steps.steps()))[0] != "True":
+                there = ", ".join(map(str, sorted(self._steps.steps()))) or "none"
                 raise FileNotFoundError(
                     errno.ENOENT, f"there is no checkpoint of step {step}, but of: {there}", str(self._directory)
                 )
-            newest = int(gather_texts(str(max(self._steps(), default=step)))[0])
+            newest = int(gather_texts(str(max(self._steps.steps(), default=step)))[0])
             try:
                 state, data = self._load(step, target)
             except DamagedError as error:
@@ -393,10 +327,10 @@ class TrainCheckpointer:
                 raise ValueError(
                     f"checkpoint step {step} in {self._directory} is damaged: {error}. Restore another step"
                 ) from None
-            self._went_back = _WentBack(step, newest) if newest > step else None
+            self._steps.go_back(step, newest)
             return state, data, step
         damaged: dict[int, str] = {}
-        while newest := gather_texts(str(max(set(self._steps()) - damaged.keys(), default="")))[0]:
+        while newest := gather_texts(str(max(set(self._steps.steps()) - damaged.keys(), default="")))[0]:
             step = int(newest)
             try:
                 state, data = self._load(step, target)
@@ -406,8 +340,8 @@ class TrainCheckpointer:
             for bad, reason in damaged.items():
                 # An older one was being removed, since the run that writes has saved the newer one meanwhile.
                 if bad > step:
-                    self._report_damaged(bad, f"{reason}; step {step} is used instead")
-            self._went_back = None
+                    self._steps.report_damaged(bad, f"{reason}; step {step} is used instead")
+            self._steps.go_on()
             return state, data, step
         if damaged:
             listed = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())
@@ -416,7 +350,7 @@ class TrainCheckpointer:
 
     def _raise_if_removed(self, step: int) -> None:
         """Raise FileNotFoundError if the run that writes has removed a checkpoint while it was read."""
-        if gather_texts(str(step in self._steps()))[0] != "True":
+        if gather_texts(str(step in self._steps.steps()))[0] != "True":
             text = f"the checkpoint of step {step} was removed while it was read"
             raise FileNotFoundError(errno.ENOENT, text, str(self._directory))
 
@@ -440,42 +374,6 @@ class TrainCheckpointer:
             str(error)[:300],
         )
 
-    def _opened_together(self, step: int, logged: list[BaseException]) -> ocp.training.Checkpointer:
-        """Return the writer, which all processes open together."""
-        if self._heartbeats is None:
-            folder, run = self._directory / HEARTBEAT_FOLDER, gather_texts(uuid.uuid4().hex)[0]
-            heartbeats = Heartbeats(folder, run, jax.process_index(), jax.process_count(), (self._timeout,))
-            heartbeats.start()
-            self._heartbeats = self._own_heartbeats = heartbeats
-        self._heartbeats.measure(partial(size_of_save, self._directory, step))
-        opened = in_thread(self._open_writer, step)
-        self._wait_for(_Save(step, opened, logged))
-        return opened.result()
-
-    def _wait_for(self, save: _Save, begun: threading.Event | None = None) -> None:
-        """Wait until a save has ended or begun.
-
-        Raises:
-            Exception: with several processes, if this one cannot write its part.
-            TimeoutError: if another one cannot, is gone, or none makes progress.
-        """
-        if self._heartbeats is None:
-            wait_for([save.written])
-            return
-        while not save.written.done() and not (begun is not None and begun.wait(_SOON)):
-            if begun is None:
-                wait_for([save.written], timeout=self._heartbeats.interval)
-            self._raise_if_lost(save)
-
-    def _raise_if_lost(self, save: _Save) -> None:
-        if save.written.done() or self._heartbeats is None:
-            return
-        if save.logged:
-            raise save.logged[0]
-        line = self._heartbeats.find_problem(self._timeout, clock="save_progress")
-        if line is not None:
-            raise TimeoutError(line)
-
     def _write(
         self,
         step: int,
@@ -498,144 +396,7 @@ class TrainCheckpointer:
                 response.result()
             finally:
                 free(copies)
-            if not self._read_back:
-                # This detects early a folder in which Orbax does not read what it wrote.
-                self._damaged.add(step)
-                read_back(self._directory / str(step))
-                self._damaged.remove(step)
-                self._read_back = True
-            writer = self._writer
-            if is_first() and writer is not None:
-                remove_others(writer, self._directory, self._keep)
-            if self._heartbeats is not None:
-                self._heartbeats.measure(None)
-
-    def _open_writer(self, step: int) -> ocp.training.Checkpointer:
-        """Return the writer, after other checkpoints were moved out of the way of a step."""
-        if is_first():  # one process locks for all of them
-            self._lock.take()
-        if self._damaged or self._goes_back(step):
-            self._drop_writer()
-            self._rename_damaged()
-            self._set_later_aside(step)
-        if self._writer is None:
-            try:
-                self._writer = new_writer(self._directory, self._names)
-            except ValueError:
-                # Orbax refuses a folder in which one checkpoint's metadata is malformed, so such ones are moved away.
-                for other in self._steps():
-                    try:
-                        read_back(self._directory / str(other))
-                    except DamagedError as error:
-                        self._report_damaged(other, str(error))
-                self._rename_damaged()
-                self._writer = new_writer(self._directory, self._names)
-        return self._writer
-
-    def _drop_writer(self) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            with quiet_orbax():
-                writer.close()
-
-    def _abandon(self) -> None:
-        """Stop waiting: Orbax and its threads would wait for the other processes."""
-        self._pending, self._writer = None, None
-        self._end_heartbeats()
-
-    def _end_heartbeats(self) -> None:
-        heartbeats, self._own_heartbeats = self._own_heartbeats, None
-        if heartbeats is not None:
-            self._heartbeats = None
-            heartbeats.stop()
-
-    def _report_damaged(self, step: int, reason: str) -> None:
-        self._damaged.add(step)
-        if is_first():  # all of them found it damaged
-            text = f"checkpoint step {step} in {self._directory} is damaged: {reason}"
-            warnings.warn(text, DamagedCheckpointWarning, stacklevel=3)
-
-    def _rename_damaged(self) -> None:
-        self._rename(sorted(self._damaged), "damaged")
-        self._damaged.clear()
-
-    def _set_later_aside(self, step: int) -> None:
-        """Rename the checkpoints after the one to which the run went back, if it saves where it had been before."""
-        back = self._went_back
-        if back is None or not self._goes_back(step):
-            return
-        later = [each for each in self._steps() if each > back.step]
-        self._rename(later, "abandoned")
-        if is_first():
-            names = ", ".join(f"{each}.abandoned" for each in later)
-            text = "the run in %s went back to step %d; its later checkpoints are now %s"
-            logging.getLogger("jax_te").warning(text, self._directory, back.step, names)
-
-    def _rename(self, steps: list[int], suffix: str) -> None:
-        # Several processes of a run share the folder: one of them renames.
-        for step in steps if is_first() else ():
-            target = self._directory / f"{step}.{suffix}"
-            while target.exists():
-                target = target.with_name(target.name + "+")
-            (self._directory / str(step)).rename(target)
-        gather_texts("renamed")  # none continues before
-
-    @contextlib.contextmanager
-    def _explained(self, step: int) -> Iterator[None]:
-        """Turn the errors that Orbax and TensorStore raise for a failed write into one OSError."""
-        try:
-            yield
-        except (OSError, RuntimeError, ValueError, DamagedError) as error:
-            if self._heartbeats is None:
-                # A writer that failed may fail again when it is closed.
-                with contextlib.suppress(Exception):
-                    self._drop_writer()
-            if isinstance(error, FolderTakenError):
-                if self._heartbeats is not None:
-                    self._heartbeats.fail(f"process {jax.process_index()}: {error}")
-                    self._abandon()
-                raise
-            texts = [str(link) for link in chain(error)]
-            full = any("No space left" in text or "ENOSPC" in text for text in texts)
-            last = max(self._steps(), default=None)
-            good = "there is no earlier checkpoint" if last is None else f"checkpoint step {last} is still good"
-            cause = "no space left on the disk" if full else shortened(texts[-1])
-            advice = "Free some space, or save elsewhere"
-            if any(isinstance(link, FileExistsError) or "File exists" in f"{link}" for link in chain(error)):
-                advice = "Another program seems to save in this folder: end it, or save elsewhere"
-            if isinstance(error, TimeoutError):  # raised by `_raise_if_lost`
-                advice = "End this process and start all again" if texts[0].startswith("process") else advice
-            text = f"checkpoint step {step} could not be saved: {cause}; {good}. {advice}"
-            if self._heartbeats is not None:
-                self._heartbeats.fail(f"process {jax.process_index()}: {text}")
-                self._abandon()
-            raise OSError(errno.ENOSPC if full else errno.EIO, text, str(self._directory)) from error
-
-
-class _Save(NamedTuple):
-    """A save under way.
-
-    Args:
-        step: number of the step.
-        written: future of the write.
-        logged: errors of Orbax in this process, which wait for the other processes before anybody can raise them.
-    """
-
-    step: int
-    written: Future[Any]
-    logged: list[BaseException]
-
-
-class _WentBack(NamedTuple):
-    """A restore of an earlier checkpoint.
-
-    Args:
-        step: step of that checkpoint.
-        newest: step of the newest one then.
-    """
-
-    step: int
-    newest: int
+            self._writer.end_save(step)
 
 
 def _check_step(step: Any) -> int:

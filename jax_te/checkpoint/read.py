@@ -48,13 +48,15 @@ def _damage(error: Exception) -> str:
 
 def in_all_processes(read: Callable[..., Any], *args: Any) -> Any:
     """Return the result of ``read``, or raise in all processes if it raises in one: they would wait for each other."""
-    # The first character of a text says whether the error is a DamagedError.
-    result, error, texts = attempt(lambda: read(*args), lambda error: f"{isinstance(error, DamagedError):d}{error}")
+    result, error, failures = attempt(lambda: read(*args))
     if error is not None and not isinstance(error, DamagedError):
         raise error
-    failures = sorted(text for text in texts if text)  # those that are not damage come first
-    if failures:
-        raise (DamagedError if failures[0][0] == "1" else RuntimeError)(failures[0][1:])
+    failed = [failure for failure in failures if failure is not None]
+    for failure in failed:
+        if failure.kind != DamagedError.__name__:
+            raise RuntimeError(failure.text)
+    if failed:
+        raise error or DamagedError(failed[0].text)
     return result
 
 

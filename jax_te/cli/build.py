@@ -143,11 +143,11 @@ loss_fn = PipelinedLoss(
 def contexts(config: RunConfig) -> Iterator[Mesh | None]:
     """Yield the mesh of the run, or None, inside of its ambient recipe, backend and mesh."""
     sizes = config.parallel_config()
-    mesh = None if sizes is None else make_mesh(sizes, axis_type=config.mesh_axis_type)  # type: ignore[arg-type]
+    mesh = None if sizes is None else make_mesh(sizes, axis_type=config.mesh_axis_type)
     with contextlib.ExitStack() as stack:
         # All three are part of the jit cache key, so all tracing for the run must happen inside.
         stack.enter_context(autocast(config.make_recipe()))
-        stack.enter_context(use_backend(config.backend))  # type: ignore[arg-type]
+        stack.enter_context(use_backend(config.backend))
         if mesh is not None:
             stack.enter_context(jax.set_mesh(mesh))
         yield mesh
@@ -162,9 +162,14 @@ RATES = 1024
 
 def train_step(config: RunConfig, tx: optax.GradientTransformation) -> Callable[..., Any]:
     """Return the train step of a run; ``tx`` is the run's `optimizer`."""
-    options: Any = {"wgrad_dtype": jnp.dtype(config.wgrad_dtype), "reduce_gradients": config.reduce_gradients}
-    pipeline = PipelineConfig.parse(config.pipeline)
-    return make_train_step(loss_fn, tx, microbatches=config.microbatches, pipeline=pipeline, **options)
+    return make_train_step(
+        loss_fn,
+        tx,
+        microbatches=config.microbatches,
+        pipeline=PipelineConfig.parse(config.pipeline),
+        wgrad_dtype=jnp.dtype(config.wgrad_dtype),
+        reduce_gradients=config.reduce_gradients,
+    )
 
 
 class Trainer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from jax_te._validation import FLOAT_DTYPES
 from jax_te.cli.option_table import option, positional
@@ -22,9 +23,16 @@ from jax_te.cli.option_values import (
     TEXT,
     Text,
 )
-from jax_te.cli.options import FACTORY_MODULES, IGNORED_FIELDS
+from jax_te.cli.options import DEFAULT_RUN, FACTORY_MODULES, IGNORED_FIELDS
 
+MegatronFormat = Literal["torch", "torch_dist"]
 DEQUANTIZE = "multiply out the kernels of {} that are stored in FP8 with scales for blocks"
+A_RUN, A_FOLDER = "a run, which --init-from takes the place of", "--init-from"
+FROM_RUN, FROM_FOLDER = "a run of jax-te train as FROM", "a Hugging Face folder as FROM"
+FROM_MEGATRON, FROM_STEPS = "a Megatron-LM checkpoint as FROM", "a run or a Megatron-LM folder as FROM"
+TO_MEGATRON, TO_FOLDER = "a Megatron-LM checkpoint as TO", "a folder of Hugging Face or PEFT as TO"
+TO_MODEL, UPCYCLED = "a whole model as TO, which adapters are not", "--upcycle"
+RANDOM = "a --temperature above 0"
 CHECK_MEMORY = "refuse a model that, by an estimate, does not fit into memory"
 
 
@@ -35,12 +43,12 @@ class SampleOptions:
     Text is generated from the newest checkpoint of a run, with a key/value cache and without quantization.
     """
 
-    output: str = option(FOLDER, "folder of the run", "runs/tiny")
+    output: str = option(FOLDER, "folder of the run", DEFAULT_RUN)
     prompt: str = option(TEXT, "text to continue", "def ", shown="'def '")
     length: int = option(SIZE, "number of tokens to generate", 256)
     temperature: float = option(NON_NEGATIVE, "temperature of sampling; 0 takes the likeliest token", 0.8)
-    top_k: int = option(COUNT, "number of likeliest tokens to sample from; 0 samples from all", 0)
-    seed: int = option(SEED, "seed of sampling", 0)
+    top_k: int = option(COUNT, "number of likeliest tokens to sample from; 0 samples from all", 0, needs=(RANDOM,))
+    seed: int = option(SEED, "seed of sampling", 0, needs=(RANDOM,))
     check_memory: bool = option(FLAG, CHECK_MEMORY, True)
     factory_modules: str | None = option(MODULE_NAMES, FACTORY_MODULES, None)
 
@@ -53,13 +61,21 @@ class EvalOptions:
     under the run's recipe and on one device. The text may have any format that jax-te train accepts.
     """
 
-    output: str = option(FOLDER, "folder of the run", "runs/tiny")
-    step: int | None = option(COUNT, "step of the checkpoint to evaluate", None, shown="the newest")
+    output: str | None = option(
+        FOLDER, "folder of the run", None, shown=f"{DEFAULT_RUN}, unless --init-from is given", needs=(A_RUN,)
+    )
+    step: int | None = option(COUNT, "step of the checkpoint to evaluate", None, shown="the newest", needs=(A_RUN,))
     init_from: str | None = option(FOLDER, "Hugging Face model folder to evaluate in place of a run", None)
-    ignore_fields: str | None = option(FIELD_NAMES, IGNORED_FIELDS.format("--init-from"), None, shown="none")
-    dequantize: bool = option(SWITCH, DEQUANTIZE.format("--init-from"), False)
+    ignore_fields: str | None = option(
+        FIELD_NAMES, IGNORED_FIELDS.format("--init-from"), None, shown="none", needs=(A_FOLDER,)
+    )
+    dequantize: bool = option(SWITCH, DEQUANTIZE.format("--init-from"), False, needs=(A_FOLDER,))
     tokenizer: str | None = option(
-        PATH, "tokenizer.json file, or a folder that contains one; needs --init-from", None, shown="--init-from's"
+        PATH,
+        "tokenizer.json file, or a folder that contains one; needs --init-from, since a run has its own",
+        None,
+        shown="--init-from's",
+        needs=(A_FOLDER,),
     )
     data: str | None = option(
         PATH, "text to evaluate on, a file or a folder; needed with --init-from", None, shown="the run's held-out text"
@@ -71,7 +87,7 @@ class EvalOptions:
         SIZE, "window length in tokens", None, shown="the run's; with --init-from the model's, at most 1024"
     )
     check_memory: bool = option(FLAG, CHECK_MEMORY, True)
-    factory_modules: str | None = option(MODULE_NAMES, FACTORY_MODULES, None)
+    factory_modules: str | None = option(MODULE_NAMES, FACTORY_MODULES, None, needs=(A_RUN,))
     json: bool = option(SWITCH, "print JSON", False, shown="lines")
 
 
@@ -95,33 +111,61 @@ class ConvertOptions:
     )
     dtype: str | None = option(FLOAT_DTYPES, "dtype of the parameters in TO", None, shown="that of FROM")
     step: int | None = option(
-        SIZE, "step of the checkpoint to read, if FROM is a run or a Megatron-LM folder", None, shown="the newest"
+        SIZE,
+        "step of the checkpoint to read, if FROM is a run or a Megatron-LM folder",
+        None,
+        shown="the newest",
+        needs=(FROM_STEPS,),
     )
-    megatron_args: str | None = option(FILE, "JSON file with Megatron-LM arguments that checkpoint FROM lacks", None)
+    megatron_args: str | None = option(
+        FILE, "JSON file with Megatron-LM arguments that checkpoint FROM lacks", None, needs=(FROM_MEGATRON,)
+    )
     vocab_size: int | None = option(
-        SIZE, "vocabulary size of a Megatron-LM checkpoint FROM, without padding rows", None, shown="all rows"
+        SIZE,
+        "vocabulary size of a Megatron-LM checkpoint FROM, without padding rows",
+        None,
+        shown="all rows",
+        needs=(FROM_MEGATRON,),
     )
-    megatron_format: str | None = option(
-        ("torch", "torch_dist"), "format of a Megatron-LM folder TO, its --ckpt-format", None, shown="torch"
+    megatron_format: MegatronFormat | None = option(
+        get_args(MegatronFormat),
+        "format of a Megatron-LM folder TO, its --ckpt-format",
+        None,
+        shown="torch",
+        needs=(TO_MEGATRON,),
     )
     tensor_parallel: int = option(
-        SIZE, "number of tensor-parallel ranks of a Megatron-LM checkpoint TO of the format torch", 1
+        SIZE,
+        "number of tensor-parallel ranks of a Megatron-LM checkpoint TO of the format torch",
+        1,
+        needs=(TO_MEGATRON,),
     )
     upcycle: int | None = option(
-        SIZE, "number of experts, copies of each feed-forward block that take its place in TO", None, shown="no experts"
+        SIZE,
+        "number of experts, copies of each feed-forward block that take its place in TO",
+        None,
+        shown="no experts",
+        needs=(TO_MODEL,),
     )
-    upcycle_topk: int | None = option(SIZE, "number of experts of each token, with --upcycle", None, shown="2")
+    upcycle_topk: int | None = option(
+        SIZE, "number of experts of each token, with --upcycle", None, shown="2", needs=(UPCYCLED,)
+    )
     architecture: str | None = option(
         ARCHITECTURE,
         "Hugging Face architecture of TO, e.g. LlamaForCausalLM; an unknown name lists all",
         None,
         shown="the first that can represent the model",
+        needs=(TO_FOLDER,),
     )
     ignore_fields: str | None = option(
-        FIELD_NAMES, IGNORED_FIELDS.format("a Hugging Face folder FROM"), None, shown="none"
+        FIELD_NAMES,
+        IGNORED_FIELDS.format("a Hugging Face folder FROM"),
+        None,
+        shown="none",
+        needs=(FROM_FOLDER,),
     )
-    dequantize: bool = option(SWITCH, DEQUANTIZE.format("a Hugging Face folder FROM"), False)
-    factory_modules: str | None = option(MODULE_NAMES, FACTORY_MODULES, None)
+    dequantize: bool = option(SWITCH, DEQUANTIZE.format("a Hugging Face folder FROM"), False, needs=(FROM_FOLDER,))
+    factory_modules: str | None = option(MODULE_NAMES, FACTORY_MODULES, None, needs=(FROM_RUN,))
 
 
 @dataclass(frozen=True, kw_only=True)

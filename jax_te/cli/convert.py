@@ -16,21 +16,33 @@ from flax import nnx
 from jax_te._validation import read_text
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_model_state, contexts, warnings_as_lines
-from jax_te.cli.checkpoint_kind import checkpoint_folder, kind_of
-from jax_te.cli.command_options import ConvertOptions
+from jax_te.cli.checkpoint_kind import Kind, checkpoint_folder, kind_of
+from jax_te.cli.command_options import (
+    FROM_FOLDER,
+    FROM_MEGATRON,
+    FROM_RUN,
+    FROM_STEPS,
+    TO_FOLDER,
+    TO_MEGATRON,
+    TO_MODEL,
+    UPCYCLED,
+    ConvertOptions,
+)
+from jax_te.cli.option_table import check_effects
 from jax_te.cli.pretrained import field_names, merge_adapters
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CONFIG_FILE, read_config
 from jax_te.data import TOKENIZER_FILE
 from jax_te.interop.huggingface import (
     CONFIG,
-    copy_companions,
+    companions,
     load_huggingface,
     named_classes,
     save_huggingface,
     save_peft,
 )
 from jax_te.interop.megatron import load_megatron, save_megatron
+from jax_te.interop.tables import OnProgress
 from jax_te.metrics import counting
 from jax_te.models import upcycle
 from jax_te.training import exact_model
@@ -80,27 +92,25 @@ def _default_format(kind: str, target: Path) -> str:
     return "megatron" if kind == "huggingface" or target.suffix == ".pt" else "huggingface"
 
 
-def _check(options: ConvertOptions, kind: str, target_format: str) -> None:
+def _check(options: ConvertOptions, kind: Kind, target_format: str) -> None:
     """Raise ValueError for options that have no effect from one kind of checkpoint to a format."""
-    foreign = kind in ("megatron", "torch")
-    megatron, peft = target_format == "megatron", target_format == "peft"
-    useless = {
-        "--megatron-args": options.megatron_args is not None and not foreign,
-        "--vocab-size": options.vocab_size is not None and not foreign,
-        "--step": options.step is not None and kind not in ("megatron", "jax-te"),
-        "--ignore-fields": options.ignore_fields is not None and kind != "huggingface",
-        "--dequantize": options.dequantize and kind != "huggingface",
-        "--factory-modules": options.factory_modules is not None and kind != "jax-te",
-        "--tensor-parallel": options.tensor_parallel != 1 and not megatron,
-        "--megatron-format": options.megatron_format is not None and not megatron,
-        "--architecture": options.architecture is not None and megatron,
-        "--upcycle": options.upcycle is not None and peft,
-        "--upcycle-topk": options.upcycle_topk is not None and options.upcycle is None,
+    met = {
+        FROM_RUN: kind == "jax-te",
+        FROM_FOLDER: kind == "huggingface",
+        FROM_MEGATRON: kind in ("megatron", "torch"),
+        FROM_STEPS: kind in ("megatron", "jax-te"),
+        TO_MEGATRON: target_format == "megatron",
+        TO_FOLDER: target_format != "megatron",
+        TO_MODEL: target_format != "peft",
+        UPCYCLED: options.upcycle is not None,
     }
-    given = [name for name, wrong in useless.items() if wrong]
-    if given:
-        to = _FORMAT_NAMES[target_format]
-        raise ValueError(f"{', '.join(given)} has no effect from {kind} to {to}; leave it out")
+    check_effects(options, met)
+    source = Path(options.source)
+    if options.step is not None and kind == "jax-te" and checkpoint_folder(source) == source:
+        raise ValueError(
+            f"{source} is one checkpoint, that of step {source.name}, and --step {options.step} chooses among those of "
+            "a run; leave --step out, or give the run's folder"
+        )
 
 
 def _write_peft(options: ConvertOptions, model: Any, config: RunConfig | None) -> None:
@@ -110,12 +120,11 @@ def _write_peft(options: ConvertOptions, model: Any, config: RunConfig | None) -
 
 
 def _write_megatron(options: ConvertOptions, model: Any) -> None:
-    form: Any = options.megatron_format or "torch"
     with counting("written") as on_progress:
         save_megatron(
             model,
             Path(options.target),
-            format=form,
+            format=options.megatron_format or "torch",
             tensor_parallel=options.tensor_parallel,
             dtype=options.dtype,
             on_progress=on_progress,
@@ -139,7 +148,7 @@ def _write_huggingface(options: ConvertOptions, model: Any, kind: str, config: R
         )
 
 
-def _read(options: ConvertOptions, source: Path, kind: str, config: RunConfig | None, on_progress: Any) -> Any:
+def _read(options: ConvertOptions, source: Path, kind: str, config: RunConfig | None, on_progress: OnProgress) -> Any:
     if kind == "huggingface":
         return load_huggingface(
             source,
@@ -152,9 +161,14 @@ def _read(options: ConvertOptions, source: Path, kind: str, config: RunConfig | 
         if config is None:
             raise ValueError(f"{_run_of(source)} has no {CONFIG_FILE}, which says what the model is")
         return _model_of_run(options, source, config)
-    given = {} if options.megatron_args is None else _megatron_args(options.megatron_args)
-    common: dict[str, Any] = {"dtype": options.dtype, "on_progress": on_progress, "vocab_size": options.vocab_size}
-    return load_megatron(source, iteration=options.step, args=given, **common)
+    return load_megatron(
+        source,
+        iteration=options.step,
+        args={} if options.megatron_args is None else _megatron_args(options.megatron_args),
+        dtype=options.dtype,
+        vocab_size=options.vocab_size,
+        on_progress=on_progress,
+    )
 
 
 def _megatron_args(file: str) -> dict[str, Any]:
@@ -210,7 +224,8 @@ def _beside_run(run: Path, config: RunConfig) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / CONFIG).write_text(str(config.architecture) if known else "{}")
         if known and config.init_from is not None:
-            copy_companions(Path(config.init_from), Path(name))
+            for path in companions(Path(config.init_from)):
+                shutil.copyfile(path, Path(name) / path.name)
         if (run / TOKENIZER_FILE).is_file():
             shutil.copyfile(run / TOKENIZER_FILE, Path(name) / TOKENIZER_FILE)
         yield Path(name)

@@ -13,14 +13,16 @@ import jax
 
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_model_state, contexts, warnings_as_lines
-from jax_te.cli.command_options import EvalOptions
-from jax_te.cli.memory import check_memory
+from jax_te.cli.command_options import A_FOLDER, A_RUN, EvalOptions
+from jax_te.cli.memory import SKIP_CHECK, check_fits, check_memory
+from jax_te.cli.option_table import check_effects, memory_advice
+from jax_te.cli.options import DEFAULT_RUN
 from jax_te.cli.pretrained import field_names
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CHECKPOINT_FOLDER, holds_run, read_config
 from jax_te.cli.run_text import run_text, run_tokenizer, unit
 from jax_te.data import ByteTokenizer, Tokenizer, Tokens, read_tokens, whole_batches
-from jax_te.interop.huggingface import load_huggingface
+from jax_te.interop.huggingface import load_huggingface, open_tensors
 from jax_te.models import GPTModel
 from jax_te.typing import Array
 
@@ -34,6 +36,7 @@ def run(options: EvalOptions) -> int:
     Raises:
         ValueError: for conflicting options, and a folder without a checkpoint.
     """
+    check_effects(options, {A_RUN: options.init_from is None, A_FOLDER: options.init_from is not None})
     metrics = _of_run(options) if options.init_from is None else _of_folder(options, options.init_from)
     if options.json:
         print(json.dumps({name: value if _is_finite(value) else None for name, value in metrics.items()}, indent=2))
@@ -48,15 +51,7 @@ def run(options: EvalOptions) -> int:
 
 
 def _of_run(options: EvalOptions) -> dict[str, Any]:
-    if options.tokenizer is not None:
-        raise ValueError(
-            "--tokenizer is for --init-from: a run has the tokenizer that it was trained with; leave it out"
-        )
-    if options.ignore_fields is not None:
-        raise ValueError("--ignore-fields is for --init-from: a run keeps those that it began with; leave it out")
-    if options.dequantize:
-        raise ValueError("--dequantize is for --init-from: a run's checkpoint has all its kernels; leave it out")
-    output = Path(options.output)
+    output = Path(DEFAULT_RUN if options.output is None else options.output)
     config = read_config(output)
     if config is None or not holds_run(output):
         raise ValueError(f"{output} holds no trained model; train one with: jax-te train --output {output}")
@@ -76,21 +71,26 @@ def _of_run(options: EvalOptions) -> dict[str, Any]:
 
 
 def _of_folder(options: EvalOptions, folder: str) -> dict[str, Any]:
-    for name in ("step", "factory_modules"):
-        if getattr(options, name) is not None:
-            raise ValueError(f"--{name.replace('_', '-')} is of a run, and --init-from names none; leave it out")
     if options.data is None:
         raise ValueError("--init-from names no run, whose text it could be; give --data")
+    ignored = field_names(options.ignore_fields)
+    if options.check_memory:
+        check_fits(_stored_bytes(Path(folder)), 1, f"{memory_advice(())}, {SKIP_CHECK}")
     tokenizer = Tokenizer(options.tokenizer or folder)
     data = read_tokens(options.data, tokenizer=tokenizer)
     block_scaled = "dequantize" if options.dequantize else None
-    model = load_huggingface(folder, ignore_fields=field_names(options.ignore_fields), block_scaled=block_scaled)
+    model = load_huggingface(folder, ignore_fields=ignored, block_scaled=block_scaled)
     if not isinstance(model, GPTModel):
         raise ValueError(f"--init-from {folder} is not a decoder, whose loss is that of the next token")
     length = options.seq_len or min(model.max_sequence_length, _LENGTH)
     metrics = evaluate(model, data, batch_size=options.batch_size or 1, seq_len=length)
     print(f"{folder} on {data.source}", file=sys.stderr, flush=True)
     return metrics | {"unit": "token"}
+
+
+def _stored_bytes(folder: Path) -> int:
+    """Return the bytes of a folder's tensors, which the parameters take at least: those in FP8 are multiplied out."""
+    return sum(tensor.nbytes for tensor in open_tensors(folder)[0].values())
 
 
 def _heldout(config: RunConfig, tokenizer: Tokenizer | ByteTokenizer) -> Tokens:

@@ -7,11 +7,13 @@ import os
 import jax
 import numpy as np
 
-from jax_te._device import default_platform
+from jax_te._device import default_device, default_platform
 from jax_te.cli.option_table import memory_advice
 from jax_te.cli.parser import option_names
 from jax_te.cli.run_config import RunConfig
 from jax_te.config import ParallelConfig, depth_projection, layer_kernels
+
+SKIP_CHECK = "or skip this estimate: --no-check-memory"
 
 
 def check_memory(config: RunConfig, command: str, *, training: bool = True) -> None:
@@ -33,8 +35,7 @@ def check_memory(config: RunConfig, command: str, *, training: bool = True) -> N
     if config.check_memory:
         # No option makes the parameters fewer.
         advice = memory_advice(option_names(command) if training else ())
-        skip = "or skip this estimate: --no-check-memory"
-        check_fits(least_memory(config, training=training), sizes.num_devices, f"{advice}, {skip}")
+        check_fits(least_memory(config, training=training), sizes.num_devices, f"{advice}, {SKIP_CHECK}")
 
 
 def check_fits(needed: int, devices: int, advice: str) -> None:
@@ -47,7 +48,7 @@ def check_fits(needed: int, devices: int, advice: str) -> None:
     """
     # CPU devices share the memory of the host.
     host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // devices
-    there = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", host)
+    there = (default_device().memory_stats() or {}).get("bytes_limit", host)
     if needed > there:
         raise ValueError(
             f"the sizes take at least {needed / 2**30:,.1f} GiB on each device, which has {there / 2**30:,.1f} GiB; "

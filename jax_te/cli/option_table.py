@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass
 from typing import Any
 
@@ -30,6 +30,8 @@ class Option:
         may_change: a resumed run may be given another value: it changes where, how long or how often, not what is
             trained.
         of_mesh: whether it has no effect without a mesh.
+        needs: conditions without which it has no effect, in words that continue "has no effect without"; see
+            `check_effects`.
         kept: whether it is saved in ``config.json``. False for options that belong to one command line and are given
             again each time.
         recipes: names of the recipes that have this field.
@@ -43,6 +45,7 @@ class Option:
     positional: bool = False
     may_change: bool = False
     of_mesh: bool = False
+    needs: tuple[str, ...] = ()
     kept: bool = True
     recipes: tuple[str, ...] = ()
     library: tuple[str, ...] = ()
@@ -97,6 +100,31 @@ def memory_advice(names: Collection[str]) -> str:
 def options_of(table: type) -> dict[str, Option]:
     """Return the rows of a table by the names of their fields."""
     return {field.name: field.metadata["option"] for field in dataclasses.fields(table)}
+
+
+def check_effects(options: Any, met: Mapping[str, bool], given: Collection[str] | None = None) -> None:
+    """Raise ValueError for options that are given and have no effect.
+
+    Args:
+        options: options, an instance of a table.
+        met: whether each condition that a row names in ``needs`` is met.
+        given: names of the options that are given. None: all. Those with their default's value are not looked at.
+    """
+    idle: dict[str, list[str]] = {}
+    for field in dataclasses.fields(options):
+        counts = given is None or field.name in given
+        changed = counts and getattr(options, field.name) != field.default
+        row: Option | None = field.metadata.get("option")
+        for condition in row.needs if row is not None and changed else ():
+            if not met[condition]:
+                idle.setdefault(condition, []).append(flag(field.name))
+    if idle:
+        parts = (f"{', '.join(flags)} {_have(flags)} no effect without {needed}" for needed, flags in idle.items())
+        raise ValueError(f"{'; '.join(parts)}; leave out what has no effect, or give what it needs")
+
+
+def _have(names: list[str]) -> str:
+    return "has" if len(names) == 1 else "have"
 
 
 def flag(name: str) -> str:

@@ -42,6 +42,7 @@ from jax_te.config import (
     POSITION_EMBEDDINGS,
     RECOMPUTE_MODULES,
     RECOMPUTE_POLICIES,
+    CpCommType,
     ExpertsConfig,
     RecomputeConfig,
     TransformerConfig,
@@ -56,7 +57,9 @@ METHODS = literal_names(RecomputeConfig, "recompute_method")
 CP_COMM_TYPES = tuple(kind for kind in ALL_CP_COMM_TYPES if kind != "a2a+p2p")  # which needs sizes that are not options
 QUANTIZED = tuple(name for name in RECIPES if name != "none")
 WGRAD_DTYPES = ("float32", "bfloat16")
-REDUCTIONS = ("microbatch", "step")
+Reduction = Literal["microbatch", "step"]
+REDUCTIONS = get_args(Reduction)
+AxisType = Literal["auto", "explicit"]
 _GRANULARITIES = ("none", *literal_names(RecomputeConfig, "recompute_granularity"))
 _FORMATS = (Format.HYBRID.value, Format.E4M3.value)
 _ALGORITHMS = literal_names(DelayedScaling, "amax_compute_algo")
@@ -66,8 +69,14 @@ _GEMM_NAMES, _MODULES, _WRITERS = (
     for metavar, names in (("GEMMS", GEMMS), ("NAMES", RECOMPUTE_MODULES), ("NAMES", get_args(WriterName)))
 )
 _PRESET = "the preset's"
+DEFAULT_RUN = "runs/tiny"
+"""Folder of the run that a command looks at if none is given."""
+
 IGNORED_FIELDS = "fields of the config.json of {} to ignore: unknown ones that change no number, e.g. my_note,other"
 FACTORY_MODULES = "modules whose functions the rules of a precision file may call, e.g. my.module,other"
+
+DEVICES, TENSOR_RANKS = "a --mesh of several devices", "a --mesh with tensor=2 or more"
+RULES = "the rules of a --precision-config"
 
 
 _free = functools.partial(option, may_change=True)
@@ -202,9 +211,14 @@ class ExpertOptions:
         literal_names(ExpertsConfig, "moe_token_dispatcher_type"),
         "transport of tokens along the expert axis",
         "allgather",
+        needs=(DEVICES,),
     )
     moe_expert_rank_capacity_factor: float | None = option(
-        POSITIVE, "rows for which a device has room, as a multiple of those of equal load", None, shown="room for all"
+        POSITIVE,
+        "rows for which a device has room, as a multiple of those of equal load",
+        None,
+        shown="room for all",
+        needs=(DEVICES,),
     )
 
 
@@ -273,7 +287,7 @@ class PrecisionOptions:
         FILE, "YAML file with precision rules for individual layers; the run stores a copy", None
     )
     # A run folder may be somebody else's: only modules named on the command line are imported.
-    factory_modules: str | None = _free(MODULE_NAMES, FACTORY_MODULES, None, kept=False)
+    factory_modules: str | None = _free(MODULE_NAMES, FACTORY_MODULES, None, kept=False, needs=(RULES,))
     # The defaults shown are resolved when a run is made, since they depend on its device.
     params_dtype: str = option(
         FLOAT_DTYPES,
@@ -289,14 +303,14 @@ class PrecisionOptions:
 class ExecutionOptions:
     """Devices and execution of the steps."""
 
-    backend: str = _free(
+    backend: BackendName = _free(
         BACKENDS, "kernels: te (Transformer Engine's), xla (XLA's), or auto (te where it can run)", "auto"
     )
     mesh: str | None = _on_mesh(
         MESH, "sizes of the mesh axes pipeline, data, fsdp, expert, context and tensor, e.g. data=2,tensor=4", None,
         shown="one device",
     )  # fmt: skip
-    mesh_axis_type: str = _on_mesh(("auto", "explicit"), "JAX's type of the mesh axes", "auto")
+    mesh_axis_type: AxisType = _on_mesh(get_args(AxisType), "JAX's type of the mesh axes", "auto")
     pipeline: str = _on_mesh(
         SCHEDULE, "schedule of the pipeline axis: gpipe, 1f1b, 1f1b,virtual_stages=N or zero_bubble", "1f1b"
     )
@@ -306,7 +320,7 @@ class ExecutionOptions:
     distributed_optimizer: bool = _on_mesh(
         FLAG, "masters and optimizer state sharded over the data axis as well", False
     )
-    reduce_gradients: str = _on_mesh(
+    reduce_gradients: Reduction = _on_mesh(
         REDUCTIONS,
         "time at which data-parallel devices sum kernel gradients: after each microbatch, or once a step",
         "microbatch",
@@ -314,7 +328,7 @@ class ExecutionOptions:
     batch_parts: int = _on_mesh(
         SIZE, "number of parts of the batch in each layer; 2 overlaps GEMMs with tensor-parallel collectives", 1
     )
-    cp_comm_type: str = _on_mesh(
+    cp_comm_type: CpCommType = _on_mesh(
         CP_COMM_TYPES, "exchange of keys and values along the context axis: ring, all-gather or all-to-all", "p2p"
     )
     cp_load_balanced: bool = _on_mesh(FLAG, "zig-zag order of tokens along the context axis", False)
@@ -342,7 +356,7 @@ class ExecutionOptions:
         POLICIES, "arrays kept inside of layers under full; the policy full keeps none", "full"
     )
     distribute_saved_activations: bool = _free(
-        FLAG, "saved inputs of layers sharded over the tensor axis, under full", False
+        FLAG, "saved inputs of layers sharded over the tensor axis, under full", False, needs=(TENSOR_RANKS,)
     )
     scan_layers: bool | Literal["auto"] = _free(
         Text("WHEN", auto_or_flag),

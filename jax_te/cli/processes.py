@@ -210,12 +210,12 @@ def agreed(work: Callable[[], T]) -> T:
     """
     if jax.process_count() == 1:
         return work()
-    result, failure, lines = attempt(work, lambda error: _line(error) or repr(error))
+    result, failure, failures = attempt(work, lambda error: _line(error) or repr(error))
     if failure is not None:
         raise failure
-    for index, line in enumerate(lines):
-        if line:
-            raise ValueError(f"process {index}: {line}")
+    for index, other in enumerate(failures):
+        if other is not None:
+            raise ValueError(f"process {index}: {other.text}")
     return result
 
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from jax_te._device import default_platform
-from jax_te.cli.options import GivenOptions
+from jax_te.cli.option_table import check_effects
+from jax_te.cli.options import DEVICES, RULES, TENSOR_RANKS, GivenOptions
 from jax_te.cli.precision_rules import read_rules
 from jax_te.cli.presets import PRESETS
 from jax_te.cli.pretrained import pretrained_values
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CONFIG_FILE, changed_fields, check_resumable, holds_run, read_config
 from jax_te.cli.run_text import tokenizer_values
+from jax_te.config import ParallelConfig
 
 DEFAULT_PRESET = "tiny"
 
@@ -54,13 +57,35 @@ def resolve(options: GivenOptions, output: Path) -> tuple[RunConfig, bool]:
     if not holds_run(output):
         if saved is None or changed_fields(saved, given):
             return new_config(given), False
-        return dataclasses.replace(saved, **given), False
+        return _changed(saved, given), False
     if saved is None:
         raise ValueError(
             f"{output} has checkpoints but no {CONFIG_FILE}, so they cannot be resumed; give another --output"
         )
     check_resumable(saved, given, output)
-    return dataclasses.replace(saved, **given), True
+    return _changed(saved, given), True
+
+
+def _changed(saved: RunConfig, given: dict[str, Any]) -> RunConfig:
+    """Return the configuration of a run with the options that are given."""
+    config = dataclasses.replace(saved, **given)
+    check_given(config, given)
+    return config
+
+
+def check_given(config: RunConfig, given: Collection[str]) -> None:
+    """Raise ValueError for options that are given and have no effect in their run.
+
+    `RunConfig` itself refuses those that contradict others. These are harmless in a run that was saved with them, on
+    another mesh.
+    """
+    mesh = config.parallel_config() or ParallelConfig()
+    met = {
+        DEVICES: mesh.num_devices > 1,
+        TENSOR_RANKS: mesh.tensor > 1,
+        RULES: config.precision_config is not None,
+    }
+    check_effects(config, met, given)
 
 
 def new_config(given: dict[str, Any]) -> RunConfig:
@@ -82,4 +107,6 @@ def new_config(given: dict[str, Any]) -> RunConfig:
     # A CPU emulates bf16, at a fraction of the speed of fp32.
     values.setdefault("params_dtype", "bfloat16" if default_platform() == "gpu" else "float32")
     values.setdefault("compute_dtype", values["params_dtype"])
-    return RunConfig(**values)
+    config = RunConfig(**values)
+    check_given(config, given)
+    return config

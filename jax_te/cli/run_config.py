@@ -8,10 +8,10 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
-from jax_te.cli.option_table import flag
-from jax_te.cli.options import OF_MESH, OPTIONS, ExpertOptions, RunOptions
+from jax_te.cli.option_table import check_effects, flag
+from jax_te.cli.options import OF_MESH, OPTIONS, RULES, ExpertOptions, RunOptions
 from jax_te.cli.precision_rules import quantization_rules
 from jax_te.cli.pretrained import as_run, check_pretrained
 from jax_te.cli.run_recipe import RECIPE_FIELDS, build_recipe, recipe_defaults
@@ -19,6 +19,7 @@ from jax_te.config import DENSE_RECOMPUTE_MODULES, ParallelConfig, TransformerCo
 from jax_te.megatron import RecipeConfig
 from jax_te.models import check_recompute_policy
 from jax_te.recipe import Recipe
+from jax_te.typing import WriterName
 
 _OPTION_OF = {name: field for field, row in OPTIONS.items() for name in row.library or (field,)}
 """Fields of a run's configuration by the library's names of the fields that they set."""
@@ -75,6 +76,12 @@ class RunConfig(RunOptions):
         """Tokens that one step predicts."""
         return self.batch_size * self.seq_len
 
+    @property
+    def writers(self) -> list[WriterName]:
+        """Names of the destinations of metrics."""
+        given = self.metrics_writers.split(",")
+        return [name for name in get_args(WriterName) if name in given]
+
     def transformer_config(self) -> TransformerConfig:
         """Return the model's configuration."""
         fields = self.library_fields()
@@ -120,9 +127,14 @@ class RunConfig(RunOptions):
 
         Args:
             factory_modules: see `PrecisionOptions`; given anew, because a run does not keep them.
+
+        Raises:
+            ValueError: for such modules without rules that could name them.
         """
         defaults = {field.name: field.default for field in dataclasses.fields(self) if field.name in OF_MESH}
-        return dataclasses.replace(self, backend="auto", factory_modules=factory_modules, **defaults)
+        config = dataclasses.replace(self, backend="auto", factory_modules=factory_modules, **defaults)
+        check_effects(config, {RULES: self.precision_config is not None}, {"factory_modules"})
+        return config
 
     def _check_heads(self) -> None:
         if self.architecture is not None:

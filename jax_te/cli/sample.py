@@ -13,8 +13,9 @@ import numpy as np
 from jax_te._processes import Meetings
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_model_state, contexts, warnings_as_lines
-from jax_te.cli.command_options import SampleOptions
+from jax_te.cli.command_options import RANDOM, SampleOptions
 from jax_te.cli.memory import check_memory
+from jax_te.cli.option_table import check_effects
 from jax_te.cli.run_files import CHECKPOINT_FOLDER, holds_run, read_config
 from jax_te.cli.run_text import run_tokenizer
 from jax_te.data import ByteTokenizer, Tokenizer
@@ -34,6 +35,7 @@ def run(options: SampleOptions) -> int:
     Raises:
         ValueError: for a folder without a checkpoint, and an empty prompt.
     """
+    check_effects(options, {RANDOM: options.temperature > 0.0})
     output = Path(options.output)
     config = read_config(output)
     if config is None or not holds_run(output):

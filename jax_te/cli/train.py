@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -137,7 +136,7 @@ def _read(options: GivenOptions, output: Path, progress: Progress) -> _RunInputs
     for module in ("grain", "matplotlib.backends.backend_agg", "rich.progress"):
         require_extra(module)
     config, resumes = resolve(options, output)
-    require_writers(config.metrics_writers.split(","))
+    require_writers(config.writers)
     trace = _trace(config, output)
     check_memory(config, "train")
     check_mesh_of_processes(config)
@@ -158,8 +157,14 @@ def _start(trainer: Trainer, inputs: _RunInputs, progress: Progress) -> tuple[Tr
 
 
 def _checkpointer(config: RunConfig, output: Path, bounds: Bounds) -> TrainCheckpointer:
-    kept = {"keep": config.keep, "keep_every": config.keep_every, "keep_best": config.keep_best}
-    return TrainCheckpointer(output / CHECKPOINT_FOLDER, **kept, metric=HELDOUT, timeout=bounds.save)
+    return TrainCheckpointer(
+        output / CHECKPOINT_FOLDER,
+        keep=config.keep,
+        keep_every=config.keep_every,
+        keep_best=config.keep_best,
+        metric=HELDOUT,
+        timeout=bounds.save,
+    )
 
 
 def _trace(config: RunConfig, output: Path) -> StepTrace | None:
@@ -211,8 +216,7 @@ def _run_steps(trainer: Trainer, state: TrainState, first: int, context: _RunCon
     """Return the result of the remaining steps, whose last checkpoint is written."""
     # Records after the checkpoint are cut: the resumed run writes them again.
     precision = PrecisionLog(context.output, resume_step=first)
-    writers: Any = trainer.config.metrics_writers.split(",")
-    with MetricsLog(context.output, resume_step=first, writers=writers) as log:
+    with MetricsLog(context.output, resume_step=first, writers=trainer.config.writers) as log:
         actions = _actions(trainer, log, precision, context)
         result = run_loop(
             state,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jax_te._validation import check_annotations, log_hints
+from jax_te._validation import check_annotations, log_hints, warn_caller
 
 _WHOLE_LAYER = ((), ("full",), ("attn", "mlp"))
 
@@ -100,4 +99,4 @@ def _names(modules: Any) -> tuple[str, ...]:
 
 
 def _deprecated(old: str, new: str) -> None:
-    warnings.warn(f"{old} is deprecated, as in Megatron-Core; write {new}", DeprecationWarning, stacklevel=5)
+    warn_caller(f"{old} is deprecated, as in Megatron-Core; write {new}", DeprecationWarning)

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import warnings
 from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from jax_te import layers
-from jax_te._validation import checked
+from jax_te._validation import checked, warn_caller
 from jax_te.layers import DropInLayer, DropInReport
 from jax_te.layers.flax import (
     FlaxLinear,
@@ -167,7 +166,7 @@ def quantization_report(model: Any, *args: Any, **kwargs: Any) -> DropInReport:
         raise ValueError(f"{type(model).__name__} is not quantized; call jax_te.linen.quantize_model first")
     report = _report(model, choice, args, kwargs, quantize=True)
     if report.unused_rules:
-        warnings.warn(f"rules that fit no layer: {', '.join(report.unused_rules)}", stacklevel=2)
+        warn_caller(f"rules that fit no layer: {', '.join(report.unused_rules)}")
     return report
 
 

@@ -23,9 +23,9 @@ def keep_compiled_programs(folder: str | Path | None = None) -> Path | None:
     Loading a program runs it, so the folder belongs to the user alone, and neither runs nor checkpoints refer to it.
 
     Args:
-        folder: folder of the cache; made with mode 0700 if missing, and of that mode if it exists. None:
-            ``$XDG_CACHE_HOME/jax_te`` or ``~/.cache/jax_te``, which gets this mode, unless JAX's own options name a
-            folder, or turn its cache off: they stay, and None is returned.
+        folder: folder of the cache; made if missing, as its parents are, with mode 0700, and of that mode if it exists.
+            None: ``$XDG_CACHE_HOME/jax_te`` or ``~/.cache/jax_te``, which gets this mode, unless JAX's own options name
+            a folder, or turn its cache off: they stay, and None is returned.
 
     Raises:
         ValueError: for a folder that another user owns, can write to or can read, and one inside of a run or a
@@ -48,7 +48,10 @@ def keep_compiled_programs(folder: str | Path | None = None) -> Path | None:
                 f"compiled programs do not belong in {path}: {parent} holds a run or a checkpoint, and who loads a "
                 "program runs it; name a folder elsewhere"
             )
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # Its parents, too: who can write to one could put another folder in its place.
+    for parent in (each for each in reversed(path.parents) if not each.exists()):
+        parent.mkdir(mode=0o700, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
     status = path.stat()
     if status.st_uid != os.getuid():
         raise ValueError(f"{path} belongs to another user, whose programs would run; name a folder of your own")

@@ -39,6 +39,17 @@ def test_modules_and_recipes(capsys, tmp_path):
     assert json.loads((tmp_path / "rows.json").read_text())["rows"] == found
 
 
+@pytest.mark.costly
+def test_layers_of_every_module_are_profiled(capsys, tmp_path):
+    sizes = ["--batch-size", "1", "--seq-len", "8", *WIDTHS, "--rounds", "1", "--calls", "1", "--backend", "xla"]
+    argv = ["--modules", "layernorm_linear", "moe", "--num-experts", "2", "--recipes", "none", "--profile"]
+    assert main(["bench", "layer", *sizes, *argv, str(tmp_path)]) == 0
+    shown = capsys.readouterr()
+    found = [json.loads(line) for line in shown.out.splitlines() if line.startswith("{")]
+    assert shown.err.count("kind of kernel") == len(found) == len(list(tmp_path.glob("*/kernel_times.json"))) == 2
+    assert all(row["kinds"]["GEMM"] > 0 for row in found)
+
+
 @pytest.mark.slow  # test_context_parallelism has the mesh of a bench, tests/multi_device the counts
 def test_a_mesh(capsys):
     (row,) = rows(capsys, "layer", *WIDTHS, "--mesh", "tensor=4", "--sequence-parallel", "--recipes", "none")
@@ -242,7 +253,7 @@ def test_nothing_to_measure_is_an_error(capsys):
         (["--reduce-gradients", "step"], "give --mesh with data=N"),
         (["--sequence-parallel", "--mesh", "data=2"], "give --mesh with tensor=N"),
         (["--batch-parts", "3"], "--batch-parts 3"),
-        (["--tokenizer", "tokenizer.json"], "--tokenizer is for the text of --data"),
+        (["--tokenizer", "tokenizer.json"], "--tokenizer has no effect without --data"),
         (["--tokenizer", "tokenizer.json", "--data", "text"], "leave --vocab-size"),
         (["--data", "there is no such file"], "no such file"),
         (["--data", __file__], "give --vocab-size"),

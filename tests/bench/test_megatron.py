@@ -725,7 +725,7 @@ def test_an_expert_layers_step_has_the_output(monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--modules", "layernorm_mlp", "--peer", "megatron"], "add moe to --modules, or leave out --peer"),
+        (["--modules", "layernorm_mlp", "--peer", "megatron"], "--peer have no effect without moe in --modules"),
         (["--modules", "moe", "--mesh", "tensor=2"], "measured on one device"),
         (["--modules", "moe", "--moe-router-topk", "5"], "topk"),
     ],

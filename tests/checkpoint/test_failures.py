@@ -375,24 +375,30 @@ def test_a_write_that_fails_is_one_oserror_and_keeps_what_there_was(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "4"]
 
 
-def test_a_full_disk_is_called_so(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("cause", "told", "number"),
+    [
+        (OSError(errno.ENOSPC, "in another language"), "no space left on the disk; .* step 1 is", "ENOSPC"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "no space left on the disk; .* step 1 is", "ENOSPC"),
+        (ValueError("OS error 28: No space left on device"), "no space left on the disk; .* step 1 is", "ENOSPC"),
+        (OSError(errno.EEXIST, "in those words"), "Another program seems to save in this folder", "EIO"),
+        (OSError(errno.EIO, "No space left on device, it seems"), "Free some space, or save elsewhere", "EIO"),
+    ],
+    ids=str,
+)
+def test_a_full_disk_is_called_so(cause, told, number, tmp_path, monkeypatch):
     with TrainCheckpointer(tmp_path) as checkpointer:
         checkpointer.save(make_state(1), {"at": 1}, 1)
         checkpointer.wait()
 
         def fail(*args, **kwargs):
-            try:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            except OSError as error:
-                raise ValueError("could not write") from error
+            raise ValueError("could not write") from cause
 
         monkeypatch.setattr(ocp.training.Checkpointer, "save_checkpointables_async", fail)
         checkpointer.save(make_state(2), {"at": 2}, 2)
-        with pytest.raises(
-            OSError, match=r"step 2 could not be saved: no space left on the disk; .* step 1 is"
-        ) as caught:
+        with pytest.raises(OSError, match=rf"step 2 could not be saved: .*{told}") as caught:
             checkpointer.wait()
-        assert caught.value.errno == errno.ENOSPC
+        assert errno.errorcode[caught.value.errno] == number
         assert caught.value.filename == str(tmp_path)
 
 

@@ -208,6 +208,7 @@ def test_a_run_keeps_its_examples_for_each_rank(tmp_path: Any, capsys: pytest.Ca
         ((*PRESET, "--mesh", "data=2", "--network", "speed=1"), "unknown field 'speed' in 'speed=1'"),
         ((*PRESET, "--mesh", "data=2", "--train-options=--mesh data=4"), "leave --mesh out"),
         ((*PRESET, "--mesh", "data=2", "--train-options=--output x"), "leave --output out"),
+        ((*PRESET, "--mesh", "data=2", "--train-options=--save-timeout 3"), "leave --save-timeout out"),
         ((*PRESET, "--mesh", "data=2", "--train-options=--sequence-parallel"), "--sequence-parallel is for tensor"),
         (("inspect", "communication", "--output", "nowhere"), "nowhere holds no run; give a --preset"),
     ],

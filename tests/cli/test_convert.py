@@ -140,11 +140,12 @@ def test_a_run_is_converted(trained, tmp_path):
         ),
         (["{llama}", "{tmp}/new.pt", "--megatron-format", "torch_dist"], "torch_dist needs a folder"),
         (["{llama}", "{tmp}/new", "--megatron-format", "torch_dist", "--tensor-parallel", "2"], "1 for a single file"),
+        (["{trained}/checkpoints/8", "{tmp}/new", "--step", "8"], "is one checkpoint, that of step 8"),
         (["{llama}"], "TO"),
     ],
 )
-def test_what_cannot_be_converted_is_one_line(argv, message, llama, noted, tmp_path, capsys):
-    argv = [each.format(llama=llama[0], noted=noted, tmp=tmp_path) for each in argv]
+def test_what_cannot_be_converted_is_one_line(argv, message, llama, noted, trained, tmp_path, capsys):
+    argv = [each.format(llama=llama[0], noted=noted, trained=trained, tmp=tmp_path) for each in argv]
     try:
         status = main(["convert", *argv])
     except SystemExit as error:  # argparse's

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from jax_te.checkpoint import TrainCheckpointer
+from jax_te.cli import memory
 from jax_te.cli.build import abstract_model_state, contexts
 from jax_te.cli.main import main
 from jax_te.cli.parser import build_parser, options_from
@@ -233,6 +234,12 @@ def test_options_that_do_not_go_together(argv, text, folder, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_folder_that_does_not_fit_is_not_evaluated(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(memory.os, "sysconf", lambda _: 100)  # a host of 100 pages of 100 bytes
+    status = main(["eval", "--init-from", str(folder), "--data", str(folder / "text.txt")])
+    assert_refused(status, capsys.readouterr().err, "the sizes take at least", "--no-check-memory")
+
+
 @pytest.mark.costly
 def test_unknown_fields_are_ignored_by_name(folder, tmp_path, capsys):
     """In training, when the run is read again, and in evaluation."""
@@ -251,7 +258,7 @@ def test_unknown_fields_are_ignored_by_name(folder, tmp_path, capsys):
         losses.append(json.loads(capsys.readouterr().out)["loss"])
     assert all(map(math.isfinite, losses))
     status = main(["eval", "--output", str(tmp_path / "run"), "--ignore-fields", "my_note"])
-    assert_refused(status, capsys.readouterr().err, "--ignore-fields is for --init-from")
+    assert_refused(status, capsys.readouterr().err, "--ignore-fields has no effect without --init-from")
     status = main(["train", "--output", str(tmp_path / "other"), "--ignore-fields", "my_note"])
     assert_refused(status, capsys.readouterr().err, "--ignore-fields is for the config.json of --init-from")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import fcntl
 import os
 import re
 import resource
@@ -17,7 +18,7 @@ import jax
 import numpy as np
 import pytest
 
-from jax_te._processes import Heartbeats
+from jax_te._processes import Heartbeats, heartbeats
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.checkpoint import checkpointer as checkpointer_module
 from jax_te.checkpoint.write import size_of_save
@@ -67,6 +68,7 @@ def test_a_process_that_waits_shows_no_progress_and_one_that_gets_on_does(two):
         assert second.find_problem(0.4) is None
     wait_until(lambda: first.find_problem(0.4) and second.find_problem(0.4), 5.0)
     assert first.find_problem(0.4) == "no process has made progress for 0.4 s: process 0 in step 1, process 1 in more"
+    assert first.lost_process(0.4) is None  # both are there
     assert second.processes_behind() == [(0, "step 1")]
     assert first.processes_behind() == []
 
@@ -91,6 +93,7 @@ def test_an_error_reaches_the_others_at_once_and_heartbeats_leave_nothing(tmp_pa
         second.fail("process 1: the disk is full")
         wait_until(lambda: first.reported_error() and third.reported_error(), 5.0)
         assert first.reported_error() == third.reported_error() == "process 1: the disk is full"
+        assert first.lost_process(0.4) == first.reported_error()
     for run in ("next", "last"):  # what an error left goes at the next start
         with Heartbeats(tmp_path / "heartbeats", run, 0, 1, (1.0,)):
             assert {path.name.split(".")[0] for path in (tmp_path / "heartbeats").iterdir()} == {run}
@@ -161,6 +164,24 @@ def test_a_process_killed_right_after_its_first_heartbeat_is_found_at_once(tmp_p
         else:
             time.sleep(0.6)
             assert first.reported_error() is None
+
+
+def test_a_lock_that_another_one_holds_is_waited_for_with_a_bound(tmp_path, monkeypatch):
+    """One that looks at it for an instant, and one that has the same number."""
+    folder = tmp_path / "heartbeats"
+    path = folder / "run.0.lock"
+    folder.mkdir()
+    with path.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_SH)
+        threading.Timer(0.2, fcntl.flock, (held, fcntl.LOCK_UN)).start()
+        with Heartbeats(folder, "run", 0, 1, (2.0,)) as first:
+            assert first.reported_error() is None
+    folder.mkdir()
+    monkeypatch.setattr(heartbeats, "_LOCKING", 0.1)
+    with path.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(TimeoutError, match="two have the same number"):
+            Heartbeats(folder, "run", 0, 1, (2.0,)).start()
 
 
 # How processes find each other.
@@ -256,6 +277,18 @@ def test_a_process_that_cannot_write_its_part_is_an_error_in_all(tmp_path, fault
             "process 1: checkpoint step 2" in text
             or "process 1: checkpoint step 2" in (tmp_path / "0.result").read_text()
         )
+
+
+def save_beside_a_link(folder):
+    with TrainCheckpointer(folder, timeout=2.0) as checkpointer:
+        checkpointer.save(state(), None, 1)
+
+
+@pytest.mark.costly
+def test_a_link_in_the_place_of_heartbeats_is_named(tmp_path):
+    (tmp_path / ".processes").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(Exception, match=r"LinkedFolderError: .*\.processes is a symbolic link.*; remove it"):
+        run_processes(2, save_beside_a_link, (tmp_path,))
 
 
 def save_slowly(folder, seconds):

@@ -114,7 +114,7 @@ def test_all_go_on_or_all_learn_why_not(tmp_path):
         for process, text in enumerate(texts):
             assert (f"save failed in process {failing}: TimeoutError" in text) == (process != failing)
     for process, (texts, missed, after) in enumerate(gathered):
-        assert texts == [["0ü", "1ü", "2ü"], ["", "", ""], [f"{index}ü" * 133 + f"{index}" for index in range(3)]]
+        assert texts == [["0ü", "1ü", "2ü"], ["", "", ""], [f"{index}ü" * 300 for index in range(3)]]
         assert after == ["0", "1", "2"]
         assert process == 1 or "waited 0.5 s for process" in missed
     for process in (1, 2):

@@ -24,10 +24,15 @@ def own_folder_after() -> Iterator[None]:
 
 
 def test_a_folder_of_the_users_own(tmp_path: Path):
-    folder = tmp_path / "a" / "programs"
-    assert keep_compiled_programs(folder) == folder
+    folder = tmp_path / "a" / "b" / "programs"
+    before = os.umask(0o002)  # of a user whose group may write
+    try:
+        assert keep_compiled_programs(folder) == folder
+    finally:
+        os.umask(before)
     assert jax.config.jax_compilation_cache_dir == str(folder)  # type: ignore[attr-defined]
-    assert folder.stat().st_mode & 0o777 == 0o700
+    # Who could write to a parent could put another folder in the place of this one.
+    assert [path.stat().st_mode & 0o777 for path in (folder, *folder.parents[:2])] == [0o700] * 3
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o702])

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from jax_te.bench import AttentionSizes, Settings, bench_attention, with_fp8_attention
 from jax_te.cli.bench.options import BenchAttention
 from jax_te.cli.bench.rows import show_rows
 from jax_te.cli.memory import check_fits, score_bytes
+from jax_te.cli.option_table import check_effects
 from jax_te.config import ParallelConfig
 from jax_te.recipe import recipe_from_name
 
@@ -18,6 +17,7 @@ def run(options: BenchAttention) -> int:
     Raises:
         ValueError: for a mesh without a context axis, and for sizes that do not divide or exceed the memory.
     """
+    check_effects(options, {"--mesh": options.mesh is not None})
     mesh = None if options.mesh is None else ParallelConfig.parse(options.mesh)
     if mesh is not None and mesh.context == 1:
         raise ValueError(
@@ -36,11 +36,9 @@ def run(options: BenchAttention) -> int:
         groups=groups,
         head_dim=options.head_dim,
     )
-    backend: Any = options.backend  # one of the names that the option allows
-    settings = Settings(backend=backend, rounds=options.rounds, calls=options.calls)
-    kinds: Any = options.cp_comm_type  # names that the option allows
+    settings = Settings(backend=options.backend, rounds=options.rounds, calls=options.calls)
     recipes = [with_fp8_attention(recipe_from_name(name)) for name in options.recipes]
-    return show_rows(bench_attention(recipes, kinds, sizes, mesh, settings), options.output)
+    return show_rows(bench_attention(recipes, options.cp_comm_type, sizes, mesh, settings), options.output)
 
 
 def _check_sizes(options: BenchAttention, groups: int) -> None:

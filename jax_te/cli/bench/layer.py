@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from jax_te.bench import (
     Case,
@@ -16,9 +15,10 @@ from jax_te.bench import (
     check_megatron,
     with_fp8_attention,
 )
-from jax_te.cli.bench.options import BenchLayer
+from jax_te.cli.bench.options import MOE, QUANTIZED_ATTENTION, TRANSFORMER_LAYER, BenchLayer
 from jax_te.cli.bench.rows import show_rows
 from jax_te.cli.memory import check_fits, layer_bytes, score_bytes
+from jax_te.cli.option_table import check_effects
 from jax_te.config import ParallelConfig, RouterOptions
 from jax_te.recipe import Recipe, recipe_from_name
 from jax_te.sharding import make_mesh
@@ -31,7 +31,11 @@ def run(options: BenchLayer) -> int:
         ValueError: for a mesh that the options do not fit, a peer that is not installed, and for sizes that exceed the
             memory.
     """
-    _check_experts(options)
+    modules, recipes = options.modules, options.recipes
+    met = {MOE: "moe" in modules, TRANSFORMER_LAYER: "transformer_layer" in modules}
+    check_effects(options, met | {QUANTIZED_ATTENTION: not {"delayed", "current"}.isdisjoint(recipes)})
+    if "moe" in modules:
+        _check_experts(options)
     sizes = None if options.mesh is None else ParallelConfig.parse(options.mesh)
     if options.sequence_parallel and (sizes is None or sizes.tensor == 1):
         raise ValueError("--sequence-parallel shards activations over the tensor axis; give --mesh with tensor=N")
@@ -41,10 +45,6 @@ def run(options: BenchLayer) -> int:
 
 def _check_experts(options: BenchLayer) -> None:
     """Raise ValueError for options that the expert layer and its peer do not fit."""
-    if "moe" not in options.modules:
-        if options.peer is not None:
-            raise ValueError("--peer is measured with the module moe; add moe to --modules, or leave out --peer")
-        return
     if options.mesh is not None or options.hlo is not None:
         raise ValueError("the module moe is measured on one device, without --hlo; leave out --mesh and --hlo")
     RouterOptions(num_experts=options.num_experts, topk=options.moe_router_topk)
@@ -77,9 +77,8 @@ def _rows(options: BenchLayer, sizes: ParallelConfig | None) -> Iterator[Row]:
         if module != "moe"
         for recipe in recipes
     ]
-    backend: Any = options.backend  # one of the names that the option allows
     profile = None if options.profile is None else Path(options.profile)
-    settings = Settings(backend=backend, rounds=options.rounds, calls=options.calls, profile=profile)
+    settings = Settings(backend=options.backend, rounds=options.rounds, calls=options.calls, profile=profile)
     yield from bench_layer(cases, settings, hlo=None if options.hlo is None else Path(options.hlo))
     if "moe" in options.modules:
         yield from bench_experts(_expert_cases(options, recipes), settings, peer=options.peer)
@@ -103,7 +102,6 @@ def _expert_cases(options: BenchLayer, recipes: list[Recipe | None]) -> list[Exp
         dtype="fp32",
         force_biased=options.moe_router_force_biased,
     )
-    activation: Any = options.moe_activation  # one of the names that the option allows
     return [
         ExpertsCase(
             batch=options.batch_size,
@@ -112,7 +110,7 @@ def _expert_cases(options: BenchLayer, recipes: list[Recipe | None]) -> list[Exp
             ffn_hidden_size=options.ffn_hidden_size,
             router=router,
             recipe=recipe,
-            activation=activation,
+            activation=options.moe_activation,
             bias=options.moe_bias,
         )
         for recipe in recipes

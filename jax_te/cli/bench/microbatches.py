@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from jax_te.bench import Settings, bench_microbatches
 from jax_te.cli.bench.options import BenchMicrobatches
 from jax_te.cli.bench.rows import show_rows
@@ -21,8 +19,7 @@ def run(options: BenchMicrobatches) -> int:
         raise ValueError(f"--batch-size {options.batch_size} is not divisible by --microbatches {options.microbatches}")
     _check_sizes(options, rows)
     shape = (rows, options.seq_len, options.hidden_size, options.num_heads, options.ffn_hidden_size)
-    backend: Any = options.backend  # one of the names that the option allows
-    settings = Settings(backend=backend, rounds=options.rounds, calls=options.calls)
+    settings = Settings(backend=options.backend, rounds=options.rounds, calls=options.calls)
     return show_rows(bench_microbatches(options.recipes, shape, options.microbatches, settings), options.output)
 
 

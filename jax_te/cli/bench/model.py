@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +14,7 @@ from jax_te.cli.bench.options import BenchModel
 from jax_te.cli.bench.preset_config import check_parameters_fit, preset_config, sizes_of
 from jax_te.cli.bench.rows import show_rows
 from jax_te.cli.build import build_model
+from jax_te.cli.option_table import check_effects
 from jax_te.cli.presets import PRESETS
 from jax_te.cli.run_config import RunConfig
 from jax_te.config import ParallelConfig, PipelineConfig
@@ -35,7 +35,8 @@ def run(options: BenchModel) -> int:
         ValueError: for conflicting options, a peer that is not installed, a model that exceeds the memory, and if no
             train step ran, with the first one's error.
     """
-    _check_data(options)
+    check_effects(options, {"--data": options.data is not None})
+    _check_vocabulary(options)
     forms = {recipe: _forms(options, recipe) for recipe in options.recipes}
     if options.peer == "te":
         _check_te(options)
@@ -44,10 +45,8 @@ def run(options: BenchModel) -> int:
     return show_rows(_rows(options, forms, _tokens(options, forms)), options.output)
 
 
-def _check_data(options: BenchModel) -> None:
-    """Raise ValueError for a tokenizer without a text, or with another vocabulary."""
-    if options.tokenizer is not None and options.data is None:
-        raise ValueError("--tokenizer is for the text of --data; give one, or leave --tokenizer out")
+def _check_vocabulary(options: BenchModel) -> None:
+    """Raise ValueError for a tokenizer with another vocabulary."""
     if options.tokenizer is not None and options.vocab_size is not None:
         raise ValueError(f"--tokenizer has a vocabulary of its own; leave --vocab-size {options.vocab_size} out")
 
@@ -96,8 +95,7 @@ def _tokens(options: BenchModel, forms: Forms) -> np.ndarray | None:
 
 def _rows(options: BenchModel, forms: Forms, tokens: np.ndarray | None) -> Iterator[Row]:
     profile = None if options.profile is None else Path(options.profile)
-    backend: Any = options.backend  # one of the names that the option allows
-    settings = Settings(backend=backend, rounds=options.rounds, calls=options.calls, profile=profile)
+    settings = Settings(backend=options.backend, rounds=options.rounds, calls=options.calls, profile=profile)
     for made in filter(None, forms.values()):  # no variant of the model if an option is an empty list
         variants = [_variant(*form) for form in made]
         _, config, _ = made[-1]
@@ -111,7 +109,7 @@ def _variant(name: str, config: RunConfig, execution: Execution) -> Variant:
         build=build_model(config, execution=execution),
         pipeline=PipelineConfig.parse(config.pipeline),
         wgrad_dtype=jnp.dtype(config.wgrad_dtype),
-        reduce_gradients="step" if config.reduce_gradients == "step" else "microbatch",
+        reduce_gradients=config.reduce_gradients,
     )
 
 

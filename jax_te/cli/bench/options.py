@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from jax_te.cli.option_table import option, positional
 from jax_te.cli.option_values import FILE, FOLDER, MESH, PATH, SCHEDULE, SIZE, SPREAD, SWITCH, Text, some_of
-from jax_te.cli.options import BACKENDS, CP_COMM_TYPES, METHODS, POLICIES, REDUCTIONS, WGRAD_DTYPES, Recorded
+from jax_te.cli.options import BACKENDS, CP_COMM_TYPES, METHODS, POLICIES, REDUCTIONS, WGRAD_DTYPES, Recorded, Reduction
 from jax_te.cli.presets import PRESETS
-from jax_te.config import RECOMPUTE_MODULES
+from jax_te.config import RECOMPUTE_MODULES, CpCommType
 from jax_te.recipe import RECIPES
+from jax_te.typing import BackendName
 
 MODULES = ("transformer_layer", "layernorm_mlp", "layernorm_linear", "moe")
 STACKS = ("unrolled", "scanned")
-PEERS = ("te", "megatron")
+Peer = Literal["te", "megatron"]
+PEERS = get_args(Peer)
+MOE, TRANSFORMER_LAYER = "moe in --modules", "transformer_layer in --modules"
+QUANTIZED_ATTENTION = "delayed or current in --recipes"
+ExpertActivation = Literal["swiglu", "clamped_swiglu"]
 _COUNTED = " or ".join(f"{method}:LAYERS" for method in METHODS)
 _MODULE_NAMES = ",".join(RECOMPUTE_MODULES)
 
@@ -46,8 +51,8 @@ WAY = Text("WAY", recompute)
 
 
 # Functions, since every dataclass needs a field of its own.
-def _several(kind: Any, help: str, *default: Any) -> Any:
-    return option(kind, help, default, several=True, shown=" ".join(map(str, default)))
+def _several(kind: Any, help: str, *default: Any, needs: tuple[str, ...] = ()) -> Any:
+    return option(kind, help, default, several=True, shown=" ".join(map(str, default)), needs=needs)
 
 
 def _recipes(*default: str) -> Any:
@@ -57,6 +62,10 @@ def _recipes(*default: str) -> Any:
 def _backend() -> Any:
     help = "kernels of jax_te: te (Transformer Engine's), xla (XLA's), or auto (te where it can run)"
     return option(BACKENDS, help, "auto")
+
+
+def _of_moe(kind: Any, help: str, default: Any, **row: Any) -> Any:
+    return option(kind, help, default, needs=(MOE,), **row)
 
 
 def _mesh(shown: str = "one device") -> Any:
@@ -73,8 +82,8 @@ def _distributed_optimizer() -> Any:
     return option(SWITCH, help, False)
 
 
-def _size(help: str, default: int) -> Any:
-    return option(SIZE, help, default)
+def _size(help: str, default: int, needs: tuple[str, ...] = ()) -> Any:
+    return option(SIZE, help, default, needs=needs)
 
 
 def _rounds() -> Any:
@@ -120,26 +129,33 @@ class BenchLayer:
     batch_size: int = _size("sequences per batch", 4)
     seq_len: int = _size("sequence length in tokens", 2048)
     hidden_size: int = _size("size of the hidden states", 4096)
-    num_heads: int = _size("number of attention heads", 32)
+    num_heads: int = _size("number of attention heads of transformer_layer", 32, (TRANSFORMER_LAYER,))
     ffn_hidden_size: int = _size(
         "hidden size of the feed-forward block or of one expert, output size of layernorm_linear", 16384
     )
-    num_experts: int = _size("number of experts of moe", 8)
-    moe_router_topk: int = _size("number of experts of each token of moe", 2)
-    moe_router_force_biased: float | None = option(
+    num_experts: int = _of_moe(SIZE, "number of experts of moe", 8)
+    moe_router_topk: int = _of_moe(SIZE, "number of experts of each token of moe", 2)
+    moe_router_force_biased: float | None = _of_moe(
         SPREAD, "standard deviation of a random bias of each expert of moe, for an uneven load", None, shown="even load"
     )
-    moe_activation: str = option(("swiglu", "clamped_swiglu"), "activation of the experts of moe", "swiglu")
-    moe_bias: bool = option(SWITCH, "biases in router and experts of moe", False)
-    peer: str | None = option(("megatron",), "peer of moe, which needs Megatron-Core and torch", None)
-    fp8_dpa: bool = option(SWITCH, "attention of transformer_layer in FP8, too, under delayed and current", False)
-    backend: str = _backend()
+    moe_activation: ExpertActivation = _of_moe(get_args(ExpertActivation), "activation of the experts of moe", "swiglu")
+    moe_bias: bool = _of_moe(SWITCH, "biases in router and experts of moe", False)
+    peer: Literal["megatron"] | None = _of_moe(("megatron",), "peer of moe, which needs Megatron-Core and torch", None)
+    fp8_dpa: bool = option(
+        SWITCH,
+        "attention of transformer_layer in FP8, too, under delayed and current",
+        False,
+        needs=(TRANSFORMER_LAYER, QUANTIZED_ATTENTION),
+    )
+    backend: BackendName = _backend()
     mesh: str | None = _mesh()
     sequence_parallel: bool = _sequence_parallel()
     rounds: int = _rounds()
     calls: int = _calls("calls")
     output: str | None = _rows_file()
-    profile: str | None = option(FOLDER, "folder to write traces of moe to, for times by kind of kernel", None)
+    profile: str | None = option(
+        FOLDER, "folder for traces of two calls of each row, summarized as time per kind of kernel", None
+    )
     hlo: str | None = option(FOLDER, "folder to write the compiled programs to", None)
 
 
@@ -170,11 +186,15 @@ class BenchModel:
         PATH, "text or tokens of the batch, a file or a folder, as jax-te train reads them", None, shown="random tokens"
     )
     tokenizer: str | None = option(
-        PATH, "tokenizer.json file, or a folder that contains one; needs --data", None, shown="bytes"
+        PATH,
+        "tokenizer.json file, or a folder that contains one; needs --data",
+        None,
+        shown="bytes",
+        needs=("--data",),
     )
     recipes: tuple[str, ...] = _recipes("none", "delayed", "current")
-    peer: str | None = option(PEERS, "library to compare with, see above", None)
-    backend: str = _backend()
+    peer: Peer | None = option(PEERS, "library to compare with, see above", None)
+    backend: BackendName = _backend()
     mesh: str | None = _mesh()
     sequence_parallel: bool = _sequence_parallel()
     distributed_optimizer: bool = _distributed_optimizer()
@@ -190,7 +210,7 @@ class BenchModel:
     )
     batch_parts: tuple[int, ...] = _several(SIZE, "numbers of parts of the batch in each layer", 1)
     wgrad_dtype: tuple[str, ...] = _several(WGRAD_DTYPES, "dtypes in which devices sum kernel gradients", "float32")
-    reduce_gradients: tuple[str, ...] = _several(
+    reduce_gradients: tuple[Reduction, ...] = _several(
         REDUCTIONS,
         "times at which data-parallel devices sum kernel gradients: after each microbatch, or once a step",
         "microbatch",
@@ -225,10 +245,13 @@ class BenchAttention:
     num_heads: int = _size("number of attention heads", 32)
     num_query_groups: int | None = option(SIZE, "number of key/value heads", None, shown="--num-heads")
     head_dim: int = _size("size of a head", 128)
-    backend: str = _backend()
+    backend: BackendName = _backend()
     mesh: str | None = _mesh("one device, no context parallelism")
-    cp_comm_type: tuple[str, ...] = _several(
-        CP_COMM_TYPES, "exchanges along the context axis: ring, all-gather or all-to-all", *CP_COMM_TYPES
+    cp_comm_type: tuple[CpCommType, ...] = _several(
+        CP_COMM_TYPES,
+        "exchanges along the context axis: ring, all-gather or all-to-all",
+        *CP_COMM_TYPES,
+        needs=("--mesh",),
     )
     rounds: int = _rounds()
     calls: int = _calls("calls")
@@ -274,7 +297,7 @@ class BenchMicrobatches:
     hidden_size: int = _size("size of the hidden states", 4096)
     num_heads: int = _size("number of attention heads", 32)
     ffn_hidden_size: int = _size("hidden size of the feed-forward blocks", 16384)
-    backend: str = _backend()
+    backend: BackendName = _backend()
     rounds: int = _rounds()
     calls: int = _calls("steps")
     output: str | None = _rows_file()

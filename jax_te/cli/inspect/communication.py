@@ -11,12 +11,12 @@ from typing import Any
 from jax_te.cli.count_communication import counted
 from jax_te.cli.inspect.options import InspectCommunication
 from jax_te.cli.inspect.trained import run_or_preset
-from jax_te.cli.option_table import flag
-from jax_te.cli.options import OPTIONS
+from jax_te.cli.option_table import flag, options_of
+from jax_te.cli.options import OPTIONS, TrainOptions
 from jax_te.cli.parser import build_parser
 from jax_te.cli.precision_rules import read_rules
 from jax_te.cli.presets import PRESETS
-from jax_te.cli.resolve import new_config
+from jax_te.cli.resolve import check_given, new_config
 from jax_te.cli.run_config import RunConfig
 from jax_te.config import ParallelConfig
 from jax_te.sharding import CommunicationReport, Network
@@ -55,8 +55,8 @@ def run(options: InspectCommunication) -> int:
 def _train_options(text: str) -> dict[str, Any]:
     """Return the options of jax-te train in a text, by the names of their fields."""
     parsed, bare = (vars(build_parser().parse_args(["train", *given])) for given in (shlex.split(text), []))
-    # "mesh" and "preset" are options of this command, too, and an output there is none.
-    for name in ("mesh", "preset", "output", "processes", "factory_modules"):
+    # "mesh" and "preset" are options of this command, too, and what starts a run has no effect here.
+    for name in ("mesh", "factory_modules", *options_of(TrainOptions)):
         if parsed.get(name) != bare.get(name):  # some are there with their defaults
             raise ValueError(f"--train-options says what is trained; leave {flag(name)} out, or give it to inspect")
     return {name: value for name, value in parsed.items() if name in OPTIONS}
@@ -81,7 +81,9 @@ def _config(options: InspectCommunication, given: dict[str, Any]) -> tuple[RunCo
     old = saved.parallel_config() or ParallelConfig()
     # As many examples for each rank; all backends communicate the same.
     values = {"batch_size": saved.batch_size * ranks // old.batch_devices, "backend": "auto"}
-    return dataclasses.replace(saved, **(values | given | {"mesh": mesh})), name
+    config = dataclasses.replace(saved, **(values | given | {"mesh": mesh}))
+    check_given(config, given)
+    return config, name
 
 
 def _values(report: CommunicationReport, config: RunConfig, notes: list[str]) -> dict[str, Any]:

@@ -20,10 +20,8 @@ from jax_te.cli.option_values import (
     Text,
     number,
 )
-from jax_te.cli.options import FACTORY_MODULES, QUANTIZED
+from jax_te.cli.options import DEFAULT_RUN, FACTORY_MODULES, QUANTIZED
 from jax_te.cli.presets import PRESETS
-
-DEFAULT_RUN = "runs/tiny"
 
 
 # Functions, since every dataclass needs a field of its own.
@@ -138,7 +136,10 @@ class InspectSensitivity:
         Text("K", SIZE.parse), "number of most sensitive layers to mark as kept in bf16", None
     )
     write: str | None = option(
-        FILE, "new file for jax-te train --precision-config that keeps the layers of --keep-bf16 in bf16", None
+        FILE,
+        "new file for jax-te train --precision-config that keeps the layers of --keep-bf16 in bf16",
+        None,
+        needs=("--keep-bf16",),
     )
     json: bool = _json()
 

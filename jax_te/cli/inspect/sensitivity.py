@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jax_te._text import table
+from jax_te._whole_files import whole_or_nothing
 from jax_te.cli.build import contexts, loss_fn
 from jax_te.cli.inspect.options import InspectSensitivity
 from jax_te.cli.inspect.report import print_json
 from jax_te.cli.inspect.trained import batches_of, check_saved, newest_state, run_and_recipe
+from jax_te.cli.option_table import check_effects
 from jax_te.layers import quantizable_modules
 from jax_te.training import ModuleSensitivity, exact_model, keep_in_bf16_rules, sensitivity
 
@@ -22,6 +24,7 @@ def run(options: InspectSensitivity) -> int:
     Raises:
         ValueError: for a folder without a checkpoint, a run without a recipe, and an invalid file or number of layers.
     """
+    check_effects(options, {"--keep-bf16": options.keep_bf16 is not None})
     _check_file(options)
     config, recipe = run_and_recipe(options)
     check_saved(options.output)
@@ -40,7 +43,8 @@ def run(options: InspectSensitivity) -> int:
     if options.write is not None:
         note = f"# The {keep} of {layers} layers whose quantization under {recipe.name} changes the gradients most,\n"
         note += f"# by jax-te inspect sensitivity at step {step}.\n"
-        Path(options.write).write_text(note + keep_in_bf16_rules(kept), encoding="utf-8")
+        with whole_or_nothing(Path(options.write).parent) as new:
+            new.part(Path(options.write).name).write_text(note + keep_in_bf16_rules(kept), encoding="utf-8")
     if options.json:
         modules = [dataclasses.asdict(layer) for layer in ranked]
         print_json(recipe, {"step": step, "batches": len(batches), "modules": modules, "keep_bf16": kept})
@@ -54,11 +58,7 @@ def run(options: InspectSensitivity) -> int:
 
 def _check_file(options: InspectSensitivity) -> None:
     """Raise ValueError for a ``--write`` that could not be written, before the passes for every layer."""
-    if options.write is None:
-        return
-    if options.keep_bf16 is None:
-        raise ValueError("--write has the layers of --keep-bf16; give that, too")
-    if Path(options.write).exists():
+    if options.write is not None and Path(options.write).exists():
         raise ValueError(f"--write {options.write} exists; give another name, or delete it")
 
 

@@ -10,8 +10,9 @@ import jax
 
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_model_state, contexts, warnings_as_lines
-from jax_te.cli.inspect.options import DEFAULT_RUN, InspectPrecision, InspectRecipes, InspectSensitivity
+from jax_te.cli.inspect.options import InspectPrecision, InspectRecipes, InspectSensitivity
 from jax_te.cli.memory import check_memory
+from jax_te.cli.options import DEFAULT_RUN
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CHECKPOINT_FOLDER, holds_run, read_config
 from jax_te.cli.run_text import run_text, run_tokenizer
@@ -31,8 +32,11 @@ def run_and_recipe(
     config = read_config(Path(options.output))
     if config is None:
         raise ValueError(f"{options.output} holds no run; train one with: jax-te train --output {options.output}")
+    # Rules of another file take the place of the run's; without any, the configuration refuses the modules.
+    others = None if isinstance(options, InspectSensitivity) else options.precision_config
+    named = options.factory_modules if config.precision_config is not None or others is None else None
     # One device and any available backend, wherever it was trained.
-    config = config.on_one_device(options.factory_modules)
+    config = config.on_one_device(named)
     return config, config.make_recipe() if options.recipe is None else recipe_from_name(options.recipe)
 
 

@@ -5,7 +5,7 @@ from jax_te.interop.huggingface.folder import CONFIG, INDEX, SINGLE, config_valu
 from jax_te.interop.huggingface.load import load_huggingface
 from jax_te.interop.huggingface.peft_load import load_peft
 from jax_te.interop.huggingface.peft_save import save_peft
-from jax_te.interop.huggingface.save import copy_companions, save_huggingface
+from jax_te.interop.huggingface.save import companions, save_huggingface
 
 # For users. The other names above are for the other packages of jax_te.
 __all__ = ["ARCHITECTURES", "load_huggingface", "load_peft", "save_huggingface", "save_peft"]

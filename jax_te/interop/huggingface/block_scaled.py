@@ -18,7 +18,7 @@ from jax_te.interop.huggingface.config_json import ConfigJson
 from jax_te.interop.huggingface.mxfp4 import finite, read_mxfp4
 from jax_te.interop.tables import Entry, Fields, Index, Sizes, entry_reader
 from jax_te.layers import quantizable_kernels
-from jax_te.quantize import BlockQuantizer, Guard, QuantizedKernel
+from jax_te.quantize import BlockQuantizer, Guard, QuantizedKernel, Quantizer
 
 Choice = Literal["dequantize", "keep"]
 _BLOCK, _SCALE, _E4M3 = 128, "_scale_inv", np.dtype(ml_dtypes.float8_e4m3fn)
@@ -155,16 +155,16 @@ def hold_block_scaled(model: nnx.Module, entries: Mapping[str, Entry], tensors: 
     for path, module, kernel in quantizable_kernels(model):
         if (entry := waiting.pop("/".join(map(str, path)), None)) is None:
             continue
-        quantizer: Any = module.kernel_quantizer(kernel)
-        same = _has_block_scales(quantizer)
+        quantizer = module.kernel_quantizer(kernel)
+        same = _scaled_in_blocks(quantizer)
         pieces = [tensors[name] for name in entry.names]
         scales = [piece.scale for piece in pieces if isinstance(piece, BlockScaled)]
-        why = "" if same else f"the recipe stores it as {quantizer}"
+        why = f"the recipe stores it as {quantizer}" if same is None else ""
         if entry.experts is not None:
             why = "kernels of experts are not kept in FP8"
         elif len(scales) < len(pieces):
             why = "its tensors are not all in FP8"
-        elif same and quantizer.power_of_two and not all(map(_powers_of_two, scales)):
+        elif same is not None and same.power_of_two and not all(map(_powers_of_two, scales)):
             why = "its scales are not powers of two, and the recipe's are"
         if why:
             raise ValueError(
@@ -239,7 +239,7 @@ def held_kernels(model: nnx.Module) -> dict[str, QuantizedKernel]:
     for path, module, name in quantizable_kernels(model):
         kernel, where = getattr(module, name).get_value(), "/".join(map(str, path))
         if isinstance(kernel, QuantizedKernel):
-            if kernel.is_opaque or not _has_block_scales(kernel.quantizer):
+            if kernel.is_opaque or _scaled_in_blocks(kernel.quantizer) is None:
                 raise ValueError(
                     f"block_scaled='keep' writes FP8 with a scale for each block of {_BLOCK} x {_BLOCK}, and {where} "
                     f"is stored as {kernel.quantizer}; {_INSTEAD}"
@@ -283,5 +283,8 @@ def quantization_config(plain: list[str]) -> dict[str, Any]:
     return {**form, "weight_block_size": [_BLOCK, _BLOCK], "modules_to_not_convert": modules}
 
 
-def _has_block_scales(quantizer: Any) -> bool:
-    return isinstance(quantizer, BlockQuantizer) and quantizer.two_dimensional and quantizer.dtype == _E4M3
+def _scaled_in_blocks(quantizer: Quantizer | None) -> BlockQuantizer | None:
+    """Return a quantizer to E4M3 with a scale for each block of 128 x 128; None for another."""
+    if isinstance(quantizer, BlockQuantizer) and quantizer.two_dimensional and quantizer.dtype == _E4M3:
+        return quantizer
+    return None

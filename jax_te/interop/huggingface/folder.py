@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jax_te._whole_files import NewFiles
 from jax_te.interop.huggingface.safetensors import (
     MAX_JSON,
     TensorFile,
@@ -121,20 +122,16 @@ def open_tensors(folder: Path) -> tuple[dict[str, np.ndarray], list[TensorFile]]
 
 
 def write_folder(
-    folder: Path,
+    new: NewFiles,
     config: Mapping[str, Any],
     plan: list[TensorPlan],
     tensors: Iterable[tuple[str, np.ndarray]],
     max_shard_size: int,
 ) -> None:
-    """Write ``config.json``, and tensors to one file or to several with an index, replacing existing ones.
-
-    All files are whole under other names before the first old one goes. While they are exchanged the folder has no
-    ``config.json``: an interrupted call leaves the old model, the new one, or a folder that nothing loads, but never
-    tensors under the configuration of others.
+    """Write ``config.json``, and tensors to one file or to several with an index, and remove an older model there.
 
     Args:
-        folder: folder of the files.
+        new: new files of the folder.
         config: contents of ``config.json``.
         plan: plan of all tensors.
         tensors: the same, in the same order; each is read when the previous one is written.
@@ -144,25 +141,30 @@ def write_folder(
     names = [f"model-{i:05}-of-{len(parts):05}.safetensors" for i in range(1, len(parts) + 1)]
     names = names if len(parts) > 1 else [SINGLE]
     stream = iter(tensors)
-    written = {name: folder / f"{name}.part" for name in names}
-    for path, part in zip(written.values(), parts, strict=True):
-        write_file(path, part, _take(stream, len(part)))
+    for name, part in zip(names, parts, strict=True):
+        write_file(new.part(name), part, _take(stream, len(part)))
     if len(parts) > 1:
         index = {
             "metadata": {"total_size": sum(nbytes(dtype, shape) for _, dtype, shape in plan)},
             "weight_map": {tensor: name for name, part in zip(names, parts, strict=True) for tensor, *_ in part},
         }
-        written[INDEX] = folder / f"{INDEX}.part"
-        written[INDEX].write_text(json.dumps(index, indent=2))
-    written[CONFIG] = folder / f"{CONFIG}.part"  # the last: it makes the folder a model
-    written[CONFIG].write_text(json.dumps(config, indent=2) + "\n")
+        new.part(INDEX).write_text(json.dumps(index, indent=2))
+    # The last: it makes the folder a model.
+    new.part(CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    _remove_model(new.folder)
+
+
+def _remove_model(folder: Path) -> None:
+    """Remove the model of a folder, whose new files are all there under other names.
+
+    ``config.json`` goes first and comes last: a call that is interrupted meanwhile leaves the old model, the new one,
+    or a folder that nothing loads, but never tensors under the configuration of others.
+    """
     (folder / CONFIG).unlink(missing_ok=True)
-    # A reader takes the single file before an index.
+    # Also those that no new file replaces: a reader takes the single file before an index.
     for path in folder.iterdir():
-        if _OURS.fullmatch(path.name) and path.name not in written:
+        if _OURS.fullmatch(path.name):
             path.unlink()
-    for name, path in written.items():
-        path.replace(folder / name)
 
 
 def _take(stream: Iterator[tuple[str, np.ndarray]], count: int) -> Iterator[tuple[str, np.ndarray]]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jax_te._validation import warn_caller
 from jax_te.interop.huggingface.config_json import NO_NUMBERS
 from jax_te.interop.tables import REQUIRED, Fields
 
@@ -100,10 +100,9 @@ def read_config(values: Mapping[str, Any], what: str, ignore: Collection[str]) -
     )
     given.finish(ignore)
     if rate > 0.0:
-        warnings.warn(
+        warn_caller(
             f"{what}: lora_dropout is {rate}, and adapters have no dropout here: they compute the same, and train "
-            "without it",
-            stacklevel=1,
+            "without it"
         )
     return config
 

@@ -13,6 +13,7 @@ from flax import nnx
 
 from jax_te._processes import Meetings
 from jax_te._validation import checked, float_dtype
+from jax_te._whole_files import whole_or_nothing
 from jax_te.interop.huggingface.architectures.registry import ARCHITECTURES
 from jax_te.interop.huggingface.folder import ADAPTER_CONFIG, ADAPTER_TENSORS, check_no_model
 from jax_te.interop.huggingface.peft_kernels import AdaptableKernel, Matrices, adaptable_kernels
@@ -37,8 +38,8 @@ def save_peft(
 
     Where one kernel here has several of transformers' layers, and one adapter, each of these gets the adapter's
     ``lora_A`` and its own part of ``lora_B``. An adapter of which both are zero is left out. The two files replace
-    older ones when both are complete. With several processes all must call this, and the first one writes; if one
-    fails, all raise, and none waits longer than ten minutes for a matrix.
+    older ones when both are complete; a call that raises leaves neither. With several processes all must call this,
+    and the first one writes; if one fails, all raise, and none waits longer than ten minutes for a matrix.
 
     Args:
         model: a model of `jax_te.models` with `jax_te.layers.LoRA` around some of its linear layers.
@@ -99,15 +100,12 @@ def _write(
         stream: the same tensors, in turn.
     """
     check_no_model(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    parts = {file: folder / f"{file}.part" for file in (ADAPTER_TENSORS, ADAPTER_CONFIG)}
     plan = [(name, array.dtype, array.shape) for name, array in tensors.items()]
-    write_file(parts[ADAPTER_TENSORS], plan, stream)
-    parts[ADAPTER_CONFIG].write_text(json.dumps(config, indent=2) + "\n")
-    # Not there while tensors are exchanged: an interrupted call leaves no tensors under the fields of others.
-    (folder / ADAPTER_CONFIG).unlink(missing_ok=True)
-    for file, part in parts.items():
-        part.replace(folder / file)
+    with whole_or_nothing(folder) as new:
+        write_file(new.part(ADAPTER_TENSORS), plan, stream)
+        new.part(ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        # Not there while tensors are exchanged: an interrupted call leaves no tensors under the fields of others.
+        (folder / ADAPTER_CONFIG).unlink(missing_ok=True)
 
 
 def _adapters(model: Any) -> list[tuple[str, LoRA]]:

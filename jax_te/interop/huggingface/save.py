@@ -14,6 +14,7 @@ import numpy as np
 
 from jax_te._processes import Meetings
 from jax_te._validation import check_positive, checked, float_dtype
+from jax_te._whole_files import whole_or_nothing
 from jax_te.interop.huggingface.architectures.registry import ARCHITECTURES, named_classes
 from jax_te.interop.huggingface.block_scaled import Choice, held_kernels, quantization_config, written_scales
 from jax_te.interop.huggingface.config_json import NO_NUMBERS
@@ -56,11 +57,11 @@ def save_huggingface(
 ) -> None:
     """Write a model so that transformers loads it: ``config.json`` and safetensors.
 
-    The files are written tensor by tensor under other names, and replace older ones when all are complete; an
-    interrupted call never leaves tensors under the ``config.json`` of others. With several processes all must call
-    this, and the first one writes, one parameter after the other, whose shards it fetches one by one; if one process
-    fails, all raise, and none waits longer than ten minutes for a parameter. Quantizer states are not part of such a
-    folder. Values that are not finite are written as they are.
+    The files are written tensor by tensor under other names, and replace older ones when all are complete; a call that
+    raises leaves none of them, and an interrupted one never tensors under the ``config.json`` of others. With several
+    processes all must call this, and the first one writes, one parameter after the other, whose shards it fetches one
+    by one; if one process fails, all raise, and none waits longer than ten minutes for a parameter. Quantizer states
+    are not part of such a folder. Values that are not finite are written as they are.
 
     Args:
         model: a model of `jax_te.models`.
@@ -95,10 +96,11 @@ def save_huggingface(
 
     def write(stream: Iterator[tuple[str, np.ndarray]]) -> None:
         check_no_adapter(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_folder(folder, config, contents.plan(), stream, max_shard_size)
-        if like is not None and not folder.samefile(like):
-            copy_companions(Path(like), folder)
+        with whole_or_nothing(folder) as new:
+            if like is not None and not (folder.exists() and folder.samefile(like)):
+                for path in companions(Path(like)):  # before the tensors, which may take minutes
+                    shutil.copyfile(path, new.part(path.name))
+            write_folder(new, config, contents.plan(), stream, max_shard_size)
 
     with Meetings("save_huggingface") as meetings:
         name, form = architecture_of(model, known_architectures(architecture, like))
@@ -225,8 +227,6 @@ def _config(name: str, form: Form, contents: _Contents, like: Path | None) -> di
     return values
 
 
-def copy_companions(source: Path, folder: Path) -> None:
-    """Copy the files of the tokenizer and of generation that there are, into a folder that is there."""
-    for path in [source / name for name in _COMPANIONS]:
-        if path.is_file():
-            shutil.copyfile(path, folder / path.name)
+def companions(folder: Path) -> list[Path]:
+    """Return the paths of the files of the tokenizer and of generation that a folder has."""
+    return [path for name in _COMPANIONS if (path := folder / name).is_file()]

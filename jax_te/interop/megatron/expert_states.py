@@ -96,7 +96,7 @@ def load_expert_states(
         CheckpointMismatchError: for experts without a state beside others that have one, for states of another recipe,
             and for scales that do not follow from their histories.
     """
-    new: list[tuple[Any, np.ndarray]] = []
+    new: list[tuple[nnx.Variable[jax.Array], np.ndarray]] = []
     for (number, name), layer in _layers(model):
         stored = [states.get((number, name), {}).get(expert) for expert in range(layer.num_gemms)]
         read = [None if state is None else _read(state, what) for state in stored]

@@ -44,7 +44,7 @@ def read_flags(given: Fields, options: Options) -> Options:
     base, percent = given.take("rotary_base", float, 10000.0), given.take("rotary_percent", float, 1.0)
     factor, scaled = given.take("rope_scaling_factor", float, 8.0), given.take("use_rope_scaling", bool, False)
     stretch = given.take("rotary_seq_len_interpolation_factor", float, 0.0)
-    scaling: Any = Llama3Scaling(factor=factor) if scaled else None
+    scaling: Llama3Scaling | LinearScaling | None = Llama3Scaling(factor=factor) if scaled else None
     if stretch:
         scaling = LinearScaling(factor=stretch)
     if scaled and stretch:

@@ -61,9 +61,16 @@ def load_megatron(
     if "norm_epsilon" not in given and "layernorm_epsilon" in given:  # its older name
         given["norm_epsilon"] = given["layernorm_epsilon"]
     fields = Fields(given, f"the arguments of {path}", stored.tensors)
-    common: Any = {"dtype": dtype, "config": config, "execution": execution}
-    after_each = release_after_each(stored.files, on_progress)
-    model = load_tensors(MEGATRON, MEGATRON.form(fields), stored.tensors, Path(path), after_each, **common)
+    model = load_tensors(
+        MEGATRON,
+        MEGATRON.form(fields),
+        stored.tensors,
+        Path(path),
+        release_after_each(stored.files, on_progress),
+        dtype=dtype,
+        config=config,
+        execution=execution,
+    )
     if fp8_states:
         load_expert_states(model, stored.expert_states, str(path))
     return model

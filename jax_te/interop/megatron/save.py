@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,6 +12,7 @@ import jax
 import numpy as np
 
 from jax_te._validation import checked, float_dtype
+from jax_te._whole_files import whole_or_nothing
 from jax_te.interop.megatron.expert_states import expert_states
 from jax_te.interop.megatron.flags import MEGATRON
 from jax_te.interop.megatron.folder import ARGS, RANK_FILE, TRACKER, split_axis
@@ -21,6 +21,7 @@ from jax_te.interop.tables import (
     Entry,
     Form,
     OnProgress,
+    Sizes,
     architecture_of,
     converted,
     is_state,
@@ -51,8 +52,9 @@ def save_megatron(
     The folder is one for ``--load`` with this ``--ckpt-format``, without an optimizer:
     ``release/mp_rank_XX/model_optim_rng.pt``, or for ``torch_dist`` a folder of torch.distributed, which any number of
     ranks and stages loads. Megatron-LM's arguments must be those of the model; the entry ``jax_te_args`` has them.
-    Tensors are written one by one, and the folder gets its name when it is complete. Inside of the recipe of a model
-    under delayed scaling the scales and amax histories of experts are written as their ``_extra_state``.
+    Tensors are written one by one, and the folder gets its name when it is complete; a call that raises leaves nothing
+    of it. Inside of the recipe of a model under delayed scaling the scales and amax histories of experts are written as
+    their ``_extra_state``.
 
     Args:
         model: a `GPTModel` or `MegatronGPTModel`.
@@ -86,7 +88,6 @@ def save_megatron(
     if format == "torch_dist":
         _write_folder(path, lambda folder: write_distributed(folder, ranks[0], common, states, form))
     elif path.suffix == ".pt":
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_torch_file(path, common | {"model": ranks[0] | _extra_states(states)})
     else:
         _write_folder(path, lambda folder: _write_ranks(folder, ranks, common, states))
@@ -164,18 +165,15 @@ def _counter(on_progress: OnProgress | None, total: int) -> Callable[[StoredTens
 
 
 def _write_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """Write ``release/`` and the file that names it; the folder has another name until it is complete.
+    """Write ``release/`` and the file that names it.
 
     Args:
         path: the checkpoint's folder.
         write: function that writes into a folder.
     """
-    partial = path / f"{_RELEASE}.part"
-    if partial.exists():  # of a call that was interrupted
-        shutil.rmtree(partial)
-    write(partial)
-    partial.replace(path / _RELEASE)
-    (path / TRACKER).write_text(_RELEASE)
+    with whole_or_nothing(path) as new:
+        write(new.part_folder(_RELEASE))
+        new.part(TRACKER).write_text(_RELEASE)
 
 
 def _write_ranks(
@@ -184,11 +182,10 @@ def _write_ranks(
     """Write the format ``torch``: a file for each rank."""
     for rank, tensors in enumerate(ranks):
         file = folder / f"mp_rank_{rank:02d}" / RANK_FILE
-        file.parent.mkdir(parents=True)
         write_torch_file(file, {**common, "model": {**tensors, **_extra_states(states)}})
 
 
-def _tensors(model: Any, form: Any, dtype: DTypeLike | None) -> dict[str, StoredTensor]:
+def _tensors(model: GPTModel, form: Form, dtype: DTypeLike | None) -> dict[str, StoredTensor]:
     """Return the model's tensors in Megatron's names and layouts; each is made when it is written."""
     table, sizes = MEGATRON.table(form), form.sizes()
     names = [name for pieces in table.values() for name in Entry.of(pieces, sizes["e"]).names]
@@ -222,12 +219,12 @@ def _tensors(model: Any, form: Any, dtype: DTypeLike | None) -> dict[str, Stored
     return tensors
 
 
-def _tensor_of_entry(entry: Entry, array: jax.Array, expert: int | None, sizes: Any) -> np.ndarray:
+def _tensor_of_entry(entry: Entry, array: jax.Array, expert: int | None, sizes: Sizes) -> np.ndarray:
     ((_, tensor),) = entry.write(np.asarray(array if expert is None else array[expert]), sizes)
     return tensor
 
 
-def _cast(read: Any, dtype: np.dtype[Any], name: str) -> np.ndarray:
+def _cast(read: Callable[[], np.ndarray], dtype: np.dtype[Any], name: str) -> np.ndarray:
     return converted(read(), dtype, name)
 
 

@@ -63,13 +63,12 @@ def on_host(array: jax.Array, meetings: Meetings, *, everywhere: bool = True) ->
         return np.asarray(gathered.addressable_data(0)) if wanted else None
     whole = np.empty(array.shape, array.dtype) if wanted else None
     indices = place.devices_indices_map(array.shape)
-    devices: Any = place.mesh.devices
     # Devices that hold the same shard have the same index.
-    owners: dict[str, tuple[Any, int]] = {}
-    for number, device in enumerate(devices.flat):
+    owners: dict[str, tuple[tuple[slice, ...], int]] = {}
+    for number, device in enumerate(_mesh_of(place).devices.flat):
         owners.setdefault(str(indices[device]), (indices[device], number))
     for index, number in owners.values():
-        shard = _host_shard(array, number, meetings)
+        shard = _host_shard(array, place, number, meetings)
         if whole is not None:
             whole[index] = shard
     return whole
@@ -82,10 +81,22 @@ def _replicated(array: jax.Array) -> Any:
     return jax.jit(lambda array: array, out_shardings=everywhere)(array)
 
 
-def _host_shard(array: jax.Array, number: int, meetings: Meetings) -> np.ndarray:
-    """Return the shard of a device, in all processes."""
-    place: Any = array.sharding
-    shard = _shard(array, np.int32(number), mesh=place.mesh, spec=place.spec)
+def _mesh_of(place: NamedSharding) -> Mesh:
+    """Return the mesh of an array that is there: one of devices."""
+    assert isinstance(place.mesh, Mesh)
+    return place.mesh
+
+
+def _host_shard(array: jax.Array, place: NamedSharding, number: int, meetings: Meetings) -> np.ndarray:
+    """Return the shard of a device, in all processes.
+
+    Args:
+        array: the array.
+        place: its sharding.
+        number: number of the device in the mesh.
+        meetings: see `on_host`.
+    """
+    shard = _shard(array, np.int32(number), mesh=_mesh_of(place), spec=place.spec)
     meetings.wait_until(shard.is_ready)  # a collective has no bound of its own
     return np.asarray(shard.addressable_data(0)).view(array.dtype).reshape(place.shard_shape(array.shape))
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jax_te._validation import checked
+from jax_te._whole_files import PART, NewFiles, whole_or_nothing
 from jax_te.interop.torch.read_distributed import METADATA
 from jax_te.interop.torch.stored_tensor import Piece, StoredTensor
-from jax_te.interop.torch.write_file import TORCH_NAMES, pickled, write_torch_file
+from jax_te.interop.torch.write_file import TORCH_NAMES, pickled, write_archive
 
 _DESCRIPTION = "torch.distributed.checkpoint.metadata"
 
@@ -22,7 +23,8 @@ def write_torch_distributed(folder: str | Path, entries: Mapping[str, Any]) -> N
     """Write a checkpoint for ``torch.distributed.checkpoint.load``, without torch.
 
     Every chunk gets its own file, as with ``FileSystemWriter(single_file_per_rank=False)``, and chunks are read and
-    written one after the other. The files replace an older checkpoint in the folder when all are complete.
+    written one after the other. The files replace an older checkpoint in the folder when all are complete; a call that
+    raises leaves none of them.
 
     Args:
         folder: folder to write; made if missing.
@@ -37,11 +39,25 @@ def write_torch_distributed(folder: str | Path, entries: Mapping[str, Any]) -> N
     >>> write_torch_distributed("iter_0000100", {"weight": np.zeros((2, 3), np.float32)})  # doctest: +SKIP
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    older = list(folder.glob("*.distcp"))
+    older = [*folder.glob("*.distcp"), *folder.glob(f"*.distcp{PART}")]  # parts are of a call that was killed
     # Rank numbers in names have no meaning to readers: here they distinguish the files from those they replace.
     rank = next(n for n in itertools.count() if not any(folder.glob(f"__{n}_*.distcp")))
-    files = (folder / f"__{rank}_{number}.distcp" for number in itertools.count())
+    files = (f"__{rank}_{number}.distcp" for number in itertools.count())
+    with whole_or_nothing(folder) as new:
+        metadata = _write_entries(new, files, entries)
+        new.part(METADATA).write_bytes(metadata)  # the last: it names the others
+    for file in older:
+        file.unlink(missing_ok=True)  # parts have got other names
+
+
+def _write_entries(new: NewFiles, files: Iterator[str], entries: Mapping[str, Any]) -> bytes:
+    """Write the files of all entries, and return their description.
+
+    Args:
+        new: new files of the folder.
+        files: names for them.
+        entries: values by name.
+    """
     described: list[bytes] = []
     places: list[bytes] = []
     for name, value in entries.items():
@@ -51,21 +67,17 @@ def write_torch_distributed(folder: str | Path, entries: Mapping[str, Any]) -> N
             for number, piece in enumerate(_pieces(value)):
                 begin, shape = _size(piece.offsets), _size(piece.shape)
                 chunks.append(_made("ChunkStorageMetadata", _dict({"offsets": begin, "sizes": shape})))
-                places += _written(next(files), name, piece.read(), {"offset": begin, "index": _plain(number)})
+                places += _written(new, next(files), name, piece.read(), {"offset": begin, "index": _plain(number)})
             fields = {"properties": _properties(value.dtype), "size": _size(value.shape)}
             chunks_list = b"](" + b"".join(chunks) + b"e"
             described += [_made("TensorStorageMetadata", _dict(fields | {"chunks": chunks_list}))]
         else:
             described += [_made("BytesStorageMetadata", b"}")]
-            places += _written(next(files), name, value, {"offset": b"N", "index": b"N"})
+            places += _written(new, next(files), name, value, {"offset": b"N", "index": b"N"})
     tables = {"state_dict_metadata": _table(described), "storage_data": _table(places)}
     # Path of each entry through the dicts of a state: here there is one dict.
     tables["planner_data"] = _plain({name: (name,) for name in entries})
-    partial = folder / f"{METADATA}.part"
-    partial.write_bytes(b"\x80\x02" + _made("Metadata", _dict(tables)) + b".")
-    partial.replace(folder / METADATA)
-    for file in older:
-        file.unlink()
+    return b"\x80\x02" + _made("Metadata", _dict(tables)) + b"."
 
 
 def _pieces(value: Any) -> tuple[Piece, ...]:
@@ -74,10 +86,11 @@ def _pieces(value: Any) -> tuple[Piece, ...]:
     return (Piece((0,) * len(value.shape), tuple(value.shape), lambda: value),)
 
 
-def _written(file: Path, name: str, value: Any, index: Mapping[str, bytes]) -> list[bytes]:
+def _written(new: NewFiles, file: str, name: str, value: Any, index: Mapping[str, bytes]) -> list[bytes]:
     """Return the entry of a chunk or an object in the table of places, once its file is written."""
-    write_torch_file(file, value)
-    place = {"relative_path": file.name, "offset": 0, "length": file.stat().st_size}
+    part = new.part(file)
+    write_archive(part, Path(file).stem, value)
+    place = {"relative_path": file, "offset": 0, "length": part.stat().st_size}
     return [
         _made("MetadataIndex", _dict({"fqn": _plain(name), **index})),
         _made("_StorageInfo", _plain(place), module="torch.distributed.checkpoint.filesystem"),

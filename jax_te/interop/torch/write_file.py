@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jax_te._validation import checked
+from jax_te._whole_files import whole_or_nothing
 from jax_te.interop.torch.read_file import STORAGE_OF
 from jax_te.interop.torch.stored_tensor import DTYPES, Tensor
 
@@ -31,10 +32,10 @@ class _Written(NamedTuple):
 def write_torch_file(path: str | Path, value: Any) -> None:
     """Write a file for ``torch.load(path, weights_only=True)``, without torch.
 
-    Tensors are written one by one; the file gets its name when it is complete.
+    Tensors are written one by one; the file gets its name when it is complete, and a call that raises leaves none.
 
     Args:
-        path: path of the file.
+        path: path of the file; its folder is made if missing.
         value: dicts with str keys, lists, tuples, str, int, float, bool, None, and NumPy and JAX arrays, which become
             tensors.
 
@@ -46,21 +47,27 @@ def write_torch_file(path: str | Path, value: Any) -> None:
     >>> write_torch_file("model.pt", {"weight": np.zeros((2, 3), np.float32)})  # doctest: +SKIP
     """
     path = Path(path)
-    root, partial = path.stem or "archive", path.with_name(path.name + ".part")
+    with whole_or_nothing(path.parent) as new:
+        write_archive(new.part(path.name), path.stem or "archive", value)
+
+
+def write_archive(path: Path, root: str, value: Any) -> None:
+    """Write the contents of such a file.
+
+    Args:
+        path: path to write to.
+        root: name of the folder of the archive.
+        value: see `write_torch_file`.
+    """
     tensors: list[_Written] = []
     described = b"\x80\x02" + b"".join(pickled(value, tensors)) + b"."
-    try:
-        with zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
-            _add(archive, f"{root}/data.pkl", described)
-            _add(archive, f"{root}/byteorder", b"little")
-            for key, tensor in tensors:
-                array = np.ascontiguousarray(np.asarray(tensor))
-                _add(archive, f"{root}/data/{key}", array.reshape(-1).view(np.uint8).data)
-            _add(archive, f"{root}/version", b"3\n")
-        # Whole or not at all: a reader never sees a file that is cut off.
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)  # of a write that failed
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        _add(archive, f"{root}/data.pkl", described)
+        _add(archive, f"{root}/byteorder", b"little")
+        for key, tensor in tensors:
+            array = np.ascontiguousarray(np.asarray(tensor))
+            _add(archive, f"{root}/data/{key}", array.reshape(-1).view(np.uint8).data)
+        _add(archive, f"{root}/version", b"3\n")
 
 
 def _add(archive: zipfile.ZipFile, name: str, data: Any) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 from flax import nnx
 
-from jax_te._validation import checked
+from jax_te._validation import checked, warn_caller
 from jax_te.layers.flax.contractions import Seen
 from jax_te.layers.flax.decisions import (
     DropInLayer,
@@ -119,8 +118,7 @@ def quantize_model(
     if not report.quantized:
         raise ValueError(f"no recipe can quantize a layer of {type(model).__name__}:\n{report}")
     if report.unused_rules:  # before the model changes: a warning may be an error
-        text = f"rules that fit no layer: {', '.join(report.unused_rules)}\n{report}"
-        warnings.warn(text, stacklevel=3)  # the caller's line: the frame between is that of `checked`
+        warn_caller(f"rules that fit no layer: {', '.join(report.unused_rules)}\n{report}")
     for decision in decisions:
         if decision.change is not None:
             decision.change()

@@ -293,8 +293,9 @@ def test_fields_that_say_nothing_pass(tmp_path: Path) -> None:
     write(tmp_path, adapters(["self_attn.q_proj"]), **published, some_field=3)
     load_peft(llama(), tmp_path, ignore_fields=["some_field"])
     write(tmp_path, adapters(["self_attn.q_proj"]), lora_dropout=0.05)
-    with pytest.warns(UserWarning, match=r"lora_dropout is 0\.05"):
+    with pytest.warns(UserWarning, match=r"lora_dropout is 0\.05") as warned:
         load_peft(llama(), tmp_path)
+    assert [warning.filename for warning in warned] == [__file__]  # the caller's line
 
 
 def test_tensors_that_are_no_adapters_are_listed(tmp_path: Path) -> None:

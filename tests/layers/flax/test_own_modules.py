@@ -465,8 +465,9 @@ def test_a_contraction_that_no_recipe_can_quantize_is_refused_by_path(cls, shape
 @pytest.mark.parametrize(("cls", "shape", "operation"), [(Sliced, (2, 32, 32), "slice"), (InALoop, (32, 32), "scan")])
 def test_a_parameter_that_goes_elsewhere_is_left_with_the_name_of_the_operation(cls, shape, operation):
     model = nnx.Sequential(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), cls(shape, nnx.Rngs(0)))
-    with pytest.warns(UserWarning, match=r"rules that fit no layer: layers\.1"):
+    with pytest.warns(UserWarning, match=r"rules that fit no layer: layers\.1") as warned:
         report = quantize_model(model, X, rules={"layers.1": "ambient"})
+    assert [warning.filename for warning in warned] == [__file__]  # the caller's line
     assert report.quantized == ("layers.0",)
     told = f"its GEMMs take w, but no contraction in its __call__ does so directly: it goes to {operation} there"
     assert report.left["layers.1"].endswith(told)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from jax_te._validation import warn_caller
 from jax_te.config import TransformerConfig
 from jax_te.interop.huggingface.config_json import FULL, WINDOW, ConfigJson, activation_name, rotary_fields
 from jax_te.interop.huggingface.folder import CONFIG
@@ -77,10 +77,9 @@ def _compare_rates(rate: float, of_embeddings: float) -> None:
     """Warn of a dropout rate of embeddings that is not that of the blocks."""
     if of_embeddings != rate:
         # Not refused: without dropout, as in evaluation and generation, nothing depends on it.
-        warnings.warn(
+        warn_caller(
             f"embd_pdrop is {of_embeddings}, resid_pdrop {rate}: here one rate, hidden_dropout={rate}, is for both. "
-            "Outputs without dropout are the same; another rate is said with config={'hidden_dropout': RATE}",
-            stacklevel=1,
+            "Outputs without dropout are the same; another rate is said with config={'hidden_dropout': RATE}"
         )
 
 

@@ -1,0 +1,103 @@
+"""Options without effect are refused: every row of every command that needs something, without what it needs."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from jax_te.cli.bench.options import MOE, QUANTIZED_ATTENTION, TRANSFORMER_LAYER
+from jax_te.cli.command_options import (
+    A_FOLDER,
+    A_RUN,
+    FROM_FOLDER,
+    FROM_MEGATRON,
+    FROM_RUN,
+    FROM_STEPS,
+    RANDOM,
+    TO_FOLDER,
+    TO_MEGATRON,
+    TO_MODEL,
+    UPCYCLED,
+)
+from jax_te.cli.main import main
+from jax_te.cli.option_table import flag
+from jax_te.cli.option_values import Text
+from jax_te.cli.options import DEVICES, GROUPS, RULES, TENSOR_RANKS, TrainOptions
+from jax_te.cli.parser import COMMANDS
+from tests.support.runs import assert_refused
+
+HUGGINGFACE, TORCH = "model.safetensors", "rank.pt"
+"""Names by which `jax-te convert` tells kinds of checkpoints."""
+
+WITHOUT = {
+    ("sample", RANDOM): ["--temperature", "0"],
+    ("eval", A_RUN): ["--init-from", "x", "--data", "x"],
+    ("eval", A_FOLDER): [],
+    ("convert", FROM_RUN): ["hf", "new"],
+    ("convert", FROM_STEPS): ["hf", "new"],
+    ("convert", FROM_MEGATRON): ["hf", "new"],
+    ("convert", FROM_FOLDER): [TORCH, "new"],
+    ("convert", TO_MEGATRON): ["hf", "new", "--to", "huggingface"],
+    ("convert", TO_FOLDER): ["hf", "new", "--to", "megatron"],
+    ("convert", TO_MODEL): ["hf", "new", "--to", "peft"],
+    ("convert", UPCYCLED): ["hf", "new"],
+    ("inspect sensitivity", "--keep-bf16"): [],
+    ("bench layer", MOE): [],
+    ("bench layer", TRANSFORMER_LAYER): ["--modules", "layernorm_mlp"],
+    ("bench layer", QUANTIZED_ATTENTION): ["--recipes", "none"],
+    ("bench model", "--data"): [],
+    ("bench attention", "--mesh"): [],
+    ("train", DEVICES): ["--num-experts", "4"],
+    ("train", TENSOR_RANKS): ["--recompute-granularity", "full"],
+    ("train", RULES): [],
+}
+"""Command lines in which a condition is not met, by the command and the condition."""
+
+VALUES = {"architecture": "LlamaForCausalLM"}
+
+
+def fields_of(command: str) -> list[dataclasses.Field]:
+    table = COMMANDS[command]
+    tables = [table, *GROUPS.values()] if table is TrainOptions else [table]
+    return [field for each in tables for field in dataclasses.fields(each)]
+
+
+CASES = [
+    (command, field.name, condition)
+    for command in COMMANDS
+    for field in fields_of(command)
+    for condition in field.metadata["option"].needs
+]
+
+
+def given(field: dataclasses.Field) -> list[str]:
+    """Return an option with another value than its default."""
+    row, name = field.metadata["option"], field.name
+    if isinstance(row.kind, tuple):
+        return [flag(name), next(choice for choice in row.kind if field.default not in (choice, (choice,)))]
+    if not isinstance(row.kind, Text):
+        return [flag(name)]
+    for text in (VALUES.get(name, "3"), "0.5", "x"):
+        try:
+            row.kind.parse(text)
+        except argparse.ArgumentTypeError:
+            continue
+        return [flag(name), text]
+    pytest.fail(f"no value of {name} is known; give it in VALUES")
+
+
+def test_every_condition_has_a_command_line_without_it():
+    assert {(command, condition) for command, _, condition in CASES} == WITHOUT.keys()
+
+
+@pytest.mark.parametrize(("command", "name", "condition"), CASES, ids=lambda value: value.replace(" ", "_")[:20])
+def test_an_option_without_effect_is_refused(command, name, condition, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hf").mkdir()
+    for path in (Path("hf") / HUGGINGFACE, Path(TORCH)):
+        path.touch()
+    (field,) = (field for field in fields_of(command) if field.name == name)
+    argv = [*command.split(), *WITHOUT[command, condition], *given(field)]
+    assert_refused(main(argv), capsys.readouterr().err, f"{flag(name)} has no effect without {condition}; leave out")
+    assert not (tmp_path / "new").exists()
