@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
@@ -28,7 +29,7 @@ from jax_te.quantize import (
 )
 from jax_te.sharding import constrain, current_mesh, leaves_with_axes, variable_axes
 from jax_te.training.kernel_gradients import KernelGradients, Path, SummandPlace
-from jax_te.training.loss_scale import ConstantLossScale, LossScale
+from jax_te.training.loss_scale import ConstantLossScale, LossScale, UsedScale
 from jax_te.training.masters import full_precision
 from jax_te.training.state import TrainState, split_model
 from jax_te.typing import Array, DTypeLike, PyTree
@@ -119,7 +120,7 @@ def value_and_grad(
     *,
     argnums: int | nnx.DiffState = 0,
     has_aux: bool = False,
-    scaler: LossScale | None = None,
+    scaler: LossScale | Callable[[], LossScale] | None = None,
 ) -> Callable[..., Any]:
     """Differentiate like ``nnx.value_and_grad``, and set the model's next quantizer state.
 
@@ -137,9 +138,11 @@ def value_and_grad(
         argnums: position of the model, or ``nnx.DiffState(position, filter)`` to differentiate some of its Variables
             in place of all of its parameters.
         has_aux: ``loss_fn`` returns a pair whose second element, a pytree of arrays, is passed on.
-        scaler: loss scaler, which multiplies the loss while it is differentiated; the gradients are unscaled again. An
-            `Optimizer` that was given one takes gradients under its `Optimizer.scaler` alone, which their metadata
-            identify.
+        scaler: loss scaler, which multiplies the loss while it is differentiated; the gradients are unscaled again.
+            ``optimizer.scaler`` is that of the moment: take it in each step. For a derivative that is made once, before
+            a loop that is not compiled, give a function, ``lambda: optimizer.scaler``, which each call calls. An
+            `Optimizer` with a scaler refuses gradients without one, and those that it can tell were computed under
+            another than its own, which it can in the function, or outside of all, where they were computed.
 
     Returns:
         A function of the same arguments that returns ``(loss, grads)``, or ``((loss, aux), grads)``. The loss is fp32
@@ -147,7 +150,8 @@ def value_and_grad(
 
     Raises:
         TypeError: for several ``argnums``; when called, if that argument is not an NNX module.
-        ValueError: when called, for a loss that is not a scalar.
+        ValueError: when called, for a loss that is not a scalar; for a scaler whose scale changes, and which would be a
+            constant of the function that is being compiled, as ``optimizer.scaler`` from outside of it.
 
     Source: ``flax.nnx.value_and_grad``.
 
@@ -162,7 +166,6 @@ def value_and_grad(
     position, wrt = (argnums.argnum, argnums.filter) if isinstance(argnums, nnx.DiffState) else (argnums, nnx.Param)
     if isinstance(position, bool) or not isinstance(position, int) or position < 0:
         raise TypeError(f"argnums must be the position of one model, an int >= 0 or an nnx.DiffState, got {argnums!r}")
-    factor = ConstantLossScale() if scaler is None else scaler
 
     @functools.wraps(loss_fn)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
@@ -182,6 +185,8 @@ def value_and_grad(
             graphdef, quantizers, wanted, rest = nnx.split(objects, QuantizerState, _within("model", wrt), ...)
             return graphdef, wanted, quantizers, rest
 
+        graphdef, *states = split(objects)
+        factor = _present_scaler(scaler, states)
         differentiation = Differentiation(split=split, scaler=factor, kernels=KernelGradients())
 
         @jax.jit  # a concrete array cannot have the dtype of `with_max_gradients`
@@ -191,28 +196,48 @@ def value_and_grad(
             quantizers = write_back(old, result.quantizers, keep_old=~all_finite((result.loss, grads)))
             return result._replace(grads=grads, quantizers=quantizers)
 
-        graphdef, *states = split(objects)
         result = compiled(*states)
         nnx.update(objects, result.quantizers, result.rest)
         grads = result.grads.get("model", nnx.State({}))
-        grads = grads if scaler is None else mark_as_scaled(grads)
+        grads = grads if scaler is None else mark_as_scaled(grads, factor)
         return ((result.loss, result.aux) if has_aux else result.loss), grads
 
     return differentiated
 
 
-def mark_as_scaled(grads: nnx.State) -> nnx.State:
-    """Return gradients whose Variables record that a loss scale was used; `was_scaled` reads it."""
+def _present_scaler(scaler: LossScale | Callable[[], LossScale] | None, states: PyTree) -> LossScale:
+    """Return the scaler of a call; ``states`` are the states of the model that it differentiates.
+
+    Raises:
+        ValueError: for a scaler with arrays that are not traced where the model's are.
+    """
+    if scaler is None:
+        return ConstantLossScale()
+    present = scaler if isinstance(scaler, LossScale) else scaler()
+    model_is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(states))
+    arrays = [leaf for leaf in jax.tree.leaves(present) if isinstance(leaf, jax.Array)]
+    if model_is_traced and not all(isinstance(array, Tracer) for array in arrays):
+        raise ValueError(
+            f"value_and_grad has a {type(present).__name__} from outside of the function that is being compiled, where "
+            "its scale would stay what it is now. Call value_and_grad inside of that function, with a scaler that "
+            "is among the function's arguments: value_and_grad(loss_fn, scaler=optimizer.scaler)(model)"
+        )
+    return present
+
+
+def mark_as_scaled(grads: nnx.State, scaler: LossScale) -> nnx.State:
+    """Return gradients whose Variables record the loss scale that was used; `used_scales` reads it."""
     # In metadata, which survive jit and jax.tree.map, unlike an attribute of the State.
+    used = UsedScale(scaler.scale)
     return nnx.from_flat_state(
-        [(path, grad.replace(grad.get_value(), loss_scaled=True)) for path, grad in nnx.to_flat_state(grads)]
+        [(path, grad.replace(grad.get_value(), loss_scale=used)) for path, grad in nnx.to_flat_state(grads)]
     )
 
 
-def was_scaled(grads: PyTree) -> bool:
-    """Return False for gradients in Variables without a recorded loss scale; bare arrays cannot record one."""
+def used_scales(grads: PyTree) -> list[UsedScale | None]:
+    """Return the recorded loss scale of each gradient in a Variable, None without; bare arrays cannot record one."""
     leaves = jax.tree.leaves(grads, is_leaf=lambda node: isinstance(node, nnx.Variable))
-    return all(leaf.get_metadata().get("loss_scaled", False) for leaf in leaves if isinstance(leaf, nnx.Variable))
+    return [leaf.get_metadata().get("loss_scale") for leaf in leaves if isinstance(leaf, nnx.Variable)]
 
 
 class _Objects(nnx.Module):
