@@ -80,6 +80,10 @@ def _forward(call: Fp8Call, args: _Args) -> tuple[Array, _Residuals]:
         scales |= {name: precision.scale_of_amax(largest) for name, largest in seen.items()}
         of_output: Scales = {"o": precision.scale_of_amax(seen["v"])}  # a mean of rows of v
         scales = scales | bound_of_s | of_output
+    elif call.current_scales:
+        # The output of centred values is a mean of rows of these, until its amax is known.
+        until_then: Scales = {"o": precision.scale_of_amax(seen["v"])}
+        scales = scales | _scales_of(call, seen) | until_then
     operands = Fp8Operands(
         fp8_steps.to_heads(call, precision.quantize(q, scales["q"])),
         fp8_steps.to_heads(call, precision.quantize(k, scales["k"])),
@@ -89,6 +93,10 @@ def _forward(call: Fp8Call, args: _Args) -> tuple[Array, _Residuals]:
     # Forward rounds before it divides by denominators: the largest value of each row is 1, however small the amax of
     # the quotients is. A delayed scale of these would saturate the values above that amax; it is for backward alone.
     inside_forward: Scales = scales | bound_of_s
+    if call.current_scales and precision.delayed:
+        first = fp8_steps.forward(call, operands, inside_forward)
+        scales |= _scales_of(call, _reduced(first.amaxes, call.scale_axes))
+        inside_forward = scales | bound_of_s
     out8, log_sum, inside = named(fp8_steps.forward(call, operands, inside_forward), "context", given=args)
     out = _with_mean(fp8_steps.to_sequence(call, out8).dequantize(), mean_of_v)
     return out, _Residuals(operands, out8, log_sum, scales, seen | inside, state)
@@ -108,11 +116,29 @@ def _backward(call: Fp8Call, residuals: _Residuals, g: Array) -> tuple[_Args, No
         if not precision.delayed:
             of_gradient: Scales = {"do": precision.scale_of_amax(seen["do"])}
             scales = scales | of_gradient
+        elif call.current_scales:
+            scales = scales | _scales_of(call, seen)
         do = precision.quantize(g, scales["do"])
-    gradients, inside = fp8_steps.backward(call, operands, residuals.out, log_sum, fp8_steps.to_heads(call, do), scales)
+    do = fp8_steps.to_heads(call, do)
+    if call.current_scales and precision.quantized_backward:
+        # The gradient of the scores first, from whose quantized form the other gradients are computed.
+        for last in ({"dp"}, {"dq", "dk", "dv"}):
+            _, inside = fp8_steps.backward(call, operands, residuals.out, log_sum, do, scales)
+            amaxes = _reduced({name: largest for name, largest in inside.items() if name in last}, call.scale_axes)
+            scales = scales | _scales_of(call, amaxes)
+    gradients, inside = fp8_steps.backward(call, operands, residuals.out, log_sum, do, scales)
     seen |= inside
     d_qkv: Any = (jnp.stack(gradients, axis=2),) if call.spec.packed else gradients
     return _Args(d_qkv, _next_state(call, residuals, seen)), None
+
+
+def _scales_of(call: Fp8Call, amaxes: Amaxes) -> Scales:
+    """Return the scales of tensors with these amaxes; tensors whose scale is one entry of the state have one."""
+    scales: Scales = {}
+    for tensors in call.precision.roles.values():
+        if known := [amaxes[name] for name in tensors if name in amaxes]:
+            scales |= dict.fromkeys(tensors, call.precision.scale_of_amax(amax(jnp.stack(known))))
+    return scales
 
 
 def _next_state(call: Fp8Call, residuals: _Residuals, seen: Amaxes) -> AttentionState | None:
