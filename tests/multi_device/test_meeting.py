@@ -100,6 +100,31 @@ def wait_for(folder, *names):
         time.sleep(0.01)
 
 
+class LateAfterMeeting(Meetings):
+    """Meetings after which this process goes on later than the others wait."""
+
+    def meet(self):
+        super().meet()
+        time.sleep(2.0)
+
+
+def tell_each_other():
+    """Return texts that all have, and what process 1 is told where process 0 has met it and then does not go on."""
+    process, told = jax.process_index(), ""
+    with Meetings("share") as meetings:
+        shared = [meetings.share(f"{process}ü" * length, source) for length, source in ((300_000, 1), (0, 0), (1, 0))]
+    gathering._BOUND = 0.5 if process == 1 else 60.0
+    gathering.Meetings = LateAfterMeeting if process == 0 else Meetings
+    if process == 1:
+        with pytest.raises(MissedMeeting) as error:
+            gather_texts("here")
+        told = str(error.value)
+    else:
+        gather_texts("here")
+    gathering._BOUND, gathering.Meetings = 60.0, Meetings
+    return shared, told, gather_texts(str(process))
+
+
 def meet_in_every_way(folder):
     return come_too_late(), fail(0), fail(1), fail(2), gather(), wait_for_a_stopped_one(folder)
 
@@ -132,3 +157,10 @@ def test_a_store_that_fails_is_a_missed_meeting(monkeypatch):
     told = pytest.raises(MissedMeeting, match=r"process 1 lost process 0 in save: UNAVAILABLE")
     with told, Meetings("save") as meetings:
         meetings.meet()
+
+
+def test_texts_reach_all_and_none_waits_forever_after_a_meeting():
+    (shared, _, after), (same, told, others) = (each.result for each in run_processes(2, tell_each_other))
+    assert shared == same == ["1ü" * 300_000, "", "0ü"]
+    assert "waited 0.5 s for process 0 in gather_texts" in told
+    assert after == others == ["0", "1"]
