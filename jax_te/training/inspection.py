@@ -281,7 +281,7 @@ def _probe(loss_fn: LossFn) -> Callable[..., Array]:
 
     @functools.partial(jax.jit, static_argnums=0)
     def probe(
-        graphdef: Any,
+        graphdef: nnx.GraphDef[Any],
         params: PyTree,
         quantizers: PyTree,
         rest: PyTree,

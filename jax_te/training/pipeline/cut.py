@@ -46,7 +46,7 @@ class Cut(NamedTuple):
     """
 
     paths: list[dict[Path, Path]]
-    graphdef: Any
+    graphdef: nnx.GraphDef[Any]
     numbers: np.ndarray
     runs: np.ndarray
 
