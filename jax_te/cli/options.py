@@ -257,6 +257,7 @@ class PrecisionOptions:
         _SCALED_ONCE, ("fast", "precise"), "accumulation of FP8 GEMMs on Hopper GPUs (delayed, current)"
     )
     fp8_dpa: bool | None = _field(_SCALED_ONCE, FLAG, "attention in FP8, too (delayed, current)")
+    fp8_dpa_fwd: bool | None = _field(_SCALED_ONCE, FLAG, "forward pass of FP8 attention in FP8 (delayed, current)")
     fp8_dpa_bwd: bool | None = _field(_SCALED_ONCE, FLAG, "backward pass of FP8 attention in FP8 (delayed, current)")
     override_linear_precision: str | None = _field(
         QUANTIZED, _GEMM_NAMES, f"GEMMs to keep in high precision: any of {','.join(GEMMS)}", shown="none"

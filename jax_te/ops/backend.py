@@ -220,7 +220,7 @@ def _fp8_runner(
         return None, lacks
     if default_platform() != "gpu":
         return "xla", None
-    lacks = cudnn_fp8.unavailable() or unsharded or _backward_lacks(spec, precision)
+    lacks = cudnn_fp8.unavailable() or unsharded or _other_pass_lacks(spec, precision)
     if lacks is None:
         return "cudnn", None
     # On a GPU plain JAX would materialize all scores: it runs only if it is asked for.
@@ -231,12 +231,12 @@ def _call_lacks(reason: str | None) -> str | None:
     return None if reason is None else f"the call has {reason}"
 
 
-def _backward_lacks(spec: AttentionSpec, precision: AttentionPrecision) -> str | None:
-    """Return the reason why there is no kernel for a backward pass that is not quantized, or None."""
-    if precision.quantized_backward:
+def _other_pass_lacks(spec: AttentionSpec, precision: AttentionPrecision) -> str | None:
+    """Return the reason why there is no kernel for the pass that is not quantized, or None."""
+    if precision.unquantized_pass is None:
         return None
     supported, reason = te.supports("dot_product_attention", attention=spec)
-    return None if supported else f"fp8_dpa_bwd=False takes TE's backward kernel: {reason}"
+    return None if supported else f"{precision.unquantized_pass}=False takes TE's kernel for that pass: {reason}"
 
 
 def fp8_kernels(name: str) -> Fp8Kernels:

@@ -29,8 +29,6 @@ AttentionTensor = Literal["q", "k", "v", "s", "o", "do", "dp", "dq", "dk", "dv"]
 """A tensor that FP8 attention quantizes: queries, keys, values; the softmax ``s`` and the output; the output's
 gradient, that of the scaled scores, ``dp``, and those of queries, keys and values. The names are cuDNN's."""
 
-FORWARD_TENSORS: tuple[AttentionTensor, ...] = ("q", "k", "v", "s", "o")
-BACKWARD_TENSORS: tuple[AttentionTensor, ...] = ("do", "dp", "dq", "dk", "dv")
 
 AttentionState = dict[str, AmaxState]
 """State of FP8 attention, a scale and an amax history for each role of `AttentionPrecision.roles`."""
@@ -44,7 +42,7 @@ class AttentionPrecision:
     other backends compute the same numbers.
 
     Args:
-        quantized_backward: whether backward is quantized. False: it runs in the compute dtype.
+        quantized_forward, quantized_backward: whether a pass is quantized. False: it runs in the compute dtype.
         delayed: whether all scales but that of ``s`` in forward are in the state. False: those of queries, keys, values
             and the output's gradient are current, and those of ``s`` and ``o`` follow from bounds.
         history_length: length of the state's amax histories.
@@ -57,6 +55,7 @@ class AttentionPrecision:
 
     dtype: ClassVar[DTypeLike] = jnp.float8_e4m3fn
 
+    quantized_forward: bool
     quantized_backward: bool
     delayed: bool
     history_length: int
@@ -67,21 +66,27 @@ class AttentionPrecision:
     recipe_name: str
 
     @property
-    def tensors(self) -> tuple[AttentionTensor, ...]:
-        """The tensors that are quantized."""
-        return FORWARD_TENSORS + BACKWARD_TENSORS if self.quantized_backward else FORWARD_TENSORS
+    def unquantized_pass(self) -> str | None:
+        """The field of the recipe that keeps a pass in the compute dtype, or None."""
+        if not self.quantized_forward:
+            return "fp8_dpa_fwd"
+        return None if self.quantized_backward else "fp8_dpa_bwd"
 
     @property
     def roles(self) -> dict[str, tuple[AttentionTensor, ...]]:
         """The entries of the state, and the tensors whose scale each is."""
+        roles: dict[str, tuple[AttentionTensor, ...]] = {}
         if self.delayed:
             # Transformer Engine's six quantizers.
-            roles: dict[str, tuple[AttentionTensor, ...]] = {"qkv": ("q", "k", "v"), "s": ("s",), "o": ("o",)}
-            of_backward = {"do": ("do",), "dp": ("dp",), "dqkv": ("dq", "dk", "dv")}
-        else:
+            roles["qkv"] = ("q", "k", "v")
+            if self.quantized_forward:
+                roles |= {"s": ("s",), "o": ("o",)}
+            if self.quantized_backward:
+                roles |= {"do": ("do",), "dp": ("dp",), "dqkv": ("dq", "dk", "dv")}
+        elif self.quantized_backward:
             # Of these no scale can be known before the kernel writes them.
-            roles, of_backward = {}, {"dp": ("dp",), "dq": ("dq",), "dk": ("dk",), "dv": ("dv",)}
-        return {**roles, **of_backward} if self.quantized_backward else roles  # type: ignore[dict-item]
+            roles |= {"dp": ("dp",), "dq": ("dq",), "dk": ("dk",), "dv": ("dv",)}
+        return roles
 
     def quantize(self, x: Array, scale: Array) -> QuantizedTensor:
         """Return a tensor quantized under a scale."""
@@ -158,22 +163,23 @@ def attention_precision_of(recipe: Recipe | None) -> AttentionPrecision | None:
     """
     if not isinstance(recipe, DelayedScaling | Float8CurrentScaling) or not recipe.quantizes_attention:
         return None
-    backward, name = recipe.fp8_dpa_bwd, recipe.name
     if isinstance(recipe, DelayedScaling):
         return AttentionPrecision(
-            quantized_backward=backward,
+            quantized_forward=recipe.fp8_dpa_fwd,
+            quantized_backward=recipe.fp8_dpa_bwd,
             delayed=True,
             history_length=history_slots(recipe),
             amax_rule=amax_rule_of(recipe),
             by_parts=recipe.tp_only_amax_red,
-            recipe_name=name,
+            recipe_name=recipe.name,
         )
     return AttentionPrecision(
-        quantized_backward=backward,
+        quantized_forward=recipe.fp8_dpa_fwd,
+        quantized_backward=recipe.fp8_dpa_bwd,
         delayed=False,
         history_length=1,
         amax_rule=AmaxRule(0, "most_recent"),
         power_of_two=recipe.use_power_2_scales,
         amax_scope=recipe.amax_scope,
-        recipe_name=name,
+        recipe_name=recipe.name,
     )

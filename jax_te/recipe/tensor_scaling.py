@@ -19,19 +19,26 @@ class _TensorScaling(Recipe):
     """Base of these recipes, which can quantize attention.
 
     Args:
-        fp8_dpa_bwd: whether the backward pass of attention is in FP8, too. False: only forward is.
+        fp8_dpa_fwd, fp8_dpa_bwd: whether the forward and the backward pass of attention are in FP8.
     """
 
     attention_lacks: ClassVar[str] = ""
 
+    fp8_dpa_fwd: bool = True
     fp8_dpa_bwd: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.fp8_dpa_bwd and not self.quantizes_attention:
+        unquantized = {"fp8_dpa_fwd": not self.fp8_dpa_fwd, "fp8_dpa_bwd": not self.fp8_dpa_bwd}
+        for name in (name for name, left_out in unquantized.items() if left_out and not self.quantizes_attention):
             raise ValueError(
-                "fp8_dpa_bwd=False keeps the backward pass of FP8 attention in the compute dtype, and without fp8_dpa "
-                "all of attention is; set fp8_dpa=True, or leave it out"
+                f"{name}=False keeps one pass of FP8 attention in the compute dtype, and without fp8_dpa all of "
+                "attention is; set fp8_dpa=True, or leave it out"
+            )
+        if all(unquantized.values()):
+            raise ValueError(
+                "fp8_dpa=True with fp8_dpa_fwd=False and fp8_dpa_bwd=False leaves no pass of attention in FP8; set "
+                "fp8_dpa=False, or leave one of them out"
             )
 
 
@@ -52,7 +59,9 @@ class DelayedScaling(_TensorScaling):
         fp8_dpa, fp8_mha: whether to quantize attention, too: queries, keys and values under one scale, the softmax,
             the output, its gradient, the gradient of the scores, and those of queries, keys and values under
             one scale. All of them are E4M3, whatever ``fp8_format``.
-        fp8_dpa_bwd: whether the backward pass of attention is in FP8, too. False: only forward is, as Transformer
+        fp8_dpa_fwd: whether the forward pass of attention is in FP8. False: it computes in the compute dtype, of
+            queries, keys and values that have been quantized for backward; see docs/attention_fp8.md.
+        fp8_dpa_bwd: whether the backward pass of attention is in FP8. False: only forward is, as Transformer
             Engine's ``NVTE_FP8_DPA_BWD=0``; backward reads the operands that forward has quantized.
         fp8_format, override_linear_precision, fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: see `Recipe`.
 
@@ -108,7 +117,8 @@ class Float8CurrentScaling(_TensorScaling):
             exist only inside of the kernel, of the scores, queries, keys and values, have the scale of the step
             before: the state of four scales, which layers then carry. This is jax_te's own design. All are E4M3,
             whatever ``fp8_format``.
-        fp8_dpa_bwd: whether the backward pass of attention is in FP8, too. False: only forward is, without state.
+        fp8_dpa_fwd: whether the forward pass of attention is in FP8. False: see `DelayedScaling`.
+        fp8_dpa_bwd: whether the backward pass of attention is in FP8. False: only forward is, without state.
         fp8_format, override_linear_precision, fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: see `Recipe`.
 
     Source: ``transformer_engine.common.recipe.Float8CurrentScaling``; the groups are those of

@@ -82,13 +82,13 @@ def test_the_kernel_against_its_steps_and_fp64(name, mask_type, sizes, monkeypat
         assert np.all(np.abs(ratio - 1.0) <= 2.0**-3), (role, ratio)
 
 
-@pytest.mark.parametrize("backward", ["FP8", "bf16"])
+@pytest.mark.parametrize("passes", [{}, {"fp8_dpa_bwd": False}, {"fp8_dpa_fwd": False}], ids=["both", "fwd", "bwd"])
 @pytest.mark.parametrize("name", RECIPES)
-def test_long_sequences_by_position(name, backward):
+def test_long_sequences_by_position(name, passes):
     """Beside Transformer Engine's kernels in bf16: an error may be of the first positions or the last ones alone."""
     length = 8192
     qkv, do = operands(length, length, 4, 4)
-    recipe = dataclasses.replace(RECIPES[name], fp8_dpa_bwd=backward == "FP8")
+    recipe = dataclasses.replace(RECIPES[name], **passes)
     packed = (jnp.stack(qkv, axis=2),)  # as a layer with one projection gives them
     out, (gradient,), _ = steps(recipe, packed, do, backend="auto")
     plain, ((plain_gradient,),) = with_vjp(lambda qkv: dot_product_attention(qkv, backend="te"), (packed,), do)
@@ -109,6 +109,22 @@ def test_a_backward_pass_in_bf16(kind):
     assert relative_l2(out, exact_out) <= (5 * ROUNDING**2) ** 0.5
     # Of FP8 the gradients have the errors of the operands, which forward has rounded, of their scores and the output.
     assert max(relative_l2(*pair) for pair in zip(gradients, exact_gradients, strict=True)) <= (5 * ROUNDING**2) ** 0.5
+
+
+@pytest.mark.parametrize("kind", [DelayedScaling, Float8CurrentScaling])
+def test_a_forward_pass_in_bf16(kind, monkeypatch):
+    """TE's output of the rounded operands; of plain JAX, forward too, the gradients are those of the same codes."""
+    recipe, (qkv, do) = kind(fp8_dpa=True, fp8_dpa_fwd=False), operands(512, 512, 4, 4)
+    out, gradients, state = steps(recipe, qkv, do)
+    exact_out, *exact_gradients = exact(*qkv, do, causal=True, scale=SCALE)
+    assert relative_l2(out, exact_out) <= (3 * ROUNDING**2) ** 0.5
+    assert max(relative_l2(*pair) for pair in zip(gradients, exact_gradients, strict=True)) <= (10 * ROUNDING**2) ** 0.5
+    monkeypatch.setattr(cudnn_fp8, "unavailable", lambda: "to compare with")
+    plain, plain_gradients, plain_state = steps(recipe, qkv, do)
+    assert relative_l2(out, plain) <= 2.0**-7
+    limit = (2 * 4 * ROUNDING**2) ** 0.5
+    assert max(relative_l2(*pair) for pair in zip(gradients, plain_gradients, strict=True)) <= limit
+    assert state.keys() == plain_state.keys()
 
 
 def test_long_sequences_in_a_loop_and_recomputed():

@@ -185,7 +185,8 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def outcome(root: Path, tests: str, named: str) -> tuple[int, str]:
     """Status of a run of tests in a checkout, and what it printed."""
     # Python takes a file of the same second and size for the one that it compiled.
-    environment = os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
+    search = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": search, "PYTHONDONTWRITEBYTECODE": "1"}
     command = [
         sys.executable,
         "-m",
@@ -222,3 +223,4 @@ def test_without_a_line_a_test_fails(copied: Path, row: Forgotten) -> None:
     finally:
         path.write_text(text)
     assert status == 1, printed  # pytest's for failed tests; others are for runs that did not come to them
+    assert " failed" in printed, printed  # 1 is Python's, too, where pytest is not there

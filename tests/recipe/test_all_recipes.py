@@ -105,6 +105,7 @@ def test_every_field_takes_part_in_equality_and_hash(kind):
         "qfactory": no_quantizers,
         "fp8_dpa": True,
         "fp8_mha": True,
+        "fp8_dpa_fwd": False,
         "fp8_dpa_bwd": False,
     }
     # What a recipe admits one value of only cannot differ.
@@ -114,8 +115,8 @@ def test_every_field_takes_part_in_equality_and_hash(kind):
     fixed |= {"fp8_dpa", "fp8_mha"} if kind in (*BLOCKS, CustomRecipe) else set()
     for field in dataclasses.fields(kind):
         if field.name not in fixed:
-            # The backward pass of FP8 attention is one of a recipe that has FP8 attention.
-            one = make(kind, fp8_dpa=True) if field.name == "fp8_dpa_bwd" else recipe
+            # Passes of FP8 attention are those of a recipe that has FP8 attention.
+            one = make(kind, fp8_dpa=True) if field.name in ("fp8_dpa_fwd", "fp8_dpa_bwd") else recipe
             other = dataclasses.replace(one, **{field.name: others[field.name]})
             assert other != one, field.name
             assert {one: 1, other: 2}[other] == 2

@@ -43,8 +43,11 @@ def test_wrong_types():
         DelayedScaling(16)  # fields are keyword-only
     with pytest.raises(TypeError, match="fp8_interval"):
         DelayedScaling(fp8_interval=1)  # nothing is accepted and ignored
-    with pytest.raises(ValueError, match=r"fp8_dpa_bwd=False keeps the backward pass .* set fp8_dpa"):
-        DelayedScaling(fp8_dpa_bwd=False)
+    for name in ("fp8_dpa_fwd", "fp8_dpa_bwd"):
+        with pytest.raises(ValueError, match=rf"{name}=False keeps one pass .* set fp8_dpa"):
+            DelayedScaling(**{name: False})
+    with pytest.raises(ValueError, match="leaves no pass of attention in FP8"):
+        DelayedScaling(fp8_dpa=True, fp8_dpa_fwd=False, fp8_dpa_bwd=False)
 
 
 def test_recipes_are_frozen_hashable_data():

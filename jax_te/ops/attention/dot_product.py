@@ -325,7 +325,7 @@ def _fp8_call(
         sharding, unsharded = _sharding(mesh, current_rules(mesh), spec, axes, context_parallel, has_mask=False)
     if sharding is not None:
         exchange = fp8_exchange_lacks(sharding)
-        unsharded = fp8_kernels_lack(sharding, precision.quantized_backward)
+        unsharded = fp8_kernels_lack(sharding, precision)
     choice = choose_fp8(spec, precision, backend, unsharded=unsharded, exchange=exchange)
     if choice.unquantized is not None:
         log_once(f"attention runs in {dtype_name(spec.dtype)}, not in FP8 as the recipe says: {choice.unquantized}")

@@ -21,15 +21,16 @@ from jax.sharding import PartitionSpec
 
 from jax_te.errors import QuantizerStateError
 from jax_te.ops.attention.context_parallel import fp8_steps
+from jax_te.ops.attention.fp8_mean import codes_with_mean
 from jax_te.ops.attention.fp8_types import Amaxes, Fp8Call, Fp8Operands, Scales
 from jax_te.ops.attention.spec import QKV, unpack
 from jax_te.ops.first_order import why_quantized
 from jax_te.ops.overflow import show_overflow
 from jax_te.ops.sharded_vjp import Shards, sharded_vjp
 from jax_te.ops.stacked import named
-from jax_te.quantize import AttentionState, AttentionTensor, QuantizedTensor, amax
+from jax_te.quantize import AttentionState, AttentionTensor, QuantizedTensor, amax, exponent_scale
 from jax_te.sharding import REPLICATED, MeshAxes, reduce_max, reduce_sum
-from jax_te.typing import Array, LogicalAxes
+from jax_te.typing import Array, DTypeLike, LogicalAxes
 
 
 class _Args(NamedTuple):
@@ -42,13 +43,13 @@ class _Residuals(NamedTuple):
 
     Args:
         qkv: quantized operands, keys and values centred, this device's after an exchange for heads.
-        out, log_sum: results of forward before an exchange back, the output quantized and that of centred values.
+        out, log_sum: results of forward before an exchange back; the output is that of centred values.
         scales, amaxes: of the tensors that forward has quantized.
         state: state of the call.
     """
 
     qkv: Fp8Operands
-    out: QuantizedTensor
+    out: Array | QuantizedTensor
     log_sum: Array
     scales: Scales
     amaxes: Amaxes
@@ -71,19 +72,19 @@ def fp8_attention(call: Fp8Call, qkv: QKV, state: AttentionState | None, out_axe
 def _forward(call: Fp8Call, args: _Args) -> tuple[Array, _Residuals]:
     precision, state = call.precision, args.state
     q, k, v = map(show_overflow, unpack(args.qkv))
-    k, v, mean_of_v = _centred(call, k, v)
-    seen: Amaxes = _reduced({"q": amax(q), "k": amax(k), "v": amax(v)}, call.scale_axes)
-    scales: Scales = precision.state_scales(state)
+    k, v, mean_of_v, of_centred = _centred(call, k, v)
+    of_queries: Amaxes = {"q": amax(q)}
+    seen = _reduced(of_queries | of_centred, call.scale_axes)
     # The softmax gives at most 1.
     bound_of_s: Scales = {"s": precision.scale_of_amax(jnp.ones((), jnp.float32))}
+    scales: Scales = bound_of_s | precision.state_scales(state)
     if not precision.delayed:
         scales |= {name: precision.scale_of_amax(largest) for name, largest in seen.items()}
-        of_output: Scales = {"o": precision.scale_of_amax(seen["v"])}  # a mean of rows of v
-        scales = scales | bound_of_s | of_output
     elif call.current_scales:
-        # The output of centred values is a mean of rows of these, until its amax is known.
-        until_then: Scales = {"o": precision.scale_of_amax(seen["v"])}
-        scales = scales | _scales_of(call, seen) | until_then
+        scales = scales | _scales_of(call, seen)
+        scales.pop("o", None)  # until its amax is known
+    if precision.quantized_forward:
+        scales["o"] = _output_scale(scales, precision.dtype)
     operands = Fp8Operands(
         fp8_steps.to_heads(call, precision.quantize(q, scales["q"])),
         fp8_steps.to_heads(call, precision.quantize(k, scales["k"])),
@@ -93,13 +94,14 @@ def _forward(call: Fp8Call, args: _Args) -> tuple[Array, _Residuals]:
     # Forward rounds before it divides by denominators: the largest value of each row is 1, however small the amax of
     # the quotients is. A delayed scale of these would saturate the values above that amax; it is for backward alone.
     inside_forward: Scales = scales | bound_of_s
-    if call.current_scales and precision.delayed:
+    if call.current_scales and precision.delayed and precision.quantized_forward:
         first = fp8_steps.forward(call, operands, inside_forward)
-        scales |= _scales_of(call, _reduced(first.amaxes, call.scale_axes))
+        scales = scales | _scales_of(call, _reduced(first.amaxes, call.scale_axes))
+        scales["o"] = _output_scale(scales, precision.dtype)
         inside_forward = scales | bound_of_s
-    out8, log_sum, inside = named(fp8_steps.forward(call, operands, inside_forward), "context", given=args)
-    out = _with_mean(fp8_steps.to_sequence(call, out8).dequantize(), mean_of_v)
-    return out, _Residuals(operands, out8, log_sum, scales, seen | inside, state)
+    out, log_sum, inside = named(fp8_steps.forward(call, operands, inside_forward), "context", given=args)
+    whole = fp8_steps.in_compute_dtype(fp8_steps.to_sequence(call, out))
+    return _with_mean(whole, mean_of_v), _Residuals(operands, out, log_sum, scales, seen | inside, state)
 
 
 def _backward(call: Fp8Call, residuals: _Residuals, g: Array) -> tuple[_Args, None]:
@@ -119,14 +121,17 @@ def _backward(call: Fp8Call, residuals: _Residuals, g: Array) -> tuple[_Args, No
         elif call.current_scales:
             scales = scales | _scales_of(call, seen)
         do = precision.quantize(g, scales["do"])
-    do = fp8_steps.to_heads(call, do)
+    do, out = fp8_steps.to_heads(call, do), residuals.out
+    if not isinstance(out, QuantizedTensor):
+        assert isinstance(do, QuantizedTensor), "a recipe quantizes one pass at least"
+        out = codes_with_mean(out, do, precision)
     if call.current_scales and precision.quantized_backward:
         # The gradient of the scores first, from whose quantized form the other gradients are computed.
         for last in ({"dp"}, {"dq", "dk", "dv"}):
-            _, inside = fp8_steps.backward(call, operands, residuals.out, log_sum, do, scales)
+            _, inside = fp8_steps.backward(call, operands, out, log_sum, do, scales)
             amaxes = _reduced({name: largest for name, largest in inside.items() if name in last}, call.scale_axes)
             scales = scales | _scales_of(call, amaxes)
-    gradients, inside = fp8_steps.backward(call, operands, residuals.out, log_sum, do, scales)
+    gradients, inside = fp8_steps.backward(call, operands, out, log_sum, do, scales)
     seen |= inside
     d_qkv: Any = (jnp.stack(gradients, axis=2),) if call.spec.packed else gradients
     return _Args(d_qkv, _next_state(call, residuals, seen)), None
@@ -141,6 +146,19 @@ def _scales_of(call: Fp8Call, amaxes: Amaxes) -> Scales:
     return scales
 
 
+def _output_scale(scales: Scales, dtype: DTypeLike) -> Array:
+    """Return the scale of the output: that of the values times the power of two that is next below the state's scale.
+
+    Where a query attends to one key alone, the output is that key's value, and so is its rounded form if both have one
+    grid. With another scale it would be rounded anew, in the same way each time that key is attended to: a part of the
+    gradient of each such score that has no cause, and that training follows.
+    """
+    if "o" not in scales:
+        return scales["v"]  # the output is a mean of values
+    largest_code = float(jnp.finfo(dtype).max) * scales["v"] / scales["o"]
+    return scales["v"] * exponent_scale(largest_code, dtype)
+
+
 def _next_state(call: Fp8Call, residuals: _Residuals, seen: Amaxes) -> AttentionState | None:
     """Return the state's next value; ``seen`` are amaxes of backward."""
     precision, state = call.precision, residuals.state
@@ -153,24 +171,36 @@ def _next_state(call: Fp8Call, residuals: _Residuals, seen: Amaxes) -> Attention
     return precision.next_state(state, precision.state_scales(state), whole)
 
 
-def _centred(call: Fp8Call, k: Array, v: Array) -> tuple[Array, Array, Array]:
-    """Return keys and values less about their means over the sequence, and the values' mean, fp32 ``[b, 1, g, dv]``."""
-    both = jnp.concatenate([x.astype(jnp.float32) for x in (k, v)], axis=-1)
+def _centred(call: Fp8Call, k: Array, v: Array) -> tuple[Array, Array, Array, Amaxes]:
+    """Return keys and values less about their means over the sequence, and their amaxes.
+
+    The third result is the mean of the values, fp32 ``[b, 1, g, dv]``.
+    """
+
+    def over_positions(reduction: Any) -> Array:
+        """Return a reduction of keys and of values, side by side, fp32 ``[b, 1, g, d + dv]``."""
+        return jnp.concatenate([reduction(x.astype(jnp.float32), axis=1, keepdims=True) for x in (k, v)], axis=-1)
+
     # One mean for all devices along the context axis, whose keys meet in the softmax of each query.
     context = () if call.sharding is None else call.sharding.context
-    means = reduce_sum(jnp.sum(both, axis=1, keepdims=True), context) / call.spec.kv_length
+    means = reduce_sum(over_positions(jnp.sum), context) / call.spec.kv_length
+    high, low = over_positions(jnp.max), over_positions(jnp.min)
     # Any constant near the mean serves: a multiple of about a sixteenth of the largest value, which another order of
     # the sum, as on a mesh, changes next to never.
-    largest = reduce_max(jnp.max(jnp.abs(both), axis=1, keepdims=True), context)
+    largest = reduce_max(jnp.maximum(jnp.abs(high), jnp.abs(low)), context)
     grid = jax.lax.reduce_precision(largest, exponent_bits=8, mantissa_bits=0) / 16
     means = jnp.round(means / grid) * grid
     # Of a feature that is 0, or has a value that is not finite: that would be in all positions.
     means = jnp.where(jnp.isfinite(means), means, 0.0)
     mean_of_k, mean_of_v = jnp.split(means, [k.shape[-1]], axis=-1)
-    k = (k.astype(jnp.float32) - mean_of_k).astype(k.dtype)
-    v = (v.astype(jnp.float32) - mean_of_v).astype(v.dtype)
-    # In fp16 the difference may overflow where the value did not.
-    return show_overflow(k), show_overflow(v), mean_of_v
+
+    def less(x: Array, mean: Array) -> Array:
+        # In fp16 the difference may overflow where the value did not.
+        return show_overflow((x.astype(jnp.float32) - mean).astype(k.dtype))
+
+    # The amaxes follow from the extremes, since rounding keeps the order: no second pass over all positions.
+    extremes = jnp.split(less(jnp.concatenate([high, low], axis=1), means), [k.shape[-1]], axis=-1)
+    return less(k, mean_of_k), less(v, mean_of_v), mean_of_v, {"k": amax(extremes[0]), "v": amax(extremes[1])}
 
 
 def _with_mean(out: Array, mean: Array) -> Array:

@@ -27,10 +27,13 @@ class Fp8Operands(NamedTuple):
 
 
 class Fp8Output(NamedTuple):
-    """Quantized output ``[b, sq, n, dv]``, logarithm of the softmax's denominator, fp32 ``[b, n, sq]``, and the amaxes
-    of ``s`` and ``o``."""
+    """Output ``[b, sq, n, dv]``, logarithm of the softmax's denominator, fp32 ``[b, n, sq]``, and amaxes.
 
-    out: QuantizedTensor
+    Kernels give a quantized output, and the amaxes of ``s`` and ``o``. A forward pass in the compute dtype gives an
+    array and no amaxes.
+    """
+
+    out: Array | QuantizedTensor
     log_sum: Array
     amaxes: Amaxes
 
@@ -98,7 +101,7 @@ class Fp8Call:
         kernels: who runs the steps between quantized tensors.
         sharding: sharding of the call on a mesh whose devices run it by themselves; None: one device, or the compiler
             partitions it.
-        high_precision_backend: backend of a backward pass that is not quantized.
+        high_precision_backend: backend of a pass that is not quantized.
         evaluation: whether the layer evaluates, so that state need not be differentiated.
         frozen_scales: whether the state stays as it is.
         current_scales: whether scales that are the state's are computed from the call's tensors, see

@@ -9,6 +9,7 @@ from jax_te.ops.attention.context_parallel.sharding import AttentionSharding
 from jax_te.ops.attention.fp8_support import fp8_attention_lacks
 from jax_te.ops.attention.spec import AttentionSpec
 from jax_te.ops.backend import BackendChoice, explain_backend
+from jax_te.quantize import AttentionPrecision
 from jax_te.typing import BackendName
 
 
@@ -71,7 +72,7 @@ def fp8_exchange_lacks(sharding: AttentionSharding) -> str | None:
     return None
 
 
-def fp8_kernels_lack(sharding: AttentionSharding, quantized_backward: bool) -> str | None:
+def fp8_kernels_lack(sharding: AttentionSharding, precision: AttentionPrecision) -> str | None:
     """Return the reason why FP8 kernels cannot run on each device of a mesh, or None."""
     if not sharding.context:
         return None
@@ -84,10 +85,12 @@ def fp8_kernels_lack(sharding: AttentionSharding, quantized_backward: bool) -> s
         queries, keys = sharding.spec.q_length // sharding.context_shards, sharding.spec.kv_length
         if reason := fp8_attention_lacks(sharding.shard_spec(queries, keys)):
             return f"cp_comm_type 'all_gather' gives each device {reason}"
-    if quantized_backward:
+    if precision.unquantized_pass is None:
         return None
     choice = choose_backend(sharding, same_lengths=True, backend="auto")
-    return None if choice.backend == "te" else f"fp8_dpa_bwd=False takes TE's backward kernel: {choice.reason}"
+    if choice.backend == "te":
+        return None
+    return f"{precision.unquantized_pass}=False takes TE's kernel for that pass: {choice.reason}"
 
 
 def choose_backend(sharding: AttentionSharding, same_lengths: bool, backend: BackendName | None) -> BackendChoice:

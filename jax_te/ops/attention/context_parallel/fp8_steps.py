@@ -50,16 +50,17 @@ def _exchanged(call: Fp8Call, x: Tensor, exchange: Callable[[AttentionSharding, 
 
 def forward(call: Fp8Call, operands: Fp8Operands, scales: Scales) -> Fp8Output:
     """Return attention of a device's queries to all keys."""
-    precision, sharding, kernels = call.precision, call.sharding, fp8_kernels(call.kernels)
+    precision, sharding = call.precision, call.sharding
     if sharding is None or sharding.ring_size == 1:
         spec, arrays = _block(call)
-        return kernels.fp8_attention_forward(_with_all_keys(call, operands), spec, arrays, precision, scales)
+        return _output(call, _with_all_keys(call, operands), scales, spec, arrays)
     out, log_sum, _, amaxes = ring.forward(
         sharding, _codes(operands), AttentionArrays(), _rules(call, operands, scales)
     )
-    assert amaxes is not None
-    out = precision.quantize(out, scales["o"])
-    return Fp8Output(replace(out, dtype=call.spec.dtype), log_sum, amaxes)
+    if amaxes is None:
+        return Fp8Output(out, log_sum, {})
+    quantized = precision.quantize(out, scales["o"])
+    return Fp8Output(replace(quantized, dtype=call.spec.dtype), log_sum, amaxes)
 
 
 def backward(
@@ -88,9 +89,21 @@ def backward(
     spec, arrays = _block(call)
     (dq, dk, dv), amaxes = _gradients(call, _with_all_keys(call, operands), scales, out, log_sum, do, spec, arrays)
     if sharding is not None and sharding.gathers:
-        return (_in_compute_dtype(dq), _of_own_keys(sharding, dk), _of_own_keys(sharding, dv)), amaxes
-    dq, dk, dv = [_in_compute_dtype(to_sequence(call, x)) for x in (dq, dk, dv)]
+        return (in_compute_dtype(dq), _of_own_keys(sharding, dk), _of_own_keys(sharding, dv)), amaxes
+    dq, dk, dv = [in_compute_dtype(to_sequence(call, x)) for x in (dq, dk, dv)]
     return (dq, dk, dv), amaxes
+
+
+def _output(
+    call: Fp8Call, operands: Fp8Operands, scales: Scales, spec: AttentionSpec, arrays: AttentionArrays
+) -> Fp8Output:
+    """Return the output of a block, quantized if forward is."""
+    if call.precision.quantized_forward:
+        return fp8_kernels(call.kernels).fp8_attention_forward(operands, spec, arrays, call.precision, scales)
+    # Of the operands that backward reads, whose scores belong to this denominator.
+    backend, spec = primitives(call.high_precision_backend), replace(spec, packed=False)
+    out, log_sum, _ = backend.attention_forward(_dequantized(operands), spec, arrays)
+    return Fp8Output(out, log_sum, {})
 
 
 def _gradients(
@@ -111,13 +124,17 @@ def _gradients(
         return (dq, dk, dv), amaxes
     # Of the operands that forward has read: scores of the exact ones do not belong to its denominators, and where
     # scores are large their exponentials would add up to a multiple of 1.
-    read = operands.q.dequantize(), operands.k.dequantize(), operands.v.dequantize()
     backend, spec = primitives(call.high_precision_backend), replace(spec, packed=False)
-    gradients, *_ = backend.attention_backward(read, spec, arrays, out.dequantize(), log_sum, do)
+    gradients, *_ = backend.attention_backward(_dequantized(operands), spec, arrays, out.dequantize(), log_sum, do)
     return unpack(gradients), {}
 
 
-def _in_compute_dtype(x: Array | QuantizedTensor) -> Array:
+def _dequantized(operands: Fp8Operands) -> tuple[Array, Array, Array]:
+    return operands.q.dequantize(), operands.k.dequantize(), operands.v.dequantize()
+
+
+def in_compute_dtype(x: Array | QuantizedTensor) -> Array:
+    """Return an array of the compute dtype, dequantized if ``x`` is quantized."""
     return x.dequantize() if isinstance(x, QuantizedTensor) else x
 
 
@@ -139,14 +156,13 @@ def _rules(call: Fp8Call, operands: Fp8Operands, scales: Scales, out: Any = None
 
     The codes of all devices have the scales of ``operands``, and in backward those of ``out`` and ``do``.
     """
-    precision, kernels = call.precision, fp8_kernels(call.kernels)
 
     def quantized(qkv: QKV) -> Fp8Operands:
         return Fp8Operands(*(replace(x, data=data) for x, data in zip(operands, qkv, strict=True)))
 
     def block_forward(qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays) -> BlockOutput:
-        result = kernels.fp8_attention_forward(quantized(qkv), spec, arrays, precision, scales)
-        return BlockOutput(result.out.dequantize(), result.log_sum, None, result.amaxes)
+        out, log_sum, amaxes = _output(call, quantized(qkv), scales, spec, arrays)
+        return BlockOutput(in_compute_dtype(out), log_sum, None, amaxes or None)
 
     def block_backward(
         qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays, out_codes: Array, log_sum: Array, do_codes: Array
@@ -155,7 +171,7 @@ def _rules(call: Fp8Call, operands: Fp8Operands, scales: Scales, out: Any = None
         (dq, dk, dv), amaxes = _gradients(
             call, quantized(qkv), scales, replace(out, data=out_codes), log_sum, given, spec, arrays
         )
-        gradients = _in_compute_dtype(dq), _in_compute_dtype(dk), _in_compute_dtype(dv)
+        gradients = in_compute_dtype(dq), in_compute_dtype(dk), in_compute_dtype(dv)
         return BlockGradients(gradients, None, None, amaxes)
 
     return BlockRules(block_forward, block_backward)
