@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from jax_te._processes.meeting import Meetings
 
@@ -26,7 +28,10 @@ def gather_texts(text: str) -> list[str]:
     if jax.process_count() == 1:
         return [text]
     with Meetings("gather_texts", bound=_BOUND) as meetings:
-        return meetings.gather(text.encode(errors="replace")[:_BYTES].decode(errors="ignore"))
+        meetings.meet()  # a collective has no bound of its own
+        sent = np.frombuffer(text.encode(errors="replace")[:_BYTES].ljust(_BYTES, b"\0"), np.uint8)
+        received = multihost_utils.process_allgather(sent)
+    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in np.asarray(received)]
 
 
 class Attempt(NamedTuple):

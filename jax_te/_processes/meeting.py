@@ -6,14 +6,12 @@ the devices of all processes begins once all have met, and the waits here are sh
 
 The processes meet at JAX's coordination service, a store of texts in process 0 whose keys are written once. Each writes
 for a meeting that it is there, or which problem it has. Process 0 reads that, and writes the outcome. A process that
-has waited in vain writes another outcome. The first one written counts for all, so that none goes on alone. Texts that
-processes tell each other are keys of a meeting, too.
+has waited in vain writes another outcome. The first one written counts for all, so that none goes on alone.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -30,12 +28,12 @@ _SLICE = 2.0
 """Seconds of one question to the store: the longest time for which a process does not react to Ctrl-C."""
 _ANSWER = 10.0
 """Seconds after which process 0, asked for a text that it has, counts as stopped."""
+_PART = 2**18
+"""Characters of a text under one key: the store takes messages of some megabytes."""
 _SHORTEST, _LONGEST = 0.0002, 0.05
 """Seconds between two looks at an array that is being computed; the interval grows meanwhile."""
 _TEXT = 400
 """Characters of a problem that are told to others."""
-_PART = 2**18
-"""Characters of a text under one key: the store takes messages of some megabytes."""
 _MISSED = "missed: "
 """Begin of an outcome by which a process was waited for in vain. Other outcomes are a process's problem, or empty."""
 
@@ -99,43 +97,6 @@ class Meetings:
             if outcome.startswith(_MISSED):
                 raise MissedMeeting(outcome.removeprefix(_MISSED))
             raise OSError(errno.EIO, outcome)
-
-    def gather(self, text: str) -> list[str]:
-        """Meet, and return the texts of all processes, in their order; raises like `meet`."""
-        if jax.process_count() == 1:
-            return [text]
-        place = f"{self._call}/{self._number}"  # of this meeting, whose keys are deleted together
-        self._put(f"{place}/text/{jax.process_index()}", text)
-        self.meet()
-        # Process 0 reads the texts of all, and the others one text of it, not each that of each.
-        if not is_first():
-            return json.loads(self._get(f"{place}/texts", 0))
-        texts = [self._get(f"{place}/text/{other}", other) for other in range(jax.process_count())]
-        self._put(f"{place}/texts", json.dumps(texts))
-        return texts
-
-    def share(self, text: str, source: int) -> str:
-        """Meet, and return the text of process ``source``; raises like `meet`."""
-        if jax.process_count() == 1:
-            return text
-        place = f"{self._call}/{self._number}/shared"
-        if jax.process_index() == source:
-            self._put(place, text)
-        self.meet()
-        return text if jax.process_index() == source else self._get(place, source)
-
-    def _put(self, place: str, text: str) -> None:
-        """Write a text of any length, in parts."""
-        deadline = time.monotonic() + self._bound
-        parts = [text[start : start + _PART] for start in range(0, len(text), _PART)] or [""]
-        for number, part in enumerate(parts):
-            self._write(f"{place}/{number}", part if number else f"{len(parts)} {part}", deadline)
-
-    def _get(self, place: str, other: int) -> str:
-        """Return a text that process ``other`` puts there."""
-        deadline = time.monotonic() + self._bound
-        count, _, first = self._read(f"{place}/0", deadline, other).partition(" ")
-        return first + "".join(self._read(f"{place}/{number}", deadline, other) for number in range(1, int(count)))
 
     @property
     def _bound(self) -> float:
@@ -233,6 +194,29 @@ class Meetings:
             f"process {jax.process_index()} waited {self._bound:g} s for {others} in {self._name}, in vain: a process "
             "has ended, or is too slow"
         )
+
+    def share(self, text: str, source: int) -> str:
+        """Return the text of process ``source``, of any length, once all are here; raises like `meet`."""
+        if jax.process_count() == 1:
+            return text
+        place = f"{self._call}/{self._number}/shared"  # deleted with the meeting's other keys
+        if jax.process_index() == source:
+            self._put(place, text)
+        self.meet()
+        return text if jax.process_index() == source else self._get(place, source)
+
+    def _put(self, place: str, text: str) -> None:
+        """Write a text in parts."""
+        deadline = time.monotonic() + self._bound
+        parts = [text[start : start + _PART] for start in range(0, len(text), _PART)] or [""]
+        for number, part in enumerate(parts):
+            self._write(f"{place}/{number}", part if number else f"{len(parts)} {part}", deadline)
+
+    def _get(self, place: str, other: int) -> str:
+        """Return a text that process ``other`` has put there."""
+        deadline = time.monotonic() + self._bound
+        count, _, first = self._read(f"{place}/0", deadline, other).partition(" ")
+        return first + "".join(self._read(f"{place}/{number}", deadline, other) for number in range(1, int(count)))
 
 
 def _client() -> Any:

@@ -29,9 +29,10 @@ from jax_te.quantize import (
 )
 from jax_te.sharding import constrain, current_mesh, leaves_with_axes, variable_axes
 from jax_te.training.kernel_gradients import KernelGradients, Path, SummandPlace
-from jax_te.training.loss_scale import ConstantLossScale, LossScale, UsedScale
+from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import full_precision
 from jax_te.training.state import SplitModel, TrainState, split_model
+from jax_te.training.used_scale import UsedScale
 from jax_te.typing import Array, DTypeLike, PyTree
 
 _NO_CACHE = KernelCache({})

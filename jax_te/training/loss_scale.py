@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import abc
 import math
-import weakref
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import get_opaque_trace_state
 from jax.tree_util import GetAttrKey
 
 from jax_te._validation import check_annotations, check_float, check_leaves, check_positive, checked
@@ -176,34 +174,3 @@ class DynamicLossScale(LossScale):
 
 _OPTIONS = tuple(option.name for option in fields(DynamicLossScale) if option.init)
 _ARRAYS = tuple(array.name for array in fields(DynamicLossScale) if not array.init)
-
-
-class UsedScale:
-    """A record of the loss scale that gradients were computed with, which their metadata hold.
-
-    All records are equal: metadata are part of what a compiled function is called with, and gradients of another step
-    must not compile it again. For that reason, too, a record tells nothing on the other side of such a function.
-
-    Args:
-        scale: the scale.
-    """
-
-    def __init__(self, scale: Any):
-        # A weak reference, because metadata outlive a trace, whose arrays they would keep.
-        self._scale = weakref.ref(scale) if isinstance(scale, jax.Array) else lambda: scale
-        self._trace = get_opaque_trace_state(convention="nnx")
-
-    def is_known_to_differ_from(self, scale: Any) -> bool:
-        """Return whether it is another one than ``scale``; False where gradients have left the function that computed
-        them, or entered another, so that nobody can know without a wait for the device."""
-        if self._trace != get_opaque_trace_state(convention="nnx"):
-            return False
-        used = self._scale()
-        # Arrays by identity: an optimizer has a new one after each update, and values are on the device.
-        return used is not scale and (isinstance(scale, jax.Array) or used != scale)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, UsedScale)
-
-    def __hash__(self) -> int:
-        return hash(UsedScale)
