@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Annotated, Any, Unpack
+from typing import Annotated, Any, ClassVar, Unpack
 
 from flax import nnx
 
@@ -743,6 +743,8 @@ class TransformerLayer(layers.TransformerLayer):
 
     # Transformer Engine ignores a mask that the mask type has no use for; `jax_te.layers` refuses it.
     _ignores_masks = True
+
+    reads_layer_number: ClassVar[bool] = False
 
     def __init__(
         self,

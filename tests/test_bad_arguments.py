@@ -252,7 +252,7 @@ NOT_MADE_BY_USERS: dict[str, list[type]] = {
     "what functions and layers make and hand on, in pytrees": [
         layers.KVCache, layers.KernelCache, layers.Rotary, layers.WindowKVCache, ops.AttentionSpec, quantize.GemmState,
         quantize.Observer, quantize.QuantizedKernel, quantize.QuantizedOperand, quantize.QuantizedTensor,
-        quantize.QuantizerState, training.TrainState,
+        quantize.QuantizerState, training.SplitModel, training.TrainState,
     ],
     "no arguments": [
         data.ByteTokenizer, layers.QuantizableModule, megatron.InferenceCudaRNGStatesTracker, megatron.Matcher,

@@ -30,6 +30,8 @@ _SLICE = 2.0
 """Seconds of one question to the store: the longest time for which a process does not react to Ctrl-C."""
 _ANSWER = 10.0
 """Seconds after which process 0, asked for a text that it has, counts as stopped."""
+_PART = 2**18
+"""Characters of a text under one key: the store takes messages of some megabytes."""
 _SHORTEST, _LONGEST = 0.0002, 0.05
 """Seconds between two looks at an array that is being computed; the interval grows meanwhile."""
 _TEXT = 400
@@ -224,6 +226,29 @@ class Meetings:
             f"process {jax.process_index()} waited {self._bound:g} s for {others} in {self._name}, in vain: a process "
             "has ended, or is too slow"
         )
+
+    def share(self, text: str, source: int) -> str:
+        """Return the text of process ``source``, of any length, once all are here; raises like `meet`."""
+        if jax.process_count() == 1:
+            return text
+        place = f"{self._call}/{self._number}/shared"  # deleted with the meeting's other keys
+        if jax.process_index() == source:
+            self._put(place, text)
+        self.meet()
+        return text if jax.process_index() == source else self._get(place, source)
+
+    def _put(self, place: str, text: str) -> None:
+        """Write a text in parts."""
+        deadline = time.monotonic() + self._bound
+        parts = [text[start : start + _PART] for start in range(0, len(text), _PART)] or [""]
+        for number, part in enumerate(parts):
+            self._write(f"{place}/{number}", part if number else f"{len(parts)} {part}", deadline)
+
+    def _get(self, place: str, other: int) -> str:
+        """Return a text that process ``other`` has put there."""
+        deadline = time.monotonic() + self._bound
+        count, _, first = self._read(f"{place}/0", deadline, other).partition(" ")
+        return first + "".join(self._read(f"{place}/{number}", deadline, other) for number in range(1, int(count)))
 
 
 def _client() -> Any:

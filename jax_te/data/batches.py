@@ -103,7 +103,8 @@ class TrainBatches:
             state: a result of `get_state`.
 
         Raises:
-            ValueError: if the state is of another text, batch size, sequence length or seed.
+            ValueError: if the state is of another text, batch size, sequence length or seed, or has no position. The
+                position of the batches stays then.
         """
         changed = [
             f"{name} was {state.get(name)}, now {now}" for name, now in self._made_of.items() if state.get(name) != now
@@ -113,7 +114,14 @@ class TrainBatches:
                 f"the data is not that of the run to continue: {'; '.join(changed)}. Give the same text and settings, "
                 "or start a new run"
             )
-        self._next = state["grain"]["next_index"]
+        place = state.get("grain")
+        number = place.get("next_index") if isinstance(place, dict) else None
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            raise ValueError(
+                'the state must have the number of the next batch, {"grain": {"next_index": an integer >= 0}}, as '
+                f"get_state returns it, got {place!r} under 'grain'"
+            )
+        self._next = number
 
 
 @checked

@@ -114,6 +114,11 @@ class TransformerLayer(ContextParallelModule):
     input_layernorm: Any = None
     """The norm in front of a self-attention that has none inside: that of Megatron's layers with latent attention."""
 
+    reads_layer_number: ClassVar[bool] = False
+    """Whether results depend on ``layer_number``, in which stages of a pipeline, that run one program, must agree then.
+    It is said of this class alone: other classes whose modules have a ``layer_number``, derived ones too, count as
+    reading it unless they say the same."""
+
     # Whether masks that a mask type has no use for are ignored, as in Transformer Engine, or refused.
     _ignores_masks: ClassVar[bool] = False
 

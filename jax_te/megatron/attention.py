@@ -96,6 +96,7 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
     """
 
     cp_stream: ClassVar[None] = None  # Megatron's stream for the exchange of keys and values; XLA schedules it here
+    reads_layer_number: ClassVar[bool] = False  # beyond its creation, see `jax_te.layers.TransformerLayer`
 
     def __init__(
         self,

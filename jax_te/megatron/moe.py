@@ -63,6 +63,7 @@ class TopKRouter(StateDicts, Router):
     """
 
     megatron_layout = True
+    reads_layer_number = Router.reads_layer_number
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax.numpy as jnp
 from flax import nnx
@@ -100,6 +100,8 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
     >>> layer.mlp.linear_fc2
     TERowParallelLinear(in_features=128, out_features=32, bias=True, TP=1)
     """
+
+    reads_layer_number: ClassVar[bool] = False
 
     def __init__(
         self,

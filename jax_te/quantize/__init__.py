@@ -53,6 +53,8 @@ from jax_te.quantize.scaling import (
     AmaxRule,
     amax,
     amax_rule_of,
+    attention_scales_are_current,
+    current_attention_scales,
     exponent_scale,
     frozen_scales,
     history_slots,

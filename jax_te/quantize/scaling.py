@@ -170,3 +170,29 @@ def frozen_scales() -> Iterator[None]:
     """
     with scales_are_frozen(True):
         yield
+
+
+attention_scales_are_current = jax.make_user_context(False)
+
+
+@contextlib.contextmanager
+def current_attention_scales() -> Iterator[None]:
+    """Yield with all scales of FP8 attention computed from the tensors of the call, those that are state, too.
+
+    The state's next value then has the amaxes of tensors that are quantized well, whatever its histories are: under the
+    scale 1 of empty ones most gradients would be 0, and so would be the gradients that follow from these. A tensor that
+    a kernel writes quantized is computed twice, the first time for its amax.
+
+    >>> from jax_te.quantize import as_float32, init_attention_state, with_max_gradients
+    >>> from jax_te.recipe import DelayedScaling
+    >>> from jax_te.ops import dot_product_attention
+    >>> recipe, x = DelayedScaling(amax_history_len=1, fp8_dpa=True), jnp.ones((1, 128, 1, 128))
+    >>> def loss(state):
+    ...     return 2.0**-20 * jnp.sum(dot_product_attention((x, x, x), recipe=recipe, state=state))
+    >>> with current_attention_scales():
+    ...     state = jax.grad(loss, allow_int=True)(with_max_gradients(init_attention_state(recipe)))
+    >>> as_float32(state)["do"]["amax_history"][0] == 2.0**-20
+    Array(True, dtype=bool)
+    """
+    with attention_scales_are_current(True):
+        yield

@@ -17,7 +17,14 @@ from jax_te.training.muon import muon_dimension_numbers
 from jax_te.training.optimizer import Optimizer
 from jax_te.training.pipeline.loss import PipelinedLoss
 from jax_te.training.sensitivity import ModuleSensitivity, keep_in_bf16_rules, sensitivity
-from jax_te.training.state import TrainState, abstract_train_state, change_recipe, create_train_state, split_model
+from jax_te.training.state import (
+    SplitModel,
+    TrainState,
+    abstract_train_state,
+    change_recipe,
+    create_train_state,
+    split_model,
+)
 from jax_te.training.step import make_eval_step, make_train_step
 
 __all__ = [
@@ -29,6 +36,7 @@ __all__ = [
     "ModuleSensitivity",
     "Optimizer",
     "PipelinedLoss",
+    "SplitModel",
     "TensorStatistics",
     "TrainState",
     "WeightedMean",

@@ -18,7 +18,7 @@ from jax_te.ops.linear import LinearSpec, Probe, Summands, deferred_sink, deferr
 from jax_te.quantize import OpaqueTree, as_float32, with_max_gradients
 from jax_te.training.gradients import split_parameters
 from jax_te.training.kernel_gradients import Path, SummandPlace
-from jax_te.training.repeated import has_loops, uses_of_inputs
+from jax_te.training.kernel_uses import has_loops, uses_of_inputs
 from jax_te.training.state import split_model
 from jax_te.typing import DTypeLike, PyTree
 

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from jax_te._processes import Meetings, gather_texts
@@ -121,18 +120,15 @@ def broadcast_from_first(text: str, arrays: PyTree) -> str:
     """Return the text of the process with the first device of the mesh that ``arrays`` are on, in all of them.
 
     It is this process's own text if the arrays are not on a mesh of several processes.
+
+    Raises:
+        OSError: if another process does not take part (TimeoutError), or has failed.
     """
     meshes = [leaf.sharding.mesh for leaf in jax.tree.leaves(arrays) if not _is_local(leaf)]
     if not meshes:
         return text
-    source = meshes[0].devices.flat[0].process_index == jax.process_index()
-    data = np.frombuffer(text.encode(), np.uint8)
     with Meetings("broadcast_from_first") as meetings:
-        meetings.meet()  # a collective has no bound of its own
-        size = int(multihost_utils.broadcast_one_to_all(np.int32(data.size), is_source=source))
-        data = data if source else np.zeros(size, np.uint8)
-        whole = np.asarray(multihost_utils.broadcast_one_to_all(data, is_source=source))
-    return whole.astype(np.uint8).tobytes().decode()
+        return meetings.share(text, meshes[0].devices.flat[0].process_index)
 
 
 def _is_local(leaf: Any) -> bool:

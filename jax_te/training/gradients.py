@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
@@ -30,7 +31,8 @@ from jax_te.sharding import constrain, current_mesh, leaves_with_axes, variable_
 from jax_te.training.kernel_gradients import KernelGradients, Path, SummandPlace
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import full_precision
-from jax_te.training.state import TrainState, split_model
+from jax_te.training.state import SplitModel, TrainState, split_model
+from jax_te.training.used_scale import UsedScale
 from jax_te.typing import Array, DTypeLike, PyTree
 
 _NO_CACHE = KernelCache({})
@@ -67,46 +69,50 @@ of the batch. ``key`` is None in evaluation: no dropout."""
 
 
 class Gradients(NamedTuple):
-    """Result of one differentiation.
+    """Loss and gradients of a batch.
 
     Args:
         loss: fp32 ``[]``.
         grads: ``nnx.State``, gradients of the scaled loss, fp32.
         quantizers: next quantizer states.
         rest: the model's other state.
-        weight: fp32 ``[]``, of the batch, if the loss is a `WeightedMean`.
-        aux: auxiliary output of the loss function.
-        inputs: gradients of the function's other inputs, in their dtypes.
-        summands: summands of kernels' gradients, which ``grads`` lacks, see `KernelGradients`.
     """
 
     loss: Array
-    grads: PyTree
-    quantizers: PyTree
-    rest: PyTree
-    weight: Array | None = None
-    aux: Any = None
-    inputs: tuple[Any, ...] = ()
-    summands: dict[Path, Array] | None = None
+    grads: nnx.State
+    quantizers: nnx.State
+    rest: nnx.State
 
 
-Parts = tuple[Any, nnx.State, nnx.State, nnx.State]
-"""Graph definition, differentiated parameters, quantizer states, other state of a model; `split_model` gives them."""
+class Differentiated(NamedTuple):
+    """Result of `differentiate`.
+
+    Args:
+        gradients: loss, gradients by the model, and its next state.
+        summands: summands of the kernels' gradients that ``gradients`` lack, see `KernelGradients`.
+        inputs: gradients by the function's other inputs, in their dtypes.
+        aux: auxiliary output of the function.
+    """
+
+    gradients: Gradients
+    summands: dict[Path, Array]
+    inputs: tuple[Array, ...]
+    aux: Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class Differentiation:
-    """Partition of a model by `differentiate`, and computation of its gradients.
+    """Computation of gradients by `differentiate`.
 
     Args:
-        split: function that returns the parts of a model.
+        rest_of: function that returns the other state of the model after the call.
         scaler: multiplier of the loss.
-        kernels: computation of the kernels' gradients; those of some are given as ``summands``, see `Gradients`.
+        kernels: computation of the kernels' gradients; those of some are given as ``summands``, see `Differentiated`.
         cached: kernels that the caller has quantized already.
         like: Variables whose axes the gradients have. None: the parameters.
     """
 
-    split: Callable[[Any], Parts]
+    rest_of: Callable[[Any], nnx.State]
     scaler: LossScale
     kernels: KernelGradients
     cached: KernelCache = _NO_CACHE
@@ -119,7 +125,7 @@ def value_and_grad(
     *,
     argnums: int | nnx.DiffState = 0,
     has_aux: bool = False,
-    scaler: LossScale | None = None,
+    scaler: LossScale | Callable[[], LossScale] | None = None,
 ) -> Callable[..., Any]:
     """Differentiate like ``nnx.value_and_grad``, and set the model's next quantizer state.
 
@@ -137,9 +143,11 @@ def value_and_grad(
         argnums: position of the model, or ``nnx.DiffState(position, filter)`` to differentiate some of its Variables
             in place of all of its parameters.
         has_aux: ``loss_fn`` returns a pair whose second element, a pytree of arrays, is passed on.
-        scaler: loss scaler, which multiplies the loss while it is differentiated; the gradients are unscaled again. An
-            `Optimizer` that was given one takes gradients under its `Optimizer.scaler` alone, which their metadata
-            identify.
+        scaler: loss scaler, which multiplies the loss while it is differentiated; the gradients are unscaled again.
+            ``optimizer.scaler`` is that of the moment: take it in each step. For a derivative that is made once, before
+            a loop that is not compiled, give a function, ``lambda: optimizer.scaler``, which each call calls. An
+            `Optimizer` with a scaler refuses gradients without one, and those that it can tell were computed under
+            another than its own, which it can in the function, or outside of all, where they were computed.
 
     Returns:
         A function of the same arguments that returns ``(loss, grads)``, or ``((loss, aux), grads)``. The loss is fp32
@@ -147,7 +155,8 @@ def value_and_grad(
 
     Raises:
         TypeError: for several ``argnums``; when called, if that argument is not an NNX module.
-        ValueError: when called, for a loss that is not a scalar.
+        ValueError: when called, for a loss that is not a scalar; for a scaler whose scale changes, and which would be a
+            constant of the function that is being compiled, as ``optimizer.scaler`` from outside of it.
 
     Source: ``flax.nnx.value_and_grad``.
 
@@ -162,7 +171,6 @@ def value_and_grad(
     position, wrt = (argnums.argnum, argnums.filter) if isinstance(argnums, nnx.DiffState) else (argnums, nnx.Param)
     if isinstance(position, bool) or not isinstance(position, int) or position < 0:
         raise TypeError(f"argnums must be the position of one model, an int >= 0 or an nnx.DiffState, got {argnums!r}")
-    factor = ConstantLossScale() if scaler is None else scaler
 
     @functools.wraps(loss_fn)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
@@ -178,41 +186,66 @@ def value_and_grad(
             value = loss_fn(*(filled[i] for i in range(len(args))), **{name: filled[name] for name in kwargs})
             return value if has_aux else (value, None)
 
-        def split(objects: _Objects) -> Parts:
+        def split(objects: _Objects) -> SplitModel:
             graphdef, quantizers, wanted, rest = nnx.split(objects, QuantizerState, _within("model", wrt), ...)
-            return graphdef, wanted, quantizers, rest
-
-        differentiation = Differentiation(split=split, scaler=factor, kernels=KernelGradients())
-
-        @jax.jit  # a concrete array cannot have the dtype of `with_max_gradients`
-        def compiled(params: nnx.State, old: nnx.State, rest: nnx.State) -> Gradients:
-            result = differentiate(run, (graphdef, params, old, rest), differentiation)
-            grads = factor.unscale(result.grads)
-            quantizers = write_back(old, result.quantizers, keep_old=~all_finite((result.loss, grads)))
-            return result._replace(grads=grads, quantizers=quantizers)
+            return SplitModel(graphdef, wanted, quantizers, rest)
 
         graphdef, *states = split(objects)
-        result = compiled(*states)
+        factor = _present_scaler(scaler, states)
+        differentiation = Differentiation(
+            rest_of=lambda objects: split(objects).rest, scaler=factor, kernels=KernelGradients()
+        )
+
+        @jax.jit  # a concrete array cannot have the dtype of `with_max_gradients`
+        def compiled(params: nnx.State, old: nnx.State, rest: nnx.State) -> tuple[Gradients, Any]:
+            differentiated = differentiate(run, SplitModel(graphdef, params, old, rest), differentiation)
+            result = differentiated.gradients
+            grads = factor.unscale(result.grads)
+            quantizers = write_back(old, result.quantizers, keep_old=~all_finite((result.loss, grads)))
+            return result._replace(grads=grads, quantizers=quantizers), differentiated.aux
+
+        result, aux = compiled(*states)
         nnx.update(objects, result.quantizers, result.rest)
         grads = result.grads.get("model", nnx.State({}))
-        grads = grads if scaler is None else mark_as_scaled(grads)
-        return ((result.loss, result.aux) if has_aux else result.loss), grads
+        grads = grads if scaler is None else mark_as_scaled(grads, factor)
+        return ((result.loss, aux) if has_aux else result.loss), grads
 
     return differentiated
 
 
-def mark_as_scaled(grads: nnx.State) -> nnx.State:
-    """Return gradients whose Variables record that a loss scale was used; `was_scaled` reads it."""
+def _present_scaler(scaler: LossScale | Callable[[], LossScale] | None, states: PyTree) -> LossScale:
+    """Return the scaler of a call; ``states`` are the states of the model that it differentiates.
+
+    Raises:
+        ValueError: for a scaler with arrays that are not traced where the model's are.
+    """
+    if scaler is None:
+        return ConstantLossScale()
+    present = scaler if isinstance(scaler, LossScale) else scaler()
+    model_is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(states))
+    arrays = [leaf for leaf in jax.tree.leaves(present) if isinstance(leaf, jax.Array)]
+    if model_is_traced and not all(isinstance(array, Tracer) for array in arrays):
+        raise ValueError(
+            f"value_and_grad has a {type(present).__name__} from outside of the function that is being compiled, where "
+            "its scale would stay what it is now. Call value_and_grad inside of that function, with a scaler that "
+            "is among the function's arguments: value_and_grad(loss_fn, scaler=optimizer.scaler)(model)"
+        )
+    return present
+
+
+def mark_as_scaled(grads: nnx.State, scaler: LossScale) -> nnx.State:
+    """Return gradients whose Variables record the loss scale that was used; `used_scales` reads it."""
     # In metadata, which survive jit and jax.tree.map, unlike an attribute of the State.
+    used = UsedScale(scaler.scale)
     return nnx.from_flat_state(
-        [(path, grad.replace(grad.get_value(), loss_scaled=True)) for path, grad in nnx.to_flat_state(grads)]
+        [(path, grad.replace(grad.get_value(), loss_scale=used)) for path, grad in nnx.to_flat_state(grads)]
     )
 
 
-def was_scaled(grads: PyTree) -> bool:
-    """Return False for gradients in Variables without a recorded loss scale; bare arrays cannot record one."""
+def used_scales(grads: PyTree) -> list[UsedScale | None]:
+    """Return the recorded loss scale of each gradient in a Variable, None without; bare arrays cannot record one."""
     leaves = jax.tree.leaves(grads, is_leaf=lambda node: isinstance(node, nnx.Variable))
-    return all(leaf.get_metadata().get("loss_scaled", False) for leaf in leaves if isinstance(leaf, nnx.Variable))
+    return [leaf.get_metadata().get("loss_scale") for leaf in leaves if isinstance(leaf, nnx.Variable)]
 
 
 class _Objects(nnx.Module):
@@ -231,7 +264,7 @@ def _within(name: str, wrt: Any) -> Callable[..., bool]:
 
 def gradients(loss_fn: LossFn, state: TrainState, batch: PyTree, key: Array, kernels: KernelGradients) -> Gradients:
     """Return loss and gradients of one batch."""
-    return _of_batch(loss_fn, state, batch, key, kernels._replace(once=False), _NO_CACHE)
+    return _of_batch(loss_fn, state, batch, key, kernels._replace(once=False), _NO_CACHE).gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,15 +357,16 @@ def _add_microbatch(
     batch, index = microbatch
     now = replace(state, quantizers=with_counts(state.quantizers, sums.counts), rest=sums.rest)
     result = _of_batch(accumulation.loss_fn, now, batch, jax.random.fold_in(key, index), accumulation.kernels, cached)
-    loss, grads, weight = result.loss, (result.grads, result.summands), result.weight
+    (loss, grads, quantizers, rest), weight = result.gradients, result.aux
+    grads = grads, result.summands
     if weight is not None:
         # Not gradients of the totals, which would be so much larger that fp16 overflows sooner.
         loss, grads = jax.tree.map(lambda mean: mean * weight, (loss, grads))
     # Each gradient is added to its sum where it is computed, so that no second copy of all gradients exists.
-    counts = added_counts(sums.counts, result.quantizers)
+    counts = added_counts(sums.counts, quantizers)
     loss = sums.loss + loss
     total, summands = jax.tree.map(jnp.add, (sums.grads, sums.summands), grads)
-    return _Sums(loss, total, summands, result.rest, counts), (result.quantizers, weight)
+    return _Sums(loss, total, summands, rest, counts), (quantizers, weight)
 
 
 def _summed_over_devices(
@@ -357,24 +391,30 @@ def _summed_over_devices(
 
 def _of_batch(
     loss_fn: LossFn, state: TrainState, batch: PyTree, key: Array, kernels: KernelGradients, cached: KernelCache
-) -> Gradients:
+) -> Differentiated:
+    """Return gradients of a batch; ``aux`` is its weight, fp32 ``[]``, if the loss is a `WeightedMean`, or None."""
+
+    def loss_and_weight(model: Any) -> tuple[Array | WeightedMean, Array | None]:
+        loss = loss_fn(model, batch, key)
+        return loss, jnp.asarray(loss.weight, jnp.float32) if isinstance(loss, WeightedMean) else None
+
     differentiation = Differentiation(
-        split=split_model,
+        rest_of=lambda model: split_model(model).rest,
         scaler=state.scaler,
         kernels=kernels,
         cached=cached,
         like=full_precision(state.params, state.masters),
     )
-    parts = state.graphdef, state.params, state.quantizers, state.rest
-    return differentiate(lambda model: (loss_fn(model, batch, key), None), parts, differentiation)
+    parts = SplitModel(state.graphdef, state.params, state.quantizers, state.rest)
+    return differentiate(loss_and_weight, parts, differentiation)
 
 
 def differentiate(
     fn: Callable[..., tuple[Array | WeightedMean, Any]],
-    parts: Parts,
+    parts: SplitModel,
     differentiation: Differentiation,
     inputs: tuple[Array, ...] = (),
-) -> Gradients:
+) -> Differentiated:
     """Return loss and gradients of ``fn(model, *inputs) -> loss, aux``.
 
     Args:
@@ -399,12 +439,11 @@ def differentiate(
             set_grad_sinks(model, grad_sinks)
             value, aux = fn(model, *inputs)
         loss = mean_loss(value)
-        weight = jnp.asarray(value.weight, jnp.float32) if isinstance(value, WeightedMean) else None
-        return differentiation.scaler.scale_loss(loss), (loss, differentiation.split(model)[3], weight, aux)
+        return differentiation.scaler.scale_loss(loss), (loss, differentiation.rest_of(model), aux)
 
     # allow_int: the dtype of with_max_gradients is not an ordinary float.
     differentiated = jax.grad(scaled_loss, argnums=(0, 1, 2, 3), has_aux=True, allow_int=True)
-    (grads, sink_grads, quantizers, input_grads), (loss, rest, weight, aux) = differentiated(
+    (grads, sink_grads, quantizers, input_grads), (loss, rest, aux) = differentiated(
         plain, grad_sinks, with_max_gradients(quantizers), inputs
     )
 
@@ -417,9 +456,8 @@ def differentiate(
 
     total, summands = _with_sinks(_arrays(grads), sink_grads, places, as_created)
     grads = nnx.from_flat_state([(path, names[path].replace(grad)) for path, grad in total.items()])
-    return Gradients(
-        loss, grads, as_float32(quantizers), constrain_as_created(rest), weight, aux, input_grads, summands
-    )
+    gradients = Gradients(loss, grads, as_float32(quantizers), constrain_as_created(rest))
+    return Differentiated(gradients, summands, input_grads, aux)
 
 
 def _arrays(grads: nnx.State) -> dict[Path, Array]:

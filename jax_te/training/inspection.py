@@ -15,8 +15,26 @@ import numpy as np
 from flax import nnx
 
 from jax_te._validation import check_positive, checked
-from jax_te.layers import aux_losses_scaled, name_modules, natural_order, prepare_quantization, quantizable_modules
-from jax_te.quantize import ROLES, STATISTICS, Observer, QuantizedKernel, observe_quantization, with_max_gradients
+from jax_te.layers import (
+    DotProductAttention,
+    aux_losses_scaled,
+    name_modules,
+    natural_order,
+    prepare_quantization,
+    quantizable_modules,
+)
+from jax_te.quantize import (
+    ROLES,
+    STATISTICS,
+    Observer,
+    QuantizedKernel,
+    QuantizerState,
+    as_float32,
+    current_attention_scales,
+    observe_quantization,
+    with_max_gradients,
+    write_back,
+)
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe, autocast
 from jax_te.sharding import batch_axes, constrain
 from jax_te.training.global_batch import broadcast_from_first, check_global
@@ -67,7 +85,7 @@ class TensorStatistics:
 def inspect_precision(
     model: nnx.Module, loss_fn: LossFn, batch: PyTree, *, key: Key | None = None, loss_scale: float | Array = 1.0
 ) -> list[TensorStatistics]:
-    """Run a loss forward and backward, and return statistics of every tensor that is quantized.
+    """Run a loss forward and backward, and return statistics of every tensor that linear layers quantize.
 
     Call it under the recipe, ``with autocast(recipe):``. The model does not change. Delayed scaling uses the scales of
     the model's states (see `calibrate_delayed_scaling` for a model with empty histories).
@@ -184,16 +202,19 @@ def exact_model(state: TrainState) -> Any:
 
 @checked
 def calibrate_delayed_scaling(model: nnx.Module, loss_fn: LossFn, batch: PyTree, recipe: Recipe) -> None:
-    """Fill the delayed-scaling states of ``model`` with the amaxes of one batch, so that the first scales fit.
+    """Fill the scaling states of ``model`` with the amaxes of one batch, so that the first scales fit.
 
     With empty histories, delayed scaling quantizes its first step with scale 1, in which nearly all gradients
-    underflow. The amaxes come from a pass under `Float8CurrentScaling` of the same format.
+    underflow. The amaxes of linear layers come from a pass under `Float8CurrentScaling` of the same format; those of
+    the core of attention, under a recipe with ``fp8_dpa``, from one under the recipe, with the layers' scales so found,
+    and with scales of the core that are computed from its tensors.
 
     Args:
         model: changed in place: its states become fresh ones for ``recipe``, with these amaxes as the newest; those of
             layers that the loss does not call have none.
         loss_fn, batch: see `inspect_precision`.
-        recipe: recipe of the states; if it has no state, the model's states are removed and nothing is computed.
+        recipe: recipe of the states: `DelayedScaling`, or `Float8CurrentScaling` with ``fp8_dpa``, under which some of
+            attention's scales are delayed. If it has no state, the model's states are removed and nothing is computed.
 
     >>> from jax_te.layers import Linear
     >>> model, recipe = Linear(32, 16, rngs=nnx.Rngs(0)), DelayedScaling(amax_history_len=2)
@@ -201,17 +222,23 @@ def calibrate_delayed_scaling(model: nnx.Module, loss_fn: LossFn, batch: PyTree,
     >>> model.quantizers["x"]["amax_history"].tolist()
     [1.0, 0.0]
     """
-    if not isinstance(recipe, DelayedScaling):
-        prepare_quantization(model, recipe)
-        return
     # On a model that shares the arrays: a loss that fails leaves the caller's as it was.
     trial = prepare_quantization(nnx.merge(*nnx.split(model)), recipe)
+    if isinstance(recipe, DelayedScaling) and quantizable_modules(trial):
+        _calibrate_layers(trial, loss_fn, batch, recipe)
+    if any(core.quantizers is not None for core in _cores(trial).values()):
+        _calibrate_cores(trial, loss_fn, batch, recipe)
+    prepare_quantization(model, recipe)
+    nnx.update(model, nnx.state(trial, QuantizerState))
+
+
+def _calibrate_layers(model: nnx.Module, loss_fn: LossFn, batch: PyTree, recipe: DelayedScaling) -> None:
+    """Fill the fresh states of linear layers with the amaxes of a pass under current scaling."""
     with autocast(Float8CurrentScaling(fp8_format=recipe.fp8_format)):
-        observer = _observed(trial, loss_fn, batch, None, 1.0)
+        observer = _observed(model, loss_fn, batch, None, 1.0)
     amaxes = {(tensor.module, tensor.role): tensor.amax for tensor in _statistics(observer)}
     # Experts have a history each. NumPy's maximum keeps nan.
     amaxes |= {key: np.maximum.reduce(of_groups) for key, of_groups in observer.group_amaxes.items()}
-    prepare_quantization(model, recipe)
     for path, module in quantizable_modules(model):
         for kernel, attribute in module.kernels.items():
             state = getattr(module, attribute)
@@ -225,12 +252,36 @@ def calibrate_delayed_scaling(model: nnx.Module, loss_fn: LossFn, batch: PyTree,
                 history.set_value(history.get_value().at[..., 0].set(amaxes[name, role]))
 
 
+def _calibrate_cores(model: nnx.Module, loss_fn: LossFn, batch: PyTree, recipe: Recipe) -> None:
+    """Replace the fresh states of cores of attention by the next ones of a pass with current scales in these."""
+    graphdef, params, quantizers, rest = split_model(model)
+    check_global(batch, params)
+
+    @jax.jit
+    def next_states(params: PyTree, quantizers: PyTree, rest: PyTree, batch: PyTree) -> PyTree:
+        def loss(quantizers: PyTree) -> Array:
+            return _unscaled_loss(loss_fn, nnx.merge(graphdef, params, quantizers, rest, copy=True), batch, None)
+
+        return as_float32(jax.grad(loss, allow_int=True)(with_max_gradients(quantizers)))
+
+    with autocast(recipe), current_attention_scales():
+        found = dict(nnx.to_flat_state(write_back(quantizers, next_states(params, quantizers, rest, batch))))
+    for path in _cores(model):
+        of_core = [(name, variable) for name, variable in found.items() if name[: len(path)] == path]
+        nnx.update(model, nnx.from_flat_state(of_core))
+
+
+def _cores(model: nnx.Module) -> dict[tuple[Any, ...], DotProductAttention]:
+    """Return the cores of attention of a model by their paths."""
+    return {path: module for path, module in nnx.iter_modules(model) if isinstance(module, DotProductAttention)}
+
+
 def _probe(loss_fn: LossFn) -> Callable[..., Array]:
     """Return a jitted forward and backward pass, run only to observe its tensors."""
 
     @functools.partial(jax.jit, static_argnums=0)
     def probe(
-        graphdef: Any,
+        graphdef: nnx.GraphDef[Any],
         params: PyTree,
         quantizers: PyTree,
         rest: PyTree,
@@ -238,15 +289,11 @@ def _probe(loss_fn: LossFn) -> Callable[..., Array]:
         key: Array | None,
         loss_scale: float | Array,
     ) -> Array:
-        batch = jax.tree.map(lambda leaf: constrain(leaf, batch_axes(leaf.ndim)), batch)
-
         def scaled_loss(params: PyTree, quantizers: PyTree) -> Array:
             model = nnx.merge(graphdef, params, quantizers, rest, copy=True)
             name_modules(model)
-            if key is None:
-                model.set_attributes(without_dropout=True, raise_if_not_found=False)
             with aux_losses_scaled(model, loss_scale):
-                return mean_loss(loss_fn(model, batch, key)) * loss_scale
+                return _unscaled_loss(loss_fn, model, batch, key) * loss_scale
 
         # allow_int: the dtype of with_max_gradients is not an ordinary float. XLA drops the
         # gradients, which are not returned, but not the callbacks that record tensors of the backward pass.
@@ -254,6 +301,14 @@ def _probe(loss_fn: LossFn) -> Callable[..., Array]:
         return differentiate(params, with_max_gradients(quantizers))[0]
 
     return probe
+
+
+def _unscaled_loss(loss_fn: LossFn, model: Any, batch: PyTree, key: Array | None) -> Array:
+    """Return the mean loss of a batch, which is split over the mesh; without a key layers drop nothing."""
+    batch = jax.tree.map(lambda leaf: constrain(leaf, batch_axes(leaf.ndim)), batch)
+    if key is None:
+        model.set_attributes(without_dropout=True, raise_if_not_found=False)
+    return mean_loss(loss_fn(model, batch, key))
 
 
 def _share(observer: Observer, params: PyTree) -> None:

@@ -11,7 +11,7 @@ from flax import nnx
 from jax_te._validation import brief, check_leaves, checked
 from jax_te.quantize import QuantizedKernel, QuantizerState, write_back
 from jax_te.sharding import current_mesh, log_whole_parameters
-from jax_te.training.gradients import all_finite, constrain_as_created, was_scaled
+from jax_te.training.gradients import all_finite, constrain_as_created, used_scales
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import (
     adopt_changed_params,
@@ -50,8 +50,8 @@ class Optimizer(nnx.Optimizer):
         tx: any optax transformation, or ``optax.MultiSteps``. It sees fp32 masters in place of half-precision
             parameters.
         wrt: filter of the Variables to update.
-        scaler: loss scale, which `value_and_grad` must be given, too, ``scaler=optimizer.scaler``; None for
-            `ConstantLossScale` of 1.
+        scaler: loss scale, which `value_and_grad` must be given, too, ``scaler=optimizer.scaler`` in each step; None
+            for `ConstantLossScale` of 1.
         fp8_param: whether to store all kernels of the model quantized, see `create_train_state`. Create the optimizer,
             and update, under the recipe.
 
@@ -148,7 +148,9 @@ class Optimizer(nnx.Optimizer):
 
         Raises:
             ValueError: if ``tx`` returns updates or a state of other shapes than it received; if the optimizer has a
-                scaler, and the gradients are Variables that were computed without one.
+                scaler, and the gradients are Variables that were computed without one, or, as far as can be known,
+                under another than the present one; for next quantizer states of some of the model's layers alone.
+                Nothing has changed then.
         """
         check_leaves("grads", grads)
         variables = any(map(_is_variable, jax.tree.leaves(grads, is_leaf=_is_variable)))
@@ -161,23 +163,42 @@ class Optimizer(nnx.Optimizer):
         opt_state = self._present_opt_state(tx, full)
         kwargs = {name: _in_variables(full, value) for name, value in kwargs.items()}
         new, new_opt_state, updates = apply_transformation(tx, wanted, opt_state, full, **kwargs)
-        stored, masters = apply_update(finite, new, params, self.masters, model)
-        nnx.update(model, constrain_as_created(stored))
-        if variables:
-            _write_quantizers(model, nnx.state(grads, QuantizerState), finite)
-        _write(self.masters, masters)
-        _write(self.opt_state, select(finite, new_opt_state, opt_state))
-        _write(self._scaler, self.scaler.update(finite))
-        _write((self.step, self.skipped_steps), (self.step + 1, self.skipped_steps + (~finite).astype(jnp.int32)))
-        return nnx.as_pure(select(finite, updates, jax.tree.map(jnp.zeros_like, updates)))
+        quantizers = _next_quantizers(model, grads, finite) if variables else nnx.State({})
+        with_next_scales = nnx.merge(*nnx.split(model))  # which the train step, too, quantizes kernels with
+        nnx.update(with_next_scales, quantizers)
+        stored, masters = apply_update(finite, new, params, self.masters, with_next_scales)
+        stored, scaler = constrain_as_created(stored), self.scaler.update(finite)
+        updates = nnx.as_pure(select(finite, updates, jax.tree.map(jnp.zeros_like, updates)))
+        counters = (self.step + 1, self.skipped_steps + (~finite).astype(jnp.int32))
+        writes = [
+            *_writes(self.masters, masters),
+            *_writes(self.opt_state, select(finite, new_opt_state, opt_state)),
+            *_writes(self._scaler, scaler),
+            *_writes((self.step, self.skipped_steps), counters),
+        ]
+        # All results exist by now: what raises above leaves model and optimizer as they were.
+        nnx.update(model, stored, quantizers)
+        for variable, value in writes:
+            variable.set_value(value)
+        return updates
 
     def _check_scaled(self, given: PyTree) -> None:
-        """Raise ValueError for gradients that were computed without the optimizer's loss scale."""
-        if self.scaler != ConstantLossScale() and not was_scaled(given):
+        """Raise ValueError for gradients that were not computed with the optimizer's loss scale."""
+        scaler, used = self.scaler, used_scales(given)
+        if scaler == ConstantLossScale():
+            return
+        if None in used:
             raise ValueError(
-                f"the optimizer has a loss scale, {type(self.scaler).__name__}, and these gradients were computed "
+                f"the optimizer has a loss scale, {type(scaler).__name__}, and these gradients were computed "
                 "without: value_and_grad(loss_fn, scaler=optimizer.scaler)(model). Gradients that were scaled by "
                 "hand are given as bare arrays, nnx.as_pure(optimizer.scaler.unscale(grads))"
+            )
+        if any(scale.is_known_to_differ_from(scaler.scale) for scale in used if scale is not None):
+            raise ValueError(
+                "these gradients were computed with another loss scale than the optimizer's present one, which each "
+                "update replaces. Take the present one in each step, "
+                "value_and_grad(loss_fn, scaler=optimizer.scaler)(model), or give a function, "
+                "scaler=lambda: optimizer.scaler, which each call calls"
             )
 
     def _fp32_gradients(self, full: nnx.State, given: PyTree) -> PyTree:
@@ -202,11 +223,24 @@ def _as_opt_state(variable: nnx.Variable) -> nnx.OptVariable:
     return nnx.OptVariable(variable.get_value(), **variable.get_metadata())
 
 
-def _write_quantizers(model: nnx.Module, states: PyTree, finite: Array) -> None:
-    """Write the next quantizer states, which come as gradients, into the model; a skipped step keeps the old ones."""
-    if jax.tree.leaves(states):
-        before = nnx.state(model, QuantizerState)
-        nnx.update(model, select(finite, write_back(before, states), before))
+def _next_quantizers(model: nnx.Module, grads: PyTree, finite: Array) -> nnx.State:
+    """Return the next quantizer states, which come as gradients, or nothing; a skipped step keeps the old ones.
+
+    Raises:
+        ValueError: for the next states of other layers than the model's.
+    """
+    before, states = nnx.state(model, QuantizerState), nnx.state(grads, QuantizerState)
+    if not jax.tree.leaves(states):
+        return nnx.State({})
+    have, given = dict(nnx.to_flat_state(before)), dict(nnx.to_flat_state(states))
+    for problem, paths in (("lack", have.keys() - given.keys()), ("have", given.keys() - have.keys())):
+        if paths:
+            names = ", ".join(sorted({"/".join(map(str, path)) for path in paths}))
+            raise ValueError(
+                f"grads {problem} the next quantizer states {names}, and must have those of all of the model's layers "
+                "that have a state, or none: differentiate by nnx.Any(nnx.Param, QuantizerState) of the whole model"
+            )
+    return select(finite, write_back(before, states), before)
 
 
 def _in_variables(full: nnx.State, tree: PyTree) -> PyTree:
@@ -217,10 +251,11 @@ def _in_variables(full: nnx.State, tree: PyTree) -> PyTree:
     return jax.tree.unflatten(wanted, jax.tree.leaves(pure)) if same else pure
 
 
-def _write(variables: PyTree, values: PyTree) -> None:
-    """Set Variables to values in the sharding of each Variable. A Variable may hold several arrays, or none."""
-    leaves = iter(jax.tree.leaves(values))
+def _writes(variables: PyTree, values: PyTree) -> list[tuple[nnx.Variable, Any]]:
+    """Return each Variable with its next value, in the Variable's sharding. It may hold several arrays, or none."""
+    leaves, writes = iter(jax.tree.leaves(values)), []
     for variable in jax.tree.leaves(variables, is_leaf=_is_variable):
         structure = jax.tree.structure(variable)
         new = jax.tree.unflatten(structure, [next(leaves) for _ in range(structure.num_leaves)])
-        variable.set_value(constrain_as_created(new).get_value())
+        writes.append((variable, constrain_as_created(new).get_value()))
+    return writes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,14 @@ import yaml
 from flax import nnx
 
 from jax_te._validation import checked
-from jax_te.layers import QuantizableModule, quantizable_kernels, quantizable_modules, set_grad_sinks
+from jax_te.layers import (
+    DotProductAttention,
+    QuantizableModule,
+    RecipeModule,
+    natural_order,
+    quantizable_kernels,
+    set_grad_sinks,
+)
 from jax_te.megatron import TE_CONFIG_TYPE_KEY
 from jax_te.quantize import QuantizedKernel, frozen_scales
 from jax_te.recipe import Recipe, autocast
@@ -32,17 +39,20 @@ class ModuleSensitivity:
     """The effect of quantizing one layer and no other.
 
     Args:
-        module: path of the layer.
+        module: path of the layer, or of a core of attention.
         kind: name of its class.
         loss_increase: the mean loss with this layer quantized, minus the mean loss with nothing quantized.
         gradient_error: ``|g - g0| / |g0|`` over all batches, with ``g`` and ``g0`` the gradients of all parameters with
             this layer quantized and with nothing quantized.
+        has_rules: whether a precision file can name the layer. It cannot name a core of attention, which is quantized
+            by the recipe's ``fp8_dpa`` alone.
     """
 
     module: str
     kind: str
     loss_increase: float
     gradient_error: float
+    has_rules: bool = True
 
 
 @checked
@@ -51,9 +61,9 @@ def sensitivity(
 ) -> list[ModuleSensitivity]:
     """Return the layers ranked by how much quantizing each of them alone changes the gradient, worst first.
 
-    Layers' own recipes are ignored: every layer runs under ``recipe`` or in high precision. One program is compiled,
-    with a switch for each layer; it runs once for each layer and batch. Delayed scaling is calibrated on the first
-    batch, see `calibrate_delayed_scaling`.
+    Layers' own recipes are ignored: every layer runs under ``recipe`` or in high precision. Cores of attention are
+    among the layers under a recipe with ``fp8_dpa``. One program is compiled, with a switch for each layer; it runs
+    once for each layer and batch. Delayed scaling is calibrated on the first batch, see `calibrate_delayed_scaling`.
 
     The gradient's error is the better signal: it is never negative, and clearly above 0 even where rounding hides the
     loss's difference. The loss's increase shows whether the ranking matters at all.
@@ -83,29 +93,29 @@ def sensitivity(
     model = _plain_copy(model)
     check_global(list(batches), nnx.state(model, nnx.Param))
     calibrate_delayed_scaling(model, loss_fn, batches[0], recipe)
-    kinds = {path: type(module).__name__ for path, module in quantizable_modules(model)}
-    module_paths = _module_paths(model)
-    measure, off = _switched_measure(model, loss_fn)
-    totals, norm = {path: [0.0, 0.0] for path in kinds}, 0.0
+    layers = _quantized_layers(model, recipe)
+    measure, off = _switched_measure(model, loss_fn, layers)
+    totals, norm = {path: [0.0, 0.0] for path in layers}, 0.0
     # All measurements use the calibrated scales, so that they differ only in the layer.
     with autocast(recipe), frozen_scales():
         for batch in batches:
             loss0, gradient0 = measure(off, batch)
             norm += float(_squared_norm(gradient0))
             for path, total in totals.items():
-                loss, gradient = measure(_turned_on(off, module_paths[path]), batch)
+                loss, gradient = measure(_turned_on(off, layers[path].path), batch)
                 total[0] += float(loss) - float(loss0)
                 total[1] += float(_squared_distance(gradient, gradient0))
-    layers = [
+    found = [
         ModuleSensitivity(
             module=path,
-            kind=kinds[path],
+            kind=layers[path].kind,
+            has_rules=layers[path].has_rules,
             loss_increase=increase / len(batches),
             gradient_error=(distance / norm) ** 0.5 if norm > 0.0 else float("nan"),
         )
         for path, (increase, distance) in totals.items()
     ]
-    return sorted(layers, key=lambda layer: -layer.gradient_error)
+    return sorted(found, key=lambda layer: -layer.gradient_error)
 
 
 @checked
@@ -113,7 +123,7 @@ def keep_in_bf16_rules(modules: Sequence[str]) -> str:
     """Return a precision file that keeps these layers in high precision and leaves the others to the ambient recipe.
 
     Args:
-        modules: paths of layers, at least one.
+        modules: paths of layers, at least one; of those that have rules, see `ModuleSensitivity`.
 
     Returns:
         YAML as `jax_te.megatron.load_quantization_recipe` reads it.
@@ -173,14 +183,48 @@ def _plain_copy(model: nnx.Module) -> Any:
             "exact_model(state), which takes the fp32 masters"
         )
     copy: Any = nnx.merge(graphdef, params, quantizers, rest, copy=True)
-    for _, module in quantizable_modules(copy):
-        module.module_recipe, module.kernel_recipes, module.high_precision = None, (), False
+    for _, module in nnx.iter_modules(copy):
+        if isinstance(module, RecipeModule):
+            module.high_precision = False
+        if isinstance(module, QuantizableModule):
+            module.module_recipe, module.kernel_recipes = None, ()
     return copy
 
 
-def _switched_measure(model: Any, loss_fn: LossFn) -> tuple[Measure, nnx.State]:
+class _Layer(NamedTuple):
+    """A module that a recipe quantizes.
+
+    Args:
+        module: the module.
+        kind: name of its class.
+        path: path of the module, which for a layer of Flax is inside of it.
+        has_rules: see `ModuleSensitivity`.
+    """
+
+    module: Any
+    kind: str
+    path: tuple[str, ...]
+    has_rules: bool
+
+
+def _quantized_layers(model: nnx.Module, recipe: Recipe) -> dict[str, _Layer]:
+    """Return the modules that a recipe quantizes by the paths of their layers, in the order of these."""
+    found = {}
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, QuantizableModule):
+            layer, has_rules = module.layer_path(path), True
+        elif isinstance(module, DotProductAttention) and recipe.quantizes_attention:
+            layer, has_rules = path, False
+        else:
+            continue
+        name = ".".join(map(str, layer))
+        found[name] = _Layer(module, type(module).__name__, tuple(map(str, path)), has_rules)
+    return {path: found[path] for path in sorted(found, key=natural_order)}
+
+
+def _switched_measure(model: Any, loss_fn: LossFn, layers: dict[str, _Layer]) -> tuple[Measure, nnx.State]:
     """Return ``measure(switches, batch) -> (loss, gradients)``, and the switches, all off, that the layers get."""
-    for _, module in quantizable_modules(model):
+    for module in [layer.module for layer in layers.values()]:
         kind: Any = type(module)
         # A subclass, not a module around it, so that the paths of parameters and rules do not change.
         module.__class__ = _switched(kind)
@@ -205,15 +249,6 @@ def _switched_measure(model: Any, loss_fn: LossFn) -> tuple[Measure, nnx.State]:
         return jax.value_and_grad(loss, argnums=(0, 1))(params, sinks)
 
     return lambda switches, batch: run(switches, params, rest, sinks, batch), switches
-
-
-def _module_paths(model: nnx.Module) -> dict[str, tuple[str, ...]]:
-    """Return the path of each quantizable module, by that of its layer, which may be a layer of Flax around it."""
-    return {
-        ".".join(map(str, module.layer_path(path))): tuple(map(str, path))
-        for path, module in nnx.iter_modules(model)
-        if isinstance(module, QuantizableModule)
-    }
 
 
 def _turned_on(switches: nnx.State, path: tuple[str, ...]) -> nnx.State:

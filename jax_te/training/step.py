@@ -272,7 +272,7 @@ class _LossAt:
     rest: PyTree
     batches: PyTree
     key: Array
-    graphdef: Any = field(metadata={"static": True})
+    graphdef: nnx.GraphDef[Any] = field(metadata={"static": True})
     loss_fn: LossFn = field(metadata={"static": True})
     microbatches: int = field(metadata={"static": True})
 

@@ -174,6 +174,23 @@ def test_a_state_of_other_data_is_refused(change):
         TrainBatches(**{**options, **change}).set_state(state)
 
 
+@pytest.mark.parametrize(
+    "place",
+    [None, {}, {"next_index": -5}, {"next_index": 1.0}, {"next_index": True}, {"next_index": None}, 3],
+    ids=str,
+)
+def test_a_state_without_a_position_is_refused(place):
+    batches = TrainBatches(random_text(1000), batch_size=2, seq_len=8, seed=0)
+    next(batches)
+    state = batches.get_state()
+    broken = {**state, "grain": place}
+    if place is None:
+        del broken["grain"]
+    with pytest.raises(ValueError, match=r"number of the next batch.*an integer >= 0.*under 'grain'"):
+        batches.set_state(broken)
+    assert batches.get_state() == state
+
+
 def test_heldout_batches_cover_the_text_the_same_way_every_time():
     text = random_text(1000)
     one, other = (list(heldout_batches(text, batch_size=2, seq_len=8, num_batches=5)) for _ in range(2))

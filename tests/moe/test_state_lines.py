@@ -110,7 +110,7 @@ LINES = [
     ),
     Forgotten(
         "training/gradients.py",
-        "counts = added_counts(sums.counts, result.quantizers)",
+        "counts = added_counts(sums.counts, quantizers)",
         "counts = sums.counts",
         STEPS,
         "later_microbatches",

@@ -100,6 +100,18 @@ def wait_for(folder, *names):
         time.sleep(0.01)
 
 
+def share_texts():
+    """Return texts that all have, and what process 0 is told that shares one process 1 does not come for."""
+    process, told = jax.process_index(), ""
+    with Meetings("share") as meetings:
+        shared = [meetings.share(f"{process}ü" * length, source) for length, source in ((300_000, 1), (0, 0), (1, 0))]
+    if process == 0:
+        with pytest.raises(MissedMeeting) as error, Meetings("alone", bound=0.5) as meetings:
+            meetings.share("here", 0)
+        told = str(error.value)
+    return shared, told
+
+
 def meet_in_every_way(folder):
     return come_too_late(), fail(0), fail(1), fail(2), gather(), wait_for_a_stopped_one(folder)
 
@@ -132,3 +144,9 @@ def test_a_store_that_fails_is_a_missed_meeting(monkeypatch):
     told = pytest.raises(MissedMeeting, match=r"process 1 lost process 0 in save: UNAVAILABLE")
     with told, Meetings("save") as meetings:
         meetings.meet()
+
+
+def test_a_text_of_any_length_reaches_all_and_none_waits_forever():
+    (shared, told), (same, _) = (each.result for each in run_processes(2, share_texts))
+    assert shared == same == ["1ü" * 300_000, "", "0ü"]
+    assert "waited 0.5 s for process 1 in alone" in told

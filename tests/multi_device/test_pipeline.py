@@ -16,7 +16,7 @@ from jax import Array
 from jax.experimental.custom_partitioning import custom_partitioning
 
 from jax_te.config import ParallelConfig, PipelineConfig, TransformerConfig
-from jax_te.layers import Linear, LoRA, lora_labels
+from jax_te.layers import Linear, LoRA, TransformerLayer, lora_labels
 from jax_te.models import BertModel, GPTModel, MegatronGPTModel, StackInput, StackOptions, T5Model, run_layers
 from jax_te.recipe import (
     DelayedScaling,
@@ -500,9 +500,21 @@ def test_numbers_of_layers_make_no_difference_but_in_layers_of_ones_own():
         model.layers = nnx.List([Scaled(layer, i) for i, layer in enumerate(model.layers, start=1)])
         return model
 
+    class Numbered(TransformerLayer):
+        """A layer of a derived class, which may read what its base does not."""
+
+    def numbered(rngs: nnx.Rngs) -> GPTModel:
+        model = gpt(num_layers=2)(rngs)
+        for i, layer in enumerate(model.layers, start=1):
+            layer.__class__, layer.layer_number = Numbered, i
+        return model
+
     lower(megatron)
-    with pytest.raises(ValueError, match="would compute all 2 of them"):
-        lower(scaled)
+    for build in (scaled, numbered):
+        with pytest.raises(ValueError, match="would compute all 2 of them"):
+            lower(build)
+    Numbered.reads_layer_number = False
+    lower(numbered)
 
 
 @pytest.mark.costly

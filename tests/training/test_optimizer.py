@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -298,3 +299,98 @@ def test_a_refused_optimizer_leaves_the_kernels_as_they_were(tx: Any) -> None:
         for one, other in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(before), strict=True):
             np.testing.assert_array_equal(one, other)
         Optimizer(model, optax.sgd(0.1), fp8_param=True)
+
+
+class Two(nnx.Module):
+    """Two layers with state, of which one derivative may leave out that of the second."""
+
+    def __init__(self):
+        self.a, self.b = (Linear(16, 16, rngs=nnx.Rngs(seed)) for seed in range(2))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.b(self.a(x))
+
+
+@pytest.mark.parametrize("change", ["lack", "have"])
+def test_next_states_of_some_layers_alone_are_refused_by_name(change: str) -> None:
+    """And a refused update changes nothing."""
+    x = X[:, :16]
+    with autocast(RECIPE):
+        model = Two()
+        optimizer = Optimizer(model, optax.adam(0.1))
+        wrt = nnx.DiffState(0, nnx.Any(nnx.Param, QuantizerState))
+        grads = nnx.value_and_grad(loss_fn, argnums=wrt)(model, x)[1]
+        if change == "lack":
+            del grads["b"]["quantizers"]
+        else:
+            del model.b.quantizers["x"]
+        before = jax.tree.map(jnp.copy, (nnx.state(model), nnx.state(optimizer)))
+        with pytest.raises(ValueError, match=rf"grads {change} the next quantizer states .*b/quantizers/x/scale"):
+            optimizer.update(model, grads)
+    assert_same((nnx.state(model), nnx.state(optimizer)), before)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Refusing(ConstantLossScale):
+    def update(self, finite: jax.Array) -> Any:
+        raise RuntimeError("no next scale")
+
+
+def test_an_update_that_fails_late_changes_nothing() -> None:
+    model = build(jnp.bfloat16)
+    optimizer = Optimizer(model, optax.adam(0.1), scaler=_Refusing())
+    grads = nnx.as_pure(value_and_grad(loss_fn)(model, X.astype(jnp.bfloat16))[1])
+    before = jax.tree.map(jnp.copy, (nnx.state(model), nnx.state(optimizer)))
+    with pytest.raises(RuntimeError, match="no next scale"):
+        optimizer.update(model, grads)
+    assert_same((nnx.state(model), nnx.state(optimizer)), before)
+
+
+def _overflowing() -> tuple[nnx.Module, Optimizer, jax.Array]:
+    """Return what the first scale overflows for, and smaller ones do not."""
+    model = build(jnp.float16)
+    scaler = DynamicLossScale(initial_scale=2.0**32, hysteresis=1, backoff_factor=2.0**-8)
+    return model, Optimizer(model, optax.sgd(1e-3), scaler=scaler), X.astype(jnp.float16)
+
+
+def test_a_derivative_made_before_the_loop_reads_the_scale_of_each_step() -> None:
+    model, optimizer, x = _overflowing()
+    differentiate = value_and_grad(loss_fn, scaler=lambda: optimizer.scaler)
+    for _ in range(4):
+        optimizer.update(model, differentiate(model, x)[1])
+    assert 0 < int(optimizer.skipped_steps[...]) < 4
+    assert float(optimizer.scaler.scale) < 2.0**32
+
+
+def test_a_loss_scale_that_would_never_change_is_refused() -> None:
+    """Taken once, before the loop: outside of a compiled function, as its constant, and in a loop inside of it."""
+    model, optimizer, x = _overflowing()
+    differentiate = value_and_grad(loss_fn, scaler=optimizer.scaler)
+    twice = [differentiate(model, x)[1] for _ in range(2)]  # microbatches of one step
+    optimizer.update(model, jax.tree.map(jnp.add, *twice))
+    before = jax.tree.map(jnp.copy, nnx.state((model, optimizer)))
+    with pytest.raises(ValueError, match=r"another loss scale than the optimizer's present one.*scaler=lambda"):
+        optimizer.update(model, differentiate(model, x)[1])
+    for hoisted in (differentiate, value_and_grad(loss_fn, scaler=lambda: optimizer.scaler)):
+        for compiled in (nnx.jit(hoisted), nnx.jit(lambda model, x: hoisted(model, x))):  # noqa: B023 - called here
+            with pytest.raises(
+                ValueError, match="DynamicLossScale from outside of the function that is being compiled"
+            ):
+                compiled(model, x)
+    assert_same(nnx.state((model, optimizer)), before)
+
+    @nnx.jit
+    def steps(model: Any, optimizer: Any, x: jax.Array) -> None:
+        frozen = value_and_grad(loss_fn, scaler=optimizer.scaler)
+        graphdef, state = nnx.split((model, optimizer))
+
+        def body(state: Any, _: None) -> tuple[Any, None]:
+            model, optimizer = nnx.merge(graphdef, state)
+            optimizer.update(model, frozen(model, x)[1])
+            return nnx.state((model, optimizer)), None
+
+        jax.lax.scan(body, state, None, length=2)
+
+    with pytest.raises(ValueError, match="another loss scale than the optimizer's present one"):
+        steps(model, optimizer, x)

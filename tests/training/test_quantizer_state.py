@@ -17,7 +17,7 @@ import pytest
 from flax import nnx
 
 from jax_te.quantize import QuantizerState, merge_quantizers, write_back
-from jax_te.training import create_train_state, make_train_step, split_model
+from jax_te.training import SplitModel, create_train_state, make_train_step, split_model
 from tests.support.toy import HISTORY, Toy, loss_fn, make_batch, plain_loss
 
 MICROBATCHES = 4
@@ -141,7 +141,7 @@ def test_state_in_the_norm_and_the_clipping_is_noticed(monkeypatch):
 def test_state_left_among_the_parameters_is_noticed(monkeypatch):
     def split(model):
         graphdef, params, rest = nnx.split(model, (nnx.Param, QuantizerState), ...)
-        return graphdef, params, nnx.State({}), rest
+        return SplitModel(graphdef, params, nnx.State({}), rest)
 
     by_hand()
     replace(monkeypatch, split_model, split)

@@ -10,12 +10,19 @@ from flax import nnx
 
 from jax_te.cli.precision_rules import quantization_rules
 from jax_te.config import TransformerConfig
-from jax_te.layers import Linear, name_modules, quantizable_modules, quantize_parameters
+from jax_te.layers import (
+    DotProductAttention,
+    Linear,
+    MultiheadAttention,
+    name_modules,
+    quantizable_modules,
+    quantize_parameters,
+)
 from jax_te.megatron import RecipeConfig, apply_quantization_config
 from jax_te.models import GPTModel
-from jax_te.quantize import observe_quantization
+from jax_te.quantize import frozen_scales, observe_quantization
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, ModuleRecipe, MXFP8BlockScaling, autocast
-from jax_te.training import keep_in_bf16_rules, sensitivity
+from jax_te.training import calibrate_delayed_scaling, keep_in_bf16_rules, sensitivity
 from tests.support.numerics import draw, without_type_checker
 
 
@@ -77,6 +84,61 @@ def test_the_numbers_are_those_of_quantizing_one_layer_only():
         assert layer.gradient_error == pytest.approx(error, rel=1e-3)
         assert layer.loss_increase == pytest.approx(loss - loss0, rel=1e-3, abs=1e-6)
         assert layer.gradient_error > 1e-3
+
+
+class Scaled(nnx.Module):
+    """The core of attention on one array, times a parameter."""
+
+    def __init__(self, rngs):
+        self.core_attention, self.gain = DotProductAttention(2, 128), nnx.Param(jnp.full((1, 1, 256), 3.0))
+
+    def __call__(self, x):
+        x = x * self.gain[...]
+        return self.core_attention(*3 * [x.reshape(1, 128, 2, 128)]).reshape(x.shape)
+
+
+def projected(rngs):
+    return MultiheadAttention(256, 2, attention_dropout=0.0, rngs=rngs)
+
+
+@pytest.mark.costly("projected")
+@pytest.mark.parametrize(
+    ("build", "recipe"),
+    [
+        (Scaled, DelayedScaling(fp8_dpa=True)),
+        (Scaled, Float8CurrentScaling(fp8_mha=True)),
+        (projected, DelayedScaling(fp8_dpa=True)),
+    ],
+    ids=["delayed", "current", "projected"],
+)
+def test_quantized_attention_is_a_layer_among_the_others(build, recipe):
+    """Of which the baseline has none quantized: all numbers are those of models with nothing and one layer in FP8."""
+    model, batch = build(nnx.Rngs(0)), draw("x", (1, 128, 256))
+
+    def loss_fn(model, x, key=None):
+        return jnp.mean(jnp.square(model(x) - x))
+
+    layers = {"core_attention": model.core_attention, **dict(quantizable_modules(model))}
+    found = {layer.module: layer for layer in sensitivity(model, loss_fn, [batch], recipe)}
+    assert found.keys() == layers.keys()
+    assert {path for path, layer in found.items() if not layer.has_rules} == {"core_attention"}
+    calibrate_delayed_scaling(model, loss_fn, batch, recipe)
+
+    def measure(path):
+        for name, module in layers.items():
+            module.high_precision = name != path
+        with autocast(None if path is None else recipe), frozen_scales():
+            loss, grads = nnx.jit(nnx.value_and_grad(loss_fn))(model, batch)
+        return float(loss), np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(grads)])
+
+    loss0, grad0 = measure(None)
+    for path, layer in found.items():
+        loss, grad = measure(path)
+        error = np.linalg.norm(grad - grad0) / np.linalg.norm(grad0)
+        assert error > 1e-3
+        # Sums in another order move some values of the softmax to the next one in FP8.
+        assert layer.gradient_error == pytest.approx(error, rel=0.02)
+        assert layer.loss_increase == pytest.approx(loss - loss0, rel=0.02, abs=2.0**-20)
 
 
 def gpt(**changes):

@@ -39,7 +39,7 @@ def run(options: InspectSensitivity) -> int:
         if keep > layers:
             raise ValueError(f"--keep-bf16 {keep} is more than the model's {layers} layers")
         ranked = sensitivity(model, loss_fn, batches, recipe)
-    kept = [layer.module for layer in ranked[:keep]]
+    kept = [layer.module for layer in ranked if layer.has_rules][:keep]
     if options.write is not None:
         note = f"# The {keep} of {layers} layers whose quantization under {recipe.name} changes the gradients most,\n"
         note += f"# by jax-te inspect sensitivity at step {step}.\n"
@@ -51,6 +51,8 @@ def run(options: InspectSensitivity) -> int:
         return 0
     rows = [_row(layer, kept=layer.module in kept) for layer in ranked]
     print(table(("module", "class", "keep", "gradient error", "loss increase"), rows, right=2))
+    if not all(layer.has_rules for layer in ranked):
+        print("A precision file cannot keep a core of attention in bf16: a recipe without fp8_dpa keeps all of them.")
     if options.write is not None:
         print(f"{options.write}: use it with jax-te train --precision-config {options.write}", file=sys.stderr)
     return 0

@@ -122,6 +122,11 @@ class Router(TrainingMode):
         return self.options.force_load_balancing or self.options.force_biased is not None
 
     @property
+    def reads_layer_number(self) -> bool:
+        """Whether results depend on ``layer_number``, so that routers of other layers compute something else."""
+        return self.draws_choices
+
+    @property
     def has_losses(self) -> bool:
         """Whether training has losses of the router."""
         return bool(self.options.losses or self.options.z_loss_coeff)

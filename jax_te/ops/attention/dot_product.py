@@ -38,7 +38,13 @@ from jax_te.ops.attention.spec import (
 from jax_te.ops.backend import ambient_backend, choose_fp8, primitives, select
 from jax_te.ops.integers import as_int32
 from jax_te.ops.primitives import Backend
-from jax_te.quantize import AttentionPrecision, AttentionState, attention_precision_of, scales_are_frozen
+from jax_te.quantize import (
+    AttentionPrecision,
+    AttentionState,
+    attention_precision_of,
+    attention_scales_are_current,
+    scales_are_frozen,
+)
 from jax_te.recipe import Recipe
 from jax_te.sharding import ShardingRules, auto_region, constrain, current_rules, free_axes
 from jax_te.typing import Array, BackendName, Key, LogicalAxes
@@ -335,6 +341,7 @@ def _fp8_call(
         high_precision_backend="te" if choice.parts["attention"] == "cudnn" else "xla",
         evaluation=evaluation,
         frozen_scales=scales_are_frozen.value,
+        current_scales=attention_scales_are_current.value,
     )
 
 

@@ -80,6 +80,9 @@ def _forward(call: Fp8Call, args: _Args) -> tuple[Array, _Residuals]:
     scales: Scales = bound_of_s | precision.state_scales(state)
     if not precision.delayed:
         scales |= {name: precision.scale_of_amax(largest) for name, largest in seen.items()}
+    elif call.current_scales:
+        scales = scales | _scales_of(call, seen)
+        scales.pop("o", None)  # until its amax is known
     if precision.quantized_forward:
         scales["o"] = _output_scale(scales, precision.dtype)
     operands = Fp8Operands(
@@ -91,6 +94,11 @@ def _forward(call: Fp8Call, args: _Args) -> tuple[Array, _Residuals]:
     # Forward rounds before it divides by denominators: the largest value of each row is 1, however small the amax of
     # the quotients is. A delayed scale of these would saturate the values above that amax; it is for backward alone.
     inside_forward: Scales = scales | bound_of_s
+    if call.current_scales and precision.delayed and precision.quantized_forward:
+        first = fp8_steps.forward(call, operands, inside_forward)
+        scales = scales | _scales_of(call, _reduced(first.amaxes, call.scale_axes))
+        scales["o"] = _output_scale(scales, precision.dtype)
+        inside_forward = scales | bound_of_s
     out, log_sum, inside = named(fp8_steps.forward(call, operands, inside_forward), "context", given=args)
     whole = fp8_steps.in_compute_dtype(fp8_steps.to_sequence(call, out))
     return _with_mean(whole, mean_of_v), _Residuals(operands, out, log_sum, scales, seen | inside, state)
@@ -110,15 +118,32 @@ def _backward(call: Fp8Call, residuals: _Residuals, g: Array) -> tuple[_Args, No
         if not precision.delayed:
             of_gradient: Scales = {"do": precision.scale_of_amax(seen["do"])}
             scales = scales | of_gradient
+        elif call.current_scales:
+            scales = scales | _scales_of(call, seen)
         do = precision.quantize(g, scales["do"])
     do, out = fp8_steps.to_heads(call, do), residuals.out
     if not isinstance(out, QuantizedTensor):
         assert isinstance(do, QuantizedTensor), "a recipe quantizes one pass at least"
         out = codes_with_mean(out, do, precision)
+    if call.current_scales and precision.quantized_backward:
+        # The gradient of the scores first, from whose quantized form the other gradients are computed.
+        for last in ({"dp"}, {"dq", "dk", "dv"}):
+            _, inside = fp8_steps.backward(call, operands, out, log_sum, do, scales)
+            amaxes = _reduced({name: largest for name, largest in inside.items() if name in last}, call.scale_axes)
+            scales = scales | _scales_of(call, amaxes)
     gradients, inside = fp8_steps.backward(call, operands, out, log_sum, do, scales)
     seen |= inside
     d_qkv: Any = (jnp.stack(gradients, axis=2),) if call.spec.packed else gradients
     return _Args(d_qkv, _next_state(call, residuals, seen)), None
+
+
+def _scales_of(call: Fp8Call, amaxes: Amaxes) -> Scales:
+    """Return the scales of tensors with these amaxes; tensors whose scale is one entry of the state have one."""
+    scales: Scales = {}
+    for tensors in call.precision.roles.values():
+        if known := [amaxes[name] for name in tensors if name in amaxes]:
+            scales |= dict.fromkeys(tensors, call.precision.scale_of_amax(amax(jnp.stack(known))))
+    return scales
 
 
 def _output_scale(scales: Scales, dtype: DTypeLike) -> Array:

@@ -104,6 +104,8 @@ class Fp8Call:
         high_precision_backend: backend of a pass that is not quantized.
         evaluation: whether the layer evaluates, so that state need not be differentiated.
         frozen_scales: whether the state stays as it is.
+        current_scales: whether scales that are the state's are computed from the call's tensors, see
+            `jax_te.quantize.current_attention_scales`.
     """
 
     spec: AttentionSpec
@@ -113,6 +115,7 @@ class Fp8Call:
     high_precision_backend: str = "xla"
     evaluation: bool = False
     frozen_scales: bool = False
+    current_scales: bool = False
 
     @property
     def all_axes(self) -> MeshAxes:
@@ -123,6 +126,8 @@ class Fp8Call:
     @property
     def scale_axes(self) -> MeshAxes:
         """Mesh axes over which the amax that gives an operand's scale is reduced."""
+        if self.current_scales:
+            return self.all_axes  # as of the state, of which they take the place
         if self.sharding is None or self.precision.delayed:
             return ()  # a delayed scale is the state's, which all devices have
         if self.precision.amax_scope == "whole":

@@ -11,11 +11,12 @@ from flax import nnx
 
 from jax_te.layers import aux_losses_scaled
 from jax_te.quantize import QuantizerState
-from jax_te.training.gradients import Differentiation, Gradients, WeightedMean, differentiate
+from jax_te.training.gradients import Differentiated, Differentiation, Gradients, WeightedMean, differentiate
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.pipeline.cut import Flat, as_state
 from jax_te.training.pipeline.loss import StackArrays, arrays_of, without_gradient
 from jax_te.training.pipeline.program import Program
+from jax_te.training.state import SplitModel
 from jax_te.typing import Array, PyTree
 
 
@@ -50,8 +51,8 @@ class AroundLayers:
         """Return the layers' input for a microbatch."""
         return arrays_of(self.program.loss.embed_inputs(self._model(), *self._microbatch(number)))
 
-    def loss_gradients(self, y: Array, number: Array) -> Gradients:
-        """Return loss and gradients of the part after the layers, by the Variables there and by ``y``."""
+    def loss_gradients(self, y: Array, number: Array) -> tuple[Gradients, Array]:
+        """Return loss and gradients of the part after the layers by the Variables there, and the gradient by ``y``."""
 
         def after(model: Any, y: Array) -> Array | WeightedMean:
             value = self.program.loss.compute_loss(model, y, *self._microbatch(number))
@@ -59,7 +60,8 @@ class AroundLayers:
                 return value
             return value._replace(weight=without_gradient(jnp.asarray(value.weight), _WEIGHT))
 
-        return self._differentiate(after, self.program.scaler, y)
+        result = self._differentiate(after, self.program.scaler, y)
+        return result.gradients, result.inputs[0]
 
     def input_gradients(self, number: Array, given: tuple[Array, dict[str, Any]]) -> Gradients:
         """Return gradients of the part before the layers, whose results' gradients are ``given``: ``(x, learned)``."""
@@ -76,23 +78,21 @@ class AroundLayers:
             )
             return sum(jax.tree.leaves(products), jnp.float32(0.0))
 
-        return self._differentiate(before, ConstantLossScale())
+        return self._differentiate(before, ConstantLossScale()).gradients
 
-    def _differentiate(self, fn: Callable[..., Any], scaler: LossScale, *inputs: Array) -> Gradients:
+    def _differentiate(self, fn: Callable[..., Any], scaler: LossScale, *inputs: Array) -> Differentiated:
         """Return gradients of ``fn(model, *inputs) -> [ ]`` by the Variables around the layers, and by ``inputs``."""
-        nothing = nnx.State({})
         graphdef, layers, params, states = nnx.split(
             self._model(), lambda path, value: path in self.program.layers, nnx.Param, QuantizerState
         )
         differentiation = Differentiation(
-            split=lambda model: (None, nothing, nothing, nothing),
+            rest_of=lambda model: nnx.State({}),
             scaler=scaler,
             # Around the layers devices sum at once: few parameters there are kernels.
             kernels=self.program.accumulation.kernels._replace(once=False),
         )
-        return differentiate(
-            lambda *args: (fn(*args), None), (graphdef, params, states, layers), differentiation, inputs
-        )
+        parts = SplitModel(graphdef, params, states, rest=layers)
+        return differentiate(lambda *args: (fn(*args), None), parts, differentiation, inputs)
 
     def _weights(self) -> Array:
         """Return the weight of each microbatch, fp32 ``[m]``."""

@@ -46,7 +46,7 @@ class Cut(NamedTuple):
     """
 
     paths: list[dict[Path, Path]]
-    graphdef: Any
+    graphdef: nnx.GraphDef[Any]
     numbers: np.ndarray
     runs: np.ndarray
 
@@ -242,8 +242,14 @@ def _without_number(layer: nnx.Module) -> Any:
     """Return a layer's graph definition without the numbers that its modules do not read."""
     copy = nnx.clone(layer)
     for _, module in nnx.iter_modules(copy):
-        # A user-defined layer may read its number, and a router draws random choices by it: these differ from others.
-        unread = type(module).__module__.startswith("jax_te.") and not getattr(module, "draws_choices", False)
-        if hasattr(module, "layer_number") and unread:
+        if hasattr(module, "layer_number") and not _reads_number(module):
             setattr(module, "layer_number", None)  # noqa: B010
     return nnx.split(copy)[0]
+
+
+def _reads_number(module: nnx.Module) -> bool:
+    """Return whether results of a module with a ``layer_number`` may depend on it: unless its own class says no.
+
+    A class that is derived from another may read what that one only stores.
+    """
+    return "reads_layer_number" not in vars(type(module)) or getattr(module, "reads_layer_number")  # noqa: B009

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal, jaxpr_as_fun
+from jax.extend.core import Jaxpr, Literal, Var, jaxpr_as_fun
 
 from jax_te.training.pipeline.layers import StageLayers
 from jax_te.training.pipeline.loss import StackArrays
@@ -40,7 +40,7 @@ class ChunkPasses:
 
         closed, (_, *shapes) = jax.make_jaxpr(forward, return_shape=True)(jnp.int32(0), given)
         self._closed = closed
-        self._varies = _reached(closed, first=1)[1:]
+        self._varies = _reached(closed.jaxpr, first=1)[1:]
         self._keys = [_key_impl(shape) for shape in shapes]
         self.residuals = jax.eval_shape(lambda leaves: self._chosen(leaves, varying=True), shapes)
         self._fixed = self._computed_once(given, key)
@@ -85,17 +85,17 @@ class ChunkPasses:
         return jax.tree.unflatten(self._treedef, typed)
 
 
-def _reached(closed: Any, *, first: int) -> list[bool]:
+def _reached(jaxpr: Jaxpr, *, first: int) -> list[bool]:
     """Return whether each result depends on the arguments from the ``first`` on."""
-    reached = set(closed.jaxpr.invars[first:])
+    reached = set(jaxpr.invars[first:])
 
-    def is_reached(atom: Any) -> bool:
+    def is_reached(atom: Var | Literal) -> bool:
         return not isinstance(atom, Literal) and atom in reached  # a literal cannot be hashed
 
-    for equation in closed.jaxpr.eqns:
+    for equation in jaxpr.eqns:
         if any(map(is_reached, equation.invars)):
             reached.update(equation.outvars)
-    return [is_reached(atom) for atom in closed.jaxpr.outvars]
+    return [is_reached(atom) for atom in jaxpr.outvars]
 
 
 def _key_impl(shape: Any) -> Any:

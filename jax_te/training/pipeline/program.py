@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from flax import nnx
+
 from jax_te.models import StackOptions
 from jax_te.training.gradients import Accumulation
 from jax_te.training.loss_scale import LossScale
@@ -31,7 +33,7 @@ class Program(NamedTuple):
     loss: PipelinedLoss
     accumulation: Accumulation
     schedule: Schedule
-    graphdef: Any
+    graphdef: nnx.GraphDef[Any]
     cut: Cut
     layers: Flat
     scaler: LossScale

@@ -228,8 +228,8 @@ class Stage:
 
         def with_loss(before: _Forward) -> _Forward:
             # Forward and backward at once, so that logits are not kept.
-            result = self.around.loss_gradients(y, number)
-            losses = _put(before.losses, result.inputs[0], row.losses.put)
+            result, dy = self.around.loss_gradients(y, number)
+            losses = _put(before.losses, dy, row.losses.put)
             added = jnp.where(ends, self.around.weighted(result.loss, number), 0.0)
             outer, outer_states = self.summation.add_outer((before.outer, before.outer_states), result, number, ends)
             return before._replace(losses=losses, loss=before.loss + added, outer=outer, outer_states=outer_states)
