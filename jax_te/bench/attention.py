@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax_te.bench.settings import Row, Settings
 from jax_te.config import CpCommType, ParallelConfig
 from jax_te.ops import ContextParallel, dot_product_attention
 from jax_te.ops.te import available
-from jax_te.quantize import AttentionState, init_attention_state
+from jax_te.quantize import AttentionState, attention_precision_of, init_attention_state
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from jax_te.sharding import make_mesh, named_sharding
 from jax_te.typing import Array, BackendName, LogicalAxes
@@ -49,8 +49,12 @@ class AttentionSizes:
         return 3.5 * 4 * self.batch * self.sequence**2 * self.heads * self.head_dim / 2
 
 
-def with_fp8_attention(recipe: Recipe | None) -> Recipe | None:
+def with_fp8_attention(recipe: Recipe | None, passes: Literal["both", "forward", "backward"] = "both") -> Recipe | None:
     """Return a recipe under which attention runs in FP8, too; without one None.
+
+    Args:
+        recipe: delayed or current scaling, or None.
+        passes: passes of attention in FP8.
 
     Raises:
         ValueError: for a recipe that has no FP8 attention.
@@ -59,7 +63,20 @@ def with_fp8_attention(recipe: Recipe | None) -> Recipe | None:
         return None
     if not isinstance(recipe, (DelayedScaling, Float8CurrentScaling)):
         raise ValueError(f"attention runs in FP8 under delayed and current, not under {recipe.name}")
-    return dataclasses.replace(recipe, fp8_dpa=True)
+    return dataclasses.replace(recipe, fp8_dpa=True, fp8_dpa_fwd=passes != "backward", fp8_dpa_bwd=passes != "forward")
+
+
+def fp8_attention_label(recipe: Recipe | None) -> str:
+    """Return the words by which a row says which passes of attention are in FP8, "" if none is.
+
+    >>> fp8_attention_label(DelayedScaling(fp8_dpa=True, fp8_dpa_fwd=False))
+    ' fp8_dpa backward'
+    """
+    precision = attention_precision_of(recipe)
+    if precision is None:
+        return ""
+    of_pass = {None: "", "fp8_dpa_fwd": " backward", "fp8_dpa_bwd": " forward"}
+    return f" fp8_dpa{of_pass[precision.unquantized_pass]}"
 
 
 def bench_attention(
@@ -85,7 +102,7 @@ def bench_attention(
     kinds = () if made is None else kinds
     contestants = []
     for recipe in recipes:
-        name = "jax_te" if recipe is None else f"jax_te {recipe.name}"
+        name = "jax_te" if recipe is None else f"jax_te {recipe.name}{fp8_attention_label(recipe)}"
         attend = _ours(settings.backend, recipe, None)
         contestants.append(_contestant(f"{name}, one device", sizes, None, attend, recipe))
         for kind in kinds:

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
+from jax_te.bench.attention import fp8_attention_label
 from jax_te.bench.gradients import Gradient, gradient, measure
 from jax_te.bench.settings import Row, Settings, Shape
 from jax_te.layers import LayerNormLinear, LayerNormMLP, TransformerLayer
 from jax_te.ops import use_backend
 from jax_te.ops.te import available
-from jax_te.quantize import attention_precision_of
 from jax_te.recipe import Recipe, autocast
 from jax_te.sharding import named_sharding
 from jax_te.training import split_model
@@ -66,8 +66,7 @@ class Case:
         """Return the name of a contestant's row."""
         recipe = "none" if self.recipe is None else self.recipe.name
         has_attention = of == "jax_te" and self.module == "transformer_layer"
-        attention = " fp8_dpa" if has_attention and attention_precision_of(self.recipe) is not None else ""
-        return f"{of} {self.module} {recipe}{attention}"
+        return f"{of} {self.module} {recipe}{fp8_attention_label(self.recipe) if has_attention else ''}"
 
     def draw(self, seed: int, shape: tuple[int, ...], axes: LogicalAxes) -> Array:
         """Return a random bf16 array, sharded by its axes."""

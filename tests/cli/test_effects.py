@@ -48,6 +48,8 @@ WITHOUT = {
     ("bench layer", QUANTIZED_ATTENTION): ["--recipes", "none"],
     ("bench model", "--data"): [],
     ("bench attention", "--mesh"): [],
+    ("bench attention", QUANTIZED_ATTENTION): [],
+    ("bench layer", "--fp8-dpa"): ["--modules", "transformer_layer", "--recipes", "delayed"],
     ("train", DEVICES): ["--num-experts", "4"],
     ("train", TENSOR_RANKS): ["--recompute-granularity", "full"],
     ("train", RULES): [],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jax_te.bench import AttentionSizes, Settings, bench_attention, with_fp8_attention
-from jax_te.cli.bench.options import BenchAttention
+from jax_te.cli.bench.options import QUANTIZED_ATTENTION, BenchAttention
 from jax_te.cli.bench.rows import show_rows
 from jax_te.cli.memory import check_fits, score_bytes
 from jax_te.cli.option_table import check_effects
@@ -17,7 +17,8 @@ def run(options: BenchAttention) -> int:
     Raises:
         ValueError: for a mesh without a context axis, and for sizes that do not divide or exceed the memory.
     """
-    check_effects(options, {"--mesh": options.mesh is not None})
+    quantized = any(name != "none" for name in options.recipes)
+    check_effects(options, {"--mesh": options.mesh is not None, QUANTIZED_ATTENTION: quantized})
     mesh = None if options.mesh is None else ParallelConfig.parse(options.mesh)
     if mesh is not None and mesh.context == 1:
         raise ValueError(
@@ -37,7 +38,7 @@ def run(options: BenchAttention) -> int:
         head_dim=options.head_dim,
     )
     settings = Settings(backend=options.backend, rounds=options.rounds, calls=options.calls)
-    recipes = [with_fp8_attention(recipe_from_name(name)) for name in options.recipes]
+    recipes = [with_fp8_attention(recipe_from_name(name), options.fp8_passes) for name in options.recipes]
     return show_rows(bench_attention(recipes, options.cp_comm_type, sizes, mesh, settings), options.output)
 
 

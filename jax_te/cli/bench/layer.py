@@ -33,7 +33,8 @@ def run(options: BenchLayer) -> int:
     """
     modules, recipes = options.modules, options.recipes
     met = {MOE: "moe" in modules, TRANSFORMER_LAYER: "transformer_layer" in modules}
-    check_effects(options, met | {QUANTIZED_ATTENTION: not {"delayed", "current"}.isdisjoint(recipes)})
+    met |= {QUANTIZED_ATTENTION: not {"delayed", "current"}.isdisjoint(recipes), "--fp8-dpa": options.fp8_dpa}
+    check_effects(options, met)
     if "moe" in modules:
         _check_experts(options)
     sizes = None if options.mesh is None else ParallelConfig.parse(options.mesh)
@@ -70,7 +71,7 @@ def _rows(options: BenchLayer, sizes: ParallelConfig | None) -> Iterator[Row]:
     recipes = [recipe_from_name(name) for name in options.recipes]
     if options.fp8_dpa:
         _check_heads(options)
-        recipes = [with_fp8_attention(recipe) for recipe in recipes]
+        recipes = [with_fp8_attention(recipe, options.fp8_passes) for recipe in recipes]
     cases = [
         Case(module=module, shape=shape, recipe=recipe, mesh=mesh, sequence_parallel=options.sequence_parallel)
         for module in options.modules

@@ -21,6 +21,7 @@ PEERS = get_args(Peer)
 MOE, TRANSFORMER_LAYER = "moe in --modules", "transformer_layer in --modules"
 QUANTIZED_ATTENTION = "delayed or current in --recipes"
 ExpertActivation = Literal["swiglu", "clamped_swiglu"]
+Fp8Passes = Literal["both", "forward", "backward"]
 _COUNTED = " or ".join(f"{method}:LAYERS" for method in METHODS)
 _MODULE_NAMES = ",".join(RECOMPUTE_MODULES)
 
@@ -57,6 +58,12 @@ def _several(kind: Any, help: str, *default: Any, needs: tuple[str, ...] = ()) -
 
 def _recipes(*default: str) -> Any:
     return _several(tuple(RECIPES), "precision recipes to measure", *default)
+
+
+def _fp8_passes(condition: str) -> Any:
+    return option(
+        get_args(Fp8Passes), "passes of attention in FP8, under delayed and current", "both", needs=(condition,)
+    )
 
 
 def _backend() -> Any:
@@ -147,6 +154,7 @@ class BenchLayer:
         False,
         needs=(TRANSFORMER_LAYER, QUANTIZED_ATTENTION),
     )
+    fp8_passes: Fp8Passes = _fp8_passes("--fp8-dpa")
     backend: BackendName = _backend()
     mesh: str | None = _mesh()
     sequence_parallel: bool = _sequence_parallel()
@@ -240,6 +248,7 @@ class BenchAttention:
     recipes: tuple[str, ...] = _several(
         ("none", "delayed", "current"), "precision recipes to measure, with fp8_dpa", "none"
     )
+    fp8_passes: Fp8Passes = _fp8_passes(QUANTIZED_ATTENTION)
     batch_size: int = _size("sequences per batch", 4)
     seq_len: int = _size("sequence length in tokens", 2048)
     num_heads: int = _size("number of attention heads", 32)
