@@ -317,6 +317,7 @@ def refused(constructor: Any, needed: dict[str, Any], name: str, value: Any, sai
     return f"{name}={value!r} is accepted"
 
 
+@pytest.mark.costly("linen.GroupedLoRA")
 @pytest.mark.parametrize("constructor", CONSTRUCTORS, ids=name_of)
 def test_an_argument_of_another_kind_is_refused(constructor: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
@@ -373,7 +374,7 @@ def test_nothing_runs_before_a_refusal(constructor: Any, tmp_path: Path, monkeyp
         assert entered != [], "calls are not seen"
 
 
-@pytest.mark.costly("layers.TransformerLayer", "te_pytorch.TransformerLayer")
+@pytest.mark.costly("models.MegatronGPTModel", "layers.TransformerLayer", "te_pytorch.TransformerLayer")
 @pytest.mark.parametrize("constructor", CONSTRUCTORS, ids=name_of)
 def test_a_number_of_any_size_is_taken_or_refused(constructor: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """Annotations do not say what is in range; but nothing may hang, nor end in an error that names no argument."""

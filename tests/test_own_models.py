@@ -97,6 +97,7 @@ QUANTIZED = ["attention.key", "attention.out", "attention.query", "attention.val
 HEAD = {"head": "it is a head: no other GEMM takes its result; a rule quantizes it"}
 
 
+@pytest.mark.costly
 def test_nnx_layers_are_reached_and_keep_their_parameters():
     model = Net(nnx.Rngs(0))
     before, value = nnx.state(model), model(X)
@@ -393,7 +394,7 @@ SPLIT = {
 }
 
 
-@pytest.mark.costly("tensor", "fully sharded", "8 outputs on each device")
+@pytest.mark.costly("mesh axes", "tensor", "fully sharded", "8 outputs on each device")
 @pytest.mark.parametrize(("rules", "on_devices"), SPLIT.values(), ids=SPLIT)
 def test_where_names_say_how_a_gemm_lies_each_device_runs_its_part(rules, on_devices):
     """A row-parallel layer over two axes of its input; else the compiler partitions it: the same values."""

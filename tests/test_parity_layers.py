@@ -218,6 +218,7 @@ def test_a_decoder_is_called_in_transformer_engines_order() -> None:
         assert relative_l2(y, call(layer, x, *other)) > 0.01
 
 
+@pytest.mark.costly
 def test_a_layer_called_as_transformer_engines_keeps_its_kernels() -> None:
     layer, x = (
         randomize(te_pytorch.TransformerLayer(H, F, N, **NO_DROPOUT, **BATCH_FIRST, rngs=nnx.Rngs(0))),

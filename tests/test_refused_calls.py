@@ -383,6 +383,9 @@ WITH_KERNELS = [
 
 
 @pytest.mark.costly(
+    "layers.MoE.__call__",
+    "layers.MultiheadAttention.__call__",
+    "layers.GroupedLoRA.__call__",
     "megatron.MoELayer.__call__",
     "te_pytorch.GroupedLinear.__call__",
     "te_pytorch.TransformerLayer.__call__",

@@ -130,6 +130,7 @@ def build(kind: Any = te_pytorch.TransformerLayer, **options: Any) -> Any:
     return kind(32, 64, 2, **NO_DROPOUT, **format, **options, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.costly
 def test_a_layer_is_called_in_transformer_engines_order():
     """The order of Transformer Engine 2.20: tests/te/test_pytorch_arguments.py reads it from its source."""
     x, encoded = draw("x", (2, 4, 32)), draw("encoded", (2, 6, 32))
@@ -212,6 +213,7 @@ def test_norms_take_transformer_engines_names(name: str):
             kind(**sizes, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.costly
 def test_experts_take_transformer_engines_arguments():
     x, sizes = draw("x", (5, 16)), [4, 1]
     options: dict[str, Any] = {"parallel_mode": "column", "return_bias": True, "params_dtype": "bfloat16"}

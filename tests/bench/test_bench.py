@@ -331,9 +331,10 @@ def test_context_parallelism(capsys):
     assert (alone["name"], alone["of_one_device"]) == ("jax_te, one device", 1.0)
 
 
+@pytest.mark.costly
 def test_attention_in_fp8(capsys):
     sizes = ["--batch-size", "1", "--seq-len", "128", "--num-heads", "2", "--head-dim", "128"]
     found = rows(capsys, "attention", *sizes, "--recipes", "none", "delayed", "current")
-    names = [f"{name}, one device" for name in ("jax_te", "jax_te delayed", "jax_te current")]
+    names = [f"{name}, one device" for name in ("jax_te", "jax_te delayed fp8_dpa", "jax_te current fp8_dpa")]
     assert [(row["name"], row["of_one_device"]) for row in found] == [(name, 1.0) for name in names]
     assert all(row["ms"] > 0.0 for row in found)

@@ -300,6 +300,7 @@ def test_both_libraries_step_on_the_text_of_data(capsys, stand_in, monkeypatch, 
     assert all(following[int(a)] == int(b) for row in own for a, b in itertools.pairwise(row))
 
 
+@pytest.mark.costly
 def test_rows_and_turns(capsys, stand_in, processes, tmp_path):
     output = tmp_path / "rows.json"
     status, rows, _ = bench(capsys, "--recipes", "none", "--output", str(output))

@@ -175,6 +175,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(run, trained, capsys):
     assert records(run) == records(trained)
 
 
+@pytest.mark.costly
 def test_sample_falls_back_too(run, capsys):
     for path in (run / "checkpoints" / "12" / "state").rglob("d/*"):  # all values: it reads the parameters alone
         path.write_bytes(bytes(path.stat().st_size))

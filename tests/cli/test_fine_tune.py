@@ -184,6 +184,7 @@ def test_lora_trains_the_adapters_alone(recipe, folder, tmp_path, capsys):
     np.testing.assert_allclose(base(tokens), merged(tokens), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.costly
 def test_adapters_alone_are_those_of_a_run(folder, tmp_path, capsys):
     status = main(["convert", str(folder), str(tmp_path / "adapters"), "--to", "peft"])
     assert_refused(

@@ -74,6 +74,7 @@ def test_another_recipe_on_the_same_model(quantized, capsys, recipe, low, high, 
         assert tensor["underflow"] < lost
 
 
+@pytest.mark.costly
 def test_recipes_and_why(quantized, tmp_path, capsys):
     modules = {module.pop("module"): module for module in as_json(capsys, quantized, "recipes")["modules"]}
     assert modules["layers.0.layernorm_mlp"] == {

@@ -74,7 +74,7 @@ def refuse(checkpointer, state):
     raise ValueError("nothing is restored here")
 
 
-@pytest.mark.costly("eval", "train", "sample")
+@pytest.mark.costly("inspect precision", "eval", "train", "sample")
 @pytest.mark.parametrize(
     "command", ["train", "sample", "eval", "inspect precision", "inspect recipes", "inspect sharding"]
 )
@@ -149,6 +149,8 @@ def test_bad_values_of_every_option_are_one_line(command, capsys):
 
 
 @pytest.mark.costly(
+    "train --data",
+    "train --mesh",
     "inspect precision --output",
     "train --tokenizer",
     "train --init-from",

@@ -77,6 +77,7 @@ def test_a_run_over_bytes_takes_no_tokenizer_later(trained, words, capsys):
     assert_refused(status, capsys.readouterr().err, "tokenizer_sha256 is None there")
 
 
+@pytest.mark.costly
 def test_samples_are_words(run, capsys):
     assert main(["sample", "--output", str(run), "--prompt", "def self", "--length", "20"]) == 0
     text = capsys.readouterr().out

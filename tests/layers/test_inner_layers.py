@@ -45,6 +45,7 @@ def subclass(kind: Any, path: str, called: list[str]) -> Any:
     return Own
 
 
+@pytest.mark.costly("experts")
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_subclass_of_an_inner_layer_is_called(name: str) -> None:
     layer, called, inside = LAYERS[name](), [], []
@@ -84,6 +85,7 @@ def test_a_core_of_ones_own_needs_the_attributes_of_the_interface() -> None:
         layer.self_attention(X)
 
 
+@pytest.mark.costly
 def test_a_replaced_norm_of_queries_takes_effect() -> None:
     layer = layers.MultiheadAttention(16, 2, qk_norm_type="RMSNorm", attention_dropout=0.0, rngs=nnx.Rngs(0))
 

@@ -111,6 +111,7 @@ def test_without_a_recipe_nothing_is_kept():
     assert layer.kernel_cache is None
 
 
+@pytest.mark.costly
 def test_a_kept_form_of_another_recipe_is_refused():
     layer, x = Linear(32, 64, rngs=nnx.Rngs(0)), draw("x", (16, 32))
     with autocast(CURRENT):
@@ -132,6 +133,7 @@ def armed():
     return layer
 
 
+@pytest.mark.costly
 def test_the_attribute_stands_in_for_the_argument():
     layer, x = armed(), draw("x", (16, 32))
     assert layer(x) is not None
@@ -269,6 +271,7 @@ def test_a_cache_of_another_model_is_refused():
     assert layer.kernel_cache is None
 
 
+@pytest.mark.costly
 def test_a_layers_own_recipe_in_training_and_evaluation():
     x, layer = draw("x", (16, 32)), Linear(32, 64, rngs=nnx.Rngs(0))
     high = layer(x)

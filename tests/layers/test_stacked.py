@@ -150,6 +150,7 @@ def test_train_steps_quantize_each_layers_kernel_by_itself(recipe: str, mode: st
         assert_same_rounding(ours, expected, TOLERANCE["float32"])
 
 
+@pytest.mark.costly
 def test_a_state_made_later_is_that_of_each_layer() -> None:
     with autocast(RECIPES["delayed"]):
         expected = nnx.state(Stack(nnx.Rngs(0), stacked=True), QuantizerState)

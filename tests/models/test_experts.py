@@ -84,6 +84,7 @@ def with_equal_experts(model, dense):
     return model
 
 
+@pytest.mark.costly
 def test_equal_experts_are_the_dense_model():
     dense = gpt(num_moe_experts=None, moe_layer_freq=1)
     model = with_equal_experts(gpt(nnx.Rngs(1)), dense)
@@ -271,6 +272,7 @@ def test_training_under_a_recipe_on_an_explicit_mesh_is_that_on_an_auto_one():
     assert_close(trained("explicit"), trained("auto"))
 
 
+@pytest.mark.costly
 def test_a_stage_of_a_pipeline_of_ones_own_takes_the_padding():
     fields = BALANCED | {"moe_layer_freq": 1}
     build = functools.partial(MegatronGPTModel, config(**fields), None, V, 2 * S)
@@ -456,6 +458,7 @@ def test_a_checkpoint_keeps_experts_biases_counts_and_scales_for_another_mesh(tm
                     assert_equal(values(step(restored, batch)[0]), values(after))
 
 
+@pytest.mark.costly
 def test_jitter_needs_a_key_in_training():
     model = gpt(moe_input_jitter_eps=0.1)
     with pytest.raises(ValueError, match=r"input_jitter_eps=0\.1"):

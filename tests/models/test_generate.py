@@ -195,6 +195,7 @@ def test_bad_arguments_say_what_is_allowed(prompt: jax.Array, options: dict[str,
         generate(build("gpt2"), prompt, key=KEY, **options)
 
 
+@pytest.mark.costly("2e-38")
 @pytest.mark.parametrize("temperature", [2e-38, 1e-39, 1e-50])
 def test_low_temperatures_take_the_most_likely_token(temperature: float) -> None:
     """By such a divisor logits would be infinite, or nan, and many tokens the most likely one."""

@@ -401,6 +401,7 @@ def test_stages_are_the_whole_model(form: str, recipe: str):
             assert_close(found[name], value, 512 * EPS)
 
 
+@pytest.mark.costly
 def test_stages_take_packed_rows():
     whole, parts = stages("llama")
     packed = {"packed_seq_params": PackedSeqParams(cu_seqlens_q=jnp.array([[0, 3, S]] * B))}
@@ -435,6 +436,7 @@ def test_names_of_stages_are_those_of_the_whole_model():
     assert [f"stage.{name}" for name in own[2]] == list(half[2].state_dict(prefix="stage."))
 
 
+@pytest.mark.costly
 def test_what_stages_refuse():
     _, (first, middle, last) = stages("llama")
     for part in (first, middle, last):

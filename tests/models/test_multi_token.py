@@ -136,6 +136,7 @@ def test_a_mean_of_the_callers_has_the_same_gradient() -> None:
         assert_gradients(gradients_of(model, loss)[1], gradient)
 
 
+@pytest.mark.costly
 def test_megatrons_model_has_its_names_and_the_same_values() -> None:
     tokens, labels, mask = batch()
     model = MegatronGPTModel(GPT2, None, V, S, share_embeddings_and_output_weights=True, rngs=nnx.Rngs(0))
@@ -279,6 +280,7 @@ def test_a_recipe_quantizes_the_depths(recipe: Any) -> None:
     assert 0.0 < error < 0.5
 
 
+@pytest.mark.costly
 def test_deepseeks_form_has_experts_and_latents_at_its_depth() -> None:
     fields: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "add_bias_linear": False}
     fields |= {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}

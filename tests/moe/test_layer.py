@@ -153,6 +153,7 @@ MARKED = [
 ]
 
 
+@pytest.mark.costly("18-4-sigmoid-(2,1)-allofthem-1.0-True-squared_relu-8-12-True-True")
 @pytest.mark.parametrize("case", MARKED)
 def test_the_layer_is_the_oracle(case: Case) -> None:
     data = with_random_numbers(make_data(case), case)

@@ -316,6 +316,7 @@ def test_tokens_travel_once_in_each_direction(dispatcher: Any) -> None:
     assert collectives({"expert": 4}, dispatch=dispatch) == WANTED[dispatcher]
 
 
+@pytest.mark.costly
 def test_kernels_are_gathered_along_fsdp_alone() -> None:
     """Each of two kernels once in each direction, and its gradient is scattered; nothing of them crosses experts."""
     found = collectives({"fsdp": 2, "expert": 2})

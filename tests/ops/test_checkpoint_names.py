@@ -37,6 +37,7 @@ def work(layer: nnx.Module, policy: str) -> Counter[str]:
     return counts
 
 
+@pytest.mark.costly("layernorm_mlp-current")
 @pytest.mark.wide
 @pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block"])
 @pytest.mark.parametrize("layer", list(LAYERS))

@@ -99,6 +99,7 @@ TWICE: dict[str, Callable[[Loss, Any, jax.Array], Any]] = {
 
 
 @pytest.mark.costly(
+    "gradient penalty-linear-current",
     "Hessian, reverse over reverse-layernorm_mlp-block",
     "linear in the cotangent-layernorm_linear-nvfp4",
     "value beside a gradient-layernorm_mlp-current",
@@ -253,7 +254,9 @@ WITHOUT: dict[str, Callable[[], tuple[Callable[..., jax.Array], tuple[Any, ...]]
 }
 
 
-@pytest.mark.costly("attention", "cross-entropy of chunks", "layernorm_mlp", "linear", slow=["transformer_layer"])
+@pytest.mark.costly(
+    "cross-entropy", "attention", "cross-entropy of chunks", "layernorm_mlp", "linear", slow=["transformer_layer"]
+)
 @pytest.mark.parametrize("name", WITHOUT)
 def test_without_a_recipe_they_are_right(name: str) -> None:
     second(*WITHOUT[name]())

@@ -78,7 +78,7 @@ def called(module: nnx.Module, arguments: dict[str, Any], how: str, policy: Any)
     return results, state(module)
 
 
-@pytest.mark.costly("own-grad", "LayerNormLinear-grad", "Dropout-eager", slow=["Linear-jit of grad"])
+@pytest.mark.costly("own-jit", "own-grad", "LayerNormLinear-grad", "Dropout-eager", slow=["Linear-jit of grad"])
 @pytest.mark.parametrize(
     ("name", "how"),
     [

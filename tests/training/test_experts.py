@@ -352,6 +352,7 @@ def test_metrics():
         np.testing.assert_allclose(found[f"router/{name}"], want, rtol=1e-5)
 
 
+@pytest.mark.costly
 def test_metrics_of_a_step():
     """Means over layers, tokens of each expert, and a layer's own where it says so."""
     names = {"experts/aux_loss", "experts/dropped_share", "experts/max_over_mean_load"}
@@ -453,6 +454,7 @@ def test_biases_of_a_stack_follow_their_own_layers_mean():
     np.testing.assert_array_equal(bias, [[-1.0, 1.0], [-1.0, 1.0]])
 
 
+@pytest.mark.costly
 def test_what_a_pipeline_cannot_count_is_refused():
     loss = PipelinedLoss(lambda model, x, key: StackInput(x), lambda model, y, x, key: jnp.mean(y))
     with jax.set_mesh(make_mesh(ParallelConfig(pipeline=2))):

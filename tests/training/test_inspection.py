@@ -240,6 +240,7 @@ def test_looking_changes_nothing(recipe):
     assert seen[0] != seen[2]
 
 
+@pytest.mark.costly
 def test_the_scales_are_those_of_the_step():
     """Delayed scaling: what was inspected is what the next state has recorded."""
     recipe = DelayedScaling(amax_history_len=4)

@@ -181,7 +181,7 @@ USUAL = [
 ]  # fmt: skip
 
 
-@pytest.mark.costly("opaque sam", "plateau", "contrib.muon", "noisy_sgd")
+@pytest.mark.costly("adamw", "opaque sam", "plateau", "contrib.muon", "noisy_sgd")
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in transformations()]

@@ -87,7 +87,7 @@ def logits(model: GPTModel) -> np.ndarray:
     return np.asarray(quick_jit(lambda model, tokens: model(tokens))(model, jnp.asarray(TOKENS)))
 
 
-@pytest.mark.costly("all", "k and up")
+@pytest.mark.costly("q and v", "all", "k and up")
 @pytest.mark.parametrize(
     ("names", "fields", "scale"),
     [

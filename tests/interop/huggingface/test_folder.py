@@ -744,6 +744,7 @@ def test_any_values_are_read_or_refused(data: Any, folder: Path, tmp_path: Path)
     assert refused(tmp_path)
 
 
+@pytest.mark.costly
 @FUZZ
 @given(data=st.data())
 def test_any_fields_of_any_architecture_give_a_form_or_are_refused(data: Any) -> None:

@@ -97,7 +97,14 @@ def arrays_of(model: Any) -> dict[str, Any]:
     return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngState)))
 
 
-@pytest.mark.costly("DeepseekV2ForCausalLM", "Qwen2MoeForCausalLM", "Glm4MoeForCausalLM", "OlmoeForCausalLM")
+@pytest.mark.costly(
+    "DeepseekV3ForCausalLM",
+    "MixtralForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Glm4MoeForCausalLM",
+    "OlmoeForCausalLM",
+)
 @pytest.mark.parametrize("name", FORMS)
 def test_a_model_is_what_was_written(name: str, tmp_path: Path) -> None:
     model = model_of(name)
@@ -364,6 +371,7 @@ def test_models_that_no_architecture_can_say_are_refused(
 # --- tensors
 
 
+@pytest.mark.costly
 def test_the_layer_of_prediction_is_read_or_ignored_by_name(tmp_path: Path) -> None:
     model = model_of("DeepseekV3ForCausalLM")
     save_huggingface(model, tmp_path)
@@ -463,6 +471,7 @@ def in_mxfp4(folder: Path, **changed: np.ndarray | None) -> Path:
     return folder
 
 
+@pytest.mark.costly
 def test_tensors_in_mxfp4_that_stand_for_no_numbers_are_refused_by_name(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.experts.gate_up_proj"
     model = load_huggingface(in_mxfp4(tmp_path / "good"), block_scaled="dequantize")

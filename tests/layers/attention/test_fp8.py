@@ -82,6 +82,7 @@ def test_a_layer_holds_the_state_and_a_step_moves_it_on(recipe):
     assert np.any(np.asarray(plain) != np.asarray(quantized))
 
 
+@pytest.mark.costly
 def test_layers_in_high_precision_keep_their_attention_there():
     x = draw("x", (B, S, H))
     with autocast(CURRENT):
@@ -291,6 +292,7 @@ def test_a_captured_layer():
         assert_close(a, b, 2.0**-16)
 
 
+@pytest.mark.costly
 def test_latent_attention_has_other_heads():
     """Of 192 and 128, as DeepSeek has them: in the compute dtype, and refused where the backend is named."""
     sizes = LatentAttentionOptions(kv_lora_rank=16, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128)
@@ -304,6 +306,7 @@ def test_latent_attention_has_other_heads():
         assert_bitwise(other, output(model, x))
 
 
+@pytest.mark.costly
 def test_a_call_that_cannot_run_in_fp8():
     """A layer's heads of 64: in the compute dtype, and refused where the backend is named."""
     x = draw("x", (B, S, H))
@@ -326,6 +329,7 @@ def test_megatrons_core():
     assert "quantizers.dp.scale" in state_dict(core)
 
 
+@pytest.mark.costly
 def test_linen():
     q = draw("q", (B, S, N, 128))
     module = linen.DotProductAttention(N, 128)

@@ -70,7 +70,7 @@ def inputs(h: int = 32) -> jax.Array:
     return jax.random.normal(jax.random.key(3), (8, S, h))
 
 
-@pytest.mark.costly("queries from the input")
+@pytest.mark.costly("two latents", "queries from the input")
 @pytest.mark.parametrize("kind", KINDS)
 def test_forward_and_gradients_are_megatrons(kind: str) -> None:
     sizes = LatentAttentionOptions(
@@ -105,7 +105,7 @@ def test_forward_and_gradients_are_megatrons(kind: str) -> None:
         np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max(), err_msg=name)
 
 
-@pytest.mark.costly("two latents")
+@pytest.mark.costly("queries from the input", "two latents")
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoding_from_latents_is_the_full_forward(kind: str) -> None:
     layer, x = build(sizes_of(**KINDS[kind])), inputs()

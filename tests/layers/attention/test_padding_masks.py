@@ -25,6 +25,7 @@ def layer(mask_type: str, kind: type[TransformerLayer] = TransformerLayer, **opt
     return kind(H, 32, 2, self_attn_mask_type=mask_type, rngs=nnx.Rngs(0), **(NO_DROPOUT | options))
 
 
+@pytest.mark.costly("padding-None-hidden0")
 @pytest.mark.parametrize(
     ("mask_type", "window", "hidden"),
     [

@@ -43,6 +43,7 @@ def build(**options):
     )
 
 
+@pytest.mark.costly("0.5-True")
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("alpha", [0.5, 0.0, 1.0])
 def test_logits_keep_to_the_threshold_and_other_groups_stay(alpha, bias):
@@ -90,6 +91,7 @@ def test_bad_arguments_say_what_is_allowed(layer, arguments, message):
         clip_qk(layer(), **{"max_logit": jnp.ones(N), **arguments})
 
 
+@pytest.mark.costly("False")
 @pytest.mark.parametrize("built_with", [False, True])
 def test_a_call_asks_for_max_logits(built_with: bool):
     x = draw("x", (2, 8, H))

@@ -157,6 +157,7 @@ def loss_fn(model: Any, x: jax.Array, key: Any) -> jax.Array:
     return jnp.mean(jnp.square(model(x) - 1.0))
 
 
+@pytest.mark.costly
 def test_a_mixture_trains_under_delayed_scaling():
     tx = optax.adam(1e-2)
     with autocast(DELAYED):

@@ -114,6 +114,7 @@ def assert_same_codes(actual: Any, expected: Any, scale: float, what: str) -> No
 
 
 @pytest.mark.costly(
+    "no_mask-current-powers",
     *(f"causal-{name}" for name in RECIPES if name != "delayed"),
     *(f"no_mask-{name}" for name in RECIPES if name != "current-powers"),
     slow=["no_mask-delayed", "no_mask-current", "no_mask-delayed-margin"],
@@ -231,7 +232,7 @@ def test_what_e4m3_gradients_cost(inputs, better):
         assert four < five if better is E4M3 else five < 0.2 < 0.5 < four
 
 
-@pytest.mark.costly("DelayedScaling-normal")
+@pytest.mark.costly("DelayedScaling-outliers", "DelayedScaling-normal")
 @pytest.mark.parametrize("inputs", ["normal", "outliers"])
 @pytest.mark.parametrize("kind", [DelayedScaling, Float8CurrentScaling])
 def test_a_backward_pass_in_high_precision(kind, inputs):

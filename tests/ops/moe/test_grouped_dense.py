@@ -294,6 +294,7 @@ def test_a_program_serves_all_sizes_and_has_no_callback():
     assert "f8e4m3fn[" in compiled_text(call, x, kernel, groups.sizes)
 
 
+@pytest.mark.costly("bf16, gated")
 @pytest.mark.parametrize(("dtype", "out"), [("float32", (N,)), ("bfloat16", (2, 16))], ids=["fp32", "bf16, gated"])
 def test_rows_of_one_feature_are_multiplied_without_a_loop(dtype, out):
     """Such are the probabilities of rows, which biases of experts are multiplied by."""

@@ -31,7 +31,14 @@ def loop(experts, kept, x, alignment, sizes=None):
     return rows, where
 
 
-@pytest.mark.costly("every expert-False-1", "several-False-1", "several-False-4", "every expert-False-4")
+@pytest.mark.costly(
+    "several-True-1",
+    "every expert-True-1",
+    "every expert-False-1",
+    "several-False-1",
+    "several-False-4",
+    "every expert-False-4",
+)
 @pytest.mark.parametrize("alignment", [1, 4])
 @pytest.mark.parametrize("dropped", [False, True])
 @pytest.mark.parametrize("case", CASES)
@@ -84,6 +91,7 @@ def test_a_capacity_bounds_the_rows():
         plan_permutation(experts, 5, pad_to_capacity=True)
 
 
+@pytest.mark.costly
 def test_each_direction_is_the_transpose_of_the_other():
     experts = jnp.asarray(CASES["several"], jnp.int32)
     plan = plan_permutation(experts, 5, kept=jnp.asarray(RNG.random(experts.shape) < 0.7), alignment=4)
