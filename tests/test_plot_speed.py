@@ -75,3 +75,11 @@ def test_nothing_to_draw_is_an_error(tmp_path):
     with pytest.raises(SystemExit, match="no row of jax_te's has a speed_ratio: alone"):
         plot_speed.main(str(tmp_path / "out.svg"), [file])
     assert not (tmp_path / "out.svg").exists()
+
+
+def test_the_plot_of_fp8_attention_has_the_lengths_of_its_table():
+    table = (DOCS / "attention_fp8_measured.md").read_text()
+    lengths = re.findall(r"^\| ([\d,]+) \|", table[table.index("| length |") :].split("\n\n")[0], re.MULTILINE)
+    shown = texts(DOCS / "images" / "attention_fp8.svg")
+    assert len(lengths) > 5
+    assert [text for text in shown if text in lengths] == lengths
