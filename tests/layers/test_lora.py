@@ -117,7 +117,9 @@ def test_the_table_of_bases_has_every_class() -> None:
         return {kind}.union(*map(derived, kind.__subclasses__()))
 
     found = derived(Linear) | derived(LayerNormMLP) | derived(GroupedLinear)
-    assert {kind for kind in found if kind.__module__.startswith("jax_te.")} == set(BASES)
+    # A class that a function makes is none of the package's: `sensitivity` has made some, if it has run.
+    public = {kind for kind in found if kind.__module__.startswith("jax_te.") and "<locals>" not in kind.__qualname__}
+    assert public == set(BASES)
 
 
 @pytest.mark.parametrize("kind", BASES, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")

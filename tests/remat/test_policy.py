@@ -201,7 +201,10 @@ def test_offloading_without_host_memory_says_so() -> None:
         def addressable_memories(self) -> list[Any]:
             return [mock.Mock(kind="device")]
 
-    with mock.patch("jax.devices", return_value=[Device()]), pytest.raises(ValueError, match="toaster has device"):
+    with (
+        mock.patch("jax.local_devices", return_value=[Device()]),
+        pytest.raises(ValueError, match="toaster has device"),
+    ):
         remat(block, W, X, policy="offload_gemms")
 
 

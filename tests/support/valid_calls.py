@@ -375,6 +375,7 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "layers.GroupedLinear.row_groups": lambda f: Call(
         grouped().row_groups, {"x": KERNEL, "group_sizes": [4, 12]}
     ),
+    "layers.GroupedLinear.operand": lambda f: Call(grouped().operand, {"x": KERNEL}),
     "layers.GroupedLoRA.__call__": lambda f: Call(
         layers.GroupedLoRA(grouped(), 2, rngs=nnx.Rngs(0)),
         {"x": KERNEL, "group_sizes": [4, 12], "is_first_microbatch": None},
@@ -589,6 +590,9 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "megatron.TEGroupedLinear.__call__": lambda f: Call(
         megatron.TEColumnParallelGroupedLinear(2, 16, 16, **TE, rngs=nnx.Rngs(0)),
         {"x": KERNEL, "m_splits": [4, 12], "is_first_microbatch": None},
+    ),
+    "megatron.TEGroupedLinear.operand": lambda f: Call(
+        megatron.TEColumnParallelGroupedLinear(2, 16, 16, **TE, rngs=nnx.Rngs(0)).operand, {"x": KERNEL}
     ),
     "megatron.TopKRouter.__call__": lambda f: Call(
         megatron_router(),

@@ -196,7 +196,7 @@ def _centred(call: Fp8Call, k: Array, v: Array) -> tuple[Array, Array, Array, Am
 
     def less(x: Array, mean: Array) -> Array:
         # In fp16 the difference may overflow where the value did not.
-        return show_overflow((x.astype(jnp.float32) - mean).astype(k.dtype))
+        return show_overflow((x.astype(jnp.float32) - mean).astype(k.dtype))  # that of the values, too
 
     # The amaxes follow from the extremes, since rounding keeps the order: no second pass over all positions.
     extremes = jnp.split(less(jnp.concatenate([high, low], axis=1), means), [k.shape[-1]], axis=-1)

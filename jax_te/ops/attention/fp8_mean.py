@@ -22,28 +22,33 @@ def codes_with_mean(out: Array, do: QuantizedTensor, precision: AttentionPrecisi
         do: its gradient, quantized.
         precision: the recipe.
     """
-    gradient = do.values().astype(jnp.float32)
-    total = jnp.sum(out.astype(jnp.float32) * gradient, axis=-1, keepdims=True)
-    first, second = jnp.split(gradient, 2, axis=-1)
-    # Multiples of the gradient itself: of all vectors with this sum the shortest.
-    weight = _per_square(total, first, beside=second)
+    # [b, s, n, 2, dv / 2]
+    halves = do.values().astype(jnp.float32).reshape(*do.shape[:-1], 2, -1)
+    output = out.astype(jnp.float32).reshape(halves.shape)
+    total = _sum_of_row(output * halves)
+    square = jnp.sum(jnp.square(halves), axis=-1, keepdims=True)
+    # The half with the larger values carries the sum, as a multiple of itself: of all vectors with this sum the
+    # shortest. The rounding of its codes leaves about one part in 200 out.
+    leads = jnp.arange(2).reshape(1, 1, 1, 2, 1) == jnp.argmax(square, axis=-2, keepdims=True)
+    top = jnp.max(square, axis=-2, keepdims=True)
+    weight = _ratio(total, top, top > 0.0)
     # A power of two, so that codes do not depend on which rows have one scale, as on a mesh.
-    largest = amax(weight * jnp.max(jnp.abs(first), axis=-1, keepdims=True))
+    largest = amax(weight * jnp.max(jnp.where(leads, jnp.abs(halves), 0.0), axis=(-2, -1), keepdims=True))
     scale = power_of_two_scale(largest, precision.dtype)
-    carried = precision.quantize(weight * first, scale)
-    # The first half carries the sum to about one part in 200, by the rounding of its codes. The second one carries what
-    # is missing as exactly, so that both together are closer than the compute dtype.
-    missing = total - jnp.sum(carried.values().astype(jnp.float32) * first, axis=-1, keepdims=True)
-    rest = precision.quantize(_per_square(missing, second, beside=first) * second, scale)
-    data = jnp.concatenate([carried.data, rest.data], axis=-1)
+    carried = precision.quantize(jnp.where(leads, weight * halves, 0.0), scale)
+    # The other half carries what is missing as exactly, so that both are closer than an output in bf16. Not where it is
+    # so small that this would take larger values than the scale is for.
+    missing = total - _sum_of_row(carried.values().astype(jnp.float32) * halves)
+    usable = ~leads & (square > 0.0) & (square * 64.0 >= top)
+    rest = precision.quantize(_ratio(missing, square, usable) * halves, scale)
+    data = jnp.where(leads, carried.data, rest.data).reshape(do.shape)
     return QuantizedTensor(data=data, scale_inv=carried.scale_inv, dtype=out.dtype)
 
 
-def _per_square(x: Array, half: Array, *, beside: Array) -> Array:
-    """Return ``x / sum(half^2)`` ``[b, s, n, 1]``; 0 where that half of the gradient is small beside the other one.
+def _sum_of_row(x: Array) -> Array:
+    return jnp.sum(x, axis=(-2, -1), keepdims=True)
 
-    There it would take large values to carry a sum, and the scale, which is one for all rows, would follow them.
-    """
-    square, other = (jnp.sum(jnp.square(y), axis=-1, keepdims=True) for y in (half, beside))
-    usable = (square > 0.0) & (square * 64.0 >= other)
-    return jnp.where(usable, x / jnp.where(usable, square, 1.0), 0.0)
+
+def _ratio(x: Array, y: Array, where: Array) -> Array:
+    """Return ``x / y``, and 0 elsewhere."""
+    return jnp.where(where, x / jnp.where(where, y, 1.0), 0.0)

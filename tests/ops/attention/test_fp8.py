@@ -324,6 +324,19 @@ def test_codes_with_the_mean_of_an_output():
     assert ratio.max() <= 2.0**-7
 
 
+@pytest.mark.parametrize("size", [2.0**-10, 1.0, 2.0**13])
+@pytest.mark.parametrize("small", [0.0, 2.0**-6])
+def test_codes_with_a_mean_that_one_half_carries(small, size):
+    """Half of the gradient is 0, or next to it, in all rows: one rounding of each code is left, whatever the size."""
+    precision = attention_precision_of(dataclasses.replace(DELAYED, fp8_dpa_fwd=False))
+    out, do = size * draw("out", (B, 128, 2, D)), draw("do", (B, 128, 2, D))
+    do = do.at[..., : D // 2].multiply(small)
+    quantized = precision.quantize(do, precision.scale_of_amax(amax(do)))
+    codes, gradient = codes_with_mean(out, quantized, precision), np.asarray(quantized.values(), np.float64)
+    sums = (np.sum(np.asarray(x, np.float64) * gradient, axis=-1) for x in (codes.values(), out))
+    assert relative_l2(*sums) <= ROUNDING / 2
+
+
 def test_packed_operands():
     (q, k, v), do = operands()
     packed = jnp.stack((q, k, v), axis=2)
