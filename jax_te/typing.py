@@ -56,7 +56,9 @@ PyTree: TypeAlias = Any
 BackendName: TypeAlias = Literal["auto", "te", "xla"]
 """Names of backends; ``"auto"`` leaves the choice to the library."""
 
-ParallelMode: TypeAlias = Annotated[Literal["column", "row", "Column", "Row"] | None, Words("None, 'column' or 'row'")]
+ParallelMode: TypeAlias = Annotated[
+    Literal["column", "row", "Column", "Row"] | None, Words("None, 'column' or 'row' (also 'Column' or 'Row')")
+]
 """How a linear layer is split over the mesh's tensor axis; Transformer Engine's documents write both forms."""
 
 SplitAxis: TypeAlias = Literal["column", "row"]

@@ -263,7 +263,8 @@ def _check_used(given: Mapping[str, Any], n: Callable[[str], str], balancing: An
         if given[name] != default:
             raise ValueError(
                 f"{n(name)}={given[name]!r} has no effect under {n('load_balancing_type')}={balancing!r}, whose "
-                f"rule for experts and their probabilities does not read it: leave {n(name)} out"
+                f"rule for experts and their probabilities does not read it: leave {n(name)} out, "
+                f"also of a file that says it (Megatron, which ignores it there, computes the same without)"
             )
 
 

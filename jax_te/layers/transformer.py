@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, TypedDict, Unpack
 
@@ -527,6 +526,18 @@ class _SelfAttentionOptions(AttentionOptions, total=False):
     qkv_bias: bool
 
 
+_NOT_OF_LATENT_ATTENTION: dict[str, Any] = {
+    "num_gqa_groups": None,
+    "kv_channels": None,
+    "qk_norm_type": None,
+    "qk_norm_before_rope": False,
+    "qk_norm_across_heads": False,
+    "qkv_bias": False,
+    "fuse_qkv_params": True,
+}
+"""Keywords that `MultiheadAttention` has and `MultiLatentAttention` does not, with their defaults."""
+
+
 def _self_attention(
     h: int, n: int, latent: LatentAttentionOptions | None, *, rngs: nnx.Rngs, **options: Unpack[_SelfAttentionOptions]
 ) -> MultiheadAttention:
@@ -537,12 +548,10 @@ def _self_attention(
     """
     if latent is None:
         return MultiheadAttention(h, n, **options, rngs=rngs)
-    of_latent = inspect.signature(MultiLatentAttention.__init__).parameters
-    given: dict[str, Any] = {}
-    for name, value in options.items():
-        if name in of_latent:
-            given[name] = value
-        elif value != inspect.signature(MultiheadAttention.__init__).parameters[name].default:
+    given: dict[str, Any] = dict(options)
+    for name, default in _NOT_OF_LATENT_ATTENTION.items():
+        value = given.pop(name, default)
+        if value != default:
             raise ValueError(
                 f"{name}={value!r} does not go with latent attention, whose heads have the sizes and norms of "
                 "LatentAttentionOptions; leave it out"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_te._validation import checked, float_dtype
+from jax_te._validation import checked, float_dtype, log_once
 from jax_te.layers import drop_cached_kernels
 from jax_te.megatron.module import MegatronModule
 from jax_te.megatron.sharded_state import sharded_state_dict
@@ -152,7 +152,8 @@ class Float16Module(MegatronModule):
     The wrapped module's parameters and other floating-point Variables are cast in place, except those marked by
     `mark_keep_in_fp32` and quantizer state. The attribute ``compute_dtype`` of a model of `jax_te.models` is set, too,
     wherever it stands in the module: it determines the dtype of activations, as the parameters' dtype does in PyTorch.
-    A module of your own keeps what it has under that name. `jax_te.training.TrainState` holds fp32 masters.
+    A module of your own keeps what it has under that name, which is logged, unless it is an `ActivationDtype`.
+    `jax_te.training.TrainState` holds fp32 masters.
 
     Args:
         config: hashable object whose attribute ``fp16`` or ``bf16`` is True.
@@ -209,6 +210,12 @@ class Float16Module(MegatronModule):
         for _, submodule in nnx.iter_modules(module):
             if isinstance(submodule, ActivationDtype):
                 submodule.compute_dtype = self.dtype
+            elif (own := getattr(submodule, "compute_dtype", None)) is not None and own != self.dtype:
+                log_once(
+                    f"{type(submodule).__name__} keeps its compute_dtype {own}, though "
+                    f"Float16Module runs in {self.dtype}: set it, or derive the class from jax_te.megatron."
+                    "ActivationDtype, whose compute_dtype Float16Module sets"
+                )
         self.module = module
 
     def __call__(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:

@@ -10,10 +10,11 @@ from flax import nnx
 from jax_te._validation import checked
 from jax_te.config import ModelParallelConfig
 from jax_te.layers import GroupedLinear, check_context_size, check_expert_size
+from jax_te.layers.linear import split_axis
 from jax_te.megatron.te_kwargs import in_dtype_of
 from jax_te.megatron.te_layer import TELayer, TELayerOptions
 from jax_te.ops import RowGroups
-from jax_te.typing import Array, Initializer, NoProcessGroups, SplitAxis
+from jax_te.typing import Array, Initializer, NoProcessGroups, ParallelMode
 
 
 @checked
@@ -69,7 +70,7 @@ class TEGroupedLinear(TELayer, GroupedLinear):
         input_size: int,
         output_size: int | tuple[int, ...],
         *,
-        parallel_mode: SplitAxis | None,
+        parallel_mode: ParallelMode,
         config: ModelParallelConfig,
         init_method: Initializer,
         bias: bool,
@@ -83,7 +84,7 @@ class TEGroupedLinear(TELayer, GroupedLinear):
         options = TELayerOptions(
             config=config,
             init_method=init_method,
-            parallel_mode=parallel_mode,
+            parallel_mode=split_axis(parallel_mode),
             bias=bias,
             skip_bias_add=skip_bias_add,
             is_expert=is_expert,

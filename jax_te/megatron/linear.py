@@ -11,6 +11,7 @@ from flax import nnx
 from jax_te._validation import checked
 from jax_te.config import ModelParallelConfig
 from jax_te.layers import Linear, check_context_size, sequence_axes
+from jax_te.layers.linear import split_axis
 from jax_te.megatron.te_kwargs import in_dtype_of
 from jax_te.megatron.te_layer import TELayer, TELayerOptions, check_stride, refuse
 from jax_te.ops import LinearOptions
@@ -78,7 +79,7 @@ class TELinear(TELayer, Linear):
         input_size: int,
         output_size: int,
         *,
-        parallel_mode: Literal["duplicated", "column", "row"] | None,
+        parallel_mode: Literal["duplicated", "column", "row", "Column", "Row"] | None,
         config: ModelParallelConfig,
         init_method: Initializer,
         bias: bool,
@@ -97,7 +98,7 @@ class TELinear(TELayer, Linear):
                 f"a duplicated layer has no tensor parallelism, so tp_group must be None, got {tp_group!r}"
             )
         # Transformer Engine's layers have no mode for a layer that is replicated over tensor ranks.
-        mode = None if parallel_mode == "duplicated" else parallel_mode
+        mode = None if parallel_mode == "duplicated" else split_axis(parallel_mode)
         options = TELayerOptions(
             config=config,
             init_method=init_method,

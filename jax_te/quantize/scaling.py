@@ -180,8 +180,9 @@ def current_attention_scales() -> Iterator[None]:
     """Yield with all scales of FP8 attention computed from the tensors of the call, those that are state, too.
 
     The state's next value then has the amaxes of tensors that are quantized well, whatever its histories are: under the
-    scale 1 of empty ones most gradients would be 0, and so would be the gradients that follow from these. A tensor that
-    a kernel writes quantized is computed twice, the first time for its amax.
+    scale 1 of empty ones most gradients would be 0, and so would be the gradients that follow from these. A pass
+    whose kernels write tensors quantized runs first for their amaxes: forward runs twice, and backward three times,
+    since the gradients of queries, keys and values follow from the quantized gradient of the scores.
 
     >>> from jax_te.quantize import as_float32, init_attention_state, with_max_gradients
     >>> from jax_te.recipe import DelayedScaling

@@ -154,9 +154,11 @@ def value_and_grad(
         ``[]``, and ``grads`` an ``nnx.State`` with the names and shapes of the parameters, in fp32.
 
     Raises:
-        TypeError: for several ``argnums``; when called, if that argument is not an NNX module.
+        TypeError: for several ``argnums``; when called, if that argument is not an NNX module, or if a function that is
+            given as ``scaler`` does not return one.
         ValueError: when called, for a loss that is not a scalar; for a scaler whose scale changes, and which would be a
-            constant of the function that is being compiled, as ``optimizer.scaler`` from outside of it.
+            constant of the function that is being compiled, as ``optimizer.scaler`` from outside of it. The body of a
+            ``jax.lax.scan`` is such a function, also outside of ``nnx.jit``: there the scaler goes into the carry.
 
     Source: ``flax.nnx.value_and_grad``.
 
@@ -217,20 +219,36 @@ def _present_scaler(scaler: LossScale | Callable[[], LossScale] | None, states: 
     """Return the scaler of a call; ``states`` are the states of the model that it differentiates.
 
     Raises:
-        ValueError: for a scaler with arrays that are not traced where the model's are.
+        TypeError: for a function that does not return a scaler.
+        ValueError: for a scaler with arrays that would be constants of the function that is being traced.
     """
     if scaler is None:
         return ConstantLossScale()
     present = scaler if isinstance(scaler, LossScale) else scaler()
+    if not isinstance(present, LossScale):
+        raise TypeError(
+            f"scaler must be a LossScale or a function that returns one, got a function that returned {present!r}; "
+            "give ConstantLossScale() for no scaling"
+        )
     model_is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(states))
-    arrays = [leaf for leaf in jax.tree.leaves(present) if isinstance(leaf, jax.Array)]
-    if model_is_traced and not all(isinstance(array, Tracer) for array in arrays):
+    constants = [
+        leaf for leaf in jax.tree.leaves(present) if isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer)
+    ]
+    if model_is_traced and constants and _is_staged(constants[0]):
         raise ValueError(
             f"value_and_grad has a {type(present).__name__} from outside of the function that is being compiled, where "
             "its scale would stay what it is now. Call value_and_grad inside of that function, with a scaler that "
-            "is among the function's arguments: value_and_grad(loss_fn, scaler=optimizer.scaler)(model)"
+            "is among the function's arguments: value_and_grad(loss_fn, scaler=optimizer.scaler)(model). The body of a "
+            "jax.lax.scan, too, is compiled, and kept for the next call: outside of jit put the scaler into the carry, "
+            "or compile the whole step"
         )
     return present
+
+
+def _is_staged(constant: Array) -> bool:
+    """Return whether operations are being recorded for a function that runs later; False under eager vmap and grad."""
+    # These run operations on arrays that they do not map at once; jit and the loops of jax.lax record all operations.
+    return isinstance(jax.lax.neg(constant), Tracer)
 
 
 def mark_as_scaled(grads: nnx.State, scaler: LossScale) -> nnx.State:

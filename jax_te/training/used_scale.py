@@ -6,6 +6,8 @@ import weakref
 from typing import Any
 
 import jax
+import numpy as np
+from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 
 
@@ -15,8 +17,10 @@ class UsedScale:
     All records are equal: metadata are part of what a compiled function is called with, and gradients of another step
     must not compile it again. For that reason, too, a record tells nothing on the other side of such a function.
 
+    A copy and an unpickled record tell nothing either.
+
     Args:
-        scale: the scale.
+        scale: the scale. None: unknown.
     """
 
     def __init__(self, scale: Any):
@@ -25,16 +29,31 @@ class UsedScale:
         self._trace = get_opaque_trace_state(convention="nnx")
 
     def is_known_to_differ_from(self, scale: Any) -> bool:
-        """Return whether it is another one than ``scale``; False where gradients have left the function that computed
-        them, or entered another, so that nobody can know without a wait for the device."""
+        """Return whether it is another one than ``scale``; False where nobody can know: gradients have left the
+        function that computed them, or entered another, or nothing holds the scale any more."""
         if self._trace != get_opaque_trace_state(convention="nnx"):
             return False
         used = self._scale()
-        # Arrays by identity: an optimizer has a new one after each update, and values are on the device.
-        return used is not scale and (isinstance(scale, jax.Array) or used != scale)
+        if used is None or used is scale:
+            return False
+        if isinstance(used, Tracer) or isinstance(scale, Tracer):
+            return True  # an optimizer has a new one after each update
+        if _is_deleted(used) or _is_deleted(scale):
+            return False
+        # By value: whatever writes an optimizer back, such as nnx.jit, gives it new arrays of the same values. The wait
+        # for the device is rare, since one array serves a whole step otherwise.
+        return bool(np.asarray(used) != np.asarray(scale))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Gradients are stored and copied, and a weak reference is not.
+        return UsedScale, (None,)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, UsedScale)
 
     def __hash__(self) -> int:
         return hash(UsedScale)
+
+
+def _is_deleted(scale: Any) -> bool:
+    return isinstance(scale, jax.Array) and scale.is_deleted()

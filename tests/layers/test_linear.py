@@ -142,7 +142,11 @@ def test_explicit_axes_override_the_mode() -> None:
     [
         (lambda r: Linear(0, F, rngs=r), "in_features must be an integer >= 1, got 0"),
         (lambda r: Linear(H, (2, -1), rngs=r), r"out_features\[1\] must be an integer >= 1, got -1"),
-        (lambda r: Linear(H, F, parallel_mode="diagonal", rngs=r), "must be None, 'column' or 'row', got 'diagonal'"),
+        (lambda r: Linear(H, F, parallel_mode="COLUMN", rngs=r), "also 'Column' or 'Row'.*got 'COLUMN'"),
+        (
+            lambda r: Linear(H, F, parallel_mode="diagonal", rngs=r),
+            "must be None, 'column' or 'row' .*, got 'diagonal'",
+        ),
         (lambda r: Linear(H, F, kernel_axes=("fsdp",), rngs=r), r"1 logical axes .* of shape \(16, 24\)"),
         (lambda r: Linear(H, F, params_dtype=jnp.float8_e4m3fn, rngs=r), "params_dtype must be one of float32"),
         (lambda r: LayerNormLinear(H, F, normalization="L2", rngs=r), "normalization must be one of"),

@@ -377,3 +377,15 @@ def test_compute_dtype_is_set_in_models_and_in_nothing_of_a_users():
     Float16Module(BF16, own)
     assert own.compute_dtype == "what the user means"
     assert own.model.compute_dtype == jnp.bfloat16
+
+
+def test_a_module_that_keeps_its_own_compute_dtype_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    class OwnDtype(nnx.Module):
+        def __init__(self) -> None:
+            self.compute_dtype = jnp.dtype("float32")
+
+    module = Float16Module(
+        TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=1, bf16=True), OwnDtype()
+    )
+    assert module.module.compute_dtype == jnp.float32
+    assert "OwnDtype keeps its compute_dtype float32" in caplog.text

@@ -18,6 +18,7 @@ from jax_te.megatron import (
     Float16Module,
     MegatronModule,
     TEColumnParallelLinear,
+    TEGroupedLinear,
     TELayerNormColumnParallelLinear,
     TELinear,
     TENorm,
@@ -205,3 +206,11 @@ def test_what_is_restored_fills_a_layer():
     layer, other = mlp().fc1, mlp(seed=3).fc1
     load_state_dict(other, state_dict(layer))
     assert_bitwise(other.kernel[...], layer.kernel[...])
+
+
+@pytest.mark.parametrize("mode", ["Column", "Row"])
+def test_parallel_modes_in_both_spellings(mode: Any) -> None:
+    common: dict[str, Any] = {"config": CONFIG, "init_method": CONFIG.init_method, "bias": False, "skip_bias_add": True}
+    layer = TELinear(H, F, parallel_mode=mode, skip_weight_param_allocation=False, **common, rngs=nnx.Rngs(0))
+    assert layer.parallel_mode == mode.lower()
+    assert TEGroupedLinear(2, H, F, parallel_mode=mode, **common, rngs=nnx.Rngs(0)).parallel_mode == mode.lower()

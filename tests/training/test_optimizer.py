@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 from typing import Any
 
 import jax
@@ -394,3 +396,54 @@ def test_a_loss_scale_that_would_never_change_is_refused() -> None:
 
     with pytest.raises(ValueError, match="another loss scale than the optimizer's present one"):
         steps(model, optimizer, x)
+
+
+def test_a_scale_of_the_same_value_in_another_array_is_accepted() -> None:
+    model = build()
+    optimizer = Optimizer(model, optax.sgd(1e-3), scaler=DynamicLossScale())
+    scaler = optimizer.scaler
+    _, grads = value_and_grad(loss_fn, scaler=scaler)(model, X)
+    nnx.jit(lambda optimizer: optimizer.step + 1)(optimizer)
+    assert optimizer.scaler.scale is not scaler.scale  # written back as a new array
+    optimizer.update(model, grads)
+    assert int(optimizer.step[...]) == 1
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda grads: pickle.loads(pickle.dumps(grads))])
+def test_scaled_gradients_are_copied_and_pickled(copied: Any) -> None:
+    model = build()
+    optimizer = Optimizer(model, optax.sgd(1e-3), scaler=DynamicLossScale())
+    grads = value_and_grad(loss_fn, scaler=optimizer.scaler)(model, X)[1]
+    again = copied(grads)
+    assert_same(nnx.as_pure(again), nnx.as_pure(grads))
+    optimizer.update(model, again)
+
+
+def test_a_constant_scale_under_vmap_and_scan() -> None:
+    """Eager vmap runs at once, with the present scale; JAX keeps the body of a scan, with an old one, for later."""
+    model = Linear(16, 16, rngs=nnx.Rngs(0))
+    scaler, (graphdef, state) = DynamicLossScale(), nnx.split(model)
+    x = jnp.ones((16, 16))
+
+    def gradient(state: Any, scaler: Any) -> Any:
+        return nnx.as_pure(value_and_grad(loss_fn, scaler=scaler)(nnx.merge(graphdef, state), x)[1])
+
+    def closed(state: Any) -> Any:
+        return gradient(state, scaler)
+
+    models = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), state)
+    expected = closed(state)["kernel"]
+    found = jax.vmap(closed)(models)["kernel"]
+    np.testing.assert_allclose(found, jnp.stack([expected] * 2), rtol=1e-5, atol=1e-7)  # sums in another order
+    with pytest.raises(ValueError, match="function that is being compiled"):
+        jax.jit(jax.vmap(closed))(models)
+    with pytest.raises(ValueError, match=r"jax.lax.scan.*into the carry"):
+        jax.lax.scan(lambda state, _: (state, closed(state)), state, None, length=1)
+    carry = (state, scaler)
+    _, carried = jax.lax.scan(lambda carry, _: (carry, gradient(*carry)), carry, None, length=1)
+    np.testing.assert_allclose(carried["kernel"][0], expected, rtol=1e-5, atol=1e-7)
+
+
+def test_a_function_that_returns_no_scaler_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"scaler must be a LossScale or a function that returns one.*None"):
+        value_and_grad(loss_fn, scaler=lambda: None)(build(), X)  # type: ignore[arg-type, return-value]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jax_te import autocast, value_and_grad
 from jax_te.config import LatentAttentionOptions, ParallelConfig
 from jax_te.layers import (
     LoRA,
+    MultiheadAttention,
     MultiLatentAttention,
     TransformerLayer,
     YarnScaling,
@@ -21,6 +23,7 @@ from jax_te.layers import (
     init_kv_cache,
     rotary_embedding,
 )
+from jax_te.layers.transformer import _NOT_OF_LATENT_ATTENTION, _SelfAttentionOptions
 from jax_te.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -227,6 +230,15 @@ def test_a_layer_takes_no_option_of_other_attention() -> None:
     for option in ({"num_gqa_groups": 2}, {"qk_norm_type": "RMSNorm"}, {"layer_type": "decoder"}):
         with pytest.raises(ValueError, match="latent attention"):
             TransformerLayer(32, 64, N, latent=sizes_of(), **option, rngs=nnx.Rngs(0))
+
+
+def test_a_layer_gives_latent_attention_the_keywords_that_it_has() -> None:
+    had = inspect.signature(MultiLatentAttention.__init__).parameters.keys()
+    others = inspect.signature(MultiheadAttention.__init__).parameters
+    given = _SelfAttentionOptions.__optional_keys__ | _SelfAttentionOptions.__required_keys__
+    assert given - _NOT_OF_LATENT_ATTENTION.keys() <= had
+    assert not _NOT_OF_LATENT_ATTENTION.keys() & had
+    assert {name: others[name].default for name in _NOT_OF_LATENT_ATTENTION} == _NOT_OF_LATENT_ATTENTION
 
 
 @pytest.mark.parametrize("rank", [16, None])
