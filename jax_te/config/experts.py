@@ -243,7 +243,7 @@ def _check_scores(given: Mapping[str, Any], n: Callable[[str], str], balancing: 
         raise ValueError(f"{n('input_jitter_eps')} must be in [0, 1) or None, got {jitter!r}")
 
 
-_UNUSED = {
+UNREAD_BY_BALANCING = {
     "sinkhorn": {
         "score_function": "softmax",
         "pre_softmax": False,
@@ -258,13 +258,12 @@ _UNUSED = {
 
 def _check_used(given: Mapping[str, Any], n: Callable[[str], str], balancing: Any) -> None:
     """Raise for options that the load balancing does not read, where Megatron ignores them."""
-    unused = _UNUSED.get(balancing, {}) if isinstance(balancing, str) else {}
+    unused = UNREAD_BY_BALANCING.get(balancing, {}) if isinstance(balancing, str) else {}
     for name, default in unused.items():
         if given[name] != default:
             raise ValueError(
                 f"{n(name)}={given[name]!r} has no effect under {n('load_balancing_type')}={balancing!r}, whose "
-                f"rule for experts and their probabilities does not read it: leave {n(name)} out, "
-                f"also of a file that says it (Megatron, which ignores it there, computes the same without)"
+                f"rule for experts and their probabilities does not read it: leave {n(name)} out"
             )
 
 
