@@ -38,8 +38,8 @@ def save_peft(
 
     Where one kernel here has several of transformers' layers, and one adapter, each of these gets the adapter's
     ``lora_A`` and its own part of ``lora_B``. An adapter of which both are zero is left out. The two files replace
-    older ones when both are complete; a call that raises before leaves neither. With several processes all must call this,
-    and the first one writes; if one fails, all raise, and none waits longer than ten minutes for a matrix.
+    older ones when both are complete; a call that raises before leaves neither. With several processes all must call
+    this, and the first one writes; if one fails, all raise, and none waits longer than ten minutes for a matrix.
 
     Args:
         model: a model of `jax_te.models` with `jax_te.layers.LoRA` around some of its linear layers.
