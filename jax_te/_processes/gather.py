@@ -22,7 +22,8 @@ def gather_texts(text: str) -> list[str]:
     """Return the texts of all processes, in their order; all must call this.
 
     Args:
-        text: short text of this process: those of all go through process 0.
+        text: short text of this process. Those of all together go through one key of process 0's store, which takes
+            messages of some megabytes; `Meetings.share` takes a text of any length.
 
     Raises:
         MissedMeeting: if a process has not called this within an hour of another.
@@ -38,12 +39,12 @@ class Failure(NamedTuple):
     """Error that a process has told the others of.
 
     Args:
-        kind: name of its class.
         text: description of it, shortened.
+        is_expected: whether it is one of those that the caller expects.
     """
 
-    kind: str
     text: str
+    is_expected: bool
 
 
 class Attempt(NamedTuple):
@@ -60,7 +61,11 @@ class Attempt(NamedTuple):
     failures: list[Failure | None]
 
 
-def attempt(work: Callable[[], Any], describe: Callable[[Exception], str] = str) -> Attempt:
+def attempt(
+    work: Callable[[], Any],
+    describe: Callable[[Exception], str] = str,
+    expected: type[Exception] | tuple[type[Exception], ...] = (),
+) -> Attempt:
     """Call a function in every process, and return what came of it once all know that of the others.
 
     A process that raised at once would leave the others waiting for it at the next thing that they do together.
@@ -68,11 +73,12 @@ def attempt(work: Callable[[], Any], describe: Callable[[Exception], str] = str)
     Args:
         work: function to call.
         describe: function that returns the text by which the other processes learn of an error.
+        expected: classes of errors that the caller expects, by which the others tell them from all other errors.
     """
     result, error, failure = None, None, None
     try:
         result = work()
     except Exception as raised:
-        error, failure = raised, Failure(type(raised).__name__, shortened(describe(raised), _TEXT))
+        error, failure = raised, Failure(shortened(describe(raised), _TEXT), isinstance(raised, expected))
     told = map(json.loads, gather_texts(json.dumps(failure)))
     return Attempt(result, error, [None if each is None else Failure(*each) for each in told])

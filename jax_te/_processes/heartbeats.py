@@ -29,6 +29,10 @@ _LOCKING, _BETWEEN = 10.0, 0.01
 """Seconds for which a process waits for the lock of its own file, and between two tries."""
 
 
+class SameNumberError(TimeoutError):
+    """Two processes of a run that have the same number."""
+
+
 class LinkedFolderError(ValueError):
     """A folder of a run that is a symbolic link; the message says what to do."""
 
@@ -132,7 +136,7 @@ class Heartbeats:
 
         Raises:
             LinkedFolderError: if the folder is a symbolic link.
-            TimeoutError: if another process holds the lock of this one's file: it has the same number.
+            SameNumberError: if another process holds the lock of this one's file.
         """
         if self._folder.is_symlink():
             raise LinkedFolderError(
@@ -357,7 +361,7 @@ def _lock(file: int, path: Path) -> bool:
         except BlockingIOError:  # another process looks at it, which takes an instant
             if time.monotonic() > deadline:
                 text = f"another process of the run holds it for {_LOCKING:g} s: two have the same number"
-                raise TimeoutError(errno.ETIMEDOUT, text, str(path)) from None
+                raise SameNumberError(errno.ETIMEDOUT, text, str(path)) from None
             time.sleep(_BETWEEN)
         except OSError:  # a file system without locks
             return False

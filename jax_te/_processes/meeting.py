@@ -109,7 +109,8 @@ class Meetings:
         """Return the texts of all processes in their order, once all are here.
 
         Args:
-            text: short text of this process: those of all go through process 0.
+            text: short text of this process. Those of all together are under one key, and the store takes messages of
+                some megabytes; `share` takes a text of any length.
 
         Raises:
             MissedMeeting, OSError, ValueError: see `meet`.

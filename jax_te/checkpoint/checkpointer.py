@@ -142,7 +142,8 @@ class TrainCheckpointer:
                 write its part, is gone, or shows no progress within ``timeout``. Earlier checkpoints are still there.
                 If this save fails, a later call raises.
             ValueError: if the step is saved already, is below the newest one, or is not an integer >= 0; if its folder
-                is there and is not a checkpoint; if ``metrics`` lacks the metric by which the best ones are kept.
+                is there and is not a checkpoint; if ``metrics`` lacks the metric by which the best ones are kept;
+                with several processes, if the folder ``.processes`` beside the checkpoints is a symbolic link.
             TypeError: if JSON cannot hold ``data_state``, or Orbax an array's dtype or its size of zero; for a leaf of
                 the state that is not an array.
         """

@@ -48,12 +48,12 @@ def _damage(error: Exception) -> str:
 
 def in_all_processes(read: Callable[..., Any], *args: Any) -> Any:
     """Return the result of ``read``, or raise in all processes if it raises in one: they would wait for each other."""
-    result, error, failures = attempt(lambda: read(*args))
+    result, error, failures = attempt(lambda: read(*args), expected=DamagedError)
     if error is not None and not isinstance(error, DamagedError):
         raise error
     failed = [failure for failure in failures if failure is not None]
     for failure in failed:
-        if failure.kind != DamagedError.__name__:
+        if not failure.is_expected:
             raise RuntimeError(failure.text)
     if failed:
         raise error or DamagedError(failed[0].text)

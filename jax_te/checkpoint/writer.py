@@ -20,6 +20,7 @@ from jax_te._processes import (
     HEARTBEAT_FOLDER,
     Heartbeats,
     LinkedFolderError,
+    SameNumberError,
     gather_texts,
     in_thread,
     is_first,
@@ -176,7 +177,12 @@ class Writer:
 
     @contextlib.contextmanager
     def explained(self, step: int) -> Iterator[None]:
-        """Turn the errors that Orbax and TensorStore raise for a failed write into one OSError."""
+        """Turn the errors that Orbax and TensorStore raise for a failed write into one OSError.
+
+        Raises:
+            OSError: if the checkpoint cannot be written.
+            LinkedFolderError: if the folder of heartbeats is a symbolic link.
+        """
         try:
             yield
         except (OSError, RuntimeError, ValueError, DamagedError) as error:
@@ -200,6 +206,8 @@ class Writer:
         cause = "no space left on the disk" if full else shortened(str(links[-1]))
         if isinstance(error, _LostProcessError):
             advice = "End this process and start all again"
+        elif isinstance(error, SameNumberError):
+            advice = "End all processes of the run, and start each with a number of its own"
         elif any(_is_of(link, "File exists", errno.EEXIST) for link in links):
             advice = "Another program seems to save in this folder: end it, or save elsewhere"
         else:

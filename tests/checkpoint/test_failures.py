@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
+from jax_te._processes import SameNumberError
 from jax_te.checkpoint import DamagedCheckpointWarning, TrainCheckpointer
 from jax_te.errors import CheckpointMismatchError
 
@@ -400,6 +401,18 @@ def test_a_full_disk_is_called_so(cause, told, number, tmp_path, monkeypatch):
             checkpointer.wait()
         assert errno.errorcode[caught.value.errno] == number
         assert caught.value.filename == str(tmp_path)
+
+
+def test_two_processes_of_one_number_are_not_told_to_free_space(tmp_path):
+    error = SameNumberError(errno.ETIMEDOUT, "two have the same number")
+    with (
+        TrainCheckpointer(tmp_path) as checkpointer,
+        pytest.raises(OSError, match="could not be saved") as caught,
+        checkpointer._writer.explained(1),
+    ):
+        raise error
+    assert "start each with a number of its own" in str(caught.value)
+    assert "Free some space" not in str(caught.value)
 
 
 def test_a_loop_that_asks_at_each_step_is_told_at_once(tmp_path, monkeypatch):

@@ -152,3 +152,119 @@ def test_remains_of_a_killed_call_are_no_part_of_the_next(tmp_path: Path) -> Non
             file.write(b"a")
         new.part("b").write_bytes(b"b")
     assert contents(tmp_path) == {"a": b"a", "b": b"b"}
+
+
+def failing(method: Callable[..., Any], name: str, error: BaseException) -> Callable[..., Any]:
+    """Return a method of paths that fails for one name."""
+
+    def call(path: Path, *args: Any, **options: Any) -> Any:
+        if path.name == name:
+            raise error
+        return method(path, *args, **options)
+
+    return call
+
+
+IO_ERROR = OSError(errno.EIO, "Input/output error")
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "error", "left", "told"),
+    [
+        ("replace", "a.part", IO_ERROR, {"a.part": b"new", "b.part": b"new"}, "rename a.part, b.part to"),
+        ("replace", "b.part", IO_ERROR, {"a": b"new", "b.part": b"new"}, "rename b.part to"),
+        (
+            "unlink",
+            "c",
+            IO_ERROR,
+            {"b": b"old", "c": b"old", "a.part": b"new", "b.part": b"new"},
+            "remove c, then rename a.part, b.part to",
+        ),
+        ("replace", "b.part", KeyboardInterrupt(), {"a": b"new", "b.part": b"new"}, "rename b.part to"),
+    ],
+    ids=["first rename", "second rename", "removal", "Ctrl-C"],
+)
+def test_an_exchange_that_fails_keeps_what_is_complete(
+    method: str,
+    name: str,
+    error: BaseException,
+    left: dict[str, bytes],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for old in ("a", "b", "c"):
+        (tmp_path / old).write_bytes(b"old")
+    with monkeypatch.context() as patched:
+
+        def exchange() -> None:
+            with whole_or_nothing(tmp_path) as new:
+                new.part("a").write_bytes(b"new")
+                new.part("b").write_bytes(b"new")
+                new.replaces(tmp_path / old for old in ("a", "c", "b"))
+                patched.setattr(Path, method, failing(getattr(Path, method), name, error))
+
+        with pytest.raises(type(error)) as raised:
+            exchange()
+    assert told in " ".join([str(raised.value), *getattr(raised.value, "__notes__", ())])
+    assert contents(tmp_path) == left
+
+
+@pytest.mark.parametrize("save", ["model", "adapter"])
+def test_a_model_is_not_lost_if_its_files_cannot_be_renamed(
+    save: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = gpt()
+    if save == "adapter":
+        proj = model.layers[0].self_attention.proj
+        model.layers[0].self_attention.proj = LoRA(proj, 2, rngs=nnx.Rngs(0))
+        model.layers[0].self_attention.proj.lora_b[...] += 1.0
+    write = {"model": save_huggingface, "adapter": save_peft}[save]
+    write(model, tmp_path)
+    before = contents(tmp_path)
+    tensors = next(name for name in before if name.endswith(".safetensors"))
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", failing(Path.replace, f"{tensors}.part", IO_ERROR))
+        with pytest.raises(OSError, match=rf"rename {tensors}\.part, .*config\.json\.part to the names without"):
+            write(model, tmp_path)
+    left = contents(tmp_path)
+    assert {name: left[f"{name}.part"] for name in before} == before
+    write(model, tmp_path)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_folder_in_the_place_of_a_file_is_refused_before_the_exchange(when: str, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"old")
+
+    def exchange() -> None:
+        with whole_or_nothing(tmp_path) as new:
+            new.part("a").write_bytes(b"new")
+            if when == "before":
+                (tmp_path / "b").mkdir()
+            new.part("b").write_bytes(b"new")
+            (tmp_path / "b").mkdir()
+
+    with pytest.raises(IsADirectoryError, match="remove it"):
+        exchange()
+    assert contents(tmp_path) == {"a": b"old"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_a_part_that_cannot_be_removed_leaves_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched, contextlib.suppress(ValueError), whole_or_nothing(tmp_path) as new:
+        new.part("a")
+        new.part("b")
+        patched.setattr(Path, "unlink", failing(Path.unlink, "a.part", IO_ERROR))
+        raise ValueError("refused")
+    assert [*contents(tmp_path)] == ["a.part"]
+
+
+def test_a_distributed_checkpoint_leaves_the_parts_of_another_writer(tmp_path: Path) -> None:
+    (tmp_path / "__0_0.distcp.part").write_bytes(b"of another program")
+    (tmp_path / "__0_1.distcp.part").write_bytes(b"of another program")
+    for _ in range(2):
+        write_torch_distributed(tmp_path, {"a": np.ones(2, np.float32)})
+    files = sorted(contents(tmp_path))
+    assert [name for name in files if name.endswith(".part")] == ["__0_0.distcp.part", "__0_1.distcp.part"]
+    assert len(files) == 4

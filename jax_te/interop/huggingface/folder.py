@@ -128,7 +128,7 @@ def write_folder(
     tensors: Iterable[tuple[str, np.ndarray]],
     max_shard_size: int,
 ) -> None:
-    """Write ``config.json``, and tensors to one file or to several with an index, and remove an older model there.
+    """Write ``config.json``, and tensors to one file or to several with an index, in place of an older model there.
 
     Args:
         new: new files of the folder.
@@ -151,20 +151,17 @@ def write_folder(
         new.part(INDEX).write_text(json.dumps(index, indent=2))
     # The last: it makes the folder a model.
     new.part(CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    _remove_model(new.folder)
+    new.replaces(_model_files(new.folder))
 
 
-def _remove_model(folder: Path) -> None:
-    """Remove the model of a folder, whose new files are all there under other names.
+def _model_files(folder: Path) -> list[Path]:
+    """Return the files of the model in a folder, to be removed in this order.
 
     ``config.json`` goes first and comes last: a call that is interrupted meanwhile leaves the old model, the new one,
     or a folder that nothing loads, but never tensors under the configuration of others.
     """
-    (folder / CONFIG).unlink(missing_ok=True)
     # Also those that no new file replaces: a reader takes the single file before an index.
-    for path in folder.iterdir():
-        if _OURS.fullmatch(path.name):
-            path.unlink()
+    return [folder / CONFIG, *sorted(path for path in folder.iterdir() if _OURS.fullmatch(path.name))]
 
 
 def _take(stream: Iterator[tuple[str, np.ndarray]], count: int) -> Iterator[tuple[str, np.ndarray]]:

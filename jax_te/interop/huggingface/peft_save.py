@@ -38,8 +38,8 @@ def save_peft(
 
     Where one kernel here has several of transformers' layers, and one adapter, each of these gets the adapter's
     ``lora_A`` and its own part of ``lora_B``. An adapter of which both are zero is left out. The two files replace
-    older ones when both are complete; a call that raises leaves neither. With several processes all must call this,
-    and the first one writes; if one fails, all raise, and none waits longer than ten minutes for a matrix.
+    older ones when both are complete; a call that raises before leaves neither. With several processes all must call
+    this, and the first one writes; if one fails, all raise, and none waits longer than ten minutes for a matrix.
 
     Args:
         model: a model of `jax_te.models` with `jax_te.layers.LoRA` around some of its linear layers.
@@ -52,7 +52,8 @@ def save_peft(
     Raises:
         ValueError: for a model without adapters, or with nothing but zeros; for adapters of layers that the
             architecture does not have, of experts, and of parts of one of its layers; for a folder that holds a model.
-        OSError: if the first process cannot write; if another process fails, or is waited for in vain (TimeoutError).
+        OSError: if the first process cannot write; if it cannot give the complete files their names: the message says
+            what to do; if another process fails, or is waited for in vain (TimeoutError).
 
     Source: ``PeftModel.save_pretrained`` of PEFT.
 
@@ -105,7 +106,7 @@ def _write(
         write_file(new.part(ADAPTER_TENSORS), plan, stream)
         new.part(ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
         # Not there while tensors are exchanged: an interrupted call leaves no tensors under the fields of others.
-        (folder / ADAPTER_CONFIG).unlink(missing_ok=True)
+        new.replaces([folder / ADAPTER_CONFIG])
 
 
 def _adapters(model: Any) -> list[tuple[str, LoRA]]:

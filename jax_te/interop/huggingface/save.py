@@ -58,10 +58,10 @@ def save_huggingface(
     """Write a model so that transformers loads it: ``config.json`` and safetensors.
 
     The files are written tensor by tensor under other names, and replace older ones when all are complete; a call that
-    raises leaves none of them, and an interrupted one never tensors under the ``config.json`` of others. With several
-    processes all must call this, and the first one writes, one parameter after the other, whose shards it fetches one
-    by one; if one process fails, all raise, and none waits longer than ten minutes for a parameter. Quantizer states
-    are not part of such a folder. Values that are not finite are written as they are.
+    raises before leaves none of them, and an interrupted one never tensors under the ``config.json`` of others. With
+    several processes all must call this, and the first one writes, one parameter after the other, whose shards it
+    fetches one by one; if one process fails, all raise, and none waits longer than ten minutes for a parameter.
+    Quantizer states are not part of such a folder. Values that are not finite are written as they are.
 
     Args:
         model: a model of `jax_te.models`.
@@ -82,7 +82,8 @@ def save_huggingface(
         ValueError: for a model that no architecture, or not this one, can represent; the message names the options. For
             parameters that adapters added; that are stored quantized, without ``block_scaled`` or in another form. For
             a folder that holds an adapter; for finite values beyond the largest of ``dtype``.
-        OSError: if the first process cannot write; if another process fails, or is waited for in vain (TimeoutError).
+        OSError: if the first process cannot write; if it cannot give the complete files their names: the message says
+            what to do; if another process fails, or is waited for in vain (TimeoutError).
 
     Source: ``save_pretrained`` of transformers.
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jax_te._validation import checked
-from jax_te._whole_files import PART, NewFiles, whole_or_nothing
+from jax_te._whole_files import NewFiles, whole_or_nothing
 from jax_te.interop.torch.read_distributed import METADATA
 from jax_te.interop.torch.stored_tensor import Piece, StoredTensor
 from jax_te.interop.torch.write_file import TORCH_NAMES, pickled, write_archive
@@ -24,7 +24,8 @@ def write_torch_distributed(folder: str | Path, entries: Mapping[str, Any]) -> N
 
     Every chunk gets its own file, as with ``FileSystemWriter(single_file_per_rank=False)``, and chunks are read and
     written one after the other. The files replace an older checkpoint in the folder when all are complete; a call that
-    raises leaves none of them.
+    raises before leaves none of them. Files that end in ``.part``, of a call that was killed, stay: they may be those
+    of a program that is still writing.
 
     Args:
         folder: folder to write; made if missing.
@@ -33,21 +34,23 @@ def write_torch_distributed(folder: str | Path, entries: Mapping[str, Any]) -> N
 
     Raises:
         TypeError: for other values, and for dtypes that torch lacks.
+        OSError: if a file cannot be written, or cannot get its name: the message says what to do.
 
     Source: ``torch.distributed.checkpoint.FileSystemWriter``.
 
     >>> write_torch_distributed("iter_0000100", {"weight": np.zeros((2, 3), np.float32)})  # doctest: +SKIP
     """
     folder = Path(folder)
-    older = [*folder.glob("*.distcp"), *folder.glob(f"*.distcp{PART}")]  # parts are of a call that was killed
-    # Rank numbers in names have no meaning to readers: here they distinguish the files from those they replace.
-    rank = next(n for n in itertools.count() if not any(folder.glob(f"__{n}_*.distcp")))
+    older = [*folder.glob("*.distcp")]
+    # Rank numbers in names have no meaning to readers: here they distinguish the files from those they replace, and
+    # from parts, which another program may be writing.
+    rank = next(n for n in itertools.count() if not any(folder.glob(f"__{n}_*.distcp*")))
     files = (f"__{rank}_{number}.distcp" for number in itertools.count())
     with whole_or_nothing(folder) as new:
         metadata = _write_entries(new, files, entries)
         new.part(METADATA).write_bytes(metadata)  # the last: it names the others
     for file in older:
-        file.unlink(missing_ok=True)  # parts have got other names
+        file.unlink(missing_ok=True)  # the description names others
 
 
 def _write_entries(new: NewFiles, files: Iterator[str], entries: Mapping[str, Any]) -> bytes:
