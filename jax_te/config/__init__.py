@@ -9,7 +9,14 @@ from jax_te.config.attention import (
     is_windowed_layer,
 )
 from jax_te.config.cuda_graph import CudaGraphConfig
-from jax_te.config.experts import LOAD_BALANCING_TYPES, DispatchOptions, ExpertsConfig, MoEOptions, RouterOptions
+from jax_te.config.experts import (
+    LOAD_BALANCING_TYPES,
+    UNREAD_BY_BALANCING,
+    DispatchOptions,
+    ExpertsConfig,
+    MoEOptions,
+    RouterOptions,
+)
 from jax_te.config.initializers import NormalInit, normal_init, scaled_normal_init
 from jax_te.config.kernel_counts import depth_projection, layer_kernels
 from jax_te.config.mesh import MESH_AXES, ParallelConfig

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from jax_te.config import TransformerConfig
+from jax_te._validation import log_once
+from jax_te.config import UNREAD_BY_BALANCING, TransformerConfig
 from jax_te.errors import CheckpointMismatchError
 from jax_te.interop.tables import Fields, Options, Table
 
@@ -88,12 +89,26 @@ def read_experts(given: Fields) -> Options:
         return {}
     frequency = given.raw("moe_layer_freq")
     raw = {name: given.raw(name) for name in _RAW}
+    flags = {name: given.take(name, kind, default) for name, (kind, default) in _FLAGS.items()}
     return {
         "num_moe_experts": count,
         "moe_layer_freq": 1 if frequency is None else frequency,
-        **{name: given.take(name, kind, default) for name, (kind, default) in _FLAGS.items()},
+        **_without_unread(flags, raw["moe_router_load_balancing_type"]),
         **{name: value for name, value in raw.items() if value is not None},
     }
+
+
+def _without_unread(flags: Options, balancing: Any) -> Options:
+    """Return flags with the defaults of those that Megatron does not read under a method of load balancing.
+
+    A config with another value would be refused. An expert bias stays: it has a tensor in the checkpoint.
+    """
+    unread = UNREAD_BY_BALANCING.get(balancing, {}) if isinstance(balancing, str) else {}
+    defaults = {f"moe_router_{name}": default for name, default in unread.items() if name != "enable_expert_bias"}
+    for name, default in defaults.items():
+        if flags[name] != default:
+            log_once(f"{name}={flags[name]!r} of the checkpoint is left out: load balancing {balancing!r} ignores it")
+    return {**flags, **defaults}
 
 
 def write_experts(options: Options) -> Mapping[str, Any]:

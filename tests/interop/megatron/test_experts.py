@@ -75,6 +75,16 @@ def test_a_model_is_written_and_read(form: str, tmp_path: Any) -> None:
     assert_same(load_megatron(tmp_path / "dist"), model)
 
 
+def test_what_megatrons_sinkhorn_does_not_read_is_left_out(tmp_path: Any) -> None:
+    """A config would refuse it; Megatron computes the same with any value."""
+    model = build("biases")
+    save_megatron(model, tmp_path)
+    flags = {"moe_router_load_balancing_type": "sinkhorn", "moe_router_pre_softmax": True}
+    config = load_megatron(tmp_path, args=flags | {"moe_router_score_function": "sigmoid"}).config
+    assert config.moe_router_load_balancing_type == "sinkhorn"
+    assert (config.moe_router_pre_softmax, config.moe_router_score_function) == (False, "softmax")
+
+
 @pytest.mark.costly("torch")
 @pytest.mark.parametrize("format", ["torch", "torch_dist"])
 def test_a_bias_of_experts_stays_fp32_in_a_checkpoint_of_another_dtype(format: Any, tmp_path: Any) -> None:
