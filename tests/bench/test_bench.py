@@ -15,13 +15,13 @@ from jax_te.cli.main import main
 from jax_te.cli.presets import PRESETS, Preset
 from tests.support.runs import assert_refused
 
-QUICK = ["--batch-size", "4", "--seq-len", "32", "--num-heads", "4", "--rounds", "2", "--calls", "1"]
-QUICK += ["--backend", "xla"]
+WITHOUT_HEADS = ["--batch-size", "4", "--seq-len", "32", "--rounds", "2", "--calls", "1", "--backend", "xla"]
+QUICK = [*WITHOUT_HEADS, "--num-heads", "4"]
 WIDTHS = ["--hidden-size", "64", "--ffn-hidden-size", "128"]
 
 
-def rows(capsys, what, *argv):
-    assert main(["bench", what, *QUICK, *argv]) == 0
+def rows(capsys, what, *argv, sizes=QUICK):
+    assert main(["bench", what, *sizes, *argv]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
 
 
@@ -29,7 +29,7 @@ def rows(capsys, what, *argv):
 def test_modules_and_recipes(capsys, tmp_path):
     modules = ["layernorm_mlp", "layernorm_linear"]
     options = ["--modules", *modules, "--recipes", "none", "delayed", "--output", str(tmp_path / "rows.json")]
-    found = rows(capsys, "layer", *WIDTHS, *options)
+    found = rows(capsys, "layer", *WIDTHS, *options, sizes=WITHOUT_HEADS)
     assert [row["name"] for row in found] == [
         f"jax_te {module} {recipe} (xla)" for module in modules for recipe in ("none", "delayed")
     ]
