@@ -39,7 +39,7 @@ from jax_te.layers.keywords import (
 )
 from jax_te.layers.layernorm_linear import LayerNormLinear
 from jax_te.layers.layernorm_mlp import LayerNormMLP, check_elementwise
-from jax_te.layers.linear import Linear
+from jax_te.layers.linear import Linear, split_axis
 from jax_te.layers.lora import LoRA, lora_labels, without_adapter
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.model_kernels import (

@@ -9,8 +9,7 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.config import ModelParallelConfig
-from jax_te.layers import GroupedLinear, check_context_size, check_expert_size
-from jax_te.layers.linear import split_axis
+from jax_te.layers import GroupedLinear, check_context_size, check_expert_size, split_axis
 from jax_te.megatron.te_kwargs import in_dtype_of
 from jax_te.megatron.te_layer import TELayer, TELayerOptions
 from jax_te.ops import RowGroups

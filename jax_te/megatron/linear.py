@@ -10,8 +10,7 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.config import ModelParallelConfig
-from jax_te.layers import Linear, check_context_size, sequence_axes
-from jax_te.layers.linear import split_axis
+from jax_te.layers import Linear, check_context_size, sequence_axes, split_axis
 from jax_te.megatron.te_kwargs import in_dtype_of
 from jax_te.megatron.te_layer import TELayer, TELayerOptions, check_stride, refuse
 from jax_te.ops import LinearOptions
