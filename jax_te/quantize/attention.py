@@ -29,7 +29,6 @@ AttentionTensor = Literal["q", "k", "v", "s", "o", "do", "dp", "dq", "dk", "dv"]
 """A tensor that FP8 attention quantizes: queries, keys, values; the softmax ``s`` and the output; the output's
 gradient, that of the scaled scores, ``dp``, and those of queries, keys and values. The names are cuDNN's."""
 
-
 AttentionState = dict[str, AmaxState]
 """State of FP8 attention, a scale and an amax history for each role of `AttentionPrecision.roles`."""
 
