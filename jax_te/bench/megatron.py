@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import selectors
@@ -20,11 +21,19 @@ import numpy as np
 from jax_te._device import default_device, default_platform
 from jax_te.bench.contestants import Contestant
 from jax_te.bench.settings import GIB, Sizes
-from jax_te.config import ActivationParams, RouterOptions
+from jax_te.config import ActivationParams, LatentAttentionOptions, RouterOptions, TransformerConfig
 from jax_te.recipe import DelayedScaling, Format, Recipe
 
 MEGATRON_RECIPES = {"delayed": "delayed", "current": "tensorwise", "block": "blockwise"}
 """Megatron-Core's names of recipes; others are compared with its bf16 step."""
+
+_ACTIVATIONS: dict[Any, str] = {"gelu": "gelu", "swiglu": "silu", "qgeglu": "quick_gelu"}
+"""Megatron-Core's names of activations, gated ones without their gate."""
+
+_NOT_DESCRIBED = ("block_output_layernorm", "block_input_layernorm", "parallel_attention_mlp", "logit_softcap")
+_NOT_DESCRIBED += ("qk_layernorm_across_heads", "layernorm_zero_centered_gamma")
+_NOT_DESCRIBED += ("moe_latent_size", "moe_shared_expert_gate", "moe_apply_probs_on_input")
+"""Fields of a `TransformerConfig` that change a layer, and that Megatron-Core is not told."""
 
 PATIENCE_S = 20.0
 _PROGRAM = Path(__file__).parent / "peers" / "megatron_core.py"
@@ -200,6 +209,9 @@ def megatron_model(
         fp32_gradients: whether several ranks, and microbatches, accumulate gradients in fp32; else in bf16.
         tokens: batch of every step, integers ``[b, s + 1]``. None: random tokens.
 
+    Raises:
+        ValueError: for a model that Megatron-Core does not have, see `check_same_form`.
+
     Source: ``megatron.core.transformer.TransformerConfig``.
 
     >>> from jax_te.config import TransformerConfig
@@ -209,7 +221,8 @@ def megatron_model(
     'delayed'
     """
     config, axes = sizes.config, {} if sizes.mesh is None else dict(sizes.mesh.shape)
-    llama = config.activation == "swiglu"
+    check_same_form(config)
+    activation, rope = _ACTIVATIONS[config.activation], sizes.positions == "rope"
     fields: dict[str, Any] = {
         "num_layers": config.num_layers,
         "hidden_size": config.hidden_size,
@@ -219,16 +232,25 @@ def megatron_model(
         "ffn_hidden_size": config.ffn_hidden_size,
         "normalization": config.normalization,
         "qk_layernorm": config.qk_layernorm,
-        "gated_linear_unit": llama,
+        "gated_linear_unit": config.gated_linear_unit,
+        "activation_func_clamp_value": config.activation_func_clamp_value,
+        "glu_linear_offset": config.glu_linear_offset,
         "add_bias_linear": config.add_bias_linear,
+        "add_qkv_bias": config.add_qkv_bias,
+        "softmax_type": config.softmax_type,
+        "window_size": config.window_size,
+        "window_attn_skip_freq": config.window_attn_skip_freq,
+        "mtp_num_layers": config.mtp_num_layers,
+        "mtp_loss_scaling_factor": config.mtp_loss_scaling_factor,
+        "mtp_use_repeated_layer": config.mtp_use_repeated_layer,
         "tensor_model_parallel_size": axes.get("tensor", 1),
         "pipeline_model_parallel_size": axes.get("pipeline", 1),
         "sequence_parallel": config.sequence_parallel,
         # All of its fusions except sums of gradients, which the program itself decides.
         "bias_activation_fusion": True,
-        "bias_dropout_fusion": True,
+        "bias_dropout_fusion": config.num_moe_experts is None or not config.add_bias_linear,  # else it refuses to run
         "cross_entropy_loss_fusion": True,
-        "apply_rope_fusion": llama,
+        "apply_rope_fusion": rope,
         "attention_softmax_in_fp32": False,
         **_recipe_fields(recipe),
     }
@@ -236,12 +258,14 @@ def megatron_model(
         fields |= _experts_fields(config.router_options(), config.moe_ffn_hidden_size)
         fields["moe_layer_freq"] = config.moe_layer_freq
         fields["moe_shared_expert_intermediate_size"] = config.moe_shared_expert_intermediate_size
+    if config.latent_attention is not None:
+        fields |= _latent_fields(config.latent_attention)
     return {
         "config": fields,
-        "activation": "silu" if llama else "gelu",
+        "activation": activation,
         "form": {
             "vocab_size": sizes.vocabulary,
-            "position_embedding_type": "rope" if llama else "learned_absolute",
+            "position_embedding_type": sizes.positions,
             "share_embeddings_and_output_weights": sizes.tied,
         },
         "batch": sizes.batch // sizes.microbatches // (axes.get("data", 1) * axes.get("fsdp", 1)),
@@ -252,6 +276,18 @@ def megatron_model(
         "fp32_gradients": fp32_gradients,
         "rows": None if tokens is None else tokens.tolist(),
     }
+
+
+def check_same_form(config: TransformerConfig) -> None:
+    """Raise ValueError for layers that `megatron_model` cannot describe to Megatron-Core."""
+    if config.activation not in _ACTIVATIONS:
+        raise ValueError(
+            f"--peer megatron is for the activations {', '.join(_ACTIVATIONS)}, and the model's is {config.activation}"
+        )
+    default = TransformerConfig(num_layers=1, hidden_size=1, num_attention_heads=1)
+    found = [name for name in _NOT_DESCRIBED if getattr(config, name) != getattr(default, name)]
+    if found:
+        raise ValueError(f"--peer megatron has no layers with {', '.join(found)}; leave the peer out")
 
 
 def megatron_experts(
@@ -301,6 +337,16 @@ def megatron_experts(
     return {"config": fields, "activation": name, "tokens": tokens}
 
 
+def _latent_fields(latent: LatentAttentionOptions) -> dict[str, Any]:
+    """Return the fields of Megatron-Core's configuration of multi-latent attention.
+
+    Its angles are YaRN's with Megatron-Core's defaults: with others it rotates by slower kernels.
+    """
+    sizes = dataclasses.asdict(latent)
+    normalized = sizes.pop("latent_layernorm")
+    return {"multi_latent_attention": True, "rope_type": "yarn", "qk_layernorm": normalized, **sizes}
+
+
 def _experts_fields(router: RouterOptions, ffn_hidden_size: int | None) -> dict[str, Any]:
     """Return the fields of Megatron-Core's configuration of dropless experts, with all that it fuses."""
     return {
@@ -309,6 +355,9 @@ def _experts_fields(router: RouterOptions, ffn_hidden_size: int | None) -> dict[
         "moe_router_topk": router.topk,
         "moe_router_score_function": router.score_function,
         "moe_router_pre_softmax": router.pre_softmax,
+        "moe_router_topk_scaling_factor": router.topk_scaling_factor,
+        "moe_router_num_groups": router.num_groups,
+        "moe_router_group_topk": router.group_topk,
         "moe_router_load_balancing_type": router.load_balancing_type,
         "moe_aux_loss_coeff": router.aux_loss_coeff,
         "moe_z_loss_coeff": router.z_loss_coeff,

@@ -48,6 +48,7 @@ class Sizes:
         mesh: mesh that the step runs on, or None.
         distributed_optimizer: whether replicas split masters and optimizer state.
         tied: the embedding's rows are the head's, too.
+        positions: position embedding, ``"rope"`` or ``"learned_absolute"``.
     """
 
     config: TransformerConfig
@@ -58,3 +59,4 @@ class Sizes:
     mesh: Mesh | None = None
     distributed_optimizer: bool = False
     tied: bool = True
+    positions: str = "learned_absolute"

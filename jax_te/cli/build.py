@@ -19,8 +19,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jax_te.checkpoint import DamagedCheckpointWarning, TrainCheckpointer
+from jax_te.cli.model_config import add_adapters, build_described, load_pretrained
 from jax_te.cli.precision_rules import apply_rules
-from jax_te.cli.pretrained import add_adapters, build_pretrained, load_pretrained
 from jax_te.cli.run_config import RunConfig
 from jax_te.config import PipelineConfig
 from jax_te.data import TextData, TrainBatches, heldout_batches
@@ -56,10 +56,10 @@ def first_model(config: RunConfig) -> GPTModel | Callable[[nnx.Rngs], GPTModel]:
     Raises:
         ValueError: for a folder that cannot be read.
     """
-    if config.init_from is None or config.architecture is None:
+    if config.init_from is None or config.model_config is None:
         return model_builder(config)
     fields = config.library_fields()
-    model = load_pretrained(config.init_from, config.architecture, config.ignore_fields, fields, _execution(config))
+    model = load_pretrained(config.init_from, config.model_config, config.ignore_fields, fields, _execution(config))
     return _finished(config, model, nnx.Rngs(config.seed))
 
 
@@ -86,8 +86,9 @@ def build_model(config: RunConfig, *, execution: Execution | None = None) -> Cal
     execution = execution or _execution(config)
 
     def build(rngs: nnx.Rngs) -> GPTModel:
-        if config.architecture is not None:
-            return build_pretrained(config.architecture, config.ignore_fields, config.library_fields(), execution)
+        if config.model_config is not None:
+            text, fields = config.model_config, config.library_fields()
+            return build_described(text, config.ignore_fields, fields, execution, rngs)
         return GPTModel(
             config.transformer_config(),
             vocab_size=config.vocab_size,

@@ -28,8 +28,8 @@ from jax_te.cli.command_options import (
     UPCYCLED,
     ConvertOptions,
 )
+from jax_te.cli.model_config import field_names, merge_adapters
 from jax_te.cli.option_table import check_effects
-from jax_te.cli.pretrained import field_names, merge_adapters
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CONFIG_FILE, read_config
 from jax_te.data import TOKENIZER_FILE
@@ -207,9 +207,9 @@ def _model_of_run(options: ConvertOptions, source: Path, config: RunConfig) -> A
 
 def _architecture(config: RunConfig | None) -> str | None:
     """Return the architecture with which a run began, None for another model: the first one that fits."""
-    if config is None or config.architecture is None:
+    if config is None or config.model_config is None:
         return None
-    (name,) = named_classes(json.loads(config.architecture))
+    (name,) = named_classes(json.loads(config.model_config))
     return name
 
 
@@ -220,9 +220,9 @@ def _beside_run(run: Path, config: RunConfig) -> Iterator[Path]:
     With that folder's other files of its tokenizer and of generation, as long as it is where it was.
     """
     # Another tokenizer has other token IDs.
-    known = config.architecture is not None and config.tokenizer == config.init_from
+    known = config.init_from is not None and config.tokenizer == config.init_from
     with tempfile.TemporaryDirectory() as name:
-        (Path(name) / CONFIG).write_text(str(config.architecture) if known else "{}")
+        (Path(name) / CONFIG).write_text(str(config.model_config) if known else "{}")
         if known and config.init_from is not None:
             for path in companions(Path(config.init_from)):
                 shutil.copyfile(path, Path(name) / path.name)

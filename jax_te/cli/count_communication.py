@@ -100,7 +100,7 @@ def _axis_to_extend(config: RunConfig) -> str | None:
 def _layers_to_compile(config: RunConfig) -> tuple[int, ...]:
     """Return one number of layers, the model's, or two smaller ones whose difference the other layers repeat."""
     stages, pipeline = (config.parallel_config() or ParallelConfig()).pipeline, PipelineConfig.parse(config.pipeline)
-    single = config.precision_config is not None or config.architecture is not None  # which name single layers
+    single = config.precision_config is not None or config.model_config is not None  # which name single layers
     single |= pipeline.first_layers is not None or pipeline.last_layers is not None
     if single or runs_scanned(config.scan_layers, config.num_layers):
         return (config.num_layers,)

@@ -15,9 +15,9 @@ from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_model_state, contexts, warnings_as_lines
 from jax_te.cli.command_options import A_FOLDER, A_RUN, EvalOptions
 from jax_te.cli.memory import SKIP_CHECK, check_fits, check_memory
+from jax_te.cli.model_config import field_names
 from jax_te.cli.option_table import check_effects, memory_advice
 from jax_te.cli.options import DEFAULT_RUN
-from jax_te.cli.pretrained import field_names
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CHECKPOINT_FOLDER, holds_run, read_config
 from jax_te.cli.run_text import run_text, run_tokenizer, unit

@@ -128,7 +128,7 @@ class DataOptions:
         PATH, "tokenizer.json file, or a folder that contains one", None, shown="--init-from's, or bytes"
     )
     seq_len: int = option(
-        Text("N", number(int, 2)), "sequence length in tokens", shown="the preset's, or with --init-from at most 512"
+        Text("N", number(int, 2)), "sequence length in tokens", shown="the preset's, or with a config.json at most 512"
     )
 
 
@@ -162,7 +162,14 @@ class ModelOptions:
         library=("attention_dropout", "hidden_dropout"),
     )
     init_from: str | None = option(FOLDER, "Hugging Face model folder to fine-tune", None)
-    ignore_fields: str | None = option(FIELD_NAMES, IGNORED_FIELDS.format("--init-from"), None, shown="none")
+    model_config: str | None = option(
+        Text("PATH", str),
+        "config.json in Hugging Face's form, or a folder with one: the model to train from new weights",
+        None,
+    )
+    ignore_fields: str | None = option(
+        FIELD_NAMES, IGNORED_FIELDS.format("--init-from or --model-config"), None, shown="none"
+    )
     lora_rank: int | None = option(
         SIZE, "rank of LoRA adapters, which alone are then trained; needs --init-from", None, shown="no adapters"
     )
@@ -400,7 +407,6 @@ class Recorded:
     tokenizer_sha256: str | None = option(
         Text("HASH", matching("[0-9a-f]{64}", "a SHA-256")), "checksum of the file", None
     )
-    architecture: str | None = option(Text("JSON", str), "config.json of --init-from", None)
 
 
 # Dataclasses take the fields of their bases from the last one on: config.json begins with the data.

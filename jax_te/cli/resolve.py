@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from jax_te._device import default_platform
+from jax_te.cli.model_config import described_values, read_model_config
 from jax_te.cli.option_table import check_effects
 from jax_te.cli.options import DEVICES, RULES, TENSOR_RANKS, GivenOptions
 from jax_te.cli.precision_rules import read_rules
 from jax_te.cli.presets import PRESETS
-from jax_te.cli.pretrained import pretrained_values
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CONFIG_FILE, changed_fields, check_resumable, holds_run, read_config
 from jax_te.cli.run_text import tokenizer_values
@@ -53,6 +53,8 @@ def resolve(options: GivenOptions, output: Path) -> tuple[RunConfig, bool]:
     if "precision_config" in given:
         # The text, not the name: the run keeps its rules even if the file changes.
         given["precision_config"] = read_rules(given["precision_config"])
+    if "model_config" in given:
+        given["model_config"] = read_model_config(given["model_config"])
     saved = read_config(output)
     if not holds_run(output):
         if saved is None or changed_fields(saved, given):
@@ -91,7 +93,7 @@ def check_given(config: RunConfig, given: Collection[str]) -> None:
 def new_config(given: dict[str, Any]) -> RunConfig:
     """Return the configuration of a new run from the options that are given; others are its preset's or defaults."""
     name = given.get("preset", DEFAULT_PRESET)
-    first = pretrained_values(given) if "init_from" in given else {}
+    first = described_values(given)
     values = {"preset": name} | PRESETS[name].values | first | given
     if "tokenizer" in values:
         values |= tokenizer_values(values["tokenizer"], first.get("vocab_size"))

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
+from jax_te.cli.model_config import as_run, check_described
 from jax_te.cli.option_table import check_effects, flag
 from jax_te.cli.options import OF_MESH, OPTIONS, RULES, ExpertOptions, RunOptions
 from jax_te.cli.precision_rules import quantization_rules
-from jax_te.cli.pretrained import as_run, check_pretrained
 from jax_te.cli.run_recipe import RECIPE_FIELDS, build_recipe, recipe_defaults
 from jax_te.config import DENSE_RECOMPUTE_MODULES, ParallelConfig, TransformerConfig
 from jax_te.megatron import RecipeConfig
@@ -34,8 +34,9 @@ _OF_THE_MODEL = {field.name for field in dataclasses.fields(TransformerConfig)} 
 class RunConfig(RunOptions):
     """Everything that decides what a run trains: an option of ``jax-te train`` in each field, see `OPTIONS`.
 
-    Values are those of the command line, with ``data``, ``tokenizer`` and ``init_from`` absolute paths and
-    ``precision_config`` a file's text. A field of the recipe that is None becomes the recipe's default, if it has that
+    Values are those of the command line, with ``data``, ``tokenizer`` and ``init_from`` absolute paths,
+    ``precision_config`` a file's text, and ``model_config`` that of a ``config.json``, of ``init_from`` if that is
+    given. A field of the recipe that is None becomes the recipe's default, if it has that
     field.
 
     Args:
@@ -54,7 +55,7 @@ class RunConfig(RunOptions):
             # None stands for the library's or the recipe's default, where it is one.
             if row is not None and (value is not None or field.default is not None):
                 object.__setattr__(self, field.name, row.check(field.name, value))
-        check_pretrained(self)
+        check_described(self)
         self._check_heads()
         self._check_experts()
         self._check_quantized_layers()
@@ -85,9 +86,9 @@ class RunConfig(RunOptions):
     def transformer_config(self) -> TransformerConfig:
         """Return the model's configuration."""
         fields = self.library_fields()
-        if self.architecture is None:
+        if self.model_config is None:
             return TransformerConfig(**fields)
-        return as_run(self.architecture, self.ignore_fields, fields).config
+        return as_run(self.model_config, self.ignore_fields, fields).config
 
     def library_fields(self) -> dict[str, Any]:
         """Return the fields of a `TransformerConfig` that the options set."""
@@ -137,7 +138,7 @@ class RunConfig(RunOptions):
         return config
 
     def _check_heads(self) -> None:
-        if self.architecture is not None:
+        if self.model_config is not None:
             return  # whose heads may have any size
         hidden, heads, groups = self.hidden_size, self.num_heads, self.num_query_groups
         if hidden % heads and self.kv_channels is None:
@@ -151,7 +152,7 @@ class RunConfig(RunOptions):
 
     def _check_experts(self) -> None:
         """Raise ValueError for options of layers with experts in a model without them."""
-        if self.num_experts is not None or self.architecture is not None:
+        if self.num_experts is not None or self.model_config is not None:
             return
         for field in dataclasses.fields(ExpertOptions):
             if (value := getattr(self, field.name)) != field.default:

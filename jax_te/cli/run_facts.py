@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from jax_te._device import default_device
 from jax_te.cli.loop import LoopResult
+from jax_te.cli.model_config import model_type
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CHECKPOINT_FOLDER, PROFILE_FOLDER
 from jax_te.cli.run_recipe import RECIPE_FIELDS
@@ -78,7 +79,11 @@ def step_work(config: RunConfig) -> StepWork:
 
 def _model(run: StartedRun) -> str:
     config = run.config
-    name = config.preset if config.init_from is None else Path(config.init_from).name
+    name = config.preset
+    if config.init_from is not None:
+        name = Path(config.init_from).name
+    elif config.model_config is not None:
+        name = model_type(config.model_config)
     groups = "" if config.num_query_groups == config.num_heads else f" in {config.num_query_groups} groups"
     dtypes = config.params_dtype
     if config.compute_dtype != config.params_dtype:

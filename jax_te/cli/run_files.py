@@ -124,6 +124,6 @@ def check_resumable(saved: RunConfig, given: Mapping[str, Any], directory: Path)
 
 def _shown(name: str, value: Any) -> str:
     """Return a value for a message; for a file's text, its size and checksum."""
-    if name != "precision_config" or value is None:
+    if name not in ("precision_config", "model_config") or value is None:
         return str(value)
     return f"a file of {len(value)} characters (CRC {zlib.crc32(value.encode()):08x})"

@@ -29,8 +29,8 @@ def tokenizer_values(path: str, vocab_size: int | None) -> dict[str, Any]:
     rows = vocab_size or -(-tokenizer.vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     if tokenizer.vocab_size > rows:
         raise ValueError(
-            f"{tokenizer.path} has {tokenizer.vocab_size} tokens, and --init-from's model knows {rows}; give the "
-            "--tokenizer that it was trained with"
+            f"{tokenizer.path} has {tokenizer.vocab_size} tokens, and the model's config.json {rows} (vocab_size); "
+            "give the --tokenizer that it was made for"
         )
     return {"tokenizer": path, "tokenizer_sha256": tokenizer.sha256, "vocab_size": rows}
 

@@ -219,6 +219,8 @@ class GPTModel(torch.Anything):
 import os
 
 class TransformerConfig:
+    num_moe_experts = mtp_num_layers = None
+
     def __init__(self, **fields):
         if os.environ.get("STAND_IN") == "no such form":
             raise ValueError("no such form")
@@ -227,6 +229,9 @@ class TransformerConfig:
         if "num_moe_experts" in fields:
             import torch
             torch.note(config=self.fields)
+
+class MLATransformerConfig(TransformerConfig):
+    pass
 """,
 }
 OPTIONS = ["--preset", "tiny", "--vocab-size", "64", "--rounds", "3", "--calls", "2", "--backend", "xla"]

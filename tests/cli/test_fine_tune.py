@@ -14,8 +14,8 @@ from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli import memory
 from jax_te.cli.build import abstract_model_state, contexts
 from jax_te.cli.main import main
+from jax_te.cli.model_config import FORM
 from jax_te.cli.parser import build_parser, options_from
-from jax_te.cli.pretrained import FORM
 from jax_te.cli.resolve import resolve
 from jax_te.cli.run_files import read_config
 from jax_te.config import TransformerConfig

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from flax import nnx
+
 from jax_te.config import TransformerConfig
 from jax_te.interop.huggingface.architectures.registry import read_form
 from jax_te.interop.tables import Form
@@ -128,7 +130,7 @@ def family_form(name: str, layers: int = 2, **fields: Any) -> tuple[Any, Form]:
 def family_model(name: str, layers: int = 2, execution: Execution | None = None, **fields: Any) -> Any:
     """Return a small model of a class with random weights."""
     architecture, form = family_form(name, layers, **fields)
-    return architecture.build(form, execution or Execution())
+    return architecture.build(form, execution or Execution(), nnx.Rngs(0))
 
 
 def family_config(name: str) -> TransformerConfig:

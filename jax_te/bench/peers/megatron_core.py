@@ -54,8 +54,8 @@ def build_layer_step(layer: dict[str, Any]) -> Callable[[], None]:
     """Return a function that takes a step: forward and backward of an expert layer on random tokens.
 
     Args:
-        layer: ``config``, arguments of Megatron-Core's ``TransformerConfig``; ``activation``, a name in
-            ``torch.nn.functional``, or Megatron-Core's own ``quick_gelu``; ``tokens``, their number.
+        layer: ``config``, arguments of Megatron-Core's ``TransformerConfig``; ``activation``, a name that
+            `find_activation` knows; ``tokens``, their number.
     """
     import torch
     from megatron.core.fp8_utils import get_fp8_context
@@ -64,11 +64,8 @@ def build_layer_step(layer: dict[str, Any]) -> Callable[[], None]:
 
     start_ranks(1, 1)
     bf16 = torch.bfloat16
-    if layer["activation"] == "quick_gelu":
-        from megatron.core.fusions.fused_bias_geglu import quick_gelu as activation
-    else:
-        activation = getattr(torch.nn.functional, layer["activation"])
-    fields = {"bf16": True, "params_dtype": bf16, "activation_func": activation, "num_layers": 1}
+    fields = {"bf16": True, "params_dtype": bf16, "activation_func": find_activation(layer["activation"])}
+    fields["num_layers"] = 1
     config = TransformerConfig(**fields, hidden_dropout=0.0, attention_dropout=0.0, **layer["config"])
     build = get_moe_module_spec(use_te=True, num_experts=config.num_moe_experts, moe_grouped_gemm=True)
     experts = build(config=config, layer_number=1).cuda().to(bf16)
@@ -89,38 +86,56 @@ def build_layer_step(layer: dict[str, Any]) -> Callable[[], None]:
     return step
 
 
+def find_activation(name: str) -> Callable[..., Any]:
+    """Return the activation with a name in ``torch.nn.functional``, or Megatron-Core's own ``quick_gelu``."""
+    if name == "quick_gelu":
+        from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+        return quick_gelu
+    import torch
+
+    return getattr(torch.nn.functional, name)
+
+
 def build_train_step(model: dict[str, Any]) -> Callable[[], None]:
     """Return a function that takes a train step: forward, backward, AdamW on fp32 masters of bf16 parameters.
 
     Args:
-        model: ``config``, arguments of Megatron-Core's ``TransformerConfig``; ``activation``, a name in
-            ``torch.nn.functional``; ``form``, arguments of its ``GPTModel``; ``batch`` and ``sequence``, of what one
-            rank runs at a time; ``microbatches``; ``distributed_optimizer``; ``fp32_gradients``, whether buffers add up
-            and reduce them in fp32; ``rows``, token IDs of the whole batch, or None for random ones.
+        model: ``config``, arguments of Megatron-Core's ``TransformerConfig``, or of its ``MLATransformerConfig``;
+            ``activation``, a name that `find_activation` knows; ``form``, arguments of its ``GPTModel``; ``batch`` and
+            ``sequence``, of what one rank runs at a time; ``microbatches``; ``distributed_optimizer``;
+            ``fp32_gradients``, whether buffers add up and reduce them in fp32; ``rows``, token IDs of the whole batch,
+            or None for random ones.
     """
     import torch
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer.module import Float16Module
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     stages = model["config"]["pipeline_model_parallel_size"]
     first, last = start_ranks(model["config"]["tensor_model_parallel_size"], stages)
     together = torch.distributed.get_world_size() > 1 or model["microbatches"] > 1
-    bf16, activation = torch.bfloat16, getattr(torch.nn.functional, model["activation"])
+    bf16, activation = torch.bfloat16, find_activation(model["activation"])
     fields = {"bf16": True, "params_dtype": bf16, "pipeline_dtype": bf16, "activation_func": activation}
     fields |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     # What a stage has sent it frees, as in Megatron-LM's own training.
     fields["deallocate_pipeline_outputs"] = True
     # GEMMs that add to the gradients' buffers: the head's needs a kernel of APEX.
     fields["gradient_accumulation_fusion"] = together and find_spec("fused_weight_gradient_mlp_cuda") is not None
-    config = TransformerConfig(**fields, **model["config"])
-    if model["config"].get("num_moe_experts") is None:
+    if (window := model["config"].get("window_size")) is not None:
+        fields["window_size"] = tuple(window)  # JSON has lists alone
+    kind = MLATransformerConfig if model["config"].get("multi_latent_attention") else TransformerConfig
+    config = kind(**(model["config"] | fields))
+    if config.num_moe_experts is None and kind is TransformerConfig:
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=model["config"]["qk_layernorm"])
     else:
         spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=True)
     form = {"max_sequence_length": model["sequence"], "pre_process": first, "post_process": last, **model["form"]}
+    if config.mtp_num_layers is not None:
+        depths = gpt_layer_specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True)
+        form["mtp_block_spec"] = depths
     gpt = GPTModel(config=config, transformer_layer_spec=spec, **form)
     gpt = Float16Module(config, gpt.cuda())
     gpt, update = update_together(config, gpt, model) if together else update_alone(gpt)

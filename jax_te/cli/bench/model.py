@@ -1,4 +1,4 @@
-"""``jax-te bench model``: train steps of a preset's model, next to te.jax's or Megatron-Core's."""
+"""``jax-te bench model``: train steps of a preset's or a file's model, next to te.jax's or Megatron-Core's."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from jax_te.bench import Row, Settings, Variant, bench_train_steps, check_megatron
+from jax_te.bench import Row, Settings, Variant, bench_train_steps, check_megatron, check_same_form
 from jax_te.cli.bench.options import BenchModel
 from jax_te.cli.bench.preset_config import check_parameters_fit, preset_config, sizes_of
 from jax_te.cli.bench.rows import show_rows
 from jax_te.cli.build import build_model
-from jax_te.cli.option_table import check_effects
-from jax_te.cli.presets import PRESETS
+from jax_te.cli.model_config import read_model_config
+from jax_te.cli.option_table import check_effects, flag
 from jax_te.cli.run_config import RunConfig
 from jax_te.config import ParallelConfig, PipelineConfig
 from jax_te.data import Tokenizer, load_text
@@ -37,11 +37,13 @@ def run(options: BenchModel) -> int:
     """
     check_effects(options, {"--data": options.data is not None})
     _check_vocabulary(options)
-    forms = {recipe: _forms(options, recipe) for recipe in options.recipes}
+    described = _described(options)
+    forms = {recipe: _forms(options, recipe, described) for recipe in options.recipes}
+    configs = [config for made in forms.values() for _, config, _ in made]
     if options.peer == "te":
-        _check_te(options)
+        _check_te(options, configs)
     elif options.peer == "megatron":
-        _check_megatron(options)
+        _check_megatron(options, configs)
     return show_rows(_rows(options, forms, _tokens(options, forms)), options.output)
 
 
@@ -51,24 +53,37 @@ def _check_vocabulary(options: BenchModel) -> None:
         raise ValueError(f"--tokenizer has a vocabulary of its own; leave --vocab-size {options.vocab_size} out")
 
 
-def _check_te(options: BenchModel) -> None:
+def _described(options: BenchModel) -> str | None:
+    """Return the text of ``--model-config``, None without.
+
+    Raises:
+        ValueError: for a file that cannot be read, and for options that it decides.
+    """
+    if options.model_config is None:
+        return None
+    wrong = [name for name in ("preset", "vocab_size") if getattr(options, name) != getattr(BenchModel, name)]
+    if wrong:
+        raise ValueError(f"--model-config says what the model is; leave {', '.join(map(flag, wrong))} out")
+    return read_model_config(options.model_config)
+
+
+def _check_te(options: BenchModel, configs: list[RunConfig]) -> None:
     """Raise ValueError if te.jax's GPT cannot be compared with the model."""
     if options.mesh is not None or options.microbatches > 1:
         raise ValueError("--peer te is a GPT on one device, without microbatches; leave out --mesh and --microbatches")
-    form = PRESETS[options.preset].values
-    if (form["normalization"], form["position_embedding"]) != ("LayerNorm", "learned_absolute"):
-        raise ValueError(
-            f"--peer te is a GPT in GPT-2's form, and {options.preset} is not; take one of the gpt presets"
-        )
+    if any((each.normalization, each.position_embedding) != ("LayerNorm", "learned_absolute") for each in configs):
+        raise ValueError("--peer te is a GPT in GPT-2's form, and the model is not; take one of the gpt presets")
     ok, reason = available()
     if not ok:
         raise ValueError(f"--peer te: {reason}")
 
 
-def _check_megatron(options: BenchModel) -> None:
+def _check_megatron(options: BenchModel, configs: list[RunConfig]) -> None:
     """Raise ValueError if Megatron-Core's GPT cannot be compared with the model."""
     sizes = ParallelConfig() if options.mesh is None else ParallelConfig.parse(options.mesh)
-    if "num_experts" in PRESETS[options.preset].values and sizes.num_devices > 1:
+    for config in configs:
+        check_same_form(config.transformer_config())
+    if sizes.num_devices > 1 and any(config.num_experts is not None for config in configs):
         raise ValueError(f"--peer megatron runs experts on one device; leave --mesh {options.mesh} out")
     if sizes.num_devices != sizes.pipeline * sizes.data * sizes.fsdp * sizes.tensor:
         raise ValueError(f"--peer megatron has the axes pipeline, data, fsdp and tensor; got --mesh {options.mesh}")
@@ -113,8 +128,12 @@ def _variant(name: str, config: RunConfig, execution: Execution) -> Variant:
     )
 
 
-def _forms(options: BenchModel, recipe: str) -> list[Form]:
-    """Return name, configuration and execution of every variant of the model to measure under a recipe."""
+def _forms(options: BenchModel, recipe: str, described: str | None) -> list[Form]:
+    """Return name, configuration and execution of every variant of the model to measure under a recipe.
+
+    Args:
+        described: text of the ``config.json`` of the model, None for a preset's.
+    """
     forms = []
     names = ("stack", "recompute", "pipeline", "batch_parts", "wgrad_dtype", "reduce_gradients")
     for stack, way, schedule, parts, wgrad, when in itertools.product(*(getattr(options, name) for name in names)):
@@ -122,10 +141,12 @@ def _forms(options: BenchModel, recipe: str) -> list[Form]:
             options.preset,
             recipe,
             way,
+            model_config=described,
             num_layers=options.num_layers,
-            vocab_size=options.vocab_size,
+            vocab_size=options.vocab_size if described is None else None,
             tokenizer=options.tokenizer,
             batch_size=options.batch_size,
+            seq_len=options.seq_len,
             microbatches=options.microbatches,
             mesh=options.mesh,
             sequence_parallel=options.sequence_parallel,

@@ -186,9 +186,13 @@ class BenchModel:
     """
 
     preset: str = _preset()
+    model_config: str | None = option(
+        PATH, "config.json in Hugging Face's form, or a folder with one: the model, in place of a preset's", None
+    )
     num_layers: int | None = _num_layers()
     vocab_size: int = _vocab_size()
     batch_size: int | None = option(SIZE, "sequences per step, over all devices", None, shown="the preset's")
+    seq_len: int | None = option(SIZE, "sequence length in tokens", None, shown="the preset's")
     microbatches: int = _size("number of microbatches per step, over which gradients are accumulated", 1)
     data: str | None = option(
         PATH, "text or tokens of the batch, a file or a folder, as jax-te train reads them", None, shown="random tokens"

@@ -1,4 +1,4 @@
-"""The configuration of a preset that ``jax-te bench`` measures, and its sizes."""
+"""The configuration of a preset, or of a ``config.json``, that ``jax-te bench`` measures, and its sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def preset_config(preset: str, recipe: str, way: str = "none", **fields: object)
     """Return the configuration of a preset in bf16 under a recipe.
 
     Args:
-        preset, recipe: names of a preset and a recipe.
+        preset, recipe: names of a preset and a recipe. The preset is not read if there is a ``model_config``.
         way: way of recomputation, as `jax_te.cli.bench.options.recompute` reads it.
         fields: other fields of `RunConfig`. None: the preset's.
 
@@ -24,6 +24,8 @@ def preset_config(preset: str, recipe: str, way: str = "none", **fields: object)
     # The dtype of a GPU, also where this runs on a CPU.
     given: dict[str, object] = {"preset": preset, "recipe": recipe, "params_dtype": "bfloat16"}
     given |= {name: value for name, value in fields.items() if value is not None}
+    if "model_config" in given:
+        del given["preset"]
     if way in POLICIES:
         given |= {"recompute_granularity": "full", "recompute_policy": way}
     elif ":" in way:
@@ -55,4 +57,5 @@ def sizes_of(config: RunConfig) -> Sizes:
         mesh=None if parallel is None else make_mesh(parallel),
         distributed_optimizer=config.distributed_optimizer,
         tied=config.tie_embeddings,
+        positions=config.position_embedding,
     )

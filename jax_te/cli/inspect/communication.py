@@ -11,6 +11,7 @@ from typing import Any
 from jax_te.cli.count_communication import counted
 from jax_te.cli.inspect.options import InspectCommunication
 from jax_te.cli.inspect.trained import run_or_preset
+from jax_te.cli.model_config import read_model_config
 from jax_te.cli.option_table import flag, options_of
 from jax_te.cli.options import OPTIONS, TrainOptions
 from jax_te.cli.parser import build_parser
@@ -67,6 +68,8 @@ def _config(options: InspectCommunication, given: dict[str, Any]) -> tuple[RunCo
     given = given | {"factory_modules": options.factory_modules}
     if "precision_config" in given:
         given["precision_config"] = read_rules(given["precision_config"])
+    if "model_config" in given:
+        given["model_config"] = read_model_config(given["model_config"])
     saved, name = run_or_preset(options.output, options.preset)
     mesh = options.mesh or (saved.mesh if saved else None)
     if mesh is None:

@@ -249,10 +249,10 @@ class Architecture:
         options = {**{name: getattr(form.config, name) for name in _CONFIG_FIELDS}, **form.others}
         return {name: options.get(ours) for name, (ours, _) in self.fields.items()} | dict(self.write(options))
 
-    def build(self, form: Form, execution: Execution) -> Any:
-        """Return a model with this form."""
+    def build(self, form: Form, execution: Execution, rngs: nnx.Rngs) -> Any:
+        """Return a model with this form, and with new weights."""
         arguments = dict(form.others)
         multipliers = arguments.pop("multipliers")
-        model = self.model(form.config, **arguments, execution=execution, rngs=nnx.Rngs(0))
+        model = self.model(form.config, **arguments, execution=execution, rngs=rngs)
         model.multipliers = multipliers
         return model

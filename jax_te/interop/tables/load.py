@@ -77,13 +77,17 @@ def load_tensors(
     of_parameters = {name for path, entry in entries.items() if not is_state(path) for name in entry.names}
     params_dtype = _one_dtype(dtype, [tensors[name] for name in of_parameters], folder)
     form = form.run_as(config or {}, params_dtype, architecture.described_by)
-    model = nnx.eval_shape(lambda: architecture.build(form, execution))
+
+    def new_model() -> Any:
+        return architecture.build(form, execution, nnx.Rngs(0))
+
+    model = nnx.eval_shape(new_model)
     if prepare is not None:
         prepare(model, entries, tensors)
     graphdef, params, rest = nnx.split(model, stored_in(entries), ...)
     if jax.tree.leaves(rest):
         # Quantizer states get initial values; the compiler drops the random parameters.
-        rest = jax.jit(lambda: nnx.state(architecture.build(form, execution), nnx.Not(stored_in(entries))))()
+        rest = jax.jit(lambda: nnx.state(new_model(), nnx.Not(stored_in(entries))))()
     mesh = jax.sharding.get_mesh()
     leaves = leaves_with_axes(params)
     places = [None] * len(leaves) if mesh.empty else shardings_of(params, mesh)

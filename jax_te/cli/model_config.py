@@ -1,4 +1,4 @@
-"""Runs that fine-tune a Hugging Face model: its configuration, its weights, and adapters."""
+"""Runs of a model that a ``config.json`` describes, new or fine-tuned: its form, its weights, and adapters."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from flax import nnx
 
 from jax_te.cli.option_table import flag, options_of
 from jax_te.cli.options import ExpertOptions, ModelOptions
-from jax_te.interop.huggingface import CONFIG, config_values, load_huggingface, read_form
+from jax_te.data import ByteTokenizer
+from jax_te.interop.huggingface import CONFIG, config_values, json_file, load_huggingface, read_form
 from jax_te.interop.tables import Architecture, Form
 from jax_te.layers import GroupedLinear, GroupedLoRA, LoRA
 from jax_te.models import Execution, GPTModel, RotaryPositions
 
-_OWN = ("dropout", "init_from", "ignore_fields", "lora_rank", "lora_alpha")
+_OWN = ("dropout", "init_from", "model_config", "ignore_fields", "lora_rank", "lora_alpha")
 _OWN += ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_token_dispatcher_type", "moe_expert_rank_capacity_factor")
 EXPERTS = {name: row for name, row in options_of(ExpertOptions).items() if name not in _OWN}
-"""Options of layers with experts that the folder's configuration decides."""
+"""Options of layers with experts that a ``config.json`` decides."""
 
 FORM = {name: row for name, row in options_of(ModelOptions).items() if name not in _OWN} | EXPERTS
-"""Options that the folder's configuration decides."""
+"""Options that a ``config.json`` decides."""
 
 _SAID = {name for field, row in FORM.items() for name in row.library or (field,)} | {"params_dtype"}
 _MAX_LAYERS = range(10_000)
@@ -31,32 +32,56 @@ _LENGTH = 512
 """Default sequence length."""
 
 
-def pretrained_values(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a run's configuration that follow from ``--init-from``.
+_SOURCES = ("init_from", "model_config")
+"""Options that name a ``config.json``."""
 
-    Args:
-        given: options that are given, ``init_from`` among them.
+
+def read_model_config(path: str) -> str:
+    """Return the text of the ``config.json`` of ``--model-config``, which may name its folder.
 
     Raises:
-        ValueError: for a folder that cannot be read, and for options that its configuration decides.
+        ValueError: for a file that cannot be read, or is not a JSON object.
     """
-    folder = Path(given["init_from"])
+    place = Path(path)
+    return json.dumps(json_file(place / CONFIG if place.is_dir() else place))
+
+
+def described_values(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a run's configuration that follow from the ``config.json`` of a model.
+
+    Args:
+        given: options that are given. If neither ``init_from`` nor ``model_config`` is among them, there are no fields.
+
+    Raises:
+        ValueError: for both of them, for a folder that cannot be read, and for options that the file decides.
+    """
+    sources = [name for name in _SOURCES if name in given]
+    if not sources:
+        return {}
+    if len(sources) > 1:
+        raise ValueError(f"{' and '.join(map(flag, sources))} each say what the model is; leave one of them out")
+    source = flag(*sources)
     wrong = [flag(name) for name in ("preset", *FORM) if name in given]
     if wrong:
-        raise ValueError(f"--init-from {folder} says what the model is; leave {', '.join(wrong)} out")
-    text = json.dumps(config_values(folder))
-    form = pretrained_form(text, given.get("ignore_fields"))[1]
+        raise ValueError(f"{source} says what the model is; leave {', '.join(wrong)} out")
+    fine_tuned = "init_from" in given
+    text = json.dumps(config_values(Path(given["init_from"]))) if fine_tuned else given["model_config"]
+    form = described_form(text, given.get("ignore_fields"))[1]
     config, others = form.config, form.others
     positions = others["position_embedding_type"]
     if not isinstance(config.activation, str):
-        raise ValueError(f"--init-from {folder}: jax-te train has no name for its activation {config.activation!r}")
+        raise ValueError(f"{source}: jax-te train has no name for its activation {config.activation!r}")
     heads, hidden = config.num_attention_heads, config.hidden_size
     experts = {name: getattr(config, *(row.library or (name,))) for name, row in EXPERTS.items()}
     if not isinstance(experts["moe_layer_freq"], int):
         experts["moe_layer_freq"] = json.dumps(experts["moe_layer_freq"])
+    # Pretrained weights need at most a tenth of the learning rate of new ones. Adapters are new.
+    if fine_tuned:
+        learned = {"tokenizer": given["init_from"], "learning_rate": 2e-4 if "lora_rank" in given else 2e-5}
+    else:
+        learned = {"learning_rate": 3e-4}
     return {
-        "architecture": text,
-        "tokenizer": str(folder),
+        "model_config": text,
         "vocab_size": others["vocab_size"],
         "num_layers": config.num_layers,
         "hidden_size": hidden,
@@ -72,8 +97,7 @@ def pretrained_values(given: dict[str, Any]) -> dict[str, Any]:
         "bias": config.add_bias_linear,
         "tie_embeddings": others["share_embeddings_and_output_weights"],
         "seq_len": min(_LENGTH, others["max_sequence_length"]),
-        # Pretrained weights need at most a tenth of the learning rate of new ones. Adapters are new.
-        "learning_rate": 2e-4 if "lora_rank" in given else 2e-5,
+        **learned,
     }
 
 
@@ -88,68 +112,87 @@ def field_names(ignored: str | None) -> list[str]:
 
 # A run's configuration asks for it whenever it makes a TransformerConfig.
 @functools.lru_cache(maxsize=4)
-def pretrained_form(architecture: str, ignored: str | None = None) -> tuple[Architecture, Form]:
+def described_form(text: str, ignored: str | None = None) -> tuple[Architecture, Form]:
     """Return the architecture and form that a ``config.json`` describes.
 
     Args:
-        architecture: the text.
+        text: text of the file.
         ignored: fields to ignore, as ``--ignore-fields`` names them.
 
     Raises:
         ValueError: for an unsupported one, or one of a model other than a decoder.
     """
-    values = json.loads(architecture)
+    values = json.loads(text)
     if not isinstance(values, dict):
-        raise ValueError(f"--init-from: {CONFIG} is not a JSON object")
+        raise ValueError(f"the model's {CONFIG} is not a JSON object")
     if values.get("quantization_config"):
         raise ValueError(
-            "--init-from: the folder's kernels are quantized (quantization_config), and training takes them in full. "
-            "Multiply them out first: jax-te convert FOLDER NEW --to huggingface --dequantize; then --init-from NEW"
+            f"the model's {CONFIG} says that its kernels are quantized (quantization_config), and training takes them "
+            "in full. For --init-from multiply them out first: jax-te convert FOLDER NEW --to huggingface "
+            "--dequantize; then --init-from NEW. From --model-config remove the field"
         )
-    kind, form = read_form(values, f"--init-from: {CONFIG}", _MAX_LAYERS, field_names(ignored))
+    kind, form = read_form(values, f"the model's {CONFIG}", _MAX_LAYERS, field_names(ignored))
     if kind.model is not GPTModel:
-        raise ValueError(f"--init-from: jax-te train is for decoders, and this is a {kind.model_type}")
+        raise ValueError(f"jax-te train is for decoders, and the model's {CONFIG} is of a {kind.model_type}")
     return kind, form
 
 
-def check_pretrained(config: Any) -> None:
-    """Raise ValueError for conflicting options of fine-tuning.
+def check_described(config: Any) -> None:
+    """Raise ValueError for conflicting options of a model that a ``config.json`` describes, and of fine-tuning.
 
     Args:
         config: a `jax_te.cli.run_config.RunConfig`.
     """
-    if (config.init_from is None) != (config.architecture is None):
-        raise ValueError("--init-from and the configuration of its folder are there together, or not at all")
-    if config.ignore_fields is not None and config.init_from is None:
-        raise ValueError("--ignore-fields is for the config.json of --init-from; give that, or leave it out")
+    if config.init_from is not None and config.model_config is None:
+        raise ValueError(f"--init-from {config.init_from} is there without the {CONFIG} of its folder")
+    if config.ignore_fields is not None and config.model_config is None:
+        raise ValueError(
+            f"--ignore-fields is for the {CONFIG} of --init-from or --model-config; give one of them, or leave it out"
+        )
     if config.lora_rank is not None and config.init_from is None:
         raise ValueError("--lora-rank adapts weights that are trained already; give --init-from, or leave it out")
     if config.lora_alpha is not None and config.lora_rank is None:
         raise ValueError("--lora-alpha is for adapters; give --lora-rank, or leave it out")
-    if config.architecture is not None:
-        longest = pretrained_form(config.architecture, config.ignore_fields)[1].others["max_sequence_length"]
+    if config.model_config is not None:
+        if config.tokenizer is None and config.vocab_size < ByteTokenizer.vocab_size:
+            raise ValueError(
+                f"the model's {CONFIG} has {config.vocab_size} tokens (vocab_size), and bytes are "
+                f"{ByteTokenizer.vocab_size}; give the --tokenizer that it was made for"
+            )
+        longest = described_form(config.model_config, config.ignore_fields)[1].others["max_sequence_length"]
         if config.seq_len > longest:
-            raise ValueError(f"--seq-len {config.seq_len} is above the {longest} positions of --init-from's model")
+            raise ValueError(f"--seq-len {config.seq_len} is above the {longest} positions of the model's {CONFIG}")
 
 
-def as_run(architecture: str, ignored: str | None, fields: dict[str, Any]) -> Form:
-    """Return the form of a pretrained model that runs as a run's options say.
+def model_type(text: str) -> str:
+    """Return the ``model_type`` of a ``config.json``.
+
+    >>> model_type('{"model_type": "gpt_oss"}')
+    'gpt_oss'
+    """
+    return str(json.loads(text).get("model_type"))
+
+
+def as_run(text: str, ignored: str | None, fields: dict[str, Any]) -> Form:
+    """Return the form of a described model that runs as a run's options say.
 
     Args:
-        architecture, ignored: see `pretrained_form`.
+        text, ignored: see `described_form`.
         fields: fields of a `TransformerConfig`, from the options.
     """
     changes = {name: value for name, value in fields.items() if name not in _SAID}
-    return pretrained_form(architecture, ignored)[1].run_as(changes, fields["params_dtype"], CONFIG)
+    return described_form(text, ignored)[1].run_as(changes, fields["params_dtype"], CONFIG)
 
 
-def build_pretrained(architecture: str, ignored: str | None, fields: dict[str, Any], execution: Execution) -> GPTModel:
-    """Return the model, with weights that are to be replaced; arguments are those of `as_run`."""
-    return pretrained_form(architecture, ignored)[0].build(as_run(architecture, ignored, fields), execution)
+def build_described(
+    text: str, ignored: str | None, fields: dict[str, Any], execution: Execution, rngs: nnx.Rngs
+) -> GPTModel:
+    """Return the model with new weights; the first arguments are those of `as_run`."""
+    return described_form(text, ignored)[0].build(as_run(text, ignored, fields), execution, rngs)
 
 
 def load_pretrained(
-    folder: str, architecture: str, ignored: str | None, fields: dict[str, Any], execution: Execution
+    folder: str, text: str, ignored: str | None, fields: dict[str, Any], execution: Execution
 ) -> GPTModel:
     """Return the model with the folder's weights; other arguments are those of `as_run`.
 
@@ -157,7 +200,7 @@ def load_pretrained(
         ValueError: also if the folder's configuration has changed.
     """
     # A run that has saved nothing yet starts again, by when the folder may hold another model.
-    if config_values(Path(folder)) != json.loads(architecture):
+    if config_values(Path(folder)) != json.loads(text):
         raise ValueError(f"--init-from {folder}: its {CONFIG} is not that of the run; give another --output")
     changes = {name: value for name, value in fields.items() if name not in _SAID}
     dtype, names = fields["params_dtype"], field_names(ignored)
