@@ -79,7 +79,7 @@ def read_config(values: Mapping[str, Any], what: str, ignore: Collection[str]) -
     given.skip(*_NO_NUMBERS.split())
     given.expect("bias", "none")
     if (parameters := given.raw("target_parameters")) is not None:
-        why = "adapters of single parameters, as experts have them, are not read; give target_modules linear layers alone"
+        why = "adapters of single parameters, as experts have them, are not read; name linear layers in target_modules"
         raise given.refused("target_parameters", parameters, why)
     # Others change the kernels that adapters are for.
     given.expect("init_lora_weights", True, "gaussian", "eva", "orthogonal")
