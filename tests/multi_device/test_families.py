@@ -39,6 +39,21 @@ TOLERANCE = 1e-5
 TIE = 2.0**-3 / (B * S * H) ** 0.5
 """See ``tests/moe/test_every_mesh.py``: a value on the other side of a tie, beside as many other values."""
 
+TIE_IN_A_SUM = 2.0**-3 / H**0.5
+"""What such a value moves a sum of H products by, and so an amax of the next GEMM's operand."""
+
+TIE_IN_A_LOSS = TIE_IN_A_SUM / (B * S)
+"""What it moves the mean loss by, whose tokens it moves one of."""
+
+GRADIENT = 2.0**-5
+"""What the whole gradient may differ by under a recipe, as a share of its norm.
+
+A value on the other side of a tie is off by a step, at most 2^-2 of it in E5M2: this is one value in 64. The norm shows
+less, since these errors have either sign. Measured in six families, each under another recipe and on another mesh: at
+most 1.2e-2, of norms at most 2.3e-4, of losses at most 7e-7, and no token has another expert. Llama's form with scales
+of each device's own examples (``amax_scope="group"`` on data=8) differs by 6.3e-2 or more, 4.0e-3 and 1.4e-4 at most.
+"""
+
 RECIPES: dict[str, Any] = {
     "none": None,
     "delayed": DelayedScaling(amax_history_len=2),
@@ -76,10 +91,17 @@ def loss_of(model: Any, y: jax.Array, tokens: jax.Array, key: Any) -> jax.Array:
 
 
 class Step(NamedTuple):
-    """A train step of one device: the state's values in front of it and behind it, and its metrics."""
+    """A train step of one device.
+
+    Args:
+        before: values of the whole state in front of it.
+        params, quantizers: those of these parts of the state behind it.
+        metrics: see `measured`.
+    """
 
     before: list[np.ndarray]
-    after: list[np.ndarray]
+    params: list[np.ndarray]
+    quantizers: list[np.ndarray]
     metrics: dict[str, np.ndarray]
 
 
@@ -135,7 +157,7 @@ def one_device(family: str, recipe: str, layers: int) -> list[Step]:
         for number in range(STEPS):
             before = values_of(state)
             state, metrics = step(state, tokens_of(number))
-            steps.append(Step(before, values_of(state), measured(metrics)))
+            steps.append(Step(before, values_of(state.params), values_of(state.quantizers), measured(metrics)))
     return steps
 
 
@@ -157,19 +179,29 @@ def test_a_family_trains_as_on_one_device(family: str, recipe: str, mesh: str) -
     with jax.set_mesh(make_mesh(ParallelConfig(**sizes))), autocast(RECIPES[recipe]):
         state, step = start(family, layers, **fields)
         for number, one in enumerate(wanted):
+            # Each step from one device's state: under a recipe a few values round the other way, and steps that follow
+            # each other go apart. DeepSeek-V3's form under current scaling on data=8 then has norms that are off by up
+            # to 1.6e-3, and 16 of 2,048 choices of experts, instead of 9.1e-5 and none.
             state, metrics = step(with_values(state, one.before), tokens_of(number))
-            found = measured(metrics)
-            assert found.keys() == one.metrics.keys()
-            for name, value in one.metrics.items():
-                err = np.abs(found[name]-value).sum()/ np.abs(value).sum()
-                print("M", family, recipe, mesh, number, name, err)
-            after = values_of(state)
-            n = len(values_of(state.params))
-            at = len(values_of(state.step))
-            ps = [(x.astype(np.float64), y.astype(np.float64)) for x, y in zip(after[at:at+n], one.after[at:at+n], strict=True)]
-            g = min(1.0, float(one.metrics["grad_norm"]))
-            print("G", family, recipe, mesh, number, np.sqrt(sum(((x-y)**2).sum() for x, y in ps))/g)
-            q = values_of(state.quantizers)
-            at2 = at+n+len(values_of(state.masters))
-            for x, y in zip(after[at2:at2+len(q)], one.after[at2:at2+len(q)], strict=True):
-                if x.size: print("Q", number, x.shape, np.abs(x.astype(np.float64)-y).max()/max(np.abs(y).max(),1e-30))
+            assert_same_step(state, measured(metrics), one, number, quantized=recipe != "none")
+    assert len({float(one.metrics["loss"]) for one in wanted}) == STEPS
+
+
+def assert_same_step(
+    state: TrainState, found: dict[str, np.ndarray], one: Step, number: int, *, quantized: bool
+) -> None:
+    """A step that one device made, too, from the same state: metrics, changes of parameters, quantizer states."""
+    assert found.keys() == one.metrics.keys()
+    for name, value in one.metrics.items():
+        under_a_recipe = TIE if name == "grad_norm" else TIE_IN_A_LOSS
+        tolerance = under_a_recipe if quantized else TOLERANCE
+        if name.endswith("tokens_per_expert"):
+            tolerance = 0.0
+        np.testing.assert_allclose(found[name], value, rtol=tolerance, err_msg=f"{name} of step {number}")
+    pairs = zip(values_of(state.params), one.params, strict=True)
+    error = sum(np.sum((mine.astype(np.float64) - theirs) ** 2) for mine, theirs in pairs) ** 0.5
+    size = min(1.0, float(one.metrics["grad_norm"]))  # it is clipped
+    assert error <= (GRADIENT if quantized else TOLERANCE) * size, f"the gradient of step {number}: {error / size:.1e}"
+    for mine, theirs in zip(values_of(state.quantizers), one.quantizers, strict=True):
+        largest = np.abs(theirs).max(initial=0.0)
+        np.testing.assert_allclose(mine, theirs, rtol=0.0, atol=TIE_IN_A_SUM * largest, err_msg=f"step {number}")
