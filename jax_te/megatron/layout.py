@@ -12,7 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_te.layers import Embedding, GroupedLinear, LayerNorm, LayerNormLinear, Linear, MultiheadAttention, RMSNorm
+from jax_te.layers import (
+    Embedding,
+    GroupedLinear,
+    LayerNorm,
+    LayerNormLinear,
+    Linear,
+    MultiheadAttention,
+    RMSNorm,
+    Router,
+)
 from jax_te.quantize import QuantizerState
 from jax_te.sharding import auto_region, variable_axes
 from jax_te.typing import LogicalAxes
@@ -26,6 +35,7 @@ _NAMES = {
     "embedding": "weight",
     "ln_bias": "bias",
     "gate_kernel": "gate_weight",
+    "quantile_bias": "qb_beta",
 }
 
 
@@ -112,6 +122,24 @@ class Layout:
         return rows, math.prod(outer[:-1]), self.groups, outer[-1] // self.groups
 
 
+class WithoutLast(Layout):
+    """Megatron's layout of a vector whose last entry it does not have: the 0 behind the bias of quantile balancing.
+
+    >>> WithoutLast((5,), (None,), is_kernel=False).to_named("qb_beta", np.arange(5))
+    {'qb_beta': array([0, 1, 2, 3])}
+    """
+
+    def to_megatron(self, array: Any) -> Any:
+        """Return an array without its last entry; of a shape and dtype, shape and dtype."""
+        if isinstance(array, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct((array.shape[0] - 1,), array.dtype)
+        return array[:-1]
+
+    def from_megatron(self, array: Any) -> Any:
+        """Return an array with a 0 behind it; NumPy arrays stay in host memory."""
+        return jnp.pad(array, (0, 1)) if isinstance(array, jax.Array) else np.pad(array, (0, 1))
+
+
 def name_and_layout(
     path: Path, variable: nnx.Variable, owners: Mapping[Path, Any], *, in_megatron_names: bool
 ) -> tuple[str, Layout | None]:
@@ -135,6 +163,9 @@ def name_and_layout(
     if not (isinstance(owner, _LAYERS) or getattr(owner, "megatron_layout", False)):
         return _dotted(shown), None
     value = variable.get_value()
+    if isinstance(owner, Router) and path[-1] == "quantile_bias":
+        name = _dotted((*shown[:-1], _megatron_name(owner, "quantile_bias")))
+        return name, WithoutLast(tuple(value.shape), (None,), is_kernel=False)
     if not isinstance(value, jax.Array | jax.ShapeDtypeStruct) or isinstance(variable, QuantizerState):
         return _dotted(shown), None
     return _dotted((*shown[:-1], _megatron_name(owner, str(path[-1])))), _layout_of(path, variable, owners)

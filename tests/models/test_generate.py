@@ -13,7 +13,7 @@ from flax import nnx
 
 from jax_te.config import ParallelConfig, TransformerConfig
 from jax_te.models import GPTModel, generate
-from jax_te.recipe import Float8CurrentScaling, ModuleRecipe
+from jax_te.recipe import Float8CurrentScaling, ModuleRecipe, autocast
 from jax_te.sharding import make_mesh
 from tests.support.meshes import shard, use_mesh
 from tests.support.numerics import assert_close
@@ -114,6 +114,41 @@ def test_prompts_of_different_lengths_go_on_as_each_one_alone(form: str, mode: s
         np.testing.assert_array_equal(tokens[i, :length], PROMPT[i, :length])
         chosen = np.take_along_axis(logits[i, length - 1 : -1], tokens[i, length:, None], -1)[:, 0]
         assert (chosen >= logits[i, length - 1 : -1].max(-1) - 1e-4).all()  # equal up to rounding
+
+
+class Traced(GPTModel):
+    """A model that counts how many numbers of tokens it has been traced for; each trace of a program has two calls."""
+
+    lengths: list[int] = []  # noqa: RUF012
+
+    def __call__(self, tokens: Any, *args: Any, **options: Any) -> Any:
+        self.lengths.append(tokens.shape[1])
+        return super().__call__(tokens, *args, **options)
+
+
+@pytest.mark.parametrize(
+    ("fields", "recipe", "wanted"),
+    [
+        ({}, None, [32, 1]),
+        # Scales of all tokens, and the number of tokens that an expert takes of all, would be others with padding.
+        ({}, Float8CurrentScaling(), [3, 1, 9, 1]),
+        ({"num_moe_experts": 4, "moe_expert_capacity_factor": 1.0}, None, [3, 1, 9, 1]),
+    ],
+    ids=["plain", "a recipe", "a capacity of experts"],
+)
+@pytest.mark.costly("a recipe", "a capacity of experts")
+def test_prompts_of_many_lengths_run_one_program(fields: dict[str, Any], recipe: Any, wanted: list[int]) -> None:
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, **fields)
+    model = Traced(config, vocab_size=V, max_sequence_length=40, rngs=nnx.Rngs(0))
+    Traced.lengths.clear()
+    tokens = jax.random.randint(KEY, (2, 9), 0, V)
+    options: Any = {"key": KEY, "temperature": 0.0}
+    with autocast(recipe):
+        for length, steps in ((3, 4), (9, 8)):
+            found = generate(model, tokens[:, :length], steps=steps, **options)
+            assert found.shape == (2, length + steps)
+            np.testing.assert_array_equal(found[:, :length], tokens[:, :length])
+    assert Traced.lengths == wanted
 
 
 @pytest.mark.costly

@@ -78,6 +78,9 @@ def read_config(values: Mapping[str, Any], what: str, ignore: Collection[str]) -
         raise given.refused("peft_type", kind, "only 'LORA' is supported")
     given.skip(*_NO_NUMBERS.split())
     given.expect("bias", "none")
+    if (parameters := given.raw("target_parameters")) is not None:
+        why = "adapters of single parameters, as experts have them, are not read; name linear layers in target_modules"
+        raise given.refused("target_parameters", parameters, why)
     # Others change the kernels that adapters are for.
     given.expect("init_lora_weights", True, "gaussian", "eva", "orthogonal")
     rate = given.take("lora_dropout", float, 0.0)

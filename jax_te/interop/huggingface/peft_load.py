@@ -255,6 +255,6 @@ def _set(variable: Any, array: np.ndarray) -> None:
 
 
 def _at(model: Any, path: str) -> Any:
-    for name in path.split("/"):
+    for name in path.split("/") if path else ():  # the model itself, around the dense layer of BERT's head
         model = model[int(name)] if name.isdigit() else getattr(model, name)
     return model

@@ -52,6 +52,7 @@ _BIASES: Table = {
     "layers/{i}/mlp/experts/linear_fc2/bias": {f"{_EXPERTS}.linear_fc2.bias{{e}}": "k -> k"},
 }
 _EXPERT_BIAS: Table = {"layers/{i}/mlp/router/expert_bias": {f"{_ROUTER}.expert_bias": "e -> e"}}
+_QUANTILE_BIAS: Table = {"layers/{i}/mlp/router/quantile_bias": {f"{_ROUTER}.qb_beta": "e -> e+1"}}
 _SHARED_ROWS: Table = {
     "layers/{i}/mlp/shared_experts/linear_fc1/kernel": {f"{_SHARED}.linear_fc1.weight": "(a u) h -> h a u"},
     "layers/{i}/mlp/shared_experts/linear_fc2/kernel": {f"{_SHARED}.linear_fc2.weight": "h u -> u h"},
@@ -74,6 +75,7 @@ def expert_rows(config: TransformerConfig) -> Table:
         (config.normalization == "LayerNorm", _NORM_BIAS),
         (config.add_bias_linear, _BIASES),
         (config.moe_router_enable_expert_bias, _EXPERT_BIAS),
+        (config.moe_router_load_balancing_type == "quantile_balancing", _QUANTILE_BIAS),
         (config.moe_shared_expert_intermediate_size is not None, _SHARED_ROWS),
         (gated, _GATE),
         (config.moe_latent_size is not None, _LATENT),
@@ -101,14 +103,29 @@ def read_experts(given: Fields) -> Options:
 def _without_unread(flags: Options, balancing: Any) -> Options:
     """Return flags with the defaults of those that Megatron does not read under a method of load balancing.
 
-    A config with another value would be refused. An expert bias stays: it has a tensor in the checkpoint.
+    A config with another value would be refused.
     """
     unread = UNREAD_BY_BALANCING.get(balancing, {}) if isinstance(balancing, str) else {}
-    defaults = {f"moe_router_{name}": default for name, default in unread.items() if name != "enable_expert_bias"}
+    defaults = {f"moe_router_{name}": default for name, default in unread.items()}
     for name, default in defaults.items():
         if flags[name] != default:
             log_once(f"{name}={flags[name]!r} of the checkpoint is left out: load balancing {balancing!r} ignores it")
     return {**flags, **defaults}
+
+
+def without_unread_bias(
+    tensors: Mapping[str, Any], args: Mapping[str, Any], config: TransformerConfig
+) -> Mapping[str, Any]:
+    """Return tensors without an expert bias that Megatron's router has, and does not read: see `UNREAD_BY_BALANCING`.
+
+    Args:
+        tensors: tensors of the checkpoint.
+        args: its arguments.
+        config: configuration that they gave.
+    """
+    if config.moe_router_enable_expert_bias or not args.get("moe_router_enable_expert_bias"):
+        return tensors
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith(".mlp.router.expert_bias")}
 
 
 def write_experts(options: Options) -> Mapping[str, Any]:

@@ -34,7 +34,7 @@ _COLUMN, _ROW = re.compile(r"linear_(qkv|fc1)\.(weight|bias)\d*$"), re.compile(r
 _VOCABULARY = re.compile(r"(^|\.)(word_embeddings|output_layer)\.weight$")
 _WHOLE = re.compile(
     r"(linear_(proj|fc2)\.bias\d*|layer_norm_(weight|bias)|layernorm\.(weight|bias)|embeddings\.weight"
-    r"|router\.(weight|bias|expert_bias)|shared_experts\.gate_weight|latent_proj\.weight)$"
+    r"|router\.(weight|bias|expert_bias|qb_beta)|shared_experts\.gate_weight|latent_proj\.weight)$"
 )
 # transformer_impl="local" has norms apart.
 _NORMS = {

@@ -8,6 +8,7 @@ from typing import Any
 
 from jax_te._validation import checked
 from jax_te.interop.megatron.expert_states import load_expert_states
+from jax_te.interop.megatron.experts import without_unread_bias
 from jax_te.interop.megatron.flags import MEGATRON
 from jax_te.interop.megatron.folder import read_checkpoint
 from jax_te.interop.tables import Fields, OnProgress, load_tensors, release_after_each
@@ -61,10 +62,11 @@ def load_megatron(
     if "norm_epsilon" not in given and "layernorm_epsilon" in given:  # its older name
         given["norm_epsilon"] = given["layernorm_epsilon"]
     fields = Fields(given, f"the arguments of {path}", stored.tensors)
+    form = MEGATRON.form(fields)
     model = load_tensors(
         MEGATRON,
-        MEGATRON.form(fields),
-        stored.tensors,
+        form,
+        without_unread_bias(stored.tensors, given, form.config),
         Path(path),
         release_after_each(stored.files, on_progress),
         dtype=dtype,

@@ -29,7 +29,8 @@ Index = tuple[slice, ...]
 class Pattern:
     """Two layouts of an array, in letters: ``"(g r d) h -> h r (g d)"``; axes in brackets are merged to one.
 
-    ``1`` is an axis of size 1 that the first form lacks.
+    ``1`` is an axis of size 1 that the first form lacks. A vector's ``"e -> e+1"`` has a 0 behind the first form's
+    entries.
 
     >>> pattern = Pattern.parse("(g r d) h -> h r (g d)")
     >>> pattern.shape(pattern.theirs, dict(g=2, r=3, d=4, h=5)), pattern.shape(pattern.ours, dict(g=2, r=3, d=4, h=5))
@@ -38,20 +39,30 @@ class Pattern:
 
     theirs: tuple[tuple[str, ...], ...]
     ours: tuple[tuple[str, ...], ...]
+    zero_behind: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Pattern:
         """Return the pattern of a text."""
         theirs, ours = (
             tuple(tuple((merged or axis).split()) for merged, axis in re.findall(r"\(([^)]*)\)|(\S+)", side))
-            for side in text.split("->")
+            for side in text.removesuffix("+1").split("->")
         )
-        return cls(theirs, ours)
+        return cls(theirs, ours, text.endswith("+1"))
 
     @staticmethod
     def shape(form: tuple[tuple[str, ...], ...], sizes: Sizes) -> tuple[int, ...]:
         """Return the shape of an array in one of the two forms."""
         return tuple(prod(1 if axis == "1" else sizes[axis] for axis in axes) for axes in form)
+
+    def our_shape(self, sizes: Sizes) -> tuple[int, ...]:
+        """Return the shape of our form.
+
+        >>> Pattern.parse("e -> e+1").our_shape({"e": 4})
+        (5,)
+        """
+        shape = self.shape(self.ours, sizes)
+        return (shape[0] + 1,) if self.zero_behind else shape
 
     def read(self, tensor: Any, sizes: Sizes, index: Index, dtype: np.dtype[Any], what: str = "a tensor") -> np.ndarray:
         """Return the part ``index`` of our form of ``tensor``, a new array. No more than that part is read.
@@ -59,6 +70,8 @@ class Pattern:
         Raises:
             ValueError: for values that the dtype does not have; its message begins with ``what``.
         """
+        if self.zero_behind:
+            return converted(np.pad(np.asarray(tensor), (0, 1)), dtype, what)[index]
         theirs, ours = self._axes()
         # Splitting and transposing axes copies nothing; merging them does, and therefore comes last, after slicing.
         view = np.asarray(tensor).reshape(self.shape(tuple((axis,) for axis in theirs), sizes))
@@ -78,6 +91,8 @@ class Pattern:
 
     def write(self, array: np.ndarray, sizes: Sizes) -> np.ndarray:
         """Return their layout of an array in our layout."""
+        if self.zero_behind:
+            return array.reshape(-1)[:-1]
         theirs, ours = self._axes()
         view = array.reshape(self.shape(tuple((axis,) for axis in ours), sizes))
         return view.transpose([ours.index(axis) for axis in theirs]).reshape(self.shape(self.theirs, sizes))
@@ -131,7 +146,7 @@ class Entry:
         """Return the shape of our parameter."""
         if self.experts is not None:
             return self.experts, *Entry(self.pieces).shape(sizes)
-        shapes = [list(Pattern.shape(pattern.ours, sizes)) for _, pattern in self.pieces]
+        shapes = [list(pattern.our_shape(sizes)) for _, pattern in self.pieces]
         if len(shapes) > 1:
             shapes[0][-2] = sum(shape[-2] for shape in shapes)
         return tuple(shapes[0])
@@ -250,7 +265,7 @@ def is_state(path: str) -> bool:
     >>> is_state("layers/0/mlp/router/expert_bias"), is_state("layers/0/mlp/router/kernel")
     (True, False)
     """
-    return path.endswith("/expert_bias")
+    return path.endswith(("/expert_bias", "/quantile_bias"))
 
 
 def stored_in(entries: Mapping[str, Entry]) -> Callable[[tuple[Any, ...], Any], bool]:

@@ -232,7 +232,7 @@ def test_names_and_shapes_are_those_of_another_architecture_that_fits(tmp_path: 
         ({"bias": "lora_only"}, "bias is 'lora_only'; only 'none'"),
         ({"lora_bias": True}, "lora_bias=True"),
         ({"trainable_token_indices": [3]}, "trainable_token_indices="),
-        ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters="),
+        ({"target_parameters": ["experts.gate_up_proj"]}, "target_parameters is .*as experts have them"),
         # What PEFT leaves out of these tensors, and what it cannot load.
         ({"r": 4}, "has rank 3, and r and rank_pattern say 4"),
         ({"r": None}, "has rank 3, and r and rank_pattern say 8"),

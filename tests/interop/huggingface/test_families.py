@@ -1,7 +1,8 @@
-"""What reaches every family that is read: rules of `quantize_model`, and of a quantization file."""
+"""What reaches every family that is read: half precision, rules of `quantize_model`, and of a quantization file."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from jax_te.interop.huggingface import load_huggingface, save_huggingface
 from jax_te.layers import dequantize_model, quantizable_modules, quantize_model
 from jax_te.megatron import RecipeConfig, apply_quantization_config
 from jax_te.models import BertModel, T5Model
@@ -44,6 +46,17 @@ def test_rules_reach_every_linear_layer(name: str) -> None:
     assert {*report.quantized} == wanted - left
     assert left <= report.left.keys()
     assert ("head_dense" in left) == isinstance(model, BertModel)
+
+
+@pytest.mark.wide("GemmaForCausalLM", "GptOssForCausalLM", "RobertaForMaskedLM", "MT5ForConditionalGeneration")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_folder_in_half_precision_comes_back_byte_for_byte(name: str, tmp_path: Path) -> None:
+    save_huggingface(family_model(name), tmp_path / "one", dtype=jnp.bfloat16)
+    model = load_huggingface(tmp_path / "one")
+    assert model.config.params_dtype == jnp.bfloat16
+    save_huggingface(model, tmp_path / "two")
+    for path in (tmp_path / "one").iterdir():
+        assert (tmp_path / "two" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
 def test_a_rule_gives_a_layer_its_recipe_and_no_rule_leaves_it() -> None:

@@ -541,14 +541,37 @@ def test_the_same_fields_are_refused_where_they_would_count(architecture: str, v
 
 def test_the_page_of_families_says_what_is_read_and_what_is_refused() -> None:
     page = (Path(__file__).parents[3] / "docs" / "families.md").read_text()
-    rows = re.findall(r"^\| [^|]+ \| `(\w+)` \| (exact|mapped|refused) \|", page, re.MULTILINE)
+    rows = re.findall(r"^\| [^|]+ \| `(\w+)` \| (exact|mapped|refused) \| (.*)\|", page, re.MULTILINE)
     assert len(rows) == page.count("\n| ") - 1  # all but the head of the table
-    classes = {state: [name for name, each in rows if each == state] for state in ("exact", "mapped", "refused")}
+    classes = {state: [name for name, each, _ in rows if each == state] for state in ("exact", "mapped", "refused")}
+    why = {name: "out of scope" if "out of scope" in note else "" for name, _, note in rows}
     assert sorted(classes["exact"]) == sorted(ARCHITECTURES)
     assert {*classes["mapped"]} <= ARCHITECTURES.keys()
     for name in classes["refused"]:
-        with pytest.raises(ValueError, match=name):
+        with pytest.raises(ValueError, match=name) as error:
             read_form({"architectures": [name], "model_type": "another"}, "config.json", range(50))
+        assert ("out of scope" in str(error.value)) == bool(why[name])
+
+
+OUT_OF_SCOPE = {
+    "gated delta net is": "Qwen3NextForCausalLM KimiLinearForCausalLM Qwen3_5MoeForCausalLM qwen3_next",
+    "state spaces are": """
+        Mamba2ForCausalLM FalconMambaForCausalLM JambaForCausalLM BambaForCausalLM Zamba2ForCausalLM FalconH1ForCausalLM
+        NemotronHForCausalLM GraniteMoeHybridForCausalLM mamba""",
+    r"sparse attention \(DSA\) is": "DeepseekV32ForCausalLM GlmMoeDsaForCausalLM deepseek_v32",
+    "vision tower is": """
+        Gemma3ForConditionalGeneration Llama4ForConditionalGeneration MllamaForConditionalGeneration qwen2_5_vl
+        Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration LlavaNextForConditionalGeneration
+        InternVLForConditionalGeneration Mistral3ForConditionalGeneration PaliGemmaForConditionalGeneration""",
+}
+
+
+@pytest.mark.parametrize("part", OUT_OF_SCOPE)
+def test_what_is_out_of_scope_is_refused_by_name(part: str) -> None:
+    for name in OUT_OF_SCOPE[part].split():
+        kind = {"model_type": name} if name.islower() else {"architectures": [name], "model_type": "another"}
+        with pytest.raises(ValueError, match=rf"its {part} out of scope; model_type is"):
+            read_form(kind, "config.json", range(50))
 
 
 def test_two_dropout_rates_of_gpt2_are_a_warning() -> None:
@@ -810,5 +833,5 @@ def test_a_folder_without_a_class_is_that_of_its_type(folder: Path, tmp_path: Pa
 def test_a_type_of_several_classes_needs_the_class(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r'and BertModel; add .* "architectures": \["BertForMaskedLM"\]'):
         read_form({"model_type": "bert"}, "config.json", range(50))
-    with pytest.raises(ValueError, match="model_type is 'mamba'; known: GPT2LMHeadModel"):
+    with pytest.raises(ValueError, match="out of scope; model_type is 'mamba'; known: GPT2LMHeadModel"):
         read_form({"model_type": "mamba"}, "config.json", range(50))

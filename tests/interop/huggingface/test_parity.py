@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,11 @@ CASES |= {
     "mt5": ("MT5", T5),
     "mt5, tied": ("MT5", T5 | {"num_decoder_layers": 1, "relative_attention_num_buckets": 8}),
 }
+
+
+def test_every_class_that_is_read_has_a_case() -> None:
+    kinds = {re.sub(r"(For[A-Z]\w+|LMHeadModel|Model)$", "", name) for name in ARCHITECTURES}
+    assert kinds == {kind for kind, _ in CASES.values()}
 
 
 def make(name: str, folder: Path, **sizes: Any) -> Any:

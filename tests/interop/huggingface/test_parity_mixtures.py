@@ -20,8 +20,14 @@ from jax_te.errors import CheckpointMismatchError  # noqa: E402
 from jax_te.interop.huggingface import load_huggingface, save_huggingface  # noqa: E402
 from jax_te.interop.huggingface.folder import open_tensors  # noqa: E402
 from jax_te.training import create_train_state, make_train_step  # noqa: E402
+from tests.interop.huggingface.test_block_scaled import in_fp8  # noqa: E402
 from tests.interop.huggingface.test_parity import loaded, logits_of, make, tokens_of  # noqa: E402
 from tests.support.numerics import assert_close  # noqa: E402
+
+# Sizes that transformers cuts into blocks of 128, which must be whole there.
+FP8_SIZES = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "q_lora_rank": 128} | {
+    "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64, "num_hidden_layers": 2,
+}  # fmt: skip
 
 
 def depth_of(model: Any) -> Any:
@@ -163,3 +169,41 @@ def test_experts_in_mxfp4_are_multiplied_out(tmp_path: Path) -> None:
     for lost, match in ((f"{name}_scales", "has no tensor _scales"), (f"{name}_blocks", "has no tensor _blocks")):
         with pytest.raises(CheckpointMismatchError, match=match):
             load_huggingface(tmp_path, block_scaled="dequantize", ignore_tensors=[lost])
+
+
+def test_tensors_in_fp8_have_the_values_of_transformers(tmp_path: Path) -> None:
+    """DeepSeek-V3's form as it is published, which transformers multiplies out on request, too."""
+    theirs = make("deepseek v3", tmp_path, **FP8_SIZES)
+    for path in tmp_path.glob("model*"):
+        path.unlink()
+    theirs.save_pretrained(tmp_path, max_shard_size="1GB")
+    in_fp8(tmp_path)
+    expected = type(theirs).from_pretrained(
+        tmp_path, quantization_config=transformers.FineGrainedFP8Config(dequantize=True), dtype=torch.float32
+    )
+    expected.eval()
+    model = load_huggingface(tmp_path, block_scaled="dequantize", dtype=jnp.float32)
+    save_huggingface(model, tmp_path / "plain")
+    back = type(theirs).from_pretrained(tmp_path / "plain").eval()
+    values, wanted = back.state_dict(), expected.state_dict()
+    assert values.keys() == wanted.keys()
+    assert [name for name in wanted if not torch.equal(values[name], wanted[name])] == []
+    tokens = tokens_of(theirs)
+    model.eval()
+    assert_close(model(jnp.asarray(tokens, jnp.int32)), logits_of(expected, tokens), 2.0**-18)
+
+
+def test_a_small_kimi_k2_is_read_and_written_as_deepseek_v3(tmp_path: Path) -> None:
+    """Its folders name DeepSeek-V3's class, with a type and code of their own."""
+    fields = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827, "n_shared_experts": 1}
+    theirs = make("deepseek v3", tmp_path, **fields)
+    config = tmp_path / "config.json"
+    code = {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "kimi_k2", "auto_map": code}))
+    model, tokens = loaded(tmp_path), tokens_of(theirs)
+    assert_close(model(jnp.asarray(tokens, jnp.int32)), logits_of(theirs, tokens), 2.0**-18)
+    save_huggingface(model, tmp_path / "back", like=tmp_path)
+    back, info = type(theirs).from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(info.values()), info
+    assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in back.state_dict().items())
+    np.testing.assert_array_equal(logits_of(back.eval(), tokens), logits_of(theirs, tokens))

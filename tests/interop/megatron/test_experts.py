@@ -26,6 +26,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "bias of experts, shared experts": GATED
     | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_num_groups": 2}
     | {"moe_router_group_topk": 1, "moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": True},
+    "bias of quantiles": GATED | {"moe_router_load_balancing_type": "quantile_balancing"},
     "latent, dense first": GATED | {"moe_latent_size": 8, "moe_layer_freq": [0, 1], "moe_aux_loss_coeff": 0.01},
 }
 TOKENS = jax.random.randint(jax.random.key(1), (2, 8), 0, 32)
@@ -44,14 +45,16 @@ def build(form: str) -> GPTModel:
         router = getattr(getattr(layer, "mlp", None), "router", None)
         if getattr(router, "expert_bias", None) is not None:
             router.expert_bias[...] = jnp.array([0.3, -0.2, 0.1, 0.0])
+        if getattr(router, "quantile_bias", None) is not None:
+            router.quantile_bias[...] = jnp.array([0.3, -0.2, 0.1, -0.2, 0.0])
     return model
 
 
 def stored(model: nnx.Module) -> dict[Any, Any]:
-    """Parameters and biases of experts."""
+    """Parameters and biases of experts, those of quantile balancing, too."""
 
     def chosen(path: Any, variable: Any) -> bool:
-        return isinstance(variable, nnx.Param) or path[-1] == "expert_bias"
+        return isinstance(variable, nnx.Param) or path[-1] in ("expert_bias", "quantile_bias")
 
     return {path: np.asarray(variable[...]) for path, variable in nnx.to_flat_state(nnx.state(model, chosen))}
 
@@ -85,6 +88,29 @@ def test_what_megatrons_sinkhorn_does_not_read_is_left_out(tmp_path: Any) -> Non
     assert (config.moe_router_pre_softmax, config.moe_router_score_function) == (False, "softmax")
 
 
+@pytest.mark.parametrize("balancing", ["sinkhorn", "quantile_balancing"])
+def test_an_expert_bias_that_megatron_does_not_read_is_left_out(balancing: str, tmp_path: Any) -> None:
+    """Its router has the tensor, and goes on counting for it, but chooses without."""
+    model = build("bias of quantiles")
+    save_megatron(model, tmp_path / "one.pt")
+    state = read_torch_file(tmp_path / "one.pt")
+    for number in range(2):
+        router = f"decoder.layers.{number}.mlp.router"
+        state["model"][f"{router}.expert_bias"] = np.ones(4, np.float32)
+        if balancing == "sinkhorn":
+            del state["model"][f"{router}.qb_beta"]
+    given = {"moe_router_load_balancing_type": balancing, "moe_router_score_function": "sigmoid"}
+    state["jax_te_args"] |= given | {"moe_router_enable_expert_bias": True}
+    write_torch_file(tmp_path / "one.pt", state)
+    found = load_megatron(tmp_path / "one.pt")
+    assert not found.config.moe_router_enable_expert_bias
+    assert {path[-1] for path in stored(found)}.isdisjoint({"expert_bias"})
+    if balancing == "quantile_balancing":
+        assert_same(found, model)
+    with pytest.raises(CheckpointMismatchError, match=r"router\.expert_bias is unexpected"):
+        load_megatron(tmp_path / "one.pt", args={"moe_router_enable_expert_bias": False})
+
+
 @pytest.mark.costly("torch")
 @pytest.mark.parametrize("format", ["torch", "torch_dist"])
 def test_a_bias_of_experts_stays_fp32_in_a_checkpoint_of_another_dtype(format: Any, tmp_path: Any) -> None:
@@ -100,9 +126,10 @@ def test_a_bias_of_experts_stays_fp32_in_a_checkpoint_of_another_dtype(format: A
 
 
 @pytest.mark.costly
-def test_names_and_layouts_are_those_of_a_megatron_model(tmp_path: Any) -> None:
+@pytest.mark.parametrize("form", ["bias of experts, shared experts", "bias of quantiles"])
+def test_names_and_layouts_are_those_of_a_megatron_model(form: str, tmp_path: Any) -> None:
     """The same weights in Megatron's modules give the same output."""
-    model = build("bias of experts, shared experts")
+    model = build(form)
     save_megatron(model, tmp_path)
     named = MegatronGPTModel(model.config, None, 32, 16, position_embedding_type="rope", rngs=nnx.Rngs(1))
     tensors = read_megatron(tmp_path).tensors

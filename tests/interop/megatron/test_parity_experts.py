@@ -21,15 +21,18 @@ from jax_te.interop.megatron import load_megatron, save_megatron  # noqa: E402
 from jax_te.interop.torch import read_torch_file  # noqa: E402
 from tests.interop.megatron.test_experts import TOKENS, assert_same, build  # noqa: E402
 
-FORM = "bias of experts, shared experts"
-FIELDS: dict[str, Any] = {
+COMMON: dict[str, Any] = {
     "num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 24, "num_moe_experts": 4,
     "moe_ffn_hidden_size": 12, "normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": False,
-    "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_num_groups": 2,
-    "moe_router_group_topk": 1, "moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": True,
     "attention_dropout": 0.0, "hidden_dropout": 0.0, "use_cpu_initialization": True, "bias_activation_fusion": False,
-    "moe_router_load_balancing_type": "none",
 }  # fmt: skip
+FIELDS: dict[str, dict[str, Any]] = {
+    "bias of experts, shared experts": COMMON
+    | {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_num_groups": 2}
+    | {"moe_router_group_topk": 1, "moe_shared_expert_intermediate_size": 20, "moe_shared_expert_gate": True}
+    | {"moe_router_load_balancing_type": "none"},
+    "bias of quantiles": COMMON | {"moe_router_load_balancing_type": "quantile_balancing"},
+}
 
 TRACKER = "latest_checkpointed_iteration.txt"
 LOCAL_NORM = "decoder.layers.mlp.linear_fc1.layer_norm_weight"
@@ -59,13 +62,13 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def their_model() -> Any:
-    """Megatron's model of the form, of its local specification, with random weights."""
+def their_model(form: str) -> Any:
+    """Megatron's model of a form, of its local specification, with random weights."""
     specs = megatron("models.gpt.gpt_layer_specs")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = megatron("transformer.transformer_config").TransformerConfig(
-            **FIELDS, activation_func=torch.nn.functional.silu
+            **FIELDS[form], activation_func=torch.nn.functional.silu
         )
         return (
             megatron("models.gpt")
@@ -82,10 +85,11 @@ def their_model() -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")  # Megatron's own: of what is not installed, and of its arguments to come
-def test_megatrons_model_loads_ours_and_is_loaded(one_process: None, tmp_path: Path) -> None:
-    model, checkpoints = build(FORM), megatron("dist_checkpointing")
+@pytest.mark.parametrize("form", FIELDS)
+def test_megatrons_model_loads_ours_and_is_loaded(form: str, one_process: None, tmp_path: Path) -> None:
+    model, checkpoints = build(form), megatron("dist_checkpointing")
     save_megatron(model, tmp_path / "ours", format="torch_dist")
-    theirs, folder = their_model(), tmp_path / "ours" / "release"
+    theirs, folder = their_model(form), tmp_path / "ours" / "release"
     described = theirs.sharded_state_dict()
     for tensor in described.values():
         # The local specification names the norm before experts as if it were fused; ours is Transformer Engine's name.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -55,6 +56,26 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 """Classes of transformers whose checkpoints `load_huggingface` reads and `save_huggingface` writes."""
 
+_OUT_OF_SCOPE = {
+    "gated delta net": r"qwen3next|qwen35|kimilinear|olmohybrid",
+    "state spaces": r"mamba|falconmamba|jamba|bamba|zamba|nemotronh|falconh1|granitemoehybrid",
+    "sparse attention (DSA)": r"deepseekv32|glmmoedsa",
+    "vision tower": r"\w*(vl|llava|vision|ocr)|mllama|llama4|paligemma|idefics|glm4v|glm46v|kimik25|"
+    r"(gemma[34]\w*|mistral3)forconditionalgeneration",
+}
+"""Parts of models that are not there by choice, with how the names of the classes and types that have them begin."""
+
+
+def _out_of_scope(name: str) -> str:
+    """Return the sentence about what a class or a ``model_type`` has that is out of scope; empty without such a part.
+
+    >>> _out_of_scope("Qwen3NextForCausalLM"), _out_of_scope("FalconForCausalLM")
+    ('its gated delta net is out of scope; ', '')
+    """
+    plain = name.replace("_", "").lower()
+    part = next((part for part, names in _OUT_OF_SCOPE.items() if re.match(names, plain)), None)
+    return "" if part is None else f"its {part} {'are' if part.endswith('s') else 'is'} out of scope; "
+
 
 def named_classes(values: Mapping[str, Any]) -> list[str]:
     """Return the supported classes that a ``config.json`` may be of: the one it names, or those of its ``model_type``.
@@ -85,9 +106,9 @@ def named_architecture(given: ConfigJson) -> tuple[str, Architecture]:
         )
     known = ARCHITECTURES[found[0]] if found else None
     if known is None or kind not in (known.model_type, *known.other_model_types):
-        raise given.refused(
-            "architectures", names[:3], f"model_type is {kind[:60]!r}; known: {', '.join(ARCHITECTURES)}"
-        )
+        named = names[0] if names and isinstance(names[0], str) else kind
+        why = f"{_out_of_scope(named[:200])}model_type is {kind[:60]!r}; known: {', '.join(ARCHITECTURES)}"
+        raise given.refused("architectures", names[:3], why)
     return found[0], known
 
 
