@@ -45,6 +45,13 @@ def amax(x: Array, axis: int | tuple[int, ...] | None = None) -> Array:
 # tensors of one type. XLA inlines the calls.
 @functools.partial(jax.jit, static_argnames="axis")
 def _amax(x: Array, axis: int | tuple[int, ...] | None) -> Array:
+    largest = _largest_magnitude(x, axis)
+    # CPUs and GPUs differ in whether they flush numbers below the least normal one to 0, which is less than it, too.
+    return jnp.where(largest < jnp.finfo(jnp.float32).tiny, 0.0, largest)
+
+
+def _largest_magnitude(x: Array, axis: int | tuple[int, ...] | None) -> Array:
+    """Return the largest absolute value as fp32, nan if any element is; it may be a subnormal number."""
     # The maximum is taken of bit patterns, which are ordered as the values are, nan above inf. A maximum of floats
     # loses nan where XLA splits the reduction: over vector lanes on CPU from some thousand elements on, over devices.
     # Those of 16 bits are not widened first: XLA's kernel that also computes such an ``x`` would then compute it twice
@@ -54,11 +61,7 @@ def _amax(x: Array, axis: int | tuple[int, ...] | None) -> Array:
     bits = (jax.lax.bitcast_convert_type(wide, word) & (0x7FFF if word == jnp.uint16 else 0x7FFFFFFF)).astype(jnp.int32)
     # A maximum of no elements needs an initial value: the amax of an empty tensor is 0.
     bits = jnp.max(bits, axis=axis) if bits.size else jnp.max(bits, axis=axis, initial=0)
-    if word == jnp.uint16:
-        largest = jax.lax.bitcast_convert_type(bits.astype(word), x.dtype)
-        bits = jax.lax.bitcast_convert_type(largest.astype(jnp.float32), jnp.int32)
-    # 0x00800000 is the least normal number. CPUs and GPUs differ in whether they flush smaller numbers to 0.
-    return jax.lax.bitcast_convert_type(jnp.where(bits < 0x00800000, 0, bits), jnp.float32)
+    return jax.lax.bitcast_convert_type(bits.astype(word), wide.dtype).astype(jnp.float32)
 
 
 def compute_scale(amax: Array, dtype: DTypeLike, *, margin: int = 0, old_scale: Array | None = None) -> Array:
@@ -138,7 +141,7 @@ def amax_rule_of(recipe: DelayedScaling) -> AmaxRule:
 def scale_in_use(state: AmaxState, dtype: DTypeLike, rule: AmaxRule) -> Array:
     """Return the scale of the next use of ``state``: fp32 ``[]``, or ``[d]`` for parts of the batch."""
     history = state["amax_history"]
-    chosen = history[..., 0] if rule.amax_compute_algo == "most_recent" else amax(history, axis=-1)
+    chosen = history[..., 0] if rule.amax_compute_algo == "most_recent" else _largest_magnitude(history, -1)
     return compute_scale(chosen, dtype, margin=rule.margin, old_scale=state["scale"])
 
 

@@ -133,8 +133,8 @@ def value_and_grad(
     outside, every call compiles anew.
 
     - Quantizer states are written to the model, together with the other changes that ``loss_fn`` makes to it and to
-      other NNX objects among its arguments, e.g. an ``nnx.Rngs``. If loss or a gradient is not finite, quantizer states
-      stay.
+      other NNX objects among its arguments, e.g. an ``nnx.Rngs``. If loss or the norm of the gradients is not finite,
+      quantizer states stay.
     - A layer that is called more than once gets the maximum of its next states; one that is not called keeps its own.
     - The gradients of half-precision and quantized kernels are fp32, without intermediate rounding.
 
@@ -203,7 +203,8 @@ def value_and_grad(
             differentiated = differentiate(run, SplitModel(graphdef, params, old, rest), differentiation)
             result = differentiated.gradients
             grads = factor.unscale(result.grads)
-            quantizers = write_back(old, result.quantizers, keep_old=~all_finite((result.loss, grads)))
+            finite = are_finite(result.loss, global_norm(grads))
+            quantizers = write_back(old, result.quantizers, keep_old=~finite)
             return result._replace(grads=grads, quantizers=quantizers), differentiated.aux
 
         result, aux = compiled(*states)
@@ -578,17 +579,25 @@ def constrain_as_created(tree: PyTree) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
-def all_finite(tree: PyTree) -> Array:
-    """Return whether all values of all arrays are finite, bool ``[]``."""
-    flags, small = [], []
-    for leaf in jax.tree.leaves(tree):
-        whole = jax.typeof(leaf).sharding.mesh.empty
-        (small if whole and jnp.size(leaf) <= _SMALL else flags).append(jnp.isfinite(leaf))
+def global_norm(grads: PyTree) -> Array:
+    """Return the Euclidean norm of all gradients, fp32 ``[]``; not finite if an element is not, or if it overflows."""
+    parts, small = [], []
+    for grad in jax.tree.leaves(grads):
+        whole = jax.typeof(grad).sharding.mesh.empty
+        joined = whole and grad.size <= _SMALL and grad.dtype == jnp.float32
+        (small if joined else parts).append(grad)
     if small:
         # One kernel for all biases, because separate kernels take as long to launch as to run; the barrier keeps XLA
         # from splitting it. On a mesh shards would have to be gathered.
-        flags.append(jax.lax.optimization_barrier(jnp.concatenate([flag.ravel() for flag in small])))
-    finite = jnp.all(jnp.stack([jnp.all(flag) for flag in flags]))
+        parts.append(jax.lax.optimization_barrier(jnp.concatenate([grad.ravel() for grad in small])))
+    squares = [jnp.sum(jnp.square(part)).astype(jnp.float32) for part in parts]
+    return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
+
+
+def are_finite(*numbers: Array) -> Array:
+    """Return whether all numbers, a step's loss and the norm of its gradients, are finite, bool ``[]``."""
+    # Not each gradient by itself: with reductions for that beside those of the norm XLA compiles a step much longer.
+    finite = jnp.all(jnp.isfinite(jnp.stack(numbers)))
     # Without the barrier XLA computes this from its parts again in each kernel that reads it, that is in each
     # parameter's update: a step then takes two to three times as long to compile. On CPUs the XLA of JAX 0.10 drops
     # barriers before it fuses; elsewhere a conditional would make the host wait for the device.

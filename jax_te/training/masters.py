@@ -55,7 +55,7 @@ def _adopt_changes(variable: nnx.Variable, master: nnx.Variable) -> jax.Array:
         # In fp32, which XLA fuses with the update; a cast to bf16 would be a separate pass over the masters on a CPU,
         # and be dropped if it is cast back. Not for fp16, whose subnormal numbers this rounds to 0.
         rounding = jax.lax.reduce_precision(exact, exponent_bits=8, mantissa_bits=7)
-        same = (rounding == wide) | (jnp.isnan(rounding) & jnp.isnan(wide))
+        same = rounding == wide
     else:
         same = same_values(exact.astype(value.dtype), value)
     return jnp.where(same, exact, wide)

@@ -11,7 +11,7 @@ from flax import nnx
 from jax_te._validation import brief, check_leaves, checked
 from jax_te.quantize import QuantizedKernel, QuantizerState, write_back
 from jax_te.sharding import current_mesh, log_whole_parameters
-from jax_te.training.gradients import all_finite, constrain_as_created, used_scales
+from jax_te.training.gradients import are_finite, constrain_as_created, global_norm, used_scales
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import (
     adopt_changed_params,
@@ -40,7 +40,8 @@ class Optimizer(nnx.Optimizer):
       other parameters directly.
     - A parameter that was changed outside of the updates (loaded, pruned, merged) is taken over, element by element:
       where it is not its master's rounding, the update begins at the parameter. Elsewhere masters keep their bits.
-    - If a gradient is not finite, only ``step``, ``skipped_steps`` and the scaler change.
+    - If the norm of the gradients is not finite, only ``step``, ``skipped_steps`` and the scaler change. It is not if
+      an element is not, or if the sum of the squares overflows fp32.
 
     Its gradients come from `value_and_grad`, which sets the model's next quantizer state. `make_train_step` does the
     same for a `TrainState`, and has microbatches.
@@ -159,7 +160,7 @@ class Optimizer(nnx.Optimizer):
         params = nnx.state(model, self.wrt)
         full = full_precision(params, adopt_changed_params(params, self.masters))
         wanted = self._fp32_gradients(full, given)
-        finite, tx = all_finite(wanted), as_transformation(self.tx)
+        finite, tx = are_finite(global_norm(wanted)), as_transformation(self.tx)
         opt_state = self._present_opt_state(tx, full)
         kwargs = {name: _in_variables(full, value) for name, value in kwargs.items()}
         new, new_opt_state, updates = apply_transformation(tx, wanted, opt_state, full, **kwargs)

@@ -25,8 +25,9 @@ from jax_te.training.gradients import (
     LossFn,
     WeightedMean,
     accumulated_gradients,
-    all_finite,
+    are_finite,
     constrain_as_created,
+    global_norm,
     gradients,
     mean_loss,
 )
@@ -64,7 +65,8 @@ def make_train_step(
     - Counts of experts' routers are summed over the microbatches, and their states are updated once (`Counting`).
     - ``tx`` updates the fp32 masters, of which half-precision parameters are the rounded copies, and the other
       parameters directly.
-    - If the loss or a gradient is not finite, only ``step``, ``skipped_steps`` and the scaler change.
+    - If the loss or the norm of the gradients is not finite, only ``step``, ``skipped_steps`` and the scaler change.
+      The norm is not finite if an element is not, or if the sum of the squares overflows fp32.
 
     Args:
         loss_fn: ``(model, batch, key) -> [ ]``, the mean loss over its batch, or a `WeightedMean`. The loss
@@ -142,7 +144,8 @@ def make_train_step(
             batches = shard_batch(batch, microbatches)
             result = accumulated_gradients(accumulation, state, batches, key)
         grads = state.scaler.unscale(result.grads)
-        finite = all_finite((result.loss, grads))
+        norm = global_norm(grads)
+        finite = are_finite(result.loss, norm)
         # Before the update, which quantizes parameters with these states. Amaxes of a skipped step may be inf or nan.
         next_quantizers = write_back(state.quantizers, result.quantizers, keep_old=~finite)
         loss_at = _LossAt(
@@ -156,7 +159,7 @@ def make_train_step(
         )
         asked_for = _asked_for(result.loss, grads, loss_at)
         updates = _apply(transformation, state, finite, next_quantizers, grads, asked_for)
-        metrics = _metrics(state, result.loss, grads, finite, next_quantizers)
+        metrics = _metrics(state, result.loss, norm, finite, next_quantizers)
         state = dataclasses.replace(
             state,
             params=updates.params,
@@ -204,11 +207,11 @@ def make_eval_step(loss_fn: LossFn) -> Callable[[TrainState, PyTree], Array]:
     return require_global_batches(eval_step)
 
 
-def _metrics(state: TrainState, loss: Array, grads: PyTree, finite: Array, quantizers: PyTree) -> dict[str, Array]:
+def _metrics(state: TrainState, loss: Array, norm: Array, finite: Array, quantizers: PyTree) -> dict[str, Array]:
     """Return a step's metrics: its own, and those that the model's layers have counted in it."""
     own = {
         "loss": loss,
-        "grad_norm": optax.tree.norm(grads),
+        "grad_norm": norm,
         "skipped": 1.0 - finite.astype(jnp.float32),
         "loss_scale": jnp.asarray(state.scaler.scale, jnp.float32),
     }

@@ -4,6 +4,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import nnx
 
@@ -11,6 +12,7 @@ from jax_te import value_and_grad
 from jax_te.layers import Linear
 from jax_te.quantize import write_back
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast
+from jax_te.training import create_train_state, make_train_step
 
 
 def _count(program, pattern):
@@ -29,6 +31,21 @@ def test_further_states_need_no_further_kernels(platform):
     the number of states."""
     slices = [_count(_program_of_write_back(states, platform), r"stablehlo\.slice\b") for states in (32, 64)]
     assert slices[0] == slices[1]
+
+
+def test_the_check_for_finite_gradients_has_one_operation_for_all_parameters():
+    """XLA for GPUs compiles a reduction of each large array, and takes longest to decide what to fuse it with."""
+
+    def program(layers):
+        tx = optax.sgd(0.1)
+        state = create_train_state(
+            lambda rngs: nnx.List([Linear(256, 256, rngs=rngs) for _ in range(layers)]), tx, key=jax.random.key(0)
+        )
+        step = make_train_step(lambda model, x, key: sum(jnp.sum(layer(x)) for layer in model), tx)
+        return step.lower(state, jnp.ones((16, 256)))
+
+    tests = [_count(program(layers), r"stablehlo\.is_finite\b") for layers in (1, 3)]
+    assert tests[0] == tests[1] > 0
 
 
 def _program_of_layers(recipe, layers):

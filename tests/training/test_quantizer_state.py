@@ -18,6 +18,7 @@ from flax import nnx
 
 from jax_te.quantize import QuantizerState, merge_quantizers, write_back
 from jax_te.training import SplitModel, create_train_state, make_train_step, split_model
+from jax_te.training.gradients import global_norm
 from tests.support.toy import HISTORY, Toy, loss_fn, make_batch, plain_loss
 
 MICROBATCHES = 4
@@ -126,14 +127,14 @@ def test_old_state_that_wins_the_write_back_is_noticed(monkeypatch):
 def test_state_in_the_norm_and_the_clipping_is_noticed(monkeypatch):
     """The state's next values are let into what is clipped and measured, as if they were gradients."""
     by_hand()
-    seen, norm = [], optax.tree.norm
+    seen = []
 
     def spy(stacked):
         seen.append(merge_quantizers(stacked))
         return seen[-1]
 
     replace(monkeypatch, merge_quantizers, spy)
-    monkeypatch.setattr(optax.tree, "norm", lambda grads: norm((grads, seen[-1])))
+    replace(monkeypatch, global_norm, lambda grads: global_norm((grads, seen[-1])))
     with pytest.raises(AssertionError):
         check()
 

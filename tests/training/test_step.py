@@ -179,6 +179,15 @@ def test_a_run_goes_on_after_a_skipped_step():
     assert (int(skipping.step), int(skipping.skipped_steps)) == (3, 1)
 
 
+def test_a_step_whose_norm_overflows_is_skipped():
+    """Its squares would make Adam's second moments inf, and their parameters would never change again."""
+    state, metrics = make_train_step(lambda *args: 1e25 * loss_fn(*args), optax.adam(1e-2))(new_state(), make_batch(0))
+    assert np.isfinite(metrics["loss"])
+    assert np.isinf(metrics["grad_norm"])
+    assert int(state.skipped_steps) == 1
+    assert_same(state.params, new_state().params)
+
+
 def test_gradients_are_unscaled():
     """Norm and update are those of the loss itself, whatever the scale."""
     results = []
