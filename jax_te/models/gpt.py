@@ -77,16 +77,18 @@ class GPTModel(LanguageModel):
         vocab_size: ``v``.
         max_sequence_length: longest input, and number of rows of the learned positions.
         position_embedding_type: ``"learned_absolute"``, ``"rope"``, a `RotaryPositions` (``"rope"`` with its options)
-            or ``"none"``. With an `MLATransformerConfig` heads are rotated as its fields say in any case.
+            or ``"none"``. With an `MLATransformerConfig` heads are rotated as its fields say, under each of these
+            names; a `RotaryPositions` must be what they say.
         share_embeddings_and_output_weights: the head is the embedding table, transposed. Else a kernel ``[h, v]`` of
             its own.
         execution: options of recomputation inside of layers, the loop over layers, and the loss in chunks.
         rngs: the ``params`` stream draws all weights.
 
     Raises:
-        ValueError: for sizes that are not positive and unknown names; for unsupported fields of ``config``, see
-            `check_config`; when called, for tokens that are not ``[b, s]`` or too long, positions or boundaries that do
-            not fit the tokens, and a sequence that cannot be cut into zig-zag order.
+        ValueError: for sizes that are not positive and unknown names; for a `RotaryPositions` other than that of an
+            `MLATransformerConfig`; for unsupported fields of ``config``, see `check_config`; when called, for tokens
+            that are not ``[b, s]`` or too long, positions or boundaries that do not fit the tokens, and a sequence that
+            cannot be cut into zig-zag order.
         TypeError: when called, for tokens that are not integers.
         QuantizerStateError: when called under a recipe with state, if the model was built without it.
 
@@ -113,8 +115,6 @@ class GPTModel(LanguageModel):
         rngs: nnx.Rngs,
     ):
         self._configure(config, vocab_size, max_sequence_length, execution)
-        if position_embedding_type == "rope":
-            position_embedding_type = RotaryPositions()
         rotary = position_embedding_type if isinstance(position_embedding_type, RotaryPositions) else None
         if rotary is None and position_embedding_type not in POSITION_EMBEDDINGS:
             raise ValueError(
@@ -122,6 +122,8 @@ class GPTModel(LanguageModel):
                 f"allowed: {', '.join(POSITION_EMBEDDINGS)}"
             )
         self.rotary = rotary_positions(config, rotary)
+        if self.rotary is None and position_embedding_type == "rope":
+            self.rotary = RotaryPositions()
         # The order of the lines below is the order in which weights are drawn: another one changes initial values.
         self._make_embeddings(learned_positions=position_embedding_type == "learned_absolute", rngs=rngs)
         self.layers = nnx.List([transformer_layer(config, i, rngs=rngs) for i in range(config.num_layers)])
