@@ -63,6 +63,8 @@ class TEGroupedLinear(TELayer, GroupedLinear):
     ((5, 32), None, ['weight0', 'weight1'])
     """
 
+    takes_padding = False
+
     def __init__(
         self,
         num_gemms: int,
@@ -127,8 +129,8 @@ class TEGroupedLinear(TELayer, GroupedLinear):
 
         Args:
             x: ``[rows, k]``, sorted by expert; in fp32 it is cast to the dtype of kernels in half precision.
-            m_splits: int32 ``[e]`` (or integers), the number of rows of each expert. In ``jit`` the host does not wait
-                for them. Or a `jax_te.ops.RowGroups`, as in `GroupedLinear`.
+            m_splits: int32 ``[e]`` (or integers), the number of rows of each expert; known ones must add up to the
+                rows. In ``jit`` the host does not wait for them. Or a `jax_te.ops.RowGroups`, as in `GroupedLinear`.
             is_first_microbatch: see `GroupedLinear`.
 
         Returns:
