@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te._validation import checked
+from jax_te._validation import checked, log_once
 from jax_te.config import POSITION_EMBEDDINGS, TransformerConfig
 from jax_te.layers import (
     KVCache,
@@ -174,7 +174,8 @@ class GPTModel(LanguageModel):
                 unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
             cache: keys and values of the preceding tokens, from `init_cache` or an earlier call.
             padding_mask: bool ``[b, s]``, True for padding, which the losses and counts of experts leave out, see
-                `jax_te.layers.Router`. It hides nothing from attention. Layers without experts do not read it.
+                `jax_te.layers.Router`. It hides nothing from attention. Layers without experts do not read it; a model
+                without experts says so in the log, once.
             packed_seq_params: boundaries of several sequences in each row, in natural order; not with a cache.
 
         Returns:
@@ -197,7 +198,7 @@ class GPTModel(LanguageModel):
                 "out"
             )
         self._check(tokens, positions)
-        check_padding_mask(padding_mask, tokens.shape)
+        self._check_padding(padding_mask, tokens)
         if positions is None:
             # The length is traced: one compiled step serves every position.
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) + cache[0].length
@@ -284,7 +285,7 @@ class GPTModel(LanguageModel):
     ) -> StackInput:
         """Return what the layers are called with; the arguments are those of a call. See `ModelInParts`."""
         self._check(tokens, positions, packed_seq_params)
-        check_padding_mask(padding_mask, tokens.shape)
+        self._check_padding(padding_mask, tokens)
         positions = natural_positions(tokens.shape[1], packed_seq_params) if positions is None else positions
         tokens, positions = model_order(self.config, tokens), model_order(self.config, positions)
         # The embedding's key comes last, so that a layer's key has the layer's index.
@@ -331,7 +332,7 @@ class GPTModel(LanguageModel):
                 "embed_inputs, and its positions=, packed_seq_params= and dropout_key="
             )
         check_like_tokens(tokens, labels=labels, loss_mask=loss_mask, mtp_loss_mask=mtp_loss_mask)
-        check_padding_mask(padding_mask, tokens.shape)
+        self._check_padding(padding_mask, tokens)
         of_depths = loss_mask if mtp_loss_mask is None else mtp_loss_mask
         with jax.named_scope("GPTModel"):
             given = TokenArrays(
@@ -471,6 +472,15 @@ class GPTModel(LanguageModel):
         if rotary.window_base is None:
             return angles
         return angles, rotary_embedding(positions, d, rotary.window_base, **options)
+
+    def _check_padding(self, padding_mask: Array | None, tokens: Array) -> None:
+        """Check the padding mask of a call, and log once if no layer reads it."""
+        check_padding_mask(padding_mask, tokens.shape)
+        if padding_mask is not None and self.config.num_moe_experts is None:
+            log_once(
+                "padding_mask has no effect on a model without experts, whose losses and counts it is for; attention "
+                "reads other arguments, and loss_mask says which tokens' losses count"
+            )
 
     def _hidden(
         self,

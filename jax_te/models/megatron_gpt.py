@@ -11,7 +11,7 @@ from flax import nnx
 
 from jax_te._validation import checked, log_once
 from jax_te.config import MLATransformerConfig, TransformerConfig
-from jax_te.layers import LinearScaling, Llama3Scaling, PackedSeqParams, StepState, check_padding_mask, without_adapter
+from jax_te.layers import LinearScaling, Llama3Scaling, PackedSeqParams, StepState, without_adapter
 from jax_te.megatron import GraphableMegatronModule, TransformerLayer, apply_quantization_config
 from jax_te.models.gpt import Cache, GPTModel
 from jax_te.models.language_model import OutputHead
@@ -358,7 +358,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         Between stages hidden states are in `model_order`.
         """
         self._check(tokens, positions, packed_seq_params)
-        check_padding_mask(padding_mask, tokens.shape)
+        self._check_padding(padding_mask, tokens)
         positions = natural_positions(tokens.shape[1], packed_seq_params) if positions is None else positions
         padding = None if padding_mask is None else model_order(self.config, padding_mask)
         tokens, positions = model_order(self.config, tokens), model_order(self.config, positions)
