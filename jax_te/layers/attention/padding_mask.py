@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -74,11 +73,7 @@ def log_unread_mask(mask_type: MaskType, *, packed: bool = False) -> None:
     >>> log_unread_mask("causal")
     """
     where = "beside boundaries of packed sequences" if packed else f"under mask type {mask_type!r}"
-    # Megatron's programs give each call the mask that its causal type stands for, and packed ones their padding's.
-    usual = packed or "causal" in mask_type
-    log_once(
-        f"attention masks have no effect {where}, as in Transformer Engine", logging.INFO if usual else logging.WARNING
-    )
+    log_once(f"attention masks have no effect {where}, as in Transformer Engine")
 
 
 def check_padding_at_end(mask: Array) -> None:
