@@ -198,9 +198,17 @@ class QuantizableModule(RecipeModule):
         return path
 
     def quantized(self, kernel: str, value: Array, *, portable: bool = False) -> QuantizedKernel:
-        """Return ``value`` quantized by the recipe of a kernel of this layer; see `quantize_kernel`."""
+        """Return ``value`` quantized by the recipe of a kernel of this layer; see `quantize_kernel`.
+
+        Raises:
+            ValueError: if no recipe is in force for the kernel.
+        """
         recipe, axes = self.recipe_of(kernel), self.axes_of(kernel)
-        assert recipe is not None
+        if recipe is None:
+            raise ValueError(
+                f"no recipe quantizes the {kernel} of {type(self).__name__} here: call this inside of "
+                "jax_te.autocast(recipe), or give the layer a recipe of its own"
+            )
         quantize = functools.partial(
             quantize_kernel,
             recipe=recipe,
