@@ -34,8 +34,9 @@ class TEGroupedLinear(TELayer, GroupedLinear):
         init_method: initializer of one expert's kernel ``[k, n]``: ``init(key, shape, dtype)``.
         bias: whether there are biases ``[e, n]``, initially 0.
         skip_bias_add: whether to return the biases instead of adding them, for a fused operation to add.
-        is_expert: the layer is that of a mixture's experts. The tensor axis shards its kernels as ``parallel_mode``
-            says, unless ``config.expert_tensor_parallel_size`` is 1; rows are not those of a sequence.
+        is_expert: whether the layer is that of a mixture's experts. The tensor axis shards its kernels as
+            ``parallel_mode`` says, unless ``config.expert_tensor_parallel_size`` is 1; rows are not those of a
+            sequence.
         tp_comm_buffer_name: option without effect.
         pg_collection: None.
         name: name of the layer in the rules of ``config.quant_recipe``, see `TELinear`.

@@ -128,7 +128,7 @@ class GroupedLinear(TensorParallelModule):
         return None if in_blocks and mesh and gathered_axes(self.kernel_axes, mesh) else found
 
     def axes_of(self, kernel: str) -> LogicalAxes:
-        """Logical axes of the kernel."""
+        """Return the logical axes of the kernel."""
         return self.kernel_axes
 
     def __call__(
