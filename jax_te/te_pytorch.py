@@ -13,6 +13,7 @@ state trackers.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Annotated, Any, ClassVar, Unpack
@@ -37,6 +38,7 @@ from jax_te.layers import (
     TransformerLayerKeywords,
     WindowKVCache,
 )
+from jax_te.layers.attention import MaskArguments, log_unread_mask, read_mask
 from jax_te.megatron import te_checkpoint
 from jax_te.ops import BiasType, MaskType, RowGroups, Window
 from jax_te.random import RNGStatesTracker
@@ -259,6 +261,8 @@ class GroupedLinear(layers.GroupedLinear):
     (5, 32)
     """
 
+    takes_padding = False
+
     def __init__(
         self,
         num_gemms: int,
@@ -294,6 +298,8 @@ class GroupedLinear(layers.GroupedLinear):
         for name, (given, why) in refused.items():
             if given:
                 raise ValueError(f"{name}=True is not supported by a GroupedLinear: {why}; leave it False")
+        if sequence_parallel:
+            log_once("sequence_parallel=True has no effect on a GroupedLinear without parallel_mode", logging.INFO)
         log_hints(
             ub_name=ub_name,
             single_grouped_weight=single_grouped_weight,
@@ -322,7 +328,8 @@ class GroupedLinear(layers.GroupedLinear):
 
         Args:
             inp: ``[rows, k]``, the ``x`` of `jax_te.layers.GroupedLinear`.
-            m_splits: number of rows of each kernel, the ``group_sizes`` of `jax_te.layers.GroupedLinear`.
+            m_splits: number of rows of each kernel, the ``group_sizes`` of `jax_te.layers.GroupedLinear`. Known ones
+                must add up to the rows.
             is_first_microbatch: mode of the kernel cache, see `jax_te.layers.GroupedLinear`.
 
         Returns:
@@ -608,7 +615,9 @@ class DotProductAttention(layers.DotProductAttention):
         Args:
             query_layer, key_layer, value_layer: ``query``, ``key`` and ``value`` of
                 `jax_te.layers.DotProductAttention`.
-            attention_mask: see `jax_te.layers.DotProductAttention`.
+            attention_mask: bool, True is masked out: broadcastable to ``[b, n, sq, skv]`` under the mask type
+                ``"arbitrary"``; padding ``[b, 1, 1, s]``, or a pair of it for queries and keys, under the padding
+                types. Other types, and packed sequences, ignore it, as in Transformer Engine, which is logged once.
             qkv_format: None or ``"bshd"``.
             **options: keywords of `jax_te.layers.DotProductAttention`.
 
@@ -617,7 +626,47 @@ class DotProductAttention(layers.DotProductAttention):
             Engine merges.
         """
         _require_batch_first(qkv_format="bshd" if qkv_format is None else qkv_format)
-        return super().__call__(query_layer, key_layer, value_layer, attention_mask=attention_mask, **options)
+        packed = options.get("packed_seq_params") is not None
+        masks = _read_mask(
+            attention_mask,
+            self,
+            query_layer,
+            options.pop("attn_mask_type", None),
+            options.pop("window_size", None),
+            of_self=True,
+            packed=packed,
+        )
+        return super().__call__(query_layer, key_layer, value_layer, **masks._asdict(), **options)
+
+
+def _read_mask(
+    mask: Any,
+    core: Any,
+    queries: Array,
+    mask_type: MaskType | None,
+    window: Window | None,
+    *,
+    of_self: bool,
+    packed: bool,
+) -> MaskArguments:
+    """Return the arguments of a layer of `jax_te.layers` that say what Transformer Engine reads from a mask.
+
+    Args:
+        mask: mask of the call, or None.
+        core: core of attention, which has the layer's mask type and window.
+        queries: input ``[b, s, ...]`` of the call.
+        mask_type, window: those of the call, in place of the layer's.
+        of_self: whether it is self-attention.
+        packed: whether the call has boundaries of packed sequences.
+    """
+    kind: MaskType = core.attn_mask_type if mask_type is None else mask_type
+    if mask is not None and packed and kind != "arbitrary":
+        log_unread_mask(kind, packed=True)
+        mask = None
+    if mask is None:
+        return MaskArguments(None, mask_type, window)
+    in_force = core.window_size if window is None else window
+    return read_mask(mask, kind, in_force, queries.shape[1], of_self=of_self, ignored=True)
 
 
 @checked
@@ -691,7 +740,8 @@ class MultiheadAttention(layers.MultiheadAttention):
             bottom_right_diagonal: must be None: the mask type says it.
             inference_params: keys and values of the tokens before, a `jax_te.layers.KVCache` or `WindowKVCache`; a call
                 with it returns it, too, with the new tokens appended.
-            attention_mask, encoder_output, attn_mask_type, window_size, is_first_microbatch, checkpoint_core_attention,
+            attention_mask: see `DotProductAttention`.
+            encoder_output, attn_mask_type, window_size, is_first_microbatch, checkpoint_core_attention,
                 rotary_pos_emb, core_attention_bias_type, core_attention_bias, alibi_slopes: see
                 `jax_te.layers.MultiheadAttention`.
             **options: other keywords of `jax_te.layers.MultiheadAttention`, such as ``dropout_key``.
@@ -700,12 +750,21 @@ class MultiheadAttention(layers.MultiheadAttention):
             The results of `jax_te.layers.MultiheadAttention`.
         """
         _refuse_in_a_call(bottom_right_diagonal=bottom_right_diagonal)
+        masks = _read_mask(
+            attention_mask,
+            self.core_attention,
+            hidden_states,
+            attn_mask_type,
+            window_size,
+            of_self=self.attention_type == "self",
+            packed=options.get("packed_seq_params") is not None,
+        )
         return super().__call__(
             hidden_states,
-            attention_mask,
+            masks.attention_mask,
             encoder_output,
-            attn_mask_type=attn_mask_type,
-            window_size=window_size,
+            attn_mask_type=masks.attn_mask_type,
+            window_size=masks.window_size,
             is_first_microbatch=is_first_microbatch,
             checkpoint_core_attention=checkpoint_core_attention,
             cache=inference_params,

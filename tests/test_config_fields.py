@@ -14,8 +14,16 @@ import pytest
 from flax import nnx
 
 from jax_te._validation import log_once
-from jax_te.config import ModelParallelConfig, NormalInit, PrecisionConfig, TransformerConfig, scaled_normal_init
+from jax_te.config import (
+    ExpertsConfig,
+    ModelParallelConfig,
+    NormalInit,
+    PrecisionConfig,
+    TransformerConfig,
+    scaled_normal_init,
+)
 from jax_te.config.megatron_fields import parsed
+from jax_te.config.refined import REFINED
 from jax_te.layers import normal_init
 from jax_te.megatron import is_layer_window_attention, recipe_from_config
 from jax_te.models import GPTModel
@@ -143,6 +151,62 @@ def test_defaults_are_megatrons():
 def test_what_cannot_be_honoured_is_refused(fields: dict[str, Any], error: type[Exception], message: str):
     with without_type_checker(), pytest.raises(error, match=message):
         config(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"window_attn_skip_freq": 2}, "no effect without window_size"),
+        ({"moe_shared_expert_intermediate_size": 64}, "no effect without num_moe_experts"),
+        ({"moe_latent_size": 8}, "no effect without num_moe_experts"),
+        ({"moe_router_topk": -5}, "moe_router_topk must be an integer >= 1, got -5"),
+        ({"moe_router_load_balancing_type": "nope"}, "moe_router_load_balancing_type must be one of .* got 'nope'"),
+        ({"moe_z_loss_coeff": -1.0}, "moe_z_loss_coeff must be >= 0 or None"),
+        ({"mtp_loss_scaling_factor": -1.0}, "mtp_loss_scaling_factor must be >= 0"),
+    ],
+)
+def test_fields_of_what_is_off_are_refused(fields: dict[str, Any], words: str):
+    """Those that stand for a part of the model, and values that no model takes."""
+    with pytest.raises(ValueError, match=words):
+        config(**fields)
+
+
+def test_fields_that_scripts_leave_behind_are_logged_once(caplog: pytest.LogCaptureFixture):
+    log_once.cache_clear()
+    fields = {
+        "moe_router_topk": 1,
+        "moe_z_loss_coeff": 1e-3,
+        "fp8_margin": 1,
+        "fp8_recipe": "blockwise",
+        "fp8_wgrad": False,
+        "fp8_dot_product_attention": True,
+        "num_layers_at_start_in_bf16": 2,
+        "mtp_loss_scaling_factor": 0.3,
+        "hierarchical_context_parallel_sizes": [2, 2],
+    }
+    for _ in range(2):
+        config(**fields, cp_comm_type="p2p")
+    found = [record.getMessage().partition("=")[0] for record in caplog.records if "no effect" in record.getMessage()]
+    assert sorted(found) == sorted(fields)
+    # Where they say something, nothing is logged.
+    caplog.clear()
+    log_once.cache_clear()
+    config(num_moe_experts=4, moe_z_loss_coeff=1e-3, first_last_layers_bf16=True, num_layers_at_start_in_bf16=2)
+    config(hierarchical_context_parallel_sizes=[2, 2], cp_comm_type=["a2a+p2p", "p2p"])
+    assert not caplog.records
+
+
+def test_every_field_that_refines_another_is_one():
+    """The table names fields of the configuration, each once."""
+    names = [name for refined in REFINED for name in (*refined.logged.split(), *refined.refused.split())]
+    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    assert len(set(names)) == len(names)
+    assert known.issuperset([*names, *(refined.name for refined in REFINED)])
+    # A field of experts is in it, or named here with the reason.
+    own_rule = {"num_moe_experts", "moe_ffn_hidden_size", "moe_layer_freq"}
+    of_blocks = {"activation_func_clamp_value", "glu_linear_offset"}
+    of_experts = {field.name for field in dataclasses.fields(ExpertsConfig)} - {"_filled"}
+    assert of_experts - {*names} == own_rule | of_blocks
 
 
 def test_what_goes_together_is_taken():

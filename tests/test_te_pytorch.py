@@ -13,7 +13,10 @@ from flax import nnx
 
 from jax_te import layers, te_pytorch
 from jax_te._validation import log_once
+from jax_te.config import ModelParallelConfig
 from jax_te.layers.attention.kv_cache import init_kv_cache
+from jax_te.megatron import TEGroupedLinear
+from jax_te.ops import RowGroups
 from jax_te.random import RNGStatesTracker
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, current_recipe
 from tests.support.numerics import NO_DROPOUT, assert_bitwise, draw, relative_l2, without_type_checker
@@ -241,6 +244,38 @@ def test_experts_take_transformer_engines_arguments():
 def test_what_experts_cannot_follow_says_so(options: dict[str, Any], words: str):
     with pytest.raises(ValueError, match=words):
         te_pytorch.GroupedLinear(2, 16, 32, **options, rngs=nnx.Rngs(0))
+
+
+def test_masks_that_transformer_engine_does_not_read_are_logged_and_those_that_it_reads_count(caplog):
+    x, causal = draw("x", (2, 8, 32)), ~jnp.tri(8, dtype=bool)[None, None]
+    padding = jnp.zeros((2, 1, 1, 8), bool).at[0, ..., :3].set(True).at[1, ..., 6:].set(True)
+    layer = te_pytorch.MultiheadAttention(32, 4, qkv_format="bshd", attention_dropout=0.0, rngs=nnx.Rngs(0))
+    core = te_pytorch.DotProductAttention(4, 8, qkv_format="bshd", attention_dropout=0.0)
+    q = draw("q", (2, 8, 4, 8))
+    log_once.cache_clear()
+    with caplog.at_level("INFO"):
+        assert_bitwise(layer(x, causal), layer(x))
+        assert_bitwise(core(q, q, q, causal), core(q, q, q))
+    assert [record.message for record in caplog.records if "attention masks" in record.message] == [
+        "attention masks have no effect under mask type 'causal', as in Transformer Engine"
+    ]
+    hidden = padding | padding.swapaxes(2, 3)
+    assert_bitwise(layer(x, padding, attn_mask_type="padding"), layer(x, hidden, attn_mask_type="arbitrary"))
+    assert_bitwise(core(q, q, q, padding, attn_mask_type="padding"), core(q, q, q, hidden, attn_mask_type="arbitrary"))
+
+
+def test_rows_of_no_expert_are_refused():
+    """Transformer Engine splits the rows by the sizes, and torch refuses sizes with another sum."""
+    options: dict[str, Any] = {"init_method": nnx.initializers.ones, "bias": False, "rngs": nnx.Rngs(0)}
+    own = te_pytorch.GroupedLinear(2, 16, 32, **options)
+    config = {"config": ModelParallelConfig(), "parallel_mode": None, "skip_bias_add": False}
+    for layer in (own, TEGroupedLinear(2, 16, 32, **config, **options)):
+        with pytest.raises(ValueError, match=r"must add up to the 5 rows, got \[2, 1\]"):
+            layer(jnp.ones((5, 16)), [2, 1])
+    # Sizes that jit does not know are not looked at, and a RowGroups says where its padding is.
+    assert_bitwise(jax.jit(own)(jnp.ones((5, 16)), jnp.array([2, 1]))[3:], jnp.zeros((2, 32)))
+    groups = RowGroups(sizes=jnp.array([2, 1]), rows=5)
+    assert_bitwise(own(jnp.ones((5, 16)), groups)[3:], jnp.zeros((2, 32)))
 
 
 def test_every_layer_is_one_of_jax_te():

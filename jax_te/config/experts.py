@@ -209,7 +209,8 @@ def checked_router_options(
         ValueError: see `RouterOptions`.
     """
     n, balancing, coefficients = name_of, given["load_balancing_type"], given["aux_loss_coeff"]
-    check_positive(**{n("num_experts"): given["num_experts"], n("topk"): given["topk"]})
+    check_positive(**{n("num_experts"): given["num_experts"]})
+    _check_values(given, n)
     if given["topk"] > given["num_experts"]:
         raise ValueError(f"{n('topk')} {given['topk']} is more than the {n('num_experts')} {given['num_experts']}")
     _check_scores(given, n, balancing)
@@ -219,21 +220,23 @@ def checked_router_options(
     return replaced | _check_capacity(given, n, balancing)
 
 
-def _check_scores(given: Mapping[str, Any], n: Callable[[str], str], balancing: Any) -> None:
-    softmax, scaling = given["score_function"] == "softmax", given["topk_scaling_factor"]
-    if given["topk"] == 1 and softmax and not given["pre_softmax"] and balancing != "sinkhorn":
-        raise ValueError(
-            f"{n('topk')}=1 with {n('score_function')}='softmax': the softmax over one chosen expert is 1 and has no "
-            f"gradient; set {n('pre_softmax')}=True, or take another score function"
-        )
+def _check_values(given: Mapping[str, Any], n: Callable[[str], str]) -> None:
+    """Raise ValueError for values that no router takes, whatever its other options are, and whether there is one."""
+    check_positive(**{n("topk"): given["topk"]})
+    balancing, coefficients = given["load_balancing_type"], given["aux_loss_coeff"]
+    several = isinstance(balancing, tuple)
+    for kind in balancing if several else (balancing,):
+        check_choice((*AUX_LOSSES, "none") if several else LOAD_BALANCING_TYPES, **{n("load_balancing_type"): kind})
+    for coefficient in coefficients if isinstance(coefficients, tuple) else (coefficients,):
+        check_number(**{n("aux_loss_coeff"): coefficient})
+        if coefficient < 0.0:
+            raise ValueError(f"{n('aux_loss_coeff')} must be >= 0, got {coefficients!r}")
+    # "not >=" instead of "<", so that nan is refused, too.
+    if given["z_loss_coeff"] is not None and not given["z_loss_coeff"] >= 0.0:
+        raise ValueError(f"{n('z_loss_coeff')} must be >= 0 or None, got {given['z_loss_coeff']!r}")
+    scaling = given["topk_scaling_factor"]
     if scaling is not None and not scaling > 0.0:
         raise ValueError(f"{n('topk_scaling_factor')} must be > 0 or None, got {scaling!r}")
-    _check_used(given, n, balancing)
-    if given["enable_expert_bias"] and softmax:
-        raise ValueError(
-            f"{n('enable_expert_bias')}=True is for {n('score_function')}='sigmoid' or 'sqrtsoftplus', to whose scores "
-            "the bias is added; got 'softmax'"
-        )
     if not given["bias_update_rate"] >= 0.0:
         raise ValueError(f"{n('bias_update_rate')} must be >= 0, got {given['bias_update_rate']!r}")
     if not 0.0 <= given["quantile_balancing_ema"] < 1.0:
@@ -241,6 +244,25 @@ def _check_scores(given: Mapping[str, Any], n: Callable[[str], str], balancing: 
     jitter = given["input_jitter_eps"]
     if jitter is not None and not 0.0 <= jitter < 1.0:
         raise ValueError(f"{n('input_jitter_eps')} must be in [0, 1) or None, got {jitter!r}")
+    if given["expert_capacity_factor"] == 0.0:
+        raise ValueError(
+            f"{n('expert_capacity_factor')}=0 drops every token; give one above 0, or None for no capacity"
+        )
+
+
+def _check_scores(given: Mapping[str, Any], n: Callable[[str], str], balancing: Any) -> None:
+    softmax = given["score_function"] == "softmax"
+    if given["topk"] == 1 and softmax and not given["pre_softmax"] and balancing != "sinkhorn":
+        raise ValueError(
+            f"{n('topk')}=1 with {n('score_function')}='softmax': the softmax over one chosen expert is 1 and has no "
+            f"gradient; set {n('pre_softmax')}=True, or take another score function"
+        )
+    _check_used(given, n, balancing)
+    if given["enable_expert_bias"] and softmax:
+        raise ValueError(
+            f"{n('enable_expert_bias')}=True is for {n('score_function')}='sigmoid' or 'sqrtsoftplus', to whose scores "
+            "the bias is added; got 'softmax'"
+        )
 
 
 UNREAD_BY_BALANCING = {
@@ -303,8 +325,6 @@ def _check_groups(given: Mapping[str, Any], n: Callable[[str], str]) -> None:
 def _check_losses(given: Mapping[str, Any], n: Callable[[str], str], balancing: Any, coefficients: Any) -> None:
     several = isinstance(balancing, tuple)
     kinds = balancing if several else (balancing,)
-    for kind in kinds:
-        check_choice((*AUX_LOSSES, "none") if several else LOAD_BALANCING_TYPES, **{n("load_balancing_type"): kind})
     if several != isinstance(coefficients, tuple) or (several and len(kinds) != len(coefficients)):
         raise ValueError(
             f"{n('aux_loss_coeff')} must have a coefficient for each {n('load_balancing_type')}, got {coefficients!r} "
@@ -313,16 +333,11 @@ def _check_losses(given: Mapping[str, Any], n: Callable[[str], str], balancing: 
     if len(set(kinds)) != len(kinds):
         raise ValueError(f"{n('load_balancing_type')} names a loss twice: {balancing!r}")
     for kind, coefficient in zip(kinds, coefficients if several else (coefficients,), strict=True):
-        check_number(**{n("aux_loss_coeff"): coefficient})
-        if coefficient < 0.0:
-            raise ValueError(f"{n('aux_loss_coeff')} must be >= 0, got {coefficients!r}")
         if coefficient and kind not in AUX_LOSSES:
             raise ValueError(
                 f"{n('aux_loss_coeff')}={coefficients!r} has no loss under {n('load_balancing_type')}={balancing!r}: "
                 f"leave it 0, or name one of {', '.join(AUX_LOSSES)}"
             )
-    if given["z_loss_coeff"] is not None and not given["z_loss_coeff"] >= 0.0:
-        raise ValueError(f"{n('z_loss_coeff')} must be >= 0 or None, got {given['z_loss_coeff']!r}")
     check_positive(**{n("aux_loss_groups"): given["aux_loss_groups"]})
 
 
@@ -330,10 +345,6 @@ def _check_capacity(given: Mapping[str, Any], n: Callable[[str], str], balancing
     factor = given["expert_capacity_factor"]
     if factor is not None and factor < 0.0:  # Megatron's other spelling of None
         factor = None
-    if factor == 0.0:
-        raise ValueError(
-            f"{n('expert_capacity_factor')}=0 drops every token; give one above 0, or None for no capacity"
-        )
     if factor is not None and balancing in ("sinkhorn", "quantile_balancing"):
         raise ValueError(
             f"{n('expert_capacity_factor')}={factor!r} does not go with {n('load_balancing_type')}={balancing!r}, "
@@ -468,11 +479,13 @@ class ExpertsConfig(FillsFields):
             object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
         check_annotations(self, ExpertsConfig)
         self._check_expert_sizes()
+        name_of: Callable[[str], str] = lambda name: _ROUTER_FIELDS.get(name, name)  # noqa: E731
         if self.num_moe_experts is None:
+            _check_values({name: getattr(self, field) for name, field in _ROUTER_FIELDS.items()}, name_of)
             return
         self._fill_expert_groups()
         given = {name: getattr(self, field) for name, field in _ROUTER_FIELDS.items()}
-        options = checked_router_options({**given, "aux_loss_groups": 1}, lambda name: _ROUTER_FIELDS.get(name, name))
+        options = checked_router_options({**given, "aux_loss_groups": 1}, name_of)
         for name, value in options.items():
             object.__setattr__(self, _ROUTER_FIELDS[name], value)
         if self.moe_apply_probs_on_input and self.moe_router_topk > 1:

@@ -28,6 +28,7 @@ from jax_te.config.megatron_fields import accepts_megatron_fields
 from jax_te.config.model_parallel import ModelParallelConfig
 from jax_te.config.precision import PrecisionConfig
 from jax_te.config.recompute import RecomputeConfig
+from jax_te.config.refined import check_refined_fields
 from jax_te.typing import DTypeLike
 
 POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
@@ -160,6 +161,7 @@ class TransformerConfig(
         check_rate(attention_dropout=self.attention_dropout, hidden_dropout=self.hidden_dropout)
         self._check_high_precision()
         self._check_layers(self.num_layers)  # of AttentionConfig, which does not know how many there are
+        check_refined_fields(self)
         self._check_activation_limits()
         self._check_and_fill_experts()
         self._check_multi_token()
@@ -317,13 +319,13 @@ class TransformerConfig(
                 raise ValueError(f"{name} must be an integer in [0, num_layers = {self.num_layers}], got {count!r}")
 
     def _check_multi_token(self) -> None:
+        if not self.mtp_loss_scaling_factor >= 0.0:
+            raise ValueError(f"mtp_loss_scaling_factor must be >= 0, got {self.mtp_loss_scaling_factor!r}")
         if self.mtp_num_layers is None:
             if self.mtp_use_repeated_layer:
                 raise ValueError("mtp_use_repeated_layer=True has no effect without mtp_num_layers; leave it out")
             return
         check_positive(mtp_num_layers=self.mtp_num_layers)
-        if not self.mtp_loss_scaling_factor >= 0.0:
-            raise ValueError(f"mtp_loss_scaling_factor must be >= 0, got {self.mtp_loss_scaling_factor!r}")
         by_number = {
             "window_attn_skip_freq": self.window_attn_skip_freq is not None,
             "first_last_layers_bf16": self.first_last_layers_bf16,

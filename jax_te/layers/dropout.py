@@ -26,7 +26,7 @@ def dropout(x: Array, rate: float, key: Key | None, *, axes: LogicalAxes, zigzag
         rate: dropout probability in [0, 1).
         key: ``jax.random.key``, or None.
         axes: logical axes of ``x``.
-        zigzag: the sequence is in zig-zag order if context devices split it.
+        zigzag: whether the sequence is in zig-zag order where context devices split it.
 
     >>> dropout(jnp.ones(3), 0.5, None, axes=(None,)).tolist()
     [1.0, 1.0, 1.0]

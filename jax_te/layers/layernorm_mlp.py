@@ -141,7 +141,7 @@ class LayerNormMLP(TensorParallelModule):
         self.frozen = False
 
     def axes_of(self, kernel: str) -> LogicalAxes:
-        """Logical axes of ``wi_kernel`` or ``wo_kernel``, whatever Variable holds it."""
+        """Return the logical axes of ``wi_kernel`` or ``wo_kernel``, whatever Variable holds it."""
         return self.wi_axes if kernel == "wi_kernel" else self.wo_axes
 
     def __call__(

@@ -150,7 +150,7 @@ class Linear(TensorParallelModule):
         self.frozen = False
 
     def axes_of(self, kernel: str) -> LogicalAxes:
-        """Logical axes of the kernel."""
+        """Return the logical axes of the kernel."""
         return self.kernel_axes
 
     def __call__(
@@ -189,7 +189,7 @@ class Linear(TensorParallelModule):
         return self.tensor_parallel.enter(x, self._input_axes(x))
 
     def output_axes(self, x: Array) -> LogicalAxes:
-        """Logical axes of the output of a call with ``x``."""
+        """Return the logical axes of the output of a call with ``x``."""
         split = self.tensor_parallel.sequence_parallel and self.parallel_mode == "row"
         return (*sequence_axes(x, split), *self.feature_axes)
 

@@ -143,7 +143,7 @@ class QuantizableModule(RecipeModule):
         return self.module_recipe.resolve(ambient, training=self.training)
 
     def own_recipe(self, kernel: str) -> ModuleRecipe | None:
-        """The layer's own recipe for the GEMMs of one kernel."""
+        """Return the layer's own recipe for the GEMMs of one kernel."""
         return dict(self.kernel_recipes).get(kernel, self.module_recipe)
 
     def recipe_of(self, kernel: str) -> Recipe | None:
@@ -160,7 +160,7 @@ class QuantizableModule(RecipeModule):
         return quantizer_for(recipe, "kernel")
 
     def gemm_state(self, kernel: str) -> GemmState | None:
-        """The quantizer state of a kernel's GEMMs, if there is any."""
+        """Return the quantizer state of a kernel's GEMMs, if there is any."""
         return nnx.as_pure(getattr(self, self.kernels[kernel]))
 
     def new_state(self, recipe: Recipe | None) -> GemmState | None:
@@ -180,27 +180,39 @@ class QuantizableModule(RecipeModule):
         return quantizer_variables(state, self.axes_of(kernel)[0] if grouped else None, stack=stack)
 
     def axes_of(self, kernel: str) -> LogicalAxes:
-        """Logical axes of a kernel; None for each of its dimensions where its Variable names none."""
+        """Return the logical axes of a kernel; None for each of its dimensions where its Variable names none."""
         variable = getattr(self, kernel)
         axes = variable.get_metadata().get("logical_axes")
         return (None,) * len(variable.get_value().shape) if axes is None else axes
 
     def stack_shape(self, kernel: str, owner: nnx.Module | None = None) -> tuple[int, ...]:
-        """Sizes of the leading axes that ``nnx.vmap`` added to a kernel; ``owner`` is the module that holds this
-        layer."""
+        """Return the sizes of the leading axes that ``nnx.vmap`` added to a kernel.
+
+        Args:
+            kernel: name of the kernel.
+            owner: module that holds this layer.
+        """
         if getattr(self, kernel) is None:
             return ()
         shape = getattr(self, kernel).get_value().shape
         return shape[: len(shape) - len(self.axes_of(kernel))]
 
     def layer_path(self, path: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Path of this layer, which is at ``path`` in its model, in rules and reports."""
+        """Return the path of this layer, which is at ``path`` in its model, in rules and reports."""
         return path
 
     def quantized(self, kernel: str, value: Array, *, portable: bool = False) -> QuantizedKernel:
-        """Return ``value`` quantized by the recipe of a kernel of this layer; see `quantize_kernel`."""
+        """Return ``value`` quantized by the recipe of a kernel of this layer; see `quantize_kernel`.
+
+        Raises:
+            ValueError: if no recipe is in force for the kernel.
+        """
         recipe, axes = self.recipe_of(kernel), self.axes_of(kernel)
-        assert recipe is not None
+        if recipe is None:
+            raise ValueError(
+                f"no recipe quantizes the {kernel} of {type(self).__name__} here: call this inside of "
+                "jax_te.autocast(recipe), or give the layer a recipe of its own"
+            )
         quantize = functools.partial(
             quantize_kernel,
             recipe=recipe,

@@ -213,7 +213,7 @@ def _report(model: Any, choice: _Choice, args: Any, kwargs: Any, *, quantize: bo
         if ours or of_flax or not could_be_kernel(name, leaf):
             continue
         one = own.get(joined(owner, name), OwnParameter(owner, name, "-"))
-        decided = decide_parameter(one.path, one.kind, rules, one.seen, present=False)
+        decided = decide_parameter(one.path, one.kind, rules, one.seen)
         if decided is None:
             others.setdefault(owner, {})[name] = one.seen
         else:
@@ -404,7 +404,7 @@ def _gemms_in_force(choice: _Choice, scope: str) -> dict[str, GemmOptions]:
     """Return those parameters in a scope that a recipe quantizes here -> the options of their GEMMs."""
     found, rules = {}, dict(choice.rules)
     for one in choice.own:
-        decided = decide_parameter(one.path, one.kind, rules, one.seen, present=False) if one.scope == scope else None
+        decided = decide_parameter(one.path, one.kind, rules, one.seen) if one.scope == scope else None
         if decided is not None and decided[0].why is None and training_recipe(decided[1]) is not None:
             found[one.name] = GemmOptions(decided[1], one.seen.groups)
     return found

@@ -165,7 +165,7 @@ class LinenModule(nn.Module):
         return "/" if self.scope is None else self.scope.path_text
 
     def __repr__(self) -> str:
-        """The constructor call, without arguments that have their default."""
+        """Return the constructor call, without arguments that have their default."""
         shown = []
         for entry in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, entry.name, entry.default)

@@ -11,7 +11,13 @@ from flax import nnx
 from jax_te._validation import check_axes, check_positive, checked, log_hints
 from jax_te.config import CpCommType, TransformerConfig, is_windowed_layer
 from jax_te.layers import DotProductAttention, PackedSeqParams, check_tp_group
-from jax_te.layers.attention import arbitrary_mask, merge_heads, padding_pair
+from jax_te.layers.attention import (
+    arbitrary_mask,
+    check_padding_at_end,
+    log_unread_mask,
+    merge_heads,
+    padding_pair,
+)
 from jax_te.megatron.enums import AttnMaskType
 from jax_te.megatron.sharded_state import sharded_state_dict
 from jax_te.megatron.state_dict import StateDicts
@@ -84,7 +90,8 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
         rngs: unused, because nothing is random.
 
     Raises:
-        ValueError: for unknown names; when called, for masks that are missing or have no effect.
+        ValueError: for unknown names; when called, for masks that are missing, and with ``padding_at_end`` for a known
+            mask that hides a token in front of others.
         TypeError: for a ``pg_collection``.
 
     Source: ``megatron.core.extensions.transformer_engine.TEDotProductAttention``.
@@ -176,8 +183,8 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
             attention_mask: bool, True is masked out. For the padding types ``[b, 1, 1, s]``, wherever the padding is;
                 a pair ``(queries' mask, keys' mask)`` in cross-attention. Masked queries give zeros. With
                 ``padding_at_end`` only the lengths are read, which ``padding_causal_bottom_right`` needs. For
-                ``arbitrary`` broadcastable to ``[b, n, sq, skv]``. For the other types it is ignored, as in Transformer
-                Engine.
+                ``arbitrary`` broadcastable to ``[b, n, sq, skv]``. For the other types, and with ``packed_seq_params``
+                for the padding types, it is ignored, as in Transformer Engine, which is logged once.
             attn_mask_type: mask type in place of the layer's own. With ``packed_seq_params``, ``causal`` counts as
                 ``padding_causal`` and ``no_mask`` as ``padding``.
             attention_bias: bias added to the scaled scores, broadcastable to ``[b, n, sq, skv]``.
@@ -251,6 +258,8 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
             return _Masks(mask_type, self.layer_window, attention_mask=mask)
         if mask_type.startswith("padding") and packed is None and mask is not None:
             return self._padding(mask_type, mask, sq)
+        if mask is not None:
+            log_unread_mask(mask_type, packed=packed is not None)
         return _Masks(mask_type, self.layer_window)
 
     def _padding(self, mask_type: Any, mask: Array | tuple[Array, Array], sq: int) -> _Masks:
@@ -258,6 +267,8 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
         mask = padding_pair(mask, sq, of_self=self.attention_type == "self")
         q_hidden, kv_hidden = mask
         if self.padding_at_end:
+            for one in mask:
+                check_padding_at_end(one)
             q_lengths, kv_lengths = (jnp.sum(~one[:, 0, 0], axis=-1, dtype=jnp.int32) for one in mask)
             # None: the op then knows that both have the same lengths.
             q_lengths = None if q_hidden is kv_hidden else q_lengths

@@ -45,5 +45,11 @@ def vocab_parallel_cross_entropy(
     check_axes("vocab_parallel_logits", vocab_parallel_logits)
     v = vocab_parallel_logits.shape[-1]
     # PyTorch's formula spreads its part over the label as well, which has then 1 - a for a part of a * v / (v - 1).
-    options = LossOptions(label_smoothing=label_smoothing * v / max(v - 1, 1))
+    others = max(v - 1, 1)
+    if not 0.0 <= label_smoothing < others / v:
+        raise ValueError(
+            f"label_smoothing must be in [0, {others}/{v}), of which the label keeps more than each of the {others} "
+            f"other entries gets, got {label_smoothing!r}"
+        )
+    options = LossOptions(label_smoothing=label_smoothing * v / others)
     return softmax_cross_entropy(vocab_parallel_logits, target, options=options, out_axes=out_axes)

@@ -34,8 +34,9 @@ class TEGroupedLinear(TELayer, GroupedLinear):
         init_method: initializer of one expert's kernel ``[k, n]``: ``init(key, shape, dtype)``.
         bias: whether there are biases ``[e, n]``, initially 0.
         skip_bias_add: whether to return the biases instead of adding them, for a fused operation to add.
-        is_expert: the layer is that of a mixture's experts. The tensor axis shards its kernels as ``parallel_mode``
-            says, unless ``config.expert_tensor_parallel_size`` is 1; rows are not those of a sequence.
+        is_expert: whether the layer is that of a mixture's experts. The tensor axis shards its kernels as
+            ``parallel_mode`` says, unless ``config.expert_tensor_parallel_size`` is 1; rows are not those of a
+            sequence.
         tp_comm_buffer_name: option without effect.
         pg_collection: None.
         name: name of the layer in the rules of ``config.quant_recipe``, see `TELinear`.
@@ -62,6 +63,8 @@ class TEGroupedLinear(TELayer, GroupedLinear):
     >>> y.shape, bias, list(layer.state_dict())
     ((5, 32), None, ['weight0', 'weight1'])
     """
+
+    takes_padding = False
 
     def __init__(
         self,
@@ -127,8 +130,8 @@ class TEGroupedLinear(TELayer, GroupedLinear):
 
         Args:
             x: ``[rows, k]``, sorted by expert; in fp32 it is cast to the dtype of kernels in half precision.
-            m_splits: int32 ``[e]`` (or integers), the number of rows of each expert. In ``jit`` the host does not wait
-                for them. Or a `jax_te.ops.RowGroups`, as in `GroupedLinear`.
+            m_splits: int32 ``[e]`` (or integers), the number of rows of each expert; known ones must add up to the
+                rows. In ``jit`` the host does not wait for them. Or a `jax_te.ops.RowGroups`, as in `GroupedLinear`.
             is_first_microbatch: see `GroupedLinear`.
 
         Returns:

@@ -36,8 +36,8 @@ class TELinear(TELayer, Linear):
         skip_bias_add: whether to return the bias instead of adding it, for a fused operation to add.
         skip_weight_param_allocation: must be False.
         tp_comm_buffer_name: name of user buffers, such as ``"qkv"``, or None; JAX has none, so it has no effect.
-        is_expert: the layer belongs to one expert of a mixture. It computes the tokens that each device has, in forward
-            without any communication over the tensor axis, over which its kernel is not sharded (Megatron's
+        is_expert: whether the layer belongs to one expert of a mixture. It computes the tokens that each device has, in
+            forward without any communication over the tensor axis, over which its kernel is not sharded (Megatron's
             ``expert_tensor_parallel_size=1``). Its input is ``[tokens, k]`` or ``[b, s, k]``; under sequence
             parallelism the tensor axis shards the tokens, of input and output. The caller brings tokens to their
             expert; `MoELayer` does so for all experts at once, with `TEGroupedLinear`. The kernel is drawn from the

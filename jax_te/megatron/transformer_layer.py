@@ -11,6 +11,7 @@ from jax_te import layers
 from jax_te._validation import check_choice, check_positive, checked
 from jax_te.config import TransformerConfig
 from jax_te.layers import AttentionOptions, layer_output, split_output
+from jax_te.layers.attention import log_unread_mask
 from jax_te.megatron.graphable import GraphableMegatronModule
 from jax_te.megatron.mla_self_attention import MLASelfAttention
 from jax_te.megatron.mlp import MLP
@@ -197,7 +198,7 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
         Args:
             hidden_states: ``[b, s, h]``.
             attention_mask: bool, broadcastable to ``[b, n, s, s]``, True is masked out. Ignored unless the layer's mask
-                type is ``"arbitrary"``, as in Transformer Engine.
+                type is ``"arbitrary"``, as in Transformer Engine, which is logged once.
             context: ``[b, skv, h]``, an encoder's output, for a decoder.
             context_mask: bool, broadcastable to ``[b, n, s, skv]``, True is masked out. None: nothing is.
             rotary_pos_emb: rotary embedding, see `jax_te.layers.rotary_embedding`.
@@ -216,6 +217,8 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
         if packed_seq_params is not None:
             packed: dict[MaskType, MaskType] = {"causal": "padding_causal", "no_mask": "padding"}
             kind = packed.get(kind, kind)
+        if attention_mask is not None and kind != "arbitrary":
+            log_unread_mask(kind, packed=packed_seq_params is not None)
         result = layers.TransformerLayer.__call__(
             self,
             hidden_states,

@@ -81,8 +81,9 @@ def generate(
         raise ValueError(f"prompt must be [b, s] with at least one token, got shape {prompt.shape}")
     if not jnp.issubdtype(prompt.dtype, jnp.integer):
         raise TypeError(f"prompt must be integers, got {prompt.dtype}")
-    if not temperature >= 0.0:
-        raise ValueError(f"temperature must be >= 0, got {temperature!r}")
+    largest = float(jnp.finfo(jnp.float32).max)
+    if not 0.0 <= temperature <= largest:
+        raise ValueError(f"temperature must be >= 0 and at most {largest:.3g}, fp32's largest, got {temperature!r}")
     if top_k is not None:
         check_positive(top_k=top_k)
     total = prompt.shape[1] + steps

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jax_te._validation import checked
+from jax_te._validation import checked, log_once
 from jax_te.config import POSITION_EMBEDDINGS, TransformerConfig
 from jax_te.layers import (
     KVCache,
@@ -77,16 +77,18 @@ class GPTModel(LanguageModel):
         vocab_size: ``v``.
         max_sequence_length: longest input, and number of rows of the learned positions.
         position_embedding_type: ``"learned_absolute"``, ``"rope"``, a `RotaryPositions` (``"rope"`` with its options)
-            or ``"none"``. With an `MLATransformerConfig` heads are rotated as its fields say in any case.
+            or ``"none"``. With an `MLATransformerConfig` heads are rotated as its fields say, under each of these
+            names; a `RotaryPositions` must be what they say.
         share_embeddings_and_output_weights: the head is the embedding table, transposed. Else a kernel ``[h, v]`` of
             its own.
         execution: options of recomputation inside of layers, the loop over layers, and the loss in chunks.
         rngs: the ``params`` stream draws all weights.
 
     Raises:
-        ValueError: for sizes that are not positive and unknown names; for unsupported fields of ``config``, see
-            `check_config`; when called, for tokens that are not ``[b, s]`` or too long, positions or boundaries that do
-            not fit the tokens, and a sequence that cannot be cut into zig-zag order.
+        ValueError: for sizes that are not positive and unknown names; for a `RotaryPositions` other than that of an
+            `MLATransformerConfig`; for unsupported fields of ``config``, see `check_config`; when called, for tokens
+            that are not ``[b, s]`` or too long, positions or boundaries that do not fit the tokens, and a sequence that
+            cannot be cut into zig-zag order.
         TypeError: when called, for tokens that are not integers.
         QuantizerStateError: when called under a recipe with state, if the model was built without it.
 
@@ -113,8 +115,6 @@ class GPTModel(LanguageModel):
         rngs: nnx.Rngs,
     ):
         self._configure(config, vocab_size, max_sequence_length, execution)
-        if position_embedding_type == "rope":
-            position_embedding_type = RotaryPositions()
         rotary = position_embedding_type if isinstance(position_embedding_type, RotaryPositions) else None
         if rotary is None and position_embedding_type not in POSITION_EMBEDDINGS:
             raise ValueError(
@@ -122,6 +122,8 @@ class GPTModel(LanguageModel):
                 f"allowed: {', '.join(POSITION_EMBEDDINGS)}"
             )
         self.rotary = rotary_positions(config, rotary)
+        if self.rotary is None and position_embedding_type == "rope":
+            self.rotary = RotaryPositions()
         # The order of the lines below is the order in which weights are drawn: another one changes initial values.
         self._make_embeddings(learned_positions=position_embedding_type == "learned_absolute", rngs=rngs)
         self.layers = nnx.List([transformer_layer(config, i, rngs=rngs) for i in range(config.num_layers)])
@@ -172,7 +174,8 @@ class GPTModel(LanguageModel):
                 unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
             cache: keys and values of the preceding tokens, from `init_cache` or an earlier call.
             padding_mask: bool ``[b, s]``, True for padding, which the losses and counts of experts leave out, see
-                `jax_te.layers.Router`. It hides nothing from attention. Layers without experts do not read it.
+                `jax_te.layers.Router`. It hides nothing from attention. Layers without experts do not read it; a model
+                without experts says so in the log, once.
             packed_seq_params: boundaries of several sequences in each row, in natural order; not with a cache.
 
         Returns:
@@ -195,7 +198,7 @@ class GPTModel(LanguageModel):
                 "out"
             )
         self._check(tokens, positions)
-        check_padding_mask(padding_mask, tokens.shape)
+        self._check_padding(padding_mask, tokens)
         if positions is None:
             # The length is traced: one compiled step serves every position.
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) + cache[0].length
@@ -282,7 +285,7 @@ class GPTModel(LanguageModel):
     ) -> StackInput:
         """Return what the layers are called with; the arguments are those of a call. See `ModelInParts`."""
         self._check(tokens, positions, packed_seq_params)
-        check_padding_mask(padding_mask, tokens.shape)
+        self._check_padding(padding_mask, tokens)
         positions = natural_positions(tokens.shape[1], packed_seq_params) if positions is None else positions
         tokens, positions = model_order(self.config, tokens), model_order(self.config, positions)
         # The embedding's key comes last, so that a layer's key has the layer's index.
@@ -329,7 +332,7 @@ class GPTModel(LanguageModel):
                 "embed_inputs, and its positions=, packed_seq_params= and dropout_key="
             )
         check_like_tokens(tokens, labels=labels, loss_mask=loss_mask, mtp_loss_mask=mtp_loss_mask)
-        check_padding_mask(padding_mask, tokens.shape)
+        self._check_padding(padding_mask, tokens)
         of_depths = loss_mask if mtp_loss_mask is None else mtp_loss_mask
         with jax.named_scope("GPTModel"):
             given = TokenArrays(
@@ -469,6 +472,15 @@ class GPTModel(LanguageModel):
         if rotary.window_base is None:
             return angles
         return angles, rotary_embedding(positions, d, rotary.window_base, **options)
+
+    def _check_padding(self, padding_mask: Array | None, tokens: Array) -> None:
+        """Check the padding mask of a call, and log once if no layer reads it."""
+        check_padding_mask(padding_mask, tokens.shape)
+        if padding_mask is not None and self.config.num_moe_experts is None:
+            log_once(
+                "padding_mask has no effect on a model without experts, whose losses and counts it is for; attention "
+                "reads other arguments, and loss_mask says which tokens' losses count"
+            )
 
     def _hidden(
         self,

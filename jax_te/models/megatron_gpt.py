@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te._validation import checked, log_once
-from jax_te.config import TransformerConfig
-from jax_te.layers import LinearScaling, Llama3Scaling, PackedSeqParams, StepState, check_padding_mask, without_adapter
+from jax_te.config import MLATransformerConfig, TransformerConfig
+from jax_te.layers import LinearScaling, Llama3Scaling, PackedSeqParams, StepState, without_adapter
 from jax_te.megatron import GraphableMegatronModule, TransformerLayer, apply_quantization_config
 from jax_te.models.gpt import Cache, GPTModel
 from jax_te.models.language_model import OutputHead
@@ -178,7 +178,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             scaling = LinearScaling(factor=seq_len_interpolation_factor)
         rope, learned = (position_embedding_type == name for name in ("rope", "learned_absolute"))
         given = RotaryPositions(float(rotary_base), rotary_percent, scaling) if rope else None
-        self.rotary = rotary_positions(config, given)
+        self.rotary = rotary_positions(config, None if given in _usual_flags(config) else given)
         # The order of the lines below is that of `GPTModel`, so that the same ``rngs`` draw the same weights.
         embedding = LanguageModelEmbedding(config, vocab_size, max_sequence_length, learned, rngs=rngs)
         self.embedding = embedding if pre_process else None
@@ -358,7 +358,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         Between stages hidden states are in `model_order`.
         """
         self._check(tokens, positions, packed_seq_params)
-        check_padding_mask(padding_mask, tokens.shape)
+        self._check_padding(padding_mask, tokens)
         positions = natural_positions(tokens.shape[1], packed_seq_params) if positions is None else positions
         padding = None if padding_mask is None else model_order(self.config, padding_mask)
         tokens, positions = model_order(self.config, tokens), model_order(self.config, positions)
@@ -428,6 +428,17 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         """Return the arguments of a graph, tokens first."""
         first = (kwargs.pop("input_ids"),) if "input_ids" in kwargs else ()
         return super()._get_te_cuda_graph_replay_args(*first, *args, **kwargs)
+
+
+def _usual_flags(config: TransformerConfig) -> tuple[RotaryPositions, ...]:
+    """Return the rotary arguments that say nothing against a configuration that rotates as its own fields say.
+
+    Megatron-LM gives its models the base and percentage of its flags, be they left out, and the configuration has them
+    as fields, from which it derives more.
+    """
+    if not isinstance(config, MLATransformerConfig):
+        return ()
+    return RotaryPositions(), RotaryPositions(config.rotary_base, config.rotary_percent)
 
 
 def _check_without_rotation(

@@ -144,12 +144,11 @@ def rotary_positions(config: TransformerConfig, given: RotaryPositions | None) -
     own = RotaryPositions(
         options["base"], options["rotary_percent"], options["scaling"], interleaved=options["interleaved"]
     )
-    # Megatron-LM gives its models the configuration's base and percentage, too.
-    if given in (None, own, RotaryPositions(), RotaryPositions(own.base, config.rotary_percent)):
+    if given in (None, own):
         return own
     raise ValueError(
-        f"the model's {given} contradicts its MLATransformerConfig, whose fields give {own}; leave out the model's "
-        "rotary options, or give a TransformerConfig with latent_attention"
+        f"the model's {given} contradicts its MLATransformerConfig, whose fields give {own}; give "
+        "position_embedding_type='rope' without rotary options, or a TransformerConfig with latent_attention"
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,8 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.config import ExpertsConfig, TransformerConfig
-from jax_te.layers import LoRA, quantizable_modules
+from jax_te.layers import LoRA, RecipeModule, TrainingMode, quantizable_modules
+from jax_te.megatron import ActivationDtype
 from jax_te.models.gpt import GPTModel
 from jax_te.quantize import QuantizedKernel
 from jax_te.typing import Array
@@ -36,7 +37,9 @@ def upcycle(model: GPTModel, *, rngs: nnx.Rngs, **experts: Any) -> GPTModel:
     """Return a model with experts, each of which is a copy of the feed-forward block that it takes the place of.
 
     The probabilities of a token's experts have the sum 1, so the new model has the outputs of ``model``, up to another
-    order of sums, until the experts have learned different things. Its routers are new.
+    order of sums, until the experts have learned different things. Its routers are new. Its activations and parameters
+    have the dtypes of those of ``model``, whatever the configuration says (`jax_te.megatron.Float16Module` changes
+    them), and it trains or evaluates as ``model`` does.
 
     Args:
         model: a `GPTModel` without experts and without quantized kernels; unchanged.
@@ -45,9 +48,10 @@ def upcycle(model: GPTModel, *, rngs: nnx.Rngs, **experts: Any) -> GPTModel:
             ``moe_layer_freq``.
 
     Raises:
-        ValueError: for a model of another class, with experts, recipes of its layers, or kernels that are stored
-            quantized; and for experts that would change the outputs: of another size, with shared or latent ones, a
-            capacity, or probabilities whose sum is not 1.
+        ValueError: for a model of another class, with experts, with layers that have recipes, or that are frozen or in
+            high precision other than the configuration says, of which some train and others evaluate, or kernels that
+            are stored quantized; and for experts that would change the outputs: of another size, with shared or latent
+            ones, a capacity, or probabilities whose sum is not 1.
 
     Source: Komatsuzaki et al. 2022; ``megatron.core.transformer.moe.upcycling_utils``.
 
@@ -57,6 +61,8 @@ def upcycle(model: GPTModel, *, rngs: nnx.Rngs, **experts: Any) -> GPTModel:
     (4, 16, 1, 32)
     """
     _check_model(model)
+    _check_settings(model)
+    mode = _mode_of(model)
     known = {field.name for field in dataclasses.fields(ExpertsConfig) if field.compare} - {*_OF_ACTIVATION}
     if wrong := sorted(experts.keys() - known):
         raise ValueError(f"upcycle takes fields of ExpertsConfig, and {', '.join(wrong)} would change the outputs")
@@ -74,6 +80,10 @@ def upcycle(model: GPTModel, *, rngs: nnx.Rngs, **experts: Any) -> GPTModel:
         rngs=rngs,
     )
     made.multipliers = model.multipliers
+    made.set_attributes(deterministic=mode.deterministic, without_dropout=mode.without_dropout)
+    for _, module in nnx.iter_modules(made):
+        if isinstance(module, ActivationDtype):
+            module.compute_dtype = model.compute_dtype
     old = dict(nnx.to_flat_state(nnx.state(model, nnx.Param)))
     new = dict(nnx.to_flat_state(nnx.state(made, nnx.Param)))
     for path, variable in old.items():
@@ -82,6 +92,11 @@ def upcycle(model: GPTModel, *, rngs: nnx.Rngs, **experts: Any) -> GPTModel:
             raise ValueError(f"{'/'.join(map(str, path))} is stored quantized; give jax_te.training.exact_model(state)")
         target = _path_of(path, config)
         new[target].set_value(_copies(value, new[target]))
+    dtypes = {variable.get_value().dtype for variable in old.values()}
+    if len(dtypes) == 1:
+        # The routers', too, which no parameter of the model became.
+        for variable in new.values():
+            variable.set_value(variable.get_value().astype(*dtypes))
     nnx.update(made, nnx.from_flat_state(new.items()))
     return made
 
@@ -104,6 +119,50 @@ def _check_model(model: GPTModel) -> None:
                 f"{path} has a recipe of its own, which experts would not have; give a model without rules, and apply "
                 "them afterwards"
             )
+
+
+def _check_settings(model: GPTModel) -> None:
+    """Raise ValueError for attributes of a model's modules that no configuration says, which experts would lose."""
+    for parts, module in nnx.iter_modules(model):
+        path = ".".join(map(str, parts))
+        if getattr(module, "frozen", False):
+            raise ValueError(
+                f"{path} is frozen, which experts would not be; set its frozen=False, and freeze what upcycle returns"
+            )
+        match parts:
+            case ("layers", int(number), *_):
+                of_config = model.config.in_high_precision(number)
+            case _:
+                of_config = False
+        if isinstance(module, RecipeModule) and module.high_precision != of_config:
+            raise ValueError(
+                f"{path} has high_precision={module.high_precision}, which the configuration does not say and experts "
+                "would not have; give the model before that change, and change what upcycle returns"
+            )
+        if isinstance(module, ActivationDtype) and module.compute_dtype != model.compute_dtype:
+            raise ValueError(
+                f"{path} computes in {module.compute_dtype}, and the model in {model.compute_dtype}; give them one "
+                "compute_dtype"
+            )
+
+
+class _Mode(NamedTuple):
+    """Training or evaluation of a model's modules, see `jax_te.layers.TrainingMode`."""
+
+    deterministic: bool
+    without_dropout: bool
+
+
+def _mode_of(model: GPTModel) -> _Mode:
+    """Return the mode of all modules of a model; raise ValueError if they have several."""
+    modules = (module for _, module in nnx.iter_modules(model) if isinstance(module, TrainingMode))
+    modes = {_Mode(module.deterministic, module.without_dropout) for module in modules}
+    if len(modes) > 1:
+        raise ValueError(
+            "some modules of the model evaluate or leave dropout out, and others do not; call model.train() or "
+            "model.eval(), and model.set_attributes(without_dropout=...)"
+        )
+    return modes.pop()
 
 
 def _check_same_outputs(config: TransformerConfig) -> None:
@@ -151,6 +210,6 @@ def _path_of(path: tuple[Any, ...], config: TransformerConfig) -> tuple[Any, ...
 
 
 def _copies(value: Array, variable: nnx.Variable) -> Array:
-    """Return the array of a Variable: ``value``, or a copy of it for each expert along an axis in front."""
+    """Return an array for a Variable: ``value``, or a copy of it for each expert along an axis in front."""
     own = variable.get_value()
-    return jax.device_put(jnp.broadcast_to(value, own.shape).astype(own.dtype), own.sharding)
+    return jax.device_put(jnp.broadcast_to(value, own.shape), own.sharding)

@@ -48,7 +48,7 @@ def hadamard_rows(x: Array, *, inverse: bool = False) -> Array:
 
 
 def _butterflies(blocks: Array) -> Array:
-    """``H @ block`` for every block ``[n, 16, C]``."""
+    """Return ``H @ block`` for every block ``[n, 16, C]``."""
     # Not a matrix product, whose order of additions, and so its rounding, depends on the device and its libraries.
     shape, distance = blocks.shape, 1
     while distance < HADAMARD_SIZE:

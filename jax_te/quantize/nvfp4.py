@@ -170,7 +170,7 @@ def _key_of(*checksums: Array) -> Array:
 
 
 def _random_bits(x: Array, columnwise: bool) -> Array:
-    """uint16 like ``x [R, C]``."""
+    """Return random uint16 like ``x [R, C]``."""
     return jax.random.bits(jax.random.fold_in(rounding_key(x), columnwise), x.shape, jnp.uint16)
 
 

@@ -138,7 +138,7 @@ class TensorQuantizer(Quantizer):
 
     @checked
     def scale_for(self, x_amax: Array, scale: Array | None) -> Array:
-        """The scale to quantize with: ``scale`` if it is given, else from the tensor's amax."""
+        """Return the scale to quantize with: ``scale`` if it is given, else from the tensor's amax."""
         self._check_scale(scale)
         if scale is not None:
             return scale
@@ -172,7 +172,7 @@ class TensorQuantizer(Quantizer):
         return quantized, amaxes
 
     def _quantize_parts(self, x: Array, scale: Array, axis: int) -> tuple[QuantizedTensor, Array]:
-        """Each of ``d`` equal parts of the leading axis with its own scale, ``scale [d]``; amaxes ``[d]``."""
+        """Quantize each of ``d`` equal parts of the leading axis with its own scale, ``scale [d]``; amaxes ``[d]``."""
         if x.shape[0] % scale.shape[0]:
             raise ValueError(
                 f"the leading axis of {x.shape} does not divide into the {scale.shape[0]} parts of the batch that the "

@@ -98,8 +98,27 @@ def reduce_sum(x: Array, axes: MeshAxes, scatter: Dims = (), later: MeshAxes = (
 
 
 def reduce_max(x: Array, axes: MeshAxes) -> Array:
-    """Return the maximum of a device's ``x`` over mesh axes."""
-    return jax.lax.pmax(x, axes) if axes else x
+    """Return the maximum of a device's ``x``, of a dtype of up to 32 bits, over mesh axes; nan if any device's is.
+
+    The maximum is exchanged as int32, since one of floats loses nan on the way (as XLA's on CPU), and an amax must not:
+    see `jax_te.quantize.amax`, which computes one device's in the same way.
+    """
+    if not axes:
+        return x
+    largest = jax.lax.pmax(_ordered_bits(x.astype(jnp.float32)), axes)
+    return jax.lax.bitcast_convert_type(_flipped_if_negative(largest), jnp.float32).astype(x.dtype)
+
+
+def _ordered_bits(x: Array) -> Array:
+    """Return int32 in the order of the fp32 values, with nan, of either sign, above inf."""
+    bits = _flipped_if_negative(jax.lax.bitcast_convert_type(x, jnp.int32))
+    return jnp.where(jnp.isnan(x), jnp.abs(bits), bits)
+
+
+def _flipped_if_negative(bits: Array) -> Array:
+    """Return bit patterns of fp32 as int32 in the values' order, or such integers as bit patterns."""
+    # The pattern of a negative value grows with its magnitude.
+    return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 def varying_axes(arrays: Any) -> frozenset[str]:

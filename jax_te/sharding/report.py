@@ -83,7 +83,7 @@ class ShardingReport:
         return sum(array.bytes_per_device for array in self.arrays)
 
     def parts(self) -> dict[str, tuple[int, int]]:
-        """``(bytes, bytes per device)`` of everything under each first name, e.g. ``params``, ``opt_state``."""
+        """Return ``(bytes, bytes per device)`` of everything under each first name, e.g. ``params``, ``opt_state``."""
         found: dict[str, tuple[int, int]] = {}
         for array in self.arrays:
             first = array.path.partition(".")[0]
@@ -221,7 +221,7 @@ def _row(array: ArrayPlacement) -> tuple[str, ...]:
 
 
 def _size(count: int) -> str:
-    """``1536`` -> ``1.5 KiB``."""
+    """Return a size for people: ``1536`` -> ``1.5 KiB``."""
     size, unit = float(count), "bytes"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:

@@ -177,3 +177,9 @@ def test_returning_the_norm_output_quantizes_all_the_same() -> None:
 def test_sizes_that_fp8_cannot_take_are_named() -> None:
     with autocast(CURRENT), pytest.raises(ValueError, match="output size 24 must be a multiple of 16"):
         Linear(H, 24, rngs=nnx.Rngs(0))(draw("x", (16, H)))
+
+
+def test_a_kernel_is_quantized_under_a_recipe_only() -> None:
+    layer = Linear(16, 16, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="no recipe quantizes the kernel of Linear here"):
+        layer.quantized("kernel", jnp.ones((16, 16)))

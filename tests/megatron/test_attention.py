@@ -4,11 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
+from jax_te._validation import log_once
 from jax_te.config import TransformerConfig
 from jax_te.errors import BackendUnavailableError
 from jax_te.layers import DotProductAttention, PackedSeqParams
-from jax_te.megatron import AttnMaskType, TEDotProductAttention, is_layer_window_attention
+from jax_te.megatron import AttnMaskType, TEDotProductAttention, TransformerLayer, is_layer_window_attention
 from jax_te.ops import use_backend
 from tests.support.meshes import use_mesh
 from tests.support.numerics import TOLERANCE, assert_bitwise, assert_close, draw, without_type_checker
@@ -77,6 +79,34 @@ def test_padding_at_the_end_is_what_lengths_say(at_end):
     for masks, q_lengths in (((mask, keys), lengths), (keys, jnp.array([S, S]))):
         expected = plain(attn_mask_type="padding")(*qkv(6), q_lengths=q_lengths, kv_lengths=short)
         assert_bitwise(cross(*qkv(6), masks), merged(expected))
+
+
+def test_padding_in_front_breaks_the_promise_of_padding_at_the_end():
+    layer = TEDotProductAttention(config(), 1, "padding", "self", padding_at_end=True)
+    front = jnp.zeros((B, 1, 1, S), bool).at[0, ..., 0].set(True)
+    with pytest.raises(ValueError, match="hides a token in front of others"):
+        layer(*qkv(), front)
+    with pytest.raises(ValueError, match="hides a token in front of others"):
+        layer(*qkv(), (~front & False, front))
+
+
+def test_a_mask_that_nothing_reads_is_logged_once(caplog):
+    causal, boundaries = jnp.zeros((B, 1, S, S), bool), PackedSeqParams(cu_seqlens_q=jnp.array([[0, 4, S]] * B))
+    layer = TransformerLayer(config(), rngs=nnx.Rngs(0))
+    layer.eval()
+    padding = jnp.zeros((B, 1, 1, S), bool).at[..., 6:].set(True)
+    log_once.cache_clear()
+    x = draw("x", (B, S, config().hidden_size))
+    assert_bitwise(layer(x, attention_mask=causal)[0], layer(x)[0])
+    assert_bitwise(core(AttnMaskType.no_mask)(*qkv(), causal), core(AttnMaskType.no_mask)(*qkv(), None))
+    packed = core(AttnMaskType.padding)(*qkv(), padding, packed_seq_params=boundaries)
+    assert_bitwise(packed, core(AttnMaskType.padding)(*qkv(), None, packed_seq_params=boundaries))
+    found = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert [("packed" in message, "'no_mask'" in message) for message in found] == [
+        (False, False),
+        (False, True),
+        (True, False),
+    ]
 
 
 @pytest.mark.parametrize("window", [None, (2, 0)])

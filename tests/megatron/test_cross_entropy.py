@@ -29,5 +29,5 @@ def test_what_is_refused() -> None:
     logits, labels = jnp.zeros((2, V)), jnp.zeros(2, jnp.int32)
     with pytest.raises(TypeError, match="tp_group must be None or the mesh axis 'tensor', got 'tp'"):
         vocab_parallel_cross_entropy(logits, labels, tp_group="tp")
-    with pytest.raises(ValueError, match=r"label_smoothing must be in \[0, 1\)"):
+    with pytest.raises(ValueError, match=rf"label_smoothing must be in \[0, {V - 1}/{V}\), .* got 0.99"):
         vocab_parallel_cross_entropy(logits, labels, 0.99)

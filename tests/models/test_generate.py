@@ -217,6 +217,7 @@ def test_one_step_and_a_large_top_k() -> None:
         (PROMPT, {"steps": 0}, "steps.* 0"),
         (PROMPT, {"steps": 10}, r"prompt \(3\).* steps \(10\).* 13 .*max_sequence_length 12"),
         (PROMPT, {"steps": 1, "temperature": -1.0}, r"temperature.* -1\.0"),
+        (PROMPT, {"steps": 1, "temperature": 1e39, "top_k": 1}, r"temperature.* at most .* 1e\+39"),
         (PROMPT, {"steps": 1, "top_k": 0}, "top_k.* 0"),
         (PROMPT[:, :0], {"steps": 1}, r"prompt.* \(4, 0\)"),
         (PROMPT[0], {"steps": 1}, r"prompt.* \(3,\)"),

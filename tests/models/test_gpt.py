@@ -13,6 +13,7 @@ import optax
 import pytest
 from flax import nnx
 
+from jax_te._validation import log_once
 from jax_te.config import TransformerConfig
 from jax_te.layers import Llama3Scaling, PackedSeqParams, rotary_embedding
 from jax_te.models import (
@@ -517,3 +518,10 @@ def test_a_cache_takes_no_packed_rows() -> None:
     model, packed = build(), PackedSeqParams(cu_seqlens_q=jnp.array([[0, 3, 8]] * B))
     with pytest.raises(ValueError, match="packed_seq_params do not go with a cache"):
         model(batch()[0], cache=model.init_cache(B, S), packed_seq_params=packed)
+
+
+def test_a_padding_mask_that_no_layer_reads_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    model, tokens = build(), jnp.zeros((1, 8), jnp.int32)
+    log_once.cache_clear()
+    assert_bitwise(model(tokens, padding_mask=jnp.ones((1, 8), bool)), model(tokens))
+    assert any("padding_mask has no effect" in record.message for record in caplog.records)

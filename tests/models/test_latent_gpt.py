@@ -109,6 +109,22 @@ def test_a_contradicting_rotation_is_refused() -> None:
         BertModel(config, vocab_size=50, max_sequence_length=16, rngs=nnx.Rngs(0))
 
 
+def test_rotary_options_of_a_model_are_those_of_its_configuration() -> None:
+    """Megatron-LM gives its model flags that may be their defaults; a `RotaryPositions` was written on purpose."""
+    config = MLATransformerConfig(**MLA | {"num_layers": 1, "rotary_base": 50000.0})
+    sizes = {"vocab_size": 50, "max_sequence_length": 16}
+    own = GPTModel(config, **sizes, position_embedding_type="rope", rngs=nnx.Rngs(0)).rotary
+    assert own is not None
+    assert own.base == 50000.0
+    assert GPTModel(config, **sizes, position_embedding_type=own, rngs=nnx.Rngs(0)).rotary == own
+    for other in (RotaryPositions(), RotaryPositions(base=50000.0)):
+        with pytest.raises(ValueError, match="contradicts its MLATransformerConfig"):
+            GPTModel(config, **sizes, position_embedding_type=other, rngs=nnx.Rngs(0))
+    for flags in ({}, {"rotary_base": 50000.0}):
+        model = MegatronGPTModel(config, None, **sizes, position_embedding_type="rope", **flags, rngs=nnx.Rngs(0))
+        assert model.rotary == own
+
+
 def test_rules_have_megatrons_names_for_both_models() -> None:
     config = MLATransformerConfig(**MLA | {"num_layers": 1})
     payload = {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": {}}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 from jax_te.config import ParallelConfig, TransformerConfig
 from jax_te.layers import LoRA
+from jax_te.megatron import Float16Module
 from jax_te.models import GPTModel, MegatronGPTModel, upcycle
 from jax_te.recipe import Float8CurrentScaling, ModuleRecipe
 from jax_te.sharding import make_mesh
@@ -44,6 +46,25 @@ def test_the_first_loss_is_that_of_the_dense_model(fields, experts):
     assert made.config.has_experts(1)
     losses = [nnx.jit(lambda model: model.loss(TOKENS, TOKENS))(each) for each in (model, made)]
     np.testing.assert_allclose(*losses, rtol=1e-6)  # fp32: the sum of the probabilities is 1 up to 2^-23
+
+
+class Half:
+    fp16, bf16 = False, True
+
+
+def test_dtypes_and_mode_are_those_of_the_dense_model():
+    model = dense(hidden_dropout=0.5, num_layers=1)
+    Float16Module(Half(), model)
+    model.eval()
+    made = upcycle(model, num_moe_experts=4, moe_router_topk=2, rngs=nnx.Rngs(3))
+    parameters = jax.tree.leaves(nnx.state(made, nnx.Param))
+    assert {parameter.dtype.name for parameter in parameters} == {"bfloat16"}
+    logits, wanted = made(TOKENS), model(TOKENS)
+    assert logits.dtype == wanted.dtype == jnp.bfloat16
+    # Each copy's output is rounded to bf16, and so is the sum over two of them.
+    np.testing.assert_allclose(logits.astype(np.float32), wanted.astype(np.float32), rtol=2**-6, atol=2**-6)
+    model.train()
+    assert upcycle(model, num_moe_experts=4, rngs=nnx.Rngs(3)).layers[0].training
 
 
 @pytest.mark.costly
@@ -87,6 +108,15 @@ def test_models_whose_layers_would_lose_something_are_refused():
     model = dense()
     model.layers[0].layernorm_mlp = LoRA(model.layers[0].layernorm_mlp, 2, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"layers.0.layernorm_mlp is a LoRA"):
+        upcycle(model, num_moe_experts=4, rngs=nnx.Rngs(0))
+    for name, words in (("frozen", "is frozen"), ("high_precision", "has high_precision=True")):
+        model = dense()
+        setattr(model.layers[0].layernorm_mlp, name, True)
+        with pytest.raises(ValueError, match=rf"layers.0.layernorm_mlp {words}"):
+            upcycle(model, num_moe_experts=4, rngs=nnx.Rngs(0))
+    model = dense()
+    model.layers[1].eval()
+    with pytest.raises(ValueError, match=r"call model.train\(\) or model.eval\(\)"):
         upcycle(model, num_moe_experts=4, rngs=nnx.Rngs(0))
     config = model.config
     named = MegatronGPTModel(config, None, 32, 8, rngs=nnx.Rngs(0))

@@ -10,7 +10,8 @@ import pytest
 from jax_te.config import ParallelConfig
 from jax_te.ops import LinearOptions, dense
 from jax_te.ops.linear.quantize_kernel import quantize_kernel
-from jax_te.recipe import Float8CurrentScaling
+from jax_te.quantize import init_gemm_state
+from jax_te.recipe import DelayedScaling, Float8CurrentScaling
 from jax_te.sharding import make_mesh, named_sharding
 from tests.support.meshes import use_mesh
 from tests.support.numerics import TOLERANCE, assert_bitwise, assert_close, draw, quick_jit
@@ -102,6 +103,30 @@ def test_a_kernel_quantized_beforehand_has_the_scales_of_the_call(axes, recipe):
     assert_bitwise(actual, expected)
 
 
+@pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=4), WHOLE], ids=["delayed", "whole"])
+def test_a_nan_on_one_device_is_in_the_amax_of_all(recipe):
+    """As on one device: the history has the nan, and the other rows are quantized with the scale of a nan, which is
+    1."""
+    x, w, g = operands()
+    x = x.at[0, 0, 0].set(jnp.nan)
+    options = LinearOptions(x_axes=COLUMN["x"], kernel_axes=COLUMN["kernel"], out_axes=COLUMN["out"])
+
+    def both(x, w, g):
+        y, vjp = jax.vjp(
+            lambda state: dense(x, w, recipe=recipe, state=state, options=options), init_gemm_state(recipe)
+        )
+        return y, vjp(g)
+
+    y, state = quick_jit(both)(x, w, g)
+    with jax.set_mesh(make_mesh(ParallelConfig(data=2))):
+        y_mesh, state_mesh = quick_jit(both)(x, w, g)
+    assert_bitwise(y_mesh[1:], y[1:])
+    assert jax.tree.structure(state_mesh) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, state_mesh, state)
+    if state[0] is not None:
+        assert np.isnan(state[0]["x"]["amax_history"][0])
+
+
 @pytest.mark.parametrize(("sizes", "axes"), [({"data": 8}, COLUMN), ({"data": 4, "tensor": 2}, ROW)])
 def test_no_device_waits_for_data_parallel_ones(sizes, axes):
     def groups_of(recipe):
@@ -112,7 +137,7 @@ def test_no_device_waits_for_data_parallel_ones(sizes, axes):
                 .compile()
                 .as_text()
             )
-        return re.findall(r"f32\[\]\S* all-reduce\(", text)
+        return re.findall(r"[fs]32\[\]\S* all-reduce\(", text)
 
     assert not groups_of(GROUP)
     assert groups_of(WHOLE)

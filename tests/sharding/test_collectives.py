@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
@@ -80,6 +81,26 @@ def test_collectives(axis_type: Any, dtype: Any) -> None:
     if dtype != jnp.float8_e4m3fn:
         assert_bitwise(scattered, x * jnp.asarray(8, dtype))  # eight times the same, exact in binary
         assert float(largest) == float(jnp.max(x))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_the_maximum_over_devices_is_that_of_one_array_and_keeps_a_nan(dtype: Any) -> None:
+    """Each row is one maximum: of both signs, of infinities and zeros, and with a nan of either sign on one device."""
+    nan = float("nan")
+    rows = [
+        [-3.0, -1.5, -2.0, -4.0],
+        [1.0, -2.0, 6.0, 0.5],
+        [-0.0, 0.0, -0.0, -1.0],
+        [-np.inf] * 4,
+        [1.0, np.inf, 2, 3],
+    ]
+    rows += [[nan, 1.0, np.inf, 2.0], [1.0, 2.0, 3.0, nan], [-np.inf, -nan, -1.0, -2.0]]
+    x = jnp.asarray(rows, dtype)
+    with jax.set_mesh(make_mesh(ParallelConfig(data=4))):
+        split = jax.shard_map(lambda x: reduce_max(x, ("data",)), in_specs=P(None, "data"), out_specs=P())
+        found = jax.jit(split)(x)
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(found[:, 0], np.float32), np.max(np.asarray(rows, np.float32), axis=1))
 
 
 def test_opaque_trees() -> None:

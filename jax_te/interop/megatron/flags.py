@@ -59,7 +59,8 @@ def read_flags(given: Fields, options: Options) -> Options:
         TIED: not untied,
         "activation": activation,
         "window_size": tuple(size) if isinstance(size, list) else size,
-        "window_attn_skip_freq": tuple(skip) if isinstance(skip, list) else skip,
+        # Megatron ignores it without a window.
+        "window_attn_skip_freq": None if size is None else tuple(skip) if isinstance(skip, list) else skip,
         "position_embedding_type": rotary if kind == "rope" else kind,
     }
 

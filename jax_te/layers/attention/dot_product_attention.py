@@ -218,6 +218,8 @@ class DotProductAttention(ContextParallelModule, RecipeModule):
         if packed_seq_params is not None:
             packed_seq_params.check(query.shape[1], None if key is None else key.shape[1])
         dropout_key = self.used_dropout_key(dropout_key, attention_dropout=self.attention_dropout)
+        # In evaluation the op drops nothing, and reads the rate to run in FP8 only what training did.
+        no_dropout = self.without_dropout or (self.training and dropout_key is None)
         call = _ResolvedCall(
             mask_type=self.attn_mask_type if attn_mask_type is None else attn_mask_type,
             window=self.window_size if window_size is None else window_size,
@@ -225,7 +227,7 @@ class DotProductAttention(ContextParallelModule, RecipeModule):
             softmax_type=self.softmax_type,
             logit_softcap=self.logit_softcap,
             scale=self.kv_channels**-0.5 if self.softmax_scale is None else self.softmax_scale,
-            dropout_rate=0.0 if dropout_key is None else self.attention_dropout,
+            dropout_rate=0.0 if no_dropout else self.attention_dropout,
             return_max_logit=self.return_max_logit if return_max_logit is None else return_max_logit,
             context_parallel=self.context_parallel,
             recipe=self.usable_recipe,

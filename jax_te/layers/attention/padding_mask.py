@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from jax_te._validation import log_once
-from jax_te.ops import MaskType, Window
+from jax_te.ops import MaskType, Window, is_known
 from jax_te.ops.attention import normal_window
 from jax_te.typing import Array
 
@@ -62,6 +63,31 @@ def arbitrary_mask(pair: tuple[Array, Array], mask_type: MaskType, window: Windo
     return q_hidden.swapaxes(2, 3) | kv_hidden, normal_window(window, mask_type)
 
 
+def log_unread_mask(mask_type: MaskType, *, packed: bool = False) -> None:
+    """Log once that a call's mask has no effect, as in Transformer Engine and so in Megatron-Core.
+
+    Args:
+        mask_type: mask type of the call.
+        packed: whether boundaries of packed sequences are in the place of a mask.
+
+    >>> log_unread_mask("causal")
+    """
+    where = "beside boundaries of packed sequences" if packed else f"under mask type {mask_type!r}"
+    log_once(f"attention masks have no effect {where}, as in Transformer Engine")
+
+
+def check_padding_at_end(mask: Array) -> None:
+    """Raise ValueError for a padding mask ``[b, 1, 1, s]`` that hides a token in front of others, if it is known.
+
+    >>> check_padding_at_end(jnp.array([[[[False, True]]]]))
+    """
+    if is_known(mask) and not (np.asarray(mask)[..., :-1] <= np.asarray(mask)[..., 1:]).all():
+        raise ValueError(
+            "padding_at_end=True promises padding masks that hide nothing but the end of each sequence, and this one "
+            "hides a token in front of others; build the layer with padding_at_end=False"
+        )
+
+
 class MaskArguments(NamedTuple):
     """Arguments of a call of `MultiheadAttention` that say what is masked out."""
 
@@ -100,7 +126,6 @@ def read_mask(
             "the call the mask type 'arbitrary', or 'padding' or 'padding_causal' for a mask of padding"
         )
     elif mask_type != "arbitrary":
-        # Programs written for Transformer Engine pass a mask with every call, and most kernels ignore it.
-        log_once(f"attention masks have no effect under mask type {mask_type!r}, as in Transformer Engine")
+        log_unread_mask(mask_type)
         mask = None
     return MaskArguments(mask, mask_type, window)

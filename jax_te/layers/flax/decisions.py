@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jax_te._text import aligned
 from jax_te._validation import brief
@@ -22,14 +22,26 @@ class DropInLayer:
     Args:
         path: path of the layer, or of a parameter that a rule reaches in a module of the user's own.
         kind: name of the class of the layer or module.
-        rule: the pattern that gave it its recipe; None: it follows the ambient recipe.
+        rule: the pattern that decided about it; None: no rule fits it.
         why: reason why it stays in high precision; None: a recipe quantizes it.
+        own_recipe: whether it goes on with a recipe of its own, from an earlier call or its user, as no rule fits it.
+            False without a rule: it follows the ambient recipe.
     """
 
     path: str
     kind: str
     rule: str | None = None
     why: str | None = None
+    own_recipe: bool = False
+
+    @property
+    def precision(self) -> str:
+        """What quantizes it, or why nothing does, for people."""
+        if self.why is not None:
+            return f"high: {self.why}"
+        if self.rule is not None:
+            return f"by the rule {self.rule!r}"
+        return "its own recipe" if self.own_recipe else "the ambient recipe"
 
 
 @dataclass(frozen=True)
@@ -57,8 +69,7 @@ class DropInReport:
     def __str__(self) -> str:
         rows = [("layer", "class", "precision")]
         for layer in self.layers:
-            by = "the ambient recipe" if layer.rule is None else f"by the rule {layer.rule!r}"
-            rows.append((layer.path, layer.kind, by if layer.why is None else f"high: {layer.why}"))
+            rows.append((layer.path, layer.kind, layer.precision))
         lines = aligned(rows)
         if self.unused_rules:
             lines.append(f"rules that fit no layer: {', '.join(self.unused_rules)}")
@@ -66,7 +77,14 @@ class DropInReport:
 
 
 OwnRecipe = Recipe | ModuleRecipe | None
-"""Recipe that a rule gives a layer; None: it follows the ambient one."""
+"""Recipe that a rule or an earlier call gives a layer; None: it follows the ambient one."""
+
+
+class Present(NamedTuple):
+    """Recipe under which a layer or a parameter can be quantized already, with which it goes on if no rule fits it."""
+
+    recipe: OwnRecipe
+
 
 Rules = Mapping[str, Recipe | ModuleRecipe | Literal["ambient"] | None]
 
@@ -119,20 +137,29 @@ def check_inputs(model: Any, args: Any, kwargs: Any) -> None:
 
 
 def decide_layer(
-    path: str, kind: str, rules: Rules, layer: FlaxLinear, gemms: ModelGemms
+    path: str, kind: str, rules: Rules, layer: FlaxLinear, gemms: ModelGemms, present: Present | None = None
 ) -> tuple[DropInLayer, OwnRecipe]:
-    """Return the decision about a layer, and its recipe if a rule assigns one."""
+    """Return the decision about a layer, and the recipe of its own that it has then, if any.
+
+    Args:
+        path: path of the layer.
+        kind: name of its class.
+        rules: rules of `quantize_model`.
+        layer: description of the layer.
+        gemms: GEMMs of the model.
+        present: recipe of an earlier call. None: no recipe can quantize it yet.
+    """
     pattern = first_rule(rules, path)
-    own = _own_recipe(rules, pattern)
+    own = _recipe_then(rules, pattern, present)
     why = layer.why or size_reason(layer.summed, layer.features, training_recipe(own))
     if pattern is None:
-        # A layer that is the whole model was requested by the user.
-        if why is None and path != "" and f"{path}.kernel" in gemms.heads:
+        # A layer that is the whole model was requested by the user, and so was one that an earlier call quantized.
+        if why is None and present is None and path != "" and f"{path}.kernel" in gemms.heads:
             why = "it is a head: no other GEMM takes its result; a rule quantizes it"
     elif rules[pattern] is None:
         # The user's request takes precedence over obstacles.
         why = f"the rule {pattern!r}"
-    return DropInLayer(path, kind, pattern, why), own
+    return _entry(path, kind, pattern, why, own), own
 
 
 def rule_of_parameter(rules: Rules, path: str) -> str | None:
@@ -148,9 +175,9 @@ def rule_of_parameter(rules: Rules, path: str) -> str | None:
 
 
 def decide_parameter(
-    path: str, kind: str, rules: Rules, seen: Seen, present: bool
+    path: str, kind: str, rules: Rules, seen: Seen, present: Present | None = None
 ) -> tuple[DropInLayer, OwnRecipe] | None:
-    """Return the decision about a parameter of a user-defined module, and its recipe if a rule assigns one.
+    """Return the decision about a parameter of a user-defined module, and its own recipe, if any.
 
     None: no contraction in the module's ``__call__`` uses it, or no rule matches it.
 
@@ -159,16 +186,16 @@ def decide_parameter(
         kind: name of the module's class.
         rules: rules of `quantize_model`.
         seen: use of the parameter in the module's ``__call__``.
-        present: whether a recipe can quantize it already.
+        present: recipe of an earlier call. None: no recipe can quantize it yet.
 
     Raises:
         ValueError: for a rule that fits a parameter whose contractions no recipe can quantize.
     """
     pattern = rule_of_parameter(rules, path)
-    own = _own_recipe(rules, pattern)
+    own = _recipe_then(rules, pattern, present)
     if pattern is not None and rules[pattern] is None:
         return (DropInLayer(path, kind, pattern, f"the rule {pattern!r}"), None) if seen.contractions else None
-    if pattern is None and not present:
+    if pattern is None and present is None:
         return None
     why = seen.why
     if why is not None:
@@ -181,12 +208,26 @@ def decide_parameter(
         return None
     recipe = training_recipe(own)
     sizes = (size_reason(one.summed, one.features, recipe) for one in seen.contractions)
-    return DropInLayer(path, kind, pattern, next(filter(None, sizes), None)), own
+    why = next(filter(None, sizes), None)
+    return _entry(path, kind, pattern, why, own), own
 
 
-def _own_recipe(rules: Rules, pattern: str | None) -> OwnRecipe:
-    """Return the recipe that a rule gives a layer, or None."""
-    value = None if pattern is None else rules[pattern]
+def _entry(path: str, kind: str, pattern: str | None, why: str | None, own: OwnRecipe) -> DropInLayer:
+    """Return the report entry of a layer that has the recipe ``own`` after a call."""
+    return DropInLayer(path, kind, pattern, why, own_recipe=pattern is None and why is None and own is not None)
+
+
+def _recipe_then(rules: Rules, pattern: str | None, present: Present | None) -> OwnRecipe:
+    """Return the own recipe that a layer has after a call: a rule's, else the one that it has already.
+
+    Args:
+        rules: rules of `quantize_model`.
+        pattern: the rule that fits the layer, which may say ``"ambient"``. None: none does.
+        present: see `decide_layer`.
+    """
+    if pattern is None:
+        return None if present is None else present.recipe
+    value = rules[pattern]
     return None if isinstance(value, str) else value
 
 

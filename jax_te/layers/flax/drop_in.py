@@ -79,12 +79,12 @@ class DotGeneral(QuantizableModule):
             prepare_quantization(self, current_recipe())
 
     def stack_shape(self, kernel: str, owner: nnx.Module | None = None) -> tuple[int, ...]:
-        """Sizes of the axes by which the layer that holds this module was stacked."""
+        """Return the sizes of the axes by which the layer that holds this module was stacked."""
         found = None if owner is None else flax_linear(owner)
         return () if found is None else found.stack
 
     def layer_path(self, path: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Path of the layer of Flax that holds this module."""
+        """Return the path of the layer of Flax that holds this module."""
         return path[:-1] if path[-1:] == (self.attribute,) else path
 
     def __call__(
@@ -219,11 +219,11 @@ class ParameterGemm(DotGeneral):
         super().__init__(recipe, groups=groups)
 
     def stack_shape(self, kernel: str, owner: nnx.Module | None = None) -> tuple[int, ...]:
-        """Sizes of the axes by which the module that holds this one was stacked."""
+        """Return the sizes of the axes by which the module that holds this one was stacked."""
         return self.stack
 
     def layer_path(self, path: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Path of the parameter."""
+        """Return the path of the parameter."""
         return (*path[:-1], self.parameter)
 
     def __call__(  # type: ignore[override]

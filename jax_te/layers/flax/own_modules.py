@@ -70,8 +70,18 @@ def reach(module: nnx.Module, gemms: dict[str, ParameterGemm]) -> None:
     Args:
         module: changed in place: its class becomes a subclass. Other modules of the class stay as they are.
         gemms: name of a parameter -> what computes its contractions; empty: the module is what it was before.
+
+    Raises:
+        ValueError: if the module has an attribute of the name that a parameter's GEMM gets.
     """
-    for name in gemms_of(module):
+    present = gemms_of(module)
+    for name in gemms.keys() - present.keys():
+        if hasattr(module, _attribute(name)):
+            raise ValueError(
+                f"{original_class(type(module)).__name__} has an attribute {_attribute(name)!r}, where quantize_model "
+                f"puts the GEMM of its parameter {name!r}: rename it, or give the parameter no rule"
+            )
+    for name in present:
         delattr(module, _attribute(name))
     own = original_class(type(module))
     object.__setattr__(module, "__class__", _reached(own) if gemms else own)

@@ -14,6 +14,7 @@ from jax_te.layers.flax.contractions import Seen
 from jax_te.layers.flax.decisions import (
     DropInLayer,
     DropInReport,
+    Present,
     Rules,
     check_flax,
     check_inputs,
@@ -23,7 +24,6 @@ from jax_te.layers.flax.decisions import (
     other_module,
     report_of,
     rule_of_parameter,
-    training_recipe,
 )
 from jax_te.layers.flax.drop_in import DotGeneral, FlaxLinear, ParameterGemm, flax_linear
 from jax_te.layers.flax.drop_in_mesh import kernel_names
@@ -35,7 +35,7 @@ from jax_te.recipe import ModuleRecipe, Recipe, autocast, current_recipe, first_
 
 
 def _set_own(module: QuantizableModule, value: Recipe | ModuleRecipe | Literal["ambient"] | None) -> None:
-    """Give a layer of jax_te what a rule says."""
+    """Give a layer of jax_te, or a drop-in, what a rule says."""
     if value is None:
         value = ModuleRecipe(training=None)
     module.module_recipe = None if isinstance(value, str) else own_recipe(value)
@@ -57,8 +57,9 @@ def quantize_model(
     input's, as those of experts in ``"ecd,edf->ecf"``, are of kernels that are quantized each by itself. Nothing else
     changes: parameters are the same Variables under the same names, with their metadata and dtypes, so that checkpoints
     and optimizer states still fit, and the layers promote dtypes and add biases as before. Where no recipe is in force,
-    the model computes what it computed before. Layers that have a `DotGeneral` already keep it if no rule fits them;
-    they, and layers of this package, go on with the quantizer state that they have, unless the recipe needs another.
+    the model computes what it computed before. Layers that have a `DotGeneral` already, a head as well, keep it and
+    its own recipe if no rule fits them; they, and layers of this package, go on with the quantizer state that they
+    have, unless the recipe needs another. A refused call leaves the model as it was.
 
     The layers of `jax_te.layers` and `jax_te.megatron`, such as those of `jax_te.models`, follow recipes as they are. A
     rule that fits one gives it its recipe, in place of one of its own.
@@ -96,7 +97,8 @@ def quantize_model(
             without arguments.
         ValueError: if no layer is reached; the report of what was seen is in the message. For a rule that fits a
             parameter of a module of your own that no recipe can quantize: its contraction has a ``precision``, or two
-            parameters, or it is taken as one kernel and as several.
+            parameters, or it is taken as one kernel and as several; or the module has an attribute
+            ``<parameter>_gemm`` of its own.
 
     >>> model = nnx.Sequential(nnx.Linear(32, 64, rngs=nnx.Rngs(0)), nnx.Linear(64, 16, rngs=nnx.Rngs(0)))
     >>> print(quantize_model(model, jax.numpy.ones((16, 32))))
@@ -119,12 +121,20 @@ def quantize_model(
         raise ValueError(f"no recipe can quantize a layer of {type(model).__name__}:\n{report}")
     if report.unused_rules:  # before the model changes: a warning may be an error
         warn_caller(f"rules that fit no layer: {', '.join(report.unused_rules)}\n{report}")
-    for decision in decisions:
-        if decision.change is not None:
-            decision.change()
+    # A copy is changed first, of shapes alone: a recipe that refuses a layer leaves the model as it was.
+    graphdef, state = nnx.split(model)
+    jax.eval_shape(lambda state: _change(nnx.merge(graphdef, state), rules, gemms, seen), state)
+    _change(model, rules, gemms, seen)
+    return report
+
+
+def _change(model: nnx.Module, rules: Rules, gemms: ModelGemms, seen: Mapping[str, Seen]) -> None:
+    """Change the layers of a model as the rules say, and give them quantizer state."""
+    for decision in [_decide(parts, module, rules, gemms, seen) for parts, module in nnx.iter_modules(model)]:
+        for change in decision.changes:
+            change()
     # Stacked layers have a state each. Layers that were quantized before go on with theirs.
     prepare(model, current_recipe(), keep=True)
-    return report
 
 
 def _call(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -155,10 +165,10 @@ def dequantize_model(model: nnx.Module) -> nnx.Module:
 
 
 class _Decision(NamedTuple):
-    """A module's entries in the report, and the function that changes the module; None: it stays as it is."""
+    """A module's entries in the report, and the functions that change the module; none: it stays as it is."""
 
     entries: Sequence[DropInLayer] = ()
-    change: Callable[[], None] | None = None
+    changes: Sequence[Callable[[], None]] = ()
 
 
 def _decide(
@@ -189,29 +199,55 @@ def _decide(
 
 def _decide_flax(path: str, module: nnx.Module, layer: FlaxLinear, rules: Rules, gemms: ModelGemms) -> _Decision:
     """Return the decision about a layer of Flax, which goes on with a drop-in that it has if no rule says otherwise."""
-    entry, own = decide_layer(path, type(module).__name__, rules, layer, gemms)
+    op = getattr(module, layer.op.attribute)
+    present = _present(op) if isinstance(op, DotGeneral) else None
+    entry, own = decide_layer(path, type(module).__name__, rules, layer, gemms, present)
     if entry.why is not None:
-        return _Decision([entry], functools.partial(_set_op, module, layer, None))
-    present = getattr(module, layer.op.attribute)
-    if isinstance(present, DotGeneral) and own in (None, present.recipe):
-        op = present
-    else:
-        op = layer.op(own, groups=layer.groups)
-    return _Decision([entry], functools.partial(_set_op, module, layer, op))
+        return _Decision([entry], [functools.partial(_set_op, module, layer, None)])
+    if present is None or op.groups != layer.groups:
+        new = layer.op(own, groups=layer.groups)
+        return _Decision([entry], [functools.partial(_set_op, module, layer, new)])
+    # The drop-in goes on with its state, unless the recipe needs another.
+    changes = [functools.partial(_set_op, module, layer, op)]
+    if entry.rule is not None:
+        changes.append(functools.partial(_set_own, op, own or "ambient"))
+    return _Decision([entry], changes)
+
+
+def _present(op: DotGeneral) -> Present:
+    """Return the recipe that a drop-in has."""
+    return Present(op.own_recipe(next(iter(op.kernels))))
 
 
 def _decide_ours(path: str, module: QuantizableModule, rules: Rules) -> _Decision:
     """Return the decision about a layer of jax_te, which follows recipes without `quantize_model`."""
-    pattern, why = first_rule(rules, path), None
-    value = "ambient" if pattern is None else rules[pattern]
+    pattern, kind = first_rule(rules, path), type(module).__name__
+    if pattern is None:
+        return _Decision([_entry_of_ours(path, module)])
+    value, why = rules[pattern], None
     if value is None:
         why = f"the rule {pattern!r}"
     elif value == "ambient" and module.high_precision:
-        why = "it is kept in high precision"
-    elif pattern is None and module.module_recipe is not None and training_recipe(module.module_recipe) is None:
+        why = _KEPT_HIGH
+    return _Decision([DropInLayer(path, kind, pattern, why)], [functools.partial(_set_own, module, value)])
+
+
+def _entry_of_ours(path: str, module: QuantizableModule) -> DropInLayer:
+    """Return the report entry of a layer of jax_te that no rule fits: what its kernels do under an ambient recipe."""
+    own = [module.own_recipe(kernel) for kernel in module.kernels]
+    in_force = [one for one in own if one is not None and one.overrides(quantized=True, training=True)]
+    follow_ambient = len(in_force) < len(own)
+    if any(one.training is not None for one in in_force):
+        return DropInLayer(path, type(module).__name__, own_recipe=True)
+    why = None
+    if in_force and not follow_ambient:
         why = "its own recipe"
-    entry = DropInLayer(path, type(module).__name__, pattern, why)
-    return _Decision([entry], None if pattern is None else functools.partial(_set_own, module, value))
+    elif module.high_precision:
+        why = _KEPT_HIGH
+    return DropInLayer(path, type(module).__name__, why=why)
+
+
+_KEPT_HIGH = "it is kept in high precision"
 
 
 def _decide_own(path: str, module: nnx.Module, rules: Rules, gemms: ModelGemms, seen: Mapping[str, Seen]) -> _Decision:
@@ -219,23 +255,29 @@ def _decide_own(path: str, module: nnx.Module, rules: Rules, gemms: ModelGemms, 
     the others."""
     kind, present = original_class(type(module)).__name__, gemms_of(module)
     entries, ops, others = list[DropInLayer](), dict[str, ParameterGemm](), dict[str, Seen]()
+    changes = list[Callable[[], None]]()
     for name, parameter in own_kernels(module).items():
         own_path = f"{path}.{name}" if path else name
         what = seen.get(own_path, Seen())
-        decided = decide_parameter(own_path, kind, rules, what, name in present)
+        decided = decide_parameter(own_path, kind, rules, what, _present(present[name]) if name in present else None)
         if decided is None:
             others[name] = what
             continue
         entry, own = decided
         entries.append(entry)
-        if entry.why is None and name in present and own in (None, present[name].recipe):
+        if entry.why is not None:
+            continue
+        if name in present and present[name].groups == what.groups:
             ops[name] = present[name]
-        elif entry.why is None:
+            if entry.rule is not None:
+                changes.append(functools.partial(_set_own, present[name], own or "ambient"))
+        else:
             stack = parameter.get_value().shape[: parameter.ndim - what.contractions[0].kernel.rank]
             ops[name] = ParameterGemm(name, stack, own, what.groups)
     if others:
         entries.append(other_module(path, kind, others, rules, gemms))
-    return _Decision(entries, functools.partial(reach, module, ops))
+    changes.append(functools.partial(reach, module, ops))
+    return _Decision(entries, changes)
 
 
 def _set_op(module: Any, layer: FlaxLinear, op: DotGeneral | None) -> None:

@@ -18,7 +18,7 @@ from jax_te.layers.parallel_arguments import TensorParallel, TensorParallelModul
 from jax_te.layers.parameters import constant, expert_rngs, init_of_each, parameter
 from jax_te.layers.quantizable import frozen_weights
 from jax_te.layers.results import layer_output
-from jax_te.ops import LinearOptions, LinearWeights, RowGroups, as_int32, check_sizes, grouped_dense
+from jax_te.ops import LinearOptions, LinearWeights, RowGroups, as_int32, check_sizes, grouped_dense, is_known
 from jax_te.quantize import QuantizedKernel, Quantizer, TensorQuantizer, precision_of
 from jax_te.sharding import activation_axis, axis_ranks, device_mesh, gathered_axes
 from jax_te.typing import Array, DTypeLike, Initializer, LogicalAxes, ParallelMode, TensorGroup
@@ -70,6 +70,8 @@ class GroupedLinear(TensorParallelModule):
     """
 
     kernels: ClassVar[dict[str, str]] = {"kernel": "quantizers"}
+    takes_padding: ClassVar[bool] = True
+    """Whether sizes may leave rows to no group. Transformer Engine's layer, which splits the rows, refuses them."""
 
     def __init__(
         self,
@@ -126,7 +128,7 @@ class GroupedLinear(TensorParallelModule):
         return None if in_blocks and mesh and gathered_axes(self.kernel_axes, mesh) else found
 
     def axes_of(self, kernel: str) -> LogicalAxes:
-        """Logical axes of the kernel."""
+        """Return the logical axes of the kernel."""
         return self.kernel_axes
 
     def __call__(
@@ -186,6 +188,12 @@ class GroupedLinear(TensorParallelModule):
             raise ValueError(f"group_sizes must have shape ({self.num_gemms},), one size each, got {sizes.shape}")
         groups = RowGroups(sizes=sizes, rows=x.shape[0])
         check_sizes(groups)
+        if not self.takes_padding and is_known(sizes) and int(np.sum(sizes)) != groups.rows:
+            raise ValueError(
+                f"the sizes of groups must add up to the {groups.rows} rows, got {np.asarray(sizes).tolist()}: rows of "
+                "no group would be zeros. jax_te.layers.GroupedLinear takes such rows as padding, and a "
+                "jax_te.ops.RowGroups says where they are"
+            )
         return groups
 
     def why_not_placed(self) -> str | None:

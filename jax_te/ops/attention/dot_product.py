@@ -100,7 +100,7 @@ def dot_product_attention(
         softmax_offset: ``[n]``.
         logit_softcap: ``cap tanh(scores / cap)`` in place of the scaled scores, before a bias (Gemma Team 2024).
         scale: None: ``1 / sqrt(d)``.
-        dropout_rate: dropout probability of attention; needs ``dropout_key`` unless it is 0.
+        dropout_rate: dropout probability of attention; needs ``dropout_key`` unless it is 0, or the call evaluates.
         return_max_logit: whether to return the max logit of each head, too, after scale, softcap and bias.
         context_parallel: exchange of keys and values between devices if the mesh in use shards the sequence. None:
             `ContextParallel`'s defaults.
@@ -109,7 +109,9 @@ def dot_product_attention(
         recipe: one with ``fp8_dpa`` quantizes queries, keys, values, the softmax's result and the output, and in
             backward the gradients; all other recipes, and None, say nothing about attention.
         state: state of such a recipe, see `jax_te.quantize.init_attention_state`; its gradient is its next value.
-        evaluation: whether a derivative may leave the state out.
+        evaluation: whether the call evaluates: a derivative may leave the state out, and nothing is dropped. A
+            ``dropout_rate`` above 0, which FP8 attention does not have, then keeps it in the compute dtype as it does
+            in training.
         backend: None for the ambient one. Calls that have no FP8 kernel run in the compute dtype under ``"auto"``, and
             are refused under the others, see `explain_backend`.
 
@@ -134,13 +136,13 @@ def dot_product_attention(
     >>> dot_product_attention((q, q, q)).shape
     (1, 4, 2, 8)
     """
-    _check_dropout(dropout_rate, dropout_key)
+    _check_dropout(dropout_rate, dropout_key, evaluation)
     scale, logit_softcap = _checked_numbers(scale, logit_softcap)
     spec = attention_spec(
         qkv,
         mask_type,
         scale,
-        dropout_rate,
+        0.0 if evaluation else dropout_rate,
         window=window,
         bias_type=bias_type,
         bias_shape=None if bias is None else bias.shape,
@@ -150,7 +152,7 @@ def dot_product_attention(
         max_segments=0 if segments is None else segments.q_lengths.shape[-1],
     )
     # Without dropout the key would be one more input of every kernel and shard_map.
-    key = dropout_key if dropout_rate else None
+    key = dropout_key if spec.dropout_rate else None
     arrays = AttentionArrays(mask, q_lengths, kv_lengths, segments, bias, softmax_offset, key)
     check_arrays(spec, arrays)
     arrays = _with_wide_lengths(arrays)
@@ -158,7 +160,9 @@ def dot_product_attention(
     asked = ambient_backend.value if backend is None else backend
     precision = attention_precision_of(recipe)
     if precision is not None:
-        call = _fp8_call(mesh, spec, precision, out_axes, context_parallel, asked, evaluation)
+        # With the rate in evaluation, too: what training could not run in FP8, evaluation does not.
+        of_training = replace(spec, dropout_rate=float(dropout_rate))
+        call = _fp8_call(mesh, of_training, precision, out_axes, context_parallel, asked, evaluation)
         if call is not None:
             precision.check_state(state)
             with jax.named_scope("dot_product_attention"):
@@ -186,10 +190,10 @@ def dot_product_attention(
         return (out, max_logit) if return_max_logit else out
 
 
-def _check_dropout(rate: float, key: Key | None) -> None:
+def _check_dropout(rate: float, key: Key | None, evaluation: bool) -> None:
     """Raise ValueError for a rate of dropout that is none, or without a key."""
     check_rate(dropout_rate=rate)
-    if rate and key is None:
+    if rate and key is None and not evaluation:
         raise ValueError(f"dropout_rate={rate} needs dropout_key; give a key, or the rate 0")
 
 

@@ -30,7 +30,7 @@ from jax_te.ops.sharded_vjp import Shards, sharded_vjp
 from jax_te.ops.stacked import named
 from jax_te.quantize import AttentionState, AttentionTensor, QuantizedTensor, amax, exponent_scale
 from jax_te.sharding import REPLICATED, MeshAxes, reduce_max, reduce_sum
-from jax_te.typing import Array, DTypeLike, LogicalAxes
+from jax_te.typing import Array, LogicalAxes
 
 
 class _Args(NamedTuple):
@@ -75,33 +75,50 @@ def _forward(call: Fp8Call, args: _Args) -> tuple[Array, _Residuals]:
     k, v, mean_of_v, of_centred = _centred(call, k, v)
     of_queries: Amaxes = {"q": amax(q)}
     seen = _reduced(of_queries | of_centred, call.scale_axes)
-    # The softmax gives at most 1.
-    bound_of_s: Scales = {"s": precision.scale_of_amax(jnp.ones((), jnp.float32))}
-    scales: Scales = bound_of_s | precision.state_scales(state)
-    if not precision.delayed:
-        scales |= {name: precision.scale_of_amax(largest) for name, largest in seen.items()}
-    elif call.current_scales:
-        scales = scales | _scales_of(call, seen)
-        scales.pop("o", None)  # until its amax is known
-    if precision.quantized_forward:
-        scales["o"] = _output_scale(scales, precision.dtype)
+    scales = _first_scales(call, state, seen)
     operands = Fp8Operands(
         fp8_steps.to_heads(call, precision.quantize(q, scales["q"])),
         fp8_steps.to_heads(call, precision.quantize(k, scales["k"])),
         fp8_steps.to_heads(call, precision.quantize(v, scales["v"])),
     )
     operands, mean_of_v = named((operands, mean_of_v), "quantized", given=args)
-    # Forward rounds before it divides by denominators: the largest value of each row is 1, however small the amax of
-    # the quotients is. A delayed scale of these would saturate the values above that amax; it is for backward alone.
-    inside_forward: Scales = scales | bound_of_s
     if call.current_scales and precision.delayed and precision.quantized_forward:
-        first = fp8_steps.forward(call, operands, inside_forward)
-        scales = scales | _scales_of(call, _reduced(first.amaxes, call.scale_axes))
-        scales["o"] = _output_scale(scales, precision.dtype)
-        inside_forward = scales | bound_of_s
-    out, log_sum, inside = named(fp8_steps.forward(call, operands, inside_forward), "context", given=args)
+        scales = _scales_after_a_pass(call, operands, scales)
+    out, log_sum, inside = named(
+        fp8_steps.forward(call, operands, _inside_forward(call, scales)), "context", given=args
+    )
     whole = fp8_steps.in_compute_dtype(fp8_steps.to_sequence(call, out))
     return _with_mean(whole, mean_of_v), _Residuals(operands, out, log_sum, scales, seen | inside, state)
+
+
+def _first_scales(call: Fp8Call, state: AttentionState | None, seen: Amaxes) -> Scales:
+    """Return the scales that are known before a kernel runs; ``seen`` are the amaxes of queries, keys and values."""
+    precision = call.precision
+    scales = _bound_of_softmax(call) | precision.state_scales(state)
+    if not precision.delayed:
+        scales |= {name: precision.scale_of_amax(largest) for name, largest in seen.items()}
+    elif call.current_scales:
+        scales = scales | _scales_of(call, seen)
+        scales.pop("o", None)  # until its amax is known
+    return _with_output_scale(call, scales)
+
+
+def _scales_after_a_pass(call: Fp8Call, operands: Fp8Operands, scales: Scales) -> Scales:
+    """Return the scales with those of the tensors that forward's kernel writes, from their amaxes in a first pass."""
+    first = fp8_steps.forward(call, operands, _inside_forward(call, scales))
+    return _with_output_scale(call, scales | _scales_of(call, _reduced(first.amaxes, call.scale_axes)))
+
+
+def _inside_forward(call: Fp8Call, scales: Scales) -> Scales:
+    """Return the scales of forward's kernel."""
+    # Forward rounds before it divides by denominators: the largest value of each row is 1, however small the amax of
+    # the quotients is. A delayed scale of these would saturate the values above that amax; it is for backward alone.
+    return scales | _bound_of_softmax(call)
+
+
+def _bound_of_softmax(call: Fp8Call) -> Scales:
+    """Return the scale of the softmax, which gives at most 1."""
+    return {"s": call.precision.scale_of_amax(jnp.ones((), jnp.float32))}
 
 
 def _backward(call: Fp8Call, residuals: _Residuals, g: Array) -> tuple[_Args, None]:
@@ -146,17 +163,23 @@ def _scales_of(call: Fp8Call, amaxes: Amaxes) -> Scales:
     return scales
 
 
-def _output_scale(scales: Scales, dtype: DTypeLike) -> Array:
-    """Return the scale of the output: that of the values times the power of two that is next below the state's scale.
+def _with_output_scale(call: Fp8Call, scales: Scales) -> Scales:
+    """Return the scales with the one of the output in place of the state's, if forward is quantized.
+
+    It is that of the values times the power of two that is next below the state's scale.
 
     Where a query attends to one key alone, the output is that key's value, and so is its rounded form if both have one
     grid. With another scale it would be rounded anew, in the same way each time that key is attended to: a part of the
     gradient of each such score that has no cause, and that training follows.
     """
-    if "o" not in scales:
-        return scales["v"]  # the output is a mean of values
-    largest_code = float(jnp.finfo(dtype).max) * scales["v"] / scales["o"]
-    return scales["v"] * exponent_scale(largest_code, dtype)
+    dtype = call.precision.dtype
+    if not call.precision.quantized_forward:
+        return scales
+    output: Scales = {"o": scales["v"]}  # the output is a mean of values
+    if "o" in scales:
+        largest_code = float(jnp.finfo(dtype).max) * scales["v"] / scales["o"]
+        output = {"o": scales["v"] * exponent_scale(largest_code, dtype)}
+    return scales | output
 
 
 def _next_state(call: Fp8Call, residuals: _Residuals, seen: Amaxes) -> AttentionState | None:
@@ -183,8 +206,11 @@ def _centred(call: Fp8Call, k: Array, v: Array) -> tuple[Array, Array, Array, Am
 
     # One mean for all devices along the context axis, whose keys meet in the softmax of each query.
     context = () if call.sharding is None else call.sharding.context
-    means = reduce_sum(over_positions(jnp.sum), context) / call.spec.kv_length
+    sums = reduce_sum(over_positions(jnp.sum), context)
+    means = sums / call.spec.kv_length
     high, low = over_positions(jnp.max), over_positions(jnp.min)
+    # A maximum of floats may lose a nan, see `jax_te.quantize.amax`; a sum keeps it.
+    high = jnp.where(jnp.isnan(sums), sums, high)
     # Any constant near the mean serves: a multiple of about a sixteenth of the largest value, which another order of
     # the sum, as on a mesh, changes next to never.
     largest = reduce_max(jnp.maximum(jnp.abs(high), jnp.abs(low)), context)

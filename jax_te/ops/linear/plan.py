@@ -45,7 +45,7 @@ class LinearOptions(NamedTuple):
             the others compute the GEMM's input themselves, and not with delayed scaling.
         name: the layer's path, under which its quantized tensors are observed, see
             `jax_te.quantize.observe_quantization`.
-        evaluation: the layer is evaluated, not trained: its state may be left out of what is differentiated.
+        evaluation: whether the layer is evaluated, not trained: its state may be left out of what is differentiated.
 
     >>> LinearOptions(kernel_axes=("fsdp", "ffn"), out_axes=("batch", "sequence", "ffn")).name is None
     True

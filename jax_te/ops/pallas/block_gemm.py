@@ -137,7 +137,7 @@ def _gemm(
     square: bool,
     interpret: bool,
 ) -> Array:
-    """The kernel. ``k`` and ``n`` are multiples of 128.
+    """Run the kernel. ``k`` and ``n`` are multiples of 128.
 
     As many thread blocks as the GPU has multiprocessors process the tiles. One warpgroup of each loads operands and
     scales into a ring of ``stages``, across tiles without a pause; the others multiply. ``filled`` and ``emptied`` are
@@ -154,7 +154,7 @@ def _gemm(
     width = 128 // jnp.dtype(out_dtype).itemsize  # columns that leave together
 
     def for_each_tile(body: Any) -> None:
-        """``body(row, column, step)`` with the tile's first row and column, and the steps done before it."""
+        """Run ``body(row, column, step)`` with the tile's first row and column, and the steps done before it."""
 
         @plgpu.nd_loop((tiles[0] * tiles[1],), collective_axes="sm")
         def _tile(loop: Any) -> None:

@@ -93,7 +93,7 @@ def block_quantize_2d(
 
 
 def _scale(amax: Array, dtype: DTypeLike, power_of_two: bool) -> Array:
-    """``max(dtype) / amax``, at most the largest fp32; 1 where the amax is 0 or inf."""
+    """Return ``max(dtype) / amax``, at most the largest fp32; 1 where the amax is 0 or inf."""
     usable = (amax > 0.0) & (amax <= _LARGEST)
     scale = exponent_scale(amax, dtype) if power_of_two else jnp.minimum(fp8_max(dtype) / amax, _LARGEST)
     return jnp.where(usable, scale, jnp.float32(1.0))
@@ -126,7 +126,7 @@ def _quantize(x: Array, dtype: DTypeLike, power_of_two: bool, square: bool, inte
         out_inv[part] = 1.0 / scale
 
     def quantize(tile: Any, out: Any, out_inv: Any) -> None:
-        """A scale for each row: by halves, to spare registers."""
+        """Quantize with a scale for each row: by halves, to spare registers."""
 
         @pl.loop(0, BLOCK, step=BLOCK // 2)
         def _half(start: Array) -> None:

@@ -75,7 +75,7 @@ def _quantize(x: Array, scale: Array, dtype: DTypeLike, interpret: bool) -> tupl
             out[pl.ds(start, BLOCK // 2)] = jnp.clip(scaled, -limit, limit).astype(dtype)
 
     def amax_of(tile: Any) -> Array:
-        """The largest magnitude; nan if there is one, which a GPU's maximum ignores."""
+        """Return the largest magnitude; nan if there is one, which a GPU's maximum ignores."""
 
         def add_half(half: Any, seen: tuple[Array, Array]) -> tuple[Array, Array]:
             values = jnp.abs(load(tile, half * (BLOCK // 2), BLOCK // 2))

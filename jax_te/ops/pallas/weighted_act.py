@@ -71,7 +71,7 @@ def weighted_act_backward(
 
 @functools.partial(jax.jit, static_argnames=("function", "interpret"))
 def _backward(dy: Array, x: Array, weights: Array, function: Any, interpret: bool) -> tuple[Array, Array]:
-    """The gradient of ``x``, and of the weights for each tile of columns, ``[f / columns, rows]``."""
+    """Return the gradient of ``x``, and of the weights for each tile of columns, ``[f / columns, rows]``."""
     check_jax()
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton

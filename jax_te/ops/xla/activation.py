@@ -56,7 +56,7 @@ def _clamped_linear(x: Array, params: ActivationParams) -> Array:
 
 
 def _at_most(x: Array, limit: float) -> Array:
-    """The minimum, with the slope 1 where ``x`` is the limit, as in TE's kernels; jnp.minimum has 1/2 there."""
+    """Return the minimum, with the slope 1 where ``x`` is the limit, as in TE's kernels; jnp.minimum has 1/2 there."""
     return jnp.where(x > limit, limit, x)
 
 

@@ -306,6 +306,21 @@ def test_latent_attention_has_other_heads():
         assert_bitwise(other, output(model, x))
 
 
+def test_evaluation_runs_in_fp8_only_what_training_did():
+    """Dropout keeps attention in the compute dtype in training; no scale has ever been calibrated there."""
+    q = draw("q", (1, S, 1, 128))
+    with autocast(CURRENT):
+        core = DotProductAttention(1, 128, attention_dropout=0.1)
+    core.eval()
+    plain = core(q, q, q)
+    with autocast(CURRENT):
+        assert_bitwise(core(q, q, q), plain)
+        with use_backend("xla"), pytest.raises(BackendUnavailableError, match=r"dropout of 0\.1"):
+            core(q, q, q)
+        core.set_attributes(without_dropout=True)
+        assert (core(q, q, q) != plain).any()
+
+
 @pytest.mark.costly
 def test_a_call_that_cannot_run_in_fp8():
     """A layer's heads of 64: in the compute dtype, and refused where the backend is named."""

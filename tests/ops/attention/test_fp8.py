@@ -513,3 +513,12 @@ def test_an_overflow_of_fp16_is_nan(recipe, where, sign):
         assert not finite({**arrays, where: large})
     arrays[where] = arrays[where].at[0, 3, 0, 5].set(sign * jnp.inf)
     assert not finite(arrays)
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_a_nan_of_an_operand_is_in_the_history(where):
+    arrays = {name: draw(name, (1, 128, 1, D)) for name in ("q", "k", "v", "do")}
+    arrays[where] = arrays[where].at[0, 77, 0, 5].set(jnp.nan)
+    *qkv, do = arrays.values()
+    _, _, state = step(DELAYED, qkv, do, init_attention_state(DELAYED), mask_type="no_mask", backend="xla")
+    assert np.isnan(state["qkv"]["amax_history"][0])
