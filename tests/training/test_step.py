@@ -25,6 +25,7 @@ from jax_te.training import (
 )
 from jax_te.training import step as step_module
 from tests.support.meshes import use_mesh
+from tests.support.numerics import draw
 from tests.support.toy import Toy, assert_same, loss_fn, make_batch, values
 
 
@@ -233,6 +234,43 @@ def test_other_state_of_the_model_is_carried_on():
         losses.append(float(metrics["loss"]))
     assert losses[0] != losses[1]
     assert int(state.rest["dropout"]["rngs"]["count"][...]) == 4
+
+
+def record_loss_functions() -> optax.GradientTransformationExtraArgs:
+    """Return a transformation that changes nothing; its state is what the loss and its functions gave."""
+
+    def update(grads, state, params, *, value, value_fn, grad, grad_fn, **_):
+        differences = jax.tree.map(jnp.subtract, grad_fn(params, 0), grad)
+        found = {"value": value, "at": value_fn(params), "gradient error": optax.tree.norm(differences)}
+        return jax.tree.map(jnp.zeros_like, grads), found
+
+    empty = dict.fromkeys(("value", "at", "gradient error"), jnp.zeros(()))
+    return optax.GradientTransformationExtraArgs(lambda params: empty, update)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_functions_of_the_loss_give_the_steps_own_at_its_parameters(microbatches):
+    """With other state that each microbatch changes: a dropout's stream of keys, and a sum that the loss reads."""
+
+    class Stateful(nnx.Module):
+        def __init__(self, rngs):
+            self.toy, self.drop = Toy(rngs), nnx.Dropout(0.5, rngs=rngs)
+            self.seen = nnx.BatchStat(jnp.zeros(()))
+
+        def __call__(self, x):
+            y = self.toy(self.drop(x))
+            self.seen[...] += jnp.mean(y)
+            return y + self.seen[...]
+
+    tx = record_loss_functions()
+    state = new_state(tx, build=Stateful)
+    step = make_train_step(lambda model, x, key: jnp.mean(model(x) ** 2), tx, microbatches=microbatches)
+    state, metrics = step(state, draw("x", (8, 16)))
+    found = state.opt_state
+    assert float(found["value"]) == float(metrics["loss"])
+    # Other programs of the same fp32 arithmetic.
+    np.testing.assert_allclose(found["at"], found["value"], rtol=1e-5)
+    assert float(found["gradient error"]) < 1e-5 * float(metrics["grad_norm"])
 
 
 def test_another_recipe_is_another_trace():
