@@ -143,8 +143,9 @@ def make_inspection(
     """Return ``inspect(state, batch)``, which returns the statistics of the train step that would follow.
 
     ``inspect`` computes that step's gradients separately, from the same parameters, scales, loss scale, dropout keys
-    and microbatches, of which each begins with the state that the one before it leaves, and discards them. Thus inspection does not change a step by a bit. It is compiled at the first
-    call. In several processes all call it, with a global batch, and get the same.
+    and microbatches, of which each begins with the other state that the one before it leaves, and discards them. Thus
+    inspection does not change a step by a bit. It is compiled at the first call. In several processes all call it, with
+    a global batch, and get the same.
 
     Args:
         loss_fn, microbatches: see `make_train_step`.

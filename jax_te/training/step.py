@@ -36,7 +36,7 @@ from jax_te.training.microbatches import MicrobatchStart, rules_of, shard_batch
 from jax_te.training.pipeline.gradients import pipelined_gradients
 from jax_te.training.pipeline.mesh import pipeline_stages, stage_rules
 from jax_te.training.state import TrainState, split_model
-from jax_te.training.transformation import Transformation, apply_transformation, as_transformation
+from jax_te.training.transformation import Transformation, apply_transformation, as_transformation, check_opt_state
 from jax_te.typing import Array, DTypeLike, PyTree
 
 _PIPELINE = PipelineConfig()
@@ -105,8 +105,8 @@ def make_train_step(
 
     Raises:
         ValueError: when called, for a batch whose leaves differ in ``b``, or a ``b`` that does not divide into
-            microbatches and over the mesh's batch axes, or a loss that is not a scalar; on a mesh of several processes,
-            for arrays that are not global.
+            microbatches and over the mesh's batch axes, or a loss that is not a scalar, or a state that was created
+            with another ``tx``; on a mesh of several processes, for arrays that are not global.
 
     Source: ``megatron.core.pipeline_parallel.forward_backward_no_pipelining``,
         ``Float16OptimizerWithFloat16Params.step`` and, of ``wgrad_dtype``, ``grad_reduce_in_fp32`` of
@@ -255,6 +255,7 @@ def _apply(
 ) -> _Updated:
     """Return parameters, masters and optimizer state after an update, unchanged if gradients are not finite."""
     full = full_precision(state.params, adopt_changed_params(state.params, state.masters))
+    check_opt_state(tx, state.opt_state, full)
     new, opt_state, _ = apply_transformation(tx, grads, state.opt_state, full, **asked_for)
     model = nnx.merge(state.graphdef, state.params, quantizers, state.rest)
     params, masters = apply_update(finite, new, state.params, state.masters, model)
@@ -316,9 +317,9 @@ class _MicrobatchLoss(NamedTuple):
     rest: PyTree
 
 
-# A step differentiates each microbatch's mean by itself, and weights the gradient. With a derivative of the weighted sum
-# the losses that layers add to gradients, as those of experts' routers, would have no weight; and gradients would pass
-# from a microbatch to the one before it, through the other state.
+# A step differentiates each microbatch's mean by itself, and weights the gradient. With a derivative of the weighted
+# sum the losses that layers add to gradients, as those of experts' routers, would have no weight; and gradients would
+# pass from a microbatch to the one before it, through the other state.
 @jax.custom_vjp
 def _loss_of_microbatch(
     params: PyTree, loss_at: _LossAt, start: MicrobatchStart, batch: PyTree, index: int | Array

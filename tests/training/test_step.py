@@ -385,6 +385,23 @@ def test_bad_batches_are_refused():
             make_train_step(loss_fn, optax.sgd(0.1), microbatches=2)(state, make_batch(0, 12))
 
 
+@pytest.mark.parametrize(
+    ("created", "stepped"),
+    [
+        (optax.adam(1e-2), optax.sgd(1e-2)),
+        (optax.chain(optax.clip(1.0), optax.adam(1e-2)), optax.chain(optax.identity(), optax.sgd(1e-2))),
+        (optax.adam(1e-2), optax.MultiSteps(optax.adam(1e-2), 2)),
+        (optax.adafactor(1e-2), optax.adafactor(1e-2, min_dim_size_to_factor=8)),
+    ],
+    ids=["sgd", "parts", "MultiSteps", "shapes"],
+)
+def test_a_state_of_another_transformation_is_refused(created, stepped):
+    state = new_state(created)
+    with pytest.raises(ValueError, match=r"opt_state is not one of tx: it has \d+ arrays in \("):
+        make_train_step(loss_fn, stepped)(state, make_batch(8))
+    assert not state.step.is_deleted()
+
+
 def test_complex_parameters_are_refused_by_name():
     class Complex(nnx.Module):
         def __init__(self, rngs):
