@@ -10,7 +10,7 @@ from typing import Any
 
 from jax_te._device import default_platform
 from jax_te.cli.option_table import check_effects
-from jax_te.cli.options import DEVICES, RULES, TENSOR_RANKS, GivenOptions
+from jax_te.cli.options import EXPERT_RANKS, RULES, SELECTIVE, SOFTMAX, TENSOR_RANKS, GivenOptions
 from jax_te.cli.precision_rules import read_rules
 from jax_te.cli.presets import PRESETS
 from jax_te.cli.pretrained import pretrained_values
@@ -18,6 +18,7 @@ from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CONFIG_FILE, changed_fields, check_resumable, holds_run, read_config
 from jax_te.cli.run_text import tokenizer_values
 from jax_te.config import ParallelConfig
+from jax_te.recipe import GEMMS
 
 DEFAULT_PRESET = "tiny"
 
@@ -81,11 +82,25 @@ def check_given(config: RunConfig, given: Collection[str]) -> None:
     """
     mesh = config.parallel_config() or ParallelConfig()
     met = {
-        DEVICES: mesh.num_devices > 1,
+        EXPERT_RANKS: mesh.expert > 1,
+        SOFTMAX: config.moe_router_score_function == "softmax",
+        SELECTIVE: config.recompute_granularity == "selective",
         TENSOR_RANKS: mesh.tensor > 1,
         RULES: config.precision_config is not None,
     }
     check_effects(config, met, given)
+    if {"recipe", "override_linear_precision", "fp8_dpa"} & set(given):
+        _check_recipe_has_gemms(config)
+
+
+def _check_recipe_has_gemms(config: RunConfig) -> None:
+    """Raise ValueError for a recipe from which ``--override-linear-precision`` takes all that it quantizes."""
+    kept = set((config.override_linear_precision or "").split(","))
+    if config.precision_config is None and kept.issuperset(GEMMS) and not config.fp8_dpa:
+        raise ValueError(
+            f"--override-linear-precision {config.override_linear_precision} leaves no GEMM to --recipe "
+            f"{config.recipe}; name fewer, or use --recipe none"
+        )
 
 
 def new_config(given: dict[str, Any]) -> RunConfig:
