@@ -154,8 +154,8 @@ def value_and_grad(
         ``[]``, and ``grads`` an ``nnx.State`` with the names and shapes of the parameters, in fp32.
 
     Raises:
-        TypeError: for several ``argnums``; when called, if that argument is not an NNX module, or if a function that is
-            given as ``scaler`` does not return one.
+        TypeError: for several ``argnums``; when called, if that argument is not an NNX module, for a loss of integers,
+            or if a function that is given as ``scaler`` does not return one.
         ValueError: when called, for a loss that is not a scalar; for a scaler whose scale changes, and which would be a
             constant of the function that is being compiled, as ``optimizer.scaler`` from outside of it. The body of a
             ``jax.lax.scan`` is such a function, also outside of ``nnx.jit``: there the scaler goes into the carry.
@@ -453,6 +453,7 @@ def differentiate(
         with cached_kernels(model, differentiation.cached), aux_losses_scaled(model, differentiation.scaler.scale):
             set_grad_sinks(model, grad_sinks)
             value, aux = fn(model, *inputs)
+        _check_differentiable(value)
         loss = mean_loss(value)
         return differentiation.scaler.scale_loss(loss), (loss, differentiation.rest_of(model), aux)
 
@@ -602,6 +603,13 @@ def mean_loss(loss: Array | WeightedMean) -> Array:
     if jnp.shape(mean) != ():
         raise ValueError(f"loss_fn must give a scalar, the mean loss of its batch, got shape {jnp.shape(mean)}")
     return mean.astype(jnp.float32)
+
+
+def _check_differentiable(loss: Array | WeightedMean) -> None:
+    """Raise TypeError for a loss of integers, whose gradients would all be zeros."""
+    dtype = jnp.result_type(loss.total if isinstance(loss, WeightedMean) else loss)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"loss_fn must give a loss of floating-point numbers to differentiate, got {dtype}")
 
 
 def _wide(tree: PyTree) -> PyTree:

@@ -438,3 +438,9 @@ def test_whether_gradients_are_finite_is_computed_once():
     text = make_train_step(loss, optax.adam(1e-3)).lower(state, make_batch(0)).compile().as_text()
     # One for each of 8 gradients and the loss; XLA may fuse some of them into kernels of their own.
     assert text.count(" is-finite(") <= 9
+
+
+@pytest.mark.parametrize("loss", [jnp.int32(3), WeightedMean(jnp.int32(3), jnp.int32(1))], ids=["loss", "total"])
+def test_a_loss_of_integers_is_refused(loss):
+    with pytest.raises(TypeError, match="floating-point numbers to differentiate, got int32"):
+        value_and_grad(lambda model: loss)(Toy(nnx.Rngs(0)))
