@@ -164,7 +164,7 @@ def _checkpointer(config: RunConfig, output: Path, bounds: Bounds) -> TrainCheck
         keep=config.keep,
         keep_every=config.keep_every,
         keep_best=config.keep_best,
-        metric=HELDOUT,
+        metric="loss" if config.keep_best is None else HELDOUT,
         timeout=bounds.save,
     )
 

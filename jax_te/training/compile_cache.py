@@ -10,6 +10,7 @@ import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jax_te._validation import checked
+from jax_te.checkpoint import METADATA_FILE
 
 
 @checked
@@ -49,7 +50,7 @@ def keep_compiled_programs(folder: str | Path | None = None) -> Path | None:
     path = Path(folder).resolve()
     for parent in (path, *path.parents):
         is_run = (parent / "config.json").is_file() and (parent / "checkpoints").is_dir()
-        if is_run or (parent / "_CHECKPOINT_METADATA").exists():
+        if is_run or (parent / METADATA_FILE).exists():
             raise ValueError(
                 f"compiled programs do not belong in {path}: {parent} holds a run or a checkpoint, and who loads a "
                 "program runs it; name a folder elsewhere"

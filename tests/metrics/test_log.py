@@ -222,7 +222,9 @@ def test_a_writer_that_does_not_open_costs_no_record(tmp_path, monkeypatch):
     def init(**_):
         raise ConnectionError("no network")
 
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    wandb = types.ModuleType("wandb")
+    monkeypatch.setattr(wandb, "init", init, raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     with pytest.raises(ConnectionError, match="no network"):
         MetricsLog(tmp_path, writers=["jsonl", "wandb"], resume_step=1)
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3]
