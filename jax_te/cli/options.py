@@ -104,7 +104,9 @@ class TrainOptions:
     """
 
     preset: str | None = option(tuple(PRESETS), "model and settings to start from, listed below", None, shown="tiny")
-    output: str | None = option(FOLDER, "folder of the run", None, shown="runs/PRESET, or runs/PRESET-RECIPE")
+    output: str | None = option(
+        FOLDER, "folder of the run", None, shown="runs/PRESET or, with --init-from, runs/MODEL; with -RECIPE if given"
+    )
     processes: str = option(
         PROCESSES,
         "processes of the run: auto (from the launcher: SLURM, Open MPI, Kubernetes, or JAX's variables), none (a "

@@ -24,13 +24,15 @@ DEFAULT_PRESET = "tiny"
 
 
 def output_folder(options: GivenOptions) -> Path:
-    """Return ``--output``, or ``runs/PRESET``, followed by the recipe's name if there is one.
+    """Return ``--output``, or ``runs/`` and the name of the preset or the fine-tuned model, and the recipe's if any.
 
     Raises:
         ValueError: if it is a file.
     """
-    preset, recipe = options.given.get("preset", DEFAULT_PRESET), options.given.get("recipe", "none")
-    default = Path("runs") / (preset if recipe == "none" else f"{preset}-{recipe}")
+    name, recipe = options.given.get("preset", DEFAULT_PRESET), options.given.get("recipe", "none")
+    if "init_from" in options.given:
+        name = Path(os.path.abspath(options.given["init_from"])).name
+    default = Path("runs") / (name if recipe == "none" else f"{name}-{recipe}")
     output = default if options.start.output is None else Path(options.start.output)
     if output.exists() and not output.is_dir():
         raise ValueError(f"--output {output} is a file; give a folder")
