@@ -73,7 +73,7 @@ def train_batch(text, step):
 
 
 class Run:
-    """Return the functions of a run, compiled once, and its text."""
+    """A run's functions, compiled once, and its text."""
 
     def __init__(self, data):
         self.data = data

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -100,6 +101,10 @@ class NewFiles:
             OSError: if a file cannot be removed or renamed.
         """
         try:
+            if any(path.exists() for path in (*self._older, *(self.folder / name for name in self._parts))):
+                # What replaces it is on the disk before it is gone: a machine may stop at any time.
+                for part in self._parts.values():
+                    _flush(part)
             for path in self._older:
                 path.unlink(missing_ok=True)
             for name, part in self._parts.items():
@@ -171,6 +176,14 @@ def _is_folder(path: Path) -> bool:
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - _NAMED} others" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
+
+
+def _flush(part: Path) -> None:
+    """Return once a file, or all files of a folder, are on the disk."""
+    files = [path for path in part.rglob("*") if path.is_file()] if _is_folder(part) else [part]
+    for path in files:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def _remove(path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from jax_te.bench.compiling import compile_and_time
 from jax_te.bench.settings import GIB, Row, Settings
 from jax_te.bench.traces import traced
 from jax_te.metrics import KernelTimes
@@ -144,9 +145,7 @@ class CompiledStep(Contestant):
     compiled: Any = None
 
     def _begin(self) -> None:
-        start = time.perf_counter()
-        self.compiled = self.lower().compile()
-        self.compile_s = time.perf_counter() - start
+        self.compiled, self.compile_s = compile_and_time(self.lower)
         print(f"compiled {self.name} in {self.compile_s:.1f} s", file=sys.stderr, flush=True)
 
     def _steps(self, arrays: Any, calls: int) -> float:

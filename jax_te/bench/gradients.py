@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_te.bench.compiling import compile_and_time
 from jax_te.bench.settings import GIB, Row, Settings
 from jax_te.bench.traces import traced
 from jax_te.metrics import KernelTimes
@@ -83,10 +84,8 @@ def gradient(name: str, fn: Callable[..., Array], args: Sequence[Any], dy: Array
         y = fn(*jax.tree.unflatten(tree, leaves))
         return jnp.sum(y.astype(jnp.float32) * dy.astype(jnp.float32))
 
-    start = time.perf_counter()
     grad = jax.jit(jax.grad(loss, allow_int=True), out_shardings=shardings and jax.tree.leaves(shardings))
-    compiled = grad.lower(leaves, dy).compile()
-    seconds = time.perf_counter() - start
+    compiled, seconds = compile_and_time(lambda: grad.lower(leaves, dy))
     memory = compiled.memory_analysis()
     temp = memory.temp_size_in_bytes / GIB if memory is not None else math.nan
     return Gradient(name, lambda: compiled(leaves, dy), temp, seconds, compiled.as_text() or "")

@@ -69,7 +69,8 @@ class TrainCheckpointer:
 
     Raises:
         ValueError: if ``directory`` is a file or a link to nothing, or has a name that Orbax would take for another;
-            for a number to keep or a ``timeout`` that is not positive, and for another ``best``.
+            for a number to keep or a ``timeout`` that is not positive, and for another ``best``;
+            for a ``metric`` or ``best`` without ``keep_best``.
 
     >>> import tempfile, jax.numpy as jnp
     >>> folder = tempfile.TemporaryDirectory()
@@ -95,6 +96,11 @@ class TrainCheckpointer:
         numbers = {"keep": keep, "keep_every": keep_every, "keep_best": keep_best}
         check_positive(**{name: number for name, number in numbers.items() if number is not None})
         check_choice(("min", "max"), best=best)
+        if keep_best is None and (metric, best) != ("loss", "min"):
+            raise ValueError(
+                f"metric={metric!r} and best={best!r} say which checkpoints are the best ones to keep; give keep_best, "
+                "their number, too, or leave both out"
+            )
         if not timeout > 0:
             raise ValueError(f"timeout must be a number of seconds > 0, got {timeout}")
         self._directory = checked_folder(directory)

@@ -135,7 +135,7 @@ def _sum_on_devices(leaf: Array) -> Array:
 
 
 def _words(leaf: Array) -> Array:
-    """The array's bits, an element in one word or, if it has eight bytes, in two along a last axis."""
+    """Return the array's bits, an element in one word or, if it has eight bytes, in two along a last axis."""
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         leaf = jnp.stack([leaf.real, leaf.imag], axis=-1)
     if leaf.dtype == jnp.bool_:  # bitcast_convert_type takes no bool

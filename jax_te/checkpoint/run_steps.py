@@ -13,7 +13,7 @@ from jax_te.checkpoint.steps import StepNames, checkpoint_steps
 
 
 class DamagedCheckpointWarning(UserWarning):
-    """A checkpoint could not be read and was set aside; the message names it and the one that was used."""
+    """A checkpoint could not be read: it counts no more, and the next save renames it. The message names it."""
 
 
 class _WentBack(NamedTuple):

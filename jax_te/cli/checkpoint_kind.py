@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from jax_te.checkpoint import checkpoint_steps
+from jax_te.checkpoint import METADATA_FILE, checkpoint_steps
 from jax_te.cli.run_files import CHECKPOINT_FOLDER
 from jax_te.interop.huggingface import INDEX, SINGLE
 from jax_te.interop.megatron import TRACKER
@@ -28,7 +28,7 @@ def kind_of(path: Path) -> Kind:
         return "megatron"
     if names & {SINGLE, INDEX}:
         return "huggingface"
-    if names & {CHECKPOINT_FOLDER, "_CHECKPOINT_METADATA"} or checkpoint_steps(path):
+    if names & {CHECKPOINT_FOLDER, METADATA_FILE} or checkpoint_steps(path):
         return "jax-te"
     raise ValueError(
         f"{path} is not a checkpoint: a run of jax-te train, its checkpoints or one of them; a folder of Hugging Face "
@@ -42,7 +42,7 @@ def checkpoint_folder(path: Path) -> Path:
     Raises:
         ValueError: if there is none yet.
     """
-    if (path / "_CHECKPOINT_METADATA").exists():
+    if (path / METADATA_FILE).exists():
         return path
     folder = path / CHECKPOINT_FOLDER if (path / CHECKPOINT_FOLDER).is_dir() else path
     steps = checkpoint_steps(folder)

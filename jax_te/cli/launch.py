@@ -43,6 +43,16 @@ class Bounds(NamedTuple):
     step: float = 600.0
 
 
+def is_launched(processes: str = "auto") -> bool:
+    """Return whether ``--processes`` or a launcher's variables give a place among processes, of which it may be one.
+
+    A script is the same for any number of processes.
+    """
+    if processes == "auto":
+        return not os.environ.keys().isdisjoint((*PLACE, *(sign for sign, *_ in _LAUNCHERS)))
+    return processes != "none"
+
+
 def find_launch(processes: str = "auto") -> Launch | None:
     """Return this process's launch from ``--processes`` or the environment, None for a run of one process.
 

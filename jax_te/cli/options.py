@@ -75,12 +75,15 @@ DEFAULT_RUN = "runs/tiny"
 IGNORED_FIELDS = "fields of the config.json of {} to ignore: unknown ones that change no number, e.g. my_note,other"
 FACTORY_MODULES = "modules whose functions the rules of a precision file may call, e.g. my.module,other"
 
-DEVICES, TENSOR_RANKS = "a --mesh of several devices", "a --mesh with tensor=2 or more"
+EXPERT_RANKS, TENSOR_RANKS = "a --mesh with expert=2 or more", "a --mesh with tensor=2 or more"
+SOFTMAX, SELECTIVE = "--moe-router-score-function softmax", "--recompute-granularity selective"
+SEVERAL_PROCESSES = "several processes, by --processes or a launcher"
 RULES = "the rules of a --precision-config"
 
 
 _free = functools.partial(option, may_change=True)
 _on_mesh = functools.partial(option, may_change=True, of_mesh=True)
+_of_processes = functools.partial(option, SECONDS, needs=(SEVERAL_PROCESSES,))
 
 
 def _field(recipes: tuple[str, ...], kind: Any, help: str, **row: Any) -> Any:
@@ -101,7 +104,9 @@ class TrainOptions:
     """
 
     preset: str | None = option(tuple(PRESETS), "model and settings to start from, listed below", None, shown="tiny")
-    output: str | None = option(FOLDER, "folder of the run", None, shown="runs/PRESET, or runs/PRESET-RECIPE")
+    output: str | None = option(
+        FOLDER, "folder of the run", None, shown="runs/PRESET or, with --init-from, runs/MODEL; with -RECIPE if given"
+    )
     processes: str = option(
         PROCESSES,
         "processes of the run: auto (from the launcher: SLURM, Open MPI, Kubernetes, or JAX's variables), none (a "
@@ -109,10 +114,10 @@ class TrainOptions:
         "auto",
     )
     # Not saved with the run: suitable timeouts depend on where it is started.
-    start_timeout: float = option(SECONDS, "seconds to wait for another process of the run to start", 300.0)
-    save_timeout: float = option(SECONDS, "seconds without progress after which a multi-process save fails", 60.0)
-    step_timeout: float = option(
-        SECONDS, "seconds without a heartbeat from another process after which the run ends", 600.0
+    start_timeout: float = _of_processes("seconds to wait for another process of the run to start", 300.0)
+    save_timeout: float = _of_processes("seconds without progress after which a multi-process save fails", 60.0)
+    step_timeout: float = _of_processes(
+        "seconds without a heartbeat from another process after which the run ends", 600.0
     )
 
 
@@ -196,7 +201,9 @@ class ExpertOptions:
     moe_router_score_function: str = option(
         literal_names(ExpertsConfig, "moe_router_score_function"), "function of the router's logits", "softmax"
     )
-    moe_router_pre_softmax: bool = option(FLAG, "softmax over all experts, before the choice among them", False)
+    moe_router_pre_softmax: bool = option(
+        FLAG, "softmax over all experts, before the choice among them", False, needs=(SOFTMAX,)
+    )
     moe_router_load_balancing_type: str = option(
         Text("TYPE", matching("|".join(LOAD_BALANCING_TYPES), f"one of {', '.join(LOAD_BALANCING_TYPES)}")),
         f"loss or rule that keeps the load of experts alike: one of {', '.join(LOAD_BALANCING_TYPES)}",
@@ -218,14 +225,14 @@ class ExpertOptions:
         literal_names(ExpertsConfig, "moe_token_dispatcher_type"),
         "transport of tokens along the expert axis",
         "allgather",
-        needs=(DEVICES,),
+        needs=(EXPERT_RANKS,),
     )
     moe_expert_rank_capacity_factor: float | None = option(
         POSITIVE,
         "rows for which a device has room, as a multiple of those of equal load",
         None,
         shown="room for all",
-        needs=(DEVICES,),
+        needs=(EXPERT_RANKS,),
     )
 
 
@@ -333,7 +340,10 @@ class ExecutionOptions:
         "microbatch",
     )
     batch_parts: int = _on_mesh(
-        SIZE, "number of parts of the batch in each layer; 2 overlaps GEMMs with tensor-parallel collectives", 1
+        SIZE,
+        "number of parts of the batch in each layer; 2 overlaps GEMMs with tensor-parallel collectives",
+        1,
+        needs=(TENSOR_RANKS,),
     )
     cp_comm_type: CpCommType = _on_mesh(
         CP_COMM_TYPES, "exchange of keys and values along the context axis: ring, all-gather or all-to-all", "p2p"
@@ -358,6 +368,7 @@ class ExecutionOptions:
         f"modules to recompute under selective: any of {','.join(RECOMPUTE_MODULES)}",
         None,
         shown="core_attn",
+        needs=(SELECTIVE,),
     )
     recompute_policy: str = _free(
         POLICIES, "arrays kept inside of layers under full; the policy full keeps none", "full"

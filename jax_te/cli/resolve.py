@@ -11,25 +11,28 @@ from typing import Any
 from jax_te._device import default_platform
 from jax_te.cli.model_config import described_values, read_model_config
 from jax_te.cli.option_table import check_effects
-from jax_te.cli.options import DEVICES, RULES, TENSOR_RANKS, GivenOptions
+from jax_te.cli.options import EXPERT_RANKS, RULES, SELECTIVE, SOFTMAX, TENSOR_RANKS, GivenOptions
 from jax_te.cli.precision_rules import read_rules
 from jax_te.cli.presets import PRESETS
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CONFIG_FILE, changed_fields, check_resumable, holds_run, read_config
 from jax_te.cli.run_text import tokenizer_values
 from jax_te.config import ParallelConfig
+from jax_te.recipe import GEMMS
 
 DEFAULT_PRESET = "tiny"
 
 
 def output_folder(options: GivenOptions) -> Path:
-    """Return ``--output``, or ``runs/PRESET``, followed by the recipe's name if there is one.
+    """Return ``--output``, or ``runs/`` and the name of the preset or the fine-tuned model, and the recipe's if any.
 
     Raises:
         ValueError: if it is a file.
     """
-    preset, recipe = options.given.get("preset", DEFAULT_PRESET), options.given.get("recipe", "none")
-    default = Path("runs") / (preset if recipe == "none" else f"{preset}-{recipe}")
+    name, recipe = options.given.get("preset", DEFAULT_PRESET), options.given.get("recipe", "none")
+    if "init_from" in options.given:
+        name = Path(os.path.abspath(options.given["init_from"])).name
+    default = Path("runs") / (name if recipe == "none" else f"{name}-{recipe}")
     output = default if options.start.output is None else Path(options.start.output)
     if output.exists() and not output.is_dir():
         raise ValueError(f"--output {output} is a file; give a folder")
@@ -83,11 +86,25 @@ def check_given(config: RunConfig, given: Collection[str]) -> None:
     """
     mesh = config.parallel_config() or ParallelConfig()
     met = {
-        DEVICES: mesh.num_devices > 1,
+        EXPERT_RANKS: mesh.expert > 1,
+        SOFTMAX: config.moe_router_score_function == "softmax",
+        SELECTIVE: config.recompute_granularity == "selective",
         TENSOR_RANKS: mesh.tensor > 1,
         RULES: config.precision_config is not None,
     }
     check_effects(config, met, given)
+    if {"recipe", "override_linear_precision", "fp8_dpa"} & set(given):
+        _check_recipe_has_gemms(config)
+
+
+def _check_recipe_has_gemms(config: RunConfig) -> None:
+    """Raise ValueError for a recipe from which ``--override-linear-precision`` takes all that it quantizes."""
+    kept = set((config.override_linear_precision or "").split(","))
+    if config.precision_config is None and kept.issuperset(GEMMS) and not config.fp8_dpa:
+        raise ValueError(
+            f"--override-linear-precision {config.override_linear_precision} leaves no GEMM to --recipe "
+            f"{config.recipe}; name fewer, or use --recipe none"
+        )
 
 
 def new_config(given: dict[str, Any]) -> RunConfig:

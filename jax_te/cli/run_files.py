@@ -12,6 +12,7 @@ from typing import Any
 
 from jax_te._processes import HEARTBEAT_FOLDER
 from jax_te._validation import brief, read_text
+from jax_te.checkpoint import checkpoint_steps
 from jax_te.cli.option_table import flag, options_of
 from jax_te.cli.options import MAY_CHANGE, OPTIONS, Recorded
 from jax_te.cli.run_config import RunConfig
@@ -66,9 +67,7 @@ def refuse_links(directory: Path) -> None:
 
 def holds_run(directory: Path) -> bool:
     """Return whether a run in ``directory`` has saved anything that could be resumed."""
-    folder = directory / CHECKPOINT_FOLDER
-    # Orbax gives a checkpoint its number as a name once it is whole.
-    return folder.is_dir() and any(path.name.isdecimal() for path in folder.iterdir())
+    return bool(checkpoint_steps(directory / CHECKPOINT_FOLDER))
 
 
 def read_config(directory: Path) -> RunConfig | None:

@@ -17,10 +17,11 @@ from jax_te._validation import require_extra
 from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import HELDOUT, Trainer, contexts, warnings_as_lines
 from jax_te.cli.compile_cache import keep_compiled_programs
-from jax_te.cli.launch import Bounds, find_launch
+from jax_te.cli.launch import Bounds, find_launch, is_launched
 from jax_te.cli.loop import LoopActions, LoopPlan, LoopResult, run_loop
 from jax_te.cli.memory import check_memory
-from jax_te.cli.options import GivenOptions
+from jax_te.cli.option_table import check_effects
+from jax_te.cli.options import SEVERAL_PROCESSES, GivenOptions
 from jax_te.cli.processes import SharedSignal, agreed, check_same, joined
 from jax_te.cli.resolve import output_folder, resolve
 from jax_te.cli.run_checks import check_mesh_of_processes, check_precision, check_te_on_mesh, explain_backends
@@ -59,6 +60,7 @@ def run(options: GivenOptions) -> int:
         ValueError: for conflicting options, and a folder that holds another run or is in use.
     """
     start = options.start
+    check_effects(start, {SEVERAL_PROCESSES: is_launched(start.processes)})
     launch = find_launch(start.processes)
     bounds = Bounds(start=start.start_timeout, save=start.save_timeout, step=start.step_timeout)
     output = output_folder(options)
@@ -162,7 +164,7 @@ def _checkpointer(config: RunConfig, output: Path, bounds: Bounds) -> TrainCheck
         keep=config.keep,
         keep_every=config.keep_every,
         keep_best=config.keep_best,
-        metric=HELDOUT,
+        metric="loss" if config.keep_best is None else HELDOUT,
         timeout=bounds.save,
     )
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from jax_te._validation import brief, require_extra
-from jax_te.data.token_files import token_file
+from jax_te._validation import brief, log_once, require_extra
+from jax_te.data.token_files import TOKEN_FILES, token_file
 from jax_te.data.tokenizer import ByteTokenizer, Tokenizer
 
 _NOT_TEXT = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__")
@@ -50,6 +50,7 @@ def read_tokens(
     if stored is not None:
         return Tokens(tokens=stored, source=name, files=1, text_bytes=None, vocab_size=tokenizer.vocab_size)
     text_bytes = files = 0
+    skipped: list[Path] = []
 
     def documents() -> Iterator[bytes]:
         nonlocal text_bytes, files
@@ -57,10 +58,11 @@ def read_tokens(
             read = _READERS.get(path.suffix, _text)
             before = text_bytes
             for document in read(path, text_key):
-                # In a folder, files that are not text are skipped; a file that is named is read as it is.
+                # In a folder, files that are not text are left out; a file that is named is read as it is.
                 if read is _text and not (_is_utf8(document) or (single and isinstance(tokenizer, ByteTokenizer))):
                     if single:
                         raise ValueError(f"{path} is not text in UTF-8; a tokenizer takes no other")
+                    skipped.append(path)
                     continue
                 text_bytes += len(document)
                 yield document
@@ -73,6 +75,11 @@ def read_tokens(
         raise ValueError(
             f"no text in {name}: of {len(paths)} files none is UTF-8 with something in it; give a text file or a "
             "folder of text files"
+        )
+    if skipped and source is not None:
+        log_once(
+            f"{len(skipped)} of the {len(paths)} files in {name} are left out, as they are not text in UTF-8: "
+            f"{skipped[0]}{', ...' if len(skipped) > 1 else ''}. Unpack compressed files, and convert other encodings"
         )
     return Tokens(
         tokens=tokens, source=name, files=max(files, 1), text_bytes=text_bytes, vocab_size=tokenizer.vocab_size
@@ -91,7 +98,14 @@ def _paths(source: str | os.PathLike[str] | None) -> tuple[str, list[Path], bool
         return str(source), [root], True
     if not root.is_dir():
         raise ValueError(f"no such file or folder of text: {source}")
-    return str(source), _files(root, ()), False
+    found = _files(root, ())
+    for path in found:
+        if path.suffix in TOKEN_FILES:
+            raise ValueError(
+                f"{path} has the ending of a file of tokens, and in a folder text is read alone; give that file by "
+                "itself, or a folder without it"
+            )
+    return str(source), found, False
 
 
 def _files(root: Path, skipped: tuple[str, ...]) -> list[Path]:

@@ -65,7 +65,8 @@ def load_text(
     Args:
         source: None for the running Python's standard library: its ``.py`` files without tests and installed packages,
             about 11 MB. A file, or a folder: of it all files in it and below that decode as UTF-8, ``.jsonl`` and
-            ``.parquet`` are read, except those whose name or folder begins with a dot.
+            ``.parquet`` are read, except those whose name or folder begins with a dot. A message of the log gives the
+            number of the others.
         seq_len: tokens of an example; training and held-out text must each be long enough for one.
         heldout_fraction: fraction of the text that is held out, in (0, 1).
         tokenizer: tokenizer of the text; its ``end_of_text`` follows each document. None: a `ByteTokenizer`, with
@@ -74,7 +75,8 @@ def load_text(
 
     Raises:
         ValueError: if the path does not exist, holds no text or too little text; for a damaged file or a document
-            that is null, whose line, row or column is named; with a tokenizer, for a file that is not UTF-8.
+            that is null, whose line, row or column is named; with a tokenizer, for a file that is not UTF-8; for a
+            file of tokens in a folder.
 
     >>> data = load_text(os.__file__, seq_len=64)
     >>> data.train.dtype, data.files, round(len(data.heldout) / len(data.train), 2)

@@ -12,6 +12,9 @@ _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype, sequences, document
 _DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 """Megatron's codes of integers; 6 and 7 are floats."""
 
+TOKEN_FILES = (".npy", ".idx", ".bin")
+"""Endings of files of tokens."""
+
 
 def token_file(path: Path) -> np.ndarray | None:
     """Return the tokens of a file, integers ``[n]`` over a memory map; None if it is a file of another kind.

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from jax_te._processes import is_first
-from jax_te._validation import checked, require_extra
+from jax_te._validation import brief, checked, require_extra
 from jax_te.metrics.files import METRICS_FILE, PLOT_FILE
 from jax_te.metrics.writers import (
     JsonLinesWriter,
@@ -50,8 +51,8 @@ class MetricsLog:
 
     Raises:
         ModuleNotFoundError: for a writer whose package is not installed.
-        ValueError, TypeError: for an unknown name, and for an object that is not a writer; without a ``resume_step``,
-            for a folder that has records.
+        ValueError, TypeError: for an unknown name, one that is given twice, and for an object that is not a writer;
+            without a ``resume_step``, for a folder that has records.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -72,14 +73,16 @@ class MetricsLog:
         # Scalars are the same in every process, and files of one folder cannot have several authors.
         self._writers: list[MetricsWriter] = []
         if is_first():
-            # Before the first is opened, which cuts off the records of its file behind the step.
             check_writers(writers)
             Path(directory).mkdir(parents=True, exist_ok=True)
+            found: dict[int, MetricsWriter] = {}
             with contextlib.ExitStack() as opened:
-                for writer in writers:
-                    self._writers.append(open_writer(writer, Path(directory), resume_step))
-                    opened.callback(self._writers[-1].close)
+                # The one that cuts off the records behind the step comes last: one that fails to open costs none.
+                for number in sorted(range(len(writers)), key=lambda number: writers[number] == "jsonl"):
+                    found[number] = open_writer(writers[number], Path(directory), resume_step)
+                    opened.callback(found[number].close)
                 opened.pop_all()
+            self._writers = [found[number] for number in range(len(writers))]
 
     def write(self, step: int, values: Mapping[str, float | Array], *, chart: bool = True) -> None:
         """Append one record.
@@ -89,6 +92,10 @@ class MetricsLog:
             values: numbers by name, also as arrays ``[]``; and vectors ``[n]``, such as the tokens of each expert.
             chart: whether all writers get the metrics. False: ``metrics.jsonl`` alone, which can take every step of a
                 long run.
+
+        Raises:
+            TypeError: for a value that is no number, such as None or a text.
+            ValueError: for an array of more axes, and the name ``"step"``.
         """
         plain = _plain(values)
         for writer in self._writers:
@@ -109,9 +116,10 @@ class MetricsLog:
             writer.flush()
 
     def close(self) -> None:
-        """Flush and close all writers."""
-        for writer in self._writers:
-            writer.close()
+        """Flush and close all writers, also if one of them fails."""
+        with contextlib.ExitStack() as closing:
+            for writer in reversed(self._writers):  # which it calls from the last to the first
+                closing.callback(writer.close)
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -124,11 +132,15 @@ def _plain(values: Mapping[str, float | Array]) -> dict[str, Recorded]:
     """Return numbers and vectors as JSON has them.
 
     Raises:
+        TypeError: for what is no number.
         ValueError: for arrays of more axes, and for a metric with the name of a record's own field.
     """
     if "step" in values:
         raise ValueError("a record has the field step already; give the metric another name than 'step'")
     for name, value in values.items():
+        dtype = np.asarray(value).dtype
+        if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
+            raise TypeError(f"metrics are numbers and vectors [n]; {name} is {brief(value)}; leave it out")
         if np.ndim(value) > 1:
             raise ValueError(f"metrics are numbers and vectors [n]; {name} has shape {list(np.shape(value))}")
     return {
@@ -187,7 +199,7 @@ def plot_losses(
 
 
 def _smooth(values: list[float], weight: float = 0.9) -> list[float]:
-    """Exponential average; divided by the sum of its weights, so that it does not start from 0."""
+    """Return the exponential average, divided by the sum of its weights, so that it does not start from 0."""
     smooth, total, norm = [], 0.0, 0.0
     for value in values:
         total, norm = weight * total + value, weight * norm + 1.0

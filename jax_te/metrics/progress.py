@@ -52,6 +52,13 @@ class Progress(Protocol):
         ...
 
 
+def _started(speed: Speed | None) -> Speed:
+    """Return the speed that `Progress.start` was given; raise ValueError if it was not called."""
+    if speed is None:
+        raise ValueError("update shows the steps of a run that has begun; call start(first, steps, speed) before it")
+    return speed
+
+
 def _status(speed: Speed, steps: int) -> str:
     """Return tokens per second, those of a device and the MFU where known, and the time left of so many steps."""
     seconds, left = speed.seconds_per_step, speed.seconds_left(steps)
@@ -111,9 +118,9 @@ class PlainProgress:
         self._steps, self._speed = steps, speed
 
     def update(self, step: int, values: Mapping[str, float], *, line: bool) -> None:
-        assert self._speed is not None
+        speed = _started(self._speed)
         if line:
-            shown = [f"loss {values['loss']:.4f}", *_experts(values), _status(self._speed, self._steps - step)]
+            shown = [f"loss {values['loss']:.4f}", *_experts(values), _status(speed, self._steps - step)]
             print(f"step {step}/{self._steps}  {'  '.join(shown)}", flush=True)
 
     def stop(self) -> None:
@@ -161,9 +168,9 @@ class RichProgress:
         self._bar.start()
 
     def update(self, step: int, values: Mapping[str, float], *, line: bool) -> None:
-        assert self._speed is not None
+        speed = _started(self._speed)
         loss = f"loss [bold green]{values['loss']:.4f}[/]"
-        shown = [loss, *_experts(values), _status(self._speed, self._steps - step)]
+        shown = [loss, *_experts(values), _status(speed, self._steps - step)]
         self._bar.update(self._task, completed=step, status="  ".join(shown))
 
     def stop(self) -> None:

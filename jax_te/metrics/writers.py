@@ -6,7 +6,7 @@ import json
 import math
 import os
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, get_args, runtime_checkable
 
@@ -129,15 +129,17 @@ def require_writers(names: Iterable[str]) -> None:
             require_extra(*_PACKAGES[name])
 
 
-def check_writers(writers: Iterable[WriterName | MetricsWriter]) -> None:
+def check_writers(writers: Sequence[WriterName | MetricsWriter]) -> None:
     """Raise for what `open_writer` cannot open.
 
     Raises:
         ModuleNotFoundError: if a writer's package is not installed.
-        ValueError: for another name.
+        ValueError: for another name, and for one that is given twice, which would write each record twice.
         TypeError: for anything else.
     """
-    for writer in writers:
+    for number, writer in enumerate(writers):
+        if any(writer is other or (isinstance(writer, str) and writer == other) for other in writers[:number]):
+            raise ValueError(f"the writer {writer!r} is given twice, and would write each record twice; give it once")
         if isinstance(writer, str) and writer not in _WRITERS:
             raise ValueError(
                 f"no writer is called {writer!r}; there are {', '.join(_WRITERS)}, and your own MetricsWriter"

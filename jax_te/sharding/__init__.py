@@ -12,7 +12,7 @@ from jax_te.sharding.collectives import (
     reshard,
     varying_axes,
 )
-from jax_te.sharding.communication import CommunicationReport, communication_report
+from jax_te.sharding.communication import CommunicationReport, communication_report, without_compile_cache
 from jax_te.sharding.constrain import auto_region, constrain
 from jax_te.sharding.mesh import make_mesh
 from jax_te.sharding.network import CollectiveCount, Network

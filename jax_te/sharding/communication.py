@@ -117,7 +117,7 @@ def partitioned_text(program: Lowered) -> str:
         options["xla_dump_hlo_pass_re"] = "spmd-partitioning|call-inliner"  # and what puts its pieces into one
         # What follows the partitioner is thrown away: compile it as cheaply as possible.
         options |= {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-        with _without_cache():
+        with without_compile_cache():
             program.compile(options)
         # Numbered in the order of the passes. A program for one device has no such pass.
         found = sorted(Path(folder).glob("*.spmd-partitioner.after_*"))
@@ -130,7 +130,7 @@ def partitioned_text(program: Lowered) -> str:
 
 
 @contextlib.contextmanager
-def _without_cache() -> Iterator[None]:
+def without_compile_cache() -> Iterator[None]:
     """Yield without JAX's persistent cache: for a cached program XLA would compile, and thus write, nothing."""
     cached = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import optax
-from jax.tree_util import DictKey
+from jax.tree_util import DictKey, GetAttrKey
 
 from jax_te._validation import check_leaves, check_rate, checked, float_dtype
 from jax_te.typing import DTypeLike, PyTree
@@ -65,7 +65,13 @@ def weight_decay_mask(params: PyTree) -> PyTree:
     check_leaves("params", params)
 
     def decide(path: tuple[Any, ...], leaf: Any) -> bool:
-        names = [str(entry.key) for entry in path if isinstance(entry, DictKey)]
+        # Of a dataclass and a NamedTuple the last name is an attribute's, and so it is of a Variable, which has none.
+        named = path[:-1] if path[-1:] == (GetAttrKey("value"),) else path
+        names = [
+            str(entry.key if isinstance(entry, DictKey) else entry.name)
+            for entry in named
+            if isinstance(entry, DictKey | GetAttrKey)
+        ]
         # A fused layer's bias may have two axes, as a norm's scale has in stacked layers, so the name decides, too.
         return leaf.ndim > 1 and not (names and names[-1].endswith(("bias", "scale")))
 
@@ -112,8 +118,9 @@ def adamw_with_schedule(
     for name, rate in (("b1", b1), ("b2", b2)):
         if isinstance(rate, int | float):
             check_rate(**{name: rate})
-    if isinstance(eps, int | float) and not eps >= 0.0:
-        raise ValueError(f"eps must be >= 0, got {eps!r}")
+    for name, number in (("schedule", schedule), ("eps", eps), ("weight_decay", weight_decay)):
+        if isinstance(number, int | float) and not number >= 0.0:
+            raise ValueError(f"{name} must be >= 0, got {number!r}")
     mu_dtype = None if mu_dtype is None else float_dtype("mu_dtype", mu_dtype)
     if isinstance(clip_norm, int | float) and not clip_norm > 0.0:
         raise ValueError(f"clip_norm must be > 0, or None for no clipping; got {clip_norm!r}")

@@ -10,6 +10,7 @@ import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jax_te._validation import checked
+from jax_te.checkpoint import METADATA_FILE
 
 
 @checked
@@ -29,7 +30,8 @@ def keep_compiled_programs(folder: str | Path | None = None) -> Path | None:
 
     Raises:
         ValueError: for a folder that another user owns, can write to or can read, and one inside of a run or a
-            checkpoint, since these may be shared.
+            checkpoint, since these may be shared; for a folder while JAX's option ``jax_enable_compilation_cache`` is
+            False.
         OSError, RuntimeError: for a folder that cannot be made, and if the user has no home.
 
     >>> keep_compiled_programs("programs").name
@@ -40,10 +42,15 @@ def keep_compiled_programs(folder: str | Path | None = None) -> Path | None:
         if jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache:
             return None
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jax_te"
+    if not jax.config.jax_enable_compilation_cache:
+        raise ValueError(
+            f"nothing would be kept in {folder}: JAX's option jax_enable_compilation_cache is False; set it to True, "
+            "or leave out the call"
+        )
     path = Path(folder).resolve()
     for parent in (path, *path.parents):
         is_run = (parent / "config.json").is_file() and (parent / "checkpoints").is_dir()
-        if is_run or (parent / "_CHECKPOINT_METADATA").exists():
+        if is_run or (parent / METADATA_FILE).exists():
             raise ValueError(
                 f"compiled programs do not belong in {path}: {parent} holds a run or a checkpoint, and who loads a "
                 "program runs it; name a folder elsewhere"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,9 +18,9 @@ from jax_te.ops.linear import LinearSpec, Probe, Summands, deferred_sink, deferr
 from jax_te.quantize import OpaqueTree, as_float32, with_max_gradients
 from jax_te.training.gradients import split_parameters
 from jax_te.training.kernel_gradients import Path, SummandPlace
-from jax_te.training.kernel_uses import has_loops, uses_of_inputs
+from jax_te.training.kernel_uses import InputUses, uses_of_inputs
 from jax_te.training.state import split_model
-from jax_te.typing import DTypeLike, PyTree
+from jax_te.typing import Array, DTypeLike, PyTree
 
 
 class FirstHalf(NamedTuple):
@@ -62,8 +62,7 @@ def deferred_vjp(
     returned from one jitted function and given to another, stacked or carried by ``lax.scan``, or kept in a queue.
 
     Args:
-        fn: ``fn(model, *inputs) -> y``, differentiable. It gets a copy of the model, whose changes are lost. It reads
-            the deferred kernels by calling their layers; the gradient of any other use is left out.
+        fn: ``fn(model, *inputs) -> y``, differentiable. It gets a copy of the model, whose changes are lost.
         model: model whose kernel gradients are deferred. Kernels may be stored quantized.
         inputs: pytrees whose gradients are needed at once.
         has_aux: ``fn`` returns ``(y, aux)``; only ``y`` is differentiated.
@@ -73,8 +72,9 @@ def deferred_vjp(
         ``(y, backward)``, or ``(y, backward, aux)``. ``backward(dy)`` gives a `FirstHalf`, and its ``backward_dw()``
         the gradients of the kernels, any number of times; on a mesh it needs the same mesh in use.
 
-    A layer that ``fn`` calls more than once is not deferred, nor one that a loop or ``jax.vmap`` inside of ``fn``
-    repeats on the same kernel, not on a slice of stacked kernels: its gradient is among those at once.
+    Not deferred, so that their gradients are among those at once, are kernels of layers that ``fn`` calls more than
+    once, or that a loop or ``jax.vmap`` inside of ``fn`` repeats on the same kernel, not on a slice of stacked kernels;
+    and kernels that ``fn`` also reads by itself, as for a penalty or a tied product, ``x @ layer.kernel[...].T``.
 
     Source: Megatron-Core's ``delay_wgrad_compute`` and ``backward_dw``, Transformer Engine's ``WeightGradStore``; the
     split into B and W of Qi et al. 2023, "Zero Bubble Pipeline Parallelism".
@@ -109,8 +109,8 @@ def deferred_vjp(
 
     kernels = {path: getattr(module, name).get_value() for path, module, name in quantizable_kernels(model)}
     program = _Program(partial(run, kept), (plain, states, *inputs), has_aux)
-    probes, loops = _probe_kernels(program, kernels)
-    deferred = _choose_deferred(program, probes, kernels, dtype, loops)
+    probes = _probe_kernels(program, kernels)
+    deferred = _choose_deferred(program, probes, kernels, dtype)
     sinks: dict[Path, Any] = {path: _operand_sink(gemm, probes) for path, gemm in deferred.items()}
     # A kernel that is stored quantized has no gradient itself: without a sink none would be returned.
     for path, _ in nnx.to_flat_state(kept):
@@ -147,7 +147,7 @@ class _Program(NamedTuple):
 
     Args:
         run: ``run(sinks, *args)``.
-        args: the arguments behind the sinks.
+        args: the arguments behind the sinks; the first are the parameters that are plain arrays.
         has_aux: whether ``run`` returns ``(y, aux)``.
     """
 
@@ -155,26 +155,30 @@ class _Program(NamedTuple):
     args: tuple[PyTree, ...]
     has_aux: bool
 
+    def differentiated(self, sinks: PyTree, *args: PyTree) -> Any:
+        """Return ``y``."""
+        y = self.run(sinks, *args)
+        return y[0] if self.has_aux else y
 
-def _probe_kernels(program: _Program, kernels: Mapping[Path, Any]) -> tuple[dict[Path, Probe], bool]:
-    """Return a probe of each kernel, which has seen an abstract forward and backward pass, and whether there are loops.
+
+def _probe_kernels(program: _Program, kernels: Mapping[Path, Any]) -> dict[Path, Probe]:
+    """Return a probe of each kernel, which has seen an abstract forward and backward pass.
 
     Each op reports the operands of its kernel gradient there: the shapes of the sinks.
     """
     probes = {path: Probe() for path in kernels}
 
     def total(*args: PyTree) -> Any:
-        y = program.run(probes, *args)
         # For all of y: a part without a cotangent would omit the backward passes that only it reaches.
-        leaves = jax.tree.leaves(y[0] if program.has_aux else y)
+        leaves = jax.tree.leaves(program.differentiated(probes, *args))
         return sum(jnp.sum(leaf).astype(jnp.float32) for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact))
 
-    jaxpr = jax.make_jaxpr(lambda *args: jax.vjp(total, *args)[1](jnp.ones(())))(*program.args)
-    return probes, has_loops(jaxpr.jaxpr)
+    jax.make_jaxpr(lambda *args: jax.vjp(total, *args)[1](jnp.ones(())))(*program.args)
+    return probes
 
 
 def _choose_deferred(
-    program: _Program, probes: Mapping[Path, Probe], kernels: Mapping[Path, Any], dtype: Any, loops: bool
+    program: _Program, probes: Mapping[Path, Probe], kernels: Mapping[Path, Any], dtype: Any
 ) -> dict[Path, _DeferredGemm]:
     """Return the GEMMs of kernels that the program reads once: JAX would add up the operands of several.
 
@@ -183,7 +187,6 @@ def _choose_deferred(
         probes: probes of the kernels, which have seen it.
         kernels: the kernels.
         dtype: dtype of the gradients. None: each kernel's own.
-        loops: whether the program has loops.
     """
     gemms = {}
     for path, probe in probes.items():
@@ -193,10 +196,8 @@ def _choose_deferred(
             own = jnp.float32 if layer.stored_quantized else layer.wgrad_dtype
             lead = shape[: len(shape) - layer.kernel_rank]
             gemms[path] = _DeferredGemm(path, replace(layer, wgrad_dtype=dtype or own), lead)
-    # Only a loop or a map runs a call several times.
-    if loops or any(probes[path].mapped for path in gemms):
-        for path in _repeated_kernels(program, gemms, probes):
-            del gemms[path]
+    for path in _kernels_read_again(program, gemms, probes):
+        del gemms[path]
     return gemms
 
 
@@ -206,25 +207,56 @@ def _operand_sink(gemm: _DeferredGemm, probes: Mapping[Path, Probe]) -> OpaqueTr
     return deferred_sink(gemm.layer, operands, gemm.lead)
 
 
-def _repeated_kernels(
+def _kernels_read_again(
     program: _Program, gemms: Mapping[Path, _DeferredGemm], probes: Mapping[Path, Probe]
 ) -> set[Path]:
-    """Return the kernels that a loop or ``jax.vmap`` reads several times in one call.
+    """Return the kernels that the program reads otherwise than once in the one call of their layer.
+
+    Args:
+        program: the program.
+        gemms: GEMMs of the kernels whose layers it calls once.
+        probes: their probes.
+    """
+    if not gemms:
+        return set()
+    sinks = {path: _operand_sink(gemm, probes) for path, gemm in gemms.items()}
+    uses = uses_of_inputs(jax.make_jaxpr(program.differentiated)(sinks, *program.args).jaxpr)
+    leaves, structure = jax.tree.flatten((sinks, *program.args))
+    sinks_numbers, plain_numbers, *_ = jax.tree.unflatten(structure, range(len(leaves)))
+    of_parameters = dict(nnx.to_flat_state(plain_numbers))
+    again: set[Path] = set()
+    for path, gemm in gemms.items():
+        of_sink = jax.tree.leaves(sinks_numbers[path])
+        # A kernel that is stored quantized is no plain array, and has no gradient itself.
+        of_kernel = jax.tree.leaves(of_parameters.get(path))
+        mapped = probes[path].mapped
+        repeated = any(_is_repeated(uses, number, leaves[number], gemm, mapped) for number in of_sink)
+        if repeated or any(_is_read_otherwise(uses, number, of_sink) for number in of_kernel):
+            again.add(path)
+    return again
+
+
+def _is_repeated(uses: InputUses, sink: int, array: Array, gemm: _DeferredGemm, mapped: int) -> bool:
+    """Return whether a loop or ``jax.vmap`` reads a kernel several times in one call.
 
     A slice of a stacked kernel in each iteration, or one for each that is mapped, is read once.
+
+    Args:
+        uses: uses of the program's inputs.
+        sink: number of an array of the kernel's sink.
+        array: the array.
+        gemm: GEMM of the kernel's gradient.
+        mapped: number of maps around the layer's call, as its probe counted them.
     """
-    sinks = {path: _operand_sink(gemm, probes) for path, gemm in gemms.items()}
-    jaxpr = jax.make_jaxpr(program.run)(sinks, *program.args).jaxpr
-    leaves, _ = jax.tree_util.tree_flatten_with_path(sinks)
-    repeated: set[Path] = set()
-    for (keys, leaf), uses in zip(leaves, uses_of_inputs(jaxpr), strict=False):  # the other inputs are no sinks
-        path = keys[0].key
-        for use in uses:
-            # Axes in front that are neither sliced away nor indexed: vmap must map them, and no others.
-            mapped = len(gemms[path].lead) + use.ndim - leaf.ndim
-            if use.repeated or mapped != probes[path].mapped:
-                repeated.add(path)
-    return repeated
+    # Axes in front that are neither sliced away nor indexed: vmap must map them, and no others.
+    return any(use.repeated or len(gemm.lead) + use.ndim - array.ndim != mapped for use in uses.calls[sink])
+
+
+def _is_read_otherwise(uses: InputUses, kernel: int, sink: Sequence[int]) -> bool:
+    """Return whether a kernel has a gradient of another use than by its layer, whose call reads the sink beside it."""
+    if kernel in uses.results:
+        return True
+    return any(use.operands > 1 or use.beside.isdisjoint(sink) for use in uses.calls[kernel])
 
 
 def with_summands(backward: Partial, places: dict[Path, SummandPlace]) -> Partial:

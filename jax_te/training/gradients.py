@@ -19,11 +19,8 @@ from jax_te.layers import KernelCache, aux_losses_scaled, cached_kernels, quanti
 from jax_te.quantize import (
     QuantizedKernel,
     QuantizerState,
-    added_counts,
     as_float32,
-    counts_within_step,
     merge_quantizers,
-    with_counts,
     with_max_gradients,
     write_back,
 )
@@ -31,6 +28,7 @@ from jax_te.sharding import constrain, current_mesh, leaves_with_axes, variable_
 from jax_te.training.kernel_gradients import KernelGradients, Path, SummandPlace
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import full_precision
+from jax_te.training.microbatches import MicrobatchStart
 from jax_te.training.state import SplitModel, TrainState, split_model
 from jax_te.training.used_scale import UsedScale
 from jax_te.typing import Array, DTypeLike, PyTree
@@ -76,12 +74,14 @@ class Gradients(NamedTuple):
         grads: ``nnx.State``, gradients of the scaled loss, fp32.
         quantizers: next quantizer states.
         rest: the model's other state.
+        counts: of several microbatches in a loop, the counts that each began with, stacked, see `MicrobatchStart`.
     """
 
     loss: Array
     grads: nnx.State
     quantizers: nnx.State
     rest: nnx.State
+    counts: PyTree = None
 
 
 class Differentiated(NamedTuple):
@@ -154,8 +154,8 @@ def value_and_grad(
         ``[]``, and ``grads`` an ``nnx.State`` with the names and shapes of the parameters, in fp32.
 
     Raises:
-        TypeError: for several ``argnums``; when called, if that argument is not an NNX module, or if a function that is
-            given as ``scaler`` does not return one.
+        TypeError: for several ``argnums``; when called, if that argument is not an NNX module, for a loss of integers,
+            or if a function that is given as ``scaler`` does not return one.
         ValueError: when called, for a loss that is not a scalar; for a scaler whose scale changes, and which would be a
             constant of the function that is being compiled, as ``optimizer.scaler`` from outside of it. The body of a
             ``jax.lax.scan`` is such a function, also outside of ``nnx.jit``: there the scaler goes into the carry.
@@ -320,10 +320,9 @@ def accumulated_gradients(accumulation: Accumulation, state: TrainState, batches
         loss=jnp.zeros((), jnp.float32),
         grads=constrain_as_created(jax.tree.map(jnp.zeros_like, zeros)),
         summands={path: place.zeros(names[path].get_value().shape) for path, place in places.items()},
-        rest=constrain_as_created(state.rest),
-        counts=counts_within_step(state.quantizers),
+        start=MicrobatchStart.first(state.quantizers, constrain_as_created(state.rest)),
     )
-    sums, (stacked, weights) = jax.lax.scan(
+    sums, (stacked, weights, counts) = jax.lax.scan(
         functools.partial(_add_microbatch, accumulation, state, key, cached),
         start,
         (batches, jnp.arange(accumulation.microbatches, dtype=jnp.int32)),
@@ -334,7 +333,7 @@ def accumulated_gradients(accumulation: Accumulation, state: TrainState, batches
 
     grads = constrain_as_created(_summed_over_devices(sums, places, names, kernels.dtype))
     loss, grads = jax.tree.map(mean, (sums.loss, grads))
-    return Gradients(loss, grads, merge_quantizers(stacked), sums.rest)
+    return Gradients(loss, grads, merge_quantizers(stacked), sums.start.rest, counts)
 
 
 class _Sums(NamedTuple):
@@ -344,15 +343,13 @@ class _Sums(NamedTuple):
         loss: fp32 ``[]``, sum of the losses.
         grads: sums of the gradients.
         summands: the same for kernels whose gradients devices sum after the last microbatch.
-        rest: the model's other state, which the next microbatch begins with.
-        counts: counts of the step's microbatches so far, see `counts_within_step`.
+        start: what the next microbatch begins with.
     """
 
     loss: Array
     grads: nnx.State
     summands: dict[Path, Array]
-    rest: PyTree
-    counts: PyTree
+    start: MicrobatchStart
 
 
 def _add_microbatch(
@@ -362,8 +359,8 @@ def _add_microbatch(
     cached: KernelCache,
     sums: _Sums,
     microbatch: tuple[PyTree, Array],
-) -> tuple[_Sums, tuple[PyTree, Array | None]]:
-    """Return sums with a microbatch's, its next quantizer states and its weight.
+) -> tuple[_Sums, tuple[PyTree, Array | None, PyTree]]:
+    """Return sums with a microbatch's, its next quantizer states, its weight, and the counts that it began with.
 
     Args:
         accumulation: accumulation of the gradients.
@@ -374,18 +371,18 @@ def _add_microbatch(
         microbatch: the microbatch and its index.
     """
     batch, index = microbatch
-    now = replace(state, quantizers=with_counts(state.quantizers, sums.counts), rest=sums.rest)
+    now = replace(state, quantizers=sums.start.quantizers(state.quantizers), rest=sums.start.rest)
     result = _of_batch(accumulation.loss_fn, now, batch, jax.random.fold_in(key, index), accumulation.kernels, cached)
-    (loss, grads, quantizers, rest), weight = result.gradients, result.aux
+    (loss, grads, quantizers, rest, _), weight = result.gradients, result.aux
     grads = grads, result.summands
     if weight is not None:
         # Not gradients of the totals, which would be so much larger that fp16 overflows sooner.
         loss, grads = jax.tree.map(lambda mean: mean * weight, (loss, grads))
     # Each gradient is added to its sum where it is computed, so that no second copy of all gradients exists.
-    counts = added_counts(sums.counts, quantizers)
     loss = sums.loss + loss
     total, summands = jax.tree.map(jnp.add, (sums.grads, sums.summands), grads)
-    return _Sums(loss, total, summands, rest, counts), (quantizers, weight)
+    following = sums.start.following(quantizers, rest)
+    return _Sums(loss, total, summands, following), (quantizers, weight, sums.start.counts)
 
 
 def _summed_over_devices(
@@ -457,6 +454,7 @@ def differentiate(
         with cached_kernels(model, differentiation.cached), aux_losses_scaled(model, differentiation.scaler.scale):
             set_grad_sinks(model, grad_sinks)
             value, aux = fn(model, *inputs)
+        _check_differentiable(value)
         loss = mean_loss(value)
         return differentiation.scaler.scale_loss(loss), (loss, differentiation.rest_of(model), aux)
 
@@ -614,6 +612,13 @@ def mean_loss(loss: Array | WeightedMean) -> Array:
     if jnp.shape(mean) != ():
         raise ValueError(f"loss_fn must give a scalar, the mean loss of its batch, got shape {jnp.shape(mean)}")
     return mean.astype(jnp.float32)
+
+
+def _check_differentiable(loss: Array | WeightedMean) -> None:
+    """Raise TypeError for a loss of integers, whose gradients would all be zeros."""
+    dtype = jnp.result_type(loss.total if isinstance(loss, WeightedMean) else loss)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"loss_fn must give a loss of floating-point numbers to differentiate, got {dtype}")
 
 
 def _wide(tree: PyTree) -> PyTree:

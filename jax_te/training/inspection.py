@@ -38,9 +38,9 @@ from jax_te.quantize import (
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe, autocast
 from jax_te.sharding import batch_axes, constrain
 from jax_te.training.global_batch import broadcast_from_first, check_global
-from jax_te.training.gradients import LossFn, mean_loss
+from jax_te.training.gradients import LossFn, constrain_as_created, mean_loss
 from jax_te.training.masters import full_precision
-from jax_te.training.microbatches import check_batch
+from jax_te.training.microbatches import MicrobatchStart, check_batch
 from jax_te.training.state import TrainState, split_model
 from jax_te.typing import Array, Key, PyTree
 
@@ -125,7 +125,8 @@ def _observed(
         )
     check_global(batch, params)
     with observe_quantization() as observer:
-        _probe(loss_fn)(graphdef, params, quantizers, rest, batch, key, jnp.float32(loss_scale))
+        start = MicrobatchStart.first(quantizers, rest)
+        _probe(loss_fn)(graphdef, params, quantizers, start, batch, key, jnp.float32(loss_scale))
     _share(observer, params)
     if not observer.records:
         raise ValueError(
@@ -142,8 +143,9 @@ def make_inspection(
     """Return ``inspect(state, batch)``, which returns the statistics of the train step that would follow.
 
     ``inspect`` computes that step's gradients separately, from the same parameters, scales, loss scale, dropout keys
-    and microbatches, and discards them. Thus inspection does not change a step by a bit. It is compiled at the first
-    call. In several processes all call it, with a global batch, and get the same.
+    and microbatches, of which each begins with the other state that the one before it leaves, and discards them. Thus
+    inspection does not change a step by a bit. It is compiled at the first call. In several processes all call it, with
+    a global batch, and get the same.
 
     Args:
         loss_fn, microbatches: see `make_train_step`.
@@ -173,11 +175,12 @@ def make_inspection(
         # Records of the previous call.
         observer.records.clear()
         observer.group_amaxes.clear()
+        start = MicrobatchStart.first(state.quantizers, state.rest)
         with observe_quantization(observer):
             for index in range(microbatches):
                 cut = functools.partial(_microbatch, index=index, microbatches=microbatches)
                 part, part_key = jax.tree.map(cut, batch), jax.random.fold_in(key, index)
-                probe(state.graphdef, params, state.quantizers, state.rest, part, part_key, state.scaler.scale)
+                start = probe(state.graphdef, params, state.quantizers, start, part, part_key, state.scaler.scale)
         _share(observer, params)
         return _statistics(observer)
 
@@ -276,29 +279,31 @@ def _cores(model: nnx.Module) -> dict[tuple[Any, ...], DotProductAttention]:
     return {path: module for path, module in nnx.iter_modules(model) if isinstance(module, DotProductAttention)}
 
 
-def _probe(loss_fn: LossFn) -> Callable[..., Array]:
-    """Return a jitted forward and backward pass, run only to observe its tensors."""
+def _probe(loss_fn: LossFn) -> Callable[..., MicrobatchStart]:
+    """Return a jitted forward and backward pass, run only to observe its tensors; it returns the next one's start."""
 
     @functools.partial(jax.jit, static_argnums=0)
     def probe(
         graphdef: nnx.GraphDef[Any],
         params: PyTree,
         quantizers: PyTree,
-        rest: PyTree,
+        start: MicrobatchStart,
         batch: PyTree,
         key: Array | None,
         loss_scale: float | Array,
-    ) -> Array:
-        def scaled_loss(params: PyTree, quantizers: PyTree) -> Array:
-            model = nnx.merge(graphdef, params, quantizers, rest, copy=True)
+    ) -> MicrobatchStart:
+        def scaled_loss(params: PyTree, quantizers: PyTree) -> tuple[Array, PyTree]:
+            model = nnx.merge(graphdef, params, quantizers, start.rest, copy=True)
             name_modules(model)
             with aux_losses_scaled(model, loss_scale):
-                return _unscaled_loss(loss_fn, model, batch, key) * loss_scale
+                loss = _unscaled_loss(loss_fn, model, batch, key) * loss_scale
+            return loss, split_model(model).rest
 
         # allow_int: the dtype of with_max_gradients is not an ordinary float. XLA drops the
-        # gradients, which are not returned, but not the callbacks that record tensors of the backward pass.
-        differentiate = jax.value_and_grad(scaled_loss, argnums=(0, 1), allow_int=True)
-        return differentiate(params, with_max_gradients(quantizers))[0]
+        # gradients, of which only counts are returned, but not the callbacks that record tensors of the backward pass.
+        differentiate = jax.grad(scaled_loss, argnums=(0, 1), has_aux=True, allow_int=True)
+        (_, gradients), rest = differentiate(params, with_max_gradients(start.quantizers(quantizers)))
+        return start.following(as_float32(gradients), constrain_as_created(rest))
 
     return probe
 

@@ -1,10 +1,13 @@
-"""Batches of a train step: their microbatches, and how they are sharded."""
+"""Batches of a train step: their microbatches, how they are sharded, and what one hands on to the next."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jax_te.quantize import added_counts, counts_within_step, with_counts
 from jax_te.sharding import (
     ShardingRules,
     auto_region,
@@ -18,6 +21,38 @@ from jax_te.sharding import (
 )
 from jax_te.training.pipeline.mesh import pipeline_stages, stage_rules
 from jax_te.typing import Array, PyTree
+
+
+class MicrobatchStart(NamedTuple):
+    """What a microbatch of a step begins with, and the one before it hands on.
+
+    The parameters and all other quantizer states are those of the step.
+
+    Args:
+        rest: the model's other state, e.g. the counters of an ``nnx.Rngs``.
+        counts: counts of the step's microbatches so far, see `jax_te.quantize.counts_within_step`.
+    """
+
+    rest: PyTree
+    counts: PyTree
+
+    @staticmethod
+    def first(quantizers: PyTree, rest: PyTree) -> MicrobatchStart:
+        """Return what the first microbatch of a step begins with, whose state has these parts."""
+        return MicrobatchStart(rest, counts_within_step(quantizers))
+
+    def quantizers(self, of_step: PyTree) -> PyTree:
+        """Return the quantizer states that the microbatch reads."""
+        return with_counts(of_step, self.counts)
+
+    def following(self, quantizer_gradients: PyTree, rest: PyTree) -> MicrobatchStart:
+        """Return what the next microbatch begins with.
+
+        Args:
+            quantizer_gradients: this microbatch's gradients of the quantizer states.
+            rest: the model's other state behind it.
+        """
+        return MicrobatchStart(rest, added_counts(self.counts, quantizer_gradients))
 
 
 def check_batch(batch: PyTree, microbatches: int) -> None:

@@ -33,11 +33,11 @@ from jax_te.training.gradients import (
 )
 from jax_te.training.kernel_gradients import KernelGradients
 from jax_te.training.masters import adopt_changed_params, apply_update, full_precision, select
-from jax_te.training.microbatches import rules_of, shard_batch
+from jax_te.training.microbatches import MicrobatchStart, rules_of, shard_batch
 from jax_te.training.pipeline.gradients import pipelined_gradients
 from jax_te.training.pipeline.mesh import pipeline_stages, stage_rules
-from jax_te.training.state import TrainState
-from jax_te.training.transformation import Transformation, apply_transformation, as_transformation
+from jax_te.training.state import TrainState, split_model
+from jax_te.training.transformation import Transformation, apply_transformation, as_transformation, check_opt_state
 from jax_te.typing import Array, DTypeLike, PyTree
 
 _PIPELINE = PipelineConfig()
@@ -74,8 +74,8 @@ def make_train_step(
             a token counts for more in one that has fewer. With a `WeightedMean` it is the mean over all of their
             tokens. Its changes of other state of the model persist.
         tx: the transformation that the state was created with. It gets what it asks for: ``value`` (the step's loss),
-            ``grad``, and ``value_fn`` (the loss of the same batch at other fp32 parameters, by the scales of now), also
-            as ``obj_fn``; ``grad_fn(params, index)`` is its gradient.
+            ``grad``, and ``value_fn`` (the loss of the same batch at other fp32 parameters, by the scales and counts of
+            now), also as ``obj_fn``; ``grad_fn(params, index)`` is its gradient.
         microbatches: number of microbatches, >= 1.
         keep_kernels: whether to quantize each kernel once a step and cache it for all microbatches. False: quantize it
             in each of them, which takes longer and saves the memory of one quantized copy of all kernels; the values
@@ -107,8 +107,8 @@ def make_train_step(
 
     Raises:
         ValueError: when called, for a batch whose leaves differ in ``b``, or a ``b`` that does not divide into
-            microbatches and over the mesh's batch axes, or a loss that is not a scalar; on a mesh of several processes,
-            for arrays that are not global.
+            microbatches and over the mesh's batch axes, or a loss that is not a scalar, or a state that was created
+            with another ``tx``; on a mesh of several processes, for arrays that are not global.
 
     Source: ``megatron.core.pipeline_parallel.forward_backward_no_pipelining``,
         ``Float16OptimizerWithFloat16Params.step`` and, of ``wgrad_dtype``, ``grad_reduce_in_fp32`` of
@@ -151,6 +151,7 @@ def make_train_step(
         loss_at = _LossAt(
             quantizers=state.quantizers,
             rest=state.rest,
+            counts=result.counts,
             batches=batches,
             key=key,
             graphdef=state.graphdef,
@@ -257,6 +258,7 @@ def _apply(
 ) -> _Updated:
     """Return parameters, masters and optimizer state after an update, unchanged if gradients are not finite."""
     full = full_precision(state.params, adopt_changed_params(state.params, state.masters))
+    check_opt_state(tx, state.opt_state, full)
     new, opt_state, _ = apply_transformation(tx, grads, state.opt_state, full, **asked_for)
     model = nnx.merge(state.graphdef, state.params, quantizers, state.rest)
     params, masters = apply_update(finite, new, state.params, state.masters, model)
@@ -268,13 +270,16 @@ def _apply(
 class _LossAt:
     """A step's loss as a function of fp32 parameters, for transformations that need it; it changes no state.
 
+    Its microbatches begin like the step's: each with the other state that the one before it leaves.
+
     A pytree of its arrays, which on Explicit axes cannot be a function's own.
     """
 
     quantizers: PyTree
     rest: PyTree
+    counts: PyTree
     batches: PyTree
-    key: Array
+    key: PyTree  # a key; JAX also fills the fields with other objects, which run-time checks would refuse
     graphdef: nnx.GraphDef[Any] = field(metadata={"static": True})
     loss_fn: LossFn = field(metadata={"static": True})
     microbatches: int = field(metadata={"static": True})
@@ -288,20 +293,61 @@ class _LossAt:
                 "stages give a step's own gradients alone: take another one, or a mesh without a pipeline axis"
             )
 
-        def terms(batch: PyTree, index: int | Array) -> tuple[Array, Array]:
-            with frozen_scales():
-                model = nnx.merge(self.graphdef, params, self.quantizers, self.rest, copy=True)
-                loss = self.loss_fn(model, batch, jax.random.fold_in(self.key, index))
-            weight = jnp.asarray(loss.weight, jnp.float32) if isinstance(loss, WeightedMean) else jnp.ones(())
-            return mean_loss(loss) * weight, weight
-
         if self.microbatches == 1:
-            return WeightedMean(*terms(self.batches, 0)).mean
+            start = MicrobatchStart.first(self.quantizers, self.rest)
+            return _loss_of_microbatch(params, self, start, self.batches, 0).mean
+
+        def run(rest: PyTree, microbatch: tuple[PyTree, PyTree, Array]) -> tuple[PyTree, tuple[Array, Array]]:
+            counts, batch, index = microbatch
+            loss = _loss_of_microbatch(params, self, MicrobatchStart(rest, counts), batch, index)
+            return loss.rest, (loss.mean * loss.weight, loss.weight)
+
         numbers = jnp.arange(self.microbatches, dtype=jnp.int32)
-        totals, weights = jax.lax.map(lambda microbatch: terms(*microbatch), (self.batches, numbers))
+        _, (totals, weights) = jax.lax.scan(run, constrain_as_created(self.rest), (self.counts, self.batches, numbers))
         return WeightedMean(jnp.sum(totals), jnp.sum(weights)).mean
 
     def grad(self, params: PyTree, index: int) -> PyTree:
         """Return the gradient at ``params``, the same for every ``index`` of an inner step."""
         del index
         return jax.grad(self)(params)
+
+
+class _MicrobatchLoss(NamedTuple):
+    """Loss of a microbatch: its mean and its weight, fp32 ``[]``, and the model's other state behind it."""
+
+    mean: Array
+    weight: Array
+    rest: PyTree
+
+
+# A step differentiates each microbatch's mean by itself, and weights the gradient. With a derivative of the weighted
+# sum the losses that layers add to gradients, as those of experts' routers, would have no weight; and gradients would
+# pass from a microbatch to the one before it, through the other state.
+@jax.custom_vjp
+def _loss_of_microbatch(
+    params: PyTree, loss_at: _LossAt, start: MicrobatchStart, batch: PyTree, index: int | Array
+) -> _MicrobatchLoss:
+    """Return the loss of a microbatch, whose derivative is that of its mean alone."""
+    with frozen_scales():
+        quantizers = start.quantizers(loss_at.quantizers)
+        model = nnx.merge(loss_at.graphdef, params, quantizers, start.rest, copy=True)
+        loss = loss_at.loss_fn(model, batch, jax.random.fold_in(loss_at.key, index))
+    weight = jnp.asarray(loss.weight, jnp.float32) if isinstance(loss, WeightedMean) else jnp.ones(())
+    return _MicrobatchLoss(mean_loss(loss), weight, constrain_as_created(split_model(model).rest))
+
+
+def _loss_fwd(params: PyTree, *others: Any) -> tuple[_MicrobatchLoss, Any]:
+    def mean(params: PyTree) -> tuple[Array, _MicrobatchLoss]:
+        loss = _loss_of_microbatch.fun(params, *others)
+        return loss.mean, loss
+
+    _, vjp, loss = jax.vjp(mean, params, has_aux=True)
+    return loss, vjp
+
+
+def _loss_bwd(vjp: Any, cotangent: _MicrobatchLoss) -> tuple[PyTree, None, None, None, None]:
+    (grads,) = vjp(jnp.ones(()))
+    return jax.tree.map(lambda grad: grad * cotangent.mean.astype(grad.dtype), grads), None, None, None, None
+
+
+_loss_of_microbatch.defvjp(_loss_fwd, _loss_bwd)

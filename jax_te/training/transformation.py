@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from optax.transforms import MultiSteps
 
 from jax_te.sharding import auto_region
@@ -49,6 +50,28 @@ def allow_promotion() -> Iterator[None]:
     """Allow promotion of dtypes and ranks, on which optax relies; a caller may have disabled it."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
+
+
+def check_opt_state(tx: optax.GradientTransformationExtraArgs, opt_state: PyTree, params: PyTree) -> None:
+    """Raise ValueError for an optimizer state that is not one of ``tx`` for these parameters.
+
+    Many transformations would pass it on unchanged, or read its first parts alone.
+    """
+    # Without Variables, whose metadata make no difference.
+    own, given = nnx.as_pure(jax.eval_shape(lambda params: init_opt_state(tx, params), params)), nnx.as_pure(opt_state)
+    wanted, found = ([jnp.shape(leaf) for leaf in jax.tree.leaves(tree)] for tree in (own, given))
+    if jax.tree.structure(own) != jax.tree.structure(given) or wanted != found:
+        raise ValueError(
+            f"the state's opt_state is not one of tx: it has {_describe(given)}, and tx needs {_describe(own)}; give "
+            "the step the tx that create_train_state got, or create the state with this one"
+        )
+
+
+def _describe(opt_state: PyTree) -> str:
+    """Return the classes of an optimizer state's parts, and their number of arrays."""
+    parts = jax.tree.leaves(opt_state, is_leaf=lambda node: hasattr(node, "_fields"))
+    names = ", ".join(type(part).__name__ if hasattr(part, "_fields") else "an array" for part in parts[:8])
+    return f"{len(jax.tree.leaves(opt_state))} arrays in ({names}{', ...' if len(parts) > 8 else ''})"
 
 
 def _is_lookahead(node: Any) -> bool:

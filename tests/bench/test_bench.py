@@ -2,11 +2,15 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jax_te.bench import contestants as bench_contestants
 from jax_te.bench import train_steps
+from jax_te.bench.compiling import compile_and_time
 from jax_te.cli.bench import layer, preset_config
 from jax_te.cli.bench import model as bench_model
 from jax_te.cli.bench import rows as bench_rows
@@ -23,6 +27,52 @@ WIDTHS = ["--hidden-size", "64", "--ffn-hidden-size", "128"]
 def rows(capsys, what, *argv, sizes=QUICK):
     assert main(["bench", what, *sizes, *argv]) == 0
     return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+
+
+def test_what_is_timed_is_compiled_though_a_cache_holds_it(tmp_path):
+    before = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    reset_cache()
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    try:
+        x = np.ones((8, 8), np.float32)
+
+        def lower():
+            def timed(x):
+                return x @ x
+
+            return jax.jit(timed).lower(x)
+
+        compiled, seconds = compile_and_time(lower)
+        assert seconds > 0.0
+        np.testing.assert_array_equal(compiled(x), np.full((8, 8), 8.0))
+        assert not list(tmp_path.glob("jit_timed*"))
+        lower().compile()
+        assert list(tmp_path.glob("jit_timed*"))
+    finally:
+        reset_cache()
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_a_file_of_rows_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path):
+    def measure():
+        pytest.fail("measured")
+        yield
+
+    (tmp_path / "file").write_text("")
+    for output in (tmp_path, tmp_path / "file" / "rows.json"):
+        with pytest.raises(OSError, match=str(tmp_path)):
+            bench_rows.show_rows(measure(), str(output))
+
+
+def test_a_file_of_rows_gets_its_folder_and_appears_when_all_are_measured(tmp_path):
+    output = tmp_path / "new" / "rows.json"
+
+    def measure():
+        assert not output.exists()
+        yield {"name": "one", "ms": 1.0}
+
+    assert bench_rows.show_rows(measure(), str(output)) == 0
+    assert json.loads(output.read_text())["rows"] == [{"name": "one", "ms": 1.0}]
 
 
 @pytest.mark.costly

@@ -477,6 +477,9 @@ def test_wrong_use(tmp_path):
     for wrong in ({"keep": 0}, {"keep_every": 0}, {"keep_best": -1}, {"best": "most"}):
         with without_type_checker(), pytest.raises(ValueError, match=f"^{next(iter(wrong))} must be"):
             TrainCheckpointer(tmp_path, **wrong)
+    for idle in ({"metric": "heldout_loss"}, {"best": "max"}):
+        with pytest.raises(ValueError, match="give keep_best, their number, too"):
+            TrainCheckpointer(tmp_path, **idle)
     with TrainCheckpointer(tmp_path / "runs") as checkpointer:
         # Without the type checker of the tests, which users do not have.
         save = TrainCheckpointer.save

@@ -20,11 +20,22 @@ from jax_te.cli.command_options import (
     TO_MODEL,
     UPCYCLED,
 )
+from jax_te.cli.launch import PLACE, is_launched
 from jax_te.cli.main import main
 from jax_te.cli.option_table import flag
 from jax_te.cli.option_values import Text
-from jax_te.cli.options import DEVICES, GROUPS, RULES, TENSOR_RANKS, TrainOptions
-from jax_te.cli.parser import COMMANDS
+from jax_te.cli.options import (
+    EXPERT_RANKS,
+    GROUPS,
+    RULES,
+    SELECTIVE,
+    SEVERAL_PROCESSES,
+    SOFTMAX,
+    TENSOR_RANKS,
+    TrainOptions,
+)
+from jax_te.cli.parser import COMMANDS, build_parser, options_from
+from jax_te.cli.resolve import resolve
 from tests.support.runs import assert_refused
 
 HUGGINGFACE, TORCH = "model.safetensors", "rank.pt"
@@ -50,13 +61,16 @@ WITHOUT = {
     ("bench attention", "--mesh"): [],
     ("bench attention", QUANTIZED_ATTENTION): [],
     ("bench layer", "--fp8-dpa"): ["--modules", "transformer_layer", "--recipes", "delayed"],
-    ("train", DEVICES): ["--num-experts", "4"],
+    ("train", EXPERT_RANKS): ["--num-experts", "4", "--mesh", "data=2"],
+    ("train", SOFTMAX): ["--num-experts", "4", "--moe-router-score-function", "sigmoid"],
+    ("train", SELECTIVE): ["--recompute-granularity", "full"],
+    ("train", SEVERAL_PROCESSES): ["--processes", "none"],
     ("train", TENSOR_RANKS): ["--recompute-granularity", "full"],
     ("train", RULES): [],
 }
 """Command lines in which a condition is not met, by the command and the condition."""
 
-VALUES = {"architecture": "LlamaForCausalLM"}
+VALUES = {"architecture": "LlamaForCausalLM", "recompute_modules": "core_attn", "batch_parts": "2"}
 
 
 def fields_of(command: str) -> list[dataclasses.Field]:
@@ -103,3 +117,24 @@ def test_an_option_without_effect_is_refused(command, name, condition, tmp_path,
     argv = [*command.split(), *WITHOUT[command, condition], *given(field)]
     assert_refused(main(argv), capsys.readouterr().err, f"{flag(name)} has no effect without {condition}; leave out")
     assert not (tmp_path / "new").exists()
+
+
+def test_a_launcher_of_one_process_may_give_bounds_of_waits(monkeypatch):
+    """The same script starts any number of processes; one without a launcher is by itself."""
+    launchers = ("SLURM_STEP_NODELIST", "OMPI_COMM_WORLD_RANK", "JOB_COMPLETION_INDEX")
+    for name in (*PLACE, *launchers):
+        monkeypatch.delenv(name, raising=False)
+    assert not is_launched()
+    assert not is_launched("none")
+    assert is_launched("localhost:1234,1,0")
+    for sign in launchers:
+        with monkeypatch.context() as patch:
+            patch.setenv(sign, "1")
+            assert is_launched()
+
+
+@pytest.mark.parametrize("gemms", ["fprop,dgrad,wgrad", "wgrad,fprop,dgrad"])
+def test_a_recipe_without_a_gemm_is_refused(gemms, tmp_path, capsys):
+    argv = ["train", "--output", str(tmp_path / "run"), "--recipe", "delayed", "--override-linear-precision", gemms]
+    assert_refused(main(argv), capsys.readouterr().err, "leaves no GEMM to --recipe delayed")
+    resolve(options_from(build_parser().parse_args([*argv, "--fp8-dpa"])), tmp_path / "run")

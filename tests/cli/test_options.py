@@ -281,3 +281,5 @@ def test_the_default_folder_is_named_after_preset_and_recipe():
     assert str(output_folder(parse())) == "runs/tiny"
     assert str(output_folder(parse("--preset", "gpt-125m", "--recipe", "current"))) == "runs/gpt-125m-current"
     assert str(output_folder(parse("--output", "here"))) == "here"
+    assert str(output_folder(parse("--init-from", "models/Llama-3.2-1B"))) == "runs/Llama-3.2-1B"
+    assert str(output_folder(parse("--init-from", "Llama/", "--recipe", "current"))) == "runs/Llama-current"

@@ -6,7 +6,9 @@ import json
 import pytest
 
 from jax_te.cli.options import MAY_CHANGE
+from jax_te.cli.parser import build_parser, options_from
 from jax_te.cli.presets import PRESETS
+from jax_te.cli.resolve import resolve
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CONFIG_FILE, check_resumable, read_config, write_config
 from jax_te.cli.run_recipe import RECIPE_FIELDS
@@ -291,3 +293,11 @@ def test_all_that_differs_is_named(tmp_path):
 def test_fields_of_time_and_place_may_change(tmp_path):
     assert {field.name for field in dataclasses.fields(RunConfig)} >= MAY_CHANGE
     check_resumable(config(), dict.fromkeys(MAY_CHANGE, "anything"), tmp_path)
+
+
+def test_a_foreign_folder_with_a_number_as_its_name_is_no_run(tmp_path):
+    (tmp_path / "run" / "checkpoints" / "2024").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "2024" / "notes.txt").write_text("of somebody else")
+    options = options_from(build_parser().parse_args(["train", "--output", str(tmp_path / "run")]))
+    _, resumes = resolve(options, tmp_path / "run")
+    assert not resumes

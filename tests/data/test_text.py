@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import sys
 
 import numpy as np
@@ -42,23 +43,33 @@ def test_the_end_of_each_block_is_held_out(tmp_path, monkeypatch):
     assert data.files == 1
 
 
-def test_a_folder_is_read_in_order_without_hidden_and_binary_files(tmp_path):
+def test_a_folder_is_read_in_order_without_hidden_and_binary_files(tmp_path, caplog):
     files = {
         "b.txt": b"second " * 9,
         "a/z.md": b"first " * 9,
         "c/\u00fc.py": "third \u00fc".encode() * 9,
         ".git/config": b"hidden",
         ".env": b"hidden",
-        "a/image.bin": b"\xff\xfe\x00",
+        "a/image.png": b"\xff\xfe\x00",
         "empty.txt": b"",
     }
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(content)
-    data = load_text(tmp_path, seq_len=2, heldout_fraction=0.1)
+    with caplog.at_level("WARNING", "jax_te"):
+        data = load_text(tmp_path, seq_len=2, heldout_fraction=0.1)
+    assert re.search(r"1 of the 5 files in .* not text in UTF-8: .*image\.png", caplog.text)
     whole = files["a/z.md"] + files["b.txt"] + files["c/\u00fc.py"]
     assert bytes(data.train) + bytes(data.heldout) == whole
     assert data.files == 3
+
+
+@pytest.mark.parametrize("name", ["t.npy", "d.bin", "d.idx"])
+def test_a_file_of_tokens_in_a_folder_is_refused_by_name(tmp_path, name):
+    (tmp_path / "a.txt").write_text("hello world " * 50)
+    (tmp_path / name).write_bytes(b"tokens as text " * 50)
+    with pytest.raises(ValueError, match=f"{name} has the ending of a file of tokens"):
+        load_text(tmp_path, seq_len=8)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -268,3 +269,22 @@ def test_a_distributed_checkpoint_leaves_the_parts_of_another_writer(tmp_path: P
     files = sorted(contents(tmp_path))
     assert [name for name in files if name.endswith(".part")] == ["__0_0.distcp.part", "__0_1.distcp.part"]
     assert len(files) == 4
+
+
+def test_older_files_go_when_what_replaces_them_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "old.bin").write_bytes(b"old")
+    there, fsync = [], os.fsync
+
+    def flush(descriptor: int) -> None:
+        there.append((tmp_path / "old.bin").exists())
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    with whole_or_nothing(tmp_path) as new:
+        new.part("new.bin").write_bytes(b"new")
+        folder = new.part_folder("folder")
+        folder.mkdir()
+        (folder / "a").write_bytes(b"a")
+        new.replaces([tmp_path / "old.bin"])
+    assert there == [True, True]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "new.bin"]

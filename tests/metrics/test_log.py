@@ -2,6 +2,8 @@
 
 import json
 import math
+import sys
+import types
 
 import jax.numpy as jnp
 import pytest
@@ -11,6 +13,7 @@ from jax_te._validation import require_extra
 from jax_te.cli.main import explain
 from jax_te.metrics.log import METRICS_FILE, MetricsLog, plot_losses, read_metrics
 from jax_te.metrics.precision_log import PRECISION_FILE, PrecisionLog
+from jax_te.metrics.progress import PlainProgress, RichProgress
 from tests.support.numerics import without_type_checker
 
 
@@ -172,3 +175,62 @@ def test_a_refused_log_leaves_the_records(tmp_path, wrong):
     with without_type_checker(), refused:
         MetricsLog(tmp_path, writers=["jsonl", wrong], resume_step=1)
     assert (tmp_path / METRICS_FILE).read_bytes() == before
+
+
+@pytest.mark.parametrize("value", [None, "3", 1j, ["a"]], ids=repr)
+def test_values_that_are_no_numbers_are_refused(value, tmp_path):
+    refused = pytest.raises(TypeError, match=r"metrics are numbers and vectors .*; wrong is")
+    with MetricsLog(tmp_path, writers=["jsonl"]) as log, without_type_checker(), refused:
+        log.write(1, {"loss": 2.0, "wrong": value})
+    assert read_metrics(tmp_path) == []
+
+
+class Closing:
+    """A writer that may fail to close."""
+
+    def __init__(self, error=None):
+        self.error, self.closed = error, False
+
+    def write(self, step, values): ...
+
+    def flush(self): ...
+
+    def close(self):
+        self.closed = True
+        if self.error is not None:
+            raise self.error
+
+
+def test_a_writer_that_fails_to_close_leaves_no_other_open(tmp_path):
+    first, last = Closing(OSError("disk")), Closing()
+    with pytest.raises(OSError, match="disk"):
+        MetricsLog(tmp_path, writers=[first, last]).close()
+    assert first.closed
+    assert last.closed
+
+
+@pytest.mark.parametrize("given", [["jsonl", "jsonl"], [writer := Closing(), "jsonl", writer]], ids=["name", "own"])
+def test_a_writer_that_is_given_twice_is_refused(given, tmp_path):
+    with pytest.raises(ValueError, match="given twice"):
+        MetricsLog(tmp_path, writers=given)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_writer_that_does_not_open_costs_no_record(tmp_path, monkeypatch):
+    write(tmp_path, range(1, 4))
+
+    def init(**_):
+        raise ConnectionError("no network")
+
+    wandb = types.ModuleType("wandb")
+    monkeypatch.setattr(wandb, "init", init, raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    with pytest.raises(ConnectionError, match="no network"):
+        MetricsLog(tmp_path, writers=["jsonl", "wandb"], resume_step=1)
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("make", [PlainProgress, RichProgress])
+def test_progress_that_has_not_begun_says_so(make):
+    with pytest.raises(ValueError, match="call start"):
+        make().update(1, {"loss": 1.0}, line=True)

@@ -286,6 +286,20 @@ class Partitioned(Own):
         return y + doubled(jax.lax.stop_gradient(y))
 
 
+class Tied(Own):
+    """A layer that calls its linear layer once, and reads its kernel otherwise."""
+
+    def __call__(self, x: Any, dropout_key: Any = None) -> Any:
+        return jnp.tanh(x + self.inner(x) + x @ self.inner.kernel[...].T)
+
+
+class Looped(Own):
+    """A layer that calls its linear layer in a loop."""
+
+    def __call__(self, x: Any, dropout_key: Any = None) -> Any:
+        return jax.lax.scan(lambda x, _: (x + jnp.tanh(self.inner(x)), None), x, length=2)[0]
+
+
 class Layers(nnx.Module):
     def __init__(self, layer: type[Own], rngs: nnx.Rngs):
         self.layers = nnx.List([layer(rngs) for _ in range(2)])
@@ -297,19 +311,22 @@ class Layers(nnx.Module):
 mean_square = PipelinedLoss(lambda model, x, key: StackInput(x, [None, None]), lambda model, y, x, key: jnp.mean(y**2))
 
 
-def first_step(layer: type[Own], mesh: ParallelConfig | None) -> list[float]:
+def first_step(layer: type[Own], mesh: ParallelConfig | None, schedule: Any = "1f1b") -> list[float]:
     tx, x = optax.sgd(0.1), jax.random.normal(jax.random.key(1), (4, 2, 16))
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(make_mesh(mesh)):
         state = create_train_state(functools.partial(Layers, layer), tx, key=jax.random.key(0))
-        step = make_train_step(mean_square, tx, microbatches=2)
+        step = make_train_step(mean_square, tx, microbatches=2, pipeline=PipelineConfig(schedule=schedule))
         _, metrics = step(state, x)
     return [float(metrics["loss"]), float(metrics["grad_norm"])]
 
 
-@pytest.mark.costly("Own")
-@pytest.mark.parametrize("layer", [Own, Partitioned])
-def test_layers_of_ones_own_do_what_they_do_without_a_pipeline(layer):
-    found = first_step(layer, ParallelConfig(pipeline=2))
+@pytest.mark.costly("Own-1f1b", "Looped-zero_bubble")
+@pytest.mark.parametrize(
+    ("layer", "schedule"),
+    [(Own, "1f1b"), (Partitioned, "1f1b"), (Tied, "zero_bubble"), (Looped, "zero_bubble")],
+)
+def test_layers_of_ones_own_do_what_they_do_without_a_pipeline(layer, schedule):
+    found = first_step(layer, ParallelConfig(pipeline=2), schedule)
     np.testing.assert_allclose(found, first_step(layer, None), rtol=TOLERANCES["none"])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -142,3 +144,23 @@ def test_muon_on_the_variables_of_layers():
     state = jax.eval_shape(tx.init, params)
     updates, _ = jax.eval_shape(tx.update, params, state, params)
     assert jax.tree.map(jnp.shape, nnx.to_pure_dict(updates)) == jax.tree.map(jnp.shape, nnx.to_pure_dict(params))
+
+
+@pytest.mark.parametrize("wrong", [{"schedule": -1e-3}, {"weight_decay": -1.0}], ids=str)
+def test_numbers_out_of_range_are_refused(wrong):
+    (name,) = wrong
+    with pytest.raises(ValueError, match=f"{name} must be >= 0"):
+        adamw_with_schedule(**{"schedule": 1e-3, **wrong})
+
+
+def test_the_mask_reads_names_of_attributes():
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Layer:
+        kernel: jax.Array
+        wi_bias: jax.Array
+
+    mask = weight_decay_mask({"layer": Layer(jnp.ones((2, 2)), jnp.ones((2, 2)))})
+    assert (mask["layer"].kernel, mask["layer"].wi_bias) == (True, False)
+    state = weight_decay_mask(nnx.State({"kernel": nnx.Param(jnp.ones((2, 2))), "bias": nnx.Param(jnp.ones((2, 2)))}))
+    assert (state["kernel"].get_value(), state["bias"].get_value()) == (True, False)

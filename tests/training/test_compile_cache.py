@@ -121,3 +121,13 @@ def test_a_restart_does_not_compile_captured_graphs_and_another_call_is_noticed(
     assert cold == warm
     assert cold[0] == 1.0
     assert other >= 1
+
+
+def test_a_folder_in_which_nothing_would_be_kept_is_refused(tmp_path: Path):
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        with pytest.raises(ValueError, match=r"nothing would be kept in .*programs"):
+            keep_compiled_programs(tmp_path / "programs")
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+    assert not list(tmp_path.iterdir())

@@ -457,3 +457,30 @@ def test_a_quantized_kernel_that_is_used_twice_has_its_gradient_at_once():
         _, plain = vjp_of_model(lambda model, x: model(model(x)), layer, x, KernelGradients())
         np.testing.assert_array_equal(half.params["kernel"][...], plain(jnp.ones_like(y))[0]["kernel"][...])
         assert not jax.tree.leaves(half.backward_dw())
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda model, x: model(x) + jnp.sum(model.kernel[...] ** 2),
+        lambda model, x: jnp.tanh(model(x) + x @ model.kernel[...].T),
+        lambda model, x: model(x @ model.kernel[...]),
+        lambda model, x: remat(lambda model, x: model(x) * jnp.max(model.kernel[...]), model, x),
+    ],
+    ids=["penalty", "tied", "before", "in remat"],
+)
+def test_a_kernel_that_is_also_read_otherwise_has_its_gradient_at_once(fn: Call) -> None:
+    layer, x = Linear(16, 16, rngs=nnx.Rngs(0)), draw("x", (8, 16))
+    _, _, half = halves(layer, x, fn)
+    assert not jax.tree.leaves(half.backward_dw())
+    assert_close(half.params["kernel"][...], by_vjp(layer, x, fn)[0]["kernel"], TOLERANCE["float32"])
+
+
+def test_a_kernel_whose_other_use_has_no_gradient_is_deferred() -> None:
+    def fn(model: Any, x: jax.Array) -> Any:
+        return model(x) * jax.lax.stop_gradient(jnp.max(model.kernel[...])), {"norm": jnp.sum(model.kernel[...])}
+
+    y, backward, _ = deferred_vjp(fn, Linear(16, 16, rngs=nnx.Rngs(0)), draw("x", (8, 16)), has_aux=True)
+    half = backward(jnp.ones_like(y))
+    assert sorted(half.backward_dw()) == ["kernel"]
+    assert sorted(half.params) == ["bias"]

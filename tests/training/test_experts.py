@@ -120,6 +120,17 @@ def test_later_microbatches_see_the_counts_of_earlier_ones():
     np.testing.assert_array_equal(router_of(after).counts_so_far[...], np.zeros(E + 1))
 
 
+def test_the_gradient_at_other_parameters_reads_the_counts_that_the_step_reads():
+    def update(grads, state, params, *, grad_fn, **_):
+        at = grad_fn(params, 0)
+        return jax.tree.map(jnp.zeros_like, grads), (optax.tree.norm(jax.tree.map(jnp.subtract, at, grads)))
+
+    tx = optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(()), update)
+    state, metrics = step_of(tx, microbatches=2)(state_of(GLOBAL, tx), X)
+    # Another program of the same fp32 arithmetic.
+    assert float(state.opt_state) < 1e-5 * float(metrics["grad_norm"])
+
+
 @pytest.mark.costly
 def test_a_skipped_step_changes_nothing():
     state, _ = step_of(microbatches=2)(state_of(BIASED | GLOBAL), X)

@@ -252,6 +252,28 @@ def test_the_scales_are_those_of_the_step():
         assert tensor.amax == float(known["amax_history"][0])
 
 
+def test_microbatches_begin_with_the_state_that_the_one_before_leaves():
+    """Delayed scaling again, of a layer behind a dropout, whose mask depends on a count in the model's other state."""
+    recipe, tx, batch = DelayedScaling(amax_history_len=4), optax.sgd(0.1), draw("batch", (16, 32))
+
+    class Dropped(nnx.Module):
+        def __init__(self, rngs):
+            self.drop, self.linear = nnx.Dropout(0.7, rngs=rngs), Linear(32, 16, rngs=rngs)
+
+        def __call__(self, x):
+            return self.linear(self.drop(x))
+
+    def loss_fn(model, batch, key):
+        return jnp.mean(model(batch) ** 2)
+
+    with autocast(recipe):
+        state = create_train_state(Dropped, tx, key=jax.random.key(0))
+        seen = make_inspection(loss_fn, microbatches=4)(state, batch)
+        state, _ = make_train_step(loss_fn, tx, microbatches=4)(state, batch)
+    for tensor in seen:
+        assert tensor.amax == float(state.model.linear.quantizers[tensor.role]["amax_history"][0])
+
+
 @pytest.mark.costly
 def test_loss_scale_and_quantized_parameters():
     look, found = make_inspection(pair_loss, microbatches=2), []

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_te.training.kernel_uses import Use, has_loops, uses_of_inputs
+from jax_te.training.kernel_uses import Use, uses_of_inputs
 
 
 @jax.custom_vjp
@@ -35,29 +35,46 @@ def cond(x: Any, kernel: Any) -> Any:
     return jax.lax.cond(x[0, 0] > 0.0, lambda: x, lambda: op(x, kernel))
 
 
-ONCE, AGAIN = {Use(2, repeated=False)}, {Use(2, repeated=True)}
+def carried(x: Any, kernel: Any) -> Any:
+    """The second iteration reads what the first has computed from the kernel, without a result that depends on it."""
+    return jax.lax.scan(lambda carry, _: ((op(x, carry[1]), x @ kernel), None), (x, x), None, length=2)[0][0]
+
+
+ONCE = {Use(2, repeated=False, operands=1, beside=frozenset({0, 1}))}
+AGAIN = {Use(2, repeated=True, operands=1, beside=frozenset({0, 1}))}
+KERNEL = {Use(2, repeated=False, operands=1, beside=frozenset({1}))}
+BOTH = {Use(2, repeated=False, operands=2, beside=frozenset({0, 1}))}
 
 
 @pytest.mark.parametrize(
-    ("program", "uses", "loops"),
+    ("program", "calls", "in_results"),
     [
         (op, ONCE, False),
         (lambda x, kernel: op(x, 2.0 * kernel.astype(jnp.bfloat16).astype(jnp.float32)), ONCE, False),
-        (lambda x, kernel: x @ kernel, set(), False),
+        (lambda x, kernel: x @ kernel, set(), True),
         (lambda x, kernel: x @ op(x, kernel), ONCE, False),
+        (lambda x, kernel: op(x, kernel) + jnp.sum(kernel**2), ONCE, True),
+        (lambda x, kernel: op(x @ kernel, kernel), BOTH, False),
+        (lambda x, kernel: op(jnp.ones_like(x), kernel), KERNEL, False),
+        (lambda x, kernel: op(x, kernel) + jax.lax.stop_gradient(kernel), ONCE, False),
+        (lambda x, kernel: op(x, kernel) + (kernel > 0.0).astype(jnp.float32), ONCE, False),
         (jax.jit(op), ONCE, False),
         (jax.checkpoint(op), ONCE, False),
         (cond, ONCE, False),
-        (scan, AGAIN, True),
-        (jax.jit(scan), AGAIN, True),
-        (scan_of_slices, ONCE, True),
-        (while_loop, AGAIN, True),
+        (scan, AGAIN, False),
+        (jax.jit(scan), AGAIN, False),
+        (scan_of_slices, ONCE, False),
+        (while_loop, AGAIN, False),
+        (carried, {use._replace(repeated=True) for use in ONCE}, False),
     ],
-    ids=["op", "cast", "no op", "result", "jit", "remat", "cond", "scan", "jit of scan", "slices", "while"],
+    ids=[
+        *("op", "cast", "no op", "result", "penalty", "both operands", "alone", "stop_gradient", "comparison", "jit"),
+        *("remat", "cond", "scan", "jit of scan", "slices", "while", "carried"),
+    ],
 )
-def test_uses_are_seen_in_every_kind_of_equation(program: Any, uses: set[Use], loops: bool) -> None:
+def test_uses_are_seen_in_every_kind_of_equation(program: Any, calls: set[Use], in_results: bool) -> None:
     """A kernel whose use is not seen would get a wrong gradient, without a word: this fails if JAX writes one anew."""
     x = jnp.ones((4, 4))
-    jaxpr = jax.make_jaxpr(program)(x, x)
-    assert uses_of_inputs(jaxpr.jaxpr)[1] == uses
-    assert has_loops(jaxpr.jaxpr) == loops
+    uses = uses_of_inputs(jax.make_jaxpr(program)(x, x).jaxpr)
+    assert uses.calls[1] == calls
+    assert (1 in uses.results) == in_results

@@ -25,6 +25,7 @@ from jax_te.training import (
 )
 from jax_te.training import step as step_module
 from tests.support.meshes import use_mesh
+from tests.support.numerics import draw
 from tests.support.toy import Toy, assert_same, loss_fn, make_batch, values
 
 
@@ -244,6 +245,43 @@ def test_other_state_of_the_model_is_carried_on():
     assert int(state.rest["dropout"]["rngs"]["count"][...]) == 4
 
 
+def record_loss_functions() -> optax.GradientTransformationExtraArgs:
+    """Return a transformation that changes nothing; its state is what the loss and its functions gave."""
+
+    def update(grads, state, params, *, value, value_fn, grad, grad_fn, **_):
+        differences = jax.tree.map(jnp.subtract, grad_fn(params, 0), grad)
+        found = {"value": value, "at": value_fn(params), "gradient error": optax.tree.norm(differences)}
+        return jax.tree.map(jnp.zeros_like, grads), found
+
+    empty = dict.fromkeys(("value", "at", "gradient error"), jnp.zeros(()))
+    return optax.GradientTransformationExtraArgs(lambda params: empty, update)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_functions_of_the_loss_give_the_steps_own_at_its_parameters(microbatches):
+    """With other state that each microbatch changes: a dropout's stream of keys, and a sum that the loss reads."""
+
+    class Stateful(nnx.Module):
+        def __init__(self, rngs):
+            self.toy, self.drop = Toy(rngs), nnx.Dropout(0.5, rngs=rngs)
+            self.seen = nnx.BatchStat(jnp.zeros(()))
+
+        def __call__(self, x):
+            y = self.toy(self.drop(x))
+            self.seen[...] += jnp.mean(y)
+            return y + self.seen[...]
+
+    tx = record_loss_functions()
+    state = new_state(tx, build=Stateful)
+    step = make_train_step(lambda model, x, key: jnp.mean(model(x) ** 2), tx, microbatches=microbatches)
+    state, metrics = step(state, draw("x", (8, 16)))
+    found = state.opt_state
+    assert float(found["value"]) == float(metrics["loss"])
+    # Other programs of the same fp32 arithmetic.
+    np.testing.assert_allclose(found["at"], found["value"], rtol=1e-5)
+    assert float(found["gradient error"]) < 1e-5 * float(metrics["grad_norm"])
+
+
 def test_another_recipe_is_another_trace():
     traced = []
 
@@ -356,6 +394,23 @@ def test_bad_batches_are_refused():
             make_train_step(loss_fn, optax.sgd(0.1), microbatches=2)(state, make_batch(0, 12))
 
 
+@pytest.mark.parametrize(
+    ("created", "stepped"),
+    [
+        (optax.adam(1e-2), optax.sgd(1e-2)),
+        (optax.chain(optax.clip(1.0), optax.adam(1e-2)), optax.chain(optax.identity(), optax.sgd(1e-2))),
+        (optax.adam(1e-2), optax.MultiSteps(optax.adam(1e-2), 2)),
+        (optax.adafactor(1e-2), optax.adafactor(1e-2, min_dim_size_to_factor=8)),
+    ],
+    ids=["sgd", "parts", "MultiSteps", "shapes"],
+)
+def test_a_state_of_another_transformation_is_refused(created, stepped):
+    state = new_state(created)
+    with pytest.raises(ValueError, match=r"opt_state is not one of tx: it has \d+ arrays in \("):
+        make_train_step(loss_fn, stepped)(state, make_batch(8))
+    assert not state.step.is_deleted()
+
+
 def test_complex_parameters_are_refused_by_name():
     class Complex(nnx.Module):
         def __init__(self, rngs):
@@ -392,3 +447,9 @@ def test_whether_gradients_are_finite_is_computed_once():
     text = make_train_step(loss, optax.adam(1e-3)).lower(state, make_batch(0)).compile().as_text()
     # One for each of 8 gradients and the loss; XLA may fuse some of them into kernels of their own.
     assert text.count(" is-finite(") <= 9
+
+
+@pytest.mark.parametrize("loss", [jnp.int32(3), WeightedMean(jnp.int32(3), jnp.int32(1))], ids=["loss", "total"])
+def test_a_loss_of_integers_is_refused(loss):
+    with pytest.raises(TypeError, match="floating-point numbers to differentiate, got int32"):
+        value_and_grad(lambda model: loss)(Toy(nnx.Rngs(0)))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from jax_te._device import default_device
+from jax_te._whole_files import whole_or_nothing
 from jax_te.bench import Row
 from jax_te.cli.compile_cache import keep_compiled_programs
 
@@ -22,7 +25,19 @@ def show_rows(rows: Iterable[Row], output: str | None) -> int:
 
     Raises:
         ValueError: if there is none, or if none could be measured, with the first one's error.
+        OSError: before anything is measured, for a file that cannot be written.
     """
+    with contextlib.ExitStack() as stack:
+        path = None if output is None else Path(output)
+        part = None if path is None else stack.enter_context(whole_or_nothing(path.parent)).part(path.name)
+        found = _show(rows)
+        if part is not None:
+            part.write_text(json.dumps(found), encoding="utf-8")
+    return 0
+
+
+def _show(rows: Iterable[Row]) -> dict[str, Any]:
+    """Return the device, JAX's version and the rows, each of which is printed when it is measured."""
     keep_compiled_programs()
     device, shown = default_device().device_kind, []
     print(f"{device}, jax {jax.__version__}", flush=True)
@@ -34,6 +49,4 @@ def show_rows(rows: Iterable[Row], output: str | None) -> int:
     # A contestant that fails becomes a row, so that the others continue; it is an error if none was measured.
     if all("error" in row for row in shown):
         raise ValueError(f"nothing could be measured; {shown[0]['name']}: {shown[0]['error']}")
-    if output is not None:
-        Path(output).write_text(json.dumps({"device": device, "jax": jax.__version__, "rows": shown}))
-    return 0
+    return {"device": device, "jax": jax.__version__, "rows": shown}

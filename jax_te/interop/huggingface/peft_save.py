@@ -60,8 +60,9 @@ def save_peft(
     >>> save_peft(model, "my-adapter", base="Llama-3.2-1B")  # doctest: +SKIP
     """
     folder = Path(folder)
-    dtype = None if dtype is None else float_dtype("dtype", dtype)
     with Meetings("save_peft") as meetings:
+        # Inside: a call that one process refuses counts for all, whose next calls meet again.
+        dtype = None if dtype is None else float_dtype("dtype", dtype)
         name, form = architecture_of(model, known_architectures(architecture))
         kernels = {f"{kernel.owner}/{kernel.name}": kernel for kernel in adaptable_kernels(ARCHITECTURES[name], form)}
         matrices: dict[str, Matrices] = {}

@@ -90,10 +90,6 @@ def save_huggingface(
     >>> save_huggingface(model, "tuned", like="Llama-3.2-1B")  # doctest: +SKIP
     """
     folder = Path(folder)
-    check_positive(max_shard_size=max_shard_size)
-    dtype = None if dtype is None else float_dtype("dtype", dtype)
-    if block_scaled not in (None, "keep"):
-        raise ValueError(f"block_scaled must be 'keep' or None, got {block_scaled!r}")
 
     def write(stream: Iterator[tuple[str, np.ndarray]]) -> None:
         check_no_adapter(folder)
@@ -103,7 +99,12 @@ def save_huggingface(
                     shutil.copyfile(path, new.part(path.name))
             write_folder(new, config, contents.plan(), stream, max_shard_size)
 
+    # All checks are made inside: a call that one process refuses counts for all, whose next calls meet again.
     with Meetings("save_huggingface") as meetings:
+        check_positive(max_shard_size=max_shard_size)
+        dtype = None if dtype is None else float_dtype("dtype", dtype)
+        if block_scaled not in (None, "keep"):
+            raise ValueError(f"block_scaled must be 'keep' or None, got {block_scaled!r}")
         name, form = architecture_of(model, known_architectures(architecture, like))
         contents = _contents(model, name, form, dtype, {} if block_scaled is None else held_kernels(model), meetings)
         config = _config(name, form, contents, None if like is None else Path(like))

@@ -150,7 +150,7 @@ def _by_their_names(
     tensors = {name: tensor for name, tensor in stored.items() if not re.fullmatch(architecture.ignored, name)}
     for name, other in tied.items():
         twice = name in tensors and name not in wanted and other in tensors
-        if twice and np.array_equal(tensors[name], tensors[other]):
+        if twice and np.array_equal(tensors[name], tensors[other], equal_nan=True):
             del tensors[name]
     return tensors
 

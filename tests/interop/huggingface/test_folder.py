@@ -19,10 +19,12 @@ from flax import nnx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from jax_te._processes import Meetings
 from jax_te.cli.main import main
 from jax_te.config import TransformerConfig
 from jax_te.errors import CheckpointMismatchError
 from jax_te.interop.huggingface import ARCHITECTURES, load_huggingface, save_huggingface
+from jax_te.interop.huggingface import save as save_module
 from jax_te.interop.huggingface.architectures.registry import read_form
 from jax_te.interop.huggingface.config_json import ConfigJson
 from jax_te.interop.huggingface.safetensors import TensorFile, write_file
@@ -33,7 +35,7 @@ from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling, autocast
 from jax_te.sharding import shardings_of
 from tests.support.meshes import use_mesh
-from tests.support.numerics import assert_bitwise, assert_close, quick_jit
+from tests.support.numerics import assert_bitwise, assert_close, quick_jit, without_type_checker
 
 LLAMA: dict[str, Any] = {
     "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 48,
@@ -835,3 +837,34 @@ def test_a_type_of_several_classes_needs_the_class(tmp_path: Path) -> None:
         read_form({"model_type": "bert"}, "config.json", range(50))
     with pytest.raises(ValueError, match="out of scope; model_type is 'mamba'; known: GPT2LMHeadModel"):
         read_form({"model_type": "mamba"}, "config.json", range(50))
+
+
+@pytest.mark.parametrize("wrong", [{"max_shard_size": 0}, {"dtype": jnp.int32}], ids=str)
+def test_a_refused_save_counts_as_a_call_that_all_processes_make(wrong, tmp_path, monkeypatch) -> None:
+    """Else the next save of this process would have another number than the others', and never meet them."""
+    entered: list[str] = []
+
+    class Counted(Meetings):
+        def __enter__(self):
+            entered.append("save_huggingface")
+            return super().__enter__()
+
+    monkeypatch.setattr(save_module, "Meetings", Counted)
+    with without_type_checker(), pytest.raises((ValueError, TypeError), match=next(iter(wrong))):
+        save_huggingface(llama(), tmp_path, **wrong)
+    assert entered == ["save_huggingface"]
+
+
+def test_a_tied_head_that_is_stored_as_well_may_hold_nan(tmp_path) -> None:
+    config = TransformerConfig(**LLAMA | {"num_layers": 1})
+    model = GPTModel(config, vocab_size=64, max_sequence_length=32, position_embedding_type="rope", rngs=nnx.Rngs(0))
+    embedding = model.embedding.embedding
+    embedding.set_value(embedding.get_value().at[3, 5].set(jnp.nan))
+    save_huggingface(model, tmp_path)
+    tensors = dict(TensorFile(tmp_path / "model.safetensors").tensors)
+    tensors = {name: np.array(tensor) for name, tensor in tensors.items()}
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    plan = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+    write_file(tmp_path / "model.safetensors", plan, tensors.items())
+    found = load_huggingface(tmp_path).embedding.embedding[...]
+    np.testing.assert_array_equal(found, embedding.get_value())
