@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import pytest
@@ -19,6 +21,10 @@ jax.config.update("jax_disable_most_optimizations", os.environ["JAX_DISABLE_MOST
 if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" and jax.__version_info__ < (0, 11):
     _flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flags}"
+
+    from tests.support.lowering import share_contexts
+
+    share_contexts()
 # And many tests compile the same: they, the other test process and the processes that tests start share what XLA made.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _cache = tempfile.TemporaryDirectory(prefix="jax_te-tests-", ignore_cleanup_errors=True)
@@ -30,6 +36,32 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+TESTS = Path(__file__).resolve().parent
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Leave what importing has made out of garbage collection, which would go through it again in every test.
+
+    Afterwards collections are rarer than Python's own: they go through what jax keeps of the programs of a file.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.set_threshold(20_000, 10, 5)
+        gc.enable()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import ``tests/gpu`` and ``tests/te`` when ``-m`` leaves them out and no argument is of them."""
+    left_out = [TESTS / mark for mark in ("gpu", "te") if f"not {mark}" in config.option.markexpr]
+    if collection_path not in left_out:
+        return None  # the other hooks decide
+    arguments = [(config.invocation_params.dir / argument.split("::")[0]).resolve() for argument in config.args]
+    return None if any(path.is_relative_to(collection_path) for path in arguments) else True
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses

@@ -23,6 +23,7 @@ def rows() -> dict[str, int]:
     return {name.strip(): row for row, names in enumerate(order[1].split("→")) for name in names.split(",")}
 
 
+@functools.cache
 def imported(path: Path) -> list[tuple[int, str]]:
     """Line and dotted name of every import in a file, also inside functions; relative imports made absolute."""
     found = []
