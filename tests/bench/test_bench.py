@@ -296,7 +296,7 @@ def test_nothing_to_measure_is_an_error(capsys):
     [
         (["--pipeline", "gpipe"], "--pipeline gpipe is for pipeline ranks, and --mesh (none) has one"),
         (["--batch-size", "3", "--microbatches", "2"], "--batch-size 3 is not divisible by --microbatches 2"),
-        (["--peer", "te"], "--peer te is a GPT in GPT-2's form, and tiny is not"),
+        (["--peer", "te"], "--peer te is a GPT in GPT-2's form, and the model is not"),
         (["--peer", "te", "--preset", "gpt-125m"], "--peer te: not here"),
         (["--peer", "te", "--mesh", "tensor=2"], "leave out --mesh and --microbatches"),
         (["--distributed-optimizer", "--mesh", "fsdp=2"], "give --mesh with data=N"),

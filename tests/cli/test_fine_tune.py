@@ -363,7 +363,9 @@ def test_models_that_are_no_decoders_are_refused(name, tmp_path, capsys):
     folder = family_folder(name, tmp_path / "folder")
     kind = FAMILIES[name][0]
     assert_refused(
-        fine_tune(tmp_path / "run", folder), capsys.readouterr().err, f"is for decoders, and this is a {kind}"
+        fine_tune(tmp_path / "run", folder),
+        capsys.readouterr().err,
+        f"is for decoders, and the model's config.json is of a {kind}",
     )
     assert not (tmp_path / "run").exists()
 
@@ -376,7 +378,7 @@ def test_adapters_need_weights_to_adapt(tmp_path, capsys):
 def test_a_tokenizer_with_more_tokens_than_the_model_knows(folder, tmp_path, capsys):
     write_tokenizer(tmp_path / "tokenizer.json", [f"w{i}" for i in range(200)])
     status = fine_tune(tmp_path / "run", folder, "--tokenizer", str(tmp_path))
-    assert_refused(status, capsys.readouterr().err, "has 202 tokens, and --init-from's model knows 80")
+    assert_refused(status, capsys.readouterr().err, "has 202 tokens, and the model's config.json 80")
 
 
 def test_only_forms_are_left_to_the_folder():

@@ -204,7 +204,7 @@ def test_recomputation_is_the_models_and_may_change_on_resuming(tmp_path):
     model = first.transformer_config()
     assert (model.recompute_granularity, model.recompute_method, model.recompute_num_layers) == ("full", "uniform", 1)
     write_config(first, tmp_path)
-    (tmp_path / "checkpoints" / "7").mkdir(parents=True)
+    saved_step(tmp_path, 7)
     with pytest.raises(
         ValueError, match=r"recompute_policy='save_gemms' .*set by --recompute-policy, --recompute-granularity"
     ):
@@ -226,7 +226,7 @@ def test_parallelism_is_the_models_and_may_change_on_resuming(tmp_path):
     assert (model.sequence_parallel, model.tensor_model_parallel_size, model.cp_comm_type) == (True, 2, "a2a")
     assert model.cp_load_balanced
     write_config(first, tmp_path)
-    (tmp_path / "checkpoints" / "7").mkdir(parents=True)
+    saved_step(tmp_path, 7)
     without = ("--no-sequence-parallel", "--no-cp-load-balanced", "--cp-comm-type", "p2p")
     again, resumes = resolve(parse("--mesh", "data=2", *without), tmp_path)
     assert resumes
@@ -242,7 +242,7 @@ def test_the_form_of_the_stack_may_change_on_resuming(tmp_path):
     first, _ = resolve(parse("--scan-layers", "yes"), tmp_path)
     assert first.scan_layers is True
     write_config(first, tmp_path)
-    (tmp_path / "checkpoints" / "7").mkdir(parents=True)
+    saved_step(tmp_path, 7)
     for argv, expected in (((), True), (("--scan-layers", "no"), False), (("--scan-layers", "auto"), "auto")):
         assert resolve(parse(*argv), tmp_path) == (dataclasses.replace(first, scan_layers=expected), True)
 
@@ -261,7 +261,7 @@ def test_the_text_of_a_precision_file_is_kept(tmp_path):
 def test_a_resumed_run_needs_no_option_repeated(tmp_path):
     first, _ = resolve(parse("--hidden-size", "256", "--seed", "5"), tmp_path)
     write_config(first, tmp_path)
-    (tmp_path / "checkpoints" / "7").mkdir(parents=True)
+    saved_step(tmp_path, 7)
     again = resolve(parse("--steps", "999", "--mesh", "data=2"), tmp_path)
     assert again == (dataclasses.replace(first, steps=999, mesh="data=2"), True)
     with pytest.raises(ValueError, match="--seed is 5 there, 6 here"):

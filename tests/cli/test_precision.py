@@ -13,7 +13,7 @@ from jax_te.cli.resolve import resolve
 from jax_te.cli.run_checks import check_precision, explain_backends
 from jax_te.metrics.precision_log import PRECISION_FILE, PRECISION_PLOT, read_precision
 from jax_te.ops import te
-from tests.support.runs import MICRO, assert_refused, configured, records
+from tests.support.runs import MICRO, assert_refused, configured, records, saved_step
 
 SHORT = [*MICRO, "--steps", "6", "--save-every", "3", "--eval-every", "3"]
 
@@ -72,7 +72,7 @@ def test_a_resumed_run_agrees_with_an_unbroken_one(tmp_path, options):
 
 def test_a_resumed_run_refuses_another_precision(tmp_path, capsys):
     configured(tmp_path / "run", *SHORT, "--recipe", "current", "--fp8-param")
-    (tmp_path / "run" / "checkpoints" / "3").mkdir(parents=True)
+    saved_step(tmp_path / "run", 3)
     given = {
         "--no-fp8-param": "--fp8-param is True there, False here",
         "--fp8-accumulation=precise": "--fp8-accumulation is fast there, precise here",

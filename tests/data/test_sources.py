@@ -99,7 +99,7 @@ def test_a_folder_of_several_kinds_in_order(tmp_path, tokenizer):
     folder.mkdir()
     (folder / "b.txt").write_text("the")
     (folder / "a.jsonl").write_text('{"text": "a"}\n{"text": "a a"}\n')
-    (folder / "c.bin").write_bytes(b"\xff\xff")
+    (folder / "c.png").write_bytes(b"\xff\xff")
     found = read_tokens(folder, tokenizer=tokenizer)
     assert found.tokens.tolist() == [A, 1, A, A, 1, THE, 1]
     assert found.files == 2

@@ -75,4 +75,4 @@ def test_the_row(monkeypatch, capsys):
 
 def test_another_form_than_gpt2s_has_no_peer(capsys):
     assert main(["bench", "model", "--preset", "tiny", "--peer", "te"]) == 2
-    assert "--peer te is a GPT in GPT-2's form, and tiny is not" in capsys.readouterr().err
+    assert "--peer te is a GPT in GPT-2's form, and the model is not" in capsys.readouterr().err

@@ -188,7 +188,7 @@ class GroupedLinear(TensorParallelModule):
             raise ValueError(f"group_sizes must have shape ({self.num_gemms},), one size each, got {sizes.shape}")
         groups = RowGroups(sizes=sizes, rows=x.shape[0])
         check_sizes(groups)
-        if not self.takes_padding and is_known(sizes) and int(np.sum(sizes)) != groups.rows:
+        if not self.takes_padding and is_known(sizes) and int(np.asarray(sizes).sum()) != groups.rows:
             raise ValueError(
                 f"the sizes of groups must add up to the {groups.rows} rows, got {np.asarray(sizes).tolist()}: rows of "
                 "no group would be zeros. jax_te.layers.GroupedLinear takes such rows as padding, and a "
