@@ -17,6 +17,7 @@ from jax_te.cli.presets import PRESETS
 from jax_te.cli.resolve import output_folder, resolve
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import write_config
+from tests.support.runs import saved_step
 
 
 def parse(*argv):
