@@ -96,6 +96,8 @@ class RunConfig(RunOptions):
             name: getattr(self, field) for name, field in _OPTION_OF.items() if name in _OF_THE_MODEL
         }
         fields["first_last_layers_bf16"] = bool(self.bf16_layers_start or self.bf16_layers_end)
+        if not fields["first_last_layers_bf16"]:  # numbers of such layers that have no effect, and say so
+            del fields["num_layers_at_start_in_bf16"], fields["num_layers_at_end_in_bf16"]
         if self.sequence_parallel:
             fields["tensor_model_parallel_size"] = (self.parallel_config() or ParallelConfig()).tensor
         if self.recompute_granularity == "none":

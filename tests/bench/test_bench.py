@@ -193,7 +193,7 @@ def test_train_steps_on_a_mesh(capsys, states):
 @pytest.mark.costly
 def test_forms_of_a_train_step_on_replicas(capsys, states):
     ways = ["--batch-parts", "2", "--wgrad-dtype", "float32", "bfloat16", "--distributed-optimizer"]
-    status, found, _ = model_rows(capsys, "--mesh", "data=2", *ways, "--batch-size", "4", "--recipes", "none")
+    status, found, _ = model_rows(capsys, "--mesh", "data=2,tensor=2", *ways, "--batch-size", "4", "--recipes", "none")
     assert status == 0
     one = "none, unrolled, recompute none, 2 parts"
     assert [row["name"] for row in found] == [one, f"{one}, gradients bfloat16"]

@@ -30,7 +30,7 @@ from tests.support.numerics import NO_DROPOUT, draw, quick_jit, quick_options
 B, S, H, N, F = 4, 32, 64, 4, 96
 COLLECTIVE = re.compile(r"= (.+?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\(")
 ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
-BYTES = {"f32": 4, "u8": 1}
+BYTES = {"f32": 4, "s32": 4, "u8": 1}
 RECIPES: dict[str, Recipe | None] = {"none": None, "delayed": DelayedScaling(), "current": Float8CurrentScaling()}
 Collectives = Counter[tuple[str, int]]
 """How often each kind moves an array of so many bytes; less than 1 KiB (amaxes, biases, norms) is left out."""

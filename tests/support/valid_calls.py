@@ -1117,7 +1117,7 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     ),
     "te_pytorch.GroupedLinear.__call__": lambda f: Call(
         te_pytorch.GroupedLinear(2, 16, 16, rngs=nnx.Rngs(0)),
-        {"inp": X[0], "m_splits": [2, 1], "is_first_microbatch": None},
+        {"inp": X[0], "m_splits": [2, 2], "is_first_microbatch": None},
     ),
     "te_pytorch.LayerNormLinear.__call__": lambda f: Call(
         te_pytorch.LayerNormLinear(16, 16, rngs=nnx.Rngs(0)), {"inp": X, "is_first_microbatch": None}
