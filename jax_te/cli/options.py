@@ -105,7 +105,7 @@ class TrainOptions:
 
     preset: str | None = option(tuple(PRESETS), "model and settings to start from, listed below", None, shown="tiny")
     output: str | None = option(
-        FOLDER, "folder of the run", None, shown="runs/PRESET or, with --init-from, runs/MODEL; with -RECIPE if given"
+        FOLDER, "folder of the run", None, shown="runs/PRESET, or runs/MODEL of a config.json; with -RECIPE if given"
     )
     processes: str = option(
         PROCESSES,

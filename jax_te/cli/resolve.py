@@ -18,13 +18,14 @@ from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CONFIG_FILE, changed_fields, check_resumable, holds_run, read_config
 from jax_te.cli.run_text import tokenizer_values
 from jax_te.config import ParallelConfig
+from jax_te.interop.huggingface import CONFIG
 from jax_te.recipe import GEMMS
 
 DEFAULT_PRESET = "tiny"
 
 
 def output_folder(options: GivenOptions) -> Path:
-    """Return ``--output``, or ``runs/`` and the name of the preset or the fine-tuned model, and the recipe's if any.
+    """Return ``--output``, or ``runs/`` and the name of the preset or the described model, and the recipe's if any.
 
     Raises:
         ValueError: if it is a file.
@@ -32,6 +33,10 @@ def output_folder(options: GivenOptions) -> Path:
     name, recipe = options.given.get("preset", DEFAULT_PRESET), options.given.get("recipe", "none")
     if "init_from" in options.given:
         name = Path(os.path.abspath(options.given["init_from"])).name
+    elif "model_config" in options.given:
+        place = Path(os.path.abspath(options.given["model_config"]))
+        folder = place.parent if place.name == CONFIG else place
+        name = folder.name.removesuffix(".json")
     default = Path("runs") / (name if recipe == "none" else f"{name}-{recipe}")
     output = default if options.start.output is None else Path(options.start.output)
     if output.exists() and not output.is_dir():

@@ -13,7 +13,7 @@ from jax_te.cli.build import build_model
 from jax_te.cli.main import main
 from jax_te.cli.model_config import described_form, read_model_config
 from jax_te.cli.parser import build_parser, options_from
-from jax_te.cli.resolve import resolve
+from jax_te.cli.resolve import output_folder, resolve
 from jax_te.cli.run_files import read_config
 from jax_te.config import TransformerConfig
 from tests.support.families import FAMILIES
@@ -70,6 +70,15 @@ def test_defaults_of_new_weights(tmp_path):
     config = resolved(tmp_path, "--model-config", path.parent)  # a folder is as good as the file
     assert (config.learning_rate, config.tokenizer, config.vocab_size, config.seq_len) == (3e-4, None, 300, 64)
     assert config == resolved(tmp_path, "--model-config", path)
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("forms/small.json", "small"), ("forms/small/config.json", "small"), ("forms/small-1.5", "small-1.5")],
+)
+def test_a_run_is_named_after_its_model(path, name):
+    given = ["train", "--model-config", path, "--recipe", "current"]
+    assert output_folder(options_from(build_parser().parse_args(given))) == Path("runs") / f"{name}-current"
 
 
 @pytest.mark.parametrize(
