@@ -27,14 +27,15 @@ from jax_te.cli.rendezvous import rendezvous
 
 _LATER = 60
 """Seconds by which JAX's timeouts, at which it aborts in C++, exceed those of the run."""
-_FAREWELL = 1.0
-"""Seconds in which the others can report why they end, before the first process ends."""
+_FAREWELL = 3.0
+"""Seconds in which the others can report why they end, on a busy machine too, before the first process ends."""
 _NOTICE = 10.0
 """Seconds of waiting after which a process reports for whom; repeated whenever that has doubled."""
 _GONE = ("Gloo ", "NCCL operation", "ncclRemoteError", "coordination service", "CoordinationService")
 """Texts of JAX's errors when another process is gone."""
 _LONGEST = 400
 _OTHER, _RESUMES = "another process ended or cannot be reached", "; the same command resumes"
+_NO_ANSWER = "the processes of the run have found each other, and now one does not answer"
 _SEEN_WITHIN = 5.0
 """Seconds after which changes in a shared folder are visible to other hosts."""
 
@@ -61,25 +62,41 @@ def joined(launch: Launch | None, output: Path, bounds: Bounds, *, debug: bool =
     """
     if launch is not None and not jax.distributed.is_initialized():
         _connect(launch, bounds)
-    if jax.process_count() == 1:
+    if not jax.distributed.is_initialized():
+        yield None
+        return
+    place = _find_place(launch, bounds, debug)
+    if place.count == 1:
         yield None
         return
     heartbeats: Heartbeats | None = None
     try:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_own_stdout())
-            with _within(bounds.start, "the processes of the run have found each other, and now one does not answer"):
+            with _within(bounds.start, _NO_ANSWER, place):
                 run = _shared_token(output, uuid.uuid4().hex[:12])
-            every, guard = (bounds.save, bounds.step), _Guard(bounds.step)
-            heartbeats = Heartbeats(
-                output / HEARTBEAT_FOLDER, run, jax.process_index(), jax.process_count(), every, guard
-            )
+            every, guard = (bounds.save, bounds.step), _Guard(bounds.step, place)
+            heartbeats = Heartbeats(output / HEARTBEAT_FOLDER, run, place.index, jax.process_count(), every, guard)
             heartbeats.start()
             yield heartbeats
     except Exception as error:
-        _end(error, debug, heartbeats)  # the heartbeats go on until then: they tell this process why, and the others
+        # The heartbeats go on until then: they tell this process why, and the others.
+        _end(error, debug, heartbeats, place)
     else:
         heartbeats.stop()
+
+
+def _find_place(launch: Launch | None, bounds: Bounds, debug: bool) -> Launch:
+    """Return this process's index and the count, once all processes have told each other their devices."""
+    with _within(bounds.start, _NO_ANSWER, launch):
+        try:
+            return Launch(
+                jax.process_index(), jax.process_count()
+            )  # JAX reads the devices of all at its first question
+        except Exception as error:
+            # Raised, it would end this process only after a wait for the others, which wait for it.
+            _end(error, debug, None, launch)
+            raise
 
 
 @contextlib.contextmanager
@@ -106,10 +123,10 @@ def _own_stdout() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _within(seconds: float, what: str) -> Iterator[None]:
+def _within(seconds: float, what: str, place: Launch | None) -> Iterator[None]:
     """Yield, and end this process with a line if the block exceeds the timeout, since waits in C++ cannot be
     interrupted."""
-    timer = threading.Timer(seconds, lambda: _leave(f"{what} for {seconds:g} s; the same command resumes"))
+    timer = threading.Timer(seconds, lambda: _leave(f"{what} for {seconds:g} s; the same command resumes", place))
     timer.daemon = True
     timer.start()
     try:
@@ -156,14 +173,15 @@ class _Guard:
     It ends this process when it waits in vain, and reports for whom it waits.
     """
 
-    def __init__(self, bound: float):
+    def __init__(self, bound: float, place: Launch):
+        self._place = place
         self._bound, self._first_notice = bound, min(_NOTICE, bound / 2)
         self._notice = self._first_notice
 
     def __call__(self, heartbeats: Heartbeats) -> None:
         problem = heartbeats.find_problem(self._bound)
         if problem is not None:
-            _leave(f"{problem}; the same command resumes", heartbeats)
+            _leave(f"{problem}; the same command resumes", self._place, heartbeats)
         behind, waited = heartbeats.processes_behind(), heartbeats.seconds_waited()
         if not behind or waited < self._first_notice:
             self._notice = self._first_notice
@@ -183,7 +201,7 @@ def _connect(launch: Launch, bounds: Bounds) -> None:
     if not given and launch.index == 0:
         print("waiting for the other processes, where JAX finds them", flush=True)
     try:
-        with _within(bounds.start, "the processes of the run have not found each other"):
+        with _within(bounds.start, "the processes of the run have not found each other", launch):
             jax.distributed.initialize(
                 launch.coordinator,
                 launch.count,
@@ -261,7 +279,7 @@ def _line(error: Exception) -> str | None:
     return explain(error, "train")  # the one command of several processes
 
 
-def _end(error: Exception, debug: bool, heartbeats: Heartbeats | None) -> None:
+def _end(error: Exception, debug: bool, heartbeats: Heartbeats | None, place: Launch | None) -> None:
     """End this process, which cannot wait for others that wait for it."""
     text = None if debug else _line(error)
     if text is None:
@@ -273,23 +291,42 @@ def _end(error: Exception, debug: bool, heartbeats: Heartbeats | None) -> None:
         text = (
             text if heartbeats.reported_error() is None else f"{heartbeats.reported_error()}; the same command resumes"
         )
-    _leave(text, heartbeats, 1 if text is None else 2, _line(error) or repr(error))
+    _leave(text, place, heartbeats, 1 if text is None else 2, _line(error) or repr(error))
 
 
 _LEAVING = threading.Lock()
 
 
-def _leave(text: str | None, heartbeats: Heartbeats | None = None, status: int = 2, told: str | None = None) -> None:
-    """End this process at once, with a line for its user and one for the other processes, which end, too."""
+def _leave(
+    text: str | None,
+    place: Launch | None,
+    heartbeats: Heartbeats | None = None,
+    status: int = 2,
+    told: str | None = None,
+) -> None:
+    """End this process at once, with a line for its user and one for the other processes, which end, too.
+
+    Args:
+        text: line for the user. None: a traceback has been shown.
+        place: index of this process, and the count. It is given, since JAX would wait for a process that is gone until
+            all have told their devices. None: unknown.
+        heartbeats: heartbeats of the run. None: they have not begun.
+        status: exit status.
+        told: line for the other processes. None: ``text``.
+    """
     _LEAVING.acquire()  # for good: the loop and the guard may both find that it is over
     if text is not None:
-        place = f"process {jax.process_index()} of {jax.process_count()}: " if jax.distributed.is_initialized() else ""
-        os.write(2, f"jax-te: {place}error: {text}\n".encode(errors="replace"))
+        os.write(2, f"jax-te: {_shown(place)}error: {text}\n".encode(errors="replace"))
     sys.stderr.flush()
-    if heartbeats is not None:
-        heartbeats.fail(
-            heartbeats.reported_error() or f"process {jax.process_index()}: {told or text}".removesuffix(_RESUMES)
-        )
-        if is_first():
-            time.sleep(_FAREWELL + 2 * heartbeats.interval)  # JAX aborts the others as soon as the first one is gone
+    if heartbeats is not None and place is not None:
+        heartbeats.fail(heartbeats.reported_error() or f"process {place.index}: {told or text}".removesuffix(_RESUMES))
+    if place is None or place.index == 0:
+        # JAX aborts the others as soon as the first one is gone.
+        time.sleep(_FAREWELL + (2 * heartbeats.interval if heartbeats is not None else 0.0))
     os._exit(status)
+
+
+def _shown(place: Launch | None) -> str:
+    if place is None or not jax.distributed.is_initialized():
+        return ""
+    return f"process {place.index}: " if place.count is None else f"process {place.index} of {place.count}: "

@@ -24,7 +24,7 @@ from jax_te.checkpoint import checkpointer as checkpointer_module
 from jax_te.checkpoint.write import size_of_save
 from jax_te.cli.launch import Launch
 from jax_te.cli.rendezvous import rendezvous
-from tests.support.process_runs import ended, started, when_recorded
+from tests.support.process_runs import KILLED_AT_START, SLOW_STEP, ended, started, when_recorded
 from tests.support.processes import run_processes
 
 LONG = ("--steps", "100000", "--decay-steps", "12", "--eval-every", "1000", "--mesh", "data=2")
@@ -371,6 +371,16 @@ def test_a_start_that_cannot_be_ends_with_a_line(tmp_path, bounded):
     assert not any(path.name.startswith(".") for path in (tmp_path / "one").iterdir())
 
 
+@pytest.mark.costly
+def test_a_process_killed_before_it_tells_its_devices_ends_the_others_within_the_bound(tmp_path):
+    with started(2, tmp_path, *LONG, "--start-timeout", "5", programs={1: KILLED_AT_START}) as running:
+        (survivor, _), seconds = timed(running)
+    status, _, error = survivor
+    assert status == 2, error
+    assert seconds < 30.0  # imports, the bound, and the time for the others' lines
+    assert "process 0 of 2: error: the processes of the run have found each other, and now one does not" in error
+
+
 @pytest.mark.costly("killed", slow=["stopped"])
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
 def test_a_process_that_is_stopped_or_killed_ends_the_others_within_the_bound(tmp_path, number):
@@ -401,7 +411,9 @@ def test_a_run_whose_process_cannot_write_ends_in_all_with_its_reason(tmp_path):
 
 @pytest.mark.slow
 def test_a_first_compilation_longer_than_the_bound_does_not_end_the_run(tmp_path):
-    with started(2, tmp_path, "--mesh", "data=2", "--step-timeout", "4", slow={1: "15"}) as running:
+    with started(
+        2, tmp_path, "--mesh", "data=2", "--step-timeout", "4", programs={1: SLOW_STEP.format(seconds=15)}
+    ) as running:
         found = ended(running)
     assert [status for status, _, _ in found] == [0, 0], found
     assert re.search(r"waiting for process 1 \(step 1, which it starts or compiles\)", found[0][2]), found

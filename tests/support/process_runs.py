@@ -36,9 +36,25 @@ sys.exit(main.main())
 """
 """A program like ``jax-te`` whose first step takes long before it starts."""
 
+KILLED_AT_START = """
+import os, signal, sys
+import jax
+from jax_te.cli import main
+
+connect = jax.distributed.initialize
+
+def initialize(*args, **options):
+    connect(*args, **options)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+jax.distributed.initialize = initialize
+sys.exit(main.main())
+"""
+"""A program like ``jax-te`` that is killed as soon as JAX has connected it: before it tells others its devices."""
+
 
 @contextlib.contextmanager
-def started(count, output, *argv, devices=1, others=None, only=None, slow=None, cwd=None):
+def started(count, output, *argv, devices=1, others=None, only=None, programs=None, cwd=None):
     """Yield the running processes of one ``jax-te train``; none is left afterwards.
 
     Args:
@@ -47,7 +63,7 @@ def started(count, output, *argv, devices=1, others=None, only=None, slow=None, 
         others: more options of single processes, by number.
         only: numbers of those that are started. None: all.
         cwd: working directories, by number.
-        slow: seconds, by number, for which a process computes before its first step, as if it compiled.
+        programs: Python programs, by number, in place of ``jax-te``.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -60,8 +76,8 @@ def started(count, output, *argv, devices=1, others=None, only=None, slow=None, 
                 "train", "--output", output, *MICRO, *argv, *(others or {}).get(index, ()), "--processes", place
             )
             options["cwd"] = (cwd or {}).get(index)
-            if index in (slow or {}):
-                line = [line[0], "-c", SLOW_STEP.format(seconds=slow[index]), *line[3:]]
+            if index in (programs or {}):
+                line = [line[0], "-c", programs[index], *line[3:]]
             options["env"] |= {"JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": ""}
             process = stack.enter_context(subprocess.Popen(line, **options))
             stack.callback(process.kill)
