@@ -10,7 +10,14 @@ from dataclasses import MISSING, fields
 from typing import Any, NoReturn
 
 from jax_te import __version__
-from jax_te.cli.bench.options import BenchAttention, BenchCheckpoint, BenchLayer, BenchMicrobatches, BenchModel
+from jax_te.cli.bench.options import (
+    BenchAttention,
+    BenchCheckpoint,
+    BenchLayer,
+    BenchMicrobatches,
+    BenchModel,
+    BenchTune,
+)
 from jax_te.cli.command_options import ConvertOptions, DoctorOptions, EvalOptions, SampleOptions
 from jax_te.cli.inspect.options import (
     InspectCheckpoint,
@@ -45,12 +52,13 @@ COMMANDS: dict[str, type] = {
     "bench attention": BenchAttention,
     "bench checkpoint": BenchCheckpoint,
     "bench microbatches": BenchMicrobatches,
+    "bench tune": BenchTune,
 }
 """Every command, and the table of its options. The command is run by ``jax_te.cli.NAME.run``, with dots for spaces."""
 
 _FAMILIES = {
     "inspect": "look at the precision, sharding and communication of a run, or list a checkpoint",
-    "bench": "measure layers, train steps, attention and checkpoints, next to other libraries'",
+    "bench": "measure layers, train steps, attention, checkpoints and tilings, next to other libraries'",
 }
 
 

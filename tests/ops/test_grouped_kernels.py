@@ -7,7 +7,8 @@ import pytest
 
 from jax_te.errors import BackendUnavailableError
 from jax_te.ops.pallas import grouped_gemm, grouped_gemm_over_rows
-from jax_te.ops.pallas.grouped_gemm import BLOCK_OVER_ROWS, LARGE, SMALL, SPLIT, BlockScales, GroupTiles
+from jax_te.ops.pallas.grouped_gemm import BlockScales
+from jax_te.ops.pallas.tilings import BLOCK_OVER_ROWS, LARGE, SMALL, SPLIT, GemmTiling
 from tests.support.numerics import assert_close, draw
 
 E4M3, E5M2, BF16 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16
@@ -48,9 +49,9 @@ def tolerance(out_dtype):
     return {"float32": 2.0**-20, "bfloat16": 2.0**-8, "float16": 2.0**-11}[jnp.dtype(out_dtype).name]
 
 
-def small(tiling: GroupTiles) -> GroupTiles:
+def small(tiling: GemmTiling) -> GemmTiling:
     """The same with two buffers, which these sums go round in."""
-    return GroupTiles(**{**vars(tiling), "stages": 2})
+    return GemmTiling(**{**vars(tiling), "stages": 2})
 
 
 TILINGS = {"large": small(LARGE), "small": small(SMALL)}

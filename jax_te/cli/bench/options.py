@@ -314,3 +314,30 @@ class BenchMicrobatches:
     rounds: int = _rounds()
     calls: int = _calls("steps")
     output: str | None = _rows_file()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchTune:
+    """Measure tilings of an expert layer's grouped GEMMs on a Hopper GPU; write the fastest to a table.
+
+    Each of forward's and backward's products is measured alone, with equally many rows for each expert: first with all
+    sizes of tiles, then with variants of the fastest ones. The first row of either part is the tiling in use, and
+    speed_ratio is its time over the row's. JAX_TE_TILINGS=FILE in the environment has jax_te take its tilings from
+    such a table, for shapes that differ by no more than a factor of two in each size. Tilings change no number.
+    """
+
+    recipes: tuple[str, ...] = _several(
+        ("none", "delayed", "current", "block"), "precision recipes whose products are measured", "none"
+    )
+    batch_size: int = _size("sequences per batch", 4)
+    seq_len: int = _size("sequence length in tokens", 4096)
+    hidden_size: int = _size("size of the hidden states", 4096)
+    ffn_hidden_size: int = _size("hidden size of an expert", 14336)
+    num_experts: int = _size("number of experts", 8)
+    moe_router_topk: int = _size("number of experts of each token", 2)
+    table: str | None = option(
+        FILE, "table to write the fastest tilings to; those of other shapes in it are kept", None, shown="none"
+    )
+    rounds: int = _rounds()
+    calls: int = _calls("calls")
+    output: str | None = _rows_file()

@@ -9,77 +9,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jax_te.ops.pallas.support import check_jax, multiprocessors
+from jax_te.ops.pallas.tilings import PIECE, STEP_BYTES, GemmTiling, GroupedShape, Scaling, tiling_for
 from jax_te.typing import Array, DTypeLike
 
 GROUP_ALIGNMENT = 128
 """Alignment of groups in rows, so that no step of a sum over rows, and no piece of a tile, spans two groups."""
 
-_PIECE = 64
-"""Rows of one wgmma, and of one store: a tile that reaches past its group's end leaves out the pieces behind it."""
-
-_STEP_BYTES = 128
-"""Bytes of a line of an operand's tile: the longest swizzle pattern of shared memory for wgmma."""
-
 _LINE = 128
 """The most values that a line of a tile has, and the multiple to which the scales of blocks are padded."""
 
-_Scaling = Literal["none", "split", "block"]
-"""What becomes of each step's sum: it stays in the tensor cores, is added up outside, or is scaled outside, too."""
-
 _16_BIT = (jnp.bfloat16, jnp.float16)
 _FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupTiles:
-    """Tiling of a product: a thread block computes ``[64 * pieces * warpgroups, columns]`` at a time.
-
-    Args:
-        warpgroups: number of those that multiply; one more loads.
-        pieces: number of pieces of 64 rows for each of them.
-        columns: number of columns of a tile, at most 256.
-        pair: number of thread blocks, side by side along the columns, that share what they read of the rows: 1 or 2.
-        swath: number of tiles along the rows whose columns are processed together, so that operands are found in the
-            cache.
-        stages: number of buffers of the ring.
-        registers: number of registers of a multiplying thread, and of a loading one.
-        outputs: number of buffers through which a warpgroup writes its results: 1 or 2.
-    """
-
-    warpgroups: int
-    pieces: int
-    columns: int
-    pair: int
-    swath: int
-    stages: int
-    registers: tuple[int, int]
-    outputs: int = 2
-
-    @property
-    def rows(self) -> int:
-        """Rows of a tile."""
-        return _PIECE * self.pieces * self.warpgroups
-
-
-# The fastest of some that were tried on an H100. Groups of few rows leave less of a tall tile empty,
-# and small matrices few tiles to share reads.
-LARGE = GroupTiles(warpgroups=2, pieces=2, columns=128, pair=2, swath=16, stages=4, registers=(240, 24))
-SMALL = GroupTiles(warpgroups=2, pieces=1, columns=256, pair=1, swath=8, stages=4, registers=(240, 24))
-# Sums outside of the tensor cores take as many registers again.
-SPLIT = GroupTiles(warpgroups=3, pieces=1, columns=128, pair=2, swath=8, stages=4, registers=(160, 32))
-# A scale for each column takes more registers than three warpgroups have, and scales need shared memory, too.
-BLOCK_OVER_ROWS = GroupTiles(
-    warpgroups=2, pieces=2, columns=128, pair=2, swath=8, stages=4, registers=(240, 24), outputs=1
-)
 
 
 class BlockScales(NamedTuple):
@@ -104,7 +52,7 @@ def grouped_gemm(
     b_transposed: bool = False,
     split_accumulator: bool = False,
     out_dtype: DTypeLike,
-    tiling: GroupTiles | None = None,
+    tiling: GemmTiling | None = None,
     interpret: bool = False,
 ) -> Array:
     """Return ``(a[rows of g] @ b[g]) * scale[g]`` for each group ``g``, and zeros for the rows behind the last group.
@@ -122,7 +70,7 @@ def grouped_gemm(
         split_accumulator: whether, for FP8 operands, every 128 of ``k`` leave the tensor cores, which keep about 14
             bits of a sum, and are accumulated in fp32. Others are summed in fp32 throughout.
         out_dtype: float32, bfloat16 or float16.
-        tiling: None for one that suits the shape.
+        tiling: sizes of the tiles, which change no number. None: those of `tiling_for`.
         interpret: whether to run in Pallas's interpreter, on any device.
 
     Returns:
@@ -156,7 +104,9 @@ def grouped_gemm(
         _check_block_scales(a, scale, (blocks, rows), (b.shape[0], blocks, -(-n // GROUP_ALIGNMENT)))
         # As a scale for each column, since copies into shared memory have at least 16 bytes.
         scale = BlockScales(scale.a, jnp.repeat(scale.b, GROUP_ALIGNMENT, axis=2))
-    tiling = tiling or _tiling_of(rows // sizes.shape[0], n, scaling)
+    if tiling is None:
+        bits, groups = 8 * a.dtype.itemsize, sizes.shape[0]
+        tiling = tiling_for(GroupedShape(False, b_transposed, bits, scaling, groups=groups, rows=rows, k=k, n=n))
     form = _Form(tiling, jnp.dtype(out_dtype), over_rows=False, a_last=True, b_last=b_transposed, scaling=scaling)
     return _product(_padded(a, interpret), _padded(b, interpret), sizes, scale, form, interpret)[:, :n]
 
@@ -170,7 +120,7 @@ def grouped_gemm_over_rows(
     rows_last: bool = False,
     split_accumulator: bool = False,
     out_dtype: DTypeLike,
-    tiling: GroupTiles | None = None,
+    tiling: GemmTiling | None = None,
     interpret: bool = False,
 ) -> Array:
     """Return ``(a[rows of g]^T @ b[rows of g]) * scale[g]`` for each group ``g``: the gradient of `grouped_gemm`'s b.
@@ -184,7 +134,7 @@ def grouped_gemm_over_rows(
         rows_last: whether both operands have their rows last.
         split_accumulator: whether FP8 products are added up in fp32 every 128 rows.
         out_dtype: float32, bfloat16 or float16.
-        tiling: None for one that suits the shape.
+        tiling: sizes of the tiles, which change no number. None: those of `tiling_for`.
         interpret: whether to run in Pallas's interpreter, on any device.
 
     Returns:
@@ -215,8 +165,9 @@ def grouped_gemm_over_rows(
         blocks = a.shape[along] // GROUP_ALIGNMENT
         _check_block_scales(a, scale, (blocks, m), (blocks, n))
         scale = BlockScales(*(jnp.pad(each, ((0, 0), (0, -each.shape[1] % _LINE))) for each in scale))
-        tiling = tiling or BLOCK_OVER_ROWS
-    tiling = tiling or _tiling_of(m, n, scaling)
+    if tiling is None:
+        bits, groups, rows = 8 * a.dtype.itemsize, sizes.shape[0], a.shape[along]
+        tiling = tiling_for(GroupedShape(True, rows_last, bits, scaling, groups=groups, rows=rows, k=m, n=n))
     form = _Form(tiling, jnp.dtype(out_dtype), over_rows=True, a_last=rows_last, b_last=rows_last, scaling=scaling)
     return _product(_padded(a, interpret), _padded(b, interpret), sizes, scale, form, interpret)[:, :m, :n]
 
@@ -232,7 +183,7 @@ def _check_operands(a: Array, b: Array, out_dtype: DTypeLike) -> None:
         raise ValueError(f"a must be a matrix, and neither operand empty, got shapes {a.shape} and {b.shape}")
 
 
-def _scaling(split_accumulator: bool, scale: Array | BlockScales | None) -> _Scaling:
+def _scaling(split_accumulator: bool, scale: Array | BlockScales | None) -> Scaling:
     return "block" if isinstance(scale, BlockScales) else "split" if split_accumulator else "none"
 
 
@@ -256,13 +207,6 @@ def _padded(x: Array, interpret: bool) -> Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + missing) if any(after for _, after in missing) else x
 
 
-def _tiling_of(rows: int, columns: int, scaling: _Scaling) -> GroupTiles:
-    """Return the tiling for a result of which each group has ``[rows, columns]``."""
-    if scaling != "none":
-        return SPLIT
-    return LARGE if rows >= 2048 and columns >= 2048 else SMALL
-
-
 class _Form(NamedTuple):
     """Static facts about a product, apart from shapes and dtypes.
 
@@ -272,12 +216,12 @@ class _Form(NamedTuple):
         scaling: what becomes of each step's sum.
     """
 
-    tiling: GroupTiles
+    tiling: GemmTiling
     out_dtype: Any
     over_rows: bool
     a_last: bool
     b_last: bool
-    scaling: _Scaling
+    scaling: Scaling
 
 
 class _Tile(NamedTuple):
@@ -334,7 +278,7 @@ class _RowsTimesMatrices:
         row, column = _along_swaths(loop.index[0], self.grid_shape, self.form.tiling)
         first, end, group = (table[row, part] for part in range(3))
         steps = jnp.where(group < self._count, jnp.int32(self._steps), jnp.int32(0))
-        first = pl.multiple_of(first, _PIECE)  # which the alignment of groups and the height of tiles make it
+        first = pl.multiple_of(first, PIECE)  # which the alignment of groups and the height of tiles make it
         return _Tile(first, end, column, jnp.minimum(group, self._count - 1), jnp.int32(0), steps)
 
     def matrix(self, b: Any, tile: _Tile) -> Any:
@@ -384,10 +328,10 @@ _Problem = _RowsTimesMatrices | _OverRows
 
 def _step_of(a: Any) -> int:
     """Return the number of values of each line of its operands that a step multiplies."""
-    return _STEP_BYTES // a.dtype.itemsize
+    return STEP_BYTES // a.dtype.itemsize
 
 
-def _along_swaths(index: Any, grid_shape: tuple[int, int], t: GroupTiles) -> tuple[Any, Any]:
+def _along_swaths(index: Any, grid_shape: tuple[int, int], t: GemmTiling) -> tuple[Any, Any]:
     """Return the row of tiles and the first column of a thread block's tile."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -420,14 +364,14 @@ def _product(
 
     t = form.tiling
     problem = _OverRows(a, b, sizes, form) if form.over_rows else _RowsTimesMatrices(a, b, sizes, form)
-    step, width = problem.step, _STEP_BYTES // form.out_dtype.itemsize
+    step, width = problem.step, STEP_BYTES // form.out_dtype.itemsize
 
     def buffers(lines: int, last: bool, dtype: Any) -> Any:
         shape = (lines, step) if last else (step, lines)
         return plgpu.SMEM((t.stages, *shape), dtype, transforms=swizzled(step))
 
     def swizzled(columns: int) -> tuple[Any, ...]:
-        return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(_STEP_BYTES)  # type: ignore
+        return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(STEP_BYTES)  # type: ignore
 
     of_blocks = tuple(scale) if isinstance(scale, BlockScales) else ()
     of_groups = () if scale is None or of_blocks else (scale,)
@@ -456,7 +400,7 @@ def _product(
         out_type=jax.ShapeDtypeStruct(problem.out_shape, form.out_dtype),
         scratch_types=[
             tuple(ring),
-            plgpu.SMEM((t.warpgroups, t.outputs, _PIECE, width), form.out_dtype, transforms=swizzled(width)),
+            plgpu.SMEM((t.warpgroups, t.outputs, PIECE, width), form.out_dtype, transforms=swizzled(width)),
             plgpu.Barrier(num_arrivals=len(ring), num_barriers=t.stages),
             emptied,
         ],
@@ -519,17 +463,17 @@ def _multiply(
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     form, (a_ring, b_ring, *scale_rings) = problem.form, ring
-    t, width = form.tiling, _STEP_BYTES // form.out_dtype.itemsize
+    t, width = form.tiling, STEP_BYTES // form.out_dtype.itemsize
     plgpu.set_max_registers(t.registers[0], action="increase")
     warpgroup = lax.axis_index("warpgroup")
     staged = staged.at[warpgroup]
-    piece_shape, layout = (_PIECE, t.columns), plgpu.Layout.WGMMA
+    piece_shape, layout = (PIECE, t.columns), plgpu.Layout.WGMMA
 
     def row_of(piece: int) -> Any:
-        return (warpgroup * t.pieces + piece) * _PIECE
+        return (warpgroup * t.pieces + piece) * PIECE
 
     def add_product(sums: Any, slot: Any, piece: int) -> None:
-        rows = pl.ds(row_of(piece), _PIECE)
+        rows = pl.ds(row_of(piece), PIECE)
         a = a_ring.at[slot, rows] if form.a_last else a_ring.at[slot, :, rows].transpose((1, 0))
         b = b_ring.at[slot].transpose((1, 0)) if form.b_last else b_ring.at[slot]
         plgpu.wgmma(sums, a, b)
@@ -566,7 +510,7 @@ def _multiply(
         columns = of_columns[0] if square else plgpu.load(of_columns, layout=layout.reduce(0), optimized=False)
 
         def of_piece(piece: int) -> Callable[[Any], Any]:
-            rows = plgpu.load(of_rows.at[pl.ds(row_of(piece), _PIECE)], layout=layout.reduce(1), optimized=False)
+            rows = plgpu.load(of_rows.at[pl.ds(row_of(piece), PIECE)], layout=layout.reduce(1), optimized=False)
             if square:
                 return lambda values: values * wide(rows * columns, 0)
             return lambda values: values * wide(columns, 1) * wide(rows, 0)
@@ -610,7 +554,7 @@ def _multiply(
                 buffer[...] = values[:, i * width : (i + 1) * width].astype(form.out_dtype)
                 plgpu.commit_smem()
                 columns = pl.ds(tile.column + i * width, width)
-                plgpu.copy_smem_to_gmem(buffer, target.at[pl.ds(row, _PIECE), columns])
+                plgpu.copy_smem_to_gmem(buffer, target.at[pl.ds(row, PIECE), columns])
 
     def multiply_tile(tile: _Tile, first: Any) -> None:
         sums = (summed_in_tensor_cores if form.scaling == "none" else summed_outside)(tile, first)
@@ -621,6 +565,6 @@ def _multiply(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _slot(t: GroupTiles, step: Any) -> Any:
+def _slot(t: GemmTiling, step: Any) -> Any:
     """Return the buffer of the ring that holds a step's operands."""
     return lax.rem(step, jnp.int32(t.stages))
