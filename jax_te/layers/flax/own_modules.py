@@ -15,6 +15,7 @@ from jax_te.layers.flax.contractions import Contraction, Kernel, Seen, Visitor, 
 from jax_te.layers.flax.drop_in import ParameterGemm
 from jax_te.layers.flax.drop_in_mesh import kernel_names
 from jax_te.layers.flax.model_gemms import split_leaves
+from jax_te.remat import Changes, Watched
 from jax_te.typing import Array
 
 
@@ -144,37 +145,22 @@ def _call(module: Any, function: Callable[..., Any], gemms: dict[str, ParameterG
         (args, kwargs), lambda leaf: isinstance(leaf, (jax.Array, *nodes)), lambda node: isinstance(node, nodes)
     )
     # As nnx.jit does: the traced function gets a copy of the module, whose changes are then made to the module itself.
-    tag, changed = object(), None
-    with nnx.update_context(tag):
-        with nnx.split_context(tag) as context:
-            graphdef, state = context.split((module, given))
+    graphdef, state = nnx.split((module, given))
+    found: list[Changes] = []
 
-        def traced(state: Any) -> tuple[Any, Any]:
-            nonlocal changed
-            with nnx.merge_context(tag, inner=True) as context:
-                copy, copied = context.merge(graphdef, state)
-            before = nnx.split((copy, copied))
-            inner_args, inner_kwargs = fill(copied)
-            out = function(copy, *inner_args, **inner_kwargs)
-            if _same(before, nnx.split((copy, copied))):
-                # Nothing must be written: the module's Variables may belong to an outer trace.
-                return out, None
-            with nnx.split_context(tag) as context:
-                changed, after = context.split((copy, copied))
-            return out, after
+    def traced(state: Any) -> tuple[Any, list[Array]]:
+        copy, copied = nnx.merge(graphdef, state)
+        watched = Watched((copy, copied))
+        inner_args, inner_kwargs = fill(copied)
+        out = function(copy, *inner_args, **inner_kwargs)
+        # Only what has changed: other Variables may belong to an outer trace, in which they cannot be set.
+        arrays, changes = watched.changes()
+        found[:] = [changes]
+        return out, arrays
 
-        out, after = compute(traced, state, functools.partial(_kernel_of, module, gemms), _visitor(gemms))
-        if changed is not None:
-            with nnx.merge_context(tag, inner=False) as context:
-                context.merge(changed, after)
+    out, arrays = compute(traced, state, functools.partial(_kernel_of, module, gemms), _visitor(gemms))
+    found[0].apply((module, given), arrays)
     return out
-
-
-def _same(before: tuple[Any, Any], after: tuple[Any, Any]) -> bool:
-    """Return whether two graph definitions are equal, and their states hold the same tracers."""
-    (graphdef, state), (other, others) = before, after
-    leaves = zip(jax.tree.leaves(state), jax.tree.leaves(others), strict=False)
-    return graphdef == other and all(one is two for one, two in leaves)
 
 
 def _kernel_of(module: Any, gemms: dict[str, ParameterGemm], path: Any, leaf: Any) -> Kernel | None:

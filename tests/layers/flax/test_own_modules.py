@@ -244,6 +244,59 @@ def test_what_else_a_call_does_is_done_once():
     assert set(gradients) == {"up", "down", "out"}
 
 
+class Counter(nnx.Module):
+    def __init__(self):
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self) -> None:
+        self.calls[...] += 1
+
+
+class Stateful(Own):
+    """A parameter in one module with statistics, a cache, random numbers, and a module that counts."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__((32, 32), rngs)
+        self.norm, self.dropout, self.counter = nnx.BatchNorm(32, rngs=rngs), nnx.Dropout(0.5, rngs=rngs), Counter()
+        self.seen, self.index = nnx.Cache(jnp.zeros((4, 32))), nnx.Cache(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.counter()
+        y = self.dropout(self.norm(x @ self.w))
+        self.seen[...] = self.seen.at[self.index[...]].set(x.mean((0, 1)))
+        self.index[...] += 1
+        return y
+
+
+CALLERS: dict[str, Any] = {
+    "eager": lambda model: model(X),
+    "jit": nnx.jit(lambda model: model(X)),
+    "value_and_grad": nnx.value_and_grad(square),
+    "the library's value_and_grad": value_and_grad(square),
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "caller"),
+    # Delayed scaling needs the library's value_and_grad.
+    [*((CURRENT, caller) for caller in CALLERS), (DELAYED, "jit"), (DELAYED, "the library's value_and_grad")],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_what_a_call_changes_in_variables_alone_is_changed(recipe, caller):
+    plain, model = Stateful(nnx.Rngs(0)), Stateful(nnx.Rngs(0))
+    with autocast(recipe):
+        quantize_model(model, X, rules={"": "ambient"})
+        for each in (plain, model):
+            for _ in range(2):
+                CALLERS[caller](each)
+    counts = (model.counter.calls, model.index, model.dropout.rngs.count)
+    assert [int(count[...]) for count in counts] == [2, 2, 2]
+    np.testing.assert_array_equal(model.seen[...], plain.seen[...])
+    assert np.any(model.norm.mean[...] != plain.norm.mean[...])  # of a quantized product
+    # Means of 32 products of operands that are rounded by 2^-4 at most.
+    np.testing.assert_allclose(model.norm.mean[...], plain.norm.mean[...], atol=2.0**-5)
+
+
 @pytest.mark.costly
 def test_a_model_of_own_modules_trains_under_delayed_scaling():
     losses = []
