@@ -25,6 +25,8 @@ _TEXT = 300
 _BUSY = 0.05
 """Share of one core that a process uses at least while it compiles or reads; one that only waits uses less."""
 _LONGEST_INTERVAL = 2.0
+_ENDING = 10.0
+"""Most seconds for which a process that ends waits for the file system, which may not answer any more."""
 _LOCKING, _BETWEEN = 10.0, 0.01
 """Seconds for which a process waits for the lock of its own file, and between two tries."""
 
@@ -112,6 +114,7 @@ class Heartbeats:
         after_look: Callable[[Heartbeats], None] | None = None,
     ):
         self.interval = min(_LONGEST_INTERVAL, min(bounds) / 10)
+        self._ending = min(_ENDING, *bounds)
         self._folder, self._run, self._index = folder, run, index
         self._path = folder / f"{run}.{index}"
         self._after_look, self._measure = after_look, None
@@ -155,14 +158,7 @@ class Heartbeats:
     def stop(self) -> None:
         """End in an orderly way: the others do not wait for this process any more."""
         self._over.set()
-        with self._of_files:
-            if not self._own.error:  # which the others have yet to read
-                for path in (self._path, _lock_of(self._path)):
-                    path.unlink(missing_ok=True)
-            if self._keeper is not None:
-                os.close(self._keeper)
-            with contextlib.suppress(OSError):  # other processes' are there
-                self._folder.rmdir()
+        self._while_files_answer(self._remove_own_files)
 
     def begin(self, activity: str, *, waits: bool = False) -> None:
         """Report that this process begins something; all processes begin the same things in the same order.
@@ -185,8 +181,18 @@ class Heartbeats:
     def fail(self, text: str) -> None:
         """Tell the others immediately why this process ends."""
         self._take_error(text)
-        with contextlib.suppress(OSError):
-            self._write()
+        self._while_files_answer(self._write)
+
+    def _while_files_answer(self, work: Callable[[], None]) -> None:
+        """Call what works on files, and return when it has ended, or after a bound: it may never end."""
+
+        def run() -> None:
+            with contextlib.suppress(OSError):  # the others notice by the heartbeats that stay out
+                work()
+
+        thread = threading.Thread(target=run, name="jax_te-heartbeats-end", daemon=True)
+        thread.start()
+        thread.join(self._ending)
 
     def find_problem(self, bound: float, *, clock: str = "progress") -> str | None:
         """Return a line about the process for which this one has waited too long, None if there is none.
@@ -339,6 +345,16 @@ class Heartbeats:
             finally:
                 os.close(file)  # only then other hosts see it on NFS
             self._written_at = self._now
+
+    def _remove_own_files(self) -> None:
+        with self._of_files:
+            if not self._own.error:  # which the others have yet to read
+                for path in (self._path, _lock_of(self._path)):
+                    path.unlink(missing_ok=True)
+            if self._keeper is not None:
+                os.close(self._keeper)
+            with contextlib.suppress(OSError):  # other processes' are there
+                self._folder.rmdir()
 
     def _remove_stale_files(self) -> None:
         """Remove the files of processes that were killed."""

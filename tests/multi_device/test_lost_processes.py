@@ -24,7 +24,7 @@ from jax_te.checkpoint import checkpointer as checkpointer_module
 from jax_te.checkpoint.write import size_of_save
 from jax_te.cli.launch import Launch
 from jax_te.cli.rendezvous import rendezvous
-from tests.support.process_runs import KILLED_AT_START, SLOW_STEP, ended, started, when_recorded
+from tests.support.process_runs import FILES_HANG, KILLED_AT_START, SLOW_STEP, ended, started, when_recorded
 from tests.support.processes import run_processes
 
 LONG = ("--steps", "100000", "--decay-steps", "12", "--eval-every", "1000", "--mesh", "data=2")
@@ -113,6 +113,26 @@ def test_heartbeats_go_on_where_a_save_cannot_be_measured(two):
         time.sleep(0.1)
         assert first.find_problem(0.4) is None
         assert second.find_problem(0.4) is None
+
+
+def test_an_end_waits_for_a_file_system_that_hangs_with_a_bound(tmp_path, monkeypatch):
+    hangs, answers, answer = threading.Event(), threading.Event(), os.open
+
+    def hanging(path, *args, **options):
+        if hangs.is_set() and tmp_path.name in str(path):
+            answers.wait(60.0)
+        return answer(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", hanging)
+    heartbeats = Heartbeats(tmp_path, "run", 0, 2, (0.5,))
+    heartbeats.start()
+    hangs.set()
+    time.sleep(0.2)  # the thread of the heartbeats is in a call by now
+    begin = time.monotonic()
+    heartbeats.fail("the disk hangs")
+    heartbeats.stop()
+    assert time.monotonic() - begin < 10.0
+    answers.set()
 
 
 def test_the_size_of_a_save_is_measured_while_its_folders_go(tmp_path, monkeypatch):
@@ -395,6 +415,20 @@ def test_a_process_that_is_stopped_or_killed_ends_the_others_within_the_bound(tm
     assert seconds < 12.0
     line = r"jax-te: process 0 of 2: error: .*(process 1|another process).*\n"
     assert re.fullmatch(rf"(jax-te: waiting for .*\n)*{line}", error), error
+
+
+@pytest.mark.costly
+def test_processes_whose_shared_folder_hangs_end_within_the_bound(tmp_path):
+    sign = tmp_path / "hang"
+    program = FILES_HANG.format(sign=str(sign))
+    bounds = ("--step-timeout", "4", "--save-timeout", "4")
+    with started(2, tmp_path / "run", *LONG, *bounds, programs={0: program, 1: program}) as running:
+        when_recorded(5, tmp_path / "run", running)
+        sign.touch()
+        found, seconds = timed(running)
+    assert [status for status, _, _ in found] == [2, 2], found
+    assert seconds < 30.0
+    assert any("heartbeats cannot be written" in error for _, _, error in found), found
 
 
 @pytest.mark.costly
