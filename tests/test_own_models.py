@@ -274,6 +274,8 @@ def test_a_call_that_is_no_gemm_is_refused():
     model = te.quantize_model(LinenNet(), X)
     with pytest.raises(ValueError, match="not bound"):
         te.quantize_model(model.bind({}), X)
+    with pytest.raises(TypeError, match="leave out rngs"):
+        te.quantize_model(LinenNet(), X, rngs={"dropout": jax.random.key(0)})
     with pytest.raises(ValueError, match="quantize_model first"):
         te.quantization_report(LinenNet(), X)
 

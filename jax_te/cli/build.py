@@ -107,6 +107,12 @@ def abstract_model(config: RunConfig) -> GPTModel:
     return nnx.eval_shape(lambda: build_model(config)(nnx.Rngs(0)))
 
 
+def _rates(config: RunConfig, part: int) -> list[float]:
+    """Return the learning rates of the updates from ``part * RATES`` on."""
+    with jax.numpy_dtype_promotion("standard"):  # optax relies on implicit promotion
+        return np.asarray(jax.jit(_schedule(config))(part * RATES + jnp.arange(RATES))).tolist()
+
+
 def _schedule(config: RunConfig) -> optax.Schedule:
     return learning_rate_schedule(
         config.learning_rate,
@@ -191,17 +197,13 @@ class Trainer:
         self._sizes: dict[str, Any] = {"seq_len": config.seq_len, "vocab_size": data.vocab_size}
         if jax.process_count() > 1:  # each builds the rows of its own devices
             self._sizes["sharding"] = named_sharding(("batch", None), jax.sharding.get_mesh())
+        # Many rates at once, because each would wait for the device; not all, because a run may have billions of steps.
+        self._rates = functools.lru_cache(maxsize=1)(functools.partial(_rates, config))
         self.batches = TrainBatches(data.train, batch_size=config.batch_size, seed=config.seed, **self._sizes)
 
     def learning_rate(self, update: int) -> float:
         """Return the rate of an update, counted from 0."""
         return self._rates(update // RATES)[update % RATES]
-
-    # Many at once, because each would wait for the device; not all, because a run may have billions of steps.
-    @functools.lru_cache(maxsize=1)  # noqa: B019  # a process has one trainer
-    def _rates(self, part: int) -> list[float]:
-        with jax.numpy_dtype_promotion("standard"):  # optax relies on implicit promotion
-            return np.asarray(jax.jit(_schedule(self.config))(part * RATES + jnp.arange(RATES))).tolist()
 
     def create(self) -> tuple[TrainState, int]:
         """Return a new state, and its step, 0."""

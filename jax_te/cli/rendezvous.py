@@ -24,7 +24,7 @@ def rendezvous(launch: Launch, bound: float, say: Callable[[str], None]) -> None
 
     Args:
         launch: launch with a coordinator and a count.
-        bound: seconds without another process that comes.
+        bound: seconds in which no further process comes.
         say: function that shows a line about the wait.
 
     Raises:
@@ -40,6 +40,7 @@ def rendezvous(launch: Launch, bound: float, say: Callable[[str], None]) -> None
 
 def _accept_all(coordinator: str, count: int, bound: float, say: Callable[[str], None]) -> None:
     came: dict[int, socket.socket] = {}
+    seen: set[int] = set()
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(_server(coordinator))
         begin = last = time.monotonic()
@@ -64,8 +65,10 @@ def _accept_all(coordinator: str, count: int, bound: float, say: Callable[[str],
                 visitor = stack.enter_context(server.accept()[0])
                 index = _number_of(visitor, count)
                 if index is not None:
+                    # One that comes again, such as one that fails and is restarted, does not bring the others.
+                    last = last if index in seen else time.monotonic()
                     came[index] = visitor
-                    last = time.monotonic()
+                    seen.add(index)
         for visitor in came.values():
             with contextlib.suppress(OSError):
                 visitor.sendall(_NAME + b" go\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +80,7 @@ def _run(options: GivenOptions, output: Path, heartbeats: Heartbeats | None, bou
         check_te_on_mesh(config)
         backends = explain_backends(config)
         with ExitStack() as stack:
-            agreed(lambda: stack.enter_context(_locked(output)))
+            agreed(lambda: stack.enter_context(_locked(output, progress.note)))
             checkpointer = stack.enter_context(_checkpointer(config, output, bounds))
             if heartbeats is not None:
                 checkpointer.share_heartbeats(heartbeats)
@@ -303,7 +303,7 @@ def _no_link(path: str, flags: int) -> int:
 
 
 @contextmanager
-def _locked(output: Path) -> Iterator[None]:
+def _locked(output: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Create the folder, and lock it against other runs until this process ends."""
     output.mkdir(parents=True, exist_ok=True)
     refuse_links(output)
@@ -316,4 +316,6 @@ def _locked(output: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"another jax-te train is running in {output}; end it, or give another --output") from None
+        except OSError:
+            say("this file system has no locks: make sure that no other jax-te train runs in the same folder")
         yield

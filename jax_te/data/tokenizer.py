@@ -142,8 +142,9 @@ class ByteTokenizer:
 
     @checked
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """Return the text of bytes; those that are not UTF-8 are U+FFFD."""
-        return _numbers(tokens).astype(np.uint8).tobytes().decode("utf-8", "replace")
+        """Return the text of bytes; those that are not UTF-8 are U+FFFD, and numbers that are no bytes are left out."""
+        numbers = _numbers(tokens)
+        return numbers[numbers < 256].astype(np.uint8).tobytes().decode("utf-8", "replace")
 
 
 def tokenizer_file(path: str | os.PathLike[str]) -> Path:

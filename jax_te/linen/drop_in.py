@@ -112,7 +112,8 @@ def quantize_model(model: nn.Module, *args: Any, rules: Rules | None = None, **k
             recipe, a `ModuleRecipe`, ``"ambient"``, or None for high precision, as in `jax_te.layers.quantize_model`.
 
     Raises:
-        TypeError: for a rule that is not a recipe, a model that is not a module of Linen, or no arguments of a call.
+        TypeError: for a rule that is not a recipe, a model that is not a module of Linen, no arguments of a call, or
+            ``rngs``.
         ValueError: for a model that is bound to variables; if no layer is reached: what was seen is in the message;
             for a rule that fits a parameter of a module of your own whose contractions no recipe can quantize.
 
@@ -125,6 +126,8 @@ def quantize_model(model: nn.Module, *args: Any, rules: Rules | None = None, **k
     """
     check_flax(model, nn.Module)
     check_inputs(model, args, kwargs)
+    if "rngs" in kwargs:
+        raise TypeError("quantize_model has keys of its own for what a model draws; leave out rngs")
     if model.scope is not None:
         raise ValueError(f"quantize_model takes a model that is not bound to variables, got one at {model.path}")
     plain, rules = dequantize_model(model), check_rules(rules)

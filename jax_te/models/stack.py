@@ -155,9 +155,9 @@ def run_layers(
             batch that does not divide into its parts.
 
     >>> layers = [TransformerLayer(16, 32, 2, layer_number=number, rngs=nnx.Rngs(number)) for number in (1, 2)]
-    >>> key = jax.random.key(0)  # of dropout
+    >>> keys = [*jax.random.split(jax.random.key(0))]  # of dropout
     >>> recompute = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    >>> run_layers(layers, jnp.ones((2, 8, 16)), layer_keys(key, 2), recompute=recompute, policy="save_gemms").shape
+    >>> run_layers(layers, jnp.ones((2, 8, 16)), keys, recompute=recompute, policy="save_gemms").shape
     (2, 8, 16)
     """
     options = StackOptions(recompute, policy, scan, batch_parts, mask_types or {})
@@ -199,7 +199,7 @@ class StackInput:
         options: execution of the layers.
 
     >>> layers = [TransformerLayer(16, 32, 2, layer_number=number, rngs=nnx.Rngs(number)) for number in (1, 2)]
-    >>> StackInput(jnp.ones((2, 8, 16)), layer_keys(jax.random.key(0), 2)).output(layers).shape
+    >>> StackInput(jnp.ones((2, 8, 16)), [*jax.random.split(jax.random.key(0))]).output(layers).shape
     (2, 8, 16)
     """
 

@@ -1,5 +1,6 @@
 """What is refused: one line, status 2, nothing made and nothing lost."""
 
+import errno
 import fcntl
 import json
 import shutil
@@ -195,6 +196,16 @@ def test_a_folder_that_another_run_is_using(run, capsys):
     with (run / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert_refused(*refuse(capsys, run), "another jax-te train is running in")
+
+
+@pytest.mark.costly
+def test_a_file_system_without_locks_is_told(run, capsys, monkeypatch):
+    def refuse_lock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse_lock)
+    assert main(["train", "--output", str(run)]) == 0
+    assert "this file system has no locks" in capsys.readouterr().out
 
 
 WRITTEN = (".lock", "config.json", "config.json.partial", "metrics.jsonl", "tokenizer.partial", "wandb_id")

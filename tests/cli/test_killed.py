@@ -101,7 +101,7 @@ def test_killed_in_the_middle(tmp_path, unbroken):
     assert records(tmp_path) == unbroken
 
 
-@pytest.mark.slow
+@pytest.mark.costly("20", slow=["5", "40"])
 @pytest.mark.parametrize("step", [5, 20, 40])
 def test_killed_during_a_save(tmp_path, unbroken, step):
     status, _, _ = signal_when(saving(step), signal.SIGKILL, tmp_path, *LONG)

@@ -138,3 +138,4 @@ def test_bytes():
     text = "\u00fcber \udc80"  # a byte that is not UTF-8, as Python gives it in a command line
     assert ByteTokenizer().encode(text).tolist() == [*"\u00fcber ".encode(), 0x80]
     assert ByteTokenizer().decode([*"\u00fc".encode(), 0x80]) == "\u00fc\ufffd"
+    assert ByteTokenizer().decode([72, 105, 300, 321]) == "Hi"  # as `Tokenizer` leaves out ids that it lacks

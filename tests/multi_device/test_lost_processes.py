@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
 import fcntl
 import os
 import re
@@ -230,6 +231,28 @@ def test_the_first_process_says_for_whom_it_waits():
     for thread in (*others, comes):  # which has gone on asking
         thread.join(20.0)
         assert not thread.is_alive()
+
+
+def test_one_that_comes_again_and_again_does_not_bring_another():
+    """Such as a process that fails early, and that its launcher restarts."""
+    address, over = f"127.0.0.1:{free_port()}", threading.Event()
+    host, port = address.split(":")
+
+    def come_again():
+        while not over.is_set():
+            with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=1.0) as link:
+                link.sendall(b"jax_te 1 3\n")
+                over.wait(0.1)
+            over.wait(0.2)
+
+    comes = threading.Thread(target=come_again)
+    comes.start()
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match="of 3 processes came to"):
+        rendezvous(Launch(0, 3, address), 2.0, print)
+    assert time.monotonic() - begin < 10.0
+    over.set()
+    comes.join()
 
 
 @pytest.mark.parametrize("listens", [False, True])
