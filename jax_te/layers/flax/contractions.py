@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun  # type: ignore[reportPrivateImportUsage]
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from jax_te.layers.flax.drop_in import precision_reason
 from jax_te.layers.flax.drop_in_mesh import GemmOrder
@@ -197,7 +197,10 @@ class _Run:
             return (_as_jax_does(jaxpr, eqn, operands) if product is None else [product]), nothing
         inner = eqn.params.get("jaxpr")
         if name in _CALLS and inner is not None:
-            return self.jaxpr(inner.jaxpr, inner.consts, operands, taken)
+            # The function becomes a part of its caller, and so do the shardings that its jit was given.
+            placed = _placed(operands, eqn.params.get("in_shardings"))
+            results, kernels = self.jaxpr(inner.jaxpr, inner.consts, placed, taken)
+            return _placed(results, eqn.params.get("out_shardings")), kernels
         if name in _CHECKPOINTS:
 
             def run(*args: Any) -> list[Any]:
@@ -226,6 +229,21 @@ class _Run:
             sharding = PartitionSpec(*(aval.sharding.spec[axis] for axis in axes))
         y = self.visitor.gemm(contraction, x, kernel, aval.dtype, sharding)
         return None if y is None else jnp.transpose(y, [axes.index(axis) for axis in range(aval.ndim)])
+
+
+def _placed(arrays: Sequence[Any], shardings: Sequence[Any] | None) -> list[Any]:
+    """Return arrays with the shardings that a jit was given for them; other marks stand for none."""
+    if shardings is None:
+        return [*arrays]
+    return [
+        _placed_as(array, sharding) if isinstance(sharding, Sharding) else array
+        for array, sharding in zip(arrays, shardings, strict=True)
+    ]
+
+
+def _placed_as(array: Any, sharding: Sharding) -> Any:
+    explicit = isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
+    return jax.sharding.reshard(array, sharding) if explicit else jax.lax.with_sharding_constraint(array, sharding)
 
 
 def _contraction(eqn: Any, taken: Sequence[Kernel | None]) -> Contraction:

@@ -431,6 +431,22 @@ def test_on_a_mesh_the_numbers_are_those_of_one_device(kind):
         np.testing.assert_allclose(a, e, rtol=2.0**-16, atol=2.0**-16 * np.abs(e).max())
 
 
+class Placed(Own):
+    """A function under jit with the sharding of its result."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+        return jax.jit(jnp.matmul, out_shardings=jax.NamedSharding(mesh, jax.P("data")))(x, self.w[...])
+
+
+def test_the_sharding_that_a_jit_inside_was_given_is_kept():
+    model, x = Placed((32, 16), nnx.Rngs(0)), jnp.ones((8, 32))
+    plain = model(x)
+    with autocast(CURRENT):
+        quantize_model(model, x, rules={"": "ambient"})
+        assert model(x).sharding.is_equivalent_to(plain.sharding, 2)
+
+
 class Decorated(Own):
     @nnx.jit
     def __call__(self, x: jax.Array) -> jax.Array:
