@@ -64,6 +64,12 @@ ParallelMode: TypeAlias = Annotated[
 SplitAxis: TypeAlias = Literal["column", "row"]
 """A `ParallelMode` of a layer that is split, in the one form that its attributes have."""
 
+GpuName: TypeAlias = Literal["h200"]
+"""GPUs for which ``jax-te doctor`` predicts times."""
+
+PricedRecipe: TypeAlias = Literal["none", "delayed", "current", "block"]
+"""Recipes for which it does."""
+
 WriterName: TypeAlias = Literal["jsonl", "tensorboard", "wandb"]
 """Names of the writers of `jax_te.metrics.MetricsLog`."""
 

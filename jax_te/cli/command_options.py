@@ -24,6 +24,8 @@ from jax_te.cli.option_values import (
     Text,
 )
 from jax_te.cli.options import DEFAULT_RUN, FACTORY_MODULES, IGNORED_FIELDS
+from jax_te.cli.presets import PRESETS
+from jax_te.typing import GpuName, PricedRecipe
 
 MegatronFormat = Literal["torch", "torch_dist"]
 DEQUANTIZE = "multiply out the kernels of {} that are stored in FP8 with scales for blocks"
@@ -32,6 +34,7 @@ FROM_RUN, FROM_FOLDER = "a run of jax-te train as FROM", "a Hugging Face folder 
 FROM_MEGATRON, FROM_STEPS = "a Megatron-LM checkpoint as FROM", "a run or a Megatron-LM folder as FROM"
 TO_MEGATRON, TO_FOLDER = "a Megatron-LM checkpoint as TO", "a folder of Hugging Face or PEFT as TO"
 TO_MODEL, UPCYCLED = "a whole model as TO, which adapters are not", "--upcycle"
+A_GPU = "--gpu"
 RANDOM = "a --temperature above 0"
 CHECK_MEMORY = "refuse a model that, by an estimate, does not fit into memory"
 
@@ -170,7 +173,36 @@ class ConvertOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """Show versions, devices, backends, and which recipes run here.
+    """Show versions, devices, backends, and which recipes run here; or which recipe pays for a model.
 
     Every recipe is tried on a small layer with each backend; if one cannot run, its line says what to do.
+
+    With --gpu it says in place of that how long a train step takes on such a GPU under each recipe, by kind of kernel,
+    from a table of measured rates. No GPU is needed. The step is that of jax-te bench model on one device: forward,
+    backward and AdamW on fp32 masters, with bf16 parameters and without recomputation.
     """
+
+    gpu: GpuName | None = option(
+        get_args(GpuName), "GPU for which the time of a train step is predicted", None, shown="none"
+    )
+    preset: str | None = option(
+        tuple(PRESETS), "preset of jax-te train whose model it is", None, shown="none", needs=(A_GPU,)
+    )
+    model_config: str | None = option(
+        PATH,
+        "config.json in Hugging Face's form, or a folder with one: the model, in place of a preset's",
+        None,
+        needs=(A_GPU,),
+    )
+    recipes: tuple[PricedRecipe, ...] = option(
+        get_args(PricedRecipe),
+        "precision recipes to predict, of which the first is compared with",
+        get_args(PricedRecipe),
+        several=True,
+        shown=" ".join(get_args(PricedRecipe)),
+        needs=(A_GPU,),
+    )
+    num_layers: int | None = option(SIZE, "number of layers", None, shown="the model's", needs=(A_GPU,))
+    vocab_size: int | None = option(SIZE, "vocabulary size", None, shown="the model's; bytes", needs=(A_GPU,))
+    batch_size: int | None = option(SIZE, "sequences per step", None, shown="the preset's", needs=(A_GPU,))
+    seq_len: int | None = option(SIZE, "sequence length in tokens", None, shown="the preset's", needs=(A_GPU,))

@@ -15,7 +15,9 @@ import numpy as np
 
 from jax_te import __version__
 from jax_te._device import default_device, default_platform
-from jax_te.cli.command_options import DoctorOptions
+from jax_te.cli.command_options import A_GPU, DoctorOptions
+from jax_te.cli.option_table import check_effects
+from jax_te.cli.predict import show_prediction
 from jax_te.errors import BackendUnavailableError
 from jax_te.ops import OPS, OpName, dense, explain_backend
 from jax_te.ops.te import available
@@ -31,8 +33,15 @@ _EXTRA = ("grain", "rich", "matplotlib", "tensorboardX")
 
 
 def run(options: DoctorOptions) -> int:
-    """Return the exit status of the report: 1 if a recipe fails on ``xla``, the backend of every machine."""
-    del options
+    """Return the exit status of the report: 1 if a recipe fails on ``xla``, the backend of every machine.
+
+    Raises:
+        ValueError: for options of a prediction that do not go together.
+    """
+    check_effects(options, {A_GPU: options.gpu is not None})
+    if options.gpu is not None:
+        show_prediction(options, options.gpu)
+        return 0
     _section("versions")
     _rows({"python": f"{platform.python_version()} on {platform.system()} {platform.machine()}"} | versions())
     _section("devices")

@@ -1,12 +1,28 @@
-"""Elements of the kernels of a model's layers, from its configuration alone."""
+"""Kernels of a model's layers, from its configuration alone."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jax_te.config.activation import activation_parts
 from jax_te.config.attention import LatentAttentionOptions
 from jax_te.config.transformer import TransformerConfig
+
+
+class KernelSize(NamedTuple):
+    """Size of a kernel ``[k, n]`` of a transformer layer.
+
+    Args:
+        part: ``"attention"``: its projections. ``"shared"``: what else all tokens pass: the feed-forward block, or
+            beside experts the projections to and from their latent, shared experts and their gate. ``"router"``: the
+            experts' router. ``"expert"``: one of the kernels of each expert.
+        k: number of input features.
+        n: number of output features.
+    """
+
+    part: Literal["attention", "shared", "router", "expert"]
+    k: int
+    n: int
 
 
 class LayerKernels(NamedTuple):
@@ -14,8 +30,7 @@ class LayerKernels(NamedTuple):
 
     Args:
         attention: elements of attention's projections.
-        shared: elements of the feed-forward block, or beside experts of what all tokens pass: the router, the
-            projections to and from the experts' latent, shared experts and their gate.
+        shared: elements of what else all tokens pass, the router among them.
         expert: elements of one expert; 0 in a layer without.
         experts: number of experts.
     """
@@ -37,21 +52,40 @@ def layer_kernels(config: TransformerConfig, layer: int) -> LayerKernels:
     >>> layer_kernels(config, 0)  # 4 * 16² and 8 * 16²
     LayerKernels(attention=1024, shared=2048, expert=0, experts=0)
     """
-    latent = config.latent_attention
-    attention = _attention(config) if latent is None else _latent_attention(config, latent)
-    activation: Any = config.activation  # filled in by the configuration
-    # A kernel for each component of the activation, and the one back.
-    matrices = len(activation_parts(activation)) + 1
-    hidden = config.hidden_size
+    elements = {"attention": 0, "shared": 0, "router": 0, "expert": 0}
+    for kernel in kernel_sizes(config, layer):
+        elements[kernel.part] += kernel.k * kernel.n
+    experts = config.num_moe_experts if elements["expert"] else 0
+    shared = elements["shared"] + elements["router"]
+    return LayerKernels(elements["attention"], shared, elements["expert"], experts or 0)
+
+
+def kernel_sizes(config: TransformerConfig, layer: int) -> list[KernelSize]:
+    """Return the kernels of a layer, those of an expert once.
+
+    Args:
+        config: configuration of the layers.
+        layer: number of the layer, from 0.
+
+    >>> config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2)
+    >>> [(kernel.k, kernel.n) for kernel in kernel_sizes(config, 0)]
+    [(16, 48), (16, 16), (16, 64), (64, 16)]
+    """
+    latent, hidden = config.latent_attention, config.hidden_size
+    sizes = _attention(config) if latent is None else _latent_attention(config, latent)
+    kernels = [KernelSize("attention", k, n) for k, n in sizes]
     if config.num_moe_experts is None or not config.has_experts(layer):
-        return LayerKernels(attention, matrices * hidden * (config.ffn_hidden_size or 0))
+        return kernels + _block("shared", config, hidden, config.ffn_hidden_size or 0)
     width, shared_width = config.moe_latent_size, config.moe_shared_expert_intermediate_size
-    router = hidden * config.num_moe_experts
-    shared = matrices * hidden * (shared_width or 0)
-    gate = hidden if config.moe_shared_expert_gate and shared_width is not None else 0
-    projections = 2 * hidden * (width or 0)
-    expert = matrices * (width or hidden) * (config.moe_ffn_hidden_size or config.ffn_hidden_size or 0)
-    return LayerKernels(attention, router + projections + shared + gate, expert, config.num_moe_experts)
+    kernels.append(KernelSize("router", hidden, config.num_moe_experts))
+    if width is not None:
+        kernels += [KernelSize("shared", hidden, width), KernelSize("shared", width, hidden)]
+    if shared_width is not None:
+        kernels += _block("shared", config, hidden, shared_width)
+        kernels += [KernelSize("shared", hidden, 1)] if config.moe_shared_expert_gate else []
+    return kernels + _block(
+        "expert", config, width or hidden, config.moe_ffn_hidden_size or config.ffn_hidden_size or 0
+    )
 
 
 def depth_projection(config: TransformerConfig) -> int:
@@ -63,16 +97,27 @@ def depth_projection(config: TransformerConfig) -> int:
     return 2 * config.hidden_size * config.hidden_size
 
 
-def _attention(config: TransformerConfig) -> int:
+def _block(part: Literal["shared", "expert"], config: TransformerConfig, hidden: int, width: int) -> list[KernelSize]:
+    """Return the kernels of a feed-forward block: one for each component of the activation, side by side, and one
+    back."""
+    activation: Any = config.activation  # filled in by the configuration
+    return [KernelSize(part, hidden, len(activation_parts(activation)) * width), KernelSize(part, width, hidden)]
+
+
+def _attention(config: TransformerConfig) -> list[tuple[int, int]]:
     # Filled in by the configuration itself where they were not given.
     channels, groups = config.kv_channels or 0, config.num_query_groups or 0
-    return 2 * config.hidden_size * channels * (config.num_attention_heads + groups)
+    queries = channels * config.num_attention_heads
+    return [(config.hidden_size, queries + 2 * channels * groups), (queries, config.hidden_size)]
 
 
-def _latent_attention(config: TransformerConfig, latent: LatentAttentionOptions) -> int:
+def _latent_attention(config: TransformerConfig, latent: LatentAttentionOptions) -> list[tuple[int, int]]:
     hidden, n, rank = config.hidden_size, config.num_attention_heads, latent.q_lora_rank
     queries = n * latent.head_channels
-    to_queries = hidden * queries if rank is None else (hidden + queries) * rank
-    to_latent = hidden * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
-    from_latent = latent.kv_lora_rank * n * (latent.qk_head_dim + latent.v_head_dim)
-    return to_queries + to_latent + from_latent + n * latent.v_head_dim * hidden
+    to_queries = [(hidden, queries)] if rank is None else [(hidden, rank), (rank, queries)]
+    return [
+        *to_queries,
+        (hidden, latent.kv_lora_rank + latent.qk_pos_emb_head_dim),
+        (latent.kv_lora_rank, n * (latent.qk_head_dim + latent.v_head_dim)),
+        (n * latent.v_head_dim, hidden),
+    ]

@@ -1,0 +1,63 @@
+"""Predicted times of train steps, beside measured ones of the pages on performance."""
+
+import re
+
+import pytest
+
+from jax_te.bench import predict_step
+from jax_te.cli.bench.preset_config import preset_config, sizes_of
+from jax_te.cli.main import main
+from jax_te.cli.model_config import read_model_config
+from tests.support.runs import assert_refused
+
+FORMS = "examples/model_configs"
+MEASURED = {
+    "gpt-1.3b": ({"vocab_size": 32000}, {"none": 256.4, "delayed": 179.0, "current": 186.4, "block": 215.9}),
+    "qwen3-moe-3b": ({"microbatches": 1}, {"none": 185.6, "delayed": 165.4, "current": 165.1}),
+    f"{FORMS}/deepseek_3b.json": ({"batch_size": 4, "seq_len": 4096}, {"none": 284.7, "delayed": 229.0}),
+    f"{FORMS}/gpt_oss_3b.json": ({"batch_size": 4, "seq_len": 4096}, {"none": 166.3, "delayed": 156.3}),
+}
+"""Model -> fields, and milliseconds of a step by recipe: docs/performance.md and docs/performance_experts.md."""
+
+
+@pytest.mark.parametrize("model", MEASURED)
+def test_measured_steps_are_within_a_tenth(model):
+    fields, measured = MEASURED[model]
+    if model.startswith(FORMS):
+        config = preset_config("tiny", "none", model_config=read_model_config(model), **fields)
+    else:
+        config = preset_config(model, "none", **fields)
+    for recipe, ms in measured.items():
+        predicted = predict_step(sizes_of(config), recipe, "h200")
+        assert sum(predicted.values()) == pytest.approx(ms, rel=0.1), (recipe, predicted)
+
+
+def test_what_is_predicted_grows_with_the_work():
+    def total(recipe="none", **fields):
+        return sum(predict_step(sizes_of(preset_config("gpt-1.3b", "none", **fields)), recipe, "h200").values())
+
+    assert total(num_layers=12) < total() < total(seq_len=8192) / 4  # attention alone grows faster than the tokens
+    assert total("delayed") < total("current") < total("block") < total()
+
+
+def test_doctor_shows_what_pays(capsys):
+    assert main(["doctor", "--gpu", "h200", "--preset", "gpt-1.3b", "--recipes", "none", "delayed"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^speed over none +1\.00 +1\.[34]\d$", out, re.MULTILINE), out
+    assert "gains nothing" not in out
+    # Launches take longer than the kernels.
+    assert main(["doctor", "--gpu", "h200", "--preset", "tiny"]) == 0
+    assert "delayed gains nothing here: GEMMs save 0.0 ms, and the time to launch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--preset", "tiny"], "--preset has no effect without --gpu"),
+        (["--gpu", "h200"], "give --preset or --model-config"),
+        (["--gpu", "h200", "--preset", "tiny", "--model-config", f"{FORMS}/gpt_oss_3b.json"], "and not both"),
+        (["--gpu", "h200", "--model-config", f"{FORMS}/gpt_oss_3b.json", "--vocab-size", "9"], "leave --vocab-size"),
+    ],
+)
+def test_options_that_do_not_go_together(capsys, argv, words):
+    assert_refused(main(["doctor", *argv]), capsys.readouterr().err, words)
