@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 from jax_te._validation import check_annotations, check_bool, log_hints
 from jax_te.config.attention import LatentAttentionOptions
 from jax_te.config.megatron_fields import accepts_megatron_fields
+from jax_te.config.refined import ROTATIONS, check_refined_fields
 from jax_te.config.transformer import TransformerConfig
 
 
@@ -97,6 +98,7 @@ class MLATransformerConfig(TransformerConfig):
         object.__setattr__(self, "latent_attention", sizes)
         object.__setattr__(self, "softmax_scale", self._score_factor() / math.sqrt(sizes.head_channels))
         super().__post_init__()
+        check_refined_fields(self, ROTATIONS)
 
     def _score_factor(self) -> float:
         # As Megatron, which reads both fields under "rope", too.

@@ -27,7 +27,7 @@ class ModelParallelConfig:
             tensor-parallel parts of a layer.
         context_parallel_size: devices on the mesh's context axis, in the same way.
         expert_model_parallel_size: devices among which the experts are split, by default those of the mesh's expert
-            axis, in the same way.
+            axis, in the same way. A `TransformerConfig` without experts refuses another size than 1.
         expert_tensor_parallel_size: None or ``tensor_model_parallel_size``: the tensor axis shards an expert's kernels,
             too. 1: it does not.
         perform_initialization: whether to initialize kernels. False: they start as zeros, for a model whose weights are
