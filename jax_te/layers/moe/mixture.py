@@ -45,6 +45,11 @@ class MixtureOfExperts(TrainingMode):
     fc1_latent_proj: Any
     fc2_latent_proj: Any
 
+    @property
+    def reads_later_tokens(self) -> bool:
+        """Whether a token's result depends on tokens behind it, whose number is the devices' room for rows."""
+        return self.dispatch.rank_capacity_factor is not None
+
     def mixed(
         self,
         x: Array,

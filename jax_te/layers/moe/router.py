@@ -127,6 +127,12 @@ class Router(TrainingMode):
         return self.draws_choices
 
     @property
+    def reads_later_tokens(self) -> bool:
+        """Whether a token's experts depend on tokens behind it: their number is the experts' capacity, or that of the
+        random choices that are drawn."""
+        return self.options.expert_capacity_factor is not None or self.draws_choices
+
+    @property
     def has_losses(self) -> bool:
         """Whether training has losses of the router."""
         return bool(self.options.losses or self.options.z_loss_coeff)
