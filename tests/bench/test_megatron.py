@@ -640,6 +640,23 @@ def test_a_process_that_does_not_end_by_itself(tmp_path, monkeypatch, processes,
     assert processes[0].returncode == status
 
 
+def test_a_rank_that_does_not_answer_is_named(tmp_path, monkeypatch):
+    program = tmp_path / "program.py"
+    program.write_text("import os, time\nif os.environ['RANK'] == '0':\n    print('{}', flush=True)\ntime.sleep(60)")
+    monkeypatch.setattr(megatron, "_PROGRAM", program)
+    monkeypatch.setattr(megatron, "ANSWER_S", 2.0)
+    monkeypatch.setattr(megatron, "PATIENCE_S", 0.0)
+    ranks = [MegatronProcess(rank, 2) for rank in range(2)]
+    try:
+        with pytest.raises(RuntimeError, match="no answer in 2 s from rank 1 of 2"):
+            megatron.receive_all(ranks)
+    finally:
+        megatron.close_all(ranks)
+    program.write_text("import time; time.sleep(60)")
+    with pytest.raises(ValueError, match="--peer megatron: Megatron-Core: no answer in 2 s from rank 0 of 1"):
+        megatron.check_megatron()
+
+
 def test_torch_without_a_gpu_and_another_device(capsys, monkeypatch):
     monkeypatch.setenv("STAND_IN", "no GPU")
     assert "torch: it finds no GPU" in refused(capsys)
