@@ -84,7 +84,7 @@ def autocast(
 
     Args:
         enabled: whether to quantize.
-        calibrating: must be False. Transformer Engine gathers amaxes in high precision if it is True.
+        calibrating: option that must be False. Transformer Engine gathers amaxes in high precision if it is True.
         recipe: None: ``DelayedScaling()``.
         amax_reduction_group: None; the recipe says over which part of the mesh amaxes are reduced.
 
@@ -344,7 +344,7 @@ class Linear(layers.Linear):
 
     Args:
         in_features, out_features: see `jax_te.layers.Linear`.
-        rngs: the ``params`` stream draws the kernel.
+        rngs: random streams, of which ``params`` draws the kernel.
         **options: keywords of `jax_te.layers.Linear`, with Transformer Engine's names.
 
     Source: ``transformer_engine.pytorch.Linear``.
@@ -382,7 +382,7 @@ class LayerNormLinear(layers.LayerNormLinear):
 
     Args:
         in_features, out_features, eps: see `jax_te.layers.LayerNormLinear`.
-        rngs: the ``params`` stream draws the kernel.
+        rngs: random streams, of which ``params`` draws the kernel.
         **options: keywords of `jax_te.layers.LayerNormLinear`, with Transformer Engine's names.
 
     Source: ``transformer_engine.pytorch.LayerNormLinear``.
@@ -421,7 +421,7 @@ class LayerNormMLP(layers.LayerNormMLP):
 
     Args:
         hidden_size, ffn_hidden_size, eps: see `jax_te.layers.LayerNormMLP`.
-        rngs: the ``params`` stream draws the kernels.
+        rngs: random streams, of which ``params`` draws the kernels.
         **options: keywords of `jax_te.layers.LayerNormMLP`, with Transformer Engine's names.
 
     Source: ``transformer_engine.pytorch.LayerNormMLP``.
@@ -465,7 +465,7 @@ class LayerNorm(layers.LayerNorm):
         normalized_shape: size of the last axis, the ``hidden_size`` of `jax_te.layers.LayerNorm`.
         eps, sequence_parallel, params_dtype, zero_centered_gamma: see `jax_te.layers.LayerNorm`.
         hidden_size: older name of ``normalized_shape``.
-        rngs: accepted for uniformity; the initial values are constants.
+        rngs: random streams, accepted as in every layer; the initial values are constants.
 
     Raises:
         TypeError: unless exactly one of ``normalized_shape`` and ``hidden_size`` is given.
@@ -570,7 +570,8 @@ class DotProductAttention(layers.DotProductAttention):
 
     Args:
         num_attention_heads, kv_channels, num_gqa_groups, attention_dropout: see `jax_te.layers.DotProductAttention`.
-        qkv_format: must be ``"bshd"``: arrays are ``[b, s, n, d]``. Transformer Engine's default is refused.
+        qkv_format: option that must be ``"bshd"``: arrays are ``[b, s, n, d]``. Transformer Engine's default is
+            refused.
         **options: keywords of `jax_te.layers.DotProductAttention`.
 
     Raises:
@@ -655,7 +656,7 @@ def _read_mask(
         mask: mask of the call, or None.
         core: core of attention, which has the layer's mask type and window.
         queries: input ``[b, s, ...]`` of the call.
-        mask_type, window: those of the call, in place of the layer's.
+        mask_type, window: mask type and window of the call, in place of the layer's.
         of_self: whether it is self-attention.
         packed: whether the call has boundaries of packed sequences.
     """
@@ -676,9 +677,10 @@ class MultiheadAttention(layers.MultiheadAttention):
     Args:
         hidden_size, num_attention_heads, kv_channels, attention_dropout, layernorm_epsilon: see
             `jax_te.layers.MultiheadAttention`.
-        qkv_format: must be ``"bshd"``: activations are ``[b, s, h]``. Transformer Engine's default is refused.
+        qkv_format: option that must be ``"bshd"``: activations are ``[b, s, h]``. Transformer Engine's default is
+            refused.
         input_layernorm: whether there is a norm in front; False by default, as in Transformer Engine.
-        rngs: the ``params`` stream draws the kernels.
+        rngs: random streams, of which ``params`` draws the kernels.
         **options: keywords of `jax_te.layers.MultiheadAttention`, with Transformer Engine's names.
 
     Raises:
@@ -737,7 +739,7 @@ class MultiheadAttention(layers.MultiheadAttention):
 
         Args:
             hidden_states: ``[b, s, h]``, the ``x`` of `jax_te.layers.MultiheadAttention`.
-            bottom_right_diagonal: must be None: the mask type says it.
+            bottom_right_diagonal: option that must be None: the mask type says it.
             inference_params: keys and values of the tokens before, a `jax_te.layers.KVCache` or `WindowKVCache`; a call
                 with it returns it, too, with the new tokens appended.
             attention_mask: see `DotProductAttention`.
@@ -783,8 +785,9 @@ class TransformerLayer(layers.TransformerLayer):
     Args:
         hidden_size, ffn_hidden_size, num_attention_heads, num_gqa_groups, layernorm_epsilon, hidden_dropout,
             attention_dropout: see `jax_te.layers.TransformerLayer`.
-        attn_input_format: must be ``"bshd"``: activations are ``[b, s, h]``. Transformer Engine's default is refused.
-        rngs: the ``params`` stream draws the kernels.
+        attn_input_format: option that must be ``"bshd"``: activations are ``[b, s, h]``. Transformer Engine's default
+            is refused.
+        rngs: random streams, of which ``params`` draws the kernels.
         **options: keywords of `jax_te.layers.TransformerLayer`, with Transformer Engine's names.
 
     Raises:
@@ -857,8 +860,8 @@ class TransformerLayer(layers.TransformerLayer):
 
         Args:
             hidden_states: ``[b, s, h]``, the ``x`` of `jax_te.layers.TransformerLayer`.
-            window_size, enc_dec_window_size: must be None: the constructor takes them.
-            bottom_right_diagonal, enc_dec_bottom_right_diagonal: must be None: the mask type says it.
+            window_size, enc_dec_window_size: options that must be None: the constructor takes them.
+            bottom_right_diagonal, enc_dec_bottom_right_diagonal: options that must be None: the mask type says it.
             inference_params: keys and values of the tokens before, a `jax_te.layers.KVCache` or `WindowKVCache`; a call
                 with it returns it, too, with the new tokens appended.
             attention_mask, enc_dec_attn_mask: see `jax_te.layers.TransformerLayer`; ignored under mask types that have

@@ -22,7 +22,7 @@ class MLATransformerConfig(TransformerConfig):
     these fields say, whatever their own position embedding is, and so does a `jax_te.megatron.MLASelfAttention`.
 
     Args:
-        multi_latent_attention: must be True; `TransformerConfig` is for multi-head attention.
+        multi_latent_attention: option that must be True; `TransformerConfig` is for multi-head attention.
         q_lora_rank, kv_lora_rank, qk_head_dim, qk_pos_emb_head_dim, v_head_dim: see `LatentAttentionOptions`.
         qk_layernorm: whether to normalize both latents.
         rope_type: ``"yarn"``, or ``"rope"``, which scales no frequency.
@@ -32,7 +32,7 @@ class MLATransformerConfig(TransformerConfig):
             of `jax_te.layers.YarnScaling`. The first and the last scale the scores under ``"rope"``, too, as in
             Megatron.
         cache_mla_latents: option without effect: a cache always holds latents.
-        mla_down_proj_fusion: must be False: the projections to the latents are separate layers.
+        mla_down_proj_fusion: option that must be False: the projections to the latents are separate layers.
 
     The other fields are those of `TransformerConfig`; ``normalization`` is ``"RMSNorm"`` by default.
 

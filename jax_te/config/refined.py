@@ -19,7 +19,7 @@ class _Refined:
         logged: names of fields, apart by spaces, that Megatron-LM's scripts leave in place when they turn the field
             off: they are logged once.
         refused: names of fields that stand for a part of the model, which their user would miss.
-        needed: what the field must be, for messages.
+        needed: condition that the field must meet, for messages.
         is_on: function of the field's value that tells whether the others have an effect.
     """
 

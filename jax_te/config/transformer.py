@@ -72,7 +72,7 @@ class TransformerConfig(
             ``qk_layernorm_across_heads`` it is OLMo 2's form.
         parallel_attention_mlp: whether both blocks of a layer read its input (GPT-NeoX), see
             `jax_te.layers.TransformerLayer`.
-        fused_residual_rmsnorm: a `jax_te.megatron.TENorm` with ``has_residual=True`` returns its input, too.
+        fused_residual_rmsnorm: whether a `jax_te.megatron.TENorm` with ``has_residual=True`` returns its input, too.
         activation: a key of `ACTIVATIONS`; the gated ones have two components. Or a function of one array, elementwise,
             or a tuple with a function for each component, such as ``(jnp.tanh, "linear")``. None: that of the next two
             fields, ``"gelu"`` or ``"geglu"`` without them.

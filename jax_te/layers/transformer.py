@@ -94,7 +94,7 @@ class TransformerLayer(ContextParallelModule):
         return_max_logit: whether calls also return the max logit of each head of self-attention, for `clip_qk`.
         seq_length, micro_batch_size: options without effect; TE warms its kernels up with these sizes.
         params_dtype: dtype of the parameters.
-        rngs: the ``params`` stream draws the kernels.
+        rngs: random streams, of which ``params`` draws the kernels.
 
     Raises:
         ValueError: for sizes that are not positive or do not divide, rates outside [0, 1), unknown names and options
@@ -347,7 +347,7 @@ class TransformerLayer(ContextParallelModule):
             checkpoint_core_attention: whether to recompute the attention cores in backward instead of saving their
                 residuals.
             is_first_microbatch: mode of the kernel cache for all projections, see `Linear`.
-            return_max_logit: used in place of the layer's own.
+            return_max_logit: choice in place of the layer's own.
             padding_mask: bool ``[b, s]``, True for padding, which the losses and counts of the layer's experts leave
                 out, see `Router`. It hides nothing from attention, and has no effect in a layer without experts.
 

@@ -78,10 +78,10 @@ class GPTModel(LanguageModel):
         position_embedding_type: ``"learned_absolute"``, ``"rope"``, a `RotaryPositions` (``"rope"`` with its options)
             or ``"none"``. With an `MLATransformerConfig` heads are rotated as its fields say, under each of these
             names; a `RotaryPositions` must be what they say.
-        share_embeddings_and_output_weights: the head is the embedding table, transposed. Else a kernel ``[h, v]`` of
-            its own.
+        share_embeddings_and_output_weights: whether the head is the embedding table, transposed. Else it is a kernel
+            ``[h, v]`` of its own.
         execution: options of recomputation inside of layers, the loop over layers, and the loss in chunks.
-        rngs: the ``params`` stream draws all weights.
+        rngs: random streams, of which ``params`` draws all weights.
 
     Raises:
         ValueError: for sizes that are not positive and unknown names; for a `RotaryPositions` other than that of an

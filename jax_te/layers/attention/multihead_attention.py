@@ -73,7 +73,7 @@ class MultiheadAttention(ContextParallelModule):
         init_method: initializer of the query, key and value projections. None: N(0, 0.023²).
         output_layer_init_method: initializer of the output projection. None: N(0, 0.023²).
         params_dtype: dtype of the parameters.
-        rngs: the ``params`` stream draws the kernels.
+        rngs: random streams, of which ``params`` draws the kernels.
 
     Raises:
         ValueError: for sizes that are not positive or do not divide, unknown names and options that exclude each other;
@@ -288,7 +288,7 @@ class MultiheadAttention(ContextParallelModule):
             cache: keys and values of the tokens before ``x``; causal self-attention only.
             checkpoint_core_attention: whether to recompute the attention core in backward.
             is_first_microbatch: mode of the kernel cache for all projections, see `Linear`.
-            return_max_logit: used in place of the layer's own.
+            return_max_logit: choice in place of the layer's own.
 
         Returns:
             ``y [b, s, h]``, or a NamedTuple of ``y`` and those of the following that apply, in this order: ``bias``, of

@@ -180,7 +180,7 @@ class MoE(MixtureOfExperts):
         layer_number: see `Router`.
         return_routing: whether calls also return the `Routing`.
         params_dtype: dtype of the parameters.
-        rngs: the ``params`` stream draws the kernels; those of experts as `GroupedLinear`.
+        rngs: random streams, of which ``params`` draws the kernels; those of experts as `GroupedLinear`.
 
     Raises:
         ValueError: for sizes that are not positive; ``apply_probs_on_input`` with several experts a token; biases

@@ -59,7 +59,7 @@ class Router(TrainingMode):
         layer_number: number of the layer, for the random bias of ``force_biased`` below 0.
         counts_overflow: whether metrics have the share of choices for which a device of a mesh had no room.
         params_dtype: dtype of ``kernel [h, e]`` and ``bias [e]``.
-        rngs: the ``params`` stream draws them.
+        rngs: random streams, of which ``params`` draws them.
 
     Attributes:
         expert_bias: `QuantizerState` ``[e]``, or None.
