@@ -32,8 +32,8 @@ NOT_OF_EXPERTS = (
     "set_parallel_mode",
     "fuse_wgrad_accumulation",
 )
-"""Keywords of `LayerNormMLP` that `MoE` has not: the norm is a layer in front of it, and `MoEOptions` say how experts
-are split."""
+"""Keywords of `LayerNormMLP` that `MoE` has not: the norm is a layer in front of it, `MoEOptions` say how experts are
+split, and XLA fuses sums of gradients in any case."""
 
 
 def make_self_attention(
