@@ -47,7 +47,8 @@ class MixtureOfExperts(TrainingMode):
 
     @property
     def reads_later_tokens(self) -> bool:
-        """Whether a token's result depends on tokens behind it, whose number is the devices' room for rows."""
+        """Whether a token's result depends on how many tokens are behind it: the devices' room for rows follows from
+        the number of all."""
         return self.dispatch.rank_capacity_factor is not None
 
     def mixed(

@@ -128,8 +128,8 @@ class Router(TrainingMode):
 
     @property
     def reads_later_tokens(self) -> bool:
-        """Whether a token's experts depend on tokens behind it: their number is the experts' capacity, or that of the
-        random choices that are drawn."""
+        """Whether a token's experts depend on how many tokens are behind it: their capacity follows from the number of
+        all, and so do choices at random."""
         return self.options.expert_capacity_factor is not None or self.draws_choices
 
     @property
