@@ -48,7 +48,7 @@ def parse_pairs(text: str, names: Collection[str], what: str) -> dict[str, str]:
     Args:
         text: pairs of a name and a value.
         names: names that there are.
-        what: what each of them names, for messages.
+        what: kind of thing that each of them names, for messages.
 
     Raises:
         ValueError: for an unknown or repeated name.

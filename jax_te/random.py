@@ -152,7 +152,7 @@ class RNGStatesTracker:
         """Add a stream.
 
         Args:
-            name: a checksum of the name is folded into the stream's key.
+            name: name, of which a checksum is folded into the stream's key.
             seed: seed of the stream, in [0, 2^32).
 
         Raises:

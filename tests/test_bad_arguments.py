@@ -340,19 +340,19 @@ def test_an_argument_of_another_kind_is_refused(constructor: Any, tmp_path: Path
 @functools.cache  # it reads the whole package
 def checked_names() -> set[str]:
     """Modules and names of what the sources decorate with ``@checked``."""
-    found = set()
-    for path in Path(jax_te.__path__[0]).rglob("*.py"):
+    found, root = set(), Path(jax_te.__path__[0])
+    for path in root.rglob("*.py"):
+        module = ".".join(("jax_te", *path.relative_to(root).with_suffix("").parts))
         for node in ast.walk(ast.parse(path.read_text())):
             names = [ast.unparse(decorator) for decorator in getattr(node, "decorator_list", ())]
-            found |= {f"{path.stem}.{node.name}"} if "checked" in names else set()  # type: ignore[attr-defined]
+            found |= {f"{module}.{node.name}"} if "checked" in names else set()  # type: ignore[attr-defined]
     return found
 
 
+_NAMES = checked_names()
 # Linen modules check when their NNX module is made, in its constructor.
 CHECKED = [
-    made
-    for made in CONSTRUCTORS
-    if f"{made.__module__.split('.')[-1]}.{made.__name__}" in checked_names() and not hasattr(made, "nnx_class")
+    made for made in CONSTRUCTORS if f"{made.__module__}.{made.__name__}" in _NAMES and not hasattr(made, "nnx_class")
 ]
 
 

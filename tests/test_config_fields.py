@@ -16,6 +16,7 @@ from flax import nnx
 from jax_te._validation import log_once
 from jax_te.config import (
     ExpertsConfig,
+    MLATransformerConfig,
     ModelParallelConfig,
     NormalInit,
     PrecisionConfig,
@@ -159,6 +160,9 @@ def test_what_cannot_be_honoured_is_refused(fields: dict[str, Any], error: type[
         ({"window_attn_skip_freq": 2}, "no effect without window_size"),
         ({"moe_shared_expert_intermediate_size": 64}, "no effect without num_moe_experts"),
         ({"moe_latent_size": 8}, "no effect without num_moe_experts"),
+        ({"expert_model_parallel_size": 2}, "no effect without num_moe_experts"),
+        ({"moe_ffn_hidden_size": 8}, "moe_ffn_hidden_size is for layers with experts"),
+        ({"moe_ffn_hidden_size": 8, "moe_layer_freq": [1, 1]}, "moe_ffn_hidden_size is for layers with experts"),
         ({"moe_router_topk": -5}, "moe_router_topk must be an integer >= 1, got -5"),
         ({"moe_router_load_balancing_type": "nope"}, "moe_router_load_balancing_type must be one of .* got 'nope'"),
         ({"moe_z_loss_coeff": -1.0}, "moe_z_loss_coeff must be >= 0 or None"),
@@ -174,8 +178,17 @@ def test_fields_of_what_is_off_are_refused(fields: dict[str, Any], words: str):
 def test_fields_that_scripts_leave_behind_are_logged_once(caplog: pytest.LogCaptureFixture):
     log_once.cache_clear()
     fields = {
+        "moe_layer_freq": [0, 1],
+        "moe_ffn_hidden_size": 8,
+        "expert_tensor_parallel_size": 1,
         "moe_router_topk": 1,
+        "moe_router_bias_update_rate": 0.1,
+        "moe_router_quantile_balancing_ema": 0.5,
+        "moe_token_drop_policy": "position",
         "moe_z_loss_coeff": 1e-3,
+        "qk_clip_alpha": 0.25,
+        "qk_clip_threshold": 50.0,
+        "cuda_graph_modules": ["attn", "mlp"],
         "fp8_margin": 1,
         "fp8_recipe": "blockwise",
         "fp8_wgrad": False,
@@ -185,7 +198,7 @@ def test_fields_that_scripts_leave_behind_are_logged_once(caplog: pytest.LogCapt
         "hierarchical_context_parallel_sizes": [2, 2],
     }
     for _ in range(2):
-        config(**fields, cp_comm_type="p2p")
+        config(**fields, cp_comm_type="p2p", tensor_model_parallel_size=2)
     found = [record.getMessage().partition("=")[0] for record in caplog.records if "no effect" in record.getMessage()]
     assert sorted(found) == sorted(fields)
     # Where they say something, nothing is logged.
@@ -193,6 +206,32 @@ def test_fields_that_scripts_leave_behind_are_logged_once(caplog: pytest.LogCapt
     log_once.cache_clear()
     config(num_moe_experts=4, moe_z_loss_coeff=1e-3, first_last_layers_bf16=True, num_layers_at_start_in_bf16=2)
     config(hierarchical_context_parallel_sizes=[2, 2], cp_comm_type=["a2a+p2p", "p2p"])
+    experts = {"num_moe_experts": 4, "moe_layer_freq": [0, 1], "expert_model_parallel_size": 2}
+    config(**experts, tensor_model_parallel_size=2, expert_tensor_parallel_size=1)
+    config(**experts, moe_expert_capacity_factor=1.0, moe_token_drop_policy="position")
+    config(**experts, moe_router_load_balancing_type="quantile_balancing", moe_router_quantile_balancing_ema=0.5)
+    bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    config(**experts, **bias, moe_router_bias_update_rate=0.1)
+    config(qk_clip=True, qk_clip_alpha=0.25, qk_clip_threshold=50.0)
+    config(cuda_graph_impl="local", cuda_graph_modules=["attn", "mlp"])
+    config(tensor_model_parallel_size=2, expert_tensor_parallel_size=2)  # what Megatron-LM's arguments say
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("rope_type", "without_effect"),
+    [
+        ("rope", {"original_max_position_embeddings": 2048, "beta_fast": 16.0, "beta_slow": 2.0, "mscale": 2.0}),
+        ("yarn", {"rotary_percent": 0.5}),
+    ],
+)
+def test_fields_of_the_other_rotation_are_logged(rope_type: Any, without_effect: Any, caplog: pytest.LogCaptureFixture):
+    log_once.cache_clear()
+    MLATransformerConfig(**SIZES, rope_type=rope_type, **without_effect)
+    assert sorted(record.getMessage().partition("=")[0] for record in caplog.records) == sorted(without_effect)
+    caplog.clear()
+    log_once.cache_clear()
+    MLATransformerConfig(**SIZES, rope_type="rope" if rope_type == "yarn" else "yarn", **without_effect)
     assert not caplog.records
 
 
@@ -203,7 +242,7 @@ def test_every_field_that_refines_another_is_one():
     assert len(set(names)) == len(names)
     assert known.issuperset([*names, *(refined.name for refined in REFINED)])
     # A field of experts is in it, or named here with the reason.
-    own_rule = {"num_moe_experts", "moe_ffn_hidden_size", "moe_layer_freq"}
+    own_rule = {"num_moe_experts", "moe_ffn_hidden_size"}
     of_blocks = {"activation_func_clamp_value", "glu_linear_offset"}
     of_experts = {field.name for field in dataclasses.fields(ExpertsConfig)} - {"_filled"}
     assert of_experts - {*names} == own_rule | of_blocks
@@ -211,7 +250,7 @@ def test_every_field_that_refines_another_is_one():
 
 def test_what_goes_together_is_taken():
     config(tensor_model_parallel_size=2, sequence_parallel=True, expert_tensor_parallel_size=1)
-    config(tensor_model_parallel_size=2, expert_tensor_parallel_size=2, expert_model_parallel_size=4)
+    config(tensor_model_parallel_size=2, expert_tensor_parallel_size=2, expert_model_parallel_size=4, num_moe_experts=4)
     config(fp8="hybrid", fp8_recipe="tensorwise", first_last_layers_bf16=True, fp8_param=True)
     config(first_last_layers_bf16=True)
     lists = config(window_size=[4, 0], window_attn_skip_freq=[1, 0], cp_comm_type=["p2p", "a2a"])

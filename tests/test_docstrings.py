@@ -42,7 +42,8 @@ COSTLY = (
     "megatron.cross_entropy", "megatron.mla_self_attention", "megatron.moe",
     "models.bert", "models.megatron_gpt", "models.stack", "models.t5",
     "ops.moe.losses", "ops.moe.permute", "ops.moe.routing",
-    "quantize.block", "quantize.hadamard", "quantize.nvfp4", "quantize.observe", "te_pytorch", "training.inspection",
+    "quantize.block", "quantize.hadamard", "quantize.nvfp4", "quantize.observe",
+    "te_pytorch.linear", "te_pytorch.transformer", "training.inspection",
 )  # fmt: skip
 
 

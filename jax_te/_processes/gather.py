@@ -51,7 +51,7 @@ class Attempt(NamedTuple):
     """What came of a function that every process has called.
 
     Args:
-        result: what it returned in this process. None: it failed here.
+        result: its result in this process. None: it failed here.
         error: error that it raised in this process. None: it raised none here.
         failures: each process's error, in the order of the processes. None: it raised none there.
     """

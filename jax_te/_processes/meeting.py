@@ -48,7 +48,7 @@ class _Outcome(NamedTuple):
 
     Args:
         problem: reason why the processes cannot go on. Empty: they can.
-        texts: what the processes have told, in their order.
+        texts: texts that the processes have told, in their order.
     """
 
     problem: str
@@ -150,7 +150,7 @@ class Meetings:
 
         Args:
             problem: reason why this process cannot go on. With one it does not wait for the others.
-            text: what it tells the others.
+            text: text that it tells the others.
         """
         meeting, deadline = f"{self._call}/{self._number}", time.monotonic() + self._bound
         if problem and self._number:  # before the first meeting, process 0 may not have begun the call

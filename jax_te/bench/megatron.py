@@ -36,6 +36,9 @@ _NOT_DESCRIBED += ("moe_latent_size", "moe_shared_expert_gate", "moe_apply_probs
 """Fields of a `TransformerConfig` that change a layer, and that Megatron-Core is not told."""
 
 PATIENCE_S = 20.0
+"""Seconds in which processes end by themselves."""
+ANSWER_S = 1800.0
+"""Seconds in which processes answer: imports take minutes, and so do kernels that are compiled for a first step."""
 _PROGRAM = Path(__file__).parent / "peers" / "megatron_core.py"
 
 
@@ -47,6 +50,7 @@ class MegatronProcess:
     """
 
     def __init__(self, rank: int, ranks: int):
+        self.rank = rank
         # -P: without it the program's folder would come first on the path of all that Megatron-Core imports.
         command = [sys.executable, "-P", str(_PROGRAM)]
         env = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
@@ -62,7 +66,8 @@ class MegatronProcess:
             print(json.dumps(request), file=self.process.stdin, flush=True)
 
     def receive(self) -> dict[str, Any]:
-        """Wait for an answer and return it. The first comes without a request: ``missing`` packages, with the reasons.
+        """Return an answer, for which `receive_all` waits. The first comes without a request: ``missing`` packages,
+        with the reasons.
 
         Raises:
             RuntimeError: with its message, if the process failed.
@@ -82,15 +87,23 @@ def receive_all(processes: Sequence[MegatronProcess]) -> list[dict[str, Any]]:
     """Return an answer of each process, as they come.
 
     Raises:
-        RuntimeError: for the first process that failed: the others may wait for it forever.
+        RuntimeError: for the first process that failed: the others may wait for it forever; for processes that have not
+            answered after `ANSWER_S`.
     """
-    answers = []
+    answers, deadline = [], time.monotonic() + ANSWER_S
     with selectors.DefaultSelector() as waiting:
         for process in processes:
             assert process.process.stdout is not None
             waiting.register(process.process.stdout, selectors.EVENT_READ, process)
         while waiting.get_map():
-            for key, _ in waiting.select():
+            ready = waiting.select(max(0.0, deadline - time.monotonic()))
+            if not ready:
+                silent = ", ".join(sorted(str(key.data.rank) for key in waiting.get_map().values()))
+                raise RuntimeError(
+                    f"Megatron-Core: no answer in {ANSWER_S:.0f} s from rank {silent} of {len(processes)}; its output "
+                    "is on stderr"
+                )
+            for key, _ in ready:
                 waiting.unregister(key.fileobj)
                 answers.append(key.data.receive())
     return answers
@@ -117,8 +130,8 @@ def check_megatron() -> None:
     """Raise ValueError, with the remedy, if Megatron-Core cannot be measured here."""
     process = MegatronProcess(0, 1)
     try:
-        found = process.receive()
-    except RuntimeError as error:  # a library may end the process when it is loaded
+        (found,) = receive_all([process])
+    except RuntimeError as error:  # a library may end the process when it is loaded, or hang
         raise ValueError(f"--peer megatron: {error}") from None
     finally:
         close_all([process])

@@ -47,7 +47,7 @@ class Sizes:
         microbatches: number of microbatches in a step.
         mesh: mesh that the step runs on, or None.
         distributed_optimizer: whether replicas split masters and optimizer state.
-        tied: the embedding's rows are the head's, too.
+        tied: whether the embedding's rows are the head's, too.
         positions: position embedding, ``"rope"`` or ``"learned_absolute"``.
     """
 

@@ -27,7 +27,7 @@ class LoopPlan:
     """Length of a run, and intervals of its actions, in steps.
 
     Args:
-        steps: the run ends after this step.
+        steps: number of the run's last step.
         save_every, eval_every: intervals of checkpoints and of held-out losses; both also come at the end.
         eval_saved: whether held-out losses also come with checkpoints, except one that a signal requests.
         log_every: lines and TensorBoard points. ``metrics.jsonl`` has every step, and vectors at these points.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +30,23 @@ def output_folder(options: GivenOptions) -> Path:
     Raises:
         ValueError: if it is a file.
     """
-    name, recipe = options.given.get("preset", DEFAULT_PRESET), options.given.get("recipe", "none")
-    if "init_from" in options.given:
-        name = Path(os.path.abspath(options.given["init_from"])).name
-    elif "model_config" in options.given:
-        place = Path(os.path.abspath(options.given["model_config"]))
-        folder = place.parent if place.name == CONFIG else place
-        name = folder.name.removesuffix(".json")
+    name, recipe = _model_name(options.given), options.given.get("recipe", "none")
     default = Path("runs") / (name if recipe == "none" else f"{name}-{recipe}")
     output = default if options.start.output is None else Path(options.start.output)
     if output.exists() and not output.is_dir():
         raise ValueError(f"--output {output} is a file; give a folder")
     return output
+
+
+def _model_name(given: Mapping[str, Any]) -> str:
+    """Return the name of the folder, or of the preset, that says what the model is."""
+    if "init_from" in given:
+        return Path(os.path.abspath(given["init_from"])).name
+    if "model_config" in given:
+        place = Path(os.path.abspath(given["model_config"]))
+        folder = place.parent if place.name == CONFIG else place
+        return folder.name.removesuffix(".json")
+    return given.get("preset", DEFAULT_PRESET)
 
 
 def resolve(options: GivenOptions, output: Path) -> tuple[RunConfig, bool]:
@@ -53,16 +58,7 @@ def resolve(options: GivenOptions, output: Path) -> tuple[RunConfig, bool]:
     Raises:
         ValueError: if the folder holds another run, or the values conflict.
     """
-    given = dict(options.given)
-    for name in {"data", "tokenizer", "init_from"} & given.keys():
-        given[name] = os.path.abspath(given[name])  # a resume may be started in another folder
-    if "tokenizer" in given:
-        given["tokenizer_sha256"] = tokenizer_values(given["tokenizer"], None)["tokenizer_sha256"]
-    if "precision_config" in given:
-        # The text, not the name: the run keeps its rules even if the file changes.
-        given["precision_config"] = read_rules(given["precision_config"])
-    if "model_config" in given:
-        given["model_config"] = read_model_config(given["model_config"])
+    given = _with_contents(options.given)
     saved = read_config(output)
     if not holds_run(output):
         if saved is None or changed_fields(saved, given):
@@ -74,6 +70,22 @@ def resolve(options: GivenOptions, output: Path) -> tuple[RunConfig, bool]:
         )
     check_resumable(saved, given, output)
     return _changed(saved, given), True
+
+
+def _with_contents(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the given options with absolute paths, and with the contents of files in place of their names.
+
+    So a resume may be started in another folder, and a run keeps its rules and its model even if a file changes.
+    """
+    paths = {name: os.path.abspath(given[name]) for name in ("data", "tokenizer", "init_from") if name in given}
+    read: dict[str, Any] = {**given, **paths}
+    if "tokenizer" in read:
+        read["tokenizer_sha256"] = tokenizer_values(read["tokenizer"], None)["tokenizer_sha256"]
+    if "precision_config" in read:
+        read["precision_config"] = read_rules(read["precision_config"])
+    if "model_config" in read:
+        read["model_config"] = read_model_config(read["model_config"])
+    return read
 
 
 def _changed(saved: RunConfig, given: dict[str, Any]) -> RunConfig:
@@ -114,23 +126,38 @@ def _check_recipe_has_gemms(config: RunConfig) -> None:
 
 def new_config(given: dict[str, Any]) -> RunConfig:
     """Return the configuration of a new run from the options that are given; others are its preset's or defaults."""
-    name = given.get("preset", DEFAULT_PRESET)
-    first = described_values(given)
-    values = {"preset": name} | PRESETS[name].values | first | given
+    preset, described = given.get("preset", DEFAULT_PRESET), described_values(given)
+    values = {"preset": preset} | PRESETS[preset].values | described | given
     if "tokenizer" in values:
-        values |= tokenizer_values(values["tokenizer"], first.get("vocab_size"))
-    # Sizes that follow from another: the preset's would not fit a size that is given.
+        values |= tokenizer_values(values["tokenizer"], described.get("vocab_size"))
+    values |= _following_sizes(given)
+    _fill_schedule(values, given)
+    _fill_dtypes(values)
+    config = RunConfig(**values)
+    check_given(config, given)
+    return config
+
+
+def _following_sizes(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sizes that follow from a given one: the preset's would not fit it."""
+    sizes: dict[str, Any] = {}
     if "num_heads" in given:
-        values["num_query_groups"] = given.get("num_query_groups", given["num_heads"])
+        sizes["num_query_groups"] = given.get("num_query_groups", given["num_heads"])
     if "hidden_size" in given:
-        values["ffn_hidden_size"] = given.get("ffn_hidden_size", 4 * given["hidden_size"])
+        sizes["ffn_hidden_size"] = given.get("ffn_hidden_size", 4 * given["hidden_size"])
+    return sizes
+
+
+def _fill_schedule(values: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """Fill in the fields of the learning rate's schedule that follow from the number of steps and the rate."""
     if "warmup_steps" not in given:
         values["warmup_steps"] = min(values["warmup_steps"], values["steps"] // 10)
     values.setdefault("decay_steps", values["steps"])
     values.setdefault("min_learning_rate", values["learning_rate"] / 10)
+
+
+def _fill_dtypes(values: dict[str, Any]) -> None:
+    """Fill in dtypes that neither the preset nor the given options have."""
     # A CPU emulates bf16, at a fraction of the speed of fp32.
     values.setdefault("params_dtype", "bfloat16" if default_platform() == "gpu" else "float32")
     values.setdefault("compute_dtype", values["params_dtype"])
-    config = RunConfig(**values)
-    check_given(config, given)
-    return config

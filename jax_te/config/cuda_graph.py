@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jax_te._validation import check_annotations, log_hints, warn_caller
+from jax_te._validation import check_annotations, log_hints, log_once, warn_caller
 
 _WHOLE_LAYER = ((), ("full",), ("attn", "mlp"))
 
@@ -70,12 +70,12 @@ class CudaGraphConfig:
                 fill(self, "cuda_graph_impl", impl)
                 # Moved to the new field, so that dataclasses.replace does not set both.
                 fill(self, old, False)
-        modules = _names(self.cuda_graph_modules)
+        chosen, modules = "cuda_graph_modules", _names(self.cuda_graph_modules)
         if self.cuda_graph_scope is not None:
             if modules not in ((), ("full",)):
                 raise ValueError("cuda_graph_scope and cuda_graph_modules are both given; leave cuda_graph_scope out")
             _deprecated("cuda_graph_scope", "cuda_graph_modules")
-            modules = _names(self.cuda_graph_scope)
+            chosen, modules = "cuda_graph_scope", _names(self.cuda_graph_scope)
             fill(self, "cuda_graph_scope", None)
         if modules == ("full_iteration",) and self.cuda_graph_impl in ("none", "local", "full_iteration"):
             _deprecated("cuda_graph_modules='full_iteration'", "cuda_graph_impl='full_iteration'")
@@ -89,6 +89,11 @@ class CudaGraphConfig:
                 "Leave it at 'full'; to capture a module of your own apart, derive it from GraphableMegatronModule"
             )
         fill(self, "cuda_graph_modules", ())
+        if self.cuda_graph_impl == "none" and (chosen == "cuda_graph_scope" or modules not in ((), ("full",))):
+            log_once(
+                f"{chosen}={list(modules)} has no effect: it is for cuda_graph_impl, which is 'none'; set it to "
+                "'local' or 'transformer_engine'"
+            )
 
 
 def _names(modules: Any) -> tuple[str, ...]:

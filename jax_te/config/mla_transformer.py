@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 from jax_te._validation import check_annotations, check_bool, log_hints
 from jax_te.config.attention import LatentAttentionOptions
 from jax_te.config.megatron_fields import accepts_megatron_fields
+from jax_te.config.refined import ROTATIONS, check_refined_fields
 from jax_te.config.transformer import TransformerConfig
 
 
@@ -21,7 +22,7 @@ class MLATransformerConfig(TransformerConfig):
     these fields say, whatever their own position embedding is, and so does a `jax_te.megatron.MLASelfAttention`.
 
     Args:
-        multi_latent_attention: must be True; `TransformerConfig` is for multi-head attention.
+        multi_latent_attention: option that must be True; `TransformerConfig` is for multi-head attention.
         q_lora_rank, kv_lora_rank, qk_head_dim, qk_pos_emb_head_dim, v_head_dim: see `LatentAttentionOptions`.
         qk_layernorm: whether to normalize both latents.
         rope_type: ``"yarn"``, or ``"rope"``, which scales no frequency.
@@ -31,7 +32,7 @@ class MLATransformerConfig(TransformerConfig):
             of `jax_te.layers.YarnScaling`. The first and the last scale the scores under ``"rope"``, too, as in
             Megatron.
         cache_mla_latents: option without effect: a cache always holds latents.
-        mla_down_proj_fusion: must be False: the projections to the latents are separate layers.
+        mla_down_proj_fusion: option that must be False: the projections to the latents are separate layers.
 
     The other fields are those of `TransformerConfig`; ``normalization`` is ``"RMSNorm"`` by default.
 
@@ -97,6 +98,7 @@ class MLATransformerConfig(TransformerConfig):
         object.__setattr__(self, "latent_attention", sizes)
         object.__setattr__(self, "softmax_scale", self._score_factor() / math.sqrt(sizes.head_channels))
         super().__post_init__()
+        check_refined_fields(self, ROTATIONS)
 
     def _score_factor(self) -> float:
         # As Megatron, which reads both fields under "rope", too.

@@ -27,7 +27,7 @@ class ModelParallelConfig:
             tensor-parallel parts of a layer.
         context_parallel_size: devices on the mesh's context axis, in the same way.
         expert_model_parallel_size: devices among which the experts are split, by default those of the mesh's expert
-            axis, in the same way.
+            axis, in the same way. A `TransformerConfig` without experts refuses another size than 1.
         expert_tensor_parallel_size: None or ``tensor_model_parallel_size``: the tensor axis shards an expert's kernels,
             too. 1: it does not.
         perform_initialization: whether to initialize kernels. False: they start as zeros, for a model whose weights are
@@ -35,21 +35,21 @@ class ModelParallelConfig:
         use_cpu_initialization: Megatron's way to weights that do not depend on the tensor-parallel size. Here they
             never do, so both values give the same. To draw them on the host, build the model under
             ``jax.default_device(jax.devices("cpu")[0])``.
-        init_model_with_meta_device: must be False, see below.
+        init_model_with_meta_device: option that must be False, see below.
         fp16, bf16: whether `jax_te.megatron.Float16Module` casts to fp16 or to bf16; not both.
-        params_dtype: dtype parameters are stored in.
-        deterministic_mode: must be False, see below.
+        params_dtype: dtype that parameters are stored in.
+        deterministic_mode: option that must be False, see below.
         gradient_accumulation_fusion: option without effect: XLA fuses the addition, and the train step always
             accumulates microbatches in fp32.
-        delay_wgrad_compute: weight gradients are computed apart from input gradients: by
+        delay_wgrad_compute: whether weight gradients are computed apart from input gradients: by
             `jax_te.training.deferred_vjp`, to which a layer's ``backward_dw`` then refers.
-        tp_comm_overlap: must be False, see below.
+        tp_comm_overlap: option that must be False, see below.
         tp_comm_overlap_disable_qkv, tp_comm_overlap_disable_fc1: options without effect, as in Megatron where
             ``tp_comm_overlap`` is False.
         symmetric_ar_type: kind of all-reduce, one of `SYMMETRIC_AR_TYPES`. In Megatron it chooses a CUDA kernel; here
             NCCL chooses, so it has no effect.
-        disable_parameter_transpose_cache: `MegatronModule.set_is_first_microbatch` leaves the layers alone, so that
-            they keep no quantized kernels between microbatches.
+        disable_parameter_transpose_cache: whether `MegatronModule.set_is_first_microbatch` leaves the layers alone, so
+            that they keep no quantized kernels between microbatches.
         quant_recipe: a `jax_te.megatron.RecipeConfig`. A layer that is given its ``name`` takes its precision from it.
 
     Raises:

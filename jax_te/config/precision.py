@@ -38,8 +38,8 @@ class PrecisionConfig:
             `jax_te.recipe.DelayedScaling`; the defaults are Megatron's. No effect under another recipe.
         fp8_wgrad: whether to quantize weight gradients' GEMMs. False: they run in high precision. Megatron's option has
             no effect; here it has, and for every recipe of FP8.
-        fp8_output_proj: the models' output head follows the ambient recipe, too, whichever that is; in Megatron only
-            MXFP8. False: it stays in the compute dtype.
+        fp8_output_proj: whether the models' output head follows the ambient recipe, too, whichever that is; in Megatron
+            only MXFP8. False: it stays in the compute dtype.
         fp8_dot_product_attention: whether attention runs in FP8, too, under ``"delayed"`` and ``"tensorwise"``.
         fp8_multi_head_attention: the same.
         fp4: ``"e2m1"`` or None.

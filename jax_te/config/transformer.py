@@ -17,6 +17,7 @@ from jax_te._validation import (
     checked,
     float_dtype,
     is_integer,
+    log_once,
 )
 from jax_te.config.activation import ActivationLike, LimitedFunction, activation_parts, named_activation
 from jax_te.config.attention import AttentionConfig, CpCommType, LatentAttentionOptions, is_windowed_layer
@@ -71,7 +72,7 @@ class TransformerConfig(
             ``qk_layernorm_across_heads`` it is OLMo 2's form.
         parallel_attention_mlp: whether both blocks of a layer read its input (GPT-NeoX), see
             `jax_te.layers.TransformerLayer`.
-        fused_residual_rmsnorm: a `jax_te.megatron.TENorm` with ``has_residual=True`` returns its input, too.
+        fused_residual_rmsnorm: whether a `jax_te.megatron.TENorm` with ``has_residual=True`` returns its input, too.
         activation: a key of `ACTIVATIONS`; the gated ones have two components. Or a function of one array, elementwise,
             or a tuple with a function for each component, such as ``(jnp.tanh, "linear")``. None: that of the next two
             fields, ``"gelu"`` or ``"geglu"`` without them.
@@ -377,8 +378,7 @@ class TransformerConfig(
     def _check_and_fill_experts(self) -> None:
         self._moe_layers(self.num_layers)
         if self.num_moe_experts is None:
-            if self.moe_ffn_hidden_size is not None and self.moe_layer_freq == 1:
-                raise ValueError("moe_ffn_hidden_size is for layers with experts: set num_moe_experts, or leave it out")
+            self._check_size_without_experts()
             return
         if self.moe_ffn_hidden_size is None:
             self._fill("moe_ffn_hidden_size", self.ffn_hidden_size)
@@ -387,6 +387,16 @@ class TransformerConfig(
                 "add_bias_linear=True with moe_shared_expert_intermediate_size: shared experts have no biases, as in "
                 "Megatron; set add_bias_linear=False"
             )
+
+    def _check_size_without_experts(self) -> None:
+        """Refuse the size of experts that no layer has; log it where some layers were to be dense, as Megatron does."""
+        if self.moe_ffn_hidden_size is None:
+            return
+        if self.moe_layer_freq == 1 or (isinstance(self.moe_layer_freq, tuple) and 0 not in self.moe_layer_freq):
+            raise ValueError("moe_ffn_hidden_size is for layers with experts: set num_moe_experts, or leave it out")
+        log_once(
+            f"moe_ffn_hidden_size={self.moe_ffn_hidden_size} has no effect: it is for num_moe_experts, which is None"
+        )
 
     def _fill_initializers(self) -> None:
         # Each layer adds two outputs to the residual stream; so scaled, its variance does not grow with the depth.

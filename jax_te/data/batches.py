@@ -32,7 +32,7 @@ class TrainBatches:
         batch_size: ``b``.
         seq_len: ``s``.
         seed: seed of the order of windows, in [0, 2^32).
-        vocab_size: tokens must be from 0 to below it. None: of any size that int32 holds.
+        vocab_size: number below which tokens must be, from 0 on. None: they are of any size that int32 holds.
         sharding: sharding of a batch ``[b, s]``: batches are global ``jax.Array``, of which each process reads the rows
             that its devices hold. The windows and their order are the same without it, and for every number of
             processes.

@@ -25,7 +25,7 @@ class Embedding(nnx.Module):
         params_dtype: dtype of ``embedding [v, h]``.
         axes: logical axes of the table. The default splits the vocabulary over the mesh's tensor axis; ``(None,
             "fsdp")`` suits positions.
-        rngs: the ``params`` stream draws the table.
+        rngs: random streams, of which ``params`` draws the table.
 
     Raises:
         ValueError: for a size that is not positive or an unknown dtype.

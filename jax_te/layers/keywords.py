@@ -131,6 +131,22 @@ class AttentionOptions(_ProjectedCoreOptions, total=False):
     layernorm_epsilon: float
 
 
+class CrossAttentionOptions(AttentionOptions, total=False):
+    """Keywords of `MultiheadAttention` that the cross-attention of a `TransformerLayer` is given."""
+
+    input_layernorm: bool
+    return_layernorm_output: bool
+    attn_mask_type: MaskType
+    window_size: Window | None
+
+
+class SelfAttentionOptions(CrossAttentionOptions, total=False):
+    """Keywords of `MultiheadAttention` that the self-attention of a `TransformerLayer` is given."""
+
+    return_max_logit: bool
+    qkv_bias: bool
+
+
 class _AttentionKeywords(_ProjectedCoreOptions, _CoreKeywords, total=False):
     """Keywords of every layer with attention and its projections."""
 

@@ -65,7 +65,7 @@ class LayerNormMLP(TensorParallelModule):
             compiles for the shapes of each call.
         params_dtype: dtype of ``scale [h]``, ``ln_bias [h]``, ``wi_kernel [h, n_act, f]``, ``wi_bias [n_act, f]``,
             ``wo_kernel [f, h]``, ``wo_bias [h]``.
-        rngs: the ``params`` stream draws the kernels.
+        rngs: random streams, of which ``params`` draws the kernels.
 
     Raises:
         TypeError: for another ``tp_group`` than None and ``"tensor"``.

@@ -72,7 +72,7 @@ class Linear(TensorParallelModule):
         kernel_axes: logical axes of the kernel, in place of those that ``parallel_mode`` stands for.
         out_axes: logical axes of the output features. None: those that the kernel's stand for, see
             `jax_te.sharding.activation_axis`.
-        rngs: the ``params`` stream draws the kernel.
+        rngs: random streams, of which ``params`` draws the kernel.
 
     Attributes:
         frozen: whether the kernel and the bias are frozen, the layer's own and those that calls give: no gradient

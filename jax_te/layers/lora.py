@@ -59,7 +59,7 @@ class LoRA(nnx.Module):
         init_method: initializer of ``lora_a [k, r]``. None: N(0, 1 / k). ``lora_b [r, *n]`` starts as zeros, so that
             ``y = base(x)`` at first.
         params_dtype: dtype of both.
-        rngs: the ``params`` stream draws ``lora_a``.
+        rngs: random streams, of which ``params`` draws ``lora_a``.
 
     Both are ``nnx.LoRAParam``, a kind of ``nnx.Param``: the filter for ``nnx.state``, ``nnx.DiffState`` and
     ``nnx.Optimizer``. With `jax_te.training.make_train_step`, keep weight decay and optimizer state off the others with

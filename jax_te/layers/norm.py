@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -152,3 +152,25 @@ def make_norm(
         zero_centered_gamma=zero_centered_gamma,
         rngs=rngs,
     )
+
+
+class NormOptions(NamedTuple):
+    """Options that the norms of one layer have in common."""
+
+    normalization: Normalization
+    epsilon: float
+    zero_centered_gamma: bool
+    sequence_parallel: bool
+    params_dtype: DTypeLike
+
+    def make(self, size: int, rngs: nnx.Rngs) -> LayerNorm | RMSNorm:
+        """Return a norm of ``size`` channels."""
+        return make_norm(
+            self.normalization,
+            size,
+            self.epsilon,
+            sequence_parallel=self.sequence_parallel,
+            params_dtype=self.params_dtype,
+            zero_centered_gamma=self.zero_centered_gamma,
+            rngs=rngs,
+        )

@@ -26,7 +26,7 @@ class TensorParallel:
         group: None or ``"tensor"``, which both leave the split to the mesh.
         size: size of the tensor axis; 1 leaves it to the mesh. Any other size must be that of the mesh in use.
         sequence_parallel: whether to shard activations over the tensor axis along the sequence outside of the layer.
-        split: the layer's kernels are sharded over the tensor axis.
+        split: whether the layer's kernels are sharded over the tensor axis.
 
     Raises:
         TypeError: for any other group.

@@ -89,6 +89,12 @@ class QuantizableModule(RecipeModule):
     def state_names(self) -> tuple[str, ...]:
         return tuple(self.kernels.values())
 
+    @property
+    def reads_later_tokens(self) -> bool:
+        """Whether a token's results depend on tokens behind it, as under a recipe of the layer's own, whose scales may
+        be those of all tokens of a call."""
+        return self.module_recipe is not None or bool(self.kernel_recipes)
+
     def _init_quantization(self) -> None:
         self.high_precision = False
         self.module_recipe: ModuleRecipe | None = None

@@ -50,7 +50,7 @@ def split_output(result: Any, layer: str = "a layer inside") -> tuple[Array, dic
     MLPs return under Megatron's names.
 
     Args:
-        result: what the layer returned.
+        result: result of the layer.
         layer: name of the layer in messages.
 
     Raises:
@@ -83,7 +83,7 @@ def add_bias(
     results that the caller uses by their names.
 
     Args:
-        result: what the layer returned.
+        result: result of the layer.
         layer: name of the layer in messages.
         known: names of the extra results that the caller uses, beside a bias.
         leading: number of the output's axes in front of its features, of which a bias has one each. None: the layer
@@ -119,7 +119,7 @@ def output_and_bias(result: Any, layer: str) -> tuple[Array, Array | None]:
     """Return the output of what a layer returned, and the bias that it may have returned with it, to be added later.
 
     Args:
-        result: what the layer returned.
+        result: result of the layer.
         layer: name of the layer in messages.
 
     Raises:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, TypedDict, Unpack
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,19 +12,22 @@ from jax_te._validation import check_positive, check_rate, checked, log_hints
 from jax_te.config import ActivationLike, CpCommType, LatentAttentionOptions, MoEOptions
 from jax_te.layers.attention.context_parallel import ContextParallelModule
 from jax_te.layers.attention.kv_cache import KVCache, WindowKVCache
-from jax_te.layers.attention.multi_latent_attention import MultiLatentAttention
-from jax_te.layers.attention.multihead_attention import MultiheadAttention
 from jax_te.layers.attention.packed import PackedSeqParams
 from jax_te.layers.attention.padding_mask import MaskArguments, read_mask
 from jax_te.layers.attention.rotary import Rotary
 from jax_te.layers.dropout import drop_path, dropout
-from jax_te.layers.keywords import AttentionOptions
+from jax_te.layers.keywords import AttentionOptions, CrossAttentionOptions, LayerNormMLPKeywords, SelfAttentionOptions
 from jax_te.layers.layernorm_mlp import LayerNormMLP
-from jax_te.layers.moe.mixture import MoE
 from jax_te.layers.moe.router import check_padding_mask
-from jax_te.layers.norm import LayerNorm, Normalization, RMSNorm, make_norm
+from jax_te.layers.norm import LayerNorm, Normalization, NormOptions, RMSNorm
 from jax_te.layers.parallel_arguments import sequence_axes, set_tensor_parallel_group
 from jax_te.layers.results import add_bias, layer_output
+from jax_te.layers.transformer_blocks import (
+    check_arrangement,
+    make_cross_attention,
+    make_experts,
+    make_self_attention,
+)
 from jax_te.ops import BiasType, MaskType, SoftmaxType, Window
 from jax_te.random import Purpose, key_for
 from jax_te.sharding import constrain
@@ -93,7 +94,7 @@ class TransformerLayer(ContextParallelModule):
         return_max_logit: whether calls also return the max logit of each head of self-attention, for `clip_qk`.
         seq_length, micro_batch_size: options without effect; TE warms its kernels up with these sizes.
         params_dtype: dtype of the parameters.
-        rngs: the ``params`` stream draws the kernels.
+        rngs: random streams, of which ``params`` draws the kernels.
 
     Raises:
         ValueError: for sizes that are not positive or do not divide, rates outside [0, 1), unknown names and options
@@ -187,17 +188,23 @@ class TransformerLayer(ContextParallelModule):
         optional = {"layer_number": layer_number, "seq_length": seq_length, "micro_batch_size": micro_batch_size}
         check_positive(**{name: size for name, size in optional.items() if size is not None})
         check_rate(hidden_dropout=hidden_dropout, drop_path_rate=drop_path_rate)
-        from_norm = apply_residual_connection_post_layernorm
-        decodes = layer_type == "decoder"
-        _check_arrangement(
-            decodes=decodes,
-            from_norm=from_norm,
+        check_arrangement(
+            layer_type=layer_type,
+            apply_residual_connection_post_layernorm=apply_residual_connection_post_layernorm,
             output_layernorm=output_layernorm,
             parallel_attention_mlp=parallel_attention_mlp,
             block_input_layernorm=block_input_layernorm,
-            has_experts=experts is not None,
-            has_latent=latent is not None,
+            experts=experts,
+            latent=latent,
         )
+        self.hidden_size = hidden_size
+        self.layer_number = layer_number
+        self.hidden_dropout = hidden_dropout
+        self.drop_path_rate = drop_path_rate
+        self.sequence_parallel = sequence_parallel
+        self.parallel_attention_mlp = parallel_attention_mlp
+        self.residual_from_norm = apply_residual_connection_post_layernorm
+        norm = NormOptions(normalization, layernorm_epsilon, zero_centered_gamma, sequence_parallel, params_dtype)
         attention: AttentionOptions = {
             "num_gqa_groups": num_gqa_groups,
             "kv_channels": kv_channels,
@@ -226,114 +233,71 @@ class TransformerLayer(ContextParallelModule):
             "output_layer_init_method": output_layer_init_method,
             "params_dtype": params_dtype,
         }
-        feed_forward: _FeedForwardOptions = {
+        self_attention: SelfAttentionOptions = {
+            **attention,
+            # Without a norm in front the residual connection starts at the input, as in Transformer Engine.
+            "input_layernorm": block_input_layernorm and not output_layernorm,
+            "return_layernorm_output": self.residual_from_norm and not output_layernorm,
+            "attn_mask_type": self_attn_mask_type,
+            "window_size": window_size,
+            "return_max_logit": return_max_logit,
+            "qkv_bias": qkv_bias,
+        }
+        cross_attention: CrossAttentionOptions = {
+            **attention,
+            # `output_layernorm` moves the norm of self-attention only.
+            "input_layernorm": block_input_layernorm,
+            "return_layernorm_output": self.residual_from_norm,
+            "attn_mask_type": enc_dec_attn_mask_type,
+            "window_size": enc_dec_window_size,
+        }
+        feed_forward: LayerNormMLPKeywords = {
             "activation": activation,
-            "bias": bias,
-            "init_method": init_method,
-            "output_layer_init_method": output_layer_init_method,
+            "normalization": normalization,
+            "zero_centered_gamma": zero_centered_gamma,
+            "input_layernorm": block_input_layernorm,
+            "return_layernorm_output": self.residual_from_norm,
+            "set_parallel_mode": set_parallel_mode,
             "sequence_parallel": sequence_parallel,
             "tp_group": tp_group,
             "tp_size": tp_size,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "bias": bias,
+            "init_method": init_method,
+            "output_layer_init_method": output_layer_init_method,
             "params_dtype": params_dtype,
-            "rngs": rngs,
         }
-        new_norm = functools.partial(
-            make_norm,
-            normalization,
-            hidden_size,
-            layernorm_epsilon,
-            sequence_parallel=sequence_parallel,
-            params_dtype=params_dtype,
-            zero_centered_gamma=zero_centered_gamma,
-            rngs=rngs,
-        )
-        # Attention is created before the feed-forward block, and self-attention first: each draws keys from ``rngs``.
-        self.self_attention = _self_attention(
-            hidden_size,
-            num_attention_heads,
-            latent,
-            **attention,
-            # Without a norm in front the residual connection starts at the input, as in Transformer Engine.
-            input_layernorm=block_input_layernorm and not output_layernorm,
-            return_layernorm_output=from_norm and not output_layernorm,
-            attn_mask_type=self_attn_mask_type,
-            window_size=window_size,
-            return_max_logit=return_max_logit,
-            qkv_bias=qkv_bias,
-            rngs=rngs,
-        )
+        # In this order: each draws keys from ``rngs``.
+        self.self_attention = make_self_attention(hidden_size, num_attention_heads, latent, **self_attention, rngs=rngs)
         self.inter_attention = (
-            MultiheadAttention(
-                hidden_size,
-                num_attention_heads,
-                **attention,
-                # `output_layernorm` moves the norm of self-attention only.
-                input_layernorm=block_input_layernorm,
-                return_layernorm_output=from_norm,
-                attention_type="cross",
-                attn_mask_type=enc_dec_attn_mask_type,
-                window_size=enc_dec_window_size,
-                rngs=rngs,
-            )
-            if decodes
+            make_cross_attention(hidden_size, num_attention_heads, **cross_attention, rngs=rngs)
+            if layer_type == "decoder"
             else None
         )
-        # Either the block, which has its norm inside, or a norm and experts, under Megatron's names.
-        self.layernorm_mlp = (
-            LayerNormMLP(
-                hidden_size,
-                ffn_hidden_size,
-                layernorm_epsilon,
-                **feed_forward,
-                normalization=normalization,
-                zero_centered_gamma=zero_centered_gamma,
-                input_layernorm=block_input_layernorm,
-                return_layernorm_output=from_norm,
-                set_parallel_mode=set_parallel_mode,
-                fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            )
-            if experts is None
-            else None
-        )
-        self.pre_mlp_layernorm = None if experts is None else new_norm()
-        self.mlp: Any = (
-            None if experts is None else _mixture(hidden_size, ffn_hidden_size, experts, layer_number, feed_forward)
-        )
-        behind = block_output_layernorm
-        self.layernorm = new_norm() if output_layernorm else None
-        self.self_attention_norm = new_norm() if behind else None
-        self.inter_attention_norm = new_norm() if behind and decodes else None
-        self.mlp_norm = new_norm() if behind else None
-        self.residual_from_norm = from_norm
-        self.parallel_attention_mlp = parallel_attention_mlp
-        self.layer_number = layer_number
-        self.hidden_size = hidden_size
-        self.hidden_dropout = hidden_dropout
-        self.drop_path_rate = drop_path_rate
-        self.sequence_parallel = sequence_parallel
+        self._make_feed_forward(ffn_hidden_size, experts, norm, feed_forward, rngs)
+        self._make_output_norms(norm, of_blocks=block_output_layernorm, of_layer=output_layernorm, rngs=rngs)
 
-    def _masks(self, attention: Any, x: Array, mask: Any, mask_type: MaskType | None) -> MaskArguments:
-        """Return the arguments of an attention block that correspond to a call's mask."""
-        core, of_self = attention.core_attention, attention.attention_type == "self"
-        kind: MaskType = core.attn_mask_type if mask_type is None else mask_type
-        return read_mask(mask, kind, core.window_size, x.shape[1], of_self=of_self, ignored=self._ignores_masks)
-
-    def _check_call(
-        self, x: Array, padding_mask: Array | None, packed: PackedSeqParams | None, of_encoder: dict[str, Any]
+    def _make_feed_forward(
+        self, f: int, experts: MoEOptions | None, norm: NormOptions, options: LayerNormMLPKeywords, rngs: nnx.Rngs
     ) -> None:
-        """Raise ValueError for an input of another shape and for arguments that the layer does not take."""
-        if x.ndim != 3 or x.shape[-1] != self.hidden_size:
-            raise ValueError(f"TransformerLayer takes [b, s, {self.hidden_size}], got shape {x.shape}")
-        check_padding_mask(padding_mask, x.shape[:2])
-        given = [name for name, value in of_encoder.items() if value is not None]
-        if self.inter_attention is None and given:
-            raise ValueError(f"an encoder layer takes no {' and no '.join(given)}; build it with layer_type='decoder'")
-        if self.inter_attention is not None and packed is not None:
-            raise ValueError(
-                "a decoder layer takes no packed_seq_params, which have the boundaries of x and not those of the "
-                "encoder's output: each sequence would attend to all of the row's encoder sequences; give rows of one "
-                "sequence each, or call MultiheadAttention(attention_type='cross') with boundaries of both"
-            )
+        """Create either the block, which has its norm inside, or a norm and experts, under Megatron's names."""
+        h = self.hidden_size
+        if experts is None:
+            self.layernorm_mlp = LayerNormMLP(h, f, norm.epsilon, **options, rngs=rngs)
+            self.pre_mlp_layernorm = None
+            self.mlp: Any = None
+        else:
+            self.layernorm_mlp = None
+            self.pre_mlp_layernorm = norm.make(h, rngs)
+            self.mlp = make_experts(h, f, experts, self.layer_number, options, rngs)
+
+    def _make_output_norms(self, norm: NormOptions, *, of_blocks: bool, of_layer: bool, rngs: nnx.Rngs) -> None:
+        """Create the norms of the blocks' outputs and of the layer's, or None for those that there are not."""
+        h, decodes = self.hidden_size, self.inter_attention is not None
+        self.self_attention_norm = norm.make(h, rngs) if of_blocks else None
+        self.inter_attention_norm = norm.make(h, rngs) if of_blocks and decodes else None
+        self.mlp_norm = norm.make(h, rngs) if of_blocks else None
+        self.layernorm = norm.make(h, rngs) if of_layer else None
 
     def __call__(
         self,
@@ -383,7 +347,7 @@ class TransformerLayer(ContextParallelModule):
             checkpoint_core_attention: whether to recompute the attention cores in backward instead of saving their
                 residuals.
             is_first_microbatch: mode of the kernel cache for all projections, see `Linear`.
-            return_max_logit: used in place of the layer's own.
+            return_max_logit: choice in place of the layer's own.
             padding_mask: bool ``[b, s]``, True for padding, which the losses and counts of the layer's experts leave
                 out, see `Router`. It hides nothing from attention, and has no effect in a layer without experts.
 
@@ -398,24 +362,15 @@ class TransformerLayer(ContextParallelModule):
             "enc_dec_attn_mask_type": enc_dec_attn_mask_type,
         }
         self._check_call(x, padding_mask, packed_seq_params, of_encoder)
-        # Skipped without a mask: lengths, packed sequences and causal masks need no array.
-        masks = MaskArguments(None, self_attn_mask_type)
-        if attention_mask is not None:
-            masks = self._masks(self.self_attention, x, attention_mask, self_attn_mask_type)
-        cross_masks = MaskArguments(None, enc_dec_attn_mask_type)
-        if enc_dec_attn_mask is not None:
-            cross_masks = self._masks(self.inter_attention, x, enc_dec_attn_mask, enc_dec_attn_mask_type)
+        masks = self._masks(self.self_attention, x, attention_mask, self_attn_mask_type)
+        cross_masks = self._masks(self.inter_attention, x, enc_dec_attn_mask, enc_dec_attn_mask_type)
         key = self.used_dropout_key(dropout_key, **self._rates())
-
-        def key_of(purpose: Purpose) -> Array | None:
-            return None if key is None else key_for(purpose, key)
-
         axes = (*sequence_axes(x), "hidden") if self.sequence_parallel else _AXES
         with jax.named_scope("TransformerLayer"):
             # Without the constraint the compiler may choose another sharding for the residual stream of each layer.
-            x = constrain(x, axes)
+            entered = constrain(x, axes)
             result = self.self_attention(
-                x if self.input_layernorm is None else self.input_layernorm(x),
+                entered if self.input_layernorm is None else self.input_layernorm(entered),
                 attention_mask=masks.attention_mask,
                 sequence_lengths=sequence_lengths,
                 packed_seq_params=packed_seq_params,
@@ -425,16 +380,15 @@ class TransformerLayer(ContextParallelModule):
                 alibi_slopes=alibi_slopes,
                 attn_mask_type=masks.attn_mask_type,
                 window_size=masks.window_size,
-                dropout_key=key_of("self_attention"),
+                dropout_key=_key_of("self_attention", key),
                 cache=cache,
                 checkpoint_core_attention=checkpoint_core_attention,
                 is_first_microbatch=is_first_microbatch,
                 return_max_logit=return_max_logit,
             )
             attended, extra = add_bias(result, "self_attention", known=("layernorm_output", "max_logit", "cache"))
-            returned = {name: extra[name] for name in ("max_logit", "cache") if name in extra}
-            entered, start = x, extra.get("layernorm_output", x)
-            x = self._add(start, attended, key_of("self_attention_output"), axes, self.self_attention_norm)
+            start = extra.pop("layernorm_output", entered)
+            x = self._add(start, attended, _key_of("self_attention_output", key), axes, self.self_attention_norm)
             if self.inter_attention is not None:
                 result = self.inter_attention(
                     x,
@@ -445,20 +399,46 @@ class TransformerLayer(ContextParallelModule):
                     encoder_lengths=encoder_lengths,
                     attn_mask_type=cross_masks.attn_mask_type,
                     window_size=cross_masks.window_size,
-                    dropout_key=key_of("cross_attention"),
+                    dropout_key=_key_of("cross_attention", key),
                     checkpoint_core_attention=checkpoint_core_attention,
                     is_first_microbatch=is_first_microbatch,
                 )
-                attended, extra = add_bias(result, "inter_attention", known=("layernorm_output",))
-                start = extra.get("layernorm_output", x)
-                x = self._add(start, attended, key_of("cross_attention_output"), axes, self.inter_attention_norm)
+                attended, of_cross = add_bias(result, "inter_attention", known=("layernorm_output",))
+                start = of_cross.get("layernorm_output", x)
+                x = self._add(start, attended, _key_of("cross_attention_output", key), axes, self.inter_attention_norm)
             read = entered if self.parallel_attention_mlp else x
             computed, normed = self._feed_forward(read, dropout_key, is_first_microbatch, padding_mask)
             start = x if normed is None else normed
-            x = self._add(start, computed, key_of("feed_forward_output"), axes, self.mlp_norm)
+            x = self._add(start, computed, _key_of("feed_forward_output", key), axes, self.mlp_norm)
             if self.layernorm is not None:
                 x = self.layernorm(x)
-        return layer_output(x, **returned)
+        return layer_output(x, **{name: extra[name] for name in ("max_logit", "cache") if name in extra})
+
+    def _check_call(
+        self, x: Array, padding_mask: Array | None, packed: PackedSeqParams | None, of_encoder: dict[str, Any]
+    ) -> None:
+        """Raise ValueError for an input of another shape and for arguments that the layer does not take."""
+        if x.ndim != 3 or x.shape[-1] != self.hidden_size:
+            raise ValueError(f"TransformerLayer takes [b, s, {self.hidden_size}], got shape {x.shape}")
+        check_padding_mask(padding_mask, x.shape[:2])
+        given = [name for name, value in of_encoder.items() if value is not None]
+        if self.inter_attention is None and given:
+            raise ValueError(f"an encoder layer takes no {' and no '.join(given)}; build it with layer_type='decoder'")
+        if self.inter_attention is not None and packed is not None:
+            raise ValueError(
+                "a decoder layer takes no packed_seq_params, which have the boundaries of x and not those of the "
+                "encoder's output: each sequence would attend to all of the row's encoder sequences; give rows of one "
+                "sequence each, or call MultiheadAttention(attention_type='cross') with boundaries of both"
+            )
+
+    def _masks(self, attention: Any, x: Array, mask: Any, mask_type: MaskType | None) -> MaskArguments:
+        """Return the arguments of an attention block that correspond to a call's mask."""
+        if mask is None:
+            # Lengths, packed sequences and causal masks need no array.
+            return MaskArguments(None, mask_type)
+        core, of_self = attention.core_attention, attention.attention_type == "self"
+        kind: MaskType = core.attn_mask_type if mask_type is None else mask_type
+        return read_mask(mask, kind, core.window_size, x.shape[1], of_self=of_self, ignored=self._ignores_masks)
 
     def _feed_forward(
         self, x: Array, dropout_key: Key | None, first: bool | None, padding_mask: Array | None
@@ -501,123 +481,5 @@ class TransformerLayer(ContextParallelModule):
         set_tensor_parallel_group(self, tp_group)
 
 
-class _FeedForwardOptions(TypedDict):
-    """Keywords that `LayerNormMLP` and `MoE` have in common."""
-
-    activation: ActivationLike
-    bias: bool
-    init_method: Initializer | None
-    output_layer_init_method: Initializer | None
-    sequence_parallel: bool
-    tp_group: TensorGroup
-    tp_size: int
-    params_dtype: DTypeLike
-    rngs: nnx.Rngs
-
-
-class _SelfAttentionOptions(AttentionOptions, total=False):
-    """Keywords of `MultiheadAttention` that a layer's self-attention is given."""
-
-    input_layernorm: bool
-    return_layernorm_output: bool
-    attn_mask_type: MaskType
-    window_size: Window | None
-    return_max_logit: bool
-    qkv_bias: bool
-
-
-_NOT_OF_LATENT_ATTENTION: dict[str, Any] = {
-    "num_gqa_groups": None,
-    "kv_channels": None,
-    "qk_norm_type": None,
-    "qk_norm_before_rope": False,
-    "qk_norm_across_heads": False,
-    "qkv_bias": False,
-    "fuse_qkv_params": True,
-}
-"""Keywords that `MultiheadAttention` has and `MultiLatentAttention` does not, with their defaults."""
-
-
-def _self_attention(
-    h: int, n: int, latent: LatentAttentionOptions | None, *, rngs: nnx.Rngs, **options: Unpack[_SelfAttentionOptions]
-) -> MultiheadAttention:
-    """Return the self-attention of a layer with hidden size ``h`` and ``n`` heads.
-
-    Raises:
-        ValueError: for an option that latent attention does not have, unless it has its default.
-    """
-    if latent is None:
-        return MultiheadAttention(h, n, **options, rngs=rngs)
-    given: dict[str, Any] = dict(options)
-    for name, default in _NOT_OF_LATENT_ATTENTION.items():
-        value = given.pop(name, default)
-        if value != default:
-            raise ValueError(
-                f"{name}={value!r} does not go with latent attention, whose heads have the sizes and norms of "
-                "LatentAttentionOptions; leave it out"
-            )
-    return MultiLatentAttention(h, n, latent, **given, rngs=rngs)
-
-
-def _mixture(h: int, f: int, experts: MoEOptions, layer_number: int | None, options: _FeedForwardOptions) -> MoE:
-    """Return the mixture of experts of a layer with hidden size ``h``.
-
-    Args:
-        h: hidden size.
-        f: feed-forward size of experts that have none of their own.
-        experts: options of experts and router.
-        layer_number: the layer's number, which random choices of the router depend on.
-        options: options that a feed-forward block has, too.
-    """
-    return MoE(
-        h,
-        f if experts.ffn_hidden_size is None else experts.ffn_hidden_size,
-        experts.router,
-        **options,
-        apply_probs_on_input=experts.apply_probs_on_input,
-        latent_size=experts.latent_size,
-        shared_expert_intermediate_size=experts.shared_expert_intermediate_size,
-        shared_expert_gate=experts.shared_expert_gate,
-        dispatch=experts.dispatch,
-        expert_tensor_parallel=experts.expert_tensor_parallel,
-        layer_number=layer_number,
-    )
-
-
-def _check_arrangement(
-    *,
-    decodes: bool,
-    from_norm: bool,
-    output_layernorm: bool,
-    parallel_attention_mlp: bool,
-    block_input_layernorm: bool,
-    has_experts: bool,
-    has_latent: bool,
-) -> None:
-    """Raise ValueError for arrangements of norms and blocks that do not go together."""
-    moved_norms = {
-        "apply_residual_connection_post_layernorm=True": from_norm,
-        "output_layernorm=True": output_layernorm,
-    }
-    if parallel_attention_mlp:
-        others = {**moved_norms, "layer_type='decoder'": decodes}
-        _refuse_with("parallel_attention_mlp=True", others, ", which is for blocks one after the other")
-    if not block_input_layernorm:
-        _refuse_with("block_input_layernorm=False", {**moved_norms, "experts": has_experts})
-    if has_latent and decodes:
-        raise ValueError(
-            "latent attention is self-attention alone, and layer_type='decoder' has cross-attention, too; leave one out"
-        )
-
-
-def _refuse_with(option: str, others: Mapping[str, bool], why: str = "") -> None:
-    """Raise ValueError for the first of the other options that is given.
-
-    Args:
-        option: option that is given, as in a call.
-        others: options that do not go with it -> whether they are given.
-        why: reason, as a clause about the other option.
-    """
-    for other, is_given in others.items():
-        if is_given:
-            raise ValueError(f"{option} does not go with {other}{why}; leave one out")
+def _key_of(purpose: Purpose, key: Array | None) -> Array | None:
+    return None if key is None else key_for(purpose, key)

@@ -75,7 +75,7 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
     Args:
         loss_fn: ``(params, ...) -> [ ]``; ``params`` has the collections ``params`` and ``_overwrite_with_gradient``,
             as Flax's ``TrainState`` holds them.
-        has_aux: ``loss_fn`` returns a pair whose second element, a pytree of arrays, is passed on.
+        has_aux: whether ``loss_fn`` returns a pair whose second element, a pytree of arrays, is passed on.
 
     Returns:
         A function of the same arguments that returns the value, and the gradients with respect to the first argument,

@@ -87,7 +87,7 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
             them. Fused attention kernels take lengths; without this promise a padding mask is an arbitrary one to them,
             and runs in plain JAX.
         return_max_logit: whether a call returns max logits, too. None: if the configuration needs them.
-        rngs: unused, because nothing is random.
+        rngs: random streams, unused because nothing is random.
 
     Raises:
         ValueError: for unknown names; when called, for masks that are missing, and with ``padding_at_end`` for a known
@@ -190,11 +190,11 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
             attention_bias: bias added to the scaled scores, broadcastable to ``[b, n, sq, skv]``.
             packed_seq_params: boundaries of several sequences in each row.
             num_splits: option without effect, see the class.
-            return_max_logit: used in place of the layer's own.
-            q_lengths, kv_lengths: used in place of the mask's lengths, see `DotProductAttention`.
+            return_max_logit: choice in place of the layer's own.
+            q_lengths, kv_lengths: lengths in place of the mask's, see `DotProductAttention`.
             core_attention_bias_type, core_attention_bias: bias as `DotProductAttention` takes it. Not with
                 ``attention_bias``.
-            window_size: used in place of the layer's own.
+            window_size: window in place of the layer's own.
             alibi_slopes, dropout_key, checkpoint_core_attention: see `DotProductAttention`.
 
         Returns:

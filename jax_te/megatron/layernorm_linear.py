@@ -22,7 +22,7 @@ class TELayerNormColumnParallelLinear(TELayer, LayerNormLinear):
     Parameters are ``scale [k]``, ``ln_bias [k]`` (LayerNorm only), ``kernel [k, n]`` and ``bias [n]``.
 
     Args:
-        is_expert: must be False; experts take `TENorm` and `TEColumnParallelLinear`.
+        is_expert: option that must be False; experts take `TENorm` and `TEColumnParallelLinear`.
         input_size, output_size, config, init_method, gather_output, bias, skip_bias_add, skip_weight_param_allocation,
             tp_comm_buffer_name, tp_group, stride, name, pg_collection, kernel_axes, rngs: see `TEColumnParallelLinear`.
 

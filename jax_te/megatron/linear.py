@@ -34,7 +34,7 @@ class TELinear(TELayer, Linear):
         init_method: initializer of the kernel ``[k, n]``: ``init(key, shape, dtype)``, e.g. ``config.init_method``.
         bias: whether there is a bias ``[n]``, initially 0.
         skip_bias_add: whether to return the bias instead of adding it, for a fused operation to add.
-        skip_weight_param_allocation: must be False.
+        skip_weight_param_allocation: option that must be False.
         tp_comm_buffer_name: name of user buffers, such as ``"qkv"``, or None; JAX has none, so it has no effect.
         is_expert: whether the layer belongs to one expert of a mixture. It computes the tokens that each device has, in
             forward without any communication over the tensor axis, over which its kernel is not sharded (Megatron's
@@ -47,7 +47,7 @@ class TELinear(TELayer, Linear):
         tp_group: None or ``"tensor"``, the mesh axis that takes the role of Megatron's process group.
         name: name of the layer in the rules of ``config.quant_recipe``. None: the rules are not applied, until
             `apply_quantization_config` or `finish_init` gives the layer a precision.
-        rngs: the ``params`` stream draws the kernel.
+        rngs: random streams, of which ``params`` draws the kernel.
 
     Attributes:
         is_first_microbatch: None, which caches no kernels, until `MegatronModule.set_is_first_microbatch` sets it, see
@@ -195,12 +195,12 @@ class TEColumnParallelLinear(TELinear):
     Args:
         output_size: ``n``; or several sizes, of which the tensor axis shards the last. The output has an axis for
             each: with ``(2, f)`` gate and factor of a gated MLP are on one device.
-        gather_output: must be False: the output stays sharded.
+        gather_output: option that must be False: the output stays sharded.
         is_expert: see `TELinear`.
         kernel_axes: logical axes of the kernel, see `Linear`. None: those of a column-parallel layer.
         input_size, config, init_method, bias, skip_bias_add, skip_weight_param_allocation, tp_comm_buffer_name,
             tp_group, name, rngs: see `TELinear`; the kind of all-reduce is ``config.symmetric_ar_type``.
-        stride, pg_collection: must be 1 and None.
+        stride, pg_collection: options that must be 1 and None.
 
     Raises:
         ValueError: for ``gather_output`` and another ``stride``; see also `TELinear`.
@@ -259,7 +259,7 @@ class TERowParallelLinear(TELinear):
     """`TELinear` whose input features are sharded over the tensor axis, such as the output of a column-parallel layer.
 
     Args:
-        input_is_parallel: must be True: the input is sharded already.
+        input_is_parallel: option that must be True: the input is sharded already.
         is_expert: see `TELinear`.
         kernel_axes: logical axes of the kernel, see `Linear`. None: those of a row-parallel layer.
         input_size, output_size, config, init_method, bias, skip_bias_add, tp_comm_buffer_name, tp_group, name, rngs:

@@ -47,7 +47,7 @@ class MLASelfAttention(MultiLatentAttention, MegatronModule):
         layer_number: number of the layer, from 1.
         attn_mask_type: an `AttnMaskType`, or its name.
         cp_comm_type: see `TEDotProductAttention`. None: ``"p2p"``.
-        rngs: the ``params`` stream draws the kernels.
+        rngs: random streams, of which ``params`` draws the kernels.
 
     Without ``rotary_pos_emb`` a call rotates as an `MLATransformerConfig` says: by positions 0, 1, 2, … counted on from
     the cache, or those in each packed sequence. With another config it then rotates nothing.

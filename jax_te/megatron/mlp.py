@@ -28,7 +28,7 @@ class MLP(MegatronModule):
 
     Args:
         config: sizes, norm, activation and initializers.
-        rngs: the ``params`` stream draws the kernels.
+        rngs: random streams, of which ``params`` draws the kernels.
 
     Raises:
         ValueError: for an activation function that is not elementwise, or ``block_input_layernorm=False``; see also

@@ -45,11 +45,11 @@ class TopKRouter(StateDicts, Router):
     Args:
         config: see `jax_te.config.ExpertsConfig`; ``add_bias_linear`` gives it a bias.
         pg_collection: None.
-        is_mtp_layer: must be False: `jax_te.models.MegatronGPTModel` builds the layers of multi-token prediction
-            itself, with routers like all others.
+        is_mtp_layer: option that must be False: `jax_te.models.MegatronGPTModel` builds the layers of multi-token
+            prediction itself, with routers like all others.
         layer_number: number of the layer in its stack, from 1.
         aux_loss_groups: Megatron's number of data ranks, see `jax_te.config.RouterOptions`. 1: the losses of all rows.
-        rngs: the ``params`` stream draws the weight.
+        rngs: random streams, of which ``params`` draws the weight.
 
     Raises:
         ValueError: for a configuration without experts; for ``is_mtp_layer``; see also `Router`.
@@ -175,7 +175,7 @@ class SharedExpertMLP(MegatronModule):
             Megatron's ``gate_weight [1, h]``.
         pg_collection: None.
         name: prefix of the names under which the rules of ``config.quant_recipe`` know the layers.
-        rngs: the ``params`` stream draws the kernels.
+        rngs: random streams, of which ``params`` draws the kernels.
 
     Raises:
         AssertionError: for ``config.add_bias_linear``, as in Megatron.
@@ -252,11 +252,12 @@ class MoELayer(MegatronModule, MixtureOfExperts):
             `SharedExpertMLP`.
         layer_number: number of the layer in its stack, from 1.
         pg_collection: None.
-        is_mtp_layer: must be False.
+        is_mtp_layer: option that must be False.
         name: prefix of the names under which the rules of ``config.quant_recipe`` know the layers, such as
             ``{name}.experts.linear_fc1``.
         aux_loss_groups: see `TopKRouter`.
-        rngs: the ``params`` stream draws the router and plain kernels, ``expert-parallel-rng`` those of experts.
+        rngs: random streams, of which ``params`` draws the router and plain kernels, ``expert-parallel-rng`` those of
+            experts.
 
     Raises:
         ValueError: for a configuration without experts; for ``is_mtp_layer``; see also `jax_te.layers.MoE`.

@@ -41,10 +41,10 @@ class TENorm:
         hidden_size: ``h``.
         eps: constant added to the variance or mean square. As in Megatron, ``config.layernorm_epsilon`` is not read:
             pass it.
-        has_residual: a residual connection starts at the norm's input. If ``config.fused_residual_rmsnorm`` is True,
-            too, a call returns ``(output, input)``, as Megatron's fused kernel does, and the attribute
+        has_residual: whether a residual connection starts at the norm's input. If ``config.fused_residual_rmsnorm`` is
+            True, too, a call returns ``(output, input)``, as Megatron's fused kernel does, and the attribute
             ``returns_residual`` is True.
-        rngs: unused, because the initial values are constants.
+        rngs: random streams, unused because the initial values are constants.
 
     Raises:
         Exception: for another normalization; exactly this class, as in Megatron.

@@ -95,7 +95,7 @@ def initialize_rng_tracker(
     Args:
         use_te_rng_tracker, use_cudagraphable_rng: options that choose between CUDA implementations in Megatron; no
             effect.
-        inference_rng_tracker: the tracker is an `InferenceCudaRNGStatesTracker`, which draws nothing.
+        inference_rng_tracker: whether the tracker is an `InferenceCudaRNGStatesTracker`, which draws nothing.
         force_reset: whether to replace an existing tracker.
 
     Raises:

@@ -34,7 +34,7 @@ class SelfAttention(MultiheadAttention, MegatronModule):
         layer_number: number of the layer, from 1.
         attn_mask_type: an `AttnMaskType`, or its name.
         cp_comm_type: see `TEDotProductAttention`. None: ``"p2p"``.
-        rngs: the ``params`` stream draws the kernels.
+        rngs: random streams, of which ``params`` draws the kernels.
 
     Raises:
         ValueError: see `TEDotProductAttention` and `TELinear`.

@@ -87,7 +87,7 @@ class TransformerLayer(layers.TransformerLayer, GraphableMegatronModule):
         layer_type: ``"encoder"``, or ``"decoder"``, which attends to a ``context``, too.
         self_attn_mask_type: ``"causal"``, ``"no_mask"`` or ``"arbitrary"``.
         vp_stage: option without effect, stored as an attribute.
-        rngs: the ``params`` stream draws the kernels.
+        rngs: random streams, of which ``params`` draws the kernels.
 
     Raises:
         ValueError: for another mask or layer type, a ``vp_stage`` that is not an integer, a layer number that the stack

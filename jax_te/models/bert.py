@@ -45,7 +45,7 @@ class BertModel(LanguageModel):
             bias. Without it a call returns the encoder's output.
         add_pooler: a dense layer and ``tanh`` of each sequence's first token, see `pool`.
         execution: see `Execution`; with the head ``loss_chunks`` must be 1.
-        rngs: the ``params`` stream draws all weights.
+        rngs: random streams, of which ``params`` draws all weights.
 
     Raises:
         ValueError: for sizes that are not positive, unsupported fields of ``config``, a gated activation together with

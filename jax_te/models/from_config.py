@@ -67,7 +67,7 @@ def transformer_layer(
         number: index of the layer, from 0.
         layer_type, self_attn_mask_type: see `TransformerLayer`.
         post_norm: whether the norms are behind the residual sums, as in BERT, in place of in front of the blocks.
-        rngs: the ``params`` stream draws all weights.
+        rngs: random streams, of which ``params`` draws all weights.
 
     >>> config = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=4)
     >>> transformer_layer(config, rngs=nnx.Rngs(0)).hidden_size

@@ -14,7 +14,6 @@ import numpy as np
 from flax import nnx
 
 from jax_te._validation import check_positive, checked
-from jax_te.config import DispatchOptions, RouterOptions
 from jax_te.models.gpt import Cache, GPTModel
 from jax_te.ops import as_int32, is_known
 from jax_te.recipe import current_recipe
@@ -136,23 +135,10 @@ def _rounded_up(count: int) -> int:
 
 
 def _reads_later_tokens(model: GPTModel) -> bool:
-    """Return whether a token's numbers depend on tokens behind it in the same call: padding would change them.
-
-    A recipe's scales may be those of all tokens, and experts with a capacity drop tokens by the number of all.
-    """
-    if current_recipe() is not None:
+    """Return whether a token's numbers depend on tokens behind it in the same call: padding would change them."""
+    if current_recipe() is not None:  # whose scales may be those of all tokens
         return True
-    for _, module in nnx.iter_modules(model):
-        if getattr(module, "module_recipe", None) is not None or getattr(module, "kernel_recipes", ()):
-            return True
-        options, dispatch = (getattr(module, name, None) for name in ("options", "dispatch"))
-        if isinstance(options, RouterOptions) and (
-            options.expert_capacity_factor is not None or options.force_load_balancing or options.force_biased
-        ):
-            return True
-        if isinstance(dispatch, DispatchOptions) and dispatch.rank_capacity_factor is not None:
-            return True
-    return False
+    return any(getattr(module, "reads_later_tokens", False) for _, module in nnx.iter_modules(model))
 
 
 def _sizes(prompt: Array, lengths: Sequence[int] | None, vocab_size: int) -> tuple[int, ...]:

@@ -20,13 +20,12 @@ from jax_te.layers import (
     clip_qk,
     init_kv_cache,
     rotary_embedding,
-    split_output,
 )
 from jax_te.models.from_config import norm_of, transformer_layer
 from jax_te.models.language_model import LanguageModel
 from jax_te.models.multi_token import MultiTokenPrediction, TokenArrays, continuations
 from jax_te.models.options import Execution, RotaryPositions, rotary_positions
-from jax_te.models.stack import MaskTypes, StackInput, layer_keys, of_experts, rotary_of
+from jax_te.models.stack import MaskTypes, StackInput, layer_keys, of_experts, run_each
 from jax_te.models.tokens import (
     caller_order,
     check_like_tokens,
@@ -79,10 +78,10 @@ class GPTModel(LanguageModel):
         position_embedding_type: ``"learned_absolute"``, ``"rope"``, a `RotaryPositions` (``"rope"`` with its options)
             or ``"none"``. With an `MLATransformerConfig` heads are rotated as its fields say, under each of these
             names; a `RotaryPositions` must be what they say.
-        share_embeddings_and_output_weights: the head is the embedding table, transposed. Else a kernel ``[h, v]`` of
-            its own.
+        share_embeddings_and_output_weights: whether the head is the embedding table, transposed. Else it is a kernel
+            ``[h, v]`` of its own.
         execution: options of recomputation inside of layers, the loop over layers, and the loss in chunks.
-        rngs: the ``params`` stream draws all weights.
+        rngs: random streams, of which ``params`` draws all weights.
 
     Raises:
         ValueError: for sizes that are not positive and unknown names; for a `RotaryPositions` other than that of an
@@ -187,12 +186,24 @@ class GPTModel(LanguageModel):
                 x = self._hidden(tokens, positions, dropout_key, padding_mask, packed_seq_params)
                 # Hidden states are reordered, not logits, which are v / h times as large.
                 return self._head(caller_order(self.config, x, self._axes))
+        return self._continued(tokens, positions, dropout_key, cache, padding_mask, packed_seq_params)
+
+    def _continued(
+        self,
+        tokens: Array,
+        positions: Array | None,
+        dropout_key: Key | None,
+        cache: Cache,
+        padding_mask: Array | None,
+        packed: PackedSeqParams | None,
+    ) -> tuple[Array, Cache]:
+        """Return the logits of tokens behind those of a cache, and the cache with both."""
         if len(cache) != len(self.layers):
             raise ValueError(
                 f"cache must have one entry for each of the {len(self.layers)} layers, got {len(cache)}; give "
                 "model.init_cache(batch, length), or what a call returned"
             )
-        if packed_seq_params is not None:
+        if packed is not None:
             raise ValueError(
                 "packed_seq_params do not go with a cache, which holds one sequence in each row; leave one of the two "
                 "out"
@@ -202,17 +213,12 @@ class GPTModel(LanguageModel):
         if positions is None:
             # The length is traced: one compiled step serves every position.
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32) + cache[0].length
-        keys = layer_keys(dropout_key, 1 + len(self.layers))
-        # Not run_layers: each layer has its own cache, there is no backward, and sequences are in natural order.
+        *keys, embedding_key = layer_keys(dropout_key, 1 + len(self.layers))
+        # In natural order, which that of a cache is, and not in `model_order`.
         with jax.named_scope("GPTModel"):
-            x, rotary, caches = self._embed(tokens, positions, keys[-1]), self._angles(positions), []
-            for i, layer in enumerate(self.layers):
-                with jax.named_scope(f"layer_{i}"):
-                    own = rotary_of(layer, rotary)
-                    given = of_experts(padding_mask)
-                    result = layer(x, rotary_pos_emb=own, dropout_key=keys[i], cache=cache[i], **given)
-                    x, grown = _read(result, "cache", i)
-                    caches.append(grown)
+            x = self._embed(tokens, positions, embedding_key)
+            stack = self._stack_input(x, positions, keys, padding_mask, None)
+            x, caches = run_each(self.layers, stack, [{"cache": entry} for entry in cache], "cache")
             return self._head(self.final_norm(x)), tuple(caches)
 
     def loss(
@@ -407,13 +413,8 @@ class GPTModel(LanguageModel):
         measured = nnx.merge(*nnx.split(self))
         measured.eval()
         stack = measured.embed_inputs(tokens, positions=positions, packed_seq_params=packed_seq_params)
-        x, found = stack.x, []
-        for i, layer in enumerate(measured.layers):
-            angles = rotary_of(layer, stack.arrays["rotary_pos_emb"])
-            given = {**stack.arrays, "rotary_pos_emb": angles, **stack.options.mask_types}
-            x, max_logit = _read(layer(x, **given, return_max_logit=True), "max_logit", i)
-            found.append(max_logit)
-        return jnp.stack(found)
+        asked = [{"return_max_logit": True}] * len(measured.layers)
+        return jnp.stack(run_each(measured.layers, stack, asked, "max_logit")[1])
 
     def clip_qk(self, max_logits: Array) -> None:
         """Scale down query and key projections, by ``config.qk_clip_threshold`` and ``config.qk_clip_alpha``.
@@ -508,27 +509,12 @@ class GPTModel(LanguageModel):
         padding_mask: Array | None,
         packed: PackedSeqParams | None,
     ) -> StackInput:
-        """Return what layers are called with that get ``x``; all but the boundaries are in `model_order`."""
+        """Return what layers are called with that get ``x``, in whose order the other arrays are, boundaries apart."""
         arrays: dict[str, Any] = {"rotary_pos_emb": self._angles(positions)} | of_experts(padding_mask)
         if packed is None:
             return StackInput(x, keys, arrays, options=self.execution.of_stack(self.config))
         options = self.execution.of_stack(self.config, self._PACKED_MASKS)
         return StackInput(x, keys, arrays | {"packed_seq_params": packed}, options=options)
-
-
-def _read(result: Any, name: str, number: int) -> tuple[Array, Any]:
-    """Return a layer's output and the further result that it was asked for.
-
-    Raises:
-        ValueError: if there is none under this name.
-    """
-    y, extra = split_output(result, f"layers[{number}]")
-    if name not in extra:
-        raise ValueError(
-            f"layers[{number}] returned no {name}, which it was asked for; pass on what TransformerLayer returns, a "
-            "NamedTuple that has it under this name"
-        )
-    return y, extra[name]
 
 
 def _counted(labels: Array, loss_mask: Array | None, options: LossOptions, reduction: Reduction) -> Array | float:

@@ -50,7 +50,7 @@ class OutputHead(Linear):
         vocab_size: ``v``.
         bias: whether each call is given a bias ``[v]``.
         own_kernel: whether it has a kernel ``[h, v]``. False: each call is given one.
-        rngs: the ``params`` stream draws the kernel.
+        rngs: random streams, of which ``params`` draws the kernel.
 
     Raises:
         ValueError: when called, for a vocabulary that is not a multiple of the recipe's ``alignment``.

@@ -75,7 +75,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
             is logged once for values other than the default.
         rope_scaling, rope_scaling_factor: scaling of Llama 3.1, see `Llama3Scaling`. Megatron ignores a factor without
             ``rope_scaling``.
-        scatter_embedding_sequence_parallel: must be True.
+        scatter_embedding_sequence_parallel: option that must be True.
         seq_len_interpolation_factor: divisor of the positions, see `LinearScaling`.
         mtp_block_spec: class of the transformer layers of ``config.mtp_num_layers``. None: the class of the others.
         pg_collection: None.
@@ -83,7 +83,7 @@ class MegatronGPTModel(GPTModel, GraphableMegatronModule):
         execution: see `GPTModel`.
         stage_layers: numbers of the layers of a stage, from 0: ``range(6, 12)``. None: all. Megatron reads them off its
             process groups, of which JAX has none; `jax_te.training.pipeline.split_layers` counts them.
-        rngs: the ``params`` stream draws all weights.
+        rngs: random streams, of which ``params`` draws all weights.
 
     Raises:
         ValueError: for an argument with a value other than described above; for ``rope_scaling`` and

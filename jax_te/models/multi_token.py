@@ -58,7 +58,7 @@ class MultiTokenLayer(nnx.Module):
         config: configuration of the model, whose last layer is like the depth's.
         layer_class: class of Megatron's transformer layer, which makes the other layers Megatron's, too. None:
             `jax_te.layers.TransformerLayer`.
-        rngs: the ``params`` stream draws the kernels.
+        rngs: random streams, of which ``params`` draws the kernels.
 
     Source: ``megatron.core.transformer.multi_token_prediction.MultiTokenPredictionLayer``.
     """
@@ -103,7 +103,7 @@ class MultiTokenLayer(nnx.Module):
         """Return the depth's hidden states ``[b, s, h]``, the input of the head and of the next depth.
 
         Args:
-            stack: what a stack of the one layer is called with; its ``x`` is the depth before's output.
+            stack: input of a stack of the one layer; its ``x`` is the depth before's output.
             embedded: ``[b, s, h]``, embeddings of the next tokens.
             axes: logical axes of activations between layers.
         """

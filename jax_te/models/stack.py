@@ -14,7 +14,7 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.config import RecomputeConfig
-from jax_te.layers import Rotary, TransformerLayer, output_of
+from jax_te.layers import Rotary, TransformerLayer, output_of, split_output
 from jax_te.models.batch_parts import join_batch, split_arguments, split_batch
 from jax_te.ops import BiasType, MaskType, loop_over_layers
 from jax_te.quantize import QuantizerState, as_float32_inside, with_max_gradients_inside
@@ -215,6 +215,39 @@ class StackInput:
         return _run(layers, self.x, keys, self.options, dict(**self.arrays, **self.learned))
 
 
+def run_each(
+    layers: Sequence[nnx.Module], stack: StackInput, own: Sequence[Mapping[str, Any]], returned: str
+) -> tuple[Array, list[Any]]:
+    """Return the output of layers one after the other, and a further result of each one.
+
+    It is for passes without a backward: nothing is recomputed, and there is no loop, in which all layers would have the
+    same arguments.
+
+    Args:
+        layers: layers of one stack.
+        stack: input of the layers.
+        own: further arguments of each layer, among which is the request for its result.
+        returned: name of the result.
+
+    Raises:
+        ValueError: for a layer that does not return it.
+    """
+    x, found = stack.x, []
+    keys = [None] * len(layers) if stack.keys is None else stack.keys
+    each = zip(layers, keys, own, strict=True)
+    for i, (layer, key, arguments) in enumerate(each):
+        with jax.named_scope(f"layer_{i}"):
+            arrays = {**stack.arrays, **stack.learned, **arguments}
+            x, extra = split_output(_call_layer(layer, x, key, stack.options.mask_types, arrays), f"layers[{i}]")
+        if returned not in extra:
+            raise ValueError(
+                f"layers[{i}] returned no {returned}, which it was asked for; pass on what TransformerLayer returns, "
+                "a NamedTuple that has it under this name"
+            )
+        found.append(extra[returned])
+    return x, found
+
+
 def _run(
     layers: Sequence[nnx.Module],
     x: Array,
@@ -304,10 +337,14 @@ def _run_group(
 
 
 def _run_layer(layer: nnx.Module, x: Array, key: Array | None, mask_types: MaskTypes, arrays: dict[str, Any]) -> Array:
+    return output_of(_call_layer(layer, x, key, mask_types, arrays))  # Megatron's layers also return their context
+
+
+def _call_layer(layer: nnx.Module, x: Array, key: Array | None, mask_types: MaskTypes, arrays: dict[str, Any]) -> Any:
+    """Return what a layer returns for its input and the arguments of all layers."""
     if "rotary_pos_emb" in arrays:
         arrays = arrays | {"rotary_pos_emb": rotary_of(layer, arrays["rotary_pos_emb"])}  # type: ignore[arg-type]
-    out: Any = layer(x, dropout_key=key, **mask_types, **arrays)  # type: ignore[operator]
-    return output_of(out)  # Megatron's layers also return their context
+    return layer(x, dropout_key=key, **mask_types, **arrays)  # type: ignore[operator]
 
 
 def of_experts(padding_mask: Array | None) -> dict[str, Any]:

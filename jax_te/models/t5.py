@@ -44,11 +44,11 @@ class T5Model(LanguageModel):
         position_embedding_type: ``"relative"``: a bias of the scores by distance, one table in the encoder and one
             in the decoder, shared by their layers; a `RelativePositions` (``"relative"`` with its options);
             ``"learned_absolute"``; or ``"none"``.
-        share_embeddings_and_output_weights: the head is the embedding table, transposed. Else a kernel ``[h, v]`` of
-            its own.
+        share_embeddings_and_output_weights: whether the head is the embedding table, transposed. Else it is a kernel
+            ``[h, v]`` of its own.
         execution: see `Execution`. The two stacks are separate: ``scan_layers="auto"`` decides on each, and groups of
             layers that are recomputed together do not reach from the encoder into the decoder.
-        rngs: the ``params`` stream draws all weights.
+        rngs: random streams, of which ``params`` draws all weights.
 
     Raises:
         ValueError: for sizes that are not positive, unknown names and unsupported fields of ``config``; when called,

@@ -43,7 +43,7 @@ def upcycle(model: GPTModel, *, rngs: nnx.Rngs, **experts: Any) -> GPTModel:
 
     Args:
         model: a `GPTModel` without experts and without quantized kernels; unchanged.
-        rngs: the ``params`` stream draws the routers.
+        rngs: random streams, of which ``params`` draws the routers.
         **experts: fields of `jax_te.config.ExpertsConfig`, with ``num_moe_experts``, such as ``moe_router_topk`` and
             ``moe_layer_freq``.
 

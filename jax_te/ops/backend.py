@@ -95,8 +95,8 @@ class BackendChoice:
 
     Args:
         op, backend, reason: the op, its backend, and why it is this one.
-        parts: who runs each part of the op: ``"te"``, ``"xla"``, or ``"pallas"`` for the Hopper kernels of the ``xla``
-            backend, ``"cudnn"`` for cuDNN's FP8 attention.
+        parts: backend of each part of the op: ``"te"``, ``"xla"``, or ``"pallas"`` for the Hopper kernels of the
+            ``xla`` backend, ``"cudnn"`` for cuDNN's FP8 attention.
         unquantized: reason why attention runs in the compute dtype under a recipe with ``fp8_dpa``; None: the op does
             what the recipe says.
 

@@ -99,7 +99,7 @@ class _OnDevices:
         arguments: residuals that are arguments of the op, whole arrays.
         own: the others, of each device.
         specs: PartitionSpecs of the arguments.
-        sources: for each residual the place of the argument that it is, among the leaves of all; None for the others.
+        sources: place of the argument that each residual is, among the leaves of all; None for the others.
         treedef: structure of the residuals.
     """
 

@@ -58,6 +58,7 @@ from jax_te.quantize.scaling import (
     exponent_scale,
     frozen_scales,
     history_slots,
+    max_or_nan,
     power_of_two_scale,
     scales_are_frozen,
 )

@@ -60,8 +60,8 @@ class OperandPrecision:
     Args:
         quantizer: None: the operand is not quantized.
         read_quantized, read_unquantized: whether a GEMM reads it quantized, or as it is.
-        one_scale: the operand has one scale (or none), so that shards quantized under one amax are the shards of the
-            quantized tensor.
+        one_scale: whether the operand has one scale (or none), so that shards quantized under one amax are the shards
+            of the quantized tensor.
     """
 
     quantizer: Quantizer | None = None
@@ -84,7 +84,7 @@ class Precision:
         overridden: whether each of `GEMMS` multiplies its operands unquantized, in the compute dtype.
         split_accumulator: whether each of `GEMMS` promotes partial sums to fp32 on the way.
         amax_rule: amax rule of delayed scaling; None for recipes without state.
-        alignment: sizes of quantized matrices must be multiples of it.
+        alignment: divisor that the sizes of quantized matrices must have.
         shard_multiple: sizes of shards likewise, for devices to quantize theirs by themselves; None: they cannot.
         recipe_name: recipe's name, for messages.
     """

@@ -64,6 +64,16 @@ def _largest_magnitude(x: Array, axis: int | tuple[int, ...] | None) -> Array:
     return jax.lax.bitcast_convert_type(bits.astype(word), wide.dtype).astype(jnp.float32)
 
 
+def max_or_nan(x: Array, axis: int | tuple[int, ...]) -> Array:
+    """Return the maximum of ``x`` over ``axis``, nan if any element is.
+
+    >>> max_or_nan(jnp.array([[-3.0, 2.0], [jnp.nan, 1.0]]), axis=1).tolist()
+    [2.0, nan]
+    """
+    # nan is tested for, because XLA on CPU loses it from maxima of floats over large arrays.
+    return jnp.where(jnp.any(jnp.isnan(x), axis=axis), jnp.nan, jnp.max(x, axis=axis))
+
+
 def compute_scale(amax: Array, dtype: DTypeLike, *, margin: int = 0, old_scale: Array | None = None) -> Array:
     """Return ``max(dtype) / amax / 2**margin``; where amax is 0, inf or nan, the old scale (1 if None).
 

@@ -29,7 +29,7 @@ from jax_te._validation import brief, check_axes, check_leaves, checked
 from jax_te.quantize.attention import AttentionState, attention_precision_of
 from jax_te.quantize.counting import Counting, counting_of
 from jax_te.quantize.precision import ROLES, GemmState
-from jax_te.quantize.scaling import AmaxState, history_slots
+from jax_te.quantize.scaling import AmaxState, history_slots, max_or_nan
 from jax_te.recipe import DelayedScaling, Recipe
 from jax_te.sharding import batch_ranks
 from jax_te.typing import PyTree
@@ -245,15 +245,10 @@ def merge_quantizers(stacked: PyTree) -> PyTree:
     def merged(node: Any) -> Any:
         # A maximum is right for all leaves of delayed scaling: the scales are equal, because all were computed from the
         # common state, and the histories differ only in slot 0, the newest amax.
-        return jax.tree.map(_largest if counting_of(node) is None else lambda leaf: jnp.sum(leaf, axis=0), node)
+        combined = max_or_nan if counting_of(node) is None else jnp.sum
+        return jax.tree.map(lambda leaf: combined(leaf, axis=0), node)
 
     return jax.tree.map(merged, stacked, is_leaf=lambda node: counting_of(node) is not None)
-
-
-def _largest(leaf: jax.Array) -> jax.Array:
-    """Return the maximum over the leading axis."""
-    # nan is tested for, because XLA on CPU loses it from maxima over large arrays.
-    return jnp.where(jnp.any(jnp.isnan(leaf), axis=0), jnp.nan, jnp.max(leaf, axis=0))
 
 
 @checked

@@ -34,7 +34,7 @@ class QuantizedTensor:
         block: ``(r, c)``, or None for one scale.
         axis: the first axis that belongs to the columns.
         parts: equal parts of the leading axis that have a scale each, ``scale_inv [parts]``; 0: no such parts.
-        rotated: a Hadamard transform along the rows' axis (`hadamard_rows`) was applied before quantization.
+        rotated: whether a Hadamard transform along the rows' axis (`hadamard_rows`) preceded quantization.
 
     >>> q = QuantizedTensor(data=jnp.ones((2, 2), jnp.float8_e4m3fn), scale_inv=jnp.float32(0.5), dtype=jnp.float32)
     >>> float(q.dequantize()[0, 0])

@@ -43,7 +43,8 @@ class Float8BlockScaling(_BlockScaling):
         use_f32_scales: whether to keep the scales as they come, not rounded to powers of two.
         fp8_format: `Format.E4M3` (default) or `Format.HYBRID`.
         override_linear_precision: see `Recipe`.
-        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accumulation is always split; anything else is refused.
+        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: options of accumulation, which is always split; anything else is
+            refused.
         fp8_dpa, fp8_mha: False; True is refused, as in Transformer Engine.
 
     Raises:
@@ -81,7 +82,8 @@ class MXFP8BlockScaling(_BlockScaling):
     Args:
         fp8_format: `Format.E4M3` (default) or `Format.HYBRID`.
         override_linear_precision: see `Recipe`.
-        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accumulation is always fp32; anything else is refused.
+        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: options of accumulation, which is always fp32; anything else is
+            refused.
         fp8_dpa, fp8_mha: False; True is refused, as in Transformer Engine.
 
     Raises:
@@ -116,11 +118,12 @@ class NVFP4BlockScaling(_BlockScaling):
     Args:
         disable_rht: whether the Hadamard transform is off.
         disable_stochastic_rounding: whether to round gradients to nearest.
-        disable_2d_quantization: kernels have 1 x 16 blocks, too.
+        disable_2d_quantization: whether kernels have 1 x 16 blocks, too.
         fp4_format: `Format.E2M1`.
         fp8_format: `Format.E4M3`, of the block scales.
         override_linear_precision: see `Recipe`.
-        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: accumulation is always fp32; anything else is refused.
+        fp8_gemm_fprop, fp8_gemm_dgrad, fp8_gemm_wgrad: options of accumulation, which is always fp32; anything else is
+            refused.
         fp8_dpa, fp8_mha: False; True is refused, as in Transformer Engine.
 
     Raises:

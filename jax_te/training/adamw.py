@@ -22,7 +22,7 @@ def learning_rate_schedule(
         learning_rate: the largest value, reached after ``warmup_steps``.
         total_steps: steps of warm-up and decay together; the learning rate is constant afterwards.
         warmup_steps: number of warmup steps, in [0, total_steps).
-        final_fraction: the decay ends at this fraction of ``learning_rate``; in [0, 1].
+        final_fraction: fraction of ``learning_rate`` at which the decay ends, in [0, 1].
 
     Raises:
         ValueError: for a value outside these ranges.

@@ -30,8 +30,8 @@ class FirstHalf(NamedTuple):
         inputs: gradients of the inputs, one for each.
         params: ``nnx.State``, gradients of the parameters that are not deferred: biases, norms, embeddings.
         quantizers: ``nnx.State``, next states of delayed scaling.
-        backward_dw: ``backward_dw()`` returns the ``nnx.State`` of the deferred gradients. A pytree of the operands of
-            their GEMMs.
+        backward_dw: function without arguments that returns the ``nnx.State`` of the deferred gradients; a pytree of
+            the operands of their GEMMs.
 
     >>> FirstHalf._fields
     ('inputs', 'params', 'quantizers', 'backward_dw')
@@ -65,7 +65,7 @@ def deferred_vjp(
         fn: ``fn(model, *inputs) -> y``, differentiable. It gets a copy of the model, whose changes are lost.
         model: model whose kernel gradients are deferred. Kernels may be stored quantized.
         inputs: pytrees whose gradients are needed at once.
-        has_aux: ``fn`` returns ``(y, aux)``; only ``y`` is differentiated.
+        has_aux: whether ``fn`` returns ``(y, aux)``, of which only ``y`` is differentiated.
         wgrad_dtype: dtype of the deferred gradients. None: each kernel's own, fp32 for one that is stored quantized.
 
     Returns:

@@ -74,7 +74,7 @@ class Gradients(NamedTuple):
         grads: ``nnx.State``, gradients of the scaled loss, fp32.
         quantizers: next quantizer states.
         rest: the model's other state.
-        counts: of several microbatches in a loop, the counts that each began with, stacked, see `MicrobatchStart`.
+        counts: counts with which each of several microbatches in a loop began, stacked, see `MicrobatchStart`.
     """
 
     loss: Array
@@ -142,7 +142,7 @@ def value_and_grad(
         loss_fn: ``(model, ...) -> [ ]``, a scalar or a `WeightedMean`.
         argnums: position of the model, or ``nnx.DiffState(position, filter)`` to differentiate some of its Variables
             in place of all of its parameters.
-        has_aux: ``loss_fn`` returns a pair whose second element, a pytree of arrays, is passed on.
+        has_aux: whether ``loss_fn`` returns a pair whose second element, a pytree of arrays, is passed on.
         scaler: loss scaler, which multiplies the loss while it is differentiated; the gradients are unscaled again.
             ``optimizer.scaler`` is that of the moment: take it in each step. For a derivative that is made once, before
             a loop that is not compiled, give a function, ``lambda: optimizer.scaler``, which each call calls. An
@@ -343,7 +343,7 @@ class _Sums(NamedTuple):
         loss: fp32 ``[]``, sum of the losses.
         grads: sums of the gradients.
         summands: the same for kernels whose gradients devices sum after the last microbatch.
-        start: what the next microbatch begins with.
+        start: state that the next microbatch begins with.
     """
 
     loss: Array

@@ -35,7 +35,7 @@ class InputUses(NamedTuple):
     """Uses of a program's inputs.
 
     Args:
-        calls: for each input, the calls that read it and have a backward pass of their own.
+        calls: calls of each input that read it and have a backward pass of their own.
         results: numbers of the inputs that floating-point results depend on by another way than through these calls.
     """
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import select
 import signal
 
 import jax
@@ -638,6 +639,24 @@ def test_a_process_that_does_not_end_by_itself(tmp_path, monkeypatch, processes,
     process.receive()
     megatron.close_all([process])
     assert processes[0].returncode == status
+
+
+def test_a_rank_that_does_not_answer_is_named(tmp_path, monkeypatch):
+    program = tmp_path / "program.py"
+    program.write_text("import os, time\nif os.environ['RANK'] == '0':\n    print('{}', flush=True)\ntime.sleep(60)")
+    monkeypatch.setattr(megatron, "_PROGRAM", program)
+    monkeypatch.setattr(megatron, "ANSWER_S", 0.6)
+    monkeypatch.setattr(megatron, "PATIENCE_S", 0.0)
+    ranks = [MegatronProcess(rank, 2) for rank in range(2)]
+    try:
+        select.select([ranks[0].process.stdout], [], [], 60.0)  # Python takes its time to start
+        with pytest.raises(RuntimeError, match="no answer in 1 s from rank 1 of 2"):
+            megatron.receive_all(ranks)
+    finally:
+        megatron.close_all(ranks)
+    program.write_text("import time; time.sleep(60)")
+    with pytest.raises(ValueError, match="--peer megatron: Megatron-Core: no answer in 1 s from rank 0 of 1"):
+        megatron.check_megatron()
 
 
 def test_torch_without_a_gpu_and_another_device(capsys, monkeypatch):

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
 from jax_te.checkpoint import TrainCheckpointer, host
@@ -145,21 +146,22 @@ def test_what_cannot_be_copied_so_is_copied_by_orbax_before_save_returns(tmp_pat
     def refuse(*args, **options):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: of pinned memory")
 
+    # Arrays of this test alone have its mesh, so that no answer of another test, where there is the memory, is theirs.
+    place = NamedSharding(jax.make_mesh((1,), (why.replace(" ", "_"),), devices=jax.devices()[:1]), PartitionSpec())
     if why == "no such memory":
         monkeypatch.setattr(host, "PINNED", "another")
-        host._pinned.cache_clear()
     elif why == "too little of it":
         monkeypatch.setattr(checkpointer_module, "host_copies", refuse)
     dtype = jnp.int4 if why == "two elements in a byte" else jnp.int8
     with TrainCheckpointer(tmp_path) as checkpointer:
         for step in (1, 2):
-            state = {"a": jnp.arange(-4, 4).astype(dtype), "key": jax.random.key(step), "b": np.ones(2, np.float32)}
+            arrays = {"a": jnp.arange(-4, 4).astype(dtype), "key": jax.random.key(step)}
+            state = {**jax.device_put(arrays, place), "b": np.ones(2, np.float32)}
             checkpointer.save(state, None, step)
             delete({"a": state["a"]})
             state["b"][:] = 0.0
         wanted = {"a": jax.ShapeDtypeStruct((8,), dtype), "key": jax.random.key(0), "b": jnp.zeros(2)}
         restored, _, step = checkpointer.restore(wanted)
-    host._pinned.cache_clear()
     assert (step, restored["a"].tolist(), restored["b"].tolist()) == (2, list(range(-4, 4)), [1.0, 1.0])
     assert jnp.array_equal(jax.random.key_data(restored["key"]), jax.random.key_data(jax.random.key(2)))
     told = [record for record in caplog.records if "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB" in record.getMessage()]

@@ -403,14 +403,15 @@ def test_a_full_disk_is_called_so(cause, told, number, tmp_path, monkeypatch):
         assert caught.value.filename == str(tmp_path)
 
 
-def test_two_processes_of_one_number_are_not_told_to_free_space(tmp_path):
-    error = SameNumberError(errno.ETIMEDOUT, "two have the same number")
-    with (
-        TrainCheckpointer(tmp_path) as checkpointer,
-        pytest.raises(OSError, match="could not be saved") as caught,
-        checkpointer._writer.explained(1),
-    ):
-        raise error
+def test_two_processes_of_one_number_are_not_told_to_free_space(tmp_path, monkeypatch):
+    def fail(*args, **options):
+        raise SameNumberError(errno.ETIMEDOUT, "two have the same number")
+
+    monkeypatch.setattr(ocp.training.Checkpointer, "save_checkpointables_async", fail)
+    with TrainCheckpointer(tmp_path) as checkpointer:
+        checkpointer.save(make_state(1), {"at": 1}, 1)
+        with pytest.raises(OSError, match="could not be saved") as caught:
+            checkpointer.wait()
     assert "start each with a number of its own" in str(caught.value)
     assert "Free some space" not in str(caught.value)
 

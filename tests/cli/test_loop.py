@@ -196,11 +196,13 @@ def test_a_run_that_has_lost_its_way_is_given_up(tmp_path, lost, reason):
     assert read_metrics(tmp_path)[-1]["step"] == 13
 
 
-def test_what_a_step_raises_ends_the_display(tmp_path):
-    progress = RichProgress()
+def test_what_a_step_raises_ends_the_display(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
     with pytest.raises(OSError, match="disk"):
-        Run(tmp_path)(progress=progress, step=lambda state, batch: (_ for _ in ()).throw(OSError("disk")))
-    assert progress._bar is None
+        Run(tmp_path)(progress=RichProgress(), step=lambda state, batch: (_ for _ in ()).throw(OSError("disk")))
+    written = capsys.readouterr().out
+    assert -1 < written.rfind("\x1b[?25l") < written.rfind("\x1b[?25h")  # the terminal has its cursor again
 
 
 def test_in_a_terminal_there_is_a_bar(tmp_path, capsys, monkeypatch):

@@ -37,6 +37,7 @@ CONFIGS = {
 }
 PROMPT = jnp.array([[1, 2, 3], [30, 3, 9], [5, 5, 5], [7, 0, 31]], jnp.int32)
 KEY = jax.random.key(2)
+OWN = ModuleRecipe(training=Float8CurrentScaling())
 
 
 def build(form: str) -> GPTModel:
@@ -124,6 +125,51 @@ class Traced(GPTModel):
     def __call__(self, tokens: Any, *args: Any, **options: Any) -> Any:
         self.lengths.append(tokens.shape[1])
         return super().__call__(tokens, *args, **options)
+
+
+class LessMean(nnx.Module):
+    """A feed-forward block that reads all tokens of a call."""
+
+    reads_later_tokens = True
+
+    def __call__(self, x: jax.Array, is_first_microbatch: bool | None = None) -> jax.Array:
+        return x - jnp.mean(x, axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        (lambda layer: None, [32, 1]),
+        (lambda layer: setattr(layer, "layernorm_mlp", LessMean()), [3, 1]),
+        (lambda layer: setattr(layer.layernorm_mlp, "kernel_recipes", (("wi_kernel", OWN),)), [3, 1]),
+        (lambda layer: setattr(layer.self_attention.proj, "module_recipe", OWN), [3, 1]),
+    ],
+    ids=["plain", "a block of one's own", "a recipe of a kernel", "a recipe of a layer"],
+)
+def test_padding_is_not_shown_to_a_module_that_reads_later_tokens(change: Any, wanted: list[int]) -> None:
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4)
+    model = Traced(config, vocab_size=V, max_sequence_length=40, rngs=nnx.Rngs(0))
+    change(model.layers[0])
+    Traced.lengths.clear()
+    jax.eval_shape(lambda: generate(model, PROMPT, steps=4, key=KEY))
+    assert Traced.lengths[: len(wanted)] == wanted
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, False),
+        ({"moe_expert_capacity_factor": 1.0}, True),
+        ({"moe_router_force_load_balancing": True}, True),
+        ({"moe_router_force_biased": 0.5}, True),
+        ({"moe_token_dispatcher_type": "alltoall", "moe_expert_rank_capacity_factor": 1.0}, True),
+    ],
+)
+def test_experts_that_read_the_number_of_tokens_say_so(fields: dict[str, Any], wanted: bool) -> None:
+    config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, num_moe_experts=4, **fields)
+    model = nnx.eval_shape(lambda: GPTModel(config, vocab_size=V, max_sequence_length=40, rngs=nnx.Rngs(0)))
+    modules = [module for _, module in nnx.iter_modules(model)]
+    assert any(getattr(module, "reads_later_tokens", False) for module in modules) is wanted
 
 
 @pytest.mark.parametrize(

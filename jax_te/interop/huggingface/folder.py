@@ -25,6 +25,10 @@ CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.i
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _DEPTHS = "num_nextn_predict_layers"
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+_OTHER_WEIGHTS = re.compile(r"pytorch_model(-\d{5}-of-\d{5})?\.bin(\.index\.json)?|tf_model\.h5|flax_model\.msgpack")
+"""Files of tensors that transformers loads, too, and that no save here replaces."""
+_SHARD = re.compile(r"[\w.-]{1,200}\.safetensors")
+"""Names, not paths: files that an index names are read, and must be in its folder."""
 
 
 def json_file(path: Path) -> dict[str, Any]:
@@ -57,6 +61,17 @@ def check_no_adapter(folder: Path) -> None:
         raise ValueError(
             f"{folder} holds an adapter ({', '.join(found)}), and transformers would add it to a model there; give a "
             "folder of its own to the model"
+        )
+
+
+def check_no_other_weights(folder: Path) -> None:
+    """Raise ValueError for a folder with tensors of an older model that would stay beside those of a new one."""
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    found = [name for name in names if _OTHER_WEIGHTS.fullmatch(name)]
+    if found:
+        raise ValueError(
+            f"{folder} holds tensors of another model in files that are not replaced ({', '.join(found[:8])}); remove "
+            "them, or give another folder"
         )
 
 
@@ -103,8 +118,7 @@ def open_tensors(folder: Path) -> tuple[dict[str, np.ndarray], list[TensorFile]]
     if not isinstance(index, dict) or not index:
         raise ValueError(f"{folder / INDEX} has no weight_map")
     for name in index.values():
-        # A name, not a path: files that an index names are read, and must be in this folder.
-        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,200}\.safetensors", name):
+        if not isinstance(name, str) or not _SHARD.fullmatch(name):
             raise ValueError(f"{folder / INDEX} names {str(name)[:200]!r}, which is not a name of a .safetensors file")
     files = {name: TensorFile(folder / name) for name in sorted(set(index.values()))}
     tensors: dict[str, np.ndarray] = {}
@@ -161,7 +175,18 @@ def _model_files(folder: Path) -> list[Path]:
     or a folder that nothing loads, but never tensors under the configuration of others.
     """
     # Also those that no new file replaces: a reader takes the single file before an index.
-    return [folder / CONFIG, *sorted(path for path in folder.iterdir() if _OURS.fullmatch(path.name))]
+    ours = {path.name for path in folder.iterdir() if _OURS.fullmatch(path.name)}
+    return [folder / CONFIG, *(folder / name for name in sorted(ours | _shards_of_index(folder)))]
+
+
+def _shards_of_index(folder: Path) -> set[str]:
+    """Return the names of the files that a folder's index has, whatever they are; none if it is damaged."""
+    try:
+        named = json_file(folder / INDEX).get("weight_map")
+    except ValueError:
+        return set()
+    names = named.values() if isinstance(named, dict) else ()
+    return {name for name in names if isinstance(name, str) and _SHARD.fullmatch(name) and (folder / name).is_file()}
 
 
 def _take(stream: Iterator[tuple[str, np.ndarray]], count: int) -> Iterator[tuple[str, np.ndarray]]:

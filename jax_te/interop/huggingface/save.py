@@ -18,7 +18,13 @@ from jax_te._whole_files import whole_or_nothing
 from jax_te.interop.huggingface.architectures.registry import ARCHITECTURES, named_classes
 from jax_te.interop.huggingface.block_scaled import Choice, held_kernels, quantization_config, written_scales
 from jax_te.interop.huggingface.config_json import NO_NUMBERS
-from jax_te.interop.huggingface.folder import CONFIG, check_no_adapter, json_file, write_folder
+from jax_te.interop.huggingface.folder import (
+    CONFIG,
+    check_no_adapter,
+    check_no_other_weights,
+    json_file,
+    write_folder,
+)
 from jax_te.interop.huggingface.safetensors import TensorPlan
 from jax_te.interop.tables import (
     Architecture,
@@ -75,13 +81,16 @@ def save_huggingface(
         max_shard_size: the most bytes of tensors in a file; a larger one holds one tensor. Beyond one file there is
             an index.
         like: a folder from which the fields of ``config.json`` that say nothing of the model are taken, such as
-            ``eos_token_id``, and the files of the tokenizer and of generation; the one that the model was loaded from.
+            ``eos_token_id``, and the files of the tokenizer and of generation, in place of all that an older model in
+            ``folder`` has; the one that the model was loaded from. ``folder`` itself: they stay.
         on_progress: function called after each parameter with the number of parameters done and the number of all.
 
     Raises:
         ValueError: for a model that no architecture, or not this one, can represent; the message names the options. For
             parameters that adapters added; that are stored quantized, without ``block_scaled`` or in another form. For
-            a folder that holds an adapter; for finite values beyond the largest of ``dtype``.
+            a folder that holds an adapter, tensors in files of other names than those written here, or an older model's
+            files of tokenizer and generation without a ``like`` that says which ones this model has; for finite values
+            beyond the largest of ``dtype``.
         OSError: if the first process cannot write; if it cannot give the complete files their names: the message says
             what to do; if another process fails, or is waited for in vain (TimeoutError).
 
@@ -93,11 +102,14 @@ def save_huggingface(
 
     def write(stream: Iterator[tuple[str, np.ndarray]]) -> None:
         check_no_adapter(folder)
+        check_no_other_weights(folder)
+        source = None if like is None else Path(like)
+        given, stale = _companions_of_save(folder, source)
         with whole_or_nothing(folder) as new:
-            if like is not None and not (folder.exists() and folder.samefile(like)):
-                for path in companions(Path(like)):  # before the tensors, which may take minutes
-                    shutil.copyfile(path, new.part(path.name))
+            for path in given:  # before the tensors, which may take minutes
+                shutil.copyfile(path, new.part(path.name))
             write_folder(new, config, contents.plan(), stream, max_shard_size)
+            new.replaces(stale)
 
     # All checks are made inside: a call that one process refuses counts for all, whose next calls meet again.
     with Meetings("save_huggingface") as meetings:
@@ -227,6 +239,29 @@ def _config(name: str, form: Form, contents: _Contents, like: Path | None) -> di
     if contents.scales:
         values["quantization_config"] = quantization_config([name for name, _, shape in plain if len(shape) == 2])
     return values
+
+
+def _companions_of_save(folder: Path, like: Path | None) -> tuple[list[Path], list[Path]]:
+    """Return the files of tokenizer and generation to copy, and those of an older model in the folder to remove.
+
+    Raises:
+        ValueError: for an older model with such files, if nothing says whose the new model's are.
+    """
+    there = companions(folder)
+    if like is None:
+        # Without a model they are for the one to come: a tokenizer may be saved first.
+        if there and (folder / CONFIG).exists():
+            raise ValueError(
+                f"{folder} holds a model with {', '.join(path.name for path in there)}, which would stay beside the "
+                f"new one: give like={str(folder)!r} if they are for this model, too; or like= with the folder whose "
+                "they are; or another folder to write"
+            )
+        return [], []
+    if folder.exists() and folder.samefile(like):
+        return [], []
+    given = companions(like)
+    names = {path.name for path in given}
+    return given, [path for path in there if path.name not in names]
 
 
 def companions(folder: Path) -> list[Path]:

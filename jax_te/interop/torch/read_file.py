@@ -121,7 +121,7 @@ def load_archive(data: memoryview, what: object, file: Any = None) -> Any:
     Args:
         data: the bytes of the archive.
         what: the file, for messages.
-        file: the same to seek and read in, where there is one.
+        file: open file to seek and read in, where there is one.
 
     Raises:
         ValueError: see `read_torch_file`.
@@ -207,7 +207,7 @@ def _strided(storage: _Storage, dtype: np.dtype[Any], offset: Any, size: Any, st
     """Return the tensor of a part of a storage.
 
     Args:
-        storage, dtype, offset, size, stride: as torch stores them.
+        storage, dtype, offset, size, stride: fields of a tensor, as torch stores them.
         views: torch's marks of the tensor, a bool for each name; None without.
 
     Raises:

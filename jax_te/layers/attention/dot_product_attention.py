@@ -202,7 +202,7 @@ class DotProductAttention(ContextParallelModule, RecipeModule):
             alibi_slopes: ``[n]`` or ``[b, n]``. None: those of `alibi_slopes`.
             dropout_key: ``jax.random.key`` that dropout draws from, another one at each step; needed in training
                 unless the rates are 0. Evaluation (``model.eval()``) drops nothing, with or without one.
-            attn_mask_type, window_size, return_max_logit: used in place of the layer's own.
+            attn_mask_type, window_size, return_max_logit: options in place of the layer's own.
             checkpoint_core_attention: whether to recompute attention in backward instead of saving its residuals.
 
         Returns:

@@ -11,16 +11,17 @@ from jax_te._validation import check_positive, checked
 from jax_te.config import CpCommType, LatentAttentionOptions
 from jax_te.layers.attention.dot_product_attention import DotProductAttention
 from jax_te.layers.attention.kv_cache import KVCache, WindowKVCache
-from jax_te.layers.attention.multihead_attention import MultiheadAttention
+from jax_te.layers.attention.multihead_attention import MultiheadAttention, ProjectionOptions, heads_axis_of
 from jax_te.layers.attention.qkv import HEAD_AXES
 from jax_te.layers.attention.rotary import Rotary, apply_rotary
+from jax_te.layers.keywords import ParallelKeywords
 from jax_te.layers.layernorm_linear import LayerNormLinear
 from jax_te.layers.linear import Linear
-from jax_te.layers.norm import Normalization, check_returned_norm, make_norm
+from jax_te.layers.norm import Normalization, NormOptions, check_returned_norm
 from jax_te.layers.results import add_bias
 from jax_te.ops import MaskType, SoftmaxType, Window
 from jax_te.quantize import QuantizedKernel
-from jax_te.sharding import auto_region, axis_ranks, row_axis
+from jax_te.sharding import auto_region, axis_ranks
 from jax_te.typing import Array, DTypeLike, Initializer, TensorGroup
 
 
@@ -108,9 +109,8 @@ class MultiLatentAttention(MultiheadAttention):
         self.return_layernorm_output = return_layernorm_output
         self.q_norm = self.k_norm = None
         self.latent = latent
-        n = num_attention_heads
         self.core_attention = DotProductAttention(
-            n,
+            num_attention_heads,
             (latent.head_channels, latent.v_head_dim),
             attention_dropout=attention_dropout,
             attn_mask_type=attn_mask_type,
@@ -124,67 +124,71 @@ class MultiLatentAttention(MultiheadAttention):
             hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
             cp_load_balanced=cp_load_balanced,
         )
-        shared: dict[str, Any] = {
+        norm = NormOptions(normalization, layernorm_epsilon, zero_centered_gamma, sequence_parallel, params_dtype)
+        shared: ParallelKeywords = {
+            "sequence_parallel": sequence_parallel,
+            "tp_group": tp_group,
+            "tp_size": tp_size,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "params_dtype": params_dtype,
-            "rngs": rngs,
         }
-        split = {"sequence_parallel": sequence_parallel, "tp_group": tp_group, "tp_size": tp_size}
-        heads = "heads" if set_parallel_mode else None
+        inward: ProjectionOptions = {
+            **shared,
+            "bias": False,
+            "init_method": init_method,
+            "parallel_mode": "column" if set_parallel_mode else None,
+        }
+        outward: ProjectionOptions = {
+            **shared,
+            "bias": bias,
+            "init_method": output_layer_init_method,
+            "parallel_mode": "row" if set_parallel_mode else None,
+        }
+        # One norm for the projections to both latents; fused layers would each compute it again.
+        self.layernorm = norm.make(hidden_size, rngs) if input_layernorm else None
+        # In this order: each draws keys from ``rngs``.
+        self._make_latent_projections(hidden_size, norm, inward, rngs)
+        self._make_output(hidden_size, latent.v_head_dim, outward, return_bias, rngs)
+
+    def _make_latent_projections(self, h: int, norm: NormOptions, options: ProjectionOptions, rngs: nnx.Rngs) -> None:
+        """Create the projections from the hidden size ``h`` to latents, and from these to queries, keys and values.
+
+        Args:
+            h: hidden size.
+            norm: options of the latents' norms.
+            options: options of each projection to heads.
+            rngs: source of the kernels' keys.
+        """
+        n, latent = self.core_attention.num_attention_heads, self.latent
+        # Latents have no heads that could be split, so the projections to them are whole.
+        of_split = ("parallel_mode", "sequence_parallel", "tp_group", "tp_size")
+        to_latent: dict[str, Any] = {name: option for name, option in options.items() if name not in of_split}
 
         def down(size: int) -> Linear:
-            return Linear(hidden_size, size, False, init_method=init_method, **shared)
+            return Linear(h, size, **to_latent, rngs=rngs)
 
         def up(rank: int, channels: int, *, normalized: bool) -> Linear:
-            mode = "column" if set_parallel_mode else None
-            # Not "ffn", the default: heads and the feed-forward dimension may have different rules.
-            options = {"parallel_mode": mode, "kernel_axes": ("fsdp", heads), "init_method": init_method}
-            options |= shared | split
+            axes = ("fsdp", heads_axis_of(options))
             if not normalized:
-                return Linear(rank, n * channels, False, **options)
+                return Linear(rank, n * channels, **options, kernel_axes=axes, rngs=rngs)
             return LayerNormLinear(
                 rank,
                 n * channels,
-                layernorm_epsilon,
-                False,
-                normalization=normalization,
-                zero_centered_gamma=zero_centered_gamma,
+                norm.epsilon,
                 **options,
-            )
-
-        # One norm for the projections to both latents; fused layers would each compute it again.
-        self.layernorm = (
-            make_norm(
-                normalization,
-                hidden_size,
-                layernorm_epsilon,
-                sequence_parallel=sequence_parallel,
-                params_dtype=params_dtype,
-                zero_centered_gamma=zero_centered_gamma,
+                normalization=norm.normalization,
+                zero_centered_gamma=norm.zero_centered_gamma,
+                kernel_axes=axes,
                 rngs=rngs,
             )
-            if input_layernorm
-            else None
-        )
-        rank, channels = latent.q_lora_rank, latent.head_channels
-        if rank is None:
-            self.query = up(hidden_size, channels, normalized=False)
+
+        if latent.q_lora_rank is None:
+            self.query = up(h, latent.head_channels, normalized=False)
         else:
-            self.q_down = down(rank)
-            self.q_up = up(rank, channels, normalized=latent.latent_layernorm)
+            self.q_down = down(latent.q_lora_rank)
+            self.q_up = up(latent.q_lora_rank, latent.head_channels, normalized=latent.latent_layernorm)
         self.kv_down = down(latent.kv_lora_rank + latent.qk_pos_emb_head_dim)
         self.kv_up = up(latent.kv_lora_rank, latent.qk_head_dim + latent.v_head_dim, normalized=latent.latent_layernorm)
-        self.proj = Linear(
-            n * latent.v_head_dim,
-            hidden_size,
-            bias,
-            init_method=output_layer_init_method,
-            parallel_mode="row" if set_parallel_mode else None,
-            return_bias=return_bias,
-            kernel_axes=(row_axis(heads), None),
-            **shared,
-            **split,
-        )
 
     @property
     def rotary_channels(self) -> int:

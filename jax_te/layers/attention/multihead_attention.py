@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from jax_te.layers.attention.rotary import Rotary
 from jax_te.layers.keywords import ParallelKeywords
 from jax_te.layers.layernorm_linear import LayerNormLinear
 from jax_te.layers.linear import Linear
-from jax_te.layers.norm import LayerNorm, Normalization, RMSNorm, check_returned_norm, make_norm
+from jax_te.layers.norm import LayerNorm, Normalization, NormOptions, RMSNorm, check_returned_norm
 from jax_te.layers.parallel_arguments import set_tensor_parallel_group
 from jax_te.layers.results import add_bias, layer_output, split_output
 from jax_te.ops import BiasType, MaskType, SoftmaxType, Window
@@ -73,7 +73,7 @@ class MultiheadAttention(ContextParallelModule):
         init_method: initializer of the query, key and value projections. None: N(0, 0.023²).
         output_layer_init_method: initializer of the output projection. None: N(0, 0.023²).
         params_dtype: dtype of the parameters.
-        rngs: the ``params`` stream draws the kernels.
+        rngs: random streams, of which ``params`` draws the kernels.
 
     Raises:
         ValueError: for sizes that are not positive or do not divide, unknown names and options that exclude each other;
@@ -132,20 +132,14 @@ class MultiheadAttention(ContextParallelModule):
         params_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        check_heads(num_attention_heads, num_gqa_groups)
-        check_positive(hidden_size=hidden_size)
-        if kv_channels is None and hidden_size % num_attention_heads:
-            raise ValueError(
-                f"hidden_size {hidden_size} is not divisible by num_attention_heads {num_attention_heads}; "
-                "change one of them or give kv_channels"
-            )
+        _check_sizes(hidden_size, num_attention_heads, num_gqa_groups, kv_channels)
         check_returned_norm(input_layernorm, return_layernorm_output)
         self.attention_type = attention_type
         self.return_layernorm_output = return_layernorm_output
         self.fuse_qkv_params = fuse_qkv_params
         self.qk_norm_before_rope = qk_norm_before_rope
         self.qk_norm_across_heads = qk_norm_across_heads
-        core = DotProductAttention(
+        self.core_attention: AttentionCore = DotProductAttention(
             num_attention_heads,
             hidden_size // num_attention_heads if kv_channels is None else kv_channels,
             num_gqa_groups=num_gqa_groups,
@@ -161,10 +155,7 @@ class MultiheadAttention(ContextParallelModule):
             hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
             cp_load_balanced=cp_load_balanced,
         )
-        self.core_attention: AttentionCore = core
-        norm = _NormOptions(normalization, layernorm_epsilon, zero_centered_gamma, sequence_parallel, params_dtype)
-        # Not "ffn", the default of `Linear`: heads and the feed-forward dimension may have different rules.
-        heads_axis = "heads" if set_parallel_mode else None
+        norm = NormOptions(normalization, layernorm_epsilon, zero_centered_gamma, sequence_parallel, params_dtype)
         shared: ParallelKeywords = {
             "sequence_parallel": sequence_parallel,
             "tp_group": tp_group,
@@ -172,43 +163,33 @@ class MultiheadAttention(ContextParallelModule):
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "params_dtype": params_dtype,
         }
-        inward: _ProjectionOptions = {
+        inward: ProjectionOptions = {
             **shared,
             "bias": bias or qkv_bias,
             "init_method": init_method,
             "parallel_mode": "column" if set_parallel_mode else None,
         }
-        # In this order: each draws keys from ``rngs``.
-        self._make_projections(hidden_size, norm if input_layernorm else None, heads_axis, inward, rngs)
-        n, g, d = core.num_attention_heads, core.num_gqa_groups, core.kv_channels
-        heads = (n, g) if qk_norm_across_heads else (1, 1)
-        head_norm = None if qk_norm_type is None else norm._replace(normalization=qk_norm_type, sequence_parallel=False)
-        self.q_norm, self.k_norm = (None if head_norm is None else head_norm.make(count * d, rngs) for count in heads)
-        self.proj = Linear(
-            n * d,
-            hidden_size,
-            bias,
+        outward: ProjectionOptions = {
             **shared,
-            init_method=output_layer_init_method,
-            parallel_mode="row" if set_parallel_mode else None,
-            return_bias=return_bias,
-            kernel_axes=(row_axis(heads_axis), None),
-            rngs=rngs,
-        )
+            "bias": bias,
+            "init_method": output_layer_init_method,
+            "parallel_mode": "row" if set_parallel_mode else None,
+        }
+        # In this order: each draws keys from ``rngs``.
+        self._make_projections(hidden_size, norm if input_layernorm else None, inward, rngs)
+        self._make_head_norms(None if qk_norm_type is None else norm._replace(normalization=qk_norm_type), rngs)
+        self._make_output(hidden_size, self.core_attention.kv_channels, outward, return_bias, rngs)
 
-    def _make_projections(
-        self, h: int, norm: _NormOptions | None, heads_axis: str | None, options: _ProjectionOptions, rngs: nnx.Rngs
-    ) -> None:
+    def _make_projections(self, h: int, norm: NormOptions | None, options: ProjectionOptions, rngs: nnx.Rngs) -> None:
         """Create the projections to queries, keys and values, and the norm that is in front of them, if any.
 
         Args:
             h: hidden size.
             norm: options of the norm. None: there is none.
-            heads_axis: logical axis of the kernels' last axis.
             options: options of each projection.
             rngs: source of the kernels' keys.
         """
-        core = self.core_attention
+        core, heads_axis = self.core_attention, heads_axis_of(options)
         r, features = core.num_attention_heads // core.num_gqa_groups, core.num_gqa_groups * core.kv_channels
 
         def project(*components: int) -> Linear:
@@ -240,6 +221,27 @@ class MultiheadAttention(ContextParallelModule):
             self.key_value = project(2)
         else:
             self.qkv = normalize_and_project(r + 2)
+
+    def _make_head_norms(self, norm: NormOptions | None, rngs: nnx.Rngs) -> None:
+        """Create the norms of queries and of keys, or none: one for each head, or one for all heads together."""
+        core = self.core_attention
+        counts = (core.num_attention_heads, core.num_gqa_groups) if self.qk_norm_across_heads else (1, 1)
+        # In front of the core tensor devices split the heads, not the sequence.
+        own = None if norm is None else norm._replace(sequence_parallel=False)
+        self.q_norm, self.k_norm = (None if own is None else own.make(n * core.kv_channels, rngs) for n in counts)
+
+    def _make_output(
+        self, h: int, channels: int, options: ProjectionOptions, return_bias: bool, rngs: nnx.Rngs
+    ) -> None:
+        """Create the projection of the heads' results, ``channels`` of each head, to the hidden size ``h``."""
+        self.proj = Linear(
+            self.core_attention.num_attention_heads * channels,
+            h,
+            **options,
+            return_bias=return_bias,
+            kernel_axes=(row_axis(heads_axis_of(options)), None),
+            rngs=rngs,
+        )
 
     def set_tensor_parallel_group(self, tp_group: TensorGroup) -> None:
         """Set the tensor-parallel group of all projections, see `Linear.set_tensor_parallel_group`."""
@@ -286,7 +288,7 @@ class MultiheadAttention(ContextParallelModule):
             cache: keys and values of the tokens before ``x``; causal self-attention only.
             checkpoint_core_attention: whether to recompute the attention core in backward.
             is_first_microbatch: mode of the kernel cache for all projections, see `Linear`.
-            return_max_logit: used in place of the layer's own.
+            return_max_logit: choice in place of the layer's own.
 
         Returns:
             ``y [b, s, h]``, or a NamedTuple of ``y`` and those of the following that apply, in this order: ``bias``, of
@@ -294,13 +296,7 @@ class MultiheadAttention(ContextParallelModule):
         """
         core: Any = self.core_attention
         check_core(core)
-        if self.attention_type == "self":
-            q_lengths, kv_lengths = None, sequence_lengths
-        else:
-            q_lengths, kv_lengths = sequence_lengths, encoder_lengths
-            if encoder_lengths is not None and sequence_lengths is None:
-                # Without query lengths, the keys' lengths would also apply to the queries.
-                q_lengths = jnp.full(x.shape[:1], x.shape[1], jnp.int32)
+        q_lengths, kv_lengths = self._lengths(x, sequence_lengths, encoder_lengths)
         call = CoreCall(
             attention_mask=attention_mask,
             q_lengths=q_lengths,
@@ -318,25 +314,40 @@ class MultiheadAttention(ContextParallelModule):
         self._check_call(x, encoder_output, encoder_lengths, rotary_pos_emb, cache, call)
         with jax.named_scope("MultiheadAttention"):
             operands, normed = self._operands(x, encoder_output, rotary_pos_emb, cache, is_first_microbatch)
-            if cache is not None:
-                query, key, value = operands
-                cache = cache.append(key, value)
-                core, operands = self._cached(query, cache)
-                mask_type, masks = cache.masks(*x.shape[:2])
-                # The ring buffer's mask selects the keys in the window, because slots are not ordered by position.
-                window = (-1, -1) if isinstance(cache, WindowKVCache) else call.window_size
-                call = call._replace(attn_mask_type=mask_type, window_size=window, **masks)
-            attended = core(*operands, **call._asdict())
+            if cache is None:
+                attended = core(*operands, **call._asdict())
+            else:
+                attended, cache = self._attend_to_cache(operands, cache, call)
             context, max_logit = attended if call.return_max_logit else (attended, None)
             context = context if cache is None else self._of_cache(context)
             y, extra = split_output(self.proj(merge_heads(context), is_first_microbatch=is_first_microbatch), "proj")
-        if normed is not None:
-            extra["layernorm_output"] = normed
-        if max_logit is not None:
-            extra["max_logit"] = max_logit
-        if cache is not None:
-            extra["cache"] = cache
+        further = {"layernorm_output": normed, "max_logit": max_logit, "cache": cache}
+        extra |= {name: result for name, result in further.items() if result is not None}
         return layer_output(y, **extra)
+
+    def _lengths(
+        self, x: Array, sequence_lengths: Array | None, encoder_lengths: Array | None
+    ) -> tuple[Array | None, Array | None]:
+        """Return the numbers of valid queries and of valid keys."""
+        if self.attention_type == "self":
+            return None, sequence_lengths
+        if encoder_lengths is not None and sequence_lengths is None:
+            # Without query lengths, the keys' lengths would also apply to the queries.
+            return jnp.full(x.shape[:1], x.shape[1], jnp.int32), encoder_lengths
+        return sequence_lengths, encoder_lengths
+
+    def _attend_to_cache(
+        self, operands: tuple[Array, ...], cache: KVCache | WindowKVCache, call: CoreCall
+    ) -> tuple[Any, KVCache | WindowKVCache]:
+        """Return what the core gives for queries and all keys and values, and the cache with the new ones appended."""
+        query, key, value = operands
+        cache = cache.append(key, value)
+        core, operands = self._cached(query, cache)
+        mask_type, masks = cache.masks(*query.shape[:2])
+        # The ring buffer's mask selects the keys in the window, because slots are not ordered by position.
+        window = (-1, -1) if isinstance(cache, WindowKVCache) else call.window_size
+        call = call._replace(attn_mask_type=mask_type, window_size=window, **masks)
+        return core(*operands, **call._asdict()), cache
 
     def _check_call(
         self,
@@ -463,31 +474,25 @@ def _across_heads(norm: LayerNorm | RMSNorm, x: Array) -> Array:
     return auto_region(lambda y: y.reshape(x.shape), HEAD_AXES)(normed)
 
 
-class _ProjectionOptions(ParallelKeywords, total=False):
-    """Keywords of each projection to queries, keys and values."""
+class ProjectionOptions(ParallelKeywords, total=False):
+    """Keywords of each projection to queries, keys and values, and of the output projection."""
 
     bias: bool
     init_method: Initializer | None
     parallel_mode: SplitAxis | None
 
 
-class _NormOptions(NamedTuple):
-    """Options of the layer's norms."""
+def heads_axis_of(options: ProjectionOptions) -> str | None:
+    """Return the logical axis of a kernel's axis of heads, which projections without a parallel mode do not split."""
+    # Not "ffn", the default of `Linear`: heads and the feed-forward dimension may have different rules.
+    return "heads" if options.get("parallel_mode") else None
 
-    normalization: Normalization
-    epsilon: float
-    zero_centered_gamma: bool
-    sequence_parallel: bool
-    params_dtype: DTypeLike
 
-    def make(self, size: int, rngs: nnx.Rngs) -> LayerNorm | RMSNorm:
-        """Return a norm of ``size`` channels."""
-        return make_norm(
-            self.normalization,
-            size,
-            self.epsilon,
-            sequence_parallel=self.sequence_parallel,
-            params_dtype=self.params_dtype,
-            zero_centered_gamma=self.zero_centered_gamma,
-            rngs=rngs,
+def _check_sizes(h: int, n: int, groups: int | None, channels: int | None) -> None:
+    """Raise ValueError for sizes that are not positive, and for heads that do not divide the hidden size."""
+    check_heads(n, groups)
+    check_positive(hidden_size=h)
+    if channels is None and h % n:
+        raise ValueError(
+            f"hidden_size {h} is not divisible by num_attention_heads {n}; change one of them or give kv_channels"
         )

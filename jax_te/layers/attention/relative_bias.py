@@ -58,7 +58,7 @@ class RelativePositionBias(nnx.Module):
         bidirectional: whether to distinguish keys ahead of the query from keys behind it, for encoders.
         init_method: initializer of the table. None: N(0, 0.023²).
         params_dtype: dtype of ``embedding [num_buckets, n]``; its heads are split over the mesh's tensor axis.
-        rngs: the ``params`` stream draws the table.
+        rngs: random streams, of which ``params`` draws the table.
 
     Raises:
         ValueError: for sizes that are not positive or do not divide, and a ``max_distance`` within the exact buckets.

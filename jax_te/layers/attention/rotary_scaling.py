@@ -49,8 +49,8 @@ class Llama3Scaling:
 
     Args:
         factor: ratio of the new context to the original one, >= 1.
-        low_freq_factor: a wavelength is long if it fits fewer times than this into the original context.
-        high_freq_factor: a wavelength is short if it fits more times than this into the original context.
+        low_freq_factor: number of wavelengths in the original context below which a wavelength is long.
+        high_freq_factor: number of wavelengths in the original context above which a wavelength is short.
         original_max_position_embeddings: length of the original context.
 
     Raises:
@@ -94,8 +94,8 @@ class YarnScaling:
     Args:
         factor: ratio of the new context to the original one, >= 1.
         original_max_position_embeddings: length of the original context.
-        beta_fast: a frequency is kept if it turns more often than this over the original context.
-        beta_slow: a frequency is divided by ``factor`` if it turns less often than this.
+        beta_fast: number of turns over the original context above which a frequency is kept.
+        beta_slow: number of turns below which a frequency is divided by ``factor``.
         mscale, mscale_all_dim: coefficients of the factor ``m(mscale) / m(mscale_all_dim)`` of cosines and sines, with
             ``m(t) = 0.1 t ln(factor) + 1``. The defaults give the paper's ``0.1 ln(factor) + 1``.
         attention_factor: factor of cosines and sines that replaces this ratio. None: use the ratio.

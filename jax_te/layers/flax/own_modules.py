@@ -127,9 +127,9 @@ def reduced(reduction: Any, new: Callable[..., Any], *made_of: Any) -> Any:
     """Return what ``__reduce_ex__`` of an object returns whose class pickle does not find by its name.
 
     Args:
-        reduction: what the base's returns.
+        reduction: result of the base's.
         new: function of ``made_of`` and the arguments of ``__new__`` that returns an object of the class.
-        made_of: what the class is made of.
+        made_of: arguments that the class is made of.
     """
     # A class with a reduction of its own makes its objects in a way of its own.
     if not isinstance(reduction, tuple) or reduction[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]

@@ -158,7 +158,7 @@ class SharedExperts(TrainingMode):
         output_layer_init_method: initializer of ``linear_fc2``. None: N(0, 0.023²).
         sequence_parallel, tp_group, tp_size: see `Linear`.
         params_dtype: dtype of the kernels.
-        rngs: the ``params`` stream draws the kernels.
+        rngs: random streams, of which ``params`` draws the kernels.
 
     Raises:
         ValueError: see `LayerNormMLP`.

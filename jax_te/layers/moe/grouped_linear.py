@@ -47,8 +47,8 @@ class GroupedLinear(TensorParallelModule):
         return_bias: whether to return the bias with the output instead of adding it, for a fused operation to add.
         params_dtype: dtype of ``kernel [e, k, *n]`` and ``bias [e, *n]``.
         kernel_axes: logical axes of the kernel, in place of ``"expert"`` and those that ``parallel_mode`` stands for.
-        rngs: the stream ``expert-parallel-rng`` draws the kernels, if there is one; else a stream that follows from
-            ``params``.
+        rngs: random streams, of which ``expert-parallel-rng`` draws the kernels, if there is one; else a stream that
+            follows from ``params``.
 
     Attributes:
         of_mixture: whether it is a layer of `Experts`, whose rows are placed on a mesh. Initially False.

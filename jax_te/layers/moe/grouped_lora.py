@@ -31,7 +31,7 @@ class GroupedLoRA(LoRA):
         base: the layer of experts; taken over, not copied.
         rank, alpha, freeze_base, params_dtype: see `LoRA`.
         init_method: initializer of one expert's ``lora_a``, with its shape ``(k, r)``. None: N(0, 1 / k).
-        rngs: the ``params`` stream draws ``lora_a``.
+        rngs: random streams, of which ``params`` draws ``lora_a``.
 
     Raises:
         TypeError: for another base.

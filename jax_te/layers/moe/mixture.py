@@ -45,6 +45,12 @@ class MixtureOfExperts(TrainingMode):
     fc1_latent_proj: Any
     fc2_latent_proj: Any
 
+    @property
+    def reads_later_tokens(self) -> bool:
+        """Whether a token's result depends on how many tokens are behind it: the devices' room for rows follows from
+        the number of all."""
+        return self.dispatch.rank_capacity_factor is not None
+
     def mixed(
         self,
         x: Array,
@@ -175,7 +181,7 @@ class MoE(MixtureOfExperts):
         layer_number: see `Router`.
         return_routing: whether calls also return the `Routing`.
         params_dtype: dtype of the parameters.
-        rngs: the ``params`` stream draws the kernels; those of experts as `GroupedLinear`.
+        rngs: random streams, of which ``params`` draws the kernels; those of experts as `GroupedLinear`.
 
     Raises:
         ValueError: for sizes that are not positive; ``apply_probs_on_input`` with several experts a token; biases

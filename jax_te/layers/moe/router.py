@@ -59,7 +59,7 @@ class Router(TrainingMode):
         layer_number: number of the layer, for the random bias of ``force_biased`` below 0.
         counts_overflow: whether metrics have the share of choices for which a device of a mesh had no room.
         params_dtype: dtype of ``kernel [h, e]`` and ``bias [e]``.
-        rngs: the ``params`` stream draws them.
+        rngs: random streams, of which ``params`` draws them.
 
     Attributes:
         expert_bias: `QuantizerState` ``[e]``, or None.
@@ -125,6 +125,12 @@ class Router(TrainingMode):
     def reads_layer_number(self) -> bool:
         """Whether results depend on ``layer_number``, so that routers of other layers compute something else."""
         return self.draws_choices
+
+    @property
+    def reads_later_tokens(self) -> bool:
+        """Whether a token's experts depend on how many tokens are behind it: their capacity follows from the number of
+        all, and so do choices at random."""
+        return self.options.expert_capacity_factor is not None or self.draws_choices
 
     @property
     def has_losses(self) -> bool:

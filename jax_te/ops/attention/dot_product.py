@@ -106,8 +106,8 @@ def dot_product_attention(
             `ContextParallel`'s defaults.
         out_axes: logical axes of the result ``[b, sq, n, dv]``, and of queries, keys and values; required on a mesh
             with Explicit axes, for context parallelism and for ``te`` on a mesh.
-        recipe: one with ``fp8_dpa`` quantizes queries, keys, values, the softmax's result and the output, and in
-            backward the gradients; all other recipes, and None, say nothing about attention.
+        recipe: recipe of the call. One with ``fp8_dpa`` quantizes queries, keys, values, the softmax's result and the
+            output, and in backward the gradients; all other recipes, and None, say nothing about attention.
         state: state of such a recipe, see `jax_te.quantize.init_attention_state`; its gradient is its next value.
         evaluation: whether the call evaluates: a derivative may leave the state out, and nothing is dropped. A
             ``dropout_rate`` above 0, which FP8 attention does not have, then keeps it in the compute dtype as it does

@@ -44,7 +44,7 @@ class _Residuals(NamedTuple):
     Args:
         qkv: quantized operands, keys and values centred, this device's after an exchange for heads.
         out, log_sum: results of forward before an exchange back; the output is that of centred values.
-        scales, amaxes: of the tensors that forward has quantized.
+        scales, amaxes: scales and amaxes of the tensors that forward has quantized.
         state: state of the call.
     """
 

@@ -98,7 +98,7 @@ class Fp8Call:
     Args:
         spec: the whole call.
         precision: the recipe.
-        kernels: who runs the steps between quantized tensors.
+        kernels: kernels of the steps between quantized tensors.
         sharding: sharding of the call on a mesh whose devices run it by themselves; None: one device, or the compiler
             partitions it.
         high_precision_backend: backend of a pass that is not quantized.

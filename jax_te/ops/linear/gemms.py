@@ -107,7 +107,7 @@ def make_operand(spec: LinearSpec, role: TensorRole, x: Any, state: GemmState | 
         role: ``"x"`` or ``"grad"``.
         x: the tensor; on a mesh this device's shard. Or a tree of arrays, whatever else the spec's backend quantizes.
         state: the recipe's state.
-        axis: rows of its matrix view end here.
+        axis: axis with which the rows of its matrix view end.
     """
     dims = spec.plan.gathered(role)
     if not dims:

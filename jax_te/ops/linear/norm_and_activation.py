@@ -17,7 +17,7 @@ class NormSpec:
         kind: ``"layernorm"`` (subtract the mean, divide by the standard deviation, scale, add bias) or ``"rmsnorm"``
             (divide by the root mean square, scale; no bias).
         epsilon: constant added to the variance or mean square.
-        zero_centered_gamma: the stored scale is an offset from 1.
+        zero_centered_gamma: whether the stored scale is an offset from 1.
 
     >>> NormSpec(kind="rmsnorm").epsilon
     1e-05

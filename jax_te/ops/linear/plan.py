@@ -161,7 +161,7 @@ def linear_plan(
         x_shape: shape of the whole input.
         kernel: ``[k, *n]``.
         options: logical axes of input, kernel and output.
-        precision: blocks of the quantizers' scales must not lie on two devices.
+        precision: precision of the quantizers, the blocks of whose scales must not lie on two devices.
         state: the recipe's state, if it has any.
     """
     x_axes, kernel_axes, out_axes, *_ = options
@@ -202,7 +202,7 @@ def plan_of_dims(
         mesh: the mesh in use.
         shapes: shapes of the whole input and of the kernel.
         dims: mesh axes for each dimension of input, kernel and output, without axes of size 1, which split nothing.
-        precision: blocks of the quantizers' scales must not lie on two devices.
+        precision: precision of the quantizers, the blocks of whose scales must not lie on two devices.
         kernel_scale_axes: mesh axes along which a kernel that was quantized before the call shares its scales. None: no
             kernel is.
     """

@@ -54,14 +54,14 @@ class LinearSpec:
         kernel_rank: number of axes of the kernel.
         unpadded_rows: shape of the rows before zeros are appended to them (`jax_te.quantize.padding`), on a mesh those
             of one device; None: nothing is appended.
-        stored_quantized: the kernel was quantized before the call.
+        stored_quantized: whether the kernel was quantized before the call.
         bias_dtype: None without a bias.
         kernel_all_gather: mesh axes along which the kernel is all-gathered; one stored in blocks was, when it was
             quantized.
-        saves_original: the residual of the input is the input itself, which is quantized again in backward.
+        saves_original: whether the residual of the input is the input itself, which is quantized again in backward.
         sink: kind of sink for the kernel's gradient; None: it is the kernel's own cotangent.
         observer: collector of statistics of the quantized tensors, or None.
-        frozen_scales: the state stays as it is, see `jax_te.quantize.frozen_scales`.
+        frozen_scales: whether the state stays as it is, see `jax_te.quantize.frozen_scales`.
     """
 
     backend: GemmBackend

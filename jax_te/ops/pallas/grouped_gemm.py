@@ -213,7 +213,7 @@ class _Form(NamedTuple):
     Args:
         over_rows: whether it sums over the rows of groups, and not over ``k``.
         a_last, b_last: whether what is summed over is the last axis of each.
-        scaling: what becomes of each step's sum.
+        scaling: treatment of each step's sum.
     """
 
     tiling: GemmTiling

@@ -8,6 +8,7 @@ from jax.extend.random import threefry2x32_p
 
 from jax_te.ops.attention.masks import distance, hidden, kv_positions, q_positions
 from jax_te.ops.attention.spec import AttentionArrays, AttentionSpec
+from jax_te.quantize import max_or_nan
 from jax_te.random import key_for
 from jax_te.typing import Array
 
@@ -45,9 +46,12 @@ def scores_of(q: Array, k: Array, spec: AttentionSpec, arrays: AttentionArrays) 
 
 
 def max_logits(scores: Array, masked: Array | None) -> Array:
-    """Return the max logit of each head, fp32 ``[n]``, without a gradient; minus infinity if all are masked out."""
+    """Return the max logit of each head, fp32 ``[n]``, without a gradient.
+
+    It is minus infinity if all are masked out, and nan if one of those that are not is.
+    """
     visible = scores if masked is None else jnp.where(masked, -jnp.inf, scores)
-    return jax.lax.stop_gradient(jnp.max(visible, axis=(0, 3, 4)).reshape(-1))
+    return jax.lax.stop_gradient(max_or_nan(visible, axis=(0, 3, 4)).reshape(-1))
 
 
 def drop(probs: Array, spec: AttentionSpec, arrays: AttentionArrays) -> Array:

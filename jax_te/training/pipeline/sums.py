@@ -46,7 +46,7 @@ class Task(NamedTuple):
         counts: bool ``[]``.
         number: index of the microbatch.
         chunk: chunk of the stage.
-        starts, ends: the embedding is in front of it, the loss behind it.
+        starts, ends: whether the embedding is in front of it, and the loss behind it.
     """
 
     counts: Array

@@ -252,6 +252,48 @@ def test_fields_and_files_that_the_model_does_not_have_are_kept(folder: Path, tm
     assert not (tmp_path / "tuned" / "pytorch_model.bin").exists()
 
 
+def test_files_of_an_older_model_do_not_stay_beside_a_new_one(folder: Path, tmp_path: Path) -> None:
+    base, target = tmp_path / "base", tmp_path / "target"
+    for path in (base, target):
+        path.mkdir()
+        copied(folder, path)
+    (base / "tokenizer.json").write_text("new")
+    for name in ("tokenizer.json", "vocab.json", "merges.txt", "generation_config.json"):
+        (target / name).write_text("old")
+    (target / "notes.txt").write_text("mine")
+    # A shard of the older model under a name of its own, as its index says.
+    index = target / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("model-00001-of", "part-00001-of"))
+    (first,) = target.glob("model-00001-of-*")
+    first.rename(target / first.name.replace("model", "part"))
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+    with pytest.raises(ValueError, match=r"holds a model with tokenizer\.json, vocab\.json, .* give like='"):
+        save_huggingface(llama(), target)
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+    save_huggingface(llama(), target, like=base)
+    assert {path.name for path in target.iterdir()} == {
+        *("config.json", "model.safetensors", "tokenizer.json", "notes.txt"),
+    }
+    assert (target / "tokenizer.json").read_text() == "new"
+    save_huggingface(llama(), target, like=target)  # the folder's own stay
+    assert (target / "tokenizer.json").read_text() == "new"
+
+
+def test_a_tokenizer_may_be_saved_before_its_model(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    save_huggingface(llama(), tmp_path)
+    assert (tmp_path / "tokenizer.json").read_text() == "{}"
+    load_huggingface(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "tf_model.h5"])
+def test_tensors_that_a_save_does_not_replace_are_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"weights")
+    with pytest.raises(ValueError, match=f"in files that are not replaced .{name}"):
+        save_huggingface(llama(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
 def test_the_architecture_is_that_of_the_folder_that_a_model_came_from(tmp_path: Path) -> None:
     def written(model: GPTModel, **options: Any) -> str:
         save_huggingface(model, tmp_path / "again", **options)

@@ -23,7 +23,8 @@ from jax_te.layers import (
     init_kv_cache,
     rotary_embedding,
 )
-from jax_te.layers.transformer import _NOT_OF_LATENT_ATTENTION, _SelfAttentionOptions
+from jax_te.layers.keywords import SelfAttentionOptions
+from jax_te.layers.transformer_blocks import NOT_OF_LATENT_ATTENTION
 from jax_te.recipe import (
     DelayedScaling,
     Float8BlockScaling,
@@ -235,10 +236,10 @@ def test_a_layer_takes_no_option_of_other_attention() -> None:
 def test_a_layer_gives_latent_attention_the_keywords_that_it_has() -> None:
     had = inspect.signature(MultiLatentAttention.__init__).parameters.keys()
     others = inspect.signature(MultiheadAttention.__init__).parameters
-    given = _SelfAttentionOptions.__optional_keys__ | _SelfAttentionOptions.__required_keys__
-    assert given - _NOT_OF_LATENT_ATTENTION.keys() <= had
-    assert not _NOT_OF_LATENT_ATTENTION.keys() & had
-    assert {name: others[name].default for name in _NOT_OF_LATENT_ATTENTION} == _NOT_OF_LATENT_ATTENTION
+    given = SelfAttentionOptions.__optional_keys__ | SelfAttentionOptions.__required_keys__
+    assert given - NOT_OF_LATENT_ATTENTION.keys() <= had
+    assert not NOT_OF_LATENT_ATTENTION.keys() & had
+    assert {name: others[name].default for name in NOT_OF_LATENT_ATTENTION} == NOT_OF_LATENT_ATTENTION
 
 
 @pytest.mark.parametrize("rank", [16, None])

@@ -10,6 +10,7 @@ from flax import nnx
 
 from jax_te.config import TransformerConfig
 from jax_te.layers import (
+    DotProductAttention,
     LoRA,
     MultiheadAttention,
     TransformerLayer,
@@ -104,6 +105,17 @@ def test_a_call_asks_for_max_logits(built_with: bool):
         assert_bitwise(called(given, return_max_logit=False), y)
     clip_qk(attention, attention(x, return_max_logit=True)[1], threshold=0.01)
     assert float(attention(x, return_max_logit=True)[1].max()) < 0.0101
+
+
+def test_a_logit_that_is_nan_makes_its_heads_maximum_nan():
+    """The scores of a head are many: from some thousand elements on, XLA on CPU loses nan from a maximum of floats."""
+    core = DotProductAttention(2, 4, attention_dropout=0.0, return_max_logit=True)
+    q, k, v = (draw(name, (2, 128, 2, 4)) for name in "qkv")
+    assert jnp.isnan(core(q.at[1, 70, 0, 2].set(jnp.nan), k, v)[1]).tolist() == [True, False]
+    # Keys that are padding, whose values may be anything, count no more than they did.
+    lengths = jnp.array([128, 64], jnp.int32)
+    padded = k.at[1, 100].set(jnp.nan)
+    assert jnp.isfinite(core(q, padded, v, attn_mask_type="padding", kv_lengths=lengths)[1]).all()
 
 
 @pytest.mark.costly

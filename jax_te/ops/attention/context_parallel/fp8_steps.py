@@ -74,7 +74,7 @@ def backward(
     """Return the gradients of a device's queries, keys and values in the compute dtype, and the amaxes.
 
     Args:
-        call, operands: as in `forward`.
+        call, operands: see `forward`.
         out, log_sum: its results.
         do: gradient of the output, as ``out`` is split; quantized if backward is.
         scales: those of `forward`, and those of a quantized backward.

@@ -58,7 +58,7 @@ def forward(
 
     Args:
         sharding, arrays: the call, and this device's arrays.
-        qkv: what ``rules`` take: queries, keys and values, or their FP8 codes.
+        qkv: operands of ``rules``: queries, keys and values, or their FP8 codes.
         rules: None: those of the sharding's backend.
     """
     rules = rules or block.rules_of(sharding)
