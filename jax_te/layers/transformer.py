@@ -196,6 +196,7 @@ class TransformerLayer(ContextParallelModule):
             block_input_layernorm=block_input_layernorm,
             experts=experts,
             latent=latent,
+            set_parallel_mode=set_parallel_mode,
         )
         self.hidden_size = hidden_size
         self.layer_number = layer_number

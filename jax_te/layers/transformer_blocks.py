@@ -103,6 +103,7 @@ def check_arrangement(
     block_input_layernorm: bool,
     experts: MoEOptions | None,
     latent: LatentAttentionOptions | None,
+    set_parallel_mode: bool,
 ) -> None:
     """Raise ValueError for arrangements of norms and blocks that do not go together."""
     decodes = layer_type == "decoder"
@@ -115,6 +116,10 @@ def check_arrangement(
         _refuse_with("parallel_attention_mlp=True", others, ", which is for blocks one after the other")
     if not block_input_layernorm:
         _refuse_with("block_input_layernorm=False", {**moved_norms, "experts": experts is not None})
+    if experts is not None and experts.expert_tensor_parallel and not set_parallel_mode:
+        raise ValueError(
+            "set_parallel_mode=False does not reach experts; give MoEOptions(expert_tensor_parallel=False), too"
+        )
     if latent is not None and decodes:
         raise ValueError(
             "latent attention is self-attention alone, and layer_type='decoder' has cross-attention, too; leave one out"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -183,6 +184,14 @@ def test_blocks_without_norms_in_front_do_not_go_with(other: dict[str, Any]) -> 
         TransformerLayer(H, F, N, block_input_layernorm=False, **other, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="return_layernorm_output needs input_layernorm=True"):
         LayerNormMLP(H, F, input_layernorm=False, return_layernorm_output=True, rngs=nnx.Rngs(0))
+
+
+def test_experts_are_told_of_the_tensor_axis_by_their_own_options() -> None:
+    experts = MoEOptions(router=RouterOptions(num_experts=2, topk=1))
+    with pytest.raises(ValueError, match="does not reach experts"):
+        TransformerLayer(H, F, N, set_parallel_mode=False, experts=experts, rngs=nnx.Rngs(0))
+    experts = replace(experts, expert_tensor_parallel=False)
+    TransformerLayer(H, F, N, set_parallel_mode=False, experts=experts, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize(
