@@ -192,7 +192,8 @@ class StackInput:
 
     Args:
         x: ``[b, s, h]``, input of the first layer.
-        keys: dropout key of each layer. None: no layer drops anything.
+        keys: dropout key of each layer; None in place of a key: that layer drops nothing. None: no layer does. The
+            stages of a pipeline take keys of all layers, or none.
         arrays: other arguments of all layers that do not depend on parameters, such as masks, lengths and rotations.
         learned: other arguments of all layers that are computed from parameters, such as a bias of attention scores or
             an encoder's output. Their gradients pass on to these parameters.

@@ -187,7 +187,7 @@ def test_blocks_without_norms_in_front_do_not_go_with(other: dict[str, Any]) -> 
 
 
 def test_experts_are_told_of_the_tensor_axis_by_their_own_options() -> None:
-    experts = MoEOptions(router=RouterOptions(num_experts=2, topk=1))
+    experts = MoEOptions(router=RouterOptions(num_experts=2))
     with pytest.raises(ValueError, match="does not reach experts"):
         TransformerLayer(H, F, N, set_parallel_mode=False, experts=experts, rngs=nnx.Rngs(0))
     experts = replace(experts, expert_tensor_parallel=False)

@@ -149,18 +149,28 @@ def _check(state: TrainState, config: PipelineConfig) -> None:
             "stages run the next one before these are counted; take aux_loss or seq_aux_loss, or a mesh without a "
             "pipeline axis"
         )
+    if config.schedule == "zero_bubble":
+        _check_no_exchange_among_all(state)
+
+
+def _check_no_exchange_among_all(state: TrainState) -> None:
+    """Raise ValueError where a pass may hold an exchange that waits for all devices, and not for those of its stage.
+
+    A collective-permute does: a ring along the context axis, and what the compiler inserts where heads or features of a
+    split array move between devices. Which shapes need one is the compiler's choice.
+    """
     mesh = current_mesh()
-    if config.schedule == "zero_bubble" and mesh is not None and mesh.shape.get("context", 1) > 1:
+    sizes = {} if mesh is None else {name: size for name, size in mesh.shape.items() if size > 1}
+    axes = [name for name in ("tensor", "context") if name in sizes]
+    what = "split activations may be exchanged among all devices of the mesh"
+    if not axes and has_counts(state.quantizers):
+        axes = [name for name in sizes if name != PIPELINE_AXIS]
+        what = "the compiler may let a router's choice of experts communicate among all devices of the mesh"
+    if axes:
         raise ValueError(
-            "zero_bubble runs different passes on different stages at a time, and a ring along the mesh's context axis "
-            "takes all devices; take the schedule '1f1b', or a mesh without a context axis"
-        )
-    others = [name for name, size in ({} if mesh is None else mesh.shape).items() if size > 1 and name != PIPELINE_AXIS]
-    if config.schedule == "zero_bubble" and others and has_counts(state.quantizers):
-        raise ValueError(
-            "zero_bubble runs different passes on different stages at a time, and the compiler may let a router's "
-            f"choice of experts communicate among all devices of the mesh, here along {', '.join(others)}; take the "
-            "schedule '1f1b', or a mesh of pipeline devices alone"
+            f"zero_bubble runs different passes on different stages at a time, and {what}, here along "
+            f"{', '.join(axes)}, which would wait without end; take the schedule '1f1b', or a mesh without "
+            f"{'this axis' if len(axes) == 1 else 'these axes'}"
         )
 
 

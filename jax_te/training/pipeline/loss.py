@@ -70,8 +70,21 @@ class StackArrays(NamedTuple):
 
 
 def arrays_of(stack: StackInput) -> StackArrays:
-    """Return the arrays of a stack's input."""
-    given = [] if stack.keys is None else [key for key in stack.keys if key is not None]
+    """Return the arrays of a stack's input.
+
+    Raises:
+        ValueError: for keys of some layers alone, and for keys that are plain integers.
+    """
+    keys = [] if stack.keys is None else list(stack.keys)
+    given = [key for key in keys if key is not None]
+    if given and len(given) < len(keys):
+        # A stage does not know until it runs which layers are its own, and a layer is called with a key or without.
+        raise ValueError(
+            f"{len(given)} of {len(keys)} layers have a dropout key, and the stages of a pipeline are one program: "
+            "give each layer a key, or none; a layer that is to drop nothing has rates of 0"
+        )
+    if any(not jnp.issubdtype(key.dtype, jax.dtypes.prng_key) for key in given):
+        raise ValueError("dropout keys of a pipeline's layers are those of jax.random.key, not of jax.random.PRNGKey")
     return StackArrays(stack.x, dict(stack.learned), dict(stack.arrays), jnp.stack(given) if given else None)
 
 
