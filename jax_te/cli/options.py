@@ -93,7 +93,7 @@ def _field(recipes: tuple[str, ...], kind: Any, help: str, **row: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """Train a GPT on text, or resume a run.
+    """Train a model on text, or resume a run.
 
     Without options it trains the tiny preset on the bytes of the Python standard library's source files.
     --data takes a text file, .jsonl or .parquet (documents under "text"), a folder of these, or tokens: .npy,
@@ -157,7 +157,7 @@ class ModelOptions:
     qk_layernorm: bool = option(FLAG, "a norm of each head's queries and keys", False)
     normalization: str = option(literal_names(TransformerConfig, "normalization"), "normalization of every layer")
     activation: str = option(tuple(ACTIVATIONS), "activation of the feed-forward blocks")
-    position_embedding: str = option(POSITION_EMBEDDINGS, "position embedding")
+    position_embedding: str = option((*POSITION_EMBEDDINGS, "relative"), "position embedding; relative: T5's alone")
     bias: bool = option(FLAG, "biases in linear layers", library=("add_bias_linear",))
     tie_embeddings: bool = option(FLAG, "one weight for the embedding and the output head")
     dropout: float = option(
