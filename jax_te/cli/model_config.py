@@ -175,6 +175,12 @@ def check_described(config: Any) -> None:
                 "--cp-load-balanced shares out the work of causal attention, and the model has an encoder, whose "
                 "tokens see all others; leave it out"
             )
+        mesh = config.parallel_config()
+        if config.position_embedding == "relative" and config.cp_comm_type == "p2p" and mesh and mesh.context > 1:
+            raise ValueError(
+                "--cp-comm-type p2p moves keys around a ring, and a device has no part of the relative positions for "
+                "them; give --cp-comm-type all_gather or a2a"
+            )
     elif config.position_embedding == "relative":
         raise ValueError(
             "--position-embedding relative is that of a T5, which --init-from or --model-config describes; take another"

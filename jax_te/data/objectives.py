@@ -50,6 +50,7 @@ class Objective(abc.ABC):
         """
 
 
+@checked
 @dataclass(frozen=True)
 class NextTokens(Objective):
     """The next token at every position, for decoders: ``{"tokens": [s], "labels": [s]}`` of ``s + 1`` tokens of text.
@@ -109,7 +110,9 @@ class MaskedTokens(Objective):
     def __post_init__(self) -> None:
         _check_rate(self.rate)
         _check_tokens(mask=(self.mask,), special=self.special, before=self.before, after=self.after)
-        if not self._ordinary.size:
+        if not 1 <= self.vocab_size < 2**31:
+            raise ValueError(f"vocab_size must be in [1, 2^31), got {self.vocab_size}")
+        if len(self._never) == self.vocab_size:
             raise ValueError(
                 f"vocab_size {self.vocab_size} has no tokens but the special ones, and none could be drawn"
             )
@@ -132,8 +135,22 @@ class MaskedTokens(Objective):
         return cls(mask=mask, vocab_size=tokenizer.vocab_size, special=special, before=before, after=after)
 
     @functools.cached_property
-    def _ordinary(self) -> np.ndarray:
-        return np.setdiff1d(np.arange(self.vocab_size, dtype=np.int32), np.array(self.special, np.int32))
+    def _never(self) -> np.ndarray:
+        """The special tokens of the vocabulary, in order."""
+        return np.array(sorted({token for token in self.special if token < self.vocab_size}), np.int32)
+
+    def _is_special(self, tokens: np.ndarray) -> np.ndarray:
+        if not self._never.size:
+            return np.zeros(tokens.shape, bool)
+        places = np.minimum(np.searchsorted(self._never, tokens), len(self._never) - 1)
+        return self._never[places] == tokens
+
+    def _ordinary(self, uniform: np.ndarray) -> np.ndarray:
+        """Return the tokens, none of them special, that numbers in [0, 1) stand for."""
+        numbers = (uniform * (self.vocab_size - len(self._never))).astype(np.int32)
+        # Of the tokens that are not special, as many are in front of each special one.
+        in_front = self._never - np.arange(len(self._never), dtype=np.int32)
+        return numbers + np.searchsorted(in_front, numbers, side="right").astype(np.int32)
 
     def window(self, seq_len: int) -> int:
         """Return ``seq_len`` without the tokens around the text."""
@@ -150,11 +167,11 @@ class MaskedTokens(Objective):
     def example(self, text: np.ndarray, key: tuple[int, ...]) -> Example:
         """Return tokens, some of them masked, and labels."""
         order, kind, drawn = np.random.default_rng(key).random((3, len(text)))
-        may_be_chosen = ~np.isin(text, self.special)
+        may_be_chosen = ~self._is_special(text)
         count = min(max(1, round(self.rate * len(text))), int(may_be_chosen.sum()))
         chosen = np.argsort(np.where(may_be_chosen, order, 1.0), kind="stable")[:count]
         kind, drawn, original = kind[chosen], drawn[chosen], text[chosen]
-        random = self._ordinary[(drawn * len(self._ordinary)).astype(np.int64)]
+        random = self._ordinary(drawn)
         tokens, labels = text.copy(), np.full_like(text, IGNORED)
         tokens[chosen] = np.where(kind < 0.8, self.mask, np.where(kind < 0.9, random, original))
         labels[chosen] = original
@@ -258,16 +275,21 @@ class CorruptedSpans(Objective):
         # Stretches that stay and spans that are removed take turns; each has at least one token.
         stays = _random_lengths(len(text) - removed, spans, rng.random)
         goes = _random_lengths(removed, spans, rng.random)
-        ends = np.cumsum(np.stack([stays, goes], axis=1).ravel())
-        pieces = np.split(text, ends[:-1])
-        after, inputs, labels = np.array(self.after, np.int32), [], []
-        for number, sentinel in enumerate(self.sentinels[:spans]):
-            mark = np.array([sentinel], np.int32)
-            inputs += [pieces[2 * number], mark]
-            labels += [mark, pieces[2 * number + 1]]
-        targets = np.concatenate([*labels, after])
-        shifted = np.concatenate([np.array([self.start], np.int32), targets[:-1]])
-        return {"tokens": np.concatenate([*inputs, after]), "decoder_tokens": shifted, "labels": targets}
+        sentinels, after = np.array(self.sentinels[:spans], np.int32), np.array(self.after, np.int32)
+        starts = np.cumsum(stays) + np.cumsum(goes) - goes
+        is_removed = np.repeat(np.tile([False, True], spans), np.stack([stays, goes], axis=1).ravel())
+        # A sentinel takes the place of each span's first token, and stands in front of the span in the labels.
+        marked, stays_or_marked = text.copy(), ~is_removed
+        marked[starts], stays_or_marked[starts] = sentinels, True
+        labels = np.empty(removed + spans + len(after), np.int32)
+        is_token = np.ones(removed + spans, bool)
+        is_token[np.cumsum(goes) - goes + np.arange(spans)] = False
+        of_spans = labels[: removed + spans]
+        of_spans[is_token], of_spans[~is_token] = text[is_removed], sentinels
+        labels[removed + spans :] = after
+        shifted = np.concatenate([np.array([self.start], np.int32), labels[:-1]])
+        inputs = np.concatenate([marked[stays_or_marked], after])
+        return {"tokens": inputs, "decoder_tokens": shifted, "labels": labels}
 
 
 @functools.lru_cache(maxsize=16)

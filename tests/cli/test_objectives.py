@@ -2,12 +2,15 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
 from jax_te.cli.build import abstract_model, contexts
 from jax_te.cli.main import main
 from jax_te.cli.objective import run_objective
+from jax_te.cli.parser import build_parser, options_from
+from jax_te.cli.resolve import resolve
 from jax_te.cli.run_files import read_config
 from jax_te.cli.run_text import run_text, run_tokenizer
 from jax_te.data import CorruptedSpans, MaskedTokens, TrainBatches
@@ -42,7 +45,8 @@ def first_loss(output, folder):
     assert config is not None
     tokenizer = run_tokenizer(config, output)
     objective, text = run_objective(config, tokenizer), run_text(config, tokenizer)
-    batch = next(TrainBatches(text.train, batch_size=4, seq_len=16, seed=config.seed, objective=objective))
+    batches = TrainBatches(text.train, batch_size=4, seq_len=16, seed=config.seed, objective=objective)
+    batch = jax.device_put(next(batches))
     model = load_huggingface(folder)
     model.eval()
     if isinstance(objective, CorruptedSpans):
@@ -87,13 +91,15 @@ def test_a_run_starts_stops_resumes_and_is_written(name, folders, tmp_path, caps
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        (T5, ["--mesh", "data=2,context=2,tensor=2"]),
+        pytest.param(
+            T5, ["--mesh", "data=2,context=2,tensor=2", "--cp-comm-type", "all_gather"], marks=pytest.mark.slow
+        ),
         (BERT, ["--mesh", "fsdp=2,context=2,tensor=2", "--sequence-parallel"]),
     ],
 )
 def test_a_mesh_sees_the_same_batches(name, mesh, folders, tmp_path):
-    # 20 tokens leave a T5's decoder 6, which two ranks share.
-    given = ["--seq-len", "20", "--steps", "2", "--decay-steps", "2"]
+    # 12 tokens leave a T5's decoder 4, which two ranks share.
+    given = ["--seq-len", "12", "--steps", "2", "--decay-steps", "2"]
     assert train(tmp_path / "one", folders[name], *given) == 0
     assert train(tmp_path / "mesh", folders[name], *given, *mesh) == 0
     # fp32: sums over devices in another order.
@@ -103,10 +109,15 @@ def test_a_mesh_sees_the_same_batches(name, mesh, folders, tmp_path):
 @pytest.mark.parametrize(
     ("name", "argv", "message"),
     [
-        (T5, ["--mesh", "context=2"], "--seq-len 16 leaves the decoder 5 tokens, which is not divisible by context=2"),
+        (
+            T5,
+            ["--mesh", "context=2", "--cp-comm-type", "a2a"],
+            "--seq-len 16 leaves the decoder 5 tokens, which is not divisible by context=2",
+        ),
         (T5, ["--seq-len", "2"], "--seq-len 2: seq_len 2 has no place for a token"),
         (BERT, ["--seq-len", "2"], "--seq-len 2: seq_len 2 leaves no token of text"),
         (T5, ["--mesh", "context=2", "--cp-load-balanced"], "the model has an encoder"),
+        (T5, ["--mesh", "context=2", "--seq-len", "12"], "--cp-comm-type p2p moves keys around a ring"),
         (BERT, ["--position-embedding", "rope"], "leave --position-embedding out"),
     ],
 )
@@ -151,16 +162,11 @@ def test_positions_of_t5_are_no_option(tmp_path, capsys):
 
 @pytest.mark.parametrize(("name", "tied"), [(T5, True), ("MT5ForConditionalGeneration", False)])
 def test_the_head_is_the_one_among_the_tensors(name, tied, tmp_path):
-    """Whatever ``tie_word_embeddings`` is: transformers 5 keeps true beside a head of its own."""
+    """Whatever ``tie_word_embeddings`` is, as in transformers."""
     folder = family_folder(name, tmp_path)
     path = folder / "config.json"
-    other = {"tie_word_embeddings": not tied} | ({} if tied else {"scale_decoder_outputs": False})
-    if not tied:
-        other = {"tie_word_embeddings": True}
+    other = {"tie_word_embeddings": not tied}
     path.write_text(json.dumps(json.loads(path.read_text()) | other))
-    from jax_te.cli.parser import build_parser, options_from
-    from jax_te.cli.resolve import resolve
-
     argv = ["train", "--init-from", str(folder), *STEPS]
     config, _ = resolve(options_from(build_parser().parse_args(argv)), tmp_path / "run")
     assert config.tie_embeddings is tied
