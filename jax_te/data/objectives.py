@@ -21,8 +21,8 @@ Example = dict[str, np.ndarray]
 _MASKS = ("[MASK]", "<mask>")
 """Names of the mask token of BERT and RoBERTa; a ``tokenizer.json`` does not specify it."""
 
-_SENTINELS = ("<extra_id_{}>", "\u2581<extra_id_{}>")
-"""Names of the sentinels of T5, and of mT5, which are pieces of its vocabulary."""
+_SENTINELS = ("\u2581<extra_id_{}>", "<extra_id_{}>")
+"""Names of the sentinels of mT5, which are pieces of its vocabulary, and of T5."""
 
 
 class Objective(abc.ABC):

@@ -144,7 +144,8 @@ def family_config(name: str) -> TransformerConfig:
 
 def family_folder(name: str, path: Path) -> Path:
     """Write a class's small model, with a tokenizer of its kind and a text of 3,000 words, ``text.txt``."""
-    save_huggingface(family_model(name), path)
+    # An mT5 can be written as a T5, too.
+    save_huggingface(family_model(name), path, architecture=name if name.startswith("MT5") else None)
     if FAMILIES[name][0] in ("t5", "mt5"):
         write_special_tokenizer(path / "tokenizer.json", SPANS, after="</s>")
     elif FAMILIES[name][0] in ("bert", "roberta"):
