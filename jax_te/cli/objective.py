@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from jax_te.cli.model_config import described_form
@@ -88,21 +89,15 @@ def _divisors(config: RunConfig, targets: int) -> list[tuple[int, str]]:
     if recipe is not None and config.precision_config is None and config.mesh is not None:
         rows = config.batch_size // config.microbatches
         # The tokens of a microbatch are what must be a multiple.
-        divisor = recipe.alignment // _common(recipe.alignment, rows)
+        divisor = recipe.alignment // math.gcd(recipe.alignment, rows)
         divisors.append((divisor, f"{divisor}, as it must be for --recipe {config.recipe} on a mesh"))
     return divisors
 
 
-def _common(a: int, b: int) -> int:
-    while b:
-        a, b = b, a % b
-    return a
-
-
 def _better_lengths(config: RunConfig, objective: Objective) -> str:
     """Return a sentence with the nearest shorter sequence length that divides, if there is one."""
-    for length in range(config.seq_len - 1, 2, -1):
-        mesh = config.parallel_config() or ParallelConfig()
+    mesh = config.parallel_config() or ParallelConfig()
+    for length in range(config.seq_len - 1, max(2, config.seq_len - 1024), -1):
         if length % (mesh.context * mesh.tensor):
             continue
         try:

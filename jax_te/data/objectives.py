@@ -294,13 +294,26 @@ class CorruptedSpans(Objective):
 
 @functools.lru_cache(maxsize=16)
 def _longest_window(objective: CorruptedSpans, seq_len: int) -> int:
-    window = 2
-    while objective._kept(window + 1) <= seq_len:  # one token more adds one at most, so that the last one fits exactly
-        window += 1
-    if objective._kept(window) > seq_len:
+    # A longer window leaves as many tokens or more: there are never more spans than tokens that they replace.
+    shorter, longer = 1, 2
+    while objective._kept(longer) <= seq_len:
+        shorter, longer = longer, 2 * longer
+    while longer - shorter > 1:
+        middle = (shorter + longer) // 2
+        if objective._kept(middle) <= seq_len:
+            shorter = middle
+        else:
+            longer = middle
+    window = shorter
+    if window < 2:
         raise ValueError(
             f"seq_len {seq_len} has no place for a token, a sentinel and the {len(objective.after)} behind them; raise "
             "it"
+        )
+    if objective._kept(window) < seq_len:  # at rates beyond a half, where a token more may bring a span more
+        raise ValueError(
+            f"no text leaves {seq_len} tokens (seq_len) at rate {objective.rate:g} and mean_span "
+            f"{objective.mean_span:g}; take seq_len {objective._kept(window)}"
         )
     spans = objective._counts(window)[1]
     if spans > len(objective.sentinels):

@@ -14,7 +14,7 @@ from tests.support.tokenizers import MASKED, SPANS, WORDS, write_special_tokeniz
 
 CLS, SEP, MASK, WORDS_AT = 2, 3, 4, 5
 BERT = MaskedTokens(mask=MASK, vocab_size=105, special=(0, 1, CLS, SEP, MASK), before=(CLS,), after=(SEP,))
-T5 = CorruptedSpans(sentinels=tuple(range(999, 899, -1)), after=(1,))
+T5 = CorruptedSpans(sentinels=tuple(range(1999, 1799, -1)), after=(1,))
 BOTH = pytest.mark.parametrize("objective", [BERT, T5], ids=["masked", "spans"])
 TEXT = (np.arange(3000) * 7919 % 100 + WORDS_AT).astype(np.uint16)
 
@@ -34,12 +34,14 @@ def restored(inputs, labels, sentinels):
     return [token for each in inputs for token in (spans[each] if each in sentinels else [each])]
 
 
+@pytest.mark.parametrize("rate", [0.15, 0.02, 0.5])
 @pytest.mark.parametrize("seq_len", [4, 7, 32, 64, 512])
-def test_spans_fill_their_lengths_and_restore_the_window(seq_len):
-    lengths, window = T5.lengths(seq_len), T5.window(seq_len)
+def test_spans_fill_their_lengths_and_restore_the_window(seq_len, rate):
+    objective = dataclasses.replace(T5, rate=rate)
+    lengths, window = objective.lengths(seq_len), objective.window(seq_len)
     text = np.arange(100, 100 + window, dtype=np.int32)
     for place in range(20):
-        example = T5.example(text, (3, place))
+        example = objective.example(text, (3, place))
         assert {name: len(values) for name, values in example.items()} == lengths
         inputs, labels = example["tokens"].tolist(), example["labels"].tolist()
         assert example["decoder_tokens"].tolist() == [0, *labels[:-1]]
@@ -181,6 +183,7 @@ def test_tokenizers_without_the_tokens_are_refused(tmp_path):
     [
         (BERT, 2, "seq_len 2 leaves no token of text beside the 2 around it"),
         (T5, 2, "seq_len 2 has no place for a token, a sentinel and the 1 behind them"),
+        (CorruptedSpans(sentinels=tuple(range(50)), rate=0.9, mean_span=1.0), 11, "no text leaves 11 tokens .*; take"),
         (CorruptedSpans(sentinels=(9,)), 64, "has 4 spans, and the tokenizer 1 sentinels; lower it"),
     ],
 )
