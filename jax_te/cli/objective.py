@@ -36,8 +36,8 @@ def objective_for(model: type, text: str | None, tokenizer: Tokenizer | ByteToke
     if model is GPTModel:
         return NextTokens()
     if isinstance(tokenizer, ByteTokenizer):
-        needed = "a mask token" if model is BertModel else "sentinels, <extra_id_0> and so on"
-        raise ValueError(f"bytes have no tokens for {needed}, which training this model needs; give its --tokenizer")
+        needed = "mask token" if model is BertModel else "sentinels, <extra_id_0> and so on"
+        raise ValueError(f"bytes have no {needed}, without which this model has no objective; give its --tokenizer")
     if model is BertModel:
         return MaskedTokens.of(tokenizer)
     return CorruptedSpans.of(tokenizer, start=_decoder_start(json.loads(text or "{}")))

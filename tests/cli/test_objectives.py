@@ -137,6 +137,15 @@ def test_tokenizers_that_lack_what_is_needed(name, message, command, folders, tm
     assert_refused(status, capsys.readouterr().err, message)
 
 
+@pytest.mark.parametrize(("name", "message"), [(T5, "bytes have no sentinels"), (BERT, "bytes have no mask token")])
+def test_bytes_lack_what_is_needed(name, message, folders, tmp_path, capsys):
+    """In a model with new weights and rows enough for them."""
+    values = json.loads((folders[name] / "config.json").read_text()) | {"vocab_size": 256}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    status = main(["train", "--model-config", str(tmp_path), "--output", str(tmp_path / "run"), "--seq-len", "32"])
+    assert_refused(status, capsys.readouterr().err, message, "give its --tokenizer")
+
+
 def test_a_tokenizer_of_another_form(folders, tmp_path, capsys):
     """T5's own, without a ``tokenizer.json``."""
     for file in ("config.json", "model.safetensors"):
