@@ -161,6 +161,8 @@ CONSTRUCTORS: dict[Any, dict[str, Any]] = {
     config.RouterOptions: {"num_experts": 4},
     config.NormalInit: {"std": 1.0},
     config.ParallelConfig: {},
+    data.CorruptedSpans: {"sentinels": (9,)},
+    data.MaskedTokens: {"mask": 1, "vocab_size": 9},
     data.TextData: {"train": TOKENS, "heldout": TOKENS, "source": "text", "files": 1},
     data.Tokenizer: {"path": "tokenizer.json"},
     data.TrainBatches: {"text": TOKENS, "batch_size": 1, "seq_len": 2, "seed": 0},
@@ -255,10 +257,11 @@ NOT_MADE_BY_USERS: dict[str, list[type]] = {
         quantize.QuantizerState, training.SplitModel, training.TrainState,
     ],
     "no arguments": [
-        data.ByteTokenizer, layers.QuantizableModule, megatron.InferenceCudaRNGStatesTracker, megatron.Matcher,
+        data.ByteTokenizer, data.NextTokens, layers.QuantizableModule, megatron.InferenceCudaRNGStatesTracker,
+        megatron.Matcher,
         random.RNGStatesTracker, training.LossScale,
     ],
-    "bases, whose subclasses are above": [linen.LinenModule, quantize.Quantizer, recipe.Recipe],
+    "bases, whose subclasses are above": [data.Objective, linen.LinenModule, quantize.Quantizer, recipe.Recipe],
     "a base, whose subclasses are a router's": [quantize.Counting],
 }  # fmt: skip
 

@@ -65,7 +65,7 @@ UNCHECKED = {
     "without effect": ["models.MegatronGPTModel.set_input_tensor", "megatron.Recipe.supports"],
     "interfaces, whose implementations are others'": [
         "quantize.Counting", "metrics.MetricsWriter", "metrics.Progress", "megatron.Matcher", "quantize.Quantizer",
-        "layers.AttentionCore",
+        "layers.AttentionCore", "data.Objective",
     ],
     "steps of a layer's own call, which subclasses override": [
         "layers.QuantizableModule", "layers.TrainingMode", "layers.DotGeneral.stack_shape",

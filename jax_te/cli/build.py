@@ -20,19 +20,19 @@ from jax.sharding import Mesh
 
 from jax_te.checkpoint import DamagedCheckpointWarning, TrainCheckpointer
 from jax_te.cli.model_config import add_adapters, build_described, load_pretrained
+from jax_te.cli.objective import loss_of
 from jax_te.cli.precision_rules import apply_rules
 from jax_te.cli.run_config import RunConfig
 from jax_te.config import PipelineConfig
-from jax_te.data import TextData, TrainBatches, heldout_batches
+from jax_te.data import NextTokens, Objective, TextData, TrainBatches, heldout_batches
 from jax_te.layers import lora_labels
-from jax_te.models import Execution, GPTModel
+from jax_te.models import Execution, GPTModel, LanguageModel
 from jax_te.ops import use_backend
 from jax_te.recipe import autocast
 from jax_te.sharding import make_mesh, named_sharding
 from jax_te.training import (
     DynamicLossScale,
     LossScale,
-    PipelinedLoss,
     TrainState,
     abstract_train_state,
     adamw_with_schedule,
@@ -44,13 +44,13 @@ from jax_te.training import (
 )
 
 
-def model_builder(config: RunConfig) -> Callable[[nnx.Rngs], GPTModel]:
+def model_builder(config: RunConfig) -> Callable[[nnx.Rngs], LanguageModel]:
     """Return a function that builds the run's model, whose layers have the recipes of the run's rules, and adapters."""
     build_plain = build_model(config)
     return lambda rngs: _finished(config, build_plain(rngs), rngs)
 
 
-def first_model(config: RunConfig) -> GPTModel | Callable[[nnx.Rngs], GPTModel]:
+def first_model(config: RunConfig) -> LanguageModel | Callable[[nnx.Rngs], LanguageModel]:
     """Return a run's initial model: `model_builder`'s model, with the weights of ``--init-from`` if it is given.
 
     Raises:
@@ -63,7 +63,7 @@ def first_model(config: RunConfig) -> GPTModel | Callable[[nnx.Rngs], GPTModel]:
     return _finished(config, model, nnx.Rngs(config.seed))
 
 
-def _finished(config: RunConfig, model: GPTModel, rngs: nnx.Rngs) -> GPTModel:
+def _finished(config: RunConfig, model: LanguageModel, rngs: nnx.Rngs) -> LanguageModel:
     rules = config.quantization_rules()
     if rules is not None:
         apply_rules(model, rules)
@@ -76,7 +76,7 @@ def _execution(config: RunConfig) -> Execution:
     return Execution(config.recompute_policy, config.scan_layers, batch_parts=config.batch_parts)
 
 
-def build_model(config: RunConfig, *, execution: Execution | None = None) -> Callable[[nnx.Rngs], GPTModel]:
+def build_model(config: RunConfig, *, execution: Execution | None = None) -> Callable[[nnx.Rngs], Any]:
     """Return a function that builds the run's model, without the rules of its precision file and without adapters.
 
     Args:
@@ -85,7 +85,7 @@ def build_model(config: RunConfig, *, execution: Execution | None = None) -> Cal
     """
     execution = execution or _execution(config)
 
-    def build(rngs: nnx.Rngs) -> GPTModel:
+    def build(rngs: nnx.Rngs) -> Any:
         if config.model_config is not None:
             text, fields = config.model_config, config.library_fields()
             return build_described(text, config.ignore_fields, fields, execution, rngs)
@@ -102,7 +102,7 @@ def build_model(config: RunConfig, *, execution: Execution | None = None) -> Cal
     return build
 
 
-def abstract_model(config: RunConfig) -> GPTModel:
+def abstract_model(config: RunConfig) -> LanguageModel:
     """Return the run's model without values, before its rules are applied; call it inside `contexts`."""
     return nnx.eval_shape(lambda: build_model(config)(nnx.Rngs(0)))
 
@@ -137,15 +137,6 @@ def loss_scaler(config: RunConfig) -> LossScale | None:
     return DynamicLossScale() if "float16" in (config.params_dtype, config.compute_dtype) else None
 
 
-loss_fn = PipelinedLoss(
-    embed_inputs=lambda model, batch, key: model.embed_inputs(batch["tokens"], dropout_key=key),
-    compute_loss=lambda model, y, batch, key: model.compute_loss(
-        y, batch["labels"], tokens=batch["tokens"], dropout_key=key
-    ),
-)
-"""The mean loss of a batch ``{"tokens": [b, s], "labels": [b, s]}``; the key None is evaluation."""
-
-
 @contextlib.contextmanager
 def contexts(config: RunConfig) -> Iterator[Mesh | None]:
     """Yield the mesh of the run, or None, inside of its ambient recipe, backend and mesh."""
@@ -166,11 +157,13 @@ HELDOUT = "heldout_loss"
 RATES = 1024
 """Learning rates computed at once."""
 
+_NEXT_TOKENS = NextTokens()
+
 
 def train_step(config: RunConfig, tx: optax.GradientTransformation) -> Callable[..., Any]:
     """Return the train step of a run; ``tx`` is the run's `optimizer`."""
     return make_train_step(
-        loss_fn,
+        loss_of(config),
         tx,
         microbatches=config.microbatches,
         pipeline=PipelineConfig.parse(config.pipeline),
@@ -186,15 +179,22 @@ class Trainer:
         config: the run.
         data: tokens to train on and to evaluate.
         checkpointer: checkpointer that writes states.
+        objective: what the run's model is trained to predict, see `jax_te.cli.objective.run_objective`.
     """
 
-    def __init__(self, config: RunConfig, data: TextData, checkpointer: TrainCheckpointer):
-        self.config, self.data, self.checkpointer = config, data, checkpointer
+    def __init__(
+        self, config: RunConfig, data: TextData, checkpointer: TrainCheckpointer, objective: Objective = _NEXT_TOKENS
+    ):
+        self.config, self.data, self.checkpointer, self.objective = config, data, checkpointer, objective
         self._parts = (model_builder(config), optimizer(config))
         self.step = train_step(config, self._parts[1])
-        self._eval_step = make_eval_step(loss_fn)
-        self.inspect = make_inspection(loss_fn, microbatches=config.microbatches)
-        self._sizes: dict[str, Any] = {"seq_len": config.seq_len, "vocab_size": data.vocab_size}
+        self._eval_step = make_eval_step(loss_of(config))
+        self.inspect = make_inspection(loss_of(config), microbatches=config.microbatches)
+        self._sizes: dict[str, Any] = {
+            "seq_len": config.seq_len,
+            "vocab_size": data.vocab_size,
+            "objective": objective,
+        }
         if jax.process_count() > 1:  # each builds the rows of its own devices
             self._sizes["sharding"] = named_sharding(("batch", None), jax.sharding.get_mesh())
         # Many rates at once, because each would wait for the device; not all, because a run may have billions of steps.

@@ -43,7 +43,8 @@ CHECK_MEMORY = "refuse a model that, by an estimate, does not fit into memory"
 class SampleOptions:
     """Generate text with a trained model.
 
-    Text is generated from the newest checkpoint of a run, with a key/value cache and without quantization.
+    Text is generated from the newest checkpoint of a run, with a key/value cache and without quantization. The run
+    is of a decoder.
     """
 
     output: str = option(FOLDER, "folder of the run", DEFAULT_RUN)
@@ -61,7 +62,8 @@ class EvalOptions:
     """Show the loss and the perplexity of a model on a text.
 
     Every token of the text but the first is predicted once, in windows that follow each other without overlap,
-    under the run's recipe and on one device. The text may have any format that jax-te train accepts.
+    under the run's recipe and on one device. The text may have any format that jax-te train accepts. Of a BERT,
+    RoBERTa, T5 or mT5 the loss is that of the tokens masked or removed in each whole window, always the same ones.
     """
 
     output: str | None = option(

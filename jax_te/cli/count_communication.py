@@ -10,6 +10,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,9 +19,12 @@ import numpy as np
 
 from jax_te.cli.build import abstract_state, contexts, optimizer, train_step
 from jax_te.cli.main import explain
+from jax_te.cli.objective import model_class, run_objective
 from jax_te.cli.run_config import RunConfig
+from jax_te.cli.run_text import run_tokenizer
 from jax_te.config import ParallelConfig, PipelineConfig
-from jax_te.models import runs_scanned
+from jax_te.data import NextTokens, Objective
+from jax_te.models import GPTModel, runs_scanned
 from jax_te.sharding import CollectiveCount, communication_report, named_sharding
 
 MAX_DEVICES = 2048
@@ -195,9 +199,18 @@ def tables(configs: list[RunConfig]) -> Iterator[list[dict[str, Any]]]:
             # Each process reads the rows of its own devices.
             assert mesh is not None
             rows = named_sharding(("batch", None), mesh)
-            tokens = jax.ShapeDtypeStruct((config.batch_size, config.seq_len), jnp.int32, sharding=rows)
-            report = communication_report(step.lower(state, {"tokens": tokens, "labels": tokens}))
+            batch = {
+                name: jax.ShapeDtypeStruct((config.batch_size, length), jnp.int32, sharding=rows)
+                for name, length in _objective(config).lengths(config.seq_len).items()
+            }
+            report = communication_report(step.lower(state, batch))
         yield [dataclasses.asdict(row) for row in report.rows]
+
+
+def _objective(config: RunConfig) -> Objective:
+    if model_class(config) is GPTModel:
+        return NextTokens()  # of any tokenizer, which may be gone
+    return run_objective(config, run_tokenizer(config, Path(config.tokenizer or ".")))
 
 
 def main() -> None:

@@ -16,14 +16,15 @@ from jax_te.cli.build import abstract_model_state, contexts, warnings_as_lines
 from jax_te.cli.command_options import A_FOLDER, A_RUN, EvalOptions
 from jax_te.cli.memory import SKIP_CHECK, check_fits, check_memory
 from jax_te.cli.model_config import field_names
+from jax_te.cli.objective import objective_for, predicted, run_objective
 from jax_te.cli.option_table import check_effects, memory_advice
 from jax_te.cli.options import DEFAULT_RUN
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CHECKPOINT_FOLDER, holds_run, read_config
 from jax_te.cli.run_text import run_text, run_tokenizer, unit
-from jax_te.data import ByteTokenizer, Tokenizer, Tokens, read_tokens, whole_batches
-from jax_te.interop.huggingface import load_huggingface, open_tensors
-from jax_te.models import GPTModel
+from jax_te.data import ByteTokenizer, NextTokens, Objective, Tokenizer, Tokens, read_tokens, whole_batches
+from jax_te.interop.huggingface import CONFIG, load_huggingface, open_tensors
+from jax_te.models import BertModel, LanguageModel, T5Model
 from jax_te.typing import Array
 
 _LENGTH = 1024
@@ -61,13 +62,14 @@ def _of_run(options: EvalOptions) -> dict[str, Any]:
     sizes = {"batch_size": size, "microbatches": 1, "check_memory": options.check_memory}
     check_memory(dataclasses.replace(config, **sizes), "eval", training=False)
     tokenizer = run_tokenizer(config, output)
+    objective = run_objective(config, tokenizer)
     data = _heldout(config, tokenizer) if options.data is None else read_tokens(options.data, tokenizer=tokenizer)
     with contexts(config), TrainCheckpointer(output / CHECKPOINT_FOLDER) as checkpointer, warnings_as_lines():
         wanted = abstract_model_state(config)
         state, _, step = checkpointer.restore(wanted, step=options.step, allow={"unexpected"})
-        metrics = evaluate(state.model, data, batch_size=size, seq_len=length)
+        metrics = evaluate(state.model, data, objective, batch_size=size, seq_len=length)
     print(f"{output}, step {step}, on {data.source}", file=sys.stderr, flush=True)
-    return metrics | {"step": step, "unit": unit(tokenizer)}
+    return metrics | {"step": step, "unit": predicted(objective, unit(tokenizer))}
 
 
 def _of_folder(options: EvalOptions, folder: str) -> dict[str, Any]:
@@ -80,12 +82,16 @@ def _of_folder(options: EvalOptions, folder: str) -> dict[str, Any]:
     data = read_tokens(options.data, tokenizer=tokenizer)
     block_scaled = "dequantize" if options.dequantize else None
     model = load_huggingface(folder, ignore_fields=ignored, block_scaled=block_scaled)
-    if not isinstance(model, GPTModel):
-        raise ValueError(f"--init-from {folder} is not a decoder, whose loss is that of the next token")
+    if isinstance(model, BertModel) and model.head_dense is None:
+        raise ValueError(
+            f"--init-from {folder} is an encoder without a head for tokens, and has no loss; give the folder of the "
+            "class for masked tokens, such as BertForMaskedLM"
+        )
+    objective = objective_for(type(model), (Path(folder) / CONFIG).read_text(encoding="utf-8"), tokenizer)
     length = options.seq_len or min(model.max_sequence_length, _LENGTH)
-    metrics = evaluate(model, data, batch_size=options.batch_size or 1, seq_len=length)
+    metrics = evaluate(model, data, objective, batch_size=options.batch_size or 1, seq_len=length)
     print(f"{folder} on {data.source}", file=sys.stderr, flush=True)
-    return metrics | {"unit": "token"}
+    return metrics | {"unit": predicted(objective, "token")}
 
 
 def _stored_bytes(folder: Path) -> int:
@@ -101,12 +107,15 @@ def _heldout(config: RunConfig, tokenizer: Tokenizer | ByteTokenizer) -> Tokens:
     return Tokens(tokens=data.heldout, text_bytes=text_bytes, **names)
 
 
-def evaluate(model: GPTModel, data: Tokens, *, batch_size: int, seq_len: int) -> dict[str, Any]:
+def evaluate(
+    model: LanguageModel, data: Tokens, objective: Objective, *, batch_size: int, seq_len: int
+) -> dict[str, Any]:
     """Return the mean loss in nats, the perplexity, the number of tokens that were predicted, and bits per byte.
 
     Args:
         model: model to evaluate under the ambient recipe.
         data: tokens, at least two.
+        objective: what the model predicts. Bits per byte are those of the next token alone.
         batch_size, seq_len: size of what is computed at once; a token is predicted from those before it in its window.
 
     Raises:
@@ -118,22 +127,26 @@ def evaluate(model: GPTModel, data: Tokens, *, batch_size: int, seq_len: int) ->
     model.eval()
     known = min(data.vocab_size, model.vocab_size)
     batch_size = min(batch_size, -(-len(data.tokens) // seq_len))  # the rest would be padding
+    sizes: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len, "vocab_size": known, "objective": objective}
     total, count = 0.0, 0
-    for batch in whole_batches(data.tokens, batch_size=batch_size, seq_len=seq_len, vocab_size=known):
+    for batch in whole_batches(data.tokens, **sizes):
         # In Python's floats: fp32 would lose the later batches of a long text.
-        total += float(_sum_of_losses(model, batch["tokens"], batch["labels"]))
+        total += float(_sum_of_losses(model, batch))
         count += int((batch["labels"] >= 0).sum())
     loss = total / count
     # The first token is not predicted; it is taken to be as likely as the others.
-    bits = None if not data.text_bytes else loss / math.log(2.0) * len(data.tokens) / data.text_bytes
+    text_bytes = data.text_bytes if isinstance(objective, NextTokens) else None
+    bits = None if not text_bytes else loss / math.log(2.0) * len(data.tokens) / text_bytes
     # math.exp raises where fp64 has no number left.
     perplexity = math.exp(loss) if loss < 700.0 else math.inf
     return {"loss": loss, "perplexity": perplexity, "tokens": count, "bits_per_byte": bits}
 
 
 @jax.jit
-def _sum_of_losses(model: GPTModel, tokens: Array, labels: Array) -> Array:
-    return model.loss(tokens, labels, reduction="sum")
+def _sum_of_losses(model: Any, batch: dict[str, Array]) -> Array:
+    if isinstance(model, T5Model):
+        return model.loss(batch["tokens"], batch["decoder_tokens"], batch["labels"], reduction="sum")
+    return model.loss(batch["tokens"], batch["labels"], reduction="sum")
 
 
 def _is_finite(value: Any) -> bool:

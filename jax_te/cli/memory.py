@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jax_te._device import default_device, default_platform
+from jax_te.cli.model_config import described_form
 from jax_te.cli.option_table import memory_advice
 from jax_te.cli.parser import option_names
 from jax_te.cli.run_config import RunConfig
@@ -111,7 +112,17 @@ def _parameters(config: RunConfig) -> tuple[int, int]:
     depths = 1 if model.mtp_num_layers and model.mtp_use_repeated_layer else model.mtp_num_layers or 0
     numbers = [*range(config.num_layers), *[config.num_layers - 1] * depths]
     layers = [layer_kernels(model, number) for number in numbers]
+    encoders = _encoder_layers(config)
     positions = config.seq_len if config.position_embedding == "learned_absolute" else 0
     around = config.hidden_size * (config.vocab_size + positions) + depths * depth_projection(model)
     everywhere = around + sum(layer.attention + layer.shared for layer in layers)
+    if encoders:  # layers like the first one, and attention of each layer of the decoder to their output
+        everywhere += encoders * (layers[0].attention + layers[0].shared) + len(layers) * layers[0].attention
     return everywhere, sum(layer.expert * layer.experts for layer in layers)
+
+
+def _encoder_layers(config: RunConfig) -> int:
+    """Return the number of layers of an encoder beside the model's layers."""
+    if config.model_config is None:
+        return 0
+    return described_form(config.model_config, config.ignore_fields)[1].others.get("encoder_num_layers", 0)

@@ -16,7 +16,7 @@ from jax_te.data import ByteTokenizer
 from jax_te.interop.huggingface import CONFIG, config_values, json_file, load_huggingface, read_form
 from jax_te.interop.tables import Architecture, Form
 from jax_te.layers import GroupedLinear, GroupedLoRA, LoRA
-from jax_te.models import Execution, GPTModel, RotaryPositions
+from jax_te.models import BertModel, Execution, GPTModel, LanguageModel, RelativePositions, RotaryPositions, T5Model
 
 _OWN = ("dropout", "init_from", "model_config", "ignore_fields", "lora_rank", "lora_alpha")
 _OWN += ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_token_dispatcher_type", "moe_expert_rank_capacity_factor")
@@ -31,6 +31,8 @@ _MAX_LAYERS = range(10_000)
 _LENGTH = 512
 """Default sequence length."""
 
+
+_POSITIONS: dict[type, str] = {RotaryPositions: "rope", RelativePositions: "relative"}
 
 _SOURCES = ("init_from", "model_config")
 """Options that name a ``config.json``."""
@@ -68,7 +70,7 @@ def described_values(given: dict[str, Any]) -> dict[str, Any]:
     text = json.dumps(config_values(Path(given["init_from"]))) if fine_tuned else given["model_config"]
     form = described_form(text, given.get("ignore_fields"))[1]
     config, others = form.config, form.others
-    positions = others["position_embedding_type"]
+    positions = others.get("position_embedding_type", "learned_absolute")
     if not isinstance(config.activation, str):
         raise ValueError(f"{source}: jax-te train has no name for its activation {config.activation!r}")
     heads, hidden = config.num_attention_heads, config.hidden_size
@@ -93,9 +95,9 @@ def described_values(given: dict[str, Any]) -> dict[str, Any]:
         "qk_layernorm": config.qk_layernorm,
         "normalization": config.normalization,
         "activation": config.activation,
-        "position_embedding": "rope" if isinstance(positions, RotaryPositions) else positions,
+        "position_embedding": _POSITIONS.get(type(positions), positions),
         "bias": config.add_bias_linear,
-        "tie_embeddings": others["share_embeddings_and_output_weights"],
+        "tie_embeddings": others.get("share_embeddings_and_output_weights", True),
         "seq_len": min(_LENGTH, others["max_sequence_length"]),
         **learned,
     }
@@ -120,7 +122,7 @@ def described_form(text: str, ignored: str | None = None) -> tuple[Architecture,
         ignored: fields to ignore, as ``--ignore-fields`` names them.
 
     Raises:
-        ValueError: for an unsupported one, or one of a model other than a decoder.
+        ValueError: for an unsupported one, or one of a model without a loss.
     """
     values = json.loads(text)
     if not isinstance(values, dict):
@@ -132,8 +134,13 @@ def described_form(text: str, ignored: str | None = None) -> tuple[Architecture,
             "--dequantize; then --init-from NEW. From --model-config remove the field"
         )
     kind, form = read_form(values, f"the model's {CONFIG}", _MAX_LAYERS, field_names(ignored))
-    if kind.model is not GPTModel:
-        raise ValueError(f"jax-te train is for decoders, and the model's {CONFIG} is of a {kind.model_type}")
+    if kind.model not in (GPTModel, T5Model, BertModel):
+        raise ValueError(f"jax-te train has no objective for the {kind.model_type} of the model's {CONFIG}")
+    if not form.others.get("add_lm_head", True):
+        raise ValueError(
+            f"the model's {CONFIG} is of a {kind.model_type} without a head for tokens, and nothing says what to train "
+            "it for; give the folder of the class for masked tokens, such as BertForMaskedLM"
+        )
     return kind, form
 
 
@@ -159,9 +166,25 @@ def check_described(config: Any) -> None:
                 f"the model's {CONFIG} has {config.vocab_size} tokens (vocab_size), and bytes are "
                 f"{ByteTokenizer.vocab_size}; give the --tokenizer that it was made for"
             )
-        longest = described_form(config.model_config, config.ignore_fields)[1].others["max_sequence_length"]
+        kind, form = described_form(config.model_config, config.ignore_fields)
+        longest = form.others["max_sequence_length"]
         if config.seq_len > longest:
             raise ValueError(f"--seq-len {config.seq_len} is above the {longest} positions of the model's {CONFIG}")
+        if config.cp_load_balanced and kind.model is not GPTModel:
+            raise ValueError(
+                "--cp-load-balanced shares out the work of causal attention, and the model has an encoder, whose "
+                "tokens see all others; leave it out"
+            )
+        mesh = config.parallel_config()
+        if config.position_embedding == "relative" and config.cp_comm_type == "p2p" and mesh and mesh.context > 1:
+            raise ValueError(
+                "--cp-comm-type p2p moves keys around a ring, and a device has no part of the relative positions for "
+                "them; give --cp-comm-type all_gather or a2a"
+            )
+    elif config.position_embedding == "relative":
+        raise ValueError(
+            "--position-embedding relative is that of a T5, which --init-from or --model-config describes; take another"
+        )
 
 
 def model_type(text: str) -> str:
@@ -186,14 +209,14 @@ def as_run(text: str, ignored: str | None, fields: dict[str, Any]) -> Form:
 
 def build_described(
     text: str, ignored: str | None, fields: dict[str, Any], execution: Execution, rngs: nnx.Rngs
-) -> GPTModel:
+) -> LanguageModel:
     """Return the model with new weights; the first arguments are those of `as_run`."""
     return described_form(text, ignored)[0].build(as_run(text, ignored, fields), execution, rngs)
 
 
 def load_pretrained(
     folder: str, text: str, ignored: str | None, fields: dict[str, Any], execution: Execution
-) -> GPTModel:
+) -> LanguageModel:
     """Return the model with the folder's weights; other arguments are those of `as_run`.
 
     Raises:
@@ -207,11 +230,11 @@ def load_pretrained(
     return load_huggingface(folder, dtype=dtype, config=changes, execution=execution, ignore_fields=names)
 
 
-_ADAPTED = ("qkv", "query", "q_down", "q_up", "kv_down", "proj")
+_ADAPTED = ("qkv", "query", "key_value", "q_down", "q_up", "kv_down", "proj")
 """Projections of attention with adapters: not ``kv_up`` of latent attention, whose kernel a cache of latents needs."""
 
 
-def add_adapters(model: GPTModel, rank: int, alpha: float | None, rngs: nnx.Rngs) -> None:
+def add_adapters(model: LanguageModel, rank: int, alpha: float | None, rngs: nnx.Rngs) -> None:
     """Put a `LoRA` around the linear layers of a model's transformer layers, and a `GroupedLoRA` around experts'.
 
     Routers stay as they are, and so do the biases by which they balance their load.
@@ -222,17 +245,18 @@ def add_adapters(model: GPTModel, rank: int, alpha: float | None, rngs: nnx.Rngs
         setattr(parent, name, adapter(base, rank, alpha=alpha, rngs=rngs))
 
 
-def merge_adapters(model: GPTModel) -> None:
+def merge_adapters(model: LanguageModel) -> None:
     """Replace every `LoRA` by its layer, with the product of its adapters added to the kernels."""
     for parent, name in _adapted_places(model):
         setattr(parent, name, getattr(parent, name).merge())
 
 
-def _adapted_places(model: GPTModel) -> Iterator[tuple[Any, str]]:
+def _adapted_places(model: Any) -> Iterator[tuple[Any, str]]:
     """Yield the modules, and names in them, of the layers that have adapters."""
-    layers: Any = model.layers
-    for layer in layers:
-        yield from ((layer.self_attention, name) for name in _ADAPTED if hasattr(layer.self_attention, name))
+    encoder = model.encoder_layers if isinstance(model, T5Model) else ()
+    for layer in [*encoder, *model.layers]:
+        for attention in filter(None, (layer.self_attention, layer.inter_attention)):
+            yield from ((attention, name) for name in _ADAPTED if hasattr(attention, name))
         if layer.mlp is None:
             yield layer, "layernorm_mlp"
             continue

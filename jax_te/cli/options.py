@@ -93,11 +93,12 @@ def _field(recipes: tuple[str, ...], kind: Any, help: str, **row: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """Train a GPT on text, or resume a run.
+    """Train a model on text, or resume a run.
 
     Without options it trains the tiny preset on the bytes of the Python standard library's source files.
     --data takes a text file, .jsonl or .parquet (documents under "text"), a folder of these, or tokens: .npy,
-    or Megatron's .bin with its .idx. --init-from fine-tunes a Hugging Face model, and takes the sizes from it.
+    or Megatron's .bin with its .idx. --init-from fine-tunes a Hugging Face model, and takes the sizes from it:
+    decoders learn the next token, BERT and RoBERTa masked tokens, T5 and mT5 removed spans of tokens.
 
     Started again with the same --output it resumes from the newest checkpoint, and options that are not
     given keep the values of that run. SIGTERM or Ctrl-C ends it with a checkpoint.
@@ -133,7 +134,9 @@ class DataOptions:
         PATH, "tokenizer.json file, or a folder that contains one", None, shown="--init-from's, or bytes"
     )
     seq_len: int = option(
-        Text("N", number(int, 2)), "sequence length in tokens", shown="the preset's, or with a config.json at most 512"
+        Text("N", number(int, 2)),
+        "sequence length in tokens; a T5's encoder's",
+        shown="the preset's, or with a config.json at most 512",
     )
 
 
@@ -157,7 +160,7 @@ class ModelOptions:
     qk_layernorm: bool = option(FLAG, "a norm of each head's queries and keys", False)
     normalization: str = option(literal_names(TransformerConfig, "normalization"), "normalization of every layer")
     activation: str = option(tuple(ACTIVATIONS), "activation of the feed-forward blocks")
-    position_embedding: str = option(POSITION_EMBEDDINGS, "position embedding")
+    position_embedding: str = option((*POSITION_EMBEDDINGS, "relative"), "position embedding; relative: T5's alone")
     bias: bool = option(FLAG, "biases in linear layers", library=("add_bias_linear",))
     tie_embeddings: bool = option(FLAG, "one weight for the embedding and the output head")
     dropout: float = option(

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_te.cli.build import abstract_model
 from jax_te.cli.module_recipes import LayerRecipes, layer_recipes, recipe_label
+from jax_te.cli.objective import model_class
 from jax_te.cli.option_table import flag
 from jax_te.cli.precision_rules import apply_rules, rules_without_effect
 from jax_te.cli.run_config import RunConfig
 from jax_te.config import ParallelConfig
 from jax_te.megatron import QuantizationReport
+from jax_te.models import BertModel, GPTModel
 from jax_te.ops import OPS, AttentionSpec, explain_backend
 from jax_te.quantize import ROLES, TensorQuantizer, quantizer_for
 from jax_te.recipe import NVFP4BlockScaling, Recipe
@@ -22,9 +27,13 @@ from jax_te.recipe import NVFP4BlockScaling, Recipe
 _LINEAR_OPS = ("dense", "layernorm_dense", "layernorm_mlp")
 
 
-def explain_backends(config: RunConfig) -> list[str]:
+def explain_backends(config: RunConfig, targets: int | None = None) -> list[str]:
     """Return the backend of each op of the model, a line per backend and reason, with the parts that it leaves to
     others; call it inside `contexts`.
+
+    Args:
+        config: configuration of the run.
+        targets: length of the decoder's sequence in a model with an encoder. None: the run's sequence length.
 
     Raises:
         BackendUnavailableError: if the requested backend cannot run one of them.
@@ -35,8 +44,9 @@ def explain_backends(config: RunConfig) -> list[str]:
     for op in OPS:
         if op == "grouped_dense" and not model.num_moe_experts:
             continue
-        attention = _attention(config) if op == "dot_product_attention" else None
-        for recipe in recipes if op in _LINEAR_OPS else (None,):
+        attentions = _attentions(config, targets) if op == "dot_product_attention" else {op: None}
+        of_op = recipes if op in _LINEAR_OPS else [None]
+        for (name, attention), recipe in itertools.product(attentions.items(), of_op):
             # Gradients of kernels are computed in fp32: a train step adds them up in it.
             choice = explain_backend(
                 op,
@@ -45,7 +55,7 @@ def explain_backends(config: RunConfig) -> list[str]:
                 activation=config.activation,  # type: ignore[arg-type]  # one of the names
                 dtype=config.compute_dtype,
             )
-            label = op if len(recipes) == 1 or op not in _LINEAR_OPS else f"{op} ({recipe_label(recipe)})"
+            label = name if len(recipes) == 1 or op not in _LINEAR_OPS else f"{name} ({recipe_label(recipe)})"
             grouped.setdefault((choice.backend, choice.reason, choice.others), []).append(label)
     if any(backend == "te" for backend, _, _ in grouped) and not model.fp8_output_proj:
         # `jax_te.models.LanguageModel` runs it there whatever the backend.
@@ -163,7 +173,30 @@ def _recipes_in_use(config: RunConfig) -> list[Recipe | None]:
     return list(dict.fromkeys(layer.training for layer in layer_recipes(model)))
 
 
-def _attention(config: RunConfig) -> AttentionSpec:
+def _attentions(config: RunConfig, targets: int | None) -> dict[str, AttentionSpec]:
+    """Return the attention of each kind in the run's model, by a name for messages."""
+    model, causal = config.transformer_config(), _causal_attention(config)
+    kind, name = model_class(config), "dot_product_attention"
+    if kind is GPTModel:
+        return {name: causal}
+    encoder = dataclasses.replace(causal, mask_type="no_mask")
+    if kind is BertModel:
+        return {name: encoder}
+    length, scale = targets or config.seq_len, {"scale": model.softmax_scale or causal.scale}
+    cross = dataclasses.replace(encoder, q_length=length, packed=False, **scale)
+    if config.position_embedding == "relative":
+        bias: Any = {"bias_type": "post_scale_bias", **scale}
+        encoder = dataclasses.replace(encoder, bias_shape=_bias_shape(config, config.seq_len), **bias)
+        causal = dataclasses.replace(causal, bias_shape=_bias_shape(config, length), **bias)
+    decoder = dataclasses.replace(causal, q_length=length, kv_length=length)
+    return {f"{name} of the encoder": encoder, f"{name} of the decoder": decoder, f"{name} between them": cross}
+
+
+def _bias_shape(config: RunConfig, length: int) -> tuple[int, ...]:
+    return (1, config.num_heads, length, length)
+
+
+def _causal_attention(config: RunConfig) -> AttentionSpec:
     d = config.transformer_config().kv_channels or 1
     return AttentionSpec(
         dtype=jnp.dtype(config.compute_dtype),

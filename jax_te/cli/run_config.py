@@ -109,7 +109,7 @@ class RunConfig(RunOptions):
             fields["recompute_modules"] = self.recompute_modules.split(",")
         if isinstance(self.moe_layer_freq, str):
             fields["moe_layer_freq"] = json.loads(self.moe_layer_freq)
-        if self.lora_rank is not None:
+        if self.lora_rank is not None and self.num_experts is not None:
             fields["moe_router_bias_update_rate"] = 0.0  # adapters alone are trained
         return fields
 

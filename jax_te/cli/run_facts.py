@@ -13,14 +13,15 @@ from jax.sharding import Mesh
 from jax_te._device import default_device
 from jax_te.cli.loop import LoopResult
 from jax_te.cli.model_config import model_type
+from jax_te.cli.objective import model_class
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CHECKPOINT_FOLDER, PROFILE_FOLDER
 from jax_te.cli.run_recipe import RECIPE_FIELDS
 from jax_te.config import ParallelConfig
-from jax_te.data import TextData
+from jax_te.data import CorruptedSpans, MaskedTokens, NextTokens, Objective, TextData
 from jax_te.megatron import QuantizationReport
 from jax_te.metrics import METRICS_FILE, PLOT_FILE, TENSORBOARD_FOLDER, StepWork, clock, peak_flops, train_flops
-from jax_te.models import UNROLL_LIMIT, runs_scanned
+from jax_te.models import UNROLL_LIMIT, GPTModel, runs_scanned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,7 @@ class StartedRun:
     Args:
         config: configuration of the run.
         data: text to train on, and held out.
+        objective: what the model is trained to predict.
         backends: lines that say which backend runs which operation.
         mesh: the run's mesh. None: one device.
         parameters: number of its parameters.
@@ -40,6 +42,7 @@ class StartedRun:
 
     config: RunConfig
     data: TextData
+    objective: Objective
     backends: list[str]
     mesh: Mesh | None
     parameters: int
@@ -55,6 +58,7 @@ def start_facts(run: StartedRun) -> dict[str, str]:
         "layers": _layers(run.config),
         "data": _data(run),
         **_tokenizer_facts(run.config, run.data),
+        **_objective(run),
         "batch": _batch(run.config),
         "recipe": _recipe(run.config),
         **({} if run.rules is None else {"rules": str(run.rules)}),
@@ -67,12 +71,14 @@ def start_facts(run: StartedRun) -> dict[str, str]:
 
 def step_work(config: RunConfig) -> StepWork:
     """Return the work of a train step of the run."""
-    flops = train_flops(
-        config.transformer_config(),
-        vocab_size=config.vocab_size,
-        batch_size=config.batch_size,
-        sequence_length=config.seq_len,
-    )
+    flops = None
+    if model_class(config) is GPTModel:
+        flops = train_flops(
+            config.transformer_config(),
+            vocab_size=config.vocab_size,
+            batch_size=config.batch_size,
+            sequence_length=config.seq_len,
+        )
     devices = (config.parallel_config() or ParallelConfig()).num_devices
     return StepWork(tokens=config.tokens_per_step, devices=devices, flops=flops, peak=peak_flops(_device(config)))
 
@@ -112,6 +118,18 @@ def _batch(config: RunConfig) -> str:
     return f"{size}{parts}, {_count(config.steps, 'step')}"
 
 
+def _objective(run: StartedRun) -> dict[str, str]:
+    """Return the line about the objective, if it is not the next token."""
+    objective, window = run.objective, run.objective.window(run.config.seq_len)
+    if isinstance(objective, MaskedTokens):
+        return {"objective": f"masked tokens, {objective.rate:.0%} of the {window} of an example"}
+    if isinstance(objective, CorruptedSpans):
+        targets = objective.lengths(run.config.seq_len)["labels"]
+        spans = f"{objective.rate:.0%} of {window} tokens in spans of {objective.mean_span:g} on average"
+        return {"objective": f"corrupted spans, {spans}; {_tokens(targets)} for the decoder"}
+    return {}
+
+
 def _mesh(run: StartedRun) -> str:
     device = _device(run.config).device_kind
     if run.mesh is None:
@@ -140,6 +158,8 @@ def _tokenizer_facts(config: RunConfig, data: TextData) -> dict[str, str]:
 
 
 def _mfu(work: StepWork, device: str) -> str:
+    if work.flops is None:
+        return "not given: its formula is that of decoders"
     if work.peak is None:
         return f"not given: jax_te knows no published peak of {device}"
     return f"relative to {work.peak / 1e12:.0f} TFLOP/s of each device, its dense bf16 peak"
@@ -180,25 +200,26 @@ def _tokens(number: int) -> str:
     return _count(number, "token")
 
 
-def loss_facts(data: TextData, heldout: float, bigram: float | None, word: str) -> dict[str, str]:
+def loss_facts(data: TextData, heldout: float, bigram: float | None, word: str, objective: Objective) -> dict[str, str]:
     """Return the lines about the held-out loss.
 
     Args:
         data: text of the run.
         heldout: the loss.
         bigram: entropy of byte bigrams in the same text. None: not known.
-        word: term for a token.
+        word: term for a token that is predicted.
+        objective: objective of the run.
     """
     rows = {"held-out loss": f"{heldout:.4f} nats per {word}"}
     if bigram is not None:
         rows["byte bigrams"] = f"{bigram:.4f} nats per byte, their entropy in the same text"
-    elif data.bytes_per_token:
+    elif data.bytes_per_token and isinstance(objective, NextTokens):
         rows["held-out loss"] += f", {heldout / math.log(2.0) / data.bytes_per_token:.4f} bits per byte"
     return rows
 
 
 def end_facts(
-    result: LoopResult, losses: dict[str, str], output: Path, drawn: list[str], prompt: str
+    result: LoopResult, losses: dict[str, str], output: Path, drawn: list[str], prompt: str | None = None
 ) -> dict[str, str]:
     """Return the lines to show at the end, by their names.
 
@@ -207,7 +228,7 @@ def end_facts(
         losses: lines of `loss_facts`.
         output: folder of the run.
         drawn: files that only some runs have.
-        prompt: prompt of the sample.
+        prompt: prompt of the sample. None: the model continues no text.
     """
     rows = dict(losses)
     if result.tokens_per_second is not None:
@@ -221,5 +242,8 @@ def end_facts(
     names = [METRICS_FILE, PLOT_FILE, *drawn, TENSORBOARD_FOLDER, PROFILE_FOLDER]
     names = [name for name in names if (output / name).exists()]
     rows["files"] = f"{output}: {', '.join([*names, CHECKPOINT_FOLDER])}"
-    rows["next"] = f"jax-te sample --output {output} --prompt {prompt!r}"
+    if prompt is None:
+        rows["next"] = f"jax-te convert {output} {output}-hf --to huggingface"
+    else:
+        rows["next"] = f"jax-te sample --output {output} --prompt {prompt!r}"
     return rows

@@ -15,6 +15,7 @@ from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_model_state, contexts, warnings_as_lines
 from jax_te.cli.command_options import RANDOM, SampleOptions
 from jax_te.cli.memory import check_memory
+from jax_te.cli.objective import model_class
 from jax_te.cli.option_table import check_effects
 from jax_te.cli.run_files import CHECKPOINT_FOLDER, holds_run, read_config
 from jax_te.cli.run_text import run_tokenizer
@@ -40,6 +41,11 @@ def run(options: SampleOptions) -> int:
     config = read_config(output)
     if config is None or not holds_run(output):
         raise ValueError(f"{output} holds no trained model; train one with: jax-te train --output {output}")
+    if model_class(config) is not GPTModel:
+        raise ValueError(
+            f"the model of {output} restores masked or removed tokens, and jax-te sample continues texts; measure it "
+            f"with: jax-te eval --output {output}, or give it to transformers: jax-te convert {output} {output}-hf"
+        )
     # One device and any available backend, wherever it was trained.
     config = dataclasses.replace(config.on_one_device(options.factory_modules), check_memory=options.check_memory)
     check_memory(config, "sample", training=False)

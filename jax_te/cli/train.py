@@ -1,4 +1,4 @@
-"""``jax-te train``: train a GPT on text, or resume."""
+"""``jax-te train``: train a model on text, or resume."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from jax_te.cli.compile_cache import keep_compiled_programs
 from jax_te.cli.launch import Bounds, find_launch, is_launched
 from jax_te.cli.loop import LoopActions, LoopPlan, LoopResult, run_loop
 from jax_te.cli.memory import check_memory
+from jax_te.cli.objective import predicted, run_objective
 from jax_te.cli.option_table import check_effects
 from jax_te.cli.options import SEVERAL_PROCESSES, GivenOptions
 from jax_te.cli.processes import SharedSignal, agreed, check_same, joined
@@ -30,7 +31,7 @@ from jax_te.cli.run_facts import StartedRun, end_facts, loss_facts, start_facts,
 from jax_te.cli.run_files import CHECKPOINT_FOLDER, LOCK_FILE, PROFILE_FOLDER, refuse_links, write_config
 from jax_te.cli.run_text import keep_tokenizer, run_text, run_tokenizer, unit
 from jax_te.cli.sample import continue_text
-from jax_te.data import ByteTokenizer, TextData, Tokenizer, byte_bigram_entropy, text_crc32
+from jax_te.data import ByteTokenizer, NextTokens, Objective, TextData, Tokenizer, byte_bigram_entropy, text_crc32
 from jax_te.metrics import (
     EXPERTS_PLOT,
     PRECISION_FILE,
@@ -78,13 +79,13 @@ def _run(options: GivenOptions, output: Path, heartbeats: Heartbeats | None, bou
         progress.note("checking recipes and backends")
         report = check_precision(config)
         check_te_on_mesh(config)
-        backends = explain_backends(config)
+        backends = explain_backends(config, inputs.objective.lengths(config.seq_len)["labels"])
         with ExitStack() as stack:
             agreed(lambda: stack.enter_context(_locked(output, progress.note)))
             checkpointer = stack.enter_context(_checkpointer(config, output, bounds))
             if heartbeats is not None:
                 checkpointer.share_heartbeats(heartbeats)
-            trainer = Trainer(config, data, checkpointer)
+            trainer = Trainer(config, data, checkpointer, inputs.objective)
             check_same(data=trainer.batches.get_state(), held_out_text=text_crc32(data.heldout))
             state, first = _start(trainer, inputs, progress)
             # Only now: a failed start must not leave a configuration that the next start would use.
@@ -94,6 +95,7 @@ def _run(options: GivenOptions, output: Path, heartbeats: Heartbeats | None, bou
             started = StartedRun(
                 config=config,
                 data=data,
+                objective=inputs.objective,
                 backends=backends,
                 mesh=mesh,
                 parameters=sum(leaf.size for leaf in jax.tree.leaves(state.params)),
@@ -121,6 +123,7 @@ class _RunInputs:
         resumes: whether the run has a checkpoint to go on from.
         trace: trace of some steps. None: no step is traced.
         tokenizer: tokenizer of the run.
+        objective: what its model is trained to predict.
         data: text in tokens.
     """
 
@@ -128,6 +131,7 @@ class _RunInputs:
     resumes: bool
     trace: StepTrace | None
     tokenizer: Tokenizer | ByteTokenizer
+    objective: Objective
     data: TextData
 
 
@@ -144,8 +148,9 @@ def _read(options: GivenOptions, output: Path, progress: Progress) -> _RunInputs
     check_mesh_of_processes(config)
     progress.note("reading the text")
     tokenizer = run_tokenizer(config, output)
+    objective = run_objective(config, tokenizer)
     data = run_text(config, tokenizer)
-    return _RunInputs(config=config, resumes=resumes, trace=trace, tokenizer=tokenizer, data=data)
+    return _RunInputs(config=config, resumes=resumes, trace=trace, tokenizer=tokenizer, objective=objective, data=data)
 
 
 def _start(trainer: Trainer, inputs: _RunInputs, progress: Progress) -> tuple[TrainState, int]:
@@ -206,7 +211,7 @@ def _train(trainer: Trainer, state: TrainState, first: int, context: _RunContext
         progress.note("compiling the first step")
     bigram = byte_bigram_entropy(data.train, data.heldout) if _is_of_bytes(trainer, context) else None
     result = _run_steps(trainer, state, first, context)
-    drawn = _draw(context.output, unit(context.tokenizer), bigram) if is_first() else []
+    drawn = _draw(context.output, _unit(trainer, context), bigram) if is_first() else []
     if result.stopped_by is not None:
         progress.note(f"stopped by {result.stopped_by.name}; step {result.step} is saved, and the same command resumes")
         return 128 + result.stopped_by  # as a shell reports a process that a signal ended
@@ -238,20 +243,27 @@ def _run_steps(trainer: Trainer, state: TrainState, first: int, context: _RunCon
 def _show_result(
     trainer: Trainer, result: LoopResult, context: _RunContext, bigram: float | None, drawn: list[str]
 ) -> None:
-    """Show losses and files of a run that is complete, and text that its model generates."""
+    """Show losses and files of a run that is complete, and text that its model generates if it is a decoder."""
     config, data, tokenizer = trainer.config, trainer.data, context.tokenizer
     # A run that was complete already took no step, and so has no held-out loss.
     heldout = trainer.evaluate(result.state) if result.heldout_loss is None else result.heldout_loss
+    losses = loss_facts(data, heldout, bigram, _unit(trainer, context), trainer.objective)
+    if not isinstance(trainer.objective, NextTokens):  # such a model does not continue a text
+        context.progress.facts(end_facts(result, losses, context.output, drawn))
+        return
     prompt = tokenizer.encode(PROMPT)
     if not _is_of_bytes(trainer, context):  # PROMPT may not be a word of the tokenizer's
         prompt = data.heldout[: min(16, config.seq_len // 2)]
-    losses = loss_facts(data, heldout, bigram, unit(tokenizer))
     context.progress.facts(end_facts(result, losses, context.output, drawn, tokenizer.decode(prompt)))
     sizes = config.parallel_config()
     # On a mesh the batch is split: as many copies of the prompt as it has shards.
     copies = 1 if sizes is None else sizes.batch_devices
     text = continue_text(result.state.model, tokenizer, prompt, SAMPLE_LENGTH, seed=config.seed, copies=copies)
     context.progress.text("sample", tokenizer.decode(prompt) + text)
+
+
+def _unit(trainer: Trainer, context: _RunContext) -> str:
+    return predicted(trainer.objective, unit(context.tokenizer))
 
 
 def _is_of_bytes(trainer: Trainer, context: _RunContext) -> bool:

@@ -12,12 +12,15 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jax_te._validation import check_positive, check_seed, checked, require_extra
+from jax_te.data.objectives import IGNORED, Example, NextTokens, Objective
 
 MAX_POSITIONS = 2**32 - 1
 """Largest number of positions, since grain shuffles with 32 bits."""
 
 PIECE, _PIECES = 2**20, 64
 """Bytes of a piece of a memory map, and number of pieces in its checksum."""
+
+_NEXT_TOKENS = NextTokens()
 
 
 @checked
@@ -28,7 +31,8 @@ class TrainBatches:
     many evenly spaced ones.
 
     Args:
-        text: tokens, integers ``[n]``, ``n > seq_len``; only the requested windows are read from a memory map.
+        text: tokens, integers ``[n]``, at least as many as a window, which has ``seq_len + 1`` for decoders; only the
+            requested windows are read from a memory map.
         batch_size: ``b``.
         seq_len: ``s``.
         seed: seed of the order of windows, in [0, 2^32).
@@ -36,13 +40,17 @@ class TrainBatches:
         sharding: sharding of a batch ``[b, s]``: batches are global ``jax.Array``, of which each process reads the rows
             that its devices hold. The windows and their order are the same without it, and for every number of
             processes.
+        objective: what a window becomes: `NextTokens`, `MaskedTokens` or `CorruptedSpans`. What is random in an example
+            is determined by ``seed`` and by its place among all examples, so that it does not depend on where the
+            batches were resumed, nor on ``sharding``.
 
-    Iterating yields ``{"tokens": i32[b, s], "labels": i32[b, s]}``; a label is its token's successor.
+    Iterating yields ``{"tokens": i32[b, s], "labels": i32[b, s]}``; a label is its token's successor. Another
+    ``objective`` yields arrays of its own.
 
     Raises:
         ImportError: without grain.
-        ValueError: for a text that is not integers ``[n]``, or is shorter than a window; from ``next``, for a token
-            outside of the vocabulary.
+        ValueError: for a text that is not integers ``[n]``, or is shorter than a window; for a length that the
+            objective cannot have; from ``next``, for a token outside of the vocabulary.
 
     >>> batches = TrainBatches(np.arange(100, dtype=np.uint8), batch_size=2, seq_len=4, seed=0)
     >>> batch = next(batches)
@@ -59,36 +67,41 @@ class TrainBatches:
         seed: int,
         vocab_size: int | None = None,
         sharding: Sharding | None = None,
+        objective: Objective = _NEXT_TOKENS,
     ):
         check_positive(batch_size=batch_size, seq_len=seq_len)
         check_seed(seed)
-        stride = -(-_positions(text, seq_len) // MAX_POSITIONS)
-        positions = _positions(text, seq_len) // stride
+        self._lengths, window = objective.lengths(seq_len), objective.window(seq_len)
+        self._stride = -(-_positions(text, window, seq_len) // MAX_POSITIONS)
+        positions = _positions(text, window, seq_len) // self._stride
         grain: Any = require_extra("grain")
-
-        def window(position: int) -> dict[str, np.ndarray]:
-            return _example(text, position * stride, seq_len, vocab_size)
-
         # Without a number grain repeats until 2^63 - 1 windows, whose batches of one it cannot count.
         epochs = 2**62 // positions
         # A batch takes well under a millisecond: threads that read ahead would only take time from XLA's.
-        self._windows = grain.MapDataset.range(positions).seed(seed).shuffle().repeat(epochs).map(window)
+        self._positions = grain.MapDataset.range(positions).seed(seed).shuffle().repeat(epochs)
+        self._read = partial(_example, text, window=window, vocab_size=vocab_size, objective=objective)
         self._next, self._sharding = 0, sharding
         # Stored with the state: grain would resume over another text or batch size without a word.
-        self._made_of = {
+        self._made_of: dict[str, Any] = {
             "text_crc32": text_crc32(text),
             "batch_size": batch_size,
             "seq_len": seq_len,
             "seed": seed,
         }
+        if not isinstance(objective, NextTokens):
+            self._made_of["objective"] = repr(objective)
 
     def __iter__(self) -> TrainBatches:
         return self
 
     def __next__(self) -> dict[str, Any]:
-        size, seq_len = self._made_of["batch_size"], self._made_of["seq_len"]
+        size, seed = self._made_of["batch_size"], self._made_of["seed"]
+
+        def example(place: int) -> Example:
+            return self._read(int(self._positions[place]) * self._stride, key=(seed, place))
+
         places = range(self._next * size, (self._next + 1) * size)
-        batch = _batch(lambda place: self._windows[place], places, seq_len, self._sharding)
+        batch = _batch(example, places, self._lengths, self._sharding)
         self._next += 1
         return batch
 
@@ -133,37 +146,44 @@ def heldout_batches(
     num_batches: int,
     vocab_size: int | None = None,
     sharding: Sharding | None = None,
+    objective: Objective = _NEXT_TOKENS,
 ) -> Iterator[dict[str, Any]]:
     """Yield ``num_batches`` batches, the same every time, of windows evenly spaced over ``text``.
 
     Args:
-        text: tokens, integers ``[n]``, ``n > seq_len``.
-        batch_size, seq_len, vocab_size, sharding: see `TrainBatches`; the batches have the same form.
+        text: tokens, integers ``[n]``, at least as many as a window.
+        batch_size, seq_len, vocab_size, sharding, objective: see `TrainBatches`; the batches have the same form.
         num_batches: number of batches.
 
     Raises:
-        ValueError: if the text is shorter than a window; for a token outside of the vocabulary.
+        ValueError: if the text is shorter than a window; for a length that the objective cannot have; for a token
+            outside of the vocabulary.
 
     >>> batches = list(heldout_batches(np.arange(100, dtype=np.uint8), batch_size=2, seq_len=4, num_batches=2))
     >>> [batch["tokens"][:, 0].tolist() for batch in batches]
     [[0, 31], [63, 95]]
     """
     check_positive(batch_size=batch_size, seq_len=seq_len, num_batches=num_batches)
-    positions = np.linspace(0, _positions(text, seq_len) - 1, batch_size * num_batches).astype(np.int64)
-    example = partial(_example, text, seq_len=seq_len, vocab_size=vocab_size)
+    lengths, window = objective.lengths(seq_len), objective.window(seq_len)
+    positions = np.linspace(0, _positions(text, window, seq_len) - 1, batch_size * num_batches).astype(np.int64)
+
+    def example(place: int) -> Example:
+        # The number of a window alone: the same for batches of any size.
+        return _example(text, int(positions[place]), window, vocab_size, objective, (place,))
+
+    groups = np.arange(len(positions)).reshape(num_batches, batch_size)
     # Not the body of a generator: a wrong argument is refused by the call, not by the first batch.
-    return (_batch(example, group.tolist(), seq_len, sharding) for group in positions.reshape(num_batches, batch_size))
+    return (_batch(example, group.tolist(), lengths, sharding) for group in groups)
 
 
 def _batch(
-    example: Callable[[int], dict[str, np.ndarray]], places: Sequence[int], seq_len: int, sharding: Sharding | None
+    example: Callable[[int], Example], places: Sequence[int], lengths: dict[str, int], sharding: Sharding | None
 ) -> dict[str, Any]:
     """Return a batch of the examples of these places; with a sharding, only rows of this process are read."""
 
-    @cache  # devices that hold the same rows, and tokens and labels
+    @cache  # devices that hold the same rows, and the arrays of an example
     def rows(start: int, stop: int) -> dict[str, np.ndarray]:
-        examples = [example(place) for place in places[start:stop]]
-        return {name: np.stack([each[name] for each in examples]) for name in ("tokens", "labels")}
+        return _stacked([example(place) for place in places[start:stop]])
 
     if sharding is None:
         return rows(0, len(places))
@@ -171,30 +191,51 @@ def _batch(
     def part(name: str, index: Any) -> np.ndarray:
         return rows(*index[0].indices(len(places))[:2])[name][:, index[1]]
 
-    shape = len(places), seq_len
-    return {name: jax.make_array_from_callback(shape, sharding, partial(part, name)) for name in ("tokens", "labels")}
+    return {
+        name: jax.make_array_from_callback((len(places), length), sharding, partial(part, name))
+        for name, length in lengths.items()
+    }
+
+
+def _stacked(examples: Sequence[Example]) -> dict[str, np.ndarray]:
+    return {name: np.stack([each[name] for each in examples]) for name in examples[0]}
 
 
 def whole_batches(
-    text: np.ndarray, *, batch_size: int, seq_len: int, vocab_size: int | None = None
+    text: np.ndarray,
+    *,
+    batch_size: int,
+    seq_len: int,
+    vocab_size: int | None = None,
+    objective: Objective = _NEXT_TOKENS,
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yield batches in which every token but the first is a label once; a label of -100 does not count.
 
-    Windows follow each other without overlap. The last one is filled up, and so is the last batch.
+    Windows follow each other without overlap. The last one is filled up, and so is the last batch. For another
+    ``objective`` a rest that is shorter than a window is left out.
 
     Args:
         text: tokens, integers ``[n]``.
-        batch_size, seq_len, vocab_size: see `TrainBatches`; the batches have the same form, and are NumPy's.
+        batch_size, seq_len, vocab_size, objective: see `TrainBatches`; the batches have the same form, and are NumPy's.
 
     Raises:
-        ValueError: for fewer than two tokens, and for one outside of the vocabulary.
+        ValueError: for fewer than two tokens, or than a window of another objective has; for a token outside of the
+            vocabulary.
 
     >>> [batch["labels"].tolist() for batch in whole_batches(np.arange(6), batch_size=1, seq_len=3)]
     [[[1, 2, 3]], [[4, 5, -100]]]
     """
     check_positive(batch_size=batch_size, seq_len=seq_len)
-    _positions(text, 1)
-    return _whole_batches(text, batch_size, seq_len, vocab_size)
+    if isinstance(objective, NextTokens):
+        _positions(text, 2, 1)
+        return _whole_batches(text, batch_size, seq_len, vocab_size)
+    window = objective.window(seq_len)
+    _positions(text, window, seq_len)
+
+    def example(number: int) -> Example:
+        return _example(text, number * window, window, vocab_size, objective, (number,))
+
+    return _batches_of_windows(example, len(text) // window, batch_size)
 
 
 def _whole_batches(
@@ -202,39 +243,56 @@ def _whole_batches(
 ) -> Iterator[dict[str, np.ndarray]]:
     for start in range(0, len(text) - 1, batch_size * seq_len):
         tokens = np.zeros((batch_size * seq_len,), np.int32)
-        labels = np.full((batch_size * seq_len,), -100, np.int32)
-        found = _example(text, start, min(len(tokens), len(text) - 1 - start), vocab_size)
+        labels = np.full((batch_size * seq_len,), IGNORED, np.int32)
+        found = _example(text, start, min(len(tokens) + 1, len(text) - start), vocab_size, _NEXT_TOKENS, ())
         tokens[: len(found["tokens"])], labels[: len(found["labels"])] = found["tokens"], found["labels"]
         yield {"tokens": tokens.reshape(batch_size, seq_len), "labels": labels.reshape(batch_size, seq_len)}
 
 
-def _example(text: np.ndarray, position: int, seq_len: int, vocab_size: int | None) -> dict[str, np.ndarray]:
-    window = text[position : position + seq_len + 1]  # one token more, for the last label
+def _batches_of_windows(
+    example: Callable[[int], Example], count: int, batch_size: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """Yield batches of examples 0 to ``count - 1``; the last one is filled up by rows without labels."""
+    for start in range(0, count, batch_size):
+        examples = [example(number) for number in range(start, min(start + batch_size, count))]
+        empty = examples[-1] | {"labels": np.full_like(examples[-1]["labels"], IGNORED)}
+        yield _stacked(examples + [empty] * (batch_size - len(examples)))
+
+
+def _example(
+    text: np.ndarray,
+    position: int,
+    window: int,
+    vocab_size: int | None,
+    objective: Objective,
+    key: tuple[int, ...],
+) -> Example:
+    """Return the example of the tokens from a position on."""
+    tokens = text[position : position + window]
     below = 2**31 if vocab_size is None else vocab_size
     # Before the cast, which would wrap. Here, not at the start, which would read the whole of a large file.
-    if window.dtype != np.uint8 or below < 256:
-        low, high = int(window.min()), int(window.max())
+    if tokens.dtype != np.uint8 or below < 256:
+        low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= below:
             raise ValueError(
                 f"the data have the token {low if low < 0 else high} between positions {position} and "
-                f"{position + seq_len}, and tokens must be from 0 to {below - 1} (vocab_size); give the tokenizer that "
-                "the data were made with"
+                f"{position + window - 1}, and tokens must be from 0 to {below - 1} (vocab_size); give the tokenizer "
+                "that the data were made with"
             )
-    window = np.asarray(window, np.int32)
-    return {"tokens": window[:-1], "labels": window[1:]}
+    return objective.example(np.asarray(tokens, np.int32), key)
 
 
-def _positions(text: np.ndarray, seq_len: int) -> int:
+def _positions(text: np.ndarray, window: int, seq_len: int) -> int:
     """Return the number of windows of a text; raise for one that is no sequence of tokens, or too short for one."""
     if text.ndim != 1 or not np.issubdtype(text.dtype, np.integer):
         raise ValueError(f"tokens must be integers [n], got {text.dtype}{list(text.shape)}")
-    if len(text) < seq_len + 1:
+    if len(text) < window:
         unit = "bytes" if text.dtype == np.uint8 else "tokens"
         raise ValueError(
-            f"a text of {len(text)} {unit} has no window of seq_len {seq_len}: it needs at least {seq_len + 1}. "
+            f"a text of {len(text)} {unit} has no window of seq_len {seq_len}: it needs at least {window}. "
             "Give more text, or lower seq_len"
         )
-    return len(text) - seq_len
+    return len(text) - window + 1
 
 
 def text_crc32(text: np.ndarray) -> int:

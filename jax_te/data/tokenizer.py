@@ -20,8 +20,11 @@ MAX_BYTES = 2**28
 _PIECE = 2**20
 """Characters that are encoded at once."""
 
-_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|endofdocument|>", "</s>", "<eos>")
-"""Names of the end-of-text token of GPT-2 and Qwen, Llama 3, Llama 2 and Gemma; the file does not specify it."""
+_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|endofdocument|>", "</s>", "<eos>", "[SEP]")
+"""Names of the end-of-text token of GPT-2 and Qwen, Llama 3, Llama 2, Gemma and BERT; the file does not specify it."""
+
+_OTHER_FORMS = ("spiece.model", "sentencepiece.bpe.model", "tokenizer.model", "vocab.txt", "vocab.json")
+"""Files of tokenizers that only transformers reads, and turns into a ``tokenizer.json``."""
 
 
 @checked
@@ -34,10 +37,12 @@ class Tokenizer:
     Args:
         path: the file, or a folder that has it, such as one of `jax_te.interop.huggingface.load_huggingface`.
         end_of_text: the token behind each document of training data. None: the first of ``<|endoftext|>``,
-            ``<|end_of_text|>``, ``<|endofdocument|>``, ``</s>`` and ``<eos>`` that the vocabulary has, else none.
+            ``<|end_of_text|>``, ``<|endofdocument|>``, ``</s>``, ``<eos>`` and ``[SEP]`` that the vocabulary has, else
+            none.
 
-    The attributes ``path``, ``vocab_size`` (the largest token + 1), ``end_of_text`` (a token, or None), ``dtype`` (the
-    narrowest unsigned one that holds every token) and ``sha256`` (of the file) can be read.
+    The attributes ``path``, ``vocab_size`` (the largest token + 1), ``special`` (the tokens that the file calls
+    special), ``end_of_text`` (a token, or None), ``dtype`` (the narrowest unsigned one that holds every token) and
+    ``sha256`` (of the file) can be read.
 
     Raises:
         ModuleNotFoundError: without the package, which is in the extra ``train``.
@@ -61,6 +66,7 @@ class Tokenizer:
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+            added = self._tokenizer.get_added_tokens_decoder()
         # Not their number: a vocabulary may have gaps.
         self.vocab_size = max(ids, default=-1) + 1
         if not 1 <= self.vocab_size < 2**31:  # tokens are int32 on devices
@@ -68,6 +74,7 @@ class Tokenizer:
                 f"{self.path}: the tokens must be 0 or more, below 2^31; the vocabulary is empty or larger"
             )
         self.dtype = np.min_scalar_type(self.vocab_size - 1)
+        self.special = tuple(sorted(token for token, entry in added.items() if entry.special))
         names = _END_OF_TEXT if end_of_text is None else (end_of_text,)
         found = [token for token in map(self._tokenizer.token_to_id, names) if token is not None]
         if end_of_text is not None and not found:
@@ -110,6 +117,29 @@ class Tokenizer:
         numbers = _numbers(tokens)
         with _errors_of(f"{self.path} cannot decode"):
             return self._tokenizer.decode(numbers.tolist(), skip_special_tokens=True)
+
+    def find(self, *names: str) -> int | None:
+        """Return the first token with one of these names that the vocabulary has, None if it has none of them."""
+        found = (self._tokenizer.token_to_id(name) for name in names)
+        return next((token for token in found if token is not None), None)
+
+    def template(self, token: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the tokens that the file's template puts in front of a text and behind it, such as ``[CLS]``.
+
+        Args:
+            token: token that stands for the text; a special one, of which no other text is a part.
+
+        Raises:
+            ValueError: for a token that the vocabulary does not have.
+        """
+        name = self._tokenizer.id_to_token(token)
+        if name is None:
+            raise ValueError(f"{self.path} has no token {token}; give one of its vocabulary")
+        with _errors_of(f"{self.path} cannot encode {name!r}"):
+            bare, whole = (self._tokenizer.encode(name, add_special_tokens=added).ids for added in (False, True))
+        # What the template adds is around what the name itself is encoded to.
+        place = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+        return tuple(whole[:place]), tuple(whole[place + len(bare) :])
 
     def _encode(self, texts: list[str]) -> list[np.ndarray]:
         with _errors_of(f"{self.path} cannot encode this text"):
@@ -156,6 +186,12 @@ def tokenizer_file(path: str | os.PathLike[str]) -> Path:
     file = Path(path)
     file = file / TOKENIZER_FILE if file.is_dir() else file
     if not file.is_file():
+        other = next((name for name in _OTHER_FORMS if (file.parent / name).is_file()), None)
+        if other is not None:
+            raise ValueError(
+                f"there is no tokenizer {file}, and {other} beside it is not read; let transformers write one there: "
+                f'AutoTokenizer.from_pretrained("{file.parent}").save_pretrained("{file.parent}")'
+            )
         raise ValueError(f"there is no tokenizer {file}; give a {TOKENIZER_FILE}, or a folder that has one")
     if file.stat().st_size > MAX_BYTES:
         raise ValueError(f"{file} has {file.stat().st_size} bytes; a {TOKENIZER_FILE} of at most {MAX_BYTES} is read")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from flax import nnx
 
 from jax_te.config import TransformerConfig
+from jax_te.interop.huggingface import save_huggingface
 from jax_te.interop.huggingface.architectures.registry import read_form
 from jax_te.interop.tables import Form
 from jax_te.models import Execution
+from tests.support.tokenizers import SPANS, WORDS, write_special_tokenizer, write_tokenizer
 
 VOCAB, LENGTH = 96, 64
 
@@ -136,3 +140,17 @@ def family_model(name: str, layers: int = 2, execution: Execution | None = None,
 def family_config(name: str) -> TransformerConfig:
     """Return the configuration of a class's small model."""
     return family_form(name)[1].config
+
+
+def family_folder(name: str, path: Path) -> Path:
+    """Write a class's small model, with a tokenizer of its kind and a text of 3,000 words, ``text.txt``."""
+    # An mT5 can be written as a T5, too.
+    save_huggingface(family_model(name), path, architecture=name if name.startswith("MT5") else None)
+    if FAMILIES[name][0] in ("t5", "mt5"):
+        write_special_tokenizer(path / "tokenizer.json", SPANS, after="</s>")
+    elif FAMILIES[name][0] in ("bert", "roberta"):
+        write_special_tokenizer(path / "tokenizer.json", before="[CLS]", after="[SEP]")
+    else:
+        write_tokenizer(path / "tokenizer.json")
+    (path / "text.txt").write_text(" ".join(np.random.default_rng(0).choice(WORDS, 3000)))
+    return path

@@ -27,6 +27,29 @@ def write_tokenizer(path, words=WORDS, *, end="<|endoftext|>", **changes):
     return path
 
 
+MASKED = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+SPANS = ("<pad>", "</s>", "<unk>", *(f"<extra_id_{number}>" for number in reversed(range(10))))
+"""Special tokens of small BERTs and T5s, numbered from 0."""
+
+
+def write_special_tokenizer(path, special=MASKED, words=WORDS, *, before="", after="", pieces=()):
+    """Write a ``tokenizer.json`` with special tokens, other ``pieces`` and words, and a template around a text."""
+    vocab = {word: number for number, word in enumerate([*special, *pieces, *words])}
+    entry = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    ids = {name: {"id": name, "ids": [vocab[name]], "tokens": [name]} for name in (before, after) if name}
+    around = [{"SpecialToken": {"id": name, "type_id": 0}} if name else None for name in (before, after)]
+    single = [part for part in (around[0], {"Sequence": {"id": "A", "type_id": 0}}, around[1]) if part is not None]
+    template = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": ids}
+    unknown = next(name for name in special if "unk" in name.lower())
+    return write_tokenizer(
+        path,
+        words,
+        added_tokens=[{"id": number, "content": name} | entry for number, name in enumerate(special)],
+        post_processor=template if ids else None,
+        model={"type": "WordLevel", "vocab": vocab, "unk_token": unknown},
+    )
+
+
 def write_megatron(prefix, documents, dtype=np.uint16, code=8):
     """Write ``PREFIX.bin`` and ``PREFIX.idx`` as Megatron's ``IndexedDatasetBuilder`` does; returns both paths."""
     arrays = [np.asarray(document, dtype) for document in documents]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +37,7 @@ from jax_te.interop import huggingface, torch
 from jax_te.interop import megatron as megatron_files
 from jax_te.training import pipeline
 from tests.support.numerics import NO_DROPOUT
-from tests.support.tokenizers import write_tokenizer
+from tests.support.tokenizers import SPANS, write_special_tokenizer, write_tokenizer
 
 
 class Call(NamedTuple):
@@ -79,6 +80,17 @@ TE |= {"bias": True, "skip_bias_add": False, "is_expert": False}
 CURRENT, DELAYED = recipe.Float8CurrentScaling(), recipe.DelayedScaling(amax_history_len=1)
 MESH = AbstractMesh((1,) * 6, config.MESH_AXES, axis_types=(AxisType.Auto,) * 6)
 TOKENS = np.arange(256, dtype=np.uint8) % 16
+OBJECTIVES = [
+    data.NextTokens(), data.MaskedTokens(mask=1, vocab_size=9), data.CorruptedSpans(sentinels=(9,), after=(1,))
+]  # fmt: skip
+
+
+def _of_objective(objective: data.Objective, method: str, folder: Path) -> Call:
+    """A call of a method of an objective."""
+    values = {"text": np.arange(8, dtype=np.int32), "key": (0, 1)} if method == "example" else {"seq_len": 8}
+    return Call(getattr(objective, method), values)
+
+
 TENSOR = quantize.TensorQuantizer(dtype=jnp.float8_e4m3fn)
 RULES = {"matchers": {"all": {"type": "glob", "enabled": True, "pattern": "*", "config": "own"}}}
 RULES = {"configs": {"own": {"transformer_engine_config_type": "TEQuantizationParams", "training_recipe": {}}}} | RULES
@@ -294,6 +306,22 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "data.ByteTokenizer.decode": lambda f: Call(data.ByteTokenizer().decode, {"tokens": [65]}),
     "data.ByteTokenizer.encode": lambda f: Call(data.ByteTokenizer().encode, {"text": "A"}),
     "data.ByteTokenizer.encode_documents": lambda f: Call(data.ByteTokenizer().encode_documents, {"documents": [b"A"]}),
+    **{
+        f"data.{type(objective).__name__}.{method}": functools.partial(_of_objective, objective, method)
+        for objective in OBJECTIVES
+        for method in ("window", "lengths", "example")
+    },
+    "data.CorruptedSpans.of": lambda f: Call(
+        data.CorruptedSpans.of,
+        {"tokenizer": data.Tokenizer(write_special_tokenizer(f / "tokenizer.json", SPANS)), "start": 0},
+    ),
+    "data.MaskedTokens.of": lambda f: Call(
+        data.MaskedTokens.of, {"tokenizer": data.Tokenizer(write_special_tokenizer(f / "tokenizer.json"))}
+    ),
+    "data.Tokenizer.find": lambda f: Call(data.Tokenizer(write_tokenizer(f / "tokenizer.json")).find, {}, ("def",)),
+    "data.Tokenizer.template": lambda f: Call(
+        data.Tokenizer(write_tokenizer(f / "tokenizer.json")).template, {"token": 2}
+    ),
     "data.Tokenizer.decode": lambda f: Call(
         data.Tokenizer(write_tokenizer(f / "tokenizer.json")).decode, {"tokens": [2]}
     ),
@@ -309,7 +337,10 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "data.byte_bigram_entropy": lambda f: Call(data.byte_bigram_entropy, {"train": TOKENS, "heldout": TOKENS}),
     "data.heldout_batches": lambda f: Call(
         data.heldout_batches,
-        {"text": TOKENS, "batch_size": 1, "seq_len": 2, "num_batches": 1, "vocab_size": 16, "sharding": None},
+        {
+            "text": TOKENS, "batch_size": 1, "seq_len": 2, "num_batches": 1, "vocab_size": 16, "sharding": None,
+            "objective": OBJECTIVES[0],
+        },
     ),
     "data.load_text": lambda f: Call(
         data.load_text,

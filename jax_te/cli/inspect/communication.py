@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shlex
 import sys
+from pathlib import Path
 from typing import Any
 
 from jax_te.cli.count_communication import counted
@@ -20,6 +21,7 @@ from jax_te.cli.presets import PRESETS
 from jax_te.cli.resolve import check_given, new_config
 from jax_te.cli.run_config import RunConfig
 from jax_te.config import ParallelConfig
+from jax_te.data import TOKENIZER_FILE
 from jax_te.sharding import CommunicationReport, Network
 
 
@@ -84,6 +86,8 @@ def _config(options: InspectCommunication, given: dict[str, Any]) -> tuple[RunCo
     old = saved.parallel_config() or ParallelConfig()
     # As many examples for each rank; all backends communicate the same.
     values = {"batch_size": saved.batch_size * ranks // old.batch_devices, "backend": "auto"}
+    if (Path(name) / TOKENIZER_FILE).is_file() and "tokenizer" not in given:
+        values["tokenizer"] = name  # the run's copy: the file that it was given may be gone
     config = dataclasses.replace(saved, **(values | given | {"mesh": mesh}))
     check_given(config, given)
     return config, name

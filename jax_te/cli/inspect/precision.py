@@ -7,11 +7,12 @@ import sys
 from collections.abc import Sequence
 
 from jax_te._text import table
-from jax_te.cli.build import contexts, loss_fn
+from jax_te.cli.build import contexts
 from jax_te.cli.inspect.options import InspectPrecision
 from jax_te.cli.inspect.report import print_json, print_rules, rules_values
 from jax_te.cli.inspect.trained import batches_of, check_saved, newest_state, run_and_recipe
 from jax_te.cli.module_recipes import layer_recipes, recipe_label
+from jax_te.cli.objective import loss_of
 from jax_te.cli.precision_rules import apply_rules, quantization_rules, read_rules
 from jax_te.metrics import plain_values
 from jax_te.recipe import autocast
@@ -38,12 +39,12 @@ def run(options: InspectPrecision) -> int:
             report = apply_rules(model, rules)
         # The checkpoint's amax histories are those of the layers that the run quantized; others have none yet.
         if recipe is not None and (report is not None or options.recipe is not None):
-            calibrate_delayed_scaling(model, loss_fn, batch, recipe)
+            calibrate_delayed_scaling(model, loss_of(config), batch, recipe)
         if all(layer.training is None for layer in layer_recipes(model)):
             raise ValueError(
                 f"no layer of the run in {options.output} is quantized; see what a --recipe would do to it"
             )
-        tensors = inspect_precision(model, loss_fn, batch, loss_scale=state.scaler.scale)
+        tensors = inspect_precision(model, loss_of(config), batch, loss_scale=state.scaler.scale)
     if options.json:
         values = [plain_values(tensor) | {"error_db": _finite(tensor.error_db)} for tensor in tensors]
         print_json(recipe, {"step": step, "tensors": values} | rules_values(report))

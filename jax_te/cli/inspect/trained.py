@@ -12,6 +12,7 @@ from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_model_state, contexts, warnings_as_lines
 from jax_te.cli.inspect.options import InspectPrecision, InspectRecipes, InspectSensitivity
 from jax_te.cli.memory import check_memory
+from jax_te.cli.objective import run_objective
 from jax_te.cli.options import DEFAULT_RUN
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CHECKPOINT_FOLDER, holds_run, read_config
@@ -82,7 +83,8 @@ def batches_of(options: InspectPrecision | InspectSensitivity, config: RunConfig
     parts = {"batch_size": size * count, "microbatches": count, "check_memory": options.check_memory}
     command = "inspect precision" if isinstance(options, InspectPrecision) else "inspect sensitivity"
     check_memory(dataclasses.replace(config, **parts), command)
-    data = run_text(config, run_tokenizer(config, Path(options.output)), options.data)
-    sizes: dict[str, Any] = {"seq_len": config.seq_len, "vocab_size": data.vocab_size}
+    tokenizer = run_tokenizer(config, Path(options.output))
+    objective, data = run_objective(config, tokenizer), run_text(config, tokenizer, options.data)
+    sizes: dict[str, Any] = {"seq_len": config.seq_len, "vocab_size": data.vocab_size, "objective": objective}
     batches = heldout_batches(data.heldout, batch_size=size, num_batches=count, **sizes)
     return [jax.device_put(batch) for batch in batches]

@@ -24,6 +24,7 @@ from jax_te.interop.huggingface.safetensors import (
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _DEPTHS = "num_nextn_predict_layers"
+_HEADS_BY_TENSORS, _HEAD = ("t5", "mt5"), "lm_head.weight"
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 _OTHER_WEIGHTS = re.compile(r"pytorch_model(-\d{5}-of-\d{5})?\.bin(\.index\.json)?|tf_model\.h5|flax_model\.msgpack")
 """Files of tensors that transformers loads, too, and that no save here replaces."""
@@ -76,14 +77,36 @@ def check_no_other_weights(folder: Path) -> None:
 
 
 def config_values(folder: Path) -> dict[str, Any]:
-    """Return the fields of a folder's ``config.json``, without layers that the folder lacks.
+    """Return the fields of a folder's ``config.json``, without layers that the folder lacks, and with the head it has.
 
     Raises:
         ValueError: for files that cannot be read.
     """
     values = json_file(folder / CONFIG)
-    # Only a field that counts has the tensors' files opened.
+    # Only fields that depend on the tensors have their files opened.
+    if values.get("model_type") in _HEADS_BY_TENSORS:
+        return with_told_head(values, open_tensors(folder)[0])
     return without_lost_layers(values, open_tensors(folder)[0]) if values.get(_DEPTHS) else values
+
+
+def with_told_head(values: dict[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+    """Return the fields of the ``config.json`` of a T5 or mT5 that say whether the tensors have a head of their own.
+
+    transformers decides by the tensors, whatever ``tie_word_embeddings`` is.
+
+    >>> with_told_head({"model_type": "mt5", "tie_word_embeddings": False}, ["shared.weight"])
+    {'model_type': 'mt5', 'tie_word_embeddings': True}
+    """
+    default = values.get("model_type") == "t5"
+    said = values.get("tie_word_embeddings")
+    shared = default if said is None else said
+    scaled = values.get("scale_decoder_outputs")
+    scaled = shared if scaled is None else scaled
+    tied = _HEAD not in tensors or bool(default and shared and scaled)
+    if tied == shared:
+        return values
+    # The first field would else decide on the second as well.
+    return values | {"tie_word_embeddings": tied} | ({"scale_decoder_outputs": scaled} if default else {})
 
 
 def without_lost_layers(values: dict[str, Any], tensors: Collection[str]) -> dict[str, Any]:

@@ -67,15 +67,20 @@ def _read_t5(given: ConfigJson, options: Options) -> Options:
     scaled = given.take("scale_decoder_outputs", bool, shared)
     return {
         **_read_stacks(given, options, "relu"),
-        TIED: (shared and scaled) or _LM_HEAD not in given.tensors,
+        TIED: (shared and scaled) or not _has_head(given, not shared),
         "multipliers": Multipliers(head=max(options["hidden_size"], 1) ** -0.5 if scaled else 1.0),
     }
 
 
 def _read_mt5(given: ConfigJson, options: Options) -> Options:
     # transformers 5 ignores the field: a head that is among the tensors is one of its own, and its input is not scaled.
-    given.take("tie_word_embeddings", bool, False)
-    return {**_read_stacks(given, options, "gated-gelu"), TIED: _LM_HEAD not in given.tensors}
+    shared = given.take("tie_word_embeddings", bool, False)
+    return {**_read_stacks(given, options, "gated-gelu"), TIED: not _has_head(given, not shared)}
+
+
+def _has_head(given: ConfigJson, told: bool) -> bool:
+    """Return whether a head of its own is among the tensors, or ``told`` where only their number is known."""
+    return told if isinstance(given.tensors, range) else _LM_HEAD in given.tensors
 
 
 def _read_stacks(given: ConfigJson, options: Options, default: str) -> Options:
