@@ -131,7 +131,7 @@ def _next_states(rules: RulesOfStates, old: Any, gradient: Any) -> Any:
 
     def advanced(path: Any, old: Any, new: Any) -> Any:
         if _is_state(old):
-            return write_back(old, as_float32(new))
+            return write_back(old, as_float32(new), merged=True)
         rule = rules.of(tuple(jax.tree_util.keystr((entry,), simple=True) for entry in path))
         if rule is not None:
             return rule.advance(old, new)

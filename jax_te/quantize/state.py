@@ -35,11 +35,7 @@ from jax_te.sharding import batch_ranks
 from jax_te.typing import PyTree
 
 _TOGETHER = 32
-"""Number of states written at once: XLA for GPUs does not fuse operations on many more arrays."""
-
-_TOGETHER_ON_CPU = 8
-"""The same for CPUs. There each slice of a stack is a kernel, and XLA compiles one for each offset: those of further
-stacks are the same kernels again."""
+"""Number of states written at once on a GPU: XLA does not fuse operations on many more arrays."""
 
 
 @nnx.register_variable_name("_overwrite_with_gradient")
@@ -252,7 +248,7 @@ def merge_quantizers(stacked: PyTree) -> PyTree:
 
 
 @checked
-def write_back(old: PyTree, gradient: PyTree, *, keep_old: jax.Array | None = None) -> PyTree:
+def write_back(old: PyTree, gradient: PyTree, *, keep_old: jax.Array | None = None, merged: bool = False) -> PyTree:
     """Return the states of the next step.
 
     They are the gradients of ``old``, or ``old`` for layers that did not run; for counting states, the results of their
@@ -263,13 +259,15 @@ def write_back(old: PyTree, gradient: PyTree, *, keep_old: jax.Array | None = No
         old: states of this step; Variables if some count.
         gradient: gradients of the states, in fp32.
         keep_old: bool ``[]``, true for a skipped step, which keeps ``old``.
+        merged: whether next values of several uses are known to have merged by maximum, as those of
+            `with_max_gradients` have. Then none is tested for being a sum, which takes most of the operations.
     """
     check_leaves("old", old)
     check_leaves("gradient", gradient)
     if keep_old is not None and keep_old.dtype != bool:
         raise TypeError(f"keep_old must be a bool array, got {keep_old.dtype}")
     entries, treedef = _entries(old, gradient)
-    amax_states = iter(_next_amax_states([entry for entry in entries if entry.rule is None], keep_old))
+    amax_states = iter(_next_amax_states([entry for entry in entries if entry.rule is None], keep_old, merged))
     new = [next(amax_states) if entry.rule is None else _next_count(entry, keep_old) for entry in entries]
     return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(jax.tree.unflatten(treedef, new)))
 
@@ -318,8 +316,8 @@ def _next_count(entry: _Entry, keep_old: jax.Array | None) -> Any:
     return value if keep_old is None else jnp.where(keep_old, entry.old, value)
 
 
-def _next_amax_states(entries: list[_Entry], keep_old: jax.Array | None) -> list[AmaxState]:
-    """Return the next states of delayed scaling, in order. Several of one type are computed at once."""
+def _next_amax_states(entries: list[_Entry], keep_old: jax.Array | None, merged: bool) -> list[AmaxState]:
+    """Return the next states of delayed scaling, in order. On a GPU several of one type are computed at once."""
     places = collections.defaultdict(list)
     for place, entry in enumerate(entries):
         # On an Explicit mesh a type has the sharding, too.
@@ -332,41 +330,62 @@ def _next_amax_states(entries: list[_Entry], keep_old: jax.Array | None) -> list
             old,
             new,
             keep_old,
-            cpu=functools.partial(_carry_on_in_parts, size=_TOGETHER_ON_CPU),
-            default=functools.partial(_carry_on_in_parts, size=_TOGETHER),
+            cpu=functools.partial(_carry_on_one_by_one, merged=merged),
+            default=functools.partial(_carry_on_in_stacks, merged=merged),
         )
         found.update(zip(alike, next_states, strict=True))
     return [found[place] for place in range(len(entries))]
 
 
-def _carry_on_in_parts(
-    old: list[AmaxState], new: list[AmaxState], keep_old: jax.Array | None, *, size: int
+def _carry_on_one_by_one(
+    old: list[AmaxState], new: list[AmaxState], keep_old: jax.Array | None, *, merged: bool
 ) -> list[AmaxState]:
-    """Return the next states of states of one type, ``size`` of them computed at once."""
-    parts = [slice(first, first + size) for first in range(0, len(old), size)]
-    return [state for part in parts for state in _carry_on(old[part], new[part], keep_old)]
+    """Return the next states of states of one type, for CPUs.
+
+    XLA compiles one kernel for all scales and one for all histories. It would compile one for each slice of a stack.
+    """
+    return [_carry_on(*states, keep_old, merged=merged) for states in zip(old, new, strict=True)]
 
 
-# Jitted, so that JAX traces it once for all parts of one size. XLA inlines the calls.
-@jax.jit
-def _carry_on(old_states: list[AmaxState], gradients: list[AmaxState], keep_old: jax.Array | None) -> list[AmaxState]:
+def _carry_on_in_stacks(
+    old: list[AmaxState], new: list[AmaxState], keep_old: jax.Array | None, *, merged: bool
+) -> list[AmaxState]:
+    """Return the next states of states of one type, for GPUs: `_TOGETHER` of them are computed at once."""
+    parts = [slice(first, first + _TOGETHER) for first in range(0, len(old), _TOGETHER)]
+    return [state for part in parts for state in _carry_on_stack(old[part], new[part], keep_old, merged=merged)]
+
+
+# Jitted, so that JAX traces it once for all stacks of one size. XLA inlines the calls.
+@functools.partial(jax.jit, static_argnames="merged")
+def _carry_on_stack(
+    old_states: list[AmaxState], gradients: list[AmaxState], keep_old: jax.Array | None, *, merged: bool
+) -> list[AmaxState]:
     """Return the next states of states of one type, computed on stacks of them."""
     stack = functools.partial(jax.tree.map, lambda *leaves: jnp.stack(leaves))
     # With the barrier a few kernels read all states, and a few others write them. Without it XLA for GPUs has three
     # for each, two of them copies: a history that moves by a slot cannot be written over the one that is read.
     old, new = jax.lax.optimization_barrier((stack(*old_states), stack(*gradients)))
+    states = _carry_on(old, new, keep_old, merged=merged)
+    return [jax.tree.map(lambda stacked, index=index: stacked[index], states) for index in range(len(old_states))]
+
+
+# Jitted, so that JAX traces it once for all states of one type. XLA inlines the calls.
+@functools.partial(jax.jit, static_argnames="merged")
+def _carry_on(old: AmaxState, new: AmaxState, keep_old: jax.Array | None, *, merged: bool) -> AmaxState:
+    """Return the next state of a state, or of a stack of them."""
     # A layer that did not run has the gradient 0, or -inf in `with_max_gradients`'s dtype. Scales are positive.
     keep = ~(new["scale"] > 0.0)
     if keep_old is not None:
         keep = jnp.logical_or(keep, keep_old)
-    added = ~keep & _are_sums(old, new)
-    states = {
-        "scale": jnp.where(keep, old["scale"], jnp.where(added, jnp.nan, new["scale"])),
-        "amax_history": jnp.where(
-            keep[..., None], old["amax_history"], jnp.where(added[..., None], jnp.nan, new["amax_history"])
-        ),
-    }
-    return [jax.tree.map(lambda stacked, index=index: stacked[index], states) for index in range(len(old_states))]
+    if not merged:
+        added = _are_sums(old, new)
+        new = jax.tree.map(lambda leaf: jnp.where(_as_rows(added, leaf), jnp.nan, leaf), new)
+    return jax.tree.map(lambda before, after: jnp.where(_as_rows(keep, before), before, after), old, new)
+
+
+def _as_rows(mask: jax.Array, leaf: jax.Array) -> jax.Array:
+    """Return a mask of states in the rank of their scales, or of their histories, which have one axis more."""
+    return mask if leaf.ndim == mask.ndim else mask[..., None]
 
 
 def _are_sums(old: PyTree, new: PyTree) -> jax.Array:

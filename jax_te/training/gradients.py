@@ -204,7 +204,7 @@ def value_and_grad(
             result = differentiated.gradients
             grads = factor.unscale(result.grads)
             finite = are_finite(result.loss, global_norm(grads))
-            quantizers = write_back(old, result.quantizers, keep_old=~finite)
+            quantizers = write_back(old, result.quantizers, keep_old=~finite, merged=True)
             return result._replace(grads=grads, quantizers=quantizers), differentiated.aux
 
         result, aux = compiled(*states)

@@ -268,7 +268,8 @@ def _calibrate_cores(model: nnx.Module, loss_fn: LossFn, batch: PyTree, recipe: 
         return as_float32(jax.grad(loss, allow_int=True)(with_max_gradients(quantizers)))
 
     with autocast(recipe), current_attention_scales():
-        found = dict(nnx.to_flat_state(write_back(quantizers, next_states(params, quantizers, rest, batch))))
+        after = next_states(params, quantizers, rest, batch)
+        found = dict(nnx.to_flat_state(write_back(quantizers, after, merged=True)))
     for path in _cores(model):
         of_core = [(name, variable) for name, variable in found.items() if name[: len(path)] == path]
         nnx.update(model, nnx.from_flat_state(of_core))

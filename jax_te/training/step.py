@@ -147,7 +147,7 @@ def make_train_step(
         norm = global_norm(grads)
         finite = are_finite(result.loss, norm)
         # Before the update, which quantizes parameters with these states. Amaxes of a skipped step may be inf or nan.
-        next_quantizers = write_back(state.quantizers, result.quantizers, keep_old=~finite)
+        next_quantizers = write_back(state.quantizers, result.quantizers, keep_old=~finite, merged=True)
         loss_at = _LossAt(
             quantizers=state.quantizers,
             rest=state.rest,

@@ -33,6 +33,11 @@ def test_further_states_need_no_further_kernels(platform):
     assert slices[0] == slices[1]
 
 
+def test_cpus_write_states_without_stacks():
+    """XLA for CPUs compiles a kernel for each slice of a stack, and one for all states by themselves."""
+    assert _count(_program_of_write_back(32, "cpu"), r"stablehlo\.concatenate\b") == 0
+
+
 def test_the_check_for_finite_gradients_has_one_operation_for_all_parameters():
     """XLA for GPUs compiles a reduction of each large array, and takes longest to decide what to fuse it with."""
 

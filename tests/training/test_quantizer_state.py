@@ -119,7 +119,7 @@ def test_a_merge_other_than_max_is_noticed(monkeypatch, merge):
 
 def test_old_state_that_wins_the_write_back_is_noticed(monkeypatch):
     by_hand()
-    replace(monkeypatch, write_back, lambda old, gradient, keep_old=None: old)
+    replace(monkeypatch, write_back, lambda old, gradient, **_: old)
     with pytest.raises(AssertionError):
         check()
 
