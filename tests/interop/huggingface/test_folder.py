@@ -471,7 +471,7 @@ def test_partial_rotary_positions_are_refused(folder: Path, tmp_path: Path) -> N
 # --- what is refused
 
 
-GEMMA3 = {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
+GEMMA3 = {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "hidden_act": "gelu_pytorch_tanh"}
 
 
 @pytest.mark.parametrize(
@@ -487,6 +487,8 @@ GEMMA3 = {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
         ({"mlp_bias": True}, "mlp_bias is True"),
         ({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "attention_bias": True}, "attention_bias=True"),
         (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0; only None"),
+        (GEMMA3 | {"hidden_act": "silu"}, "hidden_act is 'silu'; only 'gelu_pytorch_tanh'"),
+        (GEMMA3 | {"_sliding_window_pattern": 3}, "_sliding_window_pattern is 3; only 6"),
         (GEMMA3 | {"sliding_window_pattern": 0}, "sliding_window_pattern is 0"),
         (GEMMA3 | {"query_pre_attn_scalar": -1}, "query_pre_attn_scalar is -1.0"),
         (GEMMA3 | {"layer_types": ["sliding_attention"] * 2, "sliding_window": 0}, "layer_types"),

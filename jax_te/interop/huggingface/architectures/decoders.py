@@ -527,30 +527,38 @@ PHI3 = replace(
 )
 
 
+_GEMMA_GELU = "gelu_pytorch_tanh"
+
+
 def _read_gemma(given: ConfigJson, options: Options) -> Options:
-    return _read_gemma_block(given, options, None)
-
-
-def _read_gemma_block(given: ConfigJson, options: Options, positions: RotaryPositions | None) -> Options:
+    block = _with_gemma_options(given, read_block(given, options, None, _GEMMA_GELU))
+    given.expect("hidden_activation", _GEMMA_GELU)
     # Files of the first release say "gelu" and mean the tanh form.
-    gelu = "gelu_pytorch_tanh"
-    block = read_block(given, options, positions, gelu)
-    given.expect("hidden_activation", gelu)
+    exact = block["activation"] == ("gelu_exact", "linear")
+    return block | ({"activation": "geglu"} if exact else {})
+
+
+def _read_later_gemma(given: ConfigJson, options: Options, positions: RotaryPositions | None) -> Options:
+    """Return the options of Gemma 2 and 3, whose classes read ``hidden_activation`` and ignore ``hidden_act``."""
+    activation = given.take("hidden_activation", str, _GEMMA_GELU)
+    given.expect("hidden_act", activation)  # which other readers may follow
+    return _with_gemma_options(given, read_block(given, options, positions, activation))
+
+
+def _with_gemma_options(given: ConfigJson, block: Options) -> Options:
     given.expect("attention_bias", False)
     given.expect("use_bidirectional_attention", False)
-    exact = block["activation"] == ("gelu_exact", "linear")
     return {
         **block,
-        "activation": "geglu" if exact else block["activation"],
         "add_bias_linear": False,
         "layernorm_zero_centered_gamma": True,
-        "multipliers": Multipliers(embedding=max(options["hidden_size"], 1) ** 0.5),
+        "multipliers": Multipliers(embedding=max(block["hidden_size"], 1) ** 0.5),
     }
 
 
 def _write_gemma(options: Options) -> dict[str, Any]:
     written = write_rotary(options)
-    return written | ({"hidden_act": "gelu_pytorch_tanh"} if options["activation"] == "geglu" else {})
+    return written | ({"hidden_act": _GEMMA_GELU} if options["activation"] == "geglu" else {})
 
 
 GEMMA = replace(
@@ -574,18 +582,22 @@ GEMMA = replace(
 
 
 def _read_gemma2(given: ConfigJson, options: Options) -> Options:
-    block = _read_gemma(given, options)
+    block = _read_later_gemma(given, options, None)
     return _read_output_norms(given, block, [i % 2 == 0 for i in range(options["num_layers"])], (50.0, 30.0))
 
 
 def _read_gemma3(given: ConfigJson, options: Options) -> Options:
     positions = given.rotary(options["max_sequence_length"], 1e6, window_default=1e4)
-    period = given.take("sliding_window_pattern", int, given.take("_sliding_window_pattern", int, 6))
+    period = given.take("sliding_window_pattern", int, 6)
+    if given.has("layer_types"):
+        given.skip("_sliding_window_pattern")  # which transformers writes beside them, and does not read
+    else:
+        given.expect("_sliding_window_pattern", period)
     if period < 1:
         raise given.refused("sliding_window_pattern", period, "it must be positive")
     given.expect("attn_logit_softcapping", None)  # transformers ignores another value, and others may not
     windowed = [(i + 1) % period != 0 for i in range(options["num_layers"])]
-    block = _read_gemma_block(given, options, positions)
+    block = _read_later_gemma(given, options, positions)
     return {**_read_output_norms(given, block, windowed, (None, None)), "qk_layernorm": True}
 
 
@@ -613,8 +625,10 @@ def _write_gemma2(options: Options) -> dict[str, Any]:
     if windows["sliding_window"] is None:
         # transformers creates the window mask for every Gemma 2 and 3, even if no layer has a window.
         windows["sliding_window"] = 4096
+    common = _write_gemma(options)
     return {
-        **_write_gemma(options),
+        **common,
+        "hidden_activation": common["hidden_act"],
         **windows,
         "query_pre_attn_scalar": options["kv_channels"] if scale is None else max(round(scale**-2), 1),
         "attn_logit_softcapping": options["logit_softcap"],
