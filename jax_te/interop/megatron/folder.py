@@ -27,9 +27,9 @@ _GATED = ("swiglu", "quick_geglu", "gated_linear_unit")
 _LOG = logging.getLogger("jax_te")
 _LAYER = re.compile(r"(\w+)\.layers\.(\d{1,6})\.(.*)")
 _ANY_LAYER = re.compile(r"(.*?)\.?\blayers\.\d{1,6}\..*")
-_STAGED = ("decoder", "encoder")
+_STAGED: tuple[str, ...] = ("decoder", "encoder")
 """Stacks of layers that pipeline stages share, each of which counts its own layers from 0."""
-_IN_ONE_STAGE = ("mtp",)
+_IN_ONE_STAGE: tuple[str, ...] = ("mtp",)
 """Stacks of layers that one stage has whole: the depths of multi-token prediction."""
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 _NOT_OF_THE_MODEL = re.compile(
