@@ -353,7 +353,7 @@ def _is_float(dtype: str) -> bool:
 
 
 def _is_derived(name: str, held: set[str]) -> bool:
-    """Whether ``held`` has the master, or the quantized values, of a parameter or of a quantized one's array."""
+    """Return whether ``held`` has the master, or the quantized values, of a parameter or of a quantized one's array."""
     first, *rest = name.split("/")
     paths = ["/".join(rest[:size]) for size in range(1, len(rest) + 1)]
     return first == PARAMETERS and any(

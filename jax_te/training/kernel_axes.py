@@ -17,7 +17,7 @@ Path = tuple[str, ...]
 
 
 class KernelAxes(NamedTuple):
-    """Which axes of a kernel its GEMM sums over, and which are the output's; the others index separate matrices.
+    """Axes of a kernel: those that its GEMM sums over, and those of the output. Others index separate matrices.
 
     Args:
         summed, output: axes of the kernel, counted from its end: negative numbers.

@@ -27,7 +27,7 @@ _SWATH = 8
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTiles:
-    """How the product is cut up: a thread block computes ``[64 * pieces * warpgroups, 128]`` at a time.
+    """Sizes of the tiles of a product: a thread block computes ``[64 * pieces * warpgroups, 128]`` at a time.
 
     Args:
         warpgroups: number of warpgroups that multiply; one more loads.

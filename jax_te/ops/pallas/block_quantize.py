@@ -100,21 +100,23 @@ def _scale(amax: Array, dtype: DTypeLike, power_of_two: bool) -> Array:
 
 
 class _Form(NamedTuple):
-    """How a tile is quantized.
+    """Form of a quantized tile.
 
     Args:
         dtype: FP8 dtype of the data.
+        limit: its largest value.
         power_of_two: whether scales are powers of two.
         square: whether a tile has one scale, instead of one for each of its rows, and of its columns.
     """
 
     dtype: DTypeLike
+    limit: float
     power_of_two: bool
     square: bool
 
 
 class _Outputs(NamedTuple):
-    """Where one of the two warpgroups writes its tile, or the transposed one, and the scale_inv."""
+    """Memory to which one of the two warpgroups writes the tile, or its transpose, and the scale_inv."""
 
     data: Any
     scale_inv: Any
@@ -127,11 +129,11 @@ def _quantize(x: Array, dtype: DTypeLike, power_of_two: bool, square: bool, inte
 
     One thread block per tile, two warpgroups: one writes the tile, the other its transpose.
     """
+    form = _Form(dtype, fp8_max(dtype), power_of_two, square)
     check_jax()
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    form = _Form(dtype, power_of_two, square)
     e, m, k = x.shape
     blocks = m // BLOCK, k // BLOCK
 
@@ -256,7 +258,7 @@ def _write_lines(form: _Form, tile: Any, start: Any, size: int, scale: Array, st
     """Write lines of a tile ``[128, 128]`` times their scales, and 1 / scale."""
     from jax.experimental import pallas as pl
 
-    part, limit = pl.ds(start, size), fp8_max(form.dtype)
+    part = pl.ds(start, size)
     scaled = _load_lines(tile, start, size) * lax.broadcast_in_dim(scale, (size, BLOCK), (0,))
-    staged.data[part] = jnp.clip(scaled, -limit, limit).astype(form.dtype)
+    staged.data[part] = jnp.clip(scaled, -form.limit, form.limit).astype(form.dtype)
     staged.scale_inv[part] = 1.0 / scale
