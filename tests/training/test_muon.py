@@ -126,7 +126,8 @@ def test_updates_are_orthogonal_as_the_matrices_of_gemms(name):
     adams = updates_of(params, lambda params: jax.tree.map(lambda _: None, params))
     for path, taken in expected.items():
         if taken is None:
-            np.testing.assert_array_equal(updates[path], adams[path])
+            # A few units in the last place of fp32: XLA fuses the two programs differently.
+            np.testing.assert_allclose(updates[path], adams[path], rtol=2**-21)
             continue
         take, shape = taken
         matrices = take(np.asarray(updates[path]), shape)
