@@ -90,7 +90,7 @@ def muon_dimension_numbers(params: PyTree, *, model: nnx.Module | Callable[[], A
     found, unknown = list[Any](), list[str]()
     for path, shape, (_, leaf) in zip(paths, shapes, leaves, strict=True):
         numbers = None
-        if len(shape) > 1 and path[-1].endswith("kernel") and not _HEADS & {*path}:
+        if path and len(shape) > 1 and path[-1].endswith("kernel") and not _HEADS & {*path}:
             axes = _axes_of(path, leaf, by_path, layers)
             if axes is not None:
                 numbers = MuonDimensionNumbers(_one_or_all(axes.summed), _one_or_all(axes.output))
@@ -125,7 +125,9 @@ def _axes_of(path: Path, leaf: Any, shapes: _Shapes, layers: Layers | None) -> K
     logical = _logical_axes(leaf)
     if logical is not None:
         return own_axes(logical, shape)
-    return _by_names(path, shapes) or (first_to_last(shape) if len(shape) == 2 else None)
+    # A model's classes say more than names.
+    named = _by_names(path, shapes) if layers is None else None
+    return named or (first_to_last(shape) if len(shape) == 2 else None)
 
 
 def _by_names(path: Path, shapes: _Shapes) -> KernelAxes | None:

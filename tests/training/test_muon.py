@@ -20,7 +20,7 @@ from jax_te.training import muon_dimension_numbers
 class Convolutions(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.plain = nnx.Conv(2, 12, (3, 2), rngs=rngs)
-        self.groups = nnx.Conv(4, 8, (3,), feature_group_count=2, rngs=rngs)
+        self.qkv = nnx.Conv(4, 8, (3,), feature_group_count=2, rngs=rngs)  # no fused projection
 
 
 class Einsum(nnx.Module):
@@ -58,7 +58,7 @@ MATRICES: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "nnx convolutions": (
         lambda: Convolutions(nnx.Rngs(0)),
-        {"plain/kernel": (reshaped, (1, 12, 12)), "groups/kernel": None},
+        {"plain/kernel": (reshaped, (1, 12, 12)), "qkv/kernel": None},
     ),
     "nnx general": (
         lambda: nnx.LinearGeneral((2, 4), (3, 2), axis=(-2, -1), batch_axis={0: 2}, rngs=nnx.Rngs(0)),
@@ -159,6 +159,7 @@ def test_kernels_that_are_not_known_are_adams_and_named_once(caplog):
         "stacked": None,
         "plain": (-2, -1),
     }
+    assert muon_dimension_numbers(jnp.ones((4, 8))) is None, "it has no name"
     (record,) = caplog.records
     assert "filters/kernel [3, 4, 8], stacked/kernel [2, 4, 8]" in record.getMessage()
 
