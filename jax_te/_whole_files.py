@@ -117,7 +117,7 @@ class NewFiles:
             raise
 
     def _way_on(self) -> str:
-        """Return what a user is told who has to complete an exchange."""
+        """Return instructions to complete the exchange of files by hand."""
         older = [path.name for path in self._older if path.name not in self._parts and path.exists()]
         parts = [part.name for part in self._parts.values() if part.exists()]
         if not older and not parts:

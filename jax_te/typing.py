@@ -34,7 +34,7 @@ class _HasDType(Protocol):
 
 
 def _is_dtype(value: Any) -> bool:
-    """Whether ``np.dtype`` makes of a value the dtype of numbers or flags; None, its float64, and arrays apart."""
+    """Return whether ``np.dtype`` makes of a value the dtype of numbers or flags; not of None and arrays."""
     if value is None or isinstance(value, list | tuple | dict | np.generic | np.ndarray) or hasattr(value, "devices"):
         return False
     try:
@@ -92,7 +92,7 @@ _INITIALIZER = Words("a function init(key, shape, dtype)")
 
 
 def _is_key(value: Any) -> bool:
-    """Whether a value is a key of ``jax.random.key``, or one of ``jax.random.PRNGKey``: uint32 numbers."""
+    """Return whether a value is a key of ``jax.random.key``, or one of ``jax.random.PRNGKey``: uint32 numbers."""
     name = str(getattr(value, "dtype", ""))
     return name.startswith("key<") or (name == "uint32" and getattr(value, "ndim", 0) > 0)
 

@@ -52,7 +52,7 @@ UNCHECKED = {
     "any pytree, whose leaves the function itself looks at": [
         "layers.lora_labels", "megatron.float16_to_fp32", "quantize.as_float32", "quantize.merge_quantizers",
         "quantize.with_max_gradients", "training.LossScale.unscale", "training.global_batch",
-        "training.muon_dimension_numbers", "training.weight_decay_mask",
+        "training.weight_decay_mask",
     ],
     "anything, which the function itself looks at": [
         "linen.quantization_report", "metrics.peak_flops",

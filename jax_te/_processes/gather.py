@@ -1,4 +1,4 @@
-"""What all processes of a program learn from each other: texts, and whether something went well in all of them."""
+"""Exchange between all processes of a program: of texts, and of errors that a call has raised in one of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BOUND = 3600.0
 """Seconds for which a process waits for the others: what they do before, such as reading a checkpoint, may take one of
 them far longer than another."""
 _TEXT = 400
-"""Characters of an error that are told to others."""
+"""Maximum number of characters of an error that are sent to the other processes."""
 
 
 def gather_texts(text: str) -> list[str]:
@@ -36,7 +36,7 @@ def gather_texts(text: str) -> list[str]:
 
 
 class Failure(NamedTuple):
-    """Error that a process has told the others of.
+    """Error of a process, as the others receive it.
 
     Args:
         text: description of it, shortened.
@@ -48,7 +48,7 @@ class Failure(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """What came of a function that every process has called.
+    """Result of a function that every process has called, and the errors that it raised.
 
     Args:
         result: its result in this process. None: it failed here.

@@ -35,7 +35,7 @@ _PART = 2**18
 _SHORTEST, _LONGEST = 0.0002, 0.05
 """Seconds between two looks at an array that is being computed; the interval grows meanwhile."""
 _TEXT = 400
-"""Characters of a problem that are told to others."""
+"""Maximum number of characters of a problem that are sent to the other processes."""
 _MISSED = "missed: "
 """Begin of an outcome's problem by which a process was waited for in vain."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 
 class _Undos(threading.local):
-    """How to undo what the calls that run in this thread have changed, the last change last."""
+    """Functions that undo the changes of the calls that run in this thread, that of the last change last."""
 
     def __init__(self) -> None:
         self.steps: list[Callable[[], None]] = []

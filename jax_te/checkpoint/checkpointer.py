@@ -276,12 +276,14 @@ class TrainCheckpointer:
         (3,)
         """
         check_named(abstract_state)
-        return self._restore(Target(abstract_state, allow), step)
+        return self._restore(Target(abstract_state, allow), step, goes_on=True)
 
     def restore_parameters(
         self, abstract_params: PyTree, *, step: int | np.integer | None = None, allow: Collection[str] = ()
     ) -> tuple[PyTree, int]:
         """Restore only a `TrainState`'s parameters. Nothing else is read, except masters of parameters in another form.
+
+        A run does not go on from parameters alone: later saves are as without this call, whichever step it names.
 
         Args:
             abstract_params: the ``params`` of a `TrainState`, or a model's ``nnx.state(model, nnx.Param)``, as in
@@ -304,7 +306,8 @@ class TrainCheckpointer:
         ...     nnx.update(model, params)
         """
         check_named(abstract_params)
-        state, _, step = self._restore(Target({PARAMETERS: abstract_params}, allow, part=PARAMETERS), step)
+        target = Target({PARAMETERS: abstract_params}, allow, part=PARAMETERS)
+        state, _, step = self._restore(target, step, goes_on=False)
         return state[PARAMETERS], step
 
     def close(self) -> None:
@@ -315,8 +318,14 @@ class TrainCheckpointer:
         """
         self._writer.close()
 
-    def _restore(self, target: Target, step: Any) -> tuple[PyTree, Any, int]:
-        """Return the filled state, the data state and the step."""
+    def _restore(self, target: Target, step: Any, *, goes_on: bool) -> tuple[PyTree, Any, int]:
+        """Return the filled state, the data state and the step.
+
+        Args:
+            target: state to fill.
+            step: step of the checkpoint; None: the newest that can be read.
+            goes_on: whether the run goes on from this state, so that the next saves come after it.
+        """
         self.wait()
         if step is not None:
             step = _check_step(step)
@@ -334,7 +343,8 @@ class TrainCheckpointer:
                 raise ValueError(
                     f"checkpoint step {step} in {self._directory} is damaged: {error}. Restore another step"
                 ) from None
-            self._steps.go_back(step, newest)
+            if goes_on:
+                self._steps.go_back(step, newest)
             return state, data, step
         damaged: dict[int, str] = {}
         while newest := gather_texts(str(max(set(self._steps.steps()) - damaged.keys(), default="")))[0]:
@@ -348,7 +358,8 @@ class TrainCheckpointer:
                 # An older one was being removed, since the run that writes has saved the newer one meanwhile.
                 if bad > step:
                     self._steps.report_damaged(bad, f"{reason}; step {step} is used instead")
-            self._steps.go_on()
+            if goes_on:
+                self._steps.go_on()
             return state, data, step
         if damaged:
             listed = "; ".join(f"step {step}: {reason}" for step, reason in damaged.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -41,6 +41,9 @@ PROJECTIONS = {"query": None, "key": -2, "value": -1}
 
 NORMS = {"scale": "scale", "ln_bias": "bias"}
 """Names of a norm's parameters in a fused layer and in a separate layer."""
+
+# Parts of names that the rules of `Conversions` put in each other's place.
+_ONE_PART = dict.fromkeys((*PROJECTIONS, "layernorm"), "qkv") | NORMS
 
 Axes = tuple[Any, ...]
 """Mesh axes of each dimension."""
@@ -118,7 +121,7 @@ class Conversions:
 
     def __init__(self, saved: dict[str, Record], wanted: dict[str, Record]):
         self._saved, self._wanted = saved, wanted
-        self._adapted = any("base" in name.split("/") for name in saved)
+        self._forms = _forms(saved)
 
     def find(self, name: Name, record: Record) -> ArraySource | None:
         """Return the conversion with the least loss that makes the array of a name, or None."""
@@ -199,6 +202,8 @@ class Conversions:
             rules: rules that may still apply. None: all.
         """
         rules = (self._lora, self._qkv, self._stack) if rules is None else rules
+        if _plain(name) not in self._forms:
+            return
         text = "/".join(name)
         # The saved array first: most names need no rule.
         if text in self._saved:
@@ -212,7 +217,7 @@ class Conversions:
         for place in range(1, len(name)):
             if name[place] == "base":
                 yield from self._layouts((*name[:place], *name[place + 1 :]), rules)
-            elif self._adapted:
+            elif self._may_have("base", name, place):
                 yield from self._layouts((*name[:place], "base", *name[place:]), rules)
 
     def _qkv(self, name: Name, rules: _Rules) -> Iterator[ArraySource]:
@@ -228,7 +233,7 @@ class Conversions:
             return
         if layer == "qkv":
             q, k, v = (next(self._layouts((*path, each, last), rules), None) for each in PROJECTIONS)
-            if q and k and v and (*q.shape[:-2], *q.shape[-1:]) == k.shape == v.shape:
+            if q and k and v and len(q.shape) >= 2 and (*q.shape[:-2], *q.shape[-1:]) == k.shape == v.shape:
                 shape = (*q.shape[:-2], q.shape[-2] + 2, q.shape[-1])
                 yield ArraySource(
                     shape=shape,
@@ -251,11 +256,23 @@ class Conversions:
                     if stack.shape and int(name[place]) < stack.shape[0]:
                         yield _layer(stack, int(name[place]))
             layers = []
+            if not self._may_have("layer", name, place):
+                continue
             # All layers of the checkpoint: a stack of fewer has another shape, and is refused.
             while found := next(self._layouts((*name[:place], str(len(layers)), *name[place:]), rules), None):
                 layers.append(found)
             if len({(layer.shape, layer.dtype) for layer in layers}) == 1:
                 yield _stack_of(layers)
+
+    def _may_have(self, kind: str, name: Name, place: int) -> bool:
+        """Return whether some form of a name in the checkpoint has another part in that place.
+
+        Args:
+            kind: "base" or "layer", see `_forms`.
+            name: name of the array.
+            place: number of the parts in front of the other part.
+        """
+        return (kind, len(_plain(name[:place]))) in self._forms.get(_plain(name), ())
 
     def _quantizer(self, name: Name, record: Record) -> ArraySource:
         dtype, shape = record
@@ -301,12 +318,42 @@ class Conversions:
         )
 
 
+def _plain(name: Name) -> Name:
+    """Return what a name has in common with all that the rules of `Conversions` make of it.
+
+    >>> _plain(("layers", "3", "query", "base", "kernel")) == _plain(("layers", "qkv", "kernel"))
+    True
+    """
+    return tuple(_ONE_PART.get(part, part) for part in name if part != "base" and not part.isdecimal())
+
+
+def _forms(saved: Iterable[str]) -> dict[Name, set[tuple[str, int]]]:
+    """Return where names that have the same plain form, see `_plain`, have parts that it lacks.
+
+    Without it the rules would try such a part in each place of each name.
+
+    Args:
+        saved: names of the checkpoint's arrays.
+
+    >>> _forms(["layers/3/qkv/base/kernel"])
+    {('layers', 'qkv', 'kernel'): {('layer', 1), ('base', 2)}}
+    """
+    forms: dict[Name, set[tuple[str, int]]] = {}
+    for text in saved:
+        name = tuple(text.split("/"))
+        places = forms.setdefault(_plain(name), set())
+        for at, part in enumerate(name):
+            if part == "base" or part.isdecimal():
+                places.add(("base" if part == "base" else "layer", len(_plain(name[:at]))))
+    return forms
+
+
 def _is_float(dtype: str) -> bool:
     return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
 
 
 def _is_derived(name: str, held: set[str]) -> bool:
-    """Whether ``held`` has the master, or the quantized values, of a parameter or of a quantized one's array."""
+    """Return whether ``held`` has the master, or the quantized values, of a parameter or of a quantized one's array."""
     first, *rest = name.split("/")
     paths = ["/".join(rest[:size]) for size in range(1, len(rest) + 1)]
     return first == PARAMETERS and any(

@@ -56,6 +56,9 @@ class Target:
         self.kernels: dict[Name, QuantizedKernel] = {name: node for name, node in nodes.items() if _is_kernel(node)}
         prefixes = ((name, name[:size]) for name in self.leaves for size in range(len(name)))
         self.kernel_of = {name: prefix for name, prefix in prefixes if prefix in self.kernels}
+        self.arrays_of: dict[Name, list[Name]] = {kernel: [] for kernel in self.kernels}
+        for name, kernel in self.kernel_of.items():
+            self.arrays_of[kernel].append(name)
         self.wanted: dict[str, Record] = {
             name: (dtype, tuple(shape)) for name, (dtype, shape) in records(self.leaves).items()
         }
@@ -187,7 +190,7 @@ def _quantized_here(
         return {}
     kernels: dict[Name, ArraySource] = {}
     for kernel, stored in target.kernels.items():
-        own = [ways[name] for name, owner in target.kernel_of.items() if owner == kernel]
+        own = [ways[name] for name in target.arrays_of[kernel]]
         exact = conversions.exact(kernel, stored.shape)
         # All arrays of a kernel are either read or quantized again: they are decided together.
         if exact and any(made is None or made.all_needs() for made in own):
@@ -291,7 +294,7 @@ def _value(made: ArraySource, read: dict[str, Any]) -> Any:
 def _of_kernel(target: Target, kernel: Name) -> Sharding:
     """Return the sharding of a quantized kernel's values, the same as that of its exact ones."""
     shape = target.kernels[kernel].shape
-    own = [target.leaves[name] for name, owner in target.kernel_of.items() if owner == kernel]
+    own = [target.leaves[name] for name in target.arrays_of[kernel]]
     return next((leaf for leaf in own if leaf.shape == shape), own[0]).sharding
 
 

@@ -29,7 +29,7 @@ class _WentBack(NamedTuple):
 
 
 class RunSteps:
-    """Which checkpoints in the folder of a run count, and how others are moved out of the way of a save.
+    """The checkpoints in a run's folder that count, and the renaming of those that are in the way of a save.
 
     Args:
         directory: folder of the checkpoints.

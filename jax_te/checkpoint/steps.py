@@ -30,10 +30,10 @@ _MARKS = (b'"arrays"', b'"checksums"', b'"crc32"')
 """Keys that this package's metadata have. Two of them count: damage may have changed one."""
 
 REMOVED = "orbax-checkpoint-tmp"
-"""What Orbax calls unfinished folders, whose remains it removes."""
+"""Part of the names of folders of unfinished saves in Orbax, which removes what is left of them."""
 
 _TRIES = 100
-"""How often a lock is tried whose file was removed meanwhile."""
+"""Attempts to take a lock whose file was removed meanwhile."""
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
@@ -127,7 +127,7 @@ def remove_checkpoint(folder: Path, step: int) -> None:
 
 
 class FolderTakenError(OSError):
-    """Somebody else saves checkpoints in a folder; the message says what to do."""
+    """Another `TrainCheckpointer` saves in the folder; the message says what to do."""
 
 
 class FolderLock:

@@ -41,7 +41,7 @@ class Save(NamedTuple):
     Args:
         step: number of the step.
         written: future of the write.
-        logged: errors of Orbax in this process, which wait for the other processes before anybody can raise them.
+        logged: errors that Orbax has logged in this process; it raises them only after a wait for the other processes.
     """
 
     step: int
@@ -54,7 +54,7 @@ class _LostProcessError(TimeoutError):
 
 
 class Writer:
-    """Who saves in the folder of a run, from the first save to `close`: one save at a time, in all of its processes.
+    """Writer of a run's checkpoints, from the first save to `close`: one save at a time, by all of its processes.
 
     Args:
         directory: folder of the checkpoints.
@@ -198,7 +198,7 @@ class Writer:
             raise OSError(errno.ENOSPC if full else errno.EIO, text, str(self._directory)) from error
 
     def _explain(self, step: int, error: Exception) -> tuple[bool, str]:
-        """Return whether the disk is full, and what a user is told of a failed save."""
+        """Return whether the disk is full, and the message of a failed save."""
         links = chain(error)
         full = any(_is_of(link, "No space left", errno.ENOSPC, errno.EDQUOT) for link in links)
         last = max(self._steps.steps(), default=None)

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = importlib.import_module(f"jax_te.cli.{options.command.replace(' ', '.')}")
         return command.run(options_from(options))
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads; no second error at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has ended; no second error at exit
         return 141
     except Exception as error:
         message = None if options.debug else explain(error, getattr(options, "command", None))

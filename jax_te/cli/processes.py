@@ -87,7 +87,7 @@ def joined(launch: Launch | None, output: Path, bounds: Bounds, *, debug: bool =
 
 
 def _find_place(launch: Launch | None, bounds: Bounds, debug: bool) -> Launch:
-    """Return this process's index and the count, once all processes have told each other their devices."""
+    """Return this process's index and the count, once all processes have exchanged their lists of devices."""
     with _within(bounds.start, _NO_ANSWER, launch):
         try:
             return Launch(
@@ -168,9 +168,9 @@ def _shared_token(output: Path, token: str) -> str:
 
 
 class _Guard:
-    """What heartbeats call after each look at the others, in their thread.
+    """Ends this process when it waits for others in vain, and reports which ones it waits for.
 
-    It ends this process when it waits in vain, and reports for whom it waits.
+    `Heartbeats` calls it in its thread, after each look at the other processes.
     """
 
     def __init__(self, bound: float, place: Launch):
@@ -309,7 +309,7 @@ def _leave(
     Args:
         text: line for the user. None: a traceback has been shown.
         place: index of this process, and the count. It is given, since JAX would wait for a process that is gone until
-            all have told their devices. None: unknown.
+            all have sent their devices. None: unknown.
         heartbeats: heartbeats of the run. None: they have not begun.
         status: exit status.
         told: line for the other processes. None: ``text``.

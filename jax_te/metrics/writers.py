@@ -153,7 +153,7 @@ def check_resume_step(resume_step: int | None, path: Path) -> None:
     """Raise for a step behind which records of a file cannot be removed.
 
     Raises:
-        ValueError: for a step that no checkpoint has; without one, for a file with records: nobody said they are to go.
+        ValueError: for a step that no checkpoint has; without one, for a file with records, which it keeps.
     """
     if resume_step is None:
         if records := read_records(path):

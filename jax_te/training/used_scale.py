@@ -15,9 +15,8 @@ class UsedScale:
     """A record of the loss scale that gradients were computed with, which their metadata hold.
 
     All records are equal: metadata are part of what a compiled function is called with, and gradients of another step
-    must not compile it again. For that reason, too, a record tells nothing on the other side of such a function.
-
-    A copy and an unpickled record tell nothing either.
+    must not compile it again. For that reason, too, a record counts in that function alone. In
+    another, its scale is unknown, as that of a copy and of an unpickled record is.
 
     Args:
         scale: the scale. None: unknown.
@@ -29,8 +28,11 @@ class UsedScale:
         self._trace = get_opaque_trace_state(convention="nnx")
 
     def is_known_to_differ_from(self, scale: Any) -> bool:
-        """Return whether it is another one than ``scale``; False where nobody can know: gradients have left the
-        function that computed them, or entered another, or nothing holds the scale any more."""
+        """Return whether the gradients are known to have been computed with another scale than ``scale``.
+
+        It is not known of gradients that have left the function that computed them, or entered another, nor of those
+        whose scale has been freed.
+        """
         if self._trace != get_opaque_trace_state(convention="nnx"):
             return False
         used = self._scale()

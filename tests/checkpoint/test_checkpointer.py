@@ -296,6 +296,23 @@ def test_a_run_that_goes_back_leaves_the_later_checkpoints(tmp_path, keep, save)
     assert (tmp_path / str(save[-1])).is_dir()
 
 
+def test_parameters_are_read_without_a_change_of_what_is_saved_next(tmp_path):
+    """Whether they are those of an earlier step or, after the run has gone back, the newest."""
+    state, parameters = {"params": {"a": jnp.zeros(2)}}, {"a": jax.ShapeDtypeStruct((2,), jnp.float32)}
+    with TrainCheckpointer(tmp_path, keep=9) as checkpointer:
+        for step in (100, 200, 300):
+            checkpointer.save(state, None, step)
+        assert checkpointer.restore_parameters(parameters, step=100)[1] == 100
+        for taken in (150, 200):
+            with pytest.raises(ValueError, match=f"step {taken} (comes before the newest|is already saved)"):
+                checkpointer.save(state, None, taken)
+        assert sorted(path.name for path in tmp_path.iterdir() if path.name[0] != ".") == ["100", "200", "300"]
+        checkpointer.restore(state, step=200)
+        assert checkpointer.restore_parameters(parameters)[1] == 300
+        checkpointer.save(state, None, 250)
+        assert checkpointer.latest_step() == 250
+
+
 def test_a_second_one_that_saves_in_a_folder_is_told_so(tmp_path):
     first, second, state = TrainCheckpointer(tmp_path), TrainCheckpointer(tmp_path), {"a": jnp.ones(1)}
     first.save(state, None, 1)

@@ -16,6 +16,7 @@ from flax import nnx
 
 from jax_te import DelayedScaling, ParallelConfig, autocast, make_mesh
 from jax_te.checkpoint import TrainCheckpointer
+from jax_te.checkpoint.convert import Conversions
 from jax_te.config import RouterOptions
 from jax_te.errors import CheckpointMismatchError
 from jax_te.layers import GroupedLinear, LoRA, MoE, MultiheadAttention
@@ -375,3 +376,34 @@ def test_states_of_routers_begin_anew_as_new_ones_do(tmp_path):
     assert found.keys() == expected.keys()
     for path, state in expected.items():
         assert_bitwise(found[path].get_value(), state.get_value(), what=str(path))
+
+
+class Counted(dict):
+    """A dict that counts the names looked up in it."""
+
+    looked_up = 0
+
+    def __contains__(self, name):
+        self.looked_up += 1
+        return super().__contains__(name)
+
+
+@pytest.mark.parametrize("depth", [3, 12])
+def test_names_that_are_not_found_cost_little(depth):
+    """Also beside an adapter's base and numbered layers, which could stand in each place of a name."""
+    inner = "/".join("abcdefghijkl"[:depth])
+    saved = Counted({f"params/layers/{i}/{inner}/kernel": ("float32", (4, 4)) for i in range(2)})
+    saved["params/adapted/base/kernel"] = ("float32", (4, 4))
+    wanted = {f"params/others/{i}/{inner}/kernel": ("float32", (4, 4)) for i in range(9)}
+    wanted |= {f"params/layers/{i}/{inner}/kernel": ("float32", (3, 3)) for i in range(9)}
+    conversions = Conversions(saved, wanted)
+    found = [conversions.find(tuple(name.split("/")), record) for name, record in wanted.items()]
+    assert found == [None] * len(wanted)
+    # A few for each name, however many parts it has.
+    assert saved.looked_up < 20 * len(wanted)
+
+
+def test_projections_without_a_fused_form_are_not_fused():
+    saved = {f"params/{name}/bias": ("float32", (8,)) for name in ("query", "key", "value")}
+    name, record = ("params", "qkv", "bias"), ("float32", (3, 8))
+    assert Conversions(saved, {"/".join(name): record}).find(name, record) is None

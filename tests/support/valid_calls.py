@@ -1317,7 +1317,7 @@ CALLS: dict[str, Callable[[Path], Call]] = {
         },
     ),
     "training.muon_dimension_numbers": lambda f: Call(
-        training.muon_dimension_numbers, {"params": nnx.state(linear(), nnx.Param)}
+        training.muon_dimension_numbers, {"params": nnx.state(linear(), nnx.Param), "model": linear()}
     ),
     "training.sensitivity": lambda f: Call(
         training.sensitivity, {"model": linear(), "loss_fn": loss_fn, "batches": [KERNEL], "recipe": CURRENT}

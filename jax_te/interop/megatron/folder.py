@@ -25,7 +25,12 @@ refuses."""
 _COMMON_ENTRY = "common_state/shard_0_1"
 _GATED = ("swiglu", "quick_geglu", "gated_linear_unit")
 _LOG = logging.getLogger("jax_te")
-_LAYER = re.compile(r"(.*\blayers\.)(\d{1,6})(\..*)")
+_LAYER = re.compile(r"(\w+)\.layers\.(\d{1,6})\.(.*)")
+_ANY_LAYER = re.compile(r"(.*?)\.?\blayers\.\d{1,6}\..*")
+_STAGED: tuple[str, ...] = ("decoder", "encoder")
+"""Stacks of layers that pipeline stages share, each of which counts its own layers from 0."""
+_IN_ONE_STAGE: tuple[str, ...] = ("mtp",)
+"""Stacks of layers that one stage has whole: the depths of multi-token prediction."""
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 _NOT_OF_THE_MODEL = re.compile(
     r"(chained_\d+\.)?(optimizer|opt_param_scheduler|rng_state|rerun_state_machine|args|iteration)\b.*"
@@ -262,18 +267,56 @@ def _joined_stages(chunks: Chunks, counts: _Counts, gated: bool | None, path: Pa
     """Return the tensors of all stages, with their layers numbered, and the FP8 states of their experts."""
     tensors: dict[str, Tensor] = {}
     of_experts: States = {}
-    first_layer = 0
+    # Of each stack, the number of layers in the stages before.
+    first_layers = dict.fromkeys(_STAGED, 0)
+    several = counts.pipeline * len(chunks[0, 0, 0]) > 1
     # Of virtual stages: all first chunks hold lower layers than all second ones.
     for number in range(len(chunks[0, 0, 0])):
         for stage in range(counts.pipeline):
             own = {(rank, expert): parts[number] for (rank, at, expert), parts in chunks.items() if at == stage}
-            merged, states = _joined_chunk(own, counts, first_layer, gated, path)
-            # Each rank and stage counts its layers from 0.
-            tensors |= {_numbered_from(first_layer, name): tensor for name, tensor in merged.items()}
+            merged, states = _joined_chunk(own, counts, first_layers["decoder"], gated, path)
+            if several:
+                _check_stacks(merged, path)
+            _add_stage(tensors, {_numbered_from(first_layers, name): tensor for name, tensor in merged.items()}, path)
             for key, state in states.items():
                 of_experts.setdefault(key, {}).update(state)
-            first_layer += _layer_count(merged)
+            for stack in _STAGED:
+                first_layers[stack] += _layer_count(stack, merged)
     return tensors, of_experts
+
+
+def _check_stacks(names: Iterable[str], path: Path) -> None:
+    """Raise ValueError for layers of which it is not known whether each stage counts its own from 0.
+
+    Args:
+        names: names of the tensors of one stage of several.
+        path: path of the checkpoint.
+    """
+    known = (*_STAGED, *_IN_ONE_STAGE)
+    starts = tuple(f"{stack}.layers." for stack in known)
+    stacks = {at[1] for name in names if not name.startswith(starts) and (at := _ANY_LAYER.fullmatch(name))}
+    if stacks:
+        raise ValueError(
+            f"{path} has pipeline stages with layers of {', '.join(map(repr, sorted(stacks)[:8]))}, whose numbers in "
+            f"the model are not known; known are the layers of {', '.join(known)}. Save it with one stage, or as "
+            "torch_dist, which has no stages"
+        )
+
+
+def _add_stage(tensors: dict[str, Tensor], stage: Mapping[str, Tensor], path: Path) -> None:
+    """Add a stage's tensors to those of the stages before, of which some may be the same.
+
+    The last stage has its own copy of the embedding if it embeds tokens for multi-token prediction.
+
+    Raises:
+        CheckpointMismatchError: for another tensor of the same name.
+    """
+    for name in tensors.keys() & stage.keys():
+        if tensor_bits(tensors[name]) != tensor_bits(stage[name]):
+            raise CheckpointMismatchError(
+                f"{path}: {name[:200]} must be the same on all pipeline stages that have it, and differs"
+            )
+    tensors |= {name: tensor for name, tensor in stage.items() if name not in tensors}
 
 
 def _joined_chunk(
@@ -344,15 +387,26 @@ def _rank_name(numbers: tuple[int, ...]) -> str:
     return "_".join([f"mp_rank_{tensor:02d}", *(f"{number:03d}" for number in others)])
 
 
-def _numbered_from(first_layer: int, name: str) -> str:
-    """Return a tensor's name with the number of its layer, if it has one, counted from ``first_layer``."""
+def _numbered_from(first_layers: Mapping[str, int], name: str) -> str:
+    """Return a tensor's name with the number of its layer in the model, if it belongs to one.
+
+    Args:
+        first_layers: number of the stage's first layer, for each stack of which stages count their own layers.
+        name: name of the tensor in the stage.
+
+    >>> _numbered_from({"decoder": 4}, "decoder.layers.1.mlp.linear_fc1.weight")
+    'decoder.layers.5.mlp.linear_fc1.weight'
+    >>> _numbered_from({"decoder": 4}, "mtp.layers.0.eh_proj.weight")
+    'mtp.layers.0.eh_proj.weight'
+    """
     at = _LAYER.fullmatch(name)
-    return f"{at[1]}{int(at[2]) + first_layer}{at[3]}" if at else name
+    return f"{at[1]}.layers.{int(at[2]) + first_layers[at[1]]}.{at[3]}" if at and at[1] in first_layers else name
 
 
-def _layer_count(names: Iterable[str]) -> int:
-    """Return the number of layers to which tensors of these names belong."""
-    return max((int(at[2]) + 1 for name in names if (at := _LAYER.fullmatch(name))), default=0)
+def _layer_count(stack: str, names: Iterable[str]) -> int:
+    """Return the number of layers of a stack to which tensors of these names belong."""
+    matches = filter(None, map(_LAYER.fullmatch, names))
+    return max((int(at[2]) + 1 for at in matches if at[1] == stack), default=0)
 
 
 def _chunks(state: Any, path: Path) -> list[Any]:

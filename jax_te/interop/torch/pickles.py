@@ -214,7 +214,7 @@ class _Machine:
         if isinstance(owner, Record):
             owner.items.extend(pairs)
         elif isinstance(owner, dict):
-            owner.update((_key(key), value) for key, value in pairs)
+            owner.update((checked_key(key), value) for key, value in pairs)
         else:
             raise TypeError("items of what is not a dict")
 
@@ -246,7 +246,12 @@ class _Machine:
         self.stack.append(self.stack[-1])
 
 
-def _key(key: Any) -> Any:
+def checked_key(key: Any) -> Any:
+    """Return a key of a dict.
+
+    Raises:
+        TypeError: for one that is neither a plain value nor a tuple of these.
+    """
     # Only flat tuples: Python hashes nested ones recursively, and crashes on deep ones.
     parts = key if type(key) is tuple else (key,)
     if not all(isinstance(part, (*_PLAIN, Record)) for part in parts):

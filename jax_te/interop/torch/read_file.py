@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jax_te._validation import checked
-from jax_te.interop.torch.pickles import Global, Handlers, Record, read_pickle
+from jax_te.interop.torch.pickles import Global, Handlers, Record, checked_key, read_pickle
 from jax_te.interop.torch.stored_tensor import DTYPES, StoredTensor
 
 _STORAGES = {"Double": "float64", "Float": "float32", "Half": "float16", "BFloat16": "bfloat16", "Bool": "bool"}
@@ -244,7 +244,7 @@ def _parameter(data: Any, *_: Any) -> Any:
 
 
 def _ordered(items: Any = ()) -> dict[Any, Any]:
-    return {key: value for key, value in items if type(key) is str}
+    return {checked_key(key): value for key, value in items}
 
 
 TENSOR_HANDLERS: Handlers = {

@@ -1,4 +1,4 @@
-"""What the parts of FP8 attention hand to each other: the call, its quantized tensors, and the kernels' steps."""
+"""Values that parts of FP8 attention pass to each other: the call, its quantized tensors, and the kernels' steps."""
 
 from __future__ import annotations
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +27,7 @@ _SWATH = 8
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTiles:
-    """How the product is cut up: a thread block computes ``[64 * pieces * warpgroups, 128]`` at a time.
+    """Sizes of the tiles of a product: a thread block computes ``[64 * pieces * warpgroups, 128]`` at a time.
 
     Args:
         warpgroups: number of warpgroups that multiply; one more loads.
@@ -125,6 +127,58 @@ def _along_k(name: str, scale_inv: Array, x: Array) -> Array:
     return scale_inv.T
 
 
+class _Product(NamedTuple):
+    """A product ``[m, n]`` over ``k``, ``k`` and ``n`` multiples of 128, and how it is cut into tiles.
+
+    Args:
+        m, n, k: its sizes.
+        square: whether ``b`` has one scale for 128x128.
+        out_dtype: dtype of the product.
+    """
+
+    m: int
+    n: int
+    k: int
+    square: bool
+    out_dtype: jnp.dtype[Any]
+
+    @property
+    def tiling(self) -> BlockTiles:
+        return SQUARE if self.square else ALONG_K
+
+    @property
+    def steps(self) -> int:
+        """Blocks of ``k``, of which each step multiplies one."""
+        return self.k // BLOCK
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Tiles along ``m``, and pairs of tiles along ``n``."""
+        return -(-self.m // self.tiling.rows), -(-self.n // (BLOCK * _PAIR))
+
+    @property
+    def width(self) -> int:
+        """Columns that leave together: 128 bytes."""
+        return 128 // self.out_dtype.itemsize
+
+
+class _Ring(NamedTuple):
+    """Buffers of operands in shared memory, one for each of ``stages``, and the barriers that pass them on.
+
+    Args:
+        a, a_scales, b, b_scales: operands and scales of a step.
+        filled: barriers at which a step's operands have arrived.
+        emptied: barriers at which all that multiply, in both thread blocks of a pair, have read them.
+    """
+
+    a: Any
+    a_scales: Any
+    b: Any
+    b_scales: Any
+    filled: Any
+    emptied: Any
+
+
 # Under a jit of its own: all layers whose shapes agree share one lowering, which takes a second or two.
 @functools.partial(jax.jit, static_argnames=("out_dtype", "square", "interpret"))
 def _gemm(
@@ -140,132 +194,34 @@ def _gemm(
     """Run the kernel. ``k`` and ``n`` are multiples of 128.
 
     As many thread blocks as the GPU has multiprocessors process the tiles. One warpgroup of each loads operands and
-    scales into a ring of ``stages``, across tiles without a pause; the others multiply. ``filled`` and ``emptied`` are
-    the ring's barriers. Rows past ``m`` and columns past ``n`` read as zeros and are not written.
+    scales into a ring of ``stages``, across tiles without a pause; the others multiply. Rows past ``m`` and columns
+    past ``n`` read as zeros and are not written.
     """
     check_jax()
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    t, layout = SQUARE if square else ALONG_K, plgpu.Layout.WGMMA
-    (m, k), n = a.shape, b.shape[0]
-    steps = k // BLOCK
-    tiles = pl.cdiv(m, t.rows), pl.cdiv(n, BLOCK * _PAIR)
-    width = 128 // jnp.dtype(out_dtype).itemsize  # columns that leave together
-
-    def for_each_tile(body: Any) -> None:
-        """Run ``body(row, column, step)`` with the tile's first row and column, and the steps done before it."""
-
-        @plgpu.nd_loop((tiles[0] * tiles[1],), collective_axes="sm")
-        def _tile(loop: Any) -> None:
-            row, column = plgpu.planar_snake(loop.index[0], tiles, 0, _SWATH)
-            column = column * _PAIR + lax.axis_index("pair")
-            body(row * t.rows, column * BLOCK, loop.local_index * steps)
-
-    def slot_of(step: Array) -> Array:
-        return lax.rem(step, jnp.int32(t.stages))
-
-    def load(operands, ring, filled, emptied):
-        a, a_scales, b, b_scales = operands[:4]
-        plgpu.set_max_registers(t.registers[1], action="decrease")
-
-        def load_tile(row: Array, column: Array, first: Array) -> None:
-            rows, columns = pl.ds(row, t.rows), pl.ds(column, BLOCK)
-
-            @pl.loop(0, steps)
-            def _step(step: Array) -> None:
-                slot, block = slot_of(first + step), pl.ds(step * BLOCK, BLOCK)
-
-                @pl.when(first + step >= t.stages)
-                def _wait() -> None:
-                    plgpu.barrier_wait(emptied.at[slot])
-
-                sources = a.at[rows, block], a_scales.at[step, rows], b.at[columns, block], b_scales.at[step, columns]
-                for source, target, shared in zip(sources, ring, ("pair", "pair", None, None), strict=True):
-                    plgpu.copy_gmem_to_smem(source, target.at[slot], filled.at[slot], collective_axes=shared)
-
-        for_each_tile(load_tile)
-        sm, sms = lax.axis_index("sm"), lax.axis_size("sm")
-        done = steps * lax.div(tiles[0] * tiles[1] - sm + sms - 1, jnp.int32(sms))
-        for slot in range(t.stages):  # a thread block may not end while its neighbour signals it
-
-            @pl.when(done > slot)
-            def _last(slot: int = slot) -> None:
-                plgpu.barrier_wait(emptied.at[slot])
-
-    def multiply(bias, out, ring, staged, filled, emptied):
-        plgpu.set_max_registers(t.registers[0], action="increase")
-        warpgroup = lax.axis_index("warpgroup")
-        staged = staged.at[warpgroup]
-        a_ring, a_scale_ring, b_ring, b_scale_ring = ring
-
-        def rows_of(piece: int) -> Any:
-            return pl.ds((warpgroup * t.pieces + piece) * _PIECE, _PIECE)
-
-        def wide(vector: Array, axis: int) -> Array:
-            return lax.broadcast_in_dim(vector, (_PIECE, BLOCK), (axis,))
-
-        def add_step(slot: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-            plgpu.barrier_wait(filled.at[slot])
-            if square:
-                b_scale = b_scale_ring[slot, 0]
-            else:
-                b_scale = plgpu.load(b_scale_ring.at[slot], layout=layout.reduce(0), optimized=False)
-            new = []
-            for piece in range(t.pieces):
-                a_scale = plgpu.load(a_scale_ring.at[slot, rows_of(piece)], layout=layout.reduce(1), optimized=False)
-
-                def product(acc: Any, piece: int = piece) -> Array:
-                    plgpu.wgmma(acc, a_ring.at[slot, rows_of(piece)], b_ring.at[slot].transpose((1, 0)))
-                    return acc[...]
-
-                block = pl.run_scoped(product, plgpu.ACC((_PIECE, BLOCK), jnp.float32))  # type: ignore
-                if piece == t.pieces - 1:
-                    plgpu.barrier_arrive(emptied.at[slot])
-                if square:
-                    a_scale = a_scale * b_scale
-                else:
-                    block = block * wide(b_scale, 1)
-                new.append(sums[piece] + block * wide(a_scale, 0))
-            return tuple(new)
-
-        def store(piece: int, values: Array, row: Array, column: Array) -> None:
-            for i in range(BLOCK // width):
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                staged[...] = values[:, i * width : (i + 1) * width].astype(out_dtype)
-                plgpu.commit_smem()
-                rows = pl.ds(row + (warpgroup * t.pieces + piece) * _PIECE, _PIECE)
-                plgpu.copy_smem_to_gmem(staged, out.at[rows, pl.ds(column + i * width, width)])
-
-        def multiply_tile(row: Array, column: Array, first: Array) -> None:
-            zeros = plgpu.layout_cast(jnp.zeros((_PIECE, BLOCK), jnp.float32), layout)
-            sums = lax.fori_loop(0, steps, lambda i, s: add_step(slot_of(first + i), s), (zeros,) * t.pieces)
-            if bias is not None:
-                columns = pl.ds(jnp.minimum(column, n - BLOCK), BLOCK)
-                shift = wide(plgpu.load(bias.at[columns], layout=layout.reduce(0), optimized=False), 1)
-                sums = tuple(values + shift for values in sums)
-            for piece, values in enumerate(sums):
-                store(piece, values, row, column)
-
-        for_each_tile(multiply_tile)
-        plgpu.wait_smem_to_gmem(0)
+    product = _Product(a.shape[0], b.shape[0], a.shape[1], square, jnp.dtype(out_dtype))
+    t = product.tiling
 
     def kernel(*refs: Any) -> None:
-        *operands, out, ring, staged, filled, emptied = refs
+        *operands, out, buffers, staged, filled, emptied = refs
+        a_ring, a_scale_ring, b_ring, b_scale_ring = buffers
+        ring = _Ring(a_ring, a_scale_ring, b_ring, b_scale_ring, filled, emptied)
         loads = lax.axis_index("warpgroup") == t.warpgroups
 
         @pl.when(loads)
-        def _load() -> None:
-            load(operands, ring, filled, emptied)
+        def _loading() -> None:
+            _load(product, operands[:4], ring)
 
         @pl.when(jnp.logical_not(loads))
-        def _multiply() -> None:
-            multiply(operands[4] if bias is not None else None, out, ring, staged, filled, emptied)
+        def _multiplying() -> None:
+            _multiply(product, operands[4] if bias is not None else None, out, ring, staged)
 
     def swizzled(columns: int) -> tuple[Any, ...]:
         return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)  # type: ignore
 
-    ring = (
+    buffers = (
         plgpu.SMEM((t.stages, t.rows, BLOCK), a.dtype, transforms=swizzled(BLOCK)),
         plgpu.SMEM((t.stages, t.rows), jnp.float32),
         plgpu.SMEM((t.stages, BLOCK, BLOCK), b.dtype, transforms=swizzled(BLOCK)),
@@ -273,14 +229,14 @@ def _gemm(
     )
     return plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((m, n), out_dtype),
+        out_type=jax.ShapeDtypeStruct((product.m, product.n), out_dtype),
         scratch_types=[
-            ring,
-            plgpu.SMEM((t.warpgroups, _PIECE, width), out_dtype, transforms=swizzled(width)),
-            plgpu.Barrier(num_arrivals=len(ring), num_barriers=t.stages),
+            buffers,
+            plgpu.SMEM((t.warpgroups, _PIECE, product.width), out_dtype, transforms=swizzled(product.width)),
+            plgpu.Barrier(num_arrivals=len(buffers), num_barriers=t.stages),
             plgpu.ClusterBarrier(collective_axes=("pair",), num_arrivals=t.warpgroups, num_barriers=t.stages),
         ],
-        grid=(min(multiprocessors() // _PAIR, tiles[0] * tiles[1]),),
+        grid=(min(multiprocessors() // _PAIR, prod(product.grid)),),
         grid_names=("sm",),
         cluster=(_PAIR,),
         cluster_names=("pair",),
@@ -288,3 +244,195 @@ def _gemm(
         thread_name="warpgroup",
         interpret=plgpu.InterpretGPUParams() if interpret else None,
     )(a, a_scales, b, b_scales, *(() if bias is None else (bias,)))
+
+
+def _for_each_tile(product: _Product, body: Callable[[Any, Any, Any], None]) -> None:
+    """Run ``body(row, column, step)`` with a tile's first row and column, and the steps done before it."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    @plgpu.nd_loop((prod(product.grid),), collective_axes="sm")
+    def _tile(loop: Any) -> None:
+        row, column = plgpu.planar_snake(loop.index[0], product.grid, 0, _SWATH)
+        column = column * _PAIR + lax.axis_index("pair")
+        body(row * product.tiling.rows, column * BLOCK, loop.local_index * product.steps)
+
+
+def _slot(product: _Product, step: Any) -> Any:
+    """Return the number of the ring's buffer that holds a step's operands."""
+    return lax.rem(step, jnp.int32(product.tiling.stages))
+
+
+def _load(product: _Product, operands: Sequence[Any], ring: _Ring) -> None:
+    """Fill the ring with the operands and scales of each step of each tile.
+
+    Args:
+        product: the product.
+        operands: ``a``, its scales, ``b`` and its scales in the GPU's memory.
+        ring: the ring to fill.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    t = product.tiling
+    plgpu.set_max_registers(t.registers[1], action="decrease")
+
+    def load_tile(row: Array, column: Array, first: Array) -> None:
+        rows, columns = pl.ds(row, t.rows), pl.ds(column, BLOCK)
+
+        @pl.loop(0, product.steps)
+        def _step(step: Array) -> None:
+            _load_step(product, operands, ring, rows, columns, first, step)
+
+    _for_each_tile(product, load_tile)
+    tiles, sm, sms = prod(product.grid), lax.axis_index("sm"), lax.axis_size("sm")
+    done = product.steps * lax.div(tiles - sm + sms - 1, jnp.int32(sms))
+    for slot in range(t.stages):  # a thread block may not end while its neighbour signals it
+
+        @pl.when(done > slot)
+        def _last(slot: int = slot) -> None:
+            plgpu.barrier_wait(ring.emptied.at[slot])
+
+
+def _load_step(
+    product: _Product, operands: Sequence[Any], ring: _Ring, rows: Any, columns: Any, first: Any, step: Any
+) -> None:
+    """Begin to copy a step's operands and scales into a buffer of the ring, once that is empty.
+
+    Args:
+        product: the product.
+        operands: ``a``, its scales, ``b`` and its scales in the GPU's memory.
+        ring: the ring to fill.
+        rows, columns: rows of ``a`` and of ``b`` that the tile needs.
+        first: number of steps before the tile.
+        step: number of the step in the tile.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    a, a_scales, b, b_scales = operands
+    slot, block = _slot(product, first + step), pl.ds(step * BLOCK, BLOCK)
+
+    @pl.when(first + step >= product.tiling.stages)
+    def _wait() -> None:
+        plgpu.barrier_wait(ring.emptied.at[slot])
+
+    def copy(source: Any, buffers: Any, shared: str | None) -> None:
+        plgpu.copy_gmem_to_smem(source, buffers.at[slot], ring.filled.at[slot], collective_axes=shared)
+
+    # A pair has the same rows: each of the two reads half of them into both.
+    copy(a.at[rows, block], ring.a, "pair")
+    copy(a_scales.at[step, rows], ring.a_scales, "pair")
+    copy(b.at[columns, block], ring.b, None)
+    copy(b_scales.at[step, columns], ring.b_scales, None)
+
+
+def _multiply(product: _Product, bias: Any, out: Any, ring: _Ring, staged: Any) -> None:
+    """Multiply the operands in the ring, and write each tile.
+
+    Args:
+        product: the product.
+        bias: ``[n]`` in the GPU's memory, or None.
+        out: the product in the GPU's memory.
+        ring: the ring to read.
+        staged: shared memory from which a warpgroup's sums leave, for each of them.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    t, layout = product.tiling, plgpu.Layout.WGMMA
+    plgpu.set_max_registers(t.registers[0], action="increase")
+    warpgroup = lax.axis_index("warpgroup")
+    staged = staged.at[warpgroup]
+
+    def multiply_tile(row: Array, column: Array, first: Array) -> None:
+        def add_step(step: Any, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+            return _add_step(product, ring, _slot(product, first + step), warpgroup, sums)
+
+        zeros = plgpu.layout_cast(jnp.zeros((_PIECE, BLOCK), jnp.float32), layout)
+        sums = lax.fori_loop(0, product.steps, add_step, (zeros,) * t.pieces)
+        if bias is not None:
+            sums = _plus_bias(product, bias, column, sums)
+        for piece, values in enumerate(sums):
+            _store(product, values, out, staged, (row, column), warpgroup, piece)
+
+    _for_each_tile(product, multiply_tile)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _row_of(t: BlockTiles, warpgroup: Any, piece: int) -> Any:
+    """Return the first row in its tile of a warpgroup's piece."""
+    return (warpgroup * t.pieces + piece) * _PIECE
+
+
+def _wide(vector: Array, axis: int) -> Array:
+    """Return a vector along one axis of a piece, the same along the other."""
+    return lax.broadcast_in_dim(vector, (_PIECE, BLOCK), (axis,))
+
+
+def _add_step(product: _Product, ring: _Ring, slot: Any, warpgroup: Any, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Return the sums of a warpgroup's pieces plus a step's products, scaled."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    t, layout = product.tiling, plgpu.Layout.WGMMA
+
+    def rows_of(piece: int) -> Any:
+        return pl.ds(_row_of(t, warpgroup, piece), _PIECE)
+
+    plgpu.barrier_wait(ring.filled.at[slot])
+    if product.square:
+        b_scale = ring.b_scales[slot, 0]
+    else:
+        b_scale = plgpu.load(ring.b_scales.at[slot], layout=layout.reduce(0), optimized=False)
+    new = []
+    for piece in range(t.pieces):
+        a_scale = plgpu.load(ring.a_scales.at[slot, rows_of(piece)], layout=layout.reduce(1), optimized=False)
+
+        def multiply_piece(acc: Any, piece: int = piece) -> Array:
+            plgpu.wgmma(acc, ring.a.at[slot, rows_of(piece)], ring.b.at[slot].transpose((1, 0)))
+            return acc[...]
+
+        block = pl.run_scoped(multiply_piece, plgpu.ACC((_PIECE, BLOCK), jnp.float32))  # type: ignore
+        if piece == t.pieces - 1:
+            plgpu.barrier_arrive(ring.emptied.at[slot])
+        if product.square:
+            a_scale = a_scale * b_scale
+        else:
+            block = block * _wide(b_scale, 1)
+        new.append(sums[piece] + block * _wide(a_scale, 0))
+    return tuple(new)
+
+
+def _plus_bias(product: _Product, bias: Any, column: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Return the sums of a tile's pieces plus the bias of its columns."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    # The last pair's second tile may lie past the columns, and is not written.
+    columns = pl.ds(jnp.minimum(column, product.n - BLOCK), BLOCK)
+    shift = _wide(plgpu.load(bias.at[columns], layout=plgpu.Layout.WGMMA.reduce(0), optimized=False), 1)
+    return tuple(values + shift for values in sums)
+
+
+def _store(
+    product: _Product, values: Array, out: Any, staged: Any, corner: tuple[Any, Any], warpgroup: Any, piece: int
+) -> None:
+    """Write the sums of a piece, as many columns at a time as the staging memory holds.
+
+    Args:
+        product: the product.
+        values: the sums ``[64, 128]``.
+        out: the product in the GPU's memory.
+        staged: the warpgroup's shared memory.
+        corner: first row and column of the tile.
+        warpgroup, piece: numbers of the warpgroup and of its piece of the tile.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    row, column = corner
+    for i in range(BLOCK // product.width):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staged[...] = values[:, i * product.width : (i + 1) * product.width].astype(product.out_dtype)
+        plgpu.commit_smem()
+        rows = pl.ds(row + _row_of(product.tiling, warpgroup, piece), _PIECE)
+        plgpu.copy_smem_to_gmem(staged, out.at[rows, pl.ds(column + i * product.width, product.width)])

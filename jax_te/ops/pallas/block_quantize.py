@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -99,6 +99,29 @@ def _scale(amax: Array, dtype: DTypeLike, power_of_two: bool) -> Array:
     return jnp.where(usable, scale, jnp.float32(1.0))
 
 
+class _Form(NamedTuple):
+    """Form of a quantized tile.
+
+    Args:
+        dtype: FP8 dtype of the data.
+        limit: its largest value.
+        power_of_two: whether scales are powers of two.
+        square: whether a tile has one scale, instead of one for each of its rows, and of its columns.
+    """
+
+    dtype: DTypeLike
+    limit: float
+    power_of_two: bool
+    square: bool
+
+
+class _Outputs(NamedTuple):
+    """Memory to which one of the two warpgroups writes the tile, or its transpose, and the scale_inv."""
+
+    data: Any
+    scale_inv: Any
+
+
 # Under a jit of its own: all layers whose shapes agree share one lowering, which takes a second or two.
 @functools.partial(jax.jit, static_argnames=("dtype", "power_of_two", "square", "interpret"))
 def _quantize(x: Array, dtype: DTypeLike, power_of_two: bool, square: bool, interpret: bool) -> tuple[Array, ...]:
@@ -106,32 +129,13 @@ def _quantize(x: Array, dtype: DTypeLike, power_of_two: bool, square: bool, inte
 
     One thread block per tile, two warpgroups: one writes the tile, the other its transpose.
     """
-    limit = fp8_max(dtype)
+    form = _Form(dtype, fp8_max(dtype), power_of_two, square)
     check_jax()
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     e, m, k = x.shape
     blocks = m // BLOCK, k // BLOCK
-
-    def load(tile: Any, start: Any, size: int) -> Array:
-        part = tile.at[pl.ds(start, size)]
-        return plgpu.load(part, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
-
-    def write(tile: Any, start: Any, size: int, scale: Array, out: Any, out_inv: Any) -> None:
-        """Rows of ``tile [128, 128]`` times their scales into ``out``."""
-        part = pl.ds(start, size)
-        scaled = load(tile, start, size) * lax.broadcast_in_dim(scale, (size, BLOCK), (0,))
-        out[part] = jnp.clip(scaled, -limit, limit).astype(dtype)
-        out_inv[part] = 1.0 / scale
-
-    def quantize(tile: Any, out: Any, out_inv: Any) -> None:
-        """Quantize with a scale for each row: by halves, to spare registers."""
-
-        @pl.loop(0, BLOCK, step=BLOCK // 2)
-        def _half(start: Array) -> None:
-            amax = jnp.max(jnp.abs(load(tile, start, BLOCK // 2)), axis=1)
-            write(tile, start, BLOCK // 2, _scale(amax, dtype, power_of_two), out, out_inv)
 
     def kernel(x, rows, columns, rows_inv, columns_inv, tile, out, out_inv, shared, arrived, scaled):
         line, column, side = lax.axis_index("line"), lax.axis_index("column"), lax.axis_index("side")
@@ -147,35 +151,22 @@ def _quantize(x: Array, dtype: DTypeLike, power_of_two: bool, square: bool, inte
 
         @pl.when(side == 0)
         def _rows() -> None:
-            if square:
-                # One warpgroup takes the maximum of all: two would meet in the memory that Pallas reduces in.
-                amax = jnp.max(jnp.max(jnp.abs(load(tile, 0, BLOCK)), axis=1))
-                scale = _scale(lax.broadcast_in_dim(amax, (BLOCK,), ()), dtype, power_of_two)
-                shared[...] = scale
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(scaled)
-                write(tile, 0, BLOCK, scale, out.at[0], out_inv.at[0])
-            else:
-                quantize(tile, out.at[0], out_inv.at[0])
+            staged = _Outputs(out.at[0], out_inv.at[0])
+            _quantize_rows(form, tile, staged, shared, scaled)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out.at[0], rows.at[matrix, here, there])
+            plgpu.copy_smem_to_gmem(staged.data, rows.at[matrix, here, there])
             if square:
                 rows_inv[matrix, row, column] = out_inv[0, 0]
             else:
-                plgpu.copy_smem_to_gmem(out_inv.at[0], rows_inv.at[matrix, column, here])
+                plgpu.copy_smem_to_gmem(staged.scale_inv, rows_inv.at[matrix, column, here])
 
         @pl.when(side == 1)
         def _columns() -> None:
-            turned = tile.transpose((1, 0))
-            if square:
-                plgpu.barrier_wait(scaled)
-                scale = plgpu.load(shared, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-                write(turned, 0, BLOCK, scale, out.at[1], out_inv.at[1])
-            else:
-                quantize(turned, out.at[1], out_inv.at[1])
+            staged = _Outputs(out.at[1], out_inv.at[1])
+            _quantize_columns(form, tile, staged, shared, scaled)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out.at[1], columns.at[matrix, there, here])
-            plgpu.copy_smem_to_gmem(out_inv.at[1], columns_inv.at[matrix, row, there])
+            plgpu.copy_smem_to_gmem(staged.data, columns.at[matrix, there, here])
+            plgpu.copy_smem_to_gmem(staged.scale_inv, columns_inv.at[matrix, row, there])
 
         plgpu.wait_smem_to_gmem(0)
 
@@ -205,3 +196,69 @@ def _quantize(x: Array, dtype: DTypeLike, power_of_two: bool, square: bool, inte
         thread_name="side",
         interpret=plgpu.InterpretGPUParams() if interpret else None,
     )(x)
+
+
+def _quantize_rows(form: _Form, tile: Any, staged: _Outputs, shared: Any, scaled: Any) -> None:
+    """Quantize a tile; with one scale for the whole, hand it to the warpgroup of the transpose.
+
+    Args:
+        form: the form.
+        tile: ``[128, 128]`` in shared memory.
+        staged: shared memory for the results.
+        shared: shared memory for the scale of the tile.
+        scaled: barrier at which that scale is there.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if not form.square:
+        _quantize_by_row(form, tile, staged)
+        return
+    # One warpgroup takes the maximum of all: two would meet in the memory that Pallas reduces in.
+    amax = jnp.max(jnp.max(jnp.abs(_load_lines(tile, 0, BLOCK)), axis=1))
+    scale = _scale(lax.broadcast_in_dim(amax, (BLOCK,), ()), form.dtype, form.power_of_two)
+    shared[...] = scale
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(scaled)
+    _write_lines(form, tile, 0, BLOCK, scale, staged)
+
+
+def _quantize_columns(form: _Form, tile: Any, staged: _Outputs, shared: Any, scaled: Any) -> None:
+    """Quantize the transpose of a tile, see `_quantize_rows`."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    turned = tile.transpose((1, 0))
+    if not form.square:
+        _quantize_by_row(form, turned, staged)
+        return
+    plgpu.barrier_wait(scaled)
+    scale = plgpu.load(shared, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+    _write_lines(form, turned, 0, BLOCK, scale, staged)
+
+
+def _quantize_by_row(form: _Form, tile: Any, staged: _Outputs) -> None:
+    """Quantize with a scale for each row: by halves, to spare registers."""
+    from jax.experimental import pallas as pl
+
+    @pl.loop(0, BLOCK, step=BLOCK // 2)
+    def _half(start: Array) -> None:
+        amax = jnp.max(jnp.abs(_load_lines(tile, start, BLOCK // 2)), axis=1)
+        _write_lines(form, tile, start, BLOCK // 2, _scale(amax, form.dtype, form.power_of_two), staged)
+
+
+def _load_lines(tile: Any, start: Any, size: int) -> Array:
+    """Return lines of a tile in registers, in fp32."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    part = tile.at[pl.ds(start, size)]
+    return plgpu.load(part, layout=plgpu.Layout.WGMMA, optimized=False).astype(jnp.float32)
+
+
+def _write_lines(form: _Form, tile: Any, start: Any, size: int, scale: Array, staged: _Outputs) -> None:
+    """Write lines of a tile ``[128, 128]`` times their scales, and 1 / scale."""
+    from jax.experimental import pallas as pl
+
+    part = pl.ds(start, size)
+    scaled = _load_lines(tile, start, size) * lax.broadcast_in_dim(scale, (size, BLOCK), (0,))
+    staged.data[part] = jnp.clip(scaled, -form.limit, form.limit).astype(form.dtype)
+    staged.scale_inv[part] = 1.0 / scale

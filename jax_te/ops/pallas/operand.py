@@ -24,7 +24,7 @@ class BlockOperand:
 
     Args:
         rows, rows_scale_inv: ``[R, C]`` for GEMMs that sum over the columns, and its scales.
-        columns, columns_scale_inv: ``[C, R]`` for those that sum over the rows. None where nobody reads it.
+        columns, columns_scale_inv: ``[C, R]`` for those that sum over the rows. None where no GEMM reads it.
         shape, axis: shape of the tensor, and axis where the columns of its matrix view begin.
         dtype: dtype before quantization.
     """

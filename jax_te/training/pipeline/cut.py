@@ -211,13 +211,18 @@ def _common_order(one: Sequence[int], other: Sequence[int]) -> list[int]:
 
 
 def _layer_paths(state: TrainState, layers_of: Callable[[Any], Sequence[nnx.Module]]) -> list[dict[Path, Path]]:
-    """Return the path in the model of each layer's Variables, which are told it; raise ValueError for shared ones."""
+    """Return, for each layer, the paths in the model of its Variables by their paths in the layer.
 
-    def told(variables: nnx.State) -> nnx.State:
+    Raises:
+        ValueError: for a layer that is not the model's, and for Variables that two layers share.
+    """
+
+    def with_paths(variables: nnx.State) -> nnx.State:
+        """Return Variables with their paths in the model as metadata, which they keep inside of a layer."""
         flat = nnx.to_flat_state(variables)
         return nnx.from_flat_state([(path, var.replace(var.get_value(), path_in_model=path)) for path, var in flat])
 
-    model = nnx.merge(state.graphdef, told(state.params), told(state.quantizers), state.rest)
+    model = nnx.merge(state.graphdef, with_paths(state.params), with_paths(state.quantizers), state.rest)
     paths, owners = [], {}
     for number, layer in enumerate(layers_of(model)):
         variables = nnx.to_flat_state(nnx.state(layer))

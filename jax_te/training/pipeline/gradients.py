@@ -33,7 +33,7 @@ from jax_te.training.pipeline.mesh import PIPELINE_AXIS, pipeline_stages, stage_
 from jax_te.training.pipeline.program import Program
 from jax_te.training.pipeline.schedule import Schedule, make_schedule
 from jax_te.training.pipeline.stage import Row, Stage, schedule_rows
-from jax_te.training.pipeline.sums import Sums
+from jax_te.training.pipeline.sums import StageSums
 from jax_te.training.state import TrainState
 from jax_te.typing import Array, PyTree
 
@@ -93,7 +93,7 @@ def pipelined_gradients(
     # that has a sharding over Explicit ones.
     def on_stage(
         scaler: LossScale, stacked: list[Flat], outer: list[Flat], batches: PyTree, key: Array, rows: Row
-    ) -> Sums:
+    ) -> StageSums:
         here = program._replace(scaler=scaler)
         layers = StageLayers(here, *jax.tree.map(lambda leaf: leaf[0], stacked))
         params, states = outer
@@ -235,7 +235,7 @@ def _result_shapes(state: TrainState) -> tuple[Any, Flat, Flat]:
     return shape(()), params, dict(nnx.to_flat_state(state.quantizers))
 
 
-def _model_results(cut: Cut, schedule: Schedule, weighted: bool, sums: Sums) -> tuple[Array, Flat, Flat]:
+def _model_results(cut: Cut, schedule: Schedule, weighted: bool, sums: StageSums) -> tuple[Array, Flat, Flat]:
     """Return mean loss, mean gradients and next quantizer states of the model from all stages' sums, ``[p, ...]``."""
     total = jnp.sum(sums.loss)
     grads = cut.unstacked(sums.layers) | jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), sums.outer)

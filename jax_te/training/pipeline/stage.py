@@ -15,7 +15,7 @@ from jax_te.training.pipeline.mesh import PIPELINE_AXIS
 from jax_te.training.pipeline.passes import ChunkPasses
 from jax_te.training.pipeline.program import Program
 from jax_te.training.pipeline.schedule import Schedule, Slots
-from jax_te.training.pipeline.sums import Summation, Sums, Task
+from jax_te.training.pipeline.sums import StageSummation, StageSums, Task
 from jax_te.typing import Array
 
 
@@ -96,11 +96,11 @@ class _Carry(NamedTuple):
     losses: Array
     residuals: list[Array]
     operands: list[Array]
-    sums: Sums
+    sums: StageSums
 
 
 class _Forward(NamedTuple):
-    """What a forward pass changes: its buffers and sums, see `_Carry` and `Sums`."""
+    """What a forward pass changes: its buffers and sums, see `_Carry` and `StageSums`."""
 
     residuals: list[Array]
     losses: Array
@@ -110,7 +110,7 @@ class _Forward(NamedTuple):
 
 
 class _Backward(NamedTuple):
-    """What a backward pass changes: its buffer and sums, see `_Carry` and `Sums`."""
+    """What a backward pass changes: its buffer and sums, see `_Carry` and `StageSums`."""
 
     layers: Flat
     states: Flat
@@ -139,9 +139,9 @@ class Stage:
     def __init__(self, program: Program, layers: StageLayers, around: AroundLayers):
         self.program, self.schedule, self.around = program, program.schedule, around
         self.index = jax.lax.axis_index(PIPELINE_AXIS)
-        self.passes, self.summation = ChunkPasses(layers, around.key), Summation(layers, around)
+        self.passes, self.summation = ChunkPasses(layers, around.key), StageSummation(layers, around)
 
-    def run(self, rows: Row) -> Sums:
+    def run(self, rows: Row) -> StageSums:
         """Return the sums of the whole step; ``rows`` are this stage's column of `schedule_rows`, ``[ticks]``."""
         carry, _ = jax.lax.scan(lambda carry, row: (self._tick(carry, row), None), self._start(), rows)
         return self.summation.total(carry.sums)
@@ -200,7 +200,7 @@ class Stage:
             losses=forward.losses,
             residuals=forward.residuals,
             operands=backward.operands,
-            sums=Sums(
+            sums=StageSums(
                 loss=forward.loss,
                 weight=sums.weight,
                 layers=layers,

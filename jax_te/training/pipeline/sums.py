@@ -19,7 +19,7 @@ from jax_te.training.pipeline.layers import StageLayers
 from jax_te.typing import Array
 
 
-class Sums(NamedTuple):
+class StageSums(NamedTuple):
     """Sums of a stage over microbatches.
 
     Args:
@@ -56,7 +56,7 @@ class Task(NamedTuple):
     ends: Array
 
 
-class Summation:
+class StageSummation:
     """Sums of one stage: their start, and what a pass adds to them.
 
     Args:
@@ -71,12 +71,12 @@ class Summation:
             path: place._replace(lead=place.lead + 1) for path, place in layers.summand_places.items()
         }
 
-    def start(self) -> Sums:
+    def start(self) -> StageSums:
         """Return sums of nothing."""
         layers, around, schedule = self._layers, self._around, self._layers.schedule
         weight = jnp.float32(schedule.microbatches) if around.weights is None else jnp.sum(around.weights)
         of_layers = _zeros(layers.params, schedule.virtual_stages)
-        return Sums(
+        return StageSums(
             loss=jnp.float32(0.0),
             weight=weight,
             layers=self._constrained(self._map_summands(of_layers, lambda place, sums: place.zeros(sums.shape))),
@@ -85,7 +85,7 @@ class Summation:
             outer_states=_zeros(around.states),
         )
 
-    def total(self, sums: Sums) -> Sums:
+    def total(self, sums: StageSums) -> StageSums:
         """Return the sums at the end of a step, with summands added up."""
         dtype = self._layers.program.accumulation.kernels.dtype
         layers = self._map_summands(sums.layers, lambda place, summands: place.total(summands, dtype))

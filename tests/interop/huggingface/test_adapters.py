@@ -268,13 +268,14 @@ def test_a_refused_adapter_changes_nothing(tmp_path: Path, monkeypatch: pytest.M
     mixed = {f"{last}.lora_B.weight": good[f"{last}.lora_B.weight"].astype(ml_dtypes.bfloat16)}
     with pytest.raises(ValueError, match="adapters of one layer, layers/1/layernorm_mlp, have dtypes"):
         load_peft(model, write(tmp_path, good | mixed))
-    calls = iter(range(7))  # of eight
+    made, make = iter(range(3)), LoRA.__init__  # of four
 
-    def fail_at_the_last(variable: Any, array: np.ndarray) -> None:
-        if next(calls, None) is None:
+    def make_all_but_the_last(*arguments: Any, **options: Any) -> None:
+        make(*arguments, **options)
+        if next(made, None) is None:
             raise MemoryError
 
-    monkeypatch.setattr("jax_te.interop.huggingface.peft_load._set", fail_at_the_last)
+    monkeypatch.setattr(LoRA, "__init__", make_all_but_the_last)
     with pytest.raises(MemoryError):
         load_peft(model, write(tmp_path, good))
     assert nnx.graphdef(model) == before

@@ -221,6 +221,63 @@ def test_ranks_and_stages_are_merged(virtual, tmp_path, caplog):
         load_megatron(tmp_path, args=given["args"] | {"qk_layernorm": True})
 
 
+def write_stages(folder, *stages):
+    """One tensor rank; a stage's model, or the models of its virtual stages."""
+    for number, models in enumerate(stages):
+        path = folder / f"mp_rank_00_{number:03d}" / "model_optim_rng.pt"
+        path.parent.mkdir(parents=True)
+        parts = {"model": models} if isinstance(models, dict) else {f"model{i}": each for i, each in enumerate(models)}
+        write_torch_file(path, parts | {"checkpoint_version": 3.0, "jax_te_args": {"swiglu": False}})
+
+
+def layers_of(weights, stack, *numbers):
+    """Tensors of these layers, which a stage counts from 0."""
+    return {
+        name.replace(f"{stack}.layers.{number}.", f"{stack}.layers.{own}."): array
+        for own, number in enumerate(numbers)
+        for name, array in weights.items()
+        if name.startswith(f"{stack}.layers.{number}.")
+    }
+
+
+@pytest.mark.parametrize("virtual", [False, True])
+def test_layers_that_predict_further_tokens_are_numbered_by_their_depth(virtual, tmp_path):
+    """Whatever the layers of the stages before; the last stage has its own copy of the embedding."""
+    sizes = {"num_layers": 4 if virtual else 2, "hidden_size": 16, "num_attention_heads": 2, "mtp_num_layers": 2}
+    model = MegatronGPTModel(TransformerConfig(**sizes), None, 32, 16, rngs=nnx.Rngs(0))
+    weights = {name: np.asarray(value) for name, value in model.state_dict().items() if "extra" not in name}
+    embedding = {name: array for name, array in weights.items() if name.startswith("embedding")}
+    last = {name: array for name, array in weights.items() if not name.startswith(("embedding", "decoder.layers"))}
+    last |= {"embedding.word_embeddings.weight": weights["embedding.word_embeddings.weight"]}
+    assert any(name.startswith("mtp.layers.1.") for name in last)
+    layers = [layers_of(weights, "decoder", number) for number in range(sizes["num_layers"])]
+    ends = (embedding | layers[0], layers[-1] | last)
+    write_stages(tmp_path, *(([ends[0], layers[2]], [layers[1], ends[1]]) if virtual else ends))
+    found = read_megatron(tmp_path).tensors
+    assert found.keys() == weights.keys()
+    for name, array in weights.items():
+        np.testing.assert_array_equal(np.asarray(found[name]), array, err_msg=name)
+    model.load_state_dict(found)
+
+
+def test_each_stack_of_layers_is_numbered_by_itself_or_refused(tmp_path):
+    """T5's and BERT's encoder like the decoder; others only where one stage has all layers."""
+    norms = "decoder.layers.0.norm", "encoder.layers.0.norm"
+    write_stages(tmp_path / "both", *({name: np.full(2, stage) for name in norms} for stage in range(2)))
+    found = {name: int(np.asarray(value)[0]) for name, value in read_megatron(tmp_path / "both").tensors.items()}
+    assert found == {name.replace("0", str(stage)): stage for name in norms for stage in range(2)}
+    first = {"decoder.layers.0.norm": np.ones(2)}
+    second = first | {"vision.decoder.layers.0.norm": np.ones(2)}
+    write_stages(tmp_path / "one", second)
+    assert read_megatron(tmp_path / "one").tensors.keys() == second.keys()
+    write_stages(tmp_path / "unknown", first, second)
+    with pytest.raises(ValueError, match=r"layers of 'vision.decoder', whose numbers in the model are not known"):
+        read_megatron(tmp_path / "unknown")
+    write_stages(tmp_path / "other", first | {"embedding.weight": np.ones(2)}, {"embedding.weight": np.zeros(2)})
+    with pytest.raises(CheckpointMismatchError, match=r"embedding.weight must be the same on all pipeline stages"):
+        read_megatron(tmp_path / "other")
+
+
 def test_faults_of_a_folder_are_named(tmp_path):
     weights = llama().state_dict()
     write_ranks(tmp_path, weights)

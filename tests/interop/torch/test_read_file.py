@@ -166,6 +166,24 @@ def test_a_call_is_refused_by_its_name(function, args, protocol, tmp_path, monke
     assert not (tmp_path / "ran").exists()
 
 
+class WithItems:
+    """Pickled as an OrderedDict called with its items, as Python 2 pickles one."""
+
+    def __init__(self, *items):
+        self.items = items
+
+    def __reduce__(self):
+        return OrderedDict, ([*map(list, self.items)],)
+
+
+def test_each_item_of_an_ordered_dict_is_kept_or_refused(tmp_path):
+    def read(*items):
+        return open_torch_file(archive(tmp_path / "it.pt", pickle.dumps(WithItems(*items), protocol=2)))
+
+    assert read((0, "first"), ("b", 1), ((1, "c"), 2)) == {0: "first", "b": 1, (1, "c"): 2}
+    assert "key of a dict that is not a plain value" in message_of(read, ("a", 1), (((1,),), 2))
+
+
 def test_state_does_not_reach_what_handlers_are():
     """BUILD with a state of attributes, on a name: pickle's own reader would set attributes of the function."""
     pickled = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n}" + text("__name__") + text("x") + b"sb."

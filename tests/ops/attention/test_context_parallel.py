@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
+from uuid import uuid4
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +27,9 @@ from jax_te.ops import (
     xla,
     zigzag_positions,
 )
-from jax_te.ops.attention import dot_product
 from jax_te.ops.attention.checks import shape_of
 from jax_te.ops.attention.context_parallel import block, checks
-from jax_te.sharding import make_mesh, named_sharding, whole_sequences
+from jax_te.sharding import ShardingRules, make_mesh, named_sharding, use_rules, whole_sequences
 from tests.support.context import AXES, B, D, N, S, attend, barriers_hold, compare, context_mesh, host, operands, way
 from tests.support.numerics import TOLERANCE, assert_close, draw, without_type_checker
 
@@ -385,12 +385,11 @@ class Diagonals:
 @pytest.fixture
 def diagonals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Diagonals]:
     backend = Diagonals()
-    # Calls are resolved once for each key; this backend is not part of the key.
-    dot_product._resolve.cache_clear()
     monkeypatch.setattr(checks, "explain_backend", backend.explain)
     monkeypatch.setattr(block, "primitives", lambda name: {"te": backend, "xla": xla}[name])
-    yield backend
-    dot_product._resolve.cache_clear()
+    # Calls are resolved once for each set of rules: no other test has these, whose new axis no array here has.
+    with use_rules(ShardingRules(vocab=(uuid4().hex,))):
+        yield backend
 
 
 ON_DIAGONALS = [
