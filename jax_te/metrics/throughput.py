@@ -46,7 +46,14 @@ def peak_flops(device: Any) -> float | None:
 
 
 @checked
-def train_flops(config: TransformerConfig, *, vocab_size: int, batch_size: int, sequence_length: int) -> float:
+def train_flops(
+    config: TransformerConfig,
+    *,
+    vocab_size: int,
+    batch_size: int,
+    sequence_length: int,
+    frozen_kernels: bool = False,
+) -> float:
     """Return the FLOPs of a train step of a GPT by the standard formula: ``6 N + 6 L s n d`` for each token.
 
     ``N`` are the parameters that GEMMs multiply for a token: kernels of the layers and the output head, of a layer with
@@ -61,6 +68,8 @@ def train_flops(config: TransformerConfig, *, vocab_size: int, batch_size: int, 
         vocab_size: number of columns of the output head.
         batch_size: number of sequences in a step, over all devices and microbatches.
         sequence_length: ``s``.
+        frozen_kernels: whether no kernel is trained, as where `jax_te.layers.LoRA` adapts all that is: backward then
+            has no GEMMs of their gradients, ``4 N``. Those of the adapters, a few of a hundred, are not counted.
 
     Source: appendix B of PaLM (arXiv 2204.02311), with causal attention counted once.
 
@@ -73,7 +82,8 @@ def train_flops(config: TransformerConfig, *, vocab_size: int, batch_size: int, 
     numbers = [*range(config.num_layers), *[config.num_layers - 1] * depths]
     layers = sum(_multiplied(config, layer) for layer in numbers) + depths * depth_projection(config)
     heads = (1 + depths) * config.hidden_size * vocab_size
-    token = 6 * (layers + heads) + 3 * len(numbers) * sequence_length * _scored_channels(config)
+    passes = 2 if frozen_kernels else 3  # forward, the input's gradient and the kernel's
+    token = 2 * passes * (layers + heads) + 3 * len(numbers) * sequence_length * _scored_channels(config)
     return float(token * batch_size * sequence_length)
 
 

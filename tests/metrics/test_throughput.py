@@ -3,12 +3,15 @@
 import types
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
 from jax_te.config import LatentAttentionOptions, TransformerConfig
+from jax_te.layers import LoRA
 from jax_te.metrics import StepWork, peak_flops, train_flops
 from jax_te.models import GPTModel
+from tests.support.numerics import NO_DROPOUT
 
 
 @pytest.mark.parametrize(
@@ -29,6 +32,39 @@ def test_flops_are_six_for_each_weight_of_a_gemm_and_those_of_attention(form):
     # The head is the embedding; two products of 2 FLOPs, over half of 8 positions, and twice that in backward.
     wanted = 6 * sum(kernels) * tokens + 2 * 3 * tokens * (2 * 2 * heads * 8 / 2)
     assert train_flops(config, vocab_size=48, batch_size=3, sequence_length=8) == wanted
+
+
+@pytest.mark.costly
+def test_frozen_kernels_have_no_gemms_of_their_gradients():
+    config = TransformerConfig(
+        num_layers=2, hidden_size=256, num_attention_heads=4, add_bias_linear=False, **NO_DROPOUT
+    )
+    tokens = jnp.zeros((4, 32), jnp.int32)
+
+    def counted(adapted):
+        """FLOPs by the compiler, of elements' operations as well."""
+
+        def build():
+            rngs = nnx.Rngs(0)
+            model = GPTModel(config, vocab_size=64, max_sequence_length=32, position_embedding_type="rope", rngs=rngs)
+            for layer in model.layers if adapted else ():
+                layer.self_attention.qkv = LoRA(layer.self_attention.qkv, 4, rngs=rngs)
+                layer.self_attention.proj = LoRA(layer.self_attention.proj, 4, rngs=rngs)
+                layer.layernorm_mlp = LoRA(layer.layernorm_mlp, 4, rngs=rngs)
+            return model
+
+        graphdef, trained, rest = nnx.split(nnx.eval_shape(build), nnx.LoRAParam if adapted else nnx.Param, ...)
+
+        def loss(trained, rest):
+            return nnx.merge(graphdef, trained, rest).loss(tokens, tokens)
+
+        step = jax.jit(jax.grad(loss))
+        return step.lower(trained, rest).compile().cost_analysis()["flops"]
+
+    sizes = {"vocab_size": 64, "batch_size": 4, "sequence_length": 32}
+    expected = train_flops(config, **sizes, frozen_kernels=True) / train_flops(config, **sizes)
+    # Adapters of rank 4 add 2 * 4 * 3 / 256 of a kernel's passes, and elements' operations are in both.
+    assert counted(True) / counted(False) == pytest.approx(expected, rel=0.08)
 
 
 def test_depths_multiply_by_their_layers_and_the_head():
