@@ -132,7 +132,7 @@ def value_and_grad(
     outside, every call compiles anew.
 
     - Quantizer states are written to the model, together with the other changes that ``loss_fn`` makes to it and to
-      other NNX objects among its arguments, e.g. an ``nnx.Rngs``.
+      other NNX objects among its arguments, e.g. an ``nnx.Rngs``, also inside of tuples and dicts.
     - If loss, the norm of the gradients or an amax of a tensor that was quantized is not finite, all of that stays as
       it was, batch statistics and counts of random numbers, too, as in a train step. If the amax is not, the loss is
       nan, and if the loss is not, so are all gradients: an optimizer sees a step as lost that was lost here.
@@ -177,16 +177,15 @@ def value_and_grad(
 
     @functools.wraps(loss_fn)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
-        model = args[position] if position < len(args) else None
-        if not isinstance(model, nnx.Module):
-            raise TypeError(f"argument {position} must be the model, an nnx.Module, got {type(model).__name__}")
-        given = {**dict(enumerate(args)), **kwargs}
-        others = {name: value for name, value in given.items() if isinstance(value, nnx.Pytree) and name != position}
-        objects = _Objects(model, others)
+        model = _model_among(args, kwargs, position)
+        # Objects may be inside of tuples and dicts, too; the model is among them, again.
+        leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_object)
+        objects = _Objects(model, {i: leaf for i, leaf in enumerate(leaves) if _is_object(leaf)})
 
         def run(objects: _Objects) -> tuple[Any, Any]:
-            filled = {**given, **objects.others, position: objects.model}
-            value = loss_fn(*(filled[i] for i in range(len(args))), **{name: filled[name] for name in kwargs})
+            filled = [objects.others.get(i, leaf) for i, leaf in enumerate(leaves)]
+            of_call, named = jax.tree.unflatten(structure, filled)
+            value = loss_fn(*of_call, **named)
             return value if has_aux else (value, None)
 
         def split(objects: _Objects) -> SplitModel:
@@ -218,6 +217,27 @@ def value_and_grad(
         return ((result.loss, aux) if has_aux else result.loss), grads
 
     return differentiated
+
+
+def _is_object(node: Any) -> bool:
+    return isinstance(node, nnx.Pytree | nnx.Variable)
+
+
+def _model_among(args: tuple[Any, ...], kwargs: dict[str, Any], position: int) -> nnx.Module:
+    """Return the model among the arguments of a loss function.
+
+    Raises:
+        TypeError: if the argument at that position is none, or is given by keyword.
+    """
+    if position >= len(args):
+        named = f", and by keyword {', '.join(kwargs)}" if kwargs else ""
+        raise TypeError(
+            f"argument {position} must be the model, given by position as in flax.nnx.value_and_grad; got {len(args)} "
+            f"arguments by position{named}"
+        )
+    if not isinstance(args[position], nnx.Module):
+        raise TypeError(f"argument {position} must be the model, an nnx.Module, got {type(args[position]).__name__}")
+    return args[position]
 
 
 def _kept_unless(finite: Array, new: nnx.State, old: nnx.State) -> nnx.State:
