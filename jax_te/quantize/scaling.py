@@ -150,6 +150,8 @@ def scale_in_use(state: AmaxState, dtype: DTypeLike, rule: AmaxRule) -> Array:
     return compute_scale(chosen, dtype, margin=rule.margin, old_scale=state["scale"])
 
 
+# Jitted as `_amax` is: a program has one function for all states of one type.
+@jax.jit
 def next_amax_state(state: AmaxState, scale: Array, new_amax: Array) -> AmaxState:
     """Return the state after a use with ``scale`` on a tensor with amax ``new_amax``; the oldest amax drops out.
 
