@@ -16,6 +16,8 @@ from jax_te.linen.counting import RulesOfStates, rules_of_states
 from jax_te.linen.variables import CACHED, STATE
 from jax_te.quantize import as_float32, is_amax_state, with_max_gradients, write_back
 from jax_te.recipe import Recipe, autocast
+from jax_te.training.outcome import outcome_of, shown_gradients, shown_loss
+from jax_te.typing import Array
 
 
 @checked
@@ -69,8 +71,13 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
     called twice in one loss, ``jax.grad`` adds two next values up; here scales merge by maximum, and a router's next
     value is computed once, from the counts of both calls. For a layer that is not called, ``jax.grad`` returns zeros;
     here the old state, and so for any other variable of the collection whose gradient is zero and that no layer here
-    has read, such as another package's. For a model that calls each of its layers once the two agree. Use it inside
-    ``jax.jit``: outside, every call compiles anew.
+    has read, such as another package's. For a model that calls each of its layers once the two agree, but for a step
+    that is lost. Use it inside ``jax.jit``: outside, every call compiles anew.
+
+    If loss, the norm of the gradients or an amax of a tensor that was quantized is not finite, all states stay as they
+    were. If the amax is not, the loss is nan, and if the loss is not, so are all gradients: ``optax.apply_if_finite``
+    skips the step. Other collections that the loss function returns are the caller's to keep, such as
+    ``jax.tree.map(lambda new, old: jnp.where(jnp.isfinite(loss), new, old), new, old)``.
 
     Args:
         loss_fn: ``(params, ...) -> [ ]``; ``params`` has the collections ``params`` and ``_overwrite_with_gradient``,
@@ -99,7 +106,8 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
 
     def differentiate(params: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         if STATE not in params:
-            return jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *args, **kwargs)
+            value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *args, **kwargs)
+            return value, shown_gradients(grads, value[0] if has_aux else value)
         # allow_int: JAX does not count the dtype of with_max_gradients among the floats.
         plain = jax.value_and_grad(loss_fn, has_aux=has_aux, allow_int=True)
 
@@ -108,7 +116,13 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
             states, rules = params[STATE], RulesOfStates()
             with rules_of_states(rules):
                 value, grads = plain(_with_states(params, _map_states(with_max_gradients, states)), *args, **kwargs)
-            return value, _with_states(grads, _next_states(rules, states, grads[STATE]))
+            loss, *aux = value if has_aux else (value,)
+            observed = _observed(states, grads[STATE])
+            others = shown_gradients(_without_state(grads), shown_loss(loss, observed))
+            outcome = outcome_of(loss, _wide(others), observed)
+            after = _kept_unless(outcome.finite, _next_states(rules, states, grads[STATE]), states)
+            shown = {**others, STATE: after}
+            return (outcome.loss, *aux) if has_aux else outcome.loss, _in_container(grads, shown)
 
         return merged(params)
 
@@ -117,8 +131,41 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
 
 def _with_states(collections: Mapping[str, Any], states: Any) -> Mapping[str, Any]:
     """Return collections with other states, in the same container."""
-    changed = {**collections, STATE: states}
-    return freeze(changed) if isinstance(collections, FrozenDict) else changed
+    return _in_container(collections, {**collections, STATE: states})
+
+
+def _in_container(like: Mapping[str, Any], collections: dict[str, Any]) -> Mapping[str, Any]:
+    """Return collections in the container of ``like``."""
+    return freeze(collections) if isinstance(like, FrozenDict) else collections
+
+
+def _without_state(collections: Mapping[str, Any]) -> dict[str, Any]:
+    """Return collections without that of the states."""
+    return {name: collections[name] for name in collections if name != STATE}
+
+
+def _wide(grads: Any) -> list[Array]:
+    """Return gradients in fp32, in which squares of half-precision ones do not overflow."""
+    leaves = [grad for grad in jax.tree.leaves(grads) if jnp.issubdtype(grad.dtype, jnp.floating)]
+    return [grad.astype(jnp.float32) for grad in leaves]
+
+
+def _observed(states: Any, gradient: Any) -> list[Any]:
+    """Return the gradients of our states of delayed scaling, in fp32."""
+    found: list[Any] = []
+    _map_states(lambda state, gradient: found.append(as_float32(dict(gradient))), states, gradient)
+    return found
+
+
+def _kept_unless(finite: Array, new: Any, old: Any) -> Any:
+    """Return the states of the collection after a step: ``new`` if it counts, else ``old``."""
+
+    def kept(new: Any, old: Any) -> Any:
+        if new.dtype == fp32_max_grad:  # another package's, which JAX cannot select
+            return jax.lax.convert_element_type(jnp.where(finite, as_float32(new), as_float32(old)), new.dtype)
+        return jnp.where(finite, new, old)
+
+    return jax.tree.map(kept, new, old)
 
 
 def _is_state(node: Any) -> bool:

@@ -70,6 +70,7 @@ from jax_te.quantize.state import (
     init_gemm_state,
     is_amax_state,
     merge_quantizers,
+    observed_finite_amaxes,
     quantizer_variables,
     with_max_gradients,
     with_max_gradients_inside,

@@ -45,7 +45,7 @@ def directed_block(block: tuple[int, int], columnwise: bool) -> tuple[int, int]:
 @checked
 @dataclass(frozen=True, kw_only=True)
 class BlockQuantizer(Quantizer):
-    """FP8 with one fp32 scale ``max(dtype) / amax`` for every block; the scale is 1 for an amax of 0, inf or nan.
+    """FP8 with one fp32 scale ``max(dtype) / amax`` for every block; 1 for an amax of 0, nan for one of inf or nan.
 
     Args:
         dtype: float8_e4m3fn or float8_e5m2.

@@ -30,7 +30,7 @@ class NVFP4Quantizer(Quantizer):
     """E2M1 values, an E4M3 scale for every 16 of them, one fp32 scale for the tensor.
 
     ``s = 6 * 448 / amax(x)``; a block's reciprocal scale is ``e4m3(amax(block) / 6 * s)``; its values are
-    ``x * s / e4m3(...)`` rounded to E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
+    ``x * s / e4m3(...)`` rounded to E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6. All are nan if ``amax(x)`` is inf or nan.
 
     Args:
         two_dimensional: whether blocks are 16 x 16 instead of 1 x 16, for kernels.
@@ -95,7 +95,8 @@ class NVFP4Quantizer(Quantizer):
         """Quantize ``matrix``, which is ``x`` or its rotation, under the amax of its whole tensor."""
         block = directed_block((NVFP4_BLOCK if self.two_dimensional else 1, NVFP4_BLOCK), columnwise)
         tensor_scale = jnp.minimum(E2M1_MAX * E4M3_MAX / tensor_amax, _LARGEST)
-        tensor_scale = jnp.where(tensor_scale == 0.0, 1.0, tensor_scale)  # an amax of inf; nan stays nan
+        # An amax of inf gives nan, as one of nan does: E2M1 has neither, and clipping would hide them.
+        tensor_scale = jnp.where(tensor_scale == 0.0, jnp.nan, tensor_scale)
         # Without the barrier XLA merges these constants with those below under jit, which rounds differently.
         tensor_scale, block_inv = jax.lax.optimization_barrier(
             (tensor_scale, block_amax(matrix, block) * (1.0 / E2M1_MAX))

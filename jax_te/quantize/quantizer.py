@@ -93,6 +93,9 @@ def check_fp8(dtype: DTypeLike) -> None:
 class TensorQuantizer(Quantizer):
     """One scale for the whole tensor: ``clip(x * scale)`` in fp32, rounded to nearest even.
 
+    A current scale is 1 where the amax is 0, and nan, with all values, where it is inf or nan. Under a given scale an
+    inf becomes the largest value; its amax shows it.
+
     Args:
         dtype: float8_e4m3fn or float8_e5m2.
         scaling: ``"current"``: the scale is ``max(dtype) / amax(x)``; ``"given"``: it is an argument, as under delayed

@@ -75,7 +75,10 @@ def max_or_nan(x: Array, axis: int | tuple[int, ...]) -> Array:
 
 
 def compute_scale(amax: Array, dtype: DTypeLike, *, margin: int = 0, old_scale: Array | None = None) -> Array:
-    """Return ``max(dtype) / amax / 2**margin``; where amax is 0, inf or nan, the old scale (1 if None).
+    """Return ``max(dtype) / amax / 2**margin``; where amax is 0, inf or nan, the old scale.
+
+    Without an old scale it is 1 where amax is 0. Where amax is inf or nan it is nan, so that the tensor's values are:
+    quantization would make inf finite.
 
     If the quotient overflows fp32 (an amax below about 1e-36), the scale is the largest fp32 value. An amax below
     fp32's least normal number counts as 0.
@@ -91,7 +94,7 @@ def compute_scale(amax: Array, dtype: DTypeLike, *, margin: int = 0, old_scale: 
     >>> float(compute_scale(jnp.float32(7.0), jnp.float8_e4m3fn))
     64.0
     """
-    old = jnp.ones_like(amax) if old_scale is None else old_scale
+    old = jnp.where(jnp.isfinite(amax), 1.0, jnp.nan) if old_scale is None else old_scale
     scale = fp8_max(dtype) / amax
     if margin:
         scale = scale / 2.0**margin
@@ -102,7 +105,9 @@ def compute_scale(amax: Array, dtype: DTypeLike, *, margin: int = 0, old_scale: 
 
 
 def power_of_two_scale(amax: Array, dtype: DTypeLike) -> Array:
-    """Return the largest power of two that is at most ``max(dtype) / amax`` and 2^127; 1 where amax is 0, inf or nan.
+    """Return the largest power of two that is at most ``max(dtype) / amax`` and 2^127.
+
+    It is 1 where amax is 0, and nan where it is inf or nan, see `compute_scale`.
 
     Args:
         amax: fp32, any shape.
@@ -111,8 +116,8 @@ def power_of_two_scale(amax: Array, dtype: DTypeLike) -> Array:
     >>> float(power_of_two_scale(jnp.float32(3.5), jnp.float8_e4m3fn))
     128.0
     """
-    scale = exponent_scale(amax, dtype)
-    return jnp.where((amax > 0.0) & jnp.isfinite(amax), scale, 1.0)
+    scale = jnp.where(amax > 0.0, exponent_scale(amax, dtype), 1.0)
+    return jnp.where(jnp.isfinite(amax), scale, jnp.nan)
 
 
 def exponent_scale(amax: Array, dtype: DTypeLike) -> Array:
@@ -150,16 +155,30 @@ def amax_rule_of(recipe: DelayedScaling) -> AmaxRule:
 @functools.partial(jax.jit, static_argnames=("dtype", "rule"))
 def scale_in_use(state: AmaxState, dtype: DTypeLike, rule: AmaxRule) -> Array:
     """Return the scale of the next use of ``state``: fp32 ``[]``, or ``[d]`` for parts of the batch."""
-    history = state["amax_history"]
+    history = _finite_amaxes(state["amax_history"])
     chosen = history[..., 0] if rule.amax_compute_algo == "most_recent" else _largest_magnitude(history, -1)
     return compute_scale(chosen, dtype, margin=rule.margin, old_scale=state["scale"])
 
 
+# Jitted as `_amax` is: a program has one function for all states of one type.
+@jax.jit
 def next_amax_state(state: AmaxState, scale: Array, new_amax: Array) -> AmaxState:
-    """Return the state after a use with ``scale`` on a tensor with amax ``new_amax``; the oldest amax drops out."""
+    """Return the state after a use with ``scale`` on a tensor with amax ``new_amax``; the oldest amax drops out.
+
+    A new amax that is not finite is in it, for the step to see; `write_back` keeps the old state instead.
+    """
     # Not a roll whose first slot is set: XLA lowers that to a scatter, which takes longer to compile and to run.
-    history = jnp.concatenate([new_amax[..., None], state["amax_history"][..., :-1]], axis=-1)
-    return {"scale": scale, "amax_history": history}
+    earlier = _finite_amaxes(state["amax_history"][..., :-1])
+    return {"scale": scale, "amax_history": jnp.concatenate([new_amax[..., None], earlier], axis=-1)}
+
+
+def _finite_amaxes(history: Array) -> Array:
+    """Return a history with 0, which says nothing of a scale, for inf and nan.
+
+    They are in it where a loop wrote a next state to the model without `write_back`, and would keep the scale as it is
+    until they drop out.
+    """
+    return jnp.where(jnp.isfinite(history), history, 0.0)
 
 
 # A user context is part of the jit cache key: functions traced with frozen scales are traced again without them.

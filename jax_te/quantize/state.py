@@ -217,8 +217,8 @@ _with_max_gradients_inside.defvjp(
 def merge_quantizers(stacked: PyTree) -> PyTree:
     """Return one gradient of states for several that started from the same states.
 
-    It is the maximum over the leading axis, and the sum for counting states. A nan amax stays nan, so that the next
-    scale is the old one, as for a single microbatch.
+    It is the maximum over the leading axis, and the sum for counting states. A nan amax stays nan, so that the step
+    sees it, as for a single microbatch.
 
     Args:
         stacked: gradients of states of microbatches, loop iterations or pipeline stages, stacked: leaves ``[m, ...]``;
@@ -251,9 +251,10 @@ def merge_quantizers(stacked: PyTree) -> PyTree:
 def write_back(old: PyTree, gradient: PyTree, *, keep_old: jax.Array | None = None, merged: bool = False) -> PyTree:
     """Return the states of the next step.
 
-    They are the gradients of ``old``, or ``old`` for layers that did not run; for counting states, the results of their
-    rules. A scale that one derivative of fp32 states used more than once becomes nan, because JAX has added its next
-    values: `jax_te.value_and_grad` and `with_max_gradients` merge them.
+    They are the gradients of ``old``, or ``old`` for layers that did not run, and for operands whose new amax is not
+    finite; for counting states, the results of their rules. A scale that one derivative of fp32 states used more than
+    once becomes nan, because JAX has added its next values: `jax_te.value_and_grad` and `with_max_gradients` merge
+    them.
 
     Args:
         old: states of this step; Variables if some count.
@@ -270,6 +271,29 @@ def write_back(old: PyTree, gradient: PyTree, *, keep_old: jax.Array | None = No
     amax_states = iter(_next_amax_states([entry for entry in entries if entry.rule is None], keep_old, merged))
     new = [next(amax_states) if entry.rule is None else _next_count(entry, keep_old) for entry in entries]
     return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(jax.tree.unflatten(treedef, new)))
+
+
+def observed_finite_amaxes(gradient: PyTree) -> jax.Array | None:
+    """Return whether all amaxes that a step has observed are finite, bool ``[]``; None if no state of it has amaxes.
+
+    Args:
+        gradient: gradients of states, in fp32. Those of layers that did not run, 0 or -inf, have observed nothing.
+
+    >>> state = init_gemm_state(DelayedScaling(amax_history_len=2))
+    >>> state["x"]["amax_history"] = jnp.array([jnp.inf, 1.0])
+    >>> observed_finite_amaxes(state)
+    Array(False, dtype=bool)
+    """
+    states = [node for node in jax.tree.leaves(nnx.as_pure(gradient), is_leaf=is_amax_state) if is_amax_state(node)]
+    newest = [state["amax_history"][..., 0] for state in states]
+    alike = collections.defaultdict(list)
+    for amax in newest:
+        alike[jax.typeof(amax)].append(amax)  # on an Explicit mesh a type has the sharding, too
+    parts = [group[i : i + _TOGETHER] for group in alike.values() for i in range(0, len(group), _TOGETHER)]
+    if not parts:
+        return None
+    # By a comparison that is false for nan, too; a maximum may lose it.
+    return jnp.all(jnp.stack([jnp.all(jnp.stack(part) < jnp.inf) for part in parts]))
 
 
 class _Entry(NamedTuple):
@@ -374,7 +398,8 @@ def _carry_on_stack(
 def _carry_on(old: AmaxState, new: AmaxState, keep_old: jax.Array | None, *, merged: bool) -> AmaxState:
     """Return the next state of a state, or of a stack of them."""
     # A layer that did not run has the gradient 0, or -inf in `with_max_gradients`'s dtype. Scales are positive.
-    keep = ~(new["scale"] > 0.0)
+    # An amax that is not finite would keep the scale as it is until it drops out of the history.
+    keep = ~(new["scale"] > 0.0) | ~(new["amax_history"][..., 0] < jnp.inf)
     if keep_old is not None:
         keep = jnp.logical_or(keep, keep_old)
     if not merged:

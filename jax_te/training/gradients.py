@@ -27,15 +27,14 @@ from jax_te.quantize import (
 from jax_te.sharding import constrain, current_mesh, leaves_with_axes, variable_axes
 from jax_te.training.kernel_gradients import KernelGradients, Path, SummandPlace
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
-from jax_te.training.masters import full_precision
+from jax_te.training.masters import full_precision, select
 from jax_te.training.microbatches import MicrobatchStart
+from jax_te.training.outcome import outcome_of, shown_gradients, shown_loss
 from jax_te.training.state import SplitModel, TrainState, split_model
 from jax_te.training.used_scale import UsedScale
 from jax_te.typing import Array, DTypeLike, PyTree
 
 _NO_CACHE = KernelCache({})
-_SMALL = 2**15
-"""Largest number of elements of a small parameter, such as a bias or a norm's scale, of which there are many."""
 
 
 class WeightedMean(NamedTuple):
@@ -133,8 +132,10 @@ def value_and_grad(
     outside, every call compiles anew.
 
     - Quantizer states are written to the model, together with the other changes that ``loss_fn`` makes to it and to
-      other NNX objects among its arguments, e.g. an ``nnx.Rngs``. If loss or the norm of the gradients is not finite,
-      quantizer states stay.
+      other NNX objects among its arguments, e.g. an ``nnx.Rngs``, also inside of tuples and dicts.
+    - If loss, the norm of the gradients or an amax of a tensor that was quantized is not finite, all of that stays as
+      it was, batch statistics and counts of random numbers, too, as in a train step. If the amax is not, the loss is
+      nan, and if the loss is not, so are all gradients: an optimizer sees a step as lost that was lost here.
     - A layer that is called more than once gets the maximum of its next states; one that is not called keeps its own.
     - The gradients of half-precision and quantized kernels are fp32, without intermediate rounding.
 
@@ -176,16 +177,15 @@ def value_and_grad(
 
     @functools.wraps(loss_fn)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
-        model = args[position] if position < len(args) else None
-        if not isinstance(model, nnx.Module):
-            raise TypeError(f"argument {position} must be the model, an nnx.Module, got {type(model).__name__}")
-        given = {**dict(enumerate(args)), **kwargs}
-        others = {name: value for name, value in given.items() if isinstance(value, nnx.Pytree) and name != position}
-        objects = _Objects(model, others)
+        model = _model_among(args, kwargs, position)
+        # Objects may be inside of tuples and dicts, too; the model is among them, again.
+        leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_object)
+        objects = _Objects(model, {i: leaf for i, leaf in enumerate(leaves) if _is_object(leaf)})
 
         def run(objects: _Objects) -> tuple[Any, Any]:
-            filled = {**given, **objects.others, position: objects.model}
-            value = loss_fn(*(filled[i] for i in range(len(args))), **{name: filled[name] for name in kwargs})
+            filled = [objects.others.get(i, leaf) for i, leaf in enumerate(leaves)]
+            of_call, named = jax.tree.unflatten(structure, filled)
+            value = loss_fn(*of_call, **named)
             return value if has_aux else (value, None)
 
         def split(objects: _Objects) -> SplitModel:
@@ -202,10 +202,13 @@ def value_and_grad(
         def compiled(params: nnx.State, old: nnx.State, rest: nnx.State) -> tuple[Gradients, Any]:
             differentiated = differentiate(run, SplitModel(graphdef, params, old, rest), differentiation)
             result = differentiated.gradients
-            grads = factor.unscale(result.grads)
-            finite = are_finite(result.loss, global_norm(grads))
-            quantizers = write_back(old, result.quantizers, keep_old=~finite, merged=True)
-            return result._replace(grads=grads, quantizers=quantizers), differentiated.aux
+            # Before the norm, which the optimizer computes of the same gradients: XLA computes it once.
+            grads = shown_gradients(factor.unscale(result.grads), shown_loss(result.loss, result.quantizers))
+            outcome = outcome_of(result.loss, grads, result.quantizers)
+            quantizers = write_back(old, result.quantizers, keep_old=~outcome.finite, merged=True)
+            kept = _kept_unless(outcome.finite, result.rest, rest)
+            shown = result._replace(loss=outcome.loss, grads=grads, quantizers=quantizers, rest=kept)
+            return shown, differentiated.aux
 
         result, aux = compiled(*states)
         nnx.update(objects, result.quantizers, result.rest)
@@ -214,6 +217,48 @@ def value_and_grad(
         return ((result.loss, aux) if has_aux else result.loss), grads
 
     return differentiated
+
+
+def _is_object(node: Any) -> bool:
+    return isinstance(node, nnx.Pytree | nnx.Variable)
+
+
+def _model_among(args: tuple[Any, ...], kwargs: dict[str, Any], position: int) -> nnx.Module:
+    """Return the model among the arguments of a loss function.
+
+    Raises:
+        TypeError: if the argument at that position is none, or is given by keyword.
+    """
+    if position >= len(args):
+        named = f", and by keyword {', '.join(kwargs)}" if kwargs else ""
+        raise TypeError(
+            f"argument {position} must be the model, given by position as in flax.nnx.value_and_grad; got {len(args)} "
+            f"arguments by position{named}"
+        )
+    if not isinstance(args[position], nnx.Module):
+        raise TypeError(f"argument {position} must be the model, an nnx.Module, got {type(args[position]).__name__}")
+    return args[position]
+
+
+def _kept_unless(finite: Array, new: nnx.State, old: nnx.State) -> nnx.State:
+    """Return a model's other state after a step: ``new`` if it counts, else ``old``.
+
+    Variables that the step has made, or given another structure or shape, such as intermediates, have no old value.
+    """
+    before = dict(nnx.to_flat_state(old))
+
+    def kept(path: Path, variable: nnx.Variable) -> nnx.Variable:
+        if path not in before or _types(before[path]) != _types(variable):
+            return variable
+        return variable.replace(select(finite, variable.get_value(), before[path].get_value()))
+
+    return nnx.from_flat_state([(path, kept(path, variable)) for path, variable in nnx.to_flat_state(new)])
+
+
+def _types(variable: nnx.Variable) -> tuple[Any, list[Any]]:
+    """Return the structure of a Variable's value, and shapes and dtypes of its arrays."""
+    leaves, structure = jax.tree.flatten(variable.get_value())
+    return structure, [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
 
 
 def _present_scaler(scaler: LossScale | Callable[[], LossScale] | None, states: PyTree) -> LossScale:
@@ -575,35 +620,6 @@ def constrain_as_created(tree: PyTree) -> PyTree:
         unknown = isinstance(axes, PartitionSpec) and not known.issuperset(jax.tree.leaves(tuple(axes)))
         leaves.append(leaf if unknown else constrain(leaf, axes))
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
-
-
-def global_norm(grads: PyTree) -> Array:
-    """Return the Euclidean norm of all gradients, fp32 ``[]``; not finite if an element is not, or if it overflows."""
-    parts, small = [], []
-    for grad in jax.tree.leaves(grads):
-        whole = jax.typeof(grad).sharding.mesh.empty
-        joined = whole and grad.size <= _SMALL and grad.dtype == jnp.float32
-        (small if joined else parts).append(grad)
-    if small:
-        # One kernel for all biases, because separate kernels take as long to launch as to run; the barrier keeps XLA
-        # from splitting it. On a mesh shards would have to be gathered.
-        parts.append(jax.lax.optimization_barrier(jnp.concatenate([grad.ravel() for grad in small])))
-    squares = [jnp.sum(jnp.square(part)).astype(jnp.float32) for part in parts]
-    return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
-
-
-def are_finite(*numbers: Array) -> Array:
-    """Return whether all numbers, a step's loss and the norm of its gradients, are finite, bool ``[]``."""
-    # Not each gradient by itself: with reductions for that beside those of the norm XLA compiles a step much longer.
-    finite = jnp.all(jnp.isfinite(jnp.stack(numbers)))
-    # Without the barrier XLA computes this from its parts again in each kernel that reads it, that is in each
-    # parameter's update: a step then takes two to three times as long to compile. On CPUs the XLA of JAX 0.10 drops
-    # barriers before it fuses; elsewhere a conditional would make the host wait for the device.
-    return jax.lax.platform_dependent(finite, cpu=_behind_a_conditional, default=jax.lax.optimization_barrier)
-
-
-def _behind_a_conditional(flag: Array) -> Array:
-    return jax.lax.cond(flag, lambda: jnp.ones((), bool), lambda: jnp.zeros((), bool))
 
 
 def mean_loss(loss: Array | WeightedMean) -> Array:

@@ -6,12 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jax_te._validation import brief, check_leaves, checked
 from jax_te.quantize import QuantizedKernel, QuantizerState, write_back
 from jax_te.sharding import current_mesh, log_whole_parameters
-from jax_te.training.gradients import are_finite, constrain_as_created, global_norm, used_scales
+from jax_te.training.gradients import constrain_as_created, used_scales
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import (
     adopt_changed_params,
@@ -22,6 +23,7 @@ from jax_te.training.masters import (
     select,
     store_quantized,
 )
+from jax_te.training.outcome import outcome_of
 from jax_te.training.transformation import (
     Transformation,
     allow_promotion,
@@ -41,7 +43,8 @@ class Optimizer(nnx.Optimizer):
     - A parameter that was changed outside of the updates (loaded, pruned, merged) is taken over, element by element:
       where it is not its master's rounding, the update begins at the parameter. Elsewhere masters keep their bits.
     - If the norm of the gradients is not finite, only ``step``, ``skipped_steps`` and the scaler change. It is not if
-      an element is not, or if the sum of the squares overflows fp32.
+      an element is not, or if the sum of the squares overflows fp32. `value_and_grad` makes all gradients nan where its
+      loss is not finite. All gradients that `update` is given count, those of other parameters than ``wrt``, too.
 
     Its gradients come from `value_and_grad`, which sets the model's next quantizer state. `make_train_step` does the
     same for a `TrainState`, and has microbatches.
@@ -141,8 +144,9 @@ class Optimizer(nnx.Optimizer):
                 A skipped update leaves them, and their masters, as they are.
             grads: unscaled gradients, from `value_and_grad` of the same model, or in its shape. For quantizer states,
                 which `nnx.value_and_grad` differentiates on request, the "gradient" is the next state.
-            kwargs: further arguments of ``tx``, e.g. ``value=loss``; functions such as ``value_fn`` are called with an
-                ``nnx.State`` of fp32 parameters, which ``nnx.merge`` takes.
+            kwargs: further arguments of ``tx``, e.g. ``value=loss``, without which a loss that is not finite must show
+                in the gradients; functions such as ``value_fn`` are called with an ``nnx.State`` of fp32 parameters,
+                which ``nnx.merge`` takes.
 
         Returns:
             The updates of the parameters, fp32; zeros for a skipped step.
@@ -160,7 +164,7 @@ class Optimizer(nnx.Optimizer):
         params = nnx.state(model, self.wrt)
         full = full_precision(params, adopt_changed_params(params, self.masters))
         wanted = self._fp32_gradients(full, given)
-        finite, tx = are_finite(global_norm(wanted)), as_transformation(self.tx)
+        finite, tx = self._is_finite(wanted, grads if variables else None, kwargs), as_transformation(self.tx)
         opt_state = self._present_opt_state(tx, full)
         kwargs = {name: _in_variables(full, value) for name, value in kwargs.items()}
         new, new_opt_state, updates = apply_transformation(tx, wanted, opt_state, full, **kwargs)
@@ -209,6 +213,22 @@ class Optimizer(nnx.Optimizer):
         if jax.tree.structure(nnx.as_pure(grads)) != jax.tree.structure(nnx.as_pure(full)):
             raise ValueError(f"grads must have the structure of the model's {self.wrt}, got {brief(given)}")
         return jax.tree.map(lambda grad, value: grad.astype(value.dtype), grads, full)
+
+    def _is_finite(self, wanted: PyTree, grads: PyTree, kwargs: dict[str, Any]) -> Array:
+        """Return whether an update counts, bool ``[]``, see `jax_te.training.outcome`.
+
+        Args:
+            wanted: gradients of the parameters that are updated.
+            grads: all gradients, as given, if they are Variables; else None.
+            kwargs: further arguments of the update.
+        """
+        loss = kwargs.get("value")
+        told = isinstance(loss, float | np.ndarray | jax.Array) and jnp.shape(loss) == ()
+        loss = jnp.asarray(loss if told else 0.0, jnp.float32)
+        _, quantizers, others = nnx.state(grads, self.wrt, QuantizerState, ...)
+        # What `value_and_grad` has looked at, so that the two agree, whichever part of it is updated.
+        others = [grad for grad in jax.tree.leaves(others) if jnp.issubdtype(grad.dtype, jnp.floating)]
+        return outcome_of(loss, (wanted, [grad.astype(jnp.float32) for grad in others]), quantizers).finite
 
     def _present_opt_state(self, tx: Any, full: nnx.State) -> PyTree:
         """Return the optimizer state in the structure that ``tx`` gave it, which NNX has replaced by Variables."""

@@ -25,15 +25,14 @@ from jax_te.training.gradients import (
     LossFn,
     WeightedMean,
     accumulated_gradients,
-    are_finite,
     constrain_as_created,
-    global_norm,
     gradients,
     mean_loss,
 )
 from jax_te.training.kernel_gradients import KernelGradients
 from jax_te.training.masters import adopt_changed_params, apply_update, full_precision, select
 from jax_te.training.microbatches import MicrobatchStart, rules_of, shard_batch
+from jax_te.training.outcome import Outcome, outcome_of
 from jax_te.training.pipeline.gradients import pipelined_gradients
 from jax_te.training.pipeline.mesh import pipeline_stages, stage_rules
 from jax_te.training.state import TrainState, split_model
@@ -65,8 +64,9 @@ def make_train_step(
     - Counts of experts' routers are summed over the microbatches, and their states are updated once (`Counting`).
     - ``tx`` updates the fp32 masters, of which half-precision parameters are the rounded copies, and the other
       parameters directly.
-    - If the loss or the norm of the gradients is not finite, only ``step``, ``skipped_steps`` and the scaler change.
-      The norm is not finite if an element is not, or if the sum of the squares overflows fp32.
+    - If the loss, the norm of the gradients or an amax of a tensor that was quantized is not finite, only ``step``,
+      ``skipped_steps`` and the scaler change. The norm is not finite if an element is not, or if the sum of the squares
+      overflows fp32. If an amax is not, the loss is nan.
 
     Args:
         loss_fn: ``(model, batch, key) -> [ ]``, the mean loss over its batch, or a `WeightedMean`. The loss
@@ -144,8 +144,8 @@ def make_train_step(
             batches = shard_batch(batch, microbatches)
             result = accumulated_gradients(accumulation, state, batches, key)
         grads = state.scaler.unscale(result.grads)
-        norm = global_norm(grads)
-        finite = are_finite(result.loss, norm)
+        outcome = outcome_of(result.loss, grads, result.quantizers)
+        finite = outcome.finite
         # Before the update, which quantizes parameters with these states. Amaxes of a skipped step may be inf or nan.
         next_quantizers = write_back(state.quantizers, result.quantizers, keep_old=~finite, merged=True)
         loss_at = _LossAt(
@@ -158,9 +158,9 @@ def make_train_step(
             loss_fn=loss_fn,
             microbatches=microbatches,
         )
-        asked_for = _asked_for(result.loss, grads, loss_at)
+        asked_for = _asked_for(outcome.loss, grads, loss_at)
         updates = _apply(transformation, state, finite, next_quantizers, grads, asked_for)
-        metrics = _metrics(state, result.loss, norm, finite, next_quantizers)
+        metrics = _metrics(state, outcome, next_quantizers)
         state = dataclasses.replace(
             state,
             params=updates.params,
@@ -208,12 +208,12 @@ def make_eval_step(loss_fn: LossFn) -> Callable[[TrainState, PyTree], Array]:
     return require_global_batches(eval_step)
 
 
-def _metrics(state: TrainState, loss: Array, norm: Array, finite: Array, quantizers: PyTree) -> dict[str, Array]:
+def _metrics(state: TrainState, outcome: Outcome, quantizers: PyTree) -> dict[str, Array]:
     """Return a step's metrics: its own, and those that the model's layers have counted in it."""
     own = {
-        "loss": loss,
-        "grad_norm": norm,
-        "skipped": 1.0 - finite.astype(jnp.float32),
+        "loss": outcome.loss,
+        "grad_norm": outcome.norm,
+        "skipped": 1.0 - outcome.finite.astype(jnp.float32),
         "loss_scale": jnp.asarray(state.scaler.scale, jnp.float32),
     }
     model = nnx.merge(state.graphdef, state.params, quantizers, state.rest)

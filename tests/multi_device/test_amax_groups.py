@@ -105,8 +105,7 @@ def test_a_kernel_quantized_beforehand_has_the_scales_of_the_call(axes, recipe):
 
 @pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=4), WHOLE], ids=["delayed", "whole"])
 def test_a_nan_on_one_device_is_in_the_amax_of_all(recipe):
-    """As on one device: the history has the nan, and the other rows are quantized with the scale of a nan, which is
-    1."""
+    """As on one device: the gradient of the state has the nan, and so has a current scale."""
     x, w, g = operands()
     x = x.at[0, 0, 0].set(jnp.nan)
     options = LinearOptions(x_axes=COLUMN["x"], kernel_axes=COLUMN["kernel"], out_axes=COLUMN["out"])

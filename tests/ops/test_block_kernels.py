@@ -29,7 +29,7 @@ def expected_scale(amax, limit, power_of_two):
         scale = np.minimum(F32(limit) / amax, np.finfo(F32).max)
     if power_of_two:
         scale = (scale.view(np.uint32) & np.uint32(0x7F800000)).view(F32)
-    return np.where((amax > 0) & np.isfinite(amax), scale, F32(1))
+    return np.where(np.isfinite(amax), np.where(amax > 0, scale, F32(1)), F32(np.nan))
 
 
 def expected_blocks(x, dtype, power_of_two, rows, columns):

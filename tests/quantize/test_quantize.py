@@ -100,10 +100,12 @@ def test_special_values(dtype, high, values, jit):
 
 
 def test_what_special_values_become():
-    q, seen = quantize(jnp.array([[jnp.inf, -500.0, 1.0]]), TensorQuantizer(dtype=jnp.float8_e4m3fn, scaling="current"))
-    assert q.data.astype(jnp.float32).tolist() == [[448.0, -448.0, 1.0]], (
-        "inf has no scale of its own: 1 is kept, and it saturates"
-    )
+    with_inf = jnp.array([[jnp.inf, -500.0, 1.0]])
+    q, seen = quantize(with_inf, TensorQuantizer(dtype=jnp.float8_e4m3fn, scaling="current"))
+    assert jnp.isnan(q.values()).all(), "inf has no scale of its own"
+    assert jnp.isinf(seen)
+    q, seen = quantize(with_inf, TensorQuantizer(dtype=jnp.float8_e4m3fn, scaling="given"), jnp.float32(1.0))
+    assert q.data.astype(jnp.float32).tolist() == [[448.0, -448.0, 1.0]]
     assert jnp.isinf(seen)
     q, seen = quantize(jnp.zeros((2, 2)), TensorQuantizer(dtype=jnp.float8_e5m2, scaling="current"))
     assert (float(q.scale_inv), float(seen)) == (1.0, 0.0)

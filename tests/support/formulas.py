@@ -53,8 +53,8 @@ def spread(scales: np.ndarray, block: tuple[int, int], shape: tuple[int, ...]) -
 
 
 def power_below(x: np.ndarray) -> np.ndarray:
-    """The largest power of two that is not above ``x``."""
-    return F32(np.ldexp(1.0, np.frexp(np.float64(x))[1] - 1))
+    """The largest power of two that is not above ``x``; nan for nan."""
+    return np.where(np.isnan(x), F32(np.nan), F32(np.ldexp(1.0, np.frexp(np.float64(x))[1] - 1)))
 
 
 def fp8_tensor(matrix: np.ndarray, dtype: np.dtype, *, power_of_two: bool) -> Quantized:
@@ -96,7 +96,7 @@ def nvfp4_blocks(matrix: np.ndarray, block: tuple[int, int], *, hadamard: bool =
     with np.errstate(all="ignore"):
         amax = flush(oracles.amax(matrix))
         tensor_scale = np.minimum(F32(6 * 448) / amax, F32_MAX)
-        tensor_scale = F32(1) if tensor_scale == 0 else F32(tensor_scale)
+        tensor_scale = F32(np.nan) if tensor_scale == 0 else F32(tensor_scale)  # an amax of inf
         tensor_scale_inv = F32(flush(F32(1) / tensor_scale))
         wanted = flush(flush(flush(block_amaxes(matrix, block)) * F32(1 / 6)) * tensor_scale)
         scale_inv = np.minimum(wanted, F32(448)).astype(oracles.E4M3)

@@ -42,11 +42,14 @@ def quantize(x: np.ndarray, dtype: np.dtype, scale: np.float32) -> np.ndarray:
         return round_fp8(np.clip(scaled, -FP8_MAX[dtype], FP8_MAX[dtype]), dtype).astype(dtype)
 
 
-def scale_from_amax(amax: np.float32, dtype: np.dtype, *, margin: int = 0, old: float = 1.0) -> np.float32:
-    """``max / amax / 2**margin`` in fp32; the old scale where amax is not a positive finite number."""
+def scale_from_amax(amax: np.float32, dtype: np.dtype, *, margin: int = 0, old: float | None = None) -> np.float32:
+    """``max / amax / 2**margin`` in fp32; the old scale where amax is not a positive finite number, if there is one.
+
+    Without one 1 for an amax of 0, and nan for one that is not finite.
+    """
     amax = F32(flush(amax))
     if not (np.isfinite(amax) and amax > 0):
-        return F32(old)
+        return F32((1.0 if np.isfinite(amax) else np.nan) if old is None else old)
     with np.errstate(over="ignore"):
         scale = F32(FP8_MAX[dtype]) / amax / F32(2**margin)
     return F32(min(scale, F32_MAX))

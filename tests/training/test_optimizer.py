@@ -215,6 +215,33 @@ def test_state_of_the_model_and_of_other_arguments_goes_on():
     assert set(grads) == {"twice", "never"}
 
 
+class Seen(nnx.Module):
+    """A number of calls, in an object that is no part of the model."""
+
+    def __init__(self) -> None:
+        self.count = nnx.Variable(jnp.zeros(()))
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_objects_inside_of_arguments_and_bare_variables_go_on(jitted):
+    model, rngs, seen, total = nnx.Linear(4, 1, rngs=nnx.Rngs(0)), nnx.Rngs(1), Seen(), nnx.Variable(jnp.zeros(()))
+
+    def loss_fn(model: Any, streams: Any, total: Any, x: jax.Array, *, counters: Any) -> jax.Array:
+        total[...] += jnp.sum(x)
+        counters[0].count[...] += 1.0
+        return jnp.mean(model(x)) + 0.0 * streams["dropout"].normal(())
+
+    call = value_and_grad(loss_fn)
+    for _ in range(2):
+        (nnx.jit(call) if jitted else call)(model, {"dropout": rngs}, total, jnp.ones((2, 4)), counters=(seen,))
+    assert (total[...], seen.count[...], rngs.default.count[...]) == (16.0, 2.0, 2)
+
+
+def test_a_model_by_keyword_is_refused_with_what_was_given():
+    with pytest.raises(TypeError, match=r"given by position.*got 0 arguments by position, and by keyword model"):
+        value_and_grad(lambda model: jnp.sum(model(jnp.ones((2, 4)))))(model=nnx.Linear(4, 1, rngs=nnx.Rngs(0)))
+
+
 def test_adapters_alone():
     with autocast(RECIPE):
         model: Any = LoRA(Linear(32, 32, rngs=nnx.Rngs(0)), 4, rngs=nnx.Rngs(1))
@@ -242,7 +269,7 @@ def test_what_is_refused():
             value_and_grad(loss_fn, argnums=argnums)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"argument 0 must be the model, .* got ArrayImpl"):
         value_and_grad(loss_fn)(X, X)
-    with pytest.raises(TypeError, match=r"argument 2 must be the model, .* got NoneType"):
+    with pytest.raises(TypeError, match=r"argument 2 must be the model, given by position.* got 2 arguments"):
         value_and_grad(loss_fn, argnums=2)(build(), X)
     with pytest.raises(ValueError, match="scalar"):
         value_and_grad(lambda model, x: model(x))(build(), X)

@@ -18,7 +18,7 @@ from flax import nnx
 
 from jax_te.quantize import QuantizerState, merge_quantizers, write_back
 from jax_te.training import SplitModel, create_train_state, make_train_step, split_model
-from jax_te.training.gradients import global_norm
+from jax_te.training.outcome import global_norm
 from tests.support.toy import HISTORY, Toy, loss_fn, make_batch, plain_loss
 
 MICROBATCHES = 4

@@ -205,7 +205,10 @@ def _to_te(state: Mapping[str, np.ndarray], recipe: DelayedScaling, direction: s
 
 
 def _next_scale(history: np.ndarray, old: np.ndarray, rule: AmaxRule, largest: float) -> np.ndarray:
-    """Return the scale of the next use, as `jax_te.quantize.scale_in_use` computes it."""
+    """Return the scale of the next use, as `jax_te.quantize.scale_in_use` computes it of finite amaxes.
+
+    With others it is the old one, as in Transformer Engine.
+    """
     amax = history[:, 0] if rule.amax_compute_algo == "most_recent" else history.max(axis=1)
     with np.errstate(all="ignore"):
         scale = np.minimum(np.float32(largest) / amax / np.float32(2.0**rule.margin), np.float32(_LARGEST))

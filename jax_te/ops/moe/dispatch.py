@@ -293,10 +293,7 @@ def _rows_of(x: Array, transport: Transport, own: Assignments, dtype: DTypeLike)
     if not transport.fp8:
         return permute.permute(_exchange(x, transport, own.slots), own.permutation)
     quantizer = TensorQuantizer(dtype=dtype)
-    # Quantization clips inf to a finite value; nan stays nan. Of every dtype, where `show_overflow` is for fp16 alone:
-    # without FP8 on the way the inf would reach the experts, whose GEMMs may be in high precision.
-    shown = jnp.where(jnp.isinf(x), jnp.nan, x)[:, None]
-    sent, _ = jax.vmap(lambda token: quantizer.quantize(token, None, axis=1, columnwise=False))(shown)
+    sent, _ = jax.vmap(lambda token: quantizer.quantize(token, None, axis=1, columnwise=False))(x[:, None])
     received = jax.tree.map(lambda leaf: _exchange(leaf, transport, own.slots), sent)
     return permute.permute(jax.vmap(lambda token: token.dequantize())(received)[:, 0], own.permutation)
 

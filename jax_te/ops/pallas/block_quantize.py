@@ -22,8 +22,8 @@ def block_quantize(
 ) -> tuple[Array, Array, Array, Array]:
     """Quantize rows in blocks of 1x128 and columns in blocks of 128x1.
 
-    A scale is ``max(dtype) / amax`` of its block, 1 where the amax is 0 or inf; data is ``x * scale`` in fp32, clipped
-    and rounded to nearest even. A nan stays nan; which scale its block gets depends on the device.
+    A scale is ``max(dtype) / amax`` of its block, 1 where the amax is 0, nan where it is inf; data is ``x * scale`` in
+    fp32, clipped and rounded to nearest even. A nan stays nan; which scale its block gets depends on the device.
 
     Args:
         x: fp32, bf16 or fp16 ``[m, k]``, sizes multiples of 16.
@@ -93,10 +93,10 @@ def block_quantize_2d(
 
 
 def _scale(amax: Array, dtype: DTypeLike, power_of_two: bool) -> Array:
-    """Return ``max(dtype) / amax``, at most the largest fp32; 1 where the amax is 0 or inf."""
-    usable = (amax > 0.0) & (amax <= _LARGEST)
+    """Return ``max(dtype) / amax``, at most the largest fp32; 1 where the amax is 0, nan where it is inf or nan."""
     scale = exponent_scale(amax, dtype) if power_of_two else jnp.minimum(fp8_max(dtype) / amax, _LARGEST)
-    return jnp.where(usable, scale, jnp.float32(1.0))
+    scale = jnp.where(amax > 0.0, scale, jnp.float32(1.0))
+    return jnp.where(amax <= _LARGEST, scale, jnp.float32(jnp.nan))
 
 
 class _Form(NamedTuple):

@@ -33,7 +33,17 @@ def act_quantize(x: Array, activation: Activation, how: Quantization) -> tuple[A
     """Return ``x [..., n_act, f]`` activated, ``[..., f]``, as an operand, and its amax where reported."""
     if not is_te_quantizer(how.quantizer) or how.needs_amax or not has_kernel(activation):
         return quantize_operand(act(x, activation), how, axis=-1)
+    is_current = isinstance(how.quantizer, TensorQuantizer) and how.quantizer.scaling == "current"
     with inside_te():
+        if is_current:  # with its amax, which TE's kernel finds
+            z = tex.act_lu(
+                x,
+                activation.parts(),
+                act_params=_te_params(activation.params),
+                amax_scope=AmaxScope.LOCAL,
+                output_amax_when_no_scaling=True,
+            )
+            return quantize_operand(z.data, how, axis=-1, x_amax=z.amax)
         te_q = te_quantizer(how.quantizer, how.scale)
         operand = tex.act_lu(
             x, activation.parts(), quantizer=te_q, act_params=_te_params(activation.params), amax_scope=AmaxScope.LOCAL

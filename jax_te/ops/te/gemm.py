@@ -12,10 +12,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import transformer_engine.jax.cpp_extensions as tex
-from transformer_engine.jax.cpp_extensions.amax import AmaxScope
+from transformer_engine.jax.cpp_extensions.amax import AmaxScope, calculate_amax
 from transformer_engine.jax.cpp_extensions.gemm import GemmPrimitive, _te_gemm
-from transformer_engine.jax.cpp_extensions.quantization import DBiasQuantizePrimitive
-from transformer_engine.jax.quantize import ScaledTensor, ScaledTensor2x, ScalingMode, TensorUsage
+from transformer_engine.jax.cpp_extensions.quantization import DBiasQuantizePrimitive, QuantizePrimitive
+from transformer_engine.jax.quantize import (
+    QuantizeLayout,
+    ScaledTensor,
+    ScaledTensor2x,
+    ScalingMode,
+    TensorUsage,
+)
 
 from jax_te.ops import xla
 from jax_te.ops.pallas import BlockOperand
@@ -29,12 +35,23 @@ OURS = (QuantizedOperand, BlockOperand)
 """Operands that TE did not quantize."""
 
 
-def quantize_operand(x: Array, how: Quantization, *, axis: int) -> tuple[Any, Array | None]:
-    """Return ``x`` as an operand, and its amax where the quantizer reports one."""
+def quantize_operand(
+    x: Array, how: Quantization, *, axis: int, x_amax: Array | None = None
+) -> tuple[Any, Array | None]:
+    """Return ``x`` as an operand, and its amax where the quantizer reports one.
+
+    Args:
+        x: the tensor.
+        how: its quantization.
+        axis: axis where its columns begin.
+        x_amax: fp32 ``[1]``, amax of ``x``, for current scaling. None: not known yet.
+    """
     quantizer, scale, _ = how = how if how.amax_axes is None else how.of_shard(x)
     if not is_te_quantizer(quantizer):
         return xla.quantize_operand(x, how, axis=axis)
     axis = axis if axis < 0 else axis - x.ndim
+    if isinstance(quantizer, TensorQuantizer) and quantizer.scaling == "current":
+        return _quantize_current(x, quantizer, axis, x_amax), None
     with inside_te():
         te_q = te_quantizer(quantizer, scale, as_matrix(x, axis))
         return tex.quantize(x, quantizer=te_q, flatten_axis=axis, amax_scope=AmaxScope.LOCAL), seen_amax(te_q)
@@ -57,6 +74,58 @@ def quantize_dbias(
     return operand, xla.sum_rows(g, axis, bias_dtype), g_amax
 
 
+def _quantize_current(x: Array, quantizer: TensorQuantizer, axis: int, x_amax: Array | None) -> Any:
+    """Return ``x`` as an operand with a current scale, by TE's kernels, as ``tex.quantize`` does.
+
+    The scale is ours: TE's is 1 where the amax is inf, with which its kernel makes inf finite.
+    """
+    with inside_te():
+        te_q = te_quantizer(quantizer, None)
+        if not QuantizePrimitive.enabled():  # then TE computes in plain JAX what our quantizer does
+            form, _ = quantizer.quantize(x, None, axis=axis % x.ndim, columnwise=False)
+            rows, scale_inv = form.data, form.scale_inv.reshape(1)
+        else:
+            x_amax = calculate_amax(x, AmaxScope.LOCAL, False) if x_amax is None else x_amax
+            # As TE does, which writes rows alone and has XLA transpose them.
+            rows, _, scale_inv, *_ = _cast(QuantizePrimitive, x, te_q, quantizer, (None, x_amax), axis)
+        columns = jnp.transpose(rows, (*range(axis % x.ndim, x.ndim), *range(axis % x.ndim)))
+        return two_sided(te_q, rows, columns, scale_inv, dtype=x.dtype, axis=axis)
+
+
+def _cast(
+    primitive: Any, x: Array, te_q: Any, quantizer: TensorQuantizer, known: tuple[Array | None, Array], axis: int
+) -> Any:
+    """Return the results of TE's kernel that quantizes under one scale.
+
+    Args:
+        primitive: ``QuantizePrimitive``, or ``DBiasQuantizePrimitive``, which also sums the bias gradient.
+        x: the tensor.
+        te_q: TE's quantizer.
+        quantizer: ours.
+        known: the scale, if it is given, and the amax.
+        axis: axis where the columns begin, counted from the end.
+    """
+    scale, x_amax = known
+    sums = primitive is DBiasQuantizePrimitive
+    return primitive.outer_primitive.bind(
+        x,
+        quantizer.scale_for(x_amax.reshape(()), scale).reshape(1),
+        x_amax.reshape(1),
+        jnp.empty((0,), jnp.uint32),  # no stochastic rounding
+        jnp.zeros((1,), jnp.float32),
+        jnp.empty((1, 1), jnp.bfloat16),  # no Hadamard transform
+        out_dtype=te_q.q_dtype,
+        scaling_mode=te_q.scaling_mode.value,
+        q_layout=te_q.q_layout if sums else QuantizeLayout.ROWWISE,
+        flatten_axis=axis,
+        scale_dtype=te_q.get_scale_dtype(),
+        is_dbias=sums,
+        is_outer=True,
+        stochastic_rounding=False,
+        use_rht=False,
+    )
+
+
 def _quantize_dbias_fused(
     g: Array, quantizer: TensorQuantizer, scale: Array | None, axis: int, bias_dtype: DTypeLike
 ) -> tuple[Any, Array, Array | None]:
@@ -64,22 +133,8 @@ def _quantize_dbias_fused(
     g_amax = amax(g) if current else jnp.zeros((), jnp.float32)
     with inside_te():
         te_q = te_quantizer(quantizer, scale)
-        rows, columns, scale_inv, _, new_amax, dbias = DBiasQuantizePrimitive.outer_primitive.bind(
-            g,
-            quantizer.scale_for(g_amax, scale).reshape(1),
-            g_amax.reshape(1),
-            jnp.empty((0,), jnp.uint32),  # no stochastic rounding
-            jnp.zeros((1,), jnp.float32),
-            jnp.empty((1, 1), jnp.bfloat16),  # no Hadamard transform
-            out_dtype=te_q.q_dtype,
-            scaling_mode=te_q.scaling_mode.value,
-            q_layout=te_q.q_layout,
-            flatten_axis=axis,
-            scale_dtype=te_q.get_scale_dtype(),
-            is_dbias=True,
-            is_outer=True,
-            stochastic_rounding=False,
-            use_rht=False,
+        rows, columns, scale_inv, _, new_amax, dbias = _cast(
+            DBiasQuantizePrimitive, g, te_q, quantizer, (scale, g_amax), axis
         )
         operand = two_sided(te_q, rows, columns, scale_inv, dtype=g.dtype, axis=axis)
     return operand, dbias.astype(bias_dtype), None if current else new_amax.reshape(())

@@ -13,7 +13,7 @@ from jax_te.ops.linear.norm_and_activation import NormSpec
 from jax_te.ops.te.capabilities import is_te_quantizer
 from jax_te.ops.te.gemm import quantize_operand
 from jax_te.ops.te.quantizer import inside_te, seen_amax, te_quantizer
-from jax_te.quantize import Quantization
+from jax_te.quantize import Quantization, TensorQuantizer
 from jax_te.typing import Array
 
 
@@ -44,6 +44,10 @@ def norm_quantize(
         operand, y_amax = quantize_operand(y, how, axis=-1)
         return operand, stats, y_amax
     gamma, zero_centered = _gamma(scale, x, spec)
+    if isinstance(how.quantizer, TensorQuantizer) and how.quantizer.scaling == "current":
+        y, stats = _norm_with_amax(x, gamma, _beta(bias, gamma, spec), zero_centered, spec)
+        operand, _ = quantize_operand(y.data, how, axis=-1, x_amax=y.amax)
+        return operand, stats, None
     with inside_te():
         te_q = te_quantizer(how.quantizer, how.scale)
         operand, mean, rstd = tex.normalization_fwd(
@@ -57,6 +61,17 @@ def norm_quantize(
             amax_scope=AmaxScope.LOCAL,
         )
     return operand, (mean, rstd), seen_amax(te_q)
+
+
+def _norm_with_amax(x: Array, gamma: Array, beta: Array | None, zero_centered: bool, spec: NormSpec) -> tuple[Any, Any]:
+    """Return the norm's output with its amax, which TE's kernel finds, as its tensor object; and the statistics."""
+    options: dict[str, Any] = {"amax_scope": AmaxScope.LOCAL, "output_amax_when_no_scaling": True}
+    with inside_te():
+        if spec.kind == "layernorm":
+            y, mean, rstd = tex.layernorm_fwd(x, gamma, beta, zero_centered, spec.epsilon, None, **options)
+            return y, (mean, rstd)
+        y, rstd = tex.rmsnorm_fwd(x, gamma, zero_centered, spec.epsilon, None, **options)
+        return y, (None, rstd)
 
 
 def norm(x: Array, scale: Array, bias: Array | None, spec: NormSpec) -> tuple[Array, Any]:

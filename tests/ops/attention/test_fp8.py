@@ -515,6 +515,17 @@ def test_an_overflow_of_fp16_is_nan(recipe, where, sign):
     assert not finite(arrays)
 
 
+@pytest.mark.parametrize("where", ["q", "k", "v", "do"])
+def test_an_inf_of_bf16_is_nan_under_current_scales_and_in_the_state_under_delayed_ones(where):
+    arrays = {name: draw(name, (1, 128, 1, D), jnp.bfloat16) for name in ("q", "k", "v", "do")}
+    arrays[where] = arrays[where].at[0, 3, 0, 5].set(-jnp.inf)
+    *qkv, do = arrays.values()
+    out, gradients, _ = step(CURRENT, qkv, do, init_attention_state(CURRENT), mask_type="no_mask", backend="xla")
+    assert not all(bool(jnp.isfinite(x).all()) for x in (out, *gradients))
+    _, _, state = step(DELAYED, qkv, do, init_attention_state(DELAYED), mask_type="no_mask", backend="xla")
+    assert not np.isfinite(state["do" if where == "do" else "qkv"]["amax_history"][0])
+
+
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 def test_a_nan_of_an_operand_is_in_the_history(where):
     arrays = {name: draw(name, (1, 128, 1, D)) for name in ("q", "k", "v", "do")}

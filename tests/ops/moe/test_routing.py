@@ -135,10 +135,12 @@ def test_nan_logits_are_seen_and_harm_no_other_token():
 # --- other rules
 
 
-def sinkhorn(logits):
+def sinkhorn(logits, *, steps=100):
     cost, (t, e) = np.exp(logits), logits.shape
     columns, error = np.ones(e), np.inf
-    while error > 1e-4:
+    for _ in range(steps):
+        if error <= 1e-4:
+            break
         rows = 1 / t / (cost @ columns + 1e-8)
         new = 1 / e / (rows @ cost + 1e-8)
         columns, error = new, np.abs(new - columns).mean()
@@ -167,6 +169,16 @@ def test_sinkhorn_of_any_size(shift):
     np.testing.assert_allclose(routing.sinkhorn(logits), sinkhorn(wide(logits)), rtol=1e-3)
     load = routing.tokens_per_expert(routing.route_by_sinkhorn(logits, 2, balanced=True).experts, 8)
     assert load.max() <= 9, load  # 24 tokens that choose 2 of 8: 6 each
+
+
+def test_sinkhorn_of_an_expert_far_below_the_others():
+    """Its factor would take hundreds of steps to reach its end, or never: the result is that of 100."""
+    logits = LOGITS.at[:, 3].add(-30.0)
+    got = np.asarray(routing.sinkhorn(logits))[:, 3].sum()
+    # The load of that expert, of which the factor is a product of 100 roundings in fp32.
+    after = {steps: sinkhorn(wide(logits), steps=steps)[:, 3].sum() for steps in (90, 100, 110, 2000)}
+    assert after[90] < got < after[110] < after[2000]
+    np.testing.assert_allclose(got, after[100], rtol=1e-2)
 
 
 @pytest.mark.parametrize("topk", [1, 2])
