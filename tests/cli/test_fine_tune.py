@@ -26,7 +26,7 @@ from jax_te.models import GPTModel, RotaryPositions
 from tests.interop.huggingface.test_mixtures import model_of
 from tests.support.families import FAMILIES, family_folder
 from tests.support.runs import assert_refused, records
-from tests.support.tokenizers import WORDS, write_tokenizer
+from tests.support.tokenizers import WORDS, write_special_tokenizer, write_tokenizer
 
 T5 = "T5ForConditionalGeneration"
 STEPS = [
@@ -120,10 +120,13 @@ def test_losses_before_and_after_are_of_the_same_windows(name, positions, folder
     copy = tmp_path / "folder"
     if name == T5:
         family_folder(T5, copy)
+        sentinels = [f"<extra_id_{number}>" for number in reversed(range(30))]
+        write_special_tokenizer(copy / "tokenizer.json", ("<pad>", "</s>", "<unk>", *sentinels), after="</s>")
     else:
         shutil.copytree(folder, copy)
     values = json.loads((copy / "config.json").read_text()) | {positions: 4096}
     (copy / "config.json").write_text(json.dumps(values))
+    (copy / "text.txt").write_text(" ".join(np.random.default_rng(0).choice(WORDS, 12_000)))
     data = ["--data", str(copy / "text.txt")]
     few = ["--steps", "1", "--batch-size", "1", "--eval-batches", "1", "--metrics-writers", "jsonl"]
     unchanged = ["--learning-rate", "1e-30", "--weight-decay", "0"]
