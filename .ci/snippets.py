@@ -3,18 +3,20 @@
 
     python .ci/snippets.py README.md docs/*.md examples/*.ipynb
 
-Each block runs as a reader who copies it runs it: alone, in a process and an empty folder of its own. What it prints is
-compared with the ```text block that follows it, if there is one: the words, for numbers depend on the machine. Cells of
-a notebook run in order, in one process. Two blocks run at a time. A block that cannot run here carries an HTML comment
-on the line above it, `<!-- not run: REASON -->`; it is skipped and listed. Tracebacks name the Markdown file and its
-line.
+Blocks run as a reader who follows the page runs them: in order and in one folder, which is empty at first, each as a
+program of its own, in a process that sees no name of another block but the files that they wrote. What a block prints
+is compared with the ```text block that follows it, if there is one: the words, for numbers depend on the machine. Cells
+of a notebook run in one process. Two pages are run at a time. Tracebacks name the Markdown file and its line. An HTML
+comment on the line above a block says what else the reader does with it:
+
+    <!-- file: NAME.py -->      the page says to store the block so: later blocks may import it
+    <!-- not run: REASON -->    it cannot run here; it is skipped and listed
 
     python .ci/snippets.py --write docs/attention.md  # and write the ```text blocks anew, of every block that prints
 """
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import multiprocessing
 import os
@@ -24,10 +26,12 @@ import sys
 import tempfile
 import textwrap
 import types
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 FENCE = re.compile(r"[ \t]*(?P<ticks>`{3,}|~{3,})[ \t]*(?P<language>\w*)[^`]*$")
-NOT_RUN = re.compile(r"<!--\s*not run:\s*(?P<reason>.+?)\s*-->")
+NOT_RUN = re.compile(r"<!--\s*not run:\s*(?P<text>.+?)\s*-->")
+STORED_AS = re.compile(r"<!--\s*file:\s*(?P<text>\w+\.py)\s*-->")
 NUMBER = re.compile(r"[-+]?(\d[\d_,]*\.?\d*(e[-+]?\d+)?|\bnan\b|\binf\b)")
 TIMEOUT_S = 600
 # Imported once, by the process from which those of the blocks are forked. None of them starts JAX's devices.
@@ -38,12 +42,13 @@ FORK_SERVER.set_forkserver_preload(COMMON)
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, its first line in the file, its code, and the reason not to run it."""
+    """A fenced block: its language, first line in the file, code, reason not to run it, and file to store it as."""
 
     language: str
     line: int
     code: str
-    skip: str | None
+    skip: str | None = None
+    file: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +78,9 @@ def find_blocks(text: str, *languages: str) -> list[Block]:
         if end is None:
             raise SystemExit(f"line {i + 1}: this fence is never closed")
         if opening["language"] in languages:
-            reason = NOT_RUN.search(above)
             code = textwrap.dedent("\n".join(lines[i + 1 : end]))
-            blocks.append(Block(opening["language"], i + 2, code, reason["reason"] if reason else None))
+            skip, file = ((found := comment.search(above)) and found["text"] for comment in (NOT_RUN, STORED_AS))
+            blocks.append(Block(opening["language"], i + 2, code, skip, file))
         above = ""
         i = end + 1
     return blocks
@@ -87,12 +92,22 @@ def python_blocks(path: pathlib.Path) -> list[Block]:
     if path.suffix != ".ipynb":
         return find_blocks(text, "python")
     cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
-    return [Block("python", 1, "\n".join("".join(cell["source"]) for cell in cells), None)]
+    return [Block("python", 1, "\n".join("".join(cell["source"]) for cell in cells))]
 
 
-def run_alone(block: Block, path: pathlib.Path) -> Run:
-    """Run a block in a process and an empty folder of its own."""
-    with tempfile.TemporaryDirectory() as outputs, tempfile.TemporaryDirectory() as folder:
+def run_page(path: pathlib.Path) -> Iterator[tuple[Block, Run]]:
+    """Run the blocks of a file in order and in one folder, and yield each with what became of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        for block in python_blocks(path):
+            if block.skip is None:
+                if block.file is not None:
+                    pathlib.Path(folder, block.file).write_text(block.code + "\n", encoding="utf-8")
+                yield block, run_in(folder, block, path)
+
+
+def run_in(folder: str, block: Block, path: pathlib.Path) -> Run:
+    """Run a block in a process of its own, in this folder."""
+    with tempfile.TemporaryDirectory() as outputs:
         stdout, stderr = pathlib.Path(outputs, "stdout"), pathlib.Path(outputs, "stderr")
         stdout.touch()
         stderr.touch()
@@ -112,6 +127,7 @@ def run_alone(block: Block, path: pathlib.Path) -> Run:
 def run_block(block: Block, path: pathlib.Path, folder: str, stdout: pathlib.Path, stderr: pathlib.Path) -> None:
     """Run a block as the main module of this process."""
     os.chdir(folder)
+    sys.path.insert(0, folder)  # as `python FILE` in it does
     main = types.ModuleType("__main__")
     sys.modules["__main__"] = main
     source = "\n" * (block.line - 1) + block.code  # line numbers are the file's
@@ -136,8 +152,7 @@ def printed_block(text: str, block: Block) -> str | None:
 
 def write_printed(path: pathlib.Path) -> None:
     """Write behind each block of a file what it prints, in place of what was there."""
-    for block in reversed([block for block in python_blocks(path) if block.skip is None]):
-        run = run_alone(block, path)
+    for block, run in reversed(list(run_page(path))):
         if run.failure or not run.printed.strip():
             continue
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -151,12 +166,17 @@ def write_printed(path: pathlib.Path) -> None:
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def failure_of(block: Block, path: pathlib.Path) -> str:
-    """Run a block, and return what is wrong with it: nothing, or its traceback, or what it prints and should not."""
-    run = run_alone(block, path)
+def failures_of(path: pathlib.Path) -> list[str]:
+    """Run a page, and return what is wrong with each block: nothing, a traceback, or what it prints and should not."""
+    text = path.read_text(encoding="utf-8")
+    return [failure_of(block, run, path, text) for block, run in run_page(path)]
+
+
+def failure_of(block: Block, run: Run, path: pathlib.Path, text: str) -> str:
+    """Return what is wrong with a block of a page with this text: nothing, or what to show for it."""
     if run.failure:
         return run.printed + run.errors + run.failure
-    expected = printed_block(path.read_text(encoding="utf-8"), block) if path.suffix != ".ipynb" else None
+    expected = printed_block(text, block) if path.suffix != ".ipynb" else None
     if expected is not None and words(run.printed) != words(expected):
         return f"{path}:{block.line} prints\n{run.printed}and not\n{expected}"
     return ""
@@ -164,17 +184,15 @@ def failure_of(block: Block, path: pathlib.Path) -> str:
 
 def check(paths: list[pathlib.Path]) -> bool:
     """Run all blocks of these files, print for each file what became of it, and return whether all is well."""
-    blocks = [(path, block) for path in paths for block in python_blocks(path)]
-    for path, block in blocks:
-        if block.skip is not None:
-            print(f"  not run  {path}:{block.line}  {block.skip}", flush=True)
-    to_run = [(path, block) for path, block in blocks if block.skip is None]
+    for path in paths:
+        for block in python_blocks(path):
+            if block.skip is not None:
+                print(f"  not run  {path}:{block.line}  {block.skip}", flush=True)
+    to_run = [path for path in paths if any(block.skip is None for block in python_blocks(path))]
     passed = True
     with ThreadPoolExecutor(2) as pool:  # each thread waits for a process, which keeps about one core busy
-        failures = pool.map(lambda item: failure_of(item[1], item[0].resolve()), to_run)
-        results = ((path, failure) for (path, _), failure in zip(to_run, failures, strict=True))
-        for path, of_file in itertools.groupby(results, lambda result: result[0]):
-            found = [failure for _, failure in of_file]
+        results = pool.map(lambda path: failures_of(path.resolve()), to_run)
+        for path, found in zip(to_run, results, strict=True):
             if failed := "".join(found):
                 print(f"  FAILED   {path}\n{textwrap.indent(failed, '    ')}", flush=True)
             else:

@@ -187,11 +187,56 @@ def test_transformer_engines_default_format_is_refused(make: Any, name: str):
     assert make(**{name: "bshd"})
 
 
-@pytest.mark.parametrize("name", ["window_size", "enc_dec_window_size", "bottom_right_diagonal"])
+@pytest.mark.parametrize("name", ["bottom_right_diagonal", "enc_dec_bottom_right_diagonal"])
 def test_what_a_call_cannot_follow_says_so(name: str):
-    value: Any = False if name == "bottom_right_diagonal" else (2, 0)
+    given: dict[str, Any] = {name: False}
     with pytest.raises(ValueError, match=rf"{name}=.* is not supported in a call; leave it None, and give"):
-        build()(jnp.ones((1, 4, 32)), **{name: value})
+        build()(jnp.ones((1, 4, 32)), **given)
+
+
+@pytest.mark.parametrize("mask", [None, jnp.arange(6)[None, None, None] >= 5], ids=["causal", "padding"])
+def test_windows_of_a_call_take_the_place_of_the_layers(mask: Any):
+    """Of self-attention and of cross-attention, by place and by name."""
+    x, encoded = draw("x", (1, 6, 32)), draw("encoded", (1, 6, 32))
+    kinds: dict[str, Any] = {"self_attn_mask_type": "causal" if mask is None else "padding_causal"}
+    options = kinds | {"layer_type": "decoder", "enc_dec_attn_mask_type": "no_mask"}
+    layer = build(window_size=(3, 0), **options)
+    expected = build(window_size=(1, 0), enc_dec_window_size=(2, 2), **options)
+    y = layer(x, mask, None, (1, 0), encoder_output=encoded, enc_dec_window_size=(2, 2))
+    assert_bitwise(y, expected(x, mask, encoder_output=encoded))
+    assert relative_l2(layer(x, mask, encoder_output=encoded), y) > 1e-3
+    with pytest.raises(ValueError, match="an encoder layer takes no enc_dec_window_size"):
+        build()(x, enc_dec_window_size=(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "argument", "instead"),
+    [
+        ("Linear", (16, 16), "device", "JAX places arrays"),
+        ("LayerNormMLP", (16, 16), "ub_overlap_ag", "XLA has no user buffers"),
+        ("GroupedLinear", (2, 16, 16), "rng_tracker_name", "dropout_key"),
+        ("LayerNorm", (16,), "device", "JAX places arrays"),
+        ("TransformerLayer", (16, 16, 2), "name", "attribute that holds it"),
+        ("DotProductAttention", (2, 16), "cp_stream", "context axis"),
+    ],
+)
+def test_arguments_of_pytorch_are_refused_by_name(name: str, sizes: Any, argument: str, instead: str):
+    kind = getattr(te_pytorch, name)
+    with pytest.raises(TypeError, match=rf"{name} got {argument}='x', .*{instead}.*; leave it out"):
+        kind(*sizes, **{argument: "x"}, rngs=nnx.Rngs(0))
+
+
+def test_misspelt_arguments_are_refused_as_of_any_class():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'devise'"):
+        te_pytorch.Linear(16, 16, devise="x", rngs=nnx.Rngs(0))  # pyright: ignore[reportCallIssue]
+
+
+def test_arguments_of_a_call_of_pytorch_are_refused_by_name():
+    with pytest.raises(TypeError, match=r"TransformerLayer got cu_seqlens_q=.*packed_seq_params"):
+        build()(jnp.ones((1, 4, 32)), cu_seqlens_q=[0, 4])
+    given: dict[str, Any] = {"fp8_output": True}
+    with pytest.raises(TypeError, match=r"Linear got fp8_output=True, .*compute dtype; leave it out"):
+        te_pytorch.Linear(16, 16, rngs=nnx.Rngs(0))(jnp.ones((2, 16)), **given)
 
 
 def test_dense_layers_take_transformer_engines_names():

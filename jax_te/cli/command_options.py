@@ -89,7 +89,7 @@ class EvalOptions:
         SIZE, "number of windows per batch", None, shown="a microbatch of the run; 1 with --init-from"
     )
     seq_len: int | None = option(
-        SIZE, "window length in tokens", None, shown="the run's; with --init-from the model's, at most 1024"
+        SIZE, "window length in tokens; a T5's encoder's", None, shown="the run's; with --init-from at most 512"
     )
     check_memory: bool = option(FLAG, CHECK_MEMORY, True)
     factory_modules: str | None = option(MODULE_NAMES, FACTORY_MODULES, None, needs=(A_RUN,))

@@ -15,7 +15,7 @@ from jax_te.checkpoint import TrainCheckpointer
 from jax_te.cli.build import abstract_model_state, contexts, warnings_as_lines
 from jax_te.cli.command_options import A_FOLDER, A_RUN, EvalOptions
 from jax_te.cli.memory import SKIP_CHECK, check_fits, check_memory
-from jax_te.cli.model_config import field_names
+from jax_te.cli.model_config import default_length, field_names
 from jax_te.cli.objective import objective_for, predicted, run_objective
 from jax_te.cli.option_table import check_effects, memory_advice
 from jax_te.cli.options import DEFAULT_RUN
@@ -26,9 +26,6 @@ from jax_te.data import ByteTokenizer, NextTokens, Objective, Tokenizer, Tokens,
 from jax_te.interop.huggingface import CONFIG, load_huggingface, open_tensors
 from jax_te.models import BertModel, LanguageModel, T5Model
 from jax_te.typing import Array
-
-_LENGTH = 1024
-"""Sequence length for a Hugging Face folder, whose model may support far more positions than fit into memory."""
 
 
 def run(options: EvalOptions) -> int:
@@ -45,7 +42,7 @@ def run(options: EvalOptions) -> int:
     word = metrics.pop("unit")
     print(f"loss           {metrics['loss']:.4f} nats per {word}")
     print(f"perplexity     {metrics['perplexity']:.4f}")
-    print(f"tokens         {metrics['tokens']:,}")
+    print(f"tokens         {metrics['tokens']:,} in windows of {metrics['seq_len']}")
     if metrics["bits_per_byte"] is not None:
         print(f"bits per byte  {metrics['bits_per_byte']:.4f}")
     return 0
@@ -88,7 +85,7 @@ def _of_folder(options: EvalOptions, folder: str) -> dict[str, Any]:
             "class for masked tokens, such as BertForMaskedLM"
         )
     objective = objective_for(type(model), (Path(folder) / CONFIG).read_text(encoding="utf-8"), tokenizer)
-    length = options.seq_len or min(model.max_sequence_length, _LENGTH)
+    length = options.seq_len or default_length(model.max_sequence_length)
     metrics = evaluate(model, data, objective, batch_size=options.batch_size or 1, seq_len=length)
     print(f"{folder} on {data.source}", file=sys.stderr, flush=True)
     return metrics | {"unit": predicted(objective, "token")}
@@ -110,7 +107,7 @@ def _heldout(config: RunConfig, tokenizer: Tokenizer | ByteTokenizer) -> Tokens:
 def evaluate(
     model: LanguageModel, data: Tokens, objective: Objective, *, batch_size: int, seq_len: int
 ) -> dict[str, Any]:
-    """Return the mean loss in nats, the perplexity, the number of tokens that were predicted, and bits per byte.
+    """Return the mean loss in nats, perplexity, number of predicted tokens, window length, and bits per byte.
 
     Args:
         model: model to evaluate under the ambient recipe.
@@ -139,7 +136,7 @@ def evaluate(
     bits = None if not text_bytes else loss / math.log(2.0) * len(data.tokens) / text_bytes
     # math.exp raises where fp64 has no number left.
     perplexity = math.exp(loss) if loss < 700.0 else math.inf
-    return {"loss": loss, "perplexity": perplexity, "tokens": count, "bits_per_byte": bits}
+    return {"loss": loss, "perplexity": perplexity, "tokens": count, "seq_len": seq_len, "bits_per_byte": bits}
 
 
 @jax.jit

@@ -28,14 +28,25 @@ FORM = {name: row for name, row in options_of(ModelOptions).items() if name not 
 
 _SAID = {name for field, row in FORM.items() for name in row.library or (field,)} | {"params_dtype"}
 _MAX_LAYERS = range(10_000)
-_LENGTH = 512
-"""Default sequence length."""
-
+LONGEST_DEFAULT = 512
+"""The longest sequence length that is taken unasked; a model may support far more positions than fit into memory."""
 
 _POSITIONS: dict[type, str] = {RotaryPositions: "rope", RelativePositions: "relative"}
 
 _SOURCES = ("init_from", "model_config")
 """Options that name a ``config.json``."""
+
+
+def default_length(positions: int) -> int:
+    """Return the sequence length, without ``--seq-len``, of training and evaluation of a described model.
+
+    Args:
+        positions: number of positions of the model.
+
+    >>> default_length(128), default_length(131072)
+    (128, 512)
+    """
+    return min(LONGEST_DEFAULT, positions)
 
 
 def read_model_config(path: str) -> str:
@@ -98,7 +109,7 @@ def described_values(given: dict[str, Any]) -> dict[str, Any]:
         "position_embedding": _POSITIONS.get(type(positions), positions),
         "bias": config.add_bias_linear,
         "tie_embeddings": others.get("share_embeddings_and_output_weights", True),
-        "seq_len": min(_LENGTH, others["max_sequence_length"]),
+        "seq_len": default_length(others["max_sequence_length"]),
         **learned,
     }
 

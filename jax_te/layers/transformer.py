@@ -316,6 +316,8 @@ class TransformerLayer(ContextParallelModule):
         alibi_slopes: Array | None = None,
         self_attn_mask_type: MaskType | None = None,
         enc_dec_attn_mask_type: MaskType | None = None,
+        window_size: Window | None = None,
+        enc_dec_window_size: Window | None = None,
         dropout_key: Key | None = None,
         cache: KVCache | WindowKVCache | None = None,
         checkpoint_core_attention: bool = False,
@@ -342,6 +344,7 @@ class TransformerLayer(ContextParallelModule):
             core_attention_bias_type, core_attention_bias, alibi_slopes: options of self-attention, see
                 `DotProductAttention`.
             self_attn_mask_type, enc_dec_attn_mask_type: mask types in place of the layer's own.
+            window_size, enc_dec_window_size: windows of self-attention and cross-attention in place of the layer's own.
             dropout_key: ``jax.random.key`` that dropout and stochastic depth draw from, another one at each step;
                 needed in training unless the rates are 0. Evaluation (``layer.eval()``) drops nothing.
             cache: keys and values of the tokens before ``x``, for self-attention (TE's ``inference_params``).
@@ -361,10 +364,13 @@ class TransformerLayer(ContextParallelModule):
             "encoder_lengths": encoder_lengths,
             "enc_dec_attn_mask": enc_dec_attn_mask,
             "enc_dec_attn_mask_type": enc_dec_attn_mask_type,
+            "enc_dec_window_size": enc_dec_window_size,
         }
         self._check_call(x, padding_mask, packed_seq_params, of_encoder)
-        masks = self._masks(self.self_attention, x, attention_mask, self_attn_mask_type)
-        cross_masks = self._masks(self.inter_attention, x, enc_dec_attn_mask, enc_dec_attn_mask_type)
+        masks = self._masks(self.self_attention, x, attention_mask, self_attn_mask_type, window_size)
+        cross_masks = self._masks(
+            self.inter_attention, x, enc_dec_attn_mask, enc_dec_attn_mask_type, enc_dec_window_size
+        )
         key = self.used_dropout_key(dropout_key, **self._rates())
         axes = (*sequence_axes(x), "hidden") if self.sequence_parallel else _AXES
         with jax.named_scope("TransformerLayer"):
@@ -432,14 +438,17 @@ class TransformerLayer(ContextParallelModule):
                 "sequence each, or call MultiheadAttention(attention_type='cross') with boundaries of both"
             )
 
-    def _masks(self, attention: Any, x: Array, mask: Any, mask_type: MaskType | None) -> MaskArguments:
-        """Return the arguments of an attention block that correspond to a call's mask."""
+    def _masks(
+        self, attention: Any, x: Array, mask: Any, mask_type: MaskType | None, window: Window | None
+    ) -> MaskArguments:
+        """Return the arguments of an attention block that correspond to a call's mask, mask type and window."""
         if mask is None:
             # Lengths, packed sequences and causal masks need no array.
-            return MaskArguments(None, mask_type)
+            return MaskArguments(None, mask_type, window)
         core, of_self = attention.core_attention, attention.attention_type == "self"
         kind: MaskType = core.attn_mask_type if mask_type is None else mask_type
-        return read_mask(mask, kind, core.window_size, x.shape[1], of_self=of_self, ignored=self._ignores_masks)
+        in_force = core.window_size if window is None else window
+        return read_mask(mask, kind, in_force, x.shape[1], of_self=of_self, ignored=self._ignores_masks)
 
     def _feed_forward(
         self, x: Array, dropout_key: Key | None, first: bool | None, padding_mask: Array | None

@@ -6,8 +6,8 @@ transposes its activations and says ``"bshd"``.
 
 ``import jax_te.te_pytorch as te`` takes the place of ``import transformer_engine.pytorch as te``. Arguments that may be
 given by position are Transformer Engine's first ones, in its order; the others are keywords, those of the classes of
-`jax_te.layers`. Constructors take ``rngs``. What PyTorch needs alone is not taken: devices, names, user buffers, random
-state trackers.
+`jax_te.layers`. Constructors take ``rngs``. What PyTorch needs alone, such as devices, names, user buffers and random
+state trackers, is refused by name, with what to do instead.
 """
 
 from __future__ import annotations

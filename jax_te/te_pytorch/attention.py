@@ -19,6 +19,7 @@ from jax_te.layers import (
 )
 from jax_te.layers.attention import MaskArguments, log_unread_mask, read_mask
 from jax_te.ops import BiasType, MaskType, Window
+from jax_te.te_pytorch.refused import refuses_by_name
 from jax_te.typing import Array
 
 
@@ -34,13 +35,16 @@ def require_batch_first(**formats: str | None) -> None:
 
 
 def refuse_in_a_call(**given: Any) -> None:
-    """Refuse options of a call that a constructor or a mask type determines here."""
+    """Refuse options of a call that a mask type determines here."""
     for name, value in given.items():
         if value is not None:
-            instead = "a mask type, causal or causal_bottom_right" if "diagonal" in name else "it to the constructor"
-            raise ValueError(f"{name}={value!r} is not supported in a call; leave it None, and give {instead}")
+            raise ValueError(
+                f"{name}={value!r} is not supported in a call; leave it None, and give a mask type, causal or "
+                "causal_bottom_right"
+            )
 
 
+@refuses_by_name
 @checked
 class DotProductAttention(layers.DotProductAttention):
     """`jax_te.layers.DotProductAttention`, called with the names and the order of Transformer Engine's arguments.
@@ -147,6 +151,7 @@ def _read_mask(
     return read_mask(mask, kind, in_force, queries.shape[1], of_self=of_self, ignored=True)
 
 
+@refuses_by_name
 @checked
 class MultiheadAttention(layers.MultiheadAttention):
     """`jax_te.layers.MultiheadAttention`, called with the names and the order of Transformer Engine's arguments.

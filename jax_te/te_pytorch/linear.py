@@ -12,9 +12,11 @@ from jax_te import layers
 from jax_te._validation import checked, log_hints, log_once
 from jax_te.layers import LayerNormLinearKeywords, LayerNormMLPKeywords, LinearKeywords
 from jax_te.ops import RowGroups
+from jax_te.te_pytorch.refused import refuses_by_name
 from jax_te.typing import Array, DTypeLike, Initializer, ParallelMode, TensorGroup
 
 
+@refuses_by_name
 @checked
 class GroupedLinear(layers.GroupedLinear):
     """`jax_te.layers.GroupedLinear`, with the names of Transformer Engine's arguments.
@@ -120,6 +122,7 @@ class GroupedLinear(layers.GroupedLinear):
         return super().__call__(inp, m_splits, is_first_microbatch)
 
 
+@refuses_by_name
 @checked
 class Linear(layers.Linear):
     """`jax_te.layers.Linear`, called with the names and the order of Transformer Engine's arguments.
@@ -158,6 +161,7 @@ class Linear(layers.Linear):
         return super().__call__(inp, is_first_microbatch=is_first_microbatch)
 
 
+@refuses_by_name
 @checked
 class LayerNormLinear(layers.LayerNormLinear):
     """`jax_te.layers.LayerNormLinear`, called with the names and the order of Transformer Engine's arguments.
@@ -197,6 +201,7 @@ class LayerNormLinear(layers.LayerNormLinear):
         return super().__call__(inp, is_first_microbatch=is_first_microbatch)
 
 
+@refuses_by_name
 @checked
 class LayerNormMLP(layers.LayerNormMLP):
     """`jax_te.layers.LayerNormMLP`, called with the names and the order of Transformer Engine's arguments.

@@ -6,9 +6,11 @@ from flax import nnx
 
 from jax_te import layers
 from jax_te._validation import checked
+from jax_te.te_pytorch.refused import refuses_by_name
 from jax_te.typing import DTypeLike
 
 
+@refuses_by_name
 @checked
 class LayerNorm(layers.LayerNorm):
     """`jax_te.layers.LayerNorm`, made with the names and the order of Transformer Engine's arguments.
@@ -49,6 +51,7 @@ class LayerNorm(layers.LayerNorm):
         )
 
 
+@refuses_by_name
 @checked
 class RMSNorm(layers.RMSNorm):
     """`jax_te.layers.RMSNorm`, made with the names and the order of Transformer Engine's arguments.

@@ -11,9 +11,11 @@ from jax_te._validation import checked
 from jax_te.layers import KVCache, Rotary, TransformerLayerCallKeywords, TransformerLayerKeywords, WindowKVCache
 from jax_te.ops import BiasType, MaskType, Window
 from jax_te.te_pytorch.attention import refuse_in_a_call, require_batch_first
+from jax_te.te_pytorch.refused import refuses_by_name
 from jax_te.typing import Array
 
 
+@refuses_by_name
 @checked
 class TransformerLayer(layers.TransformerLayer):
     """`jax_te.layers.TransformerLayer`, called with the names and the order of Transformer Engine's arguments.
@@ -96,13 +98,12 @@ class TransformerLayer(layers.TransformerLayer):
 
         Args:
             hidden_states: ``[b, s, h]``, the ``x`` of `jax_te.layers.TransformerLayer`.
-            window_size, enc_dec_window_size: options that must be None: the constructor takes them.
             bottom_right_diagonal, enc_dec_bottom_right_diagonal: options that must be None: the mask type says it.
             inference_params: keys and values of the tokens before, a `jax_te.layers.KVCache` or `WindowKVCache`; a call
                 with it returns it, too, with the new tokens appended.
             attention_mask, enc_dec_attn_mask: see `jax_te.layers.TransformerLayer`; ignored under mask types that have
                 no use for it, as in Transformer Engine.
-            self_attn_mask_type, encoder_output, enc_dec_attn_mask_type,
+            self_attn_mask_type, window_size, encoder_output, enc_dec_attn_mask_type, enc_dec_window_size,
                 is_first_microbatch, checkpoint_core_attention, rotary_pos_emb, core_attention_bias_type,
                 core_attention_bias, alibi_slopes: see `jax_te.layers.TransformerLayer`.
             **options: other keywords of `jax_te.layers.TransformerLayer`, such as ``dropout_key``.
@@ -111,10 +112,7 @@ class TransformerLayer(layers.TransformerLayer):
             The results of `jax_te.layers.TransformerLayer`.
         """
         refuse_in_a_call(
-            window_size=window_size,
-            bottom_right_diagonal=bottom_right_diagonal,
-            enc_dec_window_size=enc_dec_window_size,
-            enc_dec_bottom_right_diagonal=enc_dec_bottom_right_diagonal,
+            bottom_right_diagonal=bottom_right_diagonal, enc_dec_bottom_right_diagonal=enc_dec_bottom_right_diagonal
         )
         return super().__call__(
             hidden_states,
@@ -123,6 +121,8 @@ class TransformerLayer(layers.TransformerLayer):
             enc_dec_attn_mask,
             self_attn_mask_type=self_attn_mask_type,
             enc_dec_attn_mask_type=enc_dec_attn_mask_type,
+            window_size=window_size,
+            enc_dec_window_size=enc_dec_window_size,
             is_first_microbatch=is_first_microbatch,
             checkpoint_core_attention=checkpoint_core_attention,
             cache=inference_params,

@@ -26,8 +26,9 @@ from jax_te.models import GPTModel, RotaryPositions
 from tests.interop.huggingface.test_mixtures import model_of
 from tests.support.families import FAMILIES, family_folder
 from tests.support.runs import assert_refused, records
-from tests.support.tokenizers import WORDS, write_tokenizer
+from tests.support.tokenizers import WORDS, write_special_tokenizer, write_tokenizer
 
+T5 = "T5ForConditionalGeneration"
 STEPS = [
     "--steps",
     "6",
@@ -110,6 +111,37 @@ def test_full_fine_tuning_begins_with_the_folders_weights(folder, tmp_path, caps
         assert main(["eval", *given, "--data", str(folder / "text.txt"), "--json"]) == 0
         found.append(json.loads(capsys.readouterr().out)["loss"])
     assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(("name", "positions"), [("Qwen3", "max_position_embeddings"), (T5, "n_positions")])
+def test_losses_before_and_after_are_of_the_same_windows(name, positions, folder, tmp_path, capsys):
+    """With the options' defaults, for a model with more positions than they take."""
+    copy = tmp_path / "folder"
+    if name == T5:
+        family_folder(T5, copy)
+        sentinels = [f"<extra_id_{number}>" for number in reversed(range(30))]
+        write_special_tokenizer(copy / "tokenizer.json", ("<pad>", "</s>", "<unk>", *sentinels), after="</s>")
+    else:
+        shutil.copytree(folder, copy)
+    values = json.loads((copy / "config.json").read_text()) | {positions: 4096}
+    (copy / "config.json").write_text(json.dumps(values))
+    (copy / "text.txt").write_text(" ".join(np.random.default_rng(0).choice(WORDS, 12_000)))
+    data = ["--data", str(copy / "text.txt")]
+    few = ["--steps", "1", "--batch-size", "1", "--eval-batches", "1", "--metrics-writers", "jsonl"]
+    unchanged = ["--learning-rate", "1e-30", "--weight-decay", "0"]
+    run = str(tmp_path / "run")
+    assert main(["train", "--init-from", str(copy), "--output", run, *data, *few, *unchanged]) == 0
+    found = []
+    for given in (["--init-from", str(copy)], ["--output", run]):
+        capsys.readouterr()
+        assert main(["eval", *given, *data, "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    before, after = found
+    assert [before["seq_len"], before["tokens"]] == [after["seq_len"], after["tokens"]]
+    assert before["loss"] == pytest.approx(after["loss"], rel=1e-5)
+    assert main(["eval", "--init-from", str(copy), *data]) == 0
+    assert f"{before['tokens']:,} in windows of {before['seq_len']}" in capsys.readouterr().out
 
 
 @pytest.mark.slow  # tests/cli/test_tokens.py has a resumed run

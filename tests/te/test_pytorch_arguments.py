@@ -75,6 +75,15 @@ def test_positions_are_transformer_engines(name: str, method: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "method"), CASES)
+def test_what_is_not_taken_is_refused_by_name(name: str, method: str) -> None:
+    function, base = (getattr(getattr(module, name), method) for module in (te_pytorch, layers))
+    taken = {*inspect.signature(function).parameters, *inspect.signature(base).parameters}
+    for argument in theirs(name, method).keys() - taken:
+        with pytest.raises(TypeError, match=f"{name} got {argument}=None, an argument of transformer_engine.pytorch"):
+            function(None, **{argument: None})
+
+
+@pytest.mark.parametrize(("name", "method"), CASES)
 def test_defaults_are_transformer_engines(name: str, method: str) -> None:
     by_position, keywords = ours(name, method)
     there = theirs(name, method)

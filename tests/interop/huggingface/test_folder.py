@@ -330,6 +330,20 @@ def test_a_model_that_no_architecture_says_is_refused(changes: dict[str, Any], m
     assert not (tmp_path / "none").exists()
 
 
+def test_a_refusal_says_what_no_architecture_has_and_which_are_nearest(tmp_path: Path) -> None:
+    model = nnx.eval_shape(lambda: llama(activation="srelu", add_qkv_bias=True))
+    with pytest.raises(ValueError, match="no supported architecture can represent") as caught:
+        save_huggingface(model, tmp_path / "none")
+    everywhere, nearest = str(caught.value).split("unsupported options")
+    assert re.search(r"none of the \d+ of its form has activation='srelu'; $", everywhere)
+    assert "add_qkv_bias" not in everywhere  # Qwen 2 has these biases
+    named = [name for name in ARCHITECTURES if f"{name}: " in nearest]
+    assert named == ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"]
+    assert ": Qwen2ForCausalLM: activation='srelu'; LlamaForCausalLM: " in nearest  # by the number of options
+    with pytest.raises(ValueError, match=r"^Gemma2ForCausalLM cannot represent .*block_output_layernorm=False"):
+        save_huggingface(model, tmp_path / "none", architecture="Gemma2ForCausalLM")
+
+
 def test_llamas_form_with_windows_in_all_layers_is_mistrals(tmp_path: Path) -> None:
     save_huggingface(llama(window_size=(4, 0)), tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
