@@ -535,7 +535,7 @@ def _read_gemma(given: ConfigJson, options: Options) -> Options:
     given.expect("hidden_activation", _GEMMA_GELU)
     # Files of the first release say "gelu" and mean the tanh form.
     exact = block["activation"] == ("gelu_exact", "linear")
-    return block | ({"activation": "geglu"} if exact else {})
+    return {**block, "activation": "geglu" if exact else block["activation"]}
 
 
 def _read_later_gemma(given: ConfigJson, options: Options, positions: RotaryPositions | None) -> Options:
