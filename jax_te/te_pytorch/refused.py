@@ -101,14 +101,14 @@ def _refusing(kind: type, method: str) -> Any:
     refused = _REASONS.keys() - _taken(kind, method)
 
     @functools.wraps(function)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         for name in kwargs:
             if name in refused:
                 raise TypeError(
                     f"{kind.__name__} got {name}={kwargs[name]!r}, an argument of transformer_engine.pytorch that it "
                     f"does not take: {_REASONS[name]}"
                 )
-        return function(self, *args, **kwargs)
+        return function(*args, **kwargs)
 
     return call
 
