@@ -16,7 +16,7 @@ from jax_te.linen.counting import RulesOfStates, rules_of_states
 from jax_te.linen.variables import CACHED, STATE
 from jax_te.quantize import as_float32, is_amax_state, with_max_gradients, write_back
 from jax_te.recipe import Recipe, autocast
-from jax_te.training.outcome import outcome_of, shown_gradients, shown_loss
+from jax_te.training import outcome_of, shown_gradients, shown_loss
 from jax_te.typing import Array
 
 

@@ -15,6 +15,7 @@ from jax_te.training.inspection import (
 from jax_te.training.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
 from jax_te.training.muon import muon_dimension_numbers
 from jax_te.training.optimizer import Optimizer
+from jax_te.training.outcome import outcome_of, shown_gradients, shown_loss
 from jax_te.training.pipeline.loss import PipelinedLoss
 from jax_te.training.sensitivity import ModuleSensitivity, keep_in_bf16_rules, sensitivity
 from jax_te.training.state import (
@@ -27,6 +28,7 @@ from jax_te.training.state import (
 )
 from jax_te.training.step import make_eval_step, make_train_step
 
+# For users. The other names above are for the other packages of jax_te.
 __all__ = [
     "ConstantLossScale",
     "DynamicLossScale",

@@ -9,6 +9,7 @@ import pytest
 from jax_te.cli.bench.options import MOE, QUANTIZED_ATTENTION, TRANSFORMER_LAYER
 from jax_te.cli.command_options import (
     A_FOLDER,
+    A_GPU,
     A_RUN,
     FROM_FOLDER,
     FROM_MEGATRON,
@@ -53,6 +54,7 @@ WITHOUT = {
     ("convert", TO_FOLDER): ["hf", "new", "--to", "megatron"],
     ("convert", TO_MODEL): ["hf", "new", "--to", "peft"],
     ("convert", UPCYCLED): ["hf", "new"],
+    ("doctor", A_GPU): [],
     ("inspect sensitivity", "--keep-bf16"): [],
     ("bench layer", MOE): [],
     ("bench layer", TRANSFORMER_LAYER): ["--modules", "layernorm_mlp"],
