@@ -335,8 +335,8 @@ def _forms(saved: Iterable[str]) -> dict[Name, set[tuple[str, int]]]:
     Args:
         saved: names of the checkpoint's arrays.
 
-    >>> _forms(["layers/3/qkv/base/kernel"])
-    {('layers', 'qkv', 'kernel'): {('layer', 1), ('base', 2)}}
+    >>> _forms(["layers/3/qkv/base/kernel"]) == {("layers", "qkv", "kernel"): {("layer", 1), ("base", 2)}}
+    True
     """
     forms: dict[Name, set[tuple[str, int]]] = {}
     for text in saved:

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_te.cli.build import contexts, loss_fn, model_builder, optimizer
+from jax_te.cli.build import contexts, model_builder, optimizer
+from jax_te.cli.objective import loss_of
 from jax_te.cli.presets import PRESETS
 from jax_te.cli.run_config import RunConfig
 from jax_te.training import create_train_state, make_train_step
@@ -30,7 +31,7 @@ def lowered(**changes):
     with contexts(config):
         tx = optimizer(config)
         state = create_train_state(model_builder(config), tx, key=jax.random.key(0))
-        return make_train_step(loss_fn, tx, microbatches=config.microbatches).lower(state, batch)
+        return make_train_step(loss_of(config), tx, microbatches=config.microbatches).lower(state, batch)
 
 
 def f8_values(hlo):

@@ -45,42 +45,48 @@ def architecture_of(model: Any, known: Mapping[str, Architecture]) -> tuple[str,
         ValueError: if there is none.
     """
     lost: dict[str, list[str]] = {}  # options that an architecture does not have
-    unfit: dict[str, str] = {}  # why an architecture is not even of the model's form
+    refused: dict[str, str] = {}  # what an architecture's writer or reader says of an option
     for name, architecture in known.items():
         if not isinstance(model, architecture.model):
             continue
         form = Form(model.config, architecture.options(model))
         try:
             lost[name] = _lost(architecture, form)
-        except ValueError as error:  # the architecture's reader refuses a field for the option
-            unfit[name] = str(error)
+        except ValueError as error:
+            refused[name] = str(error)
             continue
         if not lost[name]:
             return name, form
     nothing = f"{next(iter(known))} cannot" if len(known) == 1 else "no supported architecture can"
-    raise ValueError(f"{nothing} represent this model: {_why_not(model, lost, unfit)}")
+    raise ValueError(f"{nothing} represent this model: {_why_not(model, lost, refused)}")
 
 
 _NEAREST = 3
 """The most architectures that a message describes: all of them would hide those that matter."""
 
 
-def _why_not(model: Any, lost: Mapping[str, list[str]], unfit: Mapping[str, str]) -> str:
+def _why_not(model: Any, lost: Mapping[str, list[str]], refused: Mapping[str, str]) -> str:
     """Return what of a model no architecture has, and what the nearest ones lack.
 
     Args:
         model: the model.
-        lost: options that an architecture of the model's form does not have, at least one, by its name.
-        unfit: why an architecture is not of the model's form, by its name.
+        lost: options that an architecture does not have, at least one, by its name.
+        refused: error that an architecture's writer or reader raised, by its name.
     """
-    if not lost and not unfit:
+    if not lost and not refused:
         return f"it is a {type(model).__name__}"
     common = [option for option in next(iter(lost.values()), []) if all(option in each for each in lost.values())]
-    everywhere = f"none of the {len(lost)} of its form has {', '.join(common)}; " if common and len(lost) > 1 else ""
-    of_form = {name: ", ".join(options) for name, options in sorted(lost.items(), key=lambda item: len(item[1]))}
-    reasons = [f"{name}: {why}" for name, why in (of_form | dict(unfit)).items()]
-    which = f", of the nearest of {len(reasons)}" if len(reasons) > _NEAREST else ""
-    return f"{everywhere}unsupported options{which}: {'; '.join(reasons[:_NEAREST])}"
+    # Of those that raised an error it is unknown.
+    everywhere = f"of {len(lost)} architectures none has {', '.join(common)}; " if common and len(lost) > 1 else ""
+    nearest = sorted(lost.items(), key=lambda item: len(item[1]))
+    reasons = [f"{name}: {', '.join(options)}" for name, options in nearest[:_NEAREST]]
+    alike: dict[str, list[str]] = {}
+    for name, error in refused.items():
+        alike.setdefault(error, []).append(name)
+    reasons += [f"{', '.join(names)}: {error}" for error, names in [*alike.items()][:_NEAREST]]
+    count = len(lost) + len(refused)
+    which = f", of the nearest of {count}" if count > _NEAREST else ""
+    return f"{everywhere}unsupported options{which}: {'; '.join(reasons)}"
 
 
 def _lost(architecture: Architecture, form: Form) -> list[str]:

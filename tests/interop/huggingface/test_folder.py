@@ -335,9 +335,9 @@ def test_a_refusal_says_what_no_architecture_has_and_which_are_nearest(tmp_path:
     with pytest.raises(ValueError, match="no supported architecture can represent") as caught:
         save_huggingface(model, tmp_path / "none")
     everywhere, nearest = str(caught.value).split("unsupported options")
-    assert re.search(r"none of the \d+ of its form has activation='srelu'; $", everywhere)
+    assert re.search(r"of \d+ architectures none has activation='srelu'; $", everywhere)
     assert "add_qkv_bias" not in everywhere  # Qwen 2 has these biases
-    named = [name for name in ARCHITECTURES if f"{name}: " in nearest]
+    named = [name for name in ARCHITECTURES if f"{name}: activation='srelu'" in nearest]
     assert named == ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"]
     assert ": Qwen2ForCausalLM: activation='srelu'; LlamaForCausalLM: " in nearest  # by the number of options
     with pytest.raises(ValueError, match=r"^Gemma2ForCausalLM cannot represent .*block_output_layernorm=False"):
