@@ -9,7 +9,7 @@ from math import exp, log
 from typing import Literal, NamedTuple
 
 from jax_te.bench.settings import Sizes
-from jax_te.config import KernelSize, TransformerConfig, kernel_sizes
+from jax_te.config import KernelSize, TransformerConfig, depth_projection, kernel_sizes
 from jax_te.typing import GpuName, PricedRecipe
 
 _Precision = Literal["bf16", "tensors", "blocks"]
@@ -220,10 +220,10 @@ def _activation_bytes(config: TransformerConfig, layer: int, tokens: int) -> flo
     total = 0.0
     kernels = kernel_sizes(config, layer)
     for before, after in pairwise(kernels):
-        if before.part != after.part or before.part == "attention" or before.n % after.k:
-            continue
-        components = before.n // after.k
-        if (before.k, before.n) == (after.n, components * after.k):  # a feed-forward block
+        components, rest = divmod(before.n, after.k)
+        # A feed-forward block; experts' projections to and from their latent have no activation between them.
+        is_block = before.part == after.part != "attention" and not rest and before.k == after.n
+        if is_block and (before.k, before.n) != (config.hidden_size, config.moe_latent_size):
             rows = tokens * (config.moe_router_topk if before.part == "expert" else 1)
             total += 2.0 * rows * after.k * (3 * components + 2)
     return total
@@ -231,8 +231,9 @@ def _activation_bytes(config: TransformerConfig, layer: int, tokens: int) -> flo
 
 def _parameters(sizes: Sizes) -> float:
     config = sizes.config
-    total = sizes.vocabulary * config.hidden_size * (1 if sizes.tied else 2)
-    for layer in _layers(config):
+    depths = 1 if config.mtp_num_layers and config.mtp_use_repeated_layer else config.mtp_num_layers or 0
+    total = sizes.vocabulary * config.hidden_size * (1 if sizes.tied else 2) + depths * depth_projection(config)
+    for layer in [*range(config.num_layers), *[config.num_layers - 1] * depths]:
         for kernel in kernel_sizes(config, layer):
             copies = (config.num_moe_experts or 1) if kernel.part == "expert" else 1
             total += copies * kernel.k * kernel.n

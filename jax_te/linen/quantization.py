@@ -16,7 +16,7 @@ from jax_te.linen.counting import RulesOfStates, rules_of_states
 from jax_te.linen.variables import CACHED, STATE
 from jax_te.quantize import as_float32, is_amax_state, with_max_gradients, write_back
 from jax_te.recipe import Recipe, autocast
-from jax_te.training import outcome_of, shown_gradients, shown_loss
+from jax_te.training import gradients_or_nan, loss_or_nan, outcome_of
 from jax_te.typing import Array
 
 
@@ -107,7 +107,7 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
     def differentiate(params: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         if STATE not in params:
             value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *args, **kwargs)
-            return value, shown_gradients(grads, value[0] if has_aux else value)
+            return value, gradients_or_nan(grads, value[0] if has_aux else value)
         # allow_int: JAX does not count the dtype of with_max_gradients among the floats.
         plain = jax.value_and_grad(loss_fn, has_aux=has_aux, allow_int=True)
 
@@ -118,7 +118,7 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
                 value, grads = plain(_with_states(params, _map_states(with_max_gradients, states)), *args, **kwargs)
             loss, *aux = value if has_aux else (value,)
             observed = _observed(states, grads[STATE])
-            others = shown_gradients(_without_state(grads), shown_loss(loss, observed))
+            others = gradients_or_nan(_without_state(grads), loss_or_nan(loss, observed))
             outcome = outcome_of(loss, _wide(others), observed)
             after = _kept_unless(outcome.finite, _next_states(rules, states, grads[STATE]), states)
             shown = {**others, STATE: after}

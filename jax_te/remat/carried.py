@@ -161,11 +161,38 @@ def _set(module: nnx.Pytree, name: str, value: Any) -> None:
     change(value)
 
 
+class _Held(NamedTuple):
+    """What a Variable or an attribute held before a call.
+
+    Args:
+        value: the value itself, which another one may take the place of.
+        leaves: its leaves, Variables and modules whole, since a dict or a list may be changed in place.
+        structure: its structure.
+    """
+
+    value: Any
+    leaves: list[Any]
+    structure: Any
+
+    @classmethod
+    def of(cls, value: Any) -> _Held:
+        return cls(value, *jax.tree.flatten(value, is_leaf=_is_node))
+
+    def is_still(self, value: Any) -> bool:
+        """Return whether a value is this one, unchanged."""
+        if value is not self.value:
+            return False
+        leaves, structure = jax.tree.flatten(value, is_leaf=_is_node)
+        return structure == self.structure and all(one is two for one, two in zip(leaves, self.leaves, strict=True))
+
+
 class Watched:
     """A pytree of modules and Variables, and what they hold before a call."""
 
     def __init__(self, modules: PyTree):
-        self._held = [(node, _content(node)) for node in _nodes(modules)]
+        self._held = [
+            (node, {name: _Held.of(value) for name, value in _content(node).items()}) for node in _nodes(modules)
+        ]
 
     def changes(self) -> tuple[list[Array], Changes]:
         """Return the arrays that were not held before, and where they belong."""
@@ -175,10 +202,14 @@ class Watched:
         for place, (node, held) in enumerate(self._held):
             now = _content(node)
             if _is_variable(node):
-                if now.keys() != held.keys() or any(now[key] is not held[key] for key in now):
+                if now.keys() != held.keys() or not all(held[key].is_still(now[key]) for key in now):
                     variables.setdefault(id(node), (place, node))
                 continue
-            attributes += [(place, name, now[name]) for name in now if name not in held or now[name] is not held[name]]
+            attributes += [
+                (place, name, value)
+                for name, value in now.items()
+                if name not in held or not held[name].is_still(value)
+            ]
             removed += [(place, name) for name in held if name not in now]
         values = [node.get_raw_value() for _, node in variables.values()] + [value for *_, value in attributes]
         arrays, form = _taken_apart(values)

@@ -29,7 +29,7 @@ from jax_te.training.kernel_gradients import KernelGradients, Path, SummandPlace
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import full_precision, select
 from jax_te.training.microbatches import MicrobatchStart
-from jax_te.training.outcome import outcome_of, shown_gradients, shown_loss
+from jax_te.training.outcome import gradients_or_nan, loss_or_nan, outcome_of
 from jax_te.training.state import SplitModel, TrainState, split_model
 from jax_te.training.used_scale import UsedScale
 from jax_te.typing import Array, DTypeLike, PyTree
@@ -203,7 +203,7 @@ def value_and_grad(
             differentiated = differentiate(run, SplitModel(graphdef, params, old, rest), differentiation)
             result = differentiated.gradients
             # Before the norm, which the optimizer computes of the same gradients: XLA computes it once.
-            grads = shown_gradients(factor.unscale(result.grads), shown_loss(result.loss, result.quantizers))
+            grads = gradients_or_nan(factor.unscale(result.grads), loss_or_nan(result.loss, result.quantizers))
             outcome = outcome_of(result.loss, grads, result.quantizers)
             quantizers = write_back(old, result.quantizers, keep_old=~outcome.finite, merged=True)
             kept = _kept_unless(outcome.finite, result.rest, rest)
@@ -247,17 +247,23 @@ def _kept_unless(finite: Array, new: nnx.State, old: nnx.State) -> nnx.State:
     """
     before = dict(nnx.to_flat_state(old))
 
-    def kept(path: Path, variable: nnx.Variable) -> nnx.Variable:
-        if path not in before or _types(before[path]) != _types(variable):
-            return variable
-        return variable.replace(select(finite, variable.get_value(), before[path].get_value()))
+    def kept(path: Path, leaf: Any) -> Any:
+        if path not in before or _types(before[path]) != _types(leaf):
+            return leaf
+        value = select(finite, _value(leaf), _value(before[path]))
+        return leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
 
-    return nnx.from_flat_state([(path, kept(path, variable)) for path, variable in nnx.to_flat_state(new)])
+    return nnx.from_flat_state([(path, kept(path, leaf)) for path, leaf in nnx.to_flat_state(new)])
 
 
-def _types(variable: nnx.Variable) -> tuple[Any, list[Any]]:
-    """Return the structure of a Variable's value, and shapes and dtypes of its arrays."""
-    leaves, structure = jax.tree.flatten(variable.get_value())
+def _value(leaf: Any) -> Any:
+    """Return the value of a Variable, or an array that is an attribute of a module by itself."""
+    return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _types(leaf: Any) -> tuple[Any, list[Any]]:
+    """Return the structure of a state's leaf, and shapes and dtypes of its arrays."""
+    leaves, structure = jax.tree.flatten(_value(leaf))
     return structure, [(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
 
 

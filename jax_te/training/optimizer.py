@@ -223,7 +223,7 @@ class Optimizer(nnx.Optimizer):
             kwargs: further arguments of the update.
         """
         loss = kwargs.get("value")
-        told = isinstance(loss, float | np.ndarray | jax.Array) and jnp.shape(loss) == ()
+        told = isinstance(loss, float | np.generic | np.ndarray | jax.Array) and jnp.shape(loss) == ()
         loss = jnp.asarray(loss if told else 0.0, jnp.float32)
         _, quantizers, others = nnx.state(grads, self.wrt, QuantizerState, ...)
         # What `value_and_grad` has looked at, so that the two agree, whichever part of it is updated.

@@ -40,11 +40,11 @@ def outcome_of(loss: Array, grads: PyTree, quantizers: PyTree) -> Outcome:
         grads: gradients of the parameters, unscaled.
         quantizers: gradients of the quantizer states, in fp32: what the step has observed.
     """
-    loss, norm = shown_loss(loss, quantizers), global_norm(grads)
+    loss, norm = loss_or_nan(loss, quantizers), global_norm(grads)
     return Outcome(loss, norm, _are_finite(loss.astype(jnp.float32), norm))
 
 
-def shown_loss(loss: Array, quantizers: PyTree) -> Array:
+def loss_or_nan(loss: Array, quantizers: PyTree) -> Array:
     """Return the loss of a step; nan if an amax that it has observed is not finite.
 
     A scale that is known before its tensor, under delayed scaling, clips an inf to a finite value, and nothing that is
@@ -58,19 +58,19 @@ def shown_loss(loss: Array, quantizers: PyTree) -> Array:
     return loss if finite is None else jnp.where(finite, loss, jnp.nan)
 
 
-def shown_gradients(grads: PyTree, loss: Array) -> PyTree:
+def gradients_or_nan(grads: PyTree, loss: Array) -> PyTree:
     """Return the gradients of a loss; nan if it is not finite, for whoever sees them alone, as an optimizer does.
 
     Args:
         grads: gradients; those that are not floating-point numbers stay.
-        loss: result of `shown_loss`.
+        loss: result of `loss_or_nan`.
     """
     finite = once(jnp.isfinite(loss))
 
-    def shown(grad: Array) -> Array:
-        return jnp.where(finite, grad, jnp.nan) if jnp.issubdtype(grad.dtype, jnp.floating) else grad
+    def or_nan(grad: Array) -> Array:
+        return jnp.where(finite, grad, jnp.nan) if jnp.issubdtype(grad.dtype, jnp.inexact) else grad
 
-    return jax.tree.map(shown, grads)
+    return jax.tree.map(or_nan, grads)
 
 
 def global_norm(grads: PyTree) -> Array:

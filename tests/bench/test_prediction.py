@@ -1,4 +1,7 @@
-"""Predicted times of train steps, beside measured ones of the pages on performance."""
+"""Predicted times of train steps, beside measured ones of the pages on performance, from which the rates are taken.
+
+So these steps show that the rates are still those of the pages; other steps would show how good a prediction is.
+"""
 
 import re
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
-
-from jax_te._device import default_device
 from jax_te.bench import Row, Settings, bench_tilings, grouped_shapes
 from jax_te.cli.bench.options import BenchTune
 from jax_te.cli.bench.rows import show_rows
@@ -45,7 +42,7 @@ def _rows(
     for shape in shapes:
         yield from bench_tilings(shape, settings, fastest.__setitem__)
         if table is not None:
-            write_table(table, fastest, default_device().device_kind, jax.__version__)
+            write_table(table, fastest)
 
 
 def _shapes(options: BenchTune) -> list[GroupedShape]:

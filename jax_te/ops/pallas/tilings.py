@@ -143,7 +143,7 @@ def tiling_for(shape: GroupedShape) -> GemmTiling:
     A shape is near if no size differs by more than a factor of two. All tilings give the same numbers.
     """
     path = os.environ.get(TABLE)
-    table = {} if path is None else _read_once(path)
+    table = {} if not path else _read_once(path)
     distances = {known: distance for known in table if (distance := shape.distance(known)) is not None}
     return table[min(distances, key=distances.__getitem__)] if distances else _by_rule(shape)
 
@@ -159,7 +159,10 @@ def _by_rule(shape: GroupedShape) -> GemmTiling:
 
 @functools.cache
 def _read_once(path: str) -> Table:
-    return read_table(Path(path))
+    try:
+        return read_table(Path(path))
+    except OSError as error:
+        raise ValueError(f"{TABLE}={path} cannot be read ({error.strerror}); give a table, or unset it") from error
 
 
 def read_table(path: Path) -> Table:
@@ -177,6 +180,8 @@ def read_table(path: Path) -> Table:
             f"{path} is not a table of tilings ({error}); write one with jax-te bench tune --table FILE"
         ) from error
     for shape, tiling in table.items():
+        if any(type(size) is not int or size < 1 for size in shape[-4:]):
+            raise ValueError(f"{path} has sizes that are no positive integers: {shape}; write it anew")
         lacks = lacking(tiling, shape)
         if lacks is not None:
             raise ValueError(f"{path} has a tiling that cannot run: {lacks}; write it anew with jax-te bench tune")
@@ -189,10 +194,10 @@ def _tiling(values: dict[str, Any]) -> GemmTiling:
     return GemmTiling(**read)
 
 
-def write_table(path: Path, table: Table, gpu: str, jax_version: str) -> None:
-    """Write a table of tilings as JSON, with the GPU and the version of jax that it was measured with."""
+def write_table(path: Path, table: Table) -> None:
+    """Write a table of tilings as JSON."""
     entries = [{"shape": shape._asdict(), "tiling": asdict(tiling)} for shape, tiling in table.items()]
-    text = json.dumps({"gpu": gpu, "jax": jax_version, "tilings": entries}, indent=1) + "\n"
+    text = json.dumps({"tilings": entries}, indent=1) + "\n"
     with whole_or_nothing(path.parent) as new:
         new.part(path.name).write_text(text, encoding="utf-8")
 

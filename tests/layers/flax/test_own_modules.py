@@ -259,12 +259,15 @@ class Stateful(Own):
         super().__init__((32, 32), rngs)
         self.norm, self.dropout, self.counter = nnx.BatchNorm(32, rngs=rngs), nnx.Dropout(0.5, rngs=rngs), Counter()
         self.seen, self.index = nnx.Cache(jnp.zeros((4, 32))), nnx.Cache(jnp.zeros((), jnp.int32))
+        self.sums, self.steps = nnx.data({"calls": jnp.zeros((), jnp.int32)}), nnx.data([jnp.zeros((), jnp.int32)])
 
     def __call__(self, x: jax.Array) -> jax.Array:
         self.counter()
         y = self.dropout(self.norm(x @ self.w))
         self.seen[...] = self.seen.at[self.index[...]].set(x.mean((0, 1)))
         self.index[...] += 1
+        self.sums["calls"] += 1  # in place: the dict and the list are those of before
+        self.steps[0] += 1
         return y
 
 
@@ -282,7 +285,7 @@ CALLERS: dict[str, Any] = {
     [*((CURRENT, caller) for caller in CALLERS), (DELAYED, "jit"), (DELAYED, "the library's value_and_grad")],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_what_a_call_changes_in_variables_alone_is_changed(recipe, caller):
+def test_what_a_call_changes_in_place_is_changed(recipe, caller):
     plain, model = Stateful(nnx.Rngs(0)), Stateful(nnx.Rngs(0))
     with autocast(recipe):
         quantize_model(model, X, rules={"": "ambient"})
@@ -291,6 +294,8 @@ def test_what_a_call_changes_in_variables_alone_is_changed(recipe, caller):
                 CALLERS[caller](each)
     counts = (model.counter.calls, model.index, model.dropout.rngs.count)
     assert [int(count[...]) for count in counts] == [2, 2, 2]
+    assert int(model.sums["calls"]) == 2
+    assert [int(step) for step in model.steps] == [2]
     np.testing.assert_array_equal(model.seen[...], plain.seen[...])
     assert np.any(model.norm.mean[...] != plain.norm.mean[...])  # of a quantized product
     # Means of 32 products of operands that are rounded by 2^-4 at most.
