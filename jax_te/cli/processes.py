@@ -90,9 +90,8 @@ def _find_place(launch: Launch | None, bounds: Bounds, debug: bool) -> Launch:
     """Return this process's index and the count, once all processes have exchanged their lists of devices."""
     with _within(bounds.start, _NO_ANSWER, launch):
         try:
-            return Launch(
-                jax.process_index(), jax.process_count()
-            )  # JAX reads the devices of all at its first question
+            # At its first question JAX exchanges the devices of all processes.
+            return Launch(jax.process_index(), jax.process_count())
         except Exception as error:
             # Raised, it would end this process only after a wait for the others, which wait for it.
             _end(error, debug, None, launch)

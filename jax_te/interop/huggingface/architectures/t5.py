@@ -74,7 +74,7 @@ def _read_t5(given: ConfigJson, options: Options) -> Options:
 
 def _read_mt5(given: ConfigJson, options: Options) -> Options:
     # transformers 5 ignores the field: a head that is among the tensors is one of its own, and its input is not scaled.
-    shared = given.take("tie_word_embeddings", bool, False)
+    shared = given.take("tie_word_embeddings", bool, True)
     return {**_read_stacks(given, options, "gated-gelu"), TIED: not _has_head(given, not shared)}
 
 
