@@ -94,7 +94,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         WINDOWED | {"num_local_experts": 8, "num_experts_per_tok": 2, "swiglu_limit": 0.7} | ONE_WINDOW,
     ),
     "T5ForConditionalGeneration": ("t5", T5),
-    "MT5ForConditionalGeneration": ("mt5", T5),
+    # With a head of its own, as published ones have.
+    "MT5ForConditionalGeneration": ("mt5", T5 | {"tie_word_embeddings": False}),
     "BertForMaskedLM": ("bert", BERT),
     "RobertaForMaskedLM": ("roberta", BERT | {"type_vocab_size": 1}),
 }

@@ -97,16 +97,16 @@ def with_told_head(values: dict[str, Any], tensors: Collection[str]) -> dict[str
     >>> with_told_head({"model_type": "mt5", "tie_word_embeddings": False}, ["shared.weight"])
     {'model_type': 'mt5', 'tie_word_embeddings': True}
     """
-    default = values.get("model_type") == "t5"
+    scales = values.get("model_type") == "t5"
     said = values.get("tie_word_embeddings")
-    shared = default if said is None else said
+    shared = True if said is None else said
     scaled = values.get("scale_decoder_outputs")
     scaled = shared if scaled is None else scaled
-    tied = _HEAD not in tensors or bool(default and shared and scaled)
+    tied = _HEAD not in tensors or bool(scales and shared and scaled)
     if tied == shared:
         return values
     # The first field would else decide on the second as well.
-    return values | {"tie_word_embeddings": tied} | ({"scale_decoder_outputs": scaled} if default else {})
+    return values | {"tie_word_embeddings": tied} | ({"scale_decoder_outputs": scaled} if scales else {})
 
 
 def without_lost_layers(values: dict[str, Any], tensors: Collection[str]) -> dict[str, Any]:

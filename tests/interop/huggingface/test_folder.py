@@ -565,7 +565,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
     "Pythia": ("GPTNeoXForCausalLM", {"rotary_pct": 0.25, "rotary_emb_base": 10000, "classifier_dropout": 0.1}),
     "GPT-NeoX-20B": ("GPTNeoXForCausalLM", {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0}),
     "RoBERTa": ("RobertaForMaskedLM", {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2}),
-    "mT5": ("MT5ForConditionalGeneration", {"tie_word_embeddings": False, "tokenizer_class": "T5Tokenizer"}),
+    "mT5": ("MT5ForConditionalGeneration", {"tokenizer_class": "T5Tokenizer"}),
     "legal BERT": ("BertForMaskedLM", {"eos_token_ids": 0, "pruned_heads": {}, "use_bfloat16": False}),
 }
 
