@@ -60,7 +60,10 @@ def _of_run(options: EvalOptions) -> dict[str, Any]:
     check_memory(dataclasses.replace(config, **sizes), "eval", training=False)
     tokenizer = run_tokenizer(config, output)
     objective = run_objective(config, tokenizer)
-    data = _heldout(config, tokenizer) if options.data is None else read_tokens(options.data, tokenizer=tokenizer)
+    if options.data is None:
+        data = _heldout(config, tokenizer, objective)
+    else:
+        data = read_tokens(options.data, tokenizer=tokenizer)
     with contexts(config), TrainCheckpointer(output / CHECKPOINT_FOLDER) as checkpointer, warnings_as_lines():
         wanted = abstract_model_state(config)
         state, _, step = checkpointer.restore(wanted, step=options.step, allow={"unexpected"})
@@ -96,8 +99,8 @@ def _stored_bytes(folder: Path) -> int:
     return sum(tensor.nbytes for tensor in open_tensors(folder)[0].values())
 
 
-def _heldout(config: RunConfig, tokenizer: Tokenizer | ByteTokenizer) -> Tokens:
-    data = run_text(config, tokenizer)
+def _heldout(config: RunConfig, tokenizer: Tokenizer | ByteTokenizer, objective: Objective) -> Tokens:
+    data = run_text(config, tokenizer, objective)
     # By the average over the whole text: the pieces that are held out may begin and end within a character.
     text_bytes = None if data.bytes_per_token is None else round(data.bytes_per_token * len(data.heldout))
     names = {"source": f"the held-out part of {data.source}", "files": data.files, "vocab_size": data.vocab_size}

@@ -149,7 +149,7 @@ def _read(options: GivenOptions, output: Path, progress: Progress) -> _RunInputs
     progress.note("reading the text")
     tokenizer = run_tokenizer(config, output)
     objective = run_objective(config, tokenizer)
-    data = run_text(config, tokenizer)
+    data = run_text(config, tokenizer, objective)
     return _RunInputs(config=config, resumes=resumes, trace=trace, tokenizer=tokenizer, objective=objective, data=data)
 
 

@@ -12,15 +12,13 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jax_te._validation import check_positive, check_seed, checked, require_extra
-from jax_te.data.objectives import IGNORED, Example, NextTokens, Objective
+from jax_te.data.objectives import IGNORED, NEXT_TOKENS, Example, NextTokens, Objective
 
 MAX_POSITIONS = 2**32 - 1
 """Largest number of positions, since grain shuffles with 32 bits."""
 
 PIECE, _PIECES = 2**20, 64
 """Bytes of a piece of a memory map, and number of pieces in its checksum."""
-
-_NEXT_TOKENS = NextTokens()
 
 
 @checked
@@ -67,7 +65,7 @@ class TrainBatches:
         seed: int,
         vocab_size: int | None = None,
         sharding: Sharding | None = None,
-        objective: Objective = _NEXT_TOKENS,
+        objective: Objective = NEXT_TOKENS,
     ):
         check_positive(batch_size=batch_size, seq_len=seq_len)
         check_seed(seed)
@@ -146,7 +144,7 @@ def heldout_batches(
     num_batches: int,
     vocab_size: int | None = None,
     sharding: Sharding | None = None,
-    objective: Objective = _NEXT_TOKENS,
+    objective: Objective = NEXT_TOKENS,
 ) -> Iterator[dict[str, Any]]:
     """Yield ``num_batches`` batches, the same every time, of windows evenly spaced over ``text``.
 
@@ -207,7 +205,7 @@ def whole_batches(
     batch_size: int,
     seq_len: int,
     vocab_size: int | None = None,
-    objective: Objective = _NEXT_TOKENS,
+    objective: Objective = NEXT_TOKENS,
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yield batches in which every token but the first is a label once; a label of -100 does not count.
 
@@ -244,7 +242,7 @@ def _whole_batches(
     for start in range(0, len(text) - 1, batch_size * seq_len):
         tokens = np.zeros((batch_size * seq_len,), np.int32)
         labels = np.full((batch_size * seq_len,), IGNORED, np.int32)
-        found = _example(text, start, min(len(tokens) + 1, len(text) - start), vocab_size, _NEXT_TOKENS, ())
+        found = _example(text, start, min(len(tokens) + 1, len(text) - start), vocab_size, NEXT_TOKENS, ())
         tokens[: len(found["tokens"])], labels[: len(found["labels"])] = found["tokens"], found["labels"]
         yield {"tokens": tokens.reshape(batch_size, seq_len), "labels": labels.reshape(batch_size, seq_len)}
 
@@ -287,9 +285,8 @@ def _positions(text: np.ndarray, window: int, seq_len: int) -> int:
     if text.ndim != 1 or not np.issubdtype(text.dtype, np.integer):
         raise ValueError(f"tokens must be integers [n], got {text.dtype}{list(text.shape)}")
     if len(text) < window:
-        unit = "bytes" if text.dtype == np.uint8 else "tokens"
         raise ValueError(
-            f"a text of {len(text)} {unit} has no window of seq_len {seq_len}: it needs at least {window}. "
+            f"a text of {len(text)} tokens has no window of seq_len {seq_len}: it needs at least {window}. "
             "Give more text, or lower seq_len"
         )
     return len(text) - window + 1

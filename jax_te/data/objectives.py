@@ -73,6 +73,10 @@ class NextTokens(Objective):
         return {"tokens": text[:-1], "labels": text[1:]}
 
 
+NEXT_TOKENS = NextTokens()
+"""The objective of batches for which none is given."""
+
+
 @checked
 @dataclass(frozen=True, kw_only=True)
 class MaskedTokens(Objective):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jax_te.config import ParallelConfig
-from jax_te.data import CorruptedSpans, MaskedTokens, NextTokens, Tokenizer, TrainBatches, heldout_batches
+from jax_te.data import CorruptedSpans, MaskedTokens, NextTokens, Tokenizer, TrainBatches, heldout_batches, load_text
 from jax_te.data.batches import whole_batches
 from jax_te.sharding import make_mesh, named_sharding
 from tests.support.tokenizers import MASKED, SPANS, WORDS, write_special_tokenizer, write_tokenizer
@@ -150,6 +150,17 @@ def test_whole_batches_have_every_whole_window_once(objective):
 def test_a_text_shorter_than_a_window():
     with pytest.raises(ValueError, match="a text of 560 tokens has no window of seq_len 512: it needs at least 568"):
         TrainBatches(TEXT[:560], batch_size=1, seq_len=512, seed=0, objective=T5)
+
+
+@pytest.mark.parametrize(("objective", "seq_len", "window"), [(BERT, 16, 14), (T5, 64, 70), (NextTokens(), 64, 65)])
+def test_a_text_has_a_window_of_its_objective(objective, seq_len, window, tmp_path):
+    """In the part that is held out, where it is loaded: BERT needs fewer tokens than ``seq_len``, T5 more."""
+    options = {"seq_len": seq_len, "objective": objective, "heldout_fraction": 0.25}
+    np.save(tmp_path / "enough.npy", TEXT[: 4 * window])
+    assert len(load_text(tmp_path / "enough.npy", **options).heldout) == window
+    np.save(tmp_path / "short.npy", TEXT[: 4 * window - 1])
+    with pytest.raises(ValueError, match=f"has {4 * window - 1} tokens; .* needs at least {4 * window}"):
+        load_text(tmp_path / "short.npy", **options)
 
 
 def test_the_tokens_are_those_of_the_tokenizer(tmp_path):
