@@ -57,7 +57,7 @@ def _of_run(options: EvalOptions) -> dict[str, Any]:
     config = config.on_one_device(options.factory_modules)
     size, length = options.batch_size or config.batch_size // config.microbatches, options.seq_len or config.seq_len
     sizes = {"batch_size": size, "microbatches": 1, "check_memory": options.check_memory}
-    check_memory(dataclasses.replace(config, **sizes), "eval", training=False)
+    check_memory(dataclasses.replace(config, **sizes), "eval")
     tokenizer = run_tokenizer(config, output)
     objective = run_objective(config, tokenizer)
     if options.data is None:

@@ -48,7 +48,7 @@ def run(options: SampleOptions) -> int:
         )
     # One device and any available backend, wherever it was trained.
     config = dataclasses.replace(config.on_one_device(options.factory_modules), check_memory=options.check_memory)
-    check_memory(config, "sample", training=False)
+    check_memory(config, "sample")
     tokenizer = run_tokenizer(config, output)
     prompt = tokenizer.encode(options.prompt)
     if not prompt.size:

@@ -59,9 +59,7 @@ def check_parameters_fit(config: RunConfig) -> None:
     """Raise ValueError, before any allocation, for a model whose parameters exceed the memory."""
     sizes = config.parallel_config()
     devices = 1 if sizes is None else sizes.num_devices
-    check_fits(
-        least_memory(config, training=False), devices, "lower --num-layers or --vocab-size, or take a smaller --preset"
-    )
+    check_fits(least_memory(config), devices, "lower --num-layers or --vocab-size, or take a smaller --preset")
 
 
 def sizes_of(config: RunConfig) -> Sizes:
