@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
@@ -38,7 +39,8 @@ class TrainBatches:
         sharding: sharding of a batch ``[b, s]``: batches are global ``jax.Array``, of which each process reads the rows
             that its devices hold. The windows and their order are the same without it, and for every number of
             processes.
-        objective: what a window becomes: `NextTokens`, `MaskedTokens` or `CorruptedSpans`. What is random in an example
+        objective: what a window becomes: `NextTokens`, `MaskedTokens`, `CorruptedSpans`, or an `Objective` of your own
+            whose ``repr`` is the same in each process, since it is part of the state. What is random in an example
             is determined by ``seed`` and by its place among all examples, so that it does not depend on where the
             batches were resumed, nor on ``sharding``.
 
@@ -48,7 +50,8 @@ class TrainBatches:
     Raises:
         ImportError: without grain.
         ValueError: for a text that is not integers ``[n]``, or is shorter than a window; for a length that the
-            objective cannot have; from ``next``, for a token outside of the vocabulary.
+            objective cannot have; for an objective whose ``repr`` has an address in memory; from ``next``, for a token
+            outside of the vocabulary.
 
     >>> batches = TrainBatches(np.arange(100, dtype=np.uint8), batch_size=2, seq_len=4, seed=0)
     >>> batch = next(batches)
@@ -69,6 +72,7 @@ class TrainBatches:
     ):
         check_positive(batch_size=batch_size, seq_len=seq_len)
         check_seed(seed)
+        _check_repr(objective)
         self._lengths, window = objective.lengths(seq_len), objective.window(seq_len)
         self._stride = -(-_positions(text, window, seq_len) // MAX_POSITIONS)
         positions = _positions(text, window, seq_len) // self._stride
@@ -278,6 +282,16 @@ def _example(
                 "that the data were made with"
             )
     return objective.example(np.asarray(tokens, np.int32), key)
+
+
+def _check_repr(objective: Objective) -> None:
+    """Raise ValueError for an objective that another process could not recognize."""
+    if re.search(r" at 0x[0-9a-fA-F]+>", repr(objective)):
+        raise ValueError(
+            f"the objective's repr is {objective!r}: its address is another one in each process, and the state of the "
+            f"batches could not be resumed. Make {type(objective).__name__} a dataclass, or define its __repr__, from "
+            "what its examples depend on"
+        )
 
 
 def _positions(text: np.ndarray, window: int, seq_len: int) -> int:

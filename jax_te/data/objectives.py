@@ -26,7 +26,12 @@ _SENTINELS = ("\u2581<extra_id_{}>", "<extra_id_{}>")
 
 
 class Objective(abc.ABC):
-    """What a model is trained to predict: how many tokens of text an example takes, and what they become."""
+    """What a model is trained to predict: how many tokens of text an example takes, and what they become.
+
+    The state of `TrainBatches` has the ``repr`` of its objective, by which a resume sees whether it is the same one. A
+    class of your own needs one that says what its examples depend on: make it a frozen dataclass, or define
+    ``__repr__``.
+    """
 
     @abc.abstractmethod
     def window(self, seq_len: int) -> int:
