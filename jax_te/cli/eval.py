@@ -119,8 +119,8 @@ def evaluate(
         batch_size, seq_len: size of what is computed at once; a token is predicted from those before it in its window.
 
     Raises:
-        ValueError: for a text that is too short, for tokens that the model does not know, and for windows that are
-            longer than its positions.
+        ValueError: for a text that is too short or has no token to predict, for tokens that the model does not know,
+            and for windows that are longer than its positions.
     """
     if seq_len > model.max_sequence_length:
         raise ValueError(f"--seq-len {seq_len} is above the model's {model.max_sequence_length} positions; lower it")
@@ -133,6 +133,11 @@ def evaluate(
         # In Python's floats: fp32 would lose the later batches of a long text.
         total += float(_sum_of_losses(model, batch))
         count += int((batch["labels"] >= 0).sum())
+    if not count:
+        raise ValueError(
+            f"{data.source} has no token to predict: all of its windows are of special tokens alone, such as the "
+            "unknown one, which are never masked. Give another --data, of words that the tokenizer knows"
+        )
     loss = total / count
     # The first token is not predicted; it is taken to be as likely as the others.
     text_bytes = data.text_bytes if isinstance(objective, NextTokens) else None

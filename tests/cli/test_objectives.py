@@ -155,6 +155,13 @@ def test_bytes_lack_what_is_needed(name, message, folders, tmp_path, capsys):
     assert_refused(status, capsys.readouterr().err, message, "give its --tokenizer")
 
 
+def test_a_text_of_unknown_words_alone_is_not_evaluated(folders, tmp_path, capsys):
+    """They are special, and none of them is masked."""
+    (tmp_path / "text.txt").write_text("zzz " * 40)
+    status = main(["eval", "--init-from", str(folders[BERT]), "--data", str(tmp_path / "text.txt"), "--seq-len", "16"])
+    assert_refused(status, capsys.readouterr().err, "text.txt has no token to predict", "Give another --data")
+
+
 def test_a_tokenizer_of_another_form(folders, tmp_path, capsys):
     """T5's own, without a ``tokenizer.json``."""
     for file in ("config.json", "model.safetensors"):
