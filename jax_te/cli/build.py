@@ -24,7 +24,7 @@ from jax_te.cli.objective import loss_of
 from jax_te.cli.precision_rules import apply_rules
 from jax_te.cli.run_config import RunConfig
 from jax_te.config import PipelineConfig
-from jax_te.data import NextTokens, Objective, TextData, TrainBatches, heldout_batches
+from jax_te.data import Objective, TextData, TrainBatches, heldout_batches
 from jax_te.layers import lora_labels
 from jax_te.models import Execution, GPTModel, LanguageModel
 from jax_te.ops import use_backend
@@ -157,8 +157,6 @@ HELDOUT = "heldout_loss"
 RATES = 1024
 """Learning rates computed at once."""
 
-_NEXT_TOKENS = NextTokens()
-
 
 def train_step(config: RunConfig, tx: optax.GradientTransformation) -> Callable[..., Any]:
     """Return the train step of a run; ``tx`` is the run's `optimizer`."""
@@ -182,9 +180,7 @@ class Trainer:
         objective: what the run's model is trained to predict, see `jax_te.cli.objective.run_objective`.
     """
 
-    def __init__(
-        self, config: RunConfig, data: TextData, checkpointer: TrainCheckpointer, objective: Objective = _NEXT_TOKENS
-    ):
+    def __init__(self, config: RunConfig, data: TextData, checkpointer: TrainCheckpointer, objective: Objective):
         self.config, self.data, self.checkpointer, self.objective = config, data, checkpointer, objective
         self._parts = (model_builder(config), optimizer(config))
         self.step = train_step(config, self._parts[1])

@@ -57,10 +57,13 @@ def _of_run(options: EvalOptions) -> dict[str, Any]:
     config = config.on_one_device(options.factory_modules)
     size, length = options.batch_size or config.batch_size // config.microbatches, options.seq_len or config.seq_len
     sizes = {"batch_size": size, "microbatches": 1, "check_memory": options.check_memory}
-    check_memory(dataclasses.replace(config, **sizes), "eval", training=False)
+    check_memory(dataclasses.replace(config, **sizes), "eval")
     tokenizer = run_tokenizer(config, output)
     objective = run_objective(config, tokenizer)
-    data = _heldout(config, tokenizer) if options.data is None else read_tokens(options.data, tokenizer=tokenizer)
+    if options.data is None:
+        data = _heldout(config, tokenizer, objective)
+    else:
+        data = read_tokens(options.data, tokenizer=tokenizer)
     with contexts(config), TrainCheckpointer(output / CHECKPOINT_FOLDER) as checkpointer, warnings_as_lines():
         wanted = abstract_model_state(config)
         state, _, step = checkpointer.restore(wanted, step=options.step, allow={"unexpected"})
@@ -96,8 +99,8 @@ def _stored_bytes(folder: Path) -> int:
     return sum(tensor.nbytes for tensor in open_tensors(folder)[0].values())
 
 
-def _heldout(config: RunConfig, tokenizer: Tokenizer | ByteTokenizer) -> Tokens:
-    data = run_text(config, tokenizer)
+def _heldout(config: RunConfig, tokenizer: Tokenizer | ByteTokenizer, objective: Objective) -> Tokens:
+    data = run_text(config, tokenizer, objective)
     # By the average over the whole text: the pieces that are held out may begin and end within a character.
     text_bytes = None if data.bytes_per_token is None else round(data.bytes_per_token * len(data.heldout))
     names = {"source": f"the held-out part of {data.source}", "files": data.files, "vocab_size": data.vocab_size}
@@ -116,8 +119,8 @@ def evaluate(
         batch_size, seq_len: size of what is computed at once; a token is predicted from those before it in its window.
 
     Raises:
-        ValueError: for a text that is too short, for tokens that the model does not know, and for windows that are
-            longer than its positions.
+        ValueError: for a text that is too short or has no token to predict, for tokens that the model does not know,
+            and for windows that are longer than its positions.
     """
     if seq_len > model.max_sequence_length:
         raise ValueError(f"--seq-len {seq_len} is above the model's {model.max_sequence_length} positions; lower it")
@@ -130,6 +133,11 @@ def evaluate(
         # In Python's floats: fp32 would lose the later batches of a long text.
         total += float(_sum_of_losses(model, batch))
         count += int((batch["labels"] >= 0).sum())
+    if not count:
+        raise ValueError(
+            f"{data.source} has no token to predict: all of its windows are of special tokens alone, such as the "
+            "unknown one, which are never masked. Give another --data, of words that the tokenizer knows"
+        )
     loss = total / count
     # The first token is not predicted; it is taken to be as likely as the others.
     text_bytes = data.text_bytes if isinstance(objective, NextTokens) else None

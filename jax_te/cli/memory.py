@@ -13,17 +13,18 @@ from jax_te.cli.option_table import memory_advice
 from jax_te.cli.parser import option_names
 from jax_te.cli.run_config import RunConfig
 from jax_te.config import ParallelConfig, depth_projection, layer_kernels
+from jax_te.data import Objective
 
 SKIP_CHECK = "or skip this estimate: --no-check-memory"
 
 
-def check_memory(config: RunConfig, command: str, *, training: bool = True) -> None:
+def check_memory(config: RunConfig, command: str, objective: Objective | None = None) -> None:
     """Raise ValueError if a device has less memory than `least_memory`, unless the configuration disables the check.
 
     Args:
         config: configuration of the run.
         command: name of the command, whose options the message may name.
-        training: whether memory for training is needed; False: the parameters are loaded alone.
+        objective: what the model is trained to predict. None: the parameters are loaded alone.
 
     Raises:
         ValueError: also for a mesh of more devices than there are.
@@ -35,8 +36,8 @@ def check_memory(config: RunConfig, command: str, *, training: bool = True) -> N
         )
     if config.check_memory:
         # No option makes the parameters fewer.
-        advice = memory_advice(option_names(command) if training else ())
-        check_fits(least_memory(config, training=training), sizes.num_devices, f"{advice}, {SKIP_CHECK}")
+        advice = memory_advice(() if objective is None else option_names(command))
+        check_fits(least_memory(config, objective), sizes.num_devices, f"{advice}, {SKIP_CHECK}")
 
 
 def check_fits(needed: int, devices: int, advice: str) -> None:
@@ -74,12 +75,12 @@ def score_bytes(rows: int, heads: int, length: int) -> int:
     return 2 * rows * heads * length**2 if default_platform() == "cpu" else 0
 
 
-def least_memory(config: RunConfig, *, training: bool = True) -> int:
+def least_memory(config: RunConfig, objective: Objective | None = None) -> int:
     """Return a lower bound of the bytes on each device: other memory only adds to it.
 
     Args:
         config: configuration of the run.
-        training: whether memory for training is needed; False: the parameters alone.
+        objective: what the model is trained to predict. None: nothing is trained, and parameters are all there is.
     """
     sizes = config.parallel_config() or ParallelConfig()
     hidden, item = config.hidden_size, np.dtype(config.params_dtype).itemsize
@@ -88,7 +89,7 @@ def least_memory(config: RunConfig, *, training: bool = True) -> int:
     parameters = everywhere + experts // sizes.expert
     if config.fp8_param:
         item = 1
-    if not training:
+    if objective is None:
         return parameters * item
     # Gradients, two fp32 moments, and fp32 masters of what is held in fewer bits.
     moments = 8 if config.lora_rank is None else 0  # those of adapters are small
@@ -96,13 +97,18 @@ def least_memory(config: RunConfig, *, training: bool = True) -> int:
     held = item if config.lora_rank is not None else 2 * item
     state = parameters * (held + (moments + masters) // split) // (sizes.fsdp * sizes.tensor * sizes.pipeline)
     rows = config.batch_size // config.microbatches
-    kept = 1 if config.recompute_granularity == "full" else config.num_layers
-    # Of a token: its input to each layer that backward reads, and its logits in fp32.
-    token = kept * hidden * np.dtype(config.compute_dtype).itemsize + 4 * config.vocab_size
+    # The decoder of a T5 has fewer tokens than its encoder; other models have one sequence, with a label for each.
+    labels = objective.lengths(config.seq_len)["labels"]
+    layers, encoder_layers = config.num_layers, _encoder_layers(config)
+    if config.recompute_granularity == "full":
+        layers, encoder_layers = 1, min(1, encoder_layers)
+    # Of a token: its input to each layer that backward reads, and of one with a label its logits in fp32.
+    inputs = (layers * labels + encoder_layers * config.seq_len) * hidden * np.dtype(config.compute_dtype).itemsize
+    tokens = inputs + 4 * config.vocab_size * labels
     scores = score_bytes(rows, config.num_heads, config.seq_len)
     # Tokens and labels, int32; positions of held-out windows, int64.
-    data = 8 * config.batch_size * (config.seq_len + config.eval_batches)
-    return state + (rows * config.seq_len * token + scores + data) // sizes.num_devices
+    data = config.batch_size * (4 * (config.seq_len + labels) + 8 * config.eval_batches)
+    return state + (rows * tokens + scores + data) // sizes.num_devices
 
 
 def _parameters(config: RunConfig) -> tuple[int, int]:

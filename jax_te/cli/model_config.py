@@ -28,7 +28,7 @@ FORM = {name: row for name, row in options_of(ModelOptions).items() if name not 
 
 _SAID = {name for field, row in FORM.items() for name in row.library or (field,)} | {"params_dtype"}
 _MAX_LAYERS = range(10_000)
-LONGEST_DEFAULT = 512
+_LONGEST_DEFAULT = 512
 """The longest sequence length that is taken unasked; a model may support far more positions than fit into memory."""
 
 _POSITIONS: dict[type, str] = {RotaryPositions: "rope", RelativePositions: "relative"}
@@ -46,7 +46,7 @@ def default_length(positions: int) -> int:
     >>> default_length(128), default_length(131072)
     (128, 512)
     """
-    return min(LONGEST_DEFAULT, positions)
+    return min(_LONGEST_DEFAULT, positions)
 
 
 def read_model_config(path: str) -> str:

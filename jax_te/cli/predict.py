@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from jax_te._text import table
 from jax_te.bench import predict_step
-from jax_te.cli.bench.preset_config import preset_config, sizes_of
+from jax_te.cli.bench.preset_config import preset_config, read_decoder, sizes_of
 from jax_te.cli.command_options import DoctorOptions
-from jax_te.cli.model_config import read_model_config
+from jax_te.cli.model_config import described_form
+from jax_te.data import ByteTokenizer
 from jax_te.typing import GpuName
 
 _GAIN = 1.02
@@ -17,7 +18,7 @@ def show_prediction(options: DoctorOptions, gpu: GpuName) -> None:
     """Print milliseconds by kind of kernel and recipe, and a line for each recipe that gains nothing.
 
     Raises:
-        ValueError: for no model, or two, and for sizes that do not go together.
+        ValueError: for no model, or two, for one that is not a decoder, and for sizes that do not go together.
     """
     if (options.preset is None) == (options.model_config is None):
         raise ValueError("--gpu predicts the time of a model; give --preset or --model-config, and not both")
@@ -25,7 +26,7 @@ def show_prediction(options: DoctorOptions, gpu: GpuName) -> None:
         raise ValueError("--model-config says what the model is; leave --vocab-size out")
     if not options.recipes:
         raise ValueError("--recipes is empty; name a recipe, or leave it out")
-    described = None if options.model_config is None else read_model_config(options.model_config)
+    described = None if options.model_config is None else _described(options.model_config)
     config = preset_config(
         options.preset or "tiny",
         "none",
@@ -49,6 +50,18 @@ def show_prediction(options: DoctorOptions, gpu: GpuName) -> None:
     for recipe, total in totals.items():
         if recipe != options.recipes[0] and first / total < _GAIN:
             print(f"{recipe} gains nothing here: {_reason(times[options.recipes[0]], times[recipe])}")
+
+
+def _described(path: str) -> str:
+    """Return the text of ``--model-config``, of a decoder that has rows for bytes, as it is predicted for text."""
+    text = read_decoder(path, "jax-te doctor --gpu")
+    rows = described_form(text)[1].others["vocab_size"]
+    if rows < ByteTokenizer.vocab_size:
+        raise ValueError(
+            f"--model-config has {rows} tokens (vocab_size), and a prediction is for at least "
+            f"{ByteTokenizer.vocab_size}, those of bytes; set vocab_size to {ByteTokenizer.vocab_size} in a copy of it"
+        )
+    return text
 
 
 def _shown(ms: float | None) -> str:

@@ -15,7 +15,7 @@ from jax_te.cli.loop import LoopResult
 from jax_te.cli.model_config import model_type
 from jax_te.cli.objective import model_class
 from jax_te.cli.run_config import RunConfig
-from jax_te.cli.run_files import CHECKPOINT_FOLDER, PROFILE_FOLDER
+from jax_te.cli.run_files import CHECKPOINT_FOLDER, PROFILE_FOLDER, convert_command
 from jax_te.cli.run_recipe import RECIPE_FIELDS
 from jax_te.config import ParallelConfig
 from jax_te.data import CorruptedSpans, MaskedTokens, NextTokens, Objective, TextData
@@ -244,7 +244,7 @@ def end_facts(
     names = [name for name in names if (output / name).exists()]
     rows["files"] = f"{output}: {', '.join([*names, CHECKPOINT_FOLDER])}"
     if prompt is None:
-        rows["next"] = f"jax-te convert {output} {output}-hf --to huggingface"
+        rows["next"] = convert_command(output)
     else:
         rows["next"] = f"jax-te sample --output {output} --prompt {prompt!r}"
     return rows

@@ -32,6 +32,15 @@ _RECORDED = options_of(Recorded)
 _KEPT = {"preset", *_RECORDED, *(name for name, row in OPTIONS.items() if row.kept)}
 
 
+def convert_command(output: str | Path) -> str:
+    """Return the command that writes the model of a run's folder in the format of Hugging Face.
+
+    >>> convert_command("runs/tiny")
+    'jax-te convert runs/tiny runs/tiny-hf'
+    """
+    return f"jax-te convert {output} {output}-hf"
+
+
 def write_config(config: RunConfig, directory: Path) -> None:
     """Write ``config.json`` atomically."""
     values = {name: value for name, value in dataclasses.asdict(config).items() if name in _KEPT}

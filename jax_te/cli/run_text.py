@@ -9,7 +9,7 @@ from typing import Any
 
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import PARTIAL
-from jax_te.data import TOKENIZER_FILE, ByteTokenizer, TextData, Tokenizer, load_text
+from jax_te.data import TOKENIZER_FILE, ByteTokenizer, Objective, TextData, Tokenizer, load_text
 
 VOCABULARY_MULTIPLE = 128
 """A new model's vocabulary size is a multiple of this: Megatron's ``--make-vocab-size-divisible-by``."""
@@ -64,9 +64,16 @@ def keep_tokenizer(tokenizer: Tokenizer | ByteTokenizer, output: Path) -> None:
         os.replace(partial, copy)
 
 
-def run_text(config: RunConfig, tokenizer: Tokenizer | ByteTokenizer, data: str | None = None) -> TextData:
-    """Return the text of a run, or another one, tokenized by the run's tokenizer."""
-    return load_text(config.data if data is None else data, seq_len=config.seq_len, tokenizer=tokenizer)
+def run_text(
+    config: RunConfig, tokenizer: Tokenizer | ByteTokenizer, objective: Objective, data: str | None = None
+) -> TextData:
+    """Return the text of a run, or another one, tokenized by the run's tokenizer.
+
+    Raises:
+        ValueError: see `load_text`; too little text is less than a window of the objective.
+    """
+    source = config.data if data is None else data
+    return load_text(source, seq_len=config.seq_len, tokenizer=tokenizer, objective=objective)
 
 
 def unit(tokenizer: Tokenizer | ByteTokenizer) -> str:

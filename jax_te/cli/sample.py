@@ -17,7 +17,7 @@ from jax_te.cli.command_options import RANDOM, SampleOptions
 from jax_te.cli.memory import check_memory
 from jax_te.cli.objective import model_class
 from jax_te.cli.option_table import check_effects
-from jax_te.cli.run_files import CHECKPOINT_FOLDER, holds_run, read_config
+from jax_te.cli.run_files import CHECKPOINT_FOLDER, convert_command, holds_run, read_config
 from jax_te.cli.run_text import run_tokenizer
 from jax_te.data import ByteTokenizer, Tokenizer
 from jax_te.interop.tables import on_host
@@ -44,11 +44,11 @@ def run(options: SampleOptions) -> int:
     if model_class(config) is not GPTModel:
         raise ValueError(
             f"the model of {output} restores masked or removed tokens, and jax-te sample continues texts; measure it "
-            f"with: jax-te eval --output {output}, or give it to transformers: jax-te convert {output} {output}-hf"
+            f"with: jax-te eval --output {output}, or give it to transformers: {convert_command(output)}"
         )
     # One device and any available backend, wherever it was trained.
     config = dataclasses.replace(config.on_one_device(options.factory_modules), check_memory=options.check_memory)
-    check_memory(config, "sample", training=False)
+    check_memory(config, "sample")
     tokenizer = run_tokenizer(config, output)
     prompt = tokenizer.encode(options.prompt)
     if not prompt.size:

@@ -144,12 +144,12 @@ def _read(options: GivenOptions, output: Path, progress: Progress) -> _RunInputs
     config, resumes = resolve(options, output)
     require_writers(config.writers)
     trace = _trace(config, output)
-    check_memory(config, "train")
-    check_mesh_of_processes(config)
-    progress.note("reading the text")
     tokenizer = run_tokenizer(config, output)
     objective = run_objective(config, tokenizer)
-    data = run_text(config, tokenizer)
+    check_memory(config, "train", objective)
+    check_mesh_of_processes(config)
+    progress.note("reading the text")
+    data = run_text(config, tokenizer, objective)
     return _RunInputs(config=config, resumes=resumes, trace=trace, tokenizer=tokenizer, objective=objective, data=data)
 
 

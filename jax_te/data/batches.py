@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
@@ -12,15 +13,13 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jax_te._validation import check_positive, check_seed, checked, require_extra
-from jax_te.data.objectives import IGNORED, Example, NextTokens, Objective
+from jax_te.data.objectives import IGNORED, NEXT_TOKENS, Example, NextTokens, Objective
 
 MAX_POSITIONS = 2**32 - 1
 """Largest number of positions, since grain shuffles with 32 bits."""
 
 PIECE, _PIECES = 2**20, 64
 """Bytes of a piece of a memory map, and number of pieces in its checksum."""
-
-_NEXT_TOKENS = NextTokens()
 
 
 @checked
@@ -40,7 +39,8 @@ class TrainBatches:
         sharding: sharding of a batch ``[b, s]``: batches are global ``jax.Array``, of which each process reads the rows
             that its devices hold. The windows and their order are the same without it, and for every number of
             processes.
-        objective: what a window becomes: `NextTokens`, `MaskedTokens` or `CorruptedSpans`. What is random in an example
+        objective: what a window becomes: `NextTokens`, `MaskedTokens`, `CorruptedSpans`, or an `Objective` of your own
+            whose ``repr`` is the same in each process, since it is part of the state. What is random in an example
             is determined by ``seed`` and by its place among all examples, so that it does not depend on where the
             batches were resumed, nor on ``sharding``.
 
@@ -50,7 +50,8 @@ class TrainBatches:
     Raises:
         ImportError: without grain.
         ValueError: for a text that is not integers ``[n]``, or is shorter than a window; for a length that the
-            objective cannot have; from ``next``, for a token outside of the vocabulary.
+            objective cannot have; for an objective whose ``repr`` has an address in memory; from ``next``, for a token
+            outside of the vocabulary.
 
     >>> batches = TrainBatches(np.arange(100, dtype=np.uint8), batch_size=2, seq_len=4, seed=0)
     >>> batch = next(batches)
@@ -67,10 +68,11 @@ class TrainBatches:
         seed: int,
         vocab_size: int | None = None,
         sharding: Sharding | None = None,
-        objective: Objective = _NEXT_TOKENS,
+        objective: Objective = NEXT_TOKENS,
     ):
         check_positive(batch_size=batch_size, seq_len=seq_len)
         check_seed(seed)
+        _check_repr(objective)
         self._lengths, window = objective.lengths(seq_len), objective.window(seq_len)
         self._stride = -(-_positions(text, window, seq_len) // MAX_POSITIONS)
         positions = _positions(text, window, seq_len) // self._stride
@@ -146,7 +148,7 @@ def heldout_batches(
     num_batches: int,
     vocab_size: int | None = None,
     sharding: Sharding | None = None,
-    objective: Objective = _NEXT_TOKENS,
+    objective: Objective = NEXT_TOKENS,
 ) -> Iterator[dict[str, Any]]:
     """Yield ``num_batches`` batches, the same every time, of windows evenly spaced over ``text``.
 
@@ -207,7 +209,7 @@ def whole_batches(
     batch_size: int,
     seq_len: int,
     vocab_size: int | None = None,
-    objective: Objective = _NEXT_TOKENS,
+    objective: Objective = NEXT_TOKENS,
 ) -> Iterator[dict[str, np.ndarray]]:
     """Yield batches in which every token but the first is a label once; a label of -100 does not count.
 
@@ -244,7 +246,7 @@ def _whole_batches(
     for start in range(0, len(text) - 1, batch_size * seq_len):
         tokens = np.zeros((batch_size * seq_len,), np.int32)
         labels = np.full((batch_size * seq_len,), IGNORED, np.int32)
-        found = _example(text, start, min(len(tokens) + 1, len(text) - start), vocab_size, _NEXT_TOKENS, ())
+        found = _example(text, start, min(len(tokens) + 1, len(text) - start), vocab_size, NEXT_TOKENS, ())
         tokens[: len(found["tokens"])], labels[: len(found["labels"])] = found["tokens"], found["labels"]
         yield {"tokens": tokens.reshape(batch_size, seq_len), "labels": labels.reshape(batch_size, seq_len)}
 
@@ -282,14 +284,23 @@ def _example(
     return objective.example(np.asarray(tokens, np.int32), key)
 
 
+def _check_repr(objective: Objective) -> None:
+    """Raise ValueError for an objective that another process could not recognize."""
+    if re.search(r" at 0x[0-9a-fA-F]+>", repr(objective)):
+        raise ValueError(
+            f"the objective's repr is {objective!r}: its address is another one in each process, and the state of the "
+            f"batches could not be resumed. Make {type(objective).__name__} a dataclass, or define its __repr__, from "
+            "what its examples depend on"
+        )
+
+
 def _positions(text: np.ndarray, window: int, seq_len: int) -> int:
     """Return the number of windows of a text; raise for one that is no sequence of tokens, or too short for one."""
     if text.ndim != 1 or not np.issubdtype(text.dtype, np.integer):
         raise ValueError(f"tokens must be integers [n], got {text.dtype}{list(text.shape)}")
     if len(text) < window:
-        unit = "bytes" if text.dtype == np.uint8 else "tokens"
         raise ValueError(
-            f"a text of {len(text)} {unit} has no window of seq_len {seq_len}: it needs at least {window}. "
+            f"a text of {len(text)} tokens has no window of seq_len {seq_len}: it needs at least {window}. "
             "Give more text, or lower seq_len"
         )
     return len(text) - window + 1

@@ -26,7 +26,12 @@ _SENTINELS = ("\u2581<extra_id_{}>", "<extra_id_{}>")
 
 
 class Objective(abc.ABC):
-    """What a model is trained to predict: how many tokens of text an example takes, and what they become."""
+    """What a model is trained to predict: how many tokens of text an example takes, and what they become.
+
+    The state of `TrainBatches` has the ``repr`` of its objective, by which a resume sees whether it is the same one. A
+    class of your own needs one that says what its examples depend on: make it a frozen dataclass, or define
+    ``__repr__``.
+    """
 
     @abc.abstractmethod
     def window(self, seq_len: int) -> int:
@@ -73,6 +78,10 @@ class NextTokens(Objective):
         return {"tokens": text[:-1], "labels": text[1:]}
 
 
+NEXT_TOKENS = NextTokens()
+"""The objective of batches for which none is given."""
+
+
 @checked
 @dataclass(frozen=True, kw_only=True)
 class MaskedTokens(Objective):
@@ -80,7 +89,10 @@ class MaskedTokens(Objective):
 
     Of the tokens of a window, ``rate`` are chosen, rounded, at least one. Of these 80 % become the mask token, 10 % a
     random one, and 10 % stay; their labels are what they were, and all others are -100. Each example has the same
-    number of labels, so that the mean loss of a batch is that of its microbatches.
+    number of labels, so that the mean loss of a batch is that of its microbatches, except where a window has fewer
+    tokens than that which may be chosen, because the others are special: then it has a label for each of these, and
+    none if there are none. ``jax-te train`` does not weight microbatches and held-out batches by their labels; one
+    without labels has the loss 0, which lowers the mean.
 
     Args:
         mask: mask token.

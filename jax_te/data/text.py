@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jax_te._validation import check_positive, checked
+from jax_te.data.objectives import NEXT_TOKENS, Objective
 from jax_te.data.sources import read_tokens
 from jax_te.data.tokenizer import ByteTokenizer, Tokenizer
 
@@ -47,6 +48,7 @@ def load_text(
     heldout_fraction: float = 0.05,
     tokenizer: Tokenizer | ByteTokenizer | None = None,
     text_key: str = "text",
+    objective: Objective = NEXT_TOKENS,
 ) -> TextData:
     """Return text as tokens, split into those to train on and those held out; the split is the same every time.
 
@@ -67,16 +69,17 @@ def load_text(
             about 11 MB. A file, or a folder: of it all files in it and below that decode as UTF-8, ``.jsonl`` and
             ``.parquet`` are read, except those whose name or folder begins with a dot. A message of the log gives the
             number of the others.
-        seq_len: tokens of an example; training and held-out text must each be long enough for one.
+        seq_len: tokens of an example; training and held-out text must each have a window of ``objective``.
         heldout_fraction: fraction of the text that is held out, in (0, 1).
         tokenizer: tokenizer of the text; its ``end_of_text`` follows each document. None: a `ByteTokenizer`, with
             nothing between documents.
         text_key: key of the text in JSON lines and Parquet.
+        objective: what a window will become, see `TrainBatches`; it determines how many tokens an example takes.
 
     Raises:
         ValueError: if the path does not exist, holds no text or too little text; for a damaged file or a document
             that is null, whose line, row or column is named; with a tokenizer, for a file that is not UTF-8; for a
-            file of tokens in a folder.
+            file of tokens in a folder; for a length that the objective cannot have.
 
     >>> data = load_text(os.__file__, seq_len=64)
     >>> data.train.dtype, data.files, round(len(data.heldout) / len(data.train), 2)
@@ -85,11 +88,12 @@ def load_text(
     check_positive(seq_len=seq_len)
     if not 0.0 < heldout_fraction < 1.0:
         raise ValueError(f"heldout_fraction must be in (0, 1), got {heldout_fraction!r}")
+    window = objective.window(seq_len)
     found = read_tokens(source, tokenizer=tokenizer, text_key=text_key)
     train, heldout = _split(found.tokens, heldout_fraction)
     count = len(found.tokens)
-    if min(len(train), len(heldout)) < seq_len + 1:
-        needed = math.ceil((seq_len + 1) / min(heldout_fraction, 1.0 - heldout_fraction))
+    if min(len(train), len(heldout)) < window:
+        needed = math.ceil(window / min(heldout_fraction, 1.0 - heldout_fraction))
         unit = "bytes of text" if found.text_bytes == count else "tokens"
         raise ValueError(
             f"{found.source} has {count} {unit}; with {heldout_fraction:.0%} held out, seq_len {seq_len} needs at "

@@ -3,7 +3,9 @@
 So these steps show that the rates are still those of the pages; other steps would show how good a prediction is.
 """
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +13,7 @@ from jax_te.bench import predict_step
 from jax_te.cli.bench.preset_config import preset_config, sizes_of
 from jax_te.cli.main import main
 from jax_te.cli.model_config import read_model_config
+from tests.support.families import family_folder
 from tests.support.runs import assert_refused
 
 FORMS = "examples/model_configs"
@@ -64,3 +67,20 @@ def test_doctor_shows_what_pays(capsys):
 )
 def test_options_that_do_not_go_together(capsys, argv, words):
     assert_refused(main(["doctor", *argv]), capsys.readouterr().err, words)
+
+
+@pytest.mark.parametrize("command", [["doctor", "--gpu", "h200"], ["bench", "model"]])
+@pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "BertForMaskedLM"])
+def test_other_models_than_decoders_are_refused(name, command, tmp_path, capsys):
+    path = family_folder(name, tmp_path) / "config.json"
+    status = main([*command, "--model-config", str(path)])
+    assert_refused(status, capsys.readouterr().err, f"jax-te {' '.join(command[:2])} is for decoders")
+
+
+def test_a_vocabulary_below_that_of_bytes_is_refused_with_what_doctor_has(tmp_path, capsys):
+    values = json.loads(Path(f"{FORMS}/gpt_oss_3b.json").read_text()) | {"vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    status = main(["doctor", "--gpu", "h200", "--model-config", str(tmp_path)])
+    error = capsys.readouterr().err
+    assert_refused(status, error, "--model-config has 100 tokens", "set vocab_size to 256")
+    assert "--tokenizer" not in error

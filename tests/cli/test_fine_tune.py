@@ -248,9 +248,8 @@ def test_defaults_of_fine_tuning(folder, tmp_path):
     assert (full.vocab_size, full.tokenizer, full.hidden_size, full.num_query_groups) == (80, str(folder), 32, 2)
     assert (full.seq_len, full.transformer_config().kv_channels) == (64, 16)
     assert full.transformer_config().attention_dropout == 0.0
-    assert (
-        "moe_router_bias_update_rate" not in adapted.library_fields()
-    )  # of experts; it would have no effect, and say so
+    # Of experts; it would have no effect, and say so.
+    assert "moe_router_bias_update_rate" not in adapted.library_fields()
     assert made("--dropout", "0.2", "--compute-dtype", "bfloat16").transformer_config().hidden_dropout == 0.2
 
 

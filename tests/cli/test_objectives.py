@@ -17,7 +17,7 @@ from jax_te.data import CorruptedSpans, MaskedTokens, TrainBatches
 from jax_te.interop.huggingface import load_huggingface, save_huggingface
 from tests.support.families import family_folder, family_model
 from tests.support.runs import assert_refused, records
-from tests.support.tokenizers import write_tokenizer
+from tests.support.tokenizers import WORDS, write_tokenizer
 
 STEPS = ["--metrics-writers", "jsonl", "--batch-size", "4", "--seq-len", "16", "--warmup-steps", "1"]
 STEPS += ["--eval-batches", "2", "--save-every", "2", "--learning-rate", "0.01", "--steps", "4", "--decay-steps", "4"]
@@ -44,7 +44,8 @@ def first_loss(output, folder):
     config = read_config(output)
     assert config is not None
     tokenizer = run_tokenizer(config, output)
-    objective, text = run_objective(config, tokenizer), run_text(config, tokenizer)
+    objective = run_objective(config, tokenizer)
+    text = run_text(config, tokenizer, objective)
     batches = TrainBatches(text.train, batch_size=4, seq_len=16, seed=config.seed, objective=objective)
     batch = jax.device_put(next(batches))
     model = load_huggingface(folder)
@@ -126,6 +127,14 @@ def test_options_that_an_objective_cannot_follow(name, argv, message, folders, t
     assert not (tmp_path / "run").exists()
 
 
+def test_a_text_without_a_held_out_window_is_refused_before_the_run(folders, tmp_path, capsys):
+    """An example of a T5 takes 70 tokens of text for 64, and 67 of these are held out."""
+    (tmp_path / "text.txt").write_text(" ".join(np.random.default_rng(0).choice(WORDS, 1340)))
+    status = train(tmp_path / "run", folders[T5], "--data", str(tmp_path / "text.txt"), "--seq-len", "64")
+    assert_refused(status, capsys.readouterr().err, "has 1341 tokens", "seq_len 64 needs at least 1400")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("name", "message"), [(T5, "has no sentinels, <extra_id_0>"), (BERT, "has no mask token, [MASK] or <mask>")]
 )
@@ -144,6 +153,13 @@ def test_bytes_lack_what_is_needed(name, message, folders, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(values))
     status = main(["train", "--model-config", str(tmp_path), "--output", str(tmp_path / "run"), "--seq-len", "32"])
     assert_refused(status, capsys.readouterr().err, message, "give its --tokenizer")
+
+
+def test_a_text_of_unknown_words_alone_is_not_evaluated(folders, tmp_path, capsys):
+    """They are special, and none of them is masked."""
+    (tmp_path / "text.txt").write_text("zzz " * 40)
+    status = main(["eval", "--init-from", str(folders[BERT]), "--data", str(tmp_path / "text.txt"), "--seq-len", "16"])
+    assert_refused(status, capsys.readouterr().err, "text.txt has no token to predict", "Give another --data")
 
 
 def test_a_tokenizer_of_another_form(folders, tmp_path, capsys):

@@ -17,6 +17,7 @@ from jax_te.cli.presets import PRESETS
 from jax_te.cli.resolve import output_folder, resolve
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import write_config
+from jax_te.data import NextTokens
 from tests.support.runs import saved_step
 
 
@@ -167,11 +168,11 @@ def test_the_estimate_of_memory_can_be_skipped_where_it_refuses(command, tmp_pat
     with pytest.raises(
         ValueError, match=r"the sizes take at least .*or skip this estimate: --no-check-memory"
     ) as error:
-        check_memory(config, command, training=command not in ("sample", "eval"))
+        check_memory(config, command, None if command in ("sample", "eval") else NextTokens())
     named = {name.replace("-", "_") for name in re.findall(r"--([\w-]+)", str(error.value))}
     assert named - {"no_check_memory"} <= option_names(command)
     assert "check_memory" in option_names(command)
-    check_memory(dataclasses.replace(config, check_memory=False), command)
+    check_memory(dataclasses.replace(config, check_memory=False), command, NextTokens())
 
 
 def test_a_new_run_has_the_presets_values_and_what_follows_from_the_options(tmp_path):

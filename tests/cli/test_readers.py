@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jax_te.checkpoint import TrainCheckpointer
+from jax_te.cli import memory
 from jax_te.cli.build import abstract_state, contexts
 from jax_te.cli.main import main
 from jax_te.cli.memory import least_memory
@@ -32,7 +33,7 @@ from jax_te.cli.resolve import new_config
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CONFIG_FILE, read_config
 from jax_te.config import LatentAttentionOptions, TransformerConfig
-from jax_te.data import Tokenizer, load_text
+from jax_te.data import CorruptedSpans, NextTokens, Tokenizer, load_text
 from jax_te.errors import CheckpointMismatchError
 from jax_te.megatron import MatchContext, QuantizationConfig, TEQuantizationParams, TEQuantizationRecipe
 from jax_te.megatron.quantization.yaml_file import read_yaml
@@ -40,6 +41,7 @@ from jax_te.metrics.log import METRICS_FILE, read_metrics
 from jax_te.metrics.precision_log import PRECISION_FILE, STATISTICS, read_precision
 from jax_te.metrics.writers import cut_after
 from jax_te.models import GPTModel
+from tests.support.families import family_folder
 from tests.support.numerics import without_type_checker
 from tests.support.runs import MICRO, assert_refused, command
 from tests.support.tokenizers import write_megatron, write_tokenizer
@@ -239,8 +241,8 @@ def test_the_estimate_is_below_what_a_state_takes_and_not_far_below(changes):
     params, all_of_it = (
         sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)) for tree in (state.params, state)
     )
-    assert 0.9 * all_of_it < least_memory(config) < 1.2 * (all_of_it + params)
-    assert 0.5 * params < least_memory(config, training=False) <= params
+    assert 0.9 * all_of_it < least_memory(config, NextTokens()) < 1.2 * (all_of_it + params)
+    assert 0.5 * params < least_memory(config) <= params
 
 
 LATENT = {"kv_lora_rank": 8, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": 8}
@@ -271,7 +273,23 @@ def test_the_estimate_counts_every_kernel_of_a_model(form, monkeypatch):
     small = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "vocab_size": 48, "seq_len": 8, "batch_size": 1}
     config = new_config({"preset": "tiny", **small})
     monkeypatch.setattr(RunConfig, "transformer_config", lambda self: model_config)
-    assert least_memory(config, training=False) == 4 * kernels
+    assert least_memory(config) == 4 * kernels
+
+
+def test_the_estimate_has_logits_of_the_tokens_with_labels_alone(tmp_path, monkeypatch):
+    """The decoder of a T5 has 114 tokens for 512 of the encoder, and its vocabulary may be most of the memory."""
+    monkeypatch.setattr(memory, "score_bytes", lambda *sizes: 0)
+    objective, labels, rows = CorruptedSpans(sentinels=tuple(range(100)), after=(1,)), 114, 64
+    sizes = {"vocab_size": 250_112, "n_positions": 512, "num_layers": 3, "num_decoder_layers": 2}
+    values = json.loads((family_folder("T5ForConditionalGeneration", tmp_path) / "config.json").read_text()) | sizes
+    given = {"model_config": json.dumps(values), "batch_size": rows, "microbatches": 1, "eval_batches": 1}
+    config = new_config(given)
+    parameters = least_memory(config) // 4
+    inputs, item = 2 * labels + 3 * 512, np.dtype(config.compute_dtype).itemsize
+    data = rows * (4 * (512 + labels) + 8)
+    tokens = rows * (4 * values["vocab_size"] * labels + inputs * config.hidden_size * item) + data
+    # fp32 parameters, gradients and two moments
+    assert least_memory(config, objective) == 16 * parameters + tokens
 
 
 JSON = st.recursive(
@@ -447,4 +465,4 @@ def test_the_estimate_is_a_lower_bound_on_every_axis(axis):
             for tree in (state, state.params)
         ]
     # A device's arrays of the state, gradients in the parameters' dtype, and what activations and data take.
-    assert least_memory(config) < sum(devices) * 1.3
+    assert least_memory(config, NextTokens()) < sum(devices) * 1.3

@@ -7,7 +7,16 @@ import numpy as np
 import pytest
 
 from jax_te.config import ParallelConfig
-from jax_te.data import CorruptedSpans, MaskedTokens, NextTokens, Tokenizer, TrainBatches, heldout_batches
+from jax_te.data import (
+    CorruptedSpans,
+    MaskedTokens,
+    NextTokens,
+    Objective,
+    Tokenizer,
+    TrainBatches,
+    heldout_batches,
+    load_text,
+)
 from jax_te.data.batches import whole_batches
 from jax_te.sharding import make_mesh, named_sharding
 from tests.support.tokenizers import MASKED, SPANS, WORDS, write_special_tokenizer, write_tokenizer
@@ -150,6 +159,49 @@ def test_whole_batches_have_every_whole_window_once(objective):
 def test_a_text_shorter_than_a_window():
     with pytest.raises(ValueError, match="a text of 560 tokens has no window of seq_len 512: it needs at least 568"):
         TrainBatches(TEXT[:560], batch_size=1, seq_len=512, seed=0, objective=T5)
+
+
+@pytest.mark.parametrize(("objective", "seq_len", "window"), [(BERT, 16, 14), (T5, 64, 70), (NextTokens(), 64, 65)])
+def test_a_text_has_a_window_of_its_objective(objective, seq_len, window, tmp_path):
+    """In the part that is held out, where it is loaded: BERT needs fewer tokens than ``seq_len``, T5 more."""
+    options = {"seq_len": seq_len, "objective": objective, "heldout_fraction": 0.25}
+    np.save(tmp_path / "enough.npy", TEXT[: 4 * window])
+    assert len(load_text(tmp_path / "enough.npy", **options).heldout) == window
+    np.save(tmp_path / "short.npy", TEXT[: 4 * window - 1])
+    with pytest.raises(ValueError, match=f"has {4 * window - 1} tokens; .* needs at least {4 * window}"):
+        load_text(tmp_path / "short.npy", **options)
+
+
+class Multiples(Objective):
+    """An objective of a user's own, with the default repr; its examples depend on ``times``."""
+
+    def __init__(self, times):
+        self.times = times
+
+    def window(self, seq_len):
+        return seq_len
+
+    def lengths(self, seq_len):
+        return {"tokens": seq_len, "labels": seq_len}
+
+    def example(self, text, key):
+        return {"tokens": text, "labels": text * self.times}
+
+
+def test_an_own_objective_is_recognized_by_its_repr():
+    class Named(Multiples):
+        def __repr__(self):
+            return f"Named({self.times})"
+
+    options = {"batch_size": 2, "seq_len": 4, "seed": 0}
+    with pytest.raises(ValueError, match="Make Multiples a dataclass, or define its __repr__"):
+        TrainBatches(TEXT, objective=Multiples(2), **options)
+    batches, resumed = (TrainBatches(TEXT, objective=Named(2), **options) for _ in range(2))
+    next(batches)
+    resumed.set_state(batches.get_state())
+    np.testing.assert_array_equal(next(resumed)["labels"], next(batches)["labels"])
+    with pytest.raises(ValueError, match=r"objective was Named\(2\), now Named\(3\)"):
+        TrainBatches(TEXT, objective=Named(3), **options).set_state(batches.get_state())
 
 
 def test_the_tokens_are_those_of_the_tokenizer(tmp_path):

@@ -214,7 +214,7 @@ def test_heldout_batches_cover_the_text_the_same_way_every_time():
 
 
 def test_too_short_for_a_window():
-    with pytest.raises(ValueError, match="a text of 8 bytes has no window of seq_len 8: it needs at least 9"):
+    with pytest.raises(ValueError, match="a text of 8 tokens has no window of seq_len 8: it needs at least 9"):
         TrainBatches(random_text(8), batch_size=1, seq_len=8, seed=0)
     with pytest.raises(ValueError, match="needs at least 9"):
         next(heldout_batches(random_text(8), batch_size=1, seq_len=8, num_batches=1))

@@ -344,7 +344,10 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     ),
     "data.load_text": lambda f: Call(
         data.load_text,
-        {"source": text_file(f), "seq_len": 4, "heldout_fraction": 0.1, "tokenizer": None, "text_key": "text"},
+        {
+            "source": text_file(f), "seq_len": 4, "heldout_fraction": 0.1, "tokenizer": None, "text_key": "text",
+            "objective": data.NextTokens(),
+        },
     ),
     "interop.huggingface.load_huggingface": lambda f: Call(
         huggingface.load_huggingface,

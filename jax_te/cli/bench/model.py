@@ -11,15 +11,14 @@ import numpy as np
 
 from jax_te.bench import Row, Settings, Variant, bench_train_steps, check_megatron, check_same_form
 from jax_te.cli.bench.options import BenchModel
-from jax_te.cli.bench.preset_config import check_parameters_fit, preset_config, sizes_of
+from jax_te.cli.bench.preset_config import check_parameters_fit, preset_config, read_decoder, sizes_of
 from jax_te.cli.bench.rows import show_rows
 from jax_te.cli.build import build_model
-from jax_te.cli.model_config import described_form, read_model_config
 from jax_te.cli.option_table import check_effects, flag
 from jax_te.cli.run_config import RunConfig
 from jax_te.config import ParallelConfig, PipelineConfig
 from jax_te.data import Tokenizer, load_text
-from jax_te.models import Execution, GPTModel
+from jax_te.models import Execution
 from jax_te.ops.te import available
 
 Form = tuple[str, RunConfig, Execution]
@@ -57,18 +56,14 @@ def _described(options: BenchModel) -> str | None:
     """Return the text of ``--model-config``, None without.
 
     Raises:
-        ValueError: for a file that cannot be read, and for options that it decides.
+        ValueError: for a file that cannot be read or is not of a decoder, and for options that it decides.
     """
     if options.model_config is None:
         return None
     wrong = [name for name in ("preset", "vocab_size") if getattr(options, name) != getattr(BenchModel, name)]
     if wrong:
         raise ValueError(f"--model-config says what the model is; leave {', '.join(map(flag, wrong))} out")
-    text = read_model_config(options.model_config)
-    kind = described_form(text)[0]
-    if kind.model is not GPTModel:
-        raise ValueError(f"jax-te bench model is for decoders, and --model-config is of a {kind.model_type}")
-    return text
+    return read_decoder(options.model_config, "jax-te bench model")
 
 
 def _check_te(options: BenchModel, configs: list[RunConfig]) -> None:

@@ -4,10 +4,29 @@ from __future__ import annotations
 
 from jax_te.bench import Sizes
 from jax_te.cli.memory import check_fits, least_memory
+from jax_te.cli.model_config import described_form, read_model_config
 from jax_te.cli.options import POLICIES
 from jax_te.cli.resolve import new_config
 from jax_te.cli.run_config import RunConfig
+from jax_te.models import GPTModel
 from jax_te.sharding import make_mesh
+
+
+def read_decoder(path: str, command: str) -> str:
+    """Return the text of the ``config.json`` of ``--model-config``, of a decoder.
+
+    Args:
+        path: path of the file, or of its folder.
+        command: name of the command that is for decoders alone.
+
+    Raises:
+        ValueError: for a file that cannot be read, and for an unsupported model or one of another kind.
+    """
+    text = read_model_config(path)
+    kind = described_form(text)[0]
+    if kind.model is not GPTModel:
+        raise ValueError(f"{command} is for decoders, and --model-config is of a {kind.model_type}; give a decoder's")
+    return text
 
 
 def preset_config(preset: str, recipe: str, way: str = "none", **fields: object) -> RunConfig:
@@ -40,9 +59,7 @@ def check_parameters_fit(config: RunConfig) -> None:
     """Raise ValueError, before any allocation, for a model whose parameters exceed the memory."""
     sizes = config.parallel_config()
     devices = 1 if sizes is None else sizes.num_devices
-    check_fits(
-        least_memory(config, training=False), devices, "lower --num-layers or --vocab-size, or take a smaller --preset"
-    )
+    check_fits(least_memory(config), devices, "lower --num-layers or --vocab-size, or take a smaller --preset")
 
 
 def sizes_of(config: RunConfig) -> Sizes:

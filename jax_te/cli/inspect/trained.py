@@ -82,9 +82,10 @@ def batches_of(options: InspectPrecision | InspectSensitivity, config: RunConfig
     # As one step of so many examples, in as many parts as there are batches.
     parts = {"batch_size": size * count, "microbatches": count, "check_memory": options.check_memory}
     command = "inspect precision" if isinstance(options, InspectPrecision) else "inspect sensitivity"
-    check_memory(dataclasses.replace(config, **parts), command)
     tokenizer = run_tokenizer(config, Path(options.output))
-    objective, data = run_objective(config, tokenizer), run_text(config, tokenizer, options.data)
+    objective = run_objective(config, tokenizer)
+    check_memory(dataclasses.replace(config, **parts), command, objective)
+    data = run_text(config, tokenizer, objective, options.data)
     sizes: dict[str, Any] = {"seq_len": config.seq_len, "vocab_size": data.vocab_size, "objective": objective}
     batches = heldout_batches(data.heldout, batch_size=size, num_batches=count, **sizes)
     return [jax.device_put(batch) for batch in batches]
