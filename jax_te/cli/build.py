@@ -25,6 +25,7 @@ from jax_te.cli.precision_rules import apply_rules
 from jax_te.cli.run_config import RunConfig
 from jax_te.config import PipelineConfig
 from jax_te.data import Objective, TextData, TrainBatches, heldout_batches
+from jax_te.data.objectives import IGNORED
 from jax_te.layers import lora_labels
 from jax_te.models import Execution, GPTModel, LanguageModel
 from jax_te.ops import use_backend
@@ -219,7 +220,7 @@ class Trainer:
         self.checkpointer.save(state, self.batches.get_state(), step, metrics={HELDOUT: loss})
 
     def evaluate(self, state: TrainState) -> float:
-        """Return the mean loss over the held-out batches."""
+        """Return the mean loss over the labels of the held-out batches; nan if they have none."""
         # All rows at once might not fit into memory. Those of a part are split over the stages of a pipeline as well.
         parts, sizes = self.config.microbatches, self.config.parallel_config()
         parts //= 1 if sizes is None else math.gcd(parts, sizes.pipeline)
@@ -229,8 +230,11 @@ class Trainer:
             num_batches=self.config.eval_batches * parts,
             **self._sizes,
         )
-        losses = [self._eval_step(state, batch) for batch in batches]
-        return sum(map(float, losses)) / len(losses)
+        # All steps are dispatched before the first result is waited for.
+        found = [(self._eval_step(state, batch), (batch["labels"] != IGNORED).sum()) for batch in batches]
+        total = sum(float(loss) * int(labels) for loss, labels in found)
+        count = sum(int(labels) for _, labels in found)
+        return total / count if count else math.nan
 
 
 def abstract_state(config: RunConfig) -> TrainState:

@@ -6,13 +6,17 @@ import json
 import math
 from typing import Any
 
+import jax.numpy as jnp
+
 from jax_te.cli.model_config import described_form
 from jax_te.cli.run_config import RunConfig
 from jax_te.config import ParallelConfig
 from jax_te.data import ByteTokenizer, CorruptedSpans, MaskedTokens, NextTokens, Objective, Tokenizer
+from jax_te.data.objectives import IGNORED
 from jax_te.interop.huggingface import CONFIG
 from jax_te.models import BertModel, GPTModel, T5Model
-from jax_te.training import PipelinedLoss
+from jax_te.training import PipelinedLoss, WeightedMean
+from jax_te.typing import Array
 
 
 def model_class(config: RunConfig) -> type:
@@ -110,8 +114,16 @@ def _better_lengths(config: RunConfig, objective: Objective) -> str:
 
 
 def loss_of(config: RunConfig) -> PipelinedLoss:
-    """Return the mean loss of a batch of the run's objective; the key None is evaluation."""
+    """Return the mean loss of a batch of the run's objective, with its weight where that may differ between batches.
+
+    The key None is evaluation.
+    """
     return _LOSSES[model_class(config)]
+
+
+def _masked_loss(model: BertModel, y: Array, labels: Array) -> WeightedMean:
+    """Return the mean over the labels, whose number may differ: a window of special tokens has fewer, or none."""
+    return WeightedMean(model.compute_loss(y, labels, reduction="sum"), jnp.sum(labels != IGNORED))
 
 
 _LOSSES: dict[type, PipelinedLoss] = {
@@ -123,7 +135,7 @@ _LOSSES: dict[type, PipelinedLoss] = {
     ),
     BertModel: PipelinedLoss(
         embed_inputs=lambda model, batch, key: model.embed_inputs(batch["tokens"], dropout_key=key),
-        compute_loss=lambda model, y, batch, key: model.compute_loss(y, batch["labels"]),
+        compute_loss=lambda model, y, batch, key: _masked_loss(model, y, batch["labels"]),
     ),
     T5Model: PipelinedLoss(
         embed_inputs=lambda model, batch, key: model.embed_inputs(

@@ -89,10 +89,9 @@ class MaskedTokens(Objective):
 
     Of the tokens of a window, ``rate`` are chosen, rounded, at least one. Of these 80 % become the mask token, 10 % a
     random one, and 10 % stay; their labels are what they were, and all others are -100. Each example has the same
-    number of labels, so that the mean loss of a batch is that of its microbatches, except where a window has fewer
-    tokens than that which may be chosen, because the others are special: then it has a label for each of these, and
-    none if there are none. ``jax-te train`` does not weight microbatches and held-out batches by their labels; one
-    without labels has the loss 0, which lowers the mean.
+    number of labels, except where a window has fewer tokens than that which may be chosen, because the others are
+    special: then it has a label for each of these, and none if there are none. The mean loss of a batch is that of its
+    microbatches weighted by their labels, see `jax_te.training.WeightedMean`.
 
     Args:
         mask: mask token.

@@ -6,14 +6,15 @@ import jax
 import numpy as np
 import pytest
 
-from jax_te.cli.build import abstract_model, contexts
+from jax_te.checkpoint import TrainCheckpointer
+from jax_te.cli.build import Trainer, abstract_model, contexts
 from jax_te.cli.main import main
 from jax_te.cli.objective import run_objective
 from jax_te.cli.parser import build_parser, options_from
 from jax_te.cli.resolve import resolve
 from jax_te.cli.run_files import read_config
 from jax_te.cli.run_text import run_text, run_tokenizer
-from jax_te.data import CorruptedSpans, MaskedTokens, TrainBatches
+from jax_te.data import CorruptedSpans, MaskedTokens, TextData, TrainBatches, heldout_batches
 from jax_te.interop.huggingface import load_huggingface, save_huggingface
 from tests.support.families import family_folder, family_model
 from tests.support.runs import assert_refused, records
@@ -153,6 +154,34 @@ def test_bytes_lack_what_is_needed(name, message, folders, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(values))
     status = main(["train", "--model-config", str(tmp_path), "--output", str(tmp_path / "run"), "--seq-len", "32"])
     assert_refused(status, capsys.readouterr().err, message, "give its --tokenizer")
+
+
+@pytest.mark.costly
+def test_microbatches_and_heldout_batches_are_weighted_by_their_labels(folders, tmp_path):
+    """The first half of the text is unknown words, whose windows have no labels."""
+    argv = ["train", "--init-from", str(folders[BERT]), *STEPS, "--microbatches", "2"]
+    config, _ = resolve(options_from(build_parser().parse_args(argv)), tmp_path / "run")
+    objective = run_objective(config, run_tokenizer(config, tmp_path / "run"))
+    unknown, known = np.ones(200, np.uint8), np.arange(200, dtype=np.uint8) % 15 + 5
+    text = np.concatenate([unknown, known])
+    data = TextData(train=text, heldout=text, source="text", files=1, vocab_size=22)
+    sizes = {"seq_len": 16, "objective": objective}
+    # As one batch; an example is the same in batches of any size.
+    windows = jax.device_put(next(heldout_batches(text, batch_size=8, num_batches=1, **sizes)))
+    batch = jax.device_put(next(heldout_batches(text, batch_size=4, num_batches=1, **sizes)))
+    assert not (batch["labels"][:2] >= 0).any()
+    with contexts(config), TrainCheckpointer(tmp_path / "checkpoints") as checkpointer:
+        trainer = Trainer(config, data, checkpointer, objective)
+        state, _ = trainer.create()
+        assert trainer.evaluate(state) == pytest.approx(float(mean_loss(state.model, windows)), rel=1e-5)
+        expected = float(mean_loss(state.model, batch))
+        _, metrics = trainer.step(state, batch)
+    assert float(metrics["loss"]) == pytest.approx(expected, rel=1e-5)  # without dropout, see `family_folder`
+
+
+def mean_loss(model, batch):
+    model.eval()
+    return model.loss(batch["tokens"], batch["labels"])
 
 
 def test_a_text_of_unknown_words_alone_is_not_evaluated(folders, tmp_path, capsys):
