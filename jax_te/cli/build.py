@@ -24,8 +24,7 @@ from jax_te.cli.objective import loss_of
 from jax_te.cli.precision_rules import apply_rules
 from jax_te.cli.run_config import RunConfig
 from jax_te.config import PipelineConfig
-from jax_te.data import Objective, TextData, TrainBatches, heldout_batches
-from jax_te.data.objectives import IGNORED
+from jax_te.data import IGNORED, Objective, TextData, TrainBatches, heldout_batches
 from jax_te.layers import lora_labels
 from jax_te.models import Execution, GPTModel, LanguageModel
 from jax_te.ops import use_backend

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax_te.cli.model_config import described_form
 from jax_te.cli.run_config import RunConfig
 from jax_te.config import ParallelConfig
-from jax_te.data import ByteTokenizer, CorruptedSpans, MaskedTokens, NextTokens, Objective, Tokenizer
-from jax_te.data.objectives import IGNORED
+from jax_te.data import IGNORED, ByteTokenizer, CorruptedSpans, MaskedTokens, NextTokens, Objective, Tokenizer
 from jax_te.interop.huggingface import CONFIG
 from jax_te.models import BertModel, GPTModel, T5Model
 from jax_te.training import PipelinedLoss, WeightedMean
