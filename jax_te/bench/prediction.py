@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from math import exp, log
 from typing import Literal, NamedTuple
 
@@ -69,7 +68,10 @@ class Rates:
         return exp((1.0 - part) * log(self.attention[below]) + part * log(self.attention[above]))
 
 
-# From traces and step times in docs/performance*.md (jax 0.11.2, Transformer Engine 2.20.2).
+# jax 0.11.2, Transformer Engine 2.20.2; docs/performance*.md. From traces: GEMMs in bf16 and with scales of tensors,
+# attention at lengths of 2,048 and 32,768, the share of busy time. Chosen so that measured steps and layers come out:
+# GEMMs with scales of blocks and of groups, bytes/s, the time of a launch. Assumed, since nothing was measured apart:
+# attention at lengths of 512 and 8,192, with narrow heads and in windows.
 RATES: Mapping[GpuName, Rates] = {
     "h200": Rates(
         gemm={"bf16": 740e12, "tensors": 1440e12, "blocks": 1010e12},
@@ -218,14 +220,10 @@ def _attention_seconds(sizes: Sizes, layer: int, rates: Rates) -> float:
 def _activation_bytes(config: TransformerConfig, layer: int, tokens: int) -> float:
     """Return the bytes that activations read and write, forward and backward."""
     total = 0.0
-    kernels = kernel_sizes(config, layer)
-    for before, after in pairwise(kernels):
-        components, rest = divmod(before.n, after.k)
-        # A feed-forward block; experts' projections to and from their latent have no activation between them.
-        is_block = before.part == after.part != "attention" and not rest and before.k == after.n
-        if is_block and (before.k, before.n) != (config.hidden_size, config.moe_latent_size):
-            rows = tokens * (config.moe_router_topk if before.part == "expert" else 1)
-            total += 2.0 * rows * after.k * (3 * components + 2)
+    for kernel in kernel_sizes(config, layer):
+        if kernel.components:
+            rows = tokens * (config.moe_router_topk if kernel.part == "expert" else 1)
+            total += 2.0 * rows * (kernel.n // kernel.components) * (3 * kernel.components + 2)
     return total
 
 

@@ -98,7 +98,7 @@ def _divisors(config: RunConfig, targets: int) -> list[tuple[int, str]]:
 
 
 def _better_lengths(config: RunConfig, objective: Objective) -> str:
-    """Return a sentence with the nearest shorter sequence length that divides, if there is one."""
+    """Return what to do: to take the nearest shorter sequence length that divides, if there is one."""
     mesh = config.parallel_config() or ParallelConfig()
     for length in range(config.seq_len - 1, max(2, config.seq_len - 1024), -1):
         if length % (mesh.context * mesh.tensor):
@@ -108,7 +108,7 @@ def _better_lengths(config: RunConfig, objective: Objective) -> str:
         except ValueError:
             break
         if all(targets % divisor == 0 for divisor, _ in _divisors(config, targets)):
-            return f"--seq-len {length} is"
+            return f"take --seq-len {length}"
     return "give another --mesh"
 
 

@@ -18,11 +18,13 @@ class KernelSize(NamedTuple):
             experts' router. ``"expert"``: one of the kernels of each expert.
         k: number of input features.
         n: number of output features.
+        components: number of parts of the output that the activation behind it takes. 0: none comes.
     """
 
     part: Literal["attention", "shared", "router", "expert"]
     k: int
     n: int
+    components: int = 0
 
 
 class LayerKernels(NamedTuple):
@@ -101,7 +103,8 @@ def _block(part: Literal["shared", "expert"], config: TransformerConfig, hidden:
     """Return the kernels of a feed-forward block: one for each component of the activation, side by side, and one
     back."""
     activation: Any = config.activation  # filled in by the configuration
-    return [KernelSize(part, hidden, len(activation_parts(activation)) * width), KernelSize(part, width, hidden)]
+    components = len(activation_parts(activation))
+    return [KernelSize(part, hidden, components * width, components), KernelSize(part, width, hidden)]
 
 
 def _attention(config: TransformerConfig) -> list[tuple[int, int]]:

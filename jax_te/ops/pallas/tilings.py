@@ -23,7 +23,7 @@ Scaling = Literal["none", "split", "block"]
 """What becomes of each step's sum: it stays in the tensor cores, is added up outside, or is scaled outside, too."""
 
 TABLE = "JAX_TE_TILINGS"
-"""Environment variable with a table's file, whose tilings come before the rule's."""
+"""Environment variable with a table's file, whose tilings come before the rule's. A process reads a file once."""
 
 _SHARED_MEMORY = 227 * 1024 - 1024
 """Bytes of shared memory of a thread block on Hopper, but for those of barriers."""
