@@ -55,7 +55,7 @@ def read_tokens(
     def documents() -> Iterator[bytes]:
         nonlocal text_bytes, files
         for path in paths:
-            read = _READERS.get(path.suffix, _text)
+            read = _READERS.get(path.suffix.lower(), _text)
             before = text_bytes
             for document in read(path, text_key):
                 # In a folder, files that are not text are left out; a file that is named is read as it is.
@@ -100,7 +100,7 @@ def _paths(source: str | os.PathLike[str] | None) -> tuple[str, list[Path], bool
         raise ValueError(f"no such file or folder of text: {source}")
     found = _files(root, ())
     for path in found:
-        if path.suffix in TOKEN_FILES:
+        if path.suffix.lower() in TOKEN_FILES:
             raise ValueError(
                 f"{path} has the ending of a file of tokens, and in a folder text is read alone; give that file by "
                 "itself, or a folder without it"

@@ -28,10 +28,10 @@ def token_file(path: Path) -> np.ndarray | None:
     Source: ``megatron.core.datasets.indexed_dataset``.
     """
     index, tokens = path.with_suffix(".idx"), path.with_suffix(".bin")
-    if path.suffix == ".npy":
+    if path.suffix.lower() == ".npy":
         return _npy(path)
     # Without this, a .bin whose .idx was left behind would be read as text, a token for each byte.
-    if path.suffix in (".idx", ".bin"):
+    if path.suffix.lower() in (".idx", ".bin"):
         return _megatron(index, tokens)
     return None
 

@@ -24,6 +24,7 @@ from jax_te.layers.kernel_cache import (
     quantize_kernels,
     set_grad_sinks,
     use_cached_kernels,
+    with_grad_sinks,
 )
 from jax_te.layers.keywords import (
     AttentionCallKeywords,

@@ -167,6 +167,18 @@ def set_grad_sinks(model: nnx.Module, sinks: Mapping[Any, Any]) -> None:
         module.grad_sinks = GradSinks(own)
 
 
+@contextlib.contextmanager
+def with_grad_sinks(model: nnx.Module, sinks: Mapping[Any, Any]) -> Iterator[None]:
+    """Set the sinks of kernels as `set_grad_sinks` does; on exit layers have those of before."""
+    before = [(module, module.grad_sinks) for _, module in quantizable_modules(model)]
+    set_grad_sinks(model, sinks)
+    try:
+        yield
+    finally:
+        for module, own in before:
+            module.grad_sinks = nnx.data(own)
+
+
 def _modules(model: nnx.Module) -> list[tuple[tuple[Any, ...], QuantizableModule]]:
     return [(path, module) for path, module in nnx.iter_modules(model) if isinstance(module, QuantizableModule)]
 

@@ -153,7 +153,8 @@ def _set(module: nnx.Pytree, name: str, value: Any) -> None:
 
     def change(value: Any) -> None:
         if value is _ABSENT:
-            delattr(module, name)
+            if hasattr(module, name):  # a module in several places is changed at the first
+                delattr(module, name)
         else:
             setattr(module, name, nnx.data(value) if holds_arrays else value)
 
@@ -197,24 +198,46 @@ class Watched:
     def changes(self) -> tuple[list[Array], Changes]:
         """Return the arrays that were not held before, and where they belong."""
         variables: dict[int, tuple[int, nnx.Variable]] = {}
-        attributes: list[tuple[int, str, Any]] = []
-        removed: list[tuple[int, str]] = []
         for place, (node, held) in enumerate(self._held):
-            now = _content(node)
             if _is_variable(node):
+                now = _content(node)
                 if now.keys() != held.keys() or not all(held[key].is_still(now[key]) for key in now):
                     variables.setdefault(id(node), (place, node))
-                continue
-            attributes += [
-                (place, name, value)
-                for name, value in now.items()
-                if name not in held or not held[name].is_still(value)
-            ]
-            removed += [(place, name) for name in held if name not in now]
+        attributes = self._changed_attributes()
         values = [node.get_raw_value() for _, node in variables.values()] + [value for *_, value in attributes]
         arrays, form = _taken_apart(values)
         places = [place for place, _ in variables.values()]
-        return arrays, Changes(places, [(place, name) for place, name, _ in attributes], removed, form)
+        return arrays, Changes(places, [(place, name) for place, name, _ in attributes], self._removed(), form)
+
+    def static_changes(self) -> Changes:
+        """Return the changes that hold no arrays: attributes such as a count in Python, and those removed."""
+        attributes = [
+            (place, name, value)
+            for place, name, value in self._changed_attributes()
+            if not any(map(_is_data, _leaves(value)))
+        ]
+        _, form = _taken_apart([value for *_, value in attributes])
+        return Changes([], [(place, name) for place, name, _ in attributes], self._removed(), form)
+
+    def _changed_attributes(self) -> list[tuple[int, str, Any]]:
+        """Return places of modules, names and new values of the attributes that were set."""
+        return [
+            (place, name, value)
+            for place, (node, held) in enumerate(self._held)
+            if not _is_variable(node)
+            for name, value in _content(node).items()
+            if name not in held or not held[name].is_still(value)
+        ]
+
+    def _removed(self) -> list[tuple[int, str]]:
+        """Return places of modules, and names of the attributes that were removed."""
+        return [
+            (place, name)
+            for place, (node, held) in enumerate(self._held)
+            if not _is_variable(node)
+            for name in held
+            if name not in _content(node)
+        ]
 
 
 def _nodes(tree: PyTree) -> list[Any]:

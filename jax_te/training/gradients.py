@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +16,14 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
 from jax_te._validation import checked
-from jax_te.layers import KernelCache, aux_losses_scaled, cached_kernels, quantize_kernels, set_grad_sinks
+from jax_te.layers import (
+    KernelCache,
+    aux_losses_scaled,
+    cached_kernels,
+    quantize_kernels,
+    set_grad_sinks,
+    with_grad_sinks,
+)
 from jax_te.quantize import (
     QuantizedKernel,
     QuantizerState,
@@ -24,6 +32,7 @@ from jax_te.quantize import (
     with_max_gradients,
     write_back,
 )
+from jax_te.remat import Changes, Watched
 from jax_te.sharding import constrain, current_mesh, leaves_with_axes, variable_axes
 from jax_te.training.kernel_gradients import KernelGradients, Path, SummandPlace
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
@@ -107,14 +116,15 @@ class Differentiation:
         rest_of: function that returns the other state of the model after the call.
         scaler: multiplier of the loss.
         kernels: computation of the kernels' gradients; those of some are given as ``summands``, see `Differentiated`.
-        cached: kernels that the caller has quantized already.
+        cached: kernels that the caller has quantized already, and which layers go without after the call. None: layers
+            keep what they cache themselves, as other state.
         like: Variables whose axes the gradients have. None: the parameters.
     """
 
     rest_of: Callable[[Any], nnx.State]
     scaler: LossScale
     kernels: KernelGradients
-    cached: KernelCache = _NO_CACHE
+    cached: KernelCache | None = None
     like: nnx.State | None = None
 
 
@@ -182,10 +192,14 @@ def value_and_grad(
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_object)
         objects = _Objects(model, {i: leaf for i, leaf in enumerate(leaves) if _is_object(leaf)})
 
+        static_changes: list[Changes] = []
+
         def run(objects: _Objects) -> tuple[Any, Any]:
             filled = [objects.others.get(i, leaf) for i, leaf in enumerate(leaves)]
             of_call, named = jax.tree.unflatten(structure, filled)
+            watched = Watched(objects)
             value = loss_fn(*of_call, **named)
+            static_changes[:] = [watched.static_changes()]
             return value if has_aux else (value, None)
 
         def split(objects: _Objects) -> SplitModel:
@@ -211,7 +225,9 @@ def value_and_grad(
             return shown, differentiated.aux
 
         result, aux = compiled(*states)
+        _place_new_variables(objects, result.rest)
         nnx.update(objects, result.quantizers, result.rest)
+        static_changes[0].apply(objects, ())
         grads = result.grads.get("model", nnx.State({}))
         grads = grads if scaler is None else mark_as_scaled(grads, factor)
         return ((result.loss, aux) if has_aux else result.loss), grads
@@ -254,6 +270,22 @@ def _kept_unless(finite: Array, new: nnx.State, old: nnx.State) -> nnx.State:
         return leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
 
     return nnx.from_flat_state([(path, kept(path, leaf)) for path, leaf in nnx.to_flat_state(new)])
+
+
+def _place_new_variables(objects: nnx.Module, rest: nnx.State) -> None:
+    """Set the Variables of ``rest`` whose attribute is None, such as a layer's cached kernels.
+
+    ``nnx.update`` adds a Variable where there is no attribute, and fails where there is one that is None.
+    """
+    for path, leaf in nnx.to_flat_state(rest):
+        *way, name = path
+        module: Any = objects
+        for step in way:
+            module = (
+                module[step] if isinstance(module, dict | list | tuple | nnx.List | nnx.Dict) else getattr(module, step)
+            )
+        if isinstance(module, nnx.Pytree) and getattr(module, str(name), leaf) is None:
+            setattr(module, str(name), nnx.data(leaf))
 
 
 def _value(leaf: Any) -> Any:
@@ -501,9 +533,10 @@ def differentiate(
 
     def scaled_loss(plain: PyTree, grad_sinks: PyTree, quantizers: PyTree, inputs: PyTree) -> tuple[Array, Any]:
         model = nnx.merge(graphdef, nnx.merge_state(plain, quantized), quantizers, rest, copy=True)
-        # Both belong to this pass: they must not be part of the returned model's other state.
-        with cached_kernels(model, differentiation.cached), aux_losses_scaled(model, differentiation.scaler.scale):
-            set_grad_sinks(model, grad_sinks)
+        # These belong to this pass: they must not be part of the returned model's other state.
+        cached = differentiation.cached
+        kept = contextlib.nullcontext() if cached is None else cached_kernels(model, cached)
+        with kept, with_grad_sinks(model, grad_sinks), aux_losses_scaled(model, differentiation.scaler.scale):
             value, aux = fn(model, *inputs)
         _check_differentiable(value)
         loss = mean_loss(value)

@@ -29,6 +29,8 @@ def test_json_lines(tmp_path, tokenizer):
     assert (found.text_bytes, found.files, found.vocab_size) == (9, 1, tokenizer.vocab_size)
     as_bytes = read_tokens(tmp_path / "d.jsonl")
     assert as_bytes.tokens.tobytes() == "a the\u00fc a".encode()
+    (tmp_path / "UPPER.JSONL").write_text("\n".join(lines))
+    assert read_tokens(tmp_path / "UPPER.JSONL").tokens.tobytes() == "a the\u00fc a".encode()
     (tmp_path / "e.jsonl").write_text('{"body": "a"}')
     assert read_tokens(tmp_path / "e.jsonl", tokenizer=tokenizer, text_key="body").tokens.tolist() == [A, 1]
 

@@ -64,7 +64,7 @@ def test_a_folder_is_read_in_order_without_hidden_and_binary_files(tmp_path, cap
     assert data.files == 3
 
 
-@pytest.mark.parametrize("name", ["t.npy", "d.bin", "d.idx"])
+@pytest.mark.parametrize("name", ["t.npy", "d.bin", "d.idx", "T.NPY"])
 def test_a_file_of_tokens_in_a_folder_is_refused_by_name(tmp_path, name):
     (tmp_path / "a.txt").write_text("hello world " * 50)
     (tmp_path / name).write_bytes(b"tokens as text " * 50)

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import jax_te.layers.quantizable as quantizable
+from jax_te import linen, value_and_grad
 from jax_te.config import TransformerConfig
 from jax_te.layers import (
     GivesKernels,
@@ -414,3 +415,85 @@ def test_a_kernel_given_to_a_layer_outside_of_the_model_is_refused():
 
     with autocast(CURRENT), pytest.raises(ValueError, match="the kernel of a Linear that is no part of the Model"):
         quantize_kernels(Model())
+
+
+DERIVED = {"delayed": DelayedScaling(amax_history_len=2), "current": CURRENT}
+
+
+def squares(model, x, first):
+    return jnp.sum(jnp.square(model(x, is_first_microbatch=first)))
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "nnx.jit"])
+@pytest.mark.parametrize("by", ["argument", "attribute"])
+@pytest.mark.parametrize("recipe", DERIVED)
+def test_a_derivative_keeps_the_kernels_of_the_first_microbatch(recipe, by, jitted):
+    derivative = value_and_grad(squares)
+    derivative = nnx.jit(derivative, static_argnums=2) if jitted else derivative
+    x = draw("x", (32, 16))
+    with autocast(DERIVED[recipe]):
+        kept, plain = Linear(16, 16, rngs=nnx.Rngs(0)), Linear(16, 16, rngs=nnx.Rngs(0))
+        loss, grads = derivative(plain, x, None)
+        kept.is_first_microbatch = True if by == "attribute" else None
+        found_loss, found = derivative(kept, x, True if by == "argument" else None)
+        assert_close(found_loss, loss, 2.0**-22)  # two programs may round the last bit otherwise
+        jax.tree.map(
+            lambda one, two: assert_close(one, two, 2.0**-20), nnx.to_pure_dict(found), nnx.to_pure_dict(grads)
+        )
+        states = (nnx.to_pure_dict(nnx.state(model, QuantizerState)) for model in (kept, plain))
+        jax.tree.map(lambda one, two: assert_close(one, two, 2.0**-20), *states)
+        assert kept.kernel_cache is not None
+        assert kept.is_first_microbatch is (False if by == "attribute" else None)
+        kept.kernel[...] = jnp.zeros_like(kept.kernel[...])  # which the second microbatch does not read
+        again, _ = derivative(kept, x, False if by == "argument" else None)
+        assert float(again) > 0.5 * float(loss)
+
+
+@pytest.mark.parametrize("recipe", DERIVED)
+def test_a_loss_function_may_quantize_the_kernels_itself(recipe):
+    x = draw("x", (32, 16))
+
+    def loss_fn(model):
+        with cached_kernels(model, quantize_kernels(model)):
+            return squares(model, x, None)
+
+    with autocast(DERIVED[recipe]):
+        kept, plain = Linear(16, 16, rngs=nnx.Rngs(0)), Linear(16, 16, rngs=nnx.Rngs(0))
+        loss, _ = value_and_grad(lambda model: squares(model, x, None))(plain)
+        found, grads = value_and_grad(loss_fn)(kept)
+    assert_close(found, loss, 2.0**-22)
+    assert float(jnp.abs(grads["kernel"][...]).max()) > 0.0
+    assert kept.kernel_cache is None
+
+
+@pytest.mark.parametrize("recipe", DERIVED)
+def test_a_train_step_takes_a_loss_that_keeps_kernels(recipe):
+    x = draw("x", (32, 16))
+    found = []
+    with autocast(DERIVED[recipe]):
+        for first in (None, True):
+            state = create_train_state(lambda rngs: Linear(16, 16, rngs=rngs), optax.sgd(0.01), key=jax.random.key(0))
+            step = make_train_step(lambda model, batch, key, first=first: squares(model, batch, first), optax.sgd(0.01))
+            for _ in range(2):
+                state, metrics = step(state, x)
+            found.append(metrics["loss"])
+    assert_close(found[1], found[0], 2.0**-20)
+
+
+@pytest.mark.parametrize("recipe", DERIVED)
+def test_linens_derivative_keeps_the_kernels_of_the_first_microbatch(recipe):
+    x, layer = draw("x", (32, 16)), linen.Linear(16, 16)
+
+    def loss_fn(variables, first):
+        y, new = layer.apply(variables, x, is_first_microbatch=first, mutable=["CachedKernel"])
+        return jnp.sum(jnp.square(y)), new
+
+    derivative = linen.value_and_grad(loss_fn, has_aux=True)
+    with autocast(DERIVED[recipe]):
+        variables = layer.init(jax.random.key(0), x)
+        (loss, _), _ = derivative(variables, None)
+        (found, cached), _ = derivative(variables, True)
+        assert_close(found, loss, 2.0**-22)
+        zeros = {**variables, "params": jax.tree.map(jnp.zeros_like, variables["params"]), **cached}
+        (again, _), _ = derivative(zeros, False)
+    assert float(again) > 0.5 * float(loss)

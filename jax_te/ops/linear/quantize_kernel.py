@@ -25,7 +25,7 @@ from jax_te.quantize import (
     Quantizer,
     TensorQuantizer,
     ambient_observer,
-    as_float32,
+    as_float32_inside,
     precision_of,
     quantize_operand,
 )
@@ -86,15 +86,15 @@ def quantize_kernel(
     (16, 16)
     """
     check_axes("kernel", kernel, 2)
-    # Rounding to FP8 has no useful derivative; the calls that read the result return the kernel's gradient.
-    kernel, state = jax.lax.stop_gradient((kernel, state))
+    # Rounding to FP8 has no useful derivative; the calls that read the result return the kernel's gradient. States
+    # under `with_max_gradients` have a dtype of their own, which stop_gradient passes on as it is.
+    kernel, state = jax.lax.stop_gradient((kernel, as_float32_inside(state)))
     precision = precision_of(recipe)
     usable_weights(LinearWeights(kernel, state=state), precision, recipe)  # raises for a missing state
     if (quantizer := precision.kernel.quantizer) is None:
         raise ValueError(f"recipe {recipe!r} keeps kernels in high precision; there is nothing to quantize")
     kernel = show_overflow(kernel)
-    # States under `with_max_gradients` have a dtype of their own, which only JAX's differentiation needs.
-    scale = precision.scale(as_float32(state), "kernel")
+    scale = precision.scale(state, "kernel")
     op = "grouped_dense" if grouped else "dense"
     # Raises where the backend cannot run the recipe.
     backend_of_calls = backend_for(op, backend or ambient_backend.value, recipe)

@@ -557,3 +557,30 @@ def test_a_head_that_is_tied_to_the_embedding_is_not_in_its_call():
         report = quantize_model(model, jnp.ones((2, 16), int), method=logits, rules={"embed": "ambient"})
     assert report.quantized == ("up",)
     assert "its GEMMs take embedding, but no contraction in its __call__" in report.left["embed"]
+
+
+class Counting(nnx.Module):
+    """A module that changes attributes without arrays in its call."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.layer = nnx.Linear(4, 4, rngs=rngs)
+        self.calls, self.seen, self.left = 0, {"last": None}, "here"
+
+    def __call__(self, x):
+        self.calls += 1
+        self.seen["last"] = x.shape
+        if hasattr(self, "left"):
+            del self.left
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "nnx.jit"])
+def test_a_derivative_leaves_attributes_as_flaxs_does(jitted):
+    def changed(derivative):
+        model = Counting(nnx.Rngs(0))
+        derivative = derivative(lambda model, x: jnp.sum(model(x) + model(x)))
+        for _ in range(2):
+            (nnx.jit(derivative) if jitted else derivative)(model, jnp.ones((2, 4)))
+        return model.calls, dict(model.seen), hasattr(model, "left")
+
+    assert changed(value_and_grad) == changed(nnx.value_and_grad) == (4, {"last": (2, 4)}, False)
