@@ -296,6 +296,22 @@ def test_numbers_are_those_of_the_first_expression_that_fits() -> None:
     assert [config.scale(f"model.layers.0.self_attn.{name}_proj", 4) for name in "qkv"] == [3.0, 3.0, 1.5]
 
 
+def test_an_adapter_whose_layer_is_trained_too_is_refused(tmp_path: Path) -> None:
+    """Its folder has no place for the layer's weights, before and after the adapter is merged."""
+    for frozen in (True, False):
+        model = llama()
+        adapter = LoRA(model.layers[1].self_attention.qkv, RANK, freeze_base=frozen, rngs=nnx.Rngs(0))
+        model.layers[1].self_attention.qkv = adapter
+        if frozen:
+            save_peft(model, tmp_path / "kept")
+            adapter.merge()
+        with pytest.raises(ValueError, match="layers/1/self_attention/qkv adapts a layer that is trained, too"):
+            save_peft(model, tmp_path / "lost")
+        assert not (tmp_path / "lost").exists()
+        adapter.base.frozen = True
+        save_peft(model, tmp_path / f"frozen {frozen}")
+
+
 def test_a_refused_adapter_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one of whose layers only the last cannot be adapted."""
     model = llama()
