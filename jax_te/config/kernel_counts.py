@@ -90,6 +90,27 @@ def kernel_sizes(config: TransformerConfig, layer: int) -> list[KernelSize]:
     )
 
 
+def layer_numbers(config: TransformerConfig, *, held: bool = False) -> list[int]:
+    """Return the numbers of the layers that a token passes, also at the depths of multi-token prediction.
+
+    The layer of a depth is like the last one. Each depth has a `depth_projection`, too: there are
+    ``len(layer_numbers(config)) - config.num_layers``.
+
+    Args:
+        config: configuration of the layers.
+        held: whether to return the layers that have parameters: of one that runs at all depths there is one.
+
+    >>> sizes = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2}
+    >>> config = TransformerConfig(**sizes, mtp_num_layers=3, mtp_use_repeated_layer=True)
+    >>> layer_numbers(config), layer_numbers(config, held=True)
+    ([0, 1, 1, 1, 1], [0, 1, 1])
+    """
+    depths = config.mtp_num_layers or 0
+    if held and config.mtp_use_repeated_layer:
+        depths = min(1, depths)
+    return [*range(config.num_layers), *[config.num_layers - 1] * depths]
+
+
 def depth_projection(config: TransformerConfig) -> int:
     """Return the elements of the kernel in front of the layer of a depth of multi-token prediction.
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_te._validation import brief, check_annotations, check_positive, checked
-from jax_te.config import TransformerConfig, depth_projection, layer_kernels
+from jax_te.config import TransformerConfig, depth_projection, layer_kernels, layer_numbers
 
 # Dense bf16 FLOP/s that NVIDIA's data sheets give (half of those "with sparsity"), by words of JAX's device_kind; the
 # first that fits counts. Boards of one name with less power have less.
@@ -77,9 +77,8 @@ def train_flops(
     >>> train_flops(config, vocab_size=32, batch_size=1, sequence_length=4) / 4  # 6 (12 * 16² + 16 * 32) + 6 * 4 * 16
     21888.0
     """
-    # The depths of multi-token prediction have layers like the last one, each with a projection and the head.
-    depths = config.mtp_num_layers or 0
-    numbers = [*range(config.num_layers), *[config.num_layers - 1] * depths]
+    numbers = layer_numbers(config)
+    depths = len(numbers) - config.num_layers  # each with a projection and the head
     layers = sum(_multiplied(config, layer) for layer in numbers) + depths * depth_projection(config)
     heads = (1 + depths) * config.hidden_size * vocab_size
     passes = 2 if frozen_kernels else 3  # forward, the input's gradient and the kernel's
