@@ -12,7 +12,7 @@ class BackendUnavailableError(ValueError):
 
 class QuantizerStateError(ValueError):
     """Delayed scaling was requested where no quantizer state is attached, or it has another shape; or a derivative
-    leaves out that state, or a router's.
+    leaves out that state, or a router's; or one in Linen would add up the next states of two calls.
     """
 
 

@@ -8,7 +8,7 @@ from math import exp, log
 from typing import Literal, NamedTuple
 
 from jax_te.bench.settings import Sizes
-from jax_te.config import KernelSize, TransformerConfig, depth_projection, kernel_sizes
+from jax_te.config import KernelSize, TransformerConfig, depth_projection, kernel_sizes, layer_numbers
 from jax_te.typing import GpuName, PricedRecipe
 
 _Precision = Literal["bf16", "tensors", "blocks"]
@@ -123,20 +123,16 @@ def predict_step(sizes: Sizes, recipe: PricedRecipe, gpu: GpuName) -> dict[str, 
 def _launches(sizes: Sizes, recipe: PricedRecipe) -> int:
     """Return about how many kernels a step has."""
     config = sizes.config
-    layers = _layers(config)
+    layers = layer_numbers(config)
     with_experts = sum(config.num_moe_experts is not None and config.has_experts(layer) for layer in layers)
     return sizes.microbatches * (len(layers) * _LAUNCHES[recipe] + with_experts * _LAUNCHES_OF_EXPERTS)
 
 
-def _layers(config: TransformerConfig) -> list[int]:
-    """Return the numbers of all layers; depths of multi-token prediction have layers like the last one."""
-    return [*range(config.num_layers), *[config.num_layers - 1] * (config.mtp_num_layers or 0)]
-
-
 def _step(sizes: Sizes, recipe: PricedRecipe, rates: Rates) -> Iterator[Work]:
     config, tokens = sizes.config, sizes.batch * sizes.sequence
-    depths = config.mtp_num_layers or 0
-    for layer in _layers(config):
+    numbers = layer_numbers(config)
+    depths = len(numbers) - config.num_layers
+    for layer in numbers:
         yield from _layer(sizes, layer, recipe, rates)
     hidden, passes = config.hidden_size, sizes.microbatches
     for _ in range(depths):  # the projection of the embedding beside the hidden states
@@ -229,9 +225,10 @@ def _activation_bytes(config: TransformerConfig, layer: int, tokens: int) -> flo
 
 def _parameters(sizes: Sizes) -> float:
     config = sizes.config
-    depths = 1 if config.mtp_num_layers and config.mtp_use_repeated_layer else config.mtp_num_layers or 0
+    numbers = layer_numbers(config, held=True)
+    depths = len(numbers) - config.num_layers
     total = sizes.vocabulary * config.hidden_size * (1 if sizes.tied else 2) + depths * depth_projection(config)
-    for layer in [*range(config.num_layers), *[config.num_layers - 1] * depths]:
+    for layer in numbers:
         for kernel in kernel_sizes(config, layer):
             copies = (config.num_moe_experts or 1) if kernel.part == "expert" else 1
             total += copies * kernel.k * kernel.n

@@ -12,7 +12,7 @@ from jax_te.cli.model_config import described_form
 from jax_te.cli.option_table import memory_advice
 from jax_te.cli.parser import option_names
 from jax_te.cli.run_config import RunConfig
-from jax_te.config import ParallelConfig, depth_projection, layer_kernels
+from jax_te.config import ParallelConfig, depth_projection, layer_kernels, layer_numbers
 from jax_te.data import Objective
 
 SKIP_CHECK = "or skip this estimate: --no-check-memory"
@@ -114,10 +114,8 @@ def least_memory(config: RunConfig, objective: Objective | None = None) -> int:
 def _parameters(config: RunConfig) -> tuple[int, int]:
     """Return the parameters of the run's model, without biases and norms, and of them those of experts apart."""
     model = config.transformer_config()
-    # Layers of multi-token prediction are like the last one; of those that are repeated there is one.
-    depths = 1 if model.mtp_num_layers and model.mtp_use_repeated_layer else model.mtp_num_layers or 0
-    numbers = [*range(config.num_layers), *[config.num_layers - 1] * depths]
-    layers = [layer_kernels(model, number) for number in numbers]
+    layers = [layer_kernels(model, number) for number in layer_numbers(model, held=True)]
+    depths = len(layers) - model.num_layers
     encoders = _encoder_layers(config)
     positions = config.seq_len if config.position_embedding == "learned_absolute" else 0
     around = config.hidden_size * (config.vocab_size + positions) + depths * depth_projection(model)

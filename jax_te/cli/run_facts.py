@@ -78,7 +78,7 @@ def step_work(config: RunConfig) -> StepWork:
             vocab_size=config.vocab_size,
             batch_size=config.batch_size,
             sequence_length=config.seq_len,
-            frozen_kernels=config.lora_rank is not None,
+            lora_rank=config.lora_rank,
         )
     devices = (config.parallel_config() or ParallelConfig()).num_devices
     return StepWork(tokens=config.tokens_per_step, devices=devices, flops=flops, peak=peak_flops(_device(config)))

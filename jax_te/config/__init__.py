@@ -18,7 +18,7 @@ from jax_te.config.experts import (
     RouterOptions,
 )
 from jax_te.config.initializers import NormalInit, normal_init, scaled_normal_init
-from jax_te.config.kernel_counts import KernelSize, depth_projection, kernel_sizes, layer_kernels
+from jax_te.config.kernel_counts import KernelSize, depth_projection, kernel_sizes, layer_kernels, layer_numbers
 from jax_te.config.mesh import MESH_AXES, ParallelConfig
 from jax_te.config.mla_transformer import MLATransformerConfig
 from jax_te.config.model_parallel import SYMMETRIC_AR_TYPES, ModelParallelConfig

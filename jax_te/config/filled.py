@@ -12,7 +12,13 @@ _RECORD = "_filled"
 
 
 class _Replaceable(type):
-    """Class of classes whose call, as ``dataclasses.replace`` does it, recognizes fields that were filled in."""
+    """Class of classes whose call, as ``dataclasses.replace`` does it, recognizes fields that were filled in.
+
+    Only the call sees the order of the arguments, which tells a value that the caller gives from an equal one that is
+    passed on, and can change them before the dataclass assigns and checks them. ``__post_init__`` is told the values
+    alone; a decorator's or ``__init_subclass__``'s function around ``__init__`` is too early, since ``@dataclass`` of
+    each subclass writes another one.
+    """
 
     if not TYPE_CHECKING:  # type checkers are to see the dataclass's constructor
 

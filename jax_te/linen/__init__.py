@@ -13,9 +13,12 @@ optimizer and from clipping; a loop of your own does the same. Next states of mi
 (`jax_te.quantize.merge_quantizers`), never added up; a skipped step keeps the old collection.
 
 **Layers that are called twice, or not in every step.** ``jax.value_and_grad`` adds the next states of two calls, and
-gives zeros as those of a layer that is not called, or called with ``deterministic=True``: scales and expert biases
-would be lost, and nothing in the program could tell. Such models need `value_and_grad`, which merges scales by maximum,
-computes an expert bias once from the counts of all calls, and keeps the state of layers that are not called.
+gives zeros as those of a layer that is not called, and as the expert bias of one with ``deterministic=True``: scales
+and biases would be lost. Such models need `value_and_grad`, which merges scales by maximum, computes an expert bias
+once from the counts of all calls, and keeps the state of layers that are not called. A derivative that reads a state in
+two calls raises `QuantizerStateError` while it is traced. It cannot tell that a layer is left out, nor that two calls
+are of one layer where each is traced by itself (each in an ``nn.remat`` or ``nn.jit`` of its own, or one call under
+``nn.vmap`` that shares the state), or inside of one `LinenModule` whose NNX module calls a layer twice.
 
 **Experts.** The states of routers, such as the expert bias, are in the same collection, also without a recipe. A step
 takes one gradient, since the next bias comes from the counts of all of its tokens: let the loss of several

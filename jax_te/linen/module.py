@@ -18,6 +18,7 @@ from jax_te._validation import check_bool, checked
 from jax_te.errors import QuantizerStateError
 from jax_te.linen.counting import rules_of_states
 from jax_te.linen.loss_scale import set_ambient_factor
+from jax_te.linen.used_again import check_used_once
 from jax_te.linen.variables import STATE, build_abstract, collections_of, with_variables
 from jax_te.quantize import counts_are_next_values
 from jax_te.recipe import current_recipe
@@ -103,6 +104,9 @@ class LinenModule(nn.Module):
         if deterministic:
             module.eval()
         set_ambient_factor(module)
+        rules = rules_of_states.value
+        if rules is None and not self.is_initializing():
+            check_used_once(module, self._where())
         # NNX modules are changed in place, Linen variables are not: compare, and store what differs.
         before = collections_of(module, boxed=False)
         bound = signature.bind(module, *args, **kwargs)
@@ -110,7 +114,6 @@ class LinenModule(nn.Module):
         # In ``init`` Flax draws it from the stream ``params`` if there is no other, as for `nn.Dropout`.
         if takes_key and not deterministic and (self.has_rng("dropout") or self.is_initializing()):
             kwargs = {**kwargs, "dropout_key": _typed(self.make_rng("dropout"))}
-        rules = rules_of_states.value
         if rules is not None and self.scope is not None:
             rules.add(self.scope.path, module)
         try:

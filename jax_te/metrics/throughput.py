@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_te._validation import brief, check_annotations, check_positive, checked
-from jax_te.config import TransformerConfig, depth_projection, layer_kernels
+from jax_te.config import TransformerConfig, depth_projection, kernel_sizes, layer_kernels, layer_numbers
 
 # Dense bf16 FLOP/s that NVIDIA's data sheets give (half of those "with sparsity"), by words of JAX's device_kind; the
 # first that fits counts. Boards of one name with less power have less.
@@ -52,7 +52,7 @@ def train_flops(
     vocab_size: int,
     batch_size: int,
     sequence_length: int,
-    frozen_kernels: bool = False,
+    lora_rank: int | None = None,
 ) -> float:
     """Return the FLOPs of a train step of a GPT by the standard formula: ``6 N + 6 L s n d`` for each token.
 
@@ -68,8 +68,13 @@ def train_flops(
         vocab_size: number of columns of the output head.
         batch_size: number of sequences in a step, over all devices and microbatches.
         sequence_length: ``s``.
-        frozen_kernels: whether no kernel is trained, as where `jax_te.layers.LoRA` adapts all that is: backward then
-            has no GEMMs of their gradients, ``4 N``. Those of the adapters, a few of a hundred, are not counted.
+        lora_rank: rank of the adapters around kernels of attention and of feed-forward blocks, where ``--lora-rank``
+            puts `jax_te.layers.LoRA`. No other kernel is then trained, and backward has no GEMMs of their
+            gradients: ``4 N + 6 A`` in place of ``6 N``, with ``A`` parameters of the adapters that a token passes,
+            ``r (k + n)`` for a kernel ``[k, n]``; layers of depths have none. None: all kernels are trained.
+
+    Raises:
+        ValueError: for a rank that is not positive.
 
     Source: appendix B of PaLM (arXiv 2204.02311), with causal attention counted once.
 
@@ -77,13 +82,16 @@ def train_flops(
     >>> train_flops(config, vocab_size=32, batch_size=1, sequence_length=4) / 4  # 6 (12 * 16² + 16 * 32) + 6 * 4 * 16
     21888.0
     """
-    # The depths of multi-token prediction have layers like the last one, each with a projection and the head.
-    depths = config.mtp_num_layers or 0
-    numbers = [*range(config.num_layers), *[config.num_layers - 1] * depths]
+    numbers = layer_numbers(config)
+    depths = len(numbers) - config.num_layers  # each with a projection and the head
     layers = sum(_multiplied(config, layer) for layer in numbers) + depths * depth_projection(config)
     heads = (1 + depths) * config.hidden_size * vocab_size
-    passes = 2 if frozen_kernels else 3  # forward, the input's gradient and the kernel's
-    token = 2 * passes * (layers + heads) + 3 * len(numbers) * sequence_length * _scored_channels(config)
+    passes, adapters = 3, 0  # forward, the input's gradient and the kernel's
+    if lora_rank is not None:
+        check_positive(lora_rank=lora_rank)
+        passes = 2
+        adapters = lora_rank * sum(_adapted_features(config, layer) for layer in range(config.num_layers))
+    token = 2 * passes * (layers + heads) + 6 * adapters + 3 * len(numbers) * sequence_length * _scored_channels(config)
     return float(token * batch_size * sequence_length)
 
 
@@ -91,6 +99,12 @@ def _multiplied(config: TransformerConfig, layer: int) -> int:
     """Return the parameters by which a layer multiplies a token, with those of the experts that it passes."""
     kernels = layer_kernels(config, layer)
     return kernels.attention + kernels.shared + kernels.expert * config.moe_router_topk
+
+
+def _adapted_features(config: TransformerConfig, layer: int) -> int:
+    """Return the input and output features of a layer's kernels with adapters, those of the chosen experts each."""
+    kernels = [kernel for kernel in kernel_sizes(config, layer) if kernel.adaptable]
+    return sum((kernel.k + kernel.n) * (config.moe_router_topk if kernel.part == "expert" else 1) for kernel in kernels)
 
 
 def _scored_channels(config: TransformerConfig) -> int:

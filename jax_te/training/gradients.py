@@ -162,7 +162,10 @@ def value_and_grad(
 
     Returns:
         A function of the same arguments that returns ``(loss, grads)``, or ``((loss, aux), grads)``. The loss is fp32
-        ``[]``, and ``grads`` an ``nnx.State`` with the names and shapes of the parameters, in fp32.
+        ``[]``, and ``grads`` an ``nnx.State`` with the names and shapes of the parameters, in fp32, in Variables of
+        their types and metadata. With a ``scaler`` the metadata hold ``loss_scale``, too, the record that `Optimizer`
+        looks for. JAX takes Variables with other metadata for another structure: where such gradients meet parameters
+        in ``jax.tree.map``, or in a transformation of Optax that you call yourself, give ``nnx.as_pure`` of both.
 
     Raises:
         TypeError: for several ``argnums``; when called, if that argument is not an NNX module, for a loss of integers,

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from jax_te.bench import predict_step
+from jax_te.bench import Sizes, predict_step
 from jax_te.cli.bench.preset_config import preset_config, sizes_of
 from jax_te.cli.main import main
 from jax_te.cli.model_config import read_model_config
+from jax_te.config import TransformerConfig
 from tests.support.families import family_folder
 from tests.support.runs import assert_refused
 
@@ -44,6 +45,26 @@ def test_what_is_predicted_grows_with_the_work():
 
     assert total(num_layers=12) < total() < total(seq_len=8192) / 4  # attention alone grows faster than the tokens
     assert total("delayed") < total("current") < total("block") < total()
+
+
+def test_a_layer_that_runs_at_all_depths_computes_as_several_and_is_updated_once():
+    sizes = {"num_layers": 4, "hidden_size": 1024, "num_attention_heads": 8}
+
+    def predicted(**depths):
+        config = TransformerConfig(**sizes, **depths)
+        return predict_step(Sizes(config=config, vocabulary=512, batch=8, sequence=1024), "none", "h200")
+
+    none, one, own, repeated = (
+        predicted(**depths)
+        for depths in (
+            {},
+            {"mtp_num_layers": 1},
+            {"mtp_num_layers": 3},
+            {"mtp_num_layers": 3, "mtp_use_repeated_layer": True},
+        )
+    )
+    assert repeated["GEMM"] == own["GEMM"] == pytest.approx(none["GEMM"] + 3 * (one["GEMM"] - none["GEMM"]))
+    assert repeated["optimizer"] == one["optimizer"] < own["optimizer"]
 
 
 def test_doctor_shows_what_pays(capsys):

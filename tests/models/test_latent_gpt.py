@@ -96,7 +96,10 @@ def test_megatrons_model_and_fields_are_gpt_with_the_same_latents(fields: dict) 
     # A GPTModel reads the same fields, and a layer by itself needs no angles.
     own = GPTModel(config, **options, position_embedding_type="none", rngs=nnx.Rngs(0))
     assert own.rotary == megatrons.rotary == rotary
-    x, angles = jax.random.normal(jax.random.key(2), (2, 6, 36)), megatrons._angles(jnp.arange(6))
+    x, angles = (
+        jax.random.normal(jax.random.key(2), (2, 6, 36)),
+        megatrons.embed_inputs(tokens).arrays["rotary_pos_emb"],
+    )
     layer = megatrons.layers[0]
     np.testing.assert_array_equal(call(layer, x)[0], call(layer, x, rotary_pos_emb=angles)[0])
 

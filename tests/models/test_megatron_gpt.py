@@ -138,8 +138,9 @@ def test_modules_have_megatrons_names_and_classes(form: str):
         assert bias is None
     assert layer(x)[1] is None
     embedded = model.embedding(TOKENS, jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S)))
-    hidden = model.decoder(embedded, None, model._angles(jnp.arange(S, dtype=jnp.int32)))
-    assert_close(hidden, model._hidden(TOKENS, None, None), 64 * EPS)
+    stack = model.embed_inputs(TOKENS)
+    hidden = model.decoder(embedded, None, stack.arrays["rotary_pos_emb"])
+    assert_close(hidden, model.final_norm(stack.output(model.layers)), 64 * EPS)
 
 
 @pytest.mark.costly
@@ -498,7 +499,7 @@ def test_a_layer_class_of_ones_own():
             return hidden_states, None
 
     model = build(layers=Layer)
-    assert_close(model._hidden(TOKENS, None, None), model.decoder.final_layernorm(model.embedding(TOKENS)), EPS)
+    assert_close(model.embed_inputs(TOKENS).output(model.layers), model.embedding(TOKENS), EPS)
     with pytest.raises(ValueError, match=r"layers\[0\] returned no cache, which it was asked for"):
         model(TOKENS, cache=model.init_cache(*TOKENS.shape))
     with pytest.raises(ValueError, match=r"layers\[0\] returned no max_logit, which it was asked for"):

@@ -121,7 +121,7 @@ def test_values_and_gradients_are_those_of_the_quantized_operands(kind: str, rec
         x, g = draw("x", (B, S, H), jnp.bfloat16), draw("g", (B, S, V), jnp.bfloat16, scale=0.1)
         y, dx, dparams, states = head_vjp(model, x, g)
     tied = model.output_kernel is None
-    kernel = np.asarray(model._head_kernel())
+    kernel = np.asarray(model.embedding.embedding[...].T if tied else model.output_kernel[...])
     bias = None if model.output_bias is None else model.output_bias[...].astype(jnp.bfloat16)
     # A new state's scales are 1.
     fixed = {"x": 1.0, "kernel": 1.0, "grad": 1.0} if recipe is DELAYED else None

@@ -316,6 +316,53 @@ def test_gradients_without_the_optimizers_loss_scale_are_refused(scaler):
     assert int(optimizer.skipped_steps[...]) == 0
 
 
+class _Adapted(nnx.Module):
+    """Parameters of two types, with and without axes, and with metadata of their own."""
+
+    def __init__(self):
+        self.adapted = LoRA(Linear(32, 32, rngs=nnx.Rngs(0)), 4, rngs=nnx.Rngs(1))
+        self.gain = nnx.Param(jnp.ones(32), note="of its own")
+
+    def __call__(self, x):
+        return self.gain[...][None] * self.adapted(x)
+
+
+def test_gradients_with_a_loss_scale_are_in_the_variables_of_those_without():
+    """But for the record of the scale, by which `Optimizer` tells them."""
+
+    def described(state, without=()):
+        found = {path: (type(variable), variable.get_metadata()) for path, variable in nnx.to_flat_state(state)}
+        return {p: (kind, {n: v for n, v in own.items() if n not in without}) for p, (kind, own) in found.items()}
+
+    model, scaler = _Adapted(), ConstantLossScale(scale=8.0)
+    params = nnx.state(model, nnx.Param)
+    plain, scaled = (value_and_grad(loss_fn, scaler=each)(model, X)[1] for each in (None, scaler))
+    assert described(plain) == described(params)
+    assert described(scaled, without=["loss_scale"]) == described(params)
+    assert all("loss_scale" in own for _, own in described(scaled).values())
+
+    tx = optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9))
+    (grads, values), state = nnx.as_pure((scaled, params)), tx.init(nnx.as_pure(params))
+    updates, _ = tx.update(grads, state, values)
+    expected, _ = tx.update(plain, tx.init(params), params)
+    jax.tree.map(np.testing.assert_array_equal, updates, nnx.as_pure(expected))
+
+
+def test_a_train_step_with_a_loss_scale_gives_its_optimizer_the_variables_of_one_without():
+    seen = []
+
+    def update(grads, state, params=None):
+        seen.append((jax.tree.structure(grads), jax.tree.structure(params)))
+        return grads, state
+
+    tx = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    for scaler in (ConstantLossScale(), DynamicLossScale()):
+        state = create_train_state(_Adapted(), tx, key=jax.random.key(0), scaler=scaler)
+        jax.eval_shape(make_train_step(loss_fn, tx), state, X)
+    assert len(seen) == 2
+    assert len({structure for both in seen for structure in both}) == 1
+
+
 @pytest.mark.parametrize("tx", [optax.masked(optax.sgd(0.1), {"other": True}), optax.lookahead(optax.sgd(0.1), 2, 0.5)])
 def test_a_refused_optimizer_leaves_the_kernels_as_they_were(tx: Any) -> None:
     """Stored quantized, a kernel's exact value would be gone, and so would the caller's model."""

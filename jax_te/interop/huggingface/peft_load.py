@@ -25,7 +25,8 @@ from jax_te.interop.huggingface.save import known_architectures
 from jax_te.interop.tables import Architecture, KnownModel, Sizes, architecture_of
 from jax_te.layers import LayerNormMLP, Linear, LoRA
 
-_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+# Longer names are of no layer, and expressions of the configuration might take long for them.
+_NAME = re.compile(r"base_model\.model\.(.{1,120})\.lora_([AB])\.weight")
 _DTYPES = [np.dtype(name) for name in (ml_dtypes.bfloat16, np.float16, np.float32)]
 
 

@@ -50,8 +50,9 @@ def save_peft(
         dtype: dtype of the tensors. None: the adapters'.
 
     Raises:
-        ValueError: for a model without adapters, or with nothing but zeros; for adapters of layers that the
-            architecture does not have, of experts, and of parts of one of its layers; for a folder that holds a model.
+        ValueError: for a model without adapters, or with nothing but zeros; for adapters of layers that are trained,
+            too (``freeze_base=False``), whose weights would be lost; of layers that the architecture does not have, of
+            experts, and of parts of one of its layers; for a folder that holds a model.
         OSError: if the first process cannot write; if it cannot give the complete files their names: the message says
             what to do; if another process fails, or is waited for in vain (TimeoutError).
 
@@ -118,6 +119,12 @@ def _adapters(model: Any) -> list[tuple[str, LoRA]]:
     for path, adapter in adapters:
         if isinstance(adapter, GroupedLoRA):
             raise ValueError(f"{path} adapts experts, which have no such adapters in PEFT; merge it")
+        if not adapter.base.frozen:
+            raise ValueError(
+                f"{path} adapts a layer that is trained, too (freeze_base=False, or merge() was called), and an "
+                "adapter's folder holds no weights of it. Merge all adapters, put the bases in their places and write "
+                "the model, save_huggingface; if the layer is still as it was loaded, set its base.frozen = True"
+            )
     if not adapters:
         raise ValueError("the model has no adapters; put a LoRA around its linear layers, or save the model itself")
     return sorted(adapters, key=lambda pair: pair[0])

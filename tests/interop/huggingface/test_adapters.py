@@ -16,6 +16,7 @@ from flax import nnx
 from jax_te.config import TransformerConfig
 from jax_te.errors import CheckpointMismatchError
 from jax_te.interop.huggingface import load_huggingface, load_peft, save_huggingface, save_peft
+from jax_te.interop.huggingface.peft_config import read_config
 from jax_te.interop.huggingface.safetensors import TensorFile, write_file
 from jax_te.layers import LoRA
 from jax_te.models import GPTModel
@@ -225,7 +226,14 @@ def test_names_and_shapes_are_those_of_another_architecture_that_fits(tmp_path: 
         ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
         ({"layer_replication": [[0, 2]]}, "layer_replication="),
-        ({"alpha_pattern": {"(a+)+$": 4}}, "no other expressions"),
+        ({"alpha_pattern": {"(a+)+$": 4}}, r"alpha_pattern is .*no repeated group"),
+        ({"alpha_pattern": {"(a{2}){30}": 4}}, "no repeated group"),
+        ({"rank_pattern": {".*.*.*.*.*": 4}}, "4 repetitions"),
+        ({"target_modules": "(" * 3}, "target_modules is .*no regular expression of Python: "),
+        ({"exclude_modules": "x" * 1001}, "exclude_modules is .*1000 characters"),
+        ({"target_modules": r".*\.q_proj"}, "layers.0.self_attn.k_proj is none of the layers that target_modules"),
+        ({"target_modules": "q_proj|k_proj"}, "layers.0.self_attn.k_proj is none of the layers"),  # of whole names
+        ({"exclude_modules": r".*\.1\..*"}, "layers.1.self_attn.k_proj is none of the layers that target_modules"),
         ({"alpha_pattern": {"k_proj": 4}}, r"adapters of one layer, layers/0/self_attention/qkv, have scales"),
         ({"lora_alpha": "6"}, "lora_alpha must be of type float"),
         ({"some_field": 3}, "some_field=3"),
@@ -237,7 +245,9 @@ def test_names_and_shapes_are_those_of_another_architecture_that_fits(tmp_path: 
         ({"r": 4}, "has rank 3, and r and rank_pattern say 4"),
         ({"r": None}, "has rank 3, and r and rank_pattern say 8"),
         ({"rank_pattern": {"k_proj": 4}}, "layers.1.self_attn.k_proj has rank 3, and r and rank_pattern say 4"),
-        ({"rank_pattern": {".*_proj": 3}}, "rank_pattern: .* no other expressions"),
+        ({"rank_pattern": {".*[qk]_proj": 4}}, "layers.1.self_attn.k_proj has rank 3, and r and rank_pattern say 4"),
+        ({"rank_pattern": {"k.proj": 4}}, "layers.1.self_attn.k_proj has rank 3, and r and rank_pattern say 4"),
+        ({"rank_pattern": {r"^model\.layers\.1\.self_attn\.k_proj": 4}}, "layers.1.self_attn.k_proj has rank 3"),
         ({"target_modules": ["q_proj"]}, "layers.0.self_attn.k_proj is none of the layers that target_modules"),
         ({"exclude_modules": ["k_proj"]}, "layers.0.self_attn.k_proj is none of the layers that target_modules"),
         ({"target_modules": ["q_proj", "k_proj"], "layers_to_transform": 1}, "layers.0.self_attn.q_proj is none of"),
@@ -254,6 +264,52 @@ def test_fields_are_followed_or_refused_by_name(fields: dict[str, Any], match: s
     with pytest.raises(ValueError, match=match):
         load_peft(model, tmp_path)
     assert nnx.graphdef(model) == before
+
+
+@pytest.mark.parametrize(
+    ("fields", "chosen"),
+    [
+        ({"target_modules": r"model\.layers\.\d+\.self_attn\.(q|k)_proj"}, {"0.q", "0.k", "1.q", "1.k"}),
+        ({"target_modules": ["proj"]}, set()),  # no part of a name
+        ({"target_modules": ["k_proj"], "layers_to_transform": [1]}, {"1.k"}),
+        ({"target_modules": ["k_proj"], "layers_to_transform": 1, "layers_pattern": "h"}, set()),
+        ({"target_modules": ["model.layers.0.self_attn.k_proj", "q_proj"], "layers_to_transform": 1}, {"0.k", "1.q"}),
+        ({"target_modules": "all-linear", "exclude_modules": r".*\.0\..*"}, {"1.q", "1.k"}),
+        ({"target_modules": r".*\.self_attn\.(?!q).*", "layers_to_transform": 0}, {"0.k", "1.k"}),
+    ],
+)  # fmt: skip
+def test_layers_are_chosen_as_peft_does_it(fields: dict[str, Any], chosen: set[str]) -> None:
+    """As ``check_target_module_exists`` of PEFT says it of these names."""
+    config = read_config(FIELDS | fields, "adapter_config.json", ())
+    names = [f"{layer}.{name}" for layer in "01" for name in "qk"]
+    found = {name for name in names if config.has(f"model.layers.{name[0]}.self_attn.{name[2]}_proj")}
+    assert found == chosen
+
+
+def test_numbers_are_those_of_the_first_expression_that_fits() -> None:
+    """As ``get_pattern_key`` of PEFT chooses it: of the end of a name, from a dot on."""
+    patterns = {"mlp.down_proj": 2, "proj": 3, r"layers\.[1-9].*\.k_proj": 4, "k_proj|v_proj": 5, "^lm_head": 6}
+    config = read_config(FIELDS | {"rank_pattern": patterns, "alpha_pattern": {"[qk]_proj": 12.0}}, "config", ())
+    ranks = {"0.mlp.down_proj": 2, "0.self_attn.q_proj": RANK, "12.self_attn.k_proj": 4, "0.self_attn.k_proj": 5}
+    assert {name: config.rank_of(f"model.layers.{name}") for name in ranks} == ranks
+    assert [config.rank_of(name) for name in ("lm_head", "model.lm_head")] == [6, RANK]
+    assert [config.scale(f"model.layers.0.self_attn.{name}_proj", 4) for name in "qkv"] == [3.0, 3.0, 1.5]
+
+
+def test_an_adapter_whose_layer_is_trained_too_is_refused(tmp_path: Path) -> None:
+    """Its folder has no place for the layer's weights, before and after the adapter is merged."""
+    for frozen in (True, False):
+        model = llama()
+        adapter = LoRA(model.layers[1].self_attention.qkv, RANK, freeze_base=frozen, rngs=nnx.Rngs(0))
+        model.layers[1].self_attention.qkv = adapter
+        if frozen:
+            save_peft(model, tmp_path / "kept")
+            adapter.merge()
+        with pytest.raises(ValueError, match="layers/1/self_attention/qkv adapts a layer that is trained, too"):
+            save_peft(model, tmp_path / "lost")
+        assert not (tmp_path / "lost").exists()
+        adapter.base.frozen = True
+        save_peft(model, tmp_path / f"frozen {frozen}")
 
 
 def test_a_refused_adapter_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -290,12 +290,24 @@ def test_published_configurations_are_read(name: str) -> None:
     assert {key: getattr(form.config, key) for key in expected} == expected
 
 
+ONE_EXPERT = "num_experts_per_tok is 1; the weight of a token's only expert is then 1.*2 or more are read"
+
+
 @pytest.mark.parametrize(
     ("values", "match"),
     [
         (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
         (MIXTRAL | {"num_local_experts": 10**9}, "number of experts is 1000000000; there are 1000 tensors"),
-        (MIXTRAL | {"num_experts_per_tok": 1}, "moe_router_topk=1"),
+        (
+            MIXTRAL | {"num_experts_per_tok": 1},
+            ONE_EXPERT,
+        ),
+        (QWEN3 | {"num_experts_per_tok": 1, "norm_topk_prob": True}, ONE_EXPERT),
+        (OLMOE | {"num_experts_per_tok": 1, "norm_topk_prob": True}, ONE_EXPERT),
+        (
+            GPT_OSS | {"num_experts_per_tok": 1, "experts_per_token": 1},
+            ONE_EXPERT,
+        ),
         (MIXTRAL | {"sliding_window": 0}, "sliding_window is 0"),
         (QWEN3 | {"attention_bias": True}, "attention_bias is True"),
         (QWEN3 | {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
@@ -357,6 +369,17 @@ def test_fields_that_would_change_numbers_are_refused_by_name(values: dict[str, 
         ("GptOssForCausalLM", {"glu_linear_offset": 0.0}, "GptOssForCausalLM: glu_linear_offset=0.0"),
         ("GptOssForCausalLM", {"moe_layer_freq": 2}, "GptOssForCausalLM: [^;]*moe_layer_freq"),
         ("DeepseekV2ForCausalLM", {"mtp_num_layers": 1}, "DeepseekV2ForCausalLM: mtp_num_layers=1"),
+        (
+            "MixtralForCausalLM",
+            {"moe_router_topk": 1, "moe_router_pre_softmax": True},
+            r"MixtralForCausalLM, GptOssForCausalLM: moe_router_topk=1: .* by the router's score \(.*'softmax', "
+            r"moe_router_pre_softmax=True\).*save_megatron .* write the model as it is",
+        ),
+        (
+            "Qwen3MoeForCausalLM",
+            {"moe_router_topk": 1, "moe_router_score_function": "sigmoid"},
+            r"Qwen3MoeForCausalLM.*: moe_router_topk=1: .* by the router's score \(.*='sigmoid'",
+        ),
     ],
 )
 def test_models_that_no_architecture_can_say_are_refused(

@@ -6,7 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from jax_te.interop.huggingface.architectures.decoders import LLAMA, llama_layer, read_windows, write_windows
-from jax_te.interop.huggingface.architectures.mixtures import NORM, mixture_table, skip_router_losses
+from jax_te.interop.huggingface.architectures.mixtures import (
+    NORM,
+    mixture_table,
+    refuse_one_expert_read,
+    refuse_one_expert_written,
+    skip_router_losses,
+)
 from jax_te.interop.huggingface.config_json import ConfigJson, rotary_fields
 from jax_te.interop.tables import Form, Options, Table
 from jax_te.layers import YarnScaling
@@ -33,6 +39,7 @@ def _table(form: Form) -> Table:
 
 
 def _read(given: ConfigJson, options: Options) -> Options:
+    refuse_one_expert_read(given, options)
     skip_router_losses(given)
     given.expect("hidden_act", "silu")  # the name of another function than the class computes
     given.expect("swiglu_alpha", _ALPHA)
@@ -61,6 +68,7 @@ def _published(given: ConfigJson) -> RotaryPositions:
 
 
 def _write(options: Options) -> dict[str, Any]:
+    refuse_one_expert_written(options)
     rotary = rotary_fields(options["position_embedding_type"])
     if rotary and rotary["rope_scaling"] is None:
         rotary["rope_scaling"] = {"rope_type": "default"}  # which null is not for this class

@@ -109,7 +109,27 @@ def skip_router_losses(given: ConfigJson) -> None:
     given.skip("output_router_logits", "router_aux_loss_coef")
 
 
+def refuse_one_expert_read(given: ConfigJson, options: Options) -> None:
+    """Raise ValueError for one expert per token of a class that weights experts by the softmax over the chosen ones."""
+    if options["moe_router_topk"] == 1:
+        why = "the weight of a token's only expert is then 1, and its router would have no gradient; 2 or more are read"
+        raise given.refused("num_experts_per_tok", 1, why)
+
+
+def refuse_one_expert_written(options: Options) -> None:
+    """Raise ValueError for a model with one expert per token, where the class weights experts by the softmax over the
+    chosen ones."""
+    if options["num_moe_experts"] is not None and options["moe_router_topk"] == 1:
+        raise ValueError(
+            "moe_router_topk=1: this class weights a token's only expert by 1, and the model by the router's score "
+            f"(moe_router_score_function={options['moe_router_score_function']!r}, "
+            f"moe_router_pre_softmax={options['moe_router_pre_softmax']}), so that it would compute something else; "
+            "save_megatron and TrainCheckpointer write the model as it is"
+        )
+
+
 def _read_mixtral(given: ConfigJson, options: Options) -> Options:
+    refuse_one_expert_read(given, options)
     skip_router_losses(given)
     given.expect("router_jitter_noise", 0.0)  # of the experts' inputs, too; here only the router's have any
     positions = given.rotary(options["max_sequence_length"], 1e6)
@@ -118,6 +138,7 @@ def _read_mixtral(given: ConfigJson, options: Options) -> Options:
 
 
 def _write_mixtral(options: Options) -> dict[str, Any]:
+    refuse_one_expert_written(options)
     return {**write_rotary(options), **write_window(options)}
 
 
@@ -139,16 +160,31 @@ MIXTRAL = replace(
 )
 
 
+def _read_pre_softmax(given: ConfigJson, options: Options) -> bool:
+    """Return whether the probabilities of the chosen experts are left as the softmax over all gives them."""
+    if given.take("norm_topk_prob", bool, False):
+        refuse_one_expert_read(given, options)
+        return False
+    return True
+
+
+def _write_pre_softmax(options: Options) -> bool:
+    """Return ``norm_topk_prob``, the inverse of `_read_pre_softmax`."""
+    if not options["moe_router_pre_softmax"]:
+        refuse_one_expert_written(options)
+    return not options["moe_router_pre_softmax"]
+
+
 def _read_qwen_experts(given: ConfigJson, options: Options) -> Options:
     """Return the options with those of a mixture of Qwen 2 or 3, but for its attention."""
     skip_router_losses(given)
+    pre_softmax = _read_pre_softmax(given, options)
     return {
         **read_block(given, options),
         # transformers 5 writes Qwen 3's number under Mixtral's name.
         "num_moe_experts": given.take("num_local_experts", int, options["num_moe_experts"]),
         "moe_layer_freq": _layers_with_experts(given, options["num_layers"]),
-        # Without it the probabilities of the chosen experts are left as the softmax over all gives them.
-        "moe_router_pre_softmax": not given.take("norm_topk_prob", bool, False),
+        "moe_router_pre_softmax": pre_softmax,
         "add_bias_linear": False,
     }
 
@@ -172,7 +208,7 @@ def _write_qwen_experts(options: Options) -> dict[str, Any]:
         "num_experts": options["num_moe_experts"],
         "decoder_sparse_step": 1,
         "mlp_only_layers": [i for i, experts in enumerate(has) if not experts],
-        "norm_topk_prob": not options["moe_router_pre_softmax"],
+        "norm_topk_prob": _write_pre_softmax(options),
     }
 
 
@@ -221,7 +257,7 @@ def _read_olmoe(given: ConfigJson, options: Options) -> Options:
     given.expect("clip_qkv", None)  # a limit of queries, keys and values, which the published models do not have
     return {
         **read_block(given, options),
-        "moe_router_pre_softmax": not given.take("norm_topk_prob", bool, False),
+        "moe_router_pre_softmax": _read_pre_softmax(given, options),
         "qk_layernorm": True,
         "qk_layernorm_across_heads": True,
         "add_bias_linear": False,
@@ -229,7 +265,7 @@ def _read_olmoe(given: ConfigJson, options: Options) -> Options:
 
 
 def _write_olmoe(options: Options) -> dict[str, Any]:
-    return {**write_rotary(options), "norm_topk_prob": not options["moe_router_pre_softmax"]}
+    return {**write_rotary(options), "norm_topk_prob": _write_pre_softmax(options)}
 
 
 _QWEN_FIELDS: dict[str, tuple[str, Any]] = {
