@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 from flax.linen.fp8_ops import fp32_max_grad
+from jax.core import Tracer
 
 from jax_te.errors import QuantizerStateError
 from jax_te.quantize import QuantizerState
@@ -30,7 +31,7 @@ def check_used_once(module: nnx.Module, scope: str) -> None:
     for _, variable in nnx.to_flat_state(states):
         value = variable.get_value()
         # What is not traced is not differentiated, and gradients of the other dtype merge by maximum.
-        if not isinstance(value, jax.core.Tracer) or value.dtype == fp32_max_grad:
+        if not isinstance(value, Tracer) or value.dtype == fp32_max_grad:
             continue
         if _read_by_a_call.get(id(value)) is value:
             variable.set_value(_used_again(value, scope))

@@ -282,13 +282,14 @@ def _place_new_variables(objects: nnx.Module, rest: nnx.State) -> None:
     """
     for path, leaf in nnx.to_flat_state(rest):
         *way, name = path
-        module: Any = objects
-        for step in way:
-            module = (
-                module[step] if isinstance(module, dict | list | tuple | nnx.List | nnx.Dict) else getattr(module, step)
-            )
+        module = functools.reduce(_child, way, objects)
         if isinstance(module, nnx.Pytree) and getattr(module, str(name), leaf) is None:
             setattr(module, str(name), nnx.data(leaf))
+
+
+def _child(node: Any, key: Any) -> Any:
+    """Return what a path of an NNX state has below a node: an attribute, or an item of a list or a dict."""
+    return node[key] if isinstance(node, dict | list | tuple | nnx.List | nnx.Dict) else getattr(node, key)
 
 
 def _value(leaf: Any) -> Any:
