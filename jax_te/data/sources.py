@@ -17,6 +17,9 @@ from jax_te.data.token_files import TOKEN_FILES, token_file
 from jax_te.data.tokenizer import ByteTokenizer, Tokenizer
 
 _NOT_TEXT = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__")
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".7z")
+"""Endings of compressed files, whose bytes are no text. In a folder they are left out, as they are not UTF-8."""
+
 MAX_LINE = 2**28
 """Bytes of a line of JSON."""
 
@@ -95,6 +98,8 @@ def _paths(source: str | os.PathLike[str] | None) -> tuple[str, list[Path], bool
         return "the Python standard library", found, False
     root = Path(source)
     if root.is_file():
+        if root.suffix.lower() in _COMPRESSED:
+            raise ValueError(f"{source} is compressed, and is read as it is; unpack it first, and give what it holds")
         return str(source), [root], True
     if not root.is_dir():
         raise ValueError(f"no such file or folder of text: {source}")

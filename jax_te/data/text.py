@@ -79,7 +79,7 @@ def load_text(
     Raises:
         ValueError: if the path does not exist, holds no text or too little text; for a damaged file or a document
             that is null, whose line, row or column is named; with a tokenizer, for a file that is not UTF-8; for a
-            file of tokens in a folder; for a length that the objective cannot have.
+            compressed file, and a file of tokens in a folder; for a length that the objective cannot have.
 
     >>> data = load_text(os.__file__, seq_len=64)
     >>> data.train.dtype, data.files, round(len(data.heldout) / len(data.train), 2)
