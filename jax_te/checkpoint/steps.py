@@ -20,6 +20,9 @@ from orbax.checkpoint import v1 as ocp
 
 from jax_te.checkpoint.tree import STATE
 
+CHECKPOINT_FOLDER = "checkpoints"
+"""Name of the folder of checkpoints in the folder of a run."""
+
 METADATA_FILE = "_CHECKPOINT_METADATA"
 """Orbax's file in each checkpoint, which holds the metadata of this package, too."""
 
@@ -48,6 +51,11 @@ def checkpoint_steps(folder: Path) -> list[int]:
         return []
     names = [path.name for path in folder.iterdir() if _is_step(path.name) and is_checkpoint(path)]
     return sorted(map(int, names))
+
+
+def holds_checkpoints(folder: Path) -> bool:
+    """Return whether a folder is that of a run with checkpoints, the folder of its checkpoints, or one of them."""
+    return is_checkpoint(folder) or bool(checkpoint_steps(folder) or checkpoint_steps(folder / CHECKPOINT_FOLDER))
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -5,47 +5,75 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from jax_te.checkpoint import METADATA_FILE, checkpoint_steps
-from jax_te.cli.run_files import CHECKPOINT_FOLDER
+from jax_te._validation import brief
+from jax_te.checkpoint import CHECKPOINT_FOLDER, METADATA_FILE, checkpoint_steps, holds_checkpoints
 from jax_te.interop.huggingface import INDEX, SINGLE
-from jax_te.interop.megatron import TRACKER
+from jax_te.interop.megatron import RANK_FILE, TRACKER
 from jax_te.interop.torch import METADATA
 
 Kind = Literal["jax-te", "huggingface", "megatron", "torch"]
+
+
+_NAMES: dict[Kind, str] = {
+    "jax-te": "checkpoints of jax-te",
+    "huggingface": "a model of Hugging Face",
+    "megatron": "a checkpoint of Megatron-LM or torch.distributed",
+}
 
 
 def kind_of(path: Path) -> Kind:
     """Return the kind of a checkpoint: ``"megatron"`` is also a folder of torch.distributed, ``"torch"`` a file.
 
     Raises:
-        ValueError: for a path without a checkpoint.
+        ValueError: for a path without a checkpoint, and for a folder with checkpoints of several kinds.
     """
     if path.is_file() and path.suffix in (".pt", ".pth", ".bin"):
         return "torch"
-    names = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
-    # A run has a config.json, too, so the kinds are distinguished by their tensor files.
-    if names & {METADATA, TRACKER, "model_optim_rng.pt"} or any(name.startswith("mp_rank_") for name in names):
-        return "megatron"
-    if names & {SINGLE, INDEX}:
-        return "huggingface"
-    if names & {CHECKPOINT_FOLDER, METADATA_FILE} or checkpoint_steps(path):
-        return "jax-te"
+    found = _kinds_in(path) if path.is_dir() else {}
+    if len(found) > 1:
+        listed = " and ".join(f"{_NAMES[kind]} ({file})" for kind, file in found.items())
+        raise ValueError(f"{path} holds {listed}, and it is not known which one is meant; move one to another folder")
+    for kind in found:
+        return kind
+    if (path / CHECKPOINT_FOLDER).is_dir():
+        return "jax-te"  # of a run that has saved nothing yet
     raise ValueError(
         f"{path} is not a checkpoint: a run of jax-te train, its checkpoints or one of them; a folder of Hugging Face "
         f"with {SINGLE} or {INDEX}; a folder of Megatron-LM or torch.distributed; a file *.pt of torch.save"
     )
 
 
-def checkpoint_folder(path: Path) -> Path:
-    """Return the folder of one jax-te checkpoint: the newest of a run, or the path itself.
+def _kinds_in(folder: Path) -> dict[Kind, str]:
+    """Return the kinds of the checkpoints in a folder, and of each a name by which it is known."""
+    names = sorted(entry.name for entry in folder.iterdir())
+    # A run has a config.json, too, so the kinds are distinguished by their tensor files.
+    of_kind: dict[Kind, list[str]] = {
+        "jax-te": [name for name in names if name == METADATA_FILE],
+        "huggingface": [name for name in names if name in (SINGLE, INDEX)],
+        "megatron": [name for name in names if name in (METADATA, TRACKER, RANK_FILE) or name.startswith("mp_rank_")],
+    }
+    if not of_kind["jax-te"] and holds_checkpoints(folder):
+        of_kind["jax-te"] = [CHECKPOINT_FOLDER if CHECKPOINT_FOLDER in names else str(checkpoint_steps(folder)[-1])]
+    return {kind: files[0] for kind, files in of_kind.items() if files}
+
+
+def checkpoint_folder(path: Path, step: int | None = None) -> Path:
+    """Return the folder of one jax-te checkpoint: of a run the newest, or that of a step; or the path itself.
 
     Raises:
-        ValueError: if there is none yet.
+        ValueError: if there is none yet, or none of this step; for a step of a path that is one checkpoint.
     """
     if (path / METADATA_FILE).exists():
+        if step is not None:
+            raise ValueError(
+                f"{path} is one checkpoint, that of step {path.name}, and --step {step} chooses among those of a run; "
+                "leave --step out, or give the run's folder"
+            )
         return path
     folder = path / CHECKPOINT_FOLDER if (path / CHECKPOINT_FOLDER).is_dir() else path
     steps = checkpoint_steps(folder)
     if not steps:
         raise ValueError(f"{path} has saved no checkpoint yet")
-    return folder / str(max(steps))
+    if step is not None and step not in steps:
+        raise ValueError(f"{path} has no checkpoint of --step {step}; it has {brief(steps)[1:-1]}")
+    return folder / str(steps[-1] if step is None else step)

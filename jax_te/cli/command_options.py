@@ -75,6 +75,9 @@ class EvalOptions:
         FIELD_NAMES, IGNORED_FIELDS.format("--init-from"), None, shown="none", needs=(A_FOLDER,)
     )
     dequantize: bool = option(SWITCH, DEQUANTIZE.format("--init-from"), False, needs=(A_FOLDER,))
+    dtype: str | None = option(
+        FLOAT_DTYPES, "dtype of the parameters of --init-from", None, shown="that of its tensors", needs=(A_FOLDER,)
+    )
     tokenizer: str | None = option(
         PATH,
         "tokenizer.json file, or a folder that contains one; needs --init-from, since a run has its own",
@@ -114,7 +117,12 @@ class ConvertOptions:
         None,
         shown="huggingface; megatron if FROM is Hugging Face's",
     )
-    dtype: str | None = option(FLOAT_DTYPES, "dtype of the parameters in TO", None, shown="that of FROM")
+    dtype: str | None = option(
+        FLOAT_DTYPES,
+        "dtype of the parameters in TO",
+        None,
+        shown="that of FROM, of a run its --params-dtype; of PEFT's that of the adapters",
+    )
     step: int | None = option(
         SIZE,
         "step of the checkpoint to read, if FROM is a run or a Megatron-LM folder",

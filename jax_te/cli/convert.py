@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import shutil
 import tempfile
@@ -64,6 +65,9 @@ def run(options: ConvertOptions) -> int:
     config = read_config(_run_of(source)) if kind == "jax-te" else None
     if target_format == "peft" and (config is None or config.lora_rank is None):
         raise ValueError("--to peft writes the adapters of a run of jax-te train --lora-rank, and FROM is not one")
+    if options.dtype is None and config is not None and target_format != "peft":
+        # Readers want one dtype, and the masters of kernels that are stored quantized are fp32 in a run of any.
+        options = dataclasses.replace(options, dtype=config.params_dtype)
     with counting("read") as on_progress:
         model = _read(options, source, kind, config, on_progress)
     if options.upcycle is not None:
@@ -105,12 +109,8 @@ def _check(options: ConvertOptions, kind: Kind, target_format: str) -> None:
         UPCYCLED: options.upcycle is not None,
     }
     check_effects(options, met)
-    source = Path(options.source)
-    if options.step is not None and kind == "jax-te" and checkpoint_folder(source) == source:
-        raise ValueError(
-            f"{source} is one checkpoint, that of step {source.name}, and --step {options.step} chooses among those of "
-            "a run; leave --step out, or give the run's folder"
-        )
+    if kind == "jax-te":
+        checkpoint_folder(Path(options.source), options.step)
 
 
 def _write_peft(options: ConvertOptions, model: Any, config: RunConfig | None) -> None:
@@ -192,13 +192,12 @@ def _run_of(source: Path) -> Path:
 def _model_of_run(options: ConvertOptions, source: Path, config: RunConfig) -> Any:
     """Return the model of a run, with the masters of kernels that are stored quantized; adapters are merged, except for
     ``--to peft``."""
-    folder = checkpoint_folder(source)
-    step = int(folder.name) if options.step is None else options.step
+    folder = checkpoint_folder(source, options.step)
     # One device and any available backend, wherever it was trained.
     config = config.on_one_device(options.factory_modules)
     with contexts(config), TrainCheckpointer(folder.parent) as checkpointer, warnings_as_lines():
         wanted = abstract_model_state(config, masters=True)
-        state, _, _ = checkpointer.restore(wanted, step=step, allow={"unexpected"})
+        state, _, _ = checkpointer.restore(wanted, step=int(folder.name), allow={"unexpected"})
         model = exact_model(state)
         if config.lora_rank is not None and options.to != "peft":
             merge_adapters(model)

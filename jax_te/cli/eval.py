@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from jax_te.checkpoint import TrainCheckpointer
+from jax_te.checkpoint import CHECKPOINT_FOLDER, TrainCheckpointer
 from jax_te.cli.build import abstract_model_state, contexts, warnings_as_lines
 from jax_te.cli.command_options import A_FOLDER, A_RUN, EvalOptions
 from jax_te.cli.memory import SKIP_CHECK, check_fits, check_memory
@@ -20,7 +21,7 @@ from jax_te.cli.objective import objective_for, predicted, run_objective
 from jax_te.cli.option_table import check_effects, memory_advice
 from jax_te.cli.options import DEFAULT_RUN
 from jax_te.cli.run_config import RunConfig
-from jax_te.cli.run_files import CHECKPOINT_FOLDER, holds_run, read_config
+from jax_te.cli.run_files import holds_run, read_config
 from jax_te.cli.run_text import run_text, run_tokenizer, unit
 from jax_te.data import ByteTokenizer, NextTokens, Objective, Tokenizer, Tokens, read_tokens, whole_batches
 from jax_te.interop.huggingface import CONFIG, load_huggingface, open_tensors
@@ -77,11 +78,11 @@ def _of_folder(options: EvalOptions, folder: str) -> dict[str, Any]:
         raise ValueError("--init-from names no run, whose text it could be; give --data")
     ignored = field_names(options.ignore_fields)
     if options.check_memory:
-        check_fits(_stored_bytes(Path(folder)), 1, f"{memory_advice(())}, {SKIP_CHECK}")
+        check_fits(_parameter_bytes(Path(folder), options.dtype), 1, f"{memory_advice(())}, {SKIP_CHECK}")
     tokenizer = Tokenizer(options.tokenizer or folder)
     data = read_tokens(options.data, tokenizer=tokenizer)
     block_scaled = "dequantize" if options.dequantize else None
-    model = load_huggingface(folder, ignore_fields=ignored, block_scaled=block_scaled)
+    model = load_huggingface(folder, dtype=options.dtype, ignore_fields=ignored, block_scaled=block_scaled)
     if isinstance(model, BertModel) and model.head_dense is None:
         raise ValueError(
             f"--init-from {folder} is an encoder without a head for tokens, and has no loss; give the folder of the "
@@ -94,9 +95,13 @@ def _of_folder(options: EvalOptions, folder: str) -> dict[str, Any]:
     return metrics | {"unit": predicted(objective, "token")}
 
 
-def _stored_bytes(folder: Path) -> int:
-    """Return the bytes of a folder's tensors, which the parameters take at least: those in FP8 are multiplied out."""
-    return sum(tensor.nbytes for tensor in open_tensors(folder)[0].values())
+def _parameter_bytes(folder: Path, dtype: str | None) -> int:
+    """Return the bytes that a folder's parameters take at least in a dtype, or in that of the tensors.
+
+    Tensors in FP8 are multiplied out, and take more.
+    """
+    tensors = open_tensors(folder)[0].values()
+    return sum(tensor.nbytes if dtype is None else tensor.size * jnp.dtype(dtype).itemsize for tensor in tensors)
 
 
 def _heldout(config: RunConfig, tokenizer: Tokenizer | ByteTokenizer, objective: Objective) -> Tokens:

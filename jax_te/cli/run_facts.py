@@ -11,11 +11,12 @@ import jax
 from jax.sharding import Mesh
 
 from jax_te._device import default_device
+from jax_te.checkpoint import CHECKPOINT_FOLDER
 from jax_te.cli.loop import LoopResult
 from jax_te.cli.model_config import model_type
 from jax_te.cli.objective import model_class
 from jax_te.cli.run_config import RunConfig
-from jax_te.cli.run_files import CHECKPOINT_FOLDER, PROFILE_FOLDER, convert_command
+from jax_te.cli.run_files import PROFILE_FOLDER, convert_command
 from jax_te.cli.run_recipe import RECIPE_FIELDS
 from jax_te.config import ParallelConfig
 from jax_te.data import CorruptedSpans, MaskedTokens, NextTokens, Objective, TextData
@@ -220,7 +221,7 @@ def loss_facts(data: TextData, heldout: float, bigram: float | None, word: str, 
 
 
 def end_facts(
-    result: LoopResult, losses: dict[str, str], output: Path, drawn: list[str], prompt: str | None = None
+    result: LoopResult, losses: dict[str, str], output: Path, drawn: list[str], *, continues_text: bool
 ) -> dict[str, str]:
     """Return the lines to show at the end, by their names.
 
@@ -229,7 +230,7 @@ def end_facts(
         losses: lines of `loss_facts`.
         output: folder of the run.
         drawn: files that only some runs have.
-        prompt: prompt of the sample. None: the model continues no text.
+        continues_text: whether the model continues a text.
     """
     rows = dict(losses)
     if result.tokens_per_second is not None:
@@ -243,8 +244,5 @@ def end_facts(
     names = [METRICS_FILE, PLOT_FILE, *drawn, TENSORBOARD_FOLDER, PROFILE_FOLDER]
     names = [name for name in names if (output / name).exists()]
     rows["files"] = f"{output}: {', '.join([*names, CHECKPOINT_FOLDER])}"
-    if prompt is None:
-        rows["next"] = convert_command(output)
-    else:
-        rows["next"] = f"jax-te sample --output {output} --prompt {prompt!r}"
+    rows["next"] = f"jax-te sample --output {output} --prompt TEXT" if continues_text else convert_command(output)
     return rows

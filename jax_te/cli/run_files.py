@@ -12,7 +12,7 @@ from typing import Any
 
 from jax_te._processes import HEARTBEAT_FOLDER
 from jax_te._validation import brief, read_text
-from jax_te.checkpoint import checkpoint_steps
+from jax_te.checkpoint import CHECKPOINT_FOLDER, checkpoint_steps
 from jax_te.cli.option_table import flag, options_of
 from jax_te.cli.options import MAY_CHANGE, OPTIONS, Recorded
 from jax_te.cli.run_config import RunConfig
@@ -20,7 +20,6 @@ from jax_te.data import TOKENIZER_FILE
 from jax_te.metrics import metrics_files
 
 CONFIG_FILE = "config.json"
-CHECKPOINT_FOLDER = "checkpoints"
 LOCK_FILE = ".lock"
 PROFILE_FOLDER = "profile"
 PARTIAL = ".partial"

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_te._processes import Meetings
-from jax_te.checkpoint import TrainCheckpointer
+from jax_te.checkpoint import CHECKPOINT_FOLDER, TrainCheckpointer
 from jax_te.cli.build import abstract_model_state, contexts, warnings_as_lines
 from jax_te.cli.command_options import RANDOM, SampleOptions
 from jax_te.cli.memory import check_memory
 from jax_te.cli.objective import model_class
 from jax_te.cli.option_table import check_effects
-from jax_te.cli.run_files import CHECKPOINT_FOLDER, convert_command, holds_run, read_config
+from jax_te.cli.run_files import convert_command, holds_run, read_config
 from jax_te.cli.run_text import run_tokenizer
 from jax_te.data import ByteTokenizer, Tokenizer
 from jax_te.interop.tables import on_host

@@ -14,7 +14,7 @@ import numpy as np
 
 from jax_te._processes import Heartbeats, is_first
 from jax_te._validation import require_extra
-from jax_te.checkpoint import TrainCheckpointer
+from jax_te.checkpoint import CHECKPOINT_FOLDER, TrainCheckpointer
 from jax_te.cli.build import HELDOUT, Trainer, contexts, warnings_as_lines
 from jax_te.cli.compile_cache import keep_compiled_programs
 from jax_te.cli.launch import Bounds, find_launch, is_launched
@@ -28,7 +28,7 @@ from jax_te.cli.resolve import output_folder, resolve
 from jax_te.cli.run_checks import check_mesh_of_processes, check_precision, check_te_on_mesh, explain_backends
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_facts import StartedRun, end_facts, loss_facts, start_facts, step_work
-from jax_te.cli.run_files import CHECKPOINT_FOLDER, LOCK_FILE, PROFILE_FOLDER, refuse_links, write_config
+from jax_te.cli.run_files import LOCK_FILE, PROFILE_FOLDER, refuse_links, write_config
 from jax_te.cli.run_text import keep_tokenizer, run_text, run_tokenizer, unit
 from jax_te.cli.sample import continue_text
 from jax_te.data import ByteTokenizer, NextTokens, Objective, TextData, Tokenizer, byte_bigram_entropy, text_crc32
@@ -248,13 +248,13 @@ def _show_result(
     # A run that was complete already took no step, and so has no held-out loss.
     heldout = trainer.evaluate(result.state) if result.heldout_loss is None else result.heldout_loss
     losses = loss_facts(data, heldout, bigram, _unit(trainer, context), trainer.objective)
-    if not isinstance(trainer.objective, NextTokens):  # such a model does not continue a text
-        context.progress.facts(end_facts(result, losses, context.output, drawn))
+    continues_text = isinstance(trainer.objective, NextTokens)
+    context.progress.facts(end_facts(result, losses, context.output, drawn, continues_text=continues_text))
+    if not continues_text:
         return
     prompt = tokenizer.encode(PROMPT)
     if not _is_of_bytes(trainer, context):  # PROMPT may not be a word of the tokenizer's
         prompt = data.heldout[: min(16, config.seq_len // 2)]
-    context.progress.facts(end_facts(result, losses, context.output, drawn, tokenizer.decode(prompt)))
     sizes = config.parallel_config()
     # On a mesh the batch is split: as many copies of the prompt as it has shards.
     copies = 1 if sizes is None else sizes.batch_devices

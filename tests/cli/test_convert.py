@@ -17,7 +17,8 @@ from jax_te.interop.megatron import load_megatron, read_megatron
 from jax_te.interop.torch import write_torch_file
 from jax_te.models import GPTModel
 from tests.support.distributed_folder import write_distributed
-from tests.support.runs import assert_refused
+from tests.support.runs import MICRO, TEXT, assert_refused, saved_step
+from tests.support.tokenizers import write_tokenizer
 
 CONFIG = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 4, "num_query_groups": 2, "activation": "swiglu"}
 CONFIG |= {"normalization": "RMSNorm", "add_bias_linear": False}
@@ -121,6 +122,65 @@ def test_a_run_is_converted(trained, tmp_path):
     np.testing.assert_array_equal(one.tensors["embedding.word_embeddings.weight"], two.embedding.embedding[...])
 
 
+def dtypes_in(capsys, path):
+    capsys.readouterr()
+    return {row["dtype"] for row in shown(capsys, path)["arrays"]}
+
+
+def test_a_run_is_converted_in_one_dtype(tmp_path, capsys):
+    run, folder = tmp_path / "run", tmp_path / "hf"
+    options = ["--steps", "4", "--recipe", "current", "--fp8-param", "--params-dtype", "bfloat16", "--no-bias"]
+    assert main(["train", "--output", str(run), *MICRO, *options, "--metrics-writers", "jsonl"]) == 0
+    assert main(["convert", str(run), str(folder)]) == 0
+    assert "float32" in dtypes_in(capsys, run)  # the masters
+    assert dtypes_in(capsys, folder) == {"bfloat16"}
+    assert main(["convert", str(run), str(tmp_path / "a.pt")]) == 0
+    assert dtypes_in(capsys, tmp_path / "a.pt") == {"bfloat16"}
+    assert main(["convert", str(run), str(tmp_path / "exact"), "--dtype", "float32"]) == 0
+    assert dtypes_in(capsys, tmp_path / "exact") == {"float32"}
+
+
+def test_a_folder_of_several_dtypes_is_read_in_the_one_that_is_given(llama, tmp_path, capsys):
+    folder, text = tmp_path / "mixed", tmp_path / "text.txt"
+    model = load_huggingface(llama[0], dtype=jnp.bfloat16)
+    model.final_norm.scale.set_value(jnp.ones(16, jnp.float32))
+    save_huggingface(model, folder)
+    write_tokenizer(folder / "tokenizer.json")
+    text.write_text("the cat sat " * 20)
+    for argv in (["convert", str(folder), str(tmp_path / "no")], ["eval", "--init-from", str(folder), "--data", TEXT]):
+        assert_refused(main(argv), capsys.readouterr().err, "of dtypes bfloat16, float32; say with", "(--dtype on")
+    assert main(["eval", "--init-from", str(folder), "--data", str(text), "--dtype", "float32"]) == 0
+    assert "loss" in capsys.readouterr().out
+    assert main(["convert", str(folder), str(tmp_path / "one.pt"), "--dtype", "bfloat16"]) == 0
+    assert dtypes_in(capsys, tmp_path / "one.pt") == {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        (
+            ["latest_checkpointed_iteration.txt"],
+            "checkpoints of jax-te (checkpoints) and a checkpoint of Megatron-LM or torch.distributed (latest_check",
+        ),
+        (["model.safetensors"], "checkpoints of jax-te (checkpoints) and a model of Hugging Face (model.safetensors)"),
+    ],
+)
+def test_a_folder_of_two_kinds_is_refused_with_both(files, named, tmp_path, capsys):
+    saved_step(tmp_path, 4)
+    for name in files:
+        (tmp_path / name).touch()
+    for argv in (["convert", str(tmp_path), str(tmp_path / "new")], ["inspect", "checkpoint", str(tmp_path)]):
+        assert_refused(main(argv), capsys.readouterr().err, named, "it is not known which one is meant")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_called_checkpoints_is_no_run_beside_a_model(llama, tmp_path, capsys):
+    folder = tmp_path / "llama"
+    shutil.copytree(llama[0], folder)
+    (folder / "checkpoints").mkdir()
+    assert shown(capsys, folder)["kind"] == "huggingface"
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -141,6 +201,7 @@ def test_a_run_is_converted(trained, tmp_path):
         (["{llama}", "{tmp}/new.pt", "--megatron-format", "torch_dist"], "torch_dist needs a folder"),
         (["{llama}", "{tmp}/new", "--megatron-format", "torch_dist", "--tensor-parallel", "2"], "1 for a single file"),
         (["{trained}/checkpoints/8", "{tmp}/new", "--step", "8"], "is one checkpoint, that of step 8"),
+        (["{trained}", "{tmp}/new", "--step", "9"], "has no checkpoint of --step 9; it has 4, 8, 12"),
         (["{llama}"], "TO"),
     ],
 )
@@ -183,6 +244,7 @@ def test_checkpoints_of_all_kinds_are_listed(llama, trained, tmp_path, capsys):
         rows = {row["name"]: row for row in found["arrays"]}
         assert rows["params/embedding/embedding"]["shape"][1] == 32
         assert rows["params/embedding/embedding"]["bytes"] == 4 * np.prod(rows["params/embedding/embedding"]["shape"])
+    assert shown(capsys, trained, "--step", "8")["step"] == 8
     main(["convert", str(folder), str(tmp_path / "megatron"), "--tensor-parallel", "2"])
     capsys.readouterr()
     found = shown(capsys, tmp_path / "megatron")

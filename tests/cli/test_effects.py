@@ -21,6 +21,7 @@ from jax_te.cli.command_options import (
     TO_MODEL,
     UPCYCLED,
 )
+from jax_te.cli.inspect.options import OF_STEPS
 from jax_te.cli.launch import PLACE, is_launched
 from jax_te.cli.main import main
 from jax_te.cli.option_table import flag
@@ -56,6 +57,7 @@ WITHOUT = {
     ("convert", UPCYCLED): ["hf", "new"],
     ("doctor", A_GPU): [],
     ("inspect sensitivity", "--keep-bf16"): [],
+    ("inspect checkpoint", OF_STEPS): ["hf"],
     ("bench layer", MOE): [],
     ("bench layer", TRANSFORMER_LAYER): ["--modules", "layernorm_mlp"],
     ("bench layer", QUANTIZED_ATTENTION): ["--recipes", "none"],

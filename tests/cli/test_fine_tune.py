@@ -218,6 +218,15 @@ def test_lora_trains_the_adapters_alone(recipe, folder, tmp_path, capsys):
 
 
 @pytest.mark.costly
+def test_adapters_beside_kernels_that_are_stored_quantized_are_merged_in_the_dtype_of_the_run(folder, tmp_path):
+    """The masters are fp32: a folder of two dtypes is one that nothing here reads without being told which."""
+    argv = ["--lora-rank", "2", "--recipe", "current", "--fp8-param", "--params-dtype", "bfloat16", "--steps", "2"]
+    assert fine_tune(tmp_path / "run", folder, *argv) == 0
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "merged")]) == 0
+    assert load_huggingface(tmp_path / "merged").config.params_dtype == jnp.bfloat16
+
+
+@pytest.mark.costly
 def test_adapters_alone_are_those_of_a_run(folder, tmp_path, capsys):
     status = main(["convert", str(folder), str(tmp_path / "adapters"), "--to", "peft"])
     assert_refused(

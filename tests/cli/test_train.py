@@ -75,6 +75,7 @@ def test_it_says_what_it_does_and_what_came_of_it(tmp_path, capsys):
     for text in ("1 layer, hidden 32", "parameters in float32", "recipe   none", "xla for every op", "a new run"):
         assert text in shown
     assert f"layers   unrolled: 1 layer, not more than {UNROLL_LIMIT}\n" in shown
+    assert f"next           jax-te sample --output {tmp_path / 'run'} --prompt TEXT\n" in shown
     for text in ("step 12/12", "tokens/s", "held-out loss", "byte bigrams", "sample", "def ", "jax-te sample"):
         assert text in shown
     assert "MFU      not given: jax_te knows no published peak of cpu\n" in shown

@@ -13,7 +13,8 @@ import numpy as np
 from jax_te._text import table
 from jax_te.checkpoint import describe_checkpoint
 from jax_te.cli.checkpoint_kind import checkpoint_folder, kind_of
-from jax_te.cli.inspect.options import InspectCheckpoint
+from jax_te.cli.inspect.options import OF_STEPS, InspectCheckpoint
+from jax_te.cli.option_table import check_effects
 from jax_te.cli.run_files import CONFIG_FILE, read_config
 from jax_te.interop.huggingface import open_tensors
 from jax_te.interop.megatron import read_megatron
@@ -38,11 +39,12 @@ def run(options: InspectCheckpoint) -> int:
     """Return the exit status, 0, once names, shapes, dtypes, shardings and sizes of a checkpoint are printed.
 
     Raises:
-        ValueError: if CHECKPOINT is not a checkpoint.
+        ValueError: if CHECKPOINT is not a checkpoint, is of two kinds, or has none of ``--step``.
     """
     path = Path(options.checkpoint)
     kind = kind_of(path)
-    facts, rows = _SHOWN[kind](path)
+    check_effects(options, {OF_STEPS: kind in _OF_STEPS})
+    facts, rows = _OF_STEPS[kind](path, options.step) if kind in _OF_STEPS else _OTHERS[kind](path)
     facts = {"kind": kind, "step": None, "recipe": None} | facts
     facts |= {"arrays": len(rows), "bytes": sum(row.bytes for row in rows)}
     if options.json:
@@ -55,13 +57,13 @@ def run(options: InspectCheckpoint) -> int:
     return 0
 
 
-def _ours(path: Path) -> tuple[dict[str, Any], list[_Row]]:
-    folder = checkpoint_folder(path)
-    step, arrays = describe_checkpoint(folder)
+def _ours(path: Path, step: int | None) -> tuple[dict[str, Any], list[_Row]]:
+    folder = checkpoint_folder(path, step)
+    saved, arrays = describe_checkpoint(folder)
     output = next((parent for parent in (folder, *folder.parents[:2]) if (parent / CONFIG_FILE).is_file()), None)
     config = None if output is None else read_config(output)
     recipe = "unknown" if config is None else config.recipe
-    return {"step": step, "recipe": recipe}, [_Row(name, *array) for name, array in arrays.items()]
+    return {"step": saved, "recipe": recipe}, [_Row(name, *array) for name, array in arrays.items()]
 
 
 def _huggingface(path: Path) -> tuple[dict[str, Any], list[_Row]]:
@@ -69,11 +71,11 @@ def _huggingface(path: Path) -> tuple[dict[str, Any], list[_Row]]:
     return {}, [_row(*item) for item in tensors.items()]
 
 
-def _megatron(path: Path) -> tuple[dict[str, Any], list[_Row]]:
+def _megatron(path: Path, step: int | None) -> tuple[dict[str, Any], list[_Row]]:
     # Without Megatron-LM's common.pt it may be of any program, whose names are shown as they are.
-    if (path / METADATA).is_file() and not (path / "common.pt").is_file():
+    if step is None and (path / METADATA).is_file() and not (path / "common.pt").is_file():
         return {}, [_row(*item) for item in read_torch_distributed(path).tensors.items()]
-    checkpoint = read_megatron(path)
+    checkpoint = read_megatron(path, iteration=step)
     recipe = checkpoint.args.get("fp8_recipe") if checkpoint.args.get("fp8") else None
     return {"step": checkpoint.iteration, "recipe": recipe}, [_row(*item) for item in checkpoint.tensors.items()]
 
@@ -84,7 +86,9 @@ def _torch(path: Path) -> tuple[dict[str, Any], list[_Row]]:
     return {"step": step if type(step) is int else None}, [_row(*item) for item in _arrays(state, "", set())]
 
 
-_SHOWN = {"jax-te": _ours, "huggingface": _huggingface, "megatron": _megatron, "torch": _torch}
+_OF_STEPS = {"jax-te": _ours, "megatron": _megatron}
+"""Functions of the kinds of which a folder may hold several checkpoints: of its path and a step, None the newest."""
+_OTHERS = {"huggingface": _huggingface, "torch": _torch}
 
 
 def _arrays(value: Any, name: str, shown: set[int], depth: int = 0) -> Iterator[tuple[str, Any]]:

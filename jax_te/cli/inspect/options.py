@@ -23,6 +23,8 @@ from jax_te.cli.option_values import (
 from jax_te.cli.options import DEFAULT_RUN, FACTORY_MODULES, QUANTIZED
 from jax_te.cli.presets import PRESETS
 
+OF_STEPS = "a run or a Megatron-LM folder as CHECKPOINT"
+
 
 # Functions, since every dataclass needs a field of its own.
 def _output() -> Any:
@@ -200,6 +202,13 @@ class InspectCheckpoint:
     """
 
     checkpoint: str = positional(Text("CHECKPOINT", str), "checkpoint to list")
+    step: int | None = option(
+        SIZE,
+        "step of the checkpoint to list, if CHECKPOINT is a run or a Megatron-LM folder",
+        None,
+        shown="the newest",
+        needs=(OF_STEPS,),
+    )
     json: bool = _json()
 
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import jax
 
-from jax_te.checkpoint import TrainCheckpointer
+from jax_te.checkpoint import CHECKPOINT_FOLDER, TrainCheckpointer
 from jax_te.cli.build import abstract_model_state, contexts, warnings_as_lines
 from jax_te.cli.inspect.options import InspectPrecision, InspectRecipes, InspectSensitivity
 from jax_te.cli.memory import check_memory
 from jax_te.cli.objective import run_objective
 from jax_te.cli.options import DEFAULT_RUN
 from jax_te.cli.run_config import RunConfig
-from jax_te.cli.run_files import CHECKPOINT_FOLDER, holds_run, read_config
+from jax_te.cli.run_files import holds_run, read_config
 from jax_te.cli.run_text import run_text, run_tokenizer
 from jax_te.data import heldout_batches
 from jax_te.recipe import Recipe, recipe_from_name

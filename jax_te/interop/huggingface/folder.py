@@ -65,6 +65,31 @@ def check_no_adapter(folder: Path) -> None:
         )
 
 
+def check_config(folder: Path) -> None:
+    """Raise ValueError for a folder whose ``config.json`` is not a model's, such as that of a run or a project."""
+    _check_replaceable(folder / CONFIG, ("model_type", "architectures"))
+
+
+def check_adapter_config(folder: Path) -> None:
+    """Raise ValueError for a folder whose ``adapter_config.json`` is not PEFT's; other libraries have such a file."""
+    _check_replaceable(folder / ADAPTER_CONFIG, ("peft_type",))
+
+
+def _check_replaceable(path: Path, fields: tuple[str, ...]) -> None:
+    """Raise ValueError if a file is there that has none of the fields, and so is of something else."""
+    if not path.is_file():
+        return
+    try:
+        values = json_file(path)
+    except ValueError:
+        values = {}
+    if not any(name in values for name in fields):
+        raise ValueError(
+            f"{path} has no {' and no '.join(fields)}, so it belongs to something else, and would be replaced; give "
+            "another folder"
+        )
+
+
 def check_no_other_weights(folder: Path) -> None:
     """Raise ValueError for a folder with tensors of an older model that would stay beside those of a new one."""
     names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []

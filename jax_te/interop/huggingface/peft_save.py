@@ -15,11 +15,24 @@ from jax_te._processes import Meetings
 from jax_te._validation import checked, float_dtype
 from jax_te._whole_files import whole_or_nothing
 from jax_te.interop.huggingface.architectures.registry import ARCHITECTURES
-from jax_te.interop.huggingface.folder import ADAPTER_CONFIG, ADAPTER_TENSORS, check_no_model
+from jax_te.interop.huggingface.folder import (
+    ADAPTER_CONFIG,
+    ADAPTER_TENSORS,
+    check_adapter_config,
+    check_no_model,
+)
 from jax_te.interop.huggingface.peft_kernels import AdaptableKernel, Matrices, adaptable_kernels
 from jax_te.interop.huggingface.safetensors import write_file
 from jax_te.interop.huggingface.save import known_architectures
-from jax_te.interop.tables import KnownModel, Sizes, architecture_of, converted, on_host, write_by_the_first
+from jax_te.interop.tables import (
+    KnownModel,
+    Sizes,
+    architecture_of,
+    check_no_run,
+    converted,
+    on_host,
+    write_by_the_first,
+)
 from jax_te.layers import GroupedLoRA, LoRA
 from jax_te.models import GPTModel, T5Model
 from jax_te.typing import DTypeLike
@@ -52,7 +65,8 @@ def save_peft(
     Raises:
         ValueError: for a model without adapters, or with nothing but zeros; for adapters of layers that are trained,
             too (``freeze_base=False``), whose weights would be lost; of layers that the architecture does not have, of
-            experts, and of parts of one of its layers; for a folder that holds a model.
+            experts, and of parts of one of its layers; for a folder that holds a model, a run's checkpoints, or an
+            ``adapter_config.json`` of another library.
         OSError: if the first process cannot write; if it cannot give the complete files their names: the message says
             what to do; if another process fails, or is waited for in vain (TimeoutError).
 
@@ -102,7 +116,9 @@ def _write(
         tensors: tensors by name.
         stream: the same tensors, in turn.
     """
+    check_no_run(folder)
     check_no_model(folder)
+    check_adapter_config(folder)
     plan = [(name, array.dtype, array.shape) for name, array in tensors.items()]
     with whole_or_nothing(folder) as new:
         write_file(new.part(ADAPTER_TENSORS), plan, stream)

@@ -20,6 +20,7 @@ from jax_te.interop.huggingface.block_scaled import Choice, held_kernels, quanti
 from jax_te.interop.huggingface.config_json import NO_NUMBERS
 from jax_te.interop.huggingface.folder import (
     CONFIG,
+    check_config,
     check_no_adapter,
     check_no_other_weights,
     json_file,
@@ -34,6 +35,7 @@ from jax_te.interop.tables import (
     OnProgress,
     Sizes,
     architecture_of,
+    check_no_run,
     converted,
     is_state,
     on_host,
@@ -88,9 +90,9 @@ def save_huggingface(
     Raises:
         ValueError: for a model that no architecture, or not this one, can represent; the message names the options. For
             parameters that adapters added; that are stored quantized, without ``block_scaled`` or in another form. For
-            a folder that holds an adapter, tensors in files of other names than those written here, or an older model's
-            files of tokenizer and generation without a ``like`` that says which ones this model has; for finite values
-            beyond the largest of ``dtype``.
+            a folder that holds a run's checkpoints, a ``config.json`` that is not a model's, an adapter, tensors in
+            files of other names than those written here, or an older model's files of tokenizer and generation without
+            a ``like`` that says which ones this model has; for finite values beyond the largest of ``dtype``.
         OSError: if the first process cannot write; if it cannot give the complete files their names: the message says
             what to do; if another process fails, or is waited for in vain (TimeoutError).
 
@@ -101,6 +103,8 @@ def save_huggingface(
     folder = Path(folder)
 
     def write(stream: Iterator[tuple[str, np.ndarray]]) -> None:
+        check_no_run(folder)
+        check_config(folder)
         check_no_adapter(folder)
         check_no_other_weights(folder)
         source = None if like is None else Path(like)

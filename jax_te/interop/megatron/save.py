@@ -23,6 +23,7 @@ from jax_te.interop.tables import (
     OnProgress,
     Sizes,
     architecture_of,
+    check_no_run,
     converted,
     is_state,
     placed_arrays,
@@ -67,7 +68,7 @@ def save_megatron(
 
     Raises:
         ValueError: for a model with options that Megatron-LM's arguments cannot represent; for sizes that do not
-            divide; for a ``release/`` that holds files; on several processes.
+            divide; for a ``release/`` that holds files; for a folder with checkpoints of jax_te; on several processes.
 
     Source: ``save_checkpoint`` of Megatron-LM.
 
@@ -109,6 +110,7 @@ def _check_target(path: Path, format: str, tensor_parallel: int) -> None:
             "mixed with them; remove it, or give another folder"
         )
     if not single:
+        check_no_run(path)
         _check_tracker(path / TRACKER)
 
 

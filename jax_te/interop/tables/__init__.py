@@ -19,3 +19,4 @@ from jax_te.interop.tables.patterns import (
     rows_of_layer,
 )
 from jax_te.interop.tables.represent import architecture_of, placed_arrays
+from jax_te.interop.tables.targets import check_no_run

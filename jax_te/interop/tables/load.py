@@ -173,7 +173,10 @@ def _one_dtype(dtype: DTypeLike | None, tensors: Collection[Any], folder: Path) 
     dtypes = {tensor.dtype for tensor in tensors if hasattr(tensor, "dtype")}  # products of values and scales have any
     if len(dtypes) > 1:
         names = ", ".join(sorted(map(str, dtypes)))
-        raise ValueError(f"the tensors of {folder} are of dtypes {names}; say with dtype= which the parameters have")
+        raise ValueError(
+            f"the tensors of {folder} are of dtypes {names}; say with dtype= (--dtype on the command line) which the "
+            "parameters have"
+        )
     return dtypes.pop()
 
 

@@ -22,6 +22,7 @@ from jax_te.layers import LoRA
 from jax_te.models import GPTModel
 from tests.support.meshes import use_mesh
 from tests.support.numerics import assert_bitwise, assert_close, quick_jit
+from tests.support.runs import saved_step
 
 SIZES = {"q_proj": (32, 32), "k_proj": (16, 32), "v_proj": (16, 32), "o_proj": (32, 32)}
 SIZES = {f"self_attn.{name}": size for name, size in SIZES.items()}
@@ -432,3 +433,19 @@ def test_models_that_have_adapters_or_none(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="all adapters of the model are zero"):
         save_peft(model, tmp_path / "none")
     assert not (tmp_path / "none").exists()
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    model = llama()
+    load_peft(model, write(tmp_path / "given", adapters(["self_attn.q_proj"])))
+    run, other = tmp_path / "run", tmp_path / "other"
+    saved_step(run, 4)
+    other.mkdir()
+    (other / "adapter_config.json").write_text('{"config": {"reduction_factor": 16}}')  # of the library adapters
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match="holds checkpoints of a run of jax_te"):
+        save_peft(model, run)
+    with pytest.raises(ValueError, match=r"adapter_config\.json has no peft_type, .* another folder"):
+        save_peft(model, other)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert "reduction_factor" in (other / "adapter_config.json").read_text()

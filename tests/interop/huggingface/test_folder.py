@@ -36,6 +36,7 @@ from jax_te.recipe import DelayedScaling, autocast
 from jax_te.sharding import shardings_of
 from tests.support.meshes import use_mesh
 from tests.support.numerics import assert_bitwise, assert_close, quick_jit, without_type_checker
+from tests.support.runs import saved_step
 
 LLAMA: dict[str, Any] = {
     "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 48,
@@ -231,7 +232,7 @@ def test_dtypes_are_cast_only_if_asked_for(folder: Path, tmp_path: Path) -> None
     model.final_norm.scale.set_value(jnp.ones(32, jnp.float32))
     save_huggingface(model, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "float32"
-    with pytest.raises(ValueError, match="bfloat16, float32; say with dtype="):
+    with pytest.raises(ValueError, match=r"bfloat16, float32; say with dtype= \(--dtype on the command line\) which"):
         load_huggingface(tmp_path)
     assert load_huggingface(tmp_path, dtype="float16").config.params_dtype == jnp.float16
     save_huggingface(model, tmp_path, dtype="bfloat16")
@@ -284,6 +285,30 @@ def test_a_tokenizer_may_be_saved_before_its_model(tmp_path: Path) -> None:
     save_huggingface(llama(), tmp_path)
     assert (tmp_path / "tokenizer.json").read_text() == "{}"
     load_huggingface(tmp_path)
+
+
+@pytest.mark.parametrize("text", ['{"my": "own project config"}', '{"version": 1, "hidden_size": 32}', "{", ""])
+def test_a_configuration_of_something_else_is_not_replaced(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json has no model_type and no architectures, .* another folder"):
+        save_huggingface(llama(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+    assert (tmp_path / "config.json").read_text() == text
+
+
+def test_a_configuration_of_a_model_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')  # transformers' save_pretrained of it alone
+    save_huggingface(llama(), tmp_path)
+    load_huggingface(tmp_path)
+
+
+@pytest.mark.parametrize("of", [".", "checkpoints", "checkpoints/4"])
+def test_the_folder_of_a_run_is_refused(of: str, tmp_path: Path) -> None:
+    saved_step(tmp_path, 4)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=r"holds checkpoints of a run of jax_te.* give another folder"):
+        save_huggingface(llama(), tmp_path / of)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "tf_model.h5"])

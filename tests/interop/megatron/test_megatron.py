@@ -18,6 +18,7 @@ from jax_te.layers import YarnScaling
 from jax_te.models import GPTModel, MegatronGPTModel, Multipliers, RotaryPositions
 from tests.support.distributed_folder import write_distributed
 from tests.support.numerics import without_type_checker
+from tests.support.runs import saved_step
 
 SIZES = {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 24}
 LLAMA = {"normalization": "RMSNorm", "activation": "swiglu", "add_bias_linear": False, "num_query_groups": 2}
@@ -82,6 +83,16 @@ def test_the_folder_of_a_training_run_is_refused(tmp_path):
         save_megatron(build("llama", num_layers=1), tmp_path)
     assert [*tmp_path.iterdir()] == [tracker]
     assert tracker.read_text() == "1000"
+
+
+@pytest.mark.parametrize("of", [".", "checkpoints", "checkpoints/4"])
+@pytest.mark.parametrize("format", ["torch", "torch_dist"])
+def test_the_folder_of_a_run_of_jax_te_is_refused(format, of, tmp_path):
+    saved_step(tmp_path, 4)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=r"holds checkpoints of a run of jax_te.* give another folder"):
+        save_megatron(build("llama", num_layers=1), tmp_path / of, format=format)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 WRITTEN = {"torch, 1 rank": {}, "torch, 2 ranks": {"tensor_parallel": 2}, "torch_dist": {"format": "torch_dist"}}
