@@ -21,7 +21,18 @@ from jax_te.cli.run_recipe import RECIPE_FIELDS
 from jax_te.config import ParallelConfig
 from jax_te.data import CorruptedSpans, MaskedTokens, NextTokens, Objective, TextData
 from jax_te.megatron import QuantizationReport
-from jax_te.metrics import METRICS_FILE, PLOT_FILE, TENSORBOARD_FOLDER, StepWork, clock, peak_flops, train_flops
+from jax_te.metrics import (
+    EXPERTS_PLOT,
+    METRICS_FILE,
+    PLOT_FILE,
+    PRECISION_FILE,
+    PRECISION_PLOT,
+    TENSORBOARD_FOLDER,
+    StepWork,
+    clock,
+    peak_flops,
+    train_flops,
+)
 from jax_te.models import UNROLL_LIMIT, GPTModel, runs_scanned
 
 
@@ -220,16 +231,13 @@ def loss_facts(data: TextData, heldout: float, bigram: float | None, word: str, 
     return rows
 
 
-def end_facts(
-    result: LoopResult, losses: dict[str, str], output: Path, drawn: list[str], *, continues_text: bool
-) -> dict[str, str]:
+def end_facts(result: LoopResult, losses: dict[str, str], output: Path, *, continues_text: bool) -> dict[str, str]:
     """Return the lines to show at the end, by their names.
 
     Args:
         result: result of the loop.
         losses: lines of `loss_facts`.
         output: folder of the run.
-        drawn: files that only some runs have.
         continues_text: whether the model continues a text.
     """
     rows = dict(losses)
@@ -241,8 +249,8 @@ def end_facts(
     peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     if peak:
         rows["memory"] = f"{peak / 2**30:.2f} GiB at the peak"
-    names = [METRICS_FILE, PLOT_FILE, *drawn, TENSORBOARD_FOLDER, PROFILE_FOLDER]
-    names = [name for name in names if (output / name).exists()]
+    names = [METRICS_FILE, PLOT_FILE, EXPERTS_PLOT, PRECISION_FILE, PRECISION_PLOT, TENSORBOARD_FOLDER, PROFILE_FOLDER]
+    names = [name for name in names if (output / name).exists()]  # some are of some runs alone
     rows["files"] = f"{output}: {', '.join([*names, CHECKPOINT_FOLDER])}"
     rows["next"] = f"jax-te sample --output {output} --prompt TEXT" if continues_text else convert_command(output)
     return rows

@@ -17,13 +17,11 @@ from jax_te.cli.option_table import flag, options_of
 from jax_te.cli.options import MAY_CHANGE, OPTIONS, Recorded
 from jax_te.cli.run_config import RunConfig
 from jax_te.data import TOKENIZER_FILE
-from jax_te.metrics import metrics_files
+from jax_te.metrics import PARTIAL, metrics_files
 
 CONFIG_FILE = "config.json"
 LOCK_FILE = ".lock"
 PROFILE_FOLDER = "profile"
-PARTIAL = ".partial"
-"""Suffix of an incomplete file."""
 VERSION = 1
 """Format version of ``config.json``."""
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from jax_te.cli.run_config import RunConfig
-from jax_te.cli.run_files import PARTIAL
 from jax_te.data import TOKENIZER_FILE, ByteTokenizer, Objective, TextData, Tokenizer, load_text
+from jax_te.metrics import PARTIAL
 
 VOCABULARY_MULTIPLE = 128
 """A new model's vocabulary size is a multiple of this: Megatron's ``--make-vocab-size-divisible-by``."""

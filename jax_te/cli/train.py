@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jax
 import numpy as np
 
-from jax_te._processes import Heartbeats, is_first
+from jax_te._processes import Heartbeats, gather_texts, is_first
 from jax_te._validation import require_extra
 from jax_te.checkpoint import CHECKPOINT_FOLDER, TrainCheckpointer
+from jax_te.cli.beginning import refuse_records, set_records_aside
 from jax_te.cli.build import HELDOUT, Trainer, contexts, warnings_as_lines
 from jax_te.cli.compile_cache import keep_compiled_programs
 from jax_te.cli.launch import Bounds, find_launch, is_launched
@@ -28,14 +26,14 @@ from jax_te.cli.resolve import output_folder, resolve
 from jax_te.cli.run_checks import check_mesh_of_processes, check_precision, check_te_on_mesh, explain_backends
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_facts import StartedRun, end_facts, loss_facts, start_facts, step_work
-from jax_te.cli.run_files import LOCK_FILE, PROFILE_FOLDER, refuse_links, write_config
+from jax_te.cli.run_files import PROFILE_FOLDER, write_config
+from jax_te.cli.run_lock import is_locked, locked
 from jax_te.cli.run_text import keep_tokenizer, run_text, run_tokenizer, unit
 from jax_te.cli.sample import continue_text
 from jax_te.data import ByteTokenizer, NextTokens, Objective, TextData, Tokenizer, byte_bigram_entropy, text_crc32
+from jax_te.megatron import QuantizationReport
 from jax_te.metrics import (
-    EXPERTS_PLOT,
-    PRECISION_FILE,
-    PRECISION_PLOT,
+    PLOTS,
     MetricsLog,
     PrecisionLog,
     Progress,
@@ -72,46 +70,46 @@ def run(options: GivenOptions) -> int:
 def _run(options: GivenOptions, output: Path, heartbeats: Heartbeats | None, bounds: Bounds) -> int:
     keep_compiled_programs()
     progress = make_progress()
-    inputs = agreed(lambda: _read(options, output, progress))
-    config, data = inputs.config, inputs.data
-    check_same(options=config)
-    with contexts(config) as mesh:
-        progress.note("checking recipes and backends")
-        report = check_precision(config)
-        check_te_on_mesh(config)
-        backends = explain_backends(config, inputs.objective.lengths(config.seq_len)["labels"])
-        with ExitStack() as stack:
-            agreed(lambda: stack.enter_context(_locked(output, progress.note)))
-            checkpointer = stack.enter_context(_checkpointer(config, output, bounds))
-            if heartbeats is not None:
-                checkpointer.share_heartbeats(heartbeats)
-            trainer = Trainer(config, data, checkpointer, inputs.objective)
-            check_same(data=trainer.batches.get_state(), held_out_text=text_crc32(data.heldout))
-            state, first = _start(trainer, inputs, progress)
-            # Only now: a failed start must not leave a configuration that the next start would use.
-            if is_first():
-                keep_tokenizer(inputs.tokenizer, output)
-                write_config(config, output)
-            started = StartedRun(
-                config=config,
-                data=data,
-                objective=inputs.objective,
-                backends=backends,
-                mesh=mesh,
-                parameters=sum(leaf.size for leaf in jax.tree.leaves(state.params)),
-                output=output,
-                first=first,
-                rules=report,
-            )
-            progress.facts(start_facts(started))
-            context = _RunContext(
-                output=output,
-                tokenizer=inputs.tokenizer,
-                progress=progress,
-                trace=inputs.trace,
-                heartbeats=heartbeats,
-            )
-            return _train(trainer, state, first, context)
+    # Before the folder is made: a start that is refused leaves none.
+    inputs = _read_and_check(options, output, progress)
+    with ExitStack() as stack:
+        agreed(lambda: stack.enter_context(locked(output, progress.note)))
+        if _is_outdated(inputs, options, output):
+            progress.note("another jax-te train has ended in this folder meanwhile, which is read again")
+            inputs = _read_and_check(options, output, progress)
+        agreed(lambda: _refuse_records(inputs, output))
+        config, data = inputs.config, inputs.data
+        mesh = stack.enter_context(contexts(config))
+        checkpointer = stack.enter_context(_checkpointer(config, output, bounds))
+        if heartbeats is not None:
+            checkpointer.share_heartbeats(heartbeats)
+        trainer = Trainer(config, data, checkpointer, inputs.objective)
+        check_same(data=trainer.batches.get_state(), held_out_text=text_crc32(data.heldout))
+        state, first = _start(trainer, inputs, progress)
+        # Only now: a failed start must not leave a configuration that the next start would use. One with nothing to do
+        # leaves what is there.
+        if is_first() and first < config.steps:
+            _prepare_folder(inputs, output, progress)
+        started = StartedRun(
+            config=config,
+            data=data,
+            objective=inputs.objective,
+            backends=inputs.backends,
+            mesh=mesh,
+            parameters=sum(leaf.size for leaf in jax.tree.leaves(state.params)),
+            output=output,
+            first=first,
+            rules=inputs.report,
+        )
+        progress.facts(start_facts(started))
+        context = _RunContext(
+            output=output,
+            tokenizer=inputs.tokenizer,
+            progress=progress,
+            trace=inputs.trace,
+            heartbeats=heartbeats,
+        )
+        return _train(trainer, state, first, context)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +123,8 @@ class _RunInputs:
         tokenizer: tokenizer of the run.
         objective: what its model is trained to predict.
         data: text in tokens.
+        report: layers that the rules of a precision file fit. None: there are no rules.
+        backends: lines that say which backend runs which operation.
     """
 
     config: RunConfig
@@ -133,6 +133,46 @@ class _RunInputs:
     tokenizer: Tokenizer | ByteTokenizer
     objective: Objective
     data: TextData
+    report: QuantizationReport | None = None
+    backends: list[str] = field(default_factory=list)
+
+
+def _read_and_check(options: GivenOptions, output: Path, progress: Progress) -> _RunInputs:
+    """Return everything that a run reads before it writes anything, if all of it can run; all processes call this."""
+    inputs = agreed(lambda: _read(options, output, progress))
+    config = inputs.config
+    check_same(options=config)
+    with contexts(config):
+        progress.note("checking recipes and backends")
+        report = check_precision(config)
+        check_te_on_mesh(config)
+        backends = explain_backends(config, inputs.objective.lengths(config.seq_len)["labels"])
+    return replace(inputs, report=report, backends=backends)
+
+
+def _is_outdated(inputs: _RunInputs, options: GivenOptions, output: Path) -> bool:
+    """Return whether the folder holds another run or configuration than when it was read; all processes call this.
+
+    Only once it is locked, no other run can change it.
+    """
+    changed = agreed(lambda: resolve(options, output) != (inputs.config, inputs.resumes))
+    return str(True) in gather_texts(str(changed))  # all read again, or none: they wait for each other
+
+
+def _refuse_records(inputs: _RunInputs, output: Path) -> None:
+    if is_first() and not inputs.resumes:
+        refuse_records(inputs.config, output)
+
+
+def _prepare_folder(inputs: _RunInputs, output: Path, progress: Progress) -> None:
+    """Write what a run's folder has before its first record."""
+    if not inputs.resumes:
+        for name in set_records_aside(output):
+            progress.note(f"a start of this run ended before its first checkpoint; its records are now {name}")
+        # So that one that is missing later was moved away, see `refuse_records`.
+        (output / CHECKPOINT_FOLDER).mkdir(exist_ok=True)
+    keep_tokenizer(inputs.tokenizer, output)
+    write_config(inputs.config, output)
 
 
 def _read(options: GivenOptions, output: Path, progress: Progress) -> _RunInputs:
@@ -141,7 +181,10 @@ def _read(options: GivenOptions, output: Path, progress: Progress) -> _RunInputs
     # Those of their modules that need most: what a package itself imports may be less.
     for module in ("grain", "matplotlib.backends.backend_agg", "rich.progress"):
         require_extra(module)
+    running = is_locked(output)  # asked first: it may end, and save, at any moment
     config, resumes = resolve(options, output)
+    if is_first() and not resumes and not running:
+        refuse_records(config, output)
     require_writers(config.writers)
     trace = _trace(config, output)
     tokenizer = run_tokenizer(config, output)
@@ -205,17 +248,20 @@ class _RunContext:
 def _train(trainer: Trainer, state: TrainState, first: int, context: _RunContext) -> int:
     """Run the remaining steps, draw the plots, and show what came of it; return the exit status."""
     config, data, progress = trainer.config, trainer.data, context.progress
+    bigram = byte_bigram_entropy(data.train, data.heldout) if _is_of_bytes(trainer, context) else None
     if first >= config.steps:
         progress.note(f"step {first} of {config.steps}: the run is complete; --steps N with a larger N goes on")
+        result = _result_of_no_steps(state, first, context)
     else:
         progress.note("compiling the first step")
-    bigram = byte_bigram_entropy(data.train, data.heldout) if _is_of_bytes(trainer, context) else None
-    result = _run_steps(trainer, state, first, context)
-    drawn = _draw(context.output, _unit(trainer, context), bigram) if is_first() else []
+        result = _run_steps(trainer, state, first, context)
+    # A run that was killed after its last checkpoint has no plots yet.
+    if is_first() and (first < config.steps or not any((context.output / name).exists() for name in PLOTS)):
+        _draw(context.output, _unit(trainer, context), bigram)
     if result.stopped_by is not None:
         progress.note(f"stopped by {result.stopped_by.name}; step {result.step} is saved, and the same command resumes")
         return 128 + result.stopped_by  # as a shell reports a process that a signal ended
-    _show_result(trainer, result, context, bigram, drawn)
+    _show_result(trainer, result, context, bigram)
     return 0
 
 
@@ -240,16 +286,21 @@ def _run_steps(trainer: Trainer, state: TrainState, first: int, context: _RunCon
     return result
 
 
-def _show_result(
-    trainer: Trainer, result: LoopResult, context: _RunContext, bigram: float | None, drawn: list[str]
-) -> None:
+def _result_of_no_steps(state: TrainState, first: int, context: _RunContext) -> LoopResult:
+    """Return the result of a run that is complete already, in whose folder nothing is written."""
+    if context.heartbeats is not None:
+        context.heartbeats.begin("the end of the run")
+    return LoopResult(state=state, step=first, stopped_by=None, heldout_loss=None, seconds=0.0, tokens_per_second=None)
+
+
+def _show_result(trainer: Trainer, result: LoopResult, context: _RunContext, bigram: float | None) -> None:
     """Show losses and files of a run that is complete, and text that its model generates if it is a decoder."""
     config, data, tokenizer = trainer.config, trainer.data, context.tokenizer
     # A run that was complete already took no step, and so has no held-out loss.
     heldout = trainer.evaluate(result.state) if result.heldout_loss is None else result.heldout_loss
     losses = loss_facts(data, heldout, bigram, _unit(trainer, context), trainer.objective)
     continues_text = isinstance(trainer.objective, NextTokens)
-    context.progress.facts(end_facts(result, losses, context.output, drawn, continues_text=continues_text))
+    context.progress.facts(end_facts(result, losses, context.output, continues_text=continues_text))
     if not continues_text:
         return
     prompt = tokenizer.encode(PROMPT)
@@ -303,31 +354,8 @@ def _actions(trainer: Trainer, log: MetricsLog, precision: PrecisionLog, context
     )
 
 
-def _draw(output: Path, word: str, bigram: float | None) -> list[str]:
-    """Draw the plots of a run, and return the files that only some runs have; ``word``: the unit of the loss."""
+def _draw(output: Path, word: str, bigram: float | None) -> None:
+    """Draw the plots of a run; ``word``: the unit of the loss."""
     plot_losses(output, unit=word, bigram_entropy=bigram)
-    drawn = [EXPERTS_PLOT] if plot_experts(output) is not None else []
-    return drawn + ([PRECISION_FILE, PRECISION_PLOT] if plot_precision(output) is not None else [])
-
-
-def _no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-
-
-@contextmanager
-def _locked(output: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Create the folder, and lock it against other runs until this process ends."""
-    output.mkdir(parents=True, exist_ok=True)
-    refuse_links(output)
-    if not is_first():  # one process locks for all of them
-        yield
-        return
-    with open(output / LOCK_FILE, "a", opener=_no_link) as file:
-        try:
-            # The kernel drops the lock with the process, however that ends.
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another jax-te train is running in {output}; end it, or give another --output") from None
-        except OSError:
-            say("this file system has no locks: make sure that no other jax-te train runs in the same folder")
-        yield
+    plot_experts(output)
+    plot_precision(output)

@@ -15,7 +15,14 @@ WANDB_ID_FILE = "wandb_id"
 KERNEL_TIMES_FILE = "kernel_times.json"
 """Name of a file in the folder of a `StepTrace`."""
 
-_IN_RUN = (METRICS_FILE, PLOT_FILE, EXPERTS_PLOT, PRECISION_FILE, PRECISION_PLOT, WANDB_ID_FILE)
+PARTIAL = ".partial"
+"""Suffix of an incomplete file."""
+
+RECORD_FILES = (METRICS_FILE, PRECISION_FILE)
+"""Files of records, which a run appends to."""
+PLOTS = (PLOT_FILE, EXPERTS_PLOT, PRECISION_PLOT)
+"""Files that are drawn from the records, anew at each end of a run."""
+_IN_RUN = (*RECORD_FILES, *(name + PARTIAL for name in RECORD_FILES), *PLOTS, WANDB_ID_FILE)
 
 
 def metrics_files(directory: Path, profile: Path) -> list[Path]:

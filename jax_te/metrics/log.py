@@ -13,7 +13,7 @@ import numpy as np
 
 from jax_te._processes import is_first
 from jax_te._validation import brief, checked, require_extra
-from jax_te.metrics.files import METRICS_FILE, PLOT_FILE
+from jax_te.metrics.files import METRICS_FILE, PLOT_FILE, RECORD_FILES
 from jax_te.metrics.writers import (
     JsonLinesWriter,
     MetricsWriter,
@@ -32,8 +32,9 @@ class MetricsLog:
     """Gives a run's metrics to its writers.
 
     - ``"jsonl"`` appends a record to ``metrics.jsonl``: one line, ``{"step": n, name: number, …}``. Resuming at a step
-      truncates the file after that step's records, so that a run that was killed and resumed leaves the same file as
-      an unbroken run, measured speeds apart. Numbers that are not finite are null, vectors are lists.
+      removes the records of later ones, and one that was left unfinished, so that a run that was killed and resumed
+      leaves the same file as an unbroken run, measured speeds apart. Other lines stay. Numbers that are not finite are
+      null, vectors are lists.
     - ``"tensorboard"`` writes events in the folder ``tensorboard``, by tensorboardX.
     - ``"wandb"`` writes to a run of Weights & Biases, which a resumed run continues; its settings are those of the
       package ``wandb``.
@@ -45,14 +46,14 @@ class MetricsLog:
 
     Args:
         directory: the run's folder; made if missing.
-        resume_step: step of the restored checkpoint: later records are removed. 0: a new run, for which all are. None:
-            a new run in a folder without records.
+        resume_step: step of the restored checkpoint: records of later steps are removed, and nothing else is. 0: a new
+            run, for which those of all steps from 1 on are. None: a new run in a folder without records.
         writers: names, and writers of one's own.
 
     Raises:
         ModuleNotFoundError: for a writer whose package is not installed.
         ValueError, TypeError: for an unknown name, one that is given twice, and for an object that is not a writer;
-            without a ``resume_step``, for a folder that has records.
+            without a ``resume_step``, for a ``metrics.jsonl`` that is not empty.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -159,6 +160,12 @@ def _one_by_one(values: Mapping[str, Recorded]) -> dict[str, int | float]:
 def read_metrics(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return the records of a run in order, without an unfinished last line (of a run that was killed)."""
     return read_records(Path(directory) / METRICS_FILE)
+
+
+def last_recorded_step(directory: str | os.PathLike[str]) -> int:
+    """Return the largest step of which a run has any record, of metrics or of precision; 0 if it has none."""
+    steps = (record["step"] for name in RECORD_FILES for record in read_records(Path(directory) / name))
+    return max(steps, default=0)
 
 
 @checked

@@ -32,17 +32,17 @@ class PrecisionLog:
     """Appends the statistics of inspected steps to ``precision.jsonl``, a line for each tensor.
 
     A line is ``{"step": n, "module": path, "role": role, "format": name, amax, scale, …}``; numbers that are not finite
-    are null. Resuming at a step truncates the file after that step's lines, as `MetricsLog` does. Processes
-    other than the first write nothing.
+    are null. Resuming at a step removes the lines of later ones, as `MetricsLog` does. Processes other than the first
+    write nothing.
 
     Args:
         directory: the run's folder; made if missing.
-        resume_step: step of the restored checkpoint: later records are removed. 0: a new run, for which all are. None:
-            a new run in a folder without records.
+        resume_step: step of the restored checkpoint: records of later steps are removed, and nothing else is. 0: a new
+            run, for which those of all steps from 1 on are. None: a new run in a folder without records.
 
     Raises:
-        ValueError: for a ``resume_step`` that is not an integer >= 0, below 2^63; for a folder that has records without
-            one.
+        ValueError: for a ``resume_step`` that is not an integer >= 0, below 2^63; without one, for a
+            ``precision.jsonl`` that is not empty.
 
     >>> import tempfile
     >>> values = dict.fromkeys(STATISTICS, 0.5)
@@ -57,7 +57,8 @@ class PrecisionLog:
         check_resume_step(resume_step, self.directory / PRECISION_FILE)
         if is_first():
             self.directory.mkdir(parents=True, exist_ok=True)
-            cut_after(self.directory / PRECISION_FILE, resume_step or 0)
+            if resume_step is not None:
+                cut_after(self.directory / PRECISION_FILE, resume_step)
 
     def write(self, step: int, statistics: Iterable[TensorStatistics]) -> None:
         """Append a step's statistics, and write them to the disk."""

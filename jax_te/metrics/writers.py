@@ -11,11 +11,16 @@ from pathlib import Path
 from typing import Any, Protocol, get_args, runtime_checkable
 
 from jax_te._validation import require_extra
-from jax_te.metrics.files import METRICS_FILE, TENSORBOARD_FOLDER, WANDB_ID_FILE
+from jax_te.metrics.files import METRICS_FILE, PARTIAL, TENSORBOARD_FOLDER, WANDB_ID_FILE
 from jax_te.typing import WriterName
 
 Recorded = int | float | list[float]
 """A number, or a vector, in a record."""
+
+_BEGIN = b'{"step": '
+"""First bytes of every record that is written here or in `jax_te.metrics.precision_log`."""
+_BLOCK = 2**20
+"""Bytes of a file that are copied at once."""
 
 
 @runtime_checkable
@@ -48,7 +53,8 @@ class JsonLinesWriter:
     """A line of ``metrics.jsonl`` for each record; numbers that are not finite are null, vectors are lists."""
 
     def __init__(self, directory: Path, resume_step: int | None):
-        cut_after(directory / METRICS_FILE, resume_step or 0)
+        if resume_step is not None:
+            cut_after(directory / METRICS_FILE, resume_step)
         self._file = (directory / METRICS_FILE).open("a", encoding="utf-8")
 
     def write(self, step: int, values: Mapping[str, Recorded]) -> None:
@@ -153,13 +159,18 @@ def check_resume_step(resume_step: int | None, path: Path) -> None:
     """Raise for a step behind which records of a file cannot be removed.
 
     Raises:
-        ValueError: for a step that no checkpoint has; without one, for a file with records, which it keeps.
+        ValueError: for a step that no checkpoint has; without one, for a file that is not empty, which it keeps.
     """
     if resume_step is None:
         if records := read_records(path):
             raise ValueError(
                 f"{path} has the records of a run up to step {records[-1]['step']}; give the step of the restored "
                 "checkpoint as resume_step, or 0 to remove them and begin anew"
+            )
+        if has_content(path):
+            raise ValueError(
+                f"{path} is not empty, and no line of it is a whole record of a run; give another folder, or move the "
+                "file away"
             )
     elif not 0 <= resume_step < 2**63:
         raise ValueError(f"resume_step must be an integer >= 0, below 2^63, got {resume_step}")
@@ -171,7 +182,7 @@ def open_writer(writer: WriterName | MetricsWriter, directory: Path, resume_step
     Args:
         writer: name, or writer.
         directory: the run's folder.
-        resume_step: step behind which earlier records are removed, 0 for all. None: there are none.
+        resume_step: step whose later records are removed; see `cut_after`. None: there are none.
     """
     return _WRITERS[writer](directory, resume_step) if isinstance(writer, str) else writer
 
@@ -185,18 +196,54 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         return []
 
 
+def has_content(path: Path) -> bool:
+    """Return whether there is a file at the path that is not empty."""
+    return path.is_file() and path.stat().st_size > 0
+
+
 def cut_after(path: Path, step: int) -> None:
-    """Truncate a file of records after the last one before those of later steps; damaged lines in between stay."""
+    """Remove the records of later steps, and one that was left unfinished at the end; all other lines stay.
+
+    Lines that stay may be damaged, or another program's.
+    """
     if not path.exists():
         return
-    end = at = 0
-    with path.open("r+b") as file:  # in bytes: text mode would translate line ends, and offsets would be wrong
+    end, cut, behind, line = 0, False, [], b"\n"
+    with path.open("rb") as file:  # in bytes: text mode would translate line ends, and offsets would be wrong
         for line in file:
-            record, at = _record(line), at + len(line)
-            if record is not None and record["step"] > step:
-                break
-            end = end if record is None else at
-        file.truncate(end)
+            stays = _stays(line, step)
+            cut = cut or not stays
+            if not cut:
+                end += len(line)
+            elif stays:
+                behind.append(line)
+    if behind:
+        _replace_after(path, end, behind)
+    elif cut:
+        os.truncate(path, end)
+    if not line.endswith(b"\n") and _stays(line, step):
+        with path.open("ab") as file:  # so that the next record begins a line
+            file.write(b"\n")
+
+
+def _replace_after(path: Path, end: int, lines: Iterable[bytes]) -> None:
+    """Replace what follows the first ``end`` bytes of a file, atomically: these lines are in no other place."""
+    partial = path.with_name(path.name + PARTIAL)
+    with path.open("rb") as file, partial.open("wb") as new:
+        for start in range(0, end, _BLOCK):
+            new.write(file.read(min(_BLOCK, end - start)))
+        new.writelines(lines)
+        new.flush()
+        os.fsync(new.fileno())
+    os.replace(partial, path)
+
+
+def _stays(line: bytes, step: int) -> bool:
+    """Return whether a line is neither a record of a later step nor one of which a killed run wrote only a part."""
+    record = _record(line)
+    if record is not None:
+        return record["step"] <= step
+    return line.endswith(b"\n") or not (line.startswith(_BEGIN) or _BEGIN.startswith(line))
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

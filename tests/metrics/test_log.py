@@ -42,7 +42,7 @@ def test_a_resumed_file_equals_an_unbroken_one(tmp_path):
     assert unbroken == resumed
 
 
-@pytest.mark.parametrize("rest", ['{"step": 3, "lo', "not json\n", '{"loss": 1}\n', "[1]\n", '{"step": 3, "loss": 1}'])
+@pytest.mark.parametrize("rest", ["{", '{"step": 3, "lo', '{"step": 3, "loss": 1}'])
 def test_what_a_killed_run_left_unfinished_is_cut(tmp_path, rest):
     write(tmp_path, (1, 2))
     whole = (tmp_path / METRICS_FILE).read_bytes()
@@ -59,6 +59,45 @@ def test_a_damaged_line_costs_no_other_when_a_run_is_resumed(tmp_path):
     path.write_bytes(b"".join([first, b'{"step": 2, "lo\xff\n', *rest]))
     write(tmp_path, (4, 5), resume_step=3)
     assert [record["step"] for record in read_metrics(tmp_path)] == [1, 3, 4, 5]
+
+
+LINES = ["not json\n", '{"loss": 1}\n', "[1]\n", '{"epoch": 1}', '{"step": "one"}\n', "\n"]
+
+
+@pytest.mark.parametrize("resume_step", [0, 3])
+@pytest.mark.parametrize("log", [MetricsLog, PrecisionLog])
+def test_lines_that_are_no_records_stay(log, tmp_path, resume_step):
+    """Whoever wrote them: only records of later steps are removed, and what one of them left unfinished."""
+    name = METRICS_FILE if log is MetricsLog else PRECISION_FILE
+    records = [f'{{"step": {step}, "loss": 1}}\n' for step in range(1, 7)]
+    others = [*LINES[:3], LINES[3] + "\n", *LINES[4:]]
+    mixed = [line for pair in zip(records, others, strict=True) for line in pair]
+    (tmp_path / name).write_text("".join([*mixed, LINES[3]]))
+    opened = log(tmp_path, resume_step=resume_step)
+    if isinstance(opened, MetricsLog):
+        opened.close()
+    kept = [line for line in mixed if line in others or line in records[:resume_step]]
+    assert (tmp_path / name).read_text() == "".join([*kept, LINES[3], "\n"])
+    assert not (tmp_path / (name + ".partial")).exists()
+
+
+def test_a_record_begins_a_line_also_behind_one_without_an_end(tmp_path):
+    (tmp_path / METRICS_FILE).write_text('{"epoch": 1}')
+    write(tmp_path, (1,))
+    assert (tmp_path / METRICS_FILE).read_text() == '{"epoch": 1}\n{"step": 1, "loss": 1.0}\n'
+
+
+@pytest.mark.parametrize("log", [MetricsLog, PrecisionLog])
+@pytest.mark.parametrize("content", [*LINES, '{"step": 1, "lo'])
+def test_a_file_that_it_cannot_read_is_refused_without_a_step(log, content, tmp_path):
+    for name in (METRICS_FILE, PRECISION_FILE):
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match="is not empty, and no line of it is a whole record of a run; give another"):
+        log(tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        METRICS_FILE: content,
+        PRECISION_FILE: content,
+    }
 
 
 def test_an_unfinished_line_is_not_read(tmp_path):
