@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -252,5 +253,6 @@ def end_facts(result: LoopResult, losses: dict[str, str], output: Path, *, conti
     names = [METRICS_FILE, PLOT_FILE, EXPERTS_PLOT, PRECISION_FILE, PRECISION_PLOT, TENSORBOARD_FOLDER, PROFILE_FOLDER]
     names = [name for name in names if (output / name).exists()]  # some are of some runs alone
     rows["files"] = f"{output}: {', '.join([*names, CHECKPOINT_FOLDER])}"
-    rows["next"] = f"jax-te sample --output {output} --prompt TEXT" if continues_text else convert_command(output)
+    sample = f"jax-te sample --output {shlex.quote(str(output))} --prompt TEXT"
+    rows["next"] = sample if continues_text else convert_command(output)
     return rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,8 +35,10 @@ def convert_command(output: str | Path) -> str:
 
     >>> convert_command("runs/tiny")
     'jax-te convert runs/tiny runs/tiny-hf'
+    >>> convert_command("my runs/tiny")
+    "jax-te convert 'my runs/tiny' 'my runs/tiny-hf'"
     """
-    return f"jax-te convert {output} {output}-hf"
+    return f"jax-te convert {shlex.quote(str(output))} {shlex.quote(f'{output}-hf')}"
 
 
 def write_config(config: RunConfig, directory: Path) -> None:
