@@ -99,7 +99,9 @@ def _paths(source: str | os.PathLike[str] | None) -> tuple[str, list[Path], bool
     root = Path(source)
     if root.is_file():
         if root.suffix.lower() in _COMPRESSED:
-            raise ValueError(f"{source} is compressed, and is read as it is; unpack it first, and give what it holds")
+            raise ValueError(
+                f"{source} is a compressed file, whose bytes are not the text; unpack it, and give what it holds"
+            )
         return str(source), [root], True
     if not root.is_dir():
         raise ValueError(f"no such file or folder of text: {source}")

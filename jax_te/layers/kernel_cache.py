@@ -104,14 +104,14 @@ def cached_kernels(model: nnx.Module, cache: KernelCache) -> Iterator[nnx.Module
     """
     modules = quantizable_modules(model)
     modes: list[CacheMode] = [module.cache_mode for _, module in modules]
-    states = [(module.kernel_cache, module.grad_sinks) for _, module in modules]
+    states = [module.kernel_cache for _, module in modules]
     use_cached_kernels(model, cache)
     try:
         yield model
     finally:
-        for (_, module), mode, (kernels, sinks) in zip(modules, modes, states, strict=True):
+        for (_, module), mode, kernels in zip(modules, modes, states, strict=True):
             module.cache_mode = mode
-            module.kernel_cache, module.grad_sinks = nnx.data(kernels), nnx.data(sinks)
+            module.kernel_cache = nnx.data(kernels)
 
 
 def use_cached_kernels(model: nnx.Module, cache: KernelCache) -> None:

@@ -1,6 +1,6 @@
 """Rematerialization: the arrays that forward saves for backward, and the arrays that backward recomputes."""
 
-from jax_te.remat.carried import Changes, Watched, on_failure_of_call, run_on_copies
+from jax_te.remat.carried import Changes, StaticChanges, Watched, on_failure_of_call, run_on_copies
 from jax_te.remat.policy import CHECKPOINT_NAMES, POLICIES, WITNESS, RecomputePolicy, recompute_policy, remat
 from jax_te.remat.selective import ambient_modules, recomputed, run_recomputed, selective_recompute
 

@@ -142,6 +142,26 @@ class Changes(NamedTuple):
         return [nodes[place] for place in self.variables]
 
 
+class StaticChanges(NamedTuple):
+    """What a call has changed in modules beside arrays.
+
+    Args:
+        attributes: numbers of modules, names of their attributes that were set, and the new values.
+        removed: numbers of modules, and names of their attributes that were removed.
+    """
+
+    attributes: list[tuple[int, str, Any]]
+    removed: list[tuple[int, str]]
+
+    def apply(self, modules: PyTree) -> None:
+        """Change a pytree with the same modules as the one that was watched; its Variables may be others."""
+        nodes = [node for node in _nodes(modules) if not _is_variable(node)]
+        for number, name, value in self.attributes:
+            _set(nodes[number], name, value)
+        for number, name in self.removed:
+            _set(nodes[number], name, _ABSENT)
+
+
 _ABSENT = object()
 
 
@@ -209,15 +229,16 @@ class Watched:
         places = [place for place, _ in variables.values()]
         return arrays, Changes(places, [(place, name) for place, name, _ in attributes], self._removed(), form)
 
-    def static_changes(self) -> Changes:
-        """Return the changes that hold no arrays: attributes such as a count in Python, and those removed."""
-        attributes = [
-            (place, name, value)
+    def static_changes(self) -> StaticChanges:
+        """Return the changes of modules that hold no arrays, such as a count in Python, and attributes removed."""
+        places = [place for place, (node, _) in enumerate(self._held) if not _is_variable(node)]
+        number = {place: index for index, place in enumerate(places)}
+        changed = [
+            (number[place], name, value)
             for place, name, value in self._changed_attributes()
             if not any(map(_is_data, _leaves(value)))
         ]
-        _, form = _taken_apart([value for *_, value in attributes])
-        return Changes([], [(place, name) for place, name, _ in attributes], self._removed(), form)
+        return StaticChanges(changed, [(number[place], name) for place, name in self._removed()])
 
     def _changed_attributes(self) -> list[tuple[int, str, Any]]:
         """Return places of modules, names and new values of the attributes that were set."""

@@ -32,7 +32,7 @@ from jax_te.quantize import (
     with_max_gradients,
     write_back,
 )
-from jax_te.remat import Changes, Watched
+from jax_te.remat import StaticChanges, Watched
 from jax_te.sharding import constrain, current_mesh, leaves_with_axes, variable_axes
 from jax_te.training.kernel_gradients import KernelGradients, Path, SummandPlace
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
@@ -195,7 +195,7 @@ def value_and_grad(
         leaves, structure = jax.tree.flatten((args, kwargs), is_leaf=_is_object)
         objects = _Objects(model, {i: leaf for i, leaf in enumerate(leaves) if _is_object(leaf)})
 
-        static_changes: list[Changes] = []
+        static_changes: list[StaticChanges] = []
 
         def run(objects: _Objects) -> tuple[Any, Any]:
             filled = [objects.others.get(i, leaf) for i, leaf in enumerate(leaves)]
@@ -228,9 +228,9 @@ def value_and_grad(
             return shown, differentiated.aux
 
         result, aux = compiled(*states)
+        static_changes[0].apply(objects)  # first: to the modules that were watched, before there may be more
         _place_new_variables(objects, result.rest)
         nnx.update(objects, result.quantizers, result.rest)
-        static_changes[0].apply(objects, ())
         grads = result.grads.get("model", nnx.State({}))
         grads = grads if scaler is None else mark_as_scaled(grads, factor)
         return ((result.loss, aux) if has_aux else result.loss), grads
@@ -280,16 +280,11 @@ def _place_new_variables(objects: nnx.Module, rest: nnx.State) -> None:
 
     ``nnx.update`` adds a Variable where there is no attribute, and fails where there is one that is None.
     """
-    for path, leaf in nnx.to_flat_state(rest):
-        *way, name = path
-        module = functools.reduce(_child, way, objects)
-        if isinstance(module, nnx.Pytree) and getattr(module, str(name), leaf) is None:
-            setattr(module, str(name), nnx.data(leaf))
-
-
-def _child(node: Any, key: Any) -> Any:
-    """Return what a path of an NNX state has below a node: an attribute, or an item of a list or a dict."""
-    return node[key] if isinstance(node, dict | list | tuple | nnx.List | nnx.Dict) else getattr(node, key)
+    new = dict(nnx.to_flat_state(rest))
+    for path, module in nnx.iter_modules(objects):
+        for name in [name for name, value in vars(module).items() if value is None]:
+            if (variable := new.get((*path, name))) is not None:
+                setattr(module, name, nnx.data(variable))
 
 
 def _value(leaf: Any) -> Any:

@@ -78,7 +78,7 @@ def test_a_file_of_tokens_in_a_folder_is_refused_by_name(tmp_path, name):
         ("missing", None, "no such file or folder of text: .*missing"),
         ("folder", {}, "no text in .*folder: of 0 files none is UTF-8"),
         ("binary", {"x": b"\xff\xff"}, "no text in .*binary: of 1 files none is UTF-8"),
-        ("text.jsonl.gz", b"\x1f\x8b" * 100, "text.jsonl.gz is compressed, .*unpack it first"),
+        ("text.jsonl.gz", b"\x1f\x8b" * 100, "text.jsonl.gz is a compressed file, .*unpack it"),
         ("empty", b"", "has 0 bytes of text; with 5% held out, seq_len 8 needs at least 180"),
         ("tiny", b"x" * 100, "has 100 bytes of text; .* Give more text, or lower seq_len"),
     ],

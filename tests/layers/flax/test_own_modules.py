@@ -584,3 +584,42 @@ def test_a_derivative_leaves_attributes_as_flaxs_does(jitted):
         return model.calls, dict(model.seen), hasattr(model, "left")
 
     assert changed(value_and_grad) == changed(nnx.value_and_grad) == (4, {"last": (2, 4)}, False)
+
+
+class Half(nnx.Module):
+    """A layer of half precision, whose gradient has a sink, beside a count; its first call makes a Variable."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.layer = Linear(16, 16, params_dtype=jnp.bfloat16, rngs=rngs)
+        self.calls = 0
+
+    def __call__(self, x):
+        self.calls += 1
+        y = self.layer(x, is_first_microbatch=True)
+        self.last = nnx.Intermediate(jnp.sum(y))
+        return y
+
+
+class Halves(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.one, self.two = Half(rngs), Half(rngs)
+        self.again, self.calls = self.one, 0
+
+    def __call__(self, x):
+        self.calls += 1
+        return self.two(self.one(x)) + self.again(x)
+
+
+def test_attributes_stay_with_their_modules_where_a_derivative_adds_variables():
+    def changed(derivative):
+        model = Halves(nnx.Rngs(0))
+        for _ in range(2):
+            derivative(lambda model, x: jnp.sum(model(x).astype(jnp.float32)))(model, jnp.ones((16, 16), jnp.bfloat16))
+        assert model.again is model.one
+        kept = [half.layer.kernel_cache is not None for half in (model.one, model.two)]
+        return model.calls, model.one.calls, model.two.calls, kept, sorted(vars(model.two.layer))
+
+    with autocast(Float8CurrentScaling()):
+        counts = changed(value_and_grad)
+        assert counts == changed(nnx.value_and_grad)
+    assert counts[:4] == (2, 4, 2, [True, True])
