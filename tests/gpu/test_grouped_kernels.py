@@ -4,13 +4,16 @@ Within a step of 128 the tensor cores keep about 14 bits of a sum of FP8 product
 throughout: such products are within 2^-9 of exact ones, relative to all of them.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_te.ops.pallas import grouped_gemm, grouped_gemm_over_rows, supported
+from jax_te.ops.pallas import grouped_gemm, grouped_gemm_over_rows, read_table, supported
 from jax_te.ops.pallas.scaled_quantize import scaled_quantize
+from jax_te.ops.pallas.tilings import LARGE, MEASURED
 from tests.ops.test_grouped_kernels import block_operands, block_operands_over_rows, group_slices
 from tests.ops.test_scaled_quantize import check as check_bits
 from tests.ops.test_scaled_quantize import expected, operands
@@ -127,3 +130,26 @@ def test_nan_and_inf_are_seen():
     assert np.isnan(amax[0, 0])
     assert np.isinf(amax[1, 1])
     assert np.isfinite(np.asarray(amax)[[0, 1], [1, 0]]).all()
+
+
+@pytest.mark.parametrize(("shape", "tiling"), read_table(MEASURED).items(), ids=str)
+def test_measured_tilings_give_the_rules_numbers(shape, tiling):
+    """Bit for bit, on a smaller product of the same form whose last tiles are not full."""
+    assert (shape.bits, shape.scaling) == (16, "none"), "this test makes operands for bf16 alone"
+    small, sizes = shape._replace(rows=ROWS, k=512, n=1152), SIZES["uneven"]
+    a = draw("a", (ROWS, small.k)).astype(BF16)
+    b = draw("b", (ROWS, small.n) if small.over_rows else (len(sizes), small.k, small.n)).astype(BF16)
+    b = b.swapaxes(-2, -1) if small.b_last else b
+
+    def product(tiling):
+        if small.over_rows:
+            call = functools.partial(grouped_gemm_over_rows, a, b, rows_last=small.b_last)
+        else:
+            call = functools.partial(grouped_gemm, a, b, b_transposed=small.b_last)
+        found = np.asarray(jax.jit(lambda sizes: call(sizes, out_dtype=jnp.float32, tiling=tiling))(jnp.array(sizes)))
+        return found if small.over_rows else found[: sum(sizes)]
+
+    expected = product(LARGE)
+    assert np.isfinite(expected).all()
+    assert expected.any()
+    np.testing.assert_array_equal(product(tiling), expected)

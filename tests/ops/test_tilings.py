@@ -20,7 +20,7 @@ from jax_te.ops.pallas import (
     variants,
     write_table,
 )
-from jax_te.ops.pallas.tilings import BLOCK_OVER_ROWS, LARGE, SMALL, SPLIT, lacking
+from jax_te.ops.pallas.tilings import BLOCK_OVER_ROWS, LARGE, MEASURED, SMALL, SPLIT, lacking
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, MMParams
 from tests.support.numerics import draw
 
@@ -37,12 +37,21 @@ FORMS = {
 }
 
 
-def test_without_a_table_the_rule_decides(monkeypatch):
+def test_where_no_table_has_a_near_shape_the_rule_decides(monkeypatch):
     monkeypatch.delenv(TABLE, raising=False)
-    assert tiling_for(MIXTRAL) == LARGE
+    assert tiling_for(MIXTRAL._replace(k=65536)) == LARGE
     assert tiling_for(MIXTRAL._replace(groups=128)) == SMALL
     assert tiling_for(FORMS["split"]) == SPLIT
-    assert tiling_for(FORMS["block over rows"]) == BLOCK_OVER_ROWS
+    assert tiling_for(FORMS["block over rows"]._replace(rows=262144)) == BLOCK_OVER_ROWS
+
+
+def test_the_librarys_table_decides_for_shapes_that_were_measured(monkeypatch):
+    monkeypatch.delenv(TABLE, raising=False)
+    measured = read_table(MEASURED)
+    assert MIXTRAL in measured
+    for shape, tiling in measured.items():
+        assert tiling_for(shape) == tiling
+        assert lacking(tiling, shape) is None
 
 
 @pytest.mark.parametrize("shape", FORMS.values(), ids=FORMS)

@@ -12,18 +12,18 @@ import jax.numpy as jnp
 from jax_te.ops.pallas.support import check_jax
 from jax_te.typing import Array
 
-_ROWS = 8
+_ROWS = 4
 """Rows of a tile."""
 
-_COLUMNS = 512
+_COLUMNS = 256
 """The most columns of a tile."""
 
 
 def columns_of(f: int) -> int:
-    """Return the number of columns of a tile: the largest power of two that divides ``f``, at most 512.
+    """Return the number of columns of a tile: the largest power of two that divides ``f``, at most 256.
 
     >>> columns_of(14336), columns_of(2880)
-    (512, 64)
+    (256, 64)
     """
     return min(f & -f, _COLUMNS)
 
@@ -43,7 +43,7 @@ def weighted_act_backward(
 
     Args:
         dy: ``[rows, f]``, the gradient of ``y``.
-        x: fp32, bf16 or fp16 ``[rows, n_act, f]``; ``rows`` a multiple of 8.
+        x: fp32, bf16 or fp16 ``[rows, n_act, f]``; ``rows`` a multiple of 4.
         weights: fp32 ``[rows]``.
         function: elementwise function of the components of ``x``, in fp32.
         interpret: whether to run in Pallas's interpreter, on any device.
