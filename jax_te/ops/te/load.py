@@ -8,7 +8,7 @@ import functools
 import importlib
 import importlib.util
 import os
-import warnings
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,12 +41,26 @@ def _imported() -> tuple[bool, str]:
 
 
 def _import_te() -> None:
-    with warnings.catch_warnings(), _cuda_12_wheels():
+    with _without_pytorch(), _cuda_12_wheels():
         _preload("nccl", "libnccl.so.*")  # which TE looks for on the system's library path only
-        # The warning is about TE's PyTorch half, which is unused here; under warnings-as-errors it would stop the
-        # import.
-        warnings.filterwarnings("ignore", message="Detected a PyTorch installation", category=RuntimeWarning)
         importlib.import_module("transformer_engine.jax")
+
+
+@contextlib.contextmanager
+def _without_pytorch() -> Iterator[None]:
+    """Keep TE from importing its PyTorch half where PyTorch is installed: it takes seconds, and nothing here uses it.
+
+    A later ``import transformer_engine.pytorch`` finds it.
+    """
+    half = "transformer_engine.pytorch"
+    if "transformer_engine" in sys.modules:  # imported by someone else, with what they wanted of it
+        yield
+        return
+    sys.modules[half] = None  # type: ignore[assignment]  # an import of this name raises, which TE takes for a missing half
+    try:
+        yield
+    finally:
+        del sys.modules[half]
 
 
 @contextlib.contextmanager
