@@ -6,17 +6,18 @@ from pathlib import Path
 from typing import Literal
 
 from jax_te._validation import brief
-from jax_te.checkpoint import CHECKPOINT_FOLDER, METADATA_FILE, checkpoint_steps, holds_checkpoints
-from jax_te.interop.huggingface import INDEX, SINGLE
+from jax_te.checkpoint import CHECKPOINT_FOLDER, METADATA_FILE, checkpoint_steps
+from jax_te.interop.huggingface import ADAPTER_TENSORS, INDEX, SINGLE
 from jax_te.interop.megatron import RANK_FILE, TRACKER
 from jax_te.interop.torch import METADATA
 
-Kind = Literal["jax-te", "huggingface", "megatron", "torch"]
+Kind = Literal["jax-te", "huggingface", "peft", "megatron", "torch"]
 
 
 _NAMES: dict[Kind, str] = {
     "jax-te": "checkpoints of jax-te",
     "huggingface": "a model of Hugging Face",
+    "peft": "adapters of PEFT",
     "megatron": "a checkpoint of Megatron-LM or torch.distributed",
 }
 
@@ -31,29 +32,44 @@ def kind_of(path: Path) -> Kind:
         return "torch"
     found = _kinds_in(path) if path.is_dir() else {}
     if len(found) > 1:
-        listed = " and ".join(f"{_NAMES[kind]} ({file})" for kind, file in found.items())
-        raise ValueError(f"{path} holds {listed}, and it is not known which one is meant; move one to another folder")
+        raise ValueError(
+            f"{path} holds {_listed(found)}, and it is not known which one is meant; move one to another folder"
+        )
     for kind in found:
         return kind
     if (path / CHECKPOINT_FOLDER).is_dir():
         return "jax-te"  # of a run that has saved nothing yet
     raise ValueError(
         f"{path} is not a checkpoint: a run of jax-te train, its checkpoints or one of them; a folder of Hugging Face "
-        f"with {SINGLE} or {INDEX}; a folder of Megatron-LM or torch.distributed; a file *.pt of torch.save"
+        f"with {SINGLE} or {INDEX}, or of PEFT with {ADAPTER_TENSORS}; a folder of Megatron-LM or torch.distributed; a "
+        "file *.pt of torch.save"
     )
+
+
+def refuse_models(output: Path) -> None:
+    """Raise ValueError for a folder that holds a model already, in which a run's would be a second one."""
+    if found := _kinds_in(output) if output.is_dir() else {}:
+        raise ValueError(
+            f"{output} holds {_listed(found)}, and commands that are given this folder could not tell which model is "
+            "meant once a run is in it, too; give another --output"
+        )
+
+
+def _listed(found: dict[Kind, str]) -> str:
+    return " and ".join(f"{_NAMES[kind]} ({file})" for kind, file in found.items())
 
 
 def _kinds_in(folder: Path) -> dict[Kind, str]:
     """Return the kinds of the checkpoints in a folder, and of each a name by which it is known."""
     names = sorted(entry.name for entry in folder.iterdir())
+    own = [CHECKPOINT_FOLDER] if checkpoint_steps(folder / CHECKPOINT_FOLDER) else checkpoint_steps(folder)[-1:]
     # A run has a config.json, too, so the kinds are distinguished by their tensor files.
     of_kind: dict[Kind, list[str]] = {
-        "jax-te": [name for name in names if name == METADATA_FILE],
+        "jax-te": [METADATA_FILE] if METADATA_FILE in names else [str(name) for name in own],
         "huggingface": [name for name in names if name in (SINGLE, INDEX)],
+        "peft": [name for name in names if name == ADAPTER_TENSORS],
         "megatron": [name for name in names if name in (METADATA, TRACKER, RANK_FILE) or name.startswith("mp_rank_")],
     }
-    if not of_kind["jax-te"] and holds_checkpoints(folder):
-        of_kind["jax-te"] = [CHECKPOINT_FOLDER if CHECKPOINT_FOLDER in names else str(checkpoint_steps(folder)[-1])]
     return {kind: files[0] for kind, files in of_kind.items() if files}
 
 

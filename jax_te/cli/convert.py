@@ -58,6 +58,12 @@ def run(options: ConvertOptions) -> int:
     """
     source, target = Path(options.source), Path(options.target)
     kind = kind_of(source)
+    if kind == "peft":
+        raise ValueError(
+            f"{source} holds adapters of PEFT, and the model that they are for is elsewhere; add them to it with "
+            "load_huggingface and load_peft, and write it with save_huggingface or save_megatron. `jax-te inspect "
+            "checkpoint` lists them"
+        )
     target_format = options.to or _default_format(kind, target)
     if target.exists():
         raise ValueError(f"{target} exists; give another name, or delete it")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_te._device import default_platform
+from jax_te.cli.checkpoint_kind import refuse_models
 from jax_te.cli.model_config import described_values, read_model_config
 from jax_te.cli.option_table import check_effects
 from jax_te.cli.options import EXPERT_RANKS, RULES, SELECTIVE, SOFTMAX, TENSOR_RANKS, GivenOptions
@@ -56,11 +57,14 @@ def resolve(options: GivenOptions, output: Path) -> tuple[RunConfig, bool]:
     that has saved nothing yet starts again, and may be replaced by one of another configuration.
 
     Raises:
-        ValueError: if the folder holds another run, or the values conflict.
+        ValueError: if the folder holds another run or a model, or the values conflict.
     """
     given = _with_contents(options.given)
+    resumes = holds_run(output)
+    if not resumes:
+        refuse_models(output)  # before its config.json, which may be that model's, is read as a run's
     saved = read_config(output)
-    if not holds_run(output):
+    if not resumes:
         if saved is None or changed_fields(saved, given):
             return new_config(given), False
         return _changed(saved, given), False

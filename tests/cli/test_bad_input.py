@@ -14,7 +14,7 @@ from jax_te.cli.parser import build_parser, options_from
 from jax_te.cli.resolve import resolve
 from jax_te.cli.run_checks import check_te_on_mesh
 from jax_te.ops.te import available
-from tests.support.runs import MICRO, TEXT, assert_refused, records
+from tests.support.runs import MICRO, TEXT, assert_refused, configured, records
 
 
 def refuse(capsys, output, *argv):
@@ -109,6 +109,34 @@ def test_an_output_with_another_programs_configuration(tmp_path, capsys):
     (tmp_path / "config.json").write_text('{"architectures": ["GPT2"]}')
     assert_refused(*refuse(capsys, tmp_path), "is not the configuration of a jax-te run", "--output")
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize(
+    ("name", "held"),
+    [
+        ("latest_checkpointed_iteration.txt", "a checkpoint of Megatron-LM or torch.distributed"),
+        ("mp_rank_00/model_optim_rng.pt", "a checkpoint of Megatron-LM or torch.distributed"),
+        (".metadata", "a checkpoint of Megatron-LM or torch.distributed"),
+        ("model.safetensors", "a model of Hugging Face"),
+        ("adapter_model.safetensors", "adapters of PEFT"),
+        ("4/state/manifest.ocdbt", "checkpoints of jax-te"),
+        ("_CHECKPOINT_METADATA", "checkpoints of jax-te"),
+    ],
+)
+@pytest.mark.parametrize("begun", [False, True], ids=["new", "begun"])
+def test_an_output_that_holds_a_model(tmp_path, capsys, name, held, begun):
+    """The commands that are given the folder could not tell that model from the run's."""
+    if begun:  # but without a checkpoint
+        configured(tmp_path, *MICRO)
+        (tmp_path / "checkpoints").mkdir()
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text("precious")
+    (tmp_path / "config.json").touch(exist_ok=True)  # as a model of Hugging Face has one
+    before = contents(tmp_path)
+    texts = [f"{tmp_path} holds {held} ({name.split('/')[0]}), ", "could not tell", "give another --output"]
+    assert_refused(*refuse(capsys, tmp_path), *texts)
+    assert contents(tmp_path) == before
+    assert not (tmp_path / ".lock").exists()
 
 
 def test_a_missing_package(tmp_path, capsys, monkeypatch):

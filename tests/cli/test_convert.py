@@ -12,9 +12,10 @@ from flax import nnx
 
 from jax_te.cli.main import main
 from jax_te.config import TransformerConfig
-from jax_te.interop.huggingface import load_huggingface, save_huggingface
+from jax_te.interop.huggingface import load_huggingface, save_huggingface, save_peft
 from jax_te.interop.megatron import load_megatron, read_megatron
 from jax_te.interop.torch import write_torch_file
+from jax_te.layers import LoRA
 from jax_te.models import GPTModel
 from tests.support.distributed_folder import write_distributed
 from tests.support.runs import MICRO, TEXT, assert_refused, saved_step
@@ -213,6 +214,57 @@ def test_what_cannot_be_converted_is_one_line(argv, message, llama, noted, train
         status = error.code
     assert_refused(status, capsys.readouterr().err, message)
     assert not list(tmp_path.iterdir())
+
+
+def adapters(folder):
+    """Write a model's adapters in PEFT's form."""
+    model = GPTModel(
+        TransformerConfig(**CONFIG),
+        vocab_size=32,
+        max_sequence_length=16,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+        rngs=nnx.Rngs(0),
+    )
+    attention = model.layers[0].self_attention
+    attention.proj = LoRA(attention.proj, 4, alpha=8.0, rngs=nnx.Rngs(1))
+    save_peft(model, folder, base="my llama")
+
+
+def test_adapters_are_listed_with_their_configuration(tmp_path, capsys):
+    adapters(tmp_path)
+    found = shown(capsys, tmp_path)
+    facts = {name: value for name, value in found.items() if name not in ("step", "recipe", "arrays", "bytes")}
+    assert found["arrays"]
+    assert facts == {
+        "kind": "peft", "method": "LORA", "rank": 4, "alpha": 8, "targets": ["model.layers.0.self_attn.o_proj"],
+        "base_model": "my llama", "parameters": 2 * 4 * 16,
+    }  # fmt: skip
+    assert {row["name"].rsplit(".", 2)[1]: row["shape"] for row in found["arrays"]} == {
+        "lora_A": [4, 16],
+        "lora_B": [16, 4],
+    }
+    values = json.loads((tmp_path / "adapter_config.json").read_text())
+    values |= {"target_modules": ["q_proj", "o_proj"], "rank_pattern": {"o_proj": 4}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(values))
+    assert main(["inspect", "checkpoint", str(tmp_path)]) == 0
+    shown_facts = capsys.readouterr().out.splitlines()[0]
+    assert (
+        "targets ['q_proj', 'o_proj']  base_model my llama  rank_pattern {'o_proj': 4}  parameters 128" in shown_facts
+    )
+
+
+def test_adapters_alone_are_no_model_to_convert(tmp_path, capsys):
+    adapters(tmp_path / "adapters")
+    status = main(["convert", str(tmp_path / "adapters"), str(tmp_path / "new")])
+    assert_refused(status, capsys.readouterr().err, "holds adapters of PEFT", "load_peft", "jax-te inspect checkpoint")
+    assert not (tmp_path / "new").exists()
+
+
+def test_adapters_without_their_configuration_are_one_line(tmp_path, capsys):
+    adapters(tmp_path)
+    (tmp_path / "adapter_config.json").unlink()
+    assert_refused(main(["inspect", "checkpoint", str(tmp_path)]), capsys.readouterr().err, "adapter_config.json")
 
 
 @pytest.mark.parametrize(

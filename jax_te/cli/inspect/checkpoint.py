@@ -11,17 +11,27 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jax_te._text import table
+from jax_te._validation import brief
 from jax_te.checkpoint import describe_checkpoint
 from jax_te.cli.checkpoint_kind import checkpoint_folder, kind_of
 from jax_te.cli.inspect.options import OF_STEPS, InspectCheckpoint
 from jax_te.cli.option_table import check_effects
 from jax_te.cli.run_files import CONFIG_FILE, read_config
-from jax_te.interop.huggingface import open_tensors
+from jax_te.interop.huggingface import open_adapters, open_tensors
 from jax_te.interop.megatron import read_megatron
 from jax_te.interop.torch import METADATA, StoredTensor, open_torch_file, read_torch_distributed
 
 _DEPTH = 20
 """Depth of nested containers that are shown."""
+
+_PEFT_FIELDS = {
+    "method": "peft_type",
+    "rank": "r",
+    "alpha": "lora_alpha",
+    "targets": "target_modules",
+    "base_model": "base_model_name_or_path",
+}
+"""Names of facts that are shown of adapters -> fields of ``adapter_config.json``."""
 
 
 class _Row(NamedTuple):
@@ -51,7 +61,7 @@ def run(options: InspectCheckpoint) -> int:
         arrays = [row._asdict() | {"bytes": row.bytes} for row in rows]
         print(json.dumps(facts | {"arrays": arrays}, indent=2))
         return 0
-    print("  ".join(f"{name} {'-' if value is None else value}" for name, value in facts.items()), end="\n\n")
+    print("  ".join(f"{name} {_shown(value)}" for name, value in facts.items()), end="\n\n")
     lines = [(row.name, row.dtype, str(list(row.shape)), row.sharding, f"{row.bytes:,}") for row in rows]
     print(table(("name", "dtype", "shape", "sharding as saved", "bytes"), lines, right=1))
     return 0
@@ -71,6 +81,15 @@ def _huggingface(path: Path) -> tuple[dict[str, Any], list[_Row]]:
     return {}, [_row(*item) for item in tensors.items()]
 
 
+def _peft(path: Path) -> tuple[dict[str, Any], list[_Row]]:
+    fields, tensors = open_adapters(path)
+    facts = {ours: fields.get(theirs) for ours, theirs in _PEFT_FIELDS.items()}
+    # Those of single layers, where they differ from `rank` and `alpha`.
+    facts |= {name: fields[name] for name in ("rank_pattern", "alpha_pattern") if fields.get(name)}
+    parameters = sum(tensor.size for tensor in tensors.values())
+    return facts | {"parameters": parameters}, [_row(*item) for item in tensors.items()]
+
+
 def _megatron(path: Path, step: int | None) -> tuple[dict[str, Any], list[_Row]]:
     # Without Megatron-LM's common.pt it may be of any program, whose names are shown as they are.
     if step is None and (path / METADATA).is_file() and not (path / "common.pt").is_file():
@@ -88,7 +107,13 @@ def _torch(path: Path) -> tuple[dict[str, Any], list[_Row]]:
 
 _OF_STEPS = {"jax-te": _ours, "megatron": _megatron}
 """Functions of the kinds of which a folder may hold several checkpoints: of its path and a step, None the newest."""
-_OTHERS = {"huggingface": _huggingface, "torch": _torch}
+_OTHERS = {"huggingface": _huggingface, "peft": _peft, "torch": _torch}
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    return brief(value) if isinstance(value, list) else str(value)
 
 
 def _arrays(value: Any, name: str, shown: set[int], depth: int = 0) -> Iterator[tuple[str, Any]]:

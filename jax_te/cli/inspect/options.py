@@ -197,8 +197,8 @@ class InspectCheckpoint:
     """List the arrays of a checkpoint of any kind.
 
     The table has name, dtype, shape, sharding as saved and bytes of every array; no array is read. CHECKPOINT is a
-    run of jax-te train or one of its checkpoints, a folder of Hugging Face, Megatron-LM or torch.distributed, or a
-    file written by torch.save (*.pt).
+    run of jax-te train or one of its checkpoints, a folder of Hugging Face, PEFT, Megatron-LM or torch.distributed, or
+    a file written by torch.save (*.pt). Of adapters of PEFT the fields of their configuration stand above the table.
     """
 
     checkpoint: str = positional(Text("CHECKPOINT", str), "checkpoint to list")

@@ -1,7 +1,16 @@
 """Checkpoints of Hugging Face: models from folders that transformers wrote, and back."""
 
 from jax_te.interop.huggingface.architectures.registry import ARCHITECTURES, named_classes, read_form
-from jax_te.interop.huggingface.folder import CONFIG, INDEX, SINGLE, config_values, json_file, open_tensors
+from jax_te.interop.huggingface.folder import (
+    ADAPTER_TENSORS,
+    CONFIG,
+    INDEX,
+    SINGLE,
+    config_values,
+    json_file,
+    open_adapters,
+    open_tensors,
+)
 from jax_te.interop.huggingface.load import load_huggingface
 from jax_te.interop.huggingface.peft_load import load_peft
 from jax_te.interop.huggingface.peft_save import save_peft

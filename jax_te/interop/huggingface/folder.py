@@ -147,6 +147,15 @@ def without_lost_layers(values: dict[str, Any], tensors: Collection[str]) -> dic
     return values | {_DEPTHS: 0} if lost else values
 
 
+def open_adapters(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return the fields of a folder's ``adapter_config.json``, and its tensors by name, over a memory map.
+
+    Raises:
+        ValueError: for a missing or damaged file.
+    """
+    return json_file(folder / ADAPTER_CONFIG), TensorFile(folder / ADAPTER_TENSORS).tensors
+
+
 def open_tensors(folder: Path) -> tuple[dict[str, np.ndarray], list[TensorFile]]:
     """Return the tensors of a folder by name, over memory maps, and their files.
 

@@ -17,10 +17,9 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.errors import mismatch
-from jax_te.interop.huggingface.folder import ADAPTER_CONFIG, ADAPTER_TENSORS, json_file
+from jax_te.interop.huggingface.folder import ADAPTER_CONFIG, ADAPTER_TENSORS, open_adapters
 from jax_te.interop.huggingface.peft_config import PeftConfig, read_config
 from jax_te.interop.huggingface.peft_kernels import AdaptableKernel, Matrices, adaptable_kernels
-from jax_te.interop.huggingface.safetensors import TensorFile
 from jax_te.interop.huggingface.save import known_architectures
 from jax_te.interop.tables import Architecture, KnownModel, Sizes, architecture_of
 from jax_te.layers import LayerNormMLP, Linear, LoRA
@@ -65,8 +64,9 @@ def load_peft(
     >>> load_peft(model, "my-adapter")  # doctest: +SKIP
     """
     folder = Path(folder)
-    config = read_config(json_file(folder / ADAPTER_CONFIG), str(folder / ADAPTER_CONFIG), ignore_fields)
-    matrices = _matrices(TensorFile(folder / ADAPTER_TENSORS).tensors, folder)
+    fields, tensors = open_adapters(folder)
+    config = read_config(fields, str(folder / ADAPTER_CONFIG), ignore_fields)
+    matrices = _matrices(tensors, folder)
     _check_config_matches(config, matrices, folder)
     kernels, sizes = _fitting(model, known_architectures(architecture), matrices, folder)
     plans = [
