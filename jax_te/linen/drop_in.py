@@ -41,6 +41,7 @@ from jax_te.layers.flax import (
     rule_of_parameter,
     training_recipe,
 )
+from jax_te.linen.kept import with_states_kept
 from jax_te.linen.module import LinenModule
 from jax_te.linen.own_modules import (
     GemmOptions,
@@ -54,6 +55,7 @@ from jax_te.linen.own_modules import (
     quantized_call,
     unboxed,
 )
+from jax_te.linen.variables import STATE
 from jax_te.recipe import autocast
 from jax_te.typing import Array
 
@@ -344,9 +346,11 @@ def _quantizing(
             return run(*args, **kwargs)
         if decision is not None:
             return _call_flax(module, decision, run, args, kwargs)
-        options = {} if path in running else _gemms_in_force(choice, path)
-        if not options:
+        if path in running:
             return run(*args, **kwargs)
+        options = _gemms_in_force(choice, path)
+        if not options:
+            return _with_own_states_kept(choice, module, run(*args, **kwargs))
         with running.inside(path):
             return _call_own(module, options, run, args, kwargs)
 
@@ -411,6 +415,14 @@ def _gemms_in_force(choice: _Choice, scope: str) -> dict[str, GemmOptions]:
         if decided is not None and decided[0].why is None and training_recipe(decided[1]) is not None:
             found[one.name] = GemmOptions(decided[1], one.seen.groups)
     return found
+
+
+def _with_own_states_kept(choice: _Choice, module: Any, result: Any) -> Any:
+    """Return the result of a call outside of recipes, whose derivative keeps the states of the module's parameters."""
+    scopes = [f"{one.name}_gemm" for one in choice.own if one.scope == ".".join(module.path)]
+    states = module.scope.variables().get(STATE, {}) if scopes else {}
+    kept = {scope: states[scope] for scope in scopes if scope in states}
+    return with_states_kept(result, kept) if kept else result
 
 
 def _linear(module: Any, inputs: Any = None, einsum_str: Any = None, *_: Any, **__: Any) -> FlaxLinear | None:

@@ -16,11 +16,13 @@ from flax.errors import ScopeParamNotFoundError
 
 from jax_te._validation import check_bool, checked
 from jax_te.errors import QuantizerStateError
+from jax_te.layers import DotGeneral
 from jax_te.linen.counting import rules_of_states
+from jax_te.linen.kept import with_states_kept
 from jax_te.linen.loss_scale import set_ambient_factor
 from jax_te.linen.used_again import check_used_once
 from jax_te.linen.variables import STATE, build_abstract, collections_of, with_variables
-from jax_te.quantize import counts_are_next_values
+from jax_te.quantize import QuantizerState, counts_are_next_values
 from jax_te.recipe import current_recipe
 from jax_te.typing import Array
 
@@ -126,6 +128,9 @@ class LinenModule(nn.Module):
                 f'*inputs); and list "{STATE}" {_IN_TRANSFORMS}'
             ) from error
         self._keep(before, collections_of(module, boxed=False))
+        # Other layers hand their states to an op without a recipe, too, which does the same.
+        if isinstance(module, DotGeneral) and module.recipe is None:
+            result = with_states_kept(result, nnx.to_pure_dict(nnx.state(module, QuantizerState)))
         return result
 
     @nn.nowrap

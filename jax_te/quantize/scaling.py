@@ -167,9 +167,27 @@ def next_amax_state(state: AmaxState, scale: Array, new_amax: Array) -> AmaxStat
 
     A new amax that is not finite is in it, for the step to see; `write_back` keeps the old state instead.
     """
+    new_amax = _of_batch(new_amax, scale)
     # Not a roll whose first slot is set: XLA lowers that to a scatter, which takes longer to compile and to run.
     earlier = _finite_amaxes(state["amax_history"][..., :-1])
     return {"scale": scale, "amax_history": jnp.concatenate([new_amax[..., None], earlier], axis=-1)}
+
+
+@jax.custom_batching.custom_vmap
+def _of_batch(new_amax: Array, scale: Array) -> Array:
+    """Return ``new_amax``; under ``jax.vmap`` of calls that share one scale, the largest amax of all of them.
+
+    Such calls share one state, and its gradient, which is the next state, would be a sum over the calls.
+    """
+    return new_amax
+
+
+@_of_batch.def_vmap
+def _of_batch_rule(axis_size: int, batched: list[bool], new_amax: Array, scale: Array) -> tuple[Array, bool]:
+    of_each, states_of_each = batched
+    if states_of_each or not of_each:
+        return _of_batch(new_amax, scale), of_each
+    return _of_batch(max_or_nan(new_amax, axis=0), scale), False  # again, for a vmap around this one
 
 
 def _finite_amaxes(history: Array) -> Array:
