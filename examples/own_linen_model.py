@@ -1,9 +1,10 @@
 """A Flax Linen model of one's own in FP8, trained by Flax's TrainState.
 
 `jax_te.linen` has jax_te's layers for Linen. The model, the loss and the train step below are those of any Linen
-program; FP8 is one line around `init` and training, `with autocast(recipe):`. Delayed scaling keeps scales and amax
-histories in the collection `_overwrite_with_gradient`, whose gradient is its next value. Flax's TrainState knows that
-collection: given as part of its `params` it is overwritten by its gradient, and the optimizer never sees it.
+program, with `te.value_and_grad` in place of JAX's; FP8 is one line around `init` and training, `with
+autocast(recipe):`. Delayed scaling keeps scales and amax histories in the collection `_overwrite_with_gradient`, whose
+gradient is its next value. Flax's TrainState knows that collection: given as part of its `params` it is overwritten by
+its gradient, and the optimizer never sees it.
 
     python examples/own_linen_model.py
 
@@ -49,7 +50,7 @@ def train_step(state, batch):
         logits = state.apply_fn(variables, batch["x"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
 
-    loss, gradients = jax.value_and_grad(loss_fn)(state.params)
+    loss, gradients = te.value_and_grad(loss_fn)(state.params)
     return state.apply_gradients(grads=gradients), loss
 
 

@@ -33,7 +33,7 @@ from jax_te.cli.model_config import field_names, merge_adapters
 from jax_te.cli.option_table import check_effects
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CONFIG_FILE, read_config
-from jax_te.data import TOKENIZER_FILE
+from jax_te.data import TOKENIZER_FILE, Tokenizer
 from jax_te.interop.huggingface import (
     CONFIG,
     companions,
@@ -225,7 +225,7 @@ def _beside_run(run: Path, config: RunConfig) -> Iterator[Path]:
     With that folder's other files of its tokenizer and of generation, as long as it is where it was.
     """
     # Another tokenizer has other token IDs.
-    known = config.init_from is not None and config.tokenizer == config.init_from
+    known = config.init_from is not None and _has_its_tokenizer(config, Path(config.init_from))
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / CONFIG).write_text(str(config.model_config) if known else "{}")
         if known and config.init_from is not None:
@@ -234,3 +234,12 @@ def _beside_run(run: Path, config: RunConfig) -> Iterator[Path]:
         if (run / TOKENIZER_FILE).is_file():
             shutil.copyfile(run / TOKENIZER_FILE, Path(name) / TOKENIZER_FILE)
         yield Path(name)
+
+
+def _has_its_tokenizer(config: RunConfig, folder: Path) -> bool:
+    """Return whether a run's tokenizer is that of a model's folder, by whichever path it was given."""
+    its = folder / TOKENIZER_FILE
+    if its.is_file():
+        return Tokenizer(its).sha256 == config.tokenizer_sha256
+    # The folder may be gone since.
+    return config.tokenizer is not None and Path(config.tokenizer) in (folder, its)

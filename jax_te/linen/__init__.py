@@ -10,15 +10,17 @@ collection ``_overwrite_with_gradient``, which ``init`` creates under that recip
 collection as well: the gradient of a state is its next value. Flax's ``TrainState``, given the collections ``params``
 and ``_overwrite_with_gradient`` as its ``params``, writes the next values back, and keeps the collection away from the
 optimizer and from clipping; a loop of your own does the same. Next states of microbatches are merged by maximum
-(`jax_te.quantize.merge_quantizers`), never added up; a skipped step keeps the old collection.
+(`jax_te.quantize.merge_quantizers`), never added up; a skipped step keeps the old collection. A step outside of the
+recipe keeps it, too.
 
 **Layers that are called twice, or not in every step.** ``jax.value_and_grad`` adds the next states of two calls, and
 gives zeros as those of a layer that is not called, and as the expert bias of one with ``deterministic=True``: scales
 and biases would be lost. Such models need `value_and_grad`, which merges scales by maximum, computes an expert bias
 once from the counts of all calls, and keeps the state of layers that are not called. A derivative that reads a state in
-two calls raises `QuantizerStateError` while it is traced. It cannot tell that a layer is left out, nor that two calls
-are of one layer where each is traced by itself (each in an ``nn.remat`` or ``nn.jit`` of its own, or one call under
-``nn.vmap`` that shares the state), or inside of one `LinenModule` whose NNX module calls a layer twice.
+two calls raises `QuantizerStateError` while it is traced. It cannot tell that a layer is left out, nor that calls are
+of one layer where they are traced once (in ``jax.lax.scan``, ``jax.lax.map`` or an ``nn.scan`` that shares the state),
+each by itself (each in an ``nn.remat`` or ``nn.jit`` of its own), or inside of one `LinenModule` whose NNX module calls
+a layer twice. Under ``jax.vmap`` and ``nn.vmap`` next states merge by maximum either way.
 
 **Experts.** The states of routers, such as the expert bias, are in the same collection, also without a recipe. A step
 takes one gradient, since the next bias comes from the counts of all of its tokens: let the loss of several
@@ -61,7 +63,7 @@ A training loop in FP8, in which only ``autocast`` and the layers are new:
 ... def train_step(state):
 ...     def loss_fn(params):
 ...         return jnp.mean((state.apply_fn(params, x) - y) ** 2)
-...     loss, grads = jax.value_and_grad(loss_fn)(state.params)
+...     loss, grads = te.value_and_grad(loss_fn)(state.params)
 ...     return state.apply_gradients(grads=grads), loss
 >>> tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 >>> with autocast(DelayedScaling(amax_history_len=16)):

@@ -218,6 +218,23 @@ def test_lora_trains_the_adapters_alone(recipe, folder, tmp_path, capsys):
 
 
 @pytest.mark.costly
+@pytest.mark.parametrize("its", [True, False])
+def test_token_numbers_go_with_the_tokenizer_by_whichever_path(its, folder, tmp_path):
+    other = tmp_path / "other.json"
+    named = folder / "tokenizer.json"
+    if not its:
+        content = json.loads(named.read_text())
+        other.write_text(json.dumps(content | {"added_tokens": []}, indent=3) + "\n")
+        named = other
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 7}))
+    assert fine_tune(tmp_path / "run", folder, "--tokenizer", str(named), "--steps", "2") == 0
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "back")]) == 0
+    (folder / "config.json").write_text(json.dumps(config))
+    assert json.loads((tmp_path / "back" / "config.json").read_text()).get("eos_token_id") == (7 if its else None)
+
+
+@pytest.mark.costly
 def test_adapters_beside_kernels_that_are_stored_quantized_are_merged_in_the_dtype_of_the_run(folder, tmp_path):
     """The masters are fp32: a folder of two dtypes is one that nothing here reads without being told which."""
     argv = ["--lora-rank", "2", "--recipe", "current", "--fp8-param", "--params-dtype", "bfloat16", "--steps", "2"]
