@@ -19,7 +19,7 @@ from jax_te.ops import xla
 from jax_te.ops.linear.norm_and_activation import Activation
 from jax_te.ops.te.capabilities import is_te_quantizer
 from jax_te.ops.te.gemm import quantize_dbias, quantize_operand
-from jax_te.ops.te.quantizer import inside_te, seen_amax, te_quantizer, two_sided
+from jax_te.ops.te.quantizer import inside_te, seen_amax, te_quantizer, two_sided, unmapped
 from jax_te.quantize import Quantization, TensorQuantizer
 from jax_te.typing import Array, DTypeLike
 
@@ -31,6 +31,7 @@ def has_kernel(activation: Activation) -> bool:
 
 def act_quantize(x: Array, activation: Activation, how: Quantization) -> tuple[Any, Array | None]:
     """Return ``x [..., n_act, f]`` activated, ``[..., f]``, as an operand, and its amax where reported."""
+    x = unmapped(x)
     if not is_te_quantizer(how.quantizer) or how.needs_amax or not has_kernel(activation):
         return quantize_operand(act(x, activation), how, axis=-1)
     is_current = isinstance(how.quantizer, TensorQuantizer) and how.quantizer.scaling == "current"
@@ -75,7 +76,7 @@ def act_backward_quantize(
     activation with one component, sums the bias gradient. Otherwise a TE kernel quantizes `act_backward`'s result and
     sums it: te.jax's own way there writes an fp32 tensor of the same shape first (measured in docs/performance.md).
     """
-    quantizer, parts = how.quantizer, activation.parts()
+    dz, quantizer, parts = unmapped(dz), how.quantizer, activation.parts()
     if isinstance(quantizer, TensorQuantizer) and quantizer.scaling == "given" and has_kernel(activation):
         # Without rows no kernel, see `jax_te.ops.te.norm.norm`.
         if bias_dtype is None and x.size:

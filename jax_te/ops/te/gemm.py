@@ -26,7 +26,7 @@ from transformer_engine.jax.quantize import (
 from jax_te.ops import xla
 from jax_te.ops.pallas import BlockOperand
 from jax_te.ops.te.capabilities import is_te_quantizer
-from jax_te.ops.te.quantizer import inside_te, seen_amax, te_quantizer, two_sided
+from jax_te.ops.te.quantizer import inside_te, seen_amax, te_quantizer, two_sided, unmapped
 from jax_te.quantize import Gemm, Quantization, QuantizedOperand, TensorQuantizer, amax, as_matrix
 from jax_te.sharding import Dims, all_gather
 from jax_te.typing import Array, DTypeLike
@@ -49,6 +49,7 @@ def quantize_operand(
     quantizer, scale, _ = how = how if how.amax_axes is None else how.of_shard(x)
     if not is_te_quantizer(quantizer):
         return xla.quantize_operand(x, how, axis=axis)
+    x = unmapped(x)
     axis = axis if axis < 0 else axis - x.ndim
     if isinstance(quantizer, TensorQuantizer) and quantizer.scaling == "current":
         return _quantize_current(x, quantizer, axis, x_amax), None
@@ -69,7 +70,7 @@ def quantize_dbias(
         operand, g_amax = quantize_operand(g, how, axis=axis)
         return operand, None, g_amax
     if isinstance(quantizer, TensorQuantizer) and is_te_quantizer(quantizer) and DBiasQuantizePrimitive.enabled():
-        return _quantize_dbias_fused(g, quantizer, scale, axis - g.ndim, bias_dtype)
+        return _quantize_dbias_fused(unmapped(g), quantizer, scale, axis - g.ndim, bias_dtype)
     operand, g_amax = quantize_operand(g, how, axis=axis)
     return operand, xla.sum_rows(g, axis, bias_dtype), g_amax
 

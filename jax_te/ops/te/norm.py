@@ -12,7 +12,7 @@ from jax_te.ops import xla
 from jax_te.ops.linear.norm_and_activation import NormSpec
 from jax_te.ops.te.capabilities import is_te_quantizer
 from jax_te.ops.te.gemm import quantize_operand
-from jax_te.ops.te.quantizer import inside_te, seen_amax, te_quantizer
+from jax_te.ops.te.quantizer import inside_te, seen_amax, te_quantizer, unmapped
 from jax_te.quantize import Quantization, TensorQuantizer
 from jax_te.typing import Array
 
@@ -39,6 +39,7 @@ def norm_quantize(
 
     ``x`` has rows, see `norm`: calls with a quantizer are padded to at least one block before.
     """
+    x = unmapped(x)
     if not is_te_quantizer(how.quantizer) or how.needs_amax:
         y, stats = norm(x, scale, bias, spec)
         operand, y_amax = quantize_operand(y, how, axis=-1)
@@ -89,7 +90,7 @@ def norm_backward(
     """Return the gradients of input, scale and bias, each in the dtype of what it belongs to."""
     if x.size == 0:
         return xla.norm_backward(dy, x, stats, scale, bias, spec)
-    mean, rstd = stats
+    dy, (mean, rstd) = unmapped(dy), stats
     gamma, zero_centered = _gamma(scale, x, spec)
     with inside_te():
         dx, dscale, dbias = tex.normalization_bwd(

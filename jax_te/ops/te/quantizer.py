@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import transformer_engine.jax.quantize as te_quantize
 from transformer_engine.jax.sharding import MeshResource, global_shard_guard
 
+from jax_te.errors import BackendUnavailableError
 from jax_te.ops.te.capabilities import is_te_quantizer
 from jax_te.quantize import (
     MXQuantizer,
@@ -40,6 +41,25 @@ def inside_te() -> Iterator[None]:
     ):
         warnings.filterwarnings("ignore", "TransformerEngine logical axes", DeprecationWarning)
         yield
+
+
+@jax.custom_batching.custom_vmap
+def unmapped(x: Array) -> Array:
+    """Return ``x``, an operand of TE's kernels, most of which have no batching rule: under ``jax.vmap`` this raises.
+
+    Raises:
+        BackendUnavailableError: under ``jax.vmap``.
+    """
+    return x
+
+
+@unmapped.def_vmap
+def _of_mapped(axis_size: int, batched: list[bool], x: Array) -> tuple[Array, bool]:
+    raise BackendUnavailableError(
+        f"jax.vmap maps over a call of {axis_size} elements that Transformer Engine's kernels were to run, and they "
+        "have no batching rules. Give the layer the whole batch without jax.vmap (its inputs have any number of "
+        "leading axes), or call it inside `with jax_te.ops.use_backend('xla'):`"
+    )
 
 
 def recipe_supports(recipe: Recipe) -> tuple[bool, str]:
