@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import sys
+from collections.abc import Iterator
 from types import ModuleType
+
+_OPTIONAL = {"tensorboardX": "torch"}
+"""Packages that import another one where it is installed, for what is not used here: torch takes seconds."""
 
 
 def require_extra(name: str, extra: str = "train") -> ModuleType:
@@ -22,8 +28,10 @@ def require_extra(name: str, extra: str = "train") -> ModuleType:
     'json'
     """
     package, install = name.split(".")[0], f'pip install "jax-te[{extra}]"'
+    optional = _OPTIONAL.get(package)
     try:
-        return importlib.import_module(name)
+        with contextlib.nullcontext() if optional is None else without_module(optional):
+            return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name == package:
             raise ModuleNotFoundError(
@@ -39,6 +47,27 @@ def require_extra(name: str, extra: str = "train") -> ModuleType:
         ) from error
     except ImportError as error:
         raise _broken(package, extra, error) from error
+
+
+@contextlib.contextmanager
+def without_module(name: str) -> Iterator[None]:
+    """Let the imports inside find no module ``name``, unless it is imported already; later imports find it.
+
+    >>> with without_module("this"):
+    ...     try:
+    ...         import this
+    ...     except ImportError:
+    ...         print("not there")
+    not there
+    """
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = None  # type: ignore[assignment]  # Python's own mark of a module that cannot be imported
+    try:
+        yield
+    finally:
+        del sys.modules[name]
 
 
 def _broken(package: str, extra: str, error: ImportError) -> ImportError:

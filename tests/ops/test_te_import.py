@@ -48,3 +48,11 @@ def test_its_pytorch_half_is_found_later(package):
 def test_who_imported_it_before_keeps_it(package):
     found = run(package, f"import transformer_engine, jax_te, sys; {USE}; print(transformer_engine.pytorch.__name__)")
     assert found == ["PyTorch", "transformer_engine.pytorch"]
+
+
+def test_tensorboard_imports_no_pytorch(package):
+    torch = package / "torch"
+    torch.mkdir()
+    (torch / "__init__.py").write_text("print('torch')")
+    write = f"from jax_te.metrics import MetricsLog; MetricsLog('{package}/run', writers=['tensorboard']).close()"
+    assert run(package, f"{write}; print('later'); import torch") == ["later", "torch"]

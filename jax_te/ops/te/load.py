@@ -8,11 +8,11 @@ import functools
 import importlib
 import importlib.util
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from jax_te._device import default_platform
+from jax_te._validation import without_module
 
 
 def available() -> tuple[bool, str]:
@@ -41,26 +41,10 @@ def _imported() -> tuple[bool, str]:
 
 
 def _import_te() -> None:
-    with _without_pytorch(), _cuda_12_wheels():
+    # TE imports its PyTorch half where PyTorch is installed, which takes seconds; nothing here uses it.
+    with without_module("transformer_engine.pytorch"), _cuda_12_wheels():
         _preload("nccl", "libnccl.so.*")  # which TE looks for on the system's library path only
         importlib.import_module("transformer_engine.jax")
-
-
-@contextlib.contextmanager
-def _without_pytorch() -> Iterator[None]:
-    """Keep TE from importing its PyTorch half where PyTorch is installed: it takes seconds, and nothing here uses it.
-
-    A later ``import transformer_engine.pytorch`` finds it.
-    """
-    half = "transformer_engine.pytorch"
-    if "transformer_engine" in sys.modules:  # imported by someone else, with what they wanted of it
-        yield
-        return
-    sys.modules[half] = None  # type: ignore[assignment]  # an import of this name raises, which TE takes for a missing half
-    try:
-        yield
-    finally:
-        del sys.modules[half]
 
 
 @contextlib.contextmanager
