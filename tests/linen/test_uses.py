@@ -1,0 +1,138 @@
+"""Sums of next states, which JAX makes of several uses in one derivative: the next call finds them."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_te.linen as te
+from jax_te.quantize import as_float32, merge_quantizers, with_max_gradients, write_back
+from jax_te.recipe import DelayedScaling, autocast
+from tests.support.numerics import assert_bitwise, draw
+
+X = draw("x", (3, 16, 32))
+STATE = "_overwrite_with_gradient"
+
+
+@pytest.fixture(autouse=True)
+def recipe():
+    with autocast(DelayedScaling(amax_history_len=4)):
+        yield
+
+
+class Rematerialized(nn.Module):
+    """A layer that is called twice, each time in a program of its own."""
+
+    def setup(self):
+        self.layer = te.Linear(32, 32)
+
+    def __call__(self, x):
+        call = nn.remat(lambda module, x: module.layer(x))
+        return call(self, call(self, x))
+
+
+def variables_of(model):
+    return nn.unbox(jax.jit(model.init)(jax.random.key(0), X[0]))
+
+
+def loss_of(model, x):
+    return lambda variables: jnp.mean(model.apply(variables, x) ** 2)
+
+
+def in_a_map(model, derivative):
+    return derivative(lambda variables: jnp.mean(jax.lax.map(lambda x: model.apply(variables, x), X) ** 2))
+
+
+def in_a_scan(model, derivative):
+    def turn(total, x, variables):
+        return total + loss_of(model, x)(variables), None
+
+    return derivative(lambda variables: jax.lax.scan(lambda t, x: turn(t, x, variables), 0.0, X)[0])
+
+
+def plainly(model, derivative):
+    return derivative(loss_of(model, X[0]))
+
+
+USES = {
+    "lax.map": (te.Linear(32, 32), in_a_map),
+    "lax.scan": (nn.Dense(32, dot_general_cls=te.DotGeneral), in_a_scan),
+    "nn.remat": (Rematerialized(), plainly),
+}
+
+
+def after(variables, gradients):
+    return {"params": variables["params"], STATE: gradients[STATE]}
+
+
+def finite(model, variables):
+    return bool(jnp.isfinite(jax.jit(loss_of(model, X[0]))(variables)))
+
+
+@pytest.mark.parametrize(("model", "call"), USES.values(), ids=USES)
+def test_a_sum_is_nan_in_the_next_call(model, call):
+    variables = variables_of(model)
+    assert finite(model, variables)
+    _, gradients = jax.jit(call(model, jax.value_and_grad))(variables)
+    assert not finite(model, after(variables, gradients))
+    _, gradients = jax.jit(call(model, te.value_and_grad))(variables)
+    merged = after(variables, gradients)
+    assert finite(model, merged)
+    _, gradients = jax.jit(call(model, te.value_and_grad))(merged)
+    assert finite(model, after(variables, gradients))
+
+
+def test_gradients_of_microbatches_that_are_added_are_nan():
+    model = te.Linear(32, 32)
+    variables = variables_of(model)
+    added = jax.tree.map(jnp.add, *(jax.grad(loss_of(model, x))(variables) for x in X[:2]))
+    assert not finite(model, after(variables, added))
+
+
+def test_a_layer_that_a_step_left_out_is_nan():
+    model = te.Linear(32, 32)
+    variables = variables_of(model)
+    zeros = jax.grad(lambda variables: 0.0)(variables)
+    assert not finite(model, after(variables, zeros))
+
+
+@pytest.mark.parametrize("derivative", [jax.value_and_grad, te.value_and_grad], ids=["jax", "te"])
+def test_single_uses_go_on_with_the_same_numbers(derivative):
+    model = te.LayerNormMLP(32, 64)
+    counted = variables_of(model)
+    states = {name: value for name, value in counted[STATE].items() if name != "uses"}
+    uncounted = {**counted, STATE: states}  # as an earlier release made it
+    step = jax.jit(derivative(loss_of(model, X[0])))
+    for _ in range(3):
+        loss, gradients = step(counted)
+        other, expected = step(uncounted)
+        assert_bitwise(loss, other)
+        assert gradients[STATE].pop("uses") == 1.0
+        jax.tree.map(assert_bitwise, gradients, expected)
+        counted = after(counted, {STATE: {**gradients[STATE], "uses": jnp.float32(1)}})
+        uncounted = after(uncounted, expected)
+
+
+def test_conversion_and_preparation_keep_it():
+    model = te.Linear(32, 32)
+    variables = model.init(jax.random.key(0), X[0])
+    assert te.from_nnx(te.to_nnx(model, variables))[STATE]["uses"] == 1.0
+    assert te.prepare_quantization(model, variables, None, X[0])[STATE] == {}
+    again = te.prepare_quantization(model, variables, DelayedScaling(amax_history_len=2), X[0])
+    assert np.asarray(again[STATE]["uses"]) == 1.0
+
+
+def test_loops_of_ones_own_merge_and_write_back_the_collection():
+    model = te.Linear(32, 32)
+    variables = variables_of(model)
+
+    @jax.jit
+    def step(states, x):
+        gradients = jax.grad(loss_of(model, x), allow_int=True)({**variables, STATE: with_max_gradients(states)})
+        return write_back(states, as_float32(gradients[STATE]))
+
+    old = variables[STATE]
+    merged = merge_quantizers(jax.tree.map(lambda *leaves: jnp.stack(leaves), *(step(old, x) for x in X)))
+    assert merged["uses"] == 1.0
+    assert finite(model, after(variables, {STATE: merged}))
