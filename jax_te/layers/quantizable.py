@@ -229,9 +229,11 @@ class QuantizableModule(RecipeModule):
         )
 
         def of_layers(value: Array, state: GemmState | None) -> QuantizedKernel:
-            # Layers stacked by nnx.vmap have a leading axis: each layer's kernel is quantized by itself.
-            stacked = value.ndim > len(axes)
-            return jax.vmap(of_layers)(value, state) if stacked else quantize(value, state=state)
+            # Layers stacked by nnx.vmap have a leading axis: each layer's kernel is quantized by itself, one after the
+            # other, since Transformer Engine's kernels have no batching rules.
+            if value.ndim == len(axes):
+                return quantize(value, state=state)
+            return jax.lax.map(lambda each: of_layers(*each), (value, state))
 
         return replace(of_layers(value, self.gemm_state(kernel)), shape=value.shape)
 
