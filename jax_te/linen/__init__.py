@@ -20,13 +20,7 @@ once from the counts of all calls, and keeps the state of layers that are not ca
 two calls raises `QuantizerStateError` while it is traced. It cannot tell that a layer is left out, nor that calls are
 of one layer where they are traced once (in ``jax.lax.scan``, ``jax.lax.map`` or an ``nn.scan`` that shares the state),
 each by itself (each in an ``nn.remat`` or ``nn.jit`` of its own), or inside of one `LinenModule` whose NNX module calls
-a layer twice. Under ``jax.vmap`` and ``nn.vmap`` next states merge by maximum, and counts of routers add up, either
-way.
-
-Beside a layer's states the collection has ``uses``, which is 1, and whose gradient is the number of the calls that a
-derivative ran. A call that reads another number has read a sum, of calls or of microbatches, or the zeros of a layer
-that a step left out: its states are nan then, and so is the loss of a layer with scales. Variables without ``uses``
-are not tested.
+a layer twice. Under ``jax.vmap`` and ``nn.vmap`` next states merge by maximum either way.
 
 **Experts.** The states of routers, such as the expert bias, are in the same collection, also without a recipe. A step
 takes one gradient, since the next bias comes from the counts of all of its tokens: let the loss of several

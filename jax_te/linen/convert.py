@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.linen.module import LinenModule
-from jax_te.linen.uses import without_uses
-from jax_te.linen.variables import STATE, build_abstract, collections_of, with_variables
-from jax_te.quantize import USES
+from jax_te.linen.variables import build_abstract, collections_of, with_variables
 
 
 @checked
@@ -34,10 +31,7 @@ def from_nnx(module: nnx.Module) -> dict[str, Any]:
     >>> LayerNorm(2).apply(variables, jnp.array([-3.0, 3.0])).round(3).tolist()
     [-1.0, 1.0]
     """
-    collections = collections_of(module, boxed=True)
-    if STATE in collections:
-        collections[STATE][USES] = jnp.ones((), jnp.float32)
-    return collections
+    return collections_of(module, boxed=True)
 
 
 @checked
@@ -69,5 +63,4 @@ def to_nnx(source: LinenModule | nnx.Module | Callable[[nnx.Rngs], nnx.Module], 
         if not isinstance(made, nnx.Module):
             raise TypeError(f"source must build an NNX module from nnx.Rngs, got {source!r}, which returns {made!r}")
         source = made
-    states = {STATE: without_uses(variables[STATE])} if STATE in variables else {}
-    return with_variables(source, {**variables, **states})
+    return with_variables(source, variables)

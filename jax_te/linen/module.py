@@ -21,9 +21,8 @@ from jax_te.linen.counting import rules_of_states
 from jax_te.linen.kept import with_states_kept
 from jax_te.linen.loss_scale import set_ambient_factor
 from jax_te.linen.used_again import check_used_once
-from jax_te.linen.uses import count_use, without_uses
 from jax_te.linen.variables import STATE, build_abstract, collections_of, with_variables
-from jax_te.quantize import USES, QuantizerState, counts_are_next_values
+from jax_te.quantize import QuantizerState, counts_are_next_values
 from jax_te.recipe import current_recipe
 from jax_te.typing import Array
 
@@ -110,8 +109,6 @@ class LinenModule(nn.Module):
         rules = rules_of_states.value
         if rules is None and not self.is_initializing():
             check_used_once(module, self._where())
-        if self.has_variable(STATE, USES):
-            count_use(module, self.get_variable(STATE, USES))
         # NNX modules are changed in place, Linen variables are not: compare, and store what differs.
         before = collections_of(module, boxed=False)
         bound = signature.bind(module, *args, **kwargs)
@@ -141,8 +138,6 @@ class LinenModule(nn.Module):
         """Return the NNX module with this module's variables, which ``init`` creates."""
         # Flax's capture_intermediates stores outputs in this collection, which are not variables of the module.
         held = {name: tree for name, tree in self.variables.items() if name != "intermediates"}
-        if STATE in held:
-            held[STATE] = without_uses(held[STATE])
         if self.is_initializing() and not jax.tree.leaves(held):
             module = self.nnx_module(nnx.Rngs(_typed(self.make_rng("params"))))
             self._keep({}, collections_of(module, boxed=True))
@@ -172,8 +167,6 @@ class LinenModule(nn.Module):
                         f'"{STATE}" in mutable=, and {_IN_TRANSFORMS}'
                     )
                 self.put_variable(collection, name, value)
-                if collection == STATE and not self.has_variable(STATE, USES):
-                    self.put_variable(STATE, USES, jnp.ones((), jnp.float32))
 
     @nn.nowrap
     def _where(self) -> str:

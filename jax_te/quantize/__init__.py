@@ -63,7 +63,6 @@ from jax_te.quantize.scaling import (
     scales_are_frozen,
 )
 from jax_te.quantize.state import (
-    USES,
     QuantizerState,
     as_float32,
     as_float32_inside,
@@ -82,7 +81,6 @@ from jax_te.quantize.tensor import OpaqueTree, Operand, QuantizedOperand, Quanti
 # For users. The other names above are for the other packages of jax_te.
 __all__ = [
     "STATISTICS",
-    "USES",
     "AttentionState",
     "BlockQuantizer",
     "Counting",

@@ -38,10 +38,6 @@ _TOGETHER = 32
 """Number of states written at once on a GPU: XLA does not fuse operations on many more arrays."""
 
 
-USES = "uses"
-"""Name, in Linen's collection of states, of a variable beside a layer's states that is 1, see `jax_te.linen.uses`."""
-
-
 @nnx.register_variable_name("_overwrite_with_gradient")
 class QuantizerState(nnx.Variable):
     """NNX Variable of one array of state outside of gradients: an array of a `GemmState`, or a counting state.
@@ -232,10 +228,8 @@ def merge_quantizers(stacked: PyTree) -> PyTree:
         TypeError: for a bare array that is no scale or amax history: it may be a count, of which there is no maximum.
     """
     check_leaves("stacked", stacked)
-    for path, node in jax.tree_util.tree_leaves_with_path(
-        stacked, is_leaf=lambda node: is_amax_state(node) or isinstance(node, nnx.Variable)
-    ):
-        if not (is_amax_state(node) or isinstance(node, nnx.Variable) or _counts_uses(path)):
+    for node in jax.tree.leaves(stacked, is_leaf=lambda node: is_amax_state(node) or isinstance(node, nnx.Variable)):
+        if not (is_amax_state(node) or isinstance(node, nnx.Variable)):
             raise TypeError(
                 "stacked must be states of quantizers, dicts of scale and amax_history, or Variables, whose metadata "
                 f"say what counts, got {brief(node)}; for a Linen model with experts let one loss in "
@@ -316,15 +310,12 @@ def _entries(old: PyTree, gradient: PyTree) -> tuple[list[_Entry], Any]:
     Raises:
         TypeError: for an array that is of no `AmaxState` and has no rule.
     """
-    with_paths, treedef = jax.tree_util.tree_flatten_with_path(nnx.as_pure(old), is_leaf=is_amax_state)
+    states, treedef = jax.tree.flatten(nnx.as_pure(old), is_leaf=is_amax_state)
     gradients = treedef.flatten_up_to(nnx.as_pure(gradient))
     rules = iter(_rules(old))
     entries = []
-    for (path, state), its_gradient in zip(with_paths, gradients, strict=True):
+    for state, its_gradient in zip(states, gradients, strict=True):
         rule, *_ = [next(rules) for _ in jax.tree.leaves(state)]  # one for each array, and all of a state are alike
-        if rule is None and _counts_uses(path):
-            rule = Counting()  # which `_next_count` reads
-            its_gradient = state  # sums of next states are tested for here
         if rule is None and not is_amax_state(state):
             raise TypeError(
                 "old must be states of quantizers, dicts of scale and amax_history, or Variables that count, "
@@ -336,11 +327,6 @@ def _entries(old: PyTree, gradient: PyTree) -> tuple[list[_Entry], Any]:
     return entries, treedef
 
 
-def _counts_uses(path: tuple[Any, ...]) -> bool:
-    """Return whether the array at a path is the number of uses beside the states of a Linen layer."""
-    return bool(path) and getattr(path[-1], "key", None) == USES
-
-
 def _rules(states: PyTree) -> list[Counting | None]:
     """Return the rule of each array, None for those of delayed scaling."""
     nodes = jax.tree.leaves(states, is_leaf=lambda node: counting_of(node) is not None)
@@ -350,7 +336,7 @@ def _rules(states: PyTree) -> list[Counting | None]:
 def _next_count(entry: _Entry, keep_old: jax.Array | None) -> Any:
     """Return the next value of a state that counts."""
     assert entry.rule is not None
-    value = entry.old if entry.gradient is entry.old else entry.rule.advance(entry.old, entry.gradient)
+    value = entry.rule.advance(entry.old, entry.gradient)
     return value if keep_old is None else jnp.where(keep_old, entry.old, value)
 
 

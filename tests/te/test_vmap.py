@@ -29,10 +29,7 @@ def test_the_backend_says_that_it_cannot_be_mapped(build, recipe, jitted):
     with autocast(recipe):
         call = build()
         mapped = jax.vmap(jax.jit(call) if jitted else call)
-        with (
-            use_backend("te"),
-            pytest.raises(BackendUnavailableError, match=r"jax\.vmap maps over a call of 4 elements"),
-        ):
+        with use_backend("te"), pytest.raises(BackendUnavailableError, match=r"jax\.vmap maps over a call of 4 elements"):
             mapped(X)
         with use_backend("xla"):
             assert np.isfinite(mapped(X)).all()
