@@ -51,7 +51,9 @@ def require_extra(name: str, extra: str = "train") -> ModuleType:
 
 @contextlib.contextmanager
 def without_module(name: str) -> Iterator[None]:
-    """Let the imports inside find no module ``name``, unless it is imported already; later imports find it.
+    """Let imports find no module ``name``, unless it is imported already; imports behind the block find it.
+
+    Those of other threads do not find it either, as long as the block runs: it is for one import alone.
 
     >>> with without_module("this"):
     ...     try:
@@ -67,7 +69,7 @@ def without_module(name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        del sys.modules[name]
+        sys.modules.pop(name, None)
 
 
 def _broken(package: str, extra: str, error: ImportError) -> ImportError:

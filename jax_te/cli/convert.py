@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import shutil
 import tempfile
@@ -33,7 +34,7 @@ from jax_te.cli.model_config import field_names, merge_adapters
 from jax_te.cli.option_table import check_effects
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import CONFIG_FILE, read_config
-from jax_te.data import TOKENIZER_FILE, Tokenizer
+from jax_te.data import TOKENIZER_FILE
 from jax_te.interop.huggingface import (
     CONFIG,
     companions,
@@ -239,7 +240,9 @@ def _beside_run(run: Path, config: RunConfig) -> Iterator[Path]:
 def _has_its_tokenizer(config: RunConfig, folder: Path) -> bool:
     """Return whether a run's tokenizer is that of a model's folder, by whichever path it was given."""
     its = folder / TOKENIZER_FILE
+    if config.tokenizer_sha256 is None:  # a run on bytes
+        return False
     if its.is_file():
-        return Tokenizer(its).sha256 == config.tokenizer_sha256
+        return hashlib.sha256(its.read_bytes()).hexdigest() == config.tokenizer_sha256
     # The folder may be gone since.
     return config.tokenizer is not None and Path(config.tokenizer) in (folder, its)

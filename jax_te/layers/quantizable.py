@@ -230,7 +230,7 @@ class QuantizableModule(RecipeModule):
 
         def of_layers(value: Array, state: GemmState | None) -> QuantizedKernel:
             # Layers stacked by nnx.vmap have a leading axis: each layer's kernel is quantized by itself, one after the
-            # other, since Transformer Engine's kernels have no batching rules.
+            # other, since Transformer Engine's kernels cannot be mapped.
             if value.ndim == len(axes):
                 return quantize(value, state=state)
             return jax.lax.map(lambda each: of_layers(*each), (value, state))

@@ -20,7 +20,7 @@ once from the counts of all calls, and keeps the state of layers that are not ca
 two calls raises `QuantizerStateError` while it is traced. It cannot tell that a layer is left out, nor that calls are
 of one layer where they are traced once (in ``jax.lax.scan``, ``jax.lax.map`` or an ``nn.scan`` that shares the state),
 each by itself (each in an ``nn.remat`` or ``nn.jit`` of its own), or inside of one `LinenModule` whose NNX module calls
-a layer twice. Under ``jax.vmap`` and ``nn.vmap`` next states merge by maximum either way.
+a layer twice. Under ``jax.vmap`` and ``nn.vmap`` it gives what `value_and_grad` gives.
 
 **Experts.** The states of routers, such as the expert bias, are in the same collection, also without a recipe. A step
 takes one gradient, since the next bias comes from the counts of all of its tokens: let the loss of several

@@ -422,7 +422,17 @@ def _with_own_states_kept(choice: _Choice, module: Any, result: Any) -> Any:
     scopes = [f"{one.name}_gemm" for one in choice.own if one.scope == ".".join(module.path)]
     states = module.scope.variables().get(STATE, {}) if scopes else {}
     kept = {scope: states[scope] for scope in scopes if scope in states}
-    return with_states_kept(result, kept) if kept else result
+    leaves, treedef = jax.tree.flatten(result)
+    # By one array of what a derivative may take; what else the module returns stays as it is.
+    place = next((place for place, leaf in enumerate(leaves) if _is_differentiable(leaf)), None)
+    if not kept or place is None:
+        return result
+    leaves[place] = with_states_kept(leaves[place], kept)
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _is_differentiable(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def _linear(module: Any, inputs: Any = None, einsum_str: Any = None, *_: Any, **__: Any) -> FlaxLinear | None:

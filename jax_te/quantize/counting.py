@@ -121,8 +121,23 @@ def count(x: jax.Array, states: Sequence[nnx.Variable | None], counts: Sequence[
     counted = [jax.lax.stop_gradient(number) for _, number in pairs]
     if counts_are_next_values.value:
         old = jax.lax.stop_gradient(values)
+        counted = [_of_batch(*each) for each in zip(counted, old, strict=True)]
         counted = [rule.advance(*each) for rule, *each in zip(rules, old, counted, strict=True)]  # type: ignore[union-attr]
     return _count(rules, x, values, counted)
+
+
+@jax.custom_batching.custom_vmap
+def _of_batch(counted: jax.Array, state: jax.Array) -> jax.Array:
+    """Return ``counted``; under ``jax.vmap`` of calls that share one state, the sum of the counts of all of them."""
+    return counted
+
+
+@_of_batch.def_vmap
+def _of_batch_rule(axis_size: int, batched: list[bool], counted: jax.Array, state: jax.Array) -> tuple[jax.Array, bool]:
+    of_each, states_of_each = batched
+    if states_of_each:
+        return _of_batch(counted, state), of_each
+    return _of_batch(jnp.sum(counted, axis=0), state), False  # again, for a vmap around this one
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -185,7 +185,7 @@ def _of_batch(new_amax: Array, scale: Array) -> Array:
 @_of_batch.def_vmap
 def _of_batch_rule(axis_size: int, batched: list[bool], new_amax: Array, scale: Array) -> tuple[Array, bool]:
     of_each, states_of_each = batched
-    if states_of_each or not of_each:
+    if states_of_each:
         return _of_batch(new_amax, scale), of_each
     return _of_batch(max_or_nan(new_amax, axis=0), scale), False  # again, for a vmap around this one
 

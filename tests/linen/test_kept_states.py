@@ -66,3 +66,23 @@ def test_the_numbers_of_a_call_without_recipe_are_those_of_flax():
         )
 
     jax.tree.map(assert_bitwise, gradients(model), gradients(Plain()))
+
+
+def test_what_else_a_module_of_ones_own_returns_stays():
+    class Tagged(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            y = jnp.einsum("bk,kn->bn", x, self.param("w", nn.initializers.lecun_normal(), (32, 32)))
+            return "tag", True, y
+
+    model = te.quantize_model(Tagged(), X, rules={"w": "ambient"})
+    with autocast(RECIPE):
+        variables = model.init(jax.random.key(0), X)
+
+    def loss(variables):
+        tag, flag, y = model.apply(variables, X)
+        assert (tag, flag) == ("tag", True)
+        return jnp.mean(y**2)
+
+    states = jax.grad(loss)(variables)[STATE]
+    jax.tree.map(assert_bitwise, states, variables[STATE])

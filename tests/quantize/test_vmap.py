@@ -1,6 +1,7 @@
 """Delayed scaling under ``jax.vmap``: calls that share a state have one next state, with the largest amax of all."""
 
 import functools
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -12,6 +13,7 @@ from flax import nnx
 
 import jax_te.linen as te
 from jax_te import create_train_state, make_train_step, value_and_grad
+from jax_te.config import RouterOptions
 from jax_te.layers import LayerNormMLP, Linear, TransformerLayer, quantize_model
 from jax_te.quantize import QuantizerState, as_float32, frozen_scales, with_max_gradients, write_back
 from jax_te.recipe import DelayedScaling, autocast
@@ -22,7 +24,8 @@ RECIPE = DelayedScaling(amax_history_len=4)
 X = draw("x", (2, 3, 16, 32)) * jnp.linspace(1.0, 6.0, 6).reshape(2, 3, 1, 1)
 # Sums of other shapes differ in their last bits; 16 rows of 32 features are summed at most.
 CLOSE = functools.partial(np.testing.assert_allclose, rtol=1e-4)
-RATES = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+STATE = "_overwrite_with_gradient"
+RATES: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 LAYERS = {
     "Linear": lambda rngs: Linear(32, 32, rngs=rngs),
     "LayerNormMLP": lambda rngs: LayerNormMLP(32, 64, rngs=rngs),
@@ -129,7 +132,7 @@ def test_in_linen(derivative, shared):
     layer = te.Linear(32, 32)
     variables = layer.init(jax.random.key(0), X[0, 0])
     if shared:
-        none = {"params": None, "_overwrite_with_gradient": None}
+        none = {"params": None, STATE: None}
         mapped = nn.vmap(te.Linear, variable_axes=none, split_rngs={"params": False})(32, 32)  # pyright: ignore[reportArgumentType]
         call = mapped.apply
     else:
@@ -139,6 +142,28 @@ def test_in_linen(derivative, shared):
 
     step = jax.jit(derivative(lambda variables: jnp.mean(call(variables, X[0]) ** 2)))
     _, gradients = step(variables)
-    found = gradients["_overwrite_with_gradient"]["quantizers"]["x"]
+    found = gradients[STATE]["quantizers"]["x"]
     assert float(found["amax_history"][0]) == float(jnp.max(jnp.abs(X[0])))
     assert float(found["scale"]) == 1.0
+
+
+@pytest.mark.parametrize("derivative", [jax.value_and_grad, te.value_and_grad], ids=["jax", "te"])
+@pytest.mark.parametrize("nested", [False, True], ids=["vmap", "vmap of vmap"])
+def test_a_router_in_linen_counts_the_tokens_of_all_calls(derivative, nested):
+    router = te.Router(32, RouterOptions(num_experts=4, score_function="sigmoid", enable_expert_bias=True))
+    variables = nn.unbox(router.init(jax.random.key(0), X[0, 0]))
+
+    def next_states(call, x):
+        return jax.jit(derivative(lambda variables: jnp.sum(call(variables, x) ** 2)))(variables)[1][STATE]
+
+    def once(variables, x):
+        return router.apply(variables, x).probs
+
+    mapped = jax.vmap(once, in_axes=(None, 0))
+    if nested:
+        found = next_states(jax.vmap(mapped, in_axes=(None, 0)), X)
+    else:
+        found = next_states(mapped, X.reshape(6, 16, 32))
+    expected = next_states(once, X.reshape(96, 32))
+    assert np.any(expected["expert_bias"])
+    np.testing.assert_array_equal(found["expert_bias"], expected["expert_bias"])

@@ -1,4 +1,4 @@
-"""Transformer Engine's kernels have no batching rules: under ``jax.vmap`` its backend says so, and ``xla`` runs."""
+"""Transformer Engine's GEMMs cannot be mapped: under ``jax.vmap`` its backend says so, and ``xla`` runs."""
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,6 @@ X = draw("x", (4, 32, 64), jnp.bfloat16)
 CALLS = {
     "Linear": lambda: Linear(64, 64, rngs=nnx.Rngs(0)),
     "LayerNormMLP": lambda: LayerNormMLP(64, 128, rngs=nnx.Rngs(0)),
-    "LayerNorm": lambda: LayerNorm(64, rngs=nnx.Rngs(0)),
-    "activation": lambda: lambda x: activation(x[..., None, :], "gelu"),
 }
 
 
@@ -29,7 +27,10 @@ def test_the_backend_says_that_it_cannot_be_mapped(build, recipe, jitted):
     with autocast(recipe):
         call = build()
         mapped = jax.vmap(jax.jit(call) if jitted else call)
-        with use_backend("te"), pytest.raises(BackendUnavailableError, match=r"jax\.vmap maps over a call of 4 elements"):
+        with (
+            use_backend("te"),
+            pytest.raises(BackendUnavailableError, match=r"jax\.vmap maps over a call of 4 elements"),
+        ):
             mapped(X)
         with use_backend("xla"):
             assert np.isfinite(mapped(X)).all()
@@ -48,3 +49,9 @@ def test_a_step_over_mapped_calls_runs_by_xla():
         layer = LayerNormMLP(64, 128, rngs=nnx.Rngs(0))
         loss, _ = value_and_grad(lambda layer: jnp.mean(jax.vmap(layer)(X).astype(jnp.float32) ** 2))(layer)
     assert np.isfinite(loss)
+
+
+@pytest.mark.parametrize("call", [LayerNorm(64, rngs=nnx.Rngs(0)), lambda x: activation(x[..., None, :], "gelu")])
+def test_norms_and_activations_are_mapped(call):
+    with use_backend("te"):
+        np.testing.assert_array_equal(jax.vmap(call)(X), call(X))

@@ -31,7 +31,7 @@ def has_kernel(activation: Activation) -> bool:
 
 def act_quantize(x: Array, activation: Activation, how: Quantization) -> tuple[Any, Array | None]:
     """Return ``x [..., n_act, f]`` activated, ``[..., f]``, as an operand, and its amax where reported."""
-    x = unmapped(x)
+    x = x if how.quantizer is None else unmapped(x)
     if not is_te_quantizer(how.quantizer) or how.needs_amax or not has_kernel(activation):
         return quantize_operand(act(x, activation), how, axis=-1)
     is_current = isinstance(how.quantizer, TensorQuantizer) and how.quantizer.scaling == "current"
@@ -76,7 +76,8 @@ def act_backward_quantize(
     activation with one component, sums the bias gradient. Otherwise a TE kernel quantizes `act_backward`'s result and
     sums it: te.jax's own way there writes an fp32 tensor of the same shape first (measured in docs/performance.md).
     """
-    dz, quantizer, parts = unmapped(dz), how.quantizer, activation.parts()
+    quantizer, parts = how.quantizer, activation.parts()
+    dz = dz if quantizer is None else unmapped(dz)
     if isinstance(quantizer, TensorQuantizer) and quantizer.scaling == "given" and has_kernel(activation):
         # Without rows no kernel, see `jax_te.ops.te.norm.norm`.
         if bias_dtype is None and x.size:

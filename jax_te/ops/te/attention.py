@@ -18,7 +18,7 @@ from jax_te.ops.attention.softmax_offset import offset_gradient
 from jax_te.ops.attention.spec import QKV, AttentionArrays, AttentionSpec
 from jax_te.ops.stacked import behind_barrier, residuals_are_stacked
 from jax_te.ops.te.load import runs_as_plain_jax
-from jax_te.ops.te.quantizer import inside_te, unmapped
+from jax_te.ops.te.quantizer import inside_te
 from jax_te.typing import Array
 
 _MASKS = {
@@ -201,7 +201,6 @@ def attention_forward(qkv: QKV, spec: AttentionSpec, arrays: AttentionArrays) ->
 
     Not differentiable. The padding of packed sequences may hold garbage.
     """
-    qkv = jax.tree.map(unmapped, qkv)
     with inside_te():
         out, softmax_aux, _, max_logit = tex.fused_attn_fwd(
             qkv,
@@ -228,7 +227,6 @@ def attention_backward(
         g: gradient of the output.
     """
     softmax_aux = jnp.transpose(log_sum, _order(spec))[..., None]
-    g = unmapped(g)
     # TE's shape of it, for every device; nothing is drawn, as dropout is refused.
     rng_state = jnp.zeros((2 * len(jax.devices()), 4), jnp.uint32)
     with inside_te():

@@ -39,7 +39,7 @@ def norm_quantize(
 
     ``x`` has rows, see `norm`: calls with a quantizer are padded to at least one block before.
     """
-    x = unmapped(x)
+    x = x if how.quantizer is None else unmapped(x)
     if not is_te_quantizer(how.quantizer) or how.needs_amax:
         y, stats = norm(x, scale, bias, spec)
         operand, y_amax = quantize_operand(y, how, axis=-1)
@@ -90,7 +90,7 @@ def norm_backward(
     """Return the gradients of input, scale and bias, each in the dtype of what it belongs to."""
     if x.size == 0:
         return xla.norm_backward(dy, x, stats, scale, bias, spec)
-    dy, (mean, rstd) = unmapped(dy), stats
+    mean, rstd = stats
     gamma, zero_centered = _gamma(scale, x, spec)
     with inside_te():
         dx, dscale, dbias = tex.normalization_bwd(

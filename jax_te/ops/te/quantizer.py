@@ -45,7 +45,7 @@ def inside_te() -> Iterator[None]:
 
 @jax.custom_batching.custom_vmap
 def unmapped(x: Array) -> Array:
-    """Return ``x``, an operand of TE's kernels, most of which have no batching rule: under ``jax.vmap`` this raises.
+    """Return ``x``, which TE's kernels are to quantize or multiply: under ``jax.vmap``, which these lack, this raises.
 
     Raises:
         BackendUnavailableError: under ``jax.vmap``.
@@ -56,9 +56,9 @@ def unmapped(x: Array) -> Array:
 @unmapped.def_vmap
 def _of_mapped(axis_size: int, batched: list[bool], x: Array) -> tuple[Array, bool]:
     raise BackendUnavailableError(
-        f"jax.vmap maps over a call of {axis_size} elements that Transformer Engine's kernels were to run, and they "
-        "have no batching rules. Give the layer the whole batch without jax.vmap (its inputs have any number of "
-        "leading axes), or call it inside `with jax_te.ops.use_backend('xla'):`"
+        f"jax.vmap maps over a call of {axis_size} elements that Transformer Engine's kernels were to run, and those "
+        "that quantize and multiply cannot be mapped. Give the layer the whole batch without jax.vmap (its inputs have "
+        "any number of leading axes), or call it inside `with jax_te.ops.use_backend('xla'):`"
     )
 
 
