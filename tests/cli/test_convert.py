@@ -25,11 +25,8 @@ CONFIG = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 4, "num_que
 CONFIG |= {"normalization": "RMSNorm", "add_bias_linear": False}
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    """A folder of Hugging Face with fields and a file that only `like` copies, and its parameters."""
-    folder = tmp_path_factory.mktemp("models") / "llama"
-    model = GPTModel(
+def build():
+    return GPTModel(
         TransformerConfig(**CONFIG),
         vocab_size=32,
         max_sequence_length=16,
@@ -37,6 +34,13 @@ def llama(tmp_path_factory):
         share_embeddings_and_output_weights=False,
         rngs=nnx.Rngs(0),
     )
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A folder of Hugging Face with fields and a file that only `like` copies, and its parameters."""
+    folder = tmp_path_factory.mktemp("models") / "llama"
+    model = build()
     save_huggingface(model, folder)
     (folder / "tokenizer.json").write_text("{}")
     return folder, parameters(model)
@@ -218,14 +222,7 @@ def test_what_cannot_be_converted_is_one_line(argv, message, llama, noted, train
 
 def adapters(folder):
     """Write a model's adapters in PEFT's form."""
-    model = GPTModel(
-        TransformerConfig(**CONFIG),
-        vocab_size=32,
-        max_sequence_length=16,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-        rngs=nnx.Rngs(0),
-    )
+    model = build()
     attention = model.layers[0].self_attention
     attention.proj = LoRA(attention.proj, 4, alpha=8.0, rngs=nnx.Rngs(1))
     save_peft(model, folder, base="my llama")
