@@ -14,13 +14,17 @@ optimizer and from clipping; a loop of your own does the same. Next states of mi
 recipe keeps it, too.
 
 **Layers that are called twice, or not in every step.** ``jax.value_and_grad`` adds the next states of two calls, and
-gives zeros as those of a layer that is not called, and as the expert bias of one with ``deterministic=True``: scales
-and biases would be lost. Such models need `value_and_grad`, which merges scales by maximum, computes an expert bias
-once from the counts of all calls, and keeps the state of layers that are not called. A derivative that reads a state in
-two calls raises `QuantizerStateError` while it is traced. It cannot tell that a layer is left out, nor that calls are
-of one layer where they are traced once (in ``jax.lax.scan``, ``jax.lax.map`` or an ``nn.scan`` that shares the state),
-each by itself (each in an ``nn.remat`` or ``nn.jit`` of its own), or inside of one `LinenModule` whose NNX module calls
-a layer twice. Under ``jax.vmap`` and ``nn.vmap`` it gives what `value_and_grad` gives.
+gives zeros as those of a layer that is not called. Such models need `value_and_grad`, which merges scales by maximum,
+computes an expert bias once from the counts of all calls, and keeps the state of layers that are not called. Under
+``jax.vmap`` and ``nn.vmap`` both give the same.
+
+With ``jax.value_and_grad``, two calls of a layer in one trace raise `QuantizerStateError`. All else shows in the next
+call, whose result is nan: turns of ``jax.lax.scan`` or ``jax.lax.map``, an ``nn.scan`` that shares the state, several
+``nn.remat`` of one layer, gradients of microbatches that are added up, a layer that a step left out. For that, the
+collection has a number ``uses`` beside the states of each layer: it is 1, its gradient is the number of calls, and a
+layer that reads another number computes nan. The states of such a step are lost; make new ones,
+``model.init(key, x)["_overwrite_with_gradient"]``. A mean over microbatches or devices is not seen: the scales are
+right, and the newest amaxes too small.
 
 **Experts.** The states of routers, such as the expert bias, are in the same collection, also without a recipe. A step
 takes one gradient, since the next bias comes from the counts of all of its tokens: let the loss of several

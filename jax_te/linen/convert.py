@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.linen.module import LinenModule
-from jax_te.linen.variables import build_abstract, collections_of, with_variables
+from jax_te.linen.variables import STATE, build_abstract, collections_of, with_variables
+from jax_te.quantize import USES
 
 
 @checked
@@ -31,7 +33,10 @@ def from_nnx(module: nnx.Module) -> dict[str, Any]:
     >>> LayerNorm(2).apply(variables, jnp.array([-3.0, 3.0])).round(3).tolist()
     [-1.0, 1.0]
     """
-    return collections_of(module, boxed=True)
+    collections = collections_of(module, boxed=True)
+    if STATE in collections:
+        collections[STATE][USES] = jnp.ones((), jnp.float32)
+    return collections
 
 
 @checked

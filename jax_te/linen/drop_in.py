@@ -41,7 +41,6 @@ from jax_te.layers.flax import (
     rule_of_parameter,
     training_recipe,
 )
-from jax_te.linen.kept import with_states_kept
 from jax_te.linen.module import LinenModule
 from jax_te.linen.own_modules import (
     GemmOptions,
@@ -55,6 +54,7 @@ from jax_te.linen.own_modules import (
     quantized_call,
     unboxed,
 )
+from jax_te.linen.state_gradients import with_gradient
 from jax_te.linen.variables import STATE
 from jax_te.recipe import autocast
 from jax_te.typing import Array
@@ -422,17 +422,7 @@ def _with_own_states_kept(choice: _Choice, module: Any, result: Any) -> Any:
     scopes = [f"{one.name}_gemm" for one in choice.own if one.scope == ".".join(module.path)]
     states = module.scope.variables().get(STATE, {}) if scopes else {}
     kept = {scope: states[scope] for scope in scopes if scope in states}
-    leaves, treedef = jax.tree.flatten(result)
-    # By one array of what a derivative may take; what else the module returns stays as it is.
-    place = next((place for place, leaf in enumerate(leaves) if _is_differentiable(leaf)), None)
-    if not kept or place is None:
-        return result
-    leaves[place] = with_states_kept(leaves[place], kept)
-    return jax.tree.unflatten(treedef, leaves)
-
-
-def _is_differentiable(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    return with_gradient(result, kept, kept)
 
 
 def _linear(module: Any, inputs: Any = None, einsum_str: Any = None, *_: Any, **__: Any) -> FlaxLinear | None:

@@ -16,13 +16,12 @@ from flax.errors import ScopeParamNotFoundError
 
 from jax_te._validation import check_bool, checked
 from jax_te.errors import QuantizerStateError
-from jax_te.layers import DotGeneral
 from jax_te.linen.counting import rules_of_states
-from jax_te.linen.kept import with_states_kept
 from jax_te.linen.loss_scale import set_ambient_factor
+from jax_te.linen.state_gradients import enter_states, leave_states
 from jax_te.linen.used_again import check_used_once
 from jax_te.linen.variables import STATE, build_abstract, collections_of, with_variables
-from jax_te.quantize import QuantizerState, counts_are_next_values
+from jax_te.quantize import USES
 from jax_te.recipe import current_recipe
 from jax_te.typing import Array
 
@@ -109,6 +108,7 @@ class LinenModule(nn.Module):
         rules = rules_of_states.value
         if rules is None and not self.is_initializing():
             check_used_once(module, self._where())
+        entered = enter_states(module, self.get_variable(STATE, USES), merged=rules is not None)
         # NNX modules are changed in place, Linen variables are not: compare, and store what differs.
         before = collections_of(module, boxed=False)
         bound = signature.bind(module, *args, **kwargs)
@@ -119,8 +119,7 @@ class LinenModule(nn.Module):
         if rules is not None and self.scope is not None:
             rules.add(self.scope.path, module)
         try:
-            with counts_are_next_values(rules is None):
-                result = module(*args, **kwargs)  # type: ignore[operator]
+            result = module(*args, **kwargs)  # type: ignore[operator]
         except QuantizerStateError as error:
             raise QuantizerStateError(
                 f'{self._where()}: {error}\nIn Linen the state is the collection "{STATE}". To have it, call init '
@@ -128,10 +127,7 @@ class LinenModule(nn.Module):
                 f'*inputs); and list "{STATE}" {_IN_TRANSFORMS}'
             ) from error
         self._keep(before, collections_of(module, boxed=False))
-        # Other layers hand their states to an op without a recipe, too, which does the same.
-        if isinstance(module, DotGeneral) and module.recipe is None:
-            result = with_states_kept(result, nnx.to_pure_dict(nnx.state(module, QuantizerState)))
-        return result
+        return leave_states(result, entered)
 
     @nn.nowrap
     def bound_module(self) -> nnx.Module:
@@ -167,6 +163,8 @@ class LinenModule(nn.Module):
                         f'"{STATE}" in mutable=, and {_IN_TRANSFORMS}'
                     )
                 self.put_variable(collection, name, value)
+                if collection == STATE and not self.has_variable(STATE, USES):
+                    self.put_variable(STATE, USES, jnp.ones((), jnp.float32))
 
     @nn.nowrap
     def _where(self) -> str:

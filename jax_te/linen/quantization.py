@@ -14,7 +14,7 @@ from flax.linen.fp8_ops import fp32_max_grad
 from jax_te._validation import checked
 from jax_te.linen.counting import RulesOfStates, rules_of_states
 from jax_te.linen.variables import CACHED, STATE
-from jax_te.quantize import as_float32, is_amax_state, with_max_gradients, write_back
+from jax_te.quantize import USES, as_float32, is_amax_state, with_max_gradients, write_back
 from jax_te.recipe import Recipe, autocast
 from jax_te.training import gradients_or_nan, loss_or_nan, outcome_of
 from jax_te.typing import Array
@@ -179,7 +179,10 @@ def _next_states(rules: RulesOfStates, old: Any, gradient: Any) -> Any:
     def advanced(path: Any, old: Any, new: Any) -> Any:
         if _is_state(old):
             return write_back(old, as_float32(new), merged=True)
-        rule = rules.of(tuple(jax.tree_util.keystr((entry,), simple=True) for entry in path))
+        names = tuple(jax.tree_util.keystr((entry,), simple=True) for entry in path)
+        if names[-1] == USES:
+            return old  # next values are merged here, not added
+        rule = rules.of(names)
         if rule is not None:
             return rule.advance(old, new)
         return _next_foreign(old, new)  # a router's that was not called, or another package's
@@ -213,7 +216,8 @@ def _without_states(tree: dict[str, Any]) -> dict[str, Any]:
         for name, node in tree.items()
         if not _is_state(node)
     }
-    return {name: node for name, node in kept.items() if not isinstance(node, dict) or node}
+    kept = {name: node for name, node in kept.items() if not isinstance(node, dict) or node}
+    return {} if kept.keys() == {USES} else kept
 
 
 def _merged(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:

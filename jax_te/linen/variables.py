@@ -12,7 +12,7 @@ from flax.core import unfreeze
 
 from jax_te.layers import CachedKernel, QuantizableModule, RecipeModule
 from jax_te.linen.sharding import unbox
-from jax_te.quantize import QuantizedKernel, QuantizerState, quantizer_variables
+from jax_te.quantize import USES, QuantizedKernel, QuantizerState, quantizer_variables
 from jax_te.recipe import autocast
 from jax_te.typing import LogicalAxes
 
@@ -84,6 +84,8 @@ def with_variables(module: nnx.Module, variables: Mapping[str, Any], scope: str 
     [1.0, 1.0]
     """
     left: dict[str, Any] = unbox(unfreeze(dict(variables)))  # new dicts, from which each value is taken out
+    if STATE in left:
+        left[STATE] = _without_uses(left[STATE])  # which are Linen's alone
     module = nnx.merge(*nnx.split(module))
     # States and cached kernels come and go with the recipe, so these Variables are attached before the tree is split.
     for path, layer in nnx.iter_modules(module):
@@ -113,6 +115,13 @@ def with_variables(module: nnx.Module, variables: Mapping[str, Any], scope: str 
 
 def _collection(variable: nnx.Variable) -> str:
     return nnx.variable_name_from_type(type(variable), allow_register=True)
+
+
+def _without_uses(states: dict[str, Any]) -> dict[str, Any]:
+    """Return a collection of states without the numbers of uses of its layers."""
+    return {
+        name: _without_uses(node) if isinstance(node, dict) else node for name, node in states.items() if name != USES
+    }
 
 
 def _find(variables: dict[str, Any], collection: str, path: tuple[Any, ...], *, take: bool = False) -> Any:

@@ -13,7 +13,6 @@ from jax_te.quantize.counting import (
     added_counts,
     count,
     counting_of,
-    counts_are_next_values,
     counts_within_step,
     has_counts,
     with_counts,
@@ -63,6 +62,7 @@ from jax_te.quantize.scaling import (
     scales_are_frozen,
 )
 from jax_te.quantize.state import (
+    USES,
     QuantizerState,
     as_float32,
     as_float32_inside,

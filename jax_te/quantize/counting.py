@@ -16,10 +16,6 @@ from jax_te.errors import QuantizerStateError
 from jax_te.quantize.scaling import scales_are_frozen
 from jax_te.typing import PyTree
 
-counts_are_next_values = jax.make_user_context(False)
-"""Whether the gradient of a counting state is its next value, like a scale's, because nothing merges counts: in Linen,
-whose collections have no rules. Then a state may be used once in a step."""
-
 
 @dataclass(frozen=True)
 class Counting:
@@ -119,25 +115,7 @@ def count(x: jax.Array, states: Sequence[nnx.Variable | None], counts: Sequence[
     rules = tuple([counting_of(state) for state, _ in pairs])
     values = [state.get_value() for state, _ in pairs]  # type: ignore[union-attr]
     counted = [jax.lax.stop_gradient(number) for _, number in pairs]
-    if counts_are_next_values.value:
-        old = jax.lax.stop_gradient(values)
-        counted = [_of_batch(*each) for each in zip(counted, old, strict=True)]
-        counted = [rule.advance(*each) for rule, *each in zip(rules, old, counted, strict=True)]  # type: ignore[union-attr]
     return _count(rules, x, values, counted)
-
-
-@jax.custom_batching.custom_vmap
-def _of_batch(counted: jax.Array, state: jax.Array) -> jax.Array:
-    """Return ``counted``; under ``jax.vmap`` of calls that share one state, the sum of the counts of all of them."""
-    return counted
-
-
-@_of_batch.def_vmap
-def _of_batch_rule(axis_size: int, batched: list[bool], counted: jax.Array, state: jax.Array) -> tuple[jax.Array, bool]:
-    of_each, states_of_each = batched
-    if states_of_each:
-        return _of_batch(counted, state), of_each
-    return _of_batch(jnp.sum(counted, axis=0), state), False  # again, for a vmap around this one
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

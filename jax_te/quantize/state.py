@@ -38,6 +38,10 @@ _TOGETHER = 32
 """Number of states written at once on a GPU: XLA does not fuse operations on many more arrays."""
 
 
+USES = "uses"
+"""Name of a number beside a layer's states in Linen's collection, see `jax_te.linen.state_gradients`."""
+
+
 @nnx.register_variable_name("_overwrite_with_gradient")
 class QuantizerState(nnx.Variable):
     """NNX Variable of one array of state outside of gradients: an array of a `GemmState`, or a counting state.
@@ -228,8 +232,10 @@ def merge_quantizers(stacked: PyTree) -> PyTree:
         TypeError: for a bare array that is no scale or amax history: it may be a count, of which there is no maximum.
     """
     check_leaves("stacked", stacked)
-    for node in jax.tree.leaves(stacked, is_leaf=lambda node: is_amax_state(node) or isinstance(node, nnx.Variable)):
-        if not (is_amax_state(node) or isinstance(node, nnx.Variable)):
+    for path, node in jax.tree_util.tree_leaves_with_path(
+        stacked, is_leaf=lambda node: is_amax_state(node) or isinstance(node, nnx.Variable)
+    ):
+        if not (is_amax_state(node) or isinstance(node, nnx.Variable) or _is_number_of_uses(path)):
             raise TypeError(
                 "stacked must be states of quantizers, dicts of scale and amax_history, or Variables, whose metadata "
                 f"say what counts, got {brief(node)}; for a Linen model with experts let one loss in "
@@ -310,12 +316,14 @@ def _entries(old: PyTree, gradient: PyTree) -> tuple[list[_Entry], Any]:
     Raises:
         TypeError: for an array that is of no `AmaxState` and has no rule.
     """
-    states, treedef = jax.tree.flatten(nnx.as_pure(old), is_leaf=is_amax_state)
+    with_paths, treedef = jax.tree_util.tree_flatten_with_path(nnx.as_pure(old), is_leaf=is_amax_state)
     gradients = treedef.flatten_up_to(nnx.as_pure(gradient))
     rules = iter(_rules(old))
     entries = []
-    for state, its_gradient in zip(states, gradients, strict=True):
+    for (path, state), its_gradient in zip(with_paths, gradients, strict=True):
         rule, *_ = [next(rules) for _ in jax.tree.leaves(state)]  # one for each array, and all of a state are alike
+        if rule is None and _is_number_of_uses(path):
+            rule = _OneUse()
         if rule is None and not is_amax_state(state):
             raise TypeError(
                 "old must be states of quantizers, dicts of scale and amax_history, or Variables that count, "
@@ -325,6 +333,18 @@ def _entries(old: PyTree, gradient: PyTree) -> tuple[list[_Entry], Any]:
             state, its_gradient = dict(state), dict(its_gradient)
         entries.append(_Entry(state, its_gradient, rule))
     return entries, treedef
+
+
+class _OneUse(Counting):
+    """Rule of the number of uses, where next states of several uses are merged and not added."""
+
+    def advance(self, old: jax.Array, total: jax.Array) -> jax.Array:
+        return old
+
+
+def _is_number_of_uses(path: tuple[Any, ...]) -> bool:
+    """Return whether the array at a path is the number of uses beside the states of a Linen layer."""
+    return bool(path) and getattr(path[-1], "key", None) == USES
 
 
 def _rules(states: PyTree) -> list[Counting | None]:

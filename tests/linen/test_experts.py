@@ -91,6 +91,7 @@ def test_calls_add_up_and_what_is_not_called_stays():
         return nnx.to_pure_dict(nnx.state(router, QuantizerState))
 
     found = jax.jit(lambda variables: value_and_grad(lambda v: model.apply(v, X))(variables)[1][STATE])(variables)
+    assert found["twice"].pop("uses") == 1.0
     jax.tree.map(np.testing.assert_array_equal, found["twice"], expected(same))
     assert np.any(found["twice"]["expert_bias"] != states["twice"]["expert_bias"])
     jax.tree.map(np.testing.assert_array_equal, found["left_out"], states["left_out"])

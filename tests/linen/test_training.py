@@ -236,8 +236,8 @@ def test_frozen_variables_of_a_layer_called_twice(frozen):
         variables = nn.unbox(layer.init(jax.random.key(0), X))
         given = variables
         expected = te.value_and_grad(loss)(given)[1]
-        quantizers = FrozenDict(variables[STATE]["quantizers"])
-        given = freeze(variables) if frozen == "all" else {**variables, STATE: {"quantizers": quantizers}}
+        states = {**variables[STATE], "quantizers": FrozenDict(variables[STATE]["quantizers"])}
+        given = freeze(variables) if frozen == "all" else {**variables, STATE: states}
         found = te.value_and_grad(loss)(given)[1]
     assert jax.tree.structure(found) == jax.tree.structure(given)
     for actual, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
