@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.linen.fp8_ops import fp32_max_grad
 
+from jax_te.layers import RecipeModule
 from jax_te.quantize import QuantizerState, as_float32, has_counts, write_back
 from jax_te.typing import Array
 
@@ -51,6 +52,9 @@ def enter_states(module: nnx.Module, uses: Array | None, *, merged: bool) -> Ent
     states = nnx.state(module, QuantizerState)
     merged = merged or any(leaf.dtype == fp32_max_grad for leaf in jax.tree.leaves(states))
     uses = jnp.ones((), jnp.float32) if uses is None else uses
+    is_one_layer = isinstance(
+        module, RecipeModule
+    )  # a call uses its states once; another module may call a layer twice
 
     @jax.custom_vjp
     def read(states: nnx.State, uses: Array) -> nnx.State:
@@ -59,7 +63,7 @@ def enter_states(module: nnx.Module, uses: Array | None, *, merged: bool) -> Ent
     def bwd(given: tuple[nnx.State, Array], gradient: nnx.State) -> tuple[nnx.State, Array]:
         states, uses = given
         one = jax.lax.convert_element_type(1.0, uses.dtype)
-        return gradient if merged else write_back(states, gradient), one
+        return gradient if merged else write_back(states, gradient, merged=is_one_layer), one
 
     read.defvjp(lambda states, uses: (read(states, uses), (states, uses)), bwd)
     if states:
