@@ -52,15 +52,14 @@ def enter_states(module: nnx.Module, uses: Array | None, *, merged: bool) -> Ent
     states = nnx.state(module, QuantizerState)
     merged = merged or any(leaf.dtype == fp32_max_grad for leaf in jax.tree.leaves(states))
     uses = jnp.ones((), jnp.float32) if uses is None else uses
-    is_one_layer = isinstance(
-        module, RecipeModule
-    )  # a call uses its states once; another module may call a layer twice
+    # One layer uses each of its states once in a call. A module of several may call a layer twice: then sums are tested.
+    is_one_layer = isinstance(module, RecipeModule)
 
     @jax.custom_vjp
     def read(states: nnx.State, uses: Array) -> nnx.State:
         return jax.tree.map(lambda state: _nan_unless(_is_one(uses), state), states)
 
-    def bwd(given: tuple[nnx.State, Array], gradient: nnx.State) -> tuple[nnx.State, Array]:
+    def bwd(given: Any, gradient: Any) -> tuple[Any, Array]:
         states, uses = given
         one = jax.lax.convert_element_type(1.0, uses.dtype)
         return gradient if merged else write_back(states, gradient, merged=is_one_layer), one
