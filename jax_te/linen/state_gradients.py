@@ -52,7 +52,7 @@ def enter_states(module: nnx.Module, uses: Array | None, *, merged: bool) -> Ent
     states = nnx.state(module, QuantizerState)
     merged = merged or any(leaf.dtype == fp32_max_grad for leaf in jax.tree.leaves(states))
     uses = jnp.ones((), jnp.float32) if uses is None else uses
-    # One layer uses each of its states once in a call. A module of several may call a layer twice: then sums are tested.
+    # One layer uses each of its states once in a call. A module of several may call a layer twice, which is tested for.
     is_one_layer = isinstance(module, RecipeModule)
 
     @jax.custom_vjp
