@@ -32,7 +32,8 @@ def check_memory(config: RunConfig, command: str, objective: Objective | None = 
     sizes, devices = config.parallel_config() or ParallelConfig(), jax.device_count()
     if sizes.num_devices > devices:
         raise ValueError(
-            f"--mesh {config.mesh} takes {sizes.num_devices} devices, and there are {devices}; lower a size"
+            f"the mesh {config.mesh} takes {sizes.num_devices} devices, and there are {devices}; give another --mesh, "
+            "such as data=1 for one device"
         )
     if config.check_memory:
         # No option makes the parameters fewer.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -240,11 +241,12 @@ def check_same(**values: object) -> None:
     """Raise ValueError, in every process, if a value's text is not the same in all of them; all must call this."""
     if jax.process_count() == 1:
         return
-    for name, value in values.items():
-        checksums = gather_texts(str(zlib.crc32(repr(value).encode())))
-        if len(set(checksums)) > 1:
-            other = next(index for index, text in enumerate(checksums) if text != checksums[0])
-            raise ValueError(f"{name} of process {other} differs from process 0's; give all processes the same")
+    checksums = {name: zlib.crc32(repr(value).encode()) for name, value in values.items()}
+    first, *others = [json.loads(text) for text in gather_texts(json.dumps(checksums))]
+    for index, theirs in enumerate(others, start=1):
+        differing = ", ".join(name for name in first if theirs[name] != first[name])
+        if differing:
+            raise ValueError(f"process {index} has another {differing} than process 0; give all processes the same")
 
 
 class SharedSignal:

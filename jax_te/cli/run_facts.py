@@ -190,7 +190,9 @@ def _layers(config: RunConfig) -> str:
 def _recipe(config: RunConfig) -> str:
     if config.recipe == "none":
         return "none: no quantization" + (", except by the rules below" if config.precision_config is not None else "")
-    fields = [f"{name} {getattr(config, name)}" for name in RECIPE_FIELDS if getattr(config, name) is not None]
+    # Its passes are shown where attention is in FP8 at all.
+    shown = [name for name in RECIPE_FIELDS if config.fp8_dpa or not name.startswith("fp8_dpa_")]
+    fields = [f"{name} {getattr(config, name)}" for name in shown if getattr(config, name) is not None]
     if config.fp8_param:
         fields.append("kernels held quantized")
     for count, which in ((config.bf16_layers_start, "first"), (config.bf16_layers_end, "last")):

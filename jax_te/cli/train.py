@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import jax
@@ -70,7 +70,8 @@ def run(options: GivenOptions) -> int:
 def _run(options: GivenOptions, output: Path, heartbeats: Heartbeats | None, bounds: Bounds) -> int:
     keep_compiled_programs()
     progress = make_progress()
-    # Before the folder is made: a start that is refused leaves none.
+    # Before anything is written for the run: a start that is refused leaves no more than the folder, in which several
+    # processes find each other.
     inputs = _read_and_check(options, output, progress)
     with ExitStack() as stack:
         agreed(lambda: stack.enter_context(locked(output, progress.note)))
@@ -141,7 +142,7 @@ def _read_and_check(options: GivenOptions, output: Path, progress: Progress) -> 
     """Return everything that a run reads before it writes anything, if all of it can run; all processes call this."""
     inputs = agreed(lambda: _read(options, output, progress))
     config = inputs.config
-    check_same(options=config)
+    check_same(**{entry.name: getattr(config, entry.name) for entry in fields(config)})
     with contexts(config):
         progress.note("checking recipes and backends")
         report = check_precision(config)

@@ -415,6 +415,17 @@ def test_a_start_that_cannot_be_ends_with_a_line(tmp_path, bounded):
 
 
 @pytest.mark.costly
+def test_options_that_differ_between_processes_are_named(tmp_path):
+    others = {1: ["--learning-rate", "1e-5", "--seed", "3"]}
+    with started(2, tmp_path / "run", *LONG, others=others) as running:
+        found = ended(running)
+    assert [status for status, _, _ in found] == [2, 2], found
+    for _, _, error in found:
+        assert "process 1 has another learning_rate, min_learning_rate, seed than process 0" in error
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+@pytest.mark.costly
 def test_a_process_killed_before_it_tells_its_devices_ends_the_others_within_the_bound(tmp_path):
     with started(2, tmp_path, *LONG, "--start-timeout", "5", programs={1: KILLED_AT_START}) as running:
         (survivor, _), seconds = timed(running)
@@ -490,4 +501,4 @@ def test_texts_that_differ_in_the_held_out_part_alone_are_refused(tmp_path):
         found = ended(running)
     assert [status for status, _, _ in found] == [2, 2], found
     for _, _, error in found:
-        assert "held_out_text of process 1 differs from process 0's" in error
+        assert "process 1 has another held_out_text than process 0" in error

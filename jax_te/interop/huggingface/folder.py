@@ -214,6 +214,10 @@ def write_folder(
     stream = iter(tensors)
     for name, part in zip(names, parts, strict=True):
         write_file(new.part(name), part, _take(stream, len(part)))
+    # Reading on also lets the last parameter report its progress.
+    surplus = next(stream, None)
+    if surplus is not None:
+        raise ValueError(f"tensor {surplus[0]} is in no file: it comes after the last of the plan")
     if len(parts) > 1:
         index = {
             "metadata": {"total_size": sum(nbytes(dtype, shape) for _, dtype, shape in plan)},

@@ -94,6 +94,13 @@ def test_a_model_is_what_was_written(folder: Path) -> None:
         assert not any(tensor.flags.writeable for tensor in tensors.values())
 
 
+def test_a_save_reports_each_parameter_up_to_the_last(tmp_path: Path) -> None:
+    model, seen = llama(), list[tuple[int, int]]()
+    save_huggingface(model, tmp_path, on_progress=lambda *done: seen.append(done))
+    count = len(jax.tree.leaves(params_of(model)))
+    assert seen == [(done, count) for done in range(1, count + 1)]
+
+
 def test_a_second_save_takes_the_place_of_the_first(folder: Path, tmp_path: Path) -> None:
     copied(folder, tmp_path)
     (tmp_path / "model-card.safetensors").touch()  # not ours
