@@ -209,6 +209,14 @@ def test_backward_makes_rows_of_tokens_behind_their_gradient():
     assert {each.aval.shape for each in barrier.invars} == {(T, WIDTH)}
     assert len(barrier.invars) == 2
 
+    def products(argnums):
+        """Number of loops over tiles in the program of these gradients."""
+        gradients = jax.grad(lambda *args: jnp.sum(of_tokens(None, plan, *args, None).astype(jnp.float32)), argnums)
+        return compiled_text(gradients, *args[:2]).count(" while(")
+
+    # The gradient that the rows wait for is not computed where nothing takes it.
+    assert (products((0, 1)), products((0,)), products((1,))) == (2, 1, 1)
+
 
 def _only(*roles):
     return CustomRecipe(qfactory=lambda role: TensorQuantizer(dtype=jnp.float8_e4m3fn) if role in roles else None)
