@@ -6,6 +6,7 @@ from jax_te.bench.experts import ExpertsCase, bench_experts
 from jax_te.bench.layers import Case, bench_layer
 from jax_te.bench.megatron import check_megatron, check_same_form
 from jax_te.bench.microbatches import bench_microbatches
+from jax_te.bench.plain_flax import PlainForm, PlainSizes, bench_plain_flax
 from jax_te.bench.prediction import predict_step
 from jax_te.bench.settings import Row, Settings, Sizes
 from jax_te.bench.tilings import bench_tilings, grouped_shapes

@@ -13,6 +13,7 @@ from jax_te import __version__
 from jax_te.cli.bench.options import (
     BenchAttention,
     BenchCheckpoint,
+    BenchFlax,
     BenchLayer,
     BenchMicrobatches,
     BenchModel,
@@ -49,6 +50,7 @@ COMMANDS: dict[str, type] = {
     "inspect checkpoint": InspectCheckpoint,
     "bench layer": BenchLayer,
     "bench model": BenchModel,
+    "bench flax": BenchFlax,
     "bench attention": BenchAttention,
     "bench checkpoint": BenchCheckpoint,
     "bench microbatches": BenchMicrobatches,

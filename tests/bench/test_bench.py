@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
+from jax_te.bench import Settings, plain_flax, train_steps
 from jax_te.bench import contestants as bench_contestants
-from jax_te.bench import train_steps
 from jax_te.bench.compiling import compile_and_time
 from jax_te.cli.bench import layer, preset_config
 from jax_te.cli.bench import model as bench_model
@@ -17,6 +17,7 @@ from jax_te.cli.bench import rows as bench_rows
 from jax_te.cli.bench.options import MODULES
 from jax_te.cli.main import main
 from jax_te.cli.presets import PRESETS, Preset
+from jax_te.recipe import DelayedScaling
 from tests.support.runs import assert_refused
 
 WITHOUT_HEADS = ["--batch-size", "4", "--seq-len", "32", "--rounds", "2", "--calls", "1", "--backend", "xla"]
@@ -116,6 +117,50 @@ def test_microbatches(capsys):
         "current, quantized once a step",
     ]
     assert all(row["quantizations_in_loop"] > 0 and row["quantizations_outside"] > 0 for row in found)
+
+
+@pytest.mark.costly
+@jax.numpy_dtype_promotion("standard")  # Flax's norms rely on it
+def test_a_plain_flax_model(capsys, tmp_path):
+    sizes = [*WIDTHS, "--num-layers", "1", "--vocab-size", "64", "--profile", str(tmp_path)]
+    found = rows(capsys, "flax", *sizes, "--recipes", "current", "--head", "high", "quantized")
+    assert [row["name"] for row in found] == ["none", "current", "current, head quantized"]
+    assert [row["quantized_layers"] for row in found] == [0, 4, 5]
+    assert found[0]["speed_ratio"] == 1.0
+    assert all(row["speed_ratio"] == pytest.approx(found[0]["ms"] / row["ms"], rel=0.01) for row in found)
+    assert all(row["kinds"]["GEMM"] > 0 for row in found)
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_forms_of_a_plain_flax_model_step_one_state(monkeypatch):
+    """Each quantizes as its user's own loop would, and leaves the quantizers of the others alone."""
+    found = []
+
+    def steps(contestants, tokens, *_):
+        state = contestants[0].state.take()
+        for contestant in contestants:
+            contestant.begin()
+            state, loss = contestant.compiled(state, tokens)
+            found.append((float(loss), jax.tree.map(np.array, state[1])))
+        return [{"name": contestant.name} for contestant in contestants]
+
+    monkeypatch.setattr(plain_flax, "run_contestants", steps)
+    sizes = plain_flax.PlainSizes(layers=1, hidden=64, ffn=128, heads=4, vocabulary=64, batch=2, sequence=16)
+    delayed = plain_flax.PlainForm(name="delayed", recipe=DelayedScaling(amax_history_len=2), quantizes_head=True)
+    forms = [plain_flax.PlainForm(name="none"), delayed]
+    assert plain_flax.bench_plain_flax(forms, sizes, Settings(backend="xla")) == [
+        {"name": "none", "quantized_layers": 0},
+        {"name": "delayed", "quantized_layers": 5},
+    ]
+    (first, untouched), (second, quantized) = found
+    # Logits of a new model are nearly equal, and a step of 1e-4 lowers their loss.
+    assert first == pytest.approx(np.log(64), rel=0.2)
+    assert second < first
+    for state, seen in ((untouched, False), (quantized, True)):
+        assert state["none"] == {}
+        histories = [leaf for leaf in jax.tree.leaves(state["delayed"]) if leaf.shape == (2,)]
+        assert len(histories) == 3 * 5
+        assert all(history.any() == seen for history in histories)
 
 
 SIZES = ["--preset", "tiny", "--num-layers", "1", "--vocab-size", "64", "--rounds", "2"]
@@ -325,6 +370,7 @@ def test_options_without_effect_on_a_model_are_refused(capsys, monkeypatch, argv
         ["layer", "--batch-size", "1", "--seq-len", "10000000"],
         ["attention", "--batch-size", "1", "--seq-len", "10000000", "--mesh", "context=2"],
         ["microbatches", "--microbatches", "1000000000", "--batch-size", "1000000000"],
+        ["flax", "--num-layers", "1000000"],
     ],
     ids=" ".join,
 )
@@ -360,6 +406,7 @@ def test_recomputations_that_are_none_are_refused(capsys):
         (["attention", "--head-dim", "64", "--recipes", "none", "current"], "heads of 128, not --head-dim 64"),
         (["layer", "--num-heads", "8", "--fp8-dpa"], "--fp8-dpa is for heads of 128; give --hidden-size 1024"),
         (["attention", "--num-query-groups", "3"], "--num-heads 32 is not divisible by --num-query-groups 3"),
+        (["flax", "--num-heads", "3"], "--hidden-size 4096 is not divisible by --num-heads 3"),
         (["microbatches", "--microbatches", "3"], "--batch-size 32 is not divisible by --microbatches 3"),
     ],
 )

@@ -16,6 +16,7 @@ from jax_te.typing import BackendName
 
 MODULES = ("transformer_layer", "layernorm_mlp", "layernorm_linear", "moe")
 STACKS = ("unrolled", "scanned")
+HEADS = ("high", "quantized")
 Peer = Literal["te", "megatron"]
 PEERS = get_args(Peer)
 MOE, TRANSFORMER_LAYER = "moe in --modules", "transformer_layer in --modules"
@@ -235,6 +236,39 @@ class BenchModel:
         FOLDER,
         "folder for traces of two steps of each row of jax_te and te.jax, summarized as time per kind of kernel",
         None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchFlax:
+    """Measure train steps of a Transformer in plain Flax NNX, as it is and after quantize_model.
+
+    The model has Flax's layers alone: norms, linear layers with biases, GELU, causal attention by jax.nn (cuDNN's on a
+    GPU), and a head without bias. A step is forward, backward and AdamW, with parameters, gradients and moments in
+    bf16, of random tokens, in a loop with jax_te's value_and_grad and Optimizer. The first row is the model as it is;
+    each other one is after quantize_model, under a recipe. Rows take turns on one state; speed_ratio and memory_ratio
+    are relative to the first that ran. quantized_layers is the number of layers that the recipe quantizes.
+    """
+
+    recipes: tuple[str, ...] = _several(
+        tuple(name for name in RECIPES if name != "none"), "precision recipes to measure", "current", "delayed", "block"
+    )
+    head: tuple[str, ...] = _several(
+        HEADS, "precisions of the head: high, in which quantize_model leaves it, or quantized, by a rule", HEADS[0]
+    )
+    num_layers: int = _size("number of layers", 8)
+    hidden_size: int = _size("size of the hidden states", 4096)
+    ffn_hidden_size: int = _size("hidden size of the feed-forward blocks", 16384)
+    num_heads: int = _size("number of attention heads", 32)
+    vocab_size: int = _size("vocabulary size", 32000)
+    batch_size: int = _size("sequences per step", 4)
+    seq_len: int = _size("sequence length in tokens", 2048)
+    backend: BackendName = _backend()
+    rounds: int = _rounds()
+    calls: int = _calls("steps")
+    output: str | None = _rows_file()
+    profile: str | None = option(
+        FOLDER, "folder for traces of two steps of each row, summarized as time per kind of kernel", None
     )
 
 

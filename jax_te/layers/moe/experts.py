@@ -17,6 +17,7 @@ from jax_te.layers.layernorm_mlp import check_elementwise
 from jax_te.layers.linear import Linear
 from jax_te.layers.lora import without_adapter
 from jax_te.layers.mode import TrainingMode
+from jax_te.layers.moe.grouped_linear import GroupedLinear
 from jax_te.layers.parameters import parameter
 from jax_te.layers.results import add_bias, output_and_bias
 from jax_te.ops import (
@@ -28,10 +29,11 @@ from jax_te.ops import (
     expert_placement,
     group_alignment,
     grouped_dense,
+    permute,
     weighted_activation,
 )
 from jax_te.remat import run_recomputed
-from jax_te.sharding import axis_ranks, leading_axes
+from jax_te.sharding import axis_ranks, constrain, leading_axes
 from jax_te.typing import Array, DTypeLike, Initializer, TensorGroup
 
 
@@ -77,6 +79,11 @@ class Experts(TrainingMode):
         """Return both layers, without adapters around them."""
         return without_adapter(self.linear_fc1), without_adapter(self.linear_fc2)
 
+    @property
+    def _first_layer_takes_tokens(self) -> bool:
+        """Whether the first layer's op makes the rows of tokens. An adapter reads rows, and so do probabilities."""
+        return isinstance(self.linear_fc1, GroupedLinear) and not self.apply_probs_on_input
+
     def placement(self, shape: tuple[int, ...], sequence_parallel: bool) -> ExpertPlacement | None:
         """Return the placement of the experts on the mesh in use; None if one array has the rows of all experts.
 
@@ -99,7 +106,8 @@ class Experts(TrainingMode):
         """Apply the experts.
 
         Args:
-            x: ``[rows, h]``, on a mesh the rows of all devices (`jax_te.ops.RowGroups`).
+            x: ``[rows, h]``, on a mesh the rows of all devices (`jax_te.ops.RowGroups`). With a ``groups.permutation``
+                tokens ``[t, h]``, of which the rows are made.
             probs: ``[rows]``, 0 in rows of padding.
             groups: rows of each expert. With ``zero_padding`` the rows of padding of ``x`` and of the output's gradient
                 must hold zeros.
@@ -108,6 +116,9 @@ class Experts(TrainingMode):
         Returns:
             ``[rows, h]`` in the dtype of ``x``.
         """
+        if groups.permutation is not None and not self._first_layer_takes_tokens:
+            x = constrain(permute.permute(x, groups.permutation), (None, None))
+            groups = dataclasses.replace(groups, permutation=None)
         if self.apply_probs_on_input:
             x = (x.astype(probs.dtype) * probs[:, None]).astype(x.dtype)
             # The probabilities are applied already; padding rows get no bias.
@@ -116,6 +127,7 @@ class Experts(TrainingMode):
         hidden, _ = add_bias(
             self.linear_fc1(x, groups, is_first_microbatch=is_first_microbatch), "linear_fc1", leading=None
         )
+        groups = dataclasses.replace(groups, permutation=None)
         placement, axes, summands = groups.placement, (None, "ffn"), 1
         if placement is not None:
             axes, summands = PartitionSpec(*placement.row_spec, None), placement.size(placement.features)

@@ -124,8 +124,9 @@ class MixtureOfExperts(TrainingMode):
             pad_to_capacity=options.pad_expert_input_to_capacity,
         )
         # Results are whole like operands: backward gathers their gradients.
-        rows, probs = _whole(permute.permute(tokens, plan)), _whole(permute.permute_probs(probs, plan))
-        rows = _whole(self.experts(rows, probs, _of_zeros(plan.groups), first))
+        probs = _whole(permute.permute_probs(probs, plan))
+        groups = dataclasses.replace(_of_zeros(plan.groups), permutation=plan._replace(groups=None))
+        rows = _whole(self.experts(tokens, probs, groups, first))
         return _sharded_like(x, _whole(permute.unpermute(rows, plan)).reshape(x.shape))
 
     def transport(self, shape: tuple[int, ...]) -> dispatch.Transport | None:

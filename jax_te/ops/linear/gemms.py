@@ -149,12 +149,24 @@ def backward(
     if dbias is not None and spec.plan.mesh is not None:
         dbias = reduce_sum(dbias, spec.plan.out_row_axes)
     dx = dgrad(spec, residuals.kernel, g, after=after)
+    return dx, *weight_cotangents(spec, residuals, g, dbias)
+
+
+def weight_cotangents(
+    spec: LinearSpec, residuals: LinearResiduals, g: Operand, dbias: Array | None
+) -> tuple[LinearWeights, Any]:
+    """Return the cotangents of a layer's arrays and ``grad_sink``.
+
+    Args:
+        spec, residuals, g: see `backward`.
+        dbias: gradient of the bias, of all devices.
+    """
     gemm = KernelGemm(spec, residuals.x, g.read_by(spec, "wgrad"), wgrad)
     dsink = None if spec.sink is None else spec.sink.cotangent(gemm)
     # A kernel stored quantized has no gradient itself: the fp32 master's gradient goes to the sink.
     has_gradient = spec.sink is None and not spec.stored_quantized
     dkernel: Any = gemm.gradient() if has_gradient else None
-    return dx, LinearWeights(dkernel, dbias, next_state(spec, residuals, g)), dsink
+    return LinearWeights(dkernel, dbias, next_state(spec, residuals, g)), dsink
 
 
 def kernel_operand(spec: LinearSpec, kernel: Array | QuantizedKernel, state: GemmState | None) -> tuple[Operand, Any]:

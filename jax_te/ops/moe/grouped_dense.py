@@ -18,6 +18,7 @@ from jax_te.ops.linear.gemms import LinearResiduals
 from jax_te.ops.linear.plan import LinearOptions, Plan
 from jax_te.ops.linear.resolve import check_differentiated, usable_weights, why_once
 from jax_te.ops.linear.spec import GivenSink, LinearSpec, LinearWeights, resolved_sink
+from jax_te.ops.moe.permute import Permutation, permute, unpermute
 from jax_te.ops.moe.row_groups import RowGroups, check_sizes
 from jax_te.ops.moe.tiles import TiledGroups, Tiling, tiling
 from jax_te.ops.pallas import grouped as hopper
@@ -29,6 +30,7 @@ from jax_te.quantize import (
     GemmState,
     OpaqueTree,
     Precision,
+    Quantization,
     QuantizedKernel,
     ambient_observer,
     precision_of,
@@ -61,7 +63,9 @@ def grouped_dense(
     other recipes, XLA does, one tile of rows after another.
 
     Args:
-        x: ``[rows, k]`` fp32, bf16, fp16 or fp64: the compute dtype.
+        x: ``[rows, k]`` fp32, bf16, fp16 or fp64: the compute dtype. With a ``groups.permutation`` tokens ``[t, k]``:
+            if the kernels' gradient reads the rows unquantized, backward gathers them from the tokens again, so that
+            the rows, as many as a token's experts for each, are not kept.
         kernel: ``[e, k, *n]`` in any float dtype; without a recipe it is cast to the compute dtype. Or the same
             quantized before the call, see `quantize_kernel`.
         bias: ``[e, *n]`` or None.
@@ -106,13 +110,15 @@ def grouped_dense(
     backend_for("grouped_dense", backend or ambient_backend.value, recipe, plan.reason)  # raises for TE by name
     how = tiling(groups, precision)
     linear, sink = _resolved_groups(x, usable._replace(grad_sink=grad_sink), precision, how.tile, plan, options)
-    spec = _Spec((linear,), how, dataclasses.replace(groups, sizes=None, placement=None))
-    return _grouped(spec, _shards(linear, usable), _Args(x, groups.sizes, (usable,)), (sink,), options.out_axes)
+    spec = _Spec((linear,), how, dataclasses.replace(groups, sizes=None, placement=None, permutation=None))
+    args = _Args(x, groups.sizes, groups.permutation, (usable,))
+    return _grouped(spec, _shards(linear, usable), args, (sink,), options.out_axes)
 
 
 class _Args(NamedTuple):
     x: Any
     sizes: Any
+    permutation: Permutation | None
     layers: tuple[LinearWeights, ...]
 
 
@@ -126,10 +132,16 @@ class _Spec(NamedTuple):
         # On a mesh the sizes are one device's, [1, e].
         return TiledGroups(dataclasses.replace(self.of_device, sizes=sizes.reshape(-1)), self.tiling)
 
+    @property
+    def wgrad_reads_rows(self) -> bool:
+        """Whether the GEMM of the kernels' gradient reads the rows themselves, not their quantized form."""
+        precision = self.layers[0].precision
+        return precision.x.quantizer is None or precision.runs_unquantized("wgrad")
+
 
 def _fwd(spec: _Spec, args: _Args) -> tuple[Array, Any]:
     (linear,), (weights,), groups = spec.layers, args.layers, spec.groups(args.sizes)
-    rows = grouped.GroupedRows(x=groups.cut(args.x), tiles=groups.tiles)
+    rows = _rows_of(linear, groups, args.x, args.permutation)
     operand = gemms.make_operand(linear, "x", rows, weights.state, axis=1)
     if linear.plan.constrained and linear.options.kernel_axes is not None:
         weights = _with_all_groups(weights, linear.options.kernel_axes)
@@ -139,7 +151,20 @@ def _fwd(spec: _Spec, args: _Args) -> tuple[Array, Any]:
         bias = weights.bias.astype(y.dtype)
         y = y + jnp.take(bias, groups.group_of_rows, axis=0, mode="fill", fill_value=0)
     y = constrain(y, linear.options.out_axes) if linear.plan.constrained else y
-    return y, (args.sizes, named(saved, "quantized", given=weights))
+    if args.permutation is not None and spec.wgrad_reads_rows:
+        saved = saved._replace(x=args.x)
+    return y, (args.sizes, args.permutation, named(saved, "quantized", given=(args.x, weights)))
+
+
+def _rows_of(linear: LinearSpec, groups: TiledGroups, x: Array, permutation: Permutation | None) -> grouped.GroupedRows:
+    """Return the rows of ``x``, or with a permutation those of its tokens."""
+    x = x if permutation is None else _whole(linear, permute(x, permutation))
+    return grouped.GroupedRows(x=groups.cut(x), tiles=groups.tiles)
+
+
+def _whole(linear: LinearSpec, rows: Array) -> Array:
+    """Return rows whole on each device of a mesh: XLA cannot partition the gathers of a permutation on every mesh."""
+    return constrain(rows, (None, None)) if linear.plan.constrained else rows
 
 
 def _with_all_groups(weights: LinearWeights, kernel_axes: LogicalAxes | PartitionSpec) -> LinearWeights:
@@ -155,8 +180,8 @@ def _with_all_groups(weights: LinearWeights, kernel_axes: LogicalAxes | Partitio
     return weights._replace(kernel=kernel, bias=bias)
 
 
-def _bwd(spec: _Spec, residuals: tuple[Array, LinearResiduals], g: Array) -> tuple[_Args, Any]:
-    (sizes, saved), (linear,) = residuals, spec.layers
+def _bwd(spec: _Spec, residuals: tuple[Array, Permutation | None, LinearResiduals], g: Array) -> tuple[_Args, Any]:
+    (sizes, permutation, saved), (linear,) = residuals, spec.layers
     groups = spec.groups(sizes)
     g = constrain(g, linear.options.out_axes) if linear.plan.constrained else g
     rows = grouped.GroupedRows(x=groups.cut(g), tiles=groups.tiles)
@@ -164,8 +189,20 @@ def _bwd(spec: _Spec, residuals: tuple[Array, LinearResiduals], g: Array) -> tup
     if linear.bias_dtype is not None:
         dbias = groups.sums(g, rows.x).astype(linear.bias_dtype)
     operand = gemms.make_operand(linear, "grad", rows, saved.state, axis=1)
-    dx, weights, sink = gemms.backward(linear, saved, operand, dbias, after=g)
-    return _Args(groups.joined(dx), None, (weights,)), (sink,)
+    if permutation is None:
+        dx, weights, sink = gemms.backward(linear, saved, operand, dbias, after=g)
+        return _Args(groups.joined(dx), None, None, (weights,)), (sink,)
+    dx = groups.joined(gemms.dgrad(linear, saved.kernel, operand, after=g))
+    dx = unpermute(_whole(linear, dx), permutation)
+    if spec.wgrad_reads_rows:
+        # Without the barrier the compiler would keep forward's rows. Behind ``dx``, so that these rows are made when
+        # those of the gradient are summed up already, and memory never holds both.
+        tokens, dx = jax.lax.optimization_barrier((saved.x, dx))
+        again: Any = _rows_of(linear, groups, tokens, permutation)
+        unquantized, _ = linear.backend.quantize_operand(again, Quantization(), axis=1)
+        saved = saved._replace(x=linear.backend.residual_for_wgrad(unquantized))
+    weights, sink = gemms.weight_cotangents(linear, saved, operand, dbias)
+    return _Args(dx, None, None, (weights,)), (sink,)
 
 
 _grouped = sharded_vjp(_fwd, _bwd, name="gemm", check=check_differentiated, once=why_once)
@@ -187,10 +224,12 @@ def _check_call(
             f"[e, k, *n]{where}"
         )
     e, k, *n = kernel.shape
-    if groups.count != e or groups.all_rows != x.shape[0]:
+    rows, what = groups.all_rows, "rows"
+    if groups.permutation is not None:
+        rows, what = len(groups.permutation.rows), "tokens"
+    if groups.count != e or rows != x.shape[0]:
         raise ValueError(
-            f"grouped_dense: groups are {groups.count} in {groups.all_rows} rows, and input and kernel have {e} and "
-            f"{x.shape[0]}"
+            f"grouped_dense: groups are {groups.count} in {rows} {what}, and input and kernel have {e} and {x.shape[0]}"
         )
     check_sizes(groups)
     if bias is not None and bias.shape != (e, *n):
@@ -245,9 +284,9 @@ def _shards(linear: LinearSpec, weights: LinearWeights) -> Shards | None:
     sink = None if linear.sink is None else linear.sink.spec(plan)
     return Shards(
         mesh=plan.mesh,
-        args=_Args(plan.x_spec, plan.x_spec, (given,)),
+        args=_Args(plan.x_spec, plan.x_spec, None, (given,)),
         out=plan.out_spec,
-        cotangents=_Args(plan.x_spec, plan.x_spec, (plain,)),
+        cotangents=_Args(plan.x_spec, plan.x_spec, None, (plain,)),
         sinks=(sink,),
     )
 

@@ -43,9 +43,13 @@ class RowGroups:
         placement: placement of the rows on a mesh, where each device has its own rows of its own groups: ``sizes`` are
             int32 ``[d, e / p]`` for ``d`` devices and experts split over ``p``, and ``rows`` is the number of rows of
             one device, in an array ``[d rows, ...]``. None: one array with the rows of all groups.
+        permutation: the `jax_te.ops.moe.permute.Permutation` of tokens into these rows, for `grouped_dense` to read
+            tokens ``[t, k]`` in place of rows, which it gathers itself. None: ops read the rows. The rows of several
+            devices have none.
 
     Raises:
-        ValueError: for an alignment that is not positive, or a negative number of rows.
+        ValueError: for an alignment that is not positive, a negative number of rows, or a permutation beside a
+            placement.
         TypeError: for a ``zero_padding`` that is not a bool, or a ``placement`` of another type.
 
     >>> groups = RowGroups(sizes=jnp.array([3, 0, 4]), rows=row_bound(7, 3, alignment=4), alignment=4)
@@ -59,12 +63,15 @@ class RowGroups:
     alignment: int = field(default=1, metadata={"static": True})
     zero_padding: bool = field(default=False, metadata={"static": True})
     placement: ExpertPlacement | None = field(default=None, metadata={"static": True})
+    permutation: Any = None
 
     def __post_init__(self) -> None:
         check_positive(alignment=self.alignment)
         check_bool(zero_padding=self.zero_padding)
         if self.placement is not None and not isinstance(self.placement, ExpertPlacement):
             raise TypeError(f"placement must be an ExpertPlacement or None, got {self.placement!r}")
+        if self.placement is not None and self.permutation is not None:
+            raise ValueError("rows that are placed on devices are no permutation of tokens; leave out one of the two")
         if not is_integer(self.rows) or self.rows < 0:
             raise ValueError(f"rows must be an integer >= 0, got {self.rows!r}")
         sizes: Any = self.sizes

@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 
 from jax_te.config import RouterOptions
-from jax_te.layers import Experts, GroupedLinear, LayerNormMLP, MoE, SharedExperts, layer_output
-from jax_te.ops import Activation, RowGroups, activation
+from jax_te.layers import Experts, GroupedLinear, GroupedLoRA, LayerNormMLP, MoE, SharedExperts, layer_output
+from jax_te.ops import Activation, RowGroups, activation, row_bound
 from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, autocast
 from jax_te.remat import selective_recompute
@@ -198,6 +198,22 @@ def test_recipes(recipe):
         histories = grads["experts"]["linear_fc1"]["quantizers"]["x"]["amax_history"]
         assert histories.shape == (E, 2)
         assert len(set(np.asarray(histories[:, 0]).tolist())) > 1
+
+
+def test_backward_keeps_no_permuted_rows_in_high_precision():
+    """Only the tokens, of which it makes the rows again: there are ``topk`` as many, and padding. An adapter reads
+    rows, and keeps them."""
+    layer = make({"topk": 3}, bias=False)
+    rows = row_bound(3 * B * S, E, alignment=layer.experts.alignment)
+
+    def kept(layer):
+        graphdef, state = nnx.split(layer)
+        _, backward = jax.vjp(lambda state, x: nnx.merge(graphdef, state)(x), state, X)
+        return [leaf.shape for leaf in jax.tree.leaves(backward) if leaf.size == rows * H]
+
+    assert kept(layer) == []
+    layer.experts.linear_fc1 = GroupedLoRA(layer.experts.linear_fc1, 4, rngs=nnx.Rngs(1))
+    assert kept(layer) != []
 
 
 def test_one_program_for_all_loads():

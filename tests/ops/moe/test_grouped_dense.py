@@ -21,7 +21,7 @@ from jax_te.ops import (
     quantize_kernel,
     row_bound,
 )
-from jax_te.ops.moe import row_groups
+from jax_te.ops.moe import permute, row_groups
 from jax_te.ops.pallas import grouped as pallas_grouped
 from jax_te.quantize import (
     BlockQuantizer,
@@ -139,6 +139,83 @@ def test_padding_that_is_promised_to_be_zeros_is_left_alone(name):
     for mine, expected in zip(*map(jax.tree.leaves, (call(promised, *clean), call(groups, *clean))), strict=True):
         assert_bitwise(mine, expected)
     assert np.asarray(call(promised, x, g)[0])[np.asarray(padding)].any()
+
+
+T, TOPK, WIDTH, OUT = 40, 2, 48, 32
+
+
+def permuted(recipe):
+    """Tokens, kernels, states and gradients of a call, and the permutation of its tokens."""
+    experts = jax.random.randint(jax.random.key(0), (T, TOPK), 0, E + 1)  # some of no expert: dropped
+    plan = permute.plan_permutation(experts, E, alignment=group_alignment(recipe))
+    args = draw("tokens", (T, WIDTH), jnp.bfloat16), draw("kernel", (E, WIDTH, OUT)), init_gemm_state(recipe, groups=E)
+    return args, plan, draw("g", (plan.groups.rows, OUT), jnp.bfloat16)
+
+
+def of_tokens(recipe, plan, tokens, kernel, state):
+    return on_a_mesh(tokens, kernel, dataclasses.replace(plan.groups, permutation=plan), recipe, state)
+
+
+def of_rows(recipe, plan, tokens, kernel, state):
+    return on_a_mesh(permute.permute(tokens, plan), kernel, plan.groups, recipe, state)
+
+
+def on_a_mesh(x, kernel, groups, recipe, state):
+    options = LinearOptions(kernel_axes=("expert", "fsdp", "ffn"), out_axes=(None, "ffn"))
+    return grouped_dense(x, kernel, groups=groups, recipe=recipe, state=state, options=options, backend="xla")
+
+
+RECIPES_OF_ROWS = {
+    **{name: RECIPES[name] for name in ("high precision", "delayed", "block")},
+    "wgrad in high precision": DelayedScaling(amax_history_len=2, override_linear_precision=(False, False, True)),
+}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", RECIPES_OF_ROWS)
+def test_rows_of_tokens_give_the_same_bits(name, mode):
+    """Of tokens and the permutation, by which forward and backward make the rows."""
+    args, plan, g = permuted(recipe := RECIPES_OF_ROWS[name])
+    with use_mesh(mode):
+        mine, expected = (
+            jax.jit(lambda args, g, fn=fn: with_vjp(functools.partial(fn, recipe, plan), args, g))(args, g)
+            for fn in (of_tokens, of_rows)
+        )
+    for one, two in zip(*map(jax.tree.leaves, (mine, expected)), strict=True):
+        assert_bitwise(one, two)
+
+
+@pytest.mark.parametrize("name", RECIPES_OF_ROWS)
+def test_rows_of_tokens_are_kept_in_their_quantized_form_alone(name):
+    """Unquantized they are made again, of the tokens that the caller has."""
+    args, plan, _ = permuted(recipe := RECIPES_OF_ROWS[name])
+
+    def kept(fn):
+        """Bytes of the arrays of rows that backward keeps."""
+        _, backward = jax.vjp(functools.partial(fn, recipe, plan), *args)
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(backward) if leaf.size == elements)
+
+    elements = plan.groups.rows * WIDTH
+    quantized = elements if name in ("delayed", "block") else 0
+    assert (kept(of_tokens), kept(of_rows)) == (quantized, quantized or 2 * elements)
+
+
+def test_backward_makes_rows_of_tokens_behind_their_gradient():
+    """So that no compiler keeps those of forward, and memory has room for one array of rows at a time."""
+    args, plan, g = permuted(None)
+    program = jax.make_jaxpr(lambda *args: jax.vjp(functools.partial(of_tokens, None, plan), *args)[1](g))(*args)
+    (barrier,) = (each for each in equations(program.jaxpr) if each.primitive.name == "optimization_barrier")
+    assert {each.aval.shape for each in barrier.invars} == {(T, WIDTH)}
+    assert len(barrier.invars) == 2
+
+    def products(argnums):
+        """Number of loops over tiles in the program of these gradients."""
+        gradients = jax.grad(lambda *args: jnp.sum(of_tokens(None, plan, *args, None).astype(jnp.float32)), argnums)
+        return compiled_text(gradients, *args[:2]).count(" while(")
+
+    # The gradient that the rows wait for is not computed where nothing takes it.
+    assert (products((0, 1)), products((0,)), products((1,))) == (2, 1, 1)
 
 
 def _only(*roles):
@@ -461,6 +538,11 @@ def test_what_is_refused():
     refused("groups are 3 in 60 rows, and input and kernel have 3 and 59", x=x[:59])
     refused("groups are 3 in 60 rows, and input and kernel have 2 and 60", kernel=kernel[:2], bias=bias[:2])
     refused(r"bias \(64,\) must have shape \(3, 64\)", bias=bias[0])
+    tokens = permute.plan_permutation(jnp.zeros((30, 2), jnp.int32), E)
+    refused(
+        "groups are 3 in 30 tokens, and input and kernel have 3 and 60",
+        groups=dataclasses.replace(tokens.groups, permutation=tokens),
+    )
     refused("output size 60 must be a multiple of 16", kernel=kernel[..., :60], bias=None, recipe=current)
     refused("save_original_input must be False", options=LinearOptions(save_original_input=True))
     refused("needs quantizer state", QuantizerStateError, recipe=delayed)

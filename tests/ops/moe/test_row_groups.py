@@ -55,6 +55,9 @@ def test_rows_on_several_devices():
 def test_what_is_refused():
     with pytest.raises(ValueError, match="alignment must be an integer >= 1, got 0"):
         RowGroups(sizes=jnp.zeros(2, jnp.int32), rows=4, alignment=0)
+    placed = ExpertPlacement(mesh=jax.sharding.AbstractMesh((4,), ("data",)), tokens=(), experts=(), features=())
+    with pytest.raises(ValueError, match="placed on devices are no permutation of tokens"):
+        RowGroups(sizes=jnp.zeros((4, 2), jnp.int32), rows=4, placement=placed, permutation=jnp.zeros(4, jnp.int32))
     with pytest.raises(ValueError, match="rows must be an integer >= 0, got -1"):
         RowGroups(sizes=jnp.zeros(2, jnp.int32), rows=-1)
     with pytest.raises(ValueError, match="groups must be an integer >= 1"):
