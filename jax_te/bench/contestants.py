@@ -137,11 +137,13 @@ class CompiledStep(Contestant):
         state: initial state of the step.
         lower: ``() -> jax.stages.Lowered`` of ``(state, tokens) -> (state, result)``.
         prepare: function that converts another contestant's state for this step without copies.
+        finish: its inverse, after the last of some steps.
     """
 
     state: SharedState = field(kw_only=True)
     lower: Callable[[], Any] = field(kw_only=True)
     prepare: Callable[[Any], Any] = lambda state: state
+    finish: Callable[[Any], Any] = lambda state: state
     compiled: Any = None
 
     def _begin(self) -> None:
@@ -156,7 +158,7 @@ class CompiledStep(Contestant):
             state, result = self.compiled(state, arrays)
         jax.block_until_ready(result)
         seconds = (time.perf_counter() - start) / calls
-        self.state.put(state)
+        self.state.put(self.finish(state))
         return seconds
 
     @property

@@ -17,7 +17,7 @@ from jax_te.config import TransformerConfig
 from jax_te.models import GPTModel
 from jax_te.ops import use_backend
 from jax_te.recipe import autocast, recipe_from_name
-from jax_te.training import abstract_train_state, create_train_state, make_train_step
+from jax_te.training import StateArrays, abstract_train_state, create_train_state, make_train_step
 from jax_te.typing import Array
 
 LAYERS, VOCABULARY = 4, 256
@@ -71,7 +71,12 @@ def _contestant(recipe: str, shape: Shape, microbatches: int, keep: bool, tokens
     state = SharedState(lambda: create_train_state(build, tx, key=jax.random.key(0)))
     step = make_train_step(_loss, tx, microbatches=microbatches, keep_kernels=keep)
     name = f"{recipe}, quantized {'once a step' if keep else 'in every microbatch'}"
-    return CompiledStep(name, state=state, lower=lambda: step.lower(abstract_train_state(build, tx), tokens))
+
+    def lower() -> Any:
+        # In the form in which the step itself passes a state.
+        return step.lower(StateArrays.of(abstract_train_state(build, tx)), tokens)
+
+    return CompiledStep(name, state=state, lower=lower, prepare=StateArrays.of, finish=StateArrays.state)
 
 
 def _loss(model: Any, tokens: jax.Array, key: Any) -> jax.Array:

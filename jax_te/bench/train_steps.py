@@ -24,7 +24,14 @@ from jax_te.models import GPTModel
 from jax_te.ops import use_backend
 from jax_te.recipe import Recipe, autocast
 from jax_te.sharding import named_sharding
-from jax_te.training import PipelinedLoss, TrainState, abstract_train_state, create_train_state, make_train_step
+from jax_te.training import (
+    PipelinedLoss,
+    StateArrays,
+    TrainState,
+    abstract_train_state,
+    create_train_state,
+    make_train_step,
+)
 from jax_te.typing import BackendName, DTypeLike
 
 _TX = optax.adamw(1e-4)
@@ -115,13 +122,14 @@ def _contestant(variant: Variant, state: SharedState, tokens: Any, sizes: Sizes,
 
     def lower() -> Any:
         with variant.context(backend, sizes.mesh):
-            return step.lower(abstract, tokens)
+            # In the form in which the step itself passes a state.
+            return step.lower(StateArrays.of(abstract), tokens)
 
     # Variants differ in the static graph definition alone: so a state passes from one to the next without a copy.
-    def prepare(other: TrainState) -> TrainState:
-        return dataclasses.replace(other, graphdef=abstract.graphdef)
+    def prepare(other: TrainState) -> StateArrays:
+        return StateArrays.of(dataclasses.replace(other, graphdef=abstract.graphdef))
 
-    return CompiledStep(variant.name, state=state, lower=lower, prepare=prepare)
+    return CompiledStep(variant.name, state=state, lower=lower, prepare=prepare, finish=StateArrays.state)
 
 
 def _megatron(variant: Variant, sizes: Sizes, tokens: np.ndarray | None) -> Megatron:

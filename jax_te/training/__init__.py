@@ -26,6 +26,7 @@ from jax_te.training.state import (
     create_train_state,
     split_model,
 )
+from jax_te.training.state_arrays import StateArrays
 from jax_te.training.step import make_eval_step, make_train_step
 
 # For users. The other names above are for the other packages of jax_te.

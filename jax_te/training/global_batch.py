@@ -88,14 +88,19 @@ def require_global_batches(step: Callable[..., Any]) -> Callable[..., Any]:
         step: jitted function of state and batch, whose ways to look at its program the result has, too.
     """
 
-    @functools.wraps(step)
     def guarded(state: Any, batch: PyTree) -> Any:
         check_global(batch, state.step)
         return step(state, batch)
 
+    return with_stages(guarded, step)
+
+
+def with_stages(call: Callable[..., Any], step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a jitted step, with the step's name and its ways to look at its program."""
+    functools.update_wrapper(call, step)
     for name in ("lower", "trace", "eval_shape", "clear_cache"):
-        setattr(guarded, name, getattr(step, name))
-    return guarded
+        setattr(call, name, getattr(step, name))
+    return call
 
 
 def check_global(batch: PyTree, arrays: PyTree) -> None:

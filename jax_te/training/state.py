@@ -19,6 +19,7 @@ from jax_te.recipe import Recipe, autocast
 from jax_te.sharding import auto_region, leaves_with_axes, log_whole_parameters, shardings_of
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import full_precision, make_masters, round_params, store_quantized
+from jax_te.training.state_arrays import FieldsMadeWhenRead
 from jax_te.training.transformation import Transformation, as_transformation, init_opt_state
 from jax_te.typing import Array, Key, PyTree
 
@@ -32,7 +33,7 @@ else:  # jax.tree fills the fields with shapes, shardings and placeholders as we
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class TrainState:
+class TrainState(FieldsMadeWhenRead):
     """The state of a training run: a pytree that `create_train_state` builds.
 
     Args:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -36,6 +35,7 @@ from jax_te.training.outcome import Outcome, outcome_of
 from jax_te.training.pipeline.gradients import pipelined_gradients
 from jax_te.training.pipeline.mesh import pipeline_stages, stage_rules
 from jax_te.training.state import TrainState, split_model
+from jax_te.training.state_arrays import jit_state
 from jax_te.training.transformation import Transformation, apply_transformation, as_transformation, check_opt_state
 from jax_te.typing import Array, DTypeLike, PyTree
 
@@ -104,6 +104,8 @@ def make_train_step(
         `jax_te.layers.expert_metrics` over all layers, as ``experts/dropped_share``, and the tokens of each expert of
         each layer, ``experts/<path of the router>/tokens_per_expert [e]``; those of each layer by itself where its
         options have ``per_layer_logging``; with ``mtp_num_layers`` those of `jax_te.models.multi_token_metrics`.
+        Flax's Variables of the new state are made when they are first read. ``step.lower(state, batch)`` shows the
+        program of a call, which the call compiles for itself, unless JAX caches programs (`keep_compiled_programs`).
 
     Raises:
         ValueError: when called, for a batch whose leaves differ in ``b``, or a ``b`` that does not divide into
@@ -129,7 +131,7 @@ def make_train_step(
     accumulation = Accumulation(loss_fn=loss_fn, microbatches=microbatches, keep_kernels=keep_kernels, kernels=kernels)
     transformation = as_transformation(tx)
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    @jit_state
     def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Array]]:
         key = jax.random.fold_in(state.rng, state.step)
         if pipeline_stages() > 1:

@@ -1,0 +1,130 @@
+"""A state as arrays alone, the form in which train steps pass it to JAX's compiled functions.
+
+Each call of a compiled function takes its arguments apart and puts its result together. JAX does so in C++, except for
+Flax's Variables, which it reads and makes in Python, one after the other. A state has several for each parameter; in a
+small model they would take longer than the step itself. So a step passes arrays, and the Variables of its result are
+made when they are first read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+from jax.extend.core import get_opaque_trace_state
+from jax.tree_util import GetAttrKey, PyTreeDef
+
+from jax_te.training.global_batch import with_stages
+from jax_te.typing import PyTree
+
+
+class FieldsMadeWhenRead:
+    """Base of a state's dataclass: a state that `StateArrays.state` returns makes each field when it is first read."""
+
+    if not TYPE_CHECKING:  # a type checker would take any name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            unread = vars(self).get("_unread")
+            if unread is None or name not in unread.fields:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            structure, arrays = unread.fields[name]
+            value = jax.tree.unflatten(structure, arrays)
+            # Variables belong to the trace in which they are made: those of an inner one are not for later readers.
+            if unread.trace != get_opaque_trace_state(convention="nnx"):
+                return value
+            return vars(self).setdefault(name, value)  # of two threads, both take the first one's
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and pickles have all fields: a field that a copy made would not be the original's.
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+
+
+class _Unread(NamedTuple):
+    """Fields that may not be made yet, as structures and arrays, and the trace that the state belongs to."""
+
+    fields: dict[str, tuple[PyTreeDef, Sequence[Any]]]
+    trace: Any
+
+
+class _Structure(NamedTuple):
+    """What a state has beside arrays: its class, its static fields, and the structure of each other field."""
+
+    kind: type[Any]
+    static: tuple[tuple[str, Hashable], ...]
+    fields: tuple[tuple[str, PyTreeDef], ...]
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclass(frozen=True, eq=False)
+class StateArrays:
+    """The arrays of a state, in the order of its leaves, and its structure, which is static."""
+
+    arrays: Sequence[Any]
+    structure: _Structure
+
+    @classmethod
+    def of(cls, state: Any) -> StateArrays:
+        """Return the arrays of a state, a dataclass whose fields are pytrees."""
+        unread = vars(state)["_unread"].fields if "_unread" in vars(state) else {}
+        arrays: list[Any] = []
+        static, fields = [], []
+        for field in dataclasses.fields(state):
+            name = field.name
+            if field.metadata.get("static"):
+                static.append((name, getattr(state, name)))
+                continue
+            if name in vars(state):  # a user may have changed its Variables
+                leaves, structure = jax.tree.flatten(vars(state)[name])
+            else:
+                structure, leaves = unread[name]
+            arrays += leaves
+            fields.append((name, structure))
+        return cls(arrays, _Structure(type(state), tuple(static), tuple(fields)))
+
+    def state(self) -> Any:
+        """Return the state, whose fields are made when they are read."""
+        start, fields = 0, {}
+        for name, structure in self.structure.fields:
+            end = start + structure.num_leaves
+            fields[name] = structure, self.arrays[start:end]
+            start = end
+        state = object.__new__(self.structure.kind)
+        vars(state).update(self.structure.static, _unread=_Unread(fields, get_opaque_trace_state(convention="nnx")))
+        return state
+
+    def tree_flatten(self) -> tuple[Sequence[Any], _Structure]:
+        return self.arrays, self.structure
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[GetAttrKey, Any]], _Structure]:
+        # Programs and messages name an array by its place in the state.
+        paths = jax.tree_util.tree_flatten_with_path(self.state())[0]
+        return [(GetAttrKey(jax.tree_util.keystr(path)[1:]), leaf) for path, leaf in paths], self.structure
+
+    @classmethod
+    def tree_unflatten(cls, structure: _Structure, arrays: Sequence[Any]) -> StateArrays:
+        return cls(arrays, structure)
+
+
+def jit_state(step: Callable[[Any, PyTree], tuple[Any, PyTree]]) -> Callable[[Any, PyTree], tuple[Any, PyTree]]:
+    """Return ``step(state, batch) -> (state, result)``, compiled, which donates the state and passes its arrays alone.
+
+    Its ``lower`` and the other ways to look at its program take a whole state, as does what they compile.
+    """
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    @functools.wraps(step)
+    def compiled(state: Any, batch: PyTree) -> tuple[Any, PyTree]:
+        if not isinstance(state, StateArrays):
+            return step(state, batch)
+        state, result = step(state.state(), batch)
+        return StateArrays.of(state), result
+
+    def call(state: Any, batch: PyTree) -> tuple[Any, PyTree]:
+        arrays, result = compiled(StateArrays.of(state), batch)
+        return arrays.state(), result
+
+    return with_stages(call, compiled)
