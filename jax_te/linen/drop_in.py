@@ -41,7 +41,7 @@ from jax_te.layers.flax import (
     rule_of_parameter,
     training_recipe,
 )
-from jax_te.linen.module import LinenModule
+from jax_te.linen.module import LinenModule, mapping_wrapper
 from jax_te.linen.own_modules import (
     GemmOptions,
     OwnParameter,
@@ -373,7 +373,11 @@ def _decide(choice: _Choice, module: Any, args: Any, kwargs: Any) -> _Decision |
     if layer is None:
         return None
     path = ".".join(module.path)
-    return _Decision(layer, *decide_layer(path, type(module).__name__, dict(choice.rules), layer, choice.gemms))
+    entry, own = decide_layer(path, type(module).__name__, dict(choice.rules), layer, choice.gemms)
+    recipe, wrapper = training_recipe(own), mapping_wrapper()
+    if entry.why is None and wrapper is not None and recipe is not None and recipe.has_state:
+        entry = dataclasses.replace(entry, why=f"nn.{wrapper} would normalize the recipe's state as if it were weights")
+    return _Decision(layer, entry, own)
 
 
 def _call_flax(module: Any, decision: _Decision, run: Any, args: Any, kwargs: Any) -> Any:

@@ -152,6 +152,12 @@ class LinenModule(nn.Module):
     @nn.nowrap
     def _keep(self, before: dict[str, Any], after: dict[str, Any]) -> None:
         """Store the variables that a call changed."""
+        wrapper = mapping_wrapper()
+        if wrapper is not None and after.get(STATE):
+            raise QuantizerStateError(
+                f"{self._where()} has state in {STATE!r}, and nn.{wrapper} would normalize it as if it were weights: "
+                f"take the layer out of nn.{wrapper}, or a recipe without state, such as Float8CurrentScaling"
+            )
         for collection, tree in after.items():
             for name, value in tree.items():
                 old = before.get(collection, {}).get(name)
@@ -178,6 +184,14 @@ class LinenModule(nn.Module):
             if entry.name != "parent" and (value is not entry.default and value != entry.default):
                 shown.append(f"{entry.name}={value!r}")
         return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def mapping_wrapper() -> str | None:
+    """Return the class of the running wrapper of Flax that maps all variables of what it wraps, states too, or None."""
+    # Flax has no public name for the modules that run now.
+    running = nn.module._context.module_stack
+    wrappers = (nn.WeightNorm, nn.SpectralNorm)
+    return next((one.__name__ for one in wrappers for module in running if isinstance(module, one)), None)
 
 
 _IN_TRANSFORMS = f'in variable_axes of nn.scan and nn.vmap, such as variable_axes={{"params": 0, "{STATE}": 0}}'

@@ -12,14 +12,16 @@ import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 from jax.extend.core import get_opaque_trace_state
-from jax.tree_util import GetAttrKey, PyTreeDef
+from jax.tree_util import GetAttrKey
 
 from jax_te.training.global_batch import with_stages
 from jax_te.typing import PyTree
+
+PyTreeDef: TypeAlias = Any  # the class of jax.tree_util is a variable to type checkers
 
 
 class FieldsMadeWhenRead:
@@ -99,7 +101,7 @@ class StateArrays:
     def tree_flatten(self) -> tuple[Sequence[Any], _Structure]:
         return self.arrays, self.structure
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[GetAttrKey, Any]], _Structure]:
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], _Structure]:
         # Programs and messages name an array by its place in the state.
         paths = jax.tree_util.tree_flatten_with_path(self.state())[0]
         return [(GetAttrKey(jax.tree_util.keystr(path)[1:]), leaf) for path, leaf in paths], self.structure
