@@ -41,7 +41,7 @@ def bench_microbatches(recipes: Sequence[str], shape: Shape, microbatches: int, 
             contestants = [_contestant(name, shape, microbatches, keep, tokens) for keep in (False, True)]
             for contestant in contestants:
                 contestant.begin()
-                contestant.start(tokens)
+                contestant.start(tokens, settings.calls)
         for _ in range(settings.rounds):
             for contestant in contestants:
                 contestant.round(tokens, settings.calls)

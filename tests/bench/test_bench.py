@@ -329,6 +329,23 @@ def test_a_contestant_that_fails_is_a_row_and_the_others_go_on(capsys, states, m
     assert len(states) == 2  # the one that failed took the first with it
 
 
+def test_rounds_are_timed_after_a_whole_round_that_is_not():
+    taken = []
+
+    class Steps(bench_contestants.Contestant):
+        def _begin(self):
+            pass
+
+        def _steps(self, arrays, calls):
+            taken.append(calls)
+            return float(len(taken))
+
+    contestant = Steps("steps")
+    bench_contestants.run_contestants([contestant], None, 1, Settings(rounds=2, calls=5))
+    assert taken == [5, 1, 5, 1, 5]  # a round, and then a step before each that counts
+    assert contestant.seconds == [3.0, 5.0]
+
+
 @pytest.mark.costly
 def test_nothing_to_measure_is_an_error(capsys):
     status, _, error = model_rows(capsys, "--loss-chunks", "3", "--recipes", "none")

@@ -534,8 +534,8 @@ def test_contestants_take_turns(capsys, stand_in, monkeypatch):
     assert status == 0
     own = ["jax", "jax"]  # before it starts its clock, and before it stops it
     one, two = ([count, "answer"] for count in (1, 2))
-    # The peer has its memory before jax_te's state is made; each then takes a step that does not count.
-    assert turns == ["answer", "answer", "model", "answer", *own, *one, *(3 * [*one, *two, *own, *own])]
+    # The peer has its memory before jax_te's state is made; each then takes a round that does not count.
+    assert turns == ["answer", "answer", "model", "answer", *own, *two, *(3 * [*one, *two, *own, *own])]
 
 
 @pytest.mark.parametrize(
