@@ -21,8 +21,8 @@ _ATTENTION = 3.5
 """FLOPs of attention, forward and backward, in those of forward: two products, and five."""
 _BLOCK = 128
 """Multiple to which the sizes of experts' FP8 operands are padded."""
-_LAUNCHES: dict[str, int] = {"none": 80, "delayed": 165, "current": 130, "block": 165}
-"""Kernels of a layer and its share of the step, by recipe."""
+_LAUNCHES: dict[str, int] = {"none": 48, "delayed": 101, "current": 101, "block": 101}
+"""Kernels of a layer and its share of the step, by recipe: those of a GPT of 16 layers; block's are assumed."""
 _LAUNCHES_OF_EXPERTS = 60
 """Further kernels of a layer with experts."""
 
@@ -41,8 +41,9 @@ class Rates:
         window: rate of attention in windows, as a share of that of all positions.
         quantize: bytes/s of kernels that quantize and transpose.
         stream: bytes/s of other kernels that the memory bounds.
-        busy: share of a long step's time in which kernels run.
-        launch: seconds from the start of a small kernel to that of the next one.
+        busy: share of the time in which long kernels run.
+        launch: seconds that each kernel takes beside its work: it begins after the one before, and fills the GPU and
+            leaves it step by step.
     """
 
     gemm: Mapping[_Precision, float]
@@ -82,8 +83,8 @@ RATES: Mapping[GpuName, Rates] = {
         window=0.4,
         quantize=3.2e12,
         stream=3.6e12,
-        busy=0.95,
-        launch=7.5e-6,
+        busy=0.96,
+        launch=2e-6,
     ),
 }
 
@@ -115,8 +116,7 @@ def predict_step(sizes: Sizes, recipe: PricedRecipe, gpu: GpuName) -> dict[str, 
     for kind, seconds in _step(sizes, recipe, rates):
         times[kind] = times.get(kind, 0.0) + 1e3 * seconds
     busy = sum(times.values())
-    # The host or the GPU's front end decides where kernels are short.
-    times["gaps"] = max(busy / rates.busy, 1e3 * rates.launch * _launches(sizes, recipe)) - busy
+    times["gaps"] = busy * (1.0 / rates.busy - 1.0) + 1e3 * rates.launch * _launches(sizes, recipe)
     return times
 
 
