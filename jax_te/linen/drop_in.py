@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -41,7 +42,7 @@ from jax_te.layers.flax import (
     rule_of_parameter,
     training_recipe,
 )
-from jax_te.linen.module import LinenModule, mapping_wrapper
+from jax_te.linen.module import LinenModule
 from jax_te.linen.own_modules import (
     GemmOptions,
     OwnParameter,
@@ -56,10 +57,14 @@ from jax_te.linen.own_modules import (
 )
 from jax_te.linen.state_gradients import with_gradient
 from jax_te.linen.variables import STATE
+from jax_te.linen.weight_normalization import changed_by, running_normalizations
 from jax_te.recipe import autocast
 from jax_te.typing import Array
 
 _FLAX_LINEAR = (nn.Dense, nn.DenseGeneral, nn.Einsum)
+
+_STATE_NDIM = {"scale": 0, "amax_history": 1}
+"""Arrays of an operand's state under delayed scaling, and their numbers of axes: one more for several kernels."""
 
 # A user context takes part in the jit cache key: what was traced without this choice is traced again with it.
 _choice_in_force = jax.make_user_context(None)
@@ -133,8 +138,7 @@ def quantize_model(model: nn.Module, *args: Any, rules: Rules | None = None, **k
     if model.scope is not None:
         raise ValueError(f"quantize_model takes a model that is not bound to variables, got one at {model.path}")
     plain, rules = dequantize_model(model), check_rules(rules)
-    gemms, own = _look(plain, rules, args, kwargs)
-    choice = _Choice(tuple(rules.items()), gemms, own)
+    choice = _look(plain, rules, args, kwargs)
     _report(plain, choice, args, kwargs, quantize=False)
     return _as_class(plain, _quantized_class(type(plain), choice))
 
@@ -182,11 +186,14 @@ class _Choice(NamedTuple):
         rules: patterns and the recipes they assign, in order.
         gemms: GEMMs of the model.
         own: parameters of modules of the user's own that a rule fits.
+        normalized: paths of parameters, in any of whose calls a wrapper of Flax would normalize states of a recipe, and
+            the wrapper's class.
     """
 
     rules: tuple[tuple[str, Any], ...]
     gemms: ModelGemms
     own: tuple[OwnParameter, ...] = ()
+    normalized: tuple[tuple[str, str], ...] = ()
 
 
 def _report(model: Any, choice: _Choice, args: Any, kwargs: Any, *, quantize: bool) -> DropInReport:
@@ -199,13 +206,20 @@ def _report(model: Any, choice: _Choice, args: Any, kwargs: Any, *, quantize: bo
         ValueError: if no layer is reached.
     """
     rules, found = dict(choice.rules), dict[str, DropInLayer | None]()
+    kernels = dict[str, set[str]]()  # of each scope, as its modules see them: a scan's have an axis more outside of it
     arrays, fill = as_inputs((args, kwargs))
 
     def init(key: Any, arrays: Any) -> Any:
         given, named = fill(arrays)
         return model.init(key, *given, **named)
 
-    with _quantizing(choice, found, quantize=quantize):
+    def note_kernels(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        result = run(*args, **kwargs)
+        if context.module.scope is not None:
+            kernels.setdefault(".".join(context.module.path), set()).update(own_kernels(context.module))
+        return result
+
+    with nn.intercept_methods(note_kernels), _quantizing(choice, found, quantize=quantize):
         variables = jax.eval_shape(init, jax.random.key(0), arrays)
     own = {one.path: one for one in choice.own}
     entries = [layer for layer in found.values() if layer is not None]
@@ -215,14 +229,14 @@ def _report(model: Any, choice: _Choice, args: Any, kwargs: Any, *, quantize: bo
         owner = ".".join(parts)
         ours = any(f"{owner}.".startswith(f"{known}.") for known, layer in found.items() if layer is None)
         of_flax = found.get(owner) is not None and name == "kernel"
-        if ours or of_flax or not could_be_kernel(name, leaf):
+        if ours or of_flax or not could_be_kernel(name, leaf) or name not in kernels.get(owner, {name}):
             continue
         one = own.get(joined(owner, name), OwnParameter(owner, name, "-"))
         decided = decide_parameter(one.path, one.kind, rules, one.seen)
         if decided is None:
             others.setdefault(owner, {})[name] = one.seen
         else:
-            entries.append(decided[0])
+            entries.append(_unless_normalized(choice, decided[0], one.path, decided[1]))
     # Linen's variables do not tell the classes of the modules that made them.
     entries += [other_module(owner, "-", names, rules, choice.gemms) for owner, names in others.items()]
     report = report_of(entries, rules)
@@ -231,10 +245,11 @@ def _report(model: Any, choice: _Choice, args: Any, kwargs: Any, *, quantize: bo
     return report
 
 
-def _look(model: Any, rules: Rules, args: Any, kwargs: Any) -> tuple[ModelGemms, tuple[OwnParameter, ...]]:
-    """Return the GEMMs of a call, and what modules of the user's own do with the parameters that a rule fits.
+def _look(model: Any, rules: Rules, args: Any, kwargs: Any) -> _Choice:
+    """Return the rules with what a call shows: GEMMs, what modules of the user's own do with the parameters that a rule
+    fits, and wrappers that normalize weights.
 
-    They are the same under every recipe, and without one can be read.
+    It is the same under every recipe, and without one can be read.
     """
     arrays, fill = as_inputs((args, kwargs))
     seen, own = dict[str, Seen](), dict[str, OwnParameter]()
@@ -250,17 +265,33 @@ def _look(model: Any, rules: Rules, args: Any, kwargs: Any) -> tuple[ModelGemms,
 
     def watch(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
         module, scope = context.module, ".".join(context.module.path)
+        layer = _linear(module, *args, **kwargs) if context.method_name == "__call__" else None
         if isinstance(module, _FLAX_LINEAR):
             of_flax.add(joined(scope, "kernel"))
+        if layer is not None:
+            op = "EinsumOp_0" if isinstance(module, nn.Einsum) else "DotGeneral_0"
+            note_wrapper(module, op, joined(scope, "kernel"), layer.groups is not None)
         names = [] if _is_linear_or_ours(module) or context.method_name != "__call__" else own_kernels(module)
         names = [name for name in names if rule_of_parameter(rules, joined(scope, name)) is not None]
         if not names or scope in running:
             return run(*args, **kwargs)
         own.update({joined(scope, name): OwnParameter(scope, name, type(module).__name__) for name in names})
         with running.inside(scope):
-            return call_apart(module, names, noting(seen, functools.partial(joined, scope)), args, kwargs)
+            result = call_apart(module, names, noting(seen, functools.partial(joined, scope)), args, kwargs)
+        for name in names:
+            path = joined(scope, name)
+            note_wrapper(module, f"{name}_gemm", path, seen.get(path, Seen()).groups is not None)
+        return result
 
-    running, of_flax = Running(), set[str]()
+    def note_wrapper(module: Any, op: str, parameter: str, grouped: bool) -> None:
+        """Note the wrapper that would normalize the states of an op in a module's scope."""
+        normalizations = running_normalizations()
+        for role, (state, ndim) in itertools.product(("x", "kernel", "grad"), _STATE_NDIM.items()):
+            wrapper = changed_by(normalizations, module, (op, "quantizers", role, state), ndim + grouped)
+            if wrapper is not None:
+                normalized.setdefault(parameter, wrapper)
+
+    running, of_flax, normalized = Running(), set[str](), dict[str, str]()
     with autocast(None):
         key = jax.random.key(0)
         variables = jax.eval_shape(init, key, arrays)
@@ -276,7 +307,7 @@ def _look(model: Any, rules: Rules, args: Any, kwargs: Any) -> tuple[ModelGemms,
     # A layer of Flax that shares its scope with a module of the user's (``nn.share_scope``) sees to its own kernel.
     own = {path: one for path, one in own.items() if path not in of_flax}
     found = tuple(one._replace(seen=seen.get(path, Seen())) for path, one in own.items())
-    return gemms_of_model(jaxpr, parameters), found
+    return _Choice(tuple(rules.items()), gemms_of_model(jaxpr, parameters), found, tuple(normalized.items()))
 
 
 def _is_linear_or_ours(module: Any) -> bool:
@@ -374,10 +405,15 @@ def _decide(choice: _Choice, module: Any, args: Any, kwargs: Any) -> _Decision |
         return None
     path = ".".join(module.path)
     entry, own = decide_layer(path, type(module).__name__, dict(choice.rules), layer, choice.gemms)
-    recipe, wrapper = training_recipe(own), mapping_wrapper()
-    if entry.why is None and wrapper is not None and recipe is not None and recipe.has_state:
-        entry = dataclasses.replace(entry, why=f"nn.{wrapper} would normalize the recipe's state as if it were weights")
-    return _Decision(layer, entry, own)
+    return _Decision(layer, _unless_normalized(choice, entry, joined(path, "kernel"), own), own)
+
+
+def _unless_normalized(choice: _Choice, entry: DropInLayer, parameter: str, own: OwnRecipe) -> DropInLayer:
+    """Return the report's entry; if a wrapper would normalize the recipe's states of a parameter, with that reason."""
+    recipe, wrapper = training_recipe(own), dict(choice.normalized).get(parameter)
+    if entry.why is not None or wrapper is None or recipe is None or not recipe.has_state:
+        return entry
+    return dataclasses.replace(entry, why=f"nn.{wrapper} would normalize the recipe's state as if it were weights")
 
 
 def _call_flax(module: Any, decision: _Decision, run: Any, args: Any, kwargs: Any) -> Any:
@@ -416,7 +452,9 @@ def _gemms_in_force(choice: _Choice, scope: str) -> dict[str, GemmOptions]:
     found, rules = {}, dict(choice.rules)
     for one in choice.own:
         decided = decide_parameter(one.path, one.kind, rules, one.seen) if one.scope == scope else None
-        if decided is not None and decided[0].why is None and training_recipe(decided[1]) is not None:
+        if decided is None or training_recipe(decided[1]) is None:
+            continue
+        if _unless_normalized(choice, decided[0], one.path, decided[1]).why is None:
             found[one.name] = GemmOptions(decided[1], one.seen.groups)
     return found
 

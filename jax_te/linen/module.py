@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -21,7 +22,8 @@ from jax_te.linen.loss_scale import set_ambient_factor
 from jax_te.linen.state_gradients import enter_states, leave_states
 from jax_te.linen.used_again import check_used_once
 from jax_te.linen.variables import STATE, build_abstract, collections_of, with_variables
-from jax_te.quantize import USES
+from jax_te.linen.weight_normalization import changed_by, running_normalizations
+from jax_te.quantize import USES, is_amax_state
 from jax_te.recipe import current_recipe
 from jax_te.typing import Array
 
@@ -152,12 +154,7 @@ class LinenModule(nn.Module):
     @nn.nowrap
     def _keep(self, before: dict[str, Any], after: dict[str, Any]) -> None:
         """Store the variables that a call changed."""
-        wrapper = mapping_wrapper()
-        if wrapper is not None and after.get(STATE):
-            raise QuantizerStateError(
-                f"{self._where()} has state in {STATE!r}, and nn.{wrapper} would normalize it as if it were weights: "
-                f"take the layer out of nn.{wrapper}, or a recipe without state, such as Float8CurrentScaling"
-            )
+        self._check_not_normalized(after.get(STATE, {}))
         for collection, tree in after.items():
             for name, value in tree.items():
                 old = before.get(collection, {}).get(name)
@@ -173,6 +170,23 @@ class LinenModule(nn.Module):
                     self.put_variable(STATE, USES, jnp.ones((), jnp.float32))
 
     @nn.nowrap
+    def _check_not_normalized(self, states: dict[str, Any]) -> None:
+        """Raise QuantizerStateError where a wrapper that runs this module would normalize one of its states."""
+        normalizations = running_normalizations()
+        if not normalizations:
+            return
+        for keys, state in jax.tree_util.tree_leaves_with_path(states):
+            path = [str(key.key) for key in keys]
+            wrapper = changed_by(normalizations, self, path, state.ndim)
+            if wrapper is not None:
+                of_recipe = is_amax_state(_parent(states, path))
+                other = ", or a recipe without state, such as Float8CurrentScaling" if of_recipe else ""
+                raise QuantizerStateError(
+                    f"{self._where()} has the state {'/'.join(path)}, which nn.{wrapper} would normalize as if it were "
+                    f"a weight: take the layer out of nn.{wrapper}{other}"
+                )
+
+    @nn.nowrap
     def _where(self) -> str:
         return "/" if self.scope is None else self.scope.path_text
 
@@ -184,14 +198,6 @@ class LinenModule(nn.Module):
             if entry.name != "parent" and (value is not entry.default and value != entry.default):
                 shown.append(f"{entry.name}={value!r}")
         return f"{type(self).__name__}({', '.join(shown)})"
-
-
-def mapping_wrapper() -> str | None:
-    """Return the class of the running wrapper of Flax that maps all variables of what it wraps, states too, or None."""
-    # Flax has no public name for the modules that run now.
-    running = nn.module._context.module_stack
-    wrappers = (nn.WeightNorm, nn.SpectralNorm)
-    return next((one.__name__ for one in wrappers for module in running if isinstance(module, one)), None)
 
 
 _IN_TRANSFORMS = f'in variable_axes of nn.scan and nn.vmap, such as variable_axes={{"params": 0, "{STATE}": 0}}'
@@ -260,6 +266,13 @@ def _doc(nnx_class: type[nnx.Module], own: str | None) -> str:
         "``apply`` take. For variables, recipes and dropout see `jax_te.linen`."
     )
     return "\n\n".join(part for part in (text, linen, inspect.cleandoc(own or "")) if part)
+
+
+def _parent(tree: Any, path: Sequence[str]) -> Any:
+    """Return the node of nested dicts that holds the leaf at ``path``."""
+    for name in path[:-1]:
+        tree = tree[name]
+    return tree
 
 
 def _recipe_name() -> str:

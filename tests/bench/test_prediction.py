@@ -40,7 +40,7 @@ def test_measured_steps_are_within_a_tenth(model):
 
 
 def test_a_measured_step_of_short_kernels_is_within_a_tenth():
-    """The last of the five drawn models in docs/performance.md, in which kernels take little beside what starts them."""
+    """The last of the five drawn models in docs/performance.md: its kernels take little beside what starts them."""
     config = TransformerConfig(num_layers=16, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=16)
     sizes = Sizes(config=config, vocabulary=50304, batch=2, sequence=2048)
     for recipe, ms in {"none": 20.2, "delayed": 18.6, "current": 19.4}.items():
