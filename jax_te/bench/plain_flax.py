@@ -68,7 +68,9 @@ class PlainForm:
 
 
 def bench_plain_flax(forms: Sequence[PlainForm], sizes: PlainSizes, settings: Settings) -> list[Row]:
-    """Return rows of train steps (AdamW, all arrays in bf16) that were timed in turn, all on one state.
+    """Return rows of train steps that were timed in turn, all on one state.
+
+    Parameters, activations and gradients are bf16; AdamW's moments and the masters that it updates are fp32.
 
     Args:
         forms: forms of the Transformer.

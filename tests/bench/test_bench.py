@@ -11,6 +11,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax_te.bench import Settings, plain_flax, train_steps
 from jax_te.bench import contestants as bench_contestants
 from jax_te.bench.compiling import compile_and_time
+from jax_te.cli.bench import flax as bench_flax
 from jax_te.cli.bench import layer, preset_config
 from jax_te.cli.bench import model as bench_model
 from jax_te.cli.bench import rows as bench_rows
@@ -129,6 +130,43 @@ def test_a_plain_flax_model(capsys, tmp_path):
     assert found[0]["speed_ratio"] == 1.0
     assert all(row["speed_ratio"] == pytest.approx(found[0]["ms"] / row["ms"], rel=0.01) for row in found)
     assert all(row["kinds"]["GEMM"] > 0 for row in found)
+
+
+def forms_of(monkeypatch, *argv):
+    """Return the names of the rows that ``jax-te bench flax`` would measure."""
+    measured = []
+
+    def measure(forms, *_):
+        measured.extend(form.name for form in forms)
+        return [{"name": name, "ms": 1.0} for name in measured]
+
+    monkeypatch.setattr(bench_flax, "bench_plain_flax", measure)
+    assert main(["bench", "flax", *QUICK, *WIDTHS, "--num-layers", "1", *argv]) == 0
+    return measured
+
+
+def test_a_form_of_a_plain_flax_model_that_is_given_twice_is_measured_once(monkeypatch):
+    found = forms_of(monkeypatch, "--recipes", "current", "delayed", "current", "--head", "quantized", "quantized")
+    assert found == ["none", "current, head quantized", "delayed, head quantized"]
+
+
+def test_a_vocabulary_of_a_plain_flax_model_may_have_any_size_if_the_head_is_not_quantized(monkeypatch):
+    assert forms_of(monkeypatch, "--recipes", "mxfp8", "--vocab-size", "250") == ["none", "mxfp8"]
+
+
+@jax.numpy_dtype_promotion("standard")
+def test_the_least_memory_of_a_plain_flax_model_is_that_of_its_arrays(monkeypatch):
+    needed = []
+    monkeypatch.setattr(bench_flax, "check_fits", lambda bytes_, *_: needed.append(bytes_))
+    sizes = plain_flax.PlainSizes(layers=2, hidden=1024, ffn=4096, heads=4, vocabulary=2048, batch=1, sequence=1)
+    bench_flax._check_memory(sizes)
+    model = plain_flax._Model(plain_flax.PlainForm(name="none"), sizes, "xla")
+    arrays = [leaf for leaf in jax.tree.leaves(jax.eval_shape(model.create)) if leaf.size > 1]
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in arrays)
+    gradients = sum(2 * leaf.size for leaf in arrays if leaf.dtype == jnp.bfloat16)  # in their parameters' dtype
+    # What the bound leaves out: biases and norms, of at most 9 h + f = 13 h of 12 h^2 parameters a layer (0.1 %); a
+    # single token's activations are less than that.
+    assert needed == [pytest.approx(held + gradients, rel=2e-3)]
 
 
 @jax.numpy_dtype_promotion("standard")
@@ -424,6 +462,17 @@ def test_recomputations_that_are_none_are_refused(capsys):
         (["layer", "--num-heads", "8", "--fp8-dpa"], "--fp8-dpa is for heads of 128; give --hidden-size 1024"),
         (["attention", "--num-query-groups", "3"], "--num-heads 32 is not divisible by --num-query-groups 3"),
         (["flax", "--num-heads", "3"], "--hidden-size 4096 is not divisible by --num-heads 3"),
+        (
+            ["flax", "--head", "quantized", "--vocab-size", "250"],
+            "--vocab-size 250 is not divisible by 16, as it must be for a head quantized under the recipe current; "
+            "take the next multiple, 256, or leave quantized out of --head",
+        ),
+        (
+            ["flax", "--recipes", "current", "mxfp8", "--hidden-size", "80", "--num-heads", "4"],
+            "--hidden-size 80 is not divisible by 32, as it must be for the recipe mxfp8; take the next multiple, 96, "
+            "or leave mxfp8 out of --recipes",
+        ),
+        (["flax", "--ffn-hidden-size", "100"], "--ffn-hidden-size 100 is not divisible by 16"),
         (["microbatches", "--microbatches", "3"], "--batch-size 32 is not divisible by --microbatches 3"),
     ],
 )

@@ -244,10 +244,11 @@ class BenchFlax:
     """Measure train steps of a Transformer in plain Flax NNX, as it is and after quantize_model.
 
     The model has Flax's layers alone: norms, linear layers with biases, GELU, causal attention by jax.nn (cuDNN's on a
-    GPU), and a head without bias. A step is forward, backward and AdamW, with parameters, gradients and moments in
-    bf16, of random tokens, in a loop with jax_te's value_and_grad and Optimizer. The first row is the model as it is;
-    each other one is after quantize_model, under a recipe. Rows take turns on one state; speed_ratio and memory_ratio
-    are relative to the first that ran. quantized_layers is the number of layers that the recipe quantizes.
+    GPU), and a head without bias. A step is forward, backward and AdamW, of random tokens, in a loop with jax_te's
+    value_and_grad and Optimizer; parameters, activations and gradients are bf16, masters and moments fp32. The first
+    row is the model as it is; each other one is after quantize_model, under a recipe. Rows take turns on one state;
+    speed_ratio and memory_ratio are relative to the first that ran. quantized_layers is the number of layers that the
+    recipe quantizes.
     """
 
     recipes: tuple[str, ...] = _several(
