@@ -29,11 +29,10 @@ from jax_te.ops import (
     expert_placement,
     group_alignment,
     grouped_dense,
-    permute,
     weighted_activation,
 )
 from jax_te.remat import run_recomputed
-from jax_te.sharding import axis_ranks, constrain, leading_axes
+from jax_te.sharding import axis_ranks, leading_axes
 from jax_te.typing import Array, DTypeLike, Initializer, TensorGroup
 
 
@@ -80,9 +79,13 @@ class Experts(TrainingMode):
         return without_adapter(self.linear_fc1), without_adapter(self.linear_fc2)
 
     @property
-    def _first_layer_takes_tokens(self) -> bool:
-        """Whether the first layer's op makes the rows of tokens. An adapter reads rows, and so do probabilities."""
-        return isinstance(self.linear_fc1, GroupedLinear) and not self.apply_probs_on_input
+    def takes_tokens(self) -> bool:
+        """Whether a call may have tokens and the permutation that makes their rows, which the first layer then gathers.
+
+        A subclass of either with a call of its own reads rows, and so do an adapter and probabilities on the input.
+        """
+        own = type(self).__call__ is Experts.__call__ and type(self.linear_fc1).__call__ is GroupedLinear.__call__
+        return own and not self.apply_probs_on_input
 
     def placement(self, shape: tuple[int, ...], sequence_parallel: bool) -> ExpertPlacement | None:
         """Return the placement of the experts on the mesh in use; None if one array has the rows of all experts.
@@ -106,8 +109,8 @@ class Experts(TrainingMode):
         """Apply the experts.
 
         Args:
-            x: ``[rows, h]``, on a mesh the rows of all devices (`jax_te.ops.RowGroups`). With a ``groups.permutation``
-                tokens ``[t, h]``, of which the rows are made.
+            x: ``[rows, h]``, on a mesh the rows of all devices (`jax_te.ops.RowGroups`). With a ``groups.permutation``,
+                which only experts that take tokens are given, tokens ``[t, h]``, of which the rows are made.
             probs: ``[rows]``, 0 in rows of padding.
             groups: rows of each expert. With ``zero_padding`` the rows of padding of ``x`` and of the output's gradient
                 must hold zeros.
@@ -116,9 +119,6 @@ class Experts(TrainingMode):
         Returns:
             ``[rows, h]`` in the dtype of ``x``.
         """
-        if groups.permutation is not None and not self._first_layer_takes_tokens:
-            x = constrain(permute.permute(x, groups.permutation), (None, None))
-            groups = dataclasses.replace(groups, permutation=None)
         if self.apply_probs_on_input:
             x = (x.astype(probs.dtype) * probs[:, None]).astype(x.dtype)
             # The probabilities are applied already; padding rows get no bias.

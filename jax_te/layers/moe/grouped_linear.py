@@ -140,7 +140,8 @@ class GroupedLinear(TensorParallelModule):
         """Apply the layer.
 
         Args:
-            x: ``[rows, k]``; its dtype is the dtype of computation and of the output.
+            x: ``[rows, k]``; its dtype is the dtype of computation and of the output. With a permutation in
+                ``group_sizes`` tokens ``[t, k]``, as `jax_te.ops.grouped_dense` takes them.
             group_sizes: int32 ``[e]`` (or integers), the number of rows of each group, one behind the other. Rows
                 beyond them all are padding. Known sizes that are negative or more than the rows are refused. Or a
                 `jax_te.ops.RowGroups`, whose groups may have padding between them.

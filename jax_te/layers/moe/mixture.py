@@ -124,9 +124,12 @@ class MixtureOfExperts(TrainingMode):
             pad_to_capacity=options.pad_expert_input_to_capacity,
         )
         # Results are whole like operands: backward gathers their gradients.
-        probs = _whole(permute.permute_probs(probs, plan))
-        groups = dataclasses.replace(_of_zeros(plan.groups), permutation=plan._replace(groups=None))
-        rows = _whole(self.experts(tokens, probs, groups, first))
+        probs, groups = _whole(permute.permute_probs(probs, plan)), _of_zeros(plan.groups)
+        if getattr(self.experts, "takes_tokens", False):  # a user's own module need not have it
+            given, groups = tokens, dataclasses.replace(groups, permutation=plan._replace(groups=None))
+        else:
+            given = _whole(permute.permute(tokens, plan))
+        rows = _whole(self.experts(given, probs, groups, first))
         return _sharded_like(x, _whole(permute.unpermute(rows, plan)).reshape(x.shape))
 
     def transport(self, shape: tuple[int, ...]) -> dispatch.Transport | None:
