@@ -135,7 +135,8 @@ def jit_state(step: Callable[[Any, PyTree], tuple[Any, PyTree]]) -> Callable[[An
     """Return ``step(state, batch) -> (state, result)``, compiled, which donates the state and passes its arrays alone.
 
     A state of a class that does not name `FieldsMadeWhenRead` as its base, such as a subclass of `TrainState`, is
-    passed whole. The result's ``lower`` and the other ways to look at its program take a whole state, as does what they compile.
+    passed whole. The result's ``lower`` and the other ways to look at its program take a whole state, as does what they
+    compile.
     """
 
     @functools.partial(jax.jit, donate_argnums=0)
