@@ -104,8 +104,9 @@ def make_train_step(
         `jax_te.layers.expert_metrics` over all layers, as ``experts/dropped_share``, and the tokens of each expert of
         each layer, ``experts/<path of the router>/tokens_per_expert [e]``; those of each layer by itself where its
         options have ``per_layer_logging``; with ``mtp_num_layers`` those of `jax_te.models.multi_token_metrics`.
-        Flax's Variables of the new state are made when they are first read. ``step.lower(state, batch)`` shows the
-        program of a call, which the call compiles for itself, unless JAX caches programs (`keep_compiled_programs`).
+        Flax's Variables of the new state are made when they are first read; those of a subclass of `TrainState` in each
+        call, which takes longer. ``step.lower(state, batch)`` shows the program of a call, which the call compiles for
+        itself, unless JAX caches programs (`keep_compiled_programs`).
 
     Raises:
         ValueError: when called, for a batch whose leaves differ in ``b``, or a ``b`` that does not divide into
