@@ -65,6 +65,7 @@ class TEGroupedLinear(TELayer, GroupedLinear):
     """
 
     takes_padding = False
+    takes_tokens = True
 
     def __init__(
         self,

@@ -17,7 +17,6 @@ from jax_te.layers.layernorm_mlp import check_elementwise
 from jax_te.layers.linear import Linear
 from jax_te.layers.lora import without_adapter
 from jax_te.layers.mode import TrainingMode
-from jax_te.layers.moe.grouped_linear import GroupedLinear
 from jax_te.layers.parameters import parameter
 from jax_te.layers.results import add_bias, output_and_bias
 from jax_te.ops import (
@@ -84,8 +83,8 @@ class Experts(TrainingMode):
 
         A subclass of either with a call of its own reads rows, and so do an adapter and probabilities on the input.
         """
-        own = type(self).__call__ is Experts.__call__ and type(self.linear_fc1).__call__ is GroupedLinear.__call__
-        return own and not self.apply_probs_on_input
+        own = type(self).__call__ is Experts.__call__ and not self.apply_probs_on_input
+        return own and _call_takes_tokens(type(self.linear_fc1))
 
     def placement(self, shape: tuple[int, ...], sequence_parallel: bool) -> ExpertPlacement | None:
         """Return the placement of the experts on the mesh in use; None if one array has the rows of all experts.
@@ -259,3 +258,9 @@ def shared_experts(layer: Any, x: Array, is_first_microbatch: bool | None) -> Ar
         return y
     gate = jax.nn.sigmoid(jnp.matmul(x, layer.gate_kernel.get_value().astype(x.dtype), precision="highest"))
     return y * gate
+
+
+def _call_takes_tokens(kind: type) -> bool:
+    """Return whether the class that defines the ``__call__`` of a class says so: it speaks for its own call alone."""
+    caller = next(base for base in kind.__mro__ if "__call__" in vars(base))
+    return vars(caller).get("takes_tokens", False)

@@ -72,6 +72,9 @@ class GroupedLinear(TensorParallelModule):
     kernels: ClassVar[dict[str, str]] = {"kernel": "quantizers"}
     takes_padding: ClassVar[bool] = True
     """Whether sizes may leave rows to no group. Transformer Engine's layer, which splits the rows, refuses them."""
+    takes_tokens: ClassVar[bool] = True
+    """Whether this class's call may have tokens and a permutation in place of rows; a call of another class says so
+    anew."""
 
     def __init__(
         self,

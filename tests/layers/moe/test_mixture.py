@@ -216,6 +216,55 @@ def test_backward_keeps_no_permuted_rows_in_high_precision():
     assert kept(layer) != []
 
 
+class Ragged(GroupedLinear):
+    """A user's layer, whose call reads rows."""
+
+    def __call__(self, x, group_sizes, is_first_microbatch=None):
+        e, k, *n = self.kernel.shape
+        return jax.lax.ragged_dot(x, self.kernel[...].reshape(e, k, -1), group_sizes.sizes).reshape(-1, *n)
+
+
+class Doubled(Experts):
+    """A user's experts, whose call reads rows."""
+
+    def __call__(self, x, probs, groups, is_first_microbatch=None):
+        assert len(x) == groups.rows
+        return 2 * super().__call__(x, probs, groups, is_first_microbatch)
+
+
+@pytest.mark.parametrize(
+    "router",
+    # As many rows as tokens, so that a wrong one of both would fit; and more.
+    [
+        {"score_function": "sigmoid", "topk": 1, "expert_capacity_factor": 1.0, "pad_expert_input_to_capacity": True},
+        {"topk": 2, "expert_capacity_factor": 2.0, "pad_expert_input_to_capacity": True},
+    ],
+)
+def test_calls_of_a_user_s_classes_read_rows(router):
+    layer = make(router, bias=False)
+    x = draw("x", (4, 16, H))
+    expected = output(layer, x)
+    layer.experts.linear_fc1.__class__ = Ragged
+    assert_close(output(layer, x), expected, TOLERANCE["float32"])
+    layer.experts.__class__ = Doubled
+    assert_close(output(layer, x), 2 * expected, TOLERANCE["float32"])
+
+
+def test_experts_of_a_user_s_own_read_rows():
+    class Own(nnx.Module):
+        alignment = 16
+
+        def placement(self, *_):
+            return None
+
+        def __call__(self, x, probs, groups, first):
+            return x * probs[:, None]
+
+    layer = make(bias=False)
+    layer.experts = Own()
+    assert_close(output(layer, X), X, TOLERANCE["float32"])  # probabilities add up to 1
+
+
 def test_one_program_for_all_loads():
     layer = make()
     call = jax.jit(lambda layer, x, experts: layer(x, experts=experts))
