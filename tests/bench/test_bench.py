@@ -254,8 +254,8 @@ def test_a_models_rows_share_a_state(capsys, states, monkeypatch):
         assert row["compile_s"] > 0.0
         assert "error" not in row
     assert len(states) == 1
-    # Of each contestant: one to warm up, and two rounds of two steps after one that is not timed.
-    assert steps == [2 * (1 + 2 * (1 + 2))]
+    # Of each contestant: a round of two steps to warm up, and two rounds of two steps after one that is not timed.
+    assert steps == [2 * (2 + 2 * (1 + 2))]
     assert states[0].step.is_deleted()
 
 

@@ -339,10 +339,10 @@ def test_rows_and_turns(capsys, stand_in, processes, tmp_path):
     assert expected.items() <= made["config"].items()
     assert "fp8" not in made["config"]
     assert {"groups": [1, 1], "rank": 0} in found
-    # A step before each round does not count.
-    assert len([line for line in found if "step" in line]) == megatron_core.WARM_UP + 1 + 3 * (1 + 2)
+    # A whole round does not count, nor a step before each that does.
+    assert len([line for line in found if "step" in line]) == megatron_core.WARM_UP + 2 + 3 * (1 + 2)
     # Each step quantizes its kernels.
-    assert len([line for line in found if "first" in line]) == megatron_core.WARM_UP + 1 + 3 * (1 + 2)
+    assert len([line for line in found if "first" in line]) == megatron_core.WARM_UP + 2 + 3 * (1 + 2)
 
 
 @pytest.mark.costly("1099511627776-False")
@@ -397,7 +397,7 @@ def test_ranks_on_a_mesh(capsys, stand_in, processes):
     assert all(line["reduction"]["use_distributed_optimizer"] for line in of("reduction"))
     assert all(line["reduction"]["overlap_grad_reduce"] for line in of("reduction"))
     assert all(line["reduction"]["grad_reduce_in_fp32"] for line in of("reduction"))
-    steps = megatron_core.WARM_UP + 1 + 3 * (1 + 2)
+    steps = megatron_core.WARM_UP + 2 + 3 * (1 + 2)
     # Only the last microbatch of a step reduces gradients.
     assert len(of("finalized")) == len(of("unreduced")) == len(of("step")) == 8 * steps
 
