@@ -56,8 +56,8 @@ def prepare_quantization(
             fresh = jax.jit(lambda: unfreeze(model.init(jax.random.key(0), *args, **kwargs)).get(STATE, {}))()
         if not any(map(_is_state, jax.tree.leaves(fresh, is_leaf=_is_state))):
             raise ValueError(
-                f"{type(model).__name__} has no layer that {recipe} could quantize; the layers of jax_te.linen with "
-                "kernels are: Linear, LayerNormLinear, LayerNormMLP and what is built from them"
+                f"{type(model).__name__} has no layer that recipe {recipe.name!r} could quantize; the layers "
+                "of jax_te.linen with kernels are: Linear, LayerNormLinear, LayerNormMLP and what is built from them"
             )
         states = _merged(fresh, states)
     return {**found, STATE: states}

@@ -185,14 +185,15 @@ def check_state(state: GemmState | None, recipe: DelayedScaling) -> None:
     """Raise QuantizerStateError unless there is state for ``recipe``, with histories of its length."""
     if state is None:
         raise QuantizerStateError(
-            f"{recipe} needs quantizer state and this layer has none. Build the model inside "
+            f"recipe {recipe.name!r} needs quantizer state, and this layer has none. Build the model inside "
             "`with autocast(recipe):`, or attach state with prepare_quantization(model, recipe)."
         )
     slots = state["kernel"]["amax_history"].shape[-1]
     if slots != history_slots(recipe):
         raise QuantizerStateError(
-            f"the quantizer state has amax histories of {slots}, and {recipe} needs {history_slots(recipe)}. Call "
-            "under the recipe of the state, or make new state: prepare_quantization(model, recipe), change_recipe"
+            f"the quantizer state has amax histories of {slots}, and recipe {recipe.name!r} needs "
+            f"{history_slots(recipe)}. Call under the recipe of the state, or make new state: "
+            "prepare_quantization(model, recipe), change_recipe"
         )
 
 

@@ -345,7 +345,7 @@ def test_sizes_are_multiples_of_each_quantizers_alignment():
 
 
 def test_state_that_is_missing():
-    with pytest.raises(QuantizerStateError, match=r"DelayedScaling.* needs quantizer state .* prepare_quantization"):
+    with pytest.raises(QuantizerStateError, match=r"recipe .delayed. needs quantizer state.* prepare_quantization"):
         dense(jnp.ones((16, 16)), jnp.ones((16, 16)), recipe=DelayedScaling())
     for kind in NAMED[1:]:
         assert precision_of(kind()).scale(None, "x") is None
