@@ -154,10 +154,17 @@ def amax_rule_of(recipe: DelayedScaling) -> AmaxRule:
 
 @functools.partial(jax.jit, static_argnames=("dtype", "rule"))
 def scale_in_use(state: AmaxState, dtype: DTypeLike, rule: AmaxRule) -> Array:
-    """Return the scale of the next use of ``state``: fp32 ``[]``, or ``[d]`` for parts of the batch."""
+    """Return the scale of the next use of ``state``: fp32 ``[]``, or ``[d]`` for parts of the batch.
+
+    It is nan where an amax that it is computed from is negative, or the last scale is not positive.
+    """
     history = _finite_amaxes(state["amax_history"])
+    # No step makes an amax negative. A loop that gave the state to an optimizer does: its first update takes the next
+    # amaxes, which arrive as gradients, away from the zeros of a fresh history. Its loss is to show it.
+    history = jnp.where(history < 0.0, jnp.nan, history)
     chosen = history[..., 0] if rule.amax_compute_algo == "most_recent" else _largest_magnitude(history, -1)
-    return compute_scale(chosen, dtype, margin=rule.margin, old_scale=state["scale"])
+    scale = compute_scale(chosen, dtype, margin=rule.margin, old_scale=state["scale"])
+    return jnp.where(jnp.isnan(chosen) | (state["scale"] <= 0.0), jnp.nan, scale)
 
 
 # Jitted as `_amax` is: a program has one function for all states of one type.

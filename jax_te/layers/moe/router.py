@@ -203,7 +203,7 @@ class Router(TrainingMode):
         kept = self._kept(chosen, b, s)
         token_mask = None if token_mask is None else token_mask.reshape(b, s)
         found, so_far = self._losses(logits, token_mask) if self.training else ({}, None)
-        probs = self._with_losses(chosen.probs, found)
+        probs = self._with_losses(self._nan_if_trained(chosen.probs), found)
         if self.training:
             probs = self._with_counts(probs, logits, chosen.experts, kept, token_mask, found, so_far)
         values = {name: jax.lax.stop_gradient(loss) for name, loss in found.items()}
@@ -290,6 +290,17 @@ class Router(TrainingMode):
             given = routing.largest(logits.astype(jnp.float32) - bias[None], options.topk)
         bias = self.expert_bias.get_value() if self.expert_bias is not None else None
         return routing.route(logits, options, expert_bias=bias if given is None else None, experts=given)
+
+    def _nan_if_trained(self, probs: Array) -> Array:
+        """Return the probabilities, nan if an optimizer has taken the states for parameters.
+
+        The last step's number of calls shows it, which no update leaves a whole number: the gradient of that state is
+        the number of calls of the step.
+        """
+        if self.expert_bias is None and self.quantile_bias is None and self.counts_so_far is None:
+            return probs  # what is left are metrics, which no call reads
+        calls = self.last_step.get_value()[self.options.num_experts + self.metric_names.index("calls")]
+        return jnp.where((calls >= 0.0) & (calls == jnp.round(calls)), probs, jnp.nan)
 
     def _kept(self, chosen: routing.Assignment, b: int, s: int) -> Array | None:
         """Return which experts have room for each token ``[t, k]``; None: all."""

@@ -1,0 +1,120 @@
+"""Loops that hand an optimizer all Variables, states among them: the next loss is nan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+from jax_te.config import RouterOptions
+from jax_te.layers import Router, quantize_model
+from jax_te.recipe import DelayedScaling, autocast
+from jax_te.training import Optimizer, value_and_grad
+
+X = jax.random.normal(jax.random.key(0), (4, 16, 32))
+OPTIMIZERS = [optax.sgd(0.1), optax.adam(1e-3), optax.adamw(1e-3, weight_decay=0.1)]
+
+
+@pytest.fixture(autouse=True)
+def as_users_run_optax():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+class TwoLayers(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Linear(32, 64, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(64, 32, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.gelu(self.up(x)))
+
+
+def loss_fn(model: Any) -> jax.Array:
+    return jnp.mean((model(X) - 1.0) ** 2)
+
+
+def quantized() -> nnx.Module:
+    model = TwoLayers(nnx.Rngs(0))
+    quantize_model(model, X, rules={"*": "ambient"})
+    return model
+
+
+def losses_of_all_variables(model: nnx.Module, loss: Callable[[Any], jax.Array], tx: Any, steps: int) -> list[float]:
+    """Return the losses of a functional loop that trains all that ``nnx.split`` gives."""
+    graphdef, state = nnx.split(model)
+
+    @jax.jit
+    def step(state, moments):
+        value, gradients = jax.value_and_grad(lambda state: loss(nnx.merge(graphdef, state)))(state)
+        updates, moments = tx.update(gradients, moments, state)
+        return optax.apply_updates(state, updates), moments, value
+
+    moments, losses = tx.init(state), []
+    for _ in range(steps):
+        state, moments, value = step(state, moments)
+        losses.append(float(value))
+    return losses
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("tx", OPTIMIZERS, ids=["sgd", "adam", "adamw"])
+def test_scales_and_amaxes_that_were_trained_make_the_loss_nan(tx, algorithm):
+    with autocast(DelayedScaling(amax_history_len=4, amax_compute_algo=algorithm)):
+        first, *others = losses_of_all_variables(quantized(), loss_fn, tx, 3)
+    assert jnp.isfinite(first)
+    assert all(map(jnp.isnan, others))
+
+
+def test_so_do_those_of_a_run_that_went_right_before():
+    """Amaxes of gradients are smaller than an update by Adam."""
+    with autocast(DelayedScaling(amax_history_len=4)):
+        model = quantized()
+        optimizer = Optimizer(model, optax.adam(1e-3))
+        for _ in range(5):
+            loss, gradients = value_and_grad(loss_fn)(model)
+            optimizer.update(model, gradients)
+        assert jnp.isfinite(loss)
+        assert jnp.isnan(losses_of_all_variables(model, loss_fn, optax.adam(1e-2), 3)[-1])
+
+
+def test_an_optimizer_of_flax_for_all_variables():
+    with autocast(DelayedScaling(amax_history_len=4)):
+        model = quantized()
+        optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Variable)
+        for _ in range(2):
+            loss, gradients = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, nnx.Variable))(model)
+            optimizer.update(model, gradients)
+    assert jnp.isnan(loss)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"score_function": "sigmoid", "enable_expert_bias": True},
+        {"load_balancing_type": "quantile_balancing"},
+        {"load_balancing_type": "global_aux_loss", "aux_loss_coeff": 0.1},
+    ],
+    ids=["expert bias", "quantiles", "counts"],
+)
+@pytest.mark.parametrize("tx", OPTIMIZERS, ids=["sgd", "adam", "adamw"])
+def test_counts_that_were_trained_make_the_loss_nan(options, tx):
+    router = Router(32, RouterOptions(num_experts=4, topk=2, **options), rngs=nnx.Rngs(0))
+
+    def loss(router: Router) -> jax.Array:
+        return jnp.mean(router(X).probs ** 2)
+
+    first, *others = losses_of_all_variables(router, loss, tx, 3)
+    assert jnp.isfinite(first)
+    assert all(map(jnp.isnan, others))
+    # The loop that is right goes on.
+    optimizer = Optimizer(router, tx)
+    for _ in range(3):
+        value, gradients = value_and_grad(loss)(router)
+        optimizer.update(router, gradients)
+    assert jnp.isfinite(value)
