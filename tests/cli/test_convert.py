@@ -14,7 +14,7 @@ from jax_te.cli.main import main
 from jax_te.config import TransformerConfig
 from jax_te.interop.huggingface import load_huggingface, save_huggingface, save_peft
 from jax_te.interop.megatron import load_megatron, read_megatron
-from jax_te.interop.torch import write_torch_file
+from jax_te.interop.torch import read_torch_file, write_torch_file
 from jax_te.layers import LoRA
 from jax_te.models import GPTModel
 from tests.support.distributed_folder import write_distributed
@@ -94,6 +94,16 @@ def test_megatrons_default_format(llama, tmp_path):
     assert main(["convert", str(folder), str(target), "--megatron-format", "torch_dist"]) == 0
     assert list(target.glob("**/.metadata"))  # of torch.distributed
     assert_same(parameters(load_megatron(target)), expected)
+
+
+def test_ranks_of_two_checkpoints_are_not_converted(llama, tmp_path, capsys):
+    assert main(["convert", str(llama[0]), str(tmp_path / "ranks"), "--tensor-parallel", "2"]) == 0
+    second = tmp_path / "ranks" / "release" / "mp_rank_01" / "model_optim_rng.pt"
+    write_torch_file(second, read_torch_file(second) | {"iteration": 500})
+    capsys.readouterr()
+    status = main(["convert", str(tmp_path / "ranks"), str(tmp_path / "new")])
+    assert_refused(status, capsys.readouterr().err, "two checkpoints: iteration is 0 in", "and 500 in", "mp_rank_01")
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.costly
