@@ -15,7 +15,7 @@ from jax_te._validation.checks import (
     dtype_name,
     float_dtype,
 )
-from jax_te._validation.extras import require_extra, without_module
+from jax_te._validation.extras import install_command, require_extra, without_module
 from jax_te._validation.files import brief, read_text
 from jax_te._validation.kinds import is_integer, kinds_of, literal_names
 from jax_te._validation.log import log_hints, log_once

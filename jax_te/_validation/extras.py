@@ -27,7 +27,7 @@ def require_extra(name: str, extra: str = "train") -> ModuleType:
     >>> require_extra("json").__name__
     'json'
     """
-    package, install = name.split(".")[0], f'pip install "jax-te[{extra}]"'
+    package, install = name.split(".")[0], install_command(extra)
     optional = _OPTIONAL.get(package)
     try:
         with contextlib.nullcontext() if optional is None else without_module(optional):
@@ -47,6 +47,15 @@ def require_extra(name: str, extra: str = "train") -> ModuleType:
         ) from error
     except ImportError as error:
         raise _broken(package, extra, error) from error
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs the package with an extra, and where to run it: it is on no index.
+
+    >>> install_command("train")
+    'pip install -e ".[train]" in a checkout of jax_te'
+    """
+    return f'pip install -e ".[{extra}]" in a checkout of jax_te'
 
 
 @contextlib.contextmanager

@@ -223,7 +223,8 @@ def _architecture(config: RunConfig | None) -> str | None:
 def _beside_run(run: Path, config: RunConfig) -> Iterator[Path]:
     """Yield a folder with the ``config.json`` of ``--init-from``, for its tokens, and the run's tokenizer.
 
-    With that folder's other files of its tokenizer and of generation, as long as it is where it was.
+    With that folder's other files of its tokenizer and of generation, as long as it is where it was. The tokenizer of a
+    run on bytes is one of them.
     """
     # Another tokenizer has other token IDs.
     known = config.init_from is not None and _has_its_tokenizer(config, Path(config.init_from))
@@ -232,9 +233,25 @@ def _beside_run(run: Path, config: RunConfig) -> Iterator[Path]:
         if known and config.init_from is not None:
             for path in companions(Path(config.init_from)):
                 shutil.copyfile(path, Path(name) / path.name)
-        if (run / TOKENIZER_FILE).is_file():
+        # The folder of a run on bytes may have a tokenizer of a start before it, which saved nothing.
+        if config.tokenizer_sha256 is None:
+            (Path(name) / TOKENIZER_FILE).write_text(_tokenizer_of_bytes(), encoding="utf-8")
+        elif (run / TOKENIZER_FILE).is_file():
             shutil.copyfile(run / TOKENIZER_FILE, Path(name) / TOKENIZER_FILE)
         yield Path(name)
+
+
+def _tokenizer_of_bytes() -> str:
+    """Return a ``tokenizer.json`` whose tokens are the bytes of UTF-8: a byte-level BPE without merges."""
+    # The characters that stand for bytes in such a file: those that can be seen for themselves, the rest from 256 on.
+    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    characters = [chr(byte) if byte in seen else "" for byte in range(256)]
+    for number, byte in enumerate(byte for byte in range(256) if byte not in seen):
+        characters[byte] = chr(256 + number)
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    vocabulary = {character: byte for byte, character in enumerate(characters)}
+    model = {"type": "BPE", "vocab": vocabulary, "merges": []}
+    return json.dumps({"version": "1.0", "added_tokens": [], "pre_tokenizer": level, "decoder": level, "model": model})
 
 
 def _has_its_tokenizer(config: RunConfig, folder: Path) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 
 from jax_te import __version__
 from jax_te._device import default_device, default_platform
+from jax_te._validation import install_command
 from jax_te.cli.command_options import A_GPU, DoctorOptions
 from jax_te.cli.option_table import check_effects
 from jax_te.cli.predict import show_prediction
@@ -68,9 +69,9 @@ def versions() -> dict[str, str]:
     """Return a dict from package to version, or to the command that installs it."""
     rows = {"jax-te": __version__}
     for package in _NEEDED:
-        rows[package] = _version(package) or "missing; pip install jax-te"
+        rows[package] = _version(package) or "missing; pip install -e . in a checkout of jax_te"
     for package in _EXTRA:
-        rows[package] = _version(package) or 'not installed; jax-te train needs it: pip install "jax-te[train]"'
+        rows[package] = _version(package) or f"not installed; jax-te train needs it: {install_command('train')}"
     rows["transformer_engine"] = _version("transformer_engine") or "not installed; see docs/install.md"
     # The wheels of these carry the CUDA version in their names; the newest that is installed is the one in use.
     for package in ("cudnn", "cublas", "nccl"):

@@ -141,7 +141,7 @@ def test_an_output_that_holds_a_model(tmp_path, capsys, name, held, begun):
 
 def test_a_missing_package(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "grain", None)
-    assert_refused(*refuse(capsys, tmp_path / "run"), "grain", 'pip install "jax-te[train]"')
+    assert_refused(*refuse(capsys, tmp_path / "run"), "grain", 'pip install -e ".[train]" in a checkout')
 
 
 @pytest.fixture

@@ -12,9 +12,10 @@ from flax import nnx
 
 from jax_te.cli.main import main
 from jax_te.config import TransformerConfig
+from jax_te.data import Tokenizer
 from jax_te.interop.huggingface import load_huggingface, save_huggingface, save_peft
 from jax_te.interop.megatron import load_megatron, read_megatron
-from jax_te.interop.torch import write_torch_file
+from jax_te.interop.torch import read_torch_file, write_torch_file
 from jax_te.layers import LoRA
 from jax_te.models import GPTModel
 from tests.support.distributed_folder import write_distributed
@@ -96,6 +97,16 @@ def test_megatrons_default_format(llama, tmp_path):
     assert_same(parameters(load_megatron(target)), expected)
 
 
+def test_ranks_of_two_checkpoints_are_not_converted(llama, tmp_path, capsys):
+    assert main(["convert", str(llama[0]), str(tmp_path / "ranks"), "--tensor-parallel", "2"]) == 0
+    second = tmp_path / "ranks" / "release" / "mp_rank_01" / "model_optim_rng.pt"
+    write_torch_file(second, read_torch_file(second) | {"iteration": 500})
+    capsys.readouterr()
+    status = main(["convert", str(tmp_path / "ranks"), str(tmp_path / "new")])
+    assert_refused(status, capsys.readouterr().err, "two checkpoints: iteration is 0 in", "and 500 in", "mp_rank_01")
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.costly
 def test_a_dense_model_becomes_one_with_experts(llama, tmp_path):
     folder, _ = llama
@@ -125,6 +136,26 @@ def test_a_run_is_converted(trained, tmp_path):
     )
     one, two = read_megatron(tmp_path / "a.pt"), load_huggingface(tmp_path / "hf")
     np.testing.assert_array_equal(one.tensors["embedding.word_embeddings.weight"], two.embedding.embedding[...])
+
+
+def test_a_run_on_bytes_takes_them_along_as_a_tokenizer(trained, tmp_path, capsys):
+    """The folder is evaluated without an option, with the loss of the run."""
+    text = tmp_path / "test.txt"
+    text.write_bytes("Grüße, 世界!\x00\r\n\t<s> </s>  two  \n".encode() * 40 + bytes(range(128)))
+    folder = tmp_path / "hf"
+    assert main(["convert", str(trained), str(folder)]) == 0
+    found = Tokenizer(folder)
+    assert (found.vocab_size, found.end_of_text, found.special) == (256, None, ())
+    np.testing.assert_array_equal(found.encode(text.read_text(newline="")), np.frombuffer(text.read_bytes(), np.uint8))
+    assert found.decode(found.encode("Grüße\r\n")) == "Grüße\r\n"
+    losses = []
+    for source in (["--output", str(trained)], ["--init-from", str(folder), "--seq-len", "32"]):
+        capsys.readouterr()
+        assert main(["eval", *source, "--data", str(text), "--json"]) == 0
+        losses.append(json.loads(capsys.readouterr().out))
+    ours, theirs = losses
+    assert (theirs["seq_len"], theirs["tokens"]) == (ours["seq_len"], ours["tokens"])
+    np.testing.assert_allclose(theirs["loss"], ours["loss"], rtol=1e-5)
 
 
 def dtypes_in(capsys, path):

@@ -223,7 +223,7 @@ def test_too_short_for_a_window():
 
 def test_missing_grain_is_explained(monkeypatch):
     monkeypatch.setitem(sys.modules, "grain", None)
-    with pytest.raises(ImportError, match=r'pip install "jax-te\[train\]"'):
+    with pytest.raises(ImportError, match=r'pip install -e "\.\[train\]" in a checkout'):
         TrainBatches(random_text(100), batch_size=1, seq_len=8, seed=0)
 
 

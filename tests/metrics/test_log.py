@@ -176,7 +176,7 @@ def test_values_that_are_no_numbers_are_not_drawn(tmp_path):
 
 def test_a_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "tensorboardX", None)
-    with pytest.raises(ModuleNotFoundError, match=r'tensorboardX.*pip install "jax-te\[train\]"'):
+    with pytest.raises(ModuleNotFoundError, match=r'tensorboardX.*pip install -e "\.\[train\]" in a checkout'):
         require_extra("tensorboardX")
 
 
@@ -186,7 +186,8 @@ def test_a_missing_package_names_the_extra(monkeypatch):
         (
             "import portpicker_that_is_missing.ports",
             r"^the package grainy of the extra 'train' needs the module portpicker_that_is_missing, which is missing; "
-            r'install it with: pip install "jax-te\[train\]"; or.*pip install portpicker_that_is_missing$',
+            r'install it with: pip install -e "\.\[train\]" in a checkout of jax_te; or.*'
+            r"pip install portpicker_that_is_missing$",
         ),
         ("import grainy.gone", r"grainy of the extra 'train' cannot be imported \(No module named 'grainy.gone'\)"),
         (

@@ -139,8 +139,8 @@ def activation_name(activation: Any, *, gated: bool) -> str | None:
     return next((name for name, ours in ACTIVATIONS.items() if ours[gated] == activation), None)
 
 
-def rotary_fields(rotary: Any) -> dict[str, Any]:
-    """Return `RotaryPositions` as fields that every version of transformers reads.
+def rotary_fields(rotary: RotaryPositions | str) -> dict[str, Any]:
+    """Return `RotaryPositions`, of a model that has them, as fields that every version of transformers reads.
 
     The part of a head that is rotated is not written: few architectures follow it, each in a field of its own.
 

@@ -30,6 +30,10 @@ _OTHER_WEIGHTS = re.compile(r"pytorch_model(-\d{5}-of-\d{5})?\.bin(\.index\.json
 """Files of tensors that transformers loads, too, and that no save here replaces."""
 _SHARD = re.compile(r"[\w.-]{1,200}\.safetensors")
 """Names, not paths: files that an index names are read, and must be in its folder."""
+_WHERE_FROM = (
+    "give a folder that transformers wrote with save_pretrained, or one of the hub that `hf download NAME --local-dir "
+    "FOLDER` wrote; nothing is downloaded here"
+)
 
 
 def json_file(path: Path) -> dict[str, Any]:
@@ -39,7 +43,7 @@ def json_file(path: Path) -> dict[str, Any]:
         ValueError: if there is none.
     """
     if not path.is_file():
-        raise ValueError(f"{path} is not there; a folder that transformers wrote with save_pretrained has it")
+        raise ValueError(f"{path} is not there; {_WHERE_FROM}")
     if path.stat().st_size > MAX_JSON:
         raise ValueError(f"{path} has {path.stat().st_size} bytes; at most {MAX_JSON} are read")
     return read_json(path.read_bytes(), path)
@@ -168,9 +172,7 @@ def open_tensors(folder: Path) -> tuple[dict[str, np.ndarray], list[TensorFile]]
         file = TensorFile(single)
         return file.tensors, [file]
     if not (folder / INDEX).exists():
-        raise ValueError(
-            f"{folder} has neither {SINGLE} nor {INDEX}; let transformers write them with save_pretrained(folder)"
-        )
+        raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}; {_WHERE_FROM}")
     index: Any = json_file(folder / INDEX).get("weight_map")
     if not isinstance(index, dict) or not index:
         raise ValueError(f"{folder / INDEX} has no weight_map")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from jax_te.interop.tables import Architecture, Entry, Pattern, Sizes
+from jax_te.interop.tables import Architecture, Entry, Form, Pattern, Sizes
 
 
 class Matrices(NamedTuple):
@@ -75,7 +75,7 @@ class AdaptableKernel:
         }
 
 
-def adaptable_kernels(architecture: Architecture, form: Any) -> list[AdaptableKernel]:
+def adaptable_kernels(architecture: Architecture, form: Form) -> list[AdaptableKernel]:
     """Return the kernels that adapters may be for, those of one layer in a row."""
     kernels = []
     for path, pieces in architecture.table(form).items():

@@ -178,7 +178,7 @@ class _AdapterPlan:
     rank: int
     scale: float
 
-    def adapter(self, model: Any, matrices: Mapping[str, Matrices], sizes: Sizes) -> LoRA:
+    def adapter(self, model: nnx.Module, matrices: Mapping[str, Matrices], sizes: Sizes) -> LoRA:
         """Return the adapter around the layer, which it freezes."""
         base = _at(model, self.owner)
         own = [pair for kernel in self.kernels for pair in _pairs_of(kernel, matrices)]
@@ -246,7 +246,7 @@ def _read(kernel: AdaptableKernel, matrices: Mapping[str, Matrices], sizes: Size
     return a, entry.read({module: pair.b for module, pair in pairs.items()}, sizes, whole, given.b.dtype)
 
 
-def _set(variable: Any, array: np.ndarray) -> None:
+def _set(variable: nnx.Variable[Any], array: np.ndarray) -> None:
     """Give a parameter new values, with its sharding."""
     if jax.sharding.get_mesh().empty:
         variable.set_value(jnp.asarray(array))

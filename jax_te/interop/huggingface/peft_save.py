@@ -127,7 +127,7 @@ def _write(
         new.replaces([folder / ADAPTER_CONFIG])
 
 
-def _adapters(model: Any) -> list[tuple[str, LoRA]]:
+def _adapters(model: nnx.Module) -> list[tuple[str, LoRA]]:
     """Return the adapters of a model with their paths."""
     adapters = [
         ("/".join(map(str, path)), module) for path, module in nnx.iter_modules(model) if isinstance(module, LoRA)

@@ -1,9 +1,14 @@
-"""Names of Megatron-LM's arguments."""
+"""Megatron-LM's arguments: their names, and whether all files of a checkpoint agree on them."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable
+import re
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jax_te.errors import SHOWN, CheckpointMismatchError
 
 _ARGUMENTS = frozenset(
     """
@@ -216,3 +221,65 @@ def check_names(given: Iterable[str], known: Collection[str]) -> None:
     raise ValueError(
         f"args has names that are no arguments of Megatron-LM: {'; '.join(parts)}. Correct them, or leave them out"
     )
+
+
+_OF_A_PROCESS = re.compile(
+    # Numbers of the process, and what Megatron-LM computes on those ranks alone that read data.
+    r"rank|local_rank|eval_iters"
+    # Places of files, which each node may have elsewhere, and ports; one of these files describes the model's layers.
+    r"|save|load|tokenizer_model|(?!heterogeneous_layers_).*_(dir|path|file|load|save|port)"
+    # Logs and profiles, which one node may write for all.
+    r"|log_.*|logging_level|.*profile.*|(wandb|tensorboard|one_logger)_.*"
+)
+"""Arguments that may differ between the ranks of one checkpoint."""
+
+
+def check_one_checkpoint(
+    files: Mapping[str, tuple[Mapping[str, Any], int | None]], corrected: Collection[str], path: Path
+) -> None:
+    """Raise an error for files that are of different checkpoints: of another iteration, or with other arguments.
+
+    Args:
+        files: arguments and iteration of each file, by a name for messages.
+        corrected: names of arguments that the caller gives, whatever the files say.
+        path: path of the checkpoint.
+
+    Raises:
+        CheckpointMismatchError: for the first file that differs from the first one; it names both, and what differs.
+
+    >>> check_one_checkpoint({"a": ({"swiglu": True, "rank": 0}, 5), "b": ({"swiglu": True, "rank": 1}, 5)}, (), Path())
+    """
+    names = sorted(name for name in _ARGUMENTS.difference(corrected) if not _OF_A_PROCESS.fullmatch(name))
+    first: tuple[str, dict[str, str]] | None = None
+    for file, (args, iteration) in files.items():
+        facts = {"iteration": _shown(iteration)} | {f"the argument {name}": _said(args, name) for name in names}
+        if first is None:
+            first = file, facts
+        elif facts != first[1]:
+            _refuse(path, first, (file, facts))
+
+
+def _refuse(path: Path, first: tuple[str, Mapping[str, str]], second: tuple[str, Mapping[str, str]]) -> None:
+    (one, ours), (other, theirs) = first, second
+    differing = [name for name in ours if ours[name] != theirs[name]]
+    lines = [f"{name} is {ours[name][:80]} in {one} and {theirs[name][:80]} in {other}" for name in differing[:SHOWN]]
+    lines += [f"and {len(differing) - SHOWN} more"] if len(differing) > SHOWN else []
+    remedy = "Give the files of each a folder of their own"
+    if "iteration" not in differing:
+        remedy += (
+            "; if they are of one checkpoint all the same, give the values that are right in load_megatron(args=...), "
+            "--megatron-args on the command line"
+        )
+    raise CheckpointMismatchError(f"{path} holds files of two checkpoints: {'; '.join(lines)}. {remedy}")
+
+
+def _said(args: Mapping[str, Any], name: str) -> str:
+    """Return what the arguments of a file say of one, as text: a file's NaN equals another's."""
+    return _shown(args[name]) if name in args else "absent"
+
+
+def _shown(value: Any) -> str:
+    parts = value if isinstance(value, list | tuple) else [value]
+    # Other objects in a list are only placeholders, and nested ones would be followed to any depth.
+    plain = all(isinstance(part, str | int | float | None) for part in parts)
+    return repr(value) if plain else f"a {type(value).__name__} of {len(parts)}"

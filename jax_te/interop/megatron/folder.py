@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jax_te._validation import brief, checked
 from jax_te.errors import CheckpointMismatchError
-from jax_te.interop.megatron.arguments import check_names
+from jax_te.interop.megatron.arguments import check_names, check_one_checkpoint
 from jax_te.interop.megatron.expert_states import States, StoredState, states_of_all, states_of_rank
 from jax_te.interop.megatron.experts import experts_of_rank, grouped, joined_experts, sequential_names, tensor_bits
 from jax_te.interop.torch import METADATA, Mapped, Record, StoredTensor, Tensor, join_tensors, read_torch_distributed
@@ -88,8 +88,9 @@ def read_megatron(
     Raises:
         ValueError: for a folder of another form, missing ranks, tensors that do not fit each other, and unknown formats
             and names.
-        CheckpointMismatchError: for expert ranks that differ in other tensors than experts, such as the routers' bias,
-            or in number; for missing experts, and those that are there twice.
+        CheckpointMismatchError: for files of several checkpoints, that is, of several iterations or with different
+            arguments; for other numbers of ranks than these say; for expert ranks that differ in other tensors
+            than experts, such as the routers' bias; for missing experts, and those that are there twice.
 
     Source: ``load_checkpoint`` of Megatron-LM; ``megatron.core.dist_checkpointing``.
 
@@ -201,9 +202,11 @@ def _ranks(path: Path, gated: bool | None, corrected: Mapping[str, Any]) -> Mega
     named = _rank_files(path)
     files = {numbers: Mapped(file) for numbers, file in named.items()}
     loaded = {numbers: file.load() for numbers, file in files.items()}
-    args, iteration = _arguments_and_iteration(next(iter(loaded.values()), {}), path)
+    facts = {str(named[numbers]): _arguments_and_iteration(state, named[numbers]) for numbers, state in loaded.items()}
+    args, iteration = next(iter(facts.values()), ({}, None))
     # Before they decide anything: a misspelt name would have ranks taken for others, and the error be about these.
     check_names(corrected, args)
+    check_one_checkpoint(facts, corrected, path)
     described = args | dict(corrected)
     states = _states_of_ranks(loaded, described, path)
     counts = _Counts(*(1 + max((rank[axis] for rank in states), default=-1) for axis in range(3)))
@@ -213,7 +216,7 @@ def _ranks(path: Path, gated: bool | None, corrected: Mapping[str, Any]) -> Mega
             f"must be mp_rank_XX[_YYY][_ZZZ]/{RANK_FILE} for all tensor, pipeline and expert ranks, or {METADATA} of "
             "the format torch_dist; zarr is not read"
         )
-    _check_expert_ranks(counts, described, path)
+    _check_counts(counts, args, corrected, path)
     if gated is None and (args or any(flag in described for flag in _GATED)):
         gated = any(described.get(flag) for flag in _GATED)
     tensors, of_experts = _joined_stages(_checked_chunks(states, path), counts, gated, path)
@@ -232,26 +235,30 @@ Chunks = dict[tuple[int, int, int], list[Any]]
 """State dicts of the parts of the model that a rank has, by tensor, pipeline and expert rank."""
 
 
-def _check_expert_ranks(counts: _Counts, described: Mapping[str, Any], path: Path) -> None:
-    """Raise an error for expert ranks whose files are not all there, or which tensor ranks of their own split.
+def _check_counts(counts: _Counts, args: dict[str, Any], corrected: Mapping[str, Any], path: Path) -> None:
+    """Raise an error for ranks whose files are not all there or too many, and experts with tensor ranks of their own.
 
     Args:
         counts: numbers of ranks of which there are files.
-        described: arguments in the files, corrected and completed by the caller's.
+        args: arguments in the files.
+        corrected: the caller's, which correct and complete them.
         path: path of the checkpoint.
     """
-    own_tensor_ranks = described.get("expert_tensor_parallel_size")
+    own_tensor_ranks = (args | dict(corrected)).get("expert_tensor_parallel_size")
     if counts.expert > 1 and own_tensor_ranks not in (None, counts.tensor):
         raise ValueError(
             f"{path} has experts of {own_tensor_ranks} tensor ranks beside {counts.tensor} of other layers; save it as "
             "torch_dist, which has no ranks"
         )
-    stated = described.get("expert_model_parallel_size")
-    if isinstance(stated, int) and stated > 1 and stated != counts.expert:
-        raise CheckpointMismatchError(
-            f"{path} has {counts.expert} expert ranks, and its arguments say expert_model_parallel_size {stated}: "
-            "files of experts are missing, or of another run"
-        )
+    for kind, count in counts._asdict().items():
+        name = f"{kind}_model_parallel_size"
+        stated = args.get(name)
+        # The caller's may be those of a run whose ranks were merged since.
+        if name not in corrected and type(stated) is int and stated != count:
+            raise CheckpointMismatchError(
+                f"{path} has {count} {kind} ranks, and its arguments say {name} {stated}: files of ranks are missing, "
+                "or of another checkpoint"
+            )
 
 
 def _checked_chunks(states: Mapping[tuple[int, int, int], Any], path: Path) -> Chunks:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from jax_te.config import TransformerConfig
 from jax_te.interop.megatron.experts import expert_rows
-from jax_te.interop.tables import TIED, Table, layer_rows, rows_of_layer
+from jax_te.interop.tables import TIED, Form, Table, layer_rows, rows_of_layer
 
 _MLP, _ATTENTION = "layers/{i}/layernorm_mlp", "layers/{i}/self_attention"
 _QKV, _PROJ = "decoder.layers.{i}.self_attention.linear_qkv.", "decoder.layers.{i}.self_attention.linear_proj."
@@ -31,7 +29,7 @@ _NORM_BIASES: Table = {
 }
 
 
-def megatron_table(form: Any) -> Table:
+def megatron_table(form: Form) -> Table:
     """Return Megatron-Core's tensors of a model of this form."""
     config, layer = form.config, dict(_LAYER)
     # RMSNorm has no biases.

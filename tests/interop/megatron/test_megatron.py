@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import re
 import shutil
 
 import jax
@@ -149,6 +150,90 @@ def test_folders_of_two_checkpoints_are_refused(tmp_path):
         read_megatron(tmp_path / "dist")
     with pytest.raises(ValueError, match="two checkpoints: mp_rank_00 and mp_rank_00_000 are of the same"):
         read_megatron(tmp_path / "ranks")
+
+
+def changed_rank(folder, rank, **change):
+    """Changes what the file of a rank says beside its tensors."""
+    path = folder / "release" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"
+    state = read_torch_file(path)
+    args = state["jax_te_args"] | change.pop("args", {})
+    write_torch_file(path, state | {"jax_te_args": args} | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "differs"),
+    [
+        ({"iteration": 500}, "iteration is 0 in {0} and 500 in {1}"),
+        ({"args": {"norm_epsilon": 1e-3}}, "the argument norm_epsilon is 1e-05 in {0} and 0.001 in {1}"),
+        ({"args": {"rotary_base": 1e4}}, "the argument rotary_base is 500000.0 in {0} and 10000.0 in {1}"),
+        ({"args": {"seed": 7}}, "the argument seed is absent in {0} and 7 in {1}"),
+        ({"jax_te_args": None}, "and [0-9]+ more"),
+    ],
+)
+def test_tensor_ranks_of_two_checkpoints_are_refused(change, differs, tmp_path):
+    """Whose tensors fit each other."""
+    save_megatron(build("llama", num_layers=1), tmp_path, tensor_parallel=2)
+    changed_rank(tmp_path, 1, **change)
+    files = [re.escape(str(tmp_path / "release" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt")) for rank in (0, 1)]
+    for read in (read_megatron, load_megatron):
+        with pytest.raises(CheckpointMismatchError, match="files of two checkpoints: .*" + differs.format(*files)):
+            read(tmp_path)
+
+
+def test_ranks_of_one_checkpoint_have_numbers_paths_and_logs_of_their_own(tmp_path):
+    model = build("llama", num_layers=1)
+    save_megatron(model, tmp_path, tensor_parallel=2)
+    for rank in range(2):
+        own = {"rank": rank, "local_rank": rank % 8, "eval_iters": [rank or None], "wandb_project": "ab"[rank]}
+        changed_rank(tmp_path, rank, args=own | {"data_cache_path": f"/node{rank}", "adam_eps": float("nan")})
+    assert_same(load_megatron(tmp_path), model)
+
+
+def test_an_argument_that_is_given_need_not_be_that_of_all_files(tmp_path):
+    save_megatron(build("llama", num_layers=1), tmp_path, tensor_parallel=2)
+    changed_rank(tmp_path, 1, args={"rotary_base": 1e4})
+    assert load_megatron(tmp_path, args={"rotary_base": 2e4}).rotary.base == 2e4
+
+
+def test_every_file_of_a_checkpoint_has_a_version_that_is_read(tmp_path):
+    """In older ones queries, keys and values have another order."""
+    save_megatron(build("llama", num_layers=1), tmp_path, tensor_parallel=2)
+    changed_rank(tmp_path, 1, checkpoint_version=1.0)
+    with pytest.raises(ValueError, match=r"mp_rank_01.* has version 1.0, in which"):
+        read_megatron(tmp_path)
+
+
+def test_stages_of_two_checkpoints_are_refused(tmp_path):
+    stages = [{"decoder.layers.0.norm": np.full(2, stage)} for stage in range(2)]
+    write_stages(tmp_path, *stages)
+    for stage, iteration in enumerate((1000, 2000)):
+        path = tmp_path / f"mp_rank_00_{stage:03d}" / "model_optim_rng.pt"
+        write_torch_file(path, read_torch_file(path) | {"iteration": iteration})
+    with pytest.raises(CheckpointMismatchError, match=r"iteration is 1000 in .*_000/.* and 2000 in .*_001/"):
+        read_megatron(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "pipeline", "expert"])
+@pytest.mark.parametrize("stated", [1, 3])
+def test_ranks_are_as_many_as_the_arguments_say(kind, stated, tmp_path):
+    """The last ones may be missing, or left there by a save of more ranks."""
+    name = f"{kind}_model_parallel_size"
+    args = {"swiglu": False, "expert_model_parallel_size": 2 if kind == "expert" else 1, name: stated}
+    for rank in range(2):
+        number = {"tensor": f"{rank:02d}", "pipeline": f"00_{rank:03d}", "expert": f"00_000_{rank:03d}"}[kind]
+        path = tmp_path / f"mp_rank_{number}" / "model_optim_rng.pt"
+        path.parent.mkdir()
+        write_torch_file(path, {"model": {"decoder.layers.0.layernorm.weight": np.ones(2)}, "jax_te_args": args})
+    with pytest.raises(CheckpointMismatchError, match=f"2 {kind} ranks, and its arguments say {name} {stated}"):
+        read_megatron(tmp_path)
+
+
+def test_given_arguments_may_be_those_of_ranks_that_were_merged(tmp_path):
+    model = build("llama", num_layers=1)
+    save_megatron(model, tmp_path, tensor_parallel=2)
+    found = read_megatron(tmp_path)
+    write_torch_file(tmp_path / "alone.pt", {name: np.asarray(each) for name, each in found.tensors.items()})
+    assert_same(load_megatron(tmp_path / "alone.pt", args=found.args), model)
 
 
 def test_names_and_layouts_are_those_of_a_megatron_model(tmp_path):
