@@ -200,7 +200,7 @@ def _decide(
     return _decide_own(path, module, rules, gemms, seen)
 
 
-def _decide_flax(path: str, module: nnx.Module, layer: FlaxLinear, rules: Rules, gemms: ModelGemms) -> _Decision:
+def _decide_flax(path: str, module: Any, layer: FlaxLinear, rules: Rules, gemms: ModelGemms) -> _Decision:
     """Return the decision about a layer of Flax, which goes on with a drop-in that it has if no rule says otherwise."""
     op = getattr(module, layer.op.attribute)
     present = _present(op) if isinstance(op, DotGeneral) else None
