@@ -39,7 +39,6 @@ from jax_te.layers.flax import (
     read_einsum,
     reduced,
     report_of,
-    rule_of_parameter,
     training_recipe,
 )
 from jax_te.linen.module import LinenModule
@@ -185,7 +184,7 @@ class _Choice(NamedTuple):
     Args:
         rules: patterns and the recipes they assign, in order.
         gemms: GEMMs of the model.
-        own: parameters of modules of the user's own that a rule fits.
+        own: parameters of modules of the user's own.
         normalized: paths of parameters, in any of whose calls a wrapper of Flax would normalize states of a recipe, and
             the wrapper's class.
     """
@@ -232,13 +231,13 @@ def _report(model: Any, choice: _Choice, args: Any, kwargs: Any, *, quantize: bo
         if ours or of_flax or not could_be_kernel(name, leaf) or name not in kernels.get(owner, {name}):
             continue
         one = own.get(joined(owner, name), OwnParameter(owner, name, "-"))
-        decided = decide_parameter(one.path, one.kind, rules, one.seen)
+        decided = decide_parameter(one.path, one.kind, rules, one.seen, choice.gemms)
         if decided is None:
             others.setdefault(owner, {})[name] = one.seen
         else:
             entries.append(_unless_normalized(choice, decided[0], one.path, decided[1]))
     # Linen's variables do not tell the classes of the modules that made them.
-    entries += [other_module(owner, "-", names, rules, choice.gemms) for owner, names in others.items()]
+    entries += [other_module(owner, "-", names, choice.gemms) for owner, names in others.items()]
     report = report_of(entries, rules)
     if not report.quantized:
         raise ValueError(f"no recipe can quantize a layer of {type(model).__name__}:\n{report}")
@@ -246,8 +245,8 @@ def _report(model: Any, choice: _Choice, args: Any, kwargs: Any, *, quantize: bo
 
 
 def _look(model: Any, rules: Rules, args: Any, kwargs: Any) -> _Choice:
-    """Return the rules with what a call shows: GEMMs, what modules of the user's own do with the parameters that a rule
-    fits, and wrappers that normalize weights.
+    """Return the rules with what a call shows: GEMMs, what modules of the user's own do with their parameters, and
+    wrappers that normalize weights.
 
     It is the same under every recipe, and without one can be read.
     """
@@ -272,7 +271,6 @@ def _look(model: Any, rules: Rules, args: Any, kwargs: Any) -> _Choice:
             op = "EinsumOp_0" if isinstance(module, nn.Einsum) else "DotGeneral_0"
             note_wrapper(module, op, joined(scope, "kernel"), layer.groups is not None)
         names = [] if _is_linear_or_ours(module) or context.method_name != "__call__" else own_kernels(module)
-        names = [name for name in names if rule_of_parameter(rules, joined(scope, name)) is not None]
         if not names or scope in running:
             return run(*args, **kwargs)
         own.update({joined(scope, name): OwnParameter(scope, name, type(module).__name__) for name in names})
@@ -451,7 +449,7 @@ def _gemms_in_force(choice: _Choice, scope: str) -> dict[str, GemmOptions]:
     """Return those parameters in a scope that a recipe quantizes here -> the options of their GEMMs."""
     found, rules = {}, dict(choice.rules)
     for one in choice.own:
-        decided = decide_parameter(one.path, one.kind, rules, one.seen) if one.scope == scope else None
+        decided = decide_parameter(one.path, one.kind, rules, one.seen, choice.gemms) if one.scope == scope else None
         if decided is None or training_recipe(decided[1]) is None:
             continue
         if _unless_normalized(choice, decided[0], one.path, decided[1]).why is None:

@@ -11,7 +11,17 @@ import jax
 from flax.core import lift
 from flax.linen.transforms import lift_direct_transform
 
-from jax_te.layers.flax import Contraction, Kernel, OwnRecipe, Seen, Visitor, compute, could_be_kernel, split_leaves
+from jax_te.layers.flax import (
+    Contraction,
+    Kernel,
+    OwnRecipe,
+    Seen,
+    Visitor,
+    compute,
+    could_be_kernel,
+    joined,
+    split_leaves,
+)
 from jax_te.layers.flax import ParameterGemm as NnxParameterGemm
 from jax_te.linen.module import LinenModule
 from jax_te.linen.sharding import is_box
@@ -53,15 +63,6 @@ class OwnParameter(NamedTuple):
     def path(self) -> str:
         """Path of the parameter."""
         return joined(self.scope, self.name)
-
-
-def joined(scope: str, name: str) -> str:
-    """Return the path of a parameter in a scope.
-
-    >>> joined("mlp", "w"), joined("", "w")
-    ('mlp.w', 'w')
-    """
-    return f"{scope}.{name}" if scope else name
 
 
 class Running(set[str]):

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from jax_te.layers.flax.drop_in import precision_reason
 from jax_te.layers.flax.drop_in_mesh import GemmOrder
-from jax_te.layers.flax.model_gemms import split_leaves
+from jax_te.layers.flax.model_gemms import IN_REACH, split_leaves
 from jax_te.typing import Array
 
 # Primitives whose result is still the same matrix, in another dtype, shape, axis order or placement.
@@ -194,7 +194,10 @@ class _Run:
         name, nothing = eqn.primitive.name, [None] * len(eqn.outvars)
         if name == "dot_general":
             product = self.product(eqn, operands, taken)
-            return (_as_jax_does(jaxpr, eqn, operands) if product is None else [product]), nothing
+            if product is not None:
+                return [product], nothing
+            with jax.named_scope(IN_REACH):
+                return _as_jax_does(jaxpr, eqn, operands), nothing
         inner = eqn.params.get("jaxpr")
         if name in _CALLS and inner is not None:
             # The function becomes a part of its caller, and so do the shardings that its jit was given.

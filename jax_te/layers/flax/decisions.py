@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from jax_te._text import aligned
 from jax_te._validation import brief
 from jax_te.layers.flax.contractions import Seen
 from jax_te.layers.flax.drop_in import FlaxLinear, size_reason
-from jax_te.layers.flax.model_gemms import ModelGemms
+from jax_te.layers.flax.model_gemms import ModelGemms, joined
 from jax_te.layers.model_kernels import natural_order
 from jax_te.recipe import ModuleRecipe, Recipe, current_recipe, first_rule, own_recipe
 
@@ -26,6 +26,7 @@ class DropInLayer:
         why: reason why it stays in high precision; None: a recipe quantizes it.
         own_recipe: whether it goes on with a recipe of its own, from an earlier call or its user, as no rule fits it.
             False without a rule: it follows the ambient recipe.
+        besides: what stays in high precision although a recipe quantizes it; None: nothing does.
     """
 
     path: str
@@ -33,6 +34,7 @@ class DropInLayer:
     rule: str | None = None
     why: str | None = None
     own_recipe: bool = False
+    besides: str | None = None
 
     @property
     def precision(self) -> str:
@@ -40,8 +42,10 @@ class DropInLayer:
         if self.why is not None:
             return f"high: {self.why}"
         if self.rule is not None:
-            return f"by the rule {self.rule!r}"
-        return "its own recipe" if self.own_recipe else "the ambient recipe"
+            recipe = f"by the rule {self.rule!r}"
+        else:
+            recipe = "its own recipe" if self.own_recipe else "the ambient recipe"
+        return recipe if self.besides is None else f"{recipe}; {self.besides}"
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class DropInReport:
 
     @property
     def quantized(self) -> tuple[str, ...]:
-        """Paths of the layers that a recipe quantizes."""
+        """Paths of the layers that a recipe quantizes in the traced call."""
         return tuple(layer.path for layer in self.layers if layer.why is None)
 
     @property
@@ -137,9 +141,15 @@ def check_inputs(model: Any, args: Any, kwargs: Any) -> None:
 
 
 def decide_layer(
-    path: str, kind: str, rules: Rules, layer: FlaxLinear, gemms: ModelGemms, present: Present | None = None
+    path: str,
+    kind: str,
+    rules: Rules,
+    layer: FlaxLinear,
+    gemms: ModelGemms,
+    present: Present | None = None,
+    called: bool = True,
 ) -> tuple[DropInLayer, OwnRecipe]:
-    """Return the decision about a layer, and the recipe of its own that it has then, if any.
+    """Return the decision about a call of a layer, and the recipe of its own that it has then, if any.
 
     Args:
         path: path of the layer.
@@ -148,18 +158,28 @@ def decide_layer(
         layer: description of the layer.
         gemms: GEMMs of the model.
         present: recipe of an earlier call. None: no recipe can quantize it yet.
+        called: whether the traced call calls it. If not, the decision is that about other calls.
     """
     pattern = first_rule(rules, path)
     own = _recipe_then(rules, pattern, present)
     why = layer.why or size_reason(layer.summed, layer.features, training_recipe(own))
     if pattern is None:
         # A layer that is the whole model was requested by the user, and so was one that an earlier call quantized.
-        if why is None and present is None and path != "" and f"{path}.kernel" in gemms.heads:
+        if why is None and present is None and path != "" and called and f"{path}.kernel" in gemms.heads:
             why = "it is a head: no other GEMM takes its result; a rule quantizes it"
     elif rules[pattern] is None:
         # The user's request takes precedence over obstacles.
         why = f"the rule {pattern!r}"
     return _entry(path, kind, pattern, why, own), own
+
+
+def not_called(entry: DropInLayer, why: str = "not called in this call") -> DropInLayer:
+    """Return the report entry of a layer or parameter that recipes quantize in other calls than the traced one.
+
+    >>> not_called(DropInLayer("up", "Linear")).precision
+    'high: not called in this call; in other calls the ambient recipe'
+    """
+    return replace(entry, why=f"{why}; in other calls {entry.precision}")
 
 
 def rule_of_parameter(rules: Rules, path: str) -> str | None:
@@ -175,17 +195,18 @@ def rule_of_parameter(rules: Rules, path: str) -> str | None:
 
 
 def decide_parameter(
-    path: str, kind: str, rules: Rules, seen: Seen, present: Present | None = None
+    path: str, kind: str, rules: Rules, seen: Seen, gemms: ModelGemms, present: Present | None = None
 ) -> tuple[DropInLayer, OwnRecipe] | None:
     """Return the decision about a parameter of a user-defined module, and its own recipe, if any.
 
-    None: no contraction in the module's ``__call__`` uses it, or no rule matches it.
+    None: no contraction in the module's ``__call__`` uses it, and none did in an earlier call; or no rule matches it.
 
     Args:
         path: path of the parameter.
         kind: name of the module's class.
         rules: rules of `quantize_model`.
         seen: use of the parameter in the module's ``__call__``.
+        gemms: GEMMs of the model.
         present: recipe of an earlier call. None: no recipe can quantize it yet.
 
     Raises:
@@ -205,11 +226,21 @@ def decide_parameter(
             "parameter share, without a precision"
         )
     if not seen.contractions:
-        return None
+        entry = _entry(path, kind, pattern, None, own)
+        return None if present is None else (not_called(entry, "in no contraction of its __call__ in this call"), own)
+    besides = None
+    if path in gemms.out_of_reach and seen.others:
+        besides = f"another GEMM takes it and stays high: it also goes to {', '.join(sorted(seen.others))}"
+    elif path in gemms.out_of_reach:
+        besides = "a GEMM outside of its __call__ takes it and stays high"
+    return replace(_entry(path, kind, pattern, _size_reason(seen, own), own), besides=besides), own
+
+
+def _size_reason(seen: Seen, own: OwnRecipe) -> str | None:
+    """Return the reason in its sizes why no recipe can quantize one of a parameter's contractions, or None."""
     recipe = training_recipe(own)
     sizes = (size_reason(one.summed, one.features, recipe) for one in seen.contractions)
-    why = next(filter(None, sizes), None)
-    return _entry(path, kind, pattern, why, own), own
+    return next(filter(None, sizes), None)
 
 
 def _entry(path: str, kind: str, pattern: str | None, why: str | None, own: OwnRecipe) -> DropInLayer:
@@ -237,31 +268,36 @@ def training_recipe(own: OwnRecipe) -> Recipe | None:
     return ambient if own is None else own_recipe(own).resolve(ambient, training=True)
 
 
-def other_module(path: str, kind: str, parameters: Mapping[str, Seen], rules: Rules, gemms: ModelGemms) -> DropInLayer:
+def other_module(path: str, kind: str, parameters: Mapping[str, Seen], gemms: ModelGemms) -> DropInLayer:
     """Return the report entry of a module with kernels that is not one of Flax's linear layers.
 
     Args:
         path: path of the module.
         kind: name of its class.
-        parameters: names of its parameters that could be kernels and are not reached, and what its ``__call__`` does
-            with those that a rule fits.
-        rules: rules of `quantize_model`.
+        parameters: names of its parameters that could be kernels and are not quantized, and what its ``__call__`` does
+            with them.
         gemms: GEMMs of the model.
     """
-    why = "it is none of Flax's linear layers"
-    paths = {name: f"{path}.{name}" if path else name for name in parameters}
-    taken = [name for name in parameters if paths[name] in gemms.taken]
-    others = sorted({operation for name in taken for operation in parameters[name].others})
-    if not taken:
-        return DropInLayer(path, kind, why=why)
-    why += f"; its GEMMs take {', '.join(taken)}"
-    if all(rule_of_parameter(rules, paths[name]) is None for name in taken):
-        why += "; a rule reaches those in its __call__"
-    elif others:
-        why += f", but no contraction in its __call__ does so directly: it goes to {', '.join(others)} there"
-    else:
-        why += ", but not in its __call__"
+    why, names = "it is none of Flax's linear layers", dict[str, list[str]]()
+    for name, seen in parameters.items():
+        if joined(path, name) in gemms.taken:
+            names.setdefault(_what_a_rule_does(seen), []).append(name)
+    for what, taken in names.items():
+        why += f"; its GEMMs take {', '.join(taken)}{what}"
     return DropInLayer(path, kind, why=why)
+
+
+def _what_a_rule_does(seen: Seen) -> str:
+    """Return the end of a sentence on GEMMs with a parameter: whether a rule reaches them, and if not why."""
+    why = seen.why or _size_reason(seen, None)
+    if why is not None:
+        return f", which no recipe can quantize: {why}"
+    if seen.contractions:
+        return "; a rule reaches those in its __call__"
+    if seen.others:
+        operations = ", ".join(sorted(seen.others))
+        return f", but no contraction in its __call__ does so directly: it goes to {operations} there"
+    return ", but not in a __call__ of its own, which is where rules reach them"
 
 
 def report_of(layers: list[DropInLayer], rules: Rules) -> DropInReport:

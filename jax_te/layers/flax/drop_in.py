@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_te._validation import check_positive, checked
 from jax_te.layers.flax.drop_in_mesh import GemmOrder, gemm_axes
+from jax_te.layers.flax.model_gemms import IN_REACH
 from jax_te.layers.prepare import prepare_quantization
 from jax_te.layers.quantizable import QuantizableModule
 from jax_te.ops import LinearOptions, RowGroups, dense, explain_backend, group_alignment, grouped_dense
@@ -257,7 +258,7 @@ def dot_general_as_placed(
 ) -> Array:
     """Return ``lax.dot_general`` of an input and a kernel, placed on an Explicit mesh as a `DotGeneral` places it.
 
-    Without that, JAX refuses operands that are both split along an axis of the sum.
+    Without that, JAX refuses operands that are both split along an axis of the sum. It runs in the scope `IN_REACH`.
 
     >>> dot_general_as_placed(jnp.ones((2, 4)), jnp.ones((4, 8)), (((1,), (0,)), ((), ()))).shape
     (2, 8)
@@ -266,9 +267,10 @@ def dot_general_as_placed(
     if out_sharding is None:
         rows, features = _others(lhs, (*summed, *batch)), _others(rhs, (*kernel_summed, *kernel_batch))
         out_sharding = _out_spec(lhs, rhs, (*batch, *rows), features)
-    return jax.lax.dot_general(
-        lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
-    )
+    with jax.named_scope(IN_REACH):
+        return jax.lax.dot_general(
+            lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding
+        )
 
 
 def einsum_as_placed(equation: str, lhs: Array, rhs: Array, *, out_sharding: Any = None, **options: Any) -> Array:

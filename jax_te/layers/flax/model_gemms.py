@@ -1,27 +1,41 @@
-"""Parameters that a model's GEMMs take, and GEMMs that are its heads, read from the jaxpr of a call.
+"""Parameters that a model's GEMMs take, and which of these GEMMs are heads or out of reach, read from the jaxpr of a
+call.
 
 In a jaxpr ``x @ w``, ``jnp.einsum``, ``jnp.dot`` and Flax's layers are all the same equation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import Literal
 
+IN_REACH = "jax_te_in_reach"
+"""Name scope of the GEMMs that drop-ins would compute, in a traced call that looks for them."""
+
 
 class ModelGemms(NamedTuple):
-    """Parameters that a model's GEMMs take.
+    """Names of the parameters that a model's operations take.
 
     Args:
-        taken: names of all of them.
-        heads: names of those of its heads: no other GEMM with a parameter takes what theirs return.
+        used: those that any operation takes.
+        taken: those that a GEMM with an input takes.
+        heads: those of its heads: no other GEMM with a parameter takes what theirs return.
+        in_reach: those in a GEMM in the scope `IN_REACH`.
+        out_of_reach: those that a GEMM with an input outside of this scope takes.
     """
 
+    used: frozenset[str]
     taken: frozenset[str]
     heads: frozenset[str]
+    in_reach: frozenset[str]
+    out_of_reach: frozenset[str]
+
+    def under(self, names: Callable[[str], Iterable[str]]) -> ModelGemms:
+        """Return the same with other names: a function of a name returns those of the parameter."""
+        return ModelGemms(*(frozenset(name for one in group for name in names(one)) for group in self))
 
 
 def gemms_of_model(jaxpr: Any, parameters: Mapping[Any, str]) -> ModelGemms:
@@ -38,7 +52,8 @@ def gemms_of_model(jaxpr: Any, parameters: Mapping[Any, str]) -> ModelGemms:
     ]
     flow.run(jaxpr, kinds)
     taken = frozenset(name for names in flow.kernels.values() for name in names)
-    return ModelGemms(taken, taken - {name for place in flow.followed for name in flow.kernels[place]})
+    heads = taken - {name for place in flow.followed for name in flow.kernels[place]}
+    return ModelGemms(frozenset(flow.used), taken, heads, frozenset(flow.in_reach), frozenset(flow.out_of_reach))
 
 
 # Identities of an equation and of those that it is inside of: calls may share a jaxpr, and a loop's is read twice.
@@ -65,6 +80,9 @@ class _Flow:
     def __init__(self) -> None:
         self.kernels: dict[_Place, set[str]] = {}
         self.followed: set[_Place] = set()
+        self.used: set[str] = set()
+        self.in_reach: set[str] = set()
+        self.out_of_reach: set[str] = set()
 
     def run(self, jaxpr: Any, given: Sequence[_Value], place: _Place = ()) -> list[_Value]:
         values = dict(zip(jaxpr.invars, given, strict=True))
@@ -90,9 +108,17 @@ class _Flow:
 
     def step(self, eqn: Any, operands: list[_Value], here: _Place) -> list[_Value]:
         inner, name = _jaxprs(eqn), eqn.primitive.name
+        parameters = {one for operand in operands for one in operand.parameters}
+        if not inner:
+            self.used |= parameters
+        in_reach = name == "dot_general" and IN_REACH in str(eqn.source_info.name_stack)
+        if in_reach:  # also where its input is a parameter, such as learned queries
+            self.in_reach |= parameters
         if name == "dot_general" and operands[0].fixed != operands[1].fixed:
             x, kernel = operands if operands[1].fixed else reversed(operands)
             if kernel.parameters:
+                if not in_reach:
+                    self.out_of_reach |= kernel.parameters
                 self.followed |= x.gemms
                 self.kernels.setdefault(here, set()).update(kernel.parameters)
                 return [_Value(set(), frozenset({here}), False)]
@@ -113,6 +139,7 @@ class _Flow:
         shapes = len(eqn.invars), len(eqn.outvars)
         if len(inner) == 1 and (len(inner[0].invars), len(inner[0].outvars)) == shapes:
             return self.run(inner[0], operands, here)
+        self.used |= parameters
         return [_joined(operands)] * len(eqn.outvars)
 
 
@@ -134,6 +161,15 @@ def _jaxprs(eqn: Any) -> list[Any]:
                 yield part
 
     return [found for name in sorted(eqn.params) for found in of(eqn.params[name])]
+
+
+def joined(path: str, name: str) -> str:
+    """Return the path of a parameter of the module at ``path``.
+
+    >>> joined("mlp", "w"), joined("", "w")
+    ('mlp.w', 'w')
+    """
+    return f"{path}.{name}" if path else name
 
 
 def as_inputs(args: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:

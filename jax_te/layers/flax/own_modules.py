@@ -77,17 +77,17 @@ def reach(module: nnx.Module, gemms: dict[str, ParameterGemm]) -> None:
     """
     present = gemms_of(module)
     for name in gemms.keys() - present.keys():
-        if hasattr(module, _attribute(name)):
+        if hasattr(module, gemm_attribute(name)):
             raise ValueError(
-                f"{original_class(type(module)).__name__} has an attribute {_attribute(name)!r}, where quantize_model "
-                f"puts the GEMM of its parameter {name!r}: rename it, or give the parameter no rule"
+                f"{original_class(type(module)).__name__} has an attribute {gemm_attribute(name)!r}, where "
+                f"quantize_model puts the GEMM of its parameter {name!r}: rename it, or give the parameter no rule"
             )
     for name in present:
-        delattr(module, _attribute(name))
+        delattr(module, gemm_attribute(name))
     own = original_class(type(module))
     object.__setattr__(module, "__class__", _reached(own) if gemms else own)
     for name, gemm in gemms.items():
-        setattr(module, _attribute(name), nnx.data(gemm))
+        setattr(module, gemm_attribute(name), nnx.data(gemm))
 
 
 def original_class(cls: Any) -> Any:
@@ -95,7 +95,12 @@ def original_class(cls: Any) -> Any:
     return cls.__bases__[0] if "_reached" in vars(cls) else cls
 
 
-def _attribute(parameter: str) -> str:
+def gemm_attribute(parameter: str) -> str:
+    """Return the name of the attribute that holds the GEMM of a parameter in its module.
+
+    >>> gemm_attribute("w")
+    'w_gemm'
+    """
     return f"{parameter}_gemm"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -21,14 +22,15 @@ from jax_te.layers.flax.decisions import (
     check_rules,
     decide_layer,
     decide_parameter,
+    not_called,
     other_module,
     report_of,
     rule_of_parameter,
 )
 from jax_te.layers.flax.drop_in import DotGeneral, FlaxLinear, ParameterGemm, flax_linear
 from jax_te.layers.flax.drop_in_mesh import kernel_names
-from jax_te.layers.flax.model_gemms import ModelGemms, as_inputs, gemms_of_model
-from jax_te.layers.flax.own_modules import gemms_of, original_class, own_kernels, reach, watching
+from jax_te.layers.flax.model_gemms import ModelGemms, as_inputs, gemms_of_model, joined
+from jax_te.layers.flax.own_modules import gemm_attribute, gemms_of, original_class, own_kernels, reach, watching
 from jax_te.layers.prepare import prepare
 from jax_te.layers.quantizable import QuantizableModule
 from jax_te.recipe import ModuleRecipe, Recipe, autocast, current_recipe, first_rule, own_recipe
@@ -90,12 +92,13 @@ def quantize_model(
     Returns:
         The layers that recipes quantize, and the reasons why others stay in high precision: a size that is not a
         multiple of the recipe's ``alignment`` (16 without a recipe), a rule, a ``precision``, a ``dot_general`` or a
-        ``__call__`` of their own, the head; print it.
+        ``__call__`` of their own, the head; print it. Layers that this call does not call are among the others: they
+        are quantized in calls that do.
 
     Raises:
         TypeError: for a rule that is not a recipe, a model that is not an NNX module or has no ``__call__``, or a call
             without arguments.
-        ValueError: if no layer is reached; the report of what was seen is in the message. For a rule that fits a
+        ValueError: if the call reaches no layer; the report of what was seen is in the message. For a rule that fits a
             parameter of a module of your own that no recipe can quantize: its contraction has a ``precision``, or two
             parameters, or it is taken as one kernel and as several; or the module has an attribute
             ``<parameter>_gemm`` of its own.
@@ -118,7 +121,7 @@ def quantize_model(
     decisions = [_decide(parts, module, rules, gemms, seen) for parts, module in nnx.iter_modules(model)]
     report = report_of([entry for decision in decisions for entry in decision.entries], rules)
     if not report.quantized:
-        raise ValueError(f"no recipe can quantize a layer of {type(model).__name__}:\n{report}")
+        raise ValueError(f"no recipe quantizes a layer of {type(model).__name__} in this call:\n{report}")
     if report.unused_rules:  # before the model changes: a warning may be an error
         warn_caller(f"rules that fit no layer: {', '.join(report.unused_rules)}\n{report}")
     # A copy is changed first, of shapes alone: a recipe that refuses a layer leaves the model as it was.
@@ -181,29 +184,38 @@ def _decide(
         module: the module; it is not changed.
         rules: rules of `quantize_model`.
         gemms: GEMMs of the model.
-        seen: path of each parameter that a rule reaches in a user-defined module -> its uses.
+        seen: path of each parameter of a user-defined module -> its uses.
     """
     path, layer = ".".join(map(str, parts)), flax_linear(module)
     if layer is not None:
         return _decide_flax(path, module, layer, rules, gemms)
     if isinstance(module, QuantizableModule):
-        return _Decision() if module.of_flax else _decide_ours(path, module, rules)
+        return _Decision() if module.of_flax else _decide_ours(path, module, rules, gemms)
     if not own_kernels(module):
         return _Decision()
-    if original_class(type(module)).__module__.startswith("jax_te."):
+    if _is_of_jax_te(module):
         # Routers, gates and a head without fp8_output_proj: what recipes are to reach here are quantizable modules.
         kind = type(module).__name__
         return _Decision([DropInLayer(path, kind, why=f"a recipe reaches no kernel of jax_te's {kind}")])
     return _decide_own(path, module, rules, gemms, seen)
 
 
-def _decide_flax(path: str, module: nnx.Module, layer: FlaxLinear, rules: Rules, gemms: ModelGemms) -> _Decision:
+def _decide_flax(path: str, module: Any, layer: FlaxLinear, rules: Rules, gemms: ModelGemms) -> _Decision:
     """Return the decision about a layer of Flax, which goes on with a drop-in that it has if no rule says otherwise."""
     op = getattr(module, layer.op.attribute)
     present = _present(op) if isinstance(op, DotGeneral) else None
-    entry, own = decide_layer(path, type(module).__name__, rules, layer, gemms, present)
+    kernel = joined(path, "kernel")
+    # What becomes of other Variables than parameters is not followed.
+    called = kernel in gemms.in_reach or not isinstance(module.kernel, nnx.Param)
+    entry, own = decide_layer(path, type(module).__name__, rules, layer, gemms, present, called)
     if entry.why is not None:
         return _Decision([entry], [functools.partial(_set_op, module, layer, None)])
+    # A layer that this call does not call, a later one may.
+    if not called:
+        outside = ", and a GEMM outside of it takes its kernel" if kernel in gemms.taken else ""
+        entry = not_called(entry, f"not called in this call{outside}")
+    elif kernel in gemms.out_of_reach:
+        entry = replace(entry, besides="a GEMM outside of the layer takes its kernel and stays high")
     if present is None or op.groups != layer.groups:
         new = layer.op(own, groups=layer.groups)
         return _Decision([entry], [functools.partial(_set_op, module, layer, new)])
@@ -219,17 +231,24 @@ def _present(op: DotGeneral) -> Present:
     return Present(op.own_recipe(next(iter(op.kernels))))
 
 
-def _decide_ours(path: str, module: QuantizableModule, rules: Rules) -> _Decision:
+def _decide_ours(path: str, module: QuantizableModule, rules: Rules, gemms: ModelGemms) -> _Decision:
     """Return the decision about a layer of jax_te, which follows recipes without `quantize_model`."""
-    pattern, kind = first_rule(rules, path), type(module).__name__
-    if pattern is None:
-        return _Decision([_entry_of_ours(path, module)])
+    pattern = first_rule(rules, path)
+    entry = _entry_of_ours(path, module) if pattern is None else _entry_by_rule(path, module, pattern, rules)
+    kernels = [joined(path, kernel) for kernel in module.kernels if isinstance(getattr(module, kernel), nnx.Param)]
+    if entry.why is None and kernels and gemms.used.isdisjoint(kernels):
+        entry = not_called(entry)
+    return _Decision([entry], [] if pattern is None else [functools.partial(_set_own, module, rules[pattern])])
+
+
+def _entry_by_rule(path: str, module: QuantizableModule, pattern: str, rules: Rules) -> DropInLayer:
+    """Return the report entry of a layer of jax_te that a rule fits."""
     value, why = rules[pattern], None
     if value is None:
         why = f"the rule {pattern!r}"
     elif value == "ambient" and module.high_precision:
         why = _KEPT_HIGH
-    return _Decision([DropInLayer(path, kind, pattern, why)], [functools.partial(_set_own, module, value)])
+    return DropInLayer(path, type(module).__name__, pattern, why)
 
 
 def _entry_of_ours(path: str, module: QuantizableModule) -> DropInLayer:
@@ -257,17 +276,17 @@ def _decide_own(path: str, module: nnx.Module, rules: Rules, gemms: ModelGemms, 
     entries, ops, others = list[DropInLayer](), dict[str, ParameterGemm](), dict[str, Seen]()
     changes = list[Callable[[], None]]()
     for name, parameter in own_kernels(module).items():
-        own_path = f"{path}.{name}" if path else name
-        what = seen.get(own_path, Seen())
-        decided = decide_parameter(own_path, kind, rules, what, _present(present[name]) if name in present else None)
+        own_path = joined(path, name)
+        what, before = seen.get(own_path, Seen()), _present(present[name]) if name in present else None
+        decided = decide_parameter(own_path, kind, rules, what, gemms, before)
         if decided is None:
             others[name] = what
             continue
         entry, own = decided
         entries.append(entry)
-        if entry.why is not None:
+        if entry.why is not None and what.contractions:
             continue
-        if name in present and present[name].groups == what.groups:
+        if name in present and (not what.contractions or present[name].groups == what.groups):
             ops[name] = present[name]
             if entry.rule is not None:
                 changes.append(functools.partial(_set_own, present[name], own or "ambient"))
@@ -275,7 +294,7 @@ def _decide_own(path: str, module: nnx.Module, rules: Rules, gemms: ModelGemms, 
             stack = parameter.get_value().shape[: parameter.ndim - what.contractions[0].kernel.rank]
             ops[name] = ParameterGemm(name, stack, own, what.groups)
     if others:
-        entries.append(other_module(path, kind, others, rules, gemms))
+        entries.append(other_module(path, kind, others, gemms))
     changes.append(functools.partial(reach, module, ops))
     return _Decision(entries, changes)
 
@@ -294,7 +313,7 @@ def _set_op(module: Any, layer: FlaxLinear, op: DotGeneral | None) -> None:
 def _look(
     model: nnx.Module, method: Callable[..., Any], rules: Rules, args: Any, kwargs: Any
 ) -> tuple[ModelGemms, dict[str, Seen]]:
-    """Return the GEMMs of a call, and the uses of parameters that a rule matches in user-defined modules.
+    """Return the GEMMs of a call, and the uses of parameters in user-defined modules.
 
     They are the same under every recipe, and are read from a call without one.
     """
@@ -309,7 +328,7 @@ def _look(
             if layer is not None and layer.why is None:
                 # Some models run on an Explicit mesh only with drop-ins, which specify the output sharding.
                 setattr(module, layer.op.attribute, nnx.static(layer.as_placed))
-            elif layer is None and not isinstance(module, QuantizableModule):
+            elif layer is None and not (isinstance(module, QuantizableModule) or _is_of_jax_te(module)):
                 reach(module, _watched_gemms(parts, module, rules))
         method(copy, *given, **named)
 
@@ -321,15 +340,28 @@ def _look(
         for _, variable in zip(jax.tree.leaves(value), variables, strict=False):  # the inputs follow
             if isinstance(value, nnx.Param):
                 parameters[variable] = ".".join(str(part.key) for part in path)  # type: ignore[attr-defined]
-    return gemms_of_model(jaxpr, parameters), seen
+    # A state has each Variable once, also where several modules share it.
+    paths, names = dict[int, list[str]](), dict[str, list[str]]()
+    for parts, module in nnx.iter_modules(model):
+        for name, value in vars(module).items():
+            if isinstance(value, nnx.Param):
+                paths.setdefault(id(value), []).append(joined(".".join(map(str, parts)), name))
+    names = {name: same for same in paths.values() for name in same}
+    return gemms_of_model(jaxpr, parameters).under(lambda name: names.get(name, [name])), seen
+
+
+def _is_of_jax_te(module: nnx.Module) -> bool:
+    return original_class(type(module)).__module__.startswith("jax_te.")
 
 
 def _watched_gemms(parts: tuple[Any, ...], module: nnx.Module, rules: Rules) -> dict[str, ParameterGemm]:
-    """Return recorders for the parameters of a module that a rule matches or that are quantized already."""
+    """Return recorders for the parameters of a module."""
     gemms, present = {}, gemms_of(module)
     for name in own_kernels(module) if callable(module) else ():
         path = ".".join(map(str, (*parts, name)))
-        if name in present or rule_of_parameter(rules, path) is not None:
+        # `reach` refuses an attribute of the name that a GEMM gets; without a rule there is nothing to refuse.
+        free = name in present or not hasattr(module, gemm_attribute(name))
+        if free or rule_of_parameter(rules, path) is not None:
             gemms[name] = ParameterGemm(name)
             gemms[name].module_name = path
     return gemms
