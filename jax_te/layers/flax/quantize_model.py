@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 from flax import nnx
@@ -32,6 +32,8 @@ from jax_te.layers.flax.own_modules import gemms_of, original_class, own_kernels
 from jax_te.layers.prepare import prepare
 from jax_te.layers.quantizable import QuantizableModule
 from jax_te.recipe import ModuleRecipe, Recipe, autocast, current_recipe, first_rule, own_recipe
+
+_Model = TypeVar("_Model", bound=nnx.Module)
 
 
 def _set_own(module: QuantizableModule, value: Recipe | ModuleRecipe | Literal["ambient"] | None) -> None:
@@ -142,7 +144,7 @@ def _call(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @checked
-def dequantize_model(model: nnx.Module) -> nnx.Module:
+def dequantize_model(model: _Model) -> _Model:
     """Return ``model`` after undoing `quantize_model`: its layers compute as Flax made them, quantizer state is gone.
 
     Layers of jax_te follow the ambient recipe again, whatever rules gave them.
