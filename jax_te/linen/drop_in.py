@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import inspect
 import itertools
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -65,8 +66,10 @@ _FLAX_LINEAR = (nn.Dense, nn.DenseGeneral, nn.Einsum)
 _STATE_NDIM = {"scale": 0, "amax_history": 1}
 """Arrays of an operand's state under delayed scaling, and their numbers of axes: one more for several kernels."""
 
-# A user context takes part in the jit cache key: what was traced without this choice is traced again with it.
-_choice_in_force = jax.make_user_context(None)
+_Model = TypeVar("_Model", bound=nn.Module)
+
+# A user context takes part in the jit cache key: what was traced without these choices is traced again with them.
+_choices_in_force = jax.make_user_context(None)
 
 
 class DotGeneral(LinenModule, nnx_class=layers.DotGeneral, init=False):
@@ -94,7 +97,7 @@ class EinsumOp(LinenModule, nnx_class=layers.EinsumOp, init=False):
 
 
 @checked
-def quantize_model(model: nn.Module, *args: Any, rules: Rules | None = None, **kwargs: Any) -> Any:
+def quantize_model(model: _Model, *args: Any, rules: Rules | None = None, **kwargs: Any) -> _Model:
     """Return a model written in plain Flax Linen, in which recipes quantize the linear layers.
 
     Every ``nn.Dense``, ``nn.DenseGeneral`` (with it the projections of Flax's attention modules) and ``nn.Einsum`` that
@@ -104,6 +107,11 @@ def quantize_model(model: nn.Module, *args: Any, rules: Rules | None = None, **k
     before. The state of a recipe is in the collection ``_overwrite_with_gradient``, which ``init`` makes under
     the recipe, and `prepare_quantization` for parameters that exist; list it in ``variable_axes`` of ``nn.scan`` and
     ``nn.vmap``. Heads stay in high precision unless a rule fits them, see `jax_te.layers.quantize_model`.
+
+    As a part of another model, which may be quantized too, it decides about its own layers as it does alone. A layer
+    that is called past the model's methods, ``model.bind(variables).layer(x)`` or ``self.model.layer(x)`` in a model
+    that is not quantized, computes in high precision; in a function that ``model.apply`` gets as its ``method`` it is
+    quantized.
 
     As there, a module of your own is reached where a rule fits its scope, or a parameter in it (``"mlp"``,
     ``"mlp.linear"``); each parameter's state is in the scope ``<parameter>_gemm``. A recipe then traces the module's
@@ -143,7 +151,7 @@ def quantize_model(model: nn.Module, *args: Any, rules: Rules | None = None, **k
 
 
 @checked
-def dequantize_model(model: nn.Module) -> Any:
+def dequantize_model(model: _Model) -> _Model:
     """Return the model from which `quantize_model` made ``model``, or ``model``.
 
     >>> type(dequantize_model(quantize_model(nn.Dense(16), jnp.ones((16, 32))))) is nn.Dense
@@ -204,8 +212,9 @@ def _report(model: Any, choice: _Choice, args: Any, kwargs: Any, *, quantize: bo
     Raises:
         ValueError: if no layer is reached.
     """
-    rules, found = dict(choice.rules), dict[str, DropInLayer | None]()
+    found = dict[str, DropInLayer | None]()
     kernels = dict[str, set[str]]()  # of each scope, as its modules see them: a scan's have an axis more outside of it
+    choices = dict[str, tuple[_Choice, str]]()  # for each scope: that of the model that decides, and its path in it
     arrays, fill = as_inputs((args, kwargs))
 
     def init(key: Any, arrays: Any) -> Any:
@@ -214,13 +223,15 @@ def _report(model: Any, choice: _Choice, args: Any, kwargs: Any, *, quantize: bo
 
     def note_kernels(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
         result = run(*args, **kwargs)
-        if context.module.scope is not None:
-            kernels.setdefault(".".join(context.module.path), set()).update(own_kernels(context.module))
+        scope, decides = context.module.scope, _deciding(context.module)
+        if scope is not None and decides is not None:
+            path = ".".join(scope.path)
+            kernels.setdefault(path, set()).update(own_kernels(context.module))
+            choices.setdefault(path, (decides[0].choice, decides[1]))
         return result
 
-    with nn.intercept_methods(note_kernels), _quantizing(choice, found, quantize=quantize):
+    with _apart(choice, found=found, quantize=quantize), nn.intercept_methods(note_kernels):
         variables = jax.eval_shape(init, jax.random.key(0), arrays)
-    own = {one.path: one for one in choice.own}
     entries = [layer for layer in found.values() if layer is not None]
     others: dict[str, dict[str, Seen]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(unboxed(variables.get("params", {}))):
@@ -230,15 +241,21 @@ def _report(model: Any, choice: _Choice, args: Any, kwargs: Any, *, quantize: bo
         of_flax = found.get(owner) is not None and name == "kernel"
         if ours or of_flax or not could_be_kernel(name, leaf) or name not in kernels.get(owner, {name}):
             continue
-        one = own.get(joined(owner, name), OwnParameter(owner, name, "-"))
-        decided = decide_parameter(one.path, one.kind, rules, one.seen, choice.gemms)
+        decides, place = choices.get(owner, (choice, owner))
+        own = {one.path: one for one in decides.own}
+        one = own.get(joined(place, name), OwnParameter(place, name, "-"))
+        decided = decide_parameter(one.path, one.kind, dict(decides.rules), one.seen, decides.gemms)
         if decided is None:
             others.setdefault(owner, {})[name] = one.seen
         else:
-            entries.append(_unless_normalized(choice, decided[0], one.path, decided[1]))
-    # Linen's variables do not tell the classes of the modules that made them.
-    entries += [other_module(owner, "-", names, choice.gemms) for owner, names in others.items()]
-    report = report_of(entries, rules)
+            entry = _unless_normalized(decides, decided[0], one.path, decided[1])
+            entries.append(dataclasses.replace(entry, path=joined(owner, name)))
+    for owner, names in others.items():
+        decides, place = choices.get(owner, (choice, owner))
+        # Linen's variables do not tell the classes of the modules that made them.
+        entry = other_module(place, "-", names, decides.gemms)
+        entries.append(dataclasses.replace(entry, path=owner))
+    report = report_of(entries, dict(choice.rules))
     if not report.quantized:
         raise ValueError(f"no recipe can quantize a layer of {type(model).__name__}:\n{report}")
     return report
@@ -263,7 +280,11 @@ def _look(model: Any, rules: Rules, args: Any, kwargs: Any) -> _Choice:
         model.apply(variables, *given, rngs={"params": key}, **{**named, "mutable": True})
 
     def watch(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        module, scope = context.module, ".".join(context.module.path)
+        module = context.module
+        decides = _deciding(module)
+        if decides is None or decides[0] is not looking:  # a quantized model inside decides about its own layers
+            return run(*args, **kwargs)
+        scope = decides[1]
         layer = _linear(module, *args, **kwargs) if context.method_name == "__call__" else None
         if isinstance(module, _FLAX_LINEAR):
             of_flax.add(joined(scope, "kernel"))
@@ -292,10 +313,10 @@ def _look(model: Any, rules: Rules, args: Any, kwargs: Any) -> _Choice:
     running, of_flax, normalized = Running(), set[str](), dict[str, str]()
     with autocast(None):
         key = jax.random.key(0)
-        variables = jax.eval_shape(init, key, arrays)
-        # A choice of its own: what was traced before is traced again.
-        with nn.intercept_methods(watch), _choice_in_force(object()):
-            jaxpr = jax.make_jaxpr(apply)(variables, key, arrays).jaxpr
+        with _apart(_Choice((), ModelGemms()), quantize=False) as looking:
+            variables = jax.eval_shape(init, key, arrays)
+            with nn.intercept_methods(watch):
+                jaxpr = jax.make_jaxpr(apply)(variables, key, arrays).jaxpr
     parameters = {}
     for variable, (path, _) in zip(jaxpr.invars, jax.tree_util.tree_leaves_with_path(variables), strict=False):
         # A box's own part of the path is that of an attribute.
@@ -322,7 +343,7 @@ def _quantized_class(cls: type[nn.Module], choice: _Choice) -> Any:
         @nn.nowrap
         @functools.wraps(method, updated=())
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with _quantizing(choice):
+            with _quantizing(choice, self):
                 return getattr(super(made, self), name)(*args, **kwargs)
 
         return run
@@ -357,35 +378,125 @@ def _as_class(model: nn.Module, cls: type[nn.Module]) -> Any:
     return cls(**{name: getattr(model, name) for name in names})
 
 
+class _Root(NamedTuple):
+    """A quantized model that runs.
+
+    Args:
+        choice: rules for its layers.
+        module: the model. None, or unbound: the call binds it, at the root of its variables.
+        running: scopes of modules whose contractions are being looked for, as they stand in all variables.
+        found: dict in which decisions are recorded by path, or None.
+        quantize: whether its layers are quantized.
+    """
+
+    choice: _Choice
+    module: nn.Module | None
+    running: Running
+    found: dict[str, DropInLayer | None] | None = None
+    quantize: bool = True
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """Path of the model. It is read where it is needed: ``nn.share_scope`` in the model's setup changes it."""
+        return () if self.module is None or self.module.scope is None else self.module.path
+
+    def place_of(self, module: nn.Module) -> str | None:
+        """Return the path of a bound module in the model, as rules have it; None: its scope is not in the model."""
+        path, own = module.path, self.path
+        return ".".join(path[len(own) :]) if path[: len(own)] == own else None
+
+
+# Quantized models that run, the outermost first. None: no interceptor is there yet.
+_roots = contextvars.ContextVar[tuple[_Root, ...] | None]("_roots", default=None)
+
+
+def _deciding(module: nn.Module) -> tuple[_Root, str] | None:
+    """Return the innermost running model in whose scope a module is, and the module's path in it."""
+    if module.scope is None:
+        return None
+    places = ((root, root.place_of(module)) for root in reversed(_roots.get() or ()))
+    return next(((root, place) for root, place in places if place is not None), None)
+
+
 @contextlib.contextmanager
-def _quantizing(
-    choice: _Choice, found: dict[str, DropInLayer | None] | None = None, *, quantize: bool = True
-) -> Iterator[None]:
-    """Quantize the linear layers that run inside by ``choice``; record the decisions in ``found``."""
-    running = Running()
-
-    def intercept(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        module, path = context.module, ".".join(context.module.path)
-        is_call = context.method_name == "__call__"
-        decision = _decide(choice, module, args, kwargs) if is_call else None
-        # The layers of this package see to their own quantization, as do layers that were given a DotGeneral.
-        if found is not None and (decision is not None or isinstance(module, LinenModule) or _is_ours(module)):
-            found.setdefault(path, None if decision is None else decision.entry)
-        if not quantize or not is_call:
-            return run(*args, **kwargs)
-        if decision is not None:
-            return _call_flax(module, decision, run, args, kwargs)
-        if path in running:
-            return run(*args, **kwargs)
-        options = _gemms_in_force(choice, path)
-        if not options:
-            return _with_own_states_kept(choice, module, run(*args, **kwargs))
-        with running.inside(path):
-            return _call_own(module, options, run, args, kwargs)
-
-    again = _choice_in_force.value == choice  # in a method that another one called
-    with _choice_in_force(choice), contextlib.nullcontext() if again else nn.intercept_methods(intercept):
+def _quantizing(choice: _Choice, model: nn.Module) -> Iterator[None]:
+    """Quantize the linear layers of ``model`` that run inside by ``choice``."""
+    outer = _roots.get() or ()
+    # What is recorded about a model holds for those inside of it.
+    root = (
+        outer[-1]._replace(choice=choice, module=model, running=Running()) if outer else _Root(choice, model, Running())
+    )
+    if outer and (outer[-1].choice, outer[-1].path) == (choice, root.path):  # in a method that another one called
         yield
+    else:
+        with _choices_in_force((_choices_in_force.value, choice)), _running((*outer, root)):
+            yield
+
+
+@contextlib.contextmanager
+def _apart(choice: _Choice, found: dict[str, DropInLayer | None] | None = None, *, quantize: bool) -> Iterator[_Root]:
+    """Let a model run inside apart from all that run already; see `_Root`."""
+    root = _Root(choice, None, Running(), found, quantize)
+    # A key of its own: what was traced before is traced again.
+    with _choices_in_force(object()), _running((root,)):
+        yield root
+
+
+@contextlib.contextmanager
+def _running(roots: tuple[_Root, ...]) -> Iterator[None]:
+    """Let ``roots`` decide about the layers that run inside."""
+    first = _roots.get() is None
+    token = _roots.set(roots)
+    try:
+        with nn.intercept_methods(_intercept) if first else contextlib.nullcontext():
+            yield
+    finally:
+        _roots.reset(token)
+
+
+def _intercept(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    """Return the result of a method of a module, quantized as the innermost running model that holds it decides."""
+    module, is_call = context.module, context.method_name == "__call__"
+    decides, roots = _deciding(module), _roots.get()
+    if decides is None:
+        if roots and is_call and module.scope is not None:
+            _check_not_lent(roots[-1], module, args, kwargs)
+        return run(*args, **kwargs)
+    root, place = decides
+    path = ".".join(module.path)
+    decision = _decide(root.choice, place, module, args, kwargs) if is_call else None
+    # The layers of this package see to their own quantization, as do layers that were given a DotGeneral.
+    if root.found is not None and (decision is not None or isinstance(module, LinenModule) or _is_ours(module)):
+        entry = None if decision is None else dataclasses.replace(decision.entry, path=path)
+        root.found.setdefault(path, entry)
+    if not root.quantize or not is_call:
+        return run(*args, **kwargs)
+    if decision is not None:
+        return _call_flax(module, decision, run, args, kwargs)
+    if path in root.running:
+        return run(*args, **kwargs)
+    options = _gemms_in_force(root.choice, place)
+    if not options:
+        return _with_own_states_kept(root.choice, place, module, run(*args, **kwargs))
+    with root.running.inside(path):
+        return _call_own(module, options, run, args, kwargs)
+
+
+def _check_not_lent(root: _Root, module: Any, args: Any, kwargs: Any) -> None:
+    """Check that a module whose scope is outside of the quantized model that runs it is none that can be quantized:
+    `quantize_model` has decided about one inside.
+
+    Raises:
+        ValueError: for one that can be.
+    """
+    layer = _linear(module, *args, **kwargs)
+    is_own = type(module).__name__ in {one.kind for one in root.choice.own}
+    if is_own or (layer is not None and layer.why is None):
+        raise ValueError(
+            f"{type(module).__name__} at {'.'.join(module.path)!r} runs in the quantized model at "
+            f"{'.'.join(root.path)!r}, and its scope is outside of it, so that no rule of the model holds for it; call "
+            "quantize_model for a model that holds both, or for this module as well"
+        )
 
 
 class _Decision(NamedTuple):
@@ -396,12 +507,12 @@ class _Decision(NamedTuple):
     recipe: OwnRecipe
 
 
-def _decide(choice: _Choice, module: Any, args: Any, kwargs: Any) -> _Decision | None:
-    """Return the decision about a call of a module; None if it is none of Flax's linear layers."""
+def _decide(choice: _Choice, path: str, module: Any, args: Any, kwargs: Any) -> _Decision | None:
+    """Return the decision about a call of the module at a path of the model; None if it is none of Flax's linear
+    layers."""
     layer = _linear(module, *args, **kwargs)
     if layer is None:
         return None
-    path = ".".join(module.path)
     entry, own = decide_layer(path, type(module).__name__, dict(choice.rules), layer, choice.gemms)
     return _Decision(layer, _unless_normalized(choice, entry, joined(path, "kernel"), own), own)
 
@@ -457,9 +568,10 @@ def _gemms_in_force(choice: _Choice, scope: str) -> dict[str, GemmOptions]:
     return found
 
 
-def _with_own_states_kept(choice: _Choice, module: Any, result: Any) -> Any:
-    """Return the result of a call outside of recipes, whose derivative keeps the states of the module's parameters."""
-    scopes = [f"{one.name}_gemm" for one in choice.own if one.scope == ".".join(module.path)]
+def _with_own_states_kept(choice: _Choice, path: str, module: Any, result: Any) -> Any:
+    """Return the result of a call outside of recipes of the module at a path of the model; its derivative keeps the
+    states of the module's parameters."""
+    scopes = [f"{one.name}_gemm" for one in choice.own if one.scope == path]
     states = module.scope.variables().get(STATE, {}) if scopes else {}
     kept = {scope: states[scope] for scope in scopes if scope in states}
     return with_gradient(result, kept, kept)

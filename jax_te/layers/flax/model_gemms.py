@@ -27,11 +27,11 @@ class ModelGemms(NamedTuple):
         out_of_reach: those that a GEMM with an input outside of this scope takes.
     """
 
-    used: frozenset[str]
-    taken: frozenset[str]
-    heads: frozenset[str]
-    in_reach: frozenset[str]
-    out_of_reach: frozenset[str]
+    used: frozenset[str] = frozenset()
+    taken: frozenset[str] = frozenset()
+    heads: frozenset[str] = frozenset()
+    in_reach: frozenset[str] = frozenset()
+    out_of_reach: frozenset[str] = frozenset()
 
     def under(self, names: Callable[[str], Iterable[str]]) -> ModelGemms:
         """Return the same with other names: a function of a name returns those of the parameter."""

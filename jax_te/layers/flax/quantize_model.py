@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 from flax import nnx
@@ -34,6 +34,8 @@ from jax_te.layers.flax.own_modules import gemm_attribute, gemms_of, original_cl
 from jax_te.layers.prepare import prepare
 from jax_te.layers.quantizable import QuantizableModule
 from jax_te.recipe import ModuleRecipe, Recipe, autocast, current_recipe, first_rule, own_recipe
+
+_Model = TypeVar("_Model", bound=nnx.Module)
 
 
 def _set_own(module: QuantizableModule, value: Recipe | ModuleRecipe | Literal["ambient"] | None) -> None:
@@ -145,7 +147,7 @@ def _call(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @checked
-def dequantize_model(model: nnx.Module) -> nnx.Module:
+def dequantize_model(model: _Model) -> _Model:
     """Return ``model`` after undoing `quantize_model`: its layers compute as Flax made them, quantizer state is gone.
 
     Layers of jax_te follow the ambient recipe again, whatever rules gave them.
