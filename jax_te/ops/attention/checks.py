@@ -239,8 +239,8 @@ def _check_presence_of_lengths(spec: AttentionSpec, arrays: AttentionArrays) -> 
     """Raise ValueError for lengths that the mask type needs and that are missing, and for those that it cannot use."""
     if spec.is_padding and arrays.kv_lengths is None:
         raise ValueError(
-            f"mask type {spec.mask_type!r} needs the lengths of the keys without padding ({_LENGTHS}), or boundaries "
-            "of packed sequences; give them, or take another mask type"
+            f"mask type {spec.mask_type!r} needs the lengths of the keys without padding ({_LENGTHS}), boundaries of "
+            "packed sequences, or, in a layer that reads it, a mask of padding; give one, or take another mask type"
         )
     if spec.is_padding or (arrays.q_lengths is None and arrays.kv_lengths is None):
         return
