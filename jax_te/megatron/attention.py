@@ -232,7 +232,7 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
             return_max_logit=with_logit,
         )
         # Returned, not stored: an attribute that jit writes would hold a tracer.
-        context, *logits = result if with_logit else (result,)
+        context, *logits = result if isinstance(result, tuple) else (result,)
         merged = merge_heads(context)
         merged = merged[0] if row else merged
         return (merged, *logits) if logits else merged

@@ -270,6 +270,8 @@ class MoELayer(MegatronModule, MixtureOfExperts):
     ((2, 8, 16), None)
     """
 
+    router: TopKRouter  # pyright: ignore[reportIncompatibleVariableOverride]
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -329,7 +331,8 @@ class MoELayer(MegatronModule, MixtureOfExperts):
     def backward_dw(self, routed_experts: bool = True, shared_experts: bool = False) -> None:
         """Do nothing, or raise a RuntimeError about deferred weight gradients, see `TELinear.backward_dw`."""
         if routed_experts:
-            self.experts.linear_fc1.backward_dw()
+            linear_fc1: Any = self.experts.linear_fc1
+            linear_fc1.backward_dw()
         if shared_experts and self.shared_experts is not None:
             self.shared_experts.linear_fc1.backward_dw()
 

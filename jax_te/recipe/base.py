@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from jax_te._validation import check_annotations, log_once
@@ -106,6 +106,15 @@ class Recipe:
             )
         if self.fp8_mha:
             log_once("fp8_mha=True is taken as fp8_dpa=True: the casts around attention stay, see docs/parity.md")
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.__repr__ = cls.__repr__  # dataclass writes another only where a class has none of its own
+
+    # Without the fields that have their defaults: a dozen of them in a message would hide those that were chosen.
+    def __repr__(self) -> str:
+        given = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"{type(self).__name__}({', '.join(given)})"
 
     @property
     def quantizes_attention(self) -> bool:

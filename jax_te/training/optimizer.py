@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_te._validation import brief, check_leaves, checked
+from jax_te._validation import check_leaves, checked
 from jax_te.quantize import QuantizedKernel, QuantizerState, write_back
 from jax_te.sharding import current_mesh, log_whole_parameters
 from jax_te.training.gradients import constrain_as_created, used_scales
@@ -53,7 +53,8 @@ class Optimizer(nnx.Optimizer):
         model: model whose parameters are updated.
         tx: any optax transformation, or ``optax.MultiSteps``. It sees fp32 masters in place of half-precision
             parameters.
-        wrt: filter of the Variables to update.
+        wrt: filter of the Variables to update. `QuantizerState`, whose "gradient" is its next value or a count, is not
+            among them.
         scaler: loss scale, which `value_and_grad` must be given, too, ``scaler=optimizer.scaler`` in each step; None
             for `ConstantLossScale` of 1.
         fp8_param: whether to store all kernels of the model quantized, see `create_train_state`. Create the optimizer,
@@ -66,8 +67,9 @@ class Optimizer(nnx.Optimizer):
         masters: fp32 copies of half-precision and quantized parameters, under the same names.
 
     Raises:
-        ValueError: for kernels that are stored quantized already, whose exact values are gone; for ``fp8_param``
-            without a recipe, see `create_train_state`; for ``optax.lookahead``, whose parameters are pairs.
+        ValueError: for a ``wrt`` with quantizer or counting states; for kernels that are stored quantized already,
+            whose exact values are gone; for ``fp8_param`` without a recipe, see `create_train_state`; for
+            ``optax.lookahead``, whose parameters are pairs.
 
     Source: ``flax.nnx.Optimizer``; ``Float16OptimizerWithFloat16Params`` of Megatron-Core.
 
@@ -106,6 +108,7 @@ class Optimizer(nnx.Optimizer):
 
     def _create(self, model: nnx.Module, tx: Any, wrt: Any, fp8_param: bool, scaler: LossScale | None) -> None:
         """Store kernels of the model as they are asked for, and make masters and the transformation's state."""
+        _check_no_quantizers(model, wrt)
         # Copies of the Variables: those of the model are about to change.
         copies = jax.tree.map(lambda leaf: leaf, nnx.state(model, wrt))
         exact = round_params(copies)
@@ -211,7 +214,7 @@ class Optimizer(nnx.Optimizer):
         # Variables, as at creation: functions that select parameters read their names and axes in both places.
         grads = _in_variables(full, given)
         if jax.tree.structure(nnx.as_pure(grads)) != jax.tree.structure(nnx.as_pure(full)):
-            raise ValueError(f"grads must have the structure of the model's {self.wrt}, got {brief(given)}")
+            raise ValueError(_other_structure(full, given))
         return jax.tree.map(lambda grad, value: grad.astype(value.dtype), grads, full)
 
     def _is_finite(self, wanted: PyTree, grads: PyTree, kwargs: dict[str, Any]) -> Array:
@@ -240,6 +243,46 @@ def _is_variable(node: Any) -> bool:
     return isinstance(node, nnx.Variable)
 
 
+def _check_no_quantizers(model: nnx.Module, wrt: Any) -> None:
+    """Raise ValueError for a filter that selects quantizer or counting states, which an optimizer would corrupt."""
+    names = _paths(nnx.state(nnx.state(model, wrt), QuantizerState))
+    if names:
+        raise ValueError(
+            f"wrt selects states outside of gradients, {_listed(names)}: the gradient of a QuantizerState is its next "
+            "value, or a count, and update writes it back without the optimizer. Leave them out, as wrt=nnx.Param, the "
+            "default, does, or nnx.All(wrt, nnx.Not(QuantizerState))"
+        )
+
+
+def _other_structure(full: nnx.State, given: PyTree) -> str:
+    """Return the message for gradients of another structure than the parameters."""
+    have, wanted = _paths(given), _paths(full)
+    problems = {"lack": wanted - have, "have besides": have - wanted}
+    found = "; they " + " and ".join(f"{kind} {_listed(names)}" for kind, names in problems.items() if names)
+    if have == wanted:
+        found = f" in an nnx.State, and are in {type(given).__name__}"
+    return (
+        f"grads must have the structure of the parameters that the optimizer's wrt selects from the model{found}. Give "
+        "what value_and_grad returns for the whole model, with argnums=nnx.DiffState(0, wrt) for another wrt than "
+        "nnx.Param"
+    )
+
+
+def _paths(tree: PyTree) -> set[str]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(nnx.as_pure(tree))
+    return {jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves}
+
+
+def _listed(names: set[str]) -> str:
+    """Return names in order, the first of many."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(sorted(names)[:_NAMED]) + more
+
+
+_NAMED = 8
+"""Number of paths in a message."""
+
+
 def _as_opt_state(variable: nnx.Variable) -> nnx.OptVariable:
     return nnx.OptVariable(variable.get_value(), **variable.get_metadata())
 
@@ -256,10 +299,11 @@ def _next_quantizers(model: nnx.Module, grads: PyTree, finite: Array) -> nnx.Sta
     have, given = dict(nnx.to_flat_state(before)), dict(nnx.to_flat_state(states))
     for problem, paths in (("lack", have.keys() - given.keys()), ("have", given.keys() - have.keys())):
         if paths:
-            names = ", ".join(sorted({"/".join(map(str, path)) for path in paths}))
+            names = {"/".join(map(str, path)) for path in paths}
             raise ValueError(
-                f"grads {problem} the next quantizer states {names}, and must have those of all of the model's layers "
-                "that have a state, or none: differentiate by nnx.Any(nnx.Param, QuantizerState) of the whole model"
+                f"grads {problem} the next quantizer states {_listed(names)}, and must have those of all of the "
+                "model's layers that have a state, or none: differentiate by nnx.Any(nnx.Param, QuantizerState) of the "
+                "whole model"
             )
     return select(finite, write_back(before, states), before)
 

@@ -236,7 +236,7 @@ def test_sharded_state_dict_has_the_learnable_offset_split_over_heads():
             "pg_collection.* None.*jax.set_mesh",
         ),
         (lambda: core("diagonal"), ValueError, "attn_mask_type.* 'diagonal'"),
-        (lambda: core(AttnMaskType.padding)(*qkv(), None), ValueError, "'padding'.* kv_lengths"),
+        (lambda: core(AttnMaskType.padding)(*qkv(), None), ValueError, "'padding'.*kv_lengths"),
         (
             lambda: core(AttnMaskType.padding)(*qkv(), jnp.zeros((B, S), bool)),
             ValueError,

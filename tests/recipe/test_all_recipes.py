@@ -29,6 +29,7 @@ from jax_te.recipe import (
     Float8CurrentScaling,
     Format,
     MMParams,
+    ModuleRecipe,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
     Recipe,
@@ -349,3 +350,24 @@ def test_state_that_is_missing():
         dense(jnp.ones((16, 16)), jnp.ones((16, 16)), recipe=DelayedScaling())
     for kind in NAMED[1:]:
         assert precision_of(kind()).scale(None, "x") is None
+
+
+def test_a_recipes_text_has_what_was_chosen_and_makes_it_again():
+    """Also that of a class of your own, and inside of a `ModuleRecipe`."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Own(Float8CurrentScaling):
+        note: str = ""
+
+    assert repr(DelayedScaling()) == "DelayedScaling()"
+    names = {kind.__name__: kind for kind in (DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, MMParams, Own)}
+    for recipe in (
+        DelayedScaling(margin=1, fp8_gemm_wgrad=PRECISE),
+        MXFP8BlockScaling(),
+        NVFP4BlockScaling(disable_rht=True),
+        Own(note="mine", override_linear_precision=(False, False, True)),
+    ):
+        assert eval(repr(recipe), {}, names) == recipe
+        assert "fp8_dpa" not in repr(recipe)
+        assert repr(recipe) in repr(ModuleRecipe(training=recipe))
+    assert "qfactory=<function" in repr(CustomRecipe(qfactory=lambda role: None))

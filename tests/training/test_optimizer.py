@@ -15,7 +15,8 @@ import pytest
 from flax import nnx
 
 from jax_te import DelayedScaling, Float8CurrentScaling, autocast
-from jax_te.layers import LayerNormMLP, Linear, LoRA, quantize_parameters
+from jax_te.config import RouterOptions
+from jax_te.layers import LayerNormMLP, Linear, LoRA, Router, quantize_parameters
 from jax_te.quantize import QuantizedKernel, QuantizerState
 from jax_te.training import (
     ConstantLossScale,
@@ -521,3 +522,34 @@ def test_a_constant_scale_under_vmap_and_scan() -> None:
 def test_a_function_that_returns_no_scaler_is_refused() -> None:
     with pytest.raises(TypeError, match=r"scaler must be a LossScale or a function that returns one.*None"):
         value_and_grad(loss_fn, scaler=lambda: None)(build(), X)  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize("wrt", [nnx.Variable, nnx.Any(nnx.Param, QuantizerState)])
+def test_a_filter_of_states_outside_of_gradients_is_refused(wrt: Any) -> None:
+    """Their "gradients" are next values and counts, which a transformation would subtract."""
+    with autocast(RECIPE):
+        layer = build()
+    router = Router(16, RouterOptions(num_experts=4), rngs=nnx.Rngs(0))
+    for model, state in ((layer, "quantizers_1/x/scale"), (router, "last_step")):
+        with pytest.raises(ValueError, match=rf"wrt selects .*{state}.*nnx\.Not\(QuantizerState\)"):
+            Optimizer(model, optax.sgd(0.1), wrt=wrt)
+        others = Optimizer(model, optax.sgd(0.1), wrt=nnx.All(wrt, nnx.Not(QuantizerState)))
+        _, grads = nnx.value_and_grad(lambda model: sum(map(jnp.sum, jax.tree.leaves(nnx.state(model, nnx.Param)))))(
+            model
+        )
+        assert jax.tree.structure(others.update(model, grads)) == jax.tree.structure(nnx.as_pure(grads))
+
+
+def test_gradients_of_other_paths_are_refused_by_name() -> None:
+    model = build()
+    optimizer, grads = Optimizer(model, optax.sgd(0.1)), nnx.state(model, nnx.Param)
+    given, moved = dict(grads), dict(grads)
+    del given["wo_bias"]
+    moved["elsewhere"] = moved.pop("wo_bias")
+    for wrong, message in (
+        (nnx.State(given), "lack wo_bias"),
+        (nnx.State(moved), "lack wo_bias and have besides elsewhere"),
+        (dict(nnx.as_pure(grads)), "in an nnx.State, and are in dict"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            optimizer.update(model, wrong)

@@ -184,7 +184,7 @@ class DotProductAttention(ContextParallelModule, RecipeModule):
         window_size: Window | None = None,
         checkpoint_core_attention: bool = False,
         return_max_logit: bool | None = None,
-    ) -> Any:
+    ) -> Array | tuple[Array, Array]:
         """Apply attention.
 
         Args:

@@ -122,7 +122,7 @@ def read_mask(
         mask_type = "arbitrary"
     elif mask_type != "arbitrary" and not ignored:
         raise ValueError(
-            f"mask_type {mask_type!r} takes no mask, which would have no effect; leave it out, or give the layer or "
+            f"mask type {mask_type!r} takes no mask, which would have no effect; leave it out, or give the layer or "
             "the call the mask type 'arbitrary', or 'padding' or 'padding_causal' for a mask of padding"
         )
     elif mask_type != "arbitrary":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,15 @@ from jax_te.sharding import axis_ranks, leading_axes
 from jax_te.typing import Array, DTypeLike, Initializer, TensorGroup
 
 
+@runtime_checkable
+class ExpertsLayer(Protocol):
+    """A linear layer of all experts, as `Experts` calls it: a `GroupedLinear`, or an adapter around one."""
+
+    def __call__(self, x: Array, groups: RowGroups, /, *, is_first_microbatch: bool | None) -> Any:
+        """Return ``[rows, *n]``, alone or with a bias."""
+        ...
+
+
 class Experts(TrainingMode):
     """``y = (p act(x @ fc1[g] + b1[g])) @ fc2[g] + p b2[g]`` for the rows of each expert ``g``.
 
@@ -56,7 +65,14 @@ class Experts(TrainingMode):
     (4, 16)
     """
 
-    def __init__(self, linear_fc1: Any, linear_fc2: Any, function: Activation, *, apply_probs_on_input: bool = False):
+    def __init__(
+        self,
+        linear_fc1: ExpertsLayer,
+        linear_fc2: ExpertsLayer,
+        function: Activation,
+        *,
+        apply_probs_on_input: bool = False,
+    ):
         base = without_adapter(linear_fc2)
         if getattr(base, "use_bias", False) and not getattr(base, "return_bias", True):
             raise ValueError(
@@ -65,7 +81,8 @@ class Experts(TrainingMode):
             )
         self.linear_fc1, self.linear_fc2 = linear_fc1, linear_fc2
         self.function, self.apply_probs_on_input = function, apply_probs_on_input
-        for layer in (linear_fc1, linear_fc2):
+        layers: tuple[Any, Any] = (linear_fc1, linear_fc2)
+        for layer in layers:
             layer.of_mixture = True
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -37,13 +38,13 @@ class MixtureOfExperts(TrainingMode):
         fc1_latent_proj, fc2_latent_proj: linear layers to the features of the experts and back, or None.
     """
 
-    router: Any
+    router: Router
     experts: Experts
     dispatch: DispatchOptions
     sequence_parallel: bool
-    shared_experts: Any
-    fc1_latent_proj: Any
-    fc2_latent_proj: Any
+    shared_experts: Callable[..., Array] | None
+    fc1_latent_proj: Linear | None
+    fc2_latent_proj: Linear | None
 
     @property
     def reads_later_tokens(self) -> bool:

@@ -72,6 +72,10 @@ class TEDelayedScaling(DelayedScaling):
 
     __hash__ = DelayedScaling.__hash__
 
+    # As that recipe, whose defaults decide which fields the text leaves out.
+    def __repr__(self) -> str:
+        return repr(DelayedScaling(**vars(self)))
+
 
 @checked
 def recipe_from_config(config: PrecisionConfig) -> Recipe | None:

@@ -78,11 +78,14 @@ def attention_spec(
         raise ValueError(f"logit_softcap must be > 0, or None for no cap; got {spec.logit_softcap!r}")
     # TE supports its packed layouts only with padding masks; the rule is the same for both backends.
     if spec.max_segments and not spec.is_padding:
-        raise ValueError(
-            f"packed sequences need a padding mask type, got {mask_type!r}; take 'padding' in place of 'no_mask', "
-            "'padding_causal' in place of 'causal'"
-        )
+        raise ValueError(f"packed sequences need a padding mask type, got {mask_type!r}; take {_padded(spec)}")
     return spec
+
+
+def _padded(spec: AttentionSpec) -> str:
+    """Return the padding mask types that can take the place of another type, for messages."""
+    types = {"no_mask": "'padding'", "arbitrary": "'padding' or 'padding_causal'"}
+    return types.get(spec.mask_type, f"'padding_{spec.mask_type}'")
 
 
 def shape_of(qkv: QKV) -> tuple[int, int, int, int, int, int, int]:
@@ -138,7 +141,9 @@ def _check_heads(qkv: QKV, *sizes: int) -> None:
 
 def check_arrays(spec: AttentionSpec, arrays: AttentionArrays) -> None:
     """Raise ValueError or TypeError for an array that is missing or unused, or whose shape or dtype is wrong."""
-    _check_mask(spec, arrays.mask)
+    # Messages say "mask type" or "lengths of keys", not names of arguments: layers, whose names are others, leave these
+    # checks to the op. A remedy names arguments where it must, those of layers, too.
+    _check_mask(spec, arrays)
     _check_lengths(spec, arrays)
     _check_bias(spec, arrays.bias)
     _check_softmax_offset(spec, arrays.softmax_offset)
@@ -153,11 +158,17 @@ def _scores(spec: AttentionSpec) -> tuple[int, ...]:
     return (spec.batch, spec.heads, spec.q_length, spec.kv_length)
 
 
-def _check_mask(spec: AttentionSpec, mask: Array | None) -> None:
+def _check_mask(spec: AttentionSpec, arrays: AttentionArrays) -> None:
+    mask = arrays.mask
     if mask is None and spec.mask_type != "arbitrary":
         return
-    if mask is None or spec.mask_type != "arbitrary":
-        raise ValueError(f"mask_type {spec.mask_type!r} {'needs a' if mask is None else 'takes no'} mask")
+    if mask is None:
+        raise ValueError(
+            "mask type 'arbitrary' needs a mask, bool and broadcastable to [b, n, sq, skv], True is masked out "
+            "(attention_mask of a layer); give one, or take another mask type"
+        )
+    if spec.mask_type != "arbitrary":
+        raise ValueError(f"mask type {spec.mask_type!r} takes no mask; {_instead_of_mask(spec)}")
     # Masks of integers or floats are 1 where masked out in one library and 1 where visible in another.
     if mask.dtype != bool:
         raise TypeError(f"mask must be bool (True hides), got {mask.dtype}; compare it first, for example mask == 0")
@@ -167,27 +178,50 @@ def _check_mask(spec: AttentionSpec, mask: Array | None) -> None:
         )
 
 
+def _instead_of_mask(spec: AttentionSpec) -> str:
+    """Return what to do about a mask that a call does not use, for its message."""
+    if spec.max_segments:
+        return "leave it out: the boundaries of packed sequences say where there is padding"
+    causal = ", which with window_size=(-1, 0) is causal, too" if spec.is_causal else ""
+    arbitrary = f"take mask type 'arbitrary'{causal}"
+    if not spec.is_padding:
+        return f"leave it out, as it would have no effect, or {arbitrary}"
+    return (
+        f"give the lengths without padding in its place ({_LENGTHS}), or {arbitrary}, or use a layer that reads masks "
+        "of padding: TransformerLayer, TEDotProductAttention of jax_te.megatron, or the attention of jax_te.te_pytorch"
+    )
+
+
+_LENGTHS = (
+    "kv_lengths= and q_lengths=, which are sequence_lengths= and encoder_lengths= of MultiheadAttention and "
+    "TransformerLayer"
+)
+"""The arguments that take lengths, in messages."""
+
+
 def _check_lengths(spec: AttentionSpec, arrays: AttentionArrays) -> None:
     q_lengths, kv_lengths, segments = arrays.q_lengths, arrays.kv_lengths, arrays.segments
     if segments is not None:
         if q_lengths is not None or kv_lengths is not None:
-            raise ValueError("packed sequences bring their own lengths; leave q_lengths and kv_lengths out")
+            raise ValueError("packed sequences bring their own lengths; leave other lengths out")
         for name, array in zip(segments._fields, segments, strict=True):
             if array.shape != (spec.batch, spec.max_segments):
                 raise ValueError(
-                    f"segments.{name} must be [b, m] with b = {spec.batch} as in q and one m for all, got {array.shape}"
+                    f"packed sequences need boundaries for each of the b = {spec.batch} rows of the queries, and one "
+                    f"number m of sequences for all: PackedSeqParams has cu_seqlens [b, m + 1], and segments.{name} "
+                    f"must be [b, m]; got {array.shape}"
                 )
             if not jnp.issubdtype(array.dtype, jnp.integer):
                 raise TypeError(f"segments.{name} must be integers, got {array.dtype}")
         _check_ends("queries", segments.q_offsets, segments.q_lengths, spec.q_length)
         _check_ends("keys", segments.kv_offsets, segments.kv_lengths, spec.kv_length)
         return
-    if (kv_lengths is not None) != spec.is_padding or (q_lengths is not None and not spec.is_padding):
-        raise ValueError(
-            f"mask_type {spec.mask_type!r} {'needs kv_lengths' if spec.is_padding else 'takes no lengths'}"
-        )
+    _check_presence_of_lengths(spec, arrays)
     # Lengths, not masks [b, s]: padding is at the end, the only case that cuDNN's kernels support.
-    for name, lengths, size in (("q_lengths", q_lengths, spec.q_length), ("kv_lengths", kv_lengths, spec.kv_length)):
+    for name, lengths, size in (
+        ("lengths of queries", q_lengths, spec.q_length),
+        ("lengths of keys", kv_lengths, spec.kv_length),
+    ):
         if lengths is None:
             continue
         if lengths.shape != (spec.batch,):
@@ -199,6 +233,20 @@ def _check_lengths(spec: AttentionSpec, arrays: AttentionArrays) -> None:
             values = np.asarray(lengths)
             if ((values < 0) | (values > size)).any():
                 raise ValueError(f"{name} must be from 0 to {size}, the positions of a row, got {values.tolist()}")
+
+
+def _check_presence_of_lengths(spec: AttentionSpec, arrays: AttentionArrays) -> None:
+    """Raise ValueError for lengths that the mask type needs and that are missing, and for those that it cannot use."""
+    if spec.is_padding and arrays.kv_lengths is None:
+        raise ValueError(
+            f"mask type {spec.mask_type!r} needs the lengths of the keys without padding ({_LENGTHS}), boundaries of "
+            "packed sequences, or, in a layer that reads it, a mask of padding; give one, or take another mask type"
+        )
+    if spec.is_padding or (arrays.q_lengths is None and arrays.kv_lengths is None):
+        return
+    if arrays.mask is not None:
+        raise ValueError("a call of attention takes a mask or lengths, and got both; leave one of them out")
+    raise ValueError(f"mask type {spec.mask_type!r} takes no lengths; leave them out, or take {_padded(spec)}")
 
 
 def _check_ends(what: str, offsets: Array, lengths: Array, size: int) -> None:
@@ -216,9 +264,14 @@ def _check_ends(what: str, offsets: Array, lengths: Array, size: int) -> None:
 def _check_bias(spec: AttentionSpec, bias: Array | None) -> None:
     if bias is None and spec.bias_type == "no_bias":
         return
-    if bias is None or spec.bias_type == "no_bias":
-        missing = "ALiBi needs slopes" if spec.bias_type == "alibi" else f"bias_type {spec.bias_type!r} needs a bias"
-        raise ValueError(missing if bias is None else "bias_type 'no_bias' takes no bias")
+    if bias is None:
+        missing = "ALiBi needs slopes" if spec.bias_type == "alibi" else f"bias type {spec.bias_type!r} needs a bias"
+        raise ValueError(f"{missing}; give the array, or take the bias type 'no_bias'")
+    if spec.bias_type == "no_bias":
+        raise ValueError(
+            "bias type 'no_bias' takes no bias; leave it out, or take 'post_scale_bias' or 'pre_scale_bias' "
+            "(core_attention_bias_type= of a layer)"
+        )
     if not jnp.issubdtype(bias.dtype, jnp.floating):
         raise TypeError(f"a bias must be floating point, got {bias.dtype}")
     # Only slopes: the bias [b, n, sq, skv] follows from them and from the positions of each shard.

@@ -88,7 +88,9 @@ def _offsets_and_lengths(name: str, cu_seqlens: Array, padded: Array | None) -> 
     given: dict[str, Any] = {"": cu_seqlens} | ({} if padded is None else {"_padded": padded})
     for suffix, array in given.items():
         if not jnp.issubdtype(getattr(array, "dtype", object), jnp.integer):
-            raise TypeError(f"cu_seqlens_{name}{suffix} must be an array of integers, got {brief(array)}")
+            raise TypeError(
+                f"cu_seqlens_{name}{suffix} must be an array of integers, got {getattr(array, 'dtype', brief(array))}"
+            )
         if array.ndim not in (1, 2) or array.shape[-1] < 2 or array.shape != cu_seqlens.shape:
             raise ValueError(
                 f"cu_seqlens_{name}{suffix} must be [m + 1] or [b, m + 1], padded or not alike; got {array.shape}"

@@ -30,7 +30,7 @@ class NormSpec:
     def __post_init__(self) -> None:
         check_annotations(self, NormSpec)
         if not self.epsilon > 0.0:
-            raise ValueError(f"epsilon must be > 0, got {self.epsilon!r}")
+            raise ValueError(f"the norm's epsilon must be > 0, got {self.epsilon!r}")
 
 
 class Activation(NamedTuple):
@@ -52,5 +52,5 @@ class Activation(NamedTuple):
         """
         parts = activation_parts(self.name)
         if self.params is not None and parts != ACTIVATIONS["clamped_swiglu"]:
-            raise ValueError(f"{self.name!r} has no parameters, got params {self.params}; only 'clamped_swiglu' has")
+            raise ValueError(f"{self.name!r} has no parameters, got {self.params}; only 'clamped_swiglu' has")
         return parts

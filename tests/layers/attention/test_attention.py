@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,7 +13,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_te.layers import DotProductAttention, MultiheadAttention, init_kv_cache
+from jax_te import te_pytorch
+from jax_te.layers import DotProductAttention, MultiheadAttention, PackedSeqParams, TransformerLayer, init_kv_cache
+from jax_te.ops import dot_product_attention
 from tests.support import reference
 from tests.support.numerics import assert_close, draw
 from tests.support.reference import ROUNDOFF, Form, parameters, randomize
@@ -72,7 +77,7 @@ def test_arbitrary_mask_hides_where_it_is_true() -> None:
     [
         (lambda q: DotProductAttention(N, D)(q, q), r"query \[b, s, 4, 8\], key .* \[b, s, 3, 4, 8\]"),
         (lambda q: DotProductAttention(N, D, num_gqa_groups=2)(q, q, q), r"key .* value \[b, s, 2, 8\]; got shapes"),
-        (lambda q: DotProductAttention(N, D, attn_mask_type="padding")(q, q, q), "'padding' needs kv_lengths"),
+        (lambda q: DotProductAttention(N, D, attn_mask_type="padding")(q, q, q), "'padding' needs .*kv_lengths"),
         (lambda q: DotProductAttention(N, D)(q, q, q, kv_lengths=jnp.ones(2, jnp.int32)), "'causal' takes no lengths"),
         (
             lambda q: DotProductAttention(N, D)(q, q, q, core_attention_bias_type="alibi", core_attention_bias=q),
@@ -98,3 +103,64 @@ def test_bad_arguments_say_what_is_allowed(call: Any, message: str) -> None:
 
     with without_type_checker(), pytest.raises(ValueError, match=message):
         call(draw("q", (2, S, N, D)))
+
+
+LENGTHS = jnp.array([3, S], jnp.int32)
+PADDING = jnp.arange(S)[None, None, None] >= LENGTHS[:, None, None, None]
+PACKED = PackedSeqParams(cu_seqlens_q=jnp.array([[0, 3, S]] * 2))
+
+
+@pytest.mark.parametrize("mask_type", ["padding", "padding_causal", "causal", "no_mask", "arbitrary"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"attention_mask": PADDING},
+        {"attention_mask": PADDING, "lengths": LENGTHS},
+        {"attention_mask": PADDING, "packed_seq_params": PACKED},
+        {"lengths": LENGTHS},
+        {"lengths": LENGTHS[:1]},
+        {"lengths": LENGTHS + S},
+        {"packed_seq_params": PACKED},
+        {"packed_seq_params": PACKED, "lengths": LENGTHS},
+        {"packed_seq_params": PackedSeqParams(cu_seqlens_q=jnp.array([0, 3, S]))},
+        {"core_attention_bias": jnp.ones((1, N, S, S))},
+        {"core_attention_bias_type": "post_scale_bias"},
+    ],
+)
+def test_what_a_layer_leaves_to_the_op_is_refused_without_the_ops_names(mask_type: str, arguments: Any) -> None:
+    """A layer's users cannot change an argument that it does not have."""
+    ops, layers = set(inspect.signature(dot_product_attention).parameters), set[str]()
+    for kind in (DotProductAttention, MultiheadAttention, TransformerLayer):
+        layers |= {*inspect.signature(kind).parameters, *inspect.signature(kind.__call__).parameters}
+    arguments, x, q = dict(arguments), draw("x", (2, S, H)), draw("q", (2, S, N, D))
+    lengths = arguments.pop("lengths", None)
+    core, block = DotProductAttention(N, D, attn_mask_type=mask_type), build(attn_mask_type=mask_type)
+    for call in (
+        lambda: core(q, q, q, kv_lengths=lengths, **arguments),
+        lambda: block(x, sequence_lengths=lengths, **arguments),
+    ):
+        assert not _named_in_error(call) & (ops - layers)
+
+
+def _named_in_error(call: Callable[[], Any]) -> set[str]:
+    """Return the names with an underscore in the message of a call's ValueError; none if it raises none."""
+    try:
+        call()
+    except ValueError as error:
+        return {name for name in re.findall(r"\w+", str(error)) if "_" in name}  # "bias" and "mask" are words, too
+    return set()
+
+
+def test_what_a_mask_of_padding_can_be_replaced_by() -> None:
+    """The remedies of the message about it give one result."""
+    q = draw("q", (2, S, N, D))
+    for mask_type, window in (("padding", None), ("padding_causal", (-1, 0))):
+        core = DotProductAttention(N, D, attn_mask_type=mask_type)
+        with pytest.raises(ValueError, match=f"'{mask_type}' takes no mask.*kv_lengths.*'arbitrary'.*te_pytorch"):
+            core(q, q, q, attention_mask=PADDING)
+        arbitrary = DotProductAttention(N, D, attn_mask_type="arbitrary", window_size=window)
+        other = te_pytorch.DotProductAttention(N, D, qkv_format="bshd", attn_mask_type=mask_type)
+        real, expected = ~PADDING[:, 0, 0], core(q, q, q, kv_lengths=LENGTHS)
+        for layer in (arbitrary, other):
+            assert_close(layer(q, q, q, attention_mask=PADDING)[real], expected[real], TOLERANCE, what=mask_type)

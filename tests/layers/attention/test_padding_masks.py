@@ -48,10 +48,10 @@ def test_a_mask_hides_what_its_type_says(mask_type: str, window: Any, hidden: An
 @pytest.mark.parametrize("mask_type", ["causal", "no_mask"])
 def test_a_mask_without_effect_is_refused(mask_type: str):
     for mask in (jnp.zeros((1, 1, 1, S), bool), jnp.ones((7, 3))):
-        with pytest.raises(ValueError, match=f"mask_type '{mask_type}' takes no mask"):
+        with pytest.raises(ValueError, match=f"mask type '{mask_type}' takes no mask"):
             layer(mask_type)(X, mask)
     decoder = layer("causal", layer_type="decoder", enc_dec_attn_mask_type="no_mask")
-    with pytest.raises(ValueError, match="mask_type 'no_mask' takes no mask"):
+    with pytest.raises(ValueError, match="mask type 'no_mask' takes no mask"):
         decoder(X, None, X, LEFT)
 
 

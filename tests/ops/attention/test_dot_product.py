@@ -217,24 +217,24 @@ LENGTHS = jnp.array([4, 6], jnp.int32)
             {"mask_type": "window"},
             "mask_type must be one of 'no_mask', 'causal', .*, got 'window'",
         ),
-        ({"mask_type": "arbitrary"}, "mask_type 'arbitrary' needs a mask"),
-        ({"mask_type": "causal", "mask": MASK}, "mask_type 'causal' takes no mask"),
+        ({"mask_type": "arbitrary"}, "mask type 'arbitrary' needs a mask"),
+        ({"mask_type": "causal", "mask": MASK}, "mask type 'causal' takes no mask"),
         ({"mask_type": "arbitrary", "mask": MASK[0]}, r"mask must have four axes, .*, got \(4, 6, 6\)"),
         (
             {"mask_type": "arbitrary", "mask": MASK[:, :, :5]},
             r"each 1 or as in \[b, n, sq, skv\] = \(2, 4, 6, 6\), got \(2, 4, 5, 6\)",
         ),
-        ({"mask_type": "padding"}, "mask_type 'padding' needs kv_lengths"),
-        ({"mask_type": "padding", "q_lengths": LENGTHS}, "mask_type 'padding' needs kv_lengths"),
-        ({"mask_type": "causal", "kv_lengths": LENGTHS}, "mask_type 'causal' takes no lengths"),
-        ({"mask_type": "causal", "q_lengths": LENGTHS}, "mask_type 'causal' takes no lengths"),
+        ({"mask_type": "padding"}, "mask type 'padding' needs .*kv_lengths"),
+        ({"mask_type": "padding", "q_lengths": LENGTHS}, "mask type 'padding' needs .*kv_lengths"),
+        ({"mask_type": "causal", "kv_lengths": LENGTHS}, "mask type 'causal' takes no lengths"),
+        ({"mask_type": "causal", "q_lengths": LENGTHS}, "mask type 'causal' takes no lengths"),
         (
             {"mask_type": "padding", "kv_lengths": LENGTHS[:1]},
-            r"kv_lengths must have one entry for each example, \(2,\), got \(1,\)",
+            r"lengths of keys must have one entry for each example, \(2,\), got \(1,\)",
         ),
         (
             {"mask_type": "padding", "kv_lengths": LENGTHS, "q_lengths": LENGTHS[:, None]},
-            r"q_lengths must have one entry .* got \(2, 1\)",
+            r"lengths of queries must have one entry .* got \(2, 1\)",
         ),
         ({"dropout_rate": 1.0}, r"dropout_rate must be in \[0, 1\), got 1.0"),
         ({"dropout_rate": -0.1}, r"dropout_rate must be in \[0, 1\), got -0.1"),
@@ -251,7 +251,7 @@ def test_a_mask_that_is_not_bool_is_refused():
 
 
 def test_lengths_that_are_no_integers_are_refused():
-    with pytest.raises(TypeError, match="kv_lengths must be integers, got float32"):
+    with pytest.raises(TypeError, match="lengths of keys must be integers, got float32"):
         dot_product_attention(qkv(), mask_type="padding", kv_lengths=jnp.array([2.0, 3.0]), backend="xla")
 
 

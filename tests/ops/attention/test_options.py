@@ -224,8 +224,8 @@ PACKED = segments_from_cu_seqlens(jnp.array([[0, 2, 4]] * B))
         ({"window": (1, 1)}, ValueError, r"window_size \(1, 1\) shows 1 positions ahead, mask type 'causal' none"),
         ({"bias_type": "alibi"}, ValueError, "ALiBi needs slopes"),
         ({"bias_type": "alibi", "bias": jnp.ones(3)}, ValueError, r"slopes must be \[n\] = \(4,\) .*, got \(3,\)"),
-        ({"bias": BIAS}, ValueError, "bias_type 'no_bias' takes no bias"),
-        ({"bias_type": "post_scale_bias"}, ValueError, "bias_type 'post_scale_bias' needs a bias"),
+        ({"bias": BIAS}, ValueError, "bias type 'no_bias' takes no bias"),
+        ({"bias_type": "post_scale_bias"}, ValueError, "bias type 'post_scale_bias' needs a bias"),
         ({"bias_type": "relative"}, ValueError, "bias_type must be one of 'no_bias', 'pre_scale_bias'"),
         ({"bias_type": "post_scale_bias", "bias": BIAS[0]}, ValueError, r"bias must have four axes, .* \(4, 4, 5\)"),
         ({"bias_type": "post_scale_bias", "bias": jnp.ones((1, N, SQ, SKV), int)}, TypeError, "floating point"),
@@ -278,9 +278,9 @@ def test_lengths_that_cudnn_gets_through_jax(monkeypatch, lengths, kernel):
 @pytest.mark.parametrize(
     ("lengths", "message"),
     [
-        ({"kv_lengths": [3, 9]}, "kv_lengths must be from 0 to 8"),
-        ({"kv_lengths": [-1, 3]}, "kv_lengths must be from 0 to 8"),
-        ({"q_lengths": [3, 7], "kv_lengths": [3, 8]}, "q_lengths must be from 0 to 6"),
+        ({"kv_lengths": [3, 9]}, "lengths of keys must be from 0 to 8"),
+        ({"kv_lengths": [-1, 3]}, "lengths of keys must be from 0 to 8"),
+        ({"q_lengths": [3, 7], "kv_lengths": [3, 8]}, "lengths of queries must be from 0 to 6"),
         ({"q": ([0, 4], [4, 2]), "kv": ([0, 4], [4, 5])}, "segments of keys must lie within a row of 8"),
         ({"q": ([0, 4], [4, 3]), "kv": ([0, 4], [4, 4])}, "segments of queries must lie within a row of 6"),
     ],
