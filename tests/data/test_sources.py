@@ -217,13 +217,39 @@ def test_tokens_outside_of_the_vocabulary_are_named():
     for tokens, bad in (([1, 2, 300, 4], 300), ([1, -2, 3, 4], -2), ([1, 2, 2**32 + 1, 4], 2**32 + 1)):
         text = np.array(tokens, np.int64)
         with pytest.raises(
-            ValueError, match=rf"the token {bad} between .* from 0 to 255 .vocab_size.; give the tokenizer"
+            ValueError, match=rf"the token {bad} at position [12], .* from 0 to 255 .vocab_size.; give the tokenizer"
         ):
-            next(TrainBatches(text, batch_size=1, seq_len=3, seed=0, vocab_size=256))
+            TrainBatches(text, batch_size=1, seq_len=3, seed=0, vocab_size=256)
         with pytest.raises(ValueError, match=f"the token {bad}"):
             next(heldout_batches(text, batch_size=1, seq_len=3, num_batches=1, vocab_size=256))
     with pytest.raises(ValueError, match="the token 4294967297"):  # without a vocabulary: int32 must hold it
         next(whole_batches(text, batch_size=1, seq_len=3))
+
+
+@pytest.mark.parametrize("place", [0, 500, 949])
+def test_a_token_outside_of_the_vocabulary_is_found_before_the_first_batch(place, tmp_path):
+    tokens = np.zeros(1000, np.uint16)
+    tokens[place] = 300
+    np.save(tmp_path / "t.npy", tokens)
+    for text in (load_text(tmp_path / "t.npy", seq_len=4).train, tokens):
+        with pytest.raises(ValueError, match=f"the token 300 at position {place}, "):
+            TrainBatches(text, batch_size=1, seq_len=4, seed=0, vocab_size=256)
+        TrainBatches(text, batch_size=1, seq_len=4, seed=0, vocab_size=301)
+
+
+def test_of_a_large_map_pieces_are_checked_before_the_first_batch(tmp_path, monkeypatch):
+    monkeypatch.setattr(batches_module, "PIECE", 64)
+    tokens = np.zeros(20_000, np.uint16)
+    tokens[18_999] = 300  # the last one to train on
+    np.save(tmp_path / "t.npy", tokens)
+    options = {"batch_size": 100, "seq_len": 4, "seed": 0, "vocab_size": 256}
+    with pytest.raises(ValueError, match="the token 300 at position 18999"):
+        TrainBatches(load_text(tmp_path / "t.npy", seq_len=4).train, **options)
+    tokens[18_999], tokens[100] = 0, 300  # between the first two pieces
+    np.save(tmp_path / "t.npy", tokens)
+    batches = TrainBatches(load_text(tmp_path / "t.npy", seq_len=4).train, **options)
+    with pytest.raises(ValueError, match=r"the token 300 at position 100, .* pieces alone are checked at the start"):
+        list(itertools.islice(batches, 190))  # an epoch
 
 
 def test_the_checksum_of_a_large_map_reads_pieces_alone(tmp_path, monkeypatch):
@@ -265,8 +291,9 @@ def test_whole_batches_have_every_token_but_the_first_as_a_label_once(count):
         if label != -100
     ]
     assert pairs == list(itertools.pairwise(range(count)))
-    with pytest.raises(ValueError, match="a text of 1 tokens has no window"):
-        next(whole_batches(text[:1], batch_size=1, seq_len=4))
+    for few in (0, 1):
+        with pytest.raises(ValueError, match=f"a text of {few} tokens has none to predict .* Give more text$"):
+            whole_batches(text[:few], batch_size=1, seq_len=4)
 
 
 def test_a_state_of_tokens_on_the_disk_resumes(tmp_path):
