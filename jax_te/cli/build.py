@@ -24,7 +24,7 @@ from jax_te.cli.objective import loss_of
 from jax_te.cli.precision_rules import apply_rules
 from jax_te.cli.run_config import RunConfig
 from jax_te.config import PipelineConfig
-from jax_te.data import IGNORED, Objective, TextData, TrainBatches, heldout_batches
+from jax_te.data import IGNORED, Objective, TextData, TrainBatches, check_vocabulary, heldout_batches
 from jax_te.layers import lora_labels
 from jax_te.models import Execution, GPTModel, LanguageModel
 from jax_te.ops import use_backend
@@ -195,6 +195,8 @@ class Trainer:
             self._sizes["sharding"] = named_sharding(("batch", None), jax.sharding.get_mesh())
         # Many rates at once, because each would wait for the device; not all, because a run may have billions of steps.
         self._rates = functools.lru_cache(maxsize=1)(functools.partial(_rates, config))
+        # Now, as the training text, not at the first evaluation: the run would have begun.
+        check_vocabulary(data.heldout, data.vocab_size)
         self.batches = TrainBatches(data.train, batch_size=config.batch_size, seed=config.seed, **self._sizes)
 
     def learning_rate(self, update: int) -> float:

@@ -131,7 +131,7 @@ def evaluate(
         raise ValueError(f"--seq-len {seq_len} is above the model's {model.max_sequence_length} positions; lower it")
     model.eval()
     known = min(data.vocab_size, model.vocab_size)
-    batch_size = min(batch_size, -(-len(data.tokens) // seq_len))  # the rest would be padding
+    batch_size = max(min(batch_size, -(-len(data.tokens) // seq_len)), 1)  # the rest would be padding
     sizes: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len, "vocab_size": known, "objective": objective}
     total, count = 0.0, 0
     for batch in whole_batches(data.tokens, **sizes):

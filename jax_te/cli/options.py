@@ -96,8 +96,8 @@ class TrainOptions:
     """Train a model on text, or resume a run.
 
     Without options it trains the tiny preset on the bytes of the Python standard library's source files.
-    --data takes a text file, .jsonl or .parquet (documents under "text"), a folder of these, or tokens: .npy,
-    or Megatron's .bin with its .idx. --init-from fine-tunes a Hugging Face model, and takes the sizes from it:
+    --data takes a text file, .jsonl, .ndjson or .parquet (documents under "text"), a folder of these, or tokens:
+    .npy, or Megatron's .bin with its .idx. --init-from fine-tunes a Hugging Face model, and takes the sizes from it:
     decoders learn the next token, BERT and RoBERTa masked tokens, T5 and mT5 removed spans of tokens.
 
     Started again with the same --output it resumes from the newest checkpoint, and options that are not

@@ -65,15 +65,27 @@ def keep_tokenizer(tokenizer: Tokenizer | ByteTokenizer, output: Path) -> None:
 
 
 def run_text(
-    config: RunConfig, tokenizer: Tokenizer | ByteTokenizer, objective: Objective, data: str | None = None
+    config: RunConfig,
+    tokenizer: Tokenizer | ByteTokenizer,
+    objective: Objective,
+    data: str | None = None,
+    *,
+    leave_out: Path | None = None,
 ) -> TextData:
     """Return the text of a run, or another one, tokenized by the run's tokenizer.
+
+    Args:
+        config: configuration of the run.
+        tokenizer: tokenizer of the run.
+        objective: what its model is trained to predict.
+        data: file or folder of the text. None: the run's.
+        leave_out: folder of a run that may not have begun; one that has is left out anyway.
 
     Raises:
         ValueError: see `load_text`; too little text is less than a window of the objective.
     """
     source = config.data if data is None else data
-    return load_text(source, seq_len=config.seq_len, tokenizer=tokenizer, objective=objective)
+    return load_text(source, seq_len=config.seq_len, tokenizer=tokenizer, objective=objective, leave_out=leave_out)
 
 
 def unit(tokenizer: Tokenizer | ByteTokenizer) -> str:

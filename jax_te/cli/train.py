@@ -193,7 +193,7 @@ def _read(options: GivenOptions, output: Path, progress: Progress) -> _RunInputs
     check_memory(config, "train", objective)
     check_mesh_of_processes(config)
     progress.note("reading the text")
-    data = run_text(config, tokenizer, objective)
+    data = run_text(config, tokenizer, objective, leave_out=output)
     return _RunInputs(config=config, resumes=resumes, trace=trace, tokenizer=tokenizer, objective=objective, data=data)
 
 

@@ -19,7 +19,7 @@ MAX_POSITIONS = 2**32 - 1
 """Largest number of positions, since grain shuffles with 32 bits."""
 
 PIECE, _PIECES = 2**20, 64
-"""Bytes of a piece of a memory map, and number of pieces in its checksum."""
+"""Bytes of a piece of a memory map, and number of pieces that are read at the start."""
 
 
 @checked
@@ -50,8 +50,9 @@ class TrainBatches:
     Raises:
         ImportError: without grain.
         ValueError: for a text that is not integers ``[n]``, or is shorter than a window; for a length that the
-            objective cannot have; for an objective whose ``repr`` has an address in memory; from ``next``, for a token
-            outside of the vocabulary.
+            objective cannot have; for an objective whose ``repr`` has an address in memory; for a token outside of the
+            vocabulary: of a memory map beyond 64 MiB, from ``next`` if it is in none of the 64 pieces of a MiB that are
+            read at the start.
 
     >>> batches = TrainBatches(np.arange(100, dtype=np.uint8), batch_size=2, seq_len=4, seed=0)
     >>> batch = next(batches)
@@ -76,6 +77,7 @@ class TrainBatches:
         self._lengths, window = objective.lengths(seq_len), objective.window(seq_len)
         self._stride = -(-_positions(text, window, seq_len) // MAX_POSITIONS)
         positions = _positions(text, window, seq_len) // self._stride
+        check_vocabulary(text, vocab_size)
         grain: Any = require_extra("grain")
         # Without a number grain repeats until 2^63 - 1 windows, whose batches of one it cannot count.
         epochs = 2**62 // positions
@@ -229,7 +231,12 @@ def whole_batches(
     """
     check_positive(batch_size=batch_size, seq_len=seq_len)
     if isinstance(objective, NextTokens):
-        _positions(text, 2, 1)
+        _check_integers(text)
+        if len(text) < 2:
+            raise ValueError(
+                f"a text of {len(text)} tokens has none to predict from one before it: it needs at least 2. "
+                "Give more text"
+            )
         return _whole_batches(text, batch_size, seq_len, vocab_size)
     window = objective.window(seq_len)
     _positions(text, window, seq_len)
@@ -271,17 +278,46 @@ def _example(
 ) -> Example:
     """Return the example of the tokens from a position on."""
     tokens = text[position : position + window]
-    below = 2**31 if vocab_size is None else vocab_size
-    # Before the cast, which would wrap. Here, not at the start, which would read the whole of a large file.
-    if tokens.dtype != np.uint8 or below < 256:
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= below:
-            raise ValueError(
-                f"the data have the token {low if low < 0 else high} between positions {position} and "
-                f"{position + window - 1}, and tokens must be from 0 to {below - 1} (vocab_size); give the tokenizer "
-                "that the data were made with"
-            )
+    # Before the cast, which would wrap.
+    bad = _outside(tokens, vocab_size)
+    if bad is not None:
+        late = ". Of data beyond 64 MiB, pieces alone are checked at the start" if _is_large(text) else ""
+        raise ValueError(_outside_message(int(tokens[bad]), position + bad, vocab_size) + late)
     return objective.example(np.asarray(tokens, np.int32), key)
+
+
+def check_vocabulary(text: np.ndarray, vocab_size: int | None) -> None:
+    """Raise ValueError for a token outside of the vocabulary in what is read of a text at the start.
+
+    Args:
+        text: tokens, integers ``[n]``.
+        vocab_size: number below which tokens must be. None: 2^31.
+    """
+    for position, tokens in _read_at_start(text):
+        bad = _outside(tokens, vocab_size)
+        if bad is not None:
+            raise ValueError(_outside_message(int(tokens[bad]), position + bad, vocab_size))
+
+
+def _outside(tokens: np.ndarray, vocab_size: int | None) -> int | None:
+    """Return the place of the first token outside of the vocabulary; None if there is none."""
+    below, held = _below(vocab_size), np.iinfo(tokens.dtype)
+    if held.min >= 0 and held.max < below:
+        return None
+    if tokens.min() >= 0 and tokens.max() < below:
+        return None
+    return int(np.flatnonzero((tokens < 0) | (tokens >= below))[0])
+
+
+def _outside_message(token: int, position: int, vocab_size: int | None) -> str:
+    return (
+        f"the data have the token {token} at position {position}, and tokens must be from 0 to "
+        f"{_below(vocab_size) - 1} (vocab_size); give the tokenizer that the data were made with"
+    )
+
+
+def _below(vocab_size: int | None) -> int:
+    return 2**31 if vocab_size is None else vocab_size  # int32 on devices
 
 
 def _check_repr(objective: Objective) -> None:
@@ -296,8 +332,7 @@ def _check_repr(objective: Objective) -> None:
 
 def _positions(text: np.ndarray, window: int, seq_len: int) -> int:
     """Return the number of windows of a text; raise for one that is no sequence of tokens, or too short for one."""
-    if text.ndim != 1 or not np.issubdtype(text.dtype, np.integer):
-        raise ValueError(f"tokens must be integers [n], got {text.dtype}{list(text.shape)}")
+    _check_integers(text)
     if len(text) < window:
         raise ValueError(
             f"a text of {len(text)} tokens has no window of seq_len {seq_len}: it needs at least {window}. "
@@ -306,16 +341,32 @@ def _positions(text: np.ndarray, window: int, seq_len: int) -> int:
     return len(text) - window + 1
 
 
-def text_crc32(text: np.ndarray) -> int:
-    """Return a checksum that identifies a text.
+def _check_integers(text: np.ndarray) -> None:
+    if text.ndim != 1 or not np.issubdtype(text.dtype, np.integer):
+        raise ValueError(f"tokens must be integers [n], got {text.dtype}{list(text.shape)}")
 
-    Of an array in memory it is that of all bytes. A memory map may be larger than memory and take minutes to read: of
-    one beyond 64 MiB it is that of 64 pieces of a MiB, evenly spaced from the first to the last, and of the length.
-    """
-    if not isinstance(text, np.memmap) or text.nbytes <= _PIECES * PIECE:
-        return zlib.crc32(np.ascontiguousarray(text))
-    size = PIECE // text.itemsize
-    crc32 = zlib.crc32(str(len(text)).encode())
-    for start in np.linspace(0, len(text) - size, _PIECES).astype(np.int64).tolist():
-        crc32 = zlib.crc32(np.ascontiguousarray(text[start : start + size]), crc32)
+
+def text_crc32(text: np.ndarray) -> int:
+    """Return a checksum that identifies a text: of all bytes, or of the length of a large memory map and its pieces."""
+    crc32 = zlib.crc32(str(len(text)).encode()) if _is_large(text) else 0
+    for _, tokens in _read_at_start(text):
+        crc32 = zlib.crc32(np.ascontiguousarray(tokens), crc32)
     return crc32
+
+
+def _read_at_start(text: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield what is read of a text before its first batch, each part with its position.
+
+    That is all of it. But a memory map may be larger than memory and take minutes to read: of one beyond 64 MiB it is
+    64 pieces of a MiB, evenly spaced from the first to the last.
+    """
+    if not _is_large(text):
+        yield 0, text
+        return
+    size = PIECE // text.itemsize
+    for start in np.linspace(0, len(text) - size, _PIECES).astype(np.int64).tolist():
+        yield start, text[start : start + size]
+
+
+def _is_large(text: np.ndarray) -> bool:
+    return isinstance(text, np.memmap) and text.nbytes > _PIECES * PIECE

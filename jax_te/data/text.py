@@ -49,6 +49,7 @@ def load_text(
     tokenizer: Tokenizer | ByteTokenizer | None = None,
     text_key: str = "text",
     objective: Objective = NEXT_TOKENS,
+    leave_out: str | os.PathLike[str] | None = None,
 ) -> TextData:
     """Return text as tokens, split into those to train on and those held out; the split is the same every time.
 
@@ -58,28 +59,34 @@ def load_text(
 
     A file's extension determines its format:
 
-    - ``.jsonl``: an object a line, whose ``text_key`` is a document.
+    - ``.jsonl``, ``.ndjson``: an object a line, whose ``text_key`` is a document.
     - ``.parquet``: a column ``text_key`` of documents, none of them null, through pyarrow (the extra ``parquet``).
     - ``.npy``: a 1-D array of integers, which are tokens. ``.idx`` or ``.bin``: tokens of Megatron's
       ``preprocess_data.py``, which are both files. Their documents end where the file specifies.
-    - any other: text, a document for each file.
+    - any other: text, a document for each file. One that begins with a JSON object with ``text_key``, or with a list
+      of such, is refused unless it ends in ``.txt``.
 
     Args:
         source: None for the running Python's standard library: its ``.py`` files without tests and installed packages,
-            about 11 MB. A file, or a folder: of it all files in it and below that decode as UTF-8, ``.jsonl`` and
-            ``.parquet`` are read, except those whose name or folder begins with a dot. A message of the log gives the
-            number of the others.
+            about 11 MB. A file, or a folder: of it all files in it and below that decode as UTF-8, JSON lines and
+            ``.parquet`` are read, except those whose name or folder begins with a dot, and those in folders of runs of
+            ``jax-te train``, of checkpoints and of models. Messages of the log give the numbers of the other files and
+            of these folders.
         seq_len: tokens of an example; training and held-out text must each have a window of ``objective``.
         heldout_fraction: fraction of the text that is held out, in (0, 1).
         tokenizer: tokenizer of the text; its ``end_of_text`` follows each document. None: a `ByteTokenizer`, with
             nothing between documents.
         text_key: key of the text in JSON lines and Parquet.
         objective: what a window will become, see `TrainBatches`; it determines how many tokens an example takes.
+        leave_out: folder below ``source`` that is left out, too, whether it exists or not: that in which a run of your
+            own writes its records, so that they do not become its text. None: no other.
 
     Raises:
         ValueError: if the path does not exist, holds no text or too little text; for a damaged file or a document
             that is null, whose line, row or column is named; with a tokenizer, for a file that is not UTF-8; for a
-            compressed file, and a file of tokens in a folder; for a length that the objective cannot have.
+            compressed file, and a file of tokens in a folder; for a folder of a run, a checkpoint or a model, and for
+            ``leave_out`` itself; for JSON with ``text_key`` under another ending; for a length that the objective
+            cannot have.
 
     >>> data = load_text(os.__file__, seq_len=64)
     >>> data.train.dtype, data.files, round(len(data.heldout) / len(data.train), 2)
@@ -89,7 +96,7 @@ def load_text(
     if not 0.0 < heldout_fraction < 1.0:
         raise ValueError(f"heldout_fraction must be in (0, 1), got {heldout_fraction!r}")
     window = objective.window(seq_len)
-    found = read_tokens(source, tokenizer=tokenizer, text_key=text_key)
+    found = read_tokens(source, tokenizer=tokenizer, text_key=text_key, leave_out=leave_out)
     train, heldout = _split(found.tokens, heldout_fraction)
     count = len(found.tokens)
     if min(len(train), len(heldout)) < window:

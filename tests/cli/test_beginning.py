@@ -43,6 +43,33 @@ def unsaved(tmp_path):
     return folder
 
 
+def test_a_run_below_its_data_resumes(trained, tmp_path, monkeypatch, caplog):
+    """Neither its own files are its text, nor those of other runs and models, which come and go."""
+    shutil.copy(TEXT, tmp_path / "text.py")
+    monkeypatch.chdir(tmp_path)
+    argv = ["train", *MICRO, "--data", "."]
+    assert main([*argv, "--steps", "4"]) == 0
+    assert Path("runs/tiny/config.json").exists()
+    assert main(["convert", "runs/tiny", "runs/tiny-hf"]) == 0
+    shutil.copytree(trained, "other")
+    (tmp_path / "saved").mkdir()
+    shutil.copytree(trained / "checkpoints" / "12", "saved/step")
+    assert main([*argv, "--steps", "6"]) == 0
+    assert [record["step"] for record in records(Path("runs/tiny"))][-1] == 6
+    assert "left out, 4 of them" in caplog.text
+
+
+@pytest.mark.parametrize("run", [".", "notes"])
+def test_what_is_in_the_folder_of_a_run_is_never_its_text(run, tmp_path, monkeypatch, capsys):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "text.txt").write_text("a note " * 1000)
+    monkeypatch.chdir(tmp_path)
+    status = main(["train", *MICRO, "--data", ".", "--output", run])
+    said = {".": "is the folder of the run as well", "notes": "no text in"}[run]
+    assert_refused(status, capsys.readouterr().err.splitlines()[-1] + "\n", said)
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "notes", tmp_path / "notes" / "text.txt"]
+
+
 @pytest.mark.parametrize("plots", [True, False], ids=["finished", "killed"])
 def test_records_of_a_run_whose_checkpoints_were_moved_away(run, plots, capsys):
     (run / "checkpoints").rename(run.parent / "elsewhere")

@@ -152,10 +152,24 @@ def test_evals_that_cannot_be(argv, text, trained, capsys):
     assert_refused(main(["eval", *output, *argv]), capsys.readouterr().err, text)
 
 
-def test_tokens_beyond_the_vocabulary_end_a_run_with_the_reason(tmp_path, capsys):
-    np.save(tmp_path / "t.npy", np.full(2000, 300, np.uint16))
+@pytest.mark.parametrize("text", ["", "x"])
+def test_an_eval_of_a_text_without_two_tokens(text, trained, tmp_path, capsys):
+    (tmp_path / "text").write_text(text)
+    status = main(["eval", "--output", str(trained), "--data", str(tmp_path / "text")])
+    error = capsys.readouterr().err.splitlines()[-1] + "\n"
+    assert_refused(status, error, f"a text of {len(text)} tokens", "at least 2")
+    assert "batch_size" not in error
+    assert "seq_len" not in error
+
+
+@pytest.mark.parametrize("place", [1000, 1990], ids=["train", "heldout"])
+def test_a_token_beyond_the_vocabulary_is_found_before_the_run_begins(place, tmp_path, capsys):
+    tokens = np.zeros(2000, np.uint16)
+    tokens[place] = 300
+    np.save(tmp_path / "t.npy", tokens)
     status = main(["train", *MICRO, "--output", str(tmp_path / "run"), "--data", str(tmp_path / "t.npy")])
     assert_refused(status, capsys.readouterr().err, "the data have the token 300", "give the tokenizer")
+    assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file() and path.name != ".lock"]
 
 
 def test_a_run_that_saved_nothing_gives_way_to_one_with_another_tokenizer(words, tmp_path):

@@ -31,6 +31,8 @@ def test_json_lines(tmp_path, tokenizer):
     assert as_bytes.tokens.tobytes() == "a the\u00fc a".encode()
     (tmp_path / "UPPER.JSONL").write_text("\n".join(lines))
     assert read_tokens(tmp_path / "UPPER.JSONL").tokens.tobytes() == "a the\u00fc a".encode()
+    (tmp_path / "n.ndjson").write_text("\n".join(lines))
+    assert read_tokens(tmp_path / "n.ndjson").tokens.tobytes() == "a the\u00fc a".encode()
     (tmp_path / "e.jsonl").write_text('{"body": "a"}')
     assert read_tokens(tmp_path / "e.jsonl", tokenizer=tokenizer, text_key="body").tokens.tolist() == [A, 1]
 
@@ -54,6 +56,41 @@ def test_a_bad_line_is_named(line, match, tmp_path):
     with pytest.raises(ValueError, match=rf"d\.jsonl, {match}") as error:
         load_text(tmp_path / "d.jsonl", seq_len=2)
     assert len(str(error.value)) < 600
+
+
+LINES = '{"text": "a the"}\n{"text": "a"}\n'
+
+
+@pytest.mark.parametrize("name", ["d.json", "D.JSON", "d", "d.jsonl.1"])
+@pytest.mark.parametrize(
+    "content",
+    [LINES, "\n " + LINES, "\ufeff" + LINES, json.dumps([{"id": 1, "text": "a"}] * 2, indent=1), '{\n"text": "a"\n}'],
+    ids=["lines", "space", "mark", "list", "object"],
+)
+def test_json_under_another_name_is_not_read_as_text(name, content, tmp_path):
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    for source in (tmp_path, tmp_path / name):
+        with pytest.raises(ValueError, match=rf"{name} begins with a JSON object with 'text'.*\.jsonl.*\.txt"):
+            read_tokens(source)
+    assert read_tokens(tmp_path / name, text_key="body").tokens.tobytes() == content.encode()
+
+
+def test_other_json_and_files_of_txt_are_text(tmp_path):
+    contents = ['{"name": "x", "files": []}', "[1, 2]", "{", "[" * 100_000, '{"text": 1}', "[link](text)", '["text"]']
+    for number, content in enumerate(contents):
+        (tmp_path / f"{number}.json").write_text(content)
+    (tmp_path / "z.txt").write_text(LINES)
+    found = read_tokens(tmp_path)
+    assert found.tokens.tobytes().decode() == "".join(contents) + LINES
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+def test_json_lines_in_another_encoding_are_named(encoding, tmp_path):
+    (tmp_path / "d.jsonl").write_bytes(("\ufeff" + LINES).encode(encoding))
+    with pytest.raises(ValueError, match=r"d\.jsonl begins with .* UTF-16 or UTF-32.* UTF-8"):
+        read_tokens(tmp_path / "d.jsonl")
+    (tmp_path / "d.jsonl").write_text("\ufeff" + LINES, encoding="utf-8")  # a mark of UTF-8 is harmless
+    assert read_tokens(tmp_path / "d.jsonl").tokens.tobytes() == b"a thea"
 
 
 def test_a_line_beyond_the_limit_is_not_read_to_its_end(tmp_path, monkeypatch):
@@ -84,7 +121,7 @@ def test_parquet(tmp_path, tokenizer):
     assert found.text_bytes == 6
     with pytest.raises(ValueError, match=r"d\.parquet cannot be read as Parquet: it has no column 'body'.*'text'"):
         read_tokens(tmp_path / "d.parquet", text_key="body")
-    with pytest.raises(ValueError, match="it has no column 'id' of strings"):
+    with pytest.raises(ValueError, match=r"column 'id' must be of strings, and is of 'int64'"):
         read_tokens(tmp_path / "d.parquet", text_key="id")
     parquet.write_table(pyarrow.table({"text": ["a"] * 300 + [None]}), tmp_path / "null.parquet")
     with pytest.raises(ValueError, match=r"null\.parquet .*: row 300, counted from 0, has null for 'text'"):
@@ -94,6 +131,32 @@ def test_parquet(tmp_path, tokenizer):
         (tmp_path / "bad.parquet").write_bytes(damaged)
         with pytest.raises(ValueError, match=r"bad\.parquet cannot be read as Parquet"):
             read_tokens(tmp_path / "bad.parquet")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pyarrow.large_string(),
+        pyarrow.string_view(),
+        pyarrow.dictionary(pyarrow.int8(), pyarrow.string()),
+        pyarrow.dictionary(pyarrow.int32(), pyarrow.large_string()),
+    ],
+    ids=str,
+)
+def test_parquet_has_strings_of_several_types(kind, tmp_path, tokenizer):
+    parquet.write_table(pyarrow.table({"text": pyarrow.array(["a the", "", "a"]).cast(kind)}), tmp_path / "d.parquet")
+    assert read_tokens(tmp_path / "d.parquet", tokenizer=tokenizer).tokens.tolist() == [A, THE, 1, 1, A, 1]
+
+
+@pytest.mark.parametrize(
+    "kind", [pyarrow.binary(), pyarrow.dictionary(pyarrow.int32(), pyarrow.binary())], ids=["bytes", "dictionary"]
+)
+def test_a_column_of_bytes_is_refused_by_its_type(kind, tmp_path):
+    column = pyarrow.array([b"a", b"b"])
+    column = column.dictionary_encode() if pyarrow.types.is_dictionary(kind) else column
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "d.parquet")
+    with pytest.raises(ValueError, match=r"column 'text' must be of strings, and is of '.*binary"):
+        read_tokens(tmp_path / "d.parquet")
 
 
 def test_a_folder_of_several_kinds_in_order(tmp_path, tokenizer):
@@ -217,13 +280,39 @@ def test_tokens_outside_of_the_vocabulary_are_named():
     for tokens, bad in (([1, 2, 300, 4], 300), ([1, -2, 3, 4], -2), ([1, 2, 2**32 + 1, 4], 2**32 + 1)):
         text = np.array(tokens, np.int64)
         with pytest.raises(
-            ValueError, match=rf"the token {bad} between .* from 0 to 255 .vocab_size.; give the tokenizer"
+            ValueError, match=rf"the token {bad} at position [12], .* from 0 to 255 .vocab_size.; give the tokenizer"
         ):
-            next(TrainBatches(text, batch_size=1, seq_len=3, seed=0, vocab_size=256))
+            TrainBatches(text, batch_size=1, seq_len=3, seed=0, vocab_size=256)
         with pytest.raises(ValueError, match=f"the token {bad}"):
             next(heldout_batches(text, batch_size=1, seq_len=3, num_batches=1, vocab_size=256))
     with pytest.raises(ValueError, match="the token 4294967297"):  # without a vocabulary: int32 must hold it
         next(whole_batches(text, batch_size=1, seq_len=3))
+
+
+@pytest.mark.parametrize("place", [0, 500, 949])
+def test_a_token_outside_of_the_vocabulary_is_found_before_the_first_batch(place, tmp_path):
+    tokens = np.zeros(1000, np.uint16)
+    tokens[place] = 300
+    np.save(tmp_path / "t.npy", tokens)
+    for text in (load_text(tmp_path / "t.npy", seq_len=4).train, tokens):
+        with pytest.raises(ValueError, match=f"the token 300 at position {place}, "):
+            TrainBatches(text, batch_size=1, seq_len=4, seed=0, vocab_size=256)
+        TrainBatches(text, batch_size=1, seq_len=4, seed=0, vocab_size=301)
+
+
+def test_of_a_large_map_pieces_are_checked_before_the_first_batch(tmp_path, monkeypatch):
+    monkeypatch.setattr(batches_module, "PIECE", 64)
+    tokens = np.zeros(20_000, np.uint16)
+    tokens[18_999] = 300  # the last one to train on
+    np.save(tmp_path / "t.npy", tokens)
+    options = {"batch_size": 100, "seq_len": 4, "seed": 0, "vocab_size": 256}
+    with pytest.raises(ValueError, match="the token 300 at position 18999"):
+        TrainBatches(load_text(tmp_path / "t.npy", seq_len=4).train, **options)
+    tokens[18_999], tokens[100] = 0, 300  # between the first two pieces
+    np.save(tmp_path / "t.npy", tokens)
+    batches = TrainBatches(load_text(tmp_path / "t.npy", seq_len=4).train, **options)
+    with pytest.raises(ValueError, match=r"the token 300 at position 100, .* pieces alone are checked at the start"):
+        list(itertools.islice(batches, 190))  # an epoch
 
 
 def test_the_checksum_of_a_large_map_reads_pieces_alone(tmp_path, monkeypatch):
@@ -265,8 +354,9 @@ def test_whole_batches_have_every_token_but_the_first_as_a_label_once(count):
         if label != -100
     ]
     assert pairs == list(itertools.pairwise(range(count)))
-    with pytest.raises(ValueError, match="a text of 1 tokens has no window"):
-        next(whole_batches(text[:1], batch_size=1, seq_len=4))
+    for few in (0, 1):
+        with pytest.raises(ValueError, match=f"a text of {few} tokens has none to predict .* Give more text$"):
+            whole_batches(text[:few], batch_size=1, seq_len=4)
 
 
 def test_a_state_of_tokens_on_the_disk_resumes(tmp_path):

@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 
 import jax_te.data.text as data_module
+from jax_te.checkpoint import METADATA_FILE
 from jax_te.data import TrainBatches, byte_bigram_entropy, heldout_batches, load_text, whole_batches
+from jax_te.interop.huggingface import ADAPTER_TENSORS, INDEX, SINGLE
+from jax_te.interop.megatron import RANK_FILE, TRACKER
 from tests.support.numerics import without_type_checker
 
 
@@ -62,6 +65,62 @@ def test_a_folder_is_read_in_order_without_hidden_and_binary_files(tmp_path, cap
     whole = files["a/z.md"] + files["b.txt"] + files["c/\u00fc.py"]
     assert bytes(data.train) + bytes(data.heldout) == whole
     assert data.files == 3
+
+
+RUN_CONFIG = '{"version": 1, "crc32": 5, "preset": "tiny"}'
+
+
+def folder_with(place, name, content="{}"):
+    """Make a folder with this file, and with others that would be read, or refused, as text."""
+    (place / "below").mkdir(parents=True)
+    (place / name).write_text(content)
+    (place / "metrics.jsonl").write_text('{"step": 1}')
+    (place / "below" / "text.txt").write_text("not of the text")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", RUN_CONFIG),
+        *((name, "{}") for name in (METADATA_FILE, SINGLE, INDEX, ADAPTER_TENSORS, TRACKER, RANK_FILE)),
+    ],
+    ids=lambda value: value[:30],
+)
+def test_folders_of_runs_checkpoints_and_models_are_left_out(name, content, tmp_path, caplog):
+    (tmp_path / "text.txt").write_text("the text " * 9)
+    expected = load_text(tmp_path, seq_len=2, heldout_fraction=0.1)
+    folder_with(tmp_path / "runs" / "a", name, content)
+    with caplog.at_level("WARNING", "jax_te"):
+        data = load_text(tmp_path, seq_len=2, heldout_fraction=0.1)
+    assert re.search(r"runs, checkpoints and models in .* are left out, 1 of them: .*runs/a", caplog.text)
+    assert (bytes(data.train), data.files) == (bytes(expected.train), 1)
+    with pytest.raises(ValueError, match=r"runs/a is the folder of a run, a checkpoint or a model"):
+        load_text(tmp_path / "runs" / "a", seq_len=2)
+
+
+@pytest.mark.parametrize("config", ['{"model_type": "gpt2"}', "[1]", "{", RUN_CONFIG.replace("crc32", "x")])
+def test_folders_with_another_configuration_are_text(config, tmp_path):
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "config.json").write_text(config)
+    (tmp_path / "code" / "text.txt").write_text("a text" * 9)
+    assert load_text(tmp_path, seq_len=2, heldout_fraction=0.1).files == 2
+
+
+def test_a_folder_is_left_out_whether_it_exists_or_not(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "text.txt").write_text("the text " * 9)
+    (tmp_path / "link").symlink_to(tmp_path / "data")
+    places = (tmp_path / "data" / "run", tmp_path / "link" / "run")
+
+    def texts():
+        options = {"seq_len": 2, "heldout_fraction": 0.1}
+        return {bytes(load_text(tmp_path / "data", leave_out=place, **options).train) for place in places}
+
+    before = texts()
+    folder_with(places[0], "records.csv")  # of a loop of a user's own
+    assert texts() == before
+    with pytest.raises(ValueError, match="is the folder of the run as well"):
+        load_text(tmp_path / "data", seq_len=2, leave_out=tmp_path / "link")
 
 
 @pytest.mark.parametrize("name", ["t.npy", "d.bin", "d.idx", "T.NPY"])
@@ -123,8 +182,8 @@ def test_what_is_no_sequence_of_tokens_is_refused_by_the_call(make, text):
 
 
 def test_a_negative_byte_is_refused():
-    with pytest.raises(ValueError, match="the token -19 between positions"):
-        next(TrainBatches(np.full(20, -19, np.int8), batch_size=1, seq_len=2, seed=0, vocab_size=256))
+    with pytest.raises(ValueError, match="the token -19 at position 0"):
+        TrainBatches(np.full(20, -19, np.int8), batch_size=1, seq_len=2, seed=0, vocab_size=256)
 
 
 def test_batches_are_windows_of_the_text():

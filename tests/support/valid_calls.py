@@ -346,7 +346,7 @@ CALLS: dict[str, Callable[[Path], Call]] = {
         data.load_text,
         {
             "source": text_file(f), "seq_len": 4, "heldout_fraction": 0.1, "tokenizer": None, "text_key": "text",
-            "objective": data.NextTokens(),
+            "objective": data.NextTokens(), "leave_out": None,
         },
     ),
     "interop.huggingface.load_huggingface": lambda f: Call(
