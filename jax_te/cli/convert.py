@@ -232,7 +232,8 @@ def _beside_run(run: Path, config: RunConfig) -> Iterator[Path]:
         if known and config.init_from is not None:
             for path in companions(Path(config.init_from)):
                 shutil.copyfile(path, Path(name) / path.name)
-        if (run / TOKENIZER_FILE).is_file():
+        # A run on bytes may have that of a start before it, which saved nothing.
+        if config.tokenizer_sha256 is not None and (run / TOKENIZER_FILE).is_file():
             shutil.copyfile(run / TOKENIZER_FILE, Path(name) / TOKENIZER_FILE)
         yield Path(name)
 
