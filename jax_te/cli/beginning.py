@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 from jax_te.checkpoint import CHECKPOINT_FOLDER
 from jax_te.cli.run_config import RunConfig
-from jax_te.cli.run_files import changed_fields, read_config, refuse_links
+from jax_te.cli.run_files import changed_fields, differing_fields, listed_changes, read_config, refuse_links
 from jax_te.metrics import PLOTS, RECORD_FILES, has_content, last_recorded_step
 
 ABANDONED = ".abandoned"
@@ -22,19 +21,25 @@ def refuse_records(config: RunConfig, output: Path) -> None:
     """
     refuse_links(output)  # whose files are elsewhere
     found = [name for name in (*RECORD_FILES, *PLOTS) if has_content(output / name)]
-    if found and not _ended_before_a_checkpoint(config, output):
-        raise ValueError(
-            f"{output} has no checkpoints, but {', '.join(found)} of another run or program, and a new run would write "
-            f"there. If this run had checkpoints, move them back to {output / CHECKPOINT_FOLDER}; else give another "
-            "--output, or move these files away or delete them"
-        )
+    if not found:
+        return
+    saved, whose = read_config(output), "another run or program"
+    if saved is not None:
+        # The warm-up follows from the number of steps, which may be another one.
+        others = [name for name in changed_fields(saved, vars(config)) if name != "warmup_steps"]
+        if not others and _ended_before_a_checkpoint(saved, output):
+            return
+        if others:
+            whose += f" ({listed_changes(saved, vars(config), others)})"
+    raise ValueError(
+        f"{output} has no checkpoints, but {', '.join(found)} of {whose}, and a new run would write there. "
+        f"If this run had checkpoints, move them back to {output / CHECKPOINT_FOLDER}; else give another --output, or "
+        "move these files away or delete them"
+    )
 
 
-def _ended_before_a_checkpoint(config: RunConfig, output: Path) -> bool:
-    """Return whether the records are those of a start of the same run that completed no checkpoint."""
-    saved = read_config(output)
-    if saved is None or changed_fields(saved, dataclasses.asdict(config)):
-        return False
+def _ended_before_a_checkpoint(saved: RunConfig, output: Path) -> bool:
+    """Return whether the records are those of a start that completed no checkpoint."""
     # A run makes the folder before its first record, and plots after a checkpoint. Its second save waits for the first
     # one, so that without a checkpoint there is no record behind the step of the second.
     return (
@@ -55,3 +60,22 @@ def set_records_aside(output: Path) -> list[str]:
             (output / name).rename(target)
             renamed.append(target.name)
     return renamed
+
+
+def changes_there(config: RunConfig, output: Path, *, resumes: bool) -> str | None:
+    """Return a line that compares a run's options with those that its folder has; None where there is nothing to say.
+
+    Args:
+        config: configuration of the run.
+        output: folder of the run, whose ``config.json`` is that of the start before.
+        resumes: whether the run has a checkpoint to go on from.
+    """
+    saved = read_config(output)
+    if saved is None:
+        return None
+    names = differing_fields(saved, vars(config))
+    listed = listed_changes(saved, vars(config), names)
+    if resumes:
+        return f"options that change from here: {listed}" if names else None
+    there = f"a start in {output} that ended before its first checkpoint"
+    return f"options other than those of {there}: {listed}" if names else f"options are those of {there}"

@@ -208,9 +208,18 @@ class Trainer:
         key = jax.random.key(self.config.seed)
         return create_train_state(first_model(self.config), self._parts[1], key=key, **_state_options(self.config)), 0
 
-    def restore(self) -> tuple[TrainState, int]:
-        """Return the newest checkpoint's state and step, and resume the batches from there."""
+    def restore(self, trained_on: str | None) -> tuple[TrainState, int]:
+        """Return the newest checkpoint's state and step, and resume the batches from there.
+
+        Args:
+            trained_on: ``--data`` of the run before it is resumed.
+
+        Raises:
+            ValueError: for another text than the run's.
+        """
         state, data_state, step = self.checkpointer.restore(abstract_state(self.config))
+        if data_state.get("text_crc32") != self.batches.get_state()["text_crc32"]:
+            raise ValueError(_other_text(trained_on, self.config.data, self.data.files))
         self.batches.set_state(data_state)
         return state, step
 
@@ -236,6 +245,18 @@ class Trainer:
         total = sum(float(loss) * int(labels) for loss, labels in found)
         count = sum(int(labels) for _, labels in found)
         return total / count if count else math.nan
+
+
+def _other_text(before: str | None, now: str | None, files: int) -> str:
+    """Return the message that a run cannot be resumed on its text: ``--data`` before and now, and its files now."""
+    library = "the Python standard library's sources"
+    if before != now:
+        problem = f"--data {now} is another text than that of the run, {before or library}"
+    elif now is None:
+        problem = f"{library} are not those of the run, which may have been another Python's"
+    else:
+        problem = f"--data {now}: {'the file has' if files == 1 else 'its files have'} changed since the run began"
+    return f"{problem}. Give the run's own text by --data, or another --output to begin a new run"
 
 
 def abstract_state(config: RunConfig) -> TrainState:

@@ -27,8 +27,8 @@ class Option:
         shown: default as text. None: the field's default, that of ``recipes``, or the preset's if there is neither.
         several: whether it takes one or more values, separated by spaces; the field is a tuple.
         positional: whether it is given by position, without a flag.
-        may_change: a resumed run may be given another value: it changes where, how long or how often, not what is
-            trained.
+        may_change: a resumed run may be given another value: it changes where, how long or how often. Numbers may
+            change with it in the steps that follow, as dropout's do with the number of microbatches.
         of_mesh: whether it has no effect without a mesh.
         needs: conditions without which it has no effect, in words that continue "has no effect without"; see
             `check_effects`.

@@ -101,7 +101,8 @@ class TrainOptions:
     decoders learn the next token, BERT and RoBERTa masked tokens, T5 and mT5 removed spans of tokens.
 
     Started again with the same --output it resumes from the newest checkpoint, and options that are not
-    given keep the values of that run. SIGTERM or Ctrl-C ends it with a checkpoint.
+    given keep the values of that run. Without a checkpoint it is a new run, of the options that are given,
+    or, if none are, of those of the start before. SIGTERM or Ctrl-C ends it with a checkpoint.
     """
 
     preset: str | None = option(tuple(PRESETS), "model and settings to start from, listed below", None, shown="tiny")
@@ -253,8 +254,9 @@ class TrainingOptions:
         NON_NEGATIVE, "learning rate at the end of the cosine decay", shown="a tenth of --learning-rate"
     )
     warmup_steps: int = option(COUNT, "steps of linear warm-up", shown="the preset's, at most a tenth of --steps")
-    # Not --steps of a resume: a longer run would have another learning rate at the steps that it has taken.
-    decay_steps: int = option(SIZE, "step at which the decay ends", shown="--steps of the first start")
+    # Not --steps of a resume: a longer run would have another learning rate at the steps that it has taken. Where it is
+    # given, the remaining steps follow the new schedule: the end of the old one may be behind them.
+    decay_steps: int = _free(SIZE, "step at which the decay ends", shown="--steps of the first start")
     weight_decay: float = option(NON_NEGATIVE, "decoupled weight decay, of matrices only", 0.1)
     clip_norm: float = option(POSITIVE, "global norm to which gradients are clipped", 1.0)
     seed: int = option(SEED, "seed of weights, data order and dropout", 0)

@@ -12,7 +12,7 @@ import time
 import traceback
 import uuid
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -237,8 +237,12 @@ def agreed(work: Callable[[], T]) -> T:
     return result
 
 
-def check_same(**values: object) -> None:
-    """Raise ValueError, in every process, if a value's text is not the same in all of them; all must call this."""
+def check_same(values: Mapping[str, object]) -> None:
+    """Raise ValueError, in every process, if a value's text is not the same in all of them; all must call this.
+
+    Args:
+        values: values by what a message calls them.
+    """
     if jax.process_count() == 1:
         return
     checksums = {name: zlib.crc32(repr(value).encode()) for name, value in values.items()}

@@ -16,7 +16,7 @@ from jax_te.cli.options import EXPERT_RANKS, RULES, SELECTIVE, SOFTMAX, TENSOR_R
 from jax_te.cli.precision_rules import read_rules
 from jax_te.cli.presets import PRESETS
 from jax_te.cli.run_config import RunConfig
-from jax_te.cli.run_files import CONFIG_FILE, changed_fields, check_resumable, holds_run, read_config
+from jax_te.cli.run_files import CONFIG_FILE, KEPT, check_resumable, holds_run, read_config
 from jax_te.cli.run_text import tokenizer_values
 from jax_te.config import ParallelConfig
 from jax_te.interop.huggingface import CONFIG
@@ -53,8 +53,8 @@ def _model_name(given: Mapping[str, Any]) -> str:
 def resolve(options: GivenOptions, output: Path) -> tuple[RunConfig, bool]:
     """Return the run's configuration, and whether ``output`` holds checkpoints of it.
 
-    An option that is not given has the value of the run there; in a new run, its preset's value or its default. A run
-    that has saved nothing yet starts again, and may be replaced by one of another configuration.
+    An option that is not given has the value of the run there; in a new run, its preset's value or its default. Of a
+    start that ended before its first checkpoint nothing is kept, unless no options are given: then it starts again.
 
     Raises:
         ValueError: if the folder holds another run or a model, or the values conflict.
@@ -65,7 +65,8 @@ def resolve(options: GivenOptions, output: Path) -> tuple[RunConfig, bool]:
         refuse_models(output)  # before its config.json, which may be that model's, is read as a run's
     saved = read_config(output)
     if not resumes:
-        if saved is None or changed_fields(saved, given):
+        # Not the saved values where some are given: its steps, for example, decided its warm-up and decay.
+        if saved is None or KEPT.intersection(given):
             return new_config(given), False
         return _changed(saved, given), False
     if saved is None:

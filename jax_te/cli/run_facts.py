@@ -50,6 +50,7 @@ class StartedRun:
         parameters: number of its parameters.
         output: folder of the run.
         first: number of steps that are done.
+        skipped: number of those that made no update, which the schedule does not count.
         rules: layers that the rules of a precision file fit.
     """
 
@@ -61,6 +62,7 @@ class StartedRun:
     parameters: int
     output: Path
     first: int
+    skipped: int
     rules: QuantizationReport | None
 
 
@@ -73,6 +75,7 @@ def start_facts(run: StartedRun) -> dict[str, str]:
         **_tokenizer_facts(run.config, run.data),
         **_objective(run),
         "batch": _batch(run.config),
+        "rate": _rate(run),
         "recipe": _recipe(run.config),
         **({} if run.rules is None else {"rules": str(run.rules)}),
         "backend": "\n".join(run.backends),
@@ -130,6 +133,22 @@ def _batch(config: RunConfig) -> str:
     parts = "" if config.microbatches == 1 else f" in {config.microbatches} microbatches"
     size = f"{config.batch_size} x {config.seq_len} {_token(config)}s"
     return f"{size}{parts}, {_count(config.steps, 'step')}"
+
+
+def schedule_ended(config: RunConfig, first: int, skipped: int) -> bool:
+    """Return whether the next step has the minimum rate because the schedule is over; arguments as of `StartedRun`."""
+    return first - skipped >= config.decay_steps
+
+
+def _rate(run: StartedRun) -> str:
+    config = run.config
+    warmup = f" after {_count(config.warmup_steps, 'step')} of warm-up" if config.warmup_steps else ""
+    line = f"{config.learning_rate:g}{warmup}, then a cosine to {config.min_learning_rate:g} at step "
+    line += f"{config.decay_steps:,}"
+    if run.first < config.steps and schedule_ended(config, run.first, run.skipped):
+        line += f"\nthe schedule ended at step {config.decay_steps:,}; rate {config.min_learning_rate:g} from here, "
+        line += "unless --decay-steps gives it a later end"
+    return line
 
 
 def _objective(run: StartedRun) -> dict[str, str]:

@@ -7,7 +7,7 @@ import json
 import os
 import shlex
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,11 @@ PROFILE_FOLDER = "profile"
 VERSION = 1
 """Format version of ``config.json``."""
 
-_RECORDED = options_of(Recorded)
-_KEPT = {"preset", *_RECORDED, *(name for name, row in OPTIONS.items() if row.kept)}
+_LABELS = {"tokenizer_sha256": "file of --tokenizer", "vocab_size": "vocabulary"}
+"""Names for messages of the fields that are not options."""
+
+KEPT = {"preset", *options_of(Recorded), *(name for name, row in OPTIONS.items() if row.kept)}
+"""Fields of ``config.json``."""
 
 
 def convert_command(output: str | Path) -> str:
@@ -43,7 +46,7 @@ def convert_command(output: str | Path) -> str:
 
 def write_config(config: RunConfig, directory: Path) -> None:
     """Write ``config.json`` atomically."""
-    values = {name: value for name, value in dataclasses.asdict(config).items() if name in _KEPT}
+    values = {name: value for name, value in dataclasses.asdict(config).items() if name in KEPT}
     text = json.dumps({"version": VERSION, "crc32": _crc32(values), **values}, indent=2) + "\n"
     partial = directory / (CONFIG_FILE + PARTIAL)
     partial.write_text(text, encoding="utf-8")
@@ -93,7 +96,7 @@ def read_config(directory: Path) -> RunConfig | None:
         version, crc32 = values.pop("version", 0), values.pop("crc32", None)  # version 0 had neither
         if version not in range(VERSION + 1):
             raise ValueError(f"its version is {brief(version)}, and this jax-te reads those up to {VERSION}")
-        unknown = sorted(values.keys() - _KEPT)
+        unknown = sorted(values.keys() - KEPT)
         if unknown:
             raise ValueError(f"unknown fields {brief(unknown)[1:-1]}")
         config = RunConfig(**values)
@@ -110,28 +113,52 @@ def _crc32(values: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
 
-def changed_fields(saved: RunConfig, given: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the fields whose ``given`` values prevent resuming the run: name -> (saved, given)."""
-    pairs = {name: (getattr(saved, name), value) for name, value in given.items() if name not in MAY_CHANGE}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+def label(name: str) -> str:
+    """Return what a field of a run's configuration is called in a message: its option, where it has one.
+
+    >>> label("hidden_size"), label("tokenizer_sha256")
+    ('--hidden-size', 'file of --tokenizer')
+    """
+    return _LABELS.get(name) or flag(name)
+
+
+def differing_fields(saved: RunConfig, values: Mapping[str, Any]) -> list[str]:
+    """Return the fields of ``config.json`` that have other ``values`` than those of the saved run."""
+    return [name for name, value in values.items() if name in KEPT and getattr(saved, name) != value]
+
+
+def changed_fields(saved: RunConfig, given: Mapping[str, Any]) -> list[str]:
+    """Return the fields whose ``given`` values prevent resuming the run."""
+    return [name for name in differing_fields(saved, given) if name not in MAY_CHANGE]
+
+
+def listed_changes(
+    saved: RunConfig, values: Mapping[str, Any], names: Sequence[str], form: str = "{name} was {was}, is {now}"
+) -> str:
+    """Return a list, for a message, of fields with their saved values and others."""
+    # Of another tokenizer, its file is named beside its checksum.
+    shown = [name for name in names if name != "tokenizer" or "tokenizer_sha256" not in names]
+    return "; ".join(
+        form.format(name=label(name), was=_shown(name, vars(saved)), now=_shown(name, values)) for name in shown
+    )
 
 
 def check_resumable(saved: RunConfig, given: Mapping[str, Any], directory: Path) -> None:
     """Raise ValueError, naming every field, if values ``given`` now keep ``directory``'s run from being resumed."""
     changed = changed_fields(saved, given)
     if changed:
-        listed = "; ".join(
-            f"{name if name in _RECORDED else flag(name)} is {_shown(name, was)} there, {_shown(name, now)} here"
-            for name, (was, now) in changed.items()
-        )
+        listed = listed_changes(saved, given, changed, "{name} is {was} there, {now} here")
         raise ValueError(
             f"{directory} holds a run of another configuration: {listed}. Give another --output, or leave these "
             "options out to resume it"
         )
 
 
-def _shown(name: str, value: Any) -> str:
-    """Return a value for a message; for a file's text, its size and checksum."""
+def _shown(name: str, values: Mapping[str, Any]) -> str:
+    """Return a field's value for a message; for a file's text, its size and checksum."""
+    value = values[name]
+    if name == "tokenizer_sha256":
+        return "none, for bytes" if value is None else f"{values['tokenizer']} (SHA-256 {value[:8]}...)"
     if name not in ("precision_config", "model_config") or value is None:
         return str(value)
     return f"a file of {len(value)} characters (CRC {zlib.crc32(value.encode()):08x})"

@@ -12,7 +12,7 @@ import numpy as np
 from jax_te._processes import Heartbeats, gather_texts, is_first
 from jax_te._validation import require_extra
 from jax_te.checkpoint import CHECKPOINT_FOLDER, TrainCheckpointer
-from jax_te.cli.beginning import refuse_records, set_records_aside
+from jax_te.cli.beginning import changes_there, refuse_records, set_records_aside
 from jax_te.cli.build import HELDOUT, Trainer, contexts, warnings_as_lines
 from jax_te.cli.compile_cache import keep_compiled_programs
 from jax_te.cli.launch import Bounds, find_launch, is_launched
@@ -25,8 +25,8 @@ from jax_te.cli.processes import SharedSignal, agreed, check_same, joined
 from jax_te.cli.resolve import output_folder, resolve
 from jax_te.cli.run_checks import check_mesh_of_processes, check_precision, check_te_on_mesh, explain_backends
 from jax_te.cli.run_config import RunConfig
-from jax_te.cli.run_facts import StartedRun, end_facts, loss_facts, start_facts, step_work
-from jax_te.cli.run_files import PROFILE_FOLDER, write_config
+from jax_te.cli.run_facts import StartedRun, end_facts, loss_facts, schedule_ended, start_facts, step_work
+from jax_te.cli.run_files import PROFILE_FOLDER, label, read_config, write_config
 from jax_te.cli.run_lock import is_locked, locked
 from jax_te.cli.run_text import keep_tokenizer, run_text, run_tokenizer, unit
 from jax_te.cli.sample import continue_text
@@ -85,8 +85,9 @@ def _run(options: GivenOptions, output: Path, heartbeats: Heartbeats | None, bou
         if heartbeats is not None:
             checkpointer.share_heartbeats(heartbeats)
         trainer = Trainer(config, data, checkpointer, inputs.objective)
-        check_same(data=trainer.batches.get_state(), held_out_text=text_crc32(data.heldout))
-        state, first = _start(trainer, inputs, progress)
+        texts = trainer.batches.get_state(), text_crc32(data.heldout)
+        check_same({"text of --data": texts})
+        state, first = _start(trainer, inputs, output, progress)
         # Only now: a failed start must not leave a configuration that the next start would use. One with nothing to do
         # leaves what is there.
         if is_first() and first < config.steps:
@@ -100,6 +101,7 @@ def _run(options: GivenOptions, output: Path, heartbeats: Heartbeats | None, bou
             parameters=sum(leaf.size for leaf in jax.tree.leaves(state.params)),
             output=output,
             first=first,
+            skipped=int(state.skipped_steps),
             rules=inputs.report,
         )
         progress.facts(start_facts(started))
@@ -142,7 +144,7 @@ def _read_and_check(options: GivenOptions, output: Path, progress: Progress) -> 
     """Return everything that a run reads before it writes anything, if all of it can run; all processes call this."""
     inputs = agreed(lambda: _read(options, output, progress))
     config = inputs.config
-    check_same(**{entry.name: getattr(config, entry.name) for entry in fields(config)})
+    check_same({label(entry.name): getattr(config, entry.name) for entry in fields(config)})
     with contexts(config):
         progress.note("checking recipes and backends")
         report = check_precision(config)
@@ -166,7 +168,10 @@ def _refuse_records(inputs: _RunInputs, output: Path) -> None:
 
 
 def _prepare_folder(inputs: _RunInputs, output: Path, progress: Progress) -> None:
-    """Write what a run's folder has before its first record."""
+    """Write what a run's folder has before its first record, and show what changes there."""
+    changes = changes_there(inputs.config, output, resumes=inputs.resumes)
+    if changes is not None:
+        progress.note(changes)
     if not inputs.resumes:
         for name in set_records_aside(output):
             progress.note(f"a start of this run ended before its first checkpoint; its records are now {name}")
@@ -197,11 +202,13 @@ def _read(options: GivenOptions, output: Path, progress: Progress) -> _RunInputs
     return _RunInputs(config=config, resumes=resumes, trace=trace, tokenizer=tokenizer, objective=objective, data=data)
 
 
-def _start(trainer: Trainer, inputs: _RunInputs, progress: Progress) -> tuple[TrainState, int]:
+def _start(trainer: Trainer, inputs: _RunInputs, output: Path, progress: Progress) -> tuple[TrainState, int]:
     """Return the state to train, new or that of the newest checkpoint, and the number of steps that it has taken."""
     progress.note("restoring the newest checkpoint" if inputs.resumes else "making the model and the optimizer's state")
+    saved = read_config(output)  # not this start's configuration yet
+    trained_on = None if saved is None else saved.data
     with warnings_as_lines():
-        state, first = trainer.restore() if inputs.resumes else trainer.create()
+        state, first = trainer.restore(trained_on) if inputs.resumes else trainer.create()
     if inputs.trace is not None and inputs.trace.first <= first:
         raise ValueError(f"--profile {inputs.config.profile}: the run has done {first} steps; give later ones")
     return state, first
@@ -251,7 +258,10 @@ def _train(trainer: Trainer, state: TrainState, first: int, context: _RunContext
     config, data, progress = trainer.config, trainer.data, context.progress
     bigram = byte_bigram_entropy(data.train, data.heldout) if _is_of_bytes(trainer, context) else None
     if first >= config.steps:
-        progress.note(f"step {first} of {config.steps}: the run is complete; --steps N with a larger N goes on")
+        rate = ""
+        if schedule_ended(config, first, int(state.skipped_steps)):
+            rate = f", at rate {config.min_learning_rate:g} unless --decay-steps gives the schedule a later end"
+        progress.note(f"step {first} of {config.steps}: the run is complete; --steps N with a larger N goes on{rate}")
         result = _result_of_no_steps(state, first, context)
     else:
         progress.note("compiling the first step")

@@ -167,15 +167,21 @@ def test_an_output_of_another_configuration(run, capsys):
 def test_an_output_of_another_text(run, tmp_path, capsys):
     before = contents(run)
     (tmp_path / "text").write_bytes(Path(TEXT).read_bytes() + b"\n")
-    assert_refused(*refuse(capsys, run, "--data", tmp_path / "text"), "the data is not that of the run", "text_crc32")
+    refused = refuse(capsys, run, "--data", tmp_path / "text")
+    assert_refused(*refused, f"--data {tmp_path / 'text'} is another text than that of the run, {TEXT}")
     assert contents(run) == before
 
 
 @pytest.mark.costly
-def test_a_text_may_move(run, tmp_path, capsys):
+def test_a_text_may_move_and_not_change(run, tmp_path, capsys):
     shutil.copy(TEXT, tmp_path / "text")
     assert main(["train", "--output", str(run), "--steps", "13", "--data", str(tmp_path / "text")]) == 0
     assert json.loads((run / "config.json").read_text())["data"] == str(tmp_path / "text")
+    with (tmp_path / "text").open("a") as file:
+        file.write("more")
+    capsys.readouterr()
+    status = main(["train", "--output", str(run), "--steps", "14"])
+    assert_refused(status, capsys.readouterr().err, f"--data {tmp_path / 'text'}: the file has changed")
 
 
 def test_checkpoints_without_a_configuration(run, capsys):

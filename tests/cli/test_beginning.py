@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from jax_te.cli.main import main
+from jax_te.training import learning_rate_schedule
 from tests.support.runs import MICRO, TEXT, assert_refused, configured, records
 
 FOREIGN = {"metrics.jsonl": b'{"epoch": 1}\n', "precision.jsonl": b'{"epoch": 1}\n', "loss.png": b"of another program"}
@@ -95,7 +96,8 @@ def test_a_file_of_another_program(tmp_path, name, capsys):
 
 
 def test_records_of_an_unsaved_run_of_another_configuration(unsaved, capsys):
-    assert_refused(*refuse(capsys, unsaved, "--seed", "1"), "no checkpoints, but metrics.jsonl")
+    texts = ["no checkpoints, but metrics.jsonl", "--seed was 0, is 1"]
+    assert_refused(*refuse(capsys, unsaved, "--seed", "1"), *texts)
 
 
 def test_an_unsaved_run_without_records_may_be_replaced(tmp_path, capsys):
@@ -120,6 +122,23 @@ def test_an_unsaved_run_begins_anew_and_keeps_its_old_records(unsaved, trained, 
     assert (unsaved / "metrics.jsonl.abandoned").read_text() == "of the start before"
     assert (unsaved / "metrics.jsonl.abandoned+").read_bytes() == UNSAVED
     assert records(unsaved) == records(trained)
+
+
+def test_more_steps_after_an_unsaved_run_are_a_new_run_with_a_schedule_of_its_own(tmp_path, capsys):
+    output, (first, *others) = tmp_path / "run", MICRO
+    options = [first, *others[: others.index("--warmup-steps")], *others[others.index("--warmup-steps") + 2 :]]
+    configured(output, *options, "--steps", "5")
+    (output / "checkpoints").mkdir()
+    (output / "metrics.jsonl").write_bytes(UNSAVED)
+    assert main(["train", "--output", str(output), *options, "--steps", "20"]) == 0
+    shown = capsys.readouterr().out
+    assert "--steps was 5, is 20; --warmup-steps was 0, is 2; --decay-steps was 5, is 20\n" in shown
+    assert "0.01 after 2 steps of warm-up, then a cosine to 0.001 at step 20\n" in shown
+    assert (output / "metrics.jsonl.abandoned").read_bytes() == UNSAVED
+    rates = [record["learning_rate"] for record in records(output) if "loss" in record]
+    assert rates == pytest.approx(
+        [float(learning_rate_schedule(0.01, total_steps=20, warmup_steps=2)(n)) for n in range(20)]
+    )
 
 
 def test_a_start_that_fails_leaves_the_records_of_an_unsaved_run(unsaved, capsys):

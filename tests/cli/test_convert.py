@@ -126,6 +126,13 @@ def test_unknown_fields_are_ignored_by_name(llama, noted, tmp_path):
     assert_same(parameters(load_huggingface(target)), llama[1])
 
 
+def test_a_run_on_bytes_is_written_without_the_tokenizer_of_a_start_before_it(trained, tmp_path):
+    shutil.copytree(trained, tmp_path / "run")
+    write_tokenizer(tmp_path / "run" / "tokenizer.json")
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
+    assert not (tmp_path / "hf" / "tokenizer.json").exists()
+
+
 def test_a_run_is_converted(trained, tmp_path):
     assert main(["convert", str(trained), str(tmp_path / "a.pt"), "--step", "8"]) == 0
     assert (

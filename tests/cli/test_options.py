@@ -279,6 +279,34 @@ def test_a_run_that_saved_nothing_starts_again_or_gives_way(tmp_path):
     assert resolve(parse("--seed", "6"), tmp_path) == resolve(parse("--seed", "6"), tmp_path / "new")
 
 
+@pytest.mark.parametrize("changed", ["--steps 40", "--learning-rate 0.5", "--data elsewhere", ""])
+def test_a_new_run_has_nothing_of_a_start_that_saved_nothing(changed, tmp_path):
+    """Neither the schedule, which followed from other steps, nor options that are no longer given."""
+    options = ("--hidden-size", "256", "--steps", "10", "--learning-rate", "0.01")
+    dead, _ = resolve(parse(*options, "--dropout", "0.1", "--microbatches", "2", "--recipe", "delayed"), tmp_path)
+    write_config(dead, tmp_path)
+    again = parse(*options, *changed.split())
+    assert resolve(again, tmp_path) == resolve(again, tmp_path / "new")
+
+
+def test_options_of_one_command_line_alone_start_a_run_that_saved_nothing_again(tmp_path):
+    dead, _ = resolve(parse("--hidden-size", "256", "--steps", "10"), tmp_path)
+    write_config(dead, tmp_path)
+    again, resumes = resolve(parse("--profile", "2:3"), tmp_path)
+    assert (again, resumes) == (dataclasses.replace(dead, profile="2:3"), False)
+
+
+def test_more_steps_keep_the_schedule_of_a_resumed_run_and_another_end_may_be_given(tmp_path):
+    first, _ = resolve(parse("--steps", "10"), tmp_path)
+    write_config(first, tmp_path)
+    saved_step(tmp_path, 7)
+    assert resolve(parse("--steps", "300"), tmp_path)[0] == dataclasses.replace(first, steps=300)
+    longer = resolve(parse("--steps", "300", "--decay-steps", "300"), tmp_path)[0]
+    assert longer == dataclasses.replace(first, steps=300, decay_steps=300)
+    with pytest.raises(ValueError, match="--warmup-steps is 1 there, 30 here"):
+        resolve(parse("--steps", "300", "--warmup-steps", "30"), tmp_path)
+
+
 def test_the_default_folder_is_named_after_preset_and_recipe():
     assert str(output_folder(parse())) == "runs/tiny"
     assert str(output_folder(parse("--preset", "gpt-125m", "--recipe", "current"))) == "runs/gpt-125m-current"

@@ -60,7 +60,7 @@ def test_a_run_goes_on_with_its_own_tokenizer_alone(run, words, tmp_path, capsys
     output = shutil.copytree(run, tmp_path / "run")
     other = write_tokenizer(tmp_path / "other.json", WORDS[:-1])
     status = main(["train", "--output", str(output), "--steps", "14", "--tokenizer", str(other)])
-    assert_refused(status, capsys.readouterr().err, "another configuration: tokenizer_sha256 is ")
+    assert_refused(status, capsys.readouterr().err, f"--tokenizer is {words / 'moved.json'} (SHA", str(other))
     (output / "tokenizer.json").write_bytes(other.read_bytes())
     status = main(["train", "--output", str(output), "--steps", "14"])
     assert_refused(status, capsys.readouterr().err, "the tokenizer of the run in", "is neither there nor in")
@@ -74,7 +74,7 @@ def test_a_run_goes_on_with_its_own_tokenizer_alone(run, words, tmp_path, capsys
 @pytest.mark.costly
 def test_a_run_over_bytes_takes_no_tokenizer_later(trained, words, capsys):
     status = main(["train", "--output", str(trained), "--tokenizer", str(words)])
-    assert_refused(status, capsys.readouterr().err, "tokenizer_sha256 is None there")
+    assert_refused(status, capsys.readouterr().err, "--tokenizer is none, for bytes there, ", str(words))
 
 
 @pytest.mark.costly

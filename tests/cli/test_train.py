@@ -14,6 +14,7 @@ from jax_te.cli.main import main
 from jax_te.metrics.log import read_metrics
 from jax_te.models import UNROLL_LIMIT
 from jax_te.recipe import RECIPES
+from jax_te.training import learning_rate_schedule
 from tests.support.runs import EXPERTS, MICRO, assert_refused, records
 from tests.support.storage import bytes_read, stored_bytes
 
@@ -113,6 +114,27 @@ def test_started_again_it_resumes_and_says_so(tmp_path, trained, capsys):
     assert main(["train", "--output", str(output)]) == 0
     assert "step 12 of 12: the run is complete" in capsys.readouterr().out
     assert [r for r in records(output) if "loss" in r] == losses[1]
+
+
+def test_a_run_that_goes_on_after_its_schedule_says_so_and_takes_a_later_end(tmp_path, trained, capsys):
+    output = tmp_path / "run"
+    shutil.copytree(trained, output)
+    shown = []
+    for argv in ([], ["--steps", "13"], ["--steps", "14", "--decay-steps", "24"], ["--steps", "15"]):
+        assert main(["train", "--output", str(output), *argv]) == 0
+        shown.append(capsys.readouterr().out)
+    ended = "the schedule ended at step 12; rate 0.001 from here"
+    assert [ended in text for text in shown] == [False, True, False, False]
+    assert "goes on, at rate 0.001 unless --decay-steps" in shown[0]
+    changes = [
+        "--steps was 12, is 13\n",
+        "--steps was 13, is 14; --decay-steps was 12, is 24\n",
+        "--steps was 14, is 15\n",
+    ]
+    assert all(change in text for change, text in zip(changes, shown[1:], strict=True)), shown
+    rates = [record["learning_rate"] for record in records(output) if "loss" in record][12:]
+    later = learning_rate_schedule(0.01, total_steps=24, warmup_steps=2)
+    assert rates == pytest.approx([0.001, float(later(13)), float(later(14))])
 
 
 def test_the_best_are_kept_also_of_a_run_that_goes_on(tmp_path, trained, monkeypatch):

@@ -421,7 +421,7 @@ def test_options_that_differ_between_processes_are_named(tmp_path):
         found = ended(running)
     assert [status for status, _, _ in found] == [2, 2], found
     for _, _, error in found:
-        assert "process 1 has another learning_rate, min_learning_rate, seed than process 0" in error
+        assert "process 1 has another --learning-rate, --min-learning-rate, --seed than process 0" in error
     assert not (tmp_path / "run" / "config.json").exists()
 
 
@@ -501,4 +501,4 @@ def test_texts_that_differ_in_the_held_out_part_alone_are_refused(tmp_path):
         found = ended(running)
     assert [status for status, _, _ in found] == [2, 2], found
     for _, _, error in found:
-        assert "process 1 has another held_out_text than process 0" in error
+        assert "process 1 has another text of --data than process 0" in error
