@@ -42,6 +42,7 @@ from jax_te.layers.flax import (
     report_of,
     training_recipe,
 )
+from jax_te.layers.flax.decisions import rule_of_parameter
 from jax_te.linen.module import LinenModule
 from jax_te.linen.own_modules import (
     GemmOptions,
@@ -490,7 +491,10 @@ def _check_not_lent(root: _Root, module: Any, args: Any, kwargs: Any) -> None:
         ValueError: for one that can be.
     """
     layer = _linear(module, *args, **kwargs)
-    is_own = type(module).__name__ in {one.kind for one in root.choice.own}
+    rules = dict(root.choice.rules)
+    alike = [one.path for one in root.choice.own if one.kind == type(module).__name__]
+    patterns = [rule_of_parameter(rules, path) for path in alike]
+    is_own = any(pattern is not None and rules[pattern] is not None for pattern in patterns)
     if is_own or (layer is not None and layer.why is None):
         raise ValueError(
             f"{type(module).__name__} at {'.'.join(module.path)!r} runs in the quantized model at "

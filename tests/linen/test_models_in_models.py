@@ -332,6 +332,12 @@ def test_a_layer_of_another_model_is_refused_unless_it_is_decided_about(layer):
             assert set(one.init(jax.random.key(0), X)[STATE]) == {"part", "layer"}
 
 
+def test_a_module_that_no_rule_fits_may_be_of_another_model():
+    model = te.quantize_model(Borrowing(Projection()), X, rules={"own": "ambient"})
+    with autocast(DELAYED):
+        assert set(Lender(model, Projection()).init(jax.random.key(0), X)[STATE]) == {"part"}
+
+
 def test_a_model_keeps_its_class():
     model = te.quantize_model(Backbone(), X)
     assert_type(model, Backbone)
