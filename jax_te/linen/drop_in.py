@@ -40,9 +40,9 @@ from jax_te.layers.flax import (
     read_einsum,
     reduced,
     report_of,
+    rule_of_parameter,
     training_recipe,
 )
-from jax_te.layers.flax.decisions import rule_of_parameter
 from jax_te.linen.module import LinenModule
 from jax_te.linen.own_modules import (
     GemmOptions,

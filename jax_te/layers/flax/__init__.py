@@ -11,6 +11,7 @@ from jax_te.layers.flax.decisions import (
     decide_parameter,
     other_module,
     report_of,
+    rule_of_parameter,
     training_recipe,
 )
 from jax_te.layers.flax.drop_in import FlaxLinear, ParameterGemm, einsum_linear, precision_reason, read_einsum
