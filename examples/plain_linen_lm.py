@@ -184,10 +184,9 @@ def main():
         print(f"{name:5}", *(f"{value:.3f}" for value in values[:: STEPS // 6]), f"{values[-1]:.3f}")
     up = state.params["params"]["blocks"]["mlp"]["up"]["kernel"]
     print("mlp/up:", up.names, up.value.sharding.spec)
-
-    # Beside the states of each layer stands how often they are used.
-    with_states = [path for path, _ in jax.tree.leaves_with_path(state.params[STATE]) if path[-1].key == "uses"]
-    if up.value.sharding.spec[2] != "model" or len(with_states) != 7:
+    # "uses" stands once beside the states of each layer.
+    layers = sum(path[-1].key == "uses" for path, _ in jax.tree.leaves_with_path(state.params[STATE]))
+    if up.value.sharding.spec[2] != "model" or layers != 7:
         raise SystemExit(
             "kernels should keep their shards, and every linear layer but the head should hold a quantizer state"
         )

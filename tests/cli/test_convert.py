@@ -130,7 +130,7 @@ def test_a_run_on_bytes_is_written_without_the_tokenizer_of_a_start_before_it(tr
     shutil.copytree(trained, tmp_path / "run")
     write_tokenizer(tmp_path / "run" / "tokenizer.json")
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
-    assert not (tmp_path / "hf" / "tokenizer.json").exists()
+    assert Tokenizer(tmp_path / "hf").vocab_size == 256  # bytes
 
 
 def test_a_run_is_converted(trained, tmp_path):
@@ -153,7 +153,7 @@ def test_a_run_on_bytes_takes_them_along_as_a_tokenizer(trained, tmp_path, capsy
     assert main(["convert", str(trained), str(folder)]) == 0
     found = Tokenizer(folder)
     assert (found.vocab_size, found.end_of_text, found.special) == (256, None, ())
-    np.testing.assert_array_equal(found.encode(text.read_text(newline="")), np.frombuffer(text.read_bytes(), np.uint8))
+    np.testing.assert_array_equal(found.encode(text.read_bytes().decode()), np.frombuffer(text.read_bytes(), np.uint8))
     assert found.decode(found.encode("Grüße\r\n")) == "Grüße\r\n"
     losses = []
     for source in (["--output", str(trained)], ["--init-from", str(folder), "--seq-len", "32"]):

@@ -68,7 +68,8 @@ def allows(hint: Any, value: Any) -> bool:
     """Whether an annotation allows a value, or does not say."""
     kind, parts = get_origin(hint) or hint, get_args(hint)
     if isinstance(kind, TypeVar):
-        return not kind.__constraints__ or any(allows(part, value) for part in kind.__constraints__)
+        parts = kind.__constraints__ if kind.__bound__ is None else (kind.__bound__,)
+        return not parts or any(allows(part, value) for part in parts)
     if isinstance(kind, InitVar):
         return allows(kind.type, value)
     if kind in (UnionType, Union):
