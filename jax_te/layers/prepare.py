@@ -21,8 +21,9 @@ def prepare_quantization(model: nnx.Module, recipe: Recipe | None) -> nnx.Module
     """Give every quantizable layer of ``model`` fresh state for ``recipe``, or remove the state; return ``model``.
 
     Use it to quantize a model that was built or loaded without a recipe, and to change the recipe of a running one.
-    Parameters are not changed. State of the same recipe is replaced, too: the amax histories start empty. The core of
-    attention gets state under a recipe with ``fp8_dpa``.
+    Parameters are not changed. State of the same recipe is replaced, too: the amax histories start empty, and scales
+    are 1 until a training step or `jax_te.training.calibrate_delayed_scaling` has seen values, as they would be in a
+    model that is only evaluated. The core of attention gets state under a recipe with ``fp8_dpa``.
 
     Args:
         model: changed in place.

@@ -10,7 +10,7 @@ import inspect
 import itertools
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,6 @@ from jax_te.layers.flax import (
     Rules,
     Seen,
     as_inputs,
-    check_flax,
     check_inputs,
     check_rules,
     could_be_kernel,
@@ -60,7 +59,7 @@ from jax_te.linen.state_gradients import with_gradient
 from jax_te.linen.variables import STATE
 from jax_te.linen.weight_normalization import changed_by, running_normalizations
 from jax_te.recipe import autocast
-from jax_te.typing import Array
+from jax_te.typing import Array, Words
 
 _FLAX_LINEAR = (nn.Dense, nn.DenseGeneral, nn.Einsum)
 
@@ -98,7 +97,20 @@ class EinsumOp(LinenModule, nnx_class=layers.EinsumOp, init=False):
 
 
 @checked
-def quantize_model(model: _Model, *args: Any, rules: Rules | None = None, **kwargs: Any) -> _Model:
+def quantize_model(
+    model: Annotated[
+        _Model,
+        Words(
+            "a model of Flax Linen",
+            remedy="for a model of Flax NNX call jax_te.layers.quantize_model; modules of other libraries have no "
+            "place for quantizer state: call jax_te.ops.dense(x, kernel, recipe=...) for their GEMMs, with a recipe "
+            "without state, such as Float8CurrentScaling",
+        ),
+    ],
+    *args: Any,
+    rules: Rules | None = None,
+    **kwargs: Any,
+) -> _Model:
     """Return a model written in plain Flax Linen, in which recipes quantize the linear layers.
 
     Every ``nn.Dense``, ``nn.DenseGeneral`` (with it the projections of Flax's attention modules) and ``nn.Einsum`` that
@@ -139,7 +151,6 @@ def quantize_model(model: _Model, *args: Any, rules: Rules | None = None, **kwar
     layers_0  Dense  the ambient recipe
     layers_1  Dense  high: it is a head: no other GEMM takes its result; a rule quantizes it
     """
-    check_flax(model, nn.Module)
     check_inputs(model, args, kwargs)
     if "rngs" in kwargs:
         raise TypeError("quantize_model has keys of its own for what a model draws; leave out rngs")

@@ -200,7 +200,10 @@ class LinenModule(nn.Module):
         return f"{type(self).__name__}({', '.join(shown)})"
 
 
-_IN_TRANSFORMS = f'in variable_axes of nn.scan and nn.vmap, such as variable_axes={{"params": 0, "{STATE}": 0}}'
+_IN_TRANSFORMS = (
+    f'in variable_axes of nn.scan and nn.vmap, such as variable_axes={{"params": 0, "{STATE}": 0}}, or, where "params" '
+    "is in variable_broadcast, as for nn.RNN, there"
+)
 
 
 def _arguments(nnx_class: type[nnx.Module]) -> dict[str, inspect.Parameter]:

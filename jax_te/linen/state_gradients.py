@@ -23,6 +23,7 @@ from flax.linen.fp8_ops import fp32_max_grad
 
 from jax_te.layers import RecipeModule
 from jax_te.quantize import QuantizerState, as_float32, has_counts, write_back
+from jax_te.sharding import mark_varying, varying_axes
 from jax_te.typing import Array
 
 
@@ -61,7 +62,8 @@ def enter_states(module: nnx.Module, uses: Array | None, *, merged: bool) -> Ent
 
     def bwd(given: Any, gradient: Any) -> tuple[Any, Array]:
         states, uses = given
-        one = jax.lax.convert_element_type(1.0, uses.dtype)
+        # In a shard_map of the user's a gradient varies along the axes that its array varies along.
+        one = mark_varying(jax.lax.convert_element_type(1.0, uses.dtype), varying_axes(uses))
         return gradient if merged else write_back(states, gradient, merged=is_one_layer), one
 
     read.defvjp(lambda states, uses: (read(states, uses), (states, uses)), bwd)

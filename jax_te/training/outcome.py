@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_te.quantize import observed_finite_amaxes
+from jax_te.sharding import mark_varying, varying_axes
 from jax_te.typing import Array, PyTree
 
 _SMALL = 2**15
@@ -103,4 +104,6 @@ def once(flag: Array) -> Array:
 
 
 def _behind_a_conditional(flag: Array) -> Array:
-    return jax.lax.cond(flag, lambda: jnp.ones((), bool), lambda: jnp.zeros((), bool))
+    # In a shard_map of the user's the branches must vary along the axes that the flag varies along.
+    both = mark_varying((jnp.ones((), bool), jnp.zeros((), bool)), varying_axes(flag))
+    return jax.lax.cond(flag, lambda: both[0], lambda: both[1])

@@ -9,8 +9,10 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jax_te import Linear, ParallelConfig, make_mesh
+import jax_te.linen as te
+from jax_te import Linear, ParallelConfig, make_mesh, value_and_grad
 from jax_te.layers import Embedding
+from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe, autocast
 from tests.support.numerics import TOLERANCE
 
 IDS = jax.random.randint(jax.random.key(0), (4, 8), 0, 32)
@@ -35,11 +37,14 @@ def marked(params: Any) -> Any:
     return jax.tree.map(lambda leaf: jax.lax.pcast(leaf, ("data",), to="varying"), params)
 
 
-def by_hand(step: Any, check: bool = True) -> Any:
+def by_hand(step: Any, check: bool = True, state: Any = PARAMS) -> Any:
     """The step on two devices along "data", whose mesh has further axes."""
     mesh = make_mesh(ParallelConfig(data=2))
     specs: Any = {"mesh": mesh, "in_specs": (P(), P("data")), "out_specs": P(), "axis_names": {"data"}}
-    return jax.jit(jax.shard_map(step, check_vma=check, **specs))(PARAMS, IDS)
+    return jax.jit(jax.shard_map(step, check_vma=check, **specs))(state, IDS)
+
+
+RECIPES = [None, Float8CurrentScaling(), DelayedScaling(amax_history_len=4)]
 
 
 @pytest.mark.parametrize("check", [True, False])
@@ -83,3 +88,44 @@ def test_second_derivatives_say_what_to_change(check: bool) -> None:
             by_hand(step)
     else:
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(by_hand(step, check=False)))
+
+
+def mean_of_devices(arrays: Any) -> Any:
+    return jax.tree.map(lambda each: jax.lax.pmean(each, "data"), arrays)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=["none", "current", "delayed"])
+def test_the_own_value_and_grad_with_marks_and_without_the_check(recipe: Recipe | None) -> None:
+    with autocast(recipe):
+        graph, state = nnx.split(Model(nnx.Rngs(0)))
+        found = []
+        for check in (True, False):
+
+            def step(state: Any, ids: Any, check: bool = check) -> Any:
+                model = nnx.merge(graph, marked(state) if check else state)
+                loss, grads = value_and_grad(lambda model: jnp.mean(model(ids) ** 2))(model)
+                return mean_of_devices((loss, nnx.to_pure_dict(grads)))
+
+            found.append(by_hand(step, check, state))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    assert found[0][0] > 0.0
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=["none", "current", "delayed"])
+@pytest.mark.parametrize("derivative", [te.value_and_grad, jax.value_and_grad])
+def test_linen_with_marks_and_without_the_check(derivative: Any, recipe: Recipe | None) -> None:
+    layer, x = te.Linear(16, 32), jax.random.normal(jax.random.key(1), (32, 16))
+    with autocast(recipe):
+        variables = layer.init(jax.random.key(0), x)
+        found = []
+        for check in (True, False):
+
+            def step(variables: Any, ids: Any, check: bool = check) -> Any:
+                rows = x[ids.ravel()]
+                given = marked(variables) if check else variables
+                loss, grads = derivative(lambda given: jnp.mean(layer.apply(given, rows) ** 2))(given)
+                return mean_of_devices((loss, grads["params"]))
+
+            found.append(by_hand(step, check, variables))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    assert found[0][0] > 0.0

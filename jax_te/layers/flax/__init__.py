@@ -4,7 +4,6 @@ from jax_te.layers.flax.contractions import Contraction, Kernel, Seen, Visitor, 
 from jax_te.layers.flax.decisions import (
     OwnRecipe,
     Rules,
-    check_flax,
     check_inputs,
     check_rules,
     decide_layer,

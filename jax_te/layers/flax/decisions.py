@@ -105,28 +105,6 @@ def check_rules(rules: Rules | None) -> Rules:
     return rules or {}
 
 
-def check_flax(model: Any, kind: type) -> None:
-    """Refuse a model that is not a module of ``kind``, ``nnx.Module`` or ``nn.Module``.
-
-    Raises:
-        TypeError: naming the function for this model.
-    """
-    if isinstance(model, kind):
-        return
-    bases = [f"{base.__module__}.{base.__qualname__}" for base in type(model).__mro__]
-    if any(name.startswith("flax.linen.") for name in bases):
-        way = "call jax_te.linen.quantize_model for a model of Flax Linen"
-    elif any(name.startswith("flax.nnx.") for name in bases):
-        way = "call jax_te.layers.quantize_model for a model of Flax NNX"
-    else:
-        of = "a module of Equinox" if any(name.startswith("equinox.") for name in bases) else "it"
-        way = (
-            f"{of} has no place for quantizer state; call jax_te.ops.dense(x, kernel, recipe=...) for its GEMMs, with "
-            "a recipe without state, such as Float8CurrentScaling"
-        )
-    raise TypeError(f"quantize_model takes a model of Flax, got {bases[0]}: {way}")
-
-
 def check_inputs(model: Any, args: Any, kwargs: Any) -> None:
     """Refuse a call of `quantize_model` without the arguments of a call of ``model``.
 

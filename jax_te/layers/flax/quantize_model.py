@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import jax
 from flax import nnx
@@ -17,7 +17,6 @@ from jax_te.layers.flax.decisions import (
     DropInReport,
     Present,
     Rules,
-    check_flax,
     check_inputs,
     check_rules,
     decide_layer,
@@ -34,6 +33,7 @@ from jax_te.layers.flax.own_modules import gemm_attribute, gemms_of, original_cl
 from jax_te.layers.prepare import prepare
 from jax_te.layers.quantizable import QuantizableModule
 from jax_te.recipe import ModuleRecipe, Recipe, autocast, current_recipe, first_rule, own_recipe
+from jax_te.typing import Words
 
 _Model = TypeVar("_Model", bound=nnx.Module)
 
@@ -48,7 +48,15 @@ def _set_own(module: QuantizableModule, value: Recipe | ModuleRecipe | Literal["
 
 @checked
 def quantize_model(
-    model: nnx.Module,
+    model: Annotated[
+        nnx.Module,
+        Words(
+            "a model of Flax NNX",
+            remedy="for a model of Flax Linen call jax_te.linen.quantize_model; modules of other libraries have no "
+            "place for quantizer state: call jax_te.ops.dense(x, kernel, recipe=...) for their GEMMs, with a recipe "
+            "without state, such as Float8CurrentScaling",
+        ),
+    ],
     *args: Any,
     rules: Rules | None = None,
     method: Callable[..., Any] | None = None,
@@ -111,7 +119,6 @@ def quantize_model(
     layers.0  Linear  the ambient recipe
     layers.1  Linear  high: it is a head: no other GEMM takes its result; a rule quantizes it
     """
-    check_flax(model, nnx.Module)
     check_inputs(model, args, kwargs)
     if method is None and not callable(model):
         raise TypeError(

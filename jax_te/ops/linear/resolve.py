@@ -162,9 +162,9 @@ _LEFT_OUT = (
     "    from jax_te import value_and_grad\n"
     "    loss, grads = value_and_grad(loss_fn)(model)\n"
     "For Linen take jax_te.linen.value_and_grad, with the state in its first argument; for functions differentiate the "
-    "state with the rest, by jax_te.quantize.with_max_gradients if it is used several times: JAX adds next values of "
-    "plain fp32 states. For inference call model.eval(); if the scales are to stay, say so: "
-    "`with jax_te.quantize.frozen_scales():`"
+    "state with the rest, as jax_te.quantize.with_max_gradients gives it, and make the next one by write_back: of a "
+    "plain fp32 state that is used several times JAX would add the next values. For inference call model.eval(); if "
+    "the scales are to stay, say so: `with jax_te.quantize.frozen_scales():`"
 )
 
 
