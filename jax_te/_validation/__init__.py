@@ -17,7 +17,7 @@ from jax_te._validation.checks import (
 )
 from jax_te._validation.extras import install_command, require_extra, without_module
 from jax_te._validation.files import brief, read_text
-from jax_te._validation.kinds import is_integer, kinds_of, literal_names
+from jax_te._validation.kinds import has_shape_and_dtype, is_integer, kinds_of, literal_names
 from jax_te._validation.log import log_hints, log_once
 from jax_te._validation.undo import on_failure
 from jax_te._validation.warn import warn_caller

@@ -54,7 +54,8 @@ class TrainCheckpointer:
     - A save takes as much memory of the host as this process's devices hold of the state, replicas counted once.
     - Every array is stored with a checksum, and restored only if its checksum is right.
     - A folder is a checkpoint if it has this package's metadata; others are left alone, whatever their names. While one
-      `TrainCheckpointer` saves in a folder, from its first save until `close`, no other one can; all can restore.
+      `TrainCheckpointer` saves in a folder, from its first save until `close`, no other one can; all can restore. A
+      save after `close` takes the folder again, until the next `close`.
     - The newest checkpoint is that of the largest step.
 
     Args:

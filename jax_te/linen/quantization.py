@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax import nnx
 from flax.core import FrozenDict, freeze, unfreeze
 from flax.linen.fp8_ops import fp32_max_grad
 
@@ -89,6 +90,7 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
         in the same containers (a ``FrozenDict`` for a ``FrozenDict``).
 
     Raises:
+        TypeError: when called, if the first argument is not a mapping of collections, such as an NNX model.
         ValueError: when called, for a loss that applies parts of a model whose routers have different rules under the
             same names, or renames a router's states.
 
@@ -104,7 +106,8 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
     [1.0, 0.0]
     """
 
-    def differentiate(params: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def differentiate(params: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_variables(params)
         if STATE not in params:
             value, grads = jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *args, **kwargs)
             return value, gradients_or_nan(grads, value[0] if has_aux else value)
@@ -127,6 +130,18 @@ def value_and_grad(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
         return merged(params)
 
     return differentiate
+
+
+def _check_variables(params: Any) -> None:
+    """Raise TypeError for what is not a model's variables."""
+    # An nnx.Dict is a mapping, too.
+    is_nnx = isinstance(params, nnx.Module)
+    if is_nnx or not isinstance(params, Mapping):
+        remedy = "take jax_te.value_and_grad for an NNX model" if is_nnx else "give what init returns, or state.params"
+        raise TypeError(
+            "jax_te.linen.value_and_grad takes the variables of a Linen model, a mapping of collections, got "
+            f"{type(params).__name__}; {remedy}"
+        )
 
 
 def _with_states(collections: Mapping[str, Any], states: Any) -> Mapping[str, Any]:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
-from jax_te._validation import checked
+from jax_te._validation import checked, has_shape_and_dtype
 from jax_te.layers import (
     KernelCache,
     aux_losses_scaled,
@@ -41,7 +41,7 @@ from jax_te.training.microbatches import MicrobatchStart
 from jax_te.training.outcome import gradients_or_nan, loss_or_nan, outcome_of
 from jax_te.training.state import SplitModel, TrainState, split_model
 from jax_te.training.used_scale import UsedScale
-from jax_te.typing import Array, DTypeLike, PyTree
+from jax_te.typing import Array, DTypeLike, PyTree, Words
 
 _NO_CACHE = KernelCache({})
 
@@ -128,11 +128,22 @@ class Differentiation:
     like: nnx.State | None = None
 
 
+_OneModel = Annotated[
+    int | nnx.DiffState,
+    Words(
+        "",
+        remedy="to differentiate several models, pass them as one: nnx.List([first, second]), an nnx.Dict, or a module "
+        "of your own that holds them",
+    ),
+]
+"""Argument of a loss function that is differentiated."""
+
+
 @checked
 def value_and_grad(
     loss_fn: Callable[..., Any],
     *,
-    argnums: int | nnx.DiffState = 0,
+    argnums: _OneModel = 0,
     has_aux: bool = False,
     scaler: LossScale | Callable[[], LossScale] | None = None,
 ) -> Callable[..., Any]:
@@ -168,7 +179,8 @@ def value_and_grad(
         in ``jax.tree.map``, or in a transformation of Optax that you call yourself, give ``nnx.as_pure`` of both.
 
     Raises:
-        TypeError: for several ``argnums``; when called, if that argument is not an NNX module, for a loss of integers,
+        TypeError: for several ``argnums``: several models are differentiated as one, in an ``nnx.List`` or another
+            module; when called, if that argument is not an NNX module, for a loss that is not an array, or of integers,
             or if a function that is given as ``scaler`` does not return one.
         ValueError: when called, for a loss that is not a scalar; for a scaler whose scale changes, and which would be a
             constant of the function that is being compiled, as ``optimizer.scaler`` from outside of it. The body of a
@@ -203,7 +215,10 @@ def value_and_grad(
             watched = Watched(objects)
             value = loss_fn(*of_call, **named)
             static_changes[:] = [watched.static_changes()]
-            return value if has_aux else (value, None)
+            if has_aux:
+                return _loss_and_aux(value)
+            _check_is_loss(value, "to pass on a second value, return the pair (loss, aux) and give has_aux=True")
+            return value, None
 
         def split(objects: _Objects) -> SplitModel:
             graphdef, quantizers, wanted, rest = nnx.split(objects, QuantizerState, _within("model", wrt), ...)
@@ -236,6 +251,23 @@ def value_and_grad(
         return ((result.loss, aux) if has_aux else result.loss), grads
 
     return differentiated
+
+
+def _loss_and_aux(value: Any) -> tuple[Any, Any]:
+    """Return the pair that a loss function returned.
+
+    Raises:
+        TypeError: if it is none, or its first element is no loss.
+    """
+    # A WeightedMean is a tuple of two, too, of which the second would pass for auxiliary output.
+    if isinstance(value, WeightedMean) or not isinstance(value, tuple | list) or len(value) != 2:
+        got = "an array" if has_shape_and_dtype(value) else type(value).__name__
+        raise TypeError(
+            f"loss_fn must return a pair (loss, aux) with has_aux=True, got {got}; leave has_aux out for a loss alone"
+        )
+    loss, aux = value
+    _check_is_loss(loss, "with has_aux=True it is the first of a pair (loss, aux)")
+    return loss, aux
 
 
 def _is_object(node: Any) -> bool:
@@ -492,7 +524,7 @@ def _of_batch(
 ) -> Differentiated:
     """Return gradients of a batch; ``aux`` is its weight, fp32 ``[]``, if the loss is a `WeightedMean`, or None."""
 
-    def loss_and_weight(model: Any) -> tuple[Array | WeightedMean, Array | None]:
+    def loss_and_weight(model: Any) -> tuple[Any, Array | None]:
         loss = loss_fn(model, batch, key)
         return loss, jnp.asarray(loss.weight, jnp.float32) if isinstance(loss, WeightedMean) else None
 
@@ -660,16 +692,48 @@ def constrain_as_created(tree: PyTree) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
-def mean_loss(loss: Array | WeightedMean) -> Array:
-    """Return the result of a `LossFn` as fp32 ``[]``; raise ValueError if it is not a scalar."""
+_NO_AUX = (
+    "it has no auxiliary output: make_train_step keeps what loss_fn assigns to a Variable that the model's constructor "
+    "makes, in state.model (not in a pipeline), and a step of your own with "
+    "jax_te.value_and_grad(loss_fn, has_aux=True) returns any value"
+)
+
+
+def mean_loss(loss: Any) -> Array:
+    """Return the result of a `LossFn` as fp32 ``[]``.
+
+    Raises:
+        TypeError: if it is neither an array nor a `WeightedMean`.
+        ValueError: if it is not a scalar.
+    """
+    _check_is_loss(loss, _NO_AUX)
     mean = loss.mean if isinstance(loss, WeightedMean) else loss
     if jnp.shape(mean) != ():
         raise ValueError(f"loss_fn must give a scalar, the mean loss of its batch, got shape {jnp.shape(mean)}")
-    return mean.astype(jnp.float32)
+    return jnp.asarray(mean, jnp.float32)
 
 
-def _check_differentiable(loss: Array | WeightedMean) -> None:
-    """Raise TypeError for a loss of integers, whose gradients would all be zeros."""
+def _check_is_loss(loss: Any, remedy: str) -> None:
+    """Raise TypeError for a result of a loss function that is neither an array nor a `WeightedMean`.
+
+    Args:
+        loss: result.
+        remedy: what to do with a second value, for results of several values.
+    """
+    total = loss.total if isinstance(loss, WeightedMean) else loss
+    # A number of Python is none either, as in flax.nnx.value_and_grad: no gradient passes through it.
+    if not has_shape_and_dtype(total):
+        several = isinstance(total, tuple | list | Mapping)
+        raise TypeError(
+            "loss_fn must return a scalar array or a WeightedMean, got "
+            f"{'' if total is loss else 'a WeightedMean whose total is of type '}{type(total).__name__}"
+            f"{f'; {remedy}' if several else ''}"
+        )
+
+
+def _check_differentiable(loss: Any) -> None:
+    """Raise TypeError for a loss that is not an array, or of integers, whose gradients would all be zeros."""
+    _check_is_loss(loss, _NO_AUX)
     dtype = jnp.result_type(loss.total if isinstance(loss, WeightedMean) else loss)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"loss_fn must give a loss of floating-point numbers to differentiate, got {dtype}")

@@ -72,7 +72,9 @@ def make_train_step(
         loss_fn: ``(model, batch, key) -> [ ]``, the mean loss over its batch, or a `WeightedMean`. The loss
             of several microbatches is the mean of their means: where they differ in the number of tokens that count,
             a token counts for more in one that has fewer. With a `WeightedMean` it is the mean over all of their
-            tokens. Its changes of other state of the model persist.
+            tokens. It has no auxiliary output. Its changes of other state of the model persist: what it assigns to a
+            Variable that the model's constructor makes is in the new ``state.model``, of the last microbatch. A
+            pipeline refuses such Variables.
         tx: the transformation that the state was created with. It gets what it asks for: ``value`` (the step's loss),
             ``grad``, and ``value_fn`` (the loss of the same batch at other fp32 parameters, by the scales and counts of
             now), also as ``obj_fn``; ``grad_fn(params, index)`` is its gradient.
@@ -109,6 +111,7 @@ def make_train_step(
         itself, unless JAX caches programs (`keep_compiled_programs`).
 
     Raises:
+        TypeError: when called, for a loss that is not an array, such as a pair of a loss and another value.
         ValueError: when called, for a batch whose leaves differ in ``b``, or a ``b`` that does not divide into
             microbatches and over the mesh's batch axes, or a loss that is not a scalar, or a state that was created
             with another ``tx``; on a mesh of several processes, for arrays that are not global.
@@ -191,6 +194,7 @@ def make_eval_step(loss_fn: LossFn) -> Callable[[TrainState, PyTree], Array]:
         loss_fn: see `make_train_step`.
 
     Raises:
+        TypeError: when called, for a loss that is not an array.
         ValueError: when called, for a batch whose leaves differ in ``b``, or a ``b`` that does not divide over the
             mesh's batch axes, or a loss that is not a scalar; on a mesh of several processes, for arrays that are not
             global.

@@ -313,6 +313,19 @@ def test_parameters_are_read_without_a_change_of_what_is_saved_next(tmp_path):
         assert checkpointer.latest_step() == 250
 
 
+def test_a_save_after_close_takes_the_folder_until_the_next_close(tmp_path):
+    first, second, state = TrainCheckpointer(tmp_path), TrainCheckpointer(tmp_path), {"a": jnp.ones(1)}
+    first.save(state, None, 1)
+    first.close()
+    first.save(state, None, 2)
+    with pytest.raises(OSError, match="another TrainCheckpointer, of this process, saves in this folder"):
+        second.save(state, None, 3)
+    first.close()
+    second.save(state, None, 3)
+    second.close()
+    assert first.restore(state)[2] == 3
+
+
 def test_a_second_one_that_saves_in_a_folder_is_told_so(tmp_path):
     first, second, state = TrainCheckpointer(tmp_path), TrainCheckpointer(tmp_path), {"a": jnp.ones(1)}
     first.save(state, None, 1)

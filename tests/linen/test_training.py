@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.core import FrozenDict, freeze
 from flax.linen.fp8_ops import fp32_max_grad
 from flax.training.train_state import TrainState
@@ -242,6 +243,17 @@ def test_frozen_variables_of_a_layer_called_twice(frozen):
     assert jax.tree.structure(found) == jax.tree.structure(given)
     for actual, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert_bitwise(actual, wanted)
+
+
+def test_only_variables_are_differentiated():
+    model = layers.Linear(16, 16, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"a mapping of collections, got Linear; take jax_te.value_and_grad"):
+        te.value_and_grad(lambda model: jnp.sum(model(jnp.ones((1, 16)))))(model)
+    layer = te.Linear(16, 16)
+    variables = layer.init(jax.random.key(0), jnp.ones((1, 16)))
+    state = TrainState.create(apply_fn=layer.apply, params=variables, tx=optax.sgd(0.1))
+    with pytest.raises(TypeError, match=r"a mapping of collections, got TrainState; .* state.params"):
+        te.value_and_grad(lambda state: jnp.sum(state.apply_fn(state.params, jnp.ones((1, 16)))))(state)
 
 
 def test_integer_parameters_are_refused_as_jax_refuses_them():

@@ -134,6 +134,37 @@ def test_a_step_that_is_not_finite_changes_only_counters_and_scaler():
     assert (int(optimizer.step[...]), int(optimizer.skipped_steps[...]), float(optimizer.scaler.scale)) == (2, 1, 4.0)
 
 
+NO_PAIRS = {
+    "scalar": (lambda loss: loss, r"must return a pair \(loss, aux\) with has_aux=True, got an array"),
+    # Two elements, of which the second would pass for auxiliary output.
+    "WeightedMean": (lambda loss: WeightedMean(loss, jnp.float32(2.0)), "must return a pair .* got WeightedMean"),
+    "three": (lambda loss: (loss, 1, 2), "must return a pair .* got tuple"),
+    "loss": (lambda loss: ({"loss": loss}, 1), "must return a scalar array or a WeightedMean, got dict; .* the first"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_PAIRS)
+def test_a_result_that_is_no_pair_of_loss_and_aux_is_refused(kind):
+    change, match = NO_PAIRS[kind]
+    with pytest.raises(TypeError, match=match):
+        value_and_grad(lambda model: change(jnp.mean(model(X))), has_aux=True)(build())
+
+
+def test_several_models_are_differentiated_as_one():
+    with pytest.raises(
+        TypeError, match=r"argnums must be .*, got \(0, 1\); .* nnx.List\(\[first, second\]\), an nnx.Dict"
+    ):
+        value_and_grad(lambda first, second: jnp.sum(second(first(X))), argnums=(0, 1))
+    # The ways that the message names.
+    for new, start, end in (lambda a, b: nnx.List([a, b]), 0, 1), (lambda a, b: nnx.Dict(a=a, b=b), "a", "b"):
+        with autocast(RECIPE):
+            models = new(*(Linear(32, 32, rngs=nnx.Rngs(seed)) for seed in (0, 1)))
+            _, grads = value_and_grad(lambda both, start, end: jnp.sum(both[end](both[start](X))))(models, start, end)
+        for name in (start, end):
+            assert jnp.any(grads[name]["kernel"][...] != 0.0)
+            assert models[name].quantizers["x"]["amax_history"][...].max() > 0.0
+
+
 @pytest.mark.costly
 def test_masters_keep_what_half_precision_would_lose():
     model = build(jnp.bfloat16)

@@ -449,6 +449,56 @@ def test_whether_gradients_are_finite_is_computed_once():
     assert text.count(" is-finite(") <= 9
 
 
+NO_LOSSES = {
+    "pair": (lambda loss: (loss, {"aux": 1}), "got tuple; "),
+    "dict": (lambda loss: {"loss": loss}, "got dict; "),
+    "None": (lambda loss: None, "got NoneType"),
+    "float": (lambda loss: 1.0, "got float"),
+    "total": (lambda loss: WeightedMean(1.0, loss), "got a WeightedMean whose total is of type float"),
+}
+
+
+def call(how: str, loss) -> None:
+    """Call a way to run a loss function."""
+    if how == "value_and_grad":
+        value_and_grad(lambda model: loss(model, make_batch(0), None))(Toy(nnx.Rngs(0)))
+    elif how == "eval":
+        make_eval_step(loss)(new_state(), make_batch(0))
+    else:
+        make_train_step(loss, optax.adam(1e-2), microbatches=int(how))(new_state(), make_batch(0))
+
+
+@pytest.mark.parametrize("how", ["1", "2", "eval", "value_and_grad"])
+@pytest.mark.parametrize("kind", NO_LOSSES)
+def test_a_result_that_is_no_loss_is_refused(kind, how):
+    change, got = NO_LOSSES[kind]
+    remedy = "give has_aux=True" if how == "value_and_grad" else "it has no auxiliary output"
+    match = f"loss_fn must return a scalar array or a WeightedMean, {got}" + (f".*{remedy}" if "; " in got else "")
+    with pytest.raises(TypeError, match=match):
+        call(how, lambda model, batch, key: change(loss_fn(model, batch, key)))
+
+
+@pytest.mark.parametrize("how", ["1", "2", "eval", "value_and_grad"])
+def test_numpy_has_losses_too(how):
+    call(how, lambda model, batch, key: np.float32(1.0))
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_variable_of_the_model_carries_what_is_no_loss(microbatches):
+    class Seen(nnx.Module):
+        def __init__(self, rngs):
+            self.toy, self.largest = Toy(rngs), nnx.Variable(jnp.zeros(()))
+
+    def loss(model, batch, key):
+        model.largest[...] = jnp.max(batch["x"])
+        return loss_fn(model.toy, batch, key)
+
+    batch = make_batch(0)
+    state, _ = make_train_step(loss, optax.adam(1e-2), microbatches=microbatches)(new_state(build=Seen), batch)
+    last = np.split(batch["x"], microbatches)[-1]
+    assert float(state.model.largest[...]) == float(np.max(last))
+
+
 @pytest.mark.parametrize("loss", [jnp.int32(3), WeightedMean(jnp.int32(3), jnp.int32(1))], ids=["loss", "total"])
 def test_a_loss_of_integers_is_refused(loss):
     with pytest.raises(TypeError, match="floating-point numbers to differentiate, got int32"):

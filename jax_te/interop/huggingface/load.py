@@ -63,7 +63,9 @@ def load_huggingface(
     Raises:
         ValueError: for a file that is missing, damaged or outside of the folder; an unsupported architecture or field;
             tensors of several dtypes without ``dtype``; an ignored name that no tensor has; a parameter that does not
-            divide over the mesh; FP8 tensors without a choice, or which the recipe cannot keep.
+            divide over the mesh; FP8 tensors without a choice, or which the recipe cannot keep; a field of ``config``
+            that ``config.json`` or ``dtype`` decides.
+        TypeError: for a field of ``config`` that is none of `jax_te.config.TransformerConfig`.
         CheckpointMismatchError: for missing, unexpected and wrongly shaped tensors, all of which it lists.
 
     Source: ``from_pretrained`` of transformers.

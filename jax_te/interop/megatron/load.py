@@ -46,7 +46,8 @@ def load_megatron(
 
     Raises:
         ValueError: see `read_megatron`; for unsupported arguments that change a model's computation; for names in
-            ``args`` that are no arguments of Megatron-LM.
+            ``args`` that are no arguments of Megatron-LM; for fields in ``config`` that the checkpoint decides.
+        TypeError: for names in ``config`` that are no fields of `jax_te.config.TransformerConfig`.
         CheckpointMismatchError: for missing, unexpected and wrongly shaped tensors; for FP8 states of experts that are
             of another recipe, or not there for all experts of a layer.
 

@@ -10,6 +10,7 @@ from flax import nnx
 
 from jax_te.config import (
     CudaGraphConfig,
+    MLATransformerConfig,
     ModelParallelConfig,
     PrecisionConfig,
     RecomputeConfig,
@@ -39,7 +40,9 @@ moe_expert_rank_capacity_factor moe_router_quantile_balancing_ema mtp_loss_scali
 """
 _RUN = (ModelParallelConfig, PrecisionConfig, RecomputeConfig, CudaGraphConfig)
 _NO_OUTPUT = {*_ALSO_NO_OUTPUT.split(), *(field.name for base in _RUN for field in fields(base))}
-_SAID_TWICE = ("activation_func", "gated_linear_unit", "params_dtype")
+_SAID_TWICE = {"activation_func", "gated_linear_unit", "params_dtype"}
+# Fields that no caller sets beside a checkpoint.
+_DECIDED = ({field.name for field in fields(MLATransformerConfig)} - _NO_OUTPUT) | _SAID_TWICE
 TIED = "share_embeddings_and_output_weights"
 _KINDS: dict[str, type] = {
     "layernorm_epsilon": float,
@@ -105,8 +108,10 @@ class Form:
 
         Raises:
             ValueError: for a field that the outputs depend on, and for one that an argument sets.
+            TypeError: for a field that no configuration has.
         """
-        wrong = sorted(name for name in changes if name not in _NO_OUTPUT or name in _SAID_TWICE)
+        decided = _DECIDED | self.others.keys()
+        wrong = sorted(name for name in changes if name in decided)
         if wrong:
             raise ValueError(
                 f"the checkpoint's {described_by} and dtype= decide what the model computes and what its parameters "

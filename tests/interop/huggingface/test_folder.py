@@ -570,6 +570,14 @@ def test_a_field_that_a_caller_knows_may_be_ignored(folder: Path, tmp_path: Path
         load_huggingface(tmp_path, ignore_fields=["my_note"], config={"hidden_size": 8, "params_dtype": "float32"})
 
 
+def test_a_misspelt_field_is_told_from_one_that_the_folder_decides(folder: Path) -> None:
+    with pytest.raises(TypeError, match=r"has no field 'compute_dtyp' .*compute_dtype.* Correct the name"):
+        load_huggingface(folder, config={"compute_dtyp": "bfloat16"})
+    # An argument of the model, and a field of another configuration.
+    with pytest.raises(ValueError, match=r"config.json .* leave rotary_base, vocab_size out of config"):
+        load_huggingface(folder, config={"vocab_size": 8, "rotary_base": 1e4})
+
+
 def test_a_field_that_the_model_is_built_by_cannot_be_ignored(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"hidden_size, rope_theta cannot be ignored"):
         load_huggingface(folder, ignore_fields=["rope_theta", "hidden_size", "my_note"])

@@ -551,3 +551,5 @@ def test_one_argument_corrects_what_a_file_says_and_nothing_else(tmp_path):
     assert_same(load_megatron(tmp_path, args={"attention_dropout": 0.0}), model)
     with pytest.raises(ValueError, match=r"the checkpoint's arguments .*; leave hidden_size out of config"):
         load_megatron(tmp_path, config={"hidden_size": 8})
+    with pytest.raises(TypeError, match=r"has no field 'compute_dtyp' .* Correct the name"):
+        load_megatron(tmp_path, config={"compute_dtyp": "bfloat16"})
