@@ -21,7 +21,7 @@ from jax_te.data import heldout_batches
 from jax_te.recipe import Recipe, recipe_from_name
 from jax_te.training import TrainState
 
-_REMEDY = "Put the run's text back, or give another one by --data, of which a part is read"
+_REMEDY = "Put the run's text back, or give another one by --data, whose held-out part is read"
 """What to do about a text whose held-out part is not the run's: it may have been trained on."""
 
 
