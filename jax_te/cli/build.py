@@ -23,6 +23,7 @@ from jax_te.cli.model_config import add_adapters, build_described, load_pretrain
 from jax_te.cli.objective import loss_of
 from jax_te.cli.precision_rules import apply_rules
 from jax_te.cli.run_config import RunConfig
+from jax_te.cli.run_text import RESUME_REMEDY, check_text, text_checksums
 from jax_te.config import PipelineConfig
 from jax_te.data import IGNORED, Objective, TextData, TrainBatches, check_vocabulary, heldout_batches
 from jax_te.layers import lora_labels
@@ -197,6 +198,7 @@ class Trainer:
         self._rates = functools.lru_cache(maxsize=1)(functools.partial(_rates, config))
         # Now, as the training text, not at the first evaluation: the run would have begun.
         check_vocabulary(data.heldout, data.vocab_size)
+        self._checksums = text_checksums(data)
         self.batches = TrainBatches(data.train, batch_size=config.batch_size, seed=config.seed, **self._sizes)
 
     def learning_rate(self, update: int) -> float:
@@ -218,16 +220,19 @@ class Trainer:
             ValueError: for another text than the run's.
         """
         state, data_state, step = self.checkpointer.restore(abstract_state(self.config))
-        if data_state.get("text_crc32") != self.batches.get_state()["text_crc32"]:
-            raise ValueError(_other_text(trained_on, self.config.data, self.data.files))
+        check_text(self.data, data_state, self.config.data, before=trained_on, remedy=RESUME_REMEDY)
         self.batches.set_state(data_state)
         return state, step
+
+    def data_state(self) -> dict[str, Any]:
+        """Return the state of the batches, and the checksums of the text."""
+        return self.batches.get_state() | self._checksums
 
     def save(self, step: int, state: TrainState, heldout_loss: float | None) -> None:
         """Start writing a checkpoint. A checkpoint without a held-out loss, requested by a signal, is never among the
         best."""
         loss = math.nan if heldout_loss is None else heldout_loss
-        self.checkpointer.save(state, self.batches.get_state(), step, metrics={HELDOUT: loss})
+        self.checkpointer.save(state, self.data_state(), step, metrics={HELDOUT: loss})
 
     def evaluate(self, state: TrainState) -> float:
         """Return the mean loss over the labels of the held-out batches; nan if they have none."""
@@ -245,18 +250,6 @@ class Trainer:
         total = sum(float(loss) * int(labels) for loss, labels in found)
         count = sum(int(labels) for _, labels in found)
         return total / count if count else math.nan
-
-
-def _other_text(before: str | None, now: str | None, files: int) -> str:
-    """Return the message that a run cannot be resumed on its text: ``--data`` before and now, and its files now."""
-    library = "the Python standard library's sources"
-    if before != now:
-        problem = f"--data {now} is another text than that of the run, {before or library}"
-    elif now is None:
-        problem = f"{library} are not those of the run, which may have been another Python's"
-    else:
-        problem = f"--data {now}: {'the file has' if files == 1 else 'its files have'} changed since the run began"
-    return f"{problem}. Give the run's own text by --data, or another --output to begin a new run"
 
 
 def abstract_state(config: RunConfig) -> TrainState:

@@ -20,13 +20,15 @@ from jax_te.cli.model_config import default_length, field_names
 from jax_te.cli.objective import objective_for, predicted, run_objective
 from jax_te.cli.option_table import check_effects, memory_advice
 from jax_te.cli.options import DEFAULT_RUN
-from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import holds_run, read_config
-from jax_te.cli.run_text import run_text, run_tokenizer, unit
-from jax_te.data import ByteTokenizer, NextTokens, Objective, Tokenizer, Tokens, read_tokens, whole_batches
+from jax_te.cli.run_text import check_text, run_text, run_tokenizer, unit
+from jax_te.data import NextTokens, Objective, TextData, Tokenizer, Tokens, read_tokens, whole_batches
 from jax_te.interop.huggingface import CONFIG, load_huggingface, open_tensors
 from jax_te.models import BertModel, LanguageModel, T5Model
 from jax_te.typing import Array
+
+_REMEDY = "Put the run's text back, or give another one by --data, of which all is evaluated"
+"""What to do about a text whose held-out part is not the run's: it may have been trained on."""
 
 
 def run(options: EvalOptions) -> int:
@@ -61,13 +63,13 @@ def _of_run(options: EvalOptions) -> dict[str, Any]:
     check_memory(dataclasses.replace(config, **sizes), "eval")
     tokenizer = run_tokenizer(config, output)
     objective = run_objective(config, tokenizer)
-    if options.data is None:
-        data = _heldout(config, tokenizer, objective)
-    else:
-        data = read_tokens(options.data, tokenizer=tokenizer)
+    own = run_text(config, tokenizer, objective, remedy=_REMEDY) if options.data is None else None
+    data = read_tokens(options.data, tokenizer=tokenizer) if own is None else _heldout(own)
     with contexts(config), TrainCheckpointer(output / CHECKPOINT_FOLDER) as checkpointer, warnings_as_lines():
         wanted = abstract_model_state(config)
-        state, _, step = checkpointer.restore(wanted, step=options.step, allow={"unexpected"})
+        state, data_state, step = checkpointer.restore(wanted, step=options.step, allow={"unexpected"})
+        if own is not None:
+            check_text(own, data_state, config.data, before=config.data, remedy=_REMEDY)
         metrics = evaluate(state.model, data, objective, batch_size=size, seq_len=length)
     print(f"{output}, step {step}, on {data.source}", file=sys.stderr, flush=True)
     return metrics | {"step": step, "unit": predicted(objective, unit(tokenizer))}
@@ -104,8 +106,7 @@ def _parameter_bytes(folder: Path, dtype: str | None) -> int:
     return sum(tensor.nbytes if dtype is None else tensor.size * jnp.dtype(dtype).itemsize for tensor in tensors)
 
 
-def _heldout(config: RunConfig, tokenizer: Tokenizer | ByteTokenizer, objective: Objective) -> Tokens:
-    data = run_text(config, tokenizer, objective)
+def _heldout(data: TextData) -> Tokens:
     # By the average over the whole text: the pieces that are held out may begin and end within a character.
     text_bytes = None if data.bytes_per_token is None else round(data.bytes_per_token * len(data.heldout))
     names = {"source": f"the held-out part of {data.source}", "files": data.files, "vocab_size": data.vocab_size}

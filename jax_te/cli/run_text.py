@@ -1,15 +1,19 @@
-"""The tokenizer of a run, with a copy in its folder, and the tokenized text."""
+"""The tokenizer of a run, with a copy in its folder, and the tokenized text, with the checksums that identify it."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jax_te.cli.run_config import RunConfig
-from jax_te.data import TOKENIZER_FILE, ByteTokenizer, Objective, TextData, Tokenizer, load_text
+from jax_te.data import TOKENIZER_FILE, ByteTokenizer, Objective, TextData, Tokenizer, load_text, text_crc32
 from jax_te.metrics import PARTIAL
+
+RESUME_REMEDY = "Give the run's own text by --data, or another --output to begin a new run"
+"""What to do about a text without which a run cannot go on."""
 
 VOCABULARY_MULTIPLE = 128
 """A new model's vocabulary size is a multiple of this: Megatron's ``--make-vocab-size-divisible-by``."""
@@ -70,6 +74,7 @@ def run_text(
     objective: Objective,
     data: str | None = None,
     *,
+    remedy: str,
     leave_out: Path | None = None,
 ) -> TextData:
     """Return the text of a run, or another one, tokenized by the run's tokenizer.
@@ -79,13 +84,44 @@ def run_text(
         tokenizer: tokenizer of the run.
         objective: what its model is trained to predict.
         data: file or folder of the text. None: the run's.
+        remedy: sentence that says what to do if the run's is not there.
         leave_out: folder of a run that may not have begun; one that has is left out anyway.
 
     Raises:
         ValueError: see `load_text`; too little text is less than a window of the objective.
     """
     source = config.data if data is None else data
+    if data is None and source is not None and not Path(source).exists():
+        raise ValueError(f"no such file or folder of text: {source}, which is --data of the run. {remedy}")
     return load_text(source, seq_len=config.seq_len, tokenizer=tokenizer, objective=objective, leave_out=leave_out)
+
+
+def text_checksums(data: TextData) -> dict[str, int]:
+    """Return what the data state of a run's checkpoints has of its text: checksums of both parts."""
+    return {"text_crc32": text_crc32(data.train), "heldout_crc32": text_crc32(data.heldout)}
+
+
+def check_text(
+    data: TextData, data_state: Mapping[str, Any], now: str | None, *, before: str | None, remedy: str
+) -> None:
+    """Raise ValueError for another text than that of a checkpoint, in the held-out part, too.
+
+    Args:
+        data: text now.
+        data_state: data state of the checkpoint.
+        now, before: ``--data`` of `data`, and of the run as it is in its folder.
+        remedy: sentence that says what to do.
+    """
+    if text_checksums(data).items() <= data_state.items():
+        return
+    library = "the Python standard library's sources"
+    if before != now:
+        problem = f"--data {now} is another text than that of the run, {before or library}"
+    elif now is None:
+        problem = f"{library} are not those of the run, which may have been another Python's"
+    else:
+        problem = f"--data {now}: {'the file has' if data.files == 1 else 'its files have'} changed since the run began"
+    raise ValueError(f"{problem}. {remedy}")
 
 
 def unit(tokenizer: Tokenizer | ByteTokenizer) -> str:

@@ -28,9 +28,9 @@ from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_facts import StartedRun, end_facts, loss_facts, schedule_ended, start_facts, step_work
 from jax_te.cli.run_files import PROFILE_FOLDER, label, read_config, write_config
 from jax_te.cli.run_lock import is_locked, locked
-from jax_te.cli.run_text import keep_tokenizer, run_text, run_tokenizer, unit
+from jax_te.cli.run_text import RESUME_REMEDY, keep_tokenizer, run_text, run_tokenizer, unit
 from jax_te.cli.sample import continue_text
-from jax_te.data import ByteTokenizer, NextTokens, Objective, TextData, Tokenizer, byte_bigram_entropy, text_crc32
+from jax_te.data import ByteTokenizer, NextTokens, Objective, TextData, Tokenizer, byte_bigram_entropy
 from jax_te.megatron import QuantizationReport
 from jax_te.metrics import (
     PLOTS,
@@ -85,8 +85,7 @@ def _run(options: GivenOptions, output: Path, heartbeats: Heartbeats | None, bou
         if heartbeats is not None:
             checkpointer.share_heartbeats(heartbeats)
         trainer = Trainer(config, data, checkpointer, inputs.objective)
-        texts = trainer.batches.get_state(), text_crc32(data.heldout)
-        check_same({"text of --data": texts})
+        check_same({"text of --data": trainer.data_state()})
         state, first = _start(trainer, inputs, output, progress)
         # Only now: a failed start must not leave a configuration that the next start would use. One with nothing to do
         # leaves what is there.
@@ -198,7 +197,8 @@ def _read(options: GivenOptions, output: Path, progress: Progress) -> _RunInputs
     check_memory(config, "train", objective)
     check_mesh_of_processes(config)
     progress.note("reading the text")
-    data = run_text(config, tokenizer, objective, leave_out=output)
+    given = config.data if "data" in options.given else None
+    data = run_text(config, tokenizer, objective, given, remedy=RESUME_REMEDY, leave_out=output)
     return _RunInputs(config=config, resumes=resumes, trace=trace, tokenizer=tokenizer, objective=objective, data=data)
 
 

@@ -1,5 +1,6 @@
 """What is refused: one line, status 2, nothing made and nothing lost."""
 
+import dataclasses
 import errno
 import fcntl
 import json
@@ -13,6 +14,7 @@ from jax_te.cli.main import main
 from jax_te.cli.parser import build_parser, options_from
 from jax_te.cli.resolve import resolve
 from jax_te.cli.run_checks import check_te_on_mesh
+from jax_te.cli.run_files import read_config, write_config
 from jax_te.ops.te import available
 from tests.support.runs import MICRO, TEXT, assert_refused, configured, records
 
@@ -182,6 +184,74 @@ def test_a_text_may_move_and_not_change(run, tmp_path, capsys):
     capsys.readouterr()
     status = main(["train", "--output", str(run), "--steps", "14"])
     assert_refused(status, capsys.readouterr().err, f"--data {tmp_path / 'text'}: the file has changed")
+
+
+@pytest.fixture
+def text(run, tmp_path):
+    """The folder of `run`'s text, which may change."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    shutil.copy(TEXT, folder / "text.py")
+    config = read_config(run)
+    assert config is not None
+    write_config(dataclasses.replace(config, data=str(folder)), run)
+    return folder
+
+
+def end_anew(folder):
+    """Change less than the 5 % that are held out: what was trained on is the same."""
+    content = (folder / "text.py").read_bytes()
+    (folder / "text.py").write_bytes(content[:-1000] + b"Z" * 1000)
+
+
+def cut(folder):
+    """Leave a text whose held-out part was trained on."""
+    content = (folder / "text.py").read_bytes()
+    (folder / "text.py").write_bytes(content[: len(content) // 2])
+
+
+def add_a_file(folder):
+    shutil.copy(json.__file__, folder / "more.py")
+
+
+READERS = {
+    "train": ["train", "--steps", "14"],
+    "eval": ["eval"],
+    "precision": ["inspect", "precision", "--recipe", "current"],
+    "sensitivity": ["inspect", "sensitivity", "--recipe", "current", "--batches", "1"],
+}
+"""Commands that read the text of a run."""
+
+
+def refuse_text(capsys, run, reader):
+    """Start a command; return its status and its error, without the line of what it inspects."""
+    status = main([*READERS[reader], "--output", str(run)])
+    lines = capsys.readouterr().err.splitlines(keepends=True)
+    return status, "".join(line for line in lines if not line.startswith(f"{run}, step 12, recipe"))
+
+
+@pytest.mark.parametrize(
+    ("reader", "change"), [*((reader, end_anew) for reader in READERS), ("eval", cut), ("eval", add_a_file)]
+)
+def test_a_held_out_text_that_has_changed(run, text, capsys, reader, change):
+    before = contents(run)
+    change(text)
+    assert_refused(*refuse_text(capsys, run, reader), f"--data {text}", "changed since the run began")
+    assert contents(run) == before
+
+
+def test_a_changed_text_is_evaluated_where_it_is_named(run, text, capsys):
+    cut(text)
+    assert main(["eval", "--output", str(run), "--data", str(text)]) == 0
+    assert f"step 12, on {text}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_text_that_has_moved(run, text, capsys, reader):
+    before = contents(run)
+    text.rename(text.with_name("moved"))
+    assert_refused(*refuse_text(capsys, run, reader), f"no such file or folder of text: {text}", "--data")
+    assert contents(run) == before
 
 
 def test_checkpoints_without_a_configuration(run, capsys):

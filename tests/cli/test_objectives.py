@@ -46,7 +46,7 @@ def first_loss(output, folder):
     assert config is not None
     tokenizer = run_tokenizer(config, output)
     objective = run_objective(config, tokenizer)
-    text = run_text(config, tokenizer, objective)
+    text = run_text(config, tokenizer, objective, remedy="")
     batches = TrainBatches(text.train, batch_size=4, seq_len=16, seed=config.seed, objective=objective)
     batch = jax.device_put(next(batches))
     model = load_huggingface(folder)

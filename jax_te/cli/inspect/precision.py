@@ -29,9 +29,9 @@ def run(options: InspectPrecision) -> int:
     """
     config, recipe = run_and_recipe(options)
     check_saved(options.output)
-    state, step = newest_state(options.output, config)
+    state, data_state, step = newest_state(options.output, config)
     print(f"{options.output}, step {step}, recipe {recipe_label(recipe)}", file=sys.stderr, flush=True)
-    batch, report = batches_of(options, config, 1)[0], None
+    batch, report = batches_of(options, config, data_state, 1)[0], None
     with contexts(config), autocast(recipe):
         model = exact_model(state)  # with the run's own rules and scales, and kernels as the masters have them
         if options.precision_config is not None:

@@ -31,9 +31,9 @@ def run(options: InspectSensitivity) -> int:
     check_saved(options.output)
     if recipe is None:
         raise ValueError(f"the run in {options.output} has --recipe none; give the --recipe to quantize with")
-    state, step = newest_state(options.output, config)
+    state, data_state, step = newest_state(options.output, config)
     print(f"{options.output}, step {step}, recipe {recipe.name}", file=sys.stderr, flush=True)
-    batches, keep = batches_of(options, config, options.batches), options.keep_bf16 or 0
+    batches, keep = batches_of(options, config, data_state, options.batches), options.keep_bf16 or 0
     with contexts(config):
         model = exact_model(state)
         layers = len(quantizable_modules(model))

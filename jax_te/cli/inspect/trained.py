@@ -16,10 +16,13 @@ from jax_te.cli.objective import run_objective
 from jax_te.cli.options import DEFAULT_RUN
 from jax_te.cli.run_config import RunConfig
 from jax_te.cli.run_files import holds_run, read_config
-from jax_te.cli.run_text import run_text, run_tokenizer
+from jax_te.cli.run_text import check_text, run_text, run_tokenizer
 from jax_te.data import heldout_batches
 from jax_te.recipe import Recipe, recipe_from_name
 from jax_te.training import TrainState
+
+_REMEDY = "Put the run's text back, or give another one by --data, whose held-out part is read"
+"""What to do about a text whose held-out part is not the run's: it may have been trained on."""
 
 
 def run_and_recipe(
@@ -64,19 +67,26 @@ def check_saved(output: str) -> None:
         raise ValueError(f"{output} has saved no checkpoint yet; let its run go on: jax-te train --output {output}")
 
 
-def newest_state(output: str, config: RunConfig) -> tuple[TrainState, int]:
-    """Return the newest state of a run, without the optimizer's, and its step."""
+def newest_state(output: str, config: RunConfig) -> tuple[TrainState, dict[str, Any], int]:
+    """Return the newest state of a run, without the optimizer's, its data state, and its step."""
     folder = Path(output) / CHECKPOINT_FOLDER
     with contexts(config), TrainCheckpointer(folder) as checkpointer, warnings_as_lines():
-        state, _, step = checkpointer.restore(abstract_model_state(config, masters=True), allow={"unexpected"})
-    return state, step
+        return checkpointer.restore(abstract_model_state(config, masters=True), allow={"unexpected"})
 
 
-def batches_of(options: InspectPrecision | InspectSensitivity, config: RunConfig, count: int) -> list[Any]:
+def batches_of(
+    options: InspectPrecision | InspectSensitivity, config: RunConfig, data_state: dict[str, Any], count: int
+) -> list[Any]:
     """Return batches of held-out text on the device.
 
+    Args:
+        options: options of the command.
+        config: configuration of the run.
+        data_state: data state of the checkpoint that is inspected.
+        count: number of batches.
+
     Raises:
-        ValueError: for batches that exceed the memory.
+        ValueError: for batches that exceed the memory, and if the text of the run has changed.
     """
     size = options.batch_size or config.batch_size // config.microbatches
     # As one step of so many examples, in as many parts as there are batches.
@@ -85,7 +95,9 @@ def batches_of(options: InspectPrecision | InspectSensitivity, config: RunConfig
     tokenizer = run_tokenizer(config, Path(options.output))
     objective = run_objective(config, tokenizer)
     check_memory(dataclasses.replace(config, **parts), command, objective)
-    data = run_text(config, tokenizer, objective, options.data)
+    data = run_text(config, tokenizer, objective, options.data, remedy=_REMEDY)
+    if options.data is None:
+        check_text(data, data_state, config.data, before=config.data, remedy=_REMEDY)
     sizes: dict[str, Any] = {"seq_len": config.seq_len, "vocab_size": data.vocab_size, "objective": objective}
     batches = heldout_batches(data.heldout, batch_size=size, num_batches=count, **sizes)
     return [jax.device_put(batch) for batch in batches]
