@@ -136,11 +136,18 @@ def _batch(config: RunConfig) -> str:
 
 
 def schedule_ended(config: RunConfig, first: int, skipped: int) -> bool:
-    """Return whether the next step has the minimum rate because the schedule is over; arguments as of `StartedRun`."""
+    """Return whether the next step has the minimum rate because the schedule is over.
+
+    Args:
+        config: configuration of the run.
+        first: number of steps that are done.
+        skipped: number of those that made no update, which the schedule does not count.
+    """
     return first - skipped >= config.decay_steps
 
 
 def _rate(run: StartedRun) -> str:
+    """Return the lines about the schedule of the learning rate, and where it is over."""
     config = run.config
     warmup = f" after {_count(config.warmup_steps, 'step')} of warm-up" if config.warmup_steps else ""
     line = f"{config.learning_rate:g}{warmup}, then a cosine to {config.min_learning_rate:g} at step "

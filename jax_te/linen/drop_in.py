@@ -20,6 +20,7 @@ from jax_te import layers
 from jax_te._validation import checked, warn_caller
 from jax_te.layers import DropInLayer, DropInReport
 from jax_te.layers.flax import (
+    OTHER_LIBRARIES,
     FlaxLinear,
     ModelGemms,
     OwnRecipe,
@@ -102,9 +103,7 @@ def quantize_model(
         _Model,
         Words(
             "a model of Flax Linen",
-            remedy="for a model of Flax NNX call jax_te.layers.quantize_model; modules of other libraries have no "
-            "place for quantizer state: call jax_te.ops.dense(x, kernel, recipe=...) for their GEMMs, with a recipe "
-            "without state, such as Float8CurrentScaling",
+            remedy=f"for a model of Flax NNX call jax_te.layers.quantize_model; {OTHER_LIBRARIES}",
         ),
     ],
     *args: Any,

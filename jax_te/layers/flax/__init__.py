@@ -2,6 +2,7 @@
 
 from jax_te.layers.flax.contractions import Contraction, Kernel, Seen, Visitor, compute, noting
 from jax_te.layers.flax.decisions import (
+    OTHER_LIBRARIES,
     OwnRecipe,
     Rules,
     check_inputs,

@@ -105,6 +105,13 @@ def check_rules(rules: Rules | None) -> Rules:
     return rules or {}
 
 
+OTHER_LIBRARIES = (
+    "modules of other libraries have no place for quantizer state: call jax_te.ops.dense(x, kernel, recipe=...) for "
+    "their GEMMs, with a recipe without state, such as Float8CurrentScaling"
+)
+"""Remedy for models that are not of Flax."""
+
+
 def check_inputs(model: Any, args: Any, kwargs: Any) -> None:
     """Refuse a call of `quantize_model` without the arguments of a call of ``model``.
 

@@ -13,6 +13,7 @@ from flax import nnx
 from jax_te._validation import checked, warn_caller
 from jax_te.layers.flax.contractions import Seen
 from jax_te.layers.flax.decisions import (
+    OTHER_LIBRARIES,
     DropInLayer,
     DropInReport,
     Present,
@@ -52,9 +53,7 @@ def quantize_model(
         nnx.Module,
         Words(
             "a model of Flax NNX",
-            remedy="for a model of Flax Linen call jax_te.linen.quantize_model; modules of other libraries have no "
-            "place for quantizer state: call jax_te.ops.dense(x, kernel, recipe=...) for their GEMMs, with a recipe "
-            "without state, such as Float8CurrentScaling",
+            remedy=f"for a model of Flax Linen call jax_te.linen.quantize_model; {OTHER_LIBRARIES}",
         ),
     ],
     *args: Any,
