@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_te import DelayedScaling, Float8CurrentScaling, LayerNormMLP, TransformerLayer, autocast
-from jax_te.quantize import write_back
+from jax_te.quantize import with_max_gradients, write_back
 from jax_te.training import split_model
 
 HIDDEN, FFN, HEADS = 64, 256, 4
@@ -37,14 +37,15 @@ def forward_backward(layer, x, dy):
     """Return the output, the gradients of the parameters, and the layer with its next quantizer state.
 
     The gradient of a quantizer state is its next value: amax histories with this step's largest values in front, and
-    the scales that were used. It is written back, not added. Recipes without state have nothing to write.
+    the scales that were used. It is written back, not added: in the dtype of with_max_gradients the gradients of two
+    uses merge by maximum. Recipes without state have nothing to write.
     """
     graphdef, params, quantizers, rest = split_model(layer)
 
     def forward(params, quantizers):
         return nnx.merge(graphdef, params, quantizers, rest)(x)
 
-    y, pullback = jax.vjp(forward, params, quantizers)
+    y, pullback = jax.vjp(forward, params, with_max_gradients(quantizers))
     gradients, next_quantizers = pullback(dy)
     return y, gradients, nnx.merge(graphdef, params, write_back(quantizers, next_quantizers), rest)
 

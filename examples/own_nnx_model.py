@@ -22,7 +22,7 @@ import optax
 from flax import nnx
 
 from jax_te import DelayedScaling, Linear, Optimizer, autocast, create_train_state, make_train_step, value_and_grad
-from jax_te.quantize import write_back
+from jax_te.quantize import with_max_gradients, write_back
 from jax_te.training import split_model
 
 FEATURES, HIDDEN, CLASSES, BATCH, STEPS = 64, 128, 10, 256, 60
@@ -90,7 +90,10 @@ def train_by_hand(model):
         def loss_of(params, quantizers):
             return loss_fn(nnx.merge(graphdef, params, quantizers, rest), batch)
 
-        loss, (gradients, next_quantizers) = jax.value_and_grad(loss_of, argnums=(0, 1))(params, quantizers)
+        # JAX adds the gradients of two uses of an array. Those of a state, its next values, merge by maximum in the
+        # dtype of with_max_gradients, which JAX takes for one of integers.
+        differentiate = jax.value_and_grad(loss_of, argnums=(0, 1), allow_int=True)
+        loss, (gradients, next_quantizers) = differentiate(params, with_max_gradients(quantizers))
         updates, opt_state = TX.update(gradients, opt_state, params)
         params = optax.apply_updates(params, updates)
         return params, write_back(quantizers, next_quantizers), opt_state, loss

@@ -16,12 +16,10 @@ from orbax.checkpoint import v1
 
 from jax_te import autocast, linen
 from jax_te.layers import Linear
-from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling
+from jax_te.training import value_and_grad
 from tests.support.meshes import MODES, use_mesh
 from tests.support.toy import assert_same
-
-EVERYTHING = nnx.Any(nnx.Param, QuantizerState)
 
 
 @pytest.fixture(params=MODES, autouse=True)
@@ -46,9 +44,8 @@ def loss_fn(model: Any, x: jax.Array) -> jax.Array:
 
 @nnx.jit
 def train(model: Any, optimizer: nnx.Optimizer, x: jax.Array) -> jax.Array:
-    loss, grads = nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, EVERYTHING))(model, x)
-    nnx.update(model, nnx.state(grads, QuantizerState))
-    optimizer.update(model, nnx.state(grads, nnx.Param))
+    loss, grads = value_and_grad(loss_fn)(model, x)
+    optimizer.update(model, grads)
     return loss
 
 

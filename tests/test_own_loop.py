@@ -24,6 +24,7 @@ from jax_te.remat import remat
 from jax_te.training import DynamicLossScale, create_train_state, make_train_step
 from tests.support.meshes import use_mesh
 from tests.support.numerics import NO_DROPOUT
+from tests.support.states import merging
 
 RECIPE = DelayedScaling(amax_history_len=2)
 LEFT_OUT = "leaves the quantizer state out"
@@ -147,6 +148,7 @@ def test_lora_raises_without_the_state_of_its_base():
     layers = nnx.List([LoRA(Linear(32, 32, rngs=nnx.Rngs(i)), 4, rngs=nnx.Rngs(i)) for i in range(2)])
 
     def loss(layers):
+        layers = merging(layers)
         return loss_fn(lambda x: layers[1](layers[0](x)), X)
 
     def differentiate(wrt):
@@ -162,7 +164,7 @@ def test_a_stack_of_layers_in_a_loop_raises():
     layers = nnx.List([TransformerLayer(32, 32, 2, **(NO_DROPOUT | options), rngs=nnx.Rngs(i)) for i in range(2)])
 
     def loss(layers):
-        return jnp.sum(run_layers(layers, X[None], [None, None], scan=True))
+        return jnp.sum(run_layers(merging(layers), X[None], [None, None], scan=True))
 
     with pytest.raises(QuantizerStateError, match=LEFT_OUT):
         nnx.eval_shape(nnx.grad(loss), layers)
@@ -194,7 +196,7 @@ def test_frozen_scales_stay_where_the_state_is_differentiated_too(mesh):
     with use_mesh(mesh):
 
         def loss(x, state):
-            return jnp.sum(jnp.square(dense(x, jnp.ones((32, 16)), recipe=RECIPE, state=state)))
+            return jnp.sum(jnp.square(dense(x, jnp.ones((32, 16)), recipe=RECIPE, state=merging(state))))
 
         frozen = jax.jit(jax.grad(loss, argnums=(0, 1)))
         with frozen_scales():

@@ -17,7 +17,12 @@ from jax_te.bench.settings import Row, Settings
 from jax_te.config import CpCommType, ParallelConfig
 from jax_te.ops import ContextParallel, dot_product_attention
 from jax_te.ops.te import available
-from jax_te.quantize import AttentionState, attention_precision_of, init_attention_state
+from jax_te.quantize import (
+    AttentionState,
+    attention_precision_of,
+    init_attention_state,
+    with_max_gradients_inside,
+)
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe
 from jax_te.sharding import make_mesh, named_sharding
 from jax_te.typing import Array, BackendName, LogicalAxes
@@ -159,6 +164,9 @@ def _contestant(
 ) -> Gradient:
     """Compile the gradients of ``sum(attend(q, k, v, state) * dy)``."""
 
+    def apply(q: Array, k: Array, v: Array, state: Any) -> Array:
+        return attend(q, k, v, with_max_gradients_inside(state))
+
     def draw(seed: int, count: int) -> Array:
         shape = (sizes.batch, sizes.sequence, count, sizes.head_dim)
         x = jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
@@ -172,10 +180,10 @@ def _contestant(
         # Gradients sharded as their inputs are, as in training; the compiler might leave them whole.
         where = None if mesh is None else (named_sharding(AXES, mesh),) * 3
         if recipe is None:
-            return gradient(name, lambda q, k, v: attend(q, k, v, None), (q, k, v), dy, where)
-        state = _settled(attend, (q, k, v), dy, init_attention_state(recipe))
+            return gradient(name, lambda q, k, v: apply(q, k, v, None), (q, k, v), dy, where)
+        state = _settled(apply, (q, k, v), dy, init_attention_state(recipe))
         everywhere = jax.tree.map(lambda _: named_sharding((), mesh), state) if mesh is not None else None
-        return gradient(name, attend, (q, k, v, state), dy, where and (*where, everywhere))
+        return gradient(name, apply, (q, k, v, state), dy, where and (*where, everywhere))
 
 
 def _settled(attend: Attend, qkv: tuple[Array, ...], dy: Array, state: AttentionState | None) -> Any:

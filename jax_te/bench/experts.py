@@ -16,6 +16,7 @@ from jax_te.bench.settings import Row, Settings
 from jax_te.config import RouterOptions
 from jax_te.layers import MoE
 from jax_te.ops import use_backend
+from jax_te.quantize import as_float32, with_max_gradients
 from jax_te.recipe import Recipe, autocast
 from jax_te.training import split_model
 from jax_te.typing import Array, BackendName
@@ -116,12 +117,12 @@ def _ours(case: ExpertsCase, backend: BackendName, batch: tuple[Array, Array]) -
             # The same random choices in each step, under force_biased.
             return nnx.merge(graphdefs[0], params, quantizers, rest)(x, key=jax.random.key(0))
 
-        y, backward = jax.vjp(apply, params, quantizers, x)
+        y, backward = jax.vjp(apply, params, with_max_gradients(quantizers), x)
         # As in training, where the output's gradient depends on the output: backward begins when forward has ended.
         y, dy = jax.lax.optimization_barrier((y, dy))
         dparams, next_quantizers, dx = backward(dy)
         # With the output, for gradients alone do not need the last GEMM of forward, and the compiler would remove it.
-        return (params, next_quantizers, rest), (y, dparams, dx)
+        return (params, as_float32(next_quantizers), rest), (y, dparams, dx)
 
     def lower() -> Any:
         with autocast(case.recipe), use_backend(backend):

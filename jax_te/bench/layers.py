@@ -20,6 +20,7 @@ from jax_te.bench.settings import Row, Settings, Shape
 from jax_te.layers import LayerNormLinear, LayerNormMLP, TransformerLayer
 from jax_te.ops import use_backend
 from jax_te.ops.te import available
+from jax_te.quantize import with_max_gradients_inside
 from jax_te.recipe import Recipe, autocast
 from jax_te.sharding import named_sharding
 from jax_te.training import split_model
@@ -136,7 +137,8 @@ def _ours(case: Case, backend: BackendName) -> Gradient:
         params, quantizers, rest = jax.jit(make)()  # jitted, so that no device holds a whole sharded parameter
 
         def apply(variables: Any, x: Array) -> Array:
-            return nnx.merge(graphdefs[0], *variables, rest)(x)
+            params, quantizers = variables
+            return nnx.merge(graphdefs[0], params, with_max_gradients_inside(quantizers), rest)(x)
 
         return _compiled(f"{case.label('jax_te')} ({backend})", case, apply, (params, quantizers))
 

@@ -193,7 +193,7 @@ def _next_states(rules: RulesOfStates, old: Any, gradient: Any) -> Any:
 
     def advanced(path: Any, old: Any, new: Any) -> Any:
         if _is_state(old):
-            return write_back(old, as_float32(new), merged=True)
+            return write_back(old, new)
         names = tuple(jax.tree_util.keystr((entry,), simple=True) for entry in path)
         if names[-1] == USES:
             return old  # next values are merged here, not added

@@ -21,8 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.linen.fp8_ops import fp32_max_grad
 
-from jax_te.layers import RecipeModule
-from jax_te.quantize import QuantizerState, as_float32, has_counts, write_back
+from jax_te.quantize import QuantizerState, as_float32, has_counts, with_max_gradients_inside, write_back
 from jax_te.sharding import mark_varying, varying_axes
 from jax_te.typing import Array
 
@@ -53,8 +52,6 @@ def enter_states(module: nnx.Module, uses: Array | None, *, merged: bool) -> Ent
     states = nnx.state(module, QuantizerState)
     merged = merged or any(leaf.dtype == fp32_max_grad for leaf in jax.tree.leaves(states))
     uses = jnp.ones((), jnp.float32) if uses is None else uses
-    # One layer uses each of its states once in a call. A module of several may call a layer twice, which is tested for.
-    is_one_layer = isinstance(module, RecipeModule)
 
     @jax.custom_vjp
     def read(states: nnx.State, uses: Array) -> nnx.State:
@@ -64,12 +61,13 @@ def enter_states(module: nnx.Module, uses: Array | None, *, merged: bool) -> Ent
         states, uses = given
         # In a shard_map of the user's a gradient varies along the axes that its array varies along.
         one = mark_varying(jax.lax.convert_element_type(1.0, uses.dtype), varying_axes(uses))
-        return gradient if merged else write_back(states, gradient, merged=is_one_layer), one
+        return gradient if merged else write_back(states, gradient), one
 
     read.defvjp(lambda states, uses: (read(states, uses), (states, uses)), bwd)
     if states:
         states = read(states, uses)
-        nnx.update(module, states)
+        # Within the call, too, gradients of several uses of a state are to merge.
+        nnx.update(module, states if merged else with_max_gradients_inside(states))
     return EnteredStates(states, uses, merged)
 
 

@@ -18,7 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.tree_util import Partial
 
 from jax_te.layers import CachedKernel
-from jax_te.quantize import QuantizerState, as_float32_inside
+from jax_te.quantize import QuantizerState, as_float32_inside, with_max_gradients_inside
 from jax_te.typing import Array, PyTree
 
 
@@ -153,7 +153,7 @@ class _Call:
         rest = iter(arrays)
         filled = [next(rest) if leaf is _ARRAY else leaf for leaf in self.template]
         state, (args, kwargs) = jax.tree.unflatten(self.treedef, filled)
-        module: Any = nnx.merge(self.graphdef, state)
+        module: Any = nnx.merge(self.graphdef, jax.tree.map(_merging, state, is_leaf=_is_variable))
         before = _contents(module)
         out = module.forward(*args, **kwargs)
         # Variables that the call left alone are not outputs, since an output is a copy of the parameter.
@@ -297,6 +297,11 @@ def _plain(variable: Any) -> Any:
     if not isinstance(variable, QuantizerState):
         return variable
     return variable.replace(as_float32_inside(variable.get_value()))
+
+
+def _merging(variable: Any) -> Any:
+    """Return a state of delayed scaling in the dtype whose gradients merge by maximum: the inverse of `_plain`."""
+    return with_max_gradients_inside(variable) if isinstance(variable, QuantizerState) else variable
 
 
 def _value(array: Any) -> Any:

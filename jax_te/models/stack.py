@@ -397,13 +397,12 @@ def _types(state: nnx.State) -> tuple[Any, ...]:
 
 def _stackable(state: nnx.State) -> nnx.State:
     """Return ``state`` with its quantizer states in plain fp32."""
-    # JAX cannot stack arrays of the dtype whose gradients merge by maximum. In a loop each state is used once, unless
-    # there are parts of the batch.
+    # JAX cannot stack arrays of the dtype whose gradients merge by maximum.
     return _of_quantizers(as_float32_inside, state)
 
 
 def _merging(state: nnx.State) -> nnx.State:
-    """Return ``state`` with quantizer states whose gradients merge by maximum: each part of the batch has one."""
+    """Return ``state`` with quantizer states whose gradients merge by maximum, for those of parts of the batch."""
     return _of_quantizers(with_max_gradients_inside, state)
 
 
@@ -428,9 +427,7 @@ def _scan(
 
     def run(xs: Parts, step: tuple[list[nnx.State], list[Any]]) -> tuple[Parts, list[Array]]:
         states, keys = step
-        if len(xs) > 1:
-            states = [_merging(state) for state in states]
-        copies = [nnx.merge(*pair) for pair in zip(graphdefs, states, strict=True)]
+        copies = [nnx.merge(graph, _merging(state)) for graph, state in zip(graphdefs, states, strict=True)]
         watched = Watched(copies)
         xs = call(xs, copies, keys, given)
         arrays, changes = watched.changes()

@@ -142,7 +142,6 @@ _COUNTS_LEFT_OUT = (
     "a derivative of a router in training leaves its state out ({}), whose gradient is what the call counted: it would "
     "never change. jax_te.training.value_and_grad and make_train_step write it back; in a loop of your own, "
     "differentiate it, too, argnums=nnx.DiffState(0, (nnx.Param, jax_te.quantize.QuantizerState)), and give its "
-    "gradients to jax_te.training.Optimizer.update or jax_te.quantize.write_back, which make sums of the next scales "
-    "of a layer that is called twice nan: such a loop is for models that call each layer once. In evaluation, "
-    "model.eval(), nothing is counted"
+    "gradients to jax_te.training.Optimizer.update or jax_te.quantize.write_back. In evaluation, model.eval(), nothing "
+    "is counted"
 )

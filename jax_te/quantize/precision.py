@@ -14,7 +14,7 @@ from jax_te.errors import QuantizerStateError
 from jax_te.quantize.block import BlockQuantizer, MXQuantizer
 from jax_te.quantize.nvfp4 import NVFP4Quantizer
 from jax_te.quantize.quantizer import Quantizer, TensorQuantizer
-from jax_te.quantize.scaling import AmaxRule, AmaxState, amax_rule_of, history_slots, next_amax_state, scale_in_use
+from jax_te.quantize.scaling import AmaxRule, AmaxState, amax_rule_of, next_amax_state, scale_in_use
 from jax_te.recipe import (
     GEMMS,
     CustomRecipe,
@@ -189,10 +189,10 @@ def check_state(state: GemmState | None, recipe: DelayedScaling) -> None:
             "`with autocast(recipe):`, or attach state with prepare_quantization(model, recipe)."
         )
     slots = state["kernel"]["amax_history"].shape[-1]
-    if slots != history_slots(recipe):
+    if slots != recipe.amax_history_len:
         raise QuantizerStateError(
             f"the quantizer state has amax histories of {slots}, and recipe {recipe.name!r} needs "
-            f"{history_slots(recipe)}. Call under the recipe of the state, or make new state: "
+            f"{recipe.amax_history_len}. Call under the recipe of the state, or make new state: "
             "prepare_quantization(model, recipe), change_recipe"
         )
 

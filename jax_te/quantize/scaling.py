@@ -138,33 +138,17 @@ def exponent_scale(amax: Array, dtype: DTypeLike) -> Array:
     return jax.lax.bitcast_convert_type(jnp.minimum(exponent, 254) << 23, jnp.float32)
 
 
-def history_slots(recipe: DelayedScaling) -> int:
-    """Return the number ``n`` of slots of an amax history ``[n]``.
-
-    There are two at least: by the second one `write_back` recognizes a state that a derivative has used twice. A recipe
-    with a history of one step reads only the first.
-    """
-    return max(recipe.amax_history_len, 2)
-
-
 def amax_rule_of(recipe: DelayedScaling) -> AmaxRule:
-    """Return the rule of a recipe. Of a history of one step only the newest amax counts, see `history_slots`."""
-    return AmaxRule(recipe.margin, "most_recent" if recipe.amax_history_len == 1 else recipe.amax_compute_algo)
+    """Return the rule of a recipe."""
+    return AmaxRule(recipe.margin, recipe.amax_compute_algo)
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "rule"))
 def scale_in_use(state: AmaxState, dtype: DTypeLike, rule: AmaxRule) -> Array:
-    """Return the scale of the next use of ``state``: fp32 ``[]``, or ``[d]`` for parts of the batch.
-
-    It is nan where an amax that it is computed from is negative, or the last scale is not positive.
-    """
+    """Return the scale of the next use of ``state``: fp32 ``[]``, or ``[d]`` for parts of the batch."""
     history = _finite_amaxes(state["amax_history"])
-    # No step makes an amax negative. A loop that gave the state to an optimizer does: its first update takes the next
-    # amaxes, which arrive as gradients, away from the zeros of a fresh history. Its loss is to show it.
-    history = jnp.where(history < 0.0, jnp.nan, history)
     chosen = history[..., 0] if rule.amax_compute_algo == "most_recent" else _largest_magnitude(history, -1)
-    scale = compute_scale(chosen, dtype, margin=rule.margin, old_scale=state["scale"])
-    return jnp.where(jnp.isnan(chosen) | (state["scale"] <= 0.0), jnp.nan, scale)
+    return compute_scale(chosen, dtype, margin=rule.margin, old_scale=state["scale"])
 
 
 # Jitted as `_amax` is: a program has one function for all states of one type.

@@ -26,10 +26,11 @@ from flax.core import FrozenDict
 from flax.linen.fp8_ops import fp32_max_grad
 
 from jax_te._validation import brief, check_axes, check_leaves, checked
+from jax_te.errors import QuantizerStateError
 from jax_te.quantize.attention import AttentionState, attention_precision_of
 from jax_te.quantize.counting import Counting, counting_of
 from jax_te.quantize.precision import ROLES, GemmState
-from jax_te.quantize.scaling import AmaxState, history_slots, max_or_nan
+from jax_te.quantize.scaling import AmaxState, max_or_nan
 from jax_te.recipe import DelayedScaling, Recipe
 from jax_te.sharding import batch_ranks
 from jax_te.typing import PyTree
@@ -83,7 +84,7 @@ def init_gemm_state(recipe: Recipe | None, *, groups: int | None = None) -> Gemm
     for role in ROLES:
         # A kernel has no batch axis, so it has one scale on every mesh.
         lead = each or (() if role == "kernel" else parts)
-        entries[role] = _fresh(lead, history_slots(recipe))
+        entries[role] = _fresh(lead, recipe.amax_history_len)
     return GemmState(**entries)  # type: ignore[typeddict-item]
 
 
@@ -136,9 +137,9 @@ def quantizer_variables(state: PyTree, group_axis: str | None = None, *, stack: 
 def with_max_gradients(quantizers: PyTree) -> PyTree:
     """Return states whose gradients JAX merges by maximum if a state is used more than once, instead of adding them.
 
-    The arrays get flax's dtype ``fp32_max_grad``: differentiate with ``allow_int=True``, and convert the gradients by
-    `as_float32`. With fp32 states, the next value of a layer that is called twice in one forward pass would be the sum
-    of two next values.
+    The arrays get flax's dtype ``fp32_max_grad``: differentiate with ``allow_int=True``, and make the next states by
+    `write_back`. A derivative of fp32 states raises: the next value of a layer that is called twice in one forward pass
+    would be the sum of two next values.
 
     >>> state = init_gemm_state(DelayedScaling(amax_history_len=2))
     >>> with_max_gradients(state)["x"]["scale"].dtype
@@ -149,6 +150,29 @@ def with_max_gradients(quantizers: PyTree) -> PyTree:
         if leaf.dtype not in (jnp.float32, fp32_max_grad):
             raise TypeError(f"quantizers must be states in float32, got {leaf.dtype}")
     return map_amax_states(lambda leaf: jax.lax.convert_element_type(leaf, fp32_max_grad), quantizers)
+
+
+def check_gradients_merge(state: PyTree, differentiated: PyTree) -> None:
+    """Raise QuantizerStateError if a derivative would add the gradients of a state, which are next values.
+
+    Args:
+        state: state of one call, as the caller gave it.
+        differentiated: whether each of its arrays is differentiated.
+    """
+    arrays = zip(jax.tree.leaves(state), jax.tree.leaves(differentiated), strict=True)
+    if any(wanted and array.dtype == jnp.float32 for array, wanted in arrays):
+        raise QuantizerStateError(_WOULD_BE_ADDED)
+
+
+_WOULD_BE_ADDED = (
+    "a derivative takes the state of delayed scaling in fp32, whose gradient is its next value: JAX would add those of "
+    "two calls, and an optimizer would train it. For an NNX model take jax_te.value_and_grad, which writes the next "
+    "state to the model, and an optimizer for nnx.Param:\n"
+    "    from jax_te import value_and_grad\n"
+    "    loss, grads = value_and_grad(loss_fn)(model)\n"
+    "A function of your own differentiates jax_te.quantize.with_max_gradients(state), with allow_int=True, and makes "
+    "the next state by jax_te.quantize.write_back(state, gradient)"
+)
 
 
 def map_amax_states(fn: Callable[..., Any], states: PyTree) -> PyTree:
@@ -254,27 +278,33 @@ def merge_quantizers(stacked: PyTree) -> PyTree:
 
 
 @checked
-def write_back(old: PyTree, gradient: PyTree, *, keep_old: jax.Array | None = None, merged: bool = False) -> PyTree:
+def write_back(old: PyTree, gradient: PyTree, *, keep_old: jax.Array | None = None) -> PyTree:
     """Return the states of the next step.
 
     They are the gradients of ``old``, or ``old`` for layers that did not run, and for operands whose new amax is not
-    finite; for counting states, the results of their rules. A scale that one derivative of fp32 states used more than
-    once becomes nan, because JAX has added its next values: `jax_te.value_and_grad` and `with_max_gradients` merge
-    them.
+    finite; for counting states, the results of their rules.
 
     Args:
         old: states of this step; Variables if some count.
-        gradient: gradients of the states, in fp32.
+        gradient: gradients of the states, in fp32 or as `with_max_gradients` leaves them.
         keep_old: bool ``[]``, true for a skipped step, which keeps ``old``.
-        merged: whether next values of several uses are known to have merged by maximum, as those of
-            `with_max_gradients` have. Then none is tested for being a sum, which takes most of the operations.
+
+    >>> from jax_te.ops import dense
+    >>> recipe = DelayedScaling(amax_history_len=2)
+    >>> state, x = init_gemm_state(recipe), jnp.full((16, 16), 3.0)
+    >>> def loss(state):
+    ...     return jnp.sum(dense(x, x, recipe=recipe, state=state))
+    >>> state = write_back(state, jax.grad(loss, allow_int=True)(with_max_gradients(state)))
+    >>> state["x"]["amax_history"].tolist()
+    [3.0, 0.0]
     """
     check_leaves("old", old)
     check_leaves("gradient", gradient)
+    gradient = jax.tree.map(lambda leaf: as_float32(leaf) if leaf.dtype == fp32_max_grad else leaf, gradient)
     if keep_old is not None and keep_old.dtype != bool:
         raise TypeError(f"keep_old must be a bool array, got {keep_old.dtype}")
     entries, treedef = _entries(old, gradient)
-    amax_states = iter(_next_amax_states([entry for entry in entries if entry.rule is None], keep_old, merged))
+    amax_states = iter(_next_amax_states([entry for entry in entries if entry.rule is None], keep_old))
     new = [next(amax_states) if entry.rule is None else _next_count(entry, keep_old) for entry in entries]
     return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(jax.tree.unflatten(treedef, new)))
 
@@ -360,7 +390,7 @@ def _next_count(entry: _Entry, keep_old: jax.Array | None) -> Any:
     return value if keep_old is None else jnp.where(keep_old, entry.old, value)
 
 
-def _next_amax_states(entries: list[_Entry], keep_old: jax.Array | None, merged: bool) -> list[AmaxState]:
+def _next_amax_states(entries: list[_Entry], keep_old: jax.Array | None) -> list[AmaxState]:
     """Return the next states of delayed scaling, in order. On a GPU several of one type are computed at once."""
     places = collections.defaultdict(list)
     for place, entry in enumerate(entries):
@@ -374,78 +404,56 @@ def _next_amax_states(entries: list[_Entry], keep_old: jax.Array | None, merged:
             old,
             new,
             keep_old,
-            cpu=functools.partial(_carry_on_one_by_one, merged=merged),
-            default=functools.partial(_carry_on_in_stacks, merged=merged),
+            cpu=_carry_on_one_by_one,
+            default=_carry_on_in_stacks,
         )
         found.update(zip(alike, next_states, strict=True))
     return [found[place] for place in range(len(entries))]
 
 
-def _carry_on_one_by_one(
-    old: list[AmaxState], new: list[AmaxState], keep_old: jax.Array | None, *, merged: bool
-) -> list[AmaxState]:
+def _carry_on_one_by_one(old: list[AmaxState], new: list[AmaxState], keep_old: jax.Array | None) -> list[AmaxState]:
     """Return the next states of states of one type, for CPUs.
 
     XLA compiles one kernel for all scales and one for all histories. It would compile one for each slice of a stack.
     """
-    return [_carry_on(*states, keep_old, merged=merged) for states in zip(old, new, strict=True)]
+    return [_carry_on(*states, keep_old) for states in zip(old, new, strict=True)]
 
 
-def _carry_on_in_stacks(
-    old: list[AmaxState], new: list[AmaxState], keep_old: jax.Array | None, *, merged: bool
-) -> list[AmaxState]:
+def _carry_on_in_stacks(old: list[AmaxState], new: list[AmaxState], keep_old: jax.Array | None) -> list[AmaxState]:
     """Return the next states of states of one type, for GPUs: `_TOGETHER` of them are computed at once."""
     parts = [slice(first, first + _TOGETHER) for first in range(0, len(old), _TOGETHER)]
-    return [state for part in parts for state in _carry_on_stack(old[part], new[part], keep_old, merged=merged)]
+    return [state for part in parts for state in _carry_on_stack(old[part], new[part], keep_old)]
 
 
 # Jitted, so that JAX traces it once for all stacks of one size. XLA inlines the calls.
-@functools.partial(jax.jit, static_argnames="merged")
+@jax.jit
 def _carry_on_stack(
-    old_states: list[AmaxState], gradients: list[AmaxState], keep_old: jax.Array | None, *, merged: bool
+    old_states: list[AmaxState], gradients: list[AmaxState], keep_old: jax.Array | None
 ) -> list[AmaxState]:
     """Return the next states of states of one type, computed on stacks of them."""
     stack = functools.partial(jax.tree.map, lambda *leaves: jnp.stack(leaves))
     # With the barrier a few kernels read all states, and a few others write them. Without it XLA for GPUs has three
     # for each, two of them copies: a history that moves by a slot cannot be written over the one that is read.
     old, new = jax.lax.optimization_barrier((stack(*old_states), stack(*gradients)))
-    states = _carry_on(old, new, keep_old, merged=merged)
+    states = _carry_on(old, new, keep_old)
     return [jax.tree.map(lambda stacked, index=index: stacked[index], states) for index in range(len(old_states))]
 
 
 # Jitted, so that JAX traces it once for all states of one type. XLA inlines the calls.
-@functools.partial(jax.jit, static_argnames="merged")
-def _carry_on(old: AmaxState, new: AmaxState, keep_old: jax.Array | None, *, merged: bool) -> AmaxState:
+@jax.jit
+def _carry_on(old: AmaxState, new: AmaxState, keep_old: jax.Array | None) -> AmaxState:
     """Return the next state of a state, or of a stack of them."""
     # A layer that did not run has the gradient 0, or -inf in `with_max_gradients`'s dtype. Scales are positive.
     # An amax that is not finite would keep the scale as it is until it drops out of the history.
     keep = ~(new["scale"] > 0.0) | ~(new["amax_history"][..., 0] < jnp.inf)
     if keep_old is not None:
         keep = jnp.logical_or(keep, keep_old)
-    if not merged:
-        added = _are_sums(old, new)
-        new = jax.tree.map(lambda leaf: jnp.where(_as_rows(added, leaf), jnp.nan, leaf), new)
     return jax.tree.map(lambda before, after: jnp.where(_as_rows(keep, before), before, after), old, new)
 
 
 def _as_rows(mask: jax.Array, leaf: jax.Array) -> jax.Array:
     """Return a mask of states in the rank of their scales, or of their histories, which have one axis more."""
     return mask if leaf.ndim == mask.ndim else mask[..., None]
-
-
-def _are_sums(old: PyTree, new: PyTree) -> jax.Array:
-    """Return which next states are sums of several: of fp32 states that one derivative used more than once, bool.
-
-    A use shifts the history by one slot, or leaves it as it is (`frozen_scales`); the sum of two uses has each amax
-    twice. Before the first amax was seen, a use keeps the scale. After a step whose only amax was 0 or not finite a sum
-    of histories of two slots shows itself one step later.
-    """
-    history, shifted = old["amax_history"], new["amax_history"]
-    least = float(jnp.finfo(jnp.float32).tiny)  # a GPU's maximum makes smaller values 0
-    frozen = jnp.all(jnp.abs(shifted - history) <= least, axis=-1)
-    twice = jnp.any(shifted[..., 1:] > 1.5 * history[..., :-1] + least, axis=-1)
-    at_first = jnp.all(history == 0.0, axis=-1) & (new["scale"] > 1.5 * old["scale"])
-    return ~frozen & (twice | at_first)
 
 
 def is_amax_state(node: Any) -> bool:

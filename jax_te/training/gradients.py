@@ -237,7 +237,7 @@ def value_and_grad(
             # Before the norm, which the optimizer computes of the same gradients: XLA computes it once.
             grads = gradients_or_nan(factor.unscale(result.grads), loss_or_nan(result.loss, result.quantizers))
             outcome = outcome_of(result.loss, grads, result.quantizers)
-            quantizers = write_back(old, result.quantizers, keep_old=~outcome.finite, merged=True)
+            quantizers = write_back(old, result.quantizers, keep_old=~outcome.finite)
             kept = _kept_unless(outcome.finite, result.rest, rest)
             shown = result._replace(loss=outcome.loss, grads=grads, quantizers=quantizers, rest=kept)
             return shown, differentiated.aux

@@ -269,7 +269,7 @@ def _calibrate_cores(model: nnx.Module, loss_fn: LossFn, batch: PyTree, recipe: 
 
     with autocast(recipe), current_attention_scales():
         after = next_states(params, quantizers, rest, batch)
-        found = dict(nnx.to_flat_state(write_back(quantizers, after, merged=True)))
+        found = dict(nnx.to_flat_state(write_back(quantizers, after)))
     for path in _cores(model):
         of_core = [(name, variable) for name, variable in found.items() if name[: len(path)] == path]
         nnx.update(model, nnx.from_flat_state(of_core))

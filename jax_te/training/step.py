@@ -153,7 +153,7 @@ def make_train_step(
         outcome = outcome_of(result.loss, grads, result.quantizers)
         finite = outcome.finite
         # Before the update, which quantizes parameters with these states. Amaxes of a skipped step may be inf or nan.
-        next_quantizers = write_back(state.quantizers, result.quantizers, keep_old=~finite, merged=True)
+        next_quantizers = write_back(state.quantizers, result.quantizers, keep_old=~finite)
         loss_at = _LossAt(
             quantizers=state.quantizers,
             rest=state.rest,

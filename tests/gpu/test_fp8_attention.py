@@ -17,6 +17,7 @@ from jax_te.quantize import init_attention_state
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling
 from tests.support.fp8_attention import exact
 from tests.support.numerics import draw, relative_l2, with_vjp
+from tests.support.states import merging
 
 pytestmark = pytest.mark.gpu
 
@@ -136,7 +137,7 @@ def test_long_sequences_in_a_loop_and_recomputed():
     @jax.jit
     def gradients(x, stacked):
         def layer(x, state):
-            return x + dot_product_attention((x, x, x), recipe=recipe, state=state), None
+            return x + dot_product_attention((x, x, x), recipe=recipe, state=merging(state)), None
 
         def loss(x, stacked):
             return jnp.mean(jnp.square(jax.lax.scan(jax.checkpoint(layer), x, stacked)[0].astype(jnp.float32)))

@@ -15,6 +15,7 @@ from jax_te.ops.pallas import supported
 from jax_te.quantize import init_gemm_state, precision_of
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
 from tests.support.numerics import assert_bitwise, draw, relative_l2
+from tests.support.states import merging
 
 pytestmark = pytest.mark.gpu
 
@@ -38,7 +39,7 @@ def needs_hopper():
 def run(fn, recipe, groups_of_state, *arrays, g):
     """Output and gradients, of the state as well; a state for each group has seen amaxes of its own."""
     state = init_gemm_state(recipe, groups=groups_of_state) if isinstance(recipe, DelayedScaling) else None
-    y, vjp = jax.vjp(lambda state, *arrays: fn(state, *arrays), state, *arrays)
+    y, vjp = jax.vjp(lambda state, *arrays: fn(merging(state), *arrays), state, *arrays)
     return y, vjp(g)
 
 

@@ -17,6 +17,7 @@ from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScali
 from jax_te.sharding import make_mesh, named_sharding
 from jax_te.training import split_model
 from tests.support.numerics import draw, relative_l2
+from tests.support.states import merging
 
 pytestmark = pytest.mark.gpu
 
@@ -50,7 +51,7 @@ def run(recipe, mesh, sequence_parallel):
 
     def gradients(params, quantizers, rest, x, g):
         def loss(params, quantizers, x):
-            y = nnx.merge(graphdefs[0], params, quantizers, rest)(x)
+            y = nnx.merge(graphdefs[0], params, merging(quantizers), rest)(x)
             return jnp.sum(y.astype(jnp.float32) * g.astype(jnp.float32)), y
 
         return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(params, quantizers, x)

@@ -21,6 +21,7 @@ from jax_te.quantize import QuantizerState
 from jax_te.recipe import Float8CurrentScaling, autocast, recipe_from_name
 from jax_te.sharding import make_mesh
 from tests.support.numerics import draw, relative_l2
+from tests.support.states import merging
 
 pytestmark = pytest.mark.gpu
 
@@ -49,7 +50,10 @@ def results(recipe: str, sizes: dict[str, int], **options: Any) -> dict[str, np.
 
         @jax.jit
         def run(params: Any, states: Any, x: Any) -> Any:
-            y, vjp = jax.vjp(lambda *args: nnx.merge(graphdef, *args[:2], rest)(args[2]), params, states, x)
+            def call(params: Any, states: Any, x: Any) -> Any:
+                return nnx.merge(graphdef, params, merging(states), rest)(x)
+
+            y, vjp = jax.vjp(call, params, states, x)
             dparams, _, dx = vjp(G)
             return y, dparams, dx
 

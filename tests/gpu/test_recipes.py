@@ -29,6 +29,7 @@ from jax_te.recipe import (
 from jax_te.training import create_train_state, make_train_step
 from tests.support.cases import make_case
 from tests.support.numerics import draw, quick_jit, relative_l2, with_vjp
+from tests.support.states import merging
 
 pytestmark = pytest.mark.gpu
 
@@ -72,7 +73,7 @@ def gemm_call(recipe, *, backend, kernel=None, state=None):
         used, gradient = (w, None) if kernel is None else (kernel(w, state), w)
         return dense(x, used, recipe=recipe, state=state, backend=backend, grad_sink=gradient)
 
-    y, vjp = jax.vjp(jax.jit(call), x, w, state)
+    y, vjp = jax.vjp(jax.jit(lambda *args: call(*merging(args))), x, w, state)
     return y, vjp(g)
 
 

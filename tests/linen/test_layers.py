@@ -18,6 +18,7 @@ from jax_te.config import LatentAttentionOptions, RouterOptions, TransformerConf
 from jax_te.models import GPTModel
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, NVFP4BlockScaling, autocast
 from tests.support.numerics import NO_DROPOUT, assert_bitwise, draw, without_type_checker
+from tests.support.states import merging
 
 RECIPE = DelayedScaling(amax_history_len=2)
 STATE = "_overwrite_with_gradient"
@@ -106,7 +107,7 @@ def test_numbers_gradients_and_next_states_are_those_of_nnx_bit_by_bit(name):
         layer = nnx_layer(name)
         variables = nn.unbox(te.from_nnx(layer))
         graphdef, state = nnx.split(layer)
-        expected, grad = pullback(lambda state, *args: nnx.merge(graphdef, state)(*args), inputs)(state)
+        expected, grad = pullback(lambda state, *args: nnx.merge(graphdef, merging(state))(*args), inputs)(state)
         actual, grads = pullback(linen_layer(name).apply, inputs)(variables)
     assert_bitwise(actual, expected)
     expected_grads = nn.unbox(te.from_nnx(nnx.merge(graphdef, grad)))

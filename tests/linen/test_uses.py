@@ -146,13 +146,20 @@ class LinenRoutedTwice(te.LinenModule, nnx_class=RoutedTwice, init=False):
     """Its Linen form."""
 
 
-def test_a_layer_that_one_linen_module_calls_twice_is_nan():
-    model = LinenTwice()
-    variables = variables_of(model)
-    for _ in range(2):  # a sum shows itself in the history, or in the step after the first
-        _, gradients = jax.jit(jax.value_and_grad(loss_of(model, X[0])))(variables)
+@pytest.mark.parametrize("differentiate", [jax.value_and_grad, te.value_and_grad], ids=["jax", "te"])
+def test_next_values_of_two_calls_within_one_linen_module_are_merged(differentiate):
+    model, variables = LinenTwice(), variables_of(LinenTwice())
+    for _ in range(3):
+        _, gradients = jax.jit(differentiate(loss_of(model, X[0])))(variables)
         variables = after(variables, gradients)
-    assert not finite(model, variables)
+    assert finite(model, variables)
+    (state,) = [node for node in jax.tree.leaves(variables[STATE], is_leaf=is_gemm_state) if is_gemm_state(node)]
+    kernel = variables["params"]["layer"]["kernel"]
+    assert state["kernel"]["amax_history"][0] == jnp.abs(jax.tree.leaves(kernel)[0]).max()
+
+
+def is_gemm_state(node):
+    return isinstance(node, dict) and "kernel" in node and "grad" in node
 
 
 def test_counts_of_a_router_that_one_linen_module_calls_twice_add_up():

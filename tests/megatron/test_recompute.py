@@ -17,6 +17,7 @@ from jax_te.quantize import QuantizerState
 from jax_te.random import RNGStatesTracker, model_parallel_seed
 from jax_te.recipe import DelayedScaling, autocast
 from tests.support.numerics import assert_bitwise, draw, quick_jit, without_type_checker
+from tests.support.states import merging
 
 X = draw("x", (2, 8, 16))
 
@@ -100,6 +101,7 @@ def test_delayed_scaling_gets_its_next_state_once(distribute: bool) -> None:
         nnx.update(layer, jax.tree.map(lambda a: a.at[0].set(3.0) if a.ndim else a, old))
 
         def loss(layer: Any, checkpointed: bool) -> Any:
+            layer = merging(layer)
             if checkpointed:
                 return te_checkpoint(layer, distribute, lambda: tracker, "tensor", X).sum()
             return layer(X).sum()

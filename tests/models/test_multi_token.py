@@ -105,7 +105,7 @@ def gradients_of(model: Any, loss: Any) -> tuple[Any, Any, list[float]]:
     return value, grads, [float(loss) for loss in losses]
 
 
-@pytest.mark.costly("gpt2", "one layer")
+@pytest.mark.costly("one layer", slow=["gpt2"])
 @pytest.mark.parametrize("form", FORMS)
 def test_losses_and_gradients_are_megatrons(form: str) -> None:
     model = build(form)
@@ -115,7 +115,7 @@ def test_losses_and_gradients_are_megatrons(form: str) -> None:
     assert_gradients(grads, gradient)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_mean_of_the_callers_has_the_same_gradient() -> None:
     """The reductions "sum" and "none": divided by the weights they are the mean. Ignored labels have no part."""
     model, (tokens, labels, mask) = build(), batch()
@@ -193,7 +193,7 @@ def test_depths_stop_at_the_borders_of_packed_sequences(form: str) -> None:
     assert losses[0] == losses[1]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_megatrons_model_packs_the_same_rows() -> None:
     (tokens, labels, mask), packed = packed_batch()
     config = FORMS["llama"][0]
@@ -215,7 +215,7 @@ def test_megatrons_model_packs_the_same_rows() -> None:
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
-@pytest.mark.costly("scaled", slow=["unscaled"])
+@pytest.mark.slow
 @pytest.mark.parametrize("scaler", [None, DynamicLossScale(initial_scale=1024.0)], ids=["unscaled", "scaled"])
 def test_a_train_step_reports_the_losses_of_all_microbatches(scaler: Any) -> None:
     tokens, labels, mask = batch()
@@ -280,7 +280,7 @@ def test_a_recipe_quantizes_the_depths(recipe: Any) -> None:
     assert 0.0 < error < 0.5
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_deepseeks_form_has_experts_and_latents_at_its_depth() -> None:
     fields: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "add_bias_linear": False}
     fields |= {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
@@ -371,7 +371,7 @@ def test_a_mesh_computes_what_one_device_does(axes: Any, fields: Any, chunks: in
     assert_gradients(on_mesh[1], jax.tree.map(np.asarray, grads))
 
 
-@pytest.mark.costly(slow=["context-explicit", "fsdp-auto", "tensor-explicit", "tensor-auto", "fsdp-explicit"])
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 @pytest.mark.parametrize(
     "axes",
@@ -394,7 +394,7 @@ def test_packed_rows_on_a_mesh_are_those_of_one_device(axes: Any, axis_type: Any
     assert_gradients(on_mesh[1], jax.tree.map(np.asarray, grads))
 
 
-@pytest.mark.costly(slow=["rows"])
+@pytest.mark.slow
 @pytest.mark.parametrize("pack", [False, True], ids=["rows", "packed rows"])
 def test_a_pipeline_trains_as_one_device(pack: bool) -> None:
     def borders(batch: Any) -> dict[str, Any]:

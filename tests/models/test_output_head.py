@@ -34,6 +34,7 @@ from tests.support import oracles
 from tests.support.meshes import shard
 from tests.support.numerics import TOLERANCE, assert_bitwise, assert_close, draw, quick_jit
 from tests.support.reference import randomize
+from tests.support.states import merging
 
 B, S, V, H = 8, 16, 48, 32
 ON = TransformerConfig(
@@ -102,7 +103,10 @@ def head_vjp(model: Any, x: Any, g: Any) -> tuple[Any, Any, Any, Any]:
 
     @quick_jit
     def run(params: Any, states: Any, x: Any, g: Any) -> Any:
-        y, vjp = jax.vjp(lambda *args: nnx.merge(graphdef, *args[:2], rest)._head(args[2]), params, states, place(x))
+        def head(params: Any, states: Any, x: Any) -> Any:
+            return nnx.merge(graphdef, params, merging(states), rest)._head(x)
+
+        y, vjp = jax.vjp(head, params, states, place(x))
         return y, vjp(constrain(g, ("batch", "sequence", "vocab")))
 
     y, (dparams, states, dx) = run(params, states, x, g)

@@ -157,7 +157,7 @@ def test_there_are_56_meshes_of_8_devices() -> None:
     assert met == {(recipe, name, size) for recipe in RECIPES for name in MESH_AXES for size in (1, 2, 4, 8)}
 
 
-@pytest.mark.costly(slow=["none-fsdp2-expert2-tensor2"])
+@pytest.mark.slow
 @pytest.mark.wide("none-fsdp2-expert2-tensor2", "none-pipeline2-data2-expert2")
 @pytest.mark.parametrize("case", plain_cases(), ids=name_of)
 def test_every_mesh_trains_as_one_device(case: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ from jax_te.sharding import make_mesh, named_sharding
 from jax_te.training import split_model
 from tests.support.meshes import shardings
 from tests.support.numerics import NO_DROPOUT, draw, quick_jit, quick_options
+from tests.support.states import merging
 
 B, S, H, N, F = 4, 32, 64, 4, 96
 COLLECTIVE = re.compile(r"= (.+?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\(")
@@ -63,7 +64,7 @@ def forward_and_backward(
         return parts
 
     def run(params: Any, quantizers: Any, rest: Any, x: Any) -> Any:
-        return nnx.merge(graphdefs[0], params, quantizers, rest)(x)
+        return nnx.merge(graphdefs[0], params, merging(quantizers), rest)(x)
 
     def both(params: Any, quantizers: Any, rest: Any, x: Any, g: Any) -> Any:
         y, vjp = jax.vjp(lambda *args: run(*args[:2], rest, args[2]), params, quantizers, x)

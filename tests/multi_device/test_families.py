@@ -255,7 +255,7 @@ def test_every_family_is_here() -> None:
     assert {name for sizes, _ in MESHES.values() for name in sizes} == {*MESH_AXES}
 
 
-@pytest.mark.costly(slow=["MixtralForCausalLM-block-context"])
+@pytest.mark.slow
 @pytest.mark.wide("MixtralForCausalLM-block-context", "DeepseekV2ForCausalLM-none-expert")
 @pytest.mark.parametrize(("family", "recipe", "mesh"), CASES, ids=["-".join(case) for case in CASES])
 def test_a_family_trains_as_on_one_device(family: str, recipe: str, mesh: str) -> None:

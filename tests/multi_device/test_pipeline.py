@@ -502,7 +502,7 @@ OTHER_MODELS = {
 }
 
 
-@pytest.mark.costly("t5-1f1b", "bert-zero_bubble", slow=["bert-1f1b", "t5-zero_bubble"])
+@pytest.mark.costly("bert-zero_bubble", slow=["bert-1f1b", "t5-zero_bubble", "t5-1f1b"])
 @pytest.mark.parametrize("pipeline", ["1f1b", "zero_bubble"])
 @pytest.mark.parametrize("kind", OTHER_MODELS)
 def test_other_models_train_to_one_devices_losses(kind, pipeline):

@@ -12,6 +12,7 @@ from jax_te.layers import LayerNormLinear, LayerNormMLP, Linear
 from jax_te.recipe import autocast, recipe_from_name
 from jax_te.remat import remat
 from tests.support.numerics import equations
+from tests.support.states import merging
 
 LAYERS = {
     "linear": lambda: Linear(32, 64, rngs=nnx.Rngs(0)),
@@ -25,7 +26,7 @@ def work(layer: nnx.Module, policy: str) -> Counter[str]:
     x = jnp.ones((4, 8, 32), jnp.bfloat16)
 
     def loss(layer: Any) -> Any:
-        return remat(lambda layer, x: layer(x), layer, x, policy=policy).astype(jnp.float32).sum()
+        return remat(lambda layer, x: layer(x), merging(layer), x, policy=policy).astype(jnp.float32).sum()
 
     counts: Counter[str] = Counter()
     for equation in equations(jax.make_jaxpr(jax.grad(loss))(layer).jaxpr):

@@ -8,6 +8,7 @@ import pytest
 
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Format
 from tests.support.cases import make_case
+from tests.support.states import merging
 
 # Of each linear layer: fprop x·kernel, dgrad grad·kernel, wgrad x·grad.
 HYBRID = [("E4M3FN", "E4M3FN"), ("E4M3FN", "E5M2"), ("E5M2", "E4M3FN")]
@@ -15,7 +16,7 @@ HYBRID = [("E4M3FN", "E4M3FN"), ("E4M3FN", "E5M2"), ("E5M2", "E4M3FN")]
 
 def lowered(case, recipe):
     def value_and_gradients(args, states, g):
-        y, vjp = jax.vjp(lambda a, s: case.run(a, s, recipe=recipe), args, states)
+        y, vjp = jax.vjp(lambda a, s: case.run(a, merging(s), recipe=recipe), args, states)
         return y, vjp(g)
 
     return jax.jit(value_and_gradients).lower(case.args, case.states(recipe), case.g)

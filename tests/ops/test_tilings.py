@@ -130,7 +130,7 @@ def test_tilings_change_no_bit():
     np.testing.assert_array_equal(*(product(replace(tiling, stages=2)) for tiling in (LARGE, SMALL)))
 
 
-@pytest.mark.costly(slow=["block over rows"])
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("form", ["bf16", "block over rows"])
 def test_the_fastest_of_what_was_measured_is_kept(form):

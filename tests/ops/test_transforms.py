@@ -13,6 +13,7 @@ from jax_te.recipe import (
 )
 from tests.support.cases import CASES, GEMM_CASES, make_case
 from tests.support.numerics import TOLERANCE, assert_bitwise, assert_close, quick_jit, with_vjp
+from tests.support.states import merging
 
 RECIPES = {
     "none": None,
@@ -144,7 +145,7 @@ def test_vmap_over_layers_gives_each_its_own_scales(recipe):
 def test_the_gradient_of_a_state_is_its_next_value_whatever_the_output_gradient_is():
     case, recipe = small("dense"), RECIPES["delayed"]
     state = case.states(recipe)
-    _, vjp = jax.vjp(lambda s: case.run(case.args, s, recipe=recipe), state)
+    _, vjp = jax.vjp(lambda s: case.run(case.args, merging(s), recipe=recipe), state)
     (next_state,) = vjp(case.g)
     assert jax.tree.structure(next_state) == jax.tree.structure(state)
     for leaf, before in zip(jax.tree.leaves(next_state), jax.tree.leaves(state), strict=True):

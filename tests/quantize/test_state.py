@@ -1,3 +1,4 @@
+import contextlib
 from typing import ClassVar
 
 import jax
@@ -14,7 +15,6 @@ from jax_te.quantize import (
     ROLES,
     QuantizerState,
     as_float32,
-    as_float32_inside,
     frozen_scales,
     init_gemm_state,
     merge_quantizers,
@@ -27,6 +27,7 @@ from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScali
 from jax_te.training import split_model
 from tests.support import oracles
 from tests.support.numerics import assert_bitwise, draw
+from tests.support.states import merging
 
 RECIPE = DelayedScaling(amax_history_len=4)
 
@@ -114,7 +115,7 @@ def test_split_model_finds_everything_once():
 
 
 def _next_state(x, kernel, g, state):
-    _, vjp = jax.vjp(lambda s: dense(x, kernel, recipe=RECIPE, state=s), state)
+    _, vjp = jax.vjp(lambda s: dense(x, kernel, recipe=RECIPE, state=merging(s)), state)
     return vjp(g)[0]
 
 
@@ -171,16 +172,10 @@ def test_write_back():
         assert_bitwise(ours, expected)
 
 
-@pytest.mark.costly
-def test_write_back_of_merged_states_keeps_what_looks_like_a_sum():
-    """A caller that knows that next values were merged asks for no test of sums; the other rules stay."""
-    old = {"scale": jnp.float32(2.0), "amax_history": jnp.array([1.0, 2.0, 3.0])}
-    doubled = jax.tree.map(lambda leaf: 2.0 * leaf, old)
-    not_run = jax.tree.map(jnp.zeros_like, old)
-    assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(write_back(old, doubled)))
-    jax.tree.map(assert_bitwise, write_back(old, doubled, merged=True), doubled)
-    jax.tree.map(assert_bitwise, write_back(old, not_run, merged=True), old)
-    jax.tree.map(assert_bitwise, write_back(old, doubled, keep_old=jnp.array(True), merged=True), old)
+def test_write_back_takes_gradients_in_the_dtype_that_merges():
+    old = jax.tree.map(lambda leaf: leaf + 5.0, init_gemm_state(RECIPE))
+    new = jax.tree.map(lambda leaf: leaf + 1.0, old)
+    jax.tree.map(assert_bitwise, write_back(old, with_max_gradients(new)), new)
 
 
 def test_write_back_of_states_that_differ():
@@ -248,7 +243,9 @@ def test_the_state_of_a_layer_that_did_not_run_is_kept():
     old = {"used": init_gemm_state(RECIPE), "unused": jax.tree.map(lambda leaf: leaf + 2.0, init_gemm_state(RECIPE))}
 
     def loss(state):
-        return jnp.sum(dense(draw("x", (16, 16)), draw("kernel", (16, 16)), recipe=RECIPE, state=state["used"]))
+        return jnp.sum(
+            dense(draw("x", (16, 16)), draw("kernel", (16, 16)), recipe=RECIPE, state=merging(state["used"]))
+        )
 
     gradient = jax.grad(loss)(old)
     carried = jax.jit(write_back)(old, gradient)
@@ -262,10 +259,9 @@ def test_the_state_of_a_layer_that_did_not_run_is_kept():
 
 
 @pytest.mark.parametrize("recipe", [None, Float8CurrentScaling()], ids=["none", "current"])
-@pytest.mark.parametrize("form", [lambda state: state, with_max_gradients], ids=["fp32", "merging"])
-def test_a_state_that_the_recipe_does_not_read_comes_back_as_it_is(form, recipe):
+def test_a_state_that_the_recipe_does_not_read_comes_back_as_it_is(recipe):
     """A model that was built under delayed scaling, run for once under something else: its history waits."""
-    state = form(jax.tree.map(lambda leaf: leaf + 3.0, init_gemm_state(RECIPE)))
+    state = with_max_gradients(jax.tree.map(lambda leaf: leaf + 3.0, init_gemm_state(RECIPE)))
     x, kernel = draw("x", (16, 16)), draw("kernel", (16, 16))
 
     def loss(state, kernel):
@@ -277,29 +273,37 @@ def test_a_state_that_the_recipe_does_not_read_comes_back_as_it_is(form, recipe)
         assert_bitwise(as_float32(actual), as_float32(expected))
 
 
-@pytest.mark.costly("1")
-@pytest.mark.parametrize("length", [1, 3])
-def test_a_state_that_a_plain_derivative_used_twice_is_nan(length):
-    """JAX adds the next values of its uses; once, or merged by maximum, it goes on as ever."""
-    recipe = DelayedScaling(amax_history_len=length)
-    x, kernel = draw("x", (16, 16)), draw("kernel", (16, 16))
+@pytest.mark.parametrize("recipe", [RECIPE, DelayedScaling(amax_history_len=1), None], ids=["4", "1", "not read"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_derivative_of_a_state_in_fp32_raises(frozen, recipe):
+    """JAX would add the next values of two uses, also where they are the state as it is."""
+    x, state = draw("x", (16, 16)), init_gemm_state(recipe or RECIPE)
 
     def loss(state, uses):
         y = x
         for _ in range(uses):
-            y = dense(y, kernel, recipe=recipe, state=state)
+            y = dense(y, x, recipe=recipe, state=state)
         return jnp.sum(y**2)
 
-    once = merged = init_gemm_state(recipe)
+    with frozen_scales() if frozen else contextlib.nullcontext():
+        for uses in (1, 2):
+            with pytest.raises(QuantizerStateError, match="takes the state of delayed scaling in fp32"):
+                jax.jit(jax.grad(loss), static_argnums=1)(state, uses)
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_next_values_of_two_uses_are_merged_by_maximum(length):
+    recipe = DelayedScaling(amax_history_len=length)
+    x, kernel, state = draw("x", (16, 16)), draw("kernel", (16, 16)), init_gemm_state(recipe)
+
+    def loss(state):
+        return sum(jnp.sum(dense(y, kernel, recipe=recipe, state=state) ** 2) for y in (x, 4.0 * x))
+
+    @jax.jit
+    def step(state):
+        return write_back(state, jax.grad(loss, allow_int=True)(with_max_gradients(state)))
+
     for _ in range(3):
-        twice = write_back(once, jax.grad(loss)(once, 2))
-        assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(twice))
-        once = write_back(once, jax.grad(loss)(once, 1))
-        gradient = jax.grad(lambda state: loss(as_float32_inside(state), 1), allow_int=True)(with_max_gradients(merged))
-        merged = write_back(merged, as_float32(gradient), merged=True)
-        for plain, expected in zip(jax.tree.leaves(once), jax.tree.leaves(merged), strict=True):
-            assert_bitwise(plain, expected)
-        with frozen_scales():
-            same = write_back(once, jax.grad(loss)(once, 1))
-        for frozen, expected in zip(jax.tree.leaves(same), jax.tree.leaves(once), strict=True):
-            assert_bitwise(frozen, expected)
+        state = step(state)
+        assert_bitwise(state["x"]["amax_history"][0], 4.0 * oracles.amax(x))
+        assert_bitwise(state["kernel"]["amax_history"][0], oracles.amax(kernel))

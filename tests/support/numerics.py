@@ -14,6 +14,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from jaxtyping import config as jaxtyping_config
 
+from tests.support.states import merging
+
 NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 """For a `TransformerLayer`, whose calls in training need a key otherwise."""
 
@@ -123,7 +125,7 @@ def optimized_jit(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def with_vjp(fn: Callable[..., Any], args: tuple[Any, ...], g: Any) -> tuple[Any, tuple[Any, ...]]:
     """``fn(*args)`` and the gradients of all its arguments for the output gradient ``g``."""
-    y, vjp = jax.vjp(fn, *args)
+    y, vjp = jax.vjp(lambda *args: fn(*merging(args)), *args)
     return y, vjp(g)
 
 

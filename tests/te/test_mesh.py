@@ -23,6 +23,7 @@ from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe, autocast
 from jax_te.sharding import make_mesh
 from jax_te.training import split_model
 from tests.support.numerics import draw, relative_l2
+from tests.support.states import merging
 
 pytestmark = pytest.mark.te
 
@@ -56,7 +57,7 @@ def gradients(sequence_parallel: bool, mesh: Any, length: int = S) -> list[jax.A
         params, quantizers, x, g = jax.device_put((params, quantizers, x, g), NamedSharding(mesh, P()))
 
     def run(params: Any, quantizers: Any, x: jax.Array) -> jax.Array:
-        return nnx.merge(graphdef, params, quantizers, rest)(x)
+        return nnx.merge(graphdef, params, merging(quantizers), rest)(x)
 
     def both(args: Any, g: jax.Array) -> Any:
         y, vjp = jax.vjp(run, *args)

@@ -37,6 +37,7 @@ from tests.support.numerics import (
     quick_jit,
     relative_l2,
 )
+from tests.support.states import merging
 
 # TE's LayerNormMLP warns of its own default axes.
 pytestmark = [
@@ -156,7 +157,7 @@ def test_same_as_tes_module(kind, recipe, dtype):
     x0 = draw("x", (2, 16, H), dtype, shift=0.3)
 
     def our_step(params, states, x, g):
-        y, vjp = jax.vjp(lambda x, p, s: ours(x, p, our_recipe, s), x, params, states)
+        y, vjp = jax.vjp(lambda x, p, s: ours(x, p, our_recipe, merging(s)), x, params, states)
         return y, vjp(g)
 
     def their_step(params, metas, x, g):

@@ -17,6 +17,7 @@ from jax_te.recipe import DelayedScaling, autocast
 from jax_te.remat import remat, selective_recompute
 from tests.support.numerics import assert_bitwise, draw, quick_jit
 from tests.support.reference import randomize
+from tests.support.states import merging
 
 pytestmark = pytest.mark.te
 
@@ -48,7 +49,7 @@ def loss_and_gradient(way: str) -> Any:
         def loss(parts: Any, x: jax.Array) -> jax.Array:
             with selective_recompute(*modules):
                 for graphdef, state in zip(graphdefs, parts, strict=True):
-                    x = remat(lambda x, state, g=graphdef: nnx.merge(g, state)(x), x, state, policy=policy)
+                    x = remat(lambda x, state, g=graphdef: nnx.merge(g, state)(x), x, merging(state), policy=policy)
             return jnp.mean(jnp.square(x))
 
         graphdefs, parts = zip(*map(nnx.split, blocks), strict=True)

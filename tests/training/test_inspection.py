@@ -300,7 +300,7 @@ def test_recompute_changes_nothing():
         assert other.relative_mse == pytest.approx(one.relative_mse, rel=0.05)
 
 
-@pytest.mark.costly("explicit")
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [pytest.param("auto", marks=pytest.mark.slow), "explicit"])
 def test_on_meshes(mode):
     look, found = make_inspection(gpt_loss), []
@@ -357,7 +357,7 @@ def projected(rngs):
     return MultiheadAttention(256, 2, attention_dropout=0.0, rngs=rngs)
 
 
-@pytest.mark.costly("current", "projected", "mesh")
+@pytest.mark.costly("current", slow=["projected", "mesh"])
 @pytest.mark.parametrize(
     ("recipe", "build", "mode"),
     [

@@ -101,7 +101,7 @@ def projected(rngs):
     return MultiheadAttention(256, 2, attention_dropout=0.0, rngs=rngs)
 
 
-@pytest.mark.costly("projected", "current")
+@pytest.mark.costly("current", slow=["projected"])
 @pytest.mark.parametrize(
     ("build", "recipe"),
     [

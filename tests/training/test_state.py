@@ -272,7 +272,7 @@ def test_nothing_to_split_without_a_data_axis():
     assert np.isfinite(float(step(state, make_batch(0))[1]["loss"]))
 
 
-@pytest.mark.costly(slow=["fp32"])
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["fp32", "bf16"])
 def test_a_checkpoint_of_replicas_restores_whole_and_split(tmp_path, dtype):
     """Of fp32 parameters masters are copies, which a state without a distributed optimizer lacks."""

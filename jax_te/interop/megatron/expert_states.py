@@ -20,7 +20,7 @@ from flax import nnx
 from jax_te.errors import CheckpointMismatchError
 from jax_te.interop.torch import ExtraState, read_extra_state
 from jax_te.layers import GroupedLinear
-from jax_te.quantize import AmaxRule, amax_rule_of, history_slots
+from jax_te.quantize import AmaxRule, amax_rule_of
 from jax_te.recipe import DelayedScaling, Format, fp8_max
 
 _LOG = logging.getLogger("jax_te")
@@ -183,7 +183,7 @@ def _for_layer(layer: Any, pairs: list[tuple[int, ExtraState]], what: str) -> li
 def _from_te(scale: np.ndarray, rows: np.ndarray, recipe: DelayedScaling, direction: str, what: str) -> np.ndarray:
     """Return our history ``[e, n]`` of Transformer Engine's scale of the next use ``[e]`` and history ``[L, e]``."""
     length, rule = len(rows), amax_rule_of(recipe)
-    history = np.zeros((scale.size, history_slots(recipe)), np.float32)
+    history = np.zeros((scale.size, recipe.amax_history_len), np.float32)
     history[:, : length - 1] = rows[:0:-1].T  # the newest first; row 0 waits for the next one
     next_scale = _next_scale(history, scale, rule, _largest(recipe, direction))
     # The scale comes from the oldest amax, which the update has dropped from the history.
@@ -226,10 +226,10 @@ def _amax_of(scale: float, rule: AmaxRule, largest: float) -> float | None:
 
 
 def _check_slots(history: np.ndarray, recipe: DelayedScaling, what: str) -> None:
-    if history.shape[-1] != history_slots(recipe):
+    if history.shape[-1] != recipe.amax_history_len:
         raise ValueError(
             f"{what} has an amax history of {history.shape[-1]} slots, and the recipe in use one of "
-            f"{history_slots(recipe)}; save inside of autocast of the recipe that it was trained with"
+            f"{recipe.amax_history_len}; save inside of autocast of the recipe that it was trained with"
         )
 
 

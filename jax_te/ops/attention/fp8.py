@@ -28,7 +28,14 @@ from jax_te.ops.first_order import why_quantized
 from jax_te.ops.overflow import show_overflow
 from jax_te.ops.sharded_vjp import Shards, sharded_vjp
 from jax_te.ops.stacked import named
-from jax_te.quantize import AttentionState, AttentionTensor, QuantizedTensor, amax, exponent_scale
+from jax_te.quantize import (
+    AttentionState,
+    AttentionTensor,
+    QuantizedTensor,
+    amax,
+    check_gradients_merge,
+    exponent_scale,
+)
 from jax_te.sharding import REPLICATED, MeshAxes, reduce_max, reduce_sum
 from jax_te.typing import Array, LogicalAxes
 
@@ -243,7 +250,9 @@ def _reduced(amaxes: Amaxes, axes: MeshAxes) -> Amaxes:
 
 
 def _check_differentiated(call: Fp8Call, args: _Args, perturbed: _Args, sinks: Any) -> None:
-    """Raise QuantizerStateError for a derivative that leaves the state out, which would then never change."""
+    """Raise QuantizerStateError for a derivative that leaves the state out, which would then never change, or adds its
+    gradients."""
+    check_gradients_merge(args.state, perturbed.state)
     if call.evaluation or call.frozen_scales or all(jax.tree.leaves(perturbed.state)):
         return
     raise QuantizerStateError(_LEFT_OUT.format(call.precision.recipe_name))
@@ -252,9 +261,9 @@ def _check_differentiated(call: Fp8Call, args: _Args, perturbed: _Args, sinks: A
 _LEFT_OUT = (
     "a derivative of attention under recipe {!r} with fp8_dpa=True leaves the quantizer state out, whose gradient is "
     "its next value: the scales would never change. jax_te.value_and_grad (for Linen jax_te.linen.value_and_grad) and "
-    "make_train_step write it back; a function of your own differentiates `state`, too, by "
-    "jax_te.quantize.with_max_gradients if it is used several times. For inference call model.eval(); if the scales "
-    "are to stay, say so: `with jax_te.quantize.frozen_scales():`"
+    "make_train_step write it back; a function of your own differentiates `state`, too, as "
+    "jax_te.quantize.with_max_gradients gives it. For inference call model.eval(); if the scales are to stay, say so: "
+    "`with jax_te.quantize.frozen_scales():`"
 )
 
 _attention = sharded_vjp(

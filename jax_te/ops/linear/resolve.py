@@ -24,6 +24,7 @@ from jax_te.quantize import (
     QuantizedKernel,
     Quantizer,
     ambient_observer,
+    check_gradients_merge,
     check_state,
     precision_of,
     scales_are_frozen,
@@ -134,9 +135,10 @@ def check_differentiated(
 
     Raises:
         TypeError: if a kernel that was quantized before the call is differentiated and has no ``grad_sink``.
-        QuantizerStateError: if state is left out, which then never changes: gradients underflow under its scales.
+        QuantizerStateError: if state is left out, which then never changes: gradients underflow under its scales; or
+            if its gradients would be added.
     """
-    for layer, differentiated in zip(spec.layers, perturbed.layers, strict=True):
+    for layer, weights, differentiated in zip(spec.layers, args.layers, perturbed.layers, strict=True):
         if layer.stored_quantized and layer.sink is None and any(jax.tree.leaves(differentiated.kernel)):
             raise TypeError(
                 "a quantized kernel has no gradient: its values are FP8 or FP4. Differentiate with make_train_step, "
@@ -145,6 +147,7 @@ def check_differentiated(
         fixed = layer.precision.amax_rule is None or layer.frozen_scales or layer.options.evaluation
         if not fixed and not all(jax.tree.leaves(differentiated.state)):
             raise QuantizerStateError(_LEFT_OUT.format(layer.precision.recipe_name))
+        check_gradients_merge(weights.state, differentiated.state)
 
 
 def why_once(spec: SpecOfLayers) -> str | None:
@@ -162,9 +165,8 @@ _LEFT_OUT = (
     "    from jax_te import value_and_grad\n"
     "    loss, grads = value_and_grad(loss_fn)(model)\n"
     "For Linen take jax_te.linen.value_and_grad, with the state in its first argument; for functions differentiate the "
-    "state with the rest, as jax_te.quantize.with_max_gradients gives it, and make the next one by write_back: of a "
-    "plain fp32 state that is used several times JAX would add the next values. For inference call model.eval(); if "
-    "the scales are to stay, say so: `with jax_te.quantize.frozen_scales():`"
+    "state with the rest, as jax_te.quantize.with_max_gradients gives it, and make the next one by write_back. For "
+    "inference call model.eval(); if the scales are to stay, say so: `with jax_te.quantize.frozen_scales():`"
 )
 
 

@@ -43,7 +43,10 @@ def test_rules_reach_every_linear_layer(name: str) -> None:
     # Rules of a call take the place of those of the file; the dense layer of BERT's head stays in high precision.
     report = quantize_model(model, *arguments, rules={"*proj": None, "*": "ambient"})
     left = {path for path in wanted if path.endswith("proj")} | ({"head_dense"} & wanted)
-    assert {*report.quantized} == wanted - left
+    # Layers of multi-token prediction run where there are labels, and this call has none.
+    later = {path for path in wanted - left if path.startswith("mtp.")}
+    assert {*report.quantized} == wanted - left - later
+    assert all("in other calls by the rule '*'" in report.left[path] for path in later)
     assert left <= report.left.keys()
     assert ("head_dense" in left) == isinstance(model, BertModel)
 

@@ -149,7 +149,7 @@ def test_microbatches_merge_by_maximum(recipe):
     assert any(np.any(halves[0][path] != halves[1][path]) for path in merged)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_recomputation_and_loops_change_nothing():
     x, layers = draw("x", (B, S, H)), 2
 
@@ -260,7 +260,7 @@ def test_stages_of_a_pipeline(recipe, mesh, comm):
         np.testing.assert_allclose(value, wanted[path], rtol=2.0**-3, err_msg=path)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_captured_layer():
     """A replay's output, gradients and next state are those of the call."""
     config = TransformerConfig(

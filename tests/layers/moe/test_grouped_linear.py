@@ -32,6 +32,7 @@ from jax_te.training import (
     muon_dimension_numbers,
 )
 from tests.support.numerics import TOLERANCE, assert_bitwise, assert_close, draw, quick_jit, without_type_checker
+from tests.support.states import merging
 
 E, K, N, ROWS = 3, 32, 64, 48
 SIZES = (20, 0, 25)
@@ -52,7 +53,7 @@ def gradients(module, *args, g=None):
 
     @quick_jit
     def run(state, x, *rest):
-        y, vjp = jax.vjp(lambda state, x: nnx.merge(graphdef, state)(x, *rest), state, x)
+        y, vjp = jax.vjp(lambda state, x: nnx.merge(graphdef, merging(state))(x, *rest), state, x)
         return y, vjp(jnp.ones_like(y) if g is None else g)
 
     return run(state, *args)
@@ -242,7 +243,7 @@ def test_a_train_step_merges_the_experts_states_of_microbatches(x):
     assert (state.params["up"]["kernel"][...] != before).any(axis=(1, 2, 3)).all()
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_kernels_stored_quantized_are_trained_like_others(x):
     tx, batch, losses = optax.sgd(1.0), batch_of(x), []
     for fp8_param in (False, True):

@@ -22,6 +22,7 @@ from jax_te.quantize import QuantizedTensor, attention_precision_of, init_attent
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Format
 from tests.support.context import context_mesh
 from tests.support.meshes import use_mesh
+from tests.support.states import merging
 
 Q, K = (2, 256, 4, 128), (2, 384, 2, 128)
 AXES = ("batch", "sequence", "heads", None)
@@ -49,7 +50,7 @@ def lowered(recipe: Any, mask_type: str, qkv: Any = None, **options: Any) -> lis
         return dot_product_attention(qkv, recipe=recipe, state=state, mask_type=mask_type, **options)
 
     def both(qkv: Any, state: Any) -> Any:
-        out, vjp = jax.vjp(attend, qkv, state)
+        out, vjp = jax.vjp(lambda qkv, state: attend(qkv, merging(state)), qkv, state)
         return out, vjp(out)
 
     text = jax.jit(both).trace(qkv, state).lower(lowering_platforms=("cuda",)).as_text()

@@ -32,6 +32,7 @@ from tests.support.fp8_attention import (
 )
 from tests.support.fp8_attention_errors import errors
 from tests.support.numerics import assert_bitwise, draw, quick_jit, relative_l2, value_and_vjp, with_vjp
+from tests.support.states import merging
 
 B, D = 2, 128
 SCALE = D**-0.5
@@ -478,7 +479,7 @@ def test_what_backward_keeps():
     """FP8 codes of the operands and the output, not the operands."""
     qkv, _ = operands()
     state = init_attention_state(DELAYED)
-    _, vjp = jax.vjp(jax.jit(attend(DELAYED)), *qkv, state)
+    _, vjp = jax.vjp(jax.jit(lambda *args: attend(DELAYED)(*merging(args))), *qkv, state)
     kept = [leaf for leaf in jax.tree.leaves(vjp) if leaf.size >= B * 128 * D]
     sizes = sorted((leaf.dtype.name, leaf.shape) for leaf in kept)
     assert sizes == [("float8_e4m3fn", (B, 128, 2, D))] * 4
@@ -487,8 +488,12 @@ def test_what_backward_keeps():
 def test_equal_numbers_however_it_is_compiled():
     qkv, do = operands()
     state = step(CURRENT, qkv, do, init_attention_state(CURRENT))[2]
-    eager = jax.vjp(attend(CURRENT), *qkv, state)
-    recomputed = jax.vjp(jax.checkpoint(attend(CURRENT)), *qkv, state)
+
+    def run(*args):
+        return attend(CURRENT)(*merging(args))
+
+    eager = jax.vjp(run, *qkv, state)
+    recomputed = jax.vjp(jax.checkpoint(run), *qkv, state)
     for (one, vjp), (other, other_vjp) in itertools.pairwise((eager, recomputed)):
         assert_bitwise(one, other)
         jax.tree.map(assert_bitwise, vjp(do), other_vjp(do))

@@ -21,6 +21,7 @@ from jax_te.recipe import (
 from jax_te.sharding import constrain
 from tests.support.meshes import MODES, use_mesh
 from tests.support.numerics import assert_bitwise, draw, quick_jit
+from tests.support.states import merging
 
 DELAYED = DelayedScaling(amax_history_len=2)
 RECIPES = [
@@ -36,7 +37,7 @@ def with_gradients(recipe, x, kernel, bias, g, **options):
     """The output, and the gradients of input, kernel, bias and state."""
 
     def call(x, kernel, bias, state):
-        return dense(x, kernel, bias, recipe=recipe, state=state, **options)
+        return dense(x, kernel, bias, recipe=recipe, state=merging(state), **options)
 
     y, pullback = jax.vjp(call, x, kernel, bias, init_gemm_state(recipe))
     return y, pullback(g)
@@ -76,7 +77,7 @@ def test_biases_in_front_of_a_gemm_do_not_reach_its_amax():
     def loss(states):
         first, second = (
             LinearWeights(kernel, bias, state)
-            for kernel, bias, state in zip((wi, jnp.ones((16, 16))), (wi_bias, None), states, strict=True)
+            for kernel, bias, state in zip((wi, jnp.ones((16, 16))), (wi_bias, None), merging(states), strict=True)
         )
         y = layernorm_mlp(x, jnp.ones(16), ln_bias, first, second, options=options, recipe=DELAYED)
         return y.sum()
@@ -165,7 +166,7 @@ def test_zero_tokens(recipe):
     states = tuple(init_gemm_state(recipe) for _ in weights)
 
     def call(x, scale, weights, states):
-        layers = [LinearWeights(kernel, None, state) for kernel, state in zip(weights, states, strict=True)]
+        layers = [LinearWeights(kernel, None, state) for kernel, state in zip(weights, merging(states), strict=True)]
         return layernorm_mlp(x, scale, None, *layers, recipe=recipe)
 
     def run(*args):

@@ -52,6 +52,7 @@ from tests.support.numerics import (
     quick_jit,
     with_vjp,
 )
+from tests.support.states import merging
 
 
 def _mixed(role):
@@ -193,7 +194,7 @@ def test_rows_of_tokens_are_kept_in_their_quantized_form_alone(name):
 
     def kept(fn):
         """Bytes of the arrays of rows that backward keeps."""
-        _, backward = jax.vjp(functools.partial(fn, recipe, plan), *args)
+        _, backward = jax.vjp(lambda *args: fn(recipe, plan, *merging(args)), *args)
         return sum(leaf.nbytes for leaf in jax.tree.leaves(backward) if leaf.size == elements)
 
     elements = plan.groups.rows * WIDTH

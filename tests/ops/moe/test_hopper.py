@@ -21,7 +21,7 @@ def interpreted(monkeypatch):
         monkeypatch.setattr(grouped, name, functools.partial(getattr(grouped, name), interpret=True))
 
 
-@pytest.mark.costly(slow=["block-gated", "none-gated", "delayed-plain", "current-plain"])
+@pytest.mark.slow
 @pytest.mark.skipif(jax.__version_info__[:2] < (0, 11), reason="JAX before 0.11 has no interpreter for these kernels")
 @pytest.mark.parametrize(
     ("recipe", "kernel"),
