@@ -113,7 +113,7 @@ def test_full_fine_tuning_begins_with_the_folders_weights(folder, tmp_path, caps
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "positions"), [("Qwen3", "max_position_embeddings"), (T5, "n_positions")])
 def test_losses_before_and_after_are_of_the_same_windows(name, positions, folder, tmp_path, capsys):
     """With the options' defaults, for a model with more positions than they take."""
@@ -167,7 +167,7 @@ def test_a_fine_tuned_run_resumes_without_its_folder(folder, tmp_path, capsys):
     assert set(capsys.readouterr().out.split()) <= {"cat", *WORDS}
 
 
-@pytest.mark.costly("none")
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["none", pytest.param("delayed", marks=pytest.mark.slow)])
 def test_lora_trains_the_adapters_alone(recipe, folder, tmp_path, capsys):
     argv = ["--lora-rank", "4", "--lora-alpha", "8", "--recipe", recipe, "--weight-decay", "0.5"]
@@ -234,7 +234,7 @@ def test_token_numbers_go_with_the_tokenizer_by_whichever_path(its, folder, tmp_
     assert json.loads((tmp_path / "back" / "config.json").read_text()).get("eos_token_id") == (7 if its else None)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_adapters_beside_kernels_that_are_stored_quantized_are_merged_in_the_dtype_of_the_run(folder, tmp_path):
     """The masters are fp32: a folder of two dtypes is one that nothing here reads without being told which."""
     argv = ["--lora-rank", "2", "--recipe", "current", "--fp8-param", "--params-dtype", "bfloat16", "--steps", "2"]
@@ -335,7 +335,7 @@ def mixture(tmp_path_factory):
     return folder
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_mixture_is_trained_and_written_for_transformers(mixture, tmp_path, capsys):
     assert fine_tune(tmp_path / "run", mixture) == 0
     metrics = [r for r in records(tmp_path / "run") if "loss" in r]

@@ -36,7 +36,7 @@ def resolved(folder, *argv):
     return resolve(options_from(build_parser().parse_args(["train", *map(str, argv)])), folder / "run")[0]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_form_is_trained_from_new_weights_and_resumed_without_its_file(tmp_path, capsys):
     path = write_config(tmp_path, "DeepseekV3ForCausalLM", vocab_size=256)
     run = tmp_path / "run"
@@ -147,7 +147,7 @@ def test_the_files_beside_the_examples_are_read(path):
     described_form(path.read_text())
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_form_is_measured(tmp_path, capsys):
     path = write_config(tmp_path, "GptOssForCausalLM", vocab_size=256)
     sizes = ["--model-config", str(path), "--seq-len", "16", "--batch-size", "2", "--recipes", "none"]

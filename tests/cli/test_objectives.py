@@ -89,7 +89,7 @@ def test_a_run_starts_stops_resumes_and_is_written(name, folders, tmp_path, caps
     assert_refused(status, capsys.readouterr().err, "jax-te sample continues texts", "jax-te convert")
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [

@@ -112,7 +112,7 @@ def test_inspection_may_begin_with_a_resume(tmp_path):
     assert sorted({record["step"] for record in read_precision(run)}) == [4, 6]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_the_rules_are_reported(tmp_path, capsys):
     text = RULES + '  none: {enabled: true, type: glob, pattern: "*.fc1", config: bf16}\n'
     assert train(tmp_path / "run", "--precision-config", write_rules(tmp_path, text), "--inspect-every", "6") == 0
