@@ -28,6 +28,7 @@ from jax_te.sharding import constrain
 from jax_te.training import create_train_state, make_train_step
 from tests.support.meshes import use_mesh
 from tests.support.numerics import TOLERANCE, assert_bitwise, assert_same_rounding, draw
+from tests.support.states import merging
 from tests.support.toy import assert_same
 
 EVERYTHING = nnx.Any(nnx.Param, QuantizerState)
@@ -91,7 +92,7 @@ def test_values_and_gradients_are_those_of_each_layer(recipe: str, mode: str, ru
     @nnx.jit
     def value_and_grad(stack: Stack, x: jax.Array, g: jax.Array) -> Any:
         def loss(stack: Stack) -> tuple[jax.Array, jax.Array]:
-            y = run(stack, x)
+            y = run(merging(stack), x)
             return jnp.sum(y * g), y
 
         grads, y = nnx.grad(loss, argnums=nnx.DiffState(0, EVERYTHING), has_aux=True)(stack)

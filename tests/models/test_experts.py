@@ -20,6 +20,7 @@ from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling, autocast
 from jax_te.sharding import make_mesh
 from jax_te.training import PipelinedLoss, abstract_train_state, create_train_state, make_eval_step, make_train_step
+from tests.support.states import merging
 
 H, F, E, TOPK, V, S = 32, 48, 4, 2, 64, 8
 TOKENS = jax.random.randint(jax.random.key(7), (2, S), 0, V)
@@ -53,7 +54,7 @@ def loss_and_gradients(model, key=None):
     @nnx.jit
     def run(model):
         def loss(model):
-            return model.loss(TOKENS, LABELS, dropout_key=key)
+            return merging(model).loss(TOKENS, LABELS, dropout_key=key)
 
         return nnx.value_and_grad(loss, argnums=nnx.DiffState(0, (nnx.Param, QuantizerState)))(model)
 

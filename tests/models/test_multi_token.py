@@ -32,6 +32,7 @@ from jax_te.training import (
 from tests.support import multi_token
 from tests.support.meshes import shard
 from tests.support.reference import Form, parameters, randomize, value_and_vjp64
+from tests.support.states import merging
 
 V, B, S = 32, 4, 8
 GPT2 = TransformerConfig(
@@ -96,7 +97,8 @@ def gradients_of(model: Any, loss: Any) -> tuple[Any, Any, list[float]]:
 
     @nnx.jit
     def run(model: Any) -> Any:
-        return nnx.value_and_grad(loss, argnums=nnx.DiffState(0, (nnx.Param, QuantizerState)))(model)
+        wrt = nnx.DiffState(0, (nnx.Param, QuantizerState))
+        return nnx.value_and_grad(lambda model: loss(merging(model)), argnums=wrt)(model)
 
     value, found = run(model)
     counted, grads = nnx.to_pure_dict(found), nnx.to_pure_dict(nnx.filter_state(found, nnx.Param))
