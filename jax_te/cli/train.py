@@ -30,6 +30,7 @@ from jax_te.cli.run_files import PROFILE_FOLDER, label, read_config, write_confi
 from jax_te.cli.run_lock import is_locked, locked
 from jax_te.cli.run_text import RESUME_REMEDY, keep_tokenizer, run_text, run_tokenizer, unit
 from jax_te.cli.sample import continue_text
+from jax_te.config import PipelineConfig
 from jax_te.data import ByteTokenizer, NextTokens, Objective, TextData, Tokenizer, byte_bigram_entropy
 from jax_te.megatron import QuantizationReport
 from jax_te.metrics import (
@@ -45,7 +46,7 @@ from jax_te.metrics import (
     plot_precision,
     require_writers,
 )
-from jax_te.training import TrainState
+from jax_te.training import TrainState, check_pipelined
 from jax_te.typing import PyTree
 
 PROMPT = "def "
@@ -211,6 +212,7 @@ def _start(trainer: Trainer, inputs: _RunInputs, output: Path, progress: Progres
         state, first = trainer.restore(trained_on) if inputs.resumes else trainer.create()
     if inputs.trace is not None and inputs.trace.first <= first:
         raise ValueError(f"--profile {inputs.config.profile}: the run has done {first} steps; give later ones")
+    check_pipelined(state, PipelineConfig.parse(inputs.config.pipeline))
     return state, first
 
 

@@ -67,15 +67,25 @@ def precision_while_building(config: TransformerConfig, number: int) -> contextl
 def keep_in_high_precision(model: nnx.Module) -> nnx.Module:
     """Return ``model`` with its layers set to ignore ambient recipes, as if inside ``autocast(None)``.
 
-    A `ModuleRecipe` with ``override_nonquantized_autocast`` still does.
+    A `ModuleRecipe` with ``override_nonquantized_autocast`` still does. Layers of Flax follow recipes from
+    `quantize_model` on, so call it afterwards, or give that the rule None for them.
+
+    Raises:
+        ValueError: for a model without a layer that follows recipes.
 
     >>> from jax_te.layers import Linear
     >>> keep_in_high_precision(Linear(16, 16, rngs=nnx.Rngs(0))).high_precision
     True
     """
-    for _, module in nnx.iter_modules(model):
-        if isinstance(module, RecipeModule):
-            module.high_precision = True
+    following = [module for _, module in nnx.iter_modules(model) if isinstance(module, RecipeModule)]
+    if not following:
+        raise ValueError(
+            f"{type(model).__name__} has no layer that follows recipes, and nothing to keep in high precision. Layers "
+            'of Flax follow them from quantize_model on: give that a rule for them, rules={"path.of.layer": None}, or '
+            "call keep_in_high_precision afterwards"
+        )
+    for module in following:
+        module.high_precision = True
     return model
 
 

@@ -14,7 +14,7 @@ from jax_te.layers.mode import TrainingMode
 from jax_te.layers.parameters import StepState
 from jax_te.ops import LinearWeights, quantize_kernel
 from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, init_gemm_state, quantizer_for, quantizer_variables
-from jax_te.recipe import ModuleRecipe, Recipe, ambient_recipe
+from jax_te.recipe import ModuleRecipe, Recipe, ambient_recipe, own_recipe
 from jax_te.remat import on_failure_of_call
 from jax_te.typing import Array, LogicalAxes
 
@@ -97,7 +97,7 @@ class QuantizableModule(RecipeModule):
 
     def _init_quantization(self) -> None:
         self.high_precision = False
-        self.module_recipe: ModuleRecipe | None = None
+        self.module_recipe = None
         self.kernel_recipes: tuple[tuple[str, ModuleRecipe | None], ...] = ()
         self.cache_mode: CacheMode = "off"
         self.module_name: str | None = None
@@ -139,6 +139,16 @@ class QuantizableModule(RecipeModule):
         self.cache_mode = _cache_mode(first)
         if first:
             self.kernel_cache = nnx.data(None)
+
+    @property
+    def module_recipe(self) -> ModuleRecipe | None:
+        """The layer's own recipe; None: the ambient one. A plain recipe that is set becomes a `ModuleRecipe` that
+        overrides any ambient one."""
+        return self._module_recipe
+
+    @module_recipe.setter
+    def module_recipe(self, recipe: Recipe | ModuleRecipe | None) -> None:
+        self._module_recipe = None if recipe is None else own_recipe(recipe)
 
     @property
     def recipe(self) -> Recipe | None:

@@ -27,6 +27,7 @@ from jax_te.layers.flax import (
     Rules,
     Seen,
     as_inputs,
+    as_its_recipe_says,
     check_inputs,
     check_rules,
     could_be_kernel,
@@ -260,6 +261,7 @@ def _report(model: Any, choice: _Choice, args: Any, kwargs: Any, *, quantize: bo
             others.setdefault(owner, {})[name] = one.seen
         else:
             entry = _unless_normalized(decides, decided[0], one.path, decided[1])
+            entry = as_its_recipe_says(entry, decided[1])
             entries.append(dataclasses.replace(entry, path=joined(owner, name)))
     for owner, names in others.items():
         decides, place = choices.get(owner, (choice, owner))
@@ -528,7 +530,8 @@ def _decide(choice: _Choice, path: str, module: Any, args: Any, kwargs: Any) -> 
     if layer is None:
         return None
     entry, own = decide_layer(path, type(module).__name__, dict(choice.rules), layer, choice.gemms)
-    return _Decision(layer, _unless_normalized(choice, entry, joined(path, "kernel"), own), own)
+    entry = as_its_recipe_says(_unless_normalized(choice, entry, joined(path, "kernel"), own), own)
+    return _Decision(layer, entry, own)
 
 
 def _unless_normalized(choice: _Choice, entry: DropInLayer, parameter: str, own: OwnRecipe) -> DropInLayer:

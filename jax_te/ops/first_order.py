@@ -48,7 +48,8 @@ def why_quantized(recipe_name: str) -> str:
         f"second derivatives do not exist under recipe {recipe_name!r}: rounding to FP8 or FP4 has none, and a "
         "gradient of a gradient (gradient penalty, MAML, a Hessian, also the value that jax.vjp or value_and_grad "
         "gives beside an inner gradient) would lack their part. Run the function that is differentiated twice inside "
-        "`with autocast(None):`, or make its inner derivative a constant: jax.lax.stop_gradient"
+        "`with autocast(None):`, and without recipes of the layers' own (rules of quantize_model, module_recipe), "
+        "which hold there, too; or make its inner derivative a constant: jax.lax.stop_gradient"
     )
 
 

@@ -132,8 +132,8 @@ class Precision:
         """
         return ValueError(
             f"{label} under recipe {self.recipe_name!r}: {name} {size} must be a multiple of {self.alignment} (the "
-            f"next is {size + -size % self.alignment}); {shapes}. Change the size, or run this layer inside "
-            "`with autocast(None):`"
+            f"next is {size + -size % self.alignment}); {shapes}. Change the size, run this layer inside "
+            "`with autocast(None):`, or, if the recipe is its own (a rule, module_recipe), give it None instead"
         )
 
     def split_misfit(self, tokens: Any, kernel: Any) -> str | None:

@@ -16,6 +16,7 @@ from jax_te.training.loss_scale import ConstantLossScale, DynamicLossScale, Loss
 from jax_te.training.muon import muon_dimension_numbers
 from jax_te.training.optimizer import Optimizer
 from jax_te.training.outcome import gradients_or_nan, loss_or_nan, outcome_of
+from jax_te.training.pipeline.gradients import check_pipelined
 from jax_te.training.pipeline.loss import PipelinedLoss
 from jax_te.training.sensitivity import ModuleSensitivity, keep_in_bf16_rules, sensitivity
 from jax_te.training.state import (

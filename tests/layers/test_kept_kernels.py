@@ -36,6 +36,7 @@ from jax_te.recipe import (
 )
 from jax_te.training import change_recipe, create_train_state, make_train_step
 from tests.support.numerics import NO_DROPOUT, assert_bitwise, assert_close, draw
+from tests.support.states import merging
 
 CURRENT = Float8CurrentScaling()
 # A compiled program may round fp32's last bit in another way, and a value beside a rounding boundary of FP8 then moves
@@ -326,7 +327,9 @@ def test_first_and_last_layers_stay_in_high_precision():
         model = name_modules(state.model)
         with observe_quantization() as observer:
             jax.jit(
-                jax.grad(lambda params, graphdef, rest: gpt_loss(nnx.merge(graphdef, params, rest), TOKENS, None)),
+                jax.grad(
+                    lambda params, graphdef, rest: gpt_loss(nnx.merge(graphdef, merging(params), rest), TOKENS, None)
+                ),
                 static_argnums=1,
             )(*_split(model))
         seen = {module.split(".")[1] for module, _ in observer.records}

@@ -19,6 +19,7 @@ from tests.support import reference
 from tests.support.meshes import shard
 from tests.support.numerics import NO_DROPOUT, assert_bitwise, assert_close, draw, relative_l2
 from tests.support.reference import Form, parameters, randomize
+from tests.support.states import merging
 
 B, S, H, F, N = 4, 8, 32, 64, 4
 DELAYED, CURRENT = DelayedScaling(amax_history_len=3), Float8CurrentScaling()
@@ -48,7 +49,7 @@ def states(model: Any) -> dict[Any, Any]:
 
 @jax.jit
 def _run(layer: Any, x: jax.Array, g: jax.Array) -> Any:
-    y, vjp = jax.vjp(lambda layer: layer(x), layer)
+    y, vjp = jax.vjp(lambda layer: merging(layer)(x), layer)
     return y, vjp(g)[0]
 
 
@@ -118,7 +119,7 @@ def test_recomputation_leaves_the_next_states_alone() -> None:
     @jax.jit
     def gradient(layer: Any, x: jax.Array) -> Any:
         run = jax.checkpoint(lambda layer, x: layer(x))
-        return jax.grad(lambda layer: jnp.sum(run(layer, x) * g))(layer)
+        return jax.grad(lambda layer: jnp.sum(run(merging(layer), x) * g))(layer)
 
     with autocast(DELAYED):
         recomputed = states(gradient(layer, x))

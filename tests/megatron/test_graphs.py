@@ -24,6 +24,7 @@ from jax_te.models import GPTModel
 from jax_te.recipe import Float8CurrentScaling, autocast
 from jax_te.sharding import make_mesh
 from tests.support.numerics import assert_bitwise, assert_close, draw, without_type_checker
+from tests.support.states import merging
 
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 32}
 EPS = float(jnp.finfo(jnp.float32).eps)
@@ -285,7 +286,7 @@ def test_a_replay_differentiates_as_the_call_does(quantized: TransformerConfig, 
     graphdef, cached, state = nnx.split(block, CachedKernel, ...)
 
     def loss(state: Any, x: jax.Array, microbatch: int) -> Any:
-        copy = nnx.merge(graphdef, cached, state)
+        copy = nnx.merge(graphdef, cached, merging(state))
         copy.current_microbatch = microbatch
         return jnp.sum(copy(x) * jnp.cos(x))
 

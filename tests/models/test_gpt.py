@@ -32,6 +32,7 @@ from tests.support import reference
 from tests.support.meshes import shard, use_mesh
 from tests.support.numerics import assert_bitwise, assert_close, quick_jit, relative_l2
 from tests.support.reference import ROUNDOFF, Form, parameters, randomize, value_and_vjp64
+from tests.support.states import merging
 
 B, S, V, H, F, N = 4, 8, 32, 32, 64, 4
 # Eight sums of up to F products, each off by about sqrt(F) roundings, in either of two layers.
@@ -73,7 +74,7 @@ call = jax.jit(lambda model, tokens, positions=None: model(tokens, positions=pos
 
 @jax.jit
 def loss_and_gradient(model: GPTModel, tokens: jax.Array, labels: jax.Array, mask: jax.Array, key: Any = None) -> Any:
-    return jax.value_and_grad(lambda model: model.loss(tokens, labels, mask, dropout_key=key))(model)
+    return jax.value_and_grad(lambda model: merging(model).loss(tokens, labels, mask, dropout_key=key))(model)
 
 
 @functools.cache
@@ -228,7 +229,9 @@ def test_sequence_parallelism_changes_no_number(mode: str, options: dict[str, An
     with use_mesh(mode):
         model = shard(GPTModel(split, **sizes, rngs=nnx.Rngs(0)))
         found, found_gradient = jax.jit(
-            lambda model, *args: jax.value_and_grad(lambda model: model.loss(*args[:3], dropout_key=args[3]))(model)
+            lambda model, *args: jax.value_and_grad(lambda model: merging(model).loss(*args[:3], dropout_key=args[3]))(
+                model
+            )
         )(model, *batch(), key)
     assert_close(found, loss, TOLERANCE)
     for a, e in zip(jax.tree.leaves(found_gradient), jax.tree.leaves(gradient), strict=True):

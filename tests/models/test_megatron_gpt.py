@@ -38,6 +38,7 @@ from jax_te.training import create_train_state, make_train_step
 from tests.support.meshes import shard
 from tests.support.numerics import assert_bitwise, assert_close, equations, quick_jit, without_type_checker
 from tests.support.reference import randomize
+from tests.support.states import merging
 
 B, S, V = 2, 8, 32
 GPT2 = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, ffn_hidden_size=64)
@@ -114,7 +115,7 @@ def megatrons(model: GPTModel) -> dict[str, np.ndarray]:
 
 
 def loss_and_gradient(model: Any) -> Any:
-    return jax.value_and_grad(lambda model: model.loss(TOKENS, TOKENS[:, ::-1]))(model)
+    return jax.value_and_grad(lambda model: merging(model).loss(TOKENS, TOKENS[:, ::-1]))(model)
 
 
 @pytest.mark.costly
@@ -377,8 +378,8 @@ def test_stages_are_the_whole_model(form: str, recipe: str):
         def pull(model: Any, x: Any, dy: Any) -> Any:
             graphdef, state = nnx.split(model)
             if model.pre_process:
-                return jax.vjp(lambda state: call(nnx.merge(graphdef, state), x), state)[1](dy)[0], None
-            return jax.vjp(lambda state, x: call(nnx.merge(graphdef, state), x), state, x)[1](dy)
+                return jax.vjp(lambda state: call(nnx.merge(graphdef, merging(state)), x), state)[1](dy)[0], None
+            return jax.vjp(lambda state, x: call(nnx.merge(graphdef, merging(state)), x), state, x)[1](dy)
 
         inputs = [TOKENS]
         for part in parts:
@@ -386,7 +387,10 @@ def test_stages_are_the_whole_model(form: str, recipe: str):
         graphdef, state = nnx.split(whole)
 
         def at_once(state: nnx.State) -> Any:
-            losses, back = jax.vjp(lambda s: nnx.merge(graphdef, s)(TOKENS, labels=TOKENS, dropout_key=key), state)
+            def run(state: nnx.State) -> Any:
+                return nnx.merge(graphdef, merging(state))(TOKENS, labels=TOKENS, dropout_key=key)
+
+            losses, back = jax.vjp(run, state)
             return losses, back(jnp.ones_like(losses))[0]
 
         expected, gradients = quick_jit(at_once)(state)

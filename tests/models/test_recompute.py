@@ -22,6 +22,7 @@ from jax_te.remat import RecomputePolicy
 from tests.support.meshes import shard, use_mesh
 from tests.support.numerics import assert_bitwise, assert_close, quick_jit, quick_options
 from tests.support.reference import randomize
+from tests.support.states import merging
 
 B, S, V = 2, 8, 16
 CONFIG = TransformerConfig(
@@ -79,7 +80,7 @@ def build(way: str, **options: Any) -> GPTModel:
 def loss_and_gradient(model: Any, seed: int = 5) -> Any:
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, V, (B, S + 1)), jnp.int32)
     key = jax.random.key(seed)
-    return jax.value_and_grad(lambda model: model.loss(tokens[:, :-1], tokens[:, 1:], dropout_key=key))(model)
+    return jax.value_and_grad(lambda model: merging(model).loss(tokens[:, :-1], tokens[:, 1:], dropout_key=key))(model)
 
 
 def run(recipe: str, model: GPTModel, *args: Any) -> Any:
@@ -163,7 +164,7 @@ def on_a_mesh(mode: str, recipe: str, way: str) -> Any:
         tokens = jnp.tile(jnp.arange(S + 1, dtype=jnp.int32)[None], (4, 1))
 
         def loss(model: Any) -> Any:
-            return model.loss(tokens[:, :-1], tokens[:, 1:], dropout_key=jax.random.key(1))
+            return merging(model).loss(tokens[:, :-1], tokens[:, 1:], dropout_key=jax.random.key(1))
 
         return leaves(quick_jit(jax.value_and_grad(loss))(model))
 
@@ -192,7 +193,8 @@ def kept_bytes(recipe: str, way: str) -> int:
 
         def residuals(model: Any) -> Any:
             tokens = jnp.zeros((B, S), jnp.int32)
-            return jax.vjp(lambda model: model.loss(tokens, tokens, dropout_key=jax.random.key(0)), model)[1]
+            key = jax.random.key(0)
+            return jax.vjp(lambda model: merging(model).loss(tokens, tokens, dropout_key=key), model)[1]
 
         jaxpr = jax.make_jaxpr(residuals)(model).jaxpr
     kept = {variable for variable in jaxpr.outvars if isinstance(variable, Var)} - {*jaxpr.invars, *jaxpr.constvars}
@@ -222,7 +224,7 @@ def test_memory_of_the_compiled_gradient() -> None:
         model = nnx.eval_shape(lambda: GPTModel(config, **options, rngs=nnx.Rngs(0)))
 
         def loss(model: Any, tokens: Any, key: Any) -> Any:
-            return model.loss(tokens, tokens, dropout_key=key)
+            return merging(model).loss(tokens, tokens, dropout_key=key)
 
         arrays = jax.ShapeDtypeStruct((4, 128), jnp.int32), jax.eval_shape(lambda: jax.random.key(0))
         return jax.jit(jax.grad(loss)).lower(model, *arrays).compile().memory_analysis().temp_size_in_bytes

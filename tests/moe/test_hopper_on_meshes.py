@@ -21,6 +21,7 @@ from jax_te.quantize import quantize_operand as quantize_both
 from jax_te.recipe import autocast, recipe_from_name
 from jax_te.sharding import make_mesh
 from tests.support.numerics import draw, relative_l2
+from tests.support.states import merging
 
 B, S, H, F, E = 8, 16, 128, 256, 4
 X, G = draw("x", (B, S, H), jnp.bfloat16), draw("g", (B, S, H), jnp.bfloat16)
@@ -119,7 +120,10 @@ def results(recipe: str, sizes: dict[str, int]) -> Any:
 
         @jax.jit
         def run(params: Any, states: Any, x: Any) -> Any:
-            y, vjp = jax.vjp(lambda *args: nnx.merge(graphdef, *args[:2], rest)(args[2]), params, states, x)
+            def call(params: Any, states: Any, x: Any) -> Any:
+                return nnx.merge(graphdef, params, merging(states), rest)(x)
+
+            y, vjp = jax.vjp(call, params, states, x)
             return y, vjp(G)
 
         return jax.tree.map(np.asarray, run(params, states, X))

@@ -26,6 +26,7 @@ from tests.support.moe.experts import MoEResult
 from tests.support.moe.router import updated_beta, updated_expert_bias
 from tests.support.numerics import assert_close, assert_same_rounding, quick_jit, relative_l2
 from tests.support.pairs import Case, case_id
+from tests.support.states import merging
 
 TOLERANCE = 1e-5
 CASES, REFUSED = cover.read()
@@ -128,7 +129,7 @@ def run(layer: MoELayer, data: Data) -> tuple[Any, Any, Any, Any]:
     @quick_jit
     def call(params: Any, states: Any, rest: Any, x: jax.Array, g: jax.Array) -> Any:
         def loss(params: Any, states: Any, x: jax.Array) -> Any:
-            layer = nnx.merge(graph, params, states, rest)
+            layer = nnx.merge(graph, params, merging(states), rest)
             y, bias = layer(x, padding_mask=mask, key=KEY)
             assert bias is None
             return jnp.sum(y * g), (y, layer.router(x, padding_mask=mask, key=KEY, return_routing=True))

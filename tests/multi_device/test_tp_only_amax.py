@@ -14,8 +14,7 @@ from jax_te.recipe import DelayedScaling, autocast
 from jax_te.sharding import make_mesh
 from jax_te.training import create_train_state, make_train_step
 from tests.support.meshes import use_mesh
-from tests.support.numerics import assert_bitwise, draw, relative_l2
-from tests.support.states import merging
+from tests.support.numerics import assert_bitwise, draw, relative_l2, with_vjp
 
 RECIPE = DelayedScaling(amax_history_len=3, tp_only_amax_red=True)
 WHOLE = DelayedScaling(amax_history_len=3)
@@ -30,12 +29,10 @@ def operands():
 
 def run(x, w, g, recipe, state):
     def call(x, w, state):
-        return dense(
-            x, w, recipe=recipe, state=merging(state), options=LinearOptions(out_axes=("batch", "sequence", "ffn"))
-        )
+        return dense(x, w, recipe=recipe, state=state, options=LinearOptions(out_axes=("batch", "sequence", "ffn")))
 
-    y, vjp = jax.jit(lambda *args: jax.vjp(call, *args))(x, w, state)
-    return y, *vjp(g)
+    y, gradients = jax.jit(with_vjp, static_argnums=0)(call, (x, w, state), g)
+    return y, *gradients
 
 
 @pytest.mark.costly

@@ -1105,7 +1105,7 @@ CALLS: dict[str, Callable[[Path], Call]] = {
     "quantize.quantizer_for": lambda f: Call(quantize.quantizer_for, {"recipe": CURRENT, "role": "x"}),
     "quantize.with_max_gradients": lambda f: Call(quantize.with_max_gradients, {"quantizers": {}}),
     "quantize.write_back": lambda f: Call(
-        quantize.write_back, {"old": {}, "gradient": {}, "keep_old": None, "merged": False}
+        quantize.write_back, {"old": {}, "gradient": {}, "keep_old": None}
     ),
     "random.model_parallel_seed": lambda f: Call(random.model_parallel_seed, {"seed": 1, "tracker": None}),
     "random.model_parallel_seeds": lambda f: Call(

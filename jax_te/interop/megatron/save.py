@@ -197,7 +197,10 @@ def _tensors(model: GPTModel, form: Form, dtype: DTypeLike | None) -> dict[str, 
         named = state_dict(model)
         missing = [name for name in names if name not in named]
         if missing:
-            raise ValueError(f"the model has no {', '.join(missing[:8])}; take kernels from their masters")
+            raise ValueError(
+                f"the model has no {', '.join(missing[:8])}; for kernels that are stored quantized take "
+                "the model of the masters, jax_te.training.exact_model(state)"
+            )
         sources = {
             name: (array.shape, array.dtype, functools.partial(np.asarray, array)) for name, array in named.items()
         }

@@ -32,8 +32,8 @@ def placed_arrays(
     wrong += [path for path in arrays.keys() & entries.keys() if arrays[path].shape != entries[path].shape(sizes)]
     if wrong:
         raise ValueError(
-            f"{name} has no place for the model's {', '.join(wrong[:8])}; merge adapters, and take kernels that are "
-            "stored quantized from their masters"
+            f"{name} has no place for the model's {', '.join(wrong[:8])}; merge adapters, and for kernels that are "
+            "stored quantized take the model of the masters, jax_te.training.exact_model(state)"
         )
     return entries, arrays
 

@@ -5,6 +5,7 @@ from jax_te.layers.flax.decisions import (
     OTHER_LIBRARIES,
     OwnRecipe,
     Rules,
+    as_its_recipe_says,
     check_inputs,
     check_rules,
     decide_layer,

@@ -85,9 +85,15 @@ OwnRecipe = Recipe | ModuleRecipe | None
 
 
 class Present(NamedTuple):
-    """Recipe under which a layer or a parameter can be quantized already, with which it goes on if no rule fits it."""
+    """Recipe under which a layer or a parameter can be quantized already, with which it goes on if no rule fits it.
+
+    Args:
+        recipe: its own recipe, if any.
+        high_precision: whether `keep_in_high_precision` keeps it from ambient recipes.
+    """
 
     recipe: OwnRecipe
+    high_precision: bool = False
 
 
 Rules = Mapping[str, Recipe | ModuleRecipe | Literal["ambient"] | None]
@@ -156,6 +162,38 @@ def decide_layer(
         # The user's request takes precedence over obstacles.
         why = f"the rule {pattern!r}"
     return _entry(path, kind, pattern, why, own), own
+
+
+def as_its_recipe_says(entry: DropInLayer, own: OwnRecipe, present: Present | None = None) -> DropInLayer:
+    """Return the report entry of a layer that can be quantized, with what its own recipe keeps in high precision.
+
+    Args:
+        entry: its entry.
+        own: its own recipe, if any.
+        present: see `decide_layer`.
+
+    >>> as_its_recipe_says(DropInLayer("up", "Linear", "up"), ModuleRecipe(training=None)).precision
+    "high: the rule 'up' has no recipe"
+    """
+    if entry.why is not None:
+        return entry
+    mine = None if own is None else own_recipe(own)
+    if present is not None and present.high_precision and (mine is None or not _overrides(mine, quantized=False)):
+        return replace(entry, why=KEPT_HIGH)
+    if mine is None or not mine.overrides(quantized=True, training=True) or mine.training is not None:
+        return entry
+    whose = "its own recipe" if entry.rule is None else f"the rule {entry.rule!r}"
+    if mine.overrides(quantized=True, training=False) and mine.evaluation in (None, "training"):
+        return replace(entry, why=f"{whose} has no recipe")
+    return replace(entry, besides="in evaluation alone, high in training")
+
+
+def _overrides(recipe: ModuleRecipe, *, quantized: bool) -> bool:
+    """Return whether a layer's own recipe takes effect in training or in evaluation."""
+    return any(recipe.overrides(quantized=quantized, training=training) for training in (True, False))
+
+
+KEPT_HIGH = "it is kept in high precision"
 
 
 def not_called(entry: DropInLayer, why: str = "not called in this call") -> DropInLayer:

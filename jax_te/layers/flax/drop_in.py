@@ -112,7 +112,7 @@ class DotGeneral(QuantizableModule):
         if why is not None:
             raise ValueError(
                 f"no recipe can quantize this dot_general: {why}; input {lhs.shape}, kernel {rhs.shape}. Leave it to "
-                "lax.dot_general, or call it inside `with autocast(None):`"
+                "lax.dot_general, or call it without a recipe: inside `with autocast(None):`, and with none of its own"
             )
         rows, features = _others(lhs, (*summed, *batch)), _others(rhs, (*kernel_summed, *kernel_batch))
         order = GemmOrder(rows, summed, kernel_summed, features, batch, kernel_batch)

@@ -13,11 +13,13 @@ from flax import nnx
 from jax_te._validation import checked, warn_caller
 from jax_te.layers.flax.contractions import Seen
 from jax_te.layers.flax.decisions import (
+    KEPT_HIGH,
     OTHER_LIBRARIES,
     DropInLayer,
     DropInReport,
     Present,
     Rules,
+    as_its_recipe_says,
     check_inputs,
     check_rules,
     decide_layer,
@@ -224,6 +226,8 @@ def _decide_flax(path: str, module: Any, layer: FlaxLinear, rules: Rules, gemms:
         entry = not_called(entry, f"not called in this call{outside}")
     elif kernel in gemms.out_of_reach:
         entry = replace(entry, besides="a GEMM outside of the layer takes its kernel and stays high")
+    # What its own recipe keeps high has a drop-in nevertheless, for the recipe that it may get, or has in evaluation.
+    entry = as_its_recipe_says(entry, own, present)
     if present is None or op.groups != layer.groups:
         new = layer.op(own, groups=layer.groups)
         return _Decision([entry], [functools.partial(_set_op, module, layer, new)])
@@ -236,7 +240,7 @@ def _decide_flax(path: str, module: Any, layer: FlaxLinear, rules: Rules, gemms:
 
 def _present(op: DotGeneral) -> Present:
     """Return the recipe that a drop-in has."""
-    return Present(op.own_recipe(next(iter(op.kernels))))
+    return Present(op.own_recipe(next(iter(op.kernels))), op.high_precision)
 
 
 def _decide_ours(path: str, module: QuantizableModule, rules: Rules, gemms: ModelGemms) -> _Decision:
@@ -251,12 +255,11 @@ def _decide_ours(path: str, module: QuantizableModule, rules: Rules, gemms: Mode
 
 def _entry_by_rule(path: str, module: QuantizableModule, pattern: str, rules: Rules) -> DropInLayer:
     """Return the report entry of a layer of jax_te that a rule fits."""
-    value, why = rules[pattern], None
+    value, kind = rules[pattern], type(module).__name__
     if value is None:
-        why = f"the rule {pattern!r}"
-    elif value == "ambient" and module.high_precision:
-        why = _KEPT_HIGH
-    return DropInLayer(path, type(module).__name__, pattern, why)
+        return DropInLayer(path, kind, pattern, f"the rule {pattern!r}")
+    own = None if isinstance(value, str) else value
+    return as_its_recipe_says(DropInLayer(path, kind, pattern), own, Present(own, module.high_precision))
 
 
 def _entry_of_ours(path: str, module: QuantizableModule) -> DropInLayer:
@@ -270,11 +273,8 @@ def _entry_of_ours(path: str, module: QuantizableModule) -> DropInLayer:
     if in_force and not follow_ambient:
         why = "its own recipe"
     elif module.high_precision:
-        why = _KEPT_HIGH
+        why = KEPT_HIGH
     return DropInLayer(path, type(module).__name__, why=why)
-
-
-_KEPT_HIGH = "it is kept in high precision"
 
 
 def _decide_own(path: str, module: nnx.Module, rules: Rules, gemms: ModelGemms, seen: Mapping[str, Seen]) -> _Decision:
@@ -291,7 +291,7 @@ def _decide_own(path: str, module: nnx.Module, rules: Rules, gemms: ModelGemms, 
             others[name] = what
             continue
         entry, own = decided
-        entries.append(entry)
+        entries.append(as_its_recipe_says(entry, own, before))
         if entry.why is not None and what.contractions:
             continue
         if name in present and (not what.contractions or present[name].groups == what.groups):

@@ -61,7 +61,7 @@ def pipelined_gradients(
             layers' output.
     """
     loss, stages = in_parts(accumulation.loss_fn), pipeline_stages()
-    _check(state, config)
+    check_pipelined(state, config)
     cut = cut_model(state, loss.layers, stages, config)
     # As in a stage: a microbatch need not divide over the pipeline axis.
     with use_rules(stage_rules()):
@@ -134,8 +134,11 @@ def _manual_axes() -> set[str]:
     return {PIPELINE_AXIS, *[name for name, size in (mesh.shape.items() if mesh is not None else ()) if size == 1]}
 
 
-def _check(state: TrainState, config: PipelineConfig) -> None:
-    """Raise ValueError for a state, or a schedule on the mesh in use, that a pipeline does not support."""
+def check_pipelined(state: TrainState, config: PipelineConfig) -> None:
+    """Raise ValueError for a state, or a schedule on the mesh in use, that a pipeline does not support. A mesh without
+    stages supports all."""
+    if pipeline_stages() == 1:
+        return
     _check_aux_loss_scale(state.model)
     if jax.tree.leaves(state.rest):
         names = ", ".join("/".join(map(str, path)) for path, _ in nnx.to_flat_state(state.rest))

@@ -32,6 +32,7 @@ from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast
 from jax_te.sharding import make_mesh
 from jax_te.training import PipelinedLoss, create_train_state, make_train_step
 from tests.support.numerics import NO_DROPOUT, assert_bitwise, assert_close, draw, quick_jit, with_vjp
+from tests.support.states import merging
 
 B, S, H, N = 2, 128, 256, 2
 DELAYED = DelayedScaling(fp8_dpa=True, amax_history_len=3)
@@ -284,7 +285,7 @@ def test_a_captured_layer():
         graphdef, state = nnx.split(model)
 
         def loss(state: Any, x: Any) -> Any:
-            return jnp.sum(jnp.square(nnx.merge(graphdef, state)(x)[0]))
+            return jnp.sum(jnp.square(nnx.merge(graphdef, merging(state))(x)[0]))
 
         replayed = jax.value_and_grad(loss)(state, x)
         called = jax.jit(jax.value_and_grad(loss))(state, x)
@@ -375,6 +376,8 @@ def test_recomputing_the_core():
                 return jnp.mean(jnp.square(model(x, checkpoint_core_attention=recompute)))
 
             split, state = nnx.split(model)
-            return quick_jit(lambda state, x: jax.grad(lambda s: loss(nnx.merge(split, s), x))(state))(state, x)
+            return quick_jit(lambda state, x: jax.grad(lambda s: loss(nnx.merge(split, merging(s)), x))(state))(
+                state, x
+            )
 
         jax.tree.map(assert_bitwise, gradients(x, True), gradients(x, False))
