@@ -142,3 +142,12 @@ def test_a_recipe_without_a_gemm_is_refused(gemms, tmp_path, capsys):
     argv = ["train", "--output", str(tmp_path / "run"), "--recipe", "delayed", "--override-linear-precision", gemms]
     assert_refused(main(argv), capsys.readouterr().err, "leaves no GEMM to --recipe delayed")
     resolve(options_from(build_parser().parse_args([*argv, "--fp8-dpa"])), tmp_path / "run")
+
+
+def test_a_schedule_that_the_mesh_does_not_support_is_refused_before_the_folder_is_written(tmp_path, capsys):
+    run = tmp_path / "run"
+    small = "--num-layers 2 --hidden-size 16 --ffn-hidden-size 16 --num-heads 2 --seq-len 8 --batch-size 4 --steps 2"
+    mesh = "--mesh pipeline=2,context=2 --microbatches 2 --pipeline zero_bubble"
+    status = main(["train", "--output", str(run), *small.split(), *mesh.split()])
+    assert_refused(status, capsys.readouterr().err.splitlines(keepends=True)[-1], "take the schedule '1f1b'")
+    assert {path.name for path in run.iterdir()} <= {".lock"}
