@@ -22,6 +22,7 @@ from jax_te.recipe import (
     autocast,
 )
 from tests.support.numerics import TOLERANCE, assert_bitwise, assert_close, draw, quick_jit
+from tests.support.states import merging
 
 B, S, H, F = 2, 24, 64, 96
 X, G = draw("x", (B, S, H), shift=0.2), draw("g", (B, S, H), scale=0.1)
@@ -60,7 +61,7 @@ def step(model: Any) -> tuple[jax.Array, Any]:
     @quick_jit
     def call(params: Any, states: Any, rest: Any) -> Any:
         def loss(params: Any, states: Any) -> Any:
-            y = nnx.merge(graph, params, states, rest)(X)
+            y = nnx.merge(graph, params, merging(states), rest)(X)
             return jnp.sum(y * G), y
 
         (_, y), (grads, new) = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, states)

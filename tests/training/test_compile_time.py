@@ -23,6 +23,7 @@ from jax_te.models import GPTModel
 from jax_te.recipe import DelayedScaling, autocast
 from jax_te.sharding import make_mesh
 from jax_te.training import TrainState, create_train_state, make_train_step
+from tests.support.states import merging
 
 CONFIG = TransformerConfig(num_layers=2, hidden_size=128, num_attention_heads=4, ffn_hidden_size=512)
 TX = optax.adamw(1e-3)
@@ -52,7 +53,7 @@ def by_hand(state: TrainState, mesh: Any) -> Any:
             parts = jax.lax.with_sharding_constraint(parts, jax.sharding.PartitionSpec(None, ("data", "fsdp")))
 
         def loss(params: Any, quantizers: Any, part: jax.Array, key: jax.Array) -> jax.Array:
-            return loss_fn(nnx.merge(graphdef, params, quantizers, rest), part, key)
+            return loss_fn(nnx.merge(graphdef, params, merging(quantizers), rest), part, key)
 
         def body(sums: Any, given: Any) -> Any:
             part, number = given

@@ -27,6 +27,7 @@ from jax_te.training.gradients import vjp_of_model
 from jax_te.training.kernel_gradients import KernelGradients
 from tests.support.meshes import MODES, shard, use_mesh
 from tests.support.numerics import NO_DROPOUT, TOLERANCE, assert_bitwise, assert_close, draw, quick_jit
+from tests.support.states import merging
 
 LAYERS: dict[str, tuple[Callable[[], nnx.Module], int, int]] = {
     "Linear": (lambda: Linear(32, 64, rngs=nnx.Rngs(0)), 1, 1),
@@ -435,7 +436,10 @@ def test_pipeline_passes_input_gradients_first_and_computes_weight_gradients_aft
 
         @jax.jit
         def whole(p: Any, x: jax.Array, dy: jax.Array) -> Any:
-            return jax.vjp(lambda p0, p1, x: nnx.merge(def1, *p1)(nnx.merge(def0, *p0)(x)), *p, x)[1](dy)
+            def run(p0: Any, p1: Any, x: jax.Array) -> jax.Array:
+                return nnx.merge(def1, *merging(p1))(nnx.merge(def0, *merging(p0))(x))
+
+            return jax.vjp(run, *p, x)[1](dy)
 
         expected: list[Any] = [[], []]
         for x, dy, dx in zip(xs, dys, dxs, strict=True):
