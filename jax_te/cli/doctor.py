@@ -22,7 +22,7 @@ from jax_te.cli.predict import show_prediction
 from jax_te.errors import BackendUnavailableError
 from jax_te.ops import OPS, OpName, dense, explain_backend
 from jax_te.ops.te import available
-from jax_te.quantize import GemmState, init_gemm_state
+from jax_te.quantize import GemmState, init_gemm_state, with_max_gradients_inside
 from jax_te.recipe import RECIPES, Recipe
 
 _NEEDED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
@@ -121,7 +121,8 @@ def try_recipe(recipe: Recipe | None, backend: str) -> tuple[bool, str]:
     state = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), jax.eval_shape(lambda: init_gemm_state(recipe)))
 
     def loss(x: jax.Array, kernel: jax.Array, state: GemmState | None) -> jax.Array:
-        y = dense(x, kernel, recipe=recipe, state=state, backend=backend)  # type: ignore[arg-type]
+        given = with_max_gradients_inside(state)
+        y = dense(x, kernel, recipe=recipe, state=given, backend=backend)  # type: ignore[arg-type]
         return jnp.mean(y.astype(jnp.float32) ** 2)
 
     begin = time.perf_counter()

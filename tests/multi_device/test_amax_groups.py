@@ -15,6 +15,7 @@ from jax_te.recipe import DelayedScaling, Float8CurrentScaling
 from jax_te.sharding import make_mesh, named_sharding
 from tests.support.meshes import use_mesh
 from tests.support.numerics import TOLERANCE, assert_bitwise, assert_close, draw, quick_jit
+from tests.support.states import merging
 
 GROUP, WHOLE = Float8CurrentScaling(), Float8CurrentScaling(amax_scope="whole")
 BATCH, TENSOR = 4, 2
@@ -112,7 +113,7 @@ def test_a_nan_on_one_device_is_in_the_amax_of_all(recipe):
 
     def both(x, w, g):
         y, vjp = jax.vjp(
-            lambda state: dense(x, w, recipe=recipe, state=state, options=options), init_gemm_state(recipe)
+            lambda state: dense(x, w, recipe=recipe, state=merging(state), options=options), init_gemm_state(recipe)
         )
         return y, vjp(g)
 
