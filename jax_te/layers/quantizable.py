@@ -60,7 +60,6 @@ class QuantizableModule(RecipeModule):
 
     Attributes:
         high_precision: see `RecipeModule`.
-        module_recipe: the layer's own recipe, see `ModuleRecipe`; None: the ambient one.
         kernel_recipes: recipes of single kernels in place of ``module_recipe``: pairs of a kernel's name and a
             `ModuleRecipe` or None.
         deterministic: whether to evaluate instead of training (``model.eval()`` sets it): it selects one of
@@ -142,8 +141,17 @@ class QuantizableModule(RecipeModule):
 
     @property
     def module_recipe(self) -> ModuleRecipe | None:
-        """The layer's own recipe; None: the ambient one. A plain recipe that is set becomes a `ModuleRecipe` that
-        overrides any ambient one."""
+        """The layer's own recipe, see `ModuleRecipe`; None: the ambient one.
+
+        A plain recipe that is set becomes a `ModuleRecipe` that overrides any ambient one.
+
+        >>> from jax_te.layers import Linear
+        >>> from jax_te.recipe import Float8CurrentScaling
+        >>> layer = Linear(16, 16, rngs=nnx.Rngs(0))
+        >>> layer.module_recipe = Float8CurrentScaling()
+        >>> layer.module_recipe.training
+        Float8CurrentScaling()
+        """
         return self._module_recipe
 
     @module_recipe.setter
