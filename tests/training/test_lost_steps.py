@@ -232,6 +232,21 @@ def test_a_loss_that_the_optimizer_is_told_counts(told):
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_states_that_are_given_as_gradients_count(bad):
+    """As a loop of one's own may give them, which merges them; all gradients are finite but an amax."""
+    with autocast(RECIPES["delayed"]):
+        model = build(nnx.Rngs(0))
+        optimizer = Optimizer(model, optax.sgd(1.0))
+        before = jax.tree.map(lambda x: x, nnx.state(model))
+        grads = jax.tree.map(jnp.ones_like, before)
+        (path, amaxes), *_ = [entry for entry in nnx.to_flat_state(grads) if entry[0][-1] == "amax_history"]
+        amaxes.set_value(amaxes.get_value().at[0].set(bad))
+        optimizer.update(model, grads)
+    assert optimizer.skipped_steps[...] == 1, path
+    assert_same(nnx.state(model), before)
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_a_microbatch_loses_its_step(bad):
     tx, x = optax.sgd(0.1), jnp.stack([X, X.at[0, 0].set(bad)]).reshape(64, 32)
     with autocast(RECIPES["delayed"]):

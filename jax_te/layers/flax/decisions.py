@@ -165,7 +165,7 @@ def decide_layer(
 
 
 def as_its_recipe_says(entry: DropInLayer, own: OwnRecipe, present: Present | None = None) -> DropInLayer:
-    """Return the report entry of a layer that can be quantized, with what its own recipe keeps in high precision.
+    """Return the report entry of a layer that can be quantized, which says what its own recipe keeps in high precision.
 
     Args:
         entry: its entry.

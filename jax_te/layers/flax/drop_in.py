@@ -19,7 +19,7 @@ from jax_te.layers.prepare import prepare_quantization
 from jax_te.layers.quantizable import QuantizableModule
 from jax_te.ops import LinearOptions, RowGroups, dense, explain_backend, group_alignment, grouped_dense
 from jax_te.quantize import padded_size, precision_of
-from jax_te.recipe import ModuleRecipe, Recipe, current_recipe, own_recipe
+from jax_te.recipe import ModuleRecipe, Recipe, current_recipe
 from jax_te.sharding import entry_axes, entry_of
 from jax_te.typing import Array, DTypeLike
 
@@ -76,7 +76,7 @@ class DotGeneral(QuantizableModule):
         self.kernel_axes = None if kernel_axes is None else tuple(kernel_axes)
         self.kernel = None  # each call receives a kernel
         if recipe is not None:
-            self.module_recipe = own_recipe(recipe)
+            self.module_recipe = recipe
             prepare_quantization(self, current_recipe())
 
     def stack_shape(self, kernel: str, owner: nnx.Module | None = None) -> tuple[int, ...]:

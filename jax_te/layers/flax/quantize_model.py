@@ -35,7 +35,7 @@ from jax_te.layers.flax.model_gemms import ModelGemms, as_inputs, gemms_of_model
 from jax_te.layers.flax.own_modules import gemm_attribute, gemms_of, original_class, own_kernels, reach, watching
 from jax_te.layers.prepare import prepare
 from jax_te.layers.quantizable import QuantizableModule
-from jax_te.recipe import ModuleRecipe, Recipe, autocast, current_recipe, first_rule, own_recipe
+from jax_te.recipe import ModuleRecipe, Recipe, autocast, current_recipe, first_rule
 from jax_te.typing import Words
 
 _Model = TypeVar("_Model", bound=nnx.Module)
@@ -45,7 +45,7 @@ def _set_own(module: QuantizableModule, value: Recipe | ModuleRecipe | Literal["
     """Give a layer of jax_te, or a drop-in, what a rule says."""
     if value is None:
         value = ModuleRecipe(training=None)
-    module.module_recipe = None if isinstance(value, str) else own_recipe(value)
+    module.module_recipe = None if isinstance(value, str) else value
     module.kernel_recipes = ()
 
 
