@@ -10,7 +10,6 @@ import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jax_te._validation import checked
-from jax_te.checkpoint import METADATA_FILE
 
 
 @checked
@@ -47,6 +46,8 @@ def keep_compiled_programs(folder: str | Path | None = None) -> Path | None:
             f"nothing would be kept in {folder}: JAX's option jax_enable_compilation_cache is False; set it to True, "
             "or leave out the call"
         )
+    from jax_te.checkpoint import METADATA_FILE  # here, since Orbax takes longer to import than all of this package
+
     path = Path(folder).resolve()
     for parent in (path, *path.parents):
         is_run = (parent / "config.json").is_file() and (parent / "checkpoints").is_dir()
