@@ -63,8 +63,7 @@ CASES = {
 }
 
 
-@pytest.mark.costly("delayed")
-@pytest.mark.wide("delayed")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_losses_on_a_mesh_are_one_devices(case):
     recipe, dtype, tolerance, modes = CASES[case]

@@ -139,8 +139,7 @@ def test_a_scale_from_smaller_amaxes_saturates():
         assert_statistics(tensor, in_numpy(array, name))  # as if scaled by itself: that is what calibration is for
 
 
-@pytest.mark.costly
-@pytest.mark.wide("mxfp8")  # the other is in tests/cli/test_inspect.py, too
+@pytest.mark.slow  # NVFP4 is in tests/cli/test_inspect.py, too
 @pytest.mark.parametrize(
     ("recipe", "name"), [(MXFP8BlockScaling(), "e4m3"), (NVFP4BlockScaling(), "e2m1")], ids=["mxfp8", "nvfp4"]
 )
@@ -274,7 +273,7 @@ def test_microbatches_begin_with_the_state_that_the_one_before_leaves():
         assert tensor.amax == float(state.model.linear.quantizers[tensor.role]["amax_history"][0])
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_loss_scale_and_quantized_parameters():
     look, found = make_inspection(pair_loss, microbatches=2), []
     with autocast(Float8CurrentScaling()):
@@ -357,7 +356,7 @@ def projected(rngs):
     return MultiheadAttention(256, 2, attention_dropout=0.0, rngs=rngs)
 
 
-@pytest.mark.costly("current", slow=["projected", "mesh"])
+@pytest.mark.wide("delayed")
 @pytest.mark.parametrize(
     ("recipe", "build", "mode"),
     [
