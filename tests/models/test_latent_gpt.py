@@ -30,7 +30,7 @@ def build() -> GPTModel:
     return GPTModel(config, vocab_size=50, max_sequence_length=16, position_embedding_type=rotary, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.slow
+@pytest.mark.costly
 def test_decoding_is_the_full_forward() -> None:
     model, tokens = build(), jax.random.randint(jax.random.key(1), (2, 6), 0, 50)
     assert all(isinstance(layer.self_attention, MultiLatentAttention) for layer in model.layers)

@@ -63,7 +63,8 @@ CASES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.costly("delayed")
+@pytest.mark.wide("delayed")
 @pytest.mark.parametrize("case", CASES)
 def test_losses_on_a_mesh_are_one_devices(case):
     recipe, dtype, tolerance, modes = CASES[case]
