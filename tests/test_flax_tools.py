@@ -65,7 +65,7 @@ def test_optimizer_jit_and_value_and_grad_train_it() -> None:
         assert model.quantizers[role]["scale"].get_value() != 1.0
 
 
-@pytest.mark.costly("auto")
+@pytest.mark.wide("no mesh", "explicit")
 def test_states_and_pure_dicts_go_round() -> None:
     model, other = trained(), build(1)
     pure = nnx.to_pure_dict(nnx.state(model))

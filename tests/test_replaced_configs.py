@@ -119,7 +119,7 @@ def outcome(build: Any, *config: Any, **given: Any) -> Any:
     return {field.name: getattr(made, field.name) for field in dataclasses.fields(made) if field.compare}
 
 
-@pytest.mark.costly("MLA", "experts' devices", "gated activation_func", "experts", "sizes alone", "all given")
+@pytest.mark.costly("sizes alone", "all given", "gated activation_func", "experts", "experts' devices", slow=["MLA"])
 @pytest.mark.parametrize("case", BUILT)
 def test_a_replaced_field_is_one_that_was_given(case: str):
     kind, given = BUILT[case]

@@ -240,7 +240,7 @@ for _ in range(3):
 """
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_one_warning_on_stderr(tmp_path):
     """And not what Orbax's other reads say, which end at any time after the one that failed."""
     with TrainCheckpointer(tmp_path) as checkpointer:
@@ -307,8 +307,8 @@ def start(script, *arguments, **options):
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, **options)
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("kills", [2, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [2, 50])
 def test_kill_9_during_saves_leaves_the_last_good_checkpoint(tmp_path, kills):
     """At moments spread over a save. The newest checkpoint is whole, and no older than the last but one started."""
     description = {

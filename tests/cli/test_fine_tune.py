@@ -217,7 +217,7 @@ def test_lora_trains_the_adapters_alone(recipe, folder, tmp_path, capsys):
     np.testing.assert_allclose(base(tokens), merged(tokens), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["False"])
 @pytest.mark.parametrize("its", [True, False])
 def test_token_numbers_go_with_the_tokenizer_by_whichever_path(its, folder, tmp_path):
     other = tmp_path / "other.json"
@@ -385,8 +385,7 @@ WAYS = [
 """Each family fully and by adapters, each way under each recipe."""
 
 
-@pytest.mark.costly
-@pytest.mark.wide("Gemma2ForCausalLM-full-current")
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "way", "recipe"), WAYS, ids=["-".join(case) for case in WAYS])
 def test_each_family_is_fine_tuned(name, way, recipe, tmp_path, capsys):
     folder = family_folder(name, tmp_path / "folder")

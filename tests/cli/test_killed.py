@@ -91,7 +91,7 @@ def resume(output):
     return finished.stdout
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_killed_in_the_middle(tmp_path, unbroken):
     status, _, _ = signal_when(recorded(13), signal.SIGKILL, tmp_path, *LONG)
     assert status == -signal.SIGKILL
@@ -215,7 +215,7 @@ def test_killed_under_a_recipe(tmp_path, recipe):
     assert records(tmp_path / "killed") == records(tmp_path / "unbroken")
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_sigterm_saves_and_says_so(tmp_path, unbroken):
     status, out, error = signal_when(recorded(8), signal.SIGTERM, tmp_path, *LONG)
     assert status == 128 + signal.SIGTERM

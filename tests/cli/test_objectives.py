@@ -57,7 +57,7 @@ def first_loss(output, folder):
     return model.loss(batch["tokens"], batch["labels"])
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["T5ForConditionalGeneration"])
 @pytest.mark.parametrize("name", [T5, BERT])
 def test_a_run_starts_stops_resumes_and_is_written(name, folders, tmp_path, capsys):
     folder, whole, parts = folders[name], tmp_path / "whole", tmp_path / "parts"

@@ -163,8 +163,8 @@ def test_every_recipe_trains_and_resumes(tmp_path, recipe):
     assert whole == parts
 
 
-@pytest.mark.costly("explicit")
-@pytest.mark.parametrize("axes", [pytest.param("auto", marks=pytest.mark.slow), "explicit"])
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", ["auto", "explicit"])
 def test_a_run_goes_on_on_a_mesh(tmp_path, trained, axes, capsys):
     output = tmp_path / "run"
     shutil.copytree(trained, output)

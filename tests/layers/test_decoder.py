@@ -281,8 +281,7 @@ def test_a_decoder_under_a_recipe(recipe: Any) -> None:
         assert relative_l2(a, e) < 0.3, path
 
 
-@pytest.mark.costly("explicit")
-@pytest.mark.wide("explicit")
+@pytest.mark.slow
 def test_sequence_parallelism_and_whole_kernels_change_no_value(mesh_mode: str) -> None:
     x, encoded, g = draw("x", (B, S, H)), draw("encoded", (B, S, H)), draw("g", (B, S, H))
     with use_mesh("no mesh"):

@@ -78,7 +78,7 @@ def test_purposes_and_numbers_do_not_meet():
     assert min(numbers) >= 2**20
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_recomputation_draws_the_same():
     layer = make_layer()
     graphdef, params, rest = nnx.split(layer, nnx.Param, ...)

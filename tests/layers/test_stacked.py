@@ -109,8 +109,7 @@ def test_values_and_gradients_are_those_of_each_layer(recipe: str, mode: str, ru
         assert_same_rounding(other, leaf, TOLERANCE["float32"], what=jax.tree_util.keystr(path))
 
 
-@pytest.mark.costly(slow=["block-no mesh"])
-@pytest.mark.wide("current-explicit", "block-no mesh")
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["no mesh", "explicit"])
 @pytest.mark.parametrize("recipe", ["current", "block"])
 def test_kernels_quantized_beforehand_are_those_of_each_layer(recipe: str, mode: str) -> None:

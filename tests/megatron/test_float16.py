@@ -325,7 +325,7 @@ def test_a_wrapped_megatron_module_is_asked():
         Float16Module(BF16, Echo()).set_input_tensor(3)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_gpt_computes_in_half_precision():
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=2)
     plain, wrapped = (GPTModel(config, vocab_size=64, max_sequence_length=8, rngs=nnx.Rngs(0)) for _ in range(2))

@@ -279,7 +279,7 @@ def quantized(request: pytest.FixtureRequest) -> Iterator[TransformerConfig]:
         yield made
 
 
-@pytest.mark.costly("delayed", slow=["tensorwise"])
+@pytest.mark.wide("None")
 def test_a_replay_differentiates_as_the_call_does(quantized: TransformerConfig, x: jax.Array):
     """Gradients of all arrays, and with them delayed scaling's next state, on a first and on a later microbatch."""
     block = captured(Block(quantized), x, microbatches=2)

@@ -60,8 +60,7 @@ def test_a_step_is_that_of_the_whole_batch(mode, recipe):
     assert_close(whole, parts)
 
 
-@pytest.mark.costly("scanned")
-@pytest.mark.wide("scanned")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("execution", "fields"),
     [

@@ -122,7 +122,7 @@ def unchanged():
     return loss_and_gradients(gpt()), loss_and_gradients(gpt(**WITH_LOSSES))
 
 
-@pytest.mark.costly("execution0-fields0", "execution1-fields1", "execution2-fields2")
+@pytest.mark.costly(slow=["execution0-fields0"])
 @pytest.mark.parametrize(
     ("execution", "fields"), [(Execution(scan_layers=True), {}), (Execution(), FULL), (Execution(), SELECTIVE)]
 )
@@ -201,7 +201,7 @@ def of_padded(kind, tokens, **fields):
     return float(loss), {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(gradients)}
 
 
-@pytest.mark.costly("megatron", slow=["recomputed in a loop"])
+@pytest.mark.wide("own")
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [
@@ -406,7 +406,7 @@ def test_experts_on_another_number_of_devices_than_the_mesh_has_are_refused():
                 call()
 
 
-@pytest.mark.costly(slow=["megatron-fields0", "own-fields0", "own-fields2", "megatron-fields1"])
+@pytest.mark.costly(slow=["megatron-fields0", "own-fields0", "own-fields2", "megatron-fields1", "own-fields1"])
 @pytest.mark.parametrize("fields", [{}, {"moe_token_dispatcher_type": "alltoall"}, {"expert_tensor_parallel_size": 1}])
 @pytest.mark.parametrize("kind", ["own", "megatron"])
 def test_experts_on_several_devices_compute_what_one_device_does(kind, fields):
@@ -423,7 +423,7 @@ def test_experts_on_several_devices_compute_what_one_device_does(kind, fields):
         assert_close(found(tensor_model_parallel_size=2, expert_model_parallel_size=2, **fields), expected)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_checkpoint_keeps_experts_biases_counts_and_scales_for_another_mesh(tmp_path):
     """Bitwise, and the next step on the first mesh is the one that was not interrupted."""
     fields = {"num_layers": 2, "moe_layer_freq": [0, 1], "ffn_hidden_size": 64}

@@ -182,7 +182,7 @@ def test_experts_that_read_the_number_of_tokens_say_so(fields: dict[str, Any], w
     ],
     ids=["plain", "a recipe", "a capacity of experts"],
 )
-@pytest.mark.costly("a recipe", "a capacity of experts")
+@pytest.mark.costly("a recipe", slow=["a capacity of experts"])
 def test_prompts_of_many_lengths_run_one_program(fields: dict[str, Any], recipe: Any, wanted: list[int]) -> None:
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, **fields)
     model = Traced(config, vocab_size=V, max_sequence_length=40, rngs=nnx.Rngs(0))

@@ -359,8 +359,7 @@ def stages(form: str, **fields: Any) -> tuple[Any, list[Any]]:
     return build(form, **options), [build(form, **options, **stage) for stage in STAGES]
 
 
-@pytest.mark.costly(slow=["llama-none"])
-@pytest.mark.wide("gpt2-delayed", "llama-none")
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["none", "delayed"])
 @pytest.mark.parametrize("form", FORMS)
 def test_stages_are_the_whole_model(form: str, recipe: str):

@@ -107,7 +107,7 @@ def gradients_of(model: Any, loss: Any) -> tuple[Any, Any, list[float]]:
     return value, grads, [float(loss) for loss in losses]
 
 
-@pytest.mark.costly("one layer", slow=["gpt2"])
+@pytest.mark.wide("llama")
 @pytest.mark.parametrize("form", FORMS)
 def test_losses_and_gradients_are_megatrons(form: str) -> None:
     model = build(form)
@@ -138,7 +138,7 @@ def test_a_mean_of_the_callers_has_the_same_gradient() -> None:
         assert_gradients(gradients_of(model, loss)[1], gradient)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_megatrons_model_has_its_names_and_the_same_values() -> None:
     tokens, labels, mask = batch()
     model = MegatronGPTModel(GPT2, None, V, S, share_embeddings_and_output_weights=True, rngs=nnx.Rngs(0))
@@ -261,7 +261,7 @@ def test_evaluation_runs_no_depth() -> None:
         model.compute_loss(jnp.ones((B, S, 32)), batch()[1])
 
 
-@pytest.mark.costly("delayed", slow=["current"])
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [Float8CurrentScaling(), DelayedScaling(amax_history_len=2)], ids=lambda r: r.name)
 def test_a_recipe_quantizes_the_depths(recipe: Any) -> None:
     tokens, labels = jnp.tile(batch()[0], (1, 2)), jnp.tile(batch()[1], (1, 2))
@@ -346,17 +346,7 @@ MESHES: list[Any] = [
 ]
 
 
-@pytest.mark.costly(
-    slow=[
-        "chunks-auto",
-        "zigzag-auto",
-        "chunks-explicit",
-        "fsdp-auto",
-        "sequence-explicit",
-        "zigzag-explicit",
-        "sequence-auto",
-    ]
-)
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 @pytest.mark.parametrize(("axes", "fields", "chunks"), MESHES, ids=["fsdp", "sequence", "zigzag", "chunks"])
 def test_a_mesh_computes_what_one_device_does(axes: Any, fields: Any, chunks: int, axis_type: Any) -> None:

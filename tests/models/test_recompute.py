@@ -140,8 +140,7 @@ def test_the_dropout_of_the_comparison_is_there() -> None:
         assert history[1] == 0.0
 
 
-@pytest.mark.costly("uniform 2")
-@pytest.mark.wide("uniform 2")
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["uniform 2", "block"])
 def test_a_scanned_stack_recomputes_too(way: str) -> None:
     """Four layers: two turns of a loop over two, or one layer that is recomputed and three that are not."""
@@ -169,8 +168,7 @@ def on_a_mesh(mode: str, recipe: str, way: str) -> Any:
         return leaves(quick_jit(jax.value_and_grad(loss))(model))
 
 
-@pytest.mark.costly
-@pytest.mark.wide("explicit")
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 def test_on_a_mesh(mode: str) -> None:
     found, expected = (on_a_mesh(mode, "none", way) for way in ("distributed", "none"))

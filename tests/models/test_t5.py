@@ -120,8 +120,7 @@ def test_nobody_attends_beyond_the_encoders_lengths() -> None:
     assert_close(logits[:1], alone, TOLERANCE)
 
 
-@pytest.mark.costly(slow=["full"])
-@pytest.mark.wide("full", "scanned")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "options"),
     [

@@ -28,7 +28,7 @@ def dense(**fields):
     return model
 
 
-@pytest.mark.costly("biases")
+@pytest.mark.wide("gated, one layer")
 @pytest.mark.parametrize(
     ("fields", "experts"),
     [
@@ -67,7 +67,7 @@ def test_dtypes_and_mode_are_those_of_the_dense_model():
     assert upcycle(model, num_moe_experts=4, rngs=nnx.Rngs(3)).layers[0].training
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_experts_lie_on_the_mesh():
     model = dense()
     with jax.set_mesh(make_mesh(ParallelConfig(expert=2), devices=jax.devices()[:2])):

@@ -129,7 +129,7 @@ def results(recipe: str, sizes: dict[str, int]) -> Any:
         return jax.tree.map(np.asarray, run(params, states, X))
 
 
-@pytest.mark.wide("delayed-fsdp-tensor", "block-expert-tensor", "current-expert-data")  # of which each compiles for 8 s
+@pytest.mark.wide("block-expert-tensor")  # each compiles for 8 s
 @pytest.mark.costly
 @pytest.mark.parametrize(
     "sizes", [{"expert": 2, "data": 2}, {"fsdp": 2, "tensor": 2}, {"expert": 2, "tensor": 2}], ids="-".join

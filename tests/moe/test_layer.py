@@ -217,7 +217,7 @@ def check_state(layer: MoELayer, grads: Any, expected: MoEResult, data: Data) ->
         assert_close(new.quantile_bias.get_value(), [*beta, 0.0], TOLERANCE)
 
 
-@pytest.mark.costly("delayed")
+@pytest.mark.wide("current")
 @pytest.mark.parametrize("name", ["current", "delayed"])
 def test_each_expert_is_quantized_by_itself(name: str) -> None:
     """With a scale of its own for each operand of each of its layers, as the oracle's experts have."""

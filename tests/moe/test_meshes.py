@@ -82,10 +82,7 @@ def assert_same(found: Any, wanted: Any, tolerance: float = TOLERANCE) -> None:
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=tolerance * scale, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.costly(
-    "fsdp-expert-tensor-allgather-auto",
-    slow=["fsdp-expert-tensor-allgather-explicit", "fsdp-expert-tensor-alltoall-explicit"],
-)
+@pytest.mark.wide("fsdp-expert-tensor-alltoall-auto")
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
 @pytest.mark.parametrize("sizes", [{"fsdp": 2, "expert": 2, "tensor": 2}], ids=lambda sizes: "-".join(sizes))

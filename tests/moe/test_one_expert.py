@@ -72,7 +72,7 @@ def step(model: Any) -> tuple[jax.Array, Any]:
     return y, grads
 
 
-@pytest.mark.costly(slow=["nvfp4", "mxfp8", "none", "block", "delayed"])
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_one_expert_is_the_feed_forward_block(name: str) -> None:
     recipe = RECIPES[name]

@@ -65,7 +65,7 @@ def after_steps(mesh: ParallelConfig | None, pipeline: str, scale: float = 1.0, 
         return jax.tree.map(np.asarray, (state.params, state.quantizers))
 
 
-@pytest.mark.costly(slow=["zero_bubble-1.0", "1f1b-256.0"])
+@pytest.mark.slow
 @pytest.mark.parametrize(("pipeline", "scale"), [("1f1b", 1.0), ("zero_bubble", 1.0), ("1f1b", 256.0)])
 def test_states_are_those_without_a_pipeline(pipeline: str, scale: float) -> None:
     """A scale of the loss is one of the routers' losses, too, in the stages and before them."""

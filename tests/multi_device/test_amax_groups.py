@@ -62,7 +62,7 @@ def halves(array, axis):
     return jnp.split(array, TENSOR, axis)
 
 
-@pytest.mark.costly("explicit-column", slow=["auto-column", "auto-row"])
+@pytest.mark.wide("explicit-row")
 @pytest.mark.parametrize("axes", [COLUMN, ROW], ids=["column", "row"])
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 def test_each_group_of_shards_is_quantized_like_an_array_of_its_own(axes, mode):

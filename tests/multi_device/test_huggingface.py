@@ -149,7 +149,7 @@ def stop_at_the_third(folder, config, plan, tensors, limit):
     next(tensors)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_two_processes_load_their_parts_and_the_first_writes(tmp_path):
     folder, copy, unwritable = (tmp_path / name for name in ("folder", "copy", "file"))
     save_huggingface(llama(), folder, max_shard_size=20_000)

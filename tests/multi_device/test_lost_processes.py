@@ -396,7 +396,7 @@ def test_a_save_that_is_interrupted_while_it_waits_goes_on(tmp_path):
 # Runs of jax-te train.
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=["output"])
 @pytest.mark.parametrize("bounded", ["start", "output"])
 def test_a_start_that_cannot_be_ends_with_a_line(tmp_path, bounded):
     if bounded == "start":
@@ -425,7 +425,7 @@ def test_options_that_differ_between_processes_are_named(tmp_path):
     assert not (tmp_path / "run" / "config.json").exists()
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_process_killed_before_it_tells_its_devices_ends_the_others_within_the_bound(tmp_path):
     with started(2, tmp_path, *LONG, "--start-timeout", "5", programs={1: KILLED_AT_START}) as running:
         (survivor, _), seconds = timed(running)
@@ -451,7 +451,7 @@ def test_a_process_that_is_stopped_or_killed_ends_the_others_within_the_bound(tm
     assert re.fullmatch(rf"(jax-te: waiting for .*\n)*{line}", error), error
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_processes_whose_shared_folder_hangs_end_within_the_bound(tmp_path):
     sign = tmp_path / "hang"
     program = FILES_HANG.format(sign=str(sign))
@@ -465,7 +465,7 @@ def test_processes_whose_shared_folder_hangs_end_within_the_bound(tmp_path):
     assert any("heartbeats cannot be written" in error for _, _, error in found), found
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_run_whose_process_cannot_write_ends_in_all_with_its_reason(tmp_path):
     with started(2, tmp_path, *LONG, "--save-every", "20") as running:
         when_recorded(5, tmp_path, running)
@@ -489,7 +489,7 @@ def test_a_first_compilation_longer_than_the_bound_does_not_end_the_run(tmp_path
         assert "Gloo" not in out
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_texts_that_differ_in_the_held_out_part_alone_are_refused(tmp_path):
     """As on two hosts: one name, and another file behind it in each process."""
     folders = {index: tmp_path / str(index) for index in range(2)}

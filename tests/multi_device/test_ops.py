@@ -155,7 +155,7 @@ def test_arguments_on_no_mesh_are_placed():
     assert_close(y, on_one_device("layernorm_mlp gelu", "none")[0], 2 * TOLERANCE["float32"])
 
 
-@pytest.mark.costly("attention causal")
+@pytest.mark.wide("dense", "layernorm")
 @pytest.mark.parametrize("name", ["dense", "layernorm", "attention causal"])
 def test_eager_calls_and_gradients_under_an_auto_mesh(name):
     case = make_case(name)

@@ -167,15 +167,9 @@ def test_four_stages(mesh):
     assert_same(train(mesh, "zero_bubble"), one_device("none"), TOLERANCES["none"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "pipeline",
-    [
-        pytest.param("zero_bubble,first_layers=2", marks=pytest.mark.costly),
-        *(
-            pytest.param(each, marks=pytest.mark.slow)
-            for each in ("1f1b,virtual_stages=2", "1f1b,last_layers=1", "gpipe")
-        ),
-    ],
+    "pipeline", ["zero_bubble,first_layers=2", "1f1b,virtual_stages=2", "1f1b,last_layers=1", "gpipe"]
 )
 def test_chunks_of_different_sizes_and_virtual_stages(pipeline):
     found = train("pipeline=2,fsdp=2", pipeline, build=gpt(num_layers=5))
@@ -366,7 +360,7 @@ def lower(
         step.lower(abstract_train_state(build, tx, **options), jnp.zeros((4, SEQUENCE + 1), jnp.int32))
 
 
-@pytest.mark.costly(slow=["1f1b"])
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["1f1b", "zero_bubble"])
 def test_stages_may_differ_in_precision(pipeline):
     first = gpt(first_last_layers_bf16=True, num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=0)

@@ -151,7 +151,7 @@ def test_the_others_wait_for_a_process_that_is_slow(tmp_path, alone):
     assert_same_losses(tmp_path, alone)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_start_that_fails_in_one_process_ends_all_with_a_line(tmp_path):
     """The other one may have read its text by then."""
     with started(2, tmp_path, "--mesh", "data=2", others={0: ["--data", str(tmp_path / "none")]}) as running:

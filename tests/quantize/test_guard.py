@@ -139,7 +139,7 @@ def test_what_computes_nothing_passes(name: str) -> None:
     assert_bitwise(forward(same), forward(kernel))
 
 
-@pytest.mark.costly("mxfp8-0", slow=["nvfp4-3", "block-3"])
+@pytest.mark.wide("delayed-0", "current-3")
 @pytest.mark.parametrize(("name", "layers"), [("delayed", 0), ("current", 3), ("block", 3), ("mxfp8", 0), ("nvfp4", 3)])
 def test_every_recipe(name: str, layers: int) -> None:
     """In a stack each layer by itself."""

@@ -78,7 +78,7 @@ def called(module: nnx.Module, arguments: dict[str, Any], how: str, policy: Any)
     return results, state(module)
 
 
-@pytest.mark.costly("own-jit", "own-grad", "LayerNormLinear-grad", "Dropout-eager", slow=["Linear-jit of grad"])
+@pytest.mark.costly("own-jit", slow=["Linear-jit of grad", "own-grad", "Dropout-eager", "LayerNormLinear-grad"])
 @pytest.mark.parametrize(
     ("name", "how"),
     [
@@ -180,7 +180,7 @@ def run_stack(recipe: Any, **options: Any) -> tuple[Any, Any]:
     return results, state(layers)
 
 
-@pytest.mark.costly("1", "2")
+@pytest.mark.costly("2", slow=["1"])
 @pytest.mark.parametrize("recomputed", [1, 2, None])
 def test_layers_of_a_loop_are_left_as_by_calls_of_each(recomputed: int | None) -> None:
     """With groups of one or two recomputed layers, and without recomputation."""
@@ -197,7 +197,7 @@ def test_layers_of_a_loop_are_left_as_by_calls_of_each(recomputed: int | None) -
     jax.tree.map(close, (jax.tree.leaves(results), arrays), (jax.tree.leaves(plain_results), plain_arrays))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_layers_of_a_loop_keep_their_cached_kernels() -> None:
     structure, arrays = run_stack(Float8CurrentScaling(), scan=True)[1]
     plain_structure, plain_arrays = run_stack(Float8CurrentScaling(), scan=False)[1]
@@ -215,10 +215,8 @@ def test_layers_of_a_loop_that_share_state_are_refused() -> None:
         run_layers(layers, X[None], [None] * 2, scan=True)
 
 
-COSTLY = [pytest.param(name, marks=pytest.mark.costly) for name in ("moe", "moe_act", "mlp", "shared_experts")]
-
-
-@pytest.mark.parametrize("module", ["activation", *COSTLY])
+@pytest.mark.costly("mlp", slow=["moe", "moe_act", "shared_experts"])
+@pytest.mark.parametrize("module", ["activation", "moe", "moe_act", "mlp", "shared_experts"])
 def test_a_part_of_a_layer_that_is_recomputed_caches_its_kernels(module: str) -> None:
     def run(*modules: str) -> tuple[Any, Any]:
         rngs = nnx.Rngs(0)

@@ -79,7 +79,7 @@ def test_rules_that_differ() -> None:
         assert logical_to_spec(("batch", "ffn"), mesh) == P(("data", "tensor"), None)
 
 
-@pytest.mark.costly("auto")
+@pytest.mark.wide("explicit")
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 def test_layers_under_rules_that_only_flax_has(axis_type: str) -> None:
     """The library's kernels were whole on every device of such a mesh."""
@@ -95,7 +95,7 @@ def test_layers_under_rules_that_only_flax_has(axis_type: str) -> None:
     np.testing.assert_allclose(y, alone(x), atol=32 * 2.0**-23)
 
 
-@pytest.mark.costly("model-explicit", "model-auto")
+@pytest.mark.costly("model-auto", slow=["model-explicit"])
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 @pytest.mark.parametrize("built", [False, True], ids=["function", "model"])
 def test_flax_names_are_placed_as_in_flax(axis_type: str, built: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -225,6 +226,12 @@ def yaml(folder: Path) -> Path:
 def text_file(folder: Path) -> Path:
     (folder / "text.txt").write_text("some text of a few words, again and again\n" * 40)
     return folder / "text.txt"
+
+
+def metrics_log(folder: Path) -> metrics.MetricsLog:
+    log = metrics.MetricsLog(folder / "log", writers=("jsonl",))
+    atexit.register(log.close)  # the call that it is made for does not
+    return log
 
 
 def losses(folder: Path) -> Path:
@@ -826,12 +833,9 @@ CALLS: dict[str, Callable[[Path], Call]] = {
         megatron.vocab_parallel_cross_entropy,
         {"vocab_parallel_logits": X, "target": IDS, "label_smoothing": 0.0, "tp_group": None, "out_axes": None},
     ),
-    "metrics.MetricsLog.chart": lambda f: Call(
-        metrics.MetricsLog(f / "log", writers=("jsonl",)).chart, {"step": 1, "values": {"loss": 1.0}}
-    ),
+    "metrics.MetricsLog.chart": lambda f: Call(metrics_log(f).chart, {"step": 1, "values": {"loss": 1.0}}),
     "metrics.MetricsLog.write": lambda f: Call(
-        metrics.MetricsLog(f / "log", writers=("jsonl",)).write,
-        {"step": 1, "values": {"loss": 1.0}, "chart": True},
+        metrics_log(f).write, {"step": 1, "values": {"loss": 1.0}, "chart": True}
     ),
     "metrics.PrecisionLog.write": lambda f: Call(
         metrics.PrecisionLog(losses(f)).write, {"step": 1, "statistics": []}

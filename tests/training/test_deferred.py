@@ -118,8 +118,7 @@ def count(half: Call, *args: Any, name: str = "dot_general") -> int:
     return within(jax.make_jaxpr(half)(*args).jaxpr)
 
 
-@pytest.mark.costly("TransformerLayer-delayed")
-@pytest.mark.wide
+@pytest.mark.wide("Linear-no recipe", "LayerNormMLP-current")
 @pytest.mark.parametrize("recipe", RECIPES, ids=RECIPE_NAMES)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_have_input_gradient_gemms_first_and_weight_gradient_gemms_second(name: str, recipe: Any) -> None:
@@ -178,8 +177,8 @@ def test_on_every_mesh(mode: str, recipe: Any, layer: str) -> None:
         assert a.sharding.is_equivalent_to(e.sharding, a.ndim)
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("mode", [pytest.param("auto", marks=pytest.mark.slow), "explicit"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
 def test_where_the_compiler_partitions(mode: str) -> None:
     """NVFP4 has a scale of the whole tensor, so no device runs the GEMMs by itself."""
 
@@ -202,8 +201,8 @@ def test_the_second_half_keeps_operands_and_no_gradient_of_their_size() -> None:
 
 
 def model_cases() -> list[Any]:
-    """Every granularity, stack and recipe; one of the twelve runs by default."""
-    quick = {("full", True, "delayed")}
+    """Every granularity, stack and recipe; one of the twelve is not slow."""
+    quick = {("full", True, "no recipe")}
     cases = itertools.product((None, "full"), (True, False), zip(RECIPE_NAMES, RECIPES, strict=True))
     return [
         pytest.param(
@@ -217,7 +216,7 @@ def model_cases() -> list[Any]:
     ]
 
 
-@pytest.mark.costly("full-scanned-delayed")
+@pytest.mark.costly("full-scanned-no recipe")
 @pytest.mark.parametrize(("granularity", "scan", "recipe"), model_cases())
 def test_models(granularity: Any, scan: bool, recipe: Any) -> None:
     """A stack of layers, in a loop or not, recomputed or not; embeddings and head do not wait."""
@@ -284,7 +283,7 @@ def test_a_layer_that_reads_its_kernel_again_and_again_does_not_wait(repeat: Any
     assert_near(by_halves(model, x, repeat), by_vjp(model, x, repeat), 8 * TOLERANCE["float32"])
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_slices_of_stacked_kernels_wait() -> None:
     """One for each step of a loop, or for each of a map; but not if the same one is also mapped."""
     build = nnx.vmap(lambda key: Linear(32, 32, rngs=nnx.Rngs(key)), in_axes=0, out_axes=0)
@@ -371,8 +370,8 @@ def test_gradients_of_gradients_are_refused() -> None:
         jax.grad(lambda later: sum(map(jnp.sum, jax.tree.leaves(later()))))(later)
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("mode", ["no mesh", *(pytest.param(mode, marks=pytest.mark.slow) for mode in MESHES)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["no mesh", *MESHES])
 def test_stacked_by_one_scan_and_carried_by_another(mode: str) -> None:
     """Microbatches: the kernel gradient of each in a loop of its own, or in the step of the next microbatch."""
     with use_mesh(mode), autocast(Float8CurrentScaling()):
@@ -408,7 +407,7 @@ def test_stacked_by_one_scan_and_carried_by_another(mode: str) -> None:
         assert_near(carried(state, xs), expected, TOLERANCE["float32"])
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_pipeline_passes_input_gradients_first_and_computes_weight_gradients_afterwards() -> None:
     """Two stages of a layer with bf16 weights, four microbatches; weight gradients are added up in fp32."""
     with autocast(Float8CurrentScaling()):

@@ -400,7 +400,7 @@ class Layers(nnx.Module):
         return x
 
 
-@pytest.mark.costly("bias")
+@pytest.mark.wide("quantiles")
 @pytest.mark.parametrize(
     "options",
     [

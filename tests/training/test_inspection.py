@@ -139,8 +139,7 @@ def test_a_scale_from_smaller_amaxes_saturates():
         assert_statistics(tensor, in_numpy(array, name))  # as if scaled by itself: that is what calibration is for
 
 
-@pytest.mark.costly
-@pytest.mark.wide("mxfp8")  # the other is in tests/cli/test_inspect.py, too
+@pytest.mark.slow  # NVFP4 is in tests/cli/test_inspect.py, too
 @pytest.mark.parametrize(
     ("recipe", "name"), [(MXFP8BlockScaling(), "e4m3"), (NVFP4BlockScaling(), "e2m1")], ids=["mxfp8", "nvfp4"]
 )
@@ -357,7 +356,7 @@ def projected(rngs):
     return MultiheadAttention(256, 2, attention_dropout=0.0, rngs=rngs)
 
 
-@pytest.mark.costly("current", slow=["projected", "mesh"])
+@pytest.mark.wide("delayed")
 @pytest.mark.parametrize(
     ("recipe", "build", "mode"),
     [

@@ -128,7 +128,7 @@ RECIPES_OF_EACH_LOOP = ("none", "delayed", "current", "block", "mxfp8", "nvfp4")
 CASES = [(recipe, loop) for recipe in RECIPES for loop in LOOPS if recipe in RECIPES_OF_EACH_LOOP or loop == "linen"]
 
 
-@pytest.mark.costly("nvfp4-linen", "block-linen", "mxfp8-linen")
+@pytest.mark.costly("block-linen", slow=["mxfp8-linen", "nvfp4-linen"])
 @pytest.mark.parametrize(("recipe", "loop"), CASES)
 def test_it_is_as_if_the_batch_had_not_been_there(recipe, loop):
     with autocast(RECIPES[recipe]):
@@ -160,7 +160,7 @@ def normed_loss(model: Any, batch: Any, key: Any = None) -> jax.Array:
     return jnp.mean(jnp.square(model(x))) + added[0]
 
 
-@pytest.mark.costly("delayed")
+@pytest.mark.wide("none")
 @pytest.mark.parametrize("recipe", ["none", "delayed"])
 def test_other_state_stays_as_in_a_train_step(recipe):
     """Also where the loss is not finite and its gradients are."""

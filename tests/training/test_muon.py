@@ -114,7 +114,16 @@ def parts(model: Any) -> tuple[Any, Any]:
     return nn.meta.unbox(init()["params"]), init
 
 
-@pytest.mark.costly("linen")
+@pytest.mark.wide(
+    "nnx attention",
+    "nnx convolutions",
+    "nnx general",
+    "nnx einsum",
+    "nnx stack",
+    "fused feed-forward",
+    "fused projections",
+    "experts",
+)
 @pytest.mark.parametrize("name", MATRICES)
 def test_updates_are_orthogonal_as_the_matrices_of_gemms(name):
     build, expected = MATRICES[name]

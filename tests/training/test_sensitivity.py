@@ -101,7 +101,7 @@ def projected(rngs):
     return MultiheadAttention(256, 2, attention_dropout=0.0, rngs=rngs)
 
 
-@pytest.mark.costly("current", slow=["projected"])
+@pytest.mark.wide("delayed")
 @pytest.mark.parametrize(
     ("build", "recipe"),
     [
@@ -149,7 +149,7 @@ def gpt(**changes):
     return GPTModel(config, vocab_size=64, max_sequence_length=16, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_layers_of_a_half_precision_model_whatever_their_rules():
     tokens = np.random.default_rng(0).integers(0, 64, (4, 17)).astype(np.int32)
     model = gpt(params_dtype=jnp.bfloat16)

@@ -41,7 +41,7 @@ def half_toy(rngs):
     return Toy(rngs, jnp.bfloat16)
 
 
-@pytest.mark.costly("Toy")
+@pytest.mark.wide("half_toy")
 @pytest.mark.parametrize("build", [Toy, half_toy])
 def test_microbatches_equal_one_batch(build):
     results = []

@@ -89,7 +89,7 @@ def logits(model: GPTModel) -> np.ndarray:
     return np.asarray(quick_jit(lambda model, tokens: model(tokens))(model, jnp.asarray(TOKENS)))
 
 
-@pytest.mark.costly("q and v", "all", "k and up")
+@pytest.mark.costly("k and up", slow=["all", "q and v"])
 @pytest.mark.parametrize(
     ("names", "fields", "scale"),
     [
@@ -173,7 +173,7 @@ def test_one_adapter_of_a_fused_kernel_is_that_of_each_of_its_layers(tmp_path: P
         np.testing.assert_array_equal(tensor, tensors[name].astype(np.float32), strict=True)
 
 
-@pytest.mark.costly("explicit", slow=["auto"])
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 def test_on_a_mesh(mode: str, tmp_path: Path) -> None:
     tensors = adapters([*SIZES])

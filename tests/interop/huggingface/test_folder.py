@@ -151,7 +151,7 @@ def test_an_interrupted_save_leaves_no_tensors_under_the_configuration_of_others
     assert found[-1] == "new"
 
 
-@pytest.mark.costly("auto")
+@pytest.mark.wide("explicit")
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 def test_on_a_mesh_each_device_gets_its_part(folder: Path, tmp_path: Path, mode: str) -> None:
     model = llama()

@@ -133,7 +133,7 @@ def test_scales_are_those_of_transformer_engine_now_and_later(form: str, recipe:
         assert_same_later_scales(load_megatron(path), theirs, rng)
 
 
-@pytest.mark.costly("torch_dist")
+@pytest.mark.wide("torch")
 @pytest.mark.parametrize("format", ["torch", "torch_dist"])
 def test_states_are_written_as_they_were_read(format: Any, tmp_path: Path) -> None:
     theirs, rng = after(9, RECIPES["max"])

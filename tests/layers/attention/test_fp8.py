@@ -61,7 +61,7 @@ def loss_fn(model: Any, batch: Any, key: Any) -> Any:
     return jnp.mean(jnp.square(model(batch) - jnp.roll(batch, 1, axis=1)))
 
 
-@pytest.mark.costly("current")
+@pytest.mark.wide("delayed")
 @KINDS
 def test_a_layer_holds_the_state_and_a_step_moves_it_on(recipe):
     x = draw("x", (B, S, H))
@@ -133,7 +133,7 @@ def test_evaluation_needs_no_derivative_of_the_state():
         assert np.all(np.isfinite(jax.grad(lambda x: jnp.sum(model(x)))(x)))
 
 
-@pytest.mark.costly("delayed", slow=["current"])
+@pytest.mark.slow
 @KINDS
 def test_microbatches_merge_by_maximum(recipe):
     batch = draw("x", (4, S, H)) * jnp.array([0.5, 2.0, 1.0, 0.25]).reshape(4, 1, 1)
@@ -196,7 +196,7 @@ def after_calls(recipe: Any) -> tuple[Any, Any]:
     return jax.tree.map(np.asarray, (out, nnx.as_pure(of_params), of_x)), jax.tree.map(np.asarray, nnx.as_pure(state))
 
 
-@pytest.mark.costly("current", slow=["delayed"])
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [DELAYED, CURRENT_WHOLE], ids=["delayed", "current"])
 def test_heads_on_two_devices(recipe):
     """The states are those of one device bit for bit, so no scale is one of a device's heads.
@@ -293,7 +293,7 @@ def test_a_captured_layer():
         assert_close(a, b, 2.0**-16)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_latent_attention_has_other_heads():
     """Of 192 and 128, as DeepSeek has them: in the compute dtype, and refused where the backend is named."""
     sizes = LatentAttentionOptions(kv_lora_rank=16, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128)
@@ -345,7 +345,7 @@ def test_megatrons_core():
     assert "quantizers.dp.scale" in state_dict(core)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_linen():
     q = draw("q", (B, S, N, 128))
     module = linen.DotProductAttention(N, 128)
@@ -365,7 +365,7 @@ def test_linen():
         module.apply({}, q, q, q)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_recomputing_the_core():
     x = draw("x", (B, S, H))
     with autocast(DELAYED):

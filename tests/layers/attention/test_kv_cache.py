@@ -49,7 +49,7 @@ def test_the_newest_tokens_are_the_last_of_what_is_held() -> None:
     assert cache.k[0, :, 0, 0].tolist() == [1, 1, 1, 0, 0]
 
 
-@pytest.mark.costly("(4, 5)", "(5, 1)")
+@pytest.mark.costly("(5, 1)", slow=["(4, 5)"])
 @pytest.mark.parametrize("pieces", [(4, 5), (5, 1), (3, 1, 2)], ids=str)
 def test_tokens_beyond_the_end_are_nan(pieces: tuple[int, ...]) -> None:
     """How many tokens a cache has is known at run time only; they would take the place of others, unseen."""

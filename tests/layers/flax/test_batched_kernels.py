@@ -93,7 +93,7 @@ def assert_experts_close(actual: Any, expected: Any, tolerance: float = TOLERANC
         assert_close(one, other, tolerance)
 
 
-@pytest.mark.costly("matmul", "the parameter first", "experts behind rows", "two axes of experts")
+@pytest.mark.costly("experts behind rows", "two axes of experts", slow=["matmul", "the parameter first"])
 @pytest.mark.parametrize("form", FORMS)
 def test_each_expert_is_a_gemm_of_its_own(form):
     call, of_x, of_w, back = FORMS[form]
@@ -119,7 +119,7 @@ def test_each_expert_is_a_gemm_of_its_own(form):
     assert np.any(np.asarray(value) != np.asarray(results(plain, X, W)[0]))
 
 
-@pytest.mark.costly("block")
+@pytest.mark.wide("delayed")
 @pytest.mark.parametrize("recipe", [DELAYED, Float8BlockScaling()], ids=lambda recipe: recipe.name)
 def test_other_recipes(recipe):
     module = Own(FORMS["einsum"][0])

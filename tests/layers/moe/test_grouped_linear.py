@@ -153,7 +153,7 @@ def test_kernels_are_drawn_one_by_one_from_the_stream_of_experts():
     assert layer(parallel_mode="column").bias.get_metadata("logical_axes") == ("expert", "ffn")
 
 
-@pytest.mark.costly("nvfp4", slow=["block"])
+@pytest.mark.wide("delayed")
 @pytest.mark.parametrize("recipe", [DELAYED, Float8BlockScaling(), NVFP4BlockScaling()], ids=lambda recipe: recipe.name)
 def test_quantized_kernels_are_kept_and_stored(x, recipe):
     experts = layer(recipe)
@@ -256,7 +256,7 @@ def test_kernels_stored_quantized_are_trained_like_others(x):
     assert losses[0] == losses[1]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_kernel_gradients_may_wait(x):
     with autocast(CURRENT):
         model = Block(nnx.Rngs(0))
@@ -280,7 +280,7 @@ def test_calibration_gives_each_expert_its_own_amax(x):
     assert model.down.quantizers["kernel"]["amax_history"][...][:, 0].tolist() == kernels.tolist()
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_layers_in_a_stack_run_as_a_loop(x):
     with autocast(DELAYED):
         stack = nnx.vmap(lambda key: GroupedLinear(E, K, K, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 2))

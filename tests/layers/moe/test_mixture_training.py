@@ -48,7 +48,7 @@ def states(tree: nnx.State) -> dict[str, np.ndarray]:
     return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(tree)}
 
 
-@pytest.mark.costly("delayed", slow=["current"])
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [CURRENT, DELAYED], ids=lambda recipe: recipe.name)
 def test_kernels_quantized_once_a_step_or_stored_change_nothing(recipe):
     """Beside kernels that are quantized in each microbatch; the same values, and the same states."""
@@ -70,7 +70,7 @@ def test_kernels_quantized_once_a_step_or_stored_change_nothing(recipe):
     assert np.any(plain["router.expert_bias"])
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_inspection_names_each_layer_and_changes_nothing():
     with autocast(CURRENT):
         model = build(nnx.Rngs(0))
@@ -88,7 +88,7 @@ def test_inspection_names_each_layer_and_changes_nothing():
     assert kernel.amax == float(jnp.max(jnp.abs(model.experts.linear_fc1.kernel[...])))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_layers_are_ranked_without_a_count():
     model = build(nnx.Rngs(0))
     before = jax.tree.map(jnp.copy, nnx.state(model))

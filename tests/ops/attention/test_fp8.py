@@ -115,10 +115,15 @@ def assert_same_codes(actual: Any, expected: Any, scale: float, what: str) -> No
 
 
 @pytest.mark.costly(
-    "no_mask-current-powers",
-    *(f"causal-{name}" for name in RECIPES if name != "delayed"),
-    *(f"no_mask-{name}" for name in RECIPES if name != "current-powers"),
-    slow=["no_mask-delayed", "no_mask-current", "no_mask-delayed-margin"],
+    "causal-current",
+    "causal-current-powers",
+    slow=[
+        "no_mask-delayed",
+        "no_mask-current",
+        "no_mask-delayed-margin",
+        "causal-delayed-margin",
+        "no_mask-current-powers",
+    ],
 )
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize(
@@ -233,7 +238,7 @@ def test_what_e4m3_gradients_cost(inputs, better):
         assert four < five if better is E4M3 else five < 0.2 < 0.5 < four
 
 
-@pytest.mark.costly("DelayedScaling-outliers", "DelayedScaling-normal")
+@pytest.mark.wide("Float8CurrentScaling-normal", "Float8CurrentScaling-outliers")
 @pytest.mark.parametrize("inputs", ["normal", "outliers"])
 @pytest.mark.parametrize("kind", [DelayedScaling, Float8CurrentScaling])
 def test_a_backward_pass_in_high_precision(kind, inputs):
@@ -263,7 +268,7 @@ def test_a_backward_pass_in_high_precision(kind, inputs):
         assert relative_l2(actual, want) <= 2.0**-16, name
 
 
-@pytest.mark.costly("DelayedScaling")
+@pytest.mark.wide("Float8CurrentScaling")
 @pytest.mark.parametrize("kind", [Float8CurrentScaling, DelayedScaling])
 def test_a_forward_pass_in_high_precision(kind):
     """The exact output of the operands that backward reads, and the mean of exactly that output in backward."""

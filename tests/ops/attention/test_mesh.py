@@ -56,8 +56,7 @@ def value_and_gradients(model: nnx.Module, x: Any, g: Any, positions: Any, key: 
     return quick_jit(lambda *args: with_vjp(run, args[:2], args[2]))(state, x, g)
 
 
-@pytest.mark.costly(slow=["p2p-auto"])
-@pytest.mark.wide("p2p-auto", "a2a+p2p-explicit")
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize("kind", WAYS)
 def test_a_layer_of_every_way_is_one_devices(kind: str, mode: str) -> None:

@@ -107,16 +107,12 @@ LAYERS = {
 }
 
 
-@pytest.mark.costly(
-    "explicit-column-current",
-    slow=[
-        "auto-column behind an all-gather-delayed",
-        "explicit-column-delayed",
-        "explicit-row-delayed",
-        "auto-row-current",
-        "auto-column-delayed",
-        "auto-column-current",
-    ],
+@pytest.mark.wide(
+    "auto-column behind an all-gather-current",
+    "auto-row-delayed",
+    "explicit-column behind an all-gather-delayed",
+    "explicit-column behind an all-gather-current",
+    "explicit-row-current",
 )
 @pytest.mark.parametrize("recipe", [DELAYED, WHOLE], ids=lambda recipe: recipe.name)
 @pytest.mark.parametrize("layer", LAYERS)

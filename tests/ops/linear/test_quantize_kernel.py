@@ -42,8 +42,7 @@ def inputs(name="dense"):
     return case, case.args["x"], case.args.get("kernel")
 
 
-@pytest.mark.costly("False-nvfp4")
-@pytest.mark.wide
+@pytest.mark.wide("False-delayed", "False-block", "True-current", "True-mxfp8")
 @by_name
 @pytest.mark.parametrize("portable", [False, True])
 def test_a_call_with_it_is_the_call_with_the_kernel(recipe, portable):
@@ -65,8 +64,7 @@ def test_a_call_with_it_is_the_call_with_the_kernel(recipe, portable):
         assert_bitwise(ours, wanted)
 
 
-@pytest.mark.costly("nvfp4")
-@pytest.mark.wide("delayed", "nvfp4")
+@pytest.mark.wide("delayed")
 @by_name
 def test_it_crosses_jit_scan_and_remat(recipe):
     """Quantized once outside, used in each iteration."""
@@ -91,7 +89,7 @@ def test_it_crosses_jit_scan_and_remat(recipe):
             assert_bitwise(dxs[i], dx)
 
 
-@pytest.mark.costly("layernorm_dense")
+@pytest.mark.wide("layernorm_mlp")
 @pytest.mark.parametrize("op", ["layernorm_dense", "layernorm_mlp"])
 def test_the_other_ops_take_it(op):
     recipe = Float8BlockScaling()
