@@ -14,6 +14,7 @@ from jax_te.models.stack import (
     StackInput,
     StackOptions,
     check_recompute_policy,
+    layers_traced_once,
     run_layers,
     runs_scanned,
 )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Protocol, TypedDict
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +64,21 @@ def runs_scanned(scan: ScanChoice, num_layers: int) -> bool:
     (False, True, True)
     """
     return num_layers > UNROLL_LIMIT if scan == "auto" else scan
+
+
+_layers_share_a_trace = jax.make_user_context(False)
+"""Whether layers of one structure are traced once, see `layers_traced_once`."""
+
+
+@contextlib.contextmanager
+def layers_traced_once() -> Iterator[None]:
+    """Yield inside of a function that ``jit`` traces: there JAX traces layers of one structure once, not one by one.
+
+    The compiled program is the same, since XLA inlines each call. Whether ``jit`` traces cannot be told from arrays:
+    without it each pass would compile its layers anew. So the steps of `jax_te.training` say it.
+    """
+    with _layers_share_a_trace(True):
+        yield
 
 
 def layer_keys(key: Array | None, count: int) -> list[Array | None]:
@@ -273,10 +289,7 @@ def _run(
     with selective_recompute(*modules):
         if runs_scanned(options.scan, len(layers)):
             return join_batch(_run_scanned(calls, groups, layers, xs, keys, given))
-        for group in groups:
-            members = slice(group.first, group.first + group.count)
-            xs = calls[group.recomputed](xs, list(layers[members]), list(keys[members]), given, first=group.first)
-        return join_batch(xs)
+        return join_batch(_run_one_by_one(calls, groups, layers, xs, keys, given))
 
 
 class ModelInParts(Protocol):
@@ -361,6 +374,68 @@ def rotary_of(layer: TransformerLayer, rotary: Rotary | tuple[Rotary, Rotary] | 
     return rotary[layer.self_attention.core_attention.window_size is not None]
 
 
+def _run_one_by_one(
+    calls: dict[bool, Callable[..., Parts]],
+    groups: Sequence[Group],
+    layers: Sequence[nnx.Module],
+    xs: Parts,
+    keys: Sequence[Any],
+    given: tuple[dict[str, Any], ...],
+) -> Parts:
+    """Run groups one after the other; in `layers_traced_once` JAX traces those of one structure once."""
+
+    @functools.cache
+    def jitted(recomputed: bool, graphdef: nnx.GraphDef[Any]) -> Callable[..., tuple[Parts, _Changed]]:
+        # Arguments of all layers are closed over: some are no arrays.
+        return jax.jit(functools.partial(_call_copies, calls[recomputed], graphdef, given=given))
+
+    for group in groups:
+        members = slice(group.first, group.first + group.count)
+        own, own_keys = list(layers[members]), list(keys[members])
+        if not _layers_share_a_trace.value:
+            xs = calls[group.recomputed](xs, own, own_keys, given, first=group.first)
+            continue
+        graphdef, state = nnx.split(own)
+        with jax.named_scope(f"layer_{group.first}"):
+            xs, changed = jitted(group.recomputed, graphdef)(state, xs, own_keys)
+        changed.apply(own)
+    return xs
+
+
+class _Changed(NamedTuple):
+    """What a call of copies of layers has changed: arrays, and where they belong."""
+
+    arrays: list[Array]
+    where: _Where
+
+    def apply(self, layers: list[nnx.Module]) -> None:
+        """Change the layers."""
+        self.where.changes.apply(layers, self.arrays)
+
+
+@jax.tree_util.register_static  # a static result: JAX returns that of the trace when it does not trace again
+@dataclass(frozen=True, eq=False)
+class _Where:
+    changes: Changes
+
+
+def _call_copies(
+    call: Callable[..., Parts],
+    graphdef: nnx.GraphDef[Any],
+    state: Any,
+    xs: Parts,
+    keys: Sequence[Any],
+    *,
+    given: tuple[dict[str, Any], ...],
+) -> tuple[Parts, _Changed]:
+    """Call copies of layers, and return what the call has changed beside the result."""
+    copies = nnx.merge(graphdef, state)
+    watched = Watched(copies)
+    xs = call(xs, copies, keys, given)
+    arrays, changes = watched.changes()
+    return xs, _Changed(arrays, _Where(changes))
+
+
 def _run_scanned(
     calls: dict[bool, Callable[..., Parts]],
     groups: Sequence[Group],
@@ -370,23 +445,22 @@ def _run_scanned(
     given: tuple[dict[str, Any], ...],
 ) -> Parts:
     """Run consecutive groups of the same structure in one loop."""
-    split = [nnx.split(layer) for layer in layers]
+    members = [slice(group.first, group.first + group.count) for group in groups]
+    split = [nnx.split(list(layers[own])) for own in members]
 
-    def structure(group: Group) -> tuple[Any, ...]:
-        members = split[group.first : group.first + group.count]
-        return group.recomputed, *((graphdef, jax.tree.structure(state), _types(state)) for graphdef, state in members)
+    def structure(place: int) -> tuple[Any, ...]:
+        graphdef, state = split[place]
+        return groups[place].recomputed, graphdef, jax.tree.structure(state), _types(state)
 
     # graphdefs hold all static attributes, so layers with another recipe, window or name are in another group; and
     # structures tell which kernels are cached, and the sinks without arrays of an abstract pass. Neither has dtypes,
     # and a stack of arrays of two would promote one of them.
-    for (recomputed, *structures), found in itertools.groupby(groups, key=structure):
-        alike, steps = list(found), []
-        for group in alike:
-            members = range(group.first, group.first + group.count)
-            steps.append(([_stackable(split[i][1]) for i in members], [keys[i] for i in members]))
+    for (recomputed, graphdef, *_), found in itertools.groupby(range(len(groups)), key=structure):
+        places = list(found)
+        steps = [(_stackable(split[place][1]), list(keys[members[place]])) for place in places]
+        run = functools.partial(_call_copies, calls[recomputed], graphdef, given=given)
         with jax.named_scope("layers"):
-            own = [list(layers[group.first : group.first + group.count]) for group in alike]
-            xs = _scan(calls[recomputed], [graphdef for graphdef, *_ in structures], steps, own, xs, given)
+            xs = _scan(run, steps, [list(layers[members[place]]) for place in places], xs)
     return xs
 
 
@@ -415,37 +489,28 @@ def _of_quantizers(convert: Callable[[Any], Any], state: nnx.State) -> nnx.State
 
 
 def _scan(
-    call: Callable[..., Parts],
-    graphdefs: Sequence[Any],
-    steps: list[tuple[list[nnx.State], list[Any]]],
+    call: Callable[..., tuple[Parts, _Changed]],
+    steps: list[tuple[nnx.State, list[Any]]],
     layers: list[list[nnx.Module]],
     xs: Parts,
-    given: tuple[dict[str, Any], ...],
 ) -> Parts:
     """Run steps of layers in a loop over the layers' states; what the calls change reaches the layers of each step."""
-    found: list[Changes] = []
 
-    def run(xs: Parts, step: tuple[list[nnx.State], list[Any]]) -> tuple[Parts, list[Array]]:
-        states, keys = step
-        copies = [nnx.merge(graph, _merging(state)) for graph, state in zip(graphdefs, states, strict=True)]
-        watched = Watched(copies)
-        xs = call(xs, copies, keys, given)
-        arrays, changes = watched.changes()
-        found[:] = [changes]
-        return xs, arrays
+    def run(xs: Parts, step: tuple[nnx.State, list[Any]]) -> tuple[Parts, _Changed]:
+        state, keys = step
+        return call(_merging(state), xs, keys)
 
     # One step needs no loop, which would stack and slice needlessly.
     if len(steps) == 1:
         xs, changed = run(xs, steps[0])
-        _check_own_state(found[0], layers)
-        found[0].apply(layers[0], changed)
+        changed.apply(layers[0])
         return xs
     stacked = jax.tree.map(lambda *leaves: jnp.stack([_behind_barrier(leaf) for leaf in leaves]), *steps)
     with loop_over_layers():
         xs, changed = jax.lax.scan(run, xs, stacked)
-    _check_own_state(found[0], layers)
+    _check_own_state(changed.where.changes, layers)
     for step, own in enumerate(layers):
-        found[0].apply(own, [array[step] for array in changed])
+        _Changed([array[step] for array in changed.arrays], changed.where).apply(own)
     return xs
 
 

@@ -24,6 +24,7 @@ from jax_te.layers import (
     set_grad_sinks,
     with_grad_sinks,
 )
+from jax_te.models import layers_traced_once
 from jax_te.quantize import (
     QuantizedKernel,
     QuantizerState,
@@ -567,7 +568,8 @@ def differentiate(
         # These belong to this pass: they must not be part of the returned model's other state.
         cached = differentiation.cached
         kept = contextlib.nullcontext() if cached is None else cached_kernels(model, cached)
-        with kept, with_grad_sinks(model, grad_sinks), aux_losses_scaled(model, differentiation.scaler.scale):
+        losses = aux_losses_scaled(model, differentiation.scaler.scale)
+        with kept, with_grad_sinks(model, grad_sinks), losses, layers_traced_once():  # `jit` traces every step
             value, aux = fn(model, *inputs)
         _check_differentiable(value)
         loss = mean_loss(value)

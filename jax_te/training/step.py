@@ -15,7 +15,7 @@ from flax import nnx
 from jax_te._validation import check_positive, checked, float_dtype
 from jax_te.config import PipelineConfig
 from jax_te.layers import step_metrics
-from jax_te.models import multi_token_metrics
+from jax_te.models import layers_traced_once, multi_token_metrics
 from jax_te.quantize import frozen_scales, write_back
 from jax_te.sharding import use_rules
 from jax_te.training.global_batch import require_global_batches
@@ -209,7 +209,7 @@ def make_eval_step(loss_fn: LossFn) -> Callable[[TrainState, PyTree], Array]:
     def eval_step(state: TrainState, batch: PyTree) -> Array:
         model = state.model
         model.eval()
-        with use_rules(rules_of(batch)):
+        with use_rules(rules_of(batch)), layers_traced_once():
             return mean_loss(loss_fn(model, shard_batch(batch), None))
 
     return require_global_batches(eval_step)

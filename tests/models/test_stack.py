@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from flax import nnx
 
 from jax_te.config import RecomputeConfig, TransformerConfig
-from jax_te.layers import LayerNormMLP
-from jax_te.models import UNROLL_LIMIT, Execution, GPTModel, T5Model, run_layers, runs_scanned, stack
+from jax_te.layers import LayerNormMLP, prepare_quantization
+from jax_te.models import (
+    UNROLL_LIMIT,
+    Execution,
+    GPTModel,
+    T5Model,
+    layers_traced_once,
+    run_layers,
+    runs_scanned,
+    stack,
+)
 from jax_te.ops import loop_over_layers
+from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling, autocast
-from jax_te.training import split_model
+from jax_te.training import create_train_state, make_train_step, split_model
+from tests.support.states import merging
 
 SIZES: dict[str, Any] = {"vocab_size": 32, "max_sequence_length": 8}
 TOKENS = jnp.zeros((2, 8), jnp.int32)
@@ -165,3 +178,85 @@ def test_a_policy_without_effect_is_refused() -> None:
             run_layers([], x, [], recompute=recompute, policy=policy)
     for recompute, policy in ((RecomputeConfig(), None), (selective, "full"), (full, "save_gemms")):
         assert run_layers([], x, [], recompute=recompute, policy=policy) is x
+
+
+class Noted(Block):
+    """A layer that changes state, its own or that of others, and says when it is traced."""
+
+    traced: ClassVar[list[float]] = []
+
+    def __init__(self, rngs: nnx.Rngs, calls: nnx.Variable, factor: float = 1.0):
+        super().__init__(rngs)
+        self.calls, self.factor, self.seen = calls, factor, None
+        self.largest = nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, x: jax.Array, dropout_key: Any = None) -> jax.Array:
+        self.traced.append(self.factor)
+        self.calls[...] += 1
+        y = self.factor * super().__call__(x) + jax.random.normal(dropout_key, x.shape)
+        self.largest.set_value(jnp.max(y))
+        self.seen = x.shape
+        return y
+
+
+def loss_of_layers(model: Any, keys: Any, recompute: RecomputeConfig) -> Any:
+    y = run_layers(model.layers, jnp.ones((2, 8, 16)), keys, recompute=recompute, scan=False)
+    assert all(layer.seen == (2, 8, 16) for layer in model.layers)
+    return jnp.sum(y) + sum(layer.largest.get_value() for layer in model.layers)
+
+
+RECOMPUTED = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
+
+
+@pytest.mark.costly("each its own count-plain", "each its own count-recomputed")
+@pytest.mark.parametrize("recompute", [RecomputeConfig(), RECOMPUTED], ids=["plain", "recomputed"])
+@pytest.mark.parametrize("shared", [False, True], ids=["each its own count", "one count"])
+def test_layers_traced_once_give_what_each_by_itself_gives(shared: bool, recompute: RecomputeConfig) -> None:
+    """What calls change reaches each layer, also a Variable of all layers, and a layer that differs is traced, too."""
+
+    class Model(nnx.Module):
+        def __init__(self) -> None:
+            counts = [nnx.Variable(jnp.zeros((), jnp.int32)) for _ in range(6)]
+            factors = (1.0, 1.0, 1.0, 1.0, 2.0, 1.0)
+            layers = zip(range(6), counts, factors, strict=True)
+            self.layers = nnx.List([Noted(nnx.Rngs(i), counts[0] if shared else c, f) for i, c, f in layers])
+
+    @functools.partial(jax.jit, static_argnames=("graphdef", "once"))
+    def run(graphdef: Any, params: Any, rest: Any, once: bool) -> Any:
+        def loss(params: Any) -> Any:
+            model = nnx.merge(graphdef, merging(params), rest, copy=True)
+            with layers_traced_once() if once else contextlib.nullcontext():
+                value = loss_of_layers(model, list(jax.random.split(jax.random.key(0), 6)), recompute)
+            return value, [layer.calls.get_value() for layer in model.layers]
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    recipe = DelayedScaling(amax_history_len=2)
+    with autocast(recipe):
+        parts = nnx.split(prepare_quantization(Model(), recipe), (nnx.Param, QuantizerState), ...)
+        traced, results = Noted.traced, {}
+        for once in (False, True):
+            traced.clear()
+            results[once] = run(*parts, once), sorted(traced)
+    (expected, by_themselves), (actual, together) = results[False], results[True]
+    assert by_themselves.count(1.0) == 5
+    assert (together.count(1.0), together.count(2.0)) == ((1, 1) if recompute == RecomputeConfig() else (3, 1))
+    assert expected[0][1][0] == (6 if shared else 1)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def test_a_train_step_traces_layers_of_one_structure_once() -> None:
+    class Model(nnx.Module):
+        def __init__(self, count: int, rngs: nnx.Rngs):
+            self.layers = nnx.List([Noted(rngs, nnx.Variable(jnp.zeros((), jnp.int32))) for _ in range(count)])
+
+    traces = {}
+    for count in (2, 5):
+        tx, keys = optax.sgd(0.1), list(jax.random.split(jax.random.key(0), count))
+        state = create_train_state(functools.partial(Model, count), tx, key=jax.random.key(0))
+        step = make_train_step(lambda model, batch, key, keys=keys: loss_of_layers(model, keys, RecomputeConfig()), tx)
+        Noted.traced.clear()
+        state, _ = step(state, jnp.zeros((1,)))
+        traces[count] = len(Noted.traced)
+        assert all(layer.calls[...] == 1 for layer in state.model.layers)
+    assert traces[2] == traces[5]
