@@ -13,9 +13,6 @@ from jax_te.recipe.base import Recipe
 # A user context is part of the jit cache key: a function traced under one recipe is traced again under another.
 ambient_recipe = jax.make_user_context(None)
 
-_is_said = jax.make_user_context(False)
-"""Whether an `autocast` says what the ambient recipe is, None being one that it may say."""
-
 
 @checked
 @contextlib.contextmanager
@@ -38,15 +35,10 @@ def autocast(recipe: Recipe | None, *, enabled: bool = True) -> Iterator[None]:
     ...     current_recipe().name
     'current'
     """
-    with ambient_recipe(recipe if enabled else None), _is_said(True):
+    with ambient_recipe(recipe if enabled else None):
         yield
 
 
 def current_recipe() -> Recipe | None:
     """Return the recipe of the innermost `autocast`; None outside of one and where it is disabled."""
     return ambient_recipe.value
-
-
-def recipe_is_said() -> bool:
-    """Return whether this is inside of an `autocast`, be it ``autocast(None)``."""
-    return _is_said.value

@@ -15,12 +15,11 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
-from jax_te._validation import checked, has_shape_and_dtype, warn_caller
+from jax_te._validation import checked, has_shape_and_dtype
 from jax_te.layers import (
     KernelCache,
     aux_losses_scaled,
     cached_kernels,
-    quantizable_modules,
     quantize_kernels,
     set_grad_sinks,
     with_grad_sinks,
@@ -34,7 +33,6 @@ from jax_te.quantize import (
     with_max_gradients,
     write_back,
 )
-from jax_te.recipe import recipe_is_said
 from jax_te.remat import StaticChanges, Watched
 from jax_te.sharding import constrain, current_mesh, leaves_with_axes, variable_axes
 from jax_te.training.kernel_gradients import KernelGradients, Path, SummandPlace
@@ -560,7 +558,6 @@ def differentiate(
     plain, quantized = split_parameters(params)
     names = dict(nnx.to_flat_state(params if differentiation.like is None else differentiation.like))
     model = nnx.merge(graphdef, params, quantizers, rest)
-    _warn_without_recipe(model)
     grad_sinks, places = (
         differentiation.kernels.sinks(model, params),
         differentiation.kernels.summand_places(model, params),
@@ -595,19 +592,6 @@ def differentiate(
     grads = nnx.from_flat_state([(path, names[path].replace(grad)) for path, grad in total.items()])
     gradients = Gradients(loss, grads, as_float32(quantizers), constrain_as_created(rest))
     return Differentiated(gradients, summands, input_grads, aux)
-
-
-def _warn_without_recipe(model: nnx.Module) -> None:
-    """Warn where a model has states of delayed scaling and no layer a recipe, which nothing says it should not have."""
-    if recipe_is_said():
-        return
-    kernels = [(module, kernel) for _, module in quantizable_modules(model) for kernel in module.kernels]
-    with_states = [module.recipe_of(kernel) for module, kernel in kernels if module.gemm_state(kernel) is not None]
-    if with_states and all(recipe is None for recipe in with_states):
-        warn_caller(
-            "this model has scales of delayed scaling, and no recipe is in use here, so that it trains in high "
-            "precision: call it inside of `with autocast(recipe):`, or, if that is meant, of `with autocast(None):`"
-        )
 
 
 def _arrays(grads: nnx.State) -> dict[Path, Array]:
