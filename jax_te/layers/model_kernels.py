@@ -134,7 +134,8 @@ def quantize_parameters(model: nnx.Module, *, only_marked: bool = False) -> nnx.
             meant.
 
     Raises:
-        ValueError: for layers of Flax under `quantize_model`, which hold only plain arrays.
+        ValueError: for layers of Flax under `quantize_model`, which hold only plain arrays; unless ``only_marked``, if
+            no kernel is stored quantized then, because no recipe is in use here that quantizes one.
         QuantizerStateError: for a recipe with state, if a layer was built without it.
 
     Source: ``transformer_engine.pytorch.quantized_model_init``; Megatron-Core's ``--fp8-param-gather``.
@@ -148,16 +149,24 @@ def quantize_parameters(model: nnx.Module, *, only_marked: bool = False) -> nnx.
     """
     if not only_marked and any(module.of_flax for _, module in quantizable_modules(model)):
         raise ValueError(
-            "layers of Flax hold their kernels as arrays, which cannot be stored quantized: leave fp8_param out, or "
-            "build the model of jax_te's layers"
+            "layers of Flax hold their kernels as arrays, which cannot be stored quantized: leave fp8_param, or this "
+            "call, out, or build the model of jax_te's layers"
         )
-    stored = []  # all before one is set: a kernel that cannot be quantized leaves the model as it was
+    held, stored = False, []  # all before one is set: a kernel that cannot be quantized leaves the model as it was
     for _, module, kernel in quantizable_kernels(model):
         own, value = module.own_recipe(kernel), getattr(module, kernel).get_value()
         if only_marked and (own is None or not own.holds_kernels):
             continue
-        if not isinstance(value, QuantizedKernel) and quantizer_for(module.recipe_of(kernel), "kernel") is not None:
+        if isinstance(value, QuantizedKernel):
+            held = True
+        elif quantizer_for(module.recipe_of(kernel), "kernel") is not None:
             stored.append((getattr(module, kernel), module.stored_form(kernel)))
+    if not (only_marked or held or stored):
+        raise ValueError(
+            "kernels are to be stored quantized (fp8_param, fp4_param or quantize_parameters), and no layer has a "
+            "recipe that quantizes one: make this call, and those of steps, inside `with autocast(recipe):`, or leave "
+            "it out"
+        )
     for variable, form in stored:
         variable.set_value(form)
     return model

@@ -182,9 +182,3 @@ def store_quantized(model: nnx.Module, fp8_param: bool) -> None:
     every = fp8_param or getattr(config, "fp8_param", False) or getattr(config, "fp4_param", False)
     if every or any(recipe is not None and recipe.holds_kernels for recipe in own):
         quantize_parameters(model, only_marked=not every)
-    stored = (getattr(module, kernel).get_value() for _, module, kernel in quantizable_kernels(model))
-    if every and not any(isinstance(value, QuantizedKernel) for value in stored):
-        raise ValueError(
-            "fp8_param (fp4_param) asks for kernels that are stored quantized, and no layer has a recipe that quantizes"
-            " one: create the state, and call the step, inside `with autocast(recipe):`, or leave fp8_param out"
-        )

@@ -103,3 +103,10 @@ def test_kernels_of_which_one_cannot_be_quantized_stay_as_they_were() -> None:
     with autocast(DelayedScaling()), pytest.raises(ValueError, match="state"):
         quantize_parameters(model)
     assert all(isinstance(layer.kernel.get_value(), jax.Array) for layer in model)
+
+
+def test_parameters_are_not_quantized_without_a_recipe():
+    layer = Linear(16, 16, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="no layer has a recipe that quantizes one"):
+        quantize_parameters(layer)
+    assert isinstance(quantize_parameters(layer, only_marked=True).kernel.get_value(), jax.Array)
