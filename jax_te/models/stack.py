@@ -72,10 +72,14 @@ _layers_share_a_trace = jax.make_user_context(False)
 
 @contextlib.contextmanager
 def layers_traced_once() -> Iterator[None]:
-    """Yield inside of a function that ``jit`` traces: there JAX traces layers of one structure once, not one by one.
+    """Yield inside of a function that ``jit`` traces; JAX then traces unrolled layers of one structure once.
 
-    The compiled program is the same, since XLA inlines each call. Whether ``jit`` traces cannot be told from arrays:
-    without it each pass would compile its layers anew. So the steps of `jax_te.training` say it.
+    The first one is traced as a jitted function of its arrays, and the others call that function. XLA inlines it, so
+    that the compiled program has the same operations. Where nothing is jitted, each pass would compile that function
+    anew; so it is the steps of `jax_te.training` that enter this context, which are jitted.
+
+    Layers with a module of another class than this package's or Flax's are traced one by one. There a call may depend
+    on more than attributes and arguments: on what an earlier layer has left in a list, a dict or a counter.
     """
     with _layers_share_a_trace(True):
         yield
@@ -382,7 +386,7 @@ def _run_one_by_one(
     keys: Sequence[Any],
     given: tuple[dict[str, Any], ...],
 ) -> Parts:
-    """Run groups one after the other; in `layers_traced_once` JAX traces those of one structure once."""
+    """Run groups one after the other; in `layers_traced_once` JAX traces layers of one structure once."""
 
     @functools.cache
     def jitted(recomputed: bool, graphdef: nnx.GraphDef[Any]) -> Callable[..., tuple[Parts, _Changed]]:
@@ -392,7 +396,8 @@ def _run_one_by_one(
     for group in groups:
         members = slice(group.first, group.first + group.count)
         own, own_keys = list(layers[members]), list(keys[members])
-        if not _layers_share_a_trace.value:
+        # A group of several layers is traced by itself, so that each of them has its number in the names of operations.
+        if not (_layers_share_a_trace.value and group.count == 1 and _depends_on_itself_alone(own[0])):
             xs = calls[group.recomputed](xs, own, own_keys, given, first=group.first)
             continue
         graphdef, state = nnx.split(own)
@@ -400,6 +405,18 @@ def _run_one_by_one(
             xs, changed = jitted(group.recomputed, graphdef)(state, xs, own_keys)
         changed.apply(own)
     return xs
+
+
+def _depends_on_itself_alone(layer: nnx.Module) -> bool:
+    """Return whether calls of a layer are known to depend on its attributes, its arrays and the arguments alone."""
+    modules = [module for _, module in nnx.iter_modules(layer)]
+    if not all(type(module).__module__.partition(".")[0] in ("jax_te", "flax") for module in modules):
+        return False
+    try:
+        hash(nnx.graphdef(layer))
+    except TypeError:  # an attribute that somebody set, such as a list, by which layers cannot be told apart
+        return False
+    return True
 
 
 class _Changed(NamedTuple):
@@ -413,7 +430,7 @@ class _Changed(NamedTuple):
         self.where.changes.apply(layers, self.arrays)
 
 
-@jax.tree_util.register_static  # a static result: JAX returns that of the trace when it does not trace again
+@jax.tree_util.register_static  # so that a jitted function returns it also in calls that JAX does not trace again
 @dataclass(frozen=True, eq=False)
 class _Where:
     changes: Changes

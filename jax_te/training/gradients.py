@@ -569,7 +569,7 @@ def differentiate(
         cached = differentiation.cached
         kept = contextlib.nullcontext() if cached is None else cached_kernels(model, cached)
         losses = aux_losses_scaled(model, differentiation.scaler.scale)
-        with kept, with_grad_sinks(model, grad_sinks), losses, layers_traced_once():  # `jit` traces every step
+        with kept, with_grad_sinks(model, grad_sinks), losses, layers_traced_once():
             value, aux = fn(model, *inputs)
         _check_differentiable(value)
         loss = mean_loss(value)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,7 @@ import pytest
 from flax import nnx
 
 from jax_te.config import RecomputeConfig, TransformerConfig
-from jax_te.layers import LayerNormMLP, prepare_quantization
+from jax_te.layers import LayerNormMLP, TransformerLayer
 from jax_te.models import (
     UNROLL_LIMIT,
     Execution,
@@ -29,10 +31,12 @@ from jax_te.ops import loop_over_layers
 from jax_te.quantize import QuantizerState
 from jax_te.recipe import DelayedScaling, autocast
 from jax_te.training import create_train_state, make_train_step, split_model
+from tests.support.numerics import quick_jit
 from tests.support.states import merging
 
 SIZES: dict[str, Any] = {"vocab_size": 32, "max_sequence_length": 8}
 TOKENS = jnp.zeros((2, 8), jnp.int32)
+NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 
 
 def config(layers: int) -> TransformerConfig:
@@ -180,83 +184,92 @@ def test_a_policy_without_effect_is_refused() -> None:
         assert run_layers([], x, [], recompute=recompute, policy=policy) is x
 
 
-class Noted(Block):
-    """A layer that changes state, its own or that of others, and says when it is traced."""
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The hidden sizes of MLPs, one for each call of an MLP that JAX traces."""
+    sizes, call = [], LayerNormMLP.__call__
 
-    traced: ClassVar[list[float]] = []
+    def noted(self: LayerNormMLP, x: jax.Array, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(self.wo_kernel.get_value().shape[0])
+        return call(self, x, *args, **kwargs)
 
-    def __init__(self, rngs: nnx.Rngs, calls: nnx.Variable, factor: float = 1.0):
-        super().__init__(rngs)
-        self.calls, self.factor, self.seen = calls, factor, None
-        self.largest = nnx.Variable(jnp.zeros(()))
-
-    def __call__(self, x: jax.Array, dropout_key: Any = None) -> jax.Array:
-        self.traced.append(self.factor)
-        self.calls[...] += 1
-        y = self.factor * super().__call__(x) + jax.random.normal(dropout_key, x.shape)
-        self.largest.set_value(jnp.max(y))
-        self.seen = x.shape
-        return y
+    monkeypatch.setattr(LayerNormMLP, "__call__", noted)
+    return sizes
 
 
-def loss_of_layers(model: Any, keys: Any, recompute: RecomputeConfig) -> Any:
-    y = run_layers(model.layers, jnp.ones((2, 8, 16)), keys, recompute=recompute, scan=False)
-    assert all(layer.seen == (2, 8, 16) for layer in model.layers)
-    return jnp.sum(y) + sum(layer.largest.get_value() for layer in model.layers)
+ALONE = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+IN_PAIRS = dataclasses.replace(ALONE, recompute_num_layers=2)
 
 
-RECOMPUTED = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
-
-
-@pytest.mark.costly("each its own count-plain", "each its own count-recomputed")
-@pytest.mark.parametrize("recompute", [RecomputeConfig(), RECOMPUTED], ids=["plain", "recomputed"])
-@pytest.mark.parametrize("shared", [False, True], ids=["each its own count", "one count"])
-def test_layers_traced_once_give_what_each_by_itself_gives(shared: bool, recompute: RecomputeConfig) -> None:
-    """What calls change reaches each layer, also a Variable of all layers, and a layer that differs is traced, too."""
-
-    class Model(nnx.Module):
-        def __init__(self) -> None:
-            counts = [nnx.Variable(jnp.zeros((), jnp.int32)) for _ in range(6)]
-            factors = (1.0, 1.0, 1.0, 1.0, 2.0, 1.0)
-            layers = zip(range(6), counts, factors, strict=True)
-            self.layers = nnx.List([Noted(nnx.Rngs(i), counts[0] if shared else c, f) for i, c, f in layers])
-
-    @functools.partial(jax.jit, static_argnames=("graphdef", "once"))
-    def run(graphdef: Any, params: Any, rest: Any, once: bool) -> Any:
-        def loss(params: Any) -> Any:
-            model = nnx.merge(graphdef, merging(params), rest, copy=True)
-            with layers_traced_once() if once else contextlib.nullcontext():
-                value = loss_of_layers(model, list(jax.random.split(jax.random.key(0), 6)), recompute)
-            return value, [layer.calls.get_value() for layer in model.layers]
-
-        return jax.value_and_grad(loss, has_aux=True)(params)
-
-    recipe = DelayedScaling(amax_history_len=2)
+@pytest.mark.costly("alone", "in pairs")
+@pytest.mark.parametrize("recompute", [RecomputeConfig(), ALONE, IN_PAIRS], ids=["plain", "alone", "in pairs"])
+def test_layers_traced_once_give_what_each_by_itself_gives(recompute: RecomputeConfig, traced: list[int]) -> None:
+    """With dropout and states of delayed scaling; a layer that differs is traced by itself."""
+    recipe, keys = DelayedScaling(amax_history_len=2), list(jax.random.split(jax.random.key(0), 4))
     with autocast(recipe):
-        parts = nnx.split(prepare_quantization(Model(), recipe), (nnx.Param, QuantizerState), ...)
-        traced, results = Noted.traced, {}
-        for once in (False, True):
-            traced.clear()
-            results[once] = run(*parts, once), sorted(traced)
-    (expected, by_themselves), (actual, together) = results[False], results[True]
-    assert by_themselves.count(1.0) == 5
-    assert (together.count(1.0), together.count(2.0)) == ((1, 1) if recompute == RecomputeConfig() else (3, 1))
-    assert expected[0][1][0] == (6 if shared else 1)
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+        layers = nnx.List([TransformerLayer(16, 64 if i == 2 else 32, 2, rngs=nnx.Rngs(i)) for i in range(4)])
+    graphdef, params, rest = nnx.split(layers, (nnx.Param, QuantizerState), ...)
+
+    def loss(params: Any, context: Any) -> jax.Array:
+        layers = nnx.merge(graphdef, merging(params), rest, copy=True)
+        with context:
+            return jnp.sum(run_layers(layers, jnp.ones((2, 8, 16)), keys, recompute=recompute, scan=False) ** 2)
+
+    results, sizes = [], []
+    for context in (contextlib.nullcontext(), layers_traced_once()):
+        traced.clear()
+        with autocast(recipe):
+            results.append(quick_jit(jax.value_and_grad(functools.partial(loss, context=context)))(params))
+        sizes.append(sorted(traced))
+    assert sizes == [[32, 32, 32, 64], [32, 32, 32, 64] if recompute == IN_PAIRS else [32, 64]]
+    jax.tree.map(np.testing.assert_array_equal, *results)
 
 
-def test_a_train_step_traces_layers_of_one_structure_once() -> None:
-    class Model(nnx.Module):
-        def __init__(self, count: int, rngs: nnx.Rngs):
-            self.layers = nnx.List([Noted(rngs, nnx.Variable(jnp.zeros((), jnp.int32))) for _ in range(count)])
+class Model(nnx.Module):
+    def __init__(self, layers: Sequence[nnx.Module]):
+        self.layers = nnx.List(layers)
 
-    traces = {}
+    def loss(self, **given: Any) -> jax.Array:
+        y = run_layers(self.layers, jnp.ones((2, 8, 16)), [None] * len(self.layers), scan=False, **given)
+        return jnp.sum(y**2)
+
+
+def first_loss(build: Any, **given: Any) -> float:
+    """Return the loss of the first train step."""
+    tx = optax.sgd(0.1)
+    state = create_train_state(build, tx, key=jax.random.key(0))
+    return float(make_train_step(lambda model, batch, key: model.loss(**given), tx)(state, jnp.zeros((1,)))[1]["loss"])
+
+
+@pytest.mark.parametrize("attribute", [None, [1, 2]], ids=["as made", "with a list"])
+def test_a_train_step_traces_layers_of_this_package_once(attribute: Any, traced: list[int]) -> None:
+    """A list cannot tell layers apart, and does not keep the step from running."""
+
+    def build(count: int, rngs: nnx.Rngs) -> Model:
+        layers = [TransformerLayer(16, 32, 2, rngs=rngs, **NO_DROPOUT) for _ in range(count)]
+        for layer in layers:
+            layer.note = attribute
+        return Model(layers)
+
+    calls = {}
     for count in (2, 5):
-        tx, keys = optax.sgd(0.1), list(jax.random.split(jax.random.key(0), count))
-        state = create_train_state(functools.partial(Model, count), tx, key=jax.random.key(0))
-        step = make_train_step(lambda model, batch, key, keys=keys: loss_of_layers(model, keys, RecomputeConfig()), tx)
-        Noted.traced.clear()
-        state, _ = step(state, jnp.zeros((1,)))
-        traces[count] = len(Noted.traced)
-        assert all(layer.calls[...] == 1 for layer in state.model.layers)
-    assert traces[2] == traces[5]
+        traced.clear()
+        first_loss(functools.partial(build, count))
+        calls[count] = len(traced)
+    assert (calls[2] == calls[5]) == (attribute is None)
+
+
+class PassingOn(Block):
+    """A layer that adds to its input what the first layer has left in a dict."""
+
+    def __call__(self, x: jax.Array, dropout_key: Any = None, *, shared: dict[str, jax.Array]) -> jax.Array:
+        y = super().__call__(x)
+        return y + shared.setdefault("first", y)
+
+
+def test_layers_of_ones_own_are_traced_one_by_one() -> None:
+    def build(rngs: nnx.Rngs) -> Model:
+        return Model([PassingOn(rngs) for _ in range(3)])
+
+    model = create_train_state(build, optax.sgd(0.1), key=jax.random.key(0)).model
+    np.testing.assert_allclose(first_loss(build, shared={}), float(model.loss(shared={})), rtol=1e-5)
