@@ -134,8 +134,8 @@ def quantize_parameters(model: nnx.Module, *, only_marked: bool = False) -> nnx.
             meant.
 
     Raises:
-        ValueError: for layers of Flax under `quantize_model`, which hold only plain arrays; unless ``only_marked``, if
-            no kernel is stored quantized then, because no recipe is in use here that quantizes one.
+        ValueError: for layers of Flax under `quantize_model`, which hold only plain arrays; without
+            ``only_marked`` also where no recipe in use quantizes a kernel, and none is stored quantized.
         QuantizerStateError: for a recipe with state, if a layer was built without it.
 
     Source: ``transformer_engine.pytorch.quantized_model_init``; Megatron-Core's ``--fp8-param-gather``.
@@ -165,7 +165,7 @@ def quantize_parameters(model: nnx.Module, *, only_marked: bool = False) -> nnx.
         raise ValueError(
             "kernels are to be stored quantized (fp8_param, fp4_param or quantize_parameters), and no layer has a "
             "recipe that quantizes one: make this call, and those of steps, inside `with autocast(recipe):`, or leave "
-            "it out"
+            "the option or the call out"
         )
     for variable, form in stored:
         variable.set_value(form)
