@@ -72,7 +72,7 @@ from jax_te.layers.parallel_arguments import (
 )
 from jax_te.layers.parameters import StepState, expert_rngs, parameter, parameter_axes
 from jax_te.layers.prepare import prepare_quantization
-from jax_te.layers.quantizable import CachedKernel, QuantizableModule, RecipeModule
+from jax_te.layers.quantizable import CachedKernel, QuantizableModule, RecipeModule, states_advance
 from jax_te.layers.results import add_bias, layer_output, output_of, split_output
 from jax_te.layers.transformer import TransformerLayer
 

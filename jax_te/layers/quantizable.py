@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import jax
 from flax import nnx
 
-from jax_te._validation import check_bool
+from jax_te._validation import check_bool, warn_caller
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.parameters import StepState
 from jax_te.ops import LinearWeights, quantize_kernel
 from jax_te.quantize import GemmState, QuantizedKernel, Quantizer, init_gemm_state, quantizer_for, quantizer_variables
-from jax_te.recipe import ModuleRecipe, Recipe, ambient_recipe, own_recipe
+from jax_te.recipe import ModuleRecipe, Recipe, ambient_recipe, inside_autocast, own_recipe
 from jax_te.remat import on_failure_of_call
 from jax_te.typing import Array, LogicalAxes
 
@@ -28,6 +30,21 @@ class CachedKernel(StepState):
 
 class GradSinks(StepState):
     """NNX Variable: sinks that get the gradients of a layer's kernels, by the kernels' names; see `LinearWeights`."""
+
+
+_states_advance = jax.make_user_context(False)
+"""Whether gradients are computed here with which quantizer states advance, see `states_advance`."""
+
+
+@contextlib.contextmanager
+def states_advance() -> Iterator[None]:
+    """Yield where gradients of a model are computed, and with them the next quantizer states.
+
+    A layer that has states of delayed scaling and that no recipe reaches then warns: it trains in high precision, which
+    a user who forgot `autocast` around a step would learn from its speed alone.
+    """
+    with _states_advance(True):
+        yield
 
 
 class RecipeModule(TrainingMode):
@@ -187,6 +204,23 @@ class QuantizableModule(RecipeModule):
         """Return the quantizer state of a kernel's GEMMs, if there is any."""
         return nnx.as_pure(getattr(self, self.kernels[kernel]))
 
+    def warn_of_unused_state(self, kernel: str) -> None:
+        """Warn if a kernel has a state of delayed scaling that a call in the current context does not use.
+
+        See `states_advance`. What someone has asked for is not warned of: ``autocast(None)``, `high_precision`, and a
+        recipe of the layer's own that is in effect here.
+        """
+        if not _states_advance.value or inside_autocast() or self.high_precision or self.gemm_state(kernel) is None:
+            return
+        own = self.own_recipe(kernel)
+        if own is not None and own.overrides(quantized=False, training=self.training):
+            return
+        warn_caller(
+            f"{self.module_name or type(self).__name__} has scales of delayed scaling, and no recipe is in use here, so "
+            "that it trains in high precision: train inside of `with autocast(recipe):`, or, if that is meant, of `with "
+            "autocast(None):`"
+        )
+
     def new_state(self, recipe: Recipe | None) -> GemmState | None:
         """Fresh state of a kernel's GEMMs under a recipe; None if it has no state."""
         return init_gemm_state(recipe, groups=self.groups)
@@ -295,6 +329,7 @@ class QuantizableModule(RecipeModule):
         if is_first_microbatch is not None:
             check_bool(is_first_microbatch=is_first_microbatch)
         mode = self.cache_mode if is_first_microbatch is None else _cache_mode(is_first_microbatch)
+        self.warn_of_unused_state(kernel)
         state, own = self.gemm_state(kernel), getattr(self, kernel)
         if own is not None and given is not None:
             return LinearWeights(given, bias, state)

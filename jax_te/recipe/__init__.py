@@ -11,7 +11,7 @@ from jax_te.recipe.names import RECIPES, recipe_from_name
 from jax_te.recipe.tensor_scaling import MAX_MARGIN, AmaxScope, DelayedScaling, Float8CurrentScaling
 
 if TYPE_CHECKING:
-    from jax_te.recipe.context import ambient_recipe, autocast, current_recipe
+    from jax_te.recipe.context import ambient_recipe, autocast, current_recipe, inside_autocast
 
 # For users. The other names above are for the other packages of jax_te.
 __all__ = [
@@ -38,7 +38,7 @@ if not TYPE_CHECKING:  # type checkers accept any name of a module with a __geta
         # The ambient recipe is a context of JAX's, which the fields of recipes do without. It must exist before
         # anything is traced, since it is part of the jit cache key; whoever traces with it has imported one of these
         # names by then.
-        if name not in ("ambient_recipe", "autocast", "current_recipe"):
+        if name not in ("ambient_recipe", "autocast", "current_recipe", "inside_autocast"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from jax_te.recipe import context
 

@@ -13,6 +13,9 @@ from jax_te.recipe.base import Recipe
 # A user context is part of the jit cache key: a function traced under one recipe is traced again under another.
 ambient_recipe = jax.make_user_context(None)
 
+_in_autocast = jax.make_user_context(False)
+"""Whether this is inside of an `autocast`, so that the absence of a recipe is meant."""
+
 
 @checked
 @contextlib.contextmanager
@@ -35,10 +38,20 @@ def autocast(recipe: Recipe | None, *, enabled: bool = True) -> Iterator[None]:
     ...     current_recipe().name
     'current'
     """
-    with ambient_recipe(recipe if enabled else None):
+    with ambient_recipe(recipe if enabled else None), _in_autocast(True):
         yield
 
 
 def current_recipe() -> Recipe | None:
     """Return the recipe of the innermost `autocast`; None outside of one and where it is disabled."""
     return ambient_recipe.value
+
+
+def inside_autocast() -> bool:
+    """Return whether this is inside of an `autocast`, be it ``autocast(None)``.
+
+    >>> with autocast(None):
+    ...     current_recipe(), inside_autocast()
+    (None, True)
+    """
+    return _in_autocast.value

@@ -22,6 +22,7 @@ from jax_te.layers import (
     cached_kernels,
     quantize_kernels,
     set_grad_sinks,
+    states_advance,
     with_grad_sinks,
 )
 from jax_te.models import layers_traced_once
@@ -569,7 +570,7 @@ def differentiate(
         cached = differentiation.cached
         kept = contextlib.nullcontext() if cached is None else cached_kernels(model, cached)
         losses = aux_losses_scaled(model, differentiation.scaler.scale)
-        with kept, with_grad_sinks(model, grad_sinks), losses, layers_traced_once():
+        with kept, with_grad_sinks(model, grad_sinks), losses, layers_traced_once(), states_advance():
             value, aux = fn(model, *inputs)
         _check_differentiable(value)
         loss = mean_loss(value)
@@ -645,7 +646,8 @@ def vjp_of_model(
     def run(plain: PyTree, grad_sinks: PyTree, quantizers: PyTree, x: PyTree) -> Array:
         used = nnx.merge(graphdef, nnx.merge_state(plain, quantized), quantizers, rest, copy=True)
         set_grad_sinks(used, grad_sinks)
-        return fn(used, x)
+        with states_advance():
+            return fn(used, x)
 
     y, vjp = jax.vjp(run, plain, grad_sinks, with_max_gradients(quantizers), x)
     return y, Partial(_Backward(tuple(kernels.summand_places(model, params).items())), vjp)

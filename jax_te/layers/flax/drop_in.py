@@ -105,6 +105,7 @@ class DotGeneral(QuantizableModule):
             ``lhs``.
         """
         if self.recipe is None:
+            self.warn_of_unused_state("kernel")
             numbers: Any = dimension_numbers  # JAX takes lists, too, and its annotation does not say so
             return jax.lax.dot_general(lhs, rhs, numbers, precision, preferred_element_type, out_sharding=out_sharding)
         (summed, kernel_summed), (batch, kernel_batch) = dimension_numbers
@@ -192,6 +193,7 @@ class EinsumOp(DotGeneral):
             options: ``precision`` and ``preferred_element_type`` of ``jnp.einsum``.
         """
         if self.recipe is None:
+            self.warn_of_unused_state("kernel")
             return jnp.einsum(equation, lhs, rhs, out_sharding=out_sharding, **options)
         return _einsum(super().__call__, equation, lhs, rhs, out_sharding=out_sharding, **options)
 
@@ -243,6 +245,7 @@ class ParameterGemm(DotGeneral):
         if self.recipe is not None:
             return self._quantized(x, kernel, order, kernel_axes, dtype, out)
         # Where the recipe of a call is another than that under which the module was traced, as in `sensitivity`.
+        self.warn_of_unused_state("kernel")
         numbers = (order.summed, order.kernel_summed), (order.batch, order.kernel_batch)
         return jax.lax.dot_general(x, kernel, numbers, preferred_element_type=dtype, out_sharding=out)
 
