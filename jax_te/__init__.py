@@ -22,7 +22,7 @@ _EXPORTS = {
     "config": ("ParallelConfig", "TransformerConfig"),
     "layers": (
         *("DotProductAttention", "LayerNormLinear", "LayerNormMLP", "Linear", "MultiheadAttention", "TransformerLayer"),
-        "prepare_quantization",
+        *("dequantize_model", "prepare_quantization", "quantize_model"),
     ),
     "ops": ("explain_backend", "use_backend"),
     "quantize": ("observe_quantization",),
@@ -47,7 +47,9 @@ if TYPE_CHECKING:  # the same names for type checkers and editors, which do not 
     from jax_te.layers import Linear as Linear
     from jax_te.layers import MultiheadAttention as MultiheadAttention
     from jax_te.layers import TransformerLayer as TransformerLayer
+    from jax_te.layers import dequantize_model as dequantize_model
     from jax_te.layers import prepare_quantization as prepare_quantization
+    from jax_te.layers import quantize_model as quantize_model
     from jax_te.ops import explain_backend as explain_backend
     from jax_te.ops import use_backend as use_backend
     from jax_te.quantize import observe_quantization as observe_quantization

@@ -320,7 +320,7 @@ def refused(constructor: Any, needed: dict[str, Any], name: str, value: Any, sai
     return f"{name}={value!r} is accepted"
 
 
-@pytest.mark.costly("linen.GroupedLoRA")
+@pytest.mark.costly("linen.LoRA", slow=("linen.GroupedLoRA",))
 @pytest.mark.parametrize("constructor", CONSTRUCTORS, ids=name_of)
 def test_an_argument_of_another_kind_is_refused(constructor: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
@@ -359,6 +359,14 @@ CHECKED = [
 ]
 
 
+@pytest.mark.costly(
+    "ops.dot_product_attention",
+    "layers.MultiLatentAttention",
+    "layers.MoE",
+    "models.GPTModel",
+    "models.T5Model",
+    slow=("megatron.MLASelfAttention",),
+)
 @pytest.mark.parametrize("constructor", CHECKED, ids=name_of)
 def test_nothing_runs_before_a_refusal(constructor: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """One argument after the other is wrong, and the function's body is not entered."""
@@ -377,7 +385,16 @@ def test_nothing_runs_before_a_refusal(constructor: Any, tmp_path: Path, monkeyp
         assert entered != [], "calls are not seen"
 
 
-@pytest.mark.costly("models.MegatronGPTModel", "layers.TransformerLayer", "te_pytorch.TransformerLayer")
+@pytest.mark.costly(
+    "layers.MultiheadAttention",
+    slow=(
+        "config.MLATransformerConfig",
+        "layers.MultiLatentAttention",
+        "te_pytorch.TransformerLayer",
+        "models.MegatronGPTModel",
+        "layers.TransformerLayer",
+    ),
+)
 @pytest.mark.parametrize("constructor", CONSTRUCTORS, ids=name_of)
 def test_a_number_of_any_size_is_taken_or_refused(constructor: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """Annotations do not say what is in range; but nothing may hang, nor end in an error that names no argument."""

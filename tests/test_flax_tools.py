@@ -65,6 +65,7 @@ def test_optimizer_jit_and_value_and_grad_train_it() -> None:
         assert model.quantizers[role]["scale"].get_value() != 1.0
 
 
+@pytest.mark.costly("no mesh")
 @pytest.mark.wide("no mesh", "explicit")
 def test_states_and_pure_dicts_go_round() -> None:
     model, other = trained(), build(1)

@@ -156,7 +156,7 @@ def test_a_linen_model_is_reached_and_keeps_its_parameters():
 RECIPES = [DELAYED, CURRENT, Float8BlockScaling(), MXFP8BlockScaling(), NVFP4BlockScaling()]
 
 
-@pytest.mark.costly("nvfp4", "block", slow=["mxfp8"])
+@pytest.mark.costly("current", slow=("mxfp8", "block", "nvfp4"))
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_the_gemm_is_that_of_the_library(recipe):
     """Forward and backward, bit for bit: with a plain kernel, several summed axes, and a kernel in another order."""
@@ -190,6 +190,7 @@ def test_the_gemm_is_that_of_the_library(recipe):
         jax.tree.map(np.testing.assert_array_equal, all_of(fn), expected)
 
 
+@pytest.mark.costly
 def test_rules_decide_in_order_and_recipes_of_their_own_need_no_context():
     rules = {"attention.*": None, "up": CURRENT, "down": ModuleRecipe(training=CURRENT), "*p": DELAYED}
     model = Net(nnx.Rngs(0))
@@ -319,6 +320,7 @@ def test_drop_ins_stand_where_flax_takes_a_dot_general():
     assert own.quantizers is not None
 
 
+@pytest.mark.costly
 def test_a_loop_without_the_state_raises_and_one_with_it_trains():
     with autocast(DELAYED):
         model = Net(nnx.Rngs(0))
@@ -401,7 +403,7 @@ SPLIT = {
 }
 
 
-@pytest.mark.costly("mesh axes", "tensor", "fully sharded", "8 outputs on each device")
+@pytest.mark.costly("mesh axes", slow=("fully sharded", "8 outputs on each device", "second axis of a sum", "tensor"))
 @pytest.mark.parametrize(("rules", "on_devices"), SPLIT.values(), ids=SPLIT)
 def test_where_names_say_how_a_gemm_lies_each_device_runs_its_part(rules, on_devices):
     """A row-parallel layer over two axes of its input; else the compiler partitions it: the same values."""

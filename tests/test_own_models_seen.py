@@ -52,6 +52,7 @@ class LinenOwnNet(nn.Module):
         return nn.Dense(10, name="head")(LinenEinsum((2, 16, 32), name="out")("bsnh,nhd->bsd", query))
 
 
+@pytest.mark.costly("NNX")
 @pytest.mark.parametrize("linen", [False, True], ids=["NNX", "Linen"])
 def test_a_model_in_which_nothing_is_reached_is_refused_with_what_was_seen(linen):
     seen = r"(?s)head .*output size 10 is not a multiple.*out .*GEMMs take w.*qkv .*GEMMs take w"
@@ -130,6 +131,7 @@ NOT_RUN = {
 }
 
 
+@pytest.mark.costly("no rule-not called")
 @pytest.mark.parametrize("call", NOT_RUN.values(), ids=NOT_RUN)
 @pytest.mark.parametrize("rules", [None, {"one": CURRENT}], ids=["no rule", "rule"])
 def test_a_layer_that_the_call_does_not_call_is_not_reported_as_quantized(call, rules):

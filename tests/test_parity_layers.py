@@ -39,6 +39,7 @@ def build(**options: Any) -> TransformerLayer:
     return randomize(TransformerLayer(H, F, N, rngs=nnx.Rngs(0), **(NO_DROPOUT | options)))
 
 
+@pytest.mark.costly("False")
 @pytest.mark.parametrize("output_norm", [False, True])
 def test_epsilon_is_that_of_every_norm(output_norm: bool) -> None:
     """Inputs so small that it matters: with another one in any norm the output would be another."""
@@ -96,6 +97,7 @@ def test_tp_size_of_a_transformer_layer_is_the_meshs() -> None:
         assert jax.eval_shape(build(), x).shape == x.shape
 
 
+@pytest.mark.costly
 def test_masks_hide_where_they_are_true() -> None:
     """An arbitrary mask equals what it spells: causal self-attention, and an encoder's output cut short."""
     x, encoded = draw("x", (2, S, H)), draw("encoded", (2, 6, H))
@@ -138,7 +140,7 @@ DROPPING: dict[str, tuple[Any, str, tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.costly("T5", "BERT")
+@pytest.mark.costly("BERT", slow=("T5",))
 @pytest.mark.parametrize("name", DROPPING)
 def test_dropout_without_a_key_is_refused_in_training(name: str) -> None:
     """A program written for PyTorch passes none, and would train without dropout unawares."""
@@ -157,6 +159,7 @@ def test_dropout_without_a_key_is_refused_in_training(name: str) -> None:
     assert trace() == expected
 
 
+@pytest.mark.costly
 def test_evaluation_drops_nothing_though_it_has_a_key() -> None:
     layer, x, key = build(hidden_dropout=0.5, attention_dropout=0.5), draw("x", (2, S, H)), jax.random.key(0)
     call = quick_jit(lambda layer, x, key: layer(x, dropout_key=key))
@@ -168,6 +171,7 @@ def test_evaluation_drops_nothing_though_it_has_a_key() -> None:
     assert_bitwise(call(layer, x, key), dropped)
 
 
+@pytest.mark.costly("Column-kernel0-False")
 @pytest.mark.parametrize(
     ("mode", "kernel", "reduces"), [("Column", P(None, "tensor"), False), ("Row", P("tensor"), True)]
 )

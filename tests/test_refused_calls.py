@@ -383,16 +383,19 @@ WITH_KERNELS = [
 
 
 @pytest.mark.costly(
-    "layers.GroupedLoRA.__call__",
-    "layers.MoE.__call__",
-    "megatron.MLP.__call__",
     "te_pytorch.GroupedLinear.__call__",
-    slow=[
+    slow=(
         "layers.GroupedLinear.__call__",
         "layers.MultiheadAttention.__call__",
         "megatron.MoELayer.__call__",
         "te_pytorch.TransformerLayer.__call__",
-    ],
+        "megatron.MLP.__call__",
+        "te_pytorch.MultiheadAttention.__call__",
+        "megatron.TEGroupedLinear.__call__",
+        "layers.TransformerLayer.__call__",
+        "layers.GroupedLoRA.__call__",
+        "layers.MoE.__call__",
+    ),
 )
 @pytest.mark.parametrize("name", WITH_KERNELS)
 @pytest.mark.filterwarnings("ignore")

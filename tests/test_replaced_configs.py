@@ -119,7 +119,20 @@ def outcome(build: Any, *config: Any, **given: Any) -> Any:
     return {field.name: getattr(made, field.name) for field in dataclasses.fields(made) if field.compare}
 
 
-@pytest.mark.costly("sizes alone", "all given", "gated activation_func", "experts", "experts' devices", slow=["MLA"])
+@pytest.mark.costly(
+    "experts",
+    slow=(
+        "MLA",
+        "gated activation_func",
+        "all given",
+        "gated",
+        "activation_func",
+        "latent",
+        "selective",
+        "experts' devices",
+        "sizes alone",
+    ),
+)
 @pytest.mark.parametrize("case", BUILT)
 def test_a_replaced_field_is_one_that_was_given(case: str):
     kind, given = BUILT[case]
@@ -134,6 +147,7 @@ def test_a_replaced_field_is_one_that_was_given(case: str):
     assert taken > len(given)
 
 
+@pytest.mark.costly
 def test_fields_replaced_one_after_another_are_those_given_together():
     """Among them a field that gets the value which it had, and with another size keeps it."""
     given: dict[str, list[Any]] = {

@@ -194,6 +194,7 @@ def test_what_a_call_cannot_follow_says_so(name: str):
         build()(jnp.ones((1, 4, 32)), **given)
 
 
+@pytest.mark.costly("causal")
 @pytest.mark.parametrize("mask", [None, jnp.arange(6)[None, None, None] >= 5], ids=["causal", "padding"])
 def test_windows_of_a_call_take_the_place_of_the_layers(mask: Any):
     """Of self-attention and of cross-attention, by place and by name."""
@@ -309,6 +310,7 @@ def test_masks_that_transformer_engine_does_not_read_are_logged_and_those_that_i
     assert_bitwise(core(q, q, q, padding, attn_mask_type="padding"), core(q, q, q, hidden, attn_mask_type="arbitrary"))
 
 
+@pytest.mark.costly
 def test_rows_of_no_expert_are_refused():
     """Transformer Engine splits the rows by the sizes, and torch refuses sizes with another sum."""
     options: dict[str, Any] = {"init_method": nnx.initializers.ones, "bias": False, "rngs": nnx.Rngs(0)}

@@ -216,9 +216,9 @@ class QuantizableModule(RecipeModule):
         if own is not None and own.overrides(quantized=False, training=self.training):
             return
         warn_caller(
-            f"{self.module_name or type(self).__name__} has scales of delayed scaling, and no recipe is in use here, so "
-            "that it trains in high precision: train inside of `with autocast(recipe):`, or, if that is meant, of `with "
-            "autocast(None):`"
+            f"{self.module_name or type(self).__name__} has scales of delayed scaling, and no recipe is in use here, "
+            "so that it trains in high precision: train inside of `with autocast(recipe):`, or, if that is meant, of "
+            "`with autocast(None):`"
         )
 
     def new_state(self, recipe: Recipe | None) -> GemmState | None:

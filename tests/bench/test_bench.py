@@ -169,6 +169,7 @@ def test_the_least_memory_of_a_plain_flax_model_is_that_of_its_arrays(monkeypatc
     assert needed == [pytest.approx(held + gradients, rel=2e-3)]
 
 
+@pytest.mark.slow
 @jax.numpy_dtype_promotion("standard")
 def test_forms_of_a_plain_flax_model_step_one_state(monkeypatch):
     """Each quantizes as its user's own loop would, and leaves the quantizers of the others alone."""
@@ -273,7 +274,7 @@ def test_train_steps_on_a_mesh(capsys, states):
     assert len(states[0].step.sharding.device_set) == 4
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_forms_of_a_train_step_on_replicas(capsys, states):
     ways = ["--batch-parts", "2", "--wgrad-dtype", "float32", "bfloat16", "--distributed-optimizer"]
     status, found, _ = model_rows(capsys, "--mesh", "data=2,tensor=2", *ways, "--batch-size", "4", "--recipes", "none")
@@ -285,7 +286,7 @@ def test_forms_of_a_train_step_on_replicas(capsys, states):
     assert "data" in state.masters["embedding"]["embedding"].get_value().sharding.spec
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_train_steps_are_profiled(capsys, states, tmp_path):
     forms = ["--recipes", "none", "--stack", "unrolled", "scanned"]
     status, found, shown = model_rows(capsys, *forms, "--profile", str(tmp_path))
@@ -480,7 +481,7 @@ def test_what_is_refused(capsys, argv, message):
     assert_refused(main(["bench", *argv]), capsys.readouterr().err, message)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_context_parallelism(capsys):
     sizes = ["--head-dim", "16", "--num-query-groups", "4"]
     found = rows(capsys, "attention", *sizes, "--mesh", "context=4")

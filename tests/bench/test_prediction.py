@@ -98,6 +98,7 @@ def test_options_that_do_not_go_together(capsys, argv, words):
     assert_refused(main(["doctor", *argv]), capsys.readouterr().err, words)
 
 
+@pytest.mark.costly("T5ForConditionalGeneration-command0")
 @pytest.mark.parametrize("command", [["doctor", "--gpu", "h200"], ["bench", "model"]])
 @pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "BertForMaskedLM"])
 def test_other_models_than_decoders_are_refused(name, command, tmp_path, capsys):

@@ -63,6 +63,7 @@ def bytes_pinned():
     return sum({part.unsafe_buffer_pointer(): part.nbytes for part in parts}.values())
 
 
+@pytest.mark.costly("explicit", "auto")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_save_returns_before_anything_is_written_and_keeps_the_old_values(tmp_path, monkeypatch, mode):
     """Sharded, replicated and typed keys, on every kind of mesh; in host memory there is one copy of each, and then
@@ -85,6 +86,7 @@ def test_a_save_returns_before_anything_is_written_and_keeps_the_old_values(tmp_
     assert [value.tobytes() for value in values(restored)] == saved
 
 
+@pytest.mark.costly
 def test_a_donating_step_right_after_a_save(tmp_path, monkeypatch):
     advance = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf + 1.0, state), donate_argnums=0)
     mesh = jax.make_mesh((4, 2), ("x", "y"))

@@ -652,6 +652,7 @@ def test_a_checksum_notices_any_one_element():
 CHECKED = ["float32", "bfloat16", "float16", "float8_e5m2", "int4", "float4_e2m1fn", "int32", "uint8", "complex64"]
 
 
+@pytest.mark.costly("float4_e2m1fn", "complex64", "bfloat16")
 @pytest.mark.wide("bfloat16", "float4_e2m1fn", "int4", "complex64")
 @pytest.mark.parametrize("dtype", CHECKED)
 def test_a_checksum_sees_order_and_no_mesh(dtype, monkeypatch):

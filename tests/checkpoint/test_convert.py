@@ -132,7 +132,7 @@ FORMS = {f"{s} {f}": {"stacked": s == "stacked", "fused": f == "fused"}
          for s in ("unrolled", "stacked") for f in ("fused", "separate")}  # fmt: skip
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=("unrolled fused-stacked separate",))
 @pytest.mark.wide("unrolled fused-stacked separate", "unrolled separate-stacked fused")
 @pytest.mark.parametrize("target", FORMS)
 @pytest.mark.parametrize("source", FORMS)
@@ -213,7 +213,7 @@ def test_kernels_quantized_on_a_mesh_have_the_bits_of_one_device(tmp_path, mode,
 RECIPES = [CURRENT, Float8BlockScaling(), MXFP8BlockScaling(), NVFP4BlockScaling()]
 
 
-@pytest.mark.costly("nvfp4")
+@pytest.mark.costly(slow=("nvfp4",))
 @pytest.mark.wide("current", "nvfp4")
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_quantized_kernels_without_masters(tmp_path, recipe):
@@ -230,7 +230,7 @@ def test_quantized_kernels_without_masters(tmp_path, recipe):
     assert_same_layers(nnx.as_pure(exact), expected)
 
 
-@pytest.mark.costly("nvfp4-False", "block-False", slow=["nvfp4-True", "block-True"])
+@pytest.mark.costly("current-True", slow=("nvfp4-True", "block-True", "nvfp4-False", "block-False"))
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("recipe", [CURRENT, Float8BlockScaling(), NVFP4BlockScaling()], ids=lambda recipe: recipe.name)
 def test_quantized_kernels_of_experts_without_masters(tmp_path, recipe, stacked):

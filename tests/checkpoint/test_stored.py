@@ -45,7 +45,7 @@ def test_stored_values_come_back(mesh_name):
         assert [x.sharding for x in jax.tree.leaves(state)] == [x.sharding for x in jax.tree.leaves(wanted)]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh_name",
     [name if name == "the mesh it was saved on" else pytest.param(name, marks=pytest.mark.slow) for name in MESHES],

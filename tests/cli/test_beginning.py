@@ -44,6 +44,7 @@ def unsaved(tmp_path):
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_below_its_data_resumes(trained, tmp_path, monkeypatch, caplog):
     """Neither its own files are its text, nor those of other runs and models, which come and go."""
     shutil.copy(TEXT, tmp_path / "text.py")
@@ -114,6 +115,7 @@ def test_records_of_a_run_that_is_running_are_nobodys_to_move(unsaved, capsys):
         assert_refused(*refuse(capsys, unsaved, "--seed", "1"), "another jax-te train is running in")
 
 
+@pytest.mark.costly
 def test_an_unsaved_run_begins_anew_and_keeps_its_old_records(unsaved, trained, capsys):
     (unsaved / "metrics.jsonl.abandoned").write_text("of the start before")
     assert main(["train", "--output", str(unsaved)]) == 0
@@ -124,6 +126,7 @@ def test_an_unsaved_run_begins_anew_and_keeps_its_old_records(unsaved, trained, 
     assert records(unsaved) == records(trained)
 
 
+@pytest.mark.costly
 def test_more_steps_after_an_unsaved_run_are_a_new_run_with_a_schedule_of_its_own(tmp_path, capsys):
     output, (first, *others) = tmp_path / "run", MICRO
     options = [first, *others[: others.index("--warmup-steps")], *others[others.index("--warmup-steps") + 2 :]]
@@ -157,6 +160,7 @@ def when_locked(monkeypatch, change):
     monkeypatch.setattr(fcntl, "flock", flock)
 
 
+@pytest.mark.costly("unsaved")
 @pytest.mark.parametrize("first", ["nothing", "unsaved"])
 def test_a_run_that_ends_while_a_second_start_reads_is_resumed(tmp_path, trained, first, monkeypatch, capsys):
     output = tmp_path / "run"
@@ -187,6 +191,7 @@ def relative(folder):
     return {path.relative_to(folder): data for path, data in contents(folder).items()}
 
 
+@pytest.mark.costly("", slow=("--data moved",))
 @pytest.mark.parametrize("argv", [[], ["--steps", "8"], ["--data", "moved"]], ids=" ".join)
 def test_a_call_on_a_complete_run_changes_nothing(run, argv, capsys):
     if "moved" in argv:

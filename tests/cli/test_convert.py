@@ -90,6 +90,7 @@ def test_there_and_back(llama, tmp_path, capsys):
     assert (tmp_path / "copy" / "tokenizer.json").exists()
 
 
+@pytest.mark.costly
 def test_megatrons_default_format(llama, tmp_path):
     folder, expected = llama
     target = tmp_path / "dist"
@@ -147,6 +148,7 @@ def test_a_run_is_converted(trained, tmp_path):
     np.testing.assert_array_equal(one.tensors["embedding.word_embeddings.weight"], two.embedding.embedding[...])
 
 
+@pytest.mark.costly
 def test_a_run_on_bytes_takes_them_along_as_a_tokenizer(trained, tmp_path, capsys):
     """The folder is evaluated without an option, with the loss of the run."""
     text = tmp_path / "test.txt"
@@ -172,6 +174,7 @@ def dtypes_in(capsys, path):
     return {row["dtype"] for row in shown(capsys, path)["arrays"]}
 
 
+@pytest.mark.slow
 def test_a_run_is_converted_in_one_dtype(tmp_path, capsys):
     run, folder = tmp_path / "run", tmp_path / "hf"
     options = ["--steps", "4", "--recipe", "current", "--fp8-param", "--params-dtype", "bfloat16", "--no-bias"]

@@ -26,6 +26,7 @@ def test_it_reports_versions_devices_backends_and_recipes(capsys):
         assert support.reason in line
 
 
+@pytest.mark.costly("nvfp4")
 @pytest.mark.parametrize("recipe", [kind() if kind else None for kind in RECIPES.values()], ids=list(RECIPES))
 def test_recipes_are_really_run(recipe):
     works, text = doctor.try_recipe(recipe, "xla")

@@ -59,7 +59,7 @@ def test_a_table_of_every_quantized_tensor(quantized, capsys):
     assert shown.err == f"{quantized}, step 4, recipe current\n"
 
 
-@pytest.mark.costly("nvfp4--25--10-0.5")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "low", "high", "lost"),
     [pytest.param("delayed", -36, -20, 0.3, marks=pytest.mark.slow), ("nvfp4", -25, -10, 0.5)],
@@ -134,6 +134,7 @@ def test_sensitivity_as_a_table(quantized, capsys):
     assert "bf16" not in second
 
 
+@pytest.mark.costly("precision-argv0-texts0")
 @pytest.mark.parametrize(
     ("report", "argv", "texts"),
     [
@@ -156,7 +157,7 @@ def test_what_is_refused(quantized, report, argv, texts, capsys):
     assert_refused(status, error, *texts)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_run_that_quantizes_nothing_needs_a_recipe(trained, capsys):
     for report in ("precision", "sensitivity"):
         status = inspect(trained, report)
@@ -168,7 +169,7 @@ def test_a_run_that_quantizes_nothing_needs_a_recipe(trained, capsys):
     assert "no ambient recipe" in capsys.readouterr().out
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_tokens_that_a_recipe_pads(trained, tmp_path, capsys):
     configured(tmp_path, *MICRO, "--seq-len", "24")
     (tmp_path / "checkpoints").symlink_to(trained / "checkpoints")  # rotary positions: a state for every length

@@ -86,7 +86,7 @@ def test_the_extras_and_the_page_have_the_same_versions():
     assert "safetensors" not in str(extras)
 
 
-@pytest.mark.costly("wheels2-None-None", "wheels1-mine-mine", "wheels0-None-curand")
+@pytest.mark.costly("wheels0-None-curand", slow=("wheels1-mine-mine", "wheels2-None-None"))
 @pytest.mark.parametrize(
     ("wheels", "given", "seen"),
     [

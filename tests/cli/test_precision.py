@@ -39,7 +39,7 @@ def write_rules(folder, text=RULES):
     return str(folder / "rules.yaml")
 
 
-@pytest.mark.costly("delayed")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -76,7 +76,7 @@ def refuse(checkpointer, state):
     raise ValueError("nothing is restored here")
 
 
-@pytest.mark.costly("inspect precision", "eval", "train", "sample")
+@pytest.mark.costly("inspect precision", slow=("sample", "eval", "inspect recipes", "train"))
 @pytest.mark.parametrize(
     "command", ["train", "sample", "eval", "inspect precision", "inspect recipes", "inspect sharding"]
 )
@@ -151,17 +151,20 @@ def test_bad_values_of_every_option_are_one_line(command, capsys):
 
 
 @pytest.mark.costly(
-    "train --data",
-    "train --mesh",
-    "inspect precision --output",
-    "train --tokenizer",
-    "train --init-from",
     "bench layer --mesh",
-    "inspect sharding --preset=tiny --mesh",
-    "bench model --pipeline",
-    "eval --output",
-    "train --precision-config",
-    "train --output",
+    slow=(
+        "inspect precision --output",
+        "bench model --pipeline",
+        "train --output",
+        "train --mesh",
+        "train --precision-config",
+        "bench layer --recipes",
+        "eval --output",
+        "train --tokenizer",
+        "inspect sharding --preset=tiny --mesh",
+        "train --init-from",
+        "train --data",
+    ),
 )
 @pytest.mark.parametrize(
     "argv",
@@ -195,6 +198,7 @@ def test_bad_names_are_one_line(argv, tmp_path, monkeypatch, capsys):
     assert all(path.is_file() for path in tmp_path.iterdir())
 
 
+@pytest.mark.costly("--num-layers 9999 --hidden-size 100000")
 @pytest.mark.parametrize(
     "argv",
     [
@@ -224,6 +228,7 @@ def test_absurd_sizes_are_refused_before_anything_is_made(argv, tmp_path, monkey
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.costly("changes1")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -302,6 +307,7 @@ FUZZ = settings(
 )
 
 
+@pytest.mark.costly
 @settings(FUZZ, max_examples=25)
 @given(data=st.data())
 def test_any_rules_are_read_or_refused(data):
@@ -450,7 +456,7 @@ def test_a_run_whose_steps_are_all_skipped_ends_with_the_reason(tmp_path, capsys
     assert_refused(main(argv), capsys.readouterr().err, "5 steps in a row", "--give-up-after", "--learning-rate")
 
 
-@pytest.mark.costly("context", "expert", "fsdp")
+@pytest.mark.costly("context", "expert", "fsdp", "pipeline")
 @pytest.mark.parametrize("axis", ["data", "fsdp", "tensor", "expert", "context", "pipeline"])
 def test_the_estimate_is_a_lower_bound_on_every_axis(axis):
     given = {"preset": "moe-tiny", "mesh": f"{axis}=4", "batch_size": 4, "seq_len": 32, "eval_batches": 1}

@@ -55,7 +55,7 @@ def test_a_run_records_its_tokenizer_and_keeps_a_copy(run, words):
     assert records(run)[-1]["heldout_loss"] < math.log(128)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_own_tokenizer_alone(run, words, tmp_path, capsys):
     output = shutil.copytree(run, tmp_path / "run")
     other = write_tokenizer(tmp_path / "other.json", WORDS[:-1])
@@ -116,6 +116,7 @@ def test_eval_is_the_mean_over_all_tokens(run, words, tmp_path, capsys):
     assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2) * 121 / len(text))
 
 
+@pytest.mark.slow
 def test_eval_of_the_held_out_text_in_words(run, capsys):
     assert main(["eval", "--output", str(run)]) == 0
     said = capsys.readouterr()

@@ -104,6 +104,7 @@ def test_steps_that_cannot_be_traced(tmp_path, trained, capsys):
     assert "profile" not in json.loads((trained / "config.json").read_text())
 
 
+@pytest.mark.costly
 def test_started_again_it_resumes_and_says_so(tmp_path, trained, capsys):
     output = tmp_path / "run"
     assert train(output, "--steps", "8", "--decay-steps", "12") == 0
@@ -116,6 +117,7 @@ def test_started_again_it_resumes_and_says_so(tmp_path, trained, capsys):
     assert [r for r in records(output) if "loss" in r] == losses[1]
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_after_its_schedule_says_so_and_takes_a_later_end(tmp_path, trained, capsys):
     output = tmp_path / "run"
     shutil.copytree(trained, output)
@@ -137,6 +139,7 @@ def test_a_run_that_goes_on_after_its_schedule_says_so_and_takes_a_later_end(tmp
     assert rates == pytest.approx([0.001, float(later(13)), float(later(14))])
 
 
+@pytest.mark.costly
 def test_the_best_are_kept_also_of_a_run_that_goes_on(tmp_path, trained, monkeypatch):
     output, found = tmp_path / "run", {14: 9.0, 16: 0.5, 18: 8.0}
     shutil.copytree(trained, output)

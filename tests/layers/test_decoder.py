@@ -97,6 +97,7 @@ def run_decoder(layer: TransformerLayer, x: Any, encoded: Any, g: Any) -> Any:
     return y, (nnx.to_pure_dict(d_params), *d_args)
 
 
+@pytest.mark.costly("post")
 @pytest.mark.parametrize(
     "form",
     [Form(residual_post_norm=True, rms=True), Form(output_norm=True), Form(block_output_norm=True)],
@@ -118,7 +119,7 @@ def test_decoder_with_other_norms(form: Form) -> None:
     assert_close(quick_jit(lambda layer, *a: layer(a[0], encoder_output=a[1]))(layer, x, encoded), expected, TOLERANCE)
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=("block output", "learnable softmax", "qk norm, then rope"))
 @pytest.mark.wide("qk norm, then rope", "separate kernels", "block output", "learnable softmax")
 @pytest.mark.parametrize(
     ("options", "form"),
@@ -149,6 +150,7 @@ def test_options_of_self_attention(options: dict[str, Any], form: Form) -> None:
     check(actual, value_and_vjp64(lambda p, x: reference.layer(jnp, p, x, form), (p, x), g))
 
 
+@pytest.mark.costly("block output")
 @pytest.mark.parametrize("norms", [{}, {"block_output_layernorm": True}], ids=["input", "block output"])
 def test_blocks_that_both_read_the_layers_input(norms: dict[str, Any]) -> None:
     """As in GPT-NeoX."""
@@ -158,6 +160,7 @@ def test_blocks_that_both_read_the_layers_input(norms: dict[str, Any]) -> None:
     check(run(layer, (x,), g), value_and_vjp64(lambda p, x: reference.layer(jnp, p, x, form), (p, x), g))
 
 
+@pytest.mark.costly
 def test_blocks_with_norms_behind_alone() -> None:
     """As in OLMo 2, whose norms of queries and keys are over all heads."""
     form = Form(input_norm=False, block_output_norm=True, rms=True)
@@ -232,6 +235,7 @@ def test_packed_sequences_with_rotary_positions_equal_each_one_alone() -> None:
     assert packed.segment_ids(12)[1].tolist() == [1, 1, 1, 2, 2, 2, 2, 2, 2, 0, 0, 0]
 
 
+@pytest.mark.costly
 def test_a_window_cache_gives_what_the_whole_sequence_gives() -> None:
     layer = randomize(
         MultiheadAttention(H, N, attention_dropout=0.0, num_gqa_groups=2, window_size=(3, 0), rngs=nnx.Rngs(0))

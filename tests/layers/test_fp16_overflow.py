@@ -11,7 +11,9 @@ from jax_te.recipe import Float8CurrentScaling
 from tests.support.overflow import OVERFLOW_CASES, check_overflow_is_seen
 
 
-@pytest.mark.costly("layernorm_mlp-the first GEMM's output-block")
+@pytest.mark.costly(
+    "layernorm_linear-the output's gradient-nvfp4", slow=("layernorm_mlp-the first GEMM's output-block",)
+)
 @pytest.mark.wide
 @pytest.mark.parametrize(("layer", "overflow", "recipe"), OVERFLOW_CASES)
 def test_it_is_seen(layer, overflow, recipe):

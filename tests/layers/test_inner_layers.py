@@ -45,7 +45,7 @@ def subclass(kind: Any, path: str, called: list[str]) -> Any:
     return Own
 
 
-@pytest.mark.costly("experts")
+@pytest.mark.costly("experts", "decoder", "megatron")
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_subclass_of_an_inner_layer_is_called(name: str) -> None:
     layer, called, inside = LAYERS[name](), [], []

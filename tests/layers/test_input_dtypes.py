@@ -91,6 +91,7 @@ MIXED: dict[str, Any] = {
 }
 
 
+@pytest.mark.costly("encoder")
 @pytest.mark.parametrize("name", MIXED)
 def test_attention_takes_one_dtype(name: str) -> None:
     """The result has the dtype of the queries: that of the values would go on into the residual stream."""

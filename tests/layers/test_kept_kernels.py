@@ -204,7 +204,7 @@ WAYS = {
 }
 
 
-@pytest.mark.costly("nnx.remat")
+@pytest.mark.costly("nnx.remat", "nnx.grad", slow=("eager",))
 @pytest.mark.parametrize("way", WAYS)
 def test_the_attribute_is_the_same_in_an_eager_call_and_under_transformations(way):
     x = draw("x", (16, 32))
@@ -427,6 +427,9 @@ def squares(model, x, first):
     return jnp.sum(jnp.square(model(x, is_first_microbatch=first)))
 
 
+@pytest.mark.costly(
+    "current-argument-eager", "current-argument-nnx.jit", slow=("delayed-argument-eager", "delayed-argument-nnx.jit")
+)
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "nnx.jit"])
 @pytest.mark.parametrize("by", ["argument", "attribute"])
 @pytest.mark.parametrize("recipe", DERIVED)
@@ -469,6 +472,7 @@ def test_a_loss_function_may_quantize_the_kernels_itself(recipe):
     assert kept.kernel_cache is None
 
 
+@pytest.mark.costly("delayed")
 @pytest.mark.parametrize("recipe", DERIVED)
 def test_a_train_step_takes_a_loss_that_keeps_kernels(recipe):
     x = draw("x", (32, 16))
@@ -483,6 +487,7 @@ def test_a_train_step_takes_a_loss_that_keeps_kernels(recipe):
     assert_close(found[1], found[0], 2.0**-20)
 
 
+@pytest.mark.costly("delayed")
 @pytest.mark.parametrize("recipe", DERIVED)
 def test_linens_derivative_keeps_the_kernels_of_the_first_microbatch(recipe):
     x, layer = draw("x", (32, 16)), linen.Linear(16, 16)

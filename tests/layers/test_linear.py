@@ -34,6 +34,7 @@ def check(model: Any, formula: Any, x: jax.Array) -> None:
         assert_close(parameters(d_model)[name], expected, TOLERANCE, what=name)
 
 
+@pytest.mark.costly("True")
 @pytest.mark.parametrize("bias", [True, False])
 def test_linear_is_the_matrix_product_with_several_output_axes(bias: bool) -> None:
     layer = randomize(Linear(H, (3, F), bias, rngs=nnx.Rngs(0)))

@@ -122,6 +122,11 @@ def test_the_table_of_bases_has_every_class() -> None:
     assert public == set(BASES)
 
 
+@pytest.mark.costly(
+    "jax_te.layers.linear.Linear",
+    "jax_te.layers.layernorm_mlp.LayerNormMLP",
+    slow=("jax_te.layers.moe.grouped_linear.GroupedLinear",),
+)
 @pytest.mark.parametrize("kind", BASES, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
 def test_the_dtypes_of_results_are_those_of_the_base(kind: type) -> None:
     """Megatron's layers cast an fp32 input to the dtype of a kernel in half precision, which the adapter reads."""
@@ -259,6 +264,7 @@ def test_merged_is_unmerged_to_rounding(build: Any, dtype: str) -> None:
     assert_bitwise(layer(x), merged(x))
 
 
+@pytest.mark.costly("16-16", slow=("16-3",))
 @pytest.mark.parametrize(("hidden", "count"), [(16, 16), (16, 3), (8, R)])
 def test_layers_that_vmap_stacked_are_merged_each_for_itself(hidden: int, count: int) -> None:
     """Also where the number of layers is a size of the kernel, or the rank."""

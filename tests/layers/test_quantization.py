@@ -90,6 +90,7 @@ def test_gradient_of_the_state_is_its_next_value(mesh_mode: str) -> None:
     assert again["kernel"]["amax_history"].tolist() == [mlp["kernel"]["amax_history"][0]] * 2 + [0.0]
 
 
+@pytest.mark.costly
 @pytest.mark.wide("current")
 @pytest.mark.parametrize("recipe", [DELAYED, CURRENT], ids=["delayed", "current"])
 def test_quantized_output_and_gradients_are_near_and_the_gemms_are_fp8(recipe: Recipe) -> None:
@@ -163,6 +164,7 @@ def test_state_of_an_unused_recipe_is_carried_unchanged() -> None:
             jax.tree.map(assert_bitwise, state, states(layer)[path])
 
 
+@pytest.mark.costly
 def test_returning_the_norm_output_quantizes_all_the_same() -> None:
     x = draw("x", (2, 8, H))
     with autocast(CURRENT):

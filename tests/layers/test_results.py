@@ -165,7 +165,7 @@ def result_of(name: str, replaced: str, function: Callable[[Any], Any]) -> Any:
     return split_output(layer(X, **({"encoder_output": X} if name == "cross" else {})))[0]
 
 
-@pytest.mark.costly("latent-q_down", slow=["experts-fc1_latent_proj"])
+@pytest.mark.costly("latent-q_up", slow=("experts-fc1_latent_proj", "latent-q_down", "experts-fc2_latent_proj"))
 @pytest.mark.parametrize(("name", "replaced"), [(name, one) for name, (_, each) in CALLERS.items() for one in each])
 def test_what_a_replaced_projection_returns_beside_its_output_is_used_or_refused(name: str, replaced: str) -> None:
     def bias_of(y: jax.Array) -> jax.Array:

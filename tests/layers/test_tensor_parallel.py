@@ -148,7 +148,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.costly("LayerNormMLP")
+@pytest.mark.costly("Linear", slow=("LayerNormMLP",))
 @pytest.mark.parametrize("build", KINDS, ids=["Linear", "LayerNormLinear", "LayerNormMLP"])
 def test_group_and_size_are_the_meshs(build: Any) -> None:
     x = draw("x", (B, S, H))

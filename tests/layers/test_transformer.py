@@ -95,7 +95,7 @@ def test_forward_and_gradients_follow_the_formulas_on_every_mesh(form: Form, mes
         assert gradients["self_attention"]["proj"]["kernel"].sharding.spec[0] == ("tensor", "fsdp")
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=("residual post norm",))
 @pytest.mark.wide("residual post norm", "output norm")
 @pytest.mark.parametrize(
     "form",

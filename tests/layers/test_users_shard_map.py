@@ -47,6 +47,7 @@ def by_hand(step: Any, check: bool = True, state: Any = PARAMS) -> Any:
 RECIPES = [None, Float8CurrentScaling(), DelayedScaling(amax_history_len=4)]
 
 
+@pytest.mark.costly("True")
 @pytest.mark.parametrize("check", [True, False])
 def test_gradients_are_those_of_the_whole_batch(check: bool) -> None:
     def step(params: Any, ids: Any) -> Any:
@@ -94,6 +95,7 @@ def mean_of_devices(arrays: Any) -> Any:
     return jax.tree.map(lambda each: jax.lax.pmean(each, "data"), arrays)
 
 
+@pytest.mark.costly("current", slow=("delayed",))
 @pytest.mark.parametrize("recipe", RECIPES, ids=["none", "current", "delayed"])
 def test_the_own_value_and_grad_with_marks_and_without_the_check(recipe: Recipe | None) -> None:
     with autocast(recipe):
@@ -111,6 +113,7 @@ def test_the_own_value_and_grad_with_marks_and_without_the_check(recipe: Recipe 
     assert found[0][0] > 0.0
 
 
+@pytest.mark.costly("value_and_grad1-delayed", slow=("value_and_grad0-current", "value_and_grad0-delayed"))
 @pytest.mark.parametrize("recipe", RECIPES, ids=["none", "current", "delayed"])
 @pytest.mark.parametrize("derivative", [te.value_and_grad, jax.value_and_grad])
 def test_linen_with_marks_and_without_the_check(derivative: Any, recipe: Recipe | None) -> None:

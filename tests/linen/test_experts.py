@@ -78,6 +78,7 @@ def with_biases(states):
     }
 
 
+@pytest.mark.costly
 def test_calls_add_up_and_what_is_not_called_stays():
     model = Routers()
     variables = nn.unbox(jax.jit(functools.partial(model.init, everything=True))(jax.random.key(0), X))
@@ -108,6 +109,7 @@ def of_parts(applied):
     return loss
 
 
+@pytest.mark.costly("False")
 @pytest.mark.parametrize("jitted", [False, True])
 def test_a_part_of_a_model_may_be_applied_by_itself(jitted):
     """Its layers' paths are the ends of the collection's. A trace from elsewhere, which has counted nothing, is new."""

@@ -39,6 +39,7 @@ MODELS = {
 }
 
 
+@pytest.mark.costly("jax-te.Linear", slow=("te-DotGeneral", "te-te.Linear", "te-quantize_model", "jax-quantize_model"))
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("derivative", [jax.value_and_grad, te.value_and_grad], ids=["jax", "te"])
 def test_a_step_outside_of_the_recipe_keeps_states(model, derivative):

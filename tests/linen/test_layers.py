@@ -99,7 +99,22 @@ def test_every_layer_has_a_linen_form_with_the_same_arguments():
         assert list(call.parameters) == [*theirs.parameters, "deterministic"]
 
 
-@pytest.mark.costly("GroupedLinear", slow=["MoE", "TransformerLayer", "GroupedLoRA", "MultiLatentAttention"])
+@pytest.mark.costly(
+    "Linear",
+    "LoRA",
+    "Router",
+    slow=(
+        "MoE",
+        "TransformerLayer",
+        "GroupedLoRA",
+        "MultiLatentAttention",
+        "LayerNormLinear",
+        "LayerNormMLP",
+        "SharedExperts",
+        "GroupedLinear",
+        "MultiheadAttention",
+    ),
+)
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_gradients_and_next_states_are_those_of_nnx_bit_by_bit(name):
     inputs = CASES[name][2]
@@ -117,7 +132,7 @@ def test_numbers_gradients_and_next_states_are_those_of_nnx_bit_by_bit(name):
     assert (STATE in grads) == bool(kernels)
 
 
-@pytest.mark.costly("None", slow=["recipe3"])
+@pytest.mark.costly("None", slow=("recipe3", "recipe1"))
 @pytest.mark.parametrize("recipe", [None, Float8CurrentScaling(), Float8BlockScaling(), NVFP4BlockScaling()])
 def test_recipes_without_state(recipe):
     layer, x = nnx_layer("LayerNormMLP"), draw("x", (4, 8, 32))
@@ -129,6 +144,7 @@ def test_recipes_without_state(recipe):
     assert (recipe is None) == (actual == exact).all()
 
 
+@pytest.mark.costly("LayerNormMLP", "LoRA", slow=("TransformerLayer",))
 @pytest.mark.wide("Embedding", "LayerNormMLP", "LoRA", "RelativePositionBias", "TransformerLayer")
 @pytest.mark.parametrize("name", CASES)
 def test_init_makes_what_the_nnx_layer_holds_and_the_way_there_and_back_keeps_it(name):

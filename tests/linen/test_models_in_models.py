@@ -285,6 +285,7 @@ class Outer(nn.Module):
         return nn.Dense(16, name="cls")(self.backbone(Projection(name="p")(x)))
 
 
+@pytest.mark.costly
 def test_of_two_quantized_models_the_inner_one_decides_about_its_own_layers():
     inner = te.quantize_model(Backbone(), X, rules={"first": CURRENT, "p": "ambient"})
     outer = te.quantize_model(Outer(inner), X, rules={"stem": None, "backbone.*": None, "cls": "ambient"})
@@ -319,6 +320,7 @@ class Lender(nn.Module):
         return self.model.clone(layer=self.layer, parent=self, name="part")(x)
 
 
+@pytest.mark.costly("Dense")
 @pytest.mark.parametrize("layer", [nn.Dense(32), Projection()], ids=["Dense", "own module"])
 def test_a_layer_of_another_model_is_refused_unless_it_is_decided_about(layer):
     rules: dict[str, Any] = {"layer": "ambient"}

@@ -66,6 +66,7 @@ NORMALIZED = [(nn.WeightNorm, "dense"), (nn.WeightNorm, "einsum"), (nn.SpectralN
 
 @pytest.mark.parametrize(("wrapper", "kind"), NORMALIZED)
 class TestStatesThatWouldBeNormalized:
+    @pytest.mark.costly("WeightNorm-dense", slow=("SpectralNorm-einsum",))
     def test_the_layer_stays_in_high_precision(self, wrapper, kind, x):
         model = te.quantize_model(Normalized(wrapper, kind), x, rules={"out": "ambient"})
         with autocast(DELAYED):
@@ -91,6 +92,7 @@ class TestStatesThatWouldBeNormalized:
         assert set(variables[STATE]) == {"out"}
 
 
+@pytest.mark.costly("SpectralNorm-dense", slow=("SpectralNorm-einsum", "WeightNorm-einsum"))
 @pytest.mark.parametrize("kind", ["dense", "einsum"])
 @pytest.mark.parametrize("wrapper", [nn.WeightNorm, nn.SpectralNorm])
 def test_recipes_without_state_quantize_it(wrapper, kind, x):
@@ -105,6 +107,7 @@ def test_recipes_without_state_quantize_it(wrapper, kind, x):
     assert 0 < np.linalg.norm(quantized - expected) < 2**-3 * np.linalg.norm(expected)
 
 
+@pytest.mark.costly
 def test_a_spectral_norm_of_a_layer_with_vectors_for_states_is_quantized(x):
     model = te.quantize_model(Normalized(nn.SpectralNorm, "dense"), x, rules={"out": "ambient"})
     with autocast(DELAYED):
@@ -140,6 +143,7 @@ def test_a_spectral_norm_of_a_scan_sees_the_vectors_of_all_layers(x):
     assert "SpectralNorm" in report.left["stack.s.a"]
 
 
+@pytest.mark.costly("inside first")
 @pytest.mark.parametrize("order", ["inside first", "outside first"])
 def test_a_layer_inside_and_outside_of_a_wrapper_is_decided_about_once(order, x):
     class Model(nn.Module):
@@ -183,6 +187,7 @@ def test_a_layer_of_this_package_with_such_a_state_is_refused(x):
         assert nn.WeightNorm(te.Linear(32, 64)).init_with_output(jax.random.key(1), x)[0].shape == (4, 16, 64)
 
 
+@pytest.mark.costly
 def test_a_filter_that_leaves_the_states_alone_is_no_obstacle(x):
     class Block(nn.Module):
         @nn.compact
@@ -208,6 +213,7 @@ class Router(nn.Module):
         return nn.WeightNorm(te.MoE(32, 64, options, name="moe"), variable_filter=self.words)(x)
 
 
+@pytest.mark.costly
 def test_a_router_s_states_are_no_obstacle(x):
     variables = Router().init(jax.random.key(1), x)
     assert "expert_bias" in str(jax.tree_util.tree_structure(variables[STATE]))

@@ -152,11 +152,16 @@ OTHERS = [("BTNH,NHD->BTD", recipe) for recipe in (DELAYED, Float8BlockScaling()
 
 
 @pytest.mark.costly(
-    "BSD,CKDH->CBSKH-current",
     "BTD,SNDH->SBTNH-current",
-    "...F,NFH->...NH-current",
-    "...H,HF->...F-current",
-    slow=["BTD,NDH->BTNH-current", "BTNH,NHD->BTD-current", "...F,NHF->...NH-current", "BTNH,NHD->BTD-block"],
+    slow=(
+        "BTD,NDH->BTNH-current",
+        "BTNH,NHD->BTD-current",
+        "...F,NHF->...NH-current",
+        "BTNH,NHD->BTD-block",
+        "...F,NFH->...NH-current",
+        "...H,HF->...F-current",
+        "BSD,CKDH->CBSKH-current",
+    ),
 )
 @pytest.mark.parametrize(
     ("equation", "recipe"),

@@ -224,6 +224,7 @@ _next_is_three.defvjp(
 )
 
 
+@pytest.mark.costly("all")
 @pytest.mark.parametrize("frozen", ["all", "states"])
 def test_frozen_variables_of_a_layer_called_twice(frozen):
     """States merge by maximum in each of Flax's containers, and gradients come back in the caller's."""

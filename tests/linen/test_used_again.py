@@ -66,7 +66,7 @@ def loss_of(model, x=X, **kwargs):
     return lambda variables: jnp.sum(model.apply(variables, x, **kwargs) ** 2)
 
 
-@pytest.mark.costly("linear-jitted", "attention-jitted", "dense-plain", slow=["attention-plain"])
+@pytest.mark.costly("linear-jitted", "dense-plain", "linear-plain", slow=("attention-plain", "attention-jitted"))
 @pytest.mark.parametrize("jitted", [False, True], ids=["plain", "jitted"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_shared_layer_raises(name, jitted):

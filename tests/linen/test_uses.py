@@ -86,6 +86,7 @@ def finite(model, variables):
     return bool(jnp.isfinite(jax.jit(loss_of(model, X[0]))(variables)))
 
 
+@pytest.mark.costly(slow=("lax.map", "lax.scan", "nn.remat", "experts in a lax.scan"))
 @pytest.mark.parametrize(("model", "call"), USES.values(), ids=USES)
 def test_a_sum_is_nan_in_the_next_call(model, call):
     variables = variables_of(model)
@@ -146,6 +147,7 @@ class LinenRoutedTwice(te.LinenModule, nnx_class=RoutedTwice, init=False):
     """Its Linen form."""
 
 
+@pytest.mark.costly("jax")
 @pytest.mark.parametrize("differentiate", [jax.value_and_grad, te.value_and_grad], ids=["jax", "te"])
 def test_next_values_of_two_calls_within_one_linen_module_are_merged(differentiate):
     model, variables = LinenTwice(), variables_of(LinenTwice())
@@ -162,6 +164,7 @@ def is_gemm_state(node):
     return isinstance(node, dict) and "kernel" in node and "grad" in node
 
 
+@pytest.mark.costly
 def test_counts_of_a_router_that_one_linen_module_calls_twice_add_up():
     model = LinenRoutedTwice()
     variables = variables_of(model)
@@ -170,6 +173,7 @@ def test_counts_of_a_router_that_one_linen_module_calls_twice_add_up():
     jax.tree.map(assert_bitwise, gradients[0][STATE], gradients[1][STATE])
 
 
+@pytest.mark.costly("Router-te", slow=("MoE-te", "MoE-jax"))
 @pytest.mark.parametrize("derivative", [jax.value_and_grad, te.value_and_grad], ids=["jax", "te"])
 @pytest.mark.parametrize("model", [te.Router(32, ROUTING), te.MoE(32, 64, ROUTING)], ids=["Router", "MoE"])
 def test_evaluation_in_a_derivative_keeps_the_expert_bias(model, derivative):
@@ -189,6 +193,7 @@ def test_evaluation_in_a_derivative_keeps_the_expert_bias(model, derivative):
     assert np.isfinite(jax.jit(loss, static_argnums=1)({**trained, STATE: kept[STATE]}, False))
 
 
+@pytest.mark.costly("LayerNormMLP-te", slow=("MoE-jax", "MoE-te"))
 @pytest.mark.parametrize("derivative", [jax.value_and_grad, te.value_and_grad], ids=["jax", "te"])
 @pytest.mark.parametrize("model", [te.LayerNormMLP(32, 64), te.MoE(32, 64, ROUTING)], ids=["LayerNormMLP", "MoE"])
 def test_single_uses_go_on_with_the_same_numbers(model, derivative):

@@ -65,6 +65,7 @@ def test_channels_of_values_may_differ():
     assert (alone.kv_channels, alone.v_channels) == (D, D)
 
 
+@pytest.mark.costly("False")
 @pytest.mark.parametrize("at_end", [False, True])
 def test_padding_at_the_end_is_what_lengths_say(at_end):
     lengths = jnp.array([5, 8])

@@ -31,7 +31,7 @@ def build(kind=TEColumnParallelGroupedLinear, config=ModelParallelConfig(), **op
     return kind(E, K, N, config=config, **(given | options))
 
 
-@pytest.mark.costly("TERowParallelGroupedLinear", "TEColumnParallelGroupedLinear")
+@pytest.mark.costly("TERowParallelGroupedLinear", slow=("TEColumnParallelGroupedLinear",))
 @pytest.mark.parametrize("kind", [TEColumnParallelGroupedLinear, TERowParallelGroupedLinear, TEGroupedLinear])
 def test_a_class_is_its_layer_bitwise(kind):
     x = draw("x", (ROWS, K), jnp.bfloat16)

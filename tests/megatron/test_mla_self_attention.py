@@ -64,7 +64,7 @@ def expected(attention: MLASelfAttention, x: Any) -> np.ndarray:
     return latent.attention(weights, np.asarray(x, np.float64), config.latent_attention, N, rope)
 
 
-@pytest.mark.costly("{'q_lora_rank': None}", "{}")
+@pytest.mark.costly(slow=("{}", "{'qk_layernorm': False}"))
 @pytest.mark.parametrize("fields", [{}, {"q_lora_rank": None}, {"qk_layernorm": False}], ids=str)
 def test_names_and_numbers_are_megatrons(fields: dict[str, Any]) -> None:
     attention = MLASelfAttention(config_of(**fields), rngs=nnx.Rngs(0))

@@ -104,7 +104,7 @@ def test_a_gate_on_an_axis_of_its_own_needs_no_permutes():
     assert permutes((2, F)) == 0 < permutes(2 * F)
 
 
-@pytest.mark.costly("explicit-True", slow=["explicit-False", "auto-True", "auto-False"])
+@pytest.mark.costly("no mesh-True", slow=("explicit-False", "auto-True", "auto-False", "explicit-True"))
 @pytest.mark.parametrize("bias", [True, False])
 def test_it_is_the_formula(bias: bool, mesh_mode: str):
     parallel = {"tensor_model_parallel_size": 2, "sequence_parallel": True}

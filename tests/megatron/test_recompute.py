@@ -91,6 +91,7 @@ def test_without_a_tracker_arguments_are_passed_on() -> None:
     assert not tracker.is_initialized()
 
 
+@pytest.mark.costly("False")
 @pytest.mark.parametrize("distribute", [False, True])
 def test_delayed_scaling_gets_its_next_state_once(distribute: bool) -> None:
     """A history of [3, 0] becomes [new, 3]: moved on by one place, although the layer runs twice."""

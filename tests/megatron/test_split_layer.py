@@ -38,6 +38,7 @@ def fused(config: TransformerConfig, **options: Any) -> Any:
     )
 
 
+@pytest.mark.costly("LayerNorm-current", "RMSNorm-block")
 @pytest.mark.wide
 @pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block"])
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])

@@ -68,6 +68,7 @@ def arrays_of(module: nnx.Module) -> dict[str, Any]:
     return {".".join(map(str, path)): variable[...] for path, variable in nnx.to_flat_state(nnx.state(module))}
 
 
+@pytest.mark.costly("TELayerNormColumnParallelLinear-block")
 @pytest.mark.wide
 @pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block"])
 @pytest.mark.parametrize("kind", [TELinear, COLUMN, ROW, LN])
@@ -112,7 +113,7 @@ def test_what_a_call_returns(kind: Any):
             assert_bitwise(y, expected)
 
 
-@pytest.mark.costly("auto-True", "explicit-False")
+@pytest.mark.costly("explicit-False", slow=("auto-True",))
 @pytest.mark.wide
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_column_then_row_is_the_two_formulas(sequence_parallel: bool, mesh_mode: str):
@@ -308,6 +309,7 @@ def test_every_layer_has_torchs_methods_for_its_arrays(kind: Any):
         two.load_state_dict({})
 
 
+@pytest.mark.costly("explicit", slow=("auto",))
 def test_repr_shows_a_ranks_part(mesh_mode: str):
     size = 1 if mesh_mode == "no mesh" else 2
     config = ModelParallelConfig()
@@ -359,6 +361,7 @@ class Gated(MegatronModule):
         self.mlp = LayerNormMLP(H, F, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.costly
 def test_a_layer_of_two_kernels_is_armed_for_both_of_a_call():
     config = TransformerConfig(num_layers=1, hidden_size=H, num_attention_heads=2, fp8="hybrid")
     model, x = Gated(config), draw("x", (16, H))

@@ -112,7 +112,7 @@ def masked(model):
     return model.encode(TOKENS[:, :-1], lengths=jnp.arange(1, B + 1))
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=("t5", "bert"))
 @pytest.mark.parametrize(
     ("build", "call"),
     [
@@ -126,7 +126,7 @@ def test_every_model(build, call):
     assert_close(call(build(Execution())), call(build(Execution(batch_parts=2))))
 
 
-@pytest.mark.costly("attention_mask")
+@pytest.mark.costly(slow=("core_attention_bias",))
 @pytest.mark.parametrize("name", ["attention_mask", "core_attention_bias"])
 def test_arguments_of_the_whole_batch_and_of_each_row(name):
     layers = [TransformerLayer(32, 64, 2, hidden_dropout=0.0, attention_dropout=0.0, rngs=nnx.Rngs(0))]

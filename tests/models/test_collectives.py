@@ -151,7 +151,7 @@ def test_context_parallelism_communicates_in_attention_alone(loss_chunks: int, f
     assert {kind for kind, _ in found} == {"collective-permute", "all-reduce"}
 
 
-@pytest.mark.costly("all_gather")
+@pytest.mark.costly(slow=("a2a",))
 @pytest.mark.parametrize("kind", ["all_gather", "a2a"])
 def test_other_ways_of_context_parallelism_do_too(kind: str) -> None:
     """Gathered: keys and values in each direction, whose gradients are scattered. Exchanged: queries, keys and values

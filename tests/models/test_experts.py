@@ -93,7 +93,7 @@ def test_equal_experts_are_the_dense_model():
     np.testing.assert_allclose(call(model, TOKENS), call(dense, TOKENS), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.costly("fields0")
+@pytest.mark.costly(slow=("fields1",))
 @pytest.mark.parametrize("fields", [{}, {"moe_shared_expert_intermediate_size": 16, "moe_router_pre_softmax": True}])
 def test_both_models_compute_the_same_and_megatrons_has_its_names(fields):
     model = gpt(**fields)
@@ -122,7 +122,7 @@ def unchanged():
     return loss_and_gradients(gpt()), loss_and_gradients(gpt(**WITH_LOSSES))
 
 
-@pytest.mark.costly(slow=["execution0-fields0"])
+@pytest.mark.costly(slow=("execution0-fields0", "execution1-fields1"))
 @pytest.mark.parametrize(
     ("execution", "fields"), [(Execution(scan_layers=True), {}), (Execution(), FULL), (Execution(), SELECTIVE)]
 )
@@ -135,6 +135,7 @@ def test_loops_and_recomputation_change_neither_gradients_nor_counts(execution, 
     assert np.abs(plain[1][path] - expected[1][path]).max() > 1e-4
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("recipe", [None, pytest.param(DelayedScaling(), marks=pytest.mark.slow)])
 def test_a_train_step_counts_and_moves_the_bias_and_evaluation_does_not(recipe):
     fields = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_aux_loss_coeff": 0.01}
@@ -201,6 +202,7 @@ def of_padded(kind, tokens, **fields):
     return float(loss), {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(gradients)}
 
 
+@pytest.mark.costly
 @pytest.mark.wide("own")
 @pytest.mark.parametrize(
     ("kind", "fields"),
@@ -220,7 +222,7 @@ def test_padding_changes_neither_losses_counts_nor_other_tokens(kind, fields):
     assert float(expected[1][path][:E].sum()) == TOPK * int(np.sum(~PADDING))
 
 
-@pytest.mark.costly(slow=["own-explicit", "own-auto", "megatron-explicit"])
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 @pytest.mark.parametrize("kind", ["own", "megatron"])
 def test_padding_on_a_mesh_is_that_of_one_device(kind, axis_type):

@@ -197,7 +197,7 @@ def test_prompts_of_many_lengths_run_one_program(fields: dict[str, Any], recipe:
     assert Traced.lengths == wanted
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=("generate-evaluation mode", "generate-training mode"))
 @pytest.mark.parametrize("training", [True, False], ids=["training mode", "evaluation mode"])
 @pytest.mark.parametrize(
     "program",
@@ -222,6 +222,7 @@ def test_evaluation_is_under_the_layers_recipes_for_evaluation(program: Any, tra
         assert model.training == training
 
 
+@pytest.mark.costly
 def test_sampling_follows_the_key_and_the_distribution() -> None:
     model = build("gpt2")
     prompts = jnp.tile(PROMPT[:1], (2048, 1))
@@ -252,6 +253,7 @@ def test_every_step_draws_anew() -> None:
     assert all(len(set(row)) > 3 for row in tokens.tolist())
 
 
+@pytest.mark.costly
 def test_one_step_and_a_large_top_k() -> None:
     tokens = generate(build("gpt2"), PROMPT[:1, :1], steps=1, key=KEY, top_k=1000)
     assert tokens.shape == (1, 2)
@@ -277,7 +279,7 @@ def test_bad_arguments_say_what_is_allowed(prompt: jax.Array, options: dict[str,
         generate(build("gpt2"), prompt, key=KEY, **options)
 
 
-@pytest.mark.costly("2e-38")
+@pytest.mark.costly("1e-39", slow=("2e-38",))
 @pytest.mark.parametrize("temperature", [2e-38, 1e-39, 1e-50])
 def test_low_temperatures_take_the_most_likely_token(temperature: float) -> None:
     """By such a divisor logits would be infinite, or nan, and many tokens the most likely one."""

@@ -105,7 +105,7 @@ def test_loss_and_gradients_follow_the_formulas_on_every_mesh(form: str, mesh_mo
         assert_close(a, e, TOLERANCE, what=jax.tree_util.keystr(path))
 
 
-@pytest.mark.costly("llama")
+@pytest.mark.costly(slow=("gpt2",))
 @pytest.mark.parametrize("form", FORMS)
 def test_logits_follow_the_formulas(form: str) -> None:
     assert_close(call(randomize(build(form)), batch()[0]), expected(form)[0], TOLERANCE)
@@ -138,7 +138,7 @@ def gemma(**options: Any) -> GPTModel:
     return model
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_gemmas_form_is_the_same_on_a_mesh_and_scanned() -> None:
     """Scanned, the pair of rotary embeddings is a constant of the loop, from which each layer takes its own."""
     loss, gradient = loss_and_gradient(gemma(), *batch())
@@ -458,7 +458,7 @@ def test_bad_input_says_what_is_allowed() -> None:
         model.init_cache(1, 9)
 
 
-@pytest.mark.costly("gpt2")
+@pytest.mark.costly(slow=("gpt2",))
 @pytest.mark.parametrize("form", FORMS)
 def test_packed_sequences_have_the_logits_that_each_has_alone(form: str) -> None:
     model, tokens = randomize(build(form)), batch()[0][:2]
@@ -523,6 +523,7 @@ def test_a_cache_takes_no_packed_rows() -> None:
         model(batch()[0], cache=model.init_cache(B, S), packed_seq_params=packed)
 
 
+@pytest.mark.costly
 def test_a_padding_mask_that_no_layer_reads_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     model, tokens = build(), jnp.zeros((1, 8), jnp.int32)
     log_once.cache_clear()

@@ -69,6 +69,7 @@ MLA: dict[str, Any] = {
 YARN = YarnScaling(factor=4.0, original_max_position_embeddings=8, mscale_all_dim=0.7)
 
 
+@pytest.mark.costly
 @pytest.mark.wide("{'rope_type': 'rope', 'rotary_percent': 0.5}")
 @pytest.mark.parametrize("fields", [{}, {"q_lora_rank": None}, {"rope_type": "rope", "rotary_percent": 0.5}], ids=str)
 def test_megatrons_model_and_fields_are_gpt_with_the_same_latents(fields: dict) -> None:

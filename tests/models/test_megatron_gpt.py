@@ -118,7 +118,7 @@ def loss_and_gradient(model: Any) -> Any:
     return jax.value_and_grad(lambda model: merging(model).loss(TOKENS, TOKENS[:, ::-1]))(model)
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=("llama",))
 @pytest.mark.parametrize("form", FORMS)
 def test_modules_have_megatrons_names_and_classes(form: str):
     model = build(form)
@@ -303,7 +303,7 @@ def test_rules_are_for_megatrons_names():
     assert model.decoder.layers[1].mlp.linear_fc1.module_recipe is None
 
 
-@pytest.mark.costly("mlp", "activation", "core_attn", "full")
+@pytest.mark.costly(slow=("mlp", "full", "core_attn", "layernorm"))
 @pytest.mark.parametrize("module", ["core_attn", "layernorm", "activation", "mlp", "full"])
 def test_backward_recomputes_what_the_configuration_says(module: str):
     """The same loss and gradients, from more operations."""
@@ -634,6 +634,7 @@ def test_clipping_without_logits_is_refused():
             model.clip_qk(wrong)
 
 
+@pytest.mark.costly
 def test_a_refused_call_of_a_stage_leaves_its_input():
     last = build(config=dataclasses.replace(LLAMA, num_layers=2), pre_process=False, stage_layers=range(1, 2))
     x = jnp.ones((*TOKENS.shape, last.config.hidden_size))

@@ -107,6 +107,7 @@ def gradients_of(model: Any, loss: Any) -> tuple[Any, Any, list[float]]:
     return value, grads, [float(loss) for loss in losses]
 
 
+@pytest.mark.costly
 @pytest.mark.wide("llama")
 @pytest.mark.parametrize("form", FORMS)
 def test_losses_and_gradients_are_megatrons(form: str) -> None:

@@ -199,7 +199,7 @@ def kept_bytes(recipe: str, way: str) -> int:
     return sum(variable.aval.size * variable.aval.dtype.itemsize for variable in kept)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.wide("current")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_how_much_each_way_keeps(recipe: str) -> None:

@@ -136,6 +136,7 @@ def by_lax_scan(layers: Any, x: jax.Array) -> jax.Array:
     return jax.lax.scan(lambda x, state: (nnx.merge(graphdef, state)(x), None), x, state)[0]
 
 
+@pytest.mark.costly("by_nnx_scan-jit", slow=("by_nnx_scan-checkpoint", "by_nnx_scan-grad"))
 @pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit, jax.checkpoint], ids=["grad", "jit", "checkpoint"])
 @pytest.mark.parametrize("scan", [by_nnx_scan, by_lax_scan])
 def test_a_loop_of_ones_own_says_that_it_is_one(scan: Any, wrap: Any) -> None:
@@ -201,7 +202,7 @@ ALONE = RecomputeConfig(recompute_granularity="full", recompute_method="uniform"
 IN_PAIRS = dataclasses.replace(ALONE, recompute_num_layers=2)
 
 
-@pytest.mark.costly("alone", "in pairs")
+@pytest.mark.costly(slow=("in pairs", "alone"))
 @pytest.mark.parametrize("recompute", [RecomputeConfig(), ALONE, IN_PAIRS], ids=["plain", "alone", "in pairs"])
 def test_layers_traced_once_give_what_each_by_itself_gives(recompute: RecomputeConfig, traced: list[int]) -> None:
     """With dropout and states of delayed scaling; a layer that differs is traced by itself."""
@@ -241,6 +242,7 @@ def first_loss(build: Any, **given: Any) -> float:
     return float(make_train_step(lambda model, batch, key: model.loss(**given), tx)(state, jnp.zeros((1,)))[1]["loss"])
 
 
+@pytest.mark.costly(slow=("with a list",))
 @pytest.mark.parametrize("attribute", [None, [1, 2]], ids=["as made", "with a list"])
 def test_a_train_step_traces_layers_of_this_package_once(attribute: Any, traced: list[int]) -> None:
     """A list cannot tell layers apart, and does not keep the step from running."""

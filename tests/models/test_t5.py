@@ -98,7 +98,7 @@ def test_ignored_labels_options_and_reductions_reach_the_loss() -> None:
         assert_close(one, other, TOLERANCE)
 
 
-@pytest.mark.costly("learned_absolute", "none")
+@pytest.mark.costly("none", slow=("learned_absolute",))
 @pytest.mark.parametrize("position", ["learned_absolute", "none"])
 def test_other_positions_and_a_head_of_its_own(position: str) -> None:
     model = build(encoder_num_layers=2, position_embedding_type=position, share_embeddings_and_output_weights=False)

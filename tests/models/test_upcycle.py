@@ -28,6 +28,7 @@ def dense(**fields):
     return model
 
 
+@pytest.mark.costly
 @pytest.mark.wide("gated, one layer")
 @pytest.mark.parametrize(
     ("fields", "experts"),
@@ -52,6 +53,7 @@ class Half:
     fp16, bf16 = False, True
 
 
+@pytest.mark.slow
 def test_dtypes_and_mode_are_those_of_the_dense_model():
     model = dense(hidden_dropout=0.5, num_layers=1)
     Float16Module(Half(), model)

@@ -86,7 +86,7 @@ def test_dropout_is_there() -> None:
     assert abs(one_device("rope", True)[0] - one_device("rope", False)[0]) > 1e-3
 
 
-@pytest.mark.costly("explicit")
+@pytest.mark.slow
 @pytest.mark.wide("explicit")
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 def test_logits_are_in_natural_order(mode: Any) -> None:

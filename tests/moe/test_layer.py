@@ -154,7 +154,17 @@ MARKED = [
 ]
 
 
-@pytest.mark.costly("18-4-sigmoid-(2,1)-allofthem-1.0-True-squared_relu-8-12-True-True")
+@pytest.mark.costly(
+    "30-4-sqrtsoftplus-quantile_balancing-True-0.5-position-squared_relu-8-True-True-False",
+    slow=(
+        "27-1-sinkhorn-0.02-0.1-True-True-squared_relu-True-True-True",
+        "21-1-True-quantile_balancing-0.5-position-True-swiglu-12",
+        "10-sqrtsoftplus-True-2.5-(4,2)-True-seq_aux_loss-1.0-True-clamped-8-12-True-True-True-False",
+        "0-1-sigmoid-2.5-(2,1)-True-0.02-0.1-True-0.5-True-swiglu-8-True-False",
+        "9-4-sqrtsoftplus-2.5-(4,2)-True-seq_aux_loss-0.02-0.1-0.5-0.5-True-8-True",
+        "18-4-sigmoid-(2,1)-allofthem-1.0-True-squared_relu-8-12-True-True",
+    ),
+)
 @pytest.mark.parametrize("case", MARKED)
 def test_the_layer_is_the_oracle(case: Case) -> None:
     data = with_random_numbers(make_data(case), case)

@@ -82,6 +82,7 @@ def assert_same(found: Any, wanted: Any, tolerance: float = TOLERANCE) -> None:
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=tolerance * scale, err_msg=jax.tree_util.keystr(path))
 
 
+@pytest.mark.costly
 @pytest.mark.wide("fsdp-expert-tensor-alltoall-auto")
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
@@ -133,6 +134,7 @@ def test_rows_of_all_experts_on_each_device_of_an_explicit_mesh() -> None:
     assert_same(found, one_device())
 
 
+@pytest.mark.costly
 def test_ops_of_routing_take_tokens_with_a_sharding_in_their_type() -> None:
     grouped = RouterOptions(num_experts=E, topk=4, num_groups=4, group_topk=2, score_function="sigmoid")
 
@@ -227,7 +229,7 @@ def test_recomputation_changes_nothing_on_a_mesh(module: Any) -> None:
     assert_same(found, one_device())
 
 
-@pytest.mark.costly(slow=["auto"])
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 def test_adapters_run_on_their_experts_devices(axis_type: Any) -> None:
     def adapted() -> Any:
@@ -244,7 +246,7 @@ def test_adapters_run_on_their_experts_devices(axis_type: Any) -> None:
     assert_same(found, wanted)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_experts_must_lie_where_tokens_are_split() -> None:
     with on_mesh({"data": 2, "tensor": 2}, batch=("data",), expert=("fsdp",)):
         nnx.jit(lambda layer: layer(X))(build())  # the mesh has no devices along fsdp
@@ -306,7 +308,7 @@ WANTED: dict[str, Any] = {
 }
 
 
-@pytest.mark.costly("allgather")
+@pytest.mark.costly(slow=("alltoall",))
 @pytest.mark.parametrize("dispatcher", WANTED)
 def test_tokens_travel_once_in_each_direction(dispatcher: Any) -> None:
     dispatch = DispatchOptions(dispatcher=dispatcher)
@@ -332,7 +334,7 @@ def test_tensor_parallel_experts_add_up_tokens_not_rows() -> None:
     assert sum(row.bytes for row in summed) < 2.2 * tokens
 
 
-@pytest.mark.costly("allgather")
+@pytest.mark.costly(slow=("alltoall",))
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
 def test_a_bound_drops_the_last_tokens_and_counts_them(dispatcher: Any) -> None:
     """All tokens choose the experts of one device, which has room for as many rows as each has under equal load."""
@@ -366,6 +368,7 @@ def test_a_bound_that_suffices_changes_nothing() -> None:
     np.testing.assert_allclose(found[0], wanted[0], rtol=0, atol=TOLERANCE * np.max(np.abs(wanted[0])))
 
 
+@pytest.mark.costly(slow=("alltoall",))
 @pytest.mark.parametrize("dispatcher", [pytest.param("allgather", marks=pytest.mark.costly), "alltoall"])
 def test_tokens_and_gradients_may_travel_in_fp8(dispatcher: Any) -> None:
     """E4M3 forward, E5M2 backward, each token with a scale of its own; sums in the compute dtype."""
@@ -382,6 +385,7 @@ def test_tokens_and_gradients_may_travel_in_fp8(dispatcher: Any) -> None:
     assert sorted(sent) == sorted(2 * [*there, ("f32", "reduce-scatter"), ("f32", back)])
 
 
+@pytest.mark.costly
 def test_what_travels_in_fp8_is_rounded_once_a_token() -> None:
     """One expert that copies its input: the sums are the tokens in E4M3, their gradients the outputs' in E5M2."""
     x, g = draw("x", (4, 2, 16)) * 8.0, draw("g", (4, 2, 16))
@@ -425,7 +429,7 @@ def trained(sizes: dict[str, int] | None, *, recipe: Any = None, dtype: Any = jn
     return state
 
 
-@pytest.mark.costly("masters", slow=["summands", "fp8_param"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "recipe"),
     [
@@ -472,7 +476,7 @@ def spec_of(variable: Any) -> set[str]:
     return {*jax.tree.leaves(tuple(variable.get_value().sharding.spec))}
 
 
-@pytest.mark.costly("explicit-allgather")
+@pytest.mark.costly(slow=("auto-alltoall",))
 @pytest.mark.parametrize(("axis_type", "dispatcher"), [("auto", "alltoall"), ("explicit", "allgather")])
 def test_a_number_that_no_expert_has(axis_type: Any, dispatcher: Any) -> None:
     """Its token is nan, as on one device, and no other device's tokens change."""

@@ -78,7 +78,7 @@ def test_states_are_those_without_a_pipeline(pipeline: str, scale: float) -> Non
     assert biases == 3
 
 
-@pytest.mark.costly(slow=["1f1b"])
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["1f1b", "zero_bubble,last_layers=1"])
 def test_a_layer_that_is_not_run_adds_no_loss_of_its_router(pipeline: str) -> None:
     """A stage with fewer layers than another computes one in its place, whose output is left out."""

@@ -133,7 +133,7 @@ RECIPES: dict[str, tuple[Recipe, tuple[Any, Any, Any], bool]] = {
 }
 
 
-@pytest.mark.costly("current, e4m3", "nvfp4", "nvfp4, transformed", slow=["mxfp8", "block"])
+@pytest.mark.costly("current, e4m3", slow=("mxfp8", "block", "nvfp4, transformed", "nvfp4"))
 @pytest.mark.parametrize("name", RECIPES)
 def test_products_are_those_of_each_experts_formula(name: str) -> None:
     recipe, by_role, bits = RECIPES[name]

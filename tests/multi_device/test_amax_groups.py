@@ -104,6 +104,7 @@ def test_a_kernel_quantized_beforehand_has_the_scales_of_the_call(axes, recipe):
     assert_bitwise(actual, expected)
 
 
+@pytest.mark.costly("delayed")
 @pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=4), WHOLE], ids=["delayed", "whole"])
 def test_a_nan_on_one_device_is_in_the_amax_of_all(recipe):
     """As on one device: the gradient of the state has the nan, and so has a current scale."""

@@ -125,7 +125,7 @@ def test_fsdp_gathers_each_kernel_and_scatters_its_gradient(recipe: str, mode: s
     assert forward_and_backward(mode, RECIPES[recipe], fsdp=4) == (gathers, again + sums)
 
 
-@pytest.mark.costly("delayed-auto")
+@pytest.mark.slow
 @pytest.mark.wide("delayed-auto")
 @pytest.mark.parametrize(
     ("recipe", "mode"), [*((recipe, "auto") for recipe in RECIPES), ("none", "explicit"), ("delayed", "explicit")]

@@ -171,6 +171,7 @@ fcntl.flock = refuse
 """
 
 
+@pytest.mark.costly("locks")
 @pytest.mark.parametrize("locks", [True, False], ids=["locks", "no locks"])
 def test_a_process_killed_right_after_its_first_heartbeat_is_found_at_once(tmp_path, locks):
     """Whose lock nobody has seen held. Without locks nobody can tell."""
@@ -305,7 +306,7 @@ def save_with_a_fault(folder, fault):
     os._exit(0)  # as docs/checkpoints.md says: Orbax's threads wait still
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=("size-File too large",))
 @pytest.mark.parametrize(("fault", "expected"), [("size", "File too large"), ("hangs", "")])
 def test_a_process_that_cannot_write_its_part_is_an_error_in_all(tmp_path, fault, expected):
     with pytest.raises(FileNotFoundError):  # the harness misses the results of processes that end at once
@@ -357,7 +358,7 @@ def save_slowly(folder, seconds):
     return time.monotonic() - begin
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_save_of_three_times_its_bound_that_gets_on_is_whole(tmp_path):
     finished = run_processes(2, save_slowly, (tmp_path, 6.0))
     assert min(process.result for process in finished) > 6.0
@@ -388,7 +389,7 @@ def save_interrupted(folder):
     return step, same
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_save_that_is_interrupted_while_it_waits_goes_on(tmp_path):
     assert [finished.result for finished in run_processes(2, save_interrupted, (tmp_path,))] == [(1, True)] * 2
 

@@ -146,6 +146,7 @@ def test_a_store_that_fails_is_a_missed_meeting(monkeypatch):
         meetings.meet()
 
 
+@pytest.mark.costly
 def test_a_text_of_any_length_reaches_all_and_none_waits_forever():
     (shared, told), (same, _) = (each.result for each in run_processes(2, share_texts))
     assert shared == same == ["1ü" * 300_000, "", "0ü"]

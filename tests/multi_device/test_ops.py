@@ -87,6 +87,16 @@ def check_shardings(case, y, gradients, mesh):
                 assert gradient.sharding.is_equivalent_to(wanted, gradient.ndim), f"d{key}: {gradient.sharding.spec}"
 
 
+@pytest.mark.costly(
+    "auto-layernorm_dense",
+    "auto-layernorm_mlp swiglu",
+    slow=(
+        "explicit-layernorm_mlp gelu",
+        "explicit-attention causal",
+        "auto-attention padding",
+        "auto-attention padding_causal packed",
+    ),
+)
 @pytest.mark.wide
 @pytest.mark.parametrize("name", CASES)
 def test_same_numbers_and_expected_shardings(name, mesh):
@@ -99,6 +109,9 @@ def test_same_numbers_and_expected_shardings(name, mesh):
     check_shardings(case, y, gradients, mesh)
 
 
+@pytest.mark.costly(
+    "explicit-dense row-delayed", slow=("auto-layernorm_dense-current", "explicit-layernorm_mlp swiglu-delayed")
+)
 @pytest.mark.wide
 @pytest.mark.parametrize(("name", "recipe"), FP8)
 def test_fp8(name, recipe, mesh):
@@ -226,6 +239,7 @@ def test_axes_of_the_wrong_number(mesh):
 SPLIT, WHOLE = P("data", "tensor", None), P("data", None, None)
 
 
+@pytest.mark.costly("x_axes0-out_axes0-wo_axes0")
 @pytest.mark.parametrize(
     ("x_axes", "out_axes", "wo_axes"),
     [

@@ -198,7 +198,7 @@ def test_parameters_in_half_precision_and_stored_quantized(pipeline):
         assert_same(found, expected, 1e-3)
 
 
-@pytest.mark.costly(slow=["pipeline=2-1f1b-auto", "pipeline=2-zero_bubble-auto"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "pipeline", "axis_type"),
     [
@@ -316,7 +316,7 @@ def first_step(layer: type[Own], mesh: ParallelConfig | None, schedule: Any = "1
     return [float(metrics["loss"]), float(metrics["grad_norm"])]
 
 
-@pytest.mark.costly("Own-1f1b", "Looped-zero_bubble")
+@pytest.mark.costly("Partitioned-1f1b", slow=("Looped-zero_bubble", "Own-1f1b"))
 @pytest.mark.parametrize(
     ("layer", "schedule"),
     [(Own, "1f1b"), (Partitioned, "1f1b"), (Tied, "zero_bubble"), (Looped, "zero_bubble")],

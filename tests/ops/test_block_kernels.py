@@ -89,7 +89,7 @@ def many_scales(shape, dtype=jnp.float32):
     return (draw("x", shape) * sizes).astype(dtype)
 
 
-@pytest.mark.costly("float32-True-E4M3")
+@pytest.mark.costly("bfloat16-False-E5M2", slow=("float32-True-E4M3",))
 @pytest.mark.wide
 @interpreted
 @each_dtype
@@ -101,6 +101,7 @@ def test_quantize(high, power_of_two, dtype):
     check_all(actual, expected_quantized(x, dtype, power_of_two))
 
 
+@pytest.mark.costly("False-float16-E5M2", slow=("True-float32-E4M3",))
 @pytest.mark.wide
 @interpreted
 @each_dtype
@@ -111,6 +112,7 @@ def test_quantize_2d(power_of_two, high, dtype):
     check_all(actual, expected_quantized_2d(x, dtype, power_of_two))
 
 
+@pytest.mark.costly("False-E4M3", "False-E5M2", slow=("True-E5M2",))
 @interpreted
 @each_dtype
 @pytest.mark.parametrize("power_of_two", [True, False])
@@ -154,7 +156,7 @@ def test_powers_of_two_are_the_exact_quotients_with_the_mantissa_cleared(dtype):
     assert_bitwise(exponent_scale(jnp.asarray(amax), dtype), expected_scale(amax, limit, True))
 
 
-@pytest.mark.costly("(208, 272, 400)-row-row", slow=["(208, 272, 400)-square-square"])
+@pytest.mark.costly("(128, 128, 128)-square-row", slow=("(208, 272, 400)-square-square", "(208, 272, 400)-row-row"))
 @pytest.mark.wide
 @interpreted
 @pytest.mark.parametrize(
@@ -167,7 +169,7 @@ def test_gemm(shape, forms):
     assert_close(out, expected_product(*operands), 2.0**-20)
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=("E4M3 E5M2-float16", "E4M3 E5M2-float32"))
 @pytest.mark.wide
 @interpreted
 @pytest.mark.parametrize("out_dtype", ["float32", "bfloat16", "float16"])

@@ -96,10 +96,15 @@ def promotion():
 
 
 @pytest.mark.costly(
-    "nvfp4 bare-float32",
-    "current, powers of two-float32",
-    "mxfp8, hybrid-float32",
-    "block, fp32 scales, hybrid-float32",
+    "mxfp8-bfloat16",
+    slow=(
+        "nvfp4 bare-float32",
+        "block-bfloat16",
+        "mxfp8, hybrid-float32",
+        "block, fp32 scales, hybrid-float32",
+        "current, powers of two-float32",
+        "nvfp4 to nearest-float32",
+    ),
 )
 @pytest.mark.wide(
     "current, powers of two-float32",

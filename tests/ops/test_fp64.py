@@ -63,7 +63,7 @@ CASES = {  # the op, and a formula
 }
 
 
-@pytest.mark.costly("grouped_dense", "layernorm")
+@pytest.mark.costly("layernorm_dense", slow=("layernorm", "grouped_dense"))
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_have_the_digits_of_fp64(name):
     rng = np.random.default_rng(0)

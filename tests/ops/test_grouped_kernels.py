@@ -57,7 +57,7 @@ def small(tiling: GemmTiling) -> GemmTiling:
 TILINGS = {"large": small(LARGE), "small": small(SMALL)}
 
 
-@pytest.mark.costly(slow=["uneven-large", "one has all-large"])
+@pytest.mark.costly(slow=("uneven-large", "one has all-large", "nobody-large", "one has all-small", "uneven-small"))
 @interpreted
 @pytest.mark.parametrize("tiling", list(TILINGS))
 @pytest.mark.parametrize("sizes", list(SIZES))
@@ -67,7 +67,7 @@ def test_rows_times_their_groups_matrix(sizes, tiling):
     assert_close(out, expected_rows(a, b, sizes, np.ones(4)), tolerance("float32"))
 
 
-@pytest.mark.costly("E4 E4-False", "E5 E4-True", slow=["E4 E4-True", "E5 E4-False", "fp16-True"])
+@pytest.mark.costly(slow=("E4 E4-True", "E5 E4-False", "fp16-True", "fp16-False", "E5 E4-True"))
 @interpreted
 @pytest.mark.parametrize("split", [False, True], ids=str)
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_transposed_matrices_dtypes_and_scales(dtypes, split):
     assert_close(out, expected_rows(a, b.swapaxes(1, 2), sizes, scale), tolerance("bfloat16"))
 
 
-@pytest.mark.costly(slow=["uneven-large", "one has all-large", "nobody-large"])
+@pytest.mark.costly(slow=("uneven-large", "one has all-large", "nobody-large", "one has all-small", "uneven-small"))
 @interpreted
 @pytest.mark.parametrize("tiling", list(TILINGS))
 @pytest.mark.parametrize("sizes", list(SIZES))
@@ -92,7 +92,7 @@ def test_sums_over_each_groups_rows(sizes, tiling):
     assert_close(out, expected_over_rows(a, b, sizes, np.ones(4)), tolerance("float32"))
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=("True",))
 @interpreted
 @pytest.mark.parametrize("split", [False, True], ids=str)
 def test_sums_over_rows_of_fp8(split):
@@ -135,7 +135,7 @@ def block_operands_over_rows(sizes, rows, m, n, dtypes=(E4M3, E4M3)):
     return a, b, scales, expected_over_rows(wide_a, wide_b, sizes, np.ones(len(sizes)))
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=("uneven",))
 @interpreted
 @pytest.mark.parametrize("sizes", ["uneven", "nobody"])
 def test_rows_with_a_scale_for_each_block(sizes):
@@ -145,7 +145,7 @@ def test_rows_with_a_scale_for_each_block(sizes):
     assert_close(out, expected, tolerance("float32"))
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=("uneven",))
 @interpreted
 @pytest.mark.parametrize("sizes", ["uneven", "nobody"])
 def test_sums_over_rows_with_a_scale_for_each_block(sizes):

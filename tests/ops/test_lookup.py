@@ -62,6 +62,7 @@ def test_ids_outside_of_the_table(rows):
     assert np.flatnonzero(np.asarray(gradient).any(axis=1)).tolist() == [1, 3]
 
 
+@pytest.mark.costly("10")
 @pytest.mark.parametrize("rows", [10, 2000])
 def test_it_is_linear_for_derivatives_of_derivatives_and_for_vmap(rows):
     ids, table = jnp.array([1, 3, 3]), draw("table", (rows, 2))

@@ -35,6 +35,7 @@ def check(actual, wanted):
         assert_bitwise(one, other)
 
 
+@pytest.mark.costly("bf16-E5M2", slow=("fp16-E4M3", "fp32-E4M3", "bf16-E4M3", "fp16-E5M2"))
 @interpreted
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["E4M3", "E5M2"])
 @pytest.mark.parametrize("high", [jnp.float32, jnp.bfloat16, jnp.float16], ids=["fp32", "bf16", "fp16"])

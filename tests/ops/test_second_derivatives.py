@@ -99,11 +99,13 @@ TWICE: dict[str, Callable[[Loss, Any, jax.Array], Any]] = {
 
 
 @pytest.mark.costly(
-    "gradient penalty-linear-current",
-    "Hessian, reverse over reverse-layernorm_mlp-block",
-    "linear in the cotangent-layernorm_linear-nvfp4",
     "value beside a gradient-layernorm_mlp-current",
-    "MAML-layernorm_linear-delayed",
+    slow=(
+        "gradient penalty-linear-current",
+        "MAML-layernorm_linear-delayed",
+        "linear in the cotangent-layernorm_linear-nvfp4",
+        "Hessian, reverse over reverse-layernorm_mlp-block",
+    ),
 )
 @pytest.mark.wide
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -118,7 +120,8 @@ def test_a_recipe_refuses_them(twice: str, layer: str, recipe: str) -> None:
 
 
 @pytest.mark.costly(
-    "linear in the cotangent-vmap-False", "Hessian, reverse over reverse-remat-False", "gradient penalty-alone-False"
+    "gradient penalty-alone-False",
+    slow=("Hessian, reverse over reverse-remat-False", "linear in the cotangent-vmap-False"),
 )
 @pytest.mark.wide
 @pytest.mark.parametrize("outside", [False, True])
@@ -255,7 +258,8 @@ WITHOUT: dict[str, Callable[[], tuple[Callable[..., jax.Array], tuple[Any, ...]]
 
 
 @pytest.mark.costly(
-    "cross-entropy", "attention", "cross-entropy of chunks", "layernorm_mlp", "linear", slow=["transformer_layer"]
+    "cross-entropy",
+    slow=("transformer_layer", "linear", "layernorm_linear", "attention", "cross-entropy of chunks", "layernorm_mlp"),
 )
 @pytest.mark.parametrize("name", WITHOUT)
 def test_without_a_recipe_they_are_right(name: str) -> None:

@@ -65,6 +65,7 @@ def gradients(args: Args, sink: Any, axes: tuple[str, ...] = (), **options: Any)
     return jax.grad(loss, argnums=(0, 1, 2), **options)(args.x, args.state, sink)
 
 
+@pytest.mark.costly("sizes0-auto-True")
 @pytest.mark.wide
 @pytest.mark.parametrize("jit", [True, False])
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])

@@ -34,10 +34,12 @@ def run(package, program):
 USE = "from jax_te.ops import explain_backend; explain_backend('dense')"
 
 
+@pytest.mark.costly
 def test_its_pytorch_half_stays_out(package):
     assert run(package, f"import jax_te; {USE}; import sys; print('transformer_engine.jax' in sys.modules)") == ["True"]
 
 
+@pytest.mark.costly
 def test_its_pytorch_half_is_found_later(package):
     assert run(package, f"import jax_te; {USE}; print('later'); import transformer_engine.pytorch") == [
         "later",
@@ -45,11 +47,13 @@ def test_its_pytorch_half_is_found_later(package):
     ]
 
 
+@pytest.mark.costly
 def test_who_imported_it_before_keeps_it(package):
     found = run(package, f"import transformer_engine, jax_te, sys; {USE}; print(transformer_engine.pytorch.__name__)")
     assert found == ["PyTorch", "transformer_engine.pytorch"]
 
 
+@pytest.mark.costly
 def test_tensorboard_imports_no_pytorch(package):
     torch = package / "torch"
     torch.mkdir()

@@ -41,7 +41,14 @@ def assert_same(ours, expected, tolerance=TOLERANCE["float32"]):
 
 
 @pytest.mark.costly(
-    "layernorm_mlp gelu-block", "layernorm_dense-current", "dense-delayed", "attention padding_causal packed-none"
+    "layernorm_mlp swiglu-none",
+    slow=(
+        "attention causal-none",
+        "attention padding_causal packed-none",
+        "dense-delayed",
+        "layernorm_dense-current",
+        "layernorm_mlp gelu-block",
+    ),
 )
 @pytest.mark.wide(
     "dense-delayed",
@@ -74,7 +81,11 @@ def test_scan(name, recipe):
     assert_same(ours, jax.tree.map(lambda *leaves: jnp.stack(leaves), *alone))
 
 
-@pytest.mark.costly("dense-nvfp4", "layernorm_mlp gelu-block")
+@pytest.mark.costly(
+    "attention padding-none",
+    "layernorm_dense-delayed",
+    slow=("layernorm_mlp swiglu-current", "layernorm_mlp gelu-block", "dense-nvfp4"),
+)
 @pytest.mark.wide(
     "dense-nvfp4",
     "layernorm_dense-delayed",
@@ -105,6 +116,7 @@ def test_remat_that_saves_only_named_tensors():
     assert_same(named, plain)
 
 
+@pytest.mark.costly("layernorm_dense", "attention padding")
 @pytest.mark.wide("dense row", "layernorm_dense", "layernorm_mlp swiglu", "attention padding", "softmax_cross_entropy")
 @pytest.mark.parametrize("name", CASES)
 def test_vmap(name):

@@ -102,7 +102,8 @@ KINDS = ["even", "magnitudes", "special blocks", "near overflow", "inf", "nan"]
 
 
 @pytest.mark.costly(
-    "1x128-float32-False", "mx-float32-False", "nvfp4-float32-False", "128x128-float32-False", "mx E5M2-float16-True"
+    "mx E5M2-float16-True",
+    slow=("128x128-float32-False", "1x128-float32-False", "nvfp4-float32-False", "mx-float32-False"),
 )
 @pytest.mark.wide
 @pytest.mark.parametrize(
@@ -208,7 +209,7 @@ def test_dequantize_rotates_back():
 STOCHASTIC = NVFP4Quantizer(stochastic_rounding=True)
 
 
-@pytest.mark.costly("bfloat16-True-True-False", "float32-False-False-False")
+@pytest.mark.costly("float32-False-False-False", slow=("bfloat16-True-True-False",))
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize(("high", "hadamard", "columnwise"), [("float32", False, False), ("bfloat16", True, True)])
 def test_stochastic_rounding_gives_one_of_two_neighbours(high, hadamard, columnwise, jit):

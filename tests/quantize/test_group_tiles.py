@@ -58,6 +58,7 @@ def tiled(groups: list[np.ndarray], tile: int) -> tuple[jax.Array, GroupTiles]:
     )
 
 
+@pytest.mark.costly("current", slow=("mxfp8", "block"))
 @pytest.mark.wide("current", "delayed", "block", "mxfp8")
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_a_group_has_the_bits_of_its_rows_alone(name):

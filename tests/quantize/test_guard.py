@@ -111,6 +111,7 @@ def forward(kernel: QuantizedKernel) -> jax.Array:
     return dense(jnp.ones((16, 32), jnp.bfloat16), kernel, recipe=RECIPE)
 
 
+@pytest.mark.costly("mean of two")
 @pytest.mark.parametrize("name", RAISES)
 def test_what_changes_a_dtype_or_shape_raises(name: str) -> None:
     with pytest.raises(TypeError, match=r"codes and their scales.*masters.*dequantize"):
@@ -122,6 +123,7 @@ def test_it_raises_within_jit_too() -> None:
         jax.eval_shape(RAISES["moving average"], stored(0), stored(1))
 
 
+@pytest.mark.costly("sum")
 @pytest.mark.parametrize("name", NAN)
 def test_what_changes_values_alone_gives_nan(name: str) -> None:
     changed = NAN[name](stored(0), stored(1))
@@ -139,6 +141,7 @@ def test_what_computes_nothing_passes(name: str) -> None:
     assert_bitwise(forward(same), forward(kernel))
 
 
+@pytest.mark.costly("current-3")
 @pytest.mark.wide("delayed-0", "current-3")
 @pytest.mark.parametrize(("name", "layers"), [("delayed", 0), ("current", 3), ("block", 3), ("mxfp8", 0), ("nvfp4", 3)])
 def test_every_recipe(name: str, layers: int) -> None:

@@ -178,6 +178,7 @@ def test_write_back_takes_gradients_in_the_dtype_that_merges():
     jax.tree.map(assert_bitwise, write_back(old, with_max_gradients(new)), new)
 
 
+@pytest.mark.costly
 def test_write_back_of_states_that_differ():
     """Those of a kind are written at once: shapes, types and, on an Explicit mesh, shardings stay what they were."""
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Explicit,))

@@ -68,6 +68,31 @@ CALLS = {
 }
 
 
+@pytest.mark.costly(
+    "quantize_model-remat of vmap",
+    "quantize_model-nnx.vmap",
+    "Linear-vmap of vmap",
+    slow=(
+        "LayerNormMLP-remat of vmap",
+        "Linear-vmap of remat",
+        "Linear-vmap of scan",
+        "TransformerLayer-nnx.vmap",
+        "TransformerLayer-remat of vmap",
+        "Linear-vmap",
+        "quantize_model-vmap of remat",
+        "LayerNormMLP-vmap of remat",
+        "LayerNormMLP-vmap of vmap",
+        "quantize_model-vmap of vmap",
+        "quantize_model-vmap of scan",
+        "LayerNormMLP-vmap of scan",
+        "LayerNormMLP-vmap",
+        "TransformerLayer-vmap of vmap",
+        "quantize_model-vmap",
+        "TransformerLayer-vmap of remat",
+        "TransformerLayer-vmap of scan",
+        "TransformerLayer-vmap",
+    ),
+)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("build", LAYERS.values(), ids=LAYERS)
 def test_states_are_those_of_one_call(build, call):
@@ -98,6 +123,7 @@ def test_frozen_scales_stay():
     jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(nnx.state(layer, QuantizerState)), before)
 
 
+@pytest.mark.costly("2")
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_train_step(microbatches):
     def trained(call):
@@ -126,6 +152,7 @@ def test_a_functional_loop():
     assert float(states["quantizers"]["x"]["amax_history"][0]) == float(jnp.max(jnp.abs(X[0])))
 
 
+@pytest.mark.costly("jax.vmap-jax")
 @pytest.mark.parametrize("derivative", [jax.value_and_grad, te.value_and_grad], ids=["jax", "te"])
 @pytest.mark.parametrize("shared", [False, True], ids=["jax.vmap", "nn.vmap"])
 def test_in_linen(derivative, shared):
@@ -147,6 +174,7 @@ def test_in_linen(derivative, shared):
     assert float(found["scale"]) == 1.0
 
 
+@pytest.mark.costly("vmap of vmap-te", slow=("vmap-te", "vmap-jax"))
 @pytest.mark.parametrize("derivative", [jax.value_and_grad, te.value_and_grad], ids=["jax", "te"])
 @pytest.mark.parametrize("nested", [False, True], ids=["vmap", "vmap of vmap"])
 def test_a_router_in_linen_counts_the_tokens_of_all_calls(derivative, nested):

@@ -66,6 +66,7 @@ def test_mlp_leaves_out_everything_but_its_input() -> None:
     assert not [shape for shape in left if F in shape]
 
 
+@pytest.mark.costly("modules1")
 @pytest.mark.wide("modules1", "modules2")
 @pytest.mark.parametrize("modules", [("layernorm",), ("activation",), ("layernorm", "activation")])
 def test_no_gemm_runs_twice_for_a_norm_or_an_activation(modules: tuple[str, ...]) -> None:

@@ -114,6 +114,7 @@ def test_flax_names_are_placed_as_in_flax(axis_type: str, built: bool) -> None:
         assert sharding_report(state).arrays[2].mesh_axes in ("-, model", "model, -")
 
 
+@pytest.mark.costly("rules set")
 @pytest.mark.parametrize("inside", [True, False], ids=["rules set", "rules left"])
 def test_a_step_leaves_flax_names_where_they_are(inside: bool) -> None:
     """Also outside of the rules that gave the names their mesh axes."""

@@ -40,6 +40,7 @@ def held(tree: Any) -> dict[int, int]:
     return found
 
 
+@pytest.mark.costly("explicit")
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 def test_bytes_are_those_that_devices_hold(axis_type: Any) -> None:
     with autocast(DelayedScaling(amax_history_len=4)):

@@ -86,7 +86,7 @@ def nearly(before: np.ndarray, after: np.ndarray) -> None:
     np.testing.assert_allclose(after, before, atol=2.0 * RATE, rtol=0.0)
 
 
-@pytest.mark.costly("fp16-Optimizer", "bf16-make_train_step", "bf16-Optimizer")
+@pytest.mark.costly("bf16-make_train_step", slow=("fp16-Optimizer", "bf16-Optimizer"))
 @KINDS
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bf16", "fp16"])
 def test_changed_elements_are_taken_over_and_the_others_keep_their_bits(kind, dtype):
@@ -109,6 +109,7 @@ def test_changed_elements_are_taken_over_and_the_others_keep_their_bits(kind, dt
         np.testing.assert_array_equal(bits(changed.masters[path]), bits(twin.masters[path]))
 
 
+@pytest.mark.costly("Optimizer")
 @KINDS
 def test_loaded_weights_stay(kind):
     loop, loaded = Loop(kind, build()), nnx.state(build(seed=1), nnx.Param)
@@ -151,14 +152,14 @@ def test_equal_nans_and_zeros_of_either_sign_are_no_change():
 
 @pytest.mark.costly(
     "current-Optimizer",
-    "block-make_train_step",
-    slow=[
+    slow=(
         "mxfp8-Optimizer",
         "block-Optimizer",
         "delayed-Optimizer",
         "mxfp8-make_train_step",
         "delayed-make_train_step",
-    ],
+        "block-make_train_step",
+    ),
 )
 @KINDS
 @pytest.mark.parametrize(

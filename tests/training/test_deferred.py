@@ -118,6 +118,7 @@ def count(half: Call, *args: Any, name: str = "dot_general") -> int:
     return within(jax.make_jaxpr(half)(*args).jaxpr)
 
 
+@pytest.mark.costly("LayerNormMLP-current")
 @pytest.mark.wide("Linear-no recipe", "LayerNormMLP-current")
 @pytest.mark.parametrize("recipe", RECIPES, ids=RECIPE_NAMES)
 @pytest.mark.parametrize("name", LAYERS)
@@ -352,7 +353,7 @@ def test_has_aux_and_backward_dw_again() -> None:
     assert_same(plain(later()), plain(later()))
 
 
-@pytest.mark.costly("delayed")
+@pytest.mark.costly("current", slow=("delayed",))
 @pytest.mark.parametrize("recipe", RECIPES, ids=RECIPE_NAMES)
 def test_optax_takes_the_gradients_with_the_parameters(recipe: Any) -> None:
     with autocast(recipe):

@@ -65,7 +65,7 @@ def step_of(tx=None, **options):
     return make_train_step(loss_fn, optax.sgd(0.1) if tx is None else tx, **options)
 
 
-@pytest.mark.costly("1", "4")
+@pytest.mark.costly(slow=("1", "2"))
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 def test_the_bias_goes_on_once_a_step_by_the_whole_batch(microbatches):
     state, expected = state_of(BIASED), np.zeros(E)
@@ -120,6 +120,7 @@ def test_later_microbatches_see_the_counts_of_earlier_ones():
     np.testing.assert_array_equal(router_of(after).counts_so_far[...], np.zeros(E + 1))
 
 
+@pytest.mark.costly
 def test_the_gradient_at_other_parameters_reads_the_counts_that_the_step_reads():
     def update(grads, state, params, *, grad_fn, **_):
         at = grad_fn(params, 0)
@@ -195,6 +196,7 @@ def test_losses_are_scaled_as_the_models_loss(scaler):
     np.testing.assert_allclose(grads.router.kernel[...], want.router.kernel[...], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.costly
 def test_a_factor_of_losses_is_multiplied_by_the_loss_scale():
     """A factor that ``loss_fn`` has on top of the scaler's, also if it changes it itself."""
     router = Router(H, RouterOptions(num_experts=E, aux_loss_coeff=0.5), rngs=nnx.Rngs(0))
@@ -235,7 +237,7 @@ def test_inspection_scales_the_losses_of_routers():
     np.testing.assert_allclose(amaxes[1], 4.0 * np.asarray(amaxes[0]), rtol=1e-5)
 
 
-@pytest.mark.costly("False", "True")
+@pytest.mark.costly("True", slow=("False",))
 @pytest.mark.parametrize("own", [False, True])
 def test_own_loops(own):
     """`value_and_grad` with `Optimizer`, and Flax's with the states among what is differentiated."""
@@ -308,7 +310,7 @@ class Stack(nnx.Module):
 FULL = RecomputeConfig(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
-@pytest.mark.costly("scanned, recomputed", slow=["scanned", "batch in parts", "unrolled, recomputed"])
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [{"scan": True}, {"scan": False, "recompute": FULL}, {"scan": True, "recompute": FULL}, {"batch_parts": 2}],
@@ -400,6 +402,7 @@ class Layers(nnx.Module):
         return x
 
 
+@pytest.mark.costly
 @pytest.mark.wide("quantiles")
 @pytest.mark.parametrize(
     "options",

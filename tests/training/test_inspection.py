@@ -251,6 +251,7 @@ def test_the_scales_are_those_of_the_step():
         assert tensor.amax == float(known["amax_history"][0])
 
 
+@pytest.mark.costly
 def test_microbatches_begin_with_the_state_that_the_one_before_leaves():
     """Delayed scaling again, of a layer behind a dropout, whose mask depends on a count in the model's other state."""
     recipe, tx, batch = DelayedScaling(amax_history_len=4), optax.sgd(0.1), draw("batch", (16, 32))
@@ -356,6 +357,7 @@ def projected(rngs):
     return MultiheadAttention(256, 2, attention_dropout=0.0, rngs=rngs)
 
 
+@pytest.mark.costly
 @pytest.mark.wide("delayed")
 @pytest.mark.parametrize(
     ("recipe", "build", "mode"),

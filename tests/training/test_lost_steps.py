@@ -128,7 +128,25 @@ RECIPES_OF_EACH_LOOP = ("none", "delayed", "current", "block", "mxfp8", "nvfp4")
 CASES = [(recipe, loop) for recipe in RECIPES for loop in LOOPS if recipe in RECIPES_OF_EACH_LOOP or loop == "linen"]
 
 
-@pytest.mark.costly("block-linen", slow=["mxfp8-linen", "nvfp4-linen"])
+@pytest.mark.costly(
+    "mxfp8-optimizer",
+    "current-train step",
+    "current, powers of two-linen",
+    "delayed-optimizer",
+    slow=(
+        "mxfp8-linen",
+        "nvfp4-linen",
+        "mxfp8-train step",
+        "delayed-linen",
+        "block-train step",
+        "delayed-train step",
+        "most recent-linen",
+        "nvfp4-optimizer",
+        "nvfp4-train step",
+        "block, any scale-linen",
+        "block-linen",
+    ),
+)
 @pytest.mark.parametrize(("recipe", "loop"), CASES)
 def test_it_is_as_if_the_batch_had_not_been_there(recipe, loop):
     with autocast(RECIPES[recipe]):

@@ -114,6 +114,9 @@ def parts(model: Any) -> tuple[Any, Any]:
     return nn.meta.unbox(init()["params"]), init
 
 
+@pytest.mark.costly(
+    "nnx stack", slow=("nnx general", "fused projections", "fused feed-forward", "nnx convolutions", "nnx attention")
+)
 @pytest.mark.wide(
     "nnx attention",
     "nnx convolutions",

@@ -93,7 +93,7 @@ def test_it_is_the_train_step(dtype, recipe, fp8_param, mesh):
             np.testing.assert_allclose(one.astype(jnp.float32), other.astype(jnp.float32), rtol=bound, atol=1e-5)
 
 
-@pytest.mark.costly("muon", "adaptive clipping")
+@pytest.mark.costly("adaptive clipping", slow=("muon",))
 @pytest.mark.parametrize(
     "tx",
     [
@@ -318,7 +318,7 @@ def test_next_quantizer_states_among_the_gradients_are_written_back():
     assert {float(leaf.min()) for leaf in jax.tree.leaves(nnx.state(model, QuantizerState))} == {3.0}
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=("dynamic",))
 @pytest.mark.parametrize("scaler", [DynamicLossScale(), ConstantLossScale(scale=8.0)], ids=["dynamic", "constant"])
 def test_gradients_without_the_optimizers_loss_scale_are_refused(scaler):
     """Also behind a jit and a tree.map; a refused update changes nothing."""
@@ -434,6 +434,7 @@ class _Refusing(ConstantLossScale):
         raise RuntimeError("no next scale")
 
 
+@pytest.mark.costly
 def test_an_update_that_fails_late_changes_nothing() -> None:
     model = build(jnp.bfloat16)
     optimizer = Optimizer(model, optax.adam(0.1), scaler=_Refusing())
@@ -451,6 +452,7 @@ def _overflowing() -> tuple[nnx.Module, Optimizer, jax.Array]:
     return model, Optimizer(model, optax.sgd(1e-3), scaler=scaler), X.astype(jnp.float16)
 
 
+@pytest.mark.costly
 def test_a_derivative_made_before_the_loop_reads_the_scale_of_each_step() -> None:
     model, optimizer, x = _overflowing()
     differentiate = value_and_grad(loss_fn, scaler=lambda: optimizer.scaler)
@@ -544,6 +546,7 @@ def test_a_function_that_returns_no_scaler_is_refused() -> None:
         value_and_grad(loss_fn, scaler=lambda: None)(build(), X)  # type: ignore[arg-type, return-value]
 
 
+@pytest.mark.costly("Variable")
 @pytest.mark.parametrize("wrt", [nnx.Variable, nnx.Any(nnx.Param, QuantizerState)])
 def test_a_filter_of_states_outside_of_gradients_is_refused(wrt: Any) -> None:
     """Their "gradients" are next values and counts, which a transformation would subtract."""

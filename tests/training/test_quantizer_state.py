@@ -101,7 +101,7 @@ def test_steps_match_a_loop_by_hand():
     check()
 
 
-@pytest.mark.costly("sum")
+@pytest.mark.costly(slow=("last",))
 @pytest.mark.wide("sum", "last")
 @pytest.mark.parametrize("merge", ["sum", "mean", "first", "last"])
 def test_a_merge_other_than_max_is_noticed(monkeypatch, merge):

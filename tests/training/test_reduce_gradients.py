@@ -218,9 +218,8 @@ CASES = {
 
 
 @pytest.mark.costly(
-    "weighted microbatches",
     "rules of the loss",
-    slow=[
+    slow=(
         "stages of stacks",
         "by the compiler, explicit",
         "stacked",
@@ -241,7 +240,8 @@ CASES = {
         "delayed",
         "context",
         "explicit",
-    ],
+        "weighted microbatches",
+    ),
 )
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_the_same(case):
@@ -253,9 +253,8 @@ def test_gradients_are_the_same(case):
 
 
 @pytest.mark.costly(
-    "distributed-1f1b",
     "distributed-None",
-    slow=["whole-1f1b", "whole-zero_bubble", "distributed-zero_bubble", "whole-None"],
+    slow=("whole-1f1b", "whole-zero_bubble", "distributed-zero_bubble", "whole-None", "distributed-1f1b"),
 )
 @pytest.mark.parametrize("schedule", [None, "1f1b", "zero_bubble"])
 @pytest.mark.parametrize("distributed", [False, True], ids=["whole", "distributed"])

@@ -69,6 +69,7 @@ def unbroken():
     return advance(state, step, batches, STEPS)
 
 
+@pytest.mark.costly
 def test_resuming_equals_never_having_stopped(tmp_path, unbroken):
     tx, scaler, batches, step = parts()
     state = create_train_state(ByteToy, tx, key=jax.random.key(1), scaler=scaler)

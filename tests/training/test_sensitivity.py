@@ -101,6 +101,7 @@ def projected(rngs):
     return MultiheadAttention(256, 2, attention_dropout=0.0, rngs=rngs)
 
 
+@pytest.mark.costly
 @pytest.mark.wide("delayed")
 @pytest.mark.parametrize(
     ("build", "recipe"),

@@ -72,6 +72,11 @@ def test_a_derivative_of_scales_and_amaxes_raises(tx):
             nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, nnx.Variable))(quantized())
 
 
+@pytest.mark.costly(
+    "adam-quantiles",
+    "adamw-quantiles",
+    slow=("adam-counts", "adam-expert bias", "adamw-counts", "sgd-quantiles", "sgd-expert bias", "sgd-counts"),
+)
 @pytest.mark.parametrize(
     "options",
     [

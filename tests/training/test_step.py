@@ -134,6 +134,7 @@ def test_optimizer_state_is_of_the_masters():
     assert {leaf.dtype.name for leaf in moments} == {"float32"}
 
 
+@pytest.mark.costly("1-input", slow=("2-loss",))
 @pytest.mark.wide
 @pytest.mark.parametrize("where", ["input", "loss", "gradient"])
 @pytest.mark.parametrize("microbatches", [1, 2])
@@ -257,6 +258,7 @@ def record_loss_functions() -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(lambda params: empty, update)
 
 
+@pytest.mark.costly("2")
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_functions_of_the_loss_give_the_steps_own_at_its_parameters(microbatches):
     """With other state that each microbatch changes: a dropout's stream of keys, and a sum that the loss reads."""
@@ -299,6 +301,7 @@ def test_another_recipe_is_another_trace():
     assert traced == recipes
 
 
+@pytest.mark.costly("16", slow=("4",))
 @pytest.mark.parametrize("microbatches", [1, 4, 16])
 def test_any_number_of_microbatches_is_traced_once(microbatches):
     traced = []
@@ -483,6 +486,7 @@ def test_numpy_has_losses_too(how):
     call(how, lambda model, batch, key: np.float32(1.0))
 
 
+@pytest.mark.costly("2")
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_variable_of_the_model_carries_what_is_no_loss(microbatches):
     class Seen(nnx.Module):

@@ -181,7 +181,20 @@ USUAL = [
 ]  # fmt: skip
 
 
-@pytest.mark.costly("adamw", "opaque sam", "plateau", "contrib.muon", "noisy_sgd")
+@pytest.mark.costly(
+    "adamw",
+    "partition",
+    slow=(
+        "sm3",
+        "scale_by_backtracking_linesearch",
+        "polyak_sgd",
+        "noisy_sgd",
+        "plateau",
+        "contrib.muon",
+        "freeze",
+        "opaque sam",
+    ),
+)
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in transformations()]

@@ -89,7 +89,7 @@ def logits(model: GPTModel) -> np.ndarray:
     return np.asarray(quick_jit(lambda model, tokens: model(tokens))(model, jnp.asarray(TOKENS)))
 
 
-@pytest.mark.costly("k and up", slow=["all", "q and v"])
+@pytest.mark.costly(slow=("all", "q and v", "k and up"))
 @pytest.mark.parametrize(
     ("names", "fields", "scale"),
     [
@@ -124,6 +124,7 @@ def test_adapters_compute_what_merged_weights_do_and_are_kept(
     assert_bitwise(logits(again), logits(model))
 
 
+@pytest.mark.costly
 def test_an_adapter_that_is_not_there_is_not_trained(tmp_path: Path) -> None:
     model = llama()
     load_peft(model, write(tmp_path / "given", adapters(["self_attn.q_proj", "mlp.down_proj"])))

@@ -173,7 +173,7 @@ def test_what_a_recipe_does_not_keep_exactly_is_refused(folder: Path, tmp_path: 
         load_huggingface(tmp_path, block_scaled="dequantize", dtype=jnp.float32)
 
 
-@pytest.mark.costly("explicit")
+@pytest.mark.costly(slow=("no mesh",))
 @pytest.mark.parametrize("mode", ["no mesh", "explicit"])
 def test_kept_kernels_are_written_as_they_were_read(
     mode: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

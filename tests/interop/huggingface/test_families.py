@@ -27,6 +27,7 @@ def kernels_of(model: nnx.Module) -> set[str]:
     return {module.replace("/", ".") for module, _, name in found if name != "gate_kernel" and "router" not in module}
 
 
+@pytest.mark.costly("BertForMaskedLM", slow=("T5ForConditionalGeneration",))
 @pytest.mark.wide("GPT2LMHeadModel", "T5ForConditionalGeneration", "BertForMaskedLM")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_rules_reach_every_linear_layer(name: str) -> None:
@@ -50,6 +51,7 @@ def test_rules_reach_every_linear_layer(name: str) -> None:
     assert ("head_dense" in left) == isinstance(model, BertModel)
 
 
+@pytest.mark.costly("MT5ForConditionalGeneration", slow=("GemmaForCausalLM", "GptOssForCausalLM"))
 @pytest.mark.wide("GemmaForCausalLM", "GptOssForCausalLM", "RobertaForMaskedLM", "MT5ForConditionalGeneration")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_folder_in_half_precision_comes_back_byte_for_byte(name: str, tmp_path: Path) -> None:

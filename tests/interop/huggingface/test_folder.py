@@ -81,6 +81,7 @@ def change(folder: Path, **values: Any) -> None:
 # --- what is written is read
 
 
+@pytest.mark.costly
 def test_a_model_is_what_was_written(folder: Path) -> None:
     model, back = llama(), load_huggingface(folder)
     jax.tree.map(assert_bitwise, params_of(back), params_of(model))
@@ -117,6 +118,7 @@ def test_a_second_save_takes_the_place_of_the_first(folder: Path, tmp_path: Path
     jax.tree.map(assert_bitwise, params_of(load_huggingface(tmp_path)), params_of(model))
 
 
+@pytest.mark.costly("write_text", slow=("unlink",))
 @pytest.mark.parametrize("method", ["replace", "unlink", "write_text"])
 def test_an_interrupted_save_leaves_no_tensors_under_the_configuration_of_others(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -429,6 +431,7 @@ NEOX: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.costly
 def test_blocks_that_both_read_the_layers_input_are_gpt_neoxs(tmp_path: Path) -> None:
     model = llama(RotaryPositions(percent=0.25), **NEOX)
     save_huggingface(model, tmp_path)

@@ -98,12 +98,15 @@ def arrays_of(model: Any) -> dict[str, Any]:
 
 
 @pytest.mark.costly(
-    "DeepseekV3ForCausalLM",
-    "MixtralForCausalLM",
-    "DeepseekV2ForCausalLM",
-    "Qwen2MoeForCausalLM",
-    "Glm4MoeForCausalLM",
     "OlmoeForCausalLM",
+    slow=(
+        "Glm4MoeForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "DeepseekV2ForCausalLM",
+        "MixtralForCausalLM",
+        "Qwen3MoeForCausalLM",
+    ),
 )
 @pytest.mark.parametrize("name", FORMS)
 def test_a_model_is_what_was_written(name: str, tmp_path: Path) -> None:
@@ -353,6 +356,7 @@ def test_fields_that_would_change_numbers_are_refused_by_name(values: dict[str, 
     "DeepseekV3ForCausalLM-changes5-no multiple of an expert's, 16",
     "DeepseekV3ForCausalLM-changes7-DeepseekV3ForCausalLM: softmax_scale=0.5",
     "DeepseekV2ForCausalLM-changes11-DeepseekV2ForCausalLM: mtp_num_layers=1",
+    "Glm4MoeForCausalLM-changes8-no shared",
 )
 @pytest.mark.parametrize(
     ("name", "changes", "match"),
@@ -448,7 +452,7 @@ def test_missing_tensors_of_an_expert_are_named(tmp_path: Path) -> None:
 # --- precision
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_recipes_and_rule_files_reach_experts_and_latents(tmp_path: Path) -> None:
     save_huggingface(model_of("DeepseekV3ForCausalLM"), tmp_path)
     tokens = jnp.arange(32, dtype=jnp.int32).reshape(2, 16)
@@ -494,7 +498,7 @@ def in_mxfp4(folder: Path, **changed: np.ndarray | None) -> Path:
     return folder
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_tensors_in_mxfp4_that_stand_for_no_numbers_are_refused_by_name(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.experts.gate_up_proj"
     model = load_huggingface(in_mxfp4(tmp_path / "good"), block_scaled="dequantize")

@@ -115,7 +115,9 @@ RECIPES = {
 }
 
 
-@pytest.mark.costly("numbered-one step", "numbered-most recent, with a margin", "sequential-max", "grouped-one step")
+@pytest.mark.costly(
+    "numbered-one step", slow=("sequential-max", "numbered-most recent, with a margin", "grouped-one step")
+)
 @pytest.mark.parametrize(
     ("form", "recipe"),
     [

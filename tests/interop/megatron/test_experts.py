@@ -66,7 +66,7 @@ def assert_same(found: nnx.Module, expected: nnx.Module) -> None:
         np.testing.assert_array_equal(array, two[path], err_msg=str(path))
 
 
-@pytest.mark.costly("biases", "latent, dense first")
+@pytest.mark.costly("latent, dense first", slow=("biases", "bias of experts, shared experts"))
 @pytest.mark.parametrize("form", FORMS)
 def test_a_model_is_written_and_read(form: str, tmp_path: Any) -> None:
     model = build(form)
@@ -78,6 +78,7 @@ def test_a_model_is_written_and_read(form: str, tmp_path: Any) -> None:
     assert_same(load_megatron(tmp_path / "dist"), model)
 
 
+@pytest.mark.costly
 def test_what_megatrons_sinkhorn_does_not_read_is_left_out(tmp_path: Any) -> None:
     """A config would refuse it; Megatron computes the same with any value."""
     model = build("biases")
@@ -88,6 +89,7 @@ def test_what_megatrons_sinkhorn_does_not_read_is_left_out(tmp_path: Any) -> Non
     assert (config.moe_router_pre_softmax, config.moe_router_score_function) == (False, "softmax")
 
 
+@pytest.mark.costly("sinkhorn")
 @pytest.mark.parametrize("balancing", ["sinkhorn", "quantile_balancing"])
 def test_an_expert_bias_that_megatron_does_not_read_is_left_out(balancing: str, tmp_path: Any) -> None:
     """Its router has the tensor, and goes on counting for it, but chooses without."""
@@ -186,6 +188,7 @@ def test_the_state_of_a_router_is_not_a_parameter() -> None:
     assert any(path[-1] == "expert_bias" for path in bias)
 
 
+@pytest.mark.costly("change0-None")
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -63,6 +63,7 @@ def assert_same(found, expected):
         np.testing.assert_array_equal(variable[...], two[path][...], err_msg=str(path))
 
 
+@pytest.mark.costly("llama")
 @pytest.mark.wide("llama", "windows")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_model_is_written_and_read(form, tmp_path):
@@ -101,10 +102,10 @@ WRITTEN = {"torch, 1 rank": {}, "torch, 2 ranks": {"tensor_parallel": 2}, "torch
 
 @pytest.mark.costly(
     "torch_dist-torch_dist",
-    "torch, 1 rank-torch, 2 ranks",
     "torch, 2 ranks-torch_dist",
     "torch, 2 ranks-torch, 2 ranks",
     "torch_dist-torch, 1 rank",
+    slow=("torch, 1 rank-torch, 2 ranks",),
 )
 @pytest.mark.parametrize("second", WRITTEN)
 @pytest.mark.parametrize("first", WRITTEN)
@@ -336,6 +337,7 @@ def layers_of(weights, stack, *numbers):
     }
 
 
+@pytest.mark.costly("False")
 @pytest.mark.parametrize("virtual", [False, True])
 def test_layers_that_predict_further_tokens_are_numbered_by_their_depth(virtual, tmp_path):
     """Whatever the layers of the stages before; the last stage has its own copy of the embedding."""
@@ -463,6 +465,7 @@ def test_models_that_megatron_cannot_say_are_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.costly("singleton-True")
 @pytest.mark.parametrize(("form", "common_file"), [("stacked", True), ("singleton", True), ("stacked", False)])
 def test_torch_dist_is_read(form, common_file, tmp_path):
     """Layers stacked on an axis in front, in two rows and two columns of chunks; or each alone, its gate apart."""

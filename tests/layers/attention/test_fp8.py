@@ -61,6 +61,7 @@ def loss_fn(model: Any, batch: Any, key: Any) -> Any:
     return jnp.mean(jnp.square(model(batch) - jnp.roll(batch, 1, axis=1)))
 
 
+@pytest.mark.costly
 @pytest.mark.wide("delayed")
 @KINDS
 def test_a_layer_holds_the_state_and_a_step_moves_it_on(recipe):
@@ -93,6 +94,7 @@ def test_layers_in_high_precision_keep_their_attention_there():
     assert_bitwise(inside, model(x))
 
 
+@pytest.mark.costly
 def test_prepare_quantization():
     x = draw("x", (B, S, H))
     model = layer()
@@ -111,6 +113,7 @@ def test_prepare_quantization():
     assert not states(model)
 
 
+@pytest.mark.costly
 def test_prepare_quantization_of_stacked_layers():
     @nnx.vmap(in_axes=0, out_axes=0)
     def build(rngs: nnx.Rngs) -> TransformerLayer:
@@ -123,6 +126,7 @@ def test_prepare_quantization_of_stacked_layers():
     jax.tree.map(assert_bitwise, states(model), states(built))
 
 
+@pytest.mark.costly
 def test_evaluation_needs_no_derivative_of_the_state():
     x = draw("x", (B, S, H))
     with autocast(DELAYED):

@@ -76,6 +76,7 @@ LATENT = LatentAttentionOptions(
 )  # fmt: skip
 
 
+@pytest.mark.costly("full", slow=("latent",))
 @pytest.mark.parametrize("kind", ["full", "window", "latent"])
 def test_a_cache_keeps_its_dtype_and_the_layer_its_own(kind: str) -> None:
     """A cache of another dtype stores keys and values in it; what is computed has the dtype of the input."""

@@ -74,7 +74,7 @@ def inputs(h: int = 32) -> jax.Array:
     return jax.random.normal(jax.random.key(3), (8, S, h))
 
 
-@pytest.mark.costly("two latents", "queries from the input")
+@pytest.mark.costly("queries from the input", slow=("two latents",))
 @pytest.mark.parametrize("kind", KINDS)
 def test_forward_and_gradients_are_megatrons(kind: str) -> None:
     sizes = LatentAttentionOptions(
@@ -109,7 +109,7 @@ def test_forward_and_gradients_are_megatrons(kind: str) -> None:
         np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max(), err_msg=name)
 
 
-@pytest.mark.costly("queries from the input", "two latents")
+@pytest.mark.costly(slow=("without norms", "two latents"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoding_from_latents_is_the_full_forward(kind: str) -> None:
     layer, x = build(sizes_of(**KINDS[kind])), inputs()
@@ -127,6 +127,7 @@ OTHER_RECIPES = [DelayedScaling(), Float8BlockScaling(), MXFP8BlockScaling(), NV
 RECIPES = [Float8CurrentScaling(), *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in OTHER_RECIPES)]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_a_recipe_quantizes_all_five_gemms(recipe: Any) -> None:
     sizes = LatentAttentionOptions(
@@ -242,6 +243,7 @@ def test_a_layer_gives_latent_attention_the_keywords_that_it_has() -> None:
     assert {name: others[name].default for name in NOT_OF_LATENT_ATTENTION} == NOT_OF_LATENT_ATTENTION
 
 
+@pytest.mark.costly("16")
 @pytest.mark.parametrize("rank", [16, None])
 def test_clipped_logits_meet_the_threshold(rank: int | None) -> None:
     layer, x = build(sizes_of(q_lora_rank=rank), return_max_logit=True), inputs()

@@ -56,7 +56,7 @@ def test_what_cannot_be_a_rows_boundaries_is_refused(name: str) -> None:
     assert jax.jit(attend, static_argnums=1)(packed, given["cu_seqlens_q"].ndim).shape[1:] == (S, N, D)  # no values
 
 
-@pytest.mark.costly("padding at the end")
+@pytest.mark.costly("fewer sequences", slow=("padding at the end",))
 @pytest.mark.parametrize(
     "fields",
     [

@@ -25,7 +25,7 @@ def layer(mask_type: str, kind: type[TransformerLayer] = TransformerLayer, **opt
     return kind(H, 32, 2, self_attn_mask_type=mask_type, rngs=nnx.Rngs(0), **(NO_DROPOUT | options))
 
 
-@pytest.mark.costly("padding-None-hidden0")
+@pytest.mark.costly("padding-None-hidden0", slow=("padding_causal-None-hidden1",))
 @pytest.mark.parametrize(
     ("mask_type", "window", "hidden"),
     [
@@ -66,6 +66,7 @@ def test_under_transformer_engines_name_it_is_logged_once(mask_type: str, caplog
     assert [f"under mask type '{mask_type}'" in record.getMessage() for record in caplog.records] == [True]
 
 
+@pytest.mark.costly("False")
 @pytest.mark.parametrize("pair", [False, True])
 def test_cross_attention_reads_the_encoders_padding(pair: bool):
     memory = draw("memory", (B, S, H))

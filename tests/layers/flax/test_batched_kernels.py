@@ -93,7 +93,10 @@ def assert_experts_close(actual: Any, expected: Any, tolerance: float = TOLERANC
         assert_close(one, other, tolerance)
 
 
-@pytest.mark.costly("experts behind rows", "two axes of experts", slow=["matmul", "the parameter first"])
+@pytest.mark.costly(
+    "two axes of rows, two of a sum",
+    slow=("matmul", "the parameter first", "two axes of experts", "experts behind rows"),
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_each_expert_is_a_gemm_of_its_own(form):
     call, of_x, of_w, back = FORMS[form]
@@ -119,6 +122,7 @@ def test_each_expert_is_a_gemm_of_its_own(form):
     assert np.any(np.asarray(value) != np.asarray(results(plain, X, W)[0]))
 
 
+@pytest.mark.costly
 @pytest.mark.wide("delayed")
 @pytest.mark.parametrize("recipe", [DELAYED, Float8BlockScaling()], ids=lambda recipe: recipe.name)
 def test_other_recipes(recipe):
@@ -179,7 +183,7 @@ def test_a_mixture_trains_under_delayed_scaling():
     assert prepare_quantization(calibrated, CURRENT).up_gemm.quantizers is None
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_mixture_is_inspected_and_ranked():
     model = Mixture(nnx.Rngs(0))
     quantize_model(model, BATCH, rules=RULES)
@@ -197,6 +201,7 @@ def test_a_mixture_is_inspected_and_ranked():
     assert all(layer.gradient_error > 0.0 for layer in sensitivity(layers, loss_fn, [BATCH], CURRENT))
 
 
+@pytest.mark.costly("Auto")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 def test_on_a_mesh_the_numbers_are_those_of_one_device(kind):
     recipe = Float8CurrentScaling(amax_scope="whole")
@@ -252,7 +257,7 @@ class LinenEinsum(nn.Module):
         return nn.Einsum((E, D, F), "ecd,edf->ecf", use_bias=False, kernel_init=init, name="layer")(x)
 
 
-@pytest.mark.costly("LinenOwn", "LinenGeneral")
+@pytest.mark.costly("LinenGeneral", slow=("LinenOwn",))
 @pytest.mark.parametrize("cls", [LinenOwn, LinenGeneral, LinenEinsum])
 def test_linen_does_the_same(cls):
     model = te.quantize_model(cls(), X, rules={"*": "ambient"})

@@ -139,7 +139,18 @@ def assert_quantized_as_einsum_op(module: Own, call: Any, equation: str, after: 
 OTHERS = [("BTNH,NHD->BTD", recipe) for recipe in (DELAYED, Float8BlockScaling())]
 
 
-@pytest.mark.costly("BTD,NDH->BTNH-current", "BTD,SNDH->SBTNH-current", slow=["BTNH,NHD->BTD-delayed"])
+@pytest.mark.costly(
+    "...H,HF->...F-current",
+    "...F,NFH->...NH-current",
+    "BTNH,NHD->BTD-current",
+    slow=(
+        "BTNH,NHD->BTD-delayed",
+        "...F,NHF->...NH-current",
+        "BSD,CKDH->CBSKH-current",
+        "BTD,SNDH->SBTNH-current",
+        "BTD,NDH->BTNH-current",
+    ),
+)
 @pytest.mark.parametrize(
     ("equation", "recipe"),
     [*((equation, CURRENT) for equation in EQUATIONS), *OTHERS],
@@ -151,6 +162,7 @@ def test_an_einsum_of_a_module_is_the_gemm_of_flax_s(equation, recipe):
     assert_quantized_as_einsum_op(module, lambda m, x: m(equation, x), equation, lambda y: y, x, recipe)
 
 
+@pytest.mark.costly("a reshaped parameter", "jnp.dot", slow=("jit and checkpoint",))
 @pytest.mark.parametrize("kind", CALLS)
 def test_a_contraction_is_reached_however_it_is_written(kind):
     cls, shape, equation, after = CALLS[kind]
@@ -279,6 +291,15 @@ CALLERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.costly(
+    "current-jit",
+    slow=(
+        "delayed-the library's value_and_grad",
+        "current-eager",
+        "current-value_and_grad",
+        "current-the library's value_and_grad",
+    ),
+)
 @pytest.mark.parametrize(
     ("recipe", "caller"),
     # Delayed scaling needs the library's value_and_grad.
@@ -405,7 +426,7 @@ class Sharded(nnx.Module):
         return jnp.matmul(hidden, self.linear[...].T, out_sharding=self.out[1])
 
 
-@pytest.mark.costly("Auto")
+@pytest.mark.costly(slow=("Auto",))
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 def test_on_a_mesh_the_numbers_are_those_of_one_device(kind):
     """Fully sharded along one axis of the mesh, columns and then rows split along the other one."""
@@ -574,6 +595,7 @@ class Counting(nnx.Module):
         return self.layer(x)
 
 
+@pytest.mark.costly("eager")
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "nnx.jit"])
 def test_a_derivative_leaves_attributes_as_flaxs_does(jitted):
     def changed(derivative):
@@ -610,6 +632,7 @@ class Halves(nnx.Module):
         return self.two(self.one(x)) + self.again(x)
 
 
+@pytest.mark.costly
 def test_attributes_stay_with_their_modules_where_a_derivative_adds_variables():
     def changed(derivative):
         model = Halves(nnx.Rngs(0))

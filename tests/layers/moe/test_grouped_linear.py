@@ -131,6 +131,7 @@ def test_sizes_are_a_list_or_an_array_and_rows_may_be_aligned(x):
             experts(x, sizes)
 
 
+@pytest.mark.costly
 def test_the_bias_may_be_returned(x):
     y, bias = layer(return_bias=True)(x, SIZES)
     assert_bitwise(y, layer(bias=False)(x, SIZES))

@@ -66,6 +66,7 @@ def experts_with(function):
     return Experts(fc1, Own(), Activation("gelu"))(draw("x", (2, 16)), jnp.array([0.25, 0.75]), groups)
 
 
+@pytest.mark.costly
 def test_the_second_layers_bias_is_read_by_name():
     expected = experts_with(lambda y, bias: (y, bias))
     named = collections.namedtuple("Named", ("y", "bias"))
@@ -80,7 +81,7 @@ def test_the_second_layers_bias_is_read_by_name():
         Experts(fc1, fc2, Activation("gelu"))
 
 
-@pytest.mark.costly("swiglu-False", slow=["gelu-False", "gelu-True"])
+@pytest.mark.costly(slow=("gelu-False", "gelu-True", "swiglu-True"))
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", ["gelu", "swiglu"])
 def test_equal_experts_are_one_dense_layer(name, bias):
@@ -178,6 +179,7 @@ def test_recomputation_changes_nothing_and_counts_once(modules):
     assert np.sum(plain[2]["router"]["expert_bias"]) == 2 * B * S
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -201,6 +203,7 @@ def test_recipes(recipe):
         assert len(set(np.asarray(histories[:, 0]).tolist())) > 1
 
 
+@pytest.mark.costly
 def test_backward_keeps_no_permuted_rows_in_high_precision():
     """Only the tokens, of which it makes the rows again: there are ``topk`` as many, and padding. An adapter reads
     rows, and keeps them."""
@@ -233,6 +236,7 @@ class Doubled(Experts):
         return 2 * super().__call__(x, probs, groups, is_first_microbatch)
 
 
+@pytest.mark.costly("router1")
 @pytest.mark.parametrize(
     "router",
     # As many rows as tokens, so that a wrong one of both would fit; and more.
@@ -291,6 +295,7 @@ def test_what_does_not_go_together():
         make(shared_expert_intermediate_size=16)
 
 
+@pytest.mark.costly
 def test_experts_read_no_rows_of_padding_unless_the_caller_promises_zeros():
     """Rows of padding with nan, as a buffer of a user's own may have."""
     fc1 = GroupedLinear(2, 16, (1, 32), bias=False, rngs=nnx.Rngs(0))
@@ -304,6 +309,7 @@ def test_experts_read_no_rows_of_padding_unless_the_caller_promises_zeros():
 OUTSIDE = [-1, E, 2**31 - 1]
 
 
+@pytest.mark.costly("two--1", "one--1", slow=("capacity--1",))
 @pytest.mark.parametrize("outside", OUTSIDE)
 @pytest.mark.parametrize("options", [{}, {"topk": 1}, {"expert_capacity_factor": 0.5}], ids=["two", "one", "capacity"])
 def test_a_token_of_a_number_that_no_expert_has_is_nan(options, outside):

@@ -114,7 +114,7 @@ def test_prepared_and_calibrated():
     assert model.router.expert_bias is expert_bias
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_kernel_gradients_may_wait():
     """Kernels' come later, and what the router counted at once, as those of its own parameters."""
     with autocast(DELAYED):
@@ -131,7 +131,7 @@ def test_kernel_gradients_may_wait():
     assert_bitwise(half.quantizers.router.expert_bias[...], grads.router.expert_bias[...])
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_adapters_of_the_experts_are_trained_alone():
     tx = optax.multi_transform({"lora": optax.adam(1e-2), "frozen": optax.set_to_zero()}, lora_labels)
 

@@ -87,7 +87,7 @@ ALL = {
 }
 
 
-@pytest.mark.costly("whole")
+@pytest.mark.costly(slow=("padded",))
 @pytest.mark.parametrize("mask", [None, MASK], ids=["whole", "padded"])
 def test_losses_are_in_gradients_alone(mask):
     router, plain = make(**ALL), make()
@@ -115,6 +115,7 @@ def test_losses_are_in_gradients_alone(mask):
     np.testing.assert_allclose(with_losses, without + extra, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.costly
 def test_no_losses_and_no_counts_in_evaluation():
     router, plain = make(**ALL, score_function="sigmoid", enable_expert_bias=True), make(score_function="sigmoid")
     router.eval()
@@ -163,6 +164,7 @@ def test_a_recomputed_router_counts_once():
     assert np.sum(found["expert_bias"]) == 2 * B * S
 
 
+@pytest.mark.costly
 def test_quantiles_are_the_states_gradient():
     router = make(load_balancing_type="quantile_balancing")
     found = gradients(router)["quantile_bias"]
@@ -201,6 +203,7 @@ def test_jitter_needs_a_key_in_training_alone():
     np.testing.assert_array_equal(router(X).probs, make()(X).probs)
 
 
+@pytest.mark.costly
 def test_choices_at_random():
     router = make(force_load_balancing=True)
     load = routing.tokens_per_expert(router(jnp.ones((64, 64, H)), key=jax.random.key(0)).experts.reshape(-1, 2), E)

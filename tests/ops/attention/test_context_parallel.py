@@ -63,7 +63,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
 NOT_ON_A_RING = ("bias", "bias by key", "mask")
 
 
-@pytest.mark.costly("p2p-causal-zigzag", slow=["p2p-causal-natural", "a2a+p2p-causal-zigzag"])
+@pytest.mark.costly(
+    "a2a-no_mask-zigzag",
+    slow=(
+        "p2p-causal-natural",
+        "a2a+p2p-causal-zigzag",
+        "all_gather-no_mask-natural",
+        "a2a+p2p-no_mask-natural",
+        "all_gather-causal-zigzag",
+        "p2p-causal-zigzag",
+    ),
+)
 @pytest.mark.wide(
     "p2p-causal-natural",
     "p2p-causal-zigzag",
@@ -85,7 +95,20 @@ def test_every_way_gives_one_devices_numbers(kind: str, mask_type: str, zigzag: 
 
 
 @pytest.mark.costly(
-    "p2p-dropout", "p2p-max logits", "all_gather-packed", "p2p-packed, causal, window", "p2p-window", "a2a-dropout"
+    "all_gather-mask",
+    slow=(
+        "all_gather-window on both sides",
+        "a2a-dropout",
+        "all_gather-packed",
+        "a2a-max logits",
+        "a2a-learnable",
+        "a2a-bias",
+        "p2p-lengths, bottom right",
+        "p2p-max logits",
+        "p2p-window",
+        "p2p-packed, causal, window",
+        "p2p-dropout",
+    ),
 )
 @pytest.mark.wide(
     "p2p-window",
@@ -112,7 +135,7 @@ def test_options(kind: str, option: str) -> None:
     compare(context_mesh(context=size), way(kind, size, zigzag=True), OPTIONS[option])
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=("dropout",))
 @pytest.mark.wide("alibi", "dropout")
 @pytest.mark.parametrize("option", ["alibi", "learnable", "dropout", "max logits"])
 def test_heads_split_among_tensor_ranks_and_in_groups_of_context_ranks(option: str) -> None:
@@ -120,6 +143,7 @@ def test_heads_split_among_tensor_ranks_and_in_groups_of_context_ranks(option: s
     compare(context_mesh(context=4, tensor=2), way("a2a+p2p", 4, zigzag=True), OPTIONS[option])
 
 
+@pytest.mark.costly("a2a-bias by key", slow=("all_gather-bias",))
 @pytest.mark.parametrize(
     ("kind", "option"), [("all_gather", "bias"), ("all_gather", "bias by key"), ("a2a", "bias by key")]
 )
@@ -147,19 +171,21 @@ def test_layers_in_a_scan_share_their_mask() -> None:
     assert "bool[3," not in str(jaxpr)
 
 
-@pytest.mark.costly("p2p")
+@pytest.mark.costly("all_gather", slow=("p2p",))
 @pytest.mark.parametrize("kind", WAYS[:3])
 def test_keys_of_another_length(kind: str) -> None:
     arguments: dict[str, Any] = {"mask_type": "causal_bottom_right"}
     compare(context_mesh(context=2), way(kind, 2, zigzag=True), arguments, operands(4, skv=24))
 
 
+@pytest.mark.costly("p2p")
 @pytest.mark.parametrize("kind", ["p2p", "a2a"])
 def test_one_array_of_queries_keys_and_values(kind: str) -> None:
     qkv = (jnp.stack(operands(), axis=2),)
     compare(context_mesh(context=2, tensor=2), way(kind, 2), {"mask_type": "causal"}, qkv)
 
 
+@pytest.mark.costly("p2p")
 @pytest.mark.wide("p2p", "a2a+p2p")
 @pytest.mark.parametrize("kind", WAYS)
 def test_half_precision(kind: str) -> None:
@@ -186,7 +212,7 @@ SENT = {  # among C = 4 devices: forward, the same again in backward, and gradie
 }
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=("a2a+p2p",))
 @pytest.mark.wide("p2p", "a2a+p2p")
 @pytest.mark.parametrize("kind", WAYS)
 def test_what_is_communicated(kind: str) -> None:
@@ -402,7 +428,17 @@ ON_DIAGONALS = [
 
 
 @pytest.mark.costly(
-    "a2a+p2p-causal", "all_gather-learnable", "p2p-max logits", "all_gather-packed, causal, window", "all_gather-causal"
+    "a2a-bias",
+    slow=(
+        "all_gather-packed, causal, window",
+        "all_gather-lengths, bottom right",
+        "all_gather-window",
+        "p2p-max logits",
+        "a2a+p2p-causal",
+        "all_gather-learnable",
+        "p2p-causal",
+        "all_gather-causal",
+    ),
 )
 @pytest.mark.wide(
     "p2p-causal",

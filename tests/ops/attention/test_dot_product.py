@@ -54,7 +54,7 @@ def attend(arguments, operands, g):
     return value_and_vjp(lambda *o: dot_product_attention(o, **arguments, backend="xla"), operands, g, quick=True)
 
 
-@pytest.mark.costly("padding", "padding_causal")
+@pytest.mark.costly("scale", slow=("padding_causal", "causal", "padding"))
 @pytest.mark.wide("causal", "padding", "padding_causal", "arbitrary, by key", "scale")
 @pytest.mark.parametrize("case", list(CASES))
 def test_value_and_gradients(case):
@@ -115,6 +115,7 @@ def test_other_key_length():
         assert_close(out, oracles.attention(*map(wide, operands), causal=mask_type == "causal"), TOLERANCE["float32"])
 
 
+@pytest.mark.costly("padding", "padding_causal")
 @pytest.mark.parametrize("mask_type", ["no_mask", "causal", "padding", "padding_causal"])
 def test_packed_is_unpacked(mask_type):
     operands, g = qkv(), draw("g", (B, S, N, D))

@@ -115,15 +115,15 @@ def assert_same_codes(actual: Any, expected: Any, scale: float, what: str) -> No
 
 
 @pytest.mark.costly(
-    "causal-current",
     "causal-current-powers",
-    slow=[
+    slow=(
         "no_mask-delayed",
         "no_mask-current",
         "no_mask-delayed-margin",
         "causal-delayed-margin",
         "no_mask-current-powers",
-    ],
+        "causal-current",
+    ),
 )
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_its_steps_are_those_of_the_oracle(name, mask_type, sizes):
 ROUNDING = 2.0**-4 / 3**0.5
 
 
-@pytest.mark.costly("delayed-peaked", "current-outliers", slow=["delayed-outliers"])
+@pytest.mark.costly("current-outliers", slow=("delayed-outliers", "current-normal", "delayed-peaked"))
 @pytest.mark.parametrize("inputs", ["normal", "outliers", "peaked"])
 @pytest.mark.parametrize("recipe", [CURRENT, DELAYED], ids=["current", "delayed"])
 def test_its_errors_are_those_of_its_roundings(recipe, inputs):
@@ -193,6 +193,7 @@ def test_its_errors_are_those_of_its_roundings(recipe, inputs):
         assert relative_l2(actual, want) > ROUNDING / 4, f"{name} was not quantized"
 
 
+@pytest.mark.costly("delayed")
 @pytest.mark.parametrize("recipe", [CURRENT, DELAYED], ids=["current", "delayed"])
 def test_means_of_keys_and_values_cost_nothing(recipe):
     """Exact attention does not see them: a mean of the keys is one constant in a query's scores."""
@@ -238,6 +239,7 @@ def test_what_e4m3_gradients_cost(inputs, better):
         assert four < five if better is E4M3 else five < 0.2 < 0.5 < four
 
 
+@pytest.mark.costly("Float8CurrentScaling-normal")
 @pytest.mark.wide("Float8CurrentScaling-normal", "Float8CurrentScaling-outliers")
 @pytest.mark.parametrize("inputs", ["normal", "outliers"])
 @pytest.mark.parametrize("kind", [DelayedScaling, Float8CurrentScaling])
@@ -312,6 +314,7 @@ def test_an_output_that_is_one_value_is_not_rounded_again():
     assert largest(gradients[0]) <= 2.0**-16 * D**0.5
 
 
+@pytest.mark.costly
 def test_codes_with_the_mean_of_an_output():
     """Rows of very different sizes under one scale; what bf16 keeps of an output is 2^-9 of it."""
     precision = attention_precision_of(dataclasses.replace(DELAYED, fp8_dpa_fwd=False))
@@ -343,6 +346,7 @@ def test_codes_with_a_mean_that_one_half_carries(small, size):
     assert relative_l2(*sums) <= ROUNDING / 2
 
 
+@pytest.mark.costly
 def test_packed_operands():
     (q, k, v), do = operands()
     packed = jnp.stack((q, k, v), axis=2)
@@ -400,6 +404,7 @@ def refused() -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
     }
 
 
+@pytest.mark.costly("packed", slow=("heads", "dropout", "rows without a key"))
 @pytest.mark.parametrize("case", REFUSED)
 def test_calls_that_fp8_attention_lacks(case, caplog):
     """Refused with the reason under a backend's name; in the compute dtype under "auto", which says so."""
@@ -443,6 +448,7 @@ def test_what_runs_it():
         assert (choice.parts, choice.unquantized) == ({"attention": "xla"}, None)
 
 
+@pytest.mark.costly
 def test_the_state_is_not_left_out():
     qkv, do = operands()
     state = init_attention_state(DELAYED)
@@ -490,6 +496,7 @@ def test_what_backward_keeps():
     assert sizes == [("float8_e4m3fn", (B, 128, 2, D))] * 4
 
 
+@pytest.mark.costly
 def test_equal_numbers_however_it_is_compiled():
     qkv, do = operands()
     state = step(CURRENT, qkv, do, init_attention_state(CURRENT))[2]
@@ -504,6 +511,7 @@ def test_equal_numbers_however_it_is_compiled():
         jax.tree.map(assert_bitwise, vjp(do), other_vjp(do))
 
 
+@pytest.mark.costly("current-q-1.0", slow=("delayed-q-1.0",))
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("where", ["q", "k", "v", "do"])
 @pytest.mark.parametrize("recipe", [DELAYED, CURRENT], ids=["delayed", "current"])
@@ -525,6 +533,7 @@ def test_an_overflow_of_fp16_is_nan(recipe, where, sign):
     assert not finite(arrays)
 
 
+@pytest.mark.costly("q")
 @pytest.mark.parametrize("where", ["q", "k", "v", "do"])
 def test_an_inf_of_bf16_is_nan_under_current_scales_and_in_the_state_under_delayed_ones(where):
     arrays = {name: draw(name, (1, 128, 1, D), jnp.bfloat16) for name in ("q", "k", "v", "do")}
@@ -536,6 +545,7 @@ def test_an_inf_of_bf16_is_nan_under_current_scales_and_in_the_state_under_delay
     assert not np.isfinite(state["do" if where == "do" else "qkv"]["amax_history"][0])
 
 
+@pytest.mark.costly("q")
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 def test_a_nan_of_an_operand_is_in_the_history(where):
     arrays = {name: draw(name, (1, 128, 1, D)) for name in ("q", "k", "v", "do")}

@@ -60,9 +60,15 @@ def assert_one_pass_apart(out: Any, wanted: Any, gradients: Any, wanted_gradient
 
 
 @pytest.mark.costly(
-    "explicit-delayed",
-    "auto-backward",
-    slow=["auto-forward", "explicit-whole", "auto-whole", "explicit-forward", "explicit-backward"],
+    slow=(
+        "auto-forward",
+        "explicit-whole",
+        "auto-whole",
+        "explicit-forward",
+        "explicit-backward",
+        "auto-backward",
+        "auto-delayed",
+    )
 )
 @pytest.mark.parametrize("name", ["delayed", "whole", "forward", "backward"])
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
@@ -87,7 +93,7 @@ def test_heads_and_examples_split(mode, name):
     jax.tree.map(lambda a, b: assert_bitwise(host(a), b), next_state, after)
 
 
-@pytest.mark.costly("heads")
+@pytest.mark.costly(slow=("examples",))
 @pytest.mark.parametrize(
     ("sizes", "axis", "parts"), [({"data": 4}, 0, B), ({"tensor": 2}, 2, 2)], ids=["examples", "heads"]
 )
@@ -135,9 +141,15 @@ def split(
 
 
 @pytest.mark.costly(
-    "natural-delayed",
-    "natural-backward",
-    slow=["natural-whole", "zigzag-delayed", "zigzag-whole", "zigzag-forward", "zigzag-backward"],
+    slow=(
+        "natural-whole",
+        "zigzag-delayed",
+        "zigzag-whole",
+        "zigzag-forward",
+        "zigzag-backward",
+        "natural-delayed",
+        "natural-forward",
+    )
 )
 @pytest.mark.parametrize("name", ["delayed", "whole", "forward", "backward"])
 @pytest.mark.parametrize("zigzag", [False, True], ids=["natural", "zigzag"])
@@ -171,9 +183,16 @@ def test_a_split_sequence(name, zigzag):
 
 
 @pytest.mark.costly(
-    "natural-delayed",
     "zigzag-backward",
-    slow=["natural-forward", "zigzag-whole", "natural-whole", "zigzag-delayed", "zigzag-forward", "natural-backward"],
+    slow=(
+        "natural-forward",
+        "zigzag-whole",
+        "natural-whole",
+        "zigzag-delayed",
+        "zigzag-forward",
+        "natural-backward",
+        "natural-delayed",
+    ),
 )
 @pytest.mark.parametrize("name", ["delayed", "whole", "forward", "backward"])
 @pytest.mark.parametrize("zigzag", [False, True], ids=["natural", "zigzag"])
@@ -215,9 +234,14 @@ RINGS = {
 
 @pytest.mark.costly(
     "groups-causal-group",
-    "zigzag-causal-delayed",
-    "natural-causal-backward",
-    slow=["natural-causal-group", "zigzag-causal-forward", "four-no_mask-delayed", "natural-causal-delayed"],
+    slow=(
+        "natural-causal-group",
+        "zigzag-causal-forward",
+        "four-no_mask-delayed",
+        "natural-causal-delayed",
+        "natural-causal-backward",
+        "zigzag-causal-delayed",
+    ),
 )
 @pytest.mark.parametrize(
     ("ring", "mask_type", "name"),
@@ -272,7 +296,7 @@ SENT = {  # between two devices, by dtype and kind: forward, the same again in b
 COLLECTIVE = re.compile(r"= \(?(\w+)\[\S* .*?(all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 
 
-@pytest.mark.costly("all_gather", "p2p")
+@pytest.mark.costly(slow=("p2p", "a2a"))
 @pytest.mark.parametrize("kind", SENT)
 def test_codes_travel(kind):
     """A byte for each key and value; gradients of keys are sums, which only an exchange for heads sends in FP8."""
@@ -298,6 +322,7 @@ def test_codes_travel(kind):
     )
 
 
+@pytest.mark.costly("chunk", slow=("length",))
 @pytest.mark.parametrize(
     ("zigzag", "s", "skv", "words"),
     [

@@ -104,7 +104,7 @@ def test_packed_sequences_in_zigzag_order() -> None:
     assert_close(undo_zigzag(host(y), 2), expected, 4 * TOLERANCE["float32"])
 
 
-@pytest.mark.costly("kinds1")
+@pytest.mark.slow
 @pytest.mark.parametrize("kinds", [pytest.param(None, marks=pytest.mark.slow), ("a2a", "all_gather")])
 def test_a_model_is_one_devices(kinds: Any) -> None:
     """Its default, and a way of its own for each layer; dropout on."""

@@ -75,7 +75,18 @@ def qkv(groups=2, dv=6):
     return draw("q", (B, SQ, N, D)), draw("k", (B, SKV, groups, D)), draw("v", (B, SKV, groups, dv))
 
 
-@pytest.mark.costly("padding, bottom right", "alibi, bottom right", "window, arbitrary", "causal window")
+@pytest.mark.costly(
+    "padding, bottom right",
+    slow=(
+        "off by one",
+        "learnable",
+        "bias before the scale",
+        "softcap",
+        "alibi, bottom right",
+        "causal window",
+        "window, arbitrary",
+    ),
+)
 @pytest.mark.wide(
     "padding, bottom right",
     "causal window",
@@ -114,7 +125,7 @@ def test_value_and_gradients(case):
         assert_close(got, expected, 2 * TOLERANCE["float32"], what=f"d{name}")
 
 
-@pytest.mark.costly("bottom right")
+@pytest.mark.costly("bias", slow=("bottom right",))
 @pytest.mark.parametrize("case", ["bottom right", "bias", "softcap", "window, padding, bottom right", "alibi"])
 def test_max_logit(case):
     arguments, oracle = CASES[case]
@@ -130,6 +141,7 @@ def test_max_logit(case):
     assert not np.asarray(slope(operands[0])).any()
 
 
+@pytest.mark.costly("explicit", slow=("auto",))
 def test_options_on_meshes(mesh_mode):
     operands, g = (draw("q", (4, 8, N, D)), draw("k", (4, 8, 2, D)), draw("v", (4, 8, 2, D))), draw("g", (4, 8, N, D))
     bias, offset = draw("b", (1, N, 8, 8)), draw("o", (N,))
@@ -166,7 +178,7 @@ def test_options_on_meshes(mesh_mode):
     assert all(np.isfinite(np.asarray(a)).all() and np.asarray(a).any() for a in gradients)
 
 
-@pytest.mark.costly
+@pytest.mark.costly(slow=("window1-padding_causal", "None-padding"))
 @pytest.mark.wide
 @pytest.mark.parametrize("mask_type", ["padding", "padding_causal", "padding_causal_bottom_right"])
 @pytest.mark.parametrize("window", [None, (2, 0)])

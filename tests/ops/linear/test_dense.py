@@ -150,6 +150,7 @@ def test_quantization_matters_at_this_tolerance():
             assert_close(actual, plain[key], 1e4 * TOLERANCE["float32"])
 
 
+@pytest.mark.costly("current")
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 def test_eager_and_jit_agree(recipe):
     x, kernel, bias, g = inputs("batch and sequence", jnp.float32)

@@ -60,6 +60,7 @@ def reference(kind):
     return run_dense(KINDS[kind]() if kind else None)
 
 
+@pytest.mark.costly("flags1-current", slow=("flags0-delayed", "flags2-block"))
 @pytest.mark.wide
 @pytest.mark.parametrize("kind", ["delayed", "current", "block"])
 @pytest.mark.parametrize("flags", list(itertools.product((False, True), repeat=3)))
@@ -87,7 +88,7 @@ def test_each_gemm_alone_is_in_high_precision(kind, flags):
         assert_bitwise(next_state[role]["amax_history"], expected["amax_history"].at[0].set(newest), what=role)
 
 
-@pytest.mark.costly("flags1", "flags0", "flags2")
+@pytest.mark.costly("flags2", slow=("flags0", "flags1"))
 @pytest.mark.parametrize(
     "flags", [(True, False, False), (False, True, False), (False, False, True), (True, True, True)]
 )
@@ -169,6 +170,7 @@ def test_an_input_that_the_op_computes_is_not_saved():
             call()
 
 
+@pytest.mark.costly("float32-block")
 @pytest.mark.wide
 @pytest.mark.parametrize("kind", [None, "delayed", "block"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -232,7 +234,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.costly("dense-nvfp4")
+@pytest.mark.costly("layernorm_mlp gelu-current", slow=("layernorm_mlp gelu-mxfp8", "dense-nvfp4"))
 @pytest.mark.wide
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("name", ["dense", "layernorm_mlp gelu"])

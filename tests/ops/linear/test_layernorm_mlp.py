@@ -104,6 +104,7 @@ def states_at_work(recipe):
     ), scales
 
 
+@pytest.mark.costly("swiglu-delayed")
 @pytest.mark.wide
 @pytest.mark.parametrize("recipe", ["current", "delayed"])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])

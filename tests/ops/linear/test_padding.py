@@ -43,6 +43,7 @@ def with_gradients(recipe, x, kernel, bias, g, **options):
     return y, pullback(g)
 
 
+@pytest.mark.costly("delayed", slow=("mxfp8",))
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_it_is_what_padding_by_hand_gives(recipe):
     x, kernel, bias, g = draw("x", (3, 4, 32)), draw("k", (32, 2, 16)), draw("b", (2, 16)), draw("g", (3, 4, 2, 16))
@@ -107,6 +108,14 @@ LAYERS = {
 }
 
 
+@pytest.mark.costly(
+    "explicit-row-current",
+    slow=(
+        "explicit-column behind an all-gather-delayed",
+        "auto-row-delayed",
+        "auto-column behind an all-gather-current",
+    ),
+)
 @pytest.mark.wide(
     "auto-column behind an all-gather-current",
     "auto-row-delayed",

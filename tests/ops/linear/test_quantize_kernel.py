@@ -42,6 +42,7 @@ def inputs(name="dense"):
     return case, case.args["x"], case.args.get("kernel")
 
 
+@pytest.mark.costly("False-delayed", slow=("False-block", "True-mxfp8"))
 @pytest.mark.wide("False-delayed", "False-block", "True-current", "True-mxfp8")
 @by_name
 @pytest.mark.parametrize("portable", [False, True])
@@ -139,6 +140,7 @@ def test_an_overridden_gemm_multiplies_its_values():
     assert_close(dx, expected_dx, TOLERANCE["bfloat16"])
 
 
+@pytest.mark.costly("nvfp4")
 @pytest.mark.parametrize("recipe", [RECIPES[0], RECIPES[3], RECIPES[4]], ids=lambda recipe: recipe.name)
 def test_it_has_no_gradient(recipe):
     case, x, kernel = inputs()

@@ -78,12 +78,14 @@ def check(form: str, dtype: Any) -> None:
             assert_close(got, e, 3 * TOLERANCE[dtype], what=f"{reduction} gradient")
 
 
+@pytest.mark.costly("float32-chunked", "bfloat16-chunked")
 @pytest.mark.parametrize("form", ["whole", "chunked"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_values_and_gradients_follow_the_definition(form: str, dtype: str) -> None:
     check(form, dtype)
 
 
+@pytest.mark.costly("auto-chunked", slow=("explicit-chunked",))
 @pytest.mark.parametrize("form", ["whole", "chunked"])
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 def test_on_a_mesh_the_mean_is_that_of_all_devices(form: str, axis_type: Any) -> None:
@@ -92,6 +94,7 @@ def test_on_a_mesh_the_mean_is_that_of_all_devices(form: str, axis_type: Any) ->
         check(form, "float32")
 
 
+@pytest.mark.costly("whole")
 @pytest.mark.parametrize("form", ["whole", "chunked"])
 def test_a_batch_in_which_no_token_counts_gives_zero(form: str) -> None:
     """Also where its logits are not finite: padding adds nothing at all."""

@@ -123,7 +123,7 @@ def rows_of(groups, group):
     return slice(start, start + int(groups.sizes[group]))
 
 
-@pytest.mark.costly("high precision")
+@pytest.mark.costly(slow=("delayed",))
 @pytest.mark.parametrize("name", ["high precision", "delayed"])
 def test_padding_that_is_promised_to_be_zeros_is_left_alone(name):
     """Where it holds zeros all values are the same; where it does not, it is not made zeros."""
@@ -172,6 +172,7 @@ RECIPES_OF_ROWS = {
 }
 
 
+@pytest.mark.costly("delayed-auto", slow=("high precision-no mesh", "block-explicit"))
 @pytest.mark.wide
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", RECIPES_OF_ROWS)
@@ -187,6 +188,7 @@ def test_rows_of_tokens_give_the_same_bits(name, mode):
         assert_bitwise(one, two)
 
 
+@pytest.mark.costly("delayed", slow=("block",))
 @pytest.mark.parametrize("name", RECIPES_OF_ROWS)
 def test_rows_of_tokens_are_kept_in_their_quantized_form_alone(name):
     """Unquantized they are made again, of the tokens that the caller has."""
@@ -223,6 +225,7 @@ def _only(*roles):
     return CustomRecipe(qfactory=lambda role: TensorQuantizer(dtype=jnp.float8_e4m3fn) if role in roles else None)
 
 
+@pytest.mark.costly("x")
 @pytest.mark.parametrize("recipe", [_only("x"), _only("kernel", "grad")], ids=["x", "kernel and grad"])
 def test_on_hopper_a_gemm_of_one_quantized_operand_runs_in_xla(recipe, monkeypatch):
     """Its kernels multiply operands of one kind; the GEMM is dense's, of the quantized values in the compute dtype."""
@@ -269,7 +272,7 @@ def test_a_group_is_dense_on_its_rows(name, aligned):
     assert not np.asarray(dx)[padding].any()
 
 
-@pytest.mark.costly("high precision", "custom", slow=["nvfp4", "mxfp8", "delayed", "current"])
+@pytest.mark.costly(slow=("nvfp4", "mxfp8", "delayed", "current", "high precision", "block"))
 @pytest.mark.parametrize("name", RECIPES)
 def test_one_group_is_dense_bitwise(name):
     recipe = RECIPES[name]
@@ -284,7 +287,7 @@ def test_one_group_is_dense_bitwise(name):
             assert_bitwise(mine[0], expected)
 
 
-@pytest.mark.costly("(0, 0, 0)")
+@pytest.mark.costly("(0, 0, 0)", slow=("(0, 1, 0)",))
 @pytest.mark.parametrize("sizes", [(0, 0, 0), (0, 1, 0), (0, 57, 0), (1, 1, 1)], ids=str)
 def test_sizes_at_the_edge(sizes):
     recipe = RECIPES["delayed"]
@@ -526,6 +529,7 @@ def test_the_backend_is_explained():
         grouped_dense(x, kernel, groups=groups, backend="te")
 
 
+@pytest.mark.costly
 def test_what_is_refused():
     groups = layout()
     x, kernel, bias, _ = arrays(groups)

@@ -34,10 +34,18 @@ def loop(experts, kept, x, alignment, sizes=None):
 @pytest.mark.costly(
     "several-True-1",
     "every expert-True-1",
-    "every expert-False-1",
-    "several-False-1",
     "several-False-4",
     "every expert-False-4",
+    "all in one-False-4",
+    "one token-False-4",
+    slow=(
+        "all in one-False-1",
+        "every expert-True-4",
+        "one token-False-1",
+        "every expert-False-1",
+        "several-False-1",
+        "several-True-4",
+    ),
 )
 @pytest.mark.parametrize("alignment", [1, 4])
 @pytest.mark.parametrize("dropped", [False, True])
@@ -131,6 +139,7 @@ def test_half_precision_is_added_up_in_fp32():
     assert unpermute(rows, plan).item() == 1.0 + 2.0**-7
 
 
+@pytest.mark.costly("-1-int8")
 @pytest.mark.parametrize("dtype", ["int8", "int32"])
 @pytest.mark.parametrize("outside", [-1, -128, 5, 127])
 def test_a_number_that_no_expert_has_gets_no_row(outside, dtype):

@@ -65,6 +65,7 @@ SPECS = [
 ]
 
 
+@pytest.mark.costly("{'topk': 4, 'score_function': 'sigmoid', 'num_groups': 4, 'group_topk': 2}-different")
 @pytest.mark.parametrize("logits", [LOGITS, TIED], ids=["different", "tied"])
 @pytest.mark.parametrize("options", SPECS, ids=str)
 def test_experts_and_probabilities(options, logits):
@@ -95,6 +96,13 @@ def test_a_choice_made_elsewhere():
     assert_close(probs, expected(LOGITS, spec, given=given)[0], TOLERANCE["float32"])
 
 
+@pytest.mark.costly(
+    "{'topk': 2}",
+    slow=(
+        "{'topk': 4, 'score_function': 'sigmoid', 'num_groups': 4, 'group_topk': 2}",
+        "{'topk': 8, 'topk_scaling_factor': 2.5}",
+    ),
+)
 @pytest.mark.parametrize("options", SPECS, ids=str)
 def test_gradients_are_numeric_ones(options):
     spec, weights = RouterOptions(num_experts=8, **options), wide(draw("weights", (24, options["topk"])))
@@ -222,6 +230,7 @@ def test_quantiles_of_uneven_numbers_are_refused():
 # --- capacity
 
 
+@pytest.mark.costly("probs-different")
 @pytest.mark.parametrize("logits", [LOGITS, TIED], ids=["different", "tied"])
 @pytest.mark.parametrize("policy", ["probs", "position"])
 def test_capacity_keeps_the_largest_or_the_first(policy, logits):

@@ -46,6 +46,7 @@ def check(name, x, weights, dy):
     assert relative_l2(dw, expected_dw) < 2.0**-10
 
 
+@pytest.mark.costly("clamped_swiglu", slow=("swiglu",))
 @interpreted
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
 def test_it_has_the_numbers_of_two_operations(monkeypatch, name):
