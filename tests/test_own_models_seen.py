@@ -60,6 +60,8 @@ def test_a_model_in_which_nothing_is_reached_is_refused_with_what_was_seen(linen
         te.quantize_model(LinenOwnNet(), X) if linen else quantize_model(OwnNet(nnx.Rngs(0)), X)
     with pytest.raises(TypeError, match=r"give it the call's arguments, quantize_model\(model, x\)"):
         te.quantize_model(LinenOwnNet()) if linen else quantize_model(OwnNet(nnx.Rngs(0)))
+    with pytest.raises(TypeError, match=r"\(4, 32\) has no array: .*ShapeDtypeStruct"):
+        te.quantize_model(LinenOwnNet(), (4, 32)) if linen else quantize_model(OwnNet(nnx.Rngs(0)), (4, 32))
     with pytest.raises(TypeError, match=r"Dict has no __call__: .* method="):
         quantize_model(nnx.Dict(up=nnx.Linear(32, 32, rngs=nnx.Rngs(0))), X)
 

@@ -194,7 +194,7 @@ def quantization_report(model: Any, *args: Any, **kwargs: Any) -> DropInReport:
         raise ValueError(f"{type(model).__name__} is not quantized; call jax_te.linen.quantize_model first")
     report = _report(model, choice, args, kwargs, quantize=True)
     if report.unused_rules:
-        warn_caller(f"rules that fit no layer: {', '.join(report.unused_rules)}")
+        warn_caller(report.unused_text)
     return report
 
 

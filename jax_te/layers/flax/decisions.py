@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
+import jax
+
 from jax_te._text import aligned
 from jax_te._validation import brief
 from jax_te.layers.flax.contractions import Seen
@@ -70,13 +72,18 @@ class DropInReport:
         """Path of each layer that stays in high precision -> reason."""
         return {layer.path: layer.why for layer in self.layers if layer.why is not None}
 
+    @property
+    def unused_text(self) -> str:
+        """Sentence that names the unused rules; an empty pattern is shown in quotes."""
+        return f"rules that fit no layer: {', '.join(pattern or repr(pattern) for pattern in self.unused_rules)}"
+
     def __str__(self) -> str:
         rows = [("layer", "class", "precision")]
         for layer in self.layers:
             rows.append((layer.path, layer.kind, layer.precision))
         lines = aligned(rows)
         if self.unused_rules:
-            lines.append(f"rules that fit no layer: {', '.join(self.unused_rules)}")
+            lines.append(self.unused_text)
         return "\n".join(lines)
 
 
@@ -119,7 +126,7 @@ OTHER_LIBRARIES = (
 
 
 def check_inputs(model: Any, args: Any, kwargs: Any) -> None:
-    """Refuse a call of `quantize_model` without the arguments of a call of ``model``.
+    """Refuse a call of `quantize_model` without the arguments of a call of ``model``, and with shapes in their place.
 
     Raises:
         TypeError: showing the form of the call.
@@ -128,6 +135,13 @@ def check_inputs(model: Any, args: Any, kwargs: Any) -> None:
         raise TypeError(
             f"quantize_model traces a call to see the GEMMs of {type(model).__name__}: give it the call's arguments, "
             "quantize_model(model, x), as arrays or jax.ShapeDtypeStruct"
+        )
+    leaves = jax.tree.leaves((args, kwargs))
+    if leaves and all(isinstance(leaf, int) and not isinstance(leaf, bool) for leaf in leaves):
+        given = ", ".join(map(repr, (*args, *kwargs.values())))
+        raise TypeError(
+            f"quantize_model traces a call of {type(model).__name__}, and {given} has no array: for an array of that "
+            "shape give jax.ShapeDtypeStruct(shape, dtype)"
         )
 
 

@@ -133,7 +133,7 @@ def quantize_model(
     if not report.quantized:
         raise ValueError(f"no recipe quantizes a layer of {type(model).__name__} in this call:\n{report}")
     if report.unused_rules:  # before the model changes: a warning may be an error
-        warn_caller(f"rules that fit no layer: {', '.join(report.unused_rules)}\n{report}")
+        warn_caller(f"{report.unused_text}\n{report}")
     # A copy is changed first, of shapes alone: a recipe that refuses a layer leaves the model as it was.
     graphdef, state = nnx.split(model)
     jax.eval_shape(lambda state: _change(nnx.merge(graphdef, state), rules, gemms, seen), state)
