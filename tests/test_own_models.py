@@ -246,7 +246,7 @@ def test_what_is_left_in_high_precision_says_why():
         quantize_model(nnx.Linear(48, 48, rngs=rngs), jnp.ones((16, 48)))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_adapters_of_flax_are_trained_on_quantized_layers():
     rngs = nnx.Rngs(0)
     wrapped = nnx.LoRA(32, 4, 64, base_module=nnx.Linear(32, 64, rngs=rngs), rngs=rngs)

@@ -7,7 +7,6 @@ import dataclasses
 import difflib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from jax_te._validation import kinds_of, log_hints, log_once
@@ -16,7 +15,6 @@ from jax_te.typing import DTypeLike
 T = TypeVar("T", bound=type)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Hints:
     """Fields that choose kernels, layouts in memory, or how devices communicate, which XLA and this package choose.
 
@@ -111,7 +109,7 @@ class Hints:
     inference_moe_token_dispatcher_type: Literal["nccl", "nvls"] = "nvls"
 
 
-HINTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Hints)}
+HINTS: dict[str, Any] = {name: getattr(Hints, name) for name in Hints.__annotations__}
 """Fields that are hints -> Megatron-Core's default."""
 
 _OTHER_NUMBERS = {

@@ -234,7 +234,7 @@ def model_rows(capsys, *argv):
     return status, [json.loads(line) for line in shown.out.splitlines() if line.startswith("{")], shown.err
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_models_rows_share_a_state(capsys, states, monkeypatch):
     steps, found_rows = [], bench_contestants.rows_of
 
@@ -298,7 +298,7 @@ def test_train_steps_are_profiled(capsys, states, tmp_path):
         assert json.loads(kept.read_text())["kinds"].keys() == row["kinds"].keys()
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_checkpoints(capsys, tmp_path):
     folder = tmp_path / "new" / "folder"
     assert main(["bench", "checkpoint", str(folder), *SIZES, "--recipes", "delayed"]) == 0
@@ -338,7 +338,7 @@ def test_what_a_row_stands_for():
     assert (block.recompute_granularity, block.recompute_method, block.recompute_num_layers) == ("full", "block", 3)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_contestant_that_fails_is_a_row_and_the_others_go_on(capsys, states, monkeypatch):
     """One that cannot be compiled, and one that takes the state with it when it runs."""
     begin, steps = bench_contestants.CompiledStep._begin, bench_contestants.CompiledStep._steps
@@ -495,7 +495,7 @@ def test_context_parallelism(capsys):
     assert (alone["name"], alone["of_one_device"]) == ("jax_te, one device", 1.0)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_attention_in_fp8(capsys):
     sizes = ["--batch-size", "1", "--seq-len", "128", "--num-heads", "2", "--head-dim", "128"]
     found = rows(capsys, "attention", *sizes, "--recipes", "none", "delayed", "current")

@@ -452,7 +452,7 @@ def test_replicas_split_the_state_where_those_of_jax_te_do(capsys, stand_in, spl
     assert [fields["grad_reduce_in_fp32"] for fields in found] == 2 * [not split]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_microbatches_on_one_device_are_added_up_in_buffers(capsys, stand_in):
     status, rows, _ = bench(capsys, "--recipes", "none", "--microbatches", "2")
     assert status == 0
@@ -484,7 +484,7 @@ def test_a_rank_that_fails_ends_all(capsys, monkeypatch, processes):
     assert [process.returncode for process in processes] == [0, -signal.SIGKILL, 1]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_model_of_llamas_form(capsys, stand_in, processes):
     status, rows, _ = bench(capsys, "--recipes", "none", "--preset", "llama-1b")
     assert status == 0
@@ -717,7 +717,7 @@ def test_an_expert_layer_beside_megatrons(capsys, stand_in, processes):
     assert [line["context"] for line in found if "context" in line] == ["delayed"] * len(steps)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_the_form_of_the_expert_layer_is_the_peers_too(capsys, stand_in, processes):
     form = ["--moe-bias", "--moe-activation", "clamped_swiglu", "--moe-router-force-biased", "0.5"]
     status = main(["bench", "layer", "--modules", "moe", *EXPERTS, *form, "--recipes", "none", "--peer", "megatron"])

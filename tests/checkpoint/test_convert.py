@@ -195,7 +195,7 @@ def test_parameters_quantized_or_not(tmp_path, caplog):
         move(tmp_path / "other", exact, target, MXFP8BlockScaling(), allow={"requantize"})
 
 
-@pytest.mark.costly("explicit-block")
+@pytest.mark.slow
 @pytest.mark.wide("explicit-block")
 @pytest.mark.parametrize("recipe", [CURRENT, DELAYED, Float8BlockScaling()], ids=lambda recipe: recipe.name)
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
@@ -247,7 +247,7 @@ def test_quantized_kernels_of_experts_without_masters(tmp_path, recipe, stacked)
     np.testing.assert_array_equal(exact["kernel"][...], stored.params["kernel"].get_value().dequantize())
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_delayed_scaling_begun_left_out_and_of_another_length(tmp_path):
     plain, delayed = state_of(), state_of(DELAYED)
     assert 'allow={"quantizers"}' in refused(tmp_path / "1", plain, wanted(DELAYED))

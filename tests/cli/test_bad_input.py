@@ -174,7 +174,7 @@ def test_an_output_of_another_text(run, tmp_path, capsys):
     assert contents(run) == before
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_text_may_move_and_not_change(run, tmp_path, capsys):
     shutil.copy(TEXT, tmp_path / "text")
     assert main(["train", "--output", str(run), "--steps", "13", "--data", str(tmp_path / "text")]) == 0

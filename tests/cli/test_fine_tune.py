@@ -302,7 +302,7 @@ def test_a_folder_that_does_not_fit_is_not_evaluated(folder, tmp_path, monkeypat
     assert_refused(status, capsys.readouterr().err, "the sizes take at least", "--no-check-memory")
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_unknown_fields_are_ignored_by_name(folder, tmp_path, capsys):
     """In training, when the run is read again, and in evaluation."""
     noted = tmp_path / "noted"

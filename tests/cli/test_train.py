@@ -53,7 +53,7 @@ main(sys.argv[1:])
     assert (stopped.returncode, stopped.stdout) == (7, "loading JAX\n"), stopped.stderr
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_run_with_experts_learns_resumes_and_samples(tmp_path, capsys):
     mesh = ("--mesh", "expert=2,data=2", "--moe-expert-rank-capacity-factor", "1.0")
     assert train(tmp_path, *EXPERTS, *mesh) == 0

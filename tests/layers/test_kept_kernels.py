@@ -319,7 +319,7 @@ def gpt_loss(model, tokens, key):
 TOKENS = jax.random.randint(jax.random.key(5), (4, 17), 0, 64)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_first_and_last_layers_stay_in_high_precision():
     build = small_gpt(first_last_layers_bf16=True, num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=2)
     with autocast(DelayedScaling(amax_history_len=2)):

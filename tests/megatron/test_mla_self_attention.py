@@ -175,7 +175,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.costly(slow=["fsdp-tensor-plain", "data-tensor-tensor_model_parallel_size-sequence_parallel"])
+@pytest.mark.slow
 @pytest.mark.parametrize(("axes", "fields"), MESHES, ids=lambda case: "-".join(case) or "plain")
 def test_a_mesh_computes_what_one_device_does(axes: dict[str, int], fields: dict[str, Any]) -> None:
     @nnx.jit

@@ -147,7 +147,7 @@ def test_limits_of_the_activation_are_in_every_block():
         config(activation_func_clamp_value=0.5)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_fp8_of_all_parts():
     with autocast(Float8CurrentScaling()):
         layer = MoELayer(config(moe_latent_size=16, **SHARED), rngs=nnx.Rngs(0))

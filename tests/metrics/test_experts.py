@@ -47,7 +47,7 @@ class Charts:
     def close(self): ...
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_run_shows_its_experts(tmp_path, capsys):
     tx, x, charts = optax.sgd(0.1), jax.random.normal(jax.random.key(0), (2, 8, 16)), Charts()
     state = create_train_state(Model, tx, key=jax.random.key(0))

@@ -35,7 +35,7 @@ def test_flops_are_six_for_each_weight_of_a_gemm_and_those_of_attention(form):
     assert train_flops(config, vocab_size=48, batch_size=3, sequence_length=8) == wanted
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_frozen_kernels_have_no_gemms_of_their_gradients():
     config = TransformerConfig(
         num_layers=2, hidden_size=256, num_attention_heads=4, add_bias_linear=False, **NO_DROPOUT

@@ -163,7 +163,7 @@ def test_a_train_step_counts_and_moves_the_bias_and_evaluation_does_not(recipe):
 
 
 @pytest.mark.parametrize("kind", [pytest.param("own", marks=pytest.mark.slow), "megatron"])
-@pytest.mark.costly
+@pytest.mark.slow
 def test_generation_with_a_cache_is_that_without(kind):
     rngs, fields = nnx.Rngs(3), {"init_method_std": 0.3}
     model = gpt(rngs, **fields) if kind == "own" else MegatronGPTModel(config(**fields), None, V, 2 * S, rngs=rngs)
@@ -202,7 +202,7 @@ def of_padded(kind, tokens, **fields):
     return float(loss), {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(gradients)}
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.wide("own")
 @pytest.mark.parametrize(
     ("kind", "fields"),

@@ -71,7 +71,7 @@ def test_greedy_generation_takes_the_most_likely_token_of_full_passes(form: str,
     assert (chosen >= logits[:, 2:-1].max(-1) - 1e-4).all()  # equal up to rounding
 
 
-@pytest.mark.costly("explicit")
+@pytest.mark.slow
 @pytest.mark.wide("explicit")
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 def test_a_model_whose_sequences_are_split_in_training_generates(mode: Any) -> None:

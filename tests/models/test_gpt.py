@@ -208,7 +208,7 @@ def test_a_mesh_of_another_tensor_size_than_the_configs_is_refused() -> None:
         jax.eval_shape(lambda model: model(batch()[0]), model)
 
 
-@pytest.mark.costly("explicit-options2-llama")
+@pytest.mark.slow
 @pytest.mark.wide("explicit-options2-llama")
 @pytest.mark.parametrize(
     ("mode", "options", "form"),

@@ -320,7 +320,7 @@ def test_meshes_give_one_devices_losses_and_states(kind: str, mesh: str, axis_ty
             assert float(value[...][0]) > 0.0
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_inspection_sees_the_head() -> None:
     with autocast(CURRENT):
         found = {tensor.module for tensor in inspect_precision(build("gpt"), loss_fn, TOKENS)}
@@ -350,7 +350,7 @@ def test_what_is_refused_says_what_to_change() -> None:
             build(kind, execution=Execution(loss_chunks=2))
 
 
-@pytest.mark.costly(slow=["megatron", "gpt"])
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt, tied", "gpt", "megatron"])
 def test_adapters_on_the_head_train(kind: str) -> None:
     def adapted(rngs: nnx.Rngs) -> Any:

@@ -265,7 +265,7 @@ def test_kernels_and_states_are_sharded_over_experts() -> None:
     assert tuple(fc2)[:2] == ("expert", ("tensor", "fsdp"))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_megatrons_layer_is_that_of_one_device() -> None:
     config = TransformerConfig(
         num_layers=1,

@@ -165,7 +165,7 @@ def test_two_processes_load_their_parts_and_the_first_writes(tmp_path):
         assert told == f"[Errno 5] save_huggingface failed in process 0: {kind}: {own}"
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_sharded_arrays_are_gathered_shard_by_shard():
     first, second = (each.result for each in run_processes(2, gather_shard_by_shard, devices=2))
     assert first == second == [0.25] * 3  # of the bytes of the array, on four devices

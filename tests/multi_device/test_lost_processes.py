@@ -328,7 +328,7 @@ def save_beside_a_link(folder):
         checkpointer.save(state(), None, 1)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_link_in_the_place_of_heartbeats_is_named(tmp_path):
     (tmp_path / ".processes").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(Exception, match=r"LinkedFolderError: .*\.processes is a symbolic link.*; remove it"):

@@ -118,7 +118,7 @@ def test_products_of_a_layer_under_its_recipe():
     assert {shape.scaling for shape in grouped_shapes(Float8BlockScaling(), **sizes)} == {"block"}
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @interpreted
 def test_tilings_change_no_bit():
     a, b = draw("a", (512, 192), jnp.bfloat16), draw("b", (2, 192, 264), jnp.bfloat16)

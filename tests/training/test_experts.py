@@ -120,7 +120,7 @@ def test_later_microbatches_see_the_counts_of_earlier_ones():
     np.testing.assert_array_equal(router_of(after).counts_so_far[...], np.zeros(E + 1))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_the_gradient_at_other_parameters_reads_the_counts_that_the_step_reads():
     def update(grads, state, params, *, grad_fn, **_):
         at = grad_fn(params, 0)
@@ -347,7 +347,7 @@ def test_a_layer_that_is_called_twice_counts_both():
     np.testing.assert_array_equal(router_of(state).expert_bias[...], 0.25 * np.sign(load.mean() - load))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_metrics():
     options = {"expert_capacity_factor": 0.75, "aux_loss_coeff": 0.1, "z_loss_coeff": 0.1}
     state = state_of(options)

@@ -156,7 +156,7 @@ def test_block_recipes_and_both_kernels_of_a_layer(recipe, name):
         assert 0.0 < tensor.scale < 1e30
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_only_what_is_quantized_is_listed():
     with autocast(Float8CurrentScaling()):
         model = gpt(nnx.Rngs(0), num_layers=2)

@@ -93,7 +93,7 @@ def test_it_is_the_train_step(dtype, recipe, fp8_param, mesh):
             np.testing.assert_allclose(one.astype(jnp.float32), other.astype(jnp.float32), rtol=bound, atol=1e-5)
 
 
-@pytest.mark.costly("adaptive clipping", slow=("muon",))
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tx",
     [

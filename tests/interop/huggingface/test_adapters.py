@@ -142,7 +142,7 @@ def test_an_adapter_that_is_not_there_is_not_trained(tmp_path: Path) -> None:
     assert not isinstance(model.layers[0].self_attention.proj, LoRA)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_one_adapter_of_a_fused_kernel_is_that_of_each_of_its_layers(tmp_path: Path) -> None:
     """As `jax-te train --lora-rank` trains them."""
     model, rngs = llama(), nnx.Rngs(7)

@@ -199,7 +199,7 @@ def test_kept_kernels_are_written_as_they_were_read(
     load_huggingface(tmp_path)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_kernels_that_a_run_stores_quantized_are_written(tmp_path: Path) -> None:
     sizes = {"num_layers": 1, "hidden_size": 128, "num_attention_heads": 2, "num_query_groups": 1}
     sizes |= {"ffn_hidden_size": 256, "kv_channels": 128}

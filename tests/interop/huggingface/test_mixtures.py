@@ -419,7 +419,7 @@ def test_the_layer_of_prediction_is_read_or_ignored_by_name(tmp_path: Path) -> N
         load_huggingface(tmp_path)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_experts_in_fp8_are_multiplied_out(tmp_path: Path) -> None:
     """As DeepSeek-V3's files are published: kernels in E4M3, each with scales of its own."""
     sizes: dict[str, Any] = {"hidden_size": 160, "moe_ffn_hidden_size": 144, "moe_shared_expert_intermediate_size": 144}

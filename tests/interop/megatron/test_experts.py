@@ -127,7 +127,7 @@ def test_a_bias_of_experts_stays_fp32_in_a_checkpoint_of_another_dtype(format: A
         np.testing.assert_array_equal(found.mlp.router.expert_bias[...], layer.mlp.router.expert_bias[...])
 
 
-@pytest.mark.costly(slow=["bias of experts, shared experts"])
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["bias of experts, shared experts", "bias of quantiles"])
 def test_names_and_layouts_are_those_of_a_megatron_model(form: str, tmp_path: Any) -> None:
     """The same weights in Megatron's modules give the same output."""

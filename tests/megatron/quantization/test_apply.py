@@ -111,7 +111,7 @@ def test_megatrons_names_and_the_packages_mean_the_same():
     assert megatron_path("decoder_layers.0.inter_attention.key_value") == "decoder.layers.0.cross_attention.linear_kv"
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_rules_hold_in_a_scanned_stack():
     """A layer with a rule of its own runs outside of the loop, which would have one recipe for all."""
     config = TransformerConfig(num_layers=3, hidden_size=32, num_attention_heads=2)
