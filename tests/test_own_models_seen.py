@@ -60,10 +60,26 @@ def test_a_model_in_which_nothing_is_reached_is_refused_with_what_was_seen(linen
         te.quantize_model(LinenOwnNet(), X) if linen else quantize_model(OwnNet(nnx.Rngs(0)), X)
     with pytest.raises(TypeError, match=r"give it the call's arguments, quantize_model\(model, x\)"):
         te.quantize_model(LinenOwnNet()) if linen else quantize_model(OwnNet(nnx.Rngs(0)))
-    with pytest.raises(TypeError, match=r"\(4, 32\) has no array: .*ShapeDtypeStruct"):
-        te.quantize_model(LinenOwnNet(), (4, 32)) if linen else quantize_model(OwnNet(nnx.Rngs(0)), (4, 32))
     with pytest.raises(TypeError, match=r"Dict has no __call__: .* method="):
         quantize_model(nnx.Dict(up=nnx.Linear(32, 32, rngs=nnx.Rngs(0))), X)
+
+
+class Decoder(nnx.Module):
+    """Decodes as many rows of its own as it is told."""
+
+    def __init__(self, rngs):
+        self.up, self.head = nnx.Linear(32, 32, rngs=rngs), nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, shape):
+        return self.head(self.up(jnp.ones(shape)))
+
+
+@pytest.mark.parametrize("linen", [False, True], ids=["NNX", "Linen"])
+def test_a_shape_in_the_place_of_an_array_is_pointed_out(linen):
+    with pytest.raises((TypeError, AttributeError, ValueError)) as raised:
+        te.quantize_model(LinenOwnNet(), (4, 32)) if linen else quantize_model(OwnNet(nnx.Rngs(0)), (4, 32))
+    assert "(4, 32) as it is" in raised.value.__notes__[-1]
+    assert "up" in quantize_model(Decoder(nnx.Rngs(0)), (4, 32)).quantized  # a shape that the model wants
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,18 @@ class RecipeModule(TrainingMode):
         """The ambient recipe; None for a layer in high precision."""
         return None if self.high_precision else ambient_recipe.value
 
+    def _warn_without_ambient_recipe(self, name: str) -> None:
+        """Warn that scales of delayed scaling, which the layer has, are not used for want of an ambient recipe.
+
+        See `states_advance`. It is silent where that is meant: inside of ``autocast(None)``, in high precision, and in
+        evaluation, as of a teacher.
+        """
+        if _states_advance.value and self.training and not (inside_autocast() or self.high_precision):
+            warn_caller(
+                f"{name} has scales of delayed scaling, and no recipe is in use here, so that it trains in high "
+                "precision: train inside of `with autocast(recipe):`, or, if that is meant, of `with autocast(None):`"
+            )
+
 
 class QuantizableModule(RecipeModule):
     """Base of the layers with linear operations.
@@ -205,21 +217,15 @@ class QuantizableModule(RecipeModule):
         return nnx.as_pure(getattr(self, self.kernels[kernel]))
 
     def warn_of_unused_state(self, kernel: str) -> None:
-        """Warn if a kernel has a state of delayed scaling that a call in the current context does not use.
-
-        See `states_advance`. What someone has asked for is not warned of: ``autocast(None)``, `high_precision`, and a
-        recipe of the layer's own that is in effect here.
-        """
-        if not _states_advance.value or inside_autocast() or self.high_precision or self.gemm_state(kernel) is None:
-            return
+        """Warn if a call in the current context uses no state of a kernel that has one; see `states_advance`."""
         own = self.own_recipe(kernel)
-        if own is not None and own.overrides(quantized=False, training=self.training):
-            return
-        warn_caller(
-            f"{self.module_name or type(self).__name__} has scales of delayed scaling, and no recipe is in use here, "
-            "so that it trains in high precision: train inside of `with autocast(recipe):`, or, if that is meant, of "
-            "`with autocast(None):`"
+        # Own recipes that are in effect without an ambient one, or that are high precision under one, are meant.
+        decides = own is not None and (
+            own.overrides(quantized=False, training=True)
+            or (own.training is None and own.overrides(quantized=True, training=True))
         )
+        if self.gemm_state(kernel) is not None and not decides:
+            self._warn_without_ambient_recipe(self.module_name or type(self).__name__)
 
     def new_state(self, recipe: Recipe | None) -> GemmState | None:
         """Fresh state of a kernel's GEMMs under a recipe; None if it has no state."""

@@ -42,6 +42,7 @@ from jax_te.layers.flax import (
     reduced,
     report_of,
     rule_of_parameter,
+    shapes_pointed_out,
     training_recipe,
 )
 from jax_te.linen.module import LinenModule
@@ -324,7 +325,7 @@ def _look(model: Any, rules: Rules, args: Any, kwargs: Any) -> _Choice:
                 normalized.setdefault(parameter, wrapper)
 
     running, of_flax, normalized = Running(), set[str](), dict[str, str]()
-    with autocast(None):
+    with autocast(None), shapes_pointed_out(args, kwargs):
         key = jax.random.key(0)
         with _apart(_Choice((), ModelGemms()), quantize=False) as looking:
             variables = jax.eval_shape(init, key, arrays)

@@ -214,15 +214,9 @@ class Watched:
         self._held = [
             (node, {name: _Held.of(value) for name, value in _content(node).items()}) for node in _nodes(modules)
         ]
-        self._metadata = [(node, dict(node.get_metadata())) for node, _ in self._held if _is_variable(node)]
 
     def changes(self) -> tuple[list[Array], Changes]:
-        """Return the arrays that were not held before, and where they belong.
-
-        Raises:
-            ValueError: for a change that cannot be carried over to the modules.
-        """
-        self._refuse_new_metadata()
+        """Return the arrays that were not held before, and where they belong."""
         variables: dict[int, tuple[int, nnx.Variable]] = {}
         for place, (node, held) in enumerate(self._held):
             if _is_variable(node):
@@ -230,7 +224,6 @@ class Watched:
                 if now.keys() != held.keys() or not all(held[key].is_still(now[key]) for key in now):
                     variables.setdefault(id(node), (place, node))
         attributes = self._changed_attributes()
-        self._refuse_aliases(attributes)
         values = [node.get_raw_value() for _, node in variables.values()] + [value for *_, value in attributes]
         arrays, form = _taken_apart(values)
         places = [place for place, _ in variables.values()]
@@ -246,27 +239,6 @@ class Watched:
             if not any(map(_is_data, _leaves(value)))
         ]
         return StaticChanges(changed, [(number[place], name) for place, name in self._removed()])
-
-    def _refuse_new_metadata(self) -> None:
-        """Raise if a Variable's metadata has changed, which would be lost with the copy."""
-        for variable, metadata in self._metadata:
-            now = dict(variable.get_metadata())
-            if now != metadata:
-                raise ValueError(
-                    f"a call of layers that are recomputed, scanned or traced once changes the metadata of a "
-                    f"{type(variable).__name__}, from {metadata} to {now}; set it before the call"
-                )
-
-    def _refuse_aliases(self, attributes: list[tuple[int, str, Any]]) -> None:
-        """Raise if an attribute was set to a Variable or module that is held already: it would become two of them."""
-        held = {id(node) for node, _ in self._held}
-        for place, name, value in attributes:
-            if any(_is_node(leaf) and id(leaf) in held for leaf in _leaves(value)):
-                raise ValueError(
-                    f"a call of layers that are recomputed, scanned or traced once sets {name} of "
-                    f"{type(self._held[place][0]).__name__} to a Variable or module that the layers hold already; set "
-                    "it before the call"
-                )
 
     def _changed_attributes(self) -> list[tuple[int, str, Any]]:
         """Return places of modules, names and new values of the attributes that were set."""

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.tree_util import Partial
 
 from jax_te._validation import checked, float_dtype
-from jax_te.layers import quantizable_kernels, set_grad_sinks
+from jax_te.layers import quantizable_kernels, set_grad_sinks, states_advance
 from jax_te.ops.linear import LinearSpec, Probe, Summands, deferred_sink, deferred_wgrad
 from jax_te.quantize import OpaqueTree, as_float32, with_max_gradients
 from jax_te.training.gradients import split_parameters
@@ -105,7 +105,8 @@ def deferred_vjp(
         # A copy: changes that fn makes to its model, which may be tracers, must not reach the caller's Variables.
         used = nnx.merge(graphdef, merged, quantizers, rest, copy=True)
         set_grad_sinks(used, sinks)
-        return fn(used, *inputs)
+        with states_advance():
+            return fn(used, *inputs)
 
     kernels = {path: getattr(module, name).get_value() for path, module, name in quantizable_kernels(model)}
     program = _Program(partial(run, kept), (plain, states, *inputs), has_aux)

@@ -249,32 +249,3 @@ def test_a_part_of_a_layer_that_is_recomputed_caches_its_kernels(module: str) ->
     (results, (structure, arrays)), (plain_results, (plain_structure, plain_arrays)) = run(module), run()
     assert structure == plain_structure
     jax.tree.map(assert_bitwise, (jax.tree.leaves(results), arrays), (jax.tree.leaves(plain_results), plain_arrays))
-
-
-class Renamed(nnx.Module):
-    """Changes in its call what a copy of it cannot hand back."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.linear = nnx.Linear(16, 16, rngs=rngs)
-        self.count, self.last = nnx.Variable(jnp.zeros(())), nnx.data(None)
-
-    def __call__(self, x: jax.Array, change: str) -> jax.Array:
-        if change == "metadata":
-            self.count.set_metadata("unit", "tokens")
-        elif change == "variable":
-            self.last = self.linear.kernel
-        else:
-            self.last = self.linear
-        return self.linear(x)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [("metadata", "metadata of a Variable"), ("variable", "sets last of Renamed"), ("module", "sets last of Renamed")],
-)
-def test_what_would_be_lost_is_refused(change: str, message: str) -> None:
-    module = Renamed(nnx.Rngs(0))
-    with pytest.raises(ValueError, match=message):
-        remat(module, X, change)
-    assert "unit" not in module.count.get_metadata()
-    assert module.last is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +13,12 @@ import optax
 import pytest
 from flax import nnx
 
-from jax_te.layers import Linear, quantize_model
+from jax_te.config import ParallelConfig, PipelineConfig, TransformerConfig
+from jax_te.layers import Linear, MultiheadAttention, quantize_model
+from jax_te.models import GPTModel
 from jax_te.recipe import DelayedScaling, ModuleRecipe, autocast
-from jax_te.training import create_train_state, make_eval_step, make_train_step, value_and_grad
+from jax_te.sharding import make_mesh
+from jax_te.training import PipelinedLoss, create_train_state, make_eval_step, make_train_step, value_and_grad
 
 RECIPE = DelayedScaling(amax_history_len=2)
 X = jnp.ones((16, 16))
@@ -81,11 +85,21 @@ def of_its_own_without_quantization(layer: Linear) -> None:
     layer.module_recipe = ModuleRecipe(training=None, override_nonquantized_autocast=True)
 
 
+def never_quantized(layer: Linear) -> None:
+    layer.module_recipe = ModuleRecipe(training=None)
+
+
 def in_high_precision(layer: Linear) -> None:
     layer.high_precision = True
 
 
-@pytest.mark.parametrize("choose", [of_its_own, of_its_own_without_quantization, in_high_precision])
+def in_evaluation(layer: Linear) -> None:
+    layer.eval()
+
+
+@pytest.mark.parametrize(
+    "choose", [of_its_own, of_its_own_without_quantization, never_quantized, in_high_precision, in_evaluation]
+)
 def test_a_layer_with_a_choice_of_its_own_does_not(choose: Callable[[Linear], None]) -> None:
     def build(rngs: nnx.Rngs) -> Linear:
         layer = own_layer(rngs)
@@ -94,6 +108,46 @@ def test_a_layer_with_a_choice_of_its_own_does_not(choose: Callable[[Linear], No
 
     with warnings.catch_warnings(action="error"):
         own_loop(build)()
+
+
+def test_a_recipe_of_its_own_that_only_replaces_an_ambient_one_is_no_choice() -> None:
+    def build(rngs: nnx.Rngs) -> Linear:
+        layer = own_layer(rngs)
+        layer.module_recipe = ModuleRecipe(training=RECIPE)
+        return layer
+
+    with pytest.warns(UserWarning, match="no recipe is in use"):
+        own_loop(build)()
+
+
+PIPELINED = PipelinedLoss(
+    embed_inputs=lambda model, batch, key: model.embed_inputs(batch[:, :-1]),
+    compute_loss=lambda model, y, batch, key: model.compute_loss(y, batch[:, 1:]),
+)
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_stages_of_a_pipeline_warn(schedule: Any) -> None:
+    rates: Any = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+    sizes = TransformerConfig(num_layers=2, hidden_size=32, num_attention_heads=2, **rates)
+    build = functools.partial(GPTModel, sizes, vocab_size=32, max_sequence_length=16)
+    with jax.set_mesh(make_mesh(ParallelConfig(pipeline=2), devices=jax.devices()[:2])):
+        with autocast(RECIPE):
+            state = create_train_state(lambda rngs: build(rngs=rngs), optax.sgd(0.1), key=jax.random.key(0))
+        pipeline = PipelineConfig(schedule=schedule)
+        step = make_train_step(PIPELINED, optax.sgd(0.1), microbatches=2, pipeline=pipeline)
+        with pytest.warns(UserWarning, match="no recipe is in use"):
+            step(state, jnp.zeros((4, 17), jnp.int32))
+
+
+def test_attention_warns() -> None:
+    with autocast(DelayedScaling(amax_history_len=2, fp8_dpa=True)):
+        layer = MultiheadAttention(256, 2, attention_dropout=0.0, rngs=nnx.Rngs(0))
+    x = jnp.ones((1, 128, 256), jnp.bfloat16)
+    with pytest.warns(UserWarning, match="no recipe is in use") as found:
+        value_and_grad(lambda layer: jnp.mean(layer(x).astype(jnp.float32)))(layer)
+    assert any("DotProductAttention has scales" in str(warning.message) for warning in found)
 
 
 def test_evaluation_does_not() -> None:

@@ -233,6 +233,8 @@ class DotProductAttention(ContextParallelModule, RecipeModule):
             recipe=self.usable_recipe,
             evaluation=not self.training,
         )
+        if self.quantizers is not None:
+            self._warn_without_ambient_recipe(type(self).__name__)
         offset = None if self.softmax_offset is None else self.softmax_offset.get_value()
         arrays = AttentionArrays(attention_mask, q_lengths, kv_lengths, None, bias, offset, dropout_key)
         # Only the core is recomputed: in plain JAX its probabilities [b, n, sq, skv] are a layer's largest residual.

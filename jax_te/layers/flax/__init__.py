@@ -13,6 +13,7 @@ from jax_te.layers.flax.decisions import (
     other_module,
     report_of,
     rule_of_parameter,
+    shapes_pointed_out,
     training_recipe,
 )
 from jax_te.layers.flax.drop_in import FlaxLinear, ParameterGemm, einsum_linear, precision_reason, read_einsum

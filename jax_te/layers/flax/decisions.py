@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
-
-import jax
 
 from jax_te._text import aligned
 from jax_te._validation import brief
@@ -126,7 +125,7 @@ OTHER_LIBRARIES = (
 
 
 def check_inputs(model: Any, args: Any, kwargs: Any) -> None:
-    """Refuse a call of `quantize_model` without the arguments of a call of ``model``, and with shapes in their place.
+    """Refuse a call of `quantize_model` without the arguments of a call of ``model``.
 
     Raises:
         TypeError: showing the form of the call.
@@ -136,13 +135,24 @@ def check_inputs(model: Any, args: Any, kwargs: Any) -> None:
             f"quantize_model traces a call to see the GEMMs of {type(model).__name__}: give it the call's arguments, "
             "quantize_model(model, x), as arrays or jax.ShapeDtypeStruct"
         )
-    leaves = jax.tree.leaves((args, kwargs))
-    if leaves and all(isinstance(leaf, int) and not isinstance(leaf, bool) for leaf in leaves):
-        given = ", ".join(map(repr, (*args, *kwargs.values())))
-        raise TypeError(
-            f"quantize_model traces a call of {type(model).__name__}, and {given} has no array: for an array of that "
-            "shape give jax.ShapeDtypeStruct(shape, dtype)"
-        )
+
+
+@contextlib.contextmanager
+def shapes_pointed_out(args: Any, kwargs: Any) -> Iterator[None]:
+    """Add to an error of a traced call which of its arguments are shapes, which people give in the place of arrays.
+
+    They are no error by themselves: a model may take one.
+    """
+    try:
+        yield
+    except Exception as error:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, tuple | list) and value and all(type(size) is int for size in value):
+                error.add_note(
+                    f"quantize_model traced this call with {value!r} as it is; for an array of that shape give it "
+                    f"jax.ShapeDtypeStruct({tuple(value)}, dtype)"
+                )
+        raise
 
 
 def decide_layer(

@@ -28,6 +28,7 @@ from jax_te.layers.flax.decisions import (
     other_module,
     report_of,
     rule_of_parameter,
+    shapes_pointed_out,
 )
 from jax_te.layers.flax.drop_in import DotGeneral, FlaxLinear, ParameterGemm, flax_linear
 from jax_te.layers.flax.drop_in_mesh import kernel_names
@@ -340,7 +341,7 @@ def _look(
                 reach(module, _watched_gemms(parts, module, rules))
         method(copy, *given, **named)
 
-    with autocast(None), watching() as seen:
+    with autocast(None), watching() as seen, shapes_pointed_out(args, kwargs):
         jaxpr = jax.make_jaxpr(call)(state, arrays).jaxpr
     variables, parameters = iter(jaxpr.invars), {}
     leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda node: isinstance(node, nnx.Variable))
