@@ -217,7 +217,7 @@ def test_a_state_of_another_history_raises(run):
         run(model)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_64_bits_change_nothing():
     """Dtypes and values of a train step's state: fp32 and int32, whatever the default is."""
 

@@ -77,7 +77,7 @@ def test_a_file_of_rows_gets_its_folder_and_appears_when_all_are_measured(tmp_pa
     assert json.loads(output.read_text())["rows"] == [{"name": "one", "ms": 1.0}]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_modules_and_recipes(capsys, tmp_path):
     modules = ["layernorm_mlp", "layernorm_linear"]
     options = ["--modules", *modules, "--recipes", "none", "delayed", "--output", str(tmp_path / "rows.json")]
@@ -260,7 +260,7 @@ def test_a_models_rows_share_a_state(capsys, states, monkeypatch):
     assert states[0].step.is_deleted()
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_train_steps_on_a_mesh(capsys, states):
     """With a batch of one's own."""
     mesh = ["--mesh", "pipeline=2,tensor=2", "--sequence-parallel", "--num-layers", "2", "--batch-size", "4"]

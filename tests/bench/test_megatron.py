@@ -306,7 +306,7 @@ def test_both_libraries_step_on_the_text_of_data(capsys, stand_in, monkeypatch, 
     assert all(following[int(a)] == int(b) for row in own for a, b in itertools.pairwise(row))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_rows_and_turns(capsys, stand_in, processes, tmp_path):
     output = tmp_path / "rows.json"
     status, rows, _ = bench(capsys, "--recipes", "none", "--output", str(output))
@@ -345,7 +345,7 @@ def test_rows_and_turns(capsys, stand_in, processes, tmp_path):
     assert len([line for line in found if "first" in line]) == megatron_core.WARM_UP + 2 + 3 * (1 + 2)
 
 
-@pytest.mark.costly(slow=("65536-True",))
+@pytest.mark.slow
 @pytest.mark.parametrize(("free", "apart"), [(2**40, False), (2**16, True)])
 def test_a_peer_that_leaves_too_little_memory_is_ended_before_jax_te_begins(
     capsys, monkeypatch, processes, stand_in, free, apart
@@ -471,7 +471,7 @@ def test_a_rank_that_lacks_a_package(capsys, monkeypatch, processes):
     assert rows[0]["error"] == "RuntimeError: Megatron-Core: a rank cannot use packages: torch: it finds no GPU"
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_all(capsys, monkeypatch, processes):
     """The others may wait for it in a collective: they do not answer."""
     monkeypatch.setenv("STAND_IN", "out of memory")
@@ -512,7 +512,7 @@ def test_recipes_reach_it_and_others_are_beside_its_bf16(capsys, stand_in, monke
     assert "fp8" not in bf16
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_contestants_take_turns(capsys, stand_in, monkeypatch):
     """A round of the peer, one of jax_te, and again; neither steps in the other's time."""
     turns, send, receive = [], MegatronProcess.send, MegatronProcess.receive
@@ -588,7 +588,7 @@ def test_a_peer_that_fails_is_a_row_and_jax_te_goes_on(capsys, monkeypatch, proc
     assert rows[1]["speed_ratio"] == rows[1]["memory_ratio"] == 1.0
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_peer_that_cannot_be_built(capsys, monkeypatch, processes):
     monkeypatch.setenv("STAND_IN", "no such form")
     status, rows, _ = bench(capsys, "--recipes", "none")

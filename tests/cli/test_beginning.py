@@ -126,7 +126,7 @@ def test_an_unsaved_run_begins_anew_and_keeps_its_old_records(unsaved, trained, 
     assert records(unsaved) == records(trained)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_more_steps_after_an_unsaved_run_are_a_new_run_with_a_schedule_of_its_own(tmp_path, capsys):
     output, (first, *others) = tmp_path / "run", MICRO
     options = [first, *others[: others.index("--warmup-steps")], *others[others.index("--warmup-steps") + 2 :]]

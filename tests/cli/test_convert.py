@@ -109,7 +109,7 @@ def test_ranks_of_two_checkpoints_are_not_converted(llama, tmp_path, capsys):
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_dense_model_becomes_one_with_experts(llama, tmp_path):
     folder, _ = llama
     assert main(["convert", str(folder), str(tmp_path / "moe"), "--upcycle", "4", "--upcycle-topk", "3"]) == 0

@@ -217,7 +217,7 @@ def test_lora_trains_the_adapters_alone(recipe, folder, tmp_path, capsys):
     np.testing.assert_allclose(base(tokens), merged(tokens), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.costly(slow=["False"])
+@pytest.mark.slow
 @pytest.mark.parametrize("its", [True, False])
 def test_token_numbers_go_with_the_tokenizer_by_whichever_path(its, folder, tmp_path):
     other = tmp_path / "other.json"

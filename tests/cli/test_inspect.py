@@ -93,7 +93,7 @@ def test_recipes_and_why(quantized, tmp_path, capsys):
     assert as_json(capsys, quantized, "recipes", "--precision-config", file)["rules"][3]["matcher"] == "rule"
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_another_precision_file_on_the_same_model(quantized, tmp_path, capsys):
     found = as_json(capsys, quantized, "precision", "--precision-config", rules(tmp_path, "*qkv"))
     assert {tensor["module"] for tensor in found["tensors"]} == {

@@ -42,7 +42,7 @@ def run(words, tmp_path_factory):
     return output
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_run_records_its_tokenizer_and_keeps_a_copy(run, words):
     config = read_config(run)
     assert config is not None

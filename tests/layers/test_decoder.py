@@ -260,7 +260,7 @@ def test_a_window_cache_gives_what_the_whole_sequence_gives() -> None:
         other(x[:, :1], cache=cache)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.wide("recipe1")
 @pytest.mark.parametrize("recipe", [Float8CurrentScaling(), DelayedScaling(amax_history_len=2), Float8BlockScaling()])
 def test_a_decoder_under_a_recipe(recipe: Any) -> None:

@@ -95,7 +95,7 @@ def test_what_lies_between_the_layers_is_split_along_the_sequence(mode: Any) -> 
         assert inside.sharding.is_equivalent_to(jax.NamedSharding(mesh, whole), 3), inside.sharding.spec
 
 
-@pytest.mark.costly("delayed")
+@pytest.mark.slow
 @pytest.mark.wide("delayed")
 @pytest.mark.parametrize(
     "recipe",

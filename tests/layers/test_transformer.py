@@ -148,7 +148,7 @@ def test_recomputing_core_attention_changes_nothing() -> None:
         assert_close(a, e, TOLERANCE)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_dropout_follows_its_key_and_is_the_same_on_every_mesh() -> None:
     layer = randomize(build(GPT2, hidden_dropout=0.5, attention_dropout=0.5))
     x = draw("x", (B, S, H))

@@ -140,7 +140,7 @@ def test_parts_whose_rules_cannot_be_told_apart_are_refused():
         value_and_grad(loss)(renamed)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_scan_counts_each_layer_by_itself():
     class Body(nn.Module):
         @nn.compact

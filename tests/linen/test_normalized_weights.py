@@ -213,7 +213,7 @@ class Router(nn.Module):
         return nn.WeightNorm(te.MoE(32, 64, options, name="moe"), variable_filter=self.words)(x)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_router_s_states_are_no_obstacle(x):
     variables = Router().init(jax.random.key(1), x)
     assert "expert_bias" in str(jax.tree_util.tree_structure(variables[STATE]))

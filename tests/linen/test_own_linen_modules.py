@@ -348,7 +348,7 @@ def test_a_contraction_that_no_recipe_can_quantize_is_refused_by_path():
     assert te.quantization_report(model, X).left == {"layers_1.w": "the rule 'layers_1.w'"}
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_layer_of_flax_that_shares_a_scope_is_quantized_as_in_its_own():
     layer = functools.partial(nn.Dense, 32)
     alone, shared = (te.quantize_model(Adapted(layer, own), X, rules={"*": "ambient"}) for own in (False, True))

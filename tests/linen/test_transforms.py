@@ -122,7 +122,7 @@ def test_scan_without_what_it_needs():
             scanned(metadata=False).init(jax.random.key(0), X, None)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_dropout_takes_the_stream_of_that_name():
     layer = te.TransformerLayer(32, 32, 4, hidden_dropout=0.5, attention_dropout=0.0)
     variables = jax.jit(layer.init)(jax.random.key(0), X)

@@ -203,7 +203,7 @@ def test_rows_of_tokens_that_megatron_adds_are_told(caplog):
     assert ["numbers differ from Megatron's" in record.getMessage() for record in caplog.records] == [True]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_the_layers_that_a_frequency_names_have_experts():
     """Behind a norm of their own, as `MoELayer` computes them."""
     frequency = config(num_layers=2, moe_layer_freq=[0, 1], hidden_dropout=0.0, attention_dropout=0.0)

@@ -108,7 +108,7 @@ def _check_padding_and_pooler(model: BertModel) -> None:
     assert_close(pooled, np.tanh(np.asarray(plain)[:, 0] @ np.asarray(p["kernel"]) + np.asarray(p["bias"])), TOLERANCE)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_layers_follow_the_recipe_and_nothing_else() -> None:
     tokens, labels, _ = batch()
     with autocast(DelayedScaling(amax_history_len=2)):
@@ -127,7 +127,7 @@ def test_layers_follow_the_recipe_and_nothing_else() -> None:
 SIZES = {"vocab_size": V, "max_sequence_length": S}
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_masks_dropout_and_no_token_types() -> None:
     model, (tokens, labels, _) = build(), batch()
     run = quick_jit(lambda model, *a: model.loss(a[0], a[1], a[2], dropout_key=a[3]))

@@ -130,7 +130,7 @@ def test_a_loss_in_parts_is_vocabulary_parallel_too() -> None:
     }
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.wide("1-fields2")
 @pytest.mark.parametrize(
     ("loss_chunks", "fields"), [(1, {}), (2, {}), (1, {"cp_load_balanced": True, "hidden_dropout": 0.1})]

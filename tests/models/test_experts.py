@@ -122,7 +122,7 @@ def unchanged():
     return loss_and_gradients(gpt()), loss_and_gradients(gpt(**WITH_LOSSES))
 
 
-@pytest.mark.costly(slow=("execution0-fields0", "execution1-fields1"))
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("execution", "fields"), [(Execution(scan_layers=True), {}), (Execution(), FULL), (Execution(), SELECTIVE)]
 )
@@ -275,7 +275,7 @@ def test_training_under_a_recipe_on_an_explicit_mesh_is_that_on_an_auto_one():
     assert_close(trained("explicit"), trained("auto"))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_stage_of_a_pipeline_of_ones_own_takes_the_padding():
     fields = BALANCED | {"moe_layer_freq": 1}
     build = functools.partial(MegatronGPTModel, config(**fields), None, V, 2 * S)
@@ -394,7 +394,7 @@ def test_stages_on_an_explicit_mesh_train_as_one_device(case):
         assert error <= tolerance * size, f"{jax.tree_util.keystr(path)}: {error / size:.1e}"
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_stages_that_would_compute_all_layers_are_refused():
     with pytest.raises(ValueError, match="each stage, which runs one program, would compute all 4 of them"):
         after_steps([0, 0, 1, 1], mesh=ParallelConfig(pipeline=2))
@@ -461,7 +461,7 @@ def test_a_checkpoint_keeps_experts_biases_counts_and_scales_for_another_mesh(tm
                     assert_equal(values(step(restored, batch)[0]), values(after))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_jitter_needs_a_key_in_training():
     model = gpt(moe_input_jitter_eps=0.1)
     with pytest.raises(ValueError, match=r"input_jitter_eps=0\.1"):

@@ -222,7 +222,7 @@ def test_evaluation_is_under_the_layers_recipes_for_evaluation(program: Any, tra
         assert model.training == training
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_sampling_follows_the_key_and_the_distribution() -> None:
     model = build("gpt2")
     prompts = jnp.tile(PROMPT[:1], (2048, 1))

@@ -148,7 +148,7 @@ def test_gemmas_form_is_the_same_on_a_mesh_and_scanned() -> None:
     jax.tree.map(lambda a, e: assert_close(a, e, TOLERANCE), *map(parameters, (actual_gradient, gradient)))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_layers_with_a_window_have_rotary_positions_of_their_own() -> None:
     model = gemma()
     tokens = batch()[0]
@@ -160,7 +160,7 @@ def test_layers_with_a_window_have_rotary_positions_of_their_own() -> None:
     np.testing.assert_array_equal(call(model, tokens), call(shared, tokens))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_softcap_bounds_logits_and_needs_them_whole() -> None:
     model, (tokens, labels, _) = gemma(), batch()
     logits = call(model, tokens)
@@ -373,7 +373,7 @@ def test_a_mask_of_zeros_gives_zero_and_no_mask_the_mean() -> None:
     assert abs(float(mean) - np.log(V)) < 0.1  # at the start every token is about equally likely
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_ignored_labels_options_and_reductions_reach_the_loss() -> None:
     tokens, labels, _ = batch()
     counted = jnp.asarray(np.random.default_rng(0).random((B, S)) < 0.5)
@@ -388,7 +388,7 @@ def test_ignored_labels_options_and_reductions_reach_the_loss() -> None:
         assert_close(model.loss(tokens, ignored, options=smoothed), other, TOLERANCE)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_compute_dtype_is_that_of_the_logits_and_gradients_keep_their_parameters() -> None:
     config = dataclasses.replace(GPT2, compute_dtype=jnp.bfloat16)
     model = randomize(GPTModel(config, vocab_size=V, max_sequence_length=S, rngs=nnx.Rngs(0)))

@@ -216,7 +216,7 @@ def test_in_fp8_loss_and_next_states_are_a_gpts(recipe: str):
         assert_close(state, same, 64 * EPS, what=str(path))
 
 
-@pytest.mark.costly(slow=["llama-delayed-auto", "gpt2-none-explicit", "gpt2-none-auto"])
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize(("form", "recipe"), [("llama", "delayed"), ("gpt2", "none")])
 def test_on_a_mesh_of_tensor_and_sequence_parallelism(form: str, recipe: str, mode: Any):
@@ -405,7 +405,7 @@ def test_stages_are_the_whole_model(form: str, recipe: str):
             assert_close(found[name], value, 512 * EPS)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_stages_take_packed_rows():
     whole, parts = stages("llama")
     packed = {"packed_seq_params": PackedSeqParams(cu_seqlens_q=jnp.array([[0, 3, S]] * B))}
@@ -476,7 +476,7 @@ def test_calls_are_captured():
         model(TOKENS[:, :4])
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_cache_and_max_logits_and_clipping_work_as_a_gpts():
     config = dataclasses.replace(LLAMA, qk_layernorm=False, qk_clip=True, qk_clip_threshold=0.01)
     model, gpt = build(config=config), plain("llama", qk_layernorm=False, qk_clip=True, qk_clip_threshold=0.01)
@@ -554,7 +554,7 @@ def test_rotary_options_without_effect_are_logged_once(caplog: pytest.LogCapture
     assert [message for message in found if "rotary" in message] == ["rotary_base=500.0"]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_arguments_of_a_call():
     model = build(parallel_output=False)
     assert_bitwise(model(TOKENS, None, jnp.ones(1, bool), loss_mask=jnp.ones((B, S))), model(TOKENS))

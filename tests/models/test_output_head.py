@@ -196,7 +196,7 @@ def test_without_the_option_or_a_recipe_nothing_changes(kind: str) -> None:
         assert_bitwise(on(TOKENS), off(TOKENS))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_tied_tables_gradient_is_the_sum_of_the_embeddings_and_the_heads() -> None:
     with autocast(CURRENT):
         tied, untied = build(), build("gpt")
@@ -256,7 +256,7 @@ def test_a_run_learns_as_with_a_head_in_high_precision(recipe: Any) -> None:
     assert losses != expected
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_recipes_change_and_checkpoints_restore(tmp_path: Path) -> None:
     _, state = train(recipe=None, steps=0)
     state = change_recipe(state, DELAYED)

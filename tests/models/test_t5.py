@@ -206,7 +206,7 @@ def test_the_encoder_counts_its_own_layers() -> None:
     assert windows(model.decoder_layers) == [(4, 0), None]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_dropout_follows_its_key() -> None:
     model = T5Model(dataclasses.replace(CONFIG, hidden_dropout=0.5), **SIZES, rngs=nnx.Rngs(0))
     call = quick_jit(lambda model, key: model(*batch()[:2], dropout_key=key))

@@ -126,7 +126,7 @@ def test_tokens_with_a_sharding_in_their_type(sizes: Any, dispatcher: Any) -> No
     assert_same(found, wanted)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_rows_of_all_experts_on_each_device_of_an_explicit_mesh() -> None:
     """As where quantized tensors are observed, and under recipes with scales of whole tensors."""
     with on_mesh({"expert": 2, "tensor": 2}, "explicit"), observe_quantization():
@@ -358,7 +358,7 @@ def test_a_bound_drops_the_last_tokens_and_counts_them(dispatcher: Any) -> None:
     assert share == 0.75
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_bound_that_suffices_changes_nothing() -> None:
     with on_mesh({"expert": 4}):
         layer = build(dispatch=DispatchOptions(dispatcher="alltoall", rank_capacity_factor=8.0))

@@ -139,7 +139,7 @@ def test_dense_multiplies_what_numpy_quantized(recipe, dtype):
         assert relative_l2(actual, plain[key]) > 0.01, f"{key}: quantization matters"
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_dense_under_nvfp4_with_stochastic_rounding():
     """The gradient is what `quantize` makes of it (tested by itself); all else is NumPy's."""
     dtype, recipe = "bfloat16", NVFP4BlockScaling()
@@ -246,7 +246,7 @@ def test_meshes(name, recipe, mode):
                 assert gradients[key].sharding.is_equivalent_to(named_sharding(case.axes[key], mesh), gradient.ndim)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_stochastic_rounding_of_a_layer_is_the_same_on_a_mesh():
     x, kernel, _, g = inputs("bfloat16")
     run = quick_jit(lambda *a: with_vjp(lambda x: dense(x, kernel, recipe=NVFP4BlockScaling(), backend="xla"), *a))

@@ -95,7 +95,7 @@ def test_quantiles_are_the_mean_over_microbatches():
     np.testing.assert_allclose(router_of(state).quantile_bias[...], [*(want - want.mean()), 0.0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_later_microbatches_see_the_counts_of_earlier_ones():
     """As Megatron's: the second of two has the mean of both; the next step begins anew."""
     state = state_of(GLOBAL, bias=False)
@@ -365,7 +365,7 @@ def test_metrics():
         np.testing.assert_allclose(found[f"router/{name}"], want, rtol=1e-5)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_metrics_of_a_step():
     """Means over layers, tokens of each expert, and a layer's own where it says so."""
     names = {"experts/aux_loss", "experts/dropped_share", "experts/max_over_mean_load"}

@@ -274,7 +274,7 @@ def test_microbatches_begin_with_the_state_that_the_one_before_leaves():
         assert tensor.amax == float(state.model.linear.quantizers[tensor.role]["amax_history"][0])
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_loss_scale_and_quantized_parameters():
     look, found = make_inspection(pair_loss, microbatches=2), []
     with autocast(Float8CurrentScaling()):

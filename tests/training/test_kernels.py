@@ -96,7 +96,7 @@ def test_held_quantized_is_quantized_anew(name, microbatches):
     assert_same(plain.quantizers, held.quantizers)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_layers_own_recipe_may_hold_its_kernels_quantized():
     def build(rngs):
         net = Net(rngs)
@@ -117,7 +117,7 @@ def test_a_layers_own_recipe_may_hold_its_kernels_quantized():
     assert not isinstance(changed.params["mlp"]["wi_kernel"].get_value(), QuantizedKernel)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_bf16_parameters_held_quantized_train():
     _, plain = run(Float8CurrentScaling(), dtype=jnp.bfloat16, steps=4)
     state, held = run(Float8CurrentScaling(), dtype=jnp.bfloat16, steps=4, fp8_param=True)
@@ -190,7 +190,7 @@ def test_microbatches_give_the_mean_gradient_of_their_own_forward_passes(name):
     assert_same(jax.tree.leaves(merged), jax.tree.leaves(together.quantizers))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_kernels_quantized_in_every_microbatch_give_the_same_bits():
     with autocast(Float8CurrentScaling()):
         states = []

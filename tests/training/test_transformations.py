@@ -209,7 +209,7 @@ def test_both_loops_do_what_flax_does(name):
                 np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_what_a_compiled_loop_differs_in():
     """Arguments that are functions, states without arrays, and a step that is not finite changes none of them."""
     txs = {name: transformations()[name]() for name in ("contrib.muon", "noisy_sgd")}

@@ -222,7 +222,7 @@ def test_memory_stays_below_two_files(tmp_path: Path) -> None:
     assert peak(lambda: save_huggingface(model, tmp_path / "again", max_shard_size=limit)) < 2 * limit
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_quantizer_states_are_new_and_compute_dtype_is_followed(folder: Path) -> None:
     with autocast(DelayedScaling(amax_history_len=3)):
         model = load_huggingface(folder, config={"compute_dtype": "bfloat16"}, execution=Execution(scan_layers=True))

@@ -120,7 +120,7 @@ def test_a_model_is_what_was_written(name: str, tmp_path: Path) -> None:
         assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_megatrons_configuration_of_latent_attention_is_deepseeks(tmp_path: Path) -> None:
     sizes = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"), 16)
     others = {name: value for name, value in V3.items() if name not in ("latent_attention", "softmax_scale")}

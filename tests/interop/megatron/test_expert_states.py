@@ -159,7 +159,7 @@ def test_the_entries_of_a_file_are_those_of_transformer_engine(tmp_path: Path) -
             np.testing.assert_array_equal(getattr(found, name)[..., :count], getattr(expected, name)[..., :count])
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_states_that_do_not_fit_are_refused_or_left_out(tmp_path: Path) -> None:
     theirs, _ = after(9, RECIPES["max"])
     path = in_file(tmp_path / "states.pt", theirs.state())

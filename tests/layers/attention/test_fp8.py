@@ -84,7 +84,7 @@ def test_a_layer_holds_the_state_and_a_step_moves_it_on(recipe):
     assert np.any(np.asarray(plain) != np.asarray(quantized))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_layers_in_high_precision_keep_their_attention_there():
     x = draw("x", (B, S, H))
     with autocast(CURRENT):

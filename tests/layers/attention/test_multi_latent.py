@@ -127,7 +127,7 @@ OTHER_RECIPES = [DelayedScaling(), Float8BlockScaling(), MXFP8BlockScaling(), NV
 RECIPES = [Float8CurrentScaling(), *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in OTHER_RECIPES)]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_a_recipe_quantizes_all_five_gemms(recipe: Any) -> None:
     sizes = LatentAttentionOptions(

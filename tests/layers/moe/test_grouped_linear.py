@@ -270,7 +270,7 @@ def test_kernel_gradients_may_wait(x):
         assert_close(later[name]["kernel"][...], grads[name]["kernel"][...], TOLERANCE["float32"])
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_calibration_gives_each_expert_its_own_amax(x):
     model = Block(nnx.Rngs(0))
     calibrate_delayed_scaling(model, loss_fn, batch_of(x), DELAYED)
@@ -300,7 +300,7 @@ def test_layers_in_a_stack_run_as_a_loop(x):
         assert stack.kernel.get_value().dequantize().shape == (2, E, K, K)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_adapters_of_experts(x):
     sizes, base = jnp.asarray(SIZES), layer(CURRENT)
     with autocast(CURRENT):

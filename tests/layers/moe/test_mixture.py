@@ -203,7 +203,7 @@ def test_recipes(recipe):
         assert len(set(np.asarray(histories[:, 0]).tolist())) > 1
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_backward_keeps_no_permuted_rows_in_high_precision():
     """Only the tokens, of which it makes the rows again: there are ``topk`` as many, and padding. An adapter reads
     rows, and keeps them."""

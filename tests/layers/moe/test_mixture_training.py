@@ -159,7 +159,7 @@ def test_adapters_of_the_experts_are_trained_alone():
     assert np.any(state.model.router.expert_bias[...])
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_loop_of_flax_takes_all_states_along():
     """Under delayed scaling those of experts and of the router in one derivative."""
     with autocast(DELAYED):

@@ -176,7 +176,7 @@ def test_quantiles_are_the_states_gradient():
     assert router(X[:, :1]).experts.shape == (B, 1, 2)  # of any number of tokens
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_loop_that_leaves_counts_out_is_told():
     from jax_te.errors import QuantizerStateError
 

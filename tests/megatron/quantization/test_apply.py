@@ -174,7 +174,7 @@ def test_the_two_gemms_of_an_mlp_under_recipes_of_their_own():
     assert not isinstance(layer.wo_kernel.get_value(), QuantizedKernel)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_what_the_example_computes(tmp_path: Path):
     plain, model = gpt(), gpt()
     apply_quantization_config(model, load(tmp_path, EXAMPLE.replace("*fc2", "no such path")))

@@ -346,7 +346,7 @@ def test_rings_that_fp8_attention_lacks(zigzag, s, skv, words):
     assert_bitwise(host(chosen), host(plain))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_batch_that_does_not_divide():
     """The compiler partitions plain JAX."""
     recipe, (qkv, do) = RECIPES["delayed"], arrays()

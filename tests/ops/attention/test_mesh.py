@@ -79,7 +79,7 @@ def test_a_layer_of_every_way_is_one_devices(kind: str, mode: str) -> None:
         assert_close(host(got), wanted, tolerance)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_packed_sequences_in_zigzag_order() -> None:
     """Offsets and lengths are those of the row in natural order; positions are reordered with the tokens."""
     packed = PackedSeqParams(cu_seqlens_q=jnp.array([[0, 3, 8], [0, 6, 8]]))

@@ -460,7 +460,7 @@ def test_gemms_that_a_recipe_keeps_in_high_precision():
         assert_bitwise(mine, expected)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_second_derivatives():
     groups = layout((3, 0, 4), more=1)
     x, kernel, _, _ = arrays(groups, jnp.float32)
@@ -484,7 +484,7 @@ def test_second_derivatives():
         twice(functools.partial(call, recipe=RECIPES["current"]))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_statistics_are_of_all_groups_rows():
     groups, quantizer = layout((20, 0, 12), alignment=16), TensorQuantizer(dtype=jnp.float8_e4m3fn)
     x, kernel, _, _ = arrays(groups)
