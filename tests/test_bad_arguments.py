@@ -320,7 +320,17 @@ def refused(constructor: Any, needed: dict[str, Any], name: str, value: Any, sai
     return f"{name}={value!r} is accepted"
 
 
-@pytest.mark.costly("linen.LoRA", slow=("linen.GroupedLoRA",))
+@pytest.mark.costly(
+    "linen.LoRA",
+    slow=(
+        "linen.GroupedLoRA",
+        "linen.MultiheadAttention",
+        "linen.TransformerLayer",
+        "linen.Linear",
+        "linen.DotProductAttention",
+        "config.MLATransformerConfig",
+    ),
+)
 @pytest.mark.parametrize("constructor", CONSTRUCTORS, ids=name_of)
 def test_an_argument_of_another_kind_is_refused(constructor: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
@@ -365,7 +375,7 @@ CHECKED = [
     "layers.MoE",
     "models.GPTModel",
     "models.T5Model",
-    slow=("megatron.MLASelfAttention",),
+    slow=("megatron.MLASelfAttention", "megatron.MoELayer", "models.BertModel"),
 )
 @pytest.mark.parametrize("constructor", CHECKED, ids=name_of)
 def test_nothing_runs_before_a_refusal(constructor: Any, tmp_path: Path, monkeypatch: Any) -> None:
@@ -393,6 +403,12 @@ def test_nothing_runs_before_a_refusal(constructor: Any, tmp_path: Path, monkeyp
         "te_pytorch.TransformerLayer",
         "models.MegatronGPTModel",
         "layers.TransformerLayer",
+        "megatron.TransformerLayer",
+        "te_pytorch.LayerNormLinear",
+        "megatron.MoELayer",
+        "models.BertModel",
+        "layers.MoE",
+        "te_pytorch.MultiheadAttention",
     ),
 )
 @pytest.mark.parametrize("constructor", CONSTRUCTORS, ids=name_of)

@@ -79,6 +79,7 @@ def test_states_and_pure_dicts_go_round() -> None:
     np.testing.assert_array_equal(jax.jit(other)(batch()), jax.jit(model)(batch()))
 
 
+@pytest.mark.costly("auto")
 def test_eval_shape_has_the_shapes_of_the_model() -> None:
     abstract, model = nnx.eval_shape(build), build()
     for (path, leaf), (_, array) in zip(

@@ -123,7 +123,7 @@ CASES = [(function_run, way, argnums) for way in WAYS for argnums in (0, 1)]
 CASES += [(make, way, 0) for make in (nnx_run, linen_run) for way in FEW]
 
 
-@pytest.mark.costly("linen_run-plain-0")
+@pytest.mark.costly("linen_run-plain-0", slow=("linen_run-scan-0",))
 @pytest.mark.parametrize(("make", "way", "argnums"), CASES)
 def test_leaving_the_state_out_raises(make, way, argnums):
     """Parameters alone, and inputs alone."""
@@ -135,7 +135,7 @@ def test_leaving_the_state_out_raises(make, way, argnums):
         jax.eval_shape(differentiate, params, X)
 
 
-@pytest.mark.costly("auto-plain", "explicit-plain")
+@pytest.mark.costly("auto-plain", "explicit-plain", slow=("auto-remat", "explicit-remat"))
 @pytest.mark.parametrize("way", ["plain", "remat", "scan"])
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 def test_leaving_the_state_out_raises_on_a_mesh(way, axis_type):
@@ -161,6 +161,7 @@ def test_lora_raises_without_the_state_of_its_base():
     differentiate(nnx.Any(nnx.LoRAParam, QuantizerState))
 
 
+@pytest.mark.costly
 def test_a_stack_of_layers_in_a_loop_raises():
     options: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     layers = nnx.List([TransformerLayer(32, 32, 2, **(NO_DROPOUT | options), rngs=nnx.Rngs(i)) for i in range(2)])
@@ -190,6 +191,7 @@ def test_what_does_not_need_the_state_does_not_raise():
             differentiate()
 
 
+@pytest.mark.costly("auto")
 @pytest.mark.parametrize("mesh", ["no mesh", "auto"])
 def test_frozen_scales_stay_where_the_state_is_differentiated_too(mesh):
     state = {

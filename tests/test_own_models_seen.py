@@ -74,6 +74,7 @@ class Decoder(nnx.Module):
         return self.head(self.up(jnp.ones(shape)))
 
 
+@pytest.mark.costly("NNX")
 @pytest.mark.parametrize("linen", [False, True], ids=["NNX", "Linen"])
 def test_a_shape_in_the_place_of_an_array_is_pointed_out(linen):
     with pytest.raises((TypeError, AttributeError, ValueError)) as raised:
@@ -149,7 +150,7 @@ NOT_RUN = {
 }
 
 
-@pytest.mark.costly("no rule-not called")
+@pytest.mark.costly("no rule-not called", slow=("no rule-its kernel is read outside",))
 @pytest.mark.parametrize("call", NOT_RUN.values(), ids=NOT_RUN)
 @pytest.mark.parametrize("rules", [None, {"one": CURRENT}], ids=["no rule", "rule"])
 def test_a_layer_that_the_call_does_not_call_is_not_reported_as_quantized(call, rules):
@@ -237,6 +238,7 @@ OUT_OF_REACH = {
 }
 
 
+@pytest.mark.costly("of an embedding that gives logits")
 @pytest.mark.parametrize(("call", "path"), OUT_OF_REACH.values(), ids=OUT_OF_REACH)
 def test_no_rule_is_advised_where_none_reaches(call, path):
     told = seen_in(call).left[path]

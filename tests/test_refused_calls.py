@@ -331,6 +331,11 @@ MENDED: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.costly(
+    "checkpoint_core_attention must be True or False",
+    "encoded must be [b, s, 16]",
+    "dtype must be one of float32, bfloat16, float16",
+)
 @pytest.mark.parametrize("message", MENDED)
 def test_what_was_accepted_or_obscure_is_refused(message: str, quiet: Path) -> None:
     for call in MENDED[message]:
@@ -395,6 +400,9 @@ WITH_KERNELS = [
         "layers.TransformerLayer.__call__",
         "layers.GroupedLoRA.__call__",
         "layers.MoE.__call__",
+        "layers.LayerNormLinear.__call__",
+        "layers.LayerNormMLP.__call__",
+        "layers.LoRA.__call__",
     ),
 )
 @pytest.mark.parametrize("name", WITH_KERNELS)

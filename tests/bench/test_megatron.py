@@ -607,6 +607,7 @@ def refused(capsys, *argv):
     return error
 
 
+@pytest.mark.costly("transformer_engine/pytorch")
 @pytest.mark.parametrize("name", ["torch", "megatron", "transformer_engine/pytorch"])
 def test_what_is_missing_is_named(capsys, tmp_path, processes, name):
     remove(tmp_path, name)
@@ -674,6 +675,7 @@ def test_jax_must_leave_memory_of_a_gpu(monkeypatch):
     megatron.check_megatron()
 
 
+@pytest.mark.costly("argv1---peer megatron has the axes pipeline, data, fsdp and tensor")
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -98,7 +98,9 @@ def test_options_that_do_not_go_together(capsys, argv, words):
     assert_refused(main(["doctor", *argv]), capsys.readouterr().err, words)
 
 
-@pytest.mark.costly("T5ForConditionalGeneration-command0")
+@pytest.mark.costly(
+    "T5ForConditionalGeneration-command0", slow=("BertForMaskedLM-command0", "T5ForConditionalGeneration-command1")
+)
 @pytest.mark.parametrize("command", [["doctor", "--gpu", "h200"], ["bench", "model"]])
 @pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "BertForMaskedLM"])
 def test_other_models_than_decoders_are_refused(name, command, tmp_path, capsys):

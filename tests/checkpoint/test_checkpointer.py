@@ -270,6 +270,7 @@ def test_a_step_before_the_newest_is_refused(tmp_path):
         assert checkpointer.latest_step() == 20
 
 
+@pytest.mark.costly("save1-3", "save0-2", "save0-3")
 @pytest.mark.parametrize("keep", [2, 3])
 @pytest.mark.parametrize("save", [[110, 120], [200]])
 def test_a_run_that_goes_back_leaves_the_later_checkpoints(tmp_path, keep, save):
@@ -445,6 +446,7 @@ def test_arrays_move_between_meshes(tmp_path, kind):
             assert bits(restored) == bits(state)
 
 
+@pytest.mark.costly("AxisType.Auto")
 @pytest.mark.parametrize("kind", list(jax.sharding.AxisType)[:2])
 def test_arrays_may_be_on_other_devices_than_the_mesh_that_is_set(tmp_path, kind, monkeypatch):
     """On some of them, on all in another order, and on one."""

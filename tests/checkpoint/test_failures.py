@@ -258,6 +258,7 @@ def test_a_damaged_checkpoint_is_one_warning_on_stderr(tmp_path):
     assert errors.count("\n") <= 4, errors  # the warnings, and from Python 3.13 on the lines of the caller
 
 
+@pytest.mark.costly("array0-params/a has dtype uint4, which Orbax cannot store")
 @pytest.mark.parametrize(
     ("array", "reason"),
     [
@@ -376,6 +377,12 @@ def test_a_write_that_fails_is_one_oserror_and_keeps_what_there_was(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "4"]
 
 
+@pytest.mark.costly(
+    "[Errno 28] in another language-no space left on the disk; .* step 1 is-ENOSPC",
+    "[Errno 17] in those words-Another program seems to save in this folder-EIO",
+    "OS error 28: No space left on device-no space left on the disk; .* step 1 is-ENOSPC",
+    "[Errno 122] Disk quota exceeded-no space left on the disk; .* step 1 is-ENOSPC",
+)
 @pytest.mark.parametrize(
     ("cause", "told", "number"),
     [

@@ -38,6 +38,7 @@ def restored(mesh_name):
         yield state, wanted
 
 
+@pytest.mark.costly("another mesh", "the mesh it was saved on")
 @pytest.mark.parametrize("mesh_name", MESHES)
 def test_stored_values_come_back(mesh_name):
     with restored(mesh_name) as (state, wanted):

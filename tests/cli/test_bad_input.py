@@ -230,6 +230,7 @@ def refuse_text(capsys, run, reader):
     return status, "".join(line for line in lines if not line.startswith(f"{run}, step 12, recipe"))
 
 
+@pytest.mark.costly("eval-cut", "sensitivity-end_anew", "eval-end_anew", "eval-add_a_file", "train-end_anew")
 @pytest.mark.parametrize(
     ("reader", "change"), [*((reader, end_anew) for reader in READERS), ("eval", cut), ("eval", add_a_file)]
 )
@@ -246,6 +247,7 @@ def test_a_changed_text_is_evaluated_where_it_is_named(run, text, capsys):
     assert f"step 12, on {text}" in capsys.readouterr().err
 
 
+@pytest.mark.costly("sensitivity")
 @pytest.mark.parametrize("reader", READERS)
 def test_a_text_that_has_moved(run, text, capsys, reader):
     before = contents(run)

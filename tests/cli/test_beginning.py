@@ -202,6 +202,7 @@ def test_a_call_on_a_complete_run_changes_nothing(run, argv, capsys):
     assert {path: (data, path.stat().st_mtime_ns) for path, data in contents(run).items()} == before
 
 
+@pytest.mark.costly
 def test_a_run_that_was_killed_before_its_plots_gets_them(run):
     (run / "loss.png").unlink()
     assert main(["train", "--output", str(run)]) == 0

@@ -129,6 +129,7 @@ def test_unknown_fields_are_ignored_by_name(llama, noted, tmp_path):
     assert_same(parameters(load_huggingface(target)), llama[1])
 
 
+@pytest.mark.costly
 def test_a_run_on_bytes_is_written_without_the_tokenizer_of_a_start_before_it(trained, tmp_path):
     shutil.copytree(trained, tmp_path / "run")
     write_tokenizer(tmp_path / "run" / "tokenizer.json")
@@ -323,6 +324,7 @@ def shown(capsys, *argv):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.costly
 def test_checkpoints_of_all_kinds_are_listed(llama, trained, tmp_path, capsys):
     folder, expected = llama
     found = shown(capsys, folder)

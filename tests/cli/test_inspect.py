@@ -134,7 +134,9 @@ def test_sensitivity_as_a_table(quantized, capsys):
     assert "bf16" not in second
 
 
-@pytest.mark.costly("precision-argv0-texts0")
+@pytest.mark.costly(
+    "precision-argv0-texts0", slow=("precision-argv2-texts2", "sensitivity-argv5-texts5", "precision-argv1-texts1")
+)
 @pytest.mark.parametrize(
     ("report", "argv", "texts"),
     [
@@ -196,6 +198,7 @@ def test_how_a_run_is_split(quantized, capsys):
     assert (held["dtype"], held["logical_axes"]) == ("float8_e4m3fn", ["ffn_fsdp", None])
 
 
+@pytest.mark.costly
 def test_how_a_run_with_options_of_its_mesh_would_be_split_over_another(tmp_path, capsys):
     options = ("--sequence-parallel", "--cp-load-balanced", "--cp-comm-type", "a2a", "--mesh-axis-type", "explicit")
     configured(tmp_path, "--mesh", "tensor=2,context=2", *options)

@@ -109,7 +109,8 @@ def test_a_mesh_sees_the_same_batches(name, mesh, folders, tmp_path):
 
 
 @pytest.mark.costly(
-    "T5ForConditionalGeneration-argv0---seq-len 16 leaves the decoder 5 tokens, which is not divisible by context=2"
+    "T5ForConditionalGeneration-argv0---seq-len 16 leaves the decoder 5 tokens, which is not divisible by context=2",
+    slow=("T5ForConditionalGeneration-argv1---seq-len 2: seq_len 2 has no place for a token",),
 )
 @pytest.mark.parametrize(
     ("name", "argv", "message"),
@@ -139,6 +140,10 @@ def test_a_text_without_a_held_out_window_is_refused_before_the_run(folders, tmp
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.costly(
+    "eval-BertForMaskedLM-has no mask token, [MASK] or <mask>",
+    "eval-T5ForConditionalGeneration-has no sentinels, <extra_id_0>",
+)
 @pytest.mark.parametrize(
     ("name", "message"), [(T5, "has no sentinels, <extra_id_0>"), (BERT, "has no mask token, [MASK] or <mask>")]
 )

@@ -120,6 +120,7 @@ def message_of(call, *errors):
     return ""
 
 
+@pytest.mark.costly("train")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_bad_values_of_every_option_are_one_line(command, capsys):
     parser = made = build_parser()
@@ -228,7 +229,7 @@ def test_absurd_sizes_are_refused_before_anything_is_made(argv, tmp_path, monkey
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.costly("changes1")
+@pytest.mark.costly("changes1", slow=("changes2", "changes3"))
 @pytest.mark.parametrize(
     "changes",
     [
@@ -254,6 +255,7 @@ LATENT = {"kv_lora_rank": 8, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head
 EXPERTS = {"num_moe_experts": 8, "moe_ffn_hidden_size": 48, "moe_layer_freq": [0, 1], "activation": "swiglu"}
 
 
+@pytest.mark.costly("depths")
 @pytest.mark.parametrize(
     "form",
     [
@@ -281,6 +283,7 @@ def test_the_estimate_counts_every_kernel_of_a_model(form, monkeypatch):
     assert least_memory(config) == 4 * kernels
 
 
+@pytest.mark.costly
 def test_the_estimate_has_logits_of_the_tokens_with_labels_alone(tmp_path, monkeypatch):
     """The decoder of a T5 has 114 tokens for 512 of the encoder, and its vocabulary may be most of the memory."""
     monkeypatch.setattr(memory, "score_bytes", lambda *sizes: 0)
@@ -329,6 +332,7 @@ def use(content):
             TEQuantizationParams.parse_from_config(config).to_module_recipe()
 
 
+@pytest.mark.costly("2")
 @pytest.mark.parametrize(
     "text",
     [
@@ -355,6 +359,7 @@ def test_a_yaml_file_beyond_the_limits_is_named(text, tmp_path):
     assert len(str(error.value)) < 1000
 
 
+@pytest.mark.costly
 @FUZZ
 @given(changes=st.dictionaries(st.sampled_from([field.name for field in fields(RunConfig)]), JSON, min_size=1))
 def test_any_configuration_is_read_or_refused(changes, tmp_path):
@@ -456,7 +461,7 @@ def test_a_run_whose_steps_are_all_skipped_ends_with_the_reason(tmp_path, capsys
     assert_refused(main(argv), capsys.readouterr().err, "5 steps in a row", "--give-up-after", "--learning-rate")
 
 
-@pytest.mark.costly("context", "expert", "fsdp", "pipeline")
+@pytest.mark.costly("context", "expert", "fsdp", "pipeline", slow=("data",))
 @pytest.mark.parametrize("axis", ["data", "fsdp", "tensor", "expert", "context", "pipeline"])
 def test_the_estimate_is_a_lower_bound_on_every_axis(axis):
     given = {"preset": "moe-tiny", "mesh": f"{axis}=4", "batch_size": 4, "seq_len": 32, "eval_batches": 1}

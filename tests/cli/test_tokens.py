@@ -134,6 +134,7 @@ def test_eval_of_bytes(trained, tmp_path, capsys):
     assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))
 
 
+@pytest.mark.costly("--seq-len 2000000000-")
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
@@ -153,6 +154,7 @@ def test_evals_that_cannot_be(argv, text, trained, capsys):
     assert_refused(main(["eval", *output, *argv]), capsys.readouterr().err, text)
 
 
+@pytest.mark.costly("")
 @pytest.mark.parametrize("text", ["", "x"])
 def test_an_eval_of_a_text_without_two_tokens(text, trained, tmp_path, capsys):
     (tmp_path / "text").write_text(text)

@@ -12,7 +12,13 @@ from tests.support.overflow import OVERFLOW_CASES, check_overflow_is_seen
 
 
 @pytest.mark.costly(
-    "layernorm_linear-the output's gradient-nvfp4", slow=("layernorm_mlp-the first GEMM's output-block",)
+    "layernorm_linear-the output's gradient-nvfp4",
+    slow=(
+        "layernorm_mlp-the first GEMM's output-block",
+        "layernorm_linear-the output's gradient-delayed",
+        "layernorm_mlp-a kernel-current",
+        "linear-the input-mxfp8",
+    ),
 )
 @pytest.mark.wide
 @pytest.mark.parametrize(("layer", "overflow", "recipe"), OVERFLOW_CASES)
@@ -20,6 +26,7 @@ def test_it_is_seen(layer, overflow, recipe):
     check_overflow_is_seen(layer, overflow, recipe)
 
 
+@pytest.mark.costly("input-1.0")
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("where", ["input", "kernel", "gradient"])
 def test_positive_and_negative_ones(where, sign):

@@ -67,6 +67,7 @@ def test_an_empty_batch_passes_a_model():
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(gradient))
 
 
+@pytest.mark.costly("deferred", "linen")
 @pytest.mark.parametrize("way", ["linen", "lora", "deferred"])
 def test_tokens_are_padded_whichever_way_a_layer_is_called(way):
     """Twelve tokens give what they give with four rows of zeros behind them, which change no scale."""

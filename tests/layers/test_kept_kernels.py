@@ -204,7 +204,7 @@ WAYS = {
 }
 
 
-@pytest.mark.costly("nnx.remat", "nnx.grad", slow=("eager",))
+@pytest.mark.costly("nnx.remat", "nnx.grad", slow=("eager", "jax.checkpoint", "nnx.jit"))
 @pytest.mark.parametrize("way", WAYS)
 def test_the_attribute_is_the_same_in_an_eager_call_and_under_transformations(way):
     x = draw("x", (16, 32))
@@ -428,7 +428,15 @@ def squares(model, x, first):
 
 
 @pytest.mark.costly(
-    "current-argument-eager", "current-argument-nnx.jit", slow=("delayed-argument-eager", "delayed-argument-nnx.jit")
+    "current-argument-eager",
+    "current-argument-nnx.jit",
+    slow=(
+        "delayed-argument-eager",
+        "delayed-argument-nnx.jit",
+        "current-attribute-eager",
+        "delayed-attribute-nnx.jit",
+        "delayed-attribute-eager",
+    ),
 )
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "nnx.jit"])
 @pytest.mark.parametrize("by", ["argument", "attribute"])
@@ -455,6 +463,7 @@ def test_a_derivative_keeps_the_kernels_of_the_first_microbatch(recipe, by, jitt
         assert float(again) > 0.5 * float(loss)
 
 
+@pytest.mark.costly("delayed")
 @pytest.mark.parametrize("recipe", DERIVED)
 def test_a_loss_function_may_quantize_the_kernels_itself(recipe):
     x = draw("x", (32, 16))

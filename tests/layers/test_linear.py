@@ -166,7 +166,16 @@ def test_bad_arguments_say_what_is_allowed(build: Any, message: str) -> None:
 
 @pytest.mark.costly(
     "LayerNormMLP-nvfp4",
-    slow=["Linear-nvfp4", "LayerNormMLP-mxfp8", "Linear-block", "LayerNormMLP-block", "LayerNormLinear-nvfp4"],
+    slow=(
+        "Linear-nvfp4",
+        "LayerNormMLP-mxfp8",
+        "Linear-block",
+        "LayerNormMLP-block",
+        "LayerNormLinear-nvfp4",
+        "Linear-mxfp8",
+        "LayerNormMLP-current",
+        "LayerNormLinear-block",
+    ),
 )
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", [Linear, LayerNormLinear, LayerNormMLP])

@@ -125,7 +125,16 @@ def test_the_table_of_bases_has_every_class() -> None:
 @pytest.mark.costly(
     "jax_te.layers.linear.Linear",
     "jax_te.layers.layernorm_mlp.LayerNormMLP",
-    slow=("jax_te.layers.moe.grouped_linear.GroupedLinear",),
+    slow=(
+        "jax_te.layers.moe.grouped_linear.GroupedLinear",
+        "jax_te.megatron.layernorm_linear.TELayerNormColumnParallelLinear",
+        "jax_te.megatron.grouped_linear.TEColumnParallelGroupedLinear",
+        "jax_te.te_pytorch.linear.LayerNormMLP",
+        "jax_te.megatron.grouped_linear.TEGroupedLinear",
+        "jax_te.megatron.grouped_linear.TERowParallelGroupedLinear",
+        "jax_te.layers.layernorm_linear.LayerNormLinear",
+        "jax_te.te_pytorch.linear.GroupedLinear",
+    ),
 )
 @pytest.mark.parametrize("kind", BASES, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
 def test_the_dtypes_of_results_are_those_of_the_base(kind: type) -> None:
@@ -185,6 +194,7 @@ def test_several_output_axes() -> None:
     assert layer(x).shape == plain.shape
 
 
+@pytest.mark.costly("column")
 @pytest.mark.parametrize("build", [column, row])
 def test_a_frozen_base_gets_no_gradient_and_costs_no_gemm_for_it(build: Any) -> None:
     x, g = draw("x", (B, S, H)), draw("g", (B, S, F))

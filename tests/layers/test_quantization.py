@@ -130,6 +130,7 @@ def test_recomputation_leaves_the_next_states_alone() -> None:
             assert_close(a, e, 1e-3, what=f"{path} {name}")
 
 
+@pytest.mark.costly("TransformerLayer")
 @pytest.mark.parametrize(
     "layer",
     [

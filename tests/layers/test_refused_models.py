@@ -64,6 +64,7 @@ def test_a_refused_adapter_leaves_its_base_trained(base: str, argument: str) -> 
     assert not layer.frozen
 
 
+@pytest.mark.costly
 def test_an_adapter_refused_at_the_second_kernel_leaves_its_base_trained() -> None:
     layer = BASES["LayerNormMLP"]()
     with pytest.raises(ValueError, match="an initializer must return"):

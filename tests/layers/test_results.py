@@ -36,6 +36,7 @@ def test_without_extra_results_the_array_itself() -> None:
     assert isinstance(MultiheadAttention(H, N, attention_dropout=0.0, rngs=nnx.Rngs(0))(X), jax.Array)
 
 
+@pytest.mark.costly("options2-True-names2")
 @pytest.mark.parametrize(
     ("options", "cached", "names"),
     [
@@ -165,7 +166,25 @@ def result_of(name: str, replaced: str, function: Callable[[Any], Any]) -> Any:
     return split_output(layer(X, **({"encoder_output": X} if name == "cross" else {})))[0]
 
 
-@pytest.mark.costly("latent-q_up", slow=("experts-fc1_latent_proj", "latent-q_down", "experts-fc2_latent_proj"))
+@pytest.mark.costly(
+    "latent-q_up",
+    slow=(
+        "experts-fc1_latent_proj",
+        "latent-q_down",
+        "experts-fc2_latent_proj",
+        "megatron's MLP-linear_fc1",
+        "megatron's MLP-linear_fc2",
+        "separate-key",
+        "cross-key_value",
+        "separate-value",
+        "cross-query",
+        "latent-kv_up",
+        "separate-query",
+        "experts-shared_experts.linear_fc2",
+        "latent-kv_down",
+        "experts-shared_experts.linear_fc1",
+    ),
+)
 @pytest.mark.parametrize(("name", "replaced"), [(name, one) for name, (_, each) in CALLERS.items() for one in each])
 def test_what_a_replaced_projection_returns_beside_its_output_is_used_or_refused(name: str, replaced: str) -> None:
     def bias_of(y: jax.Array) -> jax.Array:

@@ -113,7 +113,10 @@ def test_the_own_value_and_grad_with_marks_and_without_the_check(recipe: Recipe 
     assert found[0][0] > 0.0
 
 
-@pytest.mark.costly("value_and_grad1-delayed", slow=("value_and_grad0-current", "value_and_grad0-delayed"))
+@pytest.mark.costly(
+    "value_and_grad1-delayed",
+    slow=("value_and_grad0-current", "value_and_grad0-delayed", "value_and_grad0-none", "value_and_grad1-current"),
+)
 @pytest.mark.parametrize("recipe", RECIPES, ids=["none", "current", "delayed"])
 @pytest.mark.parametrize("derivative", [te.value_and_grad, jax.value_and_grad])
 def test_linen_with_marks_and_without_the_check(derivative: Any, recipe: Recipe | None) -> None:

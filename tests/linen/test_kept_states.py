@@ -56,6 +56,7 @@ def test_a_step_outside_of_the_recipe_keeps_states(model, derivative):
         assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(step(after)))
 
 
+@pytest.mark.costly
 def test_the_numbers_of_a_call_without_recipe_are_those_of_flax():
     model = MODELS["quantize_model"]
     with autocast(RECIPE):

@@ -76,6 +76,7 @@ class TestStatesThatWouldBeNormalized:
         assert wrapper.__name__ in report.left["inner"]
         assert set(variables[STATE]) == {"out"}
 
+    @pytest.mark.costly("WeightNorm-dense", "SpectralNorm-einsum")
     def test_its_numbers_are_the_plain_model_s(self, wrapper, kind, x):
         plain = Normalized(wrapper, kind)
         model = te.quantize_model(plain, x, rules={"inner": "ambient", "out": None, "none": None})
@@ -85,6 +86,7 @@ class TestStatesThatWouldBeNormalized:
         expected, _ = jax.jit(lambda v: plain.apply(v, x, mutable=["batch_stats"]))(variables)
         np.testing.assert_array_equal(quantized, expected)
 
+    @pytest.mark.costly("SpectralNorm-einsum")
     def test_parameters_for_a_recipe_can_be_prepared(self, wrapper, kind, x):
         plain = Normalized(wrapper, kind)
         model = te.quantize_model(plain, x, rules={"out": "ambient"})

@@ -330,6 +330,7 @@ class Precise(nn.Module):
         return jnp.matmul(x, self.param("w", nn.initializers.normal(), (32, 32)), precision="highest")
 
 
+@pytest.mark.costly("Operator")
 @pytest.mark.parametrize("cls", [Operator, DotGeneral])
 def test_a_contraction_is_reached_however_it_is_written(cls):
     model = te.quantize_model(cls(), X, rules={"w": CURRENT})

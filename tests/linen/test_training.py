@@ -113,6 +113,7 @@ def test_a_run_changes_its_recipe_in_the_middle():
     assert int(state.step) == 5
 
 
+@pytest.mark.costly
 def test_prepare_quantization_leaves_others_alone():
     class Model(nn.Module):
         @nn.compact
@@ -182,6 +183,7 @@ def test_layers_called_twice_and_not_at_all():
     assert (float(loss), grads["a"].tolist()) == (9.0, [6.0])
 
 
+@pytest.mark.costly("float", "maximum")
 @pytest.mark.parametrize("dtype", [jnp.float32, fp32_max_grad, jnp.int32], ids=["float", "maximum", "integer"])
 def test_states_of_another_package_go_on_or_stay(dtype):
     """As Flax's own FP8 layers have them: the gradient of a float is its next value, where the module is called."""

@@ -110,6 +110,7 @@ def test_a_loop_over_one_layer_raises():
         jax.grad(loss_of(model))({name: {"layer": tree} for name, tree in variables_of(te.Linear(32, 32)).items()})
 
 
+@pytest.mark.costly("frozen")
 @pytest.mark.parametrize("second", ["frozen", "evaluated"])
 def test_a_second_call_that_keeps_the_state_raises(second):
     """Its gradient is the state, or the next value as in training, and not 0."""
@@ -125,6 +126,7 @@ def test_a_second_call_that_keeps_the_state_raises(second):
         jax.grad(loss)(variables)
 
 
+@pytest.mark.costly
 def test_what_is_not_added_up_does_not_raise():
     layer = te.Linear(32, 32)
     variables = variables_of(layer)

@@ -105,6 +105,7 @@ def test_a_sum_is_nan_in_the_next_call(model, call):
     assert finite(model, after(variables, gradients))
 
 
+@pytest.mark.costly
 def test_gradients_of_microbatches_that_are_added_are_nan():
     model = te.Linear(32, 32)
     variables = variables_of(model)

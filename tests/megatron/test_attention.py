@@ -91,6 +91,7 @@ def test_padding_in_front_breaks_the_promise_of_padding_at_the_end():
         layer(*qkv(), (~front & False, front))
 
 
+@pytest.mark.costly
 def test_a_mask_that_nothing_reads_is_logged_once(caplog):
     causal, boundaries = jnp.zeros((B, 1, S, S), bool), PackedSeqParams(cu_seqlens_q=jnp.array([[0, 4, S]] * B))
     layer = TransformerLayer(config(), rngs=nnx.Rngs(0))

@@ -98,6 +98,7 @@ def test_a_layer_has_the_norm_in_front_under_megatrons_name() -> None:
     np.testing.assert_array_equal(other(x)[0], plain)
 
 
+@pytest.mark.costly
 def test_clipping_reaches_megatrons_projections() -> None:
     attention = MLASelfAttention(config_of(), rngs=nnx.Rngs(0))
 

@@ -81,6 +81,7 @@ def test_prefix_destination_and_variables():
     assert state_dict(Linear(16, 16, rngs=nnx.Rngs(0)), keep_vars=True).keys() == {"kernel", "bias"}
 
 
+@pytest.mark.costly
 def test_round_trip():
     recipe = DelayedScaling(amax_history_len=4)
     one, two = Model(seed=1, recipe=recipe), Model(seed=50, recipe=recipe)

@@ -68,7 +68,7 @@ def arrays_of(module: nnx.Module) -> dict[str, Any]:
     return {".".join(map(str, path)): variable[...] for path, variable in nnx.to_flat_state(nnx.state(module))}
 
 
-@pytest.mark.costly("TELayerNormColumnParallelLinear-block")
+@pytest.mark.costly("TELayerNormColumnParallelLinear-block", slow=("TEColumnParallelLinear-delayed",))
 @pytest.mark.wide
 @pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block"])
 @pytest.mark.parametrize("kind", [TELinear, COLUMN, ROW, LN])
@@ -174,6 +174,7 @@ def test_an_experts_kernel_has_a_stream_of_its_own(kind: Any):
     assert_bitwise(expert(x)[0], other(x)[0])
 
 
+@pytest.mark.costly("shape1")
 @pytest.mark.parametrize("shape", [(32, H), (2, 16, H)])
 def test_an_expert_does_not_communicate_over_the_tensor_axis(shape: tuple[int, ...]):
     """Under sequence parallelism the axis shards the tokens, which stay where they are; so it is for any other pair."""

@@ -88,6 +88,7 @@ LATENT = {"kv_lora_rank": 8, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head
 EXPERTS = {"num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 48, "moe_layer_freq": [0, 1]}
 
 
+@pytest.mark.costly("experts", "latent queries")
 @pytest.mark.parametrize(
     "form",
     [

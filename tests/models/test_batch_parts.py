@@ -169,6 +169,7 @@ def test_what_does_not_divide_is_refused():
         run_layers(layers, x, [None], batch_parts=2, recompute=distributed)
 
 
+@pytest.mark.costly
 def test_flags_are_those_of_all_parts():
     layers = [TransformerLayer(32, 64, 2, hidden_dropout=0.0, attention_dropout=0.0, rngs=nnx.Rngs(0))]
     x = jax.random.normal(jax.random.key(1), (4, S, 32))

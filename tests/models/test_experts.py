@@ -290,6 +290,7 @@ def test_a_stage_of_a_pipeline_of_ones_own_takes_the_padding():
         assert float(gradient.decoder.layers[0].mlp.router.last_step[:E].sum()) == TOPK * int(np.sum(~PADDING))
 
 
+@pytest.mark.costly("mask0-TypeError-padding_mask must be bool")
 @pytest.mark.parametrize(
     ("mask", "error", "words"),
     [

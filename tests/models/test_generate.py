@@ -136,6 +136,7 @@ class LessMean(nnx.Module):
         return x - jnp.mean(x, axis=1, keepdims=True)
 
 
+@pytest.mark.costly("a recipe of a kernel", "a block of one's own", "plain")
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
@@ -259,6 +260,7 @@ def test_one_step_and_a_large_top_k() -> None:
     assert tokens.shape == (1, 2)
 
 
+@pytest.mark.costly("prompt0-options0-steps.* 0")
 @pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [

@@ -111,6 +111,7 @@ def test_logits_follow_the_formulas(form: str) -> None:
     assert_close(call(randomize(build(form)), batch()[0]), expected(form)[0], TOLERANCE)
 
 
+@pytest.mark.costly
 def test_qwens_form_with_a_window_in_every_other_layer() -> None:
     """Layer 1 attends in a window, layer 2 to all."""
     options = {"vocab_size": V, "max_sequence_length": S, **FORMS["llama"][1]}
@@ -363,6 +364,7 @@ def test_generation_and_measurements_drop_nothing_in_training_either() -> None:
     assert_bitwise(generate(model, tokens[:, :2], steps=2, key=key, temperature=0.0), generated)
 
 
+@pytest.mark.costly
 def test_a_mask_of_zeros_gives_zero_and_no_mask_the_mean() -> None:
     tokens, labels, _ = batch()
     model = build()

@@ -113,6 +113,7 @@ def test_a_contradicting_rotation_is_refused() -> None:
         BertModel(config, vocab_size=50, max_sequence_length=16, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.costly
 def test_rotary_options_of_a_model_are_those_of_its_configuration() -> None:
     """Megatron-LM gives its model flags that may be their defaults; a `RotaryPositions` was written on purpose."""
     config = MLATransformerConfig(**MLA | {"num_layers": 1, "rotary_base": 50000.0})

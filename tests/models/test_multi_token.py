@@ -253,6 +253,7 @@ def test_a_train_step_reports_the_losses_of_all_microbatches(scaler: Any) -> Non
     np.testing.assert_allclose(reported, np.mean(halves, axis=0), rtol=1e-5)
 
 
+@pytest.mark.costly
 def test_evaluation_runs_no_depth() -> None:
     model = build()
     state = create_train_state(lambda rngs: build(), optax.sgd(0.1), key=jax.random.key(0))

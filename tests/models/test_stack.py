@@ -136,7 +136,9 @@ def by_lax_scan(layers: Any, x: jax.Array) -> jax.Array:
     return jax.lax.scan(lambda x, state: (nnx.merge(graphdef, state)(x), None), x, state)[0]
 
 
-@pytest.mark.costly("by_nnx_scan-jit", slow=("by_nnx_scan-checkpoint", "by_nnx_scan-grad"))
+@pytest.mark.costly(
+    "by_nnx_scan-jit", slow=("by_nnx_scan-checkpoint", "by_nnx_scan-grad", "by_lax_scan-checkpoint", "by_lax_scan-grad")
+)
 @pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit, jax.checkpoint], ids=["grad", "jit", "checkpoint"])
 @pytest.mark.parametrize("scan", [by_nnx_scan, by_lax_scan])
 def test_a_loop_of_ones_own_says_that_it_is_one(scan: Any, wrap: Any) -> None:

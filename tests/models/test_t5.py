@@ -182,6 +182,7 @@ def test_it_trains_under_delayed_scaling() -> None:
     assert all(np.isfinite(np.asarray(leaf)).all() for leaf in scales)
 
 
+@pytest.mark.costly
 def test_the_encoder_counts_its_own_layers() -> None:
     """Of four encoder and two decoder layers, the last of each keep to bf16, and every second one sees all."""
     config = dataclasses.replace(
@@ -229,6 +230,7 @@ def test_bad_options_say_what_is_allowed(options: dict[str, Any], message: str) 
         build(**options)
 
 
+@pytest.mark.costly
 def test_bad_tokens_say_what_is_allowed() -> None:
     model, (source, target, *_) = build(), batch()
     with pytest.raises(ValueError, match=r"9 .*max_sequence_length 8"):

@@ -78,6 +78,7 @@ def test_experts_lie_on_the_mesh():
     assert kernel.addressable_shards[0].data.shape[0] == 2
 
 
+@pytest.mark.costly("experts0-a copy of the block, of size 32")
 @pytest.mark.parametrize(
     ("experts", "words"),
     [

@@ -257,6 +257,7 @@ def test_experts_must_lie_where_tokens_are_split() -> None:
         build()(X)
 
 
+@pytest.mark.costly
 def test_kernels_and_states_are_sharded_over_experts() -> None:
     with on_mesh({"fsdp": 2, "expert": 2, "tensor": 2}):
         experts = build().experts

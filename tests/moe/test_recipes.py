@@ -171,6 +171,7 @@ def test_delayed_scaling_has_a_scale_for_each_expert(fmt: Format) -> None:
             assert_bitwise(new[role]["scale"][e], fixed[e][role], what=f"{role} of expert {e}")
 
 
+@pytest.mark.costly("most_recent")
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 def test_histories_of_experts_are_transformer_engines(algorithm: str) -> None:
     """Over several steps, of which some leave an expert without rows."""

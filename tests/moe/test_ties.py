@@ -42,6 +42,7 @@ def as_megatrons(name: str) -> str:
     return f"moe_{name}" if name in FIELDS else f"moe_router_{name}"
 
 
+@pytest.mark.costly("softmax")
 @pytest.mark.parametrize("name", CASES)
 def test_equal_logits(name: str) -> None:
     given = CASES[name]

@@ -89,6 +89,7 @@ def test_each_group_of_shards_is_quantized_like_an_array_of_its_own(axes, mode):
     assert float(jnp.max(jnp.abs(alone[0] - jnp.asarray(np.asarray(y))))) > 1e-3
 
 
+@pytest.mark.costly("group-column")
 @pytest.mark.parametrize("axes", [COLUMN, ROW], ids=["column", "row"])
 @pytest.mark.parametrize("recipe", [GROUP, WHOLE], ids=["group", "whole"])
 def test_a_kernel_quantized_beforehand_has_the_scales_of_the_call(axes, recipe):
@@ -128,6 +129,7 @@ def test_a_nan_on_one_device_is_in_the_amax_of_all(recipe):
         assert np.isnan(state[0]["x"]["amax_history"][0])
 
 
+@pytest.mark.costly("sizes0-axes0")
 @pytest.mark.parametrize(("sizes", "axes"), [({"data": 8}, COLUMN), ({"data": 4, "tensor": 2}, ROW)])
 def test_no_device_waits_for_data_parallel_ones(sizes, axes):
     def groups_of(recipe):

@@ -95,6 +95,7 @@ def check_shardings(case, y, gradients, mesh):
         "explicit-attention causal",
         "auto-attention padding",
         "auto-attention padding_causal packed",
+        "explicit-attention no_mask packed",
     ),
 )
 @pytest.mark.wide
@@ -239,7 +240,7 @@ def test_axes_of_the_wrong_number(mesh):
 SPLIT, WHOLE = P("data", "tensor", None), P("data", None, None)
 
 
-@pytest.mark.costly("x_axes0-out_axes0-wo_axes0")
+@pytest.mark.costly("x_axes0-out_axes0-wo_axes0", slow=("x_axes1-out_axes1-wo_axes1",))
 @pytest.mark.parametrize(
     ("x_axes", "out_axes", "wo_axes"),
     [

@@ -368,6 +368,7 @@ def test_stages_may_differ_in_precision(pipeline):
     assert_same(train("pipeline=2", pipeline, **given), train(None, **given), TOLERANCES["current"])
 
 
+@pytest.mark.costly
 def test_what_cannot_be_split():
     with pytest.raises(ValueError, match="do not split into 8"):
         lower(gpt(), pipeline="1f1b,virtual_stages=4")
@@ -376,6 +377,7 @@ def test_what_cannot_be_split():
             lower(gpt(), mesh=f"pipeline=2,{axis}=2", pipeline="zero_bubble")
 
 
+@pytest.mark.costly("<lambda>-those of jax.random.key")
 @pytest.mark.parametrize(
     ("keys_of", "words"),
     [
@@ -410,6 +412,7 @@ def biased_by_a_parameter(model: Any, batch: Any, key: Any) -> StackInput:
     return StackInput(stack.x, stack.keys, arrays={"core_attention_bias": bias}, options=options)
 
 
+@pytest.mark.costly("loss_fn1-depends on the layers' output", "loss_fn2-give them as learned")
 @pytest.mark.parametrize(
     ("loss_fn", "message"),
     [

@@ -65,6 +65,7 @@ def test_a_process_that_hangs_is_named_with_the_place():
         run_processes(2, hang_in_one, timeout=1.0)
 
 
+@pytest.mark.costly
 def test_a_script_is_run_with_its_arguments(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import sys, jax\nresult = (sys.argv[1:], jax.process_count())\n")

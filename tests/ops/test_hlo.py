@@ -28,7 +28,7 @@ def gemm_operands(text):
     return sorted((left.removeprefix("f8"), right.removeprefix("f8")) for left, right in re.findall(pattern, text))
 
 
-@pytest.mark.costly("delayed-layernorm_mlp swiglu")
+@pytest.mark.costly("delayed-layernorm_mlp swiglu", slow=("delayed-dense",))
 @pytest.mark.wide
 @pytest.mark.parametrize("name", ["dense", "layernorm_dense", "layernorm_mlp swiglu"])
 @pytest.mark.parametrize(

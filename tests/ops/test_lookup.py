@@ -15,6 +15,7 @@ def text(count, rows):
     return jnp.asarray(np.minimum(ids, rows - 1).reshape(4, -1), jnp.int32)
 
 
+@pytest.mark.costly("256-bfloat16")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("rows", [256, 2000])
 def test_the_gradient_of_a_frequent_id_is_summed_in_fp32(rows, dtype):

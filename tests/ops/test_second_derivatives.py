@@ -121,7 +121,7 @@ def test_a_recipe_refuses_them(twice: str, layer: str, recipe: str) -> None:
 
 @pytest.mark.costly(
     "gradient penalty-alone-False",
-    slow=("Hessian, reverse over reverse-remat-False", "linear in the cotangent-vmap-False"),
+    slow=("Hessian, reverse over reverse-remat-False", "linear in the cotangent-vmap-False", "MAML-jit-True"),
 )
 @pytest.mark.wide
 @pytest.mark.parametrize("outside", [False, True])
@@ -136,7 +136,9 @@ def test_within_transformations(twice: str, around: str, outside: bool) -> None:
             run(AROUND[around](loss), params, x)
 
 
-@pytest.mark.costly("layernorm_mlp-auto", slow=["linear-auto", "layernorm_linear-auto"])
+@pytest.mark.costly(
+    "layernorm_mlp-auto", slow=("linear-auto", "layernorm_linear-auto", "linear-explicit", "layernorm_mlp-explicit")
+)
 @pytest.mark.parametrize("mode", MODES[1:])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_on_meshes(layer: str, mode: str) -> None:
@@ -161,6 +163,7 @@ def test_a_step_with_kept_kernels_refuses_them() -> None:
             make_train_step(loss, tx, microbatches=1)(state, draw("x", (32, 32)))
 
 
+@pytest.mark.costly
 def test_deferred_gradients_and_drop_ins_refuse_them() -> None:
     x = draw("x", (32, 32))
     with autocast(CURRENT):

@@ -141,6 +141,7 @@ def test_check_is_told_what_is_differentiated(argnums: Any, way: str, mesh: str)
     assert {(bool(p.x), bool(p.kernel), bool(p.state)) for p in seen} == {(0 in wanted, 1 in wanted, False)}
 
 
+@pytest.mark.costly("vmap-explicit")
 @pytest.mark.parametrize("mesh", list(MESHES))
 @pytest.mark.parametrize("way", list(WAYS))
 def test_transformations_give_the_same_gradients(way: str, mesh: str) -> None:

@@ -116,7 +116,7 @@ def test_remat_that_saves_only_named_tensors():
     assert_same(named, plain)
 
 
-@pytest.mark.costly("layernorm_dense", "attention padding")
+@pytest.mark.costly("layernorm_dense", "attention padding", slow=("layernorm_mlp swiglu",))
 @pytest.mark.wide("dense row", "layernorm_dense", "layernorm_mlp swiglu", "attention padding", "softmax_cross_entropy")
 @pytest.mark.parametrize("name", CASES)
 def test_vmap(name):

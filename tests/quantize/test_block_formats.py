@@ -103,7 +103,16 @@ KINDS = ["even", "magnitudes", "special blocks", "near overflow", "inf", "nan"]
 
 @pytest.mark.costly(
     "mx E5M2-float16-True",
-    slow=("128x128-float32-False", "1x128-float32-False", "nvfp4-float32-False", "mx-float32-False"),
+    slow=(
+        "128x128-float32-False",
+        "1x128-float32-False",
+        "nvfp4-float32-False",
+        "mx-float32-False",
+        "nvfp4 2-D-bfloat16-True",
+        "tensor-float32-False",
+        "1x128 fp32 scales-float16-True",
+        "1x128 E5M2-bfloat16-True",
+    ),
 )
 @pytest.mark.wide
 @pytest.mark.parametrize(
@@ -119,6 +128,7 @@ def test_values_and_scales(name, high, jit):
             check(q, formula(x, columnwise), x)
 
 
+@pytest.mark.costly("shape0-2-1x128", "shape1-1-nvfp4 hadamard", "shape2--1-mx", "shape3--1-nvfp4")
 @pytest.mark.wide
 @pytest.mark.parametrize("name", ["1x128", "128x128", "mx", "nvfp4", "nvfp4 2-D", "nvfp4 hadamard", "tensor"])
 @pytest.mark.parametrize(("shape", "axis"), [((2, 24, 3, 25), 2), ((48, 3, 15), 1), ((3, 16, 40), -1), ((16, 5), -1)])
@@ -240,6 +250,7 @@ def test_values_of_the_format_are_never_rounded():
     assert_bitwise(q.data.astype(jnp.float32), x * float(q.data.astype(jnp.float32)[0, 7]) / 6.0)
 
 
+@pytest.mark.costly("float32")
 @pytest.mark.parametrize("high", ["float32", "bfloat16"])
 def test_stochastic_rounding_is_unbiased_and_has_the_right_variance(high):
     """Many roundings of the same values, each in a tensor with other values in its last rows."""
@@ -266,6 +277,7 @@ def test_stochastic_rounding_is_unbiased_and_has_the_right_variance(high):
     assert abs(np.mean(error[moving] / deviation[moving])) < 5 / np.sqrt(moving.sum())
 
 
+@pytest.mark.costly("float32")
 @pytest.mark.parametrize("high", ["float32", "bfloat16"])
 def test_the_same_tensor_always_rounds_the_same_and_another_differently(high):
     run = jax.jit(lambda x: quantize(x, STOCHASTIC)[0])

@@ -111,7 +111,7 @@ def forward(kernel: QuantizedKernel) -> jax.Array:
     return dense(jnp.ones((16, 32), jnp.bfloat16), kernel, recipe=RECIPE)
 
 
-@pytest.mark.costly("mean of two")
+@pytest.mark.costly("mean of two", slow=("moving average",))
 @pytest.mark.parametrize("name", RAISES)
 def test_what_changes_a_dtype_or_shape_raises(name: str) -> None:
     with pytest.raises(TypeError, match=r"codes and their scales.*masters.*dequantize"):
@@ -123,7 +123,7 @@ def test_it_raises_within_jit_too() -> None:
         jax.eval_shape(RAISES["moving average"], stored(0), stored(1))
 
 
-@pytest.mark.costly("sum")
+@pytest.mark.costly("sum", slow=("optax's",))
 @pytest.mark.parametrize("name", NAN)
 def test_what_changes_values_alone_gives_nan(name: str) -> None:
     changed = NAN[name](stored(0), stored(1))

@@ -55,7 +55,7 @@ def test_amax(dtype):
     assert float(amax(jnp.zeros((2, 2), dtype))) == 0.0
 
 
-@pytest.mark.costly("where0-float32")
+@pytest.mark.costly("where0-float32", slow=("where0-bfloat16",))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("where", [(0, 0), (77, 131), (143, 271)])
 def test_amax_of_a_large_array_finds_its_nan(dtype, where):

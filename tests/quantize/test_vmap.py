@@ -91,6 +91,8 @@ CALLS = {
         "TransformerLayer-vmap of remat",
         "TransformerLayer-vmap of scan",
         "TransformerLayer-vmap",
+        "Linear-nnx.vmap",
+        "LayerNormMLP-nnx.vmap",
     ),
 )
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
@@ -152,7 +154,7 @@ def test_a_functional_loop():
     assert float(states["quantizers"]["x"]["amax_history"][0]) == float(jnp.max(jnp.abs(X[0])))
 
 
-@pytest.mark.costly("jax.vmap-jax")
+@pytest.mark.costly("jax.vmap-jax", slow=("jax.vmap-te",))
 @pytest.mark.parametrize("derivative", [jax.value_and_grad, te.value_and_grad], ids=["jax", "te"])
 @pytest.mark.parametrize("shared", [False, True], ids=["jax.vmap", "nn.vmap"])
 def test_in_linen(derivative, shared):

@@ -89,6 +89,8 @@ def called(module: nnx.Module, arguments: dict[str, Any], how: str, policy: Any)
         "BatchNorm-eager",
         "own-jit of grad",
         "own-jit",
+        "Linear-eager",
+        "Dropout-jit of grad",
     ),
 )
 @pytest.mark.parametrize(

@@ -124,6 +124,7 @@ def test_loaded_weights_stay(kind):
             nearly(value, loop.masters[name,])
 
 
+@pytest.mark.costly("Optimizer")
 @KINDS
 def test_a_skipped_step_changes_neither_and_the_next_one_takes_over(kind):
     loop = Loop(kind, build())

@@ -268,6 +268,7 @@ def test_a_layer_that_is_called_twice_does_not_wait() -> None:
         assert plain(halves(model, x, fn)[2].backward_dw()) == {}
 
 
+@pytest.mark.costly("map with remat", "scan")
 @pytest.mark.parametrize(
     "repeat",
     [

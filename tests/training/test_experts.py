@@ -141,6 +141,7 @@ def test_a_skipped_step_changes_nothing():
     jax.tree.map(np.testing.assert_array_equal, (state.params, state.quantizers), before)
 
 
+@pytest.mark.costly
 def test_evaluation_counts_nothing():
     state = state_of(BIASED)
     make_eval_step(loss_fn)(state, X)

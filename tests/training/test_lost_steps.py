@@ -145,6 +145,11 @@ CASES = [(recipe, loop) for recipe in RECIPES for loop in LOOPS if recipe in REC
         "nvfp4-train step",
         "block, any scale-linen",
         "block-linen",
+        "none-linen",
+        "current-linen",
+        "current-optimizer",
+        "none-train step",
+        "block-optimizer",
     ),
 )
 @pytest.mark.parametrize(("recipe", "loop"), CASES)
@@ -239,6 +244,7 @@ def test_both_look_at_all_gradients():
     assert model["one"][...].tolist() == [1.0, 1.0]
 
 
+@pytest.mark.costly("False")
 @pytest.mark.parametrize("told", [False, True])
 def test_a_loss_that_the_optimizer_is_told_counts(told):
     """Of gradients from Flax's own derivative, which says nothing of a loss that is not finite."""
@@ -249,6 +255,7 @@ def test_a_loss_that_the_optimizer_is_told_counts(told):
     assert optimizer.skipped_steps[...] == int(told)
 
 
+@pytest.mark.costly("inf")
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_states_that_are_given_as_gradients_count(bad):
     """As a loop of one's own may give them, which merges them; all gradients are finite but an amax."""
@@ -264,6 +271,7 @@ def test_states_that_are_given_as_gradients_count(bad):
     assert_same(nnx.state(model), before)
 
 
+@pytest.mark.costly("inf")
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_a_microbatch_loses_its_step(bad):
     tx, x = optax.sgd(0.1), jnp.stack([X, X.at[0, 0].set(bad)]).reshape(64, 32)

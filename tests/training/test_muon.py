@@ -115,7 +115,8 @@ def parts(model: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.costly(
-    "nnx stack", slow=("nnx general", "fused projections", "fused feed-forward", "nnx convolutions", "nnx attention")
+    "nnx stack",
+    slow=("nnx general", "fused projections", "fused feed-forward", "nnx convolutions", "nnx attention", "nnx einsum"),
 )
 @pytest.mark.wide(
     "nnx attention",

@@ -254,6 +254,7 @@ class Seen(nnx.Module):
         self.count = nnx.Variable(jnp.zeros(()))
 
 
+@pytest.mark.costly("False")
 @pytest.mark.parametrize("jitted", [False, True])
 def test_objects_inside_of_arguments_and_bare_variables_go_on(jitted):
     model, rngs, seen, total = nnx.Linear(4, 1, rngs=nnx.Rngs(0)), nnx.Rngs(1), Seen(), nnx.Variable(jnp.zeros(()))
@@ -410,6 +411,7 @@ class Two(nnx.Module):
         return self.b(self.a(x))
 
 
+@pytest.mark.costly("lack")
 @pytest.mark.parametrize("change", ["lack", "have"])
 def test_next_states_of_some_layers_alone_are_refused_by_name(change: str) -> None:
     """And a refused update changes nothing."""
@@ -462,6 +464,7 @@ def test_a_derivative_made_before_the_loop_reads_the_scale_of_each_step() -> Non
     assert float(optimizer.scaler.scale) < 2.0**32
 
 
+@pytest.mark.costly
 def test_a_loss_scale_that_would_never_change_is_refused() -> None:
     """Taken once, before the loop: outside of a compiled function, as its constant, and in a loop inside of it."""
     model, optimizer, x = _overflowing()

@@ -117,6 +117,7 @@ def test_a_merge_other_than_max_is_noticed(monkeypatch, merge):
         check()
 
 
+@pytest.mark.costly
 def test_old_state_that_wins_the_write_back_is_noticed(monkeypatch):
     by_hand()
     replace(monkeypatch, write_back, lambda old, gradient, **_: old)

@@ -86,6 +86,7 @@ def test_a_mesh_may_be_given_instead_of_set():
     assert jax.sharding.get_mesh().empty
 
 
+@pytest.mark.costly("auto")
 def test_abstract_state_describes_the_real_one(mesh_mode):
     state = create_train_state(half_toy, TX, key=jax.random.key(0))
     abstract = abstract_train_state(half_toy, TX)

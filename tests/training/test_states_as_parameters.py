@@ -63,6 +63,7 @@ def losses_of_all_variables(model: nnx.Module, loss: Callable[[Any], jax.Array],
     return losses
 
 
+@pytest.mark.costly("sgd")
 @pytest.mark.parametrize("tx", OPTIMIZERS, ids=["sgd", "adam", "adamw"])
 def test_a_derivative_of_scales_and_amaxes_raises(tx):
     with autocast(DelayedScaling(amax_history_len=4)):

@@ -193,6 +193,8 @@ USUAL = [
         "contrib.muon",
         "freeze",
         "opaque sam",
+        "contrib.schedule_free",
+        "masked",
     ),
 )
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")

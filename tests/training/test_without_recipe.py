@@ -56,6 +56,7 @@ def own_loop(build: Callable[[nnx.Rngs], Any], loss: Any = loss_of) -> Callable[
     return lambda: value_and_grad(lambda model: loss(model, X))(model)
 
 
+@pytest.mark.costly("layer_of_flax-train_step", "own_layer-train_step")
 @pytest.mark.parametrize("make", [train_step, own_loop])
 @pytest.mark.parametrize("build", [own_layer, layer_of_flax])
 def test_outside_of_autocast_it_warns_at_the_users_line(build: Any, make: Any) -> None:
@@ -65,6 +66,7 @@ def test_outside_of_autocast_it_warns_at_the_users_line(build: Any, make: Any) -
     assert {warning.filename for warning in found} == {__file__}
 
 
+@pytest.mark.costly("layer_of_flax-own_loop", "layer_of_flax-train_step", "own_layer-train_step")
 @pytest.mark.parametrize("make", [train_step, own_loop])
 @pytest.mark.parametrize("build", [own_layer, layer_of_flax])
 def test_inside_it_does_not(build: Any, make: Any) -> None:
@@ -141,6 +143,7 @@ def test_stages_of_a_pipeline_warn(schedule: Any) -> None:
             step(state, jnp.zeros((4, 17), jnp.int32))
 
 
+@pytest.mark.costly
 def test_attention_warns() -> None:
     with autocast(DelayedScaling(amax_history_len=2, fp8_dpa=True)):
         layer = MultiheadAttention(256, 2, attention_dropout=0.0, rngs=nnx.Rngs(0))

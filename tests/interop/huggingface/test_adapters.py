@@ -194,6 +194,7 @@ def test_on_a_mesh(mode: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(tensor, tensors[name])
 
 
+@pytest.mark.costly
 def test_names_and_shapes_are_those_of_another_architecture_that_fits(tmp_path: Path) -> None:
     """Phi-3's layers are fused as ours: one adapter for queries, keys and values."""
     rng = np.random.default_rng(0)
@@ -357,6 +358,7 @@ def test_fields_that_say_nothing_pass(tmp_path: Path) -> None:
     assert [warning.filename for warning in warned] == [__file__]  # the caller's line
 
 
+@pytest.mark.costly
 def test_tensors_that_are_no_adapters_are_listed(tmp_path: Path) -> None:
     good = adapters(["self_attn.q_proj", "mlp.up_proj"])
     prefix = "base_model.model."

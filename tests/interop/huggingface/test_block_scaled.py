@@ -240,6 +240,7 @@ def test_kernels_that_a_run_stores_quantized_are_written(tmp_path: Path) -> None
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.costly
 def test_a_head_in_fp8_is_dequantized_but_not_kept(folder: Path, tmp_path: Path) -> None:
     tensors = {name: tensor.copy() for name, tensor in tensors_of(folder).items()}
     tensors["lm_head.weight"] = tensors["lm_head.weight"].astype(ml_dtypes.float8_e4m3fn)

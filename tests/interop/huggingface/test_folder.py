@@ -347,6 +347,12 @@ def test_the_architecture_is_that_of_the_folder_that_a_model_came_from(tmp_path:
 # --- what cannot be written
 
 
+@pytest.mark.costly(
+    "changes2-activation='srelu'",
+    "changes0-softmax_type='off-by-one'",
+    "changes4-normalization='LayerNorm'",
+    "changes3-layernorm_zero_centered_gamma=True",
+)
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
@@ -496,6 +502,7 @@ def test_an_encoder_whose_positions_begin_behind_padding_is_robertas(tmp_path: P
             load_huggingface(tmp_path)
 
 
+@pytest.mark.costly("scaling1")
 @pytest.mark.parametrize("scaling", [None, LinearScaling(factor=2.0)])
 def test_rotary_options_survive(scaling: Any, tmp_path: Path) -> None:
     rotary = RotaryPositions(base=500.0, scaling=scaling)

@@ -145,6 +145,7 @@ def test_states_are_written_as_they_were_read(format: Any, tmp_path: Path) -> No
         assert_same_later_scales(load_megatron(tmp_path / "again"), theirs, rng)
 
 
+@pytest.mark.costly
 def test_the_entries_of_a_file_are_those_of_transformer_engine(tmp_path: Path) -> None:
     theirs, _ = after(9, RECIPES["max"])
     with autocast(RECIPES["max"]):
@@ -180,6 +181,7 @@ def test_states_that_do_not_fit_are_refused_or_left_out(tmp_path: Path) -> None:
             load_megatron(path)
 
 
+@pytest.mark.costly
 def test_states_of_expert_ranks_are_joined(tmp_path: Path) -> None:
     """Two ranks, each of which has one entry for its two experts."""
     theirs, rng = after(9, RECIPES["max"])

@@ -188,7 +188,9 @@ def test_the_state_of_a_router_is_not_a_parameter() -> None:
     assert any(path[-1] == "expert_bias" for path in bias)
 
 
-@pytest.mark.costly("change0-None")
+@pytest.mark.costly(
+    "change0-None", slow=("change2-expert_model_paralel_size' \\\\(most alike: expert_model_parallel_size",)
+)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -229,6 +231,7 @@ def write_ranks(folder: Any, state: dict[str, Any], change: Any = lambda rank, p
     return folder
 
 
+@pytest.mark.costly
 def test_expert_ranks_that_do_not_agree_are_refused(tmp_path: Any) -> None:
     """Files of different steps, with an expert too many or too few, or with one under both names."""
     save_megatron(build("bias of experts, shared experts"), tmp_path / "one.pt")

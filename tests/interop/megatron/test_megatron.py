@@ -105,7 +105,12 @@ WRITTEN = {"torch, 1 rank": {}, "torch, 2 ranks": {"tensor_parallel": 2}, "torch
     "torch, 2 ranks-torch_dist",
     "torch, 2 ranks-torch, 2 ranks",
     "torch_dist-torch, 1 rank",
-    slow=("torch, 1 rank-torch, 2 ranks",),
+    slow=(
+        "torch, 1 rank-torch, 2 ranks",
+        "torch, 1 rank-torch_dist",
+        "torch, 2 ranks-torch, 1 rank",
+        "torch_dist-torch, 2 ranks",
+    ),
 )
 @pytest.mark.parametrize("second", WRITTEN)
 @pytest.mark.parametrize("first", WRITTEN)
@@ -237,6 +242,7 @@ def test_given_arguments_may_be_those_of_ranks_that_were_merged(tmp_path):
     assert_same(load_megatron(tmp_path / "alone.pt", args=found.args), model)
 
 
+@pytest.mark.costly
 def test_names_and_layouts_are_those_of_a_megatron_model(tmp_path):
     """Whose state dict has its own description of the layouts."""
     model, named = build("llama"), llama()
@@ -441,6 +447,7 @@ def test_a_file_of_one_rank_may_be_a_state_dict_alone_with_norms_apart(tmp_path)
     ]
 
 
+@pytest.mark.costly
 def test_models_that_megatron_cannot_say_are_refused(tmp_path):
     model = build("llama")
     model.multipliers = Multipliers(embedding=4.0)
@@ -465,7 +472,7 @@ def test_models_that_megatron_cannot_say_are_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.costly("singleton-True")
+@pytest.mark.costly("singleton-True", slow=("stacked-True",))
 @pytest.mark.parametrize(("form", "common_file"), [("stacked", True), ("singleton", True), ("stacked", False)])
 def test_torch_dist_is_read(form, common_file, tmp_path):
     """Layers stacked on an axis in front, in two rows and two columns of chunks; or each alone, its gate apart."""
@@ -525,6 +532,7 @@ def test_arguments_that_are_misspelt_or_would_change_the_model_are_refused(args,
         load_megatron(tmp_path / "one.pt", args=args)
 
 
+@pytest.mark.costly("flags3-gelu_exact")
 @pytest.mark.parametrize(
     ("flags", "activation"),
     [

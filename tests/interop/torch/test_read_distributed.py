@@ -81,6 +81,7 @@ def test_a_description_runs_nothing(tmp_path, monkeypatch):
         read_torch_distributed(tmp_path / "other")
 
 
+@pytest.mark.costly
 @settings(max_examples=60, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_folder_is_read_or_refused(data, tmp_path):

@@ -49,6 +49,7 @@ MLP |= {"layernorm_mlp.fc1_weight": random(2 * F, H), "layernorm_mlp.fc1_bias": 
 MLP |= {"layernorm_mlp.fc2_weight": random(H, F), "layernorm_mlp.fc2_bias": random(H)}
 
 
+@pytest.mark.costly("False")
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_transformer_layer(fused):
     arrays, (query, key, value) = te_arrays(fused)

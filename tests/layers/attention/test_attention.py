@@ -110,6 +110,7 @@ PADDING = jnp.arange(S)[None, None, None] >= LENGTHS[:, None, None, None]
 PACKED = PackedSeqParams(cu_seqlens_q=jnp.array([[0, 3, S]] * 2))
 
 
+@pytest.mark.costly("arguments7-padding")
 @pytest.mark.parametrize("mask_type", ["padding", "padding_causal", "causal", "no_mask", "arbitrary"])
 @pytest.mark.parametrize(
     "arguments",

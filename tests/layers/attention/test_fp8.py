@@ -339,6 +339,7 @@ def test_a_call_that_cannot_run_in_fp8():
         assert_bitwise(other, model(x))
 
 
+@pytest.mark.costly
 def test_megatrons_core():
     config = TransformerConfig(num_layers=1, hidden_size=H, num_attention_heads=N)
     q = draw("q", (B, S, N, 128))

@@ -44,7 +44,7 @@ def build(**options):
     )
 
 
-@pytest.mark.costly("0.5-False", slow=("0.5-True",))
+@pytest.mark.costly("0.5-False", slow=("0.5-True", "0.0-True"))
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("alpha", [0.5, 0.0, 1.0])
 def test_logits_keep_to_the_threshold_and_other_groups_stay(alpha, bias):
@@ -134,6 +134,7 @@ def test_max_logits_and_clipping_leave_the_models_layers_alone(monkeypatch: pyte
     assert [name for module, name in assigned if module is core] == []
 
 
+@pytest.mark.costly("with_adapter-has an adapter, LoRA")
 @pytest.mark.parametrize(
     ("change", "message"), [(with_adapter, "has an adapter, LoRA"), (stored_quantized, "is stored quantized")]
 )

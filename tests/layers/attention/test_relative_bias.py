@@ -39,6 +39,7 @@ def test_buckets(bidirectional, buckets, farthest):
     assert got.tolist() == [bucket(int(d), buckets, farthest, bidirectional) for d in distances]
 
 
+@pytest.mark.costly("auto", "explicit")
 def test_each_head_gets_its_buckets_number(mesh_mode):
     layer = RelativePositionBias(N, num_buckets=8, max_distance=10, bidirectional=False, rngs=nnx.Rngs(0))
     table = draw("table", (8, N))

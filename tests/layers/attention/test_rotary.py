@@ -42,6 +42,7 @@ def test_the_features_beyond_the_percentage_pass_through() -> None:
     assert_bitwise(y[..., :D], apply_rotary(x[..., :D], rotary_embedding(jnp.arange(5), D)))
 
 
+@pytest.mark.costly("0.75")
 @pytest.mark.parametrize("percent", [1.0, 0.75])
 def test_interleaved_pairs_are_neighbours(percent: float) -> None:
     positions, r = np.arange(6), int(D * percent)

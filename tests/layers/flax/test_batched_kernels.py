@@ -218,6 +218,7 @@ def test_on_a_mesh_the_numbers_are_those_of_one_device(kind):
         np.testing.assert_allclose(a, e, rtol=2.0**-16, atol=2.0**-16 * np.abs(e).max())
 
 
+@pytest.mark.costly
 def test_flaxs_own_layers_with_axes_that_stay():
     rngs = nnx.Rngs(0)
     layers = nnx.Dict(

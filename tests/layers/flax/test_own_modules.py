@@ -162,7 +162,9 @@ def test_an_einsum_of_a_module_is_the_gemm_of_flax_s(equation, recipe):
     assert_quantized_as_einsum_op(module, lambda m, x: m(equation, x), equation, lambda y: y, x, recipe)
 
 
-@pytest.mark.costly("a reshaped parameter", "jnp.dot", slow=("jit and checkpoint",))
+@pytest.mark.costly(
+    "a reshaped parameter", "jnp.dot", slow=("jit and checkpoint", "the parameter first", "jnp.matmul", "x @ w")
+)
 @pytest.mark.parametrize("kind", CALLS)
 def test_a_contraction_is_reached_however_it_is_written(kind):
     cls, shape, equation, after = CALLS[kind]
@@ -543,6 +545,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.costly("one kernel and several")
 @pytest.mark.parametrize(("cls", "shape", "why"), REFUSED.values(), ids=REFUSED)
 def test_a_contraction_that_no_recipe_can_quantize_is_refused_by_path(cls, shape, why):
     model = nnx.Sequential(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), cls(shape, nnx.Rngs(0)))

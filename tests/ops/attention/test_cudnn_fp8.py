@@ -133,6 +133,7 @@ def test_each_device_of_a_mesh_calls_it(mode):
     assert all("tensor<2x128x2x128xf8E4M3FN>" in types for _, _, types in calls)
 
 
+@pytest.mark.costly("a2a", "p2p")
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("way", "calls"),
@@ -186,6 +187,7 @@ def test_blocks_that_the_kernels_lack(monkeypatch, kind, mask_type, words):
             dot_product_attention((q, q, q), recipe=recipe, state=state, backend="te", **options)
 
 
+@pytest.mark.costly
 def test_no_other_file_calls_cudnn():
     """XLA's calls are not a public interface: one file knows their form, and the versions that have it."""
     root = Path(jax_te.__file__).parent

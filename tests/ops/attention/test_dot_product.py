@@ -95,6 +95,7 @@ def _gradients(operands, g, oracle):
     return out
 
 
+@pytest.mark.costly("bfloat16")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision(dtype):
     operands, g = qkv(dtype, groups=2), draw("g", (B, S, N, D), dtype)
@@ -115,7 +116,7 @@ def test_other_key_length():
         assert_close(out, oracles.attention(*map(wide, operands), causal=mask_type == "causal"), TOLERANCE["float32"])
 
 
-@pytest.mark.costly("padding", "padding_causal")
+@pytest.mark.costly("padding", "padding_causal", slow=("causal",))
 @pytest.mark.parametrize("mask_type", ["no_mask", "causal", "padding", "padding_causal"])
 def test_packed_is_unpacked(mask_type):
     operands, g = qkv(), draw("g", (B, S, N, D))

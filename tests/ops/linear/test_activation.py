@@ -10,6 +10,7 @@ from tests.support import oracles
 from tests.support.numerics import TOLERANCE, assert_close, draw, optimized_jit, value_and_vjp, wide, with_vjp
 
 
+@pytest.mark.costly("bfloat16-clamped_swiglu", "float32-gelu_exact")
 @pytest.mark.wide
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

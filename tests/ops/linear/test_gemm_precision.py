@@ -60,7 +60,9 @@ def reference(kind):
     return run_dense(KINDS[kind]() if kind else None)
 
 
-@pytest.mark.costly("flags1-current", slow=("flags0-delayed", "flags2-block"))
+@pytest.mark.costly(
+    "flags1-current", slow=("flags0-delayed", "flags2-block", "flags4-current", "flags5-block", "flags3-delayed")
+)
 @pytest.mark.wide
 @pytest.mark.parametrize("kind", ["delayed", "current", "block"])
 @pytest.mark.parametrize("flags", list(itertools.product((False, True), repeat=3)))
@@ -234,7 +236,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.costly("layernorm_mlp gelu-current", slow=("layernorm_mlp gelu-mxfp8", "dense-nvfp4"))
+@pytest.mark.costly("layernorm_mlp gelu-current", slow=("layernorm_mlp gelu-mxfp8", "dense-nvfp4", "dense-block"))
 @pytest.mark.wide
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("name", ["dense", "layernorm_mlp gelu"])

@@ -165,6 +165,7 @@ def test_parts_of_the_batch_with_scales_of_their_own_are_not_padded():
         dense(jnp.ones((4, 3, 32)), jnp.ones((32, 16)), recipe=DELAYED, state=parts)
 
 
+@pytest.mark.costly("delayed", "mxfp8")
 @pytest.mark.parametrize("recipe", [None, *RECIPES], ids=lambda recipe: getattr(recipe, "name", "none"))
 def test_zero_tokens(recipe):
     weights = draw("wi", (32, 1, 32)), draw("wo", (32, 32))

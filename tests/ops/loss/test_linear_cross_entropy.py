@@ -63,6 +63,7 @@ def test_on_meshes(mesh_mode):
         assert_close(got, e, 2 * TOLERANCE["float32"])
 
 
+@pytest.mark.costly("auto")
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 def test_where_context_ranks_split_the_sequence(axis_type):
     x, kernel, labels = operands()
@@ -94,6 +95,7 @@ def test_the_logits_are_never_there_as_a_whole():
     assert part in text(4)
 
 
+@pytest.mark.costly("0-8")
 @pytest.mark.parametrize(("b", "s"), [(0, 8), (2, 0)])
 def test_an_empty_microbatch_has_no_loss_and_no_gradient(b, s):
     x, kernel, labels = jnp.ones((b, s, 4)), jnp.ones((4, 8)), jnp.zeros((b, s), jnp.int32)

@@ -45,6 +45,9 @@ def loop(experts, kept, x, alignment, sizes=None):
         "every expert-False-1",
         "several-False-1",
         "several-True-4",
+        "one token-True-4",
+        "one token-True-1",
+        "all in one-True-1",
     ),
 )
 @pytest.mark.parametrize("alignment", [1, 4])
@@ -139,7 +142,7 @@ def test_half_precision_is_added_up_in_fp32():
     assert unpermute(rows, plan).item() == 1.0 + 2.0**-7
 
 
-@pytest.mark.costly("-1-int8")
+@pytest.mark.costly("-1-int8", slow=("-1-int32",))
 @pytest.mark.parametrize("dtype", ["int8", "int32"])
 @pytest.mark.parametrize("outside", [-1, -128, 5, 127])
 def test_a_number_that_no_expert_has_gets_no_row(outside, dtype):

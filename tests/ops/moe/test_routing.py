@@ -65,7 +65,10 @@ SPECS = [
 ]
 
 
-@pytest.mark.costly("{'topk': 4, 'score_function': 'sigmoid', 'num_groups': 4, 'group_topk': 2}-different")
+@pytest.mark.costly(
+    "{'topk': 4, 'score_function': 'sigmoid', 'num_groups': 4, 'group_topk': 2}-different",
+    slow=("{'topk': 3, 'num_groups': 2, 'group_topk': 1}-different",),
+)
 @pytest.mark.parametrize("logits", [LOGITS, TIED], ids=["different", "tied"])
 @pytest.mark.parametrize("options", SPECS, ids=str)
 def test_experts_and_probabilities(options, logits):
@@ -101,6 +104,8 @@ def test_a_choice_made_elsewhere():
     slow=(
         "{'topk': 4, 'score_function': 'sigmoid', 'num_groups': 4, 'group_topk': 2}",
         "{'topk': 8, 'topk_scaling_factor': 2.5}",
+        "{'topk': 2, 'score_function': 'sqrtsoftplus'}",
+        "{'topk': 1, 'pre_softmax': True}",
     ),
 )
 @pytest.mark.parametrize("options", SPECS, ids=str)
