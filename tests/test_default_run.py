@@ -20,8 +20,11 @@ def public_names() -> set[str]:
 
 def left_out(node: ast.AST) -> bool:
     """Whether a decorator marks a test as slow or costly; one that names cases leaves the others in the default run."""
-    marks = [ast.unparse(decorator) for decorator in getattr(node, "decorator_list", ())]
-    return any(mark.startswith(("pytest.mark.slow", "pytest.mark.costly")) and "costly('" not in mark for mark in marks)
+    for decorator in getattr(node, "decorator_list", ()):
+        mark, cases = (decorator.func, decorator.args) if isinstance(decorator, ast.Call) else (decorator, [])
+        if ast.unparse(mark) in ("pytest.mark.slow", "pytest.mark.costly") and not cases:
+            return True
+    return False
 
 
 def names_in(code: str) -> tuple[set[str], set[str]]:

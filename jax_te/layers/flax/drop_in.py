@@ -244,8 +244,8 @@ class ParameterGemm(DotGeneral):
         """
         if self.recipe is not None:
             return self._quantized(x, kernel, order, kernel_axes, dtype, out)
-        # Where the recipe of a call is another than that under which the module was traced, as in `sensitivity`.
         self.warn_of_unused_state("kernel")
+        # Where the recipe of a call is another than that under which the module was traced, as in `sensitivity`.
         numbers = (order.summed, order.kernel_summed), (order.batch, order.kernel_batch)
         return jax.lax.dot_general(x, kernel, numbers, preferred_element_type=dtype, out_sharding=out)
 
