@@ -5,14 +5,15 @@
     python .ci/site.py docs/_build/html index prec  # those whose names begin so; links and search of all
 
 It needs Chromium (Debian's package `chromium`) and, of pip, `playwright` and `axe-playwright-python`, which contains
-axe-core. Every page is opened at each width of `WIDTHS`, and each finding is printed with its page:
+axe-core. Every guide is opened at each width of `WIDTHS`, and so is one in `NAMES_FOR_EACH_READ` of the pages of names,
+which one template makes; the others of these are opened at the narrow width. Each finding is printed with its page:
 
 - the page, or a part of it, scrolls sideways; code may, on a narrow screen a table, and those of `WIDE_TABLES`;
 - a page is longer than `MAX_HEIGHT`, or one of `LONG_PAGES` is not, and so need not be listed there any more;
 - a link to a page or an anchor of the site leads nowhere;
 - a picture has no alternative text;
 - axe-core finds too little contrast, in the light and in the dark theme, or something that the keyboard cannot reach;
-  it reads every guide, and of the pages of names, which one template makes, one in `NAMES_FOR_EACH_READ`;
+  it reads what is opened at the wide width;
 - the search does not find the pages that `SEARCHES` expects.
 """
 
@@ -33,11 +34,12 @@ from pathlib import Path
 import axe_playwright_python
 from playwright.sync_api import Browser, Page, sync_playwright
 
-NAMES_FOR_EACH_READ = 8  # axe-core takes longer than all else
+NAMES_FOR_EACH_READ = 8  # that is opened wide, too, and read by axe-core, which takes longer than all else
 BROWSERS = 2  # that look at pages at the same time, each of which keeps about one core busy
 WIDTHS = (1400, 390)
 MAX_HEIGHT = 8000
-ANY_HEIGHT = ("api/", "parity", "genindex", "py-modindex")  # beginnings of names: indexes and reference pages
+# Beginnings of names: indexes, in which readers look one thing up, and reference pages.
+ANY_HEIGHT = ("api/", "errors", "parity", "genindex", "py-modindex")
 # Guides that are yet to be divided; a page leaves this list when it is short enough, and none is added to it.
 LONG_PAGES: tuple[str, ...] = ()
 
@@ -161,13 +163,15 @@ def check_pages(browser: Browser, address: str, names: list[str]) -> Iterator[st
     """Yield the findings of these pages at every width."""
     axe = Path(axe_playwright_python.__file__).with_name("axe.min.js").read_text(encoding="utf-8")
     of_names = [name for name in names if name.startswith("api/")]
-    unread = {*of_names} - {*of_names[::NAMES_FOR_EACH_READ]}
+    only_narrow = {*of_names} - {*of_names[::NAMES_FOR_EACH_READ]}
     for width in WIDTHS:
         page = browser.new_page(viewport={"width": width, "height": 900}, reduced_motion="reduce")
         for name in names:
+            if width > min(WIDTHS) and name in only_narrow:
+                continue
             page.goto(f"{address}/{name}", wait_until="load")
             yield from check_layout(page, name, width)
-            if width == max(WIDTHS) and name not in unread:
+            if width == max(WIDTHS):
                 page.evaluate(axe)
                 yield from check_access(page, name)
         page.close()
