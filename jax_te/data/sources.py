@@ -253,8 +253,16 @@ def _json_lines(path: Path, text_key: str) -> Iterator[bytes]:
                 yield text.encode("utf-8")
             # UnicodeError: half of a surrogate pair. RecursionError: brackets in brackets.
             except (ValueError, KeyError, RecursionError) as error:
-                reason = f"it has no {text_key!r}" if isinstance(error, KeyError) else str(error)[:200]
-                raise ValueError(f"{path}, line {number}: {reason}") from None
+                raise ValueError(f"{path}, line {number}: {_fault(error, text_key)}") from None
+
+
+def _fault(error: Exception, text_key: str) -> str:
+    """Return what is wrong with a line of JSON."""
+    if isinstance(error, KeyError):
+        return f"it has no {text_key!r}"
+    if isinstance(error, json.JSONDecodeError):  # whose own text counts lines inside of this one
+        return f"{error.msg} at its character {error.pos + 1}"
+    return str(error)[:200]
 
 
 def _parquet(path: Path, text_key: str) -> Iterator[bytes]:
