@@ -4,7 +4,7 @@ from jax_te.training.adamw import adamw_with_schedule, learning_rate_schedule, w
 from jax_te.training.compile_cache import keep_compiled_programs
 from jax_te.training.deferred import FirstHalf, deferred_vjp
 from jax_te.training.global_batch import global_batch
-from jax_te.training.gradients import LossFn, WeightedMean, value_and_grad
+from jax_te.training.gradients import value_and_grad
 from jax_te.training.inspection import (
     TensorStatistics,
     calibrate_delayed_scaling,
@@ -12,6 +12,7 @@ from jax_te.training.inspection import (
     inspect_precision,
     make_inspection,
 )
+from jax_te.training.loss import LossFn, WeightedMean
 from jax_te.training.loss_scale import ConstantLossScale, DynamicLossScale, LossScale
 from jax_te.training.muon import muon_dimension_numbers
 from jax_te.training.optimizer import Optimizer

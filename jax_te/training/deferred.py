@@ -16,7 +16,7 @@ from jax_te._validation import checked, float_dtype
 from jax_te.layers import quantizable_kernels, set_grad_sinks, states_advance
 from jax_te.ops.linear import LinearSpec, Probe, Summands, deferred_sink, deferred_wgrad
 from jax_te.quantize import OpaqueTree, as_float32, with_max_gradients
-from jax_te.training.gradients import split_parameters
+from jax_te.training.differentiation import split_parameters
 from jax_te.training.kernel_gradients import Path, SummandPlace
 from jax_te.training.kernel_uses import InputUses, uses_of_inputs
 from jax_te.training.state import split_model

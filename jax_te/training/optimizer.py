@@ -12,7 +12,7 @@ from flax import nnx
 from jax_te._validation import check_leaves, checked
 from jax_te.quantize import QuantizedKernel, QuantizerState, write_back
 from jax_te.sharding import current_mesh, log_whole_parameters
-from jax_te.training.gradients import constrain_as_created, used_scales
+from jax_te.training.differentiation import constrain_as_created
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import (
     adopt_changed_params,
@@ -31,6 +31,7 @@ from jax_te.training.transformation import (
     as_transformation,
     init_opt_state,
 )
+from jax_te.training.used_scale import used_scales
 from jax_te.typing import Array, PyTree
 
 

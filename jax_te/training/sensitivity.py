@@ -26,8 +26,8 @@ from jax_te.quantize import QuantizedKernel, frozen_scales
 from jax_te.recipe import Recipe, autocast
 from jax_te.sharding import batch_axes, constrain
 from jax_te.training.global_batch import check_global
-from jax_te.training.gradients import LossFn, mean_loss
 from jax_te.training.inspection import calibrate_delayed_scaling
+from jax_te.training.loss import LossFn, mean_loss
 from jax_te.training.state import split_model
 from jax_te.typing import Array, PyTree
 

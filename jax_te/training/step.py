@@ -18,17 +18,11 @@ from jax_te.layers import step_metrics
 from jax_te.models import layers_traced_once, multi_token_metrics
 from jax_te.quantize import frozen_scales, write_back
 from jax_te.sharding import use_rules
+from jax_te.training.accumulation import Accumulation, accumulated_gradients, gradients
+from jax_te.training.differentiation import constrain_as_created
 from jax_te.training.global_batch import require_global_batches
-from jax_te.training.gradients import (
-    Accumulation,
-    LossFn,
-    WeightedMean,
-    accumulated_gradients,
-    constrain_as_created,
-    gradients,
-    mean_loss,
-)
 from jax_te.training.kernel_gradients import KernelGradients
+from jax_te.training.loss import LossFn, WeightedMean, mean_loss
 from jax_te.training.masters import adopt_changed_params, apply_update, full_precision, select
 from jax_te.training.microbatches import MicrobatchStart, rules_of, shard_batch
 from jax_te.training.outcome import Outcome, outcome_of

@@ -7,8 +7,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
+
+from jax_te.training.loss_scale import LossScale
+from jax_te.typing import PyTree
 
 
 class UsedScale:
@@ -55,6 +59,21 @@ class UsedScale:
 
     def __hash__(self) -> int:
         return hash(UsedScale)
+
+
+def mark_as_scaled(grads: nnx.State, scaler: LossScale) -> nnx.State:
+    """Return gradients whose Variables record the loss scale that was used; `used_scales` reads it."""
+    # In metadata, which survive jit and jax.tree.map, unlike an attribute of the State.
+    used = UsedScale(scaler.scale)
+    return nnx.from_flat_state(
+        [(path, grad.replace(grad.get_value(), loss_scale=used)) for path, grad in nnx.to_flat_state(grads)]
+    )
+
+
+def used_scales(grads: PyTree) -> list[UsedScale | None]:
+    """Return the recorded loss scale of each gradient in a Variable, None without; bare arrays cannot record one."""
+    leaves = jax.tree.leaves(grads, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    return [leaf.get_metadata().get("loss_scale") for leaf in leaves if isinstance(leaf, nnx.Variable)]
 
 
 def _is_deleted(scale: Any) -> bool:

@@ -23,7 +23,7 @@ from jax_te.quantize import as_float32, with_max_gradients
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, NVFP4BlockScaling, autocast
 from jax_te.remat import remat
 from jax_te.training import FirstHalf, deferred_vjp, split_model
-from jax_te.training.gradients import vjp_of_model
+from jax_te.training.differentiation import vjp_of_model
 from jax_te.training.kernel_gradients import KernelGradients
 from tests.support.meshes import MODES, shard, use_mesh
 from tests.support.numerics import NO_DROPOUT, TOLERANCE, assert_bitwise, assert_close, draw, quick_jit

@@ -11,7 +11,8 @@ from flax import nnx
 
 from jax_te.layers import aux_losses_scaled
 from jax_te.quantize import QuantizerState
-from jax_te.training.gradients import Differentiated, Differentiation, Gradients, WeightedMean, differentiate
+from jax_te.training.differentiation import Differentiated, Differentiation, Gradients, differentiate
+from jax_te.training.loss import WeightedMean
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.pipeline.cut import Flat, as_state
 from jax_te.training.pipeline.loss import StackArrays, arrays_of, without_gradient

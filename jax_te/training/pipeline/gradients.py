@@ -15,14 +15,9 @@ from jax_te.layers import has_aux_loss_scale
 from jax_te.models import StackOptions
 from jax_te.quantize import counts_within_step, has_counts, merge_quantizers
 from jax_te.sharding import auto_region, current_mesh, leaves_with_axes, use_rules
-from jax_te.training.gradients import (
-    Accumulation,
-    Gradients,
-    WeightedMean,
-    constrain_as_created,
-    mean_loss,
-    split_parameters,
-)
+from jax_te.training.accumulation import Accumulation
+from jax_te.training.differentiation import Gradients, constrain_as_created, split_parameters
+from jax_te.training.loss import WeightedMean, mean_loss
 from jax_te.training.loss_scale import LossScale
 from jax_te.training.masters import cast_like_full_precision
 from jax_te.training.pipeline.around import AroundLayers

@@ -13,7 +13,7 @@ from flax import nnx
 from jax_te.layers import aux_losses_scaled, quantize_kernels, use_cached_kernels
 from jax_te.models import StackInput
 from jax_te.training.deferred import deferred_vjp, with_summands
-from jax_te.training.gradients import vjp_of_model
+from jax_te.training.differentiation import vjp_of_model
 from jax_te.training.kernel_gradients import Path, SummandPlace
 from jax_te.training.pipeline.cut import Flat, as_state
 from jax_te.training.pipeline.loss import StackArrays

@@ -13,7 +13,7 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.models import StackInput
-from jax_te.training.gradients import LossFn, WeightedMean
+from jax_te.training.loss import LossFn, WeightedMean
 from jax_te.typing import Array, Key, PyTree
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from flax import nnx
 
 from jax_te.models import StackOptions
-from jax_te.training.gradients import Accumulation
+from jax_te.training.accumulation import Accumulation
 from jax_te.training.loss_scale import LossScale
 from jax_te.training.pipeline.cut import Cut, Flat
 from jax_te.training.pipeline.loss import PipelinedLoss, StackArrays

@@ -11,7 +11,7 @@ from flax import nnx
 
 from jax_te.quantize import QuantizedKernel, merge_quantizers
 from jax_te.sharding import constrain
-from jax_te.training.gradients import Gradients, constrain_as_created
+from jax_te.training.differentiation import Gradients, constrain_as_created
 from jax_te.training.kernel_gradients import SummandPlace
 from jax_te.training.pipeline.around import AroundLayers
 from jax_te.training.pipeline.cut import Flat
