@@ -311,6 +311,17 @@ def _auto(sharding: Any, axes: Axes) -> Sharding:
 
 
 def _log(plan: RestorePlan, what: str) -> None:
+    """Log what a restore has converted, and warn of one that has filled no parameter: names then differ."""
+    filled = any(name[0] == PARAMETERS for name in [*plan.made, *plan.kernels])
+    kept = ["/".join(name) for name in plan.kept if name[0] == PARAMETERS]
+    if kept and not filled:
+        logging.getLogger("jax_te").warning(
+            "%s has none of the state's parameters, which all keep the values that they have: %s. Arrays there that "
+            "the state has not: %s",
+            what,
+            ", ".join(kept[:4]),
+            ", ".join(plan.left_out[:4]) or "none",
+        )
     done: dict[str, list[str]] = {}
     for name, made in (plan.made | plan.kernels).items():
         for note in dict.fromkeys(made.notes()):

@@ -205,7 +205,8 @@ def _model_of_run(options: ConvertOptions, source: Path, config: RunConfig) -> A
     with contexts(config), TrainCheckpointer(folder.parent) as checkpointer, warnings_as_lines():
         wanted = abstract_model_state(config, masters=True)
         state, _, _ = checkpointer.restore(wanted, step=int(folder.name), allow={"unexpected"})
-        model = exact_model(state)
+        # A given dtype is rounded to from the masters, not from their rounding to the run's dtype.
+        model = exact_model(state, all_masters=options.dtype is not None)
         if config.lora_rank is not None and options.to != "peft":
             merge_adapters(model)
         return jax.block_until_ready(model)

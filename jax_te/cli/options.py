@@ -164,10 +164,11 @@ class ModelOptions:
     position_embedding: str = option((*POSITION_EMBEDDINGS, "relative"), "position embedding; relative: T5's alone")
     bias: bool = option(FLAG, "biases in linear layers", library=("add_bias_linear",))
     tie_embeddings: bool = option(FLAG, "one weight for the embedding and the output head")
-    dropout: float = option(
+    dropout: float | None = option(
         RATE,
         "dropout rate of attention weights and hidden states",
-        0.0,
+        None,
+        shown="that of the config.json of --init-from or --model-config, else 0",
         library=("attention_dropout", "hidden_dropout"),
     )
     init_from: str | None = option(FOLDER, "Hugging Face model folder to fine-tune", None)
@@ -423,6 +424,7 @@ class Recorded:
     tokenizer_sha256: str | None = option(
         Text("HASH", matching("[0-9a-f]{64}", "a SHA-256")), "checksum of the file", None
     )
+    end_of_text: str | None = option(Text("TOKEN", str), "name of the tokenizer's token behind each document", None)
 
 
 # Dataclasses take the fields of their bases from the last one on: config.json begins with the data.

@@ -85,7 +85,8 @@ def _with_contents(given: Mapping[str, Any]) -> dict[str, Any]:
     paths = {name: os.path.abspath(given[name]) for name in ("data", "tokenizer", "init_from") if name in given}
     read: dict[str, Any] = {**given, **paths}
     if "tokenizer" in read:
-        read["tokenizer_sha256"] = tokenizer_values(read["tokenizer"], None)["tokenizer_sha256"]
+        found = tokenizer_values(read["tokenizer"], None)
+        read |= {name: found[name] for name in ("tokenizer_sha256", "end_of_text")}
     if "precision_config" in read:
         read["precision_config"] = read_rules(read["precision_config"])
     if "model_config" in read:

@@ -197,7 +197,8 @@ def _bias_shape(config: RunConfig, length: int) -> tuple[int, ...]:
 
 
 def _causal_attention(config: RunConfig) -> AttentionSpec:
-    d = config.transformer_config().kv_channels or 1
+    model = config.transformer_config()
+    d = model.kv_channels or 1
     return AttentionSpec(
         dtype=jnp.dtype(config.compute_dtype),
         batch=config.batch_size // config.microbatches,
@@ -209,7 +210,7 @@ def _causal_attention(config: RunConfig) -> AttentionSpec:
         v_head_dim=d,
         mask_type="causal",
         scale=d**-0.5,
-        dropout_rate=config.dropout,
+        dropout_rate=model.attention_dropout,
         # Rotary embedding, and key/value heads of another number, take the fused projection apart.
         packed=config.position_embedding != "rope" and config.num_heads == config.num_query_groups,
     )

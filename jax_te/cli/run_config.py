@@ -95,6 +95,8 @@ class RunConfig(RunOptions):
         fields: dict[str, Any] = {
             name: getattr(self, field) for name, field in _OPTION_OF.items() if name in _OF_THE_MODEL
         }
+        if self.dropout is None:  # the rates of the config.json that describes the model, or none
+            del fields["attention_dropout"], fields["hidden_dropout"]
         fields["first_last_layers_bf16"] = bool(self.bf16_layers_start or self.bf16_layers_end)
         if not fields["first_last_layers_bf16"]:  # numbers of such layers that have no effect, and say so
             del fields["num_layers_at_start_in_bf16"], fields["num_layers_at_end_in_bf16"]

@@ -27,6 +27,7 @@ VERSION = 1
 """Format version of ``config.json``."""
 
 _LABELS = {"tokenizer_sha256": "file of --tokenizer", "vocab_size": "vocabulary"}
+_LABELS |= {"end_of_text": "end of text of --tokenizer"}
 """Names for messages of the fields that are not options."""
 
 KEPT = {"preset", *options_of(Recorded), *(name for name, row in OPTIONS.items() if row.kept)}

@@ -36,7 +36,8 @@ def tokenizer_values(path: str, vocab_size: int | None) -> dict[str, Any]:
             f"{tokenizer.path} has {tokenizer.vocab_size} tokens, and the model's config.json {rows} (vocab_size); "
             "give the --tokenizer that it was made for"
         )
-    return {"tokenizer": path, "tokenizer_sha256": tokenizer.sha256, "vocab_size": rows}
+    facts = {"tokenizer_sha256": tokenizer.sha256, "end_of_text": tokenizer.end_of_text_name}
+    return {"tokenizer": path, **facts, "vocab_size": rows}
 
 
 def run_tokenizer(config: RunConfig, output: Path) -> Tokenizer | ByteTokenizer:
@@ -51,7 +52,9 @@ def run_tokenizer(config: RunConfig, output: Path) -> Tokenizer | ByteTokenizer:
     for place in (output / TOKENIZER_FILE, Path(config.tokenizer or output)):
         tokenizer = Tokenizer(place) if place.exists() else None
         if tokenizer is not None and tokenizer.sha256 == config.tokenizer_sha256:
-            return tokenizer
+            # A copy has no tokenizer_config.json beside it, from which the run may have its end of text.
+            same = tokenizer.end_of_text_name == config.end_of_text
+            return tokenizer if same else Tokenizer(place, end_of_text=config.end_of_text)
     raise ValueError(
         f"the tokenizer of the run in {output}, whose SHA-256 is {config.tokenizer_sha256}, is neither there nor in "
         f"{config.tokenizer}; put it back, or start a new run"

@@ -66,6 +66,8 @@ class RouterOptions:
         force_load_balancing: whether to choose at random, for measurements under equal load.
         force_biased: standard deviation of a normal random bias of each expert, for a choice at random; below 0: the
             same bias in each call.
+        cp_load_balanced: whether sequences come in zig-zag order, see `jax_te.ops.zigzag_positions`. Positions, and
+            what is drawn for a token, are then those of natural order. A `jax_te.layers.TransformerLayer` sets it.
         per_layer_logging: whether a train step's metrics have the losses, dropped share and largest load of this layer,
             too, and not only their means over all layers.
 
@@ -105,6 +107,7 @@ class RouterOptions:
     dtype: Literal["fp32", "fp64"] | None = None
     force_load_balancing: bool = False
     force_biased: float | None = None
+    cp_load_balanced: bool = False
     per_layer_logging: bool = False
 
     def __post_init__(self) -> None:
@@ -535,7 +538,9 @@ class ExpertsConfig(FillsFields):
         if self.num_moe_experts is None:
             raise ValueError("num_moe_experts is None, so that no layer has experts; give their number")
         given = {name: getattr(self, field) for name, field in _ROUTER_FIELDS.items()}
-        return RouterOptions(**given, aux_loss_groups=aux_loss_groups)
+        # A field of AttentionConfig, beside which a TransformerConfig has these.
+        balanced = getattr(self, "cp_load_balanced", False)
+        return RouterOptions(**given, aux_loss_groups=aux_loss_groups, cp_load_balanced=balanced)
 
     def moe_options(self) -> MoEOptions:
         """Return the options of a layer with experts.

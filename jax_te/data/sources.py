@@ -102,6 +102,11 @@ def read_tokens(
             f"no text in {name}: of {len(paths)} files none is UTF-8 with something in it; give a text file or a "
             "folder of text files"
         )
+    if isinstance(tokenizer, Tokenizer) and tokenizer.end_of_text is None and files > 1:
+        log_once(
+            f"{tokenizer.path} has no end of text, so nothing separates the documents of {name}: name a token as "
+            "eos_token in a tokenizer_config.json beside it, or give Tokenizer(end_of_text=)"
+        )
     if skipped and source is not None:
         log_once(
             f"{len(skipped)} of the {len(paths)} files in {name} are left out, as they are not text in UTF-8: "

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,11 @@ MAX_BYTES = 2**28
 _PIECE = 2**20
 """Characters that are encoded at once."""
 
+TOKENIZER_CONFIG = "tokenizer_config.json"
+"""File beside a ``tokenizer.json``, which names the special tokens."""
+
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<|endofdocument|>", "</s>", "<eos>", "[SEP]")
-"""Names of the end-of-text token of GPT-2 and Qwen, Llama 3, Llama 2, Gemma and BERT; the file does not specify it."""
+"""Names of the end-of-text token of GPT-2 and Qwen, Llama 3, Llama 2, Gemma and BERT, where no file specifies it."""
 
 _OTHER_FORMS = ("spiece.model", "sentencepiece.bpe.model", "tokenizer.model", "vocab.txt", "vocab.json")
 """Files of tokenizers that only transformers reads, and turns into a ``tokenizer.json``."""
@@ -36,17 +40,19 @@ class Tokenizer:
 
     Args:
         path: the file, or a folder that has it, such as one of `jax_te.interop.huggingface.load_huggingface`.
-        end_of_text: the token behind each document of training data. None: the first of ``<|endoftext|>``,
-            ``<|end_of_text|>``, ``<|endofdocument|>``, ``</s>``, ``<eos>`` and ``[SEP]`` that the vocabulary has, else
-            none.
+        end_of_text: the token behind each document of training data. None: the ``eos_token`` of the
+            ``tokenizer_config.json`` beside the file; if there is none, the first of ``<|endoftext|>``,
+            ``<|end_of_text|>``, ``<|endofdocument|>``, ``</s>``, ``<eos>`` and ``[SEP]`` that is among the special
+            tokens, or else in the vocabulary; if there is none either, no token.
 
     The attributes ``path``, ``vocab_size`` (the largest token + 1), ``special`` (the tokens that the file calls
-    special), ``end_of_text`` (a token, or None), ``dtype`` (the narrowest unsigned one that holds every token) and
-    ``sha256`` (of the file) can be read.
+    special), ``end_of_text`` (a token, or None), ``end_of_text_name``, ``dtype`` (the narrowest unsigned one that holds
+    every token) and ``sha256`` (of the file) can be read.
 
     Raises:
         ModuleNotFoundError: without the package, which is in the extra ``train``.
-        ValueError: for a file that is missing, too large or not a tokenizer; for an ``end_of_text`` that it lacks.
+        ValueError: for a file that is missing, too large or not a tokenizer; for an ``end_of_text`` that it lacks; for
+            a ``tokenizer_config.json`` that is not JSON, or names an ``eos_token`` that the vocabulary lacks.
 
     Source: ``PreTrainedTokenizerFast`` of transformers; Megatron-Core's ``HuggingFaceTokenizer``.
 
@@ -75,11 +81,27 @@ class Tokenizer:
             )
         self.dtype = np.min_scalar_type(self.vocab_size - 1)
         self.special = tuple(sorted(token for token, entry in added.items() if entry.special))
-        names = _END_OF_TEXT if end_of_text is None else (end_of_text,)
-        found = [token for token in map(self._tokenizer.token_to_id, names) if token is not None]
-        if end_of_text is not None and not found:
-            raise ValueError(f"{self.path} has no token {end_of_text[:100]!r}; give end_of_text one that it has")
-        self.end_of_text: int | None = found[0] if found else None
+        special = {entry.content for entry in added.values() if entry.special}
+        self.end_of_text_name = self._name_of_end(special) if end_of_text is None else end_of_text
+        self.end_of_text = None if self.end_of_text_name is None else self.find(self.end_of_text_name)
+        if self.end_of_text_name is not None and self.end_of_text is None:
+            raise ValueError(
+                f"{self.path} has no token {self.end_of_text_name[:100]!r}; give end_of_text one that it has"
+            )
+
+    def _name_of_end(self, special: Collection[str]) -> str | None:
+        """Return the name of the token behind a document that the files give."""
+        config = self.path.parent / TOKENIZER_CONFIG
+        if (named := _eos_token(config)) is not None:
+            if self.find(named) is None:
+                raise ValueError(
+                    f"{config} names the eos_token {named[:100]!r}, which {self.path} lacks; correct it, or give "
+                    "end_of_text a token that the file has"
+                )
+            return named
+        # Special ones first: Gemma's vocabulary has `</s>`, too, as a tag of HTML.
+        known = [name for name in _END_OF_TEXT if self.find(name) is not None]
+        return min(known, key=lambda name: name not in special, default=None)
 
     def encode(self, text: str) -> np.ndarray:
         """Return the tokens of a text, unsigned ``[n]``.
@@ -175,6 +197,26 @@ class ByteTokenizer:
         """Return the text of bytes; those that are not UTF-8 are U+FFFD, and numbers that are no bytes are left out."""
         numbers = _numbers(tokens)
         return numbers[numbers < 256].astype(np.uint8).tobytes().decode("utf-8", "replace")
+
+
+def _eos_token(path: Path) -> str | None:
+    """Return the name of the ``eos_token`` of a ``tokenizer_config.json``, None without the file or the token.
+
+    Raises:
+        ValueError: for a file that is too large, or not an object in JSON.
+    """
+    if not path.is_file():
+        return None
+    if path.stat().st_size > MAX_BYTES:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes; a {TOKENIZER_CONFIG} of at most {MAX_BYTES} is read")
+    try:
+        values = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {str(error)[:200]}") from None
+    token = values.get("eos_token") if isinstance(values, dict) else None
+    # An AddedToken is an object with its text.
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) and content else None
 
 
 def tokenizer_file(path: str | os.PathLike[str]) -> Path:

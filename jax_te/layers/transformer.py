@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -283,6 +284,10 @@ class TransformerLayer(ContextParallelModule):
     ) -> None:
         """Create either the block, which has its norm inside, or a norm and experts, under Megatron's names."""
         h = self.hidden_size
+        # Routers draw, and drop tokens, by position.
+        balanced = self.self_attention.core_attention.context_parallel.cp_load_balanced
+        if experts is not None and balanced:
+            experts = replace(experts, router=replace(experts.router, cp_load_balanced=True))
         if experts is None:
             self.layernorm_mlp = LayerNormMLP(h, f, norm.epsilon, **options, rngs=rngs)
             self.pre_mlp_layernorm = None

@@ -115,7 +115,7 @@ class TopKRouter(StateDicts, Router):
             ``[b s, e]``.
         """
         if experts is None and self.replayed is not None:
-            experts = self.replayed.get_value()
+            experts = self._in_order_held(self.replayed.get_value())
         routing = super().__call__(input, padding_mask=padding_mask, key=key, experts=experts)
         if return_routing:
             return routing
@@ -140,7 +140,8 @@ class TopKRouter(StateDicts, Router):
         """Replay a choice: the next calls take these experts, e.g. of another run's `Routing`.
 
         Args:
-            topk_indices: integers ``[b, s, k]`` in ``[0, e)``, or ``[s, k]`` for one sequence.
+            topk_indices: integers ``[b, s, k]`` in ``[0, e)``, or ``[s, k]`` for one sequence, in the order of
+                positions, also under ``cp_load_balanced``; a `Routing` has the layer's, see `jax_te.ops.undo_zigzag`.
 
         Raises:
             ValueError: unless the configuration has ``moe_enable_routing_replay``; for another shape, or a known number

@@ -34,7 +34,7 @@ _NO_CACHE = KernelCache({})
 
 def gradients(loss_fn: LossFn, state: TrainState, batch: PyTree, key: Array, kernels: KernelGradients) -> Gradients:
     """Return loss and gradients of one batch."""
-    return _of_batch(loss_fn, state, batch, key, kernels._replace(once=False), _NO_CACHE).gradients
+    return _of_batch(loss_fn, state, batch, key, kernels._replace(once=False), _NO_CACHE, share=1.0).gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +79,25 @@ def accumulated_gradients(accumulation: Accumulation, state: TrainState, batches
         (batches, jnp.arange(accumulation.microbatches, dtype=jnp.int32)),
     )
 
-    def mean(total: Array) -> Array:
-        return total / accumulation.microbatches if weights is None else WeightedMean(total, jnp.sum(weights)).mean
-
     grads = constrain_as_created(_summed_over_devices(sums, places, names, kernels.dtype))
-    loss, grads = jax.tree.map(mean, (sums.loss, grads))
+    weight = None if weights is None else jnp.sum(weights)
+    loss, grads = means_of_microbatches(sums.loss, grads, weight, accumulation.microbatches)
     return Gradients(loss, grads, merge_quantizers(stacked), sums.start.rest, counts)
+
+
+def means_of_microbatches(loss: Array, grads: PyTree, weight: Array | None, microbatches: int) -> tuple[Array, PyTree]:
+    """Return mean loss and gradients of a step.
+
+    Args:
+        loss: sum of the microbatches' losses, times their weights.
+        grads: sums of gradients of each microbatch's share of the loss, 1 / m, times its weight.
+        weight: sum of the weights. None: losses have no weights.
+        microbatches: number ``m`` of microbatches.
+    """
+    if weight is None:
+        return loss / microbatches, grads
+    mean = WeightedMean(loss, weight).mean
+    return mean, jax.tree.map(lambda total: WeightedMean(total, weight / microbatches).mean, grads)
 
 
 class _Sums(NamedTuple):
@@ -123,7 +136,8 @@ def _add_microbatch(
     """
     batch, index = microbatch
     now = replace(state, quantizers=sums.start.quantizers(state.quantizers), rest=sums.start.rest)
-    result = _of_batch(accumulation.loss_fn, now, batch, jax.random.fold_in(key, index), accumulation.kernels, cached)
+    key, share = jax.random.fold_in(key, index), 1.0 / accumulation.microbatches
+    result = _of_batch(accumulation.loss_fn, now, batch, key, accumulation.kernels, cached, share=share)
     (loss, grads, quantizers, rest, _), weight = result.gradients, result.aux
     grads = grads, result.summands
     if weight is not None:
@@ -157,9 +171,25 @@ def _summed_over_devices(
 
 
 def _of_batch(
-    loss_fn: LossFn, state: TrainState, batch: PyTree, key: Array, kernels: KernelGradients, cached: KernelCache
+    loss_fn: LossFn,
+    state: TrainState,
+    batch: PyTree,
+    key: Array,
+    kernels: KernelGradients,
+    cached: KernelCache,
+    *,
+    share: float,
 ) -> Differentiated:
-    """Return gradients of a batch; ``aux`` is its weight, fp32 ``[]``, if the loss is a `WeightedMean`, or None."""
+    """Return gradients of a batch; ``aux`` is its weight, fp32 ``[]``, if the loss is a `WeightedMean`, or None.
+
+    Args:
+        loss_fn: loss of the batch.
+        state: state that the batch begins with.
+        batch, key: arguments of ``loss_fn``.
+        kernels: computation of the kernels' gradients.
+        cached: quantized kernels.
+        share: factor of the loss, see `Differentiation`.
+    """
 
     def loss_and_weight(model: Any) -> tuple[Any, Array | None]:
         loss = loss_fn(model, batch, key)
@@ -170,6 +200,7 @@ def _of_batch(
         scaler=state.scaler,
         kernels=kernels,
         cached=cached,
+        share=share,
         like=full_precision(state.params, state.masters),
     )
     parts = SplitModel(state.graphdef, state.params, state.quantizers, state.rest)

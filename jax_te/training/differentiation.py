@@ -36,7 +36,7 @@ class Gradients(NamedTuple):
 
     Args:
         loss: fp32 ``[]``.
-        grads: ``nnx.State``, gradients of the scaled loss, fp32.
+        grads: ``nnx.State``, gradients of the scaled loss, fp32; of a microbatch's, times its share.
         quantizers: next quantizer states.
         rest: the model's other state.
         counts: counts with which each of several microbatches in a loop began, stacked, see `MicrobatchStart`.
@@ -72,6 +72,8 @@ class Differentiation:
     Args:
         rest_of: function that returns the other state of the model after the call.
         scaler: multiplier of the loss.
+        share: factor of the loss in the batch's, 1 / m of one of m microbatches. With it the layers' gradients, and so
+            the scales of delayed scaling, do not depend on the number of microbatches.
         kernels: computation of the kernels' gradients; those of some are given as ``summands``, see `Differentiated`.
         cached: kernels that the caller has quantized already, and which layers go without after the call. None: layers
             keep what they cache themselves, as other state.
@@ -81,6 +83,7 @@ class Differentiation:
     rest_of: Callable[[Any], nnx.State]
     scaler: LossScale
     kernels: KernelGradients
+    share: float = 1.0
     cached: KernelCache | None = None
     like: nnx.State | None = None
 
@@ -111,12 +114,13 @@ def differentiate(
         # These belong to this pass: they must not be part of the returned model's other state.
         cached = differentiation.cached
         kept = contextlib.nullcontext() if cached is None else cached_kernels(model, cached)
-        losses = aux_losses_scaled(model, differentiation.scaler.scale)
+        losses = aux_losses_scaled(model, differentiation.scaler.scale * differentiation.share)
         with kept, with_grad_sinks(model, grad_sinks), losses, layers_traced_once(), states_advance():
             value, aux = fn(model, *inputs)
         check_differentiable(value)
         loss = mean_loss(value)
-        return differentiation.scaler.scale_loss(loss), (loss, differentiation.rest_of(model), aux)
+        scaled = differentiation.scaler.scale_loss(loss * differentiation.share)
+        return scaled, (loss, differentiation.rest_of(model), aux)
 
     # allow_int: the dtype of with_max_gradients is not an ordinary float.
     differentiated = jax.grad(scaled_loss, argnums=(0, 1, 2, 3), has_aux=True, allow_int=True)

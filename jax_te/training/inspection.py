@@ -177,11 +177,12 @@ def make_inspection(
         observer.records.clear()
         observer.group_amaxes.clear()
         start = MicrobatchStart.first(state.quantizers, state.rest)
+        scale = state.scaler.scale * (1.0 / microbatches)  # of a microbatch's share of the loss, as in the step
         with observe_quantization(observer):
             for index in range(microbatches):
                 cut = functools.partial(_microbatch, index=index, microbatches=microbatches)
                 part, part_key = jax.tree.map(cut, batch), jax.random.fold_in(key, index)
-                start = probe(state.graphdef, params, state.quantizers, start, part, part_key, state.scaler.scale)
+                start = probe(state.graphdef, params, state.quantizers, start, part, part_key, scale)
         _share(observer, params)
         return _statistics(observer)
 
@@ -189,8 +190,12 @@ def make_inspection(
 
 
 @checked
-def exact_model(state: TrainState) -> Any:
+def exact_model(state: TrainState, *, all_masters: bool = False) -> Any:
     """Return ``state.model`` with the fp32 masters of kernels that are stored quantized (``fp8_param``).
+
+    Args:
+        state: state of the run.
+        all_masters: whether half-precision parameters are those of the masters, too.
 
     >>> import optax
     >>> from jax_te.layers import Linear
@@ -201,7 +206,8 @@ def exact_model(state: TrainState) -> Any:
     >>> exact_model(state).kernel.get_value().dtype
     dtype('float32')
     """
-    return nnx.merge(state.graphdef, _exact_parameters(state), state.quantizers, state.rest, copy=True)
+    params = full_precision(state.params, state.masters) if all_masters else _exact_parameters(state)
+    return nnx.merge(state.graphdef, params, state.quantizers, state.rest, copy=True)
 
 
 @checked

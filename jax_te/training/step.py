@@ -14,7 +14,7 @@ from flax import nnx
 
 from jax_te._validation import check_positive, checked, float_dtype
 from jax_te.config import PipelineConfig
-from jax_te.layers import step_metrics
+from jax_te.layers import aux_losses_scaled, step_metrics
 from jax_te.models import layers_traced_once, multi_token_metrics
 from jax_te.quantize import frozen_scales, write_back
 from jax_te.sharding import use_rules
@@ -285,6 +285,11 @@ class _LossAt:
     loss_fn: LossFn = field(metadata={"static": True})
     microbatches: int = field(metadata={"static": True})
 
+    @property
+    def share(self) -> float:
+        """Factor of a microbatch's loss that is differentiated, see `Differentiation`."""
+        return 1.0 / self.microbatches
+
     # Line searches pass on the other arguments, and refuse those that the function does not name.
     def __call__(self, params: PyTree, obj_fn: Any = None, grad_fn: Any = None) -> Array:
         del obj_fn, grad_fn
@@ -332,7 +337,8 @@ def _loss_of_microbatch(
     with frozen_scales():
         quantizers = start.quantizers(loss_at.quantizers)
         model = nnx.merge(loss_at.graphdef, params, quantizers, start.rest, copy=True)
-        loss = loss_at.loss_fn(model, batch, jax.random.fold_in(loss_at.key, index))
+        with aux_losses_scaled(model, loss_at.share):
+            loss = loss_at.loss_fn(model, batch, jax.random.fold_in(loss_at.key, index))
     weight = jnp.asarray(loss.weight, jnp.float32) if isinstance(loss, WeightedMean) else jnp.ones(())
     return _MicrobatchLoss(mean_loss(loss), weight, constrain_as_created(split_model(model).rest))
 
@@ -343,12 +349,15 @@ def _loss_fwd(params: PyTree, *others: Any) -> tuple[_MicrobatchLoss, Any]:
         return loss.mean, loss
 
     _, vjp, loss = jax.vjp(mean, params, has_aux=True)
-    return loss, vjp
+    return loss, (vjp, others[0].share)
 
 
-def _loss_bwd(vjp: Any, cotangent: _MicrobatchLoss) -> tuple[PyTree, None, None, None, None]:
-    (grads,) = vjp(jnp.ones(()))
-    return jax.tree.map(lambda grad: grad * cotangent.mean.astype(grad.dtype), grads), None, None, None, None
+def _loss_bwd(residuals: Any, cotangent: _MicrobatchLoss) -> tuple[PyTree, None, None, None, None]:
+    vjp, share = residuals
+    # Of the share that the step differentiates, whose amaxes the scales are for.
+    (grads,) = vjp(jnp.float32(share))
+    rest = cotangent.mean / share
+    return jax.tree.map(lambda grad: grad * rest.astype(grad.dtype), grads), None, None, None, None
 
 
 _loss_of_microbatch.defvjp(_loss_fwd, _loss_bwd)

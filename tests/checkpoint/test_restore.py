@@ -156,3 +156,16 @@ def test_what_is_left_out_must_be_allowed_and_what_is_missing_is_not(tmp_path):
             checkpointer.restore(plain(state), allow={"all"})
         with pytest.raises(TypeError, match=r"allow must be a collection .each text., got 'unexpected'"):
             checkpointer.restore(plain(state), allow="unexpected")
+
+
+def test_a_restore_that_fills_no_parameter_says_so(tmp_path, caplog):
+    def of(name):
+        made = lambda rngs: nnx.Dict({name: nnx.Linear(2, 2, rngs=rngs)})  # noqa: E731
+        return create_train_state(made, TX, key=jax.random.key(0))
+
+    with TrainCheckpointer(tmp_path) as checkpointer:
+        checkpointer.save(of("encoder"), None, 1)
+        checkpointer.restore(of("encoder"), allow={"missing", "unexpected"})
+        assert "none of the state's parameters" not in caplog.text
+        checkpointer.restore(of("enc"), allow={"missing", "unexpected"})
+    assert "has none of the state's parameters, which all keep the values that they have" in caplog.text

@@ -19,6 +19,7 @@ from jax_te.cli.model_config import FORM
 from jax_te.cli.parser import build_parser, options_from
 from jax_te.cli.resolve import resolve
 from jax_te.cli.run_files import read_config
+from jax_te.cli.run_text import run_tokenizer
 from jax_te.config import TransformerConfig
 from jax_te.interop.huggingface import load_huggingface, load_peft, save_huggingface
 from jax_te.layers import LoRA
@@ -277,6 +278,31 @@ def test_defaults_of_fine_tuning(folder, tmp_path):
     # Of experts; it would have no effect, and say so.
     assert "moe_router_bias_update_rate" not in adapted.library_fields()
     assert made("--dropout", "0.2", "--compute-dtype", "bfloat16").transformer_config().hidden_dropout == 0.2
+
+
+def test_dropout_is_that_of_the_folder_unless_it_is_given(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "base")
+    values = json.loads((folder / "config.json").read_text()) | {"attention_dropout": 0.3}
+    (tmp_path / "base" / "config.json").write_text(json.dumps(values))
+
+    def rates(*argv):
+        argv = ["train", "--init-from", str(tmp_path / "base"), *argv]
+        config = resolve(options_from(build_parser().parse_args(argv)), tmp_path / "run")[0].transformer_config()
+        return config.attention_dropout, config.hidden_dropout
+
+    assert rates() == (0.3, 0.0)
+    assert rates("--dropout", "0") == (0.0, 0.0)
+
+
+def test_a_run_keeps_the_end_of_text_of_the_folder(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "base")
+    (tmp_path / "base" / "tokenizer_config.json").write_text('{"eos_token": "the"}')
+    argv = ["train", "--init-from", str(tmp_path / "base")]
+    config = resolve(options_from(build_parser().parse_args(argv)), tmp_path / "run")[0]
+    assert config.end_of_text == "the"
+    (tmp_path / "run").mkdir()
+    shutil.copy(folder / "tokenizer.json", tmp_path / "run")
+    assert run_tokenizer(config, tmp_path / "run").end_of_text_name == "the"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import tokenizers as library
 
 from jax_te.data import Tokenizer
 from jax_te.data.tokenizer import _PIECE, ByteTokenizer, tokenizer_file
-from tests.support.tokenizers import WORDS, write_tokenizer
+from tests.support.tokenizers import WORDS, write_special_tokenizer, write_tokenizer
 
 
 def test_text_to_tokens_and_back(tmp_path):
@@ -139,3 +139,30 @@ def test_bytes():
     assert ByteTokenizer().encode(text).tolist() == [*"\u00fcber ".encode(), 0x80]
     assert ByteTokenizer().decode([*"\u00fc".encode(), 0x80]) == "\u00fc\ufffd"
     assert ByteTokenizer().decode([72, 105, 300, 321]) == "Hi"  # as `Tokenizer` leaves out ids that it lacks
+
+
+@pytest.mark.parametrize("eos", ["the", {"content": "the", "special": True}])
+def test_the_end_of_text_is_the_one_that_the_file_beside_it_names(eos, tmp_path):
+    write_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    tokenizer = Tokenizer(tmp_path)
+    assert (tokenizer.end_of_text, tokenizer.end_of_text_name) == (WORDS.index("the") + 2, "the")
+    assert Tokenizer(tmp_path, end_of_text="a").end_of_text_name == "a"
+
+
+def test_a_file_beside_a_tokenizer_without_an_end_of_text_decides_nothing(tmp_path):
+    write_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": null}')
+    assert Tokenizer(tmp_path).end_of_text_name == "<|endoftext|>"
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "gone"}')
+    with pytest.raises(ValueError, match=r"tokenizer_config.json names the eos_token 'gone', which .* lacks"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer_config.json is not JSON"):
+        Tokenizer(tmp_path)
+
+
+def test_a_special_token_ends_a_text_before_a_word_of_the_same_names(tmp_path):
+    """Gemma's vocabulary has the tag `</s>`, and ends texts with `<eos>`."""
+    path = write_special_tokenizer(tmp_path / "t.json", ("[UNK]", "<eos>"), ["</s>", *WORDS])
+    assert Tokenizer(path).end_of_text_name == "<eos>"

@@ -235,6 +235,41 @@ def test_padding_on_a_mesh_is_that_of_one_device(kind, axis_type):
         assert_close(of_padded(kind, TOKENS, **fields), expected)
 
 
+@pytest.mark.costly("by position", "at random")
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"moe_input_jitter_eps": 0.3},
+        {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position"},
+        {"moe_router_force_load_balancing": True},
+    ],
+    ids=["jitter", "by position", "at random"],
+)
+def test_a_router_goes_by_positions_in_zigzag_order(fields):
+    def losses(**more):
+        model, key = gpt(num_layers=1, moe_layer_freq=1, **fields, **more), jax.random.key(1)
+        return nnx.jit(lambda model: model.loss(TOKENS, LABELS, dropout_key=key, reduction="none"))(model)
+
+    expected = losses()
+    with jax.set_mesh(make_mesh(ParallelConfig(context=2), devices=jax.devices()[:2])):
+        np.testing.assert_allclose(losses(cp_load_balanced=True), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.costly
+def test_a_choice_is_replayed_by_positions_in_zigzag_order():
+    choice = jnp.stack([TOKENS % E, (TOKENS + 1) % E], axis=-1)
+
+    def logits(**more):
+        fields = {"num_layers": 1, "moe_layer_freq": 1, "moe_enable_routing_replay": True}
+        model = MegatronGPTModel(config(**fields, **more), None, V, 2 * S, rngs=nnx.Rngs(0))
+        model.decoder.layers[0].mlp.router.set_target_indices(choice)
+        return call(model, TOKENS)
+
+    expected = logits()
+    with jax.set_mesh(make_mesh(ParallelConfig(context=2), devices=jax.devices()[:2])):
+        np.testing.assert_allclose(logits(cp_load_balanced=True), expected, rtol=1e-4, atol=1e-5)
+
+
 AXES = ("data", "fsdp", "expert", "context", "tensor")
 PAIRS = [{one: 2, other: 2} for one, other in itertools.combinations(AXES, 2)]
 

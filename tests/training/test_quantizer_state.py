@@ -16,8 +16,10 @@ import optax
 import pytest
 from flax import nnx
 
+from jax_te.layers import Linear
 from jax_te.quantize import QuantizerState, merge_quantizers, write_back
-from jax_te.training import SplitModel, create_train_state, make_train_step, split_model
+from jax_te.recipe import DelayedScaling, autocast
+from jax_te.training import SplitModel, WeightedMean, create_train_state, make_train_step, split_model
 from jax_te.training.outcome import global_norm
 from tests.support.toy import HISTORY, Toy, loss_fn, make_batch, plain_loss
 
@@ -181,7 +183,26 @@ def test_state_is_the_same_for_any_number_of_microbatches():
 
 
 def test_state_of_the_output_gradient_is_the_largest_of_the_microbatches():
-    """Its amax is that of a microbatch's own mean loss: m times that of the whole batch's."""
+    """Its amax is that of a microbatch's share of the loss, and so that of the whole batch's."""
     states = [run_steps(1, microbatches=count)[0] for count in (1, 4)]
     one, four = (nnx.as_pure(state.quantizers["quantizers"])["grad"]["amax_history"][0] for state in states)
-    np.testing.assert_allclose(four, 4.0 * one, rtol=1e-5)
+    np.testing.assert_allclose(four, one, rtol=1e-5)
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["mean", "weighted"])
+def test_amaxes_of_gradients_do_not_depend_on_the_number_of_microbatches(weighted):
+    """A run may go on with another number under the scales that it has."""
+
+    def loss(model, x, key):
+        mean = jnp.mean(jnp.square(model(x)))
+        return WeightedMean(3.0 * mean, jnp.float32(3.0)) if weighted else mean
+
+    def amaxes(microbatches):
+        tx = optax.sgd(0.0)
+        with autocast(DelayedScaling(amax_history_len=2)):
+            state = create_train_state(lambda rngs: Linear(32, 32, rngs=rngs), tx, key=jax.random.key(0))
+            state, _ = make_train_step(loss, tx, microbatches=microbatches)(state, x)
+        return state.model.quantizers["grad"]["amax_history"][...]
+
+    x = jax.random.normal(jax.random.key(1), (64, 32))
+    np.testing.assert_allclose(amaxes(4), amaxes(1), rtol=1e-6)

@@ -19,11 +19,15 @@ _NO_NUMBERS = {
     "how a program runs a layer, or what it returns beside its output": """
         _attn_implementation _attn_implementation_autoset _flash_attn_2_enabled attn_implementation
         cache_implementation chunk_size_feed_forward gradient_checkpointing output_attentions output_hidden_states
-        output_past output_scores pretraining_tp return_dict return_dict_in_generate use_cache use_return_dict""",
-    "first weights, which those of the folder replace": "initializer_factor initializer_range",
+        output_past output_scores pretraining_tp reorder_and_upcast_attn return_dict return_dict_in_generate use_cache
+        use_return_dict""",
+    "first weights of a T5, which those of the folder replace": "initializer_factor",
     "heads of other tasks": """
         _num_labels classifier_dropout id2label is_encoder_decoder label2id num_labels problem_type
+        summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
         task_specific_params""",
+    "transformers' loss of routers in training, which is another sum than those here": """
+        aux_loss_alpha output_router_logits router_aux_loss_coef seq_aux""",
     "numbers of special tokens": """
         bos_token_id cls_token_id decoder_start_token_id eos_token_id eos_token_ids forced_bos_token_id
         forced_eos_token_id pad_token_id sep_token_id""",
@@ -35,6 +39,9 @@ _NO_NUMBERS = {
 }
 NO_NUMBERS = frozenset(name for names in _NO_NUMBERS.values() for name in names.split())
 """Fields that change no output of a model."""
+
+INITIAL_DEVIATION = "initializer_range"
+"""Field with the standard deviation of first weights."""
 
 FULL, WINDOW = "full_attention", "sliding_attention"
 """transformers' names of the kinds of layers."""

@@ -61,12 +61,15 @@ def check_no_model(folder: Path) -> None:
 
 def check_no_adapter(folder: Path) -> None:
     """Raise ValueError for a folder with an adapter, which transformers would add to a model there."""
-    found = [name for name in (ADAPTER_CONFIG, ADAPTER_TENSORS) if (folder / name).exists()]
-    if found:
+    if found := _adapter_files(folder):
         raise ValueError(
-            f"{folder} holds an adapter ({', '.join(found)}), and transformers would add it to a model there; give a "
-            "folder of its own to the model"
+            f"{folder} holds an adapter ({found}), and transformers would add it to a model there; give a folder of "
+            "its own to the model"
         )
+
+
+def _adapter_files(folder: Path) -> str:
+    return ", ".join(name for name in (ADAPTER_CONFIG, ADAPTER_TENSORS) if (folder / name).exists())
 
 
 def check_config(folder: Path) -> None:
@@ -165,8 +168,13 @@ def open_tensors(folder: Path) -> tuple[dict[str, np.ndarray], list[TensorFile]]
 
     Raises:
         ValueError: if there are none; for a damaged file; for an index that names files outside of the folder, or does
-            not fit the files.
+            not fit the files; for a folder that holds an adapter, too.
     """
+    if found := _adapter_files(folder):
+        raise ValueError(
+            f"{folder} holds a model and an adapter ({found}), which transformers would add to it; move the adapter to "
+            "a folder of its own, and load it with load_peft if the model is to have it"
+        )
     single = folder / SINGLE
     if single.exists():
         file = TensorFile(single)

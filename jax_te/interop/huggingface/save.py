@@ -17,7 +17,7 @@ from jax_te._validation import check_positive, checked, float_dtype
 from jax_te._whole_files import whole_or_nothing
 from jax_te.interop.huggingface.architectures.registry import ARCHITECTURES, named_classes
 from jax_te.interop.huggingface.block_scaled import Choice, held_kernels, quantization_config, written_scales
-from jax_te.interop.huggingface.config_json import NO_NUMBERS
+from jax_te.interop.huggingface.config_json import INITIAL_DEVIATION, NO_NUMBERS
 from jax_te.interop.huggingface.folder import (
     CONFIG,
     check_config,
@@ -42,13 +42,16 @@ from jax_te.interop.tables import (
     placed_arrays,
     write_by_the_first,
 )
+from jax_te.models import T5Model
 from jax_te.quantize import QuantizedKernel
 from jax_te.typing import DTypeLike
 
 _COMPANIONS = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
-    *("vocab.txt", "merges.txt", "spiece.model", "tokenizer.model", "chat_template.jinja", "generation_config.json"),
+    *("vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model*", "tiktoken.model"),
+    *("tekken.json", "tokenization_*.py", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
+"""Patterns of the names of a tokenizer's files, its code among them, and of those of generation."""
 
 
 @checked
@@ -237,7 +240,11 @@ def _config(name: str, form: Form, contents: _Contents, like: Path | None) -> di
     # Null, since transformers' default for a missing token would be one of another vocabulary.
     values: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     if like is not None:
-        values |= {key: value for key, value in json_file(like / CONFIG).items() if key in NO_NUMBERS}
+        # `dtype` is the newer name of `torch_dtype`, which is set below: with both, transformers follows this one.
+        theirs = json_file(like / CONFIG).items()
+        values |= {key: value for key, value in theirs if key in NO_NUMBERS and key != "dtype"}
+    if chosen.model is not T5Model:  # of which transformers has a factor for each kernel
+        values[INITIAL_DEVIATION] = form.config.init_method_std
     values |= chosen.config_fields(form)
     values |= {"architectures": [name], "model_type": chosen.model_type, "torch_dtype": widest.name}
     if contents.scales:
@@ -270,4 +277,4 @@ def _companions_of_save(folder: Path, like: Path | None) -> tuple[list[Path], li
 
 def companions(folder: Path) -> list[Path]:
     """Return the paths of the files of the tokenizer and of generation that a folder has."""
-    return [path for name in _COMPANIONS if (path := folder / name).is_file()]
+    return [path for name in _COMPANIONS for path in sorted(folder.glob(name)) if path.is_file()]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jax_te._validation import checked
+from jax_te._validation import checked, log_once
 from jax_te.interop.megatron.expert_states import load_expert_states
 from jax_te.interop.megatron.experts import without_unread_bias
 from jax_te.interop.megatron.flags import MEGATRON
@@ -36,7 +36,8 @@ def load_megatron(
     Args:
         path: path of the checkpoint, in format ``torch`` or ``torch_dist``; see `read_megatron`.
         iteration, vocab_size: see `read_megatron`.
-        args: arguments of Megatron-LM by name, in addition to or instead of those in the checkpoint.
+        args: arguments of Megatron-LM by name, in addition to or instead of those in the checkpoint. A message of the
+            log names those that nothing reads.
         fp8_states: whether experts get the scales and amax histories that the checkpoint has of them, under a recipe
             with state (`jax_te.recipe.autocast`). False: their states are new, as those of other layers are.
         dtype, config, execution, on_progress: see `jax_te.interop.huggingface.load_huggingface`.
@@ -60,10 +61,19 @@ def load_megatron(
     # The model has only the rows that are kept.
     if vocab_size is not None:
         given["padded_vocab_size"] = vocab_size
-    if "norm_epsilon" not in given and "layernorm_epsilon" in given:  # its older name
-        given["norm_epsilon"] = given["layernorm_epsilon"]
+    corrections = args or {}
+    # Its older name; the one that the caller gives counts, whichever the file has.
+    older = "layernorm_epsilon"
+    if older in given and "norm_epsilon" not in (corrections if older in corrections else given):
+        given["norm_epsilon"] = given[older]
     fields = Fields(given, f"the arguments of {path}", stored.tensors)
     form = MEGATRON.form(fields)
+    if unread := fields.unread(corrections.keys() - {older}):
+        log_once(
+            f"{len(unread)} of the arguments in args= are read by nothing here, or not beside the others: "
+            f"{', '.join(unread[:8])}{', ...' if len(unread) > 8 else ''}. Those of training do not matter; of "
+            "those that say what the model computes give the names that Megatron's programs read"
+        )
     model = load_tensors(
         MEGATRON,
         form,

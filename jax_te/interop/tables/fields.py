@@ -86,6 +86,10 @@ class Fields:
         """Return the error about a field whose value no configuration takes, with the words of ``error``."""
         return ValueError(f"{self._what}: {error}")
 
+    def unread(self, names: Collection[str]) -> list[str]:
+        """Return those of the names, sorted, of fields that nothing has read."""
+        return sorted(name for name in names if name in self._values)
+
     def finish(self, ignore: Collection[str] = ()) -> None:
         """Raise ValueError for fields that nothing has read; null stands for a field that is absent.
 

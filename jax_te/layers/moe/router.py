@@ -16,11 +16,11 @@ from jax_te.config import RouterOptions, normal_init
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.moe.router_state import CountsSoFar, ExpertBias, LastStep, QuantileBias
 from jax_te.layers.parameters import parameter, value_or_none
-from jax_te.ops import is_known, losses, routing
+from jax_te.ops import is_known, losses, reorder_to_zigzag, routing, undo_zigzag
 from jax_te.quantize import QuantizerState, count
 from jax_te.random import key_for
 from jax_te.remat import run_on_copies
-from jax_te.sharding import auto_region
+from jax_te.sharding import auto_region, axis_ranks
 from jax_te.typing import Array, DTypeLike, Initializer, Key
 
 
@@ -243,7 +243,8 @@ class Router(TrainingMode):
         options = self.options
         jitter = 0.0 if options.input_jitter_eps is None else options.input_jitter_eps
         if (jitter_key := self.used_dropout_key(key, input_jitter_eps=jitter)) is not None:
-            x = routing.jittered(x, jitter, key_for("router_input", jitter_key))
+            factors = key_for("router_input", jitter_key)
+            x = self._in_order_held(routing.jittered(self._in_natural_order(x), jitter, factors))
         dtype = {"fp32": jnp.float32, "fp64": jnp.float64, None: x.dtype}[options.dtype]
         kernel, bias = self.kernel.get_value(), value_or_none(self.bias)
         if self.frozen:
@@ -262,12 +263,25 @@ class Router(TrainingMode):
             )
         fixed = jax.random.key(self.layer_number or 0)
         key = fixed if key is None else key
-        drawn = key_for("router_choice", key)
+        drawn, logits = key_for("router_choice", key), self._in_natural_order(logits)
         if options.force_biased is None:
-            return routing.balanced_at_random(logits, drawn)
+            return self._in_order_held(routing.balanced_at_random(logits, drawn))
         std = options.force_biased
         bias_key = key_for("router_bias", fixed if std < 0.0 else key)
-        return routing.biased_at_random(logits, abs(std), drawn, bias_key)
+        return self._in_order_held(routing.biased_at_random(logits, abs(std), drawn, bias_key))
+
+    def _in_natural_order(self, x: Array) -> Array:
+        """Return values of tokens ``[..., s, d]`` in the order of their positions."""
+        return undo_zigzag(x, axis=-2) if self._is_reordered else x
+
+    def _in_order_held(self, x: Array) -> Array:
+        """Return values of tokens ``[..., s, d]`` in natural order in that of the router's input."""
+        return reorder_to_zigzag(x, axis=-2) if self._is_reordered else x
+
+    @property
+    def _is_reordered(self) -> bool:
+        # Without context devices, a load-balanced batch has its sequences in natural order.
+        return self.options.cp_load_balanced and axis_ranks("sequence") > 1
 
     def _token_mask(self, padding_mask: Array | None) -> Array | None:
         """Return which tokens losses and counts include; None: all."""
@@ -309,13 +323,14 @@ class Router(TrainingMode):
             return None
         options = self.options
 
-        def by_position(x: Array, b: int, s: int) -> Array:
-            return jnp.swapaxes(x.reshape(b, s, -1), 0, 1).reshape(b * s, -1)
+        def by_position(x: Array) -> Array:
+            return jnp.swapaxes(self._in_natural_order(x.reshape(b, s, -1)), 0, 1).reshape(b * s, -1)
 
         # Megatron's order of tokens: the first positions of all sequences come first.
-        ordered = routing.Assignment(*(by_position(x, b, s) for x in chosen))
+        ordered = routing.Assignment(*map(by_position, chosen))
         room = routing.within_capacity(ordered, options.num_experts, capacity, options.token_drop_policy)
-        return jnp.take_along_axis(by_position(room, s, b), chosen.experts, axis=-1)
+        room = self._in_order_held(jnp.swapaxes(room.reshape(s, b, -1), 0, 1)).reshape(b * s, -1)
+        return jnp.take_along_axis(room, chosen.experts, axis=-1)
 
     def capacity(self, tokens: int) -> int | None:
         """Return the capacity of an expert for ``tokens``; None: unlimited."""

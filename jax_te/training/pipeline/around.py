@@ -61,7 +61,7 @@ class AroundLayers:
                 return value
             return value._replace(weight=without_gradient(jnp.asarray(value.weight), _WEIGHT))
 
-        result = self._differentiate(after, self.program.scaler, y)
+        result = self._differentiate(after, self.program.scaler, self.program.share, y)
         return result.gradients, result.inputs[0]
 
     def input_gradients(self, number: Array, given: tuple[Array, dict[str, Any]]) -> Gradients:
@@ -69,7 +69,7 @@ class AroundLayers:
 
         def before(model: Any) -> Array:
             # The gradients are those of a loss that is scaled already.
-            with aux_losses_scaled(model, self.program.scaler.scale):
+            with aux_losses_scaled(model, self.program.aux_scale):
                 stack = self.program.loss.embed_inputs(model, *self._microbatch(number))
             without_gradient(dict(stack.arrays), _ARRAYS)  # for its error
             products = jax.tree.map(
@@ -79,9 +79,9 @@ class AroundLayers:
             )
             return sum(jax.tree.leaves(products), jnp.float32(0.0))
 
-        return self._differentiate(before, ConstantLossScale()).gradients
+        return self._differentiate(before, ConstantLossScale(), 1.0).gradients
 
-    def _differentiate(self, fn: Callable[..., Any], scaler: LossScale, *inputs: Array) -> Differentiated:
+    def _differentiate(self, fn: Callable[..., Any], scaler: LossScale, share: float, *inputs: Array) -> Differentiated:
         """Return gradients of ``fn(model, *inputs) -> [ ]`` by the Variables around the layers, and by ``inputs``."""
         graphdef, layers, params, states = nnx.split(
             self._model(), lambda path, value: path in self.program.layers, nnx.Param, QuantizerState
@@ -91,6 +91,7 @@ class AroundLayers:
             scaler=scaler,
             # Around the layers devices sum at once: few parameters there are kernels.
             kernels=self.program.accumulation.kernels._replace(once=False),
+            share=share,
         )
         parts = SplitModel(graphdef, params, states, rest=layers)
         return differentiate(lambda *args: (fn(*args), None), parts, differentiation, inputs)

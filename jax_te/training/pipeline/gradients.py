@@ -15,7 +15,7 @@ from jax_te.layers import has_aux_loss_scale
 from jax_te.models import StackOptions
 from jax_te.quantize import counts_within_step, has_counts, merge_quantizers
 from jax_te.sharding import auto_region, current_mesh, leaves_with_axes, use_rules
-from jax_te.training.accumulation import Accumulation
+from jax_te.training.accumulation import Accumulation, means_of_microbatches
 from jax_te.training.differentiation import Gradients, constrain_as_created, split_parameters
 from jax_te.training.loss import WeightedMean, mean_loss
 from jax_te.training.loss_scale import LossScale
@@ -239,8 +239,5 @@ def _model_results(cut: Cut, schedule: Schedule, weighted: bool, sums: StageSums
     grads = cut.unstacked(sums.layers) | jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), sums.outer)
     quantizers = cut.unstacked(sums.states) | merge_quantizers(sums.outer_states)
 
-    def mean(total: Array) -> Array:
-        return WeightedMean(total, sums.weight[0]).mean if weighted else total / schedule.microbatches
-
-    loss, grads = jax.tree.map(mean, (total, grads))
-    return loss, grads, quantizers
+    weight = sums.weight[0] if weighted else None
+    return *means_of_microbatches(total, grads, weight, schedule.microbatches), quantizers

@@ -89,7 +89,7 @@ class StageLayers:
         keys: list[Array | None] = [None] * len(layers)
         if given.keys is not None:
             keys = [given.keys[number] for number in self._numbers[chunk]]
-        with aux_losses_scaled(layers, self.program.scaler.scale):
+        with aux_losses_scaled(layers, self.program.aux_scale):
             for positions, own in self.program.cut.segments():
                 stack = StackInput(x, keys[positions], given.arrays, learned, self.program.options)
                 part = list(layers)[positions]

@@ -248,17 +248,47 @@ def test_dtypes_are_cast_only_if_asked_for(folder: Path, tmp_path: Path) -> None
     assert load_huggingface(tmp_path).config.params_dtype == jnp.bfloat16
 
 
+def test_the_dtype_that_is_written_is_that_of_the_tensors(folder: Path, tmp_path: Path) -> None:
+    """transformers follows `dtype`, which newer folders have, before `torch_dtype`."""
+    base = tmp_path / "base"
+    base.mkdir()
+    copied(folder, base)
+    change(base, dtype="bfloat16", torch_dtype="bfloat16")
+    save_huggingface(llama(), tmp_path / "tuned", like=base)
+    values = json.loads((tmp_path / "tuned" / "config.json").read_text())
+    assert values.get("dtype", values["torch_dtype"]) == values["torch_dtype"] == "float32"
+
+
+def test_the_deviation_of_first_weights_is_read_and_written(folder: Path, tmp_path: Path) -> None:
+    copied(folder, tmp_path)
+    change(tmp_path, initializer_range=0.3)
+    model = load_huggingface(tmp_path)
+    assert model.config.init_method_std == 0.3
+    save_huggingface(model, tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["initializer_range"] == 0.3
+
+
+def test_an_adapter_beside_a_model_is_not_ignored(folder: Path, tmp_path: Path) -> None:
+    copied(folder, tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"holds a model and an adapter \(adapter_config.json\)"):
+        load_huggingface(tmp_path)
+
+
 def test_fields_and_files_that_the_model_does_not_have_are_kept(folder: Path, tmp_path: Path) -> None:
     base = tmp_path / "base"
     base.mkdir()
     copied(folder, base)
-    change(base, eos_token_id=[3, 4], rope_theta=7.0)
-    (base / "tokenizer.json").write_text("{}")
+    change(base, eos_token_id=[3, 4], rope_theta=7.0, summary_type="first", router_aux_loss_coef=0.02)
+    companions = ("tokenizer.json", "tokenization_own.py", "tiktoken.model", "tokenizer.model.v3")
+    for name in companions:
+        (base / name).write_text("{}")
     (base / "pytorch_model.bin").write_text("weights")
     save_huggingface(llama(), tmp_path / "tuned", like=base)
     values = json.loads((tmp_path / "tuned" / "config.json").read_text())
     assert (values["eos_token_id"], values["rope_theta"], values["bos_token_id"]) == ([3, 4], 10000.0, None)
-    assert (tmp_path / "tuned" / "tokenizer.json").read_text() == "{}"
+    assert (values["summary_type"], values["router_aux_loss_coef"]) == ("first", 0.02)
+    assert [(tmp_path / "tuned" / name).read_text() for name in companions] == ["{}"] * 4
     assert not (tmp_path / "tuned" / "pytorch_model.bin").exists()
 
 

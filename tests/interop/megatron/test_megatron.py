@@ -201,6 +201,14 @@ def test_an_argument_that_is_given_need_not_be_that_of_all_files(tmp_path):
     assert load_megatron(tmp_path, args={"rotary_base": 2e4}).rotary.base == 2e4
 
 
+def test_arguments_that_are_given_and_not_read_are_named(tmp_path, caplog):
+    save_megatron(build("llama", num_layers=1), tmp_path)
+    assert load_megatron(tmp_path, args={"layernorm_epsilon": 1e-2}).config.layernorm_epsilon == 1e-2
+    assert "are read by nothing here" not in caplog.text
+    load_megatron(tmp_path, args={"rope_type": "yarn"})
+    assert "args= are read by nothing here, or not beside the others: rope_type" in caplog.text
+
+
 def test_every_file_of_a_checkpoint_has_a_version_that_is_read(tmp_path):
     """In older ones queries, keys and values have another order."""
     save_megatron(build("llama", num_layers=1), tmp_path, tensor_parallel=2)

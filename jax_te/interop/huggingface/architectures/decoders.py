@@ -58,11 +58,8 @@ def _read_gpt2(given: ConfigJson, options: Options) -> Options:
     scaled = given.take("scale_attn_weights", bool, True)
     given.expect("scale_attn_by_inverse_layer_idx", False)
     given.expect("add_cross_attention", False)
-    given.take("reorder_and_upcast_attn", bool, False)  # scores are fp32 in any case
     _compare_rates(options["hidden_dropout"], given.take("embd_pdrop", float, 0.1))
     given.skip("n_ctx")  # an older name of n_positions, which transformers no longer reads
-    given.skip("summary_activation", "summary_first_dropout", "summary_proj_to_labels")  # a head for other tasks
-    given.skip("summary_type", "summary_use_proj")
     given.expect("n_special", 0)  # rows after the vocabulary, in files of the first release (gpt2-medium)
     given.skip("predict_special_tokens")  # of which there are none
     return {

@@ -12,7 +12,6 @@ from jax_te.interop.huggingface.architectures.mixtures import (
     mixture_rows,
     mixture_table,
     shared_expert_rows,
-    skip_router_losses,
 )
 from jax_te.interop.huggingface.config_json import ConfigJson
 from jax_te.interop.tables import REQUIRED, TIED, Form, Options, Table, rows_of_layer
@@ -96,9 +95,7 @@ def _read_mixture(given: ConfigJson, options: Options, *, shared: int, first: in
         shared, first, factor: number of shared experts, first layer with experts, and factor of probabilities where no
             field says them.
     """
-    skip_router_losses(given)
-    # Losses of routers in training, and the original program's devices.
-    given.skip("aux_loss_alpha", "seq_aux", "ep_size")
+    given.skip("ep_size")  # the original program's devices
     given.expect("moe_layer_freq", 1)
     shared, first = given.take("n_shared_experts", int, shared), given.take("first_k_dense_replace", int, first)
     if first < 0:
@@ -219,7 +216,13 @@ def _read_biased_choice(given: ConfigJson, options: Options, groups: int, used: 
     given.expect("scoring_func", "sigmoid")
     given.expect("topk_method", "noaux_tc")
     # Probabilities of several experts are divided by their sum in any case here, and that of one never.
-    given.expect("norm_topk_prob", options["moe_router_topk"] > 1)
+    several, normed = options["moe_router_topk"] > 1, given.take("norm_topk_prob", bool, True)
+    if normed != several:
+        raise given.refused(
+            "norm_topk_prob",
+            normed,
+            f"with num_experts_per_tok={options['moe_router_topk']} only {several} is supported",
+        )
     groups, used = given.take("n_group", int, groups), given.take("topk_group", int, used)
     grouped = groups != 1 or used != 1
     depths = given.take("num_nextn_predict_layers", int, given.take("num_mtp_layers", int, 0))

@@ -11,7 +11,6 @@ from jax_te.interop.huggingface.architectures.mixtures import (
     mixture_table,
     refuse_one_expert_read,
     refuse_one_expert_written,
-    skip_router_losses,
 )
 from jax_te.interop.huggingface.config_json import ConfigJson, rotary_fields
 from jax_te.interop.tables import Form, Options, Table
@@ -40,7 +39,6 @@ def _table(form: Form) -> Table:
 
 def _read(given: ConfigJson, options: Options) -> Options:
     refuse_one_expert_read(given, options)
-    skip_router_losses(given)
     given.expect("hidden_act", "silu")  # the name of another function than the class computes
     given.expect("swiglu_alpha", _ALPHA)
     given.expect("attention_bias", True)

@@ -104,11 +104,6 @@ def _qwen_table(form: Form) -> Table:
     return mixture_table(form, llama_layer(form.config), QWEN_EXPERTS | (_SHARED_EXPERT if shared else {}))
 
 
-def skip_router_losses(given: ConfigJson) -> None:
-    """Skip the fields of transformers' loss of routers, which is another sum than those here, and of training alone."""
-    given.skip("output_router_logits", "router_aux_loss_coef")
-
-
 def refuse_one_expert_read(given: ConfigJson, options: Options) -> None:
     """Raise ValueError for one expert per token of a class that weights experts by the softmax over the chosen ones."""
     if options["moe_router_topk"] == 1:
@@ -130,7 +125,6 @@ def refuse_one_expert_written(options: Options) -> None:
 
 def _read_mixtral(given: ConfigJson, options: Options) -> Options:
     refuse_one_expert_read(given, options)
-    skip_router_losses(given)
     given.expect("router_jitter_noise", 0.0)  # of the experts' inputs, too; here only the router's have any
     positions = given.rotary(options["max_sequence_length"], 1e6)
     block = read_window(given, read_block(given, options, positions), given.optional("sliding_window", int, None))
@@ -177,7 +171,6 @@ def _write_pre_softmax(options: Options) -> bool:
 
 def _read_qwen_experts(given: ConfigJson, options: Options) -> Options:
     """Return the options with those of a mixture of Qwen 2 or 3, but for its attention."""
-    skip_router_losses(given)
     pre_softmax = _read_pre_softmax(given, options)
     return {
         **read_block(given, options),
@@ -252,7 +245,6 @@ def _write_qwen2_moe(options: Options) -> dict[str, Any]:
 
 
 def _read_olmoe(given: ConfigJson, options: Options) -> Options:
-    skip_router_losses(given)
     given.expect("attention_bias", False)
     given.expect("clip_qkv", None)  # a limit of queries, keys and values, which the published models do not have
     return {

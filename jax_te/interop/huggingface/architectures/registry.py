@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from jax_te.interop.huggingface.architectures.bert import BERT, MASKED_BERT, MASKED_ROBERTA, ROBERTA
@@ -24,7 +25,7 @@ from jax_te.interop.huggingface.architectures.deepseek import DEEPSEEK_V2, DEEPS
 from jax_te.interop.huggingface.architectures.gpt_oss import GPT_OSS
 from jax_te.interop.huggingface.architectures.mixtures import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from jax_te.interop.huggingface.architectures.t5 import MT5, T5
-from jax_te.interop.huggingface.config_json import ConfigJson
+from jax_te.interop.huggingface.config_json import INITIAL_DEVIATION, ConfigJson
 from jax_te.interop.tables import Architecture, Form
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -129,5 +130,6 @@ def read_form(
     given = ConfigJson(values, what, tensors)
     _, architecture = named_architecture(given)
     form = architecture.form(given)
+    deviation = given.take(INITIAL_DEVIATION, float, form.config.init_method_std)
     given.finish(ignore)
-    return architecture, form
+    return architecture, replace(form, config=replace(form.config, init_method_std=deviation))
