@@ -243,4 +243,5 @@ def constrain_as_created(tree: PyTree) -> PyTree:
 
 
 def wide(tree: PyTree) -> PyTree:
+    """Return arrays in fp32."""
     return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)

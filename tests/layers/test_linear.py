@@ -166,6 +166,8 @@ def test_bad_arguments_say_what_is_allowed(build: Any, message: str) -> None:
 
 @pytest.mark.costly(
     "LayerNormMLP-nvfp4",
+    "LayerNormMLP-current",
+    "LayerNormLinear-block",
     slow=(
         "Linear-nvfp4",
         "LayerNormMLP-mxfp8",

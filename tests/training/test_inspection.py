@@ -396,3 +396,15 @@ def test_attention_is_calibrated_to_what_steps_on_the_batch_arrive_at(recipe, bu
         assert 0.0 < amax < 10.0
         # The projections' operands were rounded under other scales: by 2^-4 of a value each.
         assert calibrated[path] == pytest.approx(amax, rel=2.0**-3), path
+
+
+def test_all_masters_are_those_of_half_precision_parameters_too():
+    tx = optax.sgd(1e-4)
+    made = lambda rngs: Linear(16, 16, params_dtype=jnp.bfloat16, rngs=rngs)  # noqa: E731
+    state = create_train_state(made, tx, key=jax.random.key(0))
+    state, _ = make_train_step(lambda model, x, key: jnp.mean(model(x)).astype(jnp.float32), tx)(
+        state, jnp.ones((8, 16))
+    )
+    kernel = exact_model(state, all_masters=True).kernel[...]
+    assert_same(kernel, state.masters["kernel"][...])
+    assert_same(exact_model(state).kernel[...], kernel.astype(jnp.bfloat16))

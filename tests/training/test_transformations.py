@@ -182,8 +182,9 @@ USUAL = [
 
 
 @pytest.mark.costly(
-    "adamw",
     "partition",
+    "contrib.schedule_free",
+    "masked",
     slow=(
         "sm3",
         "scale_by_backtracking_linesearch",
@@ -195,6 +196,7 @@ USUAL = [
         "opaque sam",
         "contrib.schedule_free",
         "masked",
+        "adamw",
     ),
 )
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")

@@ -105,6 +105,9 @@ WRITTEN = {"torch, 1 rank": {}, "torch, 2 ranks": {"tensor_parallel": 2}, "torch
     "torch, 2 ranks-torch_dist",
     "torch, 2 ranks-torch, 2 ranks",
     "torch_dist-torch, 1 rank",
+    "torch, 1 rank-torch_dist",
+    "torch, 2 ranks-torch, 1 rank",
+    "torch_dist-torch, 2 ranks",
     slow=(
         "torch, 1 rank-torch, 2 ranks",
         "torch, 1 rank-torch_dist",
@@ -480,7 +483,7 @@ def test_models_that_megatron_cannot_say_are_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.costly("singleton-True", slow=("stacked-True",))
+@pytest.mark.costly("singleton-True", "stacked-True", slow=("stacked-True",))
 @pytest.mark.parametrize(("form", "common_file"), [("stacked", True), ("singleton", True), ("stacked", False)])
 def test_torch_dist_is_read(form, common_file, tmp_path):
     """Layers stacked on an axis in front, in two rows and two columns of chunks; or each alone, its gate apart."""

@@ -101,6 +101,7 @@ def test_a_choice_made_elsewhere():
 
 @pytest.mark.costly(
     "{'topk': 2}",
+    "{'topk': 1, 'pre_softmax': True}",
     slow=(
         "{'topk': 4, 'score_function': 'sigmoid', 'num_groups': 4, 'group_topk': 2}",
         "{'topk': 8, 'topk_scaling_factor': 2.5}",
