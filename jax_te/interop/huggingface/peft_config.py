@@ -71,7 +71,9 @@ class PeftConfig:
         # Numbers do not choose among what a whole name or an expression says.
         if isinstance(self.targets, re.Pattern) or module in self.targets or self.numbers is None:
             return _is_one_of(module, self.targets)
-        counted = re.match(rf".*\.{self.stack or '[^.]*'}\.(\d+)\.", module)
+        # The first number in a name counts: a T5's block, and not the layer in it.
+        stack = r".*?\.[^.]*" if self.stack is None else rf"(?:.*?\.)?{self.stack}"
+        counted = re.match(rf"{stack}\.(\d+)\.", module)
         return counted is not None and int(counted[1]) in self.numbers and _is_one_of(module, self.targets)
 
 

@@ -452,3 +452,17 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
         save_peft(model, other)
     assert sorted(tmp_path.rglob("*")) == before
     assert "reduction_factor" in (other / "adapter_config.json").read_text()
+
+
+@pytest.mark.parametrize("pattern", [None, "block"])
+def test_the_first_number_in_a_name_is_that_of_its_layer(pattern: str | None) -> None:
+    """A T5's blocks have numbers, and so have the layers in them."""
+    values = {"peft_type": "LORA", "target_modules": ["q"], "layers_to_transform": [1], "layers_pattern": pattern}
+    config = read_config(values, "adapter_config.json", [])
+    named = "encoder.block.{}.layer.{}.SelfAttention.q"
+    assert [config.has(named.format(block, layer)) for block in (0, 1) for layer in (0, 1)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
