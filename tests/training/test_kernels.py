@@ -170,7 +170,11 @@ def test_kernels_are_quantized_once_a_step_outside_the_loop_over_microbatches(na
     ["none", *(pytest.param(name, marks=pytest.mark.slow) if name == "nvfp4" else name for name in QUANTIZED)],
 )
 def test_microbatches_give_the_mean_gradient_of_their_own_forward_passes(name):
-    """Against gradients of each microbatch alone, added up by hand; the states start alike and merge by maximum."""
+    """Against gradients of each one's share of the loss alone, added up by hand; states start alike, merge by maximum."""
+
+    def share(model, part, key):
+        return loss_fn(model, part, key) / 4.0
+
     recipe = recipe_from_name(name)
     with autocast(recipe):
         state = create_train_state(Net, optax.sgd(1.0), key=jax.random.key(0))
@@ -178,12 +182,12 @@ def test_microbatches_give_the_mean_gradient_of_their_own_forward_passes(name):
         alone = []
         for part in jnp.split(batch(), 4):
             copy = jax.tree.map(jnp.copy, state)
-            after, _ = make_train_step(loss_fn, optax.sgd(1.0))(copy, part)
+            after, _ = make_train_step(share, optax.sgd(1.0))(copy, part)
             alone.append(after)
         together, _ = make_train_step(loss_fn, optax.sgd(1.0), microbatches=4)(state, batch())
     for path, value in nnx.to_flat_state(together.params):
         start = np.asarray(dict(nnx.to_flat_state(before))[path][...])
-        mean = np.mean([np.asarray(dict(nnx.to_flat_state(one.params))[path][...]) - start for one in alone], axis=0)
+        mean = np.sum([np.asarray(dict(nnx.to_flat_state(one.params))[path][...]) - start for one in alone], axis=0)
         # One fp32 rounding of start + update, and of the sum of four gradients.
         np.testing.assert_allclose(np.asarray(value[...]) - start, mean, atol=2e-6 * max(1.0, np.abs(start).max()))
     merged = jax.tree.map(lambda *leaves: np.max(leaves, axis=0), *[one.quantizers for one in alone])
