@@ -170,7 +170,7 @@ def test_kernels_are_quantized_once_a_step_outside_the_loop_over_microbatches(na
     ["none", *(pytest.param(name, marks=pytest.mark.slow) if name == "nvfp4" else name for name in QUANTIZED)],
 )
 def test_microbatches_give_the_mean_gradient_of_their_own_forward_passes(name):
-    """Against gradients of each one's share of the loss alone, added up by hand; states start alike, merge by maximum."""
+    """Against gradients of each share of the loss alone, added up by hand; states start alike and merge by maximum."""
 
     def share(model, part, key):
         return loss_fn(model, part, key) / 4.0
