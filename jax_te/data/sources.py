@@ -75,11 +75,11 @@ def read_tokens(
     stored = token_file(paths[0]) if single else None
     if stored is not None:
         return Tokens(tokens=stored, source=name, files=1, text_bytes=None, vocab_size=tokenizer.vocab_size)
-    text_bytes = files = 0
+    text_bytes = files = count = 0
     skipped: list[Path] = []
 
     def documents() -> Iterator[bytes]:
-        nonlocal text_bytes, files
+        nonlocal text_bytes, files, count
         for path in paths:
             read = _READERS.get(path.suffix.lower(), _text)
             before = text_bytes
@@ -91,6 +91,7 @@ def read_tokens(
                     skipped.append(path)
                     continue
                 text_bytes += len(document)
+                count += 1
                 yield document
             files += text_bytes > before
 
@@ -102,10 +103,10 @@ def read_tokens(
             f"no text in {name}: of {len(paths)} files none is UTF-8 with something in it; give a text file or a "
             "folder of text files"
         )
-    if isinstance(tokenizer, Tokenizer) and tokenizer.end_of_text is None and files > 1:
+    if isinstance(tokenizer, Tokenizer) and tokenizer.end_of_text is None and count > 1:
         log_once(
-            f"{tokenizer.path} has no end of text, so nothing separates the documents of {name}: name a token as "
-            "eos_token in a tokenizer_config.json beside it, or give Tokenizer(end_of_text=)"
+            f"{tokenizer.path} has no end of text, so nothing separates the {count} documents of {name}: name a token "
+            "as eos_token in a tokenizer_config.json beside it, or give Tokenizer(end_of_text=)"
         )
     if skipped and source is not None:
         log_once(

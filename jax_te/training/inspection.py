@@ -211,7 +211,9 @@ def exact_model(state: TrainState, *, all_masters: bool = False) -> Any:
 
 
 @checked
-def calibrate_delayed_scaling(model: nnx.Module, loss_fn: LossFn, batch: PyTree, recipe: Recipe) -> None:
+def calibrate_delayed_scaling(
+    model: nnx.Module, loss_fn: LossFn, batch: PyTree, recipe: Recipe, *, loss_scale: float | Array = 1.0
+) -> None:
     """Fill the scaling states of ``model`` with the amaxes of one batch, so that the first scales fit.
 
     With empty histories, delayed scaling quantizes its first step with scale 1, in which nearly all gradients
@@ -222,7 +224,8 @@ def calibrate_delayed_scaling(model: nnx.Module, loss_fn: LossFn, batch: PyTree,
     Args:
         model: changed in place: its states become fresh ones for ``recipe``, with these amaxes as the newest; those of
             layers that the loss does not call have none.
-        loss_fn, batch: see `inspect_precision`.
+        loss_fn, batch, loss_scale: see `inspect_precision`. The batch is a step's; of one of its m microbatches the
+            gradients are m times as large, unless ``loss_scale`` is 1 / m.
         recipe: recipe of the states: `DelayedScaling`, or `Float8CurrentScaling` with ``fp8_dpa``, under which some of
             attention's scales are delayed. If it has no state, the model's states are removed and nothing is computed.
 
@@ -235,17 +238,19 @@ def calibrate_delayed_scaling(model: nnx.Module, loss_fn: LossFn, batch: PyTree,
     # On a model that shares the arrays: a loss that fails leaves the caller's as it was.
     trial = prepare_quantization(nnx.merge(*nnx.split(model)), recipe)
     if isinstance(recipe, DelayedScaling) and quantizable_modules(trial):
-        _calibrate_layers(trial, loss_fn, batch, recipe)
+        _calibrate_layers(trial, loss_fn, batch, recipe, loss_scale)
     if any(core.quantizers is not None for core in _cores(trial).values()):
-        _calibrate_cores(trial, loss_fn, batch, recipe)
+        _calibrate_cores(trial, loss_fn, batch, recipe, loss_scale)
     prepare_quantization(model, recipe)
     nnx.update(model, nnx.state(trial, QuantizerState))
 
 
-def _calibrate_layers(model: nnx.Module, loss_fn: LossFn, batch: PyTree, recipe: DelayedScaling) -> None:
+def _calibrate_layers(
+    model: nnx.Module, loss_fn: LossFn, batch: PyTree, recipe: DelayedScaling, loss_scale: float | Array
+) -> None:
     """Fill the fresh states of linear layers with the amaxes of a pass under current scaling."""
     with autocast(Float8CurrentScaling(fp8_format=recipe.fp8_format)):
-        observer = _observed(model, loss_fn, batch, None, 1.0)
+        observer = _observed(model, loss_fn, batch, None, loss_scale)
     amaxes = {(tensor.module, tensor.role): tensor.amax for tensor in _statistics(observer)}
     # Experts have a history each. NumPy's maximum keeps nan.
     amaxes |= {key: np.maximum.reduce(of_groups) for key, of_groups in observer.group_amaxes.items()}
@@ -262,7 +267,9 @@ def _calibrate_layers(model: nnx.Module, loss_fn: LossFn, batch: PyTree, recipe:
                 history.set_value(history.get_value().at[..., 0].set(amaxes[name, role]))
 
 
-def _calibrate_cores(model: nnx.Module, loss_fn: LossFn, batch: PyTree, recipe: Recipe) -> None:
+def _calibrate_cores(
+    model: nnx.Module, loss_fn: LossFn, batch: PyTree, recipe: Recipe, loss_scale: float | Array
+) -> None:
     """Replace the fresh states of cores of attention by the next ones of a pass with current scales in these."""
     graphdef, params, quantizers, rest = split_model(model)
     check_global(batch, params)
@@ -270,7 +277,8 @@ def _calibrate_cores(model: nnx.Module, loss_fn: LossFn, batch: PyTree, recipe: 
     @jax.jit
     def next_states(params: PyTree, quantizers: PyTree, rest: PyTree, batch: PyTree) -> PyTree:
         def loss(quantizers: PyTree) -> Array:
-            return _unscaled_loss(loss_fn, nnx.merge(graphdef, params, quantizers, rest, copy=True), batch, None)
+            model = nnx.merge(graphdef, params, quantizers, rest, copy=True)
+            return _unscaled_loss(loss_fn, model, batch, None) * loss_scale
 
         return as_float32(jax.grad(loss, allow_int=True)(with_max_gradients(quantizers)))
 

@@ -354,7 +354,7 @@ def _loss_fwd(params: PyTree, *others: Any) -> tuple[_MicrobatchLoss, Any]:
 
 def _loss_bwd(residuals: Any, cotangent: _MicrobatchLoss) -> tuple[PyTree, None, None, None, None]:
     vjp, share = residuals
-    # Of the share that the step differentiates, whose amaxes the scales are for.
+    # Of the share that the step differentiates, but for the loss scale.
     (grads,) = vjp(jnp.float32(share))
     rest = cotangent.mean / share
     return jax.tree.map(lambda grad: grad * rest.astype(grad.dtype), grads), None, None, None, None

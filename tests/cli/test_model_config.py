@@ -157,3 +157,12 @@ def test_a_form_is_measured(tmp_path, capsys):
     assert row["ms"] > 0.0
     status = main(["bench", "model", *sizes, "--vocab-size", "512"])
     assert_refused(status, capsys.readouterr().err, "--model-config says what the model is; leave --vocab-size out")
+
+
+def test_a_bench_has_no_dropout_whatever_the_file_says():
+    text = json.dumps(
+        {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_layer": 1, "n_head": 2}
+        | {"n_positions": 64, "vocab_size": 256}
+    )
+    config = preset_config("tiny", "none", model_config=text, batch_size=2, seq_len=16).transformer_config()
+    assert (config.attention_dropout, config.hidden_dropout) == (0.0, 0.0)

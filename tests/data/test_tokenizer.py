@@ -7,6 +7,7 @@ import pytest
 import tokenizers as library
 
 from jax_te.data import Tokenizer
+from jax_te.data.sources import read_tokens
 from jax_te.data.tokenizer import _PIECE, ByteTokenizer, tokenizer_file
 from tests.support.tokenizers import WORDS, write_special_tokenizer, write_tokenizer
 
@@ -166,3 +167,10 @@ def test_a_special_token_ends_a_text_before_a_word_of_the_same_names(tmp_path):
     """Gemma's vocabulary has the tag `</s>`, and ends texts with `<eos>`."""
     path = write_special_tokenizer(tmp_path / "t.json", ("[UNK]", "<eos>"), ["</s>", *WORDS])
     assert Tokenizer(path).end_of_text_name == "<eos>"
+
+
+def test_documents_that_nothing_separates_are_named(tmp_path, caplog):
+    tokenizer = Tokenizer(write_tokenizer(tmp_path / "none.json", end=None))
+    (tmp_path / "d.jsonl").write_text('{"text": "a"}\n{"text": "the"}\n')
+    read_tokens(tmp_path / "d.jsonl", tokenizer=tokenizer)
+    assert "none.json has no end of text, so nothing separates the 2 documents" in caplog.text

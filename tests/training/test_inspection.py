@@ -408,3 +408,13 @@ def test_all_masters_are_those_of_half_precision_parameters_too():
     kernel = exact_model(state, all_masters=True).kernel[...]
     assert_same(kernel, state.masters["kernel"][...])
     assert_same(exact_model(state).kernel[...], kernel.astype(jnp.bfloat16))
+
+
+def test_a_calibration_is_for_the_scaled_loss():
+    def amax(loss_scale):
+        recipe, x = DelayedScaling(amax_history_len=2), jnp.ones((16, 16))
+        model = Linear(16, 16, rngs=nnx.Rngs(0))
+        calibrate_delayed_scaling(model, lambda model, x, key: jnp.mean(model(x)), x, recipe, loss_scale=loss_scale)
+        return float(model.quantizers["grad"]["amax_history"][0])
+
+    assert amax(0.25) == 0.25 * amax(1.0)

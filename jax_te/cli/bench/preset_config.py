@@ -42,6 +42,7 @@ def preset_config(preset: str, recipe: str, way: str = "none", **fields: object)
     """
     # The dtype of a GPU, also where this runs on a CPU.
     given: dict[str, object] = {"preset": preset, "recipe": recipe, "params_dtype": "bfloat16"}
+    given["dropout"] = 0.0  # a config.json may have rates, and the peers are measured without
     given |= {name: value for name, value in fields.items() if value is not None}
     if "model_config" in given:
         del given["preset"]

@@ -10,7 +10,7 @@ from jax_te._text import table
 from jax_te.cli.build import contexts
 from jax_te.cli.inspect.options import InspectPrecision
 from jax_te.cli.inspect.report import print_json, print_rules, rules_values
-from jax_te.cli.inspect.trained import batches_of, check_saved, newest_state, run_and_recipe
+from jax_te.cli.inspect.trained import batches_of, check_saved, newest_state, rows_of, run_and_recipe
 from jax_te.cli.module_recipes import layer_recipes, recipe_label
 from jax_te.cli.objective import loss_of
 from jax_te.cli.precision_rules import apply_rules, quantization_rules, read_rules
@@ -32,6 +32,8 @@ def run(options: InspectPrecision) -> int:
     state, data_state, step = newest_state(options.output, config)
     print(f"{options.output}, step {step}, recipe {recipe_label(recipe)}", file=sys.stderr, flush=True)
     batch, report = batches_of(options, config, data_state, 1)[0], None
+    # Of the step's loss, the share of so many examples: the run's scales are for its gradients.
+    loss_scale = state.scaler.scale * (rows_of(options, config) / config.batch_size)
     with contexts(config), autocast(recipe):
         model = exact_model(state)  # with the run's own rules and scales, and kernels as the masters have them
         if options.precision_config is not None:
@@ -39,12 +41,12 @@ def run(options: InspectPrecision) -> int:
             report = apply_rules(model, rules)
         # The checkpoint's amax histories are those of the layers that the run quantized; others have none yet.
         if recipe is not None and (report is not None or options.recipe is not None):
-            calibrate_delayed_scaling(model, loss_of(config), batch, recipe)
+            calibrate_delayed_scaling(model, loss_of(config), batch, recipe, loss_scale=loss_scale)
         if all(layer.training is None for layer in layer_recipes(model)):
             raise ValueError(
                 f"no layer of the run in {options.output} is quantized; see what a --recipe would do to it"
             )
-        tensors = inspect_precision(model, loss_of(config), batch, loss_scale=state.scaler.scale)
+        tensors = inspect_precision(model, loss_of(config), batch, loss_scale=loss_scale)
     if options.json:
         values = [plain_values(tensor) | {"error_db": _finite(tensor.error_db)} for tensor in tensors]
         print_json(recipe, {"step": step, "tensors": values} | rules_values(report))

@@ -74,6 +74,11 @@ def newest_state(output: str, config: RunConfig) -> tuple[TrainState, dict[str, 
         return checkpointer.restore(abstract_model_state(config, masters=True), allow={"unexpected"})
 
 
+def rows_of(options: InspectPrecision | InspectSensitivity, config: RunConfig) -> int:
+    """Return the number of examples of a batch: those that are given, or of a microbatch of the run."""
+    return options.batch_size or config.batch_size // config.microbatches
+
+
 def batches_of(
     options: InspectPrecision | InspectSensitivity, config: RunConfig, data_state: dict[str, Any], count: int
 ) -> list[Any]:
@@ -88,7 +93,7 @@ def batches_of(
     Raises:
         ValueError: for batches that exceed the memory, and if the text of the run has changed.
     """
-    size = options.batch_size or config.batch_size // config.microbatches
+    size = rows_of(options, config)
     # As one step of so many examples, in as many parts as there are batches.
     parts = {"batch_size": size * count, "microbatches": count, "check_memory": options.check_memory}
     command = "inspect precision" if isinstance(options, InspectPrecision) else "inspect sensitivity"
