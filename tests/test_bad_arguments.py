@@ -322,9 +322,6 @@ def refused(constructor: Any, needed: dict[str, Any], name: str, value: Any, sai
 
 @pytest.mark.costly(
     "linen.LoRA",
-    "linen.Linear",
-    "linen.DotProductAttention",
-    "config.MLATransformerConfig",
     slow=(
         "linen.GroupedLoRA",
         "linen.MultiheadAttention",
@@ -378,8 +375,6 @@ CHECKED = [
     "layers.MoE",
     "models.GPTModel",
     "models.T5Model",
-    "megatron.MoELayer",
-    "models.BertModel",
     slow=("megatron.MLASelfAttention", "megatron.MoELayer", "models.BertModel"),
 )
 @pytest.mark.parametrize("constructor", CHECKED, ids=name_of)
@@ -402,9 +397,6 @@ def test_nothing_runs_before_a_refusal(constructor: Any, tmp_path: Path, monkeyp
 
 @pytest.mark.costly(
     "layers.MultiheadAttention",
-    "models.BertModel",
-    "layers.MoE",
-    "te_pytorch.MultiheadAttention",
     slow=(
         "config.MLATransformerConfig",
         "layers.MultiLatentAttention",

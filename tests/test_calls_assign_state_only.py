@@ -119,14 +119,7 @@ def test_each_public_module_is_called() -> None:
     assert called == CALLS.keys()
 
 
-@pytest.mark.costly(
-    "T5Model",
-    "MultiLatentAttention",
-    "BertModel",
-    "MoE",
-    "MLASelfAttention",
-    slow=("MoELayer", "MultiLatentAttention", "BertModel", "MoE", "MLASelfAttention"),
-)
+@pytest.mark.costly("T5Model", slow=("MoELayer", "MultiLatentAttention", "BertModel", "MoE", "MLASelfAttention"))
 @pytest.mark.parametrize("name", [*CALLS, *OTHERS], ids=lambda given: getattr(given, "__name__", given))
 def test_a_call_assigns_state_alone(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     make, call = OTHERS.get(name) or ((lambda rngs: build(name, rngs)), CALLS[name])

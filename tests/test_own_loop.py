@@ -123,7 +123,7 @@ CASES = [(function_run, way, argnums) for way in WAYS for argnums in (0, 1)]
 CASES += [(make, way, 0) for make in (nnx_run, linen_run) for way in FEW]
 
 
-@pytest.mark.costly("linen_run-plain-0", "linen_run-scan-0", slow=("linen_run-scan-0",))
+@pytest.mark.costly("linen_run-plain-0", slow=("linen_run-scan-0",))
 @pytest.mark.parametrize(("make", "way", "argnums"), CASES)
 def test_leaving_the_state_out_raises(make, way, argnums):
     """Parameters alone, and inputs alone."""
@@ -135,9 +135,7 @@ def test_leaving_the_state_out_raises(make, way, argnums):
         jax.eval_shape(differentiate, params, X)
 
 
-@pytest.mark.costly(
-    "auto-plain", "explicit-plain", "auto-remat", "explicit-remat", slow=("auto-remat", "explicit-remat")
-)
+@pytest.mark.costly("auto-plain", "explicit-plain", slow=("auto-remat", "explicit-remat"))
 @pytest.mark.parametrize("way", ["plain", "remat", "scan"])
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 def test_leaving_the_state_out_raises_on_a_mesh(way, axis_type):

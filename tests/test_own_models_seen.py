@@ -150,9 +150,7 @@ NOT_RUN = {
 }
 
 
-@pytest.mark.costly(
-    "no rule-not called", "no rule-its kernel is read outside", slow=("no rule-its kernel is read outside",)
-)
+@pytest.mark.costly("no rule-not called", slow=("no rule-its kernel is read outside",))
 @pytest.mark.parametrize("call", NOT_RUN.values(), ids=NOT_RUN)
 @pytest.mark.parametrize("rules", [None, {"one": CURRENT}], ids=["no rule", "rule"])
 def test_a_layer_that_the_call_does_not_call_is_not_reported_as_quantized(call, rules):

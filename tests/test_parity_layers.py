@@ -140,14 +140,7 @@ DROPPING: dict[str, tuple[Any, str, tuple[Any, ...]]] = {
 }
 
 
-@pytest.mark.costly(
-    "BERT",
-    "megatron",
-    "GPT's attention",
-    "Megatron's GPT",
-    "GPT",
-    slow=("T5", "te_pytorch", "megatron", "GPT's attention", "Megatron's GPT", "GPT"),
-)
+@pytest.mark.costly("BERT", slow=("T5", "te_pytorch", "megatron", "GPT's attention", "Megatron's GPT", "GPT"))
 @pytest.mark.parametrize("name", DROPPING)
 def test_dropout_without_a_key_is_refused_in_training(name: str) -> None:
     """A program written for PyTorch passes none, and would train without dropout unawares."""

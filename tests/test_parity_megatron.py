@@ -128,7 +128,7 @@ def test_offsets_of_linear_layers_are_refused():
         assert layer.sharded_state_dict("a.", (), {"any": 1}).keys() == {"a.weight", "a.bias"}
 
 
-@pytest.mark.costly("column", "row", slow=("row",))
+@pytest.mark.costly("column", slow=("row",))
 @pytest.mark.parametrize("mode", ["column", "row", "duplicated"])
 def test_an_expert_of_any_parallel_mode_is_whole(mode: str):
     """Two tensor ranks split no kernel of an expert, and have nothing to add up."""

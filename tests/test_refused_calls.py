@@ -389,8 +389,6 @@ WITH_KERNELS = [
 
 @pytest.mark.costly(
     "te_pytorch.GroupedLinear.__call__",
-    "layers.LayerNormMLP.__call__",
-    "layers.LoRA.__call__",
     slow=(
         "layers.GroupedLinear.__call__",
         "layers.MultiheadAttention.__call__",

@@ -316,8 +316,8 @@ def _log(plan: RestorePlan, what: str) -> None:
     kept = ["/".join(name) for name in plan.kept if name[0] == PARAMETERS]
     if kept and not filled:
         logging.getLogger("jax_te").warning(
-            "%s has none of the state's parameters, which all keep the values that they have: %s. Arrays there that "
-            "the state has not: %s",
+            "%s has none of the state's parameters, which all keep their values: %s. Arrays that it has, and the state "
+            "has not: %s",
             what,
             ", ".join(kept[:4]),
             ", ".join(plan.left_out[:4]) or "none",

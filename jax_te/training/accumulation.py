@@ -53,6 +53,11 @@ class Accumulation:
     keep_kernels: bool
     kernels: KernelGradients
 
+    @property
+    def share(self) -> float:
+        """Factor of a microbatch's loss in the step's, see `Differentiation`."""
+        return 1.0 / self.microbatches
+
 
 def accumulated_gradients(accumulation: Accumulation, state: TrainState, batches: PyTree, key: Array) -> Gradients:
     """Return the means of `gradients` over microbatches, from one scan; ``batches`` has leaves ``[m, b / m, ...]``.
@@ -136,8 +141,8 @@ def _add_microbatch(
     """
     batch, index = microbatch
     now = replace(state, quantizers=sums.start.quantizers(state.quantizers), rest=sums.start.rest)
-    key, share = jax.random.fold_in(key, index), 1.0 / accumulation.microbatches
-    result = _of_batch(accumulation.loss_fn, now, batch, key, accumulation.kernels, cached, share=share)
+    key = jax.random.fold_in(key, index)
+    result = _of_batch(accumulation.loss_fn, now, batch, key, accumulation.kernels, cached, share=accumulation.share)
     (loss, grads, quantizers, rest, _), weight = result.gradients, result.aux
     grads = grads, result.summands
     if weight is not None:

@@ -153,6 +153,7 @@ def make_train_step(
             rest=state.rest,
             counts=result.counts,
             batches=batches,
+            scale=state.scaler.scale,
             key=key,
             graphdef=state.graphdef,
             loss_fn=loss_fn,
@@ -280,15 +281,19 @@ class _LossAt:
     rest: PyTree
     counts: PyTree
     batches: PyTree
+    scale: PyTree
     key: PyTree  # a key; JAX also fills the fields with other objects, which run-time checks would refuse
     graphdef: nnx.GraphDef[Any] = field(metadata={"static": True})
     loss_fn: LossFn = field(metadata={"static": True})
     microbatches: int = field(metadata={"static": True})
 
     @property
-    def share(self) -> float:
-        """Factor of a microbatch's loss that is differentiated, see `Differentiation`."""
-        return 1.0 / self.microbatches
+    def factor(self) -> Any:
+        """Factor by which the step multiplies a microbatch's loss to differentiate it: its share times the loss scale.
+
+        The frozen scales of delayed scaling are for such gradients, and fp16 would lose others.
+        """
+        return self.scale / self.microbatches
 
     # Line searches pass on the other arguments, and refuse those that the function does not name.
     def __call__(self, params: PyTree, obj_fn: Any = None, grad_fn: Any = None) -> Array:
@@ -337,7 +342,7 @@ def _loss_of_microbatch(
     with frozen_scales():
         quantizers = start.quantizers(loss_at.quantizers)
         model = nnx.merge(loss_at.graphdef, params, quantizers, start.rest, copy=True)
-        with aux_losses_scaled(model, loss_at.share):
+        with aux_losses_scaled(model, loss_at.factor):
             loss = loss_at.loss_fn(model, batch, jax.random.fold_in(loss_at.key, index))
     weight = jnp.asarray(loss.weight, jnp.float32) if isinstance(loss, WeightedMean) else jnp.ones(())
     return _MicrobatchLoss(mean_loss(loss), weight, constrain_as_created(split_model(model).rest))
@@ -349,14 +354,13 @@ def _loss_fwd(params: PyTree, *others: Any) -> tuple[_MicrobatchLoss, Any]:
         return loss.mean, loss
 
     _, vjp, loss = jax.vjp(mean, params, has_aux=True)
-    return loss, (vjp, others[0].share)
+    return loss, (vjp, jnp.asarray(others[0].factor, jnp.float32))
 
 
 def _loss_bwd(residuals: Any, cotangent: _MicrobatchLoss) -> tuple[PyTree, None, None, None, None]:
-    vjp, share = residuals
-    # Of the share that the step differentiates, but for the loss scale.
-    (grads,) = vjp(jnp.float32(share))
-    rest = cotangent.mean / share
+    vjp, factor = residuals
+    (grads,) = vjp(factor)
+    rest = cotangent.mean / factor
     return jax.tree.map(lambda grad: grad * rest.astype(grad.dtype), grads), None, None, None, None
 
 

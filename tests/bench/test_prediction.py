@@ -99,10 +99,7 @@ def test_options_that_do_not_go_together(capsys, argv, words):
 
 
 @pytest.mark.costly(
-    "T5ForConditionalGeneration-command0",
-    "BertForMaskedLM-command0",
-    "T5ForConditionalGeneration-command1",
-    slow=("BertForMaskedLM-command0", "T5ForConditionalGeneration-command1"),
+    "T5ForConditionalGeneration-command0", slow=("BertForMaskedLM-command0", "T5ForConditionalGeneration-command1")
 )
 @pytest.mark.parametrize("command", [["doctor", "--gpu", "h200"], ["bench", "model"]])
 @pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "BertForMaskedLM"])

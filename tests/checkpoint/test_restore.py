@@ -168,4 +168,4 @@ def test_a_restore_that_fills_no_parameter_says_so(tmp_path, caplog):
         checkpointer.restore(of("encoder"), allow={"missing", "unexpected"})
         assert "none of the state's parameters" not in caplog.text
         checkpointer.restore(of("enc"), allow={"missing", "unexpected"})
-    assert "has none of the state's parameters, which all keep the values that they have" in caplog.text
+    assert "has none of the state's parameters, which all keep their values: params/" in caplog.text

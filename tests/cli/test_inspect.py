@@ -135,11 +135,7 @@ def test_sensitivity_as_a_table(quantized, capsys):
 
 
 @pytest.mark.costly(
-    "precision-argv0-texts0",
-    "precision-argv2-texts2",
-    "sensitivity-argv5-texts5",
-    "precision-argv1-texts1",
-    slow=("precision-argv2-texts2", "sensitivity-argv5-texts5", "precision-argv1-texts1"),
+    "precision-argv0-texts0", slow=("precision-argv2-texts2", "sensitivity-argv5-texts5", "precision-argv1-texts1")
 )
 @pytest.mark.parametrize(
     ("report", "argv", "texts"),

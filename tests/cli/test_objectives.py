@@ -110,7 +110,6 @@ def test_a_mesh_sees_the_same_batches(name, mesh, folders, tmp_path):
 
 @pytest.mark.costly(
     "T5ForConditionalGeneration-argv0---seq-len 16 leaves the decoder 5 tokens, which is not divisible by context=2",
-    "T5ForConditionalGeneration-argv1---seq-len 2: seq_len 2 has no place for a token",
     slow=("T5ForConditionalGeneration-argv1---seq-len 2: seq_len 2 has no place for a token",),
 )
 @pytest.mark.parametrize(

@@ -229,7 +229,7 @@ def test_absurd_sizes_are_refused_before_anything_is_made(argv, tmp_path, monkey
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.costly("changes1", "changes3", slow=("changes2", "changes3"))
+@pytest.mark.costly("changes1", slow=("changes2", "changes3"))
 @pytest.mark.parametrize(
     "changes",
     [
@@ -461,7 +461,7 @@ def test_a_run_whose_steps_are_all_skipped_ends_with_the_reason(tmp_path, capsys
     assert_refused(main(argv), capsys.readouterr().err, "5 steps in a row", "--give-up-after", "--learning-rate")
 
 
-@pytest.mark.costly("context", "expert", "fsdp", "pipeline", "data", slow=("data",))
+@pytest.mark.costly("context", "expert", "fsdp", "pipeline", slow=("data",))
 @pytest.mark.parametrize("axis", ["data", "fsdp", "tensor", "expert", "context", "pipeline"])
 def test_the_estimate_is_a_lower_bound_on_every_axis(axis):
     given = {"preset": "moe-tiny", "mesh": f"{axis}=4", "batch_size": 4, "seq_len": 32, "eval_batches": 1}

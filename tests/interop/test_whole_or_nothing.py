@@ -86,7 +86,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.costly("huggingface", "huggingface, shards", slow=("huggingface, shards",))
+@pytest.mark.costly("huggingface", slow=("huggingface, shards",))
 @pytest.mark.parametrize("writer", WRITERS)
 def test_a_call_that_is_refused_while_it_writes_leaves_nothing(writer: str, tmp_path: Path) -> None:
     name, write = WRITERS[writer]

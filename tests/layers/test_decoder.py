@@ -97,7 +97,7 @@ def run_decoder(layer: TransformerLayer, x: Any, encoded: Any, g: Any) -> Any:
     return y, (nnx.to_pure_dict(d_params), *d_args)
 
 
-@pytest.mark.costly("post", "output", slow=("output",))
+@pytest.mark.costly("post", slow=("output",))
 @pytest.mark.parametrize(
     "form",
     [Form(residual_post_norm=True, rms=True), Form(output_norm=True), Form(block_output_norm=True)],

@@ -16,7 +16,7 @@ from tests.support.numerics import assert_bitwise, assert_close, draw
 V, H = 16, 8
 
 
-@pytest.mark.costly("auto", "explicit", slow=("explicit",))
+@pytest.mark.costly("auto", slow=("explicit",))
 def test_looks_up_rows_and_adds_up_gradients_on_every_mesh(mesh_mode: str) -> None:
     layer = shard(Embedding(V, H, rngs=nnx.Rngs(0)))
     ids, g = jnp.array([[3, 3, 15], [0, 3, 1], [2, 2, 2], [5, 6, 7]]), draw("g", (4, 3, H))

@@ -13,8 +13,6 @@ from tests.support.overflow import OVERFLOW_CASES, check_overflow_is_seen
 
 @pytest.mark.costly(
     "layernorm_linear-the output's gradient-nvfp4",
-    "layernorm_mlp-a kernel-current",
-    "linear-the input-mxfp8",
     slow=(
         "layernorm_mlp-the first GEMM's output-block",
         "layernorm_linear-the output's gradient-delayed",

@@ -204,7 +204,7 @@ WAYS = {
 }
 
 
-@pytest.mark.costly("nnx.remat", "nnx.grad", "jax.checkpoint", "nnx.jit", slow=("eager", "jax.checkpoint", "nnx.jit"))
+@pytest.mark.costly("nnx.remat", "nnx.grad", slow=("eager", "jax.checkpoint", "nnx.jit"))
 @pytest.mark.parametrize("way", WAYS)
 def test_the_attribute_is_the_same_in_an_eager_call_and_under_transformations(way):
     x = draw("x", (16, 32))
@@ -430,9 +430,6 @@ def squares(model, x, first):
 @pytest.mark.costly(
     "current-argument-eager",
     "current-argument-nnx.jit",
-    "current-attribute-eager",
-    "delayed-attribute-nnx.jit",
-    "delayed-attribute-eager",
     slow=(
         "delayed-argument-eager",
         "delayed-argument-nnx.jit",

@@ -166,8 +166,6 @@ def test_bad_arguments_say_what_is_allowed(build: Any, message: str) -> None:
 
 @pytest.mark.costly(
     "LayerNormMLP-nvfp4",
-    "LayerNormMLP-current",
-    "LayerNormLinear-block",
     slow=(
         "Linear-nvfp4",
         "LayerNormMLP-mxfp8",

@@ -125,12 +125,6 @@ def test_the_table_of_bases_has_every_class() -> None:
 @pytest.mark.costly(
     "jax_te.layers.linear.Linear",
     "jax_te.layers.layernorm_mlp.LayerNormMLP",
-    "jax_te.megatron.grouped_linear.TEColumnParallelGroupedLinear",
-    "jax_te.te_pytorch.linear.LayerNormMLP",
-    "jax_te.megatron.grouped_linear.TEGroupedLinear",
-    "jax_te.megatron.grouped_linear.TERowParallelGroupedLinear",
-    "jax_te.layers.layernorm_linear.LayerNormLinear",
-    "jax_te.te_pytorch.linear.GroupedLinear",
     slow=(
         "jax_te.layers.moe.grouped_linear.GroupedLinear",
         "jax_te.megatron.layernorm_linear.TELayerNormColumnParallelLinear",

@@ -23,7 +23,7 @@ RECIPES = [None, DelayedScaling(amax_history_len=2), Float8CurrentScaling(), Flo
 KINDS = {"Linear": Linear, "LayerNormLinear": LayerNormLinear}
 
 
-@pytest.mark.costly("delayed-LayerNormLinear", "current-Linear", slow=("block-LayerNormLinear", "current-Linear"))
+@pytest.mark.costly("delayed-LayerNormLinear", slow=("block-LayerNormLinear", "current-Linear"))
 @pytest.mark.wide
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: "none" if r is None else r.name)

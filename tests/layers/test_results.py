@@ -168,17 +168,6 @@ def result_of(name: str, replaced: str, function: Callable[[Any], Any]) -> Any:
 
 @pytest.mark.costly(
     "latent-q_up",
-    "megatron's MLP-linear_fc1",
-    "megatron's MLP-linear_fc2",
-    "separate-key",
-    "cross-key_value",
-    "separate-value",
-    "cross-query",
-    "latent-kv_up",
-    "separate-query",
-    "experts-shared_experts.linear_fc2",
-    "latent-kv_down",
-    "experts-shared_experts.linear_fc1",
     slow=(
         "experts-fc1_latent_proj",
         "latent-q_down",

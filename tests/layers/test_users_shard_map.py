@@ -115,8 +115,6 @@ def test_the_own_value_and_grad_with_marks_and_without_the_check(recipe: Recipe 
 
 @pytest.mark.costly(
     "value_and_grad1-delayed",
-    "value_and_grad0-none",
-    "value_and_grad1-current",
     slow=("value_and_grad0-current", "value_and_grad0-delayed", "value_and_grad0-none", "value_and_grad1-current"),
 )
 @pytest.mark.parametrize("recipe", RECIPES, ids=["none", "current", "delayed"])

@@ -38,7 +38,7 @@ def fused(config: TransformerConfig, **options: Any) -> Any:
     )
 
 
-@pytest.mark.costly("LayerNorm-current", "RMSNorm-block", "RMSNorm-delayed", slow=("RMSNorm-delayed",))
+@pytest.mark.costly("LayerNorm-current", "RMSNorm-block", slow=("RMSNorm-delayed",))
 @pytest.mark.wide
 @pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block"])
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])

@@ -68,9 +68,7 @@ def arrays_of(module: nnx.Module) -> dict[str, Any]:
     return {".".join(map(str, path)): variable[...] for path, variable in nnx.to_flat_state(nnx.state(module))}
 
 
-@pytest.mark.costly(
-    "TELayerNormColumnParallelLinear-block", "TEColumnParallelLinear-delayed", slow=("TEColumnParallelLinear-delayed",)
-)
+@pytest.mark.costly("TELayerNormColumnParallelLinear-block", slow=("TEColumnParallelLinear-delayed",))
 @pytest.mark.wide
 @pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block"])
 @pytest.mark.parametrize("kind", [TELinear, COLUMN, ROW, LN])

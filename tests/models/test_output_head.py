@@ -115,7 +115,6 @@ def head_vjp(model: Any, x: Any, g: Any) -> tuple[Any, Any, Any, Any]:
 
 @pytest.mark.costly(
     "t5-recipe4",
-    "megatron, tied-recipe2",
     slow=(
         "bert-recipe5",
         "megatron-recipe7",
@@ -162,9 +161,7 @@ def test_values_and_gradients_are_those_of_the_quantized_operands(kind: str, rec
         assert float(history[0]) == float(amax)
 
 
-@pytest.mark.costly(
-    "explicit-gpt", "no mesh-gpt, tied", slow=("auto-gpt, tied", "explicit-gpt, tied", "auto-gpt", "no mesh-gpt, tied")
-)
+@pytest.mark.costly("explicit-gpt", slow=("auto-gpt, tied", "explicit-gpt, tied", "auto-gpt", "no mesh-gpt, tied"))
 @pytest.mark.parametrize("kind", ["gpt, tied", "gpt"])
 def test_every_mesh_gives_one_devices_values(kind: str, mesh_mode: str) -> None:
     with autocast(DELAYED):

@@ -137,10 +137,7 @@ def by_lax_scan(layers: Any, x: jax.Array) -> jax.Array:
 
 
 @pytest.mark.costly(
-    "by_nnx_scan-jit",
-    "by_lax_scan-checkpoint",
-    "by_lax_scan-grad",
-    slow=("by_nnx_scan-checkpoint", "by_nnx_scan-grad", "by_lax_scan-checkpoint", "by_lax_scan-grad"),
+    "by_nnx_scan-jit", slow=("by_nnx_scan-checkpoint", "by_nnx_scan-grad", "by_lax_scan-checkpoint", "by_lax_scan-grad")
 )
 @pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit, jax.checkpoint], ids=["grad", "jit", "checkpoint"])
 @pytest.mark.parametrize("scan", [by_nnx_scan, by_lax_scan])

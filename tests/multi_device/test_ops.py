@@ -90,7 +90,6 @@ def check_shardings(case, y, gradients, mesh):
 @pytest.mark.costly(
     "auto-layernorm_dense",
     "auto-layernorm_mlp swiglu",
-    "explicit-attention no_mask packed",
     slow=(
         "explicit-layernorm_mlp gelu",
         "explicit-attention causal",
@@ -241,7 +240,7 @@ def test_axes_of_the_wrong_number(mesh):
 SPLIT, WHOLE = P("data", "tensor", None), P("data", None, None)
 
 
-@pytest.mark.costly("x_axes0-out_axes0-wo_axes0", "x_axes1-out_axes1-wo_axes1", slow=("x_axes1-out_axes1-wo_axes1",))
+@pytest.mark.costly("x_axes0-out_axes0-wo_axes0", slow=("x_axes1-out_axes1-wo_axes1",))
 @pytest.mark.parametrize(
     ("x_axes", "out_axes", "wo_axes"),
     [

@@ -38,12 +38,7 @@ def work(layer: nnx.Module, policy: str) -> Counter[str]:
     return counts
 
 
-@pytest.mark.costly(
-    "layernorm_mlp-current",
-    "layernorm_linear-delayed",
-    "linear-block",
-    slow=("layernorm_linear-delayed", "linear-block"),
-)
+@pytest.mark.costly("layernorm_mlp-current", slow=("layernorm_linear-delayed", "linear-block"))
 @pytest.mark.wide
 @pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block"])
 @pytest.mark.parametrize("layer", list(LAYERS))

@@ -121,7 +121,6 @@ def test_a_recipe_refuses_them(twice: str, layer: str, recipe: str) -> None:
 
 @pytest.mark.costly(
     "gradient penalty-alone-False",
-    "MAML-jit-True",
     slow=("Hessian, reverse over reverse-remat-False", "linear in the cotangent-vmap-False", "MAML-jit-True"),
 )
 @pytest.mark.wide
@@ -138,10 +137,7 @@ def test_within_transformations(twice: str, around: str, outside: bool) -> None:
 
 
 @pytest.mark.costly(
-    "layernorm_mlp-auto",
-    "linear-explicit",
-    "layernorm_mlp-explicit",
-    slow=("linear-auto", "layernorm_linear-auto", "linear-explicit", "layernorm_mlp-explicit"),
+    "layernorm_mlp-auto", slow=("linear-auto", "layernorm_linear-auto", "linear-explicit", "layernorm_mlp-explicit")
 )
 @pytest.mark.parametrize("mode", MODES[1:])
 @pytest.mark.parametrize("layer", LAYERS)

@@ -103,8 +103,6 @@ KINDS = ["even", "magnitudes", "special blocks", "near overflow", "inf", "nan"]
 
 @pytest.mark.costly(
     "mx E5M2-float16-True",
-    "1x128 fp32 scales-float16-True",
-    "1x128 E5M2-bfloat16-True",
     slow=(
         "128x128-float32-False",
         "1x128-float32-False",

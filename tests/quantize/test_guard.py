@@ -111,7 +111,7 @@ def forward(kernel: QuantizedKernel) -> jax.Array:
     return dense(jnp.ones((16, 32), jnp.bfloat16), kernel, recipe=RECIPE)
 
 
-@pytest.mark.costly("mean of two", "moving average", slow=("moving average",))
+@pytest.mark.costly("mean of two", slow=("moving average",))
 @pytest.mark.parametrize("name", RAISES)
 def test_what_changes_a_dtype_or_shape_raises(name: str) -> None:
     with pytest.raises(TypeError, match=r"codes and their scales.*masters.*dequantize"):

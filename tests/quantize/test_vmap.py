@@ -71,8 +71,6 @@ CALLS = {
 @pytest.mark.costly(
     "quantize_model-remat of vmap",
     "Linear-vmap of vmap",
-    "Linear-nnx.vmap",
-    "LayerNormMLP-nnx.vmap",
     slow=(
         "LayerNormMLP-remat of vmap",
         "Linear-vmap of remat",
@@ -156,7 +154,7 @@ def test_a_functional_loop():
     assert float(states["quantizers"]["x"]["amax_history"][0]) == float(jnp.max(jnp.abs(X[0])))
 
 
-@pytest.mark.costly("jax.vmap-jax", "jax.vmap-te", slow=("jax.vmap-te",))
+@pytest.mark.costly("jax.vmap-jax", slow=("jax.vmap-te",))
 @pytest.mark.parametrize("derivative", [jax.value_and_grad, te.value_and_grad], ids=["jax", "te"])
 @pytest.mark.parametrize("shared", [False, True], ids=["jax.vmap", "nn.vmap"])
 def test_in_linen(derivative, shared):

@@ -81,8 +81,6 @@ def called(module: nnx.Module, arguments: dict[str, Any], how: str, policy: Any)
 @pytest.mark.costly(
     "LayerNormMLP-jit",
     "own-eager",
-    "Linear-eager",
-    "Dropout-jit of grad",
     slow=(
         "Linear-jit of grad",
         "own-grad",

@@ -95,7 +95,7 @@ def test_layers_under_rules_that_only_flax_has(axis_type: str) -> None:
     np.testing.assert_allclose(y, alone(x), atol=32 * 2.0**-23)
 
 
-@pytest.mark.costly("model-auto", "function-explicit", slow=("model-explicit", "function-explicit"))
+@pytest.mark.costly("model-auto", slow=("model-explicit", "function-explicit"))
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 @pytest.mark.parametrize("built", [False, True], ids=["function", "model"])
 def test_flax_names_are_placed_as_in_flax(axis_type: str, built: bool) -> None:

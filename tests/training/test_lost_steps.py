@@ -133,10 +133,6 @@ CASES = [(recipe, loop) for recipe in RECIPES for loop in LOOPS if recipe in REC
     "current-train step",
     "current, powers of two-linen",
     "delayed-optimizer",
-    "current-linen",
-    "current-optimizer",
-    "none-train step",
-    "block-optimizer",
     slow=(
         "mxfp8-linen",
         "nvfp4-linen",

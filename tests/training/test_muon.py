@@ -116,7 +116,6 @@ def parts(model: Any) -> tuple[Any, Any]:
 
 @pytest.mark.costly(
     "nnx stack",
-    "nnx einsum",
     slow=("nnx general", "fused projections", "fused feed-forward", "nnx convolutions", "nnx attention", "nnx einsum"),
 )
 @pytest.mark.wide(

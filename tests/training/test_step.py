@@ -14,6 +14,7 @@ from flax import nnx
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast, current_recipe
 from jax_te.sharding import current_mesh
 from jax_te.training import (
+    ConstantLossScale,
     DynamicLossScale,
     TrainState,
     WeightedMean,
@@ -282,6 +283,21 @@ def test_functions_of_the_loss_give_the_steps_own_at_its_parameters(microbatches
     # Other programs of the same fp32 arithmetic.
     np.testing.assert_allclose(found["at"], found["value"], rtol=1e-5)
     assert float(found["gradient error"]) < 1e-5 * float(metrics["grad_norm"])
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_function_of_the_loss_has_the_steps_loss_scale(microbatches):
+    """fp16 loses gradients as small as these without it."""
+    tx, scaler = record_loss_functions(), ConstantLossScale(scale=2.0**16)
+    state = new_state(tx, build=lambda rngs: nnx.Linear(16, 16, dtype=jnp.float16, rngs=rngs), scaler=scaler)
+
+    def loss(model, x, key):
+        return 1e-7 * jnp.mean(model(x).astype(jnp.float32) ** 2)
+
+    step = make_train_step(loss, tx, microbatches=microbatches)
+    state, metrics = step(state, draw("x", (8, 16)).astype(jnp.float16))
+    assert float(metrics["grad_norm"]) > 0.0
+    assert float(state.opt_state["gradient error"]) < 1e-3 * float(metrics["grad_norm"])  # rounded in fp16
 
 
 def test_another_recipe_is_another_trace():

@@ -183,8 +183,6 @@ USUAL = [
 
 @pytest.mark.costly(
     "partition",
-    "contrib.schedule_free",
-    "masked",
     slow=(
         "sm3",
         "scale_by_backtracking_linesearch",

@@ -70,7 +70,7 @@ def load_megatron(
     form = MEGATRON.form(fields)
     if unread := fields.unread(corrections.keys() - {older}):
         log_once(
-            f"{len(unread)} of the arguments in args= are read by nothing here, or not beside the others: "
+            f"{len(unread)} of the arguments in args= have no effect, alone or beside the others: "
             f"{', '.join(unread[:8])}{', ...' if len(unread) > 8 else ''}. Those of training do not matter; of "
             "those that say what the model computes give the names that Megatron's programs read"
         )

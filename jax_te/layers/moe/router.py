@@ -243,8 +243,8 @@ class Router(TrainingMode):
         options = self.options
         jitter = 0.0 if options.input_jitter_eps is None else options.input_jitter_eps
         if (jitter_key := self.used_dropout_key(key, input_jitter_eps=jitter)) is not None:
-            factors = key_for("router_input", jitter_key)
-            x = self._in_order_held(routing.jittered(self._in_natural_order(x), jitter, factors))
+            factors = routing.jitter_factors(x.shape, x.dtype, jitter, key_for("router_input", jitter_key))
+            x = x * self._in_order_held(factors)
         dtype = {"fp32": jnp.float32, "fp64": jnp.float64, None: x.dtype}[options.dtype]
         kernel, bias = self.kernel.get_value(), value_or_none(self.bias)
         if self.frozen:

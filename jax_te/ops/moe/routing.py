@@ -14,7 +14,7 @@ from jax_te.config import RouterOptions
 from jax_te.ops.integers import as_int32
 from jax_te.ops.wide import wide_dtype
 from jax_te.sharding import auto_region, device_mesh
-from jax_te.typing import Array
+from jax_te.typing import Array, DTypeLike
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 DropPolicy = Literal["probs", "position"]
@@ -434,15 +434,15 @@ def biased_at_random(logits: Array, std: float, key: Array, bias_key: Array) -> 
     return balanced_at_random(logits, key) + jnp.expand_dims(bias, range(logits.ndim - 1))
 
 
-def jittered(x: Array, eps: float, key: Array) -> Array:
-    """Return ``x`` times uniform random factors in ``[1 - eps, 1 + eps]``.
+def jitter_factors(shape: tuple[int, ...], dtype: DTypeLike, eps: float, key: Array) -> Array:
+    """Return uniform random factors in ``[1 - eps, 1 + eps]`` for a router's input.
 
     Source: ``megatron.core.transformer.moe.router.TopKRouter.apply_input_jitter``; Fedus et al. 2022.
 
-    >>> jittered(jnp.ones(2), 0.0, jax.random.key(0)).tolist()
+    >>> jitter_factors((2,), jnp.float32, 0.0, jax.random.key(0)).tolist()
     [1.0, 1.0]
     """
-    return x * jax.random.uniform(key, x.shape, x.dtype, 1.0 - eps, 1.0 + eps)
+    return jax.random.uniform(key, shape, dtype, 1.0 - eps, 1.0 + eps)
 
 
 @jax.custom_vjp

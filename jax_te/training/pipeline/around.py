@@ -61,7 +61,7 @@ class AroundLayers:
                 return value
             return value._replace(weight=without_gradient(jnp.asarray(value.weight), _WEIGHT))
 
-        result = self._differentiate(after, self.program.scaler, self.program.share, y)
+        result = self._differentiate(after, self.program.scaler, self.program.accumulation.share, y)
         return result.gradients, result.inputs[0]
 
     def input_gradients(self, number: Array, given: tuple[Array, dict[str, Any]]) -> Gradients:

@@ -177,8 +177,9 @@ def _check_aux_loss_scale(model: nnx.Module) -> None:
     if has_aux_loss_scale(model):
         raise ValueError(
             "set_aux_loss_scale gave the model's routers a factor, and a pipeline's stages multiply their losses by "
-            "the loss scale alone, by themselves: call set_aux_loss_scale(model, None), and multiply the losses' "
-            "coefficients (aux_loss_coeff, z_loss_coeff) in its place, or take a mesh without a pipeline axis"
+            "the loss scale and 1 / microbatches, by themselves: call set_aux_loss_scale(model, None), and multiply "
+            "the losses' coefficients (aux_loss_coeff, z_loss_coeff) in its place, or take a mesh without a pipeline "
+            "axis"
         )
 
 

@@ -42,11 +42,6 @@ class Program(NamedTuple):
     weighted: bool
 
     @property
-    def share(self) -> float:
-        """Factor of a microbatch's loss in the step's, see `Differentiation`."""
-        return 1.0 / self.accumulation.microbatches
-
-    @property
     def aux_scale(self) -> Any:
-        """Factor of the losses that layers add to gradients."""
-        return self.scaler.scale * self.share
+        """Factor of the losses that a microbatch's layers add to gradients."""
+        return self.scaler.scale * self.accumulation.share

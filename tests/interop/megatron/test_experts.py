@@ -189,9 +189,7 @@ def test_the_state_of_a_router_is_not_a_parameter() -> None:
 
 
 @pytest.mark.costly(
-    "change0-None",
-    "change2-expert_model_paralel_size' \\\\(most alike: expert_model_parallel_size",
-    slow=("change2-expert_model_paralel_size' \\\\(most alike: expert_model_parallel_size",),
+    "change0-None", slow=("change2-expert_model_paralel_size' \\\\(most alike: expert_model_parallel_size",)
 )
 @pytest.mark.parametrize(
     ("change", "message"),

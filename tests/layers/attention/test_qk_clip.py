@@ -44,7 +44,7 @@ def build(**options):
     )
 
 
-@pytest.mark.costly("0.5-False", "0.0-True", slow=("0.5-True", "0.0-True"))
+@pytest.mark.costly("0.5-False", slow=("0.5-True", "0.0-True"))
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("alpha", [0.5, 0.0, 1.0])
 def test_logits_keep_to_the_threshold_and_other_groups_stay(alpha, bias):

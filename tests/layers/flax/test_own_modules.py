@@ -163,12 +163,7 @@ def test_an_einsum_of_a_module_is_the_gemm_of_flax_s(equation, recipe):
 
 
 @pytest.mark.costly(
-    "a reshaped parameter",
-    "jnp.dot",
-    "the parameter first",
-    "jnp.matmul",
-    "x @ w",
-    slow=("jit and checkpoint", "the parameter first", "jnp.matmul", "x @ w"),
+    "a reshaped parameter", "jnp.dot", slow=("jit and checkpoint", "the parameter first", "jnp.matmul", "x @ w")
 )
 @pytest.mark.parametrize("kind", CALLS)
 def test_a_contraction_is_reached_however_it_is_written(kind):

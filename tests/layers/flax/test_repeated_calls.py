@@ -34,7 +34,7 @@ MODELS = {
 }
 
 
-@pytest.mark.costly("flax", "jax_te", slow=("jax_te",))
+@pytest.mark.costly("flax", slow=("jax_te",))
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_recipe_then_the_ambient_one_then_no_rule(kind: str) -> None:
     make, path = MODELS[kind]

@@ -309,9 +309,7 @@ def test_experts_read_no_rows_of_padding_unless_the_caller_promises_zeros():
 OUTSIDE = [-1, E, 2**31 - 1]
 
 
-@pytest.mark.costly(
-    "two--1", "one--1", "two-4", "one-4", "capacity-4", slow=("capacity--1", "two-4", "one-4", "capacity-4")
-)
+@pytest.mark.costly("two--1", "one--1", slow=("capacity--1", "two-4", "one-4", "capacity-4"))
 @pytest.mark.parametrize("outside", OUTSIDE)
 @pytest.mark.parametrize("options", [{}, {"topk": 1}, {"expert_capacity_factor": 0.5}], ids=["two", "one", "capacity"])
 def test_a_token_of_a_number_that_no_expert_has_is_nan(options, outside):

@@ -168,11 +168,7 @@ def test_its_steps_are_those_of_the_oracle(name, mask_type, sizes):
 ROUNDING = 2.0**-4 / 3**0.5
 
 
-@pytest.mark.costly(
-    "current-outliers",
-    "current-peaked",
-    slow=("delayed-outliers", "current-normal", "delayed-peaked", "current-peaked"),
-)
+@pytest.mark.costly("current-outliers", slow=("delayed-outliers", "current-normal", "delayed-peaked", "current-peaked"))
 @pytest.mark.parametrize("inputs", ["normal", "outliers", "peaked"])
 @pytest.mark.parametrize("recipe", [CURRENT, DELAYED], ids=["current", "delayed"])
 def test_its_errors_are_those_of_its_roundings(recipe, inputs):
@@ -410,7 +406,7 @@ def refused() -> dict[str, tuple[str, dict[str, Any], dict[str, Any]]]:
     }
 
 
-@pytest.mark.costly("packed", "value heads", slow=("heads", "dropout", "rows without a key", "value heads"))
+@pytest.mark.costly("packed", slow=("heads", "dropout", "rows without a key", "value heads"))
 @pytest.mark.parametrize("case", REFUSED)
 def test_calls_that_fp8_attention_lacks(case, caplog):
     """Refused with the reason under a backend's name; in the compute dtype under "auto", which says so."""
@@ -518,9 +514,7 @@ def test_equal_numbers_however_it_is_compiled():
         jax.tree.map(assert_bitwise, vjp(do), other_vjp(do))
 
 
-@pytest.mark.costly(
-    "current-q-1.0", "current-q--1.0", "delayed-q--1.0", slow=("delayed-q-1.0", "current-q--1.0", "delayed-q--1.0")
-)
+@pytest.mark.costly("current-q-1.0", slow=("delayed-q-1.0", "current-q--1.0", "delayed-q--1.0"))
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("where", ["q", "k", "v", "do"])
 @pytest.mark.parametrize("recipe", [DELAYED, CURRENT], ids=["delayed", "current"])
@@ -542,7 +536,7 @@ def test_an_overflow_of_fp16_is_nan(recipe, where, sign):
     assert not finite(arrays)
 
 
-@pytest.mark.costly("q", "k", slow=("k",))
+@pytest.mark.costly("q", slow=("k",))
 @pytest.mark.parametrize("where", ["q", "k", "v", "do"])
 def test_an_inf_of_bf16_is_nan_under_current_scales_and_in_the_state_under_delayed_ones(where):
     arrays = {name: draw(name, (1, 128, 1, D), jnp.bfloat16) for name in ("q", "k", "v", "do")}
@@ -554,7 +548,7 @@ def test_an_inf_of_bf16_is_nan_under_current_scales_and_in_the_state_under_delay
     assert not np.isfinite(state["do" if where == "do" else "qkv"]["amax_history"][0])
 
 
-@pytest.mark.costly("q", "k", slow=("k",))
+@pytest.mark.costly("q", slow=("k",))
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 def test_a_nan_of_an_operand_is_in_the_history(where):
     arrays = {name: draw(name, (1, 128, 1, D)) for name in ("q", "k", "v", "do")}

@@ -125,12 +125,7 @@ def test_value_and_gradients(case):
         assert_close(got, expected, 2 * TOLERANCE["float32"], what=f"d{name}")
 
 
-@pytest.mark.costly(
-    "bias",
-    "window, padding, bottom right",
-    "softcap",
-    slow=("bottom right", "window, padding, bottom right", "softcap"),
-)
+@pytest.mark.costly("bias", slow=("bottom right", "window, padding, bottom right", "softcap"))
 @pytest.mark.parametrize("case", ["bottom right", "bias", "softcap", "window, padding, bottom right", "alibi"])
 def test_max_logit(case):
     arguments, oracle = CASES[case]

@@ -61,10 +61,7 @@ def reference(kind):
 
 
 @pytest.mark.costly(
-    "flags1-current",
-    "flags5-block",
-    "flags3-delayed",
-    slow=("flags0-delayed", "flags2-block", "flags4-current", "flags5-block", "flags3-delayed"),
+    "flags1-current", slow=("flags0-delayed", "flags2-block", "flags4-current", "flags5-block", "flags3-delayed")
 )
 @pytest.mark.wide
 @pytest.mark.parametrize("kind", ["delayed", "current", "block"])

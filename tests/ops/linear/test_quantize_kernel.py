@@ -140,7 +140,7 @@ def test_an_overridden_gemm_multiplies_its_values():
     assert_close(dx, expected_dx, TOLERANCE["bfloat16"])
 
 
-@pytest.mark.costly("nvfp4", "mxfp8", slow=("mxfp8",))
+@pytest.mark.costly("nvfp4", slow=("mxfp8",))
 @pytest.mark.parametrize("recipe", [RECIPES[0], RECIPES[3], RECIPES[4]], ids=lambda recipe: recipe.name)
 def test_it_has_no_gradient(recipe):
     case, x, kernel = inputs()

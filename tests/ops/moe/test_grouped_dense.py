@@ -188,7 +188,7 @@ def test_rows_of_tokens_give_the_same_bits(name, mode):
         assert_bitwise(one, two)
 
 
-@pytest.mark.costly("delayed", "wgrad in high precision", slow=("block", "wgrad in high precision"))
+@pytest.mark.costly("delayed", slow=("block", "wgrad in high precision"))
 @pytest.mark.parametrize("name", RECIPES_OF_ROWS)
 def test_rows_of_tokens_are_kept_in_their_quantized_form_alone(name):
     """Unquantized they are made again, of the tokens that the caller has."""
@@ -287,7 +287,7 @@ def test_one_group_is_dense_bitwise(name):
             assert_bitwise(mine[0], expected)
 
 
-@pytest.mark.costly("(0, 0, 0)", "(0, 57, 0)", slow=("(0, 1, 0)", "(0, 57, 0)"))
+@pytest.mark.costly("(0, 0, 0)", slow=("(0, 1, 0)", "(0, 57, 0)"))
 @pytest.mark.parametrize("sizes", [(0, 0, 0), (0, 1, 0), (0, 57, 0), (1, 1, 1)], ids=str)
 def test_sizes_at_the_edge(sizes):
     recipe = RECIPES["delayed"]

@@ -30,7 +30,7 @@ def balance(total, counts, tokens):
     return E / (K * tokens**2) * np.sum(total * counts)
 
 
-@pytest.mark.costly("softmax-False", "softmax-True", slow=("softmax-True",))
+@pytest.mark.costly("softmax-False", slow=("softmax-True",))
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("function", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_balance_losses(function, masked):
