@@ -22,6 +22,7 @@ from jax_te.ops.loss.linear_cross_entropy import linear_cross_entropy
 from jax_te.ops.loss.reduction import LossOptions, Reduction
 from jax_te.ops.moe import dispatch, losses, permute, routing
 from jax_te.ops.moe.grouped_dense import grouped_dense
+from jax_te.ops.moe.logits import router_logits
 from jax_te.ops.moe.placement import ExpertPlacement, expert_placement
 from jax_te.ops.moe.row_groups import RowGroups, check_sizes, group_alignment, row_bound
 from jax_te.ops.moe.weighted_act import weighted_activation

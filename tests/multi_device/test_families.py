@@ -77,16 +77,17 @@ def after_a_tie(recipe: str, topk: float) -> dict[str, float]:
     """What one value on the other side of a tie may move, whether or not a draw has one.
 
     It is off by a step of the coarsest format, and one value beside B * S * H others in a gradient's norm, beside H in
-    a sum of products, such as a token's loss. The whole gradient may be off by a quarter of a step, as if one value in
-    16 were; 1e-2 of it was the most in eight families with experts. So may an amax, which is one of its values. A token
-    may choose all other experts.
+    a sum of products, such as a token's loss. The whole gradient may be off by an eighth of a step, as if one value in
+    64 were; 1e-2 of it was the most in eight families with experts. An amax is one of a tensor's values, and an
+    expert's that of another token if the one with the largest chose another expert: it moved by 0.085 when 2 tokens of
+    512 did. A token may choose all other experts.
     """
-    step = 2.0**-2 if recipe == "nvfp4" else 2.0**-3  # of E2M1, of E5M2
+    step = 2.0**-1 if recipe == "nvfp4" else 2.0**-2  # of E2M1, which has one bit behind the first, of E5M2 with two
     return {
         "grad_norm": step / (B * S * H) ** 0.5,
         "loss": step / H**0.5 / (B * S),
-        "gradient": step / 4,
-        "states": step / 4,
+        "gradient": step / 8,
+        "states": step / 2,
         "tokens_per_expert": 2 * topk,
     }
 

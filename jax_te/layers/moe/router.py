@@ -16,7 +16,7 @@ from jax_te.config import RouterOptions, normal_init
 from jax_te.layers.mode import TrainingMode
 from jax_te.layers.moe.router_state import CountsSoFar, ExpertBias, LastStep, QuantileBias
 from jax_te.layers.parameters import parameter, value_or_none
-from jax_te.ops import is_known, losses, reorder_to_zigzag, routing, undo_zigzag
+from jax_te.ops import is_known, losses, reorder_to_zigzag, router_logits, routing, undo_zigzag
 from jax_te.quantize import QuantizerState, count
 from jax_te.random import key_for
 from jax_te.remat import run_on_copies
@@ -249,8 +249,7 @@ class Router(TrainingMode):
         kernel, bias = self.kernel.get_value(), value_or_none(self.bias)
         if self.frozen:
             kernel, bias = jax.lax.stop_gradient((kernel, bias))
-        # "highest": a GPU's default for fp32 is TensorFloat-32, whose errors choose other experts.
-        logits = jnp.matmul(x.astype(dtype), kernel.astype(dtype), precision="highest")
+        logits = router_logits(x, kernel, dtype)
         if bias is not None:
             logits = logits + jnp.expand_dims(bias.astype(dtype), range(logits.ndim - 1))
         if not self.draws_choices:
