@@ -53,7 +53,7 @@ RECIPES = {
     "current": Float8CurrentScaling(amax_scope="whole"),
     "float8_block": Float8BlockScaling(),
     "mxfp8": MXFP8BlockScaling(),
-    # To nearest: random bits are a function of the gradients, of which a mesh has another last bit, and then all others.
+    # To nearest: random bits follow from the gradients, and are others where these differ in their last bits.
     "nvfp4": NVFP4BlockScaling(disable_stochastic_rounding=True),
 }
 # fp32: sums in another order, 2^-24 each, of 256 losses; 2e-6 leaves room for ten such roundings. Quantized: a value

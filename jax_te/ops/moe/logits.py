@@ -8,16 +8,13 @@ import jax.numpy as jnp
 from jax_te.sharding import mark_varying, varying_axes
 from jax_te.typing import Array, DTypeLike
 
-_FEW_EXPERTS = 8
-"""Largest number of experts for which the gradient of the input is a sum of products and no GEMM."""
-
 
 def router_logits(x: Array, kernel: Array, dtype: DTypeLike) -> Array:
     """Return ``x @ kernel``, computed in ``dtype``.
 
     Operands in bf16 are multiplied as they are where ``dtype`` is fp32, which is exact: a product of two numbers of 8
-    bits has 16, and tensor cores add up in fp32. So neither the input, which is as large as that of the experts, nor
-    its gradient is written in fp32. Others are cast first.
+    bits has 16, and tensor cores add up in fp32. So neither the input, which is that of all experts, nor its gradient
+    is written in fp32. Others are cast first.
 
     Args:
         x: ``[..., h]``, tokens.
@@ -53,32 +50,20 @@ def _forward(x: Array, kernel: Array) -> tuple[Array, tuple[Array, Array]]:
 def _backward(operands: tuple[Array, Array], g: Array) -> tuple[Array, Array]:
     x, kernel = operands
     parts = _bf16_parts(g)
-    return _input_gradient(g, parts, kernel).astype(x.dtype), _kernel_gradient(x, parts).astype(kernel.dtype)
+    repeated = jnp.stack([kernel] * parts.shape[-2])
+    dx = jnp.einsum("...pe,phe->...h", parts, repeated)  # in bf16: rounded once, as it is written
+    dkernel = jnp.einsum("...h,...pe->hpe", x, parts, preferred_element_type=jnp.float32)
+    return dx, jnp.sum(dkernel, axis=1).astype(kernel.dtype)
 
 
 _product_of_bf16.defvjp(_forward, _backward)
 
 
-def _input_gradient(g: Array, parts: Array, kernel: Array) -> Array:
-    """Return ``g @ kernel.T`` in fp32, of ``g [..., e]`` and its parts ``[..., 3, e]``."""
-    if kernel.shape[1] <= _FEW_EXPERTS:
-        # Products of single numbers, which XLA fuses with the sum of this gradient and that of the experts.
-        wide = kernel.astype(jnp.float32)
-        wide = jnp.expand_dims(wide, range(g.ndim - 1))
-        terms = [g[..., i, None] * wide[..., i] for i in range(kernel.shape[1])]
-        return sum(terms[1:], terms[0])
-    repeated = jnp.stack([kernel] * parts.shape[-2])
-    return jnp.einsum("...pe,phe->...h", parts, repeated, preferred_element_type=jnp.float32)
-
-
-def _kernel_gradient(x: Array, parts: Array) -> Array:
-    """Return ``x.T @ g`` in fp32, of ``x [..., h]`` and the parts ``[..., 3, e]`` of ``g``."""
-    products = jnp.einsum("...h,...pe->hpe", x, parts, preferred_element_type=jnp.float32)
-    return jnp.sum(products, axis=1)
-
-
 def _bf16_parts(g: Array) -> Array:
-    """Return bf16 arrays ``[..., 3, e]`` whose sum over the three is ``g [..., e]`` in fp32: 3 x 8 bits are its 24."""
+    """Return bf16 arrays ``[..., 3, e]`` whose sum over the three is ``g [..., e]`` in fp32: 3 x 8 bits are its 24.
+
+    A product with ``g`` is the sum of products with the parts, which one GEMM of bf16 computes.
+    """
     parts, rest = [], g
     for _ in range(3):
         # Not by a cast to bf16 and back, which XLA leaves out: then the rest would be 0.
