@@ -34,7 +34,6 @@ class Rates:
     Args:
         gemm: FLOP/s of large GEMMs by the precision of their operands.
         grouped: FLOP/s of the experts' grouped GEMMs.
-        fp32_gemm: FLOP/s of GEMMs in fp32, as of the router.
         attention: sequence length -> FLOP/s of causal attention in bf16 with heads of 128; between lengths the rate
             goes with the logarithm of the length.
         narrow_heads: rate of heads of 64, as a share of that of heads of 128.
@@ -48,7 +47,6 @@ class Rates:
 
     gemm: Mapping[_Precision, float]
     grouped: Mapping[_Precision, float]
-    fp32_gemm: float
     attention: Mapping[int, float]
     narrow_heads: float
     window: float
@@ -77,7 +75,6 @@ RATES: Mapping[GpuName, Rates] = {
     "h200": Rates(
         gemm={"bf16": 740e12, "tensors": 1440e12, "blocks": 1010e12},
         grouped={"bf16": 640e12, "tensors": 1200e12, "blocks": 900e12},
-        fp32_gemm=43e12,
         attention={512: 150e12, 2048: 403e12, 8192: 500e12, 32768: 530e12},
         narrow_heads=0.75,
         window=0.4,
@@ -149,7 +146,7 @@ def _layer(sizes: Sizes, layer: int, recipe: PricedRecipe, rates: Rates) -> Iter
     yield Work("attention", _attention_seconds(sizes, layer, rates))
     for kernel in kernel_sizes(config, layer):
         if kernel.part == "router":
-            yield Work("GEMM", _GEMMS * 2.0 * tokens * kernel.k * kernel.n / rates.fp32_gemm)
+            yield Work("GEMM", _router_seconds(kernel, tokens, rates))
         elif kernel.part == "expert":
             yield from _grouped(config, kernel, tokens, recipe, rates)
         else:
@@ -173,6 +170,16 @@ def _linear(k: int, n: int, rows: int, recipe: PricedRecipe, rates: Rates) -> It
     """Yield the work of a linear layer ``[k, n]`` whose kernel is quantized once a step."""
     yield Work("GEMM", _GEMMS * 2.0 * rows * k * n / rates.gemm[_PRECISIONS[recipe]])
     yield from _quantization(rows * (k + n), k * n, recipe, rates)
+
+
+def _router_seconds(kernel: KernelSize, tokens: int, rates: Rates) -> float:
+    """Return the time of the router's GEMMs, which is that of its input and gradient where experts are few.
+
+    Each GEMM reads the input or writes its gradient. Those of backward multiply the gradient of the logits in three
+    parts in bf16, see `jax_te.ops.router_logits`.
+    """
+    multiplied = (1 + 3 + 3) * 2.0 * tokens * kernel.k * kernel.n / rates.gemm["bf16"]
+    return multiplied + _GEMMS * 2.0 * tokens * kernel.k / rates.stream
 
 
 def _grouped(
