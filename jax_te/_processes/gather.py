@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jax_te._processes.heartbeats import shortened
 from jax_te._processes.meeting import Meetings
@@ -33,6 +36,37 @@ def gather_texts(text: str) -> list[str]:
         return [text]
     with Meetings("gather_texts", bound=_BOUND) as meetings:
         return meetings.gather(text)
+
+
+def check_same(values: Mapping[str, object], devices: Iterable[jax.Device] | None = None) -> None:
+    """Raise ValueError, in every process, if a value's text is not the same in all of them; all must call this.
+
+    Args:
+        values: values by what a message calls them.
+        devices: devices for which the values are. If they are not of all processes, which then need not call this,
+            nothing is compared. None: those of all.
+
+    Raises:
+        ValueError: also if JAX's processes are not connected by ``jax.distributed.initialize``, unless ``devices`` are
+            given: those of a TPU need it not.
+    """
+    if jax.process_count() == 1:
+        return
+    if devices is not None:
+        of_all = len({device.process_index for device in devices}) == jax.process_count()
+        if not of_all or not jax.distributed.is_initialized():
+            return
+    checksums = {name: zlib.crc32(repr(value).encode()) for name, value in values.items()}
+    first, *others = [json.loads(text) for text in gather_texts(json.dumps(checksums))]
+    for index, theirs in enumerate(others, start=1):
+        differing = ", ".join(name for name in first if theirs[name] != first[name])
+        if differing:
+            raise ValueError(f"process {index} has another {differing} than process 0; give all processes the same")
+
+
+def checksum(arrays: Iterable[np.ndarray]) -> int:
+    """Return a checksum of arrays' bytes, the same for equal arrays in each process."""
+    return functools.reduce(lambda crc32, array: zlib.crc32(np.ascontiguousarray(array), crc32), arrays, 0)
 
 
 class Failure(NamedTuple):

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import tensorstore
 
-from jax_te._processes import Heartbeats, gather_texts, in_thread
+from jax_te._processes import Heartbeats, checksum, gather_texts, in_thread
 from jax_te._validation import check_choice, check_positive, checked
 from jax_te.checkpoint.checksums import start_checksums
 from jax_te.checkpoint.folder import checked_folder
@@ -137,7 +137,8 @@ class TrainCheckpointer:
 
         Args:
             state: pytree of arrays.
-            data_state: JSON-serializable value, for example the state of a data iterator.
+            data_state: JSON-serializable value, for example the state of a data iterator; the same in all processes. Of
+                states that differ, gather a list first, of which each process takes its own after `restore`.
             step: name of the checkpoint, an integer >= 0 above the newest one's. After `restore` of an earlier step
                 that is named, the run goes back: the first save of a step that it had passed renames the checkpoints
                 after the restored one to ``<step>.abandoned``, which count no more and are never removed.
@@ -150,7 +151,8 @@ class TrainCheckpointer:
                 If this save fails, a later call raises.
             ValueError: if the step is saved already, is below the newest one, or is not an integer >= 0; if its folder
                 is there and is not a checkpoint; if ``metrics`` lacks the metric by which the best ones are kept;
-                with several processes, if the folder ``.processes`` beside the checkpoints is a symbolic link.
+                with several processes, if the folder ``.processes`` beside the checkpoints is a symbolic link, or if
+                data state, metrics or an array of this process alone are not those of process 0.
             TypeError: if JSON cannot hold ``data_state``, or Orbax an array's dtype or its size of zero; for a leaf of
                 the state that is not an array.
         """
@@ -167,6 +169,7 @@ class TrainCheckpointer:
         # Before the writer is opened, which makes the folder, removes remains and renames damaged checkpoints: a
         # refused save has changed nothing.
         _check_storable(leaves)
+        self._writer.check_same(step, _values_of_processes(data, numbers, leaves))
         several = jax.process_count() > 1
         with contextlib.ExitStack() as quiet:
             # The log is filtered until everything is written, because Orbax writes, and logs, in its own threads.
@@ -435,6 +438,21 @@ def _check_storable(leaves: dict[Name, Any]) -> None:
             raise TypeError(
                 f"{'/'.join(name)} has shape {tuple(leaf.shape)}, and Orbax stores no empty arrays; leave it out"
             )
+
+
+def _values_of_processes(data: Any, numbers: dict[str, Any], leaves: dict[Name, Any]) -> dict[str, object]:
+    """Return what must be the same in all processes, by what a message calls it: process 0's alone is stored."""
+    if jax.process_count() == 1:  # reads no array
+        return {}
+    local = {
+        name: leaf for name, leaf in leaves.items() if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
+    }
+    data_state = "data_state (of states that differ, gather a list first)"
+    values: dict[str, object] = {data_state: json.dumps(data, sort_keys=True), "metrics": numbers}
+    return values | {
+        "/".join(name): checksum([np.asarray(jax.random.key_data(leaf) if is_key(leaf.dtype) else leaf)])
+        for name, leaf in local.items()
+    }
 
 
 def _check_dtype(name: str, dtype: np.dtype) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from math import prod
@@ -201,12 +201,13 @@ class Conversions:
             name: name of the array.
             rules: rules that may still apply. None: all.
         """
+        text, is_own = "/".join(name), rules is None
         rules = (self._lora, self._qkv, self._stack) if rules is None else rules
         if _plain(name) not in self._forms:
             return
-        text = "/".join(name)
-        # The saved array first: most names need no rule.
-        if text in self._saved:
+        # The saved array first: most names need no rule. One that the state has itself is no other one's: a module that
+        # is new beside one called "base" is missing.
+        if text in self._saved and (is_own or text not in self._wanted):
             dtype, shape = self._saved[text]
             yield ArraySource(shape=shape, dtype=dtype, source=text)
         for rule in rules:
@@ -216,9 +217,13 @@ class Conversions:
         """Convert between a layer and the ``base`` of an adapted layer, see `jax_te.layers.LoRA`."""
         for place in range(1, len(name)):
             if name[place] == "base":
-                yield from self._layouts((*name[:place], *name[place + 1 :]), rules)
+                other = (*name[:place], *name[place + 1 :])
             elif self._may_have("base", name, place):
-                yield from self._layouts((*name[:place], "base", *name[place:]), rules)
+                other = (*name[:place], "base", *name[place:])
+            else:
+                continue
+            for found in self._layouts(other, rules):
+                yield replace(found, note=found.note or "an adapted layer's base")
 
     def _qkv(self, name: Name, rules: _Rules) -> Iterator[ArraySource]:
         """Convert between projections of `MultiheadAttention` in one kernel ``[…, r + 2, g·d]`` and in three."""

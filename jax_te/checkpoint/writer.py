@@ -6,7 +6,7 @@ import contextlib
 import errno
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from functools import partial
@@ -21,6 +21,7 @@ from jax_te._processes import (
     Heartbeats,
     LinkedFolderError,
     SameNumberError,
+    check_same,
     gather_texts,
     in_thread,
     is_first,
@@ -94,6 +95,20 @@ class Writer:
         opened = in_thread(self._open, step)
         self.wait_for(Save(step, opened, logged))
         return opened.result()
+
+    def check_same(self, step: int, values: Mapping[str, object]) -> None:
+        """Raise ValueError if a value of a save is not the same in all processes, which wait no longer than for a save.
+
+        Args:
+            step: number of the step.
+            values: values by what a message calls them.
+        """
+        if jax.process_count() == 1:
+            return
+        checked = in_thread(check_same, values)
+        with self.explained(step):
+            self.wait_for(Save(step, checked, []))
+        checked.result()  # not explained: the writer has not failed
 
     def wait(self) -> None:
         """Wait for the save under way, if any.

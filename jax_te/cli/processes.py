@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -11,8 +10,7 @@ import threading
 import time
 import traceback
 import uuid
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -235,22 +233,6 @@ def agreed(work: Callable[[], T]) -> T:
         if other is not None:
             raise ValueError(f"process {index}: {other.text}")
     return result
-
-
-def check_same(values: Mapping[str, object]) -> None:
-    """Raise ValueError, in every process, if a value's text is not the same in all of them; all must call this.
-
-    Args:
-        values: values by what a message calls them.
-    """
-    if jax.process_count() == 1:
-        return
-    checksums = {name: zlib.crc32(repr(value).encode()) for name, value in values.items()}
-    first, *others = [json.loads(text) for text in gather_texts(json.dumps(checksums))]
-    for index, theirs in enumerate(others, start=1):
-        differing = ", ".join(name for name in first if theirs[name] != first[name])
-        if differing:
-            raise ValueError(f"process {index} has another {differing} than process 0; give all processes the same")
 
 
 class SharedSignal:

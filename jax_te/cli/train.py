@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jax_te._processes import Heartbeats, gather_texts, is_first
+from jax_te._processes import Heartbeats, check_same, gather_texts, is_first
 from jax_te._validation import require_extra
 from jax_te.checkpoint import CHECKPOINT_FOLDER, TrainCheckpointer
 from jax_te.cli.beginning import changes_there, refuse_records, set_records_aside
@@ -21,7 +21,7 @@ from jax_te.cli.memory import check_memory
 from jax_te.cli.objective import predicted, run_objective
 from jax_te.cli.option_table import check_effects
 from jax_te.cli.options import SEVERAL_PROCESSES, GivenOptions
-from jax_te.cli.processes import SharedSignal, agreed, check_same, joined
+from jax_te.cli.processes import SharedSignal, agreed, joined
 from jax_te.cli.resolve import output_folder, resolve
 from jax_te.cli.run_checks import check_mesh_of_processes, check_precision, check_te_on_mesh, explain_backends
 from jax_te.cli.run_config import RunConfig

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
@@ -12,11 +13,15 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
+from jax_te._processes import check_same
 from jax_te._validation import check_positive, check_seed, checked, require_extra
 from jax_te.data.objectives import IGNORED, NEXT_TOKENS, Example, NextTokens, Objective
 
 MAX_POSITIONS = 2**32 - 1
 """Largest number of positions, since grain shuffles with 32 bits."""
+
+_LONGEST_REPR = 4096
+"""Characters of an objective's repr that the state of the batches holds; of a longer one it holds a checksum."""
 
 PIECE, _PIECES = 2**20, 64
 """Bytes of a piece of a memory map, and number of pieces that are read at the start."""
@@ -52,7 +57,7 @@ class TrainBatches:
         ValueError: for a text that is not integers ``[n]``, or is shorter than a window; for a length that the
             objective cannot have; for an objective whose ``repr`` has an address in memory; for a token outside of the
             vocabulary: of a memory map beyond 64 MiB, from ``next`` if it is in none of the 64 pieces of a MiB that are
-            read at the start.
+            read at the start; with a ``sharding`` over all processes, if one has another text or setting.
 
     >>> batches = TrainBatches(np.arange(100, dtype=np.uint8), batch_size=2, seq_len=4, seed=0)
     >>> batch = next(batches)
@@ -92,8 +97,10 @@ class TrainBatches:
             "seq_len": seq_len,
             "seed": seed,
         }
-        if not isinstance(objective, NextTokens):
-            self._made_of["objective"] = repr(objective)
+        if type(objective) is not NextTokens:  # a subclass has other examples
+            self._made_of["objective"] = _text_of(objective)
+        if sharding is not None:
+            check_same({"text or setting of TrainBatches": self._made_of}, sharding.device_set)
 
     def __iter__(self) -> TrainBatches:
         return self
@@ -124,7 +131,9 @@ class TrainBatches:
                 position of the batches stays then.
         """
         changed = [
-            f"{name} was {state.get(name)}, now {now}" for name, now in self._made_of.items() if state.get(name) != now
+            f"{name} was {state.get(name)}, now {self._made_of.get(name)}"
+            for name in {**self._made_of, "objective": None}  # also if there was one, and is none now
+            if state.get(name) != self._made_of.get(name)
         ]
         if changed:
             raise ValueError(
@@ -161,13 +170,17 @@ def heldout_batches(
 
     Raises:
         ValueError: if the text is shorter than a window; for a length that the objective cannot have; for a token
-            outside of the vocabulary.
+            outside of the vocabulary; with a ``sharding`` over all processes, if one has another text or setting.
 
     >>> batches = list(heldout_batches(np.arange(100, dtype=np.uint8), batch_size=2, seq_len=4, num_batches=2))
     >>> [batch["tokens"][:, 0].tolist() for batch in batches]
     [[0, 31], [63, 95]]
     """
     check_positive(batch_size=batch_size, seq_len=seq_len, num_batches=num_batches)
+    if sharding is not None:
+        _check_repr(objective)
+        made_of = (text_crc32(text), batch_size, seq_len, num_batches, _text_of(objective))
+        check_same({"text or setting of heldout_batches": made_of}, sharding.device_set)
     lengths, window = objective.lengths(seq_len), objective.window(seq_len)
     positions = np.linspace(0, _positions(text, window, seq_len) - 1, batch_size * num_batches).astype(np.int64)
 
@@ -230,7 +243,7 @@ def whole_batches(
     [[[1, 2, 3]], [[4, 5, -100]]]
     """
     check_positive(batch_size=batch_size, seq_len=seq_len)
-    if isinstance(objective, NextTokens):
+    if type(objective) is NextTokens:
         _check_integers(text)
         if len(text) < 2:
             raise ValueError(
@@ -328,6 +341,13 @@ def _check_repr(objective: Objective) -> None:
             f"batches could not be resumed. Make {type(objective).__name__} a dataclass, or define its __repr__, from "
             "what its examples depend on"
         )
+
+
+def _text_of(objective: Objective) -> str:
+    """Return what recognizes an objective: its repr with all numbers of its arrays, or a checksum of a long one."""
+    with np.printoptions(threshold=sys.maxsize, floatmode="unique"):  # else NumPy's own leave out what is many
+        text = repr(objective)
+    return text if len(text) <= _LONGEST_REPR else f"{type(objective).__name__} of crc32 {zlib.crc32(text.encode())}"
 
 
 def _positions(text: np.ndarray, window: int, seq_len: int) -> int:

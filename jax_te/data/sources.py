@@ -168,8 +168,18 @@ def _files(root: Path, is_left_out: Callable[[Path], bool]) -> tuple[list[Path],
     """Return all files below ``root`` except hidden ones, and the folders left out, each by relative path."""
     found: list[Path] = []
     left_out: list[Path] = []
-    for folder, folders, names in os.walk(root):
-        visible = [name for name in folders if not name.startswith(".")]
+    seen = {os.path.realpath(root)}  # a link may lead back to a folder above it, or to one beside it
+
+    def is_new(folder: Path) -> bool:
+        real = os.path.realpath(folder)
+        if real in seen:
+            return False
+        seen.add(real)
+        return True
+
+    for folder, folders, names in os.walk(root, followlinks=True):
+        folders.sort()  # which of two ways to one folder is gone
+        visible = [name for name in folders if not name.startswith(".") and is_new(Path(folder, name))]
         outside = [name for name in visible if is_left_out(Path(folder, name))]
         left_out += [Path(folder, name) for name in outside]
         # Changed in place: os.walk then leaves the others out.
@@ -180,6 +190,8 @@ def _files(root: Path, is_left_out: Callable[[Path], bool]) -> tuple[list[Path],
     def relative(path: Path) -> str:
         return path.relative_to(root).as_posix()
 
+    if broken := sorted((path for path in found if path.is_symlink() and not path.exists()), key=relative):
+        log_once(f"links in {root} that lead nowhere are left out, {len(broken)} of them, first {broken[0]}")
     return sorted((path for path in found if path.is_file()), key=relative), sorted(left_out, key=relative)
 
 

@@ -52,7 +52,8 @@ def learning_rate_schedule(
 
 
 def weight_decay_mask(params: PyTree) -> PyTree:
-    """Return a tree of bool: True for parameters with two or more axes whose name ends in neither "bias" nor "scale".
+    """Return a tree of bool: True for parameters with two or more axes whose name ends in none of "bias", "scale" and
+    "softmax_offset".
 
     It is the argument ``mask`` of ``optax.adamw``, and ``weight_decay_mask`` of ``optax.contrib.muon``.
 
@@ -72,8 +73,9 @@ def weight_decay_mask(params: PyTree) -> PyTree:
             for entry in named
             if isinstance(entry, DictKey | GetAttrKey)
         ]
-        # A fused layer's bias may have two axes, as a norm's scale has in stacked layers, so the name decides, too.
-        return leaf.ndim > 1 and not (names and names[-1].endswith(("bias", "scale")))
+        # A fused layer's bias may have two axes, as the scales of norms and attention's offsets have in stacked layers,
+        # so the name decides, too.
+        return leaf.ndim > 1 and not (names and names[-1].endswith(("bias", "scale", "softmax_offset")))
 
     return jax.tree_util.tree_map_with_path(decide, params)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from jax_te._processes import Meetings, gather_texts
+from jax_te._processes import Meetings, check_same, checksum, gather_texts
 from jax_te._validation import check_axes, check_leaves
 from jax_te.sharding import batch_axes, named_sharding
 from jax_te.typing import PyTree
@@ -24,7 +23,8 @@ def global_batch(local: PyTree) -> PyTree:
     Call it in every process, inside ``jax.set_mesh``. On a mesh whose axis ``data``, ``fsdp`` or ``expert`` crosses
     all processes, process ``i`` of ``n`` gives the ``i``-th of ``n`` equal parts. Processes that differ only along
     ``tensor`` or ``context`` hold the same rows and must pass the same arrays: their checksums are compared at each
-    call. In one process the batch becomes a global array with the same values.
+    call, as are the shapes and dtypes of all processes. In one process the batch becomes a global array with the same
+    values.
 
     Args:
         local: pytree of arrays ``[b / parts, ...]`` on the host.
@@ -33,7 +33,8 @@ def global_batch(local: PyTree) -> PyTree:
         Arrays ``[b, ...]``, sharded over the logical axis ``batch``.
 
     Raises:
-        ValueError: outside of ``jax.set_mesh``; if processes that hold the same rows give different arrays.
+        ValueError: outside of ``jax.set_mesh``; if processes give arrays of different shapes or dtypes, such as the
+            rest of an epoch, or those that hold the same rows different arrays.
 
     >>> from jax_te.config import ParallelConfig
     >>> from jax_te.sharding import make_mesh
@@ -49,6 +50,9 @@ def global_batch(local: PyTree) -> PyTree:
         check_axes("a leaf of local", leaf)
     local = jax.tree.map(np.asarray, local)
     if jax.process_count() > 1:
+        # Without this each process takes the global shape for a multiple of its own, and runs another program.
+        shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), local)
+        check_same({"shape or dtype of its arrays of a batch": shapes}, mesh.devices.flat)
         _check_same_rows(local, named_sharding(("batch",), mesh))
 
     def whole(leaf: np.ndarray) -> jax.Array:
@@ -65,10 +69,7 @@ def _check_same_rows(local: PyTree, sharding: NamedSharding) -> None:
         held[device.process_index].add(index[0].indices(size)[0])
     if len({frozenset(rows) for rows in held}) == len(held):
         return  # each process has rows of its own
-    crc32 = 0
-    for leaf in jax.tree.leaves(local):
-        crc32 = zlib.crc32(np.ascontiguousarray(leaf), crc32)
-    checksums = gather_texts(str(crc32))
+    checksums = gather_texts(str(checksum(jax.tree.leaves(local))))
     for process, rows in enumerate(held):
         first = held.index(rows)
         if checksums[process] != checksums[first]:

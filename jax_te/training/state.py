@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from jax_te._processes import check_same, checksum
 from jax_te._validation import checked
 from jax_te.layers import prepare_quantization, quantizable_kernels
 from jax_te.quantize import QuantizedKernel, QuantizerState
@@ -144,7 +146,7 @@ def create_train_state(
         TypeError: for a key that is not typed, or anything but a model or a function.
         ValueError: for a dimension that does not divide over its mesh axes; for ``fp8_param``, here or in the model's
             configuration, without a recipe that quantizes a kernel; for ``optax.lookahead``, which takes pairs of
-            parameters.
+            parameters; for another key or model in one of the mesh's processes than in process 0.
 
     >>> import optax
     >>> state = create_train_state(lambda rngs: nnx.Linear(2, 3, rngs=rngs), optax.sgd(0.1), key=jax.random.key(0))
@@ -159,6 +161,7 @@ def create_train_state(
         # step.
         before = set[int]().union(*map(_buffers, jax.live_arrays()))
         return _without_shared_buffers(build(key, variables), before)
+    _check_same_everywhere(model_or_fn, key, mesh)
     with _use(mesh):
         # Shapes first: the shardings, which jit needs before it runs, come from the Variables' logical axes.
         abstract = jax.eval_shape(build, key, variables)
@@ -168,6 +171,25 @@ def create_train_state(
         init = auto_region(lambda *args: jax.tree.leaves(build(*args)), axes)
         leaves = jax.jit(init, out_shardings=shardings)(key, variables)
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
+
+def _check_same_everywhere(model_or_fn: nnx.Module | Callable[[nnx.Rngs], nnx.Module], key: Key, mesh: Mesh) -> None:
+    """Raise ValueError if processes of the mesh would begin with different values, which no step makes equal again."""
+    if jax.process_count() == 1:  # reads no array
+        return
+
+    def own(leaf: Array) -> np.ndarray | None:
+        data = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        # What is made inside of jax.set_mesh is on all its devices, and each process has its own copy of it.
+        whole = not isinstance(data, jax.Array) or data.is_fully_replicated
+        return np.asarray(data.addressable_data(0) if isinstance(data, jax.Array) else data) if whole else None
+
+    def sum_of(leaves: Iterable[Any]) -> int:
+        return checksum(array for array in map(own, leaves) if array is not None)
+
+    model = jax.tree.leaves(nnx.state(model_or_fn)) if isinstance(model_or_fn, nnx.Module) else []
+    values = {"key of create_train_state": sum_of([key]), "model of create_train_state": sum_of(model)}
+    check_same(values, mesh.devices.flat)
 
 
 def _without_shared_buffers(state: TrainState, taken: set[int]) -> TrainState:

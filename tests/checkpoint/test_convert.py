@@ -403,6 +403,23 @@ def test_names_that_are_not_found_cost_little(depth):
     assert saved.looked_up < 20 * len(wanted)
 
 
+@pytest.mark.parametrize(
+    ("saved", "new"),
+    [
+        ("base/proj/kernel", "proj/kernel"),  # beside a module that is called base, which no adapter has
+        ("proj/kernel", "base/proj/kernel"),
+        ("layers/kernel", "layers/0/kernel"),
+    ],
+)
+def test_an_array_that_the_state_has_itself_is_no_other_one(saved, new):
+    shape = (4, 3, 3) if saved == "layers/kernel" else (3, 3)
+    wanted = {f"params/{saved}": ("float32", shape), f"params/{new}": ("float32", (3, 3))}
+    name = ("params", *new.split("/"))
+    for state, is_found in (({f"params/{new}": wanted[f"params/{new}"]}, True), (wanted, False)):
+        found = Conversions({f"params/{saved}": ("float32", shape)}, state).find(name, ("float32", (3, 3)))
+        assert (found is not None) is is_found
+
+
 def test_projections_without_a_fused_form_are_not_fused():
     saved = {f"params/{name}/bias": ("float32", (8,)) for name in ("query", "key", "value")}
     name, record = ("params", "qkv", "bias"), ("float32", (3, 8))

@@ -1,6 +1,7 @@
 """Objectives: masked tokens and corrupted spans of windows, and their batches."""
 
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
@@ -202,6 +203,33 @@ def test_an_own_objective_is_recognized_by_its_repr():
     np.testing.assert_array_equal(next(resumed)["labels"], next(batches)["labels"])
     with pytest.raises(ValueError, match=r"objective was Named\(2\), now Named\(3\)"):
         TrainBatches(TEXT, objective=Named(3), **options).set_state(batches.get_state())
+
+
+class Kept(NextTokens):
+    """The first labels alone."""
+
+    def __init__(self, keep):
+        self.keep = keep
+
+    def __repr__(self):
+        return f"Kept({self.keep!r})"
+
+    def example(self, text, key):
+        found = super().example(text, key)
+        return found | {"labels": np.where(np.arange(len(text) - 1) < len(self.keep), found["labels"], -100)}
+
+
+def test_an_objective_is_no_other_one():
+    """Not the next token's either, nor that of a class derived from it, nor one with an array of other values."""
+    many = np.arange(2000.0)
+    given = [NextTokens(), MaskedTokens(mask=0, vocab_size=256), Kept(np.zeros(2)), Kept(np.zeros(3))]
+    given += [Kept(many), Kept(np.where(many == 1000, 1e-12, many))]
+    batches = [TrainBatches(TEXT, batch_size=2, seq_len=4, seed=0, objective=objective) for objective in given]
+    for one, other in itertools.permutations(batches, 2):
+        with pytest.raises(ValueError, match="objective was"):
+            other.set_state(one.get_state())
+    labels = next(whole_batches(TEXT, batch_size=1, seq_len=4, objective=Kept(np.zeros(2))))["labels"]
+    assert labels[0, 2:].tolist() == [-100, -100]
 
 
 def test_the_tokens_are_those_of_the_tokenizer(tmp_path):

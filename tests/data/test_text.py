@@ -123,6 +123,20 @@ def test_a_folder_is_left_out_whether_it_exists_or_not(tmp_path):
         load_text(tmp_path / "data", seq_len=2, leave_out=tmp_path / "link")
 
 
+def test_linked_folders_are_read_once(tmp_path, caplog):
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text.txt").write_text(f"a text from {name} " * 9)
+    (tmp_path / "here" / "wiki").symlink_to(tmp_path / "there")
+    (tmp_path / "here" / "same").symlink_to(tmp_path / "there")
+    (tmp_path / "there" / "above").symlink_to(tmp_path / "here")
+    (tmp_path / "here" / "gone.txt").symlink_to(tmp_path / "nowhere")
+    found = load_text(tmp_path / "here", seq_len=2, heldout_fraction=0.1)
+    assert found.files == 2
+    assert bytes(found.train).count(b"there") >= 8
+    assert "lead nowhere" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["t.npy", "d.bin", "d.idx", "T.NPY"])
 def test_a_file_of_tokens_in_a_folder_is_refused_by_name(tmp_path, name):
     (tmp_path / "a.txt").write_text("hello world " * 50)

@@ -101,6 +101,37 @@ SIZE = 2**26
 """Bytes of the state whose parts are read, half of them by each process."""
 
 
+def saves_of_what_differs(folder):
+    """What a process is told of saves whose data state, metric or own array is not that of the other process."""
+    index, told = jax.process_index(), {}
+    state = sharded_state(1, meshes()[0])
+    with TrainCheckpointer(folder) as checkpointer:
+        checkpointer.save(state, [{"offset": 7 + number} for number in range(2)], 1)
+        for name, differing, data, metrics in (
+            ("data_state", {}, {"offset": 7 + index}, {}),
+            ("metrics", {}, None, {"loss": 1.0 + index}),
+            ("own", {"own": np.full(2, index)}, None, {}),
+        ):
+            try:
+                checkpointer.save({**state, **differing}, data, 2, metrics=metrics)
+            except ValueError as error:
+                told[name] = str(error)
+        assert checkpointer.latest_step() == 1
+        checkpointer.save(state, None, 2)
+        assert checkpointer.latest_step() == 2
+        _, data, _ = checkpointer.restore(state, step=1)
+    return told, data[index]["offset"]
+
+
+@pytest.mark.costly
+def test_what_differs_between_processes_is_not_stored_as_that_of_the_first(tmp_path):
+    for index, finished in enumerate(run_processes(2, saves_of_what_differs, (tmp_path,), devices=2)):
+        told, offset = finished.result
+        assert offset == 7 + index
+        assert told.keys() == {"data_state", "metrics", "own"}
+        assert all("process 1 has another" in text and name in text for name, text in told.items()), told
+
+
 def random_state(mesh, size=SIZE):
     """Random bits, which do not compress: rows and columns over the processes."""
     values = np.random.default_rng(0).integers(0, 2**32, (2, 1024, size // 2**13), np.uint32)

@@ -104,6 +104,15 @@ def batches_of_processes():
         found["labels"] = rows(next(batches)["labels"])
         heldout = next(heldout_batches(TEXT, batch_size=4, seq_len=8, num_batches=1, sharding=sharding))
         found["heldout"] = rows(heldout["tokens"])
+        with_rest = WHOLE[:2] if index == 0 else WHOLE[:1]  # the rest of an epoch
+        found["rest"] = refused(global_batch, with_rest)
+        model = nnx.Linear(8, 1, rngs=nnx.Rngs(0))
+        found["key"] = refused(lambda: create_train_state(model, optax.sgd(0.1), key=jax.random.key(index)))
+        model = nnx.Linear(8, 1, rngs=nnx.Rngs(index))
+        found["model"] = refused(lambda: create_train_state(model, optax.sgd(0.1), key=jax.random.key(0)))
+        options = {"batch_size": 4, "seq_len": 8, "sharding": sharding}
+        found["text"] = refused(lambda: TrainBatches(TEXT + index, seed=1, **options))
+        found["heldout text"] = refused(lambda: heldout_batches(TEXT + index, num_batches=1, **options))
         found["local reports"] = [refused(lambda work=work: reports(WIDE, [work])) for work in ("make", "one", "rank")]
     with jax.set_mesh(make_mesh(ParallelConfig(tensor=2))):
         found["same"] = rows(global_batch(WHOLE))
@@ -131,6 +140,14 @@ def test_processes_give_parts_of_a_global_batch():
         assert found["labels"] == third["labels"][own].tolist()
         assert found["heldout"] == heldout["tokens"][own].tolist()
         assert found["same"] == WHOLE.tolist()
+        for name, words in {
+            "rest": "shape or dtype",
+            "key": "key",
+            "model": "model",
+            "text": "text",
+            "heldout text": "text",
+        }.items():
+            assert f"process 1 has another {words}" in (found[name] or ""), (name, found[name])
         assert "processes 0 and 1 hold the same rows" in found["differ"]
         assert "jax.set_mesh" in found["no mesh"]
 

@@ -37,12 +37,14 @@ def test_only_matrices_decay():
             "layers": {0: {"kernel": nnx.Param(jnp.ones((2, 3, 4))), "bias": nnx.Param(jnp.ones((3, 4)))}},
             "norm": {"scale": nnx.Param(jnp.ones((2, 4))), "ln_bias": nnx.Param(jnp.ones(4))},
             "embedding": nnx.Param(jnp.ones((8, 4))),
+            "core_attention": {"softmax_offset": nnx.Param(jnp.ones((2, 4)))},  # of stacked layers
         }
     )
     decayed = nnx.to_pure_dict(weight_decay_mask(params))
     assert decayed["layers"][0] == {"bias": False, "kernel": True}
     assert decayed["norm"] == {"ln_bias": False, "scale": False}
     assert decayed["embedding"] is True
+    assert decayed["core_attention"] == {"softmax_offset": False}
 
 
 def test_weight_decay_and_clipping():
