@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -353,3 +354,28 @@ def test_the_types_of_options_are_those_of_the_layers(name: str, method: str, ke
     own = set(inspect.signature(getattr(getattr(te_pytorch, name), method)).parameters)
     stated = {key: getattr(each, "__forward_arg__", each) for key, each in keywords.__annotations__.items()}
     assert stated == {key: str(each.annotation) for key, each in taken.items() if key not in own | RENAMED}
+
+
+def test_norms_of_queries_and_keys_have_options_of_their_own():
+    options = {"qk_norm_type": "RMSNorm", "zero_centered_gamma": True, "layernorm_epsilon": 1e-2}
+    layer = te_pytorch.TransformerLayer(32, 64, 4, attn_input_format="bshd", **options, rngs=nnx.Rngs(0))
+    attention = te_pytorch.MultiheadAttention(32, 4, qkv_format="bshd", qk_norm_eps=0.5, **options, rngs=nnx.Rngs(0))
+    for norm, epsilon in ((layer.self_attention.q_norm, 1e-6), (attention.k_norm, 0.5)):
+        x = jnp.full((1, 1, 8), 0.25)
+        np.testing.assert_allclose(norm(x), x / np.sqrt(0.0625 + epsilon), rtol=1e-6)
+
+
+def test_what_transformer_engine_places_at_the_last_query_and_key_is_refused():
+    core = te_pytorch.DotProductAttention(4, 8, qkv_format="bshd", attention_dropout=0.0, attn_mask_type="no_mask")
+    q, kv = jnp.ones((1, 2, 4, 8)), jnp.ones((1, 5, 4, 8))
+    for given in ({"window_size": (1, 1)}, {"core_attention_bias_type": "alibi"}):
+        with pytest.raises(ValueError, match="aligns it to the last"):
+            core(q, kv, kv, **given)
+    causal = core(kv, kv, kv, attn_mask_type="causal", window_size=(-1, 0))
+    everything = core(kv, kv, kv, window_size=(-1, 0))  # no window, as in Transformer Engine
+    np.testing.assert_array_equal(everything, core(kv, kv, kv))
+    assert causal.shape == everything.shape
+    decoder = te_pytorch.TransformerLayer(32, 64, 4, attn_input_format="bshd", layer_type="decoder", rngs=nnx.Rngs(0))
+    x = jnp.ones((1, 4, 32))
+    with pytest.raises(ValueError, match="applies it in cross-attention, too"):
+        decoder(x, encoder_output=x, core_attention_bias_type="alibi", dropout_key=jax.random.key(0))

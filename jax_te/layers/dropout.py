@@ -59,6 +59,9 @@ def _keep_mask(key: Array, probability: float, shape: tuple[int, ...], axes: Log
     # Without context devices, a load-balanced batch has its sequences in natural order.
     reordered = zigzag and axis_ranks("sequence") > 1
     positions = zigzag_positions(s) if reordered else jnp.arange(s, dtype=jnp.int32)
+    if str(jax.random.key_impl(key)) != "threefry2x32":
+        # Under vmap the bits of other implementations follow from the first key alone, and so from the storage order.
+        key = jax.random.wrap_key_data(jax.random.bits(key, (2,), jnp.uint32), impl="threefry2x32")
     keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, positions)
     return jax.vmap(lambda key: jax.random.bernoulli(key, probability, rest), out_axes=axis)(keys)
 

@@ -122,7 +122,7 @@ class LoRA(nnx.Module):
             setattr(self, b, _adapter(zeros, rngs, (*lead, rank, *n), params_dtype, (*lead_axes, None, *outer)))
         # The base is the caller's, so it changes last: a refused adapter leaves it trained as before.
         self.base = base
-        self.base.frozen = freeze_base
+        self.base.frozen, self.base.adapted = freeze_base, True
 
     def __call__(
         self,
@@ -200,7 +200,7 @@ class LoRA(nnx.Module):
             kernel.set_value(merged.astype(exact.dtype))
             lora_b.set_value(jnp.zeros_like(lora_b.get_value()))
         drop_cached_kernels(self.base)
-        self.base.frozen = False
+        self.base.frozen = self.base.adapted = False
         return self.base
 
     def _update_of(self, axes: int) -> Callable[[Array, Array], Array]:

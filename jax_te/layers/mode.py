@@ -27,6 +27,19 @@ class TrainingMode(nnx.Module):
     deterministic: bool = False
     without_dropout: bool = False
 
+    def set_view(self, deterministic: bool | None = None) -> None:
+        """Set the mode for ``nnx.view(model, deterministic=True)``, as ``model.eval()`` does.
+
+        Args:
+            deterministic: mode; None leaves it. Other options of ``nnx.view`` are not this module's.
+
+        >>> module = TrainingMode()
+        >>> nnx.view(module, deterministic=True, raise_if_not_found=False).training, module.training
+        (False, True)
+        """
+        if deterministic is not None:
+            self.deterministic = deterministic
+
     @property
     def training(self) -> bool:
         """Whether the module trains; False after ``model.eval()``."""

@@ -98,8 +98,10 @@ class QuantizableModule(RecipeModule):
         kernel_cache: the layer's cached kernels, state that calls write; None: none.
         grad_sinks: sinks of the kernels' gradients, in the copy of a model that is differentiated; None: none.
         module_name: the layer's path in its model, as `name_modules` gives it; used where tensors are observed.
+        adapted: whether it is the ``base`` of a `LoRA`, which has its place in the model.
     """
 
+    adapted: bool = False
     kernels: ClassVar[dict[str, str]] = {}
     of_flax: ClassVar[bool] = False
     """Whether layers of Flax hold a module of this class, and the kernel that it quantizes."""
@@ -262,8 +264,11 @@ class QuantizableModule(RecipeModule):
         return shape[: len(shape) - len(self.axes_of(kernel))]
 
     def layer_path(self, path: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return the path of this layer, which is at ``path`` in its model, in rules and reports."""
-        return path
+        """Return the path of this layer, which is at ``path`` in its model, in rules and reports.
+
+        It is that of its adapter, if it has one, so that rules hold for it as before.
+        """
+        return path[:-1] if self.adapted else path
 
     def quantized(self, kernel: str, value: Array, *, portable: bool = False) -> QuantizedKernel:
         """Return ``value`` quantized by the recipe of a kernel of this layer; see `quantize_kernel`.

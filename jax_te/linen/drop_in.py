@@ -61,7 +61,7 @@ from jax_te.linen.own_modules import (
 from jax_te.linen.state_gradients import with_gradient
 from jax_te.linen.variables import STATE
 from jax_te.linen.weight_normalization import changed_by, running_normalizations
-from jax_te.recipe import autocast
+from jax_te.recipe import ModuleRecipe, autocast
 from jax_te.typing import Array, Words
 
 _FLAX_LINEAR = (nn.Dense, nn.DenseGeneral, nn.Einsum)
@@ -142,8 +142,9 @@ def quantize_model(
     Raises:
         TypeError: for a rule that is not a recipe, a model that is not a module of Linen, no arguments of a call, or
             ``rngs``.
-        ValueError: for a model that is bound to variables; if no layer is reached: what was seen is in the message;
-            for a rule that fits a parameter of a module of your own whose contractions no recipe can quantize.
+        ValueError: for a model that is bound to variables; for a `ModuleRecipe` of another recipe in evaluation than in
+            training; if no layer is reached: what was seen is in the message; for a rule that fits a parameter of a
+            module of your own whose contractions no recipe can quantize.
 
     >>> x = jnp.ones((16, 32))
     >>> model = quantize_model(nn.Sequential([nn.Dense(64), nn.Dense(16)]), x)
@@ -158,9 +159,23 @@ def quantize_model(
     if model.scope is not None:
         raise ValueError(f"quantize_model takes a model that is not bound to variables, got one at {model.path}")
     plain, rules = dequantize_model(model), check_rules(rules)
+    _check_one_mode(rules)
     choice = _look(plain, rules, args, kwargs)
-    _report(plain, choice, args, kwargs, quantize=False)
+    report = _report(plain, choice, args, kwargs, quantize=False)
+    if report.unused_rules:
+        warn_caller(report.unused_text)
     return _as_class(plain, _quantized_class(type(plain), choice))
+
+
+def _check_one_mode(rules: Any) -> None:
+    """Raise ValueError for a rule by which evaluation differs from training: a layer of Flax is not told of either."""
+    for pattern, own in rules.items():
+        if isinstance(own, ModuleRecipe) and own != dataclasses.replace(own, evaluation="training"):
+            raise ValueError(
+                f"the rule {pattern!r} has another recipe in evaluation than in training, and a Linen model does not "
+                "tell its layers which of them a call is; quantize the model for each, with rules of its own: "
+                "parameters and states are the same"
+            )
 
 
 @checked

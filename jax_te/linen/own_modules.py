@@ -17,6 +17,7 @@ from jax_te.layers.flax import (
     OwnRecipe,
     Seen,
     Visitor,
+    call_with_kept_arguments,
     compute,
     could_be_kernel,
     joined,
@@ -100,7 +101,9 @@ def call_apart(module: Any, names: Sequence[str], visitor: Visitor, args: Any, k
         def traced(tree: Any) -> Any:
             variables, given = tree
             scopes, (inner_args, inner_kwargs) = scope_fn(variables, rngs), fill(given)
-            return fn(scopes, *inner_args, **inner_kwargs), repack(scopes)
+            call = functools.partial(fn, scopes)
+            out = call_with_kept_arguments(type(module).__name__, call, inner_args, inner_kwargs)
+            return out, repack(scopes)
 
         return compute(traced, (variables, given), kernel_of, visitor)
 

@@ -206,7 +206,8 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
         if num_splits is not None:
             log_hints(num_splits=num_splits)
         asked = self.attn_mask_type if attn_mask_type is None else _name(attn_mask_type)
-        masks = self._masks(asked, attention_mask, packed_seq_params, query.shape[1])
+        window = self.layer_window if window_size is None else window_size
+        masks = self._masks(asked, window, attention_mask, packed_seq_params, query.shape[1])
         # Megatron packs into one row without a batch axis; the layer requires the axis.
         row = packed_seq_params is not None and query.ndim == 3
         if row:
@@ -227,7 +228,7 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
             alibi_slopes=alibi_slopes,
             dropout_key=dropout_key,
             attn_mask_type=masks.mask_type,
-            window_size=masks.window if window_size is None else window_size,
+            window_size=masks.window,
             checkpoint_core_attention=checkpoint_core_attention,
             return_max_logit=with_logit,
         )
@@ -238,12 +239,18 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
         return (merged, *logits) if logits else merged
 
     def _masks(
-        self, mask_type: Any, mask: Array | tuple[Array, Array] | None, packed: PackedSeqParams | None, sq: int
+        self,
+        mask_type: Any,
+        window: Window | None,
+        mask: Array | tuple[Array, Array] | None,
+        packed: PackedSeqParams | None,
+        sq: int,
     ) -> _Masks:
         """Return the masks of the core's call, from Megatron's.
 
         Args:
             mask_type: name of a type.
+            window: window of the call.
             mask: ``attention_mask`` of the call.
             packed: boundaries of several sequences in each row, or None.
             sq: length of the queries.
@@ -255,14 +262,14 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
             # One token of a decoder: its key is the last one, so the window must be aligned to the end.
             mask_type = "causal_bottom_right"
         if mask_type == "arbitrary":
-            return _Masks(mask_type, self.layer_window, attention_mask=mask)
+            return _Masks(mask_type, window, attention_mask=mask)
         if mask_type.startswith("padding") and packed is None and mask is not None:
-            return self._padding(mask_type, mask, sq)
+            return self._padding(mask_type, window, mask, sq)
         if mask is not None:
             log_unread_mask(mask_type, packed=packed is not None)
-        return _Masks(mask_type, self.layer_window)
+        return _Masks(mask_type, window)
 
-    def _padding(self, mask_type: Any, mask: Array | tuple[Array, Array], sq: int) -> _Masks:
+    def _padding(self, mask_type: Any, window: Window | None, mask: Array | tuple[Array, Array], sq: int) -> _Masks:
         """Return the masks of the core's call, for padding masks ``[b, 1, 1, s]``."""
         mask = padding_pair(mask, sq, of_self=self.attention_type == "self")
         q_hidden, kv_hidden = mask
@@ -272,8 +279,9 @@ class TEDotProductAttention(StateDicts, DotProductAttention):
             q_lengths, kv_lengths = (jnp.sum(~one[:, 0, 0], axis=-1, dtype=jnp.int32) for one in mask)
             # None: the op then knows that both have the same lengths.
             q_lengths = None if q_hidden is kv_hidden else q_lengths
-            return _Masks(mask_type, self.layer_window, q_lengths=q_lengths, kv_lengths=kv_lengths)
-        hidden, window = arbitrary_mask(mask, mask_type, self.layer_window)
+            return _Masks(mask_type, window, q_lengths=q_lengths, kv_lengths=kv_lengths)
+        # The window that comes out has the causality of the type, too: no other may take its place.
+        hidden, window = arbitrary_mask(mask, mask_type, window)
         return _Masks("arbitrary", window, attention_mask=hidden)
 
     def set_tensor_parallel_group(self, tp_group: TensorGroup) -> None:

@@ -219,6 +219,13 @@ def precision_of(recipe: Recipe | None) -> Precision:
             one_scale=quantizer is None or isinstance(quantizer, TensorQuantizer),
         )
     quantizers = [operand.quantizer for operand in operands.values() if operand.quantizer is not None]
+    if isinstance(recipe, CustomRecipe) and not quantizers:
+        roles = ", ".join(map(repr, _READERS))
+        raise ValueError(
+            f"CustomRecipe's qfactory gave None for each of the roles {roles}, so that nothing would be quantized: "
+            "they are Transformer Engine's linear_input, linear_weight and linear_grad_output. Give a quantizer for "
+            "one of them, or autocast(None) for high precision"
+        )
     multiples = [quantizer.shard_multiple for quantizer in quantizers]
     delayed = isinstance(recipe, DelayedScaling)
     return Precision(

@@ -27,7 +27,7 @@ class CustomRecipe(Recipe):
 
     Raises:
         TypeError: if ``qfactory`` is not callable or not hashable.
-        ValueError: for an ``fp8_format``: the quantizers have their own.
+        ValueError: for an ``fp8_format``: the quantizers have their own; when used, if all roles have None.
 
     Source: ``transformer_engine.common.recipe.CustomRecipe``, whose roles are ``linear_input``, ``linear_weight``,
         ``linear_grad_output``.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Unpack
 
+import jax.numpy as jnp
 from flax import nnx
 
 from jax_te import layers
-from jax_te._validation import checked
+from jax_te._validation import check_number, checked, log_once
 from jax_te.layers import (
     AttentionCallKeywords,
     DotProductAttentionCallKeywords,
@@ -42,6 +44,49 @@ def refuse_in_a_call(**given: Any) -> None:
                 f"{name}={value!r} is not supported in a call; leave it None, and give a mask type, causal or "
                 "causal_bottom_right"
             )
+
+
+def make_head_norms_own(attention: layers.MultiheadAttention, epsilon: float) -> None:
+    """Give the norms of queries and keys Transformer Engine's options: an epsilon of their own, and factors from 1 on.
+
+    In `jax_te.layers` they have those of the norm in front.
+    """
+    for norm in (attention.q_norm, attention.k_norm):
+        if norm is not None:
+            norm.norm = dataclasses.replace(norm.norm, epsilon=epsilon, zero_centered_gamma=False)
+            norm.scale.set_value(jnp.ones_like(norm.scale.get_value()))
+
+
+def window_of_source(window: Window | None, kind: MaskType) -> Window | None:
+    """Return a window as Transformer Engine reads it: under types that are not causal (-1, 0) is no window."""
+    if window == (-1, 0) and not is_causal(kind):
+        log_once(f"window_size (-1, 0) is no window under mask type {kind!r}, as in Transformer Engine")
+        return (-1, -1)
+    return window
+
+
+def check_diagonal(kind: MaskType, window: Window | None, bias_type: BiasType, lengths: tuple[int, int]) -> None:
+    """Raise ValueError for what Transformer Engine aligns to the last query and key, and jax_te to the first ones.
+
+    Args:
+        kind: mask type.
+        window: window, or None.
+        bias_type: type of the bias.
+        lengths: lengths of queries and keys.
+    """
+    placed = bias_type == "alibi" or (window is not None and max(window) >= 0)
+    if placed and not is_causal(kind) and lengths[0] != lengths[1]:
+        what = "alibi" if bias_type == "alibi" else f"window_size={window}"
+        raise ValueError(
+            f"{what} of {lengths[0]} queries and {lengths[1]} keys under mask type {kind!r}: Transformer Engine aligns "
+            "it to the last query and key, which is not supported; take 'causal_bottom_right', whose diagonal is "
+            "there, or jax_te.layers, where it is aligned to the first ones"
+        )
+
+
+def is_causal(kind: MaskType) -> bool:
+    """Return whether a mask type says where the diagonal is."""
+    return "causal" in kind
 
 
 @refuses_by_name
@@ -109,16 +154,36 @@ class DotProductAttention(layers.DotProductAttention):
         """
         require_batch_first(qkv_format="bshd" if qkv_format is None else qkv_format)
         packed = options.get("packed_seq_params") is not None
+        mask_type, window = options.pop("attn_mask_type", None), options.pop("window_size", None)
+        window = _checked_window(
+            self, mask_type, window, options.get("core_attention_bias_type", "no_bias"), query_layer, key_layer
+        )
         masks = _read_mask(
             attention_mask,
             self,
             query_layer,
-            options.pop("attn_mask_type", None),
-            options.pop("window_size", None),
+            mask_type,
+            window,
             of_self=True,
             packed=packed,
         )
         return super().__call__(query_layer, key_layer, value_layer, **masks._asdict(), **options)
+
+
+def _checked_window(
+    core: layers.DotProductAttention,
+    mask_type: MaskType | None,
+    window: Window | None,
+    bias_type: BiasType,
+    queries: Array,
+    keys: Array | None,
+) -> Window | None:
+    """Return the window of a call of ``core`` as Transformer Engine reads it, after `check_diagonal`."""
+    kind: MaskType = core.attn_mask_type if mask_type is None else mask_type
+    window = window_of_source(core.window_size if window is None else window, kind)
+    if keys is not None and keys.ndim == queries.ndim:
+        check_diagonal(kind, window, bias_type, (queries.shape[1], keys.shape[1]))
+    return window
 
 
 def _read_mask(
@@ -162,6 +227,7 @@ class MultiheadAttention(layers.MultiheadAttention):
         qkv_format: option that must be ``"bshd"``: activations are ``[b, s, h]``. Transformer Engine's default is
             refused.
         input_layernorm: whether there is a norm in front; False by default, as in Transformer Engine.
+        qk_norm_eps: epsilon of the norms of queries and keys, whose factors are never stored as offsets from 1.
         rngs: random streams, of which ``params`` draws the kernels.
         **options: keywords of `jax_te.layers.MultiheadAttention`, with Transformer Engine's names.
 
@@ -185,10 +251,12 @@ class MultiheadAttention(layers.MultiheadAttention):
         *,
         qkv_format: str = "sbhd",
         input_layernorm: bool = False,
+        qk_norm_eps: float = 1e-6,
         rngs: nnx.Rngs,
         **options: Unpack[MultiheadAttentionKeywords],
     ):
         require_batch_first(qkv_format=qkv_format)
+        check_number(qk_norm_eps=qk_norm_eps)
         super().__init__(
             hidden_size,
             num_attention_heads,
@@ -199,6 +267,7 @@ class MultiheadAttention(layers.MultiheadAttention):
             **options,
             rngs=rngs,
         )
+        make_head_norms_own(self, qk_norm_eps)
 
     def __call__(  # type: ignore[override]  # Transformer Engine's arguments
         self,
@@ -234,9 +303,13 @@ class MultiheadAttention(layers.MultiheadAttention):
             The results of `jax_te.layers.MultiheadAttention`.
         """
         refuse_in_a_call(bottom_right_diagonal=bottom_right_diagonal)
+        core = self.core_attention
+        window_size = _checked_window(
+            core, attn_mask_type, window_size, core_attention_bias_type, hidden_states, encoder_output
+        )
         masks = _read_mask(
             attention_mask,
-            self.core_attention,
+            core,
             hidden_states,
             attn_mask_type,
             window_size,

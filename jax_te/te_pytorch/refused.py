@@ -69,7 +69,6 @@ _REASONS = {
     "fp8_grad": _FP8_RESULT,
     "activation_params": _GENERIC,
     "bf16_backward": _GENERIC,
-    "qk_norm_eps": _GENERIC,
     "qkv_weight_interleaved": _GENERIC,
     "rotary_pos_interleaved": _GENERIC,
     "score_mod": _GENERIC,

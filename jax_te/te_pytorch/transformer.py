@@ -7,12 +7,32 @@ from typing import Any, ClassVar, Unpack
 from flax import nnx
 
 from jax_te import layers
-from jax_te._validation import checked
+from jax_te._validation import check_number, checked
 from jax_te.layers import KVCache, Rotary, TransformerLayerCallKeywords, TransformerLayerKeywords, WindowKVCache
 from jax_te.ops import BiasType, MaskType, Window
-from jax_te.te_pytorch.attention import refuse_in_a_call, require_batch_first
+from jax_te.te_pytorch.attention import (
+    check_diagonal,
+    make_head_norms_own,
+    refuse_in_a_call,
+    require_batch_first,
+    window_of_source,
+)
 from jax_te.te_pytorch.refused import refuses_by_name
 from jax_te.typing import Array
+
+
+def _refuse_in_a_decoder(rotary_pos_emb: Rotary | None, bias_type: BiasType) -> None:
+    """Raise ValueError for what Transformer Engine gives both attentions, and `jax_te.layers` self-attention alone."""
+    given = {
+        "rotary_pos_emb": rotary_pos_emb is not None,
+        f"core_attention_bias_type={bias_type!r}": bias_type != "no_bias",
+    }
+    for name, is_given in given.items():
+        if is_given:
+            raise ValueError(
+                f"{name} in a decoder: Transformer Engine applies it in cross-attention, too, which is not supported; "
+                "take jax_te.layers.TransformerLayer, which applies it in self-attention alone"
+            )
 
 
 @refuses_by_name
@@ -25,6 +45,7 @@ class TransformerLayer(layers.TransformerLayer):
             attention_dropout: see `jax_te.layers.TransformerLayer`.
         attn_input_format: option that must be ``"bshd"``: activations are ``[b, s, h]``. Transformer Engine's default
             is refused.
+        qk_norm_eps: see `MultiheadAttention`.
         rngs: random streams, of which ``params`` draws the kernels.
         **options: keywords of `jax_te.layers.TransformerLayer`, with Transformer Engine's names.
 
@@ -57,10 +78,12 @@ class TransformerLayer(layers.TransformerLayer):
         attention_dropout: float = 0.1,
         *,
         attn_input_format: str = "sbhd",
+        qk_norm_eps: float = 1e-6,
         rngs: nnx.Rngs,
         **options: Unpack[TransformerLayerKeywords],
     ):
         require_batch_first(attn_input_format=attn_input_format)
+        check_number(qk_norm_eps=qk_norm_eps)
         super().__init__(
             hidden_size,
             ffn_hidden_size,
@@ -72,6 +95,9 @@ class TransformerLayer(layers.TransformerLayer):
             **options,
             rngs=rngs,
         )
+        for attention in (self.self_attention, self.inter_attention):
+            if attention is not None:
+                make_head_norms_own(attention, qk_norm_eps)
 
     def __call__(  # type: ignore[override]  # Transformer Engine's arguments
         self,
@@ -114,6 +140,19 @@ class TransformerLayer(layers.TransformerLayer):
         refuse_in_a_call(
             bottom_right_diagonal=bottom_right_diagonal, enc_dec_bottom_right_diagonal=enc_dec_bottom_right_diagonal
         )
+        core = self.self_attention.core_attention
+        kind = core.attn_mask_type if self_attn_mask_type is None else self_attn_mask_type
+        window_size = window_of_source(core.window_size if window_size is None else window_size, kind)
+        if self.inter_attention is not None:
+            core = self.inter_attention.core_attention
+            kind = core.attn_mask_type if enc_dec_attn_mask_type is None else enc_dec_attn_mask_type
+            enc_dec_window_size = window_of_source(
+                core.window_size if enc_dec_window_size is None else enc_dec_window_size, kind
+            )
+            if encoder_output is not None:
+                lengths = (hidden_states.shape[1], encoder_output.shape[1])
+                check_diagonal(kind, enc_dec_window_size, "no_bias", lengths)
+            _refuse_in_a_decoder(rotary_pos_emb, core_attention_bias_type)
         return super().__call__(
             hidden_states,
             attention_mask,

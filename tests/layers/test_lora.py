@@ -24,6 +24,8 @@ from jax_te.layers import (
     LoRA,
     TransformerLayer,
     lora_labels,
+    quantizable_modules,
+    quantize_model,
     quantize_parameters,
     without_adapter,
 )
@@ -447,3 +449,23 @@ def test_errors() -> None:
         LoRA(block, R, rngs=nnx.Rngs(0))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="rank must be an integer >= 1, got 0"):
         LoRA(row(), 0, rngs=nnx.Rngs(0))
+
+
+def test_rules_hold_for_an_adapted_layer_as_for_the_layer():
+    """By its path without the adapter's part, in reports and in rules; and after merging."""
+    model = nnx.List([TransformerLayer(32, 64, 4, rngs=nnx.Rngs(number)) for number in range(2)])
+    paths = [path for path, _ in quantizable_modules(model)]
+    attention = model[0].self_attention
+    attention.qkv = LoRA(attention.qkv, 2, rngs=nnx.Rngs(2))
+    assert [path for path, _ in quantizable_modules(model)] == paths
+
+    def call(model, x):
+        for layer in model:
+            x = layer(x, dropout_key=jax.random.key(0))
+        return x
+
+    report = quantize_model(model, jnp.ones((2, 16, 32)), rules={"*.qkv": None}, method=call)
+    assert set(report.left) == {"0.self_attention.qkv", "1.self_attention.qkv"}
+    assert attention.qkv.base.high_precision or attention.qkv.base.own_recipe("kernel").training is None
+    attention.qkv = attention.qkv.merge()
+    assert [path for path, _ in quantizable_modules(model)] == paths

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -197,3 +198,12 @@ def test_what_a_replaced_projection_returns_beside_its_output_is_used_or_refused
             result_of(name, replaced, lost)
     with pytest.raises(TypeError, match=f"{replaced.split('.')[-1]} returned list in place of an array"):
         result_of(name, replaced, lambda y: [y, None])
+
+
+def test_a_view_of_flax_is_another_mode():
+    model = nnx.List([TransformerLayer(32, 64, 4, hidden_dropout=0.5, rngs=nnx.Rngs(0)), nnx.Dropout(0.5)])
+    view, x = nnx.view(model, deterministic=True), jnp.ones((2, 8, 32))
+    assert (view[0].training, view[0].self_attention.training, model[0].training) == (False, False, True)
+    np.testing.assert_array_equal(view[0](x, dropout_key=jax.random.key(1)), view[0](x))
+    with pytest.raises(ValueError, match="Unused keys"):
+        nnx.view(model, determinstic=True)

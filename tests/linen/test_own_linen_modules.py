@@ -19,7 +19,7 @@ from jax.sharding import AxisType
 import jax_te.linen as te
 from jax_te.errors import QuantizerStateError
 from jax_te.quantize import frozen_scales
-from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, autocast
+from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, ModuleRecipe, autocast
 
 CURRENT, DELAYED = Float8CurrentScaling(), DelayedScaling(amax_history_len=2)
 STATE = "_overwrite_with_gradient"
@@ -376,3 +376,17 @@ def test_a_layer_of_this_package_refuses_a_scope_that_is_shared(parameters_first
     model = Adapted(functools.partial(te.Linear, 32, 32), True, parameters_first)
     with pytest.raises(ValueError, match=r"nn\.share_scope"):
         model.apply(model.init(jax.random.key(0), X), X)
+
+
+def test_rules_that_cannot_hold_are_said():
+    """A pattern that fits nothing, and a recipe of evaluation: a Linen model does not tell its layers the mode."""
+    current = Float8CurrentScaling()
+    with pytest.warns(UserWarning, match="rules that fit no layer: donw"):
+        te.quantize_model(nn.Sequential([nn.Dense(32), nn.Dense(32)]), X, rules={"layers_1": "ambient", "donw": None})
+    for own in (
+        ModuleRecipe(training=current, evaluation=None),
+        ModuleRecipe(training=None, evaluation=current),
+    ):
+        with pytest.raises(ValueError, match="another recipe in evaluation"):
+            te.quantize_model(nn.Dense(32), X, rules={"": own})
+    te.quantize_model(nn.Dense(32), X, rules={"": ModuleRecipe(training=current)})

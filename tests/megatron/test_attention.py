@@ -166,6 +166,15 @@ def test_lengths_and_a_window_of_the_call_replace_the_layers():
     assert_bitwise(core("padding_causal")(*qkv(), kv_lengths=lengths, window_size=(2, 0)), merged(expected))
 
 
+@pytest.mark.parametrize("window", [(-1, -1), (2, -1), (2, 0)])
+def test_a_window_of_the_call_beside_a_padding_mask_leaves_it_causal(window):
+    shown = jnp.zeros((B, 1, 1, S), bool)
+    expected = plain(attn_mask_type="causal", window_size=window)(*qkv())
+    assert_close(core("padding_causal")(*qkv(), shown, window_size=window), merged(expected), TOLERANCE["float32"])
+    with pytest.raises(ValueError, match="positions ahead"):
+        core("padding_causal")(*qkv(), shown, window_size=(3, 3))
+
+
 @pytest.mark.costly
 def test_packed_sequences_of_one_row_and_of_a_batch():
     packed = PackedSeqParams(cu_seqlens_q=jnp.array([0, 3, 8]))

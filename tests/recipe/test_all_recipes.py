@@ -371,3 +371,13 @@ def test_a_recipes_text_has_what_was_chosen_and_makes_it_again():
         assert "fp8_dpa" not in repr(recipe)
         assert repr(recipe) in repr(ModuleRecipe(training=recipe))
     assert "qfactory=<function" in repr(CustomRecipe(qfactory=lambda role: None))
+
+
+def test_a_factory_with_transformer_engines_names_of_roles_is_refused():
+    """It gives None for each of the names here, and nothing would be quantized."""
+
+    def factory(role):
+        return TensorQuantizer(dtype=jnp.float8_e4m3fn) if role == "linear_weight" else None
+
+    with autocast(CustomRecipe(qfactory=factory)), pytest.raises(ValueError, match="linear_input"):
+        dense(jnp.ones((16, 16)), jnp.ones((16, 16)))

@@ -17,5 +17,12 @@ from jax_te.layers.flax.decisions import (
     training_recipe,
 )
 from jax_te.layers.flax.drop_in import FlaxLinear, ParameterGemm, einsum_linear, precision_reason, read_einsum
-from jax_te.layers.flax.model_gemms import ModelGemms, as_inputs, gemms_of_model, joined, split_leaves
+from jax_te.layers.flax.model_gemms import (
+    ModelGemms,
+    as_inputs,
+    call_with_kept_arguments,
+    gemms_of_model,
+    joined,
+    split_leaves,
+)
 from jax_te.layers.flax.own_modules import could_be_kernel, reduced

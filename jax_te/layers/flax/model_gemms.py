@@ -182,6 +182,37 @@ def as_inputs(args: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     return split_leaves(args, lambda leaf: hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
 
 
+def call_with_kept_arguments(kind: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Return ``function(*args, **kwargs)``, whose lists and dicts are copies of a caller's.
+
+    Args:
+        kind: name of the class of the called module.
+        function: the module's call.
+        args, kwargs: its arguments.
+
+    Raises:
+        ValueError: if the call changes a list or a dict, which the caller would not see.
+
+    >>> call_with_kept_arguments("Experts", lambda losses: losses.append(0.5), ([],), {})
+    Traceback (most recent call last):
+    ValueError: Experts changes a list or dict that it is called with, and a module whose own parameters are ...
+    """
+
+    def contained() -> tuple[list[Any], Any]:
+        return jax.tree.flatten((args, kwargs), is_leaf=lambda node: not isinstance(node, dict | list | tuple))
+
+    leaves, structure = contained()
+    result = function(*args, **kwargs)
+    after, structure_after = contained()
+    if structure_after != structure or any(old is not new for old, new in zip(leaves, after, strict=True)):
+        raise ValueError(
+            f"{kind} changes a list or dict that it is called with, and a module whose own parameters "
+            "are quantized is traced apart, with copies of both: return what it puts there, or let it set an attribute "
+            "of the module"
+        )
+    return result
+
+
 def split_leaves(
     tree: Any, chosen: Callable[[Any], bool], is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:

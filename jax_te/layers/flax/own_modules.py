@@ -14,7 +14,7 @@ from flax import nnx
 from jax_te.layers.flax.contractions import Contraction, Kernel, Seen, Visitor, compute, noting
 from jax_te.layers.flax.drop_in import ParameterGemm
 from jax_te.layers.flax.drop_in_mesh import kernel_names
-from jax_te.layers.flax.model_gemms import split_leaves
+from jax_te.layers.flax.model_gemms import call_with_kept_arguments, split_leaves
 from jax_te.remat import Changes, Watched
 from jax_te.typing import Array
 
@@ -157,7 +157,9 @@ def _call(module: Any, function: Callable[..., Any], gemms: dict[str, ParameterG
         copy, copied = nnx.merge(graphdef, state)
         watched = Watched((copy, copied))
         inner_args, inner_kwargs = fill(copied)
-        out = function(copy, *inner_args, **inner_kwargs)
+        out = call_with_kept_arguments(
+            type(module).__name__, functools.partial(function, copy), inner_args, inner_kwargs
+        )
         # Only what has changed: other Variables may belong to an outer trace, in which they cannot be set.
         arrays, changes = watched.changes()
         found[:] = [changes]

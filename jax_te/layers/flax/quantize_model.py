@@ -201,9 +201,11 @@ def _decide(
     if layer is not None:
         return _decide_flax(path, module, layer, rules, gemms)
     if isinstance(module, QuantizableModule):
-        return _Decision() if module.of_flax else _decide_ours(path, module, rules, gemms)
-    if not own_kernels(module):
-        return _Decision()
+        shown = ".".join(map(str, module.layer_path(parts)))
+        return _Decision() if module.of_flax else _decide_ours(path, shown, module, rules, gemms)
+    adapted = getattr(module, "base", None)
+    if not own_kernels(module) or (isinstance(adapted, QuantizableModule) and adapted.adapted):
+        return _Decision()  # the entry of an adapted layer is its base's
     if _is_of_jax_te(module):
         # Routers, gates and a head without fp8_output_proj: what recipes are to reach here are quantizable modules.
         kind = type(module).__name__
@@ -244,10 +246,16 @@ def _present(op: DotGeneral) -> Present:
     return Present(op.own_recipe(next(iter(op.kernels))), op.high_precision)
 
 
-def _decide_ours(path: str, module: QuantizableModule, rules: Rules, gemms: ModelGemms) -> _Decision:
-    """Return the decision about a layer of jax_te, which follows recipes without `quantize_model`."""
-    pattern = first_rule(rules, path)
-    entry = _entry_of_ours(path, module) if pattern is None else _entry_by_rule(path, module, pattern, rules)
+def _decide_ours(path: str, shown: str, module: QuantizableModule, rules: Rules, gemms: ModelGemms) -> _Decision:
+    """Return the decision about a layer of jax_te, which follows recipes without `quantize_model`.
+
+    Args:
+        path: path of the layer.
+        shown: its path in rules and reports.
+        module, rules, gemms: see `_decide`.
+    """
+    pattern = first_rule(rules, shown)
+    entry = _entry_of_ours(shown, module) if pattern is None else _entry_by_rule(shown, module, pattern, rules)
     kernels = [joined(path, kernel) for kernel in module.kernels if isinstance(getattr(module, kernel), nnx.Param)]
     if entry.why is None and kernels and gemms.used.isdisjoint(kernels):
         entry = not_called(entry)

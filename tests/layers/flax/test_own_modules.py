@@ -649,3 +649,31 @@ def test_attributes_stay_with_their_modules_where_a_derivative_adds_variables():
         counts = changed(value_and_grad)
         assert counts == changed(nnx.value_and_grad)
     assert counts[:4] == (2, 4, 2, [True, True])
+
+
+def test_a_list_or_dict_that_a_call_changes_is_refused():
+    """The call is traced apart with copies of both, so that the caller would find nothing in them."""
+
+    class Experts(nnx.Module):
+        def __init__(self):
+            self.w = nnx.Param(jnp.ones((32, 32)))
+
+        def __call__(self, x, losses):
+            y = x @ self.w[...]
+            if isinstance(losses, list):
+                losses.append(jnp.mean(y))
+            else:
+                losses["balance"] = jnp.mean(y)
+            return y
+
+    class Model(nnx.Module):
+        def __init__(self, kind):
+            self.experts, self.kind = Experts(), kind
+
+        def __call__(self, x):
+            losses = self.kind()
+            return self.experts(x, losses), losses
+
+    for kind in (list, dict):
+        with pytest.raises(ValueError, match="Experts changes a list or dict"):
+            quantize_model(Model(kind), jnp.ones((16, 32)), rules={"experts": "ambient"})
