@@ -38,7 +38,7 @@ def gather_texts(text: str) -> list[str]:
         return meetings.gather(text)
 
 
-def check_same(values: Mapping[str, object], devices: Iterable[jax.Device] | None = None) -> None:
+def check_same(values: Mapping[str, object], devices: Iterable[Any] | None = None) -> None:
     """Raise ValueError, in every process, if a value's text is not the same in all of them; all must call this.
 
     Args:

@@ -171,14 +171,14 @@ class DotProductAttention(layers.DotProductAttention):
 
 
 def _checked_window(
-    core: layers.DotProductAttention,
+    core: Any,
     mask_type: MaskType | None,
     window: Window | None,
     bias_type: BiasType,
     queries: Array,
     keys: Array | None,
 ) -> Window | None:
-    """Return the window of a call of ``core`` as Transformer Engine reads it, after `check_diagonal`."""
+    """Return the window of a call as Transformer Engine reads it, after `check_diagonal`; ``core`` has the layer's."""
     kind: MaskType = core.attn_mask_type if mask_type is None else mask_type
     window = window_of_source(core.window_size if window is None else window, kind)
     if keys is not None and keys.ndim == queries.ndim:
