@@ -379,5 +379,5 @@ def test_a_factory_with_transformer_engines_names_of_roles_is_refused():
     def factory(role):
         return TensorQuantizer(dtype=jnp.float8_e4m3fn) if role == "linear_weight" else None
 
-    with autocast(CustomRecipe(qfactory=factory)), pytest.raises(ValueError, match="linear_input"):
-        dense(jnp.ones((16, 16)), jnp.ones((16, 16)))
+    with pytest.raises(ValueError, match="linear_input"):
+        dense(jnp.ones((16, 16)), jnp.ones((16, 16)), recipe=CustomRecipe(qfactory=factory))
