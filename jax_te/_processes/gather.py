@@ -47,8 +47,8 @@ def check_same(values: Mapping[str, object], devices: Iterable[Any] | None = Non
             nothing is compared. None: those of all.
 
     Raises:
-        ValueError: also if JAX's processes are not connected by ``jax.distributed.initialize``, unless ``devices`` are
-            given: those of a TPU need it not.
+        ValueError: also if JAX's processes are not connected by ``jax.distributed.initialize``. If ``devices`` are
+            given, nothing is compared then: programs on TPUs run without.
     """
     if jax.process_count() == 1:
         return

@@ -178,7 +178,7 @@ def _files(root: Path, is_left_out: Callable[[Path], bool]) -> tuple[list[Path],
         return True
 
     for folder, folders, names in os.walk(root, followlinks=True):
-        folders.sort()  # which of two ways to one folder is gone
+        folders.sort()  # so that of two links to one folder the same one counts on every machine
         visible = [name for name in folders if not name.startswith(".") and is_new(Path(folder, name))]
         outside = [name for name in visible if is_left_out(Path(folder, name))]
         left_out += [Path(folder, name) for name in outside]

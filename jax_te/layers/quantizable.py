@@ -268,7 +268,7 @@ class QuantizableModule(RecipeModule):
 
         It is that of its adapter, if it has one, so that rules hold for it as before.
         """
-        return path[:-1] if self.adapted else path
+        return path[:-1] if self.adapted and path[-1:] == ("base",) else path
 
     def quantized(self, kernel: str, value: Array, *, portable: bool = False) -> QuantizedKernel:
         """Return ``value`` quantized by the recipe of a kernel of this layer; see `quantize_kernel`.

@@ -169,8 +169,13 @@ def quantize_model(
 
 def _check_one_mode(rules: Any) -> None:
     """Raise ValueError for a rule by which evaluation differs from training: a layer of Flax is not told of either."""
+
+    def differs(own: ModuleRecipe) -> bool:
+        flags = (own.override_quantized_in_evaluation, own.override_nonquantized_in_evaluation)
+        return flags != (None, None) or not (own.evaluation == "training" or own.evaluation == own.training)
+
     for pattern, own in rules.items():
-        if isinstance(own, ModuleRecipe) and own != dataclasses.replace(own, evaluation="training"):
+        if isinstance(own, ModuleRecipe) and differs(own):
             raise ValueError(
                 f"the rule {pattern!r} has another recipe in evaluation than in training, and a Linen model does not "
                 "tell its layers which of them a call is; quantize the model for each, with rules of its own: "

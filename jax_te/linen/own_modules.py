@@ -101,9 +101,7 @@ def call_apart(module: Any, names: Sequence[str], visitor: Visitor, args: Any, k
         def traced(tree: Any) -> Any:
             variables, given = tree
             scopes, (inner_args, inner_kwargs) = scope_fn(variables, rngs), fill(given)
-            call = functools.partial(fn, scopes)
-            out = call_with_kept_arguments(type(module).__name__, call, inner_args, inner_kwargs)
-            return out, repack(scopes)
+            return fn(scopes, *inner_args, **inner_kwargs), repack(scopes)
 
         return compute(traced, (variables, given), kernel_of, visitor)
 
@@ -111,7 +109,12 @@ def call_apart(module: Any, names: Sequence[str], visitor: Visitor, args: Any, k
         packed = lift.pack(functools.partial(computed, fn), (True,), (True,), (True,), enable_kwargs=True)
         return packed(scopes, *args, **kwargs)
 
-    return lift_direct_transform(transform, (type(module).__call__,), module, *args, **kwargs)
+    def call(clone: Any, *args: Any, **kwargs: Any) -> Any:
+        # Here, since Flax copies lists and dicts on the way as well.
+        bound = functools.partial(type(module).__call__, clone)
+        return call_with_kept_arguments(type(module).__name__, bound, args, kwargs)
+
+    return lift_direct_transform(transform, (call,), module, *args, **kwargs)
 
 
 def quantized_call(module: Any, options: dict[str, GemmOptions], args: Any, kwargs: Any) -> Any:

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jax_te.config import MoEOptions, RouterOptions
+from jax_te.config import MoEOptions, ParallelConfig, RouterOptions
 from jax_te.layers import TransformerLayer, drop_path, dropout
+from jax_te.ops import undo_zigzag
 from jax_te.random import Purpose
+from jax_te.sharding import make_mesh
 from tests.support.numerics import assert_bitwise, draw, quick_jit
 
 B, S, H = 2, 6, 16
@@ -88,3 +90,14 @@ def test_recomputation_draws_the_same():
 
     plain, again = (jax.jit(lambda *args, fn=fn: jax.vjp(fn, *args)[1](X)) for fn in (run, jax.checkpoint(run)))
     jax.tree.map(assert_bitwise, plain(params, X), again(params, X))
+
+
+@pytest.mark.parametrize("implementation", ["threefry2x32", "rbg"])
+def test_a_position_has_its_mask_in_zigzag_order_whatever_the_implementation(implementation):
+    key, x = jax.random.key(3, impl=implementation), jnp.ones((2, 16, 8))
+    axes = ("batch", "sequence", "hidden")
+    expected = dropout(x, 0.5, key, axes=axes)
+    with jax.set_mesh(make_mesh(ParallelConfig(context=2))):
+        found = jax.jit(lambda x: undo_zigzag(dropout(x, 0.5, key, axes=axes, zigzag=True)))(x)
+    assert 0.3 < float(jnp.mean(expected == 0.0)) < 0.7
+    np.testing.assert_array_equal(jax.device_get(found), expected)

@@ -390,3 +390,24 @@ def test_rules_that_cannot_hold_are_said():
         with pytest.raises(ValueError, match="another recipe in evaluation"):
             te.quantize_model(nn.Dense(32), X, rules={"": own})
     te.quantize_model(nn.Dense(32), X, rules={"": ModuleRecipe(training=current)})
+    no_other = ModuleRecipe(training=current, evaluation=current)
+    te.quantize_model(nn.Dense(32), X, rules={"": no_other})
+
+
+def test_a_list_that_a_call_changes_is_refused():
+    """The call is traced apart with a copy of it, so that the caller would find nothing in it."""
+
+    class Experts(nn.Module):
+        @nn.compact
+        def __call__(self, x, losses):
+            y = x @ self.param("w", nn.initializers.ones, (32, 32))
+            losses.append(jnp.mean(y))
+            return y
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return Experts(name="experts")(x, [])
+
+    with pytest.raises(ValueError, match="Experts changes a list or dict"):
+        te.quantize_model(Model(), X, rules={"experts": "ambient"})
