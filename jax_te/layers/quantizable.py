@@ -101,7 +101,6 @@ class QuantizableModule(RecipeModule):
         adapted: whether it is the ``base`` of a `LoRA`, which has its place in the model.
     """
 
-    adapted: bool = False
     kernels: ClassVar[dict[str, str]] = {}
     of_flax: ClassVar[bool] = False
     """Whether layers of Flax hold a module of this class, and the kernel that it quantizes."""
@@ -127,6 +126,7 @@ class QuantizableModule(RecipeModule):
 
     def _init_quantization(self) -> None:
         self.high_precision = False
+        self.adapted = False
         self.module_recipe = None
         self.kernel_recipes: tuple[tuple[str, ModuleRecipe | None], ...] = ()
         self.cache_mode: CacheMode = "off"

@@ -79,7 +79,7 @@ def load_peft(
         adapters = [plan.adapter(model, matrices, sizes) for plan in plans]
     except BaseException:
         for base, frozen in trained:
-            base.frozen = frozen
+            base.frozen, base.adapted = frozen, False
         raise
     # All that can be refused has been: from here on the model changes.
     for plan, adapter in zip(plans, adapters, strict=True):

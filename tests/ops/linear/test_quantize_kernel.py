@@ -7,7 +7,7 @@ import pytest
 
 from jax_te.errors import QuantizerStateError
 from jax_te.ops import quantize_kernel
-from jax_te.quantize import OpaqueTree, QuantizedOperand, frozen_scales
+from jax_te.quantize import BlockQuantizer, OpaqueTree, QuantizedOperand, frozen_scales
 from jax_te.recipe import (
     CustomRecipe,
     DelayedScaling,
@@ -34,7 +34,7 @@ by_name = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.n
 
 
 def without_kernels(role):
-    return None
+    return None if role == "kernel" else BlockQuantizer(dtype=jnp.float8_e4m3fn)
 
 
 def inputs(name="dense"):
@@ -125,7 +125,10 @@ def test_without_a_recipe_its_values_are_used():
     custom = CustomRecipe(qfactory=without_kernels)
     for recipe in (None, custom):
         y, (dx,) = with_vjp(lambda x, r=recipe: dense(x, quantized, recipe=r, backend="xla"), (x,), case.g)
-        expected_y, (expected_dx,) = with_vjp(lambda x: dense(x, quantized.dequantize(), backend="xla"), (x,), case.g)
+        values = quantized.dequantize()
+        expected_y, (expected_dx,) = with_vjp(
+            lambda x, r=recipe, w=values: dense(x, w, recipe=r, backend="xla"), (x,), case.g
+        )
         assert_bitwise(y, expected_y)
         assert_bitwise(dx, expected_dx)
 
