@@ -23,6 +23,9 @@ TOLERANCE = 2.0**-20
 LEARNING_RATE = 2.0**14
 """So large that an update has the bits of its gradient, and not of the parameter alone."""
 
+LOSS_SCALE = 2.0**8
+"""Factor of a loss, which puts the gradients into FP8's range: the first scale of delayed scaling is 1."""
+
 KERNELS = 2 * (2 * 32 * 64 + 32 * 32)
 """Elements of the kernels of both layers."""
 
@@ -94,7 +97,7 @@ class Placed(nnx.Module):
 
 
 def loss_fn(model, batch, key):
-    return jnp.mean(jnp.square(model(batch).astype(jnp.float32)))
+    return LOSS_SCALE * jnp.mean(jnp.square(model(batch).astype(jnp.float32)))
 
 
 def batch(size=16, tokens=32):
@@ -164,7 +167,7 @@ def weighted_squares(model, y, batch, key):
 
 IN_PARTS = PipelinedLoss(
     lambda model, batch, key: StackInput(batch),
-    lambda model, y, batch, key: jnp.mean(jnp.square(y.astype(jnp.float32))),
+    lambda model, y, batch, key: LOSS_SCALE * jnp.mean(jnp.square(y.astype(jnp.float32))),
 )
 WEIGHTED = PipelinedLoss(lambda model, batch, key: StackInput(batch), weighted_squares)
 
