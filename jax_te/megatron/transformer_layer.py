@@ -62,11 +62,15 @@ def attention_options(config: TransformerConfig, number: int) -> AttentionOption
 
 
 def _cross_attention(config: TransformerConfig, number: int, rngs: nnx.Rngs) -> layers.MultiheadAttention:
-    """Return the cross-attention of layer ``number``, from 0, of a decoder: without a window, and all keys visible."""
+    """Return the cross-attention of layer ``number``, from 0, of a decoder: without a window, and all keys visible.
+
+    As in Megatron, ``qk_layernorm`` is about self-attention.
+    """
+    options = attention_options(config, number) | {"qk_norm_type": None, "qk_norm_across_heads": False}
     return layers.MultiheadAttention(
         config.hidden_size,
         config.num_attention_heads,
-        **attention_options(config, number),
+        **options,
         attention_type="cross",
         attn_mask_type="no_mask",
         rngs=rngs,

@@ -36,6 +36,10 @@ class T5Model(LanguageModel):
     The layers' linear operations follow the ambient recipe, and with ``config.fp8_output_proj`` the head's; embedding
     and attention cores stay in the compute dtype, and without it the head.
 
+    Cross-attention sees all of the encoder's positions, whatever ``config.window_size`` is, and has norms of queries
+    and keys under ``config.qk_layernorm``, as in Transformer Engine's decoder layer; Megatron-Core's T5 has such norms
+    nowhere.
+
     Args:
         config: sizes and choices of the layers; ``num_layers`` are the decoder's.
         vocab_size: ``v``.

@@ -284,6 +284,17 @@ def test_megatrons_blocks_begin_with_their_norm(build: Any) -> None:
         build(config, rngs=nnx.Rngs(0))
 
 
+def test_only_self_attention_of_a_megatron_decoder_has_norms_of_queries_and_keys() -> None:
+    config = TransformerConfig(
+        num_layers=1, hidden_size=32, num_attention_heads=4, qk_layernorm=True, normalization="RMSNorm"
+    )
+    layer = megatron.TransformerLayer(config, layer_type="decoder", rngs=nnx.Rngs(0))
+    names = megatron.state_dict(layer)
+    assert [name for name in names if "q_layernorm" in name] == ["self_attention.q_layernorm.weight"]
+    x, context = jnp.ones((2, 8, 32)), jnp.ones((2, 4, 32))
+    assert layer(x, context=context)[0].shape == x.shape
+
+
 def test_a_megatron_decoder_has_its_blocks_one_after_the_other() -> None:
     config = TransformerConfig(num_layers=1, hidden_size=32, num_attention_heads=4, parallel_attention_mlp=True)
     with pytest.raises(ValueError, match="parallel_attention_mlp=True does not go with layer_type='decoder'"):

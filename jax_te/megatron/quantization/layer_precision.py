@@ -67,7 +67,7 @@ def will_execute_quantized(module: Layer, is_context_quantized: bool) -> bool:
     True
     """
     # By resolve, which layers use, so that this answer agrees with a call.
-    ambient = _ANY_RECIPE if is_context_quantized else None
+    ambient = _ANY_RECIPE if is_context_quantized and not module.high_precision else None
     own = [module.own_recipe(kernel) for kernel in module.kernels]
     return any(
         (ambient if recipe is None else recipe.resolve(ambient, training=module.training)) is not None for recipe in own

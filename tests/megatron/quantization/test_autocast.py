@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jax_te import megatron
-from jax_te.layers import LayerNormLinear, Linear
+from jax_te.layers import LayerNormLinear, Linear, keep_in_high_precision
 from jax_te.megatron import (
     MatchContext,
     QuantizationConfig,
@@ -131,6 +131,8 @@ def test_no_params_change_nothing(quantized: bool, training: bool):
     layer = linear()
     layer.train() if training else layer.eval()
     assert will_execute_quantized(layer, quantized) == quantized
+    keep_in_high_precision(layer)
+    assert not will_execute_quantized(layer, quantized)
 
 
 def test_bad_names_are_refused_where_the_recipe_takes_effect():
