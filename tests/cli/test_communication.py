@@ -108,7 +108,7 @@ def test_4096_devices(capfd: pytest.CaptureFixture[str]) -> None:
     argv = ["inspect", "communication", "--preset", "tiny", "--json", options[0], options[1], options[2] + sizes]
     assert main(argv) == 0
     found = json.loads(capfd.readouterr().out)
-    assert found["mesh"] == {"pipeline": 1, "data": 2, "fsdp": 32, "context": 8, "tensor": 8}
+    assert found["mesh"] == {"pipeline": 1, "data": 2, "fsdp": 32, "expert": 1, "context": 8, "tensor": 8}
     assert {tuple(row["axes"]) for row in found["collectives"]} >= {("data", "context"), ("fsdp",), ("tensor",)}
     assert found["seconds"] == pytest.approx(sum(row["seconds"] for row in found["collectives"]))
 
