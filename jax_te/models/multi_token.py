@@ -11,7 +11,7 @@ from flax import nnx
 
 from jax_te._validation import checked
 from jax_te.config import TransformerConfig
-from jax_te.layers import LastStep, Linear, PackedSeqParams, add_bias
+from jax_te.layers import LastStep, Linear, PackedSeqParams, Router, add_bias
 from jax_te.megatron import TEColumnParallelLinear, TENorm, TransformerLayer
 from jax_te.models.from_config import norm_of, transformer_layer
 from jax_te.models.stack import StackInput
@@ -126,6 +126,10 @@ class MultiTokenPrediction(nnx.Module):
         self.depths = config.mtp_num_layers or 0
         layers = 1 if config.mtp_use_repeated_layer else self.depths
         self.layers = nnx.List([MultiTokenLayer(config, layer_class, rngs=rngs) for _ in range(layers)])
+        if config.mtp_use_repeated_layer:
+            for _, router in nnx.iter_modules(self.layers):
+                if isinstance(router, Router):
+                    router.balance_share = 1.0 / self.depths  # as in Megatron: all of its runs count as one layer
         self.last_step = QuantizerState(jnp.zeros(self.depths + 1, jnp.float32), counting=LastStep())
 
     def layer(self, depth: int) -> MultiTokenLayer:

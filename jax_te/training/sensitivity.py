@@ -17,6 +17,7 @@ from jax_te.layers import (
     DotProductAttention,
     QuantizableModule,
     RecipeModule,
+    aux_losses_scaled,
     natural_order,
     quantizable_kernels,
     set_grad_sinks,
@@ -42,8 +43,8 @@ class ModuleSensitivity:
         module: path of the layer, or of a core of attention.
         kind: name of its class.
         loss_increase: the mean loss with this layer quantized, minus the mean loss with nothing quantized.
-        gradient_error: ``|g - g0| / |g0|`` over all batches, with ``g`` and ``g0`` the gradients of all parameters with
-            this layer quantized and with nothing quantized.
+        gradient_error: ``|g - g0| / |g0|`` over all batches, with ``g`` and ``g0`` the gradients of the trained
+            parameters with this layer quantized and with nothing quantized.
         has_rules: whether a precision file can name the layer. It cannot name a core of attention, which is quantized
             by the recipe's ``fp8_dpa`` alone.
     """
@@ -57,7 +58,13 @@ class ModuleSensitivity:
 
 @checked
 def sensitivity(
-    model: nnx.Module, loss_fn: LossFn, batches: Sequence[PyTree], recipe: Recipe
+    model: nnx.Module,
+    loss_fn: LossFn,
+    batches: Sequence[PyTree],
+    recipe: Recipe,
+    *,
+    loss_scale: float | Array = 1.0,
+    wrt: Any = nnx.Param,
 ) -> list[ModuleSensitivity]:
     """Return the layers ranked by how much quantizing each of them alone changes the gradient, worst first.
 
@@ -74,6 +81,8 @@ def sensitivity(
         loss_fn: ``(model, batch, key) -> [ ]``; its key is None, and layers drop nothing.
         batches: batches, at least one.
         recipe: the recipe to quantize with.
+        loss_scale: factor of the loss, as in fp16 training, whose small gradients are zero without it.
+        wrt: filter of the parameters that are trained; with adapters ``nnx.LoRAParam``.
 
     Raises:
         TypeError: if ``recipe`` is None.
@@ -92,9 +101,9 @@ def sensitivity(
         raise ValueError("sensitivity needs at least one batch, got none")
     model = _plain_copy(model)
     check_global(list(batches), nnx.state(model, nnx.Param))
-    calibrate_delayed_scaling(model, loss_fn, batches[0], recipe)
+    calibrate_delayed_scaling(model, loss_fn, batches[0], recipe, loss_scale=loss_scale)
     layers = _quantized_layers(model, recipe)
-    measure, off = _switched_measure(model, loss_fn, layers)
+    measure, off = _switched_measure(model, loss_fn, layers, jnp.float32(loss_scale), wrt)
     totals, norm = {path: [0.0, 0.0] for path in layers}, 0.0
     # All measurements use the calibrated scales, so that they differ only in the layer.
     with autocast(recipe), frozen_scales():
@@ -222,33 +231,44 @@ def _quantized_layers(model: nnx.Module, recipe: Recipe) -> dict[str, _Layer]:
     return {path: found[path] for path in sorted(found, key=natural_order)}
 
 
-def _switched_measure(model: Any, loss_fn: LossFn, layers: dict[str, _Layer]) -> tuple[Measure, nnx.State]:
-    """Return ``measure(switches, batch) -> (loss, gradients)``, and the switches, all off, that the layers get."""
+def _switched_measure(
+    model: Any, loss_fn: LossFn, layers: dict[str, _Layer], loss_scale: Array, wrt: Any
+) -> tuple[Measure, nnx.State]:
+    """Return ``measure(switches, batch) -> (loss, gradients)``, and the switches, all off, that the layers get.
+
+    The gradients are those of the scaled loss.
+    """
     for module in [layer.module for layer in layers.values()]:
         kind: Any = type(module)
         # A subclass, not a module around it, so that the paths of parameters and rules do not change.
         module.__class__ = _switched(kind)
         setattr(module, "switch", _Switch(jnp.zeros((), bool)))  # noqa: B010 - an attribute of the class given above
-    graphdef, switches, params, rest = nnx.split(model, _Switch, nnx.Param, ...)
-    kernels = {path: getattr(module, name).get_value() for path, module, name in quantizable_kernels(model)}
+    graphdef, switches, params, rest = nnx.split(model, _Switch, wrt, ...)
+    trained = dict(nnx.to_flat_state(params))
+    kernels = {path: trained[path].get_value() for path, *_ in quantizable_kernels(model) if path in trained}
     # Gradients of bf16 kernels would be rounded to bf16, which hides small effects of quantization.
     low = {path: kernel for path, kernel in kernels.items() if kernel.dtype != jnp.float32}
     sinks = {path: jnp.zeros_like(kernel, jnp.float32) for path, kernel in low.items()}
 
     @jax.jit
-    def run(switches: PyTree, params: PyTree, rest: PyTree, sinks: PyTree, batch: PyTree) -> tuple[Array, PyTree]:
+    def run(
+        switches: PyTree, params: PyTree, rest: PyTree, sinks: PyTree, batch: PyTree, scale: Array
+    ) -> tuple[Array, PyTree]:
         batch = jax.tree.map(lambda leaf: constrain(leaf, batch_axes(leaf.ndim)), batch)
 
-        def loss(params: PyTree, sinks: dict[Any, Array]) -> Array:
+        def scaled_loss(params: PyTree, sinks: dict[Any, Array]) -> tuple[Array, Array]:
             model = nnx.merge(graphdef, switches, params, rest, copy=True)
             # Noise of dropout would hide small errors.
             model.set_attributes(without_dropout=True, raise_if_not_found=False)
             set_grad_sinks(model, sinks)
-            return mean_loss(loss_fn(model, batch, None))
+            with aux_losses_scaled(model, scale):
+                loss = mean_loss(loss_fn(model, batch, None))
+            return loss * scale, loss
 
-        return jax.value_and_grad(loss, argnums=(0, 1))(params, sinks)
+        (_, loss), gradients = jax.value_and_grad(scaled_loss, argnums=(0, 1), has_aux=True)(params, sinks)
+        return loss, gradients
 
-    return lambda switches, batch: run(switches, params, rest, sinks, batch), switches
+    return lambda switches, batch: run(switches, params, rest, sinks, batch, loss_scale), switches
 
 
 def _turned_on(switches: nnx.State, path: tuple[str, ...]) -> nnx.State:

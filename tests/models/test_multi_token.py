@@ -107,6 +107,26 @@ def gradients_of(model: Any, loss: Any) -> tuple[Any, Any, list[float]]:
     return value, grads, [float(loss) for loss in losses]
 
 
+def test_balance_losses_of_a_repeated_layer_count_once() -> None:
+    """As in Megatron: those of its runs are divided by their number."""
+    experts = {"num_moe_experts": 4, "moe_ffn_hidden_size": 16, "moe_aux_loss_coeff": 1.0}
+    fields = {**experts, "mtp_loss_scaling_factor": 0.0}
+    tokens, labels, _ = batch()
+
+    def of_router(model: GPTModel) -> Any:
+        _, grads, _ = gradients_of(model, lambda model: model.loss(tokens, labels))
+        return grads["mtp"]["layers"][0]["mtp_model_layer"]["mlp"]["router"]["kernel"]
+
+    model = build("one layer", fields=fields)
+    found = of_router(model)
+    router = model.mtp.layers[0].mtp_model_layer.mlp.router
+    assert router.balance_share == 0.5
+    router.balance_share = 1.0
+    np.testing.assert_allclose(found, 0.5 * of_router(model), rtol=1e-5, atol=1e-8)
+    assert np.any(found)
+    assert build("gpt2", fields=fields).mtp.layers[0].mtp_model_layer.mlp.router.balance_share == 1.0
+
+
 @pytest.mark.costly
 @pytest.mark.wide("llama")
 @pytest.mark.parametrize("form", FORMS)

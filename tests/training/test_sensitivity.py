@@ -13,6 +13,7 @@ from jax_te.config import TransformerConfig
 from jax_te.layers import (
     DotProductAttention,
     Linear,
+    LoRA,
     MultiheadAttention,
     name_modules,
     quantizable_modules,
@@ -62,28 +63,50 @@ def test_blocks_keep_an_outlier_to_itself():
     assert errors["mxfp8"]["a"] == pytest.approx(errors["current"]["a"], rel=0.5)
 
 
-def test_the_numbers_are_those_of_quantizing_one_layer_only():
+@pytest.mark.parametrize("wrt", [nnx.Param, nnx.LoRAParam])
+def test_the_numbers_are_those_of_quantizing_one_layer_only(wrt):
+    """And those of the parameters that are trained."""
     recipe, batches = Float8CurrentScaling(), [draw(name, (16, 32)) for name in ("one", "two")]
     model = Branches(nnx.Rngs(0))
+    if wrt is nnx.LoRAParam:
+        model.a = LoRA(model.a, 4, rngs=nnx.Rngs(1))
+        model.a.lora_b.set_value(draw("lora_b", model.a.lora_b.shape))
 
     def measure(path):
         for name, module in quantizable_modules(model):
             module.high_precision = name != path
-        graphdef, params = nnx.split(model)
+        graphdef, params, rest = nnx.split(model, wrt, ...)
         with autocast(recipe):
-            run = jax.jit(jax.value_and_grad(lambda params, x: branches_loss(nnx.merge(graphdef, params), x, None)))
+            loss_of = lambda params, x: branches_loss(nnx.merge(graphdef, params, rest), x, None)  # noqa: E731
+            run = jax.jit(jax.value_and_grad(loss_of))
             results = [run(params, x) for x in batches]
         losses = [float(loss) for loss, _ in results]
         grads = [np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(grad)]) for _, grad in results]
         return np.mean(losses), np.concatenate(grads)
 
     loss0, grad0 = measure(None)
-    for layer in sensitivity(model, branches_loss, batches, recipe):
+    for layer in sensitivity(model, branches_loss, batches, recipe, wrt=wrt):
         loss, grad = measure(layer.module)
         error = np.linalg.norm(grad - grad0) / np.linalg.norm(grad0)
         assert layer.gradient_error == pytest.approx(error, rel=1e-3)
         assert layer.loss_increase == pytest.approx(loss - loss0, rel=1e-3, abs=1e-6)
-        assert layer.gradient_error > 1e-3
+        assert layer.gradient_error > 1e-4
+
+
+def test_the_loss_scale_is_that_of_the_run():
+    """Without it gradients of fp16 are too small for their dtype."""
+    model = nnx.Sequential(*(Linear(32, 32, params_dtype=jnp.float16, rngs=nnx.Rngs(i)) for i in range(2)))
+    x, scale = draw("x", (64, 32), jnp.float16), 2.0**12
+
+    def errors(factor=1.0, **options):
+        loss = lambda model, x, key: factor * jnp.mean(model(x).astype(jnp.float32) ** 2) / 256  # noqa: E731
+        found = sensitivity(model, loss, [x], Float8CurrentScaling(), **options)
+        return {layer.module: (layer.gradient_error, layer.loss_increase / factor) for layer in found}
+
+    scaled, wanted, plain = errors(loss_scale=scale), errors(factor=scale), errors()
+    for layer, numbers in wanted.items():
+        assert scaled[layer] == pytest.approx(numbers, rel=1e-5)
+        assert plain[layer][0] != pytest.approx(numbers[0], rel=1e-2)
 
 
 class Scaled(nnx.Module):

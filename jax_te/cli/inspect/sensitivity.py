@@ -7,12 +7,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from flax import nnx
+
 from jax_te._text import table
 from jax_te._whole_files import whole_or_nothing
 from jax_te.cli.build import contexts
 from jax_te.cli.inspect.options import InspectSensitivity
 from jax_te.cli.inspect.report import print_json
-from jax_te.cli.inspect.trained import batches_of, check_saved, newest_state, run_and_recipe
+from jax_te.cli.inspect.trained import batches_of, check_saved, newest_state, rows_of, run_and_recipe
 from jax_te.cli.objective import loss_of
 from jax_te.cli.option_table import check_effects
 from jax_te.layers import quantizable_modules
@@ -39,7 +41,15 @@ def run(options: InspectSensitivity) -> int:
         layers = len(quantizable_modules(model))
         if keep > layers:
             raise ValueError(f"--keep-bf16 {keep} is more than the model's {layers} layers")
-        ranked = sensitivity(model, loss_of(config), batches, recipe)
+        ranked = sensitivity(
+            model,
+            loss_of(config),
+            batches,
+            recipe,
+            # Of the step's loss, the share of so many examples, as in `jax-te inspect precision`.
+            loss_scale=state.scaler.scale * (rows_of(options, config) / config.batch_size),
+            wrt=nnx.Param if config.lora_rank is None else nnx.LoRAParam,
+        )
     kept = [layer.module for layer in ranked if layer.has_rules][:keep]
     if options.write is not None:
         note = f"# The {keep} of {layers} layers whose quantization under {recipe.name} changes the gradients most,\n"

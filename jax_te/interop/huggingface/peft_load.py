@@ -22,7 +22,7 @@ from jax_te.interop.huggingface.peft_config import PeftConfig, read_config
 from jax_te.interop.huggingface.peft_kernels import AdaptableKernel, Matrices, adaptable_kernels
 from jax_te.interop.huggingface.save import known_architectures
 from jax_te.interop.tables import Architecture, KnownModel, Sizes, architecture_of
-from jax_te.layers import LayerNormMLP, Linear, LoRA
+from jax_te.layers import LayerNormMLP, Linear, LoRA, Router
 
 # Longer names are of no layer, and expressions of the configuration might take long for them.
 _NAME = re.compile(r"base_model\.model\.(.{1,120})\.lora_([AB])\.weight")
@@ -42,7 +42,8 @@ def load_peft(
     Each such layer becomes a `jax_te.layers.LoRA` around it. Where one kernel here has several of transformers' layers,
     such as queries, keys and values, each of these has an adapter of its own (``components``), as it has there; one
     that the folder has no adapter for is left as it is, also in training. Adapters have the tensors' dtype; on a mesh
-    they are sharded as the kernels are.
+    they are sharded as the kernels are. Adapted layers are frozen, and so are routers, also the biases by which they
+    balance their load.
 
     Args:
         model: a model of `jax_te.models`, such as one that `load_huggingface` gave; changed in place.
@@ -85,6 +86,9 @@ def load_peft(
     for plan, adapter in zip(plans, adapters, strict=True):
         parent, _, attribute = plan.owner.rpartition("/")
         setattr(_at(model, parent), attribute, adapter)
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, Router):
+            module.frozen = True
 
 
 def _check_config_matches(config: PeftConfig, matrices: Mapping[str, Matrices], folder: Path) -> None:

@@ -33,7 +33,7 @@ from jax_te.interop.tables import (
     on_host,
     write_by_the_first,
 )
-from jax_te.layers import GroupedLoRA, LoRA
+from jax_te.layers import GroupedLoRA, LoRA, Router
 from jax_te.models import GPTModel, T5Model
 from jax_te.typing import DTypeLike
 
@@ -65,7 +65,8 @@ def save_peft(
     Raises:
         ValueError: for a model without adapters, or with nothing but zeros; for adapters of layers that are trained,
             too (``freeze_base=False``), whose weights would be lost; of layers that the architecture does not have, of
-            experts, and of parts of one of its layers; for a folder that holds a model, a run's checkpoints, or an
+            experts, and of parts of one of its layers; for routers whose biases training changes, see
+            `jax_te.layers.Router`; for a folder that holds a model, a run's checkpoints, or an
             ``adapter_config.json`` of another library.
         OSError: if the first process cannot write; if it cannot give the complete files their names: the message says
             what to do; if another process fails, or is waited for in vain (TimeoutError).
@@ -140,6 +141,14 @@ def _adapters(model: nnx.Module) -> list[tuple[str, LoRA]]:
                 f"{path} adapts a layer that is trained, too (freeze_base=False, or merge() was called), and an "
                 "adapter's folder holds no weights of it. Merge all adapters, put the bases in their places and write "
                 "the model, save_huggingface; if the layer is still as it was loaded, set its base.frozen = True"
+            )
+    for path, router in nnx.iter_modules(model):
+        if isinstance(router, Router) and router.has_moving_bias:
+            raise ValueError(
+                f"training changes the bias by which {'/'.join(map(str, path))} balances its load, and an adapter's "
+                "folder does not hold it. Merge all adapters, put the bases in their places and write the model, "
+                "save_huggingface; if the bias is still as it was loaded, set the router's frozen = True, as before "
+                "training: then it stays so"
             )
     if not adapters:
         raise ValueError("the model has no adapters; put a LoRA around its linear layers, or save the model itself")

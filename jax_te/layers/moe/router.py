@@ -64,6 +64,10 @@ class Router(TrainingMode):
     Attributes:
         expert_bias: `QuantizerState` ``[e]``, or None.
         quantile_bias: `QuantizerState` ``[e + 1]``, or None.
+        frozen: whether kernel, bias and these two states stay as they are in training, as where adapters alone are
+            trained. False by default.
+        balance_share: factor of the gradients of the load-balancing losses, not of the z-loss: 1 / n of a router that
+            runs n times in a model and whose losses are to count as those of one run.
 
     Raises:
         TypeError: when called, for a mask that is not bool, or experts that are not integers.
@@ -115,6 +119,7 @@ class Router(TrainingMode):
         self.loss_scale: Any = nnx.data(None)
         self.scaler_scale: Any = nnx.data(None)
         self.frozen = False
+        self.balance_share = 1.0
 
     @property
     def draws_choices(self) -> bool:
@@ -131,6 +136,12 @@ class Router(TrainingMode):
         """Whether a token's experts depend on how many tokens are behind it: their capacity follows from the number of
         all, and so do choices at random."""
         return self.options.expert_capacity_factor is not None or self.draws_choices
+
+    @property
+    def has_moving_bias(self) -> bool:
+        """Whether training changes the bias by which it balances its load."""
+        by_rate = self.expert_bias is not None and self.options.bias_update_rate > 0.0
+        return not self.frozen and (by_rate or self.quantile_bias is not None)
 
     @property
     def has_losses(self) -> bool:
@@ -372,7 +383,8 @@ class Router(TrainingMode):
 
     def _with_losses(self, probs: Array, found: dict[str, Array]) -> Array:
         """Return the probabilities, with the losses' gradients added to theirs."""
-        coefficients = {**self.options.losses, "z_loss": self.options.z_loss_coeff or 0.0}
+        balance = {name: self.balance_share * coefficient for name, coefficient in self.options.losses.items()}
+        coefficients = {**balance, "z_loss": self.options.z_loss_coeff or 0.0}
         terms = [coefficients[name] * loss for name, loss in found.items() if coefficients[name]]
         if not terms:
             return probs
@@ -404,8 +416,12 @@ class Router(TrainingMode):
             bias = self.quantile_bias.get_value()[:-1]
             flat = logits.reshape(-1, e)
             quantiles = jnp.append(routing.expert_quantiles(flat, bias, self.options.topk), 1.0)
+        # Without counts a bias stays as it is.
+        of_biases = (load, quantiles)
+        if self.frozen:
+            of_biases = jax.tree.map(jnp.zeros_like, of_biases)
         states = (self.expert_bias, self.quantile_bias, self.counts_so_far, self.last_step)
-        return count(probs, states, (load, quantiles, so_far, jnp.concatenate([load, metrics])))
+        return count(probs, states, (*of_biases, so_far, jnp.concatenate([load, metrics])))
 
     def with_overflow(self, probs: Array, overflow: Array) -> Array:
         """Return ``probs``, whose backward pass adds to the counts how many choices had no room on a device.

@@ -14,11 +14,11 @@ from flax import nnx
 
 from jax_te.config import LatentAttentionOptions, MLATransformerConfig, ParallelConfig, TransformerConfig
 from jax_te.errors import CheckpointMismatchError
-from jax_te.interop.huggingface import load_huggingface, save_huggingface
+from jax_te.interop.huggingface import load_huggingface, load_peft, save_huggingface, save_peft
 from jax_te.interop.huggingface.architectures.registry import read_form
 from jax_te.interop.huggingface.folder import open_tensors
 from jax_te.interop.huggingface.safetensors import write_file
-from jax_te.layers import Router, YarnScaling
+from jax_te.layers import LoRA, Router, YarnScaling
 from jax_te.megatron import RecipeConfig, apply_quantization_config
 from jax_te.models import GPTModel, RotaryPositions
 from jax_te.recipe import Float8BlockScaling, Float8CurrentScaling, autocast
@@ -150,6 +150,35 @@ def test_devices_read_their_own_experts(tmp_path: Path) -> None:
         assert kernel.addressable_shards[0].data.shape[0] == 1
         save_huggingface(sharded, tmp_path / "back")
     jax.tree.map(assert_bitwise, arrays_of(load_huggingface(tmp_path / "back")), arrays_of(model))
+
+
+def test_adapters_of_a_model_whose_routers_move_their_biases(tmp_path: Path) -> None:
+    """A folder of adapters has no place for these: they must stay as they are."""
+    model = model_of("DeepseekV3ForCausalLM")
+    layer = model.layers[1]
+    layer.self_attention.proj = LoRA(layer.self_attention.proj, 2, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="changes the bias by which .*/mlp/router balances its load"):
+        save_peft(model, tmp_path)
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, Router):
+            module.frozen = True
+    save_peft(model, tmp_path)
+    loaded = model_of("DeepseekV3ForCausalLM")
+    load_peft(loaded, tmp_path)
+    assert all(module.frozen for _, module in nnx.iter_modules(loaded) if isinstance(module, Router))
+
+
+@pytest.mark.parametrize("field", ["rope_interleave", "norm_topk_prob"])
+def test_a_null_of_a_choice_is_false(field: str) -> None:
+    """As in transformers, which knows the default of an absent field alone."""
+    (_, absent), null = read_form(DEEPSEEK_V3, "config.json", range(1000)), DEEPSEEK_V3 | {field: None}
+    if field == "norm_topk_prob":
+        with pytest.raises(ValueError, match="norm_topk_prob is False"):
+            read_form(null, "config.json", range(1000))
+        return
+    _, found = read_form(null, "config.json", range(1000))
+    same = read_form(DEEPSEEK_V3 | {field: False}, "config.json", range(1000))
+    assert found == same[1] != absent
 
 
 @pytest.mark.costly

@@ -11,7 +11,7 @@ from jax_te.config.experts import LOAD_BALANCING_TYPES
 from jax_te.layers import Router
 from jax_te.layers.moe.aux_loss_scale import aux_losses_scaled
 from jax_te.ops.moe import losses, routing
-from jax_te.quantize import QuantizerState, frozen_scales
+from jax_te.quantize import QuantizerState, counting_of, frozen_scales
 from tests.support.numerics import draw, without_type_checker
 
 B, S, H, E = 4, 6, 16, 8
@@ -115,6 +115,17 @@ def test_losses_are_in_gradients_alone(mask):
     np.testing.assert_allclose(with_losses, without + extra, rtol=1e-5, atol=1e-6)
 
 
+def test_a_share_of_the_losses_that_balance_the_load():
+    """As of a router that runs twice. The z-loss is no such loss."""
+    zeros = jnp.zeros((B, S, 2))
+    for options, factor in (({"aux_loss_coeff": 0.1}, 0.5), ({"z_loss_coeff": 0.1}, 1.0)):
+        router = make(**options)
+        whole = gradients(router, g=zeros)["kernel"]
+        router.balance_share = 0.5
+        np.testing.assert_allclose(gradients(router, g=zeros)["kernel"], factor * whole, rtol=1e-6)
+        assert np.any(whole)
+
+
 @pytest.mark.costly
 def test_no_losses_and_no_counts_in_evaluation():
     router, plain = make(**ALL, score_function="sigmoid", enable_expert_bias=True), make(score_function="sigmoid")
@@ -151,6 +162,23 @@ def test_counts_are_the_states_gradients():
     dropped = (~np.asarray(routed.kept) & ~np.asarray(MASK)[..., None]).sum()
     chosen = 2 * (~np.asarray(MASK)).sum()
     np.testing.assert_array_equal(found["last_step"], [*load, 1.0, chosen, dropped])
+
+
+def test_biases_of_a_frozen_router_stay_as_they_are():
+    biased = make(score_function="sigmoid", enable_expert_bias=True, bias_update_rate=0.5)
+    by_quantiles = make(load_balancing_type="quantile_balancing")
+    for router, name in ((biased, "expert_bias"), (by_quantiles, "quantile_bias")):
+        state = getattr(router, name)
+        assert router.has_moving_bias
+        state.set_value(draw(name, state.shape))
+        rule, counts = counting_of(state), gradients(router)
+        assert np.any(rule.advance(state.get_value(), counts[name]) != state.get_value())
+        router.frozen = True
+        assert not router.has_moving_bias
+        frozen = gradients(router)
+        np.testing.assert_array_equal(rule.advance(state.get_value(), frozen[name]), state.get_value())
+        np.testing.assert_array_equal(frozen["last_step"], counts["last_step"])
+        assert not np.any(frozen["kernel"])
 
 
 def test_a_recomputed_router_counts_once():

@@ -205,6 +205,11 @@ def _write_v2(options: Options) -> dict[str, Any]:
     }
 
 
+def _take_choice(given: ConfigJson, name: str) -> bool:
+    """Return a field that is true where it is absent, and false where it is null, as transformers reads it."""
+    return bool(given.optional(name, bool, True))
+
+
 def _read_biased_choice(given: ConfigJson, options: Options, groups: int, used: int) -> Options:
     """Return the options with those of DeepSeek-V3's choice of experts, and of its layers of prediction.
 
@@ -216,7 +221,7 @@ def _read_biased_choice(given: ConfigJson, options: Options, groups: int, used: 
     given.expect("scoring_func", "sigmoid")
     given.expect("topk_method", "noaux_tc")
     # Probabilities of several experts are divided by their sum in any case here, and that of one never.
-    several, normed = options["moe_router_topk"] > 1, given.take("norm_topk_prob", bool, True)
+    several, normed = options["moe_router_topk"] > 1, _take_choice(given, "norm_topk_prob")
     if normed != several:
         raise given.refused(
             "norm_topk_prob",
@@ -249,7 +254,7 @@ def _write_biased_choice(options: Options) -> dict[str, Any]:
 
 
 def _read_v3(given: ConfigJson, options: Options) -> Options:
-    interleaved = given.take("rope_interleave", bool, True)
+    interleaved = _take_choice(given, "rope_interleave")
     mixture = _read_mixture(given, options, shared=1, first=3, factor=2.5)
     block = _read_latent(given, mixture, interleaved=interleaved)
     return _read_biased_choice(given, block, 8, 4)
