@@ -157,7 +157,7 @@ def test_adapters_of_a_model_whose_routers_move_their_biases(tmp_path: Path) -> 
     model = model_of("DeepseekV3ForCausalLM")
     layer = model.layers[1]
     layer.self_attention.proj = LoRA(layer.self_attention.proj, 2, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="changes the bias by which .*/mlp/router balances its load"):
+    with pytest.raises(ValueError, match=r"changes the bias by which .*/mlp/router balances its load"):
         save_peft(model, tmp_path)
     for _, module in nnx.iter_modules(model):
         if isinstance(module, Router):
