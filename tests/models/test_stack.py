@@ -28,7 +28,7 @@ from jax_te.models import (
     stack,
 )
 from jax_te.ops import loop_over_layers
-from jax_te.quantize import QuantizerState
+from jax_te.quantize import QuantizerState, as_float32, with_max_gradients
 from jax_te.recipe import DelayedScaling, autocast
 from jax_te.training import create_train_state, make_train_step, split_model
 from tests.support.numerics import quick_jit
@@ -109,10 +109,13 @@ def test_what_a_loop_stores_is_behind_a_barrier(recipe: Any) -> None:
         return jnp.sum(jnp.sin(run_layers(made, jnp.ones((1, 16, 16)), [None] * 3, scan=scan)))
 
     with autocast(recipe):
-        trees = [tuple(part[1:]) for part in parts]
+        trees = [(part.params, with_max_gradients(part.quantizers), part.rest) for part in parts]
         gradient = {scan: jax.grad(functools.partial(loss, scan=scan), allow_int=True) for scan in (True, False)}
         programs = {scan: jax.make_jaxpr(fn)(trees) for scan, fn in gradient.items()}
-        values = [jax.tree.leaves(fn(trees)) for fn in gradient.values()]
+        values = [
+            jax.tree.leaves([(params, as_float32(quantizers)) for params, quantizers, _ in fn(trees)])
+            for fn in gradient.values()
+        ]
     assert "optimization_barrier" not in str(programs[False])
     forward, _ = (eqn for eqn in programs[True].eqns if eqn.primitive.name == "scan")
     body = forward.params["jaxpr"].jaxpr
