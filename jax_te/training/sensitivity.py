@@ -86,8 +86,8 @@ def sensitivity(
 
     Raises:
         TypeError: if ``recipe`` is None.
-        ValueError: without batches, or for batches that are not global on a mesh of several processes; if no layer can
-            be quantized, or kernels are stored quantized (see `exact_model`).
+        ValueError: without batches, or for batches that are not global on a mesh of several processes; for a ``wrt``
+            that fits no parameter; if no layer can be quantized, or kernels are stored quantized (see `exact_model`).
 
     >>> from jax_te.layers import MultiheadAttention
     >>> from jax_te.recipe import Float8CurrentScaling
@@ -245,6 +245,8 @@ def _switched_measure(
         setattr(module, "switch", _Switch(jnp.zeros((), bool)))  # noqa: B010 - an attribute of the class given above
     graphdef, switches, params, rest = nnx.split(model, _Switch, wrt, ...)
     trained = dict(nnx.to_flat_state(params))
+    if not trained:
+        raise ValueError(f"wrt={wrt!r} fits no parameter of the model; without adapters leave it out")
     kernels = {path: trained[path].get_value() for path, *_ in quantizable_kernels(model) if path in trained}
     # Gradients of bf16 kernels would be rounded to bf16, which hides small effects of quantization.
     low = {path: kernel for path, kernel in kernels.items() if kernel.dtype != jnp.float32}

@@ -90,7 +90,14 @@ def test_the_numbers_are_those_of_quantizing_one_layer_only(wrt):
         error = np.linalg.norm(grad - grad0) / np.linalg.norm(grad0)
         assert layer.gradient_error == pytest.approx(error, rel=1e-3)
         assert layer.loss_increase == pytest.approx(loss - loss0, rel=1e-3, abs=1e-6)
-        assert layer.gradient_error > 1e-4
+        assert layer.gradient_error > 1e-4  # far above the rounding of fp32
+
+
+def test_parameters_that_there_are_not():
+    with pytest.raises(ValueError, match="fits no parameter of the model"):
+        sensitivity(
+            Branches(nnx.Rngs(0)), branches_loss, [draw("x", (16, 32))], Float8CurrentScaling(), wrt=nnx.LoRAParam
+        )
 
 
 def test_the_loss_scale_is_that_of_the_run():

@@ -42,8 +42,8 @@ def load_peft(
     Each such layer becomes a `jax_te.layers.LoRA` around it. Where one kernel here has several of transformers' layers,
     such as queries, keys and values, each of these has an adapter of its own (``components``), as it has there; one
     that the folder has no adapter for is left as it is, also in training. Adapters have the tensors' dtype; on a mesh
-    they are sharded as the kernels are. Adapted layers are frozen, and so are routers, also the biases by which they
-    balance their load.
+    they are sharded as the kernels are. Adapted layers are frozen, and so is every router that would change the bias by
+    which it balances its load, since `save_peft` has no place for it; set its ``frozen = False`` to train it again.
 
     Args:
         model: a model of `jax_te.models`, such as one that `load_huggingface` gave; changed in place.
@@ -87,8 +87,8 @@ def load_peft(
         parent, _, attribute = plan.owner.rpartition("/")
         setattr(_at(model, parent), attribute, adapter)
     for _, module in nnx.iter_modules(model):
-        if isinstance(module, Router):
-            module.frozen = True
+        if isinstance(module, Router) and module.has_moving_bias:
+            module.frozen = True  # the bias moves by no gradient, so no choice of parameters keeps it
 
 
 def _check_config_matches(config: PeftConfig, matrices: Mapping[str, Matrices], folder: Path) -> None:

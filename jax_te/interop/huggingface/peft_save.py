@@ -142,17 +142,22 @@ def _adapters(model: nnx.Module) -> list[tuple[str, LoRA]]:
                 "adapter's folder holds no weights of it. Merge all adapters, put the bases in their places and write "
                 "the model, save_huggingface; if the layer is still as it was loaded, set its base.frozen = True"
             )
+    if not adapters:
+        raise ValueError("the model has no adapters; put a LoRA around its linear layers, or save the model itself")
+    _check_routers(model)
+    return sorted(adapters, key=lambda pair: pair[0])
+
+
+def _check_routers(model: nnx.Module) -> None:
+    """Raise ValueError for a router whose bias training may have changed: an adapter's folder does not hold it."""
     for path, router in nnx.iter_modules(model):
         if isinstance(router, Router) and router.has_moving_bias:
             raise ValueError(
                 f"training changes the bias by which {'/'.join(map(str, path))} balances its load, and an adapter's "
-                "folder does not hold it. Merge all adapters, put the bases in their places and write the model, "
-                "save_huggingface; if the bias is still as it was loaded, set the router's frozen = True, as before "
-                "training: then it stays so"
+                "folder does not hold it. If the model was trained, merge all adapters, put the bases in their places "
+                "and write the model, save_huggingface; if not, set the router's frozen = True, which also keeps the "
+                "bias in training"
             )
-    if not adapters:
-        raise ValueError("the model has no adapters; put a LoRA around its linear layers, or save the model itself")
-    return sorted(adapters, key=lambda pair: pair[0])
 
 
 def _matrices_of(kernel: AdaptableKernel, adapter: LoRA, sizes: Sizes, meetings: Meetings) -> dict[str, Matrices]:
