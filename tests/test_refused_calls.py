@@ -374,7 +374,8 @@ def test_a_sample_of_wrong_calls_is_refused_clearly(quiet: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_2000_wrong_calls_are_refused_clearly_or_have_a_meaning(quiet: Path) -> None:
-    made, wrong = generated(sorted(CALLS), 2000, quiet)
+    by_name = [name for name in sorted(CALLS) if CALLS[name](quiet).kwargs]  # data.Tokenizer.find is called by position
+    made, wrong = generated(by_name, 2000, quiet)
     print(f"{made} calls of {len(CALLS)} functions and methods")
     assert wrong == []
     assert made == 2000

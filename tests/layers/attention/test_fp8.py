@@ -143,12 +143,16 @@ def test_microbatches_merge_by_maximum(recipe):
     batch = draw("x", (4, S, H)) * jnp.array([0.5, 2.0, 1.0, 0.25]).reshape(4, 1, 1)
     tx = optax.sgd(0.0)
 
-    def after(batch: Any, microbatches: int) -> dict[str, np.ndarray]:
+    def after(batch: Any, microbatches: int, share: float) -> dict[str, np.ndarray]:
+        def loss(*args: Any) -> Any:
+            return share * loss_fn(*args)
+
         state = create_train_state(lambda rngs: layer(), tx, key=jax.random.key(0))
-        return states(make_train_step(loss_fn, tx, microbatches=microbatches)(state, batch)[0].model)
+        return states(make_train_step(loss, tx, microbatches=microbatches)(state, batch)[0].model)
 
     with autocast(recipe):
-        merged, halves = after(batch, 2), [after(half, 1) for half in (batch[:2], batch[2:])]
+        # A microbatch's gradients are those of its share of the loss.
+        merged, halves = after(batch, 2, 1.0), [after(half, 1, 0.5) for half in (batch[:2], batch[2:])]
     for path, value in merged.items():
         np.testing.assert_allclose(value, np.maximum(*[half[path] for half in halves]), rtol=1e-5, err_msg=path)
     assert any(np.any(halves[0][path] != halves[1][path]) for path in merged)
