@@ -52,7 +52,19 @@ class Objective(abc.ABC):
         Args:
             text: tokens, int32 ``[window]``.
             key: integers >= 0 that determine everything random in the example.
+
+        Raises:
+            ValueError: for a text that is no row of integers.
         """
+
+
+def _check_text(text: np.ndarray) -> None:
+    """Raise ValueError for anything but a row of integers."""
+    if text.ndim != 1 or not np.issubdtype(text.dtype, np.integer):
+        raise ValueError(
+            f"text must be the tokens of one window, integers [window], got {text.dtype} of shape {text.shape}; make "
+            "an example of each row"
+        )
 
 
 @checked
@@ -75,6 +87,7 @@ class NextTokens(Objective):
     def example(self, text: np.ndarray, key: tuple[int, ...]) -> Example:
         """Return tokens and their successors; nothing is random."""
         del key
+        _check_text(text)
         return {"tokens": text[:-1], "labels": text[1:]}
 
 
@@ -177,6 +190,7 @@ class MaskedTokens(Objective):
 
     def example(self, text: np.ndarray, key: tuple[int, ...]) -> Example:
         """Return tokens, some of them masked, and labels."""
+        _check_text(text)
         order, kind, drawn = np.random.default_rng(key).random((3, len(text)))
         may_be_chosen = ~self._is_special(text)
         count = min(max(1, round(self.rate * len(text))), int(may_be_chosen.sum()))
@@ -281,6 +295,7 @@ class CorruptedSpans(Objective):
 
     def example(self, text: np.ndarray, key: tuple[int, ...]) -> Example:
         """Return the tokens of encoder and decoder, and labels."""
+        _check_text(text)
         rng = np.random.default_rng(key)
         removed, spans = self._counts(len(text))
         # Stretches that stay and spans that are removed take turns; each has at least one token.

@@ -276,3 +276,10 @@ def test_next_tokens_are_the_default():
     given = {"batch_size": 2, "seq_len": 4, "seed": 0}
     plain, named = (next(TrainBatches(TEXT, **given, **more)) for more in ({}, {"objective": NextTokens()}))
     jax.tree.map(np.testing.assert_array_equal, plain, named)
+
+
+@pytest.mark.parametrize("objective", [NextTokens(), BERT, T5], ids=lambda objective: type(objective).__name__)
+@pytest.mark.parametrize("text", [np.zeros((2, 8), np.int32), np.zeros(8, np.float32), np.int32(3)])
+def test_a_text_is_a_row_of_integers(objective, text):
+    with pytest.raises(ValueError, match="text must be the tokens of one window"):
+        objective.example(np.asarray(text), (0, 1))
