@@ -378,3 +378,32 @@ def test_what_transformer_engine_places_at_the_last_query_and_key_is_refused():
     x = jnp.ones((1, 4, 32))
     with pytest.raises(ValueError, match="applies it in cross-attention, too"):
         decoder(x, encoder_output=x, core_attention_bias_type="alibi", dropout_key=jax.random.key(0))
+
+
+def test_a_pair_of_padding_masks_is_for_queries_and_keys():
+    q, k = draw("q", (2, 6, 2, 16)), draw("k", (2, 8, 2, 16))
+    of_queries = jnp.zeros((2, 1, 1, 6), bool).at[1, ..., 4:].set(True)
+    of_keys = jnp.zeros((2, 1, 1, 8), bool).at[0, ..., 5:].set(True)
+    core = te_pytorch.DotProductAttention(2, 16, qkv_format="bshd", attn_mask_type="padding")
+    found = core(q, k, k, (of_queries, of_keys))
+    scores = jnp.einsum("bqnd,bknd->bnqk", q, k, precision="highest") / 4.0
+    weights = jax.nn.softmax(jnp.where(of_keys, -jnp.inf, scores))
+    wanted = jnp.einsum("bnqk,bknd->bqnd", weights, k, precision="highest")
+    keep = ~of_queries[:, 0, 0]
+    assert relative_l2(found[keep], wanted[keep]) < 1e-6  # sums of fp32 products in another order
+
+
+@pytest.mark.parametrize("window", [(2, 5), (2, -1)])
+def test_windows_end_at_the_query_under_causal_masks(window: tuple[int, int]):
+    """In a call, in a constructor, and then also under another mask type of the call, as in Transformer Engine."""
+    q = draw("q", (2, 8, 2, 16))
+    options: Any = {"qkv_format": "bshd"}
+    core = te_pytorch.DotProductAttention(2, 16, **options)
+    wanted = core(q, q, q, window_size=(2, 0))
+    assert_bitwise(core(q, q, q, window_size=window), wanted)
+    narrow = te_pytorch.DotProductAttention(2, 16, window_size=window, **options)
+    assert_bitwise(narrow(q, q, q), wanted)
+    assert_bitwise(narrow(q, q, q, attn_mask_type="no_mask"), wanted)
+    attention = te_pytorch.MultiheadAttention(32, 2, window_size=window, **options, rngs=nnx.Rngs(0))
+    layer = te_pytorch.TransformerLayer(32, 64, 2, window_size=window, attn_input_format="bshd", rngs=nnx.Rngs(0))
+    assert attention.core_attention.window_size == layer.self_attention.core_attention.window_size == (2, 0)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from jax_te.checkpoint import DamagedCheckpointWarning, TrainCheckpointer
 from jax_te.cli.model_config import add_adapters, build_described, load_pretrained
@@ -252,9 +252,17 @@ class Trainer:
         return total / count if count else math.nan
 
 
-def abstract_state(config: RunConfig) -> TrainState:
-    """Return the target into which a checkpoint of the run is restored; call it inside `contexts`."""
-    return abstract_train_state(model_builder(config), optimizer(config), **_state_options(config))
+def abstract_state(config: RunConfig, on: AbstractMesh | None = None) -> TrainState:
+    """Return the target into which a checkpoint of the run is restored; call it inside `contexts`.
+
+    Args:
+        config: the run.
+        on: mesh without devices, in place of that of `contexts`; the state's arrays then have logical axes alone.
+    """
+    # What runs operations comes first: JAX runs none under a mesh without devices.
+    parts, options = (model_builder(config), optimizer(config)), _state_options(config)
+    with contextlib.nullcontext() if on is None else jax.sharding.use_abstract_mesh(on):
+        return abstract_train_state(*parts, **options)
 
 
 def _state_options(config: RunConfig) -> dict[str, Any]:

@@ -40,8 +40,8 @@ def counted(config: RunConfig, count: Count | None = None) -> tuple[Rows, list[s
 
     - A ``data`` axis of more than two devices is compiled with two, and as many examples for each: the arrays stay the
       same, and the groups have more devices.
-    - Unrolled layers are alike, so a deep stack is compiled with two small numbers of layers; of a pipeline each stage
-      has as many.
+    - Unrolled layers are alike, or repeat a pattern with experts in every ``N``-th. So a deep stack is compiled with
+      two small numbers of layers; of a pipeline each stage has as many.
     - Where more than `MAX_DEVICES` are left, the largest of the other axes is compiled with a half and a quarter of its
       devices. With ``n`` devices on it, bytes are ``a + b / n``, since an array is split over it or not, and numbers
       ``a + b * n``, since a ring has a step for each device.
@@ -105,6 +105,7 @@ def _layers_to_compile(config: RunConfig) -> tuple[int, ...]:
     """Return one number of layers, the model's, or two smaller ones whose difference the other layers repeat."""
     stages, pipeline = (config.parallel_config() or ParallelConfig()).pipeline, PipelineConfig.parse(config.pipeline)
     single = config.precision_config is not None or config.model_config is not None  # which name single layers
+    single |= isinstance(config.moe_layer_freq, str)  # a list of them
     single |= pipeline.first_layers is not None or pipeline.last_layers is not None
     if single or runs_scanned(config.scan_layers, config.num_layers):
         return (config.num_layers,)
@@ -112,6 +113,8 @@ def _layers_to_compile(config: RunConfig) -> tuple[int, ...]:
     if config.recompute_granularity == "full":
         number = config.recompute_num_layers or 1
         apart, group = (apart + number, 1) if config.recompute_method == "block" else (apart, number)
+    if config.num_experts is not None and isinstance(config.moe_layer_freq, int):
+        group = math.lcm(group, config.moe_layer_freq)
     # As many layers more on each stage of a pipeline.
     group = math.lcm(group, stages * pipeline.virtual_stages) if stages > 1 else group
     # Two groups between those that are special, so that neighbours are alike, too.

@@ -131,13 +131,24 @@ class RunConfig(RunOptions):
         """Return the same model and training without a mesh and its options, on any available backend.
 
         Args:
+            factory_modules: see `on_any_backend`.
+
+        Raises:
+            ValueError: see `on_any_backend`.
+        """
+        defaults = {field.name: field.default for field in dataclasses.fields(self) if field.name in OF_MESH}
+        return dataclasses.replace(self, **defaults).on_any_backend(factory_modules)
+
+    def on_any_backend(self, factory_modules: str | None = None) -> RunConfig:
+        """Return the same model and training on any available backend.
+
+        Args:
             factory_modules: see `PrecisionOptions`; given anew, because a run does not keep them.
 
         Raises:
             ValueError: for such modules without rules that could name them.
         """
-        defaults = {field.name: field.default for field in dataclasses.fields(self) if field.name in OF_MESH}
-        config = dataclasses.replace(self, backend="auto", factory_modules=factory_modules, **defaults)
+        config = dataclasses.replace(self, backend="auto", factory_modules=factory_modules)
         check_effects(config, {RULES: self.precision_config is not None}, {"factory_modules"})
         return config
 

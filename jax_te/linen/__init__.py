@@ -13,6 +13,9 @@ optimizer and from clipping; a loop of your own does the same. Next states of mi
 (`jax_te.quantize.merge_quantizers`), never added up; a skipped step keeps the old collection. A step outside of the
 recipe keeps it, too.
 
+Beside ``_overwrite_with_gradient`` Flax's ``TrainState`` keeps the collection ``params`` alone: others are gone after
+its first step. `LoRA` shows how adapters, whose collection is ``LoRAParam``, take the place of ``params`` in it.
+
 **Layers that are called twice, or not in every step.** ``jax.value_and_grad`` adds the next states of two calls, and
 gives zeros as those of a layer that is not called. Such models need `value_and_grad`, which merges scales by maximum,
 computes an expert bias once from the counts of all calls, and keeps the state of layers that are not called. Under

@@ -78,6 +78,27 @@ class LoRA(LinenModule, nnx_class=layers.LoRA, init=False):
     >>> variables = layer.init(jax.random.key(0), x)
     >>> list(variables["params"]), list(variables["LoRAParam"])
     (['base'], ['lora_a', 'lora_b'])
+
+    Flax's ``TrainState`` trains adapters as its ``params``, with the base outside of it. Beside
+    ``_overwrite_with_gradient``, the state of a recipe, it would drop a collection of another name:
+
+    >>> import optax
+    >>> from flax import linen as nn
+    >>> from flax.training.train_state import TrainState
+    >>> from jax_te.linen import value_and_grad
+    >>> from jax_te.recipe import DelayedScaling, autocast
+    >>> with autocast(DelayedScaling()):
+    ...     variables = nn.unbox(layer.init(jax.random.key(0), x))
+    ...     base, own = variables["params"], "_overwrite_with_gradient"
+    ...     trained = {"params": variables["LoRAParam"], own: variables[own]}
+    ...     state = TrainState.create(apply_fn=layer.apply, params=trained, tx=optax.adam(1e-2))
+    ...     def loss(trained):
+    ...         variables = {"params": base, "LoRAParam": trained["params"], own: trained[own]}
+    ...         return jnp.mean(layer.apply(variables, x) ** 2)
+    ...     grads = value_and_grad(loss)(state.params)[1]
+    ...     state = state.apply_gradients(grads=grads)
+    >>> sorted(state.params), bool(jnp.any(state.params["params"]["lora_b"] != 0))
+    (['_overwrite_with_gradient', 'params'], True)
     """
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import jax.numpy as jnp
 from flax import nnx
@@ -58,11 +58,30 @@ def make_head_norms_own(attention: layers.MultiheadAttention, epsilon: float) ->
 
 
 def window_of_source(window: Window | None, kind: MaskType) -> Window | None:
-    """Return a window as Transformer Engine reads it: under types that are not causal (-1, 0) is no window."""
+    """Return a window as Transformer Engine reads it.
+
+    Under types that are not causal (-1, 0) is no window; under causal ones (left, right) ends at the query.
+    """
     if window == (-1, 0) and not is_causal(kind):
         log_once(f"window_size (-1, 0) is no window under mask type {kind!r}, as in Transformer Engine")
         return (-1, -1)
+    if window is not None and is_causal(kind) and window[0] >= 0 and window[1] != 0:
+        narrow = (window[0], 0)
+        log_once(f"window_size {tuple(window)} is {narrow} under mask type {kind!r}, as in Transformer Engine")
+        return narrow
     return window
+
+
+def read_windows(options: dict[str, Any], **kinds: MaskType) -> None:
+    """Change the windows among a constructor's options to those that Transformer Engine makes of them.
+
+    Args:
+        options: options of a layer, as given.
+        kinds: mask type of each window, by the option's name.
+    """
+    for name, kind in kinds.items():
+        if options.get(name) is not None:
+            options[name] = window_of_source(options[name], kind)
 
 
 def check_diagonal(kind: MaskType, window: Window | None, bias_type: BiasType, lengths: tuple[int, int]) -> None:
@@ -120,6 +139,7 @@ class DotProductAttention(layers.DotProductAttention):
         **options: Unpack[DotProductAttentionKeywords],
     ):
         require_batch_first(qkv_format=qkv_format)
+        read_windows(cast(dict[str, Any], options), window_size=options.get("attn_mask_type", "causal"))
         super().__init__(
             num_attention_heads,
             kv_channels,
@@ -133,7 +153,7 @@ class DotProductAttention(layers.DotProductAttention):
         query_layer: Array,
         key_layer: Array | None = None,
         value_layer: Array | None = None,
-        attention_mask: Array | None = None,
+        attention_mask: Array | tuple[Array, Array] | None = None,
         qkv_format: str | None = None,
         **options: Unpack[DotProductAttentionCallKeywords],
     ) -> Any:
@@ -257,6 +277,7 @@ class MultiheadAttention(layers.MultiheadAttention):
     ):
         require_batch_first(qkv_format=qkv_format)
         check_number(qk_norm_eps=qk_norm_eps)
+        read_windows(cast(dict[str, Any], options), window_size=options.get("attn_mask_type", "causal"))
         super().__init__(
             hidden_size,
             num_attention_heads,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, Unpack, cast
 
 from flax import nnx
 
@@ -13,6 +13,7 @@ from jax_te.ops import BiasType, MaskType, Window
 from jax_te.te_pytorch.attention import (
     check_diagonal,
     make_head_norms_own,
+    read_windows,
     refuse_in_a_call,
     require_batch_first,
     window_of_source,
@@ -84,6 +85,11 @@ class TransformerLayer(layers.TransformerLayer):
     ):
         require_batch_first(attn_input_format=attn_input_format)
         check_number(qk_norm_eps=qk_norm_eps)
+        read_windows(
+            cast(dict[str, Any], options),
+            window_size=options.get("self_attn_mask_type", "causal"),
+            enc_dec_window_size=options.get("enc_dec_attn_mask_type", "no_mask"),
+        )
         super().__init__(
             hidden_size,
             ffn_hidden_size,

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
+from jax_te._device import default_device
 from jax_te._processes import check_same, checksum
 from jax_te._validation import checked
 from jax_te.layers import prepare_quantization, quantizable_kernels
@@ -228,7 +229,8 @@ def change_recipe(state: TrainState, recipe: Recipe | None) -> TrainState:
         recipe: None for no quantization.
 
     Raises:
-        ValueError: if nothing in the model can be quantized, or for kernels stored quantized and no recipe.
+        ValueError: if nothing in the model can be quantized, or for kernels stored quantized that no recipe quantizes,
+            neither this one nor their layer's own.
 
     >>> import optax
     >>> from jax_te.layers import Linear
@@ -239,16 +241,23 @@ def change_recipe(state: TrainState, recipe: Recipe | None) -> TrainState:
     """
     model = nnx.merge(state.graphdef, state.params, state.quantizers, state.rest, copy=True)
     prepare_quantization(model, recipe)
-    stored = [kernel for kernel in quantizable_kernels(model) if _is_quantized(*kernel[1:])]
-    if stored and recipe is None:
-        raise ValueError("kernels are stored quantized (fp8_param), so there must be a recipe to quantize them with")
     exact = dict(nnx.to_flat_state(state.masters))
-    for path, module, kernel in stored:
-        # The parameter's own dtype, which the quantized kernel represents, not the master's fp32.
-        getattr(module, kernel).set_value(exact[path].get_value().astype(getattr(module, kernel).get_value().dtype))
     with autocast(recipe):
-        for _, module, kernel in stored:
-            getattr(module, kernel).set_value(module.stored_form(kernel))
+        stored = [kernel for kernel in quantizable_kernels(model) if _is_quantized(*kernel[1:])]
+        without = [
+            "/".join(map(str, path)) for path, module, kernel in stored if module.kernel_quantizer(kernel) is None
+        ]
+        if without:
+            raise ValueError(
+                f"{', '.join(without)} are stored quantized (fp8_param), so there must be a recipe to quantize them "
+                f"with, and {recipe} with the layers' own recipes is none"
+            )
+        for path, module, kernel in stored:
+            variable = getattr(module, kernel)
+            # From the master, as a step does it: of its value rounded to the parameter's dtype some elements would have
+            # other codes, which the next step would take for changes of the user's.
+            new = module.quantized(kernel, exact[path].get_value(), portable=True)
+            variable.set_value(replace(new, dtype=variable.get_value().dtype))
     graphdef, params, quantizers, rest = split_model(model)
     return replace(state, graphdef=graphdef, params=params, quantizers=quantizers, rest=rest)
 
@@ -284,7 +293,8 @@ def abstract_train_state(
     >>> state.params["kernel"].shape
     (2, 3)
     """
-    key = jax.random.key(0) if key is None else key
+    # No operation runs, so that the mesh in use may be one without devices.
+    key = jax.eval_shape(lambda: jax.random.key(0)) if key is None else key
     _check_key(key)
     mesh = _mesh(mesh)
     build, variables = _builder(model_or_fn, tx, scaler, mesh, fp8_param, distributed_optimizer)
@@ -292,7 +302,8 @@ def abstract_train_state(
         abstract = jax.eval_shape(build, key, variables)
         leaves, treedef = jax.tree.flatten(abstract)
         # Without a mesh every array is on the default device and has its sharding.
-        shardings = [jnp.zeros(()).sharding] * len(leaves) if mesh is None else _logged_shardings(abstract, mesh)
+        alone = SingleDeviceSharding(default_device())
+        shardings = [alone] * len(leaves) if mesh is None else _logged_shardings(abstract, mesh)
     described = [
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         for leaf, sharding in zip(leaves, shardings, strict=True)

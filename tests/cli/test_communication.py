@@ -57,6 +57,7 @@ def assert_rules_hold(wanted: RunConfig, note: str) -> None:
         ),
         ("fsdp=2", {"recipe": "current", "bf16_layers_start": 1, "bf16_layers_end": 1}, (4, 5)),
         ("pipeline=2,tensor=2", {"microbatches": 4}, (4, 6)),
+        ("expert=2", {"num_experts": 4, "moe_layer_freq": 2}, (4, 6)),
     ],
 )
 def test_layers_in_proportion(mesh: str, options: dict[str, Any], few: tuple[int, int]) -> None:
@@ -151,6 +152,19 @@ def test_what_is_compiled_and_what_follows() -> None:
     others = "expert=1,context=1,tensor=8"
     assert [mesh for mesh, _, _ in seen] == [f"pipeline=1,data=1,fsdp={size},{others}" for size in (256, 128)]
     assert (rows[0].bytes, rows[0].devices) == (1008, 512)
+
+
+@pytest.mark.parametrize(("layers", "few"), [(2, {4, 6}), ("[0, 1, 1, 0, 1, 1, 1, 1]", {8})])
+def test_layers_with_experts_and_without_are_not_alike(layers: int | str, few: set[int]) -> None:
+    """Every second one makes a pattern of two; of a list of them the whole model is compiled."""
+    seen: set[int] = set()
+
+    def watched(configs: list[RunConfig]) -> list[tuple[CollectiveCount, ...]]:
+        seen.update(each.num_layers for each in configs)
+        return [() for _ in configs]
+
+    counted(config("expert=2", 8, num_experts=4, moe_layer_freq=layers), watched)
+    assert seen == few
 
 
 def test_a_mesh_that_is_too_large_for_the_rules() -> None:

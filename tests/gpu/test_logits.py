@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.ops.moe.test_logits import check_bf16, test_the_gradient_that_comes_in as _gradient_that_comes_in
+from tests.ops.moe.test_logits import check_bf16
+from tests.ops.moe.test_logits import test_the_gradient_that_comes_in as _gradient_that_comes_in
 
 pytestmark = pytest.mark.gpu
 

@@ -1,5 +1,7 @@
 """Kernels that layers keep between microbatches, recipes of a layer's own, and first and last layers in bf16."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,7 +40,7 @@ from jax_te.training import change_recipe, create_train_state, make_train_step
 from tests.support.numerics import NO_DROPOUT, assert_bitwise, assert_close, draw
 from tests.support.states import merging
 
-CURRENT = Float8CurrentScaling()
+CURRENT, SGD = Float8CurrentScaling(), optax.sgd(0.5)
 # A compiled program may round fp32's last bit in another way, and a value beside a rounding boundary of FP8 then moves
 # by a step of 2^-3 of its size: few values do. Kernels that are not the cached ones move all, by their whole size.
 MOVED = 0.1
@@ -393,6 +395,42 @@ def test_a_running_model_changes_its_recipe(held):
     if held:
         with pytest.raises(ValueError, match="there must be a recipe"):
             change_recipe(state, None)
+
+
+@pytest.mark.parametrize("recipe", [Float8BlockScaling(), DelayedScaling(amax_history_len=2)], ids=type)
+def test_masters_of_bf16_kernels_outlive_a_change_of_the_recipe(recipe):
+    """The first step after it finds each kernel to be its master's rounding, and takes nothing over from it."""
+    x = jax.random.normal(jax.random.key(1), (128, 128), jnp.bfloat16)
+
+    def loss(model, batch, key):
+        return jnp.mean(jnp.square(model(batch) - 1))
+
+    with autocast(CURRENT):
+        build = functools.partial(LayerNormLinear, 128, 128, params_dtype=jnp.bfloat16)
+        state = create_train_state(lambda rngs: build(rngs=rngs), SGD, key=jax.random.key(0), fp8_param=True)
+        for _ in range(2):
+            state, _ = make_train_step(loss, SGD)(state, x)
+    before = np.asarray(state.masters["kernel"].get_value())
+    with autocast(recipe):
+        state, _ = make_train_step(loss, optax.sgd(0.0))(change_recipe(state, recipe), x)
+    np.testing.assert_array_equal(state.masters["kernel"].get_value(), before)
+
+
+def test_a_kernel_stored_by_its_own_recipe_needs_no_other():
+    class Two(nnx.Module):
+        def __init__(self, rngs):
+            self.plain, self.stored = Linear(32, 32, rngs=rngs), Linear(32, 32, rngs=rngs)
+            self.stored.module_recipe = ModuleRecipe(
+                training=CURRENT, override_nonquantized_autocast=True, fp8_param=True
+            )
+
+    state = create_train_state(Two, SGD, key=jax.random.key(0))
+    changed = change_recipe(state, None)
+    jax.tree.map(assert_bitwise, changed.params, state.params)
+    with autocast(CURRENT):
+        state = create_train_state(Two, SGD, key=jax.random.key(0), fp8_param=True)
+    with pytest.raises(ValueError, match="plain/kernel are stored quantized"):
+        change_recipe(state, None)
 
 
 def test_an_attribute_of_a_users_module_is_not_taken_for_a_kernel_that_it_gives():

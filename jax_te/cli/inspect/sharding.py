@@ -10,12 +10,14 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
-from jax_te.cli.build import abstract_state, contexts
+from jax_te.cli.build import abstract_state
 from jax_te.cli.inspect.options import InspectSharding
 from jax_te.cli.inspect.trained import run_or_preset
 from jax_te.cli.resolve import new_config
 from jax_te.config import MESH_AXES, ParallelConfig
 from jax_te.layers import ExpertRows, expert_rows
+from jax_te.ops import use_backend
+from jax_te.recipe import autocast
 from jax_te.sharding import ShardingReport, sharding_report
 
 MAX_DEVICES = 2**16
@@ -29,19 +31,21 @@ def run(options: InspectSharding) -> int:
     """
     saved, name = run_or_preset(options.output, options.preset)
     config = new_config({"preset": options.preset}) if saved is None else saved
-    sizes = ParallelConfig.parse((config.mesh if options.mesh is None else options.mesh) or "")
+    own = ParallelConfig.parse(config.mesh or "")
+    sizes = own if options.mesh is None else ParallelConfig.parse(options.mesh)
     if sizes.num_devices > MAX_DEVICES:
         raise ValueError(f"a mesh of {sizes.num_devices} devices is too large to draw; at most {MAX_DEVICES}")
-    # Raises for a mesh that could not train it, were there only enough examples.
-    examples = config.batch_size * sizes.batch_devices
-    # A run's other options are for its own mesh; none of them splits an array of its state.
-    base, mesh = (config, config.mesh) if options.mesh is None else (config.on_one_device(), options.mesh)
-    config = dataclasses.replace(base, batch_size=examples, mesh=mesh)
-    # Built on one device, as shapes only, so that the mesh needs no devices.
-    config = config.on_one_device(options.factory_modules)
+    examples = config.batch_size // own.batch_devices * sizes.batch_devices
+    if options.mesh is not None:
+        # A run's other options are for its own mesh. This one says what its state is, and holds on every mesh.
+        kept = {"distributed_optimizer": config.distributed_optimizer}
+        # Raises for a mesh that could not train it with as many examples on each device.
+        config = dataclasses.replace(config.on_one_device(), mesh=options.mesh, batch_size=examples, **kept)
+    config = config.on_any_backend(options.factory_modules)
+    # Built as shapes only, so that the mesh needs no devices.
     on = AbstractMesh(sizes.shape, MESH_AXES)
-    with contexts(config):
-        state = abstract_state(config)
+    with autocast(config.make_recipe()), use_backend(config.backend):
+        state = abstract_state(config, on)
         report = sharding_report(state, on)
         with jax.sharding.use_abstract_mesh(on):
             dtype = config.compute_dtype
