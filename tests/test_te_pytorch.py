@@ -407,3 +407,20 @@ def test_windows_end_at_the_query_under_causal_masks(window: tuple[int, int]):
     attention = te_pytorch.MultiheadAttention(32, 2, window_size=window, **options, rngs=nnx.Rngs(0))
     layer = te_pytorch.TransformerLayer(32, 64, 2, window_size=window, attn_input_format="bshd", rngs=nnx.Rngs(0))
     assert attention.core_attention.window_size == layer.self_attention.core_attention.window_size == (2, 0)
+
+
+@pytest.mark.parametrize("window", [(2, -7), (2, "x"), [2, 5], 5, (2,), ("a", 1), (2.0, 3)])
+def test_wrong_windows_are_refused_as_they_were_given(window: Any):
+    with without_type_checker(), pytest.raises((TypeError, ValueError), match=r"window_size") as error:
+        te_pytorch.DotProductAttention(2, 16, qkv_format="bshd", window_size=window)
+    assert repr(window) in str(error.value)
+    core, q = te_pytorch.DotProductAttention(2, 16, qkv_format="bshd"), draw("q", (2, 8, 2, 16))
+    with without_type_checker(), pytest.raises((TypeError, ValueError), match=r"window_size"):
+        core(q, q, q, window_size=window)
+
+
+def test_a_pair_of_masks_is_for_padding_types():
+    q, mask = draw("q", (2, 8, 2, 16)), jnp.zeros((2, 1, 8, 8), bool)
+    core = te_pytorch.DotProductAttention(2, 16, qkv_format="bshd", attn_mask_type="arbitrary")
+    with pytest.raises(ValueError, match="give one array"):
+        core(q, q, q, (mask, mask))

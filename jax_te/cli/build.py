@@ -257,7 +257,8 @@ def abstract_state(config: RunConfig, on: AbstractMesh | None = None) -> TrainSt
 
     Args:
         config: the run.
-        on: mesh without devices, in place of that of `contexts`; the state's arrays then have logical axes alone.
+        on: mesh without devices, for a call inside of the run's recipe and backend alone; the state's arrays then have
+            logical axes, and no shardings.
     """
     # What runs operations comes first: JAX runs none under a mesh without devices.
     parts, options = (model_builder(config), optimizer(config)), _state_options(config)

@@ -41,7 +41,7 @@ def counted(config: RunConfig, count: Count | None = None) -> tuple[Rows, list[s
     - A ``data`` axis of more than two devices is compiled with two, and as many examples for each: the arrays stay the
       same, and the groups have more devices.
     - Unrolled layers are alike, or repeat a pattern with experts in every ``N``-th. So a deep stack is compiled with
-      two small numbers of layers; of a pipeline each stage has as many.
+      two small numbers of layers; of a pipeline each stage has as many, in whole patterns.
     - Where more than `MAX_DEVICES` are left, the largest of the other axes is compiled with a half and a quarter of its
       devices. With ``n`` devices on it, bytes are ``a + b / n``, since an array is split over it or not, and numbers
       ``a + b * n``, since a ring has a step for each device.
@@ -115,8 +115,8 @@ def _layers_to_compile(config: RunConfig) -> tuple[int, ...]:
         apart, group = (apart + number, 1) if config.recompute_method == "block" else (apart, number)
     if config.num_experts is not None and isinstance(config.moe_layer_freq, int):
         group = math.lcm(group, config.moe_layer_freq)
-    # As many layers more on each stage of a pipeline.
-    group = math.lcm(group, stages * pipeline.virtual_stages) if stages > 1 else group
+    # Each stage of a pipeline, and each part of it, gets whole groups more.
+    group *= stages * pipeline.virtual_stages if stages > 1 else 1
     # Two groups between those that are special, so that neighbours are alike, too.
     few = apart + 2 * group + (config.num_layers - apart) % group
     return (few, few + group) if few + group < config.num_layers else (config.num_layers,)

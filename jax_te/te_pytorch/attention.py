@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Unpack, cast
+from typing import Any, TypeGuard, Unpack, cast
 
 import jax.numpy as jnp
 from flax import nnx
 
 from jax_te import layers
-from jax_te._validation import check_number, checked, log_once
+from jax_te._validation import check_number, checked, is_integer, log_once
 from jax_te.layers import (
     AttentionCallKeywords,
     DotProductAttentionCallKeywords,
@@ -58,18 +58,24 @@ def make_head_norms_own(attention: layers.MultiheadAttention, epsilon: float) ->
 
 
 def window_of_source(window: Window | None, kind: MaskType) -> Window | None:
-    """Return a window as Transformer Engine reads it.
+    """Return a window as Transformer Engine reads it; anything but a window and a mask type is left to be refused.
 
     Under types that are not causal (-1, 0) is no window; under causal ones (left, right) ends at the query.
     """
-    if window == (-1, 0) and not is_causal(kind):
+    if not isinstance(kind, str) or not _is_window(window):
+        return window
+    left, right = window
+    if (left, right) == (-1, 0) and not is_causal(kind):
         log_once(f"window_size (-1, 0) is no window under mask type {kind!r}, as in Transformer Engine")
         return (-1, -1)
-    if window is not None and is_causal(kind) and window[0] >= 0 and window[1] != 0:
-        narrow = (window[0], 0)
-        log_once(f"window_size {tuple(window)} is {narrow} under mask type {kind!r}, as in Transformer Engine")
-        return narrow
+    if is_causal(kind) and left >= 0 and right != 0:
+        log_once(f"window_size {window} is {(left, 0)} under mask type {kind!r}, as in Transformer Engine")
+        return (left, 0)
     return window
+
+
+def _is_window(window: Any) -> TypeGuard[Window]:
+    return isinstance(window, tuple) and len(window) == 2 and all(is_integer(side) and side >= -1 for side in window)
 
 
 def read_windows(options: dict[str, Any], **kinds: MaskType) -> None:
@@ -93,7 +99,7 @@ def check_diagonal(kind: MaskType, window: Window | None, bias_type: BiasType, l
         bias_type: type of the bias.
         lengths: lengths of queries and keys.
     """
-    placed = bias_type == "alibi" or (window is not None and max(window) >= 0)
+    placed = bias_type == "alibi" or (_is_window(window) and max(window) >= 0)
     if placed and not is_causal(kind) and lengths[0] != lengths[1]:
         what = "alibi" if bias_type == "alibi" else f"window_size={window}"
         raise ValueError(
@@ -232,6 +238,11 @@ def _read_mask(
         mask = None
     if mask is None:
         return MaskArguments(None, mask_type, window)
+    if isinstance(mask, tuple) and kind == "arbitrary":
+        raise ValueError(
+            "a pair of masks says which queries and keys are padding, and mask type 'arbitrary' reads one mask of "
+            "scores; give one array [b, n, sq, skv], or a padding type"
+        )
     in_force = core.window_size if window is None else window
     return read_mask(mask, kind, in_force, queries.shape[1], of_self=of_self, ignored=True)
 

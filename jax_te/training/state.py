@@ -17,7 +17,7 @@ from jax_te._device import default_device
 from jax_te._processes import check_same, checksum
 from jax_te._validation import checked
 from jax_te.layers import prepare_quantization, quantizable_kernels
-from jax_te.quantize import QuantizedKernel, QuantizerState
+from jax_te.quantize import QuantizedKernel, QuantizerState, quantizer_for
 from jax_te.recipe import Recipe, autocast
 from jax_te.sharding import auto_region, leaves_with_axes, log_whole_parameters, shardings_of
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
@@ -244,13 +244,13 @@ def change_recipe(state: TrainState, recipe: Recipe | None) -> TrainState:
     exact = dict(nnx.to_flat_state(state.masters))
     with autocast(recipe):
         stored = [kernel for kernel in quantizable_kernels(model) if _is_quantized(*kernel[1:])]
-        without = [
-            "/".join(map(str, path)) for path, module, kernel in stored if module.kernel_quantizer(kernel) is None
-        ]
+        without = [path for path, module, kernel in stored if quantizer_for(module.recipe_of(kernel), "kernel") is None]
         if without:
+            names = ", ".join("/".join(map(str, path)) for path in without)
             raise ValueError(
-                f"{', '.join(without)} are stored quantized (fp8_param), so there must be a recipe to quantize them "
-                f"with, and {recipe} with the layers' own recipes is none"
+                f"kernels are stored quantized (fp8_param), and recipe {recipe} does not quantize {names}: there must "
+                "be a recipe that does, this one or the layer's own. To go on without, restore a checkpoint into a "
+                "state without fp8_param"
             )
         for path, module, kernel in stored:
             variable = getattr(module, kernel)

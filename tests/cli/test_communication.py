@@ -67,6 +67,15 @@ def test_layers_in_proportion(mesh: str, options: dict[str, Any], few: tuple[int
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    "options", [{"num_experts": 4, "moe_layer_freq": 2}, {"recompute_granularity": "full", "recompute_num_layers": 2}]
+)
+def test_patterns_of_layers_on_a_pipeline_in_proportion(options: dict[str, Any]) -> None:
+    note = "counted with 8 and 12 of 16 layers, the others in proportion"
+    assert_rules_hold(config("pipeline=2", 16, microbatches=2, **options), note)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("mesh", "options"),
     [
         ("data=8", {}),
@@ -154,16 +163,28 @@ def test_what_is_compiled_and_what_follows() -> None:
     assert (rows[0].bytes, rows[0].devices) == (1008, 512)
 
 
-@pytest.mark.parametrize(("layers", "few"), [(2, {4, 6}), ("[0, 1, 1, 0, 1, 1, 1, 1]", {8})])
-def test_layers_with_experts_and_without_are_not_alike(layers: int | str, few: set[int]) -> None:
-    """Every second one makes a pattern of two; of a list of them the whole model is compiled."""
+@pytest.mark.parametrize(
+    ("mesh", "options", "few"),
+    [
+        ("expert=2", {"num_experts": 4, "moe_layer_freq": 2}, {4, 6}),
+        ("expert=2", {"num_experts": 4, "moe_layer_freq": "[0, 1, 1, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"}, {16}),
+        ("pipeline=2", {"num_experts": 4, "moe_layer_freq": 2, "microbatches": 2}, {8, 12}),
+        (
+            "pipeline=2",
+            {"recompute_granularity": "full", "recompute_num_layers": 2, "microbatches": 2},
+            {8, 12},
+        ),
+    ],
+)
+def test_patterns_of_layers_are_compiled_whole(mesh: str, options: dict[str, Any], few: set[int]) -> None:
+    """On each stage of a pipeline; of layers that a list tells apart the whole model is compiled."""
     seen: set[int] = set()
 
     def watched(configs: list[RunConfig]) -> list[tuple[CollectiveCount, ...]]:
         seen.update(each.num_layers for each in configs)
         return [() for _ in configs]
 
-    counted(config("expert=2", 8, num_experts=4, moe_layer_freq=layers), watched)
+    counted(config(mesh, 16, **options), watched)
     assert seen == few
 
 

@@ -213,39 +213,46 @@ def test_how_a_run_with_options_of_its_mesh_would_be_split_over_another(tmp_path
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("mesh", ["data=4", "data=2,tensor=2"])
+@pytest.mark.parametrize("mesh", ["data=4", "data=2,tensor=2", "tensor=2"])
 def test_a_distributed_optimizer_is_split_as_in_training(mesh, tmp_path, capsys):
-    """On the run's own mesh and on another one; fp32 parameters have masters for it."""
+    """On the run's own mesh and on another one; fp32 parameters have masters for it where there is a data axis."""
     configured(tmp_path, "--mesh", "data=4", "--distributed-optimizer")
     given = [] if mesh == "data=4" else ["--mesh", mesh]
     assert main(["inspect", "sharding", "--output", str(tmp_path), "--json", *given]) == 0
     found = json.loads(capsys.readouterr().out)
-    run = dataclasses.replace(read_config(tmp_path), mesh=mesh)
+    has_data = "data" in mesh
+    run = dataclasses.replace(read_config(tmp_path), mesh=mesh, distributed_optimizer=has_data)
     with contexts(run) as on:
         wanted = sharding_report(abstract_state(run), on)
     assert found["bytes_per_device"] == wanted.bytes_per_device
     assert {array["path"]: array["mesh_axes"] for array in found["arrays"]} == {
         array.path: array.mesh_axes for array in wanted.arrays
     }
-    assert any(array["path"].startswith("masters") for array in found["arrays"])
+    assert any(array["path"].startswith("masters") for array in found["arrays"]) is has_data
+
+
+def test_a_mesh_is_not_refused_for_the_batch_of_a_run_on_another(tmp_path, capsys):
+    """The arrays of its state do not depend on it."""
+    aligned = ("--recipe", "mxfp8", "--mesh", "data=4", "--batch-size", "4", "--seq-len", "16")
+    configured(tmp_path, *aligned)
+    assert main(["inspect", "sharding", "--output", str(tmp_path), "--mesh", "tensor=2"]) == 0
 
 
 @pytest.mark.costly
 def test_rows_of_experts_are_those_of_the_run(tmp_path, capsys):
-    """A run's batch is that of all devices, and its dispatcher says how many rows a device has."""
-    mesh, options = "data=2,expert=2", ("--moe-token-dispatcher-type", "alltoall")
-    experts = ("--num-experts", "4", "--moe-ffn-hidden-size", "64")
-    configured(tmp_path, "--mesh", mesh, "--batch-size", "8", "--seq-len", "32", *experts, *options)
-    for given, batch in (([], 8), (["--mesh", "data=4,expert=2"], 16)):
-        assert main(["inspect", "sharding", "--output", str(tmp_path), "--json", *given]) == 0
-        found = json.loads(capsys.readouterr().out)["expert_rows"]
-        run = dataclasses.replace(read_config(tmp_path), mesh=given[-1] if given else mesh, batch_size=batch)
-        if given:
-            run = dataclasses.replace(run.on_one_device(), mesh=run.mesh)
-        with contexts(run):
-            wanted = expert_rows(abstract_state(run).model, batch, 32, dtype=run.compute_dtype)
-        assert found == json.loads(json.dumps([dataclasses.asdict(rows) for rows in wanted]))
-        assert found
+    """A run's batch is that of all devices, and its dispatcher says how many rows a device has, on each mesh."""
+    experts = ("--num-experts", "4", "--moe-ffn-hidden-size", "64", "--moe-token-dispatcher-type", "alltoall")
+    experts += ("--moe-expert-rank-capacity-factor", "1.5", "--batch-size", "8", "--seq-len", "32")
+    configured(tmp_path, "--mesh", "data=2,expert=2", *experts)
+    for mesh, batch in (("data=2,expert=2", 8), ("data=4,expert=2", 16)):
+        for given in [["--mesh", mesh]] if batch == 16 else [[], ["--mesh", mesh]]:
+            assert main(["inspect", "sharding", "--output", str(tmp_path), "--json", *given]) == 0
+            found = json.loads(capsys.readouterr().out)["expert_rows"]
+            run = dataclasses.replace(read_config(tmp_path), mesh=mesh, batch_size=batch)
+            with contexts(run):
+                wanted = expert_rows(abstract_state(run).model, batch, 32, dtype=run.compute_dtype)
+            assert found == json.loads(json.dumps([dataclasses.asdict(rows) for rows in wanted]))
+            assert found
 
 
 def test_how_a_preset_would_be_split(tmp_path, monkeypatch, capsys):

@@ -397,7 +397,15 @@ def test_a_running_model_changes_its_recipe(held):
             change_recipe(state, None)
 
 
-@pytest.mark.parametrize("recipe", [Float8BlockScaling(), DelayedScaling(amax_history_len=2)], ids=type)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Float8BlockScaling(),
+        DelayedScaling(amax_history_len=2),
+        Float8CurrentScaling(override_linear_precision=(True, False, False)),
+    ],
+    ids=["block", "delayed", "not_in_forward"],
+)
 def test_masters_of_bf16_kernels_outlive_a_change_of_the_recipe(recipe):
     """The first step after it finds each kernel to be its master's rounding, and takes nothing over from it."""
     x = jax.random.normal(jax.random.key(1), (128, 128), jnp.bfloat16)
@@ -429,7 +437,7 @@ def test_a_kernel_stored_by_its_own_recipe_needs_no_other():
     jax.tree.map(assert_bitwise, changed.params, state.params)
     with autocast(CURRENT):
         state = create_train_state(Two, SGD, key=jax.random.key(0), fp8_param=True)
-    with pytest.raises(ValueError, match="plain/kernel are stored quantized"):
+    with pytest.raises(ValueError, match="does not quantize plain/kernel: there must be a recipe"):
         change_recipe(state, None)
 
 

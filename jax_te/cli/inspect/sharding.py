@@ -14,6 +14,7 @@ from jax_te.cli.build import abstract_state
 from jax_te.cli.inspect.options import InspectSharding
 from jax_te.cli.inspect.trained import run_or_preset
 from jax_te.cli.resolve import new_config
+from jax_te.cli.run_config import RunConfig
 from jax_te.config import MESH_AXES, ParallelConfig
 from jax_te.layers import ExpertRows, expert_rows
 from jax_te.ops import use_backend
@@ -35,12 +36,10 @@ def run(options: InspectSharding) -> int:
     sizes = own if options.mesh is None else ParallelConfig.parse(options.mesh)
     if sizes.num_devices > MAX_DEVICES:
         raise ValueError(f"a mesh of {sizes.num_devices} devices is too large to draw; at most {MAX_DEVICES}")
+    # A run's batch is that of all devices of its mesh, a preset's that of one.
     examples = config.batch_size // own.batch_devices * sizes.batch_devices
-    if options.mesh is not None:
-        # A run's other options are for its own mesh. This one says what its state is, and holds on every mesh.
-        kept = {"distributed_optimizer": config.distributed_optimizer}
-        # Raises for a mesh that could not train it with as many examples on each device.
-        config = dataclasses.replace(config.on_one_device(), mesh=options.mesh, batch_size=examples, **kept)
+    if sizes != own:
+        config = _on_another_mesh(config, options.mesh, sizes)
     config = config.on_any_backend(options.factory_modules)
     # Built as shapes only, so that the mesh needs no devices.
     on = AbstractMesh(sizes.shape, MESH_AXES)
@@ -58,6 +57,21 @@ def run(options: InspectSharding) -> int:
     if rows:
         print("\n".join(["", "rows of experts in a microbatch", *map(str, rows)]))
     return 0
+
+
+def _on_another_mesh(config: RunConfig, mesh: str | None, sizes: ParallelConfig) -> RunConfig:
+    """Return a configuration on another mesh than its own.
+
+    Raises:
+        ValueError: for a mesh that could not train it, were there only enough examples.
+    """
+    # A run's other options are for its own mesh. These say what its state is and how its experts exchange tokens; where
+    # the mesh has no such axis, they have no effect.
+    kept: dict[str, Any] = {"distributed_optimizer": config.distributed_optimizer and sizes.data > 1}
+    if sizes.expert > 1:
+        kept["moe_token_dispatcher_type"] = config.moe_token_dispatcher_type
+    enough = config.batch_size * sizes.batch_devices
+    return dataclasses.replace(config.on_one_device(), mesh=mesh, batch_size=enough, **kept)
 
 
 def _values(report: ShardingReport, rows: list[ExpertRows]) -> dict[str, Any]:
