@@ -18,7 +18,6 @@ from jax_te.training.differentiation import (
     Differentiated,
     Differentiation,
     Gradients,
-    constrain_as_created,
     differentiate,
     wide,
 )
@@ -26,7 +25,7 @@ from jax_te.training.kernel_gradients import KernelGradients, Path, SummandPlace
 from jax_te.training.loss import LossFn, WeightedMean
 from jax_te.training.masters import full_precision
 from jax_te.training.microbatches import MicrobatchStart
-from jax_te.training.state import SplitModel, TrainState, split_model
+from jax_te.training.state import SplitModel, TrainState, constrain_as_created, split_model
 from jax_te.typing import Array, DTypeLike, PyTree
 
 _NO_CACHE = KernelCache({})

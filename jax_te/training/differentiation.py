@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
 from jax.tree_util import Partial
 
 from jax_te.layers import (
@@ -23,11 +22,10 @@ from jax_te.layers import (
 )
 from jax_te.models import layers_traced_once
 from jax_te.quantize import QuantizedKernel, as_float32, with_max_gradients
-from jax_te.sharding import constrain, current_mesh, leaves_with_axes
 from jax_te.training.kernel_gradients import KernelGradients, Path, SummandPlace
 from jax_te.training.loss import WeightedMean, check_differentiable, mean_loss
 from jax_te.training.loss_scale import LossScale
-from jax_te.training.state import SplitModel, split_model
+from jax_te.training.state import SplitModel, constrain_as_created, split_model
 from jax_te.typing import Array, PyTree
 
 
@@ -227,19 +225,6 @@ def split_parameters(params: nnx.State) -> tuple[nnx.State, nnx.State]:
             )
         (quantized if isinstance(variable.get_value(), QuantizedKernel) else plain).append((path, variable))
     return nnx.from_flat_state(plain), nnx.from_flat_state(quantized)
-
-
-def constrain_as_created(tree: PyTree) -> PyTree:
-    """Return ``tree`` with every leaf in the sharding that it was created with."""
-    # Otherwise the compiler chooses, a step could not take over (donate) its state's buffers, and the next step, with
-    # other shardings, would be compiled again.
-    mesh, leaves = current_mesh(), []
-    known = set() if mesh is None else set(mesh.axis_names)
-    for _, leaf, axes in leaves_with_axes(tree):
-        # Flax's own names, outside of the rules that assigned mesh axes: the compiler propagates Flax's placement.
-        unknown = isinstance(axes, PartitionSpec) and not known.issuperset(jax.tree.leaves(tuple(axes)))
-        leaves.append(leaf if unknown else constrain(leaf, axes))
-    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
 def wide(tree: PyTree) -> PyTree:

@@ -37,12 +37,11 @@ from jax_te.quantize import (
 )
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Recipe, autocast
 from jax_te.sharding import batch_axes, constrain
-from jax_te.training.differentiation import constrain_as_created
 from jax_te.training.global_batch import broadcast_from_first, check_global
 from jax_te.training.loss import LossFn, mean_loss
 from jax_te.training.masters import full_precision
 from jax_te.training.microbatches import MicrobatchStart, check_batch
-from jax_te.training.state import TrainState, split_model
+from jax_te.training.state import TrainState, constrain_as_created, split_model
 from jax_te.typing import Array, Key, PyTree
 
 

@@ -12,7 +12,6 @@ from flax import nnx
 from jax_te._validation import check_leaves, checked
 from jax_te.quantize import QuantizedKernel, QuantizerState, write_back
 from jax_te.sharding import current_mesh, log_whole_parameters
-from jax_te.training.differentiation import constrain_as_created
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import (
     adopt_changed_params,
@@ -24,6 +23,7 @@ from jax_te.training.masters import (
     store_quantized,
 )
 from jax_te.training.outcome import outcome_of
+from jax_te.training.state import constrain_as_created
 from jax_te.training.transformation import (
     Transformation,
     allow_promotion,

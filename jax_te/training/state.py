@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jax_te._device import default_device
 from jax_te._processes import check_same, checksum
@@ -19,7 +19,14 @@ from jax_te._validation import checked
 from jax_te.layers import prepare_quantization, quantizable_kernels
 from jax_te.quantize import QuantizedKernel, QuantizerState, quantizer_for
 from jax_te.recipe import Recipe, autocast
-from jax_te.sharding import auto_region, leaves_with_axes, log_whole_parameters, shardings_of
+from jax_te.sharding import (
+    auto_region,
+    constrain,
+    current_mesh,
+    leaves_with_axes,
+    log_whole_parameters,
+    shardings_of,
+)
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import full_precision, make_masters, round_params, store_quantized
 from jax_te.training.state_arrays import FieldsMadeWhenRead
@@ -217,6 +224,19 @@ def _buffers(leaf: Any) -> set[int]:
     return set()
 
 
+def constrain_as_created(tree: PyTree) -> PyTree:
+    """Return ``tree`` with every leaf in the sharding that it was created with."""
+    # Otherwise the compiler chooses, a step could not take over (donate) its state's buffers, and the next step, with
+    # other shardings, would be compiled again.
+    mesh, leaves = current_mesh(), []
+    known = set() if mesh is None else set(mesh.axis_names)
+    for _, leaf, axes in leaves_with_axes(tree):
+        # Flax's own names, outside of the rules that assigned mesh axes: the compiler propagates Flax's placement.
+        unknown = isinstance(axes, PartitionSpec) and not known.issuperset(jax.tree.leaves(tuple(axes)))
+        leaves.append(leaf if unknown else constrain(leaf, axes))
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
 @checked
 def change_recipe(state: TrainState, recipe: Recipe | None) -> TrainState:
     """Return the state for continuing under another recipe, e.g. FP8 after a start in bf16, or the reverse.
@@ -259,6 +279,8 @@ def change_recipe(state: TrainState, recipe: Recipe | None) -> TrainState:
             new = module.quantized(kernel, exact[path].get_value(), portable=True)
             variable.set_value(replace(new, dtype=variable.get_value().dtype))
     graphdef, params, quantizers, rest = split_model(model)
+    # A kernel was quantized where its master is, which replicas may split.
+    params = constrain_as_created(params)
     return replace(state, graphdef=graphdef, params=params, quantizers=quantizers, rest=rest)
 
 

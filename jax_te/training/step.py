@@ -19,7 +19,6 @@ from jax_te.models import layers_traced_once, multi_token_metrics
 from jax_te.quantize import frozen_scales, write_back
 from jax_te.sharding import use_rules
 from jax_te.training.accumulation import Accumulation, accumulated_gradients, gradients
-from jax_te.training.differentiation import constrain_as_created
 from jax_te.training.global_batch import require_global_batches
 from jax_te.training.kernel_gradients import KernelGradients
 from jax_te.training.loss import LossFn, WeightedMean, mean_loss
@@ -28,7 +27,7 @@ from jax_te.training.microbatches import MicrobatchStart, rules_of, shard_batch
 from jax_te.training.outcome import Outcome, outcome_of
 from jax_te.training.pipeline.gradients import pipelined_gradients
 from jax_te.training.pipeline.mesh import pipeline_stages, stage_rules
-from jax_te.training.state import TrainState, split_model
+from jax_te.training.state import TrainState, constrain_as_created, split_model
 from jax_te.training.state_arrays import jit_state
 from jax_te.training.transformation import Transformation, apply_transformation, as_transformation, check_opt_state
 from jax_te.typing import Array, DTypeLike, PyTree

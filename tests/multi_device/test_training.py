@@ -6,10 +6,12 @@ import numpy as np
 import optax
 import pytest
 
-from jax_te.config import TransformerConfig
+from jax_te.config import ParallelConfig, TransformerConfig
+from jax_te.layers import Linear
 from jax_te.models import GPTModel
-from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast
-from jax_te.training import create_train_state, make_train_step
+from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, autocast
+from jax_te.sharding import make_mesh
+from jax_te.training import change_recipe, create_train_state, make_train_step
 from tests.support.meshes import use_mesh
 
 STEPS = 4
@@ -72,3 +74,21 @@ def test_losses_on_a_mesh_are_one_devices(case):
     assert one[-1] < one[0] - 0.3, "the model learns, so that the losses are worth comparing"
     for mode in modes:
         np.testing.assert_allclose(losses(mode, recipe, dtype), one, rtol=tolerance, err_msg=mode)
+
+
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), Float8BlockScaling()], ids=["current", "block"])
+def test_a_changed_recipe_leaves_kernels_where_a_new_state_has_them(recipe):
+    """Their masters, of which they are quantized, are split over more devices."""
+    tx = optax.sgd(0.1)
+
+    def created(recipe):
+        def build(rngs):
+            return Linear(256, 256, parallel_mode="column", params_dtype=jnp.bfloat16, rngs=rngs)
+
+        with autocast(recipe):
+            return create_train_state(build, tx, key=jax.random.key(0), fp8_param=True, distributed_optimizer=True)
+
+    with jax.set_mesh(make_mesh(ParallelConfig(data=2, fsdp=2, tensor=2))):
+        changed, wanted = change_recipe(created(DelayedScaling()), recipe), created(recipe)
+    for found, other in zip(jax.tree.leaves(changed.params), jax.tree.leaves(wanted.params), strict=True):
+        assert found.sharding.is_equivalent_to(other.sharding, found.ndim)

@@ -16,7 +16,7 @@ from jax_te.models import StackOptions
 from jax_te.quantize import counts_within_step, has_counts, merge_quantizers
 from jax_te.sharding import auto_region, current_mesh, leaves_with_axes, use_rules
 from jax_te.training.accumulation import Accumulation, means_of_microbatches
-from jax_te.training.differentiation import Gradients, constrain_as_created, split_parameters
+from jax_te.training.differentiation import Gradients, split_parameters
 from jax_te.training.loss import WeightedMean, mean_loss
 from jax_te.training.loss_scale import LossScale
 from jax_te.training.masters import cast_like_full_precision
@@ -29,7 +29,7 @@ from jax_te.training.pipeline.program import Program
 from jax_te.training.pipeline.schedule import Schedule, make_schedule
 from jax_te.training.pipeline.stage import Row, Stage, schedule_rows
 from jax_te.training.pipeline.sums import StageSums
-from jax_te.training.state import TrainState
+from jax_te.training.state import TrainState, constrain_as_created
 from jax_te.typing import Array, PyTree
 
 

@@ -11,11 +11,12 @@ from flax import nnx
 
 from jax_te.quantize import QuantizedKernel, merge_quantizers
 from jax_te.sharding import constrain
-from jax_te.training.differentiation import Gradients, constrain_as_created
+from jax_te.training.differentiation import Gradients
 from jax_te.training.kernel_gradients import SummandPlace
 from jax_te.training.pipeline.around import AroundLayers
 from jax_te.training.pipeline.cut import Flat
 from jax_te.training.pipeline.layers import StageLayers
+from jax_te.training.state import constrain_as_created
 from jax_te.typing import Array
 
 
