@@ -213,7 +213,7 @@ def test_how_a_run_with_options_of_its_mesh_would_be_split_over_another(tmp_path
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("mesh", ["data=4", "data=2,tensor=2", "tensor=2"])
+@pytest.mark.parametrize("mesh", ["data=4", pytest.param("data=2,tensor=2", marks=pytest.mark.slow), "tensor=2"])
 def test_a_distributed_optimizer_is_split_as_in_training(mesh, tmp_path, capsys):
     """On the run's own mesh and on another one; fp32 parameters have masters for it where there is a data axis."""
     configured(tmp_path, "--mesh", "data=4", "--distributed-optimizer")

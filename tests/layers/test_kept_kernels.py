@@ -401,7 +401,7 @@ def test_a_running_model_changes_its_recipe(held):
     "recipe",
     [
         Float8BlockScaling(),
-        DelayedScaling(amax_history_len=2),
+        pytest.param(DelayedScaling(amax_history_len=2), marks=pytest.mark.slow),
         Float8CurrentScaling(override_linear_precision=(True, False, False)),
     ],
     ids=["block", "delayed", "not_in_forward"],

@@ -76,7 +76,11 @@ def test_losses_on_a_mesh_are_one_devices(case):
         np.testing.assert_allclose(losses(mode, recipe, dtype), one, rtol=tolerance, err_msg=mode)
 
 
-@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), Float8BlockScaling()], ids=["current", "block"])
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(Float8CurrentScaling(), marks=pytest.mark.slow), Float8BlockScaling()],
+    ids=["current", "block"],
+)
 def test_a_changed_recipe_leaves_kernels_where_a_new_state_has_them(recipe):
     """Their masters, of which they are quantized, are split over more devices."""
     tx = optax.sgd(0.1)
