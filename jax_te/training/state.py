@@ -273,11 +273,11 @@ def change_recipe(state: TrainState, recipe: Recipe | None) -> TrainState:
                 "state without fp8_param"
             )
         for path, module, kernel in stored:
-            variable = getattr(module, kernel)
-            # From the master, as a step does it: of its value rounded to the parameter's dtype some elements would have
-            # other codes, which the next step would take for changes of the user's.
-            new = module.quantized(kernel, exact[path].get_value(), portable=True)
-            variable.set_value(replace(new, dtype=variable.get_value().dtype))
+            variable, master = getattr(module, kernel), exact[path].get_value()
+            # The form that the parameter's own dtype has under the recipe, with codes of the master, as a step makes
+            # them: of the rounded value some would differ, which the next step would take for the user's changes.
+            variable.set_value(master.astype(variable.get_value().dtype))
+            variable.set_value(module.requantized(kernel, master, module.stored_form(kernel)))
     graphdef, params, quantizers, rest = split_model(model)
     # A kernel was quantized where its master is, which replicas may split.
     params = constrain_as_created(params)

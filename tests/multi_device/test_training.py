@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from jax_te.config import ParallelConfig, TransformerConfig
-from jax_te.layers import Linear
+from jax_te.config import ParallelConfig, RouterOptions, TransformerConfig
+from jax_te.layers import Linear, MoE
 from jax_te.models import GPTModel
 from jax_te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, autocast
 from jax_te.sharding import make_mesh
@@ -94,5 +94,24 @@ def test_a_changed_recipe_leaves_kernels_where_a_new_state_has_them(recipe):
 
     with jax.set_mesh(make_mesh(ParallelConfig(data=2, fsdp=2, tensor=2))):
         changed, wanted = change_recipe(created(DelayedScaling()), recipe), created(recipe)
+    assert jax.tree.structure(changed.params) == jax.tree.structure(wanted.params)  # so that one step serves both
     for found, other in zip(jax.tree.leaves(changed.params), jax.tree.leaves(wanted.params), strict=True):
         assert found.sharding.is_equivalent_to(other.sharding, found.ndim)
+
+
+def test_a_changed_recipe_stores_kernels_of_experts_that_calls_do_not_cache():
+    """Under block scaling devices gather the blocks of experts' kernels, and cache none; a new state stores them."""
+
+    def build(rngs):
+        return MoE(128, 128, RouterOptions(num_experts=4), params_dtype=jnp.bfloat16, rngs=rngs)
+
+    def created(recipe):
+        with autocast(recipe):
+            return create_train_state(build, optax.sgd(0.1), key=jax.random.key(0), fp8_param=True)
+
+    block = Float8BlockScaling()
+    with jax.set_mesh(make_mesh(ParallelConfig(fsdp=2, expert=2))):
+        changed, wanted = change_recipe(created(Float8CurrentScaling()), block), created(block)
+    assert jax.tree.structure(changed.params) == jax.tree.structure(wanted.params)
+    for found, other in zip(jax.tree.leaves(changed.params), jax.tree.leaves(wanted.params), strict=True):
+        assert (found.shape, found.dtype) == (other.shape, other.dtype)
