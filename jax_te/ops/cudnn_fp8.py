@@ -11,6 +11,7 @@ XLA builds cuDNN's graph of backward only if gradients have the dtype of the ope
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import json
 from typing import Any
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from jax_te._device import default_device, default_platform
 from jax_te.ops.attention.fp8_types import Fp8Gradients, Fp8Operands, Fp8Output, Scales
 from jax_te.ops.attention.spec import AttentionArrays, AttentionSpec
-from jax_te.quantize import AttentionPrecision, AttentionTensor, QuantizedTensor
+from jax_te.quantize import AttentionPrecision, AttentionTensor, QuantizedTensor, amax
 from jax_te.typing import Array
 
 _VERSIONS = ((0, 10), (0, 11), (0, 12))
@@ -33,6 +34,17 @@ _FAULTY_CUDNN = {91000: "Transformer Engine leaves out its FP8 attention"}
 _SCALAR = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32)
 # XLA puts in the size of the workspace, the last result of each call.
 _WORKSPACE = jax.ShapeDtypeStruct((0,), jnp.uint8)
+_LONG = 65_536
+"""Number of keys from which on backward is called for some of the heads after the others.
+
+With 131,072 keys a call of 32 heads took 1.55 times as long in some runs as in others, with the GPU's clocks at their
+highest and its power below its limit: it waited for memory. The gradients of the queries, to which the thread blocks of
+all heads add in fp32, are larger than the GPU's cache then. Calls of 8 heads each took as long in every run, and less
+than the fast runs of all heads (docs/attention_fp8_measured.md).
+"""
+_HEADS_OF_LONG_SEQUENCES = 8
+"""Number of query heads of such a call, of all sequences together."""
+
 _BY_POSITION = (0, 2, 1, 3)
 """Layout of a result ``[b, n, s, d]`` that lies in memory as ``[b, s, n, d]``."""
 
@@ -95,6 +107,64 @@ def fp8_attention_backward(
     scales: Scales,
 ) -> Fp8Gradients:
     """Return the gradients, see `Fp8Kernels.fp8_attention_backward`."""
+    parts = []
+    for groups, heads in _parts_of_backward(spec):
+        q, k, v = operands
+        parts.append(
+            _backward_of_heads(
+                Fp8Operands(_of_heads(q, heads), _of_heads(k, groups), _of_heads(v, groups)),
+                _of_heads(out, heads),
+                log_sum[:, heads],
+                _of_heads(do, heads),
+                dataclasses.replace(spec, groups=groups.stop - groups.start, heads=heads.stop - heads.start),
+                precision,
+                scales,
+            )
+        )
+    return parts[0] if len(parts) == 1 else _joined(parts)
+
+
+def _parts_of_backward(spec: AttentionSpec) -> list[tuple[slice, slice]]:
+    """Return the key/value heads of each call of backward, and their query heads.
+
+    One call has all heads, but for long sequences, see `_LONG`.
+    """
+    heads_of_group = spec.heads // spec.groups
+    groups = spec.groups
+    if spec.kv_length >= _LONG:
+        groups = max(1, _HEADS_OF_LONG_SEQUENCES // (spec.batch * heads_of_group))
+    parts = []
+    for first in range(0, spec.groups, groups):
+        last = min(first + groups, spec.groups)
+        parts.append((slice(first, last), slice(first * heads_of_group, last * heads_of_group)))
+    return parts
+
+
+def _of_heads(x: QuantizedTensor, heads: slice) -> QuantizedTensor:
+    """Return some heads of a tensor ``[b, s, n, d]``."""
+    return dataclasses.replace(x, data=x.data[:, :, heads])
+
+
+def _joined(parts: list[Fp8Gradients]) -> Fp8Gradients:
+    """Return the gradients of all heads, which have one scale; each amax is the largest of the parts."""
+
+    def join(*tensors: QuantizedTensor) -> QuantizedTensor:
+        return dataclasses.replace(tensors[0], data=jnp.concatenate([x.data for x in tensors], axis=2))
+
+    dq, dk, dv = (join(*tensors) for tensors in zip(*(part[:3] for part in parts), strict=True))
+    return Fp8Gradients(dq, dk, dv, jax.tree.map(lambda *amaxes: amax(jnp.stack(amaxes)), *(x.amaxes for x in parts)))
+
+
+def _backward_of_heads(
+    operands: Fp8Operands,
+    out: QuantizedTensor,
+    log_sum: Array,
+    do: QuantizedTensor,
+    spec: AttentionSpec,
+    precision: AttentionPrecision,
+    scales: Scales,
+) -> Fp8Gradients:
+    """Return the gradients of one call of backward's kernel."""
     q, k, v = operands
     queries = (spec.batch, spec.heads, spec.q_length, spec.head_dim)
     keys = (spec.batch, spec.groups, spec.kv_length)
@@ -124,7 +194,7 @@ def fp8_attention_backward(
         _quantized(dq, scales["dq"], spec),
         _quantized(dk, scales["dk"], spec),
         _quantized(dv, scales["dv"], spec),
-        {name: amax.reshape(()) for name, amax in zip(_BACKWARD_AMAXES, amaxes, strict=True)},
+        {name: largest.reshape(()) for name, largest in zip(_BACKWARD_AMAXES, amaxes, strict=True)},
     )
 
 

@@ -18,10 +18,12 @@ from jax_te.ops import ContextParallel, attention_spec, cudnn_fp8, dot_product_a
 from jax_te.ops.attention import dot_product
 from jax_te.ops.attention.fp8_types import Fp8Operands
 from jax_te.ops.attention.spec import AttentionArrays
+from jax_te.ops.xla import attention_fp8 as xla_kernels
 from jax_te.quantize import QuantizedTensor, attention_precision_of, init_attention_state
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, Format
 from tests.support.context import context_mesh
 from tests.support.meshes import use_mesh
+from tests.support.numerics import draw, relative_l2
 from tests.support.states import merging
 
 Q, K = (2, 256, 4, 128), (2, 384, 2, 128)
@@ -120,6 +122,54 @@ def test_scales_are_given_in_the_order_of_xlas_graph(monkeypatch):
     assert backward == [inverse[name] for name in ("q", "k", "v", "s", "o", "do", "dp")] + [
         float(scales[name]) for name in ("s", "dp", "dq", "dk", "dv")
     ]
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize(
+    ("batch", "heads", "groups", "calls"),
+    [
+        pytest.param(1, 20, 20, [(8, 8), (8, 8), (4, 4)], id="heads"),
+        pytest.param(2, 8, 8, [(4, 4), (4, 4)], id="two sequences"),
+        pytest.param(1, 32, 2, [(16, 1), (16, 1)], id="more heads of a group"),
+    ],
+)
+def test_backward_of_long_sequences_has_a_call_for_some_heads_each(batch, heads, groups, calls):
+    q, k = (jax.ShapeDtypeStruct((batch, 65_536, n, 128), jnp.bfloat16) for n in (heads, groups))
+    forward, *backward = lowered(DelayedScaling(fp8_dpa=True), "causal", (q, k, k))
+    assert forward[0] == "__cudnn$fmhaSoftmaxF8"
+    assert f"tensor<{batch}x65536x{heads}x128xf8E4M3FN>" in forward[2]
+    found = [re.findall(r"tensor<\d+x65536x(\d+)x128xf8E4M3FN>", types)[:2] for _, _, types in backward]
+    assert found == [[str(n), str(g)] for n, g in calls]
+    assert [config["intermediate_tensor_shape"]["dimensions"][1] for _, config, _ in backward] == [
+        str(n) for n, _ in calls
+    ]
+
+
+def test_gradients_of_some_heads_each_are_those_of_all(monkeypatch):
+    """With plain JAX in the kernel's place, which needs a GPU; 12 heads in 3 groups, by two groups and one."""
+
+    def plain(*args: Any) -> Any:
+        *tensors, spec, precision, scales = args
+        return xla_kernels.fp8_attention_backward(*tensors, spec, AttentionArrays(), precision, scales)
+
+    monkeypatch.setattr(cudnn_fp8, "_backward_of_heads", plain)
+    monkeypatch.setattr(cudnn_fp8, "_LONG", 128)
+    precision = attention_precision_of(DelayedScaling(fp8_dpa=True))
+    q, k, v, do = (draw(name, (1, 128, n, 128)) for name, n in (("q", 12), ("k", 3), ("v", 3), ("do", 12)))
+    spec = attention_spec(tuple(x.astype(jnp.bfloat16) for x in (q, k, v)), "causal")
+    one = jnp.float32(1.0)
+    operands = Fp8Operands(*(precision.quantize(x, one) for x in (q, k, v)))
+    scales: Any = dict.fromkeys(("s", "o", "dp", "dq", "dk", "dv"), one)
+    out, log_sum, _ = xla_kernels.fp8_attention_forward(operands, spec, AttentionArrays(), precision, scales)
+    given = (operands, out, log_sum, precision.quantize(do, one), spec, AttentionArrays(), precision, scales)
+    whole, parts = (module.fp8_attention_backward(*given) for module in (xla_kernels, cudnn_fp8))
+    for name in ("dq", "dk", "dv"):
+        a, b = (getattr(gradients, name) for gradients in (whole, parts))
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        # One product of all heads and one of some may add in another order: codes at a tie round to either side.
+        assert relative_l2(b.dequantize(), a.dequantize()) <= 2.0**-8
+    for name, largest in whole.amaxes.items():
+        assert float(parts.amaxes[name]) == pytest.approx(float(largest), rel=2.0**-20)
 
 
 @pytest.mark.usefixtures("kernels")
