@@ -38,12 +38,11 @@ _LONG = 65_536
 """Number of keys from which on backward is called for some of the heads after the others.
 
 With 131,072 keys a call of 32 heads took 1.55 times as long in some runs as in others, with the GPU's clocks at their
-highest and its power below its limit: it waited for memory. The gradients of the queries, to which the thread blocks of
-all heads add in fp32, are larger than the GPU's cache then. Calls of 8 heads each took as long in every run, and less
-than the fast runs of all heads (docs/attention_fp8_measured.md).
+highest and its power below its limit: it seems to have waited for memory. Calls of 8 heads each took as long in every
+run, and less than the fast runs of all heads (docs/attention_fp8_measured.md).
 """
 _HEADS_OF_LONG_SEQUENCES = 8
-"""Number of query heads of such a call, of all sequences together."""
+"""Number of query heads of such a call, of all sequences together; more where one key/value head has more."""
 
 _BY_POSITION = (0, 2, 1, 3)
 """Layout of a result ``[b, n, s, d]`` that lies in memory as ``[b, s, n, d]``."""
@@ -130,12 +129,12 @@ def _parts_of_backward(spec: AttentionSpec) -> list[tuple[slice, slice]]:
     One call has all heads, but for long sequences, see `_LONG`.
     """
     heads_of_group = spec.heads // spec.groups
-    groups = spec.groups
+    groups_at_once = spec.groups
     if spec.kv_length >= _LONG:
-        groups = max(1, _HEADS_OF_LONG_SEQUENCES // (spec.batch * heads_of_group))
+        groups_at_once = max(1, _HEADS_OF_LONG_SEQUENCES // (spec.batch * heads_of_group))
     parts = []
-    for first in range(0, spec.groups, groups):
-        last = min(first + groups, spec.groups)
+    for first in range(0, spec.groups, groups_at_once):
+        last = min(first + groups_at_once, spec.groups)
         parts.append((slice(first, last), slice(first * heads_of_group, last * heads_of_group)))
     return parts
 

@@ -62,14 +62,26 @@ def steps(recipe, qkv, do, *, count=3, backend="xla", **options):
 def test_backward_by_some_heads_each_is_that_of_all(name, monkeypatch):
     """As for long sequences: 12 heads in 6 groups, of two sequences, by two groups at a time."""
     recipe, (qkv, do) = RECIPES[name], operands(512, 512, 12, 6)
+    real, heads = cudnn_fp8._backward_of_heads, []
+
+    def recorded(*args):
+        heads.append(args[4].heads)
+        return real(*args)
+
+    monkeypatch.setattr(cudnn_fp8, "_backward_of_heads", recorded)
     out, gradients, state = steps(recipe, qkv, do, mask_type="causal")
+    assert set(heads) == {12}
+    heads.clear()
     monkeypatch.setattr(cudnn_fp8, "_LONG", 512)
     out_of_parts, gradients_of_parts, state_of_parts = steps(recipe, qkv, do, mask_type="causal")
+    assert set(heads) == {4}
     assert relative_l2(out_of_parts, out) == 0.0
-    # The kernel adds to gradients of queries in any order, of fp32, and rounds to codes after that.
-    for actual, want in zip(gradients_of_parts, gradients, strict=True):
+    # The kernel adds to gradients of queries in any order, of fp32, and rounds to codes after that; amaxes and scales
+    # of later steps follow from such gradients.
+    for actual, want in zip(
+        (*gradients_of_parts, *jax.tree.leaves(state_of_parts)), (*gradients, *jax.tree.leaves(state)), strict=True
+    ):
         assert relative_l2(actual, want) <= 2.0**-8
-    assert jax.tree.structure(state_of_parts) == jax.tree.structure(state)
 
 
 @pytest.mark.parametrize("name", RECIPES)
