@@ -34,15 +34,16 @@ _FAULTY_CUDNN = {91000: "Transformer Engine leaves out its FP8 attention"}
 _SCALAR = jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32)
 # XLA puts in the size of the workspace, the last result of each call.
 _WORKSPACE = jax.ShapeDtypeStruct((0,), jnp.uint8)
+
 _LONG = 65_536
-"""Number of keys from which on backward is called for some of the heads after the others.
+"""Number of keys from which on backward runs some of the heads at a time.
 
 With 131,072 keys a call of 32 heads took 1.55 times as long in some runs as in others, with the GPU's clocks at their
 highest and its power below its limit: it seems to have waited for memory. Calls of 8 heads each took as long in every
 run, and less than the fast runs of all heads (docs/attention_fp8_measured.md).
 """
 _HEADS_OF_LONG_SEQUENCES = 8
-"""Number of query heads of such a call, of all sequences together; more where one key/value head has more."""
+"""Number of query heads of such a call, counting those of all sequences; one key/value head's are never split."""
 
 _BY_POSITION = (0, 2, 1, 3)
 """Layout of a result ``[b, n, s, d]`` that lies in memory as ``[b, s, n, d]``."""
