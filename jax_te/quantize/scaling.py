@@ -148,7 +148,10 @@ def scale_in_use(state: AmaxState, dtype: DTypeLike, rule: AmaxRule) -> Array:
     """Return the scale of the next use of ``state``: fp32 ``[]``, or ``[d]`` for parts of the batch."""
     history = _finite_amaxes(state["amax_history"])
     chosen = history[..., 0] if rule.amax_compute_algo == "most_recent" else _largest_magnitude(history, -1)
-    return compute_scale(chosen, dtype, margin=rule.margin, old_scale=state["scale"])
+    scale = compute_scale(chosen, dtype, margin=rule.margin, old_scale=state["scale"])
+    # The scale is part of the state's next value, too. Without the barrier XLA for GPUs computes it there again from
+    # its parts, in kernels for many states, which takes it long to put together and to compile.
+    return jax.lax.optimization_barrier(scale)
 
 
 # Jitted as `_amax` is: a program has one function for all states of one type.

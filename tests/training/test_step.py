@@ -25,6 +25,7 @@ from jax_te.training import (
     value_and_grad,
 )
 from jax_te.training import step as step_module
+from jax_te.training.outcome import global_norm
 from tests.support.meshes import use_mesh
 from tests.support.numerics import draw
 from tests.support.toy import Toy, assert_same, loss_fn, make_batch, values
@@ -523,3 +524,15 @@ def test_a_variable_of_the_model_carries_what_is_no_loss(microbatches):
 def test_a_loss_of_integers_is_refused(loss):
     with pytest.raises(TypeError, match="floating-point numbers to differentiate, got int32"):
         value_and_grad(lambda model: loss)(Toy(nnx.Rngs(0)))
+
+
+def test_the_norm_is_that_of_all_gradients_in_fp32():
+    """Of more arrays than are summed up at once: large and small ones, a scalar, and some in bf16."""
+    keys = jax.random.split(jax.random.key(0), 72)
+    grads = [jax.random.normal(key, (3 + i, 5)) for i, key in enumerate(keys[:70])]
+    grads += [jax.random.normal(keys[70], (300, 130)), jax.random.normal(keys[71], (2**16,)).astype(jnp.bfloat16)]
+    grads += [jnp.float32(3.0), jnp.full((2, 3, 4), 2.0, jnp.bfloat16)]
+    wanted = np.sqrt(sum(np.sum(np.square(np.asarray(grad, np.float64))) for grad in grads))
+    np.testing.assert_allclose(global_norm(grads), wanted, rtol=1e-5)  # some ulps of fp32
+    for bad in (jnp.inf, jnp.nan, 2e19):  # the square of the last overflows
+        assert not np.isfinite(global_norm([*grads[:-1], jnp.full((2, 3), bad, jnp.bfloat16)]))

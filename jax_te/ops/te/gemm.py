@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import transformer_engine.jax.cpp_extensions as tex
 from transformer_engine.jax.cpp_extensions.amax import AmaxScope, calculate_amax
-from transformer_engine.jax.cpp_extensions.gemm import GemmPrimitive, _te_gemm
+from transformer_engine.jax.cpp_extensions.gemm import CollectiveOp, GemmPrimitive, _te_gemm
 from transformer_engine.jax.cpp_extensions.quantization import DBiasQuantizePrimitive, QuantizePrimitive
 from transformer_engine.jax.quantize import (
     QuantizeLayout,
@@ -225,10 +225,40 @@ def gemm_wgrad(x: Any, g: Any, dtype: DTypeLike, split_accumulator: bool) -> Arr
     if isinstance(x, ScaledTensor):
         x = dataclasses.replace(x, dq_dtype=jnp.dtype(dtype))  # TE takes the output dtype from its left operand
         return _gemm(x, rhs, (rows, rows), split_accumulator)
-    if x.data.dtype == jnp.dtype(dtype):
-        return _gemm(x.data, rhs.data, (rows, rows), split_accumulator)
-    # TE's GEMM gives the operands' dtype; a wider kernel gets its gradient unrounded.
-    return jax.lax.dot_general(x.data, rhs.data, ((rows, rows), ((), ())), preferred_element_type=jnp.dtype(dtype))
+    x, g = x.data, rhs.data
+    if x.dtype == jnp.dtype(dtype):
+        return _gemm(x, g, (rows, rows), split_accumulator)
+    if x.dtype == g.dtype in (jnp.bfloat16, jnp.float16) and dtype == jnp.float32 and GemmPrimitive.enabled():
+        return _gemm_to_fp32(x, g, (rows, rows))
+    return jax.lax.dot_general(x, g, ((rows, rows), ((), ())), preferred_element_type=jnp.dtype(dtype))
+
+
+def _gemm_to_fp32(lhs: Array, rhs: Array, contract: Any) -> Array:
+    """Return the product of 16-bit operands in fp32, in which it is accumulated.
+
+    ``tex.gemm`` gives the operands' dtype, so the primitive below it is called, which has cuBLAS write another one. XLA
+    would measure many kernels for such a product when it compiles.
+    """
+    none = jnp.empty(0, jnp.float32)
+    with inside_te():
+        (product,) = GemmPrimitive.outer_primitive.bind(
+            lhs,
+            none,  # no scale
+            rhs,
+            none,
+            none,  # no bias
+            jnp.ones((1,), jnp.float32),  # alpha, the factor of the product
+            jnp.zeros((1,), jnp.float32),  # beta, the factor of what the result is added to
+            out_dtype=jnp.dtype(jnp.float32),
+            contracting_dims=contract,
+            scaling_mode=ScalingMode.NO_SCALING,
+            use_split_accumulator=False,  # of FP8 alone
+            transpose_batch_sequence=False,
+            sequence_dim=-1,
+            is_outer=True,
+            collective_op=CollectiveOp.NONE,
+        )
+    return product
 
 
 def _gemm(lhs: Any, rhs: Any, contract: Any, split_accumulator: bool, bias: Array | None = None) -> Array:
