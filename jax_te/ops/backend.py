@@ -141,8 +141,8 @@ def explain_backend(
 
     Nothing is run. A call of attention without examples, queries or keys gives zeros, which no backend computes. A
     backend runs its kernels wherever it has one. TE has none for block scaling and scales that are
-    powers of two, for GEMMs of unquantized fp32 operands, for gradients of kernels that are wider than the unquantized
-    operands, and for some activations: ``parts`` names those that it leaves to XLA.
+    powers of two, for GEMMs of unquantized fp32 operands, for gradients of kernels in a dtype that is neither fp32 nor
+    that of the unquantized operands, and for some activations: ``parts`` names those that it leaves to XLA.
 
     Attention under a recipe with ``fp8_dpa`` runs in FP8 under each backend. Calls that FP8 attention does not have run
     in the compute dtype under ``"auto"``, and ``unquantized`` says why; under a named backend they raise.
@@ -302,8 +302,8 @@ def _parts(
         if ("quantization" in parts and not precision.runs_unquantized(gemm)) or op == "grouped_dense":
             parts[gemm] = by_quantized
         else:
-            # TE rounds fp32 operands to TF32, and gives results in the operands' dtype.
-            exact = dtype == jnp.float32 or (gemm == "wgrad" and params_dtype != dtype)
+            # TE rounds fp32 operands to TF32, and gives results in the operands' dtype, or gradients in fp32.
+            exact = dtype == jnp.float32 or (gemm == "wgrad" and params_dtype not in (dtype, jnp.float32))
             parts[gemm] = "xla" if exact else backend
     return parts
 

@@ -18,10 +18,6 @@ from jax_te.typing import Array, PyTree
 _SMALL = 2**15
 """Largest number of elements of a small parameter, such as a bias or a norm's scale, of which there are many."""
 
-_TOGETHER = 32
-"""Number of gradients whose squares are summed up at once: the time that XLA takes to join arrays grows with the square
-of their number."""
-
 
 class Outcome(NamedTuple):
     """Outcome of a step.
@@ -80,25 +76,19 @@ def gradients_or_nan(grads: PyTree, loss: Array) -> PyTree:
 
 def global_norm(grads: PyTree) -> Array:
     """Return the Euclidean norm of all gradients, fp32 ``[]``; not finite if an element is not, or if it overflows."""
-    sums: list[Array] = []
-    parts: list[Array] = []
+    parts, small = [], []
     for grad in jax.tree.leaves(grads):
-        if jax.typeof(grad).sharding.mesh.empty:
-            parts.append(_squares(grad))
-        else:  # on a mesh shards would have to be gathered to be joined
-            sums.append(jnp.sum(jnp.square(grad.astype(jnp.float32))))
-    for first in range(0, len(parts), _TOGETHER):
-        # Not a kernel for the sum of each gradient, of which a step would have hundreds, which take long to compile and
-        # as long to launch as to run. The barrier keeps XLA from splitting the sum again.
-        joined = jax.lax.optimization_barrier(jnp.concatenate(parts[first : first + _TOGETHER]))
-        sums.append(jnp.sum(joined))
-    return jnp.sqrt(sum(sums, start=jnp.zeros((), jnp.float32)))
-
-
-def _squares(grad: Array) -> Array:
-    """Return the squares of a gradient's elements, fp32, as a vector; of a large one their sums along its last axis."""
-    squares = jnp.square(grad.astype(jnp.float32))
-    return (squares if grad.size <= _SMALL else jnp.sum(squares, axis=-1)).ravel()
+        # Squares of 16 bits would be rounded, and those of fp16 overflow from 256 on.
+        grad = grad.astype(jnp.float32) if grad.dtype.itemsize == 2 else grad
+        whole = jax.typeof(grad).sharding.mesh.empty
+        joined = whole and grad.size <= _SMALL and grad.dtype == jnp.float32
+        (small if joined else parts).append(grad)
+    if small:
+        # One kernel for all biases, because separate kernels take as long to launch as to run; the barrier keeps XLA
+        # from splitting it. On a mesh shards would have to be gathered.
+        parts.append(jax.lax.optimization_barrier(jnp.concatenate([grad.ravel() for grad in small])))
+    squares = [jnp.sum(jnp.square(part)).astype(jnp.float32) for part in parts]
+    return jnp.sqrt(sum(squares, start=jnp.zeros((), jnp.float32)))
 
 
 def _are_finite(*numbers: Array) -> Array:

@@ -54,8 +54,7 @@ def test_te_asked_for_by_name_raises_with_the_reason(recipe):
 
 def test_a_backend_asked_for_is_the_one_that_runs_or_it_raises(monkeypatch):
     monkeypatch.setattr(te, "supports", lambda op, **_: (True, "made up"))
-    # A kernel's gradient in fp32 is wider than TE's GEMM of bf16 operands gives it.
-    parts = {"fprop": "te", "dgrad": "te", "wgrad": "xla"}
+    parts = {"fprop": "te", "dgrad": "te", "wgrad": "te"}
     assert explain_backend("dense", backend="te") == BackendChoice("dense", "te", "asked for", parts)
     parts = dict.fromkeys(parts, "xla")
     assert explain_backend("dense", backend="xla") == BackendChoice("dense", "xla", "asked for", parts)
@@ -147,6 +146,8 @@ def test_a_backend_asked_for_names_the_parts_that_it_leaves_to_others(monkeypatc
     assert parts == {"quantization": "te", "fprop": "te", "dgrad": "xla", "wgrad": "xla"}
     narrow = explain_backend("dense", backend="te", params_dtype=jnp.bfloat16)
     assert narrow.others == ""
+    # TE's GEMM gives results in the operands' dtype, or in fp32.
+    assert explain_backend("dense", backend="te", params_dtype=jnp.float16).others == "; wgrad: xla"
 
 
 def test_kernels_of_hopper_are_named(monkeypatch):

@@ -179,7 +179,7 @@ def test_the_parts_that_te_is_said_to_run_are_calls_of_te(name, dtype, params_dt
         "dgrad in high precision": Float8CurrentScaling(override_linear_precision=(False, True, False)),
     }[name]
     gemms, quantized = [], []
-    for module, function in ((te_gemm.tex, "gemm"), (te_gemm, "_te_gemm")):
+    for module, function in ((te_gemm.tex, "gemm"), (te_gemm, "_te_gemm"), (te_gemm, "_gemm_to_fp32")):
         theirs = getattr(module, function)
         monkeypatch.setattr(
             module, function, lambda *args, theirs=theirs, **options: (gemms.append(1), theirs(*args, **options))[1]
@@ -204,6 +204,15 @@ def test_the_parts_that_te_is_said_to_run_are_calls_of_te(name, dtype, params_dt
     parts = explain_backend("dense", recipe=recipe, backend="te", dtype=dtype, params_dtype=params_dtype).parts
     assert len(gemms) == [parts[gemm] for gemm in ("fprop", "dgrad", "wgrad")].count("te")
     assert any(quantized) == (parts.get("quantization") == "te")
+
+
+@pytest.mark.parametrize("params_dtype", [jnp.float32, jnp.bfloat16])
+def test_the_gradient_of_one_token(params_dtype):
+    """Of which TE's GEMM would contract no axis."""
+    x, w, g = draw("x", (32,), jnp.bfloat16), draw("w", (32, 48), params_dtype), draw("g", (48,), jnp.bfloat16)
+    _, (gradient,) = with_vjp(lambda w: dense(x, w, backend="te"), (w,), g)
+    wanted = np.outer(np.asarray(x, np.float64), np.asarray(g, np.float64))
+    np.testing.assert_allclose(np.asarray(gradient, np.float64), wanted, rtol=float(jnp.finfo(params_dtype).eps))
 
 
 def test_states_over_steps():

@@ -526,13 +526,16 @@ def test_a_loss_of_integers_is_refused(loss):
         value_and_grad(lambda model: loss)(Toy(nnx.Rngs(0)))
 
 
-def test_the_norm_is_that_of_all_gradients_in_fp32():
-    """Of more arrays than are summed up at once: large and small ones, a scalar, and some in bf16."""
-    keys = jax.random.split(jax.random.key(0), 72)
-    grads = [jax.random.normal(key, (3 + i, 5)) for i, key in enumerate(keys[:70])]
-    grads += [jax.random.normal(keys[70], (300, 130)), jax.random.normal(keys[71], (2**16,)).astype(jnp.bfloat16)]
-    grads += [jnp.float32(3.0), jnp.full((2, 3, 4), 2.0, jnp.bfloat16)]
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_the_norm_is_that_of_all_gradients_in_fp32(dtype):
+    """Of many small arrays, which are summed up at once, and of a large one, whose squares would overflow fp16."""
+    norm = jax.jit(global_norm)
+    grads = [draw(f"small {i}", (3 + i, 5), dtype) for i in range(40)]
+    grads += [300 * draw("large", (300, 130), dtype), jnp.asarray(3.0, dtype)]
     wanted = np.sqrt(sum(np.sum(np.square(np.asarray(grad, np.float64))) for grad in grads))
-    np.testing.assert_allclose(global_norm(grads), wanted, rtol=1e-5)  # some ulps of fp32
-    for bad in (jnp.inf, jnp.nan, 2e19):  # the square of the last overflows
-        assert not np.isfinite(global_norm([*grads[:-1], jnp.full((2, 3), bad, jnp.bfloat16)]))
+    np.testing.assert_allclose(norm(grads), wanted, rtol=1e-6)  # some ulps of fp32
+    for place in (0, 40):
+        for bad in (jnp.inf, jnp.nan):
+            spoilt = list(grads)
+            spoilt[place] = grads[place].at[0, 0].set(bad)
+            assert not np.isfinite(norm(spoilt)), (place, bad)

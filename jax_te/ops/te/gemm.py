@@ -225,12 +225,13 @@ def gemm_wgrad(x: Any, g: Any, dtype: DTypeLike, split_accumulator: bool) -> Arr
     if isinstance(x, ScaledTensor):
         x = dataclasses.replace(x, dq_dtype=jnp.dtype(dtype))  # TE takes the output dtype from its left operand
         return _gemm(x, rhs, (rows, rows), split_accumulator)
-    x, g = x.data, rhs.data
-    if x.dtype == jnp.dtype(dtype):
+    x, g, dtype = x.data, rhs.data, jnp.dtype(dtype)
+    # TE's GEMM contracts at least one axis; of one token alone it would have none.
+    if rows and x.dtype == dtype:
         return _gemm(x, g, (rows, rows), split_accumulator)
-    if x.dtype == g.dtype in (jnp.bfloat16, jnp.float16) and dtype == jnp.float32 and GemmPrimitive.enabled():
+    if rows and dtype == jnp.float32 and x.dtype == g.dtype and x.dtype.itemsize == 2:
         return _gemm_to_fp32(x, g, (rows, rows))
-    return jax.lax.dot_general(x, g, ((rows, rows), ((), ())), preferred_element_type=jnp.dtype(dtype))
+    return jax.lax.dot_general(x, g, ((rows, rows), ((), ())), preferred_element_type=dtype)
 
 
 def _gemm_to_fp32(lhs: Array, rhs: Array, contract: Any) -> Array:
@@ -239,6 +240,8 @@ def _gemm_to_fp32(lhs: Array, rhs: Array, contract: Any) -> Array:
     ``tex.gemm`` gives the operands' dtype, so the primitive below it is called, which has cuBLAS write another one. XLA
     would measure many kernels for such a product when it compiles.
     """
+    if not GemmPrimitive.enabled():  # then TE computes GEMMs in plain JAX, in the operands' dtype
+        return jax.lax.dot_general(lhs, rhs, (contract, ((), ())), preferred_element_type=jnp.float32)
     none = jnp.empty(0, jnp.float32)
     with inside_te():
         (product,) = GemmPrimitive.outer_primitive.bind(
