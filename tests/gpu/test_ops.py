@@ -194,3 +194,12 @@ def test_wgrad_of_16_bit_operands_in_fp32_is_that_of_fp64(sizes, dtype):
     # Elements are sums of `rows` products of about 1. Tensor cores add in fp32 with some bits less, and cuBLAS may add
     # up parts of the rows by themselves: 1.7e-4 was seen at 1024 rows.
     np.testing.assert_allclose(gradient, wanted, atol=2**-16 * np.sqrt(rows), rtol=0)
+
+
+@pytest.mark.parametrize("params_dtype", [jnp.float32, jnp.bfloat16])
+def test_the_kernel_gradient_of_one_token(params_dtype):
+    """TE's GEMM would have no axis to contract."""
+    x, g = (jax.random.normal(jax.random.key(i), (size,), jnp.bfloat16) for i, size in enumerate((32, 48)))
+    _, (gradient,) = with_vjp(lambda w: dense(x, w, backend="te"), (jnp.ones((32, 48), params_dtype),), g)
+    wanted = np.outer(np.asarray(x, np.float64), np.asarray(g, np.float64))
+    np.testing.assert_allclose(np.asarray(gradient, np.float64), wanted, rtol=float(jnp.finfo(params_dtype).eps))

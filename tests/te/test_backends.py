@@ -206,15 +206,6 @@ def test_the_parts_that_te_is_said_to_run_are_calls_of_te(name, dtype, params_dt
     assert any(quantized) == (parts.get("quantization") == "te")
 
 
-@pytest.mark.parametrize("params_dtype", [jnp.float32, jnp.bfloat16])
-def test_the_gradient_of_one_token(params_dtype):
-    """Of which TE's GEMM would contract no axis."""
-    x, w, g = draw("x", (32,), jnp.bfloat16), draw("w", (32, 48), params_dtype), draw("g", (48,), jnp.bfloat16)
-    _, (gradient,) = with_vjp(lambda w: dense(x, w, backend="te"), (w,), g)
-    wanted = np.outer(np.asarray(x, np.float64), np.asarray(g, np.float64))
-    np.testing.assert_allclose(np.asarray(gradient, np.float64), wanted, rtol=float(jnp.finfo(params_dtype).eps))
-
-
 def test_states_over_steps():
     """Three steps of a delayed recipe, each backend with its own states."""
     case, recipe = make_case("layernorm_mlp gelu"), RECIPES["delayed"]
