@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.tree_util import GetAttrKey
 
 from jax_te._validation import check_annotations, check_float, check_leaves, check_positive, checked
+from jax_te.training.registration import register_dataclass
 from jax_te.typing import Array, PyTree
 
 
@@ -44,7 +45,7 @@ class LossScale(abc.ABC):
         """Return the scaler of the next step, given whether all gradients were finite (bool ``[]``)."""
 
 
-@jax.tree_util.register_dataclass
+@register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class ConstantLossScale(LossScale):
     """A scale that never changes. The default, 1, leaves loss and gradients alone: right for fp32 and bf16.

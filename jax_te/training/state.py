@@ -29,6 +29,7 @@ from jax_te.sharding import (
 )
 from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import full_precision, make_masters, round_params, store_quantized
+from jax_te.training.registration import register_dataclass
 from jax_te.training.state_arrays import FieldsMadeWhenRead
 from jax_te.training.transformation import Transformation, as_transformation, init_opt_state
 from jax_te.typing import Array, Key, PyTree
@@ -41,7 +42,7 @@ else:  # jax.tree fills the fields with shapes, shardings and placeholders as we
     _Array = _State = _Scaler = Any
 
 
-@jax.tree_util.register_dataclass
+@register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class TrainState(FieldsMadeWhenRead):
     """The state of a training run: a pytree that `create_train_state` builds.

@@ -115,6 +115,19 @@ def test_replaced_options_keep_the_scale_in_use():
     assert float(dataclasses.replace(DynamicLossScale(), initial_scale=16.0).scale) == 16.0
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnScale(ConstantLossScale):
+    pass
+
+
+def test_the_structure_of_a_scaler_is_not_that_of_a_users_own():
+    """With one structure a step that both have called could take one's program for the other."""
+    assert jax.tree.structure(OwnScale(scale=2.0)) != jax.tree.structure(ConstantLossScale(scale=2.0))
+    assert jax.tree.structure(ConstantLossScale(scale=2.0)) != jax.tree.structure(ConstantLossScale())
+    assert jax.tree.structure(ConstantLossScale(scale=2.0)) == jax.tree.structure(ConstantLossScale(scale=2.0))
+
+
 def test_scalers_have_a_hash():
     scaler, same = DynamicLossScale(initial_scale=8.0), DynamicLossScale(initial_scale=8.0)
     assert scaler == same
