@@ -41,7 +41,7 @@ def register_dataclass(kind: _Class) -> _Class:
     def flatten(tree: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         return tuple(getattr(tree, name) for name in data), static_values(tree)
 
-    def flatten_with_keys(tree: Any) -> tuple[tuple[tuple[GetAttrKey, Any], ...], tuple[Any, ...]]:
+    def flatten_with_keys(tree: Any) -> tuple[tuple[tuple[Any, Any], ...], tuple[Any, ...]]:
         return tuple((GetAttrKey(name), getattr(tree, name)) for name in data), static_values(tree)
 
     def unflatten(values: tuple[Any, ...], children: Iterable[Any]) -> Any:
