@@ -135,7 +135,7 @@ def test_a_hint_has_a_value_that_megatrons_field_takes(name):
         config(**{name: wrong})
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_the_table_lists_those_that_are_logged():
     text = (ROOT / "docs" / "parity.md").read_text()
     table = text.partition("| argument, field |")[2].partition("\n\n")[0]

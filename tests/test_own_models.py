@@ -122,7 +122,7 @@ def number_of_layers(states: Any) -> int:
     return sum(path[-1].key == "uses" for path, _ in jax.tree.leaves_with_path(states))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_linen_model_is_reached_and_keeps_its_parameters():
     model = LinenNet()
     variables = model.init(jax.random.key(1), X)
@@ -321,7 +321,7 @@ def test_drop_ins_stand_where_flax_takes_a_dot_general():
     assert own.quantizers is not None
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_loop_without_the_state_raises_and_one_with_it_trains():
     with autocast(DELAYED):
         model = Net(nnx.Rngs(0))
@@ -524,7 +524,7 @@ def test_a_plain_linen_model_trains_in_fp8_as_in_bf16(on_mesh, as_users_run_flax
     assert isinstance(state, TrainState)
 
 
-@pytest.mark.costly(slow=["one device"])
+@pytest.mark.slow
 @pytest.mark.parametrize("on_mesh", [False, True], ids=["one device", "mesh"])
 def test_a_plain_nnx_model_trains_in_fp8_as_in_bf16(on_mesh, as_users_run_flax):
     # Flax asks for a mesh where parameters name axes.

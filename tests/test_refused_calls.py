@@ -362,7 +362,7 @@ def test_a_refused_constructor_draws_no_keys() -> None:
         assert int(rngs.params.count[...]) == 0, name
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of NumPy and JAX about what is computed with wrong values
 def test_a_sample_of_wrong_calls_is_refused_clearly(quiet: Path) -> None:
     names = random.Random(0).sample(sorted(CALLS), 40)
@@ -425,7 +425,7 @@ def test_a_refused_call_keeps_the_cached_kernels(name: str, quiet: Path) -> None
     assert refusals
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_refused_call_that_reached_inner_layers_keeps_their_kernels() -> None:
     """Of a layer that is recomputed, too, whose inner layers are copies."""
     layer, wrong = layers.TransformerLayer(16, 16, 2, **NO_DROPOUT, rngs=nnx.Rngs(0)), jnp.ones((2, 4, 3, 7))

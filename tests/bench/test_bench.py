@@ -120,7 +120,7 @@ def test_microbatches(capsys):
     assert all(row["quantizations_in_loop"] > 0 and row["quantizations_outside"] > 0 for row in found)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @jax.numpy_dtype_promotion("standard")  # Flax's norms rely on it
 def test_a_plain_flax_model(capsys, tmp_path):
     sizes = [*WIDTHS, "--num-layers", "1", "--vocab-size", "64", "--profile", str(tmp_path)]

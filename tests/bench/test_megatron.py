@@ -284,7 +284,7 @@ def bench(capsys, *argv):
     return status, [json.loads(line) for line in shown.out.splitlines() if line.startswith("{")], shown.err
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_both_libraries_step_on_the_text_of_data(capsys, stand_in, monkeypatch, tmp_path):
     (tmp_path / "text").write_text("0123456789" * 200)
     given = []

@@ -115,7 +115,7 @@ def test_records_of_a_run_that_is_running_are_nobodys_to_move(unsaved, capsys):
         assert_refused(*refuse(capsys, unsaved, "--seed", "1"), "another jax-te train is running in")
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_an_unsaved_run_begins_anew_and_keeps_its_old_records(unsaved, trained, capsys):
     (unsaved / "metrics.jsonl.abandoned").write_text("of the start before")
     assert main(["train", "--output", str(unsaved)]) == 0

@@ -96,7 +96,7 @@ def parameters(model, kind=nnx.Param):
     }
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_full_fine_tuning_begins_with_the_folders_weights(folder, tmp_path, capsys):
     assert fine_tune(tmp_path / "run", folder, "--learning-rate", "1e-30", "--weight-decay", "0") == 0
     assert "model    " + folder.name in capsys.readouterr().out

@@ -106,7 +106,7 @@ def test_another_precision_file_on_the_same_model(quantized, tmp_path, capsys):
     assert found["unused_matchers"] == []
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_sensitivity_writes_rules_that_train_takes(quantized, tmp_path, capsys):
     file = tmp_path / "keep.yaml"
     found = as_json(capsys, quantized, "sensitivity", "--batches", "1", "--keep-bf16", "2", "--write", file)
@@ -238,7 +238,7 @@ def test_a_mesh_is_not_refused_for_the_batch_of_a_run_on_another(tmp_path, capsy
     assert main(["inspect", "sharding", "--output", str(tmp_path), "--mesh", "tensor=2"]) == 0
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_rows_of_experts_are_those_of_the_run(tmp_path, capsys):
     """A run's batch is that of all devices, and its dispatcher says how many rows a device has, on each mesh."""
     experts = ("--num-experts", "4", "--moe-ffn-hidden-size", "64", "--moe-token-dispatcher-type", "alltoall")

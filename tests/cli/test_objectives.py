@@ -57,7 +57,7 @@ def first_loss(output, folder):
     return model.loss(batch["tokens"], batch["labels"])
 
 
-@pytest.mark.costly(slow=["T5ForConditionalGeneration"])
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [T5, BERT])
 def test_a_run_starts_stops_resumes_and_is_written(name, folders, tmp_path, capsys):
     folder, whole, parts = folders[name], tmp_path / "whole", tmp_path / "parts"
@@ -164,7 +164,7 @@ def test_bytes_lack_what_is_needed(name, message, folders, tmp_path, capsys):
     assert_refused(status, capsys.readouterr().err, message, "give its --tokenizer")
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_microbatches_and_heldout_batches_are_weighted_by_their_labels(folders, tmp_path):
     """The first half of the text is unknown words, whose windows have no labels."""
     argv = ["train", "--init-from", str(folders[BERT]), *STEPS, "--microbatches", "2"]

@@ -310,7 +310,7 @@ FUZZ = settings(
 )
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @settings(FUZZ, max_examples=25)
 @given(data=st.data())
 def test_any_rules_are_read_or_refused(data):
@@ -424,7 +424,7 @@ def load_tokenizer(path, seq_len):
     tokenizer.decode(tokenizer.encode("a the of in")[:seq_len])
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @settings(FUZZ, max_examples=20)
 @given(data=st.data())
 def test_any_metadata_of_a_checkpoint_is_refused(data, trained, tmp_path_factory):

@@ -67,7 +67,7 @@ def check(actual: Any, expected: Any) -> None:
             assert_close(a, e, TOLERANCE, what=jax.tree_util.keystr(path))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.wide("auto")
 def test_decoder_follows_the_formulas_on_every_mesh(mesh_mode: str) -> None:
     layer = randomize(decoder(num_gqa_groups=2))

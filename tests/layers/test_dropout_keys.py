@@ -44,7 +44,7 @@ def call(layer: TransformerLayer, x: Any, key: Any = KEY) -> Any:
     return layer(x, encoder_output=ENCODED, dropout_key=key)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_no_key_is_drawn_from_twice(monkeypatch):
     """Masks that share a key have the same bits. A key that is drawn from is no parent of others, either."""
     found: list[bytes] = []

@@ -364,7 +364,7 @@ def test_save_original_input_through_the_layer():
     assert not hasattr(LayerNormLinear(32, 64, rngs=nnx.Rngs(0)), "save_original_input")
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.parametrize("held", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_running_model_changes_its_recipe(held):
     """bf16, then delayed scaling, in one run; or FP8, then delayed scaling, then NVFP4. Parameters and optimizer state

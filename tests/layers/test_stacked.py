@@ -81,7 +81,7 @@ def of_layers(tree: Any) -> Any:
     return jax.tree.map(lambda *leaves: np.stack(leaves), *layers.values()) if 0 in layers else layers
 
 
-@pytest.mark.costly(slow=["block-no mesh-side_by_side"])
+@pytest.mark.slow
 @pytest.mark.wide("block-no mesh-side_by_side", "delayed-explicit-one_after_the_other")
 @pytest.mark.parametrize(
     ("recipe", "mode", "run"),

@@ -25,7 +25,7 @@ OPTIONS = RouterOptions(num_experts=4, score_function="sigmoid", enable_expert_b
 STATE = "_overwrite_with_gradient"
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_states_go_on_as_in_nnx():
     layer, same = MoE(16, 32, OPTIONS), layers.MoE(16, 32, OPTIONS, rngs=nnx.Rngs(0))
     variables = layer.init(jax.random.key(0), X)

@@ -188,7 +188,7 @@ def test_an_einsum_of_a_module_is_the_gemm_of_flax_s(equation, recipe):
     assert actual[0] != plain[0]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_modules_are_reached_in_their_scopes_and_nothing_else_changes():
     model, keys = Model(), {"dropout": jax.random.key(5)}
     variables = model.init(jax.random.key(1), X)
@@ -249,7 +249,7 @@ class Layers(nn.Module):
         return scan(name="layers")(x, None)[0]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_scanned_layers_are_those_of_a_loop_and_train():
     scanned = te.quantize_model(Layers(scan=True), X, rules={"layers.*": "ambient"})
     looped = te.quantize_model(Layers(scan=False), X, rules={"layer_?.*": "ambient"})

@@ -99,7 +99,7 @@ def test_specs_follow_the_logical_axes():
         assert all(leaf.sharding is not None for leaf in described.values())
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_round_trip_between_meshes(tmp_path):
     """Saved on one mesh, restored to the description on another: the same bits where the rules put them."""
     with mesh(data=2, fsdp=2, tensor=2):

@@ -69,7 +69,7 @@ def test_positions_may_begin_behind_rows_that_no_input_reads() -> None:
         build(first_position=-1)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.wide("explicit")
 def test_loss_and_gradients_follow_the_formulas_on_every_mesh(mesh_mode: str) -> None:
     tokens, labels, types = batch()

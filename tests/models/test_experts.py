@@ -85,7 +85,7 @@ def with_equal_experts(model, dense):
     return model
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_equal_experts_are_the_dense_model():
     dense = gpt(num_moe_experts=None, moe_layer_freq=1)
     model = with_equal_experts(gpt(nnx.Rngs(1)), dense)
@@ -135,7 +135,7 @@ def test_loops_and_recomputation_change_neither_gradients_nor_counts(execution, 
     assert np.abs(plain[1][path] - expected[1][path]).max() > 1e-4
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [None, pytest.param(DelayedScaling(), marks=pytest.mark.slow)])
 def test_a_train_step_counts_and_moves_the_bias_and_evaluation_does_not(recipe):
     fields = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_aux_loss_coeff": 0.01}
@@ -361,7 +361,7 @@ def after_steps(frequency, *, mesh=None, **fields):
         )
 
 
-@pytest.mark.costly(slow=["[0, 1, 0, 1]", "[0, 0, 1, 1, 1]"])
+@pytest.mark.slow
 @pytest.mark.parametrize("frequency", [[0, 1, 0, 1], [0, 1, 1], [0, 0, 1, 1, 1]], ids=str)
 def test_stages_of_a_pipeline_have_dense_layers_and_layers_with_experts(frequency):
     """Stages that differ each compute the layers that both have, and the others' kinds, which they leave out."""

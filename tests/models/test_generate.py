@@ -54,7 +54,7 @@ def full(model: GPTModel, tokens: jax.Array) -> jax.Array:
 _full = jax.jit(lambda model, tokens: model(tokens))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.wide("llama-explicit")
 @pytest.mark.parametrize(
     ("form", "mode"), [("gpt2", "no mesh"), ("gpt2", "explicit"), ("llama", "auto"), ("llama", "explicit")]

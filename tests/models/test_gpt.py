@@ -91,7 +91,7 @@ def expected(form: str) -> tuple[np.ndarray, Any, Any]:
     return reference.gpt(np, p, tokens, FORMS[form][2]), value, gradient
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.wide("explicit-llama")
 @pytest.mark.parametrize("form", FORMS)
 def test_loss_and_gradients_follow_the_formulas_on_every_mesh(form: str, mesh_mode: str) -> None:

@@ -30,7 +30,7 @@ def build() -> GPTModel:
     return GPTModel(config, vocab_size=50, max_sequence_length=16, position_embedding_type=rotary, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_decoding_is_the_full_forward() -> None:
     model, tokens = build(), jax.random.randint(jax.random.key(1), (2, 6), 0, 50)
     assert all(isinstance(layer.self_attention, MultiLatentAttention) for layer in model.layers)
@@ -69,7 +69,7 @@ MLA: dict[str, Any] = {
 YARN = YarnScaling(factor=4.0, original_max_position_embeddings=8, mscale_all_dim=0.7)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.wide("{'rope_type': 'rope', 'rotary_percent': 0.5}")
 @pytest.mark.parametrize("fields", [{}, {"q_lora_rank": None}, {"rope_type": "rope", "rotary_percent": 0.5}], ids=str)
 def test_megatrons_model_and_fields_are_gpt_with_the_same_latents(fields: dict) -> None:

@@ -173,7 +173,7 @@ def test_blocks_that_both_read_the_layers_input_are_so_as_in_gpt():
     assert float(jnp.abs(actual - other).max()) > 1e-3
 
 
-@pytest.mark.costly(slow=["gpt2"])
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_a_checkpoint_of_megatron_loads_and_gives_a_gpts_values(form: str):
     gpt, model = plain(form), build(form)
@@ -325,7 +325,7 @@ def test_backward_recomputes_what_the_configuration_says(module: str):
         assert_close(a, e, 256 * EPS)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_it_trains_in_a_train_step_and_in_a_loop_over_layers():
     with autocast(RECIPES["delayed"]):
         model = build(

@@ -127,7 +127,7 @@ def test_balance_losses_of_a_repeated_layer_count_once() -> None:
     assert build("gpt2", fields=fields).mtp.layers[0].mtp_model_layer.mlp.router.balance_share == 1.0
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.wide("llama")
 @pytest.mark.parametrize("form", FORMS)
 def test_losses_and_gradients_are_megatrons(form: str) -> None:

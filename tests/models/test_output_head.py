@@ -182,7 +182,7 @@ def test_every_mesh_gives_one_devices_values(kind: str, mesh_mode: str) -> None:
         assert float(states["output_layer", "quantizers", role, "amax_history"].get_value()[0]) == float(amax)
 
 
-@pytest.mark.costly(slow=["gpt, tied"])
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt, tied", "megatron"])
 def test_without_the_option_or_a_recipe_nothing_changes(kind: str) -> None:
     on, off = build(kind), build(kind, OFF)
@@ -217,7 +217,7 @@ def test_a_tied_tables_gradient_is_the_sum_of_the_embeddings_and_the_heads() -> 
     assert_close(one["embedding"]["embedding"][...], expected, 2 * TOLERANCE["float32"])
 
 
-@pytest.mark.costly(slow=["megatron"])
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt, tied", "megatron"])
 def test_microbatches_read_a_kernel_that_is_quantized_once(kind: str) -> None:
     seen = []

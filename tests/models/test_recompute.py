@@ -118,7 +118,7 @@ CASES = [
 ]
 
 
-@pytest.mark.costly(slow=["delayed-uniform 2", "delayed-all modules"])
+@pytest.mark.slow
 @pytest.mark.wide("delayed-uniform 2", "delayed-all modules", "delayed-save_quantized")
 @pytest.mark.parametrize(("recipe", "way"), CASES)
 def test_nothing_changes_with_dropout_on(recipe: str, way: str) -> None:

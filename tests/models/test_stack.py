@@ -67,7 +67,7 @@ def test_auto_is_the_explicit_choice(layers: int, monkeypatch: pytest.MonkeyPatc
     assert (" scan[" in programs["auto"]) == (layers > 2)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_the_stacks_of_t5_decide_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stack, "UNROLL_LIMIT", 2)
     counts = []
@@ -207,7 +207,7 @@ ALONE = RecomputeConfig(recompute_granularity="full", recompute_method="uniform"
 IN_PAIRS = dataclasses.replace(ALONE, recompute_num_layers=2)
 
 
-@pytest.mark.costly(slow=("in pairs", "alone"))
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [RecomputeConfig(), ALONE, IN_PAIRS], ids=["plain", "alone", "in pairs"])
 def test_layers_traced_once_give_what_each_by_itself_gives(recompute: RecomputeConfig, traced: list[int]) -> None:
     """With dropout and states of delayed scaling; a layer that differs is traced by itself."""

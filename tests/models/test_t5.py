@@ -63,7 +63,7 @@ def loss_and_gradient(model: T5Model, **arguments: Any) -> Any:
     return quick_jit(jax.value_and_grad(lambda model, *a: model.loss(*a, **arguments)))(model, *batch())
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.wide("explicit")
 def test_loss_and_gradients_follow_the_formulas_on_every_mesh(mesh_mode: str) -> None:
     model = build()
@@ -161,7 +161,7 @@ def test_sequence_parallelism_changes_no_number() -> None:
         assert relative_l2(jax.device_get(a), jax.device_get(e)) < TOLERANCE
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_it_trains_under_delayed_scaling() -> None:
     source, target = (jnp.tile(tokens[:1], (16, 1)) for tokens in batch()[:2])
     source, target = jnp.tile(source, (1, 2)), jnp.pad(target, ((0, 0), (0, 10)))

@@ -54,7 +54,7 @@ def one_device(position: str, dropped: bool) -> Any:
     return loss_and_gradients(rates, dropped, {"position_embedding_type": position})
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.wide("explicit-p2p-learned_absolute-options1-False")
 @pytest.mark.parametrize(
     ("mode", "kind", "position", "options", "dropped"),

@@ -130,7 +130,7 @@ def results(recipe: str, sizes: dict[str, int]) -> Any:
 
 
 @pytest.mark.wide("block-expert-tensor")  # each compiles for 8 s
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sizes", [{"expert": 2, "data": 2}, {"fsdp": 2, "tensor": 2}, {"expert": 2, "tensor": 2}], ids="-".join
 )

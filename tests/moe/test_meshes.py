@@ -82,7 +82,7 @@ def assert_same(found: Any, wanted: Any, tolerance: float = TOLERANCE) -> None:
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=tolerance * scale, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.wide("fsdp-expert-tensor-alltoall-auto")
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
@@ -96,17 +96,7 @@ def test_every_dispatcher_gives_one_devices_gradients(sizes: Any, dispatcher: An
 MASK = jnp.arange(S)[None] >= jnp.array([3, 5, 8, 8, 8, 8, 7, 8])[:, None]  # True for padding
 
 
-@pytest.mark.costly(
-    slow=[
-        "data-context-allgather",
-        "data-tensor-allgather",
-        "fsdp-context-allgather",
-        "fsdp-context-alltoall",
-        "data-tensor-alltoall",
-        "data-context-alltoall",
-        "context-expert-alltoall",
-    ]
-)
+@pytest.mark.slow
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
 @pytest.mark.parametrize(
     "sizes",

@@ -89,7 +89,7 @@ def test_a_layer_that_is_not_run_adds_no_loss_of_its_router(pipeline: str) -> No
             np.testing.assert_allclose(a[...], b[...], rtol=2.0**-16, atol=2.0**-20, err_msg=str(path))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_stages_that_differ_are_refused_beside_other_axes() -> None:
     """The compiler partitions the router, and may exchange its arrays among the devices of all stages."""
     with pytest.raises(

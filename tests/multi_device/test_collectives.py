@@ -90,7 +90,7 @@ def test_without_a_mesh_there_are_none(recipe: str) -> None:
     assert forward_and_backward("no mesh", RECIPES[recipe]) == (Counter(), Counter())
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.wide("current-explicit")  # tests/models/test_collectives.py: on Auto axes, without a recipe
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -110,7 +110,7 @@ def test_sequence_parallelism_gathers_and_scatters_once_a_block_and_direction(re
     assert forward_and_backward(mode, RECIPES[recipe], True, tensor=4) == (expected, expected)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.wide("current-explicit")  # tests/models/test_collectives.py: on Auto axes, without a recipe
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -121,7 +121,7 @@ def batches_of_processes():
     return found
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_processes_give_parts_of_a_global_batch():
     state, _, evaluate = made()
     loss = float(evaluate(state, WHOLE))

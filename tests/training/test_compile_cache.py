@@ -106,7 +106,7 @@ if len(sys.argv) > 2:
 """
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_restart_does_not_compile_captured_graphs_and_another_call_is_noticed(tmp_path: Path):
     def run(*another: str) -> list[float]:
         command = [sys.executable, "-c", GRAPH, str(tmp_path / "programs"), *another]

@@ -403,7 +403,7 @@ class Layers(nnx.Module):
         return x
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.wide("quantiles")
 @pytest.mark.parametrize(
     "options",

@@ -45,7 +45,7 @@ def f8_values(hlo):
     return found
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.wide("delayed")
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_every_linear_has_f8_operands_in_compiled_hlo(recipe):

@@ -66,7 +66,7 @@ def _program_of_layers(recipe, layers):
         return nnx.jit(value_and_grad(loss)).lower(model, jnp.ones((16, 16)))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_delayed_scaling_adds_fewer_operations_than_current_scaling():
     """What the histories take, in each further layer, is less than what a current scale takes."""
     operations = []

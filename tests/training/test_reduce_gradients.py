@@ -282,7 +282,7 @@ def test_devices_add_up_kernels_once(schedule, distributed):
         assert sums() == [expected, 0]
 
 
-@pytest.mark.costly(slow=["data=2"])
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data=2", "data=2,fsdp=2"])
 def test_the_sum_over_devices_is_in_wgrad_dtype(mesh):
     """And that over microbatches in fp32: the program as it is lowered."""

@@ -239,7 +239,7 @@ def run_distributed(distributed, mode="auto", dtype=jnp.bfloat16, mesh="data=2,f
     return state, losses
 
 
-@pytest.mark.costly(slow=["pipeline=2,data=2-fp32-auto", "data=4-fp32-auto"])
+@pytest.mark.slow
 @pytest.mark.wide
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["fp32", "bf16"])

@@ -128,7 +128,7 @@ PIPELINED = PipelinedLoss(
 )
 
 
-@pytest.mark.costly(slow=("1f1b",))
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
 def test_stages_of_a_pipeline_warn(schedule: Any) -> None:
     rates: Any = {"hidden_dropout": 0.0, "attention_dropout": 0.0}

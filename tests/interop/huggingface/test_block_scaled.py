@@ -128,7 +128,7 @@ def test_dequantized_values_are_the_products_rounded_once(mode: str, folder: Pat
                 assert_bitwise(array, jnp.asarray(kernels(folder)[name]).astype(stored), what=name)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_kept_kernels_are_the_files_bytes_and_run(folder: Path, tmp_path: Path) -> None:
     plain = load_huggingface(folder, block_scaled="dequantize", dtype=jnp.float32)
     with autocast(EXACT):

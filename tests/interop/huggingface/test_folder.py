@@ -198,7 +198,7 @@ def test_a_part_is_read_alone() -> None:
         np.testing.assert_array_equal(fused.read(one, sizes, index, np.dtype("float64")), whole[index])
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_memory_stays_below_two_files(tmp_path: Path) -> None:
     model = llama(hidden_size=64, ffn_hidden_size=512, num_layers=4)
     limit = 300_000

@@ -140,7 +140,7 @@ def test_megatrons_configuration_of_latent_attention_is_deepseeks(tmp_path: Path
     np.testing.assert_allclose(run(back, tokens), run(model, tokens), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_devices_read_their_own_experts(tmp_path: Path) -> None:
     model = model_of("DeepseekV3ForCausalLM")
     save_huggingface(model, tmp_path)

@@ -514,7 +514,7 @@ def test_torch_dist_is_read(form, common_file, tmp_path):
 ODD = [None, "", "x", "1", b"1", -1, 0, 1, 7, 2**31, 2**70, 0.5, float("nan"), [], [1], {}, (None,), True, np.ones(2)]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_any_arguments_of_a_checkpoint_are_followed_or_refused(tmp_path):
     save_megatron(build("llama"), tmp_path / "one.pt")
     args = read_megatron(tmp_path / "one.pt").args

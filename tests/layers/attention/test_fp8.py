@@ -61,7 +61,7 @@ def loss_fn(model: Any, batch: Any, key: Any) -> Any:
     return jnp.mean(jnp.square(model(batch) - jnp.roll(batch, 1, axis=1)))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.wide("delayed")
 @KINDS
 def test_a_layer_holds_the_state_and_a_step_moves_it_on(recipe):

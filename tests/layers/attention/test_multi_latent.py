@@ -172,19 +172,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.costly(
-    slow=[
-        "fsdp-tensor-plain-auto",
-        "context-tensor-data-cp_comm_type-sequence_parallel-auto",
-        "fsdp-tensor-plain-explicit",
-        "data-tensor-sequence_parallel-auto",
-        "context-data-cp_comm_type0-explicit",
-        "context-data-cp_comm_type1-auto",
-        "data-tensor-sequence_parallel-explicit",
-        "context-data-cp_comm_type1-explicit",
-        "context-data-cp_comm_type0-auto",
-    ]
-)
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", ["auto", "explicit"])
 @pytest.mark.parametrize(("axes", "options"), MESHES, ids=lambda case: "-".join(case) or "plain")
 def test_a_mesh_computes_what_one_device_does(axes: dict[str, int], options: dict[str, Any], axis_type: Any) -> None:

@@ -161,7 +161,7 @@ def loss_fn(model: Any, x: jax.Array, key: Any) -> jax.Array:
     return jnp.mean(jnp.square(model(x) - 1.0))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_mixture_trains_under_delayed_scaling():
     tx = optax.adam(1e-2)
     with autocast(DELAYED):

@@ -325,7 +325,7 @@ def test_what_a_call_changes_in_place_is_changed(recipe, caller):
     np.testing.assert_allclose(model.norm.mean[...], plain.norm.mean[...], atol=2.0**-5)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_model_of_own_modules_trains_under_delayed_scaling():
     losses = []
     with autocast(DELAYED):

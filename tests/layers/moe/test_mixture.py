@@ -179,7 +179,7 @@ def test_recomputation_changes_nothing_and_counts_once(modules):
     assert np.sum(plain[2]["router"]["expert_bias"]) == 2 * B * S
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
     [

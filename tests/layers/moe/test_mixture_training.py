@@ -99,7 +99,7 @@ def test_layers_are_ranked_without_a_count():
     jax.tree.map(np.testing.assert_array_equal, nnx.state(model), before)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_prepared_and_calibrated():
     model = prepare_quantization(build(nnx.Rngs(0)), DELAYED)
     expert_bias = model.router.expert_bias

@@ -450,7 +450,7 @@ def test_what_runs_it():
         assert (choice.parts, choice.unquantized) == ({"attention": "xla"}, None)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_the_state_is_not_left_out():
     qkv, do = operands()
     state = init_attention_state(DELAYED)
