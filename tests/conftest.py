@@ -25,11 +25,6 @@ if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" and jax.__version_info__ 
     from tests.support.lowering import share_contexts
 
     share_contexts()
-# XNNPACK's kernels take a tenth of the tests' time to make, and small tests gain nothing by them. The next version may
-# lack the flag.
-if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" and (0, 11) <= jax.__version_info__ < (0, 13):
-    _flags = "--xla_cpu_use_xnnpack=false --xla_cpu_experimental_xnn_graph_fusion_mode=XNN_GRAPH_FUSION_MODE_DISABLED"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flags}"
 # And many tests compile the same: they, the other test process and the processes that tests start share what XLA made.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _cache = tempfile.TemporaryDirectory(prefix="jax_te-tests-", ignore_cleanup_errors=True)
