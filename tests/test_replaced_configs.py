@@ -147,7 +147,7 @@ def test_a_replaced_field_is_one_that_was_given(case: str):
     assert taken > len(given)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_fields_replaced_one_after_another_are_those_given_together():
     """Among them a field that gets the value which it had, and with another size keeps it."""
     given: dict[str, list[Any]] = {

@@ -134,7 +134,7 @@ def build(kind: Any = te_pytorch.TransformerLayer, **options: Any) -> Any:
     return kind(32, 64, 2, **NO_DROPOUT, **format, **options, rngs=nnx.Rngs(0))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_layer_is_called_in_transformer_engines_order():
     """The order of Transformer Engine 2.20: tests/te/test_pytorch_arguments.py reads it from its source."""
     x, encoded = draw("x", (2, 4, 32)), draw("encoded", (2, 6, 32))

@@ -91,7 +91,7 @@ def test_modules_and_recipes(capsys, tmp_path):
     assert json.loads((tmp_path / "rows.json").read_text())["rows"] == found
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_layers_of_every_module_are_profiled(capsys, tmp_path):
     sizes = ["--batch-size", "1", "--seq-len", "8", *WIDTHS, "--rounds", "1", "--calls", "1", "--backend", "xla"]
     argv = ["--modules", "layernorm_linear", "moe", "--num-experts", "2", "--recipes", "none", "--profile"]

@@ -572,7 +572,7 @@ def test_experts_in_megatrons_words():
     assert (experts | {"moe_router_topk": 2, "qk_layernorm": True}).items() <= made.items()
 
 
-@pytest.mark.costly(slow=("dies-RuntimeError: Megatron-Core's process ended with status 77; its output is on stderr",))
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "error"),
     [
@@ -692,7 +692,7 @@ EXPERTS = ["--batch-size", "2", "--seq-len", "16", "--hidden-size", "32", "--ffn
 EXPERTS += ["--num-experts", "4", "--moe-router-topk", "2", "--rounds", "2", "--calls", "1", "--backend", "xla"]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_an_expert_layer_beside_megatrons(capsys, stand_in, processes):
     status = main(["bench", "layer", "--modules", "moe", *EXPERTS, "--recipes", "delayed", "--peer", "megatron"])
     shown = capsys.readouterr()

@@ -269,7 +269,7 @@ def damage(folder):
     path.write_bytes(data)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(run, trained, capsys):
     damage(run / "checkpoints" / "12")
     assert main(["train", "--output", str(run)]) == 0

@@ -9,7 +9,7 @@ from jax_te.ops import OPS
 from jax_te.recipe import RECIPES, DelayedScaling
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_it_reports_versions_devices_backends_and_recipes(capsys):
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out

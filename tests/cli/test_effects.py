@@ -144,7 +144,7 @@ def test_a_recipe_without_a_gemm_is_refused(gemms, tmp_path, capsys):
     resolve(options_from(build_parser().parse_args([*argv, "--fp8-dpa"])), tmp_path / "run")
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_schedule_that_the_mesh_does_not_support_is_refused_before_the_folder_is_written(tmp_path, capsys):
     run = tmp_path / "run"
     small = "--num-layers 2 --hidden-size 16 --ffn-hidden-size 16 --num-heads 2 --seq-len 8 --batch-size 4 --steps 2"

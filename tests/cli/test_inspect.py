@@ -45,7 +45,7 @@ def rules(folder, pattern, recipe="{}"):
     return folder / "rules.yaml"
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_table_of_every_quantized_tensor(quantized, capsys):
     capsys.readouterr()
     with bytes_read() as read:

@@ -53,7 +53,7 @@ def test_a_form_is_trained_from_new_weights_and_resumed_without_its_file(tmp_pat
     assert saved.init_from is None
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_weights_follow_from_the_seed_of_the_run(tmp_path):
     path = write_config(tmp_path, "GptOssForCausalLM", vocab_size=256)
     config = resolved(tmp_path, "--model-config", path)

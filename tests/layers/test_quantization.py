@@ -90,7 +90,7 @@ def test_gradient_of_the_state_is_its_next_value(mesh_mode: str) -> None:
     assert again["kernel"]["amax_history"].tolist() == [mlp["kernel"]["amax_history"][0]] * 2 + [0.0]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.wide("current")
 @pytest.mark.parametrize("recipe", [DELAYED, CURRENT], ids=["delayed", "current"])
 def test_quantized_output_and_gradients_are_near_and_the_gemms_are_fp8(recipe: Recipe) -> None:
@@ -113,7 +113,7 @@ def test_quantized_output_and_gradients_are_near_and_the_gemms_are_fp8(recipe: R
     assert sum("f8E5M2" in line for line in products) == 8
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_recomputation_leaves_the_next_states_alone() -> None:
     layer, x, g = build(DELAYED), draw("x", (B, S, H)), draw("g", (B, S, H))
 

@@ -86,7 +86,7 @@ def finite(model, variables):
     return bool(jnp.isfinite(jax.jit(loss_of(model, X[0]))(variables)))
 
 
-@pytest.mark.costly(slow=("lax.map", "lax.scan", "nn.remat", "experts in a lax.scan"))
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "call"), USES.values(), ids=USES)
 def test_a_sum_is_nan_in_the_next_call(model, call):
     variables = variables_of(model)

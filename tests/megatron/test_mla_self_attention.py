@@ -83,7 +83,7 @@ def test_a_packed_row_rotates_each_sequence_from_0() -> None:
     np.testing.assert_allclose(y, np.concatenate(parts, axis=1), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_layer_has_the_norm_in_front_under_megatrons_name() -> None:
     layer = TransformerLayer(config_of(), rngs=nnx.Rngs(0))
     names = set(layer.state_dict())

@@ -50,7 +50,7 @@ def test_a_router_gives_megatrons_pair():
             assert float(probs[t, experts[t, slot]]) == want
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_names_of_a_state_dict_are_megatrons():
     layer = MoELayer(config(moe_latent_size=8, **SHARED), rngs=nnx.Rngs(0))
     shapes = {name: array.shape for name, array in layer.state_dict().items()}

@@ -88,7 +88,7 @@ def write(directory, *records):
     return directory
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_the_plot_follows_the_records(tmp_path):
     """The picture differs with each kind of value, and is not drawn without any."""
     loss, load = {"step": 1, "experts/aux_loss": 1.0}, {"step": 1, "experts/r/tokens_per_expert": [3, 1]}

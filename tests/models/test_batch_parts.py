@@ -112,7 +112,7 @@ def masked(model):
     return model.encode(TOKENS[:, :-1], lengths=jnp.arange(1, B + 1))
 
 
-@pytest.mark.costly(slow=("t5", "bert"))
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "call"),
     [
@@ -177,7 +177,7 @@ def test_flags_are_those_of_all_parts():
     assert_close(run_layers(layers, x, [None]), run_layers(layers, x, [None], batch_parts=2, **flags))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_zero_bubble_is_refused():
     """It would defer nothing: each layer is called once for each part."""
     with jax.set_mesh(make_mesh(ParallelConfig(pipeline=2))):

@@ -59,7 +59,7 @@ def float32(*shape: int) -> str:
     return f"f32[{','.join(map(str, shape))}]"
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.wide("gpt2")
 @pytest.mark.parametrize("form", FORMS)
 def test_tensor_parallelism_sums_activations_where_megatron_does(form: str) -> None:
@@ -92,7 +92,7 @@ def test_sequence_parallelism_gathers_and_scatters_in_place_of_sums(form: str) -
     assert found == expected | (positions if form == "gpt2" else {})
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.wide("gpt2")
 @pytest.mark.parametrize("form", FORMS)
 def test_fsdp_gathers_parameters_and_leaves_activations_alone(form: str) -> None:
@@ -151,7 +151,7 @@ def test_context_parallelism_communicates_in_attention_alone(loss_chunks: int, f
     assert {kind for kind, _ in found} == {"collective-permute", "all-reduce"}
 
 
-@pytest.mark.costly(slow=("a2a",))
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["all_gather", "a2a"])
 def test_other_ways_of_context_parallelism_do_too(kind: str) -> None:
     """Gathered: keys and values in each direction, whose gradients are scattered. Exchanged: queries, keys and values

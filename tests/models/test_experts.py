@@ -93,7 +93,7 @@ def test_equal_experts_are_the_dense_model():
     np.testing.assert_allclose(call(model, TOKENS), call(dense, TOKENS), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.costly(slow=("fields1",))
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"moe_shared_expert_intermediate_size": 16, "moe_router_pre_softmax": True}])
 def test_both_models_compute_the_same_and_megatrons_has_its_names(fields):
     model = gpt(**fields)
@@ -255,7 +255,7 @@ def test_a_router_goes_by_positions_in_zigzag_order(fields):
         np.testing.assert_allclose(losses(cp_load_balanced=True), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_choice_is_replayed_by_positions_in_zigzag_order():
     choice = jnp.stack([TOKENS % E, (TOKENS + 1) % E], axis=-1)
 

@@ -239,7 +239,7 @@ def test_sequence_parallelism_changes_no_number(mode: str, options: dict[str, An
         assert relative_l2(jax.device_get(a), jax.device_get(e)) < TOLERANCE
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_rotary_options_reach_the_layers() -> None:
     scaling = Llama3Scaling(factor=4.0, original_max_position_embeddings=8)
     model = randomize(build(position_embedding_type=RotaryPositions(percent=0.5, scaling=scaling)))

@@ -42,7 +42,7 @@ def test_decoding_is_the_full_forward() -> None:
     np.testing.assert_allclose(jnp.concatenate(parts, axis=1), full, rtol=1e-4, atol=1e-5 * float(jnp.abs(full).max()))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_gradients_reach_every_parameter() -> None:
     tokens = jax.random.randint(jax.random.key(1), (2, 6), 0, 50)
     grads = nnx.jit(nnx.grad(lambda model: model.loss(tokens[:, :-1], tokens[:, 1:])))(build())

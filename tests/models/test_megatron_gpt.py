@@ -192,7 +192,7 @@ def test_a_checkpoint_of_megatron_loads_and_gives_a_gpts_values(form: str):
     assert_close(one.mean(), expected, 8 * EPS)
 
 
-@pytest.mark.costly(slow=["current"])
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_in_fp8_loss_and_next_states_are_a_gpts(recipe: str):
     """The same bits reach every GEMM, so that nothing has to be tolerated beyond the order of fp32 sums."""
@@ -274,7 +274,7 @@ def test_quantizer_state_keeps_its_names():
     assert names == {f"decoder.layers.0.self_attention.linear_qkv.{leaf}" for leaf in quantizers | own}
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_wrappers_have_its_names_and_precision():
     class Wrapper(nnx.Module):
         def __init__(self) -> None:

@@ -97,7 +97,7 @@ def test_layers_whose_parameters_have_other_dtypes_are_not_stacked() -> None:
     assert " scan[" not in str(jax.make_jaxpr(lambda made: run_layers(made, x, [None] * 2, scan=True))(layers))
 
 
-@pytest.mark.costly(slow=["recipe1"])
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [None, DelayedScaling(amax_history_len=2)])
 def test_what_a_loop_stores_is_behind_a_barrier(recipe: Any) -> None:
     """A GPU would run Transformer Engine's kernels twice: for the stacked array, and for what reads their result."""
@@ -247,7 +247,7 @@ def first_loss(build: Any, **given: Any) -> float:
     return float(make_train_step(lambda model, batch, key: model.loss(**given), tx)(state, jnp.zeros((1,)))[1]["loss"])
 
 
-@pytest.mark.costly(slow=("with a list",))
+@pytest.mark.slow
 @pytest.mark.parametrize("attribute", [None, [1, 2]], ids=["as made", "with a list"])
 def test_a_train_step_traces_layers_of_this_package_once(attribute: Any, traced: list[int]) -> None:
     """A list cannot tell layers apart, and does not keep the step from running."""

@@ -81,7 +81,7 @@ def test_loss_and_gradients_follow_the_formulas_on_every_mesh(mesh_mode: str) ->
         assert_close(a, e, TOLERANCE, what=jax.tree_util.keystr(path))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_ignored_labels_options_and_reductions_reach_the_loss() -> None:
     source, target, labels, mask = batch()
     ignored, smoothed = jnp.where(mask, labels, -100), LossOptions(label_smoothing=0.2)

@@ -28,7 +28,7 @@ def dense(**fields):
     return model
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.wide("gated, one layer")
 @pytest.mark.parametrize(
     ("fields", "experts"),

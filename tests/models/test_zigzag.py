@@ -139,7 +139,7 @@ def test_each_position_drops_what_it_drops_in_natural_order() -> None:
     np.testing.assert_array_equal(undo_zigzag(np.asarray(reordered), 2), natural)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_what_cannot_be_reordered_is_refused() -> None:
     tokens, labels, _ = batch()
     with jax.set_mesh(make_mesh(ParallelConfig(context=4))):

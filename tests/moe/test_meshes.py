@@ -299,14 +299,14 @@ WANTED: dict[str, Any] = {
 }
 
 
-@pytest.mark.costly(slow=("alltoall",))
+@pytest.mark.slow
 @pytest.mark.parametrize("dispatcher", WANTED)
 def test_tokens_travel_once_in_each_direction(dispatcher: Any) -> None:
     dispatch = DispatchOptions(dispatcher=dispatcher)
     assert collectives({"expert": 4}, dispatch=dispatch) == WANTED[dispatcher]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_kernels_are_gathered_along_fsdp_alone() -> None:
     """Each of two kernels once in each direction, and its gradient is scattered; nothing of them crosses experts."""
     found = collectives({"fsdp": 2, "expert": 2})
@@ -325,7 +325,7 @@ def test_tensor_parallel_experts_add_up_tokens_not_rows() -> None:
     assert sum(row.bytes for row in summed) < 2.2 * tokens
 
 
-@pytest.mark.costly(slow=("alltoall",))
+@pytest.mark.slow
 @pytest.mark.parametrize("dispatcher", ["allgather", "alltoall"])
 def test_a_bound_drops_the_last_tokens_and_counts_them(dispatcher: Any) -> None:
     """All tokens choose the experts of one device, which has room for as many rows as each has under equal load."""
@@ -359,7 +359,7 @@ def test_a_bound_that_suffices_changes_nothing() -> None:
     np.testing.assert_allclose(found[0], wanted[0], rtol=0, atol=TOLERANCE * np.max(np.abs(wanted[0])))
 
 
-@pytest.mark.costly(slow=("alltoall",))
+@pytest.mark.slow
 @pytest.mark.parametrize("dispatcher", [pytest.param("allgather", marks=pytest.mark.costly), "alltoall"])
 def test_tokens_and_gradients_may_travel_in_fp8(dispatcher: Any) -> None:
     """E4M3 forward, E5M2 backward, each token with a scale of its own; sums in the compute dtype."""
@@ -467,7 +467,7 @@ def spec_of(variable: Any) -> set[str]:
     return {*jax.tree.leaves(tuple(variable.get_value().sharding.spec))}
 
 
-@pytest.mark.costly(slow=("auto-alltoall",))
+@pytest.mark.slow
 @pytest.mark.parametrize(("axis_type", "dispatcher"), [("auto", "alltoall"), ("explicit", "allgather")])
 def test_a_number_that_no_expert_has(axis_type: Any, dispatcher: Any) -> None:
     """Its token is nan, as on one device, and no other device's tokens change."""

@@ -83,7 +83,7 @@ def forward_and_backward(
 ACTIVATION = 4 * B * S * H
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.wide("delayed")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_without_a_mesh_there_are_none(recipe: str) -> None:

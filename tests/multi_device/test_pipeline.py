@@ -519,7 +519,7 @@ def test_layers_that_share_parameters_are_refused():
         lower(shared)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_numbers_of_layers_make_no_difference_but_in_layers_of_ones_own():
     def megatron(rngs: nnx.Rngs) -> MegatronGPTModel:
         sizes: Options = SIZES | {"num_layers": 2}
@@ -554,7 +554,7 @@ def test_numbers_of_layers_make_no_difference_but_in_layers_of_ones_own():
     lower(numbered)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_kernels_that_are_stored_quantized():
     # Each stage sums fp32 gradients in the shape of its kernels, of which it has a stack.
     half = gpt(num_layers=2, params_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)

@@ -39,7 +39,7 @@ def hang_in_one():
         time.sleep(600)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_processes_reach_each_other():
     finished = run_processes(2, add_up, (10.0,), devices=2)
     assert [process.result for process in finished] == [(0, 60.0), (1, 60.0)]
@@ -59,7 +59,7 @@ def test_a_failure_names_the_process_and_ends_the_others(tmp_path):
             os.kill(int((tmp_path / str(number)).read_text()), 0)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_process_that_hangs_is_named_with_the_place():
     with pytest.raises(ProcessError, match=r"process 0 of 2 has not ended in 1 s\n[\s\S]*in hang_in_one"):
         run_processes(2, hang_in_one, timeout=1.0)

@@ -39,7 +39,7 @@ def test_its_pytorch_half_stays_out(package):
     assert run(package, f"import jax_te; {USE}; import sys; print('transformer_engine.jax' in sys.modules)") == ["True"]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_its_pytorch_half_is_found_later(package):
     assert run(package, f"import jax_te; {USE}; print('later'); import transformer_engine.pytorch") == [
         "later",
@@ -53,7 +53,7 @@ def test_who_imported_it_before_keeps_it(package):
     assert found == ["PyTorch", "transformer_engine.pytorch"]
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_tensorboard_imports_no_pytorch(package):
     torch = package / "torch"
     torch.mkdir()

@@ -104,7 +104,7 @@ def e5m2_blocks(role):
     return BlockQuantizer(dtype=jnp.float8_e5m2, power_of_two=False)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_one_jitted_function_under_all_recipes_in_turn_gives_each_its_own_result():
     # Half of the sum from small times large values: they survive where blocks are small.
     scales = jnp.exp2(jnp.repeat(jnp.array([-12.0, 0.0]), 32))[None]

@@ -86,7 +86,7 @@ def test_a_train_state_is_whole_on_no_device(sizes: dict[str, int], monkeypatch:
     assert kernel.sharding.spec == (P(None, "fsdp") if "fsdp" in sizes else P("tensor", None))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_without_jit_values_and_places_are_the_same() -> None:
     def mlp() -> LayerNormMLP:
         return LayerNormMLP(32, 64, rngs=nnx.Rngs(0))

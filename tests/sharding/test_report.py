@@ -60,7 +60,7 @@ def test_bytes_are_those_that_devices_hold(axis_type: Any) -> None:
     assert tuple(map(sum, zip(*parts.values(), strict=True))) == (report.bytes, report.bytes_per_device)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_what_might_be_is_what_would_be() -> None:
     mesh = make_mesh(MESH)
     asked = sharding_report(abstract_train_state(mlp, TX), AbstractMesh(mesh.axis_sizes, mesh.axis_names))

@@ -132,7 +132,7 @@ def test_layers_have_input_gradient_gemms_first_and_weight_gradient_gemms_second
             assert len(re.findall(r"= \S+ dot\(", text)) == gemms
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.wide("delayed")
 @pytest.mark.parametrize(
     ("recipe", "layer"),

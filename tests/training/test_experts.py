@@ -65,7 +65,7 @@ def step_of(tx=None, **options):
     return make_train_step(loss_fn, optax.sgd(0.1) if tx is None else tx, **options)
 
 
-@pytest.mark.costly(slow=("1", "2"))
+@pytest.mark.slow
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 def test_the_bias_goes_on_once_a_step_by_the_whole_batch(microbatches):
     state, expected = state_of(BIASED), np.zeros(E)
@@ -132,7 +132,7 @@ def test_the_gradient_at_other_parameters_reads_the_counts_that_the_step_reads()
     assert float(state.opt_state) < 1e-5 * float(metrics["grad_norm"])
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_skipped_step_changes_nothing():
     state, _ = step_of(microbatches=2)(state_of(BIASED | GLOBAL), X)
     before = jax.tree.map(np.asarray, (state.params, state.quantizers))
@@ -335,7 +335,7 @@ def test_stacks_of_layers_count_alike(how):
     assert sum(path[-1] == "expert_bias" and bool(np.any(state[...])) for path, state in found) == 2
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_layer_that_is_called_twice_counts_both():
     state = state_of(BIASED)
 
@@ -469,7 +469,7 @@ def test_biases_of_a_stack_follow_their_own_layers_mean():
     np.testing.assert_array_equal(bias, [[-1.0, 1.0], [-1.0, 1.0]])
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_what_a_pipeline_cannot_count_is_refused():
     loss = PipelinedLoss(lambda model, x, key: StackInput(x), lambda model, y, x, key: jnp.mean(y))
     with jax.set_mesh(make_mesh(ParallelConfig(pipeline=2))):

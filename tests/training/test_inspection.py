@@ -227,7 +227,7 @@ def steps(count, recipe, inspect):
     return state, metrics, seen
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.wide("delayed")
 @pytest.mark.parametrize("recipe", [DelayedScaling(amax_history_len=4), NVFP4BlockScaling()], ids=["delayed", "nvfp4"])
 def test_looking_changes_nothing(recipe):

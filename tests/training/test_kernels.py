@@ -71,7 +71,7 @@ def run(recipe, *, steps: int = 3, microbatches: int = 1, dtype=jnp.float32, cal
     return state, losses
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.wide("delayed-2")
 @pytest.mark.parametrize(
     ("name", "microbatches"),
@@ -163,7 +163,7 @@ def test_kernels_are_quantized_once_a_step_outside_the_loop_over_microbatches(na
         assert quantizations(depth_body, shape) == 0
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.wide("delayed")
 @pytest.mark.parametrize(
     "name",
@@ -242,7 +242,7 @@ def test_no_second_copy_of_all_gradients_is_alive():
     assert size <= memory.temp_size_in_bytes < 1.3 * size
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_layer_used_twice_merges_its_states_by_maximum():
     recipe = DelayedScaling(amax_history_len=4)
     with autocast(recipe):
@@ -313,7 +313,7 @@ def test_gradients_of_kernels_in_bf16(recipe, dtype):
             np.testing.assert_array_equal(exact[path], low[path])
 
 
-@pytest.mark.costly(slow=["fsdp=2", "data=2"])
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["fsdp=2", "data=2", "pipeline=2,data=2"])
 def test_devices_add_up_gradients_of_kernels_in_bf16(mesh):
     """The program as it is lowered: CPUs add up in fp32. Microbatches are added in fp32."""

@@ -319,7 +319,7 @@ def test_next_quantizer_states_among_the_gradients_are_written_back():
     assert {float(leaf.min()) for leaf in jax.tree.leaves(nnx.state(model, QuantizerState))} == {3.0}
 
 
-@pytest.mark.costly(slow=("dynamic",))
+@pytest.mark.slow
 @pytest.mark.parametrize("scaler", [DynamicLossScale(), ConstantLossScale(scale=8.0)], ids=["dynamic", "constant"])
 def test_gradients_without_the_optimizers_loss_scale_are_refused(scaler):
     """Also behind a jit and a tree.map; a refused update changes nothing."""

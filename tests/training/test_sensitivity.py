@@ -52,7 +52,7 @@ def test_a_layer_with_an_outlier_in_its_input_is_found(recipe):
     assert {layer.module for layer in found} == {"a", "b", "c"}
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_blocks_keep_an_outlier_to_itself():
     """One column in 32 of the weight gradient's operand shares a block with it; under current scaling all share."""
     errors = {}
@@ -131,7 +131,7 @@ def projected(rngs):
     return MultiheadAttention(256, 2, attention_dropout=0.0, rngs=rngs)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.wide("delayed")
 @pytest.mark.parametrize(
     ("build", "recipe"),

@@ -89,7 +89,7 @@ def logits(model: GPTModel) -> np.ndarray:
     return np.asarray(quick_jit(lambda model, tokens: model(tokens))(model, jnp.asarray(TOKENS)))
 
 
-@pytest.mark.costly(slow=("all", "q and v", "k and up"))
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "fields", "scale"),
     [

@@ -151,7 +151,7 @@ def test_kept_kernels_are_the_files_bytes_and_run(folder: Path, tmp_path: Path) 
             save_huggingface(model, tmp_path)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_what_a_recipe_does_not_keep_exactly_is_refused(folder: Path, tmp_path: Path) -> None:
     recipes = (None, Float8CurrentScaling(), Float8BlockScaling())
     for recipe, why in zip(recipes, ("stores it as None", "stores it as", "not powers of two"), strict=True):

@@ -467,7 +467,7 @@ NEOX: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_blocks_that_both_read_the_layers_input_are_gpt_neoxs(tmp_path: Path) -> None:
     model = llama(RotaryPositions(percent=0.25), **NEOX)
     save_huggingface(model, tmp_path)

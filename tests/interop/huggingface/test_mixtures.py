@@ -436,7 +436,7 @@ def test_models_that_no_architecture_can_say_are_refused(
 # --- tensors
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_the_layer_of_prediction_is_read_or_ignored_by_name(tmp_path: Path) -> None:
     model = model_of("DeepseekV3ForCausalLM")
     save_huggingface(model, tmp_path)

@@ -145,7 +145,7 @@ def test_states_are_written_as_they_were_read(format: Any, tmp_path: Path) -> No
         assert_same_later_scales(load_megatron(tmp_path / "again"), theirs, rng)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_the_entries_of_a_file_are_those_of_transformer_engine(tmp_path: Path) -> None:
     theirs, _ = after(9, RECIPES["max"])
     with autocast(RECIPES["max"]):

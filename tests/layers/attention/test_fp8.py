@@ -94,7 +94,7 @@ def test_layers_in_high_precision_keep_their_attention_there():
     assert_bitwise(inside, model(x))
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_prepare_quantization():
     x = draw("x", (B, S, H))
     model = layer()

@@ -18,7 +18,7 @@ from tests.support.reference import ROUNDOFF, randomize
 S, H, N, G, D = 8, 32, 4, 2, 8
 
 
-@pytest.mark.costly(slow=["no mesh"])
+@pytest.mark.slow
 @pytest.mark.wide("no mesh", "explicit")
 def test_pieces_give_what_the_whole_gives(mesh_mode: str) -> None:
     layer = shard(

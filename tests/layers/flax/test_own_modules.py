@@ -428,7 +428,7 @@ class Sharded(nnx.Module):
         return jnp.matmul(hidden, self.linear[...].T, out_sharding=self.out[1])
 
 
-@pytest.mark.costly(slow=("Auto",))
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 def test_on_a_mesh_the_numbers_are_those_of_one_device(kind):
     """Fully sharded along one axis of the mesh, columns and then rows split along the other one."""
@@ -635,7 +635,7 @@ class Halves(nnx.Module):
         return self.two(self.one(x)) + self.again(x)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_attributes_stay_with_their_modules_where_a_derivative_adds_variables():
     def changed(derivative):
         model = Halves(nnx.Rngs(0))

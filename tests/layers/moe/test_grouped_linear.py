@@ -226,7 +226,7 @@ def batch_of(x):
     return jnp.stack([x, 2 * x]), jnp.asarray([SIZES, (0, 40, 8)], jnp.int32)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_train_step_merges_the_experts_states_of_microbatches(x):
     tx, batch = optax.sgd(1.0), batch_of(x)
     with autocast(DELAYED):

@@ -66,7 +66,7 @@ def experts_with(function):
     return Experts(fc1, Own(), Activation("gelu"))(draw("x", (2, 16)), jnp.array([0.25, 0.75]), groups)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_the_second_layers_bias_is_read_by_name():
     expected = experts_with(lambda y, bias: (y, bias))
     named = collections.namedtuple("Named", ("y", "bias"))

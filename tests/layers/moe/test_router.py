@@ -87,7 +87,7 @@ ALL = {
 }
 
 
-@pytest.mark.costly(slow=("padded",))
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [None, MASK], ids=["whole", "padded"])
 def test_losses_are_in_gradients_alone(mask):
     router, plain = make(**ALL), make()
@@ -138,7 +138,7 @@ def test_no_losses_and_no_counts_in_evaluation():
     nnx.grad(lambda router: jnp.sum(router(X).probs))(router)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_groups_are_megatrons_data_ranks():
     """The mean over ranks of each rank's losses; one group's numbers differ."""
     options = {"load_balancing_type": ("aux_loss", "seq_aux_loss"), "aux_loss_coeff": (0.1, 0.1), "z_loss_coeff": 0.1}

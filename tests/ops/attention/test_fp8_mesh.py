@@ -93,7 +93,7 @@ def test_heads_and_examples_split(mode, name):
     jax.tree.map(lambda a, b: assert_bitwise(host(a), b), next_state, after)
 
 
-@pytest.mark.costly(slow=("examples",))
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "axis", "parts"), [({"data": 4}, 0, B), ({"tensor": 2}, 2, 2)], ids=["examples", "heads"]
 )
@@ -140,17 +140,7 @@ def split(
     return back(out), jax.tree.map(back, gradients), jax.tree.map(host, after)
 
 
-@pytest.mark.costly(
-    slow=(
-        "natural-whole",
-        "zigzag-delayed",
-        "zigzag-whole",
-        "zigzag-forward",
-        "zigzag-backward",
-        "natural-delayed",
-        "natural-forward",
-    )
-)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["delayed", "whole", "forward", "backward"])
 @pytest.mark.parametrize("zigzag", [False, True], ids=["natural", "zigzag"])
 def test_a_split_sequence(name, zigzag):

@@ -503,7 +503,7 @@ def test_statistics_are_of_all_groups_rows():
     assert found["amax"] == np.abs(np.asarray(kernel)).max()
 
 
-@pytest.mark.costly(slow=["delayed", "high precision"])
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["high precision", "delayed", "block"])
 def test_a_mesh_changes_nothing(name):
     recipe, groups = RECIPES[name], layout()
