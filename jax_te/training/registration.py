@@ -13,12 +13,12 @@ _Class = TypeVar("_Class", bound=type[Any])
 
 
 def register_dataclass(kind: _Class) -> _Class:
-    """Return a dataclass that is now a pytree, as ``jax.tree_util.register_dataclass`` makes one, but never confused.
+    """Register a dataclass as a pytree whose structure equals that of no other class, and return it.
 
-    JAX compares the structures of its dataclasses by their static fields alone (jaxlib 0.10 to 0.12). A jitted function
-    that is called with two classes keeps a program for each, but about once in a hundred such functions, where their
-    hashes are alike, takes the first one's, and returns the first class. Users have classes of their own beside those
-    of this package: a subclass of a state, or another `LossScale`.
+    ``jax.tree_util.register_dataclass`` does not promise the latter: JAX 0.10 to 0.12 compares structures of its
+    dataclasses by static fields and numbers of children, not by class. A jitted function that is called with two such
+    classes may then run the first one's program for the second, and return the first class, where their hashes meet.
+    Users have classes of their own beside those of this package: a subclass of a state, or another `LossScale`.
 
     Args:
         kind: dataclass; a field with ``metadata={"static": True}`` is static.

@@ -123,7 +123,7 @@ def saves_of_what_differs(folder):
     return told, data[index]["offset"]
 
 
-@pytest.mark.slow
+@pytest.mark.costly
 def test_what_differs_between_processes_is_not_stored_as_that_of_the_first(tmp_path):
     for index, finished in enumerate(run_processes(2, saves_of_what_differs, (tmp_path,), devices=2)):
         told, offset = finished.result
@@ -174,7 +174,7 @@ def restore_parts(folder):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.costly
 def test_each_process_reads_the_parts_of_its_devices(tmp_path):
     one = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",))
     with TrainCheckpointer(tmp_path / "one device") as checkpointer:
@@ -206,7 +206,7 @@ def test_a_sharded_state_comes_back_on_one_device(saved):
     assert np.array_equal(restored["params"]["both"], np.arange(64.0).reshape(8, 8) + 2)
 
 
-@pytest.mark.slow
+@pytest.mark.costly
 def test_damage_is_agreed_upon(saved, tmp_path):
     for case in CASES:
         shutil.copytree(saved / "host", tmp_path / case)

@@ -171,7 +171,7 @@ def test_sharded_arrays_are_gathered_shard_by_shard():
     assert first == second == [0.25] * 3  # of the bytes of the array, on four devices
 
 
-@pytest.mark.slow
+@pytest.mark.costly
 def test_no_process_waits_forever_for_another(tmp_path):
     save_huggingface(llama(), tmp_path / "folder", max_shard_size=20_000)
     told = [each.result for each in run_processes(2, wait_in_vain, (tmp_path / "folder", tmp_path / "copy"), devices=2)]

@@ -50,7 +50,7 @@ def variables():
     return sum(issubclass(type(each), nnx.Variable) for each in gc.get_objects())
 
 
-@pytest.mark.slow
+@pytest.mark.costly
 def test_a_call_makes_no_variables(step):
     state = step(new_state(), make_batch(0))[0]
     before = variables()
