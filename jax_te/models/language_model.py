@@ -25,11 +25,10 @@ from jax_te.megatron import ActivationDtype
 from jax_te.models.from_config import check_config, check_mesh_sizes
 from jax_te.models.options import Execution, Multipliers
 from jax_te.ops import (
-    LinearOptions,
     LinearWeights,
     LossOptions,
     Reduction,
-    dense,
+    head_logits,
     linear_cross_entropy,
     softmax_cross_entropy,
     use_backend,
@@ -213,11 +212,9 @@ class LanguageModel(GivesKernels, TrainingMode, ActivationDtype):
             head: Any = self.output_layer
             own = without_adapter(head).kernel is not None
             return head(x, None if own else self._head_kernel(), bias)
-        # Not "sequence_parallel": the tensor axis shards the vocabulary here, and cannot shard rows, too.
-        axes = LinearOptions(self._axes, ("fsdp", "vocab"), ("batch", "sequence", "vocab"))
-        # TE's GEMM would read a transposed copy of a tied table and write its gradient transposed, which the
-        # embedding's gradient and the optimizer would copy; XLA's reads and writes it as it is.
-        return dense(x, self._head_kernel(), bias, options=axes, backend="xla")
+        if self.output_kernel is None:
+            return head_logits(x, self.embedding.embedding[...], bias, axes=self._axes, tied=True)
+        return head_logits(x, self.output_kernel[...], bias, axes=self._axes, tied=False)
 
     def _loss(
         self, x: Array, labels: Array, weights: Array | None, options: LossOptions, reduction: Reduction

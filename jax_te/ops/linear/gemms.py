@@ -16,7 +16,17 @@ import jax.numpy as jnp
 
 from jax_te.ops.linear.spec import KernelGemm, LinearSpec, LinearWeights
 from jax_te.ops.overflow import show_overflow
-from jax_te.quantize import ROLES, Gemm, GemmState, Quantization, QuantizedKernel, TensorRole, pad_rows, unpad_rows
+from jax_te.quantize import (
+    ROLES,
+    Gemm,
+    GemmState,
+    Quantization,
+    QuantizedKernel,
+    TensorRole,
+    pad_rows,
+    unchanged_state,
+    unpad_rows,
+)
 from jax_te.sharding import all_gather, constrain, reduce_max, reduce_sum
 from jax_te.typing import Array
 
@@ -269,7 +279,7 @@ def wgrad(spec: LinearSpec, x: Any, g: Any) -> Array:
 def next_state(spec: LinearSpec, residuals: LinearResiduals, grad: Operand) -> GemmState | None:
     """Return the state after a call, with the amaxes of the whole tensors."""
     if residuals.state is None or spec.frozen_scales:
-        return residuals.state
+        return unchanged_state(residuals.state)
     scales, amaxes = zip(residuals.x_used, residuals.kernel_used, grad.used, strict=True)
     # Reduced here, not where each was computed: nothing in this step reads them, and one collective suffices for all
     # three.
