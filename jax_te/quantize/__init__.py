@@ -50,7 +50,6 @@ from jax_te.quantize.quantizer import (
 )
 from jax_te.quantize.scaling import (
     AmaxRule,
-    StepScales,
     amax,
     amax_rule_of,
     attention_scales_are_current,
@@ -60,8 +59,6 @@ from jax_te.quantize.scaling import (
     max_or_nan,
     power_of_two_scale,
     scales_are_frozen,
-    unchanged_state,
-    within_step,
 )
 from jax_te.quantize.state import (
     USES,
@@ -77,7 +74,6 @@ from jax_te.quantize.state import (
     quantizer_variables,
     with_max_gradients,
     with_max_gradients_inside,
-    with_step_scales,
     write_back,
 )
 from jax_te.quantize.tensor import OpaqueTree, Operand, QuantizedOperand, QuantizedTensor, as_matrix, same_values

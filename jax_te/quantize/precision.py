@@ -14,15 +14,7 @@ from jax_te.errors import QuantizerStateError
 from jax_te.quantize.block import BlockQuantizer, MXQuantizer
 from jax_te.quantize.nvfp4 import NVFP4Quantizer
 from jax_te.quantize.quantizer import Quantizer, TensorQuantizer
-from jax_te.quantize.scaling import (
-    AmaxRule,
-    AmaxState,
-    StepScales,
-    amax_rule_of,
-    ambient_step_scales,
-    next_amax_state,
-    scale_in_use,
-)
+from jax_te.quantize.scaling import AmaxRule, AmaxState, amax_rule_of, next_amax_state, scale_in_use
 from jax_te.recipe import (
     GEMMS,
     CustomRecipe,
@@ -164,18 +156,10 @@ class Precision:
         """Return the scale that an operand's next use quantizes with; None except under delayed scaling."""
         if self.amax_rule is None:
             return None
+        quantizer = self.of(role).quantizer
         assert state is not None
-        known = self.step_scales
-        if ambient_step_scales.value == known:
-            return state[role]["scale"]
-        return scale_in_use(state[role], known.dtypes[ROLES.index(role)], self.amax_rule)
-
-    @property
-    def step_scales(self) -> StepScales:
-        """The scales that a step computes for layers of this precision."""
-        if self.amax_rule is None:
-            return StepScales()
-        return StepScales(self.amax_rule, tuple(quantizer.dtype for quantizer in self.quantizers))  # type: ignore[union-attr]
+        assert isinstance(quantizer, TensorQuantizer)  # delayed scaling has no other
+        return scale_in_use(state[role], quantizer.dtype, self.amax_rule)
 
     def next_state(
         self, state: GemmState | None, used: dict[TensorRole, tuple[Array | None, Array | None]]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_te.recipe import DelayedScaling, fp8_max
-from jax_te.typing import Array, DTypeLike, PyTree
+from jax_te.typing import Array, DTypeLike
 
 _MANTISSA = 0x7FFFFF
 
@@ -95,18 +95,13 @@ def compute_scale(amax: Array, dtype: DTypeLike, *, margin: int = 0, old_scale: 
     64.0
     """
     old = jnp.where(jnp.isfinite(amax), 1.0, jnp.nan) if old_scale is None else old_scale
-    return jnp.where(*_scale_if_any(amax, dtype, margin), old)
-
-
-def _scale_if_any(amax: Array, dtype: DTypeLike, margin: int) -> tuple[Array, Array]:
-    """Return whether an amax says what the scale is, and that scale, see `compute_scale`."""
     scale = fp8_max(dtype) / amax
     if margin:
         scale = scale / 2.0**margin
     # An infinite scale would turn the tensor's zeros into nan.
     scale = jnp.minimum(scale, jnp.finfo(jnp.float32).max)
     # Not `amax > 0`: whether a subnormal number is greater than 0 depends on the device.
-    return (amax >= jnp.finfo(jnp.float32).tiny) & jnp.isfinite(amax), scale
+    return jnp.where((amax >= jnp.finfo(jnp.float32).tiny) & jnp.isfinite(amax), scale, old)
 
 
 def power_of_two_scale(amax: Array, dtype: DTypeLike) -> Array:
@@ -151,17 +146,12 @@ def amax_rule_of(recipe: DelayedScaling) -> AmaxRule:
 @functools.partial(jax.jit, static_argnames=("dtype", "rule"))
 def scale_in_use(state: AmaxState, dtype: DTypeLike, rule: AmaxRule) -> Array:
     """Return the scale of the next use of ``state``: fp32 ``[]``, or ``[d]`` for parts of the batch."""
-    scale = jnp.where(*scale_of_history(state["amax_history"], dtype, rule), state["scale"])
+    history = _finite_amaxes(state["amax_history"])
+    chosen = history[..., 0] if rule.amax_compute_algo == "most_recent" else _largest_magnitude(history, -1)
+    scale = compute_scale(chosen, dtype, margin=rule.margin, old_scale=state["scale"])
     # The scale is part of the state's next value, too. Without the barrier XLA for GPUs computes it there again from
     # its parts, in kernels for many states, which takes it long to put together and to compile.
     return jax.lax.optimization_barrier(scale)
-
-
-def scale_of_history(history: Array, dtype: DTypeLike, rule: AmaxRule) -> tuple[Array, Array]:
-    """Return whether an amax history says what the scale of the next use is, and that scale; else the old one stays."""
-    finite = _finite_amaxes(history)
-    chosen = finite[..., 0] if rule.amax_compute_algo == "most_recent" else _largest_magnitude(finite, -1)
-    return _scale_if_any(chosen, dtype, rule.margin)
 
 
 # Jitted as `_amax` is: a program has one function for all states of one type.
@@ -169,24 +159,12 @@ def scale_of_history(history: Array, dtype: DTypeLike, rule: AmaxRule) -> tuple[
 def next_amax_state(state: AmaxState, scale: Array, new_amax: Array) -> AmaxState:
     """Return the state after a use with ``scale`` on a tensor with amax ``new_amax``; the oldest amax drops out.
 
-    A new amax that is not finite is in it, for the step to see; `write_back` keeps the old state instead. Inside of
-    `within_step` the history has the new amax alone.
+    A new amax that is not finite is in it, for the step to see; `write_back` keeps the old state instead.
     """
-    new_amax, history = _of_batch(new_amax, scale), state["amax_history"]
-    earlier = history if ambient_step_scales.value is None else jnp.zeros_like(history)
-    return {"scale": scale, "amax_history": pushed(earlier, new_amax)}
-
-
-def unchanged_state(state: PyTree) -> PyTree:
-    """Return the gradient of a state whose scales are frozen: the state itself; inside of `within_step`, which keeps
-    the states of layers that did not run, 0 as these have."""
-    return state if ambient_step_scales.value is None else jax.tree.map(jnp.zeros_like, state)
-
-
-def pushed(history: Array, new_amax: Array) -> Array:
-    """Return a history after a new amax, which takes slot 0; the oldest one drops out."""
+    new_amax = _of_batch(new_amax, scale)
     # Not a roll whose first slot is set: XLA lowers that to a scatter, which takes longer to compile and to run.
-    return jnp.concatenate([new_amax[..., None], _finite_amaxes(history[..., :-1])], axis=-1)
+    earlier = _finite_amaxes(state["amax_history"][..., :-1])
+    return {"scale": scale, "amax_history": jnp.concatenate([new_amax[..., None], earlier], axis=-1)}
 
 
 @jax.custom_batching.custom_vmap
@@ -213,34 +191,6 @@ def _finite_amaxes(history: Array) -> Array:
     until they drop out.
     """
     return jnp.where(jnp.isfinite(history), history, 0.0)
-
-
-class StepScales(NamedTuple):
-    """Description of the scales that a step computes for its linear layers before they run.
-
-    Args:
-        rule: rule by which they are computed. None: there are none.
-        dtypes: FP8 dtypes of the operands, in the order of `jax_te.quantize.ROLES`.
-    """
-
-    rule: AmaxRule | None = None
-    dtypes: tuple[DTypeLike, ...] = ()
-
-
-ambient_step_scales = jax.make_user_context(None)
-
-
-@contextlib.contextmanager
-def within_step(scales: StepScales) -> Iterator[None]:
-    """Yield with states of delayed scaling as a step differentiates them, and writes them back.
-
-    - A linear layer whose recipe has the rule and dtypes of ``scales`` takes its state's scale as it is: the step has
-      computed it, for many layers at once, see `jax_te.quantize.state.with_step_scales`.
-    - Gradients of states have the new amax and no earlier ones, and `jax_te.quantize.write_back` takes the earlier ones
-      from the old states. For a GPU a program with the histories of all gradients takes much longer to compile.
-    """
-    with ambient_step_scales(scales):
-        yield
 
 
 # A user context is part of the jit cache key: functions traced with frozen scales are traced again without them.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -30,19 +30,10 @@ from jax_te.errors import QuantizerStateError
 from jax_te.quantize.attention import AttentionState, attention_precision_of
 from jax_te.quantize.counting import Counting, counting_of
 from jax_te.quantize.precision import ROLES, GemmState
-from jax_te.quantize.scaling import (
-    AmaxRule,
-    AmaxState,
-    StepScales,
-    ambient_step_scales,
-    max_or_nan,
-    pushed,
-    scale_in_use,
-    scale_of_history,
-)
+from jax_te.quantize.scaling import AmaxState, max_or_nan
 from jax_te.recipe import DelayedScaling, Recipe
 from jax_te.sharding import batch_ranks
-from jax_te.typing import DTypeLike, PyTree
+from jax_te.typing import PyTree
 
 _TOGETHER = 32
 """Number of states written at once on a GPU: XLA does not fuse operations on many more arrays."""
@@ -313,47 +304,9 @@ def write_back(old: PyTree, gradient: PyTree, *, keep_old: jax.Array | None = No
     if keep_old is not None and keep_old.dtype != bool:
         raise TypeError(f"keep_old must be a bool array, got {keep_old.dtype}")
     entries, treedef = _entries(old, gradient)
-    amax_entries = [entry for entry in entries if entry.rule is None]
-    amax_states = iter(_next_amax_states(amax_entries, keep_old))
+    amax_states = iter(_next_amax_states([entry for entry in entries if entry.rule is None], keep_old))
     new = [next(amax_states) if entry.rule is None else _next_count(entry, keep_old) for entry in entries]
     return jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(jax.tree.unflatten(treedef, new)))
-
-
-def with_step_scales(quantizers: PyTree, scales: StepScales, *, without: Collection[tuple[Any, ...]] = ()) -> PyTree:
-    """Return states whose scales are those that linear layers use next.
-
-    On a GPU those of several states are computed at once, where layers would have two kernels for each.
-
-    Args:
-        quantizers: states of a model.
-        scales: description of the scales, which have a rule.
-        without: paths of states that stay as they are.
-    """
-    assert scales.rule is not None
-    with_paths, treedef = jax.tree_util.tree_flatten_with_path(nnx.as_pure(quantizers), is_leaf=is_amax_state)
-    names = [tuple(getattr(entry, "key", None) for entry in path) for path, _ in with_paths]
-    nodes = [node for _, node in with_paths]
-    for dtype in dict.fromkeys(scales.dtypes):  # in order: all processes must have one program
-        roles = [role for role, role_dtype in zip(ROLES, scales.dtypes, strict=True) if role_dtype == dtype]
-        # Attention's states have other roles, and counting states none.
-        places = [place for place, (*of, role) in enumerate(names) if role in roles and tuple(of) not in without]
-        states = [dict(nodes[place]) for place in places]
-        for place, state, scale in zip(places, states, _scales(states, dtype, scales.rule), strict=True):
-            nodes[place] = {**state, "scale": scale}
-    return jax.tree.unflatten(jax.tree.structure(quantizers), jax.tree.leaves(jax.tree.unflatten(treedef, nodes)))
-
-
-def _scales(states: list[AmaxState], dtype: DTypeLike, rule: AmaxRule) -> list[jax.Array]:
-    """Return the scales of the next use, in order; on a GPU those of several states of one type at once."""
-    found: dict[int, jax.Array] = {}
-    for places in _alike(states):
-        of_type = jax.lax.platform_dependent(
-            [states[place] for place in places],
-            cpu=lambda given: [scale_in_use(state, dtype, rule) for state in given],
-            default=lambda given: [s for part in _parts(given) for s in _scales_of_stack(given[part], dtype, rule)],
-        )
-        found.update(zip(places, of_type, strict=True))
-    return [found[place] for place in range(len(states))]
 
 
 def observed_finite_amaxes(gradient: PyTree) -> jax.Array | None:
@@ -437,136 +390,70 @@ def _next_count(entry: _Entry, keep_old: jax.Array | None) -> Any:
     return value if keep_old is None else jnp.where(keep_old, entry.old, value)
 
 
-class _Observed(NamedTuple):
-    """What a step has observed of a state: the gradient of an `AmaxState`, or of several, stacked.
-
-    Args:
-        scale: scale that was used; not greater than 0 where the layer did not run.
-        newest: the new amax.
-        history: amax history after it. None: that of the state, and the new amax.
-    """
-
-    scale: jax.Array
-    newest: jax.Array
-    history: jax.Array | None
-
-
-# Jitted, as `_carry_on` is.
-@functools.partial(jax.jit, static_argnames="with_history")
-def _observed(gradient: AmaxState, *, with_history: bool) -> _Observed:
-    """Return what the gradient of a state says."""
-    history = gradient["amax_history"]
-    return _Observed(gradient["scale"], history[..., 0], history if with_history else None)
-
-
 def _next_amax_states(entries: list[_Entry], keep_old: jax.Array | None) -> list[AmaxState]:
     """Return the next states of delayed scaling, in order. On a GPU several of one type are computed at once."""
-    states = [entry.old for entry in entries]
-    with_history = ambient_step_scales.value is None
-    observed = [_observed(entry.gradient, with_history=with_history) for entry in entries]
+    places = collections.defaultdict(list)
+    for place, entry in enumerate(entries):
+        # On an Explicit mesh a type has the sharding, too.
+        types = tuple(map(jax.typeof, jax.tree.leaves((entry.old, entry.gradient))))
+        places[types].append(place)
     found: dict[int, AmaxState] = {}
-    for places in _alike(zip(states, observed, strict=True)):
-        next_ones = jax.lax.platform_dependent(
-            [states[place] for place in places],
-            [observed[place] for place in places],
+    for alike in places.values():
+        old, new = [entries[place].old for place in alike], [entries[place].gradient for place in alike]
+        next_states = jax.lax.platform_dependent(
+            old,
+            new,
             keep_old,
             cpu=_carry_on_one_by_one,
             default=_carry_on_in_stacks,
         )
-        found.update(zip(places, next_ones, strict=True))
-    return [found[place] for place in range(len(states))]
+        found.update(zip(alike, next_states, strict=True))
+    return [found[place] for place in range(len(entries))]
 
 
-def _alike(trees: Iterable[Any]) -> Iterable[list[int]]:
-    """Return the places of trees whose arrays have the same types, for each of the types."""
-    places = collections.defaultdict(list)
-    for place, tree in enumerate(trees):
-        # On an Explicit mesh a type has the sharding, too.
-        places[tuple(map(jax.typeof, jax.tree.leaves(tree)))].append(place)
-    return places.values()
-
-
-def _carry_on_one_by_one(
-    old: list[AmaxState], observed: list[_Observed], keep_old: jax.Array | None
-) -> list[AmaxState]:
+def _carry_on_one_by_one(old: list[AmaxState], new: list[AmaxState], keep_old: jax.Array | None) -> list[AmaxState]:
     """Return the next states of states of one type, for CPUs.
 
     XLA compiles one kernel for all scales and one for all histories. It would compile one for each slice of a stack.
     """
-    return [_carry_on(*states, keep_old) for states in zip(old, observed, strict=True)]
+    return [_carry_on(*states, keep_old) for states in zip(old, new, strict=True)]
 
 
-def _carry_on_in_stacks(old: list[AmaxState], observed: list[_Observed], keep_old: jax.Array | None) -> list[AmaxState]:
+def _carry_on_in_stacks(old: list[AmaxState], new: list[AmaxState], keep_old: jax.Array | None) -> list[AmaxState]:
     """Return the next states of states of one type, for GPUs: `_TOGETHER` of them are computed at once."""
-    return [state for part in _parts(old) for state in _carry_on_stack(old[part], observed[part], keep_old)]
-
-
-def _parts(states: list[Any]) -> list[slice]:
-    return [slice(first, first + _TOGETHER) for first in range(0, len(states), _TOGETHER)]
+    parts = [slice(first, first + _TOGETHER) for first in range(0, len(old), _TOGETHER)]
+    return [state for part in parts for state in _carry_on_stack(old[part], new[part], keep_old)]
 
 
 # Jitted, so that JAX traces it once for all stacks of one size. XLA inlines the calls.
 @jax.jit
 def _carry_on_stack(
-    old_states: list[AmaxState], observed: list[_Observed], keep_old: jax.Array | None
+    old_states: list[AmaxState], gradients: list[AmaxState], keep_old: jax.Array | None
 ) -> list[AmaxState]:
     """Return the next states of states of one type, computed on stacks of them."""
+    stack = functools.partial(jax.tree.map, lambda *leaves: jnp.stack(leaves))
     # With the barrier a few kernels read all states, and a few others write them. Without it XLA for GPUs has three
     # for each, two of them copies: a history that moves by a slot cannot be written over the one that is read.
-    old, new = jax.lax.optimization_barrier((_stacked(old_states), _stacked(observed)))
-    # With this one the kernels that write do not compute each state again, which takes XLA long to put together and to
-    # compile. The selection is left to them: XLA has one kernel for many outputs that are computed, and one for each
-    # that is a slice of a stack.
-    keep, carried = jax.lax.optimization_barrier(_carried(old, new, keep_old))
-    parts = [_unstacked(part, len(old_states)) for part in (keep, old, carried)]
-    return [_kept(*state) for state in zip(*parts, strict=True)]
-
-
-def _stacked(trees: list[Any]) -> Any:
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
-
-
-def _unstacked(stack: Any, count: int) -> list[Any]:
-    return [jax.tree.map(lambda leaves, index=index: leaves[index], stack) for index in range(count)]
+    old, new = jax.lax.optimization_barrier((stack(*old_states), stack(*gradients)))
+    states = _carry_on(old, new, keep_old)
+    return [jax.tree.map(lambda stacked, index=index: stacked[index], states) for index in range(len(old_states))]
 
 
 # Jitted, so that JAX traces it once for all states of one type. XLA inlines the calls.
 @jax.jit
-def _carry_on(old: AmaxState, new: _Observed, keep_old: jax.Array | None) -> AmaxState:
-    """Return the next state of a state."""
-    keep, carried = _carried(old, new, keep_old)
-    return _kept(keep, old, carried)
-
-
-def _kept(keep: jax.Array, old: AmaxState, carried: AmaxState) -> AmaxState:
-    """Return ``old`` where ``keep`` is true, else ``carried``."""
-    return {
-        "scale": jnp.where(keep, old["scale"], carried["scale"]),
-        "amax_history": jnp.where(keep[..., None], old["amax_history"], carried["amax_history"]),
-    }
-
-
-def _carried(old: AmaxState, new: _Observed, keep_old: jax.Array | None) -> tuple[jax.Array, AmaxState]:
-    """Return whether to keep a state, or each of a stack of them, and what it is else."""
+def _carry_on(old: AmaxState, new: AmaxState, keep_old: jax.Array | None) -> AmaxState:
+    """Return the next state of a state, or of a stack of them."""
     # A layer that did not run has the gradient 0, or -inf in `with_max_gradients`'s dtype. Scales are positive.
     # An amax that is not finite would keep the scale as it is until it drops out of the history.
-    keep = ~(new.scale > 0.0) | ~(new.newest < jnp.inf)
+    keep = ~(new["scale"] > 0.0) | ~(new["amax_history"][..., 0] < jnp.inf)
     if keep_old is not None:
         keep = jnp.logical_or(keep, keep_old)
-    history = pushed(old["amax_history"], new.newest) if new.history is None else new.history
-    return keep, {"scale": new.scale, "amax_history": history}
+    return jax.tree.map(lambda before, after: jnp.where(_as_rows(keep, before), before, after), old, new)
 
 
-# Jitted, as `_carry_on_stack` is: once for all stacks of one size.
-@functools.partial(jax.jit, static_argnames=("dtype", "rule"))
-def _scales_of_stack(states: list[AmaxState], dtype: DTypeLike, rule: AmaxRule) -> list[jax.Array]:
-    """Return the scales of the next use of states of one type, computed on a stack of their histories."""
-    histories = _stacked([state["amax_history"] for state in states])
-    known = _unstacked(jax.lax.optimization_barrier(scale_of_history(histories, dtype, rule)), len(states))
-    # XLA has one kernel for all of these selections, because the barrier behind them takes all results.
-    return jax.lax.optimization_barrier(
-        [jnp.where(says, scale, state["scale"]) for (says, scale), state in zip(known, states, strict=True)]
-    )
+def _as_rows(mask: jax.Array, leaf: jax.Array) -> jax.Array:
+    """Return a mask of states in the rank of their scales, or of their histories, which have one axis more."""
+    return mask if leaf.ndim == mask.ndim else mask[..., None]
 
 
 def is_amax_state(node: Any) -> bool:

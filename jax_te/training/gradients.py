@@ -12,7 +12,7 @@ from flax import nnx
 from jax.core import Tracer
 
 from jax_te._validation import checked, has_shape_and_dtype
-from jax_te.quantize import QuantizerState, within_step, write_back
+from jax_te.quantize import QuantizerState, write_back
 from jax_te.remat import StaticChanges, Watched
 from jax_te.training.differentiation import Differentiation, Gradients, differentiate
 from jax_te.training.kernel_gradients import KernelGradients, Path
@@ -21,7 +21,6 @@ from jax_te.training.loss_scale import ConstantLossScale, LossScale
 from jax_te.training.masters import select
 from jax_te.training.outcome import gradients_or_nan, loss_or_nan, outcome_of
 from jax_te.training.state import SplitModel
-from jax_te.training.step_scales import compute_step_scales
 from jax_te.training.used_scale import mark_as_scaled
 from jax_te.typing import Array, PyTree, Words
 
@@ -129,15 +128,12 @@ def value_and_grad(
 
         @jax.jit  # a concrete array cannot have the dtype of `with_max_gradients`
         def compiled(params: nnx.State, old: nnx.State, rest: nnx.State) -> tuple[Gradients, Any]:
-            scales, ready = compute_step_scales(nnx.merge(graphdef, params, old, rest), old)
-            with within_step(scales):
-                differentiated = differentiate(run, SplitModel(graphdef, params, ready, rest), differentiation)
+            differentiated = differentiate(run, SplitModel(graphdef, params, old, rest), differentiation)
             result = differentiated.gradients
             # Before the norm, which the optimizer computes of the same gradients: XLA computes it once.
             grads = gradients_or_nan(factor.unscale(result.grads), loss_or_nan(result.loss, result.quantizers))
             outcome = outcome_of(result.loss, grads, result.quantizers)
-            with within_step(scales):
-                quantizers = write_back(old, result.quantizers, keep_old=~outcome.finite)
+            quantizers = write_back(old, result.quantizers, keep_old=~outcome.finite)
             kept = _kept_unless(outcome.finite, result.rest, rest)
             shown = result._replace(loss=outcome.loss, grads=grads, quantizers=quantizers, rest=kept)
             return shown, differentiated.aux

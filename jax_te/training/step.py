@@ -16,7 +16,7 @@ from jax_te._validation import check_positive, checked, float_dtype
 from jax_te.config import PipelineConfig
 from jax_te.layers import aux_losses_scaled, step_metrics
 from jax_te.models import layers_traced_once, multi_token_metrics
-from jax_te.quantize import frozen_scales, within_step, write_back
+from jax_te.quantize import frozen_scales, write_back
 from jax_te.sharding import use_rules
 from jax_te.training.accumulation import Accumulation, accumulated_gradients, gradients
 from jax_te.training.global_batch import require_global_batches
@@ -29,7 +29,6 @@ from jax_te.training.pipeline.gradients import pipelined_gradients
 from jax_te.training.pipeline.mesh import pipeline_stages, stage_rules
 from jax_te.training.state import TrainState, constrain_as_created, split_model
 from jax_te.training.state_arrays import jit_state
-from jax_te.training.step_scales import compute_step_scales
 from jax_te.training.transformation import Transformation, apply_transformation, as_transformation, check_opt_state
 from jax_te.typing import Array, DTypeLike, PyTree
 
@@ -132,26 +131,22 @@ def make_train_step(
     @jit_state
     def train_step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Array]]:
         key = jax.random.fold_in(state.rng, state.step)
-        scales, quantizers = compute_step_scales(state.model, state.quantizers)
-        ready = dataclasses.replace(state, quantizers=quantizers)
-        with within_step(scales):
-            if pipeline_stages() > 1:
-                with use_rules(stage_rules()):
-                    batches = shard_batch(batch, microbatches)
-                result = pipelined_gradients(accumulation, ready, batches, key, pipeline)
-            # A scan over one microbatch would hold fp32 sums in addition to its gradients.
-            elif microbatches == 1:
-                batches = shard_batch(batch)
-                result = gradients(loss_fn, ready, batches, jax.random.fold_in(key, 0), kernels)
-            else:
+        if pipeline_stages() > 1:
+            with use_rules(stage_rules()):
                 batches = shard_batch(batch, microbatches)
-                result = accumulated_gradients(accumulation, ready, batches, key)
+            result = pipelined_gradients(accumulation, state, batches, key, pipeline)
+        # A scan over one microbatch would hold fp32 sums in addition to its gradients.
+        elif microbatches == 1:
+            batches = shard_batch(batch)
+            result = gradients(loss_fn, state, batches, jax.random.fold_in(key, 0), kernels)
+        else:
+            batches = shard_batch(batch, microbatches)
+            result = accumulated_gradients(accumulation, state, batches, key)
         grads = state.scaler.unscale(result.grads)
         outcome = outcome_of(result.loss, grads, result.quantizers)
         finite = outcome.finite
         # Before the update, which quantizes parameters with these states. Amaxes of a skipped step may be inf or nan.
-        with within_step(scales):
-            next_quantizers = write_back(state.quantizers, result.quantizers, keep_old=~finite)
+        next_quantizers = write_back(state.quantizers, result.quantizers, keep_old=~finite)
         loss_at = _LossAt(
             quantizers=state.quantizers,
             rest=state.rest,

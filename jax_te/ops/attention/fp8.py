@@ -35,7 +35,6 @@ from jax_te.quantize import (
     amax,
     check_gradients_merge,
     exponent_scale,
-    unchanged_state,
 )
 from jax_te.sharding import REPLICATED, MeshAxes, reduce_max, reduce_sum
 from jax_te.typing import Array, LogicalAxes
@@ -194,7 +193,7 @@ def _next_state(call: Fp8Call, residuals: _Residuals, seen: Amaxes) -> Attention
     """Return the state's next value; ``seen`` are amaxes of backward."""
     precision, state = call.precision, residuals.state
     if state is None or call.frozen_scales:
-        return unchanged_state(state)
+        return state
     tensors: list[AttentionTensor] = [name for tensors in precision.roles.values() for name in tensors]
     amaxes = residuals.amaxes | seen
     # The state belongs to the whole arrays, wherever a scale may be of their shards.

@@ -16,17 +16,7 @@ import jax.numpy as jnp
 
 from jax_te.ops.linear.spec import KernelGemm, LinearSpec, LinearWeights
 from jax_te.ops.overflow import show_overflow
-from jax_te.quantize import (
-    ROLES,
-    Gemm,
-    GemmState,
-    Quantization,
-    QuantizedKernel,
-    TensorRole,
-    pad_rows,
-    unchanged_state,
-    unpad_rows,
-)
+from jax_te.quantize import ROLES, Gemm, GemmState, Quantization, QuantizedKernel, TensorRole, pad_rows, unpad_rows
 from jax_te.sharding import all_gather, constrain, reduce_max, reduce_sum
 from jax_te.typing import Array
 
@@ -156,10 +146,16 @@ def backward(
         dbias: gradient of the bias, on a mesh summed over this device's rows.
         after: the gradient of the op's output.
     """
-    if dbias is not None and spec.plan.mesh is not None:
-        dbias = reduce_sum(dbias, spec.plan.out_row_axes)
+    dbias = summed_dbias(spec, dbias)
     dx = dgrad(spec, residuals.kernel, g, after=after)
     return dx, *weight_cotangents(spec, residuals, g, dbias)
+
+
+def summed_dbias(spec: LinearSpec, dbias: Array | None) -> Array | None:
+    """Return the bias gradient, summed over the devices that have parts of the rows."""
+    if dbias is None or spec.plan.mesh is None:
+        return dbias
+    return reduce_sum(dbias, spec.plan.out_row_axes)
 
 
 def weight_cotangents(
@@ -240,7 +236,7 @@ def dgrad(spec: LinearSpec, kernel: Any, g: Operand, *, after: Array) -> Array:
         g: the gradient of the output.
         after: the gradient of the op's output.
     """
-    plan, dims = spec.plan, spec.kernel_all_gather
+    dims = spec.kernel_all_gather
     if dims:
         # Without the barrier the compiler would find forward's all-gather equal to this one and keep its result: all
         # kernels of the model would be whole at once.
@@ -252,6 +248,12 @@ def dgrad(spec: LinearSpec, kernel: Any, g: Operand, *, after: Array) -> Array:
             kernel = spec.backend.residual_for_dgrad(kernel_operand(spec, kernel, None)[0].read_by(spec, "dgrad"))
     dx = spec.backend.gemm_dgrad(g.read_by(spec, "dgrad"), kernel, spec.precision.splits_accumulator("dgrad"))
     dx = dx if spec.unpadded_rows is None else unpad_rows(dx, spec.unpadded_rows)
+    return summed_dx(spec, dx)
+
+
+def summed_dx(spec: LinearSpec, dx: Array) -> Array:
+    """Return the input's gradient, summed over the devices that have parts of the output's features."""
+    plan = spec.plan
     return dx if plan.mesh is None else reduce_sum(dx, plan.feature_axes, plan.x_all_gather)
 
 
@@ -268,6 +270,11 @@ def wgrad(spec: LinearSpec, x: Any, g: Any) -> Array:
         again = make_operand(replace(spec, observer=None), "x", x, None, axis=-1)
         x = spec.backend.residual_for_wgrad(again.read_by(spec, "wgrad"))
     dkernel = spec.backend.gemm_wgrad(x, g, spec.wgrad_dtype, spec.precision.splits_accumulator("wgrad"))
+    return summed_dkernel(spec, dkernel)
+
+
+def summed_dkernel(spec: LinearSpec, dkernel: Array) -> Array:
+    """Return the kernel's gradient in its own sharding, summed over the devices that have parts of the rows."""
     if spec.plan.mesh is not None:
         later = () if spec.sink is None else spec.sink.summed_later
         # Reduce-scattered over FSDP's axis, all-reduced over the others: each device keeps the shard that it updates.
@@ -279,7 +286,7 @@ def wgrad(spec: LinearSpec, x: Any, g: Any) -> Array:
 def next_state(spec: LinearSpec, residuals: LinearResiduals, grad: Operand) -> GemmState | None:
     """Return the state after a call, with the amaxes of the whole tensors."""
     if residuals.state is None or spec.frozen_scales:
-        return unchanged_state(residuals.state)
+        return residuals.state
     scales, amaxes = zip(residuals.x_used, residuals.kernel_used, grad.used, strict=True)
     # Reduced here, not where each was computed: nothing in this step reads them, and one collective suffices for all
     # three.

@@ -1,31 +1,31 @@
-"""The projection of hidden states to logits."""
+"""The projection of hidden states to logits, whose GEMMs of backward are another backend's than forward's."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
-from jax_te.ops.linear.dense import dense
+from jax_te.ops import te
+from jax_te.ops.backend import Primitives, ambient_backend, explain_backend, primitives
+from jax_te.ops.first_order import why_backend
+from jax_te.ops.linear import gemms
+from jax_te.ops.linear.gemms import LinearResiduals
 from jax_te.ops.linear.plan import LinearOptions
+from jax_te.ops.linear.resolve import Layer, LinearArgs, check_differentiated, run_op
+from jax_te.ops.linear.spec import LinearSpec, LinearWeights, OpSpec
 from jax_te.ops.sharded_vjp import sharded_vjp
-from jax_te.ops.wide import wide_dtype
-from jax_te.typing import Array, BackendName, LogicalAxes
-
-_LOGITS: LogicalAxes = ("batch", "sequence", "vocab")
+from jax_te.quantize import Quantization
+from jax_te.typing import Array, DTypeLike, LogicalAxes
 
 
-class _Spec(NamedTuple):
-    axes: LogicalAxes
+class _HeadSpec(NamedTuple):
+    """A resolved head: its layer, under the ``xla`` backend, and what backward does otherwise."""
+
+    layers: tuple[LinearSpec, ...]
+    backward: Primitives
     tied: bool
-    backend: BackendName | None  # of backward; None: the ambient one
-
-
-class _Args(NamedTuple):
-    x: Array
-    kernel: Array
-    bias: Array | None
 
 
 def head_logits(x: Array, kernel: Array, bias: Array | None = None, *, axes: LogicalAxes, tied: bool) -> Array:
@@ -33,7 +33,9 @@ def head_logits(x: Array, kernel: Array, bias: Array | None = None, *, axes: Log
 
     The GEMM of forward is XLA's, whatever the backend: XLA writes the gradient of the logits, which are the largest
     array of most models, over the logits, but not over the output of another library's kernel. The two GEMMs of
-    backward are those of the ambient backend.
+    backward are those of the ambient backend where it can run them, since XLA takes long to compile its own: under
+    ``"te"``, too, they are XLA's where a device's rows of the logits do not begin at multiples of 16 bytes, for which
+    cuBLAS takes twice as long, or where devices cannot run them by themselves.
 
     Args:
         x: hidden states.
@@ -42,39 +44,74 @@ def head_logits(x: Array, kernel: Array, bias: Array | None = None, *, axes: Log
         axes: logical axes of ``x``.
         tied: whether the kernel is a table. It is read, and its gradient is written, as it lies in memory.
 
-    >>> import jax.numpy as jnp
     >>> head_logits(jnp.ones((1, 2, 4)), jnp.ones((8, 4)), axes=("batch", "sequence", "hidden"), tied=True).shape
     (1, 2, 8)
     """
-    size = kernel.shape[0 if tied else 1]
-    # cuBLAS, which TE calls, takes twice as long as XLA's kernels for rows that do not begin at multiples of 16 bytes.
-    backend = None if size * x.dtype.itemsize % 16 == 0 else "xla"
-    return _head_logits(_Spec(axes, tied, backend), None, _Args(x, kernel, bias), out_axes=_LOGITS)
-
-
-def _fwd(spec: _Spec, args: _Args) -> tuple[Array, _Args]:
-    kernel = args.kernel.T if spec.tied else args.kernel
-    return dense(args.x, kernel, args.bias, options=_options(spec), backend="xla"), args
-
-
-def _bwd(spec: _Spec, args: _Args, g: Array) -> tuple[_Args, None]:
-    x, kernel, bias = args
-    dbias = None if bias is None else jnp.sum(g, axis=(0, 1), dtype=wide_dtype(g.dtype)).astype(bias.dtype)
-    if not spec.tied:
-        _, vjp = jax.vjp(lambda x, kernel: dense(x, kernel, options=_options(spec), backend=spec.backend), x, kernel)
-        dx, dkernel = vjp(g)
-        return _Args(dx, dkernel, dbias), None
-    # The input's gradient is the product of ``g`` and the table. So the table's own gradient is that of this product
-    # for the cotangent ``x``.
-    options = LinearOptions(_LOGITS, ("vocab", "fsdp"), spec.axes)
-    dx, vjp = jax.vjp(lambda table: dense(g, table, options=options, backend=spec.backend), kernel)
-    (dtable,) = vjp(x)
-    return _Args(dx, dtable, dbias), None
-
-
-def _options(spec: _Spec) -> LinearOptions:
     # Not "sequence_parallel": the tensor axis shards the vocabulary here, and cannot shard rows, too.
-    return LinearOptions(spec.axes, ("fsdp", "vocab"), _LOGITS)
+    options = LinearOptions(axes, ("fsdp", "vocab"), ("batch", "sequence", "vocab"))
+    layer = Layer("head", x.shape, LinearWeights(kernel.T if tied else kernel, bias), options)
+
+    def op(spec: OpSpec, *arrays: Any) -> Array:
+        backward = _backend_of_backward(x.dtype, spec.layers[0].plan.reason)
+        return _head_logits(_HeadSpec(spec.layers, backward, tied), *arrays)
+
+    return run_op(op, "dense", x, (layer,), recipe=None, backend="xla")
 
 
-_head_logits = sharded_vjp(_fwd, _bwd)
+def _backend_of_backward(dtype: DTypeLike, unsharded: str | None) -> Primitives:
+    """Return the ambient backend if it can run the GEMMs, else ``"xla"``.
+
+    Args:
+        dtype: dtype of the hidden states.
+        unsharded: reason why devices of a mesh cannot run them by themselves; None: they can, or there is no mesh.
+    """
+    if dtype == jnp.float64:  # which TE has no kernel for
+        return "xla"
+    if ambient_backend.value != "te":
+        return explain_backend("dense", unsharded=unsharded).backend
+    supported, _ = te.supports("dense", unsharded=unsharded)
+    return "te" if supported else "xla"
+
+
+def _fwd(spec: _HeadSpec, args: LinearArgs) -> tuple[Array, LinearResiduals]:
+    x, _, (weights,) = args
+    (layer,) = spec.layers
+    return gemms.forward(layer, gemms.make_operand(layer, "x", x, None, axis=-1), weights, x)
+
+
+def _bwd(spec: _HeadSpec, saved: LinearResiduals, g: Array) -> tuple[LinearArgs, Any]:
+    aligned = g.shape[-1] * g.dtype.itemsize % 16 == 0
+    backend = primitives(spec.backward if aligned else "xla")
+    layer = replace(spec.layers[0], backend=backend)
+    g_operand, dbias = gemms.grad_operand(layer, g, None)
+    # Forward has saved plain arrays.
+    x, _ = backend.quantize_operand(saved.x, Quantization(), axis=-1)
+    if spec.tied and not any(layer.kernel_all_gather):
+        dx, dkernel = _by_table(layer, x, saved.kernel, g_operand.unquantized)
+        weights, sink = LinearWeights(dkernel, gemms.summed_dbias(layer, dbias)), None
+    else:  # a kernel that is all-gathered is not a table any more
+        kernel, _ = backend.quantize_operand(saved.kernel, Quantization(), axis=1)
+        saved = saved._replace(x=backend.residual_for_wgrad(x), kernel=backend.residual_for_dgrad(kernel))
+        dx, weights, sink = gemms.backward(layer, saved, g_operand, dbias, after=g)
+    return LinearArgs(dx, None, (weights,)), (sink,)
+
+
+def _by_table(layer: LinearSpec, x: Any, kernel: Array, g: Any) -> tuple[Array, Array]:
+    """Return the gradients of input and kernel, by GEMMs that read and write the kernel ``[h, v]`` as a table.
+
+    Args:
+        layer: the layer; its backend runs the GEMMs.
+        x, g: operands, the input ``[b, s, h]`` and the gradient of the logits ``[b, s, v]``.
+        kernel: the kernel.
+    """
+    backend = layer.backend
+    # XLA drops this transposition, of a table that was transposed, and the one below, whose result will be.
+    table, _ = backend.quantize_operand(jnp.transpose(kernel), Quantization(), axis=1)
+    dx = backend.gemm_fprop(g, table, None, False)
+    dtable = backend.gemm_wgrad(backend.residual_for_wgrad(g), x, layer.wgrad_dtype, False)
+    return gemms.summed_dx(layer, dx), gemms.summed_dkernel(layer, jnp.transpose(dtable))
+
+
+_head_logits = sharded_vjp(
+    _fwd, _bwd, name="gemm", check=check_differentiated, once=lambda spec: why_backend(spec.backward)
+)

@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_te.ops import head_logits
+from jax_te.config import ParallelConfig
+from jax_te.ops import head_logits, use_backend
+from jax_te.sharding import constrain, make_mesh
 from tests.support.numerics import assert_close
 
 TOLERANCE = 1e-6  # both sum 25 products in fp32 at most, in another order
@@ -36,3 +38,85 @@ def test_gradients_have_the_dtypes_of_what_they_belong_to(tied):
     x, kernel, bias = jnp.ones((1, 2, 16), jnp.bfloat16), jnp.ones((16, 16)), jnp.ones(16, jnp.bfloat16)
     out, vjp = jax.vjp(lambda *args: head_logits(*args, axes=AXES, tied=tied), x, kernel, bias)
     assert [out.dtype, *(grad.dtype for grad in vjp(out))] == [jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.bfloat16]
+
+
+def plain(x, kernel, tied):
+    return x @ (kernel.T if tied else kernel)
+
+
+@pytest.mark.parametrize("axis_type", ["auto", "explicit"])
+@pytest.mark.parametrize("mesh", ["tensor=2,fsdp=2", "data=2,tensor=2", "context=2,tensor=2"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_mesh_changes_no_value(tied, mesh, axis_type):
+    x, kernel = jax.random.normal(jax.random.key(0), (4, 8, 16)), jax.random.normal(jax.random.key(1), (24, 16))
+    kernel = kernel if tied else kernel.T
+    wanted, wanted_vjp = jax.vjp(lambda *args: plain(*args, tied), x, kernel)
+    with jax.set_mesh(make_mesh(ParallelConfig.parse(mesh), axis_type=axis_type)):
+        x = constrain(x, AXES)
+        kernel = constrain(kernel, ("vocab", "fsdp") if tied else ("fsdp", "vocab"))
+
+        @jax.jit
+        def logits_and_gradients(x, kernel):
+            logits, vjp = jax.vjp(lambda *args: head_logits(*args, axes=AXES, tied=tied), x, kernel)
+            return logits, vjp(logits)
+
+        ours, gradients = logits_and_gradients(x, kernel)
+    assert_close(ours, wanted, TOLERANCE)
+    for mine, theirs in zip(gradients, wanted_vjp(wanted), strict=True):
+        assert_close(mine, theirs, TOLERANCE)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_products_of_hessians_are_those_of_the_formula(tied):
+    x, kernel = jax.random.normal(jax.random.key(0), (1, 4, 16)), jax.random.normal(jax.random.key(1), (16, 16))
+    direction = (jnp.ones_like(x), jnp.ones_like(kernel))
+
+    def product(logits):
+        gradient = jax.grad(lambda x, kernel: jnp.sum(jnp.sin(logits(x, kernel))), argnums=(0, 1))
+        return jax.jvp(gradient, (x, kernel), direction)[1]
+
+    ours = product(lambda x, kernel: head_logits(x, kernel, axes=AXES, tied=tied))
+    wanted = product(lambda x, kernel: plain(x, kernel, tied))
+    # Sums of 64 products of sums of 16, each rounded.
+    for mine, theirs in zip(ours, wanted, strict=True):
+        assert_close(mine, theirs, 1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_remat_by_the_name_of_gemms_saves_the_logits(tied):
+    x, kernel = jnp.ones((1, 4, 16)), jnp.ones((16, 16))
+
+    def loss(x, kernel):
+        return jnp.sum(jnp.sin(head_logits(x, kernel, axes=AXES, tied=tied)))
+
+    def products(policy):
+        program = jax.make_jaxpr(jax.grad(jax.checkpoint(loss, policy=policy), argnums=(0, 1)))(x, kernel)
+        return str(program).count("dot_general")
+
+    policies = jax.checkpoint_policies
+    assert (products(policies.save_only_these_names("gemm")), products(policies.nothing_saveable)) == (3, 4)
+
+
+@pytest.mark.te
+@pytest.mark.parametrize(("size", "te_gemms"), [(24, 2), (25, 0)])
+@pytest.mark.parametrize("tied", [False, True])
+def test_backward_is_transformer_engines_where_it_is_no_slower(tied, size, te_gemms, monkeypatch):
+    """The context is that of the call, and of forward alone here."""
+    import jax_te.ops.te.gemm as te_gemm
+
+    calls, gemm = [], te_gemm._gemm
+    monkeypatch.setattr(te_gemm, "_gemm", lambda *args, **others: calls.append(args) or gemm(*args, **others))
+    x = jax.random.normal(jax.random.key(0), (1, 16, 32)).astype(jnp.bfloat16)
+    kernel = jax.random.normal(jax.random.key(1), (size, 32)).astype(jnp.bfloat16)
+    kernel = kernel if tied else kernel.T
+
+    def logits(x, kernel):
+        with use_backend("te"):
+            return head_logits(x, kernel, axes=AXES, tied=tied)
+
+    ours, vjp = jax.vjp(logits, x, kernel)
+    gradients = vjp(ours)
+    assert len(calls) == te_gemms
+    _, wanted_vjp = jax.vjp(lambda *args: plain(*args, tied), *(a.astype(jnp.float32) for a in (x, kernel)))
+    for mine, theirs in zip(gradients, wanted_vjp(ours.astype(jnp.float32)), strict=True):
+        assert_close(mine, theirs, 2.0**-8)  # one rounding to bf16
