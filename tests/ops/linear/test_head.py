@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_te.config import ParallelConfig
-from jax_te.ops import head_logits, use_backend
+from jax_te.ops import head_logits
 from jax_te.sharding import constrain, make_mesh
 from tests.support.numerics import assert_close
 
@@ -95,28 +95,3 @@ def test_remat_by_the_name_of_gemms_saves_the_logits(tied):
 
     policies = jax.checkpoint_policies
     assert (products(policies.save_only_these_names("gemm")), products(policies.nothing_saveable)) == (3, 4)
-
-
-@pytest.mark.te
-@pytest.mark.parametrize(("size", "te_gemms"), [(24, 2), (25, 0)])
-@pytest.mark.parametrize("tied", [False, True])
-def test_backward_is_transformer_engines_where_it_is_no_slower(tied, size, te_gemms, monkeypatch):
-    """The context is that of the call, and of forward alone here."""
-    import jax_te.ops.te.gemm as te_gemm
-
-    calls, gemm = [], te_gemm._gemm
-    monkeypatch.setattr(te_gemm, "_gemm", lambda *args, **others: calls.append(args) or gemm(*args, **others))
-    x = jax.random.normal(jax.random.key(0), (1, 16, 32)).astype(jnp.bfloat16)
-    kernel = jax.random.normal(jax.random.key(1), (size, 32)).astype(jnp.bfloat16)
-    kernel = kernel if tied else kernel.T
-
-    def logits(x, kernel):
-        with use_backend("te"):
-            return head_logits(x, kernel, axes=AXES, tied=tied)
-
-    ours, vjp = jax.vjp(logits, x, kernel)
-    gradients = vjp(ours)
-    assert len(calls) == te_gemms
-    _, wanted_vjp = jax.vjp(lambda *args: plain(*args, tied), *(a.astype(jnp.float32) for a in (x, kernel)))
-    for mine, theirs in zip(gradients, wanted_vjp(ours.astype(jnp.float32)), strict=True):
-        assert_close(mine, theirs, 2.0**-8)  # one rounding to bf16
