@@ -16,6 +16,7 @@ from jax_te.ops.linear.plan import LinearOptions
 from jax_te.ops.linear.resolve import Layer, LinearArgs, check_differentiated, run_op
 from jax_te.ops.linear.spec import LinearSpec, LinearWeights, OpSpec
 from jax_te.ops.sharded_vjp import sharded_vjp
+from jax_te.ops.stacked import named
 from jax_te.quantize import Quantization
 from jax_te.typing import Array, DTypeLike, LogicalAxes
 
@@ -76,7 +77,8 @@ def _backend_of_backward(dtype: DTypeLike, unsharded: str | None) -> Primitives:
 def _fwd(spec: _HeadSpec, args: LinearArgs) -> tuple[Array, LinearResiduals]:
     x, _, (weights,) = args
     (layer,) = spec.layers
-    return gemms.forward(layer, gemms.make_operand(layer, "x", x, None, axis=-1), weights, x)
+    logits, saved = gemms.forward(layer, gemms.make_operand(layer, "x", x, None, axis=-1), weights, x)
+    return logits, named(saved, "quantized", given=weights)  # as in `jax_te.ops.dense`
 
 
 def _bwd(spec: _HeadSpec, saved: LinearResiduals, g: Array) -> tuple[LinearArgs, Any]:
