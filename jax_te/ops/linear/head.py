@@ -1,4 +1,4 @@
-"""The projection of hidden states to logits, whose GEMMs of backward are another backend's than forward's."""
+"""The projection of hidden states to logits: XLA's GEMM forward, the ambient backend's two GEMMs in backward."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def head_logits(x: Array, kernel: Array, bias: Array | None = None, *, axes: Log
     array of most models, over the logits, but not over the output of another library's kernel. The two GEMMs of
     backward are those of the ambient backend where it can run them, since XLA takes long to compile its own: under
     ``"te"``, too, they are XLA's where a device's rows of the logits do not begin at multiples of 16 bytes, for which
-    cuBLAS takes twice as long, or where devices cannot run them by themselves.
+    cuBLAS takes up to twice as long, or where devices cannot run them by themselves.
 
     Args:
         x: hidden states.
