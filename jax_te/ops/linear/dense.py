@@ -65,7 +65,7 @@ def dense(
     (2, 8, 16)
     """
     layer = Layer("dense", x.shape, LinearWeights(kernel, bias, state, grad_sink), options)
-    return run_op(_linear, "dense", x, (layer,), recipe=recipe, backend=backend)
+    return run_op(linear_op, "dense", x, (layer,), recipe=recipe, backend=backend)
 
 
 @checked
@@ -104,7 +104,7 @@ def layernorm_dense(
     """
     layer = Layer("layernorm_dense", x.shape, linear, options)
     in_front = Norm(norm, scale, ln_bias)
-    return run_op(_linear, "layernorm_dense", x, (layer,), norm=in_front, recipe=recipe, backend=backend)
+    return run_op(linear_op, "layernorm_dense", x, (layer,), norm=in_front, recipe=recipe, backend=backend)
 
 
 def _fwd(spec: OpSpec, args: LinearArgs) -> tuple[Array, Any]:
@@ -131,4 +131,4 @@ def _bwd(spec: OpSpec, residuals: tuple[Any, LinearResiduals], g: Array) -> tupl
     return LinearArgs(dx, dnorm, (weights,)), (sink,)
 
 
-_linear = sharded_vjp(_fwd, _bwd, name="gemm", check=check_differentiated, once=why_once)
+linear_op = sharded_vjp(_fwd, _bwd, name="gemm", check=check_differentiated, once=why_once)

@@ -201,14 +201,27 @@ def kernel_operand(spec: LinearSpec, kernel: Array | QuantizedKernel, state: Gem
 
 def fprop(spec: LinearSpec, x: Operand, kernel: Operand, bias: Array | None) -> Array:
     """Return ``x @ kernel + bias``; where the sum over ``k`` is sharded, all-reduced or reduce-scattered."""
-    plan, operands = spec.plan, (x.read_by(spec, "fprop"), kernel.read_by(spec, "fprop"))
+    operands = x.read_by(spec, "fprop"), kernel.read_by(spec, "fprop")
     # The bias is added once, after the sum over the devices.
-    added = None if plan.contracting_axes else bias
-    y = spec.backend.gemm_fprop(*operands, added, spec.precision.splits_accumulator("fprop"))
+    later = bool(spec.plan.contracting_axes)
+    y = spec.backend.gemm_fprop(*operands, None if later else bias, spec.precision.splits_accumulator("fprop"))
+    return summed_y(spec, y, bias if later else None)
+
+
+def summed_y(spec: LinearSpec, y: Array, bias: Array | None) -> Array:
+    """Return the output of a layer.
+
+    Args:
+        spec: the layer.
+        y: output of the GEMM, with its padding, on a mesh of this device's part of ``k``.
+        bias: bias, if the GEMM has not added it.
+    """
+    plan = spec.plan
     y = y if spec.unpadded_rows is None else unpad_rows(y, spec.unpadded_rows)
-    if not plan.contracting_axes:
-        return constrain(y, spec.options.out_axes) if plan.constrained else y
-    y = reduce_sum(y, plan.contracting_axes, plan.out_reduce_scatter)
+    if plan.contracting_axes:
+        y = reduce_sum(y, plan.contracting_axes, plan.out_reduce_scatter)
+    elif plan.constrained:
+        y = constrain(y, spec.options.out_axes)
     return y if bias is None else y + jnp.expand_dims(bias.astype(y.dtype), tuple(range(y.ndim - bias.ndim)))
 
 
@@ -247,13 +260,13 @@ def dgrad(spec: LinearSpec, kernel: Any, g: Operand, *, after: Array) -> Array:
             # No state: recipes with state (delayed scaling) have one scale.
             kernel = spec.backend.residual_for_dgrad(kernel_operand(spec, kernel, None)[0].read_by(spec, "dgrad"))
     dx = spec.backend.gemm_dgrad(g.read_by(spec, "dgrad"), kernel, spec.precision.splits_accumulator("dgrad"))
-    dx = dx if spec.unpadded_rows is None else unpad_rows(dx, spec.unpadded_rows)
     return summed_dx(spec, dx)
 
 
 def summed_dx(spec: LinearSpec, dx: Array) -> Array:
-    """Return the input's gradient, summed over the devices that have parts of the output's features."""
+    """Return the input's gradient without padding, summed over the devices that have parts of the output's features."""
     plan = spec.plan
+    dx = dx if spec.unpadded_rows is None else unpad_rows(dx, spec.unpadded_rows)
     return dx if plan.mesh is None else reduce_sum(dx, plan.feature_axes, plan.x_all_gather)
 
 
