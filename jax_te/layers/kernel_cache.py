@@ -102,7 +102,7 @@ def cached_kernels(model: nnx.Module, cache: KernelCache) -> Iterator[nnx.Module
     >>> grads["kernel"].shape, layer.kernel_cache is None
     ((16, 16), True)
     """
-    modules = quantizable_modules(model)
+    modules = _modules(model)
     modes: list[CacheMode] = [module.cache_mode for _, module in modules]
     states = [module.kernel_cache for _, module in modules]
     use_cached_kernels(model, cache)
@@ -157,21 +157,26 @@ def drop_cached_kernels(model: nnx.Module) -> None:
         module.kernel_cache = nnx.data(None)
 
 
-def set_grad_sinks(model: nnx.Module, sinks: Mapping[Any, Any]) -> None:
-    """Set the sinks of kernels of `quantizable_kernels` by their paths; None means no sink."""
+def set_grad_sinks(model: nnx.Module, sinks: Mapping[Any, Any]) -> list[tuple[QuantizableModule, GradSinks | None]]:
+    """Set the sinks of kernels of `quantizable_kernels` by their paths; None means no sink.
+
+    Returns:
+        The layers that have other sinks now, with those that they had before.
+    """
     of_modules: dict[int, tuple[QuantizableModule, dict[str, Any]]] = {}
     for path, module, kernel in quantizable_kernels(model):
         if sinks.get(path) is not None:
             of_modules.setdefault(id(module), (module, {}))[1][kernel] = sinks[path]
+    before = [(module, module.grad_sinks) for module, _ in of_modules.values()]
     for module, own in of_modules.values():
         module.grad_sinks = GradSinks(own)
+    return before
 
 
 @contextlib.contextmanager
 def with_grad_sinks(model: nnx.Module, sinks: Mapping[Any, Any]) -> Iterator[None]:
     """Set the sinks of kernels as `set_grad_sinks` does; on exit layers have those of before."""
-    before = [(module, module.grad_sinks) for _, module in quantizable_modules(model)]
-    set_grad_sinks(model, sinks)
+    before = set_grad_sinks(model, sinks)
     try:
         yield
     finally:

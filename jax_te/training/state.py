@@ -229,8 +229,10 @@ def constrain_as_created(tree: PyTree) -> PyTree:
     """Return ``tree`` with every leaf in the sharding that it was created with."""
     # Otherwise the compiler chooses, a step could not take over (donate) its state's buffers, and the next step, with
     # other shardings, would be compiled again.
-    mesh, leaves = current_mesh(), []
-    known = set() if mesh is None else set(mesh.axis_names)
+    mesh = current_mesh()
+    if mesh is None:
+        return tree
+    leaves, known = [], set(mesh.axis_names)
     for _, leaf, axes in leaves_with_axes(tree):
         # Flax's own names, outside of the rules that assigned mesh axes: the compiler propagates Flax's placement.
         unknown = isinstance(axes, PartitionSpec) and not known.issuperset(jax.tree.leaves(tuple(axes)))
