@@ -20,9 +20,10 @@ from jax_te.cli.run_config import RunConfig
 from jax_te.config import ParallelConfig
 from jax_te.megatron import QuantizationReport
 from jax_te.models import BertModel, GPTModel
-from jax_te.ops import OPS, AttentionSpec, explain_backend
+from jax_te.ops import OPS, AttentionSpec, explain_backend, explain_head
 from jax_te.quantize import ROLES, TensorQuantizer, quantizer_for
 from jax_te.recipe import NVFP4BlockScaling, Recipe
+from jax_te.sharding import axis_ranks
 
 _LINEAR_OPS = ("dense", "layernorm_dense", "layernorm_mlp")
 
@@ -57,9 +58,9 @@ def explain_backends(config: RunConfig, targets: int | None = None) -> list[str]
             )
             label = name if len(recipes) == 1 or op not in _LINEAR_OPS else f"{name} ({recipe_label(recipe)})"
             grouped.setdefault((choice.backend, choice.reason, choice.others), []).append(label)
-    if any(backend == "te" for backend, _, _ in grouped) and not model.fp8_output_proj:
-        # `jax_te.models.LanguageModel` runs it there whatever the backend.
-        grouped["xla", "TE's GEMM would copy the table of a tied embedding", ""] = ["the output head"]
+    if not model.fp8_output_proj:  # else one of the linear layers
+        choice = explain_head(config.compute_dtype, config.vocab_size // axis_ranks("vocab"))
+        grouped.setdefault((choice.backend, choice.reason, choice.others), []).append("the output head")
     if len({(backend, others) for backend, _, others in grouped}) == 1:  # then the most common reason suffices
         (backend, reason, others), _ = max(grouped.items(), key=lambda item: len(item[1]))
         return [f"{backend} for every op: {reason}{others}"]

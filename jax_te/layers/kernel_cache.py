@@ -175,7 +175,7 @@ def set_grad_sinks(model: nnx.Module, sinks: Mapping[Any, Any]) -> list[tuple[Qu
 
 @contextlib.contextmanager
 def with_grad_sinks(model: nnx.Module, sinks: Mapping[Any, Any]) -> Iterator[None]:
-    """Set the sinks of kernels as `set_grad_sinks` does; on exit layers have those of before."""
+    """Set the sinks of kernels as `set_grad_sinks` does; on exit the layers that got some have those of before."""
     before = set_grad_sinks(model, sinks)
     try:
         yield

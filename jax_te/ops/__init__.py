@@ -10,7 +10,7 @@ from jax_te.ops.backend import BACKENDS, OPS, BackendChoice, BackendName, OpName
 from jax_te.ops.integers import as_int32, is_known
 from jax_te.ops.linear.activation import activation
 from jax_te.ops.linear.dense import dense, layernorm_dense
-from jax_te.ops.linear.head import head_logits
+from jax_te.ops.linear.head import explain_head, head_logits
 from jax_te.ops.linear.layernorm import layernorm
 from jax_te.ops.linear.layernorm_mlp import MlpOptions, layernorm_mlp
 from jax_te.ops.linear.norm_and_activation import Activation, NormSpec

@@ -36,11 +36,8 @@ class LossScale(abc.ABC):
         check_leaves("grads", grads)
         for grad in jax.tree.leaves(grads):
             check_float("unscale", grad)
-        wide = jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
-        if isinstance(self.scale, float) and self.scale == 1.0:
-            return wide
         inverse = 1.0 / self.scale
-        return jax.tree.map(lambda grad: grad * inverse, wide)
+        return jax.tree.map(lambda grad: grad.astype(jnp.float32) * inverse, grads)
 
     @abc.abstractmethod
     @checked

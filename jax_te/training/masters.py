@@ -171,7 +171,7 @@ def select(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
 
     def selected(after: Any, before: Any) -> jax.Array:
         if jnp.result_type(after) == jnp.result_type(before) and jnp.shape(after) == jnp.shape(before):
-            # `jnp.where` is a function of its own for each array, which takes JAX several times as long to trace.
+            # `jnp.where` is jitted, and JAX traces a call of it for each array, which takes it several times as long.
             return jax.lax.select(finite, after, before)
         return jnp.where(finite, after, before)
 

@@ -226,7 +226,7 @@ def _buffers(leaf: Any) -> set[int]:
 
 
 def constrain_as_created(tree: PyTree) -> PyTree:
-    """Return ``tree`` with every leaf in the sharding that it was created with."""
+    """Return ``tree`` with every leaf in the sharding that it was created with; without a mesh the tree itself."""
     # Otherwise the compiler chooses, a step could not take over (donate) its state's buffers, and the next step, with
     # other shardings, would be compiled again.
     mesh = current_mesh()

@@ -123,22 +123,12 @@ class StateArrays:
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], _Structure]:
         # Programs and messages name an array by its place in the state.
-        return list(zip(_names(self.structure), self.arrays, strict=True)), self.structure
+        paths = jax.tree_util.tree_flatten_with_path(self.state())[0]
+        return [(GetAttrKey(jax.tree_util.keystr(path)[1:]), leaf) for path, leaf in paths], self.structure
 
     @classmethod
     def tree_unflatten(cls, structure: _Structure, arrays: Sequence[Any]) -> StateArrays:
         return cls(arrays, structure)
-
-
-@functools.lru_cache(maxsize=8)
-def _names(structure: _Structure) -> tuple[Any, ...]:
-    """Return the place in a state of each of its arrays, a `GetAttrKey`.
-
-    Cached, since JAX asks several times when it compiles a step.
-    """
-    numbers = range(sum(fields.num_leaves for _, fields in structure.fields))
-    paths = jax.tree_util.tree_flatten_with_path(StateArrays(numbers, structure).state())[0]
-    return tuple(GetAttrKey(jax.tree_util.keystr(path)[1:]) for path, _ in paths)
 
 
 def jit_state(step: Callable[[Any, PyTree], tuple[Any, PyTree]]) -> Callable[[Any, PyTree], tuple[Any, PyTree]]:

@@ -1,5 +1,6 @@
 """jax-te train's precision options: what they do, that a resume agrees with them, and what is refused."""
 
+import dataclasses
 import json
 import shutil
 from types import SimpleNamespace
@@ -180,16 +181,18 @@ def test_a_size_that_does_not_matter_where_a_rule_keeps_the_layer_out(tmp_path):
     assert len(lines) == 1
 
 
-def test_a_run_says_what_te_leaves_to_others(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("vocabulary", "head"), [(256, "te"), (260, "xla")])  # bytes of a row: 512, 520
+def test_a_run_says_what_te_leaves_to_others(vocabulary, head, tmp_path, monkeypatch):
     monkeypatch.setattr(te, "supports", lambda op, **_: (op != "grouped_dense", "made up"))
     monkeypatch.setattr(te, "primitives", lambda: SimpleNamespace(has_kernel=lambda activation: True))
     options = ["train", *SHORT, "--recipe", "block", "--backend", "te", "--params-dtype", "bfloat16"]
     config, _ = resolve(options_from(build_parser().parse_args(options)), tmp_path / "run")
+    config = dataclasses.replace(config, vocab_size=vocabulary)
     with contexts(config):
         lines = explain_backends(config)
     ours = "quantization, fprop, dgrad, wgrad: xla"
     assert f"te for dense, layernorm_dense, layernorm_mlp: asked for; {ours}" in lines
-    assert any(line.startswith("xla for the output head: ") for line in lines)
+    assert [line.split()[0] for line in lines if "the output head" in line] == [head]
 
 
 def test_precision_options_that_do_not_go_together(tmp_path, capsys):

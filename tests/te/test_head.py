@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_te.config import ParallelConfig
+from jax_te.ops import backend as backends
 from jax_te.ops import head_logits, use_backend
 from jax_te.ops.te import gemm as te_gemm
 from jax_te.sharding import make_mesh
@@ -21,9 +22,12 @@ AXES = ("batch", "sequence", "hidden")
     ("size", "mesh", "te_gemms"),
     [(32, None, 3), (33, None, 0), (32, "tensor=2", 3), (24, "tensor=2", 0), (32, "fsdp=2", 3)],
 )
+@pytest.mark.parametrize("backend", ["te", "auto"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_gemms_are_transformer_engines_where_they_are_no_slower(tied, size, mesh, te_gemms, monkeypatch):
+def test_gemms_are_transformer_engines_where_they_are_no_slower(tied, backend, size, mesh, te_gemms, monkeypatch):
     """The context is that of the call, and of forward alone here; rows of logits are those of a device."""
+    monkeypatch.setattr(backends, "default_platform", lambda: "gpu")  # of which "auto" takes TE
+    jax.clear_caches()  # of an equal call that is traced already nothing is counted
     calls, gemm = [], te_gemm._gemm
     monkeypatch.setattr(te_gemm, "_gemm", lambda *args, **others: calls.append(args) or gemm(*args, **others))
     x = jax.random.normal(jax.random.key(0), (2, 16, 32)).astype(jnp.bfloat16)
@@ -31,7 +35,7 @@ def test_gemms_are_transformer_engines_where_they_are_no_slower(tied, size, mesh
     kernel = kernel if tied else kernel.T
 
     def logits(x, kernel):
-        with use_backend("te"):
+        with use_backend(backend):
             return head_logits(x, kernel, axes=AXES, tied=tied)
 
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(make_mesh(ParallelConfig.parse(mesh))):

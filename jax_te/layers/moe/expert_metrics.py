@@ -58,8 +58,7 @@ def step_metrics(model: nnx.Module) -> dict[str, Array]:
     >>> sorted(step_metrics(router))
     ['experts/dropped_share', 'experts/max_over_mean_load', 'experts/tokens_per_expert']
     """
-    routers = routers_of(model)
-    if not routers:
+    if not routers_of(model):
         return {}
     by_itself = {path for path, router, _, _ in _counts(model) if router.options.per_layer_logging}
     found = {}

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_te.ops import te
-from jax_te.ops.backend import Primitives, ambient_backend, explain_backend, primitives
+from jax_te.ops.backend import BackendChoice, ambient_backend, explain_backend, primitives
 from jax_te.ops.linear import gemms
 from jax_te.ops.linear.dense import linear_op
 from jax_te.ops.linear.plan import LinearOptions
@@ -20,16 +20,13 @@ from jax_te.ops.sharded_vjp import sharded_vjp
 from jax_te.ops.stacked import named
 from jax_te.quantize import Quantization
 from jax_te.sharding import all_gather
-from jax_te.typing import Array, LogicalAxes
+from jax_te.typing import Array, DTypeLike, LogicalAxes
 
 
 def head_logits(x: Array, kernel: Array, bias: Array | None = None, *, axes: LogicalAxes, tied: bool) -> Array:
     """Return logits ``[b, s, v]`` of hidden states ``[b, s, h]``, in their dtype.
 
-    The three GEMMs are the ambient backend's where it can run them: XLA compiles and measures kernels for each GEMM of
-    its own, which takes seconds. Under ``"te"``, too, they are XLA's where a device's rows of the logits do not begin
-    at multiples of 16 bytes, for which cuBLAS takes up to twice as long, or where devices cannot run them by
-    themselves.
+    `explain_head` says which backend runs the three GEMMs.
 
     Args:
         x: hidden states.
@@ -48,46 +45,69 @@ def head_logits(x: Array, kernel: Array, bias: Array | None = None, *, axes: Log
 
     def run(spec: OpSpec, *arrays: Any) -> Array:
         (head,) = spec.layers
-        head = replace(head, backend=primitives(_backend_of_head(head, layer.weights.kernel.shape[1])))
-        return op(spec._replace(layers=(head,)), *arrays)
+        plan = head.plan
+        shards = 1 if plan.mesh is None else prod(plan.mesh.shape[axis] for axis in plan.feature_axes)
+        choice = explain_head(x.dtype, layer.weights.kernel.shape[1] // shards, unsharded=plan.reason)
+        return op(spec._replace(layers=(replace(head, backend=primitives(choice.backend)),)), *arrays)
 
     # Resolved for XLA, which runs any head, and then for the backend that can run this one.
     return run_op(run, "dense", x, (layer,), recipe=None, backend="xla")
 
 
-def _backend_of_head(head: LinearSpec, vocabulary: int) -> Primitives:
-    """Return the ambient backend if it can run the GEMMs and is no slower, else ``"xla"``.
+def explain_head(dtype: DTypeLike, vocabulary: int, *, unsharded: str | None = None) -> BackendChoice:
+    """Return the backend of the head's GEMMs in this context, and the reason.
+
+    It is the ambient one where that can run them and is no slower: XLA compiles and measures kernels for each GEMM of
+    its own, which takes seconds. cuBLAS takes up to twice as long where rows of the logits do not begin at multiples of
+    16 bytes. No backend raises: what Transformer Engine cannot run is XLA's, also if it was asked for.
 
     Args:
-        head: the resolved layer.
-        vocabulary: size of the vocabulary, on all devices.
+        dtype: dtype of the hidden states.
+        vocabulary: size of the vocabulary, on a mesh that splits it a device's part.
+        unsharded: reason why the devices of a mesh cannot run the GEMMs by themselves; None: they can, or there is no
+            mesh.
+
+    >>> explain_head(jnp.bfloat16, 32000).backend
+    'xla'
     """
-    plan, dtype = head.plan, jnp.dtype(head.x_dtype)
-    if ambient_backend.value != "te":
-        return "xla" if dtype == jnp.float64 else explain_backend("dense", unsharded=plan.reason).backend
-    supported, _ = te.supports("dense", unsharded=plan.reason)
-    shards = 1 if plan.mesh is None else prod(plan.mesh.shape[axis] for axis in plan.feature_axes)
-    aligned = vocabulary // shards * dtype.itemsize % 16 == 0
-    # TE has no kernel for fp64.
-    return "te" if supported and aligned and dtype != jnp.float64 else "xla"
+    dtype = jnp.dtype(dtype)
+    reason = None
+    if ambient_backend.value == "te":
+        supported, why = te.supports("dense", unsharded=unsharded)
+        reason = None if supported else why
+    if reason is None:
+        choice = explain_backend("dense", unsharded=unsharded, dtype=dtype)
+        if choice.backend != "te":
+            return choice
+        if dtype == jnp.float64:
+            reason = "TE has no GEMM of fp64"
+        elif vocabulary * dtype.itemsize % 16:
+            reason = f"rows of {vocabulary} logits do not begin at multiples of 16 bytes, and cuBLAS is slow for them"
+        else:
+            return choice
+    return replace(explain_backend("dense", backend="xla", dtype=dtype), reason=reason)
 
 
 class _TiedResiduals(NamedTuple):
-    """What backward reads: the input of the GEMMs as an operand of the backend, and the kernel ``[h, v]``, an array."""
+    """What backward reads: the input of the GEMMs as an operand of the backend, and the kernel ``[h, v]``, an array, on
+    a mesh this device's shard."""
 
     x: Any
     kernel: Array
 
 
+# A table ``[v, h]`` is the kernel transposed. So the GEMM that multiplies by a transposed kernel, `gemm_dgrad`, gives
+# the logits, `gemm_fprop` the input's gradient, and the kernel's gradient is that of the table, transposed.
+
+
 def _tied_fwd(spec: OpSpec, args: LinearArgs) -> tuple[Array, _TiedResiduals]:
     x, _, (weights,) = args
     (head,) = spec.layers
+    kernel: Any = weights.kernel  # an array: no recipe quantizes it
     operand = gemms.make_operand(head, "x", x, None, axis=-1).unquantized
-    # In the compute dtype before an all-gather, which then moves less.
-    kernel = weights.kernel.astype(x.dtype)  # type: ignore[union-attr]  # an array: no recipe quantizes it
-    logits = head.backend.gemm_dgrad(operand, head.backend.residual_for_dgrad(_table(head, kernel)), False)
-    saved = _TiedResiduals(operand, kernel)
-    return gemms.summed_y(head, logits, weights.bias), named(saved, "quantized", given=weights)  # as in `dense`
+    table = head.backend.residual_for_dgrad(_table(head, kernel))
+    logits = gemms.summed_y(head, head.backend.gemm_dgrad(operand, table, False), weights.bias)
+    return logits, named(_TiedResiduals(operand, kernel), "quantized", given=weights)  # as in `dense`
 
 
 def _tied_bwd(spec: OpSpec, saved: _TiedResiduals, g: Array) -> tuple[LinearArgs, Any]:
@@ -110,7 +130,8 @@ def _table(head: LinearSpec, kernel: Array) -> Any:
 
     XLA drops this transposition, of a table that was transposed, as it does that of the gradient.
     """
-    whole = all_gather(kernel, head.kernel_all_gather)
+    # Cast before the all-gather, which so moves the compute dtype's bytes, as it does those of other layers' kernels.
+    whole = all_gather(kernel.astype(head.x_dtype), head.kernel_all_gather)
     table, _ = head.backend.quantize_operand(jnp.transpose(whole), Quantization(), axis=1)
     return table
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import print_saved_residuals
 
 from jax_te.config import ParallelConfig
 from jax_te.ops import head_logits
@@ -38,6 +39,25 @@ def test_gradients_have_the_dtypes_of_what_they_belong_to(tied):
     x, kernel, bias = jnp.ones((1, 2, 16), jnp.bfloat16), jnp.ones((16, 16)), jnp.ones(16, jnp.bfloat16)
     out, vjp = jax.vjp(lambda *args: head_logits(*args, axes=AXES, tied=tied), x, kernel, bias)
     assert [out.dtype, *(grad.dtype for grad in vjp(out))] == [jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.bfloat16]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_no_tokens_give_no_gradient(tied):
+    x, kernel = jnp.ones((2, 0, 16)), jnp.ones((24, 16) if tied else (16, 24))
+    logits, vjp = jax.vjp(lambda *args: head_logits(*args, axes=AXES, tied=tied), x, kernel)
+    dx, dkernel = vjp(logits)
+    assert (logits.shape, dx.shape, dkernel.tolist()) == ((2, 0, 24), (2, 0, 16), jnp.zeros_like(kernel).tolist())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_backward_reads_the_kernel_itself(tied, capsys):
+    """A copy of it in the compute dtype would be in memory from forward to backward."""
+    x, kernel = jnp.ones((1, 2, 16), jnp.bfloat16), jnp.ones((24, 16) if tied else (16, 24))
+    print_saved_residuals(lambda kernel: jnp.sum(head_logits(x, kernel, axes=AXES, tied=tied)), kernel)
+    saved = capsys.readouterr().out
+    assert "f32[24,16]" in saved or "f32[16,24]" in saved
+    assert "bf16[24,16]" not in saved
+    assert "bf16[16,24]" not in saved
 
 
 def plain(x, kernel, tied):
