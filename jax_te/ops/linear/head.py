@@ -71,21 +71,20 @@ def explain_head(dtype: DTypeLike, vocabulary: int, *, unsharded: str | None = N
     'xla'
     """
     dtype = jnp.dtype(dtype)
-    reason = None
-    if ambient_backend.value == "te":
-        supported, why = te.supports("dense", unsharded=unsharded)
-        reason = None if supported else why
-    if reason is None:
-        choice = explain_backend("dense", unsharded=unsharded, dtype=dtype)
-        if choice.backend != "te":
-            return choice
-        if dtype == jnp.float64:
-            reason = "TE has no GEMM of fp64"
-        elif vocabulary * dtype.itemsize % 16:
-            reason = f"rows of {vocabulary} logits do not begin at multiples of 16 bytes, and cuBLAS is slow for them"
-        else:
-            return choice
-    return replace(explain_backend("dense", backend="xla", dtype=dtype), reason=reason)
+    xla = explain_backend("dense", backend="xla", dtype=dtype)
+    if ambient_backend.value == "te":  # which raises for what it cannot run
+        supported, reason = te.supports("dense", unsharded=unsharded)
+        if not supported:
+            return replace(xla, reason=reason)
+    choice = explain_backend("dense", unsharded=unsharded, dtype=dtype)
+    if choice.backend != "te":
+        return choice
+    if dtype == jnp.float64:
+        return replace(xla, reason="TE has no GEMM of fp64")
+    if vocabulary * dtype.itemsize % 16:
+        reason = f"rows of {vocabulary} logits do not begin at multiples of 16 bytes, and cuBLAS is slow for them"
+        return replace(xla, reason=reason)
+    return choice
 
 
 class _TiedResiduals(NamedTuple):
