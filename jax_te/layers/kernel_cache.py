@@ -105,7 +105,7 @@ def cached_kernels(model: nnx.Module, cache: KernelCache) -> Iterator[nnx.Module
     modules = _modules(model)
     modes: list[CacheMode] = [module.cache_mode for _, module in modules]
     states = [module.kernel_cache for _, module in modules]
-    use_cached_kernels(model, cache)
+    _use(modules, cache, type(model))
     try:
         yield model
     finally:
@@ -120,10 +120,15 @@ def use_cached_kernels(model: nnx.Module, cache: KernelCache) -> None:
     Raises:
         ValueError: for a kernel that the model does not have, or has in another shape; no layer is changed then.
     """
-    found = {_name(path, kernel): (module, kernel) for path, module in _modules(model) for kernel in module.kernels}
+    _use(_modules(model), cache, type(model))
+
+
+def _use(modules: list[tuple[tuple[Any, ...], QuantizableModule]], cache: KernelCache, model_class: type[Any]) -> None:
+    """Set the cached kernels of the layers ``modules`` that `_modules` returns for a model of this class."""
+    found = {_name(path, kernel): (module, kernel) for path, module in modules for kernel in module.kernels}
     if unknown := [name for name in cache.kernels if name not in found]:
         raise ValueError(
-            f"{type(model).__name__} has no kernel {', '.join(unknown[:4])}{', …' if len(unknown) > 4 else ''}; use a "
+            f"{model_class.__name__} has no kernel {', '.join(unknown[:4])}{', …' if len(unknown) > 4 else ''}; use a "
             "cache for the model that quantize_kernels made it of"
         )
     forms: dict[int, tuple[QuantizableModule, dict[str, QuantizedKernel]]] = {}

@@ -388,35 +388,42 @@ def _run_one_by_one(
 ) -> Parts:
     """Run groups one after the other; in `layers_traced_once` JAX traces layers of one structure once."""
 
-    @functools.cache
-    def jitted(recomputed: bool, graphdef: nnx.GraphDef[Any]) -> Callable[..., tuple[Parts, _Changed]]:
-        # Arguments of all layers are closed over: some are no arrays.
-        return jax.jit(functools.partial(_call_copies, calls[recomputed], graphdef, given=given))
+    traced_once: dict[tuple[bool, nnx.GraphDef[Any]], Callable[..., tuple[Parts, _Changed]] | None] = {}
+
+    def jitted(
+        recomputed: bool, graphdef: nnx.GraphDef[Any], own: list[nnx.Module]
+    ) -> Callable[..., tuple[Parts, _Changed]] | None:
+        """Return the function for layers of this structure, such as these; None if JAX has to trace each of them."""
+        structure = recomputed, graphdef
+        try:
+            is_new = structure not in traced_once
+        except Exception:  # of an attribute that somebody set, such as a list, by which layers cannot be told apart
+            return None
+        if is_new:
+            # Arguments of all layers are closed over: some are no arrays.
+            call = functools.partial(_call_copies, calls[recomputed], graphdef, given=given)
+            traced_once[structure] = jax.jit(call) if _depend_on_themselves_alone(own) else None
+        return traced_once[structure]
 
     for group in groups:
         members = slice(group.first, group.first + group.count)
         own, own_keys = list(layers[members]), list(keys[members])
         # A group of several layers is traced by itself, so that each of them has its number in the names of operations.
-        if not (_layers_share_a_trace.value and group.count == 1 and _depends_on_itself_alone(own[0])):
-            xs = calls[group.recomputed](xs, own, own_keys, given, first=group.first)
-            continue
-        graphdef, state = nnx.split(own)
-        with jax.named_scope(f"layer_{group.first}"):
-            xs, changed = jitted(group.recomputed, graphdef)(state, xs, own_keys)
-        changed.apply(own)
+        if _layers_share_a_trace.value and group.count == 1:
+            graphdef, state = nnx.split(own)
+            if call := jitted(group.recomputed, graphdef, own):
+                with jax.named_scope(f"layer_{group.first}"):
+                    xs, changed = call(state, xs, own_keys)
+                changed.apply(own)
+                continue
+        xs = calls[group.recomputed](xs, own, own_keys, given, first=group.first)
     return xs
 
 
-def _depends_on_itself_alone(layer: nnx.Module) -> bool:
-    """Return whether calls of a layer are known to depend on its attributes, its arrays and the arguments alone."""
-    modules = [module for _, module in nnx.iter_modules(layer)]
-    if not all(type(module).__module__.partition(".")[0] in ("jax_te", "flax") for module in modules):
-        return False
-    try:
-        hash(nnx.graphdef(layer))
-    except TypeError:  # an attribute that somebody set, such as a list, by which layers cannot be told apart
-        return False
-    return True
+def _depend_on_themselves_alone(layers: list[nnx.Module]) -> bool:
+    """Return whether calls of layers are known to depend on their attributes, their arrays and the arguments alone."""
+    modules = (module for layer in layers for _, module in nnx.iter_modules(layer))
+    return all(type(module).__module__.partition(".")[0] in ("jax_te", "flax") for module in modules)
 
 
 class _Changed(NamedTuple):

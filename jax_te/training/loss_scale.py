@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.tree_util import GetAttrKey
 
 from jax_te._validation import check_annotations, check_float, check_leaves, check_positive, checked
@@ -37,7 +38,14 @@ class LossScale(abc.ABC):
         for grad in jax.tree.leaves(grads):
             check_float("unscale", grad)
         inverse = 1.0 / self.scale
-        return jax.tree.map(lambda grad: grad.astype(jnp.float32) * inverse, grads)
+        is_one = isinstance(inverse, float) and inverse == 1.0
+
+        def unscaled(grad: Array) -> Array:
+            wide = grad.astype(jnp.float32)
+            # Less to trace. Elsewhere a result is an array of its own, also in fp32: a caller may donate it.
+            return wide if is_one and isinstance(wide, Tracer) else wide * inverse
+
+        return jax.tree.map(unscaled, grads)
 
     @abc.abstractmethod
     @checked

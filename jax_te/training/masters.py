@@ -140,17 +140,20 @@ def apply_update(
         new: the values after the update, in Variables or not.
         params: the parameters before it, which determine forms and dtypes.
         masters: masters before the update.
-        model: model with the quantizer states to quantize with.
+        model: model with the quantizer states to quantize with, which is not changed.
 
     Raises:
         ValueError: if a parameter was quantized by another recipe than the ambient one.
     """
     split = dict(nnx.to_flat_state(masters))
-    layers = {path: (module, kernel) for path, module, kernel in quantizable_kernels(model)}
+    flat = nnx.to_flat_state(params)
+    quantized = any(isinstance(variable.get_value(), QuantizedKernel) for _, variable in flat)
+    kernels = quantizable_kernels(model) if quantized else []  # a walk over the whole model
+    layers = {path: (module, kernel) for path, module, kernel in kernels}
     values = dict(nnx.to_flat_state(nnx.as_pure(new)))
     kept = {path: select(finite, values[path], master.get_value()) for path, master in split.items()}
     stored = []
-    for path, variable in nnx.to_flat_state(params):
+    for path, variable in flat:
         before = variable.get_value()
         if isinstance(before, QuantizedKernel):
             module, kernel = layers[path]

@@ -20,6 +20,7 @@ from jax.core import eval_context
 from jax.extend.core import get_opaque_trace_state
 from jax.tree_util import GetAttrKey
 
+from jax_te.training.collector import collect_rarely
 from jax_te.training.global_batch import with_stages
 from jax_te.typing import PyTree
 
@@ -142,10 +143,11 @@ def jit_state(step: Callable[[Any, PyTree], tuple[Any, PyTree]]) -> Callable[[An
     @functools.partial(jax.jit, donate_argnums=0)
     @functools.wraps(step)
     def compiled(state: Any, batch: PyTree) -> tuple[Any, PyTree]:
-        if not isinstance(state, StateArrays):
-            return step(state, batch)
-        state, result = step(state.state(), batch)
-        return StateArrays.of(state), result
+        with collect_rarely():
+            if not isinstance(state, StateArrays):
+                return step(state, batch)
+            state, result = step(state.state(), batch)
+            return StateArrays.of(state), result
 
     def call(state: Any, batch: PyTree) -> tuple[Any, PyTree]:
         if FieldsMadeWhenRead not in type(state).__bases__:

@@ -159,8 +159,10 @@ def make_train_step(
             microbatches=microbatches,
         )
         asked_for = _asked_for(outcome.loss, grads, loss_at)
-        updates = _apply(transformation, state, finite, next_quantizers, grads, asked_for)
-        metrics = _metrics(state, outcome, next_quantizers)
+        # The model before the update, with its next states.
+        model = nnx.merge(state.graphdef, state.params, next_quantizers, state.rest)
+        updates = _apply(transformation, state, finite, model, grads, asked_for)
+        metrics = _metrics(state, outcome, model)
         state = dataclasses.replace(
             state,
             params=updates.params,
@@ -209,15 +211,14 @@ def make_eval_step(loss_fn: LossFn) -> Callable[[TrainState, PyTree], Array]:
     return require_global_batches(eval_step)
 
 
-def _metrics(state: TrainState, outcome: Outcome, quantizers: PyTree) -> dict[str, Array]:
-    """Return a step's metrics: its own, and those that the model's layers have counted in it."""
+def _metrics(state: TrainState, outcome: Outcome, model: nnx.Module) -> dict[str, Array]:
+    """Return a step's metrics: its own, and those that the model's layers have counted in it, in its new states."""
     own = {
         "loss": outcome.loss,
         "grad_norm": outcome.norm,
         "skipped": 1.0 - outcome.finite.astype(jnp.float32),
         "loss_scale": jnp.asarray(state.scaler.scale, jnp.float32),
     }
-    model = nnx.merge(state.graphdef, state.params, quantizers, state.rest)
     return _with_metrics(_with_metrics(own, step_metrics(model)), multi_token_metrics(model))
 
 
@@ -253,15 +254,17 @@ def _apply(
     tx: optax.GradientTransformationExtraArgs,
     state: TrainState,
     finite: Array,
-    quantizers: PyTree,
+    model: nnx.Module,
     grads: PyTree,
     asked_for: dict[str, Any],
 ) -> _Updated:
-    """Return parameters, masters and optimizer state after an update, unchanged if gradients are not finite."""
+    """Return parameters, masters and optimizer state after an update, unchanged if gradients are not finite.
+
+    ``model`` has the next quantizer states, which quantize the parameters that are stored quantized.
+    """
     full = full_precision(state.params, adopt_changed_params(state.params, state.masters))
     check_opt_state(tx, state.opt_state, full)
     new, opt_state, _ = apply_transformation(tx, grads, state.opt_state, full, **asked_for)
-    model = nnx.merge(state.graphdef, state.params, quantizers, state.rest)
     params, masters = apply_update(finite, new, state.params, state.masters, model)
     return _Updated(params, masters, select(finite, opt_state, state.opt_state))
 

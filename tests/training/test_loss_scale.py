@@ -90,6 +90,17 @@ def test_unscale_undoes_scale():
     grads = scaler.unscale({"half": jnp.full(2, 2.0**10, jnp.float16)})
     assert grads["half"].dtype == jnp.float32
     np.testing.assert_array_equal(grads["half"], np.full(2, 2.0**-10, np.float32))
+    for scale in (1.0, 4.0):
+        for unscale in (ConstantLossScale(scale=scale).unscale, jax.jit(ConstantLossScale(scale=scale).unscale)):
+            kept = unscale({"half": jnp.full(2, 8.0, jnp.float16)})
+            assert kept["half"].dtype == jnp.float32
+            assert kept["half"].tolist() == [8.0 / scale] * 2
+
+
+def test_unscaled_gradients_may_be_donated():
+    grads = {"single": jnp.ones(2)}
+    ConstantLossScale().unscale(grads)["single"].delete()
+    assert grads["single"].tolist() == [1.0, 1.0]
 
 
 def test_scalers_are_pytrees():

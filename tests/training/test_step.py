@@ -421,8 +421,12 @@ def test_bad_batches_are_refused():
         (optax.chain(optax.clip(1.0), optax.adam(1e-2)), optax.chain(optax.identity(), optax.sgd(1e-2))),
         (optax.adam(1e-2), optax.MultiSteps(optax.adam(1e-2), 2)),
         (optax.adafactor(1e-2), optax.adafactor(1e-2, min_dim_size_to_factor=8)),
+        (optax.adam(1e-2), optax.adabelief(1e-2)),
+        (optax.sgd(1e-2, momentum=0.9), optax.adam(1e-2)),
+        (optax.MultiSteps(optax.adam(1e-2), 2), optax.MultiSteps(optax.sgd(1e-2), 2)),
+        (optax.lbfgs(memory_size=4), optax.lbfgs(memory_size=2)),
     ],
-    ids=["sgd", "parts", "MultiSteps", "shapes"],
+    ids=["sgd", "parts", "MultiSteps", "shapes", "class", "attributes", "inner", "memory"],
 )
 def test_a_state_of_another_transformation_is_refused(created, stepped):
     state = new_state(created)
