@@ -105,7 +105,7 @@ def cached_kernels(model: nnx.Module, cache: KernelCache) -> Iterator[nnx.Module
     modules = _modules(model)
     modes: list[CacheMode] = [module.cache_mode for _, module in modules]
     states = [module.kernel_cache for _, module in modules]
-    _use(modules, cache, type(model))
+    _set_cached_kernels(modules, cache, type(model))
     try:
         yield model
     finally:
@@ -120,11 +120,13 @@ def use_cached_kernels(model: nnx.Module, cache: KernelCache) -> None:
     Raises:
         ValueError: for a kernel that the model does not have, or has in another shape; no layer is changed then.
     """
-    _use(_modules(model), cache, type(model))
+    _set_cached_kernels(_modules(model), cache, type(model))
 
 
-def _use(modules: list[tuple[tuple[Any, ...], QuantizableModule]], cache: KernelCache, model_class: type[Any]) -> None:
-    """Set the cached kernels of the layers ``modules`` that `_modules` returns for a model of this class."""
+def _set_cached_kernels(
+    modules: list[tuple[tuple[Any, ...], QuantizableModule]], cache: KernelCache, model_class: type[Any]
+) -> None:
+    """Set the cached kernels of layers, given with their paths in a model of this class, which errors name."""
     found = {_name(path, kernel): (module, kernel) for path, module in modules for kernel in module.kernels}
     if unknown := [name for name in cache.kernels if name not in found]:
         raise ValueError(

@@ -42,7 +42,8 @@ class LossScale(abc.ABC):
 
         def unscaled(grad: Array) -> Array:
             wide = grad.astype(jnp.float32)
-            # Less to trace. Elsewhere a result is an array of its own, also in fp32: a caller may donate it.
+            # In a trace this is one operation less for each gradient. Outside of one the product is kept, because the
+            # result must not be the caller's own array, as fp32 gradients would be: either may be donated.
             return wide if is_one and isinstance(wide, Tracer) else wide * inverse
 
         return jax.tree.map(unscaled, grads)
