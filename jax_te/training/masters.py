@@ -131,12 +131,13 @@ def _is_split(variable: nnx.Variable) -> bool:
 
 
 def apply_update(
-    finite: jax.Array, new: nnx.State, params: nnx.State, masters: nnx.State, model: nnx.Module
+    finite: jax.Array | None, new: nnx.State, params: nnx.State, masters: nnx.State, model: nnx.Module
 ) -> tuple[nnx.State, nnx.State]:
     """Return parameters, rounded or quantized by the ambient recipe, and masters after an update.
 
     Args:
         finite: bool ``[]``; where it is false, nothing changes: neither masters, nor parameters that differ from them.
+            None: the update counts.
         new: the values after the update, in Variables or not.
         params: the parameters before it, which determine forms and dtypes.
         masters: masters before the update.
@@ -169,8 +170,10 @@ def apply_update(
     return nnx.from_flat_state(stored), nnx.from_flat_state(written)
 
 
-def select(finite: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    """Return ``new`` where ``finite``, bool ``[]``, is true, else ``old``."""
+def select(finite: jax.Array | None, new: PyTree, old: PyTree) -> PyTree:
+    """Return ``new`` where ``finite``, bool ``[]``, is true or None, else ``old``."""
+    if finite is None:
+        return new
 
     def selected(after: Any, before: Any) -> jax.Array:
         if jnp.result_type(after) == jnp.result_type(before) and jnp.shape(after) == jnp.shape(before):

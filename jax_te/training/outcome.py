@@ -101,7 +101,7 @@ def once(flag: Array) -> Array:
     """Return ``flag``, bool ``[]``, which many kernels of a program read, computed in one place."""
     # Without the barrier XLA computes this from its parts again in each kernel that reads it, that is in each
     # parameter's update: a step then takes two to three times as long to compile. On CPUs the XLA of JAX 0.10 drops
-    # barriers before it fuses; elsewhere a conditional would make the host wait for the device.
+    # barriers before it fuses, but computes the value of a conditional once.
     return jax.lax.platform_dependent(flag, cpu=_behind_a_conditional, default=jax.lax.optimization_barrier)
 
 

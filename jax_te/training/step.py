@@ -258,15 +258,22 @@ def _apply(
     grads: PyTree,
     asked_for: dict[str, Any],
 ) -> _Updated:
-    """Return parameters, masters and optimizer state after an update, unchanged if gradients are not finite.
+    """Return parameters, masters and optimizer state after an update, or the present ones if gradients are not finite.
 
     ``model`` has the next quantizer states, which quantize the parameters that are stored quantized.
     """
-    full = full_precision(state.params, adopt_changed_params(state.params, state.masters))
-    check_opt_state(tx, state.opt_state, full)
-    new, opt_state, _ = apply_transformation(tx, grads, state.opt_state, full, **asked_for)
-    params, masters = apply_update(finite, new, state.params, state.masters, model)
-    return _Updated(params, masters, select(finite, opt_state, state.opt_state))
+    before = _Updated(state.params, state.masters, state.opt_state)
+
+    def update() -> _Updated:
+        full = full_precision(before.params, adopt_changed_params(before.params, before.masters))
+        check_opt_state(tx, before.opt_state, full)
+        new, opt_state, _ = apply_transformation(tx, grads, before.opt_state, full, **asked_for)
+        params, masters = apply_update(None, new, before.params, before.masters, model)
+        return constrain_as_created(_Updated(params, masters, opt_state))
+
+    # Not a selection between old and new values of each array: XLA chooses its fusions in one computation after the
+    # other, and takes the longer for each the larger its computation is.
+    return jax.lax.cond(finite, update, lambda: constrain_as_created(before))
 
 
 @jax.tree_util.register_dataclass

@@ -89,7 +89,8 @@ def apply_transformation(
         kwargs: pytrees of arrays and functions.
 
     Raises:
-        ValueError: for a transformation whose updates or state have other shapes than what they update.
+        ValueError: for a transformation whose updates or state have other shapes than what they update, or whose state
+            has other dtypes.
     """
     taken = inspect.signature(tx.update).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken):
@@ -104,6 +105,7 @@ def apply_transformation(
             updates, new_state = tx.update(grads, opt_state, params, **jax.tree.unflatten(kwargs_structure, leaves))
             _check_shapes("updates", updates, params)
             _check_shapes("optimizer state", new_state, opt_state)
+            _check_dtypes(new_state, opt_state)
             return jax.tree.leaves((optax.apply_updates(params, updates), new_state, updates))
 
     # In a region, because on Explicit axes products and selections, such as Muon's, require a result's sharding.
@@ -121,3 +123,14 @@ def _check_shapes(name: str, new: PyTree, old: PyTree) -> None:
             "single examples (optax.contrib.dpsgd) takes these, stacked, in Optimizer.update alone; one whose state "
             "changes its structure (optax.monitor) cannot be kept (take optax.snapshot)"
         )
+
+
+def _check_dtypes(new_state: PyTree, opt_state: PyTree) -> None:
+    """Raise ValueError for a state in other dtypes than before, with which a step would be compiled again."""
+    for (path, new), old in zip(jax.tree_util.tree_leaves_with_path(new_state), jax.tree.leaves(opt_state), strict=True):
+        found, expected = jnp.result_type(new), jnp.result_type(old)
+        if found != expected:
+            raise ValueError(
+                f"the transformation changed the dtype of its state at {jax.tree_util.keystr(path)} from {expected} to "
+                f"{found}: its init and its update must give a state in the same dtypes"
+            )

@@ -241,6 +241,12 @@ def test_what_cannot_be_is_refused():
         create_train_state(build(), optax.lookahead(SGD, 2, 0.5), key=jax.random.key(0))
     with pytest.raises(ValueError, match="optimizer state of shapes"):
         with_train_step(optax.chain(optax.monitor({"norm": optax.tree.norm}), SGD))
+    changes_dtype = optax.GradientTransformation(
+        lambda params: jnp.zeros((), jnp.bfloat16), lambda grads, state, params=None: (grads, state + jnp.ones(()))
+    )
+    for refused in (with_train_step, with_own_loop):
+        with pytest.raises(ValueError, match="dtype of its state at .* from bfloat16 to float32"):
+            refused(changes_dtype)
     # The gradients' first axis counts as one of examples; without a look at shapes the mean would be broadcast.
     private = contrib.differentially_private_aggregate(1.0, 0.1, key=jax.random.key(0))
     state = create_train_state(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), private, key=jax.random.key(0))
