@@ -1,6 +1,5 @@
 """Differentiable functions on arrays, free of Flax, each on the backends that support it."""
 
-from jax_te._source_lines import leave_out_lines_that_pass_calls_on
 from jax_te.config import ActivationParams
 from jax_te.ops.attention.checks import attention_spec
 from jax_te.ops.attention.context_parallel import ContextParallel, reorder_to_zigzag, undo_zigzag, zigzag_positions
@@ -29,9 +28,6 @@ from jax_te.ops.moe.placement import ExpertPlacement, expert_placement
 from jax_te.ops.moe.row_groups import RowGroups, check_sizes, group_alignment, row_bound
 from jax_te.ops.moe.weighted_act import weighted_activation
 from jax_te.ops.stacked import loop_over_layers
-
-# Here, because every program of this package has operations.
-leave_out_lines_that_pass_calls_on()
 
 # For users. The other names above are for the other packages of jax_te.
 __all__ = [

@@ -14,11 +14,15 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from jax_te.ops.first_order import refuse_derivatives
+from jax_te.ops.source_lines import leave_out_lines_that_pass_calls_on
 from jax_te.ops.stacked import behind_barrier, residuals_are_stacked
 from jax_te.quantize import OpaqueTree
 from jax_te.remat import WITNESS
 from jax_te.sharding import MeshAxes, auto_region, free_axes, mark_varying, reshard, varying_axes
 from jax_te.typing import LogicalAxes
+
+# Here, because every program of this package has operations.
+leave_out_lines_that_pass_calls_on()
 
 _WHY_MARKED = (
     "second derivatives do not exist in a layer inside of a shard_map that leaves an axis to the compiler and checks "

@@ -17,7 +17,7 @@ from jax_te.config import PipelineConfig
 from jax_te.layers import aux_losses_scaled, step_metrics
 from jax_te.models import layers_traced_once, multi_token_metrics
 from jax_te.quantize import frozen_scales, write_back
-from jax_te.sharding import use_rules
+from jax_te.sharding import mark_varying, use_rules, varying_axes
 from jax_te.training.accumulation import Accumulation, accumulated_gradients, gradients
 from jax_te.training.global_batch import require_global_batches
 from jax_te.training.kernel_gradients import KernelGradients
@@ -58,8 +58,8 @@ def make_train_step(
     - ``tx`` updates the fp32 masters, of which half-precision parameters are the rounded copies, and the other
       parameters directly.
     - If the loss, the norm of the gradients or an amax of a tensor that was quantized is not finite, only ``step``,
-      ``skipped_steps`` and the scaler change. The norm is not finite if an element is not, or if the sum of the squares
-      overflows fp32. If an amax is not, the loss is nan.
+      ``skipped_steps`` and the scaler change, and ``tx`` does not run. The norm is not finite if an element is not, or
+      if the sum of the squares overflows fp32. If an amax is not, the loss is nan.
 
     Args:
         loss_fn: ``(model, batch, key) -> [ ]``, the mean loss over its batch, or a `WeightedMean`. The loss
@@ -263,17 +263,22 @@ def _apply(
     ``model`` has the next quantizer states, which quantize the parameters that are stored quantized.
     """
     before = _Updated(state.params, state.masters, state.opt_state)
+    # In a shard_map of the user's both branches must vary along the same axes.
+    varying = varying_axes((finite, before))
 
     def update() -> _Updated:
         full = full_precision(before.params, adopt_changed_params(before.params, before.masters))
         check_opt_state(tx, before.opt_state, full)
         new, opt_state, _ = apply_transformation(tx, grads, before.opt_state, full, **asked_for)
         params, masters = apply_update(None, new, before.params, before.masters, model)
-        return constrain_as_created(_Updated(params, masters, opt_state))
+        return mark_varying(constrain_as_created(_Updated(params, masters, opt_state)), varying)
 
-    # Not a selection between old and new values of each array: XLA chooses its fusions in one computation after the
-    # other, and takes the longer for each the larger its computation is.
-    return jax.lax.cond(finite, update, lambda: constrain_as_created(before))
+    def keep() -> _Updated:
+        return mark_varying(constrain_as_created(before), varying)
+
+    # A selection between each new and old array would take XLA longer to compile: it looks for operations to fuse in
+    # each branch by itself, and its time for that grows faster than the number of operations.
+    return jax.lax.cond(finite, update, keep)
 
 
 @jax.tree_util.register_dataclass

@@ -83,6 +83,8 @@ def apply_transformation(
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Return parameters and optimizer state after an update, and the updates.
 
+    The state keeps its dtypes: optax's ``ademamix(mu_dtype=jnp.bfloat16)``, e.g., begins in bf16 and goes on in fp32.
+
     Args:
         tx: transformation, which gets those of ``kwargs`` that its signature names.
         grads, opt_state, params: Variables in the same structure, or parts of it.
@@ -90,7 +92,7 @@ def apply_transformation(
 
     Raises:
         ValueError: for a transformation whose updates or state have other shapes than what they update, or whose state
-            has other dtypes.
+            becomes floating-point numbers, or wider integers, than it was.
     """
     taken = inspect.signature(tx.update).parameters.values()
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken):
@@ -105,7 +107,7 @@ def apply_transformation(
             updates, new_state = tx.update(grads, opt_state, params, **jax.tree.unflatten(kwargs_structure, leaves))
             _check_shapes("updates", updates, params)
             _check_shapes("optimizer state", new_state, opt_state)
-            _check_dtypes(new_state, opt_state)
+            new_state = jax.tree_util.tree_map_with_path(_in_dtype_of, new_state, opt_state)
             return jax.tree.leaves((optax.apply_updates(params, updates), new_state, updates))
 
     # In a region, because on Explicit axes products and selections, such as Muon's, require a result's sharding.
@@ -125,12 +127,17 @@ def _check_shapes(name: str, new: PyTree, old: PyTree) -> None:
         )
 
 
-def _check_dtypes(new_state: PyTree, opt_state: PyTree) -> None:
-    """Raise ValueError for a state in other dtypes than before, with which a step would be compiled again."""
-    for (path, new), old in zip(jax.tree_util.tree_leaves_with_path(new_state), jax.tree.leaves(opt_state), strict=True):
-        found, expected = jnp.result_type(new), jnp.result_type(old)
-        if found != expected:
-            raise ValueError(
-                f"the transformation changed the dtype of its state at {jax.tree_util.keystr(path)} from {expected} to "
-                f"{found}: its init and its update must give a state in the same dtypes"
-            )
+def _in_dtype_of(path: Any, new: Any, old: Any) -> Any:
+    """Return a new array of an optimizer state in the dtype of the old one, for which a step was compiled."""
+    found, expected = jnp.result_type(new), jnp.result_type(old)
+    if found == expected:
+        return new
+    # Not `found`: a Python number, which takes on the dtype of an array, has one of its own, too.
+    promoted = jnp.result_type(new, old)
+    both_inexact = jnp.issubdtype(expected, jnp.floating) and jnp.issubdtype(promoted, jnp.floating)
+    if promoted != expected and not both_inexact:
+        raise ValueError(
+            f"the transformation changed its state at {jax.tree_util.keystr(path)} from {expected} to {found}, which "
+            f"{expected} cannot hold: its init must give the dtype that its update gives"
+        )
+    return jnp.asarray(new).astype(expected)

@@ -53,6 +53,21 @@ def test_the_check_for_finite_gradients_has_one_operation_for_all_parameters():
     assert tests[0] == tests[1] > 0
 
 
+def test_the_update_selects_between_no_arrays():
+    """A conditional holds the update: a selection for each array would be compiled with all other operations."""
+
+    def program(layers):
+        tx = optax.adam(0.1)
+        state = create_train_state(
+            lambda rngs: nnx.List([Linear(16, 16, rngs=rngs) for _ in range(layers)]), tx, key=jax.random.key(0)
+        )
+        step = make_train_step(lambda model, x, key: sum(jnp.sum(layer(x)) for layer in model), tx)
+        return step.lower(state, jnp.ones((16, 16)))
+
+    selections = [_count(program(layers), r"stablehlo\.select\b") for layers in (1, 3)]
+    assert selections[0] == selections[1]
+
+
 def _program_of_layers(recipe, layers):
     """Return the program of the loss and the gradients of a chain of layers."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from jax_te.recipe import DelayedScaling, Float8CurrentScaling, autocast, current_recipe
 from jax_te.sharding import current_mesh
@@ -543,3 +545,34 @@ def test_the_norm_is_that_of_all_gradients_in_fp32(dtype):
             spoilt = list(grads)
             spoilt[place] = grads[place].at[0, 0].set(bad)
             assert not np.isfinite(norm(spoilt)), (place, bad)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_devices_of_a_shard_map_train_by_themselves(check_vma, dtype):
+    """Local SGD: steps on each device's own batch, from parameters that vary over the devices and moments that do not
+    yet, and then a mean of the parameters."""
+    tx, mesh = optax.adam(0.1), jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    step = make_train_step(lambda model, x, key: jnp.mean(jnp.square(model(x).astype(jnp.float32))), tx)
+    state = create_train_state(
+        lambda rngs: nnx.Linear(4, 2, dtype=dtype, param_dtype=dtype, rngs=rngs), tx, key=jax.random.key(0)
+    )
+    x = draw("x", (8, 4))
+
+    def train(state, x):
+        for _ in range(2):
+            state, _ = step(state, x)
+        return state.params
+
+    def on_a_device(state, x):
+        if check_vma:
+            state = dataclasses.replace(state, params=jax.lax.pcast(state.params, "data", to="varying"))
+        return jax.tree.map(lambda leaf: jax.lax.pmean(leaf.astype(jnp.float32), "data"), train(state, x))
+
+    local = jax.shard_map(on_a_device, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma)
+    means = jax.jit(local)(state, x)
+    parts = [jax.tree.map(lambda leaf: leaf.astype(jnp.float32), train(copy(state), part)) for part in (x[:4], x[4:])]
+    for mean, *both in zip(*map(jax.tree.leaves, (means, *parts)), strict=True):
+        # Adam's steps are of the size of the rate: a rounding of a gradient is far below it, one of a parameter in bf16
+        # up to 2**-8 of it.
+        np.testing.assert_allclose(mean, sum(both) / 2, atol=1e-5 if dtype == jnp.float32 else 2**-7)
