@@ -83,7 +83,8 @@ def apply_transformation(
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Return parameters and optimizer state after an update, and the updates.
 
-    The state keeps its dtypes: optax's ``ademamix(mu_dtype=jnp.bfloat16)``, e.g., begins in bf16 and goes on in fp32.
+    The state keeps the dtypes of its ``init``, also where ``update`` returns wider floats, as that of optax's
+    ``ademamix(mu_dtype=jnp.bfloat16)`` does.
 
     Args:
         tx: transformation, which gets those of ``kwargs`` that its signature names.
@@ -134,8 +135,8 @@ def _in_dtype_of(path: Any, new: Any, old: Any) -> Any:
         return new
     # Not `found`: a Python number, which takes on the dtype of an array, has one of its own, too.
     promoted = jnp.result_type(new, old)
-    both_inexact = jnp.issubdtype(expected, jnp.floating) and jnp.issubdtype(promoted, jnp.floating)
-    if promoted != expected and not both_inexact:
+    both_floating = jnp.issubdtype(expected, jnp.floating) and jnp.issubdtype(promoted, jnp.floating)
+    if promoted != expected and not both_floating:
         raise ValueError(
             f"the transformation changed its state at {jax.tree_util.keystr(path)} from {expected} to {found}, which "
             f"{expected} cannot hold: its init must give the dtype that its update gives"

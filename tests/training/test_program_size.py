@@ -38,33 +38,24 @@ def test_cpus_write_states_without_stacks():
     assert _count(_program_of_write_back(32, "cpu"), r"stablehlo\.concatenate\b") == 0
 
 
+def _program_of_step(layers, size, tx):
+    """Return the program of a train step of a sum of layers."""
+    state = create_train_state(
+        lambda rngs: nnx.List([Linear(size, size, rngs=rngs) for _ in range(layers)]), tx, key=jax.random.key(0)
+    )
+    step = make_train_step(lambda model, x, key: sum(jnp.sum(layer(x)) for layer in model), tx)
+    return step.lower(state, jnp.ones((16, size)))
+
+
 def test_the_check_for_finite_gradients_has_one_operation_for_all_parameters():
     """XLA for GPUs compiles a reduction of each large array, and takes longest to decide what to fuse it with."""
-
-    def program(layers):
-        tx = optax.sgd(0.1)
-        state = create_train_state(
-            lambda rngs: nnx.List([Linear(256, 256, rngs=rngs) for _ in range(layers)]), tx, key=jax.random.key(0)
-        )
-        step = make_train_step(lambda model, x, key: sum(jnp.sum(layer(x)) for layer in model), tx)
-        return step.lower(state, jnp.ones((16, 256)))
-
-    tests = [_count(program(layers), r"stablehlo\.is_finite\b") for layers in (1, 3)]
+    tests = [_count(_program_of_step(layers, 256, optax.sgd(0.1)), r"stablehlo\.is_finite\b") for layers in (1, 3)]
     assert tests[0] == tests[1] > 0
 
 
 def test_the_update_selects_between_no_arrays():
     """A conditional holds the update: a selection for each array would be compiled with all other operations."""
-
-    def program(layers):
-        tx = optax.adam(0.1)
-        state = create_train_state(
-            lambda rngs: nnx.List([Linear(16, 16, rngs=rngs) for _ in range(layers)]), tx, key=jax.random.key(0)
-        )
-        step = make_train_step(lambda model, x, key: sum(jnp.sum(layer(x)) for layer in model), tx)
-        return step.lower(state, jnp.ones((16, 16)))
-
-    selections = [_count(program(layers), r"stablehlo\.select\b") for layers in (1, 3)]
+    selections = [_count(_program_of_step(layers, 16, optax.adam(0.1)), r"stablehlo\.select\b") for layers in (1, 3)]
     assert selections[0] == selections[1]
 
 
